@@ -1,0 +1,157 @@
+//! Slices of CPU tensors: read ones, and mutable ones through views of a shared storage.
+//!
+//! candle offers mutation only through `inplace_op1`, whose closure receives the storage under its
+//! write lock. [`with_slice_mut`] wraps that, so flat buffers can be lent out view by view.
+//! Holding a read guard of a storage while lending the same storage mutably would deadlock; callers
+//! never nest the two for one storage.
+
+use std::cell::RefCell;
+use std::marker::PhantomData;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Storage, Tensor, WithDType};
+use half::{bf16, f16};
+
+use crate::{Error, Result};
+
+/// The range of `layout` in its storage, if it is contiguous.
+fn range(layout: &Layout, op: &'static str) -> Result<std::ops::Range<usize>> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(start..end),
+        None => Err(Error::NotContiguous { op, what: "tensor" }),
+    }
+}
+
+/// Calls `f` with the elements of a contiguous CPU tensor (a view included).
+///
+/// # Errors
+/// If `t` is not contiguous, not of dtype `T`, or not on the CPU.
+pub fn with_slice<T: WithDType, R>(t: &Tensor, op: &'static str, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
+    let (storage, layout) = t.storage_and_layout();
+    let range = range(layout, op)?;
+    match &*storage {
+        Storage::Cpu(cpu) => f(&cpu.as_slice::<T>()?[range]),
+        _ => Err(Error::Device { op, device: format!("{:?}", t.device().location()) }),
+    }
+}
+
+struct Lend<T, F, R> {
+    elem: PhantomData<T>,
+    op: &'static str,
+    f: RefCell<Option<F>>,
+    out: RefCell<Option<Result<R>>>,
+}
+
+/// Elements that flat buffers and messages are made of.
+pub trait HostElem: WithDType {
+    /// The storage's elements, if it holds this type.
+    fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! host_elem {
+    ($($t:ty => $variant:ident),*) => {$(
+        impl HostElem for $t {
+            fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(v) => Some(v),
+                    _ => None,
+                }
+            }
+        }
+    )*};
+}
+host_elem!(u8 => U8, u32 => U32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64);
+
+impl<T: HostElem, F: FnOnce(&mut [T]) -> Result<R>, R> InplaceOp1 for Lend<T, F, R> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let out = range(layout, self.op).and_then(|range| {
+            let dtype = storage.dtype();
+            let all = T::storage_mut(storage).ok_or(Error::DType { op: self.op, dtype })?;
+            let slice = &mut all[range];
+            match self.f.borrow_mut().take() {
+                Some(f) => f(slice),
+                None => Err(Error::shape(self.op, "storage lent twice")),
+            }
+        });
+        *self.out.borrow_mut() = Some(out);
+        Ok(())
+    }
+}
+
+/// Calls `f` with the mutable elements of a contiguous CPU tensor (a view included): other tensors
+/// that share the storage see the change. The storage stays write-locked while `f` runs.
+///
+/// # Errors
+/// If `t` is not contiguous, not of dtype `T`, or not on the CPU; or what `f` returns.
+pub fn with_slice_mut<T: HostElem, R>(
+    t: &Tensor,
+    op: &'static str,
+    f: impl FnOnce(&mut [T]) -> Result<R>,
+) -> Result<R> {
+    let lend = Lend { elem: PhantomData::<T>, op, f: RefCell::new(Some(f)), out: RefCell::new(None) };
+    t.inplace_op1(&lend)?;
+    lend.out.into_inner().unwrap_or_else(|| Err(Error::shape(op, "storage was not lent")))
+}
+
+/// Dispatches on the dtypes that flat buffers and messages may have.
+macro_rules! by_dtype {
+    ($t:expr, $op:expr, $T:ident => $body:expr) => {
+        match $t.dtype() {
+            DType::U8 => {
+                type $T = u8;
+                $body
+            }
+            DType::U32 => {
+                type $T = u32;
+                $body
+            }
+            DType::I64 => {
+                type $T = i64;
+                $body
+            }
+            DType::BF16 => {
+                type $T = bf16;
+                $body
+            }
+            DType::F16 => {
+                type $T = f16;
+                $body
+            }
+            DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            dtype => Err(Error::DType { op: $op, dtype }),
+        }
+    };
+}
+
+/// Calls `f` with the bytes (native endian) of a contiguous CPU tensor.
+///
+/// # Errors
+/// As [`with_slice`].
+pub fn with_bytes<R>(t: &Tensor, op: &'static str, f: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
+    by_dtype!(t, op, T => with_slice::<T, R>(t, op, |s| {
+        // SAFETY: every HostElem is a plain number without padding; any byte of it may be read.
+        f(unsafe { std::slice::from_raw_parts(s.as_ptr().cast::<u8>(), std::mem::size_of_val(s)) })
+    }))
+}
+
+/// Calls `f` with the mutable bytes (native endian) of a contiguous CPU tensor.
+///
+/// # Errors
+/// As [`with_slice_mut`].
+pub fn with_bytes_mut<R>(t: &Tensor, op: &'static str, f: impl FnOnce(&mut [u8]) -> Result<R>) -> Result<R> {
+    by_dtype!(t, op, T => with_slice_mut::<T, R>(t, op, |s| {
+        // SAFETY: every HostElem is a plain number: any bit pattern is a valid value.
+        f(unsafe { std::slice::from_raw_parts_mut(s.as_mut_ptr().cast::<u8>(), std::mem::size_of_val(s)) })
+    }))
+}

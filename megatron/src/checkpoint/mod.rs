@@ -1,0 +1,1 @@
+//! Placeholder module; filled by the commits that follow.

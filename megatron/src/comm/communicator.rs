@@ -1,0 +1,93 @@
+//! The interface that every backend (threads, shared memory, TCP, NCCL) implements.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use crate::Result;
+
+/// How a reduction combines elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReduceOp {
+    /// The sum, in rank order.
+    Sum,
+    /// The maximum; NaN wins, so that non-finite values are never hidden.
+    Max,
+    /// The minimum; NaN wins.
+    Min,
+}
+
+/// A shared handle to a communicator.
+pub type Group = Arc<dyn Communicator>;
+
+/// An operation in flight. Dropping it does not cancel the operation; its buffers stay alive until it ends.
+#[must_use = "an operation is complete only after wait()"]
+pub struct Work(Box<dyn FnOnce() -> Result<()> + Send>);
+
+impl Work {
+    /// An operation that `finish` completes.
+    pub fn new(finish: impl FnOnce() -> Result<()> + Send + 'static) -> Self {
+        Self(Box::new(finish))
+    }
+
+    /// An operation that is already complete.
+    pub fn done() -> Self {
+        Self::new(|| Ok(()))
+    }
+
+    /// Blocks until the operation is complete on this rank.
+    ///
+    /// # Errors
+    /// If a peer was lost, did not arrive in time, or called another operation.
+    pub fn wait(self) -> Result<()> {
+        (self.0)()
+    }
+}
+
+/// One rank's membership in a group of ranks.
+///
+/// Tensors are contiguous (views included) and of dtype f32, bf16, f16, f64, i64, u32 or u8. Ranks are indices
+/// within the group. "In place" mutates the tensor's storage. Every member calls the same
+/// collectives in the same order; messages are matched per (peer, tag) in order.
+pub trait Communicator: Send + Sync {
+    /// This rank's index in the group.
+    fn rank(&self) -> usize;
+    /// The number of ranks in the group.
+    fn size(&self) -> usize;
+    /// The group's name as it appears in messages, e.g. `tp`.
+    fn name(&self) -> &str;
+    /// The group's members as ranks of the world, in group order.
+    fn ranks(&self) -> &[usize];
+
+    /// Combines `t` over all ranks, in place.
+    fn all_reduce(&self, t: &Tensor, op: ReduceOp) -> Result<Work>;
+    /// Concatenates every rank's `input` (flat, in rank order) into `output` (size · elements of input). `input` may be
+    /// the rank-th part of `output` itself (a view of the same storage).
+    fn all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Work>;
+    /// Combines `input` over all ranks and leaves the rank-th of `size` equal flat parts in `output`. `output`
+    /// may be that very part of `input` (a view of the same storage).
+    fn reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Work>;
+    /// Copies `t` of rank `root` to every rank, in place.
+    fn broadcast(&self, t: &Tensor, root: usize) -> Result<Work>;
+    /// Combines `t` over all ranks into `t` of rank `root`; the others' stay as they are.
+    fn reduce(&self, t: &Tensor, root: usize, op: ReduceOp) -> Result<Work>;
+    /// Concatenates every rank's `input` into `output` of rank `root` (`None` elsewhere).
+    fn gather(&self, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<Work>;
+    /// Distributes the equal flat parts of `input` of rank `root` (`None` elsewhere) into every rank's `output`.
+    fn scatter(&self, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<Work>;
+    /// Sends the i-th equal flat part of `input` to rank i, whose `output` receives it as its rank-th part.
+    fn all_to_all(&self, input: &Tensor, output: &Tensor) -> Result<Work>;
+    /// Sends `t` to rank `dst`. Never waits for the receiver on the calling thread.
+    fn send(&self, t: &Tensor, dst: usize, tag: u32) -> Result<Work>;
+    /// Receives into `t` (in place) the next message of `src` with this tag.
+    fn recv(&self, t: &Tensor, src: usize, tag: u32) -> Result<Work>;
+    /// Returns when every rank has called it.
+    fn barrier(&self) -> Result<()>;
+
+    /// Splits the group (collective over all its ranks, as `ncclCommSplit`): ranks with the same `color` form a group,
+    /// ordered by `key`, then by rank; `None` joins no group.
+    fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>>;
+
+    /// Bytes of every rank, in rank order; lengths may differ.
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+}

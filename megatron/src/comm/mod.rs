@@ -1,0 +1,10 @@
+//! Communication between ranks.
+//!
+//! A [`Communicator`] is one rank's membership in one group. Operations are issued in the same order
+//! by every member (as in NCCL and MPI) and run asynchronously; [`Work::wait`] completes them.
+//! Reductions are summed in rank order, never in order of arrival, and 16-bit data in fp32, so a
+//! result depends on the data and the group alone.
+
+mod communicator;
+
+pub use communicator::{Communicator, Group, ReduceOp, Work};

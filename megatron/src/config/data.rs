@@ -1,0 +1,57 @@
+//! `[data]`, `[checkpoint]`, `[logging]`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// In which order samples are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DataloaderType {
+    /// Sample i is tokens [i·S, i·S + S] of the split, in order.
+    Sequential,
+    /// The same samples in a random order, drawn anew every epoch from the seed.
+    Shuffled,
+}
+
+/// Where training data comes from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DataConfig {
+    /// Text files, folders of text, or indexed-dataset prefixes.
+    pub data_path: Vec<String>,
+    /// Weights of train, valid and test, e.g. `969,30,1`.
+    pub split: String,
+    /// `byte`, the path of a `tokenizer.json`, or `train:VOCAB`. May be absent for indexed datasets.
+    pub tokenizer: Option<String>,
+    pub dataloader_type: DataloaderType,
+    /// Where trained tokenizers and tokenized text are cached.
+    pub cache_dir: PathBuf,
+}
+
+/// Where checkpoints go and come from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CheckpointConfig {
+    /// Folder to write checkpoints to.
+    pub save: Option<PathBuf>,
+    /// Save every so many steps; the last step is always saved if `save` is given.
+    pub save_interval: Option<u64>,
+    /// Folder to resume from; starts fresh if it holds no checkpoint.
+    pub load: Option<PathBuf>,
+}
+
+/// What a run reports.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LoggingConfig {
+    /// Log every so many steps.
+    pub log_interval: u64,
+    /// Evaluate every so many steps; `None`: only at the end if there is validation data.
+    pub eval_interval: Option<u64>,
+    /// Global batches per evaluation.
+    pub eval_iters: u64,
+    /// File that receives one JSON object a step.
+    pub metrics: Option<PathBuf>,
+    /// Prompt continued at the end of the run.
+    pub prompt: Option<String>,
+    /// Tokens of the continuation.
+    pub prompt_tokens: usize,
+}

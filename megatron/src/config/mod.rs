@@ -1,0 +1,30 @@
+//! What a run is made of: resolved values, one struct per section of the run file.
+//!
+//! These are the values *after* defaults, file and flags were merged; `tools` does the merging. Cross-checks between
+//! sections live in [`RunConfig::validate`], so that a library user gets the same errors as the command line.
+
+mod data;
+mod model;
+mod optimizer;
+mod parallel;
+mod training;
+
+pub use data::{CheckpointConfig, DataConfig, DataloaderType, LoggingConfig};
+pub use model::{ModelConfig, Normalization, PositionEmbedding};
+pub use optimizer::{DecayStyle, OptimizerConfig, OptimizerKind, WsdDecayStyle};
+pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
+pub use training::{Recompute, RecomputeMethod, TrainingConfig};
+
+use serde::{Deserialize, Serialize};
+
+/// A whole run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RunConfig {
+    pub model: ModelConfig,
+    pub parallel: ParallelConfig,
+    pub data: DataConfig,
+    pub training: TrainingConfig,
+    pub optimizer: OptimizerConfig,
+    pub checkpoint: CheckpointConfig,
+    pub logging: LoggingConfig,
+}

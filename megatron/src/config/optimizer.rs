@@ -1,0 +1,62 @@
+//! `[optimizer]`: the update rule and the learning-rate schedule.
+
+use serde::{Deserialize, Serialize};
+
+/// The update rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    /// AdamW, decoupled weight decay (Loshchilov & Hutter 2019).
+    Adam,
+    /// SGD with momentum and decoupled-from-nothing (L2) weight decay, as PyTorch's.
+    Sgd,
+}
+
+/// How the learning rate falls after warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DecayStyle {
+    Constant,
+    Linear,
+    Cosine,
+    InverseSquareRoot,
+    /// Warm-up, stable, decay (Hu et al. 2024).
+    #[serde(rename = "WSD")]
+    Wsd,
+}
+
+/// How the last part of a WSD schedule anneals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WsdDecayStyle {
+    Exponential,
+    Linear,
+    Cosine,
+    MinusSqrt,
+}
+
+/// The optimizer of a run. Schedule lengths are in samples, so that they do not depend on the batch size.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OptimizerConfig {
+    pub kind: OptimizerKind,
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Learning rate at the end of the decay.
+    pub min_lr: f64,
+    pub decay_style: DecayStyle,
+    /// Samples until `min_lr` is reached, warm-up included.
+    pub decay_samples: u64,
+    /// Samples over which the learning rate rises linearly from 0.
+    pub warmup_samples: u64,
+    /// Samples of the final annealing of a WSD schedule.
+    pub wsd_decay_samples: u64,
+    pub wsd_decay_style: WsdDecayStyle,
+    /// Decoupled weight decay of parameters of two or more dimensions.
+    pub weight_decay: f64,
+    pub adam_beta1: f64,
+    pub adam_beta2: f64,
+    pub adam_eps: f64,
+    pub sgd_momentum: f64,
+    /// Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
+    pub clip_grad: f64,
+}

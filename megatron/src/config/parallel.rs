@@ -1,0 +1,63 @@
+//! `[parallel]`: how the model and the batch are cut over ranks.
+
+use serde::{Deserialize, Serialize};
+
+/// The order of forward and backward passes on a pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ScheduleKind {
+    /// All forwards, then all backwards (Huang et al. 2019).
+    Gpipe,
+    /// One forward, one backward (PipeDream-flush, Narayanan et al. 2021).
+    #[serde(rename = "1f1b")]
+    OneFOneB,
+    /// 1F1B over several chunks per stage (Narayanan et al. 2021, §2.2).
+    Interleaved,
+}
+
+/// How layers are dealt to (virtual) stages.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PartitionMethod {
+    /// As many layers each; the first stages take one more where it does not divide.
+    Uniform,
+    /// Balanced by parameter count, embedding and output matrix included.
+    Parameters,
+    /// Layers of each virtual stage, in order.
+    Explicit(Vec<usize>),
+}
+
+/// The layout of a run over ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ParallelConfig {
+    /// tp: ranks that share each layer.
+    pub tensor_model_parallel_size: usize,
+    /// pp: stages of the pipeline.
+    pub pipeline_model_parallel_size: usize,
+    /// cp: ranks that share each sequence.
+    pub context_parallel_size: usize,
+    /// dp: replicas.
+    pub data_parallel_size: usize,
+    /// v: virtual stages (chunks) per stage; 1 unless interleaved.
+    pub virtual_pipeline_size: usize,
+    pub schedule: ScheduleKind,
+    pub partition: PartitionMethod,
+    /// Activations between tensor-parallel regions are cut along the sequence (Korthikanti et al. 2022).
+    pub sequence_parallel: bool,
+    /// ZeRO-1: optimizer state cut over dp.
+    pub use_distributed_optimizer: bool,
+    /// Gradient buckets are reduced while backward still runs.
+    pub overlap_grad_reduce: bool,
+    /// Elements per gradient bucket, at least.
+    pub bucket_size: usize,
+}
+
+impl ParallelConfig {
+    /// Ranks in the run.
+    pub fn world_size(&self) -> usize {
+        self.tensor_model_parallel_size
+            * self.context_parallel_size
+            * self.data_parallel_size
+            * self.pipeline_model_parallel_size
+    }
+}

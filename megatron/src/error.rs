@@ -1,0 +1,65 @@
+//! The error of the runtime. Messages say what, where, and what to do.
+
+use std::path::{Path, PathBuf};
+
+/// Why a run, or a part of one, cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Settings that are invalid or contradict each other; the message names each number and its source.
+    #[error("{0}")]
+    Config(String),
+    /// A collective or a message between ranks went wrong without a rank being lost.
+    #[error("{0}")]
+    Comm(String),
+    /// A peer died or left while this rank needed it.
+    #[error("rank {rank} {how}; it was needed by {operation}")]
+    PeerLost { rank: usize, how: String, operation: String },
+    /// A peer did not arrive at an operation in time.
+    #[error("{operation} waited {seconds:.0} s for rank {missing:?}; they may hang or be ahead in another operation")]
+    Timeout { operation: String, missing: Vec<usize>, seconds: f64 },
+    /// Data that cannot be used: missing, empty, truncated, or not fitting the tokenizer or model.
+    #[error("{}: {message}", path.display())]
+    Data { path: PathBuf, message: String },
+    /// A checkpoint that cannot be written, read, or used here.
+    #[error("checkpoint {}: {message}", path.display())]
+    Checkpoint { path: PathBuf, message: String },
+    /// The operating system refused a file operation.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io { action: &'static str, path: PathBuf, source: std::io::Error },
+    /// A kernel refused its input.
+    #[error(transparent)]
+    Kernel(#[from] kernels::Error),
+    /// An error of candle's.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+/// Result of the runtime.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// An invalid or contradictory setting.
+    pub fn config(message: impl Into<String>) -> Self {
+        Self::Config(message.into())
+    }
+
+    /// A failed operation between ranks.
+    pub fn comm(message: impl Into<String>) -> Self {
+        Self::Comm(message.into())
+    }
+
+    /// Unusable data at `path`.
+    pub fn data(path: impl AsRef<Path>, message: impl Into<String>) -> Self {
+        Self::Data { path: path.as_ref().to_path_buf(), message: message.into() }
+    }
+
+    /// An unusable checkpoint at `path`.
+    pub fn checkpoint(path: impl AsRef<Path>, message: impl Into<String>) -> Self {
+        Self::Checkpoint { path: path.as_ref().to_path_buf(), message: message.into() }
+    }
+
+    /// A failed file operation; `action` completes "cannot … PATH", e.g. `"create"`.
+    pub fn io(action: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
+        Self::Io { action, path: path.as_ref().to_path_buf(), source }
+    }
+}

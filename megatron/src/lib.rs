@@ -1,0 +1,27 @@
+//! The parallel runtime: everything between one rank's kernels and a whole training run.
+//!
+//! | folder | what it holds |
+//! |---|---|
+//! | [`topology`] | rank arithmetic: which rank sits where on tp × cp × ep × dp × pp |
+//! | [`comm`] | communicators between ranks, rendezvous, watchdog |
+//! | [`config`] | what a run is made of, resolved and validated |
+//! | [`params`] | what a parameter is regardless of layout; initial values; flat buffers |
+//! | [`tensor_parallel`] | layers cut over tp, and the layouts of their activations |
+//! | [`pipeline`] | schedules as data, their simulator, the engine that runs them |
+//! | [`data_parallel`] | reduction of gradients over dp |
+//! | [`optim`] | optimizers, clipping, learning-rate schedules |
+//! | [`checkpoint`] | one logical state on disk, whatever the layout |
+//! | [`data`] | text, tokens, datasets, samplers |
+//! | [`train`] | the training loop |
+
+pub mod checkpoint;
+pub mod comm;
+pub mod config;
+pub mod data;
+pub mod error;
+pub mod optim;
+pub mod params;
+pub mod pipeline;
+pub mod topology;
+
+pub use error::{Error, Result};
