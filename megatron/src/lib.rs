@@ -23,5 +23,6 @@ pub mod optim;
 pub mod params;
 pub mod pipeline;
 pub mod topology;
+pub mod train;
 
 pub use error::{Error, Result};

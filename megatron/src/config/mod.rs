@@ -7,12 +7,15 @@ mod data;
 mod model;
 mod optimizer;
 mod parallel;
+mod sources;
 mod training;
+mod validate;
 
 pub use data::{CheckpointConfig, DataConfig, DataloaderType, LoggingConfig};
 pub use model::{ModelConfig, Normalization, PositionEmbedding};
 pub use optimizer::{DecayStyle, OptimizerConfig, OptimizerKind, WsdDecayStyle};
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
+pub use sources::Sources;
 pub use training::{Recompute, RecomputeMethod, TrainingConfig};
 
 use serde::{Deserialize, Serialize};

@@ -54,7 +54,7 @@ pub struct ModelConfig {
     pub qkv_bias: bool,
     /// The output matrix is a parameter of its own rather than the token embedding.
     pub untie_embeddings_and_output_weights: bool,
-    /// Number of tokens of the tokenizer; never padded.
+    /// Number of tokens of the tokenizer; never padded. 0 until the data are opened.
     pub vocab_size: usize,
     /// The vocabulary is padded to a multiple of this times tp (zero rows, masked out of the softmax).
     pub make_vocab_size_divisible_by: usize,

@@ -1,0 +1,342 @@
+//! The equations that a run's settings must satisfy.
+//!
+//! Each error prints the equation with every number and where each came from, and what to change. All that is wrong is
+//! reported at once.
+
+use std::fmt::Display;
+
+use super::{
+    DecayStyle, ModelConfig, OptimizerConfig, OptimizerKind, ParallelConfig, PartitionMethod, PositionEmbedding,
+    Recompute, RecomputeMethod, RunConfig, ScheduleKind, Sources, TrainingConfig,
+};
+use crate::{Error, Result};
+
+impl RunConfig {
+    /// Checks every section and their equations; see [`RunConfig::validate_with`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] that lists everything found wrong.
+    pub fn validate(&self) -> Result<()> {
+        self.validate_with(&Sources::default())
+    }
+
+    /// Checks every section and their equations, citing the origin of each number. A `vocab_size` of 0 means
+    /// that the data have not been opened yet, and is not checked.
+    ///
+    /// # Errors
+    /// [`Error::Config`] that lists everything found wrong.
+    pub fn validate_with(&self, sources: &Sources) -> Result<()> {
+        let mut check = Check { sources, problems: Vec::new() };
+        check.model(&self.model);
+        check.parallel(&self.parallel, &self.model);
+        check.training(&self.training, &self.parallel, &self.model);
+        check.optimizer(&self.optimizer);
+        check.files(self);
+        check.finish()
+    }
+
+    /// Microbatches per step and replica: GBS / (MBS·dp).
+    pub fn num_microbatches(&self) -> usize {
+        self.training.global_batch_size / (self.training.micro_batch_size * self.parallel.data_parallel_size)
+    }
+}
+
+struct Check<'a> {
+    sources: &'a Sources,
+    problems: Vec<String>,
+}
+
+impl Check<'_> {
+    fn finish(self) -> Result<()> {
+        match self.problems.as_slice() {
+            [] => Ok(()),
+            [one] => Err(Error::config(one.clone())),
+            many => Err(Error::config(format!("{} settings are wrong:\n  - {}", many.len(), many.join("\n  - ")))),
+        }
+    }
+
+    fn cite(&self, key: &str, value: impl Display) -> String {
+        self.sources.cite(key, value)
+    }
+
+    fn require(&mut self, holds: bool, problem: impl FnOnce(&Self) -> String) {
+        if !holds {
+            let problem = problem(self);
+            self.problems.push(problem);
+        }
+    }
+
+    fn positive(&mut self, key: &str, value: usize) {
+        self.require(value > 0, |c| format!("{} must be at least 1", c.cite(key, value)));
+    }
+
+    fn positive_steps(&mut self, key: &str, value: Option<u64>) {
+        self.require(value != Some(0), |c| {
+            format!("{} must be at least 1; leave it out to turn it off", c.cite(key, 0))
+        });
+    }
+
+    /// `value` lies in [0, 1); used for probabilities and momenta.
+    fn fraction(&mut self, key: &str, value: f64) {
+        self.require((0.0..1.0).contains(&value), |c| format!("{} must lie in [0, 1)", c.cite(key, value)));
+    }
+
+    fn non_negative(&mut self, key: &str, value: f64) {
+        self.require(value.is_finite() && value >= 0.0, |c| {
+            format!("{} must be a finite number that is not negative", c.cite(key, value))
+        });
+    }
+
+    fn above_zero(&mut self, key: &str, value: f64) {
+        self.require(value.is_finite() && value > 0.0, |c| {
+            format!("{} must be a finite number above 0", c.cite(key, value))
+        });
+    }
+
+    /// `key = value` must be a multiple of the product of `factors`. Zeros are reported elsewhere.
+    fn divides(&mut self, key: &str, value: usize, factors: &[(&str, usize)], advice: &str) {
+        let Some(divisor) = factors.iter().try_fold(1usize, |product, &(_, factor)| product.checked_mul(factor)) else {
+            self.problems.push(format!("the product of {} is too large", self.cite_all(factors)));
+            return;
+        };
+        if divisor == 0 {
+            return;
+        }
+        self.require(value % divisor == 0, |c| {
+            let product = match factors {
+                [_] => String::new(),
+                _ => format!(" (the product of {})", c.cite_all(factors)),
+            };
+            let by = match factors {
+                [(key, value)] => c.cite(key, value),
+                _ => divisor.to_string(),
+            };
+            format!(
+                "{} must be a multiple of {by}{product}: {value} mod {divisor} = {}; {advice}",
+                c.cite(key, value),
+                value % divisor
+            )
+        });
+    }
+
+    fn cite_all(&self, settings: &[(&str, usize)]) -> String {
+        settings.iter().map(|&(key, value)| self.cite(key, value)).collect::<Vec<_>>().join(", ")
+    }
+
+    fn model(&mut self, m: &ModelConfig) {
+        self.positive("num_layers", m.num_layers);
+        self.positive("hidden_size", m.hidden_size);
+        self.positive("ffn_hidden_size", m.ffn_hidden_size);
+        self.positive("num_attention_heads", m.num_attention_heads);
+        self.positive("num_query_groups", m.num_query_groups);
+        self.positive("kv_channels", m.head_dim);
+        self.positive("seq_length", m.seq_length);
+        self.positive("make_vocab_size_divisible_by", m.make_vocab_size_divisible_by);
+        self.divides(
+            "num_attention_heads",
+            m.num_attention_heads,
+            &[("num_query_groups", m.num_query_groups)],
+            "every group of key/value heads serves the same number of query heads",
+        );
+        if m.position_embedding == PositionEmbedding::Rope {
+            self.require(m.head_dim.is_multiple_of(2), |c| {
+                format!("{} must be even for rotary positions, which rotate pairs", c.cite("kv_channels", m.head_dim))
+            });
+            self.above_zero("rotary_base", m.rotary_base);
+        }
+        self.require(m.seq_length <= m.max_position_embeddings, |c| {
+            format!(
+                "{} exceeds {}; a sample would have tokens without a position",
+                c.cite("seq_length", m.seq_length),
+                c.cite("max_position_embeddings", m.max_position_embeddings)
+            )
+        });
+        self.above_zero("norm_epsilon", m.norm_epsilon);
+        self.fraction("attention_dropout", m.attention_dropout);
+        self.fraction("hidden_dropout", m.hidden_dropout);
+        self.non_negative("init_method_std", m.init_method_std);
+    }
+
+    fn parallel(&mut self, p: &ParallelConfig, m: &ModelConfig) {
+        let (tp, pp, v) = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_pipeline_size);
+        self.positive("tensor_model_parallel_size", tp);
+        self.positive("pipeline_model_parallel_size", pp);
+        self.positive("context_parallel_size", p.context_parallel_size);
+        self.positive("data_parallel_size", p.data_parallel_size);
+        self.positive("bucket_size", p.bucket_size);
+        self.require(p.context_parallel_size <= 1, |c| {
+            format!(
+                "{}: context parallelism is not available in this version; set it to 1",
+                c.cite("context_parallel_size", p.context_parallel_size)
+            )
+        });
+        let by_tp = [("tensor_model_parallel_size", tp)];
+        self.divides(
+            "num_attention_heads",
+            m.num_attention_heads,
+            &by_tp,
+            "heads are dealt to tensor-parallel ranks whole",
+        );
+        self.divides(
+            "num_query_groups",
+            m.num_query_groups,
+            &by_tp,
+            "key/value heads are dealt to tensor-parallel ranks whole",
+        );
+        self.divides("ffn_hidden_size", m.ffn_hidden_size, &by_tp, "the MLP is cut evenly over tensor-parallel ranks");
+        if p.sequence_parallel {
+            self.divides(
+                "seq_length",
+                m.seq_length,
+                &by_tp,
+                "sequence_parallel cuts samples evenly over tensor-parallel ranks",
+            );
+        }
+        self.schedule(p);
+        self.layers(p, m.num_layers, pp.saturating_mul(v));
+    }
+
+    fn schedule(&mut self, p: &ParallelConfig) {
+        let interleaved = p.schedule == ScheduleKind::Interleaved;
+        self.require(p.virtual_pipeline_size <= 1 || interleaved, |c| {
+            format!(
+                "{} virtual stages per stage ({}) need pipeline_schedule = interleaved",
+                p.virtual_pipeline_size,
+                c.sources.of("num_layers_per_virtual_pipeline_stage").unwrap_or("virtual_pipeline_size")
+            )
+        });
+        self.require(!interleaved || p.pipeline_model_parallel_size > 1, |c| {
+            format!(
+                "{} needs at least 2 stages, and {}",
+                c.cite("pipeline_schedule", "interleaved"),
+                c.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size)
+            )
+        });
+    }
+
+    fn layers(&mut self, p: &ParallelConfig, num_layers: usize, num_virtual_stages: usize) {
+        let stages = format!(
+            "{} · {} virtual stages each",
+            self.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
+            p.virtual_pipeline_size
+        );
+        match &p.partition {
+            PartitionMethod::Explicit(sizes) => {
+                let cited =
+                    self.cite("pipeline_partition", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
+                self.require(sizes.len() == num_virtual_stages, |_| {
+                    format!("{cited} names {} stages, and there are {num_virtual_stages} ({stages})", sizes.len())
+                });
+                let sum: usize = sizes.iter().sum();
+                self.require(sum == num_layers, |c| {
+                    format!("{cited} deals {sum} layers, and {}", c.cite("num_layers", num_layers))
+                });
+            }
+            PartitionMethod::Uniform | PartitionMethod::Parameters => {
+                self.require(num_layers >= num_virtual_stages, |c| {
+                    format!(
+                        "{} cannot fill {num_virtual_stages} stages ({stages}); use fewer stages or name the layers of \
+                         each with pipeline_partition",
+                        c.cite("num_layers", num_layers)
+                    )
+                });
+            }
+        }
+    }
+
+    fn training(&mut self, t: &TrainingConfig, p: &ParallelConfig, m: &ModelConfig) {
+        let (mbs, gbs, dp) = (t.micro_batch_size, t.global_batch_size, p.data_parallel_size);
+        self.positive("micro_batch_size", mbs);
+        self.positive("global_batch_size", gbs);
+        self.positive_steps("exit_interval", t.exit_interval);
+        self.require(t.train_iters > 0, |c| {
+            format!("{} leaves nothing to train", c.cite("train_iters", t.train_iters))
+        });
+        self.divides(
+            "global_batch_size",
+            gbs,
+            &[("micro_batch_size", mbs), ("data_parallel_size", dp)],
+            "every replica takes the same number of whole microbatches",
+        );
+        let per_microbatch = mbs.saturating_mul(dp);
+        if per_microbatch > 0 && gbs.is_multiple_of(per_microbatch) && p.schedule == ScheduleKind::Interleaved {
+            let (num_microbatches, pp) = (gbs / per_microbatch, p.pipeline_model_parallel_size);
+            self.require(pp == 0 || num_microbatches.is_multiple_of(pp), |c| {
+                format!(
+                    "the interleaved schedule needs a multiple of {} microbatches per step, and there are \
+                     {num_microbatches} ({} / ({} · {}))",
+                    c.cite("pipeline_model_parallel_size", pp),
+                    c.cite("global_batch_size", gbs),
+                    c.cite("micro_batch_size", mbs),
+                    c.cite("data_parallel_size", dp)
+                )
+            });
+        }
+        if let Recompute::Full { num_layers, method } = t.recompute {
+            self.positive("recompute_num_layers", num_layers);
+            self.require(num_layers <= m.num_layers || method == RecomputeMethod::Block, |c| {
+                format!("{} exceeds {}", c.cite("recompute_num_layers", num_layers), c.cite("num_layers", m.num_layers))
+            });
+        }
+    }
+
+    fn optimizer(&mut self, o: &OptimizerConfig) {
+        self.above_zero("lr", o.lr);
+        self.non_negative("min_lr", o.min_lr);
+        self.require(!(o.min_lr > o.lr), |c| format!("{} exceeds {}", c.cite("min_lr", o.min_lr), c.cite("lr", o.lr)));
+        self.non_negative("weight_decay", o.weight_decay);
+        self.non_negative("clip_grad", o.clip_grad);
+        match o.kind {
+            OptimizerKind::Adam => {
+                self.fraction("adam_beta1", o.adam_beta1);
+                self.fraction("adam_beta2", o.adam_beta2);
+                self.above_zero("adam_eps", o.adam_eps);
+            }
+            OptimizerKind::Sgd => self.fraction("sgd_momentum", o.sgd_momentum),
+        }
+        self.require(o.warmup_samples == 0 || o.warmup_samples < o.decay_samples, |c| {
+            format!(
+                "the warm-up of {} samples ({}) must end before the decay does, after {} samples ({})",
+                o.warmup_samples,
+                c.sources.of("lr_warmup").unwrap_or("warmup_samples"),
+                o.decay_samples,
+                c.sources.of("lr_decay").unwrap_or("decay_samples")
+            )
+        });
+        if o.decay_style == DecayStyle::Wsd {
+            self.require(o.wsd_decay_samples <= o.decay_samples.saturating_sub(o.warmup_samples), |c| {
+                format!(
+                    "the annealing of {} samples ({}) does not fit between the warm-up's end at {} and the decay's end at {} samples",
+                    o.wsd_decay_samples,
+                    c.sources.of("lr_wsd_decay").unwrap_or("wsd_decay_samples"),
+                    o.warmup_samples,
+                    o.decay_samples
+                )
+            });
+        }
+    }
+
+    fn files(&mut self, run: &RunConfig) {
+        self.require(!run.data.data_path.is_empty(), |_| "data_path names no data".to_string());
+        self.require(split_is_valid(&run.data.split), |c| {
+            format!(
+                "{} must be up to three numbers, train,valid,test, not negative and not all 0",
+                c.cite("split", format_args!("{:?}", run.data.split))
+            )
+        });
+        self.positive_steps("save_interval", run.checkpoint.save_interval);
+        self.require(run.checkpoint.save_interval.is_none() || run.checkpoint.save.is_some(), |c| {
+            format!(
+                "{} has no folder to save to; set save",
+                c.cite("save_interval", run.checkpoint.save_interval.unwrap_or(0))
+            )
+        });
+        self.positive_steps("log_interval", Some(run.logging.log_interval));
+        self.positive_steps("eval_interval", run.logging.eval_interval);
+    }
+}
+
+fn split_is_valid(split: &str) -> bool {
+    let weights: Option<Vec<f64>> = split.split(',').map(|w| w.trim().parse().ok()).collect();
+    weights.is_some_and(|w| w.len() <= 3 && w.iter().all(|x| x.is_finite() && *x >= 0.0) && w.iter().sum::<f64>() > 0.0)
+}

@@ -1,0 +1,259 @@
+//! The numbers of a step, and the file of them: one JSON object a line.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, BufWriter, Seek, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use crate::{Error, Result};
+
+/// One training step, as every rank knows it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepMetrics {
+    /// Steps made so far, this one included.
+    pub iteration: u64,
+    /// Steps of the whole run.
+    pub train_iters: u64,
+    /// Samples read so far over all replicas.
+    pub consumed_samples: u64,
+    /// Tokens read so far over all replicas.
+    pub consumed_tokens: u64,
+    /// Mean loss per unmasked token of the global batch, in nats.
+    pub lm_loss: f64,
+    /// L2 norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of this step.
+    pub learning_rate: f64,
+    /// Factor on the loss in 16-bit training; 1 in fp32.
+    pub loss_scale: f64,
+    /// Samples of this step.
+    pub global_batch_size: usize,
+    /// Wall-clock milliseconds of this step.
+    pub elapsed_ms: f64,
+    /// Tokens of the global batch per second.
+    pub tokens_per_second: f64,
+    /// 10¹² floating-point operations per second and rank, by Megatron's count (6·B·S·…, recompute not counted).
+    pub tflops: f64,
+    /// Whether the update was left out because a gradient was not finite.
+    pub skipped: bool,
+    /// Updates left out so far.
+    pub skipped_iterations: u64,
+    /// Steps so far whose loss was not finite.
+    pub nan_iterations: u64,
+    /// Largest resident memory of a rank so far, in bytes.
+    pub memory_bytes: u64,
+}
+
+/// One evaluation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EvalMetrics {
+    /// Steps made so far.
+    pub iteration: u64,
+    /// Which part of the data: `validation` or `test`.
+    pub split: String,
+    /// Mean loss per unmasked token, in nats.
+    pub lm_loss: f64,
+}
+
+impl EvalMetrics {
+    /// Perplexity as Megatron prints it: exp(min(20, loss)).
+    pub fn perplexity(&self) -> f64 {
+        // `f64::min` would turn NaN into exp(20).
+        if self.lm_loss.is_nan() { f64::NAN } else { self.lm_loss.min(20.0).exp() }
+    }
+}
+
+/// A number as JSON; JSON has no NaN or infinity, so these are strings.
+fn number(x: f64) -> Value {
+    if x.is_finite() {
+        json!(x)
+    } else if x.is_nan() {
+        json!("NaN")
+    } else if x > 0.0 {
+        json!("Infinity")
+    } else {
+        json!("-Infinity")
+    }
+}
+
+impl StepMetrics {
+    /// The object of this step in `metrics.jsonl`.
+    pub fn to_json(&self) -> Value {
+        json!({
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            "lm_loss": number(self.lm_loss),
+            "grad_norm": number(self.grad_norm),
+            "learning_rate": number(self.learning_rate),
+            "loss_scale": number(self.loss_scale),
+            "global_batch_size": self.global_batch_size,
+            "elapsed_ms": number(self.elapsed_ms),
+            "tokens_per_second": number(self.tokens_per_second),
+            "tflops": number(self.tflops),
+            "skipped": self.skipped,
+            "skipped_iterations": self.skipped_iterations,
+            "nan_iterations": self.nan_iterations,
+            "memory": self.memory_bytes,
+        })
+    }
+}
+
+/// Writes `metrics.jsonl`. One rank of a run owns the file.
+#[derive(Debug)]
+pub struct MetricsWriter {
+    path: PathBuf,
+    file: BufWriter<File>,
+}
+
+impl MetricsWriter {
+    /// Opens `path` for a run that continues after `resumed_iteration` (0 for a fresh one). What a previous run wrote up to that
+    /// step stays; later lines, and a line cut short by a crash, are removed.
+    ///
+    /// # Errors
+    /// If the file or its folder cannot be created, read or written.
+    pub fn open(path: &Path, resumed_iteration: u64) -> Result<Self> {
+        if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+        }
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)
+            .map_err(|e| Error::io("open", path, e))?;
+        let keep = if resumed_iteration == 0 {
+            0
+        } else {
+            kept_length(&file, resumed_iteration).map_err(|e| Error::io("read", path, e))?
+        };
+        // A device or pipe (/dev/stdout) has no length to cut.
+        if file.metadata().is_ok_and(|m| m.is_file()) {
+            file.set_len(keep).map_err(|e| Error::io("truncate", path, e))?;
+            file.seek(std::io::SeekFrom::Start(keep)).map_err(|e| Error::io("seek in", path, e))?;
+        }
+        Ok(Self { path: path.to_path_buf(), file: BufWriter::new(file) })
+    }
+
+    /// Appends the line of one step and hands it to the operating system.
+    ///
+    /// # Errors
+    /// If the line cannot be written, e.g. on a full disk.
+    pub fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
+        self.line(&metrics.to_json())
+    }
+
+    /// Appends the line of one evaluation: `iteration`, `eval` (the split) and `lm_loss`.
+    ///
+    /// # Errors
+    /// If the line cannot be written, e.g. on a full disk.
+    pub fn eval(&mut self, metrics: &EvalMetrics) -> Result<()> {
+        self.line(&json!({
+            "iteration": metrics.iteration,
+            "eval": metrics.split,
+            "lm_loss": number(metrics.lm_loss),
+            "ppl": number(metrics.perplexity()),
+        }))
+    }
+
+    fn line(&mut self, value: &Value) -> Result<()> {
+        writeln!(self.file, "{value}").and_then(|()| self.file.flush()).map_err(|e| Error::io("write", &self.path, e))
+    }
+}
+
+/// Bytes of the leading complete lines whose iteration is at most `last`.
+fn kept_length(file: &File, last: u64) -> std::io::Result<u64> {
+    let mut reader = BufReader::new(file);
+    let (mut length, mut line) = (0u64, Vec::new());
+    loop {
+        line.clear();
+        let read = reader.read_until(b'\n', &mut line)?;
+        let iteration = serde_json::from_slice::<Map<String, Value>>(&line)
+            .ok()
+            .and_then(|object| object.get("iteration").and_then(Value::as_u64));
+        if read == 0 || line.last() != Some(&b'\n') || iteration.is_none_or(|i| i > last) {
+            return Ok(length);
+        }
+        length += read as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics(iteration: u64) -> StepMetrics {
+        StepMetrics {
+            iteration,
+            train_iters: 10,
+            consumed_samples: 8 * iteration,
+            consumed_tokens: 64 * iteration,
+            lm_loss: 2.5,
+            grad_norm: 1.0,
+            learning_rate: 1e-3,
+            loss_scale: 1.0,
+            global_batch_size: 8,
+            elapsed_ms: 12.5,
+            tokens_per_second: 100.0,
+            tflops: 0.1,
+            skipped: false,
+            skipped_iterations: 0,
+            nan_iterations: 0,
+            memory_bytes: 1 << 20,
+        }
+    }
+
+    fn iterations(path: &Path) -> Vec<u64> {
+        let text = std::fs::read_to_string(path).unwrap();
+        text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["iteration"].as_u64().unwrap()).collect()
+    }
+
+    #[test]
+    fn non_finite_values_are_written_as_strings() {
+        let mut m = metrics(1);
+        m.lm_loss = f64::NAN;
+        m.grad_norm = f64::INFINITY;
+        let json = m.to_json();
+        assert_eq!(json["lm_loss"], "NaN");
+        assert_eq!(json["grad_norm"], "Infinity");
+    }
+
+    #[test]
+    fn perplexity_of_nan_is_nan() {
+        let eval = EvalMetrics { iteration: 1, split: "validation".into(), lm_loss: f64::NAN };
+        assert!(eval.perplexity().is_nan());
+    }
+
+    #[test]
+    fn resuming_drops_the_steps_after_the_checkpoint_and_appends() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/metrics.jsonl");
+        let mut writer = MetricsWriter::open(&path, 0).unwrap();
+        for i in 1..=5 {
+            writer.step(&metrics(i)).unwrap();
+        }
+        drop(writer);
+        MetricsWriter::open(&path, 3).unwrap().step(&metrics(4)).unwrap();
+        assert_eq!(iterations(&path), [1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn a_line_cut_short_by_a_crash_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        std::fs::write(&path, "{\"iteration\":1}\n{\"iteration\":2").unwrap();
+        MetricsWriter::open(&path, 2).unwrap().step(&metrics(3)).unwrap();
+        assert_eq!(iterations(&path), [1, 3]);
+    }
+
+    #[test]
+    fn a_fresh_run_starts_an_empty_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        std::fs::write(&path, "{\"iteration\":1}\n").unwrap();
+        MetricsWriter::open(&path, 0).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
+    }
+}
