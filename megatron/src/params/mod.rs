@@ -4,5 +4,5 @@
 mod piece;
 mod spec;
 
-pub use piece::{Piece, ShardRef, StateKind};
+pub use piece::{Piece, ShardRef, StateKind, clip_pieces};
 pub use spec::{Init, ParamSpec, Partition};

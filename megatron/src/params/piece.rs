@@ -1,5 +1,6 @@
 //! Where one rank's elements lie in a logical tensor: the common language of checkpoints, resharding and ZeRO.
 
+use std::fmt;
 use std::ops::Range;
 
 use candle_core::Tensor;
@@ -18,6 +19,31 @@ pub struct Piece {
     pub local: usize,
 }
 
+impl Piece {
+    /// The local elements this piece describes.
+    pub fn local_range(&self) -> Range<usize> {
+        self.local..self.local + self.flat.len()
+    }
+}
+
+/// The parts of `pieces` that lie in `local`, a range of the local elements, with `Piece::local` counted from the start
+/// of that range.
+///
+/// This is how ZeRO's shards of a flat buffer become shards of logical tensors: shift a parameter's pieces to where the
+/// parameter lies in the buffer, then clip them to the range that the dp rank owns.
+pub fn clip_pieces(pieces: &[Piece], local: Range<usize>) -> Vec<Piece> {
+    let clip = |piece: &Piece| {
+        let held = piece.local_range();
+        let start = held.start.max(local.start);
+        let end = held.end.min(local.end);
+        (start < end).then(|| {
+            let first = piece.flat.start + (start - held.start);
+            Piece { flat: first..first + (end - start), local: start - local.start, ..piece.clone() }
+        })
+    };
+    pieces.iter().filter_map(clip).collect()
+}
+
 /// Which tensor of a parameter's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -34,6 +60,18 @@ pub enum StateKind {
     Momentum,
 }
 
+impl fmt::Display for StateKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Param => "param",
+            Self::Master => "master",
+            Self::ExpAvg => "exp_avg",
+            Self::ExpAvgSq => "exp_avg_sq",
+            Self::Momentum => "momentum",
+        })
+    }
+}
+
 /// One rank's share of one logical tensor, as written to or filled from a checkpoint.
 #[derive(Clone, Debug)]
 pub struct ShardRef {
@@ -46,4 +84,39 @@ pub struct ShardRef {
     pub pieces: Vec<Piece>,
     /// The local elements: one-dimensional, contiguous, usually a view of a flat buffer; `Piece::local` indexes it.
     pub data: Tensor,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(flat: Range<usize>, local: usize) -> Piece {
+        Piece { offset: vec![2, 0], shape: vec![3, 4], flat, local }
+    }
+
+    #[test]
+    fn clipping_keeps_the_elements_inside_and_counts_from_the_start_of_the_range() {
+        let pieces = [piece(0..5, 10), piece(7..12, 15)];
+        assert_eq!(clip_pieces(&pieces, 12..17), [piece(2..5, 0), piece(7..9, 3)]);
+    }
+
+    #[test]
+    fn clipping_drops_pieces_that_do_not_touch_the_range() {
+        let pieces = [piece(0..5, 10), piece(7..12, 15)];
+        assert!(clip_pieces(&pieces, 0..10).is_empty());
+        assert!(clip_pieces(&pieces, 20..30).is_empty());
+    }
+
+    #[test]
+    fn clips_of_consecutive_ranges_hold_every_element_once() {
+        let pieces = [piece(0..5, 10), piece(7..12, 15)];
+        let mut seen = Vec::new();
+        for start in (0..24).step_by(3) {
+            for clip in clip_pieces(&pieces, start..start + 3) {
+                seen.extend(clip.flat.clone().zip(clip.local_range().map(|l| l + start)));
+            }
+        }
+        let expected: Vec<_> = (0..5).zip(10..15).chain((7..12).zip(15..20)).collect();
+        assert_eq!(seen, expected);
+    }
 }
