@@ -1,0 +1,74 @@
+//! The communicators of one rank, split off the world along the axes of its grid.
+
+use super::{Axis, RankGrid};
+use crate::comm::{Communicator, Group};
+use crate::{Error, Result};
+
+/// The groups a rank belongs to. Members of a group are ordered by their index on its axis.
+#[derive(Clone)]
+pub struct ProcessGroups {
+    pub grid: RankGrid,
+    /// This rank in the world.
+    pub rank: usize,
+    pub world: Group,
+    /// Ranks that share each layer.
+    pub tp: Group,
+    /// Replicas of this rank's parameters.
+    pub dp: Group,
+    /// Stages of this rank's pipeline.
+    pub pp: Group,
+    /// tp × pp: one copy of the model.
+    pub model: Group,
+    /// First and last stage of one pipeline, which share a tied embedding; `None` on other stages and without a pipeline.
+    pub embedding: Option<Group>,
+}
+
+impl ProcessGroups {
+    /// Splits `world` along the axes of `grid`. Every rank of the world calls this with the same grid.
+    ///
+    /// # Errors
+    /// If the world has another size than the grid, or splitting fails.
+    pub fn new(world: Group, grid: RankGrid) -> Result<Self> {
+        if world.size() != grid.world() {
+            return Err(Error::config(format!(
+                "the world has {} ranks, but tp·cp·dp·pp = {} · {} · {} · {} = {}; start that many ranks or change one \
+                 of the sizes",
+                world.size(),
+                grid.size(Axis::Tp),
+                grid.size(Axis::Cp),
+                grid.size(Axis::Dp),
+                grid.size(Axis::Pp),
+                grid.world()
+            )));
+        }
+        let rank = world.rank();
+        let axis = |name, axis| split(world.as_ref(), name, Some(grid.group(axis, rank)));
+        let tp = required(axis("tp", Axis::Tp)?, "tp")?;
+        let dp = required(axis("dp", Axis::Dp)?, "dp")?;
+        let pp = required(axis("pp", Axis::Pp)?, "pp")?;
+        let model = required(split(world.as_ref(), "model", Some(grid.model_group(rank)))?, "model")?;
+        let embedding = match grid.embedding_group(rank) {
+            None => None,
+            Some(ranks) => split(world.as_ref(), "embedding", ranks.contains(&rank).then_some(ranks))?,
+        };
+        Ok(Self { grid, rank, world, tp, dp, pp, model, embedding })
+    }
+}
+
+/// Joins the group of `ranks` (ascending, this rank among them), or none. The lowest rank serves as color.
+fn split(world: &dyn Communicator, name: &str, ranks: Option<Vec<usize>>) -> Result<Option<Group>> {
+    let group = world.split(name, ranks.as_ref().map(|ranks| ranks[0]), world.rank())?;
+    let joined = group.as_ref().map(|group| group.ranks().to_vec());
+    if joined != ranks {
+        return Err(Error::comm(format!(
+            "rank {} expected ranks {ranks:?} in group {name}, but joined {joined:?}; do all ranks run with the same \
+             parallel sizes?",
+            world.rank()
+        )));
+    }
+    Ok(group)
+}
+
+fn required(group: Option<Group>, name: &str) -> Result<Group> {
+    group.ok_or_else(|| Error::comm(format!("this rank joined no group {name}")))
+}
