@@ -1,1 +1,5 @@
-//! Placeholder module; filled by the commits that follow.
+//! Optimizers and learning-rate schedules.
+
+mod lr;
+
+pub use lr::LrSchedule;

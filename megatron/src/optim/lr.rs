@@ -1,0 +1,211 @@
+//! The learning rate as a function of the samples consumed by applied steps.
+//!
+//! Follows Megatron-LM's `OptimizerParamScheduler`; WSD is Hu et al. 2024 (MiniCPM). Lengths are in samples, so a
+//! schedule does not depend on the batch size. A step that is skipped does not advance it.
+
+use std::f64::consts::PI;
+
+use crate::config::{DecayStyle, OptimizerConfig, WsdDecayStyle};
+use crate::{Error, Result};
+
+/// A learning-rate schedule: linear warm-up from 0, then one of the decay styles down to the minimum.
+#[derive(Clone, Debug)]
+pub struct LrSchedule {
+    max_lr: f64,
+    min_lr: f64,
+    style: DecayStyle,
+    decay: u64,
+    warmup: u64,
+    wsd_decay: u64,
+    wsd_style: WsdDecayStyle,
+}
+
+impl LrSchedule {
+    /// The schedule of a run.
+    ///
+    /// # Errors
+    /// If a rate is negative or not finite, min_lr > lr, or the lengths leave no room for each other.
+    pub fn new(config: &OptimizerConfig) -> Result<Self> {
+        let &OptimizerConfig { lr, min_lr, decay_style, decay_samples, warmup_samples, .. } = config;
+        let &OptimizerConfig { wsd_decay_samples, wsd_decay_style, .. } = config;
+        if !lr.is_finite() || !min_lr.is_finite() || min_lr < 0.0 || min_lr > lr {
+            return Err(Error::config(format!("lr = {lr} and min-lr = {min_lr} must satisfy 0 ≤ min-lr ≤ lr")));
+        }
+        if decay_style != DecayStyle::Constant && warmup_samples >= decay_samples {
+            return Err(Error::config(format!(
+                "the warm-up of {warmup_samples} samples must be shorter than the decay of {decay_samples} samples, \
+                 which includes it; shorten lr-warmup or lengthen lr-decay"
+            )));
+        }
+        let leaves_room = wsd_decay_samples <= decay_samples.saturating_sub(warmup_samples);
+        if decay_style == DecayStyle::Wsd && (wsd_decay_samples == 0 || !leaves_room) {
+            return Err(Error::config(format!(
+                "a WSD schedule anneals over its last {wsd_decay_samples} samples, which must be at least 1 and at most \
+                 decay − warm-up = {decay_samples} − {warmup_samples} = {}",
+                decay_samples.saturating_sub(warmup_samples)
+            )));
+        }
+        Ok(Self {
+            max_lr: lr,
+            min_lr,
+            style: decay_style,
+            decay: decay_samples,
+            warmup: warmup_samples,
+            wsd_decay: wsd_decay_samples,
+            wsd_style: wsd_decay_style,
+        })
+    }
+
+    /// The learning rate of the next step, when earlier applied (not skipped) steps consumed `samples`. The k-th applied
+    /// step, counted from 0, uses samples = k·GBS: with a warm-up the first step's rate is 0.
+    pub fn lr_at(&self, samples: u64) -> f64 {
+        if self.warmup > 0 && samples <= self.warmup {
+            return self.max_lr * samples as f64 / self.warmup as f64;
+        }
+        if self.style == DecayStyle::Constant {
+            return self.max_lr;
+        }
+        if samples > self.decay {
+            return self.min_lr;
+        }
+        let ratio = (samples - self.warmup) as f64 / (self.decay - self.warmup) as f64;
+        let coefficient = match self.style {
+            DecayStyle::InverseSquareRoot => {
+                let lr = self.max_lr * (self.warmup.max(1) as f64).sqrt() / (samples.max(1) as f64).sqrt();
+                return lr.max(self.min_lr);
+            }
+            DecayStyle::Constant => 1.0,
+            DecayStyle::Linear => 1.0 - ratio,
+            DecayStyle::Cosine => cosine(ratio),
+            DecayStyle::Wsd => self.anneal(samples),
+        };
+        self.min_lr + coefficient * (self.max_lr - self.min_lr)
+    }
+
+    /// Coefficient of a WSD schedule: 1 until the last `wsd_decay` samples.
+    fn anneal(&self, samples: u64) -> f64 {
+        let ratio = samples.saturating_sub(self.decay - self.wsd_decay) as f64 / self.wsd_decay as f64;
+        match self.wsd_style {
+            WsdDecayStyle::Linear => 1.0 - ratio,
+            WsdDecayStyle::Cosine => cosine(ratio),
+            WsdDecayStyle::Exponential => 2.0 * 0.5f64.powf(ratio) - 1.0,
+            WsdDecayStyle::MinusSqrt => 1.0 - ratio.sqrt(),
+        }
+    }
+}
+
+/// Half a wave from 1 down to 0.
+fn cosine(ratio: f64) -> f64 {
+    0.5 * ((PI * ratio).cos() + 1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::OptimizerKind;
+
+    fn config(decay_style: DecayStyle) -> OptimizerConfig {
+        OptimizerConfig {
+            kind: OptimizerKind::Adam,
+            lr: 1.0,
+            min_lr: 0.1,
+            decay_style,
+            decay_samples: 1000,
+            warmup_samples: 100,
+            wsd_decay_samples: 400,
+            wsd_decay_style: WsdDecayStyle::Linear,
+            weight_decay: 0.1,
+            adam_beta1: 0.9,
+            adam_beta2: 0.95,
+            adam_eps: 1e-8,
+            sgd_momentum: 0.9,
+            clip_grad: 1.0,
+        }
+    }
+
+    #[track_caller]
+    fn assert_curve(config: &OptimizerConfig, points: &[(u64, f64)]) {
+        let schedule = LrSchedule::new(config).unwrap();
+        for &(samples, lr) in points {
+            let got = schedule.lr_at(samples);
+            assert!((got - lr).abs() < 1e-12, "at {samples} samples: {got}, expected {lr}");
+        }
+    }
+
+    #[test]
+    fn warm_up_rises_linearly_from_zero_whatever_the_style() {
+        for style in [
+            DecayStyle::Constant,
+            DecayStyle::Linear,
+            DecayStyle::Cosine,
+            DecayStyle::InverseSquareRoot,
+            DecayStyle::Wsd,
+        ] {
+            assert_curve(&config(style), &[(0, 0.0), (25, 0.25), (50, 0.5), (100, 1.0)]);
+        }
+    }
+
+    #[test]
+    fn constant_never_decays() {
+        assert_curve(&config(DecayStyle::Constant), &[(101, 1.0), (1000, 1.0), (1_000_000, 1.0)]);
+    }
+
+    #[test]
+    fn linear_falls_from_the_end_of_the_warm_up_to_the_minimum() {
+        // 550 is half of the way from 100 to 1000: 0.1 + 0.5 · 0.9.
+        assert_curve(&config(DecayStyle::Linear), &[(325, 0.775), (550, 0.55), (1000, 0.1), (1001, 0.1)]);
+    }
+
+    #[test]
+    fn cosine_is_half_a_wave() {
+        // cos 60° = 1/2 a third of the way: 0.1 + 0.9 · 0.75; two thirds: 0.1 + 0.9 · 0.25.
+        assert_curve(&config(DecayStyle::Cosine), &[(400, 0.775), (550, 0.55), (700, 0.325), (1000, 0.1), (5000, 0.1)]);
+    }
+
+    #[test]
+    fn inverse_square_root_is_floored_by_the_minimum() {
+        let curve = [(400, 0.5), (900, 1.0 / 3.0), (1000, 0.1f64.sqrt()), (1001, 0.1)];
+        assert_curve(&config(DecayStyle::InverseSquareRoot), &curve);
+        let floored = OptimizerConfig { min_lr: 0.4, ..config(DecayStyle::InverseSquareRoot) };
+        assert_curve(&floored, &[(400, 0.5), (900, 0.4)]);
+        let without_warmup = OptimizerConfig { warmup_samples: 0, ..config(DecayStyle::InverseSquareRoot) };
+        assert_curve(&without_warmup, &[(0, 1.0), (1, 1.0), (4, 0.5)]);
+    }
+
+    #[test]
+    fn wsd_is_stable_until_its_last_part_and_anneals_in_four_styles() {
+        let quarter = 700; // a quarter of the annealing from 600 to 1000
+        for (style, coefficient) in [
+            (WsdDecayStyle::Linear, 0.75),
+            (WsdDecayStyle::Cosine, 0.5 * (0.5f64.sqrt() + 1.0)), // cos 45° = √½
+            (WsdDecayStyle::Exponential, 2.0 / 2f64.powf(0.25) - 1.0),
+            (WsdDecayStyle::MinusSqrt, 0.5),
+        ] {
+            let config = OptimizerConfig { wsd_decay_style: style, ..config(DecayStyle::Wsd) };
+            assert_curve(
+                &config,
+                &[(101, 1.0), (600, 1.0), (quarter, 0.1 + 0.9 * coefficient), (1000, 0.1), (1001, 0.1)],
+            );
+        }
+    }
+
+    #[test]
+    fn decay_starts_at_once_without_warm_up() {
+        let config = OptimizerConfig { warmup_samples: 0, ..config(DecayStyle::Linear) };
+        assert_curve(&config, &[(0, 1.0), (500, 0.55)]);
+    }
+
+    #[test]
+    fn lengths_and_rates_that_contradict_each_other_are_refused() {
+        let refused = |config: OptimizerConfig| LrSchedule::new(&config).expect_err("must be refused").to_string();
+        let linear = || config(DecayStyle::Linear);
+        assert!(refused(OptimizerConfig { min_lr: 2.0, ..linear() }).contains("min-lr = 2"));
+        assert!(refused(OptimizerConfig { lr: f64::NAN, ..linear() }).contains("lr = NaN"));
+        assert!(
+            refused(OptimizerConfig { warmup_samples: 1000, ..linear() }).contains("shorter than the decay of 1000")
+        );
+        let wsd = config(DecayStyle::Wsd);
+        assert!(refused(OptimizerConfig { wsd_decay_samples: 901, ..wsd.clone() }).contains("1000 − 100 = 900"));
+        assert!(refused(OptimizerConfig { wsd_decay_samples: 0, ..wsd }).contains("at least 1"));
+    }
+}
