@@ -1,1 +1,14 @@
-//! Placeholder module; filled by the commits that follow.
+//! Pipeline parallelism: who computes which microbatch when.
+//!
+//! Schedules are data ([`Schedule`]), made by generators ([`gpipe`], [`one_f_one_b`], [`interleaved`],
+//! [`forward_only`]), proved by [`simulate`], and executed by one engine. [`partition`] deals layers to virtual stages.
+
+mod generators;
+mod partition;
+mod schedule;
+mod simulator;
+
+pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
+pub use partition::partition;
+pub use schedule::{Action, Pass, Payload, Schedule};
+pub use simulator::{Report, Slot, render, simulate};

@@ -1,0 +1,212 @@
+//! Dealing layers to virtual stages.
+//!
+//! The uniform rule is DeepSpeed's `partition_uniform`: ⌊n/p⌋ layers each, one more on the first n mod p.
+
+use std::ops::Range;
+
+use crate::config::PartitionMethod;
+use crate::{Error, Result};
+
+/// The layers of each virtual stage, in the order of the model (chunk c of stage p is virtual stage c·pp + p).
+///
+/// `layer_params` are the parameters of each layer; `first_extra` and `last_extra` those of the embedding and of the
+/// final norm and head, which come on top of the first and last virtual stage. By parameters, the largest sum of a
+/// stage is as small as it can be, the sums are as even as that allows (least sum of squares), and what is still equal is
+/// decided for the latest split, i.e. more layers on earlier stages. Only an explicit list may leave a stage empty.
+///
+/// # Errors
+/// If there are fewer layers than virtual stages, or an explicit list has another length or sum.
+pub fn partition(
+    method: &PartitionMethod,
+    layer_params: &[u64],
+    first_extra: u64,
+    last_extra: u64,
+    num_virtual_stages: usize,
+) -> Result<Vec<Range<usize>>> {
+    let (n, p) = (layer_params.len(), num_virtual_stages);
+    if p == 0 {
+        return Err(Error::config("layers cannot be dealt to 0 virtual stages; pp·v must be at least 1"));
+    }
+    if let PartitionMethod::Explicit(counts) = method {
+        return explicit(counts, n, p);
+    }
+    if n < p {
+        return Err(Error::config(format!(
+            "{n} layers are fewer than the {p} virtual stages (pp·v) they are dealt to; use a smaller pp or v, more \
+             layers, or an explicit pipeline-partition with zeros"
+        )));
+    }
+    match method {
+        PartitionMethod::Parameters => Ok(balanced(layer_params, first_extra, last_extra, p)),
+        _ => Ok(ranges((0..p).map(|stage| n / p + usize::from(stage < n % p)))),
+    }
+}
+
+fn explicit(counts: &[usize], n: usize, p: usize) -> Result<Vec<Range<usize>>> {
+    if counts.len() != p {
+        return Err(Error::config(format!(
+            "pipeline-partition {counts:?} has {} entries, but there are pp·v = {p} virtual stages; give one number each",
+            counts.len()
+        )));
+    }
+    let sum = counts.iter().fold(0usize, |sum, &count| sum.saturating_add(count));
+    if sum != n {
+        let terms = counts.iter().map(ToString::to_string).collect::<Vec<_>>().join(" + ");
+        return Err(Error::config(format!(
+            "pipeline-partition {terms} = {sum}, but the model has num-layers = {n}; make the sum {n}"
+        )));
+    }
+    Ok(ranges(counts.iter().copied()))
+}
+
+fn ranges(counts: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
+    counts
+        .scan(0, |start, count| {
+            let range = *start..*start + count;
+            *start = range.end;
+            Some(range)
+        })
+        .collect()
+}
+
+/// At least one layer each; smallest largest stage, then least sum of squares, then the latest split.
+fn balanced(layer_params: &[u64], first_extra: u64, last_extra: u64, p: usize) -> Vec<Range<usize>> {
+    let n = layer_params.len();
+    let mut before = vec![0u128; n + 1]; // parameters of the layers before i
+    for (i, &params) in layer_params.iter().enumerate() {
+        before[i + 1] = before[i] + u128::from(params);
+    }
+    let weight = |stage: usize, layers: Range<usize>| {
+        let first = if stage == 0 { first_extra } else { 0 };
+        let last = if stage + 1 == p { last_extra } else { 0 };
+        before[layers.end] - before[layers.start] + u128::from(first) + u128::from(last)
+    };
+    let smallest_largest = best_splits(n, p, weight, u128::max).0;
+    let squares = |stage: usize, layers: Range<usize>| {
+        let weight = weight(stage, layers);
+        if weight <= smallest_largest { weight.saturating_mul(weight) } else { u128::MAX }
+    };
+    let starts = best_splits(n, p, squares, u128::saturating_add).1;
+    (0..p).map(|stage| starts[stage]..starts.get(stage + 1).copied().unwrap_or(n)).collect()
+}
+
+/// Cuts n ≥ p layers into p non-empty runs such that `combine` over the runs' costs is least, by dynamic programming
+/// over prefixes. Returns that least value and the first layer of each run, the latest among equals.
+fn best_splits(
+    n: usize,
+    p: usize,
+    cost: impl Fn(usize, Range<usize>) -> u128,
+    combine: impl Fn(u128, u128) -> u128,
+) -> (u128, Vec<usize>) {
+    // best[i]: least value of the runs so far over the first i layers; cuts[stage - 1][i]: where the last of them begins.
+    let mut best: Vec<u128> = (0..=n).map(|i| if i == 0 { u128::MAX } else { cost(0, 0..i) }).collect();
+    let mut cuts = Vec::with_capacity(p);
+    for stage in 1..p {
+        let mut next = vec![u128::MAX; n + 1];
+        let mut cut = vec![stage; n + 1];
+        for i in stage + 1..=n {
+            for start in stage..i {
+                let value = combine(best[start], cost(stage, start..i));
+                if value <= next[i] {
+                    (next[i], cut[i]) = (value, start);
+                }
+            }
+        }
+        best = next;
+        cuts.push(cut);
+    }
+    let mut starts = vec![0; p];
+    let mut end = n;
+    for stage in (1..p).rev() {
+        starts[stage] = cuts[stage - 1][end];
+        end = starts[stage];
+    }
+    (best[n], starts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(method: PartitionMethod, layers: &[u64], first: u64, last: u64, p: usize) -> Vec<usize> {
+        let parts = partition(&method, layers, first, last, p).unwrap();
+        assert_eq!((parts[0].start, parts[p - 1].end), (0, layers.len()));
+        assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start), "{parts:?}");
+        parts.iter().map(ExactSizeIterator::len).collect()
+    }
+
+    fn refused(method: PartitionMethod, n: usize, p: usize) -> String {
+        partition(&method, &vec![1; n], 0, 0, p).expect_err("must be refused").to_string()
+    }
+
+    #[test]
+    fn uniform_gives_the_remainder_to_the_first_stages() {
+        assert_eq!(counts(PartitionMethod::Uniform, &[1; 10], 99, 99, 4), [3, 3, 2, 2]);
+        assert_eq!(counts(PartitionMethod::Uniform, &[1; 8], 0, 0, 4), [2, 2, 2, 2]);
+    }
+
+    #[test]
+    fn by_parameters_counts_embedding_and_head() {
+        // An embedding and a head of two layers' weight each: 2+1, 3, 3, 1+2.
+        assert_eq!(counts(PartitionMethod::Parameters, &[10; 8], 20, 20, 4), [1, 3, 3, 1]);
+        assert_eq!(counts(PartitionMethod::Parameters, &[10; 6], 0, 30, 3), [3, 2, 1]);
+    }
+
+    #[test]
+    fn by_parameters_equal_layers_are_dealt_as_uniform() {
+        for p in 1..=8 {
+            let uniform = counts(PartitionMethod::Uniform, &[7; 11], 0, 0, p);
+            assert_eq!(counts(PartitionMethod::Parameters, &[7; 11], 0, 0, p), uniform);
+        }
+    }
+
+    #[test]
+    fn a_stage_that_is_large_anyway_does_not_unbalance_the_rest() {
+        assert_eq!(counts(PartitionMethod::Parameters, &[1; 7], 100, 0, 4), [1, 2, 2, 2]);
+    }
+
+    #[test]
+    fn by_parameters_the_largest_stage_is_the_smallest_possible() {
+        let layers = [5, 1, 4, 9, 2, 6, 3, 8];
+        let (first, last) = (4, 7);
+        for p in 2..=5 {
+            let heaviest = |starts: &[usize]| {
+                let stage = |i: usize| {
+                    let end = starts.get(i + 1).copied().unwrap_or(layers.len());
+                    let extra = if i == 0 { first } else { 0 } + if i + 1 == p { last } else { 0 };
+                    layers[starts[i]..end].iter().sum::<u64>() + extra
+                };
+                (0..p).map(stage).max().unwrap()
+            };
+            // Every way to choose p − 1 of the 7 inner boundaries.
+            let least = (0u32..1 << 7)
+                .filter(|bits| bits.count_ones() as usize == p - 1)
+                .map(|bits| [0].into_iter().chain((1..8).filter(|i| bits >> (i - 1) & 1 == 1)).collect::<Vec<_>>())
+                .map(|starts| heaviest(&starts))
+                .min();
+            let parts = partition(&PartitionMethod::Parameters, &layers, first, last, p).unwrap();
+            let starts: Vec<_> = parts.iter().map(|range| range.start).collect();
+            assert_eq!(Some(heaviest(&starts)), least, "p = {p}: {parts:?}");
+        }
+    }
+
+    #[test]
+    fn an_explicit_list_may_leave_stages_without_layers() {
+        assert_eq!(counts(PartitionMethod::Explicit(vec![0, 3, 1]), &[1; 4], 0, 0, 3), [0, 3, 1]);
+    }
+
+    #[test]
+    fn lists_that_do_not_fit_are_refused_with_the_numbers() {
+        let text = refused(PartitionMethod::Explicit(vec![2, 2]), 4, 3);
+        assert!(text.contains("2 entries") && text.contains("= 3 virtual"), "{text}");
+        let text = refused(PartitionMethod::Explicit(vec![2, 3]), 4, 2);
+        assert!(text.contains("2 + 3 = 5") && text.contains("num-layers = 4"), "{text}");
+    }
+
+    #[test]
+    fn fewer_layers_than_stages_are_refused() {
+        assert!(refused(PartitionMethod::Uniform, 3, 4).contains("3 layers are fewer than the 4"));
+        assert!(refused(PartitionMethod::Parameters, 3, 4).contains("3 layers are fewer than the 4"));
+        assert!(refused(PartitionMethod::Uniform, 3, 0).contains("0 virtual stages"));
+    }
+}

@@ -1,0 +1,200 @@
+//! A pipeline schedule as data: for every stage the list of what it does, in order.
+//!
+//! With pp stages and v chunks per stage, chunk c of stage p is virtual stage c·pp + p, so consecutive virtual stages
+//! lie on consecutive stages of a ring (Narayanan et al. 2021, §2.2). An engine walks its stage's list and keeps two
+//! maps by (payload, microbatch, chunk): tensors received and not yet used, and outputs not yet sent. A send never waits
+//! for its receiver; a receive waits for its message. Between two stages each payload has a lane of its own
+//! ([`Payload::tag`]) on which messages arrive in the order they were sent.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::fmt;
+
+/// A forward or backward pass of one chunk over one microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pass {
+    Forward,
+    Backward,
+}
+
+/// What a message between stages holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Payload {
+    /// The output of a forward, which is the input of the next virtual stage's.
+    Activation,
+    /// The gradient of a forward's input, which is the gradient of the previous virtual stage's output.
+    Gradient,
+}
+
+impl Payload {
+    /// The message tag of this payload's lane.
+    pub fn tag(self) -> u32 {
+        match self {
+            Self::Activation => 0,
+            Self::Gradient => 1,
+        }
+    }
+}
+
+/// One step of a stage. `microbatch` and `chunk` are those of the stage's own computation: in [`Action::Send`] the one
+/// that made the payload, in [`Action::Recv`] the one that will use it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Runs the chunk forward. Its input is the received activation, or the data on the first virtual stage.
+    Forward { microbatch: usize, chunk: usize },
+    /// Runs the chunk backward. Its input is the received gradient, or the loss on the last virtual stage.
+    Backward { microbatch: usize, chunk: usize },
+    /// Sends a result to stage `to`, without waiting.
+    Send { what: Payload, microbatch: usize, chunk: usize, to: usize },
+    /// Receives an input from stage `from`, waiting for it.
+    Recv { what: Payload, microbatch: usize, chunk: usize, from: usize },
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = |what: &Payload| match what {
+            Payload::Activation => "activation",
+            Payload::Gradient => "gradient",
+        };
+        match self {
+            Self::Forward { microbatch, chunk } => write!(f, "forward of microbatch {microbatch}, chunk {chunk}"),
+            Self::Backward { microbatch, chunk } => write!(f, "backward of microbatch {microbatch}, chunk {chunk}"),
+            Self::Send { what, microbatch, chunk, to } => {
+                write!(f, "send of the {} of microbatch {microbatch}, chunk {chunk} to stage {to}", kind(what))
+            }
+            Self::Recv { what, microbatch, chunk, from } => {
+                write!(f, "receive of the {} of microbatch {microbatch}, chunk {chunk} from stage {from}", kind(what))
+            }
+        }
+    }
+}
+
+/// What every stage of a pipeline does in one step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    /// Actions of each stage, in order.
+    pub stages: Vec<Vec<Action>>,
+    /// M: microbatches of the step.
+    pub num_microbatches: usize,
+    /// v: chunks (virtual stages) of each stage.
+    pub num_chunks: usize,
+    /// Whether every forward has a backward; false in evaluation.
+    pub has_backward: bool,
+}
+
+/// One pass of a stage: the order of these is all that a generator decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Compute {
+    pub pass: Pass,
+    pub microbatch: usize,
+    pub chunk: usize,
+}
+
+impl Compute {
+    /// What this pass takes and produces.
+    fn payload(self) -> Payload {
+        match self.pass {
+            Pass::Forward => Payload::Activation,
+            Pass::Backward => Payload::Gradient,
+        }
+    }
+}
+
+/// Where the result of a pass of (stage, chunk) goes: the (stage, chunk) that takes it; `None` at the pipeline's end.
+pub(super) fn consumer(pp: usize, v: usize, pass: Pass, stage: usize, chunk: usize) -> Option<(usize, usize)> {
+    let virtual_stage = chunk * pp + stage;
+    let next = match pass {
+        Pass::Forward => (virtual_stage + 1 < pp * v).then_some(virtual_stage + 1),
+        Pass::Backward => virtual_stage.checked_sub(1),
+    }?;
+    Some((next % pp, next / pp))
+}
+
+/// Where the input of a pass of (stage, chunk) comes from; `None` where it is the data or the loss.
+pub(super) fn producer(pp: usize, v: usize, pass: Pass, stage: usize, chunk: usize) -> Option<(usize, usize)> {
+    let opposite = match pass {
+        Pass::Forward => Pass::Backward,
+        Pass::Backward => Pass::Forward,
+    };
+    consumer(pp, v, opposite, stage, chunk)
+}
+
+impl Schedule {
+    /// Number of stages.
+    pub fn pp(&self) -> usize {
+        self.stages.len()
+    }
+
+    /// Whether (stage, chunk) is the first virtual stage, which takes the data and receives no activation.
+    pub fn is_first(&self, stage: usize, chunk: usize) -> bool {
+        stage == 0 && chunk == 0
+    }
+
+    /// Whether (stage, chunk) is the last virtual stage, which computes the loss and sends no activation.
+    pub fn is_last(&self, stage: usize, chunk: usize) -> bool {
+        stage + 1 == self.pp() && chunk + 1 == self.num_chunks
+    }
+
+    /// Adds the messages to each stage's passes: a send right after its result, a receive right before its use. Where a
+    /// stage uses the messages of a lane in another order than they are sent, the receive that has to come earlier does.
+    pub(super) fn with_messages(orders: &[Vec<Compute>], num_microbatches: usize, num_chunks: usize) -> Self {
+        let (pp, v) = (orders.len(), num_chunks);
+        let mut lanes: HashMap<(usize, usize, Payload), VecDeque<(usize, usize)>> = HashMap::new();
+        for (stage, order) in orders.iter().enumerate() {
+            for c in order {
+                if let Some((to, chunk)) = consumer(pp, v, c.pass, stage, c.chunk) {
+                    lanes.entry((stage, to, c.payload())).or_default().push_back((c.microbatch, chunk));
+                }
+            }
+        }
+        let mut stages = vec![Vec::new(); pp];
+        for (stage, order) in orders.iter().enumerate() {
+            let actions = &mut stages[stage];
+            let mut received = HashSet::new();
+            for c in order {
+                let (what, microbatch, chunk) = (c.payload(), c.microbatch, c.chunk);
+                if let Some((from, _)) = producer(pp, v, c.pass, stage, chunk) {
+                    let lane = lanes.entry((from, stage, what)).or_default();
+                    while !received.contains(&(what, microbatch, chunk)) {
+                        let Some((microbatch, chunk)) = lane.pop_front() else { break };
+                        actions.push(Action::Recv { what, microbatch, chunk, from });
+                        received.insert((what, microbatch, chunk));
+                    }
+                }
+                actions.push(match c.pass {
+                    Pass::Forward => Action::Forward { microbatch, chunk },
+                    Pass::Backward => Action::Backward { microbatch, chunk },
+                });
+                if let Some((to, _)) = consumer(pp, v, c.pass, stage, chunk) {
+                    actions.push(Action::Send { what, microbatch, chunk, to });
+                }
+            }
+        }
+        let has_backward = orders.iter().flatten().any(|c| c.pass == Pass::Backward);
+        Self { stages, num_microbatches, num_chunks, has_backward }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn virtual_stages_walk_the_ring_chunk_by_chunk() {
+        assert_eq!(consumer(2, 2, Pass::Forward, 0, 0), Some((1, 0)));
+        assert_eq!(consumer(2, 2, Pass::Forward, 1, 0), Some((0, 1)));
+        assert_eq!(consumer(2, 2, Pass::Forward, 1, 1), None);
+        assert_eq!(consumer(2, 2, Pass::Backward, 0, 1), Some((1, 0)));
+        assert_eq!(consumer(2, 2, Pass::Backward, 0, 0), None);
+        assert_eq!(producer(2, 2, Pass::Forward, 0, 1), Some((1, 0)));
+        assert_eq!(producer(2, 2, Pass::Backward, 1, 1), None);
+    }
+
+    #[test]
+    fn receives_follow_the_order_of_the_sender_where_the_receiver_uses_another() {
+        let forward = |microbatch| Compute { pass: Pass::Forward, microbatch, chunk: 0 };
+        let schedule = Schedule::with_messages(&[vec![forward(0), forward(1)], vec![forward(1), forward(0)]], 2, 1);
+        let recv = |microbatch| Action::Recv { what: Payload::Activation, microbatch, chunk: 0, from: 0 };
+        let run = |microbatch| Action::Forward { microbatch, chunk: 0 };
+        assert_eq!(schedule.stages[1], [recv(0), recv(1), run(1), run(0)]);
+    }
+}

@@ -1,0 +1,431 @@
+//! Runs a schedule on paper: proves that it is complete and cannot hang, and measures its bubble and memory.
+//!
+//! Messages take no time, so the figures are those of the literature (Huang et al. 2019; Narayanan et al. 2021, §2.2):
+//! with M microbatches the idle share of GPipe and 1F1B is (pp − 1) / (M + pp − 1), of interleaved 1F1B
+//! (pp − 1) / (v·M + pp − 1).
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use super::schedule::{Action, Pass, Payload, Schedule, consumer, producer};
+use crate::{Error, Result};
+
+/// One pass on the timeline of a stage, in the unit of the costs; `end` is exclusive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    pub start: u64,
+    pub end: u64,
+    pub pass: Pass,
+    pub microbatch: usize,
+    pub chunk: usize,
+}
+
+/// What a schedule costs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// Time until the last stage is done.
+    pub makespan: u64,
+    /// Share of all stages' time until then in which they are idle.
+    pub bubble: f64,
+    /// Per stage, the largest number of forwards (of any chunk) whose backward is still to come; 0 without backward.
+    pub peak_in_flight: Vec<usize>,
+    /// Passes of each stage, in order.
+    pub timeline: Vec<Vec<Slot>>,
+}
+
+/// Runs `schedule` with forwards of `cost_f` and backwards of `cost_b` time units per chunk.
+///
+/// A schedule that passes runs every (microbatch, chunk) forward and backward exactly once on every stage, each chunk's
+/// backwards in microbatch order; uses only what it has computed or received, and everything that it has; receives the
+/// messages of a lane in the order in which they are sent; and ends.
+///
+/// # Errors
+/// If it does not; the message names the stage and the action, or for a deadlock every stage and what it waits for.
+pub fn simulate(schedule: &Schedule, cost_f: u64, cost_b: u64) -> Result<Report> {
+    let (pp, v) = (schedule.pp(), schedule.num_chunks);
+    let mut lanes = Lanes::new();
+    let mut stages: Vec<_> = (0..pp).map(|_| Stage::default()).collect();
+    let mut next = vec![0; pp]; // index of each stage's next action
+    loop {
+        let mut progress = false;
+        for p in 0..pp {
+            while let Some(action) = schedule.stages[p].get(next[p]) {
+                let costs = Costs { forward: cost_f, backward: cost_b };
+                let done = stages[p].run(*action, p, schedule, costs, &mut lanes);
+                match done.map_err(|why| Error::config(format!("stage {p}, action {}: {action} {why}", next[p])))? {
+                    Outcome::Done => (next[p], progress) = (next[p] + 1, true),
+                    Outcome::Waits => break,
+                }
+            }
+        }
+        if !progress {
+            break;
+        }
+    }
+    let stuck: Vec<_> = (0..pp)
+        .filter_map(|p| {
+            schedule.stages[p].get(next[p]).map(|action| format!("stage {p} at action {} ({action})", next[p]))
+        })
+        .collect();
+    if !stuck.is_empty() {
+        return Err(Error::config(format!("the schedule deadlocks: {} wait for ever", stuck.join(", "))));
+    }
+    for (p, stage) in stages.iter().enumerate() {
+        stage.check_complete(schedule).map_err(|why| Error::config(format!("stage {p} {why}")))?;
+    }
+    for ((from, to, what), lane) in &lanes {
+        if let Some(message) = lane.front() {
+            let (microbatch, chunk) = message.key;
+            return Err(Error::config(format!(
+                "stage {to} never receives the {what:?} of microbatch {microbatch}, chunk {chunk} that stage {from} sends"
+            )));
+        }
+    }
+    let makespan = stages.iter().map(|stage| stage.now).max().unwrap_or(0);
+    let passes = (schedule.num_microbatches * v) as u64;
+    let busy = passes * (cost_f + if schedule.has_backward { cost_b } else { 0 });
+    Ok(Report {
+        makespan,
+        bubble: if makespan == 0 { 0.0 } else { (makespan - busy) as f64 / makespan as f64 },
+        peak_in_flight: stages.iter().map(|stage| stage.peak).collect(),
+        timeline: stages.into_iter().map(|stage| stage.slots).collect(),
+    })
+}
+
+/// The result of one check, with what is wrong.
+type Checked<T> = std::result::Result<T, String>;
+/// (microbatch, chunk)
+type Key = (usize, usize);
+/// Messages under way by (from, to, payload).
+type Lanes = HashMap<(usize, usize, Payload), VecDeque<Message>>;
+
+/// A sent message: for which of the receiver's passes, and when it is there.
+struct Message {
+    key: Key,
+    time: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Costs {
+    forward: u64,
+    backward: u64,
+}
+
+enum Outcome {
+    Done,
+    Waits,
+}
+
+/// What one stage has done and holds.
+#[derive(Default)]
+struct Stage {
+    now: u64,
+    forwards: HashSet<Key>,
+    backwards: HashSet<Key>,
+    received: HashSet<(Payload, Key)>,
+    unsent: HashSet<(Payload, Key)>,
+    peak: usize,
+    slots: Vec<Slot>,
+}
+
+impl Stage {
+    /// Runs one action, or says what is wrong with it.
+    fn run(&mut self, action: Action, p: usize, s: &Schedule, costs: Costs, lanes: &mut Lanes) -> Checked<Outcome> {
+        let (pp, v) = (s.pp(), s.num_chunks);
+        let (Action::Forward { microbatch, chunk }
+        | Action::Backward { microbatch, chunk }
+        | Action::Send { microbatch, chunk, .. }
+        | Action::Recv { microbatch, chunk, .. }) = action;
+        if microbatch >= s.num_microbatches || chunk >= v {
+            return Err(format!("lies outside of {} microbatches and {v} chunks", s.num_microbatches));
+        }
+        let key = (microbatch, chunk);
+        match action {
+            Action::Forward { .. } => self.compute(Pass::Forward, key, p, s, costs.forward)?,
+            Action::Backward { .. } => self.compute(Pass::Backward, key, p, s, costs.backward)?,
+            Action::Send { what, to, .. } => {
+                let Some((stage, chunk)) = consumer(pp, v, maker(what), p, chunk).filter(|(stage, _)| *stage == to)
+                else {
+                    return Err(String::from("goes to a stage that does not need it"));
+                };
+                if !self.unsent.remove(&(what, key)) {
+                    return Err(String::from("has nothing to send: it is not computed yet or already sent"));
+                }
+                let message = Message { key: (microbatch, chunk), time: self.now };
+                lanes.entry((p, stage, what)).or_default().push_back(message);
+            }
+            Action::Recv { what, from, .. } => {
+                if producer(pp, v, maker(what), p, chunk).is_none_or(|(stage, _)| stage != from) {
+                    return Err(String::from("comes from a stage that does not make it"));
+                }
+                let lane = lanes.entry((from, p, what)).or_default();
+                let Some(message) = lane.pop_front() else { return Ok(Outcome::Waits) };
+                if message.key != key {
+                    let (microbatch, chunk) = message.key;
+                    return Err(format!(
+                        "gets the message for microbatch {microbatch}, chunk {chunk}, which is sent first"
+                    ));
+                }
+                self.now = self.now.max(message.time);
+                self.received.insert((what, key));
+            }
+        }
+        Ok(Outcome::Done)
+    }
+
+    fn compute(&mut self, pass: Pass, key: Key, p: usize, s: &Schedule, cost: u64) -> Checked<()> {
+        let (pp, v) = (s.pp(), s.num_chunks);
+        let (microbatch, chunk) = key;
+        let (what, done) = match pass {
+            Pass::Forward => (Payload::Activation, &mut self.forwards),
+            Pass::Backward => (Payload::Gradient, &mut self.backwards),
+        };
+        if !done.insert(key) {
+            return Err(String::from("runs a second time"));
+        }
+        if pass == Pass::Backward {
+            if !s.has_backward {
+                return Err(String::from("is in a schedule without backward"));
+            }
+            if !self.forwards.contains(&key) {
+                return Err(String::from("comes before its forward"));
+            }
+            if microbatch > 0 && !self.backwards.contains(&(microbatch - 1, chunk)) {
+                return Err(format!("comes before that of microbatch {}; gradients sum in one order", microbatch - 1));
+            }
+        }
+        if producer(pp, v, pass, p, chunk).is_some() && !self.received.remove(&(what, key)) {
+            return Err(String::from("has no input: it is not received yet"));
+        }
+        if consumer(pp, v, pass, p, chunk).is_some() {
+            self.unsent.insert((what, key));
+        }
+        self.slots.push(Slot { start: self.now, end: self.now + cost, pass, microbatch, chunk });
+        self.now += cost;
+        if s.has_backward {
+            self.peak = self.peak.max(self.forwards.len() - self.backwards.len());
+        }
+        Ok(())
+    }
+
+    fn check_complete(&self, s: &Schedule) -> Checked<()> {
+        for key in
+            (0..s.num_microbatches).flat_map(|microbatch| (0..s.num_chunks).map(move |chunk| (microbatch, chunk)))
+        {
+            let missing = if !self.forwards.contains(&key) {
+                "forward"
+            } else if s.has_backward && !self.backwards.contains(&key) {
+                "backward"
+            } else {
+                continue;
+            };
+            return Err(format!("never runs the {missing} of microbatch {}, chunk {}", key.0, key.1));
+        }
+        if let Some((what, (microbatch, chunk))) = self.unsent.iter().min_by_key(|(_, key)| *key) {
+            return Err(format!("never sends the {what:?} of microbatch {microbatch}, chunk {chunk}"));
+        }
+        Ok(())
+    }
+}
+
+/// The pass that makes a payload, which is also the pass that takes it.
+fn maker(what: Payload) -> Pass {
+    match what {
+        Payload::Activation => Pass::Forward,
+        Payload::Gradient => Pass::Backward,
+    }
+}
+
+/// Draws a report: a line per stage, time to the right. A forward is the letter of its chunk and its microbatch (`a0`, `b0`
+/// …), a backward the same with a capital letter (`A0`); blanks are the bubble.
+pub fn render(report: &Report) -> String {
+    let slots = || report.timeline.iter().flatten();
+    let unit = slots().fold(report.makespan, |unit, slot| gcd(gcd(unit, slot.start), slot.end)).max(1);
+    let label = |slot: &Slot| {
+        let letter = char::from(b'a' + (slot.chunk % 26) as u8);
+        match slot.pass {
+            Pass::Forward => format!("{letter}{}", slot.microbatch),
+            Pass::Backward => format!("{}{}", letter.to_ascii_uppercase(), slot.microbatch),
+        }
+    };
+    let cell = slots().map(|slot| label(slot).len() + 1).max().unwrap_or(1); // with the bar that ends it
+    let column = |time: u64| (time / unit) as usize * cell;
+    let mut text = String::new();
+    for (stage, slots) in report.timeline.iter().enumerate() {
+        let mut line = vec![b' '; column(report.makespan) + 1];
+        for slot in slots {
+            let (start, end) = (column(slot.start), column(slot.end));
+            (line[start], line[end]) = (b'|', b'|');
+            let label = label(slot);
+            if end > start {
+                line[start + 1..=start + label.len()].copy_from_slice(label.as_bytes());
+            }
+        }
+        let line: String = line.into_iter().map(char::from).collect();
+        text.push_str(&format!("stage {stage} {}\n", line.trim_end()));
+    }
+    text
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{forward_only, gpipe, interleaved, one_f_one_b};
+    use super::*;
+
+    /// Every schedule up to 6 stages, 4 chunks and 16 microbatches: (kind, pp, v, m, schedule).
+    fn all_small() -> Vec<(&'static str, usize, usize, usize, Schedule)> {
+        let mut all = Vec::new();
+        for pp in 1..=6 {
+            for m in 1..=16 {
+                all.push(("gpipe", pp, 1, m, gpipe(pp, m).unwrap()));
+                all.push(("1f1b", pp, 1, m, one_f_one_b(pp, m).unwrap()));
+                for v in 2..=4 {
+                    all.extend(interleaved(pp, v, m).ok().map(|schedule| ("interleaved", pp, v, m, schedule)));
+                }
+            }
+        }
+        assert!(all.iter().filter(|(kind, ..)| *kind == "interleaved").count() > 50);
+        all
+    }
+
+    fn refusal(schedule: &Schedule) -> String {
+        simulate(schedule, 1, 2).expect_err("must be refused").to_string()
+    }
+
+    #[test]
+    fn every_small_schedule_is_complete_and_has_the_bubble_of_the_literature() {
+        for (kind, pp, v, m, schedule) in all_small() {
+            for (f, b) in [(1, 1), (1, 2), (2, 3)] {
+                let report = simulate(&schedule, f, b).unwrap_or_else(|e| panic!("{kind} {pp} {v} {m}: {e}"));
+                let bubble = (pp - 1) as f64 / (v * m + pp - 1) as f64;
+                assert!(
+                    (report.bubble - bubble).abs() < 1e-12,
+                    "{kind} pp {pp} v {v} m {m} f {f} b {b}: {} ≠ {bubble}",
+                    report.bubble
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_small_schedule_has_the_known_peak() {
+        for (kind, pp, v, m, schedule) in all_small() {
+            let report = simulate(&schedule, 1, 2).unwrap();
+            for stage in 0..pp {
+                let peak = match kind {
+                    "gpipe" => m,
+                    "1f1b" => (pp - stage).min(m),
+                    _ => (2 * (pp - stage - 1) + (v - 1) * pp + 1).min(v * m),
+                };
+                assert_eq!(report.peak_in_flight[stage], peak, "{kind} pp {pp} v {v} m {m} stage {stage}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_small_forward_only_schedule_is_complete() {
+        for (pp, v) in [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (3, 4), (6, 3)] {
+            for m in 1..=16 {
+                let report = simulate(&forward_only(pp, v, m).unwrap(), 1, 2).unwrap();
+                assert_eq!(report.peak_in_flight, vec![0; pp]);
+                assert!(report.timeline.iter().all(|slots| slots.len() == m * v));
+            }
+        }
+    }
+
+    #[test]
+    fn a_schedule_with_any_action_left_out_is_rejected() {
+        for schedule in [gpipe(3, 3).unwrap(), one_f_one_b(3, 4).unwrap(), interleaved(2, 2, 4).unwrap()] {
+            for p in 0..schedule.pp() {
+                for i in 0..schedule.stages[p].len() {
+                    let mut mutated = schedule.clone();
+                    let removed = mutated.stages[p].remove(i);
+                    assert!(simulate(&mutated, 1, 2).is_err(), "stage {p} without {removed}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_schedule_with_any_action_twice_is_rejected() {
+        for schedule in [gpipe(3, 3).unwrap(), one_f_one_b(3, 4).unwrap(), interleaved(2, 2, 4).unwrap()] {
+            for p in 0..schedule.pp() {
+                for i in 0..schedule.stages[p].len() {
+                    let mut mutated = schedule.clone();
+                    let action = mutated.stages[p][i];
+                    mutated.stages[p].insert(i, action);
+                    assert!(simulate(&mutated, 1, 2).is_err(), "stage {p} with {action} twice");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_deadlock_names_the_stuck_stages_and_their_actions() {
+        let mut schedule = one_f_one_b(2, 1).unwrap();
+        // Stage 0 waits for the gradient before it sends the activation that the gradient depends on.
+        let recv = schedule.stages[0].remove(2);
+        schedule.stages[0].insert(1, recv);
+        assert_eq!(
+            refusal(&schedule),
+            "the schedule deadlocks: stage 0 at action 1 (receive of the gradient of microbatch 0, chunk 0 from stage 1), \
+             stage 1 at action 0 (receive of the activation of microbatch 0, chunk 0 from stage 0) wait for ever"
+        );
+    }
+
+    #[test]
+    fn messages_received_in_another_order_than_sent_are_rejected() {
+        let mut schedule = gpipe(2, 2).unwrap();
+        let at = |schedule: &Schedule, what: Payload| {
+            let is = |action: &Action| matches!(action, Action::Recv { what: w, .. } if *w == what);
+            schedule.stages[1].iter().position(is).unwrap()
+        };
+        let first = at(&schedule, Payload::Activation);
+        schedule.stages[1][first] = Action::Recv { what: Payload::Activation, microbatch: 1, chunk: 0, from: 0 };
+        assert!(refusal(&schedule).contains("gets the message for microbatch 0, chunk 0"), "{}", refusal(&schedule));
+    }
+
+    #[test]
+    fn backwards_out_of_microbatch_order_are_rejected() {
+        let mut schedule = gpipe(1, 2).unwrap();
+        schedule.stages[0].swap(2, 3);
+        assert!(refusal(&schedule).contains("gradients sum in one order"));
+    }
+
+    #[test]
+    fn a_backward_before_its_forward_is_rejected() {
+        let mut schedule = gpipe(1, 1).unwrap();
+        schedule.stages[0].swap(0, 1);
+        assert!(refusal(&schedule).contains("comes before its forward"));
+    }
+
+    #[test]
+    fn messages_to_and_from_the_wrong_stage_are_rejected() {
+        let mut schedule = gpipe(3, 1).unwrap();
+        schedule.stages[0][1] = Action::Send { what: Payload::Activation, microbatch: 0, chunk: 0, to: 2 };
+        assert!(refusal(&schedule).contains("goes to a stage that does not need it"));
+        let mut schedule = gpipe(3, 1).unwrap();
+        schedule.stages[0].insert(0, Action::Recv { what: Payload::Activation, microbatch: 0, chunk: 0, from: 2 });
+        assert!(refusal(&schedule).contains("comes from a stage that does not make it"));
+    }
+
+    #[test]
+    fn microbatches_and_chunks_that_do_not_exist_are_rejected() {
+        let mut schedule = gpipe(1, 1).unwrap();
+        schedule.stages[0].push(Action::Forward { microbatch: 1, chunk: 0 });
+        assert!(refusal(&schedule).contains("outside of 1 microbatches"));
+    }
+
+    #[test]
+    fn a_rendering_shows_passes_in_proportion_to_their_cost() {
+        let report = simulate(&one_f_one_b(2, 2).unwrap(), 10, 20).unwrap();
+        assert_eq!(
+            render(&report),
+            "stage 0 |a0|a1|     |A0   |  |A1   |\n\
+             stage 1    |a0|A0   |a1|A1   |\n"
+        );
+    }
+}
