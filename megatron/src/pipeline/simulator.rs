@@ -428,4 +428,21 @@ mod tests {
              stage 1    |a0|A0   |a1|A1   |\n"
         );
     }
+
+    #[test]
+    fn the_drawings_in_the_documentation_are_those_of_the_generators() {
+        let page = include_str!("../../../docs/pipeline.md");
+        for (name, schedule) in [
+            ("gpipe", gpipe(4, 4)),
+            ("1f1b", one_f_one_b(4, 4)),
+            ("interleaved", interleaved(4, 2, 4)),
+            ("forward only", forward_only(4, 1, 4)),
+        ] {
+            let drawing = render(&simulate(&schedule.unwrap(), 1, 2).unwrap());
+            assert!(
+                page.contains(&format!("```text\n{drawing}```\n")),
+                "docs/pipeline.md draws {name} otherwise than\n{drawing}"
+            );
+        }
+    }
 }
