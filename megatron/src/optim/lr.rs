@@ -37,12 +37,11 @@ impl LrSchedule {
                  which includes it; shorten lr-warmup or lengthen lr-decay"
             )));
         }
-        let leaves_room = wsd_decay_samples <= decay_samples.saturating_sub(warmup_samples);
-        if decay_style == DecayStyle::Wsd && (wsd_decay_samples == 0 || !leaves_room) {
+        let room = decay_samples.saturating_sub(warmup_samples);
+        if decay_style == DecayStyle::Wsd && wsd_decay_samples > room {
             return Err(Error::config(format!(
-                "a WSD schedule anneals over its last {wsd_decay_samples} samples, which must be at least 1 and at most \
-                 decay − warm-up = {decay_samples} − {warmup_samples} = {}",
-                decay_samples.saturating_sub(warmup_samples)
+                "a WSD schedule anneals over its last {wsd_decay_samples} samples, which must be at most decay − warm-up = \
+                 {decay_samples} − {warmup_samples} = {room}; shorten lr-wsd-decay"
             )));
         }
         Ok(Self {
@@ -84,7 +83,11 @@ impl LrSchedule {
 
     /// Coefficient of a WSD schedule: 1 until the last `wsd_decay` samples.
     fn anneal(&self, samples: u64) -> f64 {
-        let ratio = samples.saturating_sub(self.decay - self.wsd_decay) as f64 / self.wsd_decay as f64;
+        let stable = self.decay - self.wsd_decay;
+        if samples <= stable {
+            return 1.0;
+        }
+        let ratio = (samples - stable) as f64 / self.wsd_decay as f64;
         match self.wsd_style {
             WsdDecayStyle::Linear => 1.0 - ratio,
             WsdDecayStyle::Cosine => cosine(ratio),
@@ -190,6 +193,12 @@ mod tests {
     }
 
     #[test]
+    fn wsd_without_annealing_drops_to_the_minimum_at_its_end() {
+        let config = OptimizerConfig { wsd_decay_samples: 0, ..config(DecayStyle::Wsd) };
+        assert_curve(&config, &[(1000, 1.0), (1001, 0.1)]);
+    }
+
+    #[test]
     fn decay_starts_at_once_without_warm_up() {
         let config = OptimizerConfig { warmup_samples: 0, ..config(DecayStyle::Linear) };
         assert_curve(&config, &[(0, 1.0), (500, 0.55)]);
@@ -204,8 +213,8 @@ mod tests {
         assert!(
             refused(OptimizerConfig { warmup_samples: 1000, ..linear() }).contains("shorter than the decay of 1000")
         );
-        let wsd = config(DecayStyle::Wsd);
-        assert!(refused(OptimizerConfig { wsd_decay_samples: 901, ..wsd.clone() }).contains("1000 − 100 = 900"));
-        assert!(refused(OptimizerConfig { wsd_decay_samples: 0, ..wsd }).contains("at least 1"));
+        assert!(
+            refused(OptimizerConfig { wsd_decay_samples: 901, ..config(DecayStyle::Wsd) }).contains("1000 − 100 = 900")
+        );
     }
 }
