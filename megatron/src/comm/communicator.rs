@@ -20,27 +20,43 @@ pub enum ReduceOp {
 /// A shared handle to a communicator.
 pub type Group = Arc<dyn Communicator>;
 
+/// What completes an operation.
+pub(crate) trait Pending: Send {
+    /// Blocks until the operation is complete.
+    fn wait(self: Box<Self>) -> Result<()>;
+    /// The caller will not wait; the operation must complete all the same.
+    fn detach(self: Box<Self>);
+}
+
 /// An operation in flight. Dropping it does not cancel the operation; its buffers stay alive until it ends.
 #[must_use = "an operation is complete only after wait()"]
-pub struct Work(Box<dyn FnOnce() -> Result<()> + Send>);
+pub struct Work(Option<Box<dyn Pending>>);
 
 impl Work {
-    /// An operation that `finish` completes.
-    pub fn new(finish: impl FnOnce() -> Result<()> + Send + 'static) -> Self {
-        Self(Box::new(finish))
-    }
-
     /// An operation that is already complete.
     pub fn done() -> Self {
-        Self::new(|| Ok(()))
+        Self(None)
+    }
+
+    /// An operation that `pending` completes.
+    pub(crate) fn pending(pending: impl Pending + 'static) -> Self {
+        Self(Some(Box::new(pending)))
     }
 
     /// Blocks until the operation is complete on this rank.
     ///
     /// # Errors
     /// If a peer was lost, did not arrive in time, or called another operation.
-    pub fn wait(self) -> Result<()> {
-        (self.0)()
+    pub fn wait(mut self) -> Result<()> {
+        self.0.take().map_or(Ok(()), Pending::wait)
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if let Some(pending) = self.0.take() {
+            pending.detach();
+        }
     }
 }
 
@@ -90,4 +106,8 @@ pub trait Communicator: Send + Sync {
 
     /// Bytes of every rank, in rank order; lengths may differ.
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Ends the run: pending and later operations of this rank and, as far as they can be reached, of every rank of the
+    /// world fail soon with an error that names this rank and `reason`. The first reason given anywhere stays.
+    fn abort(&self, reason: &str);
 }

@@ -5,6 +5,17 @@
 //! Reductions are summed in rank order, never in order of arrival, and 16-bit data in fp32, so a
 //! result depends on the data and the group alone.
 
+mod collectives;
 mod communicator;
+mod endpoint;
+mod executor;
+mod group;
+mod inbox;
+mod message;
+mod options;
+mod reduce;
+pub mod threads;
 
 pub use communicator::{Communicator, Group, ReduceOp, Work};
+pub use options::CommOptions;
+pub use threads::solo;

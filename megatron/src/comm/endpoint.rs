@@ -1,0 +1,141 @@
+//! One rank's connection to the world: sending, waiting with deadlines, and agreeing on who was lost.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::CommOptions;
+use super::inbox::{Inbox, Key, Look, Loss};
+use super::message::{Header, Message, Payload};
+
+/// How often a wait looks whether its peer still lives and whether the run is over.
+pub(crate) const TICK: Duration = Duration::from_millis(100);
+
+/// A backend: how bytes get from this rank to the others. Ranks are those of the world.
+pub(crate) trait Link: Send + Sync {
+    /// Queues a message for `dst`. Messages arrive in the order sent; the call never waits for the receiver, and messages
+    /// to a rank that is gone vanish.
+    fn send(&self, dst: usize, header: Header, payload: Payload);
+
+    /// Whether waiting ranks must call [`Link::pull`]; other backends push into the inbox from their own threads.
+    fn pulls(&self) -> bool {
+        false
+    }
+
+    /// The next message of `src`, waiting at most `patience`.
+    fn pull(&self, _src: usize, _patience: Duration) -> Result<Option<Message>, Loss> {
+        Ok(None)
+    }
+
+    /// Looks for ranks that were lost without this rank waiting for them.
+    fn check(&self) -> Option<Loss> {
+        None
+    }
+
+    /// Tells every rank that the run is over because of `loss`.
+    fn spread(&self, loss: &Loss);
+}
+
+/// Why a wait ended without its message.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    Lost(Loss),
+    TimedOut,
+}
+
+/// This rank's end of a world.
+pub(crate) struct Endpoint {
+    pub rank: usize,
+    pub options: CommOptions,
+    inbox: Arc<Inbox>,
+    link: Box<dyn Link>,
+}
+
+impl Endpoint {
+    pub fn new(rank: usize, options: CommOptions, inbox: Arc<Inbox>, link: Box<dyn Link>) -> Self {
+        Self { rank, options, inbox, link }
+    }
+
+    /// Queues a message for world rank `dst`, which may be this one.
+    pub fn send(&self, dst: usize, header: Header, payload: Payload) {
+        if dst == self.rank {
+            self.inbox.push(dst, Message { header, payload });
+        } else {
+            self.link.send(dst, header, payload);
+        }
+    }
+
+    /// Waits for a message of world rank `src`. `deadline` is asked again at every tick, so it may move.
+    pub fn recv(&self, src: usize, key: Key, deadline: impl Fn() -> Instant) -> Result<Message, Failure> {
+        let pulls = self.link.pulls() && src != self.rank;
+        loop {
+            let patience = deadline().saturating_duration_since(Instant::now()).min(TICK);
+            match self.inbox.look(src, key, patience, pulls) {
+                Look::Found(message) => return Ok(message),
+                Look::Lost(loss) => {
+                    self.condemn(loss.clone());
+                    return Err(Failure::Lost(self.inbox.verdict().unwrap_or(loss)));
+                }
+                Look::Pull => match self.link.pull(src, patience) {
+                    Ok(Some(message)) => {
+                        self.inbox.pulled(src, Some(message));
+                        continue;
+                    }
+                    Ok(None) => self.inbox.pulled(src, None),
+                    Err(loss) => {
+                        // The backend found the ring empty and its writer gone: nothing more will come.
+                        self.inbox.pulled(src, None);
+                        if loss.rank == src {
+                            self.inbox.lose(src, loss.how);
+                        } else {
+                            self.condemn(loss);
+                        }
+                        continue;
+                    }
+                },
+                Look::Nothing => {}
+            }
+            if let Some(loss) = self.link.check() {
+                self.condemn(loss);
+                continue;
+            }
+            if Instant::now() >= deadline() {
+                return Err(Failure::TimedOut);
+            }
+        }
+    }
+
+    /// Whether the message is here already.
+    pub fn holds(&self, src: usize, key: Key) -> bool {
+        if self.inbox.holds(src, key) {
+            return true;
+        }
+        // Backends that are pulled may hold it in their buffers.
+        while self.link.pulls() && src != self.rank && self.inbox.begin_pull(src) {
+            let message = self.link.pull(src, Duration::ZERO).unwrap_or_default();
+            let dry = message.is_none();
+            self.inbox.pulled(src, message);
+            if dry || self.inbox.holds(src, key) {
+                break;
+            }
+        }
+        self.inbox.holds(src, key)
+    }
+
+    /// Ends the run on every rank because of `loss`.
+    pub fn condemn(&self, loss: Loss) {
+        if self.inbox.verdict().is_none() {
+            self.link.spread(&loss);
+        }
+        self.inbox.condemn(loss);
+    }
+
+    /// Why the run is over, if it is.
+    pub fn verdict(&self) -> Option<Loss> {
+        self.inbox.verdict()
+    }
+
+    /// Forgets what a finished group left behind.
+    pub fn forget(&self, group: u64) {
+        self.inbox.forget(group);
+    }
+}

@@ -1,0 +1,188 @@
+//! Where messages to one rank wait until an operation asks for them.
+//!
+//! Collectives of a group take a peer's messages in order of arrival; point-to-point receives take the n-th message of
+//! (group, peer, tag). Backends either push messages here from their own threads, or are pulled by whoever waits.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::message::{Message, Op};
+
+/// Which message an operation waits for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Key {
+    /// The next of the group's collectives.
+    Collective { group: u64 },
+    /// The `index`-th with this tag.
+    Tagged { group: u64, tag: u32, index: u64 },
+}
+
+/// Why a message will not come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Loss {
+    /// The rank of the world that is gone.
+    pub rank: usize,
+    /// What became of it, e.g. `died (pid 123)`.
+    pub how: String,
+}
+
+#[derive(Default)]
+struct Tagged {
+    arrived: u64,
+    waiting: HashMap<u64, Message>,
+}
+
+#[derive(Default)]
+struct Source {
+    collectives: HashMap<u64, VecDeque<Message>>,
+    tagged: HashMap<(u64, u32), Tagged>,
+    /// Someone is pulling from the backend; the others sleep until that one has stored what came.
+    pulling: bool,
+    /// No more messages will come.
+    lost: Option<String>,
+}
+
+impl Source {
+    fn store(&mut self, message: Message) {
+        let Message { header, .. } = &message;
+        if header.call.op == Op::SendRecv {
+            let tagged = self.tagged.entry((header.group, header.call.tag)).or_default();
+            tagged.waiting.insert(tagged.arrived, message);
+            tagged.arrived += 1;
+        } else {
+            self.collectives.entry(header.group).or_default().push_back(message);
+        }
+    }
+
+    fn take(&mut self, key: Key) -> Option<Message> {
+        match key {
+            Key::Collective { group } => self.collectives.get_mut(&group)?.pop_front(),
+            Key::Tagged { group, tag, index } => self.tagged.get_mut(&(group, tag))?.waiting.remove(&index),
+        }
+    }
+
+    fn holds(&self, key: Key) -> bool {
+        match key {
+            Key::Collective { group } => self.collectives.get(&group).is_some_and(|queue| !queue.is_empty()),
+            Key::Tagged { group, tag, index } => {
+                self.tagged.get(&(group, tag)).is_some_and(|tagged| tagged.waiting.contains_key(&index))
+            }
+        }
+    }
+}
+
+/// What one look at the inbox found.
+pub(crate) enum Look {
+    Found(Message),
+    /// The caller is to pull from the backend, then call [`Inbox::pulled`].
+    Pull,
+    Lost(Loss),
+    /// Nothing within the given time.
+    Nothing,
+}
+
+/// The mailboxes of one rank, one per rank of the world.
+pub(crate) struct Inbox {
+    sources: Vec<(Mutex<Source>, Condvar)>,
+    verdict: Mutex<Option<Loss>>,
+}
+
+// A panic while a lock is held leaves plain queues behind, which are as good as before: poison means nothing here.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Inbox {
+    /// Empty mailboxes for a world of `size` ranks.
+    pub fn new(size: usize) -> Self {
+        Self { sources: (0..size).map(|_| Default::default()).collect(), verdict: Mutex::default() }
+    }
+
+    /// Stores a message of world rank `src`.
+    pub fn push(&self, src: usize, message: Message) {
+        let (source, changed) = &self.sources[src];
+        lock(source).store(message);
+        changed.notify_all();
+    }
+
+    /// No more messages of world rank `src` will come.
+    pub fn lose(&self, src: usize, how: impl Into<String>) {
+        let (source, changed) = &self.sources[src];
+        lock(source).lost.get_or_insert(how.into());
+        changed.notify_all();
+    }
+
+    /// The run is over because of `loss`; every wait ends. The first verdict stays.
+    pub fn condemn(&self, loss: Loss) {
+        lock(&self.verdict).get_or_insert(loss);
+        for (source, changed) in &self.sources {
+            // Taken so that nobody is between looking at the verdict and going to sleep.
+            drop(lock(source));
+            changed.notify_all();
+        }
+    }
+
+    /// Why the run is over, if it is.
+    pub fn verdict(&self) -> Option<Loss> {
+        lock(&self.verdict).clone()
+    }
+
+    /// Looks for a message of world rank `src`, sleeping at most `patience`.
+    pub fn look(&self, src: usize, key: Key, patience: Duration, pulls: bool) -> Look {
+        let until = Instant::now() + patience;
+        let (source, changed) = &self.sources[src];
+        let mut guard = lock(source);
+        loop {
+            if let Some(message) = guard.take(key) {
+                return Look::Found(message);
+            }
+            if let Some(loss) = self.verdict() {
+                return Look::Lost(loss);
+            }
+            if let Some(how) = &guard.lost {
+                return Look::Lost(Loss { rank: src, how: how.clone() });
+            }
+            if pulls && !guard.pulling {
+                guard.pulling = true;
+                return Look::Pull;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Look::Nothing;
+            }
+            guard = changed.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Takes the turn to pull from the backend, if nobody has it; ends with [`Inbox::pulled`].
+    pub fn begin_pull(&self, src: usize) -> bool {
+        !std::mem::replace(&mut lock(&self.sources[src].0).pulling, true)
+    }
+
+    /// Ends a pull that [`Inbox::look`] asked for.
+    pub fn pulled(&self, src: usize, message: Option<Message>) {
+        let (source, changed) = &self.sources[src];
+        let mut guard = lock(source);
+        guard.pulling = false;
+        if let Some(message) = message {
+            guard.store(message);
+        }
+        drop(guard);
+        changed.notify_all();
+    }
+
+    /// Whether the message is here already.
+    pub fn holds(&self, src: usize, key: Key) -> bool {
+        lock(&self.sources[src].0).holds(key)
+    }
+
+    /// Forgets what a finished group left behind.
+    pub fn forget(&self, group: u64) {
+        for (source, _) in &self.sources {
+            let mut source = lock(source);
+            source.collectives.remove(&group);
+            source.tagged.retain(|(of, _), _| *of != group);
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Element-wise reductions of byte buffers in rank order.
+//!
+//! Element i of the result is `((r0 + r1) + r2) + …` whatever the length, alignment or slicing, so its bits depend on the
+//! data and the order of the ranks alone. bf16 and f16 are combined in f32 and rounded once.
+
+use candle_core::DType;
+use half::{bf16, f16};
+
+use super::ReduceOp;
+use crate::{Error, Result};
+
+/// Elements combined at a time, so that partial results stay in the first-level cache.
+const BLOCK: usize = 1024;
+
+trait Element {
+    /// What partial results are held in.
+    type Acc: Copy + Default;
+    const SIZE: usize;
+    fn load(bytes: &[u8]) -> Self::Acc;
+    fn store(acc: Self::Acc, bytes: &mut [u8]);
+    fn sum(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn min(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+}
+
+macro_rules! element {
+    ($t:ty, $acc:ty, $to:expr, $from:expr, $sum:expr, $is_nan:expr) => {
+        impl Element for $t {
+            type Acc = $acc;
+            const SIZE: usize = size_of::<$t>();
+            #[inline(always)]
+            fn load(bytes: &[u8]) -> $acc {
+                let mut raw = [0; size_of::<$t>()];
+                raw.copy_from_slice(bytes);
+                $to(<$t>::from_ne_bytes(raw))
+            }
+            #[inline(always)]
+            fn store(acc: $acc, bytes: &mut [u8]) {
+                let value: $t = $from(acc);
+                bytes.copy_from_slice(&value.to_ne_bytes());
+            }
+            #[inline(always)]
+            fn sum(a: $acc, b: $acc) -> $acc {
+                $sum(a, b)
+            }
+            // A NaN in either operand wins: once `a` is one, no comparison replaces it.
+            #[inline(always)]
+            fn max(a: $acc, b: $acc) -> $acc {
+                if b > a || $is_nan(b) { b } else { a }
+            }
+            #[inline(always)]
+            fn min(a: $acc, b: $acc) -> $acc {
+                if b < a || $is_nan(b) { b } else { a }
+            }
+        }
+    };
+}
+
+macro_rules! integer {
+    ($t:ty) => {
+        element!($t, $t, |x| x, |x| x, |a: $t, b: $t| a.wrapping_add(b), |_| false);
+    };
+}
+integer!(u8);
+integer!(u32);
+integer!(i64);
+element!(f32, f32, |x| x, |x| x, |a, b| a + b, f32::is_nan);
+element!(f64, f64, |x| x, |x| x, |a, b| a + b, f64::is_nan);
+element!(bf16, f32, bf16::to_f32, bf16::from_f32, |a, b| a + b, f32::is_nan);
+element!(f16, f32, f16::to_f32, f16::from_f32, |a, b| a + b, f32::is_nan);
+
+fn fold<E: Element>(parts: &[&[u8]], out: &mut [u8], combine: impl Fn(E::Acc, E::Acc) -> E::Acc) {
+    let mut acc = [E::Acc::default(); BLOCK];
+    for (i, out) in out.chunks_mut(BLOCK * E::SIZE).enumerate() {
+        let block = i * BLOCK * E::SIZE..i * BLOCK * E::SIZE + out.len();
+        for (r, part) in parts.iter().enumerate() {
+            let elements = part[block.clone()].chunks_exact(E::SIZE).map(E::load);
+            if r == 0 {
+                acc.iter_mut().zip(elements).for_each(|(a, b)| *a = b);
+            } else {
+                acc.iter_mut().zip(elements).for_each(|(a, b)| *a = combine(*a, b));
+            }
+        }
+        out.chunks_exact_mut(E::SIZE).zip(acc).for_each(|(out, a)| E::store(a, out));
+    }
+}
+
+fn fold_by<E: Element>(parts: &[&[u8]], out: &mut [u8], op: ReduceOp) {
+    match op {
+        ReduceOp::Sum => fold::<E>(parts, out, E::sum),
+        ReduceOp::Max => fold::<E>(parts, out, E::max),
+        ReduceOp::Min => fold::<E>(parts, out, E::min),
+    }
+}
+
+/// Combines the elements of `parts` (one slice of equal length per rank, in rank order, native endian) into `out`.
+///
+/// # Errors
+/// If lengths differ or `dtype` cannot be reduced.
+pub(crate) fn reduce_bytes(parts: &[&[u8]], out: &mut [u8], dtype: DType, op: ReduceOp) -> Result<()> {
+    if parts.is_empty() || parts.iter().any(|part| part.len() != out.len()) {
+        return Err(Error::comm(format!("cannot combine parts of unequal lengths into {} bytes", out.len())));
+    }
+    match dtype {
+        DType::U8 => fold_by::<u8>(parts, out, op),
+        DType::U32 => fold_by::<u32>(parts, out, op),
+        DType::I64 => fold_by::<i64>(parts, out, op),
+        DType::BF16 => fold_by::<bf16>(parts, out, op),
+        DType::F16 => fold_by::<f16>(parts, out, op),
+        DType::F32 => fold_by::<f32>(parts, out, op),
+        DType::F64 => fold_by::<f64>(parts, out, op),
+        dtype => return Err(Error::comm(format!("elements of dtype {} cannot be combined", dtype.as_str()))),
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn f32s(bytes: &[u8]) -> Vec<f32> {
+        bytes.chunks_exact(4).map(f32::load).collect()
+    }
+
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|v| v.to_ne_bytes()).collect()
+    }
+
+    #[test]
+    fn sums_run_in_the_order_of_the_parts() {
+        // (1e8 + -1e8) + 1 = 1, but 1e8 + (-1e8 + 1) = 0 in f32.
+        let parts = [bytes(&[1e8; 3]), bytes(&[-1e8; 3]), bytes(&[1.0; 3])];
+        let mut out = vec![0; 12];
+        reduce_bytes(&parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, ReduceOp::Sum).unwrap();
+        assert_eq!(f32s(&out), [1.0; 3]);
+    }
+
+    #[test]
+    fn sixteen_bit_sums_are_rounded_once() {
+        // bf16 has 8 bits: 256 + 1 rounds to 256, so rounding after every addition would give 256.
+        let part = |v: f32| bf16::from_f32(v).to_ne_bytes();
+        let (big, one) = (part(256.0), part(1.0));
+        let mut out = [0; 2];
+        reduce_bytes(&[&big, &one, &one], &mut out, DType::BF16, ReduceOp::Sum).unwrap();
+        assert_eq!(bf16::from_ne_bytes(out).to_f32(), 258.0);
+    }
+
+    #[test]
+    fn a_nan_wins_maximum_and_minimum_wherever_it_stands() {
+        for op in [ReduceOp::Max, ReduceOp::Min] {
+            for at in 0..3 {
+                let mut values = [[1.0], [2.0], [3.0]];
+                values[at] = [f32::NAN];
+                let parts = values.map(|v| bytes(&v));
+                let mut out = vec![0; 4];
+                reduce_bytes(&parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, op).unwrap();
+                assert!(f32s(&out)[0].is_nan(), "{op:?} at {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_longer_than_a_block_are_combined_whole() {
+        let len = 2 * BLOCK + 5;
+        let part: Vec<f32> = (0..len).map(|i| i as f32).collect();
+        let mut out = vec![0; 4 * len];
+        reduce_bytes(&[&bytes(&part), &bytes(&part)], &mut out, DType::F32, ReduceOp::Sum).unwrap();
+        assert_eq!(f32s(&out), part.iter().map(|x| 2.0 * x).collect::<Vec<_>>());
+    }
+}

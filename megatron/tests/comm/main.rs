@@ -1,0 +1,6 @@
+//! Communication between ranks: every collective on every backend against a serial oracle, bit for bit; disagreement,
+//! loss and lateness of ranks.
+
+mod collectives;
+mod failures;
+mod support;
