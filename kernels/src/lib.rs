@@ -8,7 +8,23 @@
 // SIMD, CUDA and reinterpretation of plain numbers live here; every block states why it is sound.
 #![allow(unsafe_code)]
 
+pub mod activation;
+pub mod attention;
+pub mod cross_entropy;
+pub mod dropout;
+pub mod embedding;
 pub mod error;
+mod float;
+mod gemm;
 pub mod host;
+pub mod linear;
+pub mod norm;
+pub mod optimizer;
+mod par;
+pub mod philox;
+pub mod reduce;
+pub mod rope;
+mod simd;
+mod view;
 
 pub use error::{Error, Result};

@@ -1,0 +1,189 @@
+//! Causal grouped-query attention in tiles with an online softmax; only the log-sum-exp is kept for backward.
+//!
+//! Dao et al. 2022 (FlashAttention) and Dao 2023 (FlashAttention-2).
+
+mod backward;
+mod forward;
+
+use candle_core::Tensor;
+
+use crate::dropout::{DropoutKey, threshold};
+use crate::float::by_float;
+use crate::philox::{WordRow, philox4x32, words};
+use crate::view::expect_shape;
+use crate::{Error, Result};
+
+pub use crate::rope::{RopeTable, rope_inplace};
+
+/// Queries per tile.
+const TILE_Q: usize = 64;
+/// Keys per tile; a multiple of 4, so that tiles start on whole Philox blocks.
+const TILE_K: usize = 128;
+
+/// The heads of this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadShape {
+    /// Key/value heads.
+    pub groups: usize,
+    /// Query heads that share one of them.
+    pub heads_per_group: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+}
+
+impl HeadShape {
+    /// Query heads.
+    pub fn heads(&self) -> usize {
+        self.groups * self.heads_per_group
+    }
+
+    /// Width of a row of packed queries, keys and values.
+    pub fn width(&self) -> usize {
+        self.groups * (self.heads_per_group + 2) * self.head_dim
+    }
+
+    /// `(s, b)` of packed `qkv`.
+    pub(crate) fn check(&self, qkv: &Tensor, op: &'static str) -> Result<(usize, usize)> {
+        match qkv.dims() {
+            [s, b, width] if *width == self.width() && *width > 0 => Ok((*s, *b)),
+            dims => {
+                let Self { groups, heads_per_group, head_dim } = self;
+                let message = format!(
+                    "qkv has shape {dims:?} where [s, b, {groups}·({heads_per_group} + 2)·{head_dim} = {}] is needed",
+                    self.width()
+                );
+                Err(Error::shape(op, message))
+            }
+        }
+    }
+}
+
+/// Dropout of attention probabilities: after the softmax, scaled by 1/(1−p).
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionDropout<'a> {
+    /// Probability of dropping a weight, in [0, 1).
+    pub p: f64,
+    pub key: DropoutKey,
+    /// Global sample numbers, one per column of the batch.
+    pub samples: &'a [u64],
+    /// Global index of the first local query head.
+    pub first_head: usize,
+}
+
+/// `out [s, b, heads·head_dim] = softmax(scale · q·kᵀ, causal) · v` per head, and the log-sum-exp `[b, heads, s]` of the
+/// scaled scores. `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` holds, per group, its queries, its key, its value.
+///
+/// # Errors
+/// If shapes do not fit, `qkv` is not contiguous or neither f32 nor f64, or the dropout's p is not in [0, 1).
+pub fn attention(
+    qkv: &Tensor,
+    shape: HeadShape,
+    scale: f64,
+    dropout: Option<&AttentionDropout>,
+) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "attention";
+    let (s, b) = shape.check(qkv, OP)?;
+    let mask = Mask::new(dropout, b, OP)?;
+    by_float!(qkv, OP, T => forward::run::<T>(OP, qkv, Geometry { s, b, shape }, scale, mask.as_ref()))
+}
+
+/// The gradient of `qkv`, of `dout [s, b, heads·head_dim]` and what [`attention`] returned. Probabilities and dropout masks
+/// are computed again.
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_backward(
+    dout: &Tensor,
+    qkv: &Tensor,
+    out: &Tensor,
+    lse: &Tensor,
+    shape: HeadShape,
+    scale: f64,
+    dropout: Option<&AttentionDropout>,
+) -> Result<Tensor> {
+    const OP: &str = "attention_backward";
+    let (s, b) = shape.check(qkv, OP)?;
+    let wide = [s, b, shape.heads() * shape.head_dim];
+    expect_shape(OP, "dout", dout, &wide)?;
+    expect_shape(OP, "out", out, &wide)?;
+    expect_shape(OP, "lse", lse, &[b, shape.heads(), s])?;
+    let mask = Mask::new(dropout, b, OP)?;
+    by_float!(qkv, OP, T => backward::run::<T>(OP, dout, qkv, out, lse, Geometry { s, b, shape }, scale, mask.as_ref()))
+}
+
+/// Where things lie in packed tensors.
+#[derive(Clone, Copy)]
+struct Geometry {
+    s: usize,
+    b: usize,
+    shape: HeadShape,
+}
+
+impl Geometry {
+    /// Distance between positions in qkv.
+    fn qkv_stride(&self) -> usize {
+        self.b * self.shape.width()
+    }
+
+    /// Distance between positions in the output.
+    fn out_stride(&self) -> usize {
+        self.b * self.shape.heads() * self.shape.head_dim
+    }
+
+    /// Offset in qkv of part `part` (query heads, then key, then value) of a group at position 0.
+    fn qkv_at(&self, batch: usize, group: usize, part: usize) -> usize {
+        batch * self.shape.width() + (group * (self.shape.heads_per_group + 2) + part) * self.shape.head_dim
+    }
+
+    /// Offset in the output of a head at position 0.
+    fn out_at(&self, batch: usize, head: usize) -> usize {
+        (batch * self.shape.heads() + head) * self.shape.head_dim
+    }
+}
+
+/// An [`AttentionDropout`] made ready.
+struct Mask<'a> {
+    key: [u32; 4],
+    threshold: u32,
+    /// 1/(1−p)
+    scale: f64,
+    samples: &'a [u64],
+    first_head: usize,
+}
+
+impl<'a> Mask<'a> {
+    fn new(dropout: Option<&AttentionDropout<'a>>, batch: usize, op: &'static str) -> Result<Option<Self>> {
+        let Some(&AttentionDropout { p, key, samples, first_head }) = dropout else { return Ok(None) };
+        if samples.len() != batch {
+            return Err(Error::shape(op, format!("{} samples for a batch of {batch}", samples.len())));
+        }
+        let threshold = threshold(p, op)?;
+        let mask = Self { key: key.derive(), threshold, scale: 1.0 / (1.0 - p), samples, first_head };
+        Ok(Some(mask).filter(|m| m.threshold > 0))
+    }
+
+    /// The words of a local head; see [`HeadMask`].
+    fn head(&self, batch: usize, head: usize) -> HeadMask {
+        let ([s0, s1], [k0, k1, tag, _]) = (words(self.samples[batch]), self.key);
+        let derived = philox4x32([s0, s1, (self.first_head + head) as u32, tag], [k0, k1]);
+        HeadMask { derived, threshold: self.threshold }
+    }
+}
+
+/// Dropout of one (sample, head): query q's row of words belongs to its keys.
+///
+/// (key, sample, head) is more than a Philox counter holds beside q and k, so it is hashed into key and counter.
+#[derive(Clone, Copy)]
+struct HeadMask {
+    derived: [u32; 4],
+    threshold: u32,
+}
+
+impl HeadMask {
+    /// Fills `out` with the words of query `q` and the keys from `first_key`, a multiple of 4, on.
+    #[inline(always)]
+    fn fill(&self, q: usize, first_key: usize, out: &mut [u32]) {
+        let [k0, k1, b, d] = self.derived;
+        WordRow { a: q as u32, b, d, key: [k0, k1] }.fill((first_key / 4) as u32, out);
+    }
+}

@@ -1,0 +1,195 @@
+//! Counter-based random numbers: every one is a function of (seed, place), so none depends on a layout.
+//!
+//! Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3": Philox4x32-10.
+
+use crate::par;
+use crate::simd::{LANES, vectorize};
+
+const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+const ROUNDS: usize = 10;
+
+/// Philox4x32-10: four random words, a bijection of `counter` for every `key`.
+#[inline(always)]
+pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let [mut c0, mut c1, mut c2, mut c3] = counter;
+    let [mut k0, mut k1] = key;
+    for _ in 0..ROUNDS {
+        let p0 = u64::from(MULTIPLIERS[0]) * u64::from(c0);
+        let p1 = u64::from(MULTIPLIERS[1]) * u64::from(c2);
+        (c0, c1, c2, c3) = ((p1 >> 32) as u32 ^ c1 ^ k0, p1 as u32, (p0 >> 32) as u32 ^ c3 ^ k1, p0 as u32);
+        k0 = k0.wrapping_add(WEYL[0]);
+        k1 = k1.wrapping_add(WEYL[1]);
+    }
+    [c0, c1, c2, c3]
+}
+
+/// The low and high word of a 64-bit number.
+pub(crate) fn words(v: u64) -> [u32; 2] {
+    [v as u32, (v >> 32) as u32]
+}
+
+/// An endless row of random words: word i is word i % 4 of Philox at counter `[a, b, i / 4, d]`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WordRow {
+    pub a: u32,
+    pub b: u32,
+    pub d: u32,
+    pub key: [u32; 2],
+}
+
+impl WordRow {
+    /// Fills `out` with the words from number `4 · first_block` on.
+    #[inline(always)]
+    pub fn fill(self, first_block: u32, out: &mut [u32]) {
+        let mut block = first_block;
+        let mut chunks = out.chunks_exact_mut(4 * LANES);
+        for chunk in &mut chunks {
+            self.lanes(block, chunk);
+            block = block.wrapping_add(LANES as u32);
+        }
+        let rest = chunks.into_remainder();
+        if !rest.is_empty() {
+            let mut chunk = [0; 4 * LANES];
+            self.lanes(block, &mut chunk);
+            rest.copy_from_slice(&chunk[..rest.len()]);
+        }
+    }
+
+    /// The words of [`LANES`] consecutive blocks, computed side by side.
+    #[inline(always)]
+    fn lanes(self, first_block: u32, out: &mut [u32]) {
+        let (mut c0, mut c1, mut c2, mut c3) = ([self.a; LANES], [self.b; LANES], [0; LANES], [self.d; LANES]);
+        for l in 0..LANES {
+            c2[l] = first_block.wrapping_add(l as u32);
+        }
+        let [mut k0, mut k1] = self.key;
+        for _ in 0..ROUNDS {
+            for l in 0..LANES {
+                let p0 = u64::from(MULTIPLIERS[0]) * u64::from(c0[l]);
+                let p1 = u64::from(MULTIPLIERS[1]) * u64::from(c2[l]);
+                c0[l] = (p1 >> 32) as u32 ^ c1[l] ^ k0;
+                c1[l] = p1 as u32;
+                c2[l] = (p0 >> 32) as u32 ^ c3[l] ^ k1;
+                c3[l] = p0 as u32;
+            }
+            k0 = k0.wrapping_add(WEYL[0]);
+            k1 = k1.wrapping_add(WEYL[1]);
+        }
+        for (l, out) in out.chunks_exact_mut(4).enumerate() {
+            out.copy_from_slice(&[c0[l], c1[l], c2[l], c3[l]]);
+        }
+    }
+}
+
+/// The stream of a parameter: FNV-1a (64 bits) of its name.
+pub fn stream_id(name: &str) -> u64 {
+    name.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
+}
+
+/// Fills `out` with draws from N(0, std²); the value of an element depends on `seed`, `stream` and its global index
+/// alone. `stream` is the [`stream_id`] of the parameter's name, `first` the global index of `out[0]`.
+///
+/// Element 4c + j is the j-th of the four normals that Box–Muller makes, in f64, of Philox at counter (c, stream).
+pub fn fill_normal(out: &mut [f32], seed: u64, stream: u64, first: u64, std: f64) {
+    let key = words(seed);
+    let [s0, s1] = words(stream);
+    par::blocks(out, par::GRAIN, |start, out| {
+        vectorize(
+            #[inline(always)]
+            || {
+                let mut index = first + start as u64;
+                let mut rest = out;
+                while !rest.is_empty() {
+                    let [c0, c1] = words(index / 4);
+                    let normals = normals(philox4x32([c0, c1, s0, s1], key));
+                    let skip = (index % 4) as usize;
+                    let (now, later) = rest.split_at_mut(rest.len().min(4 - skip));
+                    for (out, normal) in now.iter_mut().zip(&normals[skip..]) {
+                        *out = (normal * std) as f32;
+                    }
+                    index += now.len() as u64;
+                    rest = later;
+                }
+            },
+        );
+    });
+}
+
+/// Four independent standard normals of four random words (Box & Muller 1958).
+#[inline(always)]
+fn normals(words: [u32; 4]) -> [f64; 4] {
+    let uniform = |w: u32| (f64::from(w) + 0.5) / 4_294_967_296.0; // in (0, 1)
+    let pair = |u: u32, v: u32| {
+        let radius = (-2.0 * uniform(u).ln()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * uniform(v)).sin_cos();
+        [radius * cos, radius * sin]
+    };
+    let ([a, b], [c, d]) = (pair(words[0], words[1]), pair(words[2], words[3]));
+    [a, b, c, d]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn philox_agrees_with_the_published_vectors() {
+        // Random123's kat_vectors.
+        assert_eq!(philox4x32([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(philox4x32([!0; 4], [!0; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        let (counter, key) = ([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]);
+        assert_eq!(philox4x32(counter, key), [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]);
+    }
+
+    #[test]
+    fn a_row_of_words_is_philox_block_by_block() {
+        let row = WordRow { a: 7, b: 8, d: 9, key: [1, 2] };
+        let mut out = vec![0; 4 * LANES + 7];
+        row.fill(5, &mut out);
+        for (i, &word) in out.iter().enumerate() {
+            assert_eq!(word, philox4x32([7, 8, 5 + i as u32 / 4, 9], [1, 2])[i % 4], "word {i}");
+        }
+    }
+
+    #[test]
+    fn normals_do_not_depend_on_where_the_range_is_cut() {
+        let mut whole = vec![0.0; 100_000];
+        fill_normal(&mut whole, 42, 7, 0, 0.02);
+        for (first, len) in [(0, 3), (1, 9), (50_001, 33_333), (99_999, 1)] {
+            let mut part = vec![0.0; len];
+            fill_normal(&mut part, 42, 7, first as u64, 0.02);
+            assert_eq!(part, whole[first..first + len]);
+        }
+    }
+
+    #[test]
+    fn normals_have_the_moments_of_a_normal_distribution() {
+        let mut x = vec![0.0; 1 << 20];
+        fill_normal(&mut x, 1, stream_id("weight"), 0, 2.0);
+        let moment = |k: i32| x.iter().map(|&v| f64::from(v).powi(k)).sum::<f64>() / x.len() as f64;
+        // Standard errors: 2/√n, 4·√2/√n, 16·√96/√n with √n = 1024.
+        assert!(moment(1).abs() < 0.01 && (moment(2) - 4.0).abs() < 0.03 && (moment(4) - 48.0).abs() < 0.8);
+        let lag = x.windows(2).map(|w| f64::from(w[0] * w[1])).sum::<f64>() / x.len() as f64;
+        assert!(lag.abs() < 0.02, "neighbours correlate: {lag}");
+    }
+
+    #[test]
+    fn seeds_and_names_give_different_numbers() {
+        let draw = |seed, name| {
+            let mut out = [0.0; 4];
+            fill_normal(&mut out, seed, stream_id(name), 0, 1.0);
+            out
+        };
+        assert_ne!(draw(1, "a"), draw(2, "a"));
+        assert_ne!(draw(1, "a"), draw(1, "b"));
+        assert_ne!(draw(1, "a"), draw(1 << 32, "a"));
+    }
+
+    #[test]
+    fn stream_ids_are_fnv_1a() {
+        assert_eq!(stream_id(""), 0xcbf2_9ce4_8422_2325);
+        assert_eq!(stream_id("a"), 0xaf63_dc4c_8601_ec8c);
+        assert_eq!(stream_id("foobar"), 0x8594_4171_f739_67e8);
+    }
+}

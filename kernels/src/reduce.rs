@@ -1,0 +1,122 @@
+//! Sums of squares in f64, and in-place arithmetic on (views of) flat buffers.
+
+use candle_core::Tensor;
+
+use crate::float::{Float, by_float};
+use crate::host::with_slice_mut;
+use crate::simd::vectorize;
+use crate::view::{View, copied, expect_dtype, expect_elements, same_storage};
+use crate::{Result, par};
+
+/// Elements per partial sum.
+const BLOCK: usize = 4096;
+/// Independent sums within a block.
+const SUMS: usize = 8;
+
+/// Σ x² in f64: fixed blocks of 4096 elements, combined in order with compensation (Neumaier 1974). NaN and infinity
+/// show in the result.
+///
+/// # Errors
+/// If `x` is not contiguous or neither f32 nor f64.
+pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
+    const OP: &str = "sum_of_squares";
+    by_float!(x, OP, T => {
+        let xs = View::<T>::new(x, OP, "x")?;
+        let xs: &[T] = &xs;
+        let mut partials = vec![0.0; xs.len().div_ceil(BLOCK)];
+        par::blocks(&mut partials, 16, |first, partials| vectorize(#[inline(always)] || {
+            for (i, partial) in partials.iter_mut().enumerate() {
+                let start = (first + i) * BLOCK;
+                *partial = block_sum(&xs[start..(start + BLOCK).min(xs.len())]);
+            }
+        }));
+        Ok(compensated_sum(&partials))
+    })
+}
+
+#[inline(always)]
+fn block_sum<T: Float>(x: &[T]) -> f64 {
+    let mut acc = [0.0f64; SUMS];
+    let chunks = x.chunks_exact(SUMS);
+    let rest = chunks.remainder();
+    for c in chunks {
+        for l in 0..SUMS {
+            let v = c[l].f64();
+            acc[l] += v * v;
+        }
+    }
+    for (acc, v) in acc.iter_mut().zip(rest) {
+        *acc += v.f64() * v.f64();
+    }
+    ((acc[0] + acc[4]) + (acc[1] + acc[5])) + ((acc[2] + acc[6]) + (acc[3] + acc[7]))
+}
+
+/// The sum of `values` in order, with the rounding error of every addition added at the end.
+fn compensated_sum(values: &[f64]) -> f64 {
+    let (mut total, mut error) = (0.0f64, 0.0);
+    for &v in values {
+        let next = total + v;
+        // Knuth's two-sum: what the addition lost.
+        let shadow = next - total;
+        error += (total - (next - shadow)) + (v - shadow);
+        total = next;
+    }
+    // An infinite total has a NaN for its error.
+    if total.is_finite() { total + error } else { total }
+}
+
+/// `dst += src`, elementwise; both may be views of one storage.
+///
+/// # Errors
+/// If the numbers of elements or dtypes differ, or an operand is not contiguous.
+pub fn add_inplace(dst: &Tensor, src: &Tensor) -> Result<()> {
+    const OP: &str = "add_inplace";
+    expect_elements(OP, "src", src, dst.elem_count())?;
+    expect_dtype(OP, src, dst.dtype())?;
+    by_float!(dst, OP, T => {
+        if same_storage(dst, src) {
+            let src = copied::<T>(src, OP, "src")?;
+            add::<T>(dst, &src, OP)
+        } else {
+            let src = View::<T>::new(src, OP, "src")?;
+            add::<T>(dst, &src, OP)
+        }
+    })
+}
+
+fn add<T: Float>(dst: &Tensor, src: &[T], op: &'static str) -> Result<()> {
+    with_slice_mut::<T, _>(dst, op, |dst| {
+        par::blocks(dst, par::GRAIN, |start, dst| {
+            vectorize(
+                #[inline(always)]
+                || dst.iter_mut().zip(&src[start..]).for_each(|(d, &s)| *d += s),
+            );
+        });
+        Ok(())
+    })
+}
+
+/// `t *= factor`.
+///
+/// # Errors
+/// If `t` is not contiguous or neither f32 nor f64.
+pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
+    const OP: &str = "scale_inplace";
+    by_float!(t, OP, T => with_slice_mut::<T, _>(t, OP, |t| {
+        let factor = T::of(factor);
+        par::blocks(t, par::GRAIN, |_, t| vectorize(#[inline(always)] || t.iter_mut().for_each(|v| *v *= factor)));
+        Ok(())
+    }))
+}
+
+/// `t = 0`.
+///
+/// # Errors
+/// As [`scale_inplace`].
+pub fn zero(t: &Tensor) -> Result<()> {
+    const OP: &str = "zero";
+    by_float!(t, OP, T => with_slice_mut::<T, _>(t, OP, |t| {
+        par::blocks(t, par::GRAIN, |_, t| t.fill(T::ZERO));
+        Ok(())
+    }))
+}

@@ -1,0 +1,105 @@
+//! Rotary position embedding (Su et al. 2021) of packed queries and keys, rotating halves as Llama does.
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::attention::HeadShape;
+use crate::float::{Float, by_float};
+use crate::host::with_slice_mut;
+use crate::simd::vectorize;
+use crate::view::{copied, expect_dtype};
+use crate::{Error, Result, par};
+
+/// Cosines and sines of the angles position · base^(−2i/head_dim): `[positions, head_dim / 2]` each.
+#[derive(Clone, Debug)]
+pub struct RopeTable {
+    pub cos: Tensor,
+    pub sin: Tensor,
+}
+
+impl RopeTable {
+    /// The table in `dtype` f32 or f64. For f32, frequencies and angles are rounded to f32 as Megatron and Hugging Face
+    /// do, so that weights trained there see the same angles.
+    ///
+    /// # Errors
+    /// If `head_dim` is odd or the dtype is another.
+    pub fn new(positions: usize, head_dim: usize, base: f64, dtype: DType, device: &Device) -> Result<Self> {
+        const OP: &str = "rope_table";
+        if head_dim % 2 != 0 {
+            return Err(Error::shape(OP, format!("head_dim {head_dim} is odd; rotation needs pairs")));
+        }
+        let narrow = match dtype {
+            DType::F32 => |v: f64| f64::from(v as f32),
+            DType::F64 => |v: f64| v,
+            dtype => return Err(Error::DType { op: OP, dtype }),
+        };
+        let half = head_dim / 2;
+        let frequencies: Vec<f64> =
+            (0..half).map(|i| narrow(1.0 / base.powf(2.0 * i as f64 / head_dim as f64))).collect();
+        let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |f| (p, f)));
+        let (sin, cos): (Vec<f64>, Vec<f64>) = angles.map(|(p, f)| narrow(p as f64 * f).sin_cos()).unzip();
+        let table = |values: Vec<f64>| -> Result<Tensor> {
+            Ok(Tensor::from_vec(values, (positions, half), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+        };
+        Ok(Self { cos: table(cos)?, sin: table(sin)? })
+    }
+}
+
+/// Rotates the queries and keys of packed `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` in place; row s has position
+/// `position_offset + s`. `inverse` rotates back, which is also the gradient.
+///
+/// # Errors
+/// If shapes or dtypes do not fit, `qkv` is not contiguous, or the table is too short.
+pub fn rope_inplace(
+    qkv: &Tensor,
+    table: &RopeTable,
+    shape: HeadShape,
+    position_offset: usize,
+    inverse: bool,
+) -> Result<()> {
+    const OP: &str = "rope_inplace";
+    let (s, b) = shape.check(qkv, OP)?;
+    let d = shape.head_dim;
+    let half = d / 2;
+    let rows = match (table.cos.dims(), table.sin.dims()) {
+        ([rows, h], [rows2, h2]) if rows == rows2 && h == h2 && 2 * h == d => *rows,
+        (cos, sin) => {
+            let message = format!("the table has shapes {cos:?} and {sin:?} where [positions, {half}] is needed");
+            return Err(Error::shape(OP, message));
+        }
+    };
+    if position_offset + s > rows {
+        let message = format!("positions {position_offset}..{} exceed the table's {rows}", position_offset + s);
+        return Err(Error::shape(OP, message));
+    }
+    expect_dtype(OP, &table.cos, qkv.dtype())?;
+    by_float!(qkv, OP, T => {
+        let cos = copied::<T>(&table.cos.narrow(0, position_offset, s)?, OP, "table")?;
+        let sin = copied::<T>(&table.sin.narrow(0, position_offset, s)?, OP, "table")?;
+        let sign = if inverse { -T::ONE } else { T::ONE };
+        let width = shape.width();
+        with_slice_mut::<T, _>(qkv, OP, |qkv| {
+            par::blocks(qkv, par::rows_per_block(width) * width, |start, part| vectorize(#[inline(always)] || {
+                for (r, row) in part.chunks_exact_mut(width).enumerate() {
+                    let position = (start / width + r) / b;
+                    let at = position * half..(position + 1) * half;
+                    for group in row.chunks_exact_mut((shape.heads_per_group + 2) * d) {
+                        for head in group.chunks_exact_mut(d).take(shape.heads_per_group + 1) {
+                            rotate(head, &cos[at.clone()], &sin[at.clone()], sign);
+                        }
+                    }
+                }
+            }));
+            Ok(())
+        })
+    })
+}
+
+#[inline(always)]
+fn rotate<T: Float>(head: &mut [T], cos: &[T], sin: &[T], sign: T) {
+    let (first, second) = head.split_at_mut(cos.len());
+    for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+        let (x, y, sin) = (*a, *b, sin * sign);
+        *a = x * cos - y * sin;
+        *b = y * cos + x * sin;
+    }
+}

@@ -1,0 +1,117 @@
+//! One portable source for every vector width.
+//!
+//! Kernels are plain Rust that LLVM vectorizes. [`vectorize`] compiles its closure once per instruction set and picks
+//! one at run time. No code path contracts `a * b + c` into a fused operation and sums run over [`LANES`] fixed
+//! lanes, so all paths, and the vector body and the remainder of a loop, give the same bits.
+
+use crate::float::Float;
+
+/// Independent partial sums of a reduction: one AVX-512 register of f32.
+pub const LANES: usize = 16;
+
+/// Runs `f` compiled for the widest vectors this machine has.
+///
+/// What `f` calls must be inlined into it to profit; pass `#[inline(always)] || …`.
+#[inline]
+pub fn vectorize<R>(f: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+        {
+            // SAFETY: the features were just detected.
+            return unsafe { with_avx512(f) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the feature was just detected.
+            return unsafe { with_avx2(f) };
+        }
+    }
+    f()
+}
+
+/// # Safety
+/// The machine must have the features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn with_avx512<R>(f: impl FnOnce() -> R) -> R {
+    f()
+}
+
+/// # Safety
+/// The machine must have the feature.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn with_avx2<R>(f: impl FnOnce() -> R) -> R {
+    f()
+}
+
+/// Adds lanes pairwise: always the same tree.
+#[inline(always)]
+fn tree<T: Float>(mut acc: [T; LANES]) -> T {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for l in 0..width {
+            acc[l] += acc[l + width];
+        }
+        width /= 2;
+    }
+    acc[0]
+}
+
+/// Σ f(aᵢ) over [`LANES`] lanes.
+#[inline(always)]
+pub fn sum<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
+    let mut acc = [T::ZERO; LANES];
+    let chunks = a.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for c in chunks {
+        for l in 0..LANES {
+            acc[l] += f(c[l]);
+        }
+    }
+    for (acc, &v) in acc.iter_mut().zip(rest) {
+        *acc += f(v);
+    }
+    tree(acc)
+}
+
+/// Σ f(aᵢ, bᵢ) over [`LANES`] lanes.
+#[inline(always)]
+pub fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
+    let mut acc = [T::ZERO; LANES];
+    let (ca, cb) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let (ra, rb) = (ca.remainder(), cb.remainder());
+    for (a, b) in ca.zip(cb) {
+        for l in 0..LANES {
+            acc[l] += f(a[l], b[l]);
+        }
+    }
+    for ((acc, &a), &b) in acc.iter_mut().zip(ra).zip(rb) {
+        *acc += f(a, b);
+    }
+    tree(acc)
+}
+
+/// The largest element; −∞ of none. NaNs are passed over.
+#[inline(always)]
+pub fn max<T: Float>(a: &[T]) -> T {
+    let mut acc = [T::NEG_INFINITY; LANES];
+    let chunks = a.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for c in chunks {
+        for l in 0..LANES {
+            acc[l] = if c[l] > acc[l] { c[l] } else { acc[l] };
+        }
+    }
+    for (acc, &v) in acc.iter_mut().zip(rest) {
+        *acc = if v > *acc { v } else { *acc };
+    }
+    let mut best = acc[0];
+    for &v in &acc[1..] {
+        best = if v > best { v } else { best };
+    }
+    best
+}

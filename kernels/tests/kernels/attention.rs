@@ -1,0 +1,196 @@
+//! Attention against the plain formula in candle's differentiable operations.
+
+use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn};
+use candle_core::{D, DType, Device, Tensor};
+use kernels::attention::{AttentionDropout, HeadShape, attention, attention_backward};
+use kernels::dropout::DropoutKey;
+
+const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };
+
+/// (s, b, shape): below, at and above tile sizes, grouped and not, odd widths.
+fn cases() -> [(usize, usize, HeadShape); 7] {
+    let shape = |groups, heads_per_group, head_dim| HeadShape { groups, heads_per_group, head_dim };
+    [
+        (1, 1, shape(1, 1, 4)),
+        (5, 2, shape(2, 1, 3)),
+        (64, 1, shape(1, 2, 8)),
+        (65, 2, shape(1, 3, 5)),
+        (128, 1, shape(1, 1, 16)),
+        (129, 1, shape(2, 2, 8)),
+        (300, 1, shape(1, 2, 8)),
+    ]
+}
+
+/// Softmax attention with an S×S matrix per head; `mask [b, heads, s, s]` multiplies the probabilities.
+fn plain(qkv: &Tensor, shape: HeadShape, scale: f64, mask: Option<&Tensor>) -> (Tensor, Tensor) {
+    let (s, b, _) = qkv.dims3().unwrap();
+    let HeadShape { groups, heads_per_group: n, head_dim: d } = shape;
+    let packed = qkv.reshape((s, b, groups, n + 2, d)).unwrap();
+    let part = |first, len, copies| {
+        let part = packed.narrow(3, first, len).unwrap();
+        let part = part.broadcast_as((s, b, groups, len * copies, d)).unwrap();
+        part.reshape((s, b, groups * n, d)).unwrap().permute((1, 2, 0, 3)).unwrap().contiguous().unwrap()
+    };
+    let (q, k, v) = (part(0, n, 1), part(n, 1, n), part(n + 1, 1, n));
+    let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() * scale).unwrap();
+    let hidden: Vec<f64> = (0..s * s).map(|i| if i % s > i / s { -1e300 } else { 0.0 }).collect();
+    let hidden = Tensor::from_vec(hidden, (s, s), &Device::Cpu).unwrap();
+    let scores = scores.broadcast_add(&hidden).unwrap();
+    let maximum = scores.max_keepdim(D::Minus1).unwrap().detach();
+    let exp = scores.broadcast_sub(&maximum).unwrap().exp().unwrap();
+    let sum = exp.sum_keepdim(D::Minus1).unwrap();
+    let lse = (sum.log().unwrap() + maximum).unwrap().squeeze(3).unwrap();
+    let mut p = exp.broadcast_div(&sum).unwrap();
+    if let Some(mask) = mask {
+        p = (p * mask).unwrap();
+    }
+    let out = p.matmul(&v).unwrap().permute((2, 0, 1, 3)).unwrap().contiguous().unwrap();
+    (out.reshape((s, b, groups * n * d)).unwrap(), lse)
+}
+
+fn compare(s: usize, b: usize, shape: HeadShape, dropout: Option<&AttentionDropout>) {
+    let scale = 1.3 / (shape.head_dim as f64).sqrt();
+    let (qkv, dout) = (randn("qkv", &[s, b, shape.width()]), randn("dout", &[s, b, shape.heads() * shape.head_dim]));
+    let mask = dropout.map(|d| mask_of(d, s, b, shape.heads()));
+    let (want, grads) = oracle(&[&qkv], &dout, |t| plain(&t[0], shape, scale, mask.as_ref()).0);
+    let (_, want_lse) = plain(&qkv, shape, scale, None);
+    for (dtype, tolerance) in DTYPES {
+        let (qkv, dout) = (cast(&qkv, dtype), cast(&dout, dtype));
+        let (out, lse) = attention(&qkv, shape, scale, dropout).unwrap();
+        let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, scale, dropout).unwrap();
+        assert_close("out", &out, &want, tolerance);
+        assert_close("lse", &lse, &want_lse, tolerance);
+        assert_close("dqkv", &dqkv, &grads[0], tolerance);
+    }
+}
+
+/// The mask times 1/(1−p) as a tensor, read off attention itself: with equal scores and one-hot values, output
+/// component j of query q is the (dropped) probability 1/(q+1) of key j.
+fn mask_of(dropout: &AttentionDropout, s: usize, b: usize, heads: usize) -> Tensor {
+    let shape = HeadShape { groups: heads, heads_per_group: 1, head_dim: s };
+    let mut qkv = vec![0.0; s * b * heads * 3 * s];
+    for (position, row) in qkv.chunks_exact_mut(b * heads * 3 * s).enumerate() {
+        row.chunks_exact_mut(3 * s).for_each(|head| head[2 * s + position] = 1.0);
+    }
+    let qkv = Tensor::from_vec(qkv, (s, b, heads * 3 * s), &Device::Cpu).unwrap();
+    let (out, _) = attention(&qkv, shape, 1.0, Some(dropout)).unwrap();
+    let count = Tensor::from_vec((1..=s).map(|q| q as f64).collect::<Vec<_>>(), (s, 1, 1, 1), &Device::Cpu).unwrap();
+    let out = out.reshape((s, b, heads, s)).unwrap().broadcast_mul(&count).unwrap();
+    out.permute((1, 2, 0, 3)).unwrap().contiguous().unwrap()
+}
+
+#[test]
+fn forward_and_backward_agree_with_plain_attention() {
+    for (s, b, shape) in cases() {
+        compare(s, b, shape, None);
+    }
+}
+
+#[test]
+fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
+    for (s, b, shape) in cases() {
+        let samples = [7, 1 << 40];
+        compare(s, b, shape, Some(&AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2 }));
+    }
+}
+
+#[test]
+fn dropout_keeps_the_right_fraction_scaled() {
+    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0], first_head: 0 };
+    let mask = mask_of(&dropout, 200, 1, 2).flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    let visible: Vec<f64> = (0..mask.len()).filter(|i| i % 200 <= i / 200 % 200).map(|i| mask[i]).collect();
+    let kept = visible.iter().filter(|&&m| m > 0.0).count();
+    assert!(visible.iter().all(|&m| m == 0.0 || (m - 1.0 / 0.9).abs() < 1e-9));
+    let fraction = kept as f64 / visible.len() as f64;
+    assert!((fraction - 0.9).abs() < 0.006, "kept {fraction}"); // 4 standard errors
+}
+
+#[test]
+fn the_mask_depends_on_sample_and_global_head_not_on_how_they_are_cut() {
+    let mask = |samples: &[u64], first_head, heads| {
+        mask_of(&AttentionDropout { p: 0.5, key: KEY, samples, first_head }, 70, samples.len(), heads)
+    };
+    let whole = mask(&[3, 9], 4, 4);
+    for head in 0..4 {
+        for (i, sample) in [3, 9].into_iter().enumerate() {
+            let cut = mask(&[sample], 4 + head, 1);
+            assert_eq!(bits(&whole.narrow(0, i, 1).unwrap().narrow(1, head, 1).unwrap()), bits(&cut));
+        }
+    }
+    assert_ne!(bits(&mask(&[3], 4, 1)), bits(&mask(&[3], 5, 1)));
+    assert_ne!(bits(&mask(&[3], 4, 1)), bits(&mask(&[9], 4, 1)));
+    assert_ne!(bits(&mask(&[3], 4, 1)), bits(&mask(&[3 + (1 << 32)], 4, 1)));
+}
+
+#[test]
+fn the_mask_of_a_query_does_not_depend_on_the_length_of_the_sequence() {
+    let dropout = AttentionDropout { p: 0.5, key: KEY, samples: &[3], first_head: 0 };
+    let (long, short) = (mask_of(&dropout, 200, 1, 1), mask_of(&dropout, 77, 1, 1));
+    assert_eq!(bits(&long.narrow(2, 0, 77).unwrap().narrow(3, 0, 77).unwrap()), bits(&short));
+}
+
+#[test]
+fn masks_of_steps_layers_sites_and_seeds_differ() {
+    let mask = |key| bits(&mask_of(&AttentionDropout { p: 0.5, key, samples: &[3], first_head: 0 }, 40, 1, 1));
+    let keys = [
+        KEY,
+        DropoutKey { seed: 12, ..KEY },
+        DropoutKey { step: 4, ..KEY },
+        DropoutKey { layer: 3, ..KEY },
+        DropoutKey { site: 2, ..KEY },
+        DropoutKey { seed: 11 + (1 << 32), ..KEY },
+        DropoutKey { step: 3 + (1 << 32), ..KEY },
+    ];
+    for (i, a) in keys.iter().enumerate() {
+        keys[..i].iter().for_each(|b| assert_ne!(mask(*a), mask(*b), "{a:?} and {b:?}"));
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let shape = HeadShape { groups: 2, heads_per_group: 3, head_dim: 24 };
+    let (s, b) = (150, 2);
+    let qkv = cast(&randn("qkv", &[s, b, shape.width()]), DType::F32);
+    let dout = cast(&randn("dout", &[s, b, shape.heads() * shape.head_dim]), DType::F32);
+    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0, 1], first_head: 0 };
+    assert_same_on_any_threads(|| {
+        let (out, lse) = attention(&qkv, shape, 0.2, Some(&dropout)).unwrap();
+        let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(&dropout)).unwrap();
+        vec![out, lse, dqkv]
+    });
+}
+
+#[test]
+fn large_scores_do_not_overflow() {
+    let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 8 };
+    let qkv = cast(&(randn("qkv", &[140, 1, 24]) * 100.0).unwrap(), DType::F32);
+    let (out, lse) = attention(&qkv, shape, 1.0, None).unwrap();
+    let dqkv = attention_backward(&out, &qkv, &out, &lse, shape, 1.0, None).unwrap();
+    for t in [out, lse, dqkv] {
+        assert!(crate::common::values(&t).iter().all(|v| v.is_finite()));
+    }
+}
+
+#[test]
+fn a_nan_is_seen_by_every_query_that_sees_it_and_by_no_other() {
+    let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 4 };
+    let mut qkv = crate::common::values(&randn("qkv", &[150, 1, 12]));
+    qkv[100 * 12 + 5] = f64::NAN; // a key
+    let qkv = Tensor::from_vec(qkv, (150, 1, 12), &Device::Cpu).unwrap();
+    let (out, _) = attention(&qkv, shape, 1.0, None).unwrap();
+    for (i, v) in crate::common::values(&out).iter().enumerate() {
+        assert_eq!(v.is_nan(), i / 4 >= 100, "position {}", i / 4);
+    }
+}
+
+#[test]
+fn shapes_that_contradict_are_errors_that_name_them() {
+    let shape = HeadShape { groups: 2, heads_per_group: 2, head_dim: 4 };
+    let message = attention(&randn("qkv", &[3, 1, 30]), shape, 1.0, None).unwrap_err().to_string();
+    assert!(message.contains("[3, 1, 30]") && message.contains("= 32"), "{message}");
+    let qkv = randn("qkv", &[3, 1, 32]);
+    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[1, 2], first_head: 0 };
+    assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("2 samples"));
+    let dropout = AttentionDropout { p: 1.0, key: KEY, samples: &[1], first_head: 0 };
+    assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("[0, 1)"));
+}

@@ -1,0 +1,87 @@
+//! Linear layers against candle's matmul and autograd.
+
+use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn};
+use candle_core::{DType, Device, Tensor};
+use kernels::linear::{bias_grad, linear, linear_dgrad, linear_wgrad};
+
+const SHAPES: [(usize, usize, usize, usize); 5] =
+    [(1, 1, 1, 1), (3, 2, 5, 7), (33, 3, 65, 17), (1, 9, 130, 64), (70, 2, 16, 96)];
+
+fn reference(x: &Tensor, w: &Tensor, bias: &Tensor, dy: &Tensor) -> (Tensor, Vec<Tensor>) {
+    oracle(&[x, w, bias], dy, |t| t[0].broadcast_matmul(&t[1].t().unwrap()).unwrap().broadcast_add(&t[2]).unwrap())
+}
+
+#[test]
+fn forward_and_gradients_agree_with_autograd() {
+    for (s, b, k, n) in SHAPES {
+        let (x, w) = (randn("x", &[s, b, k]), randn("w", &[n, k]));
+        let (bias, dy) = (randn("bias", &[n]), randn("dy", &[s, b, n]));
+        let (y, grads) = reference(&x, &w, &bias, &dy);
+        for (dtype, tolerance) in DTYPES {
+            let [x, w, bias, dy] = [&x, &w, &bias, &dy].map(|t| cast(t, dtype));
+            let (dw, db) = (w.zeros_like().unwrap(), bias.zeros_like().unwrap());
+            linear_wgrad(&dy, &x, &dw).unwrap();
+            bias_grad(&dy, &db).unwrap();
+            assert_close("y", &linear(&x, &w, Some(&bias)).unwrap(), &y, tolerance);
+            assert_close("dx", &linear_dgrad(&dy, &w).unwrap(), &grads[0], tolerance);
+            assert_close("dw", &dw, &grads[1], tolerance);
+            assert_close("db", &db, &grads[2], tolerance);
+        }
+    }
+}
+
+#[test]
+fn a_missing_bias_is_a_bias_of_zero() {
+    let (x, w) = (randn("x", &[5, 2, 9]), randn("w", &[4, 9]));
+    let zero = Tensor::zeros(4, DType::F64, &Device::Cpu).unwrap();
+    assert_close("y", &linear(&x, &w, None).unwrap(), &linear(&x, &w, Some(&zero)).unwrap(), 1e-14);
+}
+
+#[test]
+fn parameter_gradients_accumulate_into_views_of_a_flat_buffer() {
+    let (x, dy) = (randn("x", &[6, 2, 3]), randn("dy", &[6, 2, 4]));
+    let flat = Tensor::ones(20, DType::F64, &Device::Cpu).unwrap();
+    let dw = flat.narrow(0, 2, 12).unwrap().reshape((4, 3)).unwrap();
+    let db = flat.narrow(0, 15, 4).unwrap();
+    for _ in 0..2 {
+        linear_wgrad(&dy, &x, &dw).unwrap();
+        bias_grad(&dy, &db).unwrap();
+    }
+    let (_, grads) = reference(&x, &randn("w", &[4, 3]), &randn("bias", &[4]), &dy);
+    assert_close("dw", &dw, &((&grads[1] * 2.0).unwrap() + 1.0).unwrap(), 1e-13);
+    assert_close("db", &db, &((&grads[2] * 2.0).unwrap() + 1.0).unwrap(), 1e-13);
+    let outside = [0, 1, 14, 19].map(|i| flat.get(i).unwrap().to_scalar::<f64>().unwrap());
+    assert_eq!(outside, [1.0; 4]);
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    for (s, b, k, n) in [(100, 2, 300, 257), (64, 4, 64, 1000), (300, 1, 7, 130)] {
+        let [x, w, bias, dy] = [randn("x", &[s, b, k]), randn("w", &[n, k]), randn("b", &[n]), randn("dy", &[s, b, n])]
+            .map(|t| cast(&t, DType::F32));
+        assert_same_on_any_threads(|| {
+            let (dw, db) = (w.zeros_like().unwrap(), bias.zeros_like().unwrap());
+            linear_wgrad(&dy, &x, &dw).unwrap();
+            bias_grad(&dy, &db).unwrap();
+            vec![linear(&x, &w, Some(&bias)).unwrap(), linear_dgrad(&dy, &w).unwrap(), dw, db]
+        });
+    }
+}
+
+#[test]
+fn wrong_operands_are_errors_that_name_both_shapes() {
+    let (x, w) = (randn("x", &[2, 3, 4]), randn("w", &[6, 5]));
+    let message = linear(&x, &w, None).unwrap_err().to_string();
+    assert!(message.contains("[2, 3, 4]") && message.contains("[6, 5]"), "{message}");
+    let message = linear_wgrad(&randn("dy", &[2, 3, 6]), &x, &w).unwrap_err().to_string();
+    assert!(message.contains("[6, 5]") && message.contains("[6, 4]"), "{message}");
+    let half = cast(&x, DType::BF16);
+    assert_eq!(
+        linear(&half, &cast(&randn("w", &[6, 4]), DType::BF16), None).unwrap_err().to_string(),
+        "linear does not support dtype BF16"
+    );
+    let mixed = linear(&x, &cast(&randn("w", &[6, 4]), DType::F32), None).unwrap_err().to_string();
+    assert_eq!(mixed, "linear does not support dtype F32");
+    let strided = x.transpose(0, 1).unwrap();
+    assert!(linear(&strided, &randn("w", &[6, 4]), None).unwrap_err().to_string().contains("contiguous x"));
+}
