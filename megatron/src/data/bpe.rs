@@ -1,0 +1,50 @@
+//! Training of a byte-level BPE vocabulary on a corpus.
+//!
+//! Sennrich et al. 2016 on bytes (Radford et al. 2019), by the trainer of the `tokenizers` crate.
+
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, TokenizerBuilder};
+use tokenizers::{decoders::DecoderWrapper, normalizers::NormalizerWrapper, processors::PostProcessorWrapper};
+
+use super::text::Corpus;
+use super::tokenizer::END_OF_TEXT;
+use crate::{Error, Result};
+
+/// Pairs seen less often than this are not merged.
+const MIN_FREQUENCY: u64 = 2;
+
+/// Trains a vocabulary of at most `vocab_size` tokens; gives its `tokenizer.json`.
+pub(super) fn train_bpe(vocab_size: usize, corpus: &Corpus) -> Result<String> {
+    let failed = |error: tokenizers::Error| {
+        Error::config(format!("training a tokenizer of {vocab_size} tokens failed: {error}"))
+    };
+    let byte_level = ByteLevel::new(false, true, true);
+    let mut tokenizer =
+        TokenizerBuilder::<BPE, NormalizerWrapper, ByteLevel, PostProcessorWrapper, DecoderWrapper>::new()
+            .with_model(BPE::default())
+            .with_pre_tokenizer(Some(byte_level))
+            .with_decoder(Some(byte_level.into()))
+            .build()
+            .map_err(failed)?;
+    let mut trainer = BpeTrainer::builder()
+        .vocab_size(vocab_size)
+        .min_frequency(MIN_FREQUENCY)
+        .show_progress(false)
+        .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
+        .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+        .build();
+    let mut unreadable = None;
+    let texts = corpus.paragraphs().map_while(|paragraph| match paragraph {
+        Ok(paragraph) => Some(paragraph.text),
+        Err(error) => {
+            unreadable = Some(error);
+            None
+        }
+    });
+    tokenizer.train(&mut trainer, texts).map_err(failed)?;
+    match unreadable {
+        Some(error) => Err(error),
+        None => tokenizer.to_string(false).map_err(failed),
+    }
+}

@@ -1,0 +1,233 @@
+//! What caches need: files that appear whole or not at all, a lock between processes, and keys made from content.
+//!
+//! A lock is the operating system's (`flock`): it ends with the process that held it, however that died.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use sha2::{Digest, Sha256};
+
+use crate::{Error, Result};
+
+/// Suffix of files that are not finished.
+const TEMPORARY: &str = ".tmp";
+
+/// A file under a temporary name, which [`Self::commit`] renames. Dropped before, it leaves nothing behind.
+#[derive(Debug)]
+pub(super) struct AtomicFile {
+    path: PathBuf,
+    temporary: PathBuf,
+    writer: Option<BufWriter<File>>,
+}
+
+impl AtomicFile {
+    pub fn create(path: &Path) -> Result<Self> {
+        static COUNTER: AtomicU64 = AtomicU64::new(0);
+        let name = path.file_name().ok_or_else(|| Error::data(path, "is no name of a file; give one"))?;
+        let mut temporary = name.to_owned();
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        temporary.push(format!(".{}.{number}{TEMPORARY}", std::process::id()));
+        let temporary = path.with_file_name(temporary);
+        let file = File::create(&temporary).map_err(|error| Error::io("create", &temporary, error))?;
+        Ok(Self { path: path.to_path_buf(), temporary, writer: Some(BufWriter::with_capacity(1 << 18, file)) })
+    }
+
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        match &mut self.writer {
+            Some(writer) => writer.write_all(bytes).map_err(|error| Error::io("write", &self.temporary, error)),
+            None => Ok(()),
+        }
+    }
+
+    /// Flushes to disk, but keeps the temporary name.
+    pub fn sync(&mut self) -> Result<()> {
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        writer
+            .flush()
+            .and_then(|()| writer.get_ref().sync_all())
+            .map_err(|error| Error::io("write", &self.temporary, error))
+    }
+
+    /// Flushes to disk and gives the file its name.
+    pub fn commit(mut self) -> Result<()> {
+        self.sync()?;
+        fs::rename(&self.temporary, &self.path)
+            .map_err(|error| Error::io("rename a temporary file to", &self.path, error))?;
+        self.writer = None;
+        // The rename itself is durable once the folder is. Some file systems refuse to sync folders; the file is whole anyway.
+        if let Some(folder) = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            let _ = File::open(folder).and_then(|folder| folder.sync_all());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for AtomicFile {
+    fn drop(&mut self) {
+        if let Some(writer) = self.writer.take() {
+            // Not flushed: the content is given up.
+            drop(writer.into_parts());
+            let _ = fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+/// The right to build in a cache folder, held until dropped.
+#[derive(Debug)]
+pub(super) struct CacheLock {
+    _file: File,
+}
+
+impl CacheLock {
+    /// Creates the folder if need be and waits for its lock. What a killed builder left is removed.
+    pub fn acquire(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder).map_err(|error| Error::io("create the cache folder", folder, error))?;
+        let path = folder.join(".lock");
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .map_err(|error| Error::io("open", &path, error))?;
+        // Where a file system knows no locks, several processes may do the same work; renames keep the result whole.
+        let locked = match file.lock() {
+            Ok(()) => true,
+            Err(error) if no_locks(&error) => false,
+            Err(error) => return Err(Error::io("lock", &path, error)),
+        };
+        if locked {
+            remove_leftovers(folder);
+        }
+        Ok(Self { _file: file })
+    }
+}
+
+fn no_locks(error: &std::io::Error) -> bool {
+    error.kind() == std::io::ErrorKind::Unsupported || error.raw_os_error() == Some(libc::ENOLCK)
+}
+
+/// Opens what is cached or else builds it, once for all processes that share `folder`: the others wait, then open it.
+///
+/// `open` gives `None` where there is nothing usable; `build` must leave something that it accepts.
+pub(super) fn open_or_build<T>(
+    folder: &Path,
+    open: impl Fn() -> Result<Option<T>>,
+    build: impl FnOnce() -> Result<()>,
+) -> Result<T> {
+    if let Some(found) = open()? {
+        return Ok(found);
+    }
+    let _lock = CacheLock::acquire(folder)?;
+    if let Some(found) = open()? {
+        return Ok(found);
+    }
+    build()?;
+    open()?.ok_or_else(|| Error::data(folder, "what was just cached here is gone; do not clean the cache during a run"))
+}
+
+/// Removes unfinished files. Only the holder of the lock writes, so they are nobody's.
+fn remove_leftovers(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        if entry.file_name().to_string_lossy().ends_with(TEMPORARY) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// A key made from content; equal content gives equal keys on every machine.
+#[derive(Clone, Default)]
+pub(super) struct KeyHasher(Sha256);
+
+impl KeyHasher {
+    /// Adds a part of known length.
+    pub fn field(&mut self, bytes: &[u8]) -> &mut Self {
+        self.0.update((bytes.len() as u64).to_le_bytes());
+        self.0.update(bytes);
+        self
+    }
+
+    /// Adds bytes whose end the caller marks.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// 32 hexadecimal digits.
+    pub fn finish(self) -> String {
+        self.0.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_appears_only_when_committed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x");
+        let mut file = AtomicFile::create(&path).unwrap();
+        file.write(b"abc").unwrap();
+        file.sync().unwrap();
+        assert!(!path.exists());
+        file.commit().unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"abc");
+        assert_eq!(names(folder.path()), ["x"]);
+    }
+
+    #[test]
+    fn a_file_given_up_leaves_nothing_behind() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut file = AtomicFile::create(&folder.path().join("x")).unwrap();
+        file.write(b"abc").unwrap();
+        drop(file);
+        assert!(names(folder.path()).is_empty());
+    }
+
+    #[test]
+    fn the_next_holder_of_the_lock_removes_what_a_killed_builder_left() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("x.123.0.tmp"), b"half").unwrap();
+        fs::write(folder.path().join("whole"), b"").unwrap();
+        let _lock = CacheLock::acquire(folder.path()).unwrap();
+        assert_eq!(names(folder.path()), [".lock", "whole"]);
+    }
+
+    #[test]
+    fn one_builder_at_a_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let (inside, most) = (AtomicU64::new(0), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let _lock = CacheLock::acquire(folder.path()).unwrap();
+                    most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                    inside.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+        });
+        assert_eq!(most.into_inner(), 1);
+    }
+
+    #[test]
+    fn keys_depend_on_where_fields_end() {
+        let key = |a: &[u8], b: &[u8]| {
+            let mut hasher = KeyHasher::default();
+            hasher.field(a).field(b);
+            hasher.finish()
+        };
+        assert_ne!(key(b"ab", b"c"), key(b"a", b"bc"));
+        assert_eq!(key(b"ab", b"c"), key(b"ab", b"c"));
+        assert_eq!(key(b"ab", b"c").len(), 32);
+    }
+}

@@ -1,0 +1,130 @@
+//! Which samples a rank reads in a step, and the tensors made of them.
+//!
+//! Source: Megatron-LM `legacy/data/data_samplers.py`: with c samples consumed, microbatch m of data-parallel rank r takes the
+//! samples c + m·(MBS·dp) + r·MBS + i, i < MBS. The samples of a step, c … c + GBS − 1, do not depend on how they are cut.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+
+use super::source::SampleSource;
+use crate::{Error, Result};
+
+/// How a global batch is cut into microbatches and over replicas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GlobalBatch {
+    micro_batch_size: usize,
+    global_batch_size: usize,
+    dp_rank: usize,
+    dp_size: usize,
+}
+
+impl GlobalBatch {
+    /// # Errors
+    /// `Error::Config` unless GBS is a positive multiple of MBS·dp and the rank lies within dp.
+    pub fn new(micro_batch_size: usize, global_batch_size: usize, dp_rank: usize, dp_size: usize) -> Result<Self> {
+        let per_microbatch = micro_batch_size.checked_mul(dp_size).filter(|&product| product > 0);
+        if global_batch_size == 0 || per_microbatch.is_none_or(|product| global_batch_size % product != 0) {
+            return Err(Error::config(format!(
+                "global_batch_size {global_batch_size} is not a positive multiple of micro_batch_size {micro_batch_size} \
+                 · data_parallel_size {dp_size}"
+            )));
+        }
+        if dp_rank >= dp_size {
+            return Err(Error::config(format!(
+                "data-parallel rank {dp_rank} is not below data_parallel_size {dp_size}"
+            )));
+        }
+        Ok(Self { micro_batch_size, global_batch_size, dp_rank, dp_size })
+    }
+
+    /// M: microbatches of one replica in one step.
+    pub fn num_microbatches(&self) -> usize {
+        self.global_batch_size / (self.micro_batch_size * self.dp_size)
+    }
+
+    /// Samples of this replica's microbatch `microbatch`, counted within the step's global batch.
+    pub fn samples(&self, microbatch: usize) -> impl Iterator<Item = u64> + use<> {
+        let first = (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size;
+        (first..first + self.micro_batch_size).map(|sample| sample as u64)
+    }
+}
+
+/// The input of one forward pass of one replica.
+#[derive(Clone, Debug)]
+pub struct MicroBatch {
+    /// u32 `[s, b]`, sequence first.
+    pub tokens: Tensor,
+    /// The token after each of `tokens`: u32 `[s, b]`.
+    pub labels: Tensor,
+    /// 1 where a token's loss counts: f32 `[s, b]`.
+    pub loss_mask: Tensor,
+    /// Index of each of the b samples within the step's global batch: 0 … GBS − 1.
+    pub samples: Vec<u64>,
+}
+
+/// Reads the microbatches of one replica.
+#[derive(Clone)]
+pub struct Loader {
+    source: Arc<dyn SampleSource>,
+    batch: GlobalBatch,
+    vocab_size: usize,
+    device: Device,
+}
+
+impl Loader {
+    /// `vocab_size` is the model's, unpadded: larger token ids are refused.
+    pub fn new(source: Arc<dyn SampleSource>, batch: GlobalBatch, vocab_size: usize, device: Device) -> Self {
+        Self { source, batch, vocab_size, device }
+    }
+
+    /// How the global batch is cut.
+    pub fn batch(&self) -> GlobalBatch {
+        self.batch
+    }
+
+    /// The microbatches of the step that begins after `consumed_samples` samples.
+    ///
+    /// # Errors
+    /// `Error::Data` where data cannot be read or has a token that the vocabulary does not.
+    pub fn microbatches(&self, consumed_samples: u64) -> Result<Vec<MicroBatch>> {
+        (0..self.batch.num_microbatches()).map(|microbatch| self.microbatch(consumed_samples, microbatch)).collect()
+    }
+
+    fn microbatch(&self, consumed_samples: u64, microbatch: usize) -> Result<MicroBatch> {
+        let s = self.source.seq_length();
+        let samples: Vec<u64> = self.batch.samples(microbatch).collect();
+        let b = samples.len();
+        let (mut tokens, mut labels) = (vec![0u32; s * b], vec![0u32; s * b]);
+        let mut row = vec![0u32; s + 1];
+        for (column, sample) in samples.iter().enumerate() {
+            let index = consumed_samples + sample;
+            self.source.sample(index, &mut row)?;
+            if let Some(position) = row.iter().position(|&token| token as usize >= self.vocab_size) {
+                return Err(self.misfit(row[position], position, index));
+            }
+            for position in 0..s {
+                tokens[position * b + column] = row[position];
+                labels[position * b + column] = row[position + 1];
+            }
+        }
+        Ok(MicroBatch {
+            tokens: Tensor::from_vec(tokens, (s, b), &self.device)?,
+            labels: Tensor::from_vec(labels, (s, b), &self.device)?,
+            loss_mask: Tensor::from_vec(vec![1f32; s * b], (s, b), &self.device)?,
+            samples,
+        })
+    }
+
+    fn misfit(&self, token: u32, position: usize, sample: u64) -> Error {
+        Error::data(
+            self.source.path(),
+            format!(
+                "token id {token} at position {position} of sample {sample}, but the vocabulary has {} (ids 0 to {}); the \
+                 dataset was made with another tokenizer: give that one, or make the dataset anew",
+                self.vocab_size,
+                self.vocab_size.saturating_sub(1)
+            ),
+        )
+    }
+}

@@ -1,0 +1,160 @@
+//! From a configuration to samples.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::{counting, names, write};
+use crate::config::{DataConfig, DataloaderType};
+use crate::data::{Datasets, SampleSource, open, prepare};
+
+fn config(paths: &[PathBuf], tokenizer: Option<&str>, cache: &Path) -> DataConfig {
+    DataConfig {
+        data_path: paths.iter().map(|path| path.display().to_string()).collect(),
+        split: "100,0,0".into(),
+        tokenizer: tokenizer.map(str::to_owned),
+        dataloader_type: DataloaderType::Sequential,
+        cache_dir: cache.to_path_buf(),
+    }
+}
+
+fn sample(source: &dyn SampleSource, index: u64) -> Vec<u32> {
+    let mut out = vec![0; source.seq_length() + 1];
+    source.sample(index, &mut out).unwrap();
+    out
+}
+
+fn refusal(cfg: &DataConfig, seq_length: usize, vocab_size: Option<usize>) -> String {
+    open(cfg, seq_length, 1, vocab_size).err().unwrap().to_string()
+}
+
+fn open_bytes(folder: &Path) -> Datasets {
+    open(&config(&[folder.join("text")], Some("byte"), &folder.join("cache")), 3, 1, None).unwrap()
+}
+
+#[test]
+fn text_becomes_samples_with_documents_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "text/b.txt", "c");
+    write(folder.path(), "text/a.txt", "a\n\nb");
+    let data = open_bytes(folder.path());
+    assert_eq!((data.vocab_size, data.train.num_samples()), (257, 2));
+    assert_eq!(sample(&*data.train, 0), [97, 10, 10, 98]);
+    assert_eq!(sample(&*data.train, 1), [98, 256, 99, 256]);
+    assert!(data.valid.is_none() && data.test.is_none());
+}
+
+#[test]
+fn tokenized_text_is_reused_and_made_anew_when_the_text_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write(folder.path(), "text/a.txt", "abcdef");
+    let first = open_bytes(folder.path());
+    let cached = names(&folder.path().join("cache"));
+    let idx = folder.path().join("cache").join(cached.iter().find(|name| name.ends_with(".idx")).unwrap());
+    let written = fs::metadata(&idx).unwrap().modified().unwrap();
+    assert_eq!(open_bytes(folder.path()).fingerprint, first.fingerprint);
+    assert_eq!(fs::metadata(&idx).unwrap().modified().unwrap(), written);
+    fs::write(path, "ABCDEF").unwrap();
+    let second = open_bytes(folder.path());
+    assert_eq!(sample(&*second.train, 0), [65, 66, 67, 68]);
+    assert_ne!(second.fingerprint, first.fingerprint);
+}
+
+#[test]
+fn a_damaged_cache_is_made_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "text/a.txt", "abcdef");
+    open_bytes(folder.path());
+    for suffix in [".idx", ".bin"] {
+        let cache = folder.path().join("cache");
+        let name = names(&cache).into_iter().find(|name| name.ends_with(suffix)).unwrap();
+        fs::OpenOptions::new().write(true).open(cache.join(name)).unwrap().set_len(5).unwrap();
+        assert_eq!(sample(&*open_bytes(folder.path()).train, 0), [97, 98, 99, 100]);
+    }
+}
+
+#[test]
+fn ranks_that_start_at_once_all_get_the_same_and_leave_no_halves() {
+    let folder = tempfile::tempdir().unwrap();
+    let content: String = (0..500).map(|i| format!("line {i} of {}\n\n", i * i)).collect();
+    let text = write(folder.path(), "text/a.txt", content);
+    let cache = folder.path().join("cache");
+    let cfg = config(&[text], Some("train:400"), &cache);
+    let prints: Vec<String> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..6).map(|_| scope.spawn(|| open(&cfg, 8, 1, None).unwrap().fingerprint)).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert!(prints.iter().all(|print| print == &prints[0]));
+    assert_eq!(names(&cache).len(), 4, "lock, tokenizer, bin and idx: {:?}", names(&cache));
+}
+
+#[test]
+fn splits_do_not_overlap_and_cover_everything() {
+    let folder = tempfile::tempdir().unwrap();
+    counting(&folder.path().join("x"), &[10; 10]);
+    let mut cfg = config(&[folder.path().join("x")], None, folder.path());
+    cfg.split = "8,1,1".into();
+    let data = open(&cfg, 4, 1, Some(100)).unwrap();
+    let (valid, test) = (data.valid.unwrap(), data.test.unwrap());
+    assert_eq!((data.train.num_samples(), valid.num_samples(), test.num_samples()), (19, 2, 2));
+    assert_eq!((sample(&*data.train, 18)[4], sample(&*valid, 0)[0], sample(&*test, 0)[0]), (76, 80, 90));
+}
+
+#[test]
+fn either_file_of_a_pair_names_the_dataset() {
+    let folder = tempfile::tempdir().unwrap();
+    counting(&folder.path().join("x.y"), &[10]);
+    for name in ["x.y", "x.y.idx", "x.y.bin"] {
+        let data = open(&config(&[folder.path().join(name)], None, folder.path()), 4, 1, Some(10)).unwrap();
+        assert_eq!(data.train.num_samples(), 2);
+    }
+}
+
+#[test]
+fn shuffled_data_has_another_order_of_the_same_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    counting(&folder.path().join("x"), &[401]);
+    let mut cfg = config(&[folder.path().join("x")], None, folder.path());
+    cfg.dataloader_type = DataloaderType::Shuffled;
+    let order = |seed| {
+        let train = open(&cfg, 4, seed, Some(401)).unwrap().train;
+        (0..100).map(|i| sample(&*train, i)[0]).collect::<Vec<_>>()
+    };
+    let mut sorted = order(1);
+    assert_ne!(sorted, order(2));
+    sorted.sort();
+    assert_eq!(sorted, (0..100).map(|i| 4 * i).collect::<Vec<_>>());
+}
+
+#[test]
+fn data_and_settings_that_do_not_fit_are_refused_with_advice() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let text = write(root, "t.txt", "text");
+    counting(&root.join("x"), &[10]);
+    let prefix = root.join("x");
+    let case = |paths: &[PathBuf], tokenizer, seq_length, vocab_size, parts: &[&str]| {
+        let message = refusal(&config(paths, tokenizer, &root.join("cache")), seq_length, vocab_size);
+        assert!(parts.iter().all(|part| message.contains(part)), "{message} lacks one of {parts:?}");
+    };
+    case(&[], None, 4, None, &["--data-path"]);
+    case(&[root.join("none")], None, 4, None, &["none: does not exist", "none.idx"]);
+    case(&[text.clone()], None, 4, None, &["t.txt", "--tokenizer"]);
+    case(&[text.clone(), prefix.clone()], Some("byte"), 4, None, &["mixes text", "t.txt", "x"]);
+    case(&[prefix.clone()], None, 4, None, &["--vocab-size"]);
+    case(&[prefix.clone()], Some("train:300"), 4, None, &["train:300", "needs text"]);
+    case(&[text.clone()], Some("byte"), 4, Some(256), &["257 tokens", "vocabulary is 256"]);
+    case(&[text], Some("byte"), 5, None, &["train split has 5 tokens", "takes 6"]);
+    case(&[prefix], None, 0, Some(10), &["seq_length is 0"]);
+}
+
+#[test]
+fn a_run_prepared_finds_its_caches() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = write(folder.path(), "t.txt", "some text, some text");
+    let cache = folder.path().join("cache");
+    let cfg = config(&[text], Some("train:300"), &cache);
+    let prepared = prepare(&cfg).unwrap();
+    let cached = names(&cache);
+    assert_eq!(open(&cfg, 4, 1, None).unwrap().fingerprint, prepared.fingerprint);
+    assert_eq!(names(&cache), cached);
+}

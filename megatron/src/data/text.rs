@@ -1,0 +1,281 @@
+//! Text on disk: which files are documents, and their paragraphs.
+//!
+//! A file is a document and its paragraphs are the sequences of the dataset made of it, so that splits, which count
+//! sequences as Megatron's do, are finer than files. A paragraph ends after the blank lines that follow it; paragraphs laid
+//! end to end are the file.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use super::cache::KeyHasher;
+use crate::{Error, Result};
+
+/// Extensions that are taken for text within folders: prose, then code, then settings. A file named by itself may have any.
+/// JSON, CSV and logs are left out because they are mostly data, and what a run writes must not become what it reads.
+pub const TEXT_EXTENSIONS: &[&str] = &[
+    "txt", "text", "md", "markdown", "rst", "adoc", "org", "tex", //
+    "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "kt", "swift", "js", "jsx", "ts", "tsx", "rb",
+    "php", "lua", "sh", "sql", "jl", "hs", "ml", "scala", "r", //
+    "toml", "yaml", "yml",
+];
+
+/// Folders below a given one that are skipped wherever they lie.
+const SKIPPED_FOLDERS: &[&str] = &["target", "node_modules", "__pycache__"];
+/// A folder with this file holds checkpoints, not text.
+const CHECKPOINT_MARK: &str = "latest_checkpointed_iteration.txt";
+/// Bytes after which a paragraph ends at the next end of a line, so that text without blank lines can be split too.
+const LONGEST_PARAGRAPH: usize = 1 << 16;
+
+/// The documents of a run and the key of their content.
+#[derive(Clone, Debug)]
+pub struct Corpus {
+    files: Vec<PathBuf>,
+    num_bytes: u64,
+    key: String,
+}
+
+impl Corpus {
+    /// Finds the text under `paths` (files, or folders read recursively in the order of their names) and reads it once.
+    ///
+    /// Skipped within folders: hidden files and folders, `target`, `node_modules`, `__pycache__`, checkpoints, the folder
+    /// `except` (the cache), other extensions than [`TEXT_EXTENSIONS`], and files that are empty, hold NUL or are not UTF-8.
+    ///
+    /// # Errors
+    /// `Error::Data` where a path is missing, a file named by itself is empty or no text, or a folder holds no text.
+    pub fn scan(paths: &[PathBuf], except: &Path) -> Result<Self> {
+        let mut walk = Walk { except: fs::canonicalize(except).ok(), visited: BTreeSet::new(), files: Vec::new() };
+        let mut corpus = Self { files: Vec::new(), num_bytes: 0, key: String::new() };
+        let mut hasher = KeyHasher::default();
+        for path in paths {
+            let meta = fs::metadata(path).map_err(|error| Error::io("open", path, error))?;
+            if !meta.is_dir() {
+                match read_text(path, &mut hasher)? {
+                    Content::Text(bytes) => corpus.add(path.clone(), bytes),
+                    Content::Empty => return Err(Error::data(path, "is empty; give a file with text")),
+                    Content::Binary(why) => {
+                        return Err(Error::data(path, format!("is no text: {why}; give UTF-8 text")));
+                    }
+                }
+                continue;
+            }
+            walk.folder(path)?;
+            let before = corpus.files.len();
+            for file in walk.files.drain(..) {
+                if let Content::Text(bytes) = read_text(&file, &mut hasher)? {
+                    corpus.add(file, bytes);
+                }
+            }
+            if corpus.files.len() == before {
+                return Err(Error::data(
+                    path,
+                    format!(
+                        "holds no text; files with these endings are read: {}; hidden and binary ones are not",
+                        TEXT_EXTENSIONS.join(" ")
+                    ),
+                ));
+            }
+        }
+        corpus.key = hasher.finish();
+        Ok(corpus)
+    }
+
+    fn add(&mut self, file: PathBuf, bytes: u64) {
+        self.files.push(file);
+        self.num_bytes += bytes;
+    }
+
+    /// The documents, in order.
+    pub fn files(&self) -> &[PathBuf] {
+        &self.files
+    }
+
+    /// Bytes of text.
+    pub fn num_bytes(&self) -> u64 {
+        self.num_bytes
+    }
+
+    /// A hash of all content, and of nothing else.
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// Every paragraph of every document, in order.
+    pub fn paragraphs(&self) -> impl Iterator<Item = Result<Paragraph>> + Send + '_ {
+        self.files.iter().flat_map(|file| match Paragraphs::open(file) {
+            Ok(paragraphs) => Either::Left(paragraphs),
+            Err(error) => Either::Right(std::iter::once(Err(error))),
+        })
+    }
+}
+
+enum Either<L, R> {
+    Left(L),
+    Right(R),
+}
+
+impl<T, L: Iterator<Item = T>, R: Iterator<Item = T>> Iterator for Either<L, R> {
+    type Item = T;
+
+    fn next(&mut self) -> Option<T> {
+        match self {
+            Self::Left(iterator) => iterator.next(),
+            Self::Right(iterator) => iterator.next(),
+        }
+    }
+}
+
+/// A part of a document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Paragraph {
+    pub text: String,
+    /// The document ends here.
+    pub last: bool,
+}
+
+/// The paragraphs of one file.
+struct Paragraphs {
+    path: PathBuf,
+    reader: BufReader<File>,
+    /// First line of the next paragraph.
+    ahead: Vec<u8>,
+}
+
+impl Paragraphs {
+    fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|error| Error::io("open", path, error))?;
+        Ok(Self { path: path.to_path_buf(), reader: BufReader::with_capacity(1 << 18, file), ahead: Vec::new() })
+    }
+
+    fn read(&mut self) -> Result<Option<Paragraph>> {
+        let mut bytes = std::mem::take(&mut self.ahead);
+        let is_blank = |line: &[u8]| line.iter().all(u8::is_ascii_whitespace);
+        let (mut has_text, mut blank_before) = (!is_blank(&bytes), false);
+        loop {
+            let start = bytes.len();
+            let read =
+                self.reader.read_until(b'\n', &mut bytes).map_err(|error| Error::io("read", &self.path, error))?;
+            if read == 0 {
+                break;
+            }
+            let blank = is_blank(&bytes[start..]);
+            if (has_text && blank_before && !blank) || start >= LONGEST_PARAGRAPH {
+                self.ahead = bytes.split_off(start);
+                break;
+            }
+            has_text |= !blank;
+            blank_before = blank;
+        }
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        // Lines end at a byte that is part of no other character, so cutting there keeps UTF-8 whole.
+        let text = String::from_utf8(bytes).map_err(|_| changed(&self.path))?;
+        Ok(Some(Paragraph { text, last: self.ahead.is_empty() }))
+    }
+}
+
+impl Iterator for Paragraphs {
+    type Item = Result<Paragraph>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.read().transpose()
+    }
+}
+
+/// The error of text that is not what it was when it was scanned.
+pub(super) fn changed(path: &Path) -> Error {
+    Error::data(path, "changed while it was read; leave the text alone until the run has started, and start again")
+}
+
+/// Collects the files of folders.
+struct Walk {
+    except: Option<PathBuf>,
+    /// Real paths of folders, so that each is read once and loops of links end.
+    visited: BTreeSet<PathBuf>,
+    files: Vec<PathBuf>,
+}
+
+impl Walk {
+    fn folder(&mut self, folder: &Path) -> Result<()> {
+        let real = fs::canonicalize(folder).map_err(|error| Error::io("resolve", folder, error))?;
+        if self.except.as_ref() == Some(&real) || !self.visited.insert(real) || folder.join(CHECKPOINT_MARK).exists() {
+            return Ok(());
+        }
+        let entries = fs::read_dir(folder).and_then(|entries| entries.collect::<std::io::Result<Vec<_>>>());
+        let mut entries = entries.map_err(|error| Error::io("list", folder, error))?;
+        entries.sort_by_key(fs::DirEntry::file_name);
+        for entry in entries {
+            let (name, path) = (entry.file_name(), entry.path());
+            let name = name.to_string_lossy();
+            // A link to nowhere is no text.
+            let Ok(meta) = fs::metadata(&path) else { continue };
+            if name.starts_with('.') {
+                continue;
+            }
+            if meta.is_dir() && !SKIPPED_FOLDERS.contains(&name.as_ref()) {
+                self.folder(&path)?;
+            } else if meta.is_file() && has_text_extension(&path) {
+                self.files.push(path);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn has_text_extension(path: &Path) -> bool {
+    let extension = path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
+    extension.is_some_and(|extension| TEXT_EXTENSIONS.contains(&extension.as_str()))
+}
+
+enum Content {
+    Text(u64),
+    Empty,
+    Binary(String),
+}
+
+/// Reads a file, and adds it to `key` if it is text.
+fn read_text(path: &Path, key: &mut KeyHasher) -> Result<Content> {
+    let mut file = File::open(path).map_err(|error| Error::io("open", path, error))?;
+    let mut hasher = key.clone();
+    let mut buffer = vec![0u8; 1 << 18];
+    // Bytes at the front of the buffer that begin a character cut by the end of the last read.
+    let mut kept = 0;
+    let mut length = 0u64;
+    loop {
+        let read = match file.read(&mut buffer[kept..]) {
+            Ok(read) => read,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(Error::io("read", path, error)),
+        };
+        let bytes = &buffer[..kept + read];
+        if let Some(at) = bytes[kept..].iter().position(|&byte| byte == 0) {
+            return Ok(Content::Binary(format!("byte {} is NUL", length + at as u64)));
+        }
+        hasher.update(&bytes[kept..]);
+        let first = length - kept as u64;
+        length += read as u64;
+        match std::str::from_utf8(bytes) {
+            Ok(_) => kept = 0,
+            Err(error) if error.error_len().is_none() && read > 0 => {
+                let rest = error.valid_up_to()..bytes.len();
+                kept = rest.len();
+                buffer.copy_within(rest, 0);
+            }
+            Err(error) => {
+                return Ok(Content::Binary(format!("byte {} is not UTF-8", first + error.valid_up_to() as u64)));
+            }
+        }
+        if read == 0 {
+            break;
+        }
+    }
+    if length == 0 {
+        return Ok(Content::Empty);
+    }
+    // The length ends the content, so that "ab", "c" and "a", "bc" differ.
+    hasher.update(&length.to_le_bytes());
+    *key = hasher;
+    Ok(Content::Text(length))
+}
