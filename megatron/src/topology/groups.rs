@@ -72,3 +72,60 @@ fn split(world: &dyn Communicator, name: &str, ranks: Option<Vec<usize>>) -> Res
 fn required(group: Option<Group>, name: &str) -> Result<Group> {
     group.ok_or_else(|| Error::comm(format!("this rank joined no group {name}")))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::comm::threads;
+
+    /// The groups of every rank of a grid.
+    fn all_groups(grid: RankGrid) -> Vec<ProcessGroups> {
+        thread::scope(|scope| {
+            let ranks: Vec<_> = threads::world(grid.world())
+                .into_iter()
+                .map(|world| scope.spawn(move || ProcessGroups::new(world, grid)))
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn communicators_have_the_members_and_order_of_the_grid() {
+        for (tp, dp, pp) in [(1, 1, 1), (2, 2, 2), (2, 1, 3), (1, 3, 1)] {
+            let grid = RankGrid::new(tp, 1, 1, dp, pp).unwrap();
+            for (rank, groups) in all_groups(grid).iter().enumerate() {
+                let expected = [
+                    ("tp", &groups.tp, grid.group(Axis::Tp, rank)),
+                    ("dp", &groups.dp, grid.group(Axis::Dp, rank)),
+                    ("pp", &groups.pp, grid.group(Axis::Pp, rank)),
+                    ("model", &groups.model, grid.model_group(rank)),
+                ];
+                for (name, group, ranks) in expected {
+                    assert_eq!((group.name(), group.ranks()), (name, ranks.as_slice()), "rank {rank} of {grid:?}");
+                    assert_eq!(group.ranks()[group.rank()], rank, "{name} of {grid:?}");
+                }
+                assert_eq!((groups.rank, groups.world.rank()), (rank, rank));
+            }
+        }
+    }
+
+    #[test]
+    fn only_first_and_last_stages_share_an_embedding() {
+        let grid = RankGrid::new(2, 1, 1, 1, 3).unwrap();
+        let embedding = |groups: &ProcessGroups| groups.embedding.as_ref().map(|group| group.ranks().to_vec());
+        let all: Vec<_> = all_groups(grid).iter().map(embedding).collect();
+        let (even, odd) = (Some(vec![0, 4]), Some(vec![1, 5]));
+        assert_eq!(all, [even.clone(), odd.clone(), None, None, even, odd]);
+        assert!(all_groups(RankGrid::new(2, 1, 1, 1, 1).unwrap()).iter().all(|groups| groups.embedding.is_none()));
+    }
+
+    #[test]
+    fn a_world_of_another_size_is_refused_with_the_equation() {
+        let grid = RankGrid::new(2, 1, 1, 1, 2).unwrap();
+        let refused = ProcessGroups::new(crate::comm::solo(), grid);
+        let text = refused.err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(text.contains("has 1 ranks") && text.contains("2 · 1 · 1 · 2 = 4"), "{text}");
+    }
+}
