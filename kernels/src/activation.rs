@@ -65,7 +65,7 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
 
 fn halves(x: &Tensor, op: &'static str) -> Result<usize> {
     let (_, width) = rows_of(x, op)?;
-    if width % 2 != 0 {
+    if !width.is_multiple_of(2) {
         return Err(Error::shape(
             op,
             format!("x has shape {:?}; its last dimension (gate | up) must be even", x.dims()),

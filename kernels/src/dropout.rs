@@ -52,7 +52,7 @@ pub struct Dropout<'a> {
     pub tokens: Tokens<'a>,
 }
 
-/// The largest-but-one word that is dropped, as a threshold: words below it are.
+/// Words below this are dropped.
 pub(crate) fn threshold(p: f64, op: &'static str) -> Result<u32> {
     if !(0.0..1.0).contains(&p) {
         return Err(Error::shape(op, format!("dropout probability {p} is not in [0, 1)")));

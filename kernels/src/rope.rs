@@ -24,7 +24,7 @@ impl RopeTable {
     /// If `head_dim` is odd or the dtype is another.
     pub fn new(positions: usize, head_dim: usize, base: f64, dtype: DType, device: &Device) -> Result<Self> {
         const OP: &str = "rope_table";
-        if head_dim % 2 != 0 {
+        if !head_dim.is_multiple_of(2) {
             return Err(Error::shape(OP, format!("head_dim {head_dim} is odd; rotation needs pairs")));
         }
         let narrow = match dtype {

@@ -1,6 +1,13 @@
-//! Every kernel against candle's differentiable operations, finite differences, and itself on other threads and cuts.
+//! Every kernel against candle's differentiable operations, textbook formulas, and itself on other threads and cuts.
 
+mod activation;
 mod attention;
 mod common;
+mod cross_entropy;
+mod dropout;
+mod embedding;
 mod linear;
 mod norm;
+mod optimizer;
+mod reduce;
+mod rope;

@@ -1,0 +1,74 @@
+//! GELU and SwiGLU against candle's.
+
+use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn};
+use candle_core::{DType, Tensor};
+use kernels::activation::{gelu, gelu_backward, swiglu, swiglu_backward};
+
+const SHAPES: [[usize; 3]; 3] = [[1, 1, 2], [7, 3, 34], [40, 2, 1000]];
+
+fn wide(name: &str, shape: &[usize]) -> Tensor {
+    (randn(name, shape) * 4.0).unwrap() // reaches the flat parts
+}
+
+/// candle's own `gelu` has constants of six digits in its backward.
+fn tanh_gelu(x: &Tensor) -> Tensor {
+    let cubic = x.sqr().unwrap().affine(0.044715, 1.0).unwrap().mul(x).unwrap();
+    let tanh = (cubic * (2.0 / std::f64::consts::PI).sqrt()).unwrap().tanh().unwrap();
+    tanh.affine(0.5, 0.5).unwrap().mul(x).unwrap()
+}
+
+#[test]
+fn gelu_and_its_gradient_agree_with_autograd() {
+    for shape in SHAPES {
+        let (x, dy) = (wide("x", &shape), randn("dy", &shape));
+        let (y, grads) = oracle(&[&x], &dy, |t| tanh_gelu(&t[0]));
+        for (dtype, tolerance) in DTYPES {
+            let (x, dy) = (cast(&x, dtype), cast(&dy, dtype));
+            assert_close("y", &gelu(&x).unwrap(), &y, tolerance);
+            assert_close("dx", &gelu_backward(&dy, &x).unwrap(), &grads[0], tolerance);
+        }
+    }
+}
+
+#[test]
+fn swiglu_and_its_gradient_agree_with_autograd() {
+    for shape in SHAPES {
+        let f = shape[2] / 2;
+        let (x, dy) = (wide("x", &shape), randn("dy", &[shape[0], shape[1], f]));
+        let (y, grads) = oracle(&[&x], &dy, |t| {
+            let (gate, up) = (t[0].narrow(2, 0, f).unwrap(), t[0].narrow(2, f, f).unwrap());
+            (gate.silu().unwrap() * up).unwrap()
+        });
+        for (dtype, tolerance) in DTYPES {
+            let (x, dy) = (cast(&x, dtype), cast(&dy, dtype));
+            assert_close("y", &swiglu(&x).unwrap(), &y, tolerance);
+            assert_close("dx", &swiglu_backward(&dy, &x).unwrap(), &grads[0], tolerance);
+        }
+    }
+}
+
+#[test]
+fn activations_are_finite_far_from_zero() {
+    let x = Tensor::new(&[-1e4f32, -100.0, -90.0, 90.0, 100.0, 1e4], &candle_core::Device::Cpu).unwrap();
+    let one = x.ones_like().unwrap();
+    assert_eq!(gelu(&x).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 90.0, 100.0, 1e4]);
+    assert_eq!(gelu_backward(&one, &x).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+    let pair = x.reshape((3, 2)).unwrap();
+    let dx = swiglu_backward(&one.narrow(0, 0, 3).unwrap().reshape((3, 1)).unwrap(), &pair).unwrap();
+    assert!(crate::common::values(&dx).iter().all(|v| v.is_finite()));
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let x = cast(&wide("x", &[101, 3, 334]), DType::F32);
+    let dy = cast(&randn("dy", &[101, 3, 167]), DType::F32);
+    assert_same_on_any_threads(|| {
+        vec![gelu(&x).unwrap(), gelu_backward(&x, &x).unwrap(), swiglu(&x).unwrap(), swiglu_backward(&dy, &x).unwrap()]
+    });
+}
+
+#[test]
+fn an_odd_gate_up_dimension_is_an_error() {
+    let message = swiglu(&randn("x", &[2, 3])).unwrap_err().to_string();
+    assert!(message.contains("[2, 3]") && message.contains("even"), "{message}");
+}

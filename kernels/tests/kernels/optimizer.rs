@@ -1,0 +1,110 @@
+//! Optimizer steps against the textbook formulas in f64.
+
+use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, randn, values};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::optim::{Optimizer, ParamsAdamW};
+use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
+
+const ADAM: AdamW = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
+
+fn gradient(step: u64, n: usize) -> Tensor {
+    randn(&format!("g{step}"), &[n])
+}
+
+fn zeros(n: usize, dtype: DType) -> Tensor {
+    Tensor::zeros(n, dtype, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn ten_adamw_steps_agree_with_candle_nn() {
+    let n = 37;
+    let start = randn("p", &[n]);
+    let var = candle_core::Var::from_tensor(&start).unwrap();
+    let params = ParamsAdamW { lr: ADAM.lr, beta1: ADAM.beta1, beta2: ADAM.beta2, eps: ADAM.eps, weight_decay: 0.1 };
+    let mut reference = candle_nn::AdamW::new(vec![var.clone()], params).unwrap();
+    for step in 1..=10 {
+        let loss = (var.as_tensor() * gradient(step, n)).unwrap().sum_all().unwrap();
+        reference.step(&loss.backward().unwrap()).unwrap();
+    }
+    for (dtype, tolerance) in DTYPES {
+        let p = cast(&start, dtype).copy().unwrap();
+        let (m, v) = (zeros(n, dtype), zeros(n, dtype));
+        for step in 1..=10 {
+            adamw(&p, &cast(&gradient(step, n), dtype), &m, &v, &AdamW { step, ..ADAM }).unwrap();
+        }
+        assert_close("p", &p, var.as_tensor(), tolerance);
+    }
+}
+
+#[test]
+fn grad_scale_is_a_factor_on_the_gradient() {
+    let (p1, p2) = (randn("p", &[9]), randn("p", &[9]));
+    let g = gradient(1, 9);
+    let state = || (zeros(9, DType::F64), zeros(9, DType::F64));
+    let ((m1, v1), (m2, v2)) = (state(), state());
+    adamw(&p1, &g, &m1, &v1, &AdamW { grad_scale: 0.25, ..ADAM }).unwrap();
+    adamw(&p2, &(&g * 0.25).unwrap(), &m2, &v2, &ADAM).unwrap();
+    for (a, b) in [(p1, p2), (m1, m2), (v1, v2)] {
+        assert_close("state", &a, &b, 1e-15);
+    }
+}
+
+#[test]
+fn sgd_agrees_with_the_formula() {
+    let h = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.01, grad_scale: 0.5 };
+    let (n, start) = (21, randn("p", &[21]));
+    let (mut p, mut buf) = (values(&start), vec![0.0; n]);
+    for step in 1..=5 {
+        for (i, g) in values(&gradient(step, n)).iter().enumerate() {
+            buf[i] = 0.9 * buf[i] + 0.5 * g + 0.01 * p[i];
+            p[i] -= 0.1 * buf[i];
+        }
+    }
+    let want = Tensor::from_vec(p, n, &Device::Cpu).unwrap();
+    for (dtype, tolerance) in DTYPES {
+        let (p, buf) = (cast(&start, dtype).copy().unwrap(), zeros(n, dtype));
+        for step in 1..=5 {
+            sgd(&p, &cast(&gradient(step, n), dtype), &buf, &h).unwrap();
+        }
+        assert_close("p", &p, &want, tolerance);
+    }
+}
+
+#[test]
+fn a_step_on_pieces_is_the_step_on_the_whole() {
+    let n = 40_000;
+    let g = cast(&gradient(1, n), DType::F32);
+    let run = |cuts: &[usize]| {
+        let p = cast(&randn("p", &[n]), DType::F32);
+        let (m, v) = (zeros(n, DType::F32), zeros(n, DType::F32));
+        for cut in cuts.windows(2) {
+            let part = |t: &Tensor| t.narrow(0, cut[0], cut[1] - cut[0]).unwrap();
+            adamw(&part(&p), &part(&g), &part(&m), &part(&v), &ADAM).unwrap();
+        }
+        [p, m, v].map(|t| values(&t))
+    };
+    assert!(run(&[0, n]) == run(&[0, 13, 20_001, n]));
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let n = 50_001;
+    let g = cast(&gradient(1, n), DType::F32);
+    assert_same_on_any_threads(|| {
+        let p = cast(&randn("p", &[n]), DType::F32);
+        let (m, v, buf) = (zeros(n, DType::F32), zeros(n, DType::F32), zeros(n, DType::F32));
+        adamw(&p, &g, &m, &v, &ADAM).unwrap();
+        sgd(&p, &g, &buf, &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 }).unwrap();
+        vec![p, m, v, buf]
+    });
+}
+
+#[test]
+fn operands_that_do_not_fit_are_errors_rather_than_deadlocks() {
+    let (p, g, flat) = (randn("p", &[4]), gradient(1, 4), zeros(8, DType::F64));
+    let (m, v) = (flat.narrow(0, 0, 4).unwrap(), flat.narrow(0, 4, 4).unwrap());
+    assert!(adamw(&p, &g, &m, &v, &ADAM).unwrap_err().to_string().contains("v shares its storage"));
+    let v = zeros(4, DType::F64);
+    assert!(adamw(&p, &gradient(1, 5), &m, &v, &ADAM).unwrap_err().to_string().contains("[5]"));
+    assert!(adamw(&p, &g, &m, &v, &AdamW { step: 0, ..ADAM }).unwrap_err().to_string().contains("step 0"));
+}

@@ -1,0 +1,73 @@
+//! Sums of squares and in-place arithmetic on views.
+
+use crate::common::{DTYPES, assert_same_on_any_threads, cast, randn, values};
+use candle_core::{DType, Device, Tensor};
+use kernels::reduce::{add_inplace, scale_inplace, sum_of_squares, zero};
+
+#[test]
+fn the_sum_of_squares_is_exact_to_f64() {
+    for n in [0, 1, 7, 4096, 4097, 100_003] {
+        let x = randn("x", &[n]);
+        let want: f64 = values(&x).iter().map(|v| v * v).sum();
+        for (dtype, _) in DTYPES {
+            let got = sum_of_squares(&cast(&x, dtype)).unwrap();
+            assert!((got - want).abs() <= 1e-13 * want, "{n}: {got} {want}");
+        }
+    }
+}
+
+#[test]
+fn small_blocks_after_a_large_one_are_not_lost() {
+    // Each later block adds less than half a unit in the last place of the first.
+    let blocks = 1000;
+    let mut x = vec![0.0f64; 4096 * blocks];
+    x[0] = 1e8; // square 1e16, unit 2
+    (1..blocks).for_each(|b| x[4096 * b] = 0.9);
+    let x = Tensor::from_vec(x, 4096 * blocks, &Device::Cpu).unwrap();
+    let want = 1e16 + 999.0 * 0.81;
+    assert!((sum_of_squares(&x).unwrap() - want).abs() <= 2.0);
+}
+
+#[test]
+fn nan_and_infinity_show_in_the_sum() {
+    for bad in [f32::NAN, f32::INFINITY] {
+        let mut x = vec![1.0f32; 9000];
+        x[5000] = bad;
+        let sum = sum_of_squares(&Tensor::from_vec(x, 9000, &Device::Cpu).unwrap()).unwrap();
+        assert_eq!(sum.is_nan(), bad.is_nan());
+        assert!(!sum.is_finite());
+    }
+}
+
+#[test]
+fn in_place_arithmetic_changes_the_view_and_nothing_else() {
+    let flat = Tensor::ones(10, DType::F32, &Device::Cpu).unwrap();
+    scale_inplace(&flat.narrow(0, 1, 3).unwrap(), 3.0).unwrap();
+    add_inplace(&flat.narrow(0, 3, 2).unwrap(), &Tensor::new(&[10.0f32, 20.0], &Device::Cpu).unwrap()).unwrap();
+    zero(&flat.narrow(0, 8, 1).unwrap()).unwrap();
+    assert_eq!(flat.to_vec1::<f32>().unwrap(), [1.0, 3.0, 3.0, 13.0, 21.0, 1.0, 1.0, 1.0, 0.0, 1.0]);
+}
+
+#[test]
+fn views_of_one_storage_may_be_added() {
+    let flat = Tensor::new(&[1.0f64, 2.0, 3.0, 4.0], &Device::Cpu).unwrap();
+    add_inplace(&flat.narrow(0, 0, 2).unwrap(), &flat.narrow(0, 2, 2).unwrap()).unwrap();
+    assert_eq!(values(&flat), [4.0, 6.0, 3.0, 4.0]);
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let x = cast(&randn("x", &[123_457]), DType::F32);
+    assert_same_on_any_threads(|| {
+        let y = x.copy().unwrap();
+        add_inplace(&y, &x).unwrap();
+        scale_inplace(&y, 0.3).unwrap();
+        vec![Tensor::new(sum_of_squares(&x).unwrap(), &Device::Cpu).unwrap(), y]
+    });
+}
+
+#[test]
+fn lengths_that_differ_are_an_error() {
+    let message = add_inplace(&randn("a", &[3]), &randn("b", &[4])).unwrap_err().to_string();
+    assert!(message.contains("[4]") && message.contains('3'), "{message}");
+}
