@@ -24,7 +24,7 @@ impl GlobalBatch {
     /// `Error::Config` unless GBS is a positive multiple of MBS·dp and the rank lies within dp.
     pub fn new(micro_batch_size: usize, global_batch_size: usize, dp_rank: usize, dp_size: usize) -> Result<Self> {
         let per_microbatch = micro_batch_size.checked_mul(dp_size).filter(|&product| product > 0);
-        if global_batch_size == 0 || per_microbatch.is_none_or(|product| global_batch_size % product != 0) {
+        if global_batch_size == 0 || per_microbatch.is_none_or(|product| !global_batch_size.is_multiple_of(product)) {
             return Err(Error::config(format!(
                 "global_batch_size {global_batch_size} is not a positive multiple of micro_batch_size {micro_batch_size} \
                  · data_parallel_size {dp_size}"

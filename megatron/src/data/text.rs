@@ -31,6 +31,8 @@ const LONGEST_PARAGRAPH: usize = 1 << 16;
 /// The documents of a run and the key of their content.
 #[derive(Clone, Debug)]
 pub struct Corpus {
+    /// What errors name: the first path given.
+    path: PathBuf,
     files: Vec<PathBuf>,
     num_bytes: u64,
     key: String,
@@ -45,12 +47,16 @@ impl Corpus {
     /// # Errors
     /// `Error::Data` where a path is missing, a file named by itself is empty or no text, or a folder holds no text.
     pub fn scan(paths: &[PathBuf], except: &Path) -> Result<Self> {
-        let mut walk = Walk { except: fs::canonicalize(except).ok(), visited: BTreeSet::new(), files: Vec::new() };
-        let mut corpus = Self { files: Vec::new(), num_bytes: 0, key: String::new() };
+        let except = fs::canonicalize(except).ok();
+        let path = paths.first().cloned().unwrap_or_default();
+        let mut corpus = Self { path, files: Vec::new(), num_bytes: 0, key: String::new() };
         let mut hasher = KeyHasher::default();
         for path in paths {
             let meta = fs::metadata(path).map_err(|error| Error::io("open", path, error))?;
-            if !meta.is_dir() {
+            if !meta.is_dir() && !meta.is_file() {
+                return Err(Error::data(path, "is neither a file nor a folder; give text files or folders of text"));
+            }
+            if meta.is_file() {
                 match read_text(path, &mut hasher)? {
                     Content::Text(bytes) => corpus.add(path.clone(), bytes),
                     Content::Empty => return Err(Error::data(path, "is empty; give a file with text")),
@@ -60,9 +66,10 @@ impl Corpus {
                 }
                 continue;
             }
+            let mut walk = Walk { except: except.as_deref(), visited: BTreeSet::new(), files: Vec::new() };
             walk.folder(path)?;
             let before = corpus.files.len();
-            for file in walk.files.drain(..) {
+            for file in walk.files {
                 if let Content::Text(bytes) = read_text(&file, &mut hasher)? {
                     corpus.add(file, bytes);
                 }
@@ -101,28 +108,64 @@ impl Corpus {
         &self.key
     }
 
-    /// Every paragraph of every document, in order.
-    pub fn paragraphs(&self) -> impl Iterator<Item = Result<Paragraph>> + Send + '_ {
-        self.files.iter().flat_map(|file| match Paragraphs::open(file) {
-            Ok(paragraphs) => Either::Left(paragraphs),
-            Err(error) => Either::Right(std::iter::once(Err(error))),
-        })
+    /// Every paragraph of every document, in order; an error at the end if the text is no longer what was scanned.
+    pub fn paragraphs(&self) -> CorpusParagraphs<'_> {
+        CorpusParagraphs {
+            corpus: self,
+            next_file: 0,
+            current: None,
+            hasher: KeyHasher::default(),
+            length: 0,
+            ended: false,
+        }
     }
 }
 
-enum Either<L, R> {
-    Left(L),
-    Right(R),
+/// Iterator over the paragraphs of a corpus.
+pub struct CorpusParagraphs<'a> {
+    corpus: &'a Corpus,
+    next_file: usize,
+    current: Option<Paragraphs>,
+    hasher: KeyHasher,
+    /// Bytes of the current document so far.
+    length: u64,
+    ended: bool,
 }
 
-impl<T, L: Iterator<Item = T>, R: Iterator<Item = T>> Iterator for Either<L, R> {
-    type Item = T;
-
-    fn next(&mut self) -> Option<T> {
-        match self {
-            Self::Left(iterator) => iterator.next(),
-            Self::Right(iterator) => iterator.next(),
+impl CorpusParagraphs<'_> {
+    fn read(&mut self) -> Result<Option<Paragraph>> {
+        loop {
+            if let Some(current) = &mut self.current
+                && let Some(paragraph) = current.read()?
+            {
+                self.hasher.update(paragraph.text.as_bytes());
+                self.length += paragraph.text.len() as u64;
+                if paragraph.last {
+                    end_file(&mut self.hasher, std::mem::take(&mut self.length));
+                }
+                return Ok(Some(paragraph));
+            }
+            let Some(file) = self.corpus.files.get(self.next_file) else { break };
+            self.next_file += 1;
+            self.current = Some(Paragraphs::open(file)?);
         }
+        if std::mem::take(&mut self.hasher).finish() != self.corpus.key {
+            return Err(changed(&self.corpus.path));
+        }
+        Ok(None)
+    }
+}
+
+impl Iterator for CorpusParagraphs<'_> {
+    type Item = Result<Paragraph>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.ended {
+            return None;
+        }
+        let next = self.read();
+        self.ended = !matches!(next, Ok(Some(_)));
+        next.transpose()
     }
 }
 
@@ -176,31 +219,23 @@ impl Paragraphs {
     }
 }
 
-impl Iterator for Paragraphs {
-    type Item = Result<Paragraph>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        self.read().transpose()
-    }
-}
-
 /// The error of text that is not what it was when it was scanned.
-pub(super) fn changed(path: &Path) -> Error {
+fn changed(path: &Path) -> Error {
     Error::data(path, "changed while it was read; leave the text alone until the run has started, and start again")
 }
 
 /// Collects the files of folders.
-struct Walk {
-    except: Option<PathBuf>,
+struct Walk<'a> {
+    except: Option<&'a Path>,
     /// Real paths of folders, so that each is read once and loops of links end.
     visited: BTreeSet<PathBuf>,
     files: Vec<PathBuf>,
 }
 
-impl Walk {
+impl Walk<'_> {
     fn folder(&mut self, folder: &Path) -> Result<()> {
         let real = fs::canonicalize(folder).map_err(|error| Error::io("resolve", folder, error))?;
-        if self.except.as_ref() == Some(&real) || !self.visited.insert(real) || folder.join(CHECKPOINT_MARK).exists() {
+        if self.except == Some(&real) || !self.visited.insert(real) || folder.join(CHECKPOINT_MARK).exists() {
             return Ok(());
         }
         let entries = fs::read_dir(folder).and_then(|entries| entries.collect::<std::io::Result<Vec<_>>>());
@@ -274,8 +309,12 @@ fn read_text(path: &Path, key: &mut KeyHasher) -> Result<Content> {
     if length == 0 {
         return Ok(Content::Empty);
     }
-    // The length ends the content, so that "ab", "c" and "a", "bc" differ.
-    hasher.update(&length.to_le_bytes());
+    end_file(&mut hasher, length);
     *key = hasher;
     Ok(Content::Text(length))
+}
+
+/// Ends the content of a file in a key, so that the files "ab", "c" and "a", "bc" differ.
+fn end_file(hasher: &mut KeyHasher, length: u64) {
+    hasher.update(&length.to_le_bytes());
 }

@@ -111,6 +111,8 @@ impl Tokenizer {
                 format!("is no usable tokenizer.json: {error}; copy it again, or give another tokenizer"),
             )
         };
+        // The library panics on some texts that are no JSON at all, so that is ruled out first.
+        serde_json::from_slice::<serde_json::Value>(&bytes).map_err(|error| unusable(&error))?;
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| unusable(&error))?;
         // What a model's authors cut and pad for inference is not for training texts.
         inner.with_truncation(None).map_err(|error| unusable(&error))?;

@@ -41,7 +41,7 @@ fn write(folder: &Path, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
 }
 
 /// Names in a folder, in order.
-fn names(folder: &Path) -> Vec<String> {
+pub(super) fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<_> =
         std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
     names.sort();

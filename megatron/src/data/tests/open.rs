@@ -132,19 +132,20 @@ fn data_and_settings_that_do_not_fit_are_refused_with_advice() {
     let text = write(root, "t.txt", "text");
     counting(&root.join("x"), &[10]);
     let prefix = root.join("x");
-    let case = |paths: &[PathBuf], tokenizer, seq_length, vocab_size, parts: &[&str]| {
-        let message = refusal(&config(paths, tokenizer, &root.join("cache")), seq_length, vocab_size);
+    let case = |paths: &[&PathBuf], tokenizer, seq_length, vocab_size, parts: &[&str]| {
+        let paths: Vec<PathBuf> = paths.iter().map(|&path| path.clone()).collect();
+        let message = refusal(&config(&paths, tokenizer, &root.join("cache")), seq_length, vocab_size);
         assert!(parts.iter().all(|part| message.contains(part)), "{message} lacks one of {parts:?}");
     };
     case(&[], None, 4, None, &["--data-path"]);
-    case(&[root.join("none")], None, 4, None, &["none: does not exist", "none.idx"]);
-    case(&[text.clone()], None, 4, None, &["t.txt", "--tokenizer"]);
-    case(&[text.clone(), prefix.clone()], Some("byte"), 4, None, &["mixes text", "t.txt", "x"]);
-    case(&[prefix.clone()], None, 4, None, &["--vocab-size"]);
-    case(&[prefix.clone()], Some("train:300"), 4, None, &["train:300", "needs text"]);
-    case(&[text.clone()], Some("byte"), 4, Some(256), &["257 tokens", "vocabulary is 256"]);
-    case(&[text], Some("byte"), 5, None, &["train split has 5 tokens", "takes 6"]);
-    case(&[prefix], None, 0, Some(10), &["seq_length is 0"]);
+    case(&[&root.join("none")], None, 4, None, &["none: does not exist", "none.idx"]);
+    case(&[&text], None, 4, None, &["t.txt", "--tokenizer"]);
+    case(&[&text, &prefix], Some("byte"), 4, None, &["mixes text", "t.txt", "x"]);
+    case(&[&prefix], None, 4, None, &["--vocab-size"]);
+    case(&[&prefix], Some("train:300"), 4, None, &["train:300", "needs text"]);
+    case(&[&text], Some("byte"), 4, Some(256), &["257 tokens", "vocabulary is 256"]);
+    case(&[&text], Some("byte"), 5, None, &["train split has 5 tokens", "takes 6"]);
+    case(&[&prefix], None, 0, Some(10), &["seq_length is 0"]);
 }
 
 #[test]

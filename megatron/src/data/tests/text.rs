@@ -117,6 +117,28 @@ fn what_is_no_text_is_an_error_with_its_path() {
 }
 
 #[test]
+fn text_that_changes_while_it_is_read_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write(folder.path(), "x.txt", "one\n\ntwo");
+    let corpus = scan(&path).unwrap();
+    for content in ["one\n\nTWO", "one", ""] {
+        std::fs::write(&path, content).unwrap();
+        let last = corpus.paragraphs().last().unwrap();
+        assert!(last.unwrap_err().to_string().contains("x.txt: changed while it was read"), "{content:?}");
+    }
+    std::fs::write(&path, "one\n\ntwo").unwrap();
+    assert!(corpus.paragraphs().all(|paragraph| paragraph.is_ok()));
+}
+
+#[test]
+fn a_path_given_twice_is_read_twice() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "x.txt", "text");
+    let twice = [folder.path().to_path_buf(), folder.path().to_path_buf()];
+    assert_eq!(Corpus::scan(&twice, Path::new("no-cache")).unwrap().files().len(), 2);
+}
+
+#[test]
 fn the_key_depends_on_content_and_where_files_end_alone() {
     let folder = tempfile::tempdir().unwrap();
     let key = |name: &str, files: &[&str]| {

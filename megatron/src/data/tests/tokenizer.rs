@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use super::{names, write};
+use super::{Random, names, write};
 use crate::data::{Corpus, Tokenizer};
 
 const TEXT: &str =
@@ -110,6 +110,30 @@ fn a_file_that_is_no_tokenizer_is_refused_by_name() {
     }
     let message = refusal("no/such/tokenizer.json");
     assert!(message.contains("no/such/tokenizer.json: does not exist") && message.contains("train:VOCAB"), "{message}");
+}
+
+/// Whatever the bytes of a tokenizer.json, opening it and encoding with it ends in tokens or in an error.
+#[test]
+fn random_damage_to_a_tokenizer_never_panics() {
+    let folder = tempfile::tempdir().unwrap();
+    trained(300, folder.path(), TEXT);
+    let name = names(folder.path()).into_iter().find(|name| name.ends_with(".json")).unwrap();
+    let content = fs::read(folder.path().join(&name)).unwrap();
+    let mut random = Random(99);
+    for _ in 0..300 {
+        let mut damaged = content.clone();
+        for _ in 0..1 + random.below(3) {
+            let at = random.below(damaged.len());
+            damaged[at] = b' ' + random.below(95) as u8;
+        }
+        if random.below(8) == 0 {
+            damaged.truncate(random.below(damaged.len()));
+        }
+        let path = write(folder.path(), "tokenizer.json", damaged);
+        if let Ok(tokenizer) = Tokenizer::open(&path.display().to_string(), None, folder.path()) {
+            let _ = tokenizer.encode(TEXT).and_then(|tokens| tokenizer.decode(&tokens));
+        }
+    }
 }
 
 /// A word-level vocabulary, small enough to write down.
