@@ -1,1 +1,35 @@
-//! Placeholder module; filled by the commits that follow.
+//! Checkpoints: one logical state on disk, written under one layout and read under any other.
+//!
+//! ```text
+//! DIR/latest_checkpointed_iteration.txt    the iteration to resume from
+//! DIR/iter_0000100/manifest.json           logical tensors, and the chunks that make them up
+//! DIR/iter_0000100/rank_00003.safetensors  what rank 3 owned and wrote
+//! ```
+//!
+//! The manifest lists every logical tensor (name, kind, unpadded shape, dtype) with its chunks: each names a file, a
+//! tensor in it, and which elements of which box of the logical tensor lie there, with a CRC-32C of their bytes.
+//! Nothing in it says tp, pp or dp: loading intersects what a rank wants with what the chunks hold ([`load`]). The
+//! manifest also carries the trainer's own state as JSON that this module does not look into.
+//!
+//! A checkpoint appears whole or not at all ([`save`]): everything is written to `DIR/.iter_0000100.tmp`, synced, and
+//! renamed; the pointer moves last. Files are untrusted when read: a damaged one gives an error that names it.
+//! One run at a time may save into a folder.
+
+#[cfg(target_endian = "big")]
+compile_error!("checkpoints are written as they lie in memory, which must be little-endian as safetensors is");
+
+mod block;
+mod folder;
+mod load;
+mod manifest;
+mod save;
+mod shard_file;
+#[cfg(test)]
+mod testing;
+mod values;
+
+pub use folder::{Latest, latest};
+pub use load::{load, verify};
+pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
+pub use save::save;
+pub use values::Float;

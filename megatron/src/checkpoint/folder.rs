@@ -1,0 +1,137 @@
+//! Names in a checkpoint folder, the pointer to the latest checkpoint, and how one appears whole or not at all.
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::path::{Path, PathBuf};
+
+use super::shard_file::{sync_folder, write_synced};
+use crate::{Error, Result};
+
+const POINTER: &str = "latest_checkpointed_iteration.txt";
+const POINTER_TEMP: &str = ".latest_checkpointed_iteration.txt.tmp";
+/// Longer pointers are not iterations.
+const MAX_POINTER_BYTES: u64 = 64;
+
+/// The checkpoint that the pointer names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Latest {
+    pub iteration: u64,
+    /// Its folder, to give to `Manifest::read` or `load`.
+    pub path: PathBuf,
+}
+
+/// The names that belong to one iteration's checkpoint.
+pub(super) struct Names {
+    dir: PathBuf,
+    iteration: u64,
+    /// Where it is in the end.
+    pub target: PathBuf,
+    /// Where it is written.
+    pub temp: PathBuf,
+    /// Where an older one of the same iteration waits until the new one is in place.
+    aside: PathBuf,
+}
+
+impl Names {
+    pub fn new(dir: &Path, iteration: u64) -> Self {
+        let path = |prefix: &str, suffix: &str| dir.join(format!("{prefix}iter_{iteration:07}{suffix}"));
+        let (target, temp, aside) = (path("", ""), path(".", ".tmp"), path(".", ".old"));
+        Self { dir: dir.to_path_buf(), iteration, target, temp, aside }
+    }
+
+    /// Makes an empty temporary folder, after removing what killed runs left.
+    pub fn prepare(&self) -> Result<()> {
+        fs::create_dir_all(&self.dir).map_err(|e| Error::io("create", &self.dir, e))?;
+        self.remove_leftovers()?;
+        fs::create_dir(&self.temp).map_err(|e| Error::io("create", &self.temp, e))
+    }
+
+    fn remove_leftovers(&self) -> Result<()> {
+        for entry in fs::read_dir(&self.dir).map_err(|e| Error::io("list", &self.dir, e))? {
+            let path = entry.map_err(|e| Error::io("list", &self.dir, e))?.path();
+            let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+            let Some((iteration, suffix)) = hidden(name) else { continue };
+            let target = Self::new(&self.dir, iteration).target;
+            if suffix == "old" && !target.exists() {
+                fs::rename(&path, &target).map_err(|e| Error::io("restore", &target, e))?;
+            } else {
+                let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+                removed.map_err(|e| Error::io("remove", &path, e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the temporary folder, as far as the system lets us: what stays is removed by the next save.
+    pub fn discard(&self) {
+        let _ = fs::remove_dir_all(&self.temp);
+        let _ = fs::remove_file(self.dir.join(POINTER_TEMP));
+    }
+
+    /// Moves the complete temporary folder into place, and the pointer to it. After an error everything is as before,
+    /// but for the temporary folder.
+    pub fn commit(&self) -> Result<()> {
+        sync_folder(&self.temp)?;
+        // Everything that needs space comes before the first rename.
+        let (pointer, pointer_temp) = (self.dir.join(POINTER), self.dir.join(POINTER_TEMP));
+        write_synced(&pointer_temp, format!("{}\n", self.iteration).as_bytes())?;
+        let replaces = self.target.exists();
+        if replaces {
+            fs::rename(&self.target, &self.aside).map_err(|e| Error::io("set aside", &self.target, e))?;
+        }
+        let moved = fs::rename(&self.temp, &self.target)
+            .map_err(|e| Error::io("create", &self.target, e))
+            .and_then(|()| sync_folder(&self.dir))
+            .and_then(|()| fs::rename(&pointer_temp, &pointer).map_err(|e| Error::io("update", &pointer, e)));
+        if let Err(error) = moved {
+            // Back to where everything was; a failure here leaves what the next save cleans up.
+            let _ = fs::rename(&self.target, &self.temp);
+            if replaces {
+                let _ = fs::rename(&self.aside, &self.target);
+            }
+            return Err(error);
+        }
+        sync_folder(&self.dir)?;
+        if replaces {
+            let _ = fs::remove_dir_all(&self.aside); // a leftover is removed by the next save
+        }
+        Ok(())
+    }
+}
+
+/// The iteration and suffix of a temporary or set-aside folder's name.
+fn hidden(name: &str) -> Option<(u64, &str)> {
+    let (digits, suffix) = name.strip_prefix(".iter_")?.split_once('.')?;
+    let ours = digits.bytes().all(|b| b.is_ascii_digit()) && matches!(suffix, "tmp" | "old");
+    ours.then_some((digits.parse().ok()?, suffix))
+}
+
+/// The checkpoint to resume from: the one that the pointer in `dir` names; `None` where there is no pointer (or no
+/// `dir`), that is, nothing was saved.
+///
+/// # Errors
+/// If the pointer is not an iteration, names a checkpoint that is not there, or cannot be read.
+pub fn latest(dir: &Path) -> Result<Option<Latest>> {
+    let pointer = dir.join(POINTER);
+    let mut text = Vec::new();
+    match File::open(&pointer).and_then(|file| file.take(MAX_POINTER_BYTES).read_to_end(&mut text)) {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io("read", &pointer, error)),
+    }
+    let text = String::from_utf8_lossy(&text);
+    let iteration: u64 = text.trim().parse().map_err(|_| {
+        let message = format!("should hold the number of an iteration, but holds {:?}; write one into it", text.trim());
+        Error::checkpoint(&pointer, message)
+    })?;
+    let names = Names::new(dir, iteration);
+    // A run that was killed while it replaced this very checkpoint left the older one aside.
+    let path = [names.target.clone(), names.aside].into_iter().find(|path| path.is_dir()).ok_or_else(|| {
+        let message = format!(
+            "is not there, though {} names iteration {iteration}; write the number of an existing iter_… folder into it",
+            pointer.display()
+        );
+        Error::checkpoint(&names.target, message)
+    })?;
+    Ok(Some(Latest { iteration, path }))
+}

@@ -1,0 +1,245 @@
+//! The manifest: which logical tensors a checkpoint holds, and where their elements lie.
+//!
+//! It is JSON; its first line holds the CRC-32C of all the others, so that a damaged manifest is never obeyed.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs;
+use std::ops::Range;
+use std::path::{Component, Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::block::{Block, blocks, check_cover, misfit, volume};
+use super::values::Float;
+use crate::params::StateKind;
+use crate::{Error, Result};
+
+/// The version of the format this program writes, and the only one it reads.
+pub const FORMAT_VERSION: u32 = 1;
+pub(super) const MANIFEST: &str = "manifest.json";
+const CHECKSUM_LINE: &str = "{\"manifest_crc32c\":\"";
+/// Differences that a message about an unfit checkpoint spells out.
+const SHOWN_DIFFERENCES: usize = 5;
+
+/// A run of stored elements, and where they lie in a logical tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// Name of the file, in the checkpoint's folder.
+    pub file: String,
+    /// Name of the tensor in that file.
+    pub key: String,
+    /// Index of the chunk's first element in that tensor.
+    pub start: usize,
+    /// First index of the box in each dimension of the logical tensor.
+    pub offset: Vec<usize>,
+    /// Extent of the box in each dimension.
+    pub shape: Vec<usize>,
+    /// Which of the box's elements, in row-major order, the chunk holds.
+    pub flat: Range<usize>,
+    /// CRC-32C of the chunk's bytes.
+    pub crc32c: u32,
+}
+
+impl Chunk {
+    /// The chunk as full boxes, with starts counted from the chunk's first element.
+    pub(super) fn blocks(&self) -> Vec<Block> {
+        blocks(&self.offset, &self.shape, self.flat.clone(), 0)
+    }
+}
+
+/// A logical tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorEntry {
+    pub name: String,
+    pub kind: StateKind,
+    /// Global shape, without padding.
+    pub shape: Vec<usize>,
+    pub dtype: Float,
+    /// Together they hold every element exactly once.
+    pub chunks: Vec<Chunk>,
+}
+
+/// What a checkpoint holds. One that was read is valid: boxes lie in their tensors and cover them exactly, files are in
+/// place and of the right size; only the files' contents are yet unchecked.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    pub format_version: u32,
+    pub iteration: u64,
+    /// The trainer's state: whatever it gave to `save`.
+    pub state: serde_json::Value,
+    /// Size in bytes of each file.
+    pub files: BTreeMap<String, u64>,
+    /// Sorted by name and kind.
+    pub tensors: Vec<TensorEntry>,
+    /// The checkpoint's folder.
+    #[serde(skip)]
+    pub(super) folder: PathBuf,
+}
+
+impl Manifest {
+    /// Reads and checks the manifest of the checkpoint in folder `path` (`…/iter_0000100`).
+    ///
+    /// # Errors
+    /// If it is missing, damaged, of another format version, inconsistent, or a file is missing or has another size.
+    pub fn read(path: &Path) -> Result<Self> {
+        let file = path.join(MANIFEST);
+        let bytes = fs::read(&file).map_err(|e| Error::io("read", &file, e))?;
+        let refuse = |message: String| Error::checkpoint(&file, message);
+        check_checksum(&bytes).map_err(refuse)?;
+        #[derive(Deserialize)]
+        struct Version {
+            format_version: u32,
+        }
+        let json = |e: serde_json::Error| refuse(format!("is not a manifest: {e}"));
+        let Version { format_version } = serde_json::from_slice(&bytes).map_err(json)?;
+        if format_version != FORMAT_VERSION {
+            return Err(refuse(format!("has format version {format_version}; this program reads {FORMAT_VERSION}")));
+        }
+        let mut manifest: Self = serde_json::from_slice(&bytes).map_err(json)?;
+        manifest.folder = path.to_path_buf();
+        manifest.validate().map_err(refuse)?;
+        for (name, &expected) in &manifest.files {
+            let file = path.join(name);
+            let size = fs::metadata(&file).map_err(|e| Error::io("find", &file, e))?.len();
+            if size != expected {
+                let how = if size < expected { "truncated" } else { "changed" };
+                return Err(Error::checkpoint(&file, format!("is {how}: it has {size} bytes of {expected}")));
+            }
+        }
+        Ok(manifest)
+    }
+
+    /// The folder it was read from.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The manifest as it is written.
+    pub(super) fn to_bytes(&self) -> serde_json::Result<Vec<u8>> {
+        // One line per tensor, so that manifests can be read and compared by eye.
+        let tensors: Vec<String> = self.tensors.iter().map(serde_json::to_string).collect::<serde_json::Result<_>>()?;
+        let body = format!(
+            "\"format_version\":{},\n\"iteration\":{},\n\"state\":{},\n\"files\":{},\n\"tensors\":[\n{}\n]}}\n",
+            self.format_version,
+            self.iteration,
+            serde_json::to_string(&self.state)?,
+            serde_json::to_string(&self.files)?,
+            tensors.join(",\n"),
+        );
+        Ok(format!("{CHECKSUM_LINE}{:08x}\",\n{body}", crc32c::crc32c(body.as_bytes())).into_bytes())
+    }
+
+    /// Checks everything that can be checked without files.
+    pub(super) fn validate(&self) -> std::result::Result<(), String> {
+        for file in self.files.keys() {
+            let mut parts = Path::new(file).components();
+            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(name)), None) if name == file.as_str()) {
+                return Err(format!("names {file:?}, which is not a file in the checkpoint's own folder"));
+            }
+        }
+        let mut seen = BTreeSet::new();
+        for tensor in &self.tensors {
+            let of = |message: String| format!("{} ({}): {message}", tensor.name, tensor.kind);
+            if !seen.insert((&tensor.name, tensor.kind)) {
+                return Err(of("is listed twice".into()));
+            }
+            tensor.validate(&self.files).map_err(of)?;
+        }
+        Ok(())
+    }
+
+    /// The entries by name and kind.
+    pub(super) fn index(&self) -> HashMap<(&str, StateKind), &TensorEntry> {
+        self.tensors.iter().map(|tensor| ((tensor.name.as_str(), tensor.kind), tensor)).collect()
+    }
+
+    /// Checks that the checkpoint holds exactly the tensors `expected` (name, kind, unpadded shape) of the kinds that
+    /// occur in it; kinds that nobody asks for are ignored.
+    ///
+    /// # Errors
+    /// One that spells out the first differences.
+    pub fn check_matches<'a>(
+        &self,
+        expected: impl IntoIterator<Item = (&'a str, StateKind, &'a [usize])>,
+    ) -> Result<()> {
+        let mut held = self.index();
+        let mut kinds = BTreeSet::new();
+        let mut differences = Vec::new();
+        for (name, kind, shape) in expected {
+            kinds.insert(kind);
+            differences.extend(difference(held.remove(&(name, kind)), name, kind, shape));
+        }
+        let mut surplus: Vec<_> = held.into_keys().filter(|(_, kind)| kinds.contains(kind)).collect();
+        surplus.sort_unstable();
+        differences.extend(surplus.iter().map(|(name, kind)| format!("it has {name} ({kind}), the model has not")));
+        self.refuse_differences(&differences)
+    }
+
+    /// An error that spells out the first of `differences`, if there are any.
+    pub(super) fn refuse_differences(&self, differences: &[String]) -> Result<()> {
+        if differences.is_empty() {
+            return Ok(());
+        }
+        let shown = &differences[..differences.len().min(SHOWN_DIFFERENCES)];
+        let more = match differences.len() - shown.len() {
+            0 => String::new(),
+            more => format!("; and {more} more differences"),
+        };
+        let message = format!("does not fit the model: {}{more}; is it of another architecture?", shown.join("; "));
+        Err(Error::checkpoint(&self.folder, message))
+    }
+}
+
+/// How an entry differs from what is wanted.
+pub(super) fn difference(entry: Option<&TensorEntry>, name: &str, kind: StateKind, shape: &[usize]) -> Option<String> {
+    match entry {
+        None => Some(format!("it lacks {name} ({kind})")),
+        Some(entry) if entry.shape != shape => {
+            Some(format!("{name} ({kind}) has shape {:?} in it and {shape:?} in the model", entry.shape))
+        }
+        Some(_) => None,
+    }
+}
+
+impl TensorEntry {
+    fn validate(&self, files: &BTreeMap<String, u64>) -> std::result::Result<(), String> {
+        let numel = volume(&self.shape).filter(|numel| numel.checked_mul(self.dtype.size()).is_some());
+        let numel = numel.ok_or_else(|| format!("no machine holds a tensor of shape {:?}", self.shape))?;
+        let mut boxes = Vec::new();
+        let mut owners = Vec::new(); // the chunk of each box
+        for (i, chunk) in self.chunks.iter().enumerate() {
+            if let Some(why) = misfit(&self.shape, &chunk.offset, &chunk.shape, &chunk.flat) {
+                return Err(why);
+            }
+            let end = chunk.start.checked_add(chunk.flat.len()).and_then(|end| end.checked_mul(self.dtype.size()));
+            let size = files.get(&chunk.file).ok_or_else(|| format!("is in {:?}, which is not listed", chunk.file))?;
+            if end.is_none_or(|end| end as u64 > *size) {
+                return Err(format!("a chunk of {} elements reaches past the end of {}", chunk.flat.len(), chunk.file));
+            }
+            boxes.extend(chunk.blocks());
+            owners.resize(boxes.len(), i);
+        }
+        check_cover(numel, &boxes, |i| {
+            let chunk = &self.chunks[owners[i]];
+            format!("{:?} of {}", chunk.key, chunk.file)
+        })
+    }
+}
+
+/// Checks the first line against the rest.
+fn check_checksum(bytes: &[u8]) -> std::result::Result<(), String> {
+    let line = bytes.iter().position(|&b| b == b'\n').ok_or("is not a manifest: it has no second line")?;
+    let (line, body) = (&bytes[..line], &bytes[line + 1..]);
+    let recorded = std::str::from_utf8(line)
+        .ok()
+        .and_then(|line| line.strip_prefix(CHECKSUM_LINE)?.strip_suffix("\","))
+        .and_then(|digits| u32::from_str_radix(digits, 16).ok())
+        .ok_or("is not a manifest: its first line holds no checksum")?;
+    let actual = crc32c::crc32c(body);
+    if actual != recorded {
+        return Err(format!(
+            "is damaged: its contents have checksum {actual:08x}, not {recorded:08x}; use another checkpoint"
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,219 @@
+//! Saving: every rank writes what it owns; rank 0 checks that it makes a whole and lets it appear.
+//!
+//! A failure on any rank is a failure on all of them, and leaves everything as it was.
+
+use std::cmp::Reverse;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::folder::Names;
+use super::manifest::{Chunk, FORMAT_VERSION, MANIFEST, Manifest, TensorEntry};
+use super::shard_file::{self, Item, write_synced};
+use super::values::check_shard;
+use crate::comm::Group;
+use crate::params::{Piece, ShardRef};
+use crate::{Error, Result};
+
+/// Elements of a chunk at most; a reader holds one chunk in memory.
+const CHUNK_ELEMENTS: usize = 1 << 24;
+
+/// Saves a checkpoint as `dir/iter_…` and points `dir` at it. Collective over `world`.
+///
+/// `shards` is what this rank owns: over all ranks every element of every logical tensor is in exactly one shard.
+/// `state` is the trainer's (rank 0's counts); it comes back as `Manifest::state`. `dir` is one folder for all ranks.
+///
+/// A checkpoint of the same iteration is replaced: it is set aside under a hidden name, from which [`super::latest`]
+/// still finds it should the run be killed between two renames, and removed when the new one is in place. Temporary
+/// folders of killed runs are removed.
+///
+/// # Errors
+/// The same verdict on every rank: the failing rank returns its own reason, the others which rank failed and why. What
+/// was in `dir` before is untouched, and nothing is added.
+pub fn save(dir: &Path, iteration: u64, shards: &[ShardRef], state: &serde_json::Value, world: &Group) -> Result<()> {
+    let names = Names::new(dir, iteration);
+    let Err(failure) = attempt(&names, iteration, shards, state, world) else { return Ok(()) };
+    if world.rank() == 0 {
+        names.discard();
+    }
+    match failure {
+        Failure::Agreed(error) => {
+            // When a rank returns, the temporary folder is gone. The first error is the one worth telling.
+            let _ = world.barrier();
+            Err(error)
+        }
+        Failure::Lost(error) => Err(error),
+    }
+}
+
+/// Why a save came to nothing.
+enum Failure {
+    /// Every rank knows.
+    Agreed(Error),
+    /// The ranks could not agree: one is lost.
+    Lost(Error),
+}
+
+fn attempt(
+    names: &Names,
+    iteration: u64,
+    shards: &[ShardRef],
+    state: &serde_json::Value,
+    world: &Group,
+) -> std::result::Result<(), Failure> {
+    let root = world.rank() == 0;
+    let ready = plan(shards).and_then(|plan| if root { names.prepare().map(|()| plan) } else { Ok(plan) });
+    let (plan, _) = agree(world, &names.target, ready.map(|plan| (plan, Vec::new())))?;
+
+    let written = write(plan, &names.temp, world.rank())
+        .and_then(|written| serde_json::to_vec(&written).map_err(|e| Error::checkpoint(&names.target, e.to_string())));
+    let ((), written) = agree(world, &names.target, written.map(|json| ((), json)))?;
+
+    let committed = if root { commit(names, iteration, state, &written) } else { Ok(()) };
+    agree(world, &names.target, committed.map(|()| ((), Vec::new())))?;
+    Ok(())
+}
+
+/// Ends a phase: everyone learns whether all ranks succeeded, and their messages.
+fn agree<T>(
+    world: &Group,
+    target: &Path,
+    result: Result<(T, Vec<u8>)>,
+) -> std::result::Result<(T, Vec<Vec<u8>>), Failure> {
+    const SUCCESS: u8 = 0;
+    const FAILURE: u8 = 1;
+    let message = match &result {
+        Ok((_, message)) => [&[SUCCESS], message.as_slice()].concat(),
+        Err(error) => [&[FAILURE], error.to_string().as_bytes()].concat(),
+    };
+    let all = world.all_gather_bytes(&message).map_err(Failure::Lost)?;
+    let (value, _) = result.map_err(Failure::Agreed)?;
+    let mut messages = Vec::with_capacity(all.len());
+    for (rank, message) in all.into_iter().enumerate() {
+        match message.split_first() {
+            Some((&SUCCESS, message)) => messages.push(message.to_vec()),
+            Some((_, why)) => {
+                let rank = world.ranks().get(rank).copied().unwrap_or(rank);
+                let why = String::from_utf8_lossy(why);
+                let message = format!("was not saved because of rank {rank}: {why}; earlier checkpoints are intact");
+                return Err(Failure::Agreed(Error::checkpoint(target, message)));
+            }
+            None => return Err(Failure::Lost(Error::comm(format!("rank {rank} sent an empty message")))),
+        }
+    }
+    Ok((value, messages))
+}
+
+/// What a rank writes.
+struct Plan<'a> {
+    /// One stored tensor per piece, large elements first so that all are aligned.
+    items: Vec<Item<'a>>,
+    /// The shard and the piece of each item.
+    sources: Vec<(usize, &'a Piece)>,
+    /// An entry per shard, without chunks.
+    tensors: Vec<TensorEntry>,
+}
+
+fn plan(shards: &[ShardRef]) -> Result<Plan<'_>> {
+    let mut tensors = Vec::with_capacity(shards.len());
+    for ShardRef { name, kind, global_shape, .. } in shards {
+        let (name, kind, shape) = (name.clone(), *kind, global_shape.clone());
+        tensors.push(TensorEntry {
+            name,
+            kind,
+            shape,
+            dtype: check_shard(&shards[tensors.len()])?,
+            chunks: Vec::new(),
+        });
+    }
+    let mut sources: Vec<(usize, &Piece)> = Vec::new();
+    for (i, shard) in shards.iter().enumerate() {
+        sources.extend(shard.pieces.iter().filter(|piece| !piece.flat.is_empty()).map(|piece| (i, piece)));
+    }
+    sources.sort_by_key(|&(shard, _)| Reverse(tensors[shard].dtype.size()));
+    let mut counts = HashMap::new();
+    let mut items = Vec::with_capacity(sources.len());
+    for &(i, piece) in &sources {
+        let shard = &shards[i];
+        let count = counts.entry((shard.kind, &shard.name)).or_insert(0);
+        let whole = piece.flat.len() == piece.shape.iter().product::<usize>();
+        items.push(Item {
+            key: format!("{}/{}/{count}", shard.kind, shard.name),
+            dtype: tensors[i].dtype,
+            shape: if whole { piece.shape.clone() } else { vec![piece.flat.len()] },
+            data: &shard.data,
+            range: piece.local_range(),
+            elements_per_checksum: CHUNK_ELEMENTS,
+        });
+        *count += 1;
+    }
+    Ok(Plan { items, sources, tensors })
+}
+
+/// What a rank has written.
+#[derive(Serialize, Deserialize)]
+struct Written {
+    file: String,
+    bytes: u64,
+    tensors: Vec<TensorEntry>,
+}
+
+fn write(mut plan: Plan, folder: &Path, rank: usize) -> Result<Written> {
+    let file = format!("rank_{rank:05}.safetensors");
+    let (bytes, checksums) = shard_file::write(&folder.join(&file), &plan.items)?;
+    for ((item, &(shard, piece)), sums) in plan.items.iter().zip(&plan.sources).zip(checksums) {
+        let chunks = sums.into_iter().enumerate().map(|(i, crc32c)| {
+            let start = i * CHUNK_ELEMENTS;
+            let end = piece.flat.len().min(start + CHUNK_ELEMENTS);
+            Chunk {
+                file: file.clone(),
+                key: item.key.clone(),
+                start,
+                offset: piece.offset.clone(),
+                shape: piece.shape.clone(),
+                flat: piece.flat.start + start..piece.flat.start + end,
+                crc32c,
+            }
+        });
+        plan.tensors[shard].chunks.extend(chunks);
+    }
+    Ok(Written { file, bytes, tensors: plan.tensors })
+}
+
+/// Puts together what the ranks have written, and moves it into place.
+fn commit(names: &Names, iteration: u64, state: &serde_json::Value, written: &[Vec<u8>]) -> Result<()> {
+    let refuse = |message: String| Error::checkpoint(&names.target, message);
+    let mut files = BTreeMap::new();
+    let mut tensors: BTreeMap<_, (usize, TensorEntry)> = BTreeMap::new(); // with the first rank that has a share of it
+    for (rank, json) in written.iter().enumerate() {
+        let written: Written =
+            serde_json::from_slice(json).map_err(|e| refuse(format!("rank {rank} sent no list of tensors: {e}")))?;
+        files.insert(written.file, written.bytes);
+        for tensor in written.tensors {
+            match tensors.entry((tensor.name.clone(), tensor.kind)) {
+                Entry::Vacant(entry) => {
+                    entry.insert((rank, tensor));
+                }
+                Entry::Occupied(mut entry) => {
+                    let (first, known) = entry.get_mut();
+                    if (&known.shape, known.dtype) != (&tensor.shape, tensor.dtype) {
+                        return Err(refuse(format!(
+                            "{} ({}) is {} {:?} to rank {first} and {} {:?} to rank {rank}",
+                            known.name, known.kind, known.dtype, known.shape, tensor.dtype, tensor.shape
+                        )));
+                    }
+                    known.chunks.extend(tensor.chunks);
+                }
+            }
+        }
+    }
+    let tensors = tensors.into_values().map(|(_, tensor)| tensor).collect();
+    let folder = names.target.clone();
+    let manifest = Manifest { format_version: FORMAT_VERSION, iteration, state: state.clone(), files, tensors, folder };
+    manifest.validate().map_err(|why| refuse(format!("the ranks' shards do not make a whole: {why}")))?;
+    let bytes = manifest.to_bytes().map_err(|e| refuse(e.to_string()))?;
+    write_synced(&names.temp.join(MANIFEST), &bytes)?;
+    names.commit()
+}

@@ -1,0 +1,171 @@
+//! One rank's safetensors file: streamed out tensor by tensor, read back by the part.
+//!
+//! The layout is safetensors' (<https://github.com/huggingface/safetensors#format>): u64 length of a JSON header, the
+//! header, then the tensors' bytes without gaps. The crate's own functions want a file's tensors in memory at once.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{BufWriter, Read, Write};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use candle_core::Tensor;
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use super::values::{Float, read_bytes};
+use crate::{Error, Result};
+
+/// Bytes before the header.
+const LENGTH_BYTES: u64 = 8;
+/// The longest header that safetensors' readers accept.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+const BUFFER_BYTES: usize = 1 << 20;
+
+/// A tensor to write: the elements `range` of `data`.
+pub(super) struct Item<'a> {
+    pub key: String,
+    pub dtype: Float,
+    /// The shape under which the elements are stored.
+    pub shape: Vec<usize>,
+    pub data: &'a Tensor,
+    pub range: Range<usize>,
+    /// Elements under one checksum; the last group may be smaller.
+    pub elements_per_checksum: usize,
+}
+
+/// Writes a file of `items` in their order and syncs it; returns its size in bytes, and for each item the CRC-32C of
+/// each group of `elements_per_checksum`.
+///
+/// # Errors
+/// If the system refuses (a full disk, permissions), or the file exists.
+pub(super) fn write(path: &Path, items: &[Item]) -> Result<(u64, Vec<Vec<u32>>)> {
+    let header = header(items).map_err(|message| Error::checkpoint(path, message))?;
+    let failed = |source| Error::io("write", path, source);
+    let file = File::options().write(true).create_new(true).open(path).map_err(|e| Error::io("create", path, e))?;
+    let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
+    out.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
+    out.write_all(&header).map_err(failed)?;
+    let mut size = LENGTH_BYTES + header.len() as u64;
+    let mut checksums = Vec::with_capacity(items.len());
+    for item in items {
+        let mut sums = Vec::new();
+        for start in item.range.clone().step_by(item.elements_per_checksum) {
+            let end = item.range.end.min(start + item.elements_per_checksum);
+            let mut sum = 0;
+            read_bytes(item.data, start..end, |bytes| {
+                sum = crc32c::crc32c_append(sum, bytes);
+                size += bytes.len() as u64;
+                out.write_all(bytes).map_err(failed)
+            })?;
+            sums.push(sum);
+        }
+        checksums.push(sums);
+    }
+    let file = out.into_inner().map_err(|error| failed(error.into_error()))?;
+    file.sync_all().map_err(|e| Error::io("sync", path, e))?;
+    Ok((size, checksums))
+}
+
+/// The JSON header, padded with spaces so that the data is aligned for items in order of descending element size.
+fn header(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
+    let mut tensors = Vec::with_capacity(items.len());
+    let mut at = 0;
+    for item in items {
+        let end = at + item.range.len() * item.dtype.size();
+        let info = TensorInfo { dtype: item.dtype.safetensors(), shape: item.shape.clone(), data_offsets: (at, end) };
+        tensors.push((item.key.clone(), info));
+        at = end;
+    }
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let metadata = Metadata::new(Some(metadata), tensors).map_err(|e| e.to_string())?;
+    let mut header = serde_json::to_vec(&metadata).map_err(|e| e.to_string())?;
+    header.resize(header.len().next_multiple_of(LENGTH_BYTES as usize), b' ');
+    Ok(header)
+}
+
+/// A file opened for reading. Its header is checked against its size.
+pub(super) struct ShardFile {
+    path: PathBuf,
+    file: File,
+    metadata: Metadata,
+    /// Where the tensors' bytes begin.
+    data: u64,
+}
+
+impl ShardFile {
+    /// Opens a file and reads its header.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is not a whole safetensors file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let mut file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let size = file.metadata().map_err(|e| Error::io("inspect", path, e))?.len();
+        let damaged = |what: String| Error::checkpoint(path, format!("not a whole safetensors file: {what}"));
+        let mut length = [0; LENGTH_BYTES as usize];
+        if size < LENGTH_BYTES {
+            return Err(damaged(format!("it has only {size} bytes")));
+        }
+        let read = |e| Error::io("read", path, e);
+        file.read_exact(&mut length).map_err(read)?;
+        let length = u64::from_le_bytes(length);
+        if length > MAX_HEADER_BYTES || length > size - LENGTH_BYTES {
+            return Err(damaged(format!("its header claims {length} bytes of the file's {size}")));
+        }
+        let mut header = vec![0; length as usize];
+        file.read_exact(&mut header).map_err(read)?;
+        let metadata: Metadata = serde_json::from_slice(&header).map_err(|e| damaged(format!("its header: {e}")))?;
+        let data = LENGTH_BYTES + length;
+        if metadata.data_len() as u64 != size - data {
+            let expected = metadata.data_len() as u64 + data;
+            return Err(damaged(format!("it has {size} bytes, its header describes {expected}")));
+        }
+        Ok(Self { path: path.to_path_buf(), file, metadata, data })
+    }
+
+    /// The path it was opened under.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The bytes of `elements` of the tensor `key`.
+    ///
+    /// # Errors
+    /// If there is no such tensor of this dtype, it has fewer elements, or reading fails.
+    pub fn read(&self, key: &str, dtype: Float, elements: Range<usize>) -> Result<Vec<u8>> {
+        let refuse = |message: String| Error::checkpoint(&self.path, message);
+        let info = self.metadata.info(key).ok_or_else(|| refuse(format!("has no tensor {key:?}")))?;
+        if info.dtype != dtype.safetensors() {
+            return Err(refuse(format!("tensor {key:?} is {:?}, the manifest says {dtype}", info.dtype)));
+        }
+        let (begin, end) = info.data_offsets;
+        let held = (end - begin) / dtype.size();
+        if elements.start > elements.end || elements.end > held {
+            let Range { start, end } = elements;
+            return Err(refuse(format!("tensor {key:?} has {held} elements, the manifest wants {start}..{end}")));
+        }
+        let mut bytes = vec![0; elements.len() * dtype.size()];
+        let at = self.data + (begin + elements.start * dtype.size()) as u64;
+        self.file.read_exact_at(&mut bytes, at).map_err(|e| Error::io("read", &self.path, e))?;
+        Ok(bytes)
+    }
+}
+
+/// Syncs a folder, so that the names in it survive a loss of power.
+///
+/// # Errors
+/// If the system refuses.
+pub(super) fn sync_folder(path: &Path) -> Result<()> {
+    let folder = File::open(path).map_err(|e| Error::io("open", path, e))?;
+    folder.sync_all().map_err(|e| Error::io("sync", path, e))
+}
+
+/// Writes a small file whole and syncs it.
+///
+/// # Errors
+/// If the system refuses.
+pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
+    fs::write(path, bytes).map_err(|e| Error::io("write", path, e))?;
+    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+    file.sync_all().map_err(|e| Error::io("sync", path, e))
+}
