@@ -1,0 +1,66 @@
+//! `[data]`, `[checkpoint]`, `[logging]`: what is read and written.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use megatron::config::DataloaderType;
+
+use super::choice;
+
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Data: text and tokens, [data]")]
+pub struct DataFlags {
+    /// Text files, folders of text, or prefixes of indexed datasets (PREFIX.bin, PREFIX.idx)
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    pub data_path: Vec<String>,
+    /// Weights of the training, validation and test data
+    #[arg(long, value_name = "T,V,T", default_value = "969,30,1")]
+    pub split: String,
+    /// `byte`, a tokenizer.json, or `train:VOCAB` to train a BPE of that size on the data (cached)
+    #[arg(long, value_name = "TOKENIZER")]
+    pub tokenizer: Option<String>,
+    /// Order in which samples are read
+    #[arg(long, value_name = "TYPE", default_value = "shuffled",
+          value_parser = choice::<DataloaderType>(&["sequential", "shuffled"]))]
+    pub dataloader_type: DataloaderType,
+    /// Where trained tokenizers and tokenized text are kept [default: ~/.cache/megatron, or as XDG_CACHE_HOME says]
+    #[arg(long, value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
+}
+
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Checkpoints, [checkpoint]")]
+pub struct CheckpointFlags {
+    /// Folder to write checkpoints to
+    #[arg(long, value_name = "DIR")]
+    pub save: Option<PathBuf>,
+    /// Steps between checkpoints [default: only at the end]
+    #[arg(long, value_name = "N")]
+    pub save_interval: Option<u64>,
+    /// Folder to resume from; the run starts fresh if it holds no checkpoint
+    #[arg(long, value_name = "DIR")]
+    pub load: Option<PathBuf>,
+}
+
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Reports and evaluation, [logging]")]
+pub struct LoggingFlags {
+    /// Steps between log lines
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub log_interval: u64,
+    /// Steps between evaluations on the validation data [default: only at the end]
+    #[arg(long, value_name = "N")]
+    pub eval_interval: Option<u64>,
+    /// Global batches per evaluation; 0 turns evaluation off
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub eval_iters: u64,
+    /// File that receives one JSON object a step
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+    /// Text to continue when training ends
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// Tokens of the continuation
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub prompt_tokens: usize,
+}

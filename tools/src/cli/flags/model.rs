@@ -1,0 +1,76 @@
+//! `[model]`: the architecture.
+
+use clap::{ArgAction, Args};
+use megatron::config::{Normalization, PositionEmbedding};
+
+use super::choice;
+
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Model: the architecture, [model]")]
+pub struct ModelFlags {
+    /// Transformer layers
+    #[arg(long, value_name = "N")]
+    pub num_layers: Option<usize>,
+    /// Width of the residual stream
+    #[arg(long, value_name = "N")]
+    pub hidden_size: Option<usize>,
+    /// Width of the MLP's inner layer [default: 4·hidden, with SwiGLU 8/3·hidden rounded down to a multiple of 64]
+    #[arg(long, value_name = "N")]
+    pub ffn_hidden_size: Option<usize>,
+    /// Query heads
+    #[arg(long, value_name = "N")]
+    pub num_attention_heads: Option<usize>,
+    /// Key/value heads, each shared by a group of query heads [default: the number of query heads]
+    #[arg(long, value_name = "N")]
+    pub num_query_groups: Option<usize>,
+    /// Width of one head [default: hidden size / query heads]
+    #[arg(long, value_name = "N")]
+    pub kv_channels: Option<usize>,
+    /// Tokens per training sample
+    #[arg(long, value_name = "N")]
+    pub seq_length: Option<usize>,
+    /// The longest sequence the model accepts; rows of a learned position embedding [default: the sequence length]
+    #[arg(long, value_name = "N")]
+    pub max_position_embeddings: Option<usize>,
+    /// How positions enter the model
+    #[arg(long, value_name = "TYPE", default_value = "learned_absolute",
+          value_parser = choice::<PositionEmbedding>(&["learned_absolute", "rope", "none"]))]
+    pub position_embedding_type: PositionEmbedding,
+    /// Base of the rotary frequencies
+    #[arg(long, value_name = "X", default_value_t = 10000.0)]
+    pub rotary_base: f64,
+    /// Normalization before attention, before the MLP, and after the last layer
+    #[arg(long, value_name = "TYPE", default_value = "LayerNorm",
+          value_parser = choice::<Normalization>(&["LayerNorm", "RMSNorm"]))]
+    pub normalization: Normalization,
+    /// Added to the variance before the square root
+    #[arg(long, value_name = "X", default_value_t = 1e-5)]
+    pub norm_epsilon: f64,
+    /// SwiGLU in the MLP instead of GELU
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub swiglu: bool,
+    /// No biases in the linear layers
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub disable_bias_linear: bool,
+    /// A bias in the QKV projection even where --disable-bias-linear removes the others
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub add_qkv_bias: bool,
+    /// An output matrix of its own rather than the token embedding
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub untie_embeddings_and_output_weights: bool,
+    /// Tokens in the vocabulary, if the data come without a tokenizer [default: the tokenizer's]
+    #[arg(long, value_name = "N")]
+    pub vocab_size: Option<usize>,
+    /// The vocabulary is padded to a multiple of this times the tensor parallel size; padding changes no result
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub make_vocab_size_divisible_by: usize,
+    /// Probability of dropping an attention weight
+    #[arg(long, value_name = "P", default_value_t = 0.1)]
+    pub attention_dropout: f64,
+    /// Probability of dropping an element of an embedding, attention or MLP output
+    #[arg(long, value_name = "P", default_value_t = 0.1)]
+    pub hidden_dropout: f64,
+    /// Standard deviation of the initial weights; output projections use this / √(2·layers)
+    #[arg(long, value_name = "X", default_value_t = 0.02)]
+    pub init_method_std: f64,
+}

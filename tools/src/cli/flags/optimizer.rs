@@ -1,0 +1,67 @@
+//! `[optimizer]`: the update rule and the learning-rate schedule.
+
+use clap::Args;
+use megatron::config::{DecayStyle, OptimizerKind, WsdDecayStyle};
+
+use super::choice;
+
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Optimizer and learning rate, [optimizer]")]
+pub struct OptimizerFlags {
+    /// Update rule: AdamW, or SGD with momentum
+    #[arg(long, value_name = "KIND", default_value = "adam", value_parser = choice::<OptimizerKind>(&["adam", "sgd"]))]
+    pub optimizer: OptimizerKind,
+    /// Peak learning rate
+    #[arg(long, value_name = "X")]
+    pub lr: Option<f64>,
+    /// Learning rate at the end of the decay
+    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    pub min_lr: f64,
+    /// How the learning rate falls after warm-up
+    #[arg(long, value_name = "STYLE", default_value = "linear",
+          value_parser = choice::<DecayStyle>(&["constant", "linear", "cosine", "inverse-square-root", "WSD"]))]
+    pub lr_decay_style: DecayStyle,
+    /// Steps until the decay ends, warm-up included [default: the whole run]
+    #[arg(long, value_name = "N")]
+    pub lr_decay_iters: Option<u64>,
+    /// The same in samples
+    #[arg(long, value_name = "N")]
+    pub lr_decay_samples: Option<u64>,
+    /// Steps over which the learning rate rises from 0 [default: 0]
+    #[arg(long, value_name = "N")]
+    pub lr_warmup_iters: Option<u64>,
+    /// The same in samples
+    #[arg(long, value_name = "N")]
+    pub lr_warmup_samples: Option<u64>,
+    /// The same as a fraction of the decay's length
+    #[arg(long, value_name = "X")]
+    pub lr_warmup_fraction: Option<f64>,
+    /// Steps of the final annealing of a WSD schedule
+    #[arg(long, value_name = "N")]
+    pub lr_wsd_decay_iters: Option<u64>,
+    /// The same in samples
+    #[arg(long, value_name = "N")]
+    pub lr_wsd_decay_samples: Option<u64>,
+    /// Shape of the final annealing of a WSD schedule
+    #[arg(long, value_name = "STYLE", default_value = "exponential",
+          value_parser = choice::<WsdDecayStyle>(&["exponential", "linear", "cosine", "minus_sqrt"]))]
+    pub lr_wsd_decay_style: WsdDecayStyle,
+    /// Decoupled weight decay of parameters of two or more dimensions
+    #[arg(long, value_name = "X", default_value_t = 0.01)]
+    pub weight_decay: f64,
+    /// Decay of the first moment
+    #[arg(long, value_name = "X", default_value_t = 0.9)]
+    pub adam_beta1: f64,
+    /// Decay of the second moment
+    #[arg(long, value_name = "X", default_value_t = 0.999)]
+    pub adam_beta2: f64,
+    /// Added to the root of the second moment
+    #[arg(long, value_name = "X", default_value_t = 1e-8)]
+    pub adam_eps: f64,
+    /// Momentum of SGD
+    #[arg(long, value_name = "X", default_value_t = 0.9)]
+    pub sgd_momentum: f64,
+    /// Largest gradient norm; larger gradients are scaled down to it, 0 turns this off
+    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    pub clip_grad: f64,
+}

@@ -1,0 +1,85 @@
+//! `[parallel]`: how the model and the batch are cut over ranks, and how ranks meet.
+
+use std::str::FromStr;
+
+use clap::{ArgAction, Args, ValueEnum};
+use megatron::config::{PartitionMethod, ScheduleKind};
+
+use super::choice;
+
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Parallelism: how the run is cut over ranks, [parallel]")]
+pub struct ParallelFlags {
+    /// tp: ranks that share each layer
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub tensor_model_parallel_size: usize,
+    /// pp: stages of the pipeline
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub pipeline_model_parallel_size: usize,
+    /// cp: ranks that share each sequence; only 1 in this version
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub context_parallel_size: usize,
+    /// dp: replicas [default: WORLD_SIZE / (tp·cp·pp) under a launcher, else 1]
+    #[arg(long, value_name = "N")]
+    pub data_parallel_size: Option<usize>,
+    /// Layers of one virtual stage; selects the interleaved schedule
+    #[arg(long, value_name = "N")]
+    pub num_layers_per_virtual_pipeline_stage: Option<usize>,
+    /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual stages]
+    #[arg(long, value_name = "KIND", value_parser = choice::<ScheduleKind>(&["gpipe", "1f1b", "interleaved"]))]
+    pub pipeline_schedule: Option<ScheduleKind>,
+    /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`), or named, e.g. `3,4,4,3`
+    #[arg(long, value_name = "uniform|parameters|N,N,…", default_value = "uniform")]
+    pub pipeline_partition: Partition,
+    /// Cut activations between tensor-parallel regions along the sequence; nothing where tp is 1
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub sequence_parallel: bool,
+    /// ZeRO-1: cut optimizer state over the replicas
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub use_distributed_optimizer: bool,
+    /// Reduce gradient buckets while backward still runs
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub overlap_grad_reduce: bool,
+    /// Elements of a gradient bucket, at least [default: the larger of 40,000,000 and 1,000,000·dp]
+    #[arg(long, value_name = "N")]
+    pub bucket_size: Option<usize>,
+    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine
+    #[arg(long, value_name = "BACKEND", value_enum, default_value_t = Backend::Auto)]
+    pub distributed_backend: Backend,
+    /// A rank that waits longer than this for its peers ends the run
+    #[arg(long, value_name = "MINUTES", default_value_t = 10.0)]
+    pub distributed_timeout_minutes: f64,
+    /// Where ranks meet: tcp://HOST:PORT or file:///DIR [default: MASTER_ADDR and MASTER_PORT]
+    #[arg(long, value_name = "URL")]
+    pub rdzv: Option<String>,
+}
+
+/// How ranks exchange data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    Auto,
+    Local,
+    Tcp,
+}
+
+/// A [`PartitionMethod`] as it is written on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Partition(pub PartitionMethod);
+
+impl FromStr for Partition {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let method = match text {
+            "uniform" => PartitionMethod::Uniform,
+            "parameters" => PartitionMethod::Parameters,
+            list => {
+                let sizes: Result<Vec<usize>, _> = list.split(',').map(|n| n.trim().parse()).collect();
+                PartitionMethod::Explicit(
+                    sizes.map_err(|_| "expected uniform, parameters, or layers per stage such as 3,4,4,3")?,
+                )
+            }
+        };
+        Ok(Self(method))
+    }
+}

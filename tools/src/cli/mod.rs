@@ -1,0 +1,243 @@
+//! The command line: commands, and how `pretrain`'s settings are gathered from flags and a run file.
+
+pub mod flags;
+mod nearest;
+mod resolve;
+mod run_file;
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+
+pub use resolve::{Distributed, Resolved, resolve};
+
+use crate::error::{Error, Result};
+use flags::Flags;
+
+/// Pretrains GPT-like models under data × tensor × pipeline parallelism.
+#[derive(Debug, Parser)]
+#[command(name = "megatron", version, arg_required_else_help = true, disable_help_subcommand = true)]
+#[command(after_help = "`megatron COMMAND --help` explains a command.")]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    Pretrain(Box<PretrainArgs>),
+    Launch(LaunchArgs),
+}
+
+/// Pretrain a model on text
+///
+/// Starts the tp·cp·pp·dp ranks of the run on this machine and supervises them. Under a launcher that sets RANK, WORLD_SIZE,
+/// LOCAL_RANK, MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`) it joins as that rank.
+///
+/// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in the sections named in
+/// brackets, and from flags, which override the file. Switches are turned off by `--flag=false`.
+///
+/// Ctrl-C or SIGTERM saves a checkpoint (if --save is set) and stops; a second Ctrl-C stops at once.
+#[derive(Args, Clone, Debug)]
+#[command(allow_negative_numbers = true)]
+#[command(after_help = "Examples:
+  megatron pretrain examples/quickstart.toml
+  megatron pretrain run.toml --lr 3e-4 --tensor-model-parallel-size 2
+  megatron launch --nproc-per-node 4 -- megatron pretrain run.toml")]
+pub struct PretrainArgs {
+    /// The run file
+    #[arg(value_name = "RUN.toml")]
+    pub run_file: Option<PathBuf>,
+    /// The run file, as a flag
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    #[command(flatten)]
+    pub flags: Flags,
+}
+
+/// Start any command once per rank, as torchrun does
+///
+/// Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, prefixes every line of output with
+/// the rank, forwards SIGINT and SIGTERM, and stops all ranks of this machine when one fails. Its exit code is that of the first rank
+/// that failed, or 128 + the signal that killed it.
+#[derive(Args, Clone, Debug)]
+pub struct LaunchArgs {
+    /// Ranks on this machine
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub nproc_per_node: u32,
+    /// Machines
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub nnodes: u32,
+    /// Which of the machines this is, from 0
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub node_rank: u32,
+    /// Where rank 0 runs, as the other machines reach it
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    pub master_addr: String,
+    /// Port where ranks meet [default: a free one on one machine, 29500 on several]
+    #[arg(long, value_name = "PORT")]
+    pub master_port: Option<u16>,
+    /// The command, after `--`
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub command: Vec<OsString>,
+}
+
+/// What was asked for.
+#[derive(Debug)]
+pub enum Request {
+    Pretrain(Gathered),
+    Launch(LaunchArgs),
+}
+
+/// The settings of `pretrain`, merged, with the origin of each that is not a default.
+#[derive(Clone, Debug)]
+pub struct Gathered {
+    pub flags: Flags,
+    /// By key: `--num-layers` or `run.toml:7`.
+    pub origins: BTreeMap<String, String>,
+}
+
+/// Why there is nothing to run.
+#[derive(Debug)]
+pub enum Stop {
+    /// clap has something to print: help, the version, or a usage error.
+    Clap(clap::Error),
+    Error(Error),
+}
+
+impl From<clap::Error> for Stop {
+    fn from(error: clap::Error) -> Self {
+        Self::Clap(error)
+    }
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Error(error)
+    }
+}
+
+fn command() -> clap::Command {
+    Cli::command().mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
+}
+
+/// Reads the command line `words` (the program's name first) and the run file it names.
+///
+/// # Errors
+/// [`Stop`] if there is something to print instead of something to do.
+pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
+    let matches = command().try_get_matches_from(words)?;
+    let (cli, typed) = (Cli::from_arg_matches(&matches)?, matches.subcommand_matches("pretrain"));
+    match (cli.command, typed) {
+        (Command::Launch(launch), _) => {
+            check_launch(&launch)?;
+            Ok(Request::Launch(launch))
+        }
+        (Command::Pretrain(args), Some(typed)) => gather(words, *args, typed).map(Request::Pretrain),
+        (Command::Pretrain(args), None) => {
+            Ok(Request::Pretrain(Gathered { flags: args.flags, origins: BTreeMap::new() }))
+        }
+    }
+}
+
+fn check_launch(launch: &LaunchArgs) -> Result<()> {
+    if launch.node_rank >= launch.nnodes {
+        return Err(Error::usage(format!(
+            "--node-rank {} must be below --nnodes {}; machines are counted from 0",
+            launch.node_rank, launch.nnodes
+        )));
+    }
+    Ok(())
+}
+
+/// Puts the run file's settings under those of the command line.
+fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::result::Result<Gathered, Stop> {
+    let by_flag = |key: &str| typed.value_source(key) == Some(ValueSource::CommandLine);
+    let mut origins: BTreeMap<String, String> = flags::sections()
+        .iter()
+        .flat_map(|(_, args)| args)
+        .filter(|arg| by_flag(arg.get_id().as_str()))
+        .map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default())))
+        .collect();
+    let path = match (args.run_file, args.config) {
+        (Some(run_file), Some(config)) => {
+            return Err(Error::usage(format!(
+                "two run files: {} and --config {}; name one",
+                run_file.display(),
+                config.display()
+            ))
+            .into());
+        }
+        (Some(path), None) | (None, Some(path)) => path,
+        (None, None) => return Ok(Gathered { flags: args.flags, origins }),
+    };
+    let settings = run_file::read(&path)?;
+    // The file's words go first, without those that a flag overrides, so that one parse sees every setting once.
+    let (program_and_command, rest) = words.split_at(2);
+    let mut merged = program_and_command.to_vec();
+    for setting in settings.iter().filter(|s| !by_flag(&s.key)) {
+        merged.extend(setting.words.iter().map(OsString::from));
+        origins.insert(setting.key.clone(), format!("{}:{}", path.display(), setting.line));
+    }
+    merged.extend_from_slice(rest);
+    let matches = command().try_get_matches_from(merged)?;
+    match Cli::from_arg_matches(&matches)?.command {
+        Command::Pretrain(args) => Ok(Gathered { flags: args.flags, origins }),
+        Command::Launch(_) => Err(Error::usage("the run file turned `pretrain` into another command").into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gathered(words: &[&str]) -> Gathered {
+        let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
+        match parse(&words).unwrap() {
+            Request::Pretrain(gathered) => gathered,
+            Request::Launch(_) => unreachable!(),
+        }
+    }
+
+    fn run_file(text: &str) -> (tempfile::TempDir, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.toml");
+        std::fs::write(&path, text).unwrap();
+        let path = path.display().to_string();
+        (folder, path)
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        command().debug_assert();
+    }
+
+    #[test]
+    fn flags_override_the_run_file_which_overrides_defaults() {
+        let (_folder, path) = run_file("[optimizer]\nlr = 0.5\nadam_beta1 = 0.7\n");
+        let gathered = gathered(&[&path, "--lr", "0.25"]);
+        let optimizer = &gathered.flags.optimizer;
+        assert_eq!((optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2), (Some(0.25), 0.7, 0.999));
+        assert_eq!(gathered.origins["lr"], "--lr");
+        assert_eq!(gathered.origins["adam_beta1"], format!("{path}:3"));
+        assert!(!gathered.origins.contains_key("adam_beta2"));
+    }
+
+    #[test]
+    fn a_switch_of_the_run_file_is_turned_off_by_a_flag() {
+        let (_folder, path) = run_file("[model]\nswiglu = true\n");
+        assert!(gathered(&[&path]).flags.model.swiglu);
+        assert!(!gathered(&[&path, "--swiglu=false"]).flags.model.swiglu);
+        assert!(gathered(&["--swiglu"]).flags.model.swiglu);
+    }
+
+    #[test]
+    fn lists_of_a_flag_replace_those_of_the_run_file() {
+        let (_folder, path) = run_file("[data]\ndata_path = [\"a\", \"b\"]\n");
+        assert_eq!(gathered(&["--config", &path]).flags.data.data_path, ["a", "b"]);
+        assert_eq!(gathered(&["--config", &path, "--data-path", "c", "d"]).flags.data.data_path, ["c", "d"]);
+    }
+}

@@ -1,0 +1,488 @@
+//! From what was typed to a whole [`RunConfig`]: Megatron-LM's defaults, derived values, and contradictions.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use megatron::config::{
+    CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recompute,
+    RecomputeMethod, RunConfig, ScheduleKind, Sources, TrainingConfig,
+};
+
+use super::Gathered;
+use super::flags::{Backend, Flags, Granularity, TrainingFlags};
+use crate::error::{Error, Result};
+use crate::launch::LauncherEnv;
+
+/// A run that was checked, except for what only its data can tell.
+#[derive(Clone, Debug)]
+pub struct Resolved {
+    /// `model.vocab_size` is 0 until the data are opened.
+    pub run: RunConfig,
+    /// `--vocab-size`.
+    pub vocab_size: Option<usize>,
+    pub distributed: Distributed,
+    /// Where every setting came from.
+    pub sources: Sources,
+}
+
+/// How ranks meet and talk.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Distributed {
+    pub backend: Backend,
+    pub timeout: Duration,
+    pub rendezvous: Option<String>,
+}
+
+/// Resolves and validates; `launcher` is the place in a world that a launcher gave this process.
+///
+/// # Errors
+/// If settings are missing, contradict each other, or break an equation of the layout.
+pub fn resolve(gathered: &Gathered, launcher: Option<&LauncherEnv>) -> Result<Resolved> {
+    let mut r = Resolver { flags: &gathered.flags, sources: Sources::default() };
+    r.record_origins(gathered);
+    r.refuse_contradictions()?;
+    let required = r.required()?;
+    let model = r.model(&required)?;
+    let parallel = r.parallel(launcher, model.num_layers)?;
+    let training = r.training(&required, &parallel)?;
+    let optimizer = r.optimizer(&required, &training)?;
+    let run = RunConfig {
+        model,
+        parallel,
+        data: r.data(),
+        training,
+        optimizer,
+        checkpoint: r.checkpoint(),
+        logging: r.logging(),
+    };
+    run.validate_with(&r.sources)?;
+    let distributed = r.distributed()?;
+    Ok(Resolved { run, vocab_size: r.flags.model.vocab_size, distributed, sources: r.sources })
+}
+
+/// Settings that have no default.
+struct Required {
+    num_layers: usize,
+    hidden_size: usize,
+    num_attention_heads: usize,
+    seq_length: usize,
+    micro_batch_size: usize,
+    lr: f64,
+}
+
+struct Resolver<'a> {
+    flags: &'a Flags,
+    sources: Sources,
+}
+
+impl Resolver<'_> {
+    fn record_origins(&mut self, gathered: &Gathered) {
+        for (_, args) in super::flags::sections() {
+            for arg in args {
+                self.sources.record(arg.get_id().as_str(), "default");
+            }
+        }
+        for (key, origin) in &gathered.origins {
+            self.sources.record(key, origin);
+        }
+    }
+
+    fn derived<T>(&mut self, key: &str, given: Option<T>, from: &str, value: impl FnOnce() -> T) -> T {
+        given.unwrap_or_else(|| {
+            self.sources.record(key, format!("default: {from}"));
+            value()
+        })
+    }
+
+    /// An error if more than one of the settings that say the same thing is given.
+    fn at_most_one(&self, settings: &[(&str, bool)]) -> Result<()> {
+        let given: Vec<&str> = settings.iter().filter(|(_, given)| *given).map(|(key, _)| *key).collect();
+        match given.as_slice() {
+            [first, second, ..] => Err(Error::usage(format!(
+                "{first} ({}) and {second} ({}) set the same thing; give one of them",
+                self.sources.of(first).unwrap_or("?"),
+                self.sources.of(second).unwrap_or("?")
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn refuse_contradictions(&self) -> Result<()> {
+        let (t, o) = (&self.flags.training, &self.flags.optimizer);
+        for (key, on) in [("bf16", t.bf16), ("fp16", t.fp16)] {
+            if on {
+                let origin = self.sources.of(key).unwrap_or("?");
+                return Err(Error::usage(format!(
+                    "{key} ({origin}): 16-bit training is not available in this version; train in fp32"
+                )));
+            }
+        }
+        self.at_most_one(&[("train_iters", t.train_iters.is_some()), ("train_samples", t.train_samples.is_some())])?;
+        self.at_most_one(&[
+            ("lr_decay_iters", o.lr_decay_iters.is_some()),
+            ("lr_decay_samples", o.lr_decay_samples.is_some()),
+        ])?;
+        self.at_most_one(&[
+            ("lr_warmup_iters", o.lr_warmup_iters.is_some()),
+            ("lr_warmup_samples", o.lr_warmup_samples.is_some()),
+            ("lr_warmup_fraction", o.lr_warmup_fraction.is_some()),
+        ])?;
+        self.at_most_one(&[
+            ("lr_wsd_decay_iters", o.lr_wsd_decay_iters.is_some()),
+            ("lr_wsd_decay_samples", o.lr_wsd_decay_samples.is_some()),
+        ])
+    }
+
+    fn required(&self) -> Result<Required> {
+        let (m, t, o) = (&self.flags.model, &self.flags.training, &self.flags.optimizer);
+        let steps = t.train_iters.or(t.train_samples);
+        let data = (!self.flags.data.data_path.is_empty()).then_some(());
+        let all =
+            (m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length, t.micro_batch_size, o.lr, steps, data);
+        if let (
+            Some(num_layers),
+            Some(hidden_size),
+            Some(num_attention_heads),
+            Some(seq_length),
+            Some(micro_batch_size),
+            Some(lr),
+            Some(_),
+            Some(()),
+        ) = all
+        {
+            return Ok(Required { num_layers, hidden_size, num_attention_heads, seq_length, micro_batch_size, lr });
+        }
+        let missing: Vec<&str> = [
+            ("num_layers under [model]", m.num_layers.is_none()),
+            ("hidden_size under [model]", m.hidden_size.is_none()),
+            ("num_attention_heads under [model]", m.num_attention_heads.is_none()),
+            ("seq_length under [model]", m.seq_length.is_none()),
+            ("data_path under [data]", data.is_none()),
+            ("micro_batch_size under [training]", t.micro_batch_size.is_none()),
+            ("train_iters (or train_samples) under [training]", steps.is_none()),
+            ("lr under [optimizer]", o.lr.is_none()),
+        ]
+        .into_iter()
+        .filter_map(|(name, missing)| missing.then_some(name))
+        .collect();
+        let swallowed = self.flags.data.data_path.last().filter(|p| p.ends_with(".toml"));
+        let hint = swallowed.map_or(String::new(), |path| {
+            format!("; if {path} is the run file, put it before --data-path, which takes every word that follows")
+        });
+        Err(Error::usage(format!(
+            "not set: {}. Set them in a run file, or by the flags of the same names{hint}",
+            missing.join(", ")
+        )))
+    }
+
+    fn model(&mut self, required: &Required) -> Result<ModelConfig> {
+        let m = &self.flags.model;
+        let (hidden, heads) = (required.hidden_size, required.num_attention_heads);
+        let head_dim = match m.kv_channels {
+            Some(width) => width,
+            None if heads > 0 && !hidden.is_multiple_of(heads) => {
+                return Err(Error::usage(format!(
+                    "{} must be a multiple of {}: {hidden} mod {heads} = {}; change one, or set the width of a head \
+                     with kv_channels",
+                    self.sources.cite("hidden_size", hidden),
+                    self.sources.cite("num_attention_heads", heads),
+                    hidden % heads
+                )));
+            }
+            None => {
+                self.sources.record("kv_channels", "default: hidden_size / num_attention_heads");
+                hidden / heads.max(1)
+            }
+        };
+        let (ffn, rule) = match m.swiglu {
+            true => (hidden.saturating_mul(8) / 3 / 64 * 64, "hidden_size · 8/3, rounded down to a multiple of 64"),
+            false => (hidden.saturating_mul(4), "4 · hidden_size"),
+        };
+        Ok(ModelConfig {
+            num_layers: required.num_layers,
+            hidden_size: hidden,
+            ffn_hidden_size: self.derived("ffn_hidden_size", m.ffn_hidden_size, rule, || ffn),
+            num_attention_heads: heads,
+            num_query_groups: self.derived("num_query_groups", m.num_query_groups, "num_attention_heads", || heads),
+            head_dim,
+            seq_length: required.seq_length,
+            max_position_embeddings: self.derived(
+                "max_position_embeddings",
+                m.max_position_embeddings,
+                "seq_length",
+                || required.seq_length,
+            ),
+            position_embedding: m.position_embedding_type,
+            rotary_base: m.rotary_base,
+            normalization: m.normalization,
+            norm_epsilon: m.norm_epsilon,
+            swiglu: m.swiglu,
+            bias_linear: !m.disable_bias_linear,
+            qkv_bias: m.add_qkv_bias,
+            untie_embeddings_and_output_weights: m.untie_embeddings_and_output_weights,
+            vocab_size: 0,
+            make_vocab_size_divisible_by: m.make_vocab_size_divisible_by,
+            attention_dropout: m.attention_dropout,
+            hidden_dropout: m.hidden_dropout,
+            init_method_std: m.init_method_std,
+        })
+    }
+
+    fn parallel(&mut self, launcher: Option<&LauncherEnv>, num_layers: usize) -> Result<ParallelConfig> {
+        let p = &self.flags.parallel;
+        let data_parallel_size = self.data_parallel_size(launcher)?;
+        let virtual_pipeline_size = self.virtual_pipeline_size(num_layers)?;
+        let schedule = match (p.pipeline_schedule, virtual_pipeline_size) {
+            (None, 1) => ScheduleKind::OneFOneB,
+            (None, _) => ScheduleKind::Interleaved,
+            (Some(ScheduleKind::Interleaved), 1) if p.num_layers_per_virtual_pipeline_stage.is_none() => {
+                return Err(Error::usage(format!(
+                    "{} needs virtual stages; set num_layers_per_virtual_pipeline_stage",
+                    self.sources.cite("pipeline_schedule", "interleaved")
+                )));
+            }
+            (Some(kind), _) => kind,
+        };
+        if let (Some(layers), Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB))) =
+            (p.num_layers_per_virtual_pipeline_stage, p.pipeline_schedule)
+        {
+            let name = if kind == ScheduleKind::Gpipe { "gpipe" } else { "1f1b" };
+            return Err(Error::usage(format!(
+                "{} needs the interleaved schedule, and {}; drop one of them",
+                self.sources.cite("num_layers_per_virtual_pipeline_stage", layers),
+                self.sources.cite("pipeline_schedule", name)
+            )));
+        }
+        let dp = data_parallel_size;
+        Ok(ParallelConfig {
+            tensor_model_parallel_size: p.tensor_model_parallel_size,
+            pipeline_model_parallel_size: p.pipeline_model_parallel_size,
+            context_parallel_size: p.context_parallel_size,
+            data_parallel_size,
+            virtual_pipeline_size,
+            schedule,
+            partition: p.pipeline_partition.0.clone(),
+            // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns it off, too.
+            sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,
+            use_distributed_optimizer: p.use_distributed_optimizer,
+            overlap_grad_reduce: p.overlap_grad_reduce,
+            bucket_size: self.derived("bucket_size", p.bucket_size, "max(40,000,000, 1,000,000 · dp)", || {
+                dp.saturating_mul(1_000_000).max(40_000_000)
+            }),
+        })
+    }
+
+    /// dp = WORLD_SIZE / (tp·cp·pp) where a launcher made the world; what was asked for elsewhere.
+    fn data_parallel_size(&mut self, launcher: Option<&LauncherEnv>) -> Result<usize> {
+        let p = &self.flags.parallel;
+        let Some(launcher) = launcher else {
+            return Ok(p.data_parallel_size.unwrap_or(1));
+        };
+        let sizes = [
+            ("tensor_model_parallel_size", p.tensor_model_parallel_size),
+            ("context_parallel_size", p.context_parallel_size),
+            ("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
+        ];
+        let cited = sizes.map(|(key, size)| self.sources.cite(key, size)).join(" · ");
+        let replica = sizes.iter().fold(1usize, |product, (_, size)| product.saturating_mul(*size));
+        let world = launcher.world_size;
+        if replica == 0 || world % replica != 0 {
+            let reason =
+                if replica == 0 { String::new() } else { format!(": {world} mod {replica} = {}", world % replica) };
+            return Err(Error::usage(format!(
+                "WORLD_SIZE = {world} (environment) must be a multiple of {cited} = {replica}{reason}; start another \
+                 number of ranks or change the layout"
+            )));
+        }
+        let derived = world / replica;
+        match p.data_parallel_size {
+            Some(given) if given != derived => Err(Error::usage(format!(
+                "{} does not fit: WORLD_SIZE = {world} (environment) / ({cited}) = {derived}; leave data_parallel_size out \
+                 or start {} ranks",
+                self.sources.cite("data_parallel_size", given),
+                given.saturating_mul(replica)
+            ))),
+            Some(given) => Ok(given),
+            None => {
+                self.sources.record("data_parallel_size", format!("WORLD_SIZE = {world} (environment) / {replica}"));
+                Ok(derived)
+            }
+        }
+    }
+
+    /// v = num_layers / (pp · layers per virtual stage).
+    fn virtual_pipeline_size(&self, num_layers: usize) -> Result<usize> {
+        let p = &self.flags.parallel;
+        let Some(per_stage) = p.num_layers_per_virtual_pipeline_stage else {
+            return Ok(1);
+        };
+        let per_round = per_stage.saturating_mul(p.pipeline_model_parallel_size);
+        if per_round == 0 || !num_layers.is_multiple_of(per_round) {
+            return Err(Error::usage(format!(
+                "{} must be a multiple of {} · {}; virtual stages have the same number of layers",
+                self.sources.cite("num_layers", num_layers),
+                self.sources.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
+                self.sources.cite("num_layers_per_virtual_pipeline_stage", per_stage)
+            )));
+        }
+        Ok((num_layers / per_round).max(1))
+    }
+
+    fn training(&mut self, required: &Required, parallel: &ParallelConfig) -> Result<TrainingConfig> {
+        let t = &self.flags.training;
+        let mbs = required.micro_batch_size;
+        let global_batch_size =
+            self.derived("global_batch_size", t.global_batch_size, "micro_batch_size · data_parallel_size", || {
+                mbs.saturating_mul(parallel.data_parallel_size)
+            });
+        let train_iters = match (t.train_iters, t.train_samples) {
+            (Some(steps), _) => steps,
+            (None, samples) => {
+                let samples = samples.unwrap_or(0);
+                let cited = self.sources.cite("train_samples", samples);
+                self.sources.record("train_iters", format!("{cited} / global_batch_size"));
+                samples / (global_batch_size as u64).max(1)
+            }
+        };
+        Ok(TrainingConfig {
+            micro_batch_size: mbs,
+            global_batch_size,
+            train_iters,
+            exit_interval: t.exit_interval,
+            seed: t.seed,
+            recompute: self.recompute(t)?,
+        })
+    }
+
+    fn recompute(&self, t: &TrainingFlags) -> Result<Recompute> {
+        let of_full = [
+            ("recompute_method", t.recompute_method.is_some()),
+            ("recompute_num_layers", t.recompute_num_layers.is_some()),
+        ];
+        match t.recompute_granularity {
+            Some(Granularity::Full) => Ok(Recompute::Full {
+                method: t.recompute_method.unwrap_or(RecomputeMethod::Uniform),
+                num_layers: t.recompute_num_layers.unwrap_or(1),
+            }),
+            other => match of_full.iter().find(|(_, given)| *given) {
+                Some((key, _)) => Err(Error::usage(format!(
+                    "{key} ({}) is a setting of full recompute; add recompute_granularity = full",
+                    self.sources.of(key).unwrap_or("?")
+                ))),
+                None if other.is_some() => Ok(Recompute::Selective),
+                None => Ok(Recompute::None),
+            },
+        }
+    }
+
+    fn optimizer(&mut self, required: &Required, training: &TrainingConfig) -> Result<OptimizerConfig> {
+        let o = &self.flags.optimizer;
+        let gbs = training.global_batch_size as u64;
+        let decay = self.samples("lr_decay", o.lr_decay_iters, o.lr_decay_samples, gbs).unwrap_or_else(|| {
+            self.sources.record("lr_decay", "default: the whole run");
+            training.train_iters.saturating_mul(gbs)
+        });
+        let warmup =
+            match (self.samples("lr_warmup", o.lr_warmup_iters, o.lr_warmup_samples, gbs), o.lr_warmup_fraction) {
+                (Some(samples), _) => samples,
+                (None, Some(fraction)) if (0.0..1.0).contains(&fraction) => {
+                    let cited = self.sources.cite("lr_warmup_fraction", fraction);
+                    self.sources.record("lr_warmup", cited);
+                    (fraction * decay as f64) as u64
+                }
+                (None, Some(fraction)) => {
+                    let cited = self.sources.cite("lr_warmup_fraction", fraction);
+                    return Err(Error::usage(format!("{cited} must lie in [0, 1)")));
+                }
+                (None, None) => 0,
+            };
+        let wsd = self.samples("lr_wsd_decay", o.lr_wsd_decay_iters, o.lr_wsd_decay_samples, gbs);
+        if o.lr_decay_style == DecayStyle::Wsd && wsd.is_none() {
+            return Err(Error::usage(format!(
+                "{} needs the length of its annealing; set lr_wsd_decay_iters",
+                self.sources.cite("lr_decay_style", "WSD")
+            )));
+        }
+        Ok(OptimizerConfig {
+            kind: o.optimizer,
+            lr: required.lr,
+            min_lr: o.min_lr,
+            decay_style: o.lr_decay_style,
+            decay_samples: decay,
+            warmup_samples: warmup,
+            wsd_decay_samples: wsd.unwrap_or(0),
+            wsd_decay_style: o.lr_wsd_decay_style,
+            weight_decay: o.weight_decay,
+            adam_beta1: o.adam_beta1,
+            adam_beta2: o.adam_beta2,
+            adam_eps: o.adam_eps,
+            sgd_momentum: o.sgd_momentum,
+            clip_grad: o.clip_grad,
+        })
+    }
+
+    /// A length given as `NAME_iters` or `NAME_samples`, in samples; its origin is recorded as NAME's.
+    fn samples(&mut self, name: &str, iters: Option<u64>, samples: Option<u64>, gbs: u64) -> Option<u64> {
+        let (key, value, length) = match (iters, samples) {
+            (Some(iters), _) => (format!("{name}_iters"), iters, iters.saturating_mul(gbs)),
+            (None, Some(samples)) => (format!("{name}_samples"), samples, samples),
+            (None, None) => return None,
+        };
+        let cited = self.sources.cite(&key, value);
+        self.sources.record(name, cited);
+        Some(length)
+    }
+
+    fn data(&self) -> DataConfig {
+        let d = &self.flags.data;
+        DataConfig {
+            data_path: d.data_path.clone(),
+            split: d.split.clone(),
+            tokenizer: d.tokenizer.clone(),
+            dataloader_type: d.dataloader_type,
+            cache_dir: d.cache_dir.clone().unwrap_or_else(default_cache),
+        }
+    }
+
+    fn checkpoint(&self) -> CheckpointConfig {
+        let c = &self.flags.checkpoint;
+        CheckpointConfig { save: c.save.clone(), save_interval: c.save_interval, load: c.load.clone() }
+    }
+
+    fn logging(&self) -> LoggingConfig {
+        let l = &self.flags.logging;
+        LoggingConfig {
+            log_interval: l.log_interval,
+            eval_interval: l.eval_interval,
+            eval_iters: l.eval_iters,
+            metrics: l.metrics.clone(),
+            prompt: l.prompt.clone(),
+            prompt_tokens: l.prompt_tokens,
+        }
+    }
+
+    fn distributed(&self) -> Result<Distributed> {
+        let p = &self.flags.parallel;
+        let minutes = p.distributed_timeout_minutes;
+        let timeout = Duration::try_from_secs_f64(minutes * 60.0).ok().filter(|t| !t.is_zero()).ok_or_else(|| {
+            let cited = self.sources.cite("distributed_timeout_minutes", minutes);
+            Error::usage(format!("{cited} must be a number of minutes above 0"))
+        })?;
+        if let Some(url) = &p.rdzv
+            && !(url.starts_with("tcp://") || url.starts_with("file://"))
+        {
+            let cited = self.sources.cite("rdzv", url);
+            return Err(Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR")));
+        }
+        Ok(Distributed { backend: p.distributed_backend, timeout, rendezvous: p.rdzv.clone() })
+    }
+}
+
+/// The user's cache folder as the XDG Base Directory Specification finds it.
+fn default_cache() -> PathBuf {
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    folder("XDG_CACHE_HOME")
+        .or_else(|| folder("HOME").map(|home| home.join(".cache")))
+        .unwrap_or_else(std::env::temp_dir)
+        .join("megatron")
+}

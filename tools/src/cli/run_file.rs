@@ -1,0 +1,285 @@
+//! Run files: TOML with the flags of `pretrain` as keys, in sections.
+//!
+//! A file is turned into the words that would say the same on the command line, so that both are parsed by one set of definitions.
+
+use std::path::Path;
+
+use clap::error::{ContextKind, ContextValue};
+use clap::{Arg, ArgAction, Command};
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::flags::{has_type, sections};
+use super::nearest::nearest;
+use crate::error::{Error, Result};
+
+/// One key of a run file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// The flag's id: its name in snake_case.
+    pub key: String,
+    /// Line in the file, from 1.
+    pub line: usize,
+    /// The same setting as words of a command line, e.g. `--num-layers=4`.
+    pub words: Vec<String>,
+}
+
+/// Reads and checks the run file at `path`.
+///
+/// # Errors
+/// If it cannot be read, is not TOML, or has an unknown section or key, or a value that the flag would refuse.
+pub fn read(path: &Path) -> Result<Vec<Setting>> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| Error::Io { action: format!("read the run file {}", path.display()), source })?;
+    parse(&text).map_err(|(line, message)| Error::RunFile { path: path.to_path_buf(), line, message })
+}
+
+type Problem = (usize, String);
+
+fn parse(text: &str) -> std::result::Result<Vec<Setting>, Problem> {
+    let line_of = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
+    let document = DeTable::parse(text)
+        .map_err(|e| (line_of(e.span().map_or(0, |s| s.start)), format!("not valid TOML: {}", e.message())))?;
+    let sections = sections();
+    let mut settings: Vec<Setting> = Vec::new();
+    for (name, value) in document.get_ref() {
+        let line = line_of(name.span().start);
+        let section = find_section(&sections, name.get_ref(), value).map_err(|message| (line, message))?;
+        let DeValue::Table(table) = value.get_ref() else {
+            return Err((line, format!("`{}` must be a section: [{}]", name.get_ref(), name.get_ref())));
+        };
+        for (key, value) in table {
+            let line = line_of(key.span().start);
+            let setting = setting(&sections, section, key.get_ref(), value).map_err(|message| (line, message))?;
+            if let Some(twice) = settings.iter().find(|s| s.key == setting.0) {
+                return Err((line, format!("`{}` was already set in line {}", setting.0, twice.line)));
+            }
+            settings.push(Setting { key: setting.0, line, words: setting.1 });
+        }
+    }
+    settings.sort_by_key(|s| s.line);
+    Ok(settings)
+}
+
+type Sections = [(&'static str, Vec<Arg>)];
+
+fn section_names(sections: &Sections) -> String {
+    sections.iter().map(|(name, _)| format!("[{name}]")).collect::<Vec<_>>().join(" ")
+}
+
+fn find_section<'a>(
+    sections: &'a Sections,
+    name: &str,
+    value: &Spanned<DeValue<'_>>,
+) -> std::result::Result<&'a (&'static str, Vec<Arg>), String> {
+    if let Some(section) = sections.iter().find(|(known, _)| *known == name) {
+        return Ok(section);
+    }
+    if !value.get_ref().is_table() {
+        if let Some((owner, _)) = owner_of(sections, &name.replace('-', "_")) {
+            return Err(format!("`{name}` stands outside of a section; it belongs under [{owner}]"));
+        }
+        let hint = nearest_key(sections, name).map(|(key, owner)| format!("; did you mean `{key}` under [{owner}]?"));
+        return Err(format!("unknown key `{name}` outside of a section{}", hint.unwrap_or_default()));
+    }
+    let hint = match nearest(name, sections.iter().map(|(known, _)| *known)) {
+        Some(known) => format!("did you mean [{known}]?"),
+        None => format!("the sections are {}", section_names(sections)),
+    };
+    Err(format!("unknown section [{name}]; {hint}"))
+}
+
+fn owner_of<'a>(sections: &'a Sections, key: &str) -> Option<(&'static str, &'a Arg)> {
+    sections.iter().find_map(|(name, args)| args.iter().find(|a| a.get_id() == key).map(|arg| (*name, arg)))
+}
+
+fn nearest_key(sections: &Sections, key: &str) -> Option<(String, &'static str)> {
+    let ids = || sections.iter().flat_map(|(_, args)| args).filter(|a| !a.is_hide_set()).map(|a| a.get_id().as_str());
+    let key = nearest(&key.replace('-', "_"), ids())?.to_string();
+    let (owner, _) = owner_of(sections, &key)?;
+    Some((key, owner))
+}
+
+/// The id of `key` and the words that set it to `value`.
+fn setting(
+    sections: &Sections,
+    (section, args): &(&'static str, Vec<Arg>),
+    key: &str,
+    value: &Spanned<DeValue<'_>>,
+) -> std::result::Result<(String, Vec<String>), String> {
+    let id = key.replace('-', "_");
+    let Some(arg) = args.iter().find(|a| a.get_id() == id.as_str()) else {
+        if let Some((owner, _)) = owner_of(sections, &id) {
+            return Err(format!("`{key}` belongs under [{owner}], not under [{section}]"));
+        }
+        let hint = match nearest_key(sections, key) {
+            Some((known, owner)) if owner == *section => format!("; did you mean `{known}`?"),
+            Some((known, owner)) => format!("; did you mean `{known}` under [{owner}]?"),
+            None => "; `megatron pretrain --help` lists the keys".to_string(),
+        };
+        return Err(format!("unknown key `{key}` under [{section}]{hint}"));
+    };
+    let flag = id.replace('_', "-");
+    let words: Vec<String> = values(arg, value.get_ref())
+        .map_err(|expected| format!("`{key}` under [{section}] expects {expected}, not {}", show(value.get_ref())))?
+        .into_iter()
+        .map(|text| format!("--{flag}={text}"))
+        .collect();
+    let mut line = vec!["file".to_string()];
+    line.extend(words.iter().cloned());
+    if let Err(refused) = Command::new("file").arg(arg.clone()).try_get_matches_from(line) {
+        return Err(format!("`{key}` under [{section}] cannot be {}: {}", show(value.get_ref()), reason(&refused)));
+    }
+    Ok((id, words))
+}
+
+/// The values of the flag that say the same as `value`, or what kind of value is expected.
+fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, String> {
+    let is_list = matches!(arg.get_action(), ArgAction::Append);
+    let is_bool = has_type::<bool>(arg);
+    let is_integer = has_type::<usize>(arg) || has_type::<u64>(arg);
+    let is_number = has_type::<f64>(arg);
+    match value {
+        DeValue::Boolean(x) if is_bool => Ok(vec![x.to_string()]),
+        DeValue::Integer(x) if is_integer || is_number => Ok(vec![decimal(x)]),
+        DeValue::Float(x) if is_number => Ok(vec![x.as_str().to_string()]),
+        DeValue::String(x) if !is_bool && !is_integer && !is_number => Ok(vec![x.to_string()]),
+        DeValue::Array(items) if is_list => items
+            .iter()
+            .map(|item| item.get_ref().as_str().map(str::to_string).ok_or_else(|| "a list of texts".to_string()))
+            .collect(),
+        // `split` and `pipeline_partition` are lists of numbers to a reader.
+        DeValue::Array(items) if !is_bool && !is_integer && !is_number && !arg_has_choices(arg) => {
+            let parts: Option<Vec<String>> = items.iter().map(|item| number(item.get_ref())).collect();
+            parts.map(|p| vec![p.join(",")]).ok_or_else(|| "a text or a list of numbers".to_string())
+        }
+        _ if is_bool => Err("true or false".to_string()),
+        _ if is_integer => Err("a whole number".to_string()),
+        _ if is_number => Err("a number".to_string()),
+        _ if is_list => Err("a text or a list of texts".to_string()),
+        _ if arg_has_choices(arg) => Err(format!("one of {}", choices(arg))),
+        _ => Err("a text".to_string()),
+    }
+}
+
+fn arg_has_choices(arg: &Arg) -> bool {
+    !arg.get_possible_values().is_empty()
+}
+
+fn choices(arg: &Arg) -> String {
+    arg.get_possible_values().iter().map(|v| v.get_name().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+fn number(value: &DeValue<'_>) -> Option<String> {
+    match value {
+        DeValue::Integer(x) => Some(decimal(x)),
+        DeValue::Float(x) => Some(x.as_str().to_string()),
+        _ => None,
+    }
+}
+
+/// TOML's integers may be written in other bases.
+fn decimal(x: &toml::de::DeInteger<'_>) -> String {
+    i128::from_str_radix(x.as_str(), x.radix()).map_or_else(|_| x.as_str().to_string(), |n| n.to_string())
+}
+
+fn show(value: &DeValue<'_>) -> String {
+    match value {
+        DeValue::String(x) => format!("the text \"{x}\""),
+        DeValue::Integer(x) => decimal(x),
+        DeValue::Float(x) => x.as_str().to_string(),
+        DeValue::Boolean(x) => x.to_string(),
+        DeValue::Datetime(x) => format!("the date {x}"),
+        DeValue::Array(_) => "a list".to_string(),
+        DeValue::Table(_) => "a section".to_string(),
+    }
+}
+
+/// Why the flag's parser refused a value, without the command line's framing.
+fn reason(error: &clap::Error) -> String {
+    if let Some(ContextValue::Strings(known)) = error.get(ContextKind::ValidValue) {
+        return format!("expected one of {}", known.join(", "));
+    }
+    match std::error::Error::source(error) {
+        Some(source) => source.to_string(),
+        None => error.to_string().lines().next().unwrap_or_default().trim_start_matches("error: ").to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<String> {
+        parse(text).unwrap().into_iter().flat_map(|s| s.words).collect()
+    }
+
+    fn problem(text: &str) -> (usize, String) {
+        parse(text).unwrap_err()
+    }
+
+    #[test]
+    fn keys_become_the_words_of_their_flags() {
+        let text =
+            "[model]\nnum_layers = 0x10\nswiglu = true\nnorm_epsilon = 1e-6\n[data]\ndata-path = [\"a b\", \"-c\"]\n";
+        let expected = ["--num-layers=16", "--swiglu=true", "--norm-epsilon=1e-6", "--data-path=a b", "--data-path=-c"];
+        assert_eq!(words(text), expected);
+    }
+
+    #[test]
+    fn lists_of_numbers_are_accepted_where_a_flag_takes_commas() {
+        let text = "[parallel]\npipeline_partition = [3, 4]\n[data]\nsplit = [0.9, 0.1]";
+        assert_eq!(words(text), ["--pipeline-partition=3,4", "--split=0.9,0.1"]);
+    }
+
+    #[test]
+    fn an_unknown_key_names_its_line_and_the_nearest_key() {
+        let (line, message) = problem("[model]\n\nnum_layer = 4\n");
+        assert_eq!((line, message.as_str()), (3, "unknown key `num_layer` under [model]; did you mean `num_layers`?"));
+    }
+
+    #[test]
+    fn a_key_in_the_wrong_section_names_the_right_one() {
+        assert_eq!(problem("[model]\nlr = 1").1, "`lr` belongs under [optimizer], not under [model]");
+        assert_eq!(problem("lr = 1").1, "`lr` stands outside of a section; it belongs under [optimizer]");
+    }
+
+    #[test]
+    fn an_unknown_section_names_the_nearest() {
+        assert_eq!(problem("[optimiser]\nlr = 1").1, "unknown section [optimiser]; did you mean [optimizer]?");
+    }
+
+    #[test]
+    fn a_value_of_the_wrong_type_names_the_expected_one() {
+        let (line, message) = problem("[model]\nnum_layers = \"four\"");
+        assert_eq!(line, 2);
+        assert_eq!(message, "`num_layers` under [model] expects a whole number, not the text \"four\"");
+        assert_eq!(problem("[model]\nswiglu = 1").1, "`swiglu` under [model] expects true or false, not 1");
+        assert_eq!(
+            problem("[model]\nnum_layers = 4.5").1,
+            "`num_layers` under [model] expects a whole number, not 4.5"
+        );
+    }
+
+    #[test]
+    fn a_value_that_the_flag_refuses_says_why() {
+        let message = problem("[parallel]\npipeline_schedule = \"1fb1\"").1;
+        assert_eq!(
+            message,
+            "`pipeline_schedule` under [parallel] cannot be the text \"1fb1\": expected one of gpipe, 1f1b, interleaved"
+        );
+        assert!(problem("[model]\nnum_layers = -4").1.contains("cannot be -4"));
+    }
+
+    #[test]
+    fn a_key_spelled_two_ways_is_set_twice() {
+        assert!(problem("[model]\nnum_layers = 4\nnum-layers = 5").1.contains("already set in line"));
+    }
+
+    #[test]
+    fn a_syntax_error_names_its_line() {
+        let (line, message) = problem("[model]\nnum_layers = \n");
+        assert_eq!(line, 2);
+        assert!(message.starts_with("not valid TOML"), "{message}");
+    }
+}

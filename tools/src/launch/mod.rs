@@ -1,0 +1,5 @@
+//! Starting and supervising ranks.
+
+mod env;
+
+pub use env::LauncherEnv;
