@@ -2,16 +2,46 @@
 
 mod cli;
 mod error;
+mod fault;
 mod launch;
+mod launcher;
+mod pretrain;
+mod report;
+mod signals;
 
-fn main() {
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+
+use cli::{Request, Stop};
+use error::Error;
+
+fn main() -> ExitCode {
+    fault::install_panic_hook();
+    let code = catch_unwind(AssertUnwindSafe(|| {
+        run().unwrap_or_else(|error| {
+            fault::report(&error);
+            error.exit_code()
+        })
+    }));
+    ExitCode::from(code.unwrap_or(fault::PANICKED))
+}
+
+fn run() -> error::Result<u8> {
     let words: Vec<_> = std::env::args_os().collect();
     match cli::parse(&words) {
-        Ok(cli::Request::Pretrain(g)) => {
-            println!("{:#?}", cli::resolve(&g, launch::LauncherEnv::read().unwrap().as_ref()).unwrap())
+        Ok(Request::Pretrain(settings)) => pretrain::run(&settings),
+        Ok(Request::Launch(launch)) => launcher::run(&launch),
+        Err(Stop::Error(error)) => Err(error),
+        // Under a supervisor, the usage errors of all ranks become one message.
+        Err(Stop::Clap(error)) if error.use_stderr() && std::env::var_os(fault::SUPERVISED).is_some() => {
+            Err(Error::usage(error.to_string().trim_start_matches("error: ").trim_end()))
         }
-        Ok(r) => println!("{r:?}"),
-        Err(cli::Stop::Clap(e)) => e.exit(),
-        Err(cli::Stop::Error(e)) => println!("{e}"),
+        Err(Stop::Clap(error)) => error.exit(),
     }
+}
+
+/// Prints a line; a reader that went away is no reason to stop.
+fn print_line(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
 }

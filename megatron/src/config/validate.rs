@@ -318,7 +318,7 @@ impl Check<'_> {
 
     fn files(&mut self, run: &RunConfig) {
         self.require(!run.data.data_path.is_empty(), |_| "data_path names no data".to_string());
-        self.require(split_is_valid(&run.data.split), |c| {
+        self.require(crate::data::parse_split(&run.data.split).is_ok(), |c| {
             format!(
                 "{} must be up to three numbers, train,valid,test, not negative and not all 0",
                 c.cite("split", format_args!("{:?}", run.data.split))
@@ -334,9 +334,4 @@ impl Check<'_> {
         self.positive_steps("log_interval", Some(run.logging.log_interval));
         self.positive_steps("eval_interval", run.logging.eval_interval);
     }
-}
-
-fn split_is_valid(split: &str) -> bool {
-    let weights: Option<Vec<f64>> = split.split(',').map(|w| w.trim().parse().ok()).collect();
-    weights.is_some_and(|w| w.len() <= 3 && w.iter().all(|x| x.is_finite() && *x >= 0.0) && w.iter().sum::<f64>() > 0.0)
 }

@@ -21,8 +21,6 @@ pub struct Resolved {
     /// `--vocab-size`.
     pub vocab_size: Option<usize>,
     pub distributed: Distributed,
-    /// Where every setting came from.
-    pub sources: Sources,
 }
 
 /// How ranks meet and talk.
@@ -57,7 +55,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&LauncherEnv>) -> Result<Re
     };
     run.validate_with(&r.sources)?;
     let distributed = r.distributed()?;
-    Ok(Resolved { run, vocab_size: r.flags.model.vocab_size, distributed, sources: r.sources })
+    Ok(Resolved { run, vocab_size: r.flags.model.vocab_size, distributed })
 }
 
 /// Settings that have no default.

@@ -1,0 +1,93 @@
+//! How a process of this program says why it ends: as one line for a reader, or as data for its supervisor.
+//!
+//! The supervisor gathers the faults of all ranks and prints one message. A fault travels as a line of standard error that starts
+//! with a control character no other output starts with.
+
+use std::io::Write;
+use std::panic::PanicHookInfo;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+
+/// Set for ranks whose supervisor reads faults.
+pub const SUPERVISED: &str = "MEGATRON_SUPERVISED";
+/// The exit code after a panic, as Rust's runtime has it.
+pub const PANICKED: u8 = 101;
+/// ASCII "record separator".
+const MARK: char = '\u{1e}';
+
+static REPORTED: AtomicBool = AtomicBool::new(false);
+
+/// Why a rank ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// What, where, what to do.
+    pub message: String,
+    /// Whether the rank failed only because another one did.
+    pub blames_a_peer: bool,
+}
+
+impl Fault {
+    /// The fault in `line`, if it holds one.
+    pub fn from_line(line: &str) -> Option<Self> {
+        serde_json::from_str(line.strip_prefix(MARK)?).ok()
+    }
+
+    fn write(&self) {
+        // A process tells one reason: the first, which the others usually follow from.
+        if REPORTED.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let line = match (std::env::var_os(SUPERVISED), serde_json::to_string(self)) {
+            (Some(_), Ok(json)) => format!("{MARK}{json}\n"),
+            _ => format!("error: {}\n", self.message),
+        };
+        // If standard error is gone there is nobody left to tell.
+        let _ = std::io::stderr().lock().write_all(line.as_bytes());
+    }
+}
+
+/// Reports the error that ends this process.
+pub fn report(error: &Error) {
+    Fault { message: error.to_string(), blames_a_peer: error.blames_a_peer() }.write();
+}
+
+/// Turns panics, which are bugs of ours, into one line.
+pub fn install_panic_hook() {
+    std::panic::set_hook(Box::new(|info| {
+        Fault { message: describe(info), blames_a_peer: false }.write();
+        if std::env::var_os("RUST_BACKTRACE").is_some_and(|v| v == "full") {
+            let trace = std::backtrace::Backtrace::force_capture();
+            let _ = writeln!(std::io::stderr(), "{trace}");
+        }
+    }));
+}
+
+fn describe(info: &PanicHookInfo<'_>) -> String {
+    let what = info.payload_as_str().unwrap_or("panic without a message");
+    let place = info.location().map_or(String::new(), |l| format!(" at {}:{}", l.file(), l.line()));
+    format!(
+        "internal error{place}: {what}. This is a bug in megatron {}; please report it with the command and the run file",
+        env!("CARGO_PKG_VERSION")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_survives_its_line() {
+        let fault = Fault { message: "two\nlines and \"quotes\"".into(), blames_a_peer: true };
+        let line = format!("{MARK}{}", serde_json::to_string(&fault).unwrap());
+        assert!(!line.contains('\n'));
+        assert_eq!(Fault::from_line(&line), Some(fault));
+    }
+
+    #[test]
+    fn ordinary_output_is_no_fault() {
+        assert_eq!(Fault::from_line("{\"message\":\"x\",\"blames_a_peer\":false}"), None);
+    }
+}

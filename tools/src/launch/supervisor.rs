@@ -1,0 +1,350 @@
+//! Starts the ranks of this machine, relays their output and signals, and ends them together.
+
+use std::ffi::OsString;
+use std::io;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::{Duration, Instant};
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::failure::{Failure, cause, describe};
+use super::output::{Event, Stream, forward, print};
+use super::process::{Exit, reap, signal_group, signal_name, spawn};
+use crate::error::{Error, Result};
+use crate::fault::{Fault, SUPERVISED};
+
+/// How often ranks and signals are looked at while nothing is printed.
+const TICK: Duration = Duration::from_millis(20);
+/// From SIGTERM to SIGKILL, once a rank has failed.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// How long output of an ended rank may still be on its way.
+const DRAIN: Duration = Duration::from_millis(500);
+
+/// How ranks' output is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    /// Of one run: rank 0 writes to this process's standard output itself; other ranks' lines are prefixed `[rank N] `.
+    Run,
+    /// Of any command: every line is prefixed `[N]: `.
+    Command,
+}
+
+/// What to start, and how to treat it.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Program and arguments of every rank.
+    pub command: Vec<OsString>,
+    /// Ranks on this machine.
+    pub local_ranks: usize,
+    /// Machines, all with as many ranks.
+    pub nodes: usize,
+    /// Which of them this is.
+    pub node_rank: usize,
+    /// MASTER_ADDR and MASTER_PORT.
+    pub master: (String, u16),
+    pub style: Style,
+    /// How long the other ranks may take to notice a failure by themselves.
+    pub self_end: Duration,
+    /// How long ranks may take to stop when asked to; as long as they need if `None`.
+    pub stop_limit: Option<Duration>,
+    /// What to do after a rank died.
+    pub advice: Option<String>,
+}
+
+impl Plan {
+    fn rank(&self, index: usize) -> usize {
+        self.node_rank * self.local_ranks + index
+    }
+
+    /// The command of local rank `index`, with torchrun's variables.
+    fn command(&self, index: usize) -> Result<Command> {
+        let (program, arguments) =
+            self.command.split_first().ok_or_else(|| Error::usage("no command to start; put it after `--`"))?;
+        let mut command = Command::new(program);
+        let numbers = [
+            ("RANK", self.rank(index)),
+            ("WORLD_SIZE", self.nodes * self.local_ranks),
+            ("LOCAL_RANK", index),
+            ("LOCAL_WORLD_SIZE", self.local_ranks),
+            ("GROUP_RANK", self.node_rank),
+            ("GROUP_WORLD_SIZE", self.nodes),
+            ("ROLE_RANK", self.rank(index)),
+            ("ROLE_WORLD_SIZE", self.nodes * self.local_ranks),
+            ("MASTER_PORT", usize::from(self.master.1)),
+        ];
+        command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
+        command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, "1");
+        let threads = (std::thread::available_parallelism().map_or(1, usize::from) / self.local_ranks).max(1);
+        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
+            if std::env::var_os(name).is_none() {
+                command.env(name, threads.to_string());
+            }
+        }
+        let inherits = self.style == Style::Run && index == 0;
+        command.stdin(Stdio::null()).stderr(Stdio::piped());
+        command.stdout(if inherits { Stdio::inherit() } else { Stdio::piped() });
+        Ok(command)
+    }
+
+    fn prefix(&self, index: usize) -> String {
+        match self.style {
+            Style::Command => format!("[{}]: ", self.rank(index)),
+            Style::Run if index == 0 => String::new(),
+            Style::Run => format!("[rank {}] ", self.rank(index)),
+        }
+    }
+}
+
+/// A rank of this machine.
+struct Rank {
+    child: Option<Child>,
+    pid: u32,
+    prefix: String,
+    fault: Option<Fault>,
+    last_line: Option<String>,
+    /// The last signal it was sent.
+    told: Option<i32>,
+}
+
+/// Why ranks are being ended.
+enum Phase {
+    Running,
+    /// A signal came; ranks were told to stop.
+    Stopping {
+        since: Instant,
+        signal: i32,
+    },
+    /// A rank failed.
+    Failing {
+        since: Instant,
+        terminated: bool,
+    },
+}
+
+/// Runs `plan` to its end and returns the exit code to end with: 0, that of the first rank that failed (after printing why), or 128 + the
+/// signal that stopped the run.
+///
+/// # Errors
+/// If a rank cannot be started.
+pub fn supervise(plan: &Plan) -> Result<u8> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])
+        .map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
+    let mut supervisor = Supervisor::start(plan)?;
+    loop {
+        supervisor.relay(TICK);
+        for signal in signals.pending() {
+            supervisor.interrupt(signal);
+        }
+        supervisor.reap()?;
+        supervisor.enforce_deadlines();
+        if supervisor.ranks.iter().all(|r| r.child.is_none()) {
+            supervisor.drain();
+            return Ok(supervisor.conclude());
+        }
+    }
+}
+
+struct Supervisor<'a> {
+    plan: &'a Plan,
+    ranks: Vec<Rank>,
+    events: Receiver<Event>,
+    open_streams: usize,
+    phase: Phase,
+    /// Whether a rank ended because it was told to. One that had finished when the signal came has done its work.
+    cut_short: bool,
+    /// Local indices and ends of ranks that ended badly, in order.
+    ended_badly: Vec<(usize, Exit)>,
+}
+
+impl<'a> Supervisor<'a> {
+    fn start(plan: &'a Plan) -> Result<Self> {
+        let (sender, events) = sync_channel(1024);
+        let mut started = Self {
+            plan,
+            ranks: Vec::new(),
+            events,
+            open_streams: 0,
+            phase: Phase::Running,
+            cut_short: false,
+            ended_badly: Vec::new(),
+        };
+        for index in 0..plan.local_ranks {
+            let mut command = plan.command(index)?;
+            // On an error `started` is dropped, which kills the ranks before this one.
+            let mut child = spawn(&mut command).map_err(|source| Error::Io {
+                action: format!("start rank {} ({})", plan.rank(index), command.get_program().to_string_lossy()),
+                source,
+            })?;
+            if let Some(stdout) = child.stdout.take() {
+                forward(index, Stream::Stdout, stdout, sender.clone());
+                started.open_streams += 1;
+            }
+            if let Some(stderr) = child.stderr.take() {
+                forward(index, Stream::Stderr, stderr, sender.clone());
+                started.open_streams += 1;
+            }
+            started.ranks.push(Rank {
+                pid: child.id(),
+                child: Some(child),
+                prefix: plan.prefix(index),
+                fault: None,
+                last_line: None,
+                told: None,
+            });
+        }
+        Ok(started)
+    }
+
+    /// Shows what ranks printed, waiting up to `patience` for the first line.
+    fn relay(&mut self, patience: Duration) {
+        let mut next = self.events.recv_timeout(patience);
+        // Bounded, so that a flood of output does not keep signals and deaths from being seen.
+        for _ in 0..1024 {
+            match next {
+                Ok(event) => self.show(event),
+                Err(RecvTimeoutError::Timeout) => return,
+                Err(RecvTimeoutError::Disconnected) => {
+                    std::thread::sleep(patience);
+                    return;
+                }
+            }
+            next = self.events.recv_timeout(Duration::ZERO);
+        }
+        if let Ok(event) = next {
+            self.show(event);
+        }
+    }
+
+    fn show(&mut self, event: Event) {
+        let Event::Line { index, stream, line } = event else {
+            self.open_streams -= 1;
+            return;
+        };
+        let rank = &mut self.ranks[index];
+        if stream == Stream::Stderr {
+            if let Some(fault) = Fault::from_line(&line) {
+                rank.fault.get_or_insert(fault);
+                return;
+            }
+            if !line.trim().is_empty() {
+                rank.last_line = Some(line.clone());
+            }
+        }
+        print(stream, &rank.prefix, &line);
+    }
+
+    /// Passes a signal on as SIGTERM, which our ranks take as "save and stop"; a second one kills.
+    fn interrupt(&mut self, signal: i32) {
+        match self.phase {
+            Phase::Running => {
+                if self.plan.style == Style::Run {
+                    let note = format!("{}: saving and stopping; once more to stop at once", signal_name(signal));
+                    print(Stream::Stderr, "", &note);
+                }
+                self.signal_all(libc::SIGTERM);
+                self.phase = Phase::Stopping { since: Instant::now(), signal };
+            }
+            Phase::Stopping { .. } | Phase::Failing { .. } => self.signal_all(libc::SIGKILL),
+        }
+    }
+
+    fn signal_all(&mut self, signal: i32) {
+        for rank in &mut self.ranks {
+            if let Some(child) = &rank.child {
+                rank.told = Some(signal);
+                signal_group(child, signal);
+            }
+        }
+    }
+
+    /// Takes note of ranks that ended.
+    fn reap(&mut self) -> Result<()> {
+        for index in 0..self.ranks.len() {
+            let rank = &mut self.ranks[index];
+            let Some(child) = &mut rank.child else { continue };
+            let Some(exit) = reap(child).map_err(|e| wait_error(rank.pid, e))? else { continue };
+            rank.child = None;
+            let as_told = match exit {
+                Exit::Signal(signal) => rank.told == Some(signal),
+                Exit::Code(code) => rank.told.is_some() && code == 128 + libc::SIGTERM,
+            };
+            self.cut_short |= as_told;
+            if exit == Exit::Code(0) || as_told {
+                continue;
+            }
+            self.ended_badly.push((index, exit));
+            if !matches!(self.phase, Phase::Failing { .. }) {
+                self.phase = Phase::Failing { since: Instant::now(), terminated: false };
+            }
+        }
+        Ok(())
+    }
+
+    fn enforce_deadlines(&mut self) {
+        match self.phase {
+            Phase::Running => {}
+            Phase::Stopping { since, .. } => {
+                if self.plan.stop_limit.is_some_and(|limit| since.elapsed() > limit) {
+                    self.signal_all(libc::SIGKILL);
+                }
+            }
+            Phase::Failing { since, terminated: false } => {
+                if since.elapsed() >= self.plan.self_end {
+                    self.signal_all(libc::SIGTERM);
+                    self.phase = Phase::Failing { since, terminated: true };
+                }
+            }
+            Phase::Failing { since, terminated: true } => {
+                if since.elapsed() >= self.plan.self_end + LAST_WORDS {
+                    self.signal_all(libc::SIGKILL);
+                }
+            }
+        }
+    }
+
+    /// Shows what is still in the pipes.
+    fn drain(&mut self) {
+        let until = Instant::now() + DRAIN;
+        while self.open_streams > 0 && Instant::now() < until {
+            self.relay(TICK);
+        }
+    }
+
+    fn conclude(&mut self) -> u8 {
+        let failures: Vec<Failure> = self
+            .ended_badly
+            .iter()
+            .map(|&(index, exit)| {
+                let rank = &self.ranks[index];
+                let (fault, last_line) = (rank.fault.clone(), rank.last_line.clone());
+                Failure { rank: self.plan.rank(index), pid: rank.pid, exit, fault, last_line }
+            })
+            .collect();
+        if let Some(cause) = cause(&failures) {
+            let message = describe(&failures, self.ranks.len(), self.plan.advice.as_deref());
+            print(Stream::Stderr, "error: ", &message);
+            return cause.exit.code().max(1);
+        }
+        match self.phase {
+            Phase::Stopping { signal, .. } if self.cut_short => Exit::Signal(signal).code(),
+            _ => 0,
+        }
+    }
+}
+
+impl Drop for Supervisor<'_> {
+    fn drop(&mut self) {
+        self.signal_all(libc::SIGKILL);
+        for rank in &mut self.ranks {
+            if let Some(child) = &mut rank.child {
+                let _ = child.wait();
+            }
+        }
+    }
+}
+
+fn wait_error(pid: u32, source: io::Error) -> Error {
+    Error::Io { action: format!("wait for process {pid}"), source }
+}

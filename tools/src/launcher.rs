@@ -1,0 +1,56 @@
+//! `megatron launch`: any command, once per rank.
+
+use std::net::TcpListener;
+use std::time::Duration;
+
+use crate::cli::LaunchArgs;
+use crate::error::{Error, Result};
+use crate::launch::{Plan, Style, supervise};
+
+/// torchrun's port.
+const DEFAULT_PORT: u16 = 29500;
+
+/// Starts the ranks of this machine and returns the exit code to end with.
+///
+/// # Errors
+/// If the command cannot be started, or the port is in use.
+pub fn run(launch: &LaunchArgs) -> Result<u8> {
+    let port = match launch.master_port {
+        Some(port) => port,
+        None if launch.nnodes > 1 => DEFAULT_PORT,
+        None => free_port()?,
+    };
+    if launch.node_rank == 0 && launch.master_port.is_some() {
+        refuse_port_in_use(port)?;
+    }
+    supervise(&Plan {
+        command: launch.command.clone(),
+        local_ranks: launch.nproc_per_node as usize,
+        nodes: launch.nnodes as usize,
+        node_rank: launch.node_rank as usize,
+        master: (launch.master_addr.clone(), port),
+        style: Style::Command,
+        self_end: Duration::ZERO,
+        stop_limit: Some(Duration::from_secs(30)),
+        advice: None,
+    })
+}
+
+/// A port that was free a moment ago.
+///
+/// # Errors
+/// If the loopback interface refuses to listen.
+pub fn free_port() -> Result<u16> {
+    TcpListener::bind(("127.0.0.1", 0))
+        .and_then(|listener| listener.local_addr())
+        .map(|address| address.port())
+        .map_err(|source| Error::Io { action: "find a free port on 127.0.0.1".to_string(), source })
+}
+
+fn refuse_port_in_use(port: u16) -> Result<()> {
+    TcpListener::bind(("0.0.0.0", port)).map(drop).map_err(|source| {
+        Error::Launch(format!(
+            "port {port} (--master-port) cannot be used: {source}; choose another with --master-port, or leave it out"
+        ))
+    })
+}

@@ -1,0 +1,227 @@
+//! Megatron-LM's log lines, to the letter, because scripts parse them.
+//!
+//! Two departures: a loss that is not a number is printed rather than left out, and the time is UTC.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use megatron::train::{EvalMetrics, Reporter, StepMetrics};
+
+/// Prints a line every `log_interval` steps: means over these steps, as Megatron's.
+pub struct Lines<W> {
+    out: W,
+    log_interval: u64,
+    window: Window,
+}
+
+/// Sums over the steps since the last line.
+#[derive(Default)]
+struct Window {
+    steps: u64,
+    loss: f64,
+    elapsed_ms: f64,
+    /// 10⁹ floating-point operations.
+    work: f64,
+    skipped: u64,
+    nan: u64,
+}
+
+impl<W: Write + Send> Lines<W> {
+    pub fn new(out: W, log_interval: u64) -> Self {
+        Self { out, log_interval: log_interval.max(1), window: Window::default() }
+    }
+
+    fn print(&mut self, line: &str) {
+        // A reader that went away is no reason to stop a run.
+        let _ = writeln!(self.out, "{line}").and_then(|()| self.out.flush());
+    }
+}
+
+impl<W: Write + Send> Reporter for Lines<W> {
+    fn start(&mut self, _done: u64, _train_iters: u64) {}
+
+    fn step(&mut self, m: &StepMetrics) {
+        let w = &mut self.window;
+        w.steps += 1;
+        w.loss += m.lm_loss;
+        w.elapsed_ms += m.elapsed_ms;
+        w.work += m.tflops * m.elapsed_ms;
+        w.skipped += u64::from(m.skipped);
+        w.nan += u64::from(!m.lm_loss.is_finite());
+        if m.iteration.is_multiple_of(self.log_interval) || m.iteration == m.train_iters {
+            let line = step_line(&now(), m, w);
+            self.window = Window::default();
+            self.print(&line);
+        }
+    }
+
+    fn eval(&mut self, m: &EvalMetrics) {
+        let on = if m.split == "validation" { String::new() } else { format!(" on {} set", m.split) };
+        let line = format!(
+            " validation loss at iteration {}{on} | lm loss value: {} | lm loss PPL: {} | ",
+            m.iteration,
+            scientific(m.lm_loss),
+            scientific(m.perplexity())
+        );
+        let rule = "-".repeat(line.chars().count() + 1);
+        self.print(&format!("{rule}\n{line}\n{rule}"));
+    }
+
+    fn checkpoint(&mut self, iteration: u64, path: &Path) {
+        self.print(&format!("  successfully saved checkpoint from iteration {iteration:7} to {}", path.display()));
+    }
+
+    fn message(&mut self, text: &str) {
+        self.print(text);
+    }
+}
+
+fn step_line(date: &str, m: &StepMetrics, w: &Window) -> String {
+    let steps = w.steps as f64;
+    let tflops = if w.elapsed_ms > 0.0 { w.work / w.elapsed_ms } else { 0.0 };
+    format!(
+        " [{date}] iteration {:8}/{:8} | consumed samples: {:12} | elapsed time per iteration (ms): {:.1} | throughput per GPU \
+         (TFLOP/s/GPU): {tflops:.1} | learning rate: {} | global batch size: {:5} | lm loss: {} | loss scale: {:.1} | grad \
+         norm: {} | number of skipped iterations: {:3} | number of nan iterations: {:3} |",
+        m.iteration,
+        m.train_iters,
+        m.consumed_samples,
+        w.elapsed_ms / steps,
+        scientific(m.learning_rate),
+        m.global_batch_size,
+        scientific(w.loss / steps),
+        m.loss_scale,
+        fixed(m.grad_norm),
+        w.skipped,
+        w.nan,
+    )
+}
+
+/// C's and Python's `%.6E`.
+fn scientific(x: f64) -> String {
+    if x.is_nan() {
+        return "NAN".to_string();
+    }
+    if x.is_infinite() {
+        return if x > 0.0 { "INF" } else { "-INF" }.to_string();
+    }
+    let text = format!("{x:.6E}");
+    match text.split_once('E') {
+        Some((digits, exponent)) => {
+            let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |e| ('-', e));
+            format!("{digits}E{sign}{exponent:0>2}")
+        }
+        None => text,
+    }
+}
+
+/// C's and Python's `%.3f`.
+fn fixed(x: f64) -> String {
+    format!("{x:.3}").to_lowercase()
+}
+
+/// The time as Python's `%Y-%m-%d %H:%M:%S.%f` prints it, in UTC.
+fn now() -> String {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    date(since.as_secs(), since.subsec_micros())
+}
+
+/// The civil date of a Unix time (H. Hinnant, "chrono-Compatible Low-Level Date Algorithms", `civil_from_days`).
+fn date(seconds: u64, micros: u32) -> String {
+    let (days, time) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02}.{micros:06}", time / 3600, time / 60 % 60, time % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics(iteration: u64, lm_loss: f64) -> StepMetrics {
+        StepMetrics {
+            iteration,
+            train_iters: 10,
+            consumed_samples: 32 * iteration,
+            consumed_tokens: 2048 * iteration,
+            lm_loss,
+            grad_norm: 1.5,
+            learning_rate: 1.5e-4,
+            loss_scale: 1.0,
+            global_batch_size: 32,
+            elapsed_ms: 10.0,
+            tokens_per_second: 100.0,
+            tflops: 2.0,
+            skipped: false,
+            skipped_iterations: 0,
+            nan_iterations: 0,
+            memory_bytes: 0,
+        }
+    }
+
+    fn lines(log_interval: u64, steps: &[StepMetrics]) -> String {
+        let mut reporter = Lines::new(Vec::new(), log_interval);
+        steps.iter().for_each(|s| reporter.step(s));
+        String::from_utf8(reporter.out).unwrap()
+    }
+
+    #[test]
+    fn a_step_is_megatrons_line_to_the_letter() {
+        let line = lines(1, &[metrics(1, 10.94919)]);
+        let (date, rest) = line.split_once(']').unwrap();
+        assert_eq!(date.len(), " [2026-11-21 03:00:00.000000".len());
+        assert_eq!(
+            rest,
+            " iteration        1/      10 | consumed samples:           32 | elapsed time per iteration (ms): 10.0 | \
+             throughput per GPU (TFLOP/s/GPU): 2.0 | learning rate: 1.500000E-04 | global batch size:    32 | \
+             lm loss: 1.094919E+01 | loss scale: 1.0 | grad norm: 1.500 | number of skipped iterations:   0 | \
+             number of nan iterations:   0 |\n"
+        );
+    }
+
+    #[test]
+    fn a_line_shows_the_mean_of_its_interval() {
+        let text = lines(2, &[metrics(1, 4.0), metrics(2, 2.0), metrics(3, 1.0)]);
+        assert_eq!(text.lines().count(), 1);
+        assert!(text.contains("lm loss: 3.000000E+00"), "{text}");
+    }
+
+    #[test]
+    fn a_loss_that_is_not_a_number_is_printed_and_counted() {
+        let text = lines(2, &[metrics(1, f64::NAN), metrics(2, 2.0)]);
+        assert!(text.contains("lm loss: NAN |") && text.contains("number of nan iterations:   1 |"), "{text}");
+    }
+
+    #[test]
+    fn numbers_are_formatted_as_c_does() {
+        let texts = [0.0, 1.0, -1.5e-7, 6.02e123, f64::INFINITY].map(scientific);
+        assert_eq!(texts, ["0.000000E+00", "1.000000E+00", "-1.500000E-07", "6.020000E+123", "INF"]);
+        assert_eq!(fixed(f64::NAN), "nan");
+    }
+
+    #[test]
+    fn dates_are_civil() {
+        assert_eq!(date(0, 0), "1970-01-01 00:00:00.000000");
+        assert_eq!(date(951_782_400, 5), "2000-02-29 00:00:00.000005");
+        assert_eq!(date(1_795_229_884, 0), "2026-11-21 02:58:04.000000");
+    }
+
+    #[test]
+    fn an_evaluation_stands_between_rules() {
+        let mut reporter = Lines::new(Vec::new(), 1);
+        reporter.eval(&EvalMetrics { iteration: 5, split: "validation".into(), lm_loss: 0.0 });
+        let text = String::from_utf8(reporter.out).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(
+            lines[1],
+            " validation loss at iteration 5 | lm loss value: 0.000000E+00 | lm loss PPL: 1.000000E+00 | "
+        );
+        assert_eq!((lines[0], lines[0].len()), (lines[2], lines[1].len() + 1));
+    }
+}

@@ -1,0 +1,20 @@
+//! How a run's progress is shown: a bar on a terminal, Megatron-LM's log lines elsewhere.
+
+mod bar;
+mod lines;
+
+use std::io::IsTerminal;
+
+use megatron::train::Reporter;
+use megatron::train::report::Silent;
+
+/// The reporter of `rank`. Rank 0 shows what there is to see, every `log_interval` steps.
+pub fn for_rank(rank: usize, log_interval: u64) -> Box<dyn Reporter> {
+    if rank != 0 {
+        Box::new(Silent)
+    } else if std::io::stdout().is_terminal() {
+        Box::new(bar::Bar::new())
+    } else {
+        Box::new(lines::Lines::new(std::io::stdout(), log_interval))
+    }
+}

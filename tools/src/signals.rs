@@ -1,0 +1,46 @@
+//! SIGINT and SIGTERM in a rank: a flag that the training loop reads between steps.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+
+use crate::error::{Error, Result};
+
+/// What the signals so far ask for.
+#[derive(Clone, Debug)]
+pub struct StopSignal {
+    /// Set once the run shall save and stop.
+    pub flag: Arc<AtomicBool>,
+    signal: Arc<AtomicUsize>,
+}
+
+impl StopSignal {
+    /// Takes SIGINT and SIGTERM as wishes to stop; a second SIGINT ends the process at once.
+    ///
+    /// # Errors
+    /// If the operating system refuses.
+    pub fn listen() -> Result<Self> {
+        let stop = Self { flag: Arc::default(), signal: Arc::default() };
+        let register = || -> std::io::Result<()> {
+            // Actions run in the order of registration: the first SIGINT finds the flag not yet set.
+            flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&stop.flag))?;
+            for signal in [SIGINT, SIGTERM] {
+                flag::register_usize(signal, Arc::clone(&stop.signal), signal as usize)?;
+                flag::register(signal, Arc::clone(&stop.flag))?;
+            }
+            Ok(())
+        };
+        register().map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
+        Ok(stop)
+    }
+
+    /// The exit code of a run that was stopped: 128 + the signal.
+    pub fn exit_code(&self) -> u8 {
+        match self.signal.load(Ordering::SeqCst) {
+            0 => 128 + SIGTERM as u8,
+            signal => 128 + signal as u8,
+        }
+    }
+}
