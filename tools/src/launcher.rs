@@ -30,7 +30,8 @@ pub fn run(launch: &LaunchArgs) -> Result<u8> {
         node_rank: launch.node_rank as usize,
         master: (launch.master_addr.clone(), port),
         style: Style::Command,
-        self_end: Duration::ZERO,
+        // Long enough for ranks that end of the same cause to say so.
+        self_end: Duration::from_secs(1),
         stop_limit: Some(Duration::from_secs(30)),
         advice: None,
     })

@@ -68,10 +68,7 @@ fn with_ranks(fault: &Fault, cause: &Failure, failures: &[Failure], started: usi
 
 fn hint(signal: i32) -> &'static str {
     match signal {
-        libc::SIGKILL => {
-            " (by someone, or by the kernel because memory ran out: see `dmesg`; less memory is needed with a smaller \
-             micro batch or recompute_granularity = full)"
-        }
+        libc::SIGKILL => " (by someone, or by the kernel because memory ran out: see `dmesg`)",
         libc::SIGBUS => " (often a full /dev/shm: see `df /dev/shm`)",
         libc::SIGILL => " (the program was built for another processor)",
         libc::SIGSEGV | libc::SIGABRT => " (a bug; please report it with the command and the run file)",

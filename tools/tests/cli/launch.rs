@@ -1,0 +1,173 @@
+//! The supervisor, seen from outside: what it sets, shows, forwards, and how it ends ranks.
+
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use crate::support::{is_alive, kill, megatron, pids, shells, stderr, stdout, wait_for};
+
+/// A shell that writes its process id to pid.RANK and sleeps.
+fn sleepers(folder: &std::path::Path, ranks: usize) -> std::process::Command {
+    let script = format!("echo $$ > {0}/tmp.$RANK && mv {0}/tmp.$RANK {0}/pid.$RANK; sleep 60", folder.display());
+    let mut command = shells(ranks, &script);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+#[test]
+fn ranks_get_torchruns_variables() {
+    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR";
+    let output = megatron()
+        .args(["launch", "--nproc-per-node=2", "--nnodes=3", "--node-rank=2", "--master-addr=head"])
+        .args(["--", "sh", "-c", script])
+        .output()
+        .unwrap();
+    let mut lines: Vec<String> = stdout(&output).lines().map(str::to_string).collect();
+    lines.sort();
+    assert_eq!(lines, ["[4]: 4/6 0/2 2 head", "[5]: 5/6 1/2 2 head"]);
+}
+
+#[test]
+fn all_ranks_of_one_machine_meet_at_one_port() {
+    let output = shells(2, "echo $MASTER_ADDR:$MASTER_PORT").output().unwrap();
+    let text = stdout(&output);
+    let places: Vec<&str> = text.lines().map(|l| l.split_once(": ").unwrap().1).collect();
+    assert_eq!(places.len(), 2);
+    assert_eq!(places[0], places[1]);
+    assert!(places[0].starts_with("127.0.0.1:") && !places[0].ends_with(":0"), "{places:?}");
+}
+
+#[test]
+fn threads_of_the_user_are_kept() {
+    let output = shells(1, "echo $RAYON_NUM_THREADS").env("RAYON_NUM_THREADS", "17").output().unwrap();
+    assert_eq!(stdout(&output), "[0]: 17\n");
+}
+
+#[test]
+fn success_of_all_ranks_is_success() {
+    let output = shells(3, "exit 0").output().unwrap();
+    assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
+}
+
+#[test]
+fn the_exit_code_and_last_words_of_the_failing_rank_are_reported() {
+    let output = shells(3, "[ $RANK = 1 ] || exec sleep 60; echo no such thing >&2; exit 7").output().unwrap();
+    assert_eq!(output.status.code(), Some(7));
+    let text = stderr(&output);
+    assert!(text.contains("error: rank 1 (pid ") && text.contains("exited with code 7"), "{text}");
+    assert!(text.contains("its last line was: no such thing"), "{text}");
+}
+
+#[test]
+fn a_killed_rank_ends_the_others_within_ten_seconds_and_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let child = sleepers(folder.path(), 3).spawn().unwrap();
+    let pids = pids(folder.path(), 3);
+    let start = Instant::now();
+    kill(pids[2], "KILL");
+    let output = child.wait_with_output().unwrap();
+    assert!(start.elapsed() < Duration::from_secs(10));
+    assert_eq!(output.status.code(), Some(137));
+    let text = stderr(&output);
+    assert!(text.contains(&format!("error: rank 2 (pid {}) was killed by SIGKILL", pids[2])), "{text}");
+    assert!(!pids.iter().any(|&pid| is_alive(pid)));
+}
+
+#[test]
+fn a_rank_that_ignores_sigterm_is_killed_when_another_fails() {
+    let mut command = shells(2, "[ $RANK = 0 ] && { sleep 0.2; exit 3; }; trap '' TERM; while :; do sleep 1; done");
+    let start = Instant::now();
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(3));
+    assert!(start.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn no_rank_outlives_a_supervisor_that_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let script =
+        format!("echo $$ > {0}/tmp.$RANK && mv {0}/tmp.$RANK {0}/pid.$RANK; exec sleep 60", folder.path().display());
+    let mut child = shells(2, &script).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let pids = pids(folder.path(), 2);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_for("the ranks to die", || (!pids.iter().any(|&pid| is_alive(pid))).then_some(()));
+}
+
+#[test]
+fn nothing_that_a_rank_started_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!("sleep 60 & echo $! > {}/pid.$RANK; exit 5", folder.path().display());
+    let output = shells(1, &script).output().unwrap();
+    assert_eq!(output.status.code(), Some(5));
+    let pid = pids(folder.path(), 1)[0];
+    wait_for("the rank's child to die", || (!is_alive(pid)).then_some(()));
+}
+
+#[test]
+fn sigint_and_sigterm_reach_ranks_as_sigterm() {
+    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+        let folder = tempfile::tempdir().unwrap();
+        let script = format!(
+            "trap 'echo saving; exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+            folder.path().display()
+        );
+        let child = shells(2, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        pids(folder.path(), 2);
+        kill(child.id(), signal);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(stdout(&output).matches("saving").count(), 2);
+        assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn ranks_that_end_well_after_a_signal_are_a_success() {
+    let folder = tempfile::tempdir().unwrap();
+    let script =
+        format!("trap 'exit 0' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done", folder.path().display());
+    let mut child = shells(2, &script).spawn().unwrap();
+    pids(folder.path(), 2);
+    kill(child.id(), "TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_second_signal_stops_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!("trap '' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 1; done", folder.path().display());
+    let mut child = shells(2, &script).spawn().unwrap();
+    pids(folder.path(), 2);
+    kill(child.id(), "INT");
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(child.try_wait().unwrap().is_none());
+    kill(child.id(), "INT");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+}
+
+#[test]
+fn a_command_that_does_not_exist_is_named() {
+    let output = megatron().args(["launch", "--", "/no/such/program"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("cannot start rank 0 (/no/such/program)"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let output = megatron().args(["launch", "--master-port", &port, "--", "true"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains(&format!("port {port} (--master-port) cannot be used")), "{}", stderr(&output));
+}
+
+#[test]
+fn errors_of_all_ranks_become_one_message() {
+    let program = env!("CARGO_BIN_EXE_megatron");
+    let output = megatron()
+        .args(["launch", "--nproc-per-node", "3", "--", program, "pretrain", "/no/run.toml"])
+        .output()
+        .unwrap();
+    let text = stderr(&output);
+    assert_eq!(text.lines().count(), 1, "{text}");
+    assert!(text.contains("cannot read the run file /no/run.toml") && text.ends_with("(on all ranks)\n"), "{text}");
+}

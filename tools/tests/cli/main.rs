@@ -1,0 +1,5 @@
+//! The program, seen from outside.
+
+mod launch;
+mod settings;
+mod support;

@@ -1,0 +1,193 @@
+//! `megatron pretrain` with settings that are wrong: one message that says what, where and what to do.
+
+use std::process::Output;
+
+use crate::support::{megatron, stderr, stdout};
+
+/// A run that only lacks a trainer: every setting is right.
+const GOOD: &str = r#"[model]
+num_layers = 4
+hidden_size = 64
+num_attention_heads = 8
+num_query_groups = 4
+seq_length = 32
+
+[data]
+data_path = "TEXT"
+tokenizer = "byte"
+cache_dir = "CACHE"
+
+[training]
+micro_batch_size = 2
+global_batch_size = 8
+train_iters = 10
+
+[optimizer]
+lr = 1e-3
+"#;
+
+/// `pretrain` of the good run file with `from` replaced by `to`, under `flags`.
+fn pretrain(from: &str, to: &str, flags: &[&str]) -> Output {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    std::fs::write(folder.path().join("text.txt"), "All work and no play makes a dull corpus.\n\n".repeat(200))
+        .unwrap();
+    assert!(GOOD.contains(from));
+    let text = GOOD.replace(from, to).replace("TEXT", &path("text.txt")).replace("CACHE", &path("cache"));
+    std::fs::write(folder.path().join("run.toml"), text).unwrap();
+    megatron().current_dir(folder.path()).arg("pretrain").arg("run.toml").args(flags).output().unwrap()
+}
+
+/// Asserts that a run ends with code 2 and one message that holds all of `parts`.
+fn refused(output: &Output, parts: &[&str]) {
+    let text = stderr(output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert_eq!(text.matches("error: ").count(), 1, "{text}");
+    for part in parts {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+    assert!(!text.contains("panicked") && !text.contains("backtrace"), "{text}");
+}
+
+#[test]
+fn help_explains_every_level() {
+    let levels: [(&[&str], &str); 3] = [
+        (&["--help"], "pretrain"),
+        (&["pretrain", "--help"], "--num-layers"),
+        (&["launch", "--help"], "--nproc-per-node"),
+    ];
+    for (words, expected) in levels {
+        let output = megatron().args(words).output().unwrap();
+        assert_eq!(output.status.code(), Some(0));
+        assert!(stdout(&output).contains(expected));
+    }
+}
+
+#[test]
+fn help_shows_sections_and_defaults() {
+    let output = megatron().args(["pretrain", "--help"]).output().unwrap();
+    let text = stdout(&output);
+    for section in ["[model]", "[parallel]", "[data]", "[training]", "[optimizer]", "[checkpoint]", "[logging]"] {
+        assert!(text.contains(&format!("{section}:")), "{section}");
+    }
+    assert!(text.contains("[default: 969,30,1]") && text.contains("[default: 1234]"));
+}
+
+#[test]
+fn an_unknown_flag_names_the_nearest() {
+    refused(&pretrain("", "", &["--hiden-size", "4"]), &["'--hiden-size'", "'--hidden-size'"]);
+}
+
+#[test]
+fn an_unknown_key_names_its_line_and_the_nearest() {
+    refused(&pretrain("num_layers", "num_layer", &[]), &["run.toml:2: ", "`num_layer`", "did you mean `num_layers`?"]);
+}
+
+#[test]
+fn a_missing_run_file_is_named() {
+    let output = megatron().args(["pretrain", "--config", "/no/run.toml"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(
+        stderr(&output),
+        "error: cannot read the run file /no/run.toml: No such file or directory (os error 2)\n"
+    );
+}
+
+#[test]
+fn missing_settings_are_listed() {
+    refused(&pretrain("hidden_size = 64\n", "", &[]), &["not set: hidden_size under [model]"]);
+}
+
+#[test]
+fn sizes_that_do_not_divide_are_cited_with_their_origins() {
+    let output = pretrain("", "", &["--tensor-model-parallel-size", "3"]);
+    refused(
+        &output,
+        &[
+            "num_attention_heads = 8 (run.toml:4)",
+            "tensor_model_parallel_size = 3 (--tensor-model-parallel-size)",
+            "8 mod 3 = 2",
+        ],
+    );
+    refused(
+        &pretrain("global_batch_size = 8", "global_batch_size = 7", &[]),
+        &["7 mod 2 = 1", "data_parallel_size = 1 (default)"],
+    );
+    refused(&pretrain("hidden_size = 64", "hidden_size = 65", &[]), &["65 mod 8 = 1", "kv_channels"]);
+    refused(
+        &pretrain("num_layers = 4", "num_layers = 1", &["--pipeline-model-parallel-size=2"]),
+        &["num_layers = 1", "2 stages"],
+    );
+}
+
+#[test]
+fn a_world_that_does_not_fit_the_layout_is_refused() {
+    let output = {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("run.toml"), GOOD).unwrap();
+        megatron()
+            .current_dir(folder.path())
+            .envs([("RANK", "0"), ("WORLD_SIZE", "6")])
+            .args(["pretrain", "run.toml", "--tensor-model-parallel-size=4"])
+            .output()
+            .unwrap()
+    };
+    refused(&output, &["WORLD_SIZE = 6 (environment)", "6 mod 4 = 2"]);
+}
+
+#[test]
+fn contradictions_are_refused() {
+    let contradictions: [(&[&str], &str); 7] = [
+        (&["--pipeline-schedule=interleaved"], "num_layers_per_virtual_pipeline_stage"),
+        (
+            &[
+                "--pipeline-schedule=1f1b",
+                "--num-layers-per-virtual-pipeline-stage=1",
+                "--pipeline-model-parallel-size=2",
+            ],
+            "pipeline_schedule = 1f1b (--pipeline-schedule)",
+        ),
+        (&["--train-samples=80"], "train_iters (run.toml:16) and train_samples (--train-samples)"),
+        (&["--lr-warmup-iters=1", "--lr-warmup-fraction=0.1"], "lr_warmup_iters"),
+        (&["--save-interval=5"], "save_interval = 5 (--save-interval) has no folder"),
+        (&["--recompute-method=block"], "recompute_granularity = full"),
+        (&["--min-lr=1"], "min_lr = 1 (--min-lr) exceeds lr = 0.001 (run.toml:19)"),
+    ];
+    for (flags, expected) in contradictions {
+        refused(&pretrain("", "", flags), &[expected]);
+    }
+}
+
+#[test]
+fn what_this_version_lacks_is_refused() {
+    refused(&pretrain("", "", &["--bf16"]), &["16-bit training is not available in this version; train in fp32"]);
+    refused(
+        &pretrain("", "", &["--context-parallel-size=2"]),
+        &["context parallelism is not available in this version"],
+    );
+}
+
+#[test]
+fn numbers_out_of_range_are_refused() {
+    for flag in
+        ["--hidden-dropout=1", "--lr=nan", "--adam-beta2=1.5", "--train-iters=0", "--seq-length=0", "--split=a,b"]
+    {
+        let key = flag.trim_start_matches("--").split('=').next().unwrap().replace('-', "_");
+        refused(&pretrain("", "", &[flag]), &[&format!("{key} = "), &format!("({})", flag.split('=').next().unwrap())]);
+    }
+}
+
+#[test]
+fn missing_data_are_named_once_before_ranks_start() {
+    let output = pretrain("\"TEXT\"", "\"/no/such/text\"", &["--tensor-model-parallel-size=2"]);
+    let text = stderr(&output);
+    assert!(!output.status.success());
+    assert_eq!(text.matches("/no/such/text: ").count(), 1, "{text}");
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_named() {
+    let output = pretrain("", "", &["--save=/dev/null/checkpoints"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("cannot write to the folder /dev/null/checkpoints"), "{}", stderr(&output));
+}

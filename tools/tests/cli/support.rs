@@ -1,0 +1,61 @@
+//! Running the program and waiting for what it does.
+
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+/// The program, outside of any launcher.
+pub fn megatron() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_megatron"));
+    for name in
+        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAYON_NUM_THREADS"]
+    {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// `megatron launch` of `ranks` shells.
+pub fn shells(ranks: usize, script: &str) -> Command {
+    let mut command = megatron();
+    command.args(["launch", "--nproc-per-node", &ranks.to_string(), "--", "sh", "-c", script]);
+    command
+}
+
+pub fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Waits until `ready` gives something, at most ten seconds.
+pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = ready() {
+            return value;
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "waited too long for {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The process ids that `ranks` ranks wrote to the files pid.RANK in `folder`.
+pub fn pids(folder: &Path, ranks: usize) -> Vec<u32> {
+    let pid = |rank: usize| std::fs::read_to_string(folder.join(format!("pid.{rank}"))).ok()?.trim().parse().ok();
+    (0..ranks).map(|rank| wait_for("a rank to start", || pid(rank))).collect()
+}
+
+/// Whether the process runs. One that ended and was not waited for does not.
+pub fn is_alive(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with('Z'))
+}
+
+/// Sends `signal` to `pid`.
+pub fn kill(pid: u32, signal: &str) {
+    let status = Command::new("kill").args([format!("-{signal}"), pid.to_string()]).status().unwrap();
+    assert!(status.success());
+}
