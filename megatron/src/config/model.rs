@@ -65,3 +65,50 @@ pub struct ModelConfig {
     /// Standard deviation of the initial weights; output projections use this / √(2·layers).
     pub init_method_std: f64,
 }
+
+impl ModelConfig {
+    /// V_padded: the vocabulary rounded up to a multiple of `make_vocab_size_divisible_by` · tp.
+    pub fn padded_vocab_size(&self, tp: usize) -> usize {
+        self.vocab_size.next_multiple_of((self.make_vocab_size_divisible_by * tp).max(1))
+    }
+
+    /// Parameters of one transformer layer.
+    pub fn layer_params(&self) -> u64 {
+        let (h, f) = (self.hidden_size, self.ffn_hidden_size);
+        let q = self.num_attention_heads * self.head_dim;
+        let qkv = q + 2 * self.num_query_groups * self.head_dim;
+        let fc1 = if self.swiglu { 2 * f } else { f };
+        let norms = 2 * self.norm_params();
+        let mut biases = if self.bias_linear { h + fc1 + h } else { 0 };
+        if self.bias_linear || self.qkv_bias {
+            biases += qkv;
+        }
+        (h * qkv + q * h + h * fc1 + f * h + norms + biases) as u64
+    }
+
+    fn norm_params(&self) -> usize {
+        match self.normalization {
+            Normalization::LayerNorm => 2 * self.hidden_size,
+            Normalization::RMSNorm => self.hidden_size,
+        }
+    }
+
+    /// Parameters of the first stage's embeddings, and of the last stage's normalization and output matrix. A tied
+    /// matrix counts at both ends: it costs memory and time on both.
+    pub fn end_params(&self) -> (u64, u64) {
+        let matrix = self.vocab_size * self.hidden_size;
+        let positions = match self.position_embedding {
+            PositionEmbedding::LearnedAbsolute => self.max_position_embeddings * self.hidden_size,
+            PositionEmbedding::Rope | PositionEmbedding::None => 0,
+        };
+        ((matrix + positions) as u64, (matrix + self.norm_params()) as u64)
+    }
+
+    /// Parameters of the model, a tied matrix counted once.
+    pub fn num_params(&self) -> u64 {
+        let (first, last) = self.end_params();
+        let twice =
+            if self.untie_embeddings_and_output_weights { 0 } else { (self.vocab_size * self.hidden_size) as u64 };
+        self.layer_params() * self.num_layers as u64 + first + last - twice
+    }
+}

@@ -1,8 +1,12 @@
-//! Parameters: what they are regardless of layout ([`ParamSpec`]), and how one rank's share lies in the whole
-//! ([`Piece`]).
+//! Parameters: what they are regardless of layout ([`ParamSpec`]), how one rank's share lies in the whole
+//! ([`Piece`]), their first values, and the flat buckets they live in ([`ParamStore`]).
 
+mod init;
 mod piece;
 mod spec;
+mod store;
 
+pub use init::initial_values;
 pub use piece::{Piece, ShardRef, StateKind, clip_pieces};
 pub use spec::{Init, ParamSpec, Partition};
+pub use store::{Bucket, Param, ParamId, ParamStore, ParamsBuilder, Role, StoreOptions};

@@ -1,0 +1,142 @@
+//! Completes a step's gradients: sums over tp where they are partial, adds the uses of tied weights, sums over dp.
+
+use candle_core::Tensor;
+
+use crate::Result;
+use crate::comm::{Group, ReduceOp, Work};
+use crate::params::{Bucket, ParamId, ParamStore, Role};
+use crate::pipeline::GradientListener;
+
+/// The range of a bucket that replica `rank` of `dp` keeps under ZeRO.
+pub fn shard(len: usize, rank: usize, dp: usize) -> std::ops::Range<usize> {
+    let part = len / dp;
+    rank * part..(rank + 1) * part
+}
+
+/// Reduces the buckets of one rank.
+///
+/// Every rank of a dp group holds the same buckets and completes them in the same order, so reductions need no agreement.
+pub struct GradientReducer {
+    tp: Group,
+    dp: Group,
+    /// First and last stage of the pipeline, where tied weights live on both.
+    embedding: Option<Group>,
+    /// Leave each replica its shard of the sum only (ZeRO-1).
+    scatter: bool,
+    /// Start a bucket's reduction when its last gradient is complete, while backward still runs.
+    overlap: bool,
+    /// Parameters whose gradient is still awaited, per bucket.
+    missing: Vec<usize>,
+    in_flight: Vec<Work>,
+}
+
+impl GradientReducer {
+    pub fn new(tp: Group, dp: Group, embedding: Option<Group>, scatter: bool, overlap: bool) -> Self {
+        Self { tp, dp, embedding, scatter, overlap, missing: Vec::new(), in_flight: Vec::new() }
+    }
+
+    /// Clears the gradients before a step's first backward.
+    ///
+    /// # Errors
+    /// If a buffer cannot be written.
+    pub fn begin(&mut self, store: &ParamStore) -> Result<()> {
+        self.missing = store.buckets().iter().map(|b| b.params.len()).collect();
+        self.in_flight.clear();
+        store.zero_grads()
+    }
+
+    /// Waits until all gradients of the step are final on this rank.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn finish(&mut self, store: &ParamStore) -> Result<()> {
+        for bucket in store.buckets() {
+            if !self.overlap || bucket.tied {
+                self.reduce(bucket, store)?;
+            }
+        }
+        for work in self.in_flight.drain(..) {
+            work.wait()?;
+        }
+        Ok(())
+    }
+
+    fn reduce(&mut self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
+        self.sum_over_tp(bucket, store)?;
+        if bucket.tied {
+            self.add_tied_uses(bucket, store)?;
+        }
+        if self.dp.size() == 1 {
+            return Ok(());
+        }
+        let work = if self.scatter {
+            let mine = shard(bucket.len, self.dp.rank(), self.dp.size());
+            let part = bucket.grads.narrow(0, mine.start, mine.len())?;
+            self.dp.reduce_scatter(&bucket.grads, &part, ReduceOp::Sum)?
+        } else {
+            self.dp.all_reduce(&bucket.grads, ReduceOp::Sum)?
+        };
+        self.in_flight.push(work);
+        Ok(())
+    }
+
+    /// Sums the gradients that are partial over tp, in one message per bucket.
+    fn sum_over_tp(&self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
+        if self.tp.size() == 1 {
+            return Ok(());
+        }
+        let partial: Vec<&Tensor> = bucket
+            .params
+            .iter()
+            .map(|id| store.param(*id))
+            .filter(|p| p.spec.grad_partial_over_tp)
+            .map(|p| &p.grad)
+            .collect();
+        if partial.is_empty() {
+            return Ok(());
+        }
+        let flat = partial.iter().map(|g| g.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
+        let joined = Tensor::cat(&flat, 0)?;
+        self.tp.all_reduce(&joined, ReduceOp::Sum)?.wait()?;
+        let mut at = 0;
+        for grad in partial {
+            let len = grad.elem_count();
+            kernels::reduce::copy(grad, &joined.narrow(0, at, len)?.reshape(grad.shape())?)?;
+            at += len;
+        }
+        Ok(())
+    }
+
+    /// embedding use + head use, in this order whether they are on one rank or on two.
+    fn add_tied_uses(&self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
+        for id in &bucket.params {
+            for (_, other) in store.iter().filter(|(_, p)| p.role == Role::TiedUse(*id)) {
+                kernels::reduce::add_inplace(store.grad(*id), &other.grad)?;
+            }
+        }
+        if let Some(group) = &self.embedding {
+            group.all_reduce(&bucket.grads, ReduceOp::Sum)?.wait()?;
+        }
+        Ok(())
+    }
+}
+
+impl GradientListener for GradientReducer {
+    fn ready(&mut self, params: &[ParamId], store: &ParamStore) -> Result<()> {
+        if !self.overlap {
+            return Ok(());
+        }
+        for id in params {
+            let param = store.param(*id);
+            let bucket = &store.buckets()[param.bucket];
+            if bucket.tied || matches!(param.role, Role::TiedUse(_)) {
+                continue; // complete only when all uses are
+            }
+            self.missing[param.bucket] -= 1;
+            if self.missing[param.bucket] == 0 {
+                self.reduce(bucket, store)?;
+            }
+        }
+        Ok(())
+    }
+}

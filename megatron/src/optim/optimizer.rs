@@ -1,0 +1,223 @@
+//! AdamW and SGD over flat buckets, whole or cut over dp (ZeRO-1, Rajbhandari et al. 2020), with clipping by global norm.
+
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
+
+use crate::comm::{Group, ReduceOp, Work};
+use crate::config::{OptimizerConfig, OptimizerKind};
+use crate::data_parallel::shard;
+use crate::params::{Param, ParamStore, Partition, Role, ShardRef, StateKind, clip_pieces};
+use crate::Result;
+
+/// Optimizer state of one bucket, over the range of it that this rank steps.
+struct BucketState {
+    range: Range<usize>,
+    /// Adam's first moment, or SGD's momentum.
+    first: Tensor,
+    /// Adam's second moment.
+    second: Option<Tensor>,
+}
+
+/// What a step did.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepResult {
+    /// Norm of the gradient before clipping; not finite where the step was skipped.
+    pub grad_norm: f32,
+    /// Whether parameters were updated.
+    pub applied: bool,
+}
+
+/// The optimizer of one rank.
+pub struct Optimizer {
+    config: OptimizerConfig,
+    states: Vec<BucketState>,
+    tp_rank: usize,
+    dp: Group,
+    model: Group,
+    /// State and updates are cut over dp.
+    sharded: bool,
+    /// Updates applied so far.
+    steps: u64,
+}
+
+impl Optimizer {
+    /// `model`: the group tp × pp; `sharded`: ZeRO-1.
+    ///
+    /// # Errors
+    /// If the state cannot be allocated.
+    pub fn new(
+        config: &OptimizerConfig,
+        store: &ParamStore,
+        tp_rank: usize,
+        dp: Group,
+        model: Group,
+        sharded: bool,
+    ) -> Result<Self> {
+        let mut states = Vec::new();
+        for bucket in store.buckets() {
+            let range = if sharded { shard(bucket.len, dp.rank(), dp.size()) } else { 0..bucket.len };
+            let zeros = || Tensor::zeros(range.len(), bucket.grads.dtype(), bucket.grads.device());
+            let second = if config.kind == OptimizerKind::Adam { Some(zeros()?) } else { None };
+            states.push(BucketState { first: zeros()?, second, range });
+        }
+        Ok(Self { config: config.clone(), states, tp_rank, dp, model, sharded, steps: 0 })
+    }
+
+    /// Updates applied so far.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Continues from a checkpoint.
+    pub fn set_steps(&mut self, steps: u64) {
+        self.steps = steps;
+    }
+
+    /// Bytes of optimizer state on this rank.
+    pub fn bytes(&self) -> usize {
+        let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        self.states.iter().map(|s| size(&s.first) + s.second.as_ref().map_or(0, size)).sum()
+    }
+
+    /// The part of a parameter that this rank steps, as a range of its bucket.
+    fn part(&self, param: &Param) -> Range<usize> {
+        let range = &self.states[param.bucket].range;
+        let start = param.offset.clamp(range.start, range.end);
+        start..(param.offset + param.numel).clamp(start, range.end)
+    }
+
+    /// Parameters that have a place of their own in a bucket.
+    fn stepped(store: &ParamStore) -> impl Iterator<Item = &Param> {
+        store.iter().map(|(_, p)| p).filter(|p| !matches!(p.role, Role::TiedUse(_)))
+    }
+
+    /// Whether this rank speaks for the parameter among its tie group and the tp ranks that hold the same.
+    fn counts(&self, param: &Param) -> bool {
+        param.role == Role::Primary && (param.spec.partition != Partition::Replicated || self.tp_rank == 0)
+    }
+
+    /// The norm of the whole model's gradient, every logical parameter counted once.
+    fn grad_norm(&self, store: &ParamStore) -> Result<f32> {
+        let mut sum = 0f64;
+        for param in Self::stepped(store).filter(|p| self.counts(p)) {
+            let part = self.part(param);
+            let grads = store.buckets()[param.bucket].grads.narrow(0, part.start, part.len())?;
+            sum += kernels::reduce::sum_of_squares(&grads)?;
+        }
+        let total = Tensor::from_vec(vec![sum], 1, &Device::Cpu)?;
+        self.model.all_reduce(&total, ReduceOp::Sum)?.wait()?;
+        if self.sharded {
+            self.dp.all_reduce(&total, ReduceOp::Sum)?.wait()?;
+        }
+        Ok(total.to_vec1::<f64>()?[0].sqrt() as f32)
+    }
+
+    /// One update from the main gradients. A step whose gradient norm is not finite changes nothing, on any rank.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn step(&mut self, store: &ParamStore, lr: f64) -> Result<StepResult> {
+        let grad_norm = self.grad_norm(store)?;
+        if !grad_norm.is_finite() {
+            return Ok(StepResult { grad_norm, applied: false });
+        }
+        // Megatron's clip coefficient: max_norm / (norm + 1e-6), applied if below one.
+        let clip = self.config.clip_grad as f32 / (grad_norm + 1e-6);
+        let grad_scale = if self.config.clip_grad > 0.0 && clip < 1.0 { clip } else { 1.0 };
+        self.steps += 1;
+        for param in Self::stepped(store) {
+            let part = self.part(param);
+            if !part.is_empty() {
+                self.update(param, part, store, lr, grad_scale)?;
+            }
+        }
+        if self.sharded {
+            let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
+                let mine = bucket.weights.narrow(0, state.range.start, state.range.len())?;
+                self.dp.all_gather(&mine, &bucket.weights)
+            });
+            for work in gathers.collect::<Result<Vec<Work>>>()? {
+                work.wait()?;
+            }
+        }
+        Ok(StepResult { grad_norm, applied: true })
+    }
+
+    fn update(&self, param: &Param, part: Range<usize>, store: &ParamStore, lr: f64, grad_scale: f32) -> Result<()> {
+        let bucket = &store.buckets()[param.bucket];
+        let state = &self.states[param.bucket];
+        let weight = bucket.weights.narrow(0, part.start, part.len())?;
+        let grad = bucket.grads.narrow(0, part.start, part.len())?;
+        let at = part.start - state.range.start;
+        let first = state.first.narrow(0, at, part.len())?;
+        let weight_decay = if param.spec.weight_decay { self.config.weight_decay } else { 0.0 };
+        match &state.second {
+            Some(second) => {
+                let hyper = AdamW {
+                    lr,
+                    beta1: self.config.adam_beta1,
+                    beta2: self.config.adam_beta2,
+                    eps: self.config.adam_eps,
+                    weight_decay,
+                    step: self.steps,
+                    grad_scale,
+                };
+                adamw(&weight, &grad, &first, &second.narrow(0, at, part.len())?, &hyper)?;
+            }
+            None => sgd(&weight, &grad, &first, &Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale })?,
+        }
+        Ok(())
+    }
+
+    /// This rank's share of weights and optimizer state as a checkpoint sees them. With `owned`, every logical
+    /// element is given by exactly one rank of the world (for saving); without, everything that this rank holds
+    /// (for loading).
+    ///
+    /// # Errors
+    /// If a view cannot be made.
+    pub fn shards(&self, store: &ParamStore, owned: bool) -> Result<Vec<ShardRef>> {
+        let mut shards = Vec::new();
+        for param in Self::stepped(store) {
+            if owned && !self.counts(param) {
+                continue;
+            }
+            let bucket = &store.buckets()[param.bucket];
+            let state = &self.states[param.bucket];
+            let whole = param.offset..param.offset + param.numel;
+            // Replicas share the work of writing, whether or not their state is cut.
+            let written = shard(bucket.len, self.dp.rank(), self.dp.size());
+            let within = |range: &Range<usize>| {
+                let start = whole.start.clamp(range.start, range.end);
+                start..whole.end.clamp(start, range.end)
+            };
+            let mut push = |kind, buffer: &Tensor, buffer_start: usize, range: Range<usize>| -> Result<()> {
+                let pieces = clip_pieces(&param.pieces, range.start - whole.start..range.end - whole.start);
+                if range.is_empty() || pieces.is_empty() {
+                    return Ok(());
+                }
+                shards.push(ShardRef {
+                    name: param.spec.name.clone(),
+                    kind,
+                    global_shape: param.spec.shape.clone(),
+                    pieces,
+                    data: buffer.narrow(0, range.start - buffer_start, range.len())?,
+                });
+                Ok(())
+            };
+            let weights = if owned { within(&written) } else { whole.clone() };
+            push(StateKind::Param, &bucket.weights, 0, weights)?;
+            let moments = if owned { within(&written) } else { within(&state.range) };
+            if self.config.kind == OptimizerKind::Adam {
+                push(StateKind::ExpAvg, &state.first, state.range.start, moments.clone())?;
+            } else {
+                push(StateKind::Momentum, &state.first, state.range.start, moments.clone())?;
+            }
+            if let Some(second) = &state.second {
+                push(StateKind::ExpAvgSq, second, state.range.start, moments)?;
+            }
+        }
+        Ok(shards)
+    }
+}

@@ -1,0 +1,250 @@
+//! One rank's parameters in flat buckets: weights, main gradients, and the views that layers use.
+//!
+//! Buckets follow Megatron's distributed data parallel: parameters in reverse order of the layers, so that a bucket is
+//! complete early in backward. Each bucket is one candle storage for weights and one for fp32 main
+//! gradients, so that candle's lock on one bucket never delays work on another.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{ParamSpec, Piece, initial_values};
+use crate::Result;
+
+/// Index of a parameter in its rank's [`ParamStore`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ParamId(usize);
+
+/// What a local parameter is to its tie group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The one that counts: in the norm, in checkpoints.
+    Primary,
+    /// A copy of a weight whose primary lives on another pipeline stage; kept equal by summing gradients.
+    TiedCopy,
+    /// A second use of a weight of this rank: the same storage, a gradient of its own.
+    TiedUse(ParamId),
+}
+
+/// One local parameter.
+#[derive(Debug)]
+pub struct Param {
+    pub spec: ParamSpec,
+    pub role: Role,
+    /// Where the local elements lie in the logical tensor.
+    pub pieces: Vec<Piece>,
+    /// Bucket and first element in it.
+    pub bucket: usize,
+    pub offset: usize,
+    pub numel: usize,
+    /// View of the bucket's weights, in local shape.
+    pub weight: Tensor,
+    /// View of the bucket's main gradients (of a storage of its own for [`Role::TiedUse`]), in local shape.
+    pub grad: Tensor,
+}
+
+/// A contiguous range of parameters that is reduced and stepped as one.
+#[derive(Debug)]
+pub struct Bucket {
+    /// Parameters in it, in buffer order.
+    pub params: Vec<ParamId>,
+    /// Elements, padding included; divides by dp.
+    pub len: usize,
+    /// `[len]` in model dtype.
+    pub weights: Tensor,
+    /// `[len]`, fp32 (f64 for f64 models).
+    pub grads: Tensor,
+    /// Holds a tied weight: complete only once all uses were added up.
+    pub tied: bool,
+}
+
+/// How buckets are laid out.
+#[derive(Clone, Debug)]
+pub struct StoreOptions {
+    pub dtype: DType,
+    pub device: Device,
+    /// Elements after which a bucket is closed.
+    pub bucket_size: usize,
+    /// Ranks that a bucket is sharded over.
+    pub dp: usize,
+    pub tp: usize,
+    pub tp_rank: usize,
+}
+
+/// Collects the parameters of the layers of one rank in forward order.
+#[derive(Debug, Default)]
+pub struct ParamsBuilder {
+    declared: Vec<(ParamSpec, Role, usize)>,
+    chunk: usize,
+}
+
+/// Elements that parameters start on; keeps SIMD and NCCL ranges aligned (Megatron uses the same).
+const ALIGN: usize = 64;
+
+impl ParamsBuilder {
+    /// Parameters declared from here on belong to the next chunk; a bucket never spans chunks.
+    pub fn next_chunk(&mut self) {
+        self.chunk += 1;
+    }
+
+    /// Declares a parameter that this rank holds.
+    pub fn declare(&mut self, spec: ParamSpec) -> ParamId {
+        self.push(spec, Role::Primary)
+    }
+
+    /// Declares a further use of a tied weight. If its first use is on this rank they share the storage, otherwise this rank
+    /// keeps a copy.
+    pub fn declare_tied(&mut self, spec: ParamSpec) -> ParamId {
+        let primary = self.declared.iter().position(|(s, role, _)| s.name == spec.name && *role == Role::Primary);
+        let role = primary.map_or(Role::TiedCopy, |at| Role::TiedUse(ParamId(at)));
+        self.push(spec, role)
+    }
+
+    fn push(&mut self, spec: ParamSpec, role: Role) -> ParamId {
+        self.declared.push((spec, role, self.chunk));
+        ParamId(self.declared.len() - 1)
+    }
+
+    /// Allocates the buckets.
+    ///
+    /// # Errors
+    /// If the device cannot hold them.
+    pub fn build(self, options: &StoreOptions) -> Result<ParamStore> {
+        let pad = |n: usize, to: usize| n.div_ceil(to) * to;
+        struct Plan {
+            ids: Vec<ParamId>,
+            offsets: Vec<usize>,
+            len: usize,
+            chunk: usize,
+            tied: bool,
+        }
+        let mut plans: Vec<Plan> = Vec::new();
+        for (at, (spec, role, chunk)) in self.declared.iter().enumerate().rev() {
+            if matches!(role, Role::TiedUse(_)) {
+                continue;
+            }
+            let tied = spec.tie_group.is_some();
+            let numel: usize = spec.local_shape(options.tp).iter().product();
+            let open = plans.last().is_some_and(|p| {
+                p.len < options.bucket_size && p.chunk == *chunk && !p.tied && !tied
+            });
+            if !open {
+                plans.push(Plan { ids: vec![], offsets: vec![], len: 0, chunk: *chunk, tied });
+            }
+            if let Some(plan) = plans.last_mut() {
+                plan.ids.push(ParamId(at));
+                plan.offsets.push(plan.len);
+                plan.len = pad(plan.len + numel, ALIGN);
+            }
+        }
+        let grad_dtype = if options.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let mut buckets = Vec::new();
+        let mut placed: Vec<Option<(usize, usize)>> = vec![None; self.declared.len()];
+        for plan in plans {
+            let len = pad(plan.len, options.dp * ALIGN);
+            for (id, offset) in plan.ids.iter().zip(&plan.offsets) {
+                placed[id.0] = Some((buckets.len(), *offset));
+            }
+            buckets.push(Bucket {
+                params: plan.ids,
+                len,
+                weights: Tensor::zeros(len, options.dtype, &options.device)?,
+                grads: Tensor::zeros(len, grad_dtype, &options.device)?,
+                tied: plan.tied,
+            });
+        }
+        let mut params: Vec<Param> = Vec::new();
+        for (at, (spec, role, _)) in self.declared.into_iter().enumerate() {
+            let shape = spec.local_shape(options.tp);
+            let numel = shape.iter().product();
+            let home = if let Role::TiedUse(ParamId(primary)) = role { primary } else { at };
+            let (bucket, offset) = placed[home].unwrap_or_default();
+            let weight = buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
+            let grad = match role {
+                Role::TiedUse(_) => Tensor::zeros(shape.as_slice(), grad_dtype, &options.device)?,
+                _ => buckets[bucket].grads.narrow(0, offset, numel)?.reshape(shape.as_slice())?,
+            };
+            let pieces = spec.pieces(options.tp_rank, options.tp);
+            params.push(Param { spec, role, pieces, bucket, offset, numel, weight, grad });
+        }
+        Ok(ParamStore { params, buckets, options: options.clone() })
+    }
+}
+
+/// The parameters of one rank.
+#[derive(Debug)]
+pub struct ParamStore {
+    params: Vec<Param>,
+    buckets: Vec<Bucket>,
+    options: StoreOptions,
+}
+
+impl ParamStore {
+    /// The parameter's weight, in local shape.
+    pub fn weight(&self, id: ParamId) -> &Tensor {
+        &self.params[id.0].weight
+    }
+
+    /// The parameter's main gradient, in local shape.
+    pub fn grad(&self, id: ParamId) -> &Tensor {
+        &self.params[id.0].grad
+    }
+
+    pub fn param(&self, id: ParamId) -> &Param {
+        &self.params[id.0]
+    }
+
+    /// All parameters with their ids, in forward order.
+    pub fn iter(&self) -> impl Iterator<Item = (ParamId, &Param)> {
+        self.params.iter().enumerate().map(|(i, p)| (ParamId(i), p))
+    }
+
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    pub fn options(&self) -> &StoreOptions {
+        &self.options
+    }
+
+    /// Draws every parameter's first value.
+    ///
+    /// # Errors
+    /// If a weight cannot be written.
+    pub fn initialize(&self, seed: u64) -> Result<()> {
+        for param in self.params.iter().filter(|p| !matches!(p.role, Role::TiedUse(_))) {
+            let values = initial_values(&param.spec, self.options.tp_rank, self.options.tp, seed);
+            self.assign(param, values)?;
+        }
+        Ok(())
+    }
+
+    /// Writes fp32 values (local shape, row-major) into a parameter, rounding to the model's dtype.
+    ///
+    /// # Errors
+    /// If the number of values is not the parameter's.
+    pub fn assign(&self, param: &Param, values: Vec<f32>) -> Result<()> {
+        let source = Tensor::from_vec(values, param.weight.shape(), &self.options.device)?;
+        let source = source.to_dtype(self.options.dtype)?;
+        kernels::reduce::copy(&param.weight, &source)?;
+        Ok(())
+    }
+
+    /// Sets every gradient to zero.
+    ///
+    /// # Errors
+    /// If a buffer cannot be written.
+    pub fn zero_grads(&self) -> Result<()> {
+        for bucket in &self.buckets {
+            kernels::reduce::zero(&bucket.grads)?;
+        }
+        for param in self.params.iter().filter(|p| matches!(p.role, Role::TiedUse(_))) {
+            kernels::reduce::zero(&param.grad)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of weights and gradients.
+    pub fn bytes(&self) -> usize {
+        let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        self.buckets.iter().map(|b| size(&b.weights) + size(&b.grads)).sum()
+    }
+}

@@ -1,0 +1,160 @@
+//! One virtual stage: a run of layers, with the embedding and the head at the ends of the model.
+//!
+//! Full recompute (Chen et al. 2016) keeps the input of a segment of layers and runs it forward again in backward.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+
+use crate::config::{Recompute, RecomputeMethod};
+use crate::params::ParamId;
+use crate::tensor_parallel::layout::Stream;
+use crate::tensor_parallel::{Ctx, Embedding, Head, Layer, Saved, SavedHead};
+use crate::{Error, Result};
+
+/// The layers of one virtual stage.
+pub struct Chunk {
+    /// On the first virtual stage.
+    pub embedding: Option<Embedding>,
+    pub layers: Vec<Box<dyn Layer>>,
+    /// On the last virtual stage.
+    pub head: Option<Head>,
+    pub recompute: Recompute,
+}
+
+/// What a forward pass through a chunk leaves.
+pub enum ChunkOutput {
+    /// The residual stream, for the next stage.
+    Stream(Tensor),
+    /// Σ of the microbatch's unmasked token losses.
+    Loss(f64),
+}
+
+enum Segment {
+    /// Every layer's activations.
+    Kept(Vec<Saved>),
+    /// The segment's input; the rest is computed again.
+    Input(Stream),
+}
+
+/// What backward needs.
+pub struct SavedChunk {
+    segments: Vec<(Range<usize>, Segment)>,
+    head: Option<SavedHead>,
+}
+
+impl Chunk {
+    /// Segments of layers, and whether each is computed again in backward.
+    fn segments(&self) -> Vec<(Range<usize>, bool)> {
+        let n = self.layers.len();
+        match self.recompute {
+            Recompute::Full { method: RecomputeMethod::Uniform, num_layers } => {
+                (0..n).step_by(num_layers.max(1)).map(|at| (at..(at + num_layers.max(1)).min(n), true)).collect()
+            }
+            Recompute::Full { method: RecomputeMethod::Block, num_layers } => {
+                (0..n).map(|at| (at..at + 1, at < num_layers)).collect()
+            }
+            Recompute::None | Recompute::Selective => vec![(0..n, false)],
+        }
+    }
+
+    fn run(&self, layers: Range<usize>, mut x: Stream, ctx: &Ctx) -> Result<(Stream, Vec<Saved>)> {
+        let mut all = Vec::with_capacity(layers.len());
+        for layer in &self.layers[layers] {
+            let (y, saved) = layer.forward(x, ctx)?;
+            all.push(saved);
+            x = y;
+        }
+        Ok((x, all))
+    }
+
+    fn first(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<Stream> {
+        match (&self.embedding, input) {
+            (Some(embedding), None) => embedding.forward(ctx),
+            (None, Some(x)) => Ok(Stream(x)),
+            _ => Err(Error::config("internal error: a chunk has either an embedding or an input")),
+        }
+    }
+
+    /// Runs the chunk. `input`: the previous stage's residual stream; `None` on the first virtual stage.
+    ///
+    /// # Errors
+    /// If a kernel or a collective fails.
+    pub fn forward(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(ChunkOutput, SavedChunk)> {
+        let mut x = self.first(input, ctx)?;
+        let mut segments = Vec::new();
+        for (layers, recompute) in self.segments() {
+            let segment = if recompute {
+                let input = x.clone();
+                x = self.run(layers.clone(), x, ctx)?.0;
+                Segment::Input(input)
+            } else {
+                let (y, saved) = self.run(layers.clone(), x, ctx)?;
+                x = y;
+                Segment::Kept(saved)
+            };
+            segments.push((layers, segment));
+        }
+        match &self.head {
+            Some(head) => {
+                let saved = head.forward(x, ctx)?;
+                Ok((ChunkOutput::Loss(saved.loss_sum()), SavedChunk { segments, head: Some(saved) }))
+            }
+            None => Ok((ChunkOutput::Stream(x.0), SavedChunk { segments, head: None })),
+        }
+    }
+
+    /// Runs the chunk without keeping anything; on the last virtual stage up to the head's input.
+    ///
+    /// # Errors
+    /// If a kernel or a collective fails.
+    pub fn infer(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<Stream> {
+        let mut x = self.first(input, ctx)?;
+        for layer in &self.layers {
+            x = layer.forward(x, ctx)?.0;
+        }
+        Ok(x)
+    }
+
+    /// Runs the chunk backward. `dy`: the next stage's gradient; `None` on the last virtual stage. `ready` learns of
+    /// parameters as soon as this pass adds nothing more to their gradients. Returns the gradient of the input
+    /// (`None` on the first virtual stage).
+    ///
+    /// # Errors
+    /// If a kernel or a collective fails.
+    pub fn backward(
+        &self,
+        dy: Option<Tensor>,
+        saved: SavedChunk,
+        ctx: &Ctx,
+        ready: &mut dyn FnMut(&[ParamId]) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        let mut dx = match (&self.head, saved.head, dy) {
+            (Some(head), Some(saved), None) => {
+                let dx = head.backward(saved, ctx)?;
+                ready(&head.params().collect::<Vec<_>>())?;
+                dx
+            }
+            (None, None, Some(dy)) => Stream(dy),
+            _ => return Err(Error::config("internal error: a chunk has either a head or an output gradient")),
+        };
+        for (layers, segment) in saved.segments.into_iter().rev() {
+            let saved = match segment {
+                Segment::Kept(saved) => saved,
+                Segment::Input(x) => self.run(layers.clone(), x, ctx)?.1,
+            };
+            for (layer, saved) in self.layers[layers].iter().zip(saved).rev() {
+                dx = layer.backward(dx, saved, ctx)?;
+                ready(&layer.params())?;
+            }
+        }
+        match &self.embedding {
+            Some(embedding) => {
+                embedding.backward(dx, ctx)?;
+                ready(&embedding.params().collect::<Vec<_>>())?;
+                Ok(None)
+            }
+            None => Ok(Some(dx.0)),
+        }
+    }
+}

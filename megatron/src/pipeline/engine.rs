@@ -1,0 +1,143 @@
+//! Executes any [`Schedule`] on one rank: forward, backward, and the messages between stages.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::chunk::{Chunk, ChunkOutput, SavedChunk};
+use super::schedule::{Action, Payload, Schedule};
+use crate::comm::{Group, Work};
+use crate::data::MicroBatch;
+use crate::params::{ParamId, ParamStore};
+use crate::tensor_parallel::{Ctx, Phase, TensorParallel};
+use crate::{Error, Result};
+
+/// What stays the same over all steps of a run.
+pub struct Stage {
+    /// This rank's chunks, in order of their virtual stages.
+    pub chunks: Vec<Chunk>,
+    pub params: ParamStore,
+    pub tp: TensorParallel,
+    pub pp: Group,
+    pub hidden: usize,
+    pub dtype: DType,
+    pub device: Device,
+    pub seed: u64,
+}
+
+/// Told of gradients that no later pass of this step adds to.
+pub trait GradientListener {
+    /// The gradients of `params` are complete on this rank.
+    fn ready(&mut self, params: &[ParamId], store: &ParamStore) -> Result<()>;
+}
+
+type Key = (usize, usize); // microbatch, chunk
+
+impl Stage {
+    /// The surroundings of one microbatch.
+    pub fn ctx<'a>(&'a self, batch: &'a MicroBatch, phase: Phase, loss_factor: f64) -> Ctx<'a> {
+        Ctx {
+            params: &self.params,
+            tp: &self.tp,
+            tokens: &batch.tokens,
+            labels: &batch.labels,
+            loss_mask: &batch.loss_mask,
+            samples: &batch.samples,
+            phase,
+            seed: self.seed,
+            loss_factor,
+        }
+    }
+
+    /// Shape of the residual stream between stages.
+    fn stream_shape(&self, batch: &MicroBatch) -> Result<(usize, usize, usize)> {
+        let (seq, b) = batch.tokens.dims2()?;
+        Ok((self.tp.stream_length(seq)?, b, self.hidden))
+    }
+
+    /// Runs this rank's actions over a step's microbatches. Returns Σ token losses of the microbatches, in order of
+    /// microbatches (0 where this rank has no head).
+    ///
+    /// # Errors
+    /// If a kernel or a peer fails.
+    pub fn run(
+        &self,
+        schedule: &Schedule,
+        batches: &[MicroBatch],
+        phase: Phase,
+        loss_factor: f64,
+        gradients: &mut dyn GradientListener,
+    ) -> Result<f64> {
+        let mut received: HashMap<(Payload, Key), (Tensor, Work)> = HashMap::new();
+        let mut outgoing: HashMap<(Payload, Key), Tensor> = HashMap::new();
+        let mut saved: HashMap<Key, SavedChunk> = HashMap::new();
+        let mut sends: Vec<Work> = Vec::new();
+        let mut losses = vec![0f64; batches.len()];
+        let last = batches.len() - 1;
+        let trains = matches!(phase, Phase::Train { .. });
+        for action in &schedule.stages[self.pp.rank()] {
+            match *action {
+                Action::Recv { payload, microbatch, chunk, peer } => {
+                    let shape = self.stream_shape(&batches[microbatch])?;
+                    let buffer = Tensor::zeros(shape, self.dtype, &self.device)?;
+                    let work = self.pp.recv(&buffer, peer, payload.tag())?;
+                    received.insert((payload, (microbatch, chunk)), (buffer, work));
+                }
+                Action::Send { payload, microbatch, chunk, peer } => {
+                    let tensor = take(&mut outgoing, (payload, (microbatch, chunk)), "a tensor to send")?;
+                    sends.push(self.pp.send(&tensor, peer, payload.tag())?);
+                }
+                Action::Forward { microbatch, chunk } => {
+                    let ctx = self.ctx(&batches[microbatch], phase, loss_factor);
+                    let input = arrive(&mut received, Payload::Activation, (microbatch, chunk))?;
+                    let (output, kept) = self.chunks[chunk].forward(input, &ctx)?;
+                    match output {
+                        ChunkOutput::Loss(loss) => losses[microbatch] = loss,
+                        ChunkOutput::Stream(x) => {
+                            outgoing.insert((Payload::Activation, (microbatch, chunk)), x);
+                        }
+                    }
+                    if trains {
+                        saved.insert((microbatch, chunk), kept);
+                    }
+                }
+                Action::Backward { microbatch, chunk } => {
+                    let ctx = self.ctx(&batches[microbatch], phase, loss_factor);
+                    let dy = arrive(&mut received, Payload::Gradient, (microbatch, chunk))?;
+                    let kept = take(&mut saved, (microbatch, chunk), "activations")?;
+                    // Backwards of a chunk come in order of microbatches, so the last one completes the gradients.
+                    let mut ready = |params: &[ParamId]| {
+                        if microbatch == last { gradients.ready(params, &self.params) } else { Ok(()) }
+                    };
+                    if let Some(dx) = self.chunks[chunk].backward(dy, kept, &ctx, &mut ready)? {
+                        outgoing.insert((Payload::Gradient, (microbatch, chunk)), dx);
+                    }
+                }
+            }
+        }
+        for send in sends {
+            send.wait()?;
+        }
+        Ok(losses.iter().sum())
+    }
+}
+
+fn take<K: std::hash::Hash + Eq + std::fmt::Debug, V>(map: &mut HashMap<K, V>, key: K, what: &str) -> Result<V> {
+    map.remove(&key)
+        .ok_or_else(|| Error::config(format!("internal error: the schedule asks for {what} that is not there: {key:?}")))
+}
+
+/// The tensor received for an action, if one was announced.
+fn arrive(
+    received: &mut HashMap<(Payload, Key), (Tensor, Work)>,
+    payload: Payload,
+    key: Key,
+) -> Result<Option<Tensor>> {
+    match received.remove(&(payload, key)) {
+        Some((tensor, work)) => {
+            work.wait()?;
+            Ok(Some(tensor))
+        }
+        None => Ok(None),
+    }
+}

@@ -1,0 +1,156 @@
+//! Causal grouped-query self-attention, heads cut over tp by key/value group (Shoeybi et al. 2019, Ainslie et al. 2023).
+//!
+//! The fused QKV projection's rows are grouped per key/value group, (query heads…, key, value), as Megatron-LM's are.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use kernels::attention::{AttentionDropout, HeadShape, RopeTable};
+
+use super::context::{Ctx, DropoutSite};
+use super::layout::{FeatureSharded, Stream};
+use super::linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};
+use crate::Result;
+use crate::params::{ParamId, ParamsBuilder};
+
+/// The shape of a model's attention, over all tp ranks.
+#[derive(Clone, Debug)]
+pub struct AttentionSpec {
+    pub hidden: usize,
+    pub heads: usize,
+    pub groups: usize,
+    pub head_dim: usize,
+    /// Biases of the QKV and of the output projection.
+    pub qkv_bias: bool,
+    pub bias: bool,
+    pub init_std: f64,
+    pub output_init_std: f64,
+    /// Probability of dropping an attention weight.
+    pub dropout: f64,
+    /// Rotary table, where positions are rotary.
+    pub rope: Option<Arc<RopeTable>>,
+    pub tp: usize,
+    pub sequence_parallel: bool,
+    /// Compute the attention core again in backward.
+    pub recompute_core: bool,
+}
+
+/// Self-attention between its normalization and its residual.
+pub struct SelfAttention {
+    qkv: ColumnParallelLinear,
+    proj: RowParallelLinear,
+    spec: AttentionSpec,
+    /// Index of the layer in the model, from 0.
+    layer: usize,
+}
+
+/// Activations of one microbatch.
+pub struct SavedAttention {
+    input: Stream,
+    /// Rotated, packed.
+    qkv: Tensor,
+    /// Output `[s, b, heads/tp·d]` and log-sum-exp; `None` if they are computed again.
+    core: Option<(Tensor, Tensor)>,
+}
+
+impl SelfAttention {
+    pub fn declare(name: &str, layer: usize, spec: &AttentionSpec, params: &mut ParamsBuilder) -> Self {
+        let qkv = LinearSpec {
+            name: format!("{name}.linear_qkv"),
+            in_features: spec.hidden,
+            out_features: (spec.heads + 2 * spec.groups) * spec.head_dim,
+            bias: spec.qkv_bias,
+            init_std: spec.init_std,
+        };
+        let proj = LinearSpec {
+            name: format!("{name}.linear_proj"),
+            in_features: spec.heads * spec.head_dim,
+            out_features: spec.hidden,
+            bias: spec.bias,
+            init_std: spec.output_init_std,
+        };
+        let qkv = ColumnParallelLinear::declare(&qkv, 1, params);
+        let proj = RowParallelLinear::declare(&proj, spec.sequence_parallel, params);
+        Self { qkv, proj, spec: spec.clone(), layer }
+    }
+
+    fn shape(&self) -> HeadShape {
+        HeadShape {
+            groups: self.spec.groups / self.spec.tp,
+            heads_per_group: self.spec.heads / self.spec.groups,
+            head_dim: self.spec.head_dim,
+        }
+    }
+
+    fn scale(&self) -> f64 {
+        1.0 / (self.spec.head_dim as f64).sqrt()
+    }
+
+    fn dropout<'a>(&self, ctx: &'a Ctx) -> Option<AttentionDropout<'a>> {
+        let key = ctx.dropout_key(self.spec.dropout, self.layer, DropoutSite::AttentionWeights)?;
+        let first_head = ctx.tp.rank() * (self.spec.heads / self.spec.tp);
+        Some(AttentionDropout { p: self.spec.dropout, key, samples: ctx.samples, first_head })
+    }
+
+    fn core(&self, qkv: &Tensor, ctx: &Ctx) -> Result<(Tensor, Tensor)> {
+        Ok(kernels::attention::attention(qkv, self.shape(), self.scale(), self.dropout(ctx).as_ref())?)
+    }
+
+    fn rotate(&self, qkv: &Tensor, inverse: bool) -> Result<()> {
+        if let Some(table) = &self.spec.rope {
+            kernels::attention::rope_inplace(qkv, table, self.shape(), 0, inverse)?;
+        }
+        Ok(())
+    }
+
+    /// The bias of the output projection, which the caller adds once.
+    pub fn output_bias(&self) -> Option<ParamId> {
+        self.proj.bias()
+    }
+
+    /// From the normalized stream to the output projection's sum, without its bias.
+    pub fn forward(&self, input: Stream, ctx: &Ctx) -> Result<(Stream, SavedAttention)> {
+        let x = ctx.tp.enter(&input)?;
+        let qkv = self.qkv.forward(&x, ctx)?.0;
+        drop(x);
+        self.rotate(&qkv, false)?;
+        let (out, lse) = self.core(&qkv, ctx)?;
+        let out = FeatureSharded(out);
+        let y = ctx.tp.exit(self.proj.forward(&out, ctx)?)?;
+        let core = (!self.spec.recompute_core).then_some((out.0, lse));
+        Ok((y, SavedAttention { input, qkv, core }))
+    }
+
+    /// Gradient of the normalized stream.
+    pub fn backward(&self, dy: &Stream, saved: SavedAttention, ctx: &Ctx) -> Result<Stream> {
+        let SavedAttention { input, qkv, core } = saved;
+        let (out, lse) = match core {
+            Some(core) => core,
+            None => self.core(&qkv, ctx)?,
+        };
+        let dy = ctx.tp.exit_backward(dy)?;
+        let out = FeatureSharded(out);
+        let dout = self.proj.backward_input(&dy, ctx)?;
+        self.proj.backward_weight(&dy, &out, ctx)?;
+        let dropout = self.dropout(ctx);
+        let dqkv = kernels::attention::attention_backward(
+            &dout.0,
+            &qkv,
+            &out.0,
+            &lse,
+            self.shape(),
+            self.scale(),
+            dropout.as_ref(),
+        )?;
+        drop((qkv, out, dout, dy));
+        self.rotate(&dqkv, true)?;
+        let dqkv = FeatureSharded(dqkv);
+        let x = ctx.tp.enter(&input)?;
+        self.qkv.backward_weight(&dqkv, &x, ctx)?;
+        ctx.tp.enter_backward(self.qkv.backward_input(&dqkv, ctx)?)
+    }
+
+    pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
+        self.qkv.params().chain(self.proj.params())
+    }
+}

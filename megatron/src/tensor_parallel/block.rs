@@ -1,0 +1,107 @@
+//! The transformer layer, pre-norm: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))) (Radford et al. 2019).
+
+use kernels::dropout::{bias_dropout_add, dropout_backward};
+use kernels::norm::NormStats;
+
+use super::attention::{AttentionSpec, SavedAttention, SelfAttention};
+use super::context::{Ctx, DropoutSite};
+use super::layer::{Layer, Saved};
+use super::layout::Stream;
+use super::mlp::{Mlp, MlpSpec, SavedMlp};
+use super::norm::{Norm, NormSpec};
+use crate::Result;
+use crate::params::{ParamId, ParamsBuilder};
+
+/// The shape of a model's layers.
+#[derive(Clone, Debug)]
+pub struct BlockSpec {
+    pub norm: NormSpec,
+    pub attention: AttentionSpec,
+    pub mlp: MlpSpec,
+    /// Probability of dropping an element of the attention's and the MLP's output.
+    pub hidden_dropout: f64,
+}
+
+/// One transformer layer.
+pub struct TransformerLayer {
+    input_norm: Norm,
+    attention: SelfAttention,
+    mlp_norm: Norm,
+    mlp: Mlp,
+    hidden_dropout: f64,
+    layer: usize,
+}
+
+struct SavedBlock {
+    x: Stream,
+    input_stats: NormStats,
+    attention: SavedAttention,
+    middle: Stream,
+    mlp_stats: NormStats,
+    mlp: SavedMlp,
+}
+
+impl TransformerLayer {
+    /// Declares layer `layer` (from 0) with Megatron-core's parameter names.
+    pub fn declare(layer: usize, spec: &BlockSpec, params: &mut ParamsBuilder) -> Self {
+        let name = format!("decoder.layers.{layer}");
+        Self {
+            input_norm: Norm::declare(&format!("{name}.input_layernorm"), &spec.norm, params),
+            attention: SelfAttention::declare(&format!("{name}.self_attention"), layer, &spec.attention, params),
+            mlp_norm: Norm::declare(&format!("{name}.pre_mlp_layernorm"), &spec.norm, params),
+            mlp: Mlp::declare(&format!("{name}.mlp"), &spec.mlp, params),
+            hidden_dropout: spec.hidden_dropout,
+            layer,
+        }
+    }
+
+    /// residual + dropout(y + bias)
+    fn join(&self, y: &Stream, bias: Option<ParamId>, residual: &Stream, site: DropoutSite, ctx: &Ctx) -> Result<Stream> {
+        let dropout = ctx.stream_dropout(self.hidden_dropout, self.layer, site)?;
+        let bias = bias.map(|id| ctx.weight(id));
+        Ok(Stream(bias_dropout_add(&y.0, bias, Some(&residual.0), dropout.as_ref())?))
+    }
+
+    /// Gradient of `y` of [`join`](Self::join) (that of the residual is `dy` itself); accumulates the bias's.
+    fn join_backward(&self, dy: &Stream, bias: Option<ParamId>, site: DropoutSite, ctx: &Ctx) -> Result<Stream> {
+        let branch = match ctx.stream_dropout(self.hidden_dropout, self.layer, site)? {
+            Some(dropout) => Stream(dropout_backward(&dy.0, &dropout)?),
+            None => dy.clone(),
+        };
+        bias.map_or(Ok(()), |id| ctx.bias_grad(&branch.0, id))?;
+        Ok(branch)
+    }
+}
+
+impl Layer for TransformerLayer {
+    fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)> {
+        let (normed, input_stats) = self.input_norm.forward(&x, ctx)?;
+        let (y, attention) = self.attention.forward(normed, ctx)?;
+        let middle = self.join(&y, self.attention.output_bias(), &x, DropoutSite::AttentionOutput, ctx)?;
+        let (normed, mlp_stats) = self.mlp_norm.forward(&middle, ctx)?;
+        let (y, mlp) = self.mlp.forward(normed, ctx)?;
+        let out = self.join(&y, self.mlp.output_bias(), &middle, DropoutSite::MlpOutput, ctx)?;
+        Ok((out, Saved::new(SavedBlock { x, input_stats, attention, middle, mlp_stats, mlp })))
+    }
+
+    fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream> {
+        let SavedBlock { x, input_stats, attention, middle, mlp_stats, mlp } = saved.take()?;
+        let branch = self.join_backward(&dy, self.mlp.output_bias(), DropoutSite::MlpOutput, ctx)?;
+        let dnormed = self.mlp.backward(&branch, mlp, ctx)?;
+        drop(branch);
+        let dmiddle = self.mlp_norm.backward(&dnormed, &middle, &mlp_stats, ctx)?;
+        kernels::reduce::add_inplace(&dmiddle.0, &dy.0)?;
+        drop((dy, middle));
+        let branch = self.join_backward(&dmiddle, self.attention.output_bias(), DropoutSite::AttentionOutput, ctx)?;
+        let dnormed = self.attention.backward(&branch, attention, ctx)?;
+        drop(branch);
+        let dx = self.input_norm.backward(&dnormed, &x, &input_stats, ctx)?;
+        kernels::reduce::add_inplace(&dx.0, &dmiddle.0)?;
+        Ok(dx)
+    }
+
+    fn params(&self) -> Vec<ParamId> {
+        let norms = self.input_norm.params().chain(self.mlp_norm.params());
+        norms.chain(self.attention.params()).chain(self.mlp.params()).collect()
+    }
+}

@@ -1,0 +1,83 @@
+//! What a layer needs to know besides its input.
+
+use candle_core::Tensor;
+use kernels::dropout::{Dropout, DropoutKey, Tokens};
+
+use super::mappings::TensorParallel;
+use crate::Result;
+use crate::params::{ParamId, ParamStore};
+
+/// Training or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Dropout is on; `step` (from 0) enters its keys.
+    Train { step: u64 },
+    /// Dropout is off.
+    Evaluate,
+}
+
+/// One microbatch's surroundings on one rank.
+pub struct Ctx<'a> {
+    pub params: &'a ParamStore,
+    pub tp: &'a TensorParallel,
+    /// u32 `[s, b]`.
+    pub tokens: &'a Tensor,
+    /// u32 `[s, b]`.
+    pub labels: &'a Tensor,
+    /// f32 `[s, b]`.
+    pub loss_mask: &'a Tensor,
+    /// Index of each of the b samples within the step's global batch.
+    pub samples: &'a [u64],
+    pub phase: Phase,
+    pub seed: u64,
+    /// Factor on every token's loss before backward: loss scale / unmasked tokens of the global batch.
+    pub loss_factor: f64,
+}
+
+/// Where in a layer dropout strikes.
+#[derive(Clone, Copy, Debug)]
+pub enum DropoutSite {
+    Embedding = 0,
+    AttentionWeights = 1,
+    AttentionOutput = 2,
+    MlpOutput = 3,
+}
+
+impl Ctx<'_> {
+    /// Tokens per sequence.
+    pub fn seq_length(&self) -> Result<usize> {
+        Ok(self.tokens.dim(0)?)
+    }
+
+    pub fn weight(&self, id: ParamId) -> &Tensor {
+        self.params.weight(id)
+    }
+
+    /// The key of a dropout site, or `None` where nothing is dropped.
+    pub fn dropout_key(&self, p: f64, layer: usize, site: DropoutSite) -> Option<DropoutKey> {
+        match self.phase {
+            Phase::Train { step } if p > 0.0 => {
+                Some(DropoutKey { seed: self.seed, step, layer: layer as u32, site: site as u32 })
+            }
+            _ => None,
+        }
+    }
+
+    /// Dropout of the residual stream.
+    pub fn stream_dropout(&self, p: f64, layer: usize, site: DropoutSite) -> Result<Option<Dropout<'_>>> {
+        let Some(key) = self.dropout_key(p, layer, site) else { return Ok(None) };
+        let seq_len = self.seq_length()?;
+        let seq_offset = self.tp.stream_offset(self.tp.stream_length(seq_len)?);
+        Ok(Some(Dropout { p, key, tokens: Tokens { samples: self.samples, seq_offset, seq_len } }))
+    }
+
+    /// Accumulates a weight's gradient, `dw += dyᵀ·x`. The one door of weight gradients, so that schedules may queue them.
+    pub fn weight_grad(&self, dy: &Tensor, x: &Tensor, id: ParamId) -> Result<()> {
+        Ok(kernels::linear::linear_wgrad(dy, x, self.params.grad(id))?)
+    }
+
+    /// Accumulates a bias's gradient, the sum of `dy` over rows.
+    pub fn bias_grad(&self, dy: &Tensor, id: ParamId) -> Result<()> {
+        Ok(kernels::linear::bias_grad(dy, self.params.grad(id))?)
+    }
+}

@@ -1,0 +1,125 @@
+//! Token embedding cut over tp by vocabulary, plus learned positions (Shoeybi et al. 2019 §3; Radford et al. 2019).
+
+use candle_core::Tensor;
+use kernels::dropout::{bias_dropout_add, dropout_backward};
+
+use super::context::{Ctx, DropoutSite};
+use super::layout::{Partial, Stream};
+use crate::Result;
+use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
+
+/// The vocabulary of a model: both ends need it.
+#[derive(Clone, Debug)]
+pub struct VocabSpec {
+    pub vocab_size: usize,
+    /// Vocabulary padded with zero rows to a multiple of divisor · tp.
+    pub padded: usize,
+    pub hidden: usize,
+    pub init_std: f64,
+    /// Whether the output matrix is the token embedding.
+    pub tied: bool,
+    pub tp: usize,
+}
+
+impl VocabSpec {
+    /// The token embedding, which is also the output matrix where they are tied.
+    pub fn embedding_param(&self) -> ParamSpec {
+        ParamSpec {
+            name: "embedding.word_embeddings.weight".into(),
+            shape: vec![self.vocab_size, self.hidden],
+            partition: Partition::Split { dim: 0, parts: 1 },
+            padded_dim0: self.padded,
+            init: Init::Normal { std: self.init_std },
+            weight_decay: true,
+            tie_group: self.tied.then(|| "word_embeddings".into()),
+            grad_partial_over_tp: false,
+        }
+    }
+
+    /// First row of the vocabulary that tp rank `rank` holds.
+    pub fn first_row(&self, rank: usize) -> usize {
+        rank * (self.padded / self.tp)
+    }
+
+    /// Rows of tp rank `rank` that are not padding.
+    pub fn valid_rows(&self, rank: usize) -> usize {
+        self.vocab_size.saturating_sub(self.first_row(rank)).min(self.padded / self.tp)
+    }
+}
+
+/// The first layer of a model.
+pub struct Embedding {
+    word: ParamId,
+    /// `[max positions, h]`
+    position: Option<ParamId>,
+    spec: VocabSpec,
+    dropout: f64,
+}
+
+impl Embedding {
+    /// `positions`: rows of the learned position embedding, if the model has one.
+    pub fn declare(
+        spec: &VocabSpec,
+        positions: Option<usize>,
+        dropout: f64,
+        sequence_parallel: bool,
+        params: &mut ParamsBuilder,
+    ) -> Self {
+        let word = params.declare(spec.embedding_param());
+        let position = positions.map(|rows| {
+            params.declare(ParamSpec {
+                name: "embedding.position_embeddings.weight".into(),
+                shape: vec![rows, spec.hidden],
+                partition: Partition::Replicated,
+                padded_dim0: rows,
+                init: Init::Normal { std: spec.init_std },
+                weight_decay: true,
+                tie_group: None,
+                grad_partial_over_tp: sequence_parallel,
+            })
+        });
+        Self { word, position, spec: spec.clone(), dropout }
+    }
+
+    /// u32 `[s/tp or s, b]`: the position of every row of the residual stream.
+    fn positions(&self, ctx: &Ctx) -> Result<Tensor> {
+        let (seq, batch) = ctx.tokens.dims2()?;
+        let length = ctx.tp.stream_length(seq)?;
+        let first = ctx.tp.stream_offset(length);
+        let ids: Vec<u32> = (first..first + length).flat_map(|p| std::iter::repeat_n(p as u32, batch)).collect();
+        Ok(Tensor::from_vec(ids, (length, batch), ctx.tokens.device())?)
+    }
+
+    /// Tokens → residual stream.
+    pub fn forward(&self, ctx: &Ctx) -> Result<Stream> {
+        let first = self.spec.first_row(ctx.tp.rank());
+        let local = kernels::embedding::embedding(ctx.tokens, ctx.weight(self.word), first)?;
+        let x = ctx.tp.exit(Partial(local))?;
+        if let Some(position) = self.position {
+            let rows = kernels::embedding::embedding(&self.positions(ctx)?, ctx.weight(position), 0)?;
+            kernels::reduce::add_inplace(&x.0, &rows)?;
+        }
+        match ctx.stream_dropout(self.dropout, 0, DropoutSite::Embedding)? {
+            Some(dropout) => Ok(Stream(bias_dropout_add(&x.0, None, None, Some(&dropout))?)),
+            None => Ok(x),
+        }
+    }
+
+    /// Accumulates the gradients of the embeddings.
+    pub fn backward(&self, dy: Stream, ctx: &Ctx) -> Result<()> {
+        let dx = match ctx.stream_dropout(self.dropout, 0, DropoutSite::Embedding)? {
+            Some(dropout) => Stream(dropout_backward(&dy.0, &dropout)?),
+            None => dy,
+        };
+        if let Some(position) = self.position {
+            kernels::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, ctx.params.grad(position))?;
+        }
+        let whole = ctx.tp.exit_backward(&dx)?;
+        let first = self.spec.first_row(ctx.tp.rank());
+        Ok(kernels::embedding::embedding_backward(&whole.0, ctx.tokens, first, ctx.params.grad(self.word))?)
+    }
+
+    pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
+        [self.word].into_iter().chain(self.position)
+    }
+}

@@ -1,0 +1,40 @@
+//! The interface of everything between embedding and head.
+
+use std::any::Any;
+
+use super::context::Ctx;
+use super::layout::Stream;
+use crate::params::ParamId;
+use crate::{Error, Result};
+
+/// What a layer keeps from forward for its backward.
+pub struct Saved(Box<dyn Any + Send>);
+
+impl Saved {
+    pub fn new<T: Send + 'static>(value: T) -> Self {
+        Self(Box::new(value))
+    }
+
+    /// The value that `new` was given.
+    ///
+    /// # Errors
+    /// If it is of another type: the engine paired a layer with another layer's activations.
+    pub fn take<T: 'static>(self) -> Result<T> {
+        match self.0.downcast() {
+            Ok(value) => Ok(*value),
+            Err(_) => Err(Error::config("internal error: a layer was given another layer's activations")),
+        }
+    }
+}
+
+/// A layer of the residual stream with an explicit backward.
+///
+/// `backward` consumes what `forward` saved and accumulates parameter gradients into the store's main gradients.
+pub trait Layer: Send + Sync {
+    /// The layer's output and what its backward needs.
+    fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)>;
+    /// The gradient of the layer's input.
+    fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream>;
+    /// Every parameter whose gradient is complete once `backward` returned.
+    fn params(&self) -> Vec<ParamId>;
+}

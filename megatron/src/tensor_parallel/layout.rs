@@ -1,0 +1,22 @@
+//! How an activation lies over tp, as types: a forgotten or doubled all-reduce does not compile.
+//!
+//! The only ways from one to another are the operators in [`super::mappings`].
+
+use candle_core::Tensor;
+
+/// `[s, b, h]`, the same on every tp rank.
+#[derive(Clone, Debug)]
+pub struct Replicated(pub Tensor);
+
+/// `[s, b, h]`, a term of a sum over tp that is still owed.
+#[derive(Clone, Debug)]
+pub struct Partial(pub Tensor);
+
+/// `[s, b, h/tp]`, this rank's features (heads, MLP columns, vocabulary).
+#[derive(Clone, Debug)]
+pub struct FeatureSharded(pub Tensor);
+
+/// The residual stream: `[s/tp, b, h]`, this rank's part of the sequence, under sequence parallelism;
+/// `[s, b, h]`, the same on every rank, without.
+#[derive(Clone, Debug)]
+pub struct Stream(pub Tensor);

@@ -1,0 +1,123 @@
+//! Linear layers cut over tp (Shoeybi et al. 2019, §3): column-parallel by output, row-parallel by input features.
+//!
+//! Weights are `[out, in]`. The two are used in pairs, so that one sum over tp serves both.
+
+use super::context::Ctx;
+use super::layout::{FeatureSharded, Partial, Replicated};
+use crate::Result;
+use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
+
+/// What both kinds of linear layer need to declare their parameters.
+pub struct LinearSpec {
+    /// Prefix of the parameter names, without `.weight`.
+    pub name: String,
+    pub in_features: usize,
+    pub out_features: usize,
+    pub bias: bool,
+    /// Standard deviation of the initial weights.
+    pub init_std: f64,
+}
+
+impl LinearSpec {
+    fn weight(&self, partition: Partition) -> ParamSpec {
+        ParamSpec {
+            name: format!("{}.weight", self.name),
+            shape: vec![self.out_features, self.in_features],
+            partition,
+            padded_dim0: self.out_features,
+            init: Init::Normal { std: self.init_std },
+            weight_decay: true,
+            tie_group: None,
+            grad_partial_over_tp: false,
+        }
+    }
+
+    fn bias(&self, partition: Partition, grad_partial_over_tp: bool) -> ParamSpec {
+        ParamSpec {
+            name: format!("{}.bias", self.name),
+            shape: vec![self.out_features],
+            partition,
+            padded_dim0: self.out_features,
+            init: Init::Zeros,
+            weight_decay: false,
+            tie_group: None,
+            grad_partial_over_tp,
+        }
+    }
+}
+
+/// `y = x·Wᵀ + b` with W cut by rows: every rank computes its share of the output features.
+pub struct ColumnParallelLinear {
+    weight: ParamId,
+    bias: Option<ParamId>,
+}
+
+impl ColumnParallelLinear {
+    /// `parts`: equal sections of the output that are each cut over tp (2 for gate|up, else 1).
+    pub fn declare(spec: &LinearSpec, parts: usize, params: &mut ParamsBuilder) -> Self {
+        let partition = Partition::Split { dim: 0, parts };
+        let weight = params.declare(spec.weight(partition));
+        let bias = spec.bias.then(|| params.declare(spec.bias(partition, false)));
+        Self { weight, bias }
+    }
+
+    /// `[s, b, in]` → `[s, b, out/tp]`.
+    pub fn forward(&self, x: &Replicated, ctx: &Ctx) -> Result<FeatureSharded> {
+        let bias = self.bias.map(|id| ctx.weight(id));
+        Ok(FeatureSharded(kernels::linear::linear(&x.0, ctx.weight(self.weight), bias)?))
+    }
+
+    /// Gradient of the input; this rank's term of the sum over tp.
+    pub fn backward_input(&self, dy: &FeatureSharded, ctx: &Ctx) -> Result<Partial> {
+        Ok(Partial(kernels::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?))
+    }
+
+    /// Gradients of weight and bias.
+    pub fn backward_weight(&self, dy: &FeatureSharded, x: &Replicated, ctx: &Ctx) -> Result<()> {
+        ctx.weight_grad(&dy.0, &x.0, self.weight)?;
+        self.bias.map_or(Ok(()), |id| ctx.bias_grad(&dy.0, id))
+    }
+
+    pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
+        [self.weight].into_iter().chain(self.bias)
+    }
+}
+
+/// `y = x·Wᵀ` with W cut by columns: every rank multiplies its share of the input features, the sum over tp is owed.
+/// The bias is added once, after the sum, by the caller (fused with dropout and the residual).
+pub struct RowParallelLinear {
+    weight: ParamId,
+    bias: Option<ParamId>,
+}
+
+impl RowParallelLinear {
+    /// `sequence_parallel`: the bias acts on one rank's tokens only, so its gradient is partial over tp.
+    pub fn declare(spec: &LinearSpec, sequence_parallel: bool, params: &mut ParamsBuilder) -> Self {
+        let weight = params.declare(spec.weight(Partition::Split { dim: 1, parts: 1 }));
+        let bias = spec.bias.then(|| params.declare(spec.bias(Partition::Replicated, sequence_parallel)));
+        Self { weight, bias }
+    }
+
+    /// `[s, b, in/tp]` → `[s, b, out]`, without the bias.
+    pub fn forward(&self, x: &FeatureSharded, ctx: &Ctx) -> Result<Partial> {
+        Ok(Partial(kernels::linear::linear(&x.0, ctx.weight(self.weight), None)?))
+    }
+
+    pub fn bias(&self) -> Option<ParamId> {
+        self.bias
+    }
+
+    /// Gradient of the input.
+    pub fn backward_input(&self, dy: &Replicated, ctx: &Ctx) -> Result<FeatureSharded> {
+        Ok(FeatureSharded(kernels::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?))
+    }
+
+    /// Gradient of the weight.
+    pub fn backward_weight(&self, dy: &Replicated, x: &FeatureSharded, ctx: &Ctx) -> Result<()> {
+        ctx.weight_grad(&dy.0, &x.0, self.weight)
+    }
+
+    pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
+        [self.weight].into_iter().chain(self.bias)
+    }
+}

@@ -1,0 +1,111 @@
+//! The MLP: column-parallel, activation, row-parallel (Shoeybi et al. 2019 §3; SwiGLU: Shazeer 2020).
+
+use candle_core::Tensor;
+
+use super::context::Ctx;
+use super::layout::{FeatureSharded, Stream};
+use super::linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};
+use crate::Result;
+use crate::params::{ParamId, ParamsBuilder};
+
+/// The shape of a model's MLPs, over all tp ranks.
+#[derive(Clone, Debug)]
+pub struct MlpSpec {
+    pub hidden: usize,
+    pub ffn: usize,
+    pub swiglu: bool,
+    pub bias: bool,
+    pub init_std: f64,
+    pub output_init_std: f64,
+    pub sequence_parallel: bool,
+    /// Compute the activation again in backward.
+    pub recompute_activation: bool,
+}
+
+/// The MLP between its normalization and its residual.
+pub struct Mlp {
+    fc1: ColumnParallelLinear,
+    fc2: RowParallelLinear,
+    swiglu: bool,
+    recompute_activation: bool,
+}
+
+/// Activations of one microbatch.
+pub struct SavedMlp {
+    input: Stream,
+    hidden: Tensor,
+    /// `None` if it is computed again.
+    activated: Option<Tensor>,
+}
+
+impl Mlp {
+    pub fn declare(name: &str, spec: &MlpSpec, params: &mut ParamsBuilder) -> Self {
+        let parts = if spec.swiglu { 2 } else { 1 };
+        let fc1 = LinearSpec {
+            name: format!("{name}.linear_fc1"),
+            in_features: spec.hidden,
+            out_features: parts * spec.ffn,
+            bias: spec.bias,
+            init_std: spec.init_std,
+        };
+        let fc2 = LinearSpec {
+            name: format!("{name}.linear_fc2"),
+            in_features: spec.ffn,
+            out_features: spec.hidden,
+            bias: spec.bias,
+            init_std: spec.output_init_std,
+        };
+        Self {
+            fc1: ColumnParallelLinear::declare(&fc1, parts, params),
+            fc2: RowParallelLinear::declare(&fc2, spec.sequence_parallel, params),
+            swiglu: spec.swiglu,
+            recompute_activation: spec.recompute_activation,
+        }
+    }
+
+    fn activate(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(if self.swiglu { kernels::activation::swiglu(x)? } else { kernels::activation::gelu(x)? })
+    }
+
+    /// The bias of the output projection, which the caller adds once.
+    pub fn output_bias(&self) -> Option<ParamId> {
+        self.fc2.bias()
+    }
+
+    /// From the normalized stream to the output projection's sum, without its bias.
+    pub fn forward(&self, input: Stream, ctx: &Ctx) -> Result<(Stream, SavedMlp)> {
+        let x = ctx.tp.enter(&input)?;
+        let hidden = self.fc1.forward(&x, ctx)?.0;
+        drop(x);
+        let activated = FeatureSharded(self.activate(&hidden)?);
+        let y = ctx.tp.exit(self.fc2.forward(&activated, ctx)?)?;
+        let activated = (!self.recompute_activation).then_some(activated.0);
+        Ok((y, SavedMlp { input, hidden, activated }))
+    }
+
+    /// Gradient of the normalized stream.
+    pub fn backward(&self, dy: &Stream, saved: SavedMlp, ctx: &Ctx) -> Result<Stream> {
+        let SavedMlp { input, hidden, activated } = saved;
+        let activated = match activated {
+            Some(activated) => activated,
+            None => self.activate(&hidden)?,
+        };
+        let dy = ctx.tp.exit_backward(dy)?;
+        self.fc2.backward_weight(&dy, &FeatureSharded(activated), ctx)?;
+        let dactivated = self.fc2.backward_input(&dy, ctx)?.0;
+        let dhidden = if self.swiglu {
+            kernels::activation::swiglu_backward(&dactivated, &hidden)?
+        } else {
+            kernels::activation::gelu_backward(&dactivated, &hidden)?
+        };
+        drop((dactivated, hidden, dy));
+        let dhidden = FeatureSharded(dhidden);
+        let x = ctx.tp.enter(&input)?;
+        self.fc1.backward_weight(&dhidden, &x, ctx)?;
+        ctx.tp.enter_backward(self.fc1.backward_input(&dhidden, ctx)?)
+    }
+
+    pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
+        self.fc1.params().chain(self.fc2.params())
+    }
+}

@@ -1,0 +1,29 @@
+//! Layers cut over tp (Megatron-LM, Shoeybi et al. 2019; sequence parallelism, Korthikanti et al. 2022).
+//!
+//! [`layout`] names how an activation lies over tp; [`mappings`] holds the conjugate operators, the only ways from one
+//! layout to another; the other files hold layers made of kernels and mappings.
+
+mod attention;
+mod block;
+mod context;
+mod cross_entropy;
+mod embedding;
+mod head;
+mod layer;
+pub mod layout;
+mod linear;
+pub mod mappings;
+mod mlp;
+mod norm;
+
+pub use attention::{AttentionSpec, SelfAttention};
+pub use block::{BlockSpec, TransformerLayer};
+pub use context::{Ctx, DropoutSite, Phase};
+pub use cross_entropy::{TokenLosses, VocabParallelCrossEntropy};
+pub use embedding::{Embedding, VocabSpec};
+pub use head::{Head, SavedHead};
+pub use layer::{Layer, Saved};
+pub use linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};
+pub use mappings::TensorParallel;
+pub use mlp::{Mlp, MlpSpec};
+pub use norm::{Norm, NormSpec};

@@ -1,0 +1,72 @@
+//! Normalization of the residual stream: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019).
+//!
+//! Works on each rank's part of the stream; under sequence parallelism its weight gradients are partial over tp.
+
+use kernels::norm::NormStats;
+
+use super::context::Ctx;
+use super::layout::Stream;
+use crate::Result;
+use crate::config::Normalization;
+use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
+
+/// What all normalizations of a model have in common.
+#[derive(Clone, Copy, Debug)]
+pub struct NormSpec {
+    pub hidden: usize,
+    pub kind: Normalization,
+    pub eps: f64,
+    pub sequence_parallel: bool,
+}
+
+/// A normalization with weight (and bias for LayerNorm) over the last dimension.
+pub struct Norm {
+    weight: ParamId,
+    /// `None`: RMSNorm.
+    bias: Option<ParamId>,
+    eps: f64,
+}
+
+impl Norm {
+    /// `name`: prefix of the parameter names, without `.weight`.
+    pub fn declare(name: &str, norm: &NormSpec, params: &mut ParamsBuilder) -> Self {
+        let spec = |suffix: &str, init| ParamSpec {
+            name: format!("{name}.{suffix}"),
+            shape: vec![norm.hidden],
+            partition: Partition::Replicated,
+            padded_dim0: norm.hidden,
+            init,
+            weight_decay: false,
+            tie_group: None,
+            grad_partial_over_tp: norm.sequence_parallel,
+        };
+        let weight = params.declare(spec("weight", Init::Ones));
+        let bias = (norm.kind == Normalization::LayerNorm).then(|| params.declare(spec("bias", Init::Zeros)));
+        Self { weight, bias, eps: norm.eps }
+    }
+
+    pub fn forward(&self, x: &Stream, ctx: &Ctx) -> Result<(Stream, NormStats)> {
+        let weight = ctx.weight(self.weight);
+        let (y, stats) = match self.bias {
+            Some(bias) => kernels::norm::layer_norm(&x.0, weight, ctx.weight(bias), self.eps)?,
+            None => kernels::norm::rms_norm(&x.0, weight, self.eps)?,
+        };
+        Ok((Stream(y), stats))
+    }
+
+    /// Gradient of the input; accumulates those of weight and bias.
+    pub fn backward(&self, dy: &Stream, x: &Stream, stats: &NormStats, ctx: &Ctx) -> Result<Stream> {
+        let (weight, dweight) = (ctx.weight(self.weight), ctx.params.grad(self.weight));
+        let dx = match self.bias {
+            Some(bias) => {
+                kernels::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, dweight, ctx.params.grad(bias))?
+            }
+            None => kernels::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, dweight)?,
+        };
+        Ok(Stream(dx))
+    }
+
+    pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
+        [self.weight].into_iter().chain(self.bias)
+    }
+}
