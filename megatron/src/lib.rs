@@ -18,10 +18,12 @@ pub mod checkpoint;
 pub mod comm;
 pub mod config;
 pub mod data;
+pub mod data_parallel;
 pub mod error;
 pub mod optim;
 pub mod params;
 pub mod pipeline;
+pub mod tensor_parallel;
 pub mod topology;
 pub mod train;
 

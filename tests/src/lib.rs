@@ -1,1 +1,282 @@
+//! Runs small models on any layout inside one process: one thread per rank.
 
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use megatron::comm::Group;
+use megatron::config::*;
+use megatron::data::SampleSource;
+use megatron::params::{Piece, StateKind};
+use megatron::train::{Sources, Trainer};
+use megatron::{Error, Result};
+use models::Gpt;
+
+/// Two kinds of architecture, as in the oracle runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    Gpt2,
+    Llama,
+}
+
+/// A run of a model small enough for a test: 8 layers, 8 heads, 4 query groups.
+pub fn tiny(style: Style, dropout: f64) -> RunConfig {
+    let gpt2 = style == Style::Gpt2;
+    RunConfig {
+        model: ModelConfig {
+            num_layers: 8,
+            hidden_size: 32,
+            ffn_hidden_size: if gpt2 { 128 } else { 88 },
+            num_attention_heads: 8,
+            num_query_groups: 4,
+            head_dim: 4,
+            seq_length: 16,
+            max_position_embeddings: 16,
+            position_embedding: if gpt2 { PositionEmbedding::LearnedAbsolute } else { PositionEmbedding::Rope },
+            rotary_base: 10_000.0,
+            normalization: if gpt2 { Normalization::LayerNorm } else { Normalization::RMSNorm },
+            norm_epsilon: 1e-5,
+            swiglu: !gpt2,
+            bias_linear: gpt2,
+            qkv_bias: gpt2,
+            untie_embeddings_and_output_weights: !gpt2,
+            vocab_size: 101,
+            make_vocab_size_divisible_by: 8,
+            attention_dropout: dropout,
+            hidden_dropout: dropout,
+            init_method_std: 0.02,
+        },
+        parallel: ParallelConfig {
+            tensor_model_parallel_size: 1,
+            pipeline_model_parallel_size: 1,
+            context_parallel_size: 1,
+            data_parallel_size: 1,
+            virtual_pipeline_size: 1,
+            schedule: ScheduleKind::OneFOneB,
+            partition: PartitionMethod::Uniform,
+            sequence_parallel: false,
+            use_distributed_optimizer: false,
+            overlap_grad_reduce: false,
+            bucket_size: 40_000_000,
+        },
+        data: DataConfig {
+            data_path: vec![],
+            split: "969,30,1".into(),
+            tokenizer: None,
+            dataloader_type: DataloaderType::Sequential,
+            cache_dir: "unused".into(),
+        },
+        training: TrainingConfig {
+            micro_batch_size: 1,
+            global_batch_size: 8,
+            train_iters: 30,
+            exit_interval: None,
+            seed: 1234,
+            recompute: Recompute::None,
+        },
+        optimizer: OptimizerConfig {
+            kind: OptimizerKind::Adam,
+            lr: 1e-3,
+            min_lr: 1e-4,
+            decay_style: DecayStyle::Cosine,
+            decay_samples: 240,
+            warmup_samples: 16,
+            wsd_decay_samples: 0,
+            wsd_decay_style: WsdDecayStyle::Linear,
+            weight_decay: 0.1,
+            adam_beta1: 0.9,
+            adam_beta2: 0.95,
+            adam_eps: 1e-8,
+            sgd_momentum: 0.9,
+            clip_grad: 1.0,
+        },
+        checkpoint: CheckpointConfig { save: None, save_interval: None, load: None },
+        logging: LoggingConfig {
+            log_interval: 1,
+            eval_interval: None,
+            eval_iters: 0,
+            metrics: None,
+            prompt: None,
+            prompt_tokens: 0,
+        },
+    }
+}
+
+/// `config` cut as dp · tp · pp.
+pub fn layout(mut config: RunConfig, dp: usize, tp: usize, pp: usize) -> RunConfig {
+    config.parallel.data_parallel_size = dp;
+    config.parallel.tensor_model_parallel_size = tp;
+    config.parallel.pipeline_model_parallel_size = pp;
+    config
+}
+
+/// `config` with `v` chunks per stage.
+pub fn interleave(mut config: RunConfig, v: usize) -> RunConfig {
+    config.parallel.virtual_pipeline_size = v;
+    config.parallel.schedule = ScheduleKind::Interleaved;
+    config
+}
+
+/// A stream of tokens in memory; sample i is tokens [i·S, i·S + S], wrapping around.
+pub struct Tokens {
+    pub tokens: Vec<u32>,
+    pub seq_length: usize,
+}
+
+impl Tokens {
+    /// A sequence with something to learn: each token mostly follows from the one before.
+    pub fn synthetic(vocab: u32, seq_length: usize) -> Self {
+        let mut state = 88172645463325252u64;
+        let mut token = 1u32;
+        let tokens = (0..seq_length * 4096 + 1).map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            token = if state % 4 == 0 { (state >> 32) as u32 % vocab } else { (token * 7 + 3) % vocab };
+            token
+        });
+        Self { tokens: tokens.collect(), seq_length }
+    }
+}
+
+impl SampleSource for Tokens {
+    fn seq_length(&self) -> usize {
+        self.seq_length
+    }
+
+    fn num_samples(&self) -> u64 {
+        ((self.tokens.len() - 1) / self.seq_length) as u64
+    }
+
+    fn sample(&self, index: u64, out: &mut [u32]) -> Result<()> {
+        let start = (index % self.num_samples()) as usize * self.seq_length;
+        out.copy_from_slice(&self.tokens[start..=start + self.seq_length]);
+        Ok(())
+    }
+}
+
+/// Sources that all read `train`.
+pub fn sources(train: Tokens) -> Sources {
+    Sources { train: Arc::new(train), valid: None, test: None }
+}
+
+/// Runs `body` on every rank of a world of threads; results in rank order.
+pub fn on_ranks<T: Send>(world: usize, body: impl Fn(Group) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let ranks = megatron::comm::threads::world(world);
+    std::thread::scope(|scope| {
+        let body = &body;
+        let spawn = |rank: Group| scope.spawn(move || body(rank));
+        let handles: Vec<_> = ranks.into_iter().map(spawn).collect();
+        handles
+            .into_iter()
+            .map(|handle| handle.join().map_err(|_| Error::comm("a rank's thread panicked"))?)
+            .collect()
+    })
+}
+
+/// Builds the trainer of one rank.
+pub fn trainer(config: &RunConfig, world: Group, sources: &Sources) -> Result<Trainer> {
+    trainer_of(config, world, sources, DType::F32)
+}
+
+/// Builds the trainer of one rank for a dtype.
+pub fn trainer_of(config: &RunConfig, world: Group, sources: &Sources, dtype: DType) -> Result<Trainer> {
+    let p = &config.parallel;
+    let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
+    let model = Gpt::new(&config.model, tp, sp, config.training.recompute, dtype, &Device::Cpu)?;
+    Trainer::new(config, &model, world, sources, dtype, &Device::Cpu)
+}
+
+/// Logical tensors put together from the shares of all ranks.
+pub type State = BTreeMap<(String, StateKind), Vec<f32>>;
+
+/// A rank's owned shares: name, kind, global shape, pieces, values.
+pub type Shares = Vec<(String, StateKind, Vec<usize>, Vec<Piece>, Vec<f32>)>;
+
+/// The shares of one rank.
+pub fn shares(trainer: &Trainer) -> Result<Shares> {
+    let shards = trainer.owned_shards()?;
+    shards
+        .into_iter()
+        .map(|s| Ok((s.name, s.kind, s.global_shape, s.pieces, s.data.to_dtype(DType::F32)?.to_vec1::<f32>()?)))
+        .collect()
+}
+
+/// Puts the shares of all ranks together; panics where an element is missing or given twice.
+pub fn assemble(ranks: Vec<Shares>) -> State {
+    let mut state = State::new();
+    let mut seen: BTreeMap<(String, StateKind), Vec<bool>> = BTreeMap::new();
+    for (name, kind, shape, pieces, values) in ranks.into_iter().flatten() {
+        let len = shape.iter().product();
+        let whole = state.entry((name.clone(), kind)).or_insert_with(|| vec![f32::NAN; len]);
+        let seen = seen.entry((name.clone(), kind)).or_insert_with(|| vec![false; len]);
+        for piece in pieces {
+            for (n, flat) in piece.flat.clone().enumerate() {
+                let mut rest = flat;
+                let mut global = 0;
+                let mut stride = 1;
+                for d in (0..shape.len()).rev() {
+                    global += (piece.offset[d] + rest % piece.shape[d]) * stride;
+                    rest /= piece.shape[d];
+                    stride *= shape[d];
+                }
+                assert!(!seen[global], "{name} {kind:?}: element {global} is owned twice");
+                seen[global] = true;
+                whole[global] = values[piece.local + n];
+            }
+        }
+    }
+    for (key, seen) in seen {
+        assert!(seen.iter().all(|s| *s), "{key:?}: an element is owned by no rank");
+    }
+    state
+}
+
+/// What a run left: loss and gradient norm of every step, and the final state.
+#[derive(Debug)]
+pub struct Run {
+    pub losses: Vec<f64>,
+    pub grad_norms: Vec<f64>,
+    pub initial: State,
+    pub last: State,
+}
+
+/// Trains `steps` steps; every rank must report the same numbers.
+pub fn train(config: &RunConfig, steps: usize) -> Result<Run> {
+    train_from(config, None, steps)
+}
+
+/// Trains `steps` steps, from a checkpoint if one is given.
+pub fn train_from(config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -> Result<Run> {
+    let vocab = config.model.vocab_size as u32;
+    let data = sources(Tokens::synthetic(vocab, config.model.seq_length));
+    let ranks = on_ranks(config.parallel.world_size(), |world| {
+        let mut trainer = trainer(config, world, &data)?;
+        if let Some(path) = checkpoint {
+            trainer.load(path)?;
+        }
+        let initial = shares(&trainer)?;
+        let mut numbers = Vec::new();
+        for _ in 0..steps {
+            let step = trainer.step()?;
+            numbers.push((step.lm_loss, step.grad_norm));
+        }
+        Ok((numbers, initial, shares(&trainer)?))
+    })?;
+    let numbers = ranks[0].0.clone();
+    assert!(ranks.iter().all(|r| r.0 == numbers), "ranks disagree on loss or gradient norm");
+    let (mut initial, mut last) = (Vec::new(), Vec::new());
+    for (_, i, l) in ranks {
+        initial.push(i);
+        last.push(l);
+    }
+    let (losses, grad_norms) = numbers.into_iter().unzip();
+    Ok(Run { losses, grad_norms, initial: assemble(initial), last: assemble(last) })
+}
+
+/// Largest |a − b| / |b|.
+pub fn largest_relative_difference(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) })
+}

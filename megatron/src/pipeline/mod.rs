@@ -1,13 +1,18 @@
 //! Pipeline parallelism: who computes which microbatch when.
 //!
 //! Schedules are data ([`Schedule`]), made by generators ([`gpipe`], [`one_f_one_b`], [`interleaved`],
-//! [`forward_only`]), proved by [`simulate`], and executed by one engine. [`partition`] deals layers to virtual stages.
+//! [`forward_only`]), proved by [`simulate`], and executed by one engine ([`Stage::run`]) over the layers of each virtual
+//! stage ([`Chunk`]). [`partition`] deals layers to virtual stages.
 
+mod chunk;
+mod engine;
 mod generators;
 mod partition;
 mod schedule;
 mod simulator;
 
+pub use chunk::{Chunk, ChunkOutput, SavedChunk};
+pub use engine::{GradientListener, Stage};
 pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
 pub use partition::partition;
 pub use schedule::{Action, Pass, Payload, Schedule};

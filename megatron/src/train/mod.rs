@@ -1,7 +1,20 @@
 //! The training loop, and what it reports.
 
+mod flops;
+mod generate;
+mod memory;
 pub mod metrics;
+mod model;
 pub mod report;
+mod run;
+mod state;
+mod trainer;
 
+pub use flops::step_flops;
+pub use generate::Sampling;
+pub use memory::peak_memory;
 pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
+pub use model::{Ends, ModelBuilder};
 pub use report::Reporter;
+pub use run::Outcome;
+pub use trainer::{Progress, Sources, Trainer};

@@ -1,0 +1,126 @@
+//! The training loop: steps, evaluation, checkpoints, and the reasons to stop.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{Device, Tensor};
+
+use super::metrics::{EvalMetrics, MetricsWriter};
+use super::report::Reporter;
+use super::trainer::Trainer;
+use crate::comm::ReduceOp;
+use crate::data::Loader;
+use crate::{Result, checkpoint};
+
+/// Why a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps are made.
+    Finished,
+    /// `exit_interval` was reached.
+    ExitInterval,
+    /// A signal asked for it; the state was saved if the run saves at all.
+    Interrupted,
+}
+
+impl Trainer {
+    /// Resumes from `[checkpoint] load` if it holds a checkpoint, then trains to the end. `stop` may be set at any time, on any rank:
+    /// all ranks save and stop after the step in which one of them saw it. Collective over the world.
+    ///
+    /// # Errors
+    /// If data, a checkpoint or a peer fails.
+    pub fn run(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
+        self.resume(reporter)?;
+        let lead = self.groups.world.rank() == 0;
+        let metrics_path = self.config.logging.metrics.clone().filter(|_| lead);
+        let mut metrics = match &metrics_path {
+            Some(path) => Some(MetricsWriter::open(path, self.progress.iteration)?),
+            None => None,
+        };
+        let train_iters = self.config.training.train_iters;
+        reporter.start(self.progress.iteration, train_iters);
+        let mut saved_at = self.progress.iteration;
+        let mut outcome = Outcome::Finished;
+        while self.progress.iteration < train_iters {
+            let mut step = self.step()?;
+            let iteration = step.iteration;
+            if iteration.is_multiple_of(self.config.logging.log_interval.max(1)) || iteration == train_iters {
+                step.memory_bytes = self.largest_memory(step.memory_bytes)?;
+                reporter.step(&step);
+                if let Some(file) = &mut metrics {
+                    file.step(&step)?;
+                }
+            }
+            let due = |interval: Option<u64>| interval.is_some_and(|n| n > 0 && iteration.is_multiple_of(n));
+            if due(self.config.logging.eval_interval) {
+                self.report_evaluation(self.valid.as_ref(), "validation", reporter, metrics.as_mut())?;
+            }
+            let interrupted = self.sum_over_world(vec![f64::from(u8::from(stop.load(Ordering::SeqCst)))])?[0] > 0.0;
+            let exit = due(self.config.training.exit_interval);
+            if due(self.config.checkpoint.save_interval) || exit || interrupted {
+                saved_at = self.save_and_report(reporter)?;
+            }
+            if interrupted || exit {
+                outcome = if interrupted { Outcome::Interrupted } else { Outcome::ExitInterval };
+                break;
+            }
+        }
+        if saved_at != self.progress.iteration {
+            self.save_and_report(reporter)?;
+        }
+        if outcome == Outcome::Finished {
+            let due = self.config.logging.eval_interval.is_some_and(|n| n > 0 && train_iters.is_multiple_of(n));
+            if !due {
+                self.report_evaluation(self.valid.as_ref(), "validation", reporter, metrics.as_mut())?;
+            }
+            self.report_evaluation(self.test.as_ref(), "test", reporter, metrics.as_mut())?;
+        }
+        Ok(outcome)
+    }
+
+    fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<()> {
+        let Some(dir) = self.config.checkpoint.load.clone() else { return Ok(()) };
+        match checkpoint::latest(&dir)? {
+            Some(latest) => {
+                self.load(&latest.path)?;
+                let consumed = self.progress.consumed_samples;
+                reporter.message(&format!(
+                    "resumed from {} ({consumed} samples consumed)",
+                    latest.path.display()
+                ));
+            }
+            None => reporter.message(&format!("no checkpoint in {}: starting from initial weights", dir.display())),
+        }
+        Ok(())
+    }
+
+    fn save_and_report(&self, reporter: &mut dyn Reporter) -> Result<u64> {
+        if let Some(dir) = &self.config.checkpoint.save {
+            let path = self.save(dir)?;
+            reporter.checkpoint(self.progress.iteration, &path);
+        }
+        Ok(self.progress.iteration)
+    }
+
+    fn report_evaluation(
+        &self,
+        loader: Option<&Loader>,
+        split: &str,
+        reporter: &mut dyn Reporter,
+        metrics: Option<&mut MetricsWriter>,
+    ) -> Result<()> {
+        let (Some(loader), iters) = (loader, self.config.logging.eval_iters) else { return Ok(()) };
+        if iters == 0 {
+            return Ok(());
+        }
+        let lm_loss = self.evaluate(loader, iters)?;
+        let result = EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
+        reporter.eval(&result);
+        metrics.map_or(Ok(()), |file| file.eval(&result))
+    }
+
+    fn largest_memory(&self, mine: u64) -> Result<u64> {
+        let memory = Tensor::from_vec(vec![mine as f64], 1, &Device::Cpu)?;
+        self.groups.world.all_reduce(&memory, ReduceOp::Max)?.wait()?;
+        Ok(memory.to_vec1::<f64>()?[0] as u64)
+    }
+}

@@ -1,0 +1,56 @@
+//! What a checkpoint's manifest says of the run that wrote it.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::trainer::Progress;
+use crate::config::RunConfig;
+use crate::{Error, Result};
+
+/// The state of a run as stored in a manifest.
+///
+/// # Errors
+/// If the configuration cannot be expressed in JSON.
+pub fn to_json(progress: &Progress, config: &RunConfig) -> Result<Value> {
+    let value = |v: serde_json::Result<Value>| v.map_err(|e| Error::config(format!("cannot describe the run: {e}")));
+    let mut state = Map::new();
+    state.insert("progress".into(), value(serde_json::to_value(progress))?);
+    state.insert("model".into(), value(serde_json::to_value(&config.model))?);
+    state.insert("config".into(), value(serde_json::to_value(config))?);
+    Ok(state.into())
+}
+
+/// Settings of a model that may change between runs without changing what its parameters mean.
+const FREE: [&str; 4] = ["attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "init_method_std"];
+
+/// Reads the progress of the checkpoint at `path` and checks that its model is this run's.
+///
+/// # Errors
+/// If the state is damaged, or the architecture is another; the message names every setting that differs.
+pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progress> {
+    let damaged = |what: &str| Error::checkpoint(path, format!("its manifest's state has no valid {what}"));
+    let theirs = state.get("model").and_then(Value::as_object).ok_or_else(|| damaged("model"))?;
+    let ours = serde_json::to_value(&config.model).map_err(|_| damaged("model"))?;
+    let mut differences = Vec::new();
+    for (key, value) in ours.as_object().into_iter().flatten().filter(|(key, _)| !FREE.contains(&key.as_str())) {
+        let other = theirs.get(key).unwrap_or(&Value::Null);
+        // A run may use shorter or longer sequences where positions are not learned.
+        let relative = key == "seq_length" || (key == "max_position_embeddings" && !learned(theirs));
+        if other != value && !relative {
+            differences.push(format!("{key} is {other} there and {value} here"));
+        }
+    }
+    if !differences.is_empty() {
+        return Err(Error::checkpoint(
+            path,
+            format!("it holds another architecture: {}; use its settings or another checkpoint", differences.join(", ")),
+        ));
+    }
+    let progress = state.get("progress").ok_or_else(|| damaged("progress"))?;
+    serde_json::from_value(progress.clone()).map_err(|_| damaged("progress"))
+}
+
+fn learned(model: &Map<String, Value>) -> bool {
+    model.get("position_embedding").is_some_and(|v| v == "learned_absolute")
+}

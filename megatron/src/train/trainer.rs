@@ -1,0 +1,305 @@
+//! One rank's training: build, step, evaluate, save, resume.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::{DType, Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::flops::step_flops;
+use super::memory::peak_memory;
+use super::metrics::StepMetrics;
+use super::model::{Ends, ModelBuilder};
+use crate::comm::{Group, ReduceOp};
+use crate::config::{RunConfig, ScheduleKind};
+use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
+use crate::data_parallel::GradientReducer;
+use crate::optim::{LrSchedule, Optimizer};
+use crate::params::{ParamId, ParamStore, ParamsBuilder, ShardRef, StoreOptions};
+use crate::pipeline::{GradientListener, Schedule, Stage, gpipe, interleaved, one_f_one_b, partition};
+use crate::tensor_parallel::{Phase, TensorParallel};
+use crate::topology::{ProcessGroups, RankGrid};
+use crate::{Result, checkpoint};
+
+/// The data of a run.
+#[derive(Clone)]
+pub struct Sources {
+    pub train: Arc<dyn SampleSource>,
+    pub valid: Option<Arc<dyn SampleSource>>,
+    pub test: Option<Arc<dyn SampleSource>>,
+}
+
+/// How far a run is. With the parameters and the optimizer's state, all there is to resume.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps made.
+    pub iteration: u64,
+    /// Samples read.
+    pub consumed_samples: u64,
+    /// Samples of steps that updated the parameters; what learning-rate schedules count.
+    pub applied_samples: u64,
+    /// Updates applied; Adam's step count.
+    pub updates: u64,
+    /// Updates left out because the gradient was not finite.
+    pub skipped_iterations: u64,
+    /// Steps whose loss was not finite.
+    pub nan_iterations: u64,
+}
+
+/// One rank of a training run.
+pub struct Trainer {
+    pub(super) config: RunConfig,
+    pub(super) groups: ProcessGroups,
+    stage: Stage,
+    schedule: Schedule,
+    eval_schedule: Schedule,
+    reducer: GradientReducer,
+    optimizer: Optimizer,
+    lr: LrSchedule,
+    train: Loader,
+    pub(super) valid: Option<Loader>,
+    pub(super) test: Option<Loader>,
+    pub(super) progress: Progress,
+}
+
+/// Ignores gradients: evaluation has none.
+struct NoGradients;
+
+impl GradientListener for NoGradients {
+    fn ready(&mut self, _: &[ParamId], _: &ParamStore) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Trainer {
+    /// Builds this rank's share of the model with its initial weights. Collective over `world`.
+    ///
+    /// # Errors
+    /// If the configuration contradicts itself or the world, or memory does not suffice.
+    pub fn new(
+        config: &RunConfig,
+        model: &dyn ModelBuilder,
+        world: Group,
+        sources: &Sources,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let parallel = &config.parallel;
+        let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
+        let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
+        let (first_extra, last_extra) = model.end_params();
+        let layers = partition(&parallel.partition, &model.layer_params(), first_extra, last_extra, pp * v)?;
+
+        let mut builder = ParamsBuilder::default();
+        let mut chunks = Vec::new();
+        for chunk in 0..v {
+            let virtual_stage = chunk * pp + groups.pp.rank();
+            let ends = Ends { first: virtual_stage == 0, last: virtual_stage == pp * v - 1 };
+            chunks.push(model.chunk(ends, layers[virtual_stage].clone(), &mut builder)?);
+            builder.next_chunk();
+        }
+        let params = builder.build(&StoreOptions {
+            dtype,
+            device: device.clone(),
+            bucket_size: parallel.bucket_size,
+            dp: groups.dp.size(),
+            tp: groups.tp.size(),
+            tp_rank: groups.tp.rank(),
+        })?;
+        params.initialize(config.training.seed)?;
+
+        let optimizer = Optimizer::new(
+            &config.optimizer,
+            &params,
+            groups.tp.rank(),
+            groups.dp.clone(),
+            groups.model.clone(),
+            parallel.use_distributed_optimizer,
+        )?;
+        let embedding = groups.embedding.clone().filter(|_| model.tied());
+        let reducer = GradientReducer::new(
+            groups.tp.clone(),
+            groups.dp.clone(),
+            embedding,
+            parallel.use_distributed_optimizer,
+            parallel.overlap_grad_reduce,
+        );
+        let training = &config.training;
+        let batch = GlobalBatch::new(
+            training.micro_batch_size,
+            training.global_batch_size,
+            groups.dp.rank(),
+            groups.dp.size(),
+        )?;
+        let loader = |source: &Arc<dyn SampleSource>| {
+            Loader::new(source.clone(), batch, config.model.vocab_size, device.clone())
+        };
+        let m = batch.num_microbatches();
+        let schedule = match parallel.schedule {
+            ScheduleKind::Gpipe => gpipe(pp, m)?,
+            ScheduleKind::OneFOneB => one_f_one_b(pp, m)?,
+            ScheduleKind::Interleaved => interleaved(pp, v, m)?,
+        };
+        let stage = Stage {
+            chunks,
+            params,
+            tp: TensorParallel::new(groups.tp.clone(), parallel.sequence_parallel),
+            pp: groups.pp.clone(),
+            hidden: config.model.hidden_size,
+            dtype,
+            device: device.clone(),
+            seed: training.seed,
+        };
+        Ok(Self {
+            eval_schedule: Schedule::forward_only(pp, v, m)?,
+            schedule,
+            stage,
+            reducer,
+            optimizer,
+            lr: LrSchedule::new(&config.optimizer)?,
+            train: loader(&sources.train),
+            valid: sources.valid.as_ref().map(loader),
+            test: sources.test.as_ref().map(loader),
+            progress: Progress::default(),
+            config: config.clone(),
+            groups,
+        })
+    }
+
+    pub fn progress(&self) -> Progress {
+        self.progress
+    }
+
+    pub fn groups(&self) -> &ProcessGroups {
+        &self.groups
+    }
+
+    /// This rank's layers and parameters.
+    pub fn stage(&self) -> &Stage {
+        &self.stage
+    }
+
+    /// Unmasked tokens of the global batch.
+    fn count_tokens(&self, batches: &[MicroBatch]) -> Result<f64> {
+        let mut count = 0f64;
+        for batch in batches {
+            count += f64::from(batch.loss_mask.sum_all()?.to_scalar::<f32>()?);
+        }
+        let count = Tensor::from_vec(vec![count], 1, &Device::Cpu)?;
+        self.groups.dp.all_reduce(&count, ReduceOp::Sum)?.wait()?;
+        Ok(count.to_vec1::<f64>()?[0])
+    }
+
+    /// Σ over all ranks of `values`, in rank order, in f64.
+    pub(super) fn sum_over_world(&self, values: Vec<f64>) -> Result<Vec<f64>> {
+        let len = values.len();
+        let sums = Tensor::from_vec(values, len, &Device::Cpu)?;
+        self.groups.world.all_reduce(&sums, ReduceOp::Sum)?.wait()?;
+        Ok(sums.to_vec1()?)
+    }
+
+    /// This rank's contribution to the loss of the global batch: every tp rank computes the same.
+    fn loss_share(&self, loss_sum: f64) -> f64 {
+        if self.groups.tp.rank() == 0 { loss_sum } else { 0.0 }
+    }
+
+    /// One training step over the next global batch. Collective over the world. `metrics.memory_bytes` is this rank's.
+    ///
+    /// # Errors
+    /// If data cannot be read or a peer fails.
+    pub fn step(&mut self) -> Result<StepMetrics> {
+        let start = Instant::now();
+        let batches = self.train.microbatches(self.progress.consumed_samples)?;
+        let tokens = self.count_tokens(&batches)?;
+        let factor = if tokens > 0.0 { 1.0 / tokens } else { 0.0 };
+        self.reducer.begin(&self.stage.params)?;
+        let phase = Phase::Train { step: self.progress.iteration };
+        let loss_sum = self.stage.run(&self.schedule, &batches, phase, factor, &mut self.reducer)?;
+        self.reducer.finish(&self.stage.params)?;
+        let learning_rate = self.lr.lr_at(self.progress.applied_samples);
+        let result = self.optimizer.step(&self.stage.params, learning_rate)?;
+        let lm_loss = self.sum_over_world(vec![self.loss_share(loss_sum)])?[0] * factor;
+
+        let gbs = self.config.training.global_batch_size;
+        let progress = &mut self.progress;
+        progress.iteration += 1;
+        progress.consumed_samples += gbs as u64;
+        progress.updates = self.optimizer.steps();
+        if result.applied {
+            progress.applied_samples += gbs as u64;
+        } else {
+            progress.skipped_iterations += 1;
+        }
+        if !lm_loss.is_finite() {
+            progress.nan_iterations += 1;
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        let model = &self.config.model;
+        let flops = step_flops(model, gbs, model.padded_vocab_size(self.groups.tp.size()));
+        Ok(StepMetrics {
+            iteration: progress.iteration,
+            train_iters: self.config.training.train_iters,
+            consumed_samples: progress.consumed_samples,
+            consumed_tokens: progress.consumed_samples * model.seq_length as u64,
+            lm_loss,
+            grad_norm: f64::from(result.grad_norm),
+            learning_rate,
+            loss_scale: 1.0,
+            global_batch_size: gbs,
+            elapsed_ms: seconds * 1e3,
+            tokens_per_second: (gbs * model.seq_length) as f64 / seconds,
+            tflops: flops / seconds / 1e12 / self.groups.world.size() as f64,
+            skipped: !result.applied,
+            skipped_iterations: progress.skipped_iterations,
+            nan_iterations: progress.nan_iterations,
+            memory_bytes: peak_memory(),
+        })
+    }
+
+    /// Mean loss per token over `iters` global batches from the beginning of a split. Collective over the world.
+    ///
+    /// # Errors
+    /// If data cannot be read or a peer fails.
+    pub fn evaluate(&self, loader: &Loader, iters: u64) -> Result<f64> {
+        let (mut loss, mut tokens) = (0f64, 0f64);
+        for iter in 0..iters {
+            let batches = loader.microbatches(iter * self.config.training.global_batch_size as u64)?;
+            tokens += self.count_tokens(&batches)?;
+            loss += self.stage.run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?;
+        }
+        Ok(self.sum_over_world(vec![self.loss_share(loss)])?[0] / tokens.max(1.0))
+    }
+
+    /// This rank's share of weights and optimizer state; over all ranks every logical element exactly once.
+    ///
+    /// # Errors
+    /// If a view cannot be made.
+    pub fn owned_shards(&self) -> Result<Vec<ShardRef>> {
+        self.optimizer.shards(&self.stage.params, true)
+    }
+
+    /// Writes a checkpoint of the present state. Collective over the world.
+    ///
+    /// # Errors
+    /// If any rank cannot write; nothing is overwritten then.
+    pub fn save(&self, dir: &Path) -> Result<PathBuf> {
+        let shards = self.owned_shards()?;
+        let state = super::state::to_json(&self.progress, &self.config)?;
+        checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;
+        Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
+    }
+
+    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout wrote it.
+    ///
+    /// # Errors
+    /// If the checkpoint is damaged or of another architecture.
+    pub fn load(&mut self, path: &Path) -> Result<()> {
+        let manifest = checkpoint::Manifest::read(path)?;
+        let progress = super::state::from_json(path, &manifest.state, &self.config)?;
+        checkpoint::load(path, &self.optimizer.shards(&self.stage.params, false)?)?;
+        self.optimizer.set_steps(progress.updates);
+        self.progress = progress;
+        Ok(())
+    }
+}
