@@ -77,13 +77,13 @@ impl Stage {
         let trains = matches!(phase, Phase::Train { .. });
         for action in &schedule.stages[self.pp.rank()] {
             match *action {
-                Action::Recv { payload, microbatch, chunk, peer } => {
+                Action::Recv { what: payload, microbatch, chunk, from: peer } => {
                     let shape = self.stream_shape(&batches[microbatch])?;
                     let buffer = Tensor::zeros(shape, self.dtype, &self.device)?;
                     let work = self.pp.recv(&buffer, peer, payload.tag())?;
                     received.insert((payload, (microbatch, chunk)), (buffer, work));
                 }
-                Action::Send { payload, microbatch, chunk, peer } => {
+                Action::Send { what: payload, microbatch, chunk, to: peer } => {
                     let tensor = take(&mut outgoing, (payload, (microbatch, chunk)), "a tensor to send")?;
                     sends.push(self.pp.send(&tensor, peer, payload.tag())?);
                 }

@@ -12,12 +12,12 @@ use super::memory::peak_memory;
 use super::metrics::StepMetrics;
 use super::model::{Ends, ModelBuilder};
 use crate::comm::{Group, ReduceOp};
-use crate::config::{RunConfig, ScheduleKind};
+use crate::config::RunConfig;
 use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::GradientReducer;
 use crate::optim::{LrSchedule, Optimizer};
 use crate::params::{ParamId, ParamStore, ParamsBuilder, ShardRef, StoreOptions};
-use crate::pipeline::{GradientListener, Schedule, Stage, gpipe, interleaved, one_f_one_b, partition};
+use crate::pipeline::{GradientListener, Schedule, Stage, forward_only, generate, partition};
 use crate::tensor_parallel::{Phase, TensorParallel};
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Result, checkpoint};
@@ -136,11 +136,7 @@ impl Trainer {
             Loader::new(source.clone(), batch, config.model.vocab_size, device.clone())
         };
         let m = batch.num_microbatches();
-        let schedule = match parallel.schedule {
-            ScheduleKind::Gpipe => gpipe(pp, m)?,
-            ScheduleKind::OneFOneB => one_f_one_b(pp, m)?,
-            ScheduleKind::Interleaved => interleaved(pp, v, m)?,
-        };
+        let schedule = generate(parallel.schedule, pp, v, m)?;
         let stage = Stage {
             chunks,
             params,
@@ -152,7 +148,7 @@ impl Trainer {
             seed: training.seed,
         };
         Ok(Self {
-            eval_schedule: Schedule::forward_only(pp, v, m)?,
+            eval_schedule: forward_only(pp, v, m)?,
             schedule,
             stage,
             reducer,
