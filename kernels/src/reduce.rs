@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::float::{Float, by_float};
-use crate::host::with_slice_mut;
+use crate::host::{with_bytes, with_bytes_mut, with_slice_mut};
 use crate::simd::vectorize;
 use crate::view::{View, copied, expect_dtype, expect_elements, same_storage};
 use crate::{Result, par};
@@ -119,4 +119,23 @@ pub fn zero(t: &Tensor) -> Result<()> {
         par::blocks(t, par::GRAIN, |_, t| t.fill(T::ZERO));
         Ok(())
     }))
+}
+
+/// `dst = src`, bit for bit; the shapes may differ, the elements' number and dtype may not.
+///
+/// # Errors
+/// If the numbers of elements or dtypes differ, an operand is not contiguous, or both share one storage.
+pub fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
+    const OP: &str = "copy";
+    expect_elements(OP, "src", src, dst.elem_count())?;
+    expect_dtype(OP, src, dst.dtype())?;
+    if same_storage(dst, src) {
+        return Err(crate::Error::shape(OP, "dst and src share one storage"));
+    }
+    with_bytes(src, OP, |src| {
+        with_bytes_mut(dst, OP, |dst| {
+            dst.copy_from_slice(src);
+            Ok(())
+        })
+    })
 }
