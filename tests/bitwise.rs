@@ -69,9 +69,13 @@ fn zero_1_bucket_size_and_overlap() {
     for_both(|name, plain| {
         for (dp, tp, pp) in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)] {
             let plain = layout(plain.clone(), dp, tp, pp);
-            for (zero, bucket_size, overlap) in
-                [(true, 40_000_000, false), (false, 1000, false), (false, 1000, true), (true, 1000, true), (true, 1, true)]
-            {
+            for (zero, bucket_size, overlap) in [
+                (true, 40_000_000, false),
+                (false, 1000, false),
+                (false, 1000, true),
+                (true, 1000, true),
+                (true, 1, true),
+            ] {
                 let mut changed = plain.clone();
                 changed.parallel.use_distributed_optimizer = zero;
                 changed.parallel.bucket_size = bucket_size;

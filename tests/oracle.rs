@@ -59,8 +59,8 @@ fn config(style: Style, settings: &Value) -> RunConfig {
 fn follows_pytorch(style: Style, dp: usize, tp: usize, pp: usize) {
     let expected = expected(style);
     let config = layout(config(style, &expected["settings"]), dp, tp, pp);
-    let dataset = IndexedDataset::open(&folder(style).join("data_text_document")).unwrap();
-    let stream = Tokens { tokens: dataset.sequence(0).unwrap().collect(), seq_length: config.model.seq_length };
+    let dataset = IndexedDataset::open(folder(style).join("data_text_document")).unwrap();
+    let stream = Tokens { tokens: dataset.read_sequence(0).unwrap(), seq_length: config.model.seq_length };
     let data = sources(stream);
     let initial = HfWeights::read(&folder(style).join("initial.safetensors")).unwrap();
     let last = HfWeights::read(&folder(style).join("final.safetensors")).unwrap();

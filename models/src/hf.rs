@@ -137,7 +137,10 @@ impl HfWeights {
     fn unknown(&self, name: &str) -> Error {
         Error::checkpoint(
             &self.origin,
-            format!("holds {:?} weights, which have nothing for parameter {name}; the model's settings differ", self.family),
+            format!(
+                "holds {:?} weights, which have nothing for parameter {name}; the model's settings differ",
+                self.family
+            ),
         )
     }
 
@@ -152,7 +155,12 @@ impl HfWeights {
             if value.dims() != spec.shape {
                 return Err(Error::checkpoint(
                     &self.origin,
-                    format!("{} has shape {:?} there, the model's settings say {:?}", spec.name, value.dims(), spec.shape),
+                    format!(
+                        "{} has shape {:?} there, the model's settings say {:?}",
+                        spec.name,
+                        value.dims(),
+                        spec.shape
+                    ),
                 ));
             }
             let mut local = vec![0f32; param.numel];

@@ -168,10 +168,7 @@ pub fn on_ranks<T: Send>(world: usize, body: impl Fn(Group) -> Result<T> + Sync)
         let body = &body;
         let spawn = |rank: Group| scope.spawn(move || body(rank));
         let handles: Vec<_> = ranks.into_iter().map(spawn).collect();
-        handles
-            .into_iter()
-            .map(|handle| handle.join().map_err(|_| Error::comm("a rank's thread panicked"))?)
-            .collect()
+        handles.into_iter().map(|handle| handle.join().map_err(|_| Error::comm("a rank's thread panicked"))?).collect()
     })
 }
 
@@ -278,5 +275,8 @@ pub fn train_from(config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -
 /// Largest |a − b| / |b|.
 pub fn largest_relative_difference(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) })
+    a.iter()
+        .zip(b)
+        .map(|(a, b)| ((a - b) / b).abs())
+        .fold(0.0, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) })
 }

@@ -5,11 +5,11 @@ use std::ops::Range;
 use candle_core::{Device, Tensor};
 use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
 
+use crate::Result;
 use crate::comm::{Group, ReduceOp, Work};
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
 use crate::params::{Param, ParamStore, Partition, Role, ShardRef, StateKind, clip_pieces};
-use crate::Result;
 
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 struct BucketState {
@@ -166,7 +166,9 @@ impl Optimizer {
                 };
                 adamw(&weight, &grad, &first, &second.narrow(0, at, part.len())?, &hyper)?;
             }
-            None => sgd(&weight, &grad, &first, &Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale })?,
+            None => {
+                sgd(&weight, &grad, &first, &Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale })?
+            }
         }
         Ok(())
     }

@@ -123,9 +123,8 @@ impl ParamsBuilder {
             }
             let tied = spec.tie_group.is_some();
             let numel: usize = spec.local_shape(options.tp).iter().product();
-            let open = plans.last().is_some_and(|p| {
-                p.len < options.bucket_size && p.chunk == *chunk && !p.tied && !tied
-            });
+            let open =
+                plans.last().is_some_and(|p| p.len < options.bucket_size && p.chunk == *chunk && !p.tied && !tied);
             if !open {
                 plans.push(Plan { ids: vec![], offsets: vec![], len: 0, chunk: *chunk, tied });
             }

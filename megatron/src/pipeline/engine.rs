@@ -123,8 +123,9 @@ impl Stage {
 }
 
 fn take<K: std::hash::Hash + Eq + std::fmt::Debug, V>(map: &mut HashMap<K, V>, key: K, what: &str) -> Result<V> {
-    map.remove(&key)
-        .ok_or_else(|| Error::config(format!("internal error: the schedule asks for {what} that is not there: {key:?}")))
+    map.remove(&key).ok_or_else(|| {
+        Error::config(format!("internal error: the schedule asks for {what} that is not there: {key:?}"))
+    })
 }
 
 /// The tensor received for an action, if one was announced.

@@ -56,7 +56,14 @@ impl TransformerLayer {
     }
 
     /// residual + dropout(y + bias)
-    fn join(&self, y: &Stream, bias: Option<ParamId>, residual: &Stream, site: DropoutSite, ctx: &Ctx) -> Result<Stream> {
+    fn join(
+        &self,
+        y: &Stream,
+        bias: Option<ParamId>,
+        residual: &Stream,
+        site: DropoutSite,
+        ctx: &Ctx,
+    ) -> Result<Stream> {
         let dropout = ctx.stream_dropout(self.hidden_dropout, self.layer, site)?;
         let bias = bias.map(|id| ctx.weight(id));
         Ok(Stream(bias_dropout_add(&y.0, bias, Some(&residual.0), dropout.as_ref())?))

@@ -83,10 +83,7 @@ impl Trainer {
             Some(latest) => {
                 self.load(&latest.path)?;
                 let consumed = self.progress.consumed_samples;
-                reporter.message(&format!(
-                    "resumed from {} ({consumed} samples consumed)",
-                    latest.path.display()
-                ));
+                reporter.message(&format!("resumed from {} ({consumed} samples consumed)", latest.path.display()));
             }
             None => reporter.message(&format!("no checkpoint in {}: starting from initial weights", dir.display())),
         }

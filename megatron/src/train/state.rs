@@ -44,7 +44,10 @@ pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progr
     if !differences.is_empty() {
         return Err(Error::checkpoint(
             path,
-            format!("it holds another architecture: {}; use its settings or another checkpoint", differences.join(", ")),
+            format!(
+                "it holds another architecture: {}; use its settings or another checkpoint",
+                differences.join(", ")
+            ),
         ));
     }
     let progress = state.get("progress").ok_or_else(|| damaged("progress"))?;
