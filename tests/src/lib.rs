@@ -168,7 +168,16 @@ pub fn on_ranks<T: Send>(world: usize, body: impl Fn(Group) -> Result<T> + Sync)
         let body = &body;
         let spawn = |rank: Group| scope.spawn(move || body(rank));
         let handles: Vec<_> = ranks.into_iter().map(spawn).collect();
-        handles.into_iter().map(|handle| handle.join().map_err(|_| Error::comm("a rank's thread panicked"))?).collect()
+        let join = |handle: std::thread::ScopedJoinHandle<Result<T>>| {
+            handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        let results: Vec<Result<T>> = handles.into_iter().map(join).collect();
+        // The cause, rather than a peer's report that another rank left.
+        let cause = results.iter().position(|r| matches!(r, Err(e) if !matches!(e, Error::PeerLost { .. })));
+        match cause {
+            Some(at) => results.into_iter().nth(at).into_iter().collect(),
+            None => results.into_iter().collect(),
+        }
     })
 }
 

@@ -55,7 +55,7 @@ impl VocabParallelCrossEntropy {
     pub fn backward(&self, saved: TokenLosses, ctx: &Ctx) -> Result<FeatureSharded> {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
-        let scale = ctx.loss_mask.flatten_all()?.affine(ctx.loss_factor, 0.0)?;
+        let scale = ctx.loss_mask.flatten_all()?.to_dtype(saved.max.dtype())?.affine(ctx.loss_factor, 0.0)?;
         let TokenLosses { logits, max, sum_exp, .. } = saved;
         cross_entropy_backward(&logits.0, &max, &sum_exp, ctx.labels, &scale, first, valid)?;
         Ok(logits)

@@ -1,0 +1,145 @@
+//! Gradients of whole models against finite differences in f64, on one process and on cut ones.
+
+use candle_core::DType;
+use megatron::config::{Recompute, RecomputeMethod, RunConfig};
+use megatron::data::{GlobalBatch, Loader, SampleSource};
+use megatron::data_parallel::GradientReducer;
+use megatron::params::{ParamStore, Role};
+use megatron::pipeline::{GradientListener, forward_only, generate};
+use megatron::tensor_parallel::Phase;
+use megatron::train::Trainer;
+use std::sync::Arc;
+use system_tests::{Style, Tokens, interleave, layout, on_ranks, sources, tiny, trainer_of};
+
+struct Ignore;
+
+impl GradientListener for Ignore {
+    fn ready(&mut self, _: &[megatron::params::ParamId], _: &ParamStore) -> megatron::Result<()> {
+        Ok(())
+    }
+}
+
+/// Mean loss of the first global batch, dropout as in training.
+fn loss(trainer: &Trainer, config: &RunConfig, loader: &Loader) -> megatron::Result<f64> {
+    let p = &config.parallel;
+    let batches = loader.microbatches(0)?;
+    let schedule = forward_only(p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
+    // Dropout masks are a function of the step: evaluating with the training phase repeats them. The schedule has no
+    // backward, so what forward keeps is dropped.
+    let sum = trainer.stage().run(&schedule, &batches, Phase::Train { step: 3 }, 0.0, &mut Ignore)?;
+    let groups = trainer.groups();
+    let mine = if groups.tp.rank() == 0 { sum } else { 0.0 };
+    let total = candle_core::Tensor::from_vec(vec![mine], 1, &candle_core::Device::Cpu)?;
+    groups.world.all_reduce(&total, megatron::comm::ReduceOp::Sum)?.wait()?;
+    let tokens = config.training.global_batch_size * config.model.seq_length;
+    Ok(total.to_vec1::<f64>()?[0] / tokens as f64)
+}
+
+fn check(config: RunConfig) {
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let source: Arc<dyn SampleSource> = data.train.clone();
+    on_ranks(config.parallel.world_size(), |world| {
+        let trainer = trainer_of(&config, world, &data, DType::F64)?;
+        let (groups, stage) = (trainer.groups(), trainer.stage());
+        let t = &config.training;
+        let batch = GlobalBatch::new(t.micro_batch_size, t.global_batch_size, groups.dp.rank(), groups.dp.size())?;
+        let loader = Loader::new(source.clone(), batch, config.model.vocab_size, candle_core::Device::Cpu);
+        let batches = loader.microbatches(0)?;
+        let p = &config.parallel;
+        let schedule =
+            generate(p.schedule, p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
+        let embedding = groups.embedding.clone().filter(|_| !config.model.untie_embeddings_and_output_weights);
+        let mut reducer = GradientReducer::new(groups.tp.clone(), groups.dp.clone(), embedding, false, true);
+        let factor = 1.0 / (t.global_batch_size * config.model.seq_length) as f64;
+        reducer.begin(&stage.params)?;
+        stage.run(&schedule, &batches, Phase::Train { step: 3 }, factor, &mut reducer)?;
+        reducer.finish(&stage.params)?;
+
+        // The direction of every rank's own parameters: a copy of a tied weight or of a replicated one must move along,
+        // so the direction is a function of the logical element.
+        let mut along = 0f64;
+        let mut moves = Vec::new();
+        for (_, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
+            let shape = param.weight.dims().to_vec();
+            let mut direction = vec![0f64; param.numel];
+            for piece in &param.pieces {
+                for (n, flat) in piece.flat.clone().enumerate() {
+                    let mut rest = flat;
+                    let mut global = 0usize;
+                    let mut stride = 1;
+                    for d in (0..param.spec.shape.len()).rev() {
+                        global += (piece.offset[d] + rest % piece.shape[d]) * stride;
+                        rest /= piece.shape[d];
+                        stride *= param.spec.shape[d];
+                    }
+                    let hash = global.wrapping_mul(0x9E37_79B9).wrapping_add(param.spec.name.len() * 7919) % 1000;
+                    direction[piece.local + n] = hash as f64 / 500.0 - 1.0;
+                }
+            }
+            let grad = param.grad.flatten_all()?.to_vec1::<f64>()?;
+            // Count every logical element once over the world.
+            let replicated = param.spec.partition == megatron::params::Partition::Replicated;
+            let counts = param.role == Role::Primary && groups.dp.rank() == 0 && (!replicated || groups.tp.rank() == 0);
+            if counts {
+                along += grad.iter().zip(&direction).map(|(g, d)| g * d).sum::<f64>();
+            }
+            let direction = candle_core::Tensor::from_vec(direction, shape, &candle_core::Device::Cpu)?;
+            moves.push((param.weight.clone(), direction));
+        }
+        let along = candle_core::Tensor::from_vec(vec![along], 1, &candle_core::Device::Cpu)?;
+        groups.world.all_reduce(&along, megatron::comm::ReduceOp::Sum)?.wait()?;
+        let analytic = along.to_vec1::<f64>()?[0];
+
+        let step = |by: f64| -> megatron::Result<()> {
+            for (weight, direction) in &moves {
+                kernels::reduce::add_inplace(weight, &direction.affine(by, 0.0)?)?;
+            }
+            Ok(())
+        };
+        let h = 1e-6;
+        step(h)?;
+        let up = loss(&trainer, &config, &loader)?;
+        step(-2.0 * h)?;
+        let down = loss(&trainer, &config, &loader)?;
+        let numeric = (up - down) / (2.0 * h);
+        let difference = ((analytic - numeric) / numeric).abs();
+        assert!(difference < 1e-6, "{:?}: gradient along a direction {analytic}, by differences {numeric}", p);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Small enough for f64, with initial weights large enough for every path to matter.
+fn model(style: Style) -> RunConfig {
+    let mut config = tiny(style, 0.1);
+    config.model.num_layers = 4;
+    config.model.init_method_std = 0.2;
+    config.training.global_batch_size = 4;
+    config
+}
+
+#[test]
+fn single_process() {
+    check(model(Style::Gpt2));
+    check(model(Style::Llama));
+}
+
+#[test]
+fn tensor_sequence_and_interleaved_pipeline_parallel() {
+    for style in [Style::Gpt2, Style::Llama] {
+        let mut config = interleave(layout(model(style), 1, 2, 2), 2);
+        config.parallel.sequence_parallel = true;
+        check(config);
+    }
+}
+
+#[test]
+fn data_parallel_with_recompute() {
+    for style in [Style::Gpt2, Style::Llama] {
+        let mut config = layout(model(style), 2, 2, 1);
+        config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 };
+        check(config.clone());
+        config.training.recompute = Recompute::Selective;
+        check(config);
+    }
+}
