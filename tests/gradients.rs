@@ -46,8 +46,7 @@ fn check(config: RunConfig) {
         let loader = Loader::new(source.clone(), batch, config.model.vocab_size, candle_core::Device::Cpu);
         let batches = loader.microbatches(0)?;
         let p = &config.parallel;
-        let schedule =
-            generate(p.schedule, p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
+        let schedule = generate(p.schedule, p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
         let embedding = groups.embedding.clone().filter(|_| !config.model.untie_embeddings_and_output_weights);
         let mut reducer = GradientReducer::new(groups.tp.clone(), groups.dp.clone(), embedding, false, true);
         let factor = 1.0 / (t.global_batch_size * config.model.seq_length) as f64;

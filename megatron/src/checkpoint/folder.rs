@@ -99,6 +99,11 @@ impl Names {
     }
 }
 
+/// The folder in `dir` that holds the checkpoint of `iteration`.
+pub fn iteration_dir(dir: &Path, iteration: u64) -> PathBuf {
+    Names::new(dir, iteration).target
+}
+
 /// The iteration and suffix of a temporary or set-aside folder's name.
 fn hidden(name: &str) -> Option<(u64, &str)> {
     let (digits, suffix) = name.strip_prefix(".iter_")?.split_once('.')?;

@@ -28,7 +28,7 @@ mod shard_file;
 mod testing;
 mod values;
 
-pub use folder::{Latest, latest};
+pub use folder::{Latest, iteration_dir, latest};
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
 pub use save::save;
