@@ -4,6 +4,14 @@
 //! by every member (as in NCCL and MPI) and run asynchronously; [`Work::wait`] completes them.
 //! Reductions are summed in rank order, never in order of arrival, and 16-bit data in fp32, so a
 //! result depends on the data and the group alone.
+//!
+//! ```text
+//! group, collectives     one implementation of Communicator, over messages
+//! executor               order and overlap of a group's operations
+//! endpoint, inbox        waiting for messages: matching, deadlines, lost ranks
+//! threads, local, tcp    how messages travel (trait Link)
+//! rendezvous             how ranks find each other; init() makes a world
+//! ```
 
 mod collectives;
 mod communicator;
@@ -11,11 +19,15 @@ mod endpoint;
 mod executor;
 mod group;
 mod inbox;
+mod local;
 mod message;
 mod options;
 mod reduce;
+pub mod rendezvous;
+mod tcp;
 pub mod threads;
 
 pub use communicator::{Communicator, Group, ReduceOp, Work};
 pub use options::CommOptions;
+pub use rendezvous::{Backend, RankInfo, Rendezvous, from_env, init};
 pub use threads::solo;

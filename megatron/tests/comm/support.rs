@@ -5,28 +5,49 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use kernels::host::with_bytes;
 use megatron::Result;
-use megatron::comm::{CommOptions, Group, threads};
+use megatron::comm::rendezvous::StoreServer;
+use megatron::comm::{Backend, CommOptions, Group, RankInfo, Rendezvous, init, threads};
 
 /// The backends that run with one thread per rank.
-pub const BACKENDS: [&str; 1] = ["threads"];
+pub const BACKENDS: [&str; 3] = ["threads", "local", "tcp"];
 
 /// Deadlines short enough for a test that waits for one to pass.
 pub fn options(timeout: Duration) -> CommOptions {
     CommOptions { timeout, connect_timeout: Duration::from_secs(10) }
 }
 
-/// Runs `f` on one thread per rank and returns what each rank got.
+/// Rank `rank` of `size`, all on this host.
+pub fn info(rank: usize, size: usize) -> RankInfo {
+    RankInfo { rank, world_size: size, local_rank: rank, local_world_size: size, host: "this-host".into() }
+}
+
+/// Runs `f` on one thread per rank and returns what each rank got. `local` ranks meet in a folder, `tcp` ones at a server.
 pub fn try_ranks<R: Send>(
     backend: &str,
     size: usize,
     timeout: Duration,
     f: impl Fn(Group) -> Result<R> + Sync,
 ) -> Vec<Result<R>> {
-    assert_eq!(backend, "threads");
-    let f = &f;
+    let options = options(timeout);
+    let dir = tempfile::tempdir().expect("a folder");
+    let server = StoreServer::bind("127.0.0.1", 0).expect("a server");
+    let (f, options, dir) = (&f, &options, dir.path().to_path_buf());
+    let join = |rank: usize| match backend {
+        "local" => init(&info(rank, size), &Rendezvous::File { dir: dir.clone() }, Backend::Local, options.clone()),
+        _ => {
+            let port = server.address().port();
+            let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
+            init(&info(rank, size), &rendezvous, Backend::Tcp, options.clone())
+        }
+    };
+    let mut threads = (backend == "threads").then(|| threads::world_with(size, options.clone()).into_iter());
     std::thread::scope(|scope| {
-        let ranks: Vec<_> =
-            threads::world_with(size, options(timeout)).into_iter().map(|g| scope.spawn(move || f(g))).collect();
+        let ranks: Vec<_> = (0..size)
+            .map(|rank| {
+                let (group, join) = (threads.as_mut().and_then(Iterator::next), &join);
+                scope.spawn(move || f(group.map_or_else(|| join(rank), Ok)?))
+            })
+            .collect();
         ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
     })
 }

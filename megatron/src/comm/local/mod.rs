@@ -1,0 +1,255 @@
+//! Backend for processes of one host: byte rings in shared memory, one per ordered pair of ranks.
+//!
+//! The memory belongs to an unnamed file (`memfd_create`) that the others open through rank 0's `/proc` entry, so
+//! nothing stays behind however a run ends. Waiting ranks sleep in the kernel and look ten times a second whether
+//! their peer still lives.
+
+mod futex;
+mod process;
+mod ring;
+mod segment;
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use self::ring::Ring;
+pub(crate) use self::segment::Segment;
+use super::endpoint::{Link, TICK};
+use super::inbox::{Loss, lock};
+use super::message::{Header, Message, Payload};
+
+/// How often a waiting rank looks after the ranks that it does not wait for.
+const CHECK_ALL: Duration = Duration::from_secs(1);
+
+/// A message that is being read; it may arrive in many pieces.
+#[derive(Default)]
+struct Incoming {
+    header: Vec<u8>,
+    body: Option<(Header, Vec<u8>)>,
+}
+
+/// A message that did not fit into the ring at once.
+struct Outgoing {
+    header: [u8; Header::BYTES],
+    payload: Payload,
+    /// Bytes of header and payload that are in the ring already.
+    written: usize,
+}
+
+impl Outgoing {
+    /// Writes what fits; returns whether that was anything.
+    fn advance(&mut self, ring: &Ring) -> bool {
+        let before = self.written;
+        if self.written < Header::BYTES {
+            self.written += ring.write(&self.header[self.written..]);
+        }
+        if self.written >= Header::BYTES {
+            self.written += ring.write(&self.payload[self.written - Header::BYTES..]);
+        }
+        self.written > before
+    }
+
+    fn is_done(&self) -> bool {
+        self.written == Header::BYTES + self.payload.len()
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Outgoing>,
+    /// The thread is writing a message that it took from the queue.
+    busy: bool,
+    /// Set when the rank leaves: when to give up on what is still queued.
+    closing: Option<Instant>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// This rank's end of the ring to one peer.
+struct Sender {
+    segment: Arc<Segment>,
+    ring: Ring,
+    dst: usize,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+impl Sender {
+    fn send(self: &Arc<Self>, mut message: Outgoing) {
+        let mut queue = lock(&self.queue);
+        if queue.waiting.is_empty() && !queue.busy {
+            message.advance(&self.ring);
+            if message.is_done() {
+                return;
+            }
+        }
+        queue.waiting.push_back(message);
+        if queue.thread.is_none() {
+            let sender = self.clone();
+            let named = std::thread::Builder::new().name(format!("comm-send-{}", self.dst));
+            match named.spawn(move || sender.run()) {
+                Ok(thread) => queue.thread = Some(thread),
+                Err(e) => {
+                    let how = format!("failed: cannot start a thread to send with: {e}");
+                    self.segment.condemn(&Loss { rank: self.segment.rank(), how });
+                }
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    /// Writes what is queued as the receiver makes room.
+    fn run(&self) {
+        let mut queue = lock(&self.queue);
+        loop {
+            let Some(mut message) = queue.waiting.pop_front() else {
+                if queue.closing.is_some() {
+                    return;
+                }
+                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            queue.busy = true;
+            drop(queue);
+            while !message.is_done() {
+                if !message.advance(&self.ring) && !self.ring.wait_writable(TICK) && self.is_pointless() {
+                    break;
+                }
+            }
+            queue = lock(&self.queue);
+            queue.busy = false;
+        }
+    }
+
+    /// Whether nobody will read what is queued.
+    fn is_pointless(&self) -> bool {
+        let late = lock(&self.queue).closing.is_some_and(|deadline| Instant::now() >= deadline);
+        late || self.segment.verdict().is_some() || self.segment.gone(self.dst).is_some()
+    }
+}
+
+/// Shared memory between this rank and the others of its host.
+pub(crate) struct LocalLink {
+    segment: Arc<Segment>,
+    senders: Vec<Arc<Sender>>,
+    receivers: Vec<(Ring, Mutex<Incoming>)>,
+    last_check: Mutex<Instant>,
+    timeout: Duration,
+    /// Spin briefly before sleeping: only where every rank has a core of its own.
+    spin: bool,
+}
+
+impl LocalLink {
+    /// Connects over a segment that this rank has joined. `timeout` bounds how long leaving waits for receivers.
+    pub fn new(segment: Arc<Segment>, timeout: Duration) -> Self {
+        let (rank, size) = (segment.rank(), segment.size());
+        let sender = |dst| {
+            let ring = Ring::new(segment.clone(), rank, dst);
+            let (segment, queue, changed) = (segment.clone(), Mutex::default(), Condvar::new());
+            Arc::new(Sender { segment, ring, dst, queue, changed })
+        };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            senders: (0..size).map(sender).collect(),
+            receivers: (0..size).map(|src| (Ring::new(segment.clone(), src, rank), Mutex::default())).collect(),
+            last_check: Mutex::new(Instant::now()),
+            timeout,
+            spin: cores >= size,
+            segment,
+        }
+    }
+}
+
+impl Incoming {
+    /// Reads what is there; returns whether that was anything.
+    fn advance(&mut self, ring: &Ring) -> Result<bool, String> {
+        let mut any = false;
+        if self.body.is_none() {
+            let want = Header::BYTES - self.header.len();
+            any |= ring.read(&mut self.header, want) > 0;
+            if let Ok(bytes) = <&[u8; Header::BYTES]>::try_from(&self.header[..]) {
+                let header = Header::decode(bytes).map_err(|e| e.to_string())?;
+                let mut payload = Vec::new();
+                payload
+                    .try_reserve_exact(header.len as usize)
+                    .map_err(|e| format!("cannot receive {} bytes: {e}", header.len))?;
+                self.header.clear();
+                self.body = Some((header, payload));
+            }
+        }
+        if let Some((header, payload)) = &mut self.body {
+            let want = header.len as usize - payload.len();
+            any |= ring.read(payload, want) > 0;
+        }
+        Ok(any)
+    }
+
+    fn finished(&mut self) -> Option<Message> {
+        let (header, payload) = self.body.take_if(|(header, payload)| payload.len() == header.len as usize)?;
+        Some(Message { header, payload: Arc::new(payload) })
+    }
+}
+
+impl Link for LocalLink {
+    fn send(&self, dst: usize, header: Header, payload: Payload) {
+        self.senders[dst].send(Outgoing { header: header.encode(), payload, written: 0 });
+    }
+
+    fn pulls(&self) -> bool {
+        true
+    }
+
+    fn pull(&self, src: usize, patience: Duration) -> Result<Option<Message>, Loss> {
+        let (ring, incoming) = &self.receivers[src];
+        let mut incoming = lock(incoming);
+        let lost = |how| Loss { rank: src, how };
+        loop {
+            let any = incoming.advance(ring).map_err(lost)?;
+            if let Some(message) = incoming.finished() {
+                return Ok(Some(message));
+            }
+            if any || ring.wait_readable(patience, self.spin) {
+                continue;
+            }
+            return match self.segment.gone(src) {
+                // What it wrote before it went is still there to be read.
+                Some(how) if ring.is_empty() => Err(lost(how)),
+                _ => Ok(None),
+            };
+        }
+    }
+
+    fn check(&self) -> Option<Loss> {
+        if let Some(loss) = self.segment.verdict() {
+            return Some(loss);
+        }
+        let mut last = lock(&self.last_check);
+        if last.elapsed() < CHECK_ALL {
+            return None;
+        }
+        *last = Instant::now();
+        // Ranks that left in peace are the business of those who still need them.
+        (0..self.segment.size()).find_map(|rank| self.segment.died(rank).map(|how| Loss { rank, how }))
+    }
+
+    fn spread(&self, loss: &Loss) {
+        self.segment.condemn(loss);
+    }
+}
+
+impl Drop for LocalLink {
+    fn drop(&mut self) {
+        let deadline = Instant::now() + self.timeout;
+        for sender in &self.senders {
+            lock(&sender.queue).closing = Some(deadline);
+            sender.changed.notify_all();
+        }
+        for sender in &self.senders {
+            let thread = lock(&sender.queue).thread.take();
+            // The thread has nothing to report: what it could not deliver, its receiver misses.
+            let _ = thread.map(JoinHandle::join);
+        }
+        self.segment.leave();
+    }
+}

@@ -1,0 +1,195 @@
+//! A stream of bytes from one rank to another through shared memory.
+//!
+//! A single-producer, single-consumer ring (Lamport 1983): each side publishes its own position and only reads the
+//! other's. A side that finds nothing to do raises `awaited` on the position it waits for and sleeps on that word.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use super::futex;
+use super::segment::{Segment, Side};
+
+/// How long a reader with a core of its own spins before it sleeps; about the cost of being woken.
+const SPIN: Duration = Duration::from_micros(20);
+
+/// The ring from `src` to `dst`. At a time, at most one thread of `src` writes and one of `dst` reads.
+pub struct Ring {
+    segment: Arc<Segment>,
+    src: usize,
+    dst: usize,
+}
+
+impl Ring {
+    pub fn new(segment: Arc<Segment>, src: usize, dst: usize) -> Self {
+        Self { segment, src, dst }
+    }
+
+    fn sides(&self) -> (&Side, &Side) {
+        self.segment.ring_sides(self.src, self.dst)
+    }
+
+    /// Bytes that are in the ring.
+    fn used(&self) -> usize {
+        let (writer, reader) = self.sides();
+        let used = writer.position.load(Ordering::Acquire).wrapping_sub(reader.position.load(Ordering::Acquire));
+        (used as usize).min(self.segment.ring_bytes())
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.used() == 0
+    }
+
+    /// The at most two runs of memory that `len` bytes from `position` on occupy.
+    fn runs(&self, position: u32, len: usize) -> [(*mut u8, usize); 2] {
+        let (data, capacity) = (self.segment.ring_data(self.src, self.dst), self.segment.ring_bytes());
+        let start = position as usize & (capacity - 1);
+        let first = len.min(capacity - start);
+        // SAFETY: `start` < capacity, so the pointer stays within the ring's data.
+        [(unsafe { data.add(start) }, first), (data, len - first)]
+    }
+
+    /// Publishes that a side has moved on, and wakes the other if it sleeps.
+    fn publish(side: &Side, position: u32) {
+        side.position.store(position, Ordering::Release);
+        // Pairs with the fence in `wait`: either this side sees `awaited`, or the other sees the new position.
+        fence(Ordering::SeqCst);
+        if side.awaited.load(Ordering::Relaxed) != 0 {
+            side.awaited.store(0, Ordering::Relaxed);
+            futex::wake(&side.position);
+        }
+    }
+
+    /// Writes what fits of `bytes` and returns how much that was.
+    pub fn write(&self, bytes: &[u8]) -> usize {
+        let (writer, _) = self.sides();
+        let len = bytes.len().min(self.segment.ring_bytes() - self.used());
+        if len == 0 {
+            return 0;
+        }
+        let position = writer.position.load(Ordering::Relaxed);
+        let mut rest = bytes;
+        for (to, len) in self.runs(position, len) {
+            // SAFETY: `to` has `len` bytes in the ring that the reader has released and will not touch before the
+            // position below is published; `rest` has as many.
+            unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), to, len) };
+            rest = &rest[len..];
+        }
+        Self::publish(writer, position.wrapping_add(len as u32));
+        len
+    }
+
+    /// Appends at most `want` bytes to `out` and returns how many those were.
+    pub fn read(&self, out: &mut Vec<u8>, want: usize) -> usize {
+        let (_, reader) = self.sides();
+        // In steps, so that the writer refills one part while this side copies another.
+        let len = want.min(self.used()).min(self.segment.ring_bytes() / 4);
+        if len == 0 {
+            return 0;
+        }
+        let position = reader.position.load(Ordering::Relaxed);
+        for (from, len) in self.runs(position, len) {
+            // SAFETY: `from` has `len` bytes that the writer has published and will not touch before they are released
+            // below; the slice does not outlive this statement.
+            out.extend_from_slice(unsafe { std::slice::from_raw_parts(from, len) });
+        }
+        Self::publish(reader, position.wrapping_add(len as u32));
+        len
+    }
+
+    /// Sleeps until `ready`, or `patience` is over; returns whether it is ready. `side` is the one that must move.
+    fn wait(side: &Side, patience: Duration, spin: bool, ready: impl Fn() -> bool) -> bool {
+        if ready() {
+            return true;
+        }
+        if patience.is_zero() {
+            return false;
+        }
+        let start = Instant::now();
+        while spin && start.elapsed() < SPIN.min(patience) {
+            std::hint::spin_loop();
+            if ready() {
+                return true;
+            }
+        }
+        let position: &AtomicU32 = &side.position;
+        loop {
+            side.awaited.store(1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            let seen = position.load(Ordering::Acquire);
+            if ready() {
+                return true;
+            }
+            let left = patience.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return false;
+            }
+            futex::wait(position, seen, left);
+        }
+    }
+
+    /// Waits until there is something to read.
+    pub fn wait_readable(&self, patience: Duration, spin: bool) -> bool {
+        Self::wait(self.sides().0, patience, spin, || !self.is_empty())
+    }
+
+    /// Waits until there is room to write.
+    pub fn wait_writable(&self, patience: Duration) -> bool {
+        Self::wait(self.sides().1, patience, false, || self.used() < self.segment.ring_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A ring whose two ends map the memory apart, as two processes do.
+    fn ends() -> (Ring, Ring) {
+        let first = Segment::create(2, 7).unwrap();
+        let second = Segment::join(std::process::id(), first.fd().unwrap(), 1, 2, 7).unwrap();
+        (Ring::new(Arc::new(first), 0, 1), Ring::new(Arc::new(second), 0, 1))
+    }
+
+    #[test]
+    fn a_stream_longer_than_the_ring_arrives_whole() {
+        let (writer, reader) = ends();
+        let sent: Vec<u8> = (0..5_000_003u32).map(|i| (i * i >> 7) as u8).collect();
+        let mut received = Vec::new();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut rest = &sent[..];
+                // Uneven pieces, so that positions wrap in the middle of them.
+                while !rest.is_empty() {
+                    rest = &rest[writer.write(&rest[..rest.len().min(77_777)])..];
+                    writer.wait_writable(Duration::from_secs(1));
+                }
+            });
+            while received.len() < sent.len() {
+                reader.wait_readable(Duration::from_secs(1), false);
+                reader.read(&mut received, 33_333);
+            }
+        });
+        assert!(received == sent);
+    }
+
+    #[test]
+    fn a_full_ring_takes_no_more() {
+        let (writer, reader) = ends();
+        let much = vec![1; 8 << 20];
+        let taken = writer.write(&much);
+        assert!(taken < much.len());
+        assert_eq!(writer.write(&much), 0);
+        assert!(!writer.wait_writable(Duration::from_millis(10)));
+        assert_eq!(reader.read(&mut Vec::new(), 5), 5);
+        assert_eq!(writer.write(&much), 5);
+    }
+
+    #[test]
+    fn memory_of_another_run_is_refused() {
+        let first = Segment::create(2, 7).unwrap();
+        let join = |size, nonce| Segment::join(std::process::id(), first.fd().unwrap(), 1, size, nonce);
+        assert!(join(2, 8).err().unwrap().to_string().contains("another run"));
+        assert!(join(3, 7).err().unwrap().to_string().contains("world of 3"));
+    }
+}

@@ -1,0 +1,247 @@
+//! The shared memory of one world: who takes part, whether the run is over, and the rings.
+//!
+//! Layout, in pages: one with the world's facts and the verdict, those with a slot per rank, then per ordered pair of
+//! ranks one page with the ring's positions and its bytes. Untouched pages cost nothing.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+use memmap2::{MmapOptions, MmapRaw};
+
+use super::process::Process;
+use crate::comm::inbox::Loss;
+use crate::{Error, Result};
+
+const PAGE: usize = 4096;
+const SLOT: usize = 64;
+/// Longest reason that a verdict carries, in bytes.
+const REASON: usize = 1024;
+
+const ABSENT: u32 = 0;
+const PRESENT: u32 = 1;
+const LEFT: u32 = 2;
+
+/// The first page.
+#[repr(C)]
+struct Facts {
+    nonce: AtomicU64,
+    /// 0 while the run goes on, 1 while someone writes a verdict, 2 when it is readable.
+    verdict: AtomicU32,
+    verdict_rank: AtomicU32,
+    reason_len: AtomicU32,
+    reason: [AtomicU8; REASON],
+}
+
+/// What a rank says of itself.
+#[repr(C)]
+struct Slot {
+    state: AtomicU32,
+    pid: AtomicU32,
+    start: AtomicU64,
+}
+
+/// Positions of a ring, each side's on its own cache line.
+#[repr(C, align(64))]
+pub struct Side {
+    /// Bytes ever written (by the writer) or read (by the reader), modulo 2³².
+    pub position: AtomicU32,
+    /// The other side sleeps until `position` changes.
+    pub awaited: AtomicU32,
+}
+
+/// The memory that all ranks of a host map.
+pub struct Segment {
+    map: MmapRaw,
+    /// Kept by rank 0 until all others have opened it.
+    file: Option<File>,
+    rank: usize,
+    size: usize,
+    ring_bytes: usize,
+}
+
+/// Bytes of one ring: enough to stream at full speed, less where there are many pairs.
+fn ring_bytes(size: usize) -> usize {
+    ((4 << 20) / size.max(1)).next_power_of_two().clamp(64 << 10, 1 << 20)
+}
+
+fn total_bytes(size: usize) -> usize {
+    rings_start(size) + size * size * (PAGE + ring_bytes(size))
+}
+
+fn rings_start(size: usize) -> usize {
+    PAGE + (size * SLOT).next_multiple_of(PAGE)
+}
+
+impl Segment {
+    /// Creates the memory for a world of `size` ranks, as rank 0.
+    ///
+    /// # Errors
+    /// If the system refuses the memory.
+    pub fn create(size: usize, nonce: u64) -> Result<Self> {
+        let refused =
+            |e: std::io::Error| Error::comm(format!("cannot create {} B of shared memory: {e}", total_bytes(size)));
+        // SAFETY: the name is a C string; the result is checked.
+        let fd = unsafe { libc::memfd_create(c"megatron-comm".as_ptr(), libc::MFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(refused(std::io::Error::last_os_error()));
+        }
+        // SAFETY: `fd` was just created and belongs to nobody else.
+        let file = unsafe { File::from_raw_fd(fd) };
+        file.set_len(total_bytes(size) as u64).map_err(refused)?;
+        let mut segment = Self::map(&file, 0, size).map_err(refused)?;
+        segment.file = Some(file);
+        segment.facts().nonce.store(nonce, Ordering::Release);
+        segment.register();
+        Ok(segment)
+    }
+
+    /// The file descriptor under which others find the memory in `/proc/PID/fd`.
+    pub fn fd(&self) -> Option<i32> {
+        self.file.as_ref().map(AsRawFd::as_raw_fd)
+    }
+
+    /// Lets go of the descriptor once everybody has mapped the memory.
+    pub fn close(&mut self) {
+        self.file = None;
+    }
+
+    /// Joins the memory that rank 0, process `pid`, holds open as `fd`.
+    ///
+    /// # Errors
+    /// If it cannot be opened, or is not this world's.
+    pub fn join(pid: u32, fd: i32, rank: usize, size: usize, nonce: u64) -> Result<Self> {
+        let path = format!("/proc/{pid}/fd/{fd}");
+        let refused = |why: String| {
+            Error::comm(format!(
+                "cannot open rank 0's shared memory {path}: {why}; ranks in different containers or of different users \
+                 need the tcp backend"
+            ))
+        };
+        let file = File::options().read(true).write(true).open(&path).map_err(|e| refused(e.to_string()))?;
+        let len = file.metadata().map_err(|e| refused(e.to_string()))?.len();
+        if len != total_bytes(size) as u64 {
+            return Err(refused(format!("it has {len} bytes, not the {} of a world of {size}", total_bytes(size))));
+        }
+        let segment = Self::map(&file, rank, size).map_err(|e| refused(e.to_string()))?;
+        if segment.facts().nonce.load(Ordering::Acquire) != nonce {
+            return Err(refused("it belongs to another run".into()));
+        }
+        segment.register();
+        Ok(segment)
+    }
+
+    fn map(file: &File, rank: usize, size: usize) -> std::io::Result<Self> {
+        let map = MmapOptions::new().len(total_bytes(size)).map_raw(file)?;
+        Ok(Self { map, file: None, rank, size, ring_bytes: ring_bytes(size) })
+    }
+
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    pub fn ring_bytes(&self) -> usize {
+        self.ring_bytes
+    }
+
+    /// The `T` at `offset`.
+    fn at<T>(&self, offset: usize) -> &T {
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.map.len());
+        // SAFETY: in bounds and aligned (checked above; the mapping starts on a page). Every `T` used here consists of
+        // atomics, for which any bytes are a value and which other processes may change at any time.
+        unsafe { &*self.map.as_mut_ptr().add(offset).cast::<T>() }
+    }
+
+    fn facts(&self) -> &Facts {
+        self.at(0)
+    }
+
+    fn slot(&self, rank: usize) -> &Slot {
+        self.at(PAGE + rank * SLOT)
+    }
+
+    fn ring_start(&self, src: usize, dst: usize) -> usize {
+        rings_start(self.size) + (src * self.size + dst) * (PAGE + self.ring_bytes)
+    }
+
+    /// The writer's and the reader's side of the ring from `src` to `dst`.
+    pub fn ring_sides(&self, src: usize, dst: usize) -> (&Side, &Side) {
+        let start = self.ring_start(src, dst);
+        (self.at(start), self.at(start + size_of::<Side>()))
+    }
+
+    /// The first of the `ring_bytes` bytes of the ring from `src` to `dst`.
+    pub fn ring_data(&self, src: usize, dst: usize) -> *mut u8 {
+        let start = self.ring_start(src, dst) + PAGE;
+        assert!(start + self.ring_bytes <= self.map.len());
+        // SAFETY: in bounds of the mapping, as checked above.
+        unsafe { self.map.as_mut_ptr().add(start) }
+    }
+
+    fn register(&self) {
+        let (this, slot) = (Process::this(), self.slot(self.rank));
+        slot.pid.store(this.pid, Ordering::Relaxed);
+        slot.start.store(this.start, Ordering::Relaxed);
+        slot.state.store(PRESENT, Ordering::Release);
+    }
+
+    /// This rank needs nobody any more.
+    pub fn leave(&self) {
+        self.slot(self.rank).state.store(LEFT, Ordering::Release);
+    }
+
+    /// Ranks that have not joined.
+    pub fn absent(&self) -> Vec<usize> {
+        (0..self.size).filter(|rank| self.slot(*rank).state.load(Ordering::Acquire) == ABSENT).collect()
+    }
+
+    /// How `rank` died, if it did not leave in peace.
+    pub fn died(&self, rank: usize) -> Option<String> {
+        let slot = self.slot(rank);
+        if slot.state.load(Ordering::Acquire) != PRESENT {
+            return None;
+        }
+        let process = Process { pid: slot.pid.load(Ordering::Relaxed), start: slot.start.load(Ordering::Relaxed) };
+        // It may have left between the two looks.
+        let dead = !process.is_alive() && slot.state.load(Ordering::Acquire) == PRESENT;
+        dead.then(|| format!("died (pid {})", process.pid))
+    }
+
+    /// Why no more will come from `rank`, if so.
+    pub fn gone(&self, rank: usize) -> Option<String> {
+        if self.slot(rank).state.load(Ordering::Acquire) == LEFT {
+            return Some("left the run".into());
+        }
+        self.died(rank)
+    }
+
+    /// Ends the run for all ranks, unless it has ended.
+    pub fn condemn(&self, loss: &Loss) {
+        let facts = self.facts();
+        if facts.verdict.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            return;
+        }
+        let reason = &loss.how.as_bytes()[..loss.how.floor_char_boundary(REASON)];
+        facts.reason.iter().zip(reason).for_each(|(to, from)| to.store(*from, Ordering::Relaxed));
+        facts.reason_len.store(reason.len() as u32, Ordering::Relaxed);
+        facts.verdict_rank.store(loss.rank as u32, Ordering::Relaxed);
+        facts.verdict.store(2, Ordering::Release);
+    }
+
+    /// Why the run is over, if it is.
+    pub fn verdict(&self) -> Option<Loss> {
+        let facts = self.facts();
+        if facts.verdict.load(Ordering::Acquire) != 2 {
+            return None;
+        }
+        let len = (facts.reason_len.load(Ordering::Relaxed) as usize).min(REASON);
+        let reason: Vec<u8> = facts.reason[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
+        let rank = facts.verdict_rank.load(Ordering::Relaxed) as usize;
+        Some(Loss { rank, how: String::from_utf8_lossy(&reason).into_owned() })
+    }
+}

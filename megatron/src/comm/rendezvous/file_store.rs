@@ -1,0 +1,87 @@
+//! A store in a folder that all ranks share: a file per key.
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::Store;
+use crate::{Error, Result};
+
+/// Keys are files of a folder, written under another name and renamed, so that readers see all of a value or nothing.
+pub struct FileStore {
+    dir: PathBuf,
+    written: AtomicU64,
+}
+
+impl FileStore {
+    /// Opens the store in `dir`, which is created if needed.
+    ///
+    /// # Errors
+    /// If the folder cannot be created.
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
+        let dir = dir.as_ref().to_path_buf();
+        fs::create_dir_all(&dir).map_err(|e| Error::io("create", &dir, e))?;
+        Ok(Self { dir, written: AtomicU64::new(0) })
+    }
+
+    /// The file of `key`: every byte that is not a letter, digit or `-` is written as `%XX`, so `.` never starts a name.
+    fn path(&self, key: &str) -> PathBuf {
+        let mut name = String::from("key-");
+        for byte in key.bytes() {
+            match byte {
+                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' => name.push(char::from(byte)),
+                other => name.push_str(&format!("%{other:02X}")),
+            }
+        }
+        self.dir.join(name)
+    }
+
+    fn key(name: &str) -> Option<String> {
+        let mut parts = name.strip_prefix("key-")?.split('%');
+        let mut bytes = parts.next()?.as_bytes().to_vec();
+        for part in parts {
+            bytes.push(u8::from_str_radix(part.get(..2)?, 16).ok()?);
+            bytes.extend_from_slice(part.get(2..)?.as_bytes());
+        }
+        String::from_utf8(bytes).ok()
+    }
+}
+
+impl Store for FileStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let number = self.written.fetch_add(1, Ordering::Relaxed);
+        let host = super::host::name();
+        let temporary = self.dir.join(format!(".new-{host}-{}-{:p}-{number}", std::process::id(), self));
+        fs::write(&temporary, value).map_err(|e| Error::io("write", &temporary, e))?;
+        let path = self.path(key);
+        fs::rename(&temporary, &path).map_err(|e| Error::io("create", &path, e))
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        let path = self.path(key);
+        match fs::read(&path) {
+            Ok(value) => Ok(Some(value)),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(Error::io("read", path, e)),
+        }
+    }
+
+    fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        let path = self.dir.join(".lock");
+        let file = File::create(&path).map_err(|e| Error::io("create", &path, e))?;
+        // Unlocked when the file is closed, also by a process that is killed.
+        file.lock().map_err(|e| Error::io("lock", &path, e))?;
+        let sum = super::number(key, self.get(key)?.as_deref())?.wrapping_add(amount);
+        self.set(key, sum.to_string().as_bytes())?;
+        Ok(sum)
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<String>> {
+        let entries = fs::read_dir(&self.dir).map_err(|e| Error::io("list", &self.dir, e))?;
+        let names = entries.filter_map(|entry| Self::key(entry.ok()?.file_name().to_str()?));
+        let mut keys: Vec<String> = names.filter(|key| key.starts_with(prefix)).collect();
+        keys.sort();
+        Ok(keys)
+    }
+}

@@ -1,0 +1,170 @@
+//! How ranks agree on who takes part, through any store, even one that holds the keys of an earlier run.
+//!
+//! Every rank writes a card with a fresh token. Rank 0 publishes the tokens it sees under a fresh nonce; a rank that
+//! finds its own token there knows that the nonce is of this run, and says so. When all have, rank 0 publishes the
+//! members.
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::{RankInfo, Store};
+use crate::{Error, Result};
+
+/// What a rank says of itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Member {
+    /// Fresh for every start of a rank.
+    pub token: u64,
+    pub world_size: usize,
+    /// The machine's name.
+    pub host: String,
+    /// Equal for ranks that can share memory.
+    pub identity: String,
+    pub pid: u32,
+    /// Where the rank listens for others: `host:port`, best first. Empty without a listener.
+    pub addresses: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Welcome {
+    nonce: u64,
+    tokens: BTreeMap<usize, u64>,
+}
+
+/// What rank 0 decided.
+#[derive(Serialize, Deserialize)]
+enum Verdict {
+    Members(Vec<Member>),
+    Refused(String),
+    Missing { ranks: Vec<usize>, seconds: f64 },
+}
+
+/// A number that no other start of any rank has.
+pub(crate) fn fresh() -> u64 {
+    // The standard library seeds this from the system's randomness.
+    RandomState::new().hash_one((std::process::id(), Instant::now()))
+}
+
+fn card(rank: usize) -> String {
+    format!("join/{rank}")
+}
+
+fn ack(nonce: u64, rank: usize) -> String {
+    format!("{nonce:x}/ack/{rank}")
+}
+
+fn verdict(nonce: u64) -> String {
+    format!("{nonce:x}/members")
+}
+
+fn put(store: &dyn Store, key: &str, value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_vec(value).map_err(|e| Error::comm(format!("rendezvous key {key}: {e}")))?;
+    store.set(key, &text)
+}
+
+/// The value of `key`; `None` also if it is nothing that could have been put there by this version.
+fn read<T: DeserializeOwned>(store: &dyn Store, key: &str) -> Result<Option<T>> {
+    Ok(store.get(key)?.and_then(|text| serde_json::from_slice(&text).ok()))
+}
+
+/// Makes this rank known and returns the run's nonce and all members in order of rank.
+///
+/// # Errors
+/// If a rank does not appear in time (each is named), or ranks contradict each other.
+pub(crate) fn join(store: &dyn Store, info: &RankInfo, me: Member, timeout: Duration) -> Result<(u64, Vec<Member>)> {
+    put(store, &card(info.rank), &me)?;
+    let (nonce, verdict) = match info.rank {
+        0 => lead(store, info, timeout)?,
+        _ => follow(store, info, &me, timeout)?,
+    };
+    match verdict {
+        Verdict::Members(members) => Ok((nonce, members)),
+        Verdict::Refused(why) => Err(Error::config(why)),
+        Verdict::Missing { ranks, seconds } => {
+            Err(Error::Timeout { operation: "rendezvous".into(), missing: ranks, seconds })
+        }
+    }
+}
+
+fn lead(store: &dyn Store, info: &RankInfo, timeout: Duration) -> Result<(u64, Verdict)> {
+    let (start, nonce) = (Instant::now(), fresh());
+    let mut published = BTreeMap::new();
+    let ruling = super::store::poll(timeout, || {
+        let mut cards = BTreeMap::new();
+        for key in store.list("join/")? {
+            let rank = key.strip_prefix("join/").and_then(|rank| rank.parse::<usize>().ok());
+            if let (Some(rank), Some(member)) = (rank, read::<Member>(store, &key)?) {
+                cards.insert(rank, member);
+            }
+        }
+        let tokens: BTreeMap<usize, u64> = cards.iter().map(|(rank, member)| (*rank, member.token)).collect();
+        if tokens != published {
+            put(store, "welcome", &Welcome { nonce, tokens: tokens.clone() })?;
+            published = tokens;
+        }
+        // Only those who have answered are of this run; other cards may be old.
+        let mut members = BTreeMap::new();
+        for (rank, member) in cards {
+            if rank == 0 || read::<u64>(store, &ack(nonce, rank))? == Some(member.token) {
+                members.insert(rank, member);
+            }
+        }
+        for (rank, member) in &members {
+            if member.world_size != info.world_size {
+                return Ok(Some(Verdict::Refused(format!(
+                    "rendezvous: rank 0 was started with WORLD_SIZE={} but rank {rank} with WORLD_SIZE={}",
+                    info.world_size, member.world_size
+                ))));
+            }
+        }
+        let complete = members.len() == info.world_size;
+        Ok(complete.then(|| Verdict::Members(members.into_values().collect())))
+    })?;
+    let ruling = match ruling {
+        Some(ruling) => ruling,
+        None => {
+            let mut ranks = Vec::new();
+            for rank in 1..info.world_size {
+                if read::<u64>(store, &ack(nonce, rank))?.is_none() {
+                    ranks.push(rank);
+                }
+            }
+            Verdict::Missing { ranks, seconds: start.elapsed().as_secs_f64() }
+        }
+    };
+    put(store, &verdict(nonce), &ruling)?;
+    Ok((nonce, ruling))
+}
+
+fn follow(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> Result<(u64, Verdict)> {
+    let start = Instant::now();
+    let mut joined = None;
+    let ruling = super::store::poll(timeout, || {
+        if let Some(nonce) = joined {
+            return Ok(read::<Verdict>(store, &verdict(nonce))?.map(|ruling| (nonce, ruling)));
+        }
+        let there: Option<Member> = read(store, &card(info.rank))?;
+        if there.is_some_and(|there| there.token != me.token) {
+            return Err(Error::config(format!("rendezvous: another process also joined as RANK={}", info.rank)));
+        }
+        let welcome: Option<Welcome> = read(store, "welcome")?;
+        if let Some(welcome) = welcome.filter(|welcome| welcome.tokens.get(&info.rank) == Some(&me.token)) {
+            put(store, &ack(welcome.nonce, info.rank), &me.token)?;
+            joined = Some(welcome.nonce);
+        }
+        Ok(None)
+    })?;
+    if let Some(ruling) = ruling {
+        return Ok(ruling);
+    }
+    let present = store.list("join/")?;
+    let mut ranks: Vec<usize> = (0..info.world_size).filter(|rank| !present.contains(&card(*rank))).collect();
+    if ranks.is_empty() {
+        // All have left a card, but rank 0 has not answered this one.
+        ranks.push(0);
+    }
+    Ok((0, Verdict::Missing { ranks, seconds: start.elapsed().as_secs_f64() }))
+}

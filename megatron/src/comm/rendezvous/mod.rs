@@ -1,0 +1,207 @@
+//! How the ranks of a run find each other and become a world.
+//!
+//! Ranks meet at a small key-value store, over TCP or in a shared folder, agree on who takes part ([`join`]), and
+//! connect through the backend that fits.
+
+mod env;
+mod file_store;
+pub(crate) mod host;
+mod join;
+mod server;
+mod store;
+mod tcp_store;
+mod wire;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+pub use self::env::from_env;
+pub use self::file_store::FileStore;
+pub use self::host::name as this_host;
+pub(crate) use self::join::Member;
+pub use self::server::StoreServer;
+pub use self::store::Store;
+pub use self::tcp_store::TcpStore;
+pub(crate) use self::tcp_store::connect_once;
+use super::CommOptions;
+use super::communicator::Group;
+use super::endpoint::{Endpoint, Link};
+use super::group::EndpointGroup;
+use super::inbox::Inbox;
+use super::local::{LocalLink, Segment};
+use super::tcp::{Listener, TcpLink};
+use crate::{Error, Result};
+
+/// A rank's place in the world.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankInfo {
+    pub rank: usize,
+    pub world_size: usize,
+    /// Index among the ranks of this host.
+    pub local_rank: usize,
+    /// Number of ranks on this host.
+    pub local_world_size: usize,
+    /// Name of this host, as others can reach it; see [`this_host`].
+    pub host: String,
+}
+
+impl RankInfo {
+    /// Checks that the numbers fit together.
+    ///
+    /// # Errors
+    /// If they do not; the message names each.
+    pub fn validate(&self) -> Result<()> {
+        let Self { rank, world_size, local_rank, local_world_size, .. } = self;
+        if rank >= world_size {
+            return Err(Error::config(format!("RANK={rank} must be below WORLD_SIZE={world_size}")));
+        }
+        if local_rank >= local_world_size {
+            return Err(Error::config(format!(
+                "LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_world_size}"
+            )));
+        }
+        if local_world_size > world_size {
+            return Err(Error::config(format!(
+                "LOCAL_WORLD_SIZE={local_world_size} must not exceed WORLD_SIZE={world_size}"
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// Where ranks meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Rendezvous {
+    /// A store over TCP, which this process serves if `is_host` (exactly one does).
+    Tcp { host: String, port: u16, is_host: bool },
+    /// A folder that all ranks share. It may hold the files of earlier runs, but not of one that is starting.
+    File { dir: PathBuf },
+}
+
+/// How ranks exchange messages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// Shared memory if all ranks are on one host, TCP otherwise.
+    #[default]
+    Auto,
+    /// Shared memory.
+    Local,
+    /// TCP connections between every pair of ranks.
+    Tcp,
+}
+
+/// The number in a store's value; 0 if there is none.
+fn number(key: &str, value: Option<&[u8]>) -> Result<i64> {
+    let Some(value) = value else { return Ok(0) };
+    let text = String::from_utf8_lossy(value);
+    text.parse().map_err(|_| Error::comm(format!("rendezvous key {key} holds no number but {text:.40}")))
+}
+
+/// Whether only this machine can reach `host`: a literal, since names of a machine may resolve to a loopback address.
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+/// The store, the process's part in serving it, and a listener with the addresses others may reach it at.
+struct Meeting {
+    store: Box<dyn Store>,
+    _server: Option<StoreServer>,
+    listener: Option<Listener>,
+    addresses: Vec<String>,
+}
+
+fn meet(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: &CommOptions) -> Result<Meeting> {
+    let mut hosts = vec![info.host.clone()];
+    let mut loopback = false;
+    let (store, server): (Box<dyn Store>, _) = match rendezvous {
+        Rendezvous::Tcp { host, port, is_host } => {
+            let server = if *is_host { Some(StoreServer::bind(host, *port)?) } else { None };
+            let store = TcpStore::connect(host, *port, options.connect_timeout)?;
+            loopback = is_loopback(host);
+            if *is_host && info.rank == 0 {
+                hosts.insert(0, host.clone());
+            }
+            if let Some(ip) = store.local_ip() {
+                hosts.insert(0, ip.to_string());
+            }
+            (Box::new(store), server)
+        }
+        Rendezvous::File { dir } => (Box::new(FileStore::open(dir)?), None),
+    };
+    hosts.push("127.0.0.1".into());
+    let listener = if backend == Backend::Local { None } else { Some(Listener::bind(loopback)?) };
+    let addresses = match &listener {
+        Some(listener) => hosts.iter().map(|host| listener.at(host)).collect(),
+        None => vec![],
+    };
+    Ok(Meeting { store, _server: server, listener, addresses })
+}
+
+/// Makes this process a rank of a run: meets the others, connects, and returns the world group when all are connected.
+///
+/// # Errors
+/// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named), or cannot connect;
+/// if the rendezvous port is in use.
+pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: CommOptions) -> Result<Group> {
+    info.validate()?;
+    if info.world_size == 1 {
+        return Ok(super::threads::solo());
+    }
+    let deadline = Instant::now() + options.connect_timeout;
+    // `_server` comes first and so is dropped last: it waits a moment for its clients to leave.
+    let Meeting { _server, store, listener, addresses } = meet(info, rendezvous, backend, &options)?;
+    let me = Member {
+        token: join::fresh(),
+        world_size: info.world_size,
+        host: info.host.clone(),
+        identity: host::identity(),
+        pid: std::process::id(),
+        addresses,
+    };
+    let left = deadline.saturating_duration_since(Instant::now());
+    let (nonce, members) = join::join(&*store, info, me, left)?;
+    let elsewhere = members.iter().enumerate().find(|(_, m)| m.host != info.host || m.identity != members[0].identity);
+    let inbox = Arc::new(Inbox::new(info.world_size));
+    let link: Box<dyn Link> = match (backend, elsewhere, listener) {
+        (Backend::Local, Some((rank, member)), _) => {
+            return Err(Error::config(format!(
+                "the local backend needs all ranks on one host, but rank {} is on {} and rank {rank} on {}; use tcp",
+                info.rank, info.host, member.host
+            )));
+        }
+        (Backend::Tcp, _, Some(listener)) | (Backend::Auto, Some(_), Some(listener)) => {
+            Box::new(TcpLink::connect(info.rank, &members, nonce, listener, inbox.clone(), deadline, &options)?)
+        }
+        _ => Box::new(LocalLink::new(Arc::new(share(&*store, info, nonce, deadline)?), options.timeout)),
+    };
+    let endpoint = Endpoint::new(info.rank, options, inbox, link);
+    let world = EndpointGroup::world(Arc::new(endpoint), info.world_size);
+    // Nobody needs the store any more once all have arrived here.
+    world.barrier()?;
+    Ok(world)
+}
+
+/// The shared memory of this host's ranks, joined by all of them.
+fn share(store: &dyn Store, info: &RankInfo, nonce: u64, deadline: Instant) -> Result<Segment> {
+    let (start, left) = (Instant::now(), || deadline.saturating_duration_since(Instant::now()));
+    let late = |missing| Error::Timeout {
+        operation: "joining shared memory".into(),
+        missing,
+        seconds: start.elapsed().as_secs_f64(),
+    };
+    let key = format!("{nonce:x}/segment");
+    if info.rank == 0 {
+        let mut segment = Segment::create(info.world_size, nonce)?;
+        let place = format!("{} {}", std::process::id(), segment.fd().unwrap_or(-1));
+        store.set(&key, place.as_bytes())?;
+        let all = store::poll(left(), || Ok(segment.absent().is_empty().then_some(())))?;
+        segment.close();
+        return all.map(|()| segment).ok_or_else(|| late(vec![]));
+    }
+    let place = store.wait(&key, left())?.ok_or_else(|| late(vec![0]))?;
+    let place = String::from_utf8_lossy(&place).into_owned();
+    let parsed = place.split_once(' ').and_then(|(pid, fd)| Some((pid.parse().ok()?, fd.parse().ok()?)));
+    let (pid, fd) = parsed.ok_or_else(|| Error::comm(format!("rendezvous key {key} holds {place:.40}")))?;
+    Segment::join(pid, fd, info.rank, info.world_size, nonce)
+}

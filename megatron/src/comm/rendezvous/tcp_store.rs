@@ -1,0 +1,146 @@
+//! A rank's connection to a store served over TCP.
+
+use std::io::{self, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use super::wire::{self, Request};
+use super::{Store, number};
+use crate::comm::inbox::lock;
+use crate::{Error, Result};
+
+/// How long the other side may take to introduce itself.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest single wait on the server; longer ones are asked for again.
+const WAIT_STEP: Duration = Duration::from_secs(1);
+/// How much longer than asked for a reply may take.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A client of a [`super::StoreServer`].
+pub struct TcpStore {
+    address: String,
+    stream: Mutex<TcpStream>,
+}
+
+/// The socket addresses of `host:port`.
+pub(crate) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    Ok((host, port).to_socket_addrs()?.collect())
+}
+
+/// One attempt to reach any of the addresses of `host:port`.
+pub(crate) fn connect_once(host: &str, port: u16, patience: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in resolve(host, port)? {
+        match TcpStream::connect_timeout(&address, patience.max(Duration::from_millis(1))) {
+            // While nobody listens, a connection to a local port of the dynamic range may meet itself.
+            Ok(stream) if stream.local_addr()? != stream.peer_addr()? => {
+                stream.set_nodelay(true)?;
+                return Ok(stream);
+            }
+            Ok(_) => last = io::ErrorKind::ConnectionRefused.into(),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+impl TcpStore {
+    /// Connects to the store at `host:port`, which may not be up yet, within `timeout`.
+    ///
+    /// # Errors
+    /// If nothing listens there in time, or something else than a store.
+    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        let address = format!("{host}:{port}");
+        let deadline = Instant::now() + timeout;
+        let mut pause = Duration::from_millis(5);
+        let mut stream = loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match connect_once(host, port, left.min(Duration::from_secs(5))) {
+                Ok(stream) => break stream,
+                Err(e) if left <= pause => {
+                    return Err(Error::config(format!(
+                        "rendezvous: cannot reach {address} within {:.0} s: {e}; check that rank 0 runs and that \
+                         MASTER_ADDR and MASTER_PORT are right",
+                        timeout.as_secs_f64()
+                    )));
+                }
+                Err(_) => std::thread::sleep(pause),
+            }
+            pause = (pause * 2).min(Duration::from_millis(500));
+        };
+        Self::greet(&mut stream).map_err(|e| {
+            Error::config(format!(
+                "rendezvous: {address} does not answer as a rendezvous store: {e}; choose a MASTER_PORT that no other \
+                 program uses"
+            ))
+        })?;
+        Ok(Self { address, stream: Mutex::new(stream) })
+    }
+
+    fn greet(stream: &mut TcpStream) -> io::Result<()> {
+        stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+        stream.write_all(wire::GREETING)?;
+        wire::read_greeting(stream)
+    }
+
+    /// This machine's address as seen on the way to the store.
+    pub(crate) fn local_ip(&self) -> Option<IpAddr> {
+        lock(&self.stream).local_addr().ok().map(|address| address.ip())
+    }
+
+    fn ask(&self, operation: u8, key: &str, value: &[u8], wait: Duration) -> Result<Option<Vec<u8>>> {
+        let request = Request { operation, key: key.into(), value: value.into() };
+        let exchange = || {
+            let stream = &mut *lock(&self.stream);
+            stream.set_read_timeout(Some(wait + REPLY_TIMEOUT))?;
+            wire::write_request(stream, &request)?;
+            wire::read_reply(stream)
+        };
+        match exchange() {
+            Ok((wire::OK, value)) => Ok(Some(value)),
+            Ok((wire::NONE, _)) => Ok(None),
+            Ok((_, why)) => Err(Error::comm(format!(
+                "rendezvous store {}: key {key}: {}",
+                self.address,
+                String::from_utf8_lossy(&why)
+            ))),
+            Err(e) => Err(Error::comm(format!(
+                "rendezvous store {}: {e}; the process that serves it (rank 0 or the launcher) may have ended",
+                self.address
+            ))),
+        }
+    }
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.ask(wire::SET, key, value, Duration::ZERO).map(drop)
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.ask(wire::GET, key, &[], Duration::ZERO)
+    }
+
+    fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        number(key, self.ask(wire::ADD, key, &amount.to_le_bytes(), Duration::ZERO)?.as_deref())
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<String>> {
+        let keys = self.ask(wire::LIST, prefix, &[], Duration::ZERO)?.unwrap_or_default();
+        let keys = keys.split(|byte| *byte == 0).filter(|key| !key.is_empty());
+        Ok(keys.map(|key| String::from_utf8_lossy(key).into_owned()).collect())
+    }
+
+    fn wait(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let step = left.min(WAIT_STEP);
+            let found = self.ask(wire::WAIT, key, &(step.as_millis() as u32).to_le_bytes(), step)?;
+            if found.is_some() || left <= step {
+                return Ok(found);
+            }
+        }
+    }
+}

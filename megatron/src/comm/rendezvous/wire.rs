@@ -1,0 +1,89 @@
+//! The store's protocol: requests and replies, with every length bounded.
+//!
+//! A connection starts with [`GREETING`] from both sides. A request is an operation, a key (u16 length) and a value
+//! (u32 length); a reply is a status and a value. Integers are little-endian.
+
+use std::io::{self, Read, Write};
+
+/// What both sides say first; anything else is another program.
+pub(super) const GREETING: &[u8; 8] = b"MGTSTOR1";
+/// Longest key in bytes.
+pub(super) const MAX_KEY: usize = 1024;
+/// Longest value in bytes.
+pub(super) const MAX_VALUE: usize = 1 << 20;
+
+pub(super) const SET: u8 = 1;
+pub(super) const GET: u8 = 2;
+/// The value is an i64.
+pub(super) const ADD: u8 = 3;
+pub(super) const LIST: u8 = 4;
+/// The value is the milliseconds to wait, u32.
+pub(super) const WAIT: u8 = 5;
+
+pub(super) const OK: u8 = 0;
+pub(super) const NONE: u8 = 1;
+pub(super) const REFUSED: u8 = 2;
+
+pub(super) struct Request {
+    pub operation: u8,
+    pub key: String,
+    pub value: Vec<u8>,
+}
+
+fn invalid(why: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why.into())
+}
+
+fn read_array<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    from.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn read_bytes(from: &mut impl Read, len: usize, most: usize) -> io::Result<Vec<u8>> {
+    if len > most {
+        return Err(invalid(format!("{len} bytes where {most} are the most")));
+    }
+    let mut bytes = vec![0; len];
+    from.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+pub(super) fn read_greeting(from: &mut impl Read) -> io::Result<()> {
+    if &read_array::<8>(from)? == GREETING { Ok(()) } else { Err(invalid("it is another program")) }
+}
+
+pub(super) fn write_request(to: &mut impl Write, request: &Request) -> io::Result<()> {
+    let Request { operation, key, value } = request;
+    if key.len() > MAX_KEY || value.len() > MAX_VALUE {
+        return Err(invalid(format!("key of {} or value of {} bytes is too long", key.len(), value.len())));
+    }
+    let mut bytes = vec![*operation];
+    bytes.extend_from_slice(&(key.len() as u16).to_le_bytes());
+    bytes.extend_from_slice(key.as_bytes());
+    bytes.extend_from_slice(&(value.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(value);
+    to.write_all(&bytes)
+}
+
+pub(super) fn read_request(from: &mut impl Read) -> io::Result<Request> {
+    let [operation] = read_array(from)?;
+    let len = usize::from(u16::from_le_bytes(read_array(from)?));
+    let key = String::from_utf8(read_bytes(from, len, MAX_KEY)?).map_err(|e| invalid(e.to_string()))?;
+    let len = u32::from_le_bytes(read_array(from)?) as usize;
+    Ok(Request { operation, key, value: read_bytes(from, len, MAX_VALUE)? })
+}
+
+pub(super) fn write_reply(to: &mut impl Write, status: u8, value: &[u8]) -> io::Result<()> {
+    let mut bytes = vec![status];
+    bytes.extend_from_slice(&(value.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(value);
+    to.write_all(&bytes)
+}
+
+pub(super) fn read_reply(from: &mut impl Read) -> io::Result<(u8, Vec<u8>)> {
+    let [status] = read_array(from)?;
+    let len = u32::from_le_bytes(read_array(from)?) as usize;
+    // A list of keys may be longer than any one value.
+    Ok((status, read_bytes(from, len, 64 * MAX_VALUE)?))
+}

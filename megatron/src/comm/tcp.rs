@@ -1,0 +1,365 @@
+//! Backend over TCP, for ranks on several hosts: one connection per pair of ranks.
+//!
+//! A thread per connection writes what is queued, another moves what arrives into the inbox, so neither side ever waits
+//! for the other's program. Every frame starts with its kind: a message, a verdict on the run, or a farewell; a
+//! connection that ends without a farewell means that its rank died.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::CommOptions;
+use super::endpoint::Link;
+use super::inbox::{Inbox, Loss, lock};
+use super::message::{Header, Message, Payload};
+use super::rendezvous::{Member, connect_once};
+use crate::{Error, Result};
+
+const MESSAGE: u8 = 1;
+const VERDICT: u8 = 2;
+const FAREWELL: u8 = 3;
+/// Longest reason that a verdict carries, in bytes.
+const MAX_REASON: usize = 4096;
+/// Shorter messages go out in one piece with their header.
+const COALESCE: usize = 16 << 10;
+/// How long a stranger may take to introduce itself.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a leaving rank waits for the others to leave, lest its last words be lost with the connection.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Where a rank waits for the ranks above it to connect.
+pub(crate) struct Listener {
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Listener {
+    /// Listens on a free port: of the loopback interface alone, or of all.
+    pub fn bind(loopback: bool) -> Result<Self> {
+        let any: [IpAddr; 2] = match loopback {
+            true => [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+            false => [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()],
+        };
+        let bind = || {
+            let listener = TcpListener::bind(&any.map(|ip| SocketAddr::new(ip, 0))[..])?;
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?;
+            Ok(Self { listener, address })
+        };
+        bind().map_err(|e: io::Error| Error::comm(format!("cannot listen for other ranks: {e}")))
+    }
+
+    /// The address under which this listener is found on `host`.
+    pub fn at(&self, host: &str) -> String {
+        format!("{host} {}", self.address.port())
+    }
+}
+
+/// What both sides of a new connection say: the run, who speaks, and to whom.
+fn greeting(nonce: u64, from: usize, to: usize) -> [u8; 24] {
+    let mut bytes = [0; 24];
+    bytes[..8].copy_from_slice(&nonce.to_le_bytes());
+    bytes[8..16].copy_from_slice(&(from as u64).to_le_bytes());
+    bytes[16..].copy_from_slice(&(to as u64).to_le_bytes());
+    bytes
+}
+
+fn hear(stream: &mut TcpStream) -> io::Result<[u8; 24]> {
+    stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    let mut heard = [0; 24];
+    stream.read_exact(&mut heard)?;
+    stream.set_read_timeout(None)?;
+    Ok(heard)
+}
+
+/// Connects to rank `to`, which listens at one of its addresses.
+fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instant) -> Result<TcpStream> {
+    let (me, peer) = (&members[rank], &members[to]);
+    let near = me.host == peer.host && me.identity == peer.identity;
+    let start = Instant::now();
+    let mut pause = Duration::from_millis(5);
+    loop {
+        let mut refusals = Vec::new();
+        for address in &peer.addresses {
+            let Some((host, port)) = address.split_once(' ').and_then(|(h, p)| Some((h, p.parse().ok()?))) else {
+                continue;
+            };
+            // Another machine's loopback address leads back here.
+            if !near && host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
+                continue;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let met = connect_once(host, port, left.min(Duration::from_secs(3))).and_then(|mut stream| {
+                stream.write_all(&greeting(nonce, rank, to))?;
+                let heard = hear(&mut stream)?;
+                if heard != greeting(nonce, to, rank) {
+                    return Err(io::Error::other("another program answered"));
+                }
+                Ok(stream)
+            });
+            match met {
+                Ok(stream) => return Ok(stream),
+                Err(e) => refusals.push(format!("{host}:{port}: {e}")),
+            }
+        }
+        if Instant::now() + pause >= deadline {
+            let how = format!("cannot be reached ({})", refusals.join("; "));
+            let operation = format!("connecting rank {rank} for {:.0} s", start.elapsed().as_secs_f64());
+            return Err(Error::PeerLost { rank: to, how, operation });
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(500));
+    }
+}
+
+/// Accepts connections until every rank above this one has connected.
+fn answer(
+    rank: usize,
+    streams: &mut [Option<TcpStream>],
+    nonce: u64,
+    listener: &TcpListener,
+    deadline: Instant,
+) -> Result<()> {
+    let (start, size) = (Instant::now(), streams.len());
+    let missing = |streams: &[Option<TcpStream>]| -> Vec<usize> {
+        (rank + 1..size).filter(|peer| streams[*peer].is_none()).collect()
+    };
+    while !missing(streams).is_empty() {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                // Strangers are sent away; a rank that was cut off tries again.
+                if let Ok((peer, stream)) = meet(stream, rank, nonce, size) {
+                    streams[peer] = Some(stream);
+                }
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(Duration::from_millis(1)),
+            Err(e) => return Err(Error::comm(format!("cannot accept connections of other ranks: {e}"))),
+        }
+        if Instant::now() >= deadline && !missing(streams).is_empty() {
+            let seconds = start.elapsed().as_secs_f64();
+            return Err(Error::Timeout { operation: "connecting over tcp".into(), missing: missing(streams), seconds });
+        }
+    }
+    Ok(())
+}
+
+fn meet(mut stream: TcpStream, rank: usize, nonce: u64, size: usize) -> io::Result<(usize, TcpStream)> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    let heard = hear(&mut stream)?;
+    let peer = (rank + 1..size).find(|peer| heard == greeting(nonce, *peer, rank));
+    let peer = peer.ok_or_else(|| io::Error::other("not a rank of this run"))?;
+    stream.write_all(&greeting(nonce, rank, peer))?;
+    Ok((peer, stream))
+}
+
+enum Frame {
+    Message(Header, Payload),
+    Verdict(Loss),
+    Farewell,
+}
+
+#[derive(Default)]
+struct Outbox {
+    frames: Mutex<VecDeque<Frame>>,
+    changed: Condvar,
+}
+
+impl Outbox {
+    fn push(&self, frame: Frame) {
+        lock(&self.frames).push_back(frame);
+        self.changed.notify_one();
+    }
+
+    fn pop(&self) -> Frame {
+        let mut frames = lock(&self.frames);
+        loop {
+            match frames.pop_front() {
+                Some(frame) => return frame,
+                None => frames = self.changed.wait(frames).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+struct Peer {
+    stream: TcpStream,
+    outbox: Arc<Outbox>,
+    writer: JoinHandle<()>,
+    reader: JoinHandle<()>,
+}
+
+/// TCP connections from this rank to all others.
+pub(crate) struct TcpLink {
+    /// In order of rank; `None` at this rank's place.
+    peers: Vec<Option<Peer>>,
+}
+
+impl TcpLink {
+    /// Connects every pair of `members`: each rank calls those below it and answers those above it.
+    ///
+    /// # Errors
+    /// If a rank cannot be reached by `deadline`.
+    pub fn connect(
+        rank: usize,
+        members: &[Member],
+        nonce: u64,
+        listener: Listener,
+        inbox: Arc<Inbox>,
+        deadline: Instant,
+        options: &CommOptions,
+    ) -> Result<Self> {
+        let mut streams: Vec<Option<TcpStream>> = members.iter().map(|_| None).collect();
+        for to in 0..rank {
+            streams[to] = Some(call(rank, to, members, nonce, deadline)?);
+        }
+        answer(rank, &mut streams, nonce, &listener.listener, deadline)?;
+        let peer = |(peer, stream): (usize, Option<TcpStream>)| {
+            stream.map(|stream| Peer::start(peer, stream, inbox.clone(), options)).transpose()
+        };
+        let peers: io::Result<_> = streams.into_iter().enumerate().map(peer).collect();
+        let peers = peers.map_err(|e| Error::comm(format!("cannot set up a connection between ranks: {e}")))?;
+        Ok(Self { peers })
+    }
+}
+
+impl Peer {
+    fn start(rank: usize, stream: TcpStream, inbox: Arc<Inbox>, options: &CommOptions) -> io::Result<Self> {
+        stream.set_write_timeout(Some(options.timeout))?;
+        let outbox = Arc::new(Outbox::default());
+        let (mut to, mut from, queue) = (stream.try_clone()?, stream.try_clone()?, outbox.clone());
+        let writer = std::thread::Builder::new().name(format!("comm-to-{rank}"));
+        // A connection that cannot be written to is broken for the reader, too, who tells the inbox.
+        let writer = writer.spawn(move || drop(write_frames(&mut to, &queue)))?;
+        let reader = std::thread::Builder::new().name(format!("comm-from-{rank}"));
+        let reader = reader.spawn(move || match read_frames(&mut from, rank, &inbox) {
+            Ok(()) => inbox.lose(rank, "left the run"),
+            Err(e) => {
+                let how = match e.kind() {
+                    io::ErrorKind::UnexpectedEof => "died (its connection was closed)".into(),
+                    _ => format!("died (its connection broke: {e})"),
+                };
+                inbox.condemn(Loss { rank, how });
+            }
+        })?;
+        Ok(Self { stream, outbox, writer, reader })
+    }
+}
+
+fn write_frames(to: &mut TcpStream, outbox: &Outbox) -> io::Result<()> {
+    let mut result = Ok(());
+    loop {
+        let frame = outbox.pop();
+        let last = matches!(frame, Frame::Farewell);
+        // After a failure the queue is still emptied, so that nothing piles up.
+        if result.is_ok() {
+            result = write_frame(to, frame);
+        }
+        if last {
+            return result.and_then(|()| to.shutdown(Shutdown::Write));
+        }
+    }
+}
+
+fn write_frame(to: &mut impl Write, frame: Frame) -> io::Result<()> {
+    match frame {
+        Frame::Message(header, payload) => {
+            let mut bytes = Vec::with_capacity(1 + Header::BYTES + payload.len().min(COALESCE));
+            bytes.push(MESSAGE);
+            bytes.extend_from_slice(&header.encode());
+            if payload.len() <= COALESCE {
+                bytes.extend_from_slice(&payload);
+                return to.write_all(&bytes);
+            }
+            to.write_all(&bytes)?;
+            to.write_all(&payload)
+        }
+        Frame::Verdict(loss) => {
+            let reason = &loss.how.as_bytes()[..loss.how.floor_char_boundary(MAX_REASON)];
+            let mut bytes = vec![VERDICT];
+            bytes.extend_from_slice(&(loss.rank as u32).to_le_bytes());
+            bytes.extend_from_slice(&(reason.len() as u32).to_le_bytes());
+            bytes.extend_from_slice(reason);
+            to.write_all(&bytes)
+        }
+        Frame::Farewell => to.write_all(&[FAREWELL]),
+    }
+}
+
+/// Moves what arrives into the inbox until the peer says farewell.
+fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox) -> io::Result<()> {
+    let garbage = |e: &dyn std::fmt::Display| io::Error::new(io::ErrorKind::InvalidData, e.to_string());
+    let read_u32 = |from: &mut dyn Read| {
+        let mut bytes = [0; 4];
+        from.read_exact(&mut bytes).map(|()| u32::from_le_bytes(bytes))
+    };
+    loop {
+        let mut kind = [0];
+        from.read_exact(&mut kind)?;
+        match kind[0] {
+            MESSAGE => {
+                let mut header = [0; Header::BYTES];
+                from.read_exact(&mut header)?;
+                let header = Header::decode(&header).map_err(|e| garbage(&e))?;
+                let mut payload = Vec::new();
+                payload.try_reserve_exact(header.len as usize).map_err(|e| garbage(&e))?;
+                if from.by_ref().take(header.len).read_to_end(&mut payload)? as u64 != header.len {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                inbox.push(rank, Message { header, payload: Arc::new(payload) });
+            }
+            VERDICT => {
+                let lost = read_u32(from)? as usize;
+                let len = read_u32(from)? as usize;
+                if len > MAX_REASON {
+                    return Err(garbage(&"a verdict of impossible length"));
+                }
+                let mut reason = vec![0; len];
+                from.read_exact(&mut reason)?;
+                inbox.condemn(Loss { rank: lost, how: String::from_utf8_lossy(&reason).into_owned() });
+            }
+            FAREWELL => return Ok(()),
+            other => return Err(garbage(&format!("a frame of unknown kind {other}"))),
+        }
+    }
+}
+
+impl Link for TcpLink {
+    fn send(&self, dst: usize, header: Header, payload: Payload) {
+        if let Some(peer) = &self.peers[dst] {
+            peer.outbox.push(Frame::Message(header, payload));
+        }
+    }
+
+    fn spread(&self, loss: &Loss) {
+        for peer in self.peers.iter().flatten() {
+            peer.outbox.push(Frame::Verdict(loss.clone()));
+        }
+    }
+}
+
+impl Drop for TcpLink {
+    fn drop(&mut self) {
+        let peers: Vec<Peer> = self.peers.drain(..).flatten().collect();
+        for peer in &peers {
+            peer.outbox.push(Frame::Farewell);
+        }
+        let mut readers = Vec::new();
+        for Peer { stream, writer, reader, .. } in peers {
+            // Neither thread has a result; what could not be sent, the peer misses.
+            let _ = writer.join();
+            readers.push((stream, reader));
+        }
+        let deadline = Instant::now() + LINGER;
+        for (stream, reader) in readers {
+            while !reader.is_finished() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let _ = stream.shutdown(Shutdown::Both);
+            let _ = reader.join();
+        }
+    }
+}
