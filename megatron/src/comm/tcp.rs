@@ -196,6 +196,7 @@ struct Peer {
 pub(crate) struct TcpLink {
     /// In order of rank; `None` at this rank's place.
     peers: Vec<Option<Peer>>,
+    inbox: Arc<Inbox>,
 }
 
 impl TcpLink {
@@ -222,7 +223,7 @@ impl TcpLink {
         };
         let peers: io::Result<_> = streams.into_iter().enumerate().map(peer).collect();
         let peers = peers.map_err(|e| Error::comm(format!("cannot set up a connection between ranks: {e}")))?;
-        Ok(Self { peers })
+        Ok(Self { peers, inbox })
     }
 }
 
@@ -344,7 +345,12 @@ impl Link for TcpLink {
 impl Drop for TcpLink {
     fn drop(&mut self) {
         let peers: Vec<Peer> = self.peers.drain(..).flatten().collect();
+        let verdict = self.inbox.verdict();
         for peer in &peers {
+            // A peer that has not heard yet would take this farewell for the cause.
+            if let Some(loss) = &verdict {
+                peer.outbox.push(Frame::Verdict(loss.clone()));
+            }
             peer.outbox.push(Frame::Farewell);
         }
         let mut readers = Vec::new();

@@ -87,13 +87,13 @@ fn a_received_message_of_another_shape_is_refused() {
 fn a_rank_that_leaves_is_named_to_those_who_need_it() {
     for backend in BACKENDS {
         let start = Instant::now();
-        let all = try_ranks(backend, 3, 60 * SECOND, |g| match g.rank() {
-            2 => Ok(()),
-            _ => g.barrier(),
+        let all = try_ranks(backend, 3, 60 * SECOND, |g| {
+            let dp = g.split("dp", Some(0), 0)?.expect("a group");
+            if g.rank() == 2 { Ok(()) } else { dp.barrier() }
         });
         for result in &all[..2] {
             let Err(Error::PeerLost { rank: 2, how, operation }) = result else { panic!("{backend}: {result:?}") };
-            assert_eq!((how.as_str(), operation.as_str()), ("left the run", "barrier #0 on group world (ranks 0,1,2)"));
+            assert_eq!((how.as_str(), operation.as_str()), ("left the run", "barrier #0 on group dp (ranks 0,1,2)"));
         }
         assert!(start.elapsed() < 10 * SECOND, "{backend}");
     }
@@ -156,15 +156,16 @@ fn a_timeout_names_the_operation_and_every_missing_rank() {
     for backend in BACKENDS {
         let (late, patience) = (std::sync::Barrier::new(4), SECOND / 2);
         let all = try_ranks(backend, 4, patience, |g| {
+            let dp = g.split("dp", Some(0), 0)?.expect("a group");
             let result = match g.rank() {
                 1 | 3 => Ok(()),
-                _ => g.all_reduce(&tensor(0, 10, DType::F32), ReduceOp::Sum)?.wait(),
+                _ => dp.all_reduce(&tensor(0, 10, DType::F32), ReduceOp::Sum)?.wait(),
             };
             late.wait();
             result
         });
         let Err(Error::Timeout { operation, missing, seconds }) = &all[0] else { panic!("{backend}: {all:?}") };
-        assert_eq!(operation, "all_reduce #0 of f32×10 on group world (ranks 0,1,2,3)", "{backend}");
+        assert_eq!(operation, "all_reduce #0 of f32×10 on group dp (ranks 0,1,2,3)", "{backend}");
         assert_eq!(*missing, [1, 3], "{backend}");
         assert!((0.4..5.0).contains(seconds), "{backend}: {seconds}");
     }

@@ -3,4 +3,6 @@
 
 mod collectives;
 mod failures;
+mod processes;
+mod rendezvous;
 mod support;

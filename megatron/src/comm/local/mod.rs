@@ -212,6 +212,10 @@ impl Link for LocalLink {
             if any || ring.wait_readable(patience, self.spin) {
                 continue;
             }
+            // Asked first: it says why others have left meanwhile.
+            if let Some(loss) = self.segment.verdict() {
+                return Err(loss);
+            }
             return match self.segment.gone(src) {
                 // What it wrote before it went is still there to be read.
                 Some(how) if ring.is_empty() => Err(lost(how)),

@@ -1,0 +1,131 @@
+//! Ranks as processes of their own: the test binary runs itself again, once per rank.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use candle_core::DType;
+use megatron::comm::{Backend, Group, ReduceOp, Rendezvous, init};
+use megatron::{Error, Result};
+
+use crate::support::{bytes, info, options, tensor};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Starts rank `rank` of `size` to run `task` (see [`a_rank_of_another_test`]).
+fn spawn(task: &str, backend: &str, rank: usize, size: usize, dir: &Path) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "processes::a_rank_of_another_test", "--nocapture", "--include-ignored"]);
+    command.env("COMM_TEST_RANK", format!("{task} {backend} {rank} {size} {}", dir.display()));
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// Waits for a rank; its output if it succeeded, kills it after half a minute.
+fn finish(mut child: Child) -> String {
+    let deadline = Instant::now() + 30 * SECOND;
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            panic!("a rank hangs");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    text
+}
+
+fn run_task(task: &str, g: &Group) -> Result<()> {
+    match task {
+        "sums" => {
+            for count in [1, 1000, 300_000] {
+                let t = tensor(g.rank(), count, DType::F32);
+                g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
+                println!("RESULT {count} {:08x}", crc32c::crc32c(&bytes(&t)));
+            }
+            Ok(())
+        }
+        // Until a rank is killed.
+        _ => loop {
+            let t = tensor(g.rank(), 100_000, DType::F32);
+            g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
+        },
+    }
+}
+
+/// Not a test of its own: what [`spawn`] runs in each process. Without a task it has nothing to do.
+#[test]
+fn a_rank_of_another_test() {
+    let Ok(task) = std::env::var("COMM_TEST_RANK") else { return };
+    let words: Vec<&str> = task.splitn(5, ' ').collect();
+    let [task, backend, rank, size, dir] = words[..] else { panic!("{words:?}") };
+    let (rank, size) = (rank.parse().unwrap(), size.parse().unwrap());
+    let backend = if backend == "local" { Backend::Local } else { Backend::Tcp };
+    let world = init(&info(rank, size), &Rendezvous::File { dir: dir.into() }, backend, options(20 * SECOND)).unwrap();
+    println!("READY");
+    match run_task(task, &world) {
+        Ok(()) => {}
+        Err(Error::PeerLost { rank, how, .. }) => println!("LOST {rank} {how}"),
+        Err(e) => panic!("{e}"),
+    }
+}
+
+fn lines<'a>(output: &'a str, word: &str) -> Vec<&'a str> {
+    output.lines().filter_map(|line| line.strip_prefix(word)).collect()
+}
+
+#[test]
+fn processes_get_the_bits_that_threads_get() {
+    let expected = crate::support::ranks("threads", 3, |g| {
+        let sum = |count| {
+            let t = tensor(g.rank(), count, DType::F32);
+            g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
+            Ok(format!(" {count} {:08x}", crc32c::crc32c(&bytes(&t))))
+        };
+        [1, 1000, 300_000].into_iter().map(sum).collect::<Result<Vec<_>>>()
+    });
+    for backend in ["local", "tcp"] {
+        let dir = tempfile::tempdir().unwrap();
+        let children: Vec<Child> = (0..3).map(|rank| spawn("sums", backend, rank, 3, dir.path())).collect();
+        for child in children {
+            assert_eq!(lines(&finish(child), "RESULT"), expected[0], "{backend}");
+        }
+    }
+}
+
+/// Names in the places where shared memory could stay behind.
+fn leftovers() -> Vec<String> {
+    let shared = std::fs::read_dir("/dev/shm").into_iter().flatten();
+    let names = shared.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
+    names.filter(|name| name.contains("megatron")).collect()
+}
+
+#[test]
+fn a_rank_that_is_killed_is_named_to_the_others_and_leaves_nothing_behind() {
+    for backend in ["local", "tcp"] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut children: Vec<Child> = (0..3).map(|rank| spawn("forever", backend, rank, 3, dir.path())).collect();
+        // Rank 0's output begins once all have met.
+        let mut output = std::io::BufReader::new(children[1].stdout.take().unwrap());
+        let mut line = String::new();
+        while !line.contains("READY") {
+            line.clear();
+            assert!(std::io::BufRead::read_line(&mut output, &mut line).unwrap() > 0, "{backend}: rank 1 ended");
+        }
+        std::thread::sleep(SECOND / 5);
+        let start = Instant::now();
+        let mut killed = children.remove(1);
+        killed.kill().unwrap();
+        let others: Vec<String> = children.into_iter().map(finish).collect();
+        assert!(start.elapsed() < 5 * SECOND, "{backend}: {:?}", start.elapsed());
+        for other in &others {
+            let lost = lines(other, "LOST 1 died");
+            assert_eq!(lost.len(), 1, "{backend}: {other}");
+            assert!(backend == "tcp" || lost[0] == format!(" (pid {})", killed.id()), "{lost:?}");
+        }
+        assert_eq!(killed.wait().unwrap().signal(), Some(9));
+        assert_eq!(leftovers(), Vec::<String>::new());
+    }
+}

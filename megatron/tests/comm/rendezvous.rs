@@ -1,0 +1,180 @@
+//! How ranks meet, and what they are told when they cannot.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use megatron::comm::rendezvous::{FileStore, Store, StoreServer, TcpStore};
+use megatron::comm::{Backend, CommOptions, Rendezvous, init};
+use megatron::{Error, Result};
+
+use crate::support::{info, options};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn impatient() -> CommOptions {
+    CommOptions { connect_timeout: SECOND, ..options(SECOND) }
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn check_store(store: &dyn Store, other: &dyn Store) {
+    assert_eq!(store.get("a/b").unwrap(), None);
+    store.set("a/b", b"\0value").unwrap();
+    store.set("a/.c%", b"").unwrap();
+    store.set("b", b"2").unwrap();
+    assert_eq!(other.get("a/b").unwrap().unwrap(), b"\0value");
+    assert_eq!(other.get("a/.c%").unwrap().unwrap(), b"");
+    assert_eq!(other.list("a/").unwrap(), ["a/.c%", "a/b"]);
+    assert_eq!(other.wait_for("a/", 2, Duration::ZERO).unwrap().unwrap().len(), 2);
+    assert_eq!(other.wait_for("a/", 3, SECOND / 50).unwrap(), None);
+    assert_eq!(store.add("b", 40).unwrap(), 42);
+    assert!(store.add("a/b", 1).unwrap_err().to_string().contains("a/b"));
+    assert_eq!(store.wait("late", SECOND / 50).unwrap(), None);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(SECOND / 20);
+            other.set("late", b"now").unwrap();
+        });
+        assert_eq!(store.wait("late", 10 * SECOND).unwrap().unwrap(), b"now");
+        for store in [store, other] {
+            scope.spawn(|| (0..100).for_each(|_| assert!(store.add("count", 1).unwrap() > 0)));
+        }
+    });
+    assert_eq!(store.add("count", 0).unwrap(), 200);
+}
+
+#[test]
+fn a_store_in_a_folder_keeps_values_and_counts() {
+    let dir = tempfile::tempdir().unwrap();
+    check_store(&FileStore::open(dir.path()).unwrap(), &FileStore::open(dir.path()).unwrap());
+}
+
+#[test]
+fn a_store_over_tcp_keeps_values_and_counts() {
+    let server = StoreServer::bind("127.0.0.1", 0).unwrap();
+    let connect = || TcpStore::connect("127.0.0.1", server.address().port(), SECOND).unwrap();
+    check_store(&connect(), &connect());
+}
+
+#[test]
+fn garbage_does_not_disturb_a_store() {
+    let server = StoreServer::bind("127.0.0.1", 0).unwrap();
+    let store = TcpStore::connect("127.0.0.1", server.address().port(), SECOND).unwrap();
+    let huge_key = [b"MGTSTOR1\x01".as_slice(), &[0xff; 64]].concat();
+    let huge_value = [b"MGTSTOR1\x01\x01\x00k".as_slice(), &[0xff; 64]].concat();
+    for garbage in [b"GET / HTTP/1.1\r\n\r\n".as_slice(), &huge_key, &huge_value] {
+        let mut stranger = TcpStream::connect(server.address()).unwrap();
+        stranger.set_read_timeout(Some(10 * SECOND)).unwrap();
+        stranger.write_all(garbage).unwrap();
+        let mut reply = Vec::new();
+        // Closed by the server, with or without a reset.
+        let _ = stranger.read_to_end(&mut reply);
+        assert!(reply.len() <= 8, "{reply:?}");
+    }
+    store.set("k", b"v").unwrap();
+    assert_eq!(store.get("k").unwrap().unwrap(), b"v");
+}
+
+#[test]
+fn a_port_in_use_is_reported_at_once_with_advice() {
+    let holder = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = holder.local_addr().unwrap().port();
+    let start = Instant::now();
+    let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: true };
+    let Err(Error::Config(message)) = init(&info(0, 2), &rendezvous, Backend::Auto, options(SECOND)) else { panic!() };
+    assert!(message.contains(&format!("port {port} of 127.0.0.1 is in use")), "{message}");
+    assert!(message.contains("MASTER_PORT"), "{message}");
+    assert!(start.elapsed() < 2 * SECOND);
+}
+
+#[test]
+fn another_program_on_the_port_is_recognized() {
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = other.local_addr().unwrap().port();
+    let answer = std::thread::spawn(move || other.accept().unwrap().0.write_all(b"SSH-2.0-OpenSSH_9.6\r\n"));
+    let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
+    let Err(Error::Config(message)) = init(&info(1, 2), &rendezvous, Backend::Auto, options(SECOND)) else { panic!() };
+    assert!(message.contains("another program"), "{message}");
+    answer.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_store_that_never_comes_up_is_named() {
+    let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port: free_port(), is_host: false };
+    let Err(Error::Config(message)) = init(&info(1, 2), &rendezvous, Backend::Auto, impatient()) else { panic!() };
+    assert!(message.contains("cannot reach 127.0.0.1:") && message.contains("MASTER_ADDR"), "{message}");
+}
+
+/// What ranks `present` of a world of `size` are told.
+fn meet(present: &[usize], size: usize, rendezvous: impl Fn(usize) -> Rendezvous + Sync) -> Vec<Result<Vec<usize>>> {
+    std::thread::scope(|scope| {
+        let join = |rank: usize| {
+            let rendezvous = rendezvous(rank);
+            scope.spawn(move || Ok(init(&info(rank, size), &rendezvous, Backend::Auto, impatient())?.ranks().to_vec()))
+        };
+        let ranks: Vec<_> = present.iter().map(|rank| join(*rank)).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn ranks_that_do_not_appear_are_named_to_all() {
+    let (dir, port) = (tempfile::tempdir().unwrap(), free_port());
+    let file = |_| Rendezvous::File { dir: dir.path().into() };
+    let tcp = |rank| Rendezvous::Tcp { host: "localhost".into(), port, is_host: rank == 0 };
+    for told in [meet(&[0, 2], 4, file), meet(&[0, 2], 4, tcp)] {
+        for result in told {
+            let Err(Error::Timeout { operation, missing, .. }) = &result else { panic!("{result:?}") };
+            assert_eq!((operation.as_str(), missing.as_slice()), ("rendezvous", &[1, 3][..]));
+        }
+    }
+}
+
+#[test]
+fn rank_0_may_serve_the_store_itself() {
+    let port = free_port();
+    for result in meet(&[0, 1, 2], 3, |rank| Rendezvous::Tcp { host: "localhost".into(), port, is_host: rank == 0 }) {
+        assert_eq!(result.unwrap(), [0, 1, 2]);
+    }
+}
+
+#[test]
+fn a_folder_may_hold_the_files_of_earlier_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |_| Rendezvous::File { dir: dir.path().into() };
+    for size in [4, 2, 3] {
+        let present: Vec<usize> = (0..size).collect();
+        for result in meet(&present, size, file) {
+            assert_eq!(result.unwrap(), present);
+        }
+    }
+    let told = meet(&[0], 2, file);
+    assert!(matches!(&told[0], Err(Error::Timeout { missing, .. }) if *missing == [1]), "{told:?}");
+}
+
+#[test]
+fn ranks_that_disagree_about_the_size_of_the_world_are_told_both() {
+    let dir = tempfile::tempdir().unwrap();
+    let rendezvous = Rendezvous::File { dir: dir.path().into() };
+    let join = |rank, size| init(&info(rank, size), &rendezvous, Backend::Auto, options(SECOND)).map(drop);
+    let told = std::thread::scope(|scope| {
+        let ranks = [scope.spawn(|| join(0, 2)), scope.spawn(|| join(1, 3))];
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    for result in told {
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains("WORLD_SIZE=2") && message.contains("rank 1 with WORLD_SIZE=3"), "{message}");
+    }
+}
+
+#[test]
+fn two_processes_with_one_rank_are_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    let told = meet(&[1, 1], 2, |_| Rendezvous::File { dir: dir.path().into() });
+    let joined_twice = |r: &Result<_>| matches!(r, Err(Error::Config(m)) if m.contains("RANK=1"));
+    assert!(told.iter().any(joined_twice), "{told:?}");
+}
