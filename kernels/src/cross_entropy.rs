@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use crate::float::{Float, by_float};
 use crate::host::with_slice_mut;
-use crate::simd::{max, sum, vectorize};
+use crate::simd::{max, sum_of, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, rows_of, tensor};
 use crate::{Error, Result, par};
 
@@ -80,7 +80,7 @@ pub fn sum_exp_and_target(
                 let row = i * block + r;
                 let l = &ls[row * v..row * v + valid];
                 let m = max[row];
-                *total = sum(l, #[inline(always)] |l| (l - m).exp());
+                *total = sum_of(l, #[inline(always)] |l| (l - m).fast_exp());
                 if let Some(&l) = (targets[row] as usize).checked_sub(first_column).and_then(|column| l.get(column)) {
                     *target = l - m;
                 }
@@ -120,7 +120,7 @@ pub fn cross_entropy_backward(
                     let factor = scale / sum_exp[row];
                     let (real, padding) = l.split_at_mut(valid);
                     for l in real.iter_mut() {
-                        *l = (*l - m).exp() * factor;
+                        *l = (*l - m).fast_exp() * factor;
                     }
                     padding.fill(T::ZERO);
                     let target = (targets[row] as usize).checked_sub(first_column);

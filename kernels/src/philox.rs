@@ -56,28 +56,30 @@ impl WordRow {
         }
     }
 
-    /// The words of [`LANES`] consecutive blocks, computed side by side.
+    /// The words of [`LANES`] consecutive blocks, computed side by side. Words are kept in the low halves of 64-bit
+    /// lanes, where the multiplication wants them; the high halves are garbage.
     #[inline(always)]
     fn lanes(self, first_block: u32, out: &mut [u32]) {
-        let (mut c0, mut c1, mut c2, mut c3) = ([self.a; LANES], [self.b; LANES], [0; LANES], [self.d; LANES]);
+        let wide = |word: u32| [u64::from(word); LANES];
+        let (mut c0, mut c1, mut c2, mut c3) = (wide(self.a), wide(self.b), wide(0), wide(self.d));
         for l in 0..LANES {
-            c2[l] = first_block.wrapping_add(l as u32);
+            c2[l] = u64::from(first_block.wrapping_add(l as u32));
         }
         let [mut k0, mut k1] = self.key;
         for _ in 0..ROUNDS {
             for l in 0..LANES {
-                let p0 = u64::from(MULTIPLIERS[0]) * u64::from(c0[l]);
-                let p1 = u64::from(MULTIPLIERS[1]) * u64::from(c2[l]);
-                c0[l] = (p1 >> 32) as u32 ^ c1[l] ^ k0;
-                c1[l] = p1 as u32;
-                c2[l] = (p0 >> 32) as u32 ^ c3[l] ^ k1;
-                c3[l] = p0 as u32;
+                let p0 = u64::from(MULTIPLIERS[0]) * (c0[l] & 0xFFFF_FFFF);
+                let p1 = u64::from(MULTIPLIERS[1]) * (c2[l] & 0xFFFF_FFFF);
+                c0[l] = (p1 >> 32) ^ c1[l] ^ u64::from(k0);
+                c1[l] = p1;
+                c2[l] = (p0 >> 32) ^ c3[l] ^ u64::from(k1);
+                c3[l] = p0;
             }
             k0 = k0.wrapping_add(WEYL[0]);
             k1 = k1.wrapping_add(WEYL[1]);
         }
         for (l, out) in out.chunks_exact_mut(4).enumerate() {
-            out.copy_from_slice(&[c0[l], c1[l], c2[l], c3[l]]);
+            out.copy_from_slice(&[c0[l] as u32, c1[l] as u32, c2[l] as u32, c3[l] as u32]);
         }
     }
 }

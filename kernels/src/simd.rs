@@ -61,7 +61,7 @@ fn tree<T: Float>(mut acc: [T; LANES]) -> T {
     acc[0]
 }
 
-/// Σ f(aᵢ) over [`LANES`] lanes.
+/// Σ f(aᵢ) over [`LANES`] lanes, for an `f` of a few operations.
 #[inline(always)]
 pub fn sum<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
     let mut acc = [T::ZERO; LANES];
@@ -91,6 +91,31 @@ pub fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
     }
     for ((acc, &a), &b) in acc.iter_mut().zip(ra).zip(rb) {
         *acc += f(a, b);
+    }
+    tree(acc)
+}
+
+/// Σ f(aᵢ) as [`sum`], for an `f` that LLVM vectorizes only in a loop of its own.
+#[inline(always)]
+pub fn sum_of<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
+    const CHUNK: usize = 32 * LANES;
+    let mut buffer = [T::ZERO; CHUNK];
+    let mut acc = [T::ZERO; LANES];
+    for chunk in a.chunks(CHUNK) {
+        let buffer = &mut buffer[..chunk.len()];
+        for (out, &v) in buffer.iter_mut().zip(chunk) {
+            *out = f(v);
+        }
+        let lanes = buffer.chunks_exact(LANES);
+        let rest = lanes.remainder();
+        for c in lanes {
+            for l in 0..LANES {
+                acc[l] += c[l];
+            }
+        }
+        for (acc, &v) in acc.iter_mut().zip(rest) {
+            *acc += v;
+        }
     }
     tree(acc)
 }

@@ -154,7 +154,7 @@ impl<T: Float> Pass<'_, T> {
 #[inline(always)]
 fn plain_row<T: Float>(p: &mut [T], ds: &mut [T], lse: T, delta: T) {
     for (p, ds) in p.iter_mut().zip(ds) {
-        *p = (*p - lse).exp();
+        *p = (*p - lse).fast_exp();
         *ds = *p * (*ds - delta);
     }
 }
@@ -175,7 +175,7 @@ fn dropped_row<T: Float>(
     let words = &mut words[..p.len()];
     mask.fill(query, first_key, words);
     for ((p, ds), &word) in p.iter_mut().zip(ds).zip(&*words) {
-        let probability = (*p - lse).exp();
+        let probability = (*p - lse).fast_exp();
         let factor = if word < mask.threshold { T::ZERO } else { kept };
         *p = probability * factor;
         *ds = probability * (*ds * factor - delta);

@@ -113,14 +113,14 @@ fn soften<T: Float>(scores: &mut [T], visible: usize, acc: &mut [T], (maximum, t
     hidden.fill(T::ZERO);
     let tile_max = max(seen);
     if tile_max > *maximum {
-        let correction = (*maximum - tile_max).exp();
+        let correction = (*maximum - tile_max).fast_exp();
         *total *= correction;
         acc.iter_mut().for_each(|a| *a *= correction);
         *maximum = tile_max;
     }
     let m = *maximum;
     for s in seen.iter_mut() {
-        *s = (*s - m).exp();
+        *s = (*s - m).fast_exp();
     }
     *total += sum(seen, |p| p);
 }
