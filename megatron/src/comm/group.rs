@@ -149,10 +149,10 @@ impl EndpointGroup {
     /// The group of all ranks of a world.
     pub fn world(endpoint: Arc<Endpoint>, size: usize) -> Group {
         let rank = endpoint.rank;
-        Self::new("world", FNV_OFFSET, rank, (0..size).collect(), endpoint)
+        Self::group("world", FNV_OFFSET, rank, (0..size).collect(), endpoint)
     }
 
-    fn new(name: &str, id: u64, rank: usize, ranks: Vec<usize>, endpoint: Arc<Endpoint>) -> Group {
+    fn group(name: &str, id: u64, rank: usize, ranks: Vec<usize>, endpoint: Arc<Endpoint>) -> Group {
         let core = Core {
             name: name.to_owned(),
             id,
@@ -347,7 +347,7 @@ impl Communicator for EndpointGroup {
         let call = self.call(Op::AllToAll, input)?;
         self.check(Op::AllToAll, output)?;
         let count = input.elem_count();
-        if output.elem_count() != count || output.dtype() != input.dtype() || count % self.core.size() != 0 {
+        if output.elem_count() != count || output.dtype() != input.dtype() || !count.is_multiple_of(self.core.size()) {
             return Err(Error::comm(format!(
                 "all_to_all on {}: input of {}×{count} and output of {}×{} must be equal and divide by {}",
                 self.core.label(),
@@ -406,7 +406,7 @@ impl Communicator for EndpointGroup {
         let rank = members.iter().position(|(_, rank)| *rank == self.core.rank).unwrap_or(0);
         let ranks = members.iter().map(|(_, rank)| self.core.ranks[*rank]).collect();
         let id = [number, color as u64].iter().fold(self.core.id, |id, word| fnv(id, &word.to_le_bytes()));
-        Ok(Some(Self::new(name, fnv(id, name.as_bytes()), rank, ranks, self.core.endpoint.clone())))
+        Ok(Some(Self::group(name, fnv(id, name.as_bytes()), rank, ranks, self.core.endpoint.clone())))
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -463,7 +463,8 @@ impl Pending for Receive {
 
     fn detach(self: Box<Self>) {
         // The caller gave up the result, so there is nobody to tell of a failure; the group's next wait meets it.
-        std::thread::spawn(move || drop(self.complete()));
+        let receiver = std::thread::Builder::new().name(format!("comm-recv-{}", self.core.name));
+        let _ = receiver.spawn(move || drop(self.complete()));
     }
 }
 

@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn a_stream_longer_than_the_ring_arrives_whole() {
         let (writer, reader) = ends();
-        let sent: Vec<u8> = (0..5_000_003u32).map(|i| (i * i >> 7) as u8).collect();
+        let sent: Vec<u8> = (0..5_000_003u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
         let mut received = Vec::new();
         std::thread::scope(|scope| {
             scope.spawn(|| {
