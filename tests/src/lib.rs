@@ -158,7 +158,7 @@ impl SampleSource for Tokens {
 
 /// Sources that all read `train`.
 pub fn sources(train: Tokens) -> Sources {
-    Sources { train: Arc::new(train), valid: None, test: None }
+    Sources { train: Arc::new(train), valid: None, test: None, fingerprint: String::new() }
 }
 
 /// Runs `body` on every rank of a world of threads; results in rank order.

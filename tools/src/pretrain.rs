@@ -1,18 +1,20 @@
 //! `megatron pretrain`: everything around the training loop.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use megatron::comm::{self, Group};
+use candle_core::{DType, Device};
+use megatron::comm::{self, CommOptions, Group, RankInfo, Rendezvous};
 use megatron::config::RunConfig;
-use megatron::data::{self, Datasets};
-use megatron::train::Reporter;
+use megatron::data::{self, Datasets, Tokenizer};
+use megatron::train::{self, Outcome, Reporter, Sampling, Sources, Trainer};
+use models::Gpt;
 
+use crate::cli::flags::Backend;
 use crate::cli::{Distributed, Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
-use crate::launch::{LauncherEnv, Plan, Style, supervise};
+use crate::launch::{Plan, Style, supervise};
 use crate::launcher::free_port;
 use crate::report;
 use crate::signals::StopSignal;
@@ -20,28 +22,19 @@ use crate::signals::StopSignal;
 /// More ranks on one machine are taken for a mistake.
 const MOST_RANKS: usize = 1024;
 
-/// How a rank's part of a run ended well.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// All steps were made, or `exit_interval` was reached.
-    Finished,
-    /// A signal asked to stop; what was to be saved is saved.
-    Stopped,
-}
-
 /// Runs `pretrain` and returns the exit code to end with.
 ///
 /// # Errors
 /// If the settings or data cannot be used, or the run of this process failed.
 pub fn run(settings: &Gathered) -> Result<u8> {
-    let place = LauncherEnv::read()?;
+    let place = RankInfo::from_env(environment)?;
     let resolved = resolve(settings, place.as_ref())?;
     let world_size = resolved.run.parallel.world_size();
     match place {
         Some(place) => rank(resolved, &place),
         None if world_size == 1 => {
             check_outputs(&resolved.run)?;
-            rank(resolved, &LauncherEnv { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1 })
+            rank(resolved, &RankInfo::alone())
         }
         None => start_ranks(resolved, world_size),
     }
@@ -60,6 +53,7 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     for line in open_data(&mut resolved)?.description {
         crate::print_line(&line);
     }
+    train::preflight(&resolved.run)?;
     let program = std::env::current_exe()
         .map_err(|source| Error::Io { action: "find the program that is running".to_string(), source })?;
     let mut command = vec![program.into_os_string()];
@@ -107,37 +101,118 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     Ok(datasets)
 }
 
+fn environment(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
 /// This process's part of the run.
-fn rank(mut resolved: Resolved, place: &LauncherEnv) -> Result<u8> {
+fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let stop = StopSignal::listen()?;
+    share_cores(place)?;
     let datasets = open_data(&mut resolved)?;
+    train::preflight(&resolved.run)?;
     let world = connect(place, &resolved.distributed)?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     if place.world_size == 1 {
         datasets.description.iter().for_each(|line| reporter.message(line));
     }
-    let outcome = run_rank(&resolved.run, world, datasets, reporter.as_mut(), Arc::clone(&stop.flag))?;
-    Ok(match outcome {
-        Outcome::Finished => 0,
-        Outcome::Stopped => stop.exit_code(),
+    let outcome = run_rank(&resolved.run, world.clone(), datasets, reporter.as_mut(), &stop.flag);
+    if let Err(error) = &outcome {
+        // The others hear of it at once rather than when they miss this rank.
+        world.abort(&error.to_string());
+    }
+    Ok(match outcome? {
+        Outcome::Finished | Outcome::ExitInterval => 0,
+        Outcome::Interrupted => stop.exit_code(),
     })
 }
 
+/// Gives this rank its share of the machine's cores, unless RAYON_NUM_THREADS says otherwise.
+fn share_cores(place: &RankInfo) -> Result<()> {
+    if environment("RAYON_NUM_THREADS").is_some() {
+        return Ok(());
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = (cores / place.local_world_size).max(1);
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build_global()
+        .map_err(|e| Error::Launch(format!("cannot start {threads} compute threads: {e}")))
+}
+
 /// Meets the other ranks.
-fn connect(place: &LauncherEnv, _distributed: &Distributed) -> Result<Group> {
+fn connect(place: &RankInfo, distributed: &Distributed) -> Result<Group> {
     if place.world_size == 1 {
         return Ok(comm::solo());
     }
-    Err(Error::Launch("runs of several processes are not wired yet".to_string()))
+    let rendezvous = match &distributed.rendezvous {
+        Some(url) => Rendezvous::from_url(place.rank, url)?,
+        None => Rendezvous::from_env(place.rank, environment)?,
+    };
+    let backend = match distributed.backend {
+        Backend::Auto => comm::Backend::Auto,
+        Backend::Local => comm::Backend::Local,
+        Backend::Tcp => comm::Backend::Tcp,
+    };
+    let options = CommOptions { timeout: distributed.timeout, ..CommOptions::default() };
+    Ok(comm::init(place, &rendezvous, backend, options)?)
 }
 
-/// Trains. (The trainer plugs in here.)
+/// Trains, and continues the prompt once all steps are made.
 fn run_rank(
-    _run: &RunConfig,
-    _world: Group,
-    _datasets: Datasets,
-    _reporter: &mut dyn Reporter,
-    _stop: Arc<AtomicBool>,
-) -> Result<Outcome> {
-    Err(Error::Launch("the trainer is not wired yet".to_string()))
+    run: &RunConfig,
+    world: Group,
+    datasets: Datasets,
+    reporter: &mut dyn Reporter,
+    stop: &AtomicBool,
+) -> megatron::Result<Outcome> {
+    let (dtype, device) = (DType::F32, Device::Cpu);
+    let p = &run.parallel;
+    let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
+    let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, &device)?;
+    let Datasets { train, valid, test, tokenizer, fingerprint, .. } = datasets;
+    let sources = Sources { train, valid, test, fingerprint };
+    let mut trainer = Trainer::new(run, &model, world, &sources, dtype, &device)?;
+    reporter.message(&describe(run));
+    let outcome = trainer.run(reporter, stop)?;
+    if let (Outcome::Finished, Some(prompt), Some(tokenizer)) = (outcome, &run.logging.prompt, &tokenizer) {
+        let text = continue_prompt(&trainer, run, tokenizer, prompt)?;
+        reporter.message(&format!("\n{prompt}{text}"));
+    }
+    Ok(outcome)
+}
+
+/// One line on what is trained and how it is cut.
+fn describe(run: &RunConfig) -> String {
+    let (m, p, t) = (&run.model, &run.parallel, &run.training);
+    format!(
+        "model: {:.1} M parameters in {} layers, vocabulary {} | tp {} · pp {} · dp {}{} | {} microbatches of {} · {} tokens",
+        m.num_params() as f64 / 1e6,
+        m.num_layers,
+        m.vocab_size,
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.data_parallel_size,
+        if p.sequence_parallel && p.tensor_model_parallel_size > 1 { " · sequence parallel" } else { "" },
+        t.global_batch_size / (t.micro_batch_size * p.data_parallel_size),
+        t.micro_batch_size,
+        m.seq_length,
+    )
+}
+
+/// Drawn at a temperature at which a small model neither repeats itself nor babbles.
+const TEMPERATURE: f64 = 0.7;
+const TOP_K: usize = 40;
+
+fn continue_prompt(
+    trainer: &Trainer,
+    run: &RunConfig,
+    tokenizer: &Tokenizer,
+    prompt: &str,
+) -> megatron::Result<String> {
+    let tokens = tokenizer.encode(prompt)?;
+    let sampling = Sampling { temperature: TEMPERATURE, top_k: TOP_K, seed: run.training.seed };
+    let (count, window) = (run.logging.prompt_tokens, run.model.seq_length);
+    let new = trainer.stage().generate(&tokens, count, window, tokenizer.eod(), &sampling)?;
+    tokenizer.decode(&new)
 }

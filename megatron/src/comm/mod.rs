@@ -29,5 +29,5 @@ pub mod threads;
 
 pub use communicator::{Communicator, Group, ReduceOp, Work};
 pub use options::CommOptions;
-pub use rendezvous::{Backend, RankInfo, Rendezvous, from_env, init};
+pub use rendezvous::{Backend, RankInfo, Rendezvous, init};
 pub use threads::solo;

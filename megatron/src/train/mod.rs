@@ -16,5 +16,5 @@ pub use memory::peak_memory;
 pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, ModelBuilder};
 pub use report::Reporter;
-pub use run::Outcome;
+pub use run::{Outcome, preflight};
 pub use trainer::{Progress, Sources, Trainer};

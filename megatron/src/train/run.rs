@@ -6,10 +6,12 @@ use candle_core::{Device, Tensor};
 
 use super::metrics::{EvalMetrics, MetricsWriter};
 use super::report::Reporter;
+use super::state;
 use super::trainer::Trainer;
 use crate::comm::ReduceOp;
+use crate::config::{CheckpointConfig, RunConfig};
 use crate::data::Loader;
-use crate::{Result, checkpoint};
+use crate::{Error, Result, checkpoint};
 
 /// Why a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +22,33 @@ pub enum Outcome {
     ExitInterval,
     /// A signal asked for it; the state was saved if the run saves at all.
     Interrupted,
+}
+
+/// Finds, before any rank starts, what would keep a run from loading its checkpoint or saving its own.
+///
+/// # Errors
+/// If `load` holds a damaged checkpoint or one of another architecture, or `save` holds a checkpoint that this run does not continue.
+pub fn preflight(config: &RunConfig) -> Result<()> {
+    let CheckpointConfig { save, load, .. } = &config.checkpoint;
+    if let Some(dir) = load
+        && let Some(latest) = checkpoint::latest(dir)?
+    {
+        let manifest = checkpoint::Manifest::read(&latest.path)?;
+        state::from_json(&latest.path, &manifest.state, config)?;
+    }
+    if let Some(dir) = save
+        && load.as_ref() != Some(dir)
+        && let Some(latest) = checkpoint::latest(dir)?
+    {
+        return Err(Error::checkpoint(
+            &latest.path,
+            format!(
+                "is there already and this run would overwrite it; continue it with --load {0}, save elsewhere, or remove {0}",
+                dir.display()
+            ),
+        ));
+    }
+    Ok(())
 }
 
 impl Trainer {
@@ -39,16 +68,18 @@ impl Trainer {
         let train_iters = self.config.training.train_iters;
         reporter.start(self.progress.iteration, train_iters);
         let mut saved_at = self.progress.iteration;
+        let mut memory = 0;
         let mut outcome = Outcome::Finished;
         while self.progress.iteration < train_iters {
             let mut step = self.step()?;
             let iteration = step.iteration;
-            if iteration.is_multiple_of(self.config.logging.log_interval.max(1)) || iteration == train_iters {
-                step.memory_bytes = self.largest_memory(step.memory_bytes)?;
-                reporter.step(&step);
-                if let Some(file) = &mut metrics {
-                    file.step(&step)?;
-                }
+            if iteration == 1 || iteration.is_multiple_of(self.config.logging.log_interval.max(1)) {
+                memory = self.largest_memory(step.memory_bytes)?;
+            }
+            step.memory_bytes = memory;
+            reporter.step(&step);
+            if let Some(file) = &mut metrics {
+                file.step(&step)?;
             }
             let due = |interval: Option<u64>| interval.is_some_and(|n| n > 0 && iteration.is_multiple_of(n));
             if due(self.config.logging.eval_interval) {
@@ -78,14 +109,20 @@ impl Trainer {
     }
 
     fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<()> {
+        preflight(&self.config)?;
         let Some(dir) = self.config.checkpoint.load.clone() else { return Ok(()) };
-        match checkpoint::latest(&dir)? {
-            Some(latest) => {
-                self.load(&latest.path)?;
-                let consumed = self.progress.consumed_samples;
-                reporter.message(&format!("resumed from {} ({consumed} samples consumed)", latest.path.display()));
-            }
-            None => reporter.message(&format!("no checkpoint in {}: starting from initial weights", dir.display())),
+        let Some(latest) = checkpoint::latest(&dir)? else {
+            reporter.message(&format!("no checkpoint in {}: starting from initial weights", dir.display()));
+            return Ok(());
+        };
+        self.load(&latest.path)?;
+        let consumed = self.progress.consumed_samples;
+        reporter.message(&format!("resumed from {} ({consumed} samples consumed)", latest.path.display()));
+        let manifest = checkpoint::Manifest::read(&latest.path)?;
+        if state::data_fingerprint(&manifest.state).is_some_and(|theirs| theirs != self.fingerprint) {
+            reporter.message(
+                "note: the data or the tokenizer are not those that the checkpoint was trained on; the loss may jump",
+            );
         }
         Ok(())
     }

@@ -12,11 +12,12 @@ use crate::{Error, Result};
 ///
 /// # Errors
 /// If the configuration cannot be expressed in JSON.
-pub fn to_json(progress: &Progress, config: &RunConfig) -> Result<Value> {
+pub fn to_json(progress: &Progress, config: &RunConfig, data_fingerprint: &str) -> Result<Value> {
     let value = |v: serde_json::Result<Value>| v.map_err(|e| Error::config(format!("cannot describe the run: {e}")));
     let mut state = Map::new();
     state.insert("progress".into(), value(serde_json::to_value(progress))?);
     state.insert("model".into(), value(serde_json::to_value(&config.model))?);
+    state.insert("data_fingerprint".into(), data_fingerprint.into());
     state.insert("config".into(), value(serde_json::to_value(config))?);
     Ok(state.into())
 }
@@ -52,6 +53,11 @@ pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progr
     }
     let progress = state.get("progress").ok_or_else(|| damaged("progress"))?;
     serde_json::from_value(progress.clone()).map_err(|_| damaged("progress"))
+}
+
+/// What identified the data of the run that wrote a manifest.
+pub fn data_fingerprint(state: &Value) -> Option<&str> {
+    state.get("data_fingerprint").and_then(Value::as_str).filter(|text| !text.is_empty())
 }
 
 fn learned(model: &Map<String, Value>) -> bool {

@@ -28,6 +28,8 @@ pub struct Sources {
     pub train: Arc<dyn SampleSource>,
     pub valid: Option<Arc<dyn SampleSource>>,
     pub test: Option<Arc<dyn SampleSource>>,
+    /// Equal for equal tokens; a resumed run tells if it reads other data.
+    pub fingerprint: String,
 }
 
 /// How far a run is. With the parameters and the optimizer's state, all there is to resume.
@@ -61,6 +63,7 @@ pub struct Trainer {
     pub(super) valid: Option<Loader>,
     pub(super) test: Option<Loader>,
     pub(super) progress: Progress,
+    pub(super) fingerprint: String,
 }
 
 /// Ignores gradients: evaluation has none.
@@ -158,6 +161,7 @@ impl Trainer {
             valid: sources.valid.as_ref().map(loader),
             test: sources.test.as_ref().map(loader),
             progress: Progress::default(),
+            fingerprint: sources.fingerprint.clone(),
             config: config.clone(),
             groups,
         })
@@ -281,7 +285,7 @@ impl Trainer {
     /// If any rank cannot write; nothing is overwritten then.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
         let shards = self.owned_shards()?;
-        let state = super::state::to_json(&self.progress, &self.config)?;
+        let state = super::state::to_json(&self.progress, &self.config, &self.fingerprint)?;
         checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;
         Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
     }

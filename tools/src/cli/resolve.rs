@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use megatron::comm::{self, RankInfo};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recompute,
     RecomputeMethod, RunConfig, ScheduleKind, Sources, TrainingConfig,
@@ -11,7 +12,6 @@ use megatron::config::{
 use super::Gathered;
 use super::flags::{Backend, Flags, Granularity, TrainingFlags};
 use crate::error::{Error, Result};
-use crate::launch::LauncherEnv;
 
 /// A run that was checked, except for what only its data can tell.
 #[derive(Clone, Debug)]
@@ -35,7 +35,7 @@ pub struct Distributed {
 ///
 /// # Errors
 /// If settings are missing, contradict each other, or break an equation of the layout.
-pub fn resolve(gathered: &Gathered, launcher: Option<&LauncherEnv>) -> Result<Resolved> {
+pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resolved> {
     let mut r = Resolver { flags: &gathered.flags, sources: Sources::default() };
     r.record_origins(gathered);
     r.refuse_contradictions()?;
@@ -226,7 +226,7 @@ impl Resolver<'_> {
         })
     }
 
-    fn parallel(&mut self, launcher: Option<&LauncherEnv>, num_layers: usize) -> Result<ParallelConfig> {
+    fn parallel(&mut self, launcher: Option<&RankInfo>, num_layers: usize) -> Result<ParallelConfig> {
         let p = &self.flags.parallel;
         let data_parallel_size = self.data_parallel_size(launcher)?;
         let virtual_pipeline_size = self.virtual_pipeline_size(num_layers)?;
@@ -271,7 +271,7 @@ impl Resolver<'_> {
     }
 
     /// dp = WORLD_SIZE / (tp·cp·pp) where a launcher made the world; what was asked for elsewhere.
-    fn data_parallel_size(&mut self, launcher: Option<&LauncherEnv>) -> Result<usize> {
+    fn data_parallel_size(&mut self, launcher: Option<&RankInfo>) -> Result<usize> {
         let p = &self.flags.parallel;
         let Some(launcher) = launcher else {
             return Ok(p.data_parallel_size.unwrap_or(1));
@@ -466,11 +466,10 @@ impl Resolver<'_> {
             let cited = self.sources.cite("distributed_timeout_minutes", minutes);
             Error::usage(format!("{cited} must be a number of minutes above 0"))
         })?;
-        if let Some(url) = &p.rdzv
-            && !(url.starts_with("tcp://") || url.starts_with("file://"))
-        {
+        if let Some(url) = &p.rdzv {
             let cited = self.sources.cite("rdzv", url);
-            return Err(Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR")));
+            comm::Rendezvous::from_url(0, url)
+                .map_err(|_| Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR")))?;
         }
         Ok(Distributed { backend: p.distributed_backend, timeout, rendezvous: p.rdzv.clone() })
     }

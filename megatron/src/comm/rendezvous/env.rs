@@ -5,46 +5,79 @@
 use super::{RankInfo, Rendezvous};
 use crate::{Error, Result};
 
-/// What the environment says of this rank; `None` if no launcher set RANK and WORLD_SIZE.
-///
-/// `lookup` is given a variable's name. Rank 0 serves the store at MASTER_ADDR:MASTER_PORT; where torchrun's own agent
-/// has taken that port (TORCHELASTIC_USE_AGENT_STORE), at the next one.
-///
-/// # Errors
-/// If variables are missing, no numbers, or contradict each other; the message names each with its value.
-pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<(RankInfo, Rendezvous)>> {
-    let required = |name: &str, beside: &str| {
-        lookup(name).ok_or_else(|| {
-            Error::config(format!("{beside} is set but {name} is not; a launcher sets both (see torchrun)"))
-        })
-    };
-    let number = |name: &str, value: String| {
-        value.trim().parse::<usize>().map_err(|_| Error::config(format!("{name}={value} is not a whole number")))
-    };
-    if lookup("RANK").is_none() && lookup("WORLD_SIZE").is_none() {
-        return Ok(None);
+fn number(name: &str, value: &str) -> Result<usize> {
+    value.trim().parse().map_err(|_| Error::config(format!("{name}={value} is not a whole number")))
+}
+
+fn required(lookup: &impl Fn(&str) -> Option<String>, name: &str) -> Result<String> {
+    lookup(name).ok_or_else(|| {
+        Error::config(format!(
+            "RANK is set but {name} is not; a launcher sets both (see torchrun). Unset RANK to start the ranks here"
+        ))
+    })
+}
+
+impl RankInfo {
+    /// This process's place in the world; `None` if no launcher set RANK. `lookup` is given a variable's name.
+    ///
+    /// # Errors
+    /// If variables are missing, no numbers, or contradict each other; the message names each with its value.
+    pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let Some(rank) = lookup("RANK") else { return Ok(None) };
+        let rank = number("RANK", &rank)?;
+        let world_size = number("WORLD_SIZE", &required(&lookup, "WORLD_SIZE")?)?;
+        let optional = |name, default| lookup(name).map_or(Ok(default), |value| number(name, &value));
+        let info = Self {
+            rank,
+            world_size,
+            // Without word of hosts, all ranks are taken to be on one.
+            local_rank: optional("LOCAL_RANK", rank)?,
+            local_world_size: optional("LOCAL_WORLD_SIZE", world_size)?,
+            host: super::host::name(),
+        };
+        info.validate()?;
+        Ok(Some(info))
     }
-    let rank = number("RANK", required("RANK", "WORLD_SIZE")?)?;
-    let world_size = number("WORLD_SIZE", required("WORLD_SIZE", "RANK")?)?;
-    let optional = |name, default| lookup(name).map_or(Ok(default), |value| number(name, value));
-    let info = RankInfo {
-        rank,
-        world_size,
-        // Without word of hosts, all ranks are taken to be on one.
-        local_rank: optional("LOCAL_RANK", rank)?,
-        local_world_size: optional("LOCAL_WORLD_SIZE", world_size)?,
-        host: super::host::name(),
-    };
-    info.validate()?;
-    let host = required("MASTER_ADDR", "RANK")?;
-    let port = number("MASTER_PORT", required("MASTER_PORT", "RANK")?)?;
-    let agent = lookup("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
-    let usable = u16::try_from(port + usize::from(agent)).ok().filter(|port| *port > 0);
-    let port = usable.ok_or_else(|| {
-        let why = if agent { " (the port after it is used, since torchrun's agent has taken it)" } else { "" };
-        Error::config(format!("MASTER_PORT={port} is not a port{why}"))
-    })?;
-    Ok(Some((info, Rendezvous::Tcp { host, port, is_host: rank == 0 })))
+
+    /// The only rank of a world of one.
+    pub fn alone() -> Self {
+        Self { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, host: super::host::name() }
+    }
+}
+
+impl Rendezvous {
+    /// MASTER_ADDR:MASTER_PORT, where rank 0 serves the store; the next port where torchrun's own agent has taken that
+    /// one (TORCHELASTIC_USE_AGENT_STORE).
+    ///
+    /// # Errors
+    /// If a variable is missing or no port.
+    pub fn from_env(rank: usize, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let host = required(&lookup, "MASTER_ADDR")?;
+        let port = number("MASTER_PORT", &required(&lookup, "MASTER_PORT")?)?;
+        let agent = lookup("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        let usable = port.checked_add(usize::from(agent)).and_then(|port| u16::try_from(port).ok());
+        let port = usable.filter(|port| *port > 0).ok_or_else(|| {
+            let why = if agent { " (the port after it is used, since torchrun's agent has taken it)" } else { "" };
+            Error::config(format!("MASTER_PORT={port} is not a port{why}"))
+        })?;
+        Ok(Self::Tcp { host, port, is_host: rank == 0 })
+    }
+
+    /// `tcp://HOST:PORT`, where rank 0 serves the store, or `file:///DIR`, a folder that all ranks share.
+    ///
+    /// # Errors
+    /// If `url` is neither.
+    pub fn from_url(rank: usize, url: &str) -> Result<Self> {
+        if let Some(dir) = url.strip_prefix("file://").filter(|dir| !dir.is_empty()) {
+            return Ok(Self::File { dir: dir.into() });
+        }
+        let address = url.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
+        let parsed = address.and_then(|(host, port)| Some((host, port.parse::<u16>().ok().filter(|port| *port > 0)?)));
+        match parsed {
+            Some((host, port)) if !host.is_empty() => Ok(Self::Tcp { host: host.into(), port, is_host: rank == 0 }),
+            _ => Err(Error::config(format!("rendezvous {url} must be tcp://HOST:PORT or file:///DIR"))),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -62,10 +95,13 @@ mod tests {
 
     /// torchrun's variables with `changes`; an empty value unsets one.
     fn parse(changes: &[(&str, &str)]) -> Result<Option<(RankInfo, Rendezvous)>> {
-        from_env(|name| {
+        let lookup = |name: &str| {
             let entry = changes.iter().chain(&TORCHRUN).find(|(key, _)| *key == name)?;
             Some(entry.1.to_owned()).filter(|value| !value.is_empty())
-        })
+        };
+        let Some(info) = RankInfo::from_env(lookup)? else { return Ok(None) };
+        let rendezvous = Rendezvous::from_env(info.rank, lookup)?;
+        Ok(Some((info, rendezvous)))
     }
 
     #[test]
@@ -85,15 +121,24 @@ mod tests {
 
     #[test]
     fn without_a_launcher_there_is_no_rank() {
-        assert!(from_env(|_| None).unwrap().is_none());
+        assert!(RankInfo::from_env(|_| None).unwrap().is_none());
         assert!(parse(&[("RANK", ""), ("WORLD_SIZE", "")]).unwrap().is_none());
+    }
+
+    #[test]
+    fn urls_name_a_port_or_a_folder() {
+        let tcp = Rendezvous::Tcp { host: "node0".into(), port: 1234, is_host: true };
+        assert_eq!(Rendezvous::from_url(0, "tcp://node0:1234").unwrap(), tcp);
+        assert_eq!(Rendezvous::from_url(1, "file:///a/b").unwrap(), Rendezvous::File { dir: "/a/b".into() });
+        for bad in ["node0:1234", "tcp://node0", "tcp://:1", "tcp://node0:0", "tcp://node0:70000", "file://"] {
+            assert!(Rendezvous::from_url(0, bad).unwrap_err().to_string().contains(bad), "{bad}");
+        }
     }
 
     #[test]
     fn a_bad_variable_is_named_with_its_value() {
         for (changes, expected) in [
             (&[("RANK", "x")][..], "RANK=x"),
-            (&[("RANK", "")], "RANK is not"),
             (&[("WORLD_SIZE", "")], "WORLD_SIZE is not"),
             (&[("RANK", "8")], "RANK=8"),
             (&[("WORLD_SIZE", "0")], "WORLD_SIZE=0"),

@@ -16,7 +16,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-pub use self::env::from_env;
 pub use self::file_store::FileStore;
 pub use self::host::name as this_host;
 pub(crate) use self::join::Member;
