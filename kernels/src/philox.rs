@@ -234,7 +234,7 @@ mod tests {
             let w = philox4x32([c0, c1, s0, s1], words(seed)).map(|w| (f64::from(w) + 0.5) / 4_294_967_296.0);
             let (u, v) = if index % 4 < 2 { (w[0], w[1]) } else { (w[2], w[3]) };
             let (sin, cos) = (std::f64::consts::TAU * v).sin_cos();
-            let want = 0.5 * (-2.0 * u.ln()).sqrt() * if index % 2 == 0 { cos } else { sin };
+            let want = 0.5 * (-2.0 * u.ln()).sqrt() * if index.is_multiple_of(2) { cos } else { sin };
             assert!((f64::from(got) - want).abs() <= 1e-7 * want.abs() + 1e-14, "element {i}: {got}, want {want}");
         }
     }
