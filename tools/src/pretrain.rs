@@ -5,9 +5,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use candle_core::{DType, Device};
+use megatron::checkpoint;
 use megatron::comm::{self, CommOptions, Group, RankInfo, Rendezvous};
 use megatron::config::RunConfig;
-use megatron::data::{self, Datasets, Tokenizer};
+use megatron::data::{self, Datasets, TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Outcome, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
 
@@ -94,8 +95,17 @@ fn check_outputs(run: &RunConfig) -> Result<()> {
 }
 
 /// Opens the data, which tell the size of the vocabulary.
+///
+/// A run that resumes keeps the vocabulary it was trained with, even if the text that it was made from has changed.
 fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     let run = &mut resolved.run;
+    if let Some(load) = &run.checkpoint.load
+        && run.data.tokenizer.as_deref().is_some_and(|spec| spec.starts_with("train:"))
+        && load.join(TOKENIZER_FILE).is_file()
+        && checkpoint::latest(load)?.is_some()
+    {
+        run.data.tokenizer = Some(load.join(TOKENIZER_FILE).to_string_lossy().into_owned());
+    }
     let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size)?;
     run.model.vocab_size = datasets.vocab_size;
     Ok(datasets)
@@ -115,6 +125,9 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     if place.world_size == 1 {
         datasets.description.iter().for_each(|line| reporter.message(line));
+    }
+    if let (0, Some(save), Some(tokenizer)) = (place.rank, &resolved.run.checkpoint.save, &datasets.tokenizer) {
+        tokenizer.save_into(save)?;
     }
     let outcome = run_rank(&resolved.run, world.clone(), datasets, reporter.as_mut(), &stop.flag);
     if let Err(error) = &outcome {

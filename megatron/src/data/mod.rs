@@ -29,7 +29,7 @@ pub use sampler::{GlobalBatch, Loader, MicroBatch};
 pub use source::{SampleSource, Sequential, Shuffled, TokenStream};
 pub use split::{Split, parse_split, split_sequences};
 pub use text::Corpus;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{TOKENIZER_FILE, Tokenizer};
 
 use crate::config::{DataConfig, DataloaderType};
 use crate::{Error, Result};

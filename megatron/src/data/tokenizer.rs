@@ -31,8 +31,11 @@ pub struct Tokenizer {
 #[derive(Clone, Debug)]
 enum Kind {
     Byte,
-    HuggingFace(Arc<tokenizers::Tokenizer>),
+    HuggingFace { inner: Arc<tokenizers::Tokenizer>, json: Arc<[u8]> },
 }
+
+/// A tokenizer's file beside checkpoints, as Hugging Face names it.
+pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
 impl Tokenizer {
     /// Opens what `--tokenizer` names: `byte`, `train:VOCAB`, or the path of a `tokenizer.json` or of its folder.
@@ -126,7 +129,7 @@ impl Tokenizer {
         let mut key = KeyHasher::default();
         key.field(&bytes).field(format!("{eod:?}").as_bytes());
         Ok(Self {
-            kind: Kind::HuggingFace(Arc::new(inner)),
+            kind: Kind::HuggingFace { inner: Arc::new(inner), json: bytes.into() },
             vocab_size: largest as usize + 1,
             eod,
             name: path.display().to_string(),
@@ -154,11 +157,26 @@ impl Tokenizer {
         &self.key
     }
 
+    /// Puts a copy of the tokenizer's file into `dir`, where a checkpoint's users find it; bytes need none.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn save_into(&self, dir: &Path) -> Result<()> {
+        let Kind::HuggingFace { json, .. } = &self.kind else { return Ok(()) };
+        let path = dir.join(TOKENIZER_FILE);
+        if fs::read(&path).is_ok_and(|there| there[..] == json[..]) {
+            return Ok(());
+        }
+        let mut file = AtomicFile::create(&path)?;
+        file.write(json)?;
+        file.commit()
+    }
+
     /// The tokens of a text, without any around it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
             Kind::Byte => Ok(text.bytes().map(u32::from).collect()),
-            Kind::HuggingFace(inner) => {
+            Kind::HuggingFace { inner, .. } => {
                 inner.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec()).map_err(|error| {
                     Error::data(&self.name, format!("cannot encode a text: {error}; give another tokenizer"))
                 })
@@ -183,7 +201,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = tokens.iter().filter_map(|&token| u8::try_from(token).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace(inner) => inner.decode(tokens, true).map_err(|error| {
+            Kind::HuggingFace { inner, .. } => inner.decode(tokens, true).map_err(|error| {
                 Error::data(&self.name, format!("cannot decode tokens: {error}; give another tokenizer"))
             }),
         }
