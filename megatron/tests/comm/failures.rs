@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use megatron::Error;
 use megatron::comm::ReduceOp;
 
-use crate::support::{BACKENDS, ranks, tensor, try_ranks, zeros};
+use crate::support::{BACKENDS, bytes, ranks, tensor, try_ranks, zeros};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -109,6 +109,35 @@ fn messages_of_a_rank_that_left_can_still_be_received() {
             std::thread::sleep(Duration::from_millis(200));
             g.recv(&zeros(5000, DType::F32), 0, 0)?.wait()
         });
+    }
+}
+
+#[test]
+fn ranks_that_leave_with_unread_messages_do_not_wait_for_each_other() {
+    for backend in BACKENDS {
+        let start = Instant::now();
+        ranks(backend, 2, |g| {
+            g.send(&zeros(2 << 20, DType::F32), 1 - g.rank(), 0)?.wait()?;
+            g.barrier().or(Ok(()))
+        });
+        assert!(start.elapsed() < 10 * SECOND, "{backend}");
+    }
+}
+
+#[test]
+fn a_large_message_outlives_its_sender() {
+    for backend in BACKENDS {
+        let all = ranks(backend, 2, |g| {
+            let t = zeros(2 << 20, DType::F32);
+            if g.rank() == 0 {
+                g.send(&tensor(0, 2 << 20, DType::F32), 1, 0)?.wait()?;
+                return Ok(vec![]);
+            }
+            std::thread::sleep(SECOND / 5);
+            g.recv(&t, 0, 0)?.wait()?;
+            Ok(bytes(&t))
+        });
+        assert!(all[1] == bytes(&tensor(0, 2 << 20, DType::F32)), "{backend}");
     }
 }
 

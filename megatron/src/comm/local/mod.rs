@@ -125,7 +125,7 @@ impl Sender {
     /// Whether nobody will read what is queued.
     fn is_pointless(&self) -> bool {
         let late = lock(&self.queue).closing.is_some_and(|deadline| Instant::now() >= deadline);
-        late || self.segment.verdict().is_some() || self.segment.gone(self.dst).is_some()
+        late || self.segment.verdict().is_some() || !self.segment.reads(self.dst)
     }
 }
 
@@ -244,6 +244,8 @@ impl Link for LocalLink {
 
 impl Drop for LocalLink {
     fn drop(&mut self) {
+        // Two ranks that leave do not wait for each other to read.
+        self.segment.start_leaving();
         let deadline = Instant::now() + self.timeout;
         for sender in &self.senders {
             lock(&sender.queue).closing = Some(deadline);

@@ -21,7 +21,9 @@ const REASON: usize = 1024;
 
 const ABSENT: u32 = 0;
 const PRESENT: u32 = 1;
-const LEFT: u32 = 2;
+/// Reads no more, but may still be writing.
+const LEAVING: u32 = 2;
+const LEFT: u32 = 3;
 
 /// The first page.
 #[repr(C)]
@@ -190,7 +192,12 @@ impl Segment {
         slot.state.store(PRESENT, Ordering::Release);
     }
 
-    /// This rank needs nobody any more.
+    /// This rank reads no more messages.
+    pub fn start_leaving(&self) {
+        self.slot(self.rank).state.store(LEAVING, Ordering::Release);
+    }
+
+    /// This rank needs nobody any more, and has written all it had to.
     pub fn leave(&self) {
         self.slot(self.rank).state.store(LEFT, Ordering::Release);
     }
@@ -203,13 +210,19 @@ impl Segment {
     /// How `rank` died, if it did not leave in peace.
     pub fn died(&self, rank: usize) -> Option<String> {
         let slot = self.slot(rank);
-        if slot.state.load(Ordering::Acquire) != PRESENT {
+        let takes_part = || matches!(slot.state.load(Ordering::Acquire), PRESENT | LEAVING);
+        if !takes_part() {
             return None;
         }
         let process = Process { pid: slot.pid.load(Ordering::Relaxed), start: slot.start.load(Ordering::Relaxed) };
         // It may have left between the two looks.
-        let dead = !process.is_alive() && slot.state.load(Ordering::Acquire) == PRESENT;
+        let dead = !process.is_alive() && takes_part();
         dead.then(|| format!("died (pid {})", process.pid))
+    }
+
+    /// Whether `rank` will read what is sent to it.
+    pub fn reads(&self, rank: usize) -> bool {
+        matches!(self.slot(rank).state.load(Ordering::Acquire), ABSENT | PRESENT) && self.died(rank).is_none()
     }
 
     /// Why no more will come from `rank`, if so.
