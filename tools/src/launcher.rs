@@ -29,6 +29,7 @@ pub fn run(launch: &LaunchArgs) -> Result<u8> {
         nodes: launch.nnodes as usize,
         node_rank: launch.node_rank as usize,
         master: (launch.master_addr.clone(), port),
+        serves_store: false,
         style: Style::Command,
         // Long enough for ranks that end of the same cause to say so.
         self_end: Duration::from_secs(1),
@@ -41,7 +42,7 @@ pub fn run(launch: &LaunchArgs) -> Result<u8> {
 ///
 /// # Errors
 /// If the loopback interface refuses to listen.
-pub fn free_port() -> Result<u16> {
+fn free_port() -> Result<u16> {
     TcpListener::bind(("127.0.0.1", 0))
         .and_then(|listener| listener.local_addr())
         .map(|address| address.port())

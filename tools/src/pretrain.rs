@@ -6,17 +6,16 @@ use std::time::Duration;
 
 use candle_core::{DType, Device};
 use megatron::checkpoint;
+use megatron::comm::rendezvous::StoreServer;
 use megatron::comm::{self, CommOptions, Group, RankInfo, Rendezvous};
 use megatron::config::RunConfig;
 use megatron::data::{self, Datasets, TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Outcome, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
 
-use crate::cli::flags::Backend;
 use crate::cli::{Distributed, Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
-use crate::launch::{Plan, Style, supervise};
-use crate::launcher::free_port;
+use crate::launch::{Plan, STORE_SERVED, Style, supervise};
 use crate::report;
 use crate::signals::StopSignal;
 
@@ -55,6 +54,11 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
         crate::print_line(&line);
     }
     train::preflight(&resolved.run)?;
+    // Serving the store here rather than in rank 0 leaves no moment in which another program can take the port.
+    let store = match resolved.distributed.rendezvous {
+        None => Some(StoreServer::bind("127.0.0.1", 0)?),
+        Some(_) => None,
+    };
     let program = std::env::current_exe()
         .map_err(|source| Error::Io { action: "find the program that is running".to_string(), source })?;
     let mut command = vec![program.into_os_string()];
@@ -64,7 +68,8 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
         local_ranks: world_size,
         nodes: 1,
         node_rank: 0,
-        master: ("127.0.0.1".to_string(), free_port()?),
+        master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
+        serves_store: store.is_some(),
         style: Style::Run,
         self_end: Duration::from_secs(5),
         stop_limit: None,
@@ -117,11 +122,12 @@ fn environment(name: &str) -> Option<String> {
 
 /// This process's part of the run.
 fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
-    let stop = StopSignal::listen()?;
     share_cores(place)?;
     let datasets = open_data(&mut resolved)?;
     train::preflight(&resolved.run)?;
     let world = connect(place, &resolved.distributed)?;
+    // Until here there is nothing to save, and a signal just ends the process.
+    let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     if place.world_size == 1 {
         datasets.description.iter().for_each(|line| reporter.message(line));
@@ -158,17 +164,15 @@ fn connect(place: &RankInfo, distributed: &Distributed) -> Result<Group> {
     if place.world_size == 1 {
         return Ok(comm::solo());
     }
-    let rendezvous = match &distributed.rendezvous {
-        Some(url) => Rendezvous::from_url(place.rank, url)?,
-        None => Rendezvous::from_env(place.rank, environment)?,
-    };
-    let backend = match distributed.backend {
-        Backend::Auto => comm::Backend::Auto,
-        Backend::Local => comm::Backend::Local,
-        Backend::Tcp => comm::Backend::Tcp,
+    let rendezvous = match (&distributed.rendezvous, Rendezvous::from_env(place.rank, environment)) {
+        (Some(url), _) => Rendezvous::from_url(place.rank, url)?,
+        (None, Ok(Rendezvous::Tcp { host, port, .. })) if environment(STORE_SERVED).is_some() => {
+            Rendezvous::Tcp { host, port, is_host: false }
+        }
+        (None, from_environment) => from_environment?,
     };
     let options = CommOptions { timeout: distributed.timeout, ..CommOptions::default() };
-    Ok(comm::init(place, &rendezvous, backend, options)?)
+    Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
 }
 
 /// Trains, and continues the prompt once all steps are made.

@@ -102,7 +102,7 @@ impl Check<'_> {
         if divisor == 0 {
             return;
         }
-        self.require(value % divisor == 0, |c| {
+        self.require(value.is_multiple_of(divisor), |c| {
             let product = match factors {
                 [_] => String::new(),
                 _ => format!(" (the product of {})", c.cite_all(factors)),
@@ -170,6 +170,14 @@ impl Check<'_> {
                 c.cite("context_parallel_size", p.context_parallel_size)
             )
         });
+        let sizes = [
+            ("tensor_model_parallel_size", tp),
+            ("context_parallel_size", p.context_parallel_size),
+            ("pipeline_model_parallel_size", pp),
+            ("data_parallel_size", p.data_parallel_size),
+        ];
+        let world = sizes.iter().try_fold(1usize, |product, &(_, size)| product.checked_mul(size));
+        self.require(world.is_some(), |c| format!("the product of {} is too large", c.cite_all(&sizes)));
         let by_tp = [("tensor_model_parallel_size", tp)];
         self.divides(
             "num_attention_heads",
@@ -283,7 +291,9 @@ impl Check<'_> {
     fn optimizer(&mut self, o: &OptimizerConfig) {
         self.above_zero("lr", o.lr);
         self.non_negative("min_lr", o.min_lr);
-        self.require(!(o.min_lr > o.lr), |c| format!("{} exceeds {}", c.cite("min_lr", o.min_lr), c.cite("lr", o.lr)));
+        self.require(o.min_lr <= o.lr || o.lr.is_nan(), |c| {
+            format!("{} exceeds {}", c.cite("min_lr", o.min_lr), c.cite("lr", o.lr))
+        });
         self.non_negative("weight_decay", o.weight_decay);
         self.non_negative("clip_grad", o.clip_grad);
         match o.kind {
@@ -335,3 +345,6 @@ impl Check<'_> {
         self.positive_steps("eval_interval", run.logging.eval_interval);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use megatron::comm::{self, RankInfo};
+use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recompute,
     RecomputeMethod, RunConfig, ScheduleKind, Sources, TrainingConfig,
 };
 
 use super::Gathered;
-use super::flags::{Backend, Flags, Granularity, TrainingFlags};
+use super::flags::{Flags, Granularity, TrainingFlags};
 use crate::error::{Error, Result};
 
 /// A run that was checked, except for what only its data can tell.
@@ -468,7 +468,7 @@ impl Resolver<'_> {
         })?;
         if let Some(url) = &p.rdzv {
             let cited = self.sources.cite("rdzv", url);
-            comm::Rendezvous::from_url(0, url)
+            Rendezvous::from_url(0, url)
                 .map_err(|_| Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR")))?;
         }
         Ok(Distributed { backend: p.distributed_backend, timeout, rendezvous: p.rdzv.clone() })

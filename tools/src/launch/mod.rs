@@ -5,4 +5,4 @@ mod output;
 mod process;
 mod supervisor;
 
-pub use supervisor::{Plan, Style, supervise};
+pub use supervisor::{Plan, STORE_SERVED, Style, supervise};

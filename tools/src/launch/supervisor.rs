@@ -22,6 +22,9 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// How long output of an ended rank may still be on its way.
 const DRAIN: Duration = Duration::from_millis(500);
 
+/// Set for ranks whose supervisor serves the store at MASTER_ADDR:MASTER_PORT.
+pub const STORE_SERVED: &str = "MEGATRON_STORE_SERVED";
+
 /// How ranks' output is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
@@ -44,6 +47,8 @@ pub struct Plan {
     pub node_rank: usize,
     /// MASTER_ADDR and MASTER_PORT.
     pub master: (String, u16),
+    /// Whether this process serves the store there, so that rank 0 does not.
+    pub serves_store: bool,
     pub style: Style,
     /// How long the other ranks may take to notice a failure by themselves.
     pub self_end: Duration,
@@ -76,6 +81,9 @@ impl Plan {
         ];
         command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
         command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, "1");
+        if self.serves_store {
+            command.env(STORE_SERVED, "1");
+        }
         let threads = (std::thread::available_parallelism().map_or(1, usize::from) / self.local_ranks).max(1);
         for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
             if std::env::var_os(name).is_none() {

@@ -1,5 +1,6 @@
 //! The program, seen from outside.
 
 mod launch;
+mod pretrain;
 mod settings;
 mod support;

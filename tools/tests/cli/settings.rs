@@ -191,3 +191,25 @@ fn a_folder_that_cannot_be_written_is_named() {
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("cannot write to the folder /dev/null/checkpoints"), "{}", stderr(&output));
 }
+
+#[test]
+fn checkpoints_of_another_run_are_not_overwritten() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("latest_checkpointed_iteration.txt"), "7").unwrap();
+    std::fs::create_dir(folder.path().join("iter_0000007")).unwrap();
+    let output = pretrain("", "", &[&format!("--save={}", folder.path().display())]);
+    assert!(!output.status.success());
+    let text = stderr(&output);
+    assert!(text.contains("iter_0000007") && text.contains("overwrite") && text.contains("--load"), "{text}");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_once_before_ranks_start() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("latest_checkpointed_iteration.txt"), "7").unwrap();
+    std::fs::create_dir(folder.path().join("iter_0000007")).unwrap();
+    let output = pretrain("", "", &[&format!("--load={}", folder.path().display()), "--tensor-model-parallel-size=2"]);
+    assert_eq!(output.status.code(), Some(1));
+    let text = stderr(&output);
+    assert!(text.contains("iter_0000007/manifest.json") && !text.contains("rank"), "{text}");
+}

@@ -20,7 +20,7 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 pub use data::{CheckpointFlags, DataFlags, LoggingFlags};
 pub use model::ModelFlags;
 pub use optimizer::OptimizerFlags;
-pub use parallel::{Backend, ParallelFlags};
+pub use parallel::ParallelFlags;
 pub use training::{Granularity, TrainingFlags};
 
 /// All settings of a run.

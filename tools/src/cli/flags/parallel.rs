@@ -2,7 +2,9 @@
 
 use std::str::FromStr;
 
-use clap::{ArgAction, Args, ValueEnum};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{ArgAction, Args};
+use megatron::comm::Backend;
 use megatron::config::{PartitionMethod, ScheduleKind};
 
 use super::choice;
@@ -44,7 +46,7 @@ pub struct ParallelFlags {
     #[arg(long, value_name = "N")]
     pub bucket_size: Option<usize>,
     /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine
-    #[arg(long, value_name = "BACKEND", value_enum, default_value_t = Backend::Auto)]
+    #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
     pub distributed_backend: Backend,
     /// A rank that waits longer than this for its peers ends the run
     #[arg(long, value_name = "MINUTES", default_value_t = 10.0)]
@@ -52,14 +54,6 @@ pub struct ParallelFlags {
     /// Where ranks meet: tcp://HOST:PORT or file:///DIR [default: MASTER_ADDR and MASTER_PORT]
     #[arg(long, value_name = "URL")]
     pub rdzv: Option<String>,
-}
-
-/// How ranks exchange data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Backend {
-    Auto,
-    Local,
-    Tcp,
 }
 
 /// A [`PartitionMethod`] as it is written on the command line.
@@ -82,4 +76,12 @@ impl FromStr for Partition {
         };
         Ok(Self(method))
     }
+}
+
+fn backends() -> impl TypedValueParser<Value = Backend> {
+    PossibleValuesParser::new(["auto", "local", "tcp"]).map(|name| match name.as_str() {
+        "local" => Backend::Local,
+        "tcp" => Backend::Tcp,
+        _ => Backend::Auto,
+    })
 }

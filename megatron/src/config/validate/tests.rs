@@ -1,0 +1,160 @@
+//! Every equation, broken once.
+
+use std::path::PathBuf;
+
+use super::*;
+use crate::config::{CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, Normalization, WsdDecayStyle};
+
+/// A valid run of 2·1·2·2 (tp·cp·pp·dp) ranks.
+fn valid() -> RunConfig {
+    RunConfig {
+        model: ModelConfig {
+            num_layers: 8,
+            hidden_size: 64,
+            ffn_hidden_size: 256,
+            num_attention_heads: 8,
+            num_query_groups: 4,
+            head_dim: 8,
+            seq_length: 32,
+            max_position_embeddings: 32,
+            position_embedding: PositionEmbedding::Rope,
+            rotary_base: 1e4,
+            normalization: Normalization::RMSNorm,
+            norm_epsilon: 1e-5,
+            swiglu: true,
+            bias_linear: false,
+            qkv_bias: false,
+            untie_embeddings_and_output_weights: true,
+            vocab_size: 100,
+            make_vocab_size_divisible_by: 128,
+            attention_dropout: 0.1,
+            hidden_dropout: 0.1,
+            init_method_std: 0.02,
+        },
+        parallel: ParallelConfig {
+            tensor_model_parallel_size: 2,
+            pipeline_model_parallel_size: 2,
+            context_parallel_size: 1,
+            data_parallel_size: 2,
+            virtual_pipeline_size: 2,
+            schedule: ScheduleKind::Interleaved,
+            partition: PartitionMethod::Uniform,
+            sequence_parallel: true,
+            use_distributed_optimizer: true,
+            overlap_grad_reduce: true,
+            bucket_size: 1000,
+        },
+        data: DataConfig {
+            data_path: vec!["text".into()],
+            split: "969,30,1".into(),
+            tokenizer: Some("byte".into()),
+            dataloader_type: DataloaderType::Shuffled,
+            cache_dir: PathBuf::from("cache"),
+        },
+        training: TrainingConfig {
+            micro_batch_size: 2,
+            global_batch_size: 16,
+            train_iters: 10,
+            exit_interval: None,
+            seed: 1,
+            recompute: Recompute::None,
+        },
+        optimizer: OptimizerConfig {
+            kind: OptimizerKind::Adam,
+            lr: 1e-3,
+            min_lr: 1e-4,
+            decay_style: DecayStyle::Cosine,
+            decay_samples: 160,
+            warmup_samples: 16,
+            wsd_decay_samples: 0,
+            wsd_decay_style: WsdDecayStyle::Linear,
+            weight_decay: 0.01,
+            adam_beta1: 0.9,
+            adam_beta2: 0.999,
+            adam_eps: 1e-8,
+            sgd_momentum: 0.9,
+            clip_grad: 1.0,
+        },
+        checkpoint: CheckpointConfig { save: None, save_interval: None, load: None },
+        logging: LoggingConfig {
+            log_interval: 1,
+            eval_interval: None,
+            eval_iters: 1,
+            metrics: None,
+            prompt: None,
+            prompt_tokens: 1,
+        },
+    }
+}
+
+#[test]
+fn a_valid_run_is_accepted() {
+    valid().validate().unwrap();
+}
+
+#[test]
+fn every_broken_equation_is_named_with_its_numbers() {
+    type Break = fn(&mut RunConfig);
+    let cases: [(Break, &str); 24] = [
+        (
+            |c| c.model.num_query_groups = 3,
+            "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
+        ),
+        (|c| c.model.num_attention_heads = 12, "must be a multiple of tensor_model_parallel_size = 8"),
+        (|c| c.model.num_query_groups = 1, "num_query_groups = 1 must be a multiple of tensor_model_parallel_size = 2"),
+        (|c| c.model.ffn_hidden_size = 255, "ffn_hidden_size = 255 must be a multiple of"),
+        (|c| c.model.seq_length = 31, "seq_length = 31 must be a multiple of"),
+        (|c| c.model.seq_length = 34, "seq_length = 34 exceeds max_position_embeddings = 32"),
+        (|c| c.model.head_dim = 7, "kv_channels = 7 must be even"),
+        (|c| c.model.attention_dropout = 1.0, "attention_dropout = 1 must lie in [0, 1)"),
+        (|c| c.model.norm_epsilon = f64::NAN, "norm_epsilon = NaN must be a finite number above 0"),
+        (|c| c.model.num_layers = 3, "num_layers = 3 cannot fill 4 stages"),
+        (|c| c.parallel.partition = PartitionMethod::Explicit(vec![4, 4]), "names 2 stages, and there are 4"),
+        (|c| c.parallel.partition = PartitionMethod::Explicit(vec![2, 2, 2, 1]), "deals 7 layers, and num_layers = 8"),
+        (|c| c.parallel.context_parallel_size = 2, "context parallelism is not available"),
+        (|c| c.parallel.schedule = ScheduleKind::OneFOneB, "need pipeline_schedule = interleaved"),
+        (|c| c.parallel.pipeline_model_parallel_size = 1, "needs at least 2 stages"),
+        (|c| c.training.global_batch_size = 18, "global_batch_size = 18 must be a multiple of 4"),
+        (
+            |c| c.training.global_batch_size = 12,
+            "there are 3 (global_batch_size = 12 / (micro_batch_size = 2 · data_parallel_size = 2))",
+        ),
+        (|c| c.training.micro_batch_size = 0, "micro_batch_size = 0 must be at least 1"),
+        (|c| c.optimizer.min_lr = 1.0, "min_lr = 1 exceeds lr = 0.001"),
+        (|c| c.optimizer.warmup_samples = 160, "the warm-up of 160 samples"),
+        (|c| c.data.split = "0,0,0".into(), "split = \"0,0,0\""),
+        (|c| c.checkpoint.save_interval = Some(5), "save_interval = 5 has no folder"),
+        (|c| c.logging.log_interval = 0, "log_interval = 0 must be at least 1"),
+        (|c| c.training.train_iters = 0, "train_iters = 0 leaves nothing to train"),
+    ];
+    for (broken, expected) in cases {
+        let mut run = valid();
+        broken(&mut run);
+        if expected.ends_with("tensor_model_parallel_size = 8") {
+            run.parallel.tensor_model_parallel_size = 8;
+        }
+        let message = run.validate().unwrap_err().to_string();
+        assert!(message.contains(expected), "no {expected:?} in {message}");
+    }
+}
+
+#[test]
+fn everything_wrong_is_listed_at_once() {
+    let mut run = valid();
+    run.optimizer.lr = 0.0;
+    run.training.train_iters = 0;
+    let message = run.validate().unwrap_err().to_string();
+    assert!(message.starts_with("3 settings are wrong:\n  - "), "{message}");
+}
+
+#[test]
+fn an_unknown_vocabulary_is_not_an_error_yet() {
+    let mut run = valid();
+    run.model.vocab_size = 0;
+    run.validate().unwrap();
+}
+
+#[test]
+fn microbatches_are_the_global_batch_over_what_a_pass_takes() {
+    assert_eq!(valid().num_microbatches(), 4);
+}

@@ -1,0 +1,141 @@
+//! `megatron pretrain`, whole: a tiny run over processes, how it is reported, stopped, killed and resumed.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::support::{is_alive, kill, megatron, stderr, stdout, wait_for};
+
+const RUN: &str = r#"[model]
+num_layers = 2
+hidden_size = 16
+num_attention_heads = 2
+seq_length = 8
+attention_dropout = 0.0
+hidden_dropout = 0.0
+
+[parallel]
+tensor_model_parallel_size = 2
+
+[data]
+data_path = "text.txt"
+tokenizer = "byte"
+cache_dir = "cache"
+
+[training]
+micro_batch_size = 1
+train_iters = 4
+
+[optimizer]
+lr = 1e-3
+
+[checkpoint]
+save = "saved"
+load = "saved"
+
+[logging]
+metrics = "metrics.jsonl"
+eval_iters = 1
+"#;
+
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("run.toml"), RUN).unwrap();
+    std::fs::write(folder.path().join("text.txt"), "A text that says little, again and again.\n\n".repeat(100))
+        .unwrap();
+    folder
+}
+
+fn pretrain(folder: &Path, flags: &[&str]) -> Command {
+    let mut command = megatron();
+    command
+        .current_dir(folder)
+        .args(["pretrain", "run.toml"])
+        .args(flags)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn metrics(folder: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap_or_default();
+    text.lines().filter(|line| line.contains("\"grad_norm\"")).map(str::to_string).collect()
+}
+
+fn saved_iteration(folder: &Path) -> String {
+    let pointer = std::fs::read_to_string(folder.join("saved/latest_checkpointed_iteration.txt"));
+    pointer.unwrap_or_default().trim().to_string()
+}
+
+/// The processes that `parent` started.
+fn children(parent: u32) -> Vec<u32> {
+    let list = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).unwrap_or_default();
+    list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+}
+
+#[test]
+fn a_run_prints_megatrons_lines_writes_metrics_and_saves() {
+    let folder = folder();
+    let output = pretrain(folder.path(), &[]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert_eq!(text.matches("| consumed samples:").count(), 4, "{text}");
+    assert!(text.contains("] iteration        4/       4 | consumed samples:            4 |"), "{text}");
+    assert_eq!(metrics(folder.path()).len(), 4);
+    assert_eq!(saved_iteration(folder.path()), "4");
+}
+
+#[test]
+fn a_launcher_can_start_the_ranks_of_a_run() {
+    let folder = folder();
+    let program = env!("CARGO_BIN_EXE_megatron");
+    let output = megatron()
+        .current_dir(folder.path())
+        .args(["launch", "--nproc-per-node", "4", "--", program, "pretrain", "run.toml", "--global-batch-size", "4"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(stdout(&output).contains("[0]:  ["), "{}", stdout(&output));
+    assert_eq!(metrics(folder.path()).len(), 4);
+}
+
+#[test]
+fn signals_save_and_stop_and_the_same_command_goes_on() {
+    for (signal, code, layout) in [("INT", 130, &[][..]), ("TERM", 143, &["--tensor-model-parallel-size=1"])] {
+        let folder = folder();
+        let endless = [&["--train-iters=1000000"], layout].concat();
+        let child = pretrain(folder.path(), &endless).stdout(Stdio::null()).spawn().unwrap();
+        wait_for("some steps", || (metrics(folder.path()).len() > 2).then_some(()));
+        kill(child.id(), signal);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+        assert!(!stderr(&output).contains("error"), "{}", stderr(&output));
+        let saved: usize = saved_iteration(folder.path()).parse().unwrap();
+        assert_eq!(metrics(folder.path()).len(), saved);
+        // The length of the run is part of its learning-rate schedule, so it stays; one more step is asked for.
+        let next = format!("--exit-interval={}", saved + 1);
+        let output = pretrain(folder.path(), &[&endless[..], &[&next]].concat()).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert_eq!(saved_iteration(folder.path()), (saved + 1).to_string());
+        assert_eq!(metrics(folder.path()).len(), saved + 1);
+    }
+}
+
+#[test]
+fn a_killed_rank_is_named_and_ends_the_run() {
+    let folder = folder();
+    let child = pretrain(folder.path(), &["--train-iters=1000000"]).stdout(Stdio::null()).spawn().unwrap();
+    wait_for("some steps", || (metrics(folder.path()).len() > 2).then_some(()));
+    let ranks = children(child.id());
+    assert_eq!(ranks.len(), 2);
+    let start = Instant::now();
+    kill(ranks[1], "KILL");
+    let output = child.wait_with_output().unwrap();
+    assert!(start.elapsed() < Duration::from_secs(10));
+    assert_eq!(output.status.code(), Some(137));
+    let text = stderr(&output);
+    assert_eq!(text.lines().count(), 1, "{text}");
+    assert!(text.starts_with(&format!("error: rank 1 (pid {}) was killed by SIGKILL", ranks[1])), "{text}");
+    assert!(text.contains("goes on from the last checkpoint in saved"), "{text}");
+    assert!(!ranks.iter().any(|&pid| is_alive(pid)));
+}
