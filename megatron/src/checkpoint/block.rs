@@ -159,7 +159,7 @@ pub(super) fn check_cover(numel: usize, blocks: &[Block], owner: impl Fn(usize) 
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::Random;
+    use super::super::tests::Random;
     use super::*;
 
     /// Row-major index in a tensor of shape `global` of every element of a block, in the block's order.

@@ -25,7 +25,7 @@ mod manifest;
 mod save;
 mod shard_file;
 #[cfg(test)]
-mod testing;
+mod tests;
 mod values;
 
 pub use folder::{Latest, iteration_dir, latest};

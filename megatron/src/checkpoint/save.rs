@@ -17,8 +17,8 @@ use crate::comm::Group;
 use crate::params::{Piece, ShardRef};
 use crate::{Error, Result};
 
-/// Elements of a chunk at most; a reader holds one chunk in memory.
-const CHUNK_ELEMENTS: usize = 1 << 24;
+/// Elements of a chunk at most; a reader holds one chunk in memory. Small in tests, so that tensors have several.
+const CHUNK_ELEMENTS: usize = if cfg!(test) { 16 } else { 1 << 24 };
 
 /// Saves a checkpoint as `dir/iter_…` and points `dir` at it. Collective over `world`.
 ///
