@@ -125,7 +125,7 @@ impl Block {
             f(Run { src: self.place(&index), dst: other.place(&index), len });
             let Some(d) = (0..outer).rev().find(|&d| index[d] + 1 < offset[d] + shape[d]) else { return };
             index[d] += 1;
-            let _ = &offset[d + 1..outer];
+            index[d + 1..outer].copy_from_slice(&offset[d + 1..outer]);
         }
     }
 }

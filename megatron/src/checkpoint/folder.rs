@@ -133,7 +133,7 @@ pub fn latest(dir: &Path) -> Result<Option<Latest>> {
     // A run that was killed while it replaced this very checkpoint left the older one aside.
     let path = [names.target.clone(), names.aside].into_iter().find(|path| path.is_dir()).ok_or_else(|| {
         let message = format!(
-            "is not there, though {} names iteration {iteration}; write the number of an existing iter_… folder into it",
+            "is not there, though {} names iteration {iteration}; write the number of an existing one into it",
             pointer.display()
         );
         Error::checkpoint(&names.target, message)

@@ -23,8 +23,8 @@ const CHUNK_ELEMENTS: usize = if cfg!(test) { 16 } else { 1 << 24 };
 /// Saves a checkpoint as `dir/iter_…` and points `dir` at it. Collective over `world`.
 ///
 /// `shards` is what this rank owns: over all ranks every element of every logical tensor is in exactly one shard.
-/// `state` is the trainer's (rank 0's counts); it comes back as `Manifest::state`, floats to within one unit in the last
-/// place. `dir` is one folder for all ranks.
+/// `state` is the trainer's (rank 0's counts); it comes back as `Manifest::state`, floats to within one unit in the
+/// last place. `dir` is one folder for all ranks.
 ///
 /// A checkpoint of the same iteration is replaced: it is set aside under a hidden name, from which [`super::latest`]
 /// still finds it should the run be killed between two renames, and removed when the new one is in place. Temporary
