@@ -88,7 +88,7 @@ pub struct LaunchArgs {
 /// What was asked for.
 #[derive(Debug)]
 pub enum Request {
-    Pretrain(Gathered),
+    Pretrain(Box<Gathered>),
     Launch(LaunchArgs),
 }
 
@@ -136,9 +136,11 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
             check_launch(&launch)?;
             Ok(Request::Launch(launch))
         }
-        (Command::Pretrain(args), Some(typed)) => gather(words, *args, typed).map(Request::Pretrain),
+        (Command::Pretrain(args), Some(typed)) => {
+            gather(words, *args, typed).map(|settings| Request::Pretrain(Box::new(settings)))
+        }
         (Command::Pretrain(args), None) => {
-            Ok(Request::Pretrain(Gathered { flags: args.flags, origins: BTreeMap::new() }))
+            Ok(Request::Pretrain(Box::new(Gathered { flags: args.flags, origins: BTreeMap::new() })))
         }
     }
 }
@@ -197,7 +199,7 @@ mod tests {
     fn gathered(words: &[&str]) -> Gathered {
         let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
         match parse(&words).unwrap() {
-            Request::Pretrain(gathered) => gathered,
+            Request::Pretrain(gathered) => *gathered,
             Request::Launch(_) => unreachable!(),
         }
     }

@@ -125,7 +125,7 @@ fn ranks_that_end_well_after_a_signal_are_a_success() {
     let folder = tempfile::tempdir().unwrap();
     let script =
         format!("trap 'exit 0' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done", folder.path().display());
-    let mut child = shells(2, &script).spawn().unwrap();
+    let mut child = shells(2, &script).stderr(Stdio::null()).spawn().unwrap();
     pids(folder.path(), 2);
     kill(child.id(), "TERM");
     assert_eq!(child.wait().unwrap().code(), Some(0));
@@ -135,7 +135,7 @@ fn ranks_that_end_well_after_a_signal_are_a_success() {
 fn a_second_signal_stops_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let script = format!("trap '' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 1; done", folder.path().display());
-    let mut child = shells(2, &script).spawn().unwrap();
+    let mut child = shells(2, &script).stderr(Stdio::null()).spawn().unwrap();
     pids(folder.path(), 2);
     kill(child.id(), "INT");
     std::thread::sleep(Duration::from_millis(200));
