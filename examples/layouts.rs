@@ -40,8 +40,7 @@ fn main() -> Result<()> {
     let single = train(&alone, megatron::comm::solo(), &sources)?;
     let world = threads::world(cut.parallel.world_size());
     let ranks: Vec<Result<Vec<f64>>> = std::thread::scope(|scope| {
-        let handles: Vec<_> =
-            world.into_iter().map(|rank| scope.spawn(|| train(&cut, rank, &sources))).collect();
+        let handles: Vec<_> = world.into_iter().map(|rank| scope.spawn(|| train(&cut, rank, &sources))).collect();
         handles.into_iter().filter_map(|handle| handle.join().ok()).collect()
     });
     let eight = ranks.into_iter().collect::<Result<Vec<_>>>()?.swap_remove(0);

@@ -38,7 +38,7 @@ pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progr
         let other = theirs.get(key).unwrap_or(&Value::Null);
         // A run may use shorter or longer sequences where positions are not learned.
         let relative = key == "seq_length" || (key == "max_position_embeddings" && !learned(theirs));
-        if other != value && !relative {
+        if !same(other, value) && !relative {
             differences.push(format!("{key} is {other} there and {value} here"));
         }
     }
@@ -58,6 +58,14 @@ pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progr
 /// What identified the data of the run that wrote a manifest.
 pub fn data_fingerprint(state: &Value) -> Option<&str> {
     state.get("data_fingerprint").and_then(Value::as_str).filter(|text| !text.is_empty())
+}
+
+/// Equality of settings; JSON may move a float by a unit in its last place.
+fn same(a: &Value, b: &Value) -> bool {
+    match (a.as_f64(), b.as_f64()) {
+        (Some(a), Some(b)) => (a - b).abs() <= 1e-12 * a.abs().max(b.abs()),
+        _ => a == b,
+    }
 }
 
 fn learned(model: &Map<String, Value>) -> bool {
