@@ -1,7 +1,7 @@
 //! Gradients of whole models against finite differences in f64, on one process and on cut ones.
 
 use candle_core::DType;
-use megatron::config::{Recompute, RecomputeMethod, RunConfig};
+use megatron::config::{PositionEmbedding, Recompute, RecomputeMethod, RopeScaling, RunConfig};
 use megatron::data::{GlobalBatch, Loader, SampleSource};
 use megatron::data_parallel::GradientReducer;
 use megatron::params::{ParamStore, Role};
@@ -139,6 +139,22 @@ fn data_parallel_with_recompute() {
         config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 };
         check(config.clone());
         config.training.recompute = Recompute::Selective;
+        check(config);
+    }
+}
+
+#[test]
+fn linear_biases_scaled_rotations_and_a_normalized_embedding() {
+    let mut bloom = model(Style::Gpt2);
+    bloom.model.position_embedding = PositionEmbedding::Alibi;
+    bloom.model.embed_layernorm = true;
+    let mut llama = model(Style::Llama);
+    llama.model.rope_scaling = RopeScaling::Linear { factor: 4.0 };
+    llama.model.qkv_bias = true;
+    for config in [bloom, llama] {
+        check(config.clone());
+        let mut config = layout(config, 1, 2, 2);
+        config.parallel.sequence_parallel = true;
         check(config);
     }
 }

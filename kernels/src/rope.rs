@@ -23,18 +23,26 @@ impl RopeTable {
     /// # Errors
     /// If `head_dim` is odd or the dtype is another.
     pub fn new(positions: usize, head_dim: usize, base: f64, dtype: DType, device: &Device) -> Result<Self> {
-        const OP: &str = "rope_table";
         if !head_dim.is_multiple_of(2) {
-            return Err(Error::shape(OP, format!("head_dim {head_dim} is odd; rotation needs pairs")));
+            let message = format!("head_dim {head_dim} is odd; rotation needs pairs");
+            return Err(Error::shape("rope_table", message));
         }
+        Self::with_frequencies(positions, &rope_frequencies(head_dim, base), dtype, device)
+    }
+
+    /// As [`RopeTable::new`], for angles position · frequency: scaled frequencies stretch the context.
+    ///
+    /// # Errors
+    /// If the dtype is neither f32 nor f64.
+    pub fn with_frequencies(positions: usize, frequencies: &[f64], dtype: DType, device: &Device) -> Result<Self> {
+        const OP: &str = "rope_table";
         let narrow = match dtype {
             DType::F32 => |v: f64| f64::from(v as f32),
             DType::F64 => |v: f64| v,
             dtype => return Err(Error::DType { op: OP, dtype }),
         };
-        let half = head_dim / 2;
-        let frequencies: Vec<f64> =
-            (0..half).map(|i| narrow(1.0 / base.powf(2.0 * i as f64 / head_dim as f64))).collect();
+        let half = frequencies.len();
+        let frequencies: Vec<f64> = frequencies.iter().map(|&f| narrow(f)).collect();
         let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |f| (p, f)));
         let (sin, cos): (Vec<f64>, Vec<f64>) = angles.map(|(p, f)| narrow(p as f64 * f).sin_cos()).unzip();
         let table = |values: Vec<f64>| -> Result<Tensor> {
@@ -42,6 +50,11 @@ impl RopeTable {
         };
         Ok(Self { cos: table(cos)?, sin: table(sin)? })
     }
+}
+
+/// base^(−2i/head_dim) for each pair i of a head.
+pub fn rope_frequencies(head_dim: usize, base: f64) -> Vec<f64> {
+    (0..head_dim / 2).map(|i| 1.0 / base.powf(2.0 * i as f64 / head_dim as f64)).collect()
 }
 
 /// Rotates the queries and keys of packed `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` in place; row s has position

@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use kernels::attention::RopeTable;
+use kernels::attention::{RopeTable, rope_frequencies};
 use megatron::Result;
 use megatron::config::{ModelConfig, PositionEmbedding, Recompute};
-use megatron::params::ParamsBuilder;
+use megatron::params::{ParamSpec, ParamsBuilder};
 use megatron::pipeline::Chunk;
 use megatron::tensor_parallel::{
     AttentionSpec, BlockSpec, Embedding, Head, Layer, MlpSpec, NormSpec, TransformerLayer, VocabSpec,
@@ -49,10 +49,14 @@ impl Gpt {
         let rope = match config.position_embedding {
             PositionEmbedding::Rope => {
                 let positions = config.max_position_embeddings.max(config.seq_length);
-                Some(Arc::new(RopeTable::new(positions, config.head_dim, config.rotary_base, dtype, device)?))
+                let frequencies = rope_frequencies(config.head_dim, config.rotary_base);
+                let frequencies: Vec<f64> = frequencies.into_iter().map(|f| config.rope_scaling.apply(f)).collect();
+                Some(Arc::new(RopeTable::with_frequencies(positions, &frequencies, dtype, device)?))
             }
-            PositionEmbedding::LearnedAbsolute | PositionEmbedding::None => None,
+            PositionEmbedding::LearnedAbsolute | PositionEmbedding::Alibi | PositionEmbedding::None => None,
         };
+        let alibi = (config.position_embedding == PositionEmbedding::Alibi)
+            .then(|| alibi_slopes(config.num_attention_heads).into());
         let selective = recompute == Recompute::Selective;
         let attention = AttentionSpec {
             hidden: config.hidden_size,
@@ -65,6 +69,7 @@ impl Gpt {
             output_init_std,
             dropout: config.attention_dropout,
             rope,
+            alibi,
             tp,
             sequence_parallel,
             recompute_core: selective,
@@ -92,6 +97,33 @@ impl Gpt {
     }
 }
 
+impl Gpt {
+    /// The parameters of the whole model, in forward order, each once.
+    ///
+    /// # Errors
+    /// If the configuration makes no model.
+    pub fn specs(config: &ModelConfig) -> Result<Vec<ParamSpec>> {
+        let mut config = config.clone();
+        if config.position_embedding == PositionEmbedding::Rope {
+            // No parameter depends on the length of the rotary table.
+            (config.max_position_embeddings, config.seq_length) = (1, 1);
+        }
+        let gpt = Self::new(&config, 1, false, Recompute::None, DType::F32, &Device::Cpu)?;
+        let mut params = ParamsBuilder::default();
+        gpt.chunk(Ends { first: true, last: true }, 0..config.num_layers, &mut params)?;
+        Ok(params.specs().cloned().collect())
+    }
+}
+
+/// The slope of each head: a geometric sequence from 2^(−8/n) for n heads, where n is a power of two; otherwise that of the
+/// next lower power of two, then every other slope of the next higher (Press et al. 2022, appendix A.2).
+fn alibi_slopes(heads: usize) -> Vec<f64> {
+    let power = if heads.is_power_of_two() { heads } else { heads.next_power_of_two() / 2 };
+    let slope = |of: usize, i: usize| 2f64.powf(-8.0 * i as f64 / of as f64);
+    let first = (1..=power).map(|i| slope(power, i));
+    first.chain((1..).step_by(2).map(|i| slope(2 * power, i))).take(heads).collect()
+}
+
 impl ModelBuilder for Gpt {
     fn layer_params(&self) -> Vec<u64> {
         vec![self.config.layer_params(); self.config.num_layers]
@@ -109,12 +141,27 @@ impl ModelBuilder for Gpt {
         let embedding = ends.first.then(|| {
             let positions = (self.config.position_embedding == PositionEmbedding::LearnedAbsolute)
                 .then_some(self.config.max_position_embeddings);
-            Embedding::declare(&self.vocab, positions, self.config.hidden_dropout, self.sequence_parallel, params)
+            let norm = self.config.embed_layernorm.then_some(&self.block.norm);
+            Embedding::declare(&self.vocab, positions, norm, self.config.hidden_dropout, self.sequence_parallel, params)
         });
         let layers = layers
             .map(|layer| Box::new(TransformerLayer::declare(layer, &self.block, params)) as Box<dyn Layer>)
             .collect();
         let head = ends.last.then(|| Head::declare(&self.vocab, &self.block.norm, params));
         Ok(Chunk { embedding, layers, head, recompute: self.recompute })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::alibi_slopes;
+
+    #[test]
+    fn slopes_of_a_power_of_two_are_geometric_and_others_fill_in_between() {
+        assert_eq!(alibi_slopes(8), [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]);
+        assert_eq!(alibi_slopes(1), [1.0 / 256.0]);
+        let six = alibi_slopes(6);
+        assert_eq!(six[..4], alibi_slopes(4));
+        assert_eq!(six[4..], [0.5, 0.125]);
     }
 }

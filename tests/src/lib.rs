@@ -35,6 +35,8 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             max_position_embeddings: 16,
             position_embedding: if gpt2 { PositionEmbedding::LearnedAbsolute } else { PositionEmbedding::Rope },
             rotary_base: 10_000.0,
+            rope_scaling: RopeScaling::None,
+            embed_layernorm: false,
             normalization: if gpt2 { Normalization::LayerNorm } else { Normalization::RMSNorm },
             norm_epsilon: 1e-5,
             swiglu: !gpt2,

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::{Geometry, HeadMask, Mask, TILE_K, TILE_Q};
+use super::{Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, tilt};
 use crate::Result;
 use crate::float::Float;
 use crate::gemm::{Mat, gemm};
@@ -17,13 +17,13 @@ pub(super) fn run<T: Float>(
     out: &Tensor,
     lse: &Tensor,
     geometry: Geometry,
-    scale: f64,
+    scores: Scores,
     mask: Option<&Mask>,
 ) -> Result<Tensor> {
     let (packed, dout) = (View::<T>::new(qkv, op, "qkv")?, View::<T>::new(dout, op, "dout")?);
     let (out, lse) = (View::<T>::new(out, op, "out")?, View::<T>::new(lse, op, "lse")?);
     let mut dqkv = vec![T::ZERO; packed.len()];
-    let pass = Pass { geometry, packed: &packed, dout: &dout, out: &out, lse: &lse, scale: T::of(scale), mask };
+    let pass = Pass { geometry, packed: &packed, dout: &dout, out: &out, lse: &lse, scores, mask };
     let target = Shared(dqkv.as_mut_ptr());
     let groups = geometry.shape.groups;
     par::for_each(geometry.b * groups, |task| pass.group(task / groups, task % groups, target));
@@ -36,7 +36,7 @@ struct Pass<'a, T> {
     dout: &'a [T],
     out: &'a [T],
     lse: &'a [T],
-    scale: T,
+    scores: Scores<'a>,
     mask: Option<&'a Mask<'a>>,
 }
 
@@ -108,6 +108,7 @@ impl<T: Float> Pass<'_, T> {
         let mat = |offset: usize| Mat(self.packed[offset..].as_ptr(), stride, 1);
         let dout_at = self.geometry.out_at(batch, head) + first_query * out_stride;
         let dout = Mat(self.dout[dout_at..].as_ptr(), out_stride, 1);
+        let (scale, slope) = (T::of(self.scores.scale), self.scores.slope(head));
         let none = gemm::Parallelism::None;
         let Scratch { p, ds, delta } = scratch;
 
@@ -115,7 +116,7 @@ impl<T: Float> Pass<'_, T> {
         // TILE_K; only this task touches the group's columns of dqkv.
         unsafe {
             let (p, ds) = (Mat(p.as_mut_ptr(), TILE_K, 1), Mat(ds.as_mut_ptr(), TILE_K, 1));
-            gemm((rows, keys, d), p, false, mat(q_at), mat(k_at).t(), self.scale, none);
+            gemm((rows, keys, d), p, false, mat(q_at), mat(k_at).t(), scale, none);
             gemm((rows, keys, d), ds, false, dout, mat(v_at).t(), T::ONE, none);
         }
         let lse = &self.lse[(batch * shape.heads() + head) * s + first_query..];
@@ -132,6 +133,9 @@ impl<T: Float> Pass<'_, T> {
                     p[visible..keys].fill(T::ZERO);
                     ds[visible..keys].fill(T::ZERO);
                     let (p, ds) = (&mut p[..visible], &mut ds[..visible]);
+                    if let Some(slope) = slope {
+                        tilt(p, slope, query, first_key);
+                    }
                     match &mask {
                         Some(mask) => dropped_row(p, ds, lse[r], delta[r], mask, kept, query, first_key),
                         None => plain_row(p, ds, lse[r], delta[r]),
@@ -144,8 +148,8 @@ impl<T: Float> Pass<'_, T> {
             let (p, ds) = (Mat(p.as_ptr(), TILE_K, 1), Mat(ds.as_ptr(), TILE_K, 1));
             let target = |offset: usize| Mat(dqkv.at(offset), stride, 1);
             gemm((keys, d, rows), target(v_at), true, p.t(), dout, T::ONE, none);
-            gemm((keys, d, rows), target(k_at), true, ds.t(), mat(q_at), self.scale, none);
-            gemm((rows, d, keys), target(q_at), true, ds, mat(k_at), self.scale, none);
+            gemm((keys, d, rows), target(k_at), true, ds.t(), mat(q_at), scale, none);
+            gemm((rows, d, keys), target(q_at), true, ds, mat(k_at), scale, none);
         }
     }
 }

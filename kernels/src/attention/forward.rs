@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::{Geometry, HeadMask, Mask, TILE_K, TILE_Q};
+use super::{Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, tilt};
 use crate::Result;
 use crate::float::Float;
 use crate::gemm::{Mat, gemm};
@@ -14,7 +14,7 @@ pub(super) fn run<T: Float>(
     op: &'static str,
     qkv: &Tensor,
     geometry: Geometry,
-    scale: f64,
+    scores: Scores,
     mask: Option<&Mask>,
 ) -> Result<(Tensor, Tensor)> {
     let Geometry { s, b, shape } = geometry;
@@ -30,7 +30,7 @@ pub(super) fn run<T: Float>(
             // Long rows first: they make the better start for a pool that steals.
             let (tile, batch_head) = (tiles - 1 - task / (b * heads), task % (b * heads));
             let tile = Tile { geometry, batch: batch_head / heads, head: batch_head % heads, first: tile * TILE_Q };
-            tile.forward(packed, out, lse, T::of(scale), mask);
+            tile.forward(packed, out, lse, scores, mask);
         });
     }
     Ok((tensor(out, (s, b, heads * shape.head_dim), qkv)?, tensor(lse, (b, heads, s), qkv)?))
@@ -47,7 +47,7 @@ struct Tile {
 
 impl Tile {
     /// Writes the tile's rows of `out` and `lse`, which no other tile writes.
-    fn forward<T: Float>(&self, packed: &[T], out: Shared<T>, lse: Shared<T>, scale: T, mask: Option<&Mask>) {
+    fn forward<T: Float>(&self, packed: &[T], out: Shared<T>, lse: Shared<T>, how: Scores, mask: Option<&Mask>) {
         let Geometry { s, shape, .. } = self.geometry;
         let d = shape.head_dim;
         let (group, in_group) = (self.head / shape.heads_per_group, self.head % shape.heads_per_group);
@@ -55,6 +55,7 @@ impl Tile {
         let (q_at, k_at, v_at) = (at(in_group), at(shape.heads_per_group), at(shape.heads_per_group + 1));
         let stride = self.geometry.qkv_stride();
         let rows = TILE_Q.min(s - self.first);
+        let (scale, slope) = (T::of(how.scale), how.slope(self.head));
         let head_mask = mask.map(|m| m.head(self.batch, self.head));
         let row_mat = |offset: usize, position: usize| Mat(packed[offset + position * stride..].as_ptr(), stride, 1);
 
@@ -75,6 +76,9 @@ impl Tile {
                     for (r, (scores, acc)) in rows.enumerate() {
                         let query = self.first + r;
                         let visible = (query + 1).saturating_sub(first_key).min(keys);
+                        if let Some(slope) = slope {
+                            tilt(&mut scores[..visible], slope, query, first_key);
+                        }
                         let state = (&mut maxima[r], &mut sums[r]);
                         soften(&mut scores[..keys], visible, acc, state);
                         if let Some(mask) = &head_mask {

@@ -1,6 +1,6 @@
 //! Causal grouped-query attention in tiles with an online softmax; only the log-sum-exp is kept for backward.
 //!
-//! Dao et al. 2022 (FlashAttention) and Dao 2023 (FlashAttention-2).
+//! Dao et al. 2022 (FlashAttention) and Dao 2023 (FlashAttention-2); linear biases: Press et al. 2022 (ALiBi).
 
 mod backward;
 mod forward;
@@ -8,12 +8,12 @@ mod forward;
 use candle_core::Tensor;
 
 use crate::dropout::{DropoutKey, threshold};
-use crate::float::by_float;
+use crate::float::{Float, by_float};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::view::expect_shape;
 use crate::{Error, Result};
 
-pub use crate::rope::{RopeTable, rope_inplace};
+pub use crate::rope::{RopeTable, rope_frequencies, rope_inplace};
 
 /// Queries per tile.
 const TILE_Q: usize = 64;
@@ -58,6 +58,50 @@ impl HeadShape {
     }
 }
 
+/// How the product of a query and a key becomes a score: scale · q·k + slope · (position of k − position of q).
+///
+/// A bare scale converts into it.
+#[derive(Clone, Copy, Debug)]
+pub struct Scores<'a> {
+    pub scale: f64,
+    /// A slope for each local query head (ALiBi); `None`: no such term.
+    pub alibi: Option<&'a [f64]>,
+}
+
+impl From<f64> for Scores<'_> {
+    fn from(scale: f64) -> Self {
+        Self { scale, alibi: None }
+    }
+}
+
+impl Scores<'_> {
+    fn check(&self, shape: HeadShape, op: &'static str) -> Result<()> {
+        match self.alibi {
+            Some(slopes) if slopes.len() != shape.heads() => {
+                Err(Error::shape(op, format!("{} slopes for {} query heads", slopes.len(), shape.heads())))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The slope of a local query head.
+    fn slope(&self, head: usize) -> Option<f64> {
+        self.alibi.map(|slopes| slopes[head])
+    }
+}
+
+/// Adds a slope's term to the scores of `query` with the keys from `first_key` on.
+#[inline(always)]
+fn tilt<T: Float>(scores: &mut [T], slope: f64, query: usize, first_key: usize) {
+    let slope = T::of(slope);
+    // Distances are whole numbers, exact in f32 up to 2²⁴ positions.
+    let mut distance = T::of(first_key as f64 - query as f64);
+    for score in scores {
+        *score += slope * distance;
+        distance += T::ONE;
+    }
+}
+
 /// Dropout of attention probabilities: after the softmax, scaled by 1/(1−p).
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDropout<'a> {
@@ -70,21 +114,24 @@ pub struct AttentionDropout<'a> {
     pub first_head: usize,
 }
 
-/// `out [s, b, heads·head_dim] = softmax(scale · q·kᵀ, causal) · v` per head, and the log-sum-exp `[b, heads, s]` of the
-/// scaled scores. `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` holds, per group, its queries, its key, its value.
+/// `out [s, b, heads·head_dim] = softmax(scores, causal) · v` per head, and the log-sum-exp `[b, heads, s]` of the
+/// [`Scores`], which a bare scale stands for. `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` holds, per group, its queries, its key, its value.
 ///
 /// # Errors
-/// If shapes do not fit, `qkv` is not contiguous or neither f32 nor f64, or the dropout's p is not in [0, 1).
-pub fn attention(
+/// If shapes or the number of slopes do not fit, `qkv` is not contiguous or neither f32 nor f64, or the dropout's p is
+/// not in [0, 1).
+pub fn attention<'a>(
     qkv: &Tensor,
     shape: HeadShape,
-    scale: f64,
+    scores: impl Into<Scores<'a>>,
     dropout: Option<&AttentionDropout>,
 ) -> Result<(Tensor, Tensor)> {
     const OP: &str = "attention";
     let (s, b) = shape.check(qkv, OP)?;
+    let scores = scores.into();
+    scores.check(shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
-    by_float!(qkv, OP, T => forward::run::<T>(OP, qkv, Geometry { s, b, shape }, scale, mask.as_ref()))
+    by_float!(qkv, OP, T => forward::run::<T>(OP, qkv, Geometry { s, b, shape }, scores, mask.as_ref()))
 }
 
 /// The gradient of `qkv`, of `dout [s, b, heads·head_dim]` and what [`attention`] returned. Probabilities and dropout masks
@@ -92,13 +139,13 @@ pub fn attention(
 ///
 /// # Errors
 /// As [`attention`].
-pub fn attention_backward(
+pub fn attention_backward<'a>(
     dout: &Tensor,
     qkv: &Tensor,
     out: &Tensor,
     lse: &Tensor,
     shape: HeadShape,
-    scale: f64,
+    scores: impl Into<Scores<'a>>,
     dropout: Option<&AttentionDropout>,
 ) -> Result<Tensor> {
     const OP: &str = "attention_backward";
@@ -107,8 +154,10 @@ pub fn attention_backward(
     expect_shape(OP, "dout", dout, &wide)?;
     expect_shape(OP, "out", out, &wide)?;
     expect_shape(OP, "lse", lse, &[b, shape.heads(), s])?;
+    let scores = scores.into();
+    scores.check(shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
-    by_float!(qkv, OP, T => backward::run::<T>(OP, dout, qkv, out, lse, Geometry { s, b, shape }, scale, mask.as_ref()))
+    by_float!(qkv, OP, T => backward::run::<T>(OP, dout, qkv, out, lse, Geometry { s, b, shape }, scores, mask.as_ref()))
 }
 
 /// Where things lie in packed tensors.

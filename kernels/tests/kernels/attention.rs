@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn};
 use candle_core::{D, DType, Device, Tensor};
-use kernels::attention::{AttentionDropout, HeadShape, attention, attention_backward};
+use kernels::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward};
 use kernels::dropout::DropoutKey;
 
 const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };
@@ -22,7 +22,7 @@ fn cases() -> [(usize, usize, HeadShape); 7] {
 }
 
 /// Softmax attention with an S×S matrix per head; `mask [b, heads, s, s]` multiplies the probabilities.
-fn plain(qkv: &Tensor, shape: HeadShape, scale: f64, mask: Option<&Tensor>) -> (Tensor, Tensor) {
+fn plain(qkv: &Tensor, shape: HeadShape, how: Scores, mask: Option<&Tensor>) -> (Tensor, Tensor) {
     let (s, b, _) = qkv.dims3().unwrap();
     let HeadShape { groups, heads_per_group: n, head_dim: d } = shape;
     let packed = qkv.reshape((s, b, groups, n + 2, d)).unwrap();
@@ -32,10 +32,15 @@ fn plain(qkv: &Tensor, shape: HeadShape, scale: f64, mask: Option<&Tensor>) -> (
         part.reshape((s, b, groups * n, d)).unwrap().permute((1, 2, 0, 3)).unwrap().contiguous().unwrap()
     };
     let (q, k, v) = (part(0, n, 1), part(n, 1, n), part(n + 1, 1, n));
-    let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() * scale).unwrap();
+    let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() * how.scale).unwrap();
     let hidden: Vec<f64> = (0..s * s).map(|i| if i % s > i / s { -1e300 } else { 0.0 }).collect();
     let hidden = Tensor::from_vec(hidden, (s, s), &Device::Cpu).unwrap();
     let scores = scores.broadcast_add(&hidden).unwrap();
+    let tilted = |slope: f64| (0..s * s).map(move |i| slope * ((i % s) as f64 - (i / s) as f64));
+    let slopes = how.alibi.map_or(vec![0.0; groups * n], |slopes| slopes.to_vec());
+    let tilts: Vec<f64> = slopes.into_iter().flat_map(tilted).collect();
+    let tilts = Tensor::from_vec(tilts, (1, groups * n, s, s), &Device::Cpu).unwrap();
+    let scores = scores.broadcast_add(&tilts).unwrap();
     let maximum = scores.max_keepdim(D::Minus1).unwrap().detach();
     let exp = scores.broadcast_sub(&maximum).unwrap().exp().unwrap();
     let sum = exp.sum_keepdim(D::Minus1).unwrap();
@@ -48,8 +53,8 @@ fn plain(qkv: &Tensor, shape: HeadShape, scale: f64, mask: Option<&Tensor>) -> (
     (out.reshape((s, b, groups * n * d)).unwrap(), lse)
 }
 
-fn compare(s: usize, b: usize, shape: HeadShape, dropout: Option<&AttentionDropout>) {
-    let scale = 1.3 / (shape.head_dim as f64).sqrt();
+fn compare(s: usize, b: usize, shape: HeadShape, alibi: Option<&[f64]>, dropout: Option<&AttentionDropout>) {
+    let scale = Scores { scale: 1.3 / (shape.head_dim as f64).sqrt(), alibi };
     let (qkv, dout) = (randn("qkv", &[s, b, shape.width()]), randn("dout", &[s, b, shape.heads() * shape.head_dim]));
     let mask = dropout.map(|d| mask_of(d, s, b, shape.heads()));
     let (want, grads) = oracle(&[&qkv], &dout, |t| plain(&t[0], shape, scale, mask.as_ref()).0);
@@ -82,7 +87,17 @@ fn mask_of(dropout: &AttentionDropout, s: usize, b: usize, heads: usize) -> Tens
 #[test]
 fn forward_and_backward_agree_with_plain_attention() {
     for (s, b, shape) in cases() {
-        compare(s, b, shape, None);
+        compare(s, b, shape, None, None);
+    }
+}
+
+#[test]
+fn with_linear_biases_they_agree_with_plain_attention() {
+    for (s, b, shape) in cases() {
+        let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
+        compare(s, b, shape, Some(&slopes), None);
+        let dropout = AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2 };
+        compare(s, b, shape, Some(&slopes), Some(&dropout));
     }
 }
 
@@ -90,7 +105,7 @@ fn forward_and_backward_agree_with_plain_attention() {
 fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
     for (s, b, shape) in cases() {
         let samples = [7, 1 << 40];
-        compare(s, b, shape, Some(&AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2 }));
+        compare(s, b, shape, None, Some(&AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2 }));
     }
 }
 
@@ -193,4 +208,6 @@ fn shapes_that_contradict_are_errors_that_name_them() {
     assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("2 samples"));
     let dropout = AttentionDropout { p: 1.0, key: KEY, samples: &[1], first_head: 0 };
     assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("[0, 1)"));
+    let slopes = Scores { scale: 1.0, alibi: Some(&[0.5]) };
+    assert!(attention(&qkv, shape, slopes, None).unwrap_err().to_string().contains("1 slopes for 4"));
 }

@@ -10,8 +10,49 @@ pub enum PositionEmbedding {
     LearnedAbsolute,
     /// Rotary embedding of queries and keys (Su et al. 2021), rotating halves as Llama does.
     Rope,
+    /// A penalty on attention scores that grows with distance, with a slope per head (ALiBi, Press et al. 2022; Bloom).
+    Alibi,
     /// None.
     None,
+}
+
+/// How rotary frequencies are stretched to sequences longer than those a model was first trained on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RopeScaling {
+    #[default]
+    None,
+    /// All frequencies divided by `factor` (position interpolation, Chen et al. 2023).
+    Linear { factor: f64 },
+    /// Llama 3.1's: frequencies whose wavelength exceeds `original_max_position` / `low_freq_factor` are divided by `factor`,
+    /// those below `original_max_position` / `high_freq_factor` stay, and between the two it blends.
+    Llama3 { factor: f64, low_freq_factor: f64, high_freq_factor: f64, original_max_position: usize },
+}
+
+impl RopeScaling {
+    /// Llama 3's with the constants that Megatron-LM fixes.
+    pub fn llama3(factor: f64) -> Self {
+        Self::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position: 8192 }
+    }
+
+    /// The frequency in place of `frequency` (radians per position).
+    pub fn apply(&self, frequency: f64) -> f64 {
+        match *self {
+            Self::None => frequency,
+            Self::Linear { factor } => frequency / factor,
+            Self::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_max_position } => {
+                let turns = original_max_position as f64 * frequency / std::f64::consts::TAU;
+                if turns < low {
+                    frequency / factor
+                } else if turns > high {
+                    frequency
+                } else {
+                    let smooth = (turns - low) / (high - low);
+                    (1.0 - smooth) * frequency / factor + smooth * frequency
+                }
+            }
+        }
+    }
 }
 
 /// The normalization before attention, before the MLP, and after the last layer.
@@ -43,6 +84,11 @@ pub struct ModelConfig {
     pub position_embedding: PositionEmbedding,
     /// Base of the rotary frequencies.
     pub rotary_base: f64,
+    #[serde(default)]
+    pub rope_scaling: RopeScaling,
+    /// A LayerNorm of the token embedding (Bloom).
+    #[serde(default)]
+    pub embed_layernorm: bool,
     pub normalization: Normalization,
     /// Added to the variance before the square root.
     pub norm_epsilon: f64,
@@ -99,9 +145,10 @@ impl ModelConfig {
         let matrix = self.vocab_size * self.hidden_size;
         let positions = match self.position_embedding {
             PositionEmbedding::LearnedAbsolute => self.max_position_embeddings * self.hidden_size,
-            PositionEmbedding::Rope | PositionEmbedding::None => 0,
+            PositionEmbedding::Rope | PositionEmbedding::Alibi | PositionEmbedding::None => 0,
         };
-        ((matrix + positions) as u64, (matrix + self.norm_params()) as u64)
+        let norm = if self.embed_layernorm { self.norm_params() } else { 0 };
+        ((matrix + positions + norm) as u64, (matrix + self.norm_params()) as u64)
     }
 
     /// Parameters of the model, a tied matrix counted once.

@@ -7,7 +7,7 @@ use std::fmt::Display;
 
 use super::{
     DecayStyle, ModelConfig, OptimizerConfig, OptimizerKind, ParallelConfig, PartitionMethod, PositionEmbedding,
-    Recompute, RecomputeMethod, RunConfig, ScheduleKind, Sources, TrainingConfig,
+    Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, Sources, TrainingConfig,
 };
 use crate::{Error, Result};
 
@@ -143,6 +143,12 @@ impl Check<'_> {
                 format!("{} must be even for rotary positions, which rotate pairs", c.cite("kv_channels", m.head_dim))
             });
             self.above_zero("rotary_base", m.rotary_base);
+        }
+        if let RopeScaling::Linear { factor } | RopeScaling::Llama3 { factor, .. } = m.rope_scaling {
+            self.above_zero("rope_scaling_factor", factor);
+            self.require(m.position_embedding == PositionEmbedding::Rope, |c| {
+                format!("{} scales rotary positions, which the model has not", c.cite("rope_scaling_factor", factor))
+            });
         }
         self.require(m.seq_length <= m.max_position_embeddings, |c| {
             format!(

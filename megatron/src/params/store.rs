@@ -103,6 +103,11 @@ impl ParamsBuilder {
         ParamId(self.declared.len() - 1)
     }
 
+    /// The parameters declared so far, in forward order, without further uses of tied weights.
+    pub fn specs(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.declared.iter().filter(|(_, role, _)| !matches!(role, Role::TiedUse(_))).map(|(spec, ..)| spec)
+    }
+
     /// Allocates the buckets.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use crate::config::{Recompute, RecomputeMethod};
 use crate::params::ParamId;
 use crate::tensor_parallel::layout::Stream;
-use crate::tensor_parallel::{Ctx, Embedding, Head, Layer, Saved, SavedHead};
+use crate::tensor_parallel::{Ctx, Embedding, Head, Layer, Saved, SavedEmbedding, SavedHead};
 use crate::{Error, Result};
 
 /// The layers of one virtual stage.
@@ -39,6 +39,7 @@ enum Segment {
 
 /// What backward needs.
 pub struct SavedChunk {
+    embedding: Option<SavedEmbedding>,
     segments: Vec<(Range<usize>, Segment)>,
     head: Option<SavedHead>,
 }
@@ -68,10 +69,10 @@ impl Chunk {
         Ok((x, all))
     }
 
-    fn first(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<Stream> {
+    fn first(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(Stream, Option<SavedEmbedding>)> {
         match (&self.embedding, input) {
-            (Some(embedding), None) => embedding.forward(ctx),
-            (None, Some(x)) => Ok(Stream(x)),
+            (Some(embedding), None) => embedding.forward(ctx).map(|(x, saved)| (x, Some(saved))),
+            (None, Some(x)) => Ok((Stream(x), None)),
             _ => Err(Error::config("internal error: a chunk has either an embedding or an input")),
         }
     }
@@ -81,7 +82,7 @@ impl Chunk {
     /// # Errors
     /// If a kernel or a collective fails.
     pub fn forward(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(ChunkOutput, SavedChunk)> {
-        let mut x = self.first(input, ctx)?;
+        let (mut x, embedding) = self.first(input, ctx)?;
         let mut segments = Vec::new();
         for (layers, recompute) in self.segments() {
             let segment = if recompute {
@@ -98,9 +99,9 @@ impl Chunk {
         match &self.head {
             Some(head) => {
                 let saved = head.forward(x, ctx)?;
-                Ok((ChunkOutput::Loss(saved.loss_sum()), SavedChunk { segments, head: Some(saved) }))
+                Ok((ChunkOutput::Loss(saved.loss_sum()), SavedChunk { embedding, segments, head: Some(saved) }))
             }
-            None => Ok((ChunkOutput::Stream(x.0), SavedChunk { segments, head: None })),
+            None => Ok((ChunkOutput::Stream(x.0), SavedChunk { embedding, segments, head: None })),
         }
     }
 
@@ -109,7 +110,7 @@ impl Chunk {
     /// # Errors
     /// If a kernel or a collective fails.
     pub fn infer(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<Stream> {
-        let mut x = self.first(input, ctx)?;
+        let (mut x, _) = self.first(input, ctx)?;
         for layer in &self.layers {
             x = layer.forward(x, ctx)?.0;
         }
@@ -148,13 +149,13 @@ impl Chunk {
                 ready(&layer.params())?;
             }
         }
-        match &self.embedding {
-            Some(embedding) => {
-                embedding.backward(dx, ctx)?;
+        match (&self.embedding, saved.embedding) {
+            (Some(embedding), Some(saved)) => {
+                embedding.backward(dx, saved, ctx)?;
                 ready(&embedding.params().collect::<Vec<_>>())?;
                 Ok(None)
             }
-            None => Ok(Some(dx.0)),
+            _ => Ok(Some(dx.0)),
         }
     }
 }

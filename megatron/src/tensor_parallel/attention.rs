@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use kernels::attention::{AttentionDropout, HeadShape, RopeTable};
+use kernels::attention::{AttentionDropout, HeadShape, RopeTable, Scores};
 
 use super::context::{Ctx, DropoutSite};
 use super::layout::{FeatureSharded, Stream};
@@ -29,6 +29,8 @@ pub struct AttentionSpec {
     pub dropout: f64,
     /// Rotary table, where positions are rotary.
     pub rope: Option<Arc<RopeTable>>,
+    /// A slope for each of the model's query heads, where positions are linear biases (ALiBi).
+    pub alibi: Option<Arc<[f64]>>,
     pub tp: usize,
     pub sequence_parallel: bool,
     /// Compute the attention core again in backward.
@@ -82,8 +84,11 @@ impl SelfAttention {
         }
     }
 
-    fn scale(&self) -> f64 {
-        1.0 / (self.spec.head_dim as f64).sqrt()
+    fn scores(&self, ctx: &Ctx) -> Scores<'_> {
+        let heads = self.spec.heads / self.spec.tp;
+        let first = ctx.tp.rank() * heads;
+        let alibi = self.spec.alibi.as_ref().map(|slopes| &slopes[first..first + heads]);
+        Scores { scale: 1.0 / (self.spec.head_dim as f64).sqrt(), alibi }
     }
 
     fn dropout<'a>(&self, ctx: &'a Ctx) -> Option<AttentionDropout<'a>> {
@@ -93,7 +98,7 @@ impl SelfAttention {
     }
 
     fn core(&self, qkv: &Tensor, ctx: &Ctx) -> Result<(Tensor, Tensor)> {
-        Ok(kernels::attention::attention(qkv, self.shape(), self.scale(), self.dropout(ctx).as_ref())?)
+        Ok(kernels::attention::attention(qkv, self.shape(), self.scores(ctx), self.dropout(ctx).as_ref())?)
     }
 
     fn rotate(&self, qkv: &Tensor, inverse: bool) -> Result<()> {
@@ -139,7 +144,7 @@ impl SelfAttention {
             &out.0,
             &lse,
             self.shape(),
-            self.scale(),
+            self.scores(ctx),
             dropout.as_ref(),
         )?;
         drop((qkv, out, dout, dy));

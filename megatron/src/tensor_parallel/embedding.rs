@@ -1,10 +1,13 @@
-//! Token embedding cut over tp by vocabulary, plus learned positions (Shoeybi et al. 2019 §3; Radford et al. 2019).
+//! Token embedding cut over tp by vocabulary, plus learned positions, normalized in some models (Shoeybi et al. 2019 §3;
+//! Radford et al. 2019; Le Scao et al. 2022).
 
 use candle_core::Tensor;
 use kernels::dropout::{bias_dropout_add, dropout_backward};
+use kernels::norm::NormStats;
 
 use super::context::{Ctx, DropoutSite};
 use super::layout::{Partial, Stream};
+use super::norm::{Norm, NormSpec};
 use crate::Result;
 use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 
@@ -52,15 +55,20 @@ pub struct Embedding {
     word: ParamId,
     /// `[max positions, h]`
     position: Option<ParamId>,
+    norm: Option<Norm>,
     spec: VocabSpec,
     dropout: f64,
 }
 
+/// What backward needs: the normalization's input and statistics, if there is one.
+pub struct SavedEmbedding(Option<(Stream, NormStats)>);
+
 impl Embedding {
-    /// `positions`: rows of the learned position embedding, if the model has one.
+    /// `positions`: rows of the learned position embedding, if the model has one. `norm`: of the sum, if it is normalized.
     pub fn declare(
         spec: &VocabSpec,
         positions: Option<usize>,
+        norm: Option<&NormSpec>,
         dropout: f64,
         sequence_parallel: bool,
         params: &mut ParamsBuilder,
@@ -78,7 +86,8 @@ impl Embedding {
                 grad_partial_over_tp: sequence_parallel,
             })
         });
-        Self { word, position, spec: spec.clone(), dropout }
+        let norm = norm.map(|norm| Norm::declare("embedding.layernorm", norm, params));
+        Self { word, position, norm, spec: spec.clone(), dropout }
     }
 
     /// u32 `[s/tp or s, b]`: the position of every row of the residual stream.
@@ -91,7 +100,7 @@ impl Embedding {
     }
 
     /// Tokens → residual stream.
-    pub fn forward(&self, ctx: &Ctx) -> Result<Stream> {
+    pub fn forward(&self, ctx: &Ctx) -> Result<(Stream, SavedEmbedding)> {
         let first = self.spec.first_row(ctx.tp.rank());
         let local = kernels::embedding::embedding(ctx.tokens, ctx.weight(self.word), first)?;
         let x = ctx.tp.exit(Partial(local))?;
@@ -99,17 +108,29 @@ impl Embedding {
             let rows = kernels::embedding::embedding(&self.positions(ctx)?, ctx.weight(position), 0)?;
             kernels::reduce::add_inplace(&x.0, &rows)?;
         }
-        match ctx.stream_dropout(self.dropout, 0, DropoutSite::Embedding)? {
-            Some(dropout) => Ok(Stream(bias_dropout_add(&x.0, None, None, Some(&dropout))?)),
-            None => Ok(x),
-        }
+        let (x, saved) = match &self.norm {
+            Some(norm) => {
+                let (y, stats) = norm.forward(&x, ctx)?;
+                (y, Some((x, stats)))
+            }
+            None => (x, None),
+        };
+        let x = match ctx.stream_dropout(self.dropout, 0, DropoutSite::Embedding)? {
+            Some(dropout) => Stream(bias_dropout_add(&x.0, None, None, Some(&dropout))?),
+            None => x,
+        };
+        Ok((x, SavedEmbedding(saved)))
     }
 
     /// Accumulates the gradients of the embeddings.
-    pub fn backward(&self, dy: Stream, ctx: &Ctx) -> Result<()> {
-        let dx = match ctx.stream_dropout(self.dropout, 0, DropoutSite::Embedding)? {
+    pub fn backward(&self, dy: Stream, saved: SavedEmbedding, ctx: &Ctx) -> Result<()> {
+        let dy = match ctx.stream_dropout(self.dropout, 0, DropoutSite::Embedding)? {
             Some(dropout) => Stream(dropout_backward(&dy.0, &dropout)?),
             None => dy,
+        };
+        let dx = match (&self.norm, &saved.0) {
+            (Some(norm), Some((x, stats))) => norm.backward(&dy, x, stats, ctx)?,
+            _ => dy,
         };
         if let Some(position) = self.position {
             kernels::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, ctx.params.grad(position))?;
@@ -120,6 +141,7 @@ impl Embedding {
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
-        [self.word].into_iter().chain(self.position)
+        let norm = self.norm.as_ref().map(Norm::params).into_iter().flatten();
+        [self.word].into_iter().chain(self.position).chain(norm)
     }
 }

@@ -20,7 +20,7 @@ pub use attention::{AttentionSpec, SelfAttention};
 pub use block::{BlockSpec, TransformerLayer};
 pub use context::{Ctx, DropoutSite, Phase};
 pub use cross_entropy::{TokenLosses, VocabParallelCrossEntropy};
-pub use embedding::{Embedding, VocabSpec};
+pub use embedding::{Embedding, SavedEmbedding, VocabSpec};
 pub use head::{Head, SavedHead};
 pub use layer::{Layer, Saved};
 pub use linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};

@@ -34,6 +34,8 @@ mod tests {
             max_position_embeddings: 4,
             position_embedding: PositionEmbedding::Rope,
             rotary_base: 1e4,
+            rope_scaling: Default::default(),
+            embed_layernorm: false,
             normalization: Normalization::RMSNorm,
             norm_epsilon: 1e-5,
             swiglu: true,

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::trainer::Progress;
-use crate::config::RunConfig;
+use crate::config::{ModelConfig, RunConfig};
 use crate::{Error, Result};
 
 /// The state of a run as stored in a manifest.
@@ -31,7 +31,13 @@ const FREE: [&str; 4] = ["attention_dropout", "hidden_dropout", "make_vocab_size
 /// If the state is damaged, or the architecture is another; the message names every setting that differs.
 pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progress> {
     let damaged = |what: &str| Error::checkpoint(path, format!("its manifest's state has no valid {what}"));
-    let theirs = state.get("model").and_then(Value::as_object).ok_or_else(|| damaged("model"))?;
+    // Through the type, so that settings that are newer than the checkpoint have their defaults.
+    let theirs: ModelConfig = state
+        .get("model")
+        .and_then(|model| serde_json::from_value(model.clone()).ok())
+        .ok_or_else(|| damaged("model"))?;
+    let theirs = serde_json::to_value(&theirs).map_err(|_| damaged("model"))?;
+    let theirs = theirs.as_object().ok_or_else(|| damaged("model"))?;
     let ours = serde_json::to_value(&config.model).map_err(|_| damaged("model"))?;
     let mut differences = Vec::new();
     for (key, value) in ours.as_object().into_iter().flatten().filter(|(key, _)| !FREE.contains(&key.as_str())) {

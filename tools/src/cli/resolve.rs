@@ -6,7 +6,7 @@ use std::time::Duration;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recompute,
-    RecomputeMethod, RunConfig, ScheduleKind, Sources, TrainingConfig,
+    RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, Sources, TrainingConfig,
 };
 
 use super::Gathered;
@@ -196,6 +196,7 @@ impl Resolver<'_> {
             true => (hidden.saturating_mul(8) / 3 / 64 * 64, "hidden_size · 8/3, rounded down to a multiple of 64"),
             false => (hidden.saturating_mul(4), "4 · hidden_size"),
         };
+        let rope_scaling = self.rope_scaling()?;
         Ok(ModelConfig {
             num_layers: required.num_layers,
             hidden_size: hidden,
@@ -212,6 +213,8 @@ impl Resolver<'_> {
             ),
             position_embedding: m.position_embedding_type,
             rotary_base: m.rotary_base,
+            rope_scaling,
+            embed_layernorm: m.embed_layernorm,
             normalization: m.normalization,
             norm_epsilon: m.norm_epsilon,
             swiglu: m.swiglu,
@@ -223,6 +226,24 @@ impl Resolver<'_> {
             attention_dropout: m.attention_dropout,
             hidden_dropout: m.hidden_dropout,
             init_method_std: m.init_method_std,
+        })
+    }
+
+    fn rope_scaling(&mut self) -> Result<RopeScaling> {
+        let m = &self.flags.model;
+        let linear = m.rotary_seq_len_interpolation_factor;
+        self.at_most_one(&[
+            ("rotary_seq_len_interpolation_factor", linear.is_some()),
+            ("use_rope_scaling", m.use_rope_scaling),
+        ])?;
+        Ok(match (linear, m.use_rope_scaling) {
+            (Some(factor), _) => {
+                let cited = self.sources.cite("rotary_seq_len_interpolation_factor", factor);
+                self.sources.record("rope_scaling_factor", cited);
+                RopeScaling::Linear { factor }
+            }
+            (None, true) => RopeScaling::llama3(m.rope_scaling_factor),
+            (None, false) => RopeScaling::None,
         })
     }
 

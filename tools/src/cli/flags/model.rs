@@ -34,11 +34,23 @@ pub struct ModelFlags {
     pub max_position_embeddings: Option<usize>,
     /// How positions enter the model
     #[arg(long, value_name = "TYPE", default_value = "learned_absolute",
-          value_parser = choice::<PositionEmbedding>(&["learned_absolute", "rope", "none"]))]
+          value_parser = choice::<PositionEmbedding>(&["learned_absolute", "rope", "alibi", "none"]))]
     pub position_embedding_type: PositionEmbedding,
     /// Base of the rotary frequencies
     #[arg(long, value_name = "X", default_value_t = 10000.0)]
     pub rotary_base: f64,
+    /// Divide rotary frequencies by N, for sequences N times as long as those first trained on
+    #[arg(long, value_name = "N")]
+    pub rotary_seq_len_interpolation_factor: Option<f64>,
+    /// Llama 3.1's scaling of rotary frequencies, from 8192 positions
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub use_rope_scaling: bool,
+    /// How far --use-rope-scaling stretches
+    #[arg(long, value_name = "X", default_value_t = 8.0)]
+    pub rope_scaling_factor: f64,
+    /// LayerNorm of the token embedding
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub embed_layernorm: bool,
     /// Normalization before attention, before the MLP, and after the last layer
     #[arg(long, value_name = "TYPE", default_value = "LayerNorm",
           value_parser = choice::<Normalization>(&["LayerNorm", "RMSNorm"]))]
