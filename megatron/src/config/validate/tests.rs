@@ -19,6 +19,8 @@ fn valid() -> RunConfig {
             max_position_embeddings: 32,
             position_embedding: PositionEmbedding::Rope,
             rotary_base: 1e4,
+            rope_scaling: RopeScaling::None,
+            embed_layernorm: false,
             normalization: Normalization::RMSNorm,
             norm_epsilon: 1e-5,
             swiglu: true,
