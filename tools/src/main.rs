@@ -1,11 +1,13 @@
 //! The `megatron` program.
 
+mod bench;
 mod cli;
 mod error;
 mod fault;
 mod launch;
 mod launcher;
 mod pretrain;
+mod ranks;
 mod report;
 mod signals;
 
@@ -32,6 +34,7 @@ fn run() -> error::Result<u8> {
     match cli::parse(&words) {
         Ok(Request::Pretrain(settings)) => pretrain::run(&settings),
         Ok(Request::Launch(launch)) => launcher::run(&launch),
+        Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
         Err(Stop::Error(error)) => Err(error),
         // Under a supervisor, the usage errors of all ranks become one message.
         Err(Stop::Clap(error)) if error.use_stderr() && std::env::var_os(fault::SUPERVISED).is_some() => {

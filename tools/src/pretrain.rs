@@ -2,32 +2,26 @@
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
 
 use candle_core::{DType, Device};
 use megatron::checkpoint;
-use megatron::comm::rendezvous::StoreServer;
-use megatron::comm::{self, CommOptions, Group, RankInfo, Rendezvous};
+use megatron::comm::{Group, RankInfo};
 use megatron::config::RunConfig;
 use megatron::data::{self, Datasets, TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Outcome, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
 
-use crate::cli::{Distributed, Gathered, Resolved, resolve};
+use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
-use crate::launch::{Plan, STORE_SERVED, Style, supervise};
-use crate::report;
 use crate::signals::StopSignal;
-
-/// More ranks on one machine are taken for a mistake.
-const MOST_RANKS: usize = 1024;
+use crate::{ranks, report};
 
 /// Runs `pretrain` and returns the exit code to end with.
 ///
 /// # Errors
 /// If the settings or data cannot be used, or the run of this process failed.
 pub fn run(settings: &Gathered) -> Result<u8> {
-    let place = RankInfo::from_env(environment)?;
+    let place = ranks::place()?;
     let resolved = resolve(settings, place.as_ref())?;
     let world_size = resolved.run.parallel.world_size();
     match place {
@@ -42,39 +36,14 @@ pub fn run(settings: &Gathered) -> Result<u8> {
 
 /// Starts this program once per rank. Whatever can be wrong without ranks is found here, once.
 fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
-    if world_size > MOST_RANKS {
-        let p = &resolved.run.parallel;
-        return Err(Error::usage(format!(
-            "tp {} · cp {} · dp {} · pp {} = {world_size} ranks are too many for one machine; start them with a launcher",
-            p.tensor_model_parallel_size, p.context_parallel_size, p.data_parallel_size, p.pipeline_model_parallel_size
-        )));
-    }
+    ranks::check_number(&resolved.run.parallel)?;
     check_outputs(&resolved.run)?;
     for line in open_data(&mut resolved)?.description {
         crate::print_line(&line);
     }
     train::preflight(&resolved.run)?;
-    // Serving the store here rather than in rank 0 leaves no moment in which another program can take the port.
-    let store = match resolved.distributed.rendezvous {
-        None => Some(StoreServer::bind("127.0.0.1", 0)?),
-        Some(_) => None,
-    };
-    let program = std::env::current_exe()
-        .map_err(|source| Error::Io { action: "find the program that is running".to_string(), source })?;
-    let mut command = vec![program.into_os_string()];
-    command.extend(std::env::args_os().skip(1));
-    supervise(&Plan {
-        command,
-        local_ranks: world_size,
-        nodes: 1,
-        node_rank: 0,
-        master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
-        serves_store: store.is_some(),
-        style: Style::Run,
-        self_end: Duration::from_secs(5),
-        stop_limit: None,
-        advice: advice(&resolved.run),
-    })
+    // Ranks save when they are asked to stop, which takes as long as it takes.
+    ranks::start(world_size, &resolved.distributed, None, advice(&resolved.run))
 }
 
 /// What to do after a rank died.
@@ -116,16 +85,12 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     Ok(datasets)
 }
 
-fn environment(name: &str) -> Option<String> {
-    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
-}
-
 /// This process's part of the run.
 fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
-    share_cores(place)?;
+    ranks::use_threads(None, place)?;
     let datasets = open_data(&mut resolved)?;
     train::preflight(&resolved.run)?;
-    let world = connect(place, &resolved.distributed)?;
+    let world = ranks::connect(place, &resolved.distributed)?;
     // Until here there is nothing to save, and a signal just ends the process.
     let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
@@ -144,35 +109,6 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
         Outcome::Finished | Outcome::ExitInterval => 0,
         Outcome::Interrupted => stop.exit_code(),
     })
-}
-
-/// Gives this rank its share of the machine's cores, unless RAYON_NUM_THREADS says otherwise.
-fn share_cores(place: &RankInfo) -> Result<()> {
-    if environment("RAYON_NUM_THREADS").is_some() {
-        return Ok(());
-    }
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = (cores / place.local_world_size).max(1);
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build_global()
-        .map_err(|e| Error::Launch(format!("cannot start {threads} compute threads: {e}")))
-}
-
-/// Meets the other ranks.
-fn connect(place: &RankInfo, distributed: &Distributed) -> Result<Group> {
-    if place.world_size == 1 {
-        return Ok(comm::solo());
-    }
-    let rendezvous = match (&distributed.rendezvous, Rendezvous::from_env(place.rank, environment)) {
-        (Some(url), _) => Rendezvous::from_url(place.rank, url)?,
-        (None, Ok(Rendezvous::Tcp { host, port, .. })) if environment(STORE_SERVED).is_some() => {
-            Rendezvous::Tcp { host, port, is_host: false }
-        }
-        (None, from_environment) => from_environment?,
-    };
-    let options = CommOptions { timeout: distributed.timeout, ..CommOptions::default() };
-    Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
 }
 
 /// Trains, and continues the prompt once all steps are made.

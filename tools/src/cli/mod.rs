@@ -14,6 +14,7 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand}
 
 pub use resolve::{Distributed, Resolved, resolve};
 
+use crate::bench::{Bench, BenchArgs};
 use crate::error::{Error, Result};
 use flags::Flags;
 
@@ -30,6 +31,7 @@ pub struct Cli {
 pub enum Command {
     Pretrain(Box<PretrainArgs>),
     Launch(LaunchArgs),
+    Bench(BenchArgs),
 }
 
 /// Pretrain a model on text
@@ -90,6 +92,8 @@ pub struct LaunchArgs {
 pub enum Request {
     Pretrain(Box<Gathered>),
     Launch(LaunchArgs),
+    /// With the origins of what was typed.
+    Bench(Bench, BTreeMap<String, String>),
 }
 
 /// The settings of `pretrain`, merged, with the origin of each that is not a default.
@@ -121,7 +125,9 @@ impl From<Error> for Stop {
 }
 
 fn command() -> clap::Command {
-    Cli::command().mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
+    Cli::command()
+        .mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
+        .mut_subcommand("bench", |bench| bench.mut_subcommand("step", |step| step.mut_args(flags::with_switches)))
 }
 
 /// Reads the command line `words` (the program's name first) and the run file it names.
@@ -142,6 +148,13 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         (Command::Pretrain(args), None) => {
             Ok(Request::Pretrain(Box::new(Gathered { flags: args.flags, origins: BTreeMap::new() })))
         }
+        (Command::Bench(args), _) => {
+            let step = matches.subcommand_matches("bench").and_then(|bench| bench.subcommand_matches("step"));
+            Ok(Request::Bench(
+                args.what,
+                step.map_or_else(BTreeMap::new, |step| typed_origins(step, |section| section == "parallel")),
+            ))
+        }
     }
 }
 
@@ -155,15 +168,24 @@ fn check_launch(launch: &LaunchArgs) -> Result<()> {
     Ok(())
 }
 
+fn is_typed(matches: &ArgMatches, key: &str) -> bool {
+    matches.value_source(key) == Some(ValueSource::CommandLine)
+}
+
+/// The flags of the sections asked for that were typed, by key.
+fn typed_origins(matches: &ArgMatches, of_section: impl Fn(&str) -> bool) -> BTreeMap<String, String> {
+    flags::sections()
+        .iter()
+        .filter(|(name, _)| of_section(name))
+        .flat_map(|(_, args)| args)
+        .filter(|arg| is_typed(matches, arg.get_id().as_str()))
+        .map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default())))
+        .collect()
+}
+
 /// Puts the run file's settings under those of the command line.
 fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::result::Result<Gathered, Stop> {
-    let by_flag = |key: &str| typed.value_source(key) == Some(ValueSource::CommandLine);
-    let mut origins: BTreeMap<String, String> = flags::sections()
-        .iter()
-        .flat_map(|(_, args)| args)
-        .filter(|arg| by_flag(arg.get_id().as_str()))
-        .map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default())))
-        .collect();
+    let mut origins = typed_origins(typed, |_| true);
     let path = match (args.run_file, args.config) {
         (Some(run_file), Some(config)) => {
             return Err(Error::usage(format!(
@@ -180,7 +202,7 @@ fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::re
     // The file's words go first, without those that a flag overrides, so that one parse sees every setting once.
     let (program_and_command, rest) = words.split_at(2);
     let mut merged = program_and_command.to_vec();
-    for setting in settings.iter().filter(|s| !by_flag(&s.key)) {
+    for setting in settings.iter().filter(|s| !is_typed(typed, &s.key)) {
         merged.extend(setting.words.iter().map(OsString::from));
         origins.insert(setting.key.clone(), format!("{}:{}", path.display(), setting.line));
     }
@@ -188,7 +210,9 @@ fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::re
     let matches = command().try_get_matches_from(merged)?;
     match Cli::from_arg_matches(&matches)?.command {
         Command::Pretrain(args) => Ok(Gathered { flags: args.flags, origins }),
-        Command::Launch(_) => Err(Error::usage("the run file turned `pretrain` into another command").into()),
+        Command::Launch(_) | Command::Bench(_) => {
+            Err(Error::usage("the run file turned `pretrain` into another command").into())
+        }
     }
 }
 
@@ -200,7 +224,7 @@ mod tests {
         let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
         match parse(&words).unwrap() {
             Request::Pretrain(gathered) => *gathered,
-            Request::Launch(_) => unreachable!(),
+            Request::Launch(_) | Request::Bench(..) => unreachable!(),
         }
     }
 

@@ -1,5 +1,6 @@
 //! The program, seen from outside.
 
+mod bench;
 mod launch;
 mod pretrain;
 mod settings;

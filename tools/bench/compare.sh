@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Runs training steps of the same shapes in PyTorch and here, one after the other, and prints a table of ratios in Markdown.
+#
+#   tools/bench/compare.sh                       all presets on all cores, and two data-parallel ranks
+#   PRESETS=small STEPS=20 tools/bench/compare.sh
+#
+# Settings (environment):
+#   PRESETS   presets to run                                         [small llama-small gpt2-124m]
+#   STEPS     timed steps of a run                                   [12]
+#   ROUNDS    runs of each, alternating; the median counts           [3]
+#   THREADS   threads of a run of one rank                           [cores]
+#   RANKS     data-parallel ranks of the second comparison, 0: none  [2]
+#   COMPILE   1: also compare with torch.compile (needs a C++ compiler)
+#   PYTHON    a Python that has torch; without it a virtual environment is made in target/bench-venv
+#   TORCH     what is installed there                                [torch numpy]
+# Run it on a machine that does nothing else: whatever else runs is in the figures.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+presets=${PRESETS:-small llama-small gpt2-124m}
+steps=${STEPS:-12}
+rounds=${ROUNDS:-3}
+cores=$(nproc)
+threads=${THREADS:-$cores}
+ranks=${RANKS:-2}
+
+say() { echo "$*" >&2; }
+
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=target/bench-venv/bin/python
+    if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+        say "installing ${TORCH:-torch numpy} in target/bench-venv"
+        python3 -m venv target/bench-venv
+        # shellcheck disable=SC2086  # several packages or options
+        "$PYTHON" -m pip install --quiet ${TORCH:-torch numpy} >&2
+    fi
+fi
+load=$(cut -d' ' -f1 /proc/loadavg 2>/dev/null || echo 0)
+if awk -v load="$load" 'BEGIN { exit !(load > 0.5) }'; then
+    say "warning: the load average is $load; something else runs here, and the figures will tell of it, too"
+fi
+cargo build --release --quiet -p tools
+megatron=${CARGO_TARGET_DIR:-target}/release/megatron
+
+results=$(mktemp)
+trap 'rm -f "$results"' EXIT
+
+# Runs a command and notes its figures under KEY and WHO; a run without figures ends the script.
+measure() {
+    local key=$1 who=$2 line
+    shift 2
+    line=$("$@" | grep tokens_per_second=) || { say "failed: $*"; exit 1; }
+    say "$line"
+    echo "$key|$who|$line" >> "$results"
+}
+
+for preset in $presets; do
+    for _ in $(seq "$rounds"); do
+        key="$preset|1 × $threads"
+        peer=("$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --steps "$steps" --threads "$threads")
+        measure "$key" eager "${peer[@]}"
+        [ "${COMPILE:-0}" = 0 ] || measure "$key" compiled "${peer[@]}" --compile 1
+        measure "$key" ours "$megatron" bench step --preset "$preset" --steps "$steps" --threads "$threads"
+        [ "$ranks" -gt 1 ] || continue
+        each=$((cores / ranks > 0 ? cores / ranks : 1))
+        key="$preset|$ranks × $each"
+        # `megatron launch` sets the variables that torchrun sets.
+        measure "$key" eager "$megatron" launch --nproc-per-node "$ranks" -- \
+            "$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --steps "$steps" --threads "$each"
+        measure "$key" ours "$megatron" bench step --preset "$preset" --steps "$steps" --threads "$each" \
+            --data-parallel-size "$ranks"
+    done
+done
+
+processor=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1)
+commit=$(git describe --always --dirty 2>/dev/null || echo "no commit")
+torch=$("$PYTHON" -c 'import torch; print("torch", torch.__version__)')
+echo "$(date -u +%F), $commit, $processor, $cores cores, $torch"
+echo "fp32, medians of $rounds runs of $steps steps; ratio: tokens a second here / there; memory: peak here / there"
+echo
+awk -F'|' '
+    function value(name) {
+        match($0, name "=[0-9.]+")
+        return substr($0, RSTART + length(name) + 1, RLENGTH - length(name) - 1)
+    }
+    function median(list,   parts, n, i, j, t) {
+        n = split(list, parts, " ")
+        for (i = 2; i <= n; i++) for (j = i; j > 1 && parts[j] + 0 < parts[j - 1] + 0; j--) {
+            t = parts[j]; parts[j] = parts[j - 1]; parts[j - 1] = t
+        }
+        return n % 2 ? parts[(n + 1) / 2] : (parts[n / 2] + parts[n / 2 + 1]) / 2
+    }
+    {
+        key = "| " $1 " | " $2 " |"
+        if (!(key in seen)) { seen[key] = 1; order[++rows] = key }
+        rate[key, $3] = rate[key, $3] " " value("tokens_per_second")
+        flops[key, $3] = flops[key, $3] " " value("tflops") * 1e3
+        peak[key, $3] = peak[key, $3] " " value("peak_gib")
+    }
+    END {
+        print "| preset | ranks × threads | peer | tokens/s | tokens/s here | GFLOP/s here | ratio | GiB | GiB here | memory |"
+        print "| --- | --: | --- | --: | --: | --: | --: | --: | --: | --: |"
+        num_peers = split("eager compiled", peers, " ")
+        for (row = 1; row <= rows; row++) {
+            key = order[row]
+            for (p = 1; p <= num_peers; p++) if ((key, peers[p]) in rate) {
+                there = median(rate[key, peers[p]]); here = median(rate[key, "ours"])
+                gib = median(peak[key, peers[p]]); gib_here = median(peak[key, "ours"])
+                printf "%s torch %s | %.0f | %.0f | %.0f | %.2f | %.2f | %.2f | %.2f |\n", key, peers[p], there, here,
+                    median(flops[key, "ours"]), here / there, gib, gib_here, gib_here / gib
+            }
+        }
+    }' "$results"

@@ -1,0 +1,255 @@
+//! `megatron bench collectives`: time and bandwidth of the operations between ranks.
+//!
+//! Sizes and bandwidths are those of NVIDIA's nccl-tests (its PERFORMANCE.md): the size is that of the larger buffer; bus bandwidth is
+//! what the slowest link carries, whatever the number of ranks: size / time · 2(n−1)/n for all_reduce, (n−1)/n for all_gather and
+//! reduce_scatter, 1 for send/recv.
+
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor};
+use clap::{Args, ValueEnum};
+use megatron::comm::{self, Communicator, Group, ReduceOp, threads};
+use megatron::{Error, Result};
+
+use super::table::{Table, significant};
+use super::timing::{Timing, calls_within};
+use super::{STOP_LIMIT, machine_line};
+use crate::cli::Distributed;
+use crate::error::{Error as CliError, Result as CliResult};
+use crate::ranks;
+
+/// Calls that are not timed.
+const WARM_UP: u64 = 3;
+/// Times that are taken; each is of as many calls as the budget allows. Single calls would mislead: a rank that comes late finds its peers'
+/// data waiting and is done at once.
+const BATCHES: u32 = 5;
+
+/// Time all_reduce, all_gather, reduce_scatter and send/recv between ranks
+///
+/// Starts the ranks on this machine, or joins as one rank under a launcher.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Example:
+  megatron bench collectives --ranks 4 --backend tcp --sizes 4K,16M")]
+pub struct CollectivesArgs {
+    /// Ranks [default: 2; under a launcher, its WORLD_SIZE]
+    #[arg(long, value_name = "N", value_parser = number_of_ranks)]
+    pub ranks: Option<usize>,
+    /// How they exchange data
+    #[arg(long, value_enum, default_value_t = Backend::Local)]
+    pub backend: Backend,
+    /// Bytes of the larger buffer of an operation, with K, M or G
+    #[arg(long, value_name = "BYTES,…", value_delimiter = ',', default_value = "4K,1M,16M,64M")]
+    pub sizes: Vec<Size>,
+    /// Time spent on each operation and size, about
+    #[arg(long, value_name = "MS", default_value_t = 300)]
+    pub milliseconds: u64,
+}
+
+/// How ranks exchange data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    /// Shared memory between processes
+    Local,
+    /// TCP between processes
+    Tcp,
+    /// Ranks are threads of one process
+    Threads,
+}
+
+/// A number of bytes, written as on the command line: `4K`, `16M`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Size {
+    text: String,
+    bytes: usize,
+}
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let (digits, unit) = match text.char_indices().last().map(|(at, c)| (at, c.to_ascii_uppercase())) {
+            Some((at, 'K')) => (&text[..at], 1 << 10),
+            Some((at, 'M')) => (&text[..at], 1 << 20),
+            Some((at, 'G')) => (&text[..at], 1 << 30),
+            _ => (text, 1),
+        };
+        let bytes = digits.parse::<usize>().ok().and_then(|n| n.checked_mul(unit)).filter(|bytes| *bytes >= 4);
+        let bytes = bytes.ok_or("expected a number of bytes such as 4096, 4K or 16M, at least one f32")?;
+        Ok(Self { text: text.to_string(), bytes })
+    }
+}
+
+fn number_of_ranks(text: &str) -> std::result::Result<usize, String> {
+    text.parse().ok().filter(|ranks| (2..=1024).contains(ranks)).ok_or_else(|| "expected 2 to 1024".to_string())
+}
+
+/// Runs the benchmark and returns the exit code to end with.
+///
+/// # Errors
+/// If ranks cannot be started or meet, or an operation fails.
+pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
+    let place = ranks::place()?;
+    let (backend, ranks) = match (args.backend, &place) {
+        (Backend::Threads, Some(_)) => {
+            return Err(CliError::usage("--backend threads has its ranks in one process; start it without a launcher"));
+        }
+        (Backend::Threads, None) => {
+            report(args, &on_threads(args)?);
+            return Ok(0);
+        }
+        (Backend::Local, _) => (comm::Backend::Local, args.ranks),
+        (Backend::Tcp, _) => (comm::Backend::Tcp, args.ranks),
+    };
+    let distributed = Distributed { backend, timeout: Duration::from_secs(600), rendezvous: None };
+    let Some(place) = place else {
+        return ranks::start(ranks.unwrap_or(2), &distributed, Some(STOP_LIMIT), None);
+    };
+    if ranks.is_some_and(|ranks| ranks != place.world_size) || place.world_size < 2 {
+        return Err(CliError::usage(format!(
+            "WORLD_SIZE = {} (environment) must be --ranks, and at least 2",
+            place.world_size
+        )));
+    }
+    let figures = measure(args, &ranks::connect(&place, &distributed)?)?;
+    if place.rank == 0 {
+        report(args, &figures);
+    }
+    Ok(0)
+}
+
+/// Ranks as threads of this process; the figures are rank 0's.
+fn on_threads(args: &CollectivesArgs) -> Result<Vec<Figure>> {
+    std::thread::scope(|scope| {
+        let world = threads::world(args.ranks.unwrap_or(2));
+        let ranks: Vec<_> = world.into_iter().map(|rank| scope.spawn(move || measure(args, &rank))).collect();
+        let mut figures = Vec::new();
+        for (index, rank) in ranks.into_iter().enumerate() {
+            let of_rank = rank.join().map_err(|_| Error::comm("a rank's thread panicked"))??;
+            if index == 0 {
+                figures = of_rank;
+            }
+        }
+        Ok(figures)
+    })
+}
+
+/// One row of the table.
+struct Figure {
+    operation: &'static str,
+    ranks: usize,
+    size: String,
+    bytes: usize,
+    /// Bus bandwidth over size / time.
+    bus: f64,
+    timing: Timing,
+}
+
+fn measure(args: &CollectivesArgs, world: &Group) -> Result<Vec<Figure>> {
+    let ranks = world.size();
+    let n = ranks as f64;
+    let mut figures = Vec::new();
+    for size in &args.sizes {
+        let part = (size.bytes / 4).div_ceil(ranks);
+        let (whole, share) = (buffer(part * ranks)?, buffer(part)?);
+        let mut figure = |operation, bus, scale, call: &dyn Fn() -> Result<()>| {
+            let timing = time(world.as_ref(), Duration::from_millis(args.milliseconds), scale, call)?;
+            let bytes = 4 * part * ranks;
+            figures.push(Figure { operation, ranks, size: size.text.clone(), bytes, bus, timing });
+            Ok::<_, Error>(())
+        };
+        figure("all_reduce", 2.0 * (n - 1.0) / n, 1.0, &|| world.all_reduce(&whole, ReduceOp::Sum)?.wait())?;
+        figure("all_gather", (n - 1.0) / n, 1.0, &|| world.all_gather(&share, &whole)?.wait())?;
+        figure("reduce_scatter", (n - 1.0) / n, 1.0, &|| world.reduce_scatter(&whole, &share, ReduceOp::Sum)?.wait())?;
+        // There and back again between the first two ranks; one way is half of it.
+        figure("send/recv", 1.0, 0.5, &|| match world.rank() {
+            0 => {
+                world.send(&whole, 1, 0)?.wait()?;
+                world.recv(&whole, 1, 0)?.wait()
+            }
+            1 => {
+                world.recv(&whole, 0, 0)?.wait()?;
+                world.send(&whole, 0, 0)?.wait()
+            }
+            _ => Ok(()),
+        })?;
+    }
+    Ok(figures)
+}
+
+/// Zeros, which stay zeros when they are summed again and again, in memory that is really there.
+fn buffer(elements: usize) -> Result<Tensor> {
+    let zeros = Tensor::zeros(elements, DType::F32, &Device::Cpu)?;
+    kernels::reduce::zero(&zeros)?;
+    Ok(zeros)
+}
+
+/// Times `call` on all ranks together: seconds of a call, as the means of batches that fill `budget` on rank 0.
+fn time(world: &dyn Communicator, budget: Duration, scale: f64, call: &dyn Fn() -> Result<()>) -> Result<Timing> {
+    world.barrier()?;
+    let batch = |calls: u64| {
+        let start = Instant::now();
+        (0..calls).try_for_each(|_| call())?;
+        Ok::<_, Error>(start.elapsed().as_secs_f64() / calls as f64)
+    };
+    let calls = calls_within(budget / BATCHES, batch(WARM_UP)?) as u64;
+    let of_all = world.all_gather_bytes(&calls.to_le_bytes())?;
+    let bytes = of_all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
+    let calls = u64::from_le_bytes(bytes.ok_or_else(|| Error::comm("rank 0 did not say how many calls to time"))?);
+    let mut seconds = Vec::new();
+    for _ in 0..BATCHES {
+        world.barrier()?;
+        seconds.push(batch(calls)? * scale);
+    }
+    world.barrier()?;
+    Ok(Timing::new(seconds))
+}
+
+fn report(args: &CollectivesArgs, figures: &[Figure]) {
+    let backend = args.backend.to_possible_value().map_or(String::new(), |value| value.get_name().to_string());
+    let ranks = figures.first().map_or(0, |figure| figure.ranks);
+    crate::print_line(&machine_line());
+    crate::print_line(&format!("{backend} backend, {ranks} ranks, fp32; medians of {BATCHES} batches on rank 0"));
+    let mut table = Table::new(["operation", "size", "µs", "fastest", "GB/s", "bus GB/s"]);
+    for figure in figures {
+        let seconds = figure.timing.median();
+        let rate = figure.bytes as f64 / seconds / 1e9;
+        table.row([
+            figure.operation.to_string(),
+            figure.size.clone(),
+            significant(seconds * 1e6),
+            significant(figure.timing.fastest() * 1e6),
+            significant(rate),
+            significant(rate * figure.bus),
+        ]);
+    }
+    crate::print_line(&format!("\n{table}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_binary_units() {
+        let bytes = |text: &str| text.parse::<Size>().map(|size| size.bytes);
+        assert_eq!(
+            (bytes("4096"), bytes("4K"), bytes("16m"), bytes("1G")),
+            (Ok(4096), Ok(4096), Ok(1 << 24), Ok(1 << 30))
+        );
+        for wrong in ["", "K", "4.5K", "-1", "3", "99999999999999999999", "4T", "16Mµ"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn ranks_that_are_threads_time_every_operation_at_every_size() {
+        let sizes = vec!["4".parse().unwrap(), "4K".parse().unwrap()];
+        let args = CollectivesArgs { ranks: Some(3), backend: Backend::Threads, sizes, milliseconds: 1 };
+        let figures = on_threads(&args).unwrap();
+        assert_eq!(figures.len(), 8);
+        assert!(figures.iter().all(|figure| figure.ranks == 3 && figure.timing.fastest() > 0.0));
+        // The smallest buffer is rounded up to one f32 per rank.
+        assert_eq!(figures[0].bytes, 12);
+    }
+}

@@ -1,0 +1,280 @@
+//! `megatron bench kernels`: every kernel of a training step at the shapes of a preset, and its share of the step.
+
+use std::time::Duration;
+
+use candle_core::{DType, Device, Tensor};
+use clap::Args;
+use kernels::attention::{HeadShape, RopeTable, attention, attention_backward, rope_inplace};
+use kernels::dropout::bias_dropout_add;
+use kernels::optimizer::{AdamW, adamw};
+use kernels::philox::fill_normal;
+use kernels::{activation, cross_entropy, embedding, linear, norm, reduce};
+use megatron::Result;
+use megatron::comm::RankInfo;
+
+use super::preset::{Preset, Shape};
+use super::table::{Table, significant};
+use super::timing::repeat;
+use super::{machine_line, positive};
+use crate::ranks;
+
+/// Elements of the flat ranges that the optimizer is timed on, at most; the time of a whole model follows by proportion.
+const FLAT: usize = 1 << 24;
+
+/// Time every kernel of a training step at a preset's shapes
+#[derive(Args, Clone, Debug)]
+pub struct KernelsArgs {
+    /// Shapes
+    #[arg(long, value_enum, default_value_t = Preset::Small)]
+    pub preset: Preset,
+    /// Samples of one forward pass [default: the preset's]
+    #[arg(long, value_name = "B", value_parser = positive)]
+    pub micro_batch_size: Option<usize>,
+    /// Threads [default: RAYON_NUM_THREADS, or cores]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub threads: Option<usize>,
+    /// Time spent on each kernel, about
+    #[arg(long, value_name = "MS", default_value_t = 300)]
+    pub milliseconds: u64,
+    /// Only kernels whose names contain this
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub only: String,
+}
+
+/// Times the kernels and prints the table.
+///
+/// # Errors
+/// If a kernel refuses its input.
+pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
+    let mut shape = args.preset.shape();
+    shape.micro_batch = args.micro_batch_size.unwrap_or(shape.micro_batch);
+    let threads = ranks::use_threads(args.threads, &RankInfo::alone())?;
+    let mut bench = KernelBench {
+        shape,
+        budget: Duration::from_millis(args.milliseconds),
+        only: args.only.clone(),
+        total_ms: 0.0,
+        table: Table::new(["kernel", "shape", "ms", "GFLOP/s", "GB/s", "calls a step", "ms a step"]),
+    };
+    bench.linear_layers()?;
+    bench.attention()?;
+    bench.elementwise()?;
+    bench.norms()?;
+    bench.vocabulary()?;
+    bench.optimizer()?;
+    bench.table.row(["all of the above", "", "", "", "", "", &significant(bench.total_ms)].map(str::to_string));
+    crate::print_line(&machine_line());
+    let Shape { seq, micro_batch, .. } = shape;
+    crate::print_line(&format!(
+        "{}, {seq} tokens × {micro_batch} samples, {threads} threads, fp32",
+        args.preset.name()
+    ));
+    crate::print_line(&format!("\n{}", bench.table));
+    Ok(())
+}
+
+/// What a kernel does in one call.
+#[derive(Clone, Copy)]
+enum Work {
+    /// Floating-point operations.
+    Flops(usize),
+    /// f32 elements read or written, each counted once.
+    Elements(usize),
+}
+
+struct KernelBench {
+    shape: Shape,
+    budget: Duration,
+    only: String,
+    total_ms: f64,
+    table: Table,
+}
+
+impl KernelBench {
+    /// Times `kernel`, which a step of one microbatch calls `calls` times, and adds a row.
+    fn time<R>(
+        &mut self,
+        name: &str,
+        shape: String,
+        calls: f64,
+        work: Work,
+        mut kernel: impl FnMut() -> kernels::Result<R>,
+    ) -> Result<()> {
+        if !name.contains(&self.only) {
+            return Ok(());
+        }
+        let seconds = repeat(self.budget, || Ok(kernel()?))?.median();
+        let (flops, bytes) = match work {
+            Work::Flops(n) => (significant(n as f64 / seconds / 1e9), String::new()),
+            Work::Elements(n) => (String::new(), significant(4.0 * n as f64 / seconds / 1e9)),
+        };
+        let ms = seconds * 1e3;
+        self.total_ms += ms * calls;
+        self.table.row([
+            name.to_string(),
+            shape,
+            significant(ms),
+            flops,
+            bytes,
+            format!("{}", (calls * 100.0).round() / 100.0),
+            significant(ms * calls),
+        ]);
+        Ok(())
+    }
+
+    fn rows(&self) -> usize {
+        self.shape.seq * self.shape.micro_batch
+    }
+
+    /// An activation `[s, b, width]` of normal random numbers.
+    fn activation(&self, width: usize) -> Result<Tensor> {
+        randn(&[self.shape.seq, self.shape.micro_batch, width])
+    }
+
+    fn heads(&self) -> HeadShape {
+        let s = &self.shape;
+        HeadShape { groups: s.groups, heads_per_group: s.heads / s.groups, head_dim: s.hidden / s.heads }
+    }
+
+    fn linear_layers(&mut self) -> Result<()> {
+        let Shape { layers, hidden: h, ffn, vocab, llama, .. } = self.shape;
+        let up = if llama { 2 * ffn } else { ffn };
+        let layers = layers as f64;
+        let products = [
+            ("qkv", h, self.heads().width(), layers, !llama),
+            ("attention output", h, h, layers, !llama),
+            ("mlp up", h, up, layers, !llama),
+            ("mlp down", ffn, h, layers, !llama),
+            ("logits", h, vocab, 1.0, false),
+        ];
+        for (what, k, n, calls, biased) in products {
+            let (x, w, dy) = (self.activation(k)?, randn(&[n, k])?, self.activation(n)?);
+            let dw = w.zeros_like()?;
+            let (rows, shape) = (self.rows(), format!("{}×{k}·{k}×{n}", self.rows()));
+            let work = Work::Flops(2 * rows * k * n);
+            self.time(&format!("linear, {what}"), shape.clone(), calls, work, || linear::linear(&x, &w, None))?;
+            self.time(&format!("linear_dgrad, {what}"), shape.clone(), calls, work, || linear::linear_dgrad(&dy, &w))?;
+            self.time(&format!("linear_wgrad, {what}"), shape, calls, work, || linear::linear_wgrad(&dy, &x, &dw))?;
+            if biased {
+                let db = Tensor::zeros(n, DType::F32, &Device::Cpu)?;
+                let work = Work::Elements(rows * n);
+                self.time(&format!("bias_grad, {what}"), format!("{rows}×{n}"), calls, work, || {
+                    linear::bias_grad(&dy, &db)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn attention(&mut self) -> Result<()> {
+        let (heads, Shape { layers, seq, micro_batch, llama, .. }) = (self.heads(), self.shape);
+        let scale = 1.0 / (heads.head_dim as f64).sqrt();
+        let qkv = self.activation(heads.width())?;
+        let (out, lse) = attention(&qkv, heads, scale, None)?;
+        let shape = format!("{micro_batch}×{} heads×{seq}²×{}", heads.heads(), heads.head_dim);
+        // A product of all queries with all keys, of which the causal half counts.
+        let product = micro_batch * heads.heads() * seq * seq * heads.head_dim;
+        let calls = layers as f64;
+        self.time("attention", shape.clone(), calls, Work::Flops(2 * product), || attention(&qkv, heads, scale, None))?;
+        self.time("attention_backward", shape, calls, Work::Flops(5 * product), || {
+            attention_backward(&out, &qkv, &out, &lse, heads, scale, None)
+        })?;
+        if llama {
+            let table = RopeTable::new(seq, heads.head_dim, 1e4, DType::F32, &Device::Cpu)?;
+            let rotated = qkv.elem_count() / (heads.heads_per_group + 2) * (heads.heads_per_group + 1);
+            let shape = format!("{}×{}", self.rows(), heads.width());
+            self.time("rope", shape, 2.0 * calls, Work::Elements(2 * rotated), || {
+                rope_inplace(&qkv, &table, heads, 0, false)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn elementwise(&mut self) -> Result<()> {
+        let (rows, Shape { layers, hidden, ffn, llama, .. }) = (self.rows(), self.shape);
+        let calls = layers as f64;
+        let dy = self.activation(ffn)?;
+        let n = rows * ffn;
+        if llama {
+            let (x, shape) = (self.activation(2 * ffn)?, format!("{rows}×2·{ffn}"));
+            self.time("swiglu", shape.clone(), calls, Work::Elements(3 * n), || activation::swiglu(&x))?;
+            self.time("swiglu_backward", shape, calls, Work::Elements(5 * n), || activation::swiglu_backward(&dy, &x))?;
+        } else {
+            let (x, shape) = (self.activation(ffn)?, format!("{rows}×{ffn}"));
+            self.time("gelu", shape.clone(), calls, Work::Elements(2 * n), || activation::gelu(&x))?;
+            self.time("gelu_backward", shape, calls, Work::Elements(3 * n), || activation::gelu_backward(&dy, &x))?;
+        }
+        let (x, residual, shape) = (self.activation(hidden)?, self.activation(hidden)?, format!("{rows}×{hidden}"));
+        let bias = if llama { None } else { Some(randn(&[hidden])?) };
+        let work = Work::Elements(3 * rows * hidden);
+        self.time("bias_dropout_add", shape.clone(), 2.0 * calls, work, || {
+            bias_dropout_add(&x, bias.as_ref(), Some(&residual), None)
+        })?;
+        self.time("add_inplace", shape, 2.0 * calls, work, || reduce::add_inplace(&x, &residual))
+    }
+
+    fn norms(&mut self) -> Result<()> {
+        let (rows, Shape { layers, hidden, llama, .. }) = (self.rows(), self.shape);
+        let (x, dy, w, bias) =
+            (self.activation(hidden)?, self.activation(hidden)?, randn(&[hidden])?, randn(&[hidden])?);
+        let (dw, db) = (w.zeros_like()?, bias.zeros_like()?);
+        let (calls, shape, n) = ((2 * layers + 1) as f64, format!("{rows}×{hidden}"), rows * hidden);
+        let (forward, backward) = (Work::Elements(2 * n), Work::Elements(3 * n));
+        if llama {
+            let (_, stats) = norm::rms_norm(&x, &w, 1e-5)?;
+            self.time("rms_norm", shape.clone(), calls, forward, || norm::rms_norm(&x, &w, 1e-5))?;
+            self.time("rms_norm_backward", shape, calls, backward, || norm::rms_norm_backward(&dy, &x, &stats, &w, &dw))
+        } else {
+            let (_, stats) = norm::layer_norm(&x, &w, &bias, 1e-5)?;
+            self.time("layer_norm", shape.clone(), calls, forward, || norm::layer_norm(&x, &w, &bias, 1e-5))?;
+            self.time("layer_norm_backward", shape, calls, backward, || {
+                norm::layer_norm_backward(&dy, &x, &stats, &w, &dw, &db)
+            })
+        }
+    }
+
+    fn vocabulary(&mut self) -> Result<()> {
+        let (rows, Shape { hidden, vocab, seq, micro_batch, .. }) = (self.rows(), self.shape);
+        // Multiples of a large odd number: ids without an order that caches could use.
+        let ids = (0..rows as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab as u32).collect();
+        let ids = Tensor::from_vec(ids, (seq, micro_batch), &Device::Cpu)?;
+        let (w, dy) = (randn(&[vocab, hidden])?, self.activation(hidden)?);
+        let dw = w.zeros_like()?;
+        let (shape, n) = (format!("{rows}×{hidden}"), rows * hidden);
+        self.time("embedding", shape.clone(), 1.0, Work::Elements(2 * n), || embedding::embedding(&ids, &w, 0))?;
+        self.time("embedding_backward", shape, 1.0, Work::Elements(3 * n), || {
+            embedding::embedding_backward(&dy, &ids, 0, &dw)
+        })?;
+        let (logits, shape, n) = (self.activation(vocab)?, format!("{rows}×{vocab}"), rows * vocab);
+        let max = cross_entropy::row_max(&logits, vocab)?;
+        let ones = Tensor::ones(rows, DType::F32, &Device::Cpu)?;
+        self.time("row_max", shape.clone(), 1.0, Work::Elements(n), || cross_entropy::row_max(&logits, vocab))?;
+        self.time("sum_exp_and_target", shape.clone(), 1.0, Work::Elements(n), || {
+            cross_entropy::sum_exp_and_target(&logits, &max, &ids, 0, vocab)
+        })?;
+        self.time("cross_entropy_backward", shape, 1.0, Work::Elements(2 * n), || {
+            cross_entropy::cross_entropy_backward(&logits, &max, &ones, &ids, &ones, 0, vocab)
+        })
+    }
+
+    fn optimizer(&mut self) -> Result<()> {
+        let Shape { layers, hidden, ffn, vocab, llama, .. } = self.shape;
+        let mlp = if llama { 3 * ffn } else { 2 * ffn };
+        let params = layers * hidden * (self.heads().width() + hidden + mlp) + vocab * hidden;
+        let n = params.min(FLAT);
+        let (p, g) = (randn(&[n])?, randn(&[n])?);
+        let (m, v) = (p.zeros_like()?, p.zeros_like()?);
+        let (calls, shape) = (params as f64 / n as f64, n.to_string());
+        let rule =
+            AdamW { lr: 3e-4, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, step: 1, grad_scale: 1.0 };
+        self.time("sum_of_squares", shape.clone(), calls, Work::Elements(n), || reduce::sum_of_squares(&g))?;
+        self.time("adamw", shape.clone(), calls, Work::Elements(7 * n), || adamw(&p, &g, &m, &v, &rule))?;
+        self.time("zero", shape, calls, Work::Elements(n), || reduce::zero(&g))
+    }
+}
+
+fn randn(shape: &[usize]) -> Result<Tensor> {
+    let mut values = vec![0.0; shape.iter().product()];
+    fill_normal(&mut values, 1, 1, 0, 1.0);
+    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+}

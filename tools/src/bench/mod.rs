@@ -1,0 +1,69 @@
+//! `megatron bench`: what this machine can do, and how much of it kernels, collectives and whole training steps reach.
+//!
+//! Every benchmark ends in a table in Markdown, ready for `docs/benchmarks.md`.
+
+mod collectives;
+mod kernels;
+mod machine;
+mod preset;
+mod step;
+mod table;
+mod timing;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+
+use crate::error::Result;
+
+/// How long ranks may take to stop when they are asked to: a benchmark has nothing to save.
+const STOP_LIMIT: Duration = Duration::from_secs(2);
+
+/// Measure this machine, and what kernels, collectives and training steps make of it
+///
+/// Figures are worth something only if nothing else runs on the machine.
+#[derive(Args, Clone, Debug)]
+#[command(arg_required_else_help = true)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    pub what: Bench,
+}
+
+/// What to measure.
+#[derive(Clone, Debug, Subcommand)]
+pub enum Bench {
+    Step(Box<step::StepArgs>),
+    Kernels(kernels::KernelsArgs),
+    Collectives(collectives::CollectivesArgs),
+    Machine(machine::MachineArgs),
+}
+
+/// Runs a benchmark and returns the exit code to end with. `origins` says which settings were typed.
+///
+/// # Errors
+/// If settings cannot be used, or what is measured fails.
+pub fn run(bench: &Bench, origins: BTreeMap<String, String>) -> Result<u8> {
+    match bench {
+        Bench::Step(args) => step::run(args, origins),
+        Bench::Kernels(args) => kernels::run(args).map(|()| 0),
+        Bench::Collectives(args) => collectives::run(args),
+        Bench::Machine(args) => machine::run(args).map(|()| 0),
+    }
+}
+
+/// A number of things that there must be some of.
+fn positive(text: &str) -> std::result::Result<usize, String> {
+    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "expected a whole number from 1".to_string())
+}
+
+/// One line about the machine that a table's figures are of.
+fn machine_line() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info
+        .lines()
+        .find_map(|line| line.strip_prefix("model name"))
+        .map_or("unknown processor", |rest| rest.trim_start_matches([' ', '\t', ':']).trim());
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("machine: {model}, {cores} cores; megatron {}", env!("CARGO_PKG_VERSION"))
+}

@@ -1,0 +1,229 @@
+//! `megatron bench step`: whole training steps on random tokens, over any layout.
+//!
+//! The last line before the table has the form of `tools/bench/torch_gpt.py`, which trains the same shapes in PyTorch.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use clap::Args;
+use kernels::philox::philox4x32;
+use megatron::comm::{Group, RankInfo, ReduceOp};
+use megatron::config::RunConfig;
+use megatron::data::SampleSource;
+use megatron::train::{Sources, Trainer, peak_memory};
+use models::Gpt;
+
+use super::preset::{Preset, flops_per_token, matrix_params};
+use super::table::{Table, significant};
+use super::timing::Timing;
+use super::{STOP_LIMIT, machine_line, positive};
+use crate::cli::flags::ParallelFlags;
+use crate::cli::{Gathered, Resolved, resolve};
+use crate::error::Result;
+use crate::ranks;
+
+/// Steps before the first timed one: as in the peer script.
+const WARM_UP: usize = 3;
+
+/// Time training steps of a preset on random tokens
+///
+/// Starts the ranks of the layout on this machine, as `pretrain` does, or joins as one rank under a launcher.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:
+  megatron bench step --preset gpt2-124m
+  megatron bench step --data-parallel-size 2 --threads 1
+  megatron bench step --pipeline-model-parallel-size 2 --global-batch-size 32")]
+pub struct StepArgs {
+    /// Model and microbatch
+    #[arg(long, value_enum, default_value_t = Preset::Small)]
+    pub preset: Preset,
+    /// Timed steps, after 3 for warm-up
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = positive)]
+    pub steps: usize,
+    /// Samples of one forward pass of one replica [default: the preset's]
+    #[arg(long, value_name = "B", value_parser = positive)]
+    pub micro_batch_size: Option<usize>,
+    /// Samples of one step over all replicas [default: MBS·dp]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub global_batch_size: Option<usize>,
+    /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub threads: Option<usize>,
+    #[command(flatten)]
+    pub parallel: ParallelFlags,
+}
+
+/// Runs the benchmark and returns the exit code to end with.
+///
+/// # Errors
+/// If the layout does not fit the preset or the world, or a step fails.
+pub fn run(args: &StepArgs, origins: BTreeMap<String, String>) -> Result<u8> {
+    let place = ranks::place()?;
+    let resolved = resolve(&settings(args, origins)?, place.as_ref())?;
+    let world_size = resolved.run.parallel.world_size();
+    match place {
+        Some(place) => rank(args, resolved, &place),
+        None if world_size == 1 => rank(args, resolved, &RankInfo::alone()),
+        None => {
+            ranks::check_number(&resolved.run.parallel)?;
+            ranks::start(world_size, &resolved.distributed, Some(STOP_LIMIT), None)
+        }
+    }
+}
+
+/// The preset's settings under those of the command line.
+fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Gathered> {
+    let mut flags = args.preset.flags((WARM_UP + args.steps) as u64)?;
+    flags.parallel = args.parallel.clone();
+    flags.training.micro_batch_size = args.micro_batch_size.or(flags.training.micro_batch_size);
+    flags.training.global_batch_size = args.global_batch_size;
+    let preset = format!("--preset {}", args.preset.name());
+    for key in
+        ["num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length", "micro_batch_size"]
+    {
+        origins.entry(key.to_string()).or_insert_with(|| preset.clone());
+    }
+    Ok(Gathered { flags, origins })
+}
+
+/// This rank's part.
+fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
+    let threads = ranks::use_threads(args.threads, place)?;
+    let Resolved { mut run, vocab_size, distributed, .. } = resolved;
+    run.model.vocab_size = vocab_size.unwrap_or(args.preset.shape().vocab);
+    let world = ranks::connect(place, &distributed)?;
+    let measured = measure(&run, world)?;
+    if place.rank == 0 {
+        report(args.preset, &run, threads, &measured);
+    }
+    Ok(0)
+}
+
+/// What the steps of a run took.
+struct Measured {
+    steps: Timing,
+    /// Largest resident memory of a rank, in bytes.
+    peak_memory: f64,
+    loss: f64,
+}
+
+fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
+    let device = Device::Cpu;
+    let p = &run.parallel;
+    let model = Gpt::new(
+        &run.model,
+        p.tensor_model_parallel_size,
+        p.sequence_parallel,
+        run.training.recompute,
+        DType::F32,
+        &device,
+    )?;
+    let tokens = RandomTokens { vocab: run.model.vocab_size as u32, seq_length: run.model.seq_length };
+    let sources = Sources { train: Arc::new(tokens), valid: None, test: None, fingerprint: "random".to_string() };
+    let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, DType::F32, &device)?;
+    let mut seconds = Vec::new();
+    let mut loss = f64::NAN;
+    for step in 0..run.training.train_iters as usize {
+        let metrics = trainer.step()?;
+        loss = metrics.lm_loss;
+        if step >= WARM_UP {
+            seconds.push(metrics.elapsed_ms / 1e3);
+        }
+    }
+    let memory = Tensor::new(&[peak_memory() as f64], &device)?;
+    world.all_reduce(&memory, ReduceOp::Max)?.wait()?;
+    Ok(Measured { steps: Timing::new(seconds), peak_memory: memory.to_vec1::<f64>()?[0], loss })
+}
+
+fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) {
+    let p = &run.parallel;
+    let tokens = (run.training.global_batch_size * run.model.seq_length) as f64;
+    let rate = tokens / measured.steps.median();
+    let tflops = rate * flops_per_token(&run.model) / 1e12;
+    let gib = measured.peak_memory / f64::from(1 << 30);
+    let mut layout =
+        format!("tp{}·pp{}·dp{}", p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size);
+    for (on, name) in [(p.sequence_parallel, "·sp"), (p.use_distributed_optimizer, "·zero1")] {
+        layout.push_str(if on { name } else { "" });
+    }
+    crate::print_line(&machine_line());
+    crate::print_line(&format!(
+        "megatron {} cpu {} fp32 layout={layout} world={} threads={threads} params={:.1}M tokens_per_second={rate:.0} \
+         tflops={tflops:.4} peak_gib={gib:.2} loss={:.3}",
+        env!("CARGO_PKG_VERSION"),
+        preset.name(),
+        p.world_size(),
+        matrix_params(&run.model) as f64 / 1e6,
+        measured.loss,
+    ));
+    let ms = |seconds: f64| significant(seconds * 1e3);
+    let mut table = Table::new([
+        "step",
+        "ranks × threads",
+        "MBS",
+        "GBS",
+        "median ms",
+        "fastest",
+        "slowest",
+        "tokens/s",
+        "GFLOP/s",
+        "peak GiB",
+    ]);
+    table.row([
+        format!("{} {layout}", preset.name()),
+        format!("{} × {threads}", p.world_size()),
+        run.training.micro_batch_size.to_string(),
+        run.training.global_batch_size.to_string(),
+        ms(measured.steps.median()),
+        ms(measured.steps.fastest()),
+        ms(measured.steps.slowest()),
+        format!("{rate:.0}"),
+        significant(tflops * 1e3),
+        format!("{gib:.2}"),
+    ]);
+    crate::print_line(&format!("\n{table}"));
+}
+
+/// Uniformly random tokens; a sample is a function of its index.
+struct RandomTokens {
+    vocab: u32,
+    seq_length: usize,
+}
+
+impl SampleSource for RandomTokens {
+    fn seq_length(&self) -> usize {
+        self.seq_length
+    }
+
+    fn num_samples(&self) -> u64 {
+        1 << 40
+    }
+
+    fn sample(&self, index: u64, out: &mut [u32]) -> megatron::Result<()> {
+        for (block, tokens) in out.chunks_mut(4).enumerate() {
+            let random = philox4x32([block as u32, 0, index as u32, (index >> 32) as u32], [1234, 0]);
+            for (token, random) in tokens.iter_mut().zip(random) {
+                // The high half of a product maps the random number to 0 … V − 1.
+                *token = ((u64::from(random) * u64::from(self.vocab)) >> 32) as u32;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_tokens_lie_in_the_vocabulary_and_depend_on_the_sample() {
+        let source = RandomTokens { vocab: 8192, seq_length: 1023 };
+        let (mut a, mut b) = ([0; 1024], [0; 1024]);
+        source.sample(3, &mut a).unwrap();
+        source.sample(4, &mut b).unwrap();
+        assert!(a.iter().all(|&token| token < 8192));
+        assert!(a.iter().max() > Some(&8000) && a.iter().min() < Some(&200));
+        assert_ne!(a, b);
+    }
+}

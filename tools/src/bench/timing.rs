@@ -1,0 +1,82 @@
+//! Repeated timing of one operation.
+
+use std::time::{Duration, Instant};
+
+use megatron::Result;
+
+/// Calls that are not timed: the first ones fault memory in and start threads.
+const WARM_UP: usize = 2;
+/// Timed calls, at least and at most.
+const CALLS: (usize, usize) = (5, 2000);
+
+/// Seconds of repeated calls of one operation, in ascending order.
+#[derive(Clone, Debug)]
+pub struct Timing(Vec<f64>);
+
+impl Timing {
+    /// `seconds` of at least one call, in any order.
+    pub fn new(mut seconds: Vec<f64>) -> Self {
+        seconds.sort_by(f64::total_cmp);
+        Self(seconds)
+    }
+
+    /// The middle call, or the mean of the middle two.
+    pub fn median(&self) -> f64 {
+        let (lower, upper) = (self.0.len().saturating_sub(1) / 2, self.0.len() / 2);
+        (self.0[lower] + self.0[upper]) / 2.0
+    }
+
+    /// The call that took the least time.
+    pub fn fastest(&self) -> f64 {
+        self.0[0]
+    }
+
+    /// The call that took the most time.
+    pub fn slowest(&self) -> f64 {
+        self.0[self.0.len() - 1]
+    }
+}
+
+/// How many calls of `seconds` each fill `budget`.
+pub fn calls_within(budget: Duration, seconds: f64) -> usize {
+    ((budget.as_secs_f64() / seconds.max(1e-9)) as usize).clamp(CALLS.0, CALLS.1)
+}
+
+/// Calls `operation` for about `budget` after a warm-up.
+///
+/// # Errors
+/// Those of `operation`.
+pub fn repeat<R>(budget: Duration, mut operation: impl FnMut() -> Result<R>) -> Result<Timing> {
+    let mut last = 0.0;
+    for _ in 0..WARM_UP {
+        last = time(&mut operation)?;
+    }
+    (0..calls_within(budget, last)).map(|_| time(&mut operation)).collect::<Result<_>>().map(Timing::new)
+}
+
+/// Seconds of one call. Results are dropped within the time, as a training step drops them.
+pub fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
+    let start = Instant::now();
+    drop(std::hint::black_box(operation()?));
+    Ok(start.elapsed().as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle_or_the_mean_of_the_middle_two() {
+        assert_eq!(Timing::new(vec![9.0, 1.0, 2.0]).median(), 2.0);
+        assert_eq!(Timing::new(vec![9.0, 1.0, 2.0, 4.0]).median(), 3.0);
+        assert_eq!(Timing::new(vec![7.0]).median(), 7.0);
+    }
+
+    #[test]
+    fn the_number_of_calls_follows_the_budget_within_bounds() {
+        let second = Duration::from_secs(1);
+        assert_eq!(calls_within(second, 0.01), 100);
+        assert_eq!(calls_within(second, 10.0), CALLS.0);
+        assert_eq!(calls_within(second, 0.0), CALLS.1);
+    }
+}

@@ -1,0 +1,114 @@
+//! Ranks of this program: starting them, and joining as one of them.
+
+use std::time::Duration;
+
+use megatron::comm::rendezvous::StoreServer;
+use megatron::comm::{self, CommOptions, Group, RankInfo, Rendezvous};
+use megatron::config::ParallelConfig;
+
+use crate::cli::Distributed;
+use crate::error::{Error, Result};
+use crate::launch::{Plan, STORE_SERVED, Style, supervise};
+
+/// More ranks on one machine are taken for a mistake.
+const MOST_RANKS: usize = 1024;
+
+/// The place that a launcher gave this process, if one did.
+///
+/// # Errors
+/// If its variables are incomplete or contradict each other.
+pub fn place() -> Result<Option<RankInfo>> {
+    Ok(RankInfo::from_env(environment)?)
+}
+
+/// Refuses a layout that is too much for one machine.
+///
+/// # Errors
+/// If it has more than 1024 ranks.
+pub fn check_number(p: &ParallelConfig) -> Result<()> {
+    if p.world_size() <= MOST_RANKS {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "tp {} · cp {} · dp {} · pp {} = {} ranks are too many for one machine; start them with a launcher",
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        p.data_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.world_size()
+    )))
+}
+
+/// Runs this process's command line once per rank and returns the exit code to end with. Ranks that are asked to stop have `stop_limit` to do
+/// so; `advice` is what to do after a rank died.
+///
+/// # Errors
+/// If a rank cannot be started.
+pub fn start(
+    ranks: usize,
+    distributed: &Distributed,
+    stop_limit: Option<Duration>,
+    advice: Option<String>,
+) -> Result<u8> {
+    // Serving the store here rather than in rank 0 leaves no moment in which another program can take the port.
+    let store = match distributed.rendezvous {
+        None => Some(StoreServer::bind("127.0.0.1", 0)?),
+        Some(_) => None,
+    };
+    let program = std::env::current_exe()
+        .map_err(|source| Error::Io { action: "find the program that is running".to_string(), source })?;
+    let mut command = vec![program.into_os_string()];
+    command.extend(std::env::args_os().skip(1));
+    supervise(&Plan {
+        command,
+        local_ranks: ranks,
+        nodes: 1,
+        node_rank: 0,
+        master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
+        serves_store: store.is_some(),
+        style: Style::Run,
+        self_end: Duration::from_secs(5),
+        stop_limit,
+        advice,
+    })
+}
+
+/// Gives this rank's kernels `threads` threads, or those that RAYON_NUM_THREADS asks for, or its share of the machine's cores. Returns how
+/// many there are. Call before the first kernel.
+///
+/// # Errors
+/// If threads cannot be started.
+pub fn use_threads(threads: Option<usize>, place: &RankInfo) -> Result<usize> {
+    if threads.is_some() || environment("RAYON_NUM_THREADS").is_none() {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = threads.unwrap_or((cores / place.local_world_size).max(1));
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build_global()
+            .map_err(|e| Error::Launch(format!("cannot start {threads} compute threads: {e}")))?;
+    }
+    Ok(rayon::current_num_threads())
+}
+
+/// Meets the other ranks.
+///
+/// # Errors
+/// If they do not appear in time, or cannot be reached the way asked for.
+pub fn connect(place: &RankInfo, distributed: &Distributed) -> Result<Group> {
+    if place.world_size == 1 {
+        return Ok(comm::solo());
+    }
+    let rendezvous = match (&distributed.rendezvous, Rendezvous::from_env(place.rank, environment)) {
+        (Some(url), _) => Rendezvous::from_url(place.rank, url)?,
+        (None, Ok(Rendezvous::Tcp { host, port, .. })) if environment(STORE_SERVED).is_some() => {
+            Rendezvous::Tcp { host, port, is_host: false }
+        }
+        (None, from_environment) => from_environment?,
+    };
+    let options = CommOptions { timeout: distributed.timeout, ..CommOptions::default() };
+    Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
+}
+
+fn environment(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}

@@ -1,0 +1,70 @@
+//! `megatron bench`, seen from outside.
+
+use std::collections::BTreeMap;
+
+use crate::support::{megatron, stderr, stdout};
+
+/// Runs `megatron bench` with `words` and gives what it printed.
+fn bench(words: &[&str]) -> String {
+    let output = megatron().arg("bench").args(words).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    stdout(&output)
+}
+
+/// `key=value` of the line that compares with the peer script's.
+fn figures(text: &str) -> BTreeMap<&str, &str> {
+    let line = text.lines().find(|line| line.contains("tokens_per_second=")).unwrap();
+    line.split(' ').filter_map(|word| word.split_once('=')).collect()
+}
+
+#[test]
+fn steps_are_timed_on_the_ranks_of_a_layout() {
+    let layout = ["--tensor-model-parallel-size=2", "--sequence-parallel", "--threads=1", "--micro-batch-size=1"];
+    let text = bench(&[&["step", "--preset=llama-small", "--steps=1"], &layout[..]].concat());
+    let figures = figures(&text);
+    for (key, expected) in [("layout", "tp2·pp1·dp1·sp"), ("world", "2"), ("threads", "1"), ("params", "12.6M")] {
+        assert_eq!(figures[key], expected, "{text}");
+    }
+    for key in ["tokens_per_second", "tflops", "peak_gib"] {
+        assert!(figures[key].parse::<f64>().unwrap() > 0.0, "{text}");
+    }
+    // Random tokens cannot be learned: the loss stays near ln 8192 = 9.01.
+    assert!((figures["loss"].parse::<f64>().unwrap() - 9.01).abs() < 0.3, "{text}");
+}
+
+#[test]
+fn a_layout_that_does_not_fit_the_preset_names_both() {
+    let output = megatron().args(["bench", "step", "--tensor-model-parallel-size=4"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let message = stderr(&output);
+    assert!(message.contains("--preset small") && message.contains("--tensor-model-parallel-size"), "{message}");
+}
+
+#[test]
+fn collectives_run_between_processes_on_every_backend() {
+    for backend in ["local", "tcp", "threads"] {
+        let text = bench(&["collectives", "--ranks=3", "--backend", backend, "--sizes=4K,64K", "--milliseconds=1"]);
+        for operation in ["all_reduce", "all_gather", "reduce_scatter", "send/recv"] {
+            let rows = text.lines().filter(|line| line.starts_with(&format!("| {operation} "))).count();
+            assert_eq!(rows, 2, "{backend}: {text}");
+        }
+    }
+}
+
+#[test]
+fn kernels_are_timed_at_the_shapes_of_a_preset() {
+    let words = ["kernels", "--preset=llama-small", "--micro-batch-size=1", "--milliseconds=1", "--only=norm"];
+    let text = bench(&words);
+    assert!(text.contains("| rms_norm_backward | 256×384 |"), "{text}");
+    assert!(!text.contains("| linear"), "{text}");
+}
+
+#[test]
+fn numbers_of_nothing_are_refused() {
+    for words in
+        [["step", "--steps=0"], ["kernels", "--threads=0"], ["collectives", "--ranks=1"], ["collectives", "--sizes=1"]]
+    {
+        let output = megatron().arg("bench").args(words).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{words:?}");
+    }
+}
