@@ -11,7 +11,7 @@ pub struct Bar(ProgressBar);
 
 impl Bar {
     pub fn new() -> Self {
-        let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stdout());
+        let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::hidden());
         let style = ProgressStyle::with_template("{wide_bar:.cyan/blue} {pos}/{len} {msg} ETA {eta_precise}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         Self(bar)
@@ -42,6 +42,7 @@ fn thousands(x: f64) -> String {
 
 impl Reporter for Bar {
     fn start(&mut self, done: u64, train_iters: u64) {
+        self.0.set_draw_target(ProgressDrawTarget::stdout());
         self.0.set_length(train_iters);
         self.0.set_position(done);
         self.0.reset_eta();
