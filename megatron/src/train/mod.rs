@@ -1,5 +1,6 @@
 //! The training loop, and what it reports.
 
+mod agreement;
 mod flops;
 mod generate;
 mod memory;

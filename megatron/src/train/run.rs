@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{Device, Tensor};
 
+use super::memory::require_memory;
 use super::metrics::{EvalMetrics, MetricsWriter};
 use super::report::Reporter;
 use super::state;
@@ -24,11 +25,12 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// Finds, before any rank starts, what would keep a run from loading its checkpoint or saving its own.
+/// Finds, before any rank starts, what would keep a run from fitting into memory, loading its checkpoint or saving its own.
 ///
 /// # Errors
-/// If `load` holds a damaged checkpoint or one of another architecture, or `save` holds a checkpoint that this run does not continue.
+/// If the model cannot fit, `load` holds a damaged checkpoint or one of another architecture, or `save` holds a checkpoint that this run does not continue.
 pub fn preflight(config: &RunConfig) -> Result<()> {
+    require_memory(config)?;
     let CheckpointConfig { save, load, .. } = &config.checkpoint;
     if let Some(dir) = load
         && let Some(latest) = checkpoint::latest(dir)?

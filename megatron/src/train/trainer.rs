@@ -7,6 +7,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::agreement;
 use super::flops::step_flops;
 use super::memory::peak_memory;
 use super::metrics::StepMetrics;
@@ -79,7 +80,7 @@ impl Trainer {
     /// Builds this rank's share of the model with its initial weights. Collective over `world`.
     ///
     /// # Errors
-    /// If the configuration contradicts itself or the world, or memory does not suffice.
+    /// If the configuration contradicts itself, the world, or that of another rank.
     pub fn new(
         config: &RunConfig,
         model: &dyn ModelBuilder,
@@ -88,6 +89,7 @@ impl Trainer {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
+        agreement::require(&world, config, &sources.fingerprint)?;
         let parallel = &config.parallel;
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
         let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
