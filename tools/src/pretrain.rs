@@ -27,7 +27,7 @@ pub fn run(settings: &Gathered) -> Result<u8> {
     match place {
         Some(place) => rank(resolved, &place),
         None if world_size == 1 => {
-            check_outputs(&resolved.run)?;
+            check_outputs(&resolved.run, 0)?;
             rank(resolved, &RankInfo::alone())
         }
         None => start_ranks(resolved, world_size),
@@ -37,7 +37,7 @@ pub fn run(settings: &Gathered) -> Result<u8> {
 /// Starts this program once per rank. Whatever can be wrong without ranks is found here, once.
 fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     ranks::check_number(&resolved.run.parallel)?;
-    check_outputs(&resolved.run)?;
+    check_outputs(&resolved.run, 0)?;
     for line in open_data(&mut resolved)?.description {
         crate::print_line(&line);
     }
@@ -57,9 +57,10 @@ fn advice(run: &RunConfig) -> Option<String> {
     })
 }
 
-/// Refuses, before anything is computed, folders that cannot be written to.
-fn check_outputs(run: &RunConfig) -> Result<()> {
-    let metrics = run.logging.metrics.as_deref().and_then(Path::parent).filter(|f| !f.as_os_str().is_empty());
+/// Refuses, before anything is computed, folders that `rank` has to write to and cannot.
+fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
+    let metrics = run.logging.metrics.as_deref().filter(|_| rank == 0).and_then(Path::parent);
+    let metrics = metrics.filter(|folder| !folder.as_os_str().is_empty());
     for folder in [run.checkpoint.save.as_deref(), metrics].into_iter().flatten() {
         std::fs::create_dir_all(folder)
             .and_then(|()| tempfile::tempfile_in(folder).map(drop))
@@ -97,9 +98,6 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     if place.world_size == 1 {
         datasets.description.iter().for_each(|line| reporter.message(line));
     }
-    if let (0, Some(save), Some(tokenizer)) = (place.rank, &resolved.run.checkpoint.save, &datasets.tokenizer) {
-        tokenizer.save_into(save)?;
-    }
     let outcome = run_rank(&resolved.run, world.clone(), datasets, reporter.as_mut(), &stop.flag);
     if let Err(error) = &outcome {
         // The others hear of it at once rather than when they miss this rank.
@@ -118,7 +116,12 @@ fn run_rank(
     datasets: Datasets,
     reporter: &mut dyn Reporter,
     stop: &AtomicBool,
-) -> megatron::Result<Outcome> {
+) -> Result<Outcome> {
+    // Ranks of a launcher have no supervisor that looked before.
+    check_outputs(run, world.rank())?;
+    if let (0, Some(save), Some(tokenizer)) = (world.rank(), &run.checkpoint.save, &datasets.tokenizer) {
+        tokenizer.save_into(save)?;
+    }
     let (dtype, device) = (DType::F32, Device::Cpu);
     let p = &run.parallel;
     let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);

@@ -105,7 +105,8 @@ pub fn connect(place: &RankInfo, distributed: &Distributed) -> Result<Group> {
         }
         (None, from_environment) => from_environment?,
     };
-    let options = CommOptions { timeout: distributed.timeout, ..CommOptions::default() };
+    let (timeout, default) = (distributed.timeout, CommOptions::default());
+    let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout) };
     Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
 }
 
