@@ -1,7 +1,12 @@
 //! The program, seen from outside.
 
+mod bad_input;
 mod bench;
+mod checkpoints;
+mod dead_rank;
 mod launch;
+mod long_run;
 mod pretrain;
 mod settings;
+mod site;
 mod support;

@@ -1,0 +1,224 @@
+//! Input that cannot be used: every rank ends soon with one message; nothing is overwritten and nothing left behind.
+
+use std::fs;
+
+use crate::site::{SOON, Site, ended, refused};
+use crate::support::stderr;
+
+/// Asserts that the run is refused with all of `parts`, under a supervisor and, rank by rank, under a launcher.
+fn both_refuse(site: &Site, flags: &[&str], parts: &[&str]) {
+    let before = site.files();
+    let supervised = ended(vec![site.pretrain(flags).spawn().unwrap()], SOON);
+    refused(&supervised[0], parts);
+    for output in ended(site.ranks(flags), SOON) {
+        refused(&output, parts);
+    }
+    site.assert_unchanged(&before);
+    site.assert_nothing_left();
+}
+
+#[test]
+fn sizes_that_do_not_divide() {
+    let site = Site::new();
+    let cases: [(&[&str], &[&str]); 8] = [
+        (&["--num-attention-heads=5"], &["num_attention_heads = 5 (--num-attention-heads)", "32 mod 5 = 2"]),
+        (&["--num-query-groups=1"], &["num_query_groups = 1", "tensor_model_parallel_size = 2 (run.toml:"]),
+        (&["--global-batch-size=7"], &["global_batch_size = 7", "7 mod 2 = 1"]),
+        (&["--num-layers=1"], &["num_layers = 1 (--num-layers)"]),
+        (&["--num-layers-per-virtual-pipeline-stage=3"], &["num_layers_per_virtual_pipeline_stage = 3"]),
+        (&["--pipeline-partition=1,2"], &["pipeline_partition = 1,2", "num_layers = 4"]),
+        (&["--ffn-hidden-size=33"], &["ffn_hidden_size = 33", "33 mod 2 = 1"]),
+        (&["--make-vocab-size-divisible-by=0"], &["make_vocab_size_divisible_by = 0", "at least 1"]),
+    ];
+    for (flags, parts) in cases {
+        both_refuse(&site, flags, parts);
+    }
+}
+
+#[test]
+fn flags_and_keys_that_are_unknown_wrong_or_contradict_each_other() {
+    let site = Site::new();
+    let cases: [(&[&str], &[&str]); 5] = [
+        (&["--num-layer=2"], &["'--num-layer'", "'--num-layers'"]),
+        (&["--num-layers=four"], &["'four'", "--num-layers"]),
+        (&["--train-samples=80"], &["train_iters (run.toml:", "train_samples (--train-samples)"]),
+        (&["--distributed-timeout-minutes=0"], &["distributed_timeout_minutes = 0"]),
+        (&["--rdzv=somewhere"], &["rdzv", "tcp://HOST:PORT"]),
+    ];
+    for (flags, parts) in cases {
+        both_refuse(&site, flags, parts);
+    }
+    site.edit("hidden_size = 32", "hidden_sizes = 32");
+    both_refuse(&site, &[], &["run.toml:3", "hidden_sizes", "hidden_size"]);
+    site.edit("hidden_sizes = 32", "hidden_size = \"wide\"");
+    both_refuse(&site, &[], &["run.toml:3", "hidden_size", "wide"]);
+    site.edit("[model]", "[model");
+    both_refuse(&site, &[], &["run.toml:1"]);
+}
+
+#[test]
+fn a_world_that_does_not_fit() {
+    let site = Site::new();
+    let cases = [
+        ("WORLD_SIZE", "6", "6 mod 4 = 2"),
+        ("RANK", "first", "RANK"),
+        ("RANK", "9", "WORLD_SIZE"),
+        ("WORLD_SIZE", "-1", "whole number"),
+        ("MASTER_PORT", "99999", "not a port"),
+    ];
+    for (name, value, message) in cases {
+        let mut command = site.rank(1, 29500, &[]);
+        command.env(name, value);
+        refused(&ended(vec![command.spawn().unwrap()], SOON)[0], &[name, value, message]);
+    }
+    let mut command = site.rank(1, 29500, &[]);
+    command.env_remove("WORLD_SIZE");
+    refused(&ended(vec![command.spawn().unwrap()], SOON)[0], &["WORLD_SIZE"]);
+}
+
+#[test]
+fn text_that_is_missing_empty_short_or_binary() {
+    let site = Site::new();
+    site.write("empty.txt", "");
+    site.write("short.txt", "Hi.");
+    site.write("binary.txt", "\0\u{1}\0");
+    fs::create_dir(site.path("folder")).unwrap();
+    let cases = [
+        ("missing.txt", "does not exist"),
+        ("empty.txt", "is empty"),
+        ("folder", "holds no text"),
+        ("short.txt", "tokens, but one sample takes 17"),
+        ("binary.txt", "is no text"),
+    ];
+    for (path, message) in cases {
+        both_refuse(&site, &["--data-path", path], &[message]);
+    }
+    both_refuse(&site, &["--split=0,1,0"], &["the train split has 0 tokens"]);
+}
+
+/// The files of the dataset that a first run made, copied to `data.bin` and `data.idx`.
+fn indexed(site: &Site) {
+    site.succeed(&["--train-iters=1"]);
+    for entry in fs::read_dir(site.path("cache")).unwrap().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if let Some(ending @ ("bin" | "idx")) = name.rsplit('.').next() {
+            fs::copy(entry.path(), site.path(&format!("data.{ending}"))).unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_indexed_dataset_that_is_damaged() {
+    let site = Site::new();
+    indexed(&site);
+    let (bin, idx) = (fs::read(site.path("data.bin")).unwrap(), fs::read(site.path("data.idx")).unwrap());
+    let flags = ["--data-path=data"];
+    let put = |name: &str, bytes: &[u8]| fs::write(site.path(name), bytes).unwrap();
+
+    put("data.bin", &bin[..bin.len() / 2]);
+    both_refuse(&site, &flags, &["data.bin"]);
+    fs::remove_file(site.path("data.bin")).unwrap();
+    both_refuse(&site, &flags, &["data.bin"]);
+    put("data.bin", &bin);
+
+    for cut in [0, 8, 30, idx.len() - 1] {
+        put("data.idx", &idx[..cut]);
+        both_refuse(&site, &flags, &["data.idx"]);
+    }
+    let mut magic = idx.clone();
+    magic[0] ^= 1;
+    put("data.idx", &magic);
+    both_refuse(&site, &flags, &["data.idx"]);
+    // The byte offset of a sequence, far outside of the data.
+    let mut offset = idx.clone();
+    let sequences = u64::from_le_bytes(idx[18..26].try_into().unwrap()) as usize;
+    offset[34 + 4 * sequences + 7] = 0x40;
+    put("data.idx", &offset);
+    both_refuse(&site, &flags, &["data.idx"]);
+}
+
+#[test]
+fn a_tokenizer_that_is_broken_or_does_not_fit_the_data() {
+    let site = Site::new();
+    site.write("broken.json", "{\"model\":");
+    both_refuse(&site, &["--tokenizer=missing.json"], &["missing.json", "does not exist"]);
+    both_refuse(&site, &["--tokenizer=broken.json"], &["broken.json", "tokenizer"]);
+    both_refuse(&site, &["--tokenizer=train:10"], &["train:10", "257"]);
+    both_refuse(&site, &["--tokenizer=byte", "--vocab-size=100"], &["100", "tokenizer"]);
+
+    indexed(&site);
+    let mut bin = fs::read(site.path("data.bin")).unwrap();
+    // Token 600, which no byte tokenizer has, somewhere in the training data.
+    bin[200..202].copy_from_slice(&600u16.to_le_bytes());
+    fs::write(site.path("data.bin"), bin).unwrap();
+    fs::remove_file(site.path("metrics.jsonl")).unwrap();
+    let flags = ["--data-path=data", "--train-iters=2000"];
+    for children in [vec![site.pretrain(&flags).spawn().unwrap()], site.ranks(&flags)] {
+        for output in ended(children, SOON) {
+            refused(&output, &["data.bin", "600"]);
+        }
+    }
+    site.assert_nothing_left();
+}
+
+#[test]
+fn outputs_that_cannot_be_written() {
+    let site = Site::new();
+    fs::create_dir(site.path("folder")).unwrap();
+    for (flag, name) in [
+        ("--save=text.txt", "text.txt"),
+        ("--save=/proc/none", "/proc/none"),
+        ("--metrics=folder", "folder"),
+        ("--metrics=/proc/none/metrics.jsonl", "/proc/none"),
+        ("--cache-dir=text.txt", "text.txt"),
+    ] {
+        both_refuse(&site, &[flag], &["cannot ", name]);
+    }
+    // A device that is always full.
+    both_refuse(&site, &["--metrics=/dev/full"], &["cannot write /dev/full", "No space left on device"]);
+}
+
+#[test]
+fn a_model_that_cannot_fit_into_memory() {
+    let site = Site::new();
+    both_refuse(&site, &["--hidden-size=4000000000"], &["hidden_size = 4000000000", "GiB of memory"]);
+    both_refuse(&site, &["--num-layers=100000000000"], &["num_layers = 100000000000", "GiB of memory"]);
+}
+
+#[test]
+fn ranks_that_were_started_differently() {
+    let site = Site::new();
+    let port = crate::site::free_port();
+    let flags = |rank| if rank == 2 { vec!["--lr=2e-3", "--seed=7"] } else { vec!["--lr=1e-3"] };
+    let children = (0..crate::site::RANKS).map(|rank| site.rank(rank, port, &flags(rank)).spawn().unwrap()).collect();
+    for output in ended(children, SOON) {
+        refused(&output, &["0.002 on rank 2", "seed is 1234 on ranks 0, 1, 3 and 7 on rank 2", "start every rank"]);
+    }
+    assert!(!site.path("metrics.jsonl").exists());
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_port_that_another_program_uses() {
+    let site = Site::new();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let children = (0..crate::site::RANKS).map(|rank| site.rank(rank, port, &[]).spawn().unwrap()).collect();
+    for output in ended(children, SOON) {
+        refused(&output, &[&port.to_string(), "MASTER_PORT"]);
+    }
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_in_the_time_that_was_set() {
+    let site = Site::new();
+    let port = crate::site::free_port();
+    let flags = ["--distributed-timeout-minutes=0.03"];
+    let children = [0, 1, 3].map(|rank| site.rank(rank, port, &flags).spawn().unwrap()).into();
+    for output in ended(children, SOON) {
+        refused(&output, &["rendezvous", "rank [2]"]);
+        assert!(!stderr(&output).contains("[0"), "{}", stderr(&output));
+    }
+    site.assert_nothing_left();
+}

@@ -1,0 +1,151 @@
+//! Checkpoints that cannot be used or written: the run ends with one message, and what was saved before stays as it was.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::site::{SOON, Site, ended, refused};
+use crate::support::stderr;
+
+const SAVE: [&str; 2] = ["--save=saved", "--load=saved"];
+
+/// A site whose folder `saved` holds the checkpoint of iteration 2.
+fn saved() -> Site {
+    let site = Site::new();
+    site.succeed(&["--save=saved", "--train-iters=2"]);
+    site
+}
+
+fn checkpoint(site: &Site) -> PathBuf {
+    site.path("saved/iter_0000002")
+}
+
+/// Asserts that resuming is refused, also by ranks without a supervisor, and changes nothing.
+fn both_refuse(site: &Site, flags: &[&str], parts: &[&str]) {
+    let flags = [&SAVE[..], flags].concat();
+    let before = site.files();
+    refused(&ended(vec![site.pretrain(&flags).spawn().unwrap()], SOON)[0], parts);
+    for output in ended(site.ranks(&flags), SOON) {
+        refused(&output, parts);
+    }
+    site.assert_unchanged(&before);
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_shard_that_is_missing_truncated_or_flipped() {
+    let site = saved();
+    for rank in [0, 3] {
+        let name = format!("rank_{rank:05}.safetensors");
+        let shard = checkpoint(&site).join(&name);
+        let whole = fs::read(&shard).unwrap();
+
+        fs::remove_file(&shard).unwrap();
+        both_refuse(&site, &[], &[&name]);
+        fs::write(&shard, &whole[..whole.len() - 5]).unwrap();
+        both_refuse(&site, &[], &[&name]);
+        let mut flipped = whole.clone();
+        flipped[whole.len() - 100] ^= 0x10;
+        fs::write(&shard, flipped).unwrap();
+        both_refuse(&site, &[], &[&name, "damaged"]);
+        fs::write(&shard, whole).unwrap();
+    }
+    site.succeed(&[&SAVE[..], &["--train-iters=3"]].concat());
+}
+
+#[test]
+fn a_manifest_or_pointer_that_is_damaged() {
+    let site = saved();
+    let (manifest, pointer) =
+        (checkpoint(&site).join("manifest.json"), site.path("saved/latest_checkpointed_iteration.txt"));
+    let whole = fs::read(&manifest).unwrap();
+    fs::write(&manifest, &whole[..whole.len() / 2]).unwrap();
+    both_refuse(&site, &[], &["manifest.json"]);
+    fs::remove_file(&manifest).unwrap();
+    both_refuse(&site, &[], &["manifest.json"]);
+    fs::write(&manifest, whole).unwrap();
+    fs::write(&pointer, "latest\n").unwrap();
+    both_refuse(&site, &[], &["latest_checkpointed_iteration.txt", "\"latest\""]);
+    fs::write(&pointer, "7\n").unwrap();
+    both_refuse(&site, &[], &["iter_0000007", "is not there"]);
+}
+
+#[test]
+fn a_checkpoint_of_another_architecture() {
+    let site = saved();
+    both_refuse(&site, &["--num-layers=6"], &["num_layers is 4 there and 6 here"]);
+    both_refuse(&site, &["--swiglu", "--tokenizer=train:300"], &["another architecture", "vocab_size is 257 there"]);
+}
+
+#[test]
+fn a_checkpoint_that_the_run_does_not_continue_is_not_overwritten() {
+    let site = saved();
+    let before = site.files();
+    for children in [vec![site.pretrain(&["--save=saved"]).spawn().unwrap()], site.ranks(&["--save=saved"])] {
+        for output in ended(children, SOON) {
+            refused(&output, &["iter_0000002", "would overwrite", "--load saved"]);
+        }
+    }
+    site.assert_unchanged(&before);
+    site.assert_nothing_left();
+}
+
+/// `command` under a limit on the size of files, which fails writes as a full disk does: after a part of them.
+fn limited(site: &Site, command: &Command, kib: u32) -> Command {
+    let mut shell = Command::new("sh");
+    // With the signal ignored, a write beyond the limit is an error.
+    shell.args(["-c", &format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" \"$@\"", 2 * kib)]);
+    shell.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    site.mark(shell)
+}
+
+#[test]
+fn a_checkpoint_that_does_not_fit_leaves_the_last_one_as_it_was() {
+    let site = saved();
+    let before = site.files();
+    let port = crate::site::free_port();
+    // Shared memory is a file to this limit too, so ranks talk over TCP.
+    let tcp = "--distributed-backend=tcp";
+    let flags = ["--save=saved", "--load=saved", "--save-interval=1", "--metrics=/dev/null", tcp];
+    let supervised = vec![limited(&site, &site.pretrain(&flags), 64).spawn().unwrap()];
+    let joined =
+        (0..crate::site::RANKS).map(|rank| limited(&site, &site.rank(rank, port, &flags), 64).spawn().unwrap());
+    for children in [supervised, joined.collect()] {
+        for output in ended(children, SOON) {
+            refused(&output, &["saved/", "File too large"]);
+        }
+        site.assert_unchanged(&before);
+        site.assert_nothing_left();
+    }
+}
+
+#[test]
+fn a_disk_that_is_full_from_the_start_leaves_nothing() {
+    let site = Site::new();
+    let output = ended(vec![limited(&site, &site.pretrain(&[]), 1).spawn().unwrap()], SOON).remove(0);
+    refused(&output, &["cannot write", "File too large"]);
+    assert!(stderr(&output).contains("cache"), "{}", stderr(&output));
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_folder_that_becomes_unwritable_ends_the_run_at_the_next_checkpoint() {
+    let site = saved();
+    // Root may write everywhere, so a file takes the folder's place.
+    let mut child = site.pretrain(&["--save=other", "--save-interval=1000", "--train-iters=100000"]);
+    let child = child.spawn().unwrap();
+    site.wait_for_step(5);
+    fs::remove_dir(site.path("other")).unwrap();
+    site.write("other", "in the way");
+    for output in ended(vec![child], SOON * 6) {
+        refused(&output, &["other", "File exists"]);
+    }
+    assert_eq!(fs::read(site.path("other")).unwrap(), b"in the way");
+    site.assert_nothing_left();
+}

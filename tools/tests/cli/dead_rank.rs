@@ -1,0 +1,184 @@
+//! Ranks that die, hang or are told to stop: the others end soon, the cause is named, and the run resumes bitwise.
+
+use std::fs;
+use std::process::Child;
+use std::time::Duration;
+
+use crate::site::{RANKS, SOON, Site, ended, refused};
+use crate::support::{kill, stderr, stdout, wait_for};
+
+const STEPS: u64 = 400;
+
+/// A site and the losses of its uninterrupted run.
+fn site() -> (Site, Vec<(u64, String)>) {
+    let site = Site::new();
+    site.edit("train_iters = 20", &format!("train_iters = {STEPS}"));
+    site.succeed(&[]);
+    let losses = site.losses();
+    assert_eq!(losses.len() as u64, STEPS);
+    (site, losses)
+}
+
+/// Flags of a run that saves to `folder` every `interval` steps and goes on from there.
+fn saving(folder: &str, interval: u64) -> [String; 3] {
+    [format!("--save={folder}"), format!("--load={folder}"), format!("--save-interval={interval}")]
+}
+
+fn words(flags: &[String]) -> Vec<&str> {
+    flags.iter().map(String::as_str).collect()
+}
+
+/// Asserts that `folder` holds an intact checkpoint from which the run comes to the same losses, bit for bit.
+fn resumes_bitwise(site: &Site, folder: &str, uninterrupted: &[(u64, String)]) {
+    let flags = saving(folder, 1000);
+    let output = site.succeed(&words(&flags));
+    assert!(stdout(&output).contains("resumed from"), "{}", stdout(&output));
+    assert_eq!(site.losses(), uninterrupted);
+    site.assert_nothing_left();
+}
+
+/// Waits for the first checkpoint in `folder`, then for a few more steps.
+fn wait_for_checkpoint(site: &Site, folder: &str) {
+    let pointer = site.path(folder).join("latest_checkpointed_iteration.txt");
+    wait_for("a checkpoint", || pointer.exists().then_some(()));
+    let there = site.losses().len() as u64;
+    site.wait_for_step((there + 3).min(STEPS));
+}
+
+fn start(site: &Site, flags: &[&str]) -> Child {
+    let _ = fs::remove_file(site.path("metrics.jsonl"));
+    site.pretrain(flags).spawn().unwrap()
+}
+
+#[test]
+fn a_killed_rank_ends_a_supervised_run_which_resumes_bitwise() {
+    let (site, losses) = site();
+    for rank in [0, 2, RANKS - 1] {
+        let folder = format!("saved{rank}");
+        let flags = saving(&folder, 40);
+        let supervisor = start(&site, &words(&flags));
+        wait_for_checkpoint(&site, &folder);
+        let pid = site.supervised_ranks()[rank];
+        kill(pid, "KILL");
+        let output = ended(vec![supervisor], SOON).remove(0);
+        assert_eq!(output.status.code(), Some(137));
+        let named = format!("rank {rank} (pid {pid}) was killed by SIGKILL");
+        refused(&output, &[&named, "The same command goes on from the last checkpoint in"]);
+        site.assert_nothing_left();
+        resumes_bitwise(&site, &folder, &losses);
+    }
+}
+
+#[test]
+fn a_killed_rank_ends_the_ranks_of_a_launcher_which_resume_bitwise() {
+    let (site, losses) = site();
+    for (rank, backend) in [(0, "local"), (1, "local"), (RANKS - 1, "local"), (2, "tcp")] {
+        let folder = format!("saved{rank}");
+        let flags = saving(&folder, 40);
+        let _ = fs::remove_file(site.path("metrics.jsonl"));
+        let children = site.ranks(&[words(&flags), vec!["--distributed-backend", backend]].concat());
+        wait_for_checkpoint(&site, &folder);
+        let pid = children[rank].id();
+        kill(pid, "KILL");
+        // Only ranks of one host see each other's processes.
+        let how = if backend == "local" { format!("pid {pid}") } else { "its connection ".to_string() };
+        let named = format!("rank {rank} died ({how}");
+        for (_, output) in ended(children, SOON).iter().enumerate().filter(|(other, _)| *other != rank) {
+            refused(output, &[&named, "The same command goes on from the last checkpoint in"]);
+        }
+        site.assert_nothing_left();
+        resumes_bitwise(&site, &folder, &losses);
+    }
+}
+
+#[test]
+fn a_rank_killed_while_it_saves_leaves_the_last_checkpoint_intact() {
+    let (site, losses) = site();
+    for rank in [0, RANKS - 1] {
+        let folder = format!("saved{rank}");
+        // Saving at every step, a run does little else.
+        let flags = saving(&folder, 1);
+        let supervisor = start(&site, &words(&flags));
+        wait_for_checkpoint(&site, &folder);
+        let pid = site.supervised_ranks()[rank];
+        let saving = || fs::read_dir(site.path(&folder)).unwrap().flatten().any(|e| is_temporary(&e.file_name()));
+        wait_for("a save", || saving().then_some(()));
+        kill(pid, "KILL");
+        refused(&ended(vec![supervisor], SOON)[0], &[&format!("rank {rank} (pid {pid}) was killed by SIGKILL")]);
+        // What the killed rank was writing is removed by the next save.
+        resumes_bitwise(&site, &folder, &losses);
+    }
+}
+
+fn is_temporary(name: &std::ffi::OsStr) -> bool {
+    name.to_string_lossy().ends_with(".tmp")
+}
+
+#[test]
+fn a_rank_that_hangs_is_named_after_the_timeout() {
+    let site = Site::new();
+    let flags = ["--train-iters=1000000", "--distributed-timeout-minutes=0.05"];
+    let supervisor = site.pretrain(&flags).spawn().unwrap();
+    site.wait_for_step(3);
+    kill(site.supervised_ranks()[2], "STOP");
+    // Three seconds are the timeout's.
+    let output = ended(vec![supervisor], SOON + Duration::from_secs(3)).remove(0);
+    refused(&output, &["waited", "[2]"]);
+    site.assert_nothing_left();
+}
+
+#[test]
+fn no_rank_outlives_its_supervisor() {
+    let site = Site::new();
+    let mut supervisor = site.pretrain(&["--train-iters=1000000"]).spawn().unwrap();
+    site.wait_for_step(3);
+    supervisor.kill().unwrap();
+    supervisor.wait().unwrap();
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_supervised_run_that_is_told_to_stop_saves_and_resumes_bitwise() {
+    let (site, losses) = site();
+    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+        let folder = format!("saved{signal}");
+        let flags = saving(&folder, 100_000);
+        let supervisor = start(&site, &words(&flags));
+        site.wait_for_step(5);
+        kill(supervisor.id(), signal);
+        let output = ended(vec![supervisor], SOON).remove(0);
+        assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+        assert!(!stderr(&output).contains("error"), "{}", stderr(&output));
+        site.assert_nothing_left();
+        resumes_bitwise(&site, &folder, &losses);
+    }
+}
+
+#[test]
+fn one_rank_of_a_launcher_that_is_told_to_stop_stops_all_after_saving() {
+    let (site, losses) = site();
+    let flags = saving("saved", 100_000);
+    fs::remove_file(site.path("metrics.jsonl")).unwrap();
+    let children = site.ranks(&words(&flags));
+    site.wait_for_step(5);
+    kill(children[1].id(), "TERM");
+    for output in ended(children, SOON) {
+        assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
+    }
+    resumes_bitwise(&site, "saved", &losses);
+}
+
+#[test]
+fn a_second_ctrl_c_ends_a_run_that_cannot_stop_by_itself() {
+    let site = Site::new();
+    let supervisor = site.pretrain(&["--train-iters=1000000"]).spawn().unwrap();
+    site.wait_for_step(3);
+    // A rank that hangs keeps the others from the end of the step.
+    kill(site.supervised_ranks()[1], "STOP");
+    kill(supervisor.id(), "INT");
+    std::thread::sleep(Duration::from_millis(300));
+    kill(supervisor.id(), "INT");
+    let output = ended(vec![supervisor], SOON).remove(0);
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    site.assert_nothing_left();
+}
