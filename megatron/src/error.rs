@@ -15,7 +15,9 @@ pub enum Error {
     #[error("rank {rank} {how}; it was needed by {operation}")]
     PeerLost { rank: usize, how: String, operation: String },
     /// A peer did not arrive at an operation in time.
-    #[error("{operation} waited {seconds:.0} s for rank {missing:?}; they may hang or be ahead in another operation")]
+    #[error(
+        "{operation} waited {seconds:.0} s for rank {missing:?}: see what they print; they may hang or be elsewhere"
+    )]
     Timeout { operation: String, missing: Vec<usize>, seconds: f64 },
     /// Data that cannot be used: missing, empty, truncated, or not fitting the tokenizer or model.
     #[error("{}: {message}", path.display())]

@@ -13,6 +13,7 @@ use models::Gpt;
 
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
+use crate::fault;
 use crate::signals::StopSignal;
 use crate::{ranks, report};
 
@@ -55,6 +56,16 @@ fn advice(run: &RunConfig) -> Option<String> {
         }
         _ => format!("With --load {} the run goes on from the last checkpoint there", save.display()),
     })
+}
+
+/// The error of a rank that ends because of another one. Under a supervisor it stays as it is, since that looks for the cause itself.
+fn with_advice(error: Error, run: &RunConfig) -> Error {
+    match advice(run) {
+        Some(advice) if error.blames_a_peer() && std::env::var_os(fault::SUPERVISED).is_none() => {
+            Error::Launch(format!("{error}. {advice}"))
+        }
+        _ => error,
+    }
 }
 
 /// Refuses, before anything is computed, folders that `rank` has to write to and cannot.
@@ -103,7 +114,7 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
         // The others hear of it at once rather than when they miss this rank.
         world.abort(&error.to_string());
     }
-    Ok(match outcome? {
+    Ok(match outcome.map_err(|error| with_advice(error, &resolved.run))? {
         Outcome::Finished | Outcome::ExitInterval => 0,
         Outcome::Interrupted => stop.exit_code(),
     })
