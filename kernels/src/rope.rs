@@ -69,6 +69,15 @@ pub fn rope_inplace(
     position_offset: usize,
     inverse: bool,
 ) -> Result<()> {
+    let (_, b) = shape.check(qkv, "rope_inplace")?;
+    rope_at(qkv, table, shape, &vec![position_offset; b], inverse)
+}
+
+/// As [`rope_inplace`], where sample i's rows begin at position `offsets[i]`.
+///
+/// # Errors
+/// As [`rope_inplace`]; also if there is not one offset a sample.
+pub fn rope_at(qkv: &Tensor, table: &RopeTable, shape: HeadShape, offsets: &[usize], inverse: bool) -> Result<()> {
     const OP: &str = "rope_inplace";
     let (s, b) = shape.check(qkv, OP)?;
     let d = shape.head_dim;
@@ -80,20 +89,25 @@ pub fn rope_inplace(
             return Err(Error::shape(OP, message));
         }
     };
-    if position_offset + s > rows {
-        let message = format!("positions {position_offset}..{} exceed the table's {rows}", position_offset + s);
-        return Err(Error::shape(OP, message));
+    if offsets.len() != b {
+        return Err(Error::shape(OP, format!("{} position offsets for {b} samples", offsets.len())));
+    }
+    let first = offsets.iter().copied().min().unwrap_or(0);
+    let end = offsets.iter().copied().max().unwrap_or(0) + s;
+    if end > rows {
+        return Err(Error::shape(OP, format!("positions {first}..{end} exceed the table's {rows}")));
     }
     expect_dtype(OP, &table.cos, qkv.dtype())?;
     by_float!(qkv, OP, T => {
-        let cos = copied::<T>(&table.cos.narrow(0, position_offset, s)?, OP, "table")?;
-        let sin = copied::<T>(&table.sin.narrow(0, position_offset, s)?, OP, "table")?;
+        let cos = copied::<T>(&table.cos.narrow(0, first, end - first)?, OP, "table")?;
+        let sin = copied::<T>(&table.sin.narrow(0, first, end - first)?, OP, "table")?;
         let sign = if inverse { -T::ONE } else { T::ONE };
         let width = shape.width();
         with_slice_mut::<T, _>(qkv, OP, |qkv| {
             par::blocks(qkv, par::rows_per_block(width) * width, |start, part| vectorize(#[inline(always)] || {
                 for (r, row) in part.chunks_exact_mut(width).enumerate() {
-                    let position = (start / width + r) / b;
+                    let (position, sample) = ((start / width + r) / b, (start / width + r) % b);
+                    let position = position + offsets[sample] - first;
                     let at = position * half..(position + 1) * half;
                     for group in row.chunks_exact_mut((shape.heads_per_group + 2) * d) {
                         for head in group.chunks_exact_mut(d).take(shape.heads_per_group + 1) {

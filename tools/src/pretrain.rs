@@ -8,7 +8,7 @@ use megatron::checkpoint;
 use megatron::comm::{Group, RankInfo};
 use megatron::config::RunConfig;
 use megatron::data::{self, Datasets, TOKENIZER_FILE, Tokenizer};
-use megatron::train::{self, Outcome, Reporter, Sampling, Sources, Trainer};
+use megatron::train::{self, Length, Outcome, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
 
 use crate::cli::{Gathered, Resolved, resolve};
@@ -178,8 +178,8 @@ fn continue_prompt(
     prompt: &str,
 ) -> megatron::Result<String> {
     let tokens = tokenizer.encode(prompt)?;
-    let sampling = Sampling { temperature: TEMPERATURE, top_k: TOP_K, seed: run.training.seed };
-    let (count, window) = (run.logging.prompt_tokens, run.model.seq_length);
-    let new = trainer.stage().generate(&tokens, count, window, tokenizer.eod(), &sampling)?;
-    tokenizer.decode(&new)
+    let sampling = Sampling { temperature: TEMPERATURE, top_k: TOP_K, top_p: 1.0, seed: run.training.seed };
+    let length = Length { tokens: run.logging.prompt_tokens, window: run.model.seq_length, end: tokenizer.eod() };
+    let new = trainer.stage().generate(&[tokens], &length, &sampling, &mut |_, _| {})?;
+    tokenizer.decode(&new.concat())
 }

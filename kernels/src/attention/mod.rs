@@ -3,6 +3,7 @@
 //! Dao et al. 2022 (FlashAttention) and Dao 2023 (FlashAttention-2); linear biases: Press et al. 2022 (ALiBi).
 
 mod backward;
+mod cached;
 mod forward;
 
 use candle_core::Tensor;
@@ -13,7 +14,8 @@ use crate::philox::{WordRow, philox4x32, words};
 use crate::view::expect_shape;
 use crate::{Error, Result};
 
-pub use crate::rope::{RopeTable, rope_frequencies, rope_inplace};
+pub use self::cached::attention_cached;
+pub use crate::rope::{RopeTable, rope_at, rope_frequencies, rope_inplace};
 
 /// Queries per tile.
 const TILE_Q: usize = 64;

@@ -105,14 +105,27 @@ impl Chunk {
         }
     }
 
-    /// Runs the chunk without keeping anything; on the last virtual stage up to the head's input.
+    /// Room for what each layer remembers of `positions` tokens of `batch` samples while generating.
+    ///
+    /// # Errors
+    /// If memory does not suffice.
+    pub fn caches(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Vec<Tensor>> {
+        self.layers.iter().map(|layer| layer.cache(positions, batch, ctx)).collect()
+    }
+
+    /// Runs the next tokens of each sample through the chunk, on the last virtual stage up to the head's input; sample i's first
+    /// token has position `starts[i]`.
     ///
     /// # Errors
     /// If a kernel or a collective fails.
-    pub fn infer(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<Stream> {
-        let (mut x, _) = self.first(input, ctx)?;
-        for layer in &self.layers {
-            x = layer.forward(x, ctx)?.0;
+    pub fn decode(&self, input: Option<Tensor>, caches: &[Tensor], starts: &[usize], ctx: &Ctx) -> Result<Stream> {
+        let mut x = match (&self.embedding, input) {
+            (Some(embedding), None) => embedding.decode(starts, ctx)?,
+            (None, Some(x)) => Stream(x),
+            _ => return Err(Error::config("internal error: a chunk has either an embedding or an input")),
+        };
+        for (layer, cache) in self.layers.iter().zip(caches) {
+            x = layer.decode(x, cache, starts, ctx)?;
         }
         Ok(x)
     }

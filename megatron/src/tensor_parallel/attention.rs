@@ -126,6 +126,24 @@ impl SelfAttention {
         Ok((y, SavedAttention { input, qkv, core }))
     }
 
+    /// Room for the keys and values of `positions` tokens of `batch` samples.
+    pub fn cache(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Tensor> {
+        let options = ctx.params.options();
+        let shape = self.shape();
+        let width = shape.groups * 2 * shape.head_dim;
+        Ok(Tensor::zeros((positions, batch, width), options.dtype, &options.device)?)
+    }
+
+    /// As [`forward`](Self::forward), for the next tokens of each sample, which see those in the cache before them.
+    pub fn decode(&self, input: &Stream, cache: &Tensor, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
+        let qkv = self.qkv.forward(&ctx.tp.enter(input)?, ctx)?.0;
+        if let Some(table) = &self.spec.rope {
+            kernels::attention::rope_at(&qkv, table, self.shape(), starts, false)?;
+        }
+        let out = kernels::attention::attention_cached(&qkv, cache, starts, self.shape(), self.scores(ctx))?;
+        ctx.tp.exit(self.proj.forward(&FeatureSharded(out), ctx)?)
+    }
+
     /// Gradient of the normalized stream.
     pub fn backward(&self, dy: &Stream, saved: SavedAttention, ctx: &Ctx) -> Result<Stream> {
         let SavedAttention { input, qkv, core } = saved;

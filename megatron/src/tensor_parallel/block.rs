@@ -1,5 +1,6 @@
 //! The transformer layer, pre-norm: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))) (Radford et al. 2019).
 
+use candle_core::Tensor;
 use kernels::dropout::{bias_dropout_add, dropout_backward};
 use kernels::norm::NormStats;
 
@@ -105,6 +106,19 @@ impl Layer for TransformerLayer {
         let dx = self.input_norm.backward(&dnormed, &x, &input_stats, ctx)?;
         kernels::reduce::add_inplace(&dx.0, &dmiddle.0)?;
         Ok(dx)
+    }
+
+    fn cache(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Tensor> {
+        self.attention.cache(positions, batch, ctx)
+    }
+
+    fn decode(&self, x: Stream, cache: &Tensor, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
+        let normed = self.input_norm.forward(&x, ctx)?.0;
+        let y = self.attention.decode(&normed, cache, starts, ctx)?;
+        let middle = self.join(&y, self.attention.output_bias(), &x, DropoutSite::AttentionOutput, ctx)?;
+        let normed = self.mlp_norm.forward(&middle, ctx)?.0;
+        let y = self.mlp.forward(normed, ctx)?.0;
+        self.join(&y, self.mlp.output_bias(), &middle, DropoutSite::MlpOutput, ctx)
     }
 
     fn params(&self) -> Vec<ParamId> {

@@ -101,11 +101,23 @@ impl Embedding {
 
     /// Tokens → residual stream.
     pub fn forward(&self, ctx: &Ctx) -> Result<(Stream, SavedEmbedding)> {
+        self.embed(&self.positions(ctx)?, ctx)
+    }
+
+    /// As [`forward`](Self::forward), where sample i's first token has position `starts[i]`. Without sequence parallelism.
+    pub fn decode(&self, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
+        let (seq, batch) = ctx.tokens.dims2()?;
+        let ids: Vec<u32> = (0..seq).flat_map(|i| starts.iter().map(move |start| (start + i) as u32)).collect();
+        let positions = Tensor::from_vec(ids, (seq, batch), ctx.tokens.device())?;
+        Ok(self.embed(&positions, ctx)?.0)
+    }
+
+    fn embed(&self, positions: &Tensor, ctx: &Ctx) -> Result<(Stream, SavedEmbedding)> {
         let first = self.spec.first_row(ctx.tp.rank());
         let local = kernels::embedding::embedding(ctx.tokens, ctx.weight(self.word), first)?;
         let x = ctx.tp.exit(Partial(local))?;
         if let Some(position) = self.position {
-            let rows = kernels::embedding::embedding(&self.positions(ctx)?, ctx.weight(position), 0)?;
+            let rows = kernels::embedding::embedding(positions, ctx.weight(position), 0)?;
             kernels::reduce::add_inplace(&x.0, &rows)?;
         }
         let (x, saved) = match &self.norm {

@@ -70,16 +70,19 @@ impl Head {
         self.norm.backward(&dnormed, &x, &stats, ctx)
     }
 
-    /// f32 `[rows, vocab]`: the logits of positions `rows` of the sequence (batch 0), the same on every tp rank, without padding.
-    pub fn full_logits(&self, x: &Stream, rows: std::ops::Range<usize>, ctx: &Ctx) -> Result<Tensor> {
+    /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on every tp rank, without padding.
+    pub fn logits_at(&self, x: &Stream, rows: &[usize], ctx: &Ctx) -> Result<Tensor> {
         let (normed, _) = self.norm.forward(x, ctx)?;
         let whole = ctx.tp.enter(&normed)?;
-        let wanted = Replicated(whole.0.narrow(0, rows.start, rows.len())?.narrow(1, 0, 1)?.contiguous()?);
-        let local = self.logits(&wanted, ctx)?.to_dtype(candle_core::DType::F32)?;
-        let (rows, tp, width) = (rows.len(), ctx.tp.size(), self.spec.padded / self.spec.tp);
-        let all = Tensor::zeros((tp, rows, width), local.dtype(), local.device())?;
+        let (seq, batch, hidden) = whole.0.dims3()?;
+        let wanted: Vec<u32> = rows.iter().enumerate().map(|(sample, row)| (row * batch + sample) as u32).collect();
+        let wanted = Tensor::from_vec(wanted, rows.len(), whole.0.device())?;
+        let picked = Replicated(whole.0.reshape((seq * batch, hidden))?.index_select(&wanted, 0)?);
+        let local = self.logits(&picked, ctx)?.to_dtype(candle_core::DType::F32)?;
+        let (tp, width) = (ctx.tp.size(), self.spec.padded / self.spec.tp);
+        let all = Tensor::zeros((tp, rows.len(), width), local.dtype(), local.device())?;
         ctx.tp.group().all_gather(&local, &all)?.wait()?;
-        let all = all.transpose(0, 1)?.reshape((rows, tp * width))?;
+        let all = all.transpose(0, 1)?.reshape((rows.len(), tp * width))?;
         Ok(all.narrow(1, 0, self.spec.vocab_size)?.contiguous()?)
     }
 

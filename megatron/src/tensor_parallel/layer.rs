@@ -2,6 +2,8 @@
 
 use std::any::Any;
 
+use candle_core::Tensor;
+
 use super::context::Ctx;
 use super::layout::Stream;
 use crate::params::ParamId;
@@ -35,6 +37,11 @@ pub trait Layer: Send + Sync {
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)>;
     /// The gradient of the layer's input.
     fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream>;
+    /// Room for what the layer remembers of `positions` tokens of `batch` samples while generating.
+    fn cache(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Tensor>;
+    /// The layer's output for the next tokens of each sample: sample i's first one has position `starts[i]` and sees those before it
+    /// in the cache. Without sequence parallelism or dropout.
+    fn decode(&self, x: Stream, cache: &Tensor, starts: &[usize], ctx: &Ctx) -> Result<Stream>;
     /// Every parameter whose gradient is complete once `backward` returned.
     fn params(&self) -> Vec<ParamId>;
 }

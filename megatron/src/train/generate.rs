@@ -1,28 +1,40 @@
-//! Continues a prompt with the model as it is, on whatever layout it lies.
+//! Continues prompts with a model as it lies over its ranks, token by token, with a key/value cache.
 //!
-//! Every new token runs the whole sequence again; the sampled token is the same on all ranks.
+//! Every rank of the model takes part and gets the same tokens. Top-p: Holtzman et al. 2020.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use kernels::philox::philox4x32;
 
 use crate::data::MicroBatch;
 use crate::pipeline::{Payload, Stage};
-use crate::tensor_parallel::Phase;
-use crate::tensor_parallel::layout::Stream;
+use crate::tensor_parallel::{Ctx, Phase, TensorParallel};
 use crate::{Error, Result};
 
 /// How the next token is drawn.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// 0: always the likeliest token.
     pub temperature: f64,
     /// Draw among this many likeliest tokens; 0: all.
     pub top_k: usize,
+    /// Draw among the fewest likeliest tokens whose probabilities sum to this; 1: all.
+    pub top_p: f64,
     pub seed: u64,
 }
 
-/// The index drawn from `logits` (one row over the vocabulary) for position `position`.
-fn sample(logits: &[f32], sampling: &Sampling, position: usize) -> usize {
+/// How long a continuation gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Length {
+    /// New tokens at most.
+    pub tokens: usize,
+    /// Longest sequence the model takes, prompt included.
+    pub window: usize,
+    /// Token that ends a continuation.
+    pub end: Option<u32>,
+}
+
+/// The index drawn from `logits` (one row over the vocabulary) for position `position` of sample `sample`.
+fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> usize {
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
     if sampling.temperature <= 0.0 {
@@ -32,91 +44,154 @@ fn sample(logits: &[f32], sampling: &Sampling, position: usize) -> usize {
         order.truncate(sampling.top_k);
     }
     let top = f64::from(logits[order[0]]);
-    let weight = |i: usize| ((f64::from(logits[i]) - top) / sampling.temperature).exp();
-    let total: f64 = order.iter().map(|&i| weight(i)).sum();
+    let weights: Vec<f64> =
+        order.iter().map(|&i| ((f64::from(logits[i]) - top) / sampling.temperature).exp()).collect();
+    let all: f64 = weights.iter().sum();
+    let mut kept = 0;
+    let mut total = 0.0;
+    while kept < weights.len() && (kept == 0 || total < sampling.top_p * all) {
+        total += weights[kept];
+        kept += 1;
+    }
     let key = [sampling.seed as u32, (sampling.seed >> 32) as u32];
-    let bits = philox4x32([position as u32, 0, 0, 0x67656e], key)[0];
+    let bits = philox4x32([position as u32, sample as u32, 0, 0x67656e], key)[0];
     let mut left = (f64::from(bits) + 0.5) / 2f64.powi(32) * total;
-    for &i in &order {
-        left -= weight(i);
+    for (&i, weight) in order.iter().zip(&weights).take(kept) {
+        left -= weight;
         if left <= 0.0 {
             return i;
         }
     }
-    order[order.len() - 1]
+    order[kept - 1]
 }
 
-impl Stage {
-    /// The logits (f32 `[vocab]`) that follow `tokens`; `None` on ranks without the head. Collective over the model's ranks.
-    fn next_logits(&self, tokens: &[u32]) -> Result<Option<Vec<f32>>> {
-        // Sequence parallelism needs a length that divides by tp; causal attention never looks at what follows.
-        let length = tokens.len().next_multiple_of(self.tp.size());
-        let mut padded = tokens.to_vec();
-        padded.resize(length, 0);
-        let batch = MicroBatch {
-            tokens: Tensor::from_vec(padded, (length, 1), &self.device)?,
-            labels: Tensor::zeros((length, 1), candle_core::DType::U32, &self.device)?,
-            loss_mask: Tensor::zeros((length, 1), candle_core::DType::F32, &self.device)?,
-            samples: vec![0],
-        };
-        let ctx = self.ctx(&batch, Phase::Evaluate, 0.0);
-        let (rank, pp) = (self.pp.rank(), self.pp.size());
-        let last = pp * self.chunks.len() - 1;
-        for (at, chunk) in self.chunks.iter().enumerate() {
-            let virtual_stage = at * pp + rank;
-            let input = if virtual_stage == 0 {
+/// A batch of sequences that grow.
+struct Session<'a> {
+    stage: &'a Stage,
+    /// Decoding does not cut the sequence, however the model was trained.
+    tp: TensorParallel,
+    /// Per chunk and layer.
+    caches: Vec<Vec<Tensor>>,
+    samples: Vec<u64>,
+}
+
+impl<'a> Session<'a> {
+    fn new(stage: &'a Stage, batch: usize, positions: usize) -> Result<Self> {
+        let tp = TensorParallel::new(stage.tp.group().clone(), false);
+        let mut session = Self { stage, tp, caches: Vec::new(), samples: (0..batch as u64).collect() };
+        let batch_of = session.microbatch(&vec![0; batch], 1)?;
+        let ctx = session.ctx(&batch_of);
+        let caches = stage.chunks.iter().map(|chunk| chunk.caches(positions, batch, &ctx)).collect::<Result<_>>()?;
+        session.caches = caches;
+        Ok(session)
+    }
+
+    fn microbatch(&self, tokens: &[u32], length: usize) -> Result<MicroBatch> {
+        let (device, shape) = (&self.stage.device, (length, self.samples.len()));
+        Ok(MicroBatch {
+            tokens: Tensor::from_vec(tokens.to_vec(), shape, device)?,
+            labels: Tensor::zeros(shape, DType::U32, device)?,
+            loss_mask: Tensor::zeros(shape, DType::F32, device)?,
+            samples: self.samples.clone(),
+        })
+    }
+
+    fn ctx<'b>(&'b self, batch: &'b MicroBatch) -> Ctx<'b> {
+        Ctx { tp: &self.tp, ..self.stage.ctx(batch, Phase::Evaluate, 0.0) }
+    }
+
+    /// Feeds `tokens` (`length` rows, one column a sample) from positions `starts` on; the logits at row `rows[i]` of each sample,
+    /// f32 `[b, vocab]`, on ranks with the head.
+    fn feed(&self, tokens: &[u32], length: usize, starts: &[usize], rows: &[usize]) -> Result<Option<Vec<Vec<f32>>>> {
+        let stage = self.stage;
+        let batch = self.microbatch(tokens, length)?;
+        let ctx = self.ctx(&batch);
+        let (rank, pp) = (stage.pp.rank(), stage.pp.size());
+        for (at, (chunk, caches)) in stage.chunks.iter().zip(&self.caches).enumerate() {
+            let input = if at * pp + rank == 0 {
                 None
             } else {
-                let shape = (self.tp.stream_length(length)?, 1, self.hidden);
-                let buffer = Tensor::zeros(shape, self.dtype, &self.device)?;
-                self.pp.recv(&buffer, (rank + pp - 1) % pp, Payload::Activation.tag())?.wait()?;
+                let shape = (length, self.samples.len(), stage.hidden);
+                let buffer = Tensor::zeros(shape, stage.dtype, &stage.device)?;
+                stage.pp.recv(&buffer, (rank + pp - 1) % pp, Payload::Activation.tag())?.wait()?;
                 Some(buffer)
             };
-            let x = chunk.infer(input, &ctx)?;
+            let x = chunk.decode(input, caches, starts, &ctx)?;
             match &chunk.head {
-                Some(head) if virtual_stage == last => {
-                    let logits = head.full_logits(&x, tokens.len() - 1..tokens.len(), &ctx)?;
-                    return Ok(Some(logits.flatten_all()?.to_vec1()?));
-                }
-                _ => {
-                    let Stream(x) = x;
-                    self.pp.send(&x, (rank + 1) % pp, Payload::Activation.tag())?.wait()?;
-                }
+                Some(head) => return Ok(Some(head.logits_at(&x, rows, &ctx)?.to_vec2()?)),
+                None => stage.pp.send(&x.0, (rank + 1) % pp, Payload::Activation.tag())?.wait()?,
             }
         }
         Ok(None)
     }
+}
 
-    /// Continues `prompt` by `count` tokens or until `end`. `window`: the longest sequence the model takes; older tokens
-    /// fall out of sight. Collective over the ranks of a model; all get the result.
+impl Stage {
+    /// Continues each prompt until it has `length.tokens` new tokens, its end token, or fills the window. `on_token` hears of every
+    /// new token (sample, token) as it is drawn. Collective over the ranks of a model; all get the same tokens.
     ///
     /// # Errors
-    /// If the prompt is empty, or a kernel or a peer fails.
+    /// If a prompt is empty or does not fit the window, or a kernel or a peer fails.
     pub fn generate(
         &self,
-        prompt: &[u32],
-        count: usize,
-        window: usize,
-        end: Option<u32>,
+        prompts: &[Vec<u32>],
+        length: &Length,
         sampling: &Sampling,
-    ) -> Result<Vec<u32>> {
-        if prompt.is_empty() {
-            return Err(Error::config("the prompt has no tokens; give it at least one character"));
-        }
-        let mut tokens = prompt.to_vec();
-        for _ in 0..count {
-            let seen = &tokens[tokens.len().saturating_sub(window)..];
-            let logits = self.next_logits(seen)?;
-            let drawn = logits.map_or(0, |logits| sample(&logits, sampling, tokens.len()) as u32);
-            let next = Tensor::from_vec(vec![drawn], 1, &Device::Cpu)?.to_device(&self.device)?;
-            self.pp.broadcast(&next, self.pp.size() - 1)?.wait()?;
-            let next = next.to_vec1::<u32>()?[0];
-            if Some(next) == end {
-                break;
+        on_token: &mut dyn FnMut(usize, u32),
+    ) -> Result<Vec<Vec<u32>>> {
+        for prompt in prompts {
+            if prompt.is_empty() || prompt.len() >= length.window {
+                return Err(Error::config(format!(
+                    "a prompt has {} tokens; it must have at least one and leave room in the model's {} positions",
+                    prompt.len(),
+                    length.window
+                )));
             }
-            tokens.push(next);
         }
-        Ok(tokens.split_off(prompt.len()))
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let positions = (longest + length.tokens).min(length.window);
+        let batch = prompts.len();
+        let mut new: Vec<Vec<u32>> = vec![Vec::new(); batch];
+        if batch == 0 || length.tokens == 0 {
+            return Ok(new);
+        }
+        let session = Session::new(self, batch, positions)?;
+        // Prompts are fed together, padded behind: what the padding leaves in the cache is overwritten before anyone sees it.
+        let padded: Vec<u32> =
+            (0..longest).flat_map(|i| prompts.iter().map(move |p| p.get(i).copied().unwrap_or(0))).collect();
+        let rows: Vec<usize> = prompts.iter().map(|p| p.len() - 1).collect();
+        let mut logits = session.feed(&padded, longest, &vec![0; batch], &rows)?;
+        let mut lengths: Vec<usize> = prompts.iter().map(Vec::len).collect();
+        let mut open = vec![true; batch];
+        loop {
+            let drawn = match &logits {
+                Some(rows) => (0..batch).map(|i| draw(&rows[i], sampling, i, lengths[i]) as u32).collect(),
+                None => vec![0u32; batch],
+            };
+            let next = Tensor::from_vec(drawn, batch, &Device::Cpu)?.to_device(&self.device)?;
+            self.pp.broadcast(&next, self.pp.size() - 1)?.wait()?;
+            let next: Vec<u32> = next.to_vec1()?;
+            let starts: Vec<usize> = lengths.clone();
+            for i in 0..batch {
+                if !open[i] {
+                    continue;
+                }
+                if Some(next[i]) == length.end {
+                    open[i] = false;
+                    continue;
+                }
+                new[i].push(next[i]);
+                on_token(i, next[i]);
+                lengths[i] += 1;
+                open[i] = new[i].len() < length.tokens && lengths[i] < positions;
+            }
+            if !open.contains(&true) {
+                return Ok(new);
+            }
+            // Finished samples keep their place; what is fed for them is ignored.
+            let starts: Vec<usize> = starts.iter().map(|start| (*start).min(positions - 1)).collect();
+            logits = session.feed(&next, 1, &starts, &vec![0; batch])?;
+        }
     }
 }
 
@@ -124,14 +199,15 @@ impl Stage {
 mod tests {
     use super::*;
 
+    const PLAIN: Sampling = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, seed: 3 };
+
     #[test]
     fn sampling_follows_the_distribution_and_the_seed() {
         let logits = [0.0f32, 1.0, 2.0];
-        let sampling = Sampling { temperature: 1.0, top_k: 0, seed: 3 };
         let mut counts = [0usize; 3];
         for position in 0..20_000 {
-            let drawn = sample(&logits, &sampling, position);
-            assert_eq!(drawn, sample(&logits, &sampling, position));
+            let drawn = draw(&logits, &PLAIN, 0, position);
+            assert_eq!(drawn, draw(&logits, &PLAIN, 0, position));
             counts[drawn] += 1;
         }
         let total: f64 = logits.iter().map(|l| f64::from(*l).exp()).sum();
@@ -139,7 +215,20 @@ mod tests {
             let expected = f64::from(logit).exp() / total;
             assert!((*count as f64 / 20_000.0 - expected).abs() < 0.015, "{counts:?}");
         }
-        assert_eq!(sample(&logits, &Sampling { temperature: 0.0, ..sampling }, 5), 2);
-        assert_eq!(sample(&logits, &Sampling { top_k: 1, ..sampling }, 5), 2);
+    }
+
+    #[test]
+    fn limits_keep_the_likeliest_tokens() {
+        let logits = [0.0f32, 1.0, 2.0, -1.0];
+        let among = |sampling: Sampling| {
+            let drawn: std::collections::BTreeSet<usize> = (0..2000).map(|p| draw(&logits, &sampling, 0, p)).collect();
+            drawn.into_iter().collect::<Vec<_>>()
+        };
+        assert_eq!(among(Sampling { temperature: 0.0, ..PLAIN }), [2]);
+        assert_eq!(among(Sampling { top_k: 2, ..PLAIN }), [1, 2]);
+        // The probabilities are 0.64, 0.24, 0.09, 0.03.
+        assert_eq!(among(Sampling { top_p: 0.6, ..PLAIN }), [2]);
+        assert_eq!(among(Sampling { top_p: 0.7, ..PLAIN }), [1, 2]);
+        assert_eq!(among(PLAIN), [0, 1, 2, 3]);
     }
 }

@@ -12,7 +12,7 @@ mod state;
 mod trainer;
 
 pub use flops::step_flops;
-pub use generate::Sampling;
+pub use generate::{Length, Sampling};
 pub use memory::peak_memory;
 pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, ModelBuilder};

@@ -1,0 +1,182 @@
+//! Attention of a few new tokens over the keys and values of all tokens so far: one task per (batch, head).
+//!
+//! For generation; no gradient, no dropout. Pope et al. 2022 (multi-query attention with a key/value cache).
+
+use candle_core::Tensor;
+
+use super::{Geometry, HeadShape, Scores, tilt};
+use crate::float::{Float, by_float};
+use crate::host::with_slice_mut;
+use crate::par::{self, Shared};
+use crate::simd::{max, sum, sum2, vectorize};
+use crate::view::{View, expect_dtype, expect_shape, tensor};
+use crate::{Error, Result};
+
+/// Appends the keys and values of `qkv [n, b, width]` (rotated) to `cache [positions, b, groups·2·head_dim]` and gives
+/// each new query's attention over the positions up to its own: `[n, b, heads·head_dim]`. Sample i's first new token has position
+/// `starts[i]`; what the cache holds from there on is replaced.
+///
+/// # Errors
+/// If shapes or dtypes do not fit, the cache is too short, or `qkv` is neither f32 nor f64.
+pub fn attention_cached<'a>(
+    qkv: &Tensor,
+    cache: &Tensor,
+    starts: &[usize],
+    shape: HeadShape,
+    scores: impl Into<Scores<'a>>,
+) -> Result<Tensor> {
+    const OP: &str = "attention_cached";
+    let (s, b) = shape.check(qkv, OP)?;
+    let positions = cache.dim(0)?;
+    expect_shape(OP, "cache", cache, &[positions, b, shape.groups * 2 * shape.head_dim])?;
+    expect_dtype(OP, cache, qkv.dtype())?;
+    if starts.len() != b || starts.iter().any(|start| start + s > positions) {
+        let message =
+            format!("{s} tokens from positions {starts:?} on, of {b} samples, in a cache of {positions} positions");
+        return Err(Error::shape(OP, message));
+    }
+    let scores = scores.into();
+    scores.check(shape, OP)?;
+    let geometry = Geometry { s, b, shape };
+    by_float!(qkv, OP, T => {
+        let packed = View::<T>::new(qkv, OP, "qkv")?;
+        with_slice_mut::<T, _>(cache, OP, |cache| {
+            append(&packed, cache, starts, geometry);
+            tensor(attend(&packed, cache, starts, geometry, scores), (s, b, shape.heads() * shape.head_dim), qkv)
+        })
+    })
+}
+
+/// Offset in the cache of a group's key at a position.
+fn key_at(geometry: Geometry, position: usize, batch: usize, group: usize) -> usize {
+    let Geometry { b, shape, .. } = geometry;
+    ((position * b + batch) * shape.groups + group) * 2 * shape.head_dim
+}
+
+fn append<T: Float>(packed: &[T], cache: &mut [T], starts: &[usize], geometry: Geometry) {
+    let Geometry { s, shape, .. } = geometry;
+    let pair = 2 * shape.head_dim;
+    for (batch, start) in starts.iter().enumerate() {
+        for i in 0..s {
+            for group in 0..shape.groups {
+                // Key and value follow each other in both.
+                let from = geometry.qkv_at(batch, group, shape.heads_per_group) + i * geometry.qkv_stride();
+                let to = key_at(geometry, start + i, batch, group);
+                cache[to..to + pair].copy_from_slice(&packed[from..from + pair]);
+            }
+        }
+    }
+}
+
+fn attend<T: Float>(packed: &[T], cache: &[T], starts: &[usize], geometry: Geometry, scores: Scores) -> Vec<T> {
+    let Geometry { s, b, shape } = geometry;
+    let (heads, d) = (shape.heads(), shape.head_dim);
+    let mut out = vec![T::ZERO; s * b * heads * d];
+    let rows = Shared(out.as_mut_ptr());
+    par::for_each(b * heads, |task| {
+        let (batch, head) = (task / heads, task % heads);
+        let (group, in_group) = (head / shape.heads_per_group, head % shape.heads_per_group);
+        let (scale, slope) = (T::of(scores.scale), scores.slope(head));
+        let mut weights = vec![T::ZERO; starts[batch] + s];
+        for i in 0..s {
+            let position = starts[batch] + i;
+            let q_at = geometry.qkv_at(batch, group, in_group) + i * geometry.qkv_stride();
+            let q = &packed[q_at..q_at + d];
+            let out_at = geometry.out_at(batch, head) + i * geometry.out_stride();
+            // SAFETY: only this task writes this head's columns of this sample.
+            let out = unsafe { std::slice::from_raw_parts_mut(rows.at(out_at), d) };
+            let weights = &mut weights[..=position];
+            vectorize(
+                #[inline(always)]
+                || {
+                    for (key, weight) in weights.iter_mut().enumerate() {
+                        let at = key_at(geometry, key, batch, group);
+                        *weight = scale * sum2(q, &cache[at..at + d], |q, k| q * k);
+                    }
+                    if let Some(slope) = slope {
+                        tilt(weights, slope, position, 0);
+                    }
+                    let top = max(weights);
+                    weights.iter_mut().for_each(|w| *w = (*w - top).fast_exp());
+                    let norm = T::ONE / sum(weights, |w| w);
+                    for (key, &weight) in weights.iter().enumerate() {
+                        let at = key_at(geometry, key, batch, group) + d;
+                        let weight = weight * norm;
+                        out.iter_mut().zip(&cache[at..at + d]).for_each(|(o, &v)| *o += weight * v);
+                    }
+                },
+            );
+        }
+    });
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::attention;
+    use candle_core::{DType, Device};
+
+    /// A deterministic spread of values.
+    fn values(shape: &[usize], dtype: DType) -> Tensor {
+        let n: usize = shape.iter().product();
+        let v: Vec<f64> = (0..n).map(|i| ((i * 2_654_435_761) % 1000) as f64 / 500.0 - 1.0).collect();
+        Tensor::from_vec(v, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    fn difference(a: &Tensor, b: &Tensor) -> f64 {
+        let d = (a - b).unwrap().abs().unwrap().to_dtype(DType::F64).unwrap();
+        d.flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+    }
+
+    #[test]
+    fn tokens_fed_in_any_portions_give_what_the_whole_sequence_gives() {
+        let shape = HeadShape { groups: 2, heads_per_group: 3, head_dim: 5 };
+        let slopes = [0.5, 0.25, 0.125, 0.06, 0.03, 0.015];
+        let (s, b) = (11, 2);
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
+            let qkv = values(&[s, b, shape.width()], dtype);
+            for alibi in [None, Some(&slopes[..])] {
+                let scores = Scores { scale: 0.4, alibi };
+                let (whole, _) = attention(&qkv, shape, scores, None).unwrap();
+                for portions in [vec![11], vec![4, 7], vec![1; 11]] {
+                    let cache = Tensor::zeros((s, b, 2 * 2 * 5), dtype, &Device::Cpu).unwrap();
+                    let mut at = 0;
+                    for n in portions {
+                        let part = qkv.narrow(0, at, n).unwrap().contiguous().unwrap();
+                        let out = attention_cached(&part, &cache, &[at, at], shape, scores).unwrap();
+                        let expected = whole.narrow(0, at, n).unwrap();
+                        assert!(difference(&out, &expected) < tolerance);
+                        at += n;
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn samples_may_be_at_different_positions() {
+        let shape = HeadShape { groups: 1, heads_per_group: 2, head_dim: 4 };
+        let qkv = values(&[6, 2, shape.width()], DType::F64);
+        let (whole, _) = attention(&qkv, shape, 0.5, None).unwrap();
+        let cache = Tensor::zeros((6, 2, 8), DType::F64, &Device::Cpu).unwrap();
+        // Both prompts are fed padded to 4 tokens; the second sample's real prompt has 2.
+        attention_cached(&qkv.narrow(0, 0, 4).unwrap().contiguous().unwrap(), &cache, &[0, 0], shape, 0.5).unwrap();
+        let next = |sample: usize, position: usize| qkv.narrow(0, position, 1).unwrap().narrow(1, sample, 1).unwrap();
+        let new = Tensor::cat(&[next(0, 4), next(1, 2)], 1).unwrap().contiguous().unwrap();
+        let out = attention_cached(&new, &cache, &[4, 2], shape, 0.5).unwrap();
+        let expected = |sample: usize, position: usize| {
+            whole.narrow(0, position, 1).unwrap().narrow(1, sample, 1).unwrap().contiguous().unwrap()
+        };
+        assert!(difference(&out.narrow(1, 0, 1).unwrap().contiguous().unwrap(), &expected(0, 4)) < 1e-12);
+        assert!(difference(&out.narrow(1, 1, 1).unwrap().contiguous().unwrap(), &expected(1, 2)) < 1e-12);
+    }
+
+    #[test]
+    fn a_full_cache_is_refused() {
+        let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 4 };
+        let cache = Tensor::zeros((3, 1, 8), DType::F32, &Device::Cpu).unwrap();
+        let error = attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[2], shape, 0.5).unwrap_err();
+        assert!(error.to_string().contains("cache of 3 positions"), "{error}");
+    }
+}
