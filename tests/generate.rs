@@ -14,7 +14,8 @@ fn prompts() -> Vec<Vec<u32>> {
 
 fn generate(trainer: &Trainer, prompts: &[Vec<u32>], length: &Length, sampling: &Sampling) -> Vec<Vec<u32>> {
     let mut heard = vec![Vec::new(); prompts.len()];
-    let new = trainer.stage().generate(prompts, length, sampling, &mut |sample, token| heard[sample].push(token)).unwrap();
+    let new =
+        trainer.stage().generate(prompts, length, sampling, &mut |sample, token| heard[sample].push(token)).unwrap();
     assert_eq!(new, heard);
     new
 }

@@ -46,21 +46,23 @@ fn two_thousand_steps_need_what_three_hundred_do() {
     let site = Site::new();
     site.edit("hidden_size = 32", "hidden_size = 16");
     site.edit("global_batch_size = 8", "global_batch_size = 4");
-    let flags = ["--train-iters=1000000", "--log-interval=100", "--save=saved", "--save-interval=250"];
+    let flags = ["--train-iters=1000000", "--log-interval=100", "--save=saved", "--save-interval=500"];
     let mut supervisor = site.pretrain(&flags).spawn().unwrap();
     let pids = site.supervised_ranks();
     let look = |step: u64| {
         site.wait_long_for_step(step);
         pids.iter().map(|&pid| holdings(pid)).collect::<Vec<_>>()
     };
-    let (early, late) = (look(300), look(2000));
+    // Both far from a save, which happens every 500 steps.
+    let (early, late) = (look(300), look(2300));
     assert!(supervisor.try_wait().unwrap().is_none());
     crate::support::kill(supervisor.id(), "TERM");
     let output = ended(vec![supervisor], SOON).remove(0);
     assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
     for (rank, (early, late)) in early.iter().zip(&late).enumerate() {
         assert!(late.resident <= early.resident + SLACK, "rank {rank}: {early:?}, then {late:?}");
-        assert_eq!((late.threads, late.descriptors), (early.threads, early.descriptors), "rank {rank}");
+        assert!(late.threads <= early.threads, "rank {rank}: {early:?}, then {late:?}");
+        assert!(late.descriptors <= early.descriptors, "rank {rank}: {early:?}, then {late:?}");
     }
     site.assert_nothing_left();
 }
