@@ -36,7 +36,8 @@ fn main() -> Result<()> {
     cut.parallel.use_distributed_optimizer = true;
 
     let train_data: Arc<dyn SampleSource> = Arc::new(Tokens::synthetic(101, alone.model.seq_length));
-    let sources = Sources { train: train_data, valid: None, test: None, fingerprint: String::new() };
+    let sources =
+        Sources { train: train_data, valid: None, test: None, masked_token: None, fingerprint: String::new() };
     let single = train(&alone, megatron::comm::solo(), &sources)?;
     let world = threads::world(cut.parallel.world_size());
     let ranks: Vec<Result<Vec<f64>>> = std::thread::scope(|scope| {

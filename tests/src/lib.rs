@@ -67,6 +67,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             split: "969,30,1".into(),
             tokenizer: None,
             dataloader_type: DataloaderType::Sequential,
+            eod_mask_loss: false,
             cache_dir: "unused".into(),
         },
         training: TrainingConfig {
@@ -160,7 +161,7 @@ impl SampleSource for Tokens {
 
 /// Sources that all read `train`.
 pub fn sources(train: Tokens) -> Sources {
-    Sources { train: Arc::new(train), valid: None, test: None, fingerprint: String::new() }
+    Sources { train: Arc::new(train), valid: None, test: None, masked_token: None, fingerprint: String::new() }
 }
 
 /// Runs `body` on every rank of a world of threads; results in rank order.

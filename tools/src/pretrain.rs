@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use megatron::checkpoint;
 use megatron::comm::{Group, RankInfo};
 use megatron::config::RunConfig;
-use megatron::data::{self, Datasets, TOKENIZER_FILE, Tokenizer};
+use megatron::data::{self, Datasets, SampleCounts, TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Length, Outcome, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
 
@@ -92,7 +92,8 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     {
         run.data.tokenizer = Some(load.join(TOKENIZER_FILE).to_string_lossy().into_owned());
     }
-    let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size)?;
+    let requested = SampleCounts::of(run);
+    let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested)?;
     run.model.vocab_size = datasets.vocab_size;
     Ok(datasets)
 }
@@ -137,8 +138,8 @@ fn run_rank(
     let p = &run.parallel;
     let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
     let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, &device)?;
-    let Datasets { train, valid, test, tokenizer, fingerprint, .. } = datasets;
-    let sources = Sources { train, valid, test, fingerprint };
+    let Datasets { train, valid, test, tokenizer, masked_token, fingerprint, .. } = datasets;
+    let sources = Sources { train, valid, test, masked_token, fingerprint };
     let mut trainer = Trainer::new(run, &model, world, &sources, dtype, &device)?;
     reporter.message(&describe(run));
     let outcome = trainer.run(reporter, stop)?;

@@ -12,18 +12,24 @@ pub enum DataloaderType {
     Sequential,
     /// The same samples in a random order, drawn anew every epoch from the seed.
     Shuffled,
+    /// Megatron's `GPTDataset` read in order: documents, and the samples cut from them, shuffled as numpy does under the seed.
+    Single,
+    /// The samples of `Single` in an order drawn anew every epoch, as Megatron's random sampler does.
+    Cyclic,
 }
 
 /// Where training data comes from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataConfig {
-    /// Text files, folders of text, or indexed-dataset prefixes.
+    /// Text files, folders of text, or indexed-dataset prefixes, each after its weight if there are weights.
     pub data_path: Vec<String>,
     /// Weights of train, valid and test, e.g. `969,30,1`.
     pub split: String,
     /// `byte`, the path of a `tokenizer.json`, or `train:VOCAB`. May be absent for indexed datasets.
     pub tokenizer: Option<String>,
     pub dataloader_type: DataloaderType,
+    /// Leave out the loss at tokens that end documents.
+    pub eod_mask_loss: bool,
     /// Where trained tokenizers and tokenized text are cached.
     pub cache_dir: PathBuf,
 }

@@ -2,37 +2,50 @@
 //!
 //! ```text
 //! text ── tokenizer ──▶ indexed dataset (cached) ─┐
-//! PREFIX.bin, PREFIX.idx ─────────────────────────┴─▶ split ─▶ samples of S + 1 tokens ─▶ microbatches
+//! PREFIX.bin, PREFIX.idx ─────────────────────────┴─▶ split ─▶ samples of S + 1 tokens ─▶ blend ─▶ microbatches
 //! ```
 //! Everything is a function of (files, seed, consumed samples), so there is no state to save and any rank can be asked for any
 //! sample.
 
+mod blend;
 mod bpe;
 mod cache;
+mod cyclic;
+mod gpt_dataset;
+mod index_file;
 pub mod indexed;
 pub mod indexed_writer;
+mod mt19937;
+mod paths;
 pub mod sampler;
 pub mod source;
 pub mod split;
+mod splits;
 #[cfg(test)]
 mod tests;
 pub mod text;
 pub mod tokenize;
 pub mod tokenizer;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
+pub use blend::Blend;
+pub use cyclic::Cyclic;
+pub use gpt_dataset::GptDataset;
 pub use indexed::{IndexedDataset, TokenType};
 pub use indexed_writer::IndexedWriter;
 pub use sampler::{GlobalBatch, Loader, MicroBatch};
 pub use source::{SampleSource, Sequential, Shuffled, TokenStream};
 pub use split::{Split, parse_split, split_sequences};
+pub use splits::SampleCounts;
 pub use text::Corpus;
 pub use tokenizer::{TOKENIZER_FILE, Tokenizer};
 
-use crate::config::{DataConfig, DataloaderType};
+use crate::config::DataConfig;
 use crate::{Error, Result};
+use paths::{DataPaths, Kind};
+use splits::{Opener, TEST, TRAIN, VALID};
 
 /// The data of a run, cut into splits.
 #[derive(Clone)]
@@ -42,6 +55,8 @@ pub struct Datasets {
     pub valid: Option<Arc<dyn SampleSource>>,
     pub test: Option<Arc<dyn SampleSource>>,
     pub tokenizer: Option<Tokenizer>,
+    /// The token after which no loss counts (`eod_mask_loss`).
+    pub masked_token: Option<u32>,
     /// Tokens of the vocabulary.
     pub vocab_size: usize,
     /// Equal on all ranks that read the same tokens; 32 hexadecimal digits.
@@ -55,6 +70,8 @@ pub struct Datasets {
 pub struct Prepared {
     pub tokenizer: Option<Tokenizer>,
     pub datasets: Vec<Arc<IndexedDataset>>,
+    /// The datasets' shares of the samples, if the data path gave any.
+    pub weights: Option<Vec<f64>>,
     pub fingerprint: String,
     pub description: Vec<String>,
 }
@@ -65,39 +82,45 @@ pub struct Prepared {
 /// # Errors
 /// `Error::Config` where the settings contradict the data, `Error::Data` where files are missing, empty, damaged or no text.
 pub fn prepare(cfg: &DataConfig) -> Result<Prepared> {
-    match classify(&cfg.data_path)? {
-        Paths::Text(paths) => prepare_text(cfg, &paths),
-        Paths::Indexed(prefixes) => prepare_indexed(cfg, &prefixes),
+    let DataPaths { kind, paths, weights } = DataPaths::parse(&cfg.data_path)?;
+    match kind {
+        Kind::Text => prepare_text(cfg, &paths, weights),
+        Kind::Indexed => prepare_indexed(cfg, &paths, weights),
     }
 }
 
-/// Opens the data of a run. `vocab_size` is the model's; it may be absent where there is a tokenizer.
+/// Opens the data of a run that reads `requested` samples. `vocab_size` is the model's; it may be absent where there is a
+/// tokenizer.
 ///
 /// # Errors
 /// Those of [`prepare`]; `Error::Data` where the train split is too short for one sample of `seq_length` tokens;
-/// `Error::Config` where the tokenizer has more tokens than the model, or neither says how many there are.
-pub fn open(cfg: &DataConfig, seq_length: usize, seed: u64, vocab_size: Option<usize>) -> Result<Datasets> {
-    let weights = parse_split(&cfg.split)?;
+/// `Error::Config` where the tokenizer has more tokens than the model, or neither says how many there are, or no token ends
+/// documents and `eod_mask_loss` is set.
+pub fn open(
+    cfg: &DataConfig,
+    seq_length: usize,
+    seed: u64,
+    vocab_size: Option<usize>,
+    requested: SampleCounts,
+) -> Result<Datasets> {
+    let split = parse_split(&cfg.split)?;
     let prepared = prepare(cfg)?;
     let vocab_size = agreed_vocabulary(prepared.tokenizer.as_ref(), vocab_size)?;
-    let mut description = prepared.description;
-    let split = split_sequences(weights, prepared.datasets.iter().map(|dataset| dataset.num_sequences()).sum());
-    let stream = |sequences| TokenStream::new(&prepared.datasets, sequences);
-    let source = |stream, name: &str| -> Result<Arc<dyn SampleSource>> {
-        let source = Sequential::new(stream, seq_length, name)?;
-        Ok(match cfg.dataloader_type {
-            DataloaderType::Sequential => Arc::new(source),
-            DataloaderType::Shuffled => Arc::new(Shuffled::new(source, seed)),
-        })
+    let masked_token = if cfg.eod_mask_loss { Some(end_of_documents(prepared.tokenizer.as_ref())?) } else { None };
+    let opener = Opener {
+        datasets: &prepared.datasets,
+        weights: prepared.weights.as_deref(),
+        order: cfg.dataloader_type,
+        split,
+        seq_length,
+        seed,
+        cache_dir: &cfg.cache_dir,
     };
-    let held_out = |sequences, name: &str| -> Result<Option<Arc<dyn SampleSource>>> {
-        let stream = stream(sequences)?;
-        if stream.num_tokens() <= seq_length as u64 { Ok(None) } else { source(stream, name).map(Some) }
-    };
-    let train = source(stream(split.train)?, "train")?;
-    let valid = held_out(split.valid, "valid")?;
-    let test = held_out(split.test, "test")?;
+    let train = opener.source(TRAIN, requested.train)?;
+    let valid = opener.held_out(VALID, requested.valid)?;
+    let test = opener.held_out(TEST, requested.test)?;
     let count = |source: &Option<Arc<dyn SampleSource>>| source.as_ref().map_or(0, |source| source.num_samples());
+    let mut description = prepared.description;
     description.push(format!(
         "samples of {seq_length} tokens: {} to train, {} to validate, {} to test (split {})",
         train.num_samples(),
@@ -106,7 +129,23 @@ pub fn open(cfg: &DataConfig, seq_length: usize, seed: u64, vocab_size: Option<u
         cfg.split
     ));
     let (tokenizer, fingerprint) = (prepared.tokenizer, prepared.fingerprint);
-    Ok(Datasets { train, valid, test, tokenizer, vocab_size, fingerprint, description })
+    Ok(Datasets { train, valid, test, tokenizer, masked_token, vocab_size, fingerprint, description })
+}
+
+/// The token whose loss `eod_mask_loss` leaves out.
+fn end_of_documents(tokenizer: Option<&Tokenizer>) -> Result<u32> {
+    tokenizer.and_then(Tokenizer::eod).ok_or_else(|| {
+        Error::config(match tokenizer {
+            Some(tokenizer) => format!(
+                "eod_mask_loss: the tokenizer {} has no token that ends documents; name it as eos_token in the \
+                 tokenizer_config.json beside it, or leave eod_mask_loss out",
+                tokenizer.name()
+            ),
+            None => "eod_mask_loss: indexed datasets do not say which token ends documents; give --tokenizer with the \
+                     tokenizer they were made with"
+                .into(),
+        })
+    })
 }
 
 /// The tokenizer's vocabulary must fit the model's.
@@ -124,52 +163,7 @@ fn agreed_vocabulary(tokenizer: Option<&Tokenizer>, vocab_size: Option<usize>) -
     }
 }
 
-#[derive(Debug)]
-enum Paths {
-    Text(Vec<PathBuf>),
-    Indexed(Vec<PathBuf>),
-}
-
-/// Tells texts from prefixes of indexed datasets.
-fn classify(entries: &[String]) -> Result<Paths> {
-    let (mut texts, mut prefixes) = (Vec::new(), Vec::new());
-    for entry in entries {
-        let path = Path::new(entry);
-        // Completing a name in a shell ends at one of the pair.
-        let prefix = match path.extension() {
-            Some(extension) if extension == "idx" || extension == "bin" => path.with_extension(""),
-            _ => path.to_path_buf(),
-        };
-        let (bin, idx) = indexed::pair_paths(&prefix);
-        if path.exists() && (prefix == path || !(bin.exists() && idx.exists())) {
-            texts.push(path.to_path_buf());
-        } else if bin.exists() || idx.exists() {
-            prefixes.push(prefix);
-        } else {
-            return Err(Error::data(
-                path,
-                format!(
-                    "does not exist, and neither does {}; give a text file, a folder of text, or the prefix of an indexed dataset",
-                    idx.display()
-                ),
-            ));
-        }
-    }
-    match (texts.first(), prefixes.first()) {
-        (None, None) => Err(Error::config(
-            "no data: give --data-path a text file, a folder of text, or the prefix of an indexed dataset",
-        )),
-        (Some(text), Some(prefix)) => Err(Error::config(format!(
-            "the data path mixes text ({}) and indexed datasets ({}); preprocess the text, or give only one kind",
-            text.display(),
-            prefix.display()
-        ))),
-        (Some(_), None) => Ok(Paths::Text(texts)),
-        (None, Some(_)) => Ok(Paths::Indexed(prefixes)),
-    }
-}
-
-fn prepare_text(cfg: &DataConfig, paths: &[PathBuf]) -> Result<Prepared> {
+fn prepare_text(cfg: &DataConfig, paths: &[PathBuf], weights: Option<Vec<f64>>) -> Result<Prepared> {
     let spec = cfg.tokenizer.as_deref().ok_or_else(|| {
         Error::config(format!(
             "{} is text and needs a tokenizer; give --tokenizer byte, a tokenizer.json, or train:VOCAB",
@@ -178,23 +172,33 @@ fn prepare_text(cfg: &DataConfig, paths: &[PathBuf]) -> Result<Prepared> {
     })?;
     let corpus = Corpus::scan(paths, &cfg.cache_dir)?;
     let tokenizer = Tokenizer::open(spec, Some(&corpus), &cfg.cache_dir)?;
-    let dataset = tokenize::tokenized(&corpus, &tokenizer, &cfg.cache_dir)?;
-    let description = vec![
-        format!(
+    // Paths with weights are datasets of their own; without, their text is one.
+    let corpora = match &weights {
+        None => vec![corpus],
+        Some(_) => {
+            let scan = |path| Corpus::scan(std::slice::from_ref(path), &cfg.cache_dir);
+            paths.iter().map(scan).collect::<Result<Vec<_>>>()?
+        }
+    };
+    let (mut datasets, mut description) = (Vec::new(), Vec::new());
+    for corpus in &corpora {
+        let dataset = tokenize::tokenized(corpus, &tokenizer, &cfg.cache_dir)?;
+        description.push(format!(
             "{} files, {} paragraphs, {} bytes of text, {} tokens in {}",
             corpus.files().len(),
             dataset.num_sequences(),
             corpus.num_bytes(),
             dataset.num_tokens(),
             dataset.path().display()
-        ),
-        format!("tokenizer {} with {} tokens", tokenizer.name(), tokenizer.vocab_size()),
-    ];
-    let datasets = vec![Arc::new(dataset)];
-    Ok(Prepared { fingerprint: fingerprint(&datasets)?, tokenizer: Some(tokenizer), datasets, description })
+        ));
+        datasets.push(Arc::new(dataset));
+    }
+    description.push(format!("tokenizer {} with {} tokens", tokenizer.name(), tokenizer.vocab_size()));
+    let fingerprint = fingerprint(&datasets, weights.as_deref())?;
+    Ok(Prepared { fingerprint, tokenizer: Some(tokenizer), datasets, weights, description })
 }
 
-fn prepare_indexed(cfg: &DataConfig, prefixes: &[PathBuf]) -> Result<Prepared> {
+fn prepare_indexed(cfg: &DataConfig, prefixes: &[PathBuf], weights: Option<Vec<f64>>) -> Result<Prepared> {
     let tokenizer = match &cfg.tokenizer {
         Some(spec) => Some(Tokenizer::open(spec, None, &cfg.cache_dir)?),
         None => None,
@@ -216,12 +220,13 @@ fn prepare_indexed(cfg: &DataConfig, prefixes: &[PathBuf]) -> Result<Prepared> {
     if let Some(tokenizer) = &tokenizer {
         description.push(format!("tokenizer {} with {} tokens", tokenizer.name(), tokenizer.vocab_size()));
     }
-    Ok(Prepared { fingerprint: fingerprint(&datasets)?, tokenizer, datasets, description })
+    Ok(Prepared { fingerprint: fingerprint(&datasets, weights.as_deref())?, tokenizer, datasets, weights, description })
 }
 
 /// A hash of sizes and of the ends of each dataset, enough to notice that a path holds other tokens than before.
-fn fingerprint(datasets: &[Arc<IndexedDataset>]) -> Result<String> {
+fn fingerprint(datasets: &[Arc<IndexedDataset>], weights: Option<&[f64]>) -> Result<String> {
     let mut hasher = cache::KeyHasher::default();
+    weights.into_iter().flatten().for_each(|weight| hasher.update(&weight.to_bits().to_le_bytes()));
     for dataset in datasets {
         let tokens = dataset.num_tokens();
         hasher.field(&dataset.num_sequences().to_le_bytes()).field(&tokens.to_le_bytes());

@@ -70,12 +70,19 @@ pub struct Loader {
     batch: GlobalBatch,
     vocab_size: usize,
     device: Device,
+    masked_token: Option<u32>,
 }
 
 impl Loader {
     /// `vocab_size` is the model's, unpadded: larger token ids are refused.
     pub fn new(source: Arc<dyn SampleSource>, batch: GlobalBatch, vocab_size: usize, device: Device) -> Self {
-        Self { source, batch, vocab_size, device }
+        Self { source, batch, vocab_size, device, masked_token: None }
+    }
+
+    /// Leaves out the loss at every `token`, such as the end of a document: what follows it cannot be foreseen.
+    pub fn masking(mut self, token: Option<u32>) -> Self {
+        self.masked_token = token;
+        self
     }
 
     /// How the global batch is cut.
@@ -95,7 +102,7 @@ impl Loader {
         let s = self.source.seq_length();
         let samples: Vec<u64> = self.batch.samples(microbatch).collect();
         let b = samples.len();
-        let (mut tokens, mut labels) = (vec![0u32; s * b], vec![0u32; s * b]);
+        let (mut tokens, mut labels, mut loss_mask) = (vec![0u32; s * b], vec![0u32; s * b], vec![1f32; s * b]);
         let mut row = vec![0u32; s + 1];
         for (column, sample) in samples.iter().enumerate() {
             let index = consumed_samples + sample;
@@ -106,12 +113,15 @@ impl Loader {
             for position in 0..s {
                 tokens[position * b + column] = row[position];
                 labels[position * b + column] = row[position + 1];
+                if self.masked_token == Some(row[position]) {
+                    loss_mask[position * b + column] = 0.0;
+                }
             }
         }
         Ok(MicroBatch {
             tokens: Tensor::from_vec(tokens, (s, b), &self.device)?,
             labels: Tensor::from_vec(labels, (s, b), &self.device)?,
-            loss_mask: Tensor::from_vec(vec![1f32; s * b], (s, b), &self.device)?,
+            loss_mask: Tensor::from_vec(loss_mask, (s, b), &self.device)?,
             samples,
         })
     }

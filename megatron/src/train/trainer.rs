@@ -29,6 +29,8 @@ pub struct Sources {
     pub train: Arc<dyn SampleSource>,
     pub valid: Option<Arc<dyn SampleSource>>,
     pub test: Option<Arc<dyn SampleSource>>,
+    /// The token after which no loss counts, if there is one.
+    pub masked_token: Option<u32>,
     /// Equal for equal tokens; a resumed run tells if it reads other data.
     pub fingerprint: String,
 }
@@ -138,7 +140,7 @@ impl Trainer {
             groups.dp.size(),
         )?;
         let loader = |source: &Arc<dyn SampleSource>| {
-            Loader::new(source.clone(), batch, config.model.vocab_size, device.clone())
+            Loader::new(source.clone(), batch, config.model.vocab_size, device.clone()).masking(sources.masked_token)
         };
         let m = batch.num_microbatches();
         let schedule = generate(parallel.schedule, pp, v, m)?;

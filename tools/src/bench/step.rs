@@ -120,7 +120,13 @@ fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
         &device,
     )?;
     let tokens = RandomTokens { vocab: run.model.vocab_size as u32, seq_length: run.model.seq_length };
-    let sources = Sources { train: Arc::new(tokens), valid: None, test: None, fingerprint: "random".to_string() };
+    let sources = Sources {
+        train: Arc::new(tokens),
+        valid: None,
+        test: None,
+        masked_token: None,
+        fingerprint: "random".to_string(),
+    };
     let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, DType::F32, &device)?;
     let mut seconds = Vec::new();
     let mut loss = f64::NAN;

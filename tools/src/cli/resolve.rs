@@ -459,6 +459,7 @@ impl Resolver<'_> {
             split: d.split.clone(),
             tokenizer: d.tokenizer.clone(),
             dataloader_type: d.dataloader_type,
+            eod_mask_loss: d.eod_mask_loss,
             cache_dir: d.cache_dir.clone().unwrap_or_else(default_cache),
         }
     }

@@ -51,6 +51,7 @@ fn valid() -> RunConfig {
             split: "969,30,1".into(),
             tokenizer: Some("byte".into()),
             dataloader_type: DataloaderType::Shuffled,
+            eod_mask_loss: false,
             cache_dir: PathBuf::from("cache"),
         },
         training: TrainingConfig {

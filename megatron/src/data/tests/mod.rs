@@ -1,7 +1,9 @@
 //! Tests of the data pipeline, by concern.
 
 mod indexed;
+mod megatron_data;
 mod open;
+mod orders;
 mod sampler;
 mod source;
 mod text;

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use super::{counting, names, write};
 use crate::config::{DataConfig, DataloaderType};
-use crate::data::{Datasets, SampleSource, open, prepare};
+use crate::data::{Datasets, SampleCounts, SampleSource, open, prepare};
+
+const COUNTS: SampleCounts = SampleCounts { train: 10, valid: 2, test: 2 };
 
 fn config(paths: &[PathBuf], tokenizer: Option<&str>, cache: &Path) -> DataConfig {
     DataConfig {
@@ -13,6 +15,7 @@ fn config(paths: &[PathBuf], tokenizer: Option<&str>, cache: &Path) -> DataConfi
         split: "100,0,0".into(),
         tokenizer: tokenizer.map(str::to_owned),
         dataloader_type: DataloaderType::Sequential,
+        eod_mask_loss: false,
         cache_dir: cache.to_path_buf(),
     }
 }
@@ -24,11 +27,11 @@ fn sample(source: &dyn SampleSource, index: u64) -> Vec<u32> {
 }
 
 fn refusal(cfg: &DataConfig, seq_length: usize, vocab_size: Option<usize>) -> String {
-    open(cfg, seq_length, 1, vocab_size).err().unwrap().to_string()
+    open(cfg, seq_length, 1, vocab_size, COUNTS).err().unwrap().to_string()
 }
 
 fn open_bytes(folder: &Path) -> Datasets {
-    open(&config(&[folder.join("text")], Some("byte"), &folder.join("cache")), 3, 1, None).unwrap()
+    open(&config(&[folder.join("text")], Some("byte"), &folder.join("cache")), 3, 1, None, COUNTS).unwrap()
 }
 
 #[test]
@@ -80,7 +83,8 @@ fn ranks_that_start_at_once_all_get_the_same_and_leave_no_halves() {
     let cache = folder.path().join("cache");
     let cfg = config(&[text], Some("train:400"), &cache);
     let prints: Vec<String> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..6).map(|_| scope.spawn(|| open(&cfg, 8, 1, None).unwrap().fingerprint)).collect();
+        let ranks: Vec<_> =
+            (0..6).map(|_| scope.spawn(|| open(&cfg, 8, 1, None, COUNTS).unwrap().fingerprint)).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     assert!(prints.iter().all(|print| print == &prints[0]));
@@ -93,7 +97,7 @@ fn splits_do_not_overlap_and_cover_everything() {
     counting(&folder.path().join("x"), &[10; 10]);
     let mut cfg = config(&[folder.path().join("x")], None, folder.path());
     cfg.split = "8,1,1".into();
-    let data = open(&cfg, 4, 1, Some(100)).unwrap();
+    let data = open(&cfg, 4, 1, Some(100), COUNTS).unwrap();
     let (valid, test) = (data.valid.unwrap(), data.test.unwrap());
     assert_eq!((data.train.num_samples(), valid.num_samples(), test.num_samples()), (19, 2, 2));
     assert_eq!((sample(&*data.train, 18)[4], sample(&*valid, 0)[0], sample(&*test, 0)[0]), (76, 80, 90));
@@ -104,7 +108,7 @@ fn either_file_of_a_pair_names_the_dataset() {
     let folder = tempfile::tempdir().unwrap();
     counting(&folder.path().join("x.y"), &[10]);
     for name in ["x.y", "x.y.idx", "x.y.bin"] {
-        let data = open(&config(&[folder.path().join(name)], None, folder.path()), 4, 1, Some(10)).unwrap();
+        let data = open(&config(&[folder.path().join(name)], None, folder.path()), 4, 1, Some(10), COUNTS).unwrap();
         assert_eq!(data.train.num_samples(), 2);
     }
 }
@@ -116,7 +120,7 @@ fn shuffled_data_has_another_order_of_the_same_samples() {
     let mut cfg = config(&[folder.path().join("x")], None, folder.path());
     cfg.dataloader_type = DataloaderType::Shuffled;
     let order = |seed| {
-        let train = open(&cfg, 4, seed, Some(401)).unwrap().train;
+        let train = open(&cfg, 4, seed, Some(401), COUNTS).unwrap().train;
         (0..100).map(|i| sample(&*train, i)[0]).collect::<Vec<_>>()
     };
     let mut sorted = order(1);
@@ -156,6 +160,6 @@ fn a_run_prepared_finds_its_caches() {
     let cfg = config(&[text], Some("train:300"), &cache);
     let prepared = prepare(&cfg).unwrap();
     let cached = names(&cache);
-    assert_eq!(open(&cfg, 4, 1, None).unwrap().fingerprint, prepared.fingerprint);
+    assert_eq!(open(&cfg, 4, 1, None, COUNTS).unwrap().fingerprint, prepared.fingerprint);
     assert_eq!(names(&cache), cached);
 }

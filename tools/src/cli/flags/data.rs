@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{ArgAction, Args};
 use megatron::config::DataloaderType;
 
 use super::choice;
@@ -10,7 +10,7 @@ use super::choice;
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Data: text and tokens, [data]")]
 pub struct DataFlags {
-    /// Text files, folders of text, or prefixes of indexed datasets (PREFIX.bin, PREFIX.idx)
+    /// Text files, folders of text, or prefixes of indexed datasets (PREFIX.bin, PREFIX.idx); `0.7 A 0.3 B` blends by weights
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data_path: Vec<String>,
     /// Weights of the training, validation and test data
@@ -19,10 +19,14 @@ pub struct DataFlags {
     /// `byte`, a tokenizer.json, or `train:VOCAB` to train a BPE of that size on the data (cached)
     #[arg(long, value_name = "TOKENIZER")]
     pub tokenizer: Option<String>,
-    /// Order in which samples are read
+    /// Order in which samples are read: as they lie; `shuffled` anew every epoch; `single`, Megatron's GPTDataset sample by sample;
+    /// or `cyclic`, those samples reshuffled every epoch as Megatron does with --no-data-sharding
     #[arg(long, value_name = "TYPE", default_value = "shuffled",
-          value_parser = choice::<DataloaderType>(&["sequential", "shuffled"]))]
+          value_parser = choice::<DataloaderType>(&["sequential", "shuffled", "single", "cyclic"]))]
     pub dataloader_type: DataloaderType,
+    /// Leave out the loss at tokens that end documents
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub eod_mask_loss: bool,
     /// Where trained tokenizers and tokenized text are kept [default: ~/.cache/megatron, or as XDG_CACHE_HOME says]
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,

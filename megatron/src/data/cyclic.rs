@@ -1,0 +1,69 @@
+//! The samples of another source in an order drawn anew every epoch, as Megatron's random sampler draws it.
+//!
+//! Source: Megatron-LM `legacy/data/data_samplers.py`, `MegatronPretrainingRandomSampler` with `--no-data-sharding`: epoch e reads
+//! the samples in the order of `torch.randperm` seeded with e, so that a step reads the same samples on every layout. (Megatron
+//! leaves out the last samples of an epoch that fill no microbatch of all replicas, which would depend on the layout; here an epoch
+//! is all samples, and a step may span two epochs. The two agree where MBS·dp divides the number of samples.)
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::mt19937::{TORCH_PERMUTATION_LIMIT, torch_permutation};
+use super::source::SampleSource;
+use crate::{Error, Result};
+
+/// Epochs of another source's samples in random orders.
+pub struct Cyclic {
+    source: Arc<dyn SampleSource>,
+    /// The order of the epoch that was read last; 4 bytes a sample.
+    order: Mutex<Option<(u64, Arc<[u32]>)>>,
+}
+
+impl Cyclic {
+    /// # Errors
+    /// `Error::Config` where there are more samples than PyTorch's CPU generator draws from 32 bits.
+    pub fn new(source: Arc<dyn SampleSource>) -> Result<Self> {
+        let samples = source.num_samples();
+        if samples >= TORCH_PERMUTATION_LIMIT {
+            return Err(Error::config(format!(
+                "dataloader_type cyclic takes fewer than {TORCH_PERMUTATION_LIMIT} samples, and there are {samples}; use \
+                 single, which is shuffled as well"
+            )));
+        }
+        Ok(Self { source, order: Mutex::new(None) })
+    }
+
+    fn order(&self, epoch: u64) -> Arc<[u32]> {
+        // What is kept is replaced as a whole, so a panic elsewhere leaves it whole.
+        let mut kept = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*kept {
+            Some((of, order)) if *of == epoch => order.clone(),
+            _ => {
+                // `manual_seed` keeps the low 32 bits, and `new` saw that the number of samples has no more.
+                let order: Arc<[u32]> = torch_permutation(self.source.num_samples() as u32, epoch as u32).into();
+                *kept = Some((epoch, order.clone()));
+                order
+            }
+        }
+    }
+}
+
+impl SampleSource for Cyclic {
+    fn seq_length(&self) -> usize {
+        self.source.seq_length()
+    }
+
+    fn num_samples(&self) -> u64 {
+        self.source.num_samples()
+    }
+
+    fn sample(&self, index: u64, out: &mut [u32]) -> Result<()> {
+        let n = self.source.num_samples();
+        let order = self.order(index / n);
+        self.source.sample(order[(index % n) as usize].into(), out)
+    }
+
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+}

@@ -1,0 +1,133 @@
+//! What `--data-path` names: text or indexed datasets, with weights or without.
+
+use std::path::{Path, PathBuf};
+
+use super::indexed;
+use crate::{Error, Result};
+
+/// The entries of a data path.
+#[derive(Debug)]
+pub(super) struct DataPaths {
+    pub kind: Kind,
+    pub paths: Vec<PathBuf>,
+    /// One for each path, positive and finite.
+    pub weights: Option<Vec<f64>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Text,
+    /// The paths are prefixes.
+    Indexed,
+}
+
+impl DataPaths {
+    /// # Errors
+    /// `Error::Config` where there is no path, weights and paths do not alternate, or text and datasets are mixed; `Error::Data`
+    /// where a path names nothing.
+    pub fn parse(entries: &[String]) -> Result<Self> {
+        let (weights, paths) = take_weights(entries)?;
+        let (kind, paths) = classify(&paths)?;
+        Ok(Self { kind, paths, weights })
+    }
+}
+
+/// Takes `0.7 A 0.3 B` apart. A first entry that is a number is a weight unless a file has that name.
+fn take_weights(entries: &[String]) -> Result<(Option<Vec<f64>>, Vec<&str>)> {
+    let number = |entry: &str| entry.parse::<f64>().ok();
+    let plain = || Ok((None, entries.iter().map(String::as_str).collect()));
+    match entries.first() {
+        Some(first) if number(first).is_some() && !Path::new(first).exists() => {}
+        _ => return plain(),
+    }
+    let (mut weights, mut paths) = (Vec::new(), Vec::new());
+    for pair in entries.chunks(2) {
+        let [weight, path] = pair else {
+            return Err(Error::config(format!(
+                "the data path begins with a weight and ends with \"{}\", which has no path after it; give weights and paths in \
+                 turn: 0.7 A 0.3 B",
+                pair[0]
+            )));
+        };
+        let weight = number(weight).filter(|weight| *weight > 0.0 && weight.is_finite()).ok_or_else(|| {
+            Error::config(format!(
+                "the data path has \"{weight}\" where the weight of {path} belongs, a number above 0; give weights and paths in \
+                 turn: 0.7 A 0.3 B"
+            ))
+        })?;
+        weights.push(weight);
+        paths.push(path.as_str());
+    }
+    Ok((Some(weights), paths))
+}
+
+/// Tells texts from prefixes of indexed datasets.
+fn classify(entries: &[&str]) -> Result<(Kind, Vec<PathBuf>)> {
+    let (mut texts, mut prefixes) = (Vec::new(), Vec::new());
+    for entry in entries {
+        let path = Path::new(entry);
+        // Completing a name in a shell ends at one of the pair.
+        let prefix = match path.extension() {
+            Some(extension) if extension == "idx" || extension == "bin" => path.with_extension(""),
+            _ => path.to_path_buf(),
+        };
+        let (bin, idx) = indexed::pair_paths(&prefix);
+        if path.exists() && (prefix == path || !(bin.exists() && idx.exists())) {
+            texts.push(path.to_path_buf());
+        } else if bin.exists() || idx.exists() {
+            prefixes.push(prefix);
+        } else {
+            return Err(Error::data(
+                path,
+                format!(
+                    "does not exist, and neither does {}; give a text file, a folder of text, or the prefix of an indexed dataset",
+                    idx.display()
+                ),
+            ));
+        }
+    }
+    match (texts.first(), prefixes.first()) {
+        (None, None) => Err(Error::config(
+            "no data: give --data-path a text file, a folder of text, or the prefix of an indexed dataset",
+        )),
+        (Some(text), Some(prefix)) => Err(Error::config(format!(
+            "the data path mixes text ({}) and indexed datasets ({}); preprocess the text, or give only one kind",
+            text.display(),
+            prefix.display()
+        ))),
+        (Some(_), None) => Ok((Kind::Text, texts)),
+        (None, Some(_)) => Ok((Kind::Indexed, prefixes)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(entries: &[&str]) -> Result<(Option<Vec<f64>>, Vec<String>)> {
+        let entries: Vec<String> = entries.iter().map(|entry| entry.to_string()).collect();
+        take_weights(&entries).map(|(weights, paths)| (weights, paths.into_iter().map(str::to_owned).collect()))
+    }
+
+    #[test]
+    fn weights_and_paths_alternate() {
+        assert_eq!(taken(&["0.7", "A", "3", "B"]).unwrap(), (Some(vec![0.7, 3.0]), vec!["A".into(), "B".into()]));
+        assert_eq!(taken(&["A", "B"]).unwrap(), (None, vec!["A".into(), "B".into()]));
+        // A path may be called as a number is, where a weight comes before it.
+        assert_eq!(taken(&["1", "2"]).unwrap(), (Some(vec![1.0]), vec!["2".into()]));
+    }
+
+    #[test]
+    fn weights_that_cannot_be_meant_are_refused_by_name() {
+        for (entries, part) in [
+            (&["0.7", "A", "0.3"][..], "\"0.3\", which has no path"),
+            (&["0.7", "A", "B", "C"], "\"B\" where the weight of C"),
+            (&["0.7", "A", "0", "B"], "\"0\" where the weight of B"),
+            (&["-1", "A"], "\"-1\" where"),
+            (&["inf", "A"], "\"inf\" where"),
+        ] {
+            let message = taken(entries).unwrap_err().to_string();
+            assert!(message.contains(part) && message.contains("0.7 A 0.3 B"), "{message}");
+        }
+    }
+}

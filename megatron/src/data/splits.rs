@@ -1,0 +1,169 @@
+//! From indexed datasets to the samples of train, valid and test, in the order that was asked for.
+//!
+//! Source of sizes: Megatron-LM `core/datasets/blended_megatron_dataset_builder.py` (0.16.1).
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::blend::{Blend, normalized};
+use super::cyclic::Cyclic;
+use super::gpt_dataset::GptDataset;
+use super::indexed::IndexedDataset;
+use super::source::{SampleSource, Sequential, Shuffled, TokenStream};
+use super::split::{Split, split_sequences};
+use crate::config::{DataloaderType, RunConfig};
+use crate::{Error, Result};
+
+/// Samples that a run reads of each split. Orders of Megatron's and blends are drawn for so many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SampleCounts {
+    pub train: u64,
+    pub valid: u64,
+    pub test: u64,
+}
+
+impl SampleCounts {
+    /// Those that Megatron asks for: every step, every evaluation on the validation data, one on the test data.
+    pub fn of(run: &RunConfig) -> Self {
+        let samples = |steps: u64| steps.saturating_mul(run.training.global_batch_size as u64);
+        let (iters, eval) = (run.training.train_iters, &run.logging);
+        let evaluations = 1 + eval.eval_interval.and_then(|interval| iters.checked_div(interval)).unwrap_or(0);
+        Self {
+            train: samples(iters),
+            valid: samples(evaluations.saturating_mul(eval.eval_iters)),
+            test: samples(eval.eval_iters),
+        }
+    }
+}
+
+/// Megatron makes each dataset of a blend this much larger than its share.
+const SURPLUS: f64 = 0.005;
+
+type Source = Arc<dyn SampleSource>;
+
+/// All that the samples of a split depend on besides the split.
+pub(super) struct Opener<'a> {
+    pub datasets: &'a [Arc<IndexedDataset>],
+    pub weights: Option<&'a [f64]>,
+    pub order: DataloaderType,
+    pub split: [f64; 3],
+    pub seq_length: usize,
+    pub seed: u64,
+    pub cache_dir: &'a Path,
+}
+
+/// A split's name and its sequences among those of a cut dataset.
+pub(super) type Part = (&'static str, fn(Split) -> Range<u64>);
+pub(super) const TRAIN: Part = ("train", |split| split.train);
+pub(super) const VALID: Part = ("valid", |split| split.valid);
+pub(super) const TEST: Part = ("test", |split| split.test);
+
+impl Opener<'_> {
+    /// The samples of a split of which `requested` will be read.
+    ///
+    /// # Errors
+    /// `Error::Data` where one of the datasets is too short for a sample, `Error::Config` where an order cannot be drawn.
+    pub fn source(&self, part: Part, requested: u64) -> Result<Source> {
+        // Orders are drawn for one sample at least, so that a split that is not read yet can be described.
+        let requested = requested.max(1);
+        let source = match (self.order, self.weights) {
+            (DataloaderType::Sequential | DataloaderType::Shuffled, None) => {
+                let all = self.datasets.iter().map(|dataset| dataset.num_sequences()).sum();
+                self.in_order(TokenStream::new(self.datasets, (part.1)(split_sequences(self.split, all)))?, part)?
+            }
+            (DataloaderType::Sequential | DataloaderType::Shuffled, Some(weights)) => {
+                let open = |dataset: &Arc<IndexedDataset>, _| {
+                    let stream = TokenStream::new(std::slice::from_ref(dataset), self.sequences(dataset, part))?;
+                    self.in_order(stream, part)
+                };
+                self.blended(weights, requested, open)?
+            }
+            (DataloaderType::Single | DataloaderType::Cyclic, weights) => {
+                let open = |dataset: &Arc<IndexedDataset>, requested| -> Result<Source> {
+                    let (s, seed, sequences) = (self.seq_length, self.seed, self.sequences(dataset, part));
+                    let source = GptDataset::open(dataset, sequences, s, requested, seed, self.cache_dir, part.0)?;
+                    Ok(Arc::new(source))
+                };
+                match (self.datasets, weights) {
+                    ([dataset], None) => open(dataset, Some(requested))?,
+                    (datasets, None) => {
+                        let sources = datasets.iter().map(|dataset| open(dataset, None)).collect::<Result<Vec<_>>>()?;
+                        let sizes: Vec<u64> = sources.iter().map(|source| source.num_samples()).collect();
+                        let weights: Vec<f64> = sizes.iter().map(|&size| size as f64).collect();
+                        let size = requested.min(sizes.iter().sum());
+                        Arc::new(Blend::open(sources, &weights, size, self.cache_dir)?)
+                    }
+                    (_, Some(weights)) => self.blended(weights, requested, open)?,
+                }
+            }
+        };
+        Ok(match self.order {
+            DataloaderType::Cyclic => Arc::new(Cyclic::new(source)?),
+            _ => source,
+        })
+    }
+
+    /// As [`Self::source`], but `None` where a dataset is too short, for splits that a run can do without.
+    pub fn held_out(&self, part: Part, requested: u64) -> Result<Option<Source>> {
+        match self.source(part, requested) {
+            Ok(source) => Ok(Some(source)),
+            Err(Error::Data { .. }) if self.too_short(part)? => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn too_short(&self, part: Part) -> Result<bool> {
+        let concatenated = self.weights.is_none() && !self.is_megatrons();
+        let tokens = |dataset: &Arc<IndexedDataset>| -> Result<u64> {
+            let stream = TokenStream::new(std::slice::from_ref(dataset), self.sequences(dataset, part))?;
+            Ok(stream.num_tokens())
+        };
+        if concatenated {
+            let all = self.datasets.iter().map(|dataset| dataset.num_sequences()).sum();
+            let stream = TokenStream::new(self.datasets, (part.1)(split_sequences(self.split, all)))?;
+            return Ok(stream.num_tokens() <= self.seq_length as u64);
+        }
+        for dataset in self.datasets {
+            if tokens(dataset)? <= self.seq_length as u64 {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn is_megatrons(&self) -> bool {
+        matches!(self.order, DataloaderType::Single | DataloaderType::Cyclic)
+    }
+
+    fn sequences(&self, dataset: &IndexedDataset, part: Part) -> Range<u64> {
+        (part.1)(split_sequences(self.split, dataset.num_sequences()))
+    }
+
+    fn in_order(&self, stream: TokenStream, part: Part) -> Result<Source> {
+        let source = Sequential::new(stream, self.seq_length, part.0)?;
+        Ok(match self.order {
+            DataloaderType::Shuffled => Arc::new(Shuffled::new(source, self.seed)),
+            _ => Arc::new(source),
+        })
+    }
+
+    /// Blends what `open` makes of each dataset and the number of its samples to prepare.
+    fn blended(
+        &self,
+        weights: &[f64],
+        requested: u64,
+        open: impl Fn(&Arc<IndexedDataset>, Option<u64>) -> Result<Source>,
+    ) -> Result<Source> {
+        let weights = normalized(weights);
+        let share = |weight: &f64| (requested as f64 * weight).ceil();
+        let sources = self
+            .datasets
+            .iter()
+            .zip(&weights)
+            .map(|(dataset, weight)| open(dataset, Some((share(weight) * (1.0 + SURPLUS)).ceil() as u64)))
+            .collect::<Result<Vec<_>>>()?;
+        let size = weights.iter().map(|weight| share(weight) as u64).sum();
+        Ok(Arc::new(Blend::open(sources, &weights, size, self.cache_dir)?))
+    }
+}
