@@ -98,17 +98,25 @@ impl Gpt {
 }
 
 impl Gpt {
-    /// The parameters of the whole model, in forward order, each once.
+    /// A model to ask for its parameters and how they are cut over `tp`, not to compute with.
     ///
     /// # Errors
     /// If the configuration makes no model.
-    pub fn specs(config: &ModelConfig) -> Result<Vec<ParamSpec>> {
+    pub fn outline(config: &ModelConfig, tp: usize) -> Result<Self> {
         let mut config = config.clone();
         if config.position_embedding == PositionEmbedding::Rope {
             // No parameter depends on the length of the rotary table.
             (config.max_position_embeddings, config.seq_length) = (1, 1);
         }
-        let gpt = Self::new(&config, 1, false, Recompute::None, DType::F32, &Device::Cpu)?;
+        Self::new(&config, tp, false, Recompute::None, DType::F32, &Device::Cpu)
+    }
+
+    /// The parameters of the whole model, in forward order, each once.
+    ///
+    /// # Errors
+    /// If the configuration makes no model.
+    pub fn specs(config: &ModelConfig) -> Result<Vec<ParamSpec>> {
+        let gpt = Self::outline(config, 1)?;
         let mut params = ParamsBuilder::default();
         gpt.chunk(Ends { first: true, last: true }, 0..config.num_layers, &mut params)?;
         Ok(params.specs().cloned().collect())

@@ -99,6 +99,14 @@ impl Block {
         Some((offset, shape))
     }
 
+    /// Whether any element of the tensor is in both blocks.
+    pub fn overlaps(&self, other: &Block) -> bool {
+        let apart = |d: usize| {
+            self.offset[d] + self.shape[d] <= other.offset[d] || other.offset[d] + other.shape[d] <= self.offset[d]
+        };
+        !(0..self.offset.len()).any(apart)
+    }
+
     /// How many elements of the tensor are in both blocks.
     pub fn shared(&self, other: &Block) -> usize {
         self.intersection(other).map_or(0, |(_, shape)| shape.iter().product())

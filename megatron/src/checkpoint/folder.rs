@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
+use super::manifest::MANIFEST;
 use super::shard_file::{sync_folder, write_synced};
 use crate::{Error, Result};
 
@@ -102,6 +103,53 @@ impl Names {
 /// The folder in `dir` that holds the checkpoint of `iteration`.
 pub fn iteration_dir(dir: &Path, iteration: u64) -> PathBuf {
     Names::new(dir, iteration).target
+}
+
+/// The folder of the checkpoint that `path` means: `path` itself if it is one (`…/iter_0000100`), else that of `iteration` in it,
+/// else the one its pointer names.
+///
+/// # Errors
+/// If there is no such checkpoint.
+pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
+    let is_one = |folder: &Path| folder.join(MANIFEST).is_file();
+    if is_one(path) {
+        return match iteration {
+            None => Ok(path.to_path_buf()),
+            Some(_) => {
+                Err(Error::checkpoint(path, "is one iteration's folder; name the folder around it, or no iteration"))
+            }
+        };
+    }
+    match iteration {
+        Some(iteration) => {
+            let folder = iteration_dir(path, iteration);
+            if is_one(&folder) { Ok(folder) } else { Err(Error::checkpoint(&folder, "is not there")) }
+        }
+        None => match latest(path)? {
+            Some(latest) => Ok(latest.path),
+            None => {
+                Err(Error::checkpoint(path, format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}")))
+            }
+        },
+    }
+}
+
+/// A checkpoint in `dir`, finished or set aside, whether or not the pointer names it.
+pub(super) fn any_checkpoint(dir: &Path) -> Result<Option<PathBuf>> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io("list", dir, error)),
+    };
+    for entry in entries {
+        let path = entry.map_err(|e| Error::io("list", dir, e))?.path();
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+        let finished = name.strip_prefix("iter_").is_some_and(|digits| digits.parse::<u64>().is_ok());
+        if finished || name == POINTER || name == MANIFEST || hidden(name).is_some_and(|(_, suffix)| suffix == "old") {
+            return Ok(Some(path));
+        }
+    }
+    Ok(None)
 }
 
 /// The iteration and suffix of a temporary or set-aside folder's name.

@@ -26,9 +26,7 @@ pub fn load(path: &Path, shards: &[ShardRef]) -> Result<()> {
 /// Naming the first thing that is missing or damaged.
 pub fn verify(path: &Path) -> Result<Manifest> {
     let manifest = Manifest::read(path)?;
-    let chunks = manifest.tensors.iter().flat_map(|tensor| tensor.chunks.iter().map(move |chunk| (tensor, chunk)));
-    let mut jobs: Vec<Job> = chunks.map(|(tensor, chunk)| Job { tensor, chunk, targets: Vec::new() }).collect();
-    manifest.read_chunks(&mut jobs, |_, _| Ok(()))?;
+    manifest.verify(&mut |_| {})?;
     Ok(manifest)
 }
 
@@ -40,6 +38,19 @@ struct Job<'a> {
 }
 
 impl Manifest {
+    /// Reads all data and checks it; `progress` is told the bytes of every chunk that was right.
+    ///
+    /// # Errors
+    /// Naming the first chunk that is damaged or cannot be read.
+    pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Result<()> {
+        let chunks = self.tensors.iter().flat_map(|tensor| tensor.chunks.iter().map(move |chunk| (tensor, chunk)));
+        let mut jobs: Vec<Job> = chunks.map(|(tensor, chunk)| Job { tensor, chunk, targets: Vec::new() }).collect();
+        self.read_chunks(&mut jobs, |_, bytes| {
+            progress(bytes.len() as u64);
+            Ok(())
+        })
+    }
+
     /// Fills `shards` in place, converting to the dtype of each. On an error some may be filled and some not.
     ///
     /// # Errors
@@ -105,19 +116,28 @@ impl Manifest {
         for jobs in jobs.chunk_by(|a, b| a.chunk.file == b.chunk.file) {
             let file = ShardFile::open(&self.folder.join(&jobs[0].chunk.file))?;
             for job in jobs {
-                let Chunk { key, start, flat, crc32c, .. } = job.chunk;
-                let bytes = file.read(key, job.tensor.dtype, *start..*start + flat.len())?;
-                let actual = crc32c::crc32c(&bytes);
-                if actual != *crc32c {
-                    let message = format!(
-                        "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, the \
-                         manifest says {crc32c:08x}; use another checkpoint"
-                    );
-                    return Err(Error::checkpoint(file.path(), message));
-                }
+                let bytes = read_chunk(&file, job.tensor, job.chunk)?;
                 f(job, &bytes)?;
             }
         }
         Ok(())
     }
+}
+
+/// The bytes of a chunk, which lies in `file`.
+///
+/// # Errors
+/// If they cannot be read, or are not what was written.
+pub(super) fn read_chunk(file: &ShardFile, tensor: &TensorEntry, chunk: &Chunk) -> Result<Vec<u8>> {
+    let Chunk { key, start, flat, crc32c, .. } = chunk;
+    let bytes = file.read(key, tensor.dtype, *start..*start + flat.len())?;
+    let actual = crc32c::crc32c(&bytes);
+    if actual != *crc32c {
+        let message = format!(
+            "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, the manifest says \
+             {crc32c:08x}; use another checkpoint"
+        );
+        return Err(Error::checkpoint(file.path(), message));
+    }
+    Ok(bytes)
 }

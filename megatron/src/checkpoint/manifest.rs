@@ -114,6 +114,11 @@ impl Manifest {
         &self.folder
     }
 
+    /// Bytes of all tensors' elements.
+    pub fn data_bytes(&self) -> u64 {
+        self.tensors.iter().map(TensorEntry::bytes).sum()
+    }
+
     /// The manifest as it is written.
     pub(super) fn to_bytes(&self) -> serde_json::Result<Vec<u8>> {
         // One line per tensor, so that manifests can be read and compared by eye.
@@ -202,6 +207,16 @@ pub(super) fn difference(entry: Option<&TensorEntry>, name: &str, kind: StateKin
 }
 
 impl TensorEntry {
+    /// Elements of the tensor.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Bytes of its elements.
+    pub fn bytes(&self) -> u64 {
+        (self.numel() * self.dtype.size()) as u64
+    }
+
     fn validate(&self, files: &BTreeMap<String, u64>) -> std::result::Result<(), String> {
         let numel = volume(&self.shape).filter(|numel| numel.checked_mul(self.dtype.size()).is_some());
         let numel = numel.ok_or_else(|| format!("no machine holds a tensor of shape {:?}", self.shape))?;

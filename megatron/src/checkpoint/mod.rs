@@ -22,14 +22,17 @@ mod block;
 mod folder;
 mod load;
 mod manifest;
+mod rank_file;
+mod reshard;
 mod save;
 mod shard_file;
 #[cfg(test)]
 mod tests;
 mod values;
 
-pub use folder::{Latest, iteration_dir, latest};
+pub use folder::{Latest, iteration_dir, latest, locate};
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
+pub use reshard::reshard;
 pub use save::save;
 pub use values::Float;

@@ -2,23 +2,18 @@
 //!
 //! A failure on any rank is a failure on all of them, and leaves everything as it was.
 
-use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
 use super::folder::Names;
-use super::manifest::{Chunk, FORMAT_VERSION, MANIFEST, Manifest, TensorEntry};
-use super::shard_file::{self, Item, write_synced};
+use super::manifest::{FORMAT_VERSION, MANIFEST, Manifest, TensorEntry};
+use super::rank_file::{CHUNK_ELEMENTS, RankFile, Share, Written};
+use super::shard_file::{self, Content, write_synced};
 use super::values::check_shard;
 use crate::comm::Group;
-use crate::params::{Piece, ShardRef};
+use crate::params::ShardRef;
 use crate::{Error, Result};
-
-/// Elements of a chunk at most; a reader holds one chunk in memory. Small in tests, so that tensors have several.
-const CHUNK_ELEMENTS: usize = if cfg!(test) { 16 } else { 1 << 24 };
 
 /// Saves a checkpoint as `dir/iter_…` and points `dir` at it. Collective over `world`.
 ///
@@ -65,10 +60,11 @@ fn attempt(
     world: &Group,
 ) -> std::result::Result<(), Failure> {
     let root = world.rank() == 0;
-    let ready = plan(shards).and_then(|plan| if root { names.prepare().map(|()| plan) } else { Ok(plan) });
+    let ready =
+        plan(shards, world.rank()).and_then(|plan| if root { names.prepare().map(|()| plan) } else { Ok(plan) });
     let (plan, _) = agree(world, &names.target, ready.map(|plan| (plan, Vec::new())))?;
 
-    let written = write(plan, &names.temp, world.rank())
+    let written = write(plan, shards, &names.temp)
         .and_then(|written| serde_json::to_vec(&written).map_err(|e| Error::checkpoint(&names.target, e.to_string())));
     let ((), written) = agree(world, &names.target, written.map(|json| ((), json)))?;
 
@@ -107,90 +103,49 @@ fn agree<T>(
     Ok((value, messages))
 }
 
-/// What a rank writes.
-struct Plan<'a> {
-    /// One stored tensor per piece, large elements first so that all are aligned.
-    items: Vec<Item<'a>>,
-    /// The shard and the piece of each item.
-    sources: Vec<(usize, &'a Piece)>,
-    /// An entry per shard, without chunks.
-    tensors: Vec<TensorEntry>,
+/// The plan of a rank's file.
+fn plan(shards: &[ShardRef], rank: usize) -> Result<RankFile> {
+    let share = |shard: &ShardRef| {
+        Ok(Share {
+            name: shard.name.clone(),
+            kind: shard.kind,
+            shape: shard.global_shape.clone(),
+            dtype: check_shard(shard)?,
+            pieces: shard.pieces.clone(),
+        })
+    };
+    Ok(RankFile::plan(rank, shards.iter().map(share).collect::<Result<_>>()?))
 }
 
-fn plan(shards: &[ShardRef]) -> Result<Plan<'_>> {
-    let mut tensors = Vec::with_capacity(shards.len());
-    for ShardRef { name, kind, global_shape, .. } in shards {
-        let (name, kind, shape) = (name.clone(), *kind, global_shape.clone());
-        tensors.push(TensorEntry {
-            name,
-            kind,
-            shape,
-            dtype: check_shard(&shards[tensors.len()])?,
-            chunks: Vec::new(),
-        });
-    }
-    let mut sources: Vec<(usize, &Piece)> = Vec::new();
-    for (i, shard) in shards.iter().enumerate() {
-        sources.extend(shard.pieces.iter().filter(|piece| !piece.flat.is_empty()).map(|piece| (i, piece)));
-    }
-    sources.sort_by_key(|&(shard, _)| Reverse(tensors[shard].dtype.size()));
-    let mut counts = HashMap::new();
-    let mut items = Vec::with_capacity(sources.len());
-    for &(i, piece) in &sources {
-        let shard = &shards[i];
-        let count = counts.entry((shard.kind, &shard.name)).or_insert(0);
-        let whole = piece.flat.len() == piece.shape.iter().product::<usize>();
-        items.push(Item {
-            key: format!("{}/{}/{count}", shard.kind, shard.name),
-            dtype: tensors[i].dtype,
-            shape: if whole { piece.shape.clone() } else { vec![piece.flat.len()] },
-            data: &shard.data,
-            range: piece.local_range(),
-            elements_per_checksum: CHUNK_ELEMENTS,
-        });
-        *count += 1;
-    }
-    Ok(Plan { items, sources, tensors })
+fn write(plan: RankFile, shards: &[ShardRef], folder: &Path) -> Result<Written> {
+    let content = |(item, &(shard, _)): (usize, &(usize, usize))| Content {
+        data: &shards[shard].data,
+        range: plan.piece(item).local_range(),
+    };
+    let contents: Vec<_> = plan.sources.iter().enumerate().map(content).collect();
+    let (bytes, checksums) = shard_file::write(&folder.join(&plan.file), &plan.items, &contents, CHUNK_ELEMENTS)?;
+    Ok(plan.written(bytes, &checksums))
 }
 
-/// What a rank has written.
-#[derive(Serialize, Deserialize)]
-struct Written {
-    file: String,
-    bytes: u64,
-    tensors: Vec<TensorEntry>,
-}
-
-fn write(mut plan: Plan, folder: &Path, rank: usize) -> Result<Written> {
-    let file = format!("rank_{rank:05}.safetensors");
-    let (bytes, checksums) = shard_file::write(&folder.join(&file), &plan.items)?;
-    for ((item, &(shard, piece)), sums) in plan.items.iter().zip(&plan.sources).zip(checksums) {
-        let chunks = sums.into_iter().enumerate().map(|(i, crc32c)| {
-            let start = i * CHUNK_ELEMENTS;
-            let end = piece.flat.len().min(start + CHUNK_ELEMENTS);
-            Chunk {
-                file: file.clone(),
-                key: item.key.clone(),
-                start,
-                offset: piece.offset.clone(),
-                shape: piece.shape.clone(),
-                flat: piece.flat.start + start..piece.flat.start + end,
-                crc32c,
-            }
-        });
-        plan.tensors[shard].chunks.extend(chunks);
-    }
-    Ok(Written { file, bytes, tensors: plan.tensors })
-}
-
-/// Puts together what the ranks have written, and moves it into place.
+/// Puts together what the ranks say they have written, and moves it into place.
 fn commit(names: &Names, iteration: u64, state: &serde_json::Value, written: &[Vec<u8>]) -> Result<()> {
+    let parse = |(rank, json): (usize, &Vec<u8>)| {
+        let refuse = |e| Error::checkpoint(&names.target, format!("rank {rank} sent no list of tensors: {e}"));
+        serde_json::from_slice::<Written>(json).map_err(refuse)
+    };
+    let written = written.iter().enumerate().map(parse).collect::<Result<_>>()?;
+    finish(names, iteration, state, written)
+}
+
+/// Completes the checkpoint whose files, in rank order, are `written` in the temporary folder, and moves it into place.
+///
+/// # Errors
+/// If the files do not make a whole, or the system refuses. Everything is as before then, but for the temporary folder.
+pub(super) fn finish(names: &Names, iteration: u64, state: &serde_json::Value, written: Vec<Written>) -> Result<()> {
     let refuse = |message: String| Error::checkpoint(&names.target, message);
     let mut files = BTreeMap::new();
     let mut tensors: BTreeMap<_, (usize, TensorEntry)> = BTreeMap::new(); // with the first rank that has a share of it
-    for (rank, json) in written.iter().enumerate() {
-        let written: Written =
-            serde_json::from_slice(json).map_err(|e| refuse(format!("rank {rank} sent no list of tensors: {e}")))?;
+    for (rank, written) in written.into_iter().enumerate() {
         files.insert(written.file, written.bytes);
         for tensor in written.tensors {
             match tensors.entry((tensor.name.clone(), tensor.kind)) {

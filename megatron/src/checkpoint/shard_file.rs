@@ -22,38 +22,46 @@ const LENGTH_BYTES: u64 = 8;
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// A tensor to write: the elements `range` of `data`.
-pub(super) struct Item<'a> {
+/// A tensor of a file, as its header describes it.
+pub(super) struct Item {
     pub key: String,
     pub dtype: Float,
     /// The shape under which the elements are stored.
     pub shape: Vec<usize>,
+    /// Elements in it.
+    pub len: usize,
+}
+
+/// The elements of an item: `range` of `data`.
+pub(super) struct Content<'a> {
     pub data: &'a Tensor,
     pub range: Range<usize>,
-    /// Elements under one checksum; the last group may be smaller.
-    pub elements_per_checksum: usize,
 }
 
 /// Writes a file of `items` in their order and syncs it; returns its size in bytes, and for each item the CRC-32C of
-/// each group of `elements_per_checksum`.
+/// each group of `elements_per_checksum`, of which the last may be smaller.
 ///
 /// # Errors
 /// If the system refuses (a full disk, permissions), or the file exists.
-pub(super) fn write(path: &Path, items: &[Item]) -> Result<(u64, Vec<Vec<u32>>)> {
-    let header = header(items).map_err(|message| Error::checkpoint(path, message))?;
+pub(super) fn write(
+    path: &Path,
+    items: &[Item],
+    contents: &[Content],
+    elements_per_checksum: usize,
+) -> Result<(u64, Vec<Vec<u32>>)> {
+    let preamble = preamble(items).map_err(|message| Error::checkpoint(path, message))?;
     let failed = |source| Error::io("write", path, source);
     let file = File::options().write(true).create_new(true).open(path).map_err(|e| Error::io("create", path, e))?;
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
-    out.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
-    out.write_all(&header).map_err(failed)?;
-    let mut size = LENGTH_BYTES + header.len() as u64;
+    out.write_all(&preamble).map_err(failed)?;
+    let mut size = preamble.len() as u64;
     let mut checksums = Vec::with_capacity(items.len());
-    for item in items {
+    for Content { data, range } in contents {
         let mut sums = Vec::new();
-        for start in item.range.clone().step_by(item.elements_per_checksum) {
-            let end = item.range.end.min(start + item.elements_per_checksum);
+        for start in range.clone().step_by(elements_per_checksum) {
+            let end = range.end.min(start + elements_per_checksum);
             let mut sum = 0;
-            read_bytes(item.data, start..end, |bytes| {
+            read_bytes(data, start..end, |bytes| {
                 sum = crc32c::crc32c_append(sum, bytes);
                 size += bytes.len() as u64;
                 out.write_all(bytes).map_err(failed)
@@ -67,12 +75,13 @@ pub(super) fn write(path: &Path, items: &[Item]) -> Result<(u64, Vec<Vec<u32>>)>
     Ok((size, checksums))
 }
 
-/// The JSON header, padded with spaces so that the data is aligned for items in order of descending element size.
-fn header(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
+/// Everything before the data: the header and its length. It is padded with spaces so that the data is aligned for items in
+/// order of descending element size.
+pub(super) fn preamble(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
     let mut tensors = Vec::with_capacity(items.len());
     let mut at = 0;
     for item in items {
-        let end = at + item.range.len() * item.dtype.size();
+        let end = at + item.len * item.dtype.size();
         let info = TensorInfo { dtype: item.dtype.safetensors(), shape: item.shape.clone(), data_offsets: (at, end) };
         tensors.push((item.key.clone(), info));
         at = end;
@@ -81,7 +90,7 @@ fn header(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
     let metadata = Metadata::new(Some(metadata), tensors).map_err(|e| e.to_string())?;
     let mut header = serde_json::to_vec(&metadata).map_err(|e| e.to_string())?;
     header.resize(header.len().next_multiple_of(LENGTH_BYTES as usize), b' ');
-    Ok(header)
+    Ok([(header.len() as u64).to_le_bytes().as_slice(), &header].concat())
 }
 
 /// A file opened for reading. Its header is checked against its size.

@@ -140,7 +140,8 @@ fn for_each_run(pairs: &[Pair], mut f: impl FnMut(Run)) {
     }
 }
 
-fn copy_run(src: &[u8], from: Float, dst: &mut [u8], to: Float, run: Run) {
+/// Copies a run of elements between bytes, converting where the dtypes differ.
+pub(super) fn copy_run(src: &[u8], from: Float, dst: &mut [u8], to: Float, run: Run) {
     let src = &src[run.src * from.size()..][..run.len * from.size()];
     let dst = &mut dst[run.dst * to.size()..][..run.len * to.size()];
     if from == to {

@@ -1,7 +1,9 @@
-//! Optimizers and learning-rate schedules.
+//! Optimizers, learning-rate schedules, and who writes what of a model's state.
 
 mod lr;
 mod optimizer;
+mod ownership;
 
 pub use lr::LrSchedule;
 pub use optimizer::{Optimizer, StepResult};
+pub use ownership::written;

@@ -5,11 +5,12 @@ use std::ops::Range;
 use candle_core::{Device, Tensor};
 use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
 
+use super::ownership::{overlap, speaks_for, written_part};
 use crate::Result;
 use crate::comm::{Group, ReduceOp, Work};
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
-use crate::params::{Param, ParamStore, Partition, Role, ShardRef, StateKind, clip_pieces};
+use crate::params::{Param, ParamStore, Role, ShardRef, StateKind, clip_pieces};
 
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 struct BucketState {
@@ -83,9 +84,7 @@ impl Optimizer {
 
     /// The part of a parameter that this rank steps, as a range of its bucket.
     fn part(&self, param: &Param) -> Range<usize> {
-        let range = &self.states[param.bucket].range;
-        let start = param.offset.clamp(range.start, range.end);
-        start..(param.offset + param.numel).clamp(start, range.end)
+        overlap(param.offset..param.offset + param.numel, &self.states[param.bucket].range)
     }
 
     /// Parameters that have a place of their own in a bucket.
@@ -95,7 +94,7 @@ impl Optimizer {
 
     /// Whether this rank speaks for the parameter among its tie group and the tp ranks that hold the same.
     fn counts(&self, param: &Param) -> bool {
-        param.role == Role::Primary && (param.spec.partition != Partition::Replicated || self.tp_rank == 0)
+        speaks_for(&param.spec, param.role, self.tp_rank)
     }
 
     /// The norm of the whole model's gradient, every logical parameter counted once.
@@ -188,12 +187,7 @@ impl Optimizer {
             let bucket = &store.buckets()[param.bucket];
             let state = &self.states[param.bucket];
             let whole = param.offset..param.offset + param.numel;
-            // Replicas share the work of writing, whether or not their state is cut.
-            let written = shard(bucket.len, self.dp.rank(), self.dp.size());
-            let within = |range: &Range<usize>| {
-                let start = whole.start.clamp(range.start, range.end);
-                start..whole.end.clamp(start, range.end)
-            };
+            let written = || written_part(whole.clone(), bucket.len, self.dp.rank(), self.dp.size());
             let mut push = |kind, buffer: &Tensor, buffer_start: usize, range: Range<usize>| -> Result<()> {
                 let pieces = clip_pieces(&param.pieces, range.start - whole.start..range.end - whole.start);
                 if range.is_empty() || pieces.is_empty() {
@@ -208,9 +202,9 @@ impl Optimizer {
                 });
                 Ok(())
             };
-            let weights = if owned { within(&written) } else { whole.clone() };
+            let weights = if owned { written() } else { whole.clone() };
             push(StateKind::Param, &bucket.weights, 0, weights)?;
-            let moments = if owned { within(&written) } else { within(&state.range) };
+            let moments = if owned { written() } else { self.part(param) };
             if self.config.kind == OptimizerKind::Adam {
                 push(StateKind::ExpAvg, &state.first, state.range.start, moments.clone())?;
             } else {

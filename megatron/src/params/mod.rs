@@ -7,6 +7,8 @@ mod spec;
 mod store;
 
 pub use init::initial_values;
-pub use piece::{Piece, ShardRef, StateKind, clip_pieces};
+pub use piece::{ParamShare, Piece, ShardRef, StateKind, clip_pieces};
 pub use spec::{Init, ParamSpec, Partition};
-pub use store::{Bucket, Param, ParamId, ParamStore, ParamsBuilder, Role, StoreOptions};
+pub use store::{
+    Bucket, Param, ParamId, ParamStore, ParamsBuilder, PlacedBucket, PlacedParam, Placement, Role, StoreOptions,
+};

@@ -86,6 +86,16 @@ pub struct ShardRef {
     pub data: Tensor,
 }
 
+/// What one rank writes of a parameter, and of each tensor of the parameter's optimizer state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParamShare {
+    pub name: String,
+    /// Shape of the logical tensor, without padding.
+    pub global_shape: Vec<usize>,
+    /// Where the elements lie in it, in the order in which they are written; `Piece::local` counts within this share.
+    pub pieces: Vec<Piece>,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -56,6 +56,34 @@ pub struct Bucket {
     pub tied: bool,
 }
 
+/// Where the parameters of one rank lie in its buckets. It is the same for all ranks of a pipeline stage.
+#[derive(Clone, Debug)]
+pub struct Placement {
+    /// In forward order.
+    pub params: Vec<PlacedParam>,
+    pub buckets: Vec<PlacedBucket>,
+}
+
+/// A parameter's place in a bucket.
+#[derive(Clone, Debug)]
+pub struct PlacedParam {
+    pub spec: ParamSpec,
+    pub role: Role,
+    /// Bucket and first element in it; those of the primary for [`Role::TiedUse`].
+    pub bucket: usize,
+    pub offset: usize,
+    /// Elements of a rank's share, padding included.
+    pub numel: usize,
+}
+
+/// A bucket without its memory; see [`Bucket`].
+#[derive(Clone, Debug)]
+pub struct PlacedBucket {
+    pub params: Vec<ParamId>,
+    pub len: usize,
+    pub tied: bool,
+}
+
 /// How buckets are laid out.
 #[derive(Clone, Debug)]
 pub struct StoreOptions {
@@ -108,59 +136,62 @@ impl ParamsBuilder {
         self.declared.iter().filter(|(_, role, _)| !matches!(role, Role::TiedUse(_))).map(|(spec, ..)| spec)
     }
 
-    /// Allocates the buckets.
-    ///
-    /// # Errors
-    /// If the device cannot hold them.
-    pub fn build(self, options: &StoreOptions) -> Result<ParamStore> {
+    /// Places the parameters declared so far in buckets of at least `bucket_size` elements, cut over `tp`, each divisible
+    /// by `dp`; allocates nothing.
+    pub fn place(&self, bucket_size: usize, dp: usize, tp: usize) -> Placement {
         let pad = |n: usize, to: usize| n.div_ceil(to) * to;
-        struct Plan {
-            ids: Vec<ParamId>,
-            offsets: Vec<usize>,
-            len: usize,
-            chunk: usize,
-            tied: bool,
-        }
-        let mut plans: Vec<Plan> = Vec::new();
+        let mut buckets: Vec<PlacedBucket> = Vec::new();
+        let mut chunk_of_last = None;
+        let mut places = vec![(0, 0); self.declared.len()];
+        let numel = |spec: &ParamSpec| spec.local_shape(tp).iter().product::<usize>();
         for (at, (spec, role, chunk)) in self.declared.iter().enumerate().rev() {
             if matches!(role, Role::TiedUse(_)) {
                 continue;
             }
             let tied = spec.tie_group.is_some();
-            let numel: usize = spec.local_shape(options.tp).iter().product();
-            let open =
-                plans.last().is_some_and(|p| p.len < options.bucket_size && p.chunk == *chunk && !p.tied && !tied);
+            let open = chunk_of_last == Some(*chunk)
+                && buckets.last().is_some_and(|bucket| bucket.len < bucket_size && !bucket.tied && !tied);
             if !open {
-                plans.push(Plan { ids: vec![], offsets: vec![], len: 0, chunk: *chunk, tied });
+                buckets.push(PlacedBucket { params: vec![], len: 0, tied });
+                chunk_of_last = Some(*chunk);
             }
-            if let Some(plan) = plans.last_mut() {
-                plan.ids.push(ParamId(at));
-                plan.offsets.push(plan.len);
-                plan.len = pad(plan.len + numel, ALIGN);
-            }
+            let index = buckets.len() - 1;
+            let bucket = &mut buckets[index];
+            places[at] = (index, bucket.len);
+            bucket.params.push(ParamId(at));
+            bucket.len = pad(bucket.len + numel(spec), ALIGN);
         }
+        for bucket in &mut buckets {
+            bucket.len = pad(bucket.len, dp * ALIGN);
+        }
+        let params = self.declared.iter().enumerate().map(|(at, (spec, role, _))| {
+            let (bucket, offset) =
+                if let Role::TiedUse(ParamId(primary)) = role { places[*primary] } else { places[at] };
+            PlacedParam { spec: spec.clone(), role: *role, bucket, offset, numel: numel(spec) }
+        });
+        Placement { params: params.collect(), buckets }
+    }
+
+    /// Allocates the buckets.
+    ///
+    /// # Errors
+    /// If the device cannot hold them.
+    pub fn build(self, options: &StoreOptions) -> Result<ParamStore> {
+        let placement = self.place(options.bucket_size, options.dp, options.tp);
         let grad_dtype = if options.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let mut buckets = Vec::new();
-        let mut placed: Vec<Option<(usize, usize)>> = vec![None; self.declared.len()];
-        for plan in plans {
-            let len = pad(plan.len, options.dp * ALIGN);
-            for (id, offset) in plan.ids.iter().zip(&plan.offsets) {
-                placed[id.0] = Some((buckets.len(), *offset));
-            }
+        for PlacedBucket { params, len, tied } in placement.buckets {
             buckets.push(Bucket {
-                params: plan.ids,
+                params,
                 len,
                 weights: Tensor::zeros(len, options.dtype, &options.device)?,
                 grads: Tensor::zeros(len, grad_dtype, &options.device)?,
-                tied: plan.tied,
+                tied,
             });
         }
         let mut params: Vec<Param> = Vec::new();
-        for (at, (spec, role, _)) in self.declared.into_iter().enumerate() {
+        for PlacedParam { spec, role, bucket, offset, numel } in placement.params {
             let shape = spec.local_shape(options.tp);
-            let numel = shape.iter().product();
-            let home = if let Role::TiedUse(ParamId(primary)) = role { primary } else { at };
-            let (bucket, offset) = placed[home].unwrap_or_default();
             let weight = buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
             let grad = match role {
                 Role::TiedUse(_) => Tensor::zeros(shape.as_slice(), grad_dtype, &options.device)?,

@@ -15,7 +15,7 @@ pub use flops::step_flops;
 pub use generate::{Length, Sampling};
 pub use memory::peak_memory;
 pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
-pub use model::{Ends, ModelBuilder};
+pub use model::{Ends, Layout, ModelBuilder};
 pub use report::Reporter;
 pub use run::{Outcome, preflight};
 pub use trainer::{Progress, Sources, Trainer};

@@ -1,10 +1,13 @@
-//! How a model presents itself to the trainer.
+//! How a model presents itself to the trainer, and how a layout deals it to ranks.
 
 use std::ops::Range;
 
 use crate::Result;
-use crate::params::ParamsBuilder;
-use crate::pipeline::Chunk;
+use crate::config::ParallelConfig;
+use crate::optim::written;
+use crate::params::{ParamShare, ParamsBuilder, Placement};
+use crate::pipeline::{Chunk, partition};
+use crate::topology::{Axis, RankGrid};
 
 /// Which ends of the model a chunk holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,4 +31,60 @@ pub trait ModelBuilder {
     /// # Errors
     /// If the model cannot be cut this way.
     fn chunk(&self, ends: Ends, layers: Range<usize>, params: &mut ParamsBuilder) -> Result<Chunk>;
+}
+
+/// The chunks of pipeline stage `stage`, and their parameters in forward order.
+///
+/// # Errors
+/// If the layers cannot be dealt to the stages, or the model cannot be cut this way.
+pub(super) fn declare_stage(
+    parallel: &ParallelConfig,
+    model: &dyn ModelBuilder,
+    stage: usize,
+) -> Result<(Vec<Chunk>, ParamsBuilder)> {
+    let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
+    let (first_extra, last_extra) = model.end_params();
+    let layers = partition(&parallel.partition, &model.layer_params(), first_extra, last_extra, pp * v)?;
+    let mut params = ParamsBuilder::default();
+    let mut chunks = Vec::new();
+    for chunk in 0..v {
+        let virtual_stage = chunk * pp + stage;
+        let ends = Ends { first: virtual_stage == 0, last: virtual_stage == pp * v - 1 };
+        chunks.push(model.chunk(ends, layers[virtual_stage].clone(), &mut params)?);
+        params.next_chunk();
+    }
+    Ok((chunks, params))
+}
+
+/// Which rank of a layout writes what of a model's state: the plan of a checkpoint, made without the ranks.
+pub struct Layout {
+    grid: RankGrid,
+    /// Where parameters lie on the ranks of each pipeline stage.
+    stages: Vec<Placement>,
+}
+
+impl Layout {
+    /// The layout that a run under `parallel` has.
+    ///
+    /// # Errors
+    /// If the model cannot be cut this way.
+    pub fn new(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Self> {
+        let grid = RankGrid::from_config(parallel)?;
+        let (dp, tp) = (parallel.data_parallel_size, parallel.tensor_model_parallel_size);
+        let place = |stage| Ok(declare_stage(parallel, model, stage)?.1.place(parallel.bucket_size, dp, tp));
+        let stages = (0..parallel.pipeline_model_parallel_size).map(place).collect::<Result<_>>()?;
+        Ok(Self { grid, stages })
+    }
+
+    /// Ranks of the layout.
+    pub fn world_size(&self) -> usize {
+        self.grid.world()
+    }
+
+    /// What a rank writes of each parameter, and of each tensor of its optimizer state, in the order of its file.
+    pub fn written(&self, rank: usize) -> Vec<ParamShare> {
+        let at = self.grid.coords(rank);
+        let (tp, dp) = (self.grid.size(Axis::Tp), self.grid.size(Axis::Dp));
+        written(&self.stages[at.pp], (at.tp, tp), (at.dp, dp))
+    }
 }

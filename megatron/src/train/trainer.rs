@@ -11,14 +11,14 @@ use super::agreement;
 use super::flops::step_flops;
 use super::memory::peak_memory;
 use super::metrics::StepMetrics;
-use super::model::{Ends, ModelBuilder};
+use super::model::{ModelBuilder, declare_stage};
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::GradientReducer;
 use crate::optim::{LrSchedule, Optimizer};
-use crate::params::{ParamId, ParamStore, ParamsBuilder, ShardRef, StoreOptions};
-use crate::pipeline::{GradientListener, Schedule, Stage, forward_only, generate, partition};
+use crate::params::{ParamId, ParamStore, ShardRef, StoreOptions};
+use crate::pipeline::{GradientListener, Schedule, Stage, forward_only, generate};
 use crate::tensor_parallel::{Phase, TensorParallel};
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Result, checkpoint};
@@ -95,17 +95,7 @@ impl Trainer {
         let parallel = &config.parallel;
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
         let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
-        let (first_extra, last_extra) = model.end_params();
-        let layers = partition(&parallel.partition, &model.layer_params(), first_extra, last_extra, pp * v)?;
-
-        let mut builder = ParamsBuilder::default();
-        let mut chunks = Vec::new();
-        for chunk in 0..v {
-            let virtual_stage = chunk * pp + groups.pp.rank();
-            let ends = Ends { first: virtual_stage == 0, last: virtual_stage == pp * v - 1 };
-            chunks.push(model.chunk(ends, layers[virtual_stage].clone(), &mut builder)?);
-            builder.next_chunk();
-        }
+        let (chunks, builder) = declare_stage(parallel, model, groups.pp.rank())?;
         let params = builder.build(&StoreOptions {
             dtype,
             device: device.clone(),

@@ -3,7 +3,7 @@
 use super::*;
 use crate::checkpoint::{Manifest, verify};
 
-fn check_loads(path: &Path, model: &[ParamSpec], layout: &Layout, context: &str) {
+pub(super) fn check_loads(path: &Path, model: &[ParamSpec], layout: &Layout, context: &str) {
     let manifest = Manifest::read(path).unwrap();
     for rank in 0..layout.world_size() {
         let shards = layout.empty(model, rank);

@@ -3,6 +3,7 @@
 mod corruption;
 mod faults;
 mod layouts;
+mod reshard;
 
 use std::path::Path;
 use std::thread;

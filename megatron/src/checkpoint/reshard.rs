@@ -1,0 +1,313 @@
+//! Resharding: the same logical state in the files of another layout, streamed from disk to disk.
+//!
+//! Chunks are read one at a time and checked, and go to all files that want elements of them; what is in memory at once is
+//! bounded by a few chunks, whatever the size of the model. A second thread writes, so that reading and writing overlap.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::thread;
+
+use super::block::{Block, blocks};
+use super::folder::{Names, any_checkpoint};
+use super::load::read_chunk;
+use super::manifest::{Chunk, Manifest, TensorEntry, difference};
+use super::rank_file::{RankFile, Share, Written};
+use super::save::finish;
+use super::shard_file::{ShardFile, preamble};
+use super::values::copy_run;
+use crate::params::{ParamShare, StateKind};
+use crate::{Error, Result};
+
+/// Bytes of chunks that are kept for other files; more are read again. Small in tests, so that some are.
+const CACHE_BYTES: usize = if cfg!(test) { 200 } else { 384 << 20 };
+/// Source files that are open at once.
+const OPEN_FILES: usize = 64;
+/// Written bytes after which the disk is made to keep up, so that the last sync finds little left to do.
+const SYNC_BYTES: usize = 256 << 20;
+
+/// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and points `dir` at it. The
+/// files are those that a run of that layout would save. `state` replaces the source's.
+///
+/// `progress` is told the bytes of every part that was read and passed on, [`Manifest::data_bytes`] in all; it answers whether
+/// to go on. Returns whether the checkpoint was written, that is, whether it always did.
+///
+/// # Errors
+/// If `dir` holds a checkpoint, `source` is damaged or lacks a tensor, or the system refuses. Nothing is left then; a
+/// killed process leaves a hidden folder that the next attempt removes.
+pub fn reshard(
+    source: &Manifest,
+    dir: &Path,
+    state: &serde_json::Value,
+    ranks: Vec<Vec<ParamShare>>,
+    progress: &mut dyn FnMut(u64) -> bool,
+) -> Result<bool> {
+    if let Some(path) = any_checkpoint(dir)? {
+        return Err(Error::checkpoint(&path, "is there already; write to a new folder, or remove what is in this one"));
+    }
+    let files = plan(source, ranks)?;
+    let names = Names::new(dir, source.iteration);
+    names.prepare()?;
+    let written = convert(source, &names.temp, files, progress);
+    let done = written.and_then(|written| match written {
+        Some(written) => finish(&names, source.iteration, state, written).map(|()| true),
+        None => Ok(false),
+    });
+    if !matches!(done, Ok(true)) {
+        names.discard();
+    }
+    done
+}
+
+/// The files of all ranks: every parameter with all the state that the source has of it.
+fn plan(source: &Manifest, ranks: Vec<Vec<ParamShare>>) -> Result<Vec<RankFile>> {
+    let mut kinds: HashMap<&str, BTreeMap<StateKind, &TensorEntry>> = HashMap::new();
+    for tensor in &source.tensors {
+        kinds.entry(&tensor.name).or_default().insert(tensor.kind, tensor);
+    }
+    let mut files = Vec::with_capacity(ranks.len());
+    for (rank, params) in ranks.into_iter().enumerate() {
+        let mut shares = Vec::new();
+        for ParamShare { name, global_shape: shape, pieces } in params {
+            let held = kinds.get(name.as_str());
+            let param = held.and_then(|held| held.get(&StateKind::Param)).copied();
+            source.refuse_differences(&Vec::from_iter(difference(param, &name, StateKind::Param, &shape)))?;
+            for (&kind, tensor) in held.into_iter().flatten() {
+                source.refuse_differences(&Vec::from_iter(difference(Some(tensor), &name, kind, &shape)))?;
+                let (name, shape, pieces) = (name.clone(), shape.clone(), pieces.clone());
+                shares.push(Share { name, kind, shape, dtype: tensor.dtype, pieces });
+            }
+        }
+        files.push(RankFile::plan(rank, shares));
+    }
+    Ok(files)
+}
+
+/// A chunk to write.
+struct Target {
+    rank: usize,
+    item: usize,
+    /// Which of the item's chunks.
+    chunk: usize,
+    /// Which elements of the item's piece.
+    flat: Range<usize>,
+    /// Where they go in the file.
+    position: u64,
+}
+
+/// A chunk on its way to the disk.
+struct Job {
+    target: Target,
+    bytes: Vec<u8>,
+    /// Where it is known.
+    crc32c: Option<u32>,
+}
+
+/// Writes all files; `None` if `progress` wanted to stop.
+fn convert(
+    source: &Manifest,
+    folder: &Path,
+    files: Vec<RankFile>,
+    progress: &mut dyn FnMut(u64) -> bool,
+) -> Result<Option<Vec<Written>>> {
+    let paths: Vec<PathBuf> = files.iter().map(|file| folder.join(&file.file)).collect();
+    let mut sizes = Vec::with_capacity(files.len());
+    // By tensor, in the order in which the files have them, so that the first files are complete first.
+    let mut order: Vec<(&str, StateKind)> = Vec::new();
+    let mut targets: HashMap<(&str, StateKind), Vec<Target>> = HashMap::new();
+    for (rank, (file, path)) in files.iter().zip(&paths).enumerate() {
+        let mut position = create(path, file)?;
+        for (item, stored) in file.items.iter().enumerate() {
+            let share = &file.shares[file.sources[item].0];
+            let key = (share.name.as_str(), share.kind);
+            let targets = targets.entry(key).or_insert_with(|| {
+                order.push(key);
+                Vec::new()
+            });
+            let first = file.piece(item).flat.start;
+            for (chunk, elements) in file.chunks(item).enumerate() {
+                let flat = first + elements.start..first + elements.end;
+                let bytes = (elements.len() * stored.dtype.size()) as u64;
+                targets.push(Target { rank, item, chunk, flat, position });
+                position += bytes;
+            }
+        }
+        sizes.push(position);
+    }
+
+    let index = source.index();
+    let checksums = thread::scope(|scope| -> Result<Option<Vec<Vec<Vec<u32>>>>> {
+        // One chunk waits while another is written and a third is put together.
+        let (sender, receiver) = sync_channel::<Job>(1);
+        let empty = files.iter().map(|file| (0..file.items.len()).map(|i| vec![0; file.chunks(i).count()]).collect());
+        let (empty, paths) = (empty.collect(), &paths);
+        let writer = scope.spawn(move || write_all(receiver, paths, empty));
+        let mut open = OpenFiles { folder: source.folder(), files: VecDeque::new() };
+        let mut read = || -> Result<bool> {
+            for key in &order {
+                let Some(tensor) = index.get(key) else { continue };
+                let mut stored = Stored::new(tensor);
+                let mut targets = targets.remove(key).unwrap_or_default();
+                // Along the tensor, so that chunks that are wanted more than once are wanted about the same time.
+                targets.sort_by_cached_key(|target| {
+                    let piece = files[target.rank].piece(target.item);
+                    blocks(&piece.offset, &piece.shape, target.flat.clone(), 0)
+                        .first()
+                        .map(|block| block.offset.clone())
+                });
+                for target in targets {
+                    let piece = files[target.rank].piece(target.item);
+                    let (bytes, crc32c) = stored.gather(&mut open, &piece.offset, &piece.shape, &target.flat)?;
+                    let len = bytes.len() as u64;
+                    if sender.send(Job { target, bytes, crc32c }).is_err() {
+                        return Ok(true); // the writer failed, and says why
+                    }
+                    if !progress(len) {
+                        return Ok(false);
+                    }
+                }
+            }
+            Ok(true)
+        };
+        let finished = read();
+        drop(sender);
+        let checksums = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        Ok(if finished? { Some(checksums?) } else { None })
+    })?;
+    let Some(checksums) = checksums else { return Ok(None) };
+    for path in &paths {
+        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        file.sync_all().map_err(|e| Error::io("sync", path, e))?;
+    }
+    let files = files.into_iter().zip(sizes).zip(checksums);
+    Ok(Some(files.map(|((file, bytes), checksums)| file.written(bytes, &checksums)).collect()))
+}
+
+/// Makes a file of the right size, without data; returns where these begin.
+fn create(path: &Path, plan: &RankFile) -> Result<u64> {
+    let preamble = preamble(&plan.items).map_err(|message| Error::checkpoint(path, message))?;
+    let data: usize = plan.items.iter().map(|item| item.len * item.dtype.size()).sum();
+    let file = File::options().write(true).create_new(true).open(path).map_err(|e| Error::io("create", path, e))?;
+    file.write_all_at(&preamble, 0)
+        .and_then(|()| file.set_len((preamble.len() + data) as u64))
+        .map_err(|e| Error::io("write", path, e))?;
+    Ok(preamble.len() as u64)
+}
+
+/// Writes what arrives, and enters its checksums into `checksums`: by rank, item and chunk.
+fn write_all(jobs: Receiver<Job>, paths: &[PathBuf], mut checksums: Vec<Vec<Vec<u32>>>) -> Result<Vec<Vec<Vec<u32>>>> {
+    let mut unsynced = 0;
+    for Job { target, bytes, crc32c } in jobs {
+        let path = &paths[target.rank];
+        let failed = |e| Error::io("write", path, e);
+        checksums[target.rank][target.item][target.chunk] = crc32c.unwrap_or_else(|| crc32c::crc32c(&bytes));
+        let file = File::options().write(true).open(path).map_err(failed)?;
+        file.write_all_at(&bytes, target.position).map_err(failed)?;
+        unsynced += bytes.len();
+        if unsynced >= SYNC_BYTES {
+            file.sync_data().map_err(failed)?;
+            unsynced = 0;
+        }
+    }
+    Ok(checksums)
+}
+
+/// A source tensor, of which pieces are asked for one after another.
+struct Stored<'a> {
+    tensor: &'a TensorEntry,
+    /// The boxes of each chunk.
+    blocks: Vec<Vec<Block>>,
+    /// Elements of each chunk that nobody has asked for yet.
+    left: Vec<usize>,
+    /// Chunks that somebody will ask for again, by index, with the time of their last use.
+    kept: HashMap<usize, (u64, Vec<u8>)>,
+    kept_bytes: usize,
+    now: u64,
+}
+
+impl<'a> Stored<'a> {
+    fn new(tensor: &'a TensorEntry) -> Self {
+        let blocks = tensor.chunks.iter().map(Chunk::blocks).collect();
+        let left = tensor.chunks.iter().map(|chunk| chunk.flat.len()).collect();
+        Self { tensor, blocks, left, kept: HashMap::new(), kept_bytes: 0, now: 0 }
+    }
+
+    /// The elements `flat` of a box of the tensor, and their checksum if it is known.
+    fn gather(
+        &mut self,
+        open: &mut OpenFiles<'a>,
+        offset: &[usize],
+        shape: &[usize],
+        flat: &Range<usize>,
+    ) -> Result<(Vec<u8>, Option<u32>)> {
+        let tensor = self.tensor;
+        let same = |chunk: &&Chunk| chunk.flat == *flat && chunk.offset == offset && chunk.shape == shape;
+        if let Some(chunk) = tensor.chunks.iter().find(same) {
+            return Ok((open.read(tensor, chunk)?, Some(chunk.crc32c)));
+        }
+        let wanted = blocks(offset, shape, flat.clone(), 0);
+        let mut bytes = vec![0; flat.len() * tensor.dtype.size()];
+        for i in 0..tensor.chunks.len() {
+            let pairs = self.blocks[i].iter().flat_map(|stored| wanted.iter().map(move |wanted| (stored, wanted)));
+            let pairs: Vec<_> = pairs.filter(|(stored, wanted)| stored.overlaps(wanted)).collect();
+            if pairs.is_empty() {
+                continue;
+            }
+            let chunk = match self.kept.remove(&i) {
+                Some((_, chunk)) => {
+                    self.kept_bytes -= chunk.len();
+                    chunk
+                }
+                None => open.read(tensor, &tensor.chunks[i])?,
+            };
+            for (stored, wanted) in pairs {
+                stored.for_each_run(wanted, |run| {
+                    copy_run(&chunk, tensor.dtype, &mut bytes, tensor.dtype, run);
+                    self.left[i] = self.left[i].saturating_sub(run.len);
+                });
+            }
+            if self.left[i] > 0 {
+                self.keep(i, chunk);
+            }
+        }
+        Ok((bytes, None))
+    }
+
+    /// Keeps a chunk, and drops those that were not used for longest if it gets too much.
+    fn keep(&mut self, i: usize, chunk: Vec<u8>) {
+        self.now += 1;
+        self.kept_bytes += chunk.len();
+        self.kept.insert(i, (self.now, chunk));
+        while self.kept_bytes > CACHE_BYTES {
+            let Some(oldest) = self.kept.iter().min_by_key(|(_, (used, _))| used).map(|(&i, _)| i) else { return };
+            self.kept_bytes -= self.kept.remove(&oldest).map_or(0, |(_, chunk)| chunk.len());
+        }
+    }
+}
+
+/// The source's files, some of them open.
+struct OpenFiles<'a> {
+    folder: &'a Path,
+    /// By name, the last one used last.
+    files: VecDeque<(&'a str, ShardFile)>,
+}
+
+impl<'a> OpenFiles<'a> {
+    /// The bytes of a chunk, checked.
+    fn read(&mut self, tensor: &TensorEntry, chunk: &'a Chunk) -> Result<Vec<u8>> {
+        let file =
+            match self.files.iter().position(|(name, _)| *name == chunk.file).and_then(|at| self.files.remove(at)) {
+                Some((_, file)) => file,
+                None => ShardFile::open(&self.folder.join(&chunk.file))?,
+            };
+        let bytes = read_chunk(&file, tensor, chunk);
+        self.files.push_back((&chunk.file, file));
+        if self.files.len() > OPEN_FILES {
+            self.files.pop_front();
+        }
+        bytes
+    }
+}
