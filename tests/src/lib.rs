@@ -136,7 +136,7 @@ impl Tokens {
             state ^= state << 13;
             state ^= state >> 7;
             state ^= state << 17;
-            token = if state % 4 == 0 { (state >> 32) as u32 % vocab } else { (token * 7 + 3) % vocab };
+            token = if state.is_multiple_of(4) { (state >> 32) as u32 % vocab } else { (token * 7 + 3) % vocab };
             token
         });
         Self { tokens: tokens.collect(), seq_length }

@@ -4,6 +4,7 @@ mod bench;
 mod cli;
 mod error;
 mod fault;
+mod inference;
 mod launch;
 mod launcher;
 mod pretrain;
@@ -35,6 +36,8 @@ fn run() -> error::Result<u8> {
         Ok(Request::Pretrain(settings)) => pretrain::run(&settings),
         Ok(Request::Launch(launch)) => launcher::run(&launch),
         Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
+        Ok(Request::Generate(args)) => inference::generate::run(&args),
+        Ok(Request::Eval(args)) => inference::evaluate::run(&args),
         Err(Stop::Error(error)) => Err(error),
         // Under a supervisor, the usage errors of all ranks become one message.
         Err(Stop::Clap(error)) if error.use_stderr() && std::env::var_os(fault::SUPERVISED).is_some() => {

@@ -99,8 +99,15 @@ impl Loader {
     }
 
     fn microbatch(&self, consumed_samples: u64, microbatch: usize) -> Result<MicroBatch> {
+        self.read(consumed_samples, self.batch.samples(microbatch).collect())
+    }
+
+    /// The samples `consumed_samples + i` for each i of `samples`.
+    ///
+    /// # Errors
+    /// As [`microbatches`](Self::microbatches).
+    pub fn read(&self, consumed_samples: u64, samples: Vec<u64>) -> Result<MicroBatch> {
         let s = self.source.seq_length();
-        let samples: Vec<u64> = self.batch.samples(microbatch).collect();
         let b = samples.len();
         let (mut tokens, mut labels, mut loss_mask) = (vec![0u32; s * b], vec![0u32; s * b], vec![1f32; s * b]);
         let mut row = vec![0u32; s + 1];

@@ -3,6 +3,7 @@
 mod agreement;
 mod flops;
 mod generate;
+mod inference;
 mod memory;
 pub mod metrics;
 mod model;
@@ -13,6 +14,7 @@ mod trainer;
 
 pub use flops::step_flops;
 pub use generate::{Length, Sampling};
+pub use inference::{Inference, checkpoint_model};
 pub use memory::peak_memory;
 pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, Layout, ModelBuilder};

@@ -9,17 +9,18 @@ use serde::{Deserialize, Serialize};
 
 use super::agreement;
 use super::flops::step_flops;
+use super::inference::build_stage;
 use super::memory::peak_memory;
 use super::metrics::StepMetrics;
-use super::model::{ModelBuilder, declare_stage};
+use super::model::ModelBuilder;
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::GradientReducer;
 use crate::optim::{LrSchedule, Optimizer};
-use crate::params::{ParamId, ParamStore, ShardRef, StoreOptions};
+use crate::params::{ParamId, ParamStore, ShardRef};
 use crate::pipeline::{GradientListener, Schedule, Stage, forward_only, generate};
-use crate::tensor_parallel::{Phase, TensorParallel};
+use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Result, checkpoint};
 
@@ -70,7 +71,7 @@ pub struct Trainer {
 }
 
 /// Ignores gradients: evaluation has none.
-struct NoGradients;
+pub(super) struct NoGradients;
 
 impl GradientListener for NoGradients {
     fn ready(&mut self, _: &[ParamId], _: &ParamStore) -> Result<()> {
@@ -95,20 +96,13 @@ impl Trainer {
         let parallel = &config.parallel;
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
         let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
-        let (chunks, builder) = declare_stage(parallel, model, groups.pp.rank())?;
-        let params = builder.build(&StoreOptions {
-            dtype,
-            device: device.clone(),
-            bucket_size: parallel.bucket_size,
-            dp: groups.dp.size(),
-            tp: groups.tp.size(),
-            tp_rank: groups.tp.rank(),
-        })?;
-        params.initialize(config.training.seed)?;
+        let stage =
+            build_stage(parallel, model, &groups, config.model.hidden_size, config.training.seed, dtype, device)?;
+        stage.params.initialize(config.training.seed)?;
 
         let optimizer = Optimizer::new(
             &config.optimizer,
-            &params,
+            &stage.params,
             groups.tp.rank(),
             groups.dp.clone(),
             groups.model.clone(),
@@ -134,16 +128,6 @@ impl Trainer {
         };
         let m = batch.num_microbatches();
         let schedule = generate(parallel.schedule, pp, v, m)?;
-        let stage = Stage {
-            chunks,
-            params,
-            tp: TensorParallel::new(groups.tp.clone(), parallel.sequence_parallel),
-            pp: groups.pp.clone(),
-            hidden: config.model.hidden_size,
-            dtype,
-            device: device.clone(),
-            seed: training.seed,
-        };
         Ok(Self {
             eval_schedule: forward_only(pp, v, m)?,
             schedule,

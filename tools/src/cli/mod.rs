@@ -12,10 +12,12 @@ use std::path::PathBuf;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-pub use resolve::{Distributed, Resolved, resolve};
+pub use resolve::{Distributed, Resolved, default_cache, resolve};
 
 use crate::bench::{Bench, BenchArgs};
 use crate::error::{Error, Result};
+use crate::inference::evaluate::EvalArgs;
+use crate::inference::generate::GenerateArgs;
 use flags::Flags;
 
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
@@ -30,6 +32,8 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Pretrain(Box<PretrainArgs>),
+    Generate(GenerateArgs),
+    Eval(EvalArgs),
     Launch(LaunchArgs),
     Bench(BenchArgs),
 }
@@ -92,6 +96,8 @@ pub struct LaunchArgs {
 pub enum Request {
     Pretrain(Box<Gathered>),
     Launch(LaunchArgs),
+    Generate(GenerateArgs),
+    Eval(EvalArgs),
     /// With the origins of what was typed.
     Bench(Bench, BTreeMap<String, String>),
 }
@@ -138,6 +144,8 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     let matches = command().try_get_matches_from(words)?;
     let (cli, typed) = (Cli::from_arg_matches(&matches)?, matches.subcommand_matches("pretrain"));
     match (cli.command, typed) {
+        (Command::Generate(args), _) => Ok(Request::Generate(args)),
+        (Command::Eval(args), _) => Ok(Request::Eval(args)),
         (Command::Launch(launch), _) => {
             check_launch(&launch)?;
             Ok(Request::Launch(launch))
@@ -210,9 +218,7 @@ fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::re
     let matches = command().try_get_matches_from(merged)?;
     match Cli::from_arg_matches(&matches)?.command {
         Command::Pretrain(args) => Ok(Gathered { flags: args.flags, origins }),
-        Command::Launch(_) | Command::Bench(_) => {
-            Err(Error::usage("the run file turned `pretrain` into another command").into())
-        }
+        _ => Err(Error::usage("the run file turned `pretrain` into another command").into()),
     }
 }
 
@@ -224,7 +230,7 @@ mod tests {
         let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
         match parse(&words).unwrap() {
             Request::Pretrain(gathered) => *gathered,
-            Request::Launch(_) | Request::Bench(..) => unreachable!(),
+            _ => unreachable!(),
         }
     }
 

@@ -498,7 +498,7 @@ impl Resolver<'_> {
 }
 
 /// The user's cache folder as the XDG Base Directory Specification finds it.
-fn default_cache() -> PathBuf {
+pub fn default_cache() -> PathBuf {
     let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     folder("XDG_CACHE_HOME")
         .or_else(|| folder("HOME").map(|home| home.join(".cache")))

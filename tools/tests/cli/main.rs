@@ -4,6 +4,7 @@ mod bad_input;
 mod bench;
 mod checkpoints;
 mod dead_rank;
+mod inference;
 mod launch;
 mod long_run;
 mod pretrain;

@@ -1,0 +1,130 @@
+//! A model without an optimizer: loaded over its ranks to generate and to evaluate.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::model::{ModelBuilder, declare_stage};
+use super::trainer::NoGradients;
+use crate::comm::{Group, ReduceOp};
+use crate::config::{ModelConfig, ParallelConfig};
+use crate::data::Loader;
+use crate::params::{Role, ShardRef, StateKind, StoreOptions};
+use crate::pipeline::{Stage, forward_only};
+use crate::tensor_parallel::{Phase, TensorParallel};
+use crate::topology::{ProcessGroups, RankGrid};
+use crate::{Error, Result, checkpoint};
+
+/// One rank's layers and their weights, not yet initialized.
+pub(super) fn build_stage(
+    parallel: &ParallelConfig,
+    model: &dyn ModelBuilder,
+    groups: &ProcessGroups,
+    hidden: usize,
+    seed: u64,
+    dtype: DType,
+    device: &Device,
+) -> Result<Stage> {
+    let (chunks, builder) = declare_stage(parallel, model, groups.pp.rank())?;
+    let params = builder.build(&StoreOptions {
+        dtype,
+        device: device.clone(),
+        bucket_size: parallel.bucket_size,
+        dp: groups.dp.size(),
+        tp: groups.tp.size(),
+        tp_rank: groups.tp.rank(),
+    })?;
+    Ok(Stage {
+        chunks,
+        params,
+        tp: TensorParallel::new(groups.tp.clone(), parallel.sequence_parallel),
+        pp: groups.pp.clone(),
+        hidden,
+        dtype,
+        device: device.clone(),
+        seed,
+    })
+}
+
+/// The model that the checkpoint in folder `path` (one `iter_…`) holds.
+///
+/// # Errors
+/// If the checkpoint is damaged or says nothing of a model.
+pub fn checkpoint_model(path: &Path) -> Result<ModelConfig> {
+    let manifest = checkpoint::Manifest::read(path)?;
+    let model = manifest.state.get("model").cloned().unwrap_or_default();
+    serde_json::from_value(model)
+        .map_err(|e| Error::checkpoint(path, format!("its manifest does not describe a model of this version: {e}")))
+}
+
+/// One rank's share of a model, to generate and evaluate.
+pub struct Inference {
+    pub groups: ProcessGroups,
+    pub stage: Stage,
+}
+
+impl Inference {
+    /// Loads this rank's share of the weights from the checkpoint in folder `path`. Collective over `world`.
+    ///
+    /// # Errors
+    /// If the layout does not fit the world, or the checkpoint is damaged or of another model.
+    pub fn load(
+        path: &Path,
+        config: &ModelConfig,
+        model: &dyn ModelBuilder,
+        parallel: &ParallelConfig,
+        world: Group,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
+        let stage = build_stage(parallel, model, &groups, config.hidden_size, 0, dtype, device)?;
+        let mut shards = Vec::new();
+        for (_, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
+            shards.push(ShardRef {
+                name: param.spec.name.clone(),
+                kind: StateKind::Param,
+                global_shape: param.spec.shape.clone(),
+                pieces: param.pieces.clone(),
+                data: param.weight.flatten_all()?,
+            });
+        }
+        checkpoint::load(path, &shards)?;
+        Ok(Self { groups, stage })
+    }
+
+    /// Mean loss per unmasked token over the first `samples` samples of `loader`, and the number of these tokens. `progress` hears how
+    /// many samples are done. Collective over the world; samples are dealt over dp.
+    ///
+    /// # Errors
+    /// If data cannot be read or a peer fails.
+    pub fn evaluate(
+        &self,
+        loader: &Loader,
+        samples: u64,
+        micro_batch_size: u64,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(f64, f64)> {
+        let (rank, dp) = (self.groups.dp.rank() as u64, self.groups.dp.size() as u64);
+        let schedule = forward_only(self.groups.pp.size(), self.stage.chunks.len(), 1)?;
+        let (mut loss, mut tokens) = (0f64, 0f64);
+        for first in (0..samples).step_by((micro_batch_size * dp) as usize) {
+            // The last microbatches may be short or empty.
+            let start = (first + rank * micro_batch_size).min(samples);
+            let count = micro_batch_size.min(samples - start);
+            if count > 0 {
+                let batch = loader.read(start, (0..count).collect())?;
+                tokens += f64::from(batch.loss_mask.sum_all()?.to_scalar::<f32>()?);
+                loss += self.stage.run(&schedule, &[batch], Phase::Evaluate, 0.0, &mut NoGradients)?;
+            }
+            progress((first + micro_batch_size * dp).min(samples));
+        }
+        // Every stage and tp rank counted the same tokens, every tp rank of the last stage the same losses.
+        let once = self.groups.tp.rank() == 0;
+        let tokens = if once && self.groups.pp.rank() == 0 { tokens } else { 0.0 };
+        let sums = Tensor::from_vec(vec![if once { loss } else { 0.0 }, tokens], 2, &Device::Cpu)?;
+        self.groups.world.all_reduce(&sums, ReduceOp::Sum)?.wait()?;
+        let sums = sums.to_vec1::<f64>()?;
+        Ok((sums[0] / sums[1], sums[1]))
+    }
+}

@@ -1,0 +1,101 @@
+//! `megatron eval`: loss and perplexity over a whole split.
+
+use std::path::PathBuf;
+
+use candle_core::Device;
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use megatron::comm::Group;
+use megatron::config::{DataConfig, DataloaderType};
+use megatron::data::{self, GlobalBatch, Loader};
+
+use super::{Found, LoadArgs, load, on_ranks};
+use crate::error::{Error, Result};
+
+/// Loss and perplexity of a trained model over a whole split
+///
+/// Every sample of the split is read once, in order; a sample's first token is predicted from nothing before it.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Example:
+  megatron eval --load checkpoints/quickstart --data-path docs --split 0,0,100 --part test")]
+pub struct EvalArgs {
+    #[command(flatten)]
+    pub load: LoadArgs,
+    /// Text files, folders of text, or indexed-dataset prefixes
+    #[arg(long, value_name = "PATH", required = true, num_args = 1..)]
+    pub data_path: Vec<String>,
+    /// Weights of train, valid and test
+    #[arg(long, value_name = "A,B,C", default_value = "100,0,0")]
+    pub split: String,
+    /// Which part of the split to evaluate
+    #[arg(long, value_name = "PART", default_value = "train", value_parser = ["train", "valid", "test"])]
+    pub part: String,
+    /// Tokens per sample [default: the model's]
+    #[arg(long, value_name = "N")]
+    pub seq_length: Option<usize>,
+    /// Samples of one forward pass of one replica
+    #[arg(long, value_name = "B", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
+    pub micro_batch_size: u64,
+    /// dp: replicas that share the samples
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub data_parallel_size: u32,
+    /// Where tokenized text is cached [default: the user's cache folder]
+    #[arg(long, value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
+}
+
+/// Runs the command and returns the exit code to end with.
+///
+/// # Errors
+/// If the checkpoint or the data cannot be used.
+pub fn run(args: &EvalArgs) -> Result<u8> {
+    on_ranks(&args.load, args.data_parallel_size as usize, |found, world| evaluate(args, &found, world))
+}
+
+fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
+    let model = &found.model;
+    let seq_length = args.seq_length.unwrap_or(model.seq_length);
+    if seq_length == 0 || seq_length > model.max_position_embeddings {
+        return Err(Error::usage(format!(
+            "--seq-length {seq_length} must be between 1 and the model's {} positions",
+            model.max_position_embeddings
+        )));
+    }
+    let config = DataConfig {
+        data_path: args.data_path.clone(),
+        split: args.split.clone(),
+        tokenizer: args.load.tokenizer(found)?.map(|tokenizer| tokenizer.name().to_string()),
+        dataloader_type: DataloaderType::Sequential,
+        cache_dir: args.cache_dir.clone().unwrap_or_else(crate::cli::default_cache),
+    };
+    let datasets = data::open(&config, seq_length, 0, Some(model.vocab_size))?;
+    let source = match args.part.as_str() {
+        "train" => Some(datasets.train),
+        "valid" => datasets.valid,
+        _ => datasets.test,
+    };
+    let source = source.ok_or_else(|| {
+        Error::usage(format!("--split {} leaves the {} part too short for one sample", args.split, args.part))
+    })?;
+    let lead = world.rank() == 0;
+    let inference = load(found, world)?;
+    let samples = source.num_samples();
+    let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, Device::Cpu);
+    let bar = if lead { ProgressBar::new(samples) } else { ProgressBar::hidden() };
+    bar.set_style(
+        ProgressStyle::with_template("{wide_bar:.cyan/blue} {pos}/{len} samples, {eta} left")
+            .unwrap_or_else(|_| ProgressStyle::default_bar()),
+    );
+    let (loss, tokens) =
+        inference.evaluate(&loader, samples, args.micro_batch_size, &mut |done| bar.set_position(done))?;
+    bar.finish_and_clear();
+    if lead {
+        crate::print_line(&format!(
+            "{} {}: {samples} samples of {seq_length} tokens, {tokens} tokens | loss {loss:.6} | perplexity {:.4}",
+            found.path.display(),
+            args.part,
+            loss.min(20.0).exp()
+        ));
+    }
+    Ok(())
+}

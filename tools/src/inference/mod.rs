@@ -1,0 +1,140 @@
+//! Commands that use a trained model: `megatron generate` and `megatron eval`.
+
+pub mod evaluate;
+pub mod generate;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use candle_core::{DType, Device};
+use clap::Args;
+use megatron::checkpoint;
+use megatron::comm::{Backend, CommOptions, Group, RankInfo};
+use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, Recompute, ScheduleKind};
+use megatron::data::{TOKENIZER_FILE, Tokenizer};
+use megatron::train::{Inference, checkpoint_model};
+use models::Gpt;
+
+use crate::cli::Distributed;
+use crate::error::{Error, Result};
+use crate::ranks;
+
+/// What both commands load, and over which ranks.
+#[derive(Args, Clone, Debug)]
+pub struct LoadArgs {
+    /// Folder that `pretrain --save` wrote, or one iter_… folder in it
+    #[arg(long, value_name = "CKPT")]
+    pub load: PathBuf,
+    /// `byte` or a tokenizer.json [default: the one beside the checkpoint]
+    #[arg(long, value_name = "TOKENIZER")]
+    pub tokenizer: Option<String>,
+    /// tp: ranks that share each layer
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub tensor_model_parallel_size: u32,
+    /// pp: stages of the pipeline
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub pipeline_model_parallel_size: u32,
+    /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+}
+
+/// A checkpoint that was looked at, but not loaded.
+struct Found {
+    /// The `iter_…` folder.
+    path: PathBuf,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+}
+
+impl LoadArgs {
+    /// Looks at the checkpoint and checks that its model can be cut as asked for.
+    fn find(&self, dp: usize) -> Result<Found> {
+        let path = if self.load.join("manifest.json").is_file() {
+            self.load.clone()
+        } else {
+            let none = || {
+                megatron::Error::checkpoint(&self.load, "holds no checkpoint; give a folder that pretrain --save wrote")
+            };
+            checkpoint::latest(&self.load)?.ok_or_else(none)?.path
+        };
+        let model = checkpoint_model(&path)?;
+        let (tp, pp) = (self.tensor_model_parallel_size as usize, self.pipeline_model_parallel_size as usize);
+        for (what, value) in [
+            ("query heads", model.num_attention_heads),
+            ("query groups", model.num_query_groups),
+            ("inner width of the MLP", model.ffn_hidden_size),
+        ] {
+            if !value.is_multiple_of(tp) {
+                return Err(Error::usage(format!(
+                    "--tensor-model-parallel-size {tp} does not divide the model's {what}, {value}"
+                )));
+            }
+        }
+        let parallel = ParallelConfig {
+            tensor_model_parallel_size: tp,
+            pipeline_model_parallel_size: pp,
+            context_parallel_size: 1,
+            data_parallel_size: dp,
+            virtual_pipeline_size: 1,
+            schedule: ScheduleKind::OneFOneB,
+            partition: PartitionMethod::Uniform,
+            sequence_parallel: false,
+            use_distributed_optimizer: false,
+            overlap_grad_reduce: false,
+            bucket_size: usize::MAX,
+        };
+        ranks::check_number(&parallel)?;
+        Ok(Found { path, model, parallel })
+    }
+
+    /// The tokenizer asked for, or the one that the model was trained with.
+    fn tokenizer(&self, found: &Found) -> Result<Option<Tokenizer>> {
+        let beside = [found.path.parent(), Some(found.path.as_path())].into_iter().flatten();
+        let beside = beside.map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.is_file());
+        let trained_with = || {
+            let manifest = checkpoint::Manifest::read(&found.path).ok()?;
+            let spec = manifest.state.pointer("/config/data/tokenizer")?.as_str()?.to_string();
+            (spec == "byte").then_some(spec)
+        };
+        let spec =
+            self.tokenizer.clone().or_else(|| beside.map(|file| file.display().to_string())).or_else(trained_with);
+        Ok(match spec {
+            Some(spec) => Some(Tokenizer::open(&spec, None, Path::new(""))?),
+            None => None,
+        })
+    }
+}
+
+/// Runs `body` on every rank of the layout: starts them, or joins as one of them.
+fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Result<()>) -> Result<u8> {
+    let found = args.find(dp)?;
+    let world_size = found.parallel.world_size();
+    let distributed = Distributed { backend: Backend::Auto, timeout: CommOptions::default().timeout, rendezvous: None };
+    let place = match ranks::place()? {
+        Some(place) if place.world_size == world_size => place,
+        Some(place) => {
+            return Err(Error::usage(format!(
+                "WORLD_SIZE = {} (environment) ranks were started, but tp · pp · dp = {world_size}",
+                place.world_size
+            )));
+        }
+        None if world_size == 1 => RankInfo::alone(),
+        None => return ranks::start(world_size, &distributed, Some(Duration::from_secs(5)), None),
+    };
+    ranks::use_threads(args.threads.map(|n| n as usize), &place)?;
+    let world = ranks::connect(&place, &distributed)?;
+    let outcome = body(found, world.clone());
+    if let Err(error) = &outcome {
+        world.abort(&error.to_string());
+    }
+    outcome.map(|()| 0)
+}
+
+/// Loads this rank's share of the weights.
+fn load(found: &Found, world: Group) -> Result<Inference> {
+    let (dtype, device) = (DType::F32, Device::Cpu);
+    let tp = found.parallel.tensor_model_parallel_size;
+    let model = Gpt::new(&found.model, tp, false, Recompute::None, dtype, &device)?;
+    Ok(Inference::load(&found.path, &found.model, &model, &found.parallel, world, dtype, &device)?)
+}
