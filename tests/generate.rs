@@ -86,12 +86,12 @@ fn every_layout_gives_the_same_tokens() {
 #[test]
 fn a_continuation_ends_at_its_end_token_and_at_the_window() {
     after_training(&tiny(Style::Gpt2, 0.0), |trainer| {
-        let prompt = vec![5, 38, 67];
-        let free = generate(trainer, &[prompt.clone()], &LENGTH, &GREEDY).remove(0);
-        let ended = generate(trainer, &[prompt.clone()], &Length { end: Some(free[2]), ..LENGTH }, &GREEDY).remove(0);
+        let prompt = [vec![5, 38, 67]];
+        let free = generate(trainer, &prompt, &LENGTH, &GREEDY).remove(0);
+        let ended = generate(trainer, &prompt, &Length { end: Some(free[2]), ..LENGTH }, &GREEDY).remove(0);
         let first = free.iter().position(|t| *t == free[2]).unwrap();
         assert_eq!(ended, free[..first]);
-        let windowed = generate(trainer, &[prompt], &Length { tokens: 100, ..LENGTH }, &GREEDY).remove(0);
+        let windowed = generate(trainer, &prompt, &Length { tokens: 100, ..LENGTH }, &GREEDY).remove(0);
         assert_eq!(windowed.len(), 13);
         let long = vec![vec![1; 16]];
         let error = trainer.stage().generate(&long, &LENGTH, &GREEDY, &mut |_, _| {}).unwrap_err().to_string();
