@@ -7,10 +7,13 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use megatron::comm::Group;
 use megatron::config::{DataConfig, DataloaderType};
-use megatron::data::{self, GlobalBatch, Loader};
+use megatron::data::{self, GlobalBatch, Loader, SampleCounts};
 
 use super::{Found, LoadArgs, load, on_ranks};
 use crate::error::{Error, Result};
+
+/// Samples in order need no number of them beforehand.
+const WHOLE: SampleCounts = SampleCounts { train: 0, valid: 0, test: 0 };
 
 /// Loss and perplexity of a trained model over a whole split
 ///
@@ -66,9 +69,10 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         split: args.split.clone(),
         tokenizer: args.load.tokenizer(found)?.map(|tokenizer| tokenizer.name().to_string()),
         dataloader_type: DataloaderType::Sequential,
+        eod_mask_loss: false,
         cache_dir: args.cache_dir.clone().unwrap_or_else(crate::cli::default_cache),
     };
-    let datasets = data::open(&config, seq_length, 0, Some(model.vocab_size))?;
+    let datasets = data::open(&config, seq_length, 0, Some(model.vocab_size), WHOLE)?;
     let source = match args.part.as_str() {
         "train" => Some(datasets.train),
         "valid" => datasets.valid,
