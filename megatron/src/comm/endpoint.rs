@@ -31,6 +31,11 @@ pub(crate) trait Link: Send + Sync {
         None
     }
 
+    /// Of ranks that were waited for in vain, those to blame: a rank that itself waits for another is not.
+    fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
+        missing
+    }
+
     /// Tells every rank that the run is over because of `loss`.
     fn spread(&self, loss: &Loss);
 }
@@ -119,6 +124,11 @@ impl Endpoint {
             }
         }
         self.inbox.holds(src, key)
+    }
+
+    /// Of ranks that were waited for in vain, those to blame, as far as the backend knows.
+    pub fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
+        self.link.culprits(missing)
     }
 
     /// Ends the run on every rank because of `loss`.

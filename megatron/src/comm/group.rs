@@ -101,8 +101,8 @@ impl Core {
             Failure::Lost(loss) => self.lost(loss, call),
             Failure::TimedOut => {
                 let late = others.iter().filter(|other| !self.endpoint.holds(self.ranks[**other], key));
-                let mut missing: Vec<usize> =
-                    std::iter::once(&peer).chain(late).map(|late| self.ranks[*late]).collect();
+                let missing = std::iter::once(&peer).chain(late).map(|late| self.ranks[*late]).collect();
+                let mut missing = self.endpoint.culprits(missing);
                 missing.sort_unstable();
                 Error::Timeout { operation: self.operation(call), missing, seconds: start.elapsed().as_secs_f64() }
             }

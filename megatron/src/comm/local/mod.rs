@@ -23,6 +23,9 @@ use super::message::{Header, Message, Payload};
 /// How often a waiting rank looks after the ranks that it does not wait for.
 const CHECK_ALL: Duration = Duration::from_secs(1);
 
+/// Ticks in which a rank that waits says so several times, on a busy machine too.
+const LOOKS: usize = 5;
+
 /// A message that is being read; it may arrive in many pieces.
 #[derive(Default)]
 struct Incoming {
@@ -207,7 +210,11 @@ impl Link for LocalLink {
         loop {
             let any = incoming.advance(ring).map_err(lost)?;
             if let Some(message) = incoming.finished() {
+                self.segment.awaits_nobody();
                 return Ok(Some(message));
+            }
+            if !patience.is_zero() {
+                self.segment.awaits(src);
             }
             if any || ring.wait_readable(patience, self.spin) {
                 continue;
@@ -237,9 +244,35 @@ impl Link for LocalLink {
         (0..self.segment.size()).find_map(|rank| self.segment.died(rank).map(|how| Loss { rank, how }))
     }
 
+    fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
+        let before = self.segment.beats();
+        for _ in 0..LOOKS {
+            // This rank is not the one that hangs, and others may be asking just now.
+            self.segment.beat();
+            std::thread::sleep(TICK);
+        }
+        let waits: Vec<bool> = self.segment.beats().iter().zip(&before).map(|(now, before)| now != before).collect();
+        let mut culprits: Vec<usize> = missing.iter().map(|rank| follow(*rank, &waits, &self.segment)).collect();
+        culprits.sort_unstable();
+        culprits.dedup();
+        culprits
+    }
+
     fn spread(&self, loss: &Loss) {
         self.segment.condemn(loss);
     }
+}
+
+/// The end of the chain of waiting ranks that begins with `first`; `first` itself if they wait in a circle.
+fn follow(first: usize, waits: &[bool], segment: &Segment) -> usize {
+    let mut rank = first;
+    for _ in 0..waits.len() {
+        match segment.awaited_by(rank).filter(|_| waits[rank]) {
+            Some(next) => rank = next,
+            None => return rank,
+        }
+    }
+    first
 }
 
 impl Drop for LocalLink {

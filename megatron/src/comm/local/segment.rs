@@ -42,6 +42,10 @@ struct Slot {
     state: AtomicU32,
     pid: AtomicU32,
     start: AtomicU64,
+    /// The rank it waits for, plus one; 0 if none.
+    awaits: AtomicU32,
+    /// Grows while it waits, so that a rank that hangs is told from one that waits.
+    beats: AtomicU32,
 }
 
 /// Positions of a ring, each side's on its own cache line.
@@ -195,6 +199,33 @@ impl Segment {
     /// This rank reads no more messages.
     pub fn start_leaving(&self) {
         self.slot(self.rank).state.store(LEAVING, Ordering::Release);
+    }
+
+    /// This rank waits for `src`; to be said again while it does.
+    pub fn awaits(&self, src: usize) {
+        self.slot(self.rank).awaits.store(src as u32 + 1, Ordering::Relaxed);
+        self.beat();
+    }
+
+    /// This rank still waits, for whomever it said.
+    pub fn beat(&self) {
+        self.slot(self.rank).beats.fetch_add(1, Ordering::Release);
+    }
+
+    /// This rank has what it waited for.
+    pub fn awaits_nobody(&self) {
+        self.slot(self.rank).awaits.store(0, Ordering::Relaxed);
+    }
+
+    /// How often each rank has said that it waits.
+    pub fn beats(&self) -> Vec<u32> {
+        (0..self.size).map(|rank| self.slot(rank).beats.load(Ordering::Acquire)).collect()
+    }
+
+    /// Whom `rank` waits for.
+    pub fn awaited_by(&self, rank: usize) -> Option<usize> {
+        let awaited = (self.slot(rank).awaits.load(Ordering::Relaxed) as usize).checked_sub(1)?;
+        (awaited < self.size).then_some(awaited)
     }
 
     /// This rank needs nobody any more, and has written all it had to.
