@@ -26,6 +26,7 @@ mod rank_file;
 mod reshard;
 mod save;
 mod shard_file;
+mod stream;
 #[cfg(test)]
 mod tests;
 mod values;
@@ -35,4 +36,6 @@ pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
 pub use reshard::reshard;
 pub use save::save;
+pub use shard_file::{SafetensorsWriter, ShardFile};
+pub use stream::StreamWriter;
 pub use values::Float;

@@ -3,7 +3,7 @@
 //! The layout is safetensors' (<https://github.com/huggingface/safetensors#format>): u64 length of a JSON header, the
 //! header, then the tensors' bytes without gaps. The crate's own functions want a file's tensors in memory at once.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{BufWriter, Read, Write};
 use std::ops::Range;
@@ -93,8 +93,64 @@ pub(super) fn preamble(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
     Ok([(header.len() as u64).to_le_bytes().as_slice(), &header].concat())
 }
 
-/// A file opened for reading. Its header is checked against its size.
-pub(super) struct ShardFile {
+/// A safetensors file written tensor by tensor: only one has to be in memory.
+pub struct SafetensorsWriter {
+    path: PathBuf,
+    out: BufWriter<File>,
+    /// Bytes written, and bytes that the header promises.
+    size: u64,
+    promised: u64,
+}
+
+impl SafetensorsWriter {
+    /// Starts a new file of `tensors` (name, dtype, shape), whose bytes are to follow in this order.
+    ///
+    /// # Errors
+    /// If the file exists or cannot be written.
+    pub fn create<'a>(path: &Path, tensors: impl Iterator<Item = (&'a str, Float, &'a [usize])>) -> Result<Self> {
+        let item = |(key, dtype, shape): (&str, Float, &[usize])| Item {
+            key: key.to_string(),
+            dtype,
+            shape: shape.to_vec(),
+            len: shape.iter().product(),
+        };
+        let items: Vec<Item> = tensors.map(item).collect();
+        let preamble = preamble(&items).map_err(|message| Error::checkpoint(path, message))?;
+        let file = File::options().write(true).create_new(true).open(path).map_err(|e| Error::io("create", path, e))?;
+        let data: usize = items.iter().map(|item| item.len * item.dtype.size()).sum();
+        let promised = (preamble.len() + data) as u64;
+        let out = BufWriter::with_capacity(BUFFER_BYTES, file);
+        let mut writer = Self { path: path.to_path_buf(), out, size: 0, promised };
+        writer.write(&preamble)?;
+        Ok(writer)
+    }
+
+    /// Appends the next bytes, little-endian.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.size += bytes.len() as u64;
+        self.out.write_all(bytes).map_err(|e| Error::io("write", &self.path, e))
+    }
+
+    /// Syncs the file; returns its size in bytes.
+    ///
+    /// # Errors
+    /// If the system refuses, or more or fewer bytes were written than the tensors have.
+    pub fn finish(self) -> Result<u64> {
+        if self.size != self.promised {
+            let message = format!("internal error: {} bytes were written of {}", self.size, self.promised);
+            return Err(Error::checkpoint(&self.path, message));
+        }
+        let file = self.out.into_inner().map_err(|e| Error::io("write", &self.path, e.into_error()))?;
+        file.sync_all().map_err(|e| Error::io("sync", &self.path, e))?;
+        Ok(self.size)
+    }
+}
+
+/// A safetensors file opened for reading. Its header is checked against its size.
+pub struct ShardFile {
     path: PathBuf,
     file: File,
     metadata: Metadata,
@@ -130,6 +186,14 @@ impl ShardFile {
             return Err(damaged(format!("it has {size} bytes, its header describes {expected}")));
         }
         Ok(Self { path: path.to_path_buf(), file, metadata, data })
+    }
+
+    /// Names, stored dtypes and shapes of its tensors, by name; no dtype where it is none that checkpoints hold.
+    pub fn tensors(&self) -> BTreeMap<String, (Option<Float>, Vec<usize>)> {
+        let float =
+            |dtype| [Float::F32, Float::Bf16, Float::F16, Float::F64].into_iter().find(|f| f.safetensors() == dtype);
+        let tensors = self.metadata.tensors().into_iter();
+        tensors.map(|(name, info)| (name, (float(info.dtype), info.shape.clone()))).collect()
     }
 
     /// The path it was opened under.
