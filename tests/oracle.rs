@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use megatron::config::{DecayStyle, RunConfig};
 use megatron::data::IndexedDataset;
-use models::hf::HfWeights;
+use models::hf::HfModel;
 use serde_json::Value;
 use system_tests::{Style, Tokens, layout, on_ranks, sources, tiny, trainer};
 
@@ -62,12 +62,12 @@ fn follows_pytorch(style: Style, dp: usize, tp: usize, pp: usize) {
     let dataset = IndexedDataset::open(folder(style).join("data_text_document")).unwrap();
     let stream = Tokens { tokens: dataset.read_sequence(0).unwrap(), seq_length: config.model.seq_length };
     let data = sources(stream);
-    let initial = HfWeights::read(&folder(style).join("initial.safetensors")).unwrap();
-    let last = HfWeights::read(&folder(style).join("final.safetensors")).unwrap();
+    let initial = HfModel::open(&folder(style)).unwrap();
+    let last = HfModel::open(&folder(style).join("final")).unwrap();
     let steps = expected["steps"].as_array().unwrap();
     on_ranks(config.parallel.world_size(), |world| {
         let mut trainer = trainer(&config, world, &data)?;
-        initial.load_into(&trainer.stage().params, &config.model)?;
+        initial.load_into(&trainer.stage().params)?;
         for step in steps {
             let ours = trainer.step()?;
             for (what, ours, theirs) in [
@@ -83,7 +83,7 @@ fn follows_pytorch(style: Style, dp: usize, tp: usize, pp: usize) {
             }
         }
         let trained: Vec<Vec<f32>> = weights(&trainer)?;
-        last.load_into(&trainer.stage().params, &config.model)?;
+        last.load_into(&trainer.stage().params)?;
         for (ours, theirs) in trained.iter().zip(weights(&trainer)?) {
             let worst = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
             assert!(worst < WEIGHT_TOLERANCE, "{style:?} {dp}·{tp}·{pp}: a final weight differs by {worst}");

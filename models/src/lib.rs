@@ -1,5 +1,6 @@
-//! GPT-like models assembled from megatron's layers, and their Hugging Face weight names.
+//! GPT-like models assembled from megatron's layers, and the Hugging Face families they come from and go to.
 
+pub mod families;
 pub mod gpt;
 pub mod hf;
 

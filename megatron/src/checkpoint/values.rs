@@ -70,8 +70,9 @@ impl Float {
     fn write(self, value: f64, bytes: &mut [u8]) {
         match self {
             Self::F32 => bytes.copy_from_slice(&(value as f32).to_le_bytes()),
-            Self::Bf16 => bytes.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
-            Self::F16 => bytes.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+            // Through f32: `half` drops the low bits of an f64 before it looks for ties.
+            Self::Bf16 => bytes.copy_from_slice(&bf16::from_f32(value as f32).to_le_bytes()),
+            Self::F16 => bytes.copy_from_slice(&f16::from_f32(value as f32).to_le_bytes()),
             Self::F64 => bytes.copy_from_slice(&value.to_le_bytes()),
         }
     }
@@ -219,6 +220,8 @@ mod tests {
         // 1 + 2⁻⁸ and 1 + 3·2⁻⁸ lie midway between neighbours of bf16
         let midway = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0];
         assert_eq!(converted(&midway, Float::F32, DType::BF16), [1.0, 1.0 + 4.0 / 256.0]);
+        let above = f32::from_bits(midway[0].to_bits() + 1);
+        assert_eq!(converted(&[above], Float::F32, DType::BF16), [1.0 + 2.0 / 256.0]);
     }
 
     #[test]

@@ -20,4 +20,5 @@ pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, Layout, ModelBuilder};
 pub use report::Reporter;
 pub use run::{Outcome, preflight};
+pub use state::weights_only_state;
 pub use trainer::{Progress, Sources, Trainer};

@@ -22,6 +22,15 @@ pub fn to_json(progress: &Progress, config: &RunConfig, data_fingerprint: &str) 
     Ok(state.into())
 }
 
+/// The state of a checkpoint that holds weights alone: training starts at its first step.
+///
+/// # Errors
+/// If the configuration cannot be expressed in JSON.
+pub fn weights_only_state(model: &ModelConfig) -> Result<Value> {
+    let model = serde_json::to_value(model).map_err(|e| Error::config(format!("cannot describe the model: {e}")))?;
+    Ok(serde_json::json!({ "progress": Progress::default(), "model": model }))
+}
+
 /// Settings of a model that may change between runs without changing what its parameters mean.
 const FREE: [&str; 4] = ["attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "init_method_std"];
 

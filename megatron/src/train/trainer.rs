@@ -18,7 +18,7 @@ use crate::config::RunConfig;
 use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::GradientReducer;
 use crate::optim::{LrSchedule, Optimizer};
-use crate::params::{ParamId, ParamStore, ShardRef};
+use crate::params::{ParamId, ParamStore, ShardRef, StateKind};
 use crate::pipeline::{GradientListener, Schedule, Stage, forward_only, generate};
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
@@ -275,7 +275,12 @@ impl Trainer {
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let manifest = checkpoint::Manifest::read(path)?;
         let progress = super::state::from_json(path, &manifest.state, &self.config)?;
-        checkpoint::load(path, &self.optimizer.shards(&self.stage.params, false)?)?;
+        let mut shards = self.optimizer.shards(&self.stage.params, false)?;
+        if manifest.tensors.iter().all(|tensor| tensor.kind == StateKind::Param) {
+            // Weights alone, as imports write them; the optimizer starts afresh.
+            shards.retain(|shard| shard.kind == StateKind::Param);
+        }
+        manifest.load(&shards)?;
         self.optimizer.set_steps(progress.updates);
         self.progress = progress;
         Ok(())

@@ -1,0 +1,250 @@
+//! A checkpoint becomes a folder that `transformers` loads as it is: config, weights (in shards, with an index), tokenizer
+//! files, generation settings. One parameter is in memory at a time.
+//!
+//! Names and shard rules: `huggingface_hub` `serialization`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use megatron::checkpoint::{self, Float, Manifest, SafetensorsWriter};
+use megatron::config::ModelConfig;
+use megatron::params::{Piece, ShardRef, StateKind};
+use megatron::{Error, Result};
+use serde_json::{Map, Value, json};
+
+use super::config::{CONFIG, HfConfig, family_of, to_json};
+use super::files::{INDEX, SINGLE};
+use super::model::candle_dtype;
+use super::{COMPANIONS, GENERATION_CONFIG, ORIGIN_CONFIG};
+use crate::Gpt;
+use crate::families::{Family, Planned, QkvShape};
+
+/// How to export.
+#[derive(Clone, Copy, Debug)]
+pub struct ExportOptions {
+    /// Bytes of weights in one file at most, unless a single parameter has more.
+    pub max_shard_size: u64,
+    /// Dtype of all tensors; `None`: as they are stored.
+    pub dtype: Option<Float>,
+}
+
+/// What an export did.
+#[derive(Debug)]
+pub struct Exported {
+    pub family: Family,
+    pub files: usize,
+    pub bytes: u64,
+}
+
+/// One parameter on its way out.
+struct Leaving<'a> {
+    planned: &'a Planned,
+    dtype: Float,
+    bytes: u64,
+}
+
+/// Writes the checkpoint in `path` (a folder of checkpoints, whose latest is meant, or one `iter_…`) as the new folder `out`.
+///
+/// # Errors
+/// If no Hugging Face family has the checkpoint's architecture, `out` is not empty, the checkpoint is damaged, or the system
+/// refuses. `out` appears whole or not at all.
+pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
+    let manifest = open(path)?;
+    let beside = manifest.folder().parent().unwrap_or(path).to_path_buf();
+    let model: ModelConfig =
+        manifest
+            .state
+            .get("model")
+            .and_then(|model| serde_json::from_value(model.clone()).ok())
+            .ok_or_else(|| Error::checkpoint(manifest.folder(), "its manifest's state has no valid model"))?;
+    let origin = origin(&beside, &model)?;
+    let family = origin.as_ref().map_or_else(|| family_of(&model), |origin| Ok(origin.family))?;
+    let specs = Gpt::specs(&model)?;
+    manifest.check_matches(specs.iter().map(|s| (s.name.as_str(), StateKind::Param, s.shape.as_slice())))?;
+    let plan = family.plan(&specs).map_err(|why| Error::checkpoint(manifest.folder(), why))?;
+
+    let leaving: Vec<Leaving> = plan
+        .iter()
+        .map(|planned| {
+            let entry = manifest.tensors.iter().find(|t| t.name == planned.spec.name && t.kind == StateKind::Param);
+            let dtype = options.dtype.or(entry.map(|entry| entry.dtype)).unwrap_or(Float::F32);
+            let bytes = (planned.spec.shape.iter().product::<usize>() * dtype.size()) as u64;
+            Leaving { planned, dtype, bytes }
+        })
+        .collect();
+    let shards = shards(&leaving, options.max_shard_size);
+
+    let temp = temporary(out)?;
+    let result = (|| {
+        write_weights(&manifest, &model, &shards, &temp)?;
+        let dtype = leaving.iter().max_by_key(|leaving| leaving.bytes).map_or(Float::F32, |leaving| leaving.dtype);
+        write_descriptions(&beside, &model, family, origin, dtype, &temp)?;
+        // An empty folder may stand in the place of the new one.
+        let _ = fs::remove_dir(out);
+        fs::rename(&temp, out).map_err(|e| Error::io("create", out, e))
+    })();
+    if result.is_err() {
+        let _ = fs::remove_dir_all(&temp);
+    }
+    result?;
+    Ok(Exported { family, files: shards.len(), bytes: leaving.iter().map(|leaving| leaving.bytes).sum() })
+}
+
+fn open(path: &Path) -> Result<Manifest> {
+    match checkpoint::latest(path)? {
+        Some(latest) => Manifest::read(&latest.path),
+        None => Manifest::read(path),
+    }
+}
+
+/// The configuration of the folder that the weights were once imported from, if it still is that of the model.
+fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
+    let path = beside.join(ORIGIN_CONFIG);
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let origin = HfConfig::read_file(&path)?;
+    // Settings of training, and the context of relative positions, do not say what the weights mean.
+    let meaning = |m: &ModelConfig| ModelConfig {
+        seq_length: 0,
+        max_position_embeddings: 0,
+        make_vocab_size_divisible_by: 0,
+        attention_dropout: 0.0,
+        hidden_dropout: 0.0,
+        init_method_std: 0.0,
+        ..m.clone()
+    };
+    Ok((meaning(&origin.model) == meaning(model)).then_some(origin))
+}
+
+/// A hidden folder beside `out`, which must not hold anything yet.
+fn temporary(out: &Path) -> Result<PathBuf> {
+    if fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
+        return Err(Error::checkpoint(out, "is there already and not empty; export to another folder"));
+    }
+    let name = out.file_name().ok_or_else(|| Error::checkpoint(out, "is no name for a new folder"))?;
+    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
+    let temp = parent.join(format!(".{}.tmp", name.to_string_lossy()));
+    if temp.exists() {
+        fs::remove_dir_all(&temp).map_err(|e| Error::io("remove", &temp, e))?;
+    }
+    fs::create_dir(&temp).map_err(|e| Error::io("create", &temp, e))?;
+    Ok(temp)
+}
+
+/// Deals parameters in order to files of at most `limit` bytes.
+fn shards<'a, 'b>(leaving: &'b [Leaving<'a>], limit: u64) -> Vec<Vec<&'b Leaving<'a>>> {
+    let mut shards: Vec<Vec<&Leaving>> = Vec::new();
+    let mut size = 0;
+    for one in leaving {
+        match shards.last_mut() {
+            Some(shard) if size + one.bytes <= limit => shard.push(one),
+            _ => {
+                shards.push(vec![one]);
+                size = 0;
+            }
+        }
+        size += one.bytes;
+    }
+    shards
+}
+
+fn write_weights(manifest: &Manifest, model: &ModelConfig, shards: &[Vec<&Leaving>], folder: &Path) -> Result<()> {
+    let qkv = QkvShape::of(model);
+    let mut weight_map = Map::new();
+    let mut total = 0;
+    for (at, shard) in shards.iter().enumerate() {
+        let name = match shards.len() {
+            1 => SINGLE.to_string(),
+            count => format!("model-{:05}-of-{count:05}.safetensors", at + 1),
+        };
+        let mut tensors = Vec::new();
+        for Leaving { planned, dtype, .. } in shard {
+            let shapes = planned.transform.their_shapes(&planned.spec.shape, &qkv);
+            tensors.extend(planned.theirs.iter().zip(shapes).map(|(name, shape)| (name, *dtype, shape)));
+        }
+        weight_map.extend(tensors.iter().map(|(tensor, ..)| (tensor.to_string(), json!(name))));
+        let stored = tensors.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice()));
+        let mut out = SafetensorsWriter::create(&folder.join(&name), stored)?;
+        for Leaving { planned, dtype, bytes } in shard {
+            let value = read(manifest, planned, *dtype)?;
+            for part in planned.transform.to_theirs(value, &planned.spec.shape, dtype.size(), &qkv) {
+                out.write(&part)?;
+            }
+            total += bytes;
+        }
+        out.finish()?;
+    }
+    if shards.len() > 1 {
+        write_json(&folder.join(INDEX), &json!({"metadata": {"total_size": total}, "weight_map": weight_map}))?;
+    }
+    Ok(())
+}
+
+/// A parameter's bytes in `dtype`.
+fn read(manifest: &Manifest, planned: &Planned, dtype: Float) -> Result<Vec<u8>> {
+    let shape = &planned.spec.shape;
+    let numel = shape.iter().product();
+    let data = Tensor::zeros(numel, candle_dtype(dtype), &Device::Cpu)?;
+    let piece = Piece { offset: vec![0; shape.len()], shape: shape.clone(), flat: 0..numel, local: 0 };
+    manifest.load(&[ShardRef {
+        name: planned.spec.name.clone(),
+        kind: StateKind::Param,
+        global_shape: shape.clone(),
+        pieces: vec![piece],
+        data: data.clone(),
+    }])?;
+    Ok(kernels::host::with_bytes(&data, "export", |bytes| Ok(bytes.to_vec()))?)
+}
+
+fn write_descriptions(
+    beside: &Path,
+    model: &ModelConfig,
+    family: Family,
+    origin: Option<HfConfig>,
+    dtype: Float,
+    folder: &Path,
+) -> Result<()> {
+    let mut config = match origin {
+        Some(origin) => origin.json,
+        None => {
+            let mut config = to_json(model, family);
+            // Null rather than absent: absent ones have a family's own defaults, tokens of another vocabulary.
+            for token in ["bos_token_id", "eos_token_id", "pad_token_id"] {
+                config.insert(token.into(), Value::Null);
+            }
+            config
+        }
+    };
+    config.insert("architectures".into(), json!([family.architecture()]));
+    let name = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+    let dtype = match dtype {
+        Float::F32 => "float32",
+        Float::Bf16 => "bfloat16",
+        Float::F16 => "float16",
+        Float::F64 => "float64",
+    };
+    config.insert(name.into(), dtype.into());
+    let tokens = ["bos_token_id", "eos_token_id", "pad_token_id"].into_iter();
+    let mut generation: Map<String, Value> = tokens
+        .filter_map(|token| Some((token.to_string(), config.get(token).filter(|id| !id.is_null())?.clone())))
+        .collect();
+    generation.insert("_from_model_config".into(), true.into());
+    write_json(&folder.join(CONFIG), &config.into())?;
+    write_json(&folder.join(GENERATION_CONFIG), &generation.into())?;
+    for name in COMPANIONS {
+        let (from, to) = (beside.join(name), folder.join(name));
+        if from.is_file() {
+            fs::copy(&from, &to).map_err(|e| Error::io("write", &to, e))?;
+        }
+    }
+    Ok(())
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<()> {
+    let mut text = serde_json::to_string_pretty(value).map_err(|e| Error::checkpoint(path, e.to_string()))?;
+    text.push('\n');
+    fs::write(path, text).map_err(|e| Error::io("write", path, e))
+}

@@ -1,0 +1,120 @@
+//! The safetensors files of a folder: one, or several with an index. Only headers are kept; tensors are read when asked for.
+//!
+//! `transformers` `modeling_utils.py`: `model.safetensors`, or `model.safetensors.index.json` with a `weight_map`.
+
+use std::collections::BTreeMap;
+use std::path::{Component, Path, PathBuf};
+
+use megatron::checkpoint::{Float, ShardFile};
+use megatron::{Error, Result};
+use serde::Deserialize;
+
+use crate::families::Tensors;
+
+pub(super) const SINGLE: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+const MAX_INDEX_BYTES: u64 = 256 << 20;
+
+/// A tensor's bytes as they are in a file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stored {
+    pub dtype: Float,
+    pub shape: Vec<usize>,
+    pub bytes: Vec<u8>,
+}
+
+/// The tensors of a folder.
+pub struct HfFiles {
+    folder: PathBuf,
+    files: Vec<ShardFile>,
+    tensors: Tensors,
+    /// Index of the file of each tensor.
+    homes: BTreeMap<String, usize>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl HfFiles {
+    /// Opens the files of `folder` and reads their headers.
+    ///
+    /// # Errors
+    /// If there are none, one is damaged, or the index and the files disagree.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let index = folder.join(INDEX);
+        if index.is_file() {
+            return Self::sharded(folder, &index);
+        }
+        let single = folder.join(SINGLE);
+        if !single.is_file() {
+            return Err(Error::checkpoint(folder, format!("holds neither {SINGLE} nor {INDEX}")));
+        }
+        Self::of(folder, vec![ShardFile::open(&single)?])
+    }
+
+    fn sharded(folder: &Path, path: &Path) -> Result<Self> {
+        let size = std::fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len();
+        if size > MAX_INDEX_BYTES {
+            return Err(Error::checkpoint(path, format!("has {size} bytes, which no index has")));
+        }
+        let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+        let index: Index =
+            serde_json::from_slice(&bytes).map_err(|e| Error::checkpoint(path, format!("is no index: {e}")))?;
+        let mut names: Vec<&String> = index.weight_map.values().collect();
+        names.sort_unstable();
+        names.dedup();
+        for name in &names {
+            let mut parts = Path::new(name).components();
+            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name.as_str()) {
+                return Err(Error::checkpoint(path, format!("names {name:?}, which is not a file in its own folder")));
+            }
+        }
+        let files = names.iter().map(|name| ShardFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
+        let opened = Self::of(folder, files)?;
+        for (tensor, file) in &index.weight_map {
+            if opened.homes.get(tensor).is_none_or(|&home| names[home] != file) {
+                return Err(Error::checkpoint(path, format!("places {tensor} in {file}, which does not hold it")));
+            }
+        }
+        match opened.tensors.keys().find(|tensor| !index.weight_map.contains_key(*tensor)) {
+            Some(tensor) => Err(Error::checkpoint(path, format!("does not list {tensor}, which a file holds"))),
+            None => Ok(opened),
+        }
+    }
+
+    fn of(folder: &Path, files: Vec<ShardFile>) -> Result<Self> {
+        let (mut tensors, mut homes) = (Tensors::new(), BTreeMap::new());
+        for (home, file) in files.iter().enumerate() {
+            for (name, info) in file.tensors() {
+                if homes.insert(name.clone(), home).is_some() {
+                    return Err(Error::checkpoint(file.path(), format!("holds {name}, as another file does")));
+                }
+                tensors.insert(name, info);
+            }
+        }
+        Ok(Self { folder: folder.to_path_buf(), files, tensors, homes })
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Dtypes and shapes by name.
+    pub fn tensors(&self) -> &Tensors {
+        &self.tensors
+    }
+
+    /// Reads a tensor.
+    ///
+    /// # Errors
+    /// If there is none of this name, or it is not of a floating-point dtype, or reading fails.
+    pub fn read(&self, name: &str) -> Result<Stored> {
+        let (Some((Some(dtype), shape)), Some(&home)) = (self.tensors.get(name), self.homes.get(name)) else {
+            return Err(Error::checkpoint(&self.folder, format!("has no floating-point tensor {name}")));
+        };
+        let bytes = self.files[home].read(name, *dtype, 0..shape.iter().product())?;
+        Ok(Stored { dtype: *dtype, shape: shape.clone(), bytes })
+    }
+}

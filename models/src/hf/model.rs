@@ -1,0 +1,125 @@
+//! A Hugging Face folder as the parameters of a model, read one at a time.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use megatron::checkpoint::Float;
+use megatron::config::ModelConfig;
+use megatron::params::{ParamStore, Role};
+use megatron::{Error, Result};
+
+use super::config::HfConfig;
+use super::files::HfFiles;
+use crate::Gpt;
+use crate::families::{LM_HEAD, Planned, QkvShape};
+
+/// A parameter's value: global, unpadded, in the dtype of the file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Raw {
+    pub dtype: Float,
+    pub shape: Vec<usize>,
+    /// Row-major, little-endian.
+    pub bytes: Vec<u8>,
+}
+
+/// The model in a folder: every tensor of its files is accounted for, and every parameter has its tensors.
+pub struct HfModel {
+    pub config: HfConfig,
+    files: HfFiles,
+    parameters: Vec<Planned>,
+    qkv: QkvShape,
+}
+
+impl HfModel {
+    /// Opens a folder with `config.json` and safetensors files. Weights are not read yet.
+    ///
+    /// # Errors
+    /// If the architecture is not known, or the files do not hold exactly its tensors; messages name what is wrong.
+    pub fn open(folder: &Path) -> Result<Self> {
+        Self::with(HfConfig::read(folder)?, HfFiles::open(folder)?)
+    }
+
+    fn with(config: HfConfig, files: HfFiles) -> Result<Self> {
+        let specs = Gpt::specs(&config.model)?;
+        let qkv = QkvShape::of(&config.model);
+        let plan = config.family.plan_file(&specs, &qkv, files.tensors());
+        let plan = plan.map_err(|why| Error::checkpoint(files.folder(), why))?;
+        if let Some(words) = plan.tied_head
+            && files.read(LM_HEAD)? != files.read(&words)?
+        {
+            return Err(Error::checkpoint(
+                files.folder(),
+                format!(
+                    "{LM_HEAD} differs from {words}, though config.json ties them; set tie_word_embeddings to false"
+                ),
+            ));
+        }
+        Ok(Self { config, files, parameters: plan.parameters, qkv })
+    }
+
+    /// Names, shapes and dtypes of the parameters, in forward order.
+    pub fn parameters(&self) -> impl Iterator<Item = (&str, &[usize], Float)> {
+        self.parameters.iter().map(|parameter| {
+            let dtype = parameter.theirs.first().and_then(|name| self.files.tensors().get(name)?.0);
+            (parameter.spec.name.as_str(), parameter.spec.shape.as_slice(), dtype.unwrap_or(Float::F32))
+        })
+    }
+
+    /// Reads the parameter at `index` of [`HfModel::parameters`].
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub fn read(&self, index: usize) -> Result<Raw> {
+        let Planned { spec, theirs, transform } = &self.parameters[index];
+        let tensors = theirs.iter().map(|name| self.files.read(name)).collect::<Result<Vec<_>>>()?;
+        let dtype = tensors.first().map_or(Float::F32, |tensor| tensor.dtype);
+        let parts = tensors.into_iter().map(|tensor| tensor.bytes).collect();
+        let bytes = transform.to_ours(parts, &spec.shape, dtype.size(), &self.qkv);
+        Ok(Raw { dtype, shape: spec.shape.clone(), bytes })
+    }
+
+    /// Fills the parameters that a rank holds, reading only those, one at a time.
+    ///
+    /// # Errors
+    /// If `store` has a parameter that the folder has not, or in another shape, or a file cannot be read.
+    pub fn load_into(&self, store: &ParamStore) -> Result<()> {
+        let index: HashMap<&str, usize> = self.parameters().enumerate().map(|(at, (name, ..))| (name, at)).collect();
+        for (_, param) in store.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
+            let spec = &param.spec;
+            let refuse = |message: String| Error::checkpoint(self.files.folder(), message);
+            let at = *index.get(spec.name.as_str()).ok_or_else(|| refuse(format!("has nothing for {}", spec.name)))?;
+            let Raw { dtype, shape, bytes } = self.read(at)?;
+            if shape != spec.shape {
+                return Err(refuse(format!("{} has shape {shape:?} there and {:?} here", spec.name, spec.shape)));
+            }
+            let value = Tensor::from_raw_buffer(&bytes, candle_dtype(dtype), &shape, &Device::Cpu)?;
+            drop(bytes);
+            let mut local = vec![0f32; param.numel];
+            for piece in &param.pieces {
+                let mut cut = value.clone();
+                for (dim, (start, len)) in piece.offset.iter().zip(&piece.shape).enumerate() {
+                    cut = cut.narrow(dim, *start, *len)?;
+                }
+                let values = cut.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+                local[piece.local..piece.local + piece.flat.len()].copy_from_slice(&values[piece.flat.clone()]);
+            }
+            store.assign(param, local)?;
+        }
+        Ok(())
+    }
+
+    /// The architecture.
+    pub fn model(&self) -> &ModelConfig {
+        &self.config.model
+    }
+}
+
+pub(super) fn candle_dtype(dtype: Float) -> DType {
+    match dtype {
+        Float::F32 => DType::F32,
+        Float::Bf16 => DType::BF16,
+        Float::F16 => DType::F16,
+        Float::F64 => DType::F64,
+    }
+}

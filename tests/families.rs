@@ -1,0 +1,295 @@
+//! Models of Hugging Face folders on several layouts against the logits of transformers; import and export.
+//!
+//! Fixtures: `fixtures/make_families.py`, `fixtures/make_oracle.py`.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use megatron::checkpoint;
+use megatron::config::RunConfig;
+use megatron::data::MicroBatch;
+use megatron::pipeline::Payload;
+use megatron::tensor_parallel::Phase;
+use megatron::tensor_parallel::layout::Stream;
+use megatron::train::Trainer;
+use models::hf::{ExportOptions, HfConfig, HfModel, copy_companions, export, import};
+use system_tests::{Style, Tokens, layout, on_ranks, sources, tiny, trainer};
+
+const FAMILIES: [&str; 8] =
+    ["gpt2", "gpt2-fp16", "llama2", "llama3-bf16", "llama-linear-biased", "mistral-sharded", "qwen2", "bloom"];
+/// dp · tp · pp
+const LAYOUTS: [(usize, usize, usize); 4] = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)];
+/// Absolute difference allowed to every logit.
+const TOLERANCE: f32 = 1e-4;
+const WHOLE: ExportOptions = ExportOptions { max_shard_size: u64::MAX, dtype: None };
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
+}
+
+fn family(name: &str) -> PathBuf {
+    fixtures().join("families").join(name)
+}
+
+/// A run of the model in `folder`, cut as dp · tp · pp.
+fn run(folder: &Path, seq_length: usize, (dp, tp, pp): (usize, usize, usize)) -> RunConfig {
+    let mut config = layout(tiny(Style::Gpt2, 0.0), dp, tp, pp);
+    config.model = HfConfig::read(folder).unwrap().model;
+    config.model.make_vocab_size_divisible_by = 8;
+    config.model.seq_length = seq_length;
+    (config.model.attention_dropout, config.model.hidden_dropout) = (0.0, 0.0);
+    config
+}
+
+fn tensors(path: &Path) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+}
+
+/// Logits `[S, V]` of `tokens`, on the last stage.
+fn logits(trainer: &Trainer, tokens: &[u32]) -> megatron::Result<Option<Vec<f32>>> {
+    let stage = trainer.stage();
+    let length = tokens.len();
+    let batch = MicroBatch {
+        tokens: Tensor::from_vec(tokens.to_vec(), (length, 1), &Device::Cpu)?,
+        labels: Tensor::zeros((length, 1), DType::U32, &Device::Cpu)?,
+        loss_mask: Tensor::zeros((length, 1), DType::F32, &Device::Cpu)?,
+        samples: vec![0],
+    };
+    let ctx = stage.ctx(&batch, Phase::Evaluate, 0.0);
+    let rank = stage.pp.rank();
+    let input = if rank == 0 {
+        None
+    } else {
+        let buffer = Tensor::zeros((length, 1, stage.hidden), DType::F32, &Device::Cpu)?;
+        stage.pp.recv(&buffer, rank - 1, Payload::Activation.tag())?.wait()?;
+        Some(buffer)
+    };
+    let chunk = &stage.chunks[0];
+    let x = chunk.infer(input, &ctx)?;
+    let Some(head) = &chunk.head else {
+        let Stream(x) = x;
+        stage.pp.send(&x, rank + 1, Payload::Activation.tag())?.wait()?;
+        return Ok(None);
+    };
+    Ok(Some(head.full_logits(&x, 0..length, &ctx)?.flatten_all()?.to_vec1()?))
+}
+
+fn assert_close(what: &str, ours: &[f32], theirs: &[f32]) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    let worst = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    println!("{what}: logits within {worst:.1e}");
+    assert!(worst < TOLERANCE, "{what}: a logit differs by {worst}");
+}
+
+/// Logits of the model in `folder` on every layout, its weights put in place by `load`.
+fn gives(folder: &Path, tokens: &[u32], expected: &[f32], load: impl Fn(&mut Trainer) -> megatron::Result<()> + Sync) {
+    for cut in LAYOUTS {
+        let config = run(folder, tokens.len(), cut);
+        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, tokens.len()));
+        let all = on_ranks(config.parallel.world_size(), |world| {
+            let mut trainer = trainer(&config, world, &data)?;
+            load(&mut trainer)?;
+            logits(&trainer, tokens)
+        })
+        .unwrap();
+        assert!(all.iter().flatten().count() > 0);
+        for ours in all.iter().flatten() {
+            assert_close(&format!("{} {cut:?}", folder.display()), ours, expected);
+        }
+    }
+}
+
+fn expected(name: &str) -> (Vec<u32>, Vec<f32>) {
+    let expected = tensors(&family(name).join("expected.safetensors"));
+    let tokens = expected["tokens"].to_dtype(DType::U32).unwrap().to_vec1().unwrap();
+    (tokens, expected["logits"].flatten_all().unwrap().to_vec1().unwrap())
+}
+
+/// The tensors of all files of a folder: dtype, shape and bytes.
+fn contents(folder: &Path) -> HashMap<String, (String, Vec<usize>, Vec<u8>)> {
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut all = HashMap::new();
+    for path in files.filter(|p| p.to_string_lossy().ends_with(".safetensors") && !p.ends_with("expected.safetensors"))
+    {
+        let bytes = std::fs::read(path).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for (name, view) in file.tensors() {
+            let tensor = (format!("{:?}", view.dtype()), view.shape().to_vec(), view.data().to_vec());
+            assert!(all.insert(name, tensor).is_none());
+        }
+    }
+    all
+}
+
+#[test]
+fn every_family_gives_the_logits_of_transformers_on_every_layout() {
+    for name in FAMILIES {
+        let (tokens, logits) = expected(name);
+        let model = HfModel::open(&family(name)).unwrap();
+        gives(&family(name), &tokens, &logits, |trainer| model.load_into(&trainer.stage().params));
+    }
+}
+
+#[test]
+fn the_oracle_models_give_the_logits_of_transformers_on_every_layout() {
+    for name in ["gpt2-tiny", "llama-tiny"] {
+        let folder = fixtures().join(name);
+        let logits = tensors(&folder.join("logits.safetensors"))["logits"].flatten_all().unwrap().to_vec1().unwrap();
+        let dataset = megatron::data::IndexedDataset::open(folder.join("data_text_document")).unwrap();
+        let tokens = &dataset.read_sequence(0).unwrap()[..64];
+        let model = HfModel::open(&folder).unwrap();
+        gives(&folder, tokens, &logits, |trainer| model.load_into(&trainer.stage().params));
+    }
+}
+
+#[test]
+fn an_imported_checkpoint_loads_on_every_layout() {
+    for name in ["gpt2-fp16", "mistral-sharded"] {
+        let dir = tempfile::tempdir().unwrap();
+        let imported = import(&family(name), dir.path(), |_, _| ()).unwrap();
+        checkpoint::verify(&imported.path).unwrap();
+        let (tokens, logits) = expected(name);
+        gives(&family(name), &tokens, &logits, |trainer| trainer.load(&imported.path));
+    }
+}
+
+#[test]
+fn import_and_export_return_every_byte_of_every_tensor() {
+    for name in FAMILIES {
+        let dir = tempfile::tempdir().unwrap();
+        import(&family(name), &dir.path().join("checkpoint"), |_, _| ()).unwrap();
+        let original = contents(&family(name));
+        for (out, max_shard_size) in [("whole", u64::MAX), ("shards", 20_000)] {
+            let out = dir.path().join(out);
+            let options = ExportOptions { max_shard_size, dtype: None };
+            let exported = export(&dir.path().join("checkpoint"), &out, &options).unwrap();
+            assert!(contents(&out) == original, "{name}: tensors differ");
+            assert_eq!(exported.files > 1, max_shard_size < u64::MAX, "{name}");
+            HfModel::open(&out).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_model_trained_under_tp_pp_and_zero_exports_with_the_logits_it_has() {
+    for name in ["gpt2", "llama-linear-biased", "qwen2", "bloom"] {
+        let dir = tempfile::tempdir().unwrap();
+        let (tokens, before) = expected(name);
+        let mut config = run(&family(name), tokens.len(), (2, 2, 2));
+        config.parallel.use_distributed_optimizer = true;
+        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, tokens.len()));
+        let model = HfModel::open(&family(name)).unwrap();
+        let save = dir.path().join("checkpoint");
+        let all = on_ranks(8, |world| {
+            let mut trainer = trainer(&config, world, &data)?;
+            model.load_into(&trainer.stage().params)?;
+            for _ in 0..3 {
+                trainer.step()?;
+            }
+            trainer.save(&save)?;
+            logits(&trainer, &tokens)
+        })
+        .unwrap();
+        let trained = all.into_iter().flatten().next().unwrap();
+        assert!(trained.iter().zip(&before).any(|(a, b)| (a - b).abs() > 0.01), "{name} did not train");
+        // Once described by the model alone, once by the configuration it came with.
+        for out in ["bare", "with-origin"] {
+            let out = dir.path().join(out);
+            export(&save, &out, &WHOLE).unwrap();
+            let again = HfModel::open(&out).unwrap();
+            gives(&out, &tokens, &trained, |trainer| again.load_into(&trainer.stage().params));
+            copy_companions(&family(name), &save).unwrap();
+        }
+    }
+}
+
+#[test]
+fn export_converts_to_the_dtype_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    import(&family("llama2"), &dir.path().join("checkpoint"), |_, _| ()).unwrap();
+    let options = ExportOptions { dtype: Some(checkpoint::Float::Bf16), ..WHOLE };
+    export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &options).unwrap();
+    let (ours, theirs) =
+        (tensors(&dir.path().join("hf/model.safetensors")), tensors(&family("llama2").join("model.safetensors")));
+    for (name, theirs) in theirs {
+        let rounded = theirs.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap();
+        assert_eq!(ours[&name].dtype(), DType::BF16);
+        let ours = ours[&name].to_dtype(DType::F32).unwrap();
+        let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert!(values(&ours) == values(&rounded), "{name}: values differ");
+    }
+}
+
+/// A copy of a fixture whose tensors `change` has changed; what opening it says.
+fn refusal(name: &str, change: impl FnOnce(&mut HashMap<String, Tensor>)) -> Option<String> {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(family(name).join("config.json"), dir.path().join("config.json")).unwrap();
+    let mut all = tensors(&family(name).join("model.safetensors"));
+    change(&mut all);
+    candle_core::safetensors::save(&all, dir.path().join("model.safetensors")).unwrap();
+    HfModel::open(dir.path()).err().map(|error| error.to_string())
+}
+
+fn zeros(shape: &[usize]) -> Tensor {
+    Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn tensors_that_are_missing_left_over_or_of_another_shape_are_named() {
+    let name = "model.layers.1.mlp.up_proj.weight";
+    let why = refusal("llama2", |all| drop(all.remove(name))).unwrap();
+    assert!(why.contains(name) && why.contains("missing"), "{why}");
+    let why = refusal("llama2", |all| drop(all.insert("model.layers.2.mlp.up_proj.weight".into(), zeros(&[48, 32]))))
+        .unwrap();
+    assert!(why.contains("model.layers.2.mlp.up_proj.weight belongs to no parameter"), "{why}");
+    let why = refusal("llama2", |all| drop(all.insert(name.into(), zeros(&[32, 48])))).unwrap();
+    assert!(why.contains("[32, 48]") && why.contains("[48, 32]"), "{why}");
+    let why = refusal("llama2", |all| drop(all.remove("lm_head.weight"))).unwrap();
+    assert!(why.contains("lm_head.weight"), "{why}");
+    let half = zeros(&[48, 32]).to_dtype(DType::F16).unwrap();
+    let why = refusal("llama2", |all| drop(all.insert(name.into(), half))).unwrap();
+    assert!(why.contains(name) && why.contains("dtypes"), "{why}");
+    let why =
+        refusal("llama2", |all| drop(all.insert(name.into(), zeros(&[48, 32]).to_dtype(DType::U8).unwrap()))).unwrap();
+    assert!(why.contains(name) && why.contains("dtype"), "{why}");
+}
+
+#[test]
+fn masks_and_a_repeated_tied_matrix_are_ignored_and_another_matrix_is_not() {
+    assert_eq!(refusal("gpt2", |all| drop(all.insert("transformer.h.0.attn.bias".into(), zeros(&[1, 1, 4, 4])))), None);
+    let words = "transformer.wte.weight";
+    assert_eq!(refusal("gpt2", |all| drop(all.insert("lm_head.weight".into(), all[words].clone()))), None);
+    let why = refusal("gpt2", |all| drop(all.insert("lm_head.weight".into(), zeros(&[101, 32])))).unwrap();
+    assert!(why.contains("lm_head.weight") && why.contains("tie_word_embeddings"), "{why}");
+}
+
+#[test]
+fn files_of_a_bare_model_have_names_without_prefix() {
+    let stripped = |all: &mut HashMap<String, Tensor>| {
+        *all = all.drain().map(|(name, t)| (name.trim_start_matches("transformer.").to_string(), t)).collect();
+    };
+    assert_eq!(refusal("bloom", stripped), None);
+    assert_eq!(refusal("gpt2", stripped), None);
+}
+
+#[test]
+fn an_index_that_leaves_its_folder_or_lies_is_refused() {
+    let copy = |change: &dyn Fn(&str) -> String| {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(family("mistral-sharded")).unwrap() {
+            let path = entry.unwrap().path();
+            std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+        }
+        let index = dir.path().join("model.safetensors.index.json");
+        let text = std::fs::read_to_string(&index).unwrap();
+        std::fs::write(&index, change(&text)).unwrap();
+        HfModel::open(dir.path()).err().map(|error| error.to_string())
+    };
+    assert_eq!(copy(&|text| text.to_string()), None);
+    let outside = copy(&|text| text.replacen("model-00005-of-00005", "../model-00005-of-00005", 1)).unwrap();
+    assert!(outside.contains("own folder"), "{outside}");
+    let moved = copy(&|text| text.replacen("model-00005-of-00005", "model-00004-of-00005", 1)).unwrap();
+    assert!(moved.contains("lm_head.weight"), "{moved}");
+    assert!(copy(&|_| "{".into()).unwrap().contains("no index"));
+}
