@@ -58,21 +58,25 @@ fn logits(trainer: &Trainer, tokens: &[u32]) -> megatron::Result<Option<Vec<f32>
     };
     let ctx = stage.ctx(&batch, Phase::Evaluate, 0.0);
     let rank = stage.pp.rank();
-    let input = if rank == 0 {
-        None
-    } else {
-        let buffer = Tensor::zeros((length, 1, stage.hidden), DType::F32, &Device::Cpu)?;
-        stage.pp.recv(&buffer, rank - 1, Payload::Activation.tag())?.wait()?;
-        Some(buffer)
-    };
+    // The layers' forward as training runs it.
     let chunk = &stage.chunks[0];
-    let x = chunk.infer(input, &ctx)?;
+    let mut x = match &chunk.embedding {
+        Some(embedding) => embedding.forward(&ctx)?.0,
+        None => {
+            let buffer = Tensor::zeros((length, 1, stage.hidden), DType::F32, &Device::Cpu)?;
+            stage.pp.recv(&buffer, rank - 1, Payload::Activation.tag())?.wait()?;
+            Stream(buffer)
+        }
+    };
+    for layer in &chunk.layers {
+        x = layer.forward(x, &ctx)?.0;
+    }
     let Some(head) = &chunk.head else {
-        let Stream(x) = x;
-        stage.pp.send(&x, rank + 1, Payload::Activation.tag())?.wait()?;
+        stage.pp.send(&x.0, rank + 1, Payload::Activation.tag())?.wait()?;
         return Ok(None);
     };
-    Ok(Some(head.full_logits(&x, 0..length, &ctx)?.flatten_all()?.to_vec1()?))
+    let rows = (0..length).map(|row| Ok(head.logits_at(&x, &[row], &ctx)?.flatten_all()?.to_vec1::<f32>()?));
+    Ok(Some(rows.collect::<megatron::Result<Vec<_>>>()?.concat()))
 }
 
 fn assert_close(what: &str, ours: &[f32], theirs: &[f32]) {

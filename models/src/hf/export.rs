@@ -50,7 +50,7 @@ struct Leaving<'a> {
 /// If no Hugging Face family has the checkpoint's architecture, `out` is not empty, the checkpoint is damaged, or the system
 /// refuses. `out` appears whole or not at all.
 pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
-    let manifest = open(path)?;
+    let manifest = Manifest::read(&checkpoint::locate(path, None)?)?;
     let beside = manifest.folder().parent().unwrap_or(path).to_path_buf();
     let model: ModelConfig =
         manifest
@@ -89,13 +89,6 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
     }
     result?;
     Ok(Exported { family, files: shards.len(), bytes: leaving.iter().map(|leaving| leaving.bytes).sum() })
-}
-
-fn open(path: &Path) -> Result<Manifest> {
-    match checkpoint::latest(path)? {
-        Some(latest) => Manifest::read(&latest.path),
-        None => Manifest::read(path),
-    }
 }
 
 /// The configuration of the folder that the weights were once imported from, if it still is that of the model.
