@@ -7,6 +7,7 @@ mod fault;
 mod inference;
 mod launch;
 mod launcher;
+mod preprocess;
 mod pretrain;
 mod ranks;
 mod report;
@@ -35,6 +36,8 @@ fn run() -> error::Result<u8> {
     match cli::parse(&words) {
         Ok(Request::Pretrain(settings)) => pretrain::run(&settings),
         Ok(Request::Launch(launch)) => launcher::run(&launch),
+        Ok(Request::Preprocess(args)) => preprocess::run(&args),
+        Ok(Request::Tokenizer(args)) => preprocess::run_tokenizer(&args),
         Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
         Ok(Request::Generate(args)) => inference::generate::run(&args),
         Ok(Request::Eval(args)) => inference::evaluate::run(&args),

@@ -7,15 +7,14 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, TokenizerBuilder};
 use tokenizers::{decoders::DecoderWrapper, normalizers::NormalizerWrapper, processors::PostProcessorWrapper};
 
-use super::text::Corpus;
 use super::tokenizer::END_OF_TEXT;
 use crate::{Error, Result};
 
 /// Pairs seen less often than this are not merged.
 const MIN_FREQUENCY: u64 = 2;
 
-/// Trains a vocabulary of at most `vocab_size` tokens; gives its `tokenizer.json`.
-pub(super) fn train_bpe(vocab_size: usize, corpus: &Corpus) -> Result<String> {
+/// Trains a vocabulary of at most `vocab_size` tokens on `texts`, which are read one at a time; gives its `tokenizer.json`.
+pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<String>> + Send) -> Result<String> {
     let failed = |error: tokenizers::Error| {
         Error::config(format!("training a tokenizer of {vocab_size} tokens failed: {error}"))
     };
@@ -35,8 +34,8 @@ pub(super) fn train_bpe(vocab_size: usize, corpus: &Corpus) -> Result<String> {
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
         .build();
     let mut unreadable = None;
-    let texts = corpus.paragraphs().map_while(|paragraph| match paragraph {
-        Ok(paragraph) => Some(paragraph.text),
+    let texts = texts.map_while(|text| match text {
+        Ok(text) => Some(text),
         Err(error) => {
             unreadable = Some(error);
             None

@@ -39,7 +39,7 @@ pub use sampler::{GlobalBatch, Loader, MicroBatch};
 pub use source::{SampleSource, Sequential, Shuffled, TokenStream};
 pub use split::{Split, parse_split, split_sequences};
 pub use splits::SampleCounts;
-pub use text::Corpus;
+pub use text::{Corpus, Paragraphs};
 pub use tokenizer::{TOKENIZER_FILE, Tokenizer};
 
 use crate::config::DataConfig;

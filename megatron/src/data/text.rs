@@ -27,6 +27,8 @@ const SKIPPED_FOLDERS: &[&str] = &["target", "node_modules", "__pycache__"];
 const CHECKPOINT_MARK: &str = "latest_checkpointed_iteration.txt";
 /// Bytes after which a paragraph ends at the next end of a line, so that text without blank lines can be split too.
 const LONGEST_PARAGRAPH: usize = 1 << 16;
+/// Bytes of one line after which a paragraph ends between two words, so that a text without lines is not read whole.
+const LONGEST_LINE: u64 = 1 << 20;
 
 /// The documents of a run and the key of their content.
 #[derive(Clone, Debug)]
@@ -177,29 +179,46 @@ pub struct Paragraph {
     pub last: bool,
 }
 
-/// The paragraphs of one file.
-struct Paragraphs {
+/// The paragraphs of one document, read as they are asked for.
+pub struct Paragraphs {
     path: PathBuf,
-    reader: BufReader<File>,
+    reader: Box<dyn BufRead + Send>,
     /// First line of the next paragraph.
     ahead: Vec<u8>,
+    /// The error of bytes that are not UTF-8.
+    no_text: fn(&Path) -> Error,
 }
 
 impl Paragraphs {
     fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(|error| Error::io("open", path, error))?;
-        Ok(Self { path: path.to_path_buf(), reader: BufReader::with_capacity(1 << 18, file), ahead: Vec::new() })
+        let reader = BufReader::with_capacity(1 << 18, file);
+        Ok(Self { path: path.to_path_buf(), reader: Box::new(reader), ahead: Vec::new(), no_text: changed })
     }
 
-    fn read(&mut self) -> Result<Option<Paragraph>> {
+    /// The paragraphs of what `reader` gives; `path` is what errors name.
+    pub fn new(path: &Path, reader: Box<dyn BufRead + Send>) -> Self {
+        let no_text = |path: &Path| Error::data(path, "is no text: it is not UTF-8; convert it to UTF-8");
+        Self { path: path.to_path_buf(), reader, ahead: Vec::new(), no_text }
+    }
+
+    /// The next paragraph; `None` at the end.
+    ///
+    /// # Errors
+    /// If the text cannot be read or is not UTF-8.
+    pub fn read(&mut self) -> Result<Option<Paragraph>> {
         let mut bytes = std::mem::take(&mut self.ahead);
         let is_blank = |line: &[u8]| line.iter().all(u8::is_ascii_whitespace);
         let (mut has_text, mut blank_before) = (!is_blank(&bytes), false);
         loop {
             let start = bytes.len();
-            let read =
-                self.reader.read_until(b'\n', &mut bytes).map_err(|error| Error::io("read", &self.path, error))?;
+            let line = (&mut self.reader).take(LONGEST_LINE).read_until(b'\n', &mut bytes);
+            let read = line.map_err(|error| Error::io("read", &self.path, error))?;
             if read == 0 {
+                break;
+            }
+            if read as u64 == LONGEST_LINE && bytes.last() != Some(&b'\n') {
+                self.ahead = bytes.split_off(between_words(&bytes, start));
                 break;
             }
             let blank = is_blank(&bytes[start..]);
@@ -213,10 +232,19 @@ impl Paragraphs {
         if bytes.is_empty() {
             return Ok(None);
         }
-        // Lines end at a byte that is part of no other character, so cutting there keeps UTF-8 whole.
-        let text = String::from_utf8(bytes).map_err(|_| changed(&self.path))?;
+        // Lines and words end at a byte that is part of no other character, so cutting there keeps UTF-8 whole.
+        let text = String::from_utf8(bytes).map_err(|_| (self.no_text)(&self.path))?;
         Ok(Some(Paragraph { text, last: self.ahead.is_empty() }))
     }
+}
+
+/// Where to cut a long line that begins at `start`: after its last white space, else before its last character.
+fn between_words(bytes: &[u8], start: usize) -> usize {
+    // Something must be left for the next paragraph, or this one would seem to be the last.
+    let line = &bytes[start..bytes.len() - 1];
+    let after_space = line.iter().rposition(u8::is_ascii_whitespace).map(|at| start + at + 1);
+    let is_first_byte = |byte: &u8| byte & 0xc0 != 0x80;
+    after_space.or_else(|| bytes.iter().rposition(is_first_byte)).filter(|&at| at > 0).unwrap_or(bytes.len() - 1)
 }
 
 /// The error of text that is not what it was when it was scanned.

@@ -17,6 +17,8 @@ pub(super) const END_OF_TEXT: &str = "<|endoftext|>";
 const WELL_KNOWN_ENDS: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>"];
 /// The byte tokenizer's end of a document; its vocabulary is one larger.
 const BYTE_END: u32 = 256;
+/// The bytes and the end of a document.
+const SMALLEST_VOCABULARY: usize = BYTE_END as usize + 1;
 
 /// Text to token ids and back. Special tokens spelled out in a text are text: only the data pipeline ends documents.
 #[derive(Clone, Debug)]
@@ -72,7 +74,7 @@ impl Tokenizer {
                 "tokenizer \"{spec}\": \"{vocab_size}\" is no vocabulary size; give train:VOCAB, such as train:4096"
             ))
         })?;
-        if size < BYTE_END as usize + 1 {
+        if size < SMALLEST_VOCABULARY {
             return Err(Error::config(format!(
                 "tokenizer \"{spec}\": a byte-level vocabulary has at least 257 tokens, the 256 bytes and {END_OF_TEXT}; \
                  give train:257 or more"
@@ -92,11 +94,34 @@ impl Tokenizer {
         };
         let mut tokenizer = open_or_build(cache_dir, open, || {
             let mut file = AtomicFile::create(&path)?;
-            file.write(train_bpe(size, corpus)?.as_bytes())?;
+            let texts = corpus.paragraphs().map(|paragraph| paragraph.map(|paragraph| paragraph.text));
+            file.write(train_bpe(size, texts)?.as_bytes())?;
             file.commit()
         })?;
         tokenizer.name = spec.into();
         Ok(tokenizer)
+    }
+
+    /// Trains a byte-level BPE vocabulary of at most `vocab_size` tokens on `texts` and writes it to `path` as a
+    /// `tokenizer.json`.
+    ///
+    /// # Errors
+    /// `Error::Config` where the vocabulary is too small, those of `texts`, or if the file cannot be written.
+    pub fn train_on(
+        texts: impl Iterator<Item = Result<String>> + Send,
+        vocab_size: usize,
+        path: &Path,
+    ) -> Result<Self> {
+        if vocab_size < SMALLEST_VOCABULARY {
+            return Err(Error::config(format!(
+                "a byte-level vocabulary of {vocab_size} tokens is too small: the 256 bytes and {END_OF_TEXT} alone are \
+                 {SMALLEST_VOCABULARY}; give a larger one"
+            )));
+        }
+        let mut file = AtomicFile::create(path)?;
+        file.write(train_bpe(vocab_size, texts)?.as_bytes())?;
+        file.commit()?;
+        Self::hugging_face(path)
     }
 
     fn hugging_face(given: &Path) -> Result<Self> {

@@ -18,6 +18,7 @@ use crate::bench::{Bench, BenchArgs};
 use crate::error::{Error, Result};
 use crate::inference::evaluate::EvalArgs;
 use crate::inference::generate::GenerateArgs;
+use crate::preprocess::{PreprocessArgs, TokenizerArgs};
 use flags::Flags;
 
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
@@ -35,6 +36,8 @@ pub enum Command {
     Generate(GenerateArgs),
     Eval(EvalArgs),
     Launch(LaunchArgs),
+    Preprocess(PreprocessArgs),
+    Tokenizer(TokenizerArgs),
     Bench(BenchArgs),
 }
 
@@ -98,6 +101,8 @@ pub enum Request {
     Launch(LaunchArgs),
     Generate(GenerateArgs),
     Eval(EvalArgs),
+    Preprocess(PreprocessArgs),
+    Tokenizer(TokenizerArgs),
     /// With the origins of what was typed.
     Bench(Bench, BTreeMap<String, String>),
 }
@@ -150,6 +155,8 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
             check_launch(&launch)?;
             Ok(Request::Launch(launch))
         }
+        (Command::Preprocess(args), _) => Ok(Request::Preprocess(args)),
+        (Command::Tokenizer(args), _) => Ok(Request::Tokenizer(args)),
         (Command::Pretrain(args), Some(typed)) => {
             gather(words, *args, typed).map(|settings| Request::Pretrain(Box::new(settings)))
         }

@@ -7,6 +7,7 @@ mod dead_rank;
 mod inference;
 mod launch;
 mod long_run;
+mod preprocess;
 mod pretrain;
 mod settings;
 mod site;

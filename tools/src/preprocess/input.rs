@@ -1,0 +1,266 @@
+//! Input files: what they hold, and their text whether compressed or not.
+//!
+//! Compression is told by the first bytes (RFC 1952, RFC 8878), the format by the name. Nothing is read whole: a file that
+//! decompresses to more than there is memory costs time, not memory.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use flate2::bufread::MultiGzDecoder;
+use megatron::Error;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+
+/// What a file is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// A JSON object on each line is a document.
+    JsonLines,
+    /// The file is one document, its paragraphs are sequences.
+    Text,
+}
+
+const BUFFER: usize = 1 << 18;
+const GZIP: &[u8] = &[0x1f, 0x8b];
+const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
+/// Of frames that decoders skip; the lower half of the first byte is free.
+const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
+
+/// Formats that are known but not read, by their first bytes, and what to do with them.
+const REFUSED: &[(&[u8], &str)] = &[
+    (b"PAR1", "is Parquet, which is not read; export it as JSON lines, one object with the text on each line"),
+    (b"BZh", "is compressed with bzip2, which is not read; recompress it with gzip or zstd"),
+    (&[0xfd, b'7', b'z', b'X', b'Z', 0], "is compressed with xz, which is not read; recompress it with gzip or zstd"),
+    (b"PK\x03\x04", "is a zip archive, which is not read; unpack it"),
+];
+
+/// An input file.
+#[derive(Clone, Debug)]
+pub struct Input {
+    pub path: PathBuf,
+    pub format: Format,
+}
+
+impl Input {
+    /// Tells the format of a file that must exist.
+    ///
+    /// # Errors
+    /// `Error::Data` where the file is missing or of a format that is not read.
+    pub fn new(path: &Path) -> megatron::Result<Self> {
+        let input = Self { path: path.to_path_buf(), format: format(path)? };
+        let mut file = input.buffered()?;
+        let start = file.fill_buf().map_err(|error| Error::io("read", path, error))?;
+        match REFUSED.iter().find(|(magic, _)| start.starts_with(magic)) {
+            Some((_, why)) => Err(Error::data(path, *why)),
+            None => Ok(input),
+        }
+    }
+
+    /// The content, decompressed.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn open(&self) -> megatron::Result<Box<dyn BufRead + Send>> {
+        let mut file = self.buffered()?;
+        let start = file.fill_buf().map_err(|error| Error::io("read", &self.path, error))?;
+        let is_skippable = start.len() >= 4 && start[0] & 0xf0 == 0x50 && start[1..4] == ZSTD_SKIPPABLE;
+        Ok(if start.starts_with(GZIP) {
+            Box::new(BufReader::with_capacity(BUFFER, MultiGzDecoder::new(file)))
+        } else if start.starts_with(ZSTD) || is_skippable {
+            Box::new(BufReader::with_capacity(BUFFER, ZstdFrames::new(file)))
+        } else {
+            Box::new(file)
+        })
+    }
+
+    fn buffered(&self) -> megatron::Result<BufReader<File>> {
+        let path = &self.path;
+        let file = File::open(path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => Error::data(path, "does not exist"),
+            _ => Error::io("open", path, error),
+        })?;
+        let meta = file.metadata().map_err(|error| Error::io("inspect", path, error))?;
+        if meta.is_dir() {
+            return Err(Error::data(path, "is a folder; give its files"));
+        }
+        Ok(BufReader::with_capacity(BUFFER, file))
+    }
+}
+
+/// The format that a file's name tells, without the ending of its compression.
+fn format(path: &Path) -> megatron::Result<Format> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    let bare = [".gz", ".zst", ".zstd"].iter().find_map(|ending| name.strip_suffix(ending)).unwrap_or(&name);
+    match bare.rsplit_once('.').map(|(_, ending)| ending) {
+        Some("jsonl" | "json" | "ndjson") => Ok(Format::JsonLines),
+        Some("txt" | "text") => Ok(Format::Text),
+        Some("parquet") => Err(Error::data(path, REFUSED[0].1)),
+        _ => Err(Error::data(
+            path,
+            "has a name that does not tell what it holds; call it .jsonl (a JSON object on each line) or .txt (text), \
+             with .gz or .zst after that if it is compressed",
+        )),
+    }
+}
+
+/// The frames of a zstd file, one after another.
+struct ZstdFrames<R> {
+    source: R,
+    decoder: FrameDecoder,
+    in_frame: bool,
+}
+
+impl<R: BufRead> ZstdFrames<R> {
+    fn new(source: R) -> Self {
+        Self { source, decoder: FrameDecoder::new(), in_frame: false }
+    }
+
+    /// Begins the next frame; false at the end of the file.
+    fn next_frame(&mut self) -> io::Result<bool> {
+        while !self.source.fill_buf()?.is_empty() {
+            match self.decoder.reset(&mut self.source) {
+                Ok(()) => {
+                    self.in_frame = true;
+                    return Ok(true);
+                }
+                Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame { length, .. })) => {
+                    let skipped = io::copy(&mut (&mut self.source).take(length.into()), &mut io::sink())?;
+                    if skipped < length.into() {
+                        return Err(io::ErrorKind::UnexpectedEof.into());
+                    }
+                }
+                Err(error) => return Err(io::Error::new(io::ErrorKind::InvalidData, error)),
+            }
+        }
+        Ok(false)
+    }
+
+    fn end_frame(&mut self) -> io::Result<()> {
+        self.in_frame = false;
+        match (self.decoder.get_checksum_from_data(), self.decoder.get_calculated_checksum()) {
+            (Some(stored), Some(found)) if stored != found => {
+                Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum is wrong"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl<R: BufRead> Read for ZstdFrames<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            if !self.in_frame && !self.next_frame()? {
+                return Ok(0);
+            }
+            while self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
+                self.decoder
+                    .decode_blocks(&mut self.source, BlockDecodingStrategy::UptoBlocks(1))
+                    .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+            }
+            let read = self.decoder.read(buffer)?;
+            if read > 0 {
+                return Ok(read);
+            }
+            self.end_frame()?;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn read(name: &str, content: &[u8]) -> megatron::Result<Vec<u8>> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        let mut bytes = Vec::new();
+        let mut reader = Input::new(&path)?.open()?;
+        reader.read_to_end(&mut bytes).map_err(|error| Error::io("read", &path, error))?;
+        Ok(bytes)
+    }
+
+    fn gzip(content: &[u8]) -> Vec<u8> {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        encoder.write_all(content).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    /// `printf 'hello zstd\n' | zstd -c`: a frame with a checksum.
+    const FRAME: &[u8] = &[
+        0x28, 0xb5, 0x2f, 0xfd, 0x04, 0x58, 0x59, 0x00, 0x00, 0x68, 0x65, 0x6c, 0x6c, 0x6f, 0x20, 0x7a, 0x73, 0x74,
+        0x64, 0x0a, 0x6c, 0x57, 0xf9, 0x51,
+    ];
+
+    fn text(lines: usize) -> Vec<u8> {
+        (0..lines).flat_map(|i| format!("line {i}\n").into_bytes()).collect()
+    }
+
+    #[test]
+    fn compression_is_told_by_content() {
+        let plain = text(100_000);
+        assert_eq!(read("a.txt", &plain).unwrap(), plain);
+        assert_eq!(read("a.txt.gz", &gzip(&plain)).unwrap(), plain);
+        assert_eq!(read("a.txt", &gzip(&plain)).unwrap(), plain);
+        assert_eq!(read("a.txt.gz", &plain).unwrap(), plain);
+        let zstd = ruzstd::encoding::compress_to_vec(&plain[..], ruzstd::encoding::CompressionLevel::Fastest);
+        assert_eq!(read("a.jsonl.zst", &zstd).unwrap(), plain);
+    }
+
+    #[test]
+    fn frames_and_members_follow_one_another_and_what_is_to_be_skipped_is() {
+        let skippable = [0x5a, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3];
+        assert_eq!(read("a.txt.zst", &[FRAME, &skippable, FRAME].concat()).unwrap(), b"hello zstd\nhello zstd\n");
+        assert_eq!(read("a.txt.zst", &[&skippable, FRAME].concat()).unwrap(), b"hello zstd\n");
+        assert_eq!(read("a.txt.gz", &[gzip(b"a"), gzip(b"b")].concat()).unwrap(), b"ab");
+    }
+
+    #[test]
+    fn damaged_files_are_errors() {
+        for at in 4..FRAME.len() {
+            let mut frame = FRAME.to_vec();
+            frame[at] ^= 0x10;
+            assert!(read("a.txt.zst", &frame).map_or(true, |content| content == b"hello zstd\n"), "byte {at}");
+        }
+        let last = FRAME.len() - 1;
+        assert!(read("a.txt.zst", &[&FRAME[..last], &[FRAME[last] ^ 1]].concat()).is_err());
+        assert!(read("a.txt.zst", &FRAME[..last]).is_err());
+        assert!(read("a.txt.zst", &[0x5a, 0x2a, 0x4d, 0x18, 0xff, 0xff, 0xff, 0xff, 1]).is_err());
+        let gzip = gzip(&text(100));
+        assert!(read("a.txt.gz", &gzip[..gzip.len() - 1]).is_err());
+        let mut flipped = gzip.clone();
+        flipped[gzip.len() - 6] ^= 1;
+        assert!(read("a.txt.gz", &flipped).is_err());
+    }
+
+    /// A frame that asks for a window of 2^41 bytes.
+    #[test]
+    fn a_window_beyond_reason_is_refused_before_it_is_made() {
+        let message = read("a.txt.zst", &[0x28, 0xb5, 0x2f, 0xfd, 0, 0xf8, 1, 0, 0]).unwrap_err().to_string();
+        assert!(message.contains("a.txt.zst"), "{message}");
+    }
+
+    #[test]
+    fn what_is_not_read_is_refused_by_name() {
+        for (name, content, part) in [
+            ("a.parquet", &b"PAR1"[..], "Parquet"),
+            ("a.jsonl", b"PAR1....", "Parquet"),
+            ("a.txt.bz2", b"BZh9", ".jsonl"),
+            ("a.txt", b"BZh9", "bzip2"),
+            ("a.jsonl", b"\xfd7zXZ\0", "xz"),
+            ("a", b"", ".jsonl"),
+            ("a.csv.gz", b"", ".txt"),
+        ] {
+            let message = read(name, content).unwrap_err().to_string();
+            assert!(message.contains(name) && message.contains(part), "{message}");
+        }
+        let message = Input::new(Path::new("/nowhere/a.txt")).unwrap_err().to_string();
+        assert!(message.contains("/nowhere/a.txt: does not exist"), "{message}");
+    }
+}

@@ -1,0 +1,325 @@
+//! `megatron preprocess` and `megatron tokenizer`: text into token files, and vocabularies from text.
+//!
+//! Source: Megatron-LM `tools/preprocess_data.py`, whose output for the same tokens is the same bytes.
+
+mod documents;
+mod input;
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use clap::{Args, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
+use megatron::data::{IndexedWriter, TokenType, Tokenizer};
+use rayon::prelude::*;
+
+use crate::error::{Error, Result};
+use crate::print_line;
+use documents::{Piece, Pieces};
+use input::{Format, Input};
+
+/// Turn text into an indexed dataset for `--data-path`
+///
+/// Reads JSON lines, of which every line is a document, and text, of which every file is a document with paragraphs as its sequences;
+/// plain or compressed with gzip or zstd. Writes PREFIX_KEY_document.bin and .idx for every key, byte for byte as Megatron-LM's
+/// preprocess_data does: tokens of 16 bits for vocabularies below 65,500, else of 32. A document without text is kept as an empty
+/// one. Memory grows by 12 bytes a document only, and the files appear when they are whole.
+///
+/// Special tokens spelled out in a text are text, and none are added but those of --append-eod.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:
+  megatron preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --append-eod --output-prefix data/corpus
+  megatron pretrain run.toml --data-path data/corpus_text_document --tokenizer tokenizer.json")]
+pub struct PreprocessArgs {
+    /// Files to read, in this order: .jsonl, .json (a JSON object on each line) or .txt, with .gz or .zst if compressed
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    pub input: Vec<PathBuf>,
+    /// Keys of the JSON objects that hold text, each for a dataset of its own
+    #[arg(long, value_name = "KEY", num_args = 1.., default_value = "text")]
+    pub json_keys: Vec<String>,
+    /// `byte`, or a tokenizer.json or its folder
+    #[arg(long, value_name = "TOKENIZER")]
+    pub tokenizer: String,
+    /// End every document with the tokenizer's token for that
+    #[arg(long)]
+    pub append_eod: bool,
+    /// Threads that tokenize [default: all cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub workers: Option<u16>,
+    /// Beginning of the names of the files to write
+    #[arg(long, value_name = "PREFIX")]
+    pub output_prefix: PathBuf,
+}
+
+/// Make a tokenizer
+#[derive(Args, Clone, Debug)]
+pub struct TokenizerArgs {
+    #[command(subcommand)]
+    pub what: TokenizerCommand,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub enum TokenizerCommand {
+    Train(TrainArgs),
+}
+
+/// Train a byte-level BPE vocabulary on text
+///
+/// Writes a tokenizer.json that `preprocess`, `pretrain` and the Hugging Face libraries load. Its token <|endoftext|> ends
+/// documents. Every text can be encoded: bytes that no longer token covers are tokens of their own.
+#[derive(Args, Clone, Debug)]
+pub struct TrainArgs {
+    /// Tokens of the vocabulary, at most; 257 at least
+    #[arg(long, value_name = "N")]
+    pub vocab_size: usize,
+    /// Files to read, as for `preprocess`
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    pub input: Vec<PathBuf>,
+    /// Keys of the JSON objects that hold text
+    #[arg(long, value_name = "KEY", num_args = 1.., default_value = "text")]
+    pub json_keys: Vec<String>,
+    /// The file to write
+    #[arg(long, value_name = "FILE", default_value = "tokenizer.json")]
+    pub output: PathBuf,
+}
+
+/// Bytes of input that are tokenized at a time.
+const BATCH: usize = 1 << 22;
+/// Batches that wait for the workers.
+const AHEAD: usize = 1;
+
+/// Runs `preprocess` and returns the exit code to end with.
+///
+/// # Errors
+/// If a file cannot be read or written, or holds no text.
+pub fn run(args: &PreprocessArgs) -> Result<u8> {
+    let inputs = open_inputs(&args.input, &args.json_keys)?;
+    if args.tokenizer.starts_with("train:") {
+        return Err(Error::usage(format!(
+            "--tokenizer {}: train the vocabulary first, with `megatron tokenizer train`, and give its tokenizer.json",
+            args.tokenizer
+        )));
+    }
+    let tokenizer = Tokenizer::open(&args.tokenizer, None, Path::new(""))?;
+    let eod = match (args.append_eod, tokenizer.eod()) {
+        (false, _) => None,
+        (true, Some(eod)) => Some(eod),
+        (true, None) => {
+            return Err(Error::usage(format!(
+                "--append-eod: the tokenizer {} has no token that ends documents; name it as eos_token in the \
+                 tokenizer_config.json beside it",
+                tokenizer.name()
+            )));
+        }
+    };
+    create_folder(&args.output_prefix)?;
+    let token_type = TokenType::for_vocabulary(tokenizer.vocab_size());
+    let mut outputs = args
+        .json_keys
+        .iter()
+        .map(|key| Output::create(&args.output_prefix, key, token_type))
+        .collect::<Result<Vec<_>>>()?;
+    let workers = args.workers.map_or(0, usize::from);
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(workers)
+        .build()
+        .map_err(|error| Error::usage(format!("--workers {workers}: {error}; give fewer")))?;
+    let mut progress = Progress::new();
+    let (sender, batches) = sync_channel(AHEAD);
+    std::thread::scope(|scope| {
+        scope.spawn(move || send_batches(Pieces::new(inputs), &sender));
+        // Dropped on an error, so that the reader stops.
+        for batch in batches {
+            let batch = batch?;
+            let bytes = batch.iter().map(Piece::len).sum();
+            let encode = |piece| encode(piece, &args.json_keys, &tokenizer);
+            let encoded: Vec<_> = pool.install(|| batch.into_par_iter().map(encode).collect());
+            for piece in encoded {
+                let Encoded { keys, last } = piece?;
+                for (output, sequences) in outputs.iter_mut().zip(keys) {
+                    output.add(sequences, last, eod)?;
+                }
+            }
+            progress.add(bytes, &outputs[0]);
+        }
+        Ok::<_, Error>(())
+    })?;
+    progress.finish();
+    for output in outputs {
+        output.finish(progress.start.elapsed(), progress.bytes)?;
+    }
+    Ok(0)
+}
+
+/// Runs `tokenizer` and returns the exit code to end with.
+///
+/// # Errors
+/// If a file cannot be read or written, or the vocabulary is too small.
+pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
+    let TokenizerCommand::Train(args) = &args.what;
+    let inputs = open_inputs(&args.input, &args.json_keys)?;
+    create_folder(&args.output)?;
+    let keys = args.json_keys.clone();
+    let texts = Pieces::new(inputs).flat_map(move |piece| match piece.and_then(|piece| piece.texts(&keys)) {
+        Ok(texts) => texts.into_iter().flatten().map(Ok).collect(),
+        Err(error) => vec![Err(error)],
+    });
+    let tokenizer = Tokenizer::train_on(texts, args.vocab_size, &args.output)?;
+    print_line(&format!("{}: {} tokens", args.output.display(), tokenizer.vocab_size()));
+    Ok(0)
+}
+
+fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
+    let inputs = paths.iter().map(|path| Input::new(path)).collect::<megatron::Result<Vec<_>>>()?;
+    if let Some((i, key)) = keys.iter().enumerate().find(|(i, key)| keys[..*i].contains(key)) {
+        return Err(Error::usage(format!("--json-keys names \"{key}\" twice, the second time as key {}", i + 1)));
+    }
+    match inputs.iter().find(|input| input.format == Format::Text) {
+        Some(input) if keys.len() > 1 => Err(Error::usage(format!(
+            "{} is text without keys, but --json-keys names {}; preprocess it by itself",
+            input.path.display(),
+            keys.len()
+        ))),
+        _ => Ok(inputs),
+    }
+}
+
+fn create_folder(output: &Path) -> Result<()> {
+    match output.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        Some(folder) => std::fs::create_dir_all(folder)
+            .map_err(|source| Error::Io { action: format!("create the folder {}", folder.display()), source }),
+        None => Ok(()),
+    }
+}
+
+/// Reads ahead of the workers, until they stop.
+fn send_batches(pieces: Pieces, sender: &SyncSender<megatron::Result<Vec<Piece>>>) {
+    let (mut batch, mut bytes) = (Vec::new(), 0);
+    for piece in pieces {
+        match piece {
+            Ok(piece) => {
+                bytes += piece.len();
+                batch.push(piece);
+            }
+            Err(error) => {
+                // Whoever stopped listening has an error of its own.
+                let _ = sender.send(Err(error));
+                return;
+            }
+        }
+        if bytes >= BATCH {
+            bytes = 0;
+            if sender.send(Ok(std::mem::take(&mut batch))).is_err() {
+                return;
+            }
+        }
+    }
+    let _ = sender.send(Ok(batch));
+}
+
+/// The tokens of a piece: for each key its sequences.
+struct Encoded {
+    keys: Vec<Vec<Vec<u32>>>,
+    last: bool,
+}
+
+fn encode(piece: Piece, keys: &[String], tokenizer: &Tokenizer) -> megatron::Result<Encoded> {
+    let last = piece.is_last();
+    let sequences = |texts: Vec<String>| texts.iter().map(|text| tokenizer.encode(text)).collect();
+    let keys = piece.texts(keys)?.into_iter().map(sequences).collect::<megatron::Result<_>>()?;
+    Ok(Encoded { keys, last })
+}
+
+/// The dataset of a key.
+struct Output {
+    prefix: PathBuf,
+    writer: IndexedWriter,
+    documents: u64,
+    tokens: u64,
+    /// The present document has tokens.
+    has_tokens: bool,
+}
+
+impl Output {
+    fn create(prefix: &Path, key: &str, token_type: TokenType) -> Result<Self> {
+        let mut name = prefix.as_os_str().to_owned();
+        name.push(format!("_{key}_document"));
+        let prefix = PathBuf::from(name);
+        let writer = IndexedWriter::create(&prefix, token_type)?;
+        Ok(Self { prefix, writer, documents: 0, tokens: 0, has_tokens: false })
+    }
+
+    /// Appends a piece's sequences. Empty ones are left out, and a document without tokens does not get an end.
+    fn add(&mut self, mut sequences: Vec<Vec<u32>>, last: bool, eod: Option<u32>) -> Result<()> {
+        sequences.retain(|sequence| !sequence.is_empty());
+        self.has_tokens |= !sequences.is_empty();
+        if last
+            && self.has_tokens
+            && let Some(eod) = eod
+        {
+            match sequences.last_mut() {
+                Some(sequence) => sequence.push(eod),
+                None => sequences.push(vec![eod]),
+            }
+        }
+        for sequence in &sequences {
+            self.tokens += sequence.len() as u64;
+            self.writer.add_sequence(sequence)?;
+        }
+        if last {
+            self.writer.end_document();
+            self.documents += 1;
+            self.has_tokens = false;
+        }
+        Ok(())
+    }
+
+    fn finish(self, elapsed: Duration, bytes: u64) -> Result<()> {
+        let prefix = self.prefix.display();
+        if self.tokens == 0 {
+            return Err(Error::Run(megatron::Error::data(
+                &self.prefix,
+                "was not written: the input has no text; give files that are not empty",
+            )));
+        }
+        self.writer.finish()?;
+        let seconds = elapsed.as_secs_f64().max(1e-9);
+        print_line(&format!(
+            "{prefix}: {} documents, {} tokens in {seconds:.1} s ({:.1} MB/s)",
+            self.documents,
+            self.tokens,
+            bytes as f64 / 1e6 / seconds
+        ));
+        Ok(())
+    }
+}
+
+/// What was done so far, on a terminal.
+struct Progress {
+    bar: ProgressBar,
+    start: Instant,
+    bytes: u64,
+}
+
+impl Progress {
+    fn new() -> Self {
+        let bar = ProgressBar::new_spinner();
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed} {msg}") {
+            bar.set_style(style);
+        }
+        Self { bar, start: Instant::now(), bytes: 0 }
+    }
+
+    fn add(&mut self, bytes: usize, output: &Output) {
+        self.bytes += bytes as u64;
+        let rate = self.bytes as f64 / 1e6 / self.start.elapsed().as_secs_f64().max(1e-9);
+        let (documents, tokens) = (output.documents, output.tokens);
+        self.bar.set_message(format!("{documents} documents, {tokens} tokens, {rate:.1} MB/s"));
+        self.bar.tick();
+    }
+
+    fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,111 @@
+//! `preprocess` and `tokenizer train`: files in, files out.
+
+use std::fs;
+use std::path::Path;
+
+use crate::support::{megatron, stderr, stdout};
+
+/// What Megatron 0.16.1 makes of these documents with bytes as tokens, 256 as the end of a document, and `--append-eod`.
+const LINES: &str = "{\"text\": \"ab\"}\n{\"text\": \"\"}\n{\"text\": [\"c\", \"\", \"d\\u00e9\"]}\n{\"text\": []}\n";
+const BIN: &[u8] = &[0x61, 0, 0x62, 0, 0, 1, 0x63, 0, 0x64, 0, 0xc3, 0, 0xa9, 0, 0, 1];
+const IDX: &[u8] = &[
+    b'M', b'M', b'I', b'D', b'I', b'D', b'X', 0, 0, // magic
+    1, 0, 0, 0, 0, 0, 0, 0, // version
+    8, // u16
+    3, 0, 0, 0, 0, 0, 0, 0, // sequences
+    5, 0, 0, 0, 0, 0, 0, 0, // document entries
+    3, 0, 0, 0, 1, 0, 0, 0, 4, 0, 0, 0, // lengths
+    0, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, // byte offsets
+    0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, // document boundaries
+    3, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0,
+];
+
+fn run(folder: &Path, words: &[&str]) -> (bool, String) {
+    let output = megatron().current_dir(folder).args(words).output().unwrap();
+    (output.status.success(), stdout(&output) + &stderr(&output))
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn the_files_are_megatrons_byte_for_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("a.jsonl"), LINES).unwrap();
+    let words = ["preprocess", "--input", "a.jsonl", "--tokenizer", "byte", "--append-eod", "--output-prefix", "out/x"];
+    let (ok, said) = run(folder.path(), &words);
+    assert!(ok && said.contains("4 documents, 8 tokens"), "{said}");
+    assert_eq!(names(&folder.path().join("out")), ["x_text_document.bin", "x_text_document.idx"]);
+    assert_eq!(fs::read(folder.path().join("out/x_text_document.bin")).unwrap(), BIN);
+    assert_eq!(fs::read(folder.path().join("out/x_text_document.idx")).unwrap(), IDX);
+}
+
+#[test]
+fn workers_files_and_keys_change_no_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = |i: usize| format!("{{\"title\": \"t{i}\", \"text\": \"{}\"}}\n", "some words ".repeat(i % 50));
+    // More than a batch.
+    let lines: Vec<String> = (0..30_000).map(line).collect();
+    fs::write(folder.path().join("all.jsonl"), lines.concat()).unwrap();
+    fs::write(folder.path().join("1.jsonl"), lines[..20_000].concat()).unwrap();
+    fs::write(folder.path().join("2.jsonl"), lines[20_000..].concat()).unwrap();
+    let common = ["--tokenizer", "byte", "--append-eod", "--output-prefix"];
+    let (ok, said) = run(folder.path(), &[&["preprocess", "--input", "all.jsonl"], &common[..], &["a"]].concat());
+    assert!(ok, "{said}");
+    let input = ["preprocess", "--workers", "3", "--json-keys", "title", "text", "--input", "1.jsonl", "2.jsonl"];
+    let (ok, said) = run(folder.path(), &[&input[..], &common[..], &["b"]].concat());
+    assert!(ok && said.contains("b_title_document: 30000 documents"), "{said}");
+    for ending in ["bin", "idx"] {
+        let read = |name: &str| fs::read(folder.path().join(format!("{name}_text_document.{ending}"))).unwrap();
+        assert_eq!(read("a"), read("b"));
+    }
+}
+
+#[test]
+fn a_vocabulary_is_trained_used_and_trained_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "the cat sat on the mat, and the dog sat on the cat.\n\n".repeat(200);
+    fs::write(folder.path().join("a.txt"), text).unwrap();
+    let (ok, said) = run(folder.path(), &["tokenizer", "train", "--vocab-size", "300", "--input", "a.txt"]);
+    assert!(ok && said.contains("tokenizer.json: 2"), "{said}");
+    let words = ["preprocess", "--input", "a.txt", "--tokenizer", "tokenizer.json", "--append-eod"];
+    let (ok, said) = run(folder.path(), &[&words[..], &["--output-prefix", "x"]].concat());
+    assert!(ok && said.contains("1 documents"), "{said}");
+    let model = ["pretrain", "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"];
+    let sizes = ["--seq-length", "16", "--micro-batch-size", "1", "--train-iters", "2", "--lr", "1e-3"];
+    let data = ["--dataloader-type", "single", "--eod-mask-loss", "--tokenizer", "tokenizer.json", "--cache-dir", "c"];
+    let blend = ["--eval-iters", "0", "--data-path", "0.5", "x_text_document", "0.5", "x_text_document"];
+    let (ok, said) = run(folder.path(), &[&model[..], &sizes[..], &data[..], &blend[..]].concat());
+    assert!(ok && said.contains("lm loss"), "{said}");
+}
+
+#[test]
+fn what_cannot_be_done_is_said_and_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    fs::write(root.join("a.jsonl"), "{\"text\": \"a\"}\n{\"body\": \"b\"}\n").unwrap();
+    fs::write(root.join("empty.jsonl"), "{\"text\": \"\"}\n").unwrap();
+    fs::write(root.join("t.txt"), "text").unwrap();
+    fs::write(root.join("p.parquet"), "PAR1").unwrap();
+    let before = names(root);
+    let preprocess = |words: &[&str]| run(root, &[&["preprocess", "--output-prefix", "x"], words].concat());
+    for (words, parts) in [
+        (&["--tokenizer", "byte", "--input", "a.jsonl"][..], &["a.jsonl: line 2", "no key \"text\"", "body"][..]),
+        (&["--tokenizer", "byte", "--input", "p.parquet"], &["p.parquet", "Parquet", "JSON lines"]),
+        (&["--tokenizer", "byte", "--input", "none.txt"], &["none.txt: does not exist"]),
+        (&["--tokenizer", "byte", "--input", "empty.jsonl"], &["x_text_document", "no text"]),
+        (&["--tokenizer", "train:300", "--input", "t.txt"], &["megatron tokenizer train"]),
+        (&["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "b"], &["t.txt", "without keys"]),
+        (&["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "a"], &["names \"a\" twice"]),
+    ] {
+        let (ok, said) = preprocess(words);
+        assert!(!ok && parts.iter().all(|part| said.contains(part)), "{said} lacks one of {parts:?}");
+        assert_eq!(names(root), before, "{words:?}");
+    }
+    let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "200", "--input", "t.txt"]);
+    assert!(!ok && said.contains("200 tokens is too small") && names(root) == before, "{said}");
+}
