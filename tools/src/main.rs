@@ -2,6 +2,7 @@
 
 mod bench;
 mod cli;
+mod convert;
 mod error;
 mod fault;
 mod inference;
@@ -38,6 +39,8 @@ fn run() -> error::Result<u8> {
         Ok(Request::Launch(launch)) => launcher::run(&launch),
         Ok(Request::Preprocess(args)) => preprocess::run(&args),
         Ok(Request::Tokenizer(args)) => preprocess::run_tokenizer(&args),
+        Ok(Request::Import(args)) => convert::import(&args),
+        Ok(Request::Export(args)) => convert::export(&args),
         Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
         Ok(Request::Generate(args)) => inference::generate::run(&args),
         Ok(Request::Eval(args)) => inference::evaluate::run(&args),

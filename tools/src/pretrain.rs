@@ -10,6 +10,7 @@ use megatron::config::RunConfig;
 use megatron::data::{self, Datasets, SampleCounts, TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Length, Outcome, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
+use models::hf::{self, HfModel};
 
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
@@ -92,6 +93,11 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     {
         run.data.tokenizer = Some(load.join(TOKENIZER_FILE).to_string_lossy().into_owned());
     }
+    if let (Some(folder), None) = (&run.checkpoint.init_from_hf, &run.data.tokenizer)
+        && folder.join(TOKENIZER_FILE).is_file()
+    {
+        run.data.tokenizer = Some(folder.join(TOKENIZER_FILE).to_string_lossy().into_owned());
+    }
     let requested = SampleCounts::of(run);
     let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested)?;
     run.model.vocab_size = datasets.vocab_size;
@@ -131,6 +137,9 @@ fn run_rank(
 ) -> Result<Outcome> {
     // Ranks of a launcher have no supervisor that looked before.
     check_outputs(run, world.rank())?;
+    if let (0, Some(save), Some(folder)) = (world.rank(), &run.checkpoint.save, &run.checkpoint.init_from_hf) {
+        hf::copy_companions(folder, save)?;
+    }
     if let (0, Some(save), Some(tokenizer)) = (world.rank(), &run.checkpoint.save, &datasets.tokenizer) {
         tokenizer.save_into(save)?;
     }
@@ -141,6 +150,12 @@ fn run_rank(
     let Datasets { train, valid, test, tokenizer, masked_token, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, masked_token, fingerprint };
     let mut trainer = Trainer::new(run, &model, world, &sources, dtype, &device)?;
+    if let Some(folder) = &run.checkpoint.init_from_hf
+        && !resumes(run)?
+    {
+        HfModel::open(folder)?.load_into(&trainer.stage().params)?;
+        reporter.message(&format!("starting from the weights in {}", folder.display()));
+    }
     reporter.message(&describe(run));
     let outcome = trainer.run(reporter, stop)?;
     if let (Outcome::Finished, Some(prompt), Some(tokenizer)) = (outcome, &run.logging.prompt, &tokenizer) {
@@ -148,6 +163,14 @@ fn run_rank(
         reporter.message(&format!("\n{prompt}{text}"));
     }
     Ok(outcome)
+}
+
+/// Whether there is a checkpoint to go on from.
+fn resumes(run: &RunConfig) -> megatron::Result<bool> {
+    match &run.checkpoint.load {
+        Some(load) => Ok(checkpoint::latest(load)?.is_some()),
+        None => Ok(false),
+    }
 }
 
 /// One line on what is trained and how it is cut.

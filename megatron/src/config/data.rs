@@ -43,6 +43,9 @@ pub struct CheckpointConfig {
     pub save_interval: Option<u64>,
     /// Folder to resume from; starts fresh if it holds no checkpoint.
     pub load: Option<PathBuf>,
+    /// Hugging Face folder to take the architecture and, where `load` holds no checkpoint, the weights from.
+    #[serde(default)]
+    pub init_from_hf: Option<PathBuf>,
 }
 
 /// What a run reports.

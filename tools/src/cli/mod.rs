@@ -1,5 +1,6 @@
 //! The command line: commands, and how `pretrain`'s settings are gathered from flags and a run file.
 
+mod convert;
 pub mod flags;
 mod nearest;
 mod resolve;
@@ -12,6 +13,7 @@ use std::path::PathBuf;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
+pub use convert::{ExportArgs, ImportArgs};
 pub use resolve::{Distributed, Resolved, default_cache, resolve};
 
 use crate::bench::{Bench, BenchArgs};
@@ -38,6 +40,8 @@ pub enum Command {
     Launch(LaunchArgs),
     Preprocess(PreprocessArgs),
     Tokenizer(TokenizerArgs),
+    Import(ImportArgs),
+    Export(ExportArgs),
     Bench(BenchArgs),
 }
 
@@ -99,6 +103,8 @@ pub struct LaunchArgs {
 pub enum Request {
     Pretrain(Box<Gathered>),
     Launch(LaunchArgs),
+    Import(ImportArgs),
+    Export(ExportArgs),
     Generate(GenerateArgs),
     Eval(EvalArgs),
     Preprocess(PreprocessArgs),
@@ -151,6 +157,8 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     match (cli.command, typed) {
         (Command::Generate(args), _) => Ok(Request::Generate(args)),
         (Command::Eval(args), _) => Ok(Request::Eval(args)),
+        (Command::Import(args), _) => Ok(Request::Import(args)),
+        (Command::Export(args), _) => Ok(Request::Export(args)),
         (Command::Launch(launch), _) => {
             check_launch(&launch)?;
             Ok(Request::Launch(launch))

@@ -9,6 +9,8 @@ use megatron::config::{
     RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, Sources, TrainingConfig,
 };
 
+use models::hf::HfConfig;
+
 use super::Gathered;
 use super::flags::{Flags, Granularity, TrainingFlags};
 use crate::error::{Error, Result};
@@ -36,11 +38,18 @@ pub struct Distributed {
 /// # Errors
 /// If settings are missing, contradict each other, or break an equation of the layout.
 pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resolved> {
-    let mut r = Resolver { flags: &gathered.flags, sources: Sources::default() };
+    let hf = match &gathered.flags.checkpoint.init_from_hf {
+        Some(folder) => Some(HfConfig::read(folder)?),
+        None => None,
+    };
+    let mut r = Resolver { flags: &gathered.flags, sources: Sources::default(), hf };
     r.record_origins(gathered);
     r.refuse_contradictions()?;
     let required = r.required()?;
-    let model = r.model(&required)?;
+    let model = match &r.hf {
+        Some(_) => r.model_from_hf(gathered, required.seq_length)?,
+        None => r.model(&required)?,
+    };
     let parallel = r.parallel(launcher, model.num_layers)?;
     let training = r.training(&required, &parallel)?;
     let optimizer = r.optimizer(&required, &training)?;
@@ -55,7 +64,8 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     };
     run.validate_with(&r.sources)?;
     let distributed = r.distributed()?;
-    Ok(Resolved { run, vocab_size: r.flags.model.vocab_size, distributed })
+    let vocab_size = r.flags.model.vocab_size.or(r.hf.map(|hf| hf.model.vocab_size));
+    Ok(Resolved { run, vocab_size, distributed })
 }
 
 /// Settings that have no default.
@@ -71,6 +81,8 @@ struct Required {
 struct Resolver<'a> {
     flags: &'a Flags,
     sources: Sources,
+    /// What `init_from_hf` describes.
+    hf: Option<HfConfig>,
 }
 
 impl Resolver<'_> {
@@ -135,8 +147,11 @@ impl Resolver<'_> {
         let (m, t, o) = (&self.flags.model, &self.flags.training, &self.flags.optimizer);
         let steps = t.train_iters.or(t.train_samples);
         let data = (!self.flags.data.data_path.is_empty()).then_some(());
-        let all =
-            (m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length, t.micro_batch_size, o.lr, steps, data);
+        let hf = self.hf.as_ref().map(|hf| &hf.model);
+        let num_layers = m.num_layers.or(hf.map(|hf| hf.num_layers));
+        let hidden_size = m.hidden_size.or(hf.map(|hf| hf.hidden_size));
+        let heads = m.num_attention_heads.or(hf.map(|hf| hf.num_attention_heads));
+        let all = (num_layers, hidden_size, heads, m.seq_length, t.micro_batch_size, o.lr, steps, data);
         if let (
             Some(num_layers),
             Some(hidden_size),
@@ -151,9 +166,9 @@ impl Resolver<'_> {
             return Ok(Required { num_layers, hidden_size, num_attention_heads, seq_length, micro_batch_size, lr });
         }
         let missing: Vec<&str> = [
-            ("num_layers under [model]", m.num_layers.is_none()),
-            ("hidden_size under [model]", m.hidden_size.is_none()),
-            ("num_attention_heads under [model]", m.num_attention_heads.is_none()),
+            ("num_layers under [model]", num_layers.is_none()),
+            ("hidden_size under [model]", hidden_size.is_none()),
+            ("num_attention_heads under [model]", heads.is_none()),
             ("seq_length under [model]", m.seq_length.is_none()),
             ("data_path under [data]", data.is_none()),
             ("micro_batch_size under [training]", t.micro_batch_size.is_none()),
@@ -171,6 +186,88 @@ impl Resolver<'_> {
             "not set: {}. Set them in a run file, or by the flags of the same names{hint}",
             missing.join(", ")
         )))
+    }
+
+    /// The architecture of `init_from_hf`. Settings that were given may repeat it, and may choose what is training's: the length
+    /// of samples, dropout, padding.
+    fn model_from_hf(&mut self, gathered: &Gathered, seq_length: usize) -> Result<ModelConfig> {
+        let Some(hf) = self.hf.clone() else { return Err(Error::usage("internal error: no init_from_hf")) };
+        let (m, origin) = (&self.flags.model, hf.path().display().to_string());
+        let mut model = hf.model.clone();
+        let given = |key: &str| gathered.origins.contains_key(key);
+        let scaling = if given("rotary_seq_len_interpolation_factor") || given("use_rope_scaling") {
+            Some(self.rope_scaling()?)
+        } else {
+            None
+        };
+        let text = |value: Option<usize>| value.map(|value| value.to_string());
+        let here = |key: &str, value: String| given(key).then_some(value);
+        let settings = [
+            ("num_layers", text(m.num_layers), model.num_layers.to_string()),
+            ("hidden_size", text(m.hidden_size), model.hidden_size.to_string()),
+            ("ffn_hidden_size", text(m.ffn_hidden_size), model.ffn_hidden_size.to_string()),
+            ("num_attention_heads", text(m.num_attention_heads), model.num_attention_heads.to_string()),
+            ("num_query_groups", text(m.num_query_groups), model.num_query_groups.to_string()),
+            ("kv_channels", text(m.kv_channels), model.head_dim.to_string()),
+            ("max_position_embeddings", text(m.max_position_embeddings), model.max_position_embeddings.to_string()),
+            (
+                "position_embedding_type",
+                here("position_embedding_type", format!("{:?}", m.position_embedding_type)),
+                format!("{:?}", model.position_embedding),
+            ),
+            ("rotary_base", here("rotary_base", m.rotary_base.to_string()), model.rotary_base.to_string()),
+            ("use_rope_scaling", scaling.map(|s| format!("{s:?}")), format!("{:?}", model.rope_scaling)),
+            (
+                "embed_layernorm",
+                here("embed_layernorm", m.embed_layernorm.to_string()),
+                model.embed_layernorm.to_string(),
+            ),
+            (
+                "normalization",
+                here("normalization", format!("{:?}", m.normalization)),
+                format!("{:?}", model.normalization),
+            ),
+            ("norm_epsilon", here("norm_epsilon", m.norm_epsilon.to_string()), model.norm_epsilon.to_string()),
+            ("swiglu", here("swiglu", m.swiglu.to_string()), model.swiglu.to_string()),
+            (
+                "disable_bias_linear",
+                here("disable_bias_linear", m.disable_bias_linear.to_string()),
+                (!model.bias_linear).to_string(),
+            ),
+            ("add_qkv_bias", here("add_qkv_bias", m.add_qkv_bias.to_string()), model.qkv_bias.to_string()),
+            (
+                "untie_embeddings_and_output_weights",
+                here("untie_embeddings_and_output_weights", m.untie_embeddings_and_output_weights.to_string()),
+                model.untie_embeddings_and_output_weights.to_string(),
+            ),
+            ("vocab_size", text(m.vocab_size), model.vocab_size.to_string()),
+        ];
+        let mut contradictions = Vec::new();
+        for (key, given, theirs) in settings {
+            match given {
+                Some(ours) if ours != theirs => {
+                    contradictions.push(format!("{} where it has {theirs}", self.sources.cite(key, ours)));
+                }
+                Some(_) => {}
+                None => self.sources.record(key, &origin),
+            }
+        }
+        if !contradictions.is_empty() {
+            return Err(Error::usage(format!(
+                "contradicting {origin}: {}; leave out what describes the architecture",
+                contradictions.join(", ")
+            )));
+        }
+        model.seq_length = seq_length;
+        model.make_vocab_size_divisible_by = m.make_vocab_size_divisible_by;
+        if given("attention_dropout") {
+            model.attention_dropout = m.attention_dropout;
+        }
+        if given("hidden_dropout") {
+            model.hidden_dropout = m.hidden_dropout;
+        }
+        model.vocab_size = 0; // until the data are opened
+        Ok(model)
     }
 
     fn model(&mut self, required: &Required) -> Result<ModelConfig> {
@@ -466,7 +563,12 @@ impl Resolver<'_> {
 
     fn checkpoint(&self) -> CheckpointConfig {
         let c = &self.flags.checkpoint;
-        CheckpointConfig { save: c.save.clone(), save_interval: c.save_interval, load: c.load.clone() }
+        CheckpointConfig {
+            save: c.save.clone(),
+            save_interval: c.save_interval,
+            load: c.load.clone(),
+            init_from_hf: c.init_from_hf.clone(),
+        }
     }
 
     fn logging(&self) -> LoggingConfig {

@@ -3,6 +3,7 @@
 mod bad_input;
 mod bench;
 mod checkpoints;
+mod convert;
 mod dead_rank;
 mod inference;
 mod launch;

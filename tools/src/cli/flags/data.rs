@@ -44,6 +44,9 @@ pub struct CheckpointFlags {
     /// Folder to resume from; the run starts fresh if it holds no checkpoint
     #[arg(long, value_name = "DIR")]
     pub load: Option<PathBuf>,
+    /// Hugging Face folder to start from: the architecture comes from its config.json, the weights from its files
+    #[arg(long, value_name = "HF_DIR")]
+    pub init_from_hf: Option<PathBuf>,
 }
 
 #[derive(Args, Clone, Debug)]

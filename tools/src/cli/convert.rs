@@ -1,0 +1,86 @@
+//! The arguments of `import` and `export`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use megatron::checkpoint::Float;
+
+/// Turn a Hugging Face model into a checkpoint
+///
+/// Reads config.json and *.safetensors of GPT-2, Llama, Mistral, Qwen2 and Bloom models, one tensor at a time. Tensors keep
+/// their dtype. What the model has and this program has not is refused by name.
+#[derive(Args, Clone, Debug)]
+pub struct ImportArgs {
+    /// Folder with config.json and safetensors files
+    #[arg(value_name = "HF_DIR")]
+    pub from: PathBuf,
+    /// Folder of checkpoints to write to
+    #[arg(value_name = "CKPT")]
+    pub to: PathBuf,
+}
+
+/// Turn a checkpoint into a Hugging Face model
+///
+/// Writes config.json, weights in shards with an index, generation_config.json, and the tokenizer's files if they lie beside the
+/// checkpoint, as transformers loads them.
+#[derive(Args, Clone, Debug)]
+pub struct ExportArgs {
+    /// Folder of checkpoints, whose latest is taken, or one of its iter_... folders
+    #[arg(value_name = "CKPT")]
+    pub from: PathBuf,
+    /// Folder to write; it must not hold anything
+    #[arg(value_name = "HF_DIR")]
+    pub to: PathBuf,
+    /// The most that one file holds: bytes, or with a unit (KB, MB, GB: powers of 1000; KiB, MiB, GiB: of 1024)
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = byte_size)]
+    pub max_shard_size: u64,
+    /// Dtype of the weights: fp32, bf16, fp16 [default: as they are stored]
+    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    pub dtype: Option<Float>,
+}
+
+fn byte_size(text: &str) -> std::result::Result<u64, String> {
+    const UNITS: [(&str, u64); 8] = [
+        ("", 1),
+        ("B", 1),
+        ("KB", 1000),
+        ("MB", 1000 * 1000),
+        ("GB", 1000 * 1000 * 1000),
+        ("KIB", 1 << 10),
+        ("MIB", 1 << 20),
+        ("GIB", 1 << 30),
+    ];
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at(digits);
+    let unit = unit.trim().to_uppercase();
+    UNITS
+        .iter()
+        .find(|(name, _)| *name == unit)
+        .and_then(|(_, factor)| number.parse::<u64>().ok()?.checked_mul(*factor))
+        .filter(|size| *size > 0)
+        .ok_or_else(|| "a size is a whole number and a unit, such as 5GB or 500MiB".to_string())
+}
+
+fn dtype(text: &str) -> std::result::Result<Float, String> {
+    match text {
+        "fp32" | "float32" | "f32" => Ok(Float::F32),
+        "bf16" | "bfloat16" => Ok(Float::Bf16),
+        "fp16" | "float16" | "f16" => Ok(Float::F16),
+        _ => Err("known are fp32, bf16, fp16".to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(byte_size("5GB"), Ok(5_000_000_000));
+        assert_eq!(byte_size("2 MiB"), Ok(2 << 20));
+        assert_eq!(byte_size("12"), Ok(12));
+        for wrong in ["", "GB", "0", "-1", "5 elephants", "99999999999999999999"] {
+            assert!(byte_size(wrong).is_err(), "{wrong}");
+        }
+    }
+}

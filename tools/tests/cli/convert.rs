@@ -1,0 +1,92 @@
+//! Hugging Face models through the command line: in, trained as PyTorch trains them, and out.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use serde_json::Value;
+
+use crate::support::{megatron, stderr, stdout};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+/// The run of `expected.json` over `init`, cut by `layout`; its folder holds `metrics.jsonl` and `saved`.
+fn pretrain(folder: &Path, name: &str, more: &[&str]) -> std::process::Output {
+    let fixture = fixtures().join(name);
+    let mut command = megatron();
+    command.current_dir(folder).arg("pretrain");
+    command.arg("--data-path").arg(fixture.join("data_text_document"));
+    command.arg("--init-from-hf").arg(&fixture);
+    command.args("--seq-length 64 --split 1,0,0 --dataloader-type sequential --train-iters 20".split(' '));
+    command.args("--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant".split(' '));
+    command.args("--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0".split(' '));
+    command.args("--eval-iters 0 --metrics metrics.jsonl --save saved".split(' ')).args(more);
+    command.output().unwrap()
+}
+
+fn follows_pytorch(name: &str, layout: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    let output = pretrain(dir.path(), name, &layout.split(' ').collect::<Vec<_>>());
+    assert!(output.status.success(), "{}", stderr(&output));
+    let expected = std::fs::read(fixtures().join(name).join("expected.json")).unwrap();
+    let expected: Value = serde_json::from_slice(&expected).unwrap();
+    let metrics = std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
+    let ours: Vec<Value> = metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let steps = expected["steps"].as_array().unwrap();
+    assert_eq!(ours.len(), steps.len());
+    for (ours, theirs) in ours.iter().zip(steps) {
+        for key in ["lm_loss", "grad_norm"] {
+            let (a, b) = (ours[key].as_f64().unwrap(), theirs[key].as_f64().unwrap());
+            assert!(((a - b) / b).abs() < 1e-4, "{name} step {}: {key} {a} here, {b} there", theirs["iteration"]);
+        }
+    }
+    let output = megatron().current_dir(dir.path()).args(["export", "saved", "hf"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    let ours = load(dir.path().join("hf/model.safetensors"));
+    let theirs = load(fixtures().join(name).join("final/model.safetensors"));
+    assert_eq!(ours.len(), theirs.len());
+    for (tensor, theirs) in theirs {
+        let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let pairs = values(&ours[&tensor]).into_iter().zip(values(&theirs));
+        let worst = pairs.map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+        assert!(worst < 2e-4, "{name}: {tensor} differs by {worst}");
+    }
+}
+
+#[test]
+fn twenty_steps_from_a_hugging_face_model_follow_pytorch_and_end_at_its_weights() {
+    follows_pytorch("gpt2-tiny", "--data-parallel-size 1 --attention-dropout 0");
+    follows_pytorch("llama-tiny", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2");
+}
+
+#[test]
+fn settings_that_contradict_the_model_are_refused_and_others_may_repeat_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = pretrain(dir.path(), "llama-tiny", &["--num-layers", "6", "--hidden-size", "64", "--swiglu=false"]);
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    for part in ["num_layers", "--num-layers", "where it has 4", "swiglu", "config.json"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    assert!(!message.contains("hidden_size"), "{message}");
+}
+
+#[test]
+fn import_and_export_go_there_and_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |words: &[&str]| megatron().current_dir(dir.path()).args(words).output().unwrap();
+    let fixture = fixtures().join("families/mistral-sharded");
+    let output = run(&["import", &fixture.display().to_string(), "checkpoint"]);
+    assert!(output.status.success() && stdout(&output).contains("mistral"), "{}", stderr(&output));
+    let output = run(&["export", "checkpoint", "hf", "--max-shard-size", "20KB", "--dtype", "bf16"]);
+    assert!(output.status.success() && stdout(&output).contains("files"), "{}", stderr(&output));
+    for file in ["config.json", "generation_config.json", "model.safetensors.index.json"] {
+        assert!(dir.path().join("hf").join(file).is_file(), "{file}");
+    }
+    let again = run(&["export", "checkpoint", "hf"]);
+    assert!(!again.status.success() && stderr(&again).contains("not empty"), "{}", stderr(&again));
+    let missing = run(&["import", "nowhere", "other"]);
+    assert!(!missing.status.success() && stderr(&missing).contains("nowhere"), "{}", stderr(&missing));
+}
