@@ -95,7 +95,7 @@ pub fn prepare(cfg: &DataConfig) -> Result<Prepared> {
 /// # Errors
 /// Those of [`prepare`]; `Error::Data` where the train split is too short for one sample of `seq_length` tokens;
 /// `Error::Config` where the tokenizer has more tokens than the model, or neither says how many there are, or no token ends
-/// documents and `eod_mask_loss` is set.
+/// documents and `eod_mask_loss` is set, or there are weights but no samples are asked for.
 pub fn open(
     cfg: &DataConfig,
     seq_length: usize,
@@ -107,6 +107,12 @@ pub fn open(
     let prepared = prepare(cfg)?;
     let vocab_size = agreed_vocabulary(prepared.tokenizer.as_ref(), vocab_size)?;
     let masked_token = if cfg.eod_mask_loss { Some(end_of_documents(prepared.tokenizer.as_ref())?) } else { None };
+    if prepared.weights.is_some() && requested.train == 0 {
+        return Err(Error::config(
+            "the data path has weights, which say how often a training run reads each dataset; leave them out where every \
+             sample is read once",
+        ));
+    }
     let opener = Opener {
         datasets: &prepared.datasets,
         weights: prepared.weights.as_deref(),

@@ -209,3 +209,16 @@ fn the_end_of_a_document_is_masked_only_if_something_ends_documents() {
     cfg.eod_mask_loss = false;
     assert_eq!(opened(&cfg, 1).masked_token, None);
 }
+
+#[test]
+fn weights_without_a_number_of_samples_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    counting(&folder.path().join("x"), &[10; 40]);
+    let none = SampleCounts { train: 0, valid: 0, test: 0 };
+    let refusal = |entries| {
+        let cfg = config(folder.path(), entries, DataloaderType::Sequential);
+        open(&cfg, 4, 1, Some(1000), none).err().map(|error| error.to_string())
+    };
+    assert!(refusal(&["1", "x"]).unwrap().contains("the data path has weights"));
+    assert_eq!(refusal(&["x"]), None);
+}
