@@ -3,5 +3,7 @@
 pub mod families;
 pub mod gpt;
 pub mod hf;
+pub mod saved;
 
 pub use gpt::Gpt;
+pub use saved::SavedGpt;

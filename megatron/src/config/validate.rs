@@ -41,6 +41,19 @@ impl RunConfig {
     }
 }
 
+impl ParallelConfig {
+    /// Checks the model and the layout that cuts it, citing the origin of each number.
+    ///
+    /// # Errors
+    /// [`Error::Config`] that lists everything found wrong with either.
+    pub fn validate_with(&self, model: &ModelConfig, sources: &Sources) -> Result<()> {
+        let mut check = Check { sources, problems: Vec::new() };
+        check.model(model);
+        check.parallel(self, model);
+        check.finish()
+    }
+}
+
 struct Check<'a> {
     sources: &'a Sources,
     problems: Vec<String>,

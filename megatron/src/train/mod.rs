@@ -20,5 +20,5 @@ pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, Layout, ModelBuilder};
 pub use report::Reporter;
 pub use run::{Outcome, preflight};
-pub use state::weights_only_state;
+pub use state::{SavedRun, saved_run, weights_only_state, with_parallel};
 pub use trainer::{Progress, Sources, Trainer};

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::trainer::Progress;
-use crate::config::{ModelConfig, RunConfig};
+use crate::config::{ModelConfig, ParallelConfig, RunConfig};
 use crate::{Error, Result};
 
 /// The state of a run as stored in a manifest.
@@ -31,6 +32,49 @@ pub fn weights_only_state(model: &ModelConfig) -> Result<Value> {
     Ok(serde_json::json!({ "progress": Progress::default(), "model": model }))
 }
 
+/// What is known of the run that wrote a checkpoint.
+#[derive(Clone, Debug)]
+pub struct SavedRun {
+    pub progress: Progress,
+    pub model: ModelConfig,
+    /// The layout it was written under, if it was written by a run.
+    pub parallel: Option<ParallelConfig>,
+}
+
+/// Reads the state of the checkpoint at `path`.
+///
+/// # Errors
+/// If it is not a training run's.
+pub fn saved_run(path: &Path, state: &Value) -> Result<SavedRun> {
+    let progress = part(path, state, "progress")?;
+    let model = part(path, state, "model")?;
+    let parallel = state.pointer(PARALLEL).and_then(|value| serde_json::from_value(value.clone()).ok());
+    Ok(SavedRun { progress, model, parallel })
+}
+
+/// The same state under another layout.
+///
+/// # Errors
+/// If the layout cannot be expressed in JSON.
+pub fn with_parallel(state: &Value, parallel: &ParallelConfig) -> Result<Value> {
+    let mut state = state.clone();
+    if let Some(there) = state.pointer_mut(PARALLEL) {
+        *there =
+            serde_json::to_value(parallel).map_err(|e| Error::config(format!("cannot describe the layout: {e}")))?;
+    }
+    Ok(state)
+}
+
+/// Where a state has the layout.
+const PARALLEL: &str = "/config/parallel";
+
+/// One part of a state.
+fn part<T: DeserializeOwned>(path: &Path, state: &Value, key: &str) -> Result<T> {
+    // Through the type, so that settings that are newer than the checkpoint have their defaults.
+    let value = state.get(key).and_then(|value| T::deserialize(value).ok());
+    value.ok_or_else(|| Error::checkpoint(path, format!("its manifest's state has no valid {key}")))
+}
+
 /// Settings of a model that may change between runs without changing what its parameters mean.
 const FREE: [&str; 4] = ["attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "init_method_std"];
 
@@ -40,11 +84,7 @@ const FREE: [&str; 4] = ["attention_dropout", "hidden_dropout", "make_vocab_size
 /// If the state is damaged, or the architecture is another; the message names every setting that differs.
 pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progress> {
     let damaged = |what: &str| Error::checkpoint(path, format!("its manifest's state has no valid {what}"));
-    // Through the type, so that settings that are newer than the checkpoint have their defaults.
-    let theirs: ModelConfig = state
-        .get("model")
-        .and_then(|model| serde_json::from_value(model.clone()).ok())
-        .ok_or_else(|| damaged("model"))?;
+    let theirs: ModelConfig = part(path, state, "model")?;
     let theirs = serde_json::to_value(&theirs).map_err(|_| damaged("model"))?;
     let theirs = theirs.as_object().ok_or_else(|| damaged("model"))?;
     let ours = serde_json::to_value(&config.model).map_err(|_| damaged("model"))?;
@@ -66,8 +106,7 @@ pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progr
             ),
         ));
     }
-    let progress = state.get("progress").ok_or_else(|| damaged("progress"))?;
-    serde_json::from_value(progress.clone()).map_err(|_| damaged("progress"))
+    part(path, state, "progress")
 }
 
 /// What identified the data of the run that wrote a manifest.

@@ -2,6 +2,7 @@
 
 mod convert;
 pub mod flags;
+mod layout;
 mod nearest;
 mod resolve;
 mod run_file;

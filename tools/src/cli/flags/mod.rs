@@ -20,7 +20,7 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 pub use data::{CheckpointFlags, DataFlags, LoggingFlags};
 pub use model::ModelFlags;
 pub use optimizer::OptimizerFlags;
-pub use parallel::ParallelFlags;
+pub use parallel::{LayoutFlags, ParallelFlags};
 pub use training::{Granularity, TrainingFlags};
 
 /// All settings of a run.
@@ -40,6 +40,11 @@ pub struct Flags {
     pub checkpoint: CheckpointFlags,
     #[command(flatten)]
     pub logging: LoggingFlags,
+}
+
+/// The flags of a layout.
+pub fn layout_args() -> Vec<Arg> {
+    args_of::<LayoutFlags>()
 }
 
 /// The sections of a run file, in the order of `--help`, each with its settings.

@@ -12,6 +12,22 @@ use super::choice;
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Parallelism: how the run is cut over ranks, [parallel]")]
 pub struct ParallelFlags {
+    #[command(flatten)]
+    pub layout: LayoutFlags,
+    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine
+    #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
+    pub distributed_backend: Backend,
+    /// A rank that waits longer than this for its peers ends the run
+    #[arg(long, value_name = "MINUTES", default_value_t = 10.0)]
+    pub distributed_timeout_minutes: f64,
+    /// Where ranks meet: tcp://HOST:PORT or file:///DIR [default: MASTER_ADDR and MASTER_PORT]
+    #[arg(long, value_name = "URL")]
+    pub rdzv: Option<String>,
+}
+
+/// The layout, without how its ranks meet.
+#[derive(Args, Clone, Debug)]
+pub struct LayoutFlags {
     /// tp: ranks that share each layer
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub tensor_model_parallel_size: usize,
@@ -45,15 +61,6 @@ pub struct ParallelFlags {
     /// Elements of a gradient bucket, at least [default: the larger of 40,000,000 and 1,000,000·dp]
     #[arg(long, value_name = "N")]
     pub bucket_size: Option<usize>,
-    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine
-    #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
-    pub distributed_backend: Backend,
-    /// A rank that waits longer than this for its peers ends the run
-    #[arg(long, value_name = "MINUTES", default_value_t = 10.0)]
-    pub distributed_timeout_minutes: f64,
-    /// Where ranks meet: tcp://HOST:PORT or file:///DIR [default: MASTER_ADDR and MASTER_PORT]
-    #[arg(long, value_name = "URL")]
-    pub rdzv: Option<String>,
 }
 
 /// A [`PartitionMethod`] as it is written on the command line.

@@ -1,0 +1,125 @@
+//! A GPT's checkpoint without its ranks: what it is of, which layouts it fits, and the files it has under another one.
+
+use std::ops::RangeInclusive;
+use std::path::Path;
+
+use megatron::checkpoint::{self, Manifest};
+use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, PositionEmbedding, ScheduleKind, Sources};
+use megatron::params::StateKind;
+use megatron::train::{Layout, SavedRun, saved_run, with_parallel};
+use megatron::{Error, Result};
+
+use crate::Gpt;
+
+/// More ranks are taken for a mistake.
+const MOST_RANKS: usize = 1 << 16;
+
+/// A checkpoint whose tensors are those of the model it names.
+pub struct SavedGpt {
+    pub manifest: Manifest,
+    pub run: SavedRun,
+}
+
+impl SavedGpt {
+    /// Reads what the checkpoint in folder `path` (`…/iter_0000100`) says of itself; no tensors.
+    ///
+    /// # Errors
+    /// If it is damaged, not a training run's, or not of the model that it names.
+    pub fn open(path: &Path) -> Result<Self> {
+        let manifest = Manifest::read(path)?;
+        let run = saved_run(path, &manifest.state)?;
+        // Models too large for what is there are refused before anything of their size is made.
+        let model = &run.model;
+        let largest = manifest.tensors.iter().filter(|t| t.numel() > 0).flat_map(|t| &t.shape).max().copied();
+        let mut extents = vec![
+            model.hidden_size,
+            model.ffn_hidden_size,
+            model.num_attention_heads,
+            model.num_query_groups,
+            model.head_dim,
+            model.vocab_size,
+        ];
+        if model.position_embedding == PositionEmbedding::LearnedAbsolute {
+            extents.push(model.max_position_embeddings);
+        }
+        let too_large = extents.iter().any(|&extent| extent > largest.unwrap_or(0));
+        if too_large || model.num_layers > manifest.tensors.len() {
+            return Err(Error::checkpoint(path, "its manifest names a model that its tensors are too small for"));
+        }
+        single()
+            .validate_with(model, &Sources::default())
+            .map_err(|e| Error::checkpoint(path, format!("its manifest names an impossible model: {e}")))?;
+        let specs = Gpt::specs(model)?;
+        manifest
+            .check_matches(specs.iter().map(|spec| (spec.name.as_str(), StateKind::Param, spec.shape.as_slice())))?;
+        Ok(Self { manifest, run })
+    }
+
+    /// Whether a run under `parallel` could load it; `sources` say where the numbers came from.
+    ///
+    /// # Errors
+    /// With the equations that the layout breaks.
+    pub fn fits(&self, parallel: &ParallelConfig, sources: &Sources) -> Result<()> {
+        parallel.validate_with(&self.run.model, sources)?;
+        let world = parallel.world_size();
+        if world > MOST_RANKS {
+            return Err(Error::config(format!("{world} ranks are more than the {MOST_RANKS} that a layout may have")));
+        }
+        Ok(())
+    }
+
+    /// Writes it as `dir/iter_…` as a run under `parallel` would; see [`checkpoint::reshard`].
+    ///
+    /// # Errors
+    /// If the layout does not fit, `dir` holds a checkpoint, this one is damaged, or the system refuses.
+    pub fn reshard(
+        &self,
+        dir: &Path,
+        parallel: &ParallelConfig,
+        sources: &Sources,
+        progress: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<bool> {
+        self.fits(parallel, sources)?;
+        let model = Gpt::outline(&self.run.model, parallel.tensor_model_parallel_size)?;
+        let layout = Layout::new(parallel, &model)?;
+        let ranks = (0..layout.world_size()).map(|rank| layout.written(rank)).collect();
+        let state = with_parallel(&self.manifest.state, parallel)?;
+        checkpoint::reshard(&self.manifest, dir, &state, ranks, progress)
+    }
+
+    /// The tensor parallel sizes that cut the model evenly.
+    pub fn tensor_parallel_sizes(&self) -> Vec<usize> {
+        let fits = |tp: &usize| {
+            let layout = ParallelConfig { tensor_model_parallel_size: *tp, ..single() };
+            self.fits(&layout, &Sources::default()).is_ok()
+        };
+        (1..=self.run.model.num_query_groups).filter(fits).collect()
+    }
+
+    /// The numbers of pipeline stages (times virtual stages) that the layers can be dealt to.
+    pub fn pipeline_sizes(&self) -> RangeInclusive<usize> {
+        1..=self.run.model.num_layers
+    }
+
+    /// The model's settings.
+    pub fn model(&self) -> &ModelConfig {
+        &self.run.model
+    }
+}
+
+/// One rank.
+fn single() -> ParallelConfig {
+    ParallelConfig {
+        tensor_model_parallel_size: 1,
+        pipeline_model_parallel_size: 1,
+        context_parallel_size: 1,
+        data_parallel_size: 1,
+        virtual_pipeline_size: 1,
+        schedule: ScheduleKind::OneFOneB,
+        partition: PartitionMethod::Uniform,
+        sequence_parallel: false,
+        use_distributed_optimizer: false,
+        overlap_grad_reduce: false,
+        bucket_size: 1,
+    }
+}

@@ -1,0 +1,129 @@
+//! From the flags of a layout to a [`ParallelConfig`], with Megatron-LM's defaults.
+
+use megatron::comm::RankInfo;
+use megatron::config::{ParallelConfig, ScheduleKind, Sources};
+
+use super::flags::LayoutFlags;
+use crate::error::{Error, Result};
+
+/// Resolves the layout of a model of `num_layers` layers; `launcher` is the place in a world that a launcher gave this process.
+/// Origins of what is derived go to `sources`.
+///
+/// # Errors
+/// If settings contradict each other or the world; the equations of a layout are checked by `validate`.
+pub fn resolve_layout(
+    flags: &LayoutFlags,
+    sources: &mut Sources,
+    launcher: Option<&RankInfo>,
+    num_layers: usize,
+) -> Result<ParallelConfig> {
+    LayoutResolver { flags, sources }.parallel(launcher, num_layers)
+}
+
+struct LayoutResolver<'a> {
+    flags: &'a LayoutFlags,
+    sources: &'a mut Sources,
+}
+
+impl LayoutResolver<'_> {
+    fn parallel(&mut self, launcher: Option<&RankInfo>, num_layers: usize) -> Result<ParallelConfig> {
+        let p = self.flags;
+        let data_parallel_size = self.data_parallel_size(launcher)?;
+        let virtual_pipeline_size = self.virtual_pipeline_size(num_layers)?;
+        let schedule = match (p.pipeline_schedule, virtual_pipeline_size) {
+            (None, 1) => ScheduleKind::OneFOneB,
+            (None, _) => ScheduleKind::Interleaved,
+            (Some(ScheduleKind::Interleaved), 1) if p.num_layers_per_virtual_pipeline_stage.is_none() => {
+                return Err(Error::usage(format!(
+                    "{} needs virtual stages; set num_layers_per_virtual_pipeline_stage",
+                    self.sources.cite("pipeline_schedule", "interleaved")
+                )));
+            }
+            (Some(kind), _) => kind,
+        };
+        if let (Some(layers), Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB))) =
+            (p.num_layers_per_virtual_pipeline_stage, p.pipeline_schedule)
+        {
+            let name = if kind == ScheduleKind::Gpipe { "gpipe" } else { "1f1b" };
+            return Err(Error::usage(format!(
+                "{} needs the interleaved schedule, and {}; drop one of them",
+                self.sources.cite("num_layers_per_virtual_pipeline_stage", layers),
+                self.sources.cite("pipeline_schedule", name)
+            )));
+        }
+        let bucket_size = p.bucket_size.unwrap_or_else(|| {
+            self.sources.record("bucket_size", "default: max(40,000,000, 1,000,000 · dp)");
+            data_parallel_size.saturating_mul(1_000_000).max(40_000_000)
+        });
+        Ok(ParallelConfig {
+            tensor_model_parallel_size: p.tensor_model_parallel_size,
+            pipeline_model_parallel_size: p.pipeline_model_parallel_size,
+            context_parallel_size: p.context_parallel_size,
+            data_parallel_size,
+            virtual_pipeline_size,
+            schedule,
+            partition: p.pipeline_partition.0.clone(),
+            // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns it off, too.
+            sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,
+            use_distributed_optimizer: p.use_distributed_optimizer,
+            overlap_grad_reduce: p.overlap_grad_reduce,
+            bucket_size,
+        })
+    }
+
+    /// dp = WORLD_SIZE / (tp·cp·pp) where a launcher made the world; what was asked for elsewhere.
+    fn data_parallel_size(&mut self, launcher: Option<&RankInfo>) -> Result<usize> {
+        let p = self.flags;
+        let Some(launcher) = launcher else {
+            return Ok(p.data_parallel_size.unwrap_or(1));
+        };
+        let sizes = [
+            ("tensor_model_parallel_size", p.tensor_model_parallel_size),
+            ("context_parallel_size", p.context_parallel_size),
+            ("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
+        ];
+        let cited = sizes.map(|(key, size)| self.sources.cite(key, size)).join(" · ");
+        let replica = sizes.iter().fold(1usize, |product, (_, size)| product.saturating_mul(*size));
+        let world = launcher.world_size;
+        if replica == 0 || world % replica != 0 {
+            let reason =
+                if replica == 0 { String::new() } else { format!(": {world} mod {replica} = {}", world % replica) };
+            return Err(Error::usage(format!(
+                "WORLD_SIZE = {world} (environment) must be a multiple of {cited} = {replica}{reason}; start another \
+                 number of ranks or change the layout"
+            )));
+        }
+        let derived = world / replica;
+        match p.data_parallel_size {
+            Some(given) if given != derived => Err(Error::usage(format!(
+                "{} does not fit: WORLD_SIZE = {world} (environment) / ({cited}) = {derived}; leave data_parallel_size out \
+                 or start {} ranks",
+                self.sources.cite("data_parallel_size", given),
+                given.saturating_mul(replica)
+            ))),
+            Some(given) => Ok(given),
+            None => {
+                self.sources.record("data_parallel_size", format!("WORLD_SIZE = {world} (environment) / {replica}"));
+                Ok(derived)
+            }
+        }
+    }
+
+    /// v = num_layers / (pp · layers per virtual stage).
+    fn virtual_pipeline_size(&self, num_layers: usize) -> Result<usize> {
+        let p = self.flags;
+        let Some(per_stage) = p.num_layers_per_virtual_pipeline_stage else {
+            return Ok(1);
+        };
+        let per_round = per_stage.saturating_mul(p.pipeline_model_parallel_size);
+        if per_round == 0 || !num_layers.is_multiple_of(per_round) {
+            return Err(Error::usage(format!(
+                "{} must be a multiple of {} · {}; virtual stages have the same number of layers",
+                self.sources.cite("num_layers", num_layers),
+                self.sources.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
+                self.sources.cite("num_layers_per_virtual_pipeline_stage", per_stage)
+            )));
+        }
+        Ok((num_layers / per_round).max(1))
+    }
+}
