@@ -1,10 +1,9 @@
 //! A GPT's checkpoint without its ranks: what it is of, which layouts it fits, and the files it has under another one.
 
-use std::ops::RangeInclusive;
 use std::path::Path;
 
 use megatron::checkpoint::{self, Manifest};
-use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, PositionEmbedding, ScheduleKind, Sources};
+use megatron::config::{ParallelConfig, PartitionMethod, PositionEmbedding, ScheduleKind, Sources};
 use megatron::params::StateKind;
 use megatron::train::{Layout, SavedRun, saved_run, with_parallel};
 use megatron::{Error, Result};
@@ -26,7 +25,15 @@ impl SavedGpt {
     /// # Errors
     /// If it is damaged, not a training run's, or not of the model that it names.
     pub fn open(path: &Path) -> Result<Self> {
-        let manifest = Manifest::read(path)?;
+        Self::new(Manifest::read(path)?)
+    }
+
+    /// The checkpoint with this manifest.
+    ///
+    /// # Errors
+    /// If it is not a training run's, or not of the model that it names.
+    pub fn new(manifest: Manifest) -> Result<Self> {
+        let path = manifest.folder();
         let run = saved_run(path, &manifest.state)?;
         // Models too large for what is there are refused before anything of their size is made.
         let model = &run.model;
@@ -94,16 +101,6 @@ impl SavedGpt {
             self.fits(&layout, &Sources::default()).is_ok()
         };
         (1..=self.run.model.num_query_groups).filter(fits).collect()
-    }
-
-    /// The numbers of pipeline stages (times virtual stages) that the layers can be dealt to.
-    pub fn pipeline_sizes(&self) -> RangeInclusive<usize> {
-        1..=self.run.model.num_layers
-    }
-
-    /// The model's settings.
-    pub fn model(&self) -> &ModelConfig {
-        &self.run.model
     }
 }
 

@@ -4,7 +4,7 @@
 //! bounded by a few chunks, whatever the size of the model. A second thread writes, so that reading and writing overlap.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::fs::File;
+use std::fs::{self, File};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -17,8 +17,9 @@ use super::load::read_chunk;
 use super::manifest::{Chunk, Manifest, TensorEntry, difference};
 use super::rank_file::{RankFile, Share, Written};
 use super::save::finish;
-use super::shard_file::{ShardFile, preamble};
+use super::shard_file::{ShardFile, preamble, write_synced};
 use super::values::copy_run;
+use crate::data::TOKENIZER_FILE;
 use crate::params::{ParamShare, StateKind};
 use crate::{Error, Result};
 
@@ -30,7 +31,7 @@ const OPEN_FILES: usize = 64;
 const SYNC_BYTES: usize = 256 << 20;
 
 /// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and points `dir` at it. The
-/// files are those that a run of that layout would save. `state` replaces the source's.
+/// files are those that a run of that layout would save. `state` replaces the source's; a tokenizer beside the source is copied.
 ///
 /// `progress` is told the bytes of every part that was read and passed on, [`Manifest::data_bytes`] in all; it answers whether
 /// to go on. Returns whether the checkpoint was written, that is, whether it always did.
@@ -53,13 +54,28 @@ pub fn reshard(
     names.prepare()?;
     let written = convert(source, &names.temp, files, progress);
     let done = written.and_then(|written| match written {
-        Some(written) => finish(&names, source.iteration, state, written).map(|()| true),
+        Some(written) => {
+            copy_tokenizer(source, dir)?;
+            finish(&names, source.iteration, state, written).map(|()| true)
+        }
         None => Ok(false),
     });
     if !matches!(done, Ok(true)) {
         names.discard();
     }
     done
+}
+
+/// Copies the trained tokenizer beside the source, if there is one.
+fn copy_tokenizer(source: &Manifest, dir: &Path) -> Result<()> {
+    let Some(from) = source.folder().parent().map(|parent| parent.join(TOKENIZER_FILE)).filter(|file| file.is_file())
+    else {
+        return Ok(());
+    };
+    let (temp, to) = (dir.join(format!(".{TOKENIZER_FILE}.tmp")), dir.join(TOKENIZER_FILE));
+    let bytes = fs::read(&from).map_err(|e| Error::io("read", &from, e))?;
+    write_synced(&temp, &bytes)?;
+    fs::rename(&temp, &to).map_err(|e| Error::io("create", &to, e))
 }
 
 /// The files of all ranks: every parameter with all the state that the source has of it.

@@ -228,6 +228,30 @@ impl IndexedDataset {
         }
     }
 
+    /// Reads all tokens and returns the largest; `progress` is told their numbers as they are read.
+    ///
+    /// # Errors
+    /// As [`Self::read_tokens`].
+    pub fn largest_token(&self, progress: &mut dyn FnMut(u64)) -> Result<u32> {
+        let mut buffer = vec![0; CHUNK.min(self.num_tokens as usize)];
+        let mut largest = 0;
+        // A file without gaps is one run of tokens; sequences are often short.
+        let runs = if self.contiguous { 1 } else { self.num_sequences };
+        for run in 0..runs {
+            let (length, offset) = if self.contiguous { (self.num_tokens, 0) } else { self.sequence(run)? };
+            let mut done = 0;
+            while done < length {
+                let count = (length - done).min(buffer.len() as u64);
+                let tokens = &mut buffer[..count as usize];
+                self.read_tokens(offset + done * self.token_type.size() as u64, tokens)?;
+                largest = tokens.iter().copied().fold(largest, u32::max);
+                done += count;
+                progress(count);
+            }
+        }
+        Ok(largest)
+    }
+
     /// Every sequence must lie within `.bin`, and `.bin` must end where the last one does.
     fn check_sequences(&mut self, bin_len: u64) -> Result<()> {
         let size = self.token_type.size() as u64;
