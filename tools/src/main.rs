@@ -6,12 +6,14 @@ mod convert;
 mod error;
 mod fault;
 mod inference;
+mod inspect;
 mod launch;
 mod launcher;
 mod preprocess;
 mod pretrain;
 mod ranks;
 mod report;
+mod reshard;
 mod signals;
 
 use std::io::Write;
@@ -42,6 +44,8 @@ fn run() -> error::Result<u8> {
         Ok(Request::Import(args)) => convert::import(&args),
         Ok(Request::Export(args)) => convert::export(&args),
         Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
+        Ok(Request::Reshard(args, origins)) => reshard::run(&args, &origins),
+        Ok(Request::Inspect(args)) => inspect::run(&args),
         Ok(Request::Generate(args)) => inference::generate::run(&args),
         Ok(Request::Eval(args)) => inference::evaluate::run(&args),
         Err(Stop::Error(error)) => Err(error),

@@ -134,6 +134,14 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
     }
 }
 
+/// Whether `dir` holds a checkpoint, though the pointer may name none.
+///
+/// # Errors
+/// If `dir` cannot be listed.
+pub fn holds_any(dir: &Path) -> Result<bool> {
+    Ok(any_checkpoint(dir)?.is_some())
+}
+
 /// A checkpoint in `dir`, finished or set aside, whether or not the pointer names it.
 pub(super) fn any_checkpoint(dir: &Path) -> Result<Option<PathBuf>> {
     let entries = match fs::read_dir(dir) {

@@ -31,7 +31,7 @@ mod stream;
 mod tests;
 mod values;
 
-pub use folder::{Latest, iteration_dir, latest, locate};
+pub use folder::{Latest, holds_any, iteration_dir, latest, locate};
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
 pub use reshard::reshard;

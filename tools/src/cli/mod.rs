@@ -12,9 +12,10 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub use convert::{ExportArgs, ImportArgs};
+pub use layout::resolve_layout;
 pub use resolve::{Distributed, Resolved, default_cache, resolve};
 
 use crate::bench::{Bench, BenchArgs};
@@ -22,6 +23,8 @@ use crate::error::{Error, Result};
 use crate::inference::evaluate::EvalArgs;
 use crate::inference::generate::GenerateArgs;
 use crate::preprocess::{PreprocessArgs, TokenizerArgs};
+use crate::inspect::InspectArgs;
+use crate::reshard::ReshardArgs;
 use flags::Flags;
 
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
@@ -38,6 +41,8 @@ pub enum Command {
     Pretrain(Box<PretrainArgs>),
     Generate(GenerateArgs),
     Eval(EvalArgs),
+    Reshard(Box<ReshardArgs>),
+    Inspect(InspectArgs),
     Launch(LaunchArgs),
     Preprocess(PreprocessArgs),
     Tokenizer(TokenizerArgs),
@@ -111,6 +116,9 @@ pub enum Request {
     Preprocess(PreprocessArgs),
     Tokenizer(TokenizerArgs),
     /// With the origins of what was typed.
+    Reshard(Box<ReshardArgs>, BTreeMap<String, String>),
+    Inspect(InspectArgs),
+    /// With the origins of what was typed.
     Bench(Bench, BTreeMap<String, String>),
 }
 
@@ -145,6 +153,8 @@ impl From<Error> for Stop {
 fn command() -> clap::Command {
     Cli::command()
         .mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
+        .mut_subcommand("reshard", |reshard| reshard.mut_args(flags::with_switches))
+        .mut_subcommand("inspect", |inspect| inspect.mut_args(flags::with_switches))
         .mut_subcommand("bench", |bench| bench.mut_subcommand("step", |step| step.mut_args(flags::with_switches)))
 }
 
@@ -156,6 +166,12 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     let matches = command().try_get_matches_from(words)?;
     let (cli, typed) = (Cli::from_arg_matches(&matches)?, matches.subcommand_matches("pretrain"));
     match (cli.command, typed) {
+        (Command::Reshard(args), _) => {
+            let typed = matches.subcommand_matches("reshard");
+            let origins = typed.map_or_else(BTreeMap::new, |typed| origins_of(typed, &flags::layout_args()));
+            Ok(Request::Reshard(args, origins))
+        }
+        (Command::Inspect(args), _) => Ok(Request::Inspect(args)),
         (Command::Generate(args), _) => Ok(Request::Generate(args)),
         (Command::Eval(args), _) => Ok(Request::Eval(args)),
         (Command::Import(args), _) => Ok(Request::Import(args)),
@@ -198,13 +214,14 @@ fn is_typed(matches: &ArgMatches, key: &str) -> bool {
 
 /// The flags of the sections asked for that were typed, by key.
 fn typed_origins(matches: &ArgMatches, of_section: impl Fn(&str) -> bool) -> BTreeMap<String, String> {
-    flags::sections()
-        .iter()
-        .filter(|(name, _)| of_section(name))
-        .flat_map(|(_, args)| args)
-        .filter(|arg| is_typed(matches, arg.get_id().as_str()))
-        .map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default())))
-        .collect()
+    let sections = flags::sections().into_iter().filter(|(name, _)| of_section(name));
+    origins_of(matches, &sections.flat_map(|(_, args)| args).collect::<Vec<_>>())
+}
+
+/// Those of `args` that were typed, by key.
+fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String> {
+    let typed = args.iter().filter(|arg| is_typed(matches, arg.get_id().as_str()));
+    typed.map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default()))).collect()
 }
 
 /// Puts the run file's settings under those of the command line.

@@ -1,12 +1,15 @@
 //! How a run's progress is shown: a bar on a terminal, Megatron-LM's log lines elsewhere.
 
 mod bar;
+mod bytes;
 mod lines;
 
 use std::io::IsTerminal;
 
 use megatron::train::Reporter;
 use megatron::train::report::Silent;
+
+pub use bytes::ByteBar;
 
 /// The reporter of `rank`. Rank 0 shows what there is to see, every `log_interval` steps.
 pub fn for_rank(rank: usize, log_interval: u64) -> Box<dyn Reporter> {

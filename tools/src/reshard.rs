@@ -1,0 +1,99 @@
+//! `megatron reshard`: a checkpoint's state in the files of another layout.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use clap::Args;
+use indicatif::DecimalBytes;
+use megatron::checkpoint;
+use megatron::config::{ParallelConfig, Sources};
+use models::SavedGpt;
+
+use crate::cli::flags::{self, LayoutFlags};
+use crate::cli::resolve_layout;
+use crate::error::Result;
+use crate::report::ByteBar;
+use crate::signals::StopSignal;
+
+/// Rewrite a checkpoint for another layout
+///
+/// Any checkpoint resumes under any layout as it is. This writes the files that a run of the layout would save, each holding
+/// what its rank owns, parameters and optimizer state; flags and defaults are those of `pretrain`. What is copied is checked
+/// against its checksums. Little memory is used, whatever the size of the model.
+///
+/// CKPT is left as it is. Nothing appears in CKPT2 before everything is written; what an interrupted attempt leaves is
+/// hidden, and removed by the next.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:
+  megatron reshard checkpoints/gpt checkpoints/gpt-tp4 --tensor-model-parallel-size 4
+  megatron reshard saved/iter_0001000 saved-zero --data-parallel-size 8 --use-distributed-optimizer")]
+pub struct ReshardArgs {
+    /// Folder that `pretrain --save` wrote, or one iter_… folder in it
+    #[arg(value_name = "CKPT")]
+    pub from: PathBuf,
+    /// Folder for the new checkpoint; made, and must not hold one yet
+    #[arg(value_name = "CKPT2")]
+    pub to: PathBuf,
+    /// Which of the checkpoints in CKPT [default: the latest]
+    #[arg(long, value_name = "N")]
+    pub iteration: Option<u64>,
+    #[command(flatten, next_help_heading = "Layout of CKPT2")]
+    pub layout: LayoutFlags,
+}
+
+/// Reshards and returns the exit code; `origins` are those of what was typed.
+///
+/// # Errors
+/// If the layout does not fit, the checkpoint is damaged, CKPT2 holds one, or the system refuses.
+pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8> {
+    let start = Instant::now();
+    let path = checkpoint::locate(&args.from, args.iteration)?;
+    let saved = SavedGpt::open(&path)?;
+    let mut sources = Sources::default();
+    for (section, args) in flags::sections() {
+        let origin = if section == "model" { "the checkpoint" } else { "default" };
+        args.iter().for_each(|arg| sources.record(arg.get_id().as_str(), origin));
+    }
+    origins.iter().for_each(|(key, origin)| sources.record(key, origin));
+    let parallel = resolve_layout(&args.layout, &mut sources, None, saved.run.model.num_layers)?;
+    saved.fits(&parallel, &sources)?;
+
+    let stop = StopSignal::listen()?;
+    let bar = ByteBar::new("resharding", saved.manifest.data_bytes());
+    let done = saved.reshard(&args.to, &parallel, &sources, &mut |bytes| {
+        bar.add(bytes);
+        !stop.flag.load(Ordering::SeqCst)
+    })?;
+    bar.finish();
+    if !done {
+        return Ok(stop.exit_code());
+    }
+    crate::print_line(&format!(
+        "{} ({}) → {} ({}): {} in {} files, {:.1} s",
+        path.display(),
+        saved.run.parallel.as_ref().map_or("of no run".to_string(), describe_layout),
+        checkpoint::iteration_dir(&args.to, saved.manifest.iteration).display(),
+        describe_layout(&parallel),
+        DecimalBytes(saved.manifest.data_bytes()),
+        parallel.world_size(),
+        start.elapsed().as_secs_f64()
+    ));
+    Ok(0)
+}
+
+/// A layout in a few words: `tp 2 · pp 1 · dp 4 · ZeRO-1`.
+pub fn describe_layout(p: &ParallelConfig) -> String {
+    let mut text = format!(
+        "tp {} · pp {} · dp {}",
+        p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
+    );
+    if p.virtual_pipeline_size > 1 {
+        text.push_str(&format!(" · {} virtual stages each", p.virtual_pipeline_size));
+    }
+    if p.use_distributed_optimizer {
+        text.push_str(" · ZeRO-1");
+    }
+    text
+}

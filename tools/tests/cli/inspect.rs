@@ -1,0 +1,151 @@
+//! `megatron inspect`: what it says of what is whole, and of what is not.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use megatron::data::{IndexedWriter, TokenType};
+
+use crate::reshard::{succeed, trained};
+use crate::support::{megatron, stderr, stdout};
+
+fn inspected(folder: &Path, args: &[&str]) -> String {
+    stdout(&succeed(megatron().current_dir(folder).arg("inspect").args(args)))
+}
+
+fn refused(folder: &Path, args: &[&str]) -> String {
+    let output = megatron().current_dir(folder).arg("inspect").args(args).output().unwrap();
+    assert!(matches!(output.status.code(), Some(1 | 2)), "{}", stdout(&output));
+    stderr(&output)
+}
+
+#[test]
+fn a_checkpoint_is_described_and_one_that_is_damaged_is_named() {
+    let folder = trained(&["--tensor-model-parallel-size=2"]);
+    let text = inspected(folder.path(), &["saved"]);
+    for part in [
+        "saved/iter_0000003",
+        "iteration   3\n",
+        "files       2 with",
+        "attention",
+        "exp_avg_sq  f32",
+        "4 layers, hidden 16, 4 heads in 4 groups of width 4",
+        "6 samples, 3 updates",
+        "written by  tp 2 · pp 1 · dp 1",
+        "fits        tp 1, 2, 4 · pp 1 to 4 · any dp",
+        "whole       yes: every element is there once, and the checksums of all",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+    let file = folder.path().join("saved/iter_0000003/rank_00001.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, &bytes).unwrap();
+    assert!(inspected(folder.path(), &["saved", "--verify=false"]).contains("checksums were not looked at"));
+    let text = refused(folder.path(), &["saved"]);
+    assert!(text.contains("rank_00001.safetensors: tensor") && text.contains("is damaged"), "{text}");
+    bytes.pop();
+    fs::write(&file, &bytes).unwrap();
+    let text = refused(folder.path(), &["saved", "--verify=false"]);
+    assert!(text.contains("rank_00001.safetensors: is truncated"), "{text}");
+}
+
+#[test]
+fn a_dataset_is_described_with_its_largest_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut writer = IndexedWriter::create(folder.path().join("data"), TokenType::U16).unwrap();
+    for tokens in [&[5, 70, 3][..], &[9], &[], &[1, 2]] {
+        writer.add_sequence(tokens).unwrap();
+        writer.end_document();
+    }
+    writer.finish().unwrap();
+    for path in ["data", "data.bin", "data.idx"] {
+        let text = inspected(folder.path(), &[path]);
+        for part in [
+            "sequences   4\n",
+            "documents   4\n",
+            "tokens      6 (6)",
+            "0 to 3 tokens a sequence, 1.5 in the mean, 1 empty",
+            "stored as   u16, 12 B",
+            "largest id  70: fits vocabularies of 71",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+    }
+    assert!(!inspected(folder.path(), &["data", "--verify=false"]).contains("largest id"));
+    let bin = folder.path().join("data.bin");
+    let bytes = fs::read(&bin).unwrap();
+    fs::write(&bin, &bytes[..bytes.len() - 1]).unwrap();
+    assert!(refused(folder.path(), &["data"]).contains("is truncated"));
+}
+
+/// A Hugging Face folder of two files with an index.
+fn hugging_face() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |file: &str, name: &str, shape: &[usize]| {
+        let tensor = Tensor::zeros(shape, DType::BF16, &Device::Cpu).unwrap();
+        candle_core::safetensors::save(&HashMap::from([(name, tensor)]), folder.path().join(file)).unwrap();
+    };
+    write("a.safetensors", "model.embed_tokens.weight", &[10, 4]);
+    write("b.safetensors", "model.norm.weight", &[4]);
+    let config =
+        r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4}"#;
+    fs::write(folder.path().join("config.json"), config).unwrap();
+    index(folder.path(), &[("model.embed_tokens.weight", "a.safetensors"), ("model.norm.weight", "b.safetensors")]);
+    folder
+}
+
+fn index(folder: &Path, files: &[(&str, &str)]) {
+    let map: HashMap<_, _> = files.iter().copied().collect();
+    let json = serde_json::json!({ "metadata": { "total_size": 88 }, "weight_map": map });
+    fs::write(folder.join("model.safetensors.index.json"), json.to_string()).unwrap();
+}
+
+#[test]
+fn a_hugging_face_folder_is_described_from_its_headers() {
+    let folder = hugging_face();
+    for path in [".", "a.safetensors"] {
+        let text = inspected(folder.path(), &[path]);
+        for part in ["LlamaForCausalLM (\"llama\")", "num_hidden_layers 1, hidden_size 4", "BF16  ", "[10, 4], 80 B"] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+        assert!(text.contains("tensors     2 with 44 parameters, 88 B in 2 files") == (path == "."), "{text}");
+    }
+}
+
+#[test]
+fn hostile_hugging_face_files_are_refused_by_name() {
+    let (embedding, norm) = ("model.embed_tokens.weight", "model.norm.weight");
+    for (files, why) in [
+        (&[(embedding, "../a.safetensors"), (norm, "b.safetensors")][..], "not a file in its own folder"),
+        (&[(embedding, "/etc/passwd"), (norm, "b.safetensors")], "not a file in its own folder"),
+        (&[(embedding, "b.safetensors"), (norm, "a.safetensors")], "but it is in"),
+        (&[(embedding, "a.safetensors"), (norm, "a.safetensors")], "is in a.safetensors, but it is not"),
+        (&[(embedding, "a.safetensors"), (norm, "c.safetensors")], "c.safetensors"),
+    ] {
+        let folder = hugging_face();
+        index(folder.path(), files);
+        let text = refused(folder.path(), &["."]);
+        assert!(text.contains(why), "{files:?}: {text}");
+    }
+    for (at, bytes) in [(0, u64::MAX.to_le_bytes()), (0, 9u64.to_le_bytes()), (8, *b"[[[[[[[[")] {
+        let folder = hugging_face();
+        let file = folder.path().join("a.safetensors");
+        let mut contents = fs::read(&file).unwrap();
+        contents[at..at + 8].copy_from_slice(&bytes);
+        fs::write(&file, contents).unwrap();
+        let text = refused(folder.path(), &["."]);
+        assert!(text.contains("a.safetensors: not a whole safetensors file"), "{text}");
+    }
+}
+
+#[test]
+fn a_path_that_is_nothing_known_says_what_was_looked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    for path in [".", "missing"] {
+        let text = refused(folder.path(), &[path]);
+        assert!(text.contains("neither a checkpoint") && text.contains("nor a Hugging Face model"), "{text}");
+    }
+}

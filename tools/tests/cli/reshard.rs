@@ -1,0 +1,148 @@
+//! `megatron reshard`: from one run's checkpoint to another layout's, and what is refused.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use crate::support::{megatron, stderr, stdout};
+
+const RUN: &str = r#"[model]
+num_layers = 4
+hidden_size = 16
+num_attention_heads = 4
+seq_length = 8
+
+[data]
+data_path = "text.txt"
+tokenizer = "byte"
+cache_dir = "cache"
+
+[training]
+micro_batch_size = 1
+global_batch_size = 2
+train_iters = 6
+exit_interval = 3
+
+[optimizer]
+lr = 1e-3
+
+[logging]
+metrics = "metrics.jsonl"
+eval_iters = 0
+"#;
+
+/// A folder in which a run of one rank has made its first half of the steps and saved to `saved`.
+pub fn trained(flags: &[&str]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("run.toml"), RUN).unwrap();
+    fs::write(folder.path().join("text.txt"), "A text that says little, again and again.\n\n".repeat(100)).unwrap();
+    let args = [&["pretrain", "run.toml", "--save", "saved"], flags].concat();
+    succeed(megatron().current_dir(folder.path()).args(args));
+    folder
+}
+
+pub fn succeed(command: &mut Command) -> Output {
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    output
+}
+
+fn reshard(folder: &Path, args: &[&str]) -> Command {
+    let mut command = megatron();
+    command.current_dir(folder).arg("reshard").args(args);
+    command
+}
+
+/// The losses of the steps that `metrics.jsonl` has.
+fn losses(folder: &Path) -> Vec<f64> {
+    let text = fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    let steps = text.lines().filter(|line| line.contains("\"grad_norm\""));
+    steps.map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["lm_loss"].as_f64().unwrap()).collect()
+}
+
+#[test]
+fn a_resharded_checkpoint_resumes_under_its_layout_as_the_first_does_under_its_own() {
+    let folder = trained(&[]);
+    let dir = folder.path();
+    fs::write(dir.join("saved/tokenizer.json"), "{}").unwrap();
+    let layout = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--use-distributed-optimizer"];
+    let output = succeed(&mut reshard(dir, &[&["saved", "cut"], &layout[..]].concat()));
+    let text = stdout(&output);
+    assert!(
+        text.contains("saved/iter_0000003 (tp 1 · pp 1 · dp 1) → cut/iter_0000003 (tp 2 · pp 2 · dp 1 · ZeRO-1)"),
+        "{text}"
+    );
+    assert_eq!(fs::read_dir(dir.join("cut/iter_0000003")).unwrap().count(), 5);
+    assert_eq!(fs::read_to_string(dir.join("cut/tokenizer.json")).unwrap(), "{}");
+    let go_on = |from: &str, flags: &[&str]| {
+        succeed(megatron().current_dir(dir).args(["pretrain", "run.toml", "--load", from]).args(flags));
+        losses(dir)
+    };
+    let own = go_on("saved", &[]);
+    let cut = go_on("cut", &layout);
+    assert_eq!((own.len(), cut.len()), (6, 6));
+    assert!(own.iter().zip(&cut).all(|(a, b)| (a - b).abs() < 1e-4 * a), "{own:?} {cut:?}");
+}
+
+#[test]
+fn one_iteration_is_chosen_by_its_number_or_its_folder() {
+    let folder = trained(&["--save-interval=1"]);
+    for (i, args) in [&["saved", "--iteration=2"][..], &["saved/iter_0000002"]].into_iter().enumerate() {
+        let to = format!("to{i}");
+        let output = succeed(&mut reshard(folder.path(), &[args, &[&to]].concat()));
+        assert!(stdout(&output).contains(&format!("{to}/iter_0000002")), "{}", stdout(&output));
+    }
+    let output = reshard(folder.path(), &["saved", "to9", "--iteration=9"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("iter_0000009: is not there"), "{}", stderr(&output));
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_the_equation_and_where_its_numbers_come_from() {
+    let folder = trained(&[]);
+    for (flags, code, parts) in [
+        (
+            &["--tensor-model-parallel-size=3"][..],
+            2,
+            &[
+                "num_attention_heads = 4 (the checkpoint)",
+                "multiple of tensor_model_parallel_size = 3 (--tensor-model-parallel-size)",
+            ][..],
+        ),
+        (&["--pipeline-model-parallel-size=5"], 2, &["num_layers = 4 (the checkpoint) cannot fill 5 stages"]),
+        (&["--num-layers-per-virtual-pipeline-stage=3"], 2, &["num_layers = 4 (the checkpoint) must be a multiple"]),
+        (&["--data-parallel-size=1000000"], 2, &["1000000 ranks are more than"]),
+        (&["--data-parallel-size=0"], 2, &["data_parallel_size = 0 (--data-parallel-size) must be at least 1"]),
+    ] {
+        let output = reshard(folder.path(), &[&["saved", "to"], flags].concat()).output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        assert!(parts.iter().all(|part| text.contains(part)), "{flags:?}: {text}");
+        assert!(!folder.path().join("to").exists());
+    }
+    let output = reshard(folder.path(), &["saved", "saved"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("is there already"), "{}", stderr(&output));
+}
+
+#[test]
+fn memory_is_bounded_by_chunks_and_not_by_the_model() {
+    // 80 MB of tensors, of which the largest has 4 MB, through a process that may have 24 MB of data.
+    let folder = trained(&["--hidden-size=512", "--num-layers=2", "--train-iters=1"]);
+    let files: u64 = fs::read_dir(folder.path().join("saved/iter_0000001"))
+        .unwrap()
+        .map(|file| file.unwrap().metadata().unwrap().len())
+        .sum();
+    assert!(files > 70_000_000, "{files}");
+    let run = |kilobytes: u32, to: &str| {
+        let mut command = Command::new("sh");
+        let script = format!("ulimit -d {kilobytes} && exec \"$@\"");
+        let flags = ["--tensor-model-parallel-size=4", "--data-parallel-size=2"];
+        let program = env!("CARGO_BIN_EXE_megatron");
+        command.current_dir(folder.path()).args(["-c", &script, "sh", program, "reshard", "saved", to]).args(flags);
+        command.output().unwrap()
+    };
+    let output = run(24_000, "cut");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(!run(4_000, "less").status.success(), "the limit has no effect");
+}
