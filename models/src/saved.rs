@@ -9,6 +9,7 @@ use megatron::train::{Layout, SavedRun, saved_run, with_parallel};
 use megatron::{Error, Result};
 
 use crate::Gpt;
+use crate::hf::{COMPANIONS, ORIGIN_CONFIG};
 
 /// More ranks are taken for a mistake.
 const MOST_RANKS: usize = 1 << 16;
@@ -75,7 +76,8 @@ impl SavedGpt {
         Ok(())
     }
 
-    /// Writes it as `dir/iter_…` as a run under `parallel` would; see [`checkpoint::reshard`].
+    /// Writes it as `dir/iter_…` as a run under `parallel` would, with the tokenizer and the like beside it; see
+    /// [`checkpoint::reshard`].
     ///
     /// # Errors
     /// If the layout does not fit, `dir` holds a checkpoint, this one is damaged, or the system refuses.
@@ -91,7 +93,8 @@ impl SavedGpt {
         let layout = Layout::new(parallel, &model)?;
         let ranks = (0..layout.world_size()).map(|rank| layout.written(rank)).collect();
         let state = with_parallel(&self.manifest.state, parallel)?;
-        checkpoint::reshard(&self.manifest, dir, &state, ranks, progress)
+        let companions: Vec<&str> = COMPANIONS.into_iter().chain([ORIGIN_CONFIG]).collect();
+        checkpoint::reshard(&self.manifest, dir, &state, ranks, &companions, progress)
     }
 
     /// The tensor parallel sizes that cut the model evenly.

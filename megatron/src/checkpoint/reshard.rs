@@ -19,7 +19,6 @@ use super::rank_file::{RankFile, Share, Written};
 use super::save::finish;
 use super::shard_file::{ShardFile, preamble, write_synced};
 use super::values::copy_run;
-use crate::data::TOKENIZER_FILE;
 use crate::params::{ParamShare, StateKind};
 use crate::{Error, Result};
 
@@ -31,7 +30,8 @@ const OPEN_FILES: usize = 64;
 const SYNC_BYTES: usize = 256 << 20;
 
 /// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and points `dir` at it. The
-/// files are those that a run of that layout would save. `state` replaces the source's; a tokenizer beside the source is copied.
+/// files are those that a run of that layout would save. `state` replaces the source's. Of the files named `companions`, such as
+/// a tokenizer, those that lie beside the source are copied, too.
 ///
 /// `progress` is told the bytes of every part that was read and passed on, [`Manifest::data_bytes`] in all; it answers whether
 /// to go on. Returns whether the checkpoint was written, that is, whether it always did.
@@ -44,6 +44,7 @@ pub fn reshard(
     dir: &Path,
     state: &serde_json::Value,
     ranks: Vec<Vec<ParamShare>>,
+    companions: &[&str],
     progress: &mut dyn FnMut(u64) -> bool,
 ) -> Result<bool> {
     if let Some(path) = any_checkpoint(dir)? {
@@ -55,7 +56,7 @@ pub fn reshard(
     let written = convert(source, &names.temp, files, progress);
     let done = written.and_then(|written| match written {
         Some(written) => {
-            copy_tokenizer(source, dir)?;
+            copy_companions(source, dir, companions)?;
             finish(&names, source.iteration, state, written).map(|()| true)
         }
         None => Ok(false),
@@ -66,16 +67,18 @@ pub fn reshard(
     done
 }
 
-/// Copies the trained tokenizer beside the source, if there is one.
-fn copy_tokenizer(source: &Manifest, dir: &Path) -> Result<()> {
-    let Some(from) = source.folder().parent().map(|parent| parent.join(TOKENIZER_FILE)).filter(|file| file.is_file())
-    else {
-        return Ok(());
-    };
-    let (temp, to) = (dir.join(format!(".{TOKENIZER_FILE}.tmp")), dir.join(TOKENIZER_FILE));
-    let bytes = fs::read(&from).map_err(|e| Error::io("read", &from, e))?;
-    write_synced(&temp, &bytes)?;
-    fs::rename(&temp, &to).map_err(|e| Error::io("create", &to, e))
+/// Copies those of the files `names` that lie beside the source.
+fn copy_companions(source: &Manifest, dir: &Path, names: &[&str]) -> Result<()> {
+    let Some(beside) = source.folder().parent() else { return Ok(()) };
+    for name in names {
+        let (from, temp, to) = (beside.join(name), dir.join(format!(".{name}.tmp")), dir.join(name));
+        if from.is_file() {
+            let bytes = fs::read(&from).map_err(|e| Error::io("read", &from, e))?;
+            write_synced(&temp, &bytes)?;
+            fs::rename(&temp, &to).map_err(|e| Error::io("create", &to, e))?;
+        }
+    }
+    Ok(())
 }
 
 /// The files of all ranks: every parameter with all the state that the source has of it.

@@ -22,8 +22,8 @@ use crate::bench::{Bench, BenchArgs};
 use crate::error::{Error, Result};
 use crate::inference::evaluate::EvalArgs;
 use crate::inference::generate::GenerateArgs;
-use crate::preprocess::{PreprocessArgs, TokenizerArgs};
 use crate::inspect::InspectArgs;
+use crate::preprocess::{PreprocessArgs, TokenizerArgs};
 use crate::reshard::ReshardArgs;
 use flags::Flags;
 

@@ -1,87 +1,57 @@
 //! What a Hugging Face model's folder holds. Only headers are read; nothing in the files is trusted.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use indicatif::{DecimalBytes, HumanCount};
 use megatron::Error;
-use megatron::checkpoint::{SafetensorsEntry, safetensors_entries};
-use serde::Deserialize;
+use megatron::checkpoint::{Float, ShardFile};
+use models::hf::{CONFIG, HfConfig, HfFiles};
 use serde_json::Value;
 
 use super::{fact, short};
 use crate::error::{Error as CliError, Result};
 
-const INDEX: &str = "model.safetensors.index.json";
-/// Longer JSON files are taken for something else.
-const MAX_JSON_BYTES: u64 = 64 << 20;
-/// Settings that are worth a line.
-const SETTINGS: [&str; 8] = [
+/// Longer configurations are taken for something else.
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+/// Settings that are worth a line, under their names of today and those of GPT-2 and Bloom.
+const SETTINGS: [&str; 13] = [
     "num_hidden_layers",
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
-    "vocab_size",
     "max_position_embeddings",
+    "n_layer",
+    "n_embd",
+    "n_inner",
+    "n_head",
+    "n_positions",
+    "vocab_size",
     "tie_word_embeddings",
 ];
-/// The same under GPT-2's and Bloom's names.
-const OLD_SETTINGS: [&str; 6] = ["n_layer", "n_embd", "n_inner", "n_head", "n_positions", "rope_theta"];
 
-#[derive(Deserialize)]
-struct Index {
-    /// The file of each tensor.
-    weight_map: BTreeMap<String, String>,
-}
+type Tensors = BTreeMap<String, (Option<Float>, Vec<usize>)>;
 
 /// Prints what is in the folder, or in one safetensors file.
 pub fn inspect(path: &Path) -> Result<()> {
-    let (folder, files) = if path.is_dir() {
-        (path, weight_files(path)?)
-    } else {
-        (path.parent().unwrap_or(path), vec![path.to_path_buf()])
-    };
     fact("model", path.display());
-    let config = folder.join("config.json");
+    if !path.is_dir() {
+        tensors(&ShardFile::open(path)?.tensors());
+        fact("whole", "the header describes every byte of the file");
+        return Ok(());
+    }
+    let config = path.join(CONFIG);
     if config.is_file() {
-        let config: Value = read_json(&config)?;
-        let text = |key: &str| config.get(key).filter(|value| !value.is_null()).map(Value::to_string);
-        let architecture = config.pointer("/architectures/0").and_then(Value::as_str).unwrap_or("not named");
-        fact("family", format!("{architecture} ({})", text("model_type").unwrap_or_else(|| "no model_type".into())));
-        let settings = SETTINGS.iter().chain(&OLD_SETTINGS).filter_map(|key| Some(format!("{key} {}", text(key)?)));
-        fact("settings", settings.collect::<Vec<_>>().join(", "));
+        describe(&config)?;
     } else {
-        fact("family", "unknown: there is no config.json");
+        fact("family", format!("unknown: there is no {CONFIG}"));
     }
-    let index = folder.join(INDEX);
-    let index: Option<Index> = if path.is_dir() && index.is_file() { Some(read_json(&index)?) } else { None };
-    let files = match &index {
-        Some(index) => indexed_files(folder, index)?,
-        None => files,
-    };
-    if files.is_empty() {
-        return Err(Error::checkpoint(path, "holds no .safetensors files").into());
-    }
-    let mut held: BTreeMap<String, (String, SafetensorsEntry)> = BTreeMap::new();
-    for file in &files {
-        let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        for entry in safetensors_entries(file)? {
-            if let Some((other, _)) = held.insert(entry.name.clone(), (name.clone(), entry.clone())) {
-                return Err(
-                    Error::checkpoint(file, format!("holds tensor {:?}, and so does {other}", entry.name)).into()
-                );
-            }
-        }
-    }
-    if let Some(index) = &index {
-        compare(folder, index, &held)?;
-    }
-    tensors(&held);
-    let whole = "headers describe every byte of the files";
-    fact("whole", format!("{whole}{}", if index.is_some() { ", and the index every tensor" } else { "" }));
+    let files = HfFiles::open(path)?;
+    tensors(files.tensors());
+    fact("whole", "headers describe every byte of the files, and an index, if there is one, every tensor");
     Ok(())
 }
 
@@ -99,74 +69,45 @@ pub fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The files that an index names, which must lie in its own folder.
-fn indexed_files(folder: &Path, index: &Index) -> Result<Vec<PathBuf>> {
-    let names: BTreeSet<&String> = index.weight_map.values().collect();
-    let path = |name: &String| {
-        let mut parts = Path::new(name).components();
-        match (parts.next(), parts.next()) {
-            (Some(Component::Normal(only)), None) if only == name.as_str() => Ok(folder.join(name)),
-            _ => Err(Error::checkpoint(
-                folder.join(INDEX),
-                format!("names {name:?}, which is not a file in its own folder"),
-            )
-            .into()),
-        }
-    };
-    names.into_iter().map(path).collect()
-}
-
-/// Checks that the index and the files name the same tensors.
-fn compare(folder: &Path, index: &Index, held: &BTreeMap<String, (String, SafetensorsEntry)>) -> Result<()> {
-    let refuse = |message: String| Err(Error::checkpoint(folder.join(INDEX), message).into());
-    for (tensor, file) in &index.weight_map {
-        match held.get(tensor) {
-            Some((there, _)) if there == file => {}
-            Some((there, _)) => return refuse(format!("says that {tensor:?} is in {file}, but it is in {there}")),
-            None => return refuse(format!("says that {tensor:?} is in {file}, but it is not")),
-        }
-    }
-    match held.keys().find(|tensor| !index.weight_map.contains_key(*tensor)) {
-        Some(tensor) => refuse(format!("does not name {tensor:?}, which is in {}", held[tensor].0)),
-        None => Ok(()),
-    }
-}
-
-fn tensors(held: &BTreeMap<String, (String, SafetensorsEntry)>) {
-    let files: BTreeSet<&String> = held.values().map(|(file, _)| file).collect();
-    let numel = |entry: &SafetensorsEntry| entry.shape.iter().map(|&extent| extent as u64).product::<u64>();
-    let parameters: u64 = held.values().map(|(_, entry)| numel(entry)).sum();
-    let bytes: u64 = held.values().map(|(_, entry)| entry.bytes as u64).sum();
-    fact(
-        "tensors",
-        format!(
-            "{} with {} parameters, {} in {} files",
-            HumanCount(held.len() as u64),
-            short(parameters),
-            DecimalBytes(bytes),
-            files.len()
-        ),
-    );
-    let mut dtypes: BTreeMap<String, (usize, u64)> = BTreeMap::new();
-    for (_, entry) in held.values() {
-        let (count, bytes) = dtypes.entry(format!("{:?}", entry.dtype)).or_default();
-        *count += 1;
-        *bytes += entry.bytes as u64;
-    }
-    for (dtype, (count, bytes)) in dtypes {
-        fact("", format!("{dtype:<6}{count} tensors, {}", DecimalBytes(bytes)));
-    }
-    if let Some((_, (_, largest))) = held.iter().max_by_key(|(_, (_, entry))| entry.bytes) {
-        fact("largest", format!("{} {:?}, {}", largest.name, largest.shape, DecimalBytes(largest.bytes as u64)));
-    }
-}
-
-fn read_json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
+/// The family, the settings, and whether this program can import the model.
+fn describe(path: &Path) -> Result<()> {
     let mut text = Vec::new();
     let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-    file.take(MAX_JSON_BYTES + 1).read_to_end(&mut text).map_err(|e| Error::io("read", path, e))?;
-    if text.len() as u64 > MAX_JSON_BYTES {
-        return Err(Error::checkpoint(path, format!("is longer than {}", DecimalBytes(MAX_JSON_BYTES))).into());
+    file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(|e| Error::io("read", path, e))?;
+    if text.len() as u64 > MAX_CONFIG_BYTES {
+        return Err(Error::checkpoint(path, format!("is longer than {}", DecimalBytes(MAX_CONFIG_BYTES))).into());
     }
-    Ok(serde_json::from_slice(&text).map_err(|e| Error::checkpoint(path, format!("is not what it should be: {e}")))?)
+    let refuse = |e: serde_json::Error| Error::checkpoint(path, format!("is not a configuration: {e}"));
+    let config: serde_json::Map<String, Value> = serde_json::from_slice(&text).map_err(refuse)?;
+    let setting = |key: &str| config.get(key).filter(|value| !value.is_null()).map(Value::to_string);
+    let architecture = config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
+    let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or("no model_type");
+    fact("family", format!("{} ({model_type})", architecture.unwrap_or("not named")));
+    let settings: Vec<String> = SETTINGS.iter().filter_map(|key| Some(format!("{key} {}", setting(key)?))).collect();
+    fact("settings", settings.join(", "));
+    match HfConfig::from_json(path, config) {
+        Ok(config) => fact("import", format!("possible, as {:?}", config.family)),
+        Err(error) => fact("import", format!("not possible: {error}")),
+    }
+    Ok(())
+}
+
+fn tensors(held: &Tensors) {
+    let numel = |shape: &[usize]| shape.iter().map(|&extent| extent as u64).product::<u64>();
+    let parameters: u64 = held.values().map(|(_, shape)| numel(shape)).sum();
+    fact("tensors", format!("{} with {} parameters", HumanCount(held.len() as u64), short(parameters)));
+    let mut dtypes: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    for (dtype, shape) in held.values() {
+        let (name, size) = dtype.map_or(("no floats".to_string(), 0), |dtype| (dtype.to_string(), dtype.size()));
+        let (count, bytes) = dtypes.entry(name).or_default();
+        *count += 1;
+        *bytes += numel(shape) * size as u64;
+    }
+    for (dtype, (count, bytes)) in dtypes {
+        let size = if bytes > 0 { format!(", {}", DecimalBytes(bytes)) } else { String::new() };
+        fact("", format!("{dtype:<6}{count} tensors{size}"));
+    }
+    if let Some((name, (_, shape))) = held.iter().max_by_key(|(_, (_, shape))| numel(shape)) {
+        fact("largest", format!("{name} {shape:?}"));
+    }
 }

@@ -86,7 +86,7 @@ fn kind(path: &Path) -> Result<Kind> {
         };
         let (bin, idx) = (with(".bin"), with(".idx"));
         // Where one of the two is missing, the reader says so.
-        (bin.exists() || idx.exists()) && (*prefix == path || path == &bin || path == &idx)
+        (bin.exists() || idx.exists()) && (*prefix == path || path == bin || path == idx)
     };
     if let Some(prefix) = prefixes.iter().find(is_pair) {
         return Ok(Kind::Dataset(prefix.clone()));

@@ -64,7 +64,9 @@ fn losses(folder: &Path) -> Vec<f64> {
 fn a_resharded_checkpoint_resumes_under_its_layout_as_the_first_does_under_its_own() {
     let folder = trained(&[]);
     let dir = folder.path();
-    fs::write(dir.join("saved/tokenizer.json"), "{}").unwrap();
+    for companion in ["tokenizer.json", "hf_config.json"] {
+        fs::write(dir.join("saved").join(companion), companion).unwrap();
+    }
     let layout = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--use-distributed-optimizer"];
     let output = succeed(&mut reshard(dir, &[&["saved", "cut"], &layout[..]].concat()));
     let text = stdout(&output);
@@ -73,7 +75,9 @@ fn a_resharded_checkpoint_resumes_under_its_layout_as_the_first_does_under_its_o
         "{text}"
     );
     assert_eq!(fs::read_dir(dir.join("cut/iter_0000003")).unwrap().count(), 5);
-    assert_eq!(fs::read_to_string(dir.join("cut/tokenizer.json")).unwrap(), "{}");
+    for companion in ["tokenizer.json", "hf_config.json"] {
+        assert_eq!(fs::read_to_string(dir.join("cut").join(companion)).unwrap(), companion);
+    }
     let go_on = |from: &str, flags: &[&str]| {
         succeed(megatron().current_dir(dir).args(["pretrain", "run.toml", "--load", from]).args(flags));
         losses(dir)

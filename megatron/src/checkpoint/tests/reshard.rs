@@ -26,7 +26,7 @@ fn run(source: &Path, dir: &Path, model: &[ParamSpec], layout: &Layout) -> Resul
     let source = Manifest::read(source)?;
     let mut bytes = 0;
     let state = serde_json::json!({ "changed": true });
-    assert!(reshard(&source, dir, &state, plan(model, layout), &mut |part| {
+    assert!(reshard(&source, dir, &state, plan(model, layout), &[], &mut |part| {
         bytes += part;
         true
     })?);
@@ -124,7 +124,7 @@ fn a_wish_to_stop_leaves_nothing() {
     let case = Case::new();
     let source = Manifest::read(&case.from()).unwrap();
     let mut left = 5;
-    let done = reshard(&source, &case.to(), &source.state, plan(&case.model, &case.two), &mut |_| {
+    let done = reshard(&source, &case.to(), &source.state, plan(&case.model, &case.two), &[], &mut |_| {
         left -= 1;
         left > 0
     });
@@ -157,7 +157,7 @@ fn a_folder_that_holds_a_checkpoint_is_left_alone() {
         fs::remove_dir(whole(there)).unwrap();
     }
     let source = Manifest::read(&case.from()).unwrap();
-    let onto_itself = reshard(&source, &case.dir.path().join("from"), &source.state, vec![], &mut |_| true);
+    let onto_itself = reshard(&source, &case.dir.path().join("from"), &source.state, vec![], &[], &mut |_| true);
     assert!(message(onto_itself.unwrap_err()).contains("is there already"));
     verify(&case.from()).unwrap();
 }
@@ -173,7 +173,7 @@ fn a_plan_that_is_not_the_checkpoints_is_refused_and_leaves_nothing() {
     let source = Manifest::read(&case.from()).unwrap();
     let mut ranks = plan(&case.model, &case.two);
     ranks[1].pop();
-    let message = message(reshard(&source, &case.to(), &source.state, ranks, &mut |_| true).unwrap_err());
+    let message = message(reshard(&source, &case.to(), &source.state, ranks, &[], &mut |_| true).unwrap_err());
     assert!(message.contains("do not make a whole: layers.0.fused.weight"), "{message}");
     assert!(names(&case.to()).is_empty());
 }
