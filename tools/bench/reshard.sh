@@ -25,7 +25,7 @@ megatron=$PWD/target/release/megatron
 mkdir -p "$dir"
 trap 'rm -rf "$dir"' EXIT
 
-yes 'A text that says little, again and again.' | head -c 100000 >"$dir/text.txt"
+{ yes 'A text that says little, again and again.' || true; } | head -c 100000 >"$dir/text.txt"
 # One step, so that Adam's moments are not zero.
 "$megatron" pretrain --num-layers "$layers" --hidden-size 2048 --ffn-hidden-size 16384 --swiglu --num-attention-heads 16 \
     --disable-bias-linear --seq-length 16 --data-path "$dir/text.txt" --tokenizer byte --cache-dir "$dir/cache" \
