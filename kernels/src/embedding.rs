@@ -46,7 +46,7 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tens
     })
 }
 
-/// Adds the gradient of the weight: row ids[i] of `dweight [rows, h]` += `dy[i]`, in the order of i.
+/// Adds the gradient of the weight: row `ids[i]` of `dweight [rows, h]` += `dy[i]`, in the order of i.
 ///
 /// # Errors
 /// As [`embedding`].

@@ -1,6 +1,6 @@
 //! How the ranks of a run find each other and become a world.
 //!
-//! Ranks meet at a small key-value store, over TCP or in a shared folder, agree on who takes part ([`join`]), and
+//! Ranks meet at a small key-value store, over TCP or in a shared folder, agree on who takes part (`join`), and
 //! connect through the backend that fits.
 
 mod env;
