@@ -64,12 +64,11 @@ pub struct Inference {
 }
 
 impl Inference {
-    /// Loads this rank's share of the weights from the checkpoint in folder `path`. Collective over `world`.
+    /// This rank's share of a model, its weights yet to be loaded. Collective over `world`.
     ///
     /// # Errors
-    /// If the layout does not fit the world, or the checkpoint is damaged or of another model.
-    pub fn load(
-        path: &Path,
+    /// If the layout does not fit the model or the world.
+    pub fn new(
         config: &ModelConfig,
         model: &dyn ModelBuilder,
         parallel: &ParallelConfig,
@@ -79,18 +78,25 @@ impl Inference {
     ) -> Result<Self> {
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
         let stage = build_stage(parallel, model, &groups, config.hidden_size, 0, dtype, device)?;
-        let mut shards = Vec::new();
-        for (_, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
-            shards.push(ShardRef {
+        Ok(Self { groups, stage })
+    }
+
+    /// Loads this rank's weights from the checkpoint in folder `path` (one `iter_…`).
+    ///
+    /// # Errors
+    /// If the checkpoint is damaged or of another model.
+    pub fn load(&self, path: &Path) -> Result<()> {
+        let stored = self.stage.params.iter().map(|(_, param)| param).filter(|p| !matches!(p.role, Role::TiedUse(_)));
+        let shards = stored.map(|param| {
+            Ok(ShardRef {
                 name: param.spec.name.clone(),
                 kind: StateKind::Param,
                 global_shape: param.spec.shape.clone(),
                 pieces: param.pieces.clone(),
                 data: param.weight.flatten_all()?,
-            });
-        }
-        checkpoint::load(path, &shards)?;
-        Ok(Self { groups, stage })
+            })
+        });
+        checkpoint::load(path, &shards.collect::<Result<Vec<_>>>()?)
     }
 
     /// Mean loss per unmasked token over the first `samples` samples of `loader`, and the number of these tokens. `progress` hears how

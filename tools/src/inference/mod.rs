@@ -14,6 +14,7 @@ use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, Recompute, 
 use megatron::data::{TOKENIZER_FILE, Tokenizer};
 use megatron::train::{Inference, checkpoint_model};
 use models::Gpt;
+use models::hf::HfModel;
 
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
@@ -22,8 +23,8 @@ use crate::ranks;
 /// What both commands load, and over which ranks.
 #[derive(Args, Clone, Debug)]
 pub struct LoadArgs {
-    /// Folder that `pretrain --save` wrote, or one iter_… folder in it
-    #[arg(long, value_name = "CKPT")]
+    /// Folder that `pretrain --save` wrote, one iter_… folder in it, or a Hugging Face model
+    #[arg(long, value_name = "CKPT|HF_DIR")]
     pub load: PathBuf,
     /// `byte` or a tokenizer.json [default: the one beside the checkpoint]
     #[arg(long, value_name = "TOKENIZER")]
@@ -39,10 +40,17 @@ pub struct LoadArgs {
     pub threads: Option<u32>,
 }
 
-/// A checkpoint that was looked at, but not loaded.
+/// Weights that were looked at, but not loaded.
+enum Weights {
+    /// In an `iter_…` folder.
+    Checkpoint,
+    HuggingFace(HfModel),
+}
+
+/// A model that was looked at, but not loaded.
 struct Found {
-    /// The `iter_…` folder.
     path: PathBuf,
+    weights: Weights,
     model: ModelConfig,
     parallel: ParallelConfig,
 }
@@ -50,15 +58,24 @@ struct Found {
 impl LoadArgs {
     /// Looks at the checkpoint and checks that its model can be cut as asked for.
     fn find(&self, dp: usize) -> Result<Found> {
-        let path = if self.load.join("manifest.json").is_file() {
-            self.load.clone()
+        let (path, weights) = if self.load.join("config.json").is_file() {
+            (self.load.clone(), Weights::HuggingFace(HfModel::open(&self.load)?))
+        } else if self.load.join("manifest.json").is_file() {
+            (self.load.clone(), Weights::Checkpoint)
         } else {
             let none = || {
-                megatron::Error::checkpoint(&self.load, "holds no checkpoint; give a folder that pretrain --save wrote")
+                megatron::Error::checkpoint(
+                    &self.load,
+                    "holds no checkpoint; give a folder that pretrain --save wrote, or a Hugging Face model's",
+                )
             };
-            checkpoint::latest(&self.load)?.ok_or_else(none)?.path
+            let latest = checkpoint::latest(&self.load)?.ok_or_else(none)?;
+            (latest.path, Weights::Checkpoint)
         };
-        let model = checkpoint_model(&path)?;
+        let model = match &weights {
+            Weights::Checkpoint => checkpoint_model(&path)?,
+            Weights::HuggingFace(folder) => folder.model().clone(),
+        };
         let (tp, pp) = (self.tensor_model_parallel_size as usize, self.pipeline_model_parallel_size as usize);
         for (what, value) in [
             ("query heads", model.num_attention_heads),
@@ -85,7 +102,7 @@ impl LoadArgs {
             bucket_size: usize::MAX,
         };
         ranks::check_number(&parallel)?;
-        Ok(Found { path, model, parallel })
+        Ok(Found { path, weights, model, parallel })
     }
 
     /// The tokenizer asked for, or the one that the model was trained with.
@@ -136,5 +153,10 @@ fn load(found: &Found, world: Group) -> Result<Inference> {
     let (dtype, device) = (DType::F32, Device::Cpu);
     let tp = found.parallel.tensor_model_parallel_size;
     let model = Gpt::new(&found.model, tp, false, Recompute::None, dtype, &device)?;
-    Ok(Inference::load(&found.path, &found.model, &model, &found.parallel, world, dtype, &device)?)
+    let inference = Inference::new(&found.model, &model, &found.parallel, world, dtype, &device)?;
+    match &found.weights {
+        Weights::Checkpoint => inference.load(&found.path)?,
+        Weights::HuggingFace(folder) => folder.load_into(&inference.stage.params)?,
+    }
+    Ok(inference)
 }

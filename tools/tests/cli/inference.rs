@@ -57,3 +57,14 @@ fn what_cannot_be_used_is_named() {
     }
     site.assert_nothing_left();
 }
+
+#[test]
+fn hugging_face_models_are_read_as_they_are() {
+    let site = Site::new();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/llama-tiny");
+    let (load, data) = (format!("--load={model}"), format!("--data-path={model}/data_text_document"));
+    let alone = run(&site, &["eval", &load, &data]);
+    assert!(alone.contains("160 samples of 64 tokens"), "{alone}");
+    assert_eq!(run(&site, &["eval", &load, &data, "--tensor-model-parallel-size=2"]), alone);
+    site.assert_nothing_left();
+}
