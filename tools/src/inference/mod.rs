@@ -44,7 +44,7 @@ pub struct LoadArgs {
 enum Weights {
     /// In an `iter_…` folder.
     Checkpoint,
-    HuggingFace(HfModel),
+    HuggingFace(Box<HfModel>),
 }
 
 /// A model that was looked at, but not loaded.
@@ -59,7 +59,7 @@ impl LoadArgs {
     /// Looks at the checkpoint and checks that its model can be cut as asked for.
     fn find(&self, dp: usize) -> Result<Found> {
         let (path, weights) = if self.load.join("config.json").is_file() {
-            (self.load.clone(), Weights::HuggingFace(HfModel::open(&self.load)?))
+            (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
         } else if self.load.join("manifest.json").is_file() {
             (self.load.clone(), Weights::Checkpoint)
         } else {
