@@ -113,10 +113,11 @@ impl Manifest {
         jobs.sort_by(|Job { chunk: a, .. }, Job { chunk: b, .. }| {
             (&a.file, &a.key, a.start).cmp(&(&b.file, &b.key, b.start))
         });
+        let mut bytes = Vec::new();
         for jobs in jobs.chunk_by(|a, b| a.chunk.file == b.chunk.file) {
             let file = ShardFile::open(&self.folder.join(&jobs[0].chunk.file))?;
             for job in jobs {
-                let bytes = read_chunk(&file, job.tensor, job.chunk)?;
+                read_chunk(&file, job.tensor, job.chunk, &mut bytes)?;
                 f(job, &bytes)?;
             }
         }
@@ -124,14 +125,14 @@ impl Manifest {
     }
 }
 
-/// The bytes of a chunk, which lies in `file`.
+/// Reads the bytes of a chunk, which lies in `file`.
 ///
 /// # Errors
 /// If they cannot be read, or are not what was written.
-pub(super) fn read_chunk(file: &ShardFile, tensor: &TensorEntry, chunk: &Chunk) -> Result<Vec<u8>> {
+pub(super) fn read_chunk(file: &ShardFile, tensor: &TensorEntry, chunk: &Chunk, bytes: &mut Vec<u8>) -> Result<()> {
     let Chunk { key, start, flat, crc32c, .. } = chunk;
-    let bytes = file.read(key, tensor.dtype, *start..*start + flat.len())?;
-    let actual = crc32c::crc32c(&bytes);
+    file.read_into(key, tensor.dtype, *start..*start + flat.len(), bytes)?;
+    let actual = crc32c::crc32c(bytes);
     if actual != *crc32c {
         let message = format!(
             "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, the manifest says \
@@ -139,5 +140,5 @@ pub(super) fn read_chunk(file: &ShardFile, tensor: &TensorEntry, chunk: &Chunk) 
         );
         return Err(Error::checkpoint(file.path(), message));
     }
-    Ok(bytes)
+    Ok(())
 }

@@ -1,14 +1,16 @@
 //! Resharding: the same logical state in the files of another layout, streamed from disk to disk.
 //!
 //! Chunks are read one at a time and checked, and go to all files that want elements of them; what is in memory at once is
-//! bounded by a few chunks, whatever the size of the model. A second thread writes, so that reading and writing overlap.
+//! bounded by a few chunks, whatever the size of the model. Other threads write, so that reading and writing overlap.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::{self, File};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use super::block::{Block, blocks};
@@ -26,7 +28,9 @@ use crate::{Error, Result};
 const CACHE_BYTES: usize = if cfg!(test) { 200 } else { 384 << 20 };
 /// Source files that are open at once.
 const OPEN_FILES: usize = 64;
-/// Written bytes after which the disk is made to keep up, so that the last sync finds little left to do.
+/// Threads that write: most of the time goes into the system's copies of what is written.
+const WRITERS: usize = 2;
+/// Bytes that a writer has written after which the disk is made to keep up, so that the last sync finds little left to do.
 const SYNC_BYTES: usize = 256 << 20;
 
 /// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and points `dir` at it. The
@@ -158,13 +162,22 @@ fn convert(
     }
 
     let index = source.index();
+    let (buffers, failed) = (Buffers::default(), AtomicBool::new(false));
     let checksums = thread::scope(|scope| -> Result<Option<Vec<Vec<Vec<u32>>>>> {
-        // One chunk waits while another is written and a third is put together.
+        // One chunk waits while others are written and another is put together.
         let (sender, receiver) = sync_channel::<Job>(1);
-        let empty = files.iter().map(|file| (0..file.items.len()).map(|i| vec![0; file.chunks(i).count()]).collect());
-        let (empty, paths) = (empty.collect(), &paths);
-        let writer = scope.spawn(move || write_all(receiver, paths, empty));
-        let mut open = OpenFiles { folder: source.folder(), files: VecDeque::new() };
+        let jobs = Arc::new(Mutex::new(receiver));
+        let (paths, buffers, failed) = (&paths, &buffers, &failed);
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|_| {
+                let jobs = Arc::clone(&jobs);
+                scope.spawn(move || {
+                    write_all(&jobs, paths, buffers, failed).inspect_err(|_| failed.store(true, Ordering::SeqCst))
+                })
+            })
+            .collect();
+        drop(jobs); // once the writers are gone, sending fails
+        let mut open = OpenFiles { folder: source.folder(), files: VecDeque::new(), buffers };
         let mut read = || -> Result<bool> {
             for key in &order {
                 let Some(tensor) = index.get(key) else { continue };
@@ -193,8 +206,21 @@ fn convert(
         };
         let finished = read();
         drop(sender);
-        let checksums = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        Ok(if finished? { Some(checksums?) } else { None })
+        let mut checksums: Vec<Vec<Vec<u32>>> = files
+            .iter()
+            .map(|file| (0..file.items.len()).map(|item| vec![0; file.chunks(item).count()]).collect())
+            .collect();
+        let written = writers.into_iter().map(|writer| {
+            for (target, crc32c) in writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))? {
+                checksums[target.rank][target.item][target.chunk] = crc32c;
+            }
+            Ok(())
+        });
+        // A reader that failed says more than writers that had nothing more to write.
+        let written: Result<()> = written.collect();
+        let finished = finished?;
+        written?;
+        Ok(finished.then_some(checksums))
     })?;
     let Some(checksums) = checksums else { return Ok(None) };
     for path in &paths {
@@ -216,22 +242,36 @@ fn create(path: &Path, plan: &RankFile) -> Result<u64> {
     Ok(preamble.len() as u64)
 }
 
-/// Writes what arrives, and enters its checksums into `checksums`: by rank, item and chunk.
-fn write_all(jobs: Receiver<Job>, paths: &[PathBuf], mut checksums: Vec<Vec<Vec<u32>>>) -> Result<Vec<Vec<Vec<u32>>>> {
+/// Writes what arrives until another writer has `failed`, and returns its checksums.
+fn write_all(
+    jobs: &Mutex<Receiver<Job>>,
+    paths: &[PathBuf],
+    buffers: &Buffers,
+    failed: &AtomicBool,
+) -> Result<Vec<(Target, u32)>> {
+    let mut checksums = Vec::new();
     let mut unsynced = 0;
-    for Job { target, bytes, crc32c } in jobs {
+    let next = || lock(jobs).recv().ok().filter(|_| !failed.load(Ordering::SeqCst));
+    while let Some(Job { target, bytes, crc32c }) = next() {
         let path = &paths[target.rank];
-        let failed = |e| Error::io("write", path, e);
-        checksums[target.rank][target.item][target.chunk] = crc32c.unwrap_or_else(|| crc32c::crc32c(&bytes));
-        let file = File::options().write(true).open(path).map_err(failed)?;
-        file.write_all_at(&bytes, target.position).map_err(failed)?;
+        let refused = |e| Error::io("write", path, e);
+        let crc32c = crc32c.unwrap_or_else(|| crc32c::crc32c(&bytes));
+        let file = File::options().write(true).open(path).map_err(refused)?;
+        file.write_all_at(&bytes, target.position).map_err(refused)?;
         unsynced += bytes.len();
+        buffers.give(bytes);
+        checksums.push((target, crc32c));
         if unsynced >= SYNC_BYTES {
-            file.sync_data().map_err(failed)?;
+            file.sync_data().map_err(refused)?;
             unsynced = 0;
         }
     }
     Ok(checksums)
+}
+
+/// What a mutex guards; none of the guarded values is ever left half-changed.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A source tensor, of which pieces are asked for one after another.
@@ -268,7 +308,7 @@ impl<'a> Stored<'a> {
             return Ok((open.read(tensor, chunk)?, Some(chunk.crc32c)));
         }
         let wanted = blocks(offset, shape, flat.clone(), 0);
-        let mut bytes = vec![0; flat.len() * tensor.dtype.size()];
+        let mut bytes = open.buffers.take(flat.len() * tensor.dtype.size());
         for i in 0..tensor.chunks.len() {
             let pairs = self.blocks[i].iter().flat_map(|stored| wanted.iter().map(move |wanted| (stored, wanted)));
             let pairs: Vec<_> = pairs.filter(|(stored, wanted)| stored.overlaps(wanted)).collect();
@@ -290,6 +330,8 @@ impl<'a> Stored<'a> {
             }
             if self.left[i] > 0 {
                 self.keep(i, chunk);
+            } else {
+                open.buffers.give(chunk);
             }
         }
         Ok((bytes, None))
@@ -312,6 +354,33 @@ struct OpenFiles<'a> {
     folder: &'a Path,
     /// By name, the last one used last.
     files: VecDeque<(&'a str, ShardFile)>,
+    buffers: &'a Buffers,
+}
+
+/// Memory of large chunks that are done with, for the next ones: fresh memory costs the system more than the copy into it.
+#[derive(Default)]
+struct Buffers(Mutex<Vec<Vec<u8>>>);
+
+impl Buffers {
+    /// Smaller ones are cheap.
+    const LEAST_BYTES: usize = 1 << 20;
+    /// What is being read, put together, waiting and written.
+    const MOST: usize = 5;
+
+    /// A buffer of `len` bytes of any content.
+    fn take(&self, len: usize) -> Vec<u8> {
+        let used = if len < Self::LEAST_BYTES { None } else { lock(&self.0).pop() };
+        let mut buffer = used.unwrap_or_default();
+        buffer.resize(len, 0);
+        buffer
+    }
+
+    fn give(&self, buffer: Vec<u8>) {
+        let mut free = lock(&self.0);
+        if buffer.capacity() >= Self::LEAST_BYTES && free.len() < Self::MOST {
+            free.push(buffer);
+        }
+    }
 }
 
 impl<'a> OpenFiles<'a> {
@@ -322,11 +391,12 @@ impl<'a> OpenFiles<'a> {
                 Some((_, file)) => file,
                 None => ShardFile::open(&self.folder.join(&chunk.file))?,
             };
-        let bytes = read_chunk(&file, tensor, chunk);
+        let mut bytes = self.buffers.take(chunk.flat.len() * tensor.dtype.size());
+        let read = read_chunk(&file, tensor, chunk, &mut bytes);
         self.files.push_back((&chunk.file, file));
         if self.files.len() > OPEN_FILES {
             self.files.pop_front();
         }
-        bytes
+        read.map(|()| bytes)
     }
 }

@@ -206,6 +206,16 @@ impl ShardFile {
     /// # Errors
     /// If there is no such tensor of this dtype, it has fewer elements, or reading fails.
     pub fn read(&self, key: &str, dtype: Float, elements: Range<usize>) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.read_into(key, dtype, elements, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// As [`Self::read`], into a buffer, whose memory is used again.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn read_into(&self, key: &str, dtype: Float, elements: Range<usize>, bytes: &mut Vec<u8>) -> Result<()> {
         let refuse = |message: String| Error::checkpoint(&self.path, message);
         let info = self.metadata.info(key).ok_or_else(|| refuse(format!("has no tensor {key:?}")))?;
         if info.dtype != dtype.safetensors() {
@@ -217,10 +227,9 @@ impl ShardFile {
             let Range { start, end } = elements;
             return Err(refuse(format!("tensor {key:?} has {held} elements, the manifest wants {start}..{end}")));
         }
-        let mut bytes = vec![0; elements.len() * dtype.size()];
+        bytes.resize(elements.len() * dtype.size(), 0);
         let at = self.data + (begin + elements.start * dtype.size()) as u64;
-        self.file.read_exact_at(&mut bytes, at).map_err(|e| Error::io("read", &self.path, e))?;
-        Ok(bytes)
+        self.file.read_exact_at(bytes, at).map_err(|e| Error::io("read", &self.path, e))
     }
 }
 
