@@ -1,8 +1,10 @@
-//! The element types kernels compute in, and their transcendental functions.
+//! The element types that tensors are stored in, those that kernels compute in, and their transcendental functions.
 //!
 //! f32 `exp` is Cephes' `expf` (Moshier) without branches, so that loops over it vectorize; error below 2 ulp.
 
 use std::ops::Neg;
+
+use half::{bf16, f16};
 
 use crate::host::HostElem;
 
@@ -104,6 +106,93 @@ impl Float for f64 {
     }
 }
 
+/// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`], compute there, and round
+/// once when they store; statistics and gradients of parameters stay in `Acc`.
+pub trait Elem: HostElem {
+    /// What it is computed in: f32 for 16-bit types, else the type itself.
+    type Acc: Float;
+    fn load(self) -> Self::Acc;
+    /// The nearest value, ties to even; NaN stays NaN.
+    fn store(v: Self::Acc) -> Self;
+}
+
+macro_rules! computed_in_itself {
+    ($($t:ty),*) => {$(
+        impl Elem for $t {
+            type Acc = Self;
+
+            #[inline(always)]
+            fn load(self) -> Self {
+                self
+            }
+
+            #[inline(always)]
+            fn store(v: Self) -> Self {
+                v
+            }
+        }
+    )*};
+}
+computed_in_itself!(f32, f64);
+
+impl Elem for bf16 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn load(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    // Without branches, so that loops vectorize.
+    #[inline(always)]
+    fn store(v: f32) -> Self {
+        let bits = v.to_bits();
+        let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+        let quiet = ((bits >> 16) as u16) | 0x40;
+        Self::from_bits(if v.is_nan() { quiet } else { rounded })
+    }
+}
+
+impl Elem for f16 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn load(self) -> f32 {
+        self.to_f32()
+    }
+
+    #[inline(always)]
+    fn store(v: f32) -> Self {
+        Self::from_f32(v)
+    }
+}
+
+/// Runs `$body` with `$T` the storage type of tensor `$t`; dtypes that are no floats are errors of operation `$op`.
+macro_rules! by_elem {
+    ($t:expr, $op:expr, $T:ident => $body:expr) => {
+        match $t.dtype() {
+            candle_core::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $T = half::bf16;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            dtype => Err($crate::Error::DType { op: $op, dtype }),
+        }
+    };
+}
+pub(crate) use by_elem;
+
 /// Runs `$body` with `$T` the float type of tensor `$t`; other dtypes are errors of operation `$op`.
 macro_rules! by_float {
     ($t:expr, $op:expr, $T:ident => $body:expr) => {
@@ -124,7 +213,27 @@ pub(crate) use by_float;
 
 #[cfg(test)]
 mod tests {
-    use super::Float;
+    use half::{bf16, f16};
+
+    use super::{Elem, Float};
+
+    #[test]
+    fn bf16_stores_what_the_reference_conversion_stores() {
+        let patterns =
+            (0..=u32::MAX).step_by(4093).chain([0x7f80_0001, 0x7f7f_ffff, 0x3f80_8000, 0x3f81_8000, 1, 0x8000]);
+        for v in patterns.map(f32::from_bits) {
+            assert_eq!(<bf16 as Elem>::store(v).to_bits(), bf16::from_f32(v).to_bits(), "{v}");
+        }
+    }
+
+    #[test]
+    fn every_16_bit_value_survives_loading_and_storing() {
+        for bits in 0..=u16::MAX {
+            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
+            assert!(<bf16 as Elem>::store(b.load()).to_bits() == bits || b.is_nan());
+            assert!(<f16 as Elem>::store(h.load()).to_bits() == bits || h.is_nan());
+        }
+    }
 
     #[test]
     fn exp_is_within_two_ulp_of_the_exact_value() {
