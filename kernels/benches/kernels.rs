@@ -118,8 +118,8 @@ fn optimizers(c: &mut Criterion) -> Result<()> {
         AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 },
         Sgd { lr: 1e-3, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 },
     );
-    time(c, "adamw", bytes(7 * n), || adamw(&p, &g, &m, &v, &adam_rule))?;
-    time(c, "sgd", bytes(5 * n), || sgd(&p, &g, &m, &sgd_rule))?;
+    time(c, "adamw", bytes(7 * n), || adamw(&p, None, &g, &m, &v, &adam_rule))?;
+    time(c, "sgd", bytes(5 * n), || sgd(&p, None, &g, &m, &sgd_rule))?;
     time(c, "sum_of_squares", bytes(n), || reduce::sum_of_squares(&g))?;
     time(c, "add_inplace", bytes(3 * n), || reduce::add_inplace(&p, &g))?;
     time(c, "scale_inplace", bytes(2 * n), || reduce::scale_inplace(&g, 1.0))?;

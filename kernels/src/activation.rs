@@ -2,10 +2,10 @@
 
 use candle_core::Tensor;
 
-use crate::float::{Float, by_float};
+use crate::float::{Elem, Float, by_elem};
 use crate::simd::vectorize;
 use crate::view::{View, expect_shape, rows_of, tensor, with_last};
-use crate::{Error, Result, par};
+use crate::{Error, Result, output, par};
 
 /// 1 / (1 + e⁻ˣ)
 #[inline(always)]
@@ -23,18 +23,18 @@ fn gelu_constants<T: Float>() -> (T, T) {
 /// `y = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³)))`, elementwise.
 ///
 /// # Errors
-/// If `x` is not contiguous or neither f32 nor f64.
+/// If `x` is not contiguous or no float.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "gelu";
-    by_float!(x, OP, T => {
-        let xs = View::<T>::new(x, OP, "x")?;
-        let xs: &[T] = &xs;
-        let mut y = vec![T::ZERO; xs.len()];
-        par::blocks(&mut y, par::GRAIN, |start, y| vectorize(#[inline(always)] || {
-            let (c, c3) = gelu_constants::<T>();
-            for (y, &x) in y.iter_mut().zip(&xs[start..]) {
-                *y = x * sigmoid(x * (c + c3 * x * x));
-            }
+    by_elem!(x, OP, E => {
+        let xs = View::<E>::new(x, OP, "x")?;
+        let xs: &[E] = &xs;
+        let y = output::blocks(xs.len(), par::GRAIN, |start, y| vectorize(#[inline(always)] || {
+            let (c, c3) = gelu_constants::<<E as Elem>::Acc>();
+            y.write(xs[start..].iter().map(#[inline(always)] |x| {
+                let x = x.load();
+                E::store(x * sigmoid(x * (c + c3 * x * x)))
+            }))
         }));
         tensor(y, x.dims(), x)
     })
@@ -43,21 +43,22 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// The gradient of `x` of [`gelu`].
 ///
 /// # Errors
-/// As [`gelu`], or if the shapes differ.
+/// As [`gelu`], or if the shapes or dtypes differ.
 pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     const OP: &str = "gelu_backward";
     expect_shape(OP, "dy", dy, x.dims())?;
-    by_float!(x, OP, T => {
-        let (xs, dys) = (View::<T>::new(x, OP, "x")?, View::<T>::new(dy, OP, "dy")?);
-        let (xs, dys): (&[T], &[T]) = (&xs, &dys);
-        let mut dx = vec![T::ZERO; xs.len()];
-        par::blocks(&mut dx, par::GRAIN, |start, dx| vectorize(#[inline(always)] || {
-            let (c, c3) = gelu_constants::<T>();
-            let three = T::of(3.0);
-            for ((dx, &x), &dy) in dx.iter_mut().zip(&xs[start..]).zip(&dys[start..]) {
+    by_elem!(x, OP, E => {
+        let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
+        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
+        let dx = output::blocks(xs.len(), par::GRAIN, |start, dx| vectorize(#[inline(always)] || {
+            type Acc = <E as Elem>::Acc;
+            let (c, c3) = gelu_constants::<Acc>();
+            let three = Acc::of(3.0);
+            dx.write(xs[start..].iter().zip(&dys[start..]).map(#[inline(always)] |(x, dy)| {
+                let (x, dy) = (x.load(), dy.load());
                 let s = sigmoid(x * (c + c3 * x * x));
-                *dx = dy * (s + x * s * (T::ONE - s) * (c + three * c3 * x * x));
-            }
+                E::store(dy * (s + x * s * (Acc::ONE - s) * (c + three * c3 * x * x)))
+            }))
         }));
         tensor(dx, x.dims(), x)
     })
@@ -77,21 +78,21 @@ fn halves(x: &Tensor, op: &'static str) -> Result<usize> {
 /// `y [.., f] = silu(gate) · up` of `x [.., 2f]` = gate | up.
 ///
 /// # Errors
-/// If the last dimension is odd, or `x` is not contiguous or neither f32 nor f64.
+/// If the last dimension is odd, or `x` is not contiguous or no float.
 pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "swiglu";
     let f = halves(x, OP)?;
-    by_float!(x, OP, T => {
-        let xs = View::<T>::new(x, OP, "x")?;
-        let xs: &[T] = &xs;
-        let mut y = vec![T::ZERO; xs.len() / 2];
-        par::blocks(&mut y, par::rows_per_block(f) * f, |start, y| vectorize(#[inline(always)] || {
-            for (y, x) in y.chunks_exact_mut(f).zip(xs[2 * start..].chunks_exact(2 * f)) {
-                let (gate, up) = x.split_at(f);
-                for ((y, &gate), &up) in y.iter_mut().zip(gate).zip(up) {
-                    *y = gate * sigmoid(gate) * up;
-                }
-            }
+    by_elem!(x, OP, E => {
+        let xs = View::<E>::new(x, OP, "x")?;
+        let xs: &[E] = &xs;
+        let y = output::blocks(xs.len() / 2, par::rows_per_block(f) * f, |start, y| vectorize(#[inline(always)] || {
+            y.rows(f, |r, y| {
+                let (gate, up) = xs[2 * (start + r * f)..][..2 * f].split_at(f);
+                y.write(gate.iter().zip(up).map(#[inline(always)] |(gate, up)| {
+                    let gate = gate.load();
+                    E::store(gate * sigmoid(gate) * up.load())
+                }))
+            })
         }));
         tensor(y, with_last(x, f), x)
     })
@@ -100,31 +101,36 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
 /// The gradient of `x` of [`swiglu`], `[.., 2f]`.
 ///
 /// # Errors
-/// As [`swiglu`], or if `dy` is not `[.., f]`.
+/// As [`swiglu`], or if `dy` is not `[.., f]` of the same dtype.
 pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     const OP: &str = "swiglu_backward";
     let f = halves(x, OP)?;
     expect_shape(OP, "dy", dy, &with_last(x, f))?;
-    by_float!(x, OP, T => {
-        let (xs, dys) = (View::<T>::new(x, OP, "x")?, View::<T>::new(dy, OP, "dy")?);
-        let (xs, dys): (&[T], &[T]) = (&xs, &dys);
-        let mut dx = vec![T::ZERO; xs.len()];
-        par::blocks(&mut dx, par::rows_per_block(f) * 2 * f, |start, dx| vectorize(#[inline(always)] || {
-            let rows = xs[start..].chunks_exact(2 * f).zip(dys[start / 2..].chunks_exact(f));
-            for (dx, (x, dy)) in dx.chunks_exact_mut(2 * f).zip(rows) {
-                let ((gate, up), (dgate, dup)) = (x.split_at(f), dx.split_at_mut(f));
+    by_elem!(x, OP, E => {
+        type Acc = <E as Elem>::Acc;
+        let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
+        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
+        let dx = output::blocks(xs.len(), par::rows_per_block(f) * 2 * f, |start, dx| {
+            let mut sigmoids = vec![Acc::ZERO; f];
+            vectorize(#[inline(always)] || dx.rows(2 * f, |r, dx| {
+                let at = start / 2 + r * f;
+                let ((gate, up), dy) = (xs[2 * at..][..2 * f].split_at(f), &dys[at..at + f]);
                 // One result a loop: LLVM does not vectorize both in one.
-                for (dup, &gate) in dup.iter_mut().zip(gate) {
-                    *dup = sigmoid(gate);
+                for (s, gate) in sigmoids.iter_mut().zip(gate) {
+                    *s = sigmoid(gate.load());
                 }
-                for ((dgate, &s), ((&gate, &up), &dy)) in dgate.iter_mut().zip(&*dup).zip(gate.iter().zip(up).zip(dy)) {
-                    *dgate = dy * up * (s * (T::ONE + gate * (T::ONE - s)));
-                }
-                for ((dup, &gate), &dy) in dup.iter_mut().zip(gate).zip(dy) {
-                    *dup = dy * (gate * *dup);
-                }
-            }
-        }));
+                let inputs = || gate.iter().zip(dy).zip(&sigmoids);
+                dx.halves(f, |dgate, dup| {
+                    let dgate = dgate.write(inputs().zip(up).map(#[inline(always)] |(((gate, dy), &s), up)| {
+                        E::store(dy.load() * up.load() * (s * (Acc::ONE + gate.load() * (Acc::ONE - s))))
+                    }));
+                    let dup = dup.write(inputs().map(#[inline(always)] |((gate, dy), &s)| {
+                        E::store(dy.load() * (gate.load() * s))
+                    }));
+                    (dgate, dup)
+                })
+            }))
+        });
         tensor(dx, x.dims(), x)
     })
 }

@@ -1,14 +1,15 @@
 //! Cross entropy over a vocabulary that is cut over ranks: the pieces between the collectives.
 //!
-//! Shoeybi et al. 2019 (Megatron-LM), §3. Max of all ranks' [`row_max`]; sum of all ranks' [`sum_exp_and_target`];
-//! then the token's loss is ln(Σ exp) − (target − max), and [`cross_entropy_backward`] needs no collective.
+//! Shoeybi et al. 2019 (Megatron-LM), §3. [`row_statistics`] of every rank; the max of all ranks' maxima, to which [`rebase`]
+//! moves the sums; the sum of all ranks' sums. Then the token's loss is ln(Σ exp) − (target − max), and the gradient needs no
+//! collective. Statistics are f32 (f64 for f64 logits), whatever the logits are stored in.
 
 use candle_core::{DType, Tensor};
 
-use crate::float::{Float, by_float};
+use crate::float::{Elem, Float, by_elem, by_float};
 use crate::host::with_slice_mut;
 use crate::simd::{max, sum_of, vectorize};
-use crate::view::{View, copied, expect_dtype, expect_elements, rows_of, tensor};
+use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, same_storage, tensor};
 use crate::{Error, Result, par};
 
 /// Rows and columns of `logits`, of which `valid` columns are real.
@@ -32,24 +33,107 @@ fn per_row<T: Float>(t: &Tensor, rows: usize, op: &'static str, what: &'static s
     copied(t, op, what)
 }
 
+/// The column of a target among the first `valid` ones of this rank, whose first has id `first_column`.
+#[inline(always)]
+fn target_column(target: u32, first_column: usize, valid: usize) -> Option<usize> {
+    (target as usize).checked_sub(first_column).filter(|&column| column < valid)
+}
+
+/// Calls `f` with the number and the logits of every row, and with its element of three results; these make `[rows]` and
+/// `[2, rows]`.
+fn by_row<E: Elem>(
+    op: &'static str,
+    logits: &Tensor,
+    f: impl Fn(usize, &[E]) -> [E::Acc; 3] + Sync,
+) -> Result<(Tensor, Tensor)> {
+    let (rows, v) = rows_of(logits, op)?;
+    let ls = View::<E>::new(logits, op, "logits")?;
+    let ls: &[E] = &ls;
+    let mut out = vec![[E::Acc::ZERO; 3]; rows];
+    par::blocks(&mut out, par::rows_per_block(v), |start, out| {
+        vectorize(
+            #[inline(always)]
+            || {
+                for (r, out) in out.iter_mut().enumerate() {
+                    let row = start + r;
+                    *out = f(row, &ls[row * v..(row + 1) * v]);
+                }
+            },
+        );
+    });
+    let column = |c: usize| out.iter().map(move |row| row[c]);
+    let sums = tensor(column(1).chain(column(2)).collect::<Vec<_>>(), (2, rows), logits)?;
+    Ok((tensor(column(0).collect::<Vec<_>>(), rows, logits)?, sums))
+}
+
+/// Of each row of `logits [.., v_local]`: the largest of the first `valid` logits, `[rows]` (−∞ if `valid` is 0); and `[2, rows]`:
+/// Σ exp(l − max) over them, and l_target − max where the target (`targets [..]` u32; column 0 has id `first_column`) is one of
+/// them, else 0. A row is read from memory once.
+///
+/// # Errors
+/// If shapes or dtypes do not fit, `valid` exceeds the columns, or an operand is not contiguous.
+pub fn row_statistics(
+    logits: &Tensor,
+    targets: &Tensor,
+    first_column: usize,
+    valid: usize,
+) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "row_statistics";
+    let (rows, _) = dims(logits, valid, OP)?;
+    let targets = target_ids(targets, rows, OP)?;
+    by_elem!(logits, OP, E => by_row::<E>(OP, logits, #[inline(always)] |row, l| {
+        let m = max(&l[..valid]);
+        let total = sum_of(&l[..valid], #[inline(always)] |l| (l - m).fast_exp());
+        let target = target_column(targets[row], first_column, valid);
+        [m, total, target.map_or(<E as Elem>::Acc::ZERO, |column| l[column].load() - m)]
+    }))
+}
+
+/// Moves this rank's sums `[2, rows]` of [`row_statistics`], in place, from its own maxima to those of all ranks, `max [rows]`:
+/// Σ exp(l − max), and l_target − max where this rank holds the target.
+///
+/// # Errors
+/// If shapes or dtypes do not fit, or an operand is not contiguous.
+pub fn rebase(
+    sums: &Tensor,
+    own_max: &Tensor,
+    max: &Tensor,
+    targets: &Tensor,
+    first_column: usize,
+    valid: usize,
+) -> Result<()> {
+    const OP: &str = "rebase";
+    let rows = max.elem_count();
+    expect_shape(OP, "sums", sums, &[2, rows])?;
+    let targets = target_ids(targets, rows, OP)?;
+    by_float!(sums, OP, T => {
+        let (own, all) = (per_row::<T>(own_max, rows, OP, "own_max")?, per_row::<T>(max, rows, OP, "max")?);
+        with_slice_mut::<T, _>(sums, OP, |sums| {
+            let (totals, target_logits) = sums.split_at_mut(rows);
+            for row in 0..rows {
+                // Of no column the sum is 0, and its maximum −∞.
+                if own[row] > T::NEG_INFINITY {
+                    totals[row] *= (own[row] - all[row]).fast_exp();
+                }
+                if target_column(targets[row], first_column, valid).is_some() {
+                    target_logits[row] += own[row] - all[row];
+                }
+            }
+            Ok(())
+        })
+    })
+}
+
 /// The largest of the first `valid` logits of each row of `logits [.., v_local]`: `[rows]`; −∞ if `valid` is 0.
 ///
 /// # Errors
-/// If `valid` exceeds the columns, or `logits` is not contiguous or neither f32 nor f64.
+/// If `valid` exceeds the columns, or `logits` is not contiguous or no float.
 pub fn row_max(logits: &Tensor, valid: usize) -> Result<Tensor> {
     const OP: &str = "row_max";
-    let (rows, v) = dims(logits, valid, OP)?;
-    by_float!(logits, OP, T => {
-        let ls = View::<T>::new(logits, OP, "logits")?;
-        let ls: &[T] = &ls;
-        let mut out = vec![T::ZERO; rows];
-        par::blocks(&mut out, par::rows_per_block(v), |start, out| vectorize(#[inline(always)] || {
-            for (r, out) in out.iter_mut().enumerate() {
-                let at = (start + r) * v;
-                *out = max(&ls[at..at + valid]);
-            }
-        }));
-        tensor(out, rows, logits)
+    dims(logits, valid, OP)?;
+    by_elem!(logits, OP, E => {
+        let zero = <E as Elem>::Acc::ZERO;
+        Ok(by_row::<E>(OP, logits, #[inline(always)] |_, l| [max(&l[..valid]), zero, zero])?.0)
     })
 }
 
@@ -66,35 +150,56 @@ pub fn sum_exp_and_target(
     valid: usize,
 ) -> Result<Tensor> {
     const OP: &str = "sum_exp_and_target";
-    let (rows, v) = dims(logits, valid, OP)?;
+    let (rows, _) = dims(logits, valid, OP)?;
     let targets = target_ids(targets, rows, OP)?;
-    by_float!(logits, OP, T => {
-        let max = per_row::<T>(max, rows, OP, "max")?;
-        let ls = View::<T>::new(logits, OP, "logits")?;
-        let ls: &[T] = &ls;
-        let mut out = vec![T::ZERO; 2 * rows];
-        let (sums, target_logits) = out.split_at_mut(rows);
-        let block = par::rows_per_block(v);
-        par::blocks2(sums, block, target_logits, block, |i, sums, target_logits| vectorize(#[inline(always)] || {
-            for (r, (total, target)) in sums.iter_mut().zip(target_logits).enumerate() {
-                let row = i * block + r;
-                let l = &ls[row * v..row * v + valid];
-                let m = max[row];
-                *total = sum_of(l, #[inline(always)] |l| (l - m).fast_exp());
-                if let Some(&l) = (targets[row] as usize).checked_sub(first_column).and_then(|column| l.get(column)) {
-                    *target = l - m;
-                }
-            }
-        }));
-        tensor(out, (2, rows), logits)
+    by_elem!(logits, OP, E => {
+        type Acc = <E as Elem>::Acc;
+        let max = per_row::<Acc>(max, rows, OP, "max")?;
+        Ok(by_row::<E>(OP, logits, #[inline(always)] |row, l| {
+            let m = max[row];
+            let total = sum_of(&l[..valid], #[inline(always)] |l| (l - m).fast_exp());
+            let target = target_column(targets[row], first_column, valid);
+            [m, total, target.map_or(Acc::ZERO, |column| l[column].load() - m)]
+        })?.1)
     })
 }
 
+/// What the gradient of a row's logits is made of.
+struct RowGradient<T> {
+    max: T,
+    /// dL/d(token loss) / Σ exp
+    factor: T,
+    scale: T,
+    target: Option<usize>,
+}
+
+/// The [`RowGradient`]s of all rows.
+fn gradients<T: Float>(
+    op: &'static str,
+    (max, sum_exp, row_scale): (&Tensor, &Tensor, &Tensor),
+    targets: &Tensor,
+    rows: usize,
+    first_column: usize,
+    valid: usize,
+) -> Result<Vec<RowGradient<T>>> {
+    let targets = target_ids(targets, rows, op)?;
+    let max = per_row::<T>(max, rows, op, "max")?;
+    let sum_exp = per_row::<T>(sum_exp, rows, op, "sum_exp")?;
+    let row_scale = per_row::<T>(row_scale, rows, op, "row_scale")?;
+    let row = |r: usize| RowGradient {
+        max: max[r],
+        factor: row_scale[r] / sum_exp[r],
+        scale: row_scale[r],
+        target: target_column(targets[r], first_column, valid),
+    };
+    Ok((0..rows).map(row).collect())
+}
+
 /// Replaces `logits` by their gradient `(exp(l − max) / sum_exp − [target]) · row_scale`; padding columns get 0.
-/// `max` and `sum_exp` are those of all ranks, `row_scale` is dL/d(token loss); all `[rows]`.
+/// `max` and `sum_exp` are those of all ranks, `row_scale` is dL/d(token loss); all `[rows]` in the dtype of the statistics.
 ///
 /// # Errors
-/// As [`sum_exp_and_target`].
+/// As [`row_statistics`].
 pub fn cross_entropy_backward(
     logits: &Tensor,
     max: &Tensor,
@@ -106,30 +211,70 @@ pub fn cross_entropy_backward(
 ) -> Result<()> {
     const OP: &str = "cross_entropy_backward";
     let (rows, v) = dims(logits, valid, OP)?;
-    let targets = target_ids(targets, rows, OP)?;
-    by_float!(logits, OP, T => {
-        let max = per_row::<T>(max, rows, OP, "max")?;
-        let sum_exp = per_row::<T>(sum_exp, rows, OP, "sum_exp")?;
-        let row_scale = per_row::<T>(row_scale, rows, OP, "row_scale")?;
-        with_slice_mut::<T, _>(logits, OP, |ls| {
-            let block = par::rows_per_block(v);
-            par::blocks(ls, block * v, |start, ls| vectorize(#[inline(always)] || {
-                for (r, l) in ls.chunks_exact_mut(v).enumerate() {
-                    let row = start / v + r;
-                    let (m, scale) = (max[row], row_scale[row]);
-                    let factor = scale / sum_exp[row];
+    by_elem!(logits, OP, E => {
+        type Acc = <E as Elem>::Acc;
+        let rows = gradients::<Acc>(OP, (max, sum_exp, row_scale), targets, rows, first_column, valid)?;
+        with_slice_mut::<E, _>(logits, OP, |ls| {
+            par::blocks(ls, par::rows_per_block(v) * v, |start, ls| vectorize(#[inline(always)] || {
+                for (l, row) in ls.chunks_exact_mut(v).zip(&rows[start / v..]) {
+                    let (m, factor) = (row.max, row.factor);
+                    let target = row.target.map(|column| (column, (l[column].load() - m).fast_exp() * factor - row.scale));
                     let (real, padding) = l.split_at_mut(valid);
                     for l in real.iter_mut() {
-                        *l = (*l - m).fast_exp() * factor;
+                        *l = E::store((l.load() - m).fast_exp() * factor);
                     }
-                    padding.fill(T::ZERO);
-                    let target = (targets[row] as usize).checked_sub(first_column);
-                    if let Some(l) = target.and_then(|column| real.get_mut(column)) {
-                        *l -= scale;
+                    padding.fill(E::store(Acc::ZERO));
+                    if let Some((column, value)) = target {
+                        real[column] = E::store(value);
                     }
                 }
             }));
             Ok(())
         })
+    })
+}
+
+/// As [`cross_entropy_backward`], written to `dlogits` in its own dtype, rounded once. `dlogits` has the shape of `logits` (f32 or
+/// f64), keeps nothing of what it held, and lies in another storage.
+///
+/// # Errors
+/// As [`cross_entropy_backward`]; also if the shapes differ.
+pub fn cross_entropy_backward_into(
+    dlogits: &Tensor,
+    logits: &Tensor,
+    max: &Tensor,
+    sum_exp: &Tensor,
+    targets: &Tensor,
+    row_scale: &Tensor,
+    first_column: usize,
+    valid: usize,
+) -> Result<()> {
+    const OP: &str = "cross_entropy_backward_into";
+    let (rows, v) = dims(logits, valid, OP)?;
+    expect_shape(OP, "dlogits", dlogits, logits.dims())?;
+    if same_storage(dlogits, logits) {
+        return Err(Error::shape(OP, "dlogits and logits share one storage"));
+    }
+    by_float!(logits, OP, T => {
+        let rows = gradients::<T>(OP, (max, sum_exp, row_scale), targets, rows, first_column, valid)?;
+        let ls = View::<T>::new(logits, OP, "logits")?;
+        let ls: &[T] = &ls;
+        by_elem!(dlogits, OP, D => with_slice_mut::<D, _>(dlogits, OP, |ds| {
+            par::blocks(ds, par::rows_per_block(v) * v, |start, ds| vectorize(#[inline(always)] || {
+                let inputs = ls[start..].chunks_exact(v).zip(&rows[start / v..]);
+                for (d, (l, row)) in ds.chunks_exact_mut(v).zip(inputs) {
+                    let (m, factor) = (row.max, row.factor);
+                    let (real, padding) = d.split_at_mut(valid);
+                    for (d, &l) in real.iter_mut().zip(l) {
+                        *d = ((l - m).fast_exp() * factor).narrow();
+                    }
+                    padding.fill(T::ZERO.narrow());
+                    if let Some(column) = row.target {
+                        real[column] = ((l[column] - m).fast_exp() * factor - row.scale).narrow();
+                    }
+                }
+            }));
+            Ok(())
+        }))
     })
 }

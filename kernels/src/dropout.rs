@@ -4,11 +4,11 @@
 
 use candle_core::Tensor;
 
-use crate::float::{Float, by_float};
+use crate::float::{Elem, Float, by_elem};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::simd::vectorize;
-use crate::view::{View, copied, expect_shape, rows_of, tensor};
-use crate::{Error, Result, par};
+use crate::view::{View, expect_shape, rows_of, tensor};
+use crate::{Error, Result, output, par};
 
 /// Which of the run's dropout masks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,11 +91,11 @@ impl<'a> Mask<'a> {
     }
 }
 
-/// `y = residual + dropout(x + bias)`, with `x` and `residual` `[s, b, h]` and `bias` `[h]`.
+/// `y = residual + dropout(x + bias)`, with `x` and `residual` `[s, b, h]` and `bias` `[h]`; the mask is the same for every
+/// dtype.
 ///
 /// # Errors
-/// If shapes contradict each other, dtypes differ or are neither f32 nor f64, an operand is not contiguous, or p is
-/// not in [0, 1).
+/// If shapes contradict each other, dtypes differ or are no floats, an operand is not contiguous, or p is not in [0, 1).
 pub fn bias_dropout_add(
     x: &Tensor,
     bias: Option<&Tensor>,
@@ -110,11 +110,7 @@ pub fn bias_dropout_add(
     if let Some(residual) = residual {
         expect_shape(OP, "residual", residual, x.dims())?;
     }
-    by_float!(x, OP, T => {
-        let bias = bias.map(|b| copied::<T>(b, OP, "bias")).transpose()?;
-        let residual = residual.map(|r| View::<T>::new(r, OP, "residual")).transpose()?;
-        apply(OP, x, bias.as_deref(), residual.as_deref(), dropout)
-    })
+    by_elem!(x, OP, E => apply::<E>(OP, x, bias, residual, dropout))
 }
 
 /// The gradient of what was dropped: the mask of forward and 1/(1−p) again. `dy` is `[s, b, h]`.
@@ -123,47 +119,53 @@ pub fn bias_dropout_add(
 /// As [`bias_dropout_add`].
 pub fn dropout_backward(dy: &Tensor, dropout: &Dropout) -> Result<Tensor> {
     const OP: &str = "dropout_backward";
-    by_float!(dy, OP, T => apply::<T>(OP, dy, None, None, Some(dropout)))
+    by_elem!(dy, OP, E => apply::<E>(OP, dy, None, None, Some(dropout)))
 }
 
-fn apply<T: Float>(
+fn apply<E: Elem>(
     op: &'static str,
     x: &Tensor,
-    bias: Option<&[T]>,
-    residual: Option<&[T]>,
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
     dropout: Option<&Dropout>,
 ) -> Result<Tensor> {
     let (_, h) = rows_of(x, op)?;
     let mask = dropout.map(|d| Mask::new(d, x, op)).transpose()?.filter(|m| m.threshold > 0);
-    let scale = T::of(dropout.map_or(1.0, |d| 1.0 / (1.0 - d.p)));
-    let xs = View::<T>::new(x, op, "x")?;
-    let xs: &[T] = &xs;
-    let mut y = vec![T::ZERO; xs.len()];
-    let block = par::rows_per_block(h);
-    par::blocks(&mut y, block * h, |start, y| {
+    let scale = E::Acc::of(dropout.map_or(1.0, |d| 1.0 / (1.0 - d.p)));
+    let bias: Option<Vec<E::Acc>> = match bias {
+        Some(bias) => Some(View::<E>::new(bias, op, "bias")?.iter().map(|b| b.load()).collect()),
+        None => None,
+    };
+    let residual = residual.map(|r| View::<E>::new(r, op, "residual")).transpose()?;
+    let residual = residual.as_deref();
+    let xs = View::<E>::new(x, op, "x")?;
+    let xs: &[E] = &xs;
+    let y = output::blocks(xs.len(), par::rows_per_block(h) * h, |start, y| {
         let mut random = vec![0; if mask.is_some() { h } else { 0 }];
+        let mut line = vec![E::Acc::ZERO; h];
         vectorize(
             #[inline(always)]
             || {
-                for (r, y) in y.chunks_exact_mut(h).enumerate() {
+                y.rows(h, |r, y| {
                     let at = start + r * h;
                     let x = &xs[at..at + h];
-                    match bias {
-                        Some(bias) => y.iter_mut().zip(x).zip(bias).for_each(|((y, &x), &b)| *y = x + b),
-                        None => y.copy_from_slice(x),
+                    match &bias {
+                        Some(bias) => line.iter_mut().zip(x).zip(bias).for_each(|((v, x), &b)| *v = x.load() + b),
+                        None => line.iter_mut().zip(x).for_each(|(v, x)| *v = x.load()),
                     }
                     if let Some(mask) = &mask {
                         mask.fill(start / h + r, &mut random);
-                        for (y, &word) in y.iter_mut().zip(&random) {
-                            *y = if word < mask.threshold { T::ZERO } else { *y * scale };
+                        for (v, &word) in line.iter_mut().zip(&random) {
+                            *v = if word < mask.threshold { E::Acc::ZERO } else { *v * scale };
                         }
                     }
-                    if let Some(residual) = residual {
-                        y.iter_mut().zip(&residual[at..at + h]).for_each(|(y, &r)| *y += r);
+                    match residual {
+                        Some(r) => y.write(line.iter().zip(&r[at..at + h]).map(|(&v, r)| E::store(v + r.load()))),
+                        None => y.write(line.iter().map(|&v| E::store(v))),
                     }
-                }
+                })
             },
-        );
+        )
     });
     tensor(y, x.dims(), x)
 }

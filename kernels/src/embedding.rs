@@ -1,11 +1,16 @@
 //! Lookup of rows of a vocabulary-parallel embedding.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, WithDType};
 
-use crate::float::{Float, by_float};
+use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
+use crate::par::Shared;
+use crate::simd::vectorize;
 use crate::view::{View, expect_dtype, expect_shape, tensor};
-use crate::{Error, Result, par};
+use crate::{Error, Result, output, par};
+
+/// Columns that one task of the backward pass owns, at least: four cache lines of f32.
+const COLUMNS: usize = 64;
 
 fn table_dims(weight: &Tensor, op: &'static str) -> Result<(usize, usize)> {
     match weight.dims() {
@@ -29,16 +34,15 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tens
     const OP: &str = "embedding";
     let (rows, h) = table_dims(weight, OP)?;
     expect_dtype(OP, ids, DType::U32)?;
-    by_float!(weight, OP, T => {
-        let (ids_view, w) = (View::<u32>::new(ids, OP, "ids")?, View::<T>::new(weight, OP, "weight")?);
-        let (all_ids, w): (&[u32], &[T]) = (&ids_view, &w);
-        let mut y = vec![T::ZERO; all_ids.len() * h];
-        par::blocks(&mut y, par::rows_per_block(h) * h, |start, y| {
-            for (y, &id) in y.chunks_exact_mut(h).zip(&all_ids[start / h..]) {
-                if let Some(row) = local(id, first_row, rows) {
-                    y.copy_from_slice(&w[row * h..(row + 1) * h]);
-                }
-            }
+    by_elem!(weight, OP, E => {
+        let (ids_view, w) = (View::<u32>::new(ids, OP, "ids")?, View::<E>::new(weight, OP, "weight")?);
+        let (all_ids, w): (&[u32], &[E]) = (&ids_view, &w);
+        let zero = E::store(<E as Elem>::Acc::ZERO);
+        let y = output::blocks(all_ids.len() * h, par::rows_per_block(h) * h, |start, y| {
+            y.rows(h, |r, y| match local(all_ids[start / h + r], first_row, rows) {
+                Some(row) => y.copy(&w[row * h..(row + 1) * h]),
+                None => y.write(std::iter::repeat(zero)),
+            })
         });
         let mut dims = ids.dims().to_vec();
         dims.push(h);
@@ -46,7 +50,8 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tens
     })
 }
 
-/// Adds the gradient of the weight: row `ids[i]` of `dweight [rows, h]` += `dy[i]`, in the order of i.
+/// Adds the gradient of the weight: row `ids[i]` of `dweight [rows, h]` += `dy[i]`, in the order of i. `dweight` is f32 (f64 for
+/// f64 `dy`).
 ///
 /// # Errors
 /// As [`embedding`].
@@ -54,32 +59,34 @@ pub fn embedding_backward(dy: &Tensor, ids: &Tensor, first_row: usize, dweight: 
     const OP: &str = "embedding_backward";
     let (rows, h) = table_dims(dweight, OP)?;
     expect_dtype(OP, ids, DType::U32)?;
-    expect_dtype(OP, dweight, dy.dtype())?;
     let mut dims = ids.dims().to_vec();
     dims.push(h);
     expect_shape(OP, "dy", dy, &dims)?;
-    by_float!(dy, OP, T => {
-        let (ids, dys) = (View::<u32>::new(ids, OP, "ids")?, View::<T>::new(dy, OP, "dy")?);
-        let (ids, dys): (&[u32], &[T]) = (&ids, &dys);
-        with_slice_mut::<T, _>(dweight, OP, |dw| {
-            // Each task owns a range of rows and walks all tokens in order: no sum depends on the cut.
-            let per_task = rows.div_ceil(if ids.len() * h < par::GRAIN { 1 } else { par::threads() });
-            par::blocks(dw, per_task * h, |start, dw| {
-                let first_row = first_row + start / h;
-                let rows = dw.len() / h;
-                for (dy, &id) in dys.chunks_exact(h).zip(ids) {
+    by_elem!(dy, OP, E => {
+        type Acc = <E as Elem>::Acc;
+        expect_dtype(OP, dweight, Acc::DTYPE)?;
+        let (ids, dys) = (View::<u32>::new(ids, OP, "ids")?, View::<E>::new(dy, OP, "dy")?);
+        let (ids, dys): (&[u32], &[E]) = (&ids, &dys);
+        with_slice_mut::<Acc, _>(dweight, OP, |dw| {
+            // Each task owns a range of columns and walks all tokens in order: no sum depends on the cut, and tokens that
+            // are frequent burden all tasks alike.
+            let tasks = if ids.len() * h < par::GRAIN { 1 } else { par::threads() };
+            let columns = h.div_ceil(tasks).next_multiple_of(COLUMNS);
+            let dw = Shared(dw.as_mut_ptr());
+            par::for_each(h.div_ceil(columns), |task| {
+                let own = task * columns..((task + 1) * columns).min(h);
+                vectorize(#[inline(always)] || for (dy, &id) in dys.chunks_exact(h).zip(ids) {
                     if let Some(row) = local(id, first_row, rows) {
-                        add(&mut dw[row * h..(row + 1) * h], dy);
+                        // SAFETY: row < rows and own.end ≤ h, so the range lies in dweight [rows, h]; tasks own other
+                        // columns, so no two write one element.
+                        let dw = unsafe { std::slice::from_raw_parts_mut(dw.at(row * h + own.start), own.len()) };
+                        for (dw, dy) in dw.iter_mut().zip(&dy[own.clone()]) {
+                            *dw += dy.load();
+                        }
                     }
-                }
+                });
             });
             Ok(())
         })
     })
-}
-
-fn add<T: Float>(acc: &mut [T], x: &[T]) {
-    for (a, &v) in acc.iter_mut().zip(x) {
-        *a += v;
-    }
 }

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use crate::host::HostElem;
 
 /// An element type that kernels compute in.
-pub trait Float: HostElem + Neg<Output = Self> {
+pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
     const ZERO: Self;
     const ONE: Self;
     const NEG_INFINITY: Self;
@@ -21,6 +21,8 @@ pub trait Float: HostElem + Neg<Output = Self> {
     /// The nearest value to `v`.
     fn of(v: f64) -> Self;
     fn f64(self) -> f64;
+    /// The nearest value of a storage type, rounded once.
+    fn narrow<E: Elem>(self) -> E;
 }
 
 impl Float for f32 {
@@ -73,6 +75,11 @@ impl Float for f32 {
     fn f64(self) -> f64 {
         f64::from(self)
     }
+
+    #[inline(always)]
+    fn narrow<E: Elem>(self) -> E {
+        E::of_f32(self)
+    }
 }
 
 impl Float for f64 {
@@ -104,6 +111,11 @@ impl Float for f64 {
     fn f64(self) -> f64 {
         self
     }
+
+    #[inline(always)]
+    fn narrow<E: Elem>(self) -> E {
+        E::of_f64(self)
+    }
 }
 
 /// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`], compute there, and round
@@ -114,6 +126,10 @@ pub trait Elem: HostElem {
     fn load(self) -> Self::Acc;
     /// The nearest value, ties to even; NaN stays NaN.
     fn store(v: Self::Acc) -> Self;
+    /// The nearest value, ties to even; NaN stays NaN.
+    fn of_f32(v: f32) -> Self;
+    /// The nearest value, ties to even; NaN stays NaN.
+    fn of_f64(v: f64) -> Self;
 }
 
 macro_rules! computed_in_itself {
@@ -130,10 +146,22 @@ macro_rules! computed_in_itself {
             fn store(v: Self) -> Self {
                 v
             }
+
+            #[inline(always)]
+            fn of_f32(v: f32) -> Self {
+                v as Self
+            }
+
+            #[inline(always)]
+            fn of_f64(v: f64) -> Self {
+                v as Self
+            }
         }
     )*};
 }
 computed_in_itself!(f32, f64);
+
+// 16-bit conversions are without branches and calls, so that loops over them vectorize.
 
 impl Elem for bf16 {
     type Acc = f32;
@@ -143,13 +171,22 @@ impl Elem for bf16 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 
-    // Without branches, so that loops vectorize.
     #[inline(always)]
     fn store(v: f32) -> Self {
         let bits = v.to_bits();
-        let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
-        let quiet = ((bits >> 16) as u16) | 0x40;
-        Self::from_bits(if v.is_nan() { quiet } else { rounded })
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let quiet = (bits >> 16) | 0x40;
+        Self::from_bits(if v.is_nan() { quiet } else { rounded } as u16)
+    }
+
+    #[inline(always)]
+    fn of_f32(v: f32) -> Self {
+        Self::store(v)
+    }
+
+    #[inline(always)]
+    fn of_f64(v: f64) -> Self {
+        Self::from_f64(v)
     }
 }
 
@@ -158,12 +195,45 @@ impl Elem for f16 {
 
     #[inline(always)]
     fn load(self) -> f32 {
-        self.to_f32()
+        const INFINITY: u32 = 31 << 23; // f16's largest exponent, where f32's exponents lie
+        const SMALLEST: f32 = 6.103_515_6e-5; // 2⁻¹⁴, the smallest normal f16
+        let bits = u32::from(self.to_bits());
+        let magnitude = (bits & 0x7fff) << 13;
+        let exponent = magnitude & INFINITY;
+        let biased = magnitude + ((127 - 15) << 23);
+        // A subnormal's fraction counts units of 2⁻²⁴: beside the implicit one of 2⁻¹⁴ it is exact.
+        let subnormal = (f32::from_bits(biased + (1 << 23)) - SMALLEST).to_bits();
+        let special = biased + ((128 - 16) << 23);
+        let value = if exponent == INFINITY { special } else { biased };
+        let value = if exponent == 0 { subnormal } else { value };
+        f32::from_bits(value | (bits & 0x8000) << 16)
     }
 
     #[inline(always)]
     fn store(v: f32) -> Self {
-        Self::from_f32(v)
+        const OVERFLOW: u32 = (127 + 16) << 23; // 2¹⁶: what rounds to infinity below it carries into f16's exponent
+        const SMALLEST: u32 = (127 - 14) << 23; // 2⁻¹⁴
+        const HALF: u32 = 126 << 23; // 0.5: its last bit is 2⁻²⁴, as f16's subnormals'
+        let bits = v.to_bits();
+        let magnitude = bits & 0x7fff_ffff;
+        let odd = (magnitude >> 13) & 1;
+        let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0xfff + odd) >> 13;
+        let subnormal = (f32::from_bits(magnitude) + f32::from_bits(HALF)).to_bits().wrapping_sub(HALF);
+        let quiet = 0x7e00 | (magnitude >> 13) & 0x1ff;
+        let value = if magnitude < SMALLEST { subnormal } else { normal };
+        let value = if magnitude >= OVERFLOW { 0x7c00 } else { value };
+        let value = if v.is_nan() { quiet } else { value };
+        Self::from_bits((value | (bits >> 16) & 0x8000) as u16)
+    }
+
+    #[inline(always)]
+    fn of_f32(v: f32) -> Self {
+        Self::store(v)
+    }
+
+    #[inline(always)]
+    fn of_f64(v: f64) -> Self {
+        Self::from_f64(v)
     }
 }
 
@@ -217,19 +287,30 @@ mod tests {
 
     use super::{Elem, Float};
 
+    /// f32 patterns in small odd steps, and those where rounding decides between neighbours.
+    fn patterns() -> impl Iterator<Item = f32> {
+        let halfway = (0..1 << 16).flat_map(|high: u32| [0x7fff, 0x8000, 0x8001].map(|low| high << 16 | low));
+        let halfway_f16 = (0..1 << 19).flat_map(|high: u32| [0xfff, 0x1000, 0x1001].map(|low| high << 13 | low));
+        (0..=u32::MAX).step_by(1021).chain(halfway).chain(halfway_f16).map(f32::from_bits)
+    }
+
     #[test]
-    fn bf16_stores_what_the_reference_conversion_stores() {
-        let patterns =
-            (0..=u32::MAX).step_by(4093).chain([0x7f80_0001, 0x7f7f_ffff, 0x3f80_8000, 0x3f81_8000, 1, 0x8000]);
-        for v in patterns.map(f32::from_bits) {
-            assert_eq!(<bf16 as Elem>::store(v).to_bits(), bf16::from_f32(v).to_bits(), "{v}");
+    fn stores_are_the_reference_conversions() {
+        for v in patterns() {
+            let (b, h) = (<bf16 as Elem>::store(v), <f16 as Elem>::store(v));
+            assert_eq!(b.to_bits(), bf16::from_f32(v).to_bits(), "{v}");
+            let want = f16::from_f32_const(v);
+            assert!(h.to_bits() == want.to_bits() || h.is_nan() && want.is_nan(), "{v}: {h}, want {want}");
+            assert_eq!(h.is_sign_negative(), v.is_sign_negative());
         }
     }
 
     #[test]
-    fn every_16_bit_value_survives_loading_and_storing() {
+    fn loads_are_exact_and_survive_storing() {
         for bits in 0..=u16::MAX {
             let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
+            assert!(b.load() == b.to_f32() || b.is_nan() && b.load().is_nan());
+            assert!(h.load() == h.to_f32_const() || h.is_nan() && h.load().is_nan(), "{bits:x}: {}", h.load());
             assert!(<bf16 as Elem>::store(b.load()).to_bits() == bits || b.is_nan());
             assert!(<f16 as Elem>::store(h.load()).to_bits() == bits || h.is_nan());
         }

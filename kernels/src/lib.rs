@@ -20,6 +20,7 @@ pub mod host;
 pub mod linear;
 pub mod norm;
 pub mod optimizer;
+mod output;
 mod par;
 pub mod philox;
 pub mod reduce;

@@ -1,13 +1,14 @@
-//! Optimizer steps over flat ranges, in place and in one pass.
+//! Optimizer steps over flat ranges, in place and in one pass, which also rounds the new parameters to the weights that a
+//! 16-bit model computes with.
 //!
 //! AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. Arithmetic in the order of PyTorch's.
 
 use candle_core::Tensor;
 
-use crate::float::{Float, by_float};
-use crate::host::with_slice_mut;
+use crate::float::{Elem, Float, by_elem, by_float};
+use crate::host::{HostElem, with_slice_mut};
 use crate::simd::vectorize;
-use crate::view::{View, expect_dtype, expect_elements, same_storage};
+use crate::view::{View, expect_elements, same_storage};
 use crate::{Error, Result, par};
 
 /// One step's settings of AdamW.
@@ -36,50 +37,88 @@ pub struct Sgd {
     pub grad_scale: f32,
 }
 
-/// Checks that all tensors fit `p` and that no two share a storage.
-fn check(op: &'static str, p: &Tensor, others: &[(&str, &Tensor)]) -> Result<()> {
-    for (i, (name, t)) in others.iter().enumerate() {
+/// A tensor of a step that there may be none of.
+type Maybe<'a> = Option<&'a Tensor>;
+
+/// Calls `step` with blocks of parameters, gradients, and first and second state (empty where there is none), and rounds the
+/// parameters of each block to `weight`. All are equally long and, but for `weight`, of one dtype `T`; all lie in storages of their
+/// own. `names` are those of the states in messages.
+fn for_blocks<T: Float>(
+    op: &'static str,
+    names: [&str; 2],
+    (p, weight, g, first, second): (&Tensor, Maybe, &Tensor, &Tensor, Maybe),
+    step: impl Fn(&mut [T], &[T], &mut [T], &mut [T]) + Sync,
+) -> Result<()> {
+    let mut seen = vec![p];
+    for (name, t) in [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)] {
+        let Some(t) = t else { continue };
         expect_elements(op, name, t, p.elem_count())?;
-        expect_dtype(op, t, p.dtype())?;
-        let mut earlier = others[..i].iter().map(|(_, t)| *t).chain([p]);
-        if earlier.any(|e| same_storage(e, t)) {
+        if seen.iter().any(|other| same_storage(other, t)) {
             return Err(Error::shape(op, format!("{name} shares its storage with another operand")));
         }
+        seen.push(t);
     }
+    let g = View::<T>::new(g, op, "g")?;
+    with_slice_mut::<T, _>(p, op, |p| {
+        with_slice_mut::<T, _>(first, op, |first| {
+            lend::<T>(second, op, |second| match weight {
+                None => run::<T, T>((p, &mut [], &g, first, second), step),
+                Some(weight) => by_elem!(weight, op, W => with_slice_mut::<W, _>(weight, op, |weight| {
+                    run((p, weight, &g, first, second), step)
+                })),
+            })
+        })
+    })
+}
+
+/// Calls `f` with the elements of `t`, or with none.
+fn lend<T: HostElem>(t: Maybe, op: &'static str, f: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+    match t {
+        Some(t) => with_slice_mut(t, op, f),
+        None => f(&mut []),
+    }
+}
+
+type Slices<'a, T, W> = (&'a mut [T], &'a mut [W], &'a [T], &'a mut [T], &'a mut [T]);
+
+fn run<T: Float, W: Elem>(
+    (p, weight, g, first, second): Slices<T, W>,
+    step: impl Fn(&mut [T], &[T], &mut [T], &mut [T]) + Sync,
+) -> Result<()> {
+    let inputs = p.chunks_mut(par::GRAIN).zip(g.chunks(par::GRAIN));
+    let mut blocks: Vec<_> = inputs.zip(parts(weight)).zip(parts(first).zip(parts(second))).collect();
+    par::blocks(&mut blocks, 1, |_, blocks| {
+        for (((p, g), weight), (first, second)) in blocks {
+            vectorize(
+                #[inline(always)]
+                || {
+                    step(p, g, first, second);
+                    weight.iter_mut().zip(p.iter()).for_each(|(weight, p)| *weight = p.narrow());
+                },
+            );
+        }
+    });
     Ok(())
 }
 
-/// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long, contiguous, in four storages.
+/// The blocks of `slice`, then empty ones without end.
+fn parts<T>(slice: &mut [T]) -> impl Iterator<Item = &mut [T]> {
+    slice.chunks_mut(par::GRAIN).chain(std::iter::repeat_with(Default::default))
+}
+
+/// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long, contiguous, in four storages. Where
+/// `weight` is given, in a storage of its own and of any float dtype, it gets the new parameters, rounded.
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
-pub fn adamw(p: &Tensor, g: &Tensor, m: &Tensor, v: &Tensor, h: &AdamW) -> Result<()> {
+pub fn adamw(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, m: &Tensor, v: &Tensor, h: &AdamW) -> Result<()> {
     const OP: &str = "adamw";
-    check(OP, p, &[("g", g), ("m", m), ("v", v)])?;
     if h.step == 0 {
         return Err(Error::shape(OP, "steps are counted from 1, got step 0"));
     }
     by_float!(p, OP, T => {
-        let gs = View::<T>::new(g, OP, "g")?;
-        let gs: &[T] = &gs;
-        with_slice_mut::<T, _>(p, OP, |p| {
-            with_slice_mut::<T, _>(m, OP, |m| {
-                with_slice_mut::<T, _>(v, OP, |v| {
-                    let rule = AdamRule::<T>::new(h);
-                    let mut parts: Vec<_> = p
-                        .chunks_mut(par::GRAIN)
-                        .zip(gs.chunks(par::GRAIN))
-                        .zip(m.chunks_mut(par::GRAIN).zip(v.chunks_mut(par::GRAIN)))
-                        .collect();
-                    par::blocks(&mut parts, 1, |_, parts| {
-                        for ((p, g), (m, v)) in parts {
-                            vectorize(#[inline(always)] || rule.step(p, g, m, v));
-                        }
-                    });
-                    Ok(())
-                })
-            })
-        })
+        let rule = AdamRule::<T>::new(h);
+        for_blocks::<T>(OP, ["m", "v"], (p, weight, g, m, Some(v)), #[inline(always)] |p, g, m, v| rule.step(p, g, m, v))
     })
 }
 
@@ -121,28 +160,21 @@ impl<T: Float> AdamRule<T> {
     }
 }
 
-/// An SGD step: `d = grad_scale·g + weight_decay·p; buf = momentum·buf + d; p −= lr·buf`. `buf` starts as zeros.
+/// An SGD step: `d = grad_scale·g + weight_decay·p; buf = momentum·buf + d; p −= lr·buf`. `buf` starts as zeros; `weight` as in
+/// [`adamw`].
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, or two share a storage.
-pub fn sgd(p: &Tensor, g: &Tensor, buf: &Tensor, h: &Sgd) -> Result<()> {
+pub fn sgd(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, buf: &Tensor, h: &Sgd) -> Result<()> {
     const OP: &str = "sgd";
-    check(OP, p, &[("g", g), ("buf", buf)])?;
     by_float!(p, OP, T => {
-        let gs = View::<T>::new(g, OP, "g")?;
-        let gs: &[T] = &gs;
         let (lr, momentum) = (T::of(h.lr), T::of(h.momentum));
         let (decay, scale) = (T::of(h.weight_decay), T::of(f64::from(h.grad_scale)));
-        with_slice_mut::<T, _>(p, OP, |p| {
-            with_slice_mut::<T, _>(buf, OP, |buf| {
-                par::blocks2(p, par::GRAIN, buf, par::GRAIN, |i, p, buf| vectorize(#[inline(always)] || {
-                    for ((p, buf), &g) in p.iter_mut().zip(buf).zip(&gs[i * par::GRAIN..]) {
-                        *buf = momentum * *buf + (scale * g + decay * *p);
-                        *p -= lr * *buf;
-                    }
-                }));
-                Ok(())
-            })
+        for_blocks::<T>(OP, ["buf", ""], (p, weight, g, buf, None), #[inline(always)] |p, g, buf, _| {
+            for ((p, buf), &g) in p.iter_mut().zip(buf).zip(g) {
+                *buf = momentum * *buf + (scale * g + decay * *p);
+                *p -= lr * *buf;
+            }
         })
     })
 }

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use crate::float::{Float, by_float};
+use crate::float::{Elem, Float, by_elem};
 use crate::host::{with_bytes, with_bytes_mut, with_slice_mut};
 use crate::simd::vectorize;
 use crate::view::{View, copied, expect_dtype, expect_elements, same_storage};
@@ -17,12 +17,12 @@ const SUMS: usize = 8;
 /// show in the result.
 ///
 /// # Errors
-/// If `x` is not contiguous or neither f32 nor f64.
+/// If `x` is not contiguous or no float.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     const OP: &str = "sum_of_squares";
-    by_float!(x, OP, T => {
-        let xs = View::<T>::new(x, OP, "x")?;
-        let xs: &[T] = &xs;
+    by_elem!(x, OP, E => {
+        let xs = View::<E>::new(x, OP, "x")?;
+        let xs: &[E] = &xs;
         let mut partials = vec![0.0; xs.len().div_ceil(BLOCK)];
         par::blocks(&mut partials, 16, |first, partials| vectorize(#[inline(always)] || {
             for (i, partial) in partials.iter_mut().enumerate() {
@@ -35,18 +35,19 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
 }
 
 #[inline(always)]
-fn block_sum<T: Float>(x: &[T]) -> f64 {
+fn block_sum<E: Elem>(x: &[E]) -> f64 {
     let mut acc = [0.0f64; SUMS];
     let chunks = x.chunks_exact(SUMS);
     let rest = chunks.remainder();
     for c in chunks {
         for l in 0..SUMS {
-            let v = c[l].f64();
+            let v = c[l].load().f64();
             acc[l] += v * v;
         }
     }
     for (acc, v) in acc.iter_mut().zip(rest) {
-        *acc += v.f64() * v.f64();
+        let v = v.load().f64();
+        *acc += v * v;
     }
     ((acc[0] + acc[4]) + (acc[1] + acc[5])) + ((acc[2] + acc[6]) + (acc[3] + acc[7]))
 }
@@ -73,38 +74,40 @@ pub fn add_inplace(dst: &Tensor, src: &Tensor) -> Result<()> {
     const OP: &str = "add_inplace";
     expect_elements(OP, "src", src, dst.elem_count())?;
     expect_dtype(OP, src, dst.dtype())?;
-    by_float!(dst, OP, T => {
+    by_elem!(dst, OP, E => {
         if same_storage(dst, src) {
-            let src = copied::<T>(src, OP, "src")?;
-            add::<T>(dst, &src, OP)
+            let src = copied::<E>(src, OP, "src")?;
+            add::<E>(dst, &src, OP)
         } else {
-            let src = View::<T>::new(src, OP, "src")?;
-            add::<T>(dst, &src, OP)
+            let src = View::<E>::new(src, OP, "src")?;
+            add::<E>(dst, &src, OP)
         }
     })
 }
 
-fn add<T: Float>(dst: &Tensor, src: &[T], op: &'static str) -> Result<()> {
-    with_slice_mut::<T, _>(dst, op, |dst| {
+fn add<E: Elem>(dst: &Tensor, src: &[E], op: &'static str) -> Result<()> {
+    with_slice_mut::<E, _>(dst, op, |dst| {
         par::blocks(dst, par::GRAIN, |start, dst| {
             vectorize(
                 #[inline(always)]
-                || dst.iter_mut().zip(&src[start..]).for_each(|(d, &s)| *d += s),
+                || dst.iter_mut().zip(&src[start..]).for_each(|(d, s)| *d = E::store(d.load() + s.load())),
             );
         });
         Ok(())
     })
 }
 
-/// `t *= factor`.
+/// `t *= factor`; for 16-bit `t`, with `factor` rounded to f32.
 ///
 /// # Errors
-/// If `t` is not contiguous or neither f32 nor f64.
+/// If `t` is not contiguous or no float.
 pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
     const OP: &str = "scale_inplace";
-    by_float!(t, OP, T => with_slice_mut::<T, _>(t, OP, |t| {
-        let factor = T::of(factor);
-        par::blocks(t, par::GRAIN, |_, t| vectorize(#[inline(always)] || t.iter_mut().for_each(|v| *v *= factor)));
+    by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
+        let factor = <E as Elem>::Acc::of(factor);
+        par::blocks(t, par::GRAIN, |_, t| vectorize(#[inline(always)] || {
+            t.iter_mut().for_each(|v| *v = E::store(v.load() * factor));
+        }));
         Ok(())
     }))
 }
@@ -115,10 +118,32 @@ pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
 /// As [`scale_inplace`].
 pub fn zero(t: &Tensor) -> Result<()> {
     const OP: &str = "zero";
-    by_float!(t, OP, T => with_slice_mut::<T, _>(t, OP, |t| {
-        par::blocks(t, par::GRAIN, |_, t| t.fill(T::ZERO));
+    by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
+        par::blocks(t, par::GRAIN, |_, t| t.fill(E::store(<E as Elem>::Acc::ZERO)));
         Ok(())
     }))
+}
+
+/// `dst = src` in the dtype of `dst`, rounded to nearest, ties to even; values beyond its range become infinite.
+///
+/// # Errors
+/// If the numbers of elements differ, a dtype is no float, an operand is not contiguous, or both share one storage.
+pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
+    const OP: &str = "cast";
+    if dst.dtype() == src.dtype() {
+        return copy(dst, src);
+    }
+    expect_elements(OP, "src", src, dst.elem_count())?;
+    by_elem!(src, OP, S => {
+        let src = View::<S>::new(src, OP, "src")?;
+        let src: &[S] = &src;
+        by_elem!(dst, OP, D => with_slice_mut::<D, _>(dst, OP, |dst| {
+            par::blocks(dst, par::GRAIN, |start, dst| vectorize(#[inline(always)] || {
+                dst.iter_mut().zip(&src[start..]).for_each(|(d, s)| *d = s.load().narrow());
+            }));
+            Ok(())
+        }))
+    })
 }
 
 /// `dst = src`, bit for bit; the shapes may differ, the elements' number and dtype may not.

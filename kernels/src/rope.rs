@@ -3,10 +3,10 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::attention::HeadShape;
-use crate::float::{Float, by_float};
+use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::simd::vectorize;
-use crate::view::{copied, expect_dtype};
+use crate::view::copied;
 use crate::{Error, Result, par};
 
 /// Cosines and sines of the angles position · base^(−2i/head_dim): `[positions, head_dim / 2]` each.
@@ -17,11 +17,11 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// The table in `dtype` f32 or f64. For f32, frequencies and angles are rounded to f32 as Megatron and Hugging Face
-    /// do, so that weights trained there see the same angles.
+    /// The table for activations of `dtype`: f64 for f64, else f32. For f32, frequencies and angles are rounded to f32 as Megatron
+    /// and Hugging Face do, so that weights trained there see the same angles.
     ///
     /// # Errors
-    /// If `head_dim` is odd or the dtype is another.
+    /// If `head_dim` is odd or the dtype is no float.
     pub fn new(positions: usize, head_dim: usize, base: f64, dtype: DType, device: &Device) -> Result<Self> {
         if !head_dim.is_multiple_of(2) {
             let message = format!("head_dim {head_dim} is odd; rotation needs pairs");
@@ -33,12 +33,13 @@ impl RopeTable {
     /// As [`RopeTable::new`], for angles position · frequency: scaled frequencies stretch the context.
     ///
     /// # Errors
-    /// If the dtype is neither f32 nor f64.
+    /// If the dtype is no float.
     pub fn with_frequencies(positions: usize, frequencies: &[f64], dtype: DType, device: &Device) -> Result<Self> {
         const OP: &str = "rope_table";
-        let narrow = match dtype {
-            DType::F32 => |v: f64| f64::from(v as f32),
-            DType::F64 => |v: f64| v,
+        type Narrow = fn(f64) -> f64;
+        let (narrow, dtype): (Narrow, _) = match dtype {
+            DType::F32 | DType::BF16 | DType::F16 => (|v| f64::from(v as f32), DType::F32),
+            DType::F64 => (|v| v, DType::F64),
             dtype => return Err(Error::DType { op: OP, dtype }),
         };
         let half = frequencies.len();
@@ -97,13 +98,13 @@ pub fn rope_at(qkv: &Tensor, table: &RopeTable, shape: HeadShape, offsets: &[usi
     if end > rows {
         return Err(Error::shape(OP, format!("positions {first}..{end} exceed the table's {rows}")));
     }
-    expect_dtype(OP, &table.cos, qkv.dtype())?;
-    by_float!(qkv, OP, T => {
-        let cos = copied::<T>(&table.cos.narrow(0, first, end - first)?, OP, "table")?;
-        let sin = copied::<T>(&table.sin.narrow(0, first, end - first)?, OP, "table")?;
-        let sign = if inverse { -T::ONE } else { T::ONE };
+    by_elem!(qkv, OP, E => {
+        type Acc = <E as Elem>::Acc;
+        let cos = copied::<Acc>(&table.cos.narrow(0, first, end - first)?, OP, "table")?;
+        let sin = copied::<Acc>(&table.sin.narrow(0, first, end - first)?, OP, "table")?;
+        let sign = if inverse { -Acc::ONE } else { Acc::ONE };
         let width = shape.width();
-        with_slice_mut::<T, _>(qkv, OP, |qkv| {
+        with_slice_mut::<E, _>(qkv, OP, |qkv| {
             par::blocks(qkv, par::rows_per_block(width) * width, |start, part| vectorize(#[inline(always)] || {
                 for (r, row) in part.chunks_exact_mut(width).enumerate() {
                     let (position, sample) = ((start / width + r) / b, (start / width + r) % b);
@@ -122,11 +123,11 @@ pub fn rope_at(qkv: &Tensor, table: &RopeTable, shape: HeadShape, offsets: &[usi
 }
 
 #[inline(always)]
-fn rotate<T: Float>(head: &mut [T], cos: &[T], sin: &[T], sign: T) {
+fn rotate<E: Elem>(head: &mut [E], cos: &[E::Acc], sin: &[E::Acc], sign: E::Acc) {
     let (first, second) = head.split_at_mut(cos.len());
     for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-        let (x, y, sin) = (*a, *b, sin * sign);
-        *a = x * cos - y * sin;
-        *b = y * cos + x * sin;
+        let (x, y, sin) = (a.load(), b.load(), sin * sign);
+        *a = E::store(x * cos - y * sin);
+        *b = E::store(y * cos + x * sin);
     }
 }

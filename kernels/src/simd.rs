@@ -4,7 +4,7 @@
 //! one at run time. No code path contracts `a * b + c` into a fused operation and sums run over [`LANES`] fixed
 //! lanes, so all paths, and the vector body and the remainder of a loop, give the same bits.
 
-use crate::float::Float;
+use crate::float::{Elem, Float};
 
 /// Independent partial sums of a reduction: one AVX-512 register of f32.
 pub const LANES: usize = 16;
@@ -50,7 +50,7 @@ unsafe fn with_avx2<R>(f: impl FnOnce() -> R) -> R {
 
 /// Adds lanes pairwise: always the same tree.
 #[inline(always)]
-fn tree<T: Float>(mut acc: [T; LANES]) -> T {
+pub fn tree<T: Float>(mut acc: [T; LANES]) -> T {
     let mut width = LANES / 2;
     while width > 0 {
         for l in 0..width {
@@ -63,48 +63,48 @@ fn tree<T: Float>(mut acc: [T; LANES]) -> T {
 
 /// Σ f(aᵢ) over [`LANES`] lanes, for an `f` of a few operations.
 #[inline(always)]
-pub fn sum<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
-    let mut acc = [T::ZERO; LANES];
+pub fn sum<E: Elem>(a: &[E], f: impl Fn(E::Acc) -> E::Acc) -> E::Acc {
+    let mut acc = [E::Acc::ZERO; LANES];
     let chunks = a.chunks_exact(LANES);
     let rest = chunks.remainder();
     for c in chunks {
         for l in 0..LANES {
-            acc[l] += f(c[l]);
+            acc[l] += f(c[l].load());
         }
     }
     for (acc, &v) in acc.iter_mut().zip(rest) {
-        *acc += f(v);
+        *acc += f(v.load());
     }
     tree(acc)
 }
 
 /// Σ f(aᵢ, bᵢ) over [`LANES`] lanes.
 #[inline(always)]
-pub fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
-    let mut acc = [T::ZERO; LANES];
+pub fn sum2<E: Elem>(a: &[E], b: &[E], f: impl Fn(E::Acc, E::Acc) -> E::Acc) -> E::Acc {
+    let mut acc = [E::Acc::ZERO; LANES];
     let (ca, cb) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
     let (ra, rb) = (ca.remainder(), cb.remainder());
     for (a, b) in ca.zip(cb) {
         for l in 0..LANES {
-            acc[l] += f(a[l], b[l]);
+            acc[l] += f(a[l].load(), b[l].load());
         }
     }
     for ((acc, &a), &b) in acc.iter_mut().zip(ra).zip(rb) {
-        *acc += f(a, b);
+        *acc += f(a.load(), b.load());
     }
     tree(acc)
 }
 
 /// Σ f(aᵢ) as [`sum`], for an `f` that LLVM vectorizes only in a loop of its own.
 #[inline(always)]
-pub fn sum_of<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
+pub fn sum_of<E: Elem>(a: &[E], f: impl Fn(E::Acc) -> E::Acc) -> E::Acc {
     const CHUNK: usize = 32 * LANES;
-    let mut buffer = [T::ZERO; CHUNK];
-    let mut acc = [T::ZERO; LANES];
+    let mut buffer = [E::Acc::ZERO; CHUNK];
+    let mut acc = [E::Acc::ZERO; LANES];
     for chunk in a.chunks(CHUNK) {
         let buffer = &mut buffer[..chunk.len()];
         for (out, &v) in buffer.iter_mut().zip(chunk) {
-            *out = f(v);
+            *out = f(v.load());
         }
         let lanes = buffer.chunks_exact(LANES);
         let rest = lanes.remainder();
@@ -122,16 +122,18 @@ pub fn sum_of<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
 
 /// The largest element; −∞ of none. NaNs are passed over.
 #[inline(always)]
-pub fn max<T: Float>(a: &[T]) -> T {
-    let mut acc = [T::NEG_INFINITY; LANES];
+pub fn max<E: Elem>(a: &[E]) -> E::Acc {
+    let mut acc = [E::Acc::NEG_INFINITY; LANES];
     let chunks = a.chunks_exact(LANES);
     let rest = chunks.remainder();
     for c in chunks {
         for l in 0..LANES {
-            acc[l] = if c[l] > acc[l] { c[l] } else { acc[l] };
+            let v = c[l].load();
+            acc[l] = if v > acc[l] { v } else { acc[l] };
         }
     }
     for (acc, &v) in acc.iter_mut().zip(rest) {
+        let v = v.load();
         *acc = if v > *acc { v } else { *acc };
     }
     let mut best = acc[0];

@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, ids, oracle, randn, values};
 use candle_core::{D, DType, Device, Tensor};
-use kernels::cross_entropy::{cross_entropy_backward, row_max, sum_exp_and_target};
+use kernels::cross_entropy::{cross_entropy_backward, rebase, row_max, row_statistics, sum_exp_and_target};
 
 /// Token losses and the gradient of Σ scale·loss, over a vocabulary cut into `parts` equal parts of which columns
 /// from `vocab` on are padding.
@@ -93,4 +93,30 @@ fn a_nan_logit_makes_its_row_nan() {
 fn more_valid_columns_than_there_are_is_an_error() {
     let message = row_max(&randn("logits", &[3, 4]), 5).unwrap_err().to_string();
     assert!(message.contains("5 valid") && message.contains("[3, 4]"), "{message}");
+}
+
+#[test]
+fn statistics_of_a_cut_vocabulary_rebased_to_the_common_maximum_are_those_of_the_whole() {
+    let (rows, width, parts, vocab) = (7, 50, 4, 130); // the last part is all padding
+    let logits = (randn("logits", &[rows, parts * width]) * 20.0).unwrap();
+    let targets = ids("targets", &[rows], vocab as u32);
+    for (dtype, tolerance) in DTYPES {
+        let logits = cast(&logits, dtype);
+        let (max, want) = row_statistics(&logits, &targets, 0, vocab).unwrap();
+        let mut sums = want.zeros_like().unwrap();
+        for first in (0..parts * width).step_by(width) {
+            let part = logits.narrow(1, first, width).unwrap().force_contiguous().unwrap();
+            let valid = vocab.saturating_sub(first).min(width);
+            let (own, part) = row_statistics(&part, &targets, first, valid).unwrap();
+            rebase(&part, &own, &max, &targets, first, valid).unwrap();
+            sums = (sums + part).unwrap();
+        }
+        assert_close("sums", &sums, &want, tolerance);
+        assert_close(
+            "sum_exp",
+            &want.get(0).unwrap(),
+            &sum_exp_and_target(&logits, &max, &targets, 0, vocab).unwrap().get(0).unwrap(),
+            0.0,
+        );
+    }
 }

@@ -11,3 +11,4 @@ mod norm;
 mod optimizer;
 mod reduce;
 mod rope;
+mod storage;

@@ -30,7 +30,7 @@ fn ten_adamw_steps_agree_with_candle_nn() {
         let p = cast(&start, dtype).copy().unwrap();
         let (m, v) = (zeros(n, dtype), zeros(n, dtype));
         for step in 1..=10 {
-            adamw(&p, &cast(&gradient(step, n), dtype), &m, &v, &AdamW { step, ..ADAM }).unwrap();
+            adamw(&p, None, &cast(&gradient(step, n), dtype), &m, &v, &AdamW { step, ..ADAM }).unwrap();
         }
         assert_close("p", &p, var.as_tensor(), tolerance);
     }
@@ -42,8 +42,8 @@ fn grad_scale_is_a_factor_on_the_gradient() {
     let g = gradient(1, 9);
     let state = || (zeros(9, DType::F64), zeros(9, DType::F64));
     let ((m1, v1), (m2, v2)) = (state(), state());
-    adamw(&p1, &g, &m1, &v1, &AdamW { grad_scale: 0.25, ..ADAM }).unwrap();
-    adamw(&p2, &(&g * 0.25).unwrap(), &m2, &v2, &ADAM).unwrap();
+    adamw(&p1, None, &g, &m1, &v1, &AdamW { grad_scale: 0.25, ..ADAM }).unwrap();
+    adamw(&p2, None, &(&g * 0.25).unwrap(), &m2, &v2, &ADAM).unwrap();
     for (a, b) in [(p1, p2), (m1, m2), (v1, v2)] {
         assert_close("state", &a, &b, 1e-15);
     }
@@ -64,7 +64,7 @@ fn sgd_agrees_with_the_formula() {
     for (dtype, tolerance) in DTYPES {
         let (p, buf) = (cast(&start, dtype).copy().unwrap(), zeros(n, dtype));
         for step in 1..=5 {
-            sgd(&p, &cast(&gradient(step, n), dtype), &buf, &h).unwrap();
+            sgd(&p, None, &cast(&gradient(step, n), dtype), &buf, &h).unwrap();
         }
         assert_close("p", &p, &want, tolerance);
     }
@@ -79,7 +79,7 @@ fn a_step_on_pieces_is_the_step_on_the_whole() {
         let (m, v) = (zeros(n, DType::F32), zeros(n, DType::F32));
         for cut in cuts.windows(2) {
             let part = |t: &Tensor| t.narrow(0, cut[0], cut[1] - cut[0]).unwrap();
-            adamw(&part(&p), &part(&g), &part(&m), &part(&v), &ADAM).unwrap();
+            adamw(&part(&p), None, &part(&g), &part(&m), &part(&v), &ADAM).unwrap();
         }
         [p, m, v].map(|t| values(&t))
     };
@@ -93,8 +93,8 @@ fn results_do_not_depend_on_the_number_of_threads() {
     assert_same_on_any_threads(|| {
         let p = cast(&randn("p", &[n]), DType::F32);
         let (m, v, buf) = (zeros(n, DType::F32), zeros(n, DType::F32), zeros(n, DType::F32));
-        adamw(&p, &g, &m, &v, &ADAM).unwrap();
-        sgd(&p, &g, &buf, &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 }).unwrap();
+        adamw(&p, None, &g, &m, &v, &ADAM).unwrap();
+        sgd(&p, None, &g, &buf, &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 }).unwrap();
         vec![p, m, v, buf]
     });
 }
@@ -103,8 +103,8 @@ fn results_do_not_depend_on_the_number_of_threads() {
 fn operands_that_do_not_fit_are_errors_rather_than_deadlocks() {
     let (p, g, flat) = (randn("p", &[4]), gradient(1, 4), zeros(8, DType::F64));
     let (m, v) = (flat.narrow(0, 0, 4).unwrap(), flat.narrow(0, 4, 4).unwrap());
-    assert!(adamw(&p, &g, &m, &v, &ADAM).unwrap_err().to_string().contains("v shares its storage"));
+    assert!(adamw(&p, None, &g, &m, &v, &ADAM).unwrap_err().to_string().contains("v shares its storage"));
     let v = zeros(4, DType::F64);
-    assert!(adamw(&p, &gradient(1, 5), &m, &v, &ADAM).unwrap_err().to_string().contains("[5]"));
-    assert!(adamw(&p, &g, &m, &v, &AdamW { step: 0, ..ADAM }).unwrap_err().to_string().contains("step 0"));
+    assert!(adamw(&p, None, &gradient(1, 5), &m, &v, &ADAM).unwrap_err().to_string().contains("[5]"));
+    assert!(adamw(&p, None, &g, &m, &v, &AdamW { step: 0, ..ADAM }).unwrap_err().to_string().contains("step 0"));
 }

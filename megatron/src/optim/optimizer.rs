@@ -163,10 +163,11 @@ impl Optimizer {
                     step: self.steps,
                     grad_scale,
                 };
-                adamw(&weight, &grad, &first, &second.narrow(0, at, part.len())?, &hyper)?;
+                adamw(&weight, None, &grad, &first, &second.narrow(0, at, part.len())?, &hyper)?;
             }
             None => {
-                sgd(&weight, &grad, &first, &Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale })?
+                let hyper = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale };
+                sgd(&weight, None, &grad, &first, &hyper)?;
             }
         }
         Ok(())

@@ -268,7 +268,7 @@ impl KernelBench {
         let rule =
             AdamW { lr: 3e-4, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, step: 1, grad_scale: 1.0 };
         self.time("sum_of_squares", shape.clone(), calls, Work::Elements(n), || reduce::sum_of_squares(&g))?;
-        self.time("adamw", shape.clone(), calls, Work::Elements(7 * n), || adamw(&p, &g, &m, &v, &rule))?;
+        self.time("adamw", shape.clone(), calls, Work::Elements(7 * n), || adamw(&p, None, &g, &m, &v, &rule))?;
         self.time("zero", shape, calls, Work::Elements(n), || reduce::zero(&g))
     }
 }
