@@ -29,3 +29,4 @@ mod simd;
 mod view;
 
 pub use error::{Error, Result};
+pub use simd::Isa;

@@ -4,7 +4,123 @@
 //! one at run time. No code path contracts `a * b + c` into a fused operation and sums run over [`LANES`] fixed
 //! lanes, so all paths, and the vector body and the remainder of a loop, give the same bits.
 
+use std::sync::OnceLock;
+
 use crate::float::{Elem, Float};
+
+/// The environment variable that lowers the instruction set.
+const VARIABLE: &str = "MEGATRON_SIMD";
+
+/// Instruction sets that kernels are written for; each includes those before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Isa {
+    /// What the compiler's target has everywhere: SSE2, or NEON on aarch64.
+    Portable,
+    /// AVX2, FMA and F16C (x86-64-v3).
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL (x86-64-v4).
+    Avx512,
+    /// AVX-512 BF16: products of pairs of bf16.
+    Avx512Bf16,
+    /// AMX tiles of bf16, with the operating system's permission.
+    Amx,
+}
+
+impl Isa {
+    pub const ALL: [Isa; 5] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
+
+    /// The name in `MEGATRON_SIMD`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512bf16",
+            Isa::Amx => "amx",
+        }
+    }
+
+    /// The largest set that this machine has.
+    pub fn supported() -> Isa {
+        static SUPPORTED: OnceLock<Isa> = OnceLock::new();
+        *SUPPORTED.get_or_init(machine)
+    }
+
+    /// The set that kernels use: what `MEGATRON_SIMD` names (for tests and diagnosis), else the largest. Read once. A
+    /// value that [`Isa::requested`] refuses is passed over.
+    pub fn detected() -> Isa {
+        static DETECTED: OnceLock<Isa> = OnceLock::new();
+        *DETECTED.get_or_init(|| Isa::requested().ok().flatten().unwrap_or_else(Isa::supported))
+    }
+
+    /// What `MEGATRON_SIMD` asks for.
+    ///
+    /// # Errors
+    /// A message for the user if it names no instruction set, or one that this machine does not have.
+    pub fn requested() -> std::result::Result<Option<Isa>, String> {
+        let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(None) };
+        Isa::parse(&value.to_string_lossy(), Isa::supported()).map(Some)
+    }
+
+    fn parse(value: &str, supported: Isa) -> std::result::Result<Isa, String> {
+        let names =
+            |last: Isa| Isa::ALL.iter().filter(|&&i| i <= last).map(|i| i.name()).collect::<Vec<_>>().join(", ");
+        match Isa::ALL.into_iter().find(|isa| isa.name() == value) {
+            None => Err(format!("{VARIABLE}={value} names no instruction set; there are {}", names(Isa::Amx))),
+            Some(isa) if isa > supported => {
+                Err(format!("{VARIABLE}={value} is more than this machine has; it has {}", names(supported)))
+            }
+            Some(isa) => Ok(isa),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn machine() -> Isa {
+    let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+    let avx512 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    if !avx2 {
+        Isa::Portable
+    } else if !avx512 {
+        Isa::Avx2
+    } else if !is_x86_feature_detected!("avx512bf16") {
+        Isa::Avx512
+    } else if !amx_permitted() {
+        Isa::Avx512Bf16
+    } else {
+        Isa::Amx
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn machine() -> Isa {
+    Isa::Portable
+}
+
+/// Whether the processor has AMX tiles of bf16, and Linux lets this process use their registers: it asks for them, for
+/// all threads (Linux, Documentation/arch/x86/xstate.rst).
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn amx_permitted() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    const AMX_BF16: u32 = 1 << 22;
+    const AMX_TILE: u32 = 1 << 24;
+    const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+    let wanted = AMX_BF16 | AMX_TILE;
+    if __cpuid(0).eax < 7 || __cpuid_count(7, 0).edx & wanted != wanted {
+        return false;
+    }
+    // SAFETY: this asks the kernel for a permission; an older kernel answers with an error.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn amx_permitted() -> bool {
+    false
+}
 
 /// Independent partial sums of a reduction: one AVX-512 register of f32.
 pub const LANES: usize = 16;
@@ -141,4 +257,24 @@ pub fn max<E: Elem>(a: &[E]) -> E::Acc {
         best = if v > best { v } else { best };
     }
     best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Isa;
+
+    #[test]
+    fn an_instruction_set_is_chosen_by_its_name() {
+        for isa in Isa::ALL {
+            assert_eq!(Isa::parse(isa.name(), Isa::Amx), Ok(isa));
+        }
+    }
+
+    #[test]
+    fn an_instruction_set_that_is_unknown_or_missing_is_refused_with_those_there_are() {
+        let unknown = Isa::parse("sse9", Isa::Avx2).unwrap_err();
+        assert!(unknown.contains("MEGATRON_SIMD=sse9") && unknown.contains("portable, avx2, avx512"), "{unknown}");
+        let missing = Isa::parse("amx", Isa::Avx2).unwrap_err();
+        assert!(missing.contains("MEGATRON_SIMD=amx") && missing.ends_with("it has portable, avx2"), "{missing}");
+    }
 }

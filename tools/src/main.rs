@@ -35,6 +35,7 @@ fn main() -> ExitCode {
 }
 
 fn run() -> error::Result<u8> {
+    kernels::Isa::requested().map_err(Error::usage)?;
     let words: Vec<_> = std::env::args_os().collect();
     match cli::parse(&words) {
         Ok(Request::Pretrain(settings)) => pretrain::run(&settings),
