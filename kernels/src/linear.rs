@@ -2,11 +2,11 @@
 
 use candle_core::Tensor;
 
-use crate::float::{Float, by_float};
-use crate::gemm::{Mat, all_threads, gemm};
+use crate::float::{Elem, Float, by_elem};
+use crate::gemm::{Mat, Start, all_threads, gemm};
 use crate::host::with_slice_mut;
 use crate::simd::vectorize;
-use crate::view::{View, copied, expect_dtype, expect_shape, rows_of, tensor, with_last};
+use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last};
 use crate::{Error, Result, par};
 
 /// Rows per partial sum of a reduction over rows; fixed, so that results do not depend on the number of threads.
@@ -19,35 +19,113 @@ fn weight_dims(w: &Tensor, op: &'static str) -> Result<(usize, usize)> {
     }
 }
 
-/// `y [.., n] = x [.., k] · wᵀ + bias` with `w [n, k]`, `bias [n]`.
-///
-/// # Errors
-/// If shapes contradict each other, dtypes differ or are neither f32 nor f64, or an operand is not contiguous.
-pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    const OP: &str = "linear";
-    let (rows, k) = rows_of(x, OP)?;
-    let (n, wk) = weight_dims(w, OP)?;
+fn expect_forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, op: &'static str) -> Result<[usize; 3]> {
+    let (rows, k) = rows_of(x, op)?;
+    let (n, wk) = weight_dims(w, op)?;
     if k != wk {
         let message = format!("x has shape {:?} and weight {:?}; their last dimensions must agree", x.dims(), w.dims());
-        return Err(Error::shape(OP, message));
+        return Err(Error::shape(op, message));
     }
     if let Some(bias) = bias {
-        expect_shape(OP, "bias", bias, &[n])?;
+        expect_shape(op, "bias", bias, &[n])?;
     }
-    by_float!(x, OP, T => {
-        let bias = bias.map(|b| copied::<T>(b, OP, "bias")).transpose()?;
-        let (xs, ws) = (View::<T>::new(x, OP, "x")?, View::<T>::new(w, OP, "weight")?);
-        let mut y = vec![T::ZERO; rows * n];
-        if let Some(bias) = &bias {
-            par::blocks(&mut y, par::rows_per_block(n) * n, |_, part| {
-                part.chunks_exact_mut(n).for_each(|row| row.copy_from_slice(bias));
-            });
-        }
-        let (a, b) = (Mat(xs.as_ptr(), k, 1), Mat(ws.as_ptr(), k, 1).t());
-        // SAFETY: x is [rows, k], w [n, k] and y [rows, n], all contiguous.
-        unsafe { gemm((rows, n, k), Mat(y.as_mut_ptr(), n, 1), bias.is_some(), a, b, T::ONE, all_threads()) };
+    Ok([rows, k, n])
+}
+
+/// Writes all of `y`, which has room for `rows · n` elements.
+fn forward<E: Elem, C: Elem<Acc = E::Acc>>(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    [rows, k, n]: [usize; 3],
+    y: *mut C,
+    op: &'static str,
+) -> Result<()> {
+    let bias = bias.map(|b| copied::<E>(b, op, "bias")).transpose()?;
+    let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
+    let (x, w) = (View::<E>::new(x, op, "x")?, View::<E>::new(w, op, "weight")?);
+    let (a, b) = (Mat(x.as_ptr(), k, 1), Mat(w.as_ptr(), k, 1).t());
+    // SAFETY: x is [rows, k], w [n, k] and y [rows, n], all contiguous.
+    unsafe { gemm((rows, n, k), Mat(y, n, 1), start, a, b, E::Acc::ONE, all_threads()) };
+    Ok(())
+}
+
+/// `n` elements that `write` writes, all of them if it succeeds.
+fn written<T>(n: usize, write: impl FnOnce(*mut T) -> Result<()>) -> Result<Vec<T>> {
+    let mut values = Vec::with_capacity(n);
+    write(values.as_mut_ptr())?;
+    // SAFETY: there is room for n elements, and all were written.
+    unsafe { values.set_len(n) };
+    Ok(values)
+}
+
+/// `y [.., n] = x [.., k] · wᵀ + bias` with `w [n, k]`, `bias [n]`; all of one dtype, with sums in f32 (f64 for f64).
+///
+/// # Errors
+/// If shapes contradict each other, dtypes differ or are no floats, or an operand is not contiguous.
+pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    const OP: &str = "linear";
+    let dims = expect_forward(x, w, bias, OP)?;
+    let [rows, _, n] = dims;
+    by_elem!(x, OP, E => {
+        let y = written(rows * n, |y| forward::<E, E>(x, w, bias, dims, y, OP))?;
         tensor(y, with_last(x, n), x)
     })
+}
+
+/// As [`linear`], with a result in f32 (f64 for f64): sums of 16-bit operands that are not rounded, for logits.
+///
+/// # Errors
+/// As [`linear`].
+pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    const OP: &str = "linear_to_f32";
+    let dims = expect_forward(x, w, bias, OP)?;
+    let [rows, _, n] = dims;
+    by_elem!(x, OP, E => {
+        let y = written(rows * n, |y| forward::<E, <E as Elem>::Acc>(x, w, bias, dims, y, OP))?;
+        tensor(y, with_last(x, n), x)
+    })
+}
+
+/// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the result's elements.
+///
+/// # Errors
+/// As [`linear`], or if `y` has another number of elements or a dtype that is not one of the two.
+pub fn linear_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, y: &Tensor) -> Result<()> {
+    const OP: &str = "linear_into";
+    let dims = expect_forward(x, w, bias, OP)?;
+    let [rows, _, n] = dims;
+    expect_elements(OP, "y", y, rows * n)?;
+    by_elem!(x, OP, E => {
+        if y.dtype() == x.dtype() {
+            return with_slice_mut::<E, _>(y, OP, |y| forward::<E, E>(x, w, bias, dims, y.as_mut_ptr(), OP));
+        }
+        with_slice_mut_of::<<E as Elem>::Acc>(y, OP, |y| forward::<E, _>(x, w, bias, dims, y.as_mut_ptr(), OP))
+    })
+}
+
+fn with_slice_mut_of<T: Elem>(t: &Tensor, op: &'static str, f: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+    expect_dtype(op, t, T::DTYPE)?;
+    with_slice_mut(t, op, f)
+}
+
+fn expect_dgrad(dy: &Tensor, w: &Tensor, op: &'static str) -> Result<[usize; 3]> {
+    let (rows, n) = rows_of(dy, op)?;
+    let (wn, k) = weight_dims(w, op)?;
+    if n != wn {
+        let message = format!("dy has shape {:?} and weight {:?}; last must equal first", dy.dims(), w.dims());
+        return Err(Error::shape(op, message));
+    }
+    Ok([rows, k, n])
+}
+
+/// Writes all of `dx`, which has room for `rows · k` elements.
+fn dgrad<E: Elem>(dy: &Tensor, w: &Tensor, [rows, k, n]: [usize; 3], dx: *mut E, op: &'static str) -> Result<()> {
+    let (dy, w) = (View::<E>::new(dy, op, "dy")?, View::<E>::new(w, op, "weight")?);
+    let (a, b) = (Mat(dy.as_ptr(), n, 1), Mat(w.as_ptr(), k, 1));
+    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k], all contiguous.
+    unsafe { gemm((rows, k, n), Mat(dx, k, 1), Start::Zero, a, b, E::Acc::ONE, all_threads()) };
+    Ok(())
 }
 
 /// The gradient of `x`: `dx [.., k] = dy [.., n] · w`.
@@ -56,23 +134,28 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
 /// As [`linear`].
 pub fn linear_dgrad(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     const OP: &str = "linear_dgrad";
-    let (rows, n) = rows_of(dy, OP)?;
-    let (wn, k) = weight_dims(w, OP)?;
-    if n != wn {
-        let message = format!("dy has shape {:?} and weight {:?}; last must equal first", dy.dims(), w.dims());
-        return Err(Error::shape(OP, message));
-    }
-    by_float!(dy, OP, T => {
-        let (dys, ws) = (View::<T>::new(dy, OP, "dy")?, View::<T>::new(w, OP, "weight")?);
-        let mut dx = vec![T::ZERO; rows * k];
-        let (a, b) = (Mat(dys.as_ptr(), n, 1), Mat(ws.as_ptr(), k, 1));
-        // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k], all contiguous.
-        unsafe { gemm((rows, k, n), Mat(dx.as_mut_ptr(), k, 1), false, a, b, T::ONE, all_threads()) };
+    let dims = expect_dgrad(dy, w, OP)?;
+    let [rows, k, _] = dims;
+    by_elem!(dy, OP, E => {
+        let dx = written(rows * k, |dx| dgrad::<E>(dy, w, dims, dx, OP))?;
         tensor(dx, with_last(dy, k), dy)
     })
 }
 
-/// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer.
+/// As [`linear_dgrad`], into (a view of) another tensor of the result's elements and dtype.
+///
+/// # Errors
+/// As [`linear`], or if `dx` has another number of elements or another dtype.
+pub fn linear_dgrad_into(dy: &Tensor, w: &Tensor, dx: &Tensor) -> Result<()> {
+    const OP: &str = "linear_dgrad_into";
+    let dims = expect_dgrad(dy, w, OP)?;
+    let [rows, k, _] = dims;
+    expect_elements(OP, "dx", dx, rows * k)?;
+    expect_dtype(OP, dx, dy.dtype())?;
+    by_elem!(dy, OP, E => with_slice_mut::<E, _>(dx, OP, |dx| dgrad::<E>(dy, w, dims, dx.as_mut_ptr(), OP)))
+}
+
+/// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw` is f32 for 16-bit operands.
 ///
 /// # Errors
 /// As [`linear`].
@@ -84,19 +167,19 @@ pub fn linear_wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<()> {
         return Err(Error::shape(OP, message));
     }
     expect_shape(OP, "dw", dw, &[n, k])?;
-    expect_dtype(OP, dw, dy.dtype())?;
-    by_float!(dy, OP, T => {
-        let (dys, xs) = (View::<T>::new(dy, OP, "dy")?, View::<T>::new(x, OP, "x")?);
-        let (a, b) = (Mat(dys.as_ptr(), n, 1).t(), Mat(xs.as_ptr(), k, 1));
-        with_slice_mut::<T, _>(dw, OP, |dw| {
+    by_elem!(dy, OP, E => {
+        let (dy, x) = (View::<E>::new(dy, OP, "dy")?, View::<E>::new(x, OP, "x")?);
+        let (a, b) = (Mat(dy.as_ptr(), n, 1).t(), Mat(x.as_ptr(), k, 1));
+        with_slice_mut_of::<<E as Elem>::Acc>(dw, OP, |dw| {
+            let (dw, one) = (Mat(dw.as_mut_ptr(), k, 1), <<E as Elem>::Acc as Float>::ONE);
             // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k], all contiguous.
-            unsafe { gemm((n, k, rows), Mat(dw.as_mut_ptr(), k, 1), true, a, b, T::ONE, all_threads()) };
+            unsafe { gemm((n, k, rows), dw, Start::Old, a, b, one, all_threads()) };
             Ok(())
         })
     })
 }
 
-/// Adds the gradient of the bias: `db [n] += Σ_rows dy [.., n]`.
+/// Adds the gradient of the bias: `db [n] += Σ_rows dy [.., n]`; `db` is f32 for 16-bit `dy`.
 ///
 /// # Errors
 /// As [`linear`].
@@ -104,11 +187,12 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor) -> Result<()> {
     const OP: &str = "bias_grad";
     let (rows, n) = rows_of(dy, OP)?;
     expect_shape(OP, "db", db, &[n])?;
-    expect_dtype(OP, db, dy.dtype())?;
-    by_float!(dy, OP, T => {
-        let dys = View::<T>::new(dy, OP, "dy")?;
-        let mut partials = vec![T::ZERO; rows.div_ceil(ROW_BLOCK) * n];
-        let dys: &[T] = &dys;
+    by_elem!(dy, OP, E => {
+        type Acc = <E as Elem>::Acc;
+        expect_dtype(OP, db, <Acc as candle_core::WithDType>::DTYPE)?;
+        let dys = View::<E>::new(dy, OP, "dy")?;
+        let mut partials = vec![Acc::ZERO; rows.div_ceil(ROW_BLOCK) * n];
+        let dys: &[E] = &dys;
         par::blocks(&mut partials, n, |start, partial| {
             let first = start / n.max(1) * ROW_BLOCK;
             let last = (first + ROW_BLOCK).min(rows);
@@ -123,9 +207,9 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor) -> Result<()> {
 }
 
 #[inline(always)]
-fn add<T: Float>(acc: &mut [T], x: &[T]) {
+fn add<E: Elem>(acc: &mut [E::Acc], x: &[E]) {
     for (a, &v) in acc.iter_mut().zip(x) {
-        *a += v;
+        *a += v.load();
     }
 }
 

@@ -1,8 +1,8 @@
 //! Linear layers against candle's matmul and autograd.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn};
+use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn};
 use candle_core::{DType, Device, Tensor};
-use kernels::linear::{bias_grad, linear, linear_dgrad, linear_wgrad};
+use kernels::linear::{bias_grad, linear, linear_dgrad, linear_dgrad_into, linear_into, linear_to_f32, linear_wgrad};
 
 const SHAPES: [(usize, usize, usize, usize); 5] =
     [(1, 1, 1, 1), (3, 2, 5, 7), (33, 3, 65, 17), (1, 9, 130, 64), (70, 2, 16, 96)];
@@ -75,13 +75,60 @@ fn wrong_operands_are_errors_that_name_both_shapes() {
     assert!(message.contains("[2, 3, 4]") && message.contains("[6, 5]"), "{message}");
     let message = linear_wgrad(&randn("dy", &[2, 3, 6]), &x, &w).unwrap_err().to_string();
     assert!(message.contains("[6, 5]") && message.contains("[6, 4]"), "{message}");
-    let half = cast(&x, DType::BF16);
-    assert_eq!(
-        linear(&half, &cast(&randn("w", &[6, 4]), DType::BF16), None).unwrap_err().to_string(),
-        "linear does not support dtype BF16"
-    );
+    let whole = cast(&x.flatten(0, 1).unwrap(), DType::I64);
+    assert_eq!(linear(&whole, &whole, None).unwrap_err().to_string(), "linear does not support dtype I64");
     let mixed = linear(&x, &cast(&randn("w", &[6, 4]), DType::F32), None).unwrap_err().to_string();
     assert_eq!(mixed, "linear does not support dtype F32");
     let strided = x.transpose(0, 1).unwrap();
     assert!(linear(&strided, &randn("w", &[6, 4]), None).unwrap_err().to_string().contains("contiguous x"));
+}
+
+/// 16-bit storage types, with the relative error of rounding to them.
+const NARROW: [(DType, f64); 2] = [(DType::BF16, 1.0 / 256.0), (DType::F16, 1.0 / 2048.0)];
+
+#[test]
+fn sixteen_bit_results_are_rounded_once_and_gradients_of_parameters_stay_in_f32() {
+    for (s, b, k, n) in SHAPES {
+        for (dtype, unit) in NARROW {
+            let names = [("x", vec![s, b, k]), ("w", vec![n, k]), ("bias", vec![n]), ("dy", vec![s, b, n])];
+            let [x, w, bias, dy] = names.map(|(name, shape)| cast(&randn(name, &shape), dtype));
+            let exact = [&x, &w, &bias, &dy].map(|t| cast(t, DType::F64));
+            let (y, grads) = reference(&exact[0], &exact[1], &exact[2], &exact[3]);
+            assert_close("y", &linear(&x, &w, Some(&bias)).unwrap(), &y, unit);
+            assert_close("dx", &linear_dgrad(&dy, &w).unwrap(), &grads[0], unit);
+            let logits = linear_to_f32(&x, &w, Some(&bias)).unwrap();
+            assert_eq!(logits.dtype(), DType::F32);
+            assert_close("logits", &logits, &y, 2e-5);
+            let [dw, db] = [vec![n, k], vec![n]].map(|shape| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap());
+            linear_wgrad(&dy, &x, &dw).unwrap();
+            bias_grad(&dy, &db).unwrap();
+            assert_close("dw", &dw, &(&grads[1] + 1.0).unwrap(), 2e-5);
+            assert_close("db", &db, &(&grads[2] + 1.0).unwrap(), 2e-5);
+        }
+    }
+}
+
+#[test]
+fn results_may_go_into_views_and_are_the_same_there() {
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let [x, w, dy] =
+            [("x", [10, 9]), ("w", [7, 9]), ("dy", [10, 7])].map(|(name, shape)| cast(&randn(name, &shape), dtype));
+        let (y, logits) = (linear(&x, &w, None).unwrap(), linear_to_f32(&x, &w, None).unwrap());
+        for want in [y, logits] {
+            let flat = Tensor::ones((12, 7), want.dtype(), &Device::Cpu).unwrap();
+            linear_into(&x, &w, None, &flat.narrow(0, 1, 10).unwrap()).unwrap();
+            let ones = Tensor::ones((1, 7), want.dtype(), &Device::Cpu).unwrap();
+            assert_eq!(bits(&flat), bits(&Tensor::cat(&[&ones, &want, &ones], 0).unwrap()));
+        }
+        let dx = linear_dgrad(&dy, &w).unwrap();
+        let flat = Tensor::ones((12, 9), dtype, &Device::Cpu).unwrap();
+        linear_dgrad_into(&dy, &w, &flat.narrow(0, 2, 10).unwrap()).unwrap();
+        assert_eq!(bits(&flat.narrow(0, 2, 10).unwrap()), bits(&dx));
+        assert!(linear_dgrad_into(&dy, &w, &flat.narrow(0, 2, 9).unwrap()).is_err());
+        let other = Tensor::ones((10, 7), DType::U32, &Device::Cpu).unwrap();
+        assert!(linear_into(&x, &w, None, &other).is_err());
+        let narrow_dw = Tensor::ones((7, 9), dtype, &Device::Cpu).unwrap();
+        assert_eq!(linear_wgrad(&dy, &x, &narrow_dw).is_ok(), dtype == wide);
+    }
 }

@@ -1,0 +1,260 @@
+//! Micro-kernel of AMX: 32 × 32, two by two tiles of 16 × 16 sums, 32 of the inner dimension per step.
+//!
+//! The compiler does not know of tile registers yet, so this is assembly; the tiles live within one block of it. As with
+//! AVX-512 BF16, subnormal numbers count as 0 (Intel SDM, TDPBF16PS). Panels of B are those of AVX-512 BF16.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::Mat;
+use super::avx512bf16::{finish_tile, pack_pairs, pairs_of};
+use super::kernel::{Blocking, Kernel};
+use super::lanes::{first, transpose};
+use crate::float::Elem;
+
+const MR: usize = 32;
+const NR: usize = 32;
+/// Inner dimension of a step.
+const STEP: usize = 32;
+
+pub struct Amx;
+
+/// What LDTILECFG loads: palette 1, all tiles 16 rows of 64 bytes.
+#[repr(C, align(64))]
+struct Config([u8; 64]);
+
+const CONFIG: Config = {
+    let mut bytes = [0; 64];
+    bytes[0] = 1;
+    let mut tile = 0;
+    while tile < 8 {
+        bytes[16 + 2 * tile] = 64;
+        bytes[48 + tile] = 16;
+        tile += 1;
+    }
+    Config(bytes)
+};
+
+impl Kernel<bf16> for Amx {
+    type Packed = bf16;
+    const MR: usize = MR;
+    const NR: usize = NR;
+    const KQ: usize = STEP;
+    const BLOCKING: Blocking = Blocking { kc: 512, mc: 256, nc: 1024, alone: 16 << 20 };
+
+    unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_rows(a, rows, k, to) }
+    }
+
+    unsafe fn pack_b(b: Mat<*const bf16>, columns: usize, k: usize, to: *mut bf16) {
+        // SAFETY: the caller's promise; the pairs up to a whole step are zeros.
+        unsafe {
+            pack_pairs::<NR>(b.t(), columns, k, to);
+            let pairs = k.div_ceil(2);
+            to.add(2 * pairs * NR).write_bytes(0, (STEP - 2 * pairs) * NR);
+        }
+    }
+
+    unsafe fn tile(
+        rows: usize,
+        k: usize,
+        strip: *const bf16,
+        panel: *const bf16,
+        from: (*const f32, usize),
+        to: (*mut f32, usize),
+    ) {
+        if k == 0 {
+            // SAFETY: the caller's promise.
+            return unsafe { copy(rows, from, to) };
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            if rows <= 16 {
+                upper_half(k / STEP, strip, panel, from, to);
+            } else {
+                whole(k / STEP, strip, panel, from, to);
+            }
+        }
+    }
+
+    fn leaves_other_rows(rows: usize) -> bool {
+        rows == 16 || rows == MR
+    }
+
+    unsafe fn finish<C: Elem<Acc = f32>>(
+        sums: *const f32,
+        rows: usize,
+        columns: usize,
+        to: (*mut C, usize),
+        scale: f32,
+        add: bool,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { finish_tile(sums, rows, columns, to, scale, add) }
+    }
+
+    unsafe fn enter() {
+        // SAFETY: the configuration is valid, and the operating system gave its permission when AMX was detected.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags)) }
+    }
+
+    // Tiles in their initial state make context switches cheap again.
+    unsafe fn leave() {
+        // SAFETY: no tile is in use.
+        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
+    }
+}
+
+unsafe fn copy(rows: usize, (from, from_stride): (*const f32, usize), (to, to_stride): (*mut f32, usize)) {
+    for r in 0..rows {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if from.is_null() {
+                to.add(r * to_stride).write_bytes(0, NR);
+            } else {
+                std::ptr::copy(from.add(r * from_stride), to.add(r * to_stride), NR);
+            }
+        }
+    }
+}
+
+unsafe fn whole(
+    steps: usize,
+    strip: *const bf16,
+    panel: *const bf16,
+    (from, from_stride): (*const f32, usize),
+    (to, to_stride): (*mut f32, usize),
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "test {from}, {from}",
+            "jz 2f",
+            "tileloadd tmm0, [{from} + {from_stride}]",
+            "tileloadd tmm1, [{from} + {from_stride} + 64]",
+            "tileloadd tmm2, [{from16} + {from_stride}]",
+            "tileloadd tmm3, [{from16} + {from_stride} + 64]",
+            "2:",
+            "tileloadd tmm4, [{a} + {a_stride}]",
+            "tileloadd tmm6, [{b} + {b_stride}]",
+            "tileloadd tmm7, [{b} + {b_stride} + 64]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm5, [{a} + {a_stride} + 1024]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {a}, 2048",
+            "add {b}, 2048",
+            "dec {steps}",
+            "jnz 2b",
+            "tilestored [{to} + {to_stride}], tmm0",
+            "tilestored [{to} + {to_stride} + 64], tmm1",
+            "tilestored [{to16} + {to_stride}], tmm2",
+            "tilestored [{to16} + {to_stride} + 64], tmm3",
+            a = inout(reg) strip => _,
+            b = inout(reg) panel => _,
+            steps = inout(reg) steps => _,
+            from = in(reg) from,
+            from16 = in(reg) from.wrapping_add(16 * from_stride),
+            from_stride = in(reg) 4 * from_stride,
+            to = in(reg) to,
+            to16 = in(reg) to.wrapping_add(16 * to_stride),
+            to_stride = in(reg) 4 * to_stride,
+            a_stride = in(reg) 64usize,
+            b_stride = in(reg) 128usize,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+unsafe fn upper_half(
+    steps: usize,
+    strip: *const bf16,
+    panel: *const bf16,
+    (from, from_stride): (*const f32, usize),
+    (to, to_stride): (*mut f32, usize),
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "test {from}, {from}",
+            "jz 2f",
+            "tileloadd tmm0, [{from} + {from_stride}]",
+            "tileloadd tmm1, [{from} + {from_stride} + 64]",
+            "2:",
+            "tileloadd tmm4, [{a} + {a_stride}]",
+            "tileloadd tmm6, [{b} + {b_stride}]",
+            "tileloadd tmm7, [{b} + {b_stride} + 64]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "add {a}, 2048",
+            "add {b}, 2048",
+            "dec {steps}",
+            "jnz 2b",
+            "tilestored [{to} + {to_stride}], tmm0",
+            "tilestored [{to} + {to_stride} + 64], tmm1",
+            a = inout(reg) strip => _,
+            b = inout(reg) panel => _,
+            steps = inout(reg) steps => _,
+            from = in(reg) from,
+            from_stride = in(reg) 4 * from_stride,
+            to = in(reg) to,
+            to_stride = in(reg) 4 * to_stride,
+            a_stride = in(reg) 64usize,
+            b_stride = in(reg) 128usize,
+            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[32][32]`, with zeros beyond.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
+    let Mat(from, row, column) = a;
+    // SAFETY: the caller's promise.
+    unsafe {
+        if column == 1 {
+            let mask = if k >= 32 { u32::MAX } else { (1 << k) - 1 };
+            for r in 0..MR {
+                let line = if r < rows {
+                    _mm512_maskz_loadu_epi16(mask, from.add(r * row).cast())
+                } else {
+                    _mm512_setzero_si512()
+                };
+                _mm512_store_si512(to.add(r * STEP).cast(), line);
+            }
+        } else if row == 1 {
+            for r in (0..MR).step_by(16) {
+                let mask = first(rows.saturating_sub(r));
+                let mut lines = [_mm512_setzero_si512(); 16];
+                for (i, line) in lines.iter_mut().enumerate().take(k.div_ceil(2)) {
+                    let even = from.wrapping_add(2 * i * column + r);
+                    *line = pairs_of(even, (2 * i + 1 < k).then(|| even.wrapping_add(column)), mask);
+                }
+                let lines = transpose(lines);
+                for (l, &line) in lines.iter().enumerate() {
+                    _mm512_store_si512(to.add((r + l) * STEP).cast(), line);
+                }
+            }
+        } else {
+            to.write_bytes(0, MR * STEP);
+            for r in 0..rows {
+                for i in 0..k {
+                    *to.add(r * STEP + i) = *from.add(r * row + i * column);
+                }
+            }
+        }
+    }
+}

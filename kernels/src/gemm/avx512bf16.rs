@@ -1,0 +1,195 @@
+//! Micro-kernel of AVX-512 BF16: 14 × 32, as AVX-512's, of products of pairs along the inner dimension.
+//!
+//! The instructions take subnormal numbers for 0 (Intel SDM, VDPBF16PS, VCVTNEPS2BF16), whatever MXCSR says.
+
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::Mat;
+use super::avx512::{self, MR, NR, by_rows};
+use super::kernel::{Blocking, Kernel};
+use super::lanes::{Lanes, first, transpose};
+use crate::float::Elem;
+
+pub struct Avx512Bf16;
+
+impl Kernel<bf16> for Avx512Bf16 {
+    type Packed = bf16;
+    const MR: usize = MR;
+    const NR: usize = NR;
+    const KQ: usize = 2;
+    const BLOCKING: Blocking = Blocking { kc: 512, mc: 252, nc: 512, alone: 4 << 20 };
+
+    unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_pairs::<MR>(a, rows, k, to) }
+    }
+
+    unsafe fn pack_b(b: Mat<*const bf16>, columns: usize, k: usize, to: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_pairs::<NR>(b.t(), columns, k, to) }
+    }
+
+    unsafe fn tile(
+        rows: usize,
+        k: usize,
+        strip: *const bf16,
+        panel: *const bf16,
+        from: (*const f32, usize),
+        to: (*mut f32, usize),
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { by_rows!(rows, tile(k, strip, panel, from, to)) }
+    }
+
+    fn leaves_other_rows(_: usize) -> bool {
+        true
+    }
+
+    unsafe fn finish<C: Elem<Acc = f32>>(
+        sums: *const f32,
+        rows: usize,
+        columns: usize,
+        to: (*mut C, usize),
+        scale: f32,
+        add: bool,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { finish_tile(sums, rows, columns, to, scale, add) }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn tile<const ROWS: usize>(
+    k: usize,
+    strip: *const bf16,
+    panel: *const bf16,
+    (from, from_stride): (*const f32, usize),
+    (to, to_stride): (*mut f32, usize),
+) {
+    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+    let (mut strip, mut panel) = (strip.cast::<i32>(), panel.cast::<i32>());
+    // SAFETY: the caller's promise; __m512bh is 32 bf16 as __m512i is 16 pairs of them.
+    unsafe {
+        let pairs = |v: __m512i| std::mem::transmute::<__m512i, __m512bh>(v);
+        if !from.is_null() {
+            for r in 0..ROWS {
+                let from = from.add(r * from_stride);
+                sums[r] = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))];
+            }
+        }
+        for _ in 0..k / 2 {
+            let b = [pairs(_mm512_loadu_si512(panel.cast())), pairs(_mm512_loadu_si512(panel.add(16).cast()))];
+            for r in 0..ROWS {
+                let a = pairs(_mm512_set1_epi32(*strip.add(r)));
+                sums[r] = [_mm512_dpbf16_ps(sums[r][0], a, b[0]), _mm512_dpbf16_ps(sums[r][1], a, b[1])];
+            }
+            (strip, panel) = (strip.add(MR), panel.add(NR));
+        }
+        for r in 0..ROWS {
+            let to = to.add(r * to_stride);
+            _mm512_storeu_ps(to, sums[r][0]);
+            _mm512_storeu_ps(to.add(16), sums[r][1]);
+        }
+    }
+}
+
+/// Sixteen pairs of rows `i` and `i + 1` of a matrix with contiguous rows, where `mask` selects.
+///
+/// # Safety
+/// The machine has AVX-512; what `mask` selects can be read.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn pairs_of(even: *const bf16, odd: Option<*const bf16>, mask: u16) -> __m512i {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even.cast()));
+        match odd {
+            Some(odd) => {
+                let high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd.cast()));
+                _mm512_or_si512(low, _mm512_slli_epi32::<16>(high))
+            }
+            None => low,
+        }
+    }
+}
+
+/// Packs `width` ≤ R rows of `k` ≤ 32 columns of `m` as `[k / 2][R][2]`, with zeros beyond.
+///
+/// # Safety
+/// The machine has AVX-512; `m` can be read, `to` has R · (k rounded up to 2) elements.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn pack_pairs<const R: usize>(m: Mat<*const bf16>, width: usize, k: usize, to: *mut bf16) {
+    let Mat(from, row, column) = m;
+    let pairs = k.div_ceil(2);
+    // SAFETY: the caller's promise.
+    unsafe {
+        if column == 1 {
+            let mask = if k >= 32 { u32::MAX } else { (1 << k) - 1 };
+            for r in (0..R).step_by(16) {
+                let mut lines = [_mm512_setzero_si512(); 16];
+                for (l, line) in lines.iter_mut().enumerate().take(width.saturating_sub(r)) {
+                    *line = _mm512_maskz_loadu_epi16(mask, from.add((r + l) * row).cast());
+                }
+                let lines = transpose(lines);
+                for (l, &line) in lines.iter().enumerate().take(pairs) {
+                    _mm512_mask_storeu_epi32(to.cast::<i32>().add(l * R + r), first(R - r), line);
+                }
+            }
+        } else if row == 1 {
+            for i in 0..pairs {
+                let even = from.add(2 * i * column);
+                let odd = (2 * i + 1 < k).then(|| even.wrapping_add(column));
+                for r in (0..R).step_by(16) {
+                    let (even, odd) = (even.wrapping_add(r), odd.map(|odd| odd.wrapping_add(r)));
+                    let line = pairs_of(even, odd, first(width.saturating_sub(r)));
+                    _mm512_mask_storeu_epi32(to.cast::<i32>().add(i * R + r), first(R - r), line);
+                }
+            }
+        } else {
+            to.write_bytes(0, 2 * pairs * R);
+            for i in 0..k {
+                for r in 0..width {
+                    *to.add((i / 2 * R + r) * 2 + i % 2) = *from.add(r * row + i * column);
+                }
+            }
+        }
+    }
+}
+
+/// As [`Kernel::finish`]; bf16 by the instruction for it.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+pub(super) unsafe fn finish_tile<C: Elem<Acc = f32>>(
+    sums: *const f32,
+    rows: usize,
+    columns: usize,
+    (to, stride): (*mut C, usize),
+    scale: f32,
+    add: bool,
+) {
+    if C::DTYPE != candle_core::DType::BF16 {
+        // SAFETY: the caller's promise.
+        return unsafe { <avx512::Avx512 as Kernel<f32>>::finish(sums, rows, columns, (to, stride), scale, add) };
+    }
+    let scale = _mm512_set1_ps(scale);
+    for r in 0..rows {
+        // SAFETY: the caller's promise; C is bf16, and masked lanes are not touched.
+        unsafe {
+            let (sums, to) = (sums.add(r * NR), to.add(r * stride).cast::<bf16>());
+            let scaled = |c: usize, mask: u16| _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, sums.add(c)));
+            if columns == NR && !add {
+                let both = _mm512_cvtne2ps_pbh(scaled(16, u16::MAX), scaled(0, u16::MAX));
+                _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
+                continue;
+            }
+            for c in (0..columns).step_by(16) {
+                let mask = first(columns - c);
+                let (sum, to) = (scaled(c, mask), to.add(c));
+                let sum = if add { _mm512_add_ps(bf16::load16(to, mask), sum) } else { sum };
+                let narrow = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(sum));
+                _mm256_mask_storeu_epi16(to.cast(), mask, narrow);
+            }
+        }
+    }
+}

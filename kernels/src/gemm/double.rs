@@ -1,0 +1,52 @@
+//! Products of f64, which only tests and oracles use, by the `gemm` crate.
+
+use ::gemm::Parallelism;
+
+use super::{Mat, Start};
+
+/// # Safety
+/// As [`super::gemm`].
+pub unsafe fn gemm(
+    (m, n, k): (usize, usize, usize),
+    Mat(dst, dst_rs, dst_cs): Mat<*mut f64>,
+    start: Start<'_, f64>,
+    Mat(a, a_rs, a_cs): Mat<*const f64>,
+    Mat(b, b_rs, b_cs): Mat<*const f64>,
+    scale: f64,
+    threads: Parallelism,
+) {
+    if let Start::Bias(bias) = start {
+        for r in 0..m {
+            for (c, &value) in bias.iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe { dst.add(r * dst_rs + c * dst_cs).write(value) };
+            }
+        }
+    }
+    let accumulate = !matches!(start, Start::Zero);
+    let stride = |s: usize| s as isize;
+    // SAFETY: the caller's promise. The crate's `alpha` scales the old dst, its `beta` the product.
+    unsafe {
+        ::gemm::gemm(
+            m,
+            n,
+            k,
+            dst,
+            stride(dst_cs),
+            stride(dst_rs),
+            accumulate,
+            a,
+            stride(a_cs),
+            stride(a_rs),
+            b,
+            stride(b_cs),
+            stride(b_rs),
+            1.0,
+            scale,
+            false,
+            false,
+            false,
+            threads,
+        );
+    }
+}

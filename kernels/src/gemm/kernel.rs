@@ -1,0 +1,85 @@
+//! What an instruction set brings: a micro-kernel, and the panels it reads.
+
+use super::Mat;
+use crate::float::Elem;
+
+/// Inner dimension that [`Kernel::pack_a`] and [`Kernel::pack_b`] take at a time, at most; panels are made of pieces of it.
+pub const PIECE: usize = 32;
+
+/// Sizes of blocks, after the levels of cache that hold them.
+#[derive(Clone, Copy, Debug)]
+pub struct Blocking {
+    /// Inner dimension of a block, a multiple of [`PIECE`].
+    pub kc: usize,
+    /// Most rows of a task: its A (mc × kc) is to stay in L2.
+    pub mc: usize,
+    /// Most columns of a task: its B (kc × nc) is to stay in L2.
+    pub nc: usize,
+    /// Floating-point operations below which a second thread costs more than it saves.
+    pub alone: usize,
+}
+
+/// A micro-kernel for tiles of C of MR × NR, of operands stored as `E`, with sums in f32.
+///
+/// A *strip* of A holds MR rows, a *panel* of B NR columns, padded with zeros up to those and, along the inner dimension, to a
+/// multiple of KQ. How elements lie within a piece is the kernel's business; pieces lie one behind the other.
+pub trait Kernel<E: Elem<Acc = f32>> {
+    /// What panels are made of.
+    type Packed: Copy;
+    const MR: usize;
+    const NR: usize;
+    const KQ: usize;
+    const BLOCKING: Blocking;
+
+    /// Packs `rows` ≤ MR rows of `k` ≤ [`PIECE`] columns into a piece of a strip.
+    ///
+    /// # Safety
+    /// The machine has the instruction set; `a` can be read, and `to` has MR · (`k` rounded up to KQ) elements.
+    unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut Self::Packed);
+
+    /// Packs `k` ≤ [`PIECE`] rows of `columns` ≤ NR columns into a piece of a panel.
+    ///
+    /// # Safety
+    /// As [`Kernel::pack_a`], with NR.
+    unsafe fn pack_b(b: Mat<*const E>, columns: usize, k: usize, to: *mut Self::Packed);
+
+    /// `to [rows, NR] = strip · panel`, plus `from` (with a row stride, which may be 0) unless that is null. `k` is a multiple of
+    /// KQ. Rows from `rows` to MR are written too unless [`Kernel::leaves_other_rows`].
+    ///
+    /// # Safety
+    /// The machine has the instruction set, the thread is within [`Kernel::enter`], and the memory is as said.
+    unsafe fn tile(
+        rows: usize,
+        k: usize,
+        strip: *const Self::Packed,
+        panel: *const Self::Packed,
+        from: (*const f32, usize),
+        to: (*mut f32, usize),
+    );
+
+    /// Whether [`Kernel::tile`] reads and writes no row from `rows` on.
+    fn leaves_other_rows(rows: usize) -> bool;
+
+    /// `to [rows, columns] = scale · sums` (row stride NR), plus the old `to` where `add`; columns of `to` are contiguous.
+    ///
+    /// # Safety
+    /// The machine has the instruction set, and the memory is as said.
+    unsafe fn finish<C: Elem<Acc = f32>>(
+        sums: *const f32,
+        rows: usize,
+        columns: usize,
+        to: (*mut C, usize),
+        scale: f32,
+        add: bool,
+    );
+
+    /// Prepares the thread for [`Kernel::tile`]; [`Kernel::leave`] undoes it.
+    ///
+    /// # Safety
+    /// The machine has the instruction set.
+    unsafe fn enter() {}
+
+    /// # Safety
+    /// After [`Kernel::enter`], on the same thread.
+    unsafe fn leave() {}
+}

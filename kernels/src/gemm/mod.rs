@@ -1,0 +1,175 @@
+//! Matrix multiplication of our own, blocked as in Goto and van de Geijn 2008 (*Anatomy of high-performance matrix
+//! multiplication*) with micro-kernels per instruction set as in BLIS (Van Zee and van de Geijn 2015).
+//!
+//! [`gemm`] takes strided operands in any storage type and sums in f32 (f64 for f64); its result is in the storage type or in
+//! f32. For products of small matrices in a loop, [`Right`] keeps the packed right operand from one product to the next.
+//!
+//! An element's terms are summed in the same order wherever it lies: blocks of the inner dimension depend on its length
+//! alone. So results depend neither on the number of threads nor on how rows or columns were cut into several products.
+//! bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal numbers for 0, in operands and sums, as the instructions do.
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512bf16;
+mod buffer;
+mod dispatch;
+mod double;
+mod driver;
+mod kernel;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
+mod pack;
+mod plan;
+mod portable;
+#[cfg(test)]
+mod tests;
+
+use ::gemm::Parallelism;
+use candle_core::DType;
+
+use self::dispatch::WithKernel;
+use self::kernel::Kernel;
+use crate::float::{Elem, Float};
+use crate::par;
+use crate::simd::Isa;
+
+/// A matrix in memory: pointer to element (0, 0), row stride, column stride.
+#[derive(Clone, Copy, Debug)]
+pub struct Mat<P>(pub P, pub usize, pub usize);
+
+impl<T> Mat<*const T> {
+    fn cast<U>(self) -> Mat<*const U> {
+        Mat(self.0.cast(), self.1, self.2)
+    }
+
+    /// The transpose.
+    pub fn t(self) -> Self {
+        Self(self.0, self.2, self.1)
+    }
+
+    /// The matrix whose element (0, 0) is this one's (`row`, `column`); need not be one that may be read.
+    fn at(self, row: usize, column: usize) -> Self {
+        Self(self.0.wrapping_add(row * self.1 + column * self.2), self.1, self.2)
+    }
+}
+
+/// What a product is added to.
+#[derive(Clone, Copy, Debug)]
+pub enum Start<'a, E> {
+    /// Nothing: the destination is overwritten, whatever it holds.
+    Zero,
+    /// The destination's old values.
+    Old,
+    /// This row, of as many elements as the destination has columns; the scale must be 1.
+    Bias(&'a [E]),
+}
+
+impl<'a, E> Start<'a, E> {
+    /// The same elements under another name of their type; only the number of elements is kept for a type of another size.
+    fn cast<U>(self) -> Start<'a, U> {
+        match self {
+            Self::Zero => Start::Zero,
+            Self::Old => Start::Old,
+            // SAFETY: callers name the elements' own type again before they read them.
+            Self::Bias(bias) => Start::Bias(unsafe { std::slice::from_raw_parts(bias.as_ptr().cast(), bias.len()) }),
+        }
+    }
+}
+
+/// Whether to accumulate.
+impl<E> From<bool> for Start<'_, E> {
+    fn from(accumulate: bool) -> Self {
+        if accumulate { Self::Old } else { Self::Zero }
+    }
+}
+
+/// All threads of the current pool, or none besides the caller.
+pub fn all_threads() -> Parallelism {
+    match par::threads() {
+        1 => Parallelism::None,
+        n => Parallelism::Rayon(n),
+    }
+}
+
+/// `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start` says.
+///
+/// # Safety
+/// Every element of the three matrices must lie in memory that may be read (`a`, `b`) or written (`dst`) for the call,
+/// `dst` apart from the others.
+pub unsafe fn gemm<'a, E: Elem, C: Elem<Acc = E::Acc>>(
+    shape: (usize, usize, usize),
+    dst: Mat<*mut C>,
+    start: impl Into<Start<'a, E>>,
+    a: Mat<*const E>,
+    b: Mat<*const E>,
+    scale: E::Acc,
+    threads: Parallelism,
+) {
+    // SAFETY: the caller's promise; the machine has what was detected.
+    unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), a, b, scale, threads) }
+}
+
+/// # Safety
+/// As [`gemm`], and the machine must have the instruction set.
+unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
+    isa: Isa,
+    shape: (usize, usize, usize),
+    dst: Mat<*mut C>,
+    start: Start<'_, E>,
+    a: Mat<*const E>,
+    b: Mat<*const E>,
+    scale: E::Acc,
+    threads: Parallelism,
+) {
+    if let Start::Bias(bias) = start {
+        assert_eq!(bias.len(), shape.1, "a bias must have an element for every column");
+    }
+    let (Mat(dst, row_stride, column_stride), scale) = (dst, scale.f64());
+    if E::DTYPE == DType::F64 {
+        let start = start.cast();
+        // SAFETY: the caller's promise; E and C are f64.
+        return unsafe {
+            double::gemm(shape, Mat(dst.cast(), row_stride, column_stride), start, a.cast(), b.cast(), scale, threads)
+        };
+    }
+    let threads = match threads {
+        Parallelism::None => 1,
+        Parallelism::Rayon(_) => par::threads(),
+    };
+    let call = Call {
+        shape,
+        dst: Mat(dst.cast(), row_stride, column_stride),
+        start: start.cast(),
+        a: a.cast(),
+        b: b.cast(),
+        scale: scale as f32,
+        threads,
+    };
+    // SAFETY: the caller's promise.
+    unsafe { dispatch::with_kernel::<E, C, _>(isa, call) }
+}
+
+/// A call of [`gemm_on`] without types.
+struct Call<'a> {
+    shape: (usize, usize, usize),
+    dst: Mat<*mut u8>,
+    start: Start<'a, u8>,
+    a: Mat<*const u8>,
+    b: Mat<*const u8>,
+    scale: f32,
+    threads: usize,
+}
+
+impl WithKernel for Call<'_> {
+    unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(self) {
+        let Self { shape, dst: Mat(dst, row_stride, column_stride), start, a, b, scale, threads } = self;
+        let dst = Mat(dst.cast::<C>(), row_stride, column_stride);
+        // SAFETY: the caller's promise, and that E and C are the types there were.
+        unsafe { driver::run::<E, C, K>(shape, dst, start.cast(), a.cast(), b.cast(), scale, threads) }
+    }
+}
