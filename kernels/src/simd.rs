@@ -139,16 +139,13 @@ pub const LANES: usize = 16;
 pub fn vectorize<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
-        if is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl")
-        {
-            // SAFETY: the features were just detected.
+        let isa = Isa::detected();
+        if isa >= Isa::Avx512 {
+            // SAFETY: the features were detected.
             return unsafe { with_avx512(f) };
         }
-        if is_x86_feature_detected!("avx2") {
-            // SAFETY: the feature was just detected.
+        if isa >= Isa::Avx2 {
+            // SAFETY: the feature was detected.
             return unsafe { with_avx2(f) };
         }
     }
