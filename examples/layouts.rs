@@ -37,7 +37,7 @@ fn main() -> Result<()> {
 
     let train_data: Arc<dyn SampleSource> = Arc::new(Tokens::synthetic(101, alone.model.seq_length));
     let sources =
-        Sources { train: train_data, valid: None, test: None, masked_token: None, fingerprint: String::new() };
+        Sources { train: train_data, valid: None, test: None, document_ends: None, fingerprint: String::new() };
     let single = train(&alone, megatron::comm::solo(), &sources)?;
     let world = threads::world(cut.parallel.world_size());
     let ranks: Vec<Result<Vec<f64>>> = std::thread::scope(|scope| {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use megatron::checkpoint;
 use megatron::config::RunConfig;
-use megatron::data::MicroBatch;
+use megatron::data::{Documents, MicroBatch};
 use megatron::pipeline::Payload;
 use megatron::tensor_parallel::Phase;
 use megatron::tensor_parallel::layout::Stream;
@@ -16,8 +16,18 @@ use megatron::train::Trainer;
 use models::hf::{ExportOptions, HfConfig, HfModel, copy_companions, export, import};
 use system_tests::{Style, Tokens, layout, on_ranks, sources, tiny, trainer};
 
-const FAMILIES: [&str; 8] =
-    ["gpt2", "gpt2-fp16", "llama2", "llama3-bf16", "llama-linear-biased", "mistral-sharded", "qwen2", "bloom"];
+const FAMILIES: [&str; 10] = [
+    "gpt2",
+    "gpt2-fp16",
+    "llama2",
+    "llama3-bf16",
+    "llama-linear-biased",
+    "mistral-sharded",
+    "mistral-window",
+    "qwen2",
+    "qwen2-window",
+    "bloom",
+];
 /// dp · tp · pp
 const LAYOUTS: [(usize, usize, usize); 4] = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)];
 /// Absolute difference allowed to every logit.
@@ -55,6 +65,7 @@ fn logits(trainer: &Trainer, tokens: &[u32]) -> megatron::Result<Option<Vec<f32>
         labels: Tensor::zeros((length, 1), DType::U32, &Device::Cpu)?,
         loss_mask: Tensor::zeros((length, 1), DType::F32, &Device::Cpu)?,
         samples: vec![0],
+        documents: Documents::default(),
     };
     let ctx = stage.ctx(&batch, Phase::Evaluate, 0.0);
     let rank = stage.pp.rank();
@@ -177,7 +188,7 @@ fn import_and_export_return_every_byte_of_every_tensor() {
 
 #[test]
 fn a_model_trained_under_tp_pp_and_zero_exports_with_the_logits_it_has() {
-    for name in ["gpt2", "llama-linear-biased", "qwen2", "bloom"] {
+    for name in ["gpt2", "llama-linear-biased", "mistral-window", "qwen2", "qwen2-window", "bloom"] {
         let dir = tempfile::tempdir().unwrap();
         let (tokens, before) = expected(name);
         let mut config = run(&family(name), tokens.len(), (2, 2, 2));

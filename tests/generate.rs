@@ -1,6 +1,6 @@
 //! Generation: the same tokens with and without the cache, alone and in a batch, on any layout.
 
-use megatron::config::RunConfig;
+use megatron::config::{RunConfig, SlidingWindow};
 use megatron::train::{Length, Sampling, Trainer};
 use system_tests::{Style, Tokens, interleave, layout, on_ranks, sources, tiny, trainer};
 
@@ -35,8 +35,11 @@ fn after_training<T: Send>(config: &RunConfig, body: impl Fn(&Trainer) -> T + Sy
 
 #[test]
 fn the_cache_changes_no_token() {
-    for style in [Style::Gpt2, Style::Llama] {
-        after_training(&tiny(style, 0.0), |trainer| {
+    let window = Some(SlidingWindow { size: 3, full_layers: vec![2] });
+    for (style, sliding_window) in [(Style::Gpt2, None), (Style::Llama, None), (Style::Llama, window)] {
+        let mut config = tiny(style, 0.0);
+        config.model.sliding_window = sliding_window;
+        after_training(&config, |trainer| {
             for prompt in prompts() {
                 let cached = generate(trainer, std::slice::from_ref(&prompt), &LENGTH, &GREEDY).remove(0);
                 let mut grown = prompt;

@@ -1,8 +1,8 @@
 //! Gradients of whole models against finite differences in f64, on one process and on cut ones.
 
 use candle_core::DType;
-use megatron::config::{PositionEmbedding, Recompute, RecomputeMethod, RopeScaling, RunConfig};
-use megatron::data::{GlobalBatch, Loader, SampleSource};
+use megatron::config::{PositionEmbedding, Recompute, RecomputeMethod, RopeScaling, RunConfig, SlidingWindow};
+use megatron::data::{DocumentEnds, GlobalBatch, Loader, SampleSource};
 use megatron::data_parallel::GradientReducer;
 use megatron::params::{ParamStore, Role};
 use megatron::pipeline::{GradientListener, forward_only, generate};
@@ -36,6 +36,10 @@ fn loss(trainer: &Trainer, config: &RunConfig, loader: &Loader) -> megatron::Res
 }
 
 fn check(config: RunConfig) {
+    check_with(config, None);
+}
+
+fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     let source: Arc<dyn SampleSource> = data.train.clone();
     on_ranks(config.parallel.world_size(), |world| {
@@ -44,6 +48,7 @@ fn check(config: RunConfig) {
         let t = &config.training;
         let batch = GlobalBatch::new(t.micro_batch_size, t.global_batch_size, groups.dp.rank(), groups.dp.size())?;
         let loader = Loader::new(source.clone(), batch, config.model.vocab_size, candle_core::Device::Cpu);
+        let loader = loader.with_documents(ends);
         let batches = loader.microbatches(0)?;
         let p = &config.parallel;
         let schedule = generate(p.schedule, p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
@@ -156,5 +161,19 @@ fn linear_biases_scaled_rotations_and_a_normalized_embedding() {
         let mut config = layout(config, 1, 2, 2);
         config.parallel.sequence_parallel = true;
         check(config);
+    }
+}
+
+#[test]
+fn documents_apart_and_a_sliding_window() {
+    for style in [Style::Gpt2, Style::Llama] {
+        let mut config = model(style);
+        config.model.sliding_window = Some(SlidingWindow { size: 5, full_layers: vec![2] });
+        // Some token of the synthetic text, met about once a sample.
+        let ends = DocumentEnds { token: 3, mask_loss: false, reset_positions: true, reset_attention: true };
+        check_with(config.clone(), Some(ends));
+        let mut config = layout(config, 1, 2, 2);
+        config.parallel.sequence_parallel = true;
+        check_with(config, Some(ends));
     }
 }

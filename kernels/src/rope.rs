@@ -1,5 +1,7 @@
 //! Rotary position embedding (Su et al. 2021) of packed queries and keys, rotating halves as Llama does.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor};
 
 use crate::attention::HeadShape;
@@ -8,6 +10,9 @@ use crate::host::with_slice_mut;
 use crate::simd::vectorize;
 use crate::view::copied;
 use crate::{Error, Result, par};
+
+/// Name in errors.
+const OP: &str = "rope_inplace";
 
 /// Cosines and sines of the angles position · base^(−2i/head_dim): `[positions, head_dim / 2]` each.
 #[derive(Clone, Debug)]
@@ -70,7 +75,7 @@ pub fn rope_inplace(
     position_offset: usize,
     inverse: bool,
 ) -> Result<()> {
-    let (_, b) = shape.check(qkv, "rope_inplace")?;
+    let (_, b) = shape.check(qkv, OP)?;
     rope_at(qkv, table, shape, &vec![position_offset; b], inverse)
 }
 
@@ -79,8 +84,43 @@ pub fn rope_inplace(
 /// # Errors
 /// As [`rope_inplace`]; also if there is not one offset a sample.
 pub fn rope_at(qkv: &Tensor, table: &RopeTable, shape: HeadShape, offsets: &[usize], inverse: bool) -> Result<()> {
-    const OP: &str = "rope_inplace";
     let (s, b) = shape.check(qkv, OP)?;
+    if offsets.len() != b {
+        return Err(Error::shape(OP, format!("{} position offsets for {b} samples", offsets.len())));
+    }
+    let first = offsets.iter().copied().min().unwrap_or(0);
+    let end = offsets.iter().copied().max().unwrap_or(0) + s;
+    rotate_rows(qkv, table, shape, first..end, &|row| row / b + offsets[row % b], inverse)
+}
+
+/// As [`rope_inplace`], where `positions` `[s][b]` gives the position of every row.
+///
+/// # Errors
+/// As [`rope_inplace`]; also if there is not one position a row.
+pub fn rope_positions(
+    qkv: &Tensor,
+    table: &RopeTable,
+    shape: HeadShape,
+    positions: &[u32],
+    inverse: bool,
+) -> Result<()> {
+    let (s, b) = shape.check(qkv, OP)?;
+    if positions.len() != s * b {
+        return Err(Error::shape(OP, format!("{} positions for {s} rows of {b} samples", positions.len())));
+    }
+    let end = positions.iter().max().map_or(0, |&last| last as usize + 1);
+    rotate_rows(qkv, table, shape, 0..end, &|row| positions[row] as usize, inverse)
+}
+
+/// Rotates row r of `[s·b, width]` to position `position(r)`, which lies in `range`.
+fn rotate_rows(
+    qkv: &Tensor,
+    table: &RopeTable,
+    shape: HeadShape,
+    range: Range<usize>,
+    position: &(impl Fn(usize) -> usize + Sync),
+    inverse: bool,
+) -> Result<()> {
     let d = shape.head_dim;
     let half = d / 2;
     let rows = match (table.cos.dims(), table.sin.dims()) {
@@ -90,25 +130,19 @@ pub fn rope_at(qkv: &Tensor, table: &RopeTable, shape: HeadShape, offsets: &[usi
             return Err(Error::shape(OP, message));
         }
     };
-    if offsets.len() != b {
-        return Err(Error::shape(OP, format!("{} position offsets for {b} samples", offsets.len())));
-    }
-    let first = offsets.iter().copied().min().unwrap_or(0);
-    let end = offsets.iter().copied().max().unwrap_or(0) + s;
-    if end > rows {
-        return Err(Error::shape(OP, format!("positions {first}..{end} exceed the table's {rows}")));
+    if range.end > rows {
+        return Err(Error::shape(OP, format!("positions {range:?} exceed the table's {rows}")));
     }
     by_elem!(qkv, OP, E => {
         type Acc = <E as Elem>::Acc;
-        let cos = copied::<Acc>(&table.cos.narrow(0, first, end - first)?, OP, "table")?;
-        let sin = copied::<Acc>(&table.sin.narrow(0, first, end - first)?, OP, "table")?;
+        let cos = copied::<Acc>(&table.cos.narrow(0, range.start, range.len())?, OP, "table")?;
+        let sin = copied::<Acc>(&table.sin.narrow(0, range.start, range.len())?, OP, "table")?;
         let sign = if inverse { -Acc::ONE } else { Acc::ONE };
         let width = shape.width();
         with_slice_mut::<E, _>(qkv, OP, |qkv| {
             par::blocks(qkv, par::rows_per_block(width) * width, |start, part| vectorize(#[inline(always)] || {
                 for (r, row) in part.chunks_exact_mut(width).enumerate() {
-                    let (position, sample) = ((start / width + r) / b, (start / width + r) % b);
-                    let position = position + offsets[sample] - first;
+                    let position = position(start / width + r) - range.start;
                     let at = position * half..(position + 1) * half;
                     for group in row.chunks_exact_mut((shape.heads_per_group + 2) * d) {
                         for head in group.chunks_exact_mut(d).take(shape.heads_per_group + 1) {

@@ -70,6 +70,7 @@ impl Gpt {
             dropout: config.attention_dropout,
             rope,
             alibi,
+            window: None, // each layer's own
             tp,
             sequence_parallel,
             recompute_core: selective,
@@ -153,7 +154,11 @@ impl ModelBuilder for Gpt {
             Embedding::declare(&self.vocab, positions, norm, self.config.hidden_dropout, self.sequence_parallel, params)
         });
         let layers = layers
-            .map(|layer| Box::new(TransformerLayer::declare(layer, &self.block, params)) as Box<dyn Layer>)
+            .map(|layer| {
+                let mut block = self.block.clone();
+                block.attention.window = self.config.window(layer);
+                Box::new(TransformerLayer::declare(layer, &block, params)) as Box<dyn Layer>
+            })
             .collect();
         let head = ends.last.then(|| Head::declare(&self.vocab, &self.block.norm, params));
         Ok(Chunk { embedding, layers, head, recompute: self.recompute })

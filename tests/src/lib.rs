@@ -36,6 +36,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             position_embedding: if gpt2 { PositionEmbedding::LearnedAbsolute } else { PositionEmbedding::Rope },
             rotary_base: 10_000.0,
             rope_scaling: RopeScaling::None,
+            sliding_window: None,
             embed_layernorm: false,
             normalization: if gpt2 { Normalization::LayerNorm } else { Normalization::RMSNorm },
             norm_epsilon: 1e-5,
@@ -68,6 +69,8 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             tokenizer: None,
             dataloader_type: DataloaderType::Sequential,
             eod_mask_loss: false,
+            reset_position_ids: false,
+            reset_attention_mask: false,
             cache_dir: "unused".into(),
         },
         training: TrainingConfig {
@@ -161,7 +164,7 @@ impl SampleSource for Tokens {
 
 /// Sources that all read `train`.
 pub fn sources(train: Tokens) -> Sources {
-    Sources { train: Arc::new(train), valid: None, test: None, masked_token: None, fingerprint: String::new() }
+    Sources { train: Arc::new(train), valid: None, test: None, document_ends: None, fingerprint: String::new() }
 }
 
 /// Runs `body` on every rank of a world of threads; results in rank order.
@@ -259,9 +262,13 @@ pub fn train(config: &RunConfig, steps: usize) -> Result<Run> {
 /// Trains `steps` steps, from a checkpoint if one is given.
 pub fn train_from(config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -> Result<Run> {
     let vocab = config.model.vocab_size as u32;
-    let data = sources(Tokens::synthetic(vocab, config.model.seq_length));
+    train_on(&sources(Tokens::synthetic(vocab, config.model.seq_length)), config, checkpoint, steps)
+}
+
+/// Trains `steps` steps on `data`, from a checkpoint if one is given.
+pub fn train_on(data: &Sources, config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -> Result<Run> {
     let ranks = on_ranks(config.parallel.world_size(), |world| {
-        let mut trainer = trainer(config, world, &data)?;
+        let mut trainer = trainer(config, world, data)?;
         if let Some(path) = checkpoint {
             trainer.load(path)?;
         }

@@ -147,8 +147,8 @@ fn run_rank(
     let p = &run.parallel;
     let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
     let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, &device)?;
-    let Datasets { train, valid, test, tokenizer, masked_token, fingerprint, .. } = datasets;
-    let sources = Sources { train, valid, test, masked_token, fingerprint };
+    let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
+    let sources = Sources { train, valid, test, document_ends, fingerprint };
     let mut trainer = Trainer::new(run, &model, world, &sources, dtype, &device)?;
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?

@@ -66,6 +66,10 @@ impl<T: Float> Pass<'_, T> {
         for first_key in (0..s).step_by(TILE_K) {
             for j in 0..shape.heads_per_group {
                 for first_query in (first_key / TILE_Q * TILE_Q..s).step_by(TILE_Q) {
+                    // This query and all later ones see nothing of the tile.
+                    if self.scores.first_key(s, batch, first_query) >= first_key + TILE_K {
+                        break;
+                    }
                     self.tile(batch, group, j, first_query, first_key, &mut scratch, dqkv);
                 }
             }
@@ -130,16 +134,20 @@ impl<T: Float> Pass<'_, T> {
                 for (r, (p, ds)) in rows.enumerate() {
                     let query = first_query + r;
                     let visible = (query + 1).saturating_sub(first_key).min(keys);
+                    let hidden = self.scores.first_key(s, batch, query).saturating_sub(first_key).min(visible);
                     p[visible..keys].fill(T::ZERO);
                     ds[visible..keys].fill(T::ZERO);
-                    let (p, ds) = (&mut p[..visible], &mut ds[..visible]);
                     if let Some(slope) = slope {
-                        tilt(p, slope, query, first_key);
+                        tilt(&mut p[..visible], slope, query, first_key);
                     }
+                    // The words of a mask begin at the tile's first key.
+                    let (p, ds) = (&mut p[..visible], &mut ds[..visible]);
                     match &mask {
                         Some(mask) => dropped_row(p, ds, lse[r], delta[r], mask, kept, query, first_key),
                         None => plain_row(p, ds, lse[r], delta[r]),
                     }
+                    p[..hidden].fill(T::ZERO);
+                    ds[..hidden].fill(T::ZERO);
                 }
             },
         );

@@ -17,7 +17,7 @@ use crate::{Error, Result};
 /// `starts[i]`; what the cache holds from there on is replaced.
 ///
 /// # Errors
-/// If shapes or dtypes do not fit, the cache is too short, or `qkv` is neither f32 nor f64.
+/// If shapes, dtypes or [`Scores`] do not fit or these name first keys, the cache is too short, or `qkv` is neither f32 nor f64.
 pub fn attention_cached<'a>(
     qkv: &Tensor,
     cache: &Tensor,
@@ -36,7 +36,10 @@ pub fn attention_cached<'a>(
         return Err(Error::shape(OP, message));
     }
     let scores = scores.into();
-    scores.check(shape, OP)?;
+    scores.check(s, b, shape, OP)?;
+    if scores.first_keys.is_some() {
+        return Err(Error::shape(OP, "first keys of a sequence say nothing of what the cache holds"));
+    }
     let geometry = Geometry { s, b, shape };
     by_float!(qkv, OP, T => {
         let packed = View::<T>::new(qkv, OP, "qkv")?;
@@ -85,21 +88,22 @@ fn attend<T: Float>(packed: &[T], cache: &[T], starts: &[usize], geometry: Geome
             let out_at = geometry.out_at(batch, head) + i * geometry.out_stride();
             // SAFETY: only this task writes this head's columns of this sample.
             let out = unsafe { std::slice::from_raw_parts_mut(rows.at(out_at), d) };
-            let weights = &mut weights[..=position];
+            let first = scores.window.map_or(0, |window| (position + 1).saturating_sub(window));
+            let weights = &mut weights[..=position - first];
             vectorize(
                 #[inline(always)]
                 || {
-                    for (key, weight) in weights.iter_mut().enumerate() {
+                    for (key, weight) in (first..).zip(weights.iter_mut()) {
                         let at = key_at(geometry, key, batch, group);
                         *weight = scale * sum2(q, &cache[at..at + d], |q, k| q * k);
                     }
                     if let Some(slope) = slope {
-                        tilt(weights, slope, position, 0);
+                        tilt(weights, slope, position, first);
                     }
                     let top = max(weights);
                     weights.iter_mut().for_each(|w| *w = (*w - top).fast_exp());
                     let norm = T::ONE / sum(weights, |w| w);
-                    for (key, &weight) in weights.iter().enumerate() {
+                    for (key, &weight) in (first..).zip(weights.iter()) {
                         let at = key_at(geometry, key, batch, group) + d;
                         let weight = weight * norm;
                         out.iter_mut().zip(&cache[at..at + d]).for_each(|(o, &v)| *o += weight * v);
@@ -136,8 +140,9 @@ mod tests {
         let (s, b) = (11, 2);
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
             let qkv = values(&[s, b, shape.width()], dtype);
-            for alibi in [None, Some(&slopes[..])] {
-                let scores = Scores { scale: 0.4, alibi };
+            for (alibi, window) in [(None, None), (Some(&slopes[..]), None), (None, Some(3)), (Some(&slopes), Some(1))]
+            {
+                let scores = Scores { alibi, window, ..Scores::from(0.4) };
                 let (whole, _) = attention(&qkv, shape, scores, None).unwrap();
                 for portions in [vec![11], vec![4, 7], vec![1; 11]] {
                     let cache = Tensor::zeros((s, b, 2 * 2 * 5), dtype, &Device::Cpu).unwrap();

@@ -1,5 +1,7 @@
 //! Forward: one task per (batch, head, tile of queries).
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 
 use super::{Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, tilt};
@@ -64,7 +66,9 @@ impl Tile {
         let mut maxima = [T::NEG_INFINITY; TILE_Q];
         let mut sums = [T::ZERO; TILE_Q];
         let none = gemm::Parallelism::None;
-        for first_key in (0..self.first + rows).step_by(TILE_K) {
+        // Tiles that all queries see nothing of are left out: the first query sees furthest back.
+        let seen = how.first_key(s, self.batch, self.first) / TILE_K * TILE_K;
+        for first_key in (seen..self.first + rows).step_by(TILE_K) {
             let keys = TILE_K.min(self.first + rows - first_key);
             let (q, k) = (row_mat(q_at, self.first), row_mat(k_at, first_key));
             // SAFETY: the last query and key lie before position s of qkv; scores holds TILE_Q rows of TILE_K.
@@ -76,11 +80,12 @@ impl Tile {
                     for (r, (scores, acc)) in rows.enumerate() {
                         let query = self.first + r;
                         let visible = (query + 1).saturating_sub(first_key).min(keys);
+                        let hidden = how.first_key(s, self.batch, query).saturating_sub(first_key).min(visible);
                         if let Some(slope) = slope {
                             tilt(&mut scores[..visible], slope, query, first_key);
                         }
                         let state = (&mut maxima[r], &mut sums[r]);
-                        soften(&mut scores[..keys], visible, acc, state);
+                        soften(&mut scores[..keys], hidden..visible, acc, state);
                         if let Some(mask) = &head_mask {
                             drop_row(mask, query, first_key, &mut scores[..visible]);
                         }
@@ -109,12 +114,13 @@ impl Tile {
     }
 }
 
-/// One row of the online softmax: replaces the first `visible` scores by exp(score − max), the rest by 0, and brings
-/// what was accumulated so far to the new maximum.
+/// One row of the online softmax: replaces the `visible` scores by exp(score − max), the others by 0, and brings what was
+/// accumulated so far to the new maximum.
 #[inline(always)]
-fn soften<T: Float>(scores: &mut [T], visible: usize, acc: &mut [T], (maximum, total): (&mut T, &mut T)) {
-    let (seen, hidden) = scores.split_at_mut(visible);
-    hidden.fill(T::ZERO);
+fn soften<T: Float>(scores: &mut [T], visible: Range<usize>, acc: &mut [T], (maximum, total): (&mut T, &mut T)) {
+    scores[..visible.start].fill(T::ZERO);
+    scores[visible.end..].fill(T::ZERO);
+    let seen = &mut scores[visible];
     let tile_max = max(seen);
     if tile_max > *maximum {
         let correction = (*maximum - tile_max).fast_exp();

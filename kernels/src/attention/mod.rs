@@ -15,7 +15,7 @@ use crate::view::expect_shape;
 use crate::{Error, Result};
 
 pub use self::cached::attention_cached;
-pub use crate::rope::{RopeTable, rope_at, rope_frequencies, rope_inplace};
+pub use crate::rope::{RopeTable, rope_at, rope_frequencies, rope_inplace, rope_positions};
 
 /// Queries per tile.
 const TILE_Q: usize = 64;
@@ -60,30 +60,58 @@ impl HeadShape {
     }
 }
 
-/// How the product of a query and a key becomes a score: scale · q·k + slope · (position of k − position of q).
+/// Which keys a query sees, and how the product with one becomes a score: scale · q·k + slope · (position of k − position of q).
 ///
-/// A bare scale converts into it.
+/// A query sees the keys up to its own position that no field hides. A bare scale converts into it: none is hidden.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores<'a> {
     pub scale: f64,
     /// A slope for each local query head (ALiBi); `None`: no such term.
     pub alibi: Option<&'a [f64]>,
+    /// How many keys a query sees at most, its own included (the sliding window of Beltagy et al. 2020).
+    pub window: Option<usize>,
+    /// `[b][s]`: the first key that a sample's query sees, such as the first token of its document. Does not decrease along s.
+    pub first_keys: Option<&'a [u32]>,
 }
 
 impl From<f64> for Scores<'_> {
     fn from(scale: f64) -> Self {
-        Self { scale, alibi: None }
+        Self { scale, alibi: None, window: None, first_keys: None }
     }
 }
 
 impl Scores<'_> {
-    fn check(&self, shape: HeadShape, op: &'static str) -> Result<()> {
-        match self.alibi {
-            Some(slopes) if slopes.len() != shape.heads() => {
-                Err(Error::shape(op, format!("{} slopes for {} query heads", slopes.len(), shape.heads())))
-            }
-            _ => Ok(()),
+    fn check(&self, s: usize, b: usize, shape: HeadShape, op: &'static str) -> Result<()> {
+        if let Some(slopes) = self.alibi.filter(|slopes| slopes.len() != shape.heads()) {
+            return Err(Error::shape(op, format!("{} slopes for {} query heads", slopes.len(), shape.heads())));
         }
+        if self.window == Some(0) {
+            return Err(Error::shape(op, "a window of 0 keys hides even a query's own"));
+        }
+        let Some(first_keys) = self.first_keys else { return Ok(()) };
+        if first_keys.len() != s * b {
+            let message = format!("{} first keys for {b} samples of {s} queries", first_keys.len());
+            return Err(Error::shape(op, message));
+        }
+        for (sample, row) in first_keys.chunks_exact(s.max(1)).enumerate() {
+            let sees_nothing = |&(query, &first): &(usize, &u32)| first as usize > query;
+            if let Some((query, first)) = row.iter().enumerate().find(sees_nothing) {
+                let message = format!("query {query} of sample {sample} sees nothing: its first key is {first}");
+                return Err(Error::shape(op, message));
+            }
+            if let Some(at) = row.windows(2).position(|pair| pair[1] < pair[0]) {
+                let message = format!("the first keys of sample {sample} fall from {} to {}", row[at], row[at + 1]);
+                return Err(Error::shape(op, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// The first key that a query sees, of sequences of `s`. Does not decrease along the queries.
+    #[inline(always)]
+    fn first_key(&self, s: usize, sample: usize, query: usize) -> usize {
+        let window = self.window.map_or(0, |window| (query + 1).saturating_sub(window));
+        self.first_keys.map_or(window, |first| window.max(first[sample * s + query] as usize))
     }
 
     /// The slope of a local query head.
@@ -116,12 +144,12 @@ pub struct AttentionDropout<'a> {
     pub first_head: usize,
 }
 
-/// `out [s, b, heads·head_dim] = softmax(scores, causal) · v` per head, and the log-sum-exp `[b, heads, s]` of the
+/// `out [s, b, heads·head_dim] = softmax(scores) · v` per head, and the log-sum-exp `[b, heads, s]` of the
 /// [`Scores`], which a bare scale stands for. `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` holds, per group, its queries, its key, its value.
 ///
 /// # Errors
-/// If shapes or the number of slopes do not fit, `qkv` is not contiguous or neither f32 nor f64, or the dropout's p is
-/// not in [0, 1).
+/// If shapes or the [`Scores`] do not fit, `qkv` is not contiguous or neither f32 nor f64, or the dropout's p is not in
+/// [0, 1).
 pub fn attention<'a>(
     qkv: &Tensor,
     shape: HeadShape,
@@ -131,7 +159,7 @@ pub fn attention<'a>(
     const OP: &str = "attention";
     let (s, b) = shape.check(qkv, OP)?;
     let scores = scores.into();
-    scores.check(shape, OP)?;
+    scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
     by_float!(qkv, OP, T => forward::run::<T>(OP, qkv, Geometry { s, b, shape }, scores, mask.as_ref()))
 }
@@ -157,7 +185,7 @@ pub fn attention_backward<'a>(
     expect_shape(OP, "out", out, &wide)?;
     expect_shape(OP, "lse", lse, &[b, shape.heads(), s])?;
     let scores = scores.into();
-    scores.check(shape, OP)?;
+    scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
     by_float!(qkv, OP, T => backward::run::<T>(OP, dout, qkv, out, lse, Geometry { s, b, shape }, scores, mask.as_ref()))
 }

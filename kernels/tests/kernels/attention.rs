@@ -5,6 +5,7 @@ use candle_core::{D, DType, Device, Tensor};
 use kernels::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward};
 use kernels::dropout::DropoutKey;
 
+const PLAIN: Scores = Scores { scale: 1.0, alibi: None, window: None, first_keys: None };
 const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };
 
 /// (s, b, shape): below, at and above tile sizes, grouped and not, odd widths.
@@ -33,8 +34,13 @@ fn plain(qkv: &Tensor, shape: HeadShape, how: Scores, mask: Option<&Tensor>) -> 
     };
     let (q, k, v) = (part(0, n, 1), part(n, 1, n), part(n + 1, 1, n));
     let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() * how.scale).unwrap();
-    let hidden: Vec<f64> = (0..s * s).map(|i| if i % s > i / s { -1e300 } else { 0.0 }).collect();
-    let hidden = Tensor::from_vec(hidden, (s, s), &Device::Cpu).unwrap();
+    let first = |sample: usize, query: usize| {
+        let of_window = how.window.map_or(0, |window| (query + 1).saturating_sub(window));
+        of_window.max(how.first_keys.map_or(0, |first| first[sample * s + query] as usize))
+    };
+    let hidden = |i: usize| i % s > i / s % s || i % s < first(i / (s * s), i / s % s);
+    let hidden: Vec<f64> = (0..b * s * s).map(|i| if hidden(i) { -1e300 } else { 0.0 }).collect();
+    let hidden = Tensor::from_vec(hidden, (b, 1, s, s), &Device::Cpu).unwrap();
     let scores = scores.broadcast_add(&hidden).unwrap();
     let tilted = |slope: f64| (0..s * s).map(move |i| slope * ((i % s) as f64 - (i / s) as f64));
     let slopes = how.alibi.map_or(vec![0.0; groups * n], |slopes| slopes.to_vec());
@@ -53,8 +59,8 @@ fn plain(qkv: &Tensor, shape: HeadShape, how: Scores, mask: Option<&Tensor>) -> 
     (out.reshape((s, b, groups * n * d)).unwrap(), lse)
 }
 
-fn compare(s: usize, b: usize, shape: HeadShape, alibi: Option<&[f64]>, dropout: Option<&AttentionDropout>) {
-    let scale = Scores { scale: 1.3 / (shape.head_dim as f64).sqrt(), alibi };
+fn compare(s: usize, b: usize, shape: HeadShape, how: Scores, dropout: Option<&AttentionDropout>) {
+    let scale = Scores { scale: 1.3 / (shape.head_dim as f64).sqrt(), ..how };
     let (qkv, dout) = (randn("qkv", &[s, b, shape.width()]), randn("dout", &[s, b, shape.heads() * shape.head_dim]));
     let mask = dropout.map(|d| mask_of(d, s, b, shape.heads()));
     let (want, grads) = oracle(&[&qkv], &dout, |t| plain(&t[0], shape, scale, mask.as_ref()).0);
@@ -87,7 +93,7 @@ fn mask_of(dropout: &AttentionDropout, s: usize, b: usize, heads: usize) -> Tens
 #[test]
 fn forward_and_backward_agree_with_plain_attention() {
     for (s, b, shape) in cases() {
-        compare(s, b, shape, None, None);
+        compare(s, b, shape, PLAIN, None);
     }
 }
 
@@ -95,9 +101,10 @@ fn forward_and_backward_agree_with_plain_attention() {
 fn with_linear_biases_they_agree_with_plain_attention() {
     for (s, b, shape) in cases() {
         let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
-        compare(s, b, shape, Some(&slopes), None);
+        let how = Scores { alibi: Some(&slopes), ..PLAIN };
+        compare(s, b, shape, how, None);
         let dropout = AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2 };
-        compare(s, b, shape, Some(&slopes), Some(&dropout));
+        compare(s, b, shape, how, Some(&dropout));
     }
 }
 
@@ -105,7 +112,83 @@ fn with_linear_biases_they_agree_with_plain_attention() {
 fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
     for (s, b, shape) in cases() {
         let samples = [7, 1 << 40];
-        compare(s, b, shape, None, Some(&AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2 }));
+        compare(
+            s,
+            b,
+            shape,
+            PLAIN,
+            Some(&AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2 }),
+        );
+    }
+}
+
+/// Documents of these lengths, over and over, the second sample's from another point on: `[b][s]` first keys.
+fn first_keys(lengths: &[usize], s: usize, b: usize) -> Vec<u32> {
+    (0..b).flat_map(|sample| starts_of(lengths, sample, s)).collect()
+}
+
+fn starts_of(lengths: &[usize], skip: usize, s: usize) -> Vec<u32> {
+    let mut starts = Vec::new();
+    for length in lengths.iter().cycle().skip(skip) {
+        let start = starts.len() as u32;
+        starts.extend(std::iter::repeat_n(start, *length));
+        if starts.len() >= s {
+            starts.truncate(s);
+            return starts;
+        }
+    }
+    starts
+}
+
+#[test]
+fn queries_see_no_further_than_their_window_and_their_document() {
+    for (s, b, shape) in cases() {
+        let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
+        let dropout = AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2 };
+        for window in [None, Some(1), Some(3), Some(64), Some(129)] {
+            for lengths in [None, Some(&[1usize, 30, 2, 61, 7, 128][..]), Some(&[64, 128])] {
+                let first_keys = lengths.map(|lengths| first_keys(lengths, s, b));
+                let how = Scores { window, first_keys: first_keys.as_deref(), ..PLAIN };
+                compare(s, b, shape, how, None);
+                compare(s, b, shape, Scores { alibi: Some(&slopes), ..how }, Some(&dropout));
+            }
+        }
+    }
+}
+
+#[test]
+fn documents_side_by_side_are_as_each_alone() {
+    let shape = HeadShape { groups: 2, heads_per_group: 2, head_dim: 8 };
+    let lengths = [128, 1, 77, 200, 50];
+    let s = lengths.iter().sum();
+    let (qkv, dout) = (randn("qkv", &[s, 1, shape.width()]), randn("dout", &[s, 1, shape.heads() * shape.head_dim]));
+    let first_keys = first_keys(&lengths, s, 1);
+    let how = Scores { scale: 0.4, first_keys: Some(&first_keys), ..PLAIN };
+    let (out, lse) = attention(&qkv, shape, how, None).unwrap();
+    let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, how, None).unwrap();
+    let mut at = 0;
+    for length in lengths {
+        let alone = |t: &Tensor, dim| t.narrow(dim, at, length).unwrap().contiguous().unwrap();
+        let (qkv, dout) = (alone(&qkv, 0), alone(&dout, 0));
+        let (own, own_lse) = attention(&qkv, shape, 0.4, None).unwrap();
+        let own_dqkv = attention_backward(&dout, &qkv, &own, &own_lse, shape, 0.4, None).unwrap();
+        assert_close("out", &alone(&out, 0), &own, 1e-13);
+        assert_close("lse", &alone(&lse, 2), &own_lse, 1e-13);
+        assert_close("dqkv", &alone(&dqkv, 0), &own_dqkv, 1e-13);
+        at += length;
+    }
+}
+
+#[test]
+fn a_hidden_key_may_even_be_no_number() {
+    let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 4 };
+    let mut qkv = crate::common::values(&randn("qkv", &[150, 1, 12]));
+    qkv[20 * 12 + 5] = f64::NAN; // of the first document
+    let qkv = Tensor::from_vec(qkv, (150, 1, 12), &Device::Cpu).unwrap();
+    let first_keys = first_keys(&[40, 110], 150, 1);
+    let (out, _) = attention(&qkv, shape, Scores { first_keys: Some(&first_keys), ..PLAIN }, None).unwrap();
+    for (i, v) in crate::common::values(&out).iter().enumerate() {
+        assert_eq!(v.is_nan(), (20..40).contains(&(i / 4)), "position {}", i / 4);
     }
 }
 
@@ -208,6 +291,10 @@ fn shapes_that_contradict_are_errors_that_name_them() {
     assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("2 samples"));
     let dropout = AttentionDropout { p: 1.0, key: KEY, samples: &[1], first_head: 0 };
     assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("[0, 1)"));
-    let slopes = Scores { scale: 1.0, alibi: Some(&[0.5]) };
-    assert!(attention(&qkv, shape, slopes, None).unwrap_err().to_string().contains("1 slopes for 4"));
+    let refused = |how| attention(&qkv, shape, how, None).unwrap_err().to_string();
+    assert!(refused(Scores { alibi: Some(&[0.5]), ..PLAIN }).contains("1 slopes for 4"));
+    assert!(refused(Scores { window: Some(0), ..PLAIN }).contains("window of 0"));
+    assert!(refused(Scores { first_keys: Some(&[0, 0]), ..PLAIN }).contains("2 first keys for 1 samples of 3"));
+    assert!(refused(Scores { first_keys: Some(&[0, 2, 2]), ..PLAIN }).contains("query 1 of sample 0 sees nothing"));
+    assert!(refused(Scores { first_keys: Some(&[0, 1, 0]), ..PLAIN }).contains("fall from 1 to 0"));
 }

@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn, values};
 use candle_core::{D, DType, Device, Tensor};
-use kernels::attention::{HeadShape, RopeTable, rope_inplace};
+use kernels::attention::{HeadShape, RopeTable, rope_at, rope_inplace, rope_positions};
 
 const SHAPE: HeadShape = HeadShape { groups: 2, heads_per_group: 3, head_dim: 10 };
 const OFFSET: usize = 4;
@@ -41,6 +41,28 @@ fn rotation_and_its_gradient_agree_with_autograd() {
         assert_close("rotated", &qkv, &y, tolerance);
         assert_close("gradient", &dy, &grads[0], tolerance);
     }
+}
+
+#[test]
+fn positions_may_be_given_row_by_row() {
+    let (s, b) = (9, 2);
+    let whole = randn("qkv", &[s, b, SHAPE.width()]);
+    // Sample 0 begins anew at row 4; sample 1 goes on from 7.
+    let positions: Vec<u32> = (0..s as u32).flat_map(|i| [if i < 4 { i } else { i - 4 }, 7 + i]).collect();
+    let given = whole.copy().unwrap();
+    rope_positions(&given, &table(DType::F64), SHAPE, &positions, false).unwrap();
+    for (first, rows, offsets) in [(0, 4, [0, 7]), (4, 5, [0, 11])] {
+        let part = whole.narrow(0, first, rows).unwrap().copy().unwrap();
+        rope_at(&part, &table(DType::F64), SHAPE, &offsets, false).unwrap();
+        assert_eq!(values(&given.narrow(0, first, rows).unwrap()), values(&part));
+    }
+    rope_positions(&given, &table(DType::F64), SHAPE, &positions, true).unwrap();
+    assert_close("turned back", &given, &whole, 1e-14);
+    let refused = |positions: &[u32]| {
+        rope_positions(&whole, &table(DType::F64), SHAPE, positions, false).unwrap_err().to_string()
+    };
+    assert!(refused(&positions[1..]).contains("17 positions for 9 rows of 2"));
+    assert!(refused(&[64; 18]).contains("0..65 exceed the table's 64"));
 }
 
 #[test]

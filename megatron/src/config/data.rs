@@ -30,6 +30,12 @@ pub struct DataConfig {
     pub dataloader_type: DataloaderType,
     /// Leave out the loss at tokens that end documents.
     pub eod_mask_loss: bool,
+    /// Count positions from 0 again behind tokens that end documents.
+    #[serde(default)]
+    pub reset_position_ids: bool,
+    /// Keep attention within documents: tokens see nothing before the start of their own.
+    #[serde(default)]
+    pub reset_attention_mask: bool,
     /// Where trained tokenizers and tokenized text are cached.
     pub cache_dir: PathBuf,
 }

@@ -12,7 +12,7 @@ mod training;
 mod validate;
 
 pub use data::{CheckpointConfig, DataConfig, DataloaderType, LoggingConfig};
-pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling};
+pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 pub use optimizer::{DecayStyle, OptimizerConfig, OptimizerKind, WsdDecayStyle};
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use sources::Sources;

@@ -55,6 +55,15 @@ impl RopeScaling {
     }
 }
 
+/// Attention to the nearest tokens only (Beltagy et al. 2020; Mistral 7B).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SlidingWindow {
+    /// Tokens that a query sees at most, itself included.
+    pub size: usize,
+    /// Layers, from 0, whose queries see all tokens before them all the same.
+    pub full_layers: Vec<usize>,
+}
+
 /// The normalization before attention, before the MLP, and after the last layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Normalization {
@@ -86,6 +95,9 @@ pub struct ModelConfig {
     pub rotary_base: f64,
     #[serde(default)]
     pub rope_scaling: RopeScaling,
+    /// `None`: every query sees all tokens before it.
+    #[serde(default)]
+    pub sliding_window: Option<SlidingWindow>,
     /// A LayerNorm of the token embedding (Bloom).
     #[serde(default)]
     pub embed_layernorm: bool,
@@ -116,6 +128,11 @@ impl ModelConfig {
     /// V_padded: the vocabulary rounded up to a multiple of `make_vocab_size_divisible_by` · tp.
     pub fn padded_vocab_size(&self, tp: usize) -> usize {
         self.vocab_size.next_multiple_of((self.make_vocab_size_divisible_by * tp).max(1))
+    }
+
+    /// Tokens that a query of layer `layer` (from 0) sees at most, if there is a limit.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        self.sliding_window.as_ref().filter(|window| !window.full_layers.contains(&layer)).map(|window| window.size)
     }
 
     /// Parameters of one transformer layer.

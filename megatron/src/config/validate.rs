@@ -163,6 +163,9 @@ impl Check<'_> {
                 format!("{} scales rotary positions, which the model has not", c.cite("rope_scaling_factor", factor))
             });
         }
+        if let Some(window) = &m.sliding_window {
+            self.positive("sliding_window", window.size);
+        }
         self.require(m.seq_length <= m.max_position_embeddings, |c| {
             format!(
                 "{} exceeds {}; a sample would have tokens without a position",
@@ -351,6 +354,16 @@ impl Check<'_> {
             format!(
                 "{} must be up to three numbers, train,valid,test, not negative and not all 0",
                 c.cite("split", format_args!("{:?}", run.data.split))
+            )
+        });
+        let positions = run.model.position_embedding;
+        let embedded = matches!(positions, PositionEmbedding::LearnedAbsolute | PositionEmbedding::Rope);
+        self.require(embedded || !run.data.reset_position_ids, |c| {
+            format!(
+                "{} changes nothing: {} has no positions that could begin anew; leave it out (reset_attention_mask keeps \
+                 documents apart)",
+                c.cite("reset_position_ids", true),
+                c.cite("position_embedding_type", format_args!("{positions:?}"))
             )
         });
         self.positive_steps("save_interval", run.checkpoint.save_interval);

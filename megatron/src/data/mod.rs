@@ -11,6 +11,7 @@ mod blend;
 mod bpe;
 mod cache;
 mod cyclic;
+mod documents;
 mod gpt_dataset;
 mod index_file;
 pub mod indexed;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 
 pub use blend::Blend;
 pub use cyclic::Cyclic;
+pub use documents::{DocumentEnds, Documents};
 pub use gpt_dataset::GptDataset;
 pub use indexed::{IndexedDataset, TokenType};
 pub use indexed_writer::IndexedWriter;
@@ -55,8 +57,8 @@ pub struct Datasets {
     pub valid: Option<Arc<dyn SampleSource>>,
     pub test: Option<Arc<dyn SampleSource>>,
     pub tokenizer: Option<Tokenizer>,
-    /// The token after which no loss counts (`eod_mask_loss`).
-    pub masked_token: Option<u32>,
+    /// What ends documents, if that changes anything (`eod_mask_loss`, `reset_position_ids`, `reset_attention_mask`).
+    pub document_ends: Option<DocumentEnds>,
     /// Tokens of the vocabulary.
     pub vocab_size: usize,
     /// Equal on all ranks that read the same tokens; 32 hexadecimal digits.
@@ -95,7 +97,7 @@ pub fn prepare(cfg: &DataConfig) -> Result<Prepared> {
 /// # Errors
 /// Those of [`prepare`]; `Error::Data` where the train split is too short for one sample of `seq_length` tokens;
 /// `Error::Config` where the tokenizer has more tokens than the model, or neither says how many there are, or no token ends
-/// documents and `eod_mask_loss` is set, or there are weights but no samples are asked for.
+/// documents and a setting asks for it, or there are weights but no samples are asked for.
 pub fn open(
     cfg: &DataConfig,
     seq_length: usize,
@@ -106,7 +108,7 @@ pub fn open(
     let split = parse_split(&cfg.split)?;
     let prepared = prepare(cfg)?;
     let vocab_size = agreed_vocabulary(prepared.tokenizer.as_ref(), vocab_size)?;
-    let masked_token = if cfg.eod_mask_loss { Some(end_of_documents(prepared.tokenizer.as_ref())?) } else { None };
+    let document_ends = document_ends(cfg, prepared.tokenizer.as_ref())?;
     if prepared.weights.is_some() && requested.train == 0 {
         return Err(Error::config(
             "the data path has weights, which say how often a training run reads each dataset; leave them out where every \
@@ -135,23 +137,36 @@ pub fn open(
         cfg.split
     ));
     let (tokenizer, fingerprint) = (prepared.tokenizer, prepared.fingerprint);
-    Ok(Datasets { train, valid, test, tokenizer, masked_token, vocab_size, fingerprint, description })
+    Ok(Datasets { train, valid, test, tokenizer, document_ends, vocab_size, fingerprint, description })
 }
 
-/// The token whose loss `eod_mask_loss` leaves out.
-fn end_of_documents(tokenizer: Option<&Tokenizer>) -> Result<u32> {
-    tokenizer.and_then(Tokenizer::eod).ok_or_else(|| {
+/// What ends documents, if a setting asks for it.
+fn document_ends(cfg: &DataConfig, tokenizer: Option<&Tokenizer>) -> Result<Option<DocumentEnds>> {
+    let settings = [
+        ("eod_mask_loss", cfg.eod_mask_loss),
+        ("reset_position_ids", cfg.reset_position_ids),
+        ("reset_attention_mask", cfg.reset_attention_mask),
+    ];
+    let Some((setting, _)) = settings.into_iter().find(|(_, set)| *set) else { return Ok(None) };
+    let token = tokenizer.and_then(Tokenizer::eod).ok_or_else(|| {
         Error::config(match tokenizer {
             Some(tokenizer) => format!(
-                "eod_mask_loss: the tokenizer {} has no token that ends documents; name it as eos_token in the \
-                 tokenizer_config.json beside it, or leave eod_mask_loss out",
+                "{setting}: the tokenizer {} has no token that ends documents; name it as eos_token in the \
+                 tokenizer_config.json beside it, or leave {setting} out",
                 tokenizer.name()
             ),
-            None => "eod_mask_loss: indexed datasets do not say which token ends documents; give --tokenizer with the \
-                     tokenizer they were made with"
-                .into(),
+            None => format!(
+                "{setting}: indexed datasets do not say which token ends documents; give --tokenizer with the tokenizer they \
+                 were made with"
+            ),
         })
-    })
+    })?;
+    Ok(Some(DocumentEnds {
+        token,
+        mask_loss: cfg.eod_mask_loss,
+        reset_positions: cfg.reset_position_ids,
+        reset_attention: cfg.reset_attention_mask,
+    }))
 }
 
 /// The tokenizer's vocabulary must fit the model's.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
+use super::documents::{DocumentEnds, Documents};
 use super::source::SampleSource;
 use crate::{Error, Result};
 
@@ -61,6 +62,7 @@ pub struct MicroBatch {
     pub loss_mask: Tensor,
     /// Index of each of the b samples within the step's global batch: 0 … GBS − 1.
     pub samples: Vec<u64>,
+    pub documents: Documents,
 }
 
 /// Reads the microbatches of one replica.
@@ -70,18 +72,18 @@ pub struct Loader {
     batch: GlobalBatch,
     vocab_size: usize,
     device: Device,
-    masked_token: Option<u32>,
+    document_ends: Option<DocumentEnds>,
 }
 
 impl Loader {
     /// `vocab_size` is the model's, unpadded: larger token ids are refused.
     pub fn new(source: Arc<dyn SampleSource>, batch: GlobalBatch, vocab_size: usize, device: Device) -> Self {
-        Self { source, batch, vocab_size, device, masked_token: None }
+        Self { source, batch, vocab_size, device, document_ends: None }
     }
 
-    /// Leaves out the loss at every `token`, such as the end of a document: what follows it cannot be foreseen.
-    pub fn masking(mut self, token: Option<u32>) -> Self {
-        self.masked_token = token;
+    /// Heeds the ends of documents within samples.
+    pub fn with_documents(mut self, ends: Option<DocumentEnds>) -> Self {
+        self.document_ends = ends;
         self
     }
 
@@ -110,6 +112,8 @@ impl Loader {
         let s = self.source.seq_length();
         let b = samples.len();
         let (mut tokens, mut labels, mut loss_mask) = (vec![0u32; s * b], vec![0u32; s * b], vec![1f32; s * b]);
+        let mut documents = Documents::new(self.document_ends, s, b);
+        let masked = self.document_ends.filter(|ends| ends.mask_loss).map(|ends| ends.token);
         let mut row = vec![0u32; s + 1];
         for (column, sample) in samples.iter().enumerate() {
             let index = consumed_samples + sample;
@@ -120,9 +124,12 @@ impl Loader {
             for position in 0..s {
                 tokens[position * b + column] = row[position];
                 labels[position * b + column] = row[position + 1];
-                if self.masked_token == Some(row[position]) {
+                if masked == Some(row[position]) {
                     loss_mask[position * b + column] = 0.0;
                 }
+            }
+            if let Some(ends) = self.document_ends {
+                documents.add(ends, &row[..s], column, b);
             }
         }
         Ok(MicroBatch {
@@ -130,6 +137,7 @@ impl Loader {
             labels: Tensor::from_vec(labels, (s, b), &self.device)?,
             loss_mask: Tensor::from_vec(loss_mask, (s, b), &self.device)?,
             samples,
+            documents,
         })
     }
 

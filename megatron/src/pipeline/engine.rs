@@ -43,6 +43,7 @@ impl Stage {
             labels: &batch.labels,
             loss_mask: &batch.loss_mask,
             samples: &batch.samples,
+            documents: &batch.documents,
             phase,
             seed: self.seed,
             loss_factor,

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use kernels::attention::{AttentionDropout, HeadShape, RopeTable, Scores};
+use kernels::attention::{AttentionDropout, HeadShape, RopeTable, Scores, rope_inplace, rope_positions};
 
 use super::context::{Ctx, DropoutSite};
 use super::layout::{FeatureSharded, Stream};
@@ -31,6 +31,8 @@ pub struct AttentionSpec {
     pub rope: Option<Arc<RopeTable>>,
     /// A slope for each of the model's query heads, where positions are linear biases (ALiBi).
     pub alibi: Option<Arc<[f64]>>,
+    /// Tokens that a query sees at most, itself included.
+    pub window: Option<usize>,
     pub tp: usize,
     pub sequence_parallel: bool,
     /// Compute the attention core again in backward.
@@ -84,11 +86,12 @@ impl SelfAttention {
         }
     }
 
-    fn scores(&self, ctx: &Ctx) -> Scores<'_> {
+    fn scores<'a>(&'a self, ctx: &Ctx<'a>) -> Scores<'a> {
         let heads = self.spec.heads / self.spec.tp;
         let first = ctx.tp.rank() * heads;
         let alibi = self.spec.alibi.as_ref().map(|slopes| &slopes[first..first + heads]);
-        Scores { scale: 1.0 / (self.spec.head_dim as f64).sqrt(), alibi }
+        let first_keys = ctx.documents.first_keys.as_deref();
+        Scores { scale: 1.0 / (self.spec.head_dim as f64).sqrt(), alibi, window: self.spec.window, first_keys }
     }
 
     fn dropout<'a>(&self, ctx: &'a Ctx) -> Option<AttentionDropout<'a>> {
@@ -101,11 +104,12 @@ impl SelfAttention {
         Ok(kernels::attention::attention(qkv, self.shape(), self.scores(ctx), self.dropout(ctx).as_ref())?)
     }
 
-    fn rotate(&self, qkv: &Tensor, inverse: bool) -> Result<()> {
-        if let Some(table) = &self.spec.rope {
-            kernels::attention::rope_inplace(qkv, table, self.shape(), 0, inverse)?;
-        }
-        Ok(())
+    fn rotate(&self, qkv: &Tensor, inverse: bool, ctx: &Ctx) -> Result<()> {
+        let Some(table) = &self.spec.rope else { return Ok(()) };
+        Ok(match &ctx.documents.positions {
+            Some(positions) => rope_positions(qkv, table, self.shape(), positions, inverse)?,
+            None => rope_inplace(qkv, table, self.shape(), 0, inverse)?,
+        })
     }
 
     /// The bias of the output projection, which the caller adds once.
@@ -118,7 +122,7 @@ impl SelfAttention {
         let x = ctx.tp.enter(&input)?;
         let qkv = self.qkv.forward(&x, ctx)?.0;
         drop(x);
-        self.rotate(&qkv, false)?;
+        self.rotate(&qkv, false, ctx)?;
         let (out, lse) = self.core(&qkv, ctx)?;
         let out = FeatureSharded(out);
         let y = ctx.tp.exit(self.proj.forward(&out, ctx)?)?;
@@ -166,7 +170,7 @@ impl SelfAttention {
             dropout.as_ref(),
         )?;
         drop((qkv, out, dout, dy));
-        self.rotate(&dqkv, true)?;
+        self.rotate(&dqkv, true, ctx)?;
         let dqkv = FeatureSharded(dqkv);
         let x = ctx.tp.enter(&input)?;
         self.qkv.backward_weight(&dqkv, &x, ctx)?;

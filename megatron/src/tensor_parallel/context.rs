@@ -5,6 +5,7 @@ use kernels::dropout::{Dropout, DropoutKey, Tokens};
 
 use super::mappings::TensorParallel;
 use crate::Result;
+use crate::data::Documents;
 use crate::params::{ParamId, ParamStore};
 
 /// Training or not.
@@ -28,6 +29,7 @@ pub struct Ctx<'a> {
     pub loss_mask: &'a Tensor,
     /// Index of each of the b samples within the step's global batch.
     pub samples: &'a [u64],
+    pub documents: &'a Documents,
     pub phase: Phase,
     pub seed: u64,
     /// Factor on every token's loss before backward: loss scale / unmasked tokens of the global batch.

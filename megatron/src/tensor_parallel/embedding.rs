@@ -95,7 +95,10 @@ impl Embedding {
         let (seq, batch) = ctx.tokens.dims2()?;
         let length = ctx.tp.stream_length(seq)?;
         let first = ctx.tp.stream_offset(length);
-        let ids: Vec<u32> = (first..first + length).flat_map(|p| std::iter::repeat_n(p as u32, batch)).collect();
+        let ids: Vec<u32> = match &ctx.documents.positions {
+            Some(positions) => positions[first * batch..(first + length) * batch].to_vec(),
+            None => (first..first + length).flat_map(|p| std::iter::repeat_n(p as u32, batch)).collect(),
+        };
         Ok(Tensor::from_vec(ids, (length, batch), ctx.tokens.device())?)
     }
 

@@ -35,6 +35,7 @@ mod tests {
             position_embedding: PositionEmbedding::Rope,
             rotary_base: 1e4,
             rope_scaling: Default::default(),
+            sliding_window: None,
             embed_layernorm: false,
             normalization: Normalization::RMSNorm,
             norm_epsilon: 1e-5,

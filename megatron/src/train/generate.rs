@@ -5,7 +5,7 @@
 use candle_core::{DType, Device, Tensor};
 use kernels::philox::philox4x32;
 
-use crate::data::MicroBatch;
+use crate::data::{Documents, MicroBatch};
 use crate::pipeline::{Payload, Stage};
 use crate::tensor_parallel::{Ctx, Phase, TensorParallel};
 use crate::{Error, Result};
@@ -93,6 +93,7 @@ impl<'a> Session<'a> {
             labels: Tensor::zeros(shape, DType::U32, device)?,
             loss_mask: Tensor::zeros(shape, DType::F32, device)?,
             samples: self.samples.clone(),
+            documents: Documents::default(),
         })
     }
 

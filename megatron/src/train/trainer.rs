@@ -15,7 +15,7 @@ use super::metrics::StepMetrics;
 use super::model::ModelBuilder;
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
-use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
+use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::GradientReducer;
 use crate::optim::{LrSchedule, Optimizer};
 use crate::params::{ParamId, ParamStore, ShardRef, StateKind};
@@ -30,8 +30,8 @@ pub struct Sources {
     pub train: Arc<dyn SampleSource>,
     pub valid: Option<Arc<dyn SampleSource>>,
     pub test: Option<Arc<dyn SampleSource>>,
-    /// The token after which no loss counts, if there is one.
-    pub masked_token: Option<u32>,
+    /// What ends documents, if that changes anything.
+    pub document_ends: Option<DocumentEnds>,
     /// Equal for equal tokens; a resumed run tells if it reads other data.
     pub fingerprint: String,
 }
@@ -124,7 +124,8 @@ impl Trainer {
             groups.dp.size(),
         )?;
         let loader = |source: &Arc<dyn SampleSource>| {
-            Loader::new(source.clone(), batch, config.model.vocab_size, device.clone()).masking(sources.masked_token)
+            Loader::new(source.clone(), batch, config.model.vocab_size, device.clone())
+                .with_documents(sources.document_ends)
         };
         let m = batch.num_microbatches();
         let schedule = generate(parallel.schedule, pp, v, m)?;

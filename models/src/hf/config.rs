@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use megatron::config::{ModelConfig, Normalization, PositionEmbedding, RopeScaling};
+use megatron::config::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 use megatron::{Error, Result};
 use serde_json::{Map, Value, json};
 
@@ -17,6 +17,9 @@ const MAX_CONFIG_BYTES: u64 = 16 << 20;
 /// The activations that are GELU's tanh approximation.
 const GELU_TANH: [&str; 3] = ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"];
 const SILU: [&str; 2] = ["silu", "swish"];
+/// Kinds of attention in `layer_types`.
+const FULL: &str = "full_attention";
+const SLIDING: &str = "sliding_attention";
 /// Sequences of models whose positions are relative and whose file names no length.
 const UNLIMITED: usize = 2048;
 
@@ -130,6 +133,7 @@ fn gpt2(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
         position_embedding: PositionEmbedding::LearnedAbsolute,
         rotary_base: 10_000.0,
         rope_scaling: RopeScaling::None,
+        sliding_window: None,
         embed_layernorm: false,
         normalization: Normalization::LayerNorm,
         norm_epsilon: f.float("layer_norm_epsilon", 1e-5)?,
@@ -149,7 +153,7 @@ fn llama(f: &mut Fields, family: Family) -> std::result::Result<ModelConfig, Str
     let hidden = f.int(&["hidden_size"])?;
     let heads = f.int(&["num_attention_heads"])?;
     let layers = f.int(&["num_hidden_layers"])?;
-    let mut positions = f.int(&["max_position_embeddings"])?;
+    let positions = f.int(&["max_position_embeddings"])?;
     f.must("hidden_act", json!("silu"), &SILU)?;
     let (rotary_base, rope_scaling) = rope(f)?;
     let biases = match family {
@@ -165,10 +169,7 @@ fn llama(f: &mut Fields, family: Family) -> std::result::Result<ModelConfig, Str
         }
         _ => false,
     };
-    if let Some(window) = sliding_window(f, family, layers)? {
-        // Sequences that fit into the window see all of it, as under full attention.
-        positions = positions.min(window);
-    }
+    let sliding_window = sliding_window(f, family, layers)?;
     Ok(ModelConfig {
         num_layers: layers,
         hidden_size: hidden,
@@ -184,6 +185,7 @@ fn llama(f: &mut Fields, family: Family) -> std::result::Result<ModelConfig, Str
         position_embedding: PositionEmbedding::Rope,
         rotary_base,
         rope_scaling,
+        sliding_window,
         embed_layernorm: false,
         normalization: Normalization::RMSNorm,
         norm_epsilon: f.float("rms_norm_eps", 1e-6)?,
@@ -199,33 +201,46 @@ fn llama(f: &mut Fields, family: Family) -> std::result::Result<ModelConfig, Str
     })
 }
 
-/// The length of the attention's window in layers that have one.
-fn sliding_window(f: &mut Fields, family: Family, layers: usize) -> std::result::Result<Option<usize>, String> {
-    let mut window = match family {
+/// The attention's window and the layers that have none.
+fn sliding_window(f: &mut Fields, family: Family, layers: usize) -> std::result::Result<Option<SlidingWindow>, String> {
+    let mut size = match family {
         // What `MistralConfig` assumes where the field is absent; null is none.
         Family::Mistral if !f.has("sliding_window") => Some(4096),
         Family::Mistral | Family::Qwen2 => f.optional_int("sliding_window")?,
         _ => None,
     };
+    let mut full_layers = Vec::new();
     if family == Family::Qwen2 {
-        let full_layers = f.optional_int("max_window_layers")?.unwrap_or(28);
+        let first = f.optional_int("max_window_layers")?.unwrap_or(28);
+        full_layers = (0..layers.min(first)).collect();
         let on = f.bool("use_sliding_window", false)?;
-        window = window.filter(|_| on && full_layers < layers);
+        size = size.filter(|_| on);
     }
     match f.take("layer_types") {
         Some(Value::Array(types)) => {
-            let known = ["full_attention", "sliding_attention"];
+            let known = [FULL, SLIDING];
             if let Some(other) = types.iter().find(|t| !known.iter().any(|known| *t == known)) {
                 return Err(format!("layer_types holds {other}, which is not known"));
             }
-            if types.iter().any(|t| t == "sliding_attention") && window.is_none() {
-                return Err("layer_types holds \"sliding_attention\" without a sliding_window".into());
+            if types.iter().any(|t| t == SLIDING) && size.is_none() {
+                return Err(format!("layer_types holds {SLIDING:?} without a sliding_window"));
             }
-            Ok(window)
+            if types.len() != layers {
+                return Err(format!("layer_types names {} layers, and num_hidden_layers is {layers}", types.len()));
+            }
+            let listed: Vec<usize> = (0..layers).filter(|&layer| types[layer] == FULL).collect();
+            // Mistral's layers are alike whatever is listed.
+            if family == Family::Mistral && size.is_some() && !listed.is_empty() {
+                return Err(format!(
+                    "layer_types holds {FULL:?}, but the layers of a Mistral with a sliding_window are alike"
+                ));
+            }
+            full_layers = listed;
         }
-        None | Some(Value::Null) => Ok(window),
-        Some(other) => Err(format!("layer_types is {other}, not a list")),
+        None | Some(Value::Null) => {}
+        Some(other) => return Err(format!("layer_types is {other}, not a list")),
     }
+    Ok(size.filter(|_| full_layers.len() < layers).map(|size| SlidingWindow { size, full_layers }))
 }
 
 /// Base and scaling of rotary frequencies: `rope_theta` and `rope_scaling`, or both in `rope_parameters`.
@@ -298,6 +313,7 @@ fn bloom(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
         position_embedding: PositionEmbedding::Alibi,
         rotary_base: 10_000.0,
         rope_scaling: RopeScaling::None,
+        sliding_window: None,
         embed_layernorm: true,
         normalization: Normalization::LayerNorm,
         norm_epsilon: f.float("layer_norm_epsilon", 1e-5)?,
@@ -321,13 +337,25 @@ pub fn family_of(m: &ModelConfig) -> Result<Family> {
     let layer_norm = m.normalization == Normalization::LayerNorm;
     let plain = layer_norm && !m.swiglu && m.bias_linear && m.num_query_groups == m.num_attention_heads;
     let square = m.num_attention_heads * m.head_dim == m.hidden_size;
+    let qwen2 = m.qkv_bias && !m.bias_linear;
+    if let Some(window) = &m.sliding_window {
+        let llama = m.position_embedding == PositionEmbedding::Rope && !layer_norm && m.swiglu && !m.embed_layernorm;
+        return match llama {
+            true if qwen2 => Ok(Family::Qwen2),
+            true if !m.bias_linear && window.full_layers.is_empty() => Ok(Family::Mistral),
+            _ => Err(Error::config(
+                "no Hugging Face family has this architecture with a sliding window: Mistral has rotary positions, RMSNorm, \
+                 SwiGLU, no biases, and the window in every layer; Qwen2 has a QKV bias besides",
+            )),
+        };
+    }
     match m.position_embedding {
         PositionEmbedding::LearnedAbsolute if plain && square && !m.embed_layernorm => Ok(Family::Gpt2),
         PositionEmbedding::Alibi if plain && square && m.embed_layernorm && m.ffn_hidden_size == 4 * m.hidden_size => {
             Ok(Family::Bloom)
         }
         PositionEmbedding::Rope if !layer_norm && m.swiglu && !m.embed_layernorm => {
-            Ok(if m.qkv_bias && !m.bias_linear { Family::Qwen2 } else { Family::Llama })
+            Ok(if qwen2 { Family::Qwen2 } else { Family::Llama })
         }
         _ => Err(Error::config(
             "no Hugging Face family has this architecture: GPT-2 has learned positions, LayerNorm, GELU and biases; Llama \
@@ -389,8 +417,17 @@ pub fn to_json(m: &ModelConfig, family: Family) -> Map<String, Value> {
             json["attention_bias"] = json!(m.bias_linear);
             json["mlp_bias"] = json!(m.bias_linear);
         }
-        Family::Mistral => json["sliding_window"] = Value::Null,
-        Family::Qwen2 => json["use_sliding_window"] = json!(false),
+        Family::Mistral => json["sliding_window"] = json!(m.sliding_window.as_ref().map(|window| window.size)),
+        Family::Qwen2 => {
+            json["use_sliding_window"] = json!(m.sliding_window.is_some());
+            if let Some(window) = &m.sliding_window {
+                let full = |layer: &usize| window.full_layers.contains(layer);
+                let types: Vec<_> = (0..m.num_layers).map(|layer| if full(&layer) { FULL } else { SLIDING }).collect();
+                json["sliding_window"] = json!(window.size);
+                json["max_window_layers"] = json!((0..m.num_layers).take_while(full).count());
+                json["layer_types"] = json!(types);
+            }
+        }
         Family::Gpt2 | Family::Bloom => {}
     }
     match json {
@@ -446,6 +483,13 @@ mod tests {
         bases.push(json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64,
             "intermediate_size": 96, "max_position_embeddings": 128, "num_attention_heads": 8, "num_hidden_layers": 2,
             "vocab_size": 100, "tie_word_embeddings": true, "rope_theta": 1e6}));
+        bases.push(mistral());
+        let sliding = json!({"use_sliding_window": true, "sliding_window": 16, "max_window_layers": 1});
+        for layer_types in [Value::Null, json!(["sliding_attention", "full_attention"])] {
+            let mut qwen2 = with(bases[4].clone(), "layer_types", layer_types);
+            sliding.as_object().unwrap().iter().for_each(|(key, value)| qwen2[key] = value.clone());
+            bases.push(qwen2);
+        }
         bases.push(json!({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32,
             "vocab_size": 100}));
         bases.push(json!({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
@@ -494,18 +538,36 @@ mod tests {
         }
     }
 
+    fn mistral() -> Value {
+        let mistral = with(llama(), "architectures", json!(["MistralForCausalLM"]));
+        with(with(mistral, "model_type", json!("mistral")), "sliding_window", json!(32))
+    }
+
     #[test]
-    fn a_window_limits_the_sequences_of_those_that_have_one() {
-        let mistral =
-            with(with(llama(), "model_type", json!("mistral")), "architectures", json!(["MistralForCausalLM"]));
-        let positions = |json| read(json).unwrap().1.max_position_embeddings;
-        assert_eq!(positions(with(mistral.clone(), "sliding_window", json!(32))), 32);
-        assert_eq!(positions(with(mistral.clone(), "sliding_window", Value::Null)), 128);
-        assert_eq!(positions(with(mistral, "max_position_embeddings", json!(8192))), 4096);
+    fn layers_have_the_windows_that_the_family_gives_them() {
+        let windows = |json| {
+            let model = read(json).unwrap().1;
+            assert_eq!(model.max_position_embeddings, 128);
+            [model.window(0), model.window(1)]
+        };
+        assert_eq!(windows(llama()), [None; 2]);
+        assert_eq!(windows(mistral()), [Some(32); 2]);
+        assert_eq!(windows(with(mistral(), "sliding_window", Value::Null)), [None; 2]);
+        let mut unsaid = mistral();
+        unsaid.as_object_mut().unwrap().remove("sliding_window");
+        assert_eq!(windows(unsaid), [Some(4096); 2]);
+        let mixed = json!(["sliding_attention", "full_attention"]);
+        let why = read(with(mistral(), "layer_types", mixed.clone())).unwrap_err();
+        assert!(why.contains("layer_types"), "{why}");
         let qwen = with(with(llama(), "model_type", json!("qwen2")), "architectures", json!(["Qwen2ForCausalLM"]));
         let qwen = with(qwen, "sliding_window", json!(16));
-        assert_eq!(positions(qwen.clone()), 128);
-        let on = with(with(qwen, "use_sliding_window", json!(true)), "max_window_layers", json!(1));
-        assert_eq!(positions(on), 16);
+        assert_eq!(windows(qwen.clone()), [None; 2]);
+        let on = with(qwen, "use_sliding_window", json!(true));
+        assert_eq!(windows(on.clone()), [None; 2]); // only layers from 28 on
+        assert_eq!(windows(with(on.clone(), "max_window_layers", json!(1))), [None, Some(16)]);
+        assert_eq!(windows(with(on.clone(), "max_window_layers", json!(0))), [Some(16); 2]);
+        assert_eq!(windows(with(on.clone(), "layer_types", mixed)), [Some(16), None]);
+        let why = read(with(on, "layer_types", json!(["sliding_attention"]))).unwrap_err();
+        assert!(why.contains("layer_types"), "{why}");
     }
 }

@@ -124,7 +124,7 @@ fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
         train: Arc::new(tokens),
         valid: None,
         test: None,
-        masked_token: None,
+        document_ends: None,
         fingerprint: "random".to_string(),
     };
     let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, DType::F32, &device)?;

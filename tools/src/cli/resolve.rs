@@ -6,7 +6,7 @@ use std::time::Duration;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recompute,
-    RecomputeMethod, RopeScaling, RunConfig, Sources, TrainingConfig,
+    RecomputeMethod, RopeScaling, RunConfig, SlidingWindow, Sources, TrainingConfig,
 };
 
 use models::hf::HfConfig;
@@ -216,6 +216,11 @@ impl Resolver<'_> {
                 here("position_embedding_type", format!("{:?}", m.position_embedding_type)),
                 format!("{:?}", model.position_embedding),
             ),
+            (
+                "sliding_window",
+                text(m.sliding_window),
+                model.sliding_window.as_ref().map_or("none".into(), |window| window.size.to_string()),
+            ),
             ("rotary_base", here("rotary_base", m.rotary_base.to_string()), model.rotary_base.to_string()),
             ("use_rope_scaling", scaling.map(|s| format!("{s:?}")), format!("{:?}", model.rope_scaling)),
             (
@@ -312,6 +317,7 @@ impl Resolver<'_> {
             position_embedding: m.position_embedding_type,
             rotary_base: m.rotary_base,
             rope_scaling,
+            sliding_window: m.sliding_window.map(|size| SlidingWindow { size, full_layers: Vec::new() }),
             embed_layernorm: m.embed_layernorm,
             normalization: m.normalization,
             norm_epsilon: m.norm_epsilon,
@@ -458,6 +464,8 @@ impl Resolver<'_> {
             tokenizer: d.tokenizer.clone(),
             dataloader_type: d.dataloader_type,
             eod_mask_loss: d.eod_mask_loss,
+            reset_position_ids: d.reset_position_ids,
+            reset_attention_mask: d.reset_attention_mask,
             cache_dir: d.cache_dir.clone().unwrap_or_else(default_cache),
         }
     }

@@ -70,6 +70,8 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         tokenizer: args.load.tokenizer(found)?.map(|tokenizer| tokenizer.name().to_string()),
         dataloader_type: DataloaderType::Sequential,
         eod_mask_loss: false,
+        reset_position_ids: false,
+        reset_attention_mask: false,
         cache_dir: args.cache_dir.clone().unwrap_or_else(crate::cli::default_cache),
     };
     let datasets = data::open(&config, seq_length, 0, Some(model.vocab_size), WHOLE)?;

@@ -77,9 +77,10 @@ fn a_vocabulary_is_trained_used_and_trained_with() {
     assert!(ok && said.contains("1 documents"), "{said}");
     let model = ["pretrain", "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"];
     let sizes = ["--seq-length", "16", "--micro-batch-size", "1", "--train-iters", "2", "--lr", "1e-3"];
-    let data = ["--dataloader-type", "single", "--eod-mask-loss", "--tokenizer", "tokenizer.json", "--cache-dir", "c"];
+    let data = ["--dataloader-type", "single", "--tokenizer", "tokenizer.json", "--cache-dir", "c"];
+    let ends = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask", "--sliding-window", "8"];
     let blend = ["--eval-iters", "0", "--data-path", "0.5", "x_text_document", "0.5", "x_text_document"];
-    let (ok, said) = run(folder.path(), &[&model[..], &sizes[..], &data[..], &blend[..]].concat());
+    let (ok, said) = run(folder.path(), &[&model[..], &sizes[..], &data[..], &ends[..], &blend[..]].concat());
     assert!(ok && said.contains("lm loss"), "{said}");
 }
 

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use super::*;
-use crate::config::{CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, Normalization, WsdDecayStyle};
+use crate::config::{
+    CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, Normalization, SlidingWindow, WsdDecayStyle,
+};
 
 /// A valid run of 2·1·2·2 (tp·cp·pp·dp) ranks.
 fn valid() -> RunConfig {
@@ -20,6 +22,7 @@ fn valid() -> RunConfig {
             position_embedding: PositionEmbedding::Rope,
             rotary_base: 1e4,
             rope_scaling: RopeScaling::None,
+            sliding_window: None,
             embed_layernorm: false,
             normalization: Normalization::RMSNorm,
             norm_epsilon: 1e-5,
@@ -52,6 +55,8 @@ fn valid() -> RunConfig {
             tokenizer: Some("byte".into()),
             dataloader_type: DataloaderType::Shuffled,
             eod_mask_loss: false,
+            reset_position_ids: false,
+            reset_attention_mask: false,
             cache_dir: PathBuf::from("cache"),
         },
         training: TrainingConfig {
@@ -98,7 +103,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 24] = [
+    let cases: [(Break, &str); 26] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -109,6 +114,14 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.model.seq_length = 31, "seq_length = 31 must be a multiple of"),
         (|c| c.model.seq_length = 34, "seq_length = 34 exceeds max_position_embeddings = 32"),
         (|c| c.model.head_dim = 7, "kv_channels = 7 must be even"),
+        (
+            |c| c.model.sliding_window = Some(SlidingWindow { size: 0, full_layers: vec![] }),
+            "sliding_window = 0 must be at least 1",
+        ),
+        (
+            |c| (c.model.position_embedding, c.data.reset_position_ids) = (PositionEmbedding::Alibi, true),
+            "reset_position_ids = true changes nothing",
+        ),
         (|c| c.model.attention_dropout = 1.0, "attention_dropout = 1 must lie in [0, 1)"),
         (|c| c.model.norm_epsilon = f64::NAN, "norm_epsilon = NaN must be a finite number above 0"),
         (|c| c.model.num_layers = 3, "num_layers = 3 cannot fill 4 stages"),

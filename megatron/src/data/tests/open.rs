@@ -16,6 +16,8 @@ fn config(paths: &[PathBuf], tokenizer: Option<&str>, cache: &Path) -> DataConfi
         tokenizer: tokenizer.map(str::to_owned),
         dataloader_type: DataloaderType::Sequential,
         eod_mask_loss: false,
+        reset_position_ids: false,
+        reset_attention_mask: false,
         cache_dir: cache.to_path_buf(),
     }
 }

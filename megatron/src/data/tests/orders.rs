@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::{counting, names, write};
 use crate::config::{DataConfig, DataloaderType};
-use crate::data::{Datasets, SampleCounts, SampleSource, open};
+use crate::data::{Datasets, DocumentEnds, SampleCounts, SampleSource, open};
 
 const COUNTS: SampleCounts = SampleCounts { train: 100, valid: 10, test: 10 };
 
@@ -21,6 +21,8 @@ fn config(folder: &Path, entries: &[&str], order: DataloaderType) -> DataConfig 
         tokenizer: None,
         dataloader_type: order,
         eod_mask_loss: false,
+        reset_position_ids: false,
+        reset_attention_mask: false,
         cache_dir: folder.join("cache"),
     }
 }
@@ -197,7 +199,7 @@ fn what_megatrons_order_cannot_do_is_refused() {
 }
 
 #[test]
-fn the_end_of_a_document_is_masked_only_if_something_ends_documents() {
+fn the_end_of_a_document_matters_only_if_something_ends_documents() {
     let folder = tempfile::tempdir().unwrap();
     counting(&folder.path().join("x"), &[10; 40]);
     let mut cfg = config(folder.path(), &["x"], DataloaderType::Single);
@@ -205,9 +207,19 @@ fn the_end_of_a_document_is_masked_only_if_something_ends_documents() {
     let message = open(&cfg, 4, 1, Some(1000), COUNTS).err().unwrap().to_string();
     assert!(message.contains("eod_mask_loss") && message.contains("--tokenizer"), "{message}");
     cfg.tokenizer = Some("byte".into());
-    assert_eq!(opened(&cfg, 1).masked_token, Some(256));
+    let ends = |mask_loss, reset_positions, reset_attention| {
+        Some(DocumentEnds { token: 256, mask_loss, reset_positions, reset_attention })
+    };
+    assert_eq!(opened(&cfg, 1).document_ends, ends(true, false, false));
     cfg.eod_mask_loss = false;
-    assert_eq!(opened(&cfg, 1).masked_token, None);
+    assert_eq!(opened(&cfg, 1).document_ends, None);
+    (cfg.reset_position_ids, cfg.reset_attention_mask) = (true, false);
+    assert_eq!(opened(&cfg, 1).document_ends, ends(false, true, false));
+    (cfg.reset_position_ids, cfg.reset_attention_mask) = (false, true);
+    assert_eq!(opened(&cfg, 1).document_ends, ends(false, false, true));
+    cfg.tokenizer = None;
+    let message = open(&cfg, 4, 1, Some(1000), COUNTS).err().unwrap().to_string();
+    assert!(message.contains("reset_attention_mask") && message.contains("--tokenizer"), "{message}");
 }
 
 #[test]

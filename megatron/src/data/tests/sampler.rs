@@ -5,9 +5,10 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 
 use super::counting;
-use crate::data::{GlobalBatch, Loader, MicroBatch, Sequential, TokenStream};
+use crate::data::{DocumentEnds, Documents, GlobalBatch, Loader, MicroBatch, Sequential, TokenStream};
 
 const S: usize = 4;
+const PLAIN: DocumentEnds = DocumentEnds { token: 0, mask_loss: false, reset_positions: false, reset_attention: false };
 
 fn loader(mbs: usize, gbs: usize, dp_rank: usize, dp_size: usize, vocab_size: usize) -> Loader {
     let folder = tempfile::tempdir().unwrap();
@@ -86,11 +87,33 @@ fn a_batch_that_does_not_divide_is_refused_with_its_numbers() {
 
 #[test]
 fn the_loss_at_a_masked_token_does_not_count() {
-    let mask = |token| {
-        let batch = loader(2, 2, 0, 1, 1000).masking(token).microbatches(0).unwrap().remove(0);
+    let mask = |token: Option<u32>| {
+        let ends = token.map(|token| DocumentEnds { token, mask_loss: true, ..PLAIN });
+        let batch = loader(2, 2, 0, 1, 1000).with_documents(ends).microbatches(0).unwrap().remove(0);
         batch.loss_mask.to_vec2::<f32>().unwrap()
     };
     // Samples 0 and 1 are tokens 0 to 3 and 4 to 7. Token 4 is also the last label of sample 0, which counts.
     assert_eq!(mask(Some(4)), [[1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]);
     assert_eq!(mask(None), [[1.0; 2]; 4]);
+}
+
+#[test]
+fn positions_and_sight_begin_anew_behind_the_token_that_ends_a_document() {
+    let documents = |token, reset_positions, reset_attention| {
+        let ends = DocumentEnds { token, reset_positions, reset_attention, ..PLAIN };
+        let batch = loader(2, 2, 0, 1, 1000).with_documents(Some(ends)).microbatches(0).unwrap().remove(0);
+        assert_eq!(batch.loss_mask.to_vec2::<f32>().unwrap(), [[1.0; 2]; 4]);
+        batch.documents
+    };
+    // Samples 0 and 1 are tokens 0 to 3 and 4 to 7.
+    let both = documents(5, true, true);
+    assert_eq!(both.positions.unwrap(), [0, 0, 1, 1, 2, 0, 3, 1]);
+    assert_eq!(both.first_keys.unwrap(), [0, 0, 0, 0, 0, 0, 2, 2]);
+    // What ends a sample says nothing of the next one, which may be of anywhere.
+    let last = documents(3, true, true);
+    assert_eq!(last.positions.unwrap(), [0, 0, 1, 1, 2, 2, 3, 3]);
+    assert_eq!(last.first_keys.unwrap(), [0; 8]);
+    assert_eq!(documents(5, true, false).first_keys, None);
+    assert_eq!(documents(5, false, true).positions, None);
+    assert_eq!(documents(5, false, false), Documents::default());
 }

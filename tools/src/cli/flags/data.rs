@@ -27,6 +27,12 @@ pub struct DataFlags {
     /// Leave out the loss at tokens that end documents
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub eod_mask_loss: bool,
+    /// Count positions from 0 again behind tokens that end documents
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub reset_position_ids: bool,
+    /// Keep attention within documents
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub reset_attention_mask: bool,
     /// Where trained tokenizers and tokenized text are kept [default: ~/.cache/megatron, or as XDG_CACHE_HOME says]
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,

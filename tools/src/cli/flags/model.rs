@@ -48,6 +48,9 @@ pub struct ModelFlags {
     /// How far --use-rope-scaling stretches
     #[arg(long, value_name = "X", default_value_t = 8.0)]
     pub rope_scaling_factor: f64,
+    /// Tokens that a query sees at most, itself included [default: all before it]
+    #[arg(long, value_name = "N")]
+    pub sliding_window: Option<usize>,
     /// LayerNorm of the token embedding
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub embed_layernorm: bool,

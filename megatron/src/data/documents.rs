@@ -1,0 +1,50 @@
+//! Documents within samples: where they end, and what of a sample that changes.
+//!
+//! Source: Megatron-LM `megatron/core/datasets/gpt_dataset.py`, `_get_ltor_masks_and_position_ids`: the token that ends a document
+//! belongs to it; the next one is the first of the next document.
+
+/// The token that ends documents, and what it does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DocumentEnds {
+    pub token: u32,
+    /// The loss at the token itself does not count: what follows a document cannot be foreseen (`eod_mask_loss`).
+    pub mask_loss: bool,
+    /// Positions begin at 0 again behind it (`reset_position_ids`).
+    pub reset_positions: bool,
+    /// Tokens behind it do not see what lies before (`reset_attention_mask`).
+    pub reset_attention: bool,
+}
+
+/// What the documents of a microbatch change for its layers. The default: nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Documents {
+    /// `[s][b]`: the position of every token within its document; `None`: its position within the sample.
+    pub positions: Option<Vec<u32>>,
+    /// `[b][s]`: the position in the sample of the first token that a token sees; `None`: the sample's first.
+    pub first_keys: Option<Vec<u32>>,
+}
+
+impl Documents {
+    /// Of a microbatch of `b` samples of `s` tokens, to be filled by [`add`](Self::add).
+    pub(super) fn new(ends: Option<DocumentEnds>, s: usize, b: usize) -> Self {
+        let room =
+            |needed: fn(&DocumentEnds) -> bool| ends.as_ref().filter(|ends| needed(ends)).map(|_| vec![0; s * b]);
+        Self { positions: room(|ends| ends.reset_positions), first_keys: room(|ends| ends.reset_attention) }
+    }
+
+    /// Finds the documents of sample `column` of `b`, whose inputs are `tokens`.
+    pub(super) fn add(&mut self, ends: DocumentEnds, tokens: &[u32], column: usize, b: usize) {
+        let mut first = 0;
+        for (position, &token) in tokens.iter().enumerate() {
+            if let Some(positions) = &mut self.positions {
+                positions[position * b + column] = (position - first) as u32;
+            }
+            if let Some(first_keys) = &mut self.first_keys {
+                first_keys[column * tokens.len() + position] = first as u32;
+            }
+            if token == ends.token {
+                first = position + 1;
+            }
+        }
+    }
+}
