@@ -117,22 +117,25 @@ impl Manifest {
         for jobs in jobs.chunk_by(|a, b| a.chunk.file == b.chunk.file) {
             let file = ShardFile::open(&self.folder.join(&jobs[0].chunk.file))?;
             for job in jobs {
-                read_chunk(&file, job.tensor, job.chunk, &mut bytes)?;
-                f(job, &bytes)?;
+                let len = job.chunk.flat.len() * job.tensor.dtype.size();
+                if bytes.len() < len {
+                    bytes.resize(len, 0);
+                }
+                read_chunk(&file, job.tensor, job.chunk, &mut bytes[..len])?;
+                f(job, &bytes[..len])?;
             }
         }
         Ok(())
     }
 }
 
-/// Reads the bytes of a chunk, which lies in `file`.
+/// Reads the bytes of a chunk, which lies in `file`, into a buffer of their size.
 ///
 /// # Errors
 /// If they cannot be read, or are not what was written.
-pub(super) fn read_chunk(file: &ShardFile, tensor: &TensorEntry, chunk: &Chunk, bytes: &mut Vec<u8>) -> Result<()> {
+pub(super) fn read_chunk(file: &ShardFile, tensor: &TensorEntry, chunk: &Chunk, bytes: &mut [u8]) -> Result<()> {
     let Chunk { key, start, flat, crc32c, .. } = chunk;
-    file.read_into(key, tensor.dtype, *start..*start + flat.len(), bytes)?;
-    let actual = crc32c::crc32c(bytes);
+    let actual = file.read_into(key, tensor.dtype, *start..*start + flat.len(), bytes)?;
     if actual != *crc32c {
         let message = format!(
             "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, the manifest says \

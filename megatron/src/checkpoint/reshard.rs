@@ -5,7 +5,8 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::{self, File};
-use std::ops::Range;
+use std::ops::{Deref, Range};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +20,7 @@ use super::load::read_chunk;
 use super::manifest::{Chunk, Manifest, TensorEntry, difference};
 use super::rank_file::{RankFile, Share, Written};
 use super::save::finish;
-use super::shard_file::{ShardFile, preamble, write_synced};
+use super::shard_file::{CACHED_BYTES, ShardFile, preamble, write_synced};
 use super::values::copy_run;
 use crate::params::{ParamShare, StateKind};
 use crate::{Error, Result};
@@ -30,8 +31,6 @@ const CACHE_BYTES: usize = if cfg!(test) { 200 } else { 384 << 20 };
 const OPEN_FILES: usize = 64;
 /// Threads that write: most of the time goes into the system's copies of what is written.
 const WRITERS: usize = 2;
-/// Bytes that a writer has written after which the disk is made to keep up, so that the last sync finds little left to do.
-const SYNC_BYTES: usize = 256 << 20;
 
 /// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and points `dir` at it. The
 /// files are those that a run of that layout would save. `state` replaces the source's. Of the files named `companions`, such as
@@ -124,7 +123,7 @@ struct Target {
 /// A chunk on its way to the disk.
 struct Job {
     target: Target,
-    bytes: Vec<u8>,
+    bytes: Buffer,
     /// Where it is known.
     crc32c: Option<u32>,
 }
@@ -250,23 +249,37 @@ fn write_all(
     failed: &AtomicBool,
 ) -> Result<Vec<(Target, u32)>> {
     let mut checksums = Vec::new();
-    let mut unsynced = 0;
     let next = || lock(jobs).recv().ok().filter(|_| !failed.load(Ordering::SeqCst));
     while let Some(Job { target, bytes, crc32c }) = next() {
         let path = &paths[target.rank];
         let refused = |e| Error::io("write", path, e);
-        let crc32c = crc32c.unwrap_or_else(|| crc32c::crc32c(&bytes));
         let file = File::options().write(true).open(path).map_err(refused)?;
-        file.write_all_at(&bytes, target.position).map_err(refused)?;
-        unsynced += bytes.len();
-        buffers.give(bytes);
-        checksums.push((target, crc32c));
-        if unsynced >= SYNC_BYTES {
-            file.sync_data().map_err(refused)?;
-            unsynced = 0;
+        let (mut computed, mut position) = (0, target.position);
+        for part in bytes.chunks(CACHED_BYTES) {
+            if crc32c.is_none() {
+                computed = crc32c::crc32c_append(computed, part);
+            }
+            file.write_all_at(part, position).map_err(refused)?;
+            position += part.len() as u64;
         }
+        start_writeback(&file, target.position, bytes.len());
+        buffers.give(bytes);
+        checksums.push((target, crc32c.unwrap_or(computed)));
     }
     Ok(checksums)
+}
+
+/// Asks the system to begin writing this part of the file to the disk, without waiting, so that the last sync finds little left
+/// to do. A hint: where it is not heeded, that sync does all the work.
+#[allow(unsafe_code)]
+fn start_writeback(file: &File, from: u64, len: usize) {
+    #[cfg(target_os = "linux")]
+    if let (Ok(from), Ok(len)) = (from.try_into(), len.try_into()) {
+        // SAFETY: the descriptor is open; no memory is handed over.
+        unsafe { libc::sync_file_range(file.as_raw_fd(), from, len, libc::SYNC_FILE_RANGE_WRITE) };
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (file, from, len);
 }
 
 /// What a mutex guards; none of the guarded values is ever left half-changed.
@@ -282,7 +295,7 @@ struct Stored<'a> {
     /// Elements of each chunk that nobody has asked for yet.
     left: Vec<usize>,
     /// Chunks that somebody will ask for again, by index, with the time of their last use.
-    kept: HashMap<usize, (u64, Vec<u8>)>,
+    kept: HashMap<usize, (u64, Buffer)>,
     kept_bytes: usize,
     now: u64,
 }
@@ -301,7 +314,7 @@ impl<'a> Stored<'a> {
         offset: &[usize],
         shape: &[usize],
         flat: &Range<usize>,
-    ) -> Result<(Vec<u8>, Option<u32>)> {
+    ) -> Result<(Buffer, Option<u32>)> {
         let tensor = self.tensor;
         let same = |chunk: &&Chunk| chunk.flat == *flat && chunk.offset == offset && chunk.shape == shape;
         if let Some(chunk) = tensor.chunks.iter().find(same) {
@@ -324,7 +337,7 @@ impl<'a> Stored<'a> {
             };
             for (stored, wanted) in pairs {
                 stored.for_each_run(wanted, |run| {
-                    copy_run(&chunk, tensor.dtype, &mut bytes, tensor.dtype, run);
+                    copy_run(&chunk, tensor.dtype, bytes.as_mut(), tensor.dtype, run);
                     self.left[i] = self.left[i].saturating_sub(run.len);
                 });
             }
@@ -338,7 +351,7 @@ impl<'a> Stored<'a> {
     }
 
     /// Keeps a chunk, and drops those that were not used for longest if it gets too much.
-    fn keep(&mut self, i: usize, chunk: Vec<u8>) {
+    fn keep(&mut self, i: usize, chunk: Buffer) {
         self.now += 1;
         self.kept_bytes += chunk.len();
         self.kept.insert(i, (self.now, chunk));
@@ -357,6 +370,26 @@ struct OpenFiles<'a> {
     buffers: &'a Buffers,
 }
 
+/// The first `len` bytes of memory that is kept whole, so that it need not be zeroed when it is used again.
+struct Buffer {
+    memory: Vec<u8>,
+    len: usize,
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.memory[..self.len]
+    }
+}
+
+impl Buffer {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[..self.len]
+    }
+}
+
 /// Memory of large chunks that are done with, for the next ones: fresh memory costs the system more than the copy into it.
 #[derive(Default)]
 struct Buffers(Mutex<Vec<Vec<u8>>>);
@@ -368,31 +401,33 @@ impl Buffers {
     const MOST: usize = 5;
 
     /// A buffer of `len` bytes of any content.
-    fn take(&self, len: usize) -> Vec<u8> {
+    fn take(&self, len: usize) -> Buffer {
         let used = if len < Self::LEAST_BYTES { None } else { lock(&self.0).pop() };
-        let mut buffer = used.unwrap_or_default();
-        buffer.resize(len, 0);
-        buffer
+        let mut memory = used.unwrap_or_default();
+        if memory.len() < len {
+            memory.resize(len, 0);
+        }
+        Buffer { memory, len }
     }
 
-    fn give(&self, buffer: Vec<u8>) {
+    fn give(&self, buffer: Buffer) {
         let mut free = lock(&self.0);
-        if buffer.capacity() >= Self::LEAST_BYTES && free.len() < Self::MOST {
-            free.push(buffer);
+        if buffer.memory.len() >= Self::LEAST_BYTES && free.len() < Self::MOST {
+            free.push(buffer.memory);
         }
     }
 }
 
 impl<'a> OpenFiles<'a> {
     /// The bytes of a chunk, checked.
-    fn read(&mut self, tensor: &TensorEntry, chunk: &'a Chunk) -> Result<Vec<u8>> {
+    fn read(&mut self, tensor: &TensorEntry, chunk: &'a Chunk) -> Result<Buffer> {
         let file =
             match self.files.iter().position(|(name, _)| *name == chunk.file).and_then(|at| self.files.remove(at)) {
                 Some((_, file)) => file,
                 None => ShardFile::open(&self.folder.join(&chunk.file))?,
             };
         let mut bytes = self.buffers.take(chunk.flat.len() * tensor.dtype.size());
-        let read = read_chunk(&file, tensor, chunk, &mut bytes);
+        let read = read_chunk(&file, tensor, chunk, bytes.as_mut());
         self.files.push_back((&chunk.file, file));
         if self.files.len() > OPEN_FILES {
             self.files.pop_front();

@@ -21,6 +21,8 @@ const LENGTH_BYTES: u64 = 8;
 /// The longest header that safetensors' readers accept.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const BUFFER_BYTES: usize = 1 << 20;
+/// Bytes that are read or written at once where their checksum is taken, too: what was just touched is still in the cache then.
+pub(super) const CACHED_BYTES: usize = 256 << 10;
 
 /// A tensor of a file, as its header describes it.
 pub(super) struct Item {
@@ -206,16 +208,29 @@ impl ShardFile {
     /// # Errors
     /// If there is no such tensor of this dtype, it has fewer elements, or reading fails.
     pub fn read(&self, key: &str, dtype: Float, elements: Range<usize>) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        self.read_into(key, dtype, elements, &mut bytes)?;
+        let at = self.place(key, dtype, &elements)?;
+        let mut bytes = vec![0; elements.len() * dtype.size()];
+        self.file.read_exact_at(&mut bytes, at).map_err(|e| Error::io("read", &self.path, e))?;
         Ok(bytes)
     }
 
-    /// As [`Self::read`], into a buffer, whose memory is used again.
+    /// As [`Self::read`], into a buffer of their size. Returns the CRC-32C of the bytes.
     ///
     /// # Errors
     /// As [`Self::read`].
-    pub fn read_into(&self, key: &str, dtype: Float, elements: Range<usize>, bytes: &mut Vec<u8>) -> Result<()> {
+    pub(super) fn read_into(&self, key: &str, dtype: Float, elements: Range<usize>, bytes: &mut [u8]) -> Result<u32> {
+        let mut at = self.place(key, dtype, &elements)?;
+        let mut crc32c = 0;
+        for part in bytes.chunks_mut(CACHED_BYTES) {
+            self.file.read_exact_at(part, at).map_err(|e| Error::io("read", &self.path, e))?;
+            crc32c = crc32c::crc32c_append(crc32c, part);
+            at += part.len() as u64;
+        }
+        Ok(crc32c)
+    }
+
+    /// Where `elements` of a tensor begin in the file.
+    fn place(&self, key: &str, dtype: Float, elements: &Range<usize>) -> Result<u64> {
         let refuse = |message: String| Error::checkpoint(&self.path, message);
         let info = self.metadata.info(key).ok_or_else(|| refuse(format!("has no tensor {key:?}")))?;
         if info.dtype != dtype.safetensors() {
@@ -227,9 +242,7 @@ impl ShardFile {
             let Range { start, end } = elements;
             return Err(refuse(format!("tensor {key:?} has {held} elements, the manifest wants {start}..{end}")));
         }
-        bytes.resize(elements.len() * dtype.size(), 0);
-        let at = self.data + (begin + elements.start * dtype.size()) as u64;
-        self.file.read_exact_at(bytes, at).map_err(|e| Error::io("read", &self.path, e))
+        Ok(self.data + (begin + elements.start * dtype.size()) as u64)
     }
 }
 
