@@ -12,6 +12,8 @@ const POINTER: &str = "latest_checkpointed_iteration.txt";
 const POINTER_TEMP: &str = ".latest_checkpointed_iteration.txt.tmp";
 /// Longer pointers are not iterations.
 const MAX_POINTER_BYTES: u64 = 64;
+/// Iterations that a message lists.
+const SHOWN_ITERATIONS: usize = 10;
 
 /// The checkpoint that the pointer names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,10 +108,10 @@ pub fn iteration_dir(dir: &Path, iteration: u64) -> PathBuf {
 }
 
 /// The folder of the checkpoint that `path` means: `path` itself if it is one (`…/iter_0000100`), else that of `iteration` in it,
-/// else the one its pointer names.
+/// else the one its pointer names, else, where there is no pointer, the only one.
 ///
 /// # Errors
-/// If there is no such checkpoint.
+/// If there is no such checkpoint. Where there are several and no pointer, it names their iterations.
 pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
     let is_one = |folder: &Path| folder.join(MANIFEST).is_file();
     if is_one(path) {
@@ -127,11 +129,43 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
         }
         None => match latest(path)? {
             Some(latest) => Ok(latest.path),
-            None => {
-                Err(Error::checkpoint(path, format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}")))
-            }
+            None => match iterations(path)?.as_slice() {
+                [] => Err(Error::checkpoint(
+                    path,
+                    format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}"),
+                )),
+                [only] => Ok(iteration_dir(path, *only)),
+                all => {
+                    let shown: Vec<String> = all.iter().rev().take(SHOWN_ITERATIONS).map(u64::to_string).collect();
+                    let more = if all.len() > SHOWN_ITERATIONS { ", …" } else { "" };
+                    let message = format!(
+                        "has no {POINTER}, and checkpoints of the iterations {}{more}; name the folder of one of them",
+                        shown.join(", ")
+                    );
+                    Err(Error::checkpoint(path, message))
+                }
+            },
         },
     }
+}
+
+/// The iterations of the finished checkpoints in `dir`, ascending.
+fn iterations(dir: &Path) -> Result<Vec<u64>> {
+    let mut found = Vec::new();
+    match fs::read_dir(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(Error::io("list", dir, error)),
+        Ok(entries) => {
+            for entry in entries {
+                let name = entry.map_err(|e| Error::io("list", dir, e))?.file_name();
+                let iteration = name.to_str().and_then(|name| name.strip_prefix("iter_")?.parse().ok());
+                found.extend(iteration.filter(|&iteration| iteration_dir(dir, iteration).join(MANIFEST).is_file()));
+            }
+        }
+    }
+    found.sort_unstable();
+    found.dedup();
+    Ok(found)
 }
 
 /// Whether `dir` holds a checkpoint, though the pointer may name none.

@@ -60,17 +60,8 @@ impl LoadArgs {
     fn find(&self, dp: usize) -> Result<Found> {
         let (path, weights) = if self.load.join("config.json").is_file() {
             (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
-        } else if self.load.join("manifest.json").is_file() {
-            (self.load.clone(), Weights::Checkpoint)
         } else {
-            let none = || {
-                megatron::Error::checkpoint(
-                    &self.load,
-                    "holds no checkpoint; give a folder that pretrain --save wrote, or a Hugging Face model's",
-                )
-            };
-            let latest = checkpoint::latest(&self.load)?.ok_or_else(none)?;
-            (latest.path, Weights::Checkpoint)
+            (checkpoint::locate(&self.load, None)?, Weights::Checkpoint)
         };
         let model = match &weights {
             Weights::Checkpoint => checkpoint_model(&path)?,

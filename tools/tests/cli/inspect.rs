@@ -53,6 +53,23 @@ fn a_checkpoint_is_described_and_one_that_is_damaged_is_named() {
 }
 
 #[test]
+fn without_a_pointer_the_only_checkpoint_is_meant_and_of_several_the_iterations_are_named() {
+    let folder = trained(&["--save-interval=1"]);
+    let saved = folder.path().join("saved");
+    fs::remove_file(saved.join("latest_checkpointed_iteration.txt")).unwrap();
+    let text = refused(folder.path(), &["saved"]);
+    assert!(text.contains("iterations 3, 2, 1; name the folder of one"), "{text}");
+    assert!(inspected(folder.path(), &["saved", "--iteration=2"]).contains("iteration   2\n"));
+    let output = megatron().current_dir(folder.path()).args(["eval", "--load", "saved"]).output().unwrap();
+    assert!(stderr(&output).contains("iterations 3, 2, 1"), "{}", stderr(&output));
+    for iteration in [1, 3] {
+        fs::remove_dir_all(saved.join(format!("iter_000000{iteration}"))).unwrap();
+    }
+    fs::create_dir(saved.join("iter_0000009")).unwrap(); // not a checkpoint
+    assert!(inspected(folder.path(), &["saved"]).contains("iteration   2\n"));
+}
+
+#[test]
 fn a_dataset_is_described_with_its_largest_token() {
     let folder = tempfile::tempdir().unwrap();
     let mut writer = IndexedWriter::create(folder.path().join("data"), TokenType::U16).unwrap();

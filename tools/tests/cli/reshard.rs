@@ -2,9 +2,9 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
-use crate::support::{megatron, stderr, stdout};
+use crate::support::{kill, megatron, stderr, stdout, wait_for};
 
 const RUN: &str = r#"[model]
 num_layers = 4
@@ -127,6 +127,36 @@ fn what_does_not_fit_is_refused_with_the_equation_and_where_its_numbers_come_fro
     let output = reshard(folder.path(), &["saved", "saved"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("is there already"), "{}", stderr(&output));
+}
+
+/// A run that is interrupted while it writes says so by its exit code, and leaves nothing that looks like a checkpoint; the
+/// next one is whole.
+#[test]
+fn an_interrupted_run_leaves_nothing_that_looks_finished() {
+    let folder = trained(&["--hidden-size=512", "--num-layers=2", "--train-iters=1"]);
+    let to = folder.path().join("cut");
+    let mut interrupted = false;
+    for signal in ["INT", "TERM", "INT", "TERM", "INT", "TERM"] {
+        let mut command = reshard(folder.path(), &["saved", "cut", "--tensor-model-parallel-size=4"]);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        // Its first file appears after it listens to signals.
+        let begun =
+            || [".iter_0000001.tmp/rank_00000.safetensors", "iter_0000001"].iter().any(|name| to.join(name).exists());
+        wait_for("resharding to begin", || begun().then_some(()));
+        kill(child.id(), signal);
+        let status = child.wait().unwrap();
+        if status.success() {
+            fs::remove_dir_all(&to).unwrap(); // it was faster
+            continue;
+        }
+        assert_eq!(status.code(), Some(if signal == "INT" { 130 } else { 143 }));
+        let left: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(left.is_empty(), "{left:?}");
+        interrupted = true;
+    }
+    assert!(interrupted, "no run was slow enough to be interrupted");
+    succeed(&mut reshard(folder.path(), &["saved", "cut", "--tensor-model-parallel-size=4"]));
+    succeed(megatron().current_dir(folder.path()).args(["inspect", "cut"]));
 }
 
 #[test]
