@@ -13,6 +13,7 @@ use megatron::data::Paragraphs;
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::input::{Format, Input};
+use super::parquet::Rows;
 
 /// Bytes of the longest line of JSON that is read; memory is bounded by a few of them.
 pub const LONGEST_LINE: u64 = 64 << 20;
@@ -30,6 +31,8 @@ enum Content {
     Line(u64, Vec<u8>),
     /// A paragraph and whether the document ends with it.
     Paragraph(String, bool),
+    /// A whole document: the texts of each key.
+    Row(Vec<Vec<String>>),
 }
 
 impl Piece {
@@ -38,6 +41,7 @@ impl Piece {
         match &self.content {
             Content::Line(_, bytes) => bytes.len(),
             Content::Paragraph(text, _) => text.len(),
+            Content::Row(texts) => texts.iter().flatten().map(String::len).sum(),
         }
     }
 
@@ -46,13 +50,14 @@ impl Piece {
         !matches!(self.content, Content::Paragraph(_, false))
     }
 
-    /// The texts, each to become a sequence, of each of `keys`. A paragraph is the text of every key.
+    /// The texts, each to become a sequence, of each of `keys`, which are those of [`Pieces`]. A paragraph is the text of every key.
     ///
     /// # Errors
     /// `Error::Data` where a line is no JSON object or a key of it is missing or no text.
     pub fn texts(self, keys: &[String]) -> megatron::Result<Vec<Vec<String>>> {
         match self.content {
             Content::Paragraph(text, _) => Ok(vec![vec![text]; keys.len()]),
+            Content::Row(texts) => Ok(texts),
             Content::Line(number, bytes) => {
                 let mut deserializer = serde_json::Deserializer::from_slice(&bytes);
                 let parsed = Fields(keys).deserialize(&mut deserializer).and_then(|texts| {
@@ -74,17 +79,20 @@ impl Piece {
 /// The pieces of several files, in order.
 pub struct Pieces {
     inputs: VecDeque<Input>,
+    keys: Vec<String>,
     current: Option<(Arc<Path>, Reader)>,
 }
 
 enum Reader {
     Lines(Box<dyn BufRead + Send>, u64),
     Paragraphs(Paragraphs),
+    Rows(Rows),
 }
 
 impl Pieces {
-    pub fn new(inputs: impl IntoIterator<Item = Input>) -> Self {
-        Self { inputs: inputs.into_iter().collect(), current: None }
+    /// Those of `inputs`, for `keys`.
+    pub fn new(inputs: impl IntoIterator<Item = Input>, keys: &[String]) -> Self {
+        Self { inputs: inputs.into_iter().collect(), keys: keys.to_vec(), current: None }
     }
 
     fn read(&mut self) -> megatron::Result<Option<Piece>> {
@@ -95,16 +103,17 @@ impl Pieces {
                     Reader::Paragraphs(paragraphs) => {
                         paragraphs.read()?.map(|paragraph| Content::Paragraph(paragraph.text, paragraph.last))
                     }
+                    Reader::Rows(rows) => rows.read()?.map(Content::Row),
                 };
                 if let Some(content) = content {
                     return Ok(Some(Piece { path: path.clone(), content }));
                 }
             }
             let Some(input) = self.inputs.pop_front() else { return Ok(None) };
-            let source = input.open()?;
             let reader = match input.format {
-                Format::JsonLines => Reader::Lines(source, 0),
-                Format::Text => Reader::Paragraphs(Paragraphs::new(&input.path, source)),
+                Format::JsonLines => Reader::Lines(input.open()?, 0),
+                Format::Text => Reader::Paragraphs(Paragraphs::new(&input.path, input.open()?)),
+                Format::Parquet => Reader::Rows(Rows::open(&input.path, &self.keys)?),
             };
             self.current = Some((input.path.into(), reader));
         }
@@ -194,7 +203,7 @@ impl<'de> Visitor<'de> for Fields<'_> {
     }
 }
 
-/// A string, or a list of strings, each a sequence.
+/// A string, or a list of strings, each a sequence; nothing where the value is null.
 struct Text<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for Text<'_> {
@@ -218,6 +227,10 @@ impl<'de> Visitor<'de> for Text<'_> {
 
     fn visit_string<E: serde::de::Error>(self, text: String) -> Result<Self::Value, E> {
         Ok(vec![text])
+    }
+
+    fn visit_unit<E: serde::de::Error>(self) -> Result<Self::Value, E> {
+        Ok(Vec::new())
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
@@ -245,7 +258,9 @@ mod tests {
             r#"{"meta": {"text": "no", "n": [1, 2.5e3, null]}, "text": "a\n\u00e9\ud83d\ude00", "title": ["b", "c"]}"#;
         assert_eq!(texts(line, &["title", "text"]).unwrap(), [vec!["b", "c"], vec!["a\né😀"]]);
         assert_eq!(texts(r#"{"text": "a", "text": "b"}"#, &["text"]).unwrap(), [["b"]]);
-        assert_eq!(texts(r#"{"text": []}"#, &["text"]).unwrap(), [Vec::<String>::new()]);
+        for nothing in ["[]", "null"] {
+            assert_eq!(texts(&format!("{{\"text\": {nothing}}}"), &["text"]).unwrap(), [Vec::<String>::new()]);
+        }
     }
 
     #[test]
@@ -270,7 +285,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, content).unwrap();
-        Pieces::new([Input::new(&path).unwrap()]).collect()
+        Pieces::new([Input::new(&path).unwrap()], &["text".into()]).collect()
     }
 
     #[test]
@@ -290,7 +305,7 @@ mod tests {
         let mut encoder = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
         std::io::copy(&mut std::io::repeat(b'a').take(LONGEST_LINE + 5), &mut encoder).unwrap();
         encoder.finish().unwrap();
-        let found: Vec<_> = Pieces::new([Input::new(&path).unwrap()]).take(2).collect();
+        let found: Vec<_> = Pieces::new([Input::new(&path).unwrap()], &["text".into()]).take(2).collect();
         let message = found[0].as_ref().unwrap_err().to_string();
         assert!(message.contains("line 1 has more than 64 MiB"), "{message}");
     }

@@ -12,6 +12,8 @@ use megatron::Error;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
+use super::parquet::MAGIC;
+
 /// What a file is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -19,6 +21,8 @@ pub enum Format {
     JsonLines,
     /// The file is one document, its paragraphs are sequences.
     Text,
+    /// A row is a document. Compression is inside of it.
+    Parquet,
 }
 
 const BUFFER: usize = 1 << 18;
@@ -29,7 +33,7 @@ const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 
 /// Formats that are known but not read, by their first bytes, and what to do with them.
 const REFUSED: &[(&[u8], &str)] = &[
-    (b"PAR1", "is Parquet, which is not read; export it as JSON lines, one object with the text on each line"),
+    (MAGIC, "is Parquet; call it .parquet"),
     (b"BZh", "is compressed with bzip2, which is not read; recompress it with gzip or zstd"),
     (&[0xfd, b'7', b'z', b'X', b'Z', 0], "is compressed with xz, which is not read; recompress it with gzip or zstd"),
     (b"PK\x03\x04", "is a zip archive, which is not read; unpack it"),
@@ -51,6 +55,14 @@ impl Input {
         let input = Self { path: path.to_path_buf(), format: format(path)? };
         let mut file = input.buffered()?;
         let start = file.fill_buf().map_err(|error| Error::io("read", path, error))?;
+        if input.format == Format::Parquet {
+            return match start.starts_with(MAGIC) {
+                true => Ok(input),
+                false => {
+                    Err(Error::data(path, "is not Parquet: it does not begin with PAR1; copy, unpack or rename it"))
+                }
+            };
+        }
         match REFUSED.iter().find(|(magic, _)| start.starts_with(magic)) {
             Some((_, why)) => Err(Error::data(path, *why)),
             None => Ok(input),
@@ -95,24 +107,24 @@ fn format(path: &Path) -> megatron::Result<Format> {
     match bare.rsplit_once('.').map(|(_, ending)| ending) {
         Some("jsonl" | "json" | "ndjson") => Ok(Format::JsonLines),
         Some("txt" | "text") => Ok(Format::Text),
-        Some("parquet") => Err(Error::data(path, REFUSED[0].1)),
+        Some("parquet") => Ok(Format::Parquet),
         _ => Err(Error::data(
             path,
             "has a name that does not tell what it holds; call it .jsonl (a JSON object on each line) or .txt (text), \
-             with .gz or .zst after that if it is compressed",
+             with .gz or .zst after that if it is compressed, or .parquet",
         )),
     }
 }
 
 /// The frames of a zstd file, one after another.
-struct ZstdFrames<R> {
+pub struct ZstdFrames<R> {
     source: R,
     decoder: FrameDecoder,
     in_frame: bool,
 }
 
 impl<R: BufRead> ZstdFrames<R> {
-    fn new(source: R) -> Self {
+    pub fn new(source: R) -> Self {
         Self { source, decoder: FrameDecoder::new(), in_frame: false }
     }
 
@@ -249,8 +261,9 @@ mod tests {
     #[test]
     fn what_is_not_read_is_refused_by_name() {
         for (name, content, part) in [
-            ("a.parquet", &b"PAR1"[..], "Parquet"),
-            ("a.jsonl", b"PAR1....", "Parquet"),
+            ("a.parquet", &b"text"[..], "PAR1"),
+            ("a.parquet.gz", &[0x1f, 0x8b], "unpack"),
+            ("a.jsonl", b"PAR1....", ".parquet"),
             ("a.txt.bz2", b"BZh9", ".jsonl"),
             ("a.txt", b"BZh9", "bzip2"),
             ("a.jsonl", b"\xfd7zXZ\0", "xz"),

@@ -4,6 +4,7 @@
 
 mod documents;
 mod input;
+mod parquet;
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -21,8 +22,8 @@ use input::{Format, Input};
 
 /// Turn text into an indexed dataset for `--data-path`
 ///
-/// Reads JSON lines, of which every line is a document, and text, of which every file is a document with paragraphs as its sequences;
-/// plain or compressed with gzip or zstd. Writes PREFIX_KEY_document.bin and .idx for every key, byte for byte as Megatron-LM's
+/// Reads JSON lines, of which every line is a document, text, of which every file is a document with paragraphs as its sequences,
+/// either plain or compressed with gzip or zstd, and Parquet, of which every row is a document. Writes PREFIX_KEY_document.bin and .idx for every key, byte for byte as Megatron-LM's
 /// preprocess_data does: tokens of 16 bits for vocabularies below 65,500, else of 32. A document without text is kept as an empty
 /// one. Memory grows by 12 bytes a document only, and the files appear when they are whole.
 ///
@@ -32,10 +33,10 @@ use input::{Format, Input};
   megatron preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --append-eod --output-prefix data/corpus
   megatron pretrain run.toml --data-path data/corpus_text_document --tokenizer tokenizer.json")]
 pub struct PreprocessArgs {
-    /// Files to read, in this order: .jsonl, .json (a JSON object on each line) or .txt, with .gz or .zst if compressed
+    /// Files to read, in this order: .jsonl, .json (a JSON object on each line) or .txt, with .gz or .zst if compressed; .parquet
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     pub input: Vec<PathBuf>,
-    /// Keys of the JSON objects that hold text, each for a dataset of its own
+    /// Keys of the JSON objects, or columns, that hold text, each for a dataset of its own
     #[arg(long, value_name = "KEY", num_args = 1.., default_value = "text")]
     pub json_keys: Vec<String>,
     /// `byte`, or a tokenizer.json or its folder
@@ -128,7 +129,7 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
     let mut progress = Progress::new();
     let (sender, batches) = sync_channel(AHEAD);
     std::thread::scope(|scope| {
-        scope.spawn(move || send_batches(Pieces::new(inputs), &sender));
+        scope.spawn(move || send_batches(Pieces::new(inputs, &args.json_keys), &sender));
         // Dropped on an error, so that the reader stops.
         for batch in batches {
             let batch = batch?;
@@ -161,10 +162,11 @@ pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
     let inputs = open_inputs(&args.input, &args.json_keys)?;
     create_folder(&args.output)?;
     let keys = args.json_keys.clone();
-    let texts = Pieces::new(inputs).flat_map(move |piece| match piece.and_then(|piece| piece.texts(&keys)) {
-        Ok(texts) => texts.into_iter().flatten().map(Ok).collect(),
-        Err(error) => vec![Err(error)],
-    });
+    let texts =
+        Pieces::new(inputs, &keys.clone()).flat_map(move |piece| match piece.and_then(|piece| piece.texts(&keys)) {
+            Ok(texts) => texts.into_iter().flatten().map(Ok).collect(),
+            Err(error) => vec![Err(error)],
+        });
     let tokenizer = Tokenizer::train_on(texts, args.vocab_size, &args.output)?;
     print_line(&format!("{}: {} tokens", args.output.display(), tokenizer.vocab_size()));
     Ok(0)
@@ -199,7 +201,7 @@ fn send_batches(pieces: Pieces, sender: &SyncSender<megatron::Result<Vec<Piece>>
     for piece in pieces {
         match piece {
             Ok(piece) => {
-                bytes += piece.len();
+                bytes += piece.len() + size_of::<Piece>(); // documents may be empty
                 batch.push(piece);
             }
             Err(error) => {

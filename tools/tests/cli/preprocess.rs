@@ -96,7 +96,7 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
     let preprocess = |words: &[&str]| run(root, &[&["preprocess", "--output-prefix", "x"], words].concat());
     for (words, parts) in [
         (&["--tokenizer", "byte", "--input", "a.jsonl"][..], &["a.jsonl: line 2", "no key \"text\"", "body"][..]),
-        (&["--tokenizer", "byte", "--input", "p.parquet"], &["p.parquet", "Parquet", "JSON lines"]),
+        (&["--tokenizer", "byte", "--input", "p.parquet"], &["p.parquet", "not a whole Parquet file"]),
         (&["--tokenizer", "byte", "--input", "none.txt"], &["none.txt: does not exist"]),
         (&["--tokenizer", "byte", "--input", "empty.jsonl"], &["x_text_document", "no text"]),
         (&["--tokenizer", "train:300", "--input", "t.txt"], &["megatron tokenizer train"]),

@@ -1,0 +1,221 @@
+//! What a Parquet file says of itself: its columns, and where the data of those that are wanted lie.
+//!
+//! Source: parquet-format, `src/main/thrift/parquet.thrift`.
+
+use super::Read;
+use super::thrift::{Kind, Thrift};
+
+/// A wanted column.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ColumnInfo {
+    /// Its place among the columns that have data.
+    leaf: usize,
+    /// Rows may have no value.
+    pub optional: bool,
+}
+
+/// Where a column's values of a group of rows lie.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ChunkInfo {
+    pub codec: i64,
+    pub start: u64,
+    pub end: u64,
+}
+
+/// Consecutive rows.
+#[derive(Debug)]
+pub struct RowGroup {
+    pub rows: u64,
+    /// A chunk for each wanted column.
+    pub chunks: Vec<ChunkInfo>,
+}
+
+/// What is needed of a file's description.
+#[derive(Debug)]
+pub struct Metadata {
+    pub columns: Vec<ColumnInfo>,
+    pub groups: Vec<RowGroup>,
+}
+
+/// A field of a row, or a structure of several.
+#[derive(Default)]
+struct SchemaElement {
+    name: String,
+    physical: Option<i64>,
+    repetition: i64,
+    children: i64,
+    converted: Option<i64>,
+}
+
+const OPTIONAL: i64 = 1;
+const REPEATED: i64 = 2;
+const BYTE_ARRAY: i64 = 6;
+const PHYSICAL: [&str; 8] =
+    ["truth values", "i32", "i64", "i96", "f32", "f64", "byte strings", "byte strings of one length"];
+/// Byte strings that are no text, by their converted type.
+const NO_TEXT: [(i64, &str); 3] = [(5, "decimals"), (12, "BSON"), (21, "intervals")];
+/// Columns that are named where the wanted one is missing.
+const NAMED: usize = 8;
+
+impl Metadata {
+    /// Reads the description of a file whose data lie before `data_end`, for the columns called `keys`.
+    pub fn read(bytes: &[u8], keys: &[String], data_end: u64) -> Read<Self> {
+        let (mut schema, mut columns) = (Vec::new(), None);
+        let mut groups = Vec::new();
+        let described = &mut |id, kind, thrift: &mut Thrift| {
+            match (id, kind) {
+                (2, Kind::List) => {
+                    each(thrift, |thrift| Ok(schema.push(element(thrift)?)))?;
+                    columns = Some(keys.iter().map(|key| find(&schema, key)).collect::<Read<Vec<_>>>()?);
+                }
+                (4, Kind::List) => {
+                    let columns = columns.as_ref().ok_or("its rows come before its columns")?;
+                    each(thrift, |thrift| Ok(groups.push(row_group(thrift, columns, data_end)?)))?;
+                }
+                (8, _) => return Err("it is encrypted; decrypt it first".into()),
+                _ => return Ok(false),
+            }
+            Ok(true)
+        };
+        Thrift::new(bytes).structure(described)?;
+        Ok(Self { columns: columns.ok_or("it describes no columns")?, groups })
+    }
+}
+
+/// Hands every element of a list of structures to `f`.
+fn each(thrift: &mut Thrift, mut f: impl FnMut(&mut Thrift) -> Read<()>) -> Read<()> {
+    match thrift.list()? {
+        (Kind::Struct, len) => (0..len).try_for_each(|_| f(thrift)),
+        (_, 0) => Ok(()),
+        (kind, _) => Err(format!("where structures should be there are elements of type {kind:?}")),
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn element(thrift: &mut Thrift) -> Read<SchemaElement> {
+    let mut element = SchemaElement::default();
+    thrift.structure(&mut |id, kind, thrift| {
+        match (id, kind) {
+            (1, Kind::Int) => element.physical = Some(thrift.int()?),
+            (3, Kind::Int) => element.repetition = thrift.int()?,
+            (4, Kind::Binary) => element.name = text(thrift.binary()?),
+            (5, Kind::Int) => element.children = thrift.int()?,
+            (6, Kind::Int) => element.converted = Some(thrift.int()?),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    })?;
+    Ok(element)
+}
+
+/// The column of text called `key`. The schema is a tree, depth first, under a root.
+fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
+    let (mut leaf, mut names) = (0, Vec::new());
+    let mut at = 1;
+    while let Some(top) = schema.get(at) {
+        let first_leaf = leaf;
+        // Elements of the tree below this one that are still to come.
+        let mut open = 1i64;
+        while open > 0 {
+            let part = schema.get(at).ok_or("its columns do not form a tree")?;
+            leaf += usize::from(part.children <= 0);
+            open = open.saturating_add(part.children.max(0)) - 1;
+            at += 1;
+        }
+        if top.name != key {
+            names.push(top.name.as_str());
+            continue;
+        }
+        let refuse = |what: &str| {
+            Err(format!("column {key:?} holds {what}, not one text in each row; give --json-keys another"))
+        };
+        if top.children > 0 || top.repetition == REPEATED {
+            return refuse("lists or structures");
+        }
+        return match (top.physical, top.converted) {
+            (Some(BYTE_ARRAY), converted) => match NO_TEXT.iter().find(|(number, _)| Some(*number) == converted) {
+                Some((_, what)) => refuse(what),
+                None => Ok(ColumnInfo { leaf: first_leaf, optional: top.repetition == OPTIONAL }),
+            },
+            (physical, _) => {
+                let known = physical.and_then(|number| PHYSICAL.get(usize::try_from(number).ok()?));
+                refuse(known.unwrap_or(&"values of an unknown type"))
+            }
+        };
+    }
+    let found = if names.is_empty() { "none".into() } else { names[..names.len().min(NAMED)].join(", ") };
+    Err(format!("there is no column {key:?}; give --json-keys one of those that are there: {found}"))
+}
+
+fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read<RowGroup> {
+    let mut group = RowGroup { rows: 0, chunks: Vec::new() };
+    thrift.structure(&mut |id, kind, thrift| {
+        match (id, kind) {
+            (1, Kind::List) => {
+                let (mut leaf, mut found) = (0, vec![None; columns.len()]);
+                each(thrift, |thrift| {
+                    let wanted = columns.iter().position(|column| column.leaf == leaf);
+                    leaf += 1;
+                    match wanted {
+                        Some(at) => found[at] = Some(chunk(thrift, data_end)?),
+                        None => thrift.structure(&mut |_, _, _| Ok(false))?,
+                    }
+                    Ok(())
+                })?;
+                group.chunks = found.into_iter().collect::<Option<_>>().ok_or("a group of rows lacks a column")?;
+            }
+            (3, Kind::Int) => group.rows = thrift.int()?.try_into().map_err(|_| "a group has less than no rows")?,
+            _ => return Ok(false),
+        }
+        Ok(true)
+    })?;
+    if group.chunks.is_empty() {
+        return Err("a group of rows has no columns".into());
+    }
+    Ok(group)
+}
+
+fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
+    let mut described = None;
+    thrift.structure(&mut |id, kind, thrift| {
+        match (id, kind) {
+            (1, Kind::Binary) => {
+                let file = text(thrift.binary()?);
+                return Err(format!("its data lie in another file, {file:?}; give that one"));
+            }
+            (3, Kind::Struct) => described = Some(chunk_data(thrift)?),
+            (8 | 9, _) => return Err("it is encrypted; decrypt it first".into()),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    })?;
+    let [codec, bytes, data, dictionary] = described.ok_or("a column's data is not described")?;
+    // Of a dictionary, which comes first, old writers say nothing or 0.
+    let start = if dictionary > 0 { data.min(dictionary) } else { data };
+    let place = || {
+        let start = u64::try_from(start).ok()?;
+        let end = start.checked_add(u64::try_from(bytes).ok()?)?;
+        (start >= 4 && end <= data_end).then_some(ChunkInfo { codec, start, end })
+    };
+    place().ok_or_else(|| format!("a column's {bytes} bytes from {start} on are not in the file"))
+}
+
+/// Codec, compressed bytes, offset of the first page of data, offset of the dictionary.
+fn chunk_data(thrift: &mut Thrift) -> Read<[i64; 4]> {
+    let mut found = [0; 4];
+    thrift.structure(&mut |id, kind, thrift| {
+        let at = match (id, kind) {
+            (4, Kind::Int) => 0,
+            (7, Kind::Int) => 1,
+            (9, Kind::Int) => 2,
+            (11, Kind::Int) => 3,
+            _ => return Ok(false),
+        };
+        found[at] = thrift.int()?;
+        Ok(true)
+    })?;
+    Ok(found)
+}
