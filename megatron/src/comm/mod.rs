@@ -17,6 +17,8 @@ mod collectives;
 mod communicator;
 mod endpoint;
 mod executor;
+#[doc(hidden)]
+pub mod fuzz;
 mod group;
 mod inbox;
 mod local;

@@ -12,6 +12,8 @@ mod bpe;
 mod cache;
 mod cyclic;
 mod documents;
+#[doc(hidden)]
+pub mod fuzz;
 mod gpt_dataset;
 mod index_file;
 pub mod indexed;

@@ -5,7 +5,7 @@ pub mod flags;
 mod layout;
 mod nearest;
 mod resolve;
-mod run_file;
+pub mod run_file;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

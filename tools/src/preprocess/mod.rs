@@ -2,8 +2,8 @@
 //!
 //! Source: Megatron-LM `tools/preprocess_data.py`, whose output for the same tokens is the same bytes.
 
-mod documents;
-mod input;
+pub mod documents;
+pub mod input;
 mod parquet;
 
 use std::path::{Path, PathBuf};

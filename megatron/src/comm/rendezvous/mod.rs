@@ -10,7 +10,7 @@ mod join;
 mod server;
 mod store;
 mod tcp_store;
-mod wire;
+pub(super) mod wire;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -6,25 +6,25 @@
 use std::io::{self, Read, Write};
 
 /// What both sides say first; anything else is another program.
-pub(super) const GREETING: &[u8; 8] = b"MGTSTOR1";
+pub(in crate::comm) const GREETING: &[u8; 8] = b"MGTSTOR1";
 /// Longest key in bytes.
-pub(super) const MAX_KEY: usize = 1024;
+pub(in crate::comm) const MAX_KEY: usize = 1024;
 /// Longest value in bytes.
-pub(super) const MAX_VALUE: usize = 1 << 20;
+pub(in crate::comm) const MAX_VALUE: usize = 1 << 20;
 
-pub(super) const SET: u8 = 1;
-pub(super) const GET: u8 = 2;
+pub(in crate::comm) const SET: u8 = 1;
+pub(in crate::comm) const GET: u8 = 2;
 /// The value is an i64.
-pub(super) const ADD: u8 = 3;
-pub(super) const LIST: u8 = 4;
+pub(in crate::comm) const ADD: u8 = 3;
+pub(in crate::comm) const LIST: u8 = 4;
 /// The value is the milliseconds to wait, u32.
-pub(super) const WAIT: u8 = 5;
+pub(in crate::comm) const WAIT: u8 = 5;
 
-pub(super) const OK: u8 = 0;
-pub(super) const NONE: u8 = 1;
-pub(super) const REFUSED: u8 = 2;
+pub(in crate::comm) const OK: u8 = 0;
+pub(in crate::comm) const NONE: u8 = 1;
+pub(in crate::comm) const REFUSED: u8 = 2;
 
-pub(super) struct Request {
+pub(in crate::comm) struct Request {
     pub operation: u8,
     pub key: String,
     pub value: Vec<u8>,
@@ -49,11 +49,11 @@ fn read_bytes(from: &mut impl Read, len: usize, most: usize) -> io::Result<Vec<u
     Ok(bytes)
 }
 
-pub(super) fn read_greeting(from: &mut impl Read) -> io::Result<()> {
+pub(in crate::comm) fn read_greeting(from: &mut impl Read) -> io::Result<()> {
     if &read_array::<8>(from)? == GREETING { Ok(()) } else { Err(invalid("it is another program")) }
 }
 
-pub(super) fn write_request(to: &mut impl Write, request: &Request) -> io::Result<()> {
+pub(in crate::comm) fn write_request(to: &mut impl Write, request: &Request) -> io::Result<()> {
     let Request { operation, key, value } = request;
     if key.len() > MAX_KEY || value.len() > MAX_VALUE {
         return Err(invalid(format!("key of {} or value of {} bytes is too long", key.len(), value.len())));
@@ -66,7 +66,7 @@ pub(super) fn write_request(to: &mut impl Write, request: &Request) -> io::Resul
     to.write_all(&bytes)
 }
 
-pub(super) fn read_request(from: &mut impl Read) -> io::Result<Request> {
+pub(in crate::comm) fn read_request(from: &mut impl Read) -> io::Result<Request> {
     let [operation] = read_array(from)?;
     let len = usize::from(u16::from_le_bytes(read_array(from)?));
     let key = String::from_utf8(read_bytes(from, len, MAX_KEY)?).map_err(|e| invalid(e.to_string()))?;
@@ -74,14 +74,14 @@ pub(super) fn read_request(from: &mut impl Read) -> io::Result<Request> {
     Ok(Request { operation, key, value: read_bytes(from, len, MAX_VALUE)? })
 }
 
-pub(super) fn write_reply(to: &mut impl Write, status: u8, value: &[u8]) -> io::Result<()> {
+pub(in crate::comm) fn write_reply(to: &mut impl Write, status: u8, value: &[u8]) -> io::Result<()> {
     let mut bytes = vec![status];
     bytes.extend_from_slice(&(value.len() as u32).to_le_bytes());
     bytes.extend_from_slice(value);
     to.write_all(&bytes)
 }
 
-pub(super) fn read_reply(from: &mut impl Read) -> io::Result<(u8, Vec<u8>)> {
+pub(in crate::comm) fn read_reply(from: &mut impl Read) -> io::Result<(u8, Vec<u8>)> {
     let [status] = read_array(from)?;
     let len = u32::from_le_bytes(read_array(from)?) as usize;
     // A list of keys may be longer than any one value.

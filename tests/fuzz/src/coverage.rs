@@ -1,0 +1,72 @@
+//! Which edges of the program ran: counters that instrumented code increments (clang's SanitizerCoverage, inline 8-bit counters).
+//!
+//! Without instrumentation there are none, and fuzzing is blind.
+#![allow(unsafe_code)]
+
+use std::sync::Mutex;
+
+/// Sections of counters, one for each instrumented object: address and length.
+static SECTIONS: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
+
+/// Called by every instrumented object when the program starts.
+#[unsafe(no_mangle)]
+extern "C" fn __sanitizer_cov_8bit_counters_init(start: *mut u8, stop: *mut u8) {
+    let (start, len) = (start as usize, stop as usize - start as usize);
+    if let Ok(mut sections) = SECTIONS.lock()
+        && len > 0
+        && !sections.contains(&(start, len))
+    {
+        sections.push((start, len));
+    }
+}
+
+/// What was seen of the counters so far: for each, a bit for every order of magnitude.
+#[derive(Default)]
+pub struct Coverage(Vec<u8>);
+
+impl Coverage {
+    /// Counters of edges that ran at all.
+    pub fn edges(&self) -> usize {
+        self.0.iter().filter(|&&seen| seen != 0).count()
+    }
+
+    /// Sets all counters to zero.
+    pub fn reset() {
+        for_each(|counter| *counter = 0);
+    }
+
+    /// Adds the counters; returns whether any shows what was not seen before.
+    pub fn add(&mut self) -> bool {
+        let (mut at, mut new) = (0, false);
+        for_each(|counter| {
+            if at == self.0.len() {
+                self.0.push(0);
+            }
+            let bit = match *counter {
+                0 => 0,
+                1 => 1,
+                2 => 2,
+                3 => 4,
+                4..8 => 8,
+                8..16 => 16,
+                16..32 => 32,
+                32..128 => 64,
+                128.. => 128,
+            };
+            new |= self.0[at] & bit != bit;
+            self.0[at] |= bit;
+            at += 1;
+        });
+        new
+    }
+}
+
+fn for_each(mut f: impl FnMut(&mut u8)) {
+    let Ok(sections) = SECTIONS.lock() else { return };
+    for &(start, len) in sections.iter() {
+        // SAFETY: the section is static memory of bytes that only instrumented code writes, each as a byte. Other threads may
+        // count at the same time; a count that is lost does no harm.
+        let counters = unsafe { std::slice::from_raw_parts_mut(start as *mut u8, len) };
+        counters.iter_mut().for_each(&mut f);
+    }
+}

@@ -1,0 +1,93 @@
+//! Fuzzing of one target: inputs that show something new are kept and changed further.
+
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::coverage::Coverage;
+use crate::memory::peak_of;
+use crate::mutate::{Random, mutate};
+use crate::targets::Target;
+
+/// Bytes that a run may take for each byte of input, beyond what the target may always take.
+const MEMORY_PER_BYTE: usize = 4096;
+const TIME: Duration = Duration::from_secs(5);
+
+/// What a target went through.
+pub struct Report {
+    pub runs: u64,
+    pub inputs: usize,
+    pub edges: usize,
+}
+
+/// Runs the target on its seeds and on changes of them for `time`. `current` is where the present input lies, for when the
+/// process dies of it.
+///
+/// # Errors
+/// The input that broke the rule, and how.
+pub fn fuzz(target: &Target, time: Duration, seed: u64, current: &Path) -> Result<Report, (Vec<u8>, String)> {
+    let folder = tempfile::tempdir_in(scratch()).map_err(|error| (Vec::new(), format!("no folder: {error}")))?;
+    let (mut coverage, mut random) = (Coverage::default(), Random::new(seed));
+    let mut inputs: Vec<Vec<u8>> = (target.seeds)();
+    inputs.extend(found(target.name));
+    let mut runs = 0;
+    let mut run = |input: &[u8], coverage: &mut Coverage| {
+        runs += 1;
+        attempt(target, folder.path(), input, coverage, current).map_err(|why| (input.to_vec(), why))
+    };
+    for input in &inputs {
+        run(input, &mut coverage)?;
+    }
+    let start = Instant::now();
+    while start.elapsed() < time {
+        // Late ones more often: they are what was found last.
+        let (a, b) = (random.below(inputs.len()), random.below(inputs.len()));
+        let mut input = inputs[a.max(b)].clone();
+        let other = &inputs[random.below(inputs.len())];
+        mutate(&mut random, &mut input, other, target.words);
+        if run(&input, &mut coverage)? {
+            inputs.push(input);
+        }
+    }
+    Ok(Report { runs, inputs: inputs.len(), edges: coverage.edges() })
+}
+
+/// Inputs that broke the rule once.
+fn found(target: &str) -> Vec<Vec<u8>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("found").join(target);
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|entry| fs::read(entry.path()).ok()).collect()
+}
+
+/// Memory, where the system offers a folder in it.
+fn scratch() -> PathBuf {
+    let shared = Path::new("/dev/shm");
+    if shared.is_dir() { shared.to_path_buf() } else { std::env::temp_dir() }
+}
+
+/// Runs once; returns whether something new was seen.
+fn attempt(
+    target: &Target,
+    folder: &Path,
+    input: &[u8],
+    coverage: &mut Coverage,
+    current: &Path,
+) -> Result<bool, String> {
+    fs::write(current, input).map_err(|error| format!("{}: {error}", current.display()))?;
+    Coverage::reset();
+    let start = Instant::now();
+    let (result, peak) = peak_of(|| catch_unwind(AssertUnwindSafe(|| (target.run)(folder, input))));
+    let elapsed = start.elapsed();
+    if result.is_err() {
+        return Err("it panicked".into());
+    }
+    let most = target.memory + MEMORY_PER_BYTE * input.len();
+    if peak > most {
+        return Err(format!("it took {} MB for {} bytes", peak / 1_000_000, input.len()));
+    }
+    if elapsed > TIME {
+        return Err(format!("it took {:.1} s", elapsed.as_secs_f64()));
+    }
+    Ok(coverage.add())
+}

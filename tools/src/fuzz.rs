@@ -1,0 +1,25 @@
+//! What reads files from outside, for fuzzing (`tests/fuzz`).
+
+use std::path::Path;
+
+use crate::cli::run_file;
+use crate::preprocess::documents::Pieces;
+use crate::preprocess::input::Input;
+
+/// Documents that are read of one input: a few bytes may be any number of empty ones.
+const MOST: usize = 2000;
+
+/// Reads a run file.
+pub fn run_file(path: &Path) {
+    let _ = run_file::read(path);
+}
+
+/// Reads the documents of an input of `preprocess`.
+pub fn documents(path: &Path) {
+    let keys = ["text".to_string()];
+    let Ok(input) = Input::new(path) else { return };
+    for piece in Pieces::new([input], &keys).take(MOST) {
+        let Ok(piece) = piece else { return };
+        let _ = piece.texts(&keys);
+    }
+}

@@ -1,0 +1,67 @@
+//! The `megatron` program, as a library so that its parsers can be fuzzed.
+
+mod bench;
+mod cli;
+mod convert;
+mod error;
+mod fault;
+#[doc(hidden)]
+pub mod fuzz;
+mod inference;
+mod inspect;
+mod launch;
+mod launcher;
+mod preprocess;
+mod pretrain;
+mod ranks;
+mod report;
+mod reshard;
+mod signals;
+
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+
+use cli::{Request, Stop};
+use error::Error;
+
+/// The program: reads the command line, and returns the code to end with.
+pub fn main() -> ExitCode {
+    fault::install_panic_hook();
+    let code = catch_unwind(AssertUnwindSafe(|| {
+        run().unwrap_or_else(|error| {
+            fault::report(&error);
+            error.exit_code()
+        })
+    }));
+    ExitCode::from(code.unwrap_or(fault::PANICKED))
+}
+
+fn run() -> error::Result<u8> {
+    kernels::Isa::requested().map_err(Error::usage)?;
+    let words: Vec<_> = std::env::args_os().collect();
+    match cli::parse(&words) {
+        Ok(Request::Pretrain(settings)) => pretrain::run(&settings),
+        Ok(Request::Launch(launch)) => launcher::run(&launch),
+        Ok(Request::Preprocess(args)) => preprocess::run(&args),
+        Ok(Request::Tokenizer(args)) => preprocess::run_tokenizer(&args),
+        Ok(Request::Import(args)) => convert::import(&args),
+        Ok(Request::Export(args)) => convert::export(&args),
+        Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
+        Ok(Request::Reshard(args, origins)) => reshard::run(&args, &origins),
+        Ok(Request::Inspect(args)) => inspect::run(&args),
+        Ok(Request::Generate(args)) => inference::generate::run(&args),
+        Ok(Request::Eval(args)) => inference::evaluate::run(&args),
+        Err(Stop::Error(error)) => Err(error),
+        // Under a supervisor, the usage errors of all ranks become one message.
+        Err(Stop::Clap(error)) if error.use_stderr() && std::env::var_os(fault::SUPERVISED).is_some() => {
+            Err(Error::usage(error.to_string().trim_start_matches("error: ").trim_end()))
+        }
+        Err(Stop::Clap(error)) => error.exit(),
+    }
+}
+
+/// Prints a line; a reader that went away is no reason to stop.
+fn print_line(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
