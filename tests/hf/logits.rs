@@ -1,0 +1,56 @@
+//! Writes the logits that a checkpoint's model gives to some tokens.
+//!
+//!     cargo run --release --example logits -- CHECKPOINT TOKENS.safetensors LOGITS.safetensors
+//!
+//! In: `tokens` [s], integers. Out: `logits` [s, vocabulary], f32.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use megatron::config::Recompute;
+use megatron::data::MicroBatch;
+use megatron::tensor_parallel::Phase;
+use megatron::train::{Inference, checkpoint_model};
+use megatron::{Error, Result, checkpoint, comm};
+use models::Gpt;
+use system_tests::{Style, layout, tiny};
+
+fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
+    let (dtype, device) = (DType::F32, Device::Cpu);
+    let folder = checkpoint::locate(folder, None)?;
+    let config = checkpoint_model(&folder)?;
+    let model = Gpt::new(&config, 1, false, Recompute::None, dtype, &device)?;
+    let parallel = layout(tiny(Style::Gpt2, 0.0), 1, 1, 1).parallel;
+    let inference = Inference::new(&config, &model, &parallel, comm::solo(), dtype, &device)?;
+    inference.load(&folder)?;
+    let length = tokens.elem_count();
+    let batch = MicroBatch {
+        tokens: tokens.to_dtype(DType::U32)?.reshape((length, 1))?,
+        labels: Tensor::zeros((length, 1), DType::U32, &device)?,
+        loss_mask: Tensor::zeros((length, 1), DType::F32, &device)?,
+        samples: vec![0],
+    };
+    let ctx = inference.stage.ctx(&batch, Phase::Evaluate, 0.0);
+    let chunk = &inference.stage.chunks[0];
+    let (Some(embedding), Some(head)) = (&chunk.embedding, &chunk.head) else {
+        return Err(Error::config("one process holds both ends of a model"));
+    };
+    let mut x = embedding.forward(&ctx)?.0;
+    for layer in &chunk.layers {
+        x = layer.forward(x, &ctx)?.0;
+    }
+    let rows: Result<Vec<_>> = (0..length).map(|row| Ok(head.logits_at(&x, &[row], &ctx)?.flatten_all()?)).collect();
+    Ok(Tensor::stack(&rows?, 0)?)
+}
+
+fn main() -> Result<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let [folder, tokens, out] = words.as_slice() else {
+        return Err(Error::config("usage: logits CHECKPOINT TOKENS.safetensors LOGITS.safetensors"));
+    };
+    let held = candle_core::safetensors::load(tokens, &Device::Cpu)?;
+    let tokens = held.get("tokens").ok_or_else(|| Error::config("there is no tensor called tokens"))?;
+    let logits = logits(Path::new(folder), tokens)?;
+    Ok(candle_core::safetensors::save(&HashMap::from([("logits", logits)]), out)?)
+}
