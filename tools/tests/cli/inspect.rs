@@ -60,7 +60,11 @@ fn without_a_pointer_the_only_checkpoint_is_meant_and_of_several_the_iterations_
     let text = refused(folder.path(), &["saved"]);
     assert!(text.contains("iterations 3, 2, 1; name the folder of one"), "{text}");
     assert!(inspected(folder.path(), &["saved", "--iteration=2"]).contains("iteration   2\n"));
-    let output = megatron().current_dir(folder.path()).args(["eval", "--load", "saved"]).output().unwrap();
+    let output = megatron()
+        .current_dir(folder.path())
+        .args(["eval", "--load", "saved", "--data-path", "text.txt"])
+        .output()
+        .unwrap();
     assert!(stderr(&output).contains("iterations 3, 2, 1"), "{}", stderr(&output));
     for iteration in [1, 3] {
         fs::remove_dir_all(saved.join(format!("iter_000000{iteration}"))).unwrap();

@@ -51,7 +51,7 @@ fn damaged_files_are_errors() {
     let mut errors = 0;
     for name in ["plain", "zstd-delta", "lz4-delta-length", "snappy-v2"] {
         let whole = std::fs::read(fixture(name)).unwrap();
-        for at in (0..whole.len()).step_by(1 + whole.len() / 2000) {
+        for at in (0..whole.len()).step_by(1 + whole.len() / 600) {
             for change in [0x01, 0x80, 0xff] {
                 let mut bytes = whole.clone();
                 bytes[at] ^= change;
@@ -67,7 +67,7 @@ fn damaged_files_are_errors() {
             assert!(read(&path, &["text"]).is_err());
         }
     }
-    assert!(errors > 1000, "{errors}");
+    assert!(errors > 500, "{errors}");
 }
 
 #[test]
