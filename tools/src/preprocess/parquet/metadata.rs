@@ -65,12 +65,12 @@ impl Metadata {
         let described = &mut |id, kind, thrift: &mut Thrift| {
             match (id, kind) {
                 (2, Kind::List) => {
-                    each(thrift, |thrift| Ok(schema.push(element(thrift)?)))?;
+                    each(thrift, |thrift| element(thrift).map(|element| schema.push(element)))?;
                     columns = Some(keys.iter().map(|key| find(&schema, key)).collect::<Read<Vec<_>>>()?);
                 }
                 (4, Kind::List) => {
                     let columns = columns.as_ref().ok_or("its rows come before its columns")?;
-                    each(thrift, |thrift| Ok(groups.push(row_group(thrift, columns, data_end)?)))?;
+                    each(thrift, |thrift| row_group(thrift, columns, data_end).map(|group| groups.push(group)))?;
                 }
                 (8, _) => return Err("it is encrypted; decrypt it first".into()),
                 _ => return Ok(false),
