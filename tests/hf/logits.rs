@@ -9,7 +9,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use megatron::config::Recompute;
-use megatron::data::MicroBatch;
+use megatron::data::{Documents, MicroBatch};
 use megatron::tensor_parallel::Phase;
 use megatron::train::{Inference, checkpoint_model};
 use megatron::{Error, Result, checkpoint, comm};
@@ -30,6 +30,7 @@ fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
         labels: Tensor::zeros((length, 1), DType::U32, &device)?,
         loss_mask: Tensor::zeros((length, 1), DType::F32, &device)?,
         samples: vec![0],
+        documents: Documents::default(),
     };
     let ctx = inference.stage.ctx(&batch, Phase::Evaluate, 0.0);
     let chunk = &inference.stage.chunks[0];
