@@ -29,4 +29,4 @@ mod simd;
 mod view;
 
 pub use error::{Error, Result};
-pub use simd::Isa;
+pub use simd::{Isa, vectorize};

@@ -5,10 +5,27 @@ use std::time::{Duration, Instant};
 
 use super::CommOptions;
 use super::inbox::{Inbox, Key, Look, Loss};
+use super::local::{Arena, Side};
 use super::message::{Header, Message, Payload};
 
 /// How often a wait looks whether its peer still lives and whether the run is over.
 pub(crate) const TICK: Duration = Duration::from_millis(100);
+
+/// Ticks in which a rank that waits says so several times, on a busy machine too.
+pub(crate) const LOOKS: usize = 5;
+
+/// Where the chains of waiting ranks end that begin with `missing`, in a world of `size`; a rank itself if it waits in a circle.
+/// `awaited` says whom a rank waits for.
+pub(crate) fn ends_of_chains(missing: Vec<usize>, size: usize, awaited: impl Fn(usize) -> Option<usize>) -> Vec<usize> {
+    let end = |first: usize| {
+        let mut chain = std::iter::successors(Some(first), |rank| awaited(*rank)).take(size + 1);
+        chain.find(|rank| awaited(*rank).is_none()).unwrap_or(first)
+    };
+    let mut ends: Vec<usize> = missing.into_iter().map(end).collect();
+    ends.sort_unstable();
+    ends.dedup();
+    ends
+}
 
 /// A backend: how bytes get from this rank to the others. Ranks are those of the world.
 pub(crate) trait Link: Send + Sync {
@@ -38,6 +55,27 @@ pub(crate) trait Link: Send + Sync {
 
     /// Tells every rank that the run is over because of `loss`.
     fn spread(&self, loss: &Loss);
+
+    /// Memory that all ranks of the world share.
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        None
+    }
+
+    /// Whether ranks may have a core each, so that looking again and again before sleeping takes nothing from others.
+    fn alone(&self) -> bool {
+        false
+    }
+
+    /// This rank waits for `src`; to be said again while it does.
+    fn awaits(&self, _src: usize) {}
+
+    /// This rank has what it waited for.
+    fn awaits_nobody(&self) {}
+
+    /// Why no more will come from `src`, if so.
+    fn gone(&self, _src: usize) -> Option<Loss> {
+        None
+    }
 }
 
 /// Why a wait ended without its message.
@@ -63,7 +101,7 @@ impl Endpoint {
     /// Queues a message for world rank `dst`, which may be this one.
     pub fn send(&self, dst: usize, header: Header, payload: Payload) {
         if dst == self.rank {
-            self.inbox.push(dst, Message { header, payload });
+            self.inbox.push(dst, Message::whole(header, payload));
         } else {
             self.link.send(dst, header, payload);
         }
@@ -97,7 +135,7 @@ impl Endpoint {
                         continue;
                     }
                 },
-                Look::Nothing => {}
+                Look::Nothing => self.link.awaits(src),
             }
             if let Some(loss) = self.link.check() {
                 self.condemn(loss);
@@ -107,6 +145,51 @@ impl Endpoint {
                 return Err(Failure::TimedOut);
             }
         }
+    }
+
+    /// Waits until world rank `src` has brought about `ready` by moving `side` on. `deadline` is asked again at every tick.
+    pub fn wait_until(
+        &self,
+        src: usize,
+        side: &Side,
+        ready: impl Fn() -> bool,
+        deadline: impl Fn() -> Instant,
+    ) -> Result<(), Failure> {
+        if ready() || Side::spin(self.link.alone(), &ready) {
+            return Ok(());
+        }
+        loop {
+            self.link.awaits(src);
+            let patience = deadline().saturating_duration_since(Instant::now()).min(TICK);
+            if side.wait(patience, &ready) {
+                self.link.awaits_nobody();
+                return Ok(());
+            }
+            let loss = self.loss_of(src);
+            // What it did before it went counts.
+            if ready() {
+                return Ok(());
+            }
+            if let Some(loss) = loss {
+                self.condemn(loss.clone());
+                return Err(Failure::Lost(self.inbox.verdict().unwrap_or(loss)));
+            }
+            if Instant::now() >= deadline() {
+                return Err(Failure::TimedOut);
+            }
+        }
+    }
+
+    /// Why waiting for world rank `src` is in vain, if so.
+    fn loss_of(&self, src: usize) -> Option<Loss> {
+        // The verdict first: it says why others have left meanwhile.
+        let verdict = || self.inbox.verdict().or_else(|| self.link.check());
+        verdict().or_else(|| self.inbox.lost(src)).or_else(|| self.link.gone(src))
+    }
+
+    /// Memory that all ranks of the world share, if the backend has any.
+    pub fn arena(&self) -> Option<&Arc<Arena>> {
+        self.link.arena()
     }
 
     /// Whether the message is here already.

@@ -1,7 +1,7 @@
 //! A group of ranks over any backend: the [`Communicator`] that `threads`, `local` and `tcp` share.
 //!
 //! Groups of one world share its connections; messages carry the group's identity, so a split costs one exchange of
-//! (color, key) and no new resources.
+//! (color, key) and, where ranks share memory, a window of it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,11 +16,15 @@ use super::communicator::{Communicator, Group, Pending, ReduceOp, Work};
 use super::endpoint::{Endpoint, Failure};
 use super::executor::Executor;
 use super::inbox::{Key, Loss, lock};
+use super::local::{PIECE, Side, Windows};
 use super::message::{Call, Header, Message, Op, Payload, is_sendable};
 use crate::{Error, Result};
 
 /// How long operations that are still queued may take once their group is dropped.
 const LINGER: Duration = Duration::from_secs(10);
+
+/// Messages of at least so many bytes are handed over in shared memory, where there is any.
+const HEAP_FROM: usize = 32 << 10;
 
 /// What the operations of a group need while they run.
 pub(crate) struct Core {
@@ -35,6 +39,8 @@ pub(crate) struct Core {
     dropped: Mutex<Option<Instant>>,
     /// Why the group cannot be used any more: after a failure its ranks are no longer at the same operation.
     broken: Mutex<Option<String>>,
+    /// Where its collectives exchange data, if all members share memory. Held by the one that runs.
+    pub windows: Option<Mutex<Windows>>,
 }
 
 impl Core {
@@ -54,7 +60,7 @@ impl Core {
         format!("group {} (ranks {})", self.name, ranks.join(","))
     }
 
-    fn operation(&self, call: &Call) -> String {
+    pub fn operation(&self, call: &Call) -> String {
         format!("{call} on {}", self.label())
     }
 
@@ -63,26 +69,34 @@ impl Core {
         lock(&self.dropped).map_or(deadline, |dropped| deadline.min(dropped + LINGER))
     }
 
+    /// What precedes `len` bytes of `call`.
+    pub fn header(&self, phase: u8, call: Call, len: usize) -> Header {
+        Header { group: self.id, phase, call, len: len as u64 }
+    }
+
     /// Queues `payload` for `peer` as part of `call`.
     pub fn send(&self, peer: usize, phase: u8, call: Call, payload: Payload) {
-        let header = Header { group: self.id, phase, call, len: payload.len() as u64 };
-        self.endpoint.send(self.ranks[peer], header, payload);
+        self.endpoint.send(self.ranks[peer], self.header(phase, call, payload.len()), payload);
+    }
+
+    /// The error of this rank in `call`, while `peer` is in `theirs`.
+    pub fn disagreement(&self, peer: usize, theirs: Call, call: Call) -> Error {
+        let mut ranks = [(self.ranks[peer], theirs), (self.endpoint.rank, call)];
+        ranks.sort_unstable_by_key(|(rank, _)| *rank);
+        let [(low, first), (high, second)] = ranks;
+        Error::comm(format!(
+            "{}: rank {low} called {first} but rank {high} called {second}; all ranks must issue the same operations in the same order",
+            self.label(),
+        ))
     }
 
     /// The next message of `peer`, which must belong to `call` and hold `len` bytes. `others` are those whose messages
     /// the caller waits for next; they are named, too, if the time runs out.
     pub fn recv(&self, peer: usize, phase: u8, call: Call, len: Option<usize>, others: &[usize]) -> Result<Payload> {
         let key = Key::Collective { group: self.id };
-        let Message { header, payload } = self.wait(peer, key, &call, others)?;
+        let Message { header, payload, .. } = self.wait(peer, key, &call, others)?;
         if header.call != call || header.phase != phase {
-            return Err(Error::comm(format!(
-                "{}: rank {} called {} but rank {} called {}; all ranks must issue the same operations in the same order",
-                self.label(),
-                self.ranks[peer].min(self.endpoint.rank),
-                if self.ranks[peer] < self.endpoint.rank { header.call } else { call },
-                self.ranks[peer].max(self.endpoint.rank),
-                if self.ranks[peer] < self.endpoint.rank { call } else { header.call },
-            )));
+            return Err(self.disagreement(peer, header.call, call));
         }
         if len.is_some_and(|len| len != payload.len()) {
             return Err(Error::comm(format!(
@@ -97,16 +111,45 @@ impl Core {
 
     fn wait(&self, peer: usize, key: Key, call: &Call, others: &[usize]) -> Result<Message> {
         let start = Instant::now();
-        self.endpoint.recv(self.ranks[peer], key, || self.deadline(start)).map_err(|failure| match failure {
+        self.endpoint.recv(self.ranks[peer], key, || self.deadline(start)).map_err(|failure| {
+            let late =
+                || others.iter().copied().filter(|other| !self.endpoint.holds(self.ranks[*other], key)).collect();
+            self.failed(failure, peer, late, call, start)
+        })
+    }
+
+    /// Waits until `peer` has brought about `ready` by moving `side` on. Later peers that are not ready are named, too, if the time
+    /// runs out.
+    pub fn await_peer(&self, peer: usize, side: &Side, ready: impl Fn(usize) -> bool, call: &Call) -> Result<()> {
+        if ready(peer) {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let waited = self.endpoint.wait_until(self.ranks[peer], side, || ready(peer), || self.deadline(start));
+        waited.map_err(|failure| {
+            let late = || self.peers().filter(|other| *other > peer && !ready(*other)).collect();
+            self.failed(failure, peer, late, call, start)
+        })
+    }
+
+    /// The error for waiting for `peer` in vain since `start`; `late` are others that have not come either.
+    fn failed(
+        &self,
+        failure: Failure,
+        peer: usize,
+        late: impl Fn() -> Vec<usize>,
+        call: &Call,
+        start: Instant,
+    ) -> Error {
+        match failure {
             Failure::Lost(loss) => self.lost(loss, call),
             Failure::TimedOut => {
-                let late = others.iter().filter(|other| !self.endpoint.holds(self.ranks[**other], key));
-                let missing = std::iter::once(&peer).chain(late).map(|late| self.ranks[*late]).collect();
+                let missing = std::iter::once(peer).chain(late()).map(|late| self.ranks[late]).collect();
                 let mut missing = self.endpoint.culprits(missing);
                 missing.sort_unstable();
                 Error::Timeout { operation: self.operation(call), missing, seconds: start.elapsed().as_secs_f64() }
             }
-        })
+        }
     }
 
     fn lost(&self, loss: Loss, call: &Call) -> Error {
@@ -149,10 +192,19 @@ impl EndpointGroup {
     /// The group of all ranks of a world.
     pub fn world(endpoint: Arc<Endpoint>, size: usize) -> Group {
         let rank = endpoint.rank;
-        Self::group("world", FNV_OFFSET, rank, (0..size).collect(), endpoint)
+        let shared = endpoint.arena().filter(|_| size > 1).cloned();
+        let windows = shared.and_then(|arena| Windows::new(arena, rank, (0..size).map(|rank| (rank, 0))));
+        Self::group("world", FNV_OFFSET, rank, (0..size).collect(), endpoint, windows)
     }
 
-    fn group(name: &str, id: u64, rank: usize, ranks: Vec<usize>, endpoint: Arc<Endpoint>) -> Group {
+    fn group(
+        name: &str,
+        id: u64,
+        rank: usize,
+        ranks: Vec<usize>,
+        endpoint: Arc<Endpoint>,
+        windows: Option<Windows>,
+    ) -> Group {
         let core = Core {
             name: name.to_owned(),
             id,
@@ -161,6 +213,7 @@ impl EndpointGroup {
             endpoint,
             dropped: Mutex::default(),
             broken: Mutex::default(),
+            windows: windows.map(Mutex::new),
         };
         Arc::new(Self {
             executor: Executor::default(),
@@ -367,7 +420,19 @@ impl Communicator for EndpointGroup {
         if let Some(loss) = self.core.endpoint.verdict() {
             return Err(self.core.lost(loss, &call));
         }
-        self.core.send(dst, 0, call, Arc::new(with_bytes(t, "send", |bytes| Ok(bytes.to_vec()))?));
+        let len = t.elem_count() * width(t.dtype());
+        let heap =
+            self.core.endpoint.arena().map(|arena| arena.heap()).filter(|_| len >= HEAP_FROM && dst != self.core.rank);
+        if let Some(block) = heap.and_then(|heap| heap.allocate(len)) {
+            // Told first, so that the receiver copies along.
+            self.core.send(dst, Message::IN_HEAP, call, Arc::new((block.offset as u64).to_le_bytes().to_vec()));
+            with_bytes(t, "send", |bytes| {
+                block.write(bytes);
+                Ok(())
+            })?;
+        } else {
+            self.core.send(dst, 0, call, Arc::new(with_bytes(t, "send", |bytes| Ok(bytes.to_vec()))?));
+        }
         Ok(Work::done())
     }
 
@@ -382,10 +447,13 @@ impl Communicator for EndpointGroup {
     }
 
     fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>> {
-        let mine = serde_json::json!([name, color, key]).to_string();
+        let arena = self.core.endpoint.arena().filter(|_| color.is_some());
+        let window = arena.and_then(|arena| arena.take_window());
+        let mine = serde_json::json!([name, color, key, window]).to_string();
         let mut members = Vec::new();
         for (rank, bytes) in self.gather_bytes(Op::Split, mine.as_bytes())?.iter().enumerate() {
-            let (its_name, its_color, its_key): (String, Option<usize>, usize) = serde_json::from_slice(bytes)
+            type Said = (String, Option<usize>, usize, Option<usize>);
+            let (its_name, its_color, its_key, its_window): Said = serde_json::from_slice(bytes)
                 .map_err(|e| Error::comm(format!("split on {}: rank {rank}: {e}", self.core.label())))?;
             if its_name != name {
                 return Err(Error::comm(format!(
@@ -397,16 +465,24 @@ impl Communicator for EndpointGroup {
                 )));
             }
             if color.is_some() && its_color == color {
-                members.push((its_key, rank));
+                members.push((its_key, rank, its_window));
             }
         }
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
         let Some(color) = color else { return Ok(None) };
         members.sort_unstable();
-        let rank = members.iter().position(|(_, rank)| *rank == self.core.rank).unwrap_or(0);
-        let ranks = members.iter().map(|(_, rank)| self.core.ranks[*rank]).collect();
+        let rank = members.iter().position(|(_, rank, _)| *rank == self.core.rank).unwrap_or(0);
+        let ranks: Vec<usize> = members.iter().map(|(_, rank, _)| self.core.ranks[*rank]).collect();
+        let windows = arena.zip(window).and_then(|(arena, mine)| {
+            let theirs: Option<Vec<usize>> = members.iter().map(|(_, _, window)| *window).collect();
+            let windows = theirs.filter(|theirs| theirs.len() > 1).map(|theirs| ranks.iter().copied().zip(theirs));
+            if windows.is_none() {
+                arena.give_back(mine, 0);
+            }
+            Windows::new(arena.clone(), rank, windows?)
+        });
         let id = [number, color as u64].iter().fold(self.core.id, |id, word| fnv(id, &word.to_le_bytes()));
-        Ok(Some(Self::group(name, fnv(id, name.as_bytes()), rank, ranks, self.core.endpoint.clone())))
+        Ok(Some(Self::group(name, fnv(id, name.as_bytes()), rank, ranks, self.core.endpoint.clone(), windows)))
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -440,7 +516,7 @@ impl Receive {
     fn complete(&self) -> Result<()> {
         let Self { core, t, src, call } = self;
         let key = Key::Tagged { group: core.id, tag: call.tag, index: call.seq };
-        let Message { header, payload } = core.wait(*src, key, call, &[])?;
+        let Message { header, payload, block } = core.wait(*src, key, call, &[])?;
         if !header.call.same_elements(call) {
             return Err(Error::comm(format!(
                 "{}: rank {} sent a {} but rank {} receives {}×{}",
@@ -452,7 +528,12 @@ impl Receive {
                 call.count,
             )));
         }
-        write(t, 0, &payload)
+        let Some(block) = block else { return write(t, 0, &payload) };
+        for piece in 0..block.len().div_ceil(PIECE) {
+            core.await_peer(*src, block.written(), |_| block.has(piece), call)?;
+            write(t, piece * PIECE, block.piece(piece))?;
+        }
+        Ok(())
     }
 }
 

@@ -128,6 +128,11 @@ impl Inbox {
         lock(&self.verdict).clone()
     }
 
+    /// Why no more messages of world rank `src` will come, if so.
+    pub fn lost(&self, src: usize) -> Option<Loss> {
+        lock(&self.sources[src].0).lost.clone().map(|how| Loss { rank: src, how })
+    }
+
     /// Looks for a message of world rank `src`, sleeping at most `patience`.
     pub fn look(&self, src: usize, key: Key, patience: Duration, pulls: bool) -> Look {
         let until = Instant::now() + patience;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use candle_core::DType;
 
 use super::ReduceOp;
+use super::local::{Arena, Block};
 use crate::{Error, Result};
 
 /// Bytes of a message, shared between the receivers of one sender.
@@ -165,10 +166,38 @@ impl Header {
 }
 
 /// A received message.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Message {
     pub header: Header,
     pub payload: Payload,
+    /// Where the bytes are, if the sender left them in its heap.
+    pub block: Option<Block>,
+}
+
+impl Message {
+    /// Phase of a point-to-point message whose payload says where in the sender's heap its bytes are.
+    pub const IN_HEAP: u8 = 1;
+
+    /// A message that came with all its bytes.
+    pub fn whole(header: Header, payload: Payload) -> Self {
+        Self { header, payload, block: None }
+    }
+
+    /// A message of world rank `src`, whose heap is part of `arena`.
+    ///
+    /// # Errors
+    /// If it points to bytes that cannot be there.
+    pub fn new(header: Header, payload: Payload, arena: &Arena, src: usize) -> Result<Self> {
+        if header.call.op != Op::SendRecv || header.phase != Self::IN_HEAP {
+            return Ok(Self::whole(header, payload));
+        }
+        let offset = payload.as_slice().try_into().ok().map(|bytes| u64::from_le_bytes(bytes) as usize);
+        let len = (header.call.count as usize).checked_mul(header.call.dtype.size_in_bytes());
+        let block = offset.zip(len).and_then(|(offset, len)| Block::open(&arena.heap_memory(src), offset, len));
+        let block =
+            block.ok_or_else(|| Error::comm(format!("a {} lies outside of its sender's memory", header.call)))?;
+        Ok(Self { header, payload, block: Some(block) })
+    }
 }
 
 #[cfg(test)]

@@ -5,12 +5,13 @@
 
 use candle_core::DType;
 use half::{bf16, f16};
+use kernels::vectorize;
 
 use super::ReduceOp;
 use crate::{Error, Result};
 
 /// Elements combined at a time, so that partial results stay in the first-level cache.
-const BLOCK: usize = 1024;
+const BLOCK: usize = 256;
 
 trait Element {
     /// What partial results are held in.
@@ -66,30 +67,63 @@ integer!(u32);
 integer!(i64);
 element!(f32, f32, |x| x, |x| x, |a, b| a + b, f32::is_nan);
 element!(f64, f64, |x| x, |x| x, |a, b| a + b, f64::is_nan);
-element!(bf16, f32, bf16::to_f32, bf16::from_f32, |a, b| a + b, f32::is_nan);
+element!(bf16, f32, widen, narrow, |a, b| a + b, f32::is_nan);
 element!(f16, f32, f16::to_f32, f16::from_f32, |a, b| a + b, f32::is_nan);
 
-fn fold<E: Element>(parts: &[&[u8]], out: &mut [u8], combine: impl Fn(E::Acc, E::Acc) -> E::Acc) {
+#[inline(always)]
+fn widen(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+/// The nearest bf16, ties to even; NaN stays NaN. Without branches, so that loops vectorize.
+#[inline(always)]
+fn narrow(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+    let quiet = (bits >> 16) as u16 | 0x40;
+    bf16::from_bits(if x.is_nan() { quiet } else { rounded })
+}
+
+#[inline(always)]
+fn fold<E: Element>(parts: &[&[u8]], out: &mut [u8], combine: impl Fn(E::Acc, E::Acc) -> E::Acc + Copy) {
+    let block = BLOCK * E::SIZE;
+    let whole = out.len() / block * block;
     let mut acc = [E::Acc::default(); BLOCK];
-    for (i, out) in out.chunks_mut(BLOCK * E::SIZE).enumerate() {
-        let block = i * BLOCK * E::SIZE..i * BLOCK * E::SIZE + out.len();
+    for at in (0..whole).step_by(block) {
+        // Indices with constant bounds, which LLVM makes vectors of.
         for (r, part) in parts.iter().enumerate() {
-            let elements = part[block.clone()].chunks_exact(E::SIZE).map(E::load);
-            if r == 0 {
-                acc.iter_mut().zip(elements).for_each(|(a, b)| *a = b);
-            } else {
-                acc.iter_mut().zip(elements).for_each(|(a, b)| *a = combine(*a, b));
+            let part = &part[at..at + block];
+            let element = |i: usize| E::load(&part[i * E::SIZE..(i + 1) * E::SIZE]);
+            for i in 0..BLOCK {
+                acc[i] = if r == 0 { element(i) } else { combine(acc[i], element(i)) };
             }
         }
-        out.chunks_exact_mut(E::SIZE).zip(acc).for_each(|(out, a)| E::store(a, out));
+        let out = &mut out[at..at + block];
+        for i in 0..BLOCK {
+            E::store(acc[i], &mut out[i * E::SIZE..(i + 1) * E::SIZE]);
+        }
+    }
+    for at in (whole..out.len()).step_by(E::SIZE) {
+        let element = |part: &[u8]| E::load(&part[at..at + E::SIZE]);
+        let combined = parts[1..].iter().fold(element(parts[0]), |acc, part| combine(acc, element(part)));
+        E::store(combined, &mut out[at..at + E::SIZE]);
     }
 }
 
 fn fold_by<E: Element>(parts: &[&[u8]], out: &mut [u8], op: ReduceOp) {
     match op {
-        ReduceOp::Sum => fold::<E>(parts, out, E::sum),
-        ReduceOp::Max => fold::<E>(parts, out, E::max),
-        ReduceOp::Min => fold::<E>(parts, out, E::min),
+        ReduceOp::Sum => vectorize(
+            #[inline(always)]
+            || fold::<E>(parts, out, E::sum),
+        ),
+        ReduceOp::Max => vectorize(
+            #[inline(always)]
+            || fold::<E>(parts, out, E::max),
+        ),
+        ReduceOp::Min => vectorize(
+            #[inline(always)]
+            || fold::<E>(parts, out, E::min),
+        ),
     }
 }
 
@@ -143,6 +177,16 @@ mod tests {
         let mut out = [0; 2];
         reduce_bytes(&[&big, &one, &one], &mut out, DType::BF16, ReduceOp::Sum).unwrap();
         assert_eq!(bf16::from_ne_bytes(out).to_f32(), 258.0);
+    }
+
+    #[test]
+    fn bf16_is_rounded_as_the_reference_conversion_does() {
+        for high in 0..=u16::MAX {
+            for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                assert_eq!(narrow(x).to_bits(), bf16::from_f32(x).to_bits(), "{:08x}", x.to_bits());
+            }
+        }
     }
 
     #[test]

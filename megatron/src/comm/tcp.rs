@@ -1,8 +1,8 @@
 //! Backend over TCP, for ranks on several hosts: one connection per pair of ranks.
 //!
 //! A thread per connection writes what is queued, another moves what arrives into the inbox, so neither side ever waits
-//! for the other's program. Every frame starts with its kind: a message, a verdict on the run, or a farewell; a
-//! connection that ends without a farewell means that its rank died.
+//! for the other's program. Every frame starts with its kind: a message, a verdict on the run, a farewell, or whom a rank waits
+//! for, which it repeats while it does, so that a rank that hangs is told from one that waits; a connection that ends without a farewell means that its rank died.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::CommOptions;
-use super::endpoint::Link;
+use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Inbox, Loss, lock};
 use super::message::{Header, Message, Payload};
 use super::rendezvous::{Member, connect_once};
@@ -21,10 +21,15 @@ use crate::{Error, Result};
 const MESSAGE: u8 = 1;
 const VERDICT: u8 = 2;
 const FAREWELL: u8 = 3;
+const AWAITS: u8 = 4;
 /// Longest reason that a verdict carries, in bytes.
 const MAX_REASON: usize = 4096;
 /// Shorter messages go out in one piece with their header.
 const COALESCE: usize = 16 << 10;
+/// How often a waiting rank says so.
+const SAY_AGAIN: Duration = Duration::from_millis(500);
+/// How long after it said so a rank counts as waiting.
+const STILL_WAITS: Duration = Duration::from_millis(1500);
 /// How long a stranger may take to introduce itself.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a leaving rank waits for the others to leave, lest its last words be lost with the connection.
@@ -160,7 +165,11 @@ enum Frame {
     Message(Header, Payload),
     Verdict(Loss),
     Farewell,
+    Awaits(usize),
 }
+
+/// Whom ranks wait for, by their own word, and when they said so.
+type Waits = Mutex<Vec<Option<(usize, Instant)>>>;
 
 #[derive(Default)]
 struct Outbox {
@@ -197,6 +206,8 @@ pub(crate) struct TcpLink {
     /// In order of rank; `None` at this rank's place.
     peers: Vec<Option<Peer>>,
     inbox: Arc<Inbox>,
+    rank: usize,
+    waits: Arc<Waits>,
 }
 
 impl TcpLink {
@@ -218,17 +229,24 @@ impl TcpLink {
             streams[to] = Some(call(rank, to, members, nonce, deadline)?);
         }
         answer(rank, &mut streams, nonce, &listener.listener, deadline)?;
+        let waits = Arc::new(Mutex::new(vec![None; members.len()]));
         let peer = |(peer, stream): (usize, Option<TcpStream>)| {
-            stream.map(|stream| Peer::start(peer, stream, inbox.clone(), options)).transpose()
+            stream.map(|stream| Peer::start(peer, stream, inbox.clone(), waits.clone(), options)).transpose()
         };
         let peers: io::Result<_> = streams.into_iter().enumerate().map(peer).collect();
         let peers = peers.map_err(|e| Error::comm(format!("cannot set up a connection between ranks: {e}")))?;
-        Ok(Self { peers, inbox })
+        Ok(Self { peers, inbox, rank, waits })
     }
 }
 
 impl Peer {
-    fn start(rank: usize, stream: TcpStream, inbox: Arc<Inbox>, options: &CommOptions) -> io::Result<Self> {
+    fn start(
+        rank: usize,
+        stream: TcpStream,
+        inbox: Arc<Inbox>,
+        waits: Arc<Waits>,
+        options: &CommOptions,
+    ) -> io::Result<Self> {
         stream.set_write_timeout(Some(options.timeout))?;
         let outbox = Arc::new(Outbox::default());
         let (mut to, mut from, queue) = (stream.try_clone()?, stream.try_clone()?, outbox.clone());
@@ -236,7 +254,7 @@ impl Peer {
         // A connection that cannot be written to is broken for the reader, too, who tells the inbox.
         let writer = writer.spawn(move || drop(write_frames(&mut to, &queue)))?;
         let reader = std::thread::Builder::new().name(format!("comm-from-{rank}"));
-        let reader = reader.spawn(move || match read_frames(&mut from, rank, &inbox) {
+        let reader = reader.spawn(move || match read_frames(&mut from, rank, &inbox, &waits) {
             Ok(()) => inbox.lose(rank, "left the run"),
             Err(e) => {
                 let how = match e.kind() {
@@ -287,11 +305,15 @@ fn write_frame(to: &mut impl Write, frame: Frame) -> io::Result<()> {
             to.write_all(&bytes)
         }
         Frame::Farewell => to.write_all(&[FAREWELL]),
+        Frame::Awaits(rank) => {
+            let [a, b, c, d] = (rank as u32).to_le_bytes();
+            to.write_all(&[AWAITS, a, b, c, d])
+        }
     }
 }
 
 /// Moves what arrives into the inbox until the peer says farewell.
-fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox) -> io::Result<()> {
+fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox, waits: &Waits) -> io::Result<()> {
     let garbage = |e: &dyn std::fmt::Display| io::Error::new(io::ErrorKind::InvalidData, e.to_string());
     let read_u32 = |from: &mut dyn Read| {
         let mut bytes = [0; 4];
@@ -310,7 +332,7 @@ fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox) -> io::Result<(
                 if from.by_ref().take(header.len).read_to_end(&mut payload)? as u64 != header.len {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }
-                inbox.push(rank, Message { header, payload: Arc::new(payload) });
+                inbox.push(rank, Message::whole(header, Arc::new(payload)));
             }
             VERDICT => {
                 let lost = read_u32(from)? as usize;
@@ -321,6 +343,14 @@ fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox) -> io::Result<(
                 let mut reason = vec![0; len];
                 from.read_exact(&mut reason)?;
                 inbox.condemn(Loss { rank: lost, how: String::from_utf8_lossy(&reason).into_owned() });
+            }
+            AWAITS => {
+                let awaited = read_u32(from)? as usize;
+                let mut waits = lock(waits);
+                if awaited >= waits.len() {
+                    return Err(garbage(&"a rank that is not of this world"));
+                }
+                waits[rank] = Some((awaited, Instant::now()));
             }
             FAREWELL => return Ok(()),
             other => return Err(garbage(&format!("a frame of unknown kind {other}"))),
@@ -339,6 +369,32 @@ impl Link for TcpLink {
         for peer in self.peers.iter().flatten() {
             peer.outbox.push(Frame::Verdict(loss.clone()));
         }
+    }
+
+    fn awaits(&self, src: usize) {
+        let now = Instant::now();
+        let mut waits = lock(&self.waits);
+        if waits[self.rank].is_some_and(|(awaited, said)| awaited == src && now < said + SAY_AGAIN) {
+            return;
+        }
+        waits[self.rank] = Some((src, now));
+        drop(waits);
+        for peer in self.peers.iter().flatten() {
+            peer.outbox.push(Frame::Awaits(src));
+        }
+    }
+
+    fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
+        for _ in 0..LOOKS {
+            // Others may be asking just now, and this rank is not the one that hangs.
+            let awaited = lock(&self.waits)[self.rank];
+            awaited.into_iter().for_each(|(src, _)| self.awaits(src));
+            std::thread::sleep(TICK);
+        }
+        let waits = lock(&self.waits).clone();
+        ends_of_chains(missing, waits.len(), |rank| {
+            waits[rank].filter(|(_, said)| said.elapsed() < STILL_WAITS).map(|(awaited, _)| awaited)
+        })
     }
 }
 

@@ -1,6 +1,7 @@
 //! Backend whose ranks are threads of one process, for tests and examples.
 //!
-//! Messages are handed over without a copy: both ends share the bytes.
+//! Messages are handed over without a copy: both ends share the bytes. Collectives and large messages go through memory that all
+//! threads share, as between processes.
 
 use std::sync::Arc;
 
@@ -9,16 +10,42 @@ use super::communicator::Group;
 use super::endpoint::{Endpoint, Link};
 use super::group::EndpointGroup;
 use super::inbox::{Inbox, Loss};
+use super::local::Arena;
 use super::message::{Header, Message, Payload};
 
 struct ThreadLink {
     rank: usize,
     inboxes: Arc<Vec<Arc<Inbox>>>,
+    arena: Option<Arc<Arena>>,
+    /// Every rank may have a core of its own.
+    alone: bool,
+}
+
+impl ThreadLink {
+    fn new(rank: usize, inboxes: &Arc<Vec<Arc<Inbox>>>, arena: Option<Arc<Arena>>) -> Box<Self> {
+        let alone = std::thread::available_parallelism().map_or(1, usize::from) >= inboxes.len();
+        Box::new(Self { rank, inboxes: inboxes.clone(), arena, alone })
+    }
 }
 
 impl Link for ThreadLink {
     fn send(&self, dst: usize, header: Header, payload: Payload) {
-        self.inboxes[dst].push(self.rank, Message { header, payload });
+        let message = match &self.arena {
+            Some(arena) => Message::new(header, payload, arena, self.rank),
+            None => Ok(Message::whole(header, payload)),
+        };
+        match message {
+            Ok(message) => self.inboxes[dst].push(self.rank, message),
+            Err(e) => self.spread(&Loss { rank: self.rank, how: format!("failed: {e}") }),
+        }
+    }
+
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        self.arena.as_ref()
+    }
+
+    fn alone(&self) -> bool {
+        self.alone
     }
 
     fn spread(&self, loss: &Loss) {
@@ -45,8 +72,10 @@ pub fn world(size: usize) -> Vec<Group> {
 /// As [`world`], with other than the default options.
 pub fn world_with(size: usize, options: CommOptions) -> Vec<Group> {
     let inboxes: Arc<Vec<Arc<Inbox>>> = Arc::new((0..size).map(|_| Arc::new(Inbox::new(size))).collect());
+    // Without that memory everything goes as messages.
+    let mut arenas = Arena::of_threads(size).unwrap_or_default().into_iter();
     let group = |rank: usize| {
-        let link = Box::new(ThreadLink { rank, inboxes: inboxes.clone() });
+        let link = ThreadLink::new(rank, &inboxes, arenas.next());
         let endpoint = Endpoint::new(rank, options.clone(), inboxes[rank].clone(), link);
         EndpointGroup::world(Arc::new(endpoint), size)
     };
@@ -56,7 +85,7 @@ pub fn world_with(size: usize, options: CommOptions) -> Vec<Group> {
 /// A world of one rank.
 pub fn solo() -> Group {
     let inboxes = Arc::new(vec![Arc::new(Inbox::new(1))]);
-    let link = Box::new(ThreadLink { rank: 0, inboxes: inboxes.clone() });
+    let link = ThreadLink::new(0, &inboxes, None);
     let endpoint = Endpoint::new(0, CommOptions::default(), inboxes[0].clone(), link);
     EndpointGroup::world(Arc::new(endpoint), 1)
 }

@@ -11,7 +11,7 @@ const COUNTS: [usize; 5] = [0, 1, 3, 1001, 20_011];
 const SIZES: [usize; 3] = [2, 3, 4];
 
 /// Combines the tensors of `size` ranks element by element, in rank order; 16-bit elements in f32.
-fn combined(size: usize, count: usize, dtype: DType, op: ReduceOp) -> Vec<u8> {
+pub fn combined(size: usize, count: usize, dtype: DType, op: ReduceOp) -> Vec<u8> {
     macro_rules! fold {
         ($t:ty, $to:expr, $from:expr, $sum:expr) => {{
             let of = |rank| tensor(rank, count, dtype).to_vec1::<$t>().unwrap();
@@ -40,7 +40,7 @@ fn combined(size: usize, count: usize, dtype: DType, op: ReduceOp) -> Vec<u8> {
     }
 }
 
-fn concatenated(size: usize, count: usize, dtype: DType) -> Vec<u8> {
+pub fn concatenated(size: usize, count: usize, dtype: DType) -> Vec<u8> {
     (0..size).flat_map(|rank| bytes(&tensor(rank, count, dtype))).collect()
 }
 

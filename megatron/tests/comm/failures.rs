@@ -57,6 +57,41 @@ fn a_disagreement_about_anything_of_a_call_is_noticed() {
 }
 
 #[test]
+fn ranks_that_name_different_roots_are_told_both_at_once() {
+    for backend in BACKENDS {
+        for name in ["reduce", "gather", "broadcast"] {
+            let start = Instant::now();
+            let all = try_ranks(backend, 3, 60 * SECOND, |g| {
+                // Rank 2 agrees with rank 0.
+                let root = usize::from(g.rank() == 1);
+                let t = tensor(0, 8, DType::F32);
+                let result = match name {
+                    "reduce" => g.reduce(&t, root, ReduceOp::Sum)?.wait(),
+                    "gather" => g.gather(&t, (g.rank() == root).then_some(&zeros(24, DType::F32)), root)?.wait(),
+                    _ => g.broadcast(&t, root)?.wait(),
+                };
+                // Roots of a broadcast by messages only send; they meet the disagreement in their next operation.
+                result.and_then(|()| g.barrier())
+            });
+            let told = |result: &Result<(), Error>| match result {
+                Err(Error::Comm(message)) => {
+                    message.contains(&format!("rank 0 called {name} #"))
+                        && message.contains("with root 0 of f32×8 but rank 1 called ")
+                        && message.contains("with root 1")
+                }
+                _ => false,
+            };
+            assert!(
+                name == "broadcast" && backend == "tcp" || told(&all[0]) && told(&all[1]),
+                "{backend} {name}: {all:?}"
+            );
+            assert!(all.iter().all(Result::is_err), "{backend} {name}: {all:?}");
+            assert!(start.elapsed() < 20 * SECOND, "{backend} {name}");
+        }
+    }
+}
+
+#[test]
 fn a_group_that_failed_refuses_further_operations() {
     let all = try_ranks("threads", 2, 10 * SECOND, |g| {
         let t = tensor(0, 4 + g.rank(), DType::F32);
@@ -194,6 +229,31 @@ fn a_timeout_names_the_operation_and_every_missing_rank() {
         assert_eq!(operation, "all_reduce #0 of f32×10 on group dp (ranks 0,1,2,3)", "{backend}");
         assert_eq!(*missing, [1, 3], "{backend}");
         assert!((0.4..5.0).contains(seconds), "{backend}: {seconds}");
+    }
+}
+
+#[test]
+fn a_timeout_names_the_rank_that_hangs_and_not_one_that_waits_for_it() {
+    for backend in ["local", "tcp"] {
+        let late = std::sync::Barrier::new(3);
+        let all = try_ranks(backend, 3, 3 * SECOND, |g| {
+            // 0 waits for 1, which waits for 2, which hangs.
+            let result = match g.rank() {
+                0 => g.recv(&zeros(1, DType::U8), 1, 0)?.wait(),
+                1 => {
+                    // Its deadline passes later.
+                    std::thread::sleep(SECOND);
+                    g.recv(&zeros(1, DType::U8), 2, 0)?.wait()
+                }
+                _ => Ok(()),
+            };
+            late.wait();
+            result
+        });
+        for result in &all[..2] {
+            let Err(Error::Timeout { missing, .. }) = result else { panic!("{backend}: {all:?}") };
+            assert_eq!(*missing, [2], "{backend}");
+        }
     }
 }
 

@@ -6,3 +6,4 @@ mod failures;
 mod processes;
 mod rendezvous;
 mod support;
+mod windows;

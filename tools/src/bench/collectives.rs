@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use clap::{Args, ValueEnum};
+use kernels::host::with_bytes_mut;
 use megatron::comm::{self, Communicator, Group, ReduceOp, threads};
 use megatron::{Error, Result};
 
@@ -41,6 +42,9 @@ pub struct CollectivesArgs {
     /// Bytes of the larger buffer of an operation, with K, M or G
     #[arg(long, value_name = "BYTES,…", value_delimiter = ',', default_value = "4K,1M,16M,64M")]
     pub sizes: Vec<Size>,
+    /// What the buffers hold
+    #[arg(long, value_enum, default_value_t = Elements::F32)]
+    pub dtype: Elements,
     /// Time spent on each operation and size, about
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub milliseconds: u64,
@@ -55,6 +59,29 @@ pub enum Backend {
     Tcp,
     /// Ranks are threads of one process
     Threads,
+}
+
+/// Types of elements to exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Elements {
+    /// 32-bit floats
+    F32,
+    /// 16-bit brain floats, summed in 32 bits
+    Bf16,
+}
+
+impl Elements {
+    fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+        }
+    }
+}
+
+/// The name of a value as it is given on the command line.
+fn name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_string())
 }
 
 /// A number of bytes, written as on the command line: `4K`, `16M`.
@@ -150,11 +177,12 @@ fn measure(args: &CollectivesArgs, world: &Group) -> Result<Vec<Figure>> {
     let n = ranks as f64;
     let mut figures = Vec::new();
     for size in &args.sizes {
-        let part = (size.bytes / 4).div_ceil(ranks);
-        let (whole, share) = (buffer(part * ranks)?, buffer(part)?);
+        let (dtype, width) = (args.dtype.dtype(), args.dtype.dtype().size_in_bytes());
+        let part = (size.bytes / width).div_ceil(ranks);
+        let (whole, share) = (buffer(part * ranks, dtype)?, buffer(part, dtype)?);
         let mut figure = |operation, bus, scale, call: &dyn Fn() -> Result<()>| {
             let timing = time(world.as_ref(), Duration::from_millis(args.milliseconds), scale, call)?;
-            let bytes = 4 * part * ranks;
+            let bytes = width * part * ranks;
             figures.push(Figure { operation, ranks, size: size.text.clone(), bytes, bus, timing });
             Ok::<_, Error>(())
         };
@@ -178,9 +206,12 @@ fn measure(args: &CollectivesArgs, world: &Group) -> Result<Vec<Figure>> {
 }
 
 /// Zeros, which stay zeros when they are summed again and again, in memory that is really there.
-fn buffer(elements: usize) -> Result<Tensor> {
-    let zeros = Tensor::zeros(elements, DType::F32, &Device::Cpu)?;
-    kernels::reduce::zero(&zeros)?;
+fn buffer(elements: usize, dtype: DType) -> Result<Tensor> {
+    let zeros = Tensor::zeros(elements, dtype, &Device::Cpu)?;
+    with_bytes_mut(&zeros, "benchmark", |bytes| {
+        bytes.fill(0);
+        Ok(())
+    })?;
     Ok(zeros)
 }
 
@@ -206,10 +237,10 @@ fn time(world: &dyn Communicator, budget: Duration, scale: f64, call: &dyn Fn() 
 }
 
 fn report(args: &CollectivesArgs, figures: &[Figure]) {
-    let backend = args.backend.to_possible_value().map_or(String::new(), |value| value.get_name().to_string());
+    let (backend, dtype) = (name(args.backend), name(args.dtype));
     let ranks = figures.first().map_or(0, |figure| figure.ranks);
     crate::print_line(&machine_line());
-    crate::print_line(&format!("{backend} backend, {ranks} ranks, fp32; medians of {BATCHES} batches on rank 0"));
+    crate::print_line(&format!("{backend} backend, {ranks} ranks, {dtype}; medians of {BATCHES} batches on rank 0"));
     let mut table = Table::new(["operation", "size", "µs", "fastest", "GB/s", "bus GB/s"]);
     for figure in figures {
         let seconds = figure.timing.median();
@@ -245,7 +276,8 @@ mod tests {
     #[test]
     fn ranks_that_are_threads_time_every_operation_at_every_size() {
         let sizes = vec!["4".parse().unwrap(), "4K".parse().unwrap()];
-        let args = CollectivesArgs { ranks: Some(3), backend: Backend::Threads, sizes, milliseconds: 1 };
+        let args =
+            CollectivesArgs { ranks: Some(3), backend: Backend::Threads, sizes, dtype: Elements::F32, milliseconds: 1 };
         let figures = on_threads(&args).unwrap();
         assert_eq!(figures.len(), 8);
         assert!(figures.iter().all(|figure| figure.ranks == 3 && figure.timing.fastest() > 0.0));

@@ -1,30 +1,39 @@
-//! Backend for processes of one host: byte rings in shared memory, one per ordered pair of ranks.
+//! Backend for processes of one host, over shared memory: a ring of bytes per ordered pair of ranks for messages, windows for
+//! collectives, and a heap per rank for large messages. Threads of one process share windows and heaps, too.
 //!
 //! The memory belongs to an unnamed file (`memfd_create`) that the others open through rank 0's `/proc` entry, so
 //! nothing stays behind however a run ends. Waiting ranks sleep in the kernel and look ten times a second whether
 //! their peer still lives.
 
+mod arena;
 mod futex;
+mod heap;
 mod process;
 mod ring;
 mod segment;
+mod side;
+mod window;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+pub(crate) use self::arena::Arena;
+pub(crate) use self::heap::{Block, PIECE};
 use self::ring::Ring;
 pub(crate) use self::segment::Segment;
-use super::endpoint::{Link, TICK};
+pub(crate) use self::side::Side;
+pub(crate) use self::window::{BLOCK, Windows};
+use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Loss, lock};
 use super::message::{Header, Message, Payload};
 
+/// Bytes of a page of memory.
+const PAGE: usize = 4096;
+
 /// How often a waiting rank looks after the ranks that it does not wait for.
 const CHECK_ALL: Duration = Duration::from_secs(1);
-
-/// Ticks in which a rank that waits says so several times, on a busy machine too.
-const LOOKS: usize = 5;
 
 /// A message that is being read; it may arrive in many pieces.
 #[derive(Default)]
@@ -137,10 +146,11 @@ pub(crate) struct LocalLink {
     segment: Arc<Segment>,
     senders: Vec<Arc<Sender>>,
     receivers: Vec<(Ring, Mutex<Incoming>)>,
+    arena: Arc<Arena>,
     last_check: Mutex<Instant>,
     timeout: Duration,
-    /// Spin briefly before sleeping: only where every rank has a core of its own.
-    spin: bool,
+    /// Every rank may have a core of its own.
+    alone: bool,
 }
 
 impl LocalLink {
@@ -156,9 +166,10 @@ impl LocalLink {
         Self {
             senders: (0..size).map(sender).collect(),
             receivers: (0..size).map(|src| (Ring::new(segment.clone(), src, rank), Mutex::default())).collect(),
+            arena: segment.arena(),
             last_check: Mutex::new(Instant::now()),
             timeout,
-            spin: cores >= size,
+            alone: cores >= size,
             segment,
         }
     }
@@ -188,9 +199,9 @@ impl Incoming {
         Ok(any)
     }
 
-    fn finished(&mut self) -> Option<Message> {
+    fn finished(&mut self) -> Option<(Header, Payload)> {
         let (header, payload) = self.body.take_if(|(header, payload)| payload.len() == header.len as usize)?;
-        Some(Message { header, payload: Arc::new(payload) })
+        Some((header, Arc::new(payload)))
     }
 }
 
@@ -209,14 +220,14 @@ impl Link for LocalLink {
         let lost = |how| Loss { rank: src, how };
         loop {
             let any = incoming.advance(ring).map_err(lost)?;
-            if let Some(message) = incoming.finished() {
+            if let Some((header, payload)) = incoming.finished() {
                 self.segment.awaits_nobody();
-                return Ok(Some(message));
+                return Message::new(header, payload, &self.arena, src).map(Some).map_err(|e| lost(e.to_string()));
             }
             if !patience.is_zero() {
                 self.segment.awaits(src);
             }
-            if any || ring.wait_readable(patience, self.spin) {
+            if any || ring.wait_readable(patience, self.alone) {
                 continue;
             }
             // Asked first: it says why others have left meanwhile.
@@ -252,27 +263,32 @@ impl Link for LocalLink {
             std::thread::sleep(TICK);
         }
         let waits: Vec<bool> = self.segment.beats().iter().zip(&before).map(|(now, before)| now != before).collect();
-        let mut culprits: Vec<usize> = missing.iter().map(|rank| follow(*rank, &waits, &self.segment)).collect();
-        culprits.sort_unstable();
-        culprits.dedup();
-        culprits
+        ends_of_chains(missing, waits.len(), |rank| self.segment.awaited_by(rank).filter(|_| waits[rank]))
     }
 
     fn spread(&self, loss: &Loss) {
         self.segment.condemn(loss);
     }
-}
 
-/// The end of the chain of waiting ranks that begins with `first`; `first` itself if they wait in a circle.
-fn follow(first: usize, waits: &[bool], segment: &Segment) -> usize {
-    let mut rank = first;
-    for _ in 0..waits.len() {
-        match segment.awaited_by(rank).filter(|_| waits[rank]) {
-            Some(next) => rank = next,
-            None => return rank,
-        }
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        Some(&self.arena)
     }
-    first
+
+    fn alone(&self) -> bool {
+        self.alone
+    }
+
+    fn awaits(&self, src: usize) {
+        self.segment.awaits(src);
+    }
+
+    fn awaits_nobody(&self) {
+        self.segment.awaits_nobody();
+    }
+
+    fn gone(&self, src: usize) -> Option<Loss> {
+        self.segment.gone(src).map(|how| Loss { rank: src, how })
+    }
 }
 
 impl Drop for LocalLink {

@@ -1,18 +1,15 @@
 //! A stream of bytes from one rank to another through shared memory.
 //!
 //! A single-producer, single-consumer ring (Lamport 1983): each side publishes its own position and only reads the
-//! other's. A side that finds nothing to do raises `awaited` on the position it waits for and sleeps on that word.
+//! other's.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
-use std::time::{Duration, Instant};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use super::futex;
-use super::segment::{Segment, Side};
-
-/// How long a reader with a core of its own spins before it sleeps; about the cost of being woken.
-const SPIN: Duration = Duration::from_micros(20);
+use super::segment::Segment;
+use super::side::Side;
 
 /// The ring from `src` to `dst`. At a time, at most one thread of `src` writes and one of `dst` reads.
 pub struct Ring {
@@ -50,17 +47,6 @@ impl Ring {
         [(unsafe { data.add(start) }, first), (data, len - first)]
     }
 
-    /// Publishes that a side has moved on, and wakes the other if it sleeps.
-    fn publish(side: &Side, position: u32) {
-        side.position.store(position, Ordering::Release);
-        // Pairs with the fence in `wait`: either this side sees `awaited`, or the other sees the new position.
-        fence(Ordering::SeqCst);
-        if side.awaited.load(Ordering::Relaxed) != 0 {
-            side.awaited.store(0, Ordering::Relaxed);
-            futex::wake(&side.position);
-        }
-    }
-
     /// Writes what fits of `bytes` and returns how much that was.
     pub fn write(&self, bytes: &[u8]) -> usize {
         let (writer, _) = self.sides();
@@ -76,7 +62,7 @@ impl Ring {
             unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), to, len) };
             rest = &rest[len..];
         }
-        Self::publish(writer, position.wrapping_add(len as u32));
+        writer.publish(position.wrapping_add(len as u32));
         len
     }
 
@@ -94,49 +80,19 @@ impl Ring {
             // below; the slice does not outlive this statement.
             out.extend_from_slice(unsafe { std::slice::from_raw_parts(from, len) });
         }
-        Self::publish(reader, position.wrapping_add(len as u32));
+        reader.publish(position.wrapping_add(len as u32));
         len
     }
 
-    /// Sleeps until `ready`, or `patience` is over; returns whether it is ready. `side` is the one that must move.
-    fn wait(side: &Side, patience: Duration, spin: bool, ready: impl Fn() -> bool) -> bool {
-        if ready() {
-            return true;
-        }
-        if patience.is_zero() {
-            return false;
-        }
-        let start = Instant::now();
-        while spin && start.elapsed() < SPIN.min(patience) {
-            std::hint::spin_loop();
-            if ready() {
-                return true;
-            }
-        }
-        let position: &AtomicU32 = &side.position;
-        loop {
-            side.awaited.store(1, Ordering::Relaxed);
-            fence(Ordering::SeqCst);
-            let seen = position.load(Ordering::Acquire);
-            if ready() {
-                return true;
-            }
-            let left = patience.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return false;
-            }
-            futex::wait(position, seen, left);
-        }
-    }
-
     /// Waits until there is something to read.
-    pub fn wait_readable(&self, patience: Duration, spin: bool) -> bool {
-        Self::wait(self.sides().0, patience, spin, || !self.is_empty())
+    pub fn wait_readable(&self, patience: Duration, alone: bool) -> bool {
+        let ready = || !self.is_empty();
+        (!patience.is_zero() && Side::spin(alone, ready)) || self.sides().0.wait(patience, ready)
     }
 
     /// Waits until there is room to write.
     pub fn wait_writable(&self, patience: Duration) -> bool {
-        Self::wait(self.sides().1, patience, false, || self.used() < self.segment.ring_bytes())
+        self.sides().1.wait(patience, || self.used() < self.segment.ring_bytes())
     }
 }
 

@@ -1,20 +1,23 @@
 //! The shared memory of one world: who takes part, whether the run is over, and the rings.
 //!
 //! Layout, in pages: one with the world's facts and the verdict, those with a slot per rank, then per ordered pair of
-//! ranks one page with the ring's positions and its bytes. Untouched pages cost nothing.
+//! ranks one page with the ring's positions and its bytes, then the arena. Untouched pages cost nothing.
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use memmap2::{MmapOptions, MmapRaw};
 
+use super::PAGE;
+use super::arena::{Arena, unnamed};
 use super::process::Process;
+use super::side::Side;
 use crate::comm::inbox::Loss;
 use crate::{Error, Result};
 
-const PAGE: usize = 4096;
 const SLOT: usize = 64;
 /// Longest reason that a verdict carries, in bytes.
 const REASON: usize = 1024;
@@ -48,18 +51,9 @@ struct Slot {
     beats: AtomicU32,
 }
 
-/// Positions of a ring, each side's on its own cache line.
-#[repr(C, align(64))]
-pub struct Side {
-    /// Bytes ever written (by the writer) or read (by the reader), modulo 2³².
-    pub position: AtomicU32,
-    /// The other side sleeps until `position` changes.
-    pub awaited: AtomicU32,
-}
-
 /// The memory that all ranks of a host map.
 pub struct Segment {
-    map: MmapRaw,
+    map: Arc<MmapRaw>,
     /// Kept by rank 0 until all others have opened it.
     file: Option<File>,
     rank: usize,
@@ -72,8 +66,12 @@ fn ring_bytes(size: usize) -> usize {
     ((4 << 20) / size.max(1)).next_power_of_two().clamp(64 << 10, 1 << 20)
 }
 
-fn total_bytes(size: usize) -> usize {
+fn arena_start(size: usize) -> usize {
     rings_start(size) + size * size * (PAGE + ring_bytes(size))
+}
+
+fn total_bytes(size: usize) -> usize {
+    arena_start(size) + Arena::bytes(size)
 }
 
 fn rings_start(size: usize) -> usize {
@@ -88,15 +86,8 @@ impl Segment {
     pub fn create(size: usize, nonce: u64) -> Result<Self> {
         let refused =
             |e: std::io::Error| Error::comm(format!("cannot create {} B of shared memory: {e}", total_bytes(size)));
-        // SAFETY: the name is a C string; the result is checked.
-        let fd = unsafe { libc::memfd_create(c"megatron-comm".as_ptr(), libc::MFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(refused(std::io::Error::last_os_error()));
-        }
-        // SAFETY: `fd` was just created and belongs to nobody else.
-        let file = unsafe { File::from_raw_fd(fd) };
-        file.set_len(total_bytes(size) as u64).map_err(refused)?;
-        let mut segment = Self::map(&file, 0, size).map_err(refused)?;
+        let (file, map) = unnamed(total_bytes(size)).map_err(refused)?;
+        let mut segment = Self::over(map, 0, size);
         segment.file = Some(file);
         segment.facts().nonce.store(nonce, Ordering::Release);
         segment.register();
@@ -130,7 +121,8 @@ impl Segment {
         if len != total_bytes(size) as u64 {
             return Err(refused(format!("it has {len} bytes, not the {} of a world of {size}", total_bytes(size))));
         }
-        let segment = Self::map(&file, rank, size).map_err(|e| refused(e.to_string()))?;
+        let map = MmapOptions::new().len(total_bytes(size)).map_raw(&file).map_err(|e| refused(e.to_string()))?;
+        let segment = Self::over(map, rank, size);
         if segment.facts().nonce.load(Ordering::Acquire) != nonce {
             return Err(refused("it belongs to another run".into()));
         }
@@ -138,9 +130,13 @@ impl Segment {
         Ok(segment)
     }
 
-    fn map(file: &File, rank: usize, size: usize) -> std::io::Result<Self> {
-        let map = MmapOptions::new().len(total_bytes(size)).map_raw(file)?;
-        Ok(Self { map, file: None, rank, size, ring_bytes: ring_bytes(size) })
+    fn over(map: MmapRaw, rank: usize, size: usize) -> Self {
+        Self { map: Arc::new(map), file: None, rank, size, ring_bytes: ring_bytes(size) }
+    }
+
+    /// The windows and heaps that follow the rings.
+    pub fn arena(&self) -> Arc<Arena> {
+        Arena::new(self.map.clone(), arena_start(self.size), self.rank, self.size)
     }
 
     pub fn rank(&self) -> usize {

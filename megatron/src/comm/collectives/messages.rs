@@ -1,4 +1,4 @@
-//! The collectives, once for all backends: direct exchanges between every pair of ranks.
+//! The collectives over messages: direct exchanges between every pair of ranks.
 //!
 //! All-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004) without trees or rings: each rank receives its
 //! slice from everyone, combines it in rank order, and returns it, so bits never depend on timing. Short tensors are
@@ -11,11 +11,11 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use kernels::host::with_bytes;
 
-use super::ReduceOp;
-use super::group::{Core, width, write};
-use super::message::{Call, Payload};
-use super::reduce::reduce_bytes;
 use crate::Result;
+use crate::comm::ReduceOp;
+use crate::comm::group::{Core, width, write};
+use crate::comm::message::{Call, Payload};
+use crate::comm::reduce::reduce_bytes;
 
 /// Tensors up to this many bytes over all ranks are exchanged whole.
 const EXCHANGE_WHOLE: usize = 128 << 10;
@@ -62,7 +62,7 @@ fn slice(call: Call, i: usize, n: usize) -> Range<usize> {
     count * i / n * width..count * (i + 1) / n * width
 }
 
-pub(crate) fn all_reduce(core: &Core, call: Call, t: &Tensor, op: ReduceOp) -> Result<()> {
+pub fn all_reduce(core: &Core, call: Call, t: &Tensor, op: ReduceOp) -> Result<()> {
     let n = core.size();
     if n == 1 {
         return Ok(());
@@ -94,7 +94,7 @@ fn write_all(t: &Tensor, received: &[Option<Payload>], offset: impl Fn(usize) ->
     Ok(())
 }
 
-pub(crate) fn all_gather(core: &Core, call: Call, input: &Tensor, output: &Tensor) -> Result<()> {
+pub fn all_gather(core: &Core, call: Call, input: &Tensor, output: &Tensor) -> Result<()> {
     let mine = read(input)?;
     core.peers().for_each(|peer| core.send(peer, 0, call, mine.clone()));
     write(output, core.rank * mine.len(), &mine)?;
@@ -108,7 +108,7 @@ fn part(call: Call, i: usize) -> Range<usize> {
     i * len..(i + 1) * len
 }
 
-pub(crate) fn reduce_scatter(core: &Core, call: Call, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<()> {
+pub fn reduce_scatter(core: &Core, call: Call, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<()> {
     let parts = read_ranges(input, core.peers().map(|peer| part(call, peer)))?;
     core.peers().zip(parts).for_each(|(peer, part)| core.send(peer, 0, call, part));
     let own = part(call, core.rank);
@@ -116,7 +116,7 @@ pub(crate) fn reduce_scatter(core: &Core, call: Call, input: &Tensor, output: &T
     write(output, 0, &combine(input, own, &received, op)?)
 }
 
-pub(crate) fn broadcast(core: &Core, call: Call, t: &Tensor, root: usize) -> Result<()> {
+pub fn broadcast(core: &Core, call: Call, t: &Tensor, root: usize) -> Result<()> {
     if core.rank == root {
         let bytes = read(t)?;
         core.peers().for_each(|peer| core.send(peer, 0, call, bytes.clone()));
@@ -125,28 +125,40 @@ pub(crate) fn broadcast(core: &Core, call: Call, t: &Tensor, root: usize) -> Res
     write(t, 0, &core.recv(root, 0, call, Some(part(call, 0).len()), &[])?)
 }
 
-pub(crate) fn reduce(core: &Core, call: Call, t: &Tensor, root: usize, op: ReduceOp) -> Result<()> {
+/// Where only the root receives: it tells the others that it takes itself for the root. Without that, two ranks that name each
+/// other's place would wait for each other.
+fn agree_on_root(core: &Core, call: Call, root: usize) -> Result<()> {
+    if core.rank != root {
+        return core.recv(root, 1, call, Some(0), &[]).map(drop);
+    }
+    core.peers().for_each(|peer| core.send(peer, 1, call, Payload::default()));
+    Ok(())
+}
+
+pub fn reduce(core: &Core, call: Call, t: &Tensor, root: usize, op: ReduceOp) -> Result<()> {
     if core.rank != root {
         core.send(root, 0, call, read(t)?);
-        return Ok(());
+        return agree_on_root(core, call, root);
     }
+    agree_on_root(core, call, root)?;
     let whole = part(call, 0);
     let received = recv_all(core, 0, call, |_| Some(whole.len()))?;
     write(t, 0, &combine(t, whole, &received, op)?)
 }
 
-pub(crate) fn gather(core: &Core, call: Call, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<()> {
+pub fn gather(core: &Core, call: Call, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<()> {
     let mine = read(input)?;
     let Some(output) = output else {
         core.send(root, 0, call, mine);
-        return Ok(());
+        return agree_on_root(core, call, root);
     };
+    agree_on_root(core, call, root)?;
     write(output, core.rank * mine.len(), &mine)?;
     let received = recv_all(core, 0, call, |_| Some(mine.len()))?;
     write_all(output, &received, |peer| peer * mine.len())
 }
 
-pub(crate) fn scatter(core: &Core, call: Call, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<()> {
+pub fn scatter(core: &Core, call: Call, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<()> {
     let mine = match input {
         Some(input) => {
             let parts = read_ranges(input, (0..core.size()).map(|rank| part(call, rank)))?;
@@ -158,7 +170,7 @@ pub(crate) fn scatter(core: &Core, call: Call, input: Option<&Tensor>, output: &
     write(output, 0, &mine)
 }
 
-pub(crate) fn all_to_all(core: &Core, call: Call, input: &Tensor, output: &Tensor) -> Result<()> {
+pub fn all_to_all(core: &Core, call: Call, input: &Tensor, output: &Tensor) -> Result<()> {
     let n = core.size();
     let len = call.count as usize / n * width(call.dtype);
     let parts = read_ranges(input, (0..n).map(|rank| rank * len..(rank + 1) * len))?;
@@ -168,13 +180,13 @@ pub(crate) fn all_to_all(core: &Core, call: Call, input: &Tensor, output: &Tenso
     write_all(output, &received, |peer| peer * len)
 }
 
-pub(crate) fn barrier(core: &Core, call: Call) -> Result<()> {
+pub fn barrier(core: &Core, call: Call) -> Result<()> {
     let empty = Payload::default();
     core.peers().for_each(|peer| core.send(peer, 0, call, empty.clone()));
     recv_all(core, 0, call, |_| Some(0)).map(drop)
 }
 
-pub(crate) fn all_gather_bytes(core: &Core, call: Call, mine: Payload) -> Result<Vec<Vec<u8>>> {
+pub fn all_gather_bytes(core: &Core, call: Call, mine: Payload) -> Result<Vec<Vec<u8>>> {
     core.peers().for_each(|peer| core.send(peer, 0, call, mine.clone()));
     let received = recv_all(core, 0, call, |_| None)?;
     Ok(received.into_iter().map(|part| part.map_or_else(|| mine.to_vec(), |bytes| bytes.to_vec())).collect())

@@ -1,0 +1,38 @@
+//! The collectives, once over messages and once over windows of shared memory; both give the same bits.
+
+mod messages;
+mod rounds;
+mod windows;
+
+use candle_core::Tensor;
+
+use self::rounds::Rounds;
+use super::ReduceOp;
+use super::group::Core;
+use super::message::{Call, Payload};
+use crate::Result;
+
+/// Defines each operation by the one of the same name over the group's windows or, without those, over messages.
+macro_rules! either {
+    ($($name:ident($($arg:ident: $t:ty),*) -> $r:ty;)*) => {$(
+        pub(crate) fn $name(core: &Core, call: Call, $($arg: $t),*) -> Result<$r> {
+            match Rounds::begin(core, call) {
+                Some(rounds) => windows::$name(rounds, $($arg),*),
+                None => messages::$name(core, call, $($arg),*),
+            }
+        }
+    )*};
+}
+
+either! {
+    all_reduce(t: &Tensor, op: ReduceOp) -> ();
+    all_gather(input: &Tensor, output: &Tensor) -> ();
+    reduce_scatter(input: &Tensor, output: &Tensor, op: ReduceOp) -> ();
+    broadcast(t: &Tensor, root: usize) -> ();
+    reduce(t: &Tensor, root: usize, op: ReduceOp) -> ();
+    gather(input: &Tensor, output: Option<&Tensor>, root: usize) -> ();
+    scatter(input: Option<&Tensor>, output: &Tensor, root: usize) -> ();
+    all_to_all(input: &Tensor, output: &Tensor) -> ();
+    barrier() -> ();
+    all_gather_bytes(mine: Payload) -> Vec<Vec<u8>>;
+}

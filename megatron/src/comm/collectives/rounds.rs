@@ -1,0 +1,99 @@
+//! Going through the blocks of a group's windows in step: waiting, and checking that all members do the same.
+//!
+//! Every block carries the header of its call, even where it has no bytes, so ranks that disagree about anything notice at once.
+
+use std::sync::MutexGuard;
+
+use crate::Result;
+use crate::comm::group::{Core, width};
+use crate::comm::inbox::lock;
+use crate::comm::local::{BLOCK, Windows};
+use crate::comm::message::{Call, Header};
+
+/// One call's blocks. All members fill and read the same number of blocks in the same order.
+pub struct Rounds<'a> {
+    pub core: &'a Core,
+    pub call: Call,
+    windows: MutexGuard<'a, Windows>,
+    header: Header,
+}
+
+impl<'a> Rounds<'a> {
+    /// `None` if the group has no windows.
+    pub fn begin(core: &'a Core, call: Call) -> Option<Self> {
+        let windows = lock(core.windows.as_ref()?);
+        Some(Self { core, call, windows, header: core.header(0, call, 0) })
+    }
+
+    /// Bytes of an element.
+    pub fn width(&self) -> usize {
+        width(self.call.dtype)
+    }
+
+    /// Bytes of the tensor that the call counts.
+    pub fn bytes(&self) -> usize {
+        self.call.count as usize * self.width()
+    }
+
+    fn wait_for_room(&self) -> Result<()> {
+        let windows = &*self.windows;
+        let has_room = |peer| windows.has_room(peer);
+        self.core.peers().try_for_each(|peer| self.core.await_peer(peer, windows.taken_by(peer), has_room, &self.call))
+    }
+
+    /// Waits for the next block of every peer; returns how many bytes each member's has.
+    fn wait_for_blocks(&self) -> Result<Vec<usize>> {
+        let windows = &*self.windows;
+        let has_block = |peer| windows.has_block(peer);
+        let mut lens = Vec::with_capacity(self.core.size());
+        for peer in 0..self.core.size() {
+            if peer != self.core.rank {
+                self.core.await_peer(peer, windows.posted_by(peer), has_block, &self.call)?;
+            }
+            let header = Header::decode(&windows.header(peer))?;
+            if (Header { len: self.header.len, ..header }) != self.header || header.len > BLOCK as u64 {
+                return Err(self.core.disagreement(peer, header.call, self.call));
+            }
+            lens.push(header.len as usize);
+        }
+        Ok(lens)
+    }
+
+    fn post(&mut self, len: usize) {
+        let header = Header { len: len as u64, ..self.header };
+        self.windows.post(&header.encode());
+    }
+
+    /// Fills this rank's next block with `len` bytes.
+    pub fn fill(&mut self, len: usize, f: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        self.wait_for_room()?;
+        f(self.windows.slot(len))?;
+        self.post(len);
+        Ok(())
+    }
+
+    /// Posts a block without bytes, where this rank has nothing to say.
+    pub fn pass(&mut self) -> Result<()> {
+        self.fill(0, |_| Ok(()))
+    }
+
+    /// Reads the next block of every member, this rank's own included, in group order.
+    pub fn read(&mut self, f: impl FnOnce(&[&[u8]]) -> Result<()>) -> Result<()> {
+        let lens = self.wait_for_blocks()?;
+        let blocks: Vec<&[u8]> = lens.iter().enumerate().map(|(peer, len)| self.windows.block(peer, *len)).collect();
+        f(&blocks)?;
+        self.windows.take();
+        Ok(())
+    }
+
+    /// As [`Rounds::read`], filling this rank's next block with `len` bytes meanwhile.
+    pub fn read_and_fill(&mut self, len: usize, f: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<()>) -> Result<()> {
+        let lens = self.wait_for_blocks()?;
+        self.wait_for_room()?;
+        let (blocks, slot) = self.windows.blocks_and_slot(&lens, len);
+        f(&blocks, slot)?;
+        self.windows.take();
+        self.post(len);
+        Ok(())
+    }
+}

@@ -1,0 +1,269 @@
+//! The collectives over windows of shared memory: direct exchanges between all ranks, in blocks that stay in a cache.
+//!
+//! A rank copies a block of its tensor into its window; the others read it there, so every byte is copied once on its way out and
+//! combined or copied once on its way in. While one block is read the next is filled already.
+//! A tensor's storage is locked only while a block is copied or combined, never while waiting for a peer.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use kernels::host::{with_bytes, with_bytes_mut};
+
+use super::rounds::Rounds;
+use crate::Result;
+use crate::comm::ReduceOp;
+use crate::comm::local::BLOCK;
+use crate::comm::message::Payload;
+use crate::comm::reduce::reduce_bytes;
+
+/// Tensors of up to this many bytes over all ranks, and all between two ranks, are exchanged whole: one exchange instead of two, in
+/// which everybody combines everything. The bits are the same.
+const EXCHANGE_WHOLE: usize = 128 << 10;
+
+/// The ranges of at most `step` bytes that `len` bytes consist of; one empty range if there are none, since ranks meet even then.
+fn pieces(len: usize, step: usize) -> Vec<Range<usize>> {
+    (0..len.div_ceil(step).max(1)).map(|i| i * step..((i + 1) * step).min(len)).collect()
+}
+
+/// Fills and reads a block for every piece, filling the next before one is read.
+fn pipelined<'a>(
+    mut rounds: Rounds<'a>,
+    pieces: &[Range<usize>],
+    mut fill: impl FnMut(&mut Rounds<'a>, Range<usize>) -> Result<()>,
+    mut read: impl FnMut(&mut Rounds<'a>, Range<usize>) -> Result<()>,
+) -> Result<()> {
+    let mut ahead = pieces.iter();
+    ahead.next().map_or(Ok(()), |first| fill(&mut rounds, first.clone()))?;
+    for piece in pieces {
+        ahead.next().map_or(Ok(()), |next| fill(&mut rounds, next.clone()))?;
+        read(&mut rounds, piece.clone())?;
+    }
+    Ok(())
+}
+
+/// Fills the next block with `piece` of `t`.
+fn fill_from(rounds: &mut Rounds, t: &Tensor, piece: Range<usize>) -> Result<()> {
+    rounds.fill(piece.len(), |slot| {
+        with_bytes(t, "send", |all| {
+            slot.copy_from_slice(&all[piece]);
+            Ok(())
+        })?;
+        Ok(())
+    })
+}
+
+/// Fills the next block with the same `piece` of each rank's part of `t`.
+fn fill_parts(rounds: &mut Rounds, t: &Tensor, part: usize, piece: Range<usize>) -> Result<()> {
+    let (n, len) = (rounds.core.size(), piece.len());
+    rounds.fill(n * len, |slot| {
+        with_bytes(t, "send", |all| {
+            for rank in 0..n {
+                slot[rank * len..(rank + 1) * len].copy_from_slice(&all[rank * part..(rank + 1) * part][piece.clone()]);
+            }
+            Ok(())
+        })?;
+        Ok(())
+    })
+}
+
+/// Bytes of the largest piece of which a block holds `n`, of elements of `width` bytes.
+fn share_of_block(n: usize, width: usize) -> usize {
+    (BLOCK / n / width).max(1) * width
+}
+
+/// Combines `blocks` into `range` of `t`.
+fn combine(t: &Tensor, range: Range<usize>, blocks: &[&[u8]], op: ReduceOp) -> Result<()> {
+    with_bytes_mut(t, "reduce", |all| Ok(reduce_bytes(blocks, &mut all[range], t.dtype(), op)))?
+}
+
+/// Copies `bytes` to where `t` has `range`.
+fn write(t: &Tensor, at: usize, bytes: &[u8]) -> Result<()> {
+    with_bytes_mut(t, "receive", |all| {
+        all[at..at + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    })?;
+    Ok(())
+}
+
+pub fn all_reduce(rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
+    let (n, bytes) = (rounds.core.size(), rounds.bytes());
+    if n > 2 && bytes * n > EXCHANGE_WHOLE {
+        return all_reduce_by_slices(rounds, t, op);
+    }
+    pipelined(
+        rounds,
+        &pieces(bytes, BLOCK),
+        |rounds, piece| fill_from(rounds, t, piece),
+        |rounds, piece| rounds.read(|blocks| combine(t, piece, blocks, op)),
+    )
+}
+
+/// Byte range of the slice that rank `i` of `n` combines of `len` bytes.
+fn slice(len: usize, width: usize, i: usize, n: usize) -> Range<usize> {
+    let count = len / width;
+    count * i / n * width..count * (i + 1) / n * width
+}
+
+/// A reduce-scatter and an all-gather (Rabenseifner 2004) per block: every rank combines its slice for all.
+fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
+    let (n, me, width) = (rounds.core.size(), rounds.core.rank, rounds.width());
+    let pieces = pieces(rounds.bytes(), BLOCK);
+    let read_sums = |rounds: &mut Rounds, piece: &Range<usize>| {
+        rounds.read(|blocks| {
+            with_bytes_mut(t, "receive", |all| {
+                for (peer, block) in blocks.iter().enumerate() {
+                    all[piece.clone()][slice(piece.len(), width, peer, n)].copy_from_slice(block);
+                }
+                Ok(())
+            })?;
+            Ok(())
+        })
+    };
+    fill_from(&mut rounds, t, pieces[0].clone())?;
+    for (i, piece) in pieces.iter().enumerate() {
+        if let Some(next) = pieces.get(i + 1) {
+            fill_from(&mut rounds, t, next.clone())?;
+        }
+        let own = slice(piece.len(), width, me, n);
+        rounds.read_and_fill(own.len(), |blocks, slot| {
+            let parts: Vec<&[u8]> = blocks.iter().map(|block| &block[own.clone()]).collect();
+            reduce_bytes(&parts, slot, t.dtype(), op)
+        })?;
+        // One piece later, so that nobody waits for the sums of others.
+        if i > 0 {
+            read_sums(&mut rounds, &pieces[i - 1])?;
+        }
+    }
+    read_sums(&mut rounds, &pieces[pieces.len() - 1])
+}
+
+/// Where the bytes of `t` are, to tell whether two tensors are the same memory.
+fn address(t: &Tensor) -> Result<usize> {
+    Ok(with_bytes(t, "send", |all| Ok(all.as_ptr().addr()))?)
+}
+
+pub fn all_gather(rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()> {
+    let (n, me, len) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
+    let in_place = address(input)? == address(output)? + me * len;
+    pipelined(
+        rounds,
+        &pieces(len, BLOCK),
+        |rounds, piece| fill_from(rounds, input, piece),
+        |rounds, piece| {
+            rounds.read(|blocks| {
+                let writes = (0..n).filter(|peer| !in_place || *peer != me);
+                writes.into_iter().try_for_each(|peer| write(output, peer * len + piece.start, blocks[peer]))
+            })
+        },
+    )
+}
+
+pub fn reduce_scatter(rounds: Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<()> {
+    let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
+    pipelined(
+        rounds,
+        &pieces(part, share_of_block(n, output.dtype().size_in_bytes())),
+        |rounds, piece| fill_parts(rounds, input, part, piece),
+        |rounds, piece| {
+            rounds.read(|blocks| {
+                let mine: Vec<&[u8]> = blocks.iter().map(|block| &block[me * piece.len()..][..piece.len()]).collect();
+                combine(output, piece, &mine, op)
+            })
+        },
+    )
+}
+
+pub fn broadcast(rounds: Rounds, t: &Tensor, root: usize) -> Result<()> {
+    let (me, len) = (rounds.core.rank, rounds.bytes());
+    pipelined(
+        rounds,
+        &pieces(len, BLOCK),
+        |rounds, piece| if me == root { fill_from(rounds, t, piece) } else { rounds.pass() },
+        |rounds, piece| rounds.read(|blocks| if me == root { Ok(()) } else { write(t, piece.start, blocks[root]) }),
+    )
+}
+
+pub fn reduce(rounds: Rounds, t: &Tensor, root: usize, op: ReduceOp) -> Result<()> {
+    let (me, len) = (rounds.core.rank, rounds.bytes());
+    pipelined(
+        rounds,
+        &pieces(len, BLOCK),
+        |rounds, piece| fill_from(rounds, t, piece),
+        |rounds, piece| rounds.read(|blocks| if me == root { combine(t, piece, blocks, op) } else { Ok(()) }),
+    )
+}
+
+pub fn gather(rounds: Rounds, input: &Tensor, output: Option<&Tensor>, _root: usize) -> Result<()> {
+    let len = rounds.bytes();
+    pipelined(
+        rounds,
+        &pieces(len, BLOCK),
+        |rounds, piece| fill_from(rounds, input, piece),
+        |rounds, piece| {
+            rounds.read(|blocks| {
+                let Some(output) = output else { return Ok(()) };
+                let mut parts = blocks.iter().enumerate();
+                parts.try_for_each(|(peer, block)| write(output, peer * len + piece.start, block))
+            })
+        },
+    )
+}
+
+pub fn scatter(rounds: Rounds, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<()> {
+    let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
+    pipelined(
+        rounds,
+        &pieces(part, share_of_block(n, output.dtype().size_in_bytes())),
+        |rounds, piece| match input {
+            Some(input) => fill_parts(rounds, input, part, piece),
+            None => rounds.pass(),
+        },
+        |rounds, piece| {
+            rounds.read(|blocks| write(output, piece.start, &blocks[root][me * piece.len()..][..piece.len()]))
+        },
+    )
+}
+
+pub fn all_to_all(rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()> {
+    let (n, me) = (rounds.core.size(), rounds.core.rank);
+    let part = rounds.bytes() / n;
+    pipelined(
+        rounds,
+        &pieces(part, share_of_block(n, 1)),
+        |rounds, piece| fill_parts(rounds, input, part, piece),
+        |rounds, piece| {
+            rounds.read(|blocks| {
+                let mut parts = blocks.iter().map(|block| &block[me * piece.len()..][..piece.len()]).enumerate();
+                parts.try_for_each(|(peer, block)| write(output, peer * part + piece.start, block))
+            })
+        },
+    )
+}
+
+pub fn barrier(mut rounds: Rounds) -> Result<()> {
+    rounds.pass()?;
+    rounds.read(|_| Ok(()))
+}
+
+/// Every rank's bytes follow their number; the first block tells all how many blocks there will be.
+pub fn all_gather_bytes(mut rounds: Rounds, mine: Payload) -> Result<Vec<Vec<u8>>> {
+    let stream = [&(mine.len() as u64).to_le_bytes()[..], &mine].concat();
+    let mut gathered = vec![Vec::new(); rounds.core.size()];
+    let (mut block, mut blocks) = (0, 1);
+    while block < blocks {
+        let piece = (block * BLOCK).min(stream.len())..((block + 1) * BLOCK).min(stream.len());
+        rounds.fill(piece.len(), |slot| {
+            slot.copy_from_slice(&stream[piece]);
+            Ok(())
+        })?;
+        rounds.read(|theirs| {
+            gathered.iter_mut().zip(theirs).for_each(|(all, bytes)| all.extend_from_slice(bytes));
+            Ok(())
+        })?;
+        let longest = gathered.iter().filter_map(|all| Some(u64::from_le_bytes(*all.first_chunk()?))).max();
+        blocks = (8 + longest.unwrap_or(0) as usize).div_ceil(BLOCK);
+        block += 1;
+    }
+    gathered.iter_mut().for_each(|all| drop(all.drain(..8)));
+    Ok(gathered)
+}

@@ -1,0 +1,221 @@
+//! Where a rank shows blocks of bytes to the other members of a group.
+//!
+//! A window is a ring of [`SLOTS`] blocks with one writer and many readers. The members of a group go through its blocks in step:
+//! everyone posts its k-th block and reads everyone's k-th; a slot is filled again once all have read it. Blocks stay small
+//! enough to be read from a cache of the machine instead of its memory.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::PAGE;
+use super::arena::{Arena, Memory, Shared};
+use super::side::Side;
+use crate::comm::message::Header;
+
+/// Bytes of a block.
+pub const BLOCK: usize = 256 << 10;
+/// Blocks that a rank may be ahead of the slowest reader; an all-reduce has three in flight.
+pub const SLOTS: u32 = 4;
+/// Bytes of a window.
+pub const WINDOW_BYTES: usize = PAGE + SLOTS as usize * BLOCK;
+/// Where the headers of the slots begin, each on a cache line of its own.
+const HEADERS: usize = 1024;
+
+/// The start of a window.
+#[repr(C)]
+struct Control {
+    /// Blocks that the owner has posted.
+    posted: Side,
+    /// Blocks of each of the others that the owner has read.
+    taken: Side,
+    /// Members that have left the group.
+    departed: AtomicU32,
+}
+
+// SAFETY: atomics alone.
+unsafe impl Shared for Control {}
+
+/// One rank's window.
+pub struct Window(Memory);
+
+impl Window {
+    pub fn new(memory: Memory) -> Self {
+        assert!(memory.len() == WINDOW_BYTES);
+        Self(memory)
+    }
+
+    fn control(&self) -> &Control {
+        self.0.at(0)
+    }
+
+    /// How many other members have left the group.
+    pub fn departed(&self) -> &AtomicU32 {
+        &self.control().departed
+    }
+
+    /// Makes the window as good as new, before the others hear of it.
+    pub fn reset(&self) {
+        let control = self.control();
+        control.posted.reset();
+        control.taken.reset();
+        control.departed.store(0, Ordering::Release);
+    }
+
+    fn header(&self, round: u32) -> *mut u8 {
+        self.0.bytes(HEADERS + (round % SLOTS) as usize * 64, Header::BYTES)
+    }
+
+    fn block(&self, round: u32) -> *mut u8 {
+        self.0.bytes(PAGE + (round % SLOTS) as usize * BLOCK, BLOCK)
+    }
+}
+
+/// Whether `position` has come to `goal`; both count modulo 2³².
+fn reached(position: u32, goal: u32) -> bool {
+    position.wrapping_sub(goal).cast_signed() >= 0
+}
+
+/// The windows of all members of a group, in group order, as one of them sees them.
+pub struct Windows {
+    arena: Arc<Arena>,
+    all: Vec<Window>,
+    me: usize,
+    /// Which of this rank's windows is the group's.
+    index: usize,
+    posted: u32,
+    taken: u32,
+}
+
+impl Windows {
+    /// `members` are the ranks of the world and the indices of their windows; this rank is the `me`-th. `None` if there is no such window.
+    pub fn new(arena: Arc<Arena>, me: usize, members: impl IntoIterator<Item = (usize, usize)>) -> Option<Self> {
+        let members: Vec<_> = members.into_iter().collect();
+        let index = members.get(me)?.1;
+        let all = members.into_iter().map(|(rank, index)| arena.window(rank, index)).collect::<Option<_>>()?;
+        Some(Self { arena, all, me, index, posted: 0, taken: 0 })
+    }
+
+    /// What tells that `peer` has read blocks.
+    pub fn taken_by(&self, peer: usize) -> &Side {
+        &self.all[peer].control().taken
+    }
+
+    /// What tells that `peer` has posted blocks.
+    pub fn posted_by(&self, peer: usize) -> &Side {
+        &self.all[peer].control().posted
+    }
+
+    /// Whether `peer` has read what the next slot to fill still holds.
+    pub fn has_room(&self, peer: usize) -> bool {
+        let position = self.taken_by(peer).position.load(Ordering::Acquire);
+        reached(position, self.posted.wrapping_add(1).wrapping_sub(SLOTS))
+    }
+
+    /// Whether `peer` has posted the next block to read.
+    pub fn has_block(&self, peer: usize) -> bool {
+        reached(self.posted_by(peer).position.load(Ordering::Acquire), self.taken.wrapping_add(1))
+    }
+
+    /// The next slot to fill; call only once all have room.
+    pub fn slot(&mut self, len: usize) -> &mut [u8] {
+        assert!(len <= BLOCK);
+        // SAFETY: `len` bytes within this rank's own window, which no rank reads now: all have read what it held, as the caller made
+        // sure, and wait for this round's block. This rank neither, since `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.all[self.me].block(self.posted), len) }
+    }
+
+    /// The header of the next block of `peer`; call only once it is there.
+    pub fn header(&self, peer: usize) -> [u8; Header::BYTES] {
+        let from = self.all[peer].header(self.taken).cast::<[u8; Header::BYTES]>();
+        // SAFETY: the memory holds a header, which its writer leaves alone until this rank has taken the block.
+        unsafe { from.read() }
+    }
+
+    /// The next block of `peer`; call only once it is there.
+    pub fn block(&self, peer: usize, len: usize) -> &[u8] {
+        assert!(len <= BLOCK);
+        // SAFETY: `len` bytes of the window of `peer`, which has posted the block and leaves it alone until this rank has taken it, for
+        // which `self` must be borrowed mutably.
+        unsafe { std::slice::from_raw_parts(self.all[peer].block(self.taken), len) }
+    }
+
+    /// The next blocks of all members, `lens` bytes long, together with the next slot to fill; call only once all are there and all have room.
+    pub fn blocks_and_slot(&mut self, lens: &[usize], slot_len: usize) -> (Vec<&[u8]>, &mut [u8]) {
+        assert!(self.posted != self.taken && self.posted.wrapping_sub(self.taken) < SLOTS && slot_len <= BLOCK);
+        let slot = self.all[self.me].block(self.posted);
+        // SAFETY: as in `slot`. The slot is another than those of the blocks, which lie less than `SLOTS` rounds behind.
+        let slot = unsafe { std::slice::from_raw_parts_mut(slot, slot_len) };
+        let this = &*self;
+        (lens.iter().enumerate().map(|(peer, len)| this.block(peer, *len)).collect(), slot)
+    }
+
+    /// Shows the slot to the others as this rank's next block.
+    pub fn post(&mut self, header: &[u8; Header::BYTES]) {
+        let window = &self.all[self.me];
+        // SAFETY: the slot's header, which nobody reads now for the reason given in `slot`.
+        unsafe { window.header(self.posted).cast::<[u8; Header::BYTES]>().write(*header) };
+        self.posted = self.posted.wrapping_add(1);
+        window.control().posted.publish(self.posted);
+    }
+
+    /// Lets the others fill the slots of the blocks that were read.
+    pub fn take(&mut self) {
+        self.taken = self.taken.wrapping_add(1);
+        self.all[self.me].control().taken.publish(self.taken);
+    }
+}
+
+impl Drop for Windows {
+    fn drop(&mut self) {
+        for (_, window) in self.all.iter().enumerate().filter(|(peer, _)| *peer != self.me) {
+            window.departed().fetch_add(1, Ordering::AcqRel);
+        }
+        self.arena.give_back(self.index, self.all.len() - 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> [Windows; 2] {
+        let arenas = Arena::of_threads(2).unwrap();
+        [0, 1].map(|me| Windows::new(arenas[me].clone(), me, [(0, 0), (1, 0)]).unwrap())
+    }
+
+    #[test]
+    fn a_slot_is_filled_again_only_after_all_have_read_it() {
+        let [mut a, mut b] = pair();
+        let header = [7; Header::BYTES];
+        for round in 0..SLOTS {
+            assert!(a.has_room(1));
+            a.slot(1)[0] = round as u8;
+            a.post(&header);
+            b.post(&header);
+        }
+        assert!(!a.has_room(1) && b.has_block(0));
+        assert_eq!((b.header(0), b.block(0, 1)), (header, &[0][..]));
+        b.take();
+        assert!(a.has_room(1));
+        assert_eq!(b.block(0, 1), [1]);
+    }
+
+    #[test]
+    fn rounds_are_counted_beyond_the_range_of_the_counters() {
+        let [mut a, mut b] = pair();
+        for windows in [&mut a, &mut b] {
+            (windows.posted, windows.taken) = (u32::MAX - 1, u32::MAX - 1);
+            windows.all[windows.me].control().posted.publish(u32::MAX - 1);
+            windows.all[windows.me].control().taken.publish(u32::MAX - 1);
+        }
+        for _ in 0..5 {
+            assert!(a.has_room(1) && !b.has_block(0));
+            a.post(&[0; Header::BYTES]);
+            b.post(&[0; Header::BYTES]);
+            assert!(a.has_block(1) && b.has_block(0));
+            a.take();
+            b.take();
+        }
+    }
+}

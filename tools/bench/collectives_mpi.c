@@ -1,0 +1,73 @@
+// Times an installed MPI's collectives on f32 as `megatron bench collectives` times its own: best batch, size of the larger
+// buffer. Prints `operation bytes µs` a line. Run by collectives.sh; by hand:
+//     mpicc -O2 collectives_mpi.c -o collectives_mpi && mpirun -n RANKS ./collectives_mpi SECONDS BYTES...
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { BATCHES = 5 };
+static int rank, ranks, part;
+static float *whole, *share;
+
+static void all_reduce(void) { MPI_Allreduce(MPI_IN_PLACE, whole, part * ranks, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }
+static void all_gather(void) { MPI_Allgather(share, part, MPI_FLOAT, whole, part, MPI_FLOAT, MPI_COMM_WORLD); }
+static void reduce_scatter(void) { MPI_Reduce_scatter_block(whole, share, part, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }
+
+static void there_and_back(void) {
+    int count = part * ranks;
+    if (rank == 0) {
+        MPI_Send(whole, count, MPI_FLOAT, 1, 0, MPI_COMM_WORLD);
+        MPI_Recv(whole, count, MPI_FLOAT, 1, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    } else if (rank == 1) {
+        MPI_Recv(whole, count, MPI_FLOAT, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+        MPI_Send(whole, count, MPI_FLOAT, 0, 0, MPI_COMM_WORLD);
+    }
+}
+
+// Seconds of a call: the least of the means of batches that fill `seconds` on rank 0.
+static double fastest(void (*call)(void), double seconds) {
+    call();
+    MPI_Barrier(MPI_COMM_WORLD);
+    double start = MPI_Wtime();
+    call();
+    int calls = seconds / BATCHES / (MPI_Wtime() - start);
+    if (calls < 1) calls = 1;
+    MPI_Bcast(&calls, 1, MPI_INT, 0, MPI_COMM_WORLD);
+    double best = 1e9;
+    for (int batch = 0; batch < BATCHES; batch++) {
+        MPI_Barrier(MPI_COMM_WORLD);
+        start = MPI_Wtime();
+        for (int i = 0; i < calls; i++) call();
+        double mean = (MPI_Wtime() - start) / calls;
+        if (mean < best) best = mean;
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    return best;
+}
+
+int main(int argc, char **argv) {
+    struct { const char *name; void (*call)(void); double scale; } operations[] = {
+        {"all_reduce", all_reduce, 1}, {"all_gather", all_gather, 1},
+        {"reduce_scatter", reduce_scatter, 1}, {"send/recv", there_and_back, 0.5}};
+    MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    double seconds = atof(argv[1]);
+    for (int i = 2; i < argc; i++) {
+        long size = atol(argv[i]);
+        part = (size + 4L * ranks - 1) / (4L * ranks);
+        // Written, so that the memory is really there.
+        whole = memset(malloc(4L * part * ranks), 1, 4L * part * ranks);
+        share = memset(malloc(4L * part), 1, 4L * part);
+        memset(whole, 0, 4L * part * ranks);
+        for (int o = 0; o < 4; o++) {
+            double took = fastest(operations[o].call, seconds) * operations[o].scale;
+            if (rank == 0) printf("%s %ld %f\n", operations[o].name, size, took * 1e6), fflush(stdout);
+        }
+        free(whole);
+        free(share);
+    }
+    MPI_Finalize();
+    return 0;
+}
