@@ -1,16 +1,23 @@
 //! Backward: one task per (batch, group), so that the sums of dk and dv over queries and heads have one order.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 
-use super::{Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, tilt};
+use super::buffers::{Rows, transpose, with_buffers};
+use super::product::{product, strips};
+use super::{Geometry, HeadMask, Mask, Scores, TILE_Q, round, tilt};
 use crate::Result;
-use crate::float::Float;
-use crate::gemm::{Mat, gemm};
+use crate::float::{Elem, Float};
+use crate::gemm::Mat;
 use crate::par::{self, Shared};
 use crate::simd::{sum2, vectorize};
 use crate::view::{View, tensor};
 
-pub(super) fn run<T: Float>(
+/// Keys per tile; a multiple of 4, as masks want it. Fewer than forward's: two tiles of scores and all operands are to stay in L2.
+const TILE_K: usize = 64;
+
+pub(super) fn run<E: Elem>(
     op: &'static str,
     dout: &Tensor,
     qkv: &Tensor,
@@ -20,9 +27,9 @@ pub(super) fn run<T: Float>(
     scores: Scores,
     mask: Option<&Mask>,
 ) -> Result<Tensor> {
-    let (packed, dout) = (View::<T>::new(qkv, op, "qkv")?, View::<T>::new(dout, op, "dout")?);
-    let (out, lse) = (View::<T>::new(out, op, "out")?, View::<T>::new(lse, op, "lse")?);
-    let mut dqkv = vec![T::ZERO; packed.len()];
+    let (packed, dout) = (View::<E>::new(qkv, op, "qkv")?, View::<E>::new(dout, op, "dout")?);
+    let (out, lse) = (View::<E>::new(out, op, "out")?, View::<E::Acc>::new(lse, op, "lse")?);
+    let mut dqkv = vec![E::store(E::Acc::ZERO); packed.len()];
     let pass = Pass { geometry, packed: &packed, dout: &dout, out: &out, lse: &lse, scores, mask };
     let target = Shared(dqkv.as_mut_ptr());
     let groups = geometry.shape.groups;
@@ -30,139 +37,211 @@ pub(super) fn run<T: Float>(
     tensor(dqkv, qkv.dims(), qkv)
 }
 
-struct Pass<'a, T> {
+struct Pass<'a, E: Elem> {
     geometry: Geometry,
-    packed: &'a [T],
-    dout: &'a [T],
-    out: &'a [T],
-    lse: &'a [T],
+    packed: &'a [E],
+    dout: &'a [E],
+    out: &'a [E],
+    lse: &'a [E::Acc],
     scores: Scores<'a>,
     mask: Option<&'a Mask<'a>>,
 }
 
-/// What one task needs besides its results.
-struct Scratch<T> {
-    /// Scores of a tile, then its (dropped) probabilities.
-    p: Vec<T>,
-    /// Gradients of the probabilities, then of the scores.
-    ds: Vec<T>,
-    /// Σ dout·out per query of every head of the group.
-    delta: Vec<T>,
+/// Keys and values of a group, and the gradients gathered for them: `[s, d]`, transposed `[s / TILE_K][d][TILE_K]`.
+struct Group<'a, T> {
+    keys: &'a [T],
+    keys_t: &'a [T],
+    values_t: &'a [T],
+    dk: &'a mut [T],
+    dv: &'a mut [T],
 }
 
-impl<T: Float> Pass<'_, T> {
-    /// Adds to the columns of one group in `dqkv`, which no other task touches.
-    fn group(&self, batch: usize, group: usize, dqkv: Shared<T>) {
+/// One head: `[s, d]`, and a number per query.
+struct Head<'a, T> {
+    batch: usize,
+    head: usize,
+    /// Times the scale of scores.
+    queries: &'a [T],
+    dout: &'a [T],
+    dq: &'a mut [T],
+    lse: &'a [T],
+    /// Σ dout·out.
+    delta: &'a [T],
+}
+
+impl<E: Elem> Pass<'_, E> {
+    /// Writes the columns of one group in `dqkv`, which no other task touches.
+    fn group(&self, batch: usize, group: usize, target: Shared<E>) {
         let Geometry { s, shape, .. } = self.geometry;
-        let mut scratch = Scratch {
-            p: vec![T::ZERO; TILE_Q * TILE_K],
-            ds: vec![T::ZERO; TILE_Q * TILE_K],
-            delta: vec![T::ZERO; shape.heads_per_group * s],
-        };
-        for j in 0..shape.heads_per_group {
-            let delta = &mut scratch.delta[j * s..(j + 1) * s];
-            self.delta(batch, group * shape.heads_per_group + j, delta);
-        }
-        for first_key in (0..s).step_by(TILE_K) {
-            for j in 0..shape.heads_per_group {
-                for first_query in (first_key / TILE_Q * TILE_Q..s).step_by(TILE_Q) {
-                    // This query and all later ones see nothing of the tile.
-                    if self.scores.first_key(s, batch, first_query) >= first_key + TILE_K {
-                        break;
-                    }
-                    self.tile(batch, group, j, first_query, first_key, &mut scratch, dqkv);
+        let (d, of_group) = (shape.head_dim, shape.heads_per_group);
+        let part = |part| self.geometry.qkv_rows(self.packed, batch, group, part);
+        let (rows, tiles) = (s * d, s.next_multiple_of(TILE_K) * d);
+        let lengths = [rows, tiles, tiles, rows, rows, rows, rows, rows, TILE_Q * TILE_K, TILE_Q * TILE_K, s];
+        with_buffers::<E::Acc, 11, _>(lengths, |[keys, keys_t, values_t, dk, dv, queries, dout, dq, p, ds, delta]| {
+            vectorize(
+                #[inline(always)]
+                || {
+                    // The values themselves are not needed: their buffer then takes the queries.
+                    part(of_group + 1).copy(0..s, E::Acc::ONE, queries);
+                    transpose::<_, TILE_K>(queries, d, values_t);
+                    part(of_group).copy(0..s, E::Acc::ONE, keys);
+                    transpose::<_, TILE_K>(keys, d, keys_t);
+                },
+            );
+            dk.fill(E::Acc::ZERO);
+            dv.fill(E::Acc::ZERO);
+            let mut of_keys = Group { keys, keys_t, values_t, dk, dv };
+            for j in 0..of_group {
+                let head = group * of_group + j;
+                let scale = E::Acc::of(self.scores.scale);
+                vectorize(
+                    #[inline(always)]
+                    || {
+                        part(j).copy(0..s, scale, queries);
+                        let rows = |of| self.geometry.out_rows(of, batch, head);
+                        let (dout_rows, out_rows) = (rows(self.dout), rows(self.out));
+                        dout_rows.copy(0..s, E::Acc::ONE, dout);
+                        for (position, delta) in delta.iter_mut().enumerate() {
+                            *delta = sum2(dout_rows.row(position), out_rows.row(position), |a, b| a * b);
+                        }
+                    },
+                );
+                dq.fill(E::Acc::ZERO);
+                let lse = &self.lse[(batch * shape.heads() + head) * s..][..s];
+                self.head(&mut of_keys, Head { batch, head, queries, dout, dq, lse, delta }, p, ds);
+                self.store(part(j), dq, scale, target);
+            }
+            self.store(part(of_group), of_keys.dk, E::Acc::ONE, target);
+            self.store(part(of_group + 1), of_keys.dv, E::Acc::ONE, target);
+        });
+    }
+
+    /// Writes scale · `from [s, d]` to where `to` lies in dqkv.
+    fn store(&self, to: Rows<E>, from: &[E::Acc], scale: E::Acc, target: Shared<E>) {
+        vectorize(
+            #[inline(always)]
+            || {
+                for (position, from) in from.chunks_exact(to.width).enumerate() {
+                    // SAFETY: dqkv has qkv's shape; only this task writes its group's columns.
+                    let to =
+                        unsafe { std::slice::from_raw_parts_mut(target.at(to.at + position * to.stride), to.width) };
+                    to.iter_mut().zip(from).for_each(|(to, &from)| *to = E::store(from * scale));
                 }
+            },
+        );
+    }
+
+    fn head(&self, group: &mut Group<E::Acc>, mut head: Head<E::Acc>, p: &mut [E::Acc], ds: &mut [E::Acc]) {
+        let s = self.geometry.s;
+        for first_key in (0..s).step_by(TILE_K) {
+            let keys = first_key..s.min(first_key + TILE_K);
+            for first_query in (first_key / TILE_Q * TILE_Q..s).step_by(TILE_Q) {
+                // This query and all later ones see nothing of the tile.
+                if self.scores.first_key(s, head.batch, first_query) >= keys.end {
+                    break;
+                }
+                self.tile(group, &mut head, first_query..s.min(first_query + TILE_Q), keys.clone(), p, ds);
             }
         }
     }
 
-    fn delta(&self, batch: usize, head: usize, delta: &mut [T]) {
-        let (at, stride, d) =
-            (self.geometry.out_at(batch, head), self.geometry.out_stride(), self.geometry.shape.head_dim);
-        vectorize(
-            #[inline(always)]
-            || {
-                for (position, delta) in delta.iter_mut().enumerate() {
-                    let row = at + position * stride..at + position * stride + d;
-                    *delta = sum2(&self.dout[row.clone()], &self.out[row], |a, b| a * b);
-                }
-            },
-        );
-    }
-
     fn tile(
         &self,
-        batch: usize,
-        group: usize,
-        in_group: usize,
-        first_query: usize,
-        first_key: usize,
-        scratch: &mut Scratch<T>,
-        dqkv: Shared<T>,
+        group: &mut Group<E::Acc>,
+        head: &mut Head<E::Acc>,
+        queries: Range<usize>,
+        keys: Range<usize>,
+        p: &mut [E::Acc],
+        ds: &mut [E::Acc],
     ) {
-        let Geometry { s, shape, .. } = self.geometry;
-        let (d, head) = (shape.head_dim, group * shape.heads_per_group + in_group);
-        let (rows, keys) = (TILE_Q.min(s - first_query), TILE_K.min(s - first_key));
-        // Keys behind the last query of the tile are hidden from all of it.
-        let keys = keys.min(first_query + rows - first_key);
-        let (stride, out_stride) = (self.geometry.qkv_stride(), self.geometry.out_stride());
-        let at = |part: usize, position: usize| self.geometry.qkv_at(batch, group, part) + position * stride;
-        let q_at = at(in_group, first_query);
-        let (k_at, v_at) = (at(shape.heads_per_group, first_key), at(shape.heads_per_group + 1, first_key));
-        let mat = |offset: usize| Mat(self.packed[offset..].as_ptr(), stride, 1);
-        let dout_at = self.geometry.out_at(batch, head) + first_query * out_stride;
-        let dout = Mat(self.dout[dout_at..].as_ptr(), out_stride, 1);
-        let (scale, slope) = (T::of(self.scores.scale), self.scores.slope(head));
-        let none = gemm::Parallelism::None;
-        let Scratch { p, ds, delta } = scratch;
-
-        // SAFETY: the last query and key lie before position s of qkv, dout and dqkv; p and ds hold TILE_Q rows of
-        // TILE_K; only this task touches the group's columns of dqkv.
-        unsafe {
-            let (p, ds) = (Mat(p.as_mut_ptr(), TILE_K, 1), Mat(ds.as_mut_ptr(), TILE_K, 1));
-            gemm((rows, keys, d), p, false, mat(q_at), mat(k_at).t(), scale, none);
-            gemm((rows, keys, d), ds, false, dout, mat(v_at).t(), T::ONE, none);
-        }
-        let lse = &self.lse[(batch * shape.heads() + head) * s + first_query..];
-        let delta = &delta[in_group * s + first_query..];
-        let mask = self.mask.map(|m| m.head(batch, head));
-        let kept = T::of(self.mask.map_or(1.0, |m| m.scale));
-        vectorize(
-            #[inline(always)]
-            || {
-                let rows = p.chunks_exact_mut(TILE_K).zip(ds.chunks_exact_mut(TILE_K)).take(rows);
-                for (r, (p, ds)) in rows.enumerate() {
-                    let query = first_query + r;
-                    let visible = (query + 1).saturating_sub(first_key).min(keys);
-                    let hidden = self.scores.first_key(s, batch, query).saturating_sub(first_key).min(visible);
-                    p[visible..keys].fill(T::ZERO);
-                    ds[visible..keys].fill(T::ZERO);
-                    if let Some(slope) = slope {
-                        tilt(&mut p[..visible], slope, query, first_key);
-                    }
-                    // The words of a mask begin at the tile's first key.
-                    let (p, ds) = (&mut p[..visible], &mut ds[..visible]);
-                    match &mask {
-                        Some(mask) => dropped_row(p, ds, lse[r], delta[r], mask, kept, query, first_key),
-                        None => plain_row(p, ds, lse[r], delta[r]),
-                    }
-                    p[..hidden].fill(T::ZERO);
-                    ds[..hidden].fill(T::ZERO);
+        let d = self.geometry.shape.head_dim;
+        let mask = self.mask.map(|m| m.head(head.batch, head.head));
+        let one = E::Acc::ONE;
+        for strip in strips::<E::Acc>(0..queries.len()) {
+            // Keys behind the last query of the strip are hidden from all of it.
+            let seen = (queries.start + strip.end).saturating_sub(keys.start).min(keys.len());
+            let (m, row, at) = (strip.len(), (queries.start + strip.start) * d, strip.start * TILE_K);
+            let operand = |of: &[E::Acc]| Mat(of[row..].as_ptr(), d, 1);
+            let transposed = |of: &[E::Acc]| (of[keys.start * d..].as_ptr(), TILE_K);
+            if seen > 0 {
+                // SAFETY: a strip has m rows of the head's [s, d] and of p and ds, `seen` ≤ TILE_K keys are of a tile.
+                unsafe {
+                    let (p, ds) = (p[at..].as_mut_ptr(), ds[at..].as_mut_ptr());
+                    product((m, seen, d), (p, TILE_K), false, operand(head.queries), transposed(group.keys_t), one);
+                    product((m, seen, d), (ds, TILE_K), false, operand(head.dout), transposed(group.values_t), one);
                 }
-            },
-        );
-        // SAFETY: as above.
-        unsafe {
-            let (p, ds) = (Mat(p.as_ptr(), TILE_K, 1), Mat(ds.as_ptr(), TILE_K, 1));
-            let target = |offset: usize| Mat(dqkv.at(offset), stride, 1);
-            gemm((keys, d, rows), target(v_at), true, p.t(), dout, T::ONE, none);
-            gemm((keys, d, rows), target(k_at), true, ds.t(), mat(q_at), scale, none);
-            gemm((rows, d, keys), target(q_at), true, ds, mat(k_at), scale, none);
+            }
+            vectorize(
+                #[inline(always)]
+                || {
+                    for r in strip.clone() {
+                        let at = r * TILE_K..r * TILE_K + keys.len();
+                        let rows = (&mut p[at.clone()], &mut ds[at]);
+                        self.row(head, queries.start + r, keys.start, rows, mask.as_ref());
+                    }
+                },
+            );
+            if seen > 0 {
+                // SAFETY: as above.
+                unsafe {
+                    let (ds, to) = (Mat(ds[at..].as_ptr(), TILE_K, 1), head.dq[row..].as_mut_ptr());
+                    product((m, d, seen), (to, d), true, ds, (group.keys[keys.start * d..].as_ptr(), d), one);
+                }
+            }
         }
+        for strip in strips::<E::Acc>(0..keys.len()) {
+            // Queries before the first key of the strip see none of it.
+            let first = (keys.start + strip.start).saturating_sub(queries.start);
+            if first >= queries.len() {
+                continue;
+            }
+            let (m, count, row) = (strip.len(), queries.len() - first, (queries.start + first) * d);
+            let operand = |of: &[E::Acc]| Mat(of[first * TILE_K + strip.start..].as_ptr(), 1, TILE_K);
+            let to = (keys.start + strip.start) * d;
+            // SAFETY: as above; a strip has m rows of the group's [s, d], and columns of p and ds.
+            unsafe {
+                let (dk, dv) = (group.dk[to..].as_mut_ptr(), group.dv[to..].as_mut_ptr());
+                product((m, d, count), (dv, d), true, operand(p), (head.dout[row..].as_ptr(), d), one);
+                product((m, d, count), (dk, d), true, operand(ds), (head.queries[row..].as_ptr(), d), one);
+            }
+        }
+    }
+
+    /// Scores and gradients of probabilities of one query become (dropped) probabilities and gradients of scores; 0 where it does
+    /// not see.
+    #[inline(always)]
+    fn row(
+        &self,
+        head: &Head<E::Acc>,
+        query: usize,
+        first_key: usize,
+        (p, ds): (&mut [E::Acc], &mut [E::Acc]),
+        mask: Option<&HeadMask>,
+    ) {
+        let visible = (query + 1).saturating_sub(first_key).min(p.len());
+        let hidden = self.scores.first_key(self.geometry.s, head.batch, query).saturating_sub(first_key).min(visible);
+        p[visible..].fill(E::Acc::ZERO);
+        ds[visible..].fill(E::Acc::ZERO);
+        if let Some(slope) = self.scores.slope(head.head) {
+            tilt(&mut p[..visible], slope, query, first_key);
+        }
+        // The words of a mask begin at the tile's first key.
+        let (p, ds) = (&mut p[..visible], &mut ds[..visible]);
+        let (lse, delta) = (head.lse[query], head.delta[query]);
+        match mask {
+            Some(mask) => {
+                let kept = E::Acc::of(self.mask.map_or(1.0, |m| m.scale));
+                dropped_row(p, ds, lse, delta, mask, kept, query, first_key);
+            }
+            None => plain_row(p, ds, lse, delta),
+        }
+        p[..hidden].fill(E::Acc::ZERO);
+        ds[..hidden].fill(E::Acc::ZERO);
+        round::<E>(p);
     }
 }
 
-/// Scores and gradients of probabilities become probabilities and gradients of (scaled) scores.
+/// Scores and gradients of probabilities become probabilities and gradients of scores.
 #[inline(always)]
 fn plain_row<T: Float>(p: &mut [T], ds: &mut [T], lse: T, delta: T) {
     for (p, ds) in p.iter_mut().zip(ds) {

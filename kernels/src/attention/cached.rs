@@ -4,8 +4,8 @@
 
 use candle_core::Tensor;
 
-use super::{Geometry, HeadShape, Scores, tilt};
-use crate::float::{Float, by_float};
+use super::{Geometry, HeadShape, Scores, round, tilt};
+use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::par::{self, Shared};
 use crate::simd::{max, sum, sum2, vectorize};
@@ -17,7 +17,7 @@ use crate::{Error, Result};
 /// `starts[i]`; what the cache holds from there on is replaced.
 ///
 /// # Errors
-/// If shapes, dtypes or [`Scores`] do not fit or these name first keys, the cache is too short, or `qkv` is neither f32 nor f64.
+/// If shapes, dtypes or [`Scores`] do not fit or these name first keys, the cache is too short, or `qkv` is no float.
 pub fn attention_cached<'a>(
     qkv: &Tensor,
     cache: &Tensor,
@@ -41,9 +41,9 @@ pub fn attention_cached<'a>(
         return Err(Error::shape(OP, "first keys of a sequence say nothing of what the cache holds"));
     }
     let geometry = Geometry { s, b, shape };
-    by_float!(qkv, OP, T => {
-        let packed = View::<T>::new(qkv, OP, "qkv")?;
-        with_slice_mut::<T, _>(cache, OP, |cache| {
+    by_elem!(qkv, OP, E => {
+        let packed = View::<E>::new(qkv, OP, "qkv")?;
+        with_slice_mut::<E, _>(cache, OP, |cache| {
             append(&packed, cache, starts, geometry);
             tensor(attend(&packed, cache, starts, geometry, scores), (s, b, shape.heads() * shape.head_dim), qkv)
         })
@@ -56,7 +56,7 @@ fn key_at(geometry: Geometry, position: usize, batch: usize, group: usize) -> us
     ((position * b + batch) * shape.groups + group) * 2 * shape.head_dim
 }
 
-fn append<T: Float>(packed: &[T], cache: &mut [T], starts: &[usize], geometry: Geometry) {
+fn append<E: Elem>(packed: &[E], cache: &mut [E], starts: &[usize], geometry: Geometry) {
     let Geometry { s, shape, .. } = geometry;
     let pair = 2 * shape.head_dim;
     for (batch, start) in starts.iter().enumerate() {
@@ -71,16 +71,17 @@ fn append<T: Float>(packed: &[T], cache: &mut [T], starts: &[usize], geometry: G
     }
 }
 
-fn attend<T: Float>(packed: &[T], cache: &[T], starts: &[usize], geometry: Geometry, scores: Scores) -> Vec<T> {
+fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geometry, scores: Scores) -> Vec<E> {
     let Geometry { s, b, shape } = geometry;
     let (heads, d) = (shape.heads(), shape.head_dim);
-    let mut out = vec![T::ZERO; s * b * heads * d];
+    let mut out = vec![E::store(E::Acc::ZERO); s * b * heads * d];
     let rows = Shared(out.as_mut_ptr());
     par::for_each(b * heads, |task| {
         let (batch, head) = (task / heads, task % heads);
         let (group, in_group) = (head / shape.heads_per_group, head % shape.heads_per_group);
-        let (scale, slope) = (T::of(scores.scale), scores.slope(head));
-        let mut weights = vec![T::ZERO; starts[batch] + s];
+        let (scale, slope) = (E::Acc::of(scores.scale), scores.slope(head));
+        let mut weights = vec![E::Acc::ZERO; starts[batch] + s];
+        let mut acc = vec![E::Acc::ZERO; d];
         for i in 0..s {
             let position = starts[batch] + i;
             let q_at = geometry.qkv_at(batch, group, in_group) + i * geometry.qkv_stride();
@@ -102,12 +103,14 @@ fn attend<T: Float>(packed: &[T], cache: &[T], starts: &[usize], geometry: Geome
                     }
                     let top = max(weights);
                     weights.iter_mut().for_each(|w| *w = (*w - top).fast_exp());
-                    let norm = T::ONE / sum(weights, |w| w);
+                    let norm = E::Acc::ONE / sum(weights, |w| w);
+                    round::<E>(weights);
+                    acc.fill(E::Acc::ZERO);
                     for (key, &weight) in (first..).zip(weights.iter()) {
                         let at = key_at(geometry, key, batch, group) + d;
-                        let weight = weight * norm;
-                        out.iter_mut().zip(&cache[at..at + d]).for_each(|(o, &v)| *o += weight * v);
+                        acc.iter_mut().zip(&cache[at..at + d]).for_each(|(acc, v)| *acc += weight * v.load());
                     }
+                    out.iter_mut().zip(&acc).for_each(|(out, &acc)| *out = E::store(acc * norm));
                 },
             );
         }
@@ -138,7 +141,8 @@ mod tests {
         let shape = HeadShape { groups: 2, heads_per_group: 3, head_dim: 5 };
         let slopes = [0.5, 0.25, 0.125, 0.06, 0.03, 0.015];
         let (s, b) = (11, 2);
-        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
+        let dtypes = [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 1.6e-2), (DType::F16, 2e-3)];
+        for (dtype, tolerance) in dtypes {
             let qkv = values(&[s, b, shape.width()], dtype);
             for (alibi, window) in [(None, None), (Some(&slopes[..]), None), (None, Some(3)), (Some(&slopes), Some(1))]
             {

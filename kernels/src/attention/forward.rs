@@ -1,18 +1,20 @@
-//! Forward: one task per (batch, head, tile of queries).
+//! Forward: one task per (batch, head), or per part of a head's queries where there are few heads.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
 
-use super::{Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, tilt};
+use super::buffers::{transpose, with_buffers};
+use super::product::{product, strips};
+use super::{Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, round, tilt};
 use crate::Result;
-use crate::float::Float;
-use crate::gemm::{Mat, gemm};
+use crate::float::{Elem, Float};
+use crate::gemm::Mat;
 use crate::par::{self, Shared};
 use crate::simd::{max, sum, vectorize};
 use crate::view::{View, tensor};
 
-pub(super) fn run<T: Float>(
+pub(super) fn run<E: Elem>(
     op: &'static str,
     qkv: &Tensor,
     geometry: Geometry,
@@ -21,118 +23,196 @@ pub(super) fn run<T: Float>(
 ) -> Result<(Tensor, Tensor)> {
     let Geometry { s, b, shape } = geometry;
     let heads = shape.heads();
-    let packed = View::<T>::new(qkv, op, "qkv")?;
-    let packed: &[T] = &packed;
-    let mut out = vec![T::ZERO; s * b * heads * shape.head_dim];
-    let mut lse = vec![T::ZERO; b * heads * s];
+    let packed = View::<E>::new(qkv, op, "qkv")?;
+    let packed: &[E] = &packed;
+    let mut out = vec![E::store(E::Acc::ZERO); s * b * heads * shape.head_dim];
+    let mut lse = vec![E::Acc::ZERO; b * heads * s];
     let tiles = s.div_ceil(TILE_Q);
+    // No tile depends on how they are dealt. Two tasks a thread even out what the last ones leave idle.
+    let parts = (2 * par::threads()).div_ceil((b * heads).max(1)).clamp(1, tiles.max(1));
     {
         let (out, lse) = (Shared(out.as_mut_ptr()), Shared(lse.as_mut_ptr()));
-        par::for_each(b * heads * tiles, |task| {
-            // Long rows first: they make the better start for a pool that steals.
-            let (tile, batch_head) = (tiles - 1 - task / (b * heads), task % (b * heads));
-            let tile = Tile { geometry, batch: batch_head / heads, head: batch_head % heads, first: tile * TILE_Q };
-            tile.forward(packed, out, lse, scores, mask);
+        par::for_each(b * heads * parts, |task| {
+            let (batch_head, part) = (task / parts, task % parts);
+            let head = Head { geometry, batch: batch_head / heads, head: batch_head % heads, scores, mask };
+            // Every parts-th tile, from the last one back: short and long rows alike for each.
+            head.forward(packed, (0..tiles).rev().skip(part).step_by(parts), out, lse);
         });
     }
     Ok((tensor(out, (s, b, heads * shape.head_dim), qkv)?, tensor(lse, (b, heads, s), qkv)?))
 }
 
-/// A tile of queries of one head.
-struct Tile {
+/// One head of one sample.
+struct Head<'a> {
     geometry: Geometry,
     batch: usize,
     head: usize,
-    /// Position of the first query.
-    first: usize,
+    scores: Scores<'a>,
+    mask: Option<&'a Mask<'a>>,
 }
 
-impl Tile {
-    /// Writes the tile's rows of `out` and `lse`, which no other tile writes.
-    fn forward<T: Float>(&self, packed: &[T], out: Shared<T>, lse: Shared<T>, how: Scores, mask: Option<&Mask>) {
+/// What one tile of queries, and the keys and values of its head, are to products.
+struct Operands<'a, T> {
+    /// `[TILE_Q, d]`, times the scale of scores.
+    queries: &'a [T],
+    /// `[s / TILE_K][d][TILE_K]`
+    keys_t: &'a [T],
+    /// `[s, d]`
+    values: &'a [T],
+}
+
+/// What the queries of a tile have gathered so far.
+struct Gathered<'a, T> {
+    /// Σ exp(score − maximum)·v per query, `[TILE_Q, d]`.
+    acc: &'a mut [T],
+    maxima: [T; TILE_Q],
+    /// Σ exp(score − maximum).
+    sums: [T; TILE_Q],
+}
+
+impl Head<'_> {
+    /// Writes the rows of these tiles of queries, latest first, in `out` and `lse`, which no other task writes.
+    fn forward<E: Elem>(&self, packed: &[E], tiles: impl Iterator<Item = usize>, out: Shared<E>, lse: Shared<E::Acc>) {
         let Geometry { s, shape, .. } = self.geometry;
         let d = shape.head_dim;
         let (group, in_group) = (self.head / shape.heads_per_group, self.head % shape.heads_per_group);
-        let at = |part| self.geometry.qkv_at(self.batch, group, part);
-        let (q_at, k_at, v_at) = (at(in_group), at(shape.heads_per_group), at(shape.heads_per_group + 1));
-        let stride = self.geometry.qkv_stride();
-        let rows = TILE_Q.min(s - self.first);
-        let (scale, slope) = (T::of(how.scale), how.slope(self.head));
-        let head_mask = mask.map(|m| m.head(self.batch, self.head));
-        let row_mat = |offset: usize, position: usize| Mat(packed[offset + position * stride..].as_ptr(), stride, 1);
-
-        let mut scores = vec![T::ZERO; TILE_Q * TILE_K];
-        let mut acc = vec![T::ZERO; TILE_Q * d];
-        let mut maxima = [T::NEG_INFINITY; TILE_Q];
-        let mut sums = [T::ZERO; TILE_Q];
-        let none = gemm::Parallelism::None;
-        // Tiles that all queries see nothing of are left out: the first query sees furthest back.
-        let seen = how.first_key(s, self.batch, self.first) / TILE_K * TILE_K;
-        for first_key in (seen..self.first + rows).step_by(TILE_K) {
-            let keys = TILE_K.min(self.first + rows - first_key);
-            let (q, k) = (row_mat(q_at, self.first), row_mat(k_at, first_key));
-            // SAFETY: the last query and key lie before position s of qkv; scores holds TILE_Q rows of TILE_K.
-            unsafe { gemm((rows, keys, d), Mat(scores.as_mut_ptr(), TILE_K, 1), false, q, k.t(), scale, none) };
+        let part = |part| self.geometry.qkv_rows(packed, self.batch, group, part);
+        let (q, k, v) = (part(in_group), part(shape.heads_per_group), part(shape.heads_per_group + 1));
+        let mut tiles = tiles.peekable();
+        let Some(&last) = tiles.peek() else { return };
+        let end = s.min((last + 1) * TILE_Q);
+        let lengths = [end * d, end * d, end.next_multiple_of(TILE_K) * d, TILE_Q * d, TILE_Q * TILE_K, TILE_Q * d];
+        with_buffers::<E::Acc, 6, _>(lengths, |[keys, values, keys_t, queries, p, acc]| {
             vectorize(
                 #[inline(always)]
                 || {
-                    let rows = scores.chunks_exact_mut(TILE_K).zip(acc.chunks_exact_mut(d)).take(rows);
-                    for (r, (scores, acc)) in rows.enumerate() {
-                        let query = self.first + r;
-                        let visible = (query + 1).saturating_sub(first_key).min(keys);
-                        let hidden = how.first_key(s, self.batch, query).saturating_sub(first_key).min(visible);
-                        if let Some(slope) = slope {
-                            tilt(&mut scores[..visible], slope, query, first_key);
-                        }
-                        let state = (&mut maxima[r], &mut sums[r]);
-                        soften(&mut scores[..keys], hidden..visible, acc, state);
-                        if let Some(mask) = &head_mask {
-                            drop_row(mask, query, first_key, &mut scores[..visible]);
-                        }
-                    }
+                    k.copy(0..end, E::Acc::ONE, keys);
+                    transpose::<_, TILE_K>(keys, d, keys_t);
+                    v.copy(0..end, E::Acc::ONE, values);
                 },
             );
-            let (p, v) = (Mat(scores.as_ptr(), TILE_K, 1), row_mat(v_at, first_key));
-            // SAFETY: as above; acc holds TILE_Q rows of d.
-            unsafe { gemm((rows, d, keys), Mat(acc.as_mut_ptr(), d, 1), true, p, v, T::ONE, none) };
-        }
+            for tile in tiles {
+                let rows = tile * TILE_Q..s.min((tile + 1) * TILE_Q);
+                vectorize(
+                    #[inline(always)]
+                    || q.copy(rows.clone(), E::Acc::of(self.scores.scale), queries),
+                );
+                acc.fill(E::Acc::ZERO);
+                let gathered = Gathered { acc, maxima: [E::Acc::NEG_INFINITY; TILE_Q], sums: [E::Acc::ZERO; TILE_Q] };
+                self.tile::<E>(rows, Operands { queries, keys_t, values }, p, gathered, out, lse);
+            }
+        });
+    }
 
-        let kept = T::of(mask.map_or(1.0, |m| m.scale));
+    /// One tile of queries.
+    fn tile<E: Elem>(
+        &self,
+        rows: Range<usize>,
+        operands: Operands<E::Acc>,
+        p: &mut [E::Acc],
+        mut gathered: Gathered<E::Acc>,
+        out: Shared<E>,
+        lse: Shared<E::Acc>,
+    ) {
+        let Geometry { s, shape, .. } = self.geometry;
+        let d = shape.head_dim;
+        let mask = self.mask.map(|m| m.head(self.batch, self.head));
+        // Tiles that all queries see nothing of are left out: the first query sees furthest back.
+        let seen = self.scores.first_key(s, self.batch, rows.start) / TILE_K * TILE_K;
+        for first_key in (seen..rows.end).step_by(TILE_K) {
+            let (keys_t, values) = (&operands.keys_t[first_key * d..], &operands.values[first_key * d..]);
+            for strip in strips::<E::Acc>(0..rows.len()) {
+                // Keys behind the last query of the strip are hidden from all of it.
+                let keys = (rows.start + strip.end).saturating_sub(first_key).min(TILE_K);
+                if keys == 0 {
+                    continue;
+                }
+                let m = strip.len();
+                let (q, p_at) = (&operands.queries[strip.start * d..], strip.start * TILE_K);
+                // SAFETY: a strip has m rows of queries, of p and of acc; keys_t has d rows of TILE_K, of which `keys` are
+                // of positions before the sequence's end, as are as many rows of values.
+                unsafe {
+                    let (q, to) = (Mat(q.as_ptr(), d, 1), (p[p_at..].as_mut_ptr(), TILE_K));
+                    product((m, keys, d), to, false, q, (keys_t.as_ptr(), TILE_K), E::Acc::ONE);
+                }
+                vectorize(
+                    #[inline(always)]
+                    || {
+                        for r in strip.clone() {
+                            self.soften::<E>(rows.start + r, r, first_key, keys, p, &mut gathered, mask.as_ref());
+                        }
+                    },
+                );
+                // SAFETY: as above.
+                unsafe {
+                    let (p, to) = (Mat(p[p_at..].as_ptr(), TILE_K, 1), gathered.acc[strip.start * d..].as_mut_ptr());
+                    product((m, d, keys), (to, d), true, p, (values.as_ptr(), d), E::Acc::ONE);
+                }
+            }
+        }
+        let kept = E::Acc::of(self.mask.map_or(1.0, |m| m.scale));
         let out_at = self.geometry.out_at(self.batch, self.head);
         let lse_at = (self.batch * shape.heads() + self.head) * s;
-        for r in 0..rows {
-            let position = self.first + r;
-            // SAFETY: only this tile writes these places: its head's columns at its positions.
-            let (out, lse) = unsafe {
-                let out = out.at(out_at + position * self.geometry.out_stride());
-                (std::slice::from_raw_parts_mut(out, d), &mut *lse.at(lse_at + position))
-            };
-            *lse = maxima[r] + sums[r].ln();
-            let norm = kept / sums[r];
-            out.iter_mut().zip(&acc[r * d..]).for_each(|(out, &acc)| *out = acc * norm);
-        }
+        vectorize(
+            #[inline(always)]
+            || {
+                for (r, position) in rows.enumerate() {
+                    // SAFETY: only this task writes these places: its head's columns at its positions.
+                    let (out, lse) = unsafe {
+                        let out = out.at(out_at + position * self.geometry.out_stride());
+                        (std::slice::from_raw_parts_mut(out, d), &mut *lse.at(lse_at + position))
+                    };
+                    *lse = gathered.maxima[r] + gathered.sums[r].ln();
+                    let norm = kept / gathered.sums[r];
+                    out.iter_mut().zip(&gathered.acc[r * d..]).for_each(|(out, &acc)| *out = E::store(acc * norm));
+                }
+            },
+        );
     }
-}
 
-/// One row of the online softmax: replaces the `visible` scores by exp(score − max), the others by 0, and brings what was
-/// accumulated so far to the new maximum.
-#[inline(always)]
-fn soften<T: Float>(scores: &mut [T], visible: Range<usize>, acc: &mut [T], (maximum, total): (&mut T, &mut T)) {
-    scores[..visible.start].fill(T::ZERO);
-    scores[visible.end..].fill(T::ZERO);
-    let seen = &mut scores[visible];
-    let tile_max = max(seen);
-    if tile_max > *maximum {
-        let correction = (*maximum - tile_max).fast_exp();
-        *total *= correction;
-        acc.iter_mut().for_each(|a| *a *= correction);
-        *maximum = tile_max;
+    /// One row of the online softmax: replaces the scores that the query sees by exp(score − maximum), dropped and rounded to
+    /// `E`, those of other keys by 0, and brings what was gathered so far to the new maximum.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    fn soften<E: Elem>(
+        &self,
+        query: usize,
+        r: usize,
+        first_key: usize,
+        keys: usize,
+        p: &mut [E::Acc],
+        gathered: &mut Gathered<E::Acc>,
+        mask: Option<&HeadMask>,
+    ) {
+        let d = self.geometry.shape.head_dim;
+        let p = &mut p[r * TILE_K..][..keys];
+        let visible = (query + 1).saturating_sub(first_key).min(keys);
+        let first = self.scores.first_key(self.geometry.s, self.batch, query);
+        let hidden = first.saturating_sub(first_key).min(visible);
+        if let Some(slope) = self.scores.slope(self.head) {
+            tilt(&mut p[..visible], slope, query, first_key);
+        }
+        p[..hidden].fill(E::Acc::ZERO);
+        p[visible..].fill(E::Acc::ZERO);
+        let seen = &mut p[hidden..visible];
+        let tile_max = max(seen);
+        let maximum = &mut gathered.maxima[r];
+        if tile_max > *maximum {
+            let correction = (*maximum - tile_max).fast_exp();
+            gathered.sums[r] *= correction;
+            gathered.acc[r * d..][..d].iter_mut().for_each(|a| *a *= correction);
+            *maximum = tile_max;
+        }
+        let m = *maximum;
+        for s in seen.iter_mut() {
+            *s = (*s - m).fast_exp();
+        }
+        gathered.sums[r] += sum(seen, |p| p);
+        if let Some(mask) = mask {
+            drop_row(mask, query, first_key, &mut p[..visible]);
+        }
+        round::<E>(&mut p[hidden..visible]);
     }
-    let m = *maximum;
-    for s in seen.iter_mut() {
-        *s = (*s - m).fast_exp();
-    }
-    *total += sum(seen, |p| p);
 }
 
 #[inline(always)]

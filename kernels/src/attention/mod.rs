@@ -3,23 +3,27 @@
 //! Dao et al. 2022 (FlashAttention) and Dao 2023 (FlashAttention-2); linear biases: Press et al. 2022 (ALiBi).
 
 mod backward;
+mod buffers;
 mod cached;
 mod forward;
+mod product;
 
 use candle_core::Tensor;
 
 use crate::dropout::{DropoutKey, threshold};
-use crate::float::{Float, by_float};
+use crate::float::{Elem, Float, by_elem};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::view::expect_shape;
 use crate::{Error, Result};
+
+use self::buffers::Rows;
 
 pub use self::cached::attention_cached;
 pub use crate::rope::{RopeTable, rope_at, rope_frequencies, rope_inplace, rope_positions};
 
 /// Queries per tile.
 const TILE_Q: usize = 64;
-/// Keys per tile; a multiple of 4, so that tiles start on whole Philox blocks.
+/// Keys per tile of forward; a multiple of 4, so that tiles start on whole Philox blocks.
 const TILE_K: usize = 128;
 
 /// The heads of this rank.
@@ -132,6 +136,14 @@ fn tilt<T: Float>(scores: &mut [T], slope: f64, query: usize, first_key: usize) 
     }
 }
 
+/// Rounds probabilities to what `E` holds, as they are before they weigh values of `E`.
+#[inline(always)]
+fn round<E: Elem>(p: &mut [E::Acc]) {
+    if size_of::<E>() < size_of::<E::Acc>() {
+        p.iter_mut().for_each(|p| *p = E::store(*p).load());
+    }
+}
+
 /// Dropout of attention probabilities: after the softmax, scaled by 1/(1−p).
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDropout<'a> {
@@ -147,9 +159,11 @@ pub struct AttentionDropout<'a> {
 /// `out [s, b, heads·head_dim] = softmax(scores) · v` per head, and the log-sum-exp `[b, heads, s]` of the
 /// [`Scores`], which a bare scale stands for. `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` holds, per group, its queries, its key, its value.
 ///
+/// 16-bit tensors are computed in f32, which is also the log-sum-exp's dtype; probabilities are rounded to the tensors' dtype before
+/// they weigh the values.
+///
 /// # Errors
-/// If shapes or the [`Scores`] do not fit, `qkv` is not contiguous or neither f32 nor f64, or the dropout's p is not in
-/// [0, 1).
+/// If shapes or the [`Scores`] do not fit, `qkv` is not contiguous or no float, or the dropout's p is not in [0, 1).
 pub fn attention<'a>(
     qkv: &Tensor,
     shape: HeadShape,
@@ -161,7 +175,7 @@ pub fn attention<'a>(
     let scores = scores.into();
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
-    by_float!(qkv, OP, T => forward::run::<T>(OP, qkv, Geometry { s, b, shape }, scores, mask.as_ref()))
+    by_elem!(qkv, OP, E => forward::run::<E>(OP, qkv, Geometry { s, b, shape }, scores, mask.as_ref()))
 }
 
 /// The gradient of `qkv`, of `dout [s, b, heads·head_dim]` and what [`attention`] returned. Probabilities and dropout masks
@@ -187,7 +201,7 @@ pub fn attention_backward<'a>(
     let scores = scores.into();
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
-    by_float!(qkv, OP, T => backward::run::<T>(OP, dout, qkv, out, lse, Geometry { s, b, shape }, scores, mask.as_ref()))
+    by_elem!(qkv, OP, E => backward::run::<E>(OP, dout, qkv, out, lse, Geometry { s, b, shape }, scores, mask.as_ref()))
 }
 
 /// Where things lie in packed tensors.
@@ -212,6 +226,17 @@ impl Geometry {
     /// Offset in qkv of part `part` (query heads, then key, then value) of a group at position 0.
     fn qkv_at(&self, batch: usize, group: usize, part: usize) -> usize {
         batch * self.shape.width() + (group * (self.shape.heads_per_group + 2) + part) * self.shape.head_dim
+    }
+
+    /// Part `part` of a group in `packed`.
+    fn qkv_rows<'a, E>(&self, packed: &'a [E], batch: usize, group: usize, part: usize) -> Rows<'a, E> {
+        let at = self.qkv_at(batch, group, part);
+        Rows { elements: packed, at, stride: self.qkv_stride(), width: self.shape.head_dim }
+    }
+
+    /// A head of the output.
+    fn out_rows<'a, E>(&self, out: &'a [E], batch: usize, head: usize) -> Rows<'a, E> {
+        Rows { elements: out, at: self.out_at(batch, head), stride: self.out_stride(), width: self.shape.head_dim }
     }
 
     /// Offset in the output of a head at position 0.

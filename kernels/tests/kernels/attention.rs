@@ -98,6 +98,31 @@ fn forward_and_backward_agree_with_plain_attention() {
 }
 
 #[test]
+fn on_16_bit_tensors_they_agree_with_plain_attention_of_the_same_values() {
+    // Besides the result, probabilities are rounded: half a unit in the last place of 8 and 11 bits, and a few sums of it.
+    for (dtype, tolerance) in [(DType::BF16, 8e-3), (DType::F16, 1e-3)] {
+        for (s, b, shape) in cases() {
+            let narrow = |name, width| cast(&randn(name, &[s, b, width]), dtype);
+            let (qkv, dout) = (narrow("qkv", shape.width()), narrow("dout", shape.heads() * shape.head_dim));
+            let how = Scores { scale: 1.0 / (shape.head_dim as f64).sqrt(), ..PLAIN };
+            let samples = [7, 1 << 40];
+            let dropout = AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2 };
+            for dropout in [None, Some(&dropout)] {
+                let mask = dropout.map(|d| mask_of(d, s, b, shape.heads()));
+                let (wide, wide_dout) = (cast(&qkv, DType::F64), cast(&dout, DType::F64));
+                let (want, grads) = oracle(&[&wide], &wide_dout, |t| plain(&t[0], shape, how, mask.as_ref()).0);
+                let (out, lse) = attention(&qkv, shape, how, dropout).unwrap();
+                let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, how, dropout).unwrap();
+                assert_eq!((out.dtype(), lse.dtype(), dqkv.dtype()), (dtype, DType::F32, dtype));
+                assert_close("out", &out, &want, tolerance);
+                assert_close("lse", &lse, &plain(&wide, shape, how, None).1, 2e-5);
+                assert_close("dqkv", &dqkv, &grads[0], 2.0 * tolerance);
+            }
+        }
+    }
+}
+
+#[test]
 fn with_linear_biases_they_agree_with_plain_attention() {
     for (s, b, shape) in cases() {
         let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
