@@ -145,7 +145,7 @@ impl Chunk {
     ) -> Result<Option<Tensor>> {
         let mut dx = match (&self.head, saved.head, dy) {
             (Some(head), Some(saved), None) => {
-                let dx = head.backward(saved, ctx)?;
+                let dx = head.backward(saved)?;
                 ready(&head.params().collect::<Vec<_>>())?;
                 dx
             }

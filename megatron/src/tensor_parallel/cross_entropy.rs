@@ -3,7 +3,7 @@
 //! Forward: all-reduce of the row maximum, then of (Σ exp, target logit) in fp32. Backward needs no collective.
 //! Padding columns take no part.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use kernels::cross_entropy::{cross_entropy_backward, row_max, sum_exp_and_target};
 use kernels::host::with_slice;
 
@@ -18,11 +18,16 @@ pub struct VocabParallelCrossEntropy {
     spec: VocabSpec,
 }
 
-/// What one microbatch's loss was, and what its backward needs.
-pub struct TokenLosses {
-    /// Σ over unmasked tokens of the token loss (mask-weighted), in f64.
-    pub loss_sum: f64,
-    logits: FeatureSharded,
+/// Some tokens to predict.
+pub struct Targets {
+    /// u32 `[rows]`.
+    pub labels: Tensor,
+    /// f32 `[rows]`: the weight of each token's loss.
+    pub mask: Tensor,
+}
+
+/// What backward needs of the whole vocabulary: `[rows]` each.
+pub struct RowStats {
     max: Tensor,
     sum_exp: Tensor,
 }
@@ -32,32 +37,45 @@ impl VocabParallelCrossEntropy {
         Self { spec: spec.clone() }
     }
 
-    /// Losses of logits `[s, b, vocab/tp]` against `ctx.labels`.
-    pub fn forward(&self, logits: FeatureSharded, ctx: &Ctx) -> Result<TokenLosses> {
+    /// Adds the mask-weighted losses of logits `[rows, vocab/tp]` to `loss_sum`, in order of the rows.
+    pub fn forward(
+        &self,
+        logits: &FeatureSharded,
+        targets: &Targets,
+        loss_sum: &mut f64,
+        ctx: &Ctx,
+    ) -> Result<RowStats> {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
         let max = row_max(&logits.0, valid)?;
         ctx.tp.group().all_reduce(&max, ReduceOp::Max)?.wait()?;
-        let parts = sum_exp_and_target(&logits.0, &max, ctx.labels, first, valid)?; // [2, rows]
+        let parts = sum_exp_and_target(&logits.0, &max, &targets.labels, first, valid)?; // [2, rows]
         ctx.tp.group().all_reduce(&parts, ReduceOp::Sum)?.wait()?;
         let (sum_exp, target) = (parts.narrow(0, 0, 1)?.flatten_all()?, parts.narrow(0, 1, 1)?.flatten_all()?);
-        let loss = (sum_exp.log()? - target)?.to_dtype(candle_core::DType::F64)?;
-        let loss_sum = with_slice::<f64, _>(&loss, "loss", |loss| {
-            with_slice::<f32, _>(ctx.loss_mask, "loss", |mask| {
+        let loss = (sum_exp.log()? - target)?.to_dtype(DType::F64)?;
+        with_slice::<f64, _>(&loss, "loss", |loss| {
+            with_slice::<f32, _>(&targets.mask, "loss", |mask| {
                 // A masked token counts nothing, whatever its loss: 0 · inf would be NaN.
-                Ok(loss.iter().zip(mask).filter(|(_, m)| **m != 0.0).map(|(l, m)| l * f64::from(*m)).sum())
+                let counted = loss.iter().zip(mask).filter(|(_, m)| **m != 0.0);
+                counted.for_each(|(l, m)| *loss_sum += l * f64::from(*m));
+                Ok(())
             })
         })?;
-        Ok(TokenLosses { loss_sum, logits, max, sum_exp })
+        Ok(RowStats { max, sum_exp })
     }
 
-    /// Gradient of the logits, in the place of the logits.
-    pub fn backward(&self, saved: TokenLosses, ctx: &Ctx) -> Result<FeatureSharded> {
+    /// Gradient of the logits of `loss_factor` times the loss, in the place of the logits.
+    pub fn backward(
+        &self,
+        logits: FeatureSharded,
+        stats: &RowStats,
+        targets: &Targets,
+        ctx: &Ctx,
+    ) -> Result<FeatureSharded> {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
-        let scale = ctx.loss_mask.flatten_all()?.to_dtype(saved.max.dtype())?.affine(ctx.loss_factor, 0.0)?;
-        let TokenLosses { logits, max, sum_exp, .. } = saved;
-        cross_entropy_backward(&logits.0, &max, &sum_exp, ctx.labels, &scale, first, valid)?;
+        let scale = targets.mask.to_dtype(stats.max.dtype())?.affine(ctx.loss_factor, 0.0)?;
+        cross_entropy_backward(&logits.0, &stats.max, &stats.sum_exp, &targets.labels, &scale, first, valid)?;
         Ok(logits)
     }
 }

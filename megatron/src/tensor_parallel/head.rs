@@ -1,15 +1,24 @@
 //! The last layer of a model: final normalization, output projection cut over tp by vocabulary, loss.
+//!
+//! Logits are made for some rows at a time, and in training turned at once into their gradient and its two products, so
+//! that the logits of a microbatch are never whole in memory. Training's backward of this layer is therefore part of its forward.
 
-use candle_core::Tensor;
-use kernels::norm::NormStats;
+use candle_core::{DType, Tensor};
 
-use super::context::Ctx;
-use super::cross_entropy::{TokenLosses, VocabParallelCrossEntropy};
+use super::context::{Ctx, Phase};
+use super::cross_entropy::{Targets, VocabParallelCrossEntropy};
 use super::embedding::VocabSpec;
-use super::layout::{Partial, Replicated, Stream};
+use super::layout::{FeatureSharded, Partial, Replicated, Stream};
 use super::norm::{Norm, NormSpec};
-use crate::Result;
 use crate::params::{ParamId, ParamSpec, ParamsBuilder};
+use crate::{Error, Result};
+
+/// Most rows whose logits are there at a time.
+const ROWS: usize = 512;
+/// Most bytes of logits at a time, if that leaves `FEWEST_ROWS`.
+const BYTES: usize = 32 << 20;
+/// Fewer rows would make the products slow.
+const FEWEST_ROWS: usize = 64;
 
 /// Normalization, output matrix and loss.
 pub struct Head {
@@ -19,18 +28,17 @@ pub struct Head {
     spec: VocabSpec,
 }
 
-/// Activations of one microbatch.
+/// What one microbatch leaves.
 pub struct SavedHead {
-    x: Stream,
-    stats: NormStats,
-    normed: Stream,
-    losses: TokenLosses,
+    loss_sum: f64,
+    /// Gradient of the residual stream, in training.
+    dx: Option<Stream>,
 }
 
 impl SavedHead {
     /// Σ of the microbatch's unmasked token losses.
     pub fn loss_sum(&self) -> f64 {
-        self.losses.loss_sum
+        self.loss_sum
     }
 }
 
@@ -46,28 +54,57 @@ impl Head {
         Self { norm, output, loss: VocabParallelCrossEntropy::new(spec), spec: spec.clone() }
     }
 
-    fn logits(&self, x: &Replicated, ctx: &Ctx) -> Result<Tensor> {
-        Ok(kernels::linear::linear(&x.0, ctx.weight(self.output), None)?)
+    /// Logits of `x [.., h]` over this rank's vocabulary, in f32 (f64 for f64 models).
+    fn logits(&self, x: &Tensor, ctx: &Ctx) -> Result<FeatureSharded> {
+        Ok(FeatureSharded(kernels::linear::linear(x, ctx.weight(self.output), None)?))
     }
 
-    /// Losses of the residual stream's predictions.
+    /// Losses of the residual stream's predictions; in training also all gradients of this layer.
     pub fn forward(&self, x: Stream, ctx: &Ctx) -> Result<SavedHead> {
         let (normed, stats) = self.norm.forward(&x, ctx)?;
-        let logits = self.logits(&ctx.tp.enter(&normed)?, ctx)?;
-        let losses = self.loss.forward(super::layout::FeatureSharded(logits), ctx)?;
-        Ok(SavedHead { x, stats, normed, losses })
+        let input = ctx.tp.enter(&normed)?;
+        drop(normed);
+        if !matches!(ctx.phase, Phase::Train { .. }) {
+            return Ok(SavedHead { loss_sum: self.project(&input, None, ctx)?, dx: None });
+        }
+        let dinput = Partial(input.0.zeros_like()?);
+        let loss_sum = self.project(&input, Some(&dinput), ctx)?;
+        drop(input);
+        let dnormed = ctx.tp.enter_backward(dinput)?;
+        Ok(SavedHead { loss_sum, dx: Some(self.norm.backward(&dnormed, &x, &stats, ctx)?) })
     }
 
-    /// Gradient of the residual stream.
-    pub fn backward(&self, saved: SavedHead, ctx: &Ctx) -> Result<Stream> {
-        let SavedHead { x, stats, normed, losses } = saved;
-        let dlogits = self.loss.backward(losses, ctx)?.0;
-        let input = ctx.tp.enter(&normed)?;
-        ctx.weight_grad(&dlogits, &input.0, self.output)?;
-        let dx = Partial(kernels::linear::linear_dgrad(&dlogits, ctx.weight(self.output))?);
-        drop((dlogits, input));
-        let dnormed = ctx.tp.enter_backward(dx)?;
-        self.norm.backward(&dnormed, &x, &stats, ctx)
+    /// Σ token losses of the normalized stream. With `dinput`, fills it with the gradient of `input` and accumulates the output
+    /// matrix's.
+    fn project(&self, input: &Replicated, dinput: Option<&Partial>, ctx: &Ctx) -> Result<f64> {
+        let (seq, batch, hidden) = input.0.dims3()?;
+        let rows = seq * batch;
+        let flat = |t: &Tensor| t.reshape((rows, hidden));
+        let (xs, dxs) = (flat(&input.0)?, dinput.map(|dinput| flat(&dinput.0)).transpose()?);
+        let (labels, mask) = (ctx.labels.flatten_all()?, ctx.loss_mask.flatten_all()?);
+        let mut loss_sum = 0f64;
+        let step = rows_at_a_time(self.spec.padded / self.spec.tp);
+        for first in (0..rows).step_by(step) {
+            let count = step.min(rows - first);
+            let x = xs.narrow(0, first, count)?;
+            let targets = Targets { labels: labels.narrow(0, first, count)?, mask: mask.narrow(0, first, count)? };
+            let logits = self.logits(&x, ctx)?;
+            let stats = self.loss.forward(&logits, &targets, &mut loss_sum, ctx)?;
+            let Some(dxs) = &dxs else { continue };
+            let dlogits = self.loss.backward(logits, &stats, &targets, ctx)?.0;
+            ctx.weight_grad(&dlogits, &x, self.output)?;
+            let dx = kernels::linear::linear_dgrad(&dlogits, ctx.weight(self.output))?;
+            kernels::reduce::copy(&dxs.narrow(0, first, count)?, &dx)?;
+        }
+        Ok(loss_sum)
+    }
+
+    /// Gradient of the residual stream; forward has made it.
+    ///
+    /// # Errors
+    /// If forward was not in training.
+    pub fn backward(&self, saved: SavedHead) -> Result<Stream> {
+        saved.dx.ok_or_else(|| Error::config("internal error: backward of an evaluation"))
     }
 
     /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on every tp rank, without padding.
@@ -77,8 +114,8 @@ impl Head {
         let (seq, batch, hidden) = whole.0.dims3()?;
         let wanted: Vec<u32> = rows.iter().enumerate().map(|(sample, row)| (row * batch + sample) as u32).collect();
         let wanted = Tensor::from_vec(wanted, rows.len(), whole.0.device())?;
-        let picked = Replicated(whole.0.reshape((seq * batch, hidden))?.index_select(&wanted, 0)?);
-        let local = self.logits(&picked, ctx)?.to_dtype(candle_core::DType::F32)?;
+        let picked = whole.0.reshape((seq * batch, hidden))?.index_select(&wanted, 0)?;
+        let local = self.logits(&picked, ctx)?.0.to_dtype(DType::F32)?;
         let (tp, width) = (ctx.tp.size(), self.spec.padded / self.spec.tp);
         let all = Tensor::zeros((tp, rows.len(), width), local.dtype(), local.device())?;
         ctx.tp.group().all_gather(&local, &all)?.wait()?;
@@ -89,4 +126,11 @@ impl Head {
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         self.norm.params().chain([self.output])
     }
+}
+
+/// Rows whose logits over `columns` of the vocabulary are made at a time: a function of the cut over tp alone, so that sums over rows
+/// are the same in every pipeline.
+fn rows_at_a_time(columns: usize) -> usize {
+    let fit = BYTES / (size_of::<f32>() * columns.max(1));
+    (fit / FEWEST_ROWS * FEWEST_ROWS).clamp(FEWEST_ROWS, ROWS)
 }
