@@ -6,11 +6,12 @@
 #
 # Settings (environment):
 #   PRESETS   presets to run                                         [small llama-small gpt2-124m]
+#   DTYPES    precisions to run: fp32, bf16 (there by autocast)      [fp32]
 #   STEPS     timed steps of a run                                   [12]
 #   ROUNDS    runs of each, alternating; the median counts           [3]
 #   THREADS   threads of a run of one rank                           [cores]
 #   RANKS     data-parallel ranks of the second comparison, 0: none  [2]
-#   COMPILE   1: also compare with torch.compile (needs a C++ compiler)
+#   COMPILE   1: also compare with torch.compile (needs a C++ compiler); the faster peer is marked
 #   PYTHON    a Python that has torch; without it a virtual environment is made in target/bench-venv
 #   TORCH     what is installed there                                [torch numpy]
 # Run it on a machine that does nothing else: whatever else runs is in the figures.
@@ -18,6 +19,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 presets=${PRESETS:-small llama-small gpt2-124m}
+dtypes=${DTYPES:-fp32}
 steps=${STEPS:-12}
 rounds=${ROUNDS:-3}
 cores=$(nproc)
@@ -47,36 +49,37 @@ trap 'rm -f "$results"' EXIT
 
 # Runs a command and notes its figures under KEY and WHO; a run without figures ends the script.
 measure() {
-    local key=$1 who=$2 line
+    local key=$1 who=$2 line # key: preset|dtype|ranks × threads
     shift 2
     line=$("$@" | grep tokens_per_second=) || { say "failed: $*"; exit 1; }
     say "$line"
     echo "$key|$who|$line" >> "$results"
 }
 
-for preset in $presets; do
+for preset in $presets; do for dtype in $dtypes; do
+    # fp32 is what `megatron bench step` runs without a flag.
+    [ "$dtype" = fp32 ] && precision=() || precision=("--$dtype")
     for _ in $(seq "$rounds"); do
-        key="$preset|1 × $threads"
-        peer=("$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --steps "$steps" --threads "$threads")
-        measure "$key" eager "${peer[@]}"
-        [ "${COMPILE:-0}" = 0 ] || measure "$key" compiled "${peer[@]}" --compile 1
-        measure "$key" ours "$megatron" bench step --preset "$preset" --steps "$steps" --threads "$threads"
+        key="$preset|$dtype|1 × $threads"
+        peer=("$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --dtype "$dtype" --steps "$steps")
+        ours=("$megatron" bench step --preset "$preset" "${precision[@]}" --steps "$steps")
+        measure "$key" eager "${peer[@]}" --threads "$threads"
+        [ "${COMPILE:-0}" = 0 ] || measure "$key" compiled "${peer[@]}" --threads "$threads" --compile 1
+        measure "$key" ours "${ours[@]}" --threads "$threads"
         [ "$ranks" -gt 1 ] || continue
         each=$((cores / ranks > 0 ? cores / ranks : 1))
-        key="$preset|$ranks × $each"
+        key="$preset|$dtype|$ranks × $each"
         # `megatron launch` sets the variables that torchrun sets.
-        measure "$key" eager "$megatron" launch --nproc-per-node "$ranks" -- \
-            "$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --steps "$steps" --threads "$each"
-        measure "$key" ours "$megatron" bench step --preset "$preset" --steps "$steps" --threads "$each" \
-            --data-parallel-size "$ranks"
+        measure "$key" eager "$megatron" launch --nproc-per-node "$ranks" -- "${peer[@]}" --threads "$each"
+        measure "$key" ours "${ours[@]}" --threads "$each" --data-parallel-size "$ranks"
     done
-done
+done; done
 
 processor=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1)
 commit=$(git describe --always --dirty 2>/dev/null || echo "no commit")
 torch=$("$PYTHON" -c 'import torch; print("torch", torch.__version__)')
 echo "$(date -u +%F), $commit, $processor, $cores cores, $torch"
-echo "fp32, medians of $rounds runs of $steps steps; ratio: tokens a second here / there; memory: peak here / there"
+echo "medians of $rounds runs of $steps steps; ratio: tokens a second here / there; memory: peak here / there"
 echo
 awk -F'|' '
     function value(name) {
@@ -91,22 +94,29 @@ awk -F'|' '
         return n % 2 ? parts[(n + 1) / 2] : (parts[n / 2] + parts[n / 2 + 1]) / 2
     }
     {
-        key = "| " $1 " | " $2 " |"
+        key = "| " $1 " | " $2 " | " $3 " |"; who = $4
         if (!(key in seen)) { seen[key] = 1; order[++rows] = key }
-        rate[key, $3] = rate[key, $3] " " value("tokens_per_second")
-        flops[key, $3] = flops[key, $3] " " value("tflops") * 1e3
-        peak[key, $3] = peak[key, $3] " " value("peak_gib")
+        rate[key, who] = rate[key, who] " " value("tokens_per_second")
+        flops[key, who] = flops[key, who] " " value("tflops") * 1e3
+        peak[key, who] = peak[key, who] " " value("peak_gib")
     }
     END {
-        print "| preset | ranks × threads | peer | tokens/s | tokens/s here | GFLOP/s here | ratio | GiB | GiB here | memory |"
-        print "| --- | --: | --- | --: | --: | --: | --: | --: | --: | --: |"
+        print "| preset | dtype | ranks × threads | peer | tokens/s | tokens/s here | GFLOP/s here | ratio | GiB | GiB here | memory |"
+        print "| --- | --- | --: | --- | --: | --: | --: | --: | --: | --: | --: |"
         num_peers = split("eager compiled", peers, " ")
         for (row = 1; row <= rows; row++) {
             key = order[row]
+            # The faster peer is the one that counts.
+            best = 0; num_there = 0
+            for (p = 1; p <= num_peers; p++) if ((key, peers[p]) in rate) {
+                num_there++
+                if (median(rate[key, peers[p]]) > best) best = median(rate[key, peers[p]])
+            }
             for (p = 1; p <= num_peers; p++) if ((key, peers[p]) in rate) {
                 there = median(rate[key, peers[p]]); here = median(rate[key, "ours"])
+                mark = num_there > 1 && there == best ? " (faster)" : ""
                 gib = median(peak[key, peers[p]]); gib_here = median(peak[key, "ours"])
-                printf "%s torch %s | %.0f | %.0f | %.0f | %.2f | %.2f | %.2f | %.2f |\n", key, peers[p], there, here,
+                printf "%s torch %s%s | %.0f | %.0f | %.0f | %.2f | %.2f | %.2f | %.2f |\n", key, peers[p], mark, there, here,
                     median(flops[key, "ours"]), here / there, gib, gib_here, gib_here / gib
             }
         }
