@@ -25,7 +25,7 @@ fn train(config: &RunConfig, world: Group, sources: &Sources) -> Result<Vec<f64>
         DType::F32,
         &Device::Cpu,
     )?;
-    let mut trainer = Trainer::new(config, &model, world, sources, DType::F32, &Device::Cpu)?;
+    let mut trainer = Trainer::new(config, &model, world, sources, &Device::Cpu)?;
     (0..10).map(|_| Ok(trainer.step()?.lm_loss)).collect()
 }
 

@@ -55,7 +55,10 @@ fn differences(a: &Run, b: &Run) -> (f64, f64) {
     (difference(&a.losses, &b.losses), difference(&a.grad_norms, &b.grad_norms))
 }
 
-fn styles() -> Vec<(&'static str, fn(&mut RunConfig), Style)> {
+/// What makes a style of model out of another.
+type Change = fn(&mut RunConfig);
+
+fn styles() -> Vec<(&'static str, Change, Style)> {
     vec![
         ("gpt2", |_| (), Style::Gpt2),
         ("llama", |_| (), Style::Llama),
@@ -95,7 +98,8 @@ fn packed_documents_train_as_each_alone_on_every_layout() {
 fn without_the_settings_neighbours_are_seen() {
     for (name, change, style) in styles() {
         let (mut alone, mut packed) = (config(style, 12), config(style, 4));
-        (change(&mut alone), change(&mut packed));
+        change(&mut alone);
+        change(&mut packed);
         let alone = train_on(&data(false, false), &alone, None, 1).unwrap();
         let run = train_on(&data(true, false), &packed, None, 1).unwrap();
         assert!(differences(&run, &alone).0 > 1e-3, "{name}: {run:?}");

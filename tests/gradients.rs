@@ -1,7 +1,8 @@
 //! Gradients of whole models against finite differences in f64, on one process and on cut ones.
 
-use candle_core::DType;
-use megatron::config::{PositionEmbedding, Recompute, RecomputeMethod, RopeScaling, RunConfig, SlidingWindow};
+use megatron::config::{
+    PositionEmbedding, Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, SlidingWindow,
+};
 use megatron::data::{DocumentEnds, GlobalBatch, Loader, SampleSource};
 use megatron::data_parallel::GradientReducer;
 use megatron::params::{ParamStore, Role};
@@ -9,7 +10,7 @@ use megatron::pipeline::{GradientListener, forward_only, generate};
 use megatron::tensor_parallel::Phase;
 use megatron::train::Trainer;
 use std::sync::Arc;
-use system_tests::{Style, Tokens, interleave, layout, on_ranks, sources, tiny, trainer_of};
+use system_tests::{Style, Tokens, interleave, layout, on_ranks, sources, tiny, trainer};
 
 struct Ignore;
 
@@ -43,7 +44,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     let source: Arc<dyn SampleSource> = data.train.clone();
     on_ranks(config.parallel.world_size(), |world| {
-        let trainer = trainer_of(&config, world, &data, DType::F64)?;
+        let trainer = trainer(&config, world, &data)?;
         let (groups, stage) = (trainer.groups(), trainer.stage());
         let t = &config.training;
         let batch = GlobalBatch::new(t.micro_batch_size, t.global_batch_size, groups.dp.rank(), groups.dp.size())?;
@@ -118,6 +119,7 @@ fn model(style: Style) -> RunConfig {
     let mut config = tiny(style, 0.1);
     config.model.num_layers = 4;
     config.model.init_method_std = 0.2;
+    config.training.precision = Precision::Fp64;
     config.training.global_batch_size = 4;
     config
 }

@@ -19,6 +19,9 @@ pub enum Error {
         "{operation} waited {seconds:.0} s for rank {missing:?}: see what they print; they may hang or be elsewhere"
     )]
     Timeout { operation: String, missing: Vec<usize>, seconds: f64 },
+    /// Training that leads nowhere: the numbers overflow.
+    #[error("{0}")]
+    Diverged(String),
     /// Data that cannot be used: missing, empty, truncated, or not fitting the tokenizer or model.
     #[error("{}: {message}", path.display())]
     Data { path: PathBuf, message: String },

@@ -51,6 +51,8 @@ impl Gpt {
                 let positions = config.max_position_embeddings.max(config.seq_length);
                 let frequencies = rope_frequencies(config.head_dim, config.rotary_base);
                 let frequencies: Vec<f64> = frequencies.into_iter().map(|f| config.rope_scaling.apply(f)).collect();
+                // Angles do not survive 16 bits.
+                let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
                 Some(Arc::new(RopeTable::with_frequencies(positions, &frequencies, dtype, device)?))
             }
             PositionEmbedding::LearnedAbsolute | PositionEmbedding::Alibi | PositionEmbedding::None => None,

@@ -80,6 +80,8 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             exit_interval: None,
             seed: 1234,
             recompute: Recompute::None,
+            precision: Precision::Fp32,
+            grad_reduce_in_bf16: false,
         },
         optimizer: OptimizerConfig {
             kind: OptimizerKind::Adam,
@@ -189,15 +191,10 @@ pub fn on_ranks<T: Send>(world: usize, body: impl Fn(Group) -> Result<T> + Sync)
 
 /// Builds the trainer of one rank.
 pub fn trainer(config: &RunConfig, world: Group, sources: &Sources) -> Result<Trainer> {
-    trainer_of(config, world, sources, DType::F32)
-}
-
-/// Builds the trainer of one rank for a dtype.
-pub fn trainer_of(config: &RunConfig, world: Group, sources: &Sources, dtype: DType) -> Result<Trainer> {
-    let p = &config.parallel;
+    let (p, dtype) = (&config.parallel, config.training.precision.dtype());
     let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
     let model = Gpt::new(&config.model, tp, sp, config.training.recompute, dtype, &Device::Cpu)?;
-    Trainer::new(config, &model, world, sources, dtype, &Device::Cpu)
+    Trainer::new(config, &model, world, sources, &Device::Cpu)
 }
 
 /// Logical tensors put together from the shares of all ranks.

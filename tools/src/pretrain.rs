@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use candle_core::{DType, Device};
+use candle_core::Device;
 use megatron::checkpoint;
 use megatron::comm::{Group, RankInfo};
 use megatron::config::RunConfig;
@@ -143,13 +143,13 @@ fn run_rank(
     if let (0, Some(save), Some(tokenizer)) = (world.rank(), &run.checkpoint.save, &datasets.tokenizer) {
         tokenizer.save_into(save)?;
     }
-    let (dtype, device) = (DType::F32, Device::Cpu);
+    let (dtype, device) = (run.training.precision.dtype(), Device::Cpu);
     let p = &run.parallel;
     let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
     let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, &device)?;
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
-    let mut trainer = Trainer::new(run, &model, world, &sources, dtype, &device)?;
+    let mut trainer = Trainer::new(run, &model, world, &sources, &device)?;
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
@@ -177,10 +177,11 @@ fn resumes(run: &RunConfig) -> megatron::Result<bool> {
 fn describe(run: &RunConfig) -> String {
     let (m, p, t) = (&run.model, &run.parallel, &run.training);
     format!(
-        "model: {:.1} M parameters in {} layers, vocabulary {} | tp {} · pp {} · dp {}{} | {} microbatches of {} · {} tokens",
+        "model: {:.1} M parameters in {} layers, vocabulary {} | {} | tp {} · pp {} · dp {}{} | {} microbatches of {} · {} tokens",
         m.num_params() as f64 / 1e6,
         m.num_layers,
         m.vocab_size,
+        t.precision,
         p.tensor_model_parallel_size,
         p.pipeline_model_parallel_size,
         p.data_parallel_size,

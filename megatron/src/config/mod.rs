@@ -7,6 +7,7 @@ mod data;
 mod model;
 mod optimizer;
 mod parallel;
+mod precision;
 mod sources;
 mod training;
 mod validate;
@@ -15,6 +16,7 @@ pub use data::{CheckpointConfig, DataConfig, DataloaderType, LoggingConfig};
 pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 pub use optimizer::{DecayStyle, OptimizerConfig, OptimizerKind, WsdDecayStyle};
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
+pub use precision::{DynamicLossScale, LossScaling, Precision};
 pub use sources::Sources;
 pub use training::{Recompute, RecomputeMethod, TrainingConfig};
 

@@ -1,6 +1,8 @@
-//! `[training]`: batch, length, seed, recompute.
+//! `[training]`: batch, length, seed, recompute, precision.
 
 use serde::{Deserialize, Serialize};
+
+use super::Precision;
 
 /// How layers are grouped for full recompute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,4 +40,7 @@ pub struct TrainingConfig {
     /// Every random number of the run is a function of this.
     pub seed: u64,
     pub recompute: Recompute,
+    pub precision: Precision,
+    /// Gradients are summed over dp in messages of bf16 (each sum in fp32, rounded once) rather than of fp32.
+    pub grad_reduce_in_bf16: bool,
 }

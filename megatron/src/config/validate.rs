@@ -6,8 +6,9 @@
 use std::fmt::Display;
 
 use super::{
-    DecayStyle, ModelConfig, OptimizerConfig, OptimizerKind, ParallelConfig, PartitionMethod, PositionEmbedding,
-    Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, Sources, TrainingConfig,
+    DecayStyle, LossScaling, ModelConfig, OptimizerConfig, OptimizerKind, ParallelConfig, PartitionMethod,
+    PositionEmbedding, Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, Sources,
+    TrainingConfig,
 };
 use crate::{Error, Result};
 
@@ -30,6 +31,7 @@ impl RunConfig {
         check.model(&self.model);
         check.parallel(&self.parallel, &self.model);
         check.training(&self.training, &self.parallel, &self.model);
+        check.precision(&self.training);
         check.optimizer(&self.optimizer);
         check.files(self);
         check.finish()
@@ -307,6 +309,27 @@ impl Check<'_> {
             self.require(num_layers <= m.num_layers || method == RecomputeMethod::Block, |c| {
                 format!("{} exceeds {}", c.cite("recompute_num_layers", num_layers), c.cite("num_layers", m.num_layers))
             });
+        }
+    }
+
+    fn precision(&mut self, t: &TrainingConfig) {
+        self.require(!t.grad_reduce_in_bf16 || t.precision == Precision::Bf16, |c| {
+            format!("{} is a setting of bf16, and the run is in {}", c.cite("grad_reduce_in_bf16", true), t.precision)
+        });
+        match t.precision {
+            Precision::Fp16(LossScaling::Static(scale)) => self.above_zero("loss_scale", scale),
+            Precision::Fp16(LossScaling::Dynamic(d)) => {
+                self.above_zero("initial_loss_scale", d.initial);
+                self.above_zero("min_loss_scale", d.min);
+                self.require(d.min <= d.initial || d.min.is_nan() || d.initial.is_nan(), |c| {
+                    format!("{} exceeds {}", c.cite("min_loss_scale", d.min), c.cite("initial_loss_scale", d.initial))
+                });
+                self.require(d.window > 0, |c| format!("{} must be at least 1", c.cite("loss_scale_window", d.window)));
+                self.require(d.hysteresis > 0, |c| {
+                    format!("{} must be at least 1", c.cite("hysteresis", d.hysteresis))
+                });
+            }
+            Precision::Fp64 | Precision::Fp32 | Precision::Bf16 => {}
         }
     }
 

@@ -1,6 +1,6 @@
 //! Completes a step's gradients: sums over tp where they are partial, adds the uses of tied weights, sums over dp.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::Result;
 use crate::comm::{Group, ReduceOp, Work};
@@ -27,12 +27,26 @@ pub struct GradientReducer {
     overlap: bool,
     /// Parameters whose gradient is still awaited, per bucket.
     missing: Vec<usize>,
-    in_flight: Vec<Work>,
+    in_flight: Vec<InFlight>,
+    /// Reduce in messages of bf16.
+    in_bf16: bool,
+}
+
+/// A reduction over dp that was started.
+struct InFlight {
+    work: Work,
+    /// Where the reduced elements come from and go to, if they travel in another dtype.
+    convert: Option<(Tensor, Tensor)>,
 }
 
 impl GradientReducer {
     pub fn new(tp: Group, dp: Group, embedding: Option<Group>, scatter: bool, overlap: bool) -> Self {
-        Self { tp, dp, embedding, scatter, overlap, missing: Vec::new(), in_flight: Vec::new() }
+        Self { tp, dp, embedding, scatter, overlap, missing: Vec::new(), in_flight: Vec::new(), in_bf16: false }
+    }
+
+    /// Sums over dp in messages of bf16, half the size: every rank's gradient is rounded before, and their sum after.
+    pub fn in_bf16(self, in_bf16: bool) -> Self {
+        Self { in_bf16, ..self }
     }
 
     /// Clears the gradients before a step's first backward.
@@ -55,8 +69,11 @@ impl GradientReducer {
                 self.reduce(bucket, store)?;
             }
         }
-        for work in self.in_flight.drain(..) {
+        for InFlight { work, convert } in self.in_flight.drain(..) {
             work.wait()?;
+            if let Some((from, to)) = convert {
+                kernels::reduce::cast(&to, &from)?;
+            }
         }
         Ok(())
     }
@@ -69,14 +86,22 @@ impl GradientReducer {
         if self.dp.size() == 1 {
             return Ok(());
         }
-        let work = if self.scatter {
-            let mine = shard(bucket.len, self.dp.rank(), self.dp.size());
-            let part = bucket.grads.narrow(0, mine.start, mine.len())?;
-            self.dp.reduce_scatter(&bucket.grads, &part, ReduceOp::Sum)?
+        let mine = if self.scatter { shard(bucket.len, self.dp.rank(), self.dp.size()) } else { 0..bucket.len };
+        let part = bucket.grads.narrow(0, mine.start, mine.len())?;
+        let (from, to) = if self.in_bf16 {
+            let from = Tensor::zeros(bucket.len, DType::BF16, bucket.grads.device())?;
+            kernels::reduce::cast(&from, &bucket.grads)?;
+            let to = from.narrow(0, mine.start, mine.len())?;
+            (from, to)
         } else {
-            self.dp.all_reduce(&bucket.grads, ReduceOp::Sum)?
+            (bucket.grads.clone(), part.clone())
         };
-        self.in_flight.push(work);
+        let work = if self.scatter {
+            self.dp.reduce_scatter(&from, &to, ReduceOp::Sum)?
+        } else {
+            self.dp.all_reduce(&from, ReduceOp::Sum)?
+        };
+        self.in_flight.push(InFlight { work, convert: self.in_bf16.then_some((to, part)) });
         Ok(())
     }
 

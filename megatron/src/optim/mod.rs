@@ -1,9 +1,11 @@
 //! Optimizers, learning-rate schedules, and who writes what of a model's state.
 
+mod loss_scale;
 mod lr;
 mod optimizer;
 mod ownership;
 
+pub use loss_scale::{LossScaler, LossScalerState};
 pub use lr::LrSchedule;
 pub use optimizer::{Optimizer, StepResult};
 pub use ownership::written;

@@ -1,16 +1,17 @@
 //! AdamW and SGD over flat buckets, whole or cut over dp (ZeRO-1, Rajbhandari et al. 2020), with clipping by global norm.
+//! 16-bit weights are the rounding of fp32 masters, which are what is stepped (Micikevicius et al. 2018).
 
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
 
-use super::ownership::{overlap, speaks_for, written_part};
+use super::ownership::{speaks_for, written_part};
 use crate::Result;
 use crate::comm::{Group, ReduceOp, Work};
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
-use crate::params::{Param, ParamStore, Role, ShardRef, StateKind, clip_pieces};
+use crate::params::{Param, ParamStore, Role, ShardRef, StateKind, clip_pieces, overlap};
 
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 struct BucketState {
@@ -84,7 +85,7 @@ impl Optimizer {
 
     /// The part of a parameter that this rank steps, as a range of its bucket.
     fn part(&self, param: &Param) -> Range<usize> {
-        overlap(param.offset..param.offset + param.numel, &self.states[param.bucket].range)
+        overlap(param.range(), &self.states[param.bucket].range)
     }
 
     /// Parameters that have a place of their own in a bucket.
@@ -97,8 +98,8 @@ impl Optimizer {
         speaks_for(&param.spec, param.role, self.tp_rank)
     }
 
-    /// The norm of the whole model's gradient, every logical parameter counted once.
-    fn grad_norm(&self, store: &ParamStore) -> Result<f32> {
+    /// The norm of the whole model's main gradient, every logical parameter counted once.
+    fn grad_norm(&self, store: &ParamStore) -> Result<f64> {
         let mut sum = 0f64;
         for param in Self::stepped(store).filter(|p| self.counts(p)) {
             let part = self.part(param);
@@ -110,21 +111,23 @@ impl Optimizer {
         if self.sharded {
             self.dp.all_reduce(&total, ReduceOp::Sum)?.wait()?;
         }
-        Ok(total.to_vec1::<f64>()?[0].sqrt() as f32)
+        Ok(total.to_vec1::<f64>()?[0].sqrt())
     }
 
-    /// One update from the main gradients. A step whose gradient norm is not finite changes nothing, on any rank.
+    /// One update from the main gradients, which are `loss_scale` times the loss's. A step whose gradient norm is not finite changes
+    /// nothing, on any rank.
     ///
     /// # Errors
     /// If a peer fails.
-    pub fn step(&mut self, store: &ParamStore, lr: f64) -> Result<StepResult> {
-        let grad_norm = self.grad_norm(store)?;
+    pub fn step(&mut self, store: &ParamStore, lr: f64, loss_scale: f64) -> Result<StepResult> {
+        let grad_norm = (self.grad_norm(store)? / loss_scale) as f32;
         if !grad_norm.is_finite() {
             return Ok(StepResult { grad_norm, applied: false });
         }
         // Megatron's clip coefficient: max_norm / (norm + 1e-6), applied if below one.
         let clip = self.config.clip_grad as f32 / (grad_norm + 1e-6);
-        let grad_scale = if self.config.clip_grad > 0.0 && clip < 1.0 { clip } else { 1.0 };
+        let clip = if self.config.clip_grad > 0.0 && clip < 1.0 { clip } else { 1.0 };
+        let grad_scale = (f64::from(clip) / loss_scale) as f32;
         self.steps += 1;
         for param in Self::stepped(store) {
             let part = self.part(param);
@@ -148,6 +151,10 @@ impl Optimizer {
         let bucket = &store.buckets()[param.bucket];
         let state = &self.states[param.bucket];
         let weight = bucket.weights.narrow(0, part.start, part.len())?;
+        let (stepped, rounded) = match &bucket.master {
+            Some(master) => (master.values.narrow(0, part.start - master.range.start, part.len())?, Some(&weight)),
+            None => (weight.clone(), None),
+        };
         let grad = bucket.grads.narrow(0, part.start, part.len())?;
         let at = part.start - state.range.start;
         let first = state.first.narrow(0, at, part.len())?;
@@ -163,11 +170,11 @@ impl Optimizer {
                     step: self.steps,
                     grad_scale,
                 };
-                adamw(&weight, None, &grad, &first, &second.narrow(0, at, part.len())?, &hyper)?;
+                adamw(&stepped, rounded, &grad, &first, &second.narrow(0, at, part.len())?, &hyper)?;
             }
             None => {
                 let hyper = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale };
-                sgd(&weight, None, &grad, &first, &hyper)?;
+                sgd(&stepped, rounded, &grad, &first, &hyper)?;
             }
         }
         Ok(())
@@ -175,7 +182,7 @@ impl Optimizer {
 
     /// This rank's share of weights and optimizer state as a checkpoint sees them. With `owned`, every logical
     /// element is given by exactly one rank of the world (for saving); without, everything that this rank holds
-    /// (for loading).
+    /// (for loading). A parameter with a master is saved as its master; loading fills both from the one logical tensor.
     ///
     /// # Errors
     /// If a view cannot be made.
@@ -187,7 +194,7 @@ impl Optimizer {
             }
             let bucket = &store.buckets()[param.bucket];
             let state = &self.states[param.bucket];
-            let whole = param.offset..param.offset + param.numel;
+            let whole = param.range();
             let written = || written_part(whole.clone(), bucket.len, self.dp.rank(), self.dp.size());
             let mut push = |kind, buffer: &Tensor, buffer_start: usize, range: Range<usize>| -> Result<()> {
                 let pieces = clip_pieces(&param.pieces, range.start - whole.start..range.end - whole.start);
@@ -203,8 +210,15 @@ impl Optimizer {
                 });
                 Ok(())
             };
-            let weights = if owned { written() } else { whole.clone() };
-            push(StateKind::Param, &bucket.weights, 0, weights)?;
+            if let Some(master) = &bucket.master {
+                let range = if owned { written() } else { overlap(whole.clone(), &master.range) };
+                push(StateKind::Param, &master.values, master.range.start, range)?;
+            }
+            if !owned {
+                push(StateKind::Param, &bucket.weights, 0, whole.clone())?;
+            } else if bucket.master.is_none() {
+                push(StateKind::Param, &bucket.weights, 0, written())?;
+            }
             let moments = if owned { written() } else { self.part(param) };
             if self.config.kind == OptimizerKind::Adam {
                 push(StateKind::ExpAvg, &state.first, state.range.start, moments.clone())?;

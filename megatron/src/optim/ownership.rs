@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use crate::data_parallel::shard;
-use crate::params::{ParamShare, ParamSpec, Partition, PlacedParam, Placement, Role, clip_pieces};
+use crate::params::{ParamShare, ParamSpec, Partition, PlacedParam, Placement, Role, clip_pieces, overlap};
 
 /// Whether tp rank `tp_rank` speaks for the parameter among its tie group and the tp ranks that hold the same.
 pub(super) fn speaks_for(spec: &ParamSpec, role: Role, tp_rank: usize) -> bool {
@@ -16,12 +16,6 @@ pub(super) fn speaks_for(spec: &ParamSpec, role: Role, tp_rank: usize) -> bool {
 /// writes, as a range of the bucket. Replicas share the work of writing, whether or not their state is cut.
 pub(super) fn written_part(whole: Range<usize>, bucket_len: usize, dp_rank: usize, dp: usize) -> Range<usize> {
     overlap(whole, &shard(bucket_len, dp_rank, dp))
-}
-
-/// The part of `whole` that lies in `range`; an empty part of `whole` where none does.
-pub(super) fn overlap(whole: Range<usize>, range: &Range<usize>) -> Range<usize> {
-    let start = range.start.clamp(whole.start, whole.end);
-    start..range.end.clamp(start, whole.end)
 }
 
 /// What the rank at (`tp_rank`, `dp_rank`) of the stage with this placement writes, in the order of its file: the

@@ -9,6 +9,7 @@ mod store;
 pub use init::initial_values;
 pub use piece::{ParamShare, Piece, ShardRef, StateKind, clip_pieces};
 pub use spec::{Init, ParamSpec, Partition};
+pub(crate) use store::overlap;
 pub use store::{
-    Bucket, Param, ParamId, ParamStore, ParamsBuilder, PlacedBucket, PlacedParam, Placement, Role, StoreOptions,
+    Bucket, Master, Param, ParamId, ParamStore, ParamsBuilder, PlacedBucket, PlacedParam, Placement, Role, StoreOptions,
 };

@@ -48,10 +48,8 @@ pub fn clip_pieces(pieces: &[Piece], local: Range<usize>) -> Vec<Piece> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StateKind {
-    /// The parameter in model dtype.
+    /// The parameter: its fp32 master, where the model's dtype is 16-bit.
     Param,
-    /// Its fp32 master copy, where the model dtype is 16-bit.
-    Master,
     /// Adam's first moment.
     ExpAvg,
     /// Adam's second moment.
@@ -64,7 +62,6 @@ impl fmt::Display for StateKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Param => "param",
-            Self::Master => "master",
             Self::ExpAvg => "exp_avg",
             Self::ExpAvgSq => "exp_avg_sq",
             Self::Momentum => "momentum",

@@ -1,8 +1,10 @@
-//! One rank's parameters in flat buckets: weights, main gradients, and the views that layers use.
+//! One rank's parameters in flat buckets: weights, their fp32 masters, main gradients, and the views that layers use.
 //!
 //! Buckets follow Megatron's distributed data parallel: parameters in reverse order of the layers, so that a bucket is
 //! complete early in backward. Each bucket is one candle storage for weights and one for fp32 main
 //! gradients, so that candle's lock on one bucket never delays work on another.
+
+use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -41,6 +43,13 @@ pub struct Param {
     pub grad: Tensor,
 }
 
+impl Param {
+    /// The elements of its bucket.
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.numel
+    }
+}
+
 /// A contiguous range of parameters that is reduced and stepped as one.
 #[derive(Debug)]
 pub struct Bucket {
@@ -52,8 +61,19 @@ pub struct Bucket {
     pub weights: Tensor,
     /// `[len]`, fp32 (f64 for f64 models).
     pub grads: Tensor,
+    /// Where weights are 16-bit and this rank steps them.
+    pub master: Option<Master>,
     /// Holds a tied weight: complete only once all uses were added up.
     pub tied: bool,
+}
+
+/// The fp32 values that 16-bit weights are the rounding of.
+#[derive(Debug)]
+pub struct Master {
+    /// The elements of the bucket that this rank steps.
+    pub range: Range<usize>,
+    /// `[range.len()]`, fp32.
+    pub values: Tensor,
 }
 
 /// Where the parameters of one rank lie in its buckets. It is the same for all ranks of a pipeline stage.
@@ -186,6 +206,7 @@ impl ParamsBuilder {
                 len,
                 weights: Tensor::zeros(len, options.dtype, &options.device)?,
                 grads: Tensor::zeros(len, grad_dtype, &options.device)?,
+                master: None,
                 tied,
             });
         }
@@ -240,6 +261,23 @@ impl ParamStore {
         &self.options
     }
 
+    /// Makes fp32 masters of 16-bit weights, over the `range` of each bucket (of a length) that this rank steps; weights of other dtypes
+    /// are their own masters. Values that are assigned from here on reach both.
+    ///
+    /// # Errors
+    /// If the device cannot hold them.
+    pub fn keep_masters(&mut self, range: impl Fn(usize) -> Range<usize>) -> Result<()> {
+        if !matches!(self.options.dtype, DType::BF16 | DType::F16) {
+            return Ok(());
+        }
+        for bucket in &mut self.buckets {
+            let range = range(bucket.len);
+            let values = Tensor::zeros(range.len(), DType::F32, &self.options.device)?;
+            bucket.master = Some(Master { range, values });
+        }
+        Ok(())
+    }
+
     /// Draws every parameter's first value.
     ///
     /// # Errors
@@ -252,14 +290,21 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Writes fp32 values (local shape, row-major) into a parameter, rounding to the model's dtype.
+    /// Writes fp32 values (local shape, row-major) into a parameter: into its master, if it has one, and rounded to the model's
+    /// dtype into its weight.
     ///
     /// # Errors
     /// If the number of values is not the parameter's.
     pub fn assign(&self, param: &Param, values: Vec<f32>) -> Result<()> {
-        let source = Tensor::from_vec(values, param.weight.shape(), &self.options.device)?;
-        let source = source.to_dtype(self.options.dtype)?;
-        kernels::reduce::copy(&param.weight, &source)?;
+        let source = Tensor::from_vec(values, param.numel, &self.options.device)?;
+        if let Some(master) = &self.buckets[param.bucket].master {
+            let part = overlap(param.range(), &master.range);
+            if !part.is_empty() {
+                let from = source.narrow(0, part.start - param.offset, part.len())?;
+                kernels::reduce::copy(&master.values.narrow(0, part.start - master.range.start, part.len())?, &from)?;
+            }
+        }
+        kernels::reduce::cast(&param.weight, &source)?;
         Ok(())
     }
 
@@ -277,9 +322,16 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Bytes of weights and gradients.
+    /// Bytes of weights, masters and gradients.
     pub fn bytes(&self) -> usize {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-        self.buckets.iter().map(|b| size(&b.weights) + size(&b.grads)).sum()
+        let masters = |b: &Bucket| b.master.as_ref().map_or(0, |master| size(&master.values));
+        self.buckets.iter().map(|b| size(&b.weights) + size(&b.grads) + masters(b)).sum()
     }
+}
+
+/// The part of `whole` that lies in `range`; an empty part of `whole` where none does.
+pub(crate) fn overlap(whole: Range<usize>, range: &Range<usize>) -> Range<usize> {
+    let start = range.start.clamp(whole.start, whole.end);
+    start..range.end.clamp(start, whole.end)
 }

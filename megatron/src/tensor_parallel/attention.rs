@@ -106,10 +106,11 @@ impl SelfAttention {
 
     fn rotate(&self, qkv: &Tensor, inverse: bool, ctx: &Ctx) -> Result<()> {
         let Some(table) = &self.spec.rope else { return Ok(()) };
-        Ok(match &ctx.documents.positions {
+        match &ctx.documents.positions {
             Some(positions) => rope_positions(qkv, table, self.shape(), positions, inverse)?,
             None => rope_inplace(qkv, table, self.shape(), 0, inverse)?,
-        })
+        }
+        Ok(())
     }
 
     /// The bias of the output projection, which the caller adds once.

@@ -1,10 +1,11 @@
 //! Cross entropy over a vocabulary cut over tp, without gathering the logits (Shoeybi et al. 2019 §3).
 //!
-//! Forward: all-reduce of the row maximum, then of (Σ exp, target logit) in fp32. Backward needs no collective.
+//! Forward: statistics of each rank's logits from one reading, all-reduce of the row maximum, then of (Σ exp, target logit) moved to
+//! it, in fp32. Backward needs no collective.
 //! Padding columns take no part.
 
 use candle_core::{DType, Tensor};
-use kernels::cross_entropy::{cross_entropy_backward, row_max, sum_exp_and_target};
+use kernels::cross_entropy::{cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
 use kernels::host::with_slice;
 
 use super::context::Ctx;
@@ -47,10 +48,13 @@ impl VocabParallelCrossEntropy {
     ) -> Result<RowStats> {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
-        let max = row_max(&logits.0, valid)?;
-        ctx.tp.group().all_reduce(&max, ReduceOp::Max)?.wait()?;
-        let parts = sum_exp_and_target(&logits.0, &max, &targets.labels, first, valid)?; // [2, rows]
-        ctx.tp.group().all_reduce(&parts, ReduceOp::Sum)?.wait()?;
+        let (max, parts) = row_statistics(&logits.0, &targets.labels, first, valid)?; // [rows], [2, rows]
+        if ctx.tp.size() > 1 {
+            let own = max.copy()?;
+            ctx.tp.group().all_reduce(&max, ReduceOp::Max)?.wait()?;
+            rebase(&parts, &own, &max, &targets.labels, first, valid)?;
+            ctx.tp.group().all_reduce(&parts, ReduceOp::Sum)?.wait()?;
+        }
         let (sum_exp, target) = (parts.narrow(0, 0, 1)?.flatten_all()?, parts.narrow(0, 1, 1)?.flatten_all()?);
         let loss = (sum_exp.log()? - target)?.to_dtype(DType::F64)?;
         with_slice::<f64, _>(&loss, "loss", |loss| {
@@ -64,18 +68,23 @@ impl VocabParallelCrossEntropy {
         Ok(RowStats { max, sum_exp })
     }
 
-    /// Gradient of the logits of `loss_factor` times the loss, in the place of the logits.
+    /// Gradient of the logits of `loss_factor` times the loss: in the place of the logits, or rounded into `rounded`, if given.
     pub fn backward(
         &self,
-        logits: FeatureSharded,
+        logits: &FeatureSharded,
+        rounded: Option<&FeatureSharded>,
         stats: &RowStats,
         targets: &Targets,
         ctx: &Ctx,
-    ) -> Result<FeatureSharded> {
+    ) -> Result<()> {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
-        let scale = targets.mask.to_dtype(stats.max.dtype())?.affine(ctx.loss_factor, 0.0)?;
-        cross_entropy_backward(&logits.0, &stats.max, &stats.sum_exp, &targets.labels, &scale, first, valid)?;
-        Ok(logits)
+        let (RowStats { max, sum_exp }, labels) = (stats, &targets.labels);
+        let scale = targets.mask.to_dtype(max.dtype())?.affine(ctx.loss_factor, 0.0)?;
+        match rounded {
+            None => cross_entropy_backward(&logits.0, max, sum_exp, labels, &scale, first, valid)?,
+            Some(to) => cross_entropy_backward_into(&to.0, &logits.0, max, sum_exp, labels, &scale, first, valid)?,
+        }
+        Ok(())
     }
 }

@@ -4,6 +4,7 @@
 //! that the logits of a microbatch are never whole in memory. Training's backward of this layer is therefore part of its forward.
 
 use candle_core::{DType, Tensor};
+use kernels::linear::{linear_dgrad_into, linear_into, linear_to_f32};
 
 use super::context::{Ctx, Phase};
 use super::cross_entropy::{Targets, VocabParallelCrossEntropy};
@@ -54,11 +55,6 @@ impl Head {
         Self { norm, output, loss: VocabParallelCrossEntropy::new(spec), spec: spec.clone() }
     }
 
-    /// Logits of `x [.., h]` over this rank's vocabulary, in f32 (f64 for f64 models).
-    fn logits(&self, x: &Tensor, ctx: &Ctx) -> Result<FeatureSharded> {
-        Ok(FeatureSharded(kernels::linear::linear(x, ctx.weight(self.output), None)?))
-    }
-
     /// Losses of the residual stream's predictions; in training also all gradients of this layer.
     pub fn forward(&self, x: Stream, ctx: &Ctx) -> Result<SavedHead> {
         let (normed, stats) = self.norm.forward(&x, ctx)?;
@@ -82,19 +78,27 @@ impl Head {
         let flat = |t: &Tensor| t.reshape((rows, hidden));
         let (xs, dxs) = (flat(&input.0)?, dinput.map(|dinput| flat(&dinput.0)).transpose()?);
         let (labels, mask) = (ctx.labels.flatten_all()?, ctx.loss_mask.flatten_all()?);
+        let (weight, columns, device) = (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
+        let step = rows_at_a_time(columns).min(rows).max(1);
+        // The same memory for all chunks: their logits, and the gradient of these where it is rounded.
+        let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let buffer = Tensor::zeros((step, columns), wide, device)?;
+        let narrow = dxs.is_some() && xs.dtype() != wide;
+        let rounded = narrow.then(|| Tensor::zeros((step, columns), xs.dtype(), device)).transpose()?;
         let mut loss_sum = 0f64;
-        let step = rows_at_a_time(self.spec.padded / self.spec.tp);
         for first in (0..rows).step_by(step) {
             let count = step.min(rows - first);
             let x = xs.narrow(0, first, count)?;
             let targets = Targets { labels: labels.narrow(0, first, count)?, mask: mask.narrow(0, first, count)? };
-            let logits = self.logits(&x, ctx)?;
+            let logits = FeatureSharded(buffer.narrow(0, 0, count)?);
+            linear_into(&x, weight, None, &logits.0)?;
             let stats = self.loss.forward(&logits, &targets, &mut loss_sum, ctx)?;
             let Some(dxs) = &dxs else { continue };
-            let dlogits = self.loss.backward(logits, &stats, &targets, ctx)?.0;
+            let rounded = rounded.as_ref().map(|t| t.narrow(0, 0, count)).transpose()?.map(FeatureSharded);
+            self.loss.backward(&logits, rounded.as_ref(), &stats, &targets, ctx)?;
+            let dlogits = rounded.unwrap_or(logits).0;
             ctx.weight_grad(&dlogits, &x, self.output)?;
-            let dx = kernels::linear::linear_dgrad(&dlogits, ctx.weight(self.output))?;
-            kernels::reduce::copy(&dxs.narrow(0, first, count)?, &dx)?;
+            linear_dgrad_into(&dlogits, weight, &dxs.narrow(0, first, count)?)?;
         }
         Ok(loss_sum)
     }
@@ -115,7 +119,7 @@ impl Head {
         let wanted: Vec<u32> = rows.iter().enumerate().map(|(sample, row)| (row * batch + sample) as u32).collect();
         let wanted = Tensor::from_vec(wanted, rows.len(), whole.0.device())?;
         let picked = whole.0.reshape((seq * batch, hidden))?.index_select(&wanted, 0)?;
-        let local = self.logits(&picked, ctx)?.0.to_dtype(DType::F32)?;
+        let local = linear_to_f32(&picked, ctx.weight(self.output), None)?.to_dtype(DType::F32)?;
         let (tp, width) = (ctx.tp.size(), self.spec.padded / self.spec.tp);
         let all = Tensor::zeros((tp, rows.len(), width), local.dtype(), local.device())?;
         ctx.tp.group().all_gather(&local, &all)?.wait()?;

@@ -8,6 +8,20 @@ pub fn peak_memory() -> u64 {
     bytes("/proc/self/status", "VmHWM:")
 }
 
+/// One line on the largest resident memory of every rank, in bytes; of many ranks only the extremes.
+pub fn describe_memory(by_rank: &[u64]) -> String {
+    const MOST_RANKS: usize = 16;
+    let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
+    let of = |rank: usize| format!("{} on rank {rank}", gib(by_rank[rank]));
+    let ranks = 0..by_rank.len();
+    match (ranks.clone().max_by_key(|&r| by_rank[r]), ranks.clone().min_by_key(|&r| by_rank[r])) {
+        (Some(largest), Some(least)) if by_rank.len() > MOST_RANKS => {
+            format!("peak memory of {} ranks: from {} to {}", by_rank.len(), of(least), of(largest))
+        }
+        _ => format!("peak memory: {}", ranks.map(of).collect::<Vec<_>>().join(", ")),
+    }
+}
+
 /// The value of a line such as `VmHWM:    1234 kB`; 0 if there is none.
 fn bytes(file: &str, key: &str) -> u64 {
     let text = std::fs::read_to_string(file).unwrap_or_default();
@@ -28,7 +42,12 @@ pub fn require_memory(config: &RunConfig) -> Result<()> {
         [m.num_layers, m.hidden_size, m.ffn_hidden_size, m.vocab_size].map(|size| size as f64);
     let params = layers * 2.0 * hidden * ffn + vocab * hidden;
     let ranks = (p.tensor_model_parallel_size * p.pipeline_model_parallel_size) as f64;
-    let (needed, there) = (params / ranks * 8.0, bytes("/proc/meminfo", "MemTotal:") as f64);
+    // Weights, fp32 gradients, and the fp32 masters of 16-bit weights, which ZeRO-1 cuts over dp.
+    let weight = config.training.precision.dtype().size_in_bytes() as f64;
+    let master = if weight < 4.0 { 4.0 } else { 0.0 };
+    let replicas = if p.use_distributed_optimizer { p.data_parallel_size as f64 } else { 1.0 };
+    let (needed, there) =
+        (params / ranks * (weight + 4.0 + master / replicas), bytes("/proc/meminfo", "MemTotal:") as f64);
     if there > 0.0 && needed > there {
         let gib = |bytes: f64| bytes / f64::from(1 << 30);
         return Err(Error::config(format!(
@@ -46,4 +65,17 @@ pub fn require_memory(config: &RunConfig) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::describe_memory;
+
+    #[test]
+    fn the_memory_of_every_rank_is_named_and_of_many_the_extremes() {
+        let gib = 1u64 << 30;
+        assert_eq!(describe_memory(&[gib, 3 * gib / 2]), "peak memory: 1.00 GiB on rank 0, 1.50 GiB on rank 1");
+        let many: Vec<u64> = (1..=20).map(|n| n * gib).collect();
+        assert_eq!(describe_memory(&many), "peak memory of 20 ranks: from 1.00 GiB on rank 0 to 20.00 GiB on rank 19");
+    }
 }

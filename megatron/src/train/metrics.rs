@@ -25,7 +25,7 @@ pub struct StepMetrics {
     pub grad_norm: f64,
     /// Learning rate of this step.
     pub learning_rate: f64,
-    /// Factor on the loss in 16-bit training; 1 in fp32.
+    /// Factor on the loss in fp16; 1 in other precisions.
     pub loss_scale: f64,
     /// Samples of this step.
     pub global_batch_size: usize,
@@ -156,6 +156,14 @@ impl MetricsWriter {
             "lm_loss": number(metrics.lm_loss),
             "ppl": number(metrics.perplexity()),
         }))
+    }
+
+    /// Appends the last line of a run: `iteration` and `peak_memory`, the largest resident memory of each rank in bytes.
+    ///
+    /// # Errors
+    /// If the line cannot be written, e.g. on a full disk.
+    pub fn memory(&mut self, iteration: u64, by_rank: &[u64]) -> Result<()> {
+        self.line(&json!({ "iteration": iteration, "peak_memory": by_rank }))
     }
 
     fn line(&mut self, value: &Value) -> Result<()> {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{Device, Tensor};
 
-use super::memory::require_memory;
+use super::memory::{describe_memory, peak_memory, require_memory};
 use super::metrics::{EvalMetrics, MetricsWriter};
 use super::report::Reporter;
 use super::state;
@@ -107,6 +107,11 @@ impl Trainer {
             }
             self.report_evaluation(self.test.as_ref(), "test", reporter, metrics.as_mut())?;
         }
+        let memory = self.memory_by_rank()?;
+        reporter.message(&describe_memory(&memory));
+        if let Some(file) = &mut metrics {
+            file.memory(self.progress.iteration, &memory)?;
+        }
         Ok(outcome)
     }
 
@@ -121,6 +126,12 @@ impl Trainer {
         let consumed = self.progress.consumed_samples;
         reporter.message(&format!("resumed from {} ({consumed} samples consumed)", latest.path.display()));
         let manifest = checkpoint::Manifest::read(&latest.path)?;
+        let precision = self.config.training.precision;
+        if let Some(theirs) = state::precision(&manifest.state).filter(|theirs| theirs.dtype() != precision.dtype()) {
+            reporter.message(&format!(
+                "note: the checkpoint was trained in {theirs}; this run goes on in {precision} from the same fp32 values"
+            ));
+        }
         if state::data_fingerprint(&manifest.state).is_some_and(|theirs| theirs != self.fingerprint) {
             reporter.message(
                 "note: the data or the tokenizer are not those that the checkpoint was trained on; the loss may jump",
@@ -152,6 +163,14 @@ impl Trainer {
         let result = EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
         reporter.eval(&result);
         metrics.map_or(Ok(()), |file| file.eval(&result))
+    }
+
+    /// Largest resident memory of every rank so far, in bytes.
+    fn memory_by_rank(&self) -> Result<Vec<u64>> {
+        let world = &self.groups.world;
+        let mut memory = vec![0.0; world.size()];
+        memory[world.rank()] = peak_memory() as f64;
+        Ok(self.sum_over_world(memory)?.into_iter().map(|bytes| bytes as u64).collect())
     }
 
     fn largest_memory(&self, mine: u64) -> Result<u64> {

@@ -2,25 +2,54 @@
 
 use std::path::Path;
 
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::trainer::Progress;
-use crate::config::{ModelConfig, ParallelConfig, RunConfig};
+use crate::config::{ModelConfig, ParallelConfig, Precision, RunConfig};
+use crate::optim::LossScalerState;
 use crate::{Error, Result};
 
 /// The state of a run as stored in a manifest.
 ///
 /// # Errors
 /// If the configuration cannot be expressed in JSON.
-pub fn to_json(progress: &Progress, config: &RunConfig, data_fingerprint: &str) -> Result<Value> {
+pub fn to_json(
+    progress: &Progress,
+    config: &RunConfig,
+    loss_scaler: Option<&LossScalerState>,
+    data_fingerprint: &str,
+) -> Result<Value> {
     let value = |v: serde_json::Result<Value>| v.map_err(|e| Error::config(format!("cannot describe the run: {e}")));
     let mut state = Map::new();
     state.insert("progress".into(), value(serde_json::to_value(progress))?);
     state.insert("model".into(), value(serde_json::to_value(&config.model))?);
     state.insert("data_fingerprint".into(), data_fingerprint.into());
+    if let Some(scaler) = loss_scaler {
+        state.insert(LOSS_SCALER.into(), value(serde_json::to_value(scaler))?);
+    }
     state.insert("config".into(), value(serde_json::to_value(config))?);
     Ok(state.into())
+}
+
+/// Where a state has the loss scale, if it adapts itself.
+const LOSS_SCALER: &str = "loss_scaler";
+
+/// The loss scale of the run that wrote the checkpoint at `path`, if it adapted itself.
+///
+/// # Errors
+/// If the state is damaged.
+pub fn loss_scaler(path: &Path, state: &Value) -> Result<Option<LossScalerState>> {
+    state.get(LOSS_SCALER).map(|_| part(path, state, LOSS_SCALER)).transpose()
+}
+
+/// The precision of the run that wrote a checkpoint; none for weights alone.
+pub fn precision(state: &Value) -> Option<Precision> {
+    let config = state.get("config")?;
+    // Checkpoints that do not say it are from before there was another.
+    let Some(value) = config.pointer("/training/precision") else { return Some(Precision::Fp32) };
+    Precision::deserialize(value).ok()
 }
 
 /// The state of a checkpoint that holds weights alone: training starts at its first step.

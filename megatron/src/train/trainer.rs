@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::agreement;
@@ -16,13 +16,13 @@ use super::model::ModelBuilder;
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
-use crate::data_parallel::GradientReducer;
-use crate::optim::{LrSchedule, Optimizer};
+use crate::data_parallel::{GradientReducer, shard};
+use crate::optim::{LossScaler, LrSchedule, Optimizer};
 use crate::params::{ParamId, ParamStore, ShardRef, StateKind};
 use crate::pipeline::{GradientListener, Schedule, Stage, forward_only, generate};
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
-use crate::{Result, checkpoint};
+use crate::{Error, Result, checkpoint};
 
 /// The data of a run.
 #[derive(Clone)]
@@ -63,6 +63,7 @@ pub struct Trainer {
     reducer: GradientReducer,
     optimizer: Optimizer,
     lr: LrSchedule,
+    loss_scaler: LossScaler,
     train: Loader,
     pub(super) valid: Option<Loader>,
     pub(super) test: Option<Loader>,
@@ -80,7 +81,7 @@ impl GradientListener for NoGradients {
 }
 
 impl Trainer {
-    /// Builds this rank's share of the model with its initial weights. Collective over `world`.
+    /// Builds this rank's share of the model with its initial weights, in the precision of the configuration. Collective over `world`.
     ///
     /// # Errors
     /// If the configuration contradicts itself, the world, or that of another rank.
@@ -89,16 +90,18 @@ impl Trainer {
         model: &dyn ModelBuilder,
         world: Group,
         sources: &Sources,
-        dtype: DType,
         device: &Device,
     ) -> Result<Self> {
         agreement::require(&world, config, &sources.fingerprint)?;
         let parallel = &config.parallel;
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
         let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
-        let stage =
-            build_stage(parallel, model, &groups, config.model.hidden_size, config.training.seed, dtype, device)?;
-        stage.params.initialize(config.training.seed)?;
+        let (seed, dtype) = (config.training.seed, config.training.precision.dtype());
+        let mut stage = build_stage(parallel, model, &groups, config.model.hidden_size, seed, dtype, device)?;
+        let (dp_rank, dp) = (groups.dp.rank(), groups.dp.size());
+        let sharded = parallel.use_distributed_optimizer;
+        stage.params.keep_masters(|len| if sharded { shard(len, dp_rank, dp) } else { 0..len })?;
+        stage.params.initialize(seed)?;
 
         let optimizer = Optimizer::new(
             &config.optimizer,
@@ -106,16 +109,17 @@ impl Trainer {
             groups.tp.rank(),
             groups.dp.clone(),
             groups.model.clone(),
-            parallel.use_distributed_optimizer,
+            sharded,
         )?;
         let embedding = groups.embedding.clone().filter(|_| model.tied());
         let reducer = GradientReducer::new(
             groups.tp.clone(),
             groups.dp.clone(),
             embedding,
-            parallel.use_distributed_optimizer,
+            sharded,
             parallel.overlap_grad_reduce,
-        );
+        )
+        .in_bf16(config.training.grad_reduce_in_bf16);
         let training = &config.training;
         let batch = GlobalBatch::new(
             training.micro_batch_size,
@@ -136,6 +140,7 @@ impl Trainer {
             reducer,
             optimizer,
             lr: LrSchedule::new(&config.optimizer)?,
+            loss_scaler: LossScaler::new(config.training.precision),
             train: loader(&sources.train),
             valid: sources.valid.as_ref().map(loader),
             test: sources.test.as_ref().map(loader),
@@ -186,7 +191,7 @@ impl Trainer {
     /// One training step over the next global batch. Collective over the world. `metrics.memory_bytes` is this rank's.
     ///
     /// # Errors
-    /// If data cannot be read or a peer fails.
+    /// If data cannot be read or a peer fails, or gradients overflow at the least loss scale.
     pub fn step(&mut self) -> Result<StepMetrics> {
         let start = Instant::now();
         let batches = self.train.microbatches(self.progress.consumed_samples)?;
@@ -194,10 +199,12 @@ impl Trainer {
         let factor = if tokens > 0.0 { 1.0 / tokens } else { 0.0 };
         self.reducer.begin(&self.stage.params)?;
         let phase = Phase::Train { step: self.progress.iteration };
-        let loss_sum = self.stage.run(&self.schedule, &batches, phase, factor, &mut self.reducer)?;
+        let loss_scale = self.loss_scaler.scale();
+        let loss_sum = self.stage.run(&self.schedule, &batches, phase, factor * loss_scale, &mut self.reducer)?;
         self.reducer.finish(&self.stage.params)?;
         let learning_rate = self.lr.lr_at(self.progress.applied_samples);
-        let result = self.optimizer.step(&self.stage.params, learning_rate)?;
+        let result = self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?;
+        self.loss_scaler.update(!result.applied)?;
         let lm_loss = self.sum_over_world(vec![self.loss_share(loss_sum)])?[0] * factor;
 
         let gbs = self.config.training.global_batch_size;
@@ -224,7 +231,7 @@ impl Trainer {
             lm_loss,
             grad_norm: f64::from(result.grad_norm),
             learning_rate,
-            loss_scale: 1.0,
+            loss_scale,
             global_batch_size: gbs,
             elapsed_ms: seconds * 1e3,
             tokens_per_second: (gbs * model.seq_length) as f64 / seconds,
@@ -264,18 +271,22 @@ impl Trainer {
     /// If any rank cannot write; nothing is overwritten then.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
         let shards = self.owned_shards()?;
-        let state = super::state::to_json(&self.progress, &self.config, &self.fingerprint)?;
+        let scaler = self.loss_scaler.state();
+        let state = super::state::to_json(&self.progress, &self.config, scaler.as_ref(), &self.fingerprint)?;
         checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;
         Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
     }
 
-    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout wrote it.
+    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision wrote it.
     ///
     /// # Errors
     /// If the checkpoint is damaged or of another architecture.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let manifest = checkpoint::Manifest::read(path)?;
         let progress = super::state::from_json(path, &manifest.state, &self.config)?;
+        if let Some(scaler) = super::state::loss_scaler(path, &manifest.state)? {
+            self.loss_scaler.restore(&scaler).map_err(|e| Error::checkpoint(path, e.to_string()))?;
+        }
         let mut shards = self.optimizer.shards(&self.stage.params, false)?;
         if manifest.tensors.iter().all(|tensor| tensor.kind == StateKind::Param) {
             // Weights alone, as imports write them; the optimizer starts afresh.

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use clap::Args;
 use kernels::philox::philox4x32;
 use megatron::comm::{Group, RankInfo, ReduceOp};
@@ -18,7 +18,7 @@ use super::preset::{Preset, flops_per_token, matrix_params};
 use super::table::{Table, significant};
 use super::timing::Timing;
 use super::{STOP_LIMIT, machine_line, positive};
-use crate::cli::flags::ParallelFlags;
+use crate::cli::flags::{ParallelFlags, PrecisionFlags};
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::Result;
 use crate::ranks;
@@ -31,7 +31,7 @@ const WARM_UP: usize = 3;
 /// Starts the ranks of the layout on this machine, as `pretrain` does, or joins as one rank under a launcher.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
-  megatron bench step --preset gpt2-124m
+  megatron bench step --preset gpt2-124m --bf16
   megatron bench step --data-parallel-size 2 --threads 1
   megatron bench step --pipeline-model-parallel-size 2 --global-batch-size 32")]
 pub struct StepArgs {
@@ -50,6 +50,8 @@ pub struct StepArgs {
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
+    #[command(flatten)]
+    pub precision: PrecisionFlags,
     #[command(flatten)]
     pub parallel: ParallelFlags,
 }
@@ -76,6 +78,7 @@ pub fn run(args: &StepArgs, origins: BTreeMap<String, String>) -> Result<u8> {
 fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Gathered> {
     let mut flags = args.preset.flags((WARM_UP + args.steps) as u64)?;
     flags.parallel = args.parallel.clone();
+    flags.training.precision = args.precision.clone();
     flags.training.micro_batch_size = args.micro_batch_size.or(flags.training.micro_batch_size);
     flags.training.global_batch_size = args.global_batch_size;
     let preset = format!("--preset {}", args.preset.name());
@@ -116,7 +119,7 @@ fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
         p.tensor_model_parallel_size,
         p.sequence_parallel,
         run.training.recompute,
-        DType::F32,
+        run.training.precision.dtype(),
         &device,
     )?;
     let tokens = RandomTokens { vocab: run.model.vocab_size as u32, seq_length: run.model.seq_length };
@@ -127,7 +130,7 @@ fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
         document_ends: None,
         fingerprint: "random".to_string(),
     };
-    let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, DType::F32, &device)?;
+    let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, &device)?;
     let mut seconds = Vec::new();
     let mut loss = f64::NAN;
     for step in 0..run.training.train_iters as usize {
@@ -155,10 +158,11 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) 
     }
     crate::print_line(&machine_line());
     crate::print_line(&format!(
-        "megatron {} cpu {} fp32 layout={layout} world={} threads={threads} params={:.1}M tokens_per_second={rate:.0} \
+        "megatron {} cpu {} {} layout={layout} world={} threads={threads} params={:.1}M tokens_per_second={rate:.0} \
          tflops={tflops:.4} peak_gib={gib:.2} loss={:.3}",
         env!("CARGO_PKG_VERSION"),
         preset.name(),
+        run.training.precision,
         p.world_size(),
         matrix_params(&run.model) as f64 / 1e6,
         measured.loss,
@@ -177,7 +181,7 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) 
         "peak GiB",
     ]);
     table.row([
-        format!("{} {layout}", preset.name()),
+        format!("{} {} {layout}", preset.name(), run.training.precision),
         format!("{} × {threads}", p.world_size()),
         run.training.micro_batch_size.to_string(),
         run.training.global_batch_size.to_string(),

@@ -192,7 +192,9 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
             let step = matches.subcommand_matches("bench").and_then(|bench| bench.subcommand_matches("step"));
             Ok(Request::Bench(
                 args.what,
-                step.map_or_else(BTreeMap::new, |step| typed_origins(step, |section| section == "parallel")),
+                step.map_or_else(BTreeMap::new, |step| {
+                    typed_origins(step, |section| matches!(section, "parallel" | "training"))
+                }),
             ))
         }
     }
@@ -209,7 +211,8 @@ fn check_launch(launch: &LaunchArgs) -> Result<()> {
 }
 
 fn is_typed(matches: &ArgMatches, key: &str) -> bool {
-    matches.value_source(key) == Some(ValueSource::CommandLine)
+    // A command may have only some of the settings.
+    matches.try_contains_id(key).is_ok() && matches.value_source(key) == Some(ValueSource::CommandLine)
 }
 
 /// The flags of the sections asked for that were typed, by key.

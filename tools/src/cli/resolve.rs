@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
-    CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recompute,
-    RecomputeMethod, RopeScaling, RunConfig, SlidingWindow, Sources, TrainingConfig,
+    CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling, ModelConfig,
+    OptimizerConfig, ParallelConfig, Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, SlidingWindow,
+    Sources, TrainingConfig,
 };
 
 use models::hf::HfConfig;
@@ -120,14 +121,6 @@ impl Resolver<'_> {
 
     fn refuse_contradictions(&self) -> Result<()> {
         let (t, o) = (&self.flags.training, &self.flags.optimizer);
-        for (key, on) in [("bf16", t.bf16), ("fp16", t.fp16)] {
-            if on {
-                let origin = self.sources.of(key).unwrap_or("?");
-                return Err(Error::usage(format!(
-                    "{key} ({origin}): 16-bit training is not available in this version; train in fp32"
-                )));
-            }
-        }
         self.at_most_one(&[("train_iters", t.train_iters.is_some()), ("train_samples", t.train_samples.is_some())])?;
         self.at_most_one(&[
             ("lr_decay_iters", o.lr_decay_iters.is_some()),
@@ -374,6 +367,50 @@ impl Resolver<'_> {
             exit_interval: t.exit_interval,
             seed: t.seed,
             recompute: self.recompute(t)?,
+            precision: self.precision()?,
+            grad_reduce_in_bf16: t.precision.grad_reduce_in_bf16,
+        })
+    }
+
+    fn precision(&self) -> Result<Precision> {
+        let p = &self.flags.training.precision;
+        self.at_most_one(&[("bf16", p.bf16), ("fp16", p.fp16)])?;
+        let of_dynamic = [
+            ("initial_loss_scale", p.initial_loss_scale.is_some()),
+            ("min_loss_scale", p.min_loss_scale.is_some()),
+            ("loss_scale_window", p.loss_scale_window.is_some()),
+            ("hysteresis", p.hysteresis.is_some()),
+            ("consecutive_hysteresis", p.consecutive_hysteresis),
+        ];
+        let mut scaling = [("loss_scale", p.loss_scale.is_some())].into_iter().chain(of_dynamic);
+        if let Some((key, _)) = scaling.find(|(_, given)| *given && !p.fp16) {
+            return Err(Error::usage(format!(
+                "{key} ({}) is a setting of fp16, and the run is in {}, which needs no loss scale; leave it out or add fp16 \
+                 = true",
+                self.sources.of(key).unwrap_or("?"),
+                if p.bf16 { "bf16" } else { "fp32" }
+            )));
+        }
+        if let (Some(scale), Some((key, _))) = (p.loss_scale, of_dynamic.iter().find(|(_, given)| *given)) {
+            return Err(Error::usage(format!(
+                "{key} ({}) is a setting of a loss scale that adapts itself, and {} is fixed; give one of them",
+                self.sources.of(key).unwrap_or("?"),
+                self.sources.cite("loss_scale", scale)
+            )));
+        }
+        let default = DynamicLossScale::default();
+        let dynamic = DynamicLossScale {
+            initial: p.initial_loss_scale.unwrap_or(default.initial),
+            min: p.min_loss_scale.unwrap_or(default.min),
+            window: p.loss_scale_window.unwrap_or(default.window),
+            hysteresis: p.hysteresis.unwrap_or(default.hysteresis),
+            consecutive_hysteresis: p.consecutive_hysteresis,
+        };
+        Ok(match (p.bf16, p.fp16, p.loss_scale) {
+            (true, ..) => Precision::Bf16,
+            (_, true, Some(scale)) => Precision::Fp16(LossScaling::Static(scale)),
+            (_, true, None) => Precision::Fp16(LossScaling::Dynamic(dynamic)),
+            _ => Precision::Fp32,
         })
     }
 

@@ -35,6 +35,12 @@ pub struct LoadArgs {
     /// pp: stages of the pipeline
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub pipeline_model_parallel_size: u32,
+    /// Compute in bf16 rather than fp32: half the memory
+    #[arg(long, conflicts_with = "fp16")]
+    pub bf16: bool,
+    /// Compute in fp16 rather than fp32: half the memory
+    #[arg(long)]
+    pub fp16: bool,
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
@@ -53,6 +59,7 @@ struct Found {
     weights: Weights,
     model: ModelConfig,
     parallel: ParallelConfig,
+    dtype: DType,
 }
 
 impl LoadArgs {
@@ -93,7 +100,12 @@ impl LoadArgs {
             bucket_size: usize::MAX,
         };
         ranks::check_number(&parallel)?;
-        Ok(Found { path, weights, model, parallel })
+        let dtype = match (self.bf16, self.fp16) {
+            (true, _) => DType::BF16,
+            (_, true) => DType::F16,
+            _ => DType::F32,
+        };
+        Ok(Found { path, weights, model, parallel, dtype })
     }
 
     /// The tokenizer asked for, or the one that the model was trained with.
@@ -141,7 +153,7 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
 
 /// Loads this rank's share of the weights.
 fn load(found: &Found, world: Group) -> Result<Inference> {
-    let (dtype, device) = (DType::F32, Device::Cpu);
+    let (dtype, device) = (found.dtype, Device::Cpu);
     let tp = found.parallel.tensor_model_parallel_size;
     let model = Gpt::new(&found.model, tp, false, Recompute::None, dtype, &device)?;
     let inference = Inference::new(&found.model, &model, &found.parallel, world, dtype, &device)?;

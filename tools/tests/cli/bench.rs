@@ -33,6 +33,19 @@ fn steps_are_timed_on_the_ranks_of_a_layout() {
 }
 
 #[test]
+fn steps_are_timed_in_16_bits() {
+    for precision in ["bf16", "fp16"] {
+        let flag = format!("--{precision}");
+        let text = bench(&["step", "--preset=llama-small", "--steps=1", "--micro-batch-size=1", &flag]);
+        assert!(text.contains(&format!(" cpu llama-small {precision} layout=")), "{text}");
+        assert!((figures(&text)["loss"].parse::<f64>().unwrap() - 9.01).abs() < 0.3, "{text}");
+    }
+    let output = megatron().args(["bench", "step", "--hysteresis=1"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("hysteresis (--hysteresis) is a setting of fp16"), "{}", stderr(&output));
+}
+
+#[test]
 fn a_layout_that_does_not_fit_the_preset_names_both() {
     let output = megatron().args(["bench", "step", "--tensor-model-parallel-size=4"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

@@ -39,6 +39,31 @@ fn text_and_loss_do_not_depend_on_the_layout() {
 }
 
 #[test]
+fn models_are_trained_and_used_in_16_bits() {
+    let site = Site::new();
+    for precision in ["--bf16", "--fp16"] {
+        let saved = format!("saved{precision}");
+        let log = stdout(&site.succeed(&[precision, &format!("--save={saved}"), "--train-iters=5"]));
+        let scale = if precision == "--fp16" { "| loss scale: 65536.0 |" } else { "| loss scale: 1.0 |" };
+        assert!(log.contains(scale) && log.contains("peak memory: ") && log.contains(" on rank 3"), "{log}");
+        let load = format!("--load={saved}");
+        let eval = |flags: &[&str]| {
+            let text = run(&site, &[&["eval", &load, "--data-path=text.txt", "--cache-dir=cache"], flags].concat());
+            let loss = text.split("| loss ").nth(1).and_then(|rest| rest.split(' ').next());
+            loss.and_then(|loss| loss.parse::<f64>().ok()).unwrap_or_else(|| panic!("{text}"))
+        };
+        let (wide, narrow) = (eval(&[]), eval(&[precision]));
+        assert!((narrow / wide - 1.0).abs() < 0.01, "{precision}: {narrow} in 16 bits, {wide} in 32");
+        let text = run(&site, &["generate", &load, "--prompt=the", "--num-tokens=8", precision]);
+        assert!(text.starts_with("the"), "{text}");
+        // What is saved is fp32, and goes on in fp32.
+        let log = stdout(&site.succeed(&[&load, &format!("--save={saved}"), "--train-iters=6"]));
+        assert!(log.contains(&format!("trained in {}; this run goes on in fp32", &precision[2..])), "{log}");
+    }
+    site.assert_nothing_left();
+}
+
+#[test]
 fn what_cannot_be_used_is_named() {
     let site = Site::new();
     site.succeed(&["--save=saved", "--train-iters=1"]);

@@ -159,8 +159,31 @@ fn contradictions_are_refused() {
 }
 
 #[test]
+fn settings_of_another_precision_are_refused() {
+    let contradictions: [(&[&str], &[&str]); 9] = [
+        (&["--bf16", "--fp16"], &["bf16 (--bf16) and fp16 (--fp16) set the same thing"]),
+        (&["--loss-scale=128"], &["loss_scale (--loss-scale) is a setting of fp16", "the run is in fp32"]),
+        (&["--bf16", "--hysteresis=2"], &["hysteresis (--hysteresis) is a setting of fp16", "the run is in bf16"]),
+        (&["--bf16", "--consecutive-hysteresis"], &["consecutive_hysteresis"]),
+        (
+            &["--fp16", "--loss-scale=128", "--loss-scale-window=5"],
+            &["loss_scale_window (--loss-scale-window)", "loss_scale = 128 (--loss-scale) is fixed"],
+        ),
+        (&["--fp16", "--loss-scale=0"], &["loss_scale = 0 (--loss-scale) must be a finite number above 0"]),
+        (
+            &["--fp16", "--initial-loss-scale=4", "--min-loss-scale=8"],
+            &["min_loss_scale = 8 (--min-loss-scale) exceeds initial_loss_scale = 4 (--initial-loss-scale)"],
+        ),
+        (&["--fp16", "--hysteresis=0"], &["hysteresis = 0 (--hysteresis) must be at least 1"]),
+        (&["--grad-reduce-in-bf16"], &["grad_reduce_in_bf16 = true (--grad-reduce-in-bf16)", "the run is in fp32"]),
+    ];
+    for (flags, expected) in contradictions {
+        refused(&pretrain("", "", flags), expected);
+    }
+}
+
+#[test]
 fn what_this_version_lacks_is_refused() {
-    refused(&pretrain("", "", &["--bf16"]), &["16-bit training is not available in this version; train in fp32"]);
     refused(
         &pretrain("", "", &["--context-parallel-size=2"]),
         &["context parallelism is not available in this version"],

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::config::{
-    CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, Normalization, SlidingWindow, WsdDecayStyle,
+    CheckpointConfig, DataConfig, DataloaderType, DynamicLossScale, LoggingConfig, Normalization, SlidingWindow,
+    WsdDecayStyle,
 };
 
 /// A valid run of 2·1·2·2 (tp·cp·pp·dp) ranks.
@@ -66,6 +67,8 @@ fn valid() -> RunConfig {
             exit_interval: None,
             seed: 1,
             recompute: Recompute::None,
+            precision: Precision::Fp32,
+            grad_reduce_in_bf16: false,
         },
         optimizer: OptimizerConfig {
             kind: OptimizerKind::Adam,
@@ -95,6 +98,10 @@ fn valid() -> RunConfig {
     }
 }
 
+fn dynamic(scale: DynamicLossScale) -> Precision {
+    Precision::Fp16(LossScaling::Dynamic(scale))
+}
+
 #[test]
 fn a_valid_run_is_accepted() {
     valid().validate().unwrap();
@@ -103,7 +110,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 26] = [
+    let cases: [(Break, &str); 30] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -142,6 +149,19 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.checkpoint.save_interval = Some(5), "save_interval = 5 has no folder"),
         (|c| c.logging.log_interval = 0, "log_interval = 0 must be at least 1"),
         (|c| c.training.train_iters = 0, "train_iters = 0 leaves nothing to train"),
+        (|c| c.training.grad_reduce_in_bf16 = true, "grad_reduce_in_bf16 = true is a setting of bf16"),
+        (
+            |c| c.training.precision = Precision::Fp16(LossScaling::Static(0.0)),
+            "loss_scale = 0 must be a finite number",
+        ),
+        (
+            |c| c.training.precision = dynamic(DynamicLossScale { min: 1e6, ..Default::default() }),
+            "min_loss_scale = 1000000 exceeds",
+        ),
+        (
+            |c| c.training.precision = dynamic(DynamicLossScale { window: 0, ..Default::default() }),
+            "loss_scale_window = 0",
+        ),
     ];
     for (broken, expected) in cases {
         let mut run = valid();

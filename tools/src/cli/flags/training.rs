@@ -1,6 +1,6 @@
-//! `[training]`: batch, length, seed, recompute.
+//! `[training]`: batch, length, seed, recompute, precision.
 
-use clap::{ArgAction, Args, ValueEnum};
+use clap::{Args, ValueEnum};
 use megatron::config::RecomputeMethod;
 
 use super::choice;
@@ -35,12 +35,41 @@ pub struct TrainingFlags {
     /// Layers per group (uniform) or per stage (block) of full recompute [default: 1]
     #[arg(long, value_name = "N")]
     pub recompute_num_layers: Option<usize>,
-    /// 16-bit training, which this version does not have
-    #[arg(long, action = ArgAction::Set, default_value_t = false, hide = true)]
+    #[command(flatten)]
+    pub precision: PrecisionFlags,
+}
+
+/// What numbers are stored in.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Precision, [training]")]
+pub struct PrecisionFlags {
+    /// Weights and activations in bf16; sums, master weights and optimizer state in fp32
+    #[arg(long)]
     pub bf16: bool,
-    /// 16-bit training, which this version does not have
-    #[arg(long, action = ArgAction::Set, default_value_t = false, hide = true)]
+    /// Weights and activations in fp16, with a loss scale that follows the gradients
+    #[arg(long)]
     pub fp16: bool,
+    /// Fixed factor on the loss of --fp16, instead of one that adapts itself
+    #[arg(long, value_name = "X")]
+    pub loss_scale: Option<f64>,
+    /// First loss scale of --fp16 [default: 65536]
+    #[arg(long, value_name = "X")]
+    pub initial_loss_scale: Option<f64>,
+    /// Least loss scale of --fp16: an overflow there ends the run [default: 1]
+    #[arg(long, value_name = "X")]
+    pub min_loss_scale: Option<f64>,
+    /// Steps without overflow after which the loss scale of --fp16 is doubled [default: 1000]
+    #[arg(long, value_name = "N")]
+    pub loss_scale_window: Option<u64>,
+    /// Overflows that it takes to halve the loss scale of --fp16 [default: 2]
+    #[arg(long, value_name = "N")]
+    pub hysteresis: Option<u64>,
+    /// Count these overflows anew after every step without one, rather than when the loss scale is doubled
+    #[arg(long)]
+    pub consecutive_hysteresis: bool,
+    /// Sum the gradients of replicas in messages of bf16, half the size, instead of fp32; with --bf16
+    #[arg(long)]
+    pub grad_reduce_in_bf16: bool,
 }
 
 /// What is computed again in backward.

@@ -1,0 +1,72 @@
+//! What numbers are stored in, and how small gradients survive fp16.
+
+use std::fmt;
+
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+
+/// The dtype of weights, activations and their gradients. Sums, statistics, main gradients, master weights and optimizer state
+/// are fp32 in all but fp64 (Micikevicius et al. 2018; Kalamkar et al. 2019).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// Everything in f64: for tests of gradients.
+    Fp64,
+    #[default]
+    Fp32,
+    Bf16,
+    Fp16(LossScaling),
+}
+
+impl Precision {
+    /// What weights and activations are stored in.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::Fp64 => DType::F64,
+            Self::Fp32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+            Self::Fp16(_) => DType::F16,
+        }
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Fp64 => "fp64",
+            Self::Fp32 => "fp32",
+            Self::Bf16 => "bf16",
+            Self::Fp16(_) => "fp16",
+        })
+    }
+}
+
+/// The factor on the loss that keeps fp16 gradients from vanishing.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LossScaling {
+    /// The same all along.
+    Static(f64),
+    /// Halved when gradients overflow, doubled when they have not for a while; see [`crate::optim::LossScaler`].
+    Dynamic(DynamicLossScale),
+}
+
+/// Settings of a loss scale that adapts itself, with DeepSpeed's defaults.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DynamicLossScale {
+    pub initial: f64,
+    /// An overflow at this scale ends the run.
+    pub min: f64,
+    /// Steps without overflow after which the scale is doubled.
+    pub window: u64,
+    /// Overflows that it takes to halve the scale.
+    pub hysteresis: u64,
+    /// Every step without overflow starts the count of overflows anew; otherwise only a doubling does.
+    pub consecutive_hysteresis: bool,
+}
+
+impl Default for DynamicLossScale {
+    fn default() -> Self {
+        Self { initial: 65_536.0, min: 1.0, window: 1000, hysteresis: 2, consecutive_hysteresis: false }
+    }
+}
