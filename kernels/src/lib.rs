@@ -26,6 +26,7 @@ pub mod philox;
 pub mod reduce;
 pub mod rope;
 mod simd;
+pub mod trace;
 mod view;
 
 pub use error::{Error, Result};

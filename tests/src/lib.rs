@@ -107,6 +107,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             metrics: None,
             prompt: None,
             prompt_tokens: 0,
+            profile: None,
         },
     }
 }

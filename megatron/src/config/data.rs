@@ -69,4 +69,19 @@ pub struct LoggingConfig {
     pub prompt: Option<String>,
     /// Tokens of the continuation.
     pub prompt_tokens: usize,
+    /// Steps to record, if any.
+    #[serde(default)]
+    pub profile: Option<ProfileConfig>,
+}
+
+/// Which steps of which ranks are recorded, and where the traces go.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ProfileConfig {
+    pub dir: PathBuf,
+    /// The first recorded step, from 1.
+    pub step_start: u64,
+    /// The first step that is not recorded any more.
+    pub step_end: u64,
+    /// Empty: all.
+    pub ranks: Vec<usize>,
 }

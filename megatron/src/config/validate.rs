@@ -398,6 +398,24 @@ impl Check<'_> {
         });
         self.positive_steps("log_interval", Some(run.logging.log_interval));
         self.positive_steps("eval_interval", run.logging.eval_interval);
+        if let Some(profile) = &run.logging.profile {
+            self.require((1..profile.step_end).contains(&profile.step_start), |c| {
+                format!(
+                    "{} and {} leave no step to record: they are the first recorded step, from 1, and the first after it that is not",
+                    c.cite("profile_step_start", profile.step_start),
+                    c.cite("profile_step_end", profile.step_end)
+                )
+            });
+            let world = run.parallel.world_size();
+            let missing = profile.ranks.iter().find(|rank| **rank >= world);
+            self.require(missing.is_none(), |c| {
+                format!(
+                    "{} names a rank that is not among the {world} (0 to {})",
+                    c.cite("profile_ranks", missing.unwrap_or(&0)),
+                    world - 1
+                )
+            });
+        }
     }
 }
 

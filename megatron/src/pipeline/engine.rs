@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
+use kernels::trace::{Kind, span};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
 use super::schedule::{Action, Payload, Schedule};
@@ -86,11 +87,13 @@ impl Stage {
                 }
                 Action::Send { what: payload, microbatch, chunk, to: peer } => {
                     let tensor = take(&mut outgoing, (payload, (microbatch, chunk)), "a tensor to send")?;
+                    let _span = span("send", Kind::Communication).at(microbatch, chunk);
                     sends.push(self.pp.send(&tensor, peer, payload.tag())?);
                 }
                 Action::Forward { microbatch, chunk } => {
                     let ctx = self.ctx(&batches[microbatch], phase, loss_factor);
                     let input = arrive(&mut received, Payload::Activation, (microbatch, chunk))?;
+                    let _span = span("forward", Kind::Phase).at(microbatch, chunk);
                     let (output, kept) = self.chunks[chunk].forward(input, &ctx)?;
                     match output {
                         ChunkOutput::Loss(loss) => losses[microbatch] = loss,
@@ -106,6 +109,7 @@ impl Stage {
                     let ctx = self.ctx(&batches[microbatch], phase, loss_factor);
                     let dy = arrive(&mut received, Payload::Gradient, (microbatch, chunk))?;
                     let kept = take(&mut saved, (microbatch, chunk), "activations")?;
+                    let _span = span("backward", Kind::Phase).at(microbatch, chunk);
                     // Backwards of a chunk come in order of microbatches, so the last one completes the gradients.
                     let mut ready = |params: &[ParamId]| {
                         if microbatch == last { gradients.ready(params, &self.params) } else { Ok(()) }
@@ -137,6 +141,11 @@ fn arrive(
 ) -> Result<Option<Tensor>> {
     match received.remove(&(payload, key)) {
         Some((tensor, work)) => {
+            let name = match payload {
+                Payload::Activation => "wait for an activation",
+                Payload::Gradient => "wait for a gradient",
+            };
+            let _span = span(name, Kind::Wait).at(key.0, key.1);
             work.wait()?;
             Ok(Some(tensor))
         }

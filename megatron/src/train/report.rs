@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{EvalMetrics, StepMetrics};
+use super::{EvalMetrics, Profile, StepMetrics};
 
 /// Receives the progress of a run. One rank of a run has a reporter that shows something; the others' may ignore it all.
 pub trait Reporter: Send {
@@ -14,6 +14,8 @@ pub trait Reporter: Send {
     fn eval(&mut self, metrics: &EvalMetrics);
     /// A checkpoint of `iteration` is complete in `path`.
     fn checkpoint(&mut self, iteration: u64, path: &Path);
+    /// What the profiled steps spent their time on.
+    fn profile(&mut self, profile: &Profile);
     /// Anything else a user should read, as one line.
     fn message(&mut self, text: &str);
 }
@@ -27,5 +29,6 @@ impl Reporter for Silent {
     fn step(&mut self, _: &StepMetrics) {}
     fn eval(&mut self, _: &EvalMetrics) {}
     fn checkpoint(&mut self, _: u64, _: &Path) {}
+    fn profile(&mut self, _: &Profile) {}
     fn message(&mut self, _: &str) {}
 }

@@ -6,6 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::memory::{describe_memory, peak_memory, require_memory};
 use super::metrics::{EvalMetrics, MetricsWriter};
+use super::profile::Profiler;
 use super::report::Reporter;
 use super::state;
 use super::trainer::Trainer;
@@ -72,8 +73,11 @@ impl Trainer {
         let mut saved_at = self.progress.iteration;
         let mut memory = 0;
         let mut outcome = Outcome::Finished;
+        let mut profiler = Profiler::new(self.config.logging.profile.as_ref());
         while self.progress.iteration < train_iters {
+            profiler.before(self.progress.iteration + 1, self.groups.world.rank());
             let mut step = self.step()?;
+            profiler.after();
             let iteration = step.iteration;
             if iteration == 1 || iteration.is_multiple_of(self.config.logging.log_interval.max(1)) {
                 memory = self.largest_memory(step.memory_bytes)?;
@@ -100,6 +104,7 @@ impl Trainer {
         if saved_at != self.progress.iteration {
             self.save_and_report(reporter)?;
         }
+        profiler.finish(&self.groups, self.stage().dtype, reporter)?;
         if outcome == Outcome::Finished {
             let due = self.config.logging.eval_interval.is_some_and(|n| n > 0 && train_iters.is_multiple_of(n));
             if !due {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{Device, Tensor};
+use kernels::trace::{Kind, span};
 use serde::{Deserialize, Serialize};
 
 use super::agreement;
@@ -194,16 +195,25 @@ impl Trainer {
     /// If data cannot be read or a peer fails, or gradients overflow at the least loss scale.
     pub fn step(&mut self) -> Result<StepMetrics> {
         let start = Instant::now();
+        let _step = span("step", Kind::Phase);
+        let reading = span("read data", Kind::Phase);
         let batches = self.train.microbatches(self.progress.consumed_samples)?;
         let tokens = self.count_tokens(&batches)?;
+        drop(reading);
         let factor = if tokens > 0.0 { 1.0 / tokens } else { 0.0 };
         self.reducer.begin(&self.stage.params)?;
         let phase = Phase::Train { step: self.progress.iteration };
         let loss_scale = self.loss_scaler.scale();
         let loss_sum = self.stage.run(&self.schedule, &batches, phase, factor * loss_scale, &mut self.reducer)?;
-        self.reducer.finish(&self.stage.params)?;
+        {
+            let _span = span("finish gradients", Kind::Phase);
+            self.reducer.finish(&self.stage.params)?;
+        }
         let learning_rate = self.lr.lr_at(self.progress.applied_samples);
-        let result = self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?;
+        let result = {
+            let _span = span("optimizer", Kind::Phase);
+            self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?
+        };
         self.loss_scaler.update(!result.applied)?;
         let lm_loss = self.sum_over_world(vec![self.loss_share(loss_sum)])?[0] * factor;
 

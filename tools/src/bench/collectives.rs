@@ -13,12 +13,12 @@ use kernels::host::with_bytes_mut;
 use megatron::comm::{self, Communicator, Group, ReduceOp, threads};
 use megatron::{Error, Result};
 
-use super::table::{Table, significant};
 use super::timing::{Timing, calls_within};
 use super::{STOP_LIMIT, machine_line};
 use crate::cli::Distributed;
 use crate::error::{Error as CliError, Result as CliResult};
 use crate::ranks;
+use crate::report::table::{Table, significant};
 
 /// Calls that are not timed.
 const WARM_UP: u64 = 3;

@@ -13,10 +13,10 @@ use megatron::Result;
 use megatron::comm::RankInfo;
 
 use super::preset::{Preset, Shape};
-use super::table::{Table, significant};
 use super::timing::repeat;
 use super::{machine_line, positive};
 use crate::ranks;
+use crate::report::table::{Table, significant};
 
 /// Elements of the flat ranges that the optimizer is timed on, at most; the time of a whole model follows by proportion.
 const FLAT: usize = 1 << 24;

@@ -12,11 +12,11 @@ use kernels::philox::fill_normal;
 use megatron::comm::RankInfo;
 use rayon::prelude::*;
 
-use super::table::{Table, significant};
 use super::timing::repeat;
 use super::{machine_line, positive};
 use crate::error::{Error, Result};
 use crate::ranks;
+use crate::report::table::{Table, significant};
 
 /// Edges of the square matrix products.
 const EDGES: [usize; 4] = [512, 1024, 1536, 2048];

@@ -7,7 +7,6 @@ mod kernels;
 mod machine;
 mod preset;
 mod step;
-mod table;
 mod timing;
 
 use std::collections::BTreeMap;

@@ -15,13 +15,13 @@ use megatron::train::{Sources, Trainer, peak_memory};
 use models::Gpt;
 
 use super::preset::{Preset, flops_per_token, matrix_params};
-use super::table::{Table, significant};
 use super::timing::Timing;
 use super::{STOP_LIMIT, machine_line, positive};
 use crate::cli::flags::{ParallelFlags, PrecisionFlags};
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::Result;
 use crate::ranks;
+use crate::report::table::{Table, significant};
 
 /// Steps before the first timed one: as in the peer script.
 const WARM_UP: usize = 3;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling, ModelConfig,
-    OptimizerConfig, ParallelConfig, Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, SlidingWindow,
+    OptimizerConfig, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RopeScaling, RunConfig, SlidingWindow,
     Sources, TrainingConfig,
 };
 
@@ -55,6 +55,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     let parallel = resolve_layout(&gathered.flags.parallel.layout, &mut r.sources, launcher, model.num_layers)?;
     let training = r.training(&required, &parallel)?;
     let optimizer = r.optimizer(&required, &training)?;
+    let training_iters = training.train_iters;
     let run = RunConfig {
         model,
         parallel,
@@ -62,7 +63,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         training,
         optimizer,
         checkpoint: r.checkpoint(),
-        logging: r.logging(),
+        logging: r.logging(training_iters)?,
     };
     run.validate_with(&r.sources)?;
     let distributed = r.distributed()?;
@@ -517,16 +518,44 @@ impl Resolver<'_> {
         }
     }
 
-    fn logging(&self) -> LoggingConfig {
+    fn logging(&mut self, train_iters: u64) -> Result<LoggingConfig> {
+        let profile = self.profile(train_iters)?;
         let l = &self.flags.logging;
-        LoggingConfig {
+        Ok(LoggingConfig {
             log_interval: l.log_interval,
             eval_interval: l.eval_interval,
             eval_iters: l.eval_iters,
             metrics: l.metrics.clone(),
             prompt: l.prompt.clone(),
             prompt_tokens: l.prompt_tokens,
+            profile,
+        })
+    }
+
+    fn profile(&mut self, train_iters: u64) -> Result<Option<ProfileConfig>> {
+        let l = &self.flags.logging;
+        let given = [
+            ("profile_step_start", l.profile_step_start.is_some()),
+            ("profile_step_end", l.profile_step_end.is_some()),
+            ("profile_ranks", !l.profile_ranks.is_empty()),
+        ];
+        if !l.profile {
+            return match given.iter().find(|(_, given)| *given) {
+                Some((key, _)) => Err(Error::usage(format!(
+                    "{key} ({}) has no effect without profile",
+                    self.sources.of(key).unwrap_or("?")
+                ))),
+                None => Ok(None),
+            };
         }
+        let (dir, ranks) = (l.profile_dir.clone(), l.profile_ranks.clone());
+        let (start, end) = (l.profile_step_start, l.profile_step_end);
+        // Megatron-LM's steps, where the run has as many.
+        let step_start = self.derived("profile_step_start", start, "10, or the last but one", || {
+            10.min(train_iters.saturating_sub(1)).max(1)
+        });
+        let step_end = self.derived("profile_step_end", end, "two steps on", || step_start.saturating_add(2));
+        Ok(Some(ProfileConfig { dir, step_start, step_end, ranks }))
     }
 
     fn distributed(&self) -> Result<Distributed> {

@@ -4,7 +4,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use megatron::train::{EvalMetrics, Reporter, StepMetrics};
+use megatron::train::{EvalMetrics, Profile, Reporter, StepMetrics};
+
+use super::profile::render;
 
 /// Shows steps on a terminal.
 pub struct Bar(ProgressBar);
@@ -61,6 +63,10 @@ impl Reporter for Bar {
 
     fn checkpoint(&mut self, iteration: u64, path: &Path) {
         self.message(&format!("step {iteration}: saved {}", path.display()));
+    }
+
+    fn profile(&mut self, profile: &Profile) {
+        self.message(&render(profile));
     }
 
     fn message(&mut self, text: &str) {

@@ -6,7 +6,9 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use megatron::train::{EvalMetrics, Reporter, StepMetrics};
+use megatron::train::{EvalMetrics, Profile, Reporter, StepMetrics};
+
+use super::profile::render;
 
 /// Prints a line every `log_interval` steps: means over these steps, as Megatron's.
 pub struct Lines<W> {
@@ -70,6 +72,10 @@ impl<W: Write + Send> Reporter for Lines<W> {
 
     fn checkpoint(&mut self, iteration: u64, path: &Path) {
         self.print(&format!("  successfully saved checkpoint from iteration {iteration:7} to {}", path.display()));
+    }
+
+    fn profile(&mut self, profile: &Profile) {
+        self.message(&render(profile));
     }
 
     fn message(&mut self, text: &str) {

@@ -3,6 +3,8 @@
 mod bar;
 mod bytes;
 mod lines;
+mod profile;
+pub mod table;
 
 use std::io::IsTerminal;
 

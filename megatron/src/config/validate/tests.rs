@@ -94,6 +94,7 @@ fn valid() -> RunConfig {
             metrics: None,
             prompt: None,
             prompt_tokens: 1,
+            profile: None,
         },
     }
 }

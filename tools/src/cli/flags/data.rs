@@ -76,4 +76,19 @@ pub struct LoggingFlags {
     /// Tokens of the continuation
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub prompt_tokens: usize,
+    /// Record a few steps: a trace of every rank for Perfetto or chrome://tracing, and a table of where the time went
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub profile: bool,
+    /// First step that is recorded [default: 10, or the last but one of a shorter run]
+    #[arg(long, value_name = "N")]
+    pub profile_step_start: Option<u64>,
+    /// First step that is not recorded any more [default: two steps on]
+    #[arg(long, value_name = "N")]
+    pub profile_step_end: Option<u64>,
+    /// Ranks that are recorded [default: all]
+    #[arg(long, value_name = "RANK", num_args = 1..)]
+    pub profile_ranks: Vec<usize>,
+    /// Folder of the traces
+    #[arg(long, value_name = "DIR", default_value = "profile")]
+    pub profile_dir: PathBuf,
 }
