@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use crate::float::{Elem, Float, by_elem};
 use crate::simd::vectorize;
 use crate::view::{View, expect_shape, rows_of, tensor, with_last};
-use crate::{Error, Result, output, par};
+use crate::{Error, Result, output, par, trace};
 
 /// 1 / (1 + e⁻ˣ)
 #[inline(always)]
@@ -25,6 +25,7 @@ fn gelu_constants<T: Float>() -> (T, T) {
 /// # Errors
 /// If `x` is not contiguous or no float.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    let _span = trace::moves("gelu", &[x, x]);
     const OP: &str = "gelu";
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
@@ -45,6 +46,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`gelu`], or if the shapes or dtypes differ.
 pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
+    let _span = trace::moves("gelu_backward", &[dy, x, x]);
     const OP: &str = "gelu_backward";
     expect_shape(OP, "dy", dy, x.dims())?;
     by_elem!(x, OP, E => {
@@ -80,6 +82,7 @@ fn halves(x: &Tensor, op: &'static str) -> Result<usize> {
 /// # Errors
 /// If the last dimension is odd, or `x` is not contiguous or no float.
 pub fn swiglu(x: &Tensor) -> Result<Tensor> {
+    let _span = trace::moves("swiglu", &[x]);
     const OP: &str = "swiglu";
     let f = halves(x, OP)?;
     by_elem!(x, OP, E => {
@@ -103,6 +106,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`swiglu`], or if `dy` is not `[.., f]` of the same dtype.
 pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
+    let _span = trace::moves("swiglu_backward", &[dy, x, x]);
     const OP: &str = "swiglu_backward";
     let f = halves(x, OP)?;
     expect_shape(OP, "dy", dy, &with_last(x, f))?;

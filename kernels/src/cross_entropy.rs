@@ -10,7 +10,7 @@ use crate::float::{Elem, Float, by_elem, by_float};
 use crate::host::with_slice_mut;
 use crate::simd::{max, sum_of, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, same_storage, tensor};
-use crate::{Error, Result, par};
+use crate::{Error, Result, par, trace};
 
 /// Rows and columns of `logits`, of which `valid` columns are real.
 fn dims(logits: &Tensor, valid: usize, op: &'static str) -> Result<(usize, usize)> {
@@ -78,6 +78,7 @@ pub fn row_statistics(
     first_column: usize,
     valid: usize,
 ) -> Result<(Tensor, Tensor)> {
+    let _span = trace::moves("row_statistics", &[logits]);
     const OP: &str = "row_statistics";
     let (rows, _) = dims(logits, valid, OP)?;
     let targets = target_ids(targets, rows, OP)?;
@@ -129,6 +130,7 @@ pub fn rebase(
 /// # Errors
 /// If `valid` exceeds the columns, or `logits` is not contiguous or no float.
 pub fn row_max(logits: &Tensor, valid: usize) -> Result<Tensor> {
+    let _span = trace::moves("row_max", &[logits]);
     const OP: &str = "row_max";
     dims(logits, valid, OP)?;
     by_elem!(logits, OP, E => {
@@ -149,6 +151,7 @@ pub fn sum_exp_and_target(
     first_column: usize,
     valid: usize,
 ) -> Result<Tensor> {
+    let _span = trace::moves("sum_exp_and_target", &[logits]);
     const OP: &str = "sum_exp_and_target";
     let (rows, _) = dims(logits, valid, OP)?;
     let targets = target_ids(targets, rows, OP)?;
@@ -209,6 +212,7 @@ pub fn cross_entropy_backward(
     first_column: usize,
     valid: usize,
 ) -> Result<()> {
+    let _span = trace::moves("cross_entropy_backward", &[logits, logits]);
     const OP: &str = "cross_entropy_backward";
     let (rows, v) = dims(logits, valid, OP)?;
     by_elem!(logits, OP, E => {
@@ -249,6 +253,7 @@ pub fn cross_entropy_backward_into(
     first_column: usize,
     valid: usize,
 ) -> Result<()> {
+    let _span = trace::moves("cross_entropy_backward_into", &[logits, dlogits]);
     const OP: &str = "cross_entropy_backward_into";
     let (rows, v) = dims(logits, valid, OP)?;
     expect_shape(OP, "dlogits", dlogits, logits.dims())?;

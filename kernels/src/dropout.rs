@@ -8,7 +8,7 @@ use crate::float::{Elem, Float, by_elem};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::simd::vectorize;
 use crate::view::{View, expect_shape, rows_of, tensor};
-use crate::{Error, Result, output, par};
+use crate::{Error, Result, output, par, trace};
 
 /// Which of the run's dropout masks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,6 +102,7 @@ pub fn bias_dropout_add(
     residual: Option<&Tensor>,
     dropout: Option<&Dropout>,
 ) -> Result<Tensor> {
+    let _span = trace::moves("bias_dropout_add", &[x, residual.unwrap_or(x), x]);
     const OP: &str = "bias_dropout_add";
     let (_, h) = rows_of(x, OP)?;
     if let Some(bias) = bias {
@@ -118,6 +119,7 @@ pub fn bias_dropout_add(
 /// # Errors
 /// As [`bias_dropout_add`].
 pub fn dropout_backward(dy: &Tensor, dropout: &Dropout) -> Result<Tensor> {
+    let _span = trace::moves("dropout_backward", &[dy, dy]);
     const OP: &str = "dropout_backward";
     by_elem!(dy, OP, E => apply::<E>(OP, dy, None, None, Some(dropout)))
 }

@@ -7,7 +7,7 @@ use crate::host::with_slice_mut;
 use crate::par::Shared;
 use crate::simd::vectorize;
 use crate::view::{View, expect_dtype, expect_shape, tensor};
-use crate::{Error, Result, output, par};
+use crate::{Error, Result, output, par, trace};
 
 /// Columns that one task of the backward pass owns, at least: four cache lines of f32.
 const COLUMNS: usize = 64;
@@ -31,6 +31,7 @@ fn local(id: u32, first_row: usize, rows: usize) -> Option<usize> {
 /// # Errors
 /// If shapes or dtypes do not fit or an operand is not contiguous.
 pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tensor> {
+    let _span = trace::span("embedding", trace::Kind::Kernel);
     const OP: &str = "embedding";
     let (rows, h) = table_dims(weight, OP)?;
     expect_dtype(OP, ids, DType::U32)?;
@@ -56,6 +57,7 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tens
 /// # Errors
 /// As [`embedding`].
 pub fn embedding_backward(dy: &Tensor, ids: &Tensor, first_row: usize, dweight: &Tensor) -> Result<()> {
+    let _span = trace::moves("embedding_backward", &[dy, dy, dy]);
     const OP: &str = "embedding_backward";
     let (rows, h) = table_dims(dweight, OP)?;
     expect_dtype(OP, ids, DType::U32)?;

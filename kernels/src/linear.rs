@@ -7,7 +7,7 @@ use crate::gemm::{Mat, Start, all_threads, gemm};
 use crate::host::with_slice_mut;
 use crate::simd::vectorize;
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last};
-use crate::{Error, Result, par};
+use crate::{Error, Result, par, trace};
 
 /// Rows per partial sum of a reduction over rows; fixed, so that results do not depend on the number of threads.
 pub(crate) const ROW_BLOCK: usize = 64;
@@ -64,6 +64,7 @@ fn written<T>(n: usize, write: impl FnOnce(*mut T) -> Result<()>) -> Result<Vec<
 /// # Errors
 /// If shapes contradict each other, dtypes differ or are no floats, or an operand is not contiguous.
 pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let _span = trace::product("linear", x, w);
     const OP: &str = "linear";
     let dims = expect_forward(x, w, bias, OP)?;
     let [rows, _, n] = dims;
@@ -78,6 +79,7 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
 /// # Errors
 /// As [`linear`].
 pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let _span = trace::product("linear", x, w);
     const OP: &str = "linear_to_f32";
     let dims = expect_forward(x, w, bias, OP)?;
     let [rows, _, n] = dims;
@@ -92,6 +94,7 @@ pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Te
 /// # Errors
 /// As [`linear`], or if `y` has another number of elements or a dtype that is not one of the two.
 pub fn linear_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, y: &Tensor) -> Result<()> {
+    let _span = trace::product("linear", x, w);
     const OP: &str = "linear_into";
     let dims = expect_forward(x, w, bias, OP)?;
     let [rows, _, n] = dims;
@@ -133,6 +136,7 @@ fn dgrad<E: Elem>(dy: &Tensor, w: &Tensor, [rows, k, n]: [usize; 3], dx: *mut E,
 /// # Errors
 /// As [`linear`].
 pub fn linear_dgrad(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let _span = trace::product("linear_dgrad", dy, w);
     const OP: &str = "linear_dgrad";
     let dims = expect_dgrad(dy, w, OP)?;
     let [rows, k, _] = dims;
@@ -147,6 +151,7 @@ pub fn linear_dgrad(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`linear`], or if `dx` has another number of elements or another dtype.
 pub fn linear_dgrad_into(dy: &Tensor, w: &Tensor, dx: &Tensor) -> Result<()> {
+    let _span = trace::product("linear_dgrad", dy, w);
     const OP: &str = "linear_dgrad_into";
     let dims = expect_dgrad(dy, w, OP)?;
     let [rows, k, _] = dims;
@@ -160,6 +165,7 @@ pub fn linear_dgrad_into(dy: &Tensor, w: &Tensor, dx: &Tensor) -> Result<()> {
 /// # Errors
 /// As [`linear`].
 pub fn linear_wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<()> {
+    let _span = trace::product("linear_wgrad", dy, dw);
     const OP: &str = "linear_wgrad";
     let ((rows, n), (x_rows, k)) = (rows_of(dy, OP)?, rows_of(x, OP)?);
     if rows != x_rows {
@@ -184,6 +190,7 @@ pub fn linear_wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<()> {
 /// # Errors
 /// As [`linear`].
 pub fn bias_grad(dy: &Tensor, db: &Tensor) -> Result<()> {
+    let _span = trace::moves("bias_grad", &[dy]);
     const OP: &str = "bias_grad";
     let (rows, n) = rows_of(dy, OP)?;
     expect_shape(OP, "db", db, &[n])?;

@@ -7,7 +7,7 @@ use crate::linear::{ROW_BLOCK, accumulate};
 use crate::output;
 use crate::simd::{LANES, sum, tree, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor};
-use crate::{Error, Result, par};
+use crate::{Error, Result, par, trace};
 
 /// What backward needs of forward, per row: `[rows]` each, in f32 (f64 for f64 inputs).
 #[derive(Clone, Debug)]
@@ -23,6 +23,7 @@ pub struct NormStats {
 /// # Errors
 /// If shapes contradict each other, dtypes differ or are no floats, or an operand is not contiguous.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<(Tensor, NormStats)> {
+    let _span = trace::moves("layer_norm", &[x, x]);
     const OP: &str = "layer_norm";
     by_elem!(x, OP, T => forward::<T>(OP, x, weight, Some(bias), eps))
 }
@@ -40,6 +41,7 @@ pub fn layer_norm_backward(
     dweight: &Tensor,
     dbias: &Tensor,
 ) -> Result<Tensor> {
+    let _span = trace::moves("layer_norm_backward", &[dy, x, x]);
     const OP: &str = "layer_norm_backward";
     if stats.mean.is_none() {
         return Err(Error::shape(OP, "the statistics hold no mean; they are those of rms_norm"));
@@ -52,6 +54,7 @@ pub fn layer_norm_backward(
 /// # Errors
 /// As [`layer_norm`].
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, NormStats)> {
+    let _span = trace::moves("rms_norm", &[x, x]);
     const OP: &str = "rms_norm";
     by_elem!(x, OP, T => forward::<T>(OP, x, weight, None, eps))
 }
@@ -67,6 +70,7 @@ pub fn rms_norm_backward(
     weight: &Tensor,
     dweight: &Tensor,
 ) -> Result<Tensor> {
+    let _span = trace::moves("rms_norm_backward", &[dy, x, x]);
     const OP: &str = "rms_norm_backward";
     if stats.mean.is_some() {
         return Err(Error::shape(OP, "the statistics hold a mean; they are those of layer_norm"));

@@ -9,7 +9,7 @@ use crate::float::{Elem, Float, by_elem, by_float};
 use crate::host::{HostElem, with_slice_mut};
 use crate::simd::vectorize;
 use crate::view::{View, expect_elements, same_storage};
-use crate::{Error, Result, par};
+use crate::{Error, Result, par, trace};
 
 /// One step's settings of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -112,6 +112,7 @@ fn parts<T>(slice: &mut [T]) -> impl Iterator<Item = &mut [T]> {
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
 pub fn adamw(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, m: &Tensor, v: &Tensor, h: &AdamW) -> Result<()> {
+    let _span = trace::moves("adamw", &[p, p, g, m, m, v, v]);
     const OP: &str = "adamw";
     if h.step == 0 {
         return Err(Error::shape(OP, "steps are counted from 1, got step 0"));
@@ -166,6 +167,7 @@ impl<T: Float> AdamRule<T> {
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, or two share a storage.
 pub fn sgd(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, buf: &Tensor, h: &Sgd) -> Result<()> {
+    let _span = trace::moves("sgd", &[p, p, g, buf, buf]);
     const OP: &str = "sgd";
     by_float!(p, OP, T => {
         let (lr, momentum) = (T::of(h.lr), T::of(h.momentum));

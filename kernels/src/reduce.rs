@@ -6,7 +6,7 @@ use crate::float::{Elem, Float, by_elem};
 use crate::host::{with_bytes, with_bytes_mut, with_slice_mut};
 use crate::simd::vectorize;
 use crate::view::{View, copied, expect_dtype, expect_elements, same_storage};
-use crate::{Result, par};
+use crate::{Result, par, trace};
 
 /// Elements per partial sum.
 const BLOCK: usize = 4096;
@@ -19,6 +19,7 @@ const SUMS: usize = 8;
 /// # Errors
 /// If `x` is not contiguous or no float.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
+    let _span = trace::moves("sum_of_squares", &[x]);
     const OP: &str = "sum_of_squares";
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
@@ -71,6 +72,7 @@ fn compensated_sum(values: &[f64]) -> f64 {
 /// # Errors
 /// If the numbers of elements or dtypes differ, or an operand is not contiguous.
 pub fn add_inplace(dst: &Tensor, src: &Tensor) -> Result<()> {
+    let _span = trace::moves("add_inplace", &[dst, dst, src]);
     const OP: &str = "add_inplace";
     expect_elements(OP, "src", src, dst.elem_count())?;
     expect_dtype(OP, src, dst.dtype())?;
@@ -102,6 +104,7 @@ fn add<E: Elem>(dst: &Tensor, src: &[E], op: &'static str) -> Result<()> {
 /// # Errors
 /// If `t` is not contiguous or no float.
 pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
+    let _span = trace::moves("scale_inplace", &[t, t]);
     const OP: &str = "scale_inplace";
     by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
         let factor = <E as Elem>::Acc::of(factor);
@@ -117,6 +120,7 @@ pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
 /// # Errors
 /// As [`scale_inplace`].
 pub fn zero(t: &Tensor) -> Result<()> {
+    let _span = trace::moves("zero", &[t]);
     const OP: &str = "zero";
     by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
         par::blocks(t, par::GRAIN, |_, t| t.fill(E::store(<E as Elem>::Acc::ZERO)));
@@ -129,6 +133,7 @@ pub fn zero(t: &Tensor) -> Result<()> {
 /// # Errors
 /// If the numbers of elements differ, a dtype is no float, an operand is not contiguous, or both share one storage.
 pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
+    let _span = trace::moves("cast", &[dst, src]);
     const OP: &str = "cast";
     if dst.dtype() == src.dtype() {
         return copy(dst, src);
@@ -151,6 +156,7 @@ pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
 /// # Errors
 /// If the numbers of elements or dtypes differ, an operand is not contiguous, or both share one storage.
 pub fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
+    let _span = trace::moves("copy", &[dst, src]);
     const OP: &str = "copy";
     expect_elements(OP, "src", src, dst.elem_count())?;
     expect_dtype(OP, src, dst.dtype())?;

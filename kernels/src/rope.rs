@@ -9,7 +9,7 @@ use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::simd::vectorize;
 use crate::view::copied;
-use crate::{Error, Result, par};
+use crate::{Error, Result, par, trace};
 
 /// Name in errors.
 const OP: &str = "rope_inplace";
@@ -121,6 +121,7 @@ fn rotate_rows(
     position: &(impl Fn(usize) -> usize + Sync),
     inverse: bool,
 ) -> Result<()> {
+    let _span = trace::moves("rope", &[qkv, qkv]);
     let d = shape.head_dim;
     let half = d / 2;
     let rows = match (table.cos.dims(), table.sin.dims()) {

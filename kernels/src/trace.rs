@@ -7,6 +7,8 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use candle_core::Tensor;
+
 /// What a span is an instance of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
@@ -163,6 +165,30 @@ pub fn span(name: &'static str, kind: Kind) -> Span {
 #[inline]
 pub fn kernel(name: &'static str, flops: usize, bytes: usize) -> Span {
     span(name, Kind::Kernel).work(flops, bytes)
+}
+
+/// Begins the span of a kernel that reads or writes these tensors, each once.
+#[inline]
+pub(crate) fn moves(name: &'static str, tensors: &[&Tensor]) -> Span {
+    if !RECORDING.get() {
+        return Span(None);
+    }
+    kernel(name, 0, bytes(tensors))
+}
+
+/// Begins the span of a product of `rows`, each multiplied with a whole `matrix`.
+#[inline]
+pub(crate) fn product(name: &'static str, rows: &Tensor, matrix: &Tensor) -> Span {
+    if !RECORDING.get() {
+        return Span(None);
+    }
+    let num_rows = rows.elem_count() / rows.dims().last().copied().unwrap_or(1).max(1);
+    kernel(name, 2 * num_rows * matrix.elem_count(), bytes(&[rows, matrix]))
+}
+
+/// Bytes of all elements.
+pub(crate) fn bytes(tensors: &[&Tensor]) -> usize {
+    tensors.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
 }
 
 impl Span {
