@@ -14,7 +14,7 @@ use crate::dropout::{DropoutKey, threshold};
 use crate::float::{Elem, Float, by_elem};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::view::expect_shape;
-use crate::{Error, Result};
+use crate::{Error, Result, trace};
 
 use self::buffers::Rows;
 
@@ -170,6 +170,8 @@ pub fn attention<'a>(
     scores: impl Into<Scores<'a>>,
     dropout: Option<&AttentionDropout>,
 ) -> Result<(Tensor, Tensor)> {
+    let _span =
+        trace::span("attention", trace::Kind::Kernel).work(2 * causal_products(qkv, shape), trace::bytes(&[qkv, qkv]));
     const OP: &str = "attention";
     let (s, b) = shape.check(qkv, OP)?;
     let scores = scores.into();
@@ -192,6 +194,8 @@ pub fn attention_backward<'a>(
     scores: impl Into<Scores<'a>>,
     dropout: Option<&AttentionDropout>,
 ) -> Result<Tensor> {
+    let _span = trace::span("attention_backward", trace::Kind::Kernel)
+        .work(5 * causal_products(qkv, shape), trace::bytes(&[qkv, qkv]));
     const OP: &str = "attention_backward";
     let (s, b) = shape.check(qkv, OP)?;
     let wide = [s, b, shape.heads() * shape.head_dim];
@@ -202,6 +206,12 @@ pub fn attention_backward<'a>(
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
     by_elem!(qkv, OP, E => backward::run::<E>(OP, dout, qkv, out, lse, Geometry { s, b, shape }, scores, mask.as_ref()))
+}
+
+/// Operations of the causal half of the product of all queries and keys: s² · d for every head and sample.
+fn causal_products(qkv: &Tensor, shape: HeadShape) -> usize {
+    let rows = qkv.elem_count() / shape.width().max(1);
+    rows * qkv.dims().first().copied().unwrap_or(0) * shape.heads() * shape.head_dim
 }
 
 /// Where things lie in packed tensors.

@@ -10,6 +10,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use kernels::trace::{Kind, span};
+
 use super::communicator::{Pending, Work};
 use super::inbox::lock;
 use crate::{Error, Result};
@@ -166,6 +168,7 @@ struct Submitted {
 
 impl Pending for Submitted {
     fn wait(self: Box<Self>) -> Result<()> {
+        let _span = span("wait for a collective", Kind::Wait);
         self.shared.complete(&self.task);
         lock(&self.task.result).take().unwrap_or(Ok(()))
     }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Tensor};
 use kernels::host::{with_bytes, with_bytes_mut};
+use kernels::trace::{Kind, Recorder, span};
 
 use super::collectives;
 use super::communicator::{Communicator, Group, Pending, ReduceOp, Work};
@@ -235,7 +236,15 @@ impl EndpointGroup {
         call.seq = *issued;
         *issued += 1;
         let core = self.core.clone();
-        let job = move || core.run(call, |core| operation(core, call));
+        let recorder = Recorder::current();
+        let job = move || {
+            // The group's own thread records for the thread that issued; whoever waits, and runs it, records already.
+            let beside = recorder.filter(|_| Recorder::current().is_none());
+            let _entered = beside.map(|recorder| recorder.enter(&format!("comm {}", core.name)));
+            let bytes = call.count as usize * width(call.dtype);
+            let _span = span(call.op.name(), Kind::Communication).work(0, bytes);
+            core.run(call, |core| operation(core, call))
+        };
         if self.core.size() == 1 {
             job()?;
             return Ok(Work::done());

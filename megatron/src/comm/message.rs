@@ -51,6 +51,13 @@ const OPS: [(Op, &str); 12] = [
     (Op::SendRecv, "send/recv"),
 ];
 
+impl Op {
+    /// As messages and profiles call it.
+    pub fn name(self) -> &'static str {
+        OPS.iter().find(|(op, _)| *op == self).map_or("operation", |(_, name)| name)
+    }
+}
+
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
 const REDUCTIONS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
@@ -92,8 +99,7 @@ impl fmt::Display for Call {
         if self.op == Op::SendRecv {
             return write!(f, "message of {}×{} with tag {}", self.dtype.as_str(), self.count, self.tag);
         }
-        let name = OPS.iter().find(|(op, _)| *op == self.op).map_or("operation", |(_, name)| name);
-        write!(f, "{name} #{}", self.seq)?;
+        write!(f, "{} #{}", self.op.name(), self.seq)?;
         match self.reduce {
             None | Some(ReduceOp::Sum) => {}
             Some(ReduceOp::Max) => write!(f, " (max)")?,

@@ -6,8 +6,8 @@ use std::time::Duration;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling, ModelConfig,
-    OptimizerConfig, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RopeScaling, RunConfig, SlidingWindow,
-    Sources, TrainingConfig,
+    OptimizerConfig, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RopeScaling, RunConfig,
+    SlidingWindow, Sources, TrainingConfig,
 };
 
 use models::hf::HfConfig;
