@@ -32,41 +32,57 @@ impl Coverage {
 
     /// Sets all counters to zero.
     pub fn reset() {
-        for_each(|counter| *counter = 0);
+        for_each(|counters| counters.fill(0));
     }
 
     /// Adds the counters; returns whether any shows what was not seen before.
     pub fn add(&mut self) -> bool {
-        let (mut at, mut new) = (0, false);
-        for_each(|counter| {
-            if at == self.0.len() {
-                self.0.push(0);
+        let (mut first, mut new) = (0, false);
+        for_each(|counters| {
+            let end = first + counters.len();
+            if self.0.len() < end {
+                self.0.resize(end, 0);
             }
-            let bit = match *counter {
-                0 => 0,
-                1 => 1,
-                2 => 2,
-                3 => 4,
-                4..8 => 8,
-                8..16 => 16,
-                16..32 => 32,
-                32..128 => 64,
-                128.. => 128,
-            };
-            new |= self.0[at] & bit != bit;
-            self.0[at] |= bit;
-            at += 1;
+            // Most did not run: look at several at once.
+            for (counters, seen) in counters.chunks(WORD).zip(self.0[first..end].chunks_mut(WORD)) {
+                if counters.iter().all(|&counter| counter == 0) {
+                    continue;
+                }
+                for (counter, seen) in counters.iter().zip(seen) {
+                    let bit = magnitude(*counter);
+                    new |= *seen & bit != bit;
+                    *seen |= bit;
+                }
+            }
+            first = end;
         });
         new
     }
 }
 
-fn for_each(mut f: impl FnMut(&mut u8)) {
+/// Counters that are looked at together.
+const WORD: usize = 64;
+
+/// A bit for the order of magnitude of a count.
+fn magnitude(count: u8) -> u8 {
+    match count {
+        0 => 0,
+        1 => 1,
+        2 => 2,
+        3 => 4,
+        4..8 => 8,
+        8..16 => 16,
+        16..32 => 32,
+        32..128 => 64,
+        128.. => 128,
+    }
+}
+
+fn for_each(mut f: impl FnMut(&mut [u8])) {
     let Ok(sections) = SECTIONS.lock() else { return };
     for &(start, len) in sections.iter() {
         // SAFETY: the section is static memory of bytes that only instrumented code writes, each as a byte. Other threads may
         // count at the same time; a count that is lost does no harm.
-        let counters = unsafe { std::slice::from_raw_parts_mut(start as *mut u8, len) };
-        counters.iter_mut().for_each(&mut f);
+        f(unsafe { std::slice::from_raw_parts_mut(start as *mut u8, len) });
     }
 }

@@ -91,3 +91,30 @@ fn attempt(
     }
     Ok(coverage.add())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::targets;
+
+    fn broken(run: fn(&Path, &[u8])) -> String {
+        let current = tempfile::NamedTempFile::new().unwrap();
+        let target = Target { name: "broken", seeds: || vec![b"harmless".to_vec()], words: &[], run, memory: 1 << 20 };
+        let (input, why) = fuzz(&target, Duration::from_secs(60), 1, current.path()).err().unwrap();
+        assert_eq!(fs::read(current.path()).unwrap(), input);
+        why
+    }
+
+    /// One test, because memory is counted for the whole process.
+    #[test]
+    fn what_breaks_the_rule_is_noticed_and_seeds_do_not() {
+        assert!(broken(|_, input| assert!(!input.contains(&0xff))).contains("panicked"));
+        let hungry = |_: &Path, input: &[u8]| drop(vec![0u8; if input.contains(&0xff) { 1 << 30 } else { 0 }]);
+        assert!(broken(hungry).contains("MB for"));
+        let current = tempfile::NamedTempFile::new().unwrap();
+        for target in targets::all() {
+            let report = fuzz(&target, Duration::ZERO, 1, current.path());
+            assert!(report.map_err(|(_, why)| why).unwrap().runs > 0, "{}", target.name);
+        }
+    }
+}
