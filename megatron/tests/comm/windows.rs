@@ -8,7 +8,7 @@ use crate::collectives::{combined, concatenated};
 use crate::support::{BACKENDS, bytes, ranks, tensor, zeros};
 
 /// Bytes of a block.
-const BLOCK: usize = 256 << 10;
+const BLOCK: usize = 128 << 10;
 
 /// Element counts at which blocks begin and end.
 fn borders(dtype: DType) -> [usize; 5] {

@@ -16,8 +16,8 @@ use crate::comm::local::BLOCK;
 use crate::comm::message::Payload;
 use crate::comm::reduce::reduce_bytes;
 
-/// Tensors of up to this many bytes over all ranks, and all between two ranks, are exchanged whole: one exchange instead of two, in
-/// which everybody combines everything. The bits are the same.
+/// Tensors of up to this many bytes over all ranks are exchanged whole: one exchange instead of two, in which everybody combines
+/// everything. The bits are the same.
 const EXCHANGE_WHOLE: usize = 128 << 10;
 
 /// The ranges of at most `step` bytes that `len` bytes consist of; one empty range if there are none, since ranks meet even then.
@@ -87,7 +87,7 @@ fn write(t: &Tensor, at: usize, bytes: &[u8]) -> Result<()> {
 
 pub fn all_reduce(rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     let (n, bytes) = (rounds.core.size(), rounds.bytes());
-    if n > 2 && bytes * n > EXCHANGE_WHOLE {
+    if bytes * n > EXCHANGE_WHOLE {
         return all_reduce_by_slices(rounds, t, op);
     }
     pipelined(
@@ -119,15 +119,32 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
             Ok(())
         })
     };
-    fill_from(&mut rounds, t, pieces[0].clone())?;
+    // All but this rank's own slice, which nobody else reads.
+    let fill = |rounds: &mut Rounds, piece: &Range<usize>| {
+        rounds.fill(piece.len(), |slot| {
+            let own = slice(piece.len(), width, me, n);
+            with_bytes(t, "send", |all| {
+                let mine = &all[piece.clone()];
+                slot[..own.start].copy_from_slice(&mine[..own.start]);
+                slot[own.end..].copy_from_slice(&mine[own.end..]);
+                Ok(())
+            })?;
+            Ok(())
+        })
+    };
+    fill(&mut rounds, &pieces[0])?;
     for (i, piece) in pieces.iter().enumerate() {
         if let Some(next) = pieces.get(i + 1) {
-            fill_from(&mut rounds, t, next.clone())?;
+            fill(&mut rounds, next)?;
         }
         let own = slice(piece.len(), width, me, n);
         rounds.read_and_fill(own.len(), |blocks, slot| {
-            let parts: Vec<&[u8]> = blocks.iter().map(|block| &block[own.clone()]).collect();
-            reduce_bytes(&parts, slot, t.dtype(), op)
+            with_bytes(t, "reduce", |all| {
+                let mine = &all[piece.clone()];
+                let whole = |rank: usize| if rank == me { mine } else { blocks[rank] };
+                let parts: Vec<&[u8]> = (0..n).map(|rank| &whole(rank)[own.clone()]).collect();
+                Ok(reduce_bytes(&parts, slot, t.dtype(), op))
+            })?
         })?;
         // One piece later, so that nobody waits for the sums of others.
         if i > 0 {

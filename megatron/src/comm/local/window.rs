@@ -13,8 +13,8 @@ use super::arena::{Arena, Memory, Shared};
 use super::side::Side;
 use crate::comm::message::Header;
 
-/// Bytes of a block.
-pub const BLOCK: usize = 256 << 10;
+/// Bytes of a block: two ranks' windows and the pieces of their tensors fit into a second-level cache.
+pub const BLOCK: usize = 128 << 10;
 /// Blocks that a rank may be ahead of the slowest reader; an all-reduce has three in flight.
 pub const SLOTS: u32 = 4;
 /// Bytes of a window.
