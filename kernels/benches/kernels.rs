@@ -60,9 +60,9 @@ fn norms(c: &mut Criterion) -> Result<()> {
     let (_, layer) = norm::layer_norm(&x, &w, &bias, 1e-5)?;
     let (_, rms) = norm::rms_norm(&x, &w, 1e-5)?;
     time(c, "layer_norm", bytes(2 * n), || norm::layer_norm(&x, &w, &bias, 1e-5))?;
-    time(c, "layer_norm_backward", bytes(3 * n), || norm::layer_norm_backward(&dy, &x, &layer, &w, &dw, &db))?;
+    time(c, "layer_norm_backward", bytes(3 * n), || norm::layer_norm_backward(&dy, &x, &layer, &w, &dw, &db, None))?;
     time(c, "rms_norm", bytes(2 * n), || norm::rms_norm(&x, &w, 1e-5))?;
-    time(c, "rms_norm_backward", bytes(3 * n), || norm::rms_norm_backward(&dy, &x, &rms, &w, &dw))
+    time(c, "rms_norm_backward", bytes(3 * n), || norm::rms_norm_backward(&dy, &x, &rms, &w, &dw, None))
 }
 
 fn activations(c: &mut Criterion) -> Result<()> {

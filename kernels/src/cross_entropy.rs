@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor};
 
 use crate::float::{Elem, Float, by_elem, by_float};
 use crate::host::with_slice_mut;
+use crate::output::Unwritten;
 use crate::simd::{max, sum_of, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, same_storage, tensor};
 use crate::{Error, Result, par, trace};
@@ -44,26 +45,60 @@ fn target_column(target: u32, first_column: usize, valid: usize) -> Option<usize
 fn by_row<E: Elem>(
     op: &'static str,
     logits: &Tensor,
-    f: impl Fn(usize, &[E]) -> [E::Acc; 3] + Sync,
+    f: impl Fn(usize, &[E::Acc]) -> [E::Acc; 3] + Sync,
 ) -> Result<(Tensor, Tensor)> {
     let (rows, v) = rows_of(logits, op)?;
     let ls = View::<E>::new(logits, op, "logits")?;
     let ls: &[E] = &ls;
     let mut out = vec![[E::Acc::ZERO; 3]; rows];
     par::blocks(&mut out, par::rows_per_block(v), |start, out| {
-        vectorize(
-            #[inline(always)]
-            || {
-                for (r, out) in out.iter_mut().enumerate() {
-                    let row = start + r;
-                    *out = f(row, &ls[row * v..(row + 1) * v]);
-                }
-            },
-        );
+        let mut wide = E::buffer(v);
+        for (r, out) in out.iter_mut().enumerate() {
+            let row = start + r;
+            *out = f(row, E::widened(&ls[row * v..(row + 1) * v], &mut wide));
+        }
     });
     let column = |c: usize| out.iter().map(move |row| row[c]);
     let sums = tensor(column(1).chain(column(2)).collect::<Vec<_>>(), (2, rows), logits)?;
     Ok((tensor(column(0).collect::<Vec<_>>(), rows, logits)?, sums))
+}
+
+/// The largest logit, −∞ of none.
+fn max_line<T: Float>(l: &[T]) -> T {
+    vectorize(
+        #[inline(always)]
+        || max(l),
+    )
+}
+
+/// Σ exp(l − m).
+fn sum_exp_line<T: Float>(l: &[T], m: T) -> T {
+    vectorize(
+        #[inline(always)]
+        || {
+            sum_of(
+                l,
+                #[inline(always)]
+                |l| (l - m).fast_exp(),
+            )
+        },
+    )
+}
+
+/// exp(l − m)·factor.
+fn softmax_line<'a, T: Float>(l: &[T], m: T, factor: T, out: Unwritten<'a, T>) -> &'a mut [T] {
+    vectorize(
+        #[inline(always)]
+        || out.write(l.iter().map(|&l| (l - m).fast_exp() * factor)),
+    )
+}
+
+/// As [`softmax_line`], in place.
+fn softmax_in_place<T: Float>(l: &mut [T], m: T, factor: T) {
+    vectorize(
+        #[inline(always)]
+        || l.iter_mut().for_each(|l| *l = (*l - m).fast_exp() * factor),
+    );
 }
 
 /// Of each row of `logits [.., v_local]`: the largest of the first `valid` logits, `[rows]` (−∞ if `valid` is 0); and `[2, rows]`:
@@ -82,11 +117,10 @@ pub fn row_statistics(
     const OP: &str = "row_statistics";
     let (rows, _) = dims(logits, valid, OP)?;
     let targets = target_ids(targets, rows, OP)?;
-    by_elem!(logits, OP, E => by_row::<E>(OP, logits, #[inline(always)] |row, l| {
-        let m = max(&l[..valid]);
-        let total = sum_of(&l[..valid], #[inline(always)] |l| (l - m).fast_exp());
+    by_elem!(logits, OP, E => by_row::<E>(OP, logits, |row, l| {
+        let m = max_line(&l[..valid]);
         let target = target_column(targets[row], first_column, valid);
-        [m, total, target.map_or(<E as Elem>::Acc::ZERO, |column| l[column].load() - m)]
+        [m, sum_exp_line(&l[..valid], m), target.map_or(<E as Elem>::Acc::ZERO, |column| l[column] - m)]
     }))
 }
 
@@ -135,7 +169,7 @@ pub fn row_max(logits: &Tensor, valid: usize) -> Result<Tensor> {
     dims(logits, valid, OP)?;
     by_elem!(logits, OP, E => {
         let zero = <E as Elem>::Acc::ZERO;
-        Ok(by_row::<E>(OP, logits, #[inline(always)] |_, l| [max(&l[..valid]), zero, zero])?.0)
+        Ok(by_row::<E>(OP, logits, |_, l| [max_line(&l[..valid]), zero, zero])?.0)
     })
 }
 
@@ -158,11 +192,10 @@ pub fn sum_exp_and_target(
     by_elem!(logits, OP, E => {
         type Acc = <E as Elem>::Acc;
         let max = per_row::<Acc>(max, rows, OP, "max")?;
-        Ok(by_row::<E>(OP, logits, #[inline(always)] |row, l| {
+        Ok(by_row::<E>(OP, logits, |row, l| {
             let m = max[row];
-            let total = sum_of(&l[..valid], #[inline(always)] |l| (l - m).fast_exp());
             let target = target_column(targets[row], first_column, valid);
-            [m, total, target.map_or(Acc::ZERO, |column| l[column].load() - m)]
+            [m, sum_exp_line(&l[..valid], m), target.map_or(Acc::ZERO, |column| l[column] - m)]
         })?.1)
     })
 }
@@ -174,6 +207,13 @@ struct RowGradient<T> {
     factor: T,
     scale: T,
     target: Option<usize>,
+}
+
+impl<T: Float> RowGradient<T> {
+    /// The gradient of the target's logit `l`.
+    fn of_target(&self, l: T) -> T {
+        (l - self.max).fast_exp() * self.factor - self.scale
+    }
 }
 
 /// The [`RowGradient`]s of all rows.
@@ -219,27 +259,27 @@ pub fn cross_entropy_backward(
         type Acc = <E as Elem>::Acc;
         let rows = gradients::<Acc>(OP, (max, sum_exp, row_scale), targets, rows, first_column, valid)?;
         with_slice_mut::<E, _>(logits, OP, |ls| {
-            par::blocks(ls, par::rows_per_block(v) * v, |start, ls| vectorize(#[inline(always)] || {
+            par::blocks(ls, par::rows_per_block(v) * v, |start, ls| {
+                let mut wide = E::buffer(E::STAGE);
                 for (l, row) in ls.chunks_exact_mut(v).zip(&rows[start / v..]) {
-                    let (m, factor) = (row.max, row.factor);
-                    let target = row.target.map(|column| (column, (l[column].load() - m).fast_exp() * factor - row.scale));
+                    let target = row.target.map(|column| (column, row.of_target(l[column].load())));
                     let (real, padding) = l.split_at_mut(valid);
-                    for l in real.iter_mut() {
-                        *l = E::store((l.load() - m).fast_exp() * factor);
+                    for l in real.chunks_mut(E::STAGE) {
+                        E::update(l, &mut wide, |l| softmax_in_place(l, row.max, row.factor));
                     }
                     padding.fill(E::store(Acc::ZERO));
                     if let Some((column, value)) = target {
                         real[column] = E::store(value);
                     }
                 }
-            }));
+            });
             Ok(())
         })
     })
 }
 
-/// As [`cross_entropy_backward`], written to `dlogits` in its own dtype, rounded once. `dlogits` has the shape of `logits` (f32 or
-/// f64), keeps nothing of what it held, and lies in another storage.
+/// As [`cross_entropy_backward`] of f32 `logits` (f64 for f64 `dlogits`), written to `dlogits` in its own dtype, rounded once.
+/// `dlogits` has the shape of `logits`, keeps nothing of what it held, and lies in another storage.
 ///
 /// # Errors
 /// As [`cross_entropy_backward`]; also if the shapes differ.
@@ -260,26 +300,27 @@ pub fn cross_entropy_backward_into(
     if same_storage(dlogits, logits) {
         return Err(Error::shape(OP, "dlogits and logits share one storage"));
     }
-    by_float!(logits, OP, T => {
-        let rows = gradients::<T>(OP, (max, sum_exp, row_scale), targets, rows, first_column, valid)?;
-        let ls = View::<T>::new(logits, OP, "logits")?;
-        let ls: &[T] = &ls;
-        by_elem!(dlogits, OP, D => with_slice_mut::<D, _>(dlogits, OP, |ds| {
-            par::blocks(ds, par::rows_per_block(v) * v, |start, ds| vectorize(#[inline(always)] || {
+    by_elem!(dlogits, OP, E => {
+        type Acc = <E as Elem>::Acc;
+        let rows = gradients::<Acc>(OP, (max, sum_exp, row_scale), targets, rows, first_column, valid)?;
+        let ls = View::<Acc>::new(logits, OP, "logits")?;
+        let ls: &[Acc] = &ls;
+        with_slice_mut::<E, _>(dlogits, OP, |ds| {
+            par::blocks(ds, par::rows_per_block(v) * v, |start, ds| {
+                let mut wide = E::buffer(E::STAGE);
                 let inputs = ls[start..].chunks_exact(v).zip(&rows[start / v..]);
                 for (d, (l, row)) in ds.chunks_exact_mut(v).zip(inputs) {
-                    let (m, factor) = (row.max, row.factor);
                     let (real, padding) = d.split_at_mut(valid);
-                    for (d, &l) in real.iter_mut().zip(l) {
-                        *d = ((l - m).fast_exp() * factor).narrow();
+                    for (d, l) in real.chunks_mut(E::STAGE).zip(l[..valid].chunks(E::STAGE)) {
+                        E::fill(Unwritten::over(d), &mut wide, |d| softmax_line(l, row.max, row.factor, d));
                     }
-                    padding.fill(T::ZERO.narrow());
+                    padding.fill(E::store(Acc::ZERO));
                     if let Some(column) = row.target {
-                        real[column] = ((l[column] - m).fast_exp() * factor - row.scale).narrow();
+                        real[column] = E::store(row.of_target(l[column]));
                     }
                 }
-            }));
+            });
             Ok(())
-        }))
+        })
     })
 }

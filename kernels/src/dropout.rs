@@ -5,10 +5,11 @@
 use candle_core::Tensor;
 
 use crate::float::{Elem, Float, by_elem};
+use crate::output::{self, Unwritten};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::simd::vectorize;
 use crate::view::{View, expect_shape, rows_of, tensor};
-use crate::{Error, Result, output, par, trace};
+use crate::{Error, Result, par, trace};
 
 /// Which of the run's dropout masks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -144,30 +145,52 @@ fn apply<E: Elem>(
     let xs: &[E] = &xs;
     let y = output::blocks(xs.len(), par::rows_per_block(h) * h, |start, y| {
         let mut random = vec![0; if mask.is_some() { h } else { 0 }];
+        let [mut wide_x, mut wide_residual, mut results] = [h; 3].map(E::buffer);
         let mut line = vec![E::Acc::ZERO; h];
-        vectorize(
-            #[inline(always)]
-            || {
-                y.rows(h, |r, y| {
-                    let at = start + r * h;
-                    let x = &xs[at..at + h];
-                    match &bias {
-                        Some(bias) => line.iter_mut().zip(x).zip(bias).for_each(|((v, x), &b)| *v = x.load() + b),
-                        None => line.iter_mut().zip(x).for_each(|(v, x)| *v = x.load()),
-                    }
-                    if let Some(mask) = &mask {
-                        mask.fill(start / h + r, &mut random);
-                        for (v, &word) in line.iter_mut().zip(&random) {
-                            *v = if word < mask.threshold { E::Acc::ZERO } else { *v * scale };
-                        }
-                    }
-                    match residual {
-                        Some(r) => y.write(line.iter().zip(&r[at..at + h]).map(|(&v, r)| E::store(v + r.load()))),
-                        None => y.write(line.iter().map(|&v| E::store(v))),
-                    }
-                })
-            },
-        )
+        y.parts(h, |at, y| {
+            let at = start + at;
+            let x = E::widened(&xs[at..at + h], &mut wide_x);
+            let residual = residual.map(|r| E::widened(&r[at..at + h], &mut wide_residual));
+            let mask = mask.as_ref().map(|mask| (mask, at / h, scale));
+            E::fill(y, &mut results, |y| add_line(x, bias.as_deref(), residual, mask, (&mut line, &mut random), y))
+        })
     });
     tensor(y, x.dims(), x)
+}
+
+/// One row; with the mask, the row's number and 1/(1−p). The scratch is for a row of values and one of words.
+fn add_line<'a, T: Float>(
+    x: &[T],
+    bias: Option<&[T]>,
+    residual: Option<&[T]>,
+    mask: Option<(&Mask, usize, T)>,
+    (line, random): (&mut [T], &mut [u32]),
+    y: Unwritten<'a, T>,
+) -> &'a mut [T] {
+    vectorize(
+        #[inline(always)]
+        || {
+            let Some((mask, row, scale)) = mask else {
+                return match (bias, residual) {
+                    (Some(b), Some(r)) => y.write(x.iter().zip(b).zip(r).map(|((&x, &b), &r)| x + b + r)),
+                    (Some(b), None) => y.write(x.iter().zip(b).map(|(&x, &b)| x + b)),
+                    (None, Some(r)) => y.write(x.iter().zip(r).map(|(&x, &r)| x + r)),
+                    (None, None) => y.copy(x),
+                };
+            };
+            mask.fill(row, random);
+            let keep = |v: T, word: u32| if word < mask.threshold { T::ZERO } else { v * scale };
+            match bias {
+                Some(b) => {
+                    let values = line.iter_mut().zip(x).zip(b).zip(&*random);
+                    values.for_each(|(((v, &x), &b), &word)| *v = keep(x + b, word));
+                }
+                None => line.iter_mut().zip(x).zip(&*random).for_each(|((v, &x), &word)| *v = keep(x, word)),
+            }
+            match residual {
+                Some(r) => y.write(line.iter().zip(r).map(|(&v, &r)| v + r)),
+                None => y.copy(line),
+            }
+        },
+    )
 }

@@ -40,7 +40,7 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tens
         let (all_ids, w): (&[u32], &[E]) = (&ids_view, &w);
         let zero = E::store(<E as Elem>::Acc::ZERO);
         let y = output::blocks(all_ids.len() * h, par::rows_per_block(h) * h, |start, y| {
-            y.rows(h, |r, y| match local(all_ids[start / h + r], first_row, rows) {
+            y.parts(h, |at, y| match local(all_ids[(start + at) / h], first_row, rows) {
                 Some(row) => y.copy(&w[row * h..(row + 1) * h]),
                 None => y.write(std::iter::repeat(zero)),
             })

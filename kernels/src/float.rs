@@ -1,12 +1,15 @@
 //! The element types that tensors are stored in, those that kernels compute in, and their transcendental functions.
 //!
-//! f32 `exp` is Cephes' `expf` (Moshier) without branches, so that loops over it vectorize; error below 2 ulp.
+//! f32 `exp` is Cephes' `expf` (Moshier) in fused multiplications and additions, which round alike on every machine, and without
+//! branches, so that loops over it vectorize; error below 2 ulp.
 
 use std::ops::Neg;
 
 use half::{bf16, f16};
 
 use crate::host::HostElem;
+use crate::output::Unwritten;
+use crate::simd::vectorize;
 
 /// An element type that kernels compute in.
 pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
@@ -36,24 +39,19 @@ impl Float for f32 {
         const LN2_HI: f32 = 0.693_359_4;
         const LN2_LO: f32 = -2.121_944_4e-4;
         const UNDERFLOW: f32 = -87.336_54;
-        let x = if self > 89.0 { 89.0 } else { self };
-        let x = if x < UNDERFLOW { UNDERFLOW } else { x };
-        let t = x * std::f32::consts::LOG2_E + ROUND;
-        let exponent = t.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+        const OVERFLOW: f32 = 88.722_84;
+        let x = self;
+        let t = x.mul_add(std::f32::consts::LOG2_E, ROUND);
         let n = t - ROUND;
-        let r = x - n * LN2_HI - n * LN2_LO;
-        let mut y = 1.987_569_1e-4;
-        y = y * r + 1.398_2e-3;
-        y = y * r + 8.333_452e-3;
-        y = y * r + 4.166_579_6e-2;
-        y = y * r + 0.166_666_66;
-        y = y * r + 0.5;
-        y = y * (r * r) + r + 1.0;
-        // In two factors, since 2^128 is no f32 but e^88.7 is.
-        let half = exponent >> 1;
-        let power = |k: i32| f32::from_bits((k.wrapping_add(127) as u32) << 23);
-        y = y * power(half) * power(exponent.wrapping_sub(half));
-        if self < UNDERFLOW { 0.0 } else { y }
+        let r = n.mul_add(-LN2_LO, n.mul_add(-LN2_HI, x));
+        let mut y = 1.987_569_1e-4f32;
+        for coefficient in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5, 1.0, 1.0] {
+            y = y.mul_add(r, coefficient);
+        }
+        // n's low bits go to the exponent, ROUND's are beyond it. 2^128 is no f32, but then y < 1.
+        let y = f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23));
+        let y = if x <= OVERFLOW { y } else { x + f32::INFINITY };
+        if x < UNDERFLOW { 0.0 } else { y }
     }
 
     #[inline(always)]
@@ -120,6 +118,10 @@ impl Float for f64 {
 
 /// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`], compute there, and round
 /// once when they store; statistics and gradients of parameters stay in `Acc`.
+///
+/// Loops are written for slices of `Acc` alone. [`Elem::widened`], [`Elem::fill`] and [`Elem::update`] give them those: of f32 and
+/// f64 the slices themselves, of 16-bit types converted ones in buffers that stay in the L1 cache. So a loop is compiled, and
+/// vectorized, once for all types of 32 bits and fewer.
 pub trait Elem: HostElem {
     /// What it is computed in: f32 for 16-bit types, else the type itself.
     type Acc: Float;
@@ -130,6 +132,20 @@ pub trait Elem: HostElem {
     fn of_f32(v: f32) -> Self;
     /// The nearest value, ties to even; NaN stays NaN.
     fn of_f64(v: f64) -> Self;
+    /// Elements that the loops below are given at a time, where elements are independent of each other.
+    const STAGE: usize;
+    /// What the functions below want as a buffer for up to `n` elements.
+    fn buffer(n: usize) -> Vec<Self::Acc>;
+    /// `values` in `Acc`.
+    fn widened<'a>(values: &'a [Self], buffer: &'a mut [Self::Acc]) -> &'a [Self::Acc];
+    /// Has `out` written by `f` in `Acc`, and rounds.
+    fn fill<'a>(
+        out: Unwritten<'a, Self>,
+        buffer: &mut [Self::Acc],
+        f: impl for<'r> FnOnce(Unwritten<'r, Self::Acc>) -> &'r mut [Self::Acc],
+    ) -> &'a mut [Self];
+    /// Has `values` changed by `f` in `Acc`, and rounds.
+    fn update(values: &mut [Self], buffer: &mut [Self::Acc], f: impl FnOnce(&mut [Self::Acc]));
 }
 
 macro_rules! computed_in_itself {
@@ -156,10 +172,84 @@ macro_rules! computed_in_itself {
             fn of_f64(v: f64) -> Self {
                 v as Self
             }
+
+            const STAGE: usize = usize::MAX;
+
+            fn buffer(_: usize) -> Vec<Self> {
+                Vec::new()
+            }
+
+            fn widened<'a>(values: &'a [Self], _: &'a mut [Self]) -> &'a [Self] {
+                values
+            }
+
+            fn fill<'a>(
+                out: Unwritten<'a, Self>,
+                _: &mut [Self],
+                f: impl for<'r> FnOnce(Unwritten<'r, Self>) -> &'r mut [Self],
+            ) -> &'a mut [Self] {
+                f(out)
+            }
+
+            fn update(values: &mut [Self], _: &mut [Self], f: impl FnOnce(&mut [Self])) {
+                f(values);
+            }
         }
     )*};
 }
 computed_in_itself!(f32, f64);
+
+/// The part of [`Elem`] that stages 16-bit values in f32.
+macro_rules! computed_in_f32 {
+    () => {
+        #[inline(always)]
+        fn of_f32(v: f32) -> Self {
+            Self::store(v)
+        }
+
+        #[inline(always)]
+        fn of_f64(v: f64) -> Self {
+            Self::from_f64(v)
+        }
+
+        const STAGE: usize = 1024;
+
+        fn buffer(n: usize) -> Vec<f32> {
+            vec![0.0; n]
+        }
+
+        fn widened<'a>(values: &'a [Self], buffer: &'a mut [f32]) -> &'a [f32] {
+            let wide = &mut buffer[..values.len()];
+            vectorize(
+                #[inline(always)]
+                || wide.iter_mut().zip(values).for_each(|(wide, v)| *wide = v.load()),
+            );
+            wide
+        }
+
+        fn fill<'a>(
+            out: Unwritten<'a, Self>,
+            buffer: &mut [f32],
+            f: impl for<'r> FnOnce(Unwritten<'r, f32>) -> &'r mut [f32],
+        ) -> &'a mut [Self] {
+            let wide = f(Unwritten::over(&mut buffer[..out.len()]));
+            vectorize(
+                #[inline(always)]
+                || out.write(wide.iter().map(|&v| Self::store(v))),
+            )
+        }
+
+        fn update(values: &mut [Self], buffer: &mut [f32], f: impl FnOnce(&mut [f32])) {
+            let n = values.len();
+            Self::widened(values, buffer);
+            f(&mut buffer[..n]);
+            vectorize(
+                #[inline(always)]
+                || values.iter_mut().zip(buffer).for_each(|(v, &mut wide)| *v = Self::store(wide)),
+            );
+        }
+    };
+}
 
 // 16-bit conversions are without branches and calls, so that loops over them vectorize.
 
@@ -179,15 +269,7 @@ impl Elem for bf16 {
         Self::from_bits(if v.is_nan() { quiet } else { rounded } as u16)
     }
 
-    #[inline(always)]
-    fn of_f32(v: f32) -> Self {
-        Self::store(v)
-    }
-
-    #[inline(always)]
-    fn of_f64(v: f64) -> Self {
-        Self::from_f64(v)
-    }
+    computed_in_f32!();
 }
 
 impl Elem for f16 {
@@ -226,15 +308,7 @@ impl Elem for f16 {
         Self::from_bits((value | (bits >> 16) & 0x8000) as u16)
     }
 
-    #[inline(always)]
-    fn of_f32(v: f32) -> Self {
-        Self::store(v)
-    }
-
-    #[inline(always)]
-    fn of_f64(v: f64) -> Self {
-        Self::from_f64(v)
-    }
+    computed_in_f32!();
 }
 
 /// Runs `$body` with `$T` the storage type of tensor `$t`; dtypes that are no floats are errors of operation `$op`.

@@ -4,7 +4,7 @@ use candle_core::{Tensor, WithDType};
 
 use crate::float::{Elem, Float, by_elem};
 use crate::linear::{ROW_BLOCK, accumulate};
-use crate::output;
+use crate::output::{self, Unwritten};
 use crate::simd::{LANES, sum, tree, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor};
 use crate::{Error, Result, par, trace};
@@ -28,8 +28,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     by_elem!(x, OP, T => forward::<T>(OP, x, weight, Some(bias), eps))
 }
 
-/// The gradient of `x`; adds the gradients of weight and bias to `dweight` and `dbias`, `[h]` each and in the dtype of the
-/// statistics.
+/// The gradient of `x`, plus `residual` where there is one (the gradient that reaches `x` by the way around the layer); adds the
+/// gradients of weight and bias to `dweight` and `dbias`, `[h]` each and in the dtype of the statistics.
 ///
 /// # Errors
 /// As [`layer_norm`].
@@ -40,13 +40,14 @@ pub fn layer_norm_backward(
     weight: &Tensor,
     dweight: &Tensor,
     dbias: &Tensor,
+    residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let _span = trace::moves("layer_norm_backward", &[dy, x, x]);
     const OP: &str = "layer_norm_backward";
     if stats.mean.is_none() {
         return Err(Error::shape(OP, "the statistics hold no mean; they are those of rms_norm"));
     }
-    by_elem!(x, OP, T => backward::<T>(OP, dy, x, stats, weight, dweight, Some(dbias)))
+    by_elem!(x, OP, T => backward::<T>(OP, dy, x, stats, weight, dweight, Some(dbias), residual))
 }
 
 /// `y = x / √(mean(x²) + eps) · weight`, with `weight` `[h]`.
@@ -59,7 +60,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, NormSt
     by_elem!(x, OP, T => forward::<T>(OP, x, weight, None, eps))
 }
 
-/// The gradient of `x`; adds the gradient of weight to `dweight`, `[h]` in the dtype of the statistics.
+/// The gradient of `x`, plus `residual` where there is one; adds the gradient of weight to `dweight`, `[h]` in the dtype of the
+/// statistics.
 ///
 /// # Errors
 /// As [`layer_norm`].
@@ -69,13 +71,14 @@ pub fn rms_norm_backward(
     stats: &NormStats,
     weight: &Tensor,
     dweight: &Tensor,
+    residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let _span = trace::moves("rms_norm_backward", &[dy, x, x]);
     const OP: &str = "rms_norm_backward";
     if stats.mean.is_some() {
         return Err(Error::shape(OP, "the statistics hold a mean; they are those of layer_norm"));
     }
-    by_elem!(x, OP, T => backward::<T>(OP, dy, x, stats, weight, dweight, None))
+    by_elem!(x, OP, T => backward::<T>(OP, dy, x, stats, weight, dweight, None, residual))
 }
 
 /// A parameter `[h]`, widened.
@@ -101,30 +104,46 @@ fn forward<E: Elem>(
     let (inv_h, eps) = (E::Acc::of(1.0 / h as f64), E::Acc::of(eps));
     let block = par::rows_per_block(h);
     let y = output::blocks2(rows * h, block * h, &mut stats, block, |i, y, stats| {
-        let x = &xs[i * block * h..];
-        vectorize(
-            #[inline(always)]
-            || {
-                y.rows(h, |r, y| {
-                    let x = &x[r * h..(r + 1) * h];
-                    let mean = if bias.is_some() { sum(x, |v| v) * inv_h } else { E::Acc::ZERO };
-                    let var = sum(x, |v| (v - mean) * (v - mean)) * inv_h;
-                    let rstd = E::Acc::ONE / (var + eps).sqrt();
-                    stats[r] = [mean, rstd];
-                    let x = x.iter().zip(&weight);
-                    match &bias {
-                        Some(bias) => {
-                            y.write(x.zip(bias).map(|((x, &w), &b)| E::store((x.load() - mean) * rstd * w + b)))
-                        }
-                        None => y.write(x.map(|(x, &w)| E::store(x.load() * rstd * w))),
-                    }
-                })
-            },
-        )
+        let [mut wide, mut results] = [h; 2].map(E::buffer);
+        let mut stats = stats.iter_mut();
+        y.parts(h, |at, y| {
+            let x = E::widened(&xs[i * block * h + at..][..h], &mut wide);
+            E::fill(y, &mut results, |y| {
+                let (y, row) = forward_line(x, &weight, bias.as_deref(), (inv_h, eps), y);
+                if let Some(stats) = stats.next() {
+                    *stats = row;
+                }
+                y
+            })
+        })
     });
     let column = |c: usize| tensor(stats.iter().map(|s| s[c]).collect::<Vec<E::Acc>>(), rows, x);
     let mean = if bias.is_some() { Some(column(0)?) } else { None };
     Ok((tensor(y, x.dims(), x)?, NormStats { mean, rstd: column(1)? }))
+}
+
+/// A row, and its mean and 1/√…
+fn forward_line<'a, T: Float>(
+    x: &[T],
+    weight: &[T],
+    bias: Option<&[T]>,
+    (inv_h, eps): (T, T),
+    y: Unwritten<'a, T>,
+) -> (&'a mut [T], [T; 2]) {
+    vectorize(
+        #[inline(always)]
+        || {
+            let mean = if bias.is_some() { sum(x, |v| v) * inv_h } else { T::ZERO };
+            let var = sum(x, |v| (v - mean) * (v - mean)) * inv_h;
+            let rstd = T::ONE / (var + eps).sqrt();
+            let x = x.iter().zip(weight);
+            let y = match bias {
+                Some(bias) => y.write(x.zip(bias).map(|((&x, &w), &b)| (x - mean) * rstd * w + b)),
+                None => y.write(x.map(|(&x, &w)| x * rstd * w)),
+            };
+            (y, [mean, rstd])
+        },
+    )
 }
 
 fn backward<E: Elem>(
@@ -135,9 +154,13 @@ fn backward<E: Elem>(
     weight: &Tensor,
     dweight: &Tensor,
     dbias: Option<&Tensor>,
+    residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let (rows, h) = rows_of(x, op)?;
     expect_shape(op, "dy", dy, x.dims())?;
+    if let Some(residual) = residual {
+        expect_shape(op, "residual", residual, x.dims())?;
+    }
     expect_elements(op, "rstd", &stats.rstd, rows)?;
     for grad in [Some(dweight), dbias].into_iter().flatten() {
         expect_shape(op, "the parameter's gradient", grad, &[h])?;
@@ -154,33 +177,28 @@ fn backward<E: Elem>(
     };
     let (xs, dys) = (View::<E>::new(x, op, "x")?, View::<E>::new(dy, op, "dy")?);
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
+    let residual = residual.map(|r| View::<E>::new(r, op, "residual")).transpose()?;
+    let residual = residual.as_deref();
     // Per block of rows: partial sums of dweight, then of dbias.
     let width = if mean.is_some() { 2 * h } else { h };
     let mut partials = vec![E::Acc::ZERO; rows.div_ceil(ROW_BLOCK) * width];
     let inv_h = E::Acc::of(1.0 / h as f64);
     let dx = output::blocks2(rows * h, ROW_BLOCK * h, &mut partials, width, |i, dx, partial| {
         let (dweight, dbias) = partial.split_at_mut(h);
-        vectorize(
-            #[inline(always)]
-            || {
-                dx.rows(h, |r, dx| {
-                    let row = i * ROW_BLOCK + r;
-                    let (x, dy) = (&xs[row * h..(row + 1) * h], &dys[row * h..(row + 1) * h]);
-                    let (mean, rstd) = (mean.as_ref().map_or(E::Acc::ZERO, |m| m[row]), rstd[row]);
-                    for (((dweight, dy), x), _) in dweight.iter_mut().zip(dy).zip(x).zip(&weight) {
-                        *dweight += dy.load() * ((x.load() - mean) * rstd);
-                    }
-                    for (dbias, dy) in dbias.iter_mut().zip(dy) {
-                        *dbias += dy.load();
-                    }
-                    let [along, across] = sums(dy, x, &weight, mean, rstd).map(|sum| sum * inv_h);
-                    let across = if dbias.is_empty() { E::Acc::ZERO } else { across };
-                    dx.write(dy.iter().zip(x).zip(&weight).map(|((dy, x), &w)| {
-                        E::store(rstd * (dy.load() * w - across - (x.load() - mean) * rstd * along))
-                    }))
-                })
-            },
-        )
+        let [mut wide_x, mut wide_dy, mut wide_residual, mut results] = [h; 4].map(E::buffer);
+        dx.parts(h, |at, dx| {
+            let at = i * ROW_BLOCK * h + at;
+            let row = Row {
+                x: E::widened(&xs[at..at + h], &mut wide_x),
+                dy: E::widened(&dys[at..at + h], &mut wide_dy),
+                weight: &weight,
+                mean: mean.as_ref().map_or(E::Acc::ZERO, |m| m[at / h]),
+                rstd: rstd[at / h],
+                inv_h,
+            };
+            let residual = residual.map(|r| E::widened(&r[at..at + h], &mut wide_residual));
+            E::fill(dx, &mut results, |dx| row.backward(dweight, dbias, residual, dx))
+        })
     });
     accumulate(&partials, width, 0, h, dweight, op)?;
     if let Some(dbias) = dbias {
@@ -189,21 +207,67 @@ fn backward<E: Elem>(
     tensor(dx, x.dims(), x)
 }
 
-/// Σ g·x̂ and Σ g of a row, for g = dy·weight and x̂ = (x − mean)·rstd.
-#[inline(always)]
-fn sums<E: Elem>(dy: &[E], x: &[E], weight: &[E::Acc], mean: E::Acc, rstd: E::Acc) -> [E::Acc; 2] {
-    let (mut along, mut across) = ([E::Acc::ZERO; LANES], [E::Acc::ZERO; LANES]);
-    let mut add = |dy: &[E], x: &[E], weight: &[E::Acc]| {
-        for l in 0..dy.len() {
-            let g = dy[l].load() * weight[l];
-            along[l] += g * ((x[l].load() - mean) * rstd);
-            across[l] += g;
-        }
-    };
-    let (mut dys, mut xs, mut weights) = (dy.chunks_exact(LANES), x.chunks_exact(LANES), weight.chunks_exact(LANES));
-    for ((dy, x), weight) in (&mut dys).zip(&mut xs).zip(&mut weights) {
-        add(dy, x, weight);
+/// What a row's gradients are made of: with x̂ = (x − mean)·rstd and g = dy·weight,
+/// dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), RMSNorm without mean(g).
+struct Row<'a, T> {
+    x: &'a [T],
+    dy: &'a [T],
+    weight: &'a [T],
+    mean: T,
+    rstd: T,
+    inv_h: T,
+}
+
+impl<T: Float> Row<'_, T> {
+    /// Adds to `dweight`, and to `dbias` unless that is empty; writes `dx`, plus `residual`.
+    fn backward<'a>(
+        &self,
+        dweight: &mut [T],
+        dbias: &mut [T],
+        residual: Option<&[T]>,
+        dx: Unwritten<'a, T>,
+    ) -> &'a mut [T] {
+        vectorize(
+            #[inline(always)]
+            || {
+                let &Self { x, dy, weight, mean, rstd, inv_h } = self;
+                for ((dweight, &dy), &x) in dweight.iter_mut().zip(dy).zip(x) {
+                    *dweight += dy * ((x - mean) * rstd);
+                }
+                for (dbias, &dy) in dbias.iter_mut().zip(dy) {
+                    *dbias += dy;
+                }
+                let [along, across] = self.sums().map(|sum| sum * inv_h);
+                let across = if dbias.is_empty() { T::ZERO } else { across };
+                let inputs = dy.iter().zip(x).zip(weight);
+                let dx_of = |dy: T, x: T, w: T| rstd * (dy * w - across - (x - mean) * rstd * along);
+                match residual {
+                    Some(r) => dx.write(inputs.zip(r).map(|(((&dy, &x), &w), &r)| dx_of(dy, x, w) + r)),
+                    None => dx.write(inputs.map(|((&dy, &x), &w)| dx_of(dy, x, w))),
+                }
+            },
+        )
     }
-    add(dys.remainder(), xs.remainder(), weights.remainder());
-    [tree(along), tree(across)]
+
+    /// Σ g·x̂ and Σ g.
+    #[inline(always)]
+    fn sums(&self) -> [T; 2] {
+        let (mut along, mut across) = ([T::ZERO; LANES], [T::ZERO; LANES]);
+        let (x, dy, weight) =
+            (self.x.chunks_exact(LANES), self.dy.chunks_exact(LANES), self.weight.chunks_exact(LANES));
+        let rest = x.remainder().iter().zip(dy.remainder()).zip(weight.remainder());
+        for ((x, dy), weight) in x.zip(dy).zip(weight) {
+            for l in 0..LANES {
+                let g = dy[l] * weight[l];
+                along[l] += g * ((x[l] - self.mean) * self.rstd);
+                across[l] += g;
+            }
+        }
+        for ((along, across), ((&x, &dy), &weight)) in along.iter_mut().zip(&mut across).zip(rest) {
+            let g = dy * weight;
+            *along += g * ((x - self.mean) * self.rstd);
+            *across += g;
+        }
+        [tree(along), tree(across)]
+    }
 }

@@ -5,12 +5,26 @@
 
 use std::mem::MaybeUninit;
 
+use crate::float::Elem;
 use crate::par;
 
 /// Elements of a result that hold nothing yet.
 pub struct Unwritten<'a, T>(&'a mut [MaybeUninit<T>]);
 
 impl<'a, T: Copy> Unwritten<'a, T> {
+    /// As results whose old values nobody reads.
+    #[inline(always)]
+    pub fn over(values: &'a mut [T]) -> Self {
+        // SAFETY: MaybeUninit<T> is laid out as T, and nothing here writes an uninitialized value through it.
+        Self(unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), values.len()) })
+    }
+
+    /// Elements to write.
+    #[inline(always)]
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// Writes `values`, of which there are at least as many as elements.
     #[inline(always)]
     pub fn write(self, values: impl Iterator<Item = T>) -> &'a mut [T] {
@@ -30,16 +44,14 @@ impl<'a, T: Copy> Unwritten<'a, T> {
         self.0.write_copy_of_slice(values)
     }
 
-    /// Has every row of `width` elements written by `f`, which also gets the row's number.
+    /// Has every part of `width` elements (of fewer the last) written by `f`, which also gets the number of its first element.
     #[inline(always)]
-    pub fn rows(self, width: usize, mut f: impl for<'r> FnMut(usize, Unwritten<'r, T>) -> &'r mut [T]) -> &'a mut [T] {
-        let (rows, rest) = (self.0.len() / width, self.0.len() % width);
-        assert_eq!(rest, 0, "a kernel's result is not made of rows of {width}");
-        for row in 0..rows {
-            let row_range = row * width..(row + 1) * width;
-            check(&mut self.0[row_range], |out| f(row, out));
+    pub fn parts(self, width: usize, mut f: impl for<'r> FnMut(usize, Unwritten<'r, T>) -> &'r mut [T]) -> &'a mut [T] {
+        let width = width.clamp(1, self.0.len().max(1));
+        for (i, part) in self.0.chunks_mut(width).enumerate() {
+            check(part, |out| f(i * width, out));
         }
-        // SAFETY: `check` saw all rows written.
+        // SAFETY: `check` saw all parts written.
         unsafe { self.0.assume_init_mut() }
     }
 
@@ -104,4 +116,35 @@ pub fn blocks2<T: Copy + Send, B: Send>(
     // SAFETY: as above; as many blocks of `b` keep the pairs from ending early.
     unsafe { data.set_len(n) };
     data
+}
+
+/// What a kernel does to some elements: writes results of as many operands.
+pub trait Line<T>: for<'r> Fn(&[T], Unwritten<'r, T>) -> &'r mut [T] + Sync {}
+impl<T, F: for<'r> Fn(&[T], Unwritten<'r, T>) -> &'r mut [T] + Sync> Line<T> for F {}
+
+/// The same of pairs of operands.
+pub trait Line2<T>: for<'r> Fn(&[T], &[T], Unwritten<'r, T>) -> &'r mut [T] + Sync {}
+impl<T, F: for<'r> Fn(&[T], &[T], Unwritten<'r, T>) -> &'r mut [T] + Sync> Line2<T> for F {}
+
+/// An elementwise function of `x`.
+pub fn map<E: Elem>(x: &[E], f: impl Line<E::Acc>) -> Vec<E> {
+    blocks(x.len(), par::GRAIN, |start, out| {
+        let [mut wide, mut results] = [E::STAGE; 2].map(E::buffer);
+        out.parts(E::STAGE, |at, out| {
+            let x = E::widened(&x[start + at..][..out.len()], &mut wide);
+            E::fill(out, &mut results, |out| f(x, out))
+        })
+    })
+}
+
+/// An elementwise function of `a` and `b`, which are equally long.
+pub fn map2<E: Elem>(a: &[E], b: &[E], f: impl Line2<E::Acc>) -> Vec<E> {
+    blocks(a.len(), par::GRAIN, |start, out| {
+        let [mut wide_a, mut wide_b, mut results] = [E::STAGE; 3].map(E::buffer);
+        out.parts(E::STAGE, |at, out| {
+            let range = start + at..start + at + out.len();
+            let (a, b) = (E::widened(&a[range.clone()], &mut wide_a), E::widened(&b[range], &mut wide_b));
+            E::fill(out, &mut results, |out| f(a, b, out))
+        })
+    })
 }

@@ -140,29 +140,37 @@ fn rotate_rows(
         let sin = copied::<Acc>(&table.sin.narrow(0, range.start, range.len())?, OP, "table")?;
         let sign = if inverse { -Acc::ONE } else { Acc::ONE };
         let width = shape.width();
+        let rotated = (shape.heads_per_group + 1) * d;
         with_slice_mut::<E, _>(qkv, OP, |qkv| {
-            par::blocks(qkv, par::rows_per_block(width) * width, |start, part| vectorize(#[inline(always)] || {
+            par::blocks(qkv, par::rows_per_block(width) * width, |start, part| {
+                let mut buffer = E::buffer(rotated);
                 for (r, row) in part.chunks_exact_mut(width).enumerate() {
                     let position = position(start / width + r) - range.start;
                     let at = position * half..(position + 1) * half;
+                    let (cos, sin) = (&cos[at.clone()], &sin[at]);
                     for group in row.chunks_exact_mut((shape.heads_per_group + 2) * d) {
-                        for head in group.chunks_exact_mut(d).take(shape.heads_per_group + 1) {
-                            rotate(head, &cos[at.clone()], &sin[at.clone()], sign);
-                        }
+                        E::update(&mut group[..rotated], &mut buffer, |heads| rotate_heads(heads, cos, sin, sign));
                     }
                 }
-            }));
+            });
             Ok(())
         })
     })
 }
 
+fn rotate_heads<T: Float>(heads: &mut [T], cos: &[T], sin: &[T], sign: T) {
+    vectorize(
+        #[inline(always)]
+        || heads.chunks_exact_mut(2 * cos.len()).for_each(|head| rotate(head, cos, sin, sign)),
+    );
+}
+
 #[inline(always)]
-fn rotate<E: Elem>(head: &mut [E], cos: &[E::Acc], sin: &[E::Acc], sign: E::Acc) {
+fn rotate<T: Float>(head: &mut [T], cos: &[T], sin: &[T], sign: T) {
     let (first, second) = head.split_at_mut(cos.len());
     for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-        let (x, y, sin) = (a.load(), b.load(), sin * sign);
-        *a = E::store(x * cos - y * sin);
-        *b = E::store(y * cos + x * sin);
+        let (x, y, sin) = (*a, *b, sin * sign);
+        *a = x * cos - y * sin;
+        *b = y * cos + x * sin;
     }
 }

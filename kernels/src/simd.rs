@@ -1,8 +1,8 @@
 //! One portable source for every vector width.
 //!
 //! Kernels are plain Rust that LLVM vectorizes. [`vectorize`] compiles its closure once per instruction set and picks
-//! one at run time. No code path contracts `a * b + c` into a fused operation and sums run over [`LANES`] fixed
-//! lanes, so all paths, and the vector body and the remainder of a loop, give the same bits.
+//! one at run time. The compiler never contracts `a * b + c` into a fused operation, what is fused says `mul_add`, and sums run
+//! over fixed lanes; so all paths, and the vector body and the remainder of a loop, give the same bits.
 
 use std::sync::OnceLock;
 
@@ -155,7 +155,7 @@ pub fn vectorize<R>(f: impl FnOnce() -> R) -> R {
 /// # Safety
 /// The machine must have the features.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn with_avx512<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
@@ -163,7 +163,7 @@ unsafe fn with_avx512<R>(f: impl FnOnce() -> R) -> R {
 /// # Safety
 /// The machine must have the feature.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 unsafe fn with_avx2<R>(f: impl FnOnce() -> R) -> R {
     f()
 }

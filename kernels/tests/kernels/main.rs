@@ -6,6 +6,7 @@ mod common;
 mod cross_entropy;
 mod dropout;
 mod embedding;
+mod instruction_sets;
 mod linear;
 mod norm;
 mod optimizer;

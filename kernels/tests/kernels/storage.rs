@@ -48,9 +48,9 @@ fn norms_round_once() {
         let [x, dy, w, bias] = t else { unreachable!() };
         let (y, stats) = layer_norm(x, w, bias, 1e-5)?;
         let (dw, db, dw_rms) = (zeros(&[h]), zeros(&[h]), zeros(&[h]));
-        let dx = layer_norm_backward(dy, x, &stats, w, &dw, &db)?;
+        let dx = layer_norm_backward(dy, x, &stats, w, &dw, &db, None)?;
         let (y_rms, rms) = rms_norm(x, w, 1e-5)?;
-        let dx_rms = rms_norm_backward(dy, x, &rms, w, &dw_rms)?;
+        let dx_rms = rms_norm_backward(dy, x, &rms, w, &dw_rms, None)?;
         let statistics = vec![stats.mean.unwrap(), stats.rstd, rms.rstd, dw, db, dw_rms];
         Ok((vec![y, dx, y_rms, dx_rms], statistics))
     });

@@ -97,15 +97,12 @@ impl Layer for TransformerLayer {
         let branch = self.join_backward(&dy, self.mlp.output_bias(), DropoutSite::MlpOutput, ctx)?;
         let dnormed = self.mlp.backward(&branch, mlp, ctx)?;
         drop(branch);
-        let dmiddle = self.mlp_norm.backward(&dnormed, &middle, &mlp_stats, ctx)?;
-        kernels::reduce::add_inplace(&dmiddle.0, &dy.0)?;
+        let dmiddle = self.mlp_norm.backward_add(&dnormed, &middle, &mlp_stats, &dy, ctx)?;
         drop((dy, middle));
         let branch = self.join_backward(&dmiddle, self.attention.output_bias(), DropoutSite::AttentionOutput, ctx)?;
         let dnormed = self.attention.backward(&branch, attention, ctx)?;
         drop(branch);
-        let dx = self.input_norm.backward(&dnormed, &x, &input_stats, ctx)?;
-        kernels::reduce::add_inplace(&dx.0, &dmiddle.0)?;
-        Ok(dx)
+        self.input_norm.backward_add(&dnormed, &x, &input_stats, &dmiddle, ctx)
     }
 
     fn cache(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Tensor> {

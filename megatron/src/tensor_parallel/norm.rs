@@ -2,6 +2,7 @@
 //!
 //! Works on each rank's part of the stream; under sequence parallelism its weight gradients are partial over tp.
 
+use candle_core::Tensor;
 use kernels::norm::NormStats;
 
 use super::context::Ctx;
@@ -56,12 +57,36 @@ impl Norm {
 
     /// Gradient of the input; accumulates those of weight and bias.
     pub fn backward(&self, dy: &Stream, x: &Stream, stats: &NormStats, ctx: &Ctx) -> Result<Stream> {
+        self.gradient(dy, x, stats, None, ctx)
+    }
+
+    /// As [`Norm::backward`], plus `around`: the gradient that reaches the input by the residual connection around what follows.
+    pub fn backward_add(
+        &self,
+        dy: &Stream,
+        x: &Stream,
+        stats: &NormStats,
+        around: &Stream,
+        ctx: &Ctx,
+    ) -> Result<Stream> {
+        self.gradient(dy, x, stats, Some(&around.0), ctx)
+    }
+
+    fn gradient(
+        &self,
+        dy: &Stream,
+        x: &Stream,
+        stats: &NormStats,
+        around: Option<&Tensor>,
+        ctx: &Ctx,
+    ) -> Result<Stream> {
         let (weight, dweight) = (ctx.weight(self.weight), ctx.params.grad(self.weight));
         let dx = match self.bias {
             Some(bias) => {
-                kernels::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, dweight, ctx.params.grad(bias))?
+                let dbias = ctx.params.grad(bias);
+                kernels::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, dweight, dbias, around)?
             }
-            None => kernels::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, dweight)?,
+            None => kernels::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, dweight, around)?,
         };
         Ok(Stream(dx))
     }

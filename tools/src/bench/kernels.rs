@@ -223,12 +223,14 @@ impl KernelBench {
         if llama {
             let (_, stats) = norm::rms_norm(&x, &w, 1e-5)?;
             self.time("rms_norm", shape.clone(), calls, forward, || norm::rms_norm(&x, &w, 1e-5))?;
-            self.time("rms_norm_backward", shape, calls, backward, || norm::rms_norm_backward(&dy, &x, &stats, &w, &dw))
+            self.time("rms_norm_backward", shape, calls, backward, || {
+                norm::rms_norm_backward(&dy, &x, &stats, &w, &dw, None)
+            })
         } else {
             let (_, stats) = norm::layer_norm(&x, &w, &bias, 1e-5)?;
             self.time("layer_norm", shape.clone(), calls, forward, || norm::layer_norm(&x, &w, &bias, 1e-5))?;
             self.time("layer_norm_backward", shape, calls, backward, || {
-                norm::layer_norm_backward(&dy, &x, &stats, &w, &dw, &db)
+                norm::layer_norm_backward(&dy, &x, &stats, &w, &dw, &db, None)
             })
         }
     }
