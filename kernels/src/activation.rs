@@ -92,7 +92,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
         let y = output::blocks(xs.len() / 2, par::rows_per_block(f) * f, |start, y| {
-            let [mut wide_gate, mut wide_up, mut results] = [E::STAGE.min(f); 3].map(E::buffer);
+            let [mut wide_gate, mut wide_up, mut results] = [E::STAGE; 3].map(E::buffer);
             y.parts(f, |at, y| {
                 let (gate, up) = xs[2 * (start + at)..][..2 * f].split_at(f);
                 y.parts(E::STAGE, |at, y| {
@@ -128,7 +128,7 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (xs, dys): (&[E], &[E]) = (&xs, &dys);
         let dx = output::blocks(xs.len(), par::rows_per_block(f) * 2 * f, |start, dx| {
             let mut sigmoids = vec![<E as Elem>::Acc::ZERO; f];
-            let [mut wide_gate, mut wide_up, mut wide_dy, mut results] = [E::STAGE.min(f); 4].map(E::buffer);
+            let [mut wide_gate, mut wide_up, mut wide_dy, mut results] = [E::STAGE; 4].map(E::buffer);
             dx.parts(2 * f, |at, dx| {
                 let row = start + at;
                 let ((gate, up), dy) = (xs[row..][..2 * f].split_at(f), &dys[row / 2..][..f]);

@@ -18,6 +18,7 @@ mod float;
 mod gemm;
 pub mod host;
 pub mod linear;
+pub mod memory;
 pub mod norm;
 pub mod optimizer;
 mod output;

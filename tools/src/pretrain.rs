@@ -106,6 +106,7 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
 
 /// This process's part of the run.
 fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
+    kernels::memory::keep_freed();
     ranks::use_threads(None, place)?;
     let datasets = open_data(&mut resolved)?;
     train::preflight(&resolved.run)?;

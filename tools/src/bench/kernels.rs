@@ -48,6 +48,7 @@ pub struct KernelsArgs {
 pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     let mut shape = args.preset.shape();
     shape.micro_batch = args.micro_batch_size.unwrap_or(shape.micro_batch);
+    kernels::memory::keep_freed();
     let threads = ranks::use_threads(args.threads, &RankInfo::alone())?;
     let mut bench = KernelBench {
         shape,

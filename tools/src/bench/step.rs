@@ -92,6 +92,7 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
 
 /// This rank's part.
 fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
+    kernels::memory::keep_freed();
     let threads = ranks::use_threads(args.threads, place)?;
     let Resolved { mut run, vocab_size, distributed, .. } = resolved;
     run.model.vocab_size = vocab_size.unwrap_or(args.preset.shape().vocab);
