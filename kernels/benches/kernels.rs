@@ -102,9 +102,8 @@ fn vocabulary(c: &mut Criterion) -> Result<()> {
     time(c, "embedding_backward", bytes(3 * S * B * H), || embedding::embedding_backward(&dy, &ids, 0, &dw))?;
     let (logits, ones) = (randn(&[S, B, VOCAB])?, randn(&[S * B])?.ones_like()?);
     let n = logits.elem_count();
-    let max = cross_entropy::row_max(&logits, VOCAB)?;
-    time(c, "row_max", bytes(n), || cross_entropy::row_max(&logits, VOCAB))?;
-    time(c, "sum_exp_and_target", bytes(n), || cross_entropy::sum_exp_and_target(&logits, &max, &ids, 0, VOCAB))?;
+    let (max, _) = cross_entropy::row_statistics(&logits, &ids, 0, VOCAB)?;
+    time(c, "row_statistics", bytes(n), || cross_entropy::row_statistics(&logits, &ids, 0, VOCAB))?;
     time(c, "cross_entropy_backward", bytes(2 * n), || {
         cross_entropy::cross_entropy_backward(&logits, &max, &ones, &ids, &ones, 0, VOCAB)
     })

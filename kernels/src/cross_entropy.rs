@@ -159,47 +159,6 @@ pub fn rebase(
     })
 }
 
-/// The largest of the first `valid` logits of each row of `logits [.., v_local]`: `[rows]`; −∞ if `valid` is 0.
-///
-/// # Errors
-/// If `valid` exceeds the columns, or `logits` is not contiguous or no float.
-pub fn row_max(logits: &Tensor, valid: usize) -> Result<Tensor> {
-    let _span = trace::moves("row_max", &[logits]);
-    const OP: &str = "row_max";
-    dims(logits, valid, OP)?;
-    by_elem!(logits, OP, E => {
-        let zero = <E as Elem>::Acc::ZERO;
-        Ok(by_row::<E>(OP, logits, |_, l| [max_line(&l[..valid]), zero, zero])?.0)
-    })
-}
-
-/// `[2, rows]`: Σ exp(l − max) over the first `valid` columns, and l_target − max where the target is one of them
-/// (column 0 has id `first_column`), else 0. `max [rows]`, `targets [..]` u32.
-///
-/// # Errors
-/// If shapes or dtypes do not fit, or an operand is not contiguous.
-pub fn sum_exp_and_target(
-    logits: &Tensor,
-    max: &Tensor,
-    targets: &Tensor,
-    first_column: usize,
-    valid: usize,
-) -> Result<Tensor> {
-    let _span = trace::moves("sum_exp_and_target", &[logits]);
-    const OP: &str = "sum_exp_and_target";
-    let (rows, _) = dims(logits, valid, OP)?;
-    let targets = target_ids(targets, rows, OP)?;
-    by_elem!(logits, OP, E => {
-        type Acc = <E as Elem>::Acc;
-        let max = per_row::<Acc>(max, rows, OP, "max")?;
-        Ok(by_row::<E>(OP, logits, |row, l| {
-            let m = max[row];
-            let target = target_column(targets[row], first_column, valid);
-            [m, sum_exp_line(&l[..valid], m), target.map_or(Acc::ZERO, |column| l[column] - m)]
-        })?.1)
-    })
-}
-
 /// What the gradient of a row's logits is made of.
 struct RowGradient<T> {
     max: T,

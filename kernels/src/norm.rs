@@ -42,7 +42,7 @@ pub fn layer_norm_backward(
     dbias: &Tensor,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
-    let _span = trace::moves("layer_norm_backward", &[dy, x, x]);
+    let _span = moves_of_backward("layer_norm_backward", dy, x, residual);
     const OP: &str = "layer_norm_backward";
     if stats.mean.is_none() {
         return Err(Error::shape(OP, "the statistics hold no mean; they are those of rms_norm"));
@@ -73,12 +73,19 @@ pub fn rms_norm_backward(
     dweight: &Tensor,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
-    let _span = trace::moves("rms_norm_backward", &[dy, x, x]);
+    let _span = moves_of_backward("rms_norm_backward", dy, x, residual);
     const OP: &str = "rms_norm_backward";
     if stats.mean.is_some() {
         return Err(Error::shape(OP, "the statistics hold a mean; they are those of layer_norm"));
     }
     by_elem!(x, OP, T => backward::<T>(OP, dy, x, stats, weight, dweight, None, residual))
+}
+
+fn moves_of_backward(name: &'static str, dy: &Tensor, x: &Tensor, residual: Option<&Tensor>) -> trace::Span {
+    match residual {
+        Some(residual) => trace::moves(name, &[dy, x, x, residual]),
+        None => trace::moves(name, &[dy, x, x]),
+    }
 }
 
 /// A parameter `[h]`, widened.

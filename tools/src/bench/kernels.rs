@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use kernels::attention::{HeadShape, RopeTable, attention, attention_backward, rope_inplace};
 use kernels::dropout::bias_dropout_add;
 use kernels::optimizer::{AdamW, adamw};
@@ -36,9 +36,38 @@ pub struct KernelsArgs {
     /// Time spent on each kernel, about
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub milliseconds: u64,
+    /// What weights and activations are stored in; logits, main gradients and the optimizer's state stay fp32
+    #[arg(long, value_enum, default_value_t = Storage::Fp32)]
+    pub dtype: Storage,
     /// Only kernels whose names contain this
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub only: String,
+}
+
+/// A storage type, named as `pretrain`'s flags name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Storage {
+    Fp32,
+    Bf16,
+    Fp16,
+}
+
+impl Storage {
+    fn dtype(self) -> DType {
+        match self {
+            Self::Fp32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+            Self::Fp16 => DType::F16,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+        }
+    }
 }
 
 /// Times the kernels and prints the table.
@@ -52,6 +81,7 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     let threads = ranks::use_threads(args.threads, &RankInfo::alone())?;
     let mut bench = KernelBench {
         shape,
+        dtype: args.dtype.dtype(),
         budget: Duration::from_millis(args.milliseconds),
         only: args.only.clone(),
         total_ms: 0.0,
@@ -67,8 +97,9 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     crate::print_line(&machine_line());
     let Shape { seq, micro_batch, .. } = shape;
     crate::print_line(&format!(
-        "{}, {seq} tokens × {micro_batch} samples, {threads} threads, fp32",
-        args.preset.name()
+        "{}, {seq} tokens × {micro_batch} samples, {threads} threads, {}",
+        args.preset.name(),
+        args.dtype.name()
     ));
     crate::print_line(&format!("\n{}", bench.table));
     Ok(())
@@ -79,12 +110,15 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
 enum Work {
     /// Floating-point operations.
     Flops(usize),
-    /// f32 elements read or written, each counted once.
+    /// Elements of activations and weights read or written, each counted once.
     Elements(usize),
+    /// The same, of fp32.
+    Fp32(usize),
 }
 
 struct KernelBench {
     shape: Shape,
+    dtype: DType,
     budget: Duration,
     only: String,
     total_ms: f64,
@@ -107,7 +141,8 @@ impl KernelBench {
         let seconds = repeat(self.budget, || Ok(kernel()?))?.median();
         let (flops, bytes) = match work {
             Work::Flops(n) => (significant(n as f64 / seconds / 1e9), String::new()),
-            Work::Elements(n) => (String::new(), significant(4.0 * n as f64 / seconds / 1e9)),
+            Work::Elements(n) => (String::new(), significant((n * self.dtype.size_in_bytes()) as f64 / seconds / 1e9)),
+            Work::Fp32(n) => (String::new(), significant(4.0 * n as f64 / seconds / 1e9)),
         };
         let ms = seconds * 1e3;
         self.total_ms += ms * calls;
@@ -129,7 +164,11 @@ impl KernelBench {
 
     /// An activation `[s, b, width]` of normal random numbers.
     fn activation(&self, width: usize) -> Result<Tensor> {
-        randn(&[self.shape.seq, self.shape.micro_batch, width])
+        self.randn(&[self.shape.seq, self.shape.micro_batch, width])
+    }
+
+    fn randn(&self, shape: &[usize]) -> Result<Tensor> {
+        Ok(randn(shape)?.to_dtype(self.dtype)?)
     }
 
     fn heads(&self) -> HeadShape {
@@ -149,15 +188,15 @@ impl KernelBench {
             ("logits", h, vocab, 1.0, false),
         ];
         for (what, k, n, calls, biased) in products {
-            let (x, w, dy) = (self.activation(k)?, randn(&[n, k])?, self.activation(n)?);
-            let dw = w.zeros_like()?;
+            let (x, w, dy) = (self.activation(k)?, self.randn(&[n, k])?, self.activation(n)?);
+            let dw = fp32_zeros(w.dims())?;
             let (rows, shape) = (self.rows(), format!("{}×{k}·{k}×{n}", self.rows()));
             let work = Work::Flops(2 * rows * k * n);
             self.time(&format!("linear, {what}"), shape.clone(), calls, work, || linear::linear(&x, &w, None))?;
             self.time(&format!("linear_dgrad, {what}"), shape.clone(), calls, work, || linear::linear_dgrad(&dy, &w))?;
             self.time(&format!("linear_wgrad, {what}"), shape, calls, work, || linear::linear_wgrad(&dy, &x, &dw))?;
             if biased {
-                let db = Tensor::zeros(n, DType::F32, &Device::Cpu)?;
+                let db = fp32_zeros(&[n])?;
                 let work = Work::Elements(rows * n);
                 self.time(&format!("bias_grad, {what}"), format!("{rows}×{n}"), calls, work, || {
                     linear::bias_grad(&dy, &db)
@@ -181,7 +220,7 @@ impl KernelBench {
             attention_backward(&out, &qkv, &out, &lse, heads, scale, None)
         })?;
         if llama {
-            let table = RopeTable::new(seq, heads.head_dim, 1e4, DType::F32, &Device::Cpu)?;
+            let table = RopeTable::new(seq, heads.head_dim, 1e4, self.dtype, &Device::Cpu)?;
             let rotated = qkv.elem_count() / (heads.heads_per_group + 2) * (heads.heads_per_group + 1);
             let shape = format!("{}×{}", self.rows(), heads.width());
             self.time("rope", shape, 2.0 * calls, Work::Elements(2 * rotated), || {
@@ -206,32 +245,31 @@ impl KernelBench {
             self.time("gelu_backward", shape, calls, Work::Elements(3 * n), || activation::gelu_backward(&dy, &x))?;
         }
         let (x, residual, shape) = (self.activation(hidden)?, self.activation(hidden)?, format!("{rows}×{hidden}"));
-        let bias = if llama { None } else { Some(randn(&[hidden])?) };
+        let bias = if llama { None } else { Some(self.randn(&[hidden])?) };
         let work = Work::Elements(3 * rows * hidden);
         self.time("bias_dropout_add", shape.clone(), 2.0 * calls, work, || {
             bias_dropout_add(&x, bias.as_ref(), Some(&residual), None)
-        })?;
-        self.time("add_inplace", shape, 2.0 * calls, work, || reduce::add_inplace(&x, &residual))
+        })
     }
 
     fn norms(&mut self) -> Result<()> {
         let (rows, Shape { layers, hidden, llama, .. }) = (self.rows(), self.shape);
         let (x, dy, w, bias) =
-            (self.activation(hidden)?, self.activation(hidden)?, randn(&[hidden])?, randn(&[hidden])?);
-        let (dw, db) = (w.zeros_like()?, bias.zeros_like()?);
+            (self.activation(hidden)?, self.activation(hidden)?, self.randn(&[hidden])?, self.randn(&[hidden])?);
+        let (dw, db) = (fp32_zeros(&[hidden])?, fp32_zeros(&[hidden])?);
         let (calls, shape, n) = ((2 * layers + 1) as f64, format!("{rows}×{hidden}"), rows * hidden);
-        let (forward, backward) = (Work::Elements(2 * n), Work::Elements(3 * n));
+        let (forward, backward) = (Work::Elements(2 * n), Work::Elements(4 * n));
         if llama {
             let (_, stats) = norm::rms_norm(&x, &w, 1e-5)?;
             self.time("rms_norm", shape.clone(), calls, forward, || norm::rms_norm(&x, &w, 1e-5))?;
             self.time("rms_norm_backward", shape, calls, backward, || {
-                norm::rms_norm_backward(&dy, &x, &stats, &w, &dw, None)
+                norm::rms_norm_backward(&dy, &x, &stats, &w, &dw, Some(&x))
             })
         } else {
             let (_, stats) = norm::layer_norm(&x, &w, &bias, 1e-5)?;
             self.time("layer_norm", shape.clone(), calls, forward, || norm::layer_norm(&x, &w, &bias, 1e-5))?;
             self.time("layer_norm_backward", shape, calls, backward, || {
-                norm::layer_norm_backward(&dy, &x, &stats, &w, &dw, &db, None)
+                norm::layer_norm_backward(&dy, &x, &stats, &w, &dw, &db, Some(&x))
             })
         }
     }
@@ -241,22 +279,27 @@ impl KernelBench {
         // Multiples of a large odd number: ids without an order that caches could use.
         let ids = (0..rows as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab as u32).collect();
         let ids = Tensor::from_vec(ids, (seq, micro_batch), &Device::Cpu)?;
-        let (w, dy) = (randn(&[vocab, hidden])?, self.activation(hidden)?);
-        let dw = w.zeros_like()?;
+        let (w, dy) = (self.randn(&[vocab, hidden])?, self.activation(hidden)?);
+        let dw = fp32_zeros(w.dims())?;
         let (shape, n) = (format!("{rows}×{hidden}"), rows * hidden);
         self.time("embedding", shape.clone(), 1.0, Work::Elements(2 * n), || embedding::embedding(&ids, &w, 0))?;
         self.time("embedding_backward", shape, 1.0, Work::Elements(3 * n), || {
             embedding::embedding_backward(&dy, &ids, 0, &dw)
         })?;
-        let (logits, shape, n) = (self.activation(vocab)?, format!("{rows}×{vocab}"), rows * vocab);
-        let max = cross_entropy::row_max(&logits, vocab)?;
+        let (shape, n) = (format!("{rows}×{vocab}"), rows * vocab);
+        let (logits, dlogits) = (randn(&[rows, vocab])?, self.activation(vocab)?.reshape((rows, vocab))?);
+        let (max, _) = cross_entropy::row_statistics(&logits, &ids, 0, vocab)?;
         let ones = Tensor::ones(rows, DType::F32, &Device::Cpu)?;
-        self.time("row_max", shape.clone(), 1.0, Work::Elements(n), || cross_entropy::row_max(&logits, vocab))?;
-        self.time("sum_exp_and_target", shape.clone(), 1.0, Work::Elements(n), || {
-            cross_entropy::sum_exp_and_target(&logits, &max, &ids, 0, vocab)
+        self.time("row_statistics", shape.clone(), 1.0, Work::Fp32(n), || {
+            cross_entropy::row_statistics(&logits, &ids, 0, vocab)
         })?;
-        self.time("cross_entropy_backward", shape, 1.0, Work::Elements(2 * n), || {
-            cross_entropy::cross_entropy_backward(&logits, &max, &ones, &ids, &ones, 0, vocab)
+        if self.dtype == DType::F32 {
+            return self.time("cross_entropy_backward", shape, 1.0, Work::Fp32(2 * n), || {
+                cross_entropy::cross_entropy_backward(&logits, &max, &ones, &ids, &ones, 0, vocab)
+            });
+        }
+        self.time("cross_entropy_backward_into", shape, 1.0, Work::Elements(3 * n), || {
+            cross_entropy::cross_entropy_backward_into(&dlogits, &logits, &max, &ones, &ids, &ones, 0, vocab)
         })
     }
 
@@ -270,9 +313,10 @@ impl KernelBench {
         let (calls, shape) = (params as f64 / n as f64, n.to_string());
         let rule =
             AdamW { lr: 3e-4, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, step: 1, grad_scale: 1.0 };
-        self.time("sum_of_squares", shape.clone(), calls, Work::Elements(n), || reduce::sum_of_squares(&g))?;
-        self.time("adamw", shape.clone(), calls, Work::Elements(7 * n), || adamw(&p, None, &g, &m, &v, &rule))?;
-        self.time("zero", shape, calls, Work::Elements(n), || reduce::zero(&g))
+        let weight = (self.dtype != DType::F32).then(|| self.randn(&[n])).transpose()?;
+        self.time("sum_of_squares", shape.clone(), calls, Work::Fp32(n), || reduce::sum_of_squares(&g))?;
+        self.time("adamw", shape.clone(), calls, Work::Fp32(7 * n), || adamw(&p, weight.as_ref(), &g, &m, &v, &rule))?;
+        self.time("zero", shape, calls, Work::Fp32(n), || reduce::zero(&g))
     }
 }
 
@@ -280,4 +324,8 @@ fn randn(shape: &[usize]) -> Result<Tensor> {
     let mut values = vec![0.0; shape.iter().product()];
     fill_normal(&mut values, 1, 1, 0, 1.0);
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+}
+
+fn fp32_zeros(shape: &[usize]) -> Result<Tensor> {
+    Ok(Tensor::zeros(shape, DType::F32, &Device::Cpu)?)
 }
