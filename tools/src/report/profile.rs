@@ -161,6 +161,7 @@ mod tests {
     fn several_ranks_have_a_table_of_their_own() {
         let text = render(&profile(2));
         assert!(text.contains("| rank | ms a step |"), "{text}");
-        assert_eq!(text.matches("10.0%").count(), 3, "{text}");
+        let ranks = text.lines().skip_while(|line| !line.starts_with("| rank")).skip(2);
+        assert_eq!(ranks.filter(|line| line.contains("100.00") && line.contains("10.0%")).count(), 2, "{text}");
     }
 }
