@@ -11,6 +11,7 @@ mod launch;
 mod long_run;
 mod preprocess;
 mod pretrain;
+mod profile;
 mod reshard;
 mod settings;
 mod site;

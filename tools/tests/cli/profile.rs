@@ -1,0 +1,60 @@
+//! `--profile`: traces that viewers read, and a table.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::site::{RANKS, Site};
+use crate::support::{stderr, stdout};
+
+#[test]
+fn every_rank_leaves_a_trace_and_the_run_a_table() {
+    let site = Site::new();
+    let flags = ["--profile", "--profile-dir=traces", "--train-iters=4", "--profile-step-start=2"];
+    let output = site.pretrain(&flags).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.contains("profile: 2 steps") && text.contains("mean of 4 ranks"), "{text}");
+    assert!(text.contains("| linear_wgrad ") && text.contains("| wait for a gradient "), "{text}");
+    for rank in 0..RANKS {
+        let trace = fs::read(site.path("traces").join(format!("trace_rank_{rank:05}.json"))).unwrap();
+        let trace: Value = serde_json::from_slice(&trace).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let named = |name: &str| events.iter().filter(|e| e["ph"] == "X" && e["name"] == name).collect::<Vec<_>>();
+        assert!(events.iter().all(|e| e["pid"] == rank));
+        assert_eq!(named("step").len(), 2);
+        // Four microbatches a step, forward and backward, inside the steps.
+        assert_eq!((named("forward").len(), named("backward").len()), (8, 8));
+        let span = |e: &Value| (e["ts"].as_f64().unwrap(), e["ts"].as_f64().unwrap() + e["dur"].as_f64().unwrap());
+        for pass in named("forward") {
+            let (start, end) = span(pass);
+            let within = |step: &&Value| span(step).0 <= start + 1.0 && end <= span(step).1 + 1.0;
+            assert!(named("step").iter().any(within), "{pass}");
+        }
+        assert!(!named("linear").is_empty() && !named("all_reduce").is_empty());
+    }
+}
+
+#[test]
+fn only_the_ranks_asked_for_are_recorded() {
+    let site = Site::new();
+    let flags = ["--profile", "--profile-dir=traces", "--train-iters=3", "--profile-ranks=1"];
+    let output = site.pretrain(&flags).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let files: Vec<_> = fs::read_dir(site.path("traces")).unwrap().map(|f| f.unwrap().file_name()).collect();
+    assert_eq!(files, ["trace_rank_00001.json"]);
+}
+
+#[test]
+fn profile_settings_that_record_nothing_are_refused() {
+    let site = Site::new();
+    for (flags, needle) in [
+        (vec!["--profile-step-start=2"], "has no effect without profile"),
+        (vec!["--profile", "--profile-step-start=5", "--profile-step-end=5"], "leave no step to record"),
+        (vec!["--profile", "--profile-ranks=4"], "not among the 4"),
+    ] {
+        let output = site.pretrain(&flags).output().unwrap();
+        assert!(!output.status.success());
+        assert!(stderr(&output).contains(needle), "{flags:?}: {}", stderr(&output));
+    }
+}
