@@ -25,7 +25,9 @@ cat >"$dir/make.py" <<'PY'
 import json, subprocess, sys
 out, size = sys.argv[1], int(float(sys.argv[2]) * 1e6)
 files = [f for f in subprocess.run(["git", "ls-files", "*.rs", "*.md", "*.toml"], capture_output=True, text=True).stdout.split("\n") if f]
-lines = [json.dumps({"text": open(f, encoding="utf-8").read()}, ensure_ascii=False) + "\n" for f in files]
+texts = [open(f, encoding="utf-8").read() for f in files]
+# Text that spells a special token is text to us, and the token to them.
+lines = [json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts if "<|endoftext|>" not in t]
 with open(out, "w", encoding="utf-8") as to:
     written = 0
     while written < size:
