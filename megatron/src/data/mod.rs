@@ -29,6 +29,7 @@ mod tests;
 pub mod text;
 pub mod tokenize;
 pub mod tokenizer;
+mod words;
 
 use std::path::PathBuf;
 use std::sync::Arc;

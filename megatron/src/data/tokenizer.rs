@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::bpe::train_bpe;
 use super::cache::{AtomicFile, KeyHasher, open_or_build};
 use super::text::Corpus;
+use super::words::Words;
 use crate::{Error, Result};
 
 /// Token that ends a document in vocabularies trained here.
@@ -33,7 +34,7 @@ pub struct Tokenizer {
 #[derive(Clone, Debug)]
 enum Kind {
     Byte,
-    HuggingFace { inner: Arc<tokenizers::Tokenizer>, json: Arc<[u8]> },
+    HuggingFace { inner: Arc<tokenizers::Tokenizer>, words: Option<Arc<Words>>, json: Arc<[u8]> },
 }
 
 /// A tokenizer's file beside checkpoints, as Hugging Face names it.
@@ -154,7 +155,11 @@ impl Tokenizer {
         let mut key = KeyHasher::default();
         key.field(&bytes).field(format!("{eod:?}").as_bytes());
         Ok(Self {
-            kind: Kind::HuggingFace { inner: Arc::new(inner), json: bytes.into() },
+            kind: Kind::HuggingFace {
+                words: Words::of(&inner).map(Arc::new),
+                inner: Arc::new(inner),
+                json: bytes.into(),
+            },
             vocab_size: largest as usize + 1,
             eod,
             name: path.display().to_string(),
@@ -201,8 +206,10 @@ impl Tokenizer {
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
             Kind::Byte => Ok(text.bytes().map(u32::from).collect()),
-            Kind::HuggingFace { inner, .. } => {
-                inner.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec()).map_err(|error| {
+            Kind::HuggingFace { inner, words, .. } => {
+                let of_words = || words.as_ref().map_or(Ok(None), |words| words.encode(inner, text));
+                let encode = || inner.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec());
+                of_words().and_then(|tokens| tokens.map_or_else(encode, Ok)).map_err(|error| {
                     Error::data(&self.name, format!("cannot encode a text: {error}; give another tokenizer"))
                 })
             }

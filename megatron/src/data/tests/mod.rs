@@ -8,6 +8,7 @@ mod sampler;
 mod source;
 mod text;
 mod tokenizer;
+mod words;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
