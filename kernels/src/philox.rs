@@ -74,7 +74,7 @@ impl WordRow {
 /// [`LANES`] times [`philox4x32`], side by side. Words are in the low halves of 64-bit lanes, where the multiplication
 /// wants them; the high halves are garbage.
 #[inline(always)]
-fn philox_lanes(counter: [[u64; LANES]; 4], key: [u32; 2]) -> [[u64; LANES]; 4] {
+pub(crate) fn philox_lanes(counter: [[u64; LANES]; 4], key: [u32; 2]) -> [[u64; LANES]; 4] {
     let [mut c0, mut c1, mut c2, mut c3] = counter;
     let [mut k0, mut k1] = key;
     for _ in 0..ROUNDS {

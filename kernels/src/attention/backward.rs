@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 
 use super::buffers::{Rows, transpose, with_buffers};
-use super::product::{product, strips};
+use super::product::product;
 use super::{Geometry, HeadMask, Mask, Scores, TILE_Q, round, tilt};
 use crate::Result;
 use crate::float::{Elem, Float};
@@ -29,11 +29,11 @@ pub(super) fn run<E: Elem>(
 ) -> Result<Tensor> {
     let (packed, dout) = (View::<E>::new(qkv, op, "qkv")?, View::<E>::new(dout, op, "dout")?);
     let (out, lse) = (View::<E>::new(out, op, "out")?, View::<E::Acc>::new(lse, op, "lse")?);
-    let mut dqkv = vec![E::store(E::Acc::ZERO); packed.len()];
+    let mut dqkv = Vec::with_capacity(packed.len());
     let pass = Pass { geometry, packed: &packed, dout: &dout, out: &out, lse: &lse, scores, mask };
-    let target = Shared(dqkv.as_mut_ptr());
-    let groups = geometry.shape.groups;
-    par::for_each(geometry.b * groups, |task| pass.group(task / groups, task % groups, target));
+    pass.fill(Shared(dqkv.as_mut_ptr()));
+    // SAFETY: there is room for that many elements, and all were written.
+    unsafe { dqkv.set_len(packed.len()) };
     tensor(dqkv, qkv.dims(), qkv)
 }
 
@@ -70,6 +70,20 @@ struct Head<'a, T> {
 }
 
 impl<E: Elem> Pass<'_, E> {
+    /// Writes all of `target`, the gradient of `packed`.
+    fn fill(&self, target: Shared<E>) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let &Self { geometry, packed, dout, out, lse, scores, mask } = self;
+            let tensors = super::lanes::Tensors { packed, dout, out, lse };
+            if super::lanes::backward::<E>(tensors, geometry, scores, mask, target) {
+                return;
+            }
+        }
+        let groups = self.geometry.shape.groups;
+        par::for_each(self.geometry.b * groups, |task| self.group(task / groups, task % groups, target));
+    }
+
     /// Writes the columns of one group in `dqkv`, which no other task touches.
     fn group(&self, batch: usize, group: usize, target: Shared<E>) {
         let Geometry { s, shape, .. } = self.geometry;
@@ -156,54 +170,39 @@ impl<E: Elem> Pass<'_, E> {
     ) {
         let d = self.geometry.shape.head_dim;
         let mask = self.mask.map(|m| m.head(head.batch, head.head));
-        let one = E::Acc::ONE;
-        for strip in strips::<E::Acc>(0..queries.len()) {
-            // Keys behind the last query of the strip are hidden from all of it.
-            let seen = (queries.start + strip.end).saturating_sub(keys.start).min(keys.len());
-            let (m, row, at) = (strip.len(), (queries.start + strip.start) * d, strip.start * TILE_K);
-            let operand = |of: &[E::Acc]| Mat(of[row..].as_ptr(), d, 1);
-            let transposed = |of: &[E::Acc]| (of[keys.start * d..].as_ptr(), TILE_K);
-            if seen > 0 {
-                // SAFETY: a strip has m rows of the head's [s, d] and of p and ds, `seen` ≤ TILE_K keys are of a tile.
-                unsafe {
-                    let (p, ds) = (p[at..].as_mut_ptr(), ds[at..].as_mut_ptr());
-                    product((m, seen, d), (p, TILE_K), false, operand(head.queries), transposed(group.keys_t), one);
-                    product((m, seen, d), (ds, TILE_K), false, operand(head.dout), transposed(group.values_t), one);
-                }
-            }
-            vectorize(
-                #[inline(always)]
-                || {
-                    for r in strip.clone() {
-                        let at = r * TILE_K..r * TILE_K + keys.len();
-                        let rows = (&mut p[at.clone()], &mut ds[at]);
-                        self.row(head, queries.start + r, keys.start, rows, mask.as_ref());
-                    }
-                },
-            );
-            if seen > 0 {
-                // SAFETY: as above.
-                unsafe {
-                    let (ds, to) = (Mat(ds[at..].as_ptr(), TILE_K, 1), head.dq[row..].as_mut_ptr());
-                    product((m, d, seen), (to, d), true, ds, (group.keys[keys.start * d..].as_ptr(), d), one);
-                }
-            }
+        // Keys behind the last query are hidden from all of them, as are keys from queries before the first key.
+        let (m, seen) = (queries.len(), (queries.end.saturating_sub(keys.start)).min(keys.len()));
+        let first = keys.start.saturating_sub(queries.start);
+        if seen == 0 || first >= m {
+            return;
         }
-        for strip in strips::<E::Acc>(0..keys.len()) {
-            // Queries before the first key of the strip see none of it.
-            let first = (keys.start + strip.start).saturating_sub(queries.start);
-            if first >= queries.len() {
-                continue;
-            }
-            let (m, count, row) = (strip.len(), queries.len() - first, (queries.start + first) * d);
-            let operand = |of: &[E::Acc]| Mat(of[first * TILE_K + strip.start..].as_ptr(), 1, TILE_K);
-            let to = (keys.start + strip.start) * d;
-            // SAFETY: as above; a strip has m rows of the group's [s, d], and columns of p and ds.
-            unsafe {
-                let (dk, dv) = (group.dk[to..].as_mut_ptr(), group.dv[to..].as_mut_ptr());
-                product((m, d, count), (dv, d), true, operand(p), (head.dout[row..].as_ptr(), d), one);
-                product((m, d, count), (dk, d), true, operand(ds), (head.queries[row..].as_ptr(), d), one);
-            }
+        let row = queries.start * d;
+        let operand = |of: &[E::Acc]| Mat(of[row..].as_ptr(), d, 1);
+        let transposed = |of: &[E::Acc]| (of[keys.start * d..].as_ptr(), TILE_K);
+        // SAFETY: a tile has m rows of the head's [s, d] and of p and ds; `seen` ≤ TILE_K keys are of a tile.
+        unsafe {
+            product((m, seen, d), (p.as_mut_ptr(), TILE_K), false, operand(head.queries), transposed(group.keys_t));
+            product((m, seen, d), (ds.as_mut_ptr(), TILE_K), false, operand(head.dout), transposed(group.values_t));
+        }
+        vectorize(
+            #[inline(always)]
+            || {
+                for r in 0..m {
+                    let at = r * TILE_K..r * TILE_K + keys.len();
+                    self.row(head, queries.start + r, keys.start, (&mut p[at.clone()], &mut ds[at]), mask.as_ref());
+                }
+            },
+        );
+        let (count, row) = (m - first, (queries.start + first) * d);
+        let across = |of: &[E::Acc]| Mat(of[first * TILE_K..].as_ptr(), 1, TILE_K);
+        let to = keys.start * d;
+        // SAFETY: as above; the group has keys.len() rows of its [s, d].
+        unsafe {
+            let (weights, to_queries) = (Mat(ds.as_ptr(), TILE_K, 1), head.dq[queries.start * d..].as_mut_ptr());
+            product((m, d, seen), (to_queries, d), true, weights, (group.keys[to..].as_ptr(), d));
+            let (dk, dv) = (group.dk[to..].as_mut_ptr(), group.dv[to..].as_mut_ptr());
+            product((keys.len(), d, count), (dv, d), true, across(p), (head.dout[row..].as_ptr(), d));
+            product((keys.len(), d, count), (dk, d), true, across(ds), (head.queries[row..].as_ptr(), d));
         }
     }
 

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 use crate::float::{Elem, Float};
+use crate::host::HostElem;
 
 /// A cache line, for its alignment.
 #[derive(Clone, Copy)]
@@ -15,27 +16,42 @@ thread_local! {
 }
 
 /// Calls `f` with buffers of these lengths, whose contents are arbitrary numbers. Their memory is kept for the thread's next call.
-pub fn with_buffers<T: Float, const N: usize, R>(lengths: [usize; N], f: impl FnOnce([&mut [T]; N]) -> R) -> R {
-    let per_line = size_of::<Line>() / size_of::<T>();
-    let lines_of = lengths.map(|length| length.div_ceil(per_line));
+pub fn with_buffers<T: HostElem, const N: usize, R>(lengths: [usize; N], f: impl FnOnce([&mut [T]; N]) -> R) -> R {
+    with_two_buffers::<T, T, N, 0, R>(lengths, [], |buffers, _| f(buffers))
+}
+
+/// As [`with_buffers`], of two types.
+pub fn with_two_buffers<A: HostElem, B: HostElem, const N: usize, const M: usize, R>(
+    lengths_a: [usize; N],
+    lengths_b: [usize; M],
+    f: impl FnOnce([&mut [A]; N], [&mut [B]; M]) -> R,
+) -> R {
+    let needed = lengths_a.iter().map(|&n| lines::<A>(n)).sum::<usize>()
+        + lengths_b.iter().map(|&n| lines::<B>(n)).sum::<usize>();
     let mut lines = LINES.take();
-    let needed = lines_of.iter().sum();
     if lines.len() < needed {
-        lines = vec![Line([0; 64]); needed];
+        lines = Vec::new(); // free first, so that growing needs no room for both
+        lines.resize(needed, Line([0; 64]));
     }
-    let mut at = lines.as_mut_ptr();
-    let mut next = 0;
-    let buffers = [(); N].map(|()| {
-        // SAFETY: the ranges follow each other within `lines`, which outlives the call; T is a plain number, for which any
-        // initialized bytes are a value, and a line is aligned for it.
-        let buffer = unsafe { std::slice::from_raw_parts_mut(at.cast::<T>(), lengths[next]) };
-        at = at.wrapping_add(lines_of[next]);
-        next += 1;
-        buffer
-    });
-    let result = f(buffers);
+    let mut rest = &mut lines[..];
+    let a = lengths_a.map(|n| take(&mut rest, n));
+    let b = lengths_b.map(|n| take(&mut rest, n));
+    let result = f(a, b);
     LINES.set(lines);
     result
+}
+
+/// Cache lines that hold `n` elements.
+fn lines<T>(n: usize) -> usize {
+    (n * size_of::<T>()).div_ceil(size_of::<Line>())
+}
+
+/// `n` elements from the beginning of `rest`.
+fn take<'a, T: HostElem>(rest: &mut &'a mut [Line], n: usize) -> &'a mut [T] {
+    let (own, others) = std::mem::take(rest).split_at_mut(lines::<T>(n));
+    *rest = others;
+    // SAFETY: the lines hold n elements and are aligned for them; T is a plain number, for which any initialized bytes are a value.
+    unsafe { std::slice::from_raw_parts_mut(own.as_mut_ptr().cast::<T>(), n) }
 }
 
 /// Rows of one head, wherever they lie: positions are `stride` elements apart.

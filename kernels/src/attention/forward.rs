@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 
 use super::buffers::{transpose, with_buffers};
-use super::product::{product, strips};
+use super::product::product;
 use super::{Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, round, tilt};
 use crate::Result;
 use crate::float::{Elem, Float};
@@ -25,21 +25,40 @@ pub(super) fn run<E: Elem>(
     let heads = shape.heads();
     let packed = View::<E>::new(qkv, op, "qkv")?;
     let packed: &[E] = &packed;
-    let mut out = vec![E::store(E::Acc::ZERO); s * b * heads * shape.head_dim];
-    let mut lse = vec![E::Acc::ZERO; b * heads * s];
+    let (mut out, mut lse) = (Vec::with_capacity(s * b * heads * shape.head_dim), Vec::with_capacity(b * heads * s));
+    fill(packed, geometry, scores, mask, Shared(out.as_mut_ptr()), Shared(lse.as_mut_ptr()));
+    // SAFETY: there is room for that many elements, and all were written.
+    unsafe {
+        out.set_len(s * b * heads * shape.head_dim);
+        lse.set_len(b * heads * s);
+    }
+    Ok((tensor(out, (s, b, heads * shape.head_dim), qkv)?, tensor(lse, (b, heads, s), qkv)?))
+}
+
+/// Writes all of `out` and `lse`.
+fn fill<E: Elem>(
+    packed: &[E],
+    geometry: Geometry,
+    scores: Scores,
+    mask: Option<&Mask>,
+    out: Shared<E>,
+    lse: Shared<E::Acc>,
+) {
+    #[cfg(target_arch = "x86_64")]
+    if super::lanes::forward::<E>(packed, geometry, scores, mask, out, lse) {
+        return;
+    }
+    let Geometry { s, b, shape } = geometry;
+    let heads = shape.heads();
     let tiles = s.div_ceil(TILE_Q);
     // No tile depends on how they are dealt. Two tasks a thread even out what the last ones leave idle.
     let parts = (2 * par::threads()).div_ceil((b * heads).max(1)).clamp(1, tiles.max(1));
-    {
-        let (out, lse) = (Shared(out.as_mut_ptr()), Shared(lse.as_mut_ptr()));
-        par::for_each(b * heads * parts, |task| {
-            let (batch_head, part) = (task / parts, task % parts);
-            let head = Head { geometry, batch: batch_head / heads, head: batch_head % heads, scores, mask };
-            // Every parts-th tile, from the last one back: short and long rows alike for each.
-            head.forward(packed, (0..tiles).rev().skip(part).step_by(parts), out, lse);
-        });
-    }
-    Ok((tensor(out, (s, b, heads * shape.head_dim), qkv)?, tensor(lse, (b, heads, s), qkv)?))
+    par::for_each(b * heads * parts, |task| {
+        let (batch_head, part) = (task / parts, task % parts);
+        let head = Head { geometry, batch: batch_head / heads, head: batch_head % heads, scores, mask };
+        // Every parts-th tile, from the last one back: short and long rows alike for each.
+        head.forward(packed, (0..tiles).rev().skip(part).step_by(parts), out, lse);
+    });
 }
 
 /// One head of one sample.
@@ -121,33 +140,27 @@ impl Head<'_> {
         let seen = self.scores.first_key(s, self.batch, rows.start) / TILE_K * TILE_K;
         for first_key in (seen..rows.end).step_by(TILE_K) {
             let (keys_t, values) = (&operands.keys_t[first_key * d..], &operands.values[first_key * d..]);
-            for strip in strips::<E::Acc>(0..rows.len()) {
-                // Keys behind the last query of the strip are hidden from all of it.
-                let keys = (rows.start + strip.end).saturating_sub(first_key).min(TILE_K);
-                if keys == 0 {
-                    continue;
-                }
-                let m = strip.len();
-                let (q, p_at) = (&operands.queries[strip.start * d..], strip.start * TILE_K);
-                // SAFETY: a strip has m rows of queries, of p and of acc; keys_t has d rows of TILE_K, of which `keys` are
-                // of positions before the sequence's end, as are as many rows of values.
-                unsafe {
-                    let (q, to) = (Mat(q.as_ptr(), d, 1), (p[p_at..].as_mut_ptr(), TILE_K));
-                    product((m, keys, d), to, false, q, (keys_t.as_ptr(), TILE_K), E::Acc::ONE);
-                }
-                vectorize(
-                    #[inline(always)]
-                    || {
-                        for r in strip.clone() {
-                            self.soften::<E>(rows.start + r, r, first_key, keys, p, &mut gathered, mask.as_ref());
-                        }
-                    },
-                );
-                // SAFETY: as above.
-                unsafe {
-                    let (p, to) = (Mat(p[p_at..].as_ptr(), TILE_K, 1), gathered.acc[strip.start * d..].as_mut_ptr());
-                    product((m, d, keys), (to, d), true, p, (values.as_ptr(), d), E::Acc::ONE);
-                }
+            // Keys behind the last query are hidden from all of them.
+            let keys = (rows.end - first_key).min(TILE_K);
+            let (m, p_at) = (rows.len(), p.as_mut_ptr());
+            // SAFETY: queries, p and acc have m rows; keys_t has d rows of TILE_K, of which `keys` are of positions before the
+            // sequence's end, as are as many rows of values.
+            unsafe {
+                let q = Mat(operands.queries.as_ptr(), d, 1);
+                product((m, keys, d), (p_at, TILE_K), false, q, (keys_t.as_ptr(), TILE_K));
+            }
+            vectorize(
+                #[inline(always)]
+                || {
+                    for r in 0..m {
+                        self.soften::<E>(rows.start + r, r, first_key, keys, p, &mut gathered, mask.as_ref());
+                    }
+                },
+            );
+            // SAFETY: as above.
+            unsafe {
+                let p = Mat(p.as_ptr(), TILE_K, 1);
+                product((m, d, keys), (gathered.acc.as_mut_ptr(), d), true, p, (values.as_ptr(), d));
             }
         }
         let kept = E::Acc::of(self.mask.map_or(1.0, |m| m.scale));

@@ -6,6 +6,8 @@ mod backward;
 mod buffers;
 mod cached;
 mod forward;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
 mod product;
 
 use candle_core::Tensor;

@@ -22,7 +22,7 @@ mod double;
 mod driver;
 mod kernel;
 #[cfg(target_arch = "x86_64")]
-mod lanes;
+pub(crate) mod lanes;
 mod pack;
 mod plan;
 mod portable;

@@ -1,7 +1,10 @@
 //! Attention against the plain formula in candle's differentiable operations.
 
+use std::process::Command;
+
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn};
 use candle_core::{D, DType, Device, Tensor};
+use kernels::Isa;
 use kernels::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward};
 use kernels::dropout::DropoutKey;
 
@@ -9,7 +12,7 @@ const PLAIN: Scores = Scores { scale: 1.0, alibi: None, window: None, first_keys
 const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };
 
 /// (s, b, shape): below, at and above tile sizes, grouped and not, odd widths.
-fn cases() -> [(usize, usize, HeadShape); 7] {
+fn cases() -> [(usize, usize, HeadShape); 9] {
     let shape = |groups, heads_per_group, head_dim| HeadShape { groups, heads_per_group, head_dim };
     [
         (1, 1, shape(1, 1, 4)),
@@ -19,6 +22,8 @@ fn cases() -> [(usize, usize, HeadShape); 7] {
         (128, 1, shape(1, 1, 16)),
         (129, 1, shape(2, 2, 8)),
         (300, 1, shape(1, 2, 8)),
+        (70, 2, shape(5, 2, 40)),
+        (161, 1, shape(3, 1, 100)),
     ]
 }
 
@@ -273,13 +278,34 @@ fn masks_of_steps_layers_sites_and_seeds_differ() {
 fn results_do_not_depend_on_the_number_of_threads() {
     let shape = HeadShape { groups: 2, heads_per_group: 3, head_dim: 24 };
     let (s, b) = (150, 2);
-    let qkv = cast(&randn("qkv", &[s, b, shape.width()]), DType::F32);
-    let dout = cast(&randn("dout", &[s, b, shape.heads() * shape.head_dim]), DType::F32);
-    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0, 1], first_head: 0 };
-    assert_same_on_any_threads(|| {
-        let (out, lse) = attention(&qkv, shape, 0.2, Some(&dropout)).unwrap();
-        let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(&dropout)).unwrap();
-        vec![out, lse, dqkv]
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let qkv = cast(&randn("qkv", &[s, b, shape.width()]), dtype);
+        let dout = cast(&randn("dout", &[s, b, shape.heads() * shape.head_dim]), dtype);
+        let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0, 1], first_head: 0 };
+        assert_same_on_any_threads(|| {
+            let (out, lse) = attention(&qkv, shape, 0.2, Some(&dropout)).unwrap();
+            let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(&dropout)).unwrap();
+            vec![out, lse, dqkv]
+        });
+    }
+}
+
+#[test]
+fn all_of_this_holds_on_every_instruction_set() {
+    if std::env::var_os("MEGATRON_SIMD").is_some_and(|value| !value.is_empty()) {
+        return;
+    }
+    // The one that is detected is tested by the other tests of this file.
+    let others: Vec<Isa> = Isa::ALL.into_iter().filter(|&isa| isa < Isa::supported()).collect();
+    std::thread::scope(|scope| {
+        for isa in others {
+            scope.spawn(move || {
+                let mut program = Command::new(std::env::current_exe().unwrap());
+                let output = program.arg("attention::").env("MEGATRON_SIMD", isa.name()).output().unwrap();
+                let text = String::from_utf8_lossy(&output.stdout);
+                assert!(output.status.success() && text.contains("test result: ok. "), "{isa:?}: {text}");
+            });
+        }
     });
 }
 

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use crate::common::{bits, cast, ids, randn};
 use candle_core::{DType, Device, Tensor};
-use kernels::attention::{HeadShape, RopeTable, rope_inplace};
+use kernels::attention::{AttentionDropout, HeadShape, RopeTable, attention, rope_inplace};
 use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
 use kernels::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
 use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
@@ -39,6 +39,19 @@ fn view(name: &str, shape: &[usize], dtype: DType, wild: bool) -> Tensor {
 fn hash(results: &[Tensor]) -> u64 {
     let words = results.iter().flat_map(bits).map(|b| if f64::from_bits(b).is_nan() { u64::MAX } else { b });
     words.fold(0xCBF2_9CE4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01B3))
+}
+
+/// Which weights attention keeps, of 70 queries and keys: with equal scores and one-hot values, component j of query q's output is not 0
+/// where it keeps key j.
+fn weights_kept(dropout: &AttentionDropout, dtype: DType) -> kernels::Result<Tensor> {
+    let s = 70;
+    let (b, shape) = (dropout.samples.len(), HeadShape { groups: 2, heads_per_group: 1, head_dim: s });
+    let mut qkv = vec![0f32; s * b * shape.width()];
+    for (position, row) in qkv.chunks_exact_mut(b * shape.width()).enumerate() {
+        row.chunks_exact_mut(3 * s).for_each(|head| head[2 * s + position] = 1.0);
+    }
+    let qkv = Tensor::from_vec(qkv, (s, b, shape.width()), &Device::Cpu)?.to_dtype(dtype)?;
+    Ok(attention(&qkv, shape, 1.0, Some(dropout))?.0.ne(0.0)?)
 }
 
 /// A line for each kernel and dtype: its name and the hash of its results.
@@ -86,6 +99,15 @@ fn digest() -> kernels::Result<Vec<String>> {
         let qkv = view("qkv", &[S, B, shape.width()], dtype, wild);
         rope_inplace(&qkv, &RopeTable::new(S, 26, 1e4, dtype, &Device::Cpu)?, shape, 0, false)?;
         line("rope", &[qkv]);
+
+        let samples = [3, 1 << 40, 4];
+        let dropout = AttentionDropout {
+            p: 0.3,
+            key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 },
+            samples: &samples,
+            first_head: 7,
+        };
+        line("attention's mask", &[weights_kept(&dropout, dtype)?]);
 
         let (targets, v) = (ids("targets", &[S * B], h as u32), h - 5);
         let logits = view("logits", &[S * B, h], dtype, wild);

@@ -1,0 +1,446 @@
+//! Backward: one task per sample and some groups; a group's sums of dk and dv over queries and heads have one order.
+
+use std::arch::x86_64::*;
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+use super::engine::{Engine, Left};
+use super::math::exp2;
+use super::operands::{flipped, if_pairs, paired, plain, turned};
+use super::tile::Tile;
+use super::{BLOCK, Call, LANES, WithEngine, with_engine};
+use crate::attention::buffers::{Rows, with_two_buffers};
+use crate::attention::{Geometry, Mask, Scores};
+use crate::float::Elem;
+use crate::gemm::lanes::{Lanes, first, transpose};
+use crate::par::{self, Shared};
+
+/// Keys per tile.
+const KEYS: usize = 64;
+/// Queries per tile.
+const QUERIES: usize = 128;
+
+/// Tensors of the call, as [`crate::attention::attention_backward`] has them.
+pub struct Tensors<'a, E: Elem> {
+    pub packed: &'a [E],
+    pub dout: &'a [E],
+    pub out: &'a [E],
+    pub lse: &'a [E::Acc],
+}
+
+/// Writes all of `dqkv`; false where there is no engine.
+pub fn backward<E: Elem>(
+    tensors: Tensors<E>,
+    geometry: Geometry,
+    scores: Scores,
+    mask: Option<&Mask>,
+    dqkv: Shared<E>,
+) -> bool {
+    let call = Call { geometry, scores, mask };
+    let Tensors { packed, dout, out, lse } = tensors;
+    with_engine::<E>(Backward {
+        call,
+        packed: packed.as_ptr().cast(),
+        dout: dout.as_ptr().cast(),
+        out: out.as_ptr().cast(),
+        lse: lse.as_ptr().cast(),
+        dqkv: dqkv.0.cast(),
+    })
+}
+
+struct Backward<'a> {
+    call: Call<'a>,
+    packed: *const u8,
+    dout: *const u8,
+    out: *const u8,
+    lse: *const f32,
+    dqkv: *mut u8,
+}
+
+impl WithEngine for Backward<'_> {
+    unsafe fn run<K: Engine>(self) {
+        let Geometry { s, b, shape } = self.call.geometry;
+        let (packed, out) = (s * b * shape.width(), s * b * shape.heads() * shape.head_dim);
+        // SAFETY: the caller's promise; the tensors have that many elements.
+        let pass = unsafe {
+            Pass {
+                call: self.call,
+                packed: std::slice::from_raw_parts(self.packed.cast::<K::Elem>(), packed),
+                dout: std::slice::from_raw_parts(self.dout.cast::<K::Elem>(), out),
+                out: std::slice::from_raw_parts(self.out.cast::<K::Elem>(), out),
+                lse: std::slice::from_raw_parts(self.lse, b * shape.heads() * s),
+            }
+        };
+        let target = Shared(self.dqkv.cast::<K::Elem>());
+        let at_a_time = self.call.groups_at_a_time::<K::Elem>();
+        let of_batch = shape.groups.div_ceil(at_a_time);
+        par::for_each(b * of_batch, |task| {
+            let first = task % of_batch * at_a_time;
+            let groups = first..shape.groups.min(first + at_a_time);
+            // SAFETY: the caller's promise; no two tasks write the same columns.
+            unsafe {
+                K::enter();
+                pass.groups::<K>(task / of_batch, groups, target);
+                K::leave();
+            }
+        });
+    }
+}
+
+struct Pass<'a, E> {
+    call: Call<'a>,
+    packed: &'a [E],
+    dout: &'a [E],
+    out: &'a [E],
+    lse: &'a [f32],
+}
+
+/// Keys and values of a group, and the gradients gathered for them.
+struct Group<'a, T> {
+    /// `[n, width]`
+    keys: Left<T>,
+    /// `[n, width]`
+    values: Left<T>,
+    /// `[width, n]`
+    keys_turned: Left<T>,
+    /// `[n, width]`, but for the scale of scores.
+    dk: &'a mut [f32],
+    /// `[n, width]`
+    dv: &'a mut [f32],
+}
+
+/// One head.
+struct Head<'a, T> {
+    /// `[n / 32][width, 32]`, as `dout_turned`.
+    queries_turned: &'a [T],
+    dout_turned: &'a [T],
+    /// `[n, width]`, as `dout`.
+    queries: &'a [T],
+    dout: &'a [T],
+    /// `[n / 32][width, 32]`, but for the scale of scores.
+    dq: &'a mut [f32],
+    /// The log-sum-exp of powers of two, per query.
+    lse: &'a [f32],
+    /// Σ dout·out
+    delta: &'a [f32],
+}
+
+/// Where a tile's probabilities and gradients of scores are.
+struct Weights<'a, T> {
+    /// `[32 keys, 32 queries]` of a block: scores, and gradients of probabilities.
+    scores: &'a mut [f32],
+    dp: &'a mut [f32],
+    /// `[KEYS, QUERIES]`, as `ds`: the (dropped) probabilities, and the gradients of scores.
+    p: &'a mut [T],
+    ds: &'a mut [T],
+    /// `[QUERIES / 32][KEYS, 32]`: `ds` as right operands.
+    ds_right: &'a mut [T],
+}
+
+impl<E: Lanes> Pass<'_, E> {
+    /// Writes the columns of these groups in `dqkv`.
+    ///
+    /// # Safety
+    /// As [`Engine`]'s functions; no other task writes these columns.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn groups<K: Engine<Elem = E>>(&self, batch: usize, groups: Range<usize>, target: Shared<E>) {
+        let Geometry { s, shape, .. } = self.call.geometry;
+        let (width, of_group, scale) = (self.call.width(), shape.heads_per_group, self.call.scores.scale as f32);
+        let n = s.next_multiple_of(BLOCK);
+        let first_keys = self.call.first_keys(batch, n);
+        let (all, copy, tile) = (n * width, if_pairs::<K>(n * width), KEYS * QUERIES);
+        let heads = groups.start * of_group..groups.end * of_group;
+        let (of_groups, of_heads) = (groups.len() * all, heads.len() * all);
+        let operands = [of_groups, of_groups, of_heads, of_heads, copy, all, all, copy, copy, tile, tile, tile];
+        let numbers = [heads.len() * n, n, all, all, all, BLOCK * BLOCK, BLOCK * BLOCK];
+        let part = |group, part| self.call.geometry.qkv_rows(self.packed, batch, group, part);
+        let of_head = |head: usize| part(head / of_group, head % of_group);
+        let out_rows = |of, head| self.call.geometry.out_rows(of, batch, head);
+        with_two_buffers::<K::Operand, f32, 12, 7, _>(
+            operands,
+            numbers,
+            |[keys, values, queries, dout, keys_turned, q_turned, do_turned, q_pairs, do_pairs, p, ds, ds_right],
+             [deltas, lse, dk, dv, dq, scores, dp]| {
+                // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
+                unsafe {
+                    plain::<K>(groups.clone().map(|group| part(group, of_group)), s, 0, n, keys, width);
+                    plain::<K>(groups.clone().map(|group| part(group, of_group + 1)), s, 0, n, values, width);
+                    plain::<K>(heads.clone().map(of_head), s, 0, n, queries, width);
+                    plain::<K>(heads.clone().map(|head| out_rows(self.dout, head)), s, 0, n, dout, width);
+                    let pairs = heads.clone().map(|head| [out_rows(self.dout, head), out_rows(self.out, head)]);
+                    inner_products(pairs, s, n, deltas);
+                    let mut weights = Weights { scores, dp, p, ds, ds_right };
+                    for (i, group) in groups.clone().enumerate() {
+                        let (keys, values) = (&keys[i * all..][..all], &values[i * all..][..all]);
+                        dk.fill(0.0);
+                        dv.fill(0.0);
+                        let mut of_keys = Group {
+                            keys: Left::plain::<K>(keys, width),
+                            values: Left::plain::<K>(values, width),
+                            keys_turned: flipped::<K>(paired::<K>(keys, n, width, q_pairs), n, width, keys_turned),
+                            dk: &mut *dk,
+                            dv: &mut *dv,
+                        };
+                        for head in group * of_group..(group + 1) * of_group {
+                            let i = head - heads.start;
+                            let (queries, dout) = (&queries[i * all..][..all], &dout[i * all..][..all]);
+                            turned::<K>(queries, n, width, q_turned);
+                            turned::<K>(dout, n, width, do_turned);
+                            let of_queries = &self.lse[(batch * shape.heads() + head) * s..][..s];
+                            lse[s..].fill(0.0);
+                            lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
+                            dq.fill(0.0);
+                            let mut tile = Tile::new(&self.call, batch, head, &first_keys);
+                            let mut of_queries = Head {
+                                queries_turned: q_turned,
+                                dout_turned: do_turned,
+                                queries: paired::<K>(queries, n, width, q_pairs),
+                                dout: paired::<K>(dout, n, width, do_pairs),
+                                dq: &mut *dq,
+                                lse: &*lse,
+                                delta: &deltas[i * n..][..n],
+                            };
+                            self.head::<K>(&mut of_keys, &mut of_queries, &mut tile, &mut weights, &first_keys);
+                            self.store_turned(of_head(head), of_queries.dq, scale, target);
+                        }
+                        self.store(part(group, of_group), of_keys.dk, scale, target);
+                        self.store(part(group, of_group + 1), of_keys.dv, 1.0, target);
+                    }
+                }
+            },
+        );
+    }
+
+    /// Adds a head's part to the gradients.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn head<K: Engine<Elem = E>>(
+        &self,
+        group: &mut Group<K::Operand>,
+        head: &mut Head<K::Operand>,
+        tile: &mut Tile,
+        weights: &mut Weights<K::Operand>,
+        first_keys: &[u32],
+    ) {
+        let n = first_keys.len();
+        for key in (0..n).step_by(KEYS) {
+            let keys = key..n.min(key + KEYS);
+            for query in (key / QUERIES * QUERIES..n).step_by(QUERIES) {
+                // This query and all later ones see nothing of the tile.
+                if first_keys[query] as usize >= keys.end {
+                    break;
+                }
+                let queries = query..n.min(query + QUERIES);
+                // SAFETY: the caller's promise; the ranges are of whole blocks within the operands.
+                unsafe { self.tile::<K>(group, head, tile, weights, first_keys, keys.clone(), queries) };
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn tile<K: Engine<Elem = E>>(
+        &self,
+        group: &mut Group<K::Operand>,
+        head: &mut Head<K::Operand>,
+        tile: &mut Tile,
+        weights: &mut Weights<K::Operand>,
+        first_keys: &[u32],
+        keys: Range<usize>,
+        queries: Range<usize>,
+    ) {
+        let width = self.call.width();
+        // Whether some query of a block of queries sees some key of a block of keys.
+        let meet = |key: usize, query: usize| key < query + BLOCK && (first_keys[query] as usize) < key + BLOCK;
+        let blocks = |of: &Range<usize>| of.clone().step_by(BLOCK);
+        // SAFETY: the caller's promise.
+        unsafe {
+            for query in blocks(&queries) {
+                let seen = seen(blocks(&keys), |key| meet(key, query));
+                if seen.is_empty() {
+                    continue;
+                }
+                tile.turn_to(query);
+                for key in blocks(&seen) {
+                    let right = |of: &[K::Operand]| (of[query * width..].as_ptr(), BLOCK * K::GROUP);
+                    let (scores, dp) = (weights.scores.as_mut_ptr(), weights.dp.as_mut_ptr());
+                    let (keys_at, values_at) = (group.keys.from::<K>(key, 0), group.values.from::<K>(key, 0));
+                    K::block(width, keys_at, right(head.queries_turned), (scores, BLOCK), false);
+                    K::block(width, values_at, right(head.dout_turned), (dp, BLOCK), false);
+                    let scale = tile.tilt(key, weights.scores);
+                    let harden = match (tile.is_edge(key, BLOCK), tile.drops()) {
+                        (false, false) => harden::<K, false, false>,
+                        (true, false) => harden::<K, true, false>,
+                        (false, true) => harden::<K, false, true>,
+                        (true, true) => harden::<K, true, true>,
+                    };
+                    let per_query = [head.lse, head.delta].map(|of| &of[query..query + BLOCK]);
+                    let at = (key - keys.start, query - queries.start);
+                    let kept = self.call.mask.map_or(1.0, |m| m.scale as f32);
+                    harden(tile, key, scale, kept, per_query, weights, at);
+                }
+                let ds =
+                    weights.ds_right[(query - queries.start) * KEYS + (seen.start - keys.start) * BLOCK..].as_ptr();
+                for row in (0..width).step_by(BLOCK) {
+                    let to = (head.dq[query * width + row * BLOCK..].as_mut_ptr(), BLOCK);
+                    let keys_at = group.keys_turned.from::<K>(row, seen.start);
+                    K::block(seen.len(), keys_at, (ds, BLOCK * K::GROUP), to, true);
+                }
+            }
+            for key in blocks(&keys) {
+                let seen = seen(blocks(&queries), |query| meet(key, query));
+                if seen.is_empty() {
+                    continue;
+                }
+                let left = |of: &[K::Operand]| {
+                    Left::plain::<K>(of, QUERIES).from::<K>(key - keys.start, seen.start - queries.start)
+                };
+                for column in (0..width).step_by(BLOCK) {
+                    let right =
+                        |of: &[K::Operand]| (of[seen.start * width + column * K::GROUP..].as_ptr(), width * K::GROUP);
+                    let to = key * width + column;
+                    let (dv, dk) = (group.dv[to..].as_mut_ptr(), group.dk[to..].as_mut_ptr());
+                    K::block(seen.len(), left(weights.p), right(head.dout), (dv, width), true);
+                    K::block(seen.len(), left(weights.ds), right(head.queries), (dk, width), true);
+                }
+            }
+        }
+    }
+
+    /// Writes scale · `from [n, width]` to where `to` lies in dqkv.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn store(&self, to: Rows<E>, from: &[f32], scale: f32, target: Shared<E>) {
+        let (width, scale) = (self.call.width(), _mm512_set1_ps(scale));
+        for position in 0..self.call.geometry.s {
+            for column in (0..to.width).step_by(LANES) {
+                // SAFETY: dqkv has qkv's shape; only this task writes its group's columns.
+                unsafe {
+                    let line = _mm512_loadu_ps(from.as_ptr().add(position * width + column));
+                    let at = target.at(to.at + position * to.stride + column);
+                    E::store16(at, first(to.width - column), _mm512_mul_ps(line, scale));
+                }
+            }
+        }
+    }
+
+    /// As [`Pass::store`], `from [n / 32][width, 32]`.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn store_turned(&self, to: Rows<E>, from: &[f32], scale: f32, target: Shared<E>) {
+        let (s, width, scale) = (self.call.geometry.s, self.call.width(), _mm512_set1_ps(scale));
+        for position in (0..s).step_by(LANES) {
+            for column in (0..to.width).step_by(LANES) {
+                let tile = position / BLOCK * BLOCK * width + position % BLOCK;
+                // SAFETY: as in `store`.
+                unsafe {
+                    let at = from.as_ptr().add(tile + column * BLOCK);
+                    let lines = std::array::from_fn(|l| {
+                        _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(at.add(l * BLOCK)), scale))
+                    });
+                    let mask = first(to.width - column);
+                    for (l, line) in transpose(lines).into_iter().enumerate().take(s - position) {
+                        let at = target.at(to.at + (position + l) * to.stride + column);
+                        E::store16(at, mask, _mm512_castsi512_ps(line));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// From the first to behind the last of the blocks that are met; those met follow each other.
+fn seen(blocks: impl Iterator<Item = usize>, meet: impl Fn(usize) -> bool) -> Range<usize> {
+    let mut met = blocks.filter(|&block| meet(block));
+    let Some(first) = met.next() else { return 0..0 };
+    first..met.last().unwrap_or(first) + BLOCK
+}
+
+/// The inner products of the rows of pairs, `to [pairs][n]`, with zeros beyond row `s`.
+///
+/// # Safety
+/// The machine has AVX-512.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn inner_products<'a, E: Lanes>(
+    pairs: impl Iterator<Item = [Rows<'a, E>; 2]> + Clone,
+    s: usize,
+    n: usize,
+    to: &mut [f32],
+) {
+    to.fill(0.0);
+    for position in 0..s {
+        for (to, [a, b]) in to.chunks_exact_mut(n).zip(pairs.clone()) {
+            let (a, b) = (a.row(position), b.row(position));
+            let mut sum = _mm512_setzero_ps();
+            for column in (0..a.len()).step_by(LANES) {
+                let mask = first(a.len() - column);
+                // SAFETY: masked elements are not read.
+                unsafe {
+                    let (a, b) = (E::load16(a.as_ptr().add(column), mask), E::load16(b.as_ptr().add(column), mask));
+                    sum = _mm512_fmadd_ps(a, b, sum);
+                }
+            }
+            to[position] = _mm512_reduce_add_ps(sum);
+        }
+    }
+}
+
+/// Scores and gradients of probabilities of a block become (dropped) probabilities and gradients of scores, at `at` (key, query) in
+/// the tile; 0 for keys that a query does not see.
+///
+/// # Safety
+/// As [`Engine`]'s functions.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn harden<K: Engine, const EDGE: bool, const DROP: bool>(
+    tile: &Tile,
+    first_key: usize,
+    scale: f32,
+    kept: f32,
+    [lse, delta]: [&[f32]; 2],
+    weights: &mut Weights<K::Operand>,
+    (key_at, query_at): (usize, usize),
+) {
+    let (scale, factor) = (_mm512_set1_ps(scale), _mm512_set1_ps(kept));
+    let Weights { scores, dp, p, ds, ds_right } = weights;
+    assert!(scores.len() == BLOCK * BLOCK && dp.len() == BLOCK * BLOCK && lse.len() == BLOCK && delta.len() == BLOCK);
+    assert!([&p, &ds, &ds_right].iter().all(|of| of.len() == KEYS * QUERIES));
+    assert!(key_at + BLOCK <= KEYS && query_at + BLOCK <= QUERIES);
+    // SAFETY: the lengths and places are as asserted.
+    unsafe {
+        for half in 0..2 {
+            let lse = _mm512_loadu_ps(lse.as_ptr().add(half * LANES));
+            let delta = _mm512_loadu_ps(delta.as_ptr().add(half * LANES));
+            for key in (0..BLOCK).step_by(4) {
+                let mut kept = [u16::MAX; 4];
+                if DROP {
+                    kept = tile.kept(half, first_key + key);
+                }
+                let mut rows = [[_mm512_setzero_ps(); 4]; 2];
+                for i in 0..4 {
+                    let at = (key + i) * BLOCK + half * LANES;
+                    let score = _mm512_loadu_ps(scores.as_ptr().add(at));
+                    let mut dp = _mm512_loadu_ps(dp.as_ptr().add(at));
+                    let power = exp2(_mm512_fmsub_ps(score, scale, lse));
+                    let mut weight = power;
+                    if DROP {
+                        weight = _mm512_maskz_mul_ps(kept[i], power, factor);
+                        dp = _mm512_maskz_mul_ps(kept[i], dp, factor);
+                    }
+                    let mut gradient = _mm512_mul_ps(power, _mm512_sub_ps(dp, delta));
+                    if EDGE {
+                        let seen = tile.seen(half, first_key + key + i);
+                        weight = _mm512_maskz_mov_ps(seen, weight);
+                        gradient = _mm512_maskz_mov_ps(seen, gradient);
+                    }
+                    rows[0][i] = K::round(weight);
+                    rows[1][i] = gradient;
+                }
+                for i in [0, 2] {
+                    let [weight, ds_rows] = rows.map(|rows| [rows[i], rows[i + 1]]);
+                    let key = key_at + key + i;
+                    let at = key * QUERIES + query_at + half * LANES;
+                    K::left(weight, (p.as_mut_ptr().add(at), QUERIES));
+                    K::left(ds_rows, (ds.as_mut_ptr().add(at), QUERIES));
+                    let at = query_at * KEYS + key * BLOCK + half * LANES * K::GROUP;
+                    K::right(ds_rows, ds_right.as_mut_ptr().add(at));
+                }
+            }
+        }
+    }
+}
