@@ -17,6 +17,7 @@ pub mod error;
 mod float;
 mod gemm;
 pub mod host;
+pub mod huge_pages;
 pub mod linear;
 pub mod memory;
 pub mod norm;

@@ -25,7 +25,7 @@ rounds=${ROUNDS:-3}
 ms=${MS:-300}
 seconds=$(awk -v ms="$ms" 'BEGIN { print ms / 1000 }')
 
-cargo build --release --quiet -p tools >&2
+cargo build --release --quiet >&2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

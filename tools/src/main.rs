@@ -1,5 +1,10 @@
 //! The `megatron` program.
 
+use kernels::huge_pages::HugePages;
+
+#[global_allocator]
+static ALLOCATOR: HugePages = HugePages;
+
 fn main() -> std::process::ExitCode {
     tools::main()
 }

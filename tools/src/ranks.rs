@@ -106,7 +106,7 @@ pub fn connect(place: &RankInfo, distributed: &Distributed) -> Result<Group> {
         (None, from_environment) => from_environment?,
     };
     let (timeout, default) = (distributed.timeout, CommOptions::default());
-    let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout) };
+    let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout), ..default };
     Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
 }
 

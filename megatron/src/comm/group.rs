@@ -49,6 +49,11 @@ impl Core {
         self.ranks.len()
     }
 
+    /// Whether this rank may read the memory of others.
+    pub fn reads_memory(&self) -> bool {
+        self.endpoint.options.read_memory
+    }
+
     /// Indices of the other members.
     pub fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let rank = self.rank;

@@ -1,8 +1,8 @@
-//! How long ranks wait for each other.
+//! How long ranks wait for each other, and what they may do.
 
 use std::time::Duration;
 
-/// Deadlines of communication.
+/// Deadlines of communication, and its means.
 #[derive(Clone, Debug)]
 pub struct CommOptions {
     /// How long an operation waits for its peers before it fails with [`crate::Error::Timeout`]. Covers everything a
@@ -10,11 +10,14 @@ pub struct CommOptions {
     pub timeout: Duration,
     /// How long ranks wait for each other to appear at the start.
     pub connect_timeout: Duration,
+    /// Whether this rank may read the memory of others on its host and lets them read its own, so that large tensors are copied once
+    /// only. Where one rank of a group must not, or the system does not allow it, none does. The bits are the same.
+    pub read_memory: bool,
 }
 
 impl Default for CommOptions {
-    /// Ten minutes for an operation, one minute for ranks to appear.
+    /// Ten minutes for an operation, one minute for ranks to appear; memory is read.
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(600), connect_timeout: Duration::from_secs(60) }
+        Self { timeout: Duration::from_secs(600), connect_timeout: Duration::from_secs(60), read_memory: true }
     }
 }

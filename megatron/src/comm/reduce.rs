@@ -84,45 +84,62 @@ fn narrow(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet } else { rounded })
 }
 
+/// Where a rank's elements are: `None` where they are in `out` itself.
+type Part<'a> = Option<&'a [u8]>;
+
+/// Combines `parts` into `out`, and into `copy`, which has the length of `out` or 0.
 #[inline(always)]
-fn fold<E: Element>(parts: &[&[u8]], out: &mut [u8], combine: impl Fn(E::Acc, E::Acc) -> E::Acc + Copy) {
+fn fold<E: Element>(
+    parts: &[Part],
+    out: &mut [u8],
+    copy: &mut [u8],
+    combine: impl Fn(E::Acc, E::Acc) -> E::Acc + Copy,
+) {
     let block = BLOCK * E::SIZE;
     let whole = out.len() / block * block;
     let mut acc = [E::Acc::default(); BLOCK];
+    let store = |acc: &[E::Acc; BLOCK], out: &mut [u8]| {
+        for i in 0..BLOCK {
+            E::store(acc[i], &mut out[i * E::SIZE..(i + 1) * E::SIZE]);
+        }
+    };
     for at in (0..whole).step_by(block) {
         // Indices with constant bounds, which LLVM makes vectors of.
         for (r, part) in parts.iter().enumerate() {
-            let part = &part[at..at + block];
+            let part = &part.unwrap_or(&*out)[at..at + block];
             let element = |i: usize| E::load(&part[i * E::SIZE..(i + 1) * E::SIZE]);
             for i in 0..BLOCK {
                 acc[i] = if r == 0 { element(i) } else { combine(acc[i], element(i)) };
             }
         }
-        let out = &mut out[at..at + block];
-        for i in 0..BLOCK {
-            E::store(acc[i], &mut out[i * E::SIZE..(i + 1) * E::SIZE]);
+        store(&acc, &mut out[at..at + block]);
+        if let Some(copy) = copy.get_mut(at..at + block) {
+            store(&acc, copy);
         }
     }
     for at in (whole..out.len()).step_by(E::SIZE) {
-        let element = |part: &[u8]| E::load(&part[at..at + E::SIZE]);
-        let combined = parts[1..].iter().fold(element(parts[0]), |acc, part| combine(acc, element(part)));
+        let element = |part: &Part| E::load(&part.unwrap_or(&*out)[at..at + E::SIZE]);
+        let combined = parts[1..].iter().fold(element(&parts[0]), |acc, part| combine(acc, element(part)));
         E::store(combined, &mut out[at..at + E::SIZE]);
+        if let Some(copy) = copy.get_mut(at..at + E::SIZE) {
+            E::store(combined, copy);
+        }
     }
 }
 
-fn fold_by<E: Element>(parts: &[&[u8]], out: &mut [u8], op: ReduceOp) {
+fn fold_by<E: Element>(parts: &[Part], out: &mut [u8], copy: &mut [u8], op: ReduceOp) {
     match op {
         ReduceOp::Sum => vectorize(
             #[inline(always)]
-            || fold::<E>(parts, out, E::sum),
+            || fold::<E>(parts, out, copy, E::sum),
         ),
         ReduceOp::Max => vectorize(
             #[inline(always)]
-            || fold::<E>(parts, out, E::max),
+            || fold::<E>(parts, out, copy, E::max),
         ),
         ReduceOp::Min => vectorize(
             #[inline(always)]
-            || fold::<E>(parts, out, E::min),
+            || fold::<E>(parts, out, copy, E::min),
         ),
     }
 }
@@ -132,17 +149,40 @@ fn fold_by<E: Element>(parts: &[&[u8]], out: &mut [u8], op: ReduceOp) {
 /// # Errors
 /// If lengths differ or `dtype` cannot be reduced.
 pub(crate) fn reduce_bytes(parts: &[&[u8]], out: &mut [u8], dtype: DType, op: ReduceOp) -> Result<()> {
-    if parts.is_empty() || parts.iter().any(|part| part.len() != out.len()) {
+    let parts: Vec<Part> = parts.iter().map(|part| Some(*part)).collect();
+    reduce(&parts, out, &mut [], dtype, op)
+}
+
+/// As [`reduce_bytes`], where one rank's elements are those of `inout` (`None` in `parts`), which then holds the result; so does
+/// `copy`, unless it is empty.
+///
+/// # Errors
+/// If lengths differ or `dtype` cannot be reduced.
+pub(crate) fn reduce_in_place(
+    parts: &[Option<&[u8]>],
+    inout: &mut [u8],
+    copy: &mut [u8],
+    dtype: DType,
+    op: ReduceOp,
+) -> Result<()> {
+    if !copy.is_empty() && copy.len() != inout.len() {
+        return Err(Error::comm(format!("cannot combine {} bytes into a copy of {}", inout.len(), copy.len())));
+    }
+    reduce(parts, inout, copy, dtype, op)
+}
+
+fn reduce(parts: &[Part], out: &mut [u8], copy: &mut [u8], dtype: DType, op: ReduceOp) -> Result<()> {
+    if parts.is_empty() || parts.iter().flatten().any(|part| part.len() != out.len()) {
         return Err(Error::comm(format!("cannot combine parts of unequal lengths into {} bytes", out.len())));
     }
     match dtype {
-        DType::U8 => fold_by::<u8>(parts, out, op),
-        DType::U32 => fold_by::<u32>(parts, out, op),
-        DType::I64 => fold_by::<i64>(parts, out, op),
-        DType::BF16 => fold_by::<bf16>(parts, out, op),
-        DType::F16 => fold_by::<f16>(parts, out, op),
-        DType::F32 => fold_by::<f32>(parts, out, op),
-        DType::F64 => fold_by::<f64>(parts, out, op),
+        DType::U8 => fold_by::<u8>(parts, out, copy, op),
+        DType::U32 => fold_by::<u32>(parts, out, copy, op),
+        DType::I64 => fold_by::<i64>(parts, out, copy, op),
+        DType::BF16 => fold_by::<bf16>(parts, out, copy, op),
+        DType::F16 => fold_by::<f16>(parts, out, copy, op),
+        DType::F32 => fold_by::<f32>(parts, out, copy, op),
+        DType::F64 => fold_by::<f64>(parts, out, copy, op),
         dtype => return Err(Error::comm(format!("elements of dtype {} cannot be combined", dtype.as_str()))),
     }
     Ok(())
@@ -200,6 +240,22 @@ mod tests {
                 reduce_bytes(&parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, op).unwrap();
                 assert!(f32s(&out)[0].is_nan(), "{op:?} at {at}");
             }
+        }
+    }
+
+    #[test]
+    fn in_place_the_result_is_the_same_and_its_copy_too() {
+        let len = 2 * BLOCK + 5;
+        let parts: Vec<_> =
+            (0..3).map(|r| bytes(&(0..len).map(|i| 0.1 * (i + 7 * r) as f32).collect::<Vec<_>>())).collect();
+        let mut expected = vec![0; 4 * len];
+        reduce_bytes(&[&parts[0], &parts[1], &parts[2]], &mut expected, DType::F32, ReduceOp::Sum).unwrap();
+        for own in 0..3 {
+            let (mut inout, mut copy) = (parts[own].clone(), vec![0; 4 * len]);
+            let parts: Vec<_> = parts.iter().enumerate().map(|(r, part)| (r != own).then_some(&part[..])).collect();
+            reduce_in_place(&parts, &mut inout, &mut copy, DType::F32, ReduceOp::Sum).unwrap();
+            assert!(inout == expected && copy == expected, "own part {own}");
+            assert!(reduce_in_place(&parts, &mut inout, &mut copy[4..], DType::F32, ReduceOp::Sum).is_err());
         }
     }
 

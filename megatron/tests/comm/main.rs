@@ -2,6 +2,7 @@
 //! loss and lateness of ranks.
 
 mod collectives;
+mod direct;
 mod failures;
 mod processes;
 mod rendezvous;

@@ -12,6 +12,8 @@ use megatron::{Error, Result};
 use crate::support::{bytes, info, options, tensor};
 
 const SECOND: Duration = Duration::from_secs(1);
+/// Elements of sums that are exchanged whole, in slices, and read out of each other's memory.
+const COUNTS: [usize; 3] = [1000, 300_000, 1_000_001];
 
 /// Starts rank `rank` of `size` to run `task` (see [`a_rank_of_another_test`]).
 fn spawn(task: &str, backend: &str, rank: usize, size: usize, dir: &Path) -> Child {
@@ -40,7 +42,7 @@ fn finish(mut child: Child) -> String {
 fn run_task(task: &str, g: &Group) -> Result<()> {
     match task {
         "sums" => {
-            for count in [1, 1000, 300_000] {
+            for count in COUNTS {
                 let t = tensor(g.rank(), count, DType::F32);
                 g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
                 println!("RESULT {count} {:08x}", crc32c::crc32c(&bytes(&t)));
@@ -48,10 +50,12 @@ fn run_task(task: &str, g: &Group) -> Result<()> {
             Ok(())
         }
         // Until a rank is killed.
-        _ => loop {
-            let t = tensor(g.rank(), 100_000, DType::F32);
-            g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
-        },
+        _ => {
+            let t = tensor(g.rank(), task.parse().unwrap(), DType::F32);
+            loop {
+                g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
+            }
+        }
     }
 }
 
@@ -84,7 +88,7 @@ fn processes_get_the_bits_that_threads_get() {
             g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
             Ok(format!(" {count} {:08x}", crc32c::crc32c(&bytes(&t))))
         };
-        [1, 1000, 300_000].into_iter().map(sum).collect::<Result<Vec<_>>>()
+        COUNTS.into_iter().map(sum).collect::<Result<Vec<_>>>()
     });
     for backend in ["local", "tcp"] {
         let dir = tempfile::tempdir().unwrap();
@@ -104,9 +108,10 @@ fn leftovers() -> Vec<String> {
 
 #[test]
 fn a_rank_that_is_killed_is_named_to_the_others_and_leaves_nothing_behind() {
-    for backend in ["local", "tcp"] {
+    // Sums over windows, out of each other's memory, and over messages.
+    for (backend, count) in [("local", "100000"), ("local", "2000000"), ("tcp", "100000")] {
         let dir = tempfile::tempdir().unwrap();
-        let mut children: Vec<Child> = (0..3).map(|rank| spawn("forever", backend, rank, 3, dir.path())).collect();
+        let mut children: Vec<Child> = (0..3).map(|rank| spawn(count, backend, rank, 3, dir.path())).collect();
         // Rank 0's output begins once all have met.
         let mut output = std::io::BufReader::new(children[1].stdout.take().unwrap());
         let mut line = String::new();

@@ -13,7 +13,7 @@ pub const BACKENDS: [&str; 3] = ["threads", "local", "tcp"];
 
 /// Deadlines short enough for a test that waits for one to pass.
 pub fn options(timeout: Duration) -> CommOptions {
-    CommOptions { timeout, connect_timeout: Duration::from_secs(10) }
+    CommOptions { timeout, connect_timeout: Duration::from_secs(10), ..CommOptions::default() }
 }
 
 /// Rank `rank` of `size`, all on this host.
@@ -28,19 +28,28 @@ pub fn try_ranks<R: Send>(
     timeout: Duration,
     f: impl Fn(Group) -> Result<R> + Sync,
 ) -> Vec<Result<R>> {
-    let options = options(timeout);
+    try_ranks_with(backend, size, |_| options(timeout), f)
+}
+
+/// As [`try_ranks`], with the options of each rank; `threads` has those of rank 0.
+pub fn try_ranks_with<R: Send>(
+    backend: &str,
+    size: usize,
+    options: impl Fn(usize) -> CommOptions + Sync,
+    f: impl Fn(Group) -> Result<R> + Sync,
+) -> Vec<Result<R>> {
     let dir = tempfile::tempdir().expect("a folder");
     let server = StoreServer::bind("127.0.0.1", 0).expect("a server");
     let (f, options, dir) = (&f, &options, dir.path().to_path_buf());
     let join = |rank: usize| match backend {
-        "local" => init(&info(rank, size), &Rendezvous::File { dir: dir.clone() }, Backend::Local, options.clone()),
+        "local" => init(&info(rank, size), &Rendezvous::File { dir: dir.clone() }, Backend::Local, options(rank)),
         _ => {
             let port = server.address().port();
             let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
-            init(&info(rank, size), &rendezvous, Backend::Tcp, options.clone())
+            init(&info(rank, size), &rendezvous, Backend::Tcp, options(rank))
         }
     };
-    let mut threads = (backend == "threads").then(|| threads::world_with(size, options.clone()).into_iter());
+    let mut threads = (backend == "threads").then(|| threads::world_with(size, options(0)).into_iter());
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..size)
             .map(|rank| {

@@ -8,7 +8,7 @@ use crate::collectives::{combined, concatenated};
 use crate::support::{BACKENDS, bytes, ranks, tensor, zeros};
 
 /// Bytes of a block.
-const BLOCK: usize = 128 << 10;
+const BLOCK: usize = 512 << 10;
 
 /// Element counts at which blocks begin and end.
 fn borders(dtype: DType) -> [usize; 5] {
@@ -16,13 +16,13 @@ fn borders(dtype: DType) -> [usize; 5] {
     [block - 1, block, block + 1, 2 * block, 3 * block + 5]
 }
 
-/// Checks what rank r of 1 to 5 ranks gets of `f` around the borders of blocks.
+/// Checks what rank r of some numbers of ranks gets of `f` around the borders of blocks.
 fn check(
     f: impl Fn(&Group, usize, DType) -> Result<Vec<u8>> + Sync,
     expected: impl Fn(usize, usize, usize, DType) -> Vec<u8>,
 ) {
     for dtype in [DType::F32, DType::BF16, DType::U8] {
-        for size in 1..=5 {
+        for size in [1, 2, 3, 5] {
             let expected: Vec<Vec<Vec<u8>>> = (0..size)
                 .map(|rank| borders(dtype).into_iter().map(|count| expected(rank, size, count, dtype)).collect())
                 .collect();

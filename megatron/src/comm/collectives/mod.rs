@@ -1,11 +1,16 @@
-//! The collectives, once over messages and once over windows of shared memory; both give the same bits.
+//! The collectives: over messages, over windows of shared memory, and, of large tensors, straight out of the other ranks' memory. All
+//! give the same bits.
 
+mod direct;
 mod messages;
 mod rounds;
 mod windows;
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 
+pub use self::direct::Reach;
 use self::rounds::Rounds;
 use super::ReduceOp;
 use super::group::Core;
@@ -35,4 +40,10 @@ either! {
     all_to_all(input: &Tensor, output: &Tensor) -> ();
     barrier() -> ();
     all_gather_bytes(mine: Payload) -> Vec<Vec<u8>>;
+}
+
+/// Byte range of the slice that rank `i` of `n` combines of `len` bytes, in elements of `width`.
+fn slice(len: usize, width: usize, i: usize, n: usize) -> Range<usize> {
+    let count = len / width;
+    count * i / n * width..count * (i + 1) / n * width
 }

@@ -4,6 +4,7 @@
 
 use std::sync::MutexGuard;
 
+use super::direct::Reach;
 use crate::Result;
 use crate::comm::group::{Core, width};
 use crate::comm::inbox::lock;
@@ -33,6 +34,16 @@ impl<'a> Rounds<'a> {
     /// Bytes of the tensor that the call counts.
     pub fn bytes(&self) -> usize {
         self.call.count as usize * self.width()
+    }
+
+    /// What the group knows of reading its members' memory.
+    pub fn reach(&mut self) -> &mut Reach {
+        &mut self.windows.reach
+    }
+
+    /// Memory of the group that this call may use as it likes.
+    pub fn scratch(&mut self) -> &mut Vec<u8> {
+        &mut self.windows.scratch
     }
 
     fn wait_for_room(&self) -> Result<()> {

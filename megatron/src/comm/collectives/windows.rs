@@ -1,7 +1,8 @@
 //! The collectives over windows of shared memory: direct exchanges between all ranks, in blocks that stay in a cache.
 //!
 //! A rank copies a block of its tensor into its window; the others read it there, so every byte is copied once on its way out and
-//! combined or copied once on its way in. While one block is read the next is filled already.
+//! combined or copied once on its way in. While one block is read the next is filled already. Where ranks may read each other's
+//! memory, [`direct`] does the large ones.
 //! A tensor's storage is locked only while a block is copied or combined, never while waiting for a peer.
 
 use std::ops::Range;
@@ -10,11 +11,12 @@ use candle_core::Tensor;
 use kernels::host::{with_bytes, with_bytes_mut};
 
 use super::rounds::Rounds;
+use super::{direct, slice};
 use crate::Result;
 use crate::comm::ReduceOp;
 use crate::comm::local::BLOCK;
 use crate::comm::message::Payload;
-use crate::comm::reduce::reduce_bytes;
+use crate::comm::reduce::{reduce_bytes, reduce_in_place};
 
 /// Tensors of up to this many bytes over all ranks are exchanged whole: one exchange instead of two, in which everybody combines
 /// everything. The bits are the same.
@@ -86,6 +88,7 @@ fn write(t: &Tensor, at: usize, bytes: &[u8]) -> Result<()> {
 }
 
 pub fn all_reduce(rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
+    let Some(rounds) = direct::all_reduce(rounds, t, op)? else { return Ok(()) };
     let (n, bytes) = (rounds.core.size(), rounds.bytes());
     if bytes * n > EXCHANGE_WHOLE {
         return all_reduce_by_slices(rounds, t, op);
@@ -98,12 +101,6 @@ pub fn all_reduce(rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     )
 }
 
-/// Byte range of the slice that rank `i` of `n` combines of `len` bytes.
-fn slice(len: usize, width: usize, i: usize, n: usize) -> Range<usize> {
-    let count = len / width;
-    count * i / n * width..count * (i + 1) / n * width
-}
-
 /// A reduce-scatter and an all-gather (Rabenseifner 2004) per block: every rank combines its slice for all.
 fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     let (n, me, width) = (rounds.core.size(), rounds.core.rank, rounds.width());
@@ -111,7 +108,7 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
     let read_sums = |rounds: &mut Rounds, piece: &Range<usize>| {
         rounds.read(|blocks| {
             with_bytes_mut(t, "receive", |all| {
-                for (peer, block) in blocks.iter().enumerate() {
+                for (peer, block) in blocks.iter().enumerate().filter(|(peer, _)| *peer != me) {
                     all[piece.clone()][slice(piece.len(), width, peer, n)].copy_from_slice(block);
                 }
                 Ok(())
@@ -139,11 +136,9 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
         }
         let own = slice(piece.len(), width, me, n);
         rounds.read_and_fill(own.len(), |blocks, slot| {
-            with_bytes(t, "reduce", |all| {
-                let mine = &all[piece.clone()];
-                let whole = |rank: usize| if rank == me { mine } else { blocks[rank] };
-                let parts: Vec<&[u8]> = (0..n).map(|rank| &whole(rank)[own.clone()]).collect();
-                Ok(reduce_bytes(&parts, slot, t.dtype(), op))
+            let parts: Vec<_> = (0..n).map(|rank| (rank != me).then(|| &blocks[rank][own.clone()])).collect();
+            with_bytes_mut(t, "reduce", |all| {
+                Ok(reduce_in_place(&parts, &mut all[piece.clone()][own], slot, t.dtype(), op))
             })?
         })?;
         // One piece later, so that nobody waits for the sums of others.
@@ -160,6 +155,7 @@ fn address(t: &Tensor) -> Result<usize> {
 }
 
 pub fn all_gather(rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()> {
+    let Some(rounds) = direct::all_gather(rounds, input, output)? else { return Ok(()) };
     let (n, me, len) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
     let in_place = address(input)? == address(output)? + me * len;
     pipelined(
@@ -176,6 +172,7 @@ pub fn all_gather(rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()>
 }
 
 pub fn reduce_scatter(rounds: Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<()> {
+    let Some(rounds) = direct::reduce_scatter(rounds, input, output, op)? else { return Ok(()) };
     let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
     pipelined(
         rounds,

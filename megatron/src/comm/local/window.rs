@@ -11,10 +11,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::PAGE;
 use super::arena::{Arena, Memory, Shared};
 use super::side::Side;
+use crate::comm::collectives::Reach;
 use crate::comm::message::Header;
 
-/// Bytes of a block: two ranks' windows and the pieces of their tensors fit into a second-level cache.
-pub const BLOCK: usize = 128 << 10;
+/// Bytes of a block. Larger ones leave the cores' own caches, smaller ones have the ranks wait for each other more often.
+pub const BLOCK: usize = 512 << 10;
 /// Blocks that a rank may be ahead of the slowest reader; an all-reduce has three in flight.
 pub const SLOTS: u32 = 4;
 /// Bytes of a window.
@@ -85,6 +86,8 @@ pub struct Windows {
     index: usize,
     posted: u32,
     taken: u32,
+    pub reach: Reach,
+    pub scratch: Vec<u8>,
 }
 
 impl Windows {
@@ -93,7 +96,7 @@ impl Windows {
         let members: Vec<_> = members.into_iter().collect();
         let index = members.get(me)?.1;
         let all = members.into_iter().map(|(rank, index)| arena.window(rank, index)).collect::<Option<_>>()?;
-        Some(Self { arena, all, me, index, posted: 0, taken: 0 })
+        Some(Self { arena, all, me, index, posted: 0, taken: 0, reach: Reach::default(), scratch: Vec::new() })
     }
 
     /// What tells that `peer` has read blocks.

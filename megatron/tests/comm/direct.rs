@@ -1,0 +1,89 @@
+//! Large collectives, whose ranks read each other's memory: the bits are those of a serial sum and of the windows.
+
+use candle_core::DType;
+use megatron::Result;
+use megatron::comm::{CommOptions, Group, ReduceOp};
+
+use crate::collectives::{combined, concatenated};
+use crate::support::{bytes, options, tensor, try_ranks_with, zeros};
+
+/// Elements of tensors around the 2 MiB from which memory is read, and of uneven slices beyond.
+fn counts(dtype: DType) -> [usize; 4] {
+    let from = (2 << 20) / dtype.size_in_bytes();
+    [from - 1, from, from + 1, 2 * from + 7]
+}
+
+/// Whether each rank may read memory; ranks of which one must not, must not.
+const WHO: [fn(usize) -> bool; 3] = [|_| true, |rank| rank != 1, |_| false];
+
+/// What every rank gets of `f`, which must not depend on who may read memory.
+fn check<R: Send + PartialEq>(size: usize, f: impl Fn(&Group) -> Result<R> + Sync, expected: impl Fn(usize) -> R) {
+    for (i, may) in WHO.into_iter().enumerate() {
+        let options = |rank| CommOptions { read_memory: may(rank), ..options(std::time::Duration::from_secs(30)) };
+        for backend in ["threads", "local"] {
+            for (rank, got) in try_ranks_with(backend, size, options, |g| f(&g)).into_iter().enumerate() {
+                assert!(got.unwrap() == expected(rank), "{backend}: rank {rank} of {size}, choice {i}");
+            }
+        }
+    }
+}
+
+#[test]
+fn all_reduce_gives_the_bits_of_a_serial_sum() {
+    for (size, dtype) in [(2, DType::F32), (3, DType::BF16), (5, DType::F32)] {
+        let sums = |g: &Group| {
+            let sum = |count| {
+                let t = tensor(g.rank(), count, dtype);
+                g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
+                Ok(bytes(&t))
+            };
+            counts(dtype).into_iter().map(sum).collect::<Result<Vec<_>>>()
+        };
+        let expected: Vec<_> = counts(dtype).map(|count| combined(size, count, dtype, ReduceOp::Sum)).into();
+        check(size, sums, |_| expected.clone());
+    }
+}
+
+#[test]
+fn reduce_scatter_leaves_each_rank_its_part_in_place_or_elsewhere() {
+    for (size, dtype) in [(2, DType::F32), (3, DType::BF16)] {
+        let count = |count: usize| count / size * size;
+        let parts = |g: &Group| {
+            let part = |whole: usize| {
+                let (input, part) = (tensor(g.rank(), count(whole), dtype), count(whole) / size);
+                let apart = zeros(part, dtype);
+                g.reduce_scatter(&input, &apart, ReduceOp::Sum)?.wait()?;
+                let inside = input.narrow(0, g.rank() * part, part)?;
+                g.reduce_scatter(&input, &inside, ReduceOp::Sum)?.wait()?;
+                assert!(bytes(&inside) == bytes(&apart), "{whole} elements");
+                Ok(bytes(&apart))
+            };
+            counts(dtype).into_iter().map(part).collect::<Result<Vec<_>>>()
+        };
+        let sums = counts(dtype).map(|whole| combined(size, count(whole), dtype, ReduceOp::Sum));
+        check(size, parts, |rank| {
+            sums.iter().map(|sum| sum.chunks(sum.len() / size).nth(rank).unwrap().to_vec()).collect()
+        });
+    }
+}
+
+#[test]
+fn all_gather_is_whole_in_place_or_elsewhere() {
+    for (size, dtype) in [(2, DType::F32), (3, DType::U8)] {
+        let all = |g: &Group| {
+            let gather = |count: usize| {
+                let (mine, apart) = (tensor(g.rank(), count, dtype), zeros(size * count, dtype));
+                g.all_gather(&mine, &apart)?.wait()?;
+                let inside = zeros(size * count, dtype);
+                let own = inside.narrow(0, g.rank() * count, count)?;
+                own.slice_set(&mine, 0, 0)?;
+                g.all_gather(&own, &inside)?.wait()?;
+                assert!(bytes(&inside) == bytes(&apart), "{count} elements");
+                Ok(bytes(&apart))
+            };
+            counts(dtype).into_iter().map(gather).collect::<Result<Vec<_>>>()
+        };
+        let expected: Vec<_> = counts(dtype).map(|count| concatenated(size, count, dtype)).into();
+        check(size, all, |_| expected.clone());
+    }
+}
