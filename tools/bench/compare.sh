@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs training steps of the same shapes in PyTorch and here, one after the other, and prints a table of ratios in Markdown.
 #
-#   tools/bench/compare.sh                       all presets on all cores, and two data-parallel ranks
+#   tools/bench/compare.sh                       all presets on all cores, and on two ranks beside two data-parallel ones there
 #   PRESETS=small STEPS=20 tools/bench/compare.sh
 #
 # Settings (environment):
@@ -10,8 +10,9 @@
 #   STEPS     timed steps of a run                                   [12]
 #   ROUNDS    runs of each, alternating; the median counts           [3]
 #   THREADS   threads of a run of one rank                           [cores]
-#   RANKS     data-parallel ranks of the second comparison, 0: none  [2]
-#   COMPILE   1: also compare with torch.compile (needs a C++ compiler); the faster peer is marked
+#   RANKS     ranks of the second comparison, 0: none                [2]
+#   LAYOUTS   how they work together here: dp, tp (with sp), pp; the peer is data parallel on the same global batch  [dp tp pp]
+#   COMPILE   1: also run torch.compile there (needs a C++ compiler); the faster one is the peer
 #   PYTHON    a Python that has torch; without it a virtual environment is made in target/bench-venv
 #   TORCH     what is installed there                                [torch numpy]
 # Run it on a machine that does nothing else: whatever else runs is in the figures.
@@ -25,6 +26,7 @@ rounds=${ROUNDS:-3}
 cores=$(nproc)
 threads=${THREADS:-$cores}
 ranks=${RANKS:-2}
+layouts=${LAYOUTS:-dp tp pp}
 
 say() { echo "$*" >&2; }
 
@@ -41,7 +43,7 @@ load=$(cut -d' ' -f1 /proc/loadavg 2>/dev/null || echo 0)
 if awk -v load="$load" 'BEGIN { exit !(load > 0.5) }'; then
     say "warning: the load average is $load; something else runs here, and the figures will tell of it, too"
 fi
-cargo build --release --quiet -p tools
+cargo build --release --quiet
 megatron=${CARGO_TARGET_DIR:-target}/release/megatron
 
 results=$(mktemp)
@@ -71,7 +73,21 @@ for preset in $presets; do for dtype in $dtypes; do
         key="$preset|$dtype|$ranks × $each"
         # `megatron launch` sets the variables that torchrun sets.
         measure "$key" eager "$megatron" launch --nproc-per-node "$ranks" -- "${peer[@]}" --threads "$each"
-        measure "$key" ours "${ours[@]}" --threads "$each" --data-parallel-size "$ranks"
+        [ "${COMPILE:-0}" = 0 ] ||
+            measure "$key" compiled "$megatron" launch --nproc-per-node "$ranks" -- "${peer[@]}" --threads "$each" --compile 1
+        # Every rank there trains on the preset's microbatch at a time.
+        micro=$(sed -n "s/.*\"$preset\": ([^)]*, \([0-9]*\), [0-9]*, \"[^)]*).*/\1/p" tools/bench/torch_gpt.py)
+        batch=(--global-batch-size $((micro * ranks)))
+        for layout in $layouts; do
+            case $layout in
+                dp) flags=(--data-parallel-size "$ranks" "${batch[@]}") ;;
+                tp) flags=(--tensor-model-parallel-size "$ranks" --sequence-parallel "${batch[@]}") ;;
+                # Microbatches enough to fill the pipeline.
+                pp) flags=(--pipeline-model-parallel-size "$ranks" "${batch[@]}" --micro-batch-size $((micro / 4 > 0 ? micro / 4 : 1))) ;;
+                *) say "LAYOUTS: \"$layout\" is none of dp, tp, pp"; exit 2 ;;
+            esac
+            measure "$key" "$layout" "${ours[@]}" --threads "$each" "${flags[@]}"
+        done
     done
 done; done
 
@@ -101,23 +117,21 @@ awk -F'|' '
         peak[key, who] = peak[key, who] " " value("peak_gib")
     }
     END {
-        print "| preset | dtype | ranks × threads | peer | tokens/s | tokens/s here | GFLOP/s here | ratio | GiB | GiB here | memory |"
-        print "| --- | --- | --: | --- | --: | --: | --: | --: | --: | --: | --: |"
+        print "| preset | dtype | ranks × threads | here | peer | tokens/s | tokens/s here | GFLOP/s here | ratio | GiB | GiB here | memory |"
+        print "| --- | --- | --: | --- | --- | --: | --: | --: | --: | --: | --: | --: |"
         num_peers = split("eager compiled", peers, " ")
+        num_here = split("ours dp tp pp", kinds, " ")
         for (row = 1; row <= rows; row++) {
             key = order[row]
             # The faster peer is the one that counts.
-            best = 0; num_there = 0
-            for (p = 1; p <= num_peers; p++) if ((key, peers[p]) in rate) {
-                num_there++
-                if (median(rate[key, peers[p]]) > best) best = median(rate[key, peers[p]])
-            }
-            for (p = 1; p <= num_peers; p++) if ((key, peers[p]) in rate) {
-                there = median(rate[key, peers[p]]); here = median(rate[key, "ours"])
-                mark = num_there > 1 && there == best ? " (faster)" : ""
-                gib = median(peak[key, peers[p]]); gib_here = median(peak[key, "ours"])
-                printf "%s torch %s%s | %.0f | %.0f | %.0f | %.2f | %.2f | %.2f | %.2f |\n", key, peers[p], mark, there, here,
-                    median(flops[key, "ours"]), here / there, gib, gib_here, gib_here / gib
+            peer = ""
+            for (p = 1; p <= num_peers; p++) if ((key, peers[p]) in rate)
+                if (peer == "" || median(rate[key, peers[p]]) > median(rate[key, peer])) peer = peers[p]
+            for (k = 1; k <= num_here; k++) if ((key, kinds[k]) in rate) {
+                there = median(rate[key, peer]); here = median(rate[key, kinds[k]])
+                gib = median(peak[key, peer]); gib_here = median(peak[key, kinds[k]])
+                printf "%s %s | torch %s | %.0f | %.0f | %.0f | %.2f | %.2f | %.2f | %.2f |\n", key, kinds[k] == "ours" ? "" : kinds[k], peer,
+                    there, here, median(flops[key, kinds[k]]), here / there, gib, gib_here, gib_here / gib
             }
         }
     }' "$results"
