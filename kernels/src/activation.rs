@@ -28,15 +28,24 @@ fn gelu_constants<T: Float>() -> (T, T) {
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     let _span = trace::moves("gelu", &[x, x]);
     const OP: &str = "gelu";
-    by_elem!(x, OP, E => tensor(output::map(&View::<E>::new(x, OP, "x")?, gelu_line), x.dims(), x))
+    by_elem!(x, OP, E => {
+        let xs = View::<E>::new(x, OP, "x")?;
+        let xs: &[E] = &xs;
+        tensor(output::blocks(xs.len(), par::GRAIN, |start, y| gelu_line(&xs[start..], y)), x.dims(), x)
+    })
 }
 
-fn gelu_line<'a, T: Float>(x: &[T], y: Unwritten<'a, T>) -> &'a mut [T] {
+fn gelu_line<'a, E: Elem>(x: &[E], y: Unwritten<'a, E>) -> &'a mut [E] {
     vectorize(
         #[inline(always)]
         || {
-            let (c, c3) = gelu_constants::<T>();
-            y.write(x.iter().map(|&x| x * sigmoid(x * (c + c3 * x * x))))
+            let (c, c3) = gelu_constants::<E::Acc>();
+            y.each(
+                [x],
+                [],
+                #[inline(always)]
+                |[x], []| x * sigmoid(x * (c + c3 * x * x)),
+            )
         },
     )
 }
@@ -51,20 +60,27 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     expect_shape(OP, "dy", dy, x.dims())?;
     by_elem!(x, OP, E => {
         let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
-        tensor(output::map2(&xs, &dys, gelu_backward_line), x.dims(), x)
+        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
+        let dx = output::blocks(xs.len(), par::GRAIN, |start, dx| gelu_backward_line(&xs[start..], &dys[start..], dx));
+        tensor(dx, x.dims(), x)
     })
 }
 
-fn gelu_backward_line<'a, T: Float>(x: &[T], dy: &[T], dx: Unwritten<'a, T>) -> &'a mut [T] {
+fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Unwritten<'a, E>) -> &'a mut [E] {
     vectorize(
         #[inline(always)]
         || {
-            let (c, c3) = gelu_constants::<T>();
-            let three = T::of(3.0);
-            dx.write(x.iter().zip(dy).map(|(&x, &dy)| {
-                let s = sigmoid(x * (c + c3 * x * x));
-                dy * (s + x * s * (T::ONE - s) * (c + three * c3 * x * x))
-            }))
+            let (c, c3) = gelu_constants::<E::Acc>();
+            let three = E::Acc::of(3.0);
+            dx.each(
+                [x, dy],
+                [],
+                #[inline(always)]
+                |[x, dy], []| {
+                    let s = sigmoid(x * (c + c3 * x * x));
+                    dy * (s + x * s * (E::Acc::ONE - s) * (c + three * c3 * x * x))
+                },
+            )
         },
     )
 }
@@ -92,25 +108,26 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
         let y = output::blocks(xs.len() / 2, par::rows_per_block(f) * f, |start, y| {
-            let [mut wide_gate, mut wide_up, mut results] = [E::STAGE; 3].map(E::buffer);
             y.parts(f, |at, y| {
                 let (gate, up) = xs[2 * (start + at)..][..2 * f].split_at(f);
-                y.parts(E::STAGE, |at, y| {
-                    let n = y.len();
-                    let gate = E::widened(&gate[at..at + n], &mut wide_gate);
-                    let up = E::widened(&up[at..at + n], &mut wide_up);
-                    E::fill(y, &mut results, |y| swiglu_line(gate, up, y))
-                })
+                swiglu_line(gate, up, y)
             })
         });
         tensor(y, with_last(x, f), x)
     })
 }
 
-fn swiglu_line<'a, T: Float>(gate: &[T], up: &[T], y: Unwritten<'a, T>) -> &'a mut [T] {
+fn swiglu_line<'a, E: Elem>(gate: &[E], up: &[E], y: Unwritten<'a, E>) -> &'a mut [E] {
     vectorize(
         #[inline(always)]
-        || y.write(gate.iter().zip(up).map(|(&gate, &up)| gate * sigmoid(gate) * up)),
+        || {
+            y.each(
+                [gate, up],
+                [],
+                #[inline(always)]
+                |[gate, up], []| gate * sigmoid(gate) * up,
+            )
+        },
     )
 }
 
@@ -127,59 +144,33 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
         let (xs, dys): (&[E], &[E]) = (&xs, &dys);
         let dx = output::blocks(xs.len(), par::rows_per_block(f) * 2 * f, |start, dx| {
-            let mut sigmoids = vec![<E as Elem>::Acc::ZERO; f];
-            let [mut wide_gate, mut wide_up, mut wide_dy, mut results] = [E::STAGE; 4].map(E::buffer);
             dx.parts(2 * f, |at, dx| {
                 let row = start + at;
                 let ((gate, up), dy) = (xs[row..][..2 * f].split_at(f), &dys[row / 2..][..f]);
-                dx.halves(f, |dgate, dup| {
-                    let dgate = dgate.parts(E::STAGE, |at, dgate| {
-                        let part = at..at + dgate.len();
-                        let gate = E::widened(&gate[part.clone()], &mut wide_gate);
-                        let up = E::widened(&up[part.clone()], &mut wide_up);
-                        let dy = E::widened(&dy[part.clone()], &mut wide_dy);
-                        let sigmoids = &mut sigmoids[part];
-                        E::fill(dgate, &mut results, |dgate| gate_gradient_line(gate, up, dy, sigmoids, dgate))
-                    });
-                    let dup = dup.parts(E::STAGE, |at, dup| {
-                        let part = at..at + dup.len();
-                        let gate = E::widened(&gate[part.clone()], &mut wide_gate);
-                        let dy = E::widened(&dy[part.clone()], &mut wide_dy);
-                        let sigmoids = &sigmoids[part];
-                        E::fill(dup, &mut results, |dup| up_gradient_line(gate, dy, sigmoids, dup))
-                    });
-                    (dgate, dup)
-                })
+                dx.halves(f, |dgate, dup| swiglu_backward_line([gate, up, dy], dgate, dup))
             })
         });
         tensor(dx, x.dims(), x)
     })
 }
 
-/// Also writes sigmoid(gate), for [`up_gradient_line`].
-fn gate_gradient_line<'a, T: Float>(
-    gate: &[T],
-    up: &[T],
-    dy: &[T],
-    sigmoids: &mut [T],
-    dgate: Unwritten<'a, T>,
-) -> &'a mut [T] {
+fn swiglu_backward_line<'a, E: Elem>(
+    operands: [&[E]; 3],
+    dgate: Unwritten<'a, E>,
+    dup: Unwritten<'a, E>,
+) -> (&'a mut [E], &'a mut [E]) {
     vectorize(
         #[inline(always)]
         || {
-            // One result a loop: LLVM does not vectorize both in one.
-            for (s, &gate) in sigmoids.iter_mut().zip(gate) {
-                *s = sigmoid(gate);
-            }
-            let inputs = gate.iter().zip(up).zip(dy).zip(sigmoids);
-            dgate.write(inputs.map(|(((&gate, &up), &dy), &mut s)| dy * up * (s * (T::ONE + gate * (T::ONE - s)))))
+            dgate.both(
+                dup,
+                operands,
+                #[inline(always)]
+                |[gate, up, dy]| {
+                    let s = sigmoid(gate);
+                    [dy * up * (s * (E::Acc::ONE + gate * (E::Acc::ONE - s))), dy * (gate * s)]
+                },
+            )
         },
-    )
-}
-
-fn up_gradient_line<'a, T: Float>(gate: &[T], dy: &[T], sigmoids: &[T], dup: Unwritten<'a, T>) -> &'a mut [T] {
-    vectorize(
-        #[inline(always)]
-        || dup.write(gate.iter().zip(dy).zip(sigmoids).map(|((&gate, &dy), &s)| dy * (gate * s))),
     )
 }

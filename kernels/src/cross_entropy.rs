@@ -86,11 +86,18 @@ fn sum_exp_line<T: Float>(l: &[T], m: T) -> T {
 }
 
 /// exp(l − m)·factor.
-fn softmax_line<'a, T: Float>(l: &[T], m: T, factor: T, out: Unwritten<'a, T>) -> &'a mut [T] {
+fn softmax_line<E: Elem>(l: &[E::Acc], m: E::Acc, factor: E::Acc, out: &mut [E]) {
     vectorize(
         #[inline(always)]
-        || out.write(l.iter().map(|&l| (l - m).fast_exp() * factor)),
-    )
+        || {
+            Unwritten::over(out).each(
+                [],
+                [l],
+                #[inline(always)]
+                |[], [l]| (l - m).fast_exp() * factor,
+            );
+        },
+    );
 }
 
 /// As [`softmax_line`], in place.
@@ -266,13 +273,10 @@ pub fn cross_entropy_backward_into(
         let ls: &[Acc] = &ls;
         with_slice_mut::<E, _>(dlogits, OP, |ds| {
             par::blocks(ds, par::rows_per_block(v) * v, |start, ds| {
-                let mut wide = E::buffer(E::STAGE);
                 let inputs = ls[start..].chunks_exact(v).zip(&rows[start / v..]);
                 for (d, (l, row)) in ds.chunks_exact_mut(v).zip(inputs) {
                     let (real, padding) = d.split_at_mut(valid);
-                    for (d, l) in real.chunks_mut(E::STAGE).zip(l[..valid].chunks(E::STAGE)) {
-                        E::fill(Unwritten::over(d), &mut wide, |d| softmax_line(l, row.max, row.factor, d));
-                    }
+                    softmax_line(&l[..valid], row.max, row.factor, real);
                     padding.fill(E::store(Acc::ZERO));
                     if let Some(column) = row.target {
                         real[column] = E::store(row.of_target(l[column]));

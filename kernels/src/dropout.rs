@@ -144,52 +144,50 @@ fn apply<E: Elem>(
     let xs = View::<E>::new(x, op, "x")?;
     let xs: &[E] = &xs;
     let y = output::blocks(xs.len(), par::rows_per_block(h) * h, |start, y| {
-        let mut random = vec![0; if mask.is_some() { h } else { 0 }];
-        let [mut wide_x, mut wide_residual, mut results] = [h; 3].map(E::buffer);
-        let mut line = vec![E::Acc::ZERO; h];
+        let masked = if mask.is_some() { h } else { 0 };
+        let (mut random, mut factors) = (vec![0; masked], vec![E::Acc::ZERO; masked]);
         y.parts(h, |at, y| {
             let at = start + at;
-            let x = E::widened(&xs[at..at + h], &mut wide_x);
-            let residual = residual.map(|r| E::widened(&r[at..at + h], &mut wide_residual));
+            let (x, residual) = (&xs[at..at + h], residual.map(|r| &r[at..at + h]));
             let mask = mask.as_ref().map(|mask| (mask, at / h, scale));
-            E::fill(y, &mut results, |y| add_line(x, bias.as_deref(), residual, mask, (&mut line, &mut random), y))
+            add_line(x, bias.as_deref(), residual, mask, (&mut random, &mut factors), y)
         })
     });
     tensor(y, x.dims(), x)
 }
 
-/// One row; with the mask, the row's number and 1/(1−p). The scratch is for a row of values and one of words.
-fn add_line<'a, T: Float>(
-    x: &[T],
-    bias: Option<&[T]>,
-    residual: Option<&[T]>,
-    mask: Option<(&Mask, usize, T)>,
-    (line, random): (&mut [T], &mut [u32]),
-    y: Unwritten<'a, T>,
-) -> &'a mut [T] {
+/// One row; with the mask, the row's number and 1/(1−p). The scratch is for a row of words and one of factors.
+fn add_line<'a, E: Elem>(
+    x: &[E],
+    bias: Option<&[E::Acc]>,
+    residual: Option<&[E]>,
+    mask: Option<(&Mask, usize, E::Acc)>,
+    (random, factors): (&mut [u32], &mut [E::Acc]),
+    y: Unwritten<'a, E>,
+) -> &'a mut [E] {
     vectorize(
         #[inline(always)]
         || {
             let Some((mask, row, scale)) = mask else {
                 return match (bias, residual) {
-                    (Some(b), Some(r)) => y.write(x.iter().zip(b).zip(r).map(|((&x, &b), &r)| x + b + r)),
-                    (Some(b), None) => y.write(x.iter().zip(b).map(|(&x, &b)| x + b)),
-                    (None, Some(r)) => y.write(x.iter().zip(r).map(|(&x, &r)| x + r)),
+                    (Some(b), Some(r)) => y.each([x, r], [b], |[x, r], [b]| x + b + r),
+                    (Some(b), None) => y.each([x], [b], |[x], [b]| x + b),
+                    (None, Some(r)) => y.each([x, r], [], |[x, r], []| x + r),
                     (None, None) => y.copy(x),
                 };
             };
             mask.fill(row, random);
-            let keep = |v: T, word: u32| if word < mask.threshold { T::ZERO } else { v * scale };
-            match bias {
-                Some(b) => {
-                    let values = line.iter_mut().zip(x).zip(b).zip(&*random);
-                    values.for_each(|(((v, &x), &b), &word)| *v = keep(x + b, word));
-                }
-                None => line.iter_mut().zip(x).zip(&*random).for_each(|((v, &x), &word)| *v = keep(x, word)),
+            for (factor, &word) in factors.iter_mut().zip(&*random) {
+                *factor = if word < mask.threshold { E::Acc::ZERO } else { scale };
             }
-            match residual {
-                Some(r) => y.write(line.iter().zip(r).map(|(&v, &r)| v + r)),
-                None => y.copy(line),
+            // What is dropped is 0 even where it was not finite.
+            let keep = |v: E::Acc, factor: E::Acc| if factor > E::Acc::ZERO { v * factor } else { E::Acc::ZERO };
+            let factors = &*factors;
+            match (bias, residual) {
+                (Some(b), Some(r)) => y.each([x, r], [b, factors], |[x, r], [b, f]| keep(x + b, f) + r),
+                (Some(b), None) => y.each([x], [b, factors], |[x], [b, f]| keep(x + b, f)),
+                (None, Some(r)) => y.each([x, r], [factors], |[x, r], [f]| keep(x, f) + r),
+                (None, None) => y.each([x], [factors], |[x], [f]| keep(x, f)),
             }
         },
     )

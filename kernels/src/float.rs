@@ -8,7 +8,6 @@ use std::ops::Neg;
 use half::{bf16, f16};
 
 use crate::host::HostElem;
-use crate::output::Unwritten;
 use crate::simd::vectorize;
 
 /// An element type that kernels compute in.
@@ -119,9 +118,9 @@ impl Float for f64 {
 /// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`], compute there, and round
 /// once when they store; statistics and gradients of parameters stay in `Acc`.
 ///
-/// Loops are written for slices of `Acc` alone. [`Elem::widened`], [`Elem::fill`] and [`Elem::update`] give them those: of f32 and
-/// f64 the slices themselves, of 16-bit types converted ones in buffers that stay in the L1 cache. So a loop is compiled, and
-/// vectorized, once for all types of 32 bits and fewer.
+/// Results of elementwise functions are written by [`crate::output::Unwritten::each`], which converts in registers. Loops that need a row
+/// several times are written for slices of `Acc` alone. [`Elem::widened`] and [`Elem::update`] give them those: of f32 and f64 the
+/// slices themselves, of 16-bit types converted ones in buffers that stay in the L1 cache.
 pub trait Elem: HostElem {
     /// What it is computed in: f32 for 16-bit types, else the type itself.
     type Acc: Float;
@@ -138,12 +137,6 @@ pub trait Elem: HostElem {
     fn buffer(n: usize) -> Vec<Self::Acc>;
     /// `values` in `Acc`.
     fn widened<'a>(values: &'a [Self], buffer: &'a mut [Self::Acc]) -> &'a [Self::Acc];
-    /// Has `out` written by `f` in `Acc`, and rounds.
-    fn fill<'a>(
-        out: Unwritten<'a, Self>,
-        buffer: &mut [Self::Acc],
-        f: impl for<'r> FnOnce(Unwritten<'r, Self::Acc>) -> &'r mut [Self::Acc],
-    ) -> &'a mut [Self];
     /// Has `values` changed by `f` in `Acc`, and rounds.
     fn update(values: &mut [Self], buffer: &mut [Self::Acc], f: impl FnOnce(&mut [Self::Acc]));
 }
@@ -183,14 +176,6 @@ macro_rules! computed_in_itself {
                 values
             }
 
-            fn fill<'a>(
-                out: Unwritten<'a, Self>,
-                _: &mut [Self],
-                f: impl for<'r> FnOnce(Unwritten<'r, Self>) -> &'r mut [Self],
-            ) -> &'a mut [Self] {
-                f(out)
-            }
-
             fn update(values: &mut [Self], _: &mut [Self], f: impl FnOnce(&mut [Self])) {
                 f(values);
             }
@@ -225,18 +210,6 @@ macro_rules! computed_in_f32 {
                 || wide.iter_mut().zip(values).for_each(|(wide, v)| *wide = v.load()),
             );
             wide
-        }
-
-        fn fill<'a>(
-            out: Unwritten<'a, Self>,
-            buffer: &mut [f32],
-            f: impl for<'r> FnOnce(Unwritten<'r, f32>) -> &'r mut [f32],
-        ) -> &'a mut [Self] {
-            let wide = f(Unwritten::over(&mut buffer[..out.len()]));
-            vectorize(
-                #[inline(always)]
-                || out.write(wide.iter().map(|&v| Self::store(v))),
-            )
         }
 
         fn update(values: &mut [Self], buffer: &mut [f32], f: impl FnOnce(&mut [f32])) {

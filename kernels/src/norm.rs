@@ -110,18 +110,16 @@ fn forward<E: Elem>(
     let mut stats = vec![[E::Acc::ZERO; 2]; rows];
     let (inv_h, eps) = (E::Acc::of(1.0 / h as f64), E::Acc::of(eps));
     let block = par::rows_per_block(h);
-    let y = output::blocks2(rows * h, block * h, &mut stats, block, |i, y, stats| {
-        let [mut wide, mut results] = [h; 2].map(E::buffer);
+    let y = output::blocks2(rows * h, block * h, &mut stats, block, |i, y: Unwritten<'_, E>, stats| {
+        let mut wide = E::buffer(h);
         let mut stats = stats.iter_mut();
         y.parts(h, |at, y| {
             let x = E::widened(&xs[i * block * h + at..][..h], &mut wide);
-            E::fill(y, &mut results, |y| {
-                let (y, row) = forward_line(x, &weight, bias.as_deref(), (inv_h, eps), y);
-                if let Some(stats) = stats.next() {
-                    *stats = row;
-                }
-                y
-            })
+            let (y, row) = forward_line(x, &weight, bias.as_deref(), (inv_h, eps), y);
+            if let Some(stats) = stats.next() {
+                *stats = row;
+            }
+            y
         })
     });
     let column = |c: usize| tensor(stats.iter().map(|s| s[c]).collect::<Vec<E::Acc>>(), rows, x);
@@ -130,23 +128,22 @@ fn forward<E: Elem>(
 }
 
 /// A row, and its mean and 1/√…
-fn forward_line<'a, T: Float>(
-    x: &[T],
-    weight: &[T],
-    bias: Option<&[T]>,
-    (inv_h, eps): (T, T),
-    y: Unwritten<'a, T>,
-) -> (&'a mut [T], [T; 2]) {
+fn forward_line<'a, E: Elem>(
+    x: &[E::Acc],
+    weight: &[E::Acc],
+    bias: Option<&[E::Acc]>,
+    (inv_h, eps): (E::Acc, E::Acc),
+    y: Unwritten<'a, E>,
+) -> (&'a mut [E], [E::Acc; 2]) {
     vectorize(
         #[inline(always)]
         || {
-            let mean = if bias.is_some() { sum(x, |v| v) * inv_h } else { T::ZERO };
+            let mean = if bias.is_some() { sum(x, |v| v) * inv_h } else { E::Acc::ZERO };
             let var = sum(x, |v| (v - mean) * (v - mean)) * inv_h;
-            let rstd = T::ONE / (var + eps).sqrt();
-            let x = x.iter().zip(weight);
+            let rstd = E::Acc::ONE / (var + eps).sqrt();
             let y = match bias {
-                Some(bias) => y.write(x.zip(bias).map(|((&x, &w), &b)| (x - mean) * rstd * w + b)),
-                None => y.write(x.map(|(&x, &w)| x * rstd * w)),
+                Some(bias) => y.each([], [x, weight, bias], |[], [x, w, b]| (x - mean) * rstd * w + b),
+                None => y.each([], [x, weight], |[], [x, w]| x * rstd * w),
             };
             (y, [mean, rstd])
         },
@@ -192,7 +189,7 @@ fn backward<E: Elem>(
     let inv_h = E::Acc::of(1.0 / h as f64);
     let dx = output::blocks2(rows * h, ROW_BLOCK * h, &mut partials, width, |i, dx, partial| {
         let (dweight, dbias) = partial.split_at_mut(h);
-        let [mut wide_x, mut wide_dy, mut wide_residual, mut results] = [h; 4].map(E::buffer);
+        let [mut wide_x, mut wide_dy] = [h; 2].map(E::buffer);
         dx.parts(h, |at, dx| {
             let at = i * ROW_BLOCK * h + at;
             let row = Row {
@@ -203,8 +200,7 @@ fn backward<E: Elem>(
                 rstd: rstd[at / h],
                 inv_h,
             };
-            let residual = residual.map(|r| E::widened(&r[at..at + h], &mut wide_residual));
-            E::fill(dx, &mut results, |dx| row.backward(dweight, dbias, residual, dx))
+            row.backward::<E>(dweight, dbias, residual.map(|r| &r[at..at + h]), dx)
         })
     });
     accumulate(&partials, width, 0, h, dweight, op)?;
@@ -227,13 +223,13 @@ struct Row<'a, T> {
 
 impl<T: Float> Row<'_, T> {
     /// Adds to `dweight`, and to `dbias` unless that is empty; writes `dx`, plus `residual`.
-    fn backward<'a>(
+    fn backward<'a, E: Elem<Acc = T>>(
         &self,
         dweight: &mut [T],
         dbias: &mut [T],
-        residual: Option<&[T]>,
-        dx: Unwritten<'a, T>,
-    ) -> &'a mut [T] {
+        residual: Option<&[E]>,
+        dx: Unwritten<'a, E>,
+    ) -> &'a mut [E] {
         vectorize(
             #[inline(always)]
             || {
@@ -246,11 +242,10 @@ impl<T: Float> Row<'_, T> {
                 }
                 let [along, across] = self.sums().map(|sum| sum * inv_h);
                 let across = if dbias.is_empty() { T::ZERO } else { across };
-                let inputs = dy.iter().zip(x).zip(weight);
                 let dx_of = |dy: T, x: T, w: T| rstd * (dy * w - across - (x - mean) * rstd * along);
                 match residual {
-                    Some(r) => dx.write(inputs.zip(r).map(|(((&dy, &x), &w), &r)| dx_of(dy, x, w) + r)),
-                    None => dx.write(inputs.map(|((&dy, &x), &w)| dx_of(dy, x, w))),
+                    Some(r) => dx.each([r], [dy, x, weight], |[r], [dy, x, w]| dx_of(dy, x, w) + r),
+                    None => dx.each([], [dy, x, weight], |[], [dy, x, w]| dx_of(dy, x, w)),
                 }
             },
         )

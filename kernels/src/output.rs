@@ -5,8 +5,9 @@
 
 use std::mem::MaybeUninit;
 
-use crate::float::Elem;
+use crate::float::{Elem, Float};
 use crate::par;
+use crate::simd::LANES;
 
 /// Elements of a result that hold nothing yet.
 pub struct Unwritten<'a, T>(&'a mut [MaybeUninit<T>]);
@@ -73,6 +74,108 @@ impl<'a, T: Copy> Unwritten<'a, T> {
     }
 }
 
+impl<'a, E: Elem> Unwritten<'a, E> {
+    /// Writes `f` of the elements at the same place of `stored`, widened, and of `wide`, rounded once.
+    ///
+    /// Goes by blocks of [`LANES`] elements, which LLVM turns into whole vectors however long `f` is; what is left is a block filled up with
+    /// zeros. To be inlined into [`crate::simd::vectorize`].
+    #[inline(always)]
+    pub fn each<const N: usize, const M: usize>(
+        self,
+        stored: [&[E]; N],
+        wide: [&[E::Acc]; M],
+        f: impl Fn([E::Acc; N], [E::Acc; M]) -> E::Acc,
+    ) -> &'a mut [E] {
+        let n = self.len();
+        let (stored, wide) = (stored.map(|s| &s[..n]), wide.map(|w| &w[..n]));
+        let whole = n - n % LANES;
+        let mut at = 0;
+        while at < whole {
+            let (s, w) = (stored.map(|s| block(s, at)), wide.map(|w| block(w, at)));
+            self.0[at..at + LANES].write_copy_of_slice(&of_block(s, w, &f));
+            at += LANES;
+        }
+        if whole < n {
+            let (s, w) = (stored.map(|s| padded(&s[whole..])), wide.map(|w| padded(&w[whole..])));
+            self.0[whole..].write_copy_of_slice(&of_block(s, w, &f)[..n - whole]);
+        }
+        // SAFETY: all blocks were written.
+        unsafe { self.0.assume_init_mut() }
+    }
+
+    /// As [`Unwritten::each`], two results at once.
+    #[inline(always)]
+    pub fn both<'b, const N: usize>(
+        self,
+        other: Unwritten<'b, E>,
+        stored: [&[E]; N],
+        f: impl Fn([E::Acc; N]) -> [E::Acc; 2],
+    ) -> (&'a mut [E], &'b mut [E]) {
+        let n = self.len();
+        assert_eq!(n, other.len(), "two results of one kernel differ in length");
+        let stored = stored.map(|s| &s[..n]);
+        let whole = n - n % LANES;
+        let mut at = 0;
+        while at < whole {
+            let [a, b] = of_block_both(stored.map(|s| block(s, at)), &f);
+            self.0[at..at + LANES].write_copy_of_slice(&a);
+            other.0[at..at + LANES].write_copy_of_slice(&b);
+            at += LANES;
+        }
+        if whole < n {
+            let [a, b] = of_block_both(stored.map(|s| padded(&s[whole..])), &f);
+            self.0[whole..].write_copy_of_slice(&a[..n - whole]);
+            other.0[whole..].write_copy_of_slice(&b[..n - whole]);
+        }
+        // SAFETY: all blocks of both, which are equally long, were written.
+        unsafe { (self.0.assume_init_mut(), other.0.assume_init_mut()) }
+    }
+}
+
+/// `f` of every place of a block.
+#[inline(always)]
+fn of_block<E: Elem, const N: usize, const M: usize>(
+    stored: [[E; LANES]; N],
+    wide: [[E::Acc; LANES]; M],
+    f: &impl Fn([E::Acc; N], [E::Acc; M]) -> E::Acc,
+) -> [E; LANES] {
+    let mut values = [E::store(E::Acc::ZERO); LANES];
+    for l in 0..LANES {
+        values[l] = E::store(f(std::array::from_fn(|i| stored[i][l].load()), std::array::from_fn(|i| wide[i][l])));
+    }
+    values
+}
+
+/// As [`of_block`], two results at once.
+#[inline(always)]
+fn of_block_both<E: Elem, const N: usize>(
+    stored: [[E; LANES]; N],
+    f: &impl Fn([E::Acc; N]) -> [E::Acc; 2],
+) -> [[E; LANES]; 2] {
+    let mut values = [[E::store(E::Acc::ZERO); LANES]; 2];
+    for l in 0..LANES {
+        let [a, b] = f(std::array::from_fn(|i| stored[i][l].load()));
+        (values[0][l], values[1][l]) = (E::store(a), E::store(b));
+    }
+    values
+}
+
+/// [`LANES`] elements from `at` on.
+#[inline(always)]
+fn block<T: Elem>(from: &[T], at: usize) -> [T; LANES] {
+    let mut block = [T::store(T::Acc::ZERO); LANES];
+    block.copy_from_slice(&from[at..at + LANES]);
+    block
+}
+
+/// Fewer elements than a block, filled up with zeros.
+#[inline(always)]
+fn padded<T: Elem>(from: &[T]) -> [T; LANES] {
+    let mut block = [T::store(T::Acc::ZERO); LANES];
+    block[..from.len()].copy_from_slice(from);
+    block
+}
+
 /// Where a slice lies: two slices that agree in it are the same memory.
 #[inline(always)]
 fn place<T>(slice: &[T]) -> (usize, usize) {
@@ -116,35 +219,4 @@ pub fn blocks2<T: Copy + Send, B: Send>(
     // SAFETY: as above; as many blocks of `b` keep the pairs from ending early.
     unsafe { data.set_len(n) };
     data
-}
-
-/// What a kernel does to some elements: writes results of as many operands.
-pub trait Line<T>: for<'r> Fn(&[T], Unwritten<'r, T>) -> &'r mut [T] + Sync {}
-impl<T, F: for<'r> Fn(&[T], Unwritten<'r, T>) -> &'r mut [T] + Sync> Line<T> for F {}
-
-/// The same of pairs of operands.
-pub trait Line2<T>: for<'r> Fn(&[T], &[T], Unwritten<'r, T>) -> &'r mut [T] + Sync {}
-impl<T, F: for<'r> Fn(&[T], &[T], Unwritten<'r, T>) -> &'r mut [T] + Sync> Line2<T> for F {}
-
-/// An elementwise function of `x`.
-pub fn map<E: Elem>(x: &[E], f: impl Line<E::Acc>) -> Vec<E> {
-    blocks(x.len(), par::GRAIN, |start, out| {
-        let [mut wide, mut results] = [E::STAGE; 2].map(E::buffer);
-        out.parts(E::STAGE, |at, out| {
-            let x = E::widened(&x[start + at..][..out.len()], &mut wide);
-            E::fill(out, &mut results, |out| f(x, out))
-        })
-    })
-}
-
-/// An elementwise function of `a` and `b`, which are equally long.
-pub fn map2<E: Elem>(a: &[E], b: &[E], f: impl Line2<E::Acc>) -> Vec<E> {
-    blocks(a.len(), par::GRAIN, |start, out| {
-        let [mut wide_a, mut wide_b, mut results] = [E::STAGE; 3].map(E::buffer);
-        out.parts(E::STAGE, |at, out| {
-            let range = start + at..start + at + out.len();
-            let (a, b) = (E::widened(&a[range.clone()], &mut wide_a), E::widened(&b[range], &mut wide_b));
-            E::fill(out, &mut results, |out| f(a, b, out))
-        })
-    })
 }

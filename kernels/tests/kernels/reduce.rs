@@ -71,3 +71,12 @@ fn lengths_that_differ_are_an_error() {
     let message = add_inplace(&randn("a", &[3]), &randn("b", &[4])).unwrap_err().to_string();
     assert!(message.contains("[4]") && message.contains('3'), "{message}");
 }
+
+#[test]
+fn a_view_larger_than_caches_becomes_zero_and_nothing_beside_it() {
+    let n = (64 << 20) / 2 + 5;
+    let all = Tensor::ones(n + 4, DType::BF16, &Device::Cpu).unwrap();
+    zero(&all.narrow(0, 3, n).unwrap()).unwrap();
+    let values = all.to_vec1::<half::bf16>().unwrap();
+    assert!(values.iter().enumerate().all(|(i, v)| v.to_f32() == if (3..n + 3).contains(&i) { 0.0 } else { 1.0 }));
+}

@@ -16,8 +16,9 @@ use crate::{Error, Result};
 
 /// Most rows whose logits are there at a time.
 const ROWS: usize = 512;
-/// Most bytes of logits at a time, if that leaves `FEWEST_ROWS`.
-const BYTES: usize = 32 << 20;
+/// Most bytes of logits at a time, if that leaves `FEWEST_ROWS`. Every chunk reads the output matrix twice and its gradient once, and
+/// writes the latter: 128 rows of GPT-2's 50304 columns move ten times their own bytes.
+const BYTES: usize = 128 << 20;
 /// Fewer rows would make the products slow.
 const FEWEST_ROWS: usize = 64;
 
