@@ -27,9 +27,10 @@ const EXP2: [f32; 7] = [1.534_581_2e-4, 1.339_993_1e-3, 9.618_489e-3, 5.550_328_
 pub fn ln(x: __m512) -> __m512 {
     // m in [¾, 3/2)
     let m = _mm512_getmant_ps::<_MM_MANT_NORM_P75_1P5, _MM_MANT_SIGN_SRC>(x);
-    // x / m is a power of two, and so its own exponent.
-    let e = _mm512_getexp_ps(_mm512_div_ps(x, m));
     let one = _mm512_set1_ps(1.0);
+    // GETEXP's is that of a mantissa in [1, 2).
+    let e = _mm512_getexp_ps(x);
+    let e = _mm512_mask_add_ps(e, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(m, one), e, one);
     let s = _mm512_div_ps(_mm512_sub_ps(m, one), _mm512_add_ps(m, one));
     let s2 = _mm512_mul_ps(s, s);
     let mut y = _mm512_set1_ps(2.0 / 11.0);
