@@ -1,9 +1,11 @@
 //! Large blocks of memory on huge pages.
 #![allow(unsafe_code)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
+use std::alloc::{GlobalAlloc, Layout};
 
-/// The system's allocator, which asks for huge pages (`madvise(2)`, `MADV_HUGEPAGE`) where a block is large enough to hold some:
+use crate::memory::LineAligned;
+
+/// The system's allocator, whose large blocks begin with a cache line ([`LineAligned`]), and which asks for huge pages (`madvise(2)`, `MADV_HUGEPAGE`) where a block is large enough to hold some:
 /// tensors of many megabytes are then touched with few page faults, and found with few walks through page tables, which cost most in
 /// virtual machines. Many systems give huge pages to those who ask only.
 ///
@@ -29,23 +31,23 @@ fn advise(block: *mut u8, len: usize) -> *mut u8 {
     block
 }
 
-// SAFETY: every block is the system allocator's.
+// SAFETY: every block is `LineAligned`'s.
 unsafe impl GlobalAlloc for HugePages {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promises are those that `System` asks for; so below.
-        advise(unsafe { System.alloc(layout) }, layout.size())
+        // SAFETY: the caller's promises are those that `LineAligned` asks for; so below.
+        advise(unsafe { LineAligned.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        advise(unsafe { System.alloc_zeroed(layout) }, layout.size())
+        advise(unsafe { LineAligned.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        unsafe { System.dealloc(block, layout) }
+        unsafe { LineAligned.dealloc(block, layout) }
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        advise(unsafe { System.realloc(block, layout, new_size) }, new_size)
+        advise(unsafe { LineAligned.realloc(block, layout, new_size) }, new_size)
     }
 }
 

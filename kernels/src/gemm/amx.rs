@@ -10,7 +10,7 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512bf16::{finish_tile, pack_pairs, pairs_of};
-use super::kernel::{Blocking, Kernel};
+use super::kernel::{Blocking, Kernel, Next, Strip};
 use super::lanes::{first, transpose};
 use crate::float::Elem;
 
@@ -18,6 +18,9 @@ const MR: usize = 32;
 const NR: usize = 32;
 /// Inner dimension of a step.
 const STEP: usize = 32;
+
+/// Steps that fetch four rows each of what will be written next.
+const FETCHING: usize = MR / 4;
 
 pub struct Amx;
 
@@ -42,7 +45,7 @@ impl Kernel<bf16> for Amx {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = STEP;
-    const BLOCKING: Blocking = Blocking { kc: 512, mc: 256, nc: 1024, alone: 16 << 20 };
+    const BLOCKING: Blocking = Blocking { kc: 384, mc: 256, nc: 512, whole: 5 << 18, alone: 16 << 20 };
 
     unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         // SAFETY: the caller's promise.
@@ -58,24 +61,36 @@ impl Kernel<bf16> for Amx {
         }
     }
 
+    // Rows that begin within a line cost a second line each. Rows that lie a multiple of 2 KiB apart fall into so few sets of the
+    // L1 cache that a strip does not stay there.
+    fn reads_rows(Mat(at, row, column): Mat<*const bf16>) -> bool {
+        column == 1 && at.addr().is_multiple_of(64) && row.is_multiple_of(STEP) && !row.is_multiple_of(1024)
+    }
+
     unsafe fn tile(
         rows: usize,
         k: usize,
-        strip: *const bf16,
+        strip: Strip<bf16, bf16>,
         panel: *const bf16,
         from: (*const f32, usize),
         to: (*mut f32, usize),
+        next: Next,
     ) {
         if k == 0 {
             // SAFETY: the caller's promise.
             return unsafe { copy(rows, from, to) };
         }
+        let strip = Tiles::of(strip);
         // SAFETY: the caller's promise.
         unsafe {
             if rows <= 16 {
                 upper_half(k / STEP, strip, panel, from, to);
             } else {
-                whole(k / STEP, strip, panel, from, to);
+                // The second line is 64 bytes away, or there is none.
+                match next.second {
+                    0 => whole::<0>(k / STEP, strip, panel, from, to, next),
+                    _ => whole::<64>(k / STEP, strip, panel, from, to, next),
+                }
             }
         }
     }
@@ -121,13 +136,39 @@ unsafe fn copy(rows: usize, (from, from_stride): (*const f32, usize), (to, to_st
     }
 }
 
-unsafe fn whole(
+/// Where the tiles of a strip lie: the upper and the lower sixteen rows of the first step, the distance of rows and that of steps.
+struct Tiles {
+    upper: *const bf16,
+    lower: *const bf16,
+    row_bytes: usize,
+    step_bytes: usize,
+}
+
+impl Tiles {
+    fn of(strip: Strip<bf16, bf16>) -> Self {
+        match strip {
+            Strip::Packed(at) => {
+                Self { upper: at, lower: at.wrapping_add(16 * STEP), row_bytes: 2 * STEP, step_bytes: 2 * MR * STEP }
+            }
+            Strip::Rows(at, row) => {
+                Self { upper: at, lower: at.wrapping_add(16 * row), row_bytes: 2 * row, step_bytes: 2 * STEP }
+            }
+        }
+    }
+}
+
+/// Every operand of the next step is loaded as soon as the last product with its predecessor is under way.
+unsafe fn whole<const SECOND: usize>(
     steps: usize,
-    strip: *const bf16,
+    strip: Tiles,
     panel: *const bf16,
     (from, from_stride): (*const f32, usize),
     (to, to_stride): (*mut f32, usize),
+    next: Next,
 ) {
+    // What is needed once only lies in memory: there are not enough registers.
+    let (fetching, rest) = ((steps - 1).min(FETCHING), (steps - 1).saturating_sub(FETCHING));
+    let once = [from as usize, 4 * from_stride, to as usize, 4 * to_stride, rest];
     // SAFETY: the caller's promise.
     unsafe {
         asm!(
@@ -135,39 +176,93 @@ unsafe fn whole(
             "tilezero tmm1",
             "tilezero tmm2",
             "tilezero tmm3",
-            "test {from}, {from}",
+            "mov {t}, [{once}]",
+            "test {t}, {t}",
             "jz 2f",
-            "tileloadd tmm0, [{from} + {from_stride}]",
-            "tileloadd tmm1, [{from} + {from_stride} + 64]",
-            "tileloadd tmm2, [{from16} + {from_stride}]",
-            "tileloadd tmm3, [{from16} + {from_stride} + 64]",
+            "mov {stride}, [{once} + 8]",
+            "tileloadd tmm0, [{t} + {stride}]",
+            "tileloadd tmm1, [{t} + {stride} + 64]",
+            "shl {stride}, 4",
+            "add {t}, {stride}",
+            "shr {stride}, 4",
+            "tileloadd tmm2, [{t} + {stride}]",
+            "tileloadd tmm3, [{t} + {stride} + 64]",
             "2:",
-            "tileloadd tmm4, [{a} + {a_stride}]",
+            "tileloadd tmm4, [{upper} + {a_stride}]",
             "tileloadd tmm6, [{b} + {b_stride}]",
             "tileloadd tmm7, [{b} + {b_stride} + 64]",
+            "test {count}, {count}",
+            "jz 4f",
+            "3:",
             "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm5, [{a} + {a_stride} + 1024]",
+            "prefetcht1 [{next}]",
+            "prefetcht1 [{next} + {second}]",
+            "add {next}, {next_row}",
+            "tileloadd tmm5, [{lower} + {a_stride}]",
+            "add {upper}, {a_step}",
+            "add {lower}, {a_step}",
+            "add {b}, 2048",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "prefetcht1 [{next}]",
+            "prefetcht1 [{next} + {second}]",
+            "add {next}, {next_row}",
+            "tileloadd tmm4, [{upper} + {a_stride}]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "prefetcht1 [{next}]",
+            "prefetcht1 [{next} + {second}]",
+            "add {next}, {next_row}",
+            "tileloadd tmm6, [{b} + {b_stride}]",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "prefetcht1 [{next}]",
+            "prefetcht1 [{next} + {second}]",
+            "add {next}, {next_row}",
+            "tileloadd tmm7, [{b} + {b_stride} + 64]",
+            "dec {count}",
+            "jnz 3b",
+            "mov {count}, [{once} + 32]",
+            "test {count}, {count}",
+            "jz 4f",
+            "5:",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm5, [{lower} + {a_stride}]",
+            "add {upper}, {a_step}",
+            "add {lower}, {a_step}",
+            "add {b}, 2048",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm4, [{upper} + {a_stride}]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tileloadd tmm6, [{b} + {b_stride}]",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "tileloadd tmm7, [{b} + {b_stride} + 64]",
+            "dec {count}",
+            "jnz 5b",
+            "4:",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm5, [{lower} + {a_stride}]",
             "tdpbf16ps tmm1, tmm4, tmm7",
             "tdpbf16ps tmm2, tmm5, tmm6",
             "tdpbf16ps tmm3, tmm5, tmm7",
-            "add {a}, 2048",
-            "add {b}, 2048",
-            "dec {steps}",
-            "jnz 2b",
-            "tilestored [{to} + {to_stride}], tmm0",
-            "tilestored [{to} + {to_stride} + 64], tmm1",
-            "tilestored [{to16} + {to_stride}], tmm2",
-            "tilestored [{to16} + {to_stride} + 64], tmm3",
-            a = inout(reg) strip => _,
+            "mov {t}, [{once} + 16]",
+            "mov {stride}, [{once} + 24]",
+            "tilestored [{t} + {stride}], tmm0",
+            "tilestored [{t} + {stride} + 64], tmm1",
+            "shl {stride}, 4",
+            "add {t}, {stride}",
+            "shr {stride}, 4",
+            "tilestored [{t} + {stride}], tmm2",
+            "tilestored [{t} + {stride} + 64], tmm3",
+            upper = inout(reg) strip.upper => _,
+            lower = inout(reg) strip.lower => _,
             b = inout(reg) panel => _,
-            steps = inout(reg) steps => _,
-            from = in(reg) from,
-            from16 = in(reg) from.wrapping_add(16 * from_stride),
-            from_stride = in(reg) 4 * from_stride,
-            to = in(reg) to,
-            to16 = in(reg) to.wrapping_add(16 * to_stride),
-            to_stride = in(reg) 4 * to_stride,
-            a_stride = in(reg) 64usize,
+            count = inout(reg) fetching => _,
+            next = inout(reg) next.at => _,
+            next_row = in(reg) next.row,
+            second = const SECOND,
+            once = in(reg) once.as_ptr(),
+            t = out(reg) _,
+            stride = out(reg) _,
+            a_stride = in(reg) strip.row_bytes,
+            a_step = in(reg) strip.step_bytes,
             b_stride = in(reg) 128usize,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
@@ -178,7 +273,7 @@ unsafe fn whole(
 
 unsafe fn upper_half(
     steps: usize,
-    strip: *const bf16,
+    strip: Tiles,
     panel: *const bf16,
     (from, from_stride): (*const f32, usize),
     (to, to_stride): (*mut f32, usize),
@@ -198,20 +293,21 @@ unsafe fn upper_half(
             "tileloadd tmm7, [{b} + {b_stride} + 64]",
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tdpbf16ps tmm1, tmm4, tmm7",
-            "add {a}, 2048",
+            "add {a}, {a_step}",
             "add {b}, 2048",
             "dec {steps}",
             "jnz 2b",
             "tilestored [{to} + {to_stride}], tmm0",
             "tilestored [{to} + {to_stride} + 64], tmm1",
-            a = inout(reg) strip => _,
+            a = inout(reg) strip.upper => _,
             b = inout(reg) panel => _,
             steps = inout(reg) steps => _,
             from = in(reg) from,
             from_stride = in(reg) 4 * from_stride,
             to = in(reg) to,
             to_stride = in(reg) 4 * to_stride,
-            a_stride = in(reg) 64usize,
+            a_stride = in(reg) strip.row_bytes,
+            a_step = in(reg) strip.step_bytes,
             b_stride = in(reg) 128usize,
             out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
             options(nostack),

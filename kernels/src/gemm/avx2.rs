@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::{_mm256_broadcast_ss, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps};
 
-use super::kernel::{Blocking, Kernel};
+use super::kernel::{Blocking, Kernel, Next, Strip, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
 
@@ -16,7 +16,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 1;
-    const BLOCKING: Blocking = Blocking { kc: 256, mc: 192, nc: 512, alone: 2 << 20 };
+    const BLOCKING: Blocking = Blocking { kc: 256, mc: 192, nc: 512, whole: 0, alone: 2 << 20 };
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
@@ -31,11 +31,13 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
     unsafe fn tile(
         rows: usize,
         k: usize,
-        strip: *const f32,
+        strip: Strip<E, f32>,
         panel: *const f32,
         from: (*const f32, usize),
         to: (*mut f32, usize),
+        _: Next,
     ) {
+        let strip = packed(strip);
         // SAFETY: the caller's promise.
         unsafe {
             match rows {

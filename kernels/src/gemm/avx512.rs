@@ -6,7 +6,7 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::Mat;
-use super::kernel::{Blocking, Kernel};
+use super::kernel::{Blocking, Kernel, Next, Strip, packed};
 use super::lanes::{Lanes, first, transpose};
 use crate::float::Elem;
 
@@ -43,7 +43,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 1;
-    const BLOCKING: Blocking = Blocking { kc: 384, mc: 252, nc: 512, alone: 4 << 20 };
+    const BLOCKING: Blocking = Blocking { kc: 384, mc: 252, nc: 512, whole: 0, alone: 4 << 20 };
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
@@ -58,11 +58,13 @@ impl<E: Lanes> Kernel<E> for Avx512 {
     unsafe fn tile(
         rows: usize,
         k: usize,
-        strip: *const f32,
+        strip: Strip<E, f32>,
         panel: *const f32,
         from: (*const f32, usize),
         to: (*mut f32, usize),
+        _: Next,
     ) {
+        let strip = packed(strip);
         // SAFETY: the caller's promise.
         unsafe { by_rows!(rows, tile(k, strip, panel, from, to)) }
     }

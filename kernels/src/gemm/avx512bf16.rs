@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512::{self, MR, NR, by_rows};
-use super::kernel::{Blocking, Kernel};
+use super::kernel::{Blocking, Kernel, Next, Strip, packed};
 use super::lanes::{Lanes, first, transpose};
 use crate::float::Elem;
 
@@ -19,7 +19,7 @@ impl Kernel<bf16> for Avx512Bf16 {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 2;
-    const BLOCKING: Blocking = Blocking { kc: 512, mc: 252, nc: 512, alone: 4 << 20 };
+    const BLOCKING: Blocking = Blocking { kc: 512, mc: 252, nc: 512, whole: 0, alone: 4 << 20 };
 
     unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         // SAFETY: the caller's promise.
@@ -34,11 +34,13 @@ impl Kernel<bf16> for Avx512Bf16 {
     unsafe fn tile(
         rows: usize,
         k: usize,
-        strip: *const bf16,
+        strip: Strip<bf16, bf16>,
         panel: *const bf16,
         from: (*const f32, usize),
         to: (*mut f32, usize),
+        _: Next,
     ) {
+        let strip = packed(strip);
         // SAFETY: the caller's promise.
         unsafe { by_rows!(rows, tile(k, strip, panel, from, to)) }
     }

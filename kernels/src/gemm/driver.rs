@@ -11,7 +11,7 @@ use candle_core::DType;
 use rayon::prelude::*;
 
 use super::buffer::{Buffer, Common, Own, with_common, with_own};
-use super::kernel::{Kernel, PIECE};
+use super::kernel::{Kernel, Next, PIECE, Strip};
 use super::plan::{PANELS_TOGETHER, Phase, Plan};
 use super::{Mat, Start};
 use crate::float::Elem;
@@ -200,34 +200,70 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let rows = down * task_rows..((down + 1) * task_rows).min(self.rows);
         let first = phase.columns.start + across * task_columns;
         let columns = first..(first + task_columns).min(phase.columns.end);
-        let strips = rows.len().next_multiple_of(K::MR);
-        let to = own.strips.room(strips * blocks.len);
         let panels_in_phase = phase.columns.len().div_ceil(K::NR);
-        let sums = match self.sums {
-            // One tile's place, or a place for every tile.
-            None if blocks.count == 1 => Sums { at: own.sums.room(K::MR * K::NR), panels: 0 },
-            None => Sums { at: own.sums.room(strips * task_columns), panels: columns.len().div_ceil(K::NR) },
-            Some(all) => {
-                let tile = rows.start / K::MR * panels_in_phase + across * task_columns / K::NR;
-                Sums { at: all.wrapping_add(tile * K::MR * K::NR), panels: panels_in_phase }
-            }
-        };
-        for block in phase.blocks.clone() {
-            let inner = blocks.range(block);
-            let k = inner.len().next_multiple_of(K::KQ);
-            let panels = self.panels_of(phase, block).wrapping_add(across * task_columns * k);
-            let region = Region {
-                rows: rows.clone(),
-                columns: columns.clone(),
-                k,
-                is_first: block == 0,
-                is_last: block + 1 == blocks.count,
+        // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay there too. Columns of A are packed
+        // for many strips at a time.
+        let together = if self.sums.is_none() && self.plan.is_short && self.a.2 == 1 { K::MR } else { rows.len() };
+        for first_row in rows.clone().step_by(together) {
+            let rows = first_row..(first_row + together).min(rows.end);
+            let strips = rows.len().next_multiple_of(K::MR);
+            let to = own.strips.room(strips * blocks.len);
+            let sums = match self.sums {
+                // One tile's place, or a place for every tile.
+                None if blocks.count == 1 => Sums { at: own.sums.room(K::MR * K::NR), panels: 0 },
+                None => Sums { at: own.sums.room(strips * task_columns), panels: columns.len().div_ceil(K::NR) },
+                Some(all) => {
+                    let tile = rows.start / K::MR * panels_in_phase + across * task_columns / K::NR;
+                    Sums { at: all.wrapping_add(tile * K::MR * K::NR), panels: panels_in_phase }
+                }
             };
-            // SAFETY: the caller's promise.
-            unsafe {
-                pack_strips::<E, K>(self.a.at(rows.start, inner.start), rows.len(), inner.len(), to);
-                compute_region::<E, C, K>(&self.target, &region, to, (panels, K::NR * k), sums);
+            for block in phase.blocks.clone() {
+                let inner = blocks.range(block);
+                let k = inner.len().next_multiple_of(K::KQ);
+                let panels = self.panels_of(phase, block).wrapping_add(across * task_columns * k);
+                let a = self.a.at(rows.start, inner.start);
+                let region = Region {
+                    rows: rows.clone(),
+                    columns: columns.clone(),
+                    k,
+                    is_first: block == 0,
+                    is_last: block + 1 == blocks.count,
+                };
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), to);
+                    compute_region::<E, C, K>(&self.target, &region, &strips, (panels, K::NR * k), sums);
+                }
             }
+        }
+    }
+}
+
+/// The strips of a region.
+pub struct Strips<E, P> {
+    /// A, where the kernel reads whole strips there.
+    rows: Option<(*const E, usize)>,
+    packed: *const P,
+}
+
+impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
+    /// Packs what `K` does not read in `a` itself.
+    ///
+    /// # Safety
+    /// As [`Kernel::pack_a`], for all strips.
+    pub unsafe fn prepare<K: Kernel<E, Packed = P>>(a: Mat<*const E>, rows: usize, k: usize, to: *mut P) -> Self {
+        let in_place = k.is_multiple_of(K::KQ) && K::reads_rows(a);
+        let whole = if in_place { rows / K::MR * K::MR } else { 0 };
+        // SAFETY: the caller's promise.
+        unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, to.wrapping_add(whole * k)) };
+        Self { rows: in_place.then_some((a.0, a.1)), packed: to }
+    }
+
+    /// Strip number `s` of `mr` rows, of which the product has `rows`.
+    fn strip(&self, s: usize, rows: usize, mr: usize, k: usize) -> Strip<E, P> {
+        match self.rows {
+            Some((a, row)) if rows == mr => Strip::Rows(a.wrapping_add(s * mr * row), row),
+            _ => Strip::Packed(self.packed.wrapping_add(s * mr * k)),
         }
     }
 }
@@ -289,50 +325,59 @@ fn pieces((width, step): (usize, usize), k: usize, across_first: bool, piece: im
 pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
     target: &Target<C>,
     region: &Region,
-    strips: *const K::Packed,
+    strips: &Strips<E, K::Packed>,
     (panels, panel): (*const K::Packed, usize),
     sums: Sums,
 ) {
     let &Target { dst: Mat(dst, row_stride, column_stride), first, scale } = target;
     let unscaled = scale == 1.0;
     let in_place = C::DTYPE == DType::F32 && column_stride == 1 && unscaled;
+    let touches_dst = region.is_last || region.is_first && matches!(first, First::Old);
+    let second = if K::NR * size_of::<C>() > 64 { 64 } else { 0 };
     for (s, row) in region.rows.clone().step_by(K::MR).enumerate() {
         let rows = K::MR.min(region.rows.end - row);
-        let strip = strips.wrapping_add(s * K::MR * region.k);
+        let strip = strips.strip(s, rows, K::MR, region.k);
         let whole_rows = in_place && K::leaves_other_rows(rows);
         for (p, column) in region.columns.clone().step_by(K::NR).enumerate() {
             let columns = K::NR.min(region.columns.end - column);
             let panel = panels.wrapping_add(p * panel);
             let to = dst.wrapping_add(row * row_stride + column * column_stride);
-            let in_place = whole_rows && columns == K::NR;
-            // Sums lie in dst where it can hold them.
-            let tile = if in_place {
-                (to.cast::<f32>(), row_stride)
+            let next = if touches_dst {
+                // Two tiles on.
+                let ahead = column + 2 * K::NR;
+                let (row, ahead) =
+                    if ahead < region.columns.end { (row, ahead) } else { (row + K::MR, ahead - region.columns.len()) };
+                let at = dst.wrapping_add(row * row_stride + ahead * column_stride);
+                Next { at: at.cast_const().cast(), row: row_stride * size_of::<C>(), second }
             } else {
-                let at = if sums.panels == 0 { 0 } else { s * sums.panels + p };
-                (sums.at.wrapping_add(at * K::MR * K::NR), K::NR)
+                Next { at: sums.at.cast_const().cast(), row: 0, second: 0 }
             };
-            // SAFETY: the caller's promise; the tile has MR rows of NR, or is dst's and the kernel leaves other rows.
+            // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere in between.
+            let in_place = whole_rows && columns == K::NR;
+            let at = if sums.panels == 0 { 0 } else { s * sums.panels + p };
+            let sums = (sums.at.wrapping_add(at * K::MR * K::NR), K::NR);
+            let tile = (to.cast::<f32>(), row_stride);
+            // SAFETY: the caller's promise; sums have MR rows of NR, and so has dst's tile, or the kernel leaves other rows.
             unsafe {
                 let from = match first {
-                    _ if !region.is_first => (tile.0.cast_const(), tile.1),
+                    _ if !region.is_first => (sums.0.cast_const(), sums.1),
                     First::Bias(row) => (row.add(column), 0),
+                    First::Old if unscaled && in_place => (tile.0.cast_const(), tile.1),
                     First::Old if unscaled => {
-                        if !in_place {
-                            load(Mat(to, row_stride, column_stride), rows, columns, tile);
-                        }
-                        (tile.0.cast_const(), tile.1)
+                        load(Mat(to, row_stride, column_stride), rows, columns, sums);
+                        (sums.0.cast_const(), sums.1)
                     }
                     First::Zero | First::Old => (std::ptr::null(), 0),
                 };
-                K::tile(rows, region.k, strip, panel, from, tile);
+                let tile_to = if region.is_last && in_place { tile } else { sums };
+                K::tile(rows, region.k, strip, panel, from, tile_to, next);
                 if region.is_last && !in_place {
                     let add = matches!(first, First::Old) && !unscaled;
                     if column_stride == 1 {
-                        K::finish(tile.0, rows, columns, (to, row_stride), scale, add);
+                        K::finish(sums.0, rows, columns, (to, row_stride), scale, add);
                     } else {
                         let to = Mat(to, row_stride, column_stride);
-                        scatter(tile, rows, columns, to, scale, add);
+                        scatter(sums, rows, columns, to, scale, add);
                     }
                 }
             }

@@ -15,8 +15,40 @@ pub struct Blocking {
     pub mc: usize,
     /// Most columns of a task: its B (kc × nc) is to stay in L2.
     pub nc: usize,
+    /// Bytes of B that stay in L2 while strips go by: a task may have more than nc columns if those of the whole inner dimension
+    /// take no more.
+    pub whole: usize,
     /// Floating-point operations below which a second thread costs more than it saves.
     pub alone: usize,
+}
+
+/// Where a micro-kernel finds a strip of A.
+#[derive(Clone, Copy, Debug)]
+pub enum Strip<E, P> {
+    /// Packed.
+    Packed(*const P),
+    /// In A itself, with the distance of its rows; see [`Kernel::reads_rows`].
+    Rows(*const E, usize),
+}
+
+/// Lines of memory that will be written soon, so that a kernel can have them fetched while it computes: MR rows of at most two
+/// lines. Only addresses; need not be memory at all.
+#[derive(Clone, Copy, Debug)]
+pub struct Next {
+    pub at: *const u8,
+    /// Distance of the rows in bytes.
+    pub row: usize,
+    /// Distance of a row's second line in bytes, or 0 if it has only one.
+    pub second: usize,
+}
+
+/// The strip of a kernel that reads no other than packed ones.
+#[inline(always)]
+pub fn packed<E, P>(strip: Strip<E, P>) -> *const P {
+    match strip {
+        Strip::Packed(at) => at,
+        Strip::Rows(..) => unreachable!("the kernel did not say that it reads rows"),
+    }
 }
 
 /// A micro-kernel for tiles of C of MR × NR, of operands stored as `E`, with sums in f32.
@@ -43,18 +75,25 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// As [`Kernel::pack_a`], with NR.
     unsafe fn pack_b(b: Mat<*const E>, columns: usize, k: usize, to: *mut Self::Packed);
 
+    /// Whether [`Kernel::tile`] can, and should, read whole strips of this A where it lies; `k` is a multiple of KQ.
+    fn reads_rows(_: Mat<*const E>) -> bool {
+        false
+    }
+
     /// `to [rows, NR] = strip · panel`, plus `from` (with a row stride, which may be 0) unless that is null. `k` is a multiple of
     /// KQ. Rows from `rows` to MR are written too unless [`Kernel::leaves_other_rows`].
+    /// A strip that is not packed has MR rows.
     ///
     /// # Safety
     /// The machine has the instruction set, the thread is within [`Kernel::enter`], and the memory is as said.
     unsafe fn tile(
         rows: usize,
         k: usize,
-        strip: *const Self::Packed,
+        strip: Strip<E, Self::Packed>,
         panel: *const Self::Packed,
         from: (*const f32, usize),
         to: (*mut f32, usize),
+        next: Next,
     );
 
     /// Whether [`Kernel::tile`] reads and writes no row from `rows` on.

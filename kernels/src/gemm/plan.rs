@@ -52,6 +52,8 @@ pub struct Plan {
     pub task_rows: usize,
     /// Columns of a task, a multiple of NR.
     pub task_columns: usize,
+    /// Whether the panels of a task, of all blocks, stay in L2 together.
+    pub is_short: bool,
     /// Columns of the widest phase, a multiple of NR.
     pub phase_columns: usize,
     /// Elements of the panels of the largest phase.
@@ -71,7 +73,8 @@ impl Plan {
         let budget = PANEL_BYTES / size;
         let columns = equal_parts(n, nr, (budget / (blocks.count * blocks.len)).max(PHASE_COLUMNS));
         let together = equal_parts(blocks.count, 1, (budget / (columns * blocks.len)).max(1));
-        let task_columns = equal_parts(columns, nr, blocking.nc);
+        let whole = blocking.whole / (size * blocks.count * blocks.len) / nr * nr;
+        let task_columns = equal_parts(columns, nr, blocking.nc.max(whole));
         let tasks_across = columns.div_ceil(task_columns);
         let strips = m.div_ceil(mr);
         let rows_per_task = (1..=strips)
@@ -100,6 +103,7 @@ impl Plan {
             phases,
             task_rows,
             task_columns,
+            is_short: task_columns <= whole,
             phase_columns: columns,
             panel_elements: columns * together * blocks.len,
         }
@@ -141,7 +145,7 @@ mod tests {
 
     #[test]
     fn phases_cover_all_columns_and_blocks_and_keep_to_the_panels_memory() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 512, alone: 0 };
+        let blocking = Blocking { kc: 384, mc: 252, nc: 512, whole: 0, alone: 0 };
         for shape in [(1, 1, 1), (2048, 384, 1152), (1024, 50304, 768), (1024, 768, 50304), (7, 3000, 9000)] {
             for threads in [1, 2, 3, 7, 64] {
                 let plan = Plan::new(shape, (14, 32), 4, blocking, threads);
@@ -163,7 +167,7 @@ mod tests {
 
     #[test]
     fn two_threads_get_as_many_tasks_each_unless_there_are_many() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 512, alone: 0 };
+        let blocking = Blocking { kc: 384, mc: 252, nc: 512, whole: 0, alone: 0 };
         for shape in [(2048, 384, 384), (2048, 1152, 384), (1152, 384, 2048), (768, 768, 1024)] {
             let plan = Plan::new(shape, (14, 32), 4, blocking, 2);
             let tasks = plan.phases[0].computing.len();

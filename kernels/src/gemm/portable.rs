@@ -1,6 +1,6 @@
 //! Micro-kernel in plain Rust, which the compiler vectorizes for SSE2 or NEON.
 
-use super::kernel::{Blocking, Kernel};
+use super::kernel::{Blocking, Kernel, Next, Strip, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
 
@@ -20,7 +20,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 1;
-    const BLOCKING: Blocking = Blocking { kc: 256, mc: 120, nc: 256, alone: 1 << 20 };
+    const BLOCKING: Blocking = Blocking { kc: 256, mc: 120, nc: 256, whole: 0, alone: 1 << 20 };
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
@@ -35,11 +35,13 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
     unsafe fn tile(
         rows: usize,
         k: usize,
-        strip: *const f32,
+        strip: Strip<E, f32>,
         panel: *const f32,
         (from, from_stride): (*const f32, usize),
         (to, to_stride): (*mut f32, usize),
+        _: Next,
     ) {
+        let strip = packed(strip);
         let mut sums = [[0f32; NR]; MR];
         // SAFETY: the caller's promise.
         unsafe {
