@@ -32,4 +32,5 @@ pub mod trace;
 mod view;
 
 pub use error::{Error, Result};
+pub use gemm::peak;
 pub use simd::{Isa, vectorize};

@@ -128,6 +128,10 @@ pub fn keep_freed() {
 mod tests {
     use super::*;
 
+    /// All tests of this crate run with it: kernels do some things only with tensors that begin with a line.
+    #[global_allocator]
+    static ALLOCATOR: LineAligned = LineAligned;
+
     #[test]
     fn large_blocks_begin_with_a_line_and_hold_what_they_held() {
         let sizes = [1, 100, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE + 7, 1 << 20, (40 << 20) + 1];

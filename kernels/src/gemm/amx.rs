@@ -331,6 +331,13 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
                 };
                 _mm512_store_si512(to.add(r * STEP).cast(), line);
             }
+        } else if row == 1 && rows == MR && k == STEP {
+            for r in (0..MR).step_by(8) {
+                let lines = transposed_words(from.add(r).cast(), 2 * column);
+                for (l, &line) in lines.iter().enumerate() {
+                    _mm512_store_si512(to.add((r + l) * STEP).cast(), line);
+                }
+            }
         } else if row == 1 {
             for r in (0..MR).step_by(16) {
                 let mask = first(rows.saturating_sub(r));
@@ -353,4 +360,34 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
             }
         }
     }
+}
+
+/// Register i of the result holds 16 bits from byte 2·i of each of 32 rows that lie `row` bytes apart. As with
+/// [`super::lanes::transposed`], loads put quarters of registers where they belong.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn transposed_words(from: *const u8, row: usize) -> [__m512i; 8] {
+    let mut x = [_mm512_setzero_si512(); 8];
+    for (t, x) in x.iter_mut().enumerate() {
+        for lane in 0..4 {
+            // SAFETY: the caller's promise.
+            let eight = unsafe { _mm_loadu_si128(from.add((8 * lane + t) * row).cast()) };
+            *x = _mm512_mask_broadcast_i32x4(*x, 0xf << (4 * lane), eight);
+        }
+    }
+    // Within quarters: words of two rows, then of four, then of eight.
+    let twos: [_; 4] = std::array::from_fn(|i| {
+        [_mm512_unpacklo_epi16(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_epi16(x[2 * i], x[2 * i + 1])]
+    });
+    let mut out = x;
+    for half in 0..2 {
+        let [a, b, c, d] = twos.map(|two| two[half]);
+        let low = [_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d)];
+        let high = [_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d)];
+        out[4 * half] = _mm512_unpacklo_epi64(low[0], low[1]);
+        out[4 * half + 1] = _mm512_unpackhi_epi64(low[0], low[1]);
+        out[4 * half + 2] = _mm512_unpacklo_epi64(high[0], high[1]);
+        out[4 * half + 3] = _mm512_unpackhi_epi64(high[0], high[1]);
+    }
+    out
 }

@@ -6,8 +6,8 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::Mat;
-use super::kernel::{Blocking, Kernel, Next, Strip, packed};
-use super::lanes::{Lanes, first, transpose};
+use super::kernel::{Blocking, Kernel, Next, Strip};
+use super::lanes::{Lanes, first, transpose, transposed};
 use crate::float::Elem;
 
 pub(super) const MR: usize = 14;
@@ -55,6 +55,11 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         unsafe { pack::<E, NR>(b.t(), columns, k, to) }
     }
 
+    // Rows that lie a multiple of 4 KiB apart fall into so few sets of the L1 cache that a strip does not stay there.
+    fn reads_rows(Mat(_, row, column): Mat<*const E>) -> bool {
+        E::DTYPE == DType::F32 && column == 1 && !(4 * row).is_multiple_of(4096)
+    }
+
     unsafe fn tile(
         rows: usize,
         k: usize,
@@ -64,9 +69,13 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         to: (*mut f32, usize),
         _: Next,
     ) {
-        let strip = packed(strip);
-        // SAFETY: the caller's promise.
-        unsafe { by_rows!(rows, tile(k, strip, panel, from, to)) }
+        // SAFETY: the caller's promise; only f32 is read where it lies.
+        unsafe {
+            match strip {
+                Strip::Packed(strip) => by_rows!(rows, tile(k, strip, panel, from, to)),
+                Strip::Rows(strip, row) => tile_of_rows(k, (strip.cast(), row), panel, from, to),
+            }
+        }
     }
 
     fn leaves_other_rows(_: usize) -> bool {
@@ -125,6 +134,40 @@ unsafe fn tile<const ROWS: usize>(
     }
 }
 
+/// As [`tile`] of MR rows, of a strip whose rows lie `row` elements apart.
+#[target_feature(enable = "avx512f")]
+unsafe fn tile_of_rows(
+    k: usize,
+    (mut strip, row): (*const f32, usize),
+    mut panel: *const f32,
+    (from, from_stride): (*const f32, usize),
+    (to, to_stride): (*mut f32, usize),
+) {
+    let mut sums = [[_mm512_setzero_ps(); 2]; MR];
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !from.is_null() {
+            for r in 0..MR {
+                let from = from.add(r * from_stride);
+                sums[r] = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))];
+            }
+        }
+        for _ in 0..k {
+            let b = [_mm512_loadu_ps(panel), _mm512_loadu_ps(panel.add(16))];
+            for r in 0..MR {
+                let a = _mm512_set1_ps(*strip.add(r * row));
+                sums[r] = [_mm512_fmadd_ps(a, b[0], sums[r][0]), _mm512_fmadd_ps(a, b[1], sums[r][1])];
+            }
+            (strip, panel) = (strip.wrapping_add(1), panel.add(NR));
+        }
+        for r in 0..MR {
+            let to = to.add(r * to_stride);
+            _mm512_storeu_ps(to, sums[r][0]);
+            _mm512_storeu_ps(to.add(16), sums[r][1]);
+        }
+    }
+}
+
 /// As [`super::pack::pack`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usize, to: *mut f32) {
@@ -134,11 +177,15 @@ unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usiz
         if column == 1 {
             for r in (0..R).step_by(16) {
                 for i in (0..k).step_by(16) {
-                    let mut lines = [_mm512_setzero_si512(); 16];
-                    for (l, line) in lines.iter_mut().enumerate().take(width.saturating_sub(r)) {
-                        *line = _mm512_castps_si512(E::load16(from.add((r + l) * row + i), first(k - i)));
-                    }
-                    let lines = transpose(lines);
+                    let lines = if E::DTYPE == DType::F32 && k - i >= 16 {
+                        transposed(from.wrapping_add(r * row + i).cast(), 4 * row, width.saturating_sub(r))
+                    } else {
+                        let mut lines = [_mm512_setzero_si512(); 16];
+                        for (l, line) in lines.iter_mut().enumerate().take(width.saturating_sub(r)) {
+                            *line = _mm512_castps_si512(E::load16(from.add((r + l) * row + i), first(k - i)));
+                        }
+                        transpose(lines)
+                    };
                     for (l, &line) in lines.iter().enumerate().take(k - i) {
                         _mm512_mask_storeu_epi32(to.add((i + l) * R + r).cast(), first(R - r), line);
                     }

@@ -9,7 +9,7 @@ use half::bf16;
 use super::Mat;
 use super::avx512::{self, MR, NR, by_rows};
 use super::kernel::{Blocking, Kernel, Next, Strip, packed};
-use super::lanes::{Lanes, first, transpose};
+use super::lanes::{Lanes, first, transpose, transposed};
 use crate::float::Elem;
 
 pub struct Avx512Bf16;
@@ -130,11 +130,15 @@ pub(super) unsafe fn pack_pairs<const R: usize>(m: Mat<*const bf16>, width: usiz
         if column == 1 {
             let mask = if k >= 32 { u32::MAX } else { (1 << k) - 1 };
             for r in (0..R).step_by(16) {
-                let mut lines = [_mm512_setzero_si512(); 16];
-                for (l, line) in lines.iter_mut().enumerate().take(width.saturating_sub(r)) {
-                    *line = _mm512_maskz_loadu_epi16(mask, from.add((r + l) * row).cast());
-                }
-                let lines = transpose(lines);
+                let lines = if k == 32 {
+                    transposed(from.wrapping_add(r * row).cast(), 2 * row, width.saturating_sub(r))
+                } else {
+                    let mut lines = [_mm512_setzero_si512(); 16];
+                    for (l, line) in lines.iter_mut().enumerate().take(width.saturating_sub(r)) {
+                        *line = _mm512_maskz_loadu_epi16(mask, from.add((r + l) * row).cast());
+                    }
+                    transpose(lines)
+                };
                 for (l, &line) in lines.iter().enumerate().take(pairs) {
                     _mm512_mask_storeu_epi32(to.cast::<i32>().add(l * R + r), first(R - r), line);
                 }

@@ -34,6 +34,7 @@ pub enum Strip<E, P> {
 /// Lines of memory that will be written soon, so that a kernel can have them fetched while it computes: MR rows of at most two
 /// lines. Only addresses; need not be memory at all.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // no kernel fetches elsewhere
 pub struct Next {
     pub at: *const u8,
     /// Distance of the rows in bytes.

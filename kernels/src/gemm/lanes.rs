@@ -110,3 +110,34 @@ pub fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
     }
     out
 }
+
+/// Register i of the result holds 32 bits from byte 4·i of each of `rows` ≤ 16 rows that lie `row` bytes apart, and 0 for missing
+/// rows. Loads put quarters of registers where they belong, so that half of the shuffles of [`transpose`] do.
+///
+/// # Safety
+/// The machine has AVX-512; 64 bytes of every row can be read.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub unsafe fn transposed(from: *const u8, row: usize, rows: usize) -> [__m512i; 16] {
+    let mut out = [_mm512_setzero_si512(); 16];
+    for quarter in 0..4 {
+        let mut x = [_mm512_setzero_si512(); 4];
+        for (t, x) in x.iter_mut().enumerate() {
+            for lane in 0..4 {
+                let r = 4 * lane + t;
+                if r < rows {
+                    // SAFETY: the caller's promise.
+                    let four = unsafe { _mm_loadu_si128(from.add(r * row + 16 * quarter).cast()) };
+                    *x = _mm512_mask_broadcast_i32x4(*x, 0xf << (4 * lane), four);
+                }
+            }
+        }
+        let low = [_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpacklo_epi32(x[2], x[3])];
+        let high = [_mm512_unpackhi_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[2], x[3])];
+        out[4 * quarter] = _mm512_unpacklo_epi64(low[0], low[1]);
+        out[4 * quarter + 1] = _mm512_unpackhi_epi64(low[0], low[1]);
+        out[4 * quarter + 2] = _mm512_unpacklo_epi64(high[0], high[1]);
+        out[4 * quarter + 3] = _mm512_unpackhi_epi64(high[0], high[1]);
+    }
+    out
+}

@@ -24,6 +24,7 @@ mod kernel;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod lanes;
 mod pack;
+pub mod peak;
 mod plan;
 mod portable;
 #[cfg(test)]

@@ -11,7 +11,7 @@ pub struct Portable;
 
 /// `a·b + c`, in one rounding where that is an instruction of the compiler's target.
 #[inline(always)]
-fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
+pub(super) fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
     if cfg!(any(target_arch = "aarch64", target_feature = "fma")) { a.mul_add(b, c) } else { a * b + c }
 }
 

@@ -7,19 +7,23 @@ use clap::{Args, ValueEnum};
 use kernels::attention::{HeadShape, RopeTable, attention, attention_backward, rope_inplace};
 use kernels::dropout::bias_dropout_add;
 use kernels::optimizer::{AdamW, adamw};
+use kernels::peak::Instruction;
 use kernels::philox::fill_normal;
-use kernels::{activation, cross_entropy, embedding, linear, norm, reduce};
+use kernels::{Isa, activation, cross_entropy, embedding, linear, norm, reduce};
 use megatron::Result;
 use megatron::comm::RankInfo;
 
 use super::preset::{Preset, Shape};
-use super::timing::repeat;
+use super::timing::{peak, repeat};
 use super::{machine_line, positive};
 use crate::ranks;
 use crate::report::table::{Table, significant};
 
 /// Elements of the flat ranges that the optimizer is timed on, at most; the time of a whole model follows by proportion.
 const FLAT: usize = 1 << 24;
+
+/// Time spent on the peak.
+const PEAK_MS: u64 = 200;
 
 /// Time every kernel of a training step at a preset's shapes
 #[derive(Args, Clone, Debug)]
@@ -79,13 +83,16 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     shape.micro_batch = args.micro_batch_size.unwrap_or(shape.micro_batch);
     kernels::memory::keep_freed();
     let threads = ranks::use_threads(args.threads, &RankInfo::alone())?;
+    let dtype = args.dtype.dtype();
+    let instruction = Instruction::of(dtype, Isa::detected());
     let mut bench = KernelBench {
         shape,
-        dtype: args.dtype.dtype(),
+        dtype,
+        peak: instruction.map_or(f64::INFINITY, |instruction| peak(instruction, Duration::from_millis(PEAK_MS))),
         budget: Duration::from_millis(args.milliseconds),
         only: args.only.clone(),
         total_ms: 0.0,
-        table: Table::new(["kernel", "shape", "ms", "GFLOP/s", "GB/s", "calls a step", "ms a step"]),
+        table: Table::new(["kernel", "shape", "ms", "GFLOP/s", "of peak", "GB/s", "calls a step", "ms a step"]),
     };
     bench.linear_layers()?;
     bench.attention()?;
@@ -93,7 +100,7 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     bench.norms()?;
     bench.vocabulary()?;
     bench.optimizer()?;
-    bench.table.row(["all of the above", "", "", "", "", "", &significant(bench.total_ms)].map(str::to_string));
+    bench.table.row(["all of the above", "", "", "", "", "", "", &significant(bench.total_ms)].map(str::to_string));
     crate::print_line(&machine_line());
     let Shape { seq, micro_batch, .. } = shape;
     crate::print_line(&format!(
@@ -101,6 +108,10 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
         args.preset.name(),
         args.dtype.name()
     ));
+    if let Some(instruction) = instruction {
+        let isa = instruction.isa().name();
+        crate::print_line(&format!("peak: {} GFLOP/s, products by {isa} in registers alone", significant(bench.peak)));
+    }
     crate::print_line(&format!("\n{}", bench.table));
     Ok(())
 }
@@ -119,6 +130,8 @@ enum Work {
 struct KernelBench {
     shape: Shape,
     dtype: DType,
+    /// 10⁹ operations a second of the instructions that products of the dtype are made of, on all threads.
+    peak: f64,
     budget: Duration,
     only: String,
     total_ms: f64,
@@ -139,10 +152,11 @@ impl KernelBench {
             return Ok(());
         }
         let seconds = repeat(self.budget, || Ok(kernel()?))?.median();
-        let (flops, bytes) = match work {
-            Work::Flops(n) => (significant(n as f64 / seconds / 1e9), String::new()),
-            Work::Elements(n) => (String::new(), significant((n * self.dtype.size_in_bytes()) as f64 / seconds / 1e9)),
-            Work::Fp32(n) => (String::new(), significant(4.0 * n as f64 / seconds / 1e9)),
+        let rate = |n: usize| n as f64 / seconds / 1e9;
+        let (flops, share, bytes) = match work {
+            Work::Flops(n) => (significant(rate(n)), format!("{:.0}%", 100.0 * rate(n) / self.peak), String::new()),
+            Work::Elements(n) => (String::new(), String::new(), significant(rate(n * self.dtype.size_in_bytes()))),
+            Work::Fp32(n) => (String::new(), String::new(), significant(rate(4 * n))),
         };
         let ms = seconds * 1e3;
         self.total_ms += ms * calls;
@@ -151,6 +165,7 @@ impl KernelBench {
             shape,
             significant(ms),
             flops,
+            share,
             bytes,
             format!("{}", (calls * 100.0).round() / 100.0),
             significant(ms * calls),

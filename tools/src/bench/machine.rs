@@ -1,6 +1,6 @@
-//! `megatron bench machine`: the two ceilings under which everything else lies, compute and memory.
+//! `megatron bench machine`: the ceilings under which everything else lies, compute and memory.
 //!
-//! Compute is the best of f32 matrix products of several sizes (the inner loop of nearly all of a training step); memory is a copy
+//! Compute is what the instructions of products do in registers alone, for every instruction set of the machine, and the best of f32 matrix products of several sizes (the inner loop of nearly all of a training step); memory is a copy
 //! between arrays much larger than the caches, counted as STREAM does (McCalpin 1995): bytes read plus bytes written.
 
 use std::time::Duration;
@@ -8,11 +8,12 @@ use std::time::Duration;
 use candle_core::{Device, Tensor};
 use clap::Args;
 use kernels::linear::linear;
+use kernels::peak::Instruction;
 use kernels::philox::fill_normal;
 use megatron::comm::RankInfo;
 use rayon::prelude::*;
 
-use super::timing::repeat;
+use super::timing::{peak, repeat};
 use super::{machine_line, positive};
 use crate::error::{Error, Result};
 use crate::ranks;
@@ -23,7 +24,7 @@ const EDGES: [usize; 4] = [512, 1024, 1536, 2048];
 /// f32 elements of each array that is copied: 256 MiB.
 const COPY: usize = 1 << 26;
 
-/// Measure this machine's f32 matrix product and memory bandwidth
+/// Measure this machine's instructions, f32 matrix product and memory bandwidth
 #[derive(Args, Clone, Debug)]
 pub struct MachineArgs {
     /// Threads [default: RAYON_NUM_THREADS, or cores]
@@ -53,6 +54,11 @@ pub fn run(args: &MachineArgs) -> Result<()> {
         table.row([format!("f32 product {n}×{n}×{n}, GFLOP/s"), significant(rates[0]), significant(rates[1])]);
     }
     table.row(["f32 product, best, GFLOP/s".to_string(), significant(best[0]), significant(best[1])]);
+    for (dtype, instruction) in Instruction::all() {
+        let rates = [alone.install(|| peak(instruction, budget)), peak(instruction, budget)];
+        let name = format!("{} instructions of {}, GFLOP/s", dtype.as_str(), instruction.isa().name());
+        table.row([name, significant(rates[0]), significant(rates[1])]);
+    }
     let copies = [alone.install(|| copy(budget))?, copy(budget)?];
     table.row(["copy of 256 MiB, GB/s read + written".to_string(), significant(copies[0]), significant(copies[1])]);
     crate::print_line(&machine_line());

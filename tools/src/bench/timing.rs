@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kernels::peak::Instruction;
 use megatron::Result;
 
 /// Calls that are not timed: the first ones fault memory in and start threads.
@@ -59,6 +60,22 @@ pub fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
     let start = Instant::now();
     drop(std::hint::black_box(operation()?));
     Ok(start.elapsed().as_secs_f64())
+}
+
+/// 10⁹ operations a second that `instruction` does at most on the threads of the current pool: the sum of their rates in the best of
+/// many short runs, since neighbours on a shared machine slow down some of them.
+pub fn peak(instruction: Instruction, budget: Duration) -> f64 {
+    const ROUNDS: usize = 20_000;
+    let start = Instant::now();
+    let mut best = 0f64;
+    while best == 0.0 || start.elapsed() < budget {
+        let rates = rayon::broadcast(|_| {
+            let start = Instant::now();
+            instruction.run(ROUNDS) / start.elapsed().as_secs_f64()
+        });
+        best = best.max(rates.iter().sum());
+    }
+    best / 1e9
 }
 
 #[cfg(test)]
