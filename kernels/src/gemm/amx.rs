@@ -332,6 +332,10 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
                 _mm512_store_si512(to.add(r * STEP).cast(), line);
             }
         } else if row == 1 && rows == MR && k == STEP {
+            // The next piece along the inner dimension is packed after those of the other strips.
+            for i in STEP..2 * STEP {
+                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(i * column).cast());
+            }
             for r in (0..MR).step_by(8) {
                 let lines = transposed_words(from.add(r).cast(), 2 * column);
                 for (l, &line) in lines.iter().enumerate() {

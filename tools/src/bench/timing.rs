@@ -63,17 +63,19 @@ pub fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
 }
 
 /// 10⁹ operations a second that `instruction` does at most on the threads of the current pool: the sum of their rates in the best of
-/// many short runs, since neighbours on a shared machine slow down some of them.
+/// several runs, since neighbours on a shared machine slow down some of them. A run is long enough for the clock to settle.
 pub fn peak(instruction: Instruction, budget: Duration) -> f64 {
-    const ROUNDS: usize = 20_000;
+    const RUN: f64 = 0.01;
+    let rate = |rounds: usize| {
+        let start = Instant::now();
+        instruction.run(rounds) / start.elapsed().as_secs_f64().max(1e-9)
+    };
+    let (few, flops) = (10_000, instruction.run(1));
+    let rounds = (rate(few) / flops * RUN) as usize;
     let start = Instant::now();
     let mut best = 0f64;
     while best == 0.0 || start.elapsed() < budget {
-        let rates = rayon::broadcast(|_| {
-            let start = Instant::now();
-            instruction.run(ROUNDS) / start.elapsed().as_secs_f64()
-        });
-        best = best.max(rates.iter().sum());
+        best = best.max(rayon::broadcast(|_| rate(rounds)).iter().sum());
     }
     best / 1e9
 }
