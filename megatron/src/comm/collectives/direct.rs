@@ -148,14 +148,19 @@ impl<'a> Direct<'a> {
         Ok(())
     }
 
-    /// Copies `range` of `peer`'s tensor to byte `to` of `t`, unless that is where it comes from.
+    /// Copies `range` of `peer`'s tensor to byte `to` of `t`, unless that is where it comes from; in pieces, so that others who write to
+    /// the storage need not wait long.
     fn copy(&self, peer: usize, range: Range<usize>, t: &Tensor, to: usize) -> Result<()> {
-        with_bytes_mut(t, "receive", |all| {
-            let out = &mut all[to..][..range.len()];
-            let there = self.addresses[peer] + range.start as u64;
-            let is_there = peer == self.rounds.core.rank && there == out.as_ptr().addr() as u64;
-            Ok(if is_there { Ok(()) } else { self.read(peer, range.start, out) })
-        })?
+        for start in range.clone().step_by(PIECES) {
+            let len = PIECES.min(range.end - start);
+            with_bytes_mut(t, "receive", |all| {
+                let out = &mut all[to + start - range.start..][..len];
+                let there = self.addresses[peer] + start as u64;
+                let is_there = peer == self.rounds.core.rank && there == out.as_ptr().addr() as u64;
+                Ok(if is_there { Ok(()) } else { self.read(peer, start, out) })
+            })??;
+        }
+        Ok(())
     }
 }
 
