@@ -113,16 +113,19 @@ impl<'a> Direct<'a> {
 
     /// Copies what begins at byte `at` of `peer`'s tensor.
     fn read(&self, peer: usize, at: usize, out: &mut [u8]) -> Result<()> {
-        read_memory(self.pids[peer], self.addresses[peer] + at as u64, out).map_err(|error| {
-            let (core, call) = (self.rounds.core, &self.rounds.call);
-            Error::comm(format!(
-                "{}: cannot read {} bytes of the tensor of rank {} (process {}): {error}",
-                core.operation(call),
-                out.len(),
-                core.ranks[peer],
-                self.pids[peer]
-            ))
-        })
+        let Err(error) = read_memory(self.pids[peer], self.addresses[peer] + at as u64, out) else { return Ok(()) };
+        // It may have died after it told where its tensor is.
+        if error.raw_os_error() == Some(libc::ESRCH) {
+            self.rounds.await_loss(peer)?;
+        }
+        let (core, call) = (self.rounds.core, &self.rounds.call);
+        Err(Error::comm(format!(
+            "{}: cannot read {} bytes of the tensor of rank {} (process {}): {error}",
+            core.operation(call),
+            out.len(),
+            core.ranks[peer],
+            self.pids[peer]
+        )))
     }
 
     /// Combines `range` of the members' tensors into `to` of `t`, which may be the very place of this rank's.

@@ -46,6 +46,11 @@ impl<'a> Rounds<'a> {
         &mut self.windows.scratch
     }
 
+    /// The error for `peer`, whose process is gone, as soon as it is noticed.
+    pub fn await_loss(&self, peer: usize) -> Result<()> {
+        self.core.await_peer(peer, self.windows.posted_by(peer), |_| false, &self.call)
+    }
+
     fn wait_for_room(&self) -> Result<()> {
         let windows = &*self.windows;
         let has_room = |peer| windows.has_room(peer);
