@@ -6,7 +6,7 @@ use crate::float::{Elem, Float, by_elem};
 use crate::output::{self, Unwritten};
 use crate::simd::vectorize;
 use crate::view::{View, expect_shape, rows_of, tensor, with_last};
-use crate::{Error, Result, par, trace};
+use crate::{Error, Result, on_gpu, par, trace};
 
 /// 1 / (1 + e⁻ˣ)
 #[inline(always)]
@@ -28,6 +28,7 @@ fn gelu_constants<T: Float>() -> (T, T) {
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     let _span = trace::moves("gelu", &[x, x]);
     const OP: &str = "gelu";
+    on_gpu!(x, activation::gelu(x, OP));
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
@@ -58,6 +59,7 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     let _span = trace::moves("gelu_backward", &[dy, x, x]);
     const OP: &str = "gelu_backward";
     expect_shape(OP, "dy", dy, x.dims())?;
+    on_gpu!(x, activation::gelu_backward(dy, x, OP));
     by_elem!(x, OP, E => {
         let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
         let (xs, dys): (&[E], &[E]) = (&xs, &dys);
@@ -104,6 +106,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     let _span = trace::moves("swiglu", &[x]);
     const OP: &str = "swiglu";
     let f = halves(x, OP)?;
+    on_gpu!(x, activation::swiglu(x, f, OP));
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
@@ -140,6 +143,7 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     const OP: &str = "swiglu_backward";
     let f = halves(x, OP)?;
     expect_shape(OP, "dy", dy, &with_last(x, f))?;
+    on_gpu!(x, activation::swiglu_backward(dy, x, f, OP));
     by_elem!(x, OP, E => {
         let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
         let (xs, dys): (&[E], &[E]) = (&xs, &dys);

@@ -15,6 +15,12 @@ pub enum Error {
     /// The operation has no implementation on this device.
     #[error("{op} is not implemented on {device}")]
     Device { op: &'static str, device: String },
+    /// A kernel of a GPU could not be launched, or failed.
+    #[error("GPU kernel {kernel}: {message}")]
+    Gpu { kernel: String, message: String },
+    /// The device has no memory left for a result.
+    #[error("{op}: no memory on the GPU for {bytes} bytes (a tensor {shape:?} of {dtype:?}): {state}")]
+    OutOfMemory { op: &'static str, bytes: usize, shape: Vec<usize>, dtype: candle_core::DType, state: String },
     /// An error of candle's.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -27,5 +33,11 @@ impl Error {
     /// A shape error of operation `op`.
     pub fn shape(op: &'static str, message: impl Into<String>) -> Self {
         Self::Shape { op, message: message.into() }
+    }
+
+    /// An error of a kernel of a GPU.
+    #[cfg(gpu)]
+    pub(crate) fn gpu(kernel: &str, message: impl Into<String>) -> Self {
+        Self::Gpu { kernel: kernel.into(), message: message.into() }
     }
 }

@@ -16,6 +16,8 @@ pub mod embedding;
 pub mod error;
 mod float;
 mod gemm;
+#[cfg(gpu)]
+pub mod gpu;
 pub mod host;
 pub mod huge_pages;
 pub mod linear;
@@ -30,6 +32,17 @@ pub mod rope;
 mod simd;
 pub mod trace;
 mod view;
+
+/// Leaves an operation to the GPU's implementation if its tensor is there: `on_gpu!(x, activation::gelu(x, OP))` near the beginning of it.
+macro_rules! on_gpu {
+    ($t:expr, $($call:tt)+) => {
+        #[cfg(gpu)]
+        if $crate::gpu::runs_here($t) {
+            return $crate::gpu::$($call)+;
+        }
+    };
+}
+pub(crate) use on_gpu;
 
 pub use error::{Error, Result};
 pub use gemm::peak;

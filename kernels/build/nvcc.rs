@@ -1,0 +1,75 @@
+//! Machine code for GPUs: a fatbin per file, for sm_80 and sm_90a, with PTX for what comes later.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fmt::Write};
+
+use crate::sources::{self, Compiled};
+
+/// Code for these is in every fatbin; files that end in `_sm90a` are for Hopper alone.
+const EVERYWHERE: &[&str] =
+    &["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80"];
+const HOPPER: &[&str] = &["arch=compute_90a,code=sm_90a"];
+
+const HOW_TO_GET: &str = "The feature `cuda` needs NVIDIA's CUDA toolkit, version 12.8 or newer (13 without further settings).\n\
+    Where one is installed, set CUDA_HOME to it. Where none is, make one from PyPI's packages, no GPU or driver needed:\n\
+    tools/cuda/toolkit.sh target/cuda && source target/cuda/env.sh";
+
+pub fn build() -> Result<(), String> {
+    for variable in ["CUDA_HOME", "CUDA_PATH", "PATH"] {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
+    let (nvcc, version) = find()?;
+    let files = sources::files(&sources::dir(), &["cu"])?;
+    let compiled = sources::compile(&files, "fatbin", &version, |file, object| {
+        let mut command = Command::new(&nvcc);
+        command.args(["-std=c++17", "-O3", "-lineinfo", "-fatbin", "-Xptxas", "-v"]);
+        for code in if sources::stem(file).ends_with("_sm90a") { HOPPER } else { EVERYWHERE } {
+            command.args(["-gencode", code]);
+        }
+        command.arg("-I").arg(sources::dir().join("include")).arg(file).arg("-o").arg(object);
+        command
+    })?;
+    let mut modules = String::from("pub static MODULES: &[(&str, &[u8])] = &[\n");
+    for file in &compiled {
+        report(file);
+        let _ = writeln!(modules, "    ({:?}, include_bytes!({:?})),", file.stem, file.object.display().to_string());
+    }
+    modules.push_str("];\n");
+    sources::write_modules(&modules)
+}
+
+/// nvcc, and what it says about its version.
+fn find() -> Result<(PathBuf, String), String> {
+    let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(|home| Path::new(&home).join("bin/nvcc"));
+    let candidates: Vec<PathBuf> =
+        homes.chain([PathBuf::from("nvcc"), PathBuf::from("/usr/local/cuda/bin/nvcc")]).collect();
+    for nvcc in &candidates {
+        if let Ok(output) = Command::new(nvcc).arg("--version").output()
+            && output.status.success()
+        {
+            return Ok((nvcc.clone(), String::from_utf8_lossy(&output.stdout).into_owned()));
+        }
+    }
+    let tried: Vec<String> = candidates.iter().map(|path| path.display().to_string()).collect();
+    Err(format!("found no nvcc (looked for {}).\n{HOW_TO_GET}", tried.join(", ")))
+}
+
+/// Warns of kernels whose registers do not suffice: memory traffic that nobody wrote.
+fn report(file: &Compiled) {
+    let (mut kernel, mut code) = ("?", "?");
+    for line in file.messages.lines() {
+        // ptxas info    : Compiling entry function 'gelu_f32' for 'sm_80'
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            let mut quoted = rest.split('\'');
+            (kernel, code) = (quoted.next().unwrap_or("?"), quoted.nth(1).unwrap_or("?"));
+        }
+        // 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+        if line.contains("bytes stack frame") && line.split(',').any(|part| !part.trim_start().starts_with("0 bytes")) {
+            println!("cargo::warning={}.cu: {kernel} for {code}: {}", file.stem, line.trim());
+        }
+        if line.contains("warning") {
+            println!("cargo::warning={}.cu: {}", file.stem, line.trim());
+        }
+    }
+}

@@ -1,0 +1,111 @@
+// GELU (Hendrycks & Gimpel 2016, tanh approximation) and SwiGLU (Shazeer 2020), forward and backward.
+//
+// Bound by memory: a thread loads 16 bytes of each operand, computes in f32, and rounds once.
+#include "device.cuh"
+
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// 2·√(2/π)·(x + 0.044715·x³), whose sigmoid is (1 + tanh(√(2/π)·…))/2.
+constexpr float C = 1.5957691216057308f;
+constexpr float C3 = 0.07135481627159646f;
+
+struct Gelu {
+    DEVICE static float value(float x) { return x * sigmoid(x * (C + C3 * x * x)); }
+    DEVICE static float gradient(float dy, float x) {
+        const float s = sigmoid(x * (C + C3 * x * x));
+        return dy * (s + x * s * (1.0f - s) * (C + 3.0f * C3 * x * x));
+    }
+};
+
+// A thread has this many vectors of each operand in flight.
+constexpr int UNROLL = 2;
+
+template <class T>
+DEVICE void gelu(const T *x, T *y, uint64_t n) {
+    constexpr int V = VECTOR<T>;
+    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x) * V;
+    const uint64_t step = static_cast<uint64_t>(blockDim.x) * V;
+    if (aligned(x, y) && first + (UNROLL - 1) * step + V <= n) {
+        Vector<T> in[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) in[u] = load_vector(x + first + u * step);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            store_vector(y + first + u * step, Vector<T>::of([&](int i) { return Gelu::value(in[u][i]); }));
+        return;
+    }
+    for (int u = 0; u < UNROLL; u++)
+        for (uint64_t i = first + u * step; i < first + u * step + V && i < n; i++) y[i] = from_float<T>(Gelu::value(to_float(x[i])));
+}
+
+template <class T>
+DEVICE void gelu_backward(const T *dy, const T *x, T *dx, uint64_t n) {
+    constexpr int V = VECTOR<T>;
+    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x) * V;
+    const uint64_t step = static_cast<uint64_t>(blockDim.x) * V;
+    if (aligned(dy, x, dx) && first + (UNROLL - 1) * step + V <= n) {
+        Vector<T> in[UNROLL], up[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            in[u] = load_vector(x + first + u * step);
+            up[u] = load_vector(dy + first + u * step);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            store_vector(dx + first + u * step, Vector<T>::of([&](int i) { return Gelu::gradient(up[u][i], in[u][i]); }));
+        return;
+    }
+    for (int u = 0; u < UNROLL; u++)
+        for (uint64_t i = first + u * step; i < first + u * step + V && i < n; i++)
+            dx[i] = from_float<T>(Gelu::gradient(to_float(dy[i]), to_float(x[i])));
+}
+
+struct Swiglu {
+    DEVICE static float value(float gate, float up) { return gate * sigmoid(gate) * up; }
+    DEVICE static float of_gate(float gate, float up, float dy) {
+        const float s = sigmoid(gate);
+        return dy * up * (s * (1.0f + gate * (1.0f - s)));
+    }
+    DEVICE static float of_up(float gate, float dy) { return dy * (gate * sigmoid(gate)); }
+};
+
+// Rows are blockIdx.x, parts of a row blockIdx.y: no division. x is [rows, 2f] = gate | up, y [rows, f].
+template <class T>
+DEVICE void swiglu(const T *x, T *y, uint64_t f) {
+    constexpr int V = VECTOR<T>;
+    const T *gate = x + blockIdx.x * 2 * f, *up = gate + f;
+    T *out = y + blockIdx.x * f;
+    const uint64_t at = (static_cast<uint64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * V;
+    if (aligned(gate, up, out) && at + V <= f) {
+        const Vector<T> g = load_vector(gate + at), u = load_vector(up + at);
+        store_vector(out + at, Vector<T>::of([&](int i) { return Swiglu::value(g[i], u[i]); }));
+        return;
+    }
+    for (uint64_t i = at; i < at + V && i < f; i++) out[i] = from_float<T>(Swiglu::value(to_float(gate[i]), to_float(up[i])));
+}
+
+template <class T>
+DEVICE void swiglu_backward(const T *dy, const T *x, T *dx, uint64_t f) {
+    constexpr int V = VECTOR<T>;
+    const T *gate = x + blockIdx.x * 2 * f, *up = gate + f, *grad = dy + blockIdx.x * f;
+    T *dgate = dx + blockIdx.x * 2 * f, *dup = dgate + f;
+    const uint64_t at = (static_cast<uint64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * V;
+    if (aligned(gate, up, grad, dgate, dup) && at + V <= f) {
+        const Vector<T> g = load_vector(gate + at), u = load_vector(up + at), d = load_vector(grad + at);
+        store_vector(dgate + at, Vector<T>::of([&](int i) { return Swiglu::of_gate(g[i], u[i], d[i]); }));
+        store_vector(dup + at, Vector<T>::of([&](int i) { return Swiglu::of_up(g[i], d[i]); }));
+        return;
+    }
+    for (uint64_t i = at; i < at + V && i < f; i++) {
+        const float g = to_float(gate[i]), u = to_float(up[i]), d = to_float(grad[i]);
+        dgate[i] = from_float<T>(Swiglu::of_gate(g, u, d));
+        dup[i] = from_float<T>(Swiglu::of_up(g, d));
+    }
+}
+
+#define KERNELS(T, suffix)                                                                                              \
+    KERNEL(gelu_##suffix, const T *x, T *y, uint64_t n) { gelu(x, y, n); }                                              \
+    KERNEL(gelu_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t n) { gelu_backward(dy, x, dx, n); }         \
+    KERNEL(swiglu_##suffix, const T *x, T *y, uint64_t f) { swiglu(x, y, f); }                                          \
+    KERNEL(swiglu_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t f) { swiglu_backward(dy, x, dx, f); }
+FOR_DTYPES(KERNELS)

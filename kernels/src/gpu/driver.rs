@@ -1,0 +1,291 @@
+//! GPUs through CUDA's driver: modules, functions, launches, and memory of candle's devices.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::backend::BackendDevice;
+use candle_core::cuda_backend::{CudaStorageSlice, cudarc};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, DType, Device, Shape, Storage, Tensor};
+use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DriverError, result, sys};
+
+use super::{Args, DevicePointer, Properties, modules};
+use crate::{Error, Result};
+
+/// Dynamic shared memory that every kernel may have without asking.
+const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
+
+pub(super) fn runs_here(t: &Tensor) -> bool {
+    t.device().is_cuda()
+}
+
+/// Opens GPU `ordinal` with a stream of its own, and has its memory pool keep what is freed.
+///
+/// candle's own `Device::new_cuda` works on "the thread's default stream", so tensors of two threads would not be ordered; and the pool by
+/// default gives everything back to the system whenever somebody waits for the device. Uses of tensors on other streams are ordered by
+/// those who make them, so the events that cudarc would record at every use are left out.
+///
+/// # Errors
+/// What the driver says.
+pub fn open(ordinal: usize) -> Result<Device> {
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    let cuda = device.as_cuda_device()?;
+    // SAFETY: all kernels and copies of this crate and of candle are queued on the device's stream; communication, the only other stream,
+    // waits for it and is waited for by it, and keeps its tensors until then.
+    unsafe { cuda.disable_event_tracking() };
+    let keep = u64::MAX;
+    let stream = cuda.cuda_stream();
+    let context = stream.context();
+    if context.has_async_alloc() {
+        let failed = |e: DriverError| Error::gpu("memory pool", e.to_string());
+        // SAFETY: the device exists; the attribute is a u64.
+        unsafe {
+            let pool = result::device::get_default_mem_pool(context.cu_device()).map_err(failed)?;
+            result::mem_pool::set_attribute(
+                pool,
+                sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                std::ptr::from_ref(&keep).cast_mut().cast(),
+            )
+            .map_err(failed)?;
+        }
+    }
+    Ok(device)
+}
+
+/// A kernel of a loaded module.
+struct Function {
+    handle: sys::CUfunction,
+    /// Bytes of its parameters.
+    sizes: Vec<usize>,
+    /// Dynamic shared memory that it is allowed.
+    shared: AtomicU32,
+}
+
+// SAFETY: functions belong to a context, not to a thread, and the driver's calls are thread-safe.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// What is loaded in a context. Modules are loaded when their first kernel is launched, and stay.
+struct Loaded {
+    context: Arc<CudaContext>,
+    properties: Properties,
+    modules: HashMap<&'static str, usize>,
+    functions: HashMap<(&'static str, String), Arc<Function>>,
+}
+
+/// Of each context of the process: a context is the process's share of a device, whoever opened it.
+static LOADED: Mutex<Vec<Loaded>> = Mutex::new(Vec::new());
+
+impl Loaded {
+    fn new(context: &Arc<CudaContext>) -> std::result::Result<Self, DriverError> {
+        use sys::CUdevice_attribute as A;
+        let attribute = |a| context.attribute(a).map(|value| value.max(0) as u32);
+        let properties = Properties {
+            capability: (
+                attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_per_block: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            l2: attribute(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+        };
+        Ok(Self { context: context.clone(), properties, modules: HashMap::new(), functions: HashMap::new() })
+    }
+
+    fn function(&mut self, file: &'static str, name: &str) -> Result<Arc<Function>> {
+        let key = (file, name.to_string());
+        if let Some(function) = self.functions.get(&key) {
+            return Ok(function.clone());
+        }
+        let failed = |what: &str, e: DriverError| {
+            let (major, minor) = self.properties.capability;
+            Error::gpu(name, format!("{what}: {e} (compute capability {major}.{minor})"))
+        };
+        let module = match self.modules.get(file) {
+            Some(&module) => module as sys::CUmodule,
+            None => {
+                let image = modules::MODULES.iter().find(|(stem, _)| *stem == file);
+                let (_, image) = image.ok_or_else(|| Error::gpu(name, format!("there is no cuda/{file}.cu")))?;
+                // SAFETY: a fatbin that nvcc wrote; it is static.
+                let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
+                let module = module.map_err(|e| failed(&format!("loading cuda/{file}.cu"), e))?;
+                self.modules.insert(file, module as usize);
+                module
+            }
+        };
+        let c_name = CString::new(name).map_err(|e| Error::gpu(name, e.to_string()))?;
+        // SAFETY: the module is loaded and stays.
+        let handle = unsafe { result::module::get_function(module, c_name) }
+            .map_err(|e| failed(&format!("looking for it in cuda/{file}.cu"), e))?;
+        let mut sizes = Vec::new();
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: the function exists; two results. The first index that is too large is an error.
+        while unsafe { sys::cuFuncGetParamInfo(handle, sizes.len(), &mut offset, &mut size) }.result().is_ok() {
+            sizes.push(size);
+        }
+        let function = Arc::new(Function { handle, sizes, shared: AtomicU32::new(SHARED_WITHOUT_ASKING) });
+        self.functions.insert(key, function.clone());
+        Ok(function)
+    }
+}
+
+/// Calls `f` with what is loaded in this context, which is made the thread's.
+fn with_loaded<R>(context: &Arc<CudaContext>, op: &str, f: impl FnOnce(&mut Loaded) -> Result<R>) -> Result<R> {
+    let failed = |e: DriverError| Error::gpu(op, e.to_string());
+    context.bind_to_thread().map_err(failed)?;
+    let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    let at = all.iter().position(|loaded| loaded.context.cu_ctx() == context.cu_ctx());
+    let at = match at {
+        Some(at) => at,
+        None => {
+            all.push(Loaded::new(context).map_err(failed)?);
+            all.len() - 1
+        }
+    };
+    f(&mut all[at])
+}
+
+/// A GPU, and the stream that its tensors' operations are queued on.
+pub struct Gpu {
+    device: CudaDevice,
+    stream: Arc<CudaStream>,
+}
+
+impl Gpu {
+    /// That of the tensor's device.
+    ///
+    /// # Errors
+    /// If `t` is on no GPU.
+    pub fn of(t: &Tensor, op: &'static str) -> Result<Self> {
+        match t.device() {
+            Device::Cuda(device) => Ok(Self { device: device.clone(), stream: device.cuda_stream() }),
+            other => Err(Error::Device { op, device: format!("{:?}", other.location()) }),
+        }
+    }
+
+    /// The stream that operations are queued on.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// # Errors
+    /// What the driver says.
+    pub fn properties(&self) -> Result<Properties> {
+        with_loaded(self.stream.context(), "properties", |loaded| Ok(loaded.properties))
+    }
+
+    pub(super) fn launch_with(
+        &self,
+        file: &'static str,
+        name: &str,
+        grid: [u32; 3],
+        threads: u32,
+        shared: u32,
+        mut args: Args,
+    ) -> Result<()> {
+        let function = with_loaded(self.stream.context(), name, |loaded| loaded.function(file, name))?;
+        args.check(name, &function.sizes)?;
+        let failed = |e: DriverError| {
+            Error::gpu(name, format!("{e} (grid {grid:?}, {threads} threads, {shared} bytes of shared memory)"))
+        };
+        if shared > function.shared.load(Ordering::Relaxed) {
+            use sys::CUfunction_attribute as A;
+            let attribute = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function exists.
+            unsafe { result::function::set_function_attribute(function.handle, attribute, shared as i32) }
+                .map_err(failed)?;
+            function.shared.fetch_max(shared, Ordering::Relaxed);
+        }
+        let mut addresses: Vec<*mut c_void> = args.addresses();
+        let [x, y, z] = grid;
+        // SAFETY: the arguments are as many and as large as the parameters; the driver copies them before it returns. Pointers among them
+        // are the callers' responsibility: they come from tensors that live, of sizes that the operation has checked.
+        unsafe {
+            result::launch_kernel(
+                function.handle,
+                (x, y, z),
+                (threads, 1, 1),
+                shared,
+                self.stream.cu_stream(),
+                &mut addresses,
+            )
+        }
+        .map_err(failed)
+    }
+
+    /// Where the storage of `t` begins.
+    pub(super) fn storage(&self, t: &Tensor, op: &'static str, _write: bool) -> Result<DevicePointer> {
+        let (storage, _) = t.storage_and_layout();
+        let Storage::Cuda(cuda) = &*storage else {
+            return Err(Error::Device { op, device: format!("{:?}", t.device().location()) });
+        };
+        if !cuda.device.same_device(&self.device) {
+            let device = "another GPU, or another stream of it, than its other operands".to_string();
+            return Err(Error::Device { op, device });
+        }
+        /// The address; uses are not tracked (see [`open`]), so there is nothing to hold while it is used.
+        fn address<T>(slice: &cudarc::driver::CudaSlice<T>, stream: &CudaStream) -> u64 {
+            slice.device_ptr(stream).0
+        }
+        let stream = &self.stream;
+        Ok(DevicePointer(match &cuda.slice {
+            CudaStorageSlice::U8(slice) => address(slice, stream),
+            CudaStorageSlice::U32(slice) => address(slice, stream),
+            CudaStorageSlice::I64(slice) => address(slice, stream),
+            CudaStorageSlice::BF16(slice) => address(slice, stream),
+            CudaStorageSlice::F16(slice) => address(slice, stream),
+            CudaStorageSlice::F32(slice) => address(slice, stream),
+            CudaStorageSlice::F64(slice) => address(slice, stream),
+            _ => return Err(Error::DType { op, dtype: t.dtype() }),
+        }))
+    }
+
+    /// Elements that hold nothing yet.
+    pub(super) fn allocate(&self, shape: Shape, dtype: DType, op: &'static str) -> Result<Tensor> {
+        // The driver gives no blocks without bytes.
+        let room = if shape.elem_count() == 0 { Shape::from(1) } else { shape.clone() };
+        // SAFETY: whoever asks for a result has its kernels write all of it.
+        match unsafe { self.device.alloc_uninit(&room, dtype) } {
+            Ok(storage) => Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)),
+            Err(error) => Err(self.describe(error, shape, dtype, op)),
+        }
+    }
+
+    /// The error of an allocation, with what holds the memory if there was too little.
+    fn describe(&self, error: candle_core::Error, shape: Shape, dtype: DType, op: &'static str) -> Error {
+        if !format!("{error:?}").contains("OUT_OF_MEMORY") {
+            return error.into();
+        }
+        let mib = |bytes: u64| format!("{:.0} MiB", bytes as f64 / (1 << 20) as f64);
+        let context = self.stream.context();
+        let state = match (context.mem_get_info(), pool_bytes(context)) {
+            (Ok((free, total)), Ok((used, reserved))) => format!(
+                "{} of {} are free, the tensors of this process hold {}, its pool keeps {} more",
+                mib(free as u64),
+                mib(total as u64),
+                mib(used),
+                mib(reserved.saturating_sub(used)),
+            ),
+            _ => "the device says no more".to_string(),
+        };
+        let bytes = shape.elem_count() * dtype.size_in_bytes();
+        Error::OutOfMemory { op, bytes, shape: shape.into_dims(), dtype, state }
+    }
+}
+
+/// Bytes that the context's memory pool has lent, and has reserved.
+fn pool_bytes(context: &CudaContext) -> std::result::Result<(u64, u64), DriverError> {
+    use sys::CUmemPool_attribute as A;
+    // SAFETY: the device exists; both attributes are u64.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(context.cu_device())?;
+        let get = |attribute| {
+            let mut value = 0_u64;
+            result::mem_pool::get_attribute(pool, attribute, std::ptr::from_mut(&mut value).cast()).map(|()| value)
+        };
+        Ok((get(A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?, get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?))
+    }
+}

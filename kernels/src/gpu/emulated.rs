@@ -1,0 +1,212 @@
+//! Kernels on tensors of the CPU, by the emulator of `cuda/emulator`: for tests, where there is no GPU.
+//!
+//! Operations run so on threads that are inside of [`run`], or everywhere after [`everywhere`]; tensors of f64, which GPUs have no kernels
+//! for, stay with the CPU, so that tests compute what they compare with.
+
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{DType, Shape, Tensor};
+use rayon::prelude::*;
+
+use super::{Args, DevicePointer, Properties};
+use crate::{Error, Result, host};
+
+/// In which order threads of a block get their turns, and blocks are started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    Forward,
+    Backward,
+    /// Anew whenever every thread had a turn, from this seed.
+    Shuffled(u64),
+}
+
+static EVERYWHERE: AtomicBool = AtomicBool::new(false);
+
+thread_local! {
+    static HERE: Cell<Option<Order>> = const { Cell::new(None) };
+}
+
+/// Calls `f` with emulation on this thread: what it computes with tensors of f32, bf16 and f16 is computed by GPUs' kernels.
+pub fn run<R>(order: Order, f: impl FnOnce() -> R) -> R {
+    struct Restore(Option<Order>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            HERE.set(self.0);
+        }
+    }
+    let _restore = Restore(HERE.replace(Some(order)));
+    f()
+}
+
+/// Emulates on all threads of the process from now on, for runs whose ranks are threads.
+pub fn everywhere() {
+    EVERYWHERE.store(true, Ordering::Relaxed);
+}
+
+pub(super) fn runs_here(t: &Tensor) -> bool {
+    (HERE.get().is_some() || EVERYWHERE.load(Ordering::Relaxed)) && t.device().is_cpu() && t.dtype() != DType::F64
+}
+
+/// A kernel that the emulator knows.
+#[repr(C)]
+struct Kernel {
+    opaque: [u8; 0],
+}
+
+unsafe extern "C" {
+    fn emulator_find(file: *const c_char, name: *const c_char) -> *const Kernel;
+    fn emulator_arguments(kernel: *const Kernel, sizes: *mut u32, room: u32) -> u32;
+    fn emulator_run_block(
+        kernel: *const Kernel,
+        grid: *const u32,
+        num_threads: u32,
+        shared_bytes: u32,
+        index: *const u32,
+        order: u32,
+        seed: u64,
+        args: *mut *mut c_void,
+        error: *mut c_char,
+        error_room: usize,
+    ) -> bool;
+}
+
+/// What blocks of a launch share.
+struct Launch {
+    kernel: *const Kernel,
+    grid: [u32; 3],
+    threads: u32,
+    shared: u32,
+    order: Order,
+    args: Vec<*mut c_void>,
+}
+
+// SAFETY: the kernel is a static; blocks only read the arguments, which outlive the launch.
+unsafe impl Sync for Launch {}
+
+impl Launch {
+    fn block(&self, number: u64) -> std::result::Result<(), String> {
+        let [x, y, _] = self.grid.map(u64::from);
+        let index = [number % x, number / x % y, number / (x * y)].map(|i| i as u32);
+        let (order, seed) = match self.order {
+            Order::Forward => (0, 0),
+            Order::Backward => (1, 0),
+            Order::Shuffled(seed) => (2, seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+        };
+        let mut error = [0_u8; 512];
+        let mut args = self.args.clone();
+        // SAFETY: the kernel and its arguments, whose sizes were compared with its parameters; `error` has the room it is said to have. What
+        // the kernel does with its pointers is as (un)safe as on a GPU.
+        let ended = unsafe {
+            emulator_run_block(
+                self.kernel,
+                self.grid.as_ptr(),
+                self.threads,
+                self.shared,
+                index.as_ptr(),
+                order,
+                seed,
+                args.as_mut_ptr(),
+                error.as_mut_ptr().cast(),
+                error.len(),
+            )
+        };
+        if ended {
+            return Ok(());
+        }
+        Err(CStr::from_bytes_until_nul(&error).map_or_else(|_| "?".into(), |e| e.to_string_lossy().into_owned()))
+    }
+}
+
+const PROPERTIES: Properties =
+    Properties { capability: (8, 0), multiprocessors: 3, shared_per_block: 163 << 10, l2: 4 << 20 };
+
+/// The emulated GPU.
+pub struct Gpu(());
+
+impl Gpu {
+    /// That of the tensor's device.
+    ///
+    /// # Errors
+    /// If `t` is not on the CPU.
+    pub fn of(t: &Tensor, op: &'static str) -> Result<Self> {
+        if t.device().is_cpu() {
+            return Ok(Self(()));
+        }
+        Err(Error::Device { op, device: format!("{:?}", t.device().location()) })
+    }
+
+    /// Few multiprocessors, so that persistent grids loop.
+    ///
+    /// # Errors
+    /// None here; a driver has some.
+    pub fn properties(&self) -> Result<Properties> {
+        Ok(PROPERTIES)
+    }
+
+    pub(super) fn launch_with(
+        &self,
+        file: &'static str,
+        name: &str,
+        grid: [u32; 3],
+        threads: u32,
+        shared: u32,
+        mut args: Args,
+    ) -> Result<()> {
+        if threads == 0 || threads > 1024 || shared > PROPERTIES.shared_per_block {
+            return Err(Error::gpu(name, format!("{threads} threads, {shared} bytes of shared memory are no launch")));
+        }
+        let c_string = |s: &str| CString::new(s).map_err(|e| Error::gpu(name, e.to_string()));
+        let (c_file, c_name) = (c_string(file)?, c_string(name)?);
+        // SAFETY: two C strings.
+        let kernel = unsafe { emulator_find(c_file.as_ptr(), c_name.as_ptr()) };
+        if kernel.is_null() {
+            let files: Vec<&str> = super::modules::MODULES.iter().map(|(file, _)| *file).collect();
+            return Err(Error::gpu(name, format!("no such kernel in cuda/{file}.cu (files: {files:?})")));
+        }
+        let mut sizes = [0_u32; 64];
+        // SAFETY: `sizes` has the room it is said to have.
+        let num_args = unsafe { emulator_arguments(kernel, sizes.as_mut_ptr(), sizes.len() as u32) } as usize;
+        let sizes: Vec<usize> = sizes.iter().take(num_args).map(|&size| size as usize).collect();
+        args.check(name, &sizes)?;
+        let order = HERE.get().unwrap_or(Order::Forward);
+        let launch = Launch { kernel, grid, threads, shared, order, args: args.addresses() };
+        let num_blocks = grid.iter().map(|&n| u64::from(n)).product::<u64>();
+        let result = match order {
+            // One after the other, so that the order is this one.
+            Order::Backward => (0..num_blocks).rev().try_for_each(|i| launch.block(i)),
+            Order::Forward | Order::Shuffled(_) => (0..num_blocks).into_par_iter().try_for_each(|i| launch.block(i)),
+        };
+        result.map_err(|message| Error::gpu(name, message))
+    }
+
+    /// Where the storage of `t` begins.
+    pub(super) fn storage(&self, t: &Tensor, op: &'static str, write: bool) -> Result<DevicePointer> {
+        if !t.device().is_cpu() {
+            return Err(Error::Device { op, device: format!("{:?}", t.device().location()) });
+        }
+        let start = t.layout().start_offset() * t.dtype().size_in_bytes();
+        let first = if write {
+            host::with_bytes_mut(t, op, |bytes| Ok(bytes.as_mut_ptr().expose_provenance()))?
+        } else {
+            host::with_bytes(t, op, |bytes| Ok(bytes.as_ptr().expose_provenance()))?
+        };
+        Ok(DevicePointer((first - start) as u64))
+    }
+
+    /// Elements that are NaN, so that one that no kernel writes is seen.
+    pub(super) fn allocate(&self, shape: Shape, dtype: DType, op: &'static str) -> Result<Tensor> {
+        let n = shape.elem_count();
+        let cpu = &candle_core::Device::Cpu;
+        Ok(match dtype {
+            DType::F32 => Tensor::from_vec(vec![f32::from_bits(u32::MAX); n], shape, cpu)?,
+            DType::BF16 => Tensor::from_vec(vec![half::bf16::from_bits(u16::MAX); n], shape, cpu)?,
+            DType::F16 => Tensor::from_vec(vec![half::f16::from_bits(u16::MAX); n], shape, cpu)?,
+            DType::F64 => Tensor::from_vec(vec![f64::from_bits(u64::MAX); n], shape, cpu)?,
+            DType::U32 => Tensor::from_vec(vec![u32::MAX; n], shape, cpu)?,
+            DType::U8 => Tensor::from_vec(vec![u8::MAX; n], shape, cpu)?,
+            dtype => return Err(Error::DType { op, dtype }),
+        })
+    }
+}

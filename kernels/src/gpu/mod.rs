@@ -1,0 +1,52 @@
+//! The operations of this crate on GPUs: kernels of `cuda/`, launched on the stream of the tensors' device.
+//!
+//! There are two ways to run them behind one interface, [`Gpu`]: CUDA's driver (feature `cuda`), and, where there is no GPU, an emulator on
+//! tensors of the CPU (feature `emulated`), for tests. The operations themselves (a module for each of the crate's) know only the interface.
+//! Nothing here waits for the device: an operation returns when its kernels are queued.
+
+#[cfg(feature = "cuda")]
+mod driver;
+#[cfg(feature = "emulated")]
+pub mod emulated;
+mod launch;
+mod memory;
+
+pub(crate) mod activation;
+
+#[cfg(feature = "cuda")]
+use driver as backend;
+#[cfg(all(feature = "emulated", not(feature = "cuda")))]
+use emulated as backend;
+
+pub use backend::Gpu;
+#[cfg(feature = "cuda")]
+pub use driver::open;
+pub use launch::Args;
+pub use memory::DevicePointer;
+
+use candle_core::Tensor;
+
+/// The list of compiled files, which the build script writes.
+mod modules {
+    include!(concat!(env!("OUT_DIR"), "/modules.rs"));
+}
+
+/// Threads of a block where a kernel has no reason for another number.
+pub(crate) const THREADS: u32 = 256;
+
+/// What launches depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Properties {
+    /// Compute capability, e.g. (9, 0) of Hopper.
+    pub capability: (u32, u32),
+    pub multiprocessors: u32,
+    /// Bytes of shared memory that one block can have.
+    pub shared_per_block: u32,
+    /// Bytes of second-level cache.
+    pub l2: u32,
+}
+
+/// Whether the operation on `t` is one of a GPU.
+pub(crate) fn runs_here(t: &Tensor) -> bool {
+    backend::runs_here(t)
+}

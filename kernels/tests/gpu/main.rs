@@ -1,0 +1,13 @@
+//! Every kernel of `cuda/` against the CPU's operation in f64.
+//!
+//! The same cases run on the emulator, where there is no GPU, and on one:
+//! ```text
+//! cargo test --release -p kernels --features emulated --target-dir target/emulated --test gpu
+//! cargo test --release -p kernels --features cuda --test gpu
+//! ```
+#![cfg(any(feature = "cuda", feature = "emulated"))]
+
+mod activation;
+#[cfg(feature = "emulated")]
+mod emulator;
+mod support;
