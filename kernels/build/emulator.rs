@@ -28,7 +28,7 @@ pub fn build() -> Result<(), String> {
             "-Wno-unknown-pragmas",
         ]);
         command.args(["-Wno-unused-function", "-Wno-unused-variable", "-x", "c++", "-DEMULATED"]);
-        command.arg(format!("-DEMULATED_FILE=\"{stem}\"")).arg(format!("-DEMULATED_MARK=emulated_file_{stem}"));
+        command.arg(format!("-DEMULATED_KERNELS=emulated_{stem}"));
         command.arg("-I").arg(sources::dir().join("include")).arg("-c").arg(file).arg("-o").arg(object);
         command
     })?;
@@ -42,13 +42,13 @@ pub fn build() -> Result<(), String> {
     println!("cargo::rustc-link-lib=static=kernels_emulated");
     println!("cargo::rustc-link-lib=dylib=stdc++");
     let stems: Vec<&str> = compiled.iter().map(|file| file.stem.as_str()).filter(|stem| *stem != "emulator").collect();
-    let mut modules = String::from("unsafe extern \"C\" {\n");
+    let mut modules = String::from("use super::emulated::List;\n\nunsafe extern \"C\" {\n");
     for stem in &stems {
-        let _ = writeln!(modules, "    safe static emulated_file_{stem}: std::ffi::c_char;");
+        let _ = writeln!(modules, "    safe static emulated_{stem}: List;");
     }
-    modules.push_str("}\n/// Files whose kernels are linked; that it refers to them is what links them.\npub static MODULES: &[(&str, &std::ffi::c_char)] = &[\n");
+    modules.push_str("}\n\npub static MODULES: &[(&str, &List)] = &[\n");
     for stem in &stems {
-        let _ = writeln!(modules, "    ({stem:?}, &emulated_file_{stem}),");
+        let _ = writeln!(modules, "    ({stem:?}, &emulated_{stem}),");
     }
     modules.push_str("];\n");
     for file in &compiled {

@@ -3,6 +3,7 @@
 //! Without these features it does nothing and needs nothing.
 
 mod emulator;
+mod libraries;
 mod nvcc;
 mod sources;
 

@@ -20,6 +20,10 @@ pub fn build() -> Result<(), String> {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     let (nvcc, version) = find()?;
+    // Elsewhere the libraries are linked in the ordinary way.
+    if env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {
+        crate::libraries::build(&nvcc, &version)?;
+    }
     let files = sources::files(&sources::dir(), &["cu"])?;
     let compiled = sources::compile(&files, "fatbin", &version, |file, object| {
         let mut command = Command::new(&nvcc);

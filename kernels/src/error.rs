@@ -15,6 +15,9 @@ pub enum Error {
     /// The operation has no implementation on this device.
     #[error("{op} is not implemented on {device}")]
     Device { op: &'static str, device: String },
+    /// There is no GPU to compute on.
+    #[error("no GPU: {message}")]
+    NoGpu { message: String },
     /// A kernel of a GPU could not be launched, or failed.
     #[error("GPU kernel {kernel}: {message}")]
     Gpu { kernel: String, message: String },

@@ -11,6 +11,7 @@
 pub mod activation;
 pub mod attention;
 pub mod cross_entropy;
+pub mod device;
 pub mod dropout;
 pub mod embedding;
 pub mod error;
@@ -43,6 +44,17 @@ macro_rules! on_gpu {
     };
 }
 pub(crate) use on_gpu;
+
+/// As [`on_gpu`], for what the emulator leaves to the CPU.
+macro_rules! on_cuda {
+    ($t:expr, $($call:tt)+) => {
+        #[cfg(feature = "cuda")]
+        if $crate::gpu::runs_here($t) {
+            return $crate::gpu::$($call)+;
+        }
+    };
+}
+pub(crate) use on_cuda;
 
 pub use error::{Error, Result};
 pub use gemm::peak;

@@ -7,7 +7,7 @@ use crate::gemm::{Mat, Start, all_threads, gemm};
 use crate::host::with_slice_mut;
 use crate::simd::vectorize;
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last};
-use crate::{Error, Result, par, trace};
+use crate::{Error, Result, on_cuda, par, trace};
 
 /// Rows per partial sum of a reduction over rows; fixed, so that results do not depend on the number of threads.
 pub(crate) const ROW_BLOCK: usize = 64;
@@ -68,6 +68,7 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     const OP: &str = "linear";
     let dims = expect_forward(x, w, bias, OP)?;
     let [rows, _, n] = dims;
+    on_cuda!(x, linear::forward(x, w, bias, dims, x.dtype(), None, OP));
     by_elem!(x, OP, E => {
         let y = written(rows * n, |y| forward::<E, E>(x, w, bias, dims, y, OP))?;
         tensor(y, with_last(x, n), x)
@@ -83,6 +84,7 @@ pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Te
     const OP: &str = "linear_to_f32";
     let dims = expect_forward(x, w, bias, OP)?;
     let [rows, _, n] = dims;
+    on_cuda!(x, linear::forward(x, w, bias, dims, candle_core::DType::F32, None, OP));
     by_elem!(x, OP, E => {
         let y = written(rows * n, |y| forward::<E, <E as Elem>::Acc>(x, w, bias, dims, y, OP))?;
         tensor(y, with_last(x, n), x)
@@ -99,6 +101,7 @@ pub fn linear_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, y: &Tensor) ->
     let dims = expect_forward(x, w, bias, OP)?;
     let [rows, _, n] = dims;
     expect_elements(OP, "y", y, rows * n)?;
+    on_cuda!(x, linear::forward_into(x, w, bias, dims, y, OP));
     by_elem!(x, OP, E => {
         if y.dtype() == x.dtype() {
             return with_slice_mut::<E, _>(y, OP, |y| forward::<E, E>(x, w, bias, dims, y.as_mut_ptr(), OP));
@@ -140,6 +143,7 @@ pub fn linear_dgrad(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     const OP: &str = "linear_dgrad";
     let dims = expect_dgrad(dy, w, OP)?;
     let [rows, k, _] = dims;
+    on_cuda!(dy, linear::dgrad(dy, w, dims, None, OP));
     by_elem!(dy, OP, E => {
         let dx = written(rows * k, |dx| dgrad::<E>(dy, w, dims, dx, OP))?;
         tensor(dx, with_last(dy, k), dy)
@@ -157,6 +161,7 @@ pub fn linear_dgrad_into(dy: &Tensor, w: &Tensor, dx: &Tensor) -> Result<()> {
     let [rows, k, _] = dims;
     expect_elements(OP, "dx", dx, rows * k)?;
     expect_dtype(OP, dx, dy.dtype())?;
+    on_cuda!(dy, linear::dgrad(dy, w, dims, Some(dx), OP).map(|_| ()));
     by_elem!(dy, OP, E => with_slice_mut::<E, _>(dx, OP, |dx| dgrad::<E>(dy, w, dims, dx.as_mut_ptr(), OP)))
 }
 
@@ -173,6 +178,7 @@ pub fn linear_wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<()> {
         return Err(Error::shape(OP, message));
     }
     expect_shape(OP, "dw", dw, &[n, k])?;
+    on_cuda!(dy, linear::wgrad(dy, x, dw, [rows, k, n], OP));
     by_elem!(dy, OP, E => {
         let (dy, x) = (View::<E>::new(dy, OP, "dy")?, View::<E>::new(x, OP, "x")?);
         let (a, b) = (Mat(dy.as_ptr(), n, 1).t(), Mat(x.as_ptr(), k, 1));

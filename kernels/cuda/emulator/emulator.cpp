@@ -41,8 +41,6 @@ constexpr size_t GUARD = 4096;
 constexpr unsigned char POISON = 0xff;  // NaN in f32, bf16 and f16
 constexpr unsigned char UNTOUCHED = 0xa5;
 
-Kernel *kernels = nullptr;
-
 /// Entry of every fiber.
 void run_thread() {
     Block &b = block();
@@ -191,17 +189,12 @@ void finish_copies(size_t keep) {
     groups.erase(groups.begin(), groups.begin() + static_cast<std::ptrdiff_t>(finish));
 }
 
-void add(Kernel *kernel) {
-    kernel->next = kernels;
-    kernels = kernel;
-}
-
 extern "C" {
 
-/// The kernel `name` of `file`, or null.
-const Kernel *emulator_find(const char *file, const char *name) {
-    for (const Kernel *k = kernels; k; k = k->next)
-        if (std::strcmp(k->name, name) == 0 && std::strcmp(k->file, file) == 0) return k;
+/// The kernel `name` of a file's list, or null.
+const Kernel *emulator_find(const Kernel *list, const char *name) {
+    for (const Kernel *k = list; k; k = k->next)
+        if (std::strcmp(k->name, name) == 0) return k;
     return nullptr;
 }
 

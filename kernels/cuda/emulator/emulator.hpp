@@ -173,17 +173,15 @@ unsigned char *dynamic_shared();
 /// Has the pending copies happen of all but the last `keep` committed groups of this thread.
 void finish_copies(size_t keep);
 
-/// A kernel, by name.
+/// A kernel, in the list of its file.
 struct Kernel {
-    const char *file, *name;
+    const char *name;
     const void *function;
     void (*call)(const void *function, void **args);
     const uint32_t *sizes;  // of the arguments
     uint32_t num_args;
     Kernel *next;
 };
-
-void add(Kernel *kernel);
 
 template <class... A>
 struct Arguments {
@@ -204,9 +202,9 @@ struct Registered {
     Kernel kernel;
 
     template <class... A>
-    Registered(const char *file, const char *name, void (*function)(A...)) {
-        kernel = {file, name, reinterpret_cast<const void *>(function), Arguments<A...>::call, Arguments<A...>::SIZES, sizeof...(A), nullptr};
-        add(&kernel);
+    Registered(Kernel *&list, const char *name, void (*function)(A...)) {
+        kernel = {name, reinterpret_cast<const void *>(function), Arguments<A...>::call, Arguments<A...>::SIZES, sizeof...(A), list};
+        list = &kernel;
     }
 };
 

@@ -7,11 +7,13 @@
 #ifdef EMULATED
 #include "../emulator/language.hpp"
 #define DEVICE inline
-/// What the program refers to, so that the linker keeps the kernels of this file.
-extern "C" const char EMULATED_MARK = 0;
+/// The kernels of this file, by which the program finds them.
+extern "C" {
+::emulator::Kernel *EMULATED_KERNELS = nullptr;
+}
 #define KERNEL_BOUNDS(threads, blocks, name, ...)                                                          \
     extern "C" void name(__VA_ARGS__);                                                                     \
-    static const ::emulator::Registered name##_registered(EMULATED_FILE, #name, name);                     \
+    static ::emulator::Registered name##_registered(EMULATED_KERNELS, #name, name);                  \
     extern "C" void name(__VA_ARGS__)
 /// SHARED(float, tile, [32][33]); declares shared memory. It holds NaNs at first when emulated.
 #define SHARED(type, name, dimensions)                 \

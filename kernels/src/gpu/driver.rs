@@ -30,6 +30,7 @@ pub(super) fn runs_here(t: &Tensor) -> bool {
 /// # Errors
 /// What the driver says.
 pub fn open(ordinal: usize) -> Result<Device> {
+    count()?;
     let device = Device::new_cuda_with_stream(ordinal)?;
     let cuda = device.as_cuda_device()?;
     // SAFETY: all kernels and copies of this crate and of candle are queued on the device's stream; communication, the only other stream,
@@ -52,6 +53,87 @@ pub fn open(ordinal: usize) -> Result<Device> {
         }
     }
     Ok(device)
+}
+
+/// How many GPUs there are.
+///
+/// # Errors
+/// If there is no driver, or a library of CUDA is missing, in one line.
+pub fn count() -> Result<usize> {
+    let unavailable = |message: String| Error::NoGpu { message };
+    #[cfg(target_arch = "x86_64")]
+    {
+        use super::libraries::missing;
+        if !missing(&["cuda"]).is_empty() {
+            let message =
+                "this machine has no NVIDIA driver (libcuda.so.1 not found); use --device cpu, or install the driver";
+            return Err(unavailable(message.into()));
+        }
+        let missing = missing(&["cublas", "cublasLt", "curand", "nvrtc", "cudart"]);
+        if !missing.is_empty() {
+            let list = missing.join(", ");
+            return Err(unavailable(format!(
+                "CUDA's {list} not found; set CUDA_HOME or LD_LIBRARY_PATH to a toolkit's"
+            )));
+        }
+    }
+    match CudaContext::device_count() {
+        Ok(count) => Ok(count.max(0) as usize),
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(0),
+        Err(error) => Err(unavailable(format!("the driver says: {error}"))),
+    }
+}
+
+/// The elements of a contiguous tensor on the CPU; waits for the device.
+pub fn to_host(t: &Tensor) -> Result<Tensor> {
+    const OP: &str = "to_host";
+    /// A copy of the elements from `at` on.
+    fn copied<T: candle_core::WithDType>(gpu: &Gpu, at: DevicePointer, shape: &Shape) -> Result<Tensor> {
+        let failed = |e: DriverError| Error::gpu(OP, e.to_string());
+        let n = shape.elem_count();
+        let mut values: Vec<T> = Vec::with_capacity(n);
+        gpu.stream.context().bind_to_thread().map_err(failed)?;
+        if n > 0 {
+            // SAFETY: as many elements are there on both sides. The values are read only after the stream was waited for, and T is a plain
+            // number, of which any bits are a value.
+            unsafe {
+                let bytes = std::slice::from_raw_parts_mut(values.as_mut_ptr().cast::<u8>(), n * size_of::<T>());
+                result::memcpy_dtoh_async(bytes, at.0, gpu.stream.cu_stream()).map_err(failed)?;
+                gpu.stream.synchronize().map_err(failed)?;
+                values.set_len(n);
+            }
+        }
+        Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+    }
+    let gpu = Gpu::of(t, OP)?;
+    let at = gpu.input(t, t.dtype(), OP, "tensor")?;
+    match t.dtype() {
+        DType::U8 => copied::<u8>(&gpu, at, t.shape()),
+        DType::U32 => copied::<u32>(&gpu, at, t.shape()),
+        DType::I64 => copied::<i64>(&gpu, at, t.shape()),
+        DType::BF16 => copied::<half::bf16>(&gpu, at, t.shape()),
+        DType::F16 => copied::<half::f16>(&gpu, at, t.shape()),
+        DType::F32 => copied::<f32>(&gpu, at, t.shape()),
+        DType::F64 => copied::<f64>(&gpu, at, t.shape()),
+        dtype => Err(Error::DType { op: OP, dtype }),
+    }
+}
+
+/// Copies elements of the CPU into those of a tensor on a GPU. The driver has taken them when this returns.
+pub fn copy_from_host(dst: &Tensor, src: &Tensor) -> Result<()> {
+    const OP: &str = "copy_from_host";
+    let gpu = Gpu::of(dst, OP)?;
+    crate::view::expect_elements(OP, "source", src, dst.elem_count())?;
+    let at = gpu.inplace(dst, src.dtype(), OP, "destination")?;
+    if dst.elem_count() == 0 {
+        return Ok(());
+    }
+    crate::host::with_bytes(src, OP, |bytes| {
+        let failed = |e: DriverError| Error::gpu(OP, e.to_string());
+        gpu.stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: as many bytes are there on both sides. A copy from memory that is not locked returns when the driver has taken the bytes.
+        unsafe { result::memcpy_htod_async(at.0, bytes, gpu.stream.cu_stream()) }.map_err(failed)
+    })
 }
 
 /// A kernel of a loaded module.

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{DType, Shape, Tensor};
 use rayon::prelude::*;
 
+use super::modules::MODULES;
 use super::{Args, DevicePointer, Properties};
 use crate::{Error, Result, host};
 
@@ -55,8 +56,15 @@ struct Kernel {
     opaque: [u8; 0],
 }
 
+/// The first kernel of a file, which leads to the others.
+#[repr(transparent)]
+pub(super) struct List(*const Kernel);
+
+// SAFETY: written before the program starts.
+unsafe impl Sync for List {}
+
 unsafe extern "C" {
-    fn emulator_find(file: *const c_char, name: *const c_char) -> *const Kernel;
+    fn emulator_find(list: *const Kernel, name: *const c_char) -> *const Kernel;
     fn emulator_arguments(kernel: *const Kernel, sizes: *mut u32, room: u32) -> u32;
     fn emulator_run_block(
         kernel: *const Kernel,
@@ -157,13 +165,12 @@ impl Gpu {
         if threads == 0 || threads > 1024 || shared > PROPERTIES.shared_per_block {
             return Err(Error::gpu(name, format!("{threads} threads, {shared} bytes of shared memory are no launch")));
         }
-        let c_string = |s: &str| CString::new(s).map_err(|e| Error::gpu(name, e.to_string()));
-        let (c_file, c_name) = (c_string(file)?, c_string(name)?);
-        // SAFETY: two C strings.
-        let kernel = unsafe { emulator_find(c_file.as_ptr(), c_name.as_ptr()) };
+        let c_name = CString::new(name).map_err(|e| Error::gpu(name, e.to_string()))?;
+        let list = MODULES.iter().find(|(stem, _)| *stem == file).map_or(std::ptr::null(), |(_, list)| list.0);
+        // SAFETY: a list of kernels, which may be empty, and a C string.
+        let kernel = unsafe { emulator_find(list, c_name.as_ptr()) };
         if kernel.is_null() {
-            let files: Vec<&str> = super::modules::MODULES.iter().map(|(file, _)| *file).collect();
-            return Err(Error::gpu(name, format!("no such kernel in cuda/{file}.cu (files: {files:?})")));
+            return Err(Error::gpu(name, format!("no such kernel in cuda/{file}.cu")));
         }
         let mut sizes = [0_u32; 64];
         // SAFETY: `sizes` has the room it is said to have.

@@ -9,9 +9,15 @@ mod driver;
 #[cfg(feature = "emulated")]
 pub mod emulated;
 mod launch;
+#[cfg(all(feature = "cuda", target_arch = "x86_64"))]
+mod libraries;
 mod memory;
+#[cfg(feature = "cuda")]
+mod product;
 
 pub(crate) mod activation;
+#[cfg(feature = "cuda")]
+pub(crate) mod linear;
 
 #[cfg(feature = "cuda")]
 use driver as backend;
@@ -20,9 +26,11 @@ use emulated as backend;
 
 pub use backend::Gpu;
 #[cfg(feature = "cuda")]
-pub use driver::open;
+pub use driver::{copy_from_host, count, open, to_host};
 pub use launch::Args;
 pub use memory::DevicePointer;
+#[cfg(feature = "cuda")]
+pub use product::set_tuning;
 
 use candle_core::Tensor;
 

@@ -112,7 +112,8 @@ fn alignment(at: DevicePointer) -> u32 {
 impl Product {
     /// Rows and columns of the result, and what is summed over.
     fn dims(&self) -> [usize; 3] {
-        let [rows, inner] = if self.a.transposed { [self.a.columns, self.a.rows] } else { [self.a.rows, self.a.columns] };
+        let [rows, inner] =
+            if self.a.transposed { [self.a.columns, self.a.rows] } else { [self.a.rows, self.a.columns] };
         let columns = if self.b.transposed { self.b.rows } else { self.b.columns };
         [rows, columns, inner]
     }

@@ -10,4 +10,5 @@
 mod activation;
 #[cfg(feature = "emulated")]
 mod emulator;
+mod linear;
 mod support;

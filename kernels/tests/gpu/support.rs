@@ -39,6 +39,7 @@ impl Input {
     }
 
     /// u32 below `bound`.
+    #[allow(dead_code)]
     pub fn ids(name: &'static str, shape: &[usize], bound: u32) -> Self {
         Self { kind: Kind::Ids(bound), ..Self::data(name, shape) }
     }
@@ -73,7 +74,7 @@ impl Input {
 
 /// How an operand lies in its storage: how many elements are before it.
 const OFFSETS: [usize; 3] = [
-    0, // At an address that is a multiple of 16 bytes.
+    0,  // At an address that is a multiple of 16 bytes.
     64, // At one that is not.
     3,
 ];

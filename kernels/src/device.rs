@@ -1,0 +1,151 @@
+//! Where tensors are: opening CPU and GPUs, and copies between them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use candle_core::{Device, Tensor};
+
+use crate::{Error, Result};
+
+/// What a program was told to compute on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Choice {
+    /// A GPU if this program has kernels for GPUs and the machine has one, else the CPU.
+    #[default]
+    Auto,
+    Cpu,
+    /// A GPU: this one, or the one of the process's place on its machine.
+    Cuda(Option<usize>),
+}
+
+impl FromStr for Choice {
+    type Err = String;
+
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        match s.split_once(':') {
+            None if s == "auto" => Ok(Self::Auto),
+            None if s == "cpu" => Ok(Self::Cpu),
+            None if s == "cuda" => Ok(Self::Cuda(None)),
+            Some(("cuda", n)) => n
+                .parse()
+                .map(|n| Self::Cuda(Some(n)))
+                .map_err(|_| format!("'{n}' is not the number of a GPU (cuda:0, cuda:1, …)")),
+            _ => Err(format!("'{s}' is no device: auto, cpu, cuda or cuda:N")),
+        }
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(None) => f.write_str("cuda"),
+            Self::Cuda(Some(n)) => write!(f, "cuda:{n}"),
+        }
+    }
+}
+
+impl Choice {
+    /// The device, for the process that is the `local_rank`-th of its machine. Processes beyond the number of GPUs share them.
+    ///
+    /// # Errors
+    /// If a GPU was asked for and there is none, or this program has no kernels for GPUs: in one line that says what to do.
+    pub fn open(self, local_rank: usize) -> Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Auto => match gpus() {
+                Ok(count) if count > 0 => open_gpu(local_rank % count),
+                _ => Ok(Device::Cpu),
+            },
+            Self::Cuda(ordinal) => {
+                let count = gpus()?;
+                match ordinal.unwrap_or(local_rank % count.max(1)) {
+                    ordinal if ordinal < count => open_gpu(ordinal),
+                    ordinal => Err(unavailable(format!("there is no GPU {ordinal}: this machine has {count}"))),
+                }
+            }
+        }
+    }
+}
+
+fn unavailable(message: impl Into<String>) -> Error {
+    Error::NoGpu { message: message.into() }
+}
+
+/// How many GPUs programs see here.
+///
+/// # Errors
+/// If this program has no kernels for GPUs, or CUDA is not there.
+#[cfg(feature = "cuda")]
+pub fn gpus() -> Result<usize> {
+    crate::gpu::count()
+}
+
+#[cfg(feature = "cuda")]
+fn open_gpu(ordinal: usize) -> Result<Device> {
+    crate::gpu::open(ordinal)
+}
+
+/// How many GPUs programs see here.
+///
+/// # Errors
+/// If this program has no kernels for GPUs, or CUDA is not there.
+#[cfg(not(feature = "cuda"))]
+pub fn gpus() -> Result<usize> {
+    Err(unavailable(
+        "this program was built for the CPU alone; build it with `cargo build --release --features cuda` (docs/gpu.md)",
+    ))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_gpu(_ordinal: usize) -> Result<Device> {
+    gpus().map(|_| Device::Cpu)
+}
+
+/// The elements of a contiguous tensor (views are) on the CPU: itself if it is there, else a copy, for which the device is waited for.
+///
+/// # Errors
+/// If `t` is not contiguous, or what the driver says.
+pub fn to_host(t: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if t.device().is_cuda() {
+        return crate::gpu::to_host(t);
+    }
+    Ok(t.clone())
+}
+
+/// Copies `src`, on the CPU, into the elements of `dst` on its device: other tensors that share the storage see them.
+///
+/// # Errors
+/// If the two differ in number of elements or dtype, or are not contiguous, or what the driver says.
+pub fn copy_from_host(dst: &Tensor, src: &Tensor) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if dst.device().is_cuda() {
+        return crate::gpu::copy_from_host(dst, src);
+    }
+    crate::reduce::copy(dst, src)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_read_as_they_are_written() {
+        for text in ["auto", "cpu", "cuda", "cuda:0", "cuda:13"] {
+            assert_eq!(text.parse::<Choice>().unwrap().to_string(), text);
+        }
+        for text in ["", "gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1"] {
+            text.parse::<Choice>().unwrap_err();
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[test]
+    fn without_kernels_for_gpus_auto_is_the_cpu_and_cuda_says_how_to_build() {
+        assert!(Choice::Auto.open(3).unwrap().is_cpu());
+        let error = Choice::Cuda(None).open(0).unwrap_err().to_string();
+        assert!(error.contains("--features cuda") && !error.contains('\n'), "{error}");
+    }
+}

@@ -1,0 +1,65 @@
+//! Products of linear layers. Without a GPU these are the CPU's: the emulator has no cuBLASLt.
+
+use candle_core::DType;
+
+use crate::support::{Input, check, check_with};
+use kernels::linear::{linear, linear_dgrad, linear_dgrad_into, linear_into, linear_to_f32, linear_wgrad};
+
+/// Rows, k, n: small, odd, and multiples of what tensor cores take.
+const DIMS: [([usize; 2], usize, usize); 4] =
+    [([1, 1], 1, 1), ([5, 3], 33, 17), ([16, 2], 64, 96), ([3, 43], 200, 136)];
+
+#[test]
+fn forward_with_and_without_a_bias() {
+    for ([s, b], k, n) in DIMS {
+        let (x, w) = (Input::data("x", &[s, b, k]), Input::data("w", &[n, k]).times(0.1));
+        let bias = Input::data("bias", &[n]);
+        let with_bias = [x.clone(), w.clone(), bias];
+        check("linear", &[x.clone(), w.clone()], |t| Ok(vec![linear(&t[0], &t[1], None)?]));
+        check("linear with bias", &with_bias, |t| Ok(vec![linear(&t[0], &t[1], Some(&t[2]))?]));
+        check("linear_into", &[x, w, Input::data("y", &[s, b, n])], |t| {
+            linear_into(&t[0], &t[1], None, &t[2])?;
+            Ok(vec![t[2].clone()])
+        });
+    }
+}
+
+#[test]
+fn results_in_f32_are_not_rounded() {
+    let exact = [(DType::F32, 1e-5), (DType::BF16, 1e-5), (DType::F16, 1e-5)];
+    for ([s, b], k, n) in DIMS {
+        let (x, w) = (Input::data("x", &[s, b, k]), Input::data("w", &[n, k]).times(0.1));
+        let with_bias = [x.clone(), w.clone(), Input::data("bias", &[n])];
+        check_with("linear_to_f32", &with_bias, &exact, |t| Ok(vec![linear_to_f32(&t[0], &t[1], Some(&t[2]))?]));
+        check_with("linear_into f32", &[x, w, Input::wide("y", &[s, b, n])], &exact, |t| {
+            linear_into(&t[0], &t[1], None, &t[2])?;
+            Ok(vec![t[2].clone()])
+        });
+    }
+}
+
+#[test]
+fn input_gradients() {
+    for ([s, b], k, n) in DIMS {
+        let (dy, w) = (Input::data("dy", &[s, b, n]), Input::data("w", &[n, k]).times(0.1));
+        check("linear_dgrad", &[dy.clone(), w.clone()], |t| Ok(vec![linear_dgrad(&t[0], &t[1])?]));
+        check("linear_dgrad_into", &[dy, w, Input::data("dx", &[s, b, k])], |t| {
+            linear_dgrad_into(&t[0], &t[1], &t[2])?;
+            Ok(vec![t[2].clone()])
+        });
+    }
+}
+
+/// Sums of 16-bit operands in f32, added to what is there: as exact as in f32.
+#[test]
+fn weight_gradients_accumulate_unrounded() {
+    let exact = [(DType::F32, 1e-5), (DType::BF16, 1e-5), (DType::F16, 1e-5)];
+    for ([s, b], k, n) in DIMS {
+        let inputs = [Input::data("dy", &[s, b, n]), Input::data("x", &[s, b, k]), Input::wide("dw", &[n, k])];
+        check_with("linear_wgrad", &inputs, &exact, |t| {
+            linear_wgrad(&t[0], &t[1], &t[2])?;
+            linear_wgrad(&t[0], &t[1], &t[2])?;
+            Ok(vec![t[2].clone()])
+        });
+    }
+}
