@@ -7,11 +7,13 @@
 use candle_core::{DType, Tensor};
 
 use crate::float::{Elem, Float, by_elem, by_float};
+#[cfg(gpu)]
+use crate::gpu::cross_entropy::{Columns, Rows};
 use crate::host::with_slice_mut;
 use crate::output::Unwritten;
 use crate::simd::{max, sum_of, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, same_storage, tensor};
-use crate::{Error, Result, par, trace};
+use crate::{Error, Result, on_gpu, par, trace};
 
 /// Rows and columns of `logits`, of which `valid` columns are real.
 fn dims(logits: &Tensor, valid: usize, op: &'static str) -> Result<(usize, usize)> {
@@ -123,6 +125,7 @@ pub fn row_statistics(
     let _span = trace::moves("row_statistics", &[logits]);
     const OP: &str = "row_statistics";
     let (rows, _) = dims(logits, valid, OP)?;
+    on_gpu!(logits, cross_entropy::row_statistics(logits, targets, Columns { first: first_column, valid }, OP));
     let targets = target_ids(targets, rows, OP)?;
     by_elem!(logits, OP, E => by_row::<E>(OP, logits, |row, l| {
         let m = max_line(&l[..valid]);
@@ -147,6 +150,7 @@ pub fn rebase(
     const OP: &str = "rebase";
     let rows = max.elem_count();
     expect_shape(OP, "sums", sums, &[2, rows])?;
+    on_gpu!(sums, cross_entropy::rebase(sums, own_max, max, targets, Columns { first: first_column, valid }, OP));
     let targets = target_ids(targets, rows, OP)?;
     by_float!(sums, OP, T => {
         let (own, all) = (per_row::<T>(own_max, rows, OP, "own_max")?, per_row::<T>(max, rows, OP, "max")?);
@@ -221,6 +225,9 @@ pub fn cross_entropy_backward(
     let _span = trace::moves("cross_entropy_backward", &[logits, logits]);
     const OP: &str = "cross_entropy_backward";
     let (rows, v) = dims(logits, valid, OP)?;
+    #[cfg(gpu)]
+    let (of, columns) = (Rows { max, sum_exp, targets, row_scale }, Columns { first: first_column, valid });
+    on_gpu!(logits, cross_entropy::backward(logits, None, of, columns, OP));
     by_elem!(logits, OP, E => {
         type Acc = <E as Elem>::Acc;
         let rows = gradients::<Acc>(OP, (max, sum_exp, row_scale), targets, rows, first_column, valid)?;
@@ -266,6 +273,9 @@ pub fn cross_entropy_backward_into(
     if same_storage(dlogits, logits) {
         return Err(Error::shape(OP, "dlogits and logits share one storage"));
     }
+    #[cfg(gpu)]
+    let (of, columns) = (Rows { max, sum_exp, targets, row_scale }, Columns { first: first_column, valid });
+    on_gpu!(dlogits, cross_entropy::backward(logits, Some(dlogits), of, columns, OP));
     by_elem!(dlogits, OP, E => {
         type Acc = <E as Elem>::Acc;
         let rows = gradients::<Acc>(OP, (max, sum_exp, row_scale), targets, rows, first_column, valid)?;

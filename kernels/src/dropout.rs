@@ -9,7 +9,7 @@ use crate::output::{self, Unwritten};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::simd::vectorize;
 use crate::view::{View, expect_shape, rows_of, tensor};
-use crate::{Error, Result, par, trace};
+use crate::{Error, Result, on_gpu, par, trace};
 
 /// Which of the run's dropout masks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,10 +62,12 @@ pub(crate) fn threshold(p: f64, op: &'static str) -> Result<u32> {
 }
 
 /// A [`Dropout`] made ready for rows of an activation.
-struct Mask<'a> {
-    key: [u32; 4],
-    threshold: u32,
-    tokens: Tokens<'a>,
+pub(crate) struct Mask<'a> {
+    pub key: [u32; 4],
+    pub threshold: u32,
+    /// 1 / (1 − p)
+    pub scale: f64,
+    pub tokens: Tokens<'a>,
 }
 
 impl<'a> Mask<'a> {
@@ -78,7 +80,8 @@ impl<'a> Mask<'a> {
                 return Err(Error::shape(op, message));
             }
         }
-        Ok(Self { key: dropout.key.derive(), threshold: threshold(dropout.p, op)?, tokens: dropout.tokens })
+        let threshold = threshold(dropout.p, op)?;
+        Ok(Self { key: dropout.key.derive(), threshold, scale: 1.0 / (1.0 - dropout.p), tokens: dropout.tokens })
     }
 
     /// Fills `out` with the words of row `row` (= s · b + b).
@@ -112,7 +115,9 @@ pub fn bias_dropout_add(
     if let Some(residual) = residual {
         expect_shape(OP, "residual", residual, x.dims())?;
     }
-    by_elem!(x, OP, E => apply::<E>(OP, x, bias, residual, dropout))
+    let mask = dropout.map(|d| Mask::new(d, x, OP)).transpose()?;
+    on_gpu!(x, dropout::apply(x, bias, residual, mask.as_ref(), OP));
+    by_elem!(x, OP, E => apply::<E>(OP, x, bias, residual, mask.as_ref()))
 }
 
 /// The gradient of what was dropped: the mask of forward and 1/(1−p) again. `dy` is `[s, b, h]`.
@@ -122,7 +127,9 @@ pub fn bias_dropout_add(
 pub fn dropout_backward(dy: &Tensor, dropout: &Dropout) -> Result<Tensor> {
     let _span = trace::moves("dropout_backward", &[dy, dy]);
     const OP: &str = "dropout_backward";
-    by_elem!(dy, OP, E => apply::<E>(OP, dy, None, None, Some(dropout)))
+    let mask = Mask::new(dropout, dy, OP)?;
+    on_gpu!(dy, dropout::apply(dy, None, None, Some(&mask), OP));
+    by_elem!(dy, OP, E => apply::<E>(OP, dy, None, None, Some(&mask)))
 }
 
 fn apply<E: Elem>(
@@ -130,11 +137,11 @@ fn apply<E: Elem>(
     x: &Tensor,
     bias: Option<&Tensor>,
     residual: Option<&Tensor>,
-    dropout: Option<&Dropout>,
+    mask: Option<&Mask>,
 ) -> Result<Tensor> {
     let (_, h) = rows_of(x, op)?;
-    let mask = dropout.map(|d| Mask::new(d, x, op)).transpose()?.filter(|m| m.threshold > 0);
-    let scale = E::Acc::of(dropout.map_or(1.0, |d| 1.0 / (1.0 - d.p)));
+    let scale = E::Acc::of(mask.map_or(1.0, |m| m.scale));
+    let mask = mask.filter(|m| m.threshold > 0);
     let bias: Option<Vec<E::Acc>> = match bias {
         Some(bias) => Some(View::<E>::new(bias, op, "bias")?.iter().map(|b| b.load()).collect()),
         None => None,
@@ -149,7 +156,7 @@ fn apply<E: Elem>(
         y.parts(h, |at, y| {
             let at = start + at;
             let (x, residual) = (&xs[at..at + h], residual.map(|r| &r[at..at + h]));
-            let mask = mask.as_ref().map(|mask| (mask, at / h, scale));
+            let mask = mask.map(|mask| (mask, at / h, scale));
             add_line(x, bias.as_deref(), residual, mask, (&mut random, &mut factors), y)
         })
     });

@@ -7,7 +7,7 @@ use crate::host::with_slice_mut;
 use crate::par::Shared;
 use crate::simd::vectorize;
 use crate::view::{View, expect_dtype, expect_shape, tensor};
-use crate::{Error, Result, output, par, trace};
+use crate::{Error, Result, on_gpu, output, par, trace};
 
 /// Columns that one task of the backward pass owns, at least: four cache lines of f32.
 const COLUMNS: usize = 64;
@@ -35,6 +35,7 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tens
     const OP: &str = "embedding";
     let (rows, h) = table_dims(weight, OP)?;
     expect_dtype(OP, ids, DType::U32)?;
+    on_gpu!(weight, embedding::forward(ids, weight, first_row, OP));
     by_elem!(weight, OP, E => {
         let (ids_view, w) = (View::<u32>::new(ids, OP, "ids")?, View::<E>::new(weight, OP, "weight")?);
         let (all_ids, w): (&[u32], &[E]) = (&ids_view, &w);
@@ -64,6 +65,7 @@ pub fn embedding_backward(dy: &Tensor, ids: &Tensor, first_row: usize, dweight: 
     let mut dims = ids.dims().to_vec();
     dims.push(h);
     expect_shape(OP, "dy", dy, &dims)?;
+    on_gpu!(dy, embedding::backward(dy, ids, first_row, dweight, OP));
     by_elem!(dy, OP, E => {
         type Acc = <E as Elem>::Acc;
         expect_dtype(OP, dweight, Acc::DTYPE)?;

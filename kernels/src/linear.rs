@@ -7,7 +7,7 @@ use crate::gemm::{Mat, Start, all_threads, gemm};
 use crate::host::with_slice_mut;
 use crate::simd::vectorize;
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last};
-use crate::{Error, Result, on_cuda, par, trace};
+use crate::{Error, Result, on_cuda, on_gpu, par, trace};
 
 /// Rows per partial sum of a reduction over rows; fixed, so that results do not depend on the number of threads.
 pub(crate) const ROW_BLOCK: usize = 64;
@@ -200,6 +200,7 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor) -> Result<()> {
     const OP: &str = "bias_grad";
     let (rows, n) = rows_of(dy, OP)?;
     expect_shape(OP, "db", db, &[n])?;
+    on_gpu!(dy, columns::bias_grad(dy, db, (rows, n), OP));
     by_elem!(dy, OP, E => {
         type Acc = <E as Elem>::Acc;
         expect_dtype(OP, db, <Acc as candle_core::WithDType>::DTYPE)?;

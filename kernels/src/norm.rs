@@ -7,7 +7,7 @@ use crate::linear::{ROW_BLOCK, accumulate};
 use crate::output::{self, Unwritten};
 use crate::simd::{LANES, sum, tree, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor};
-use crate::{Error, Result, par, trace};
+use crate::{Error, Result, on_gpu, par, trace};
 
 /// What backward needs of forward, per row: `[rows]` each, in f32 (f64 for f64 inputs).
 #[derive(Clone, Debug)]
@@ -25,6 +25,8 @@ pub struct NormStats {
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<(Tensor, NormStats)> {
     let _span = trace::moves("layer_norm", &[x, x]);
     const OP: &str = "layer_norm";
+    expect_parameters(OP, x, [Some(weight), Some(bias)])?;
+    on_gpu!(x, norm::forward(x, weight, Some(bias), eps, OP));
     by_elem!(x, OP, T => forward::<T>(OP, x, weight, Some(bias), eps))
 }
 
@@ -47,7 +49,10 @@ pub fn layer_norm_backward(
     if stats.mean.is_none() {
         return Err(Error::shape(OP, "the statistics hold no mean; they are those of rms_norm"));
     }
-    by_elem!(x, OP, T => backward::<T>(OP, dy, x, stats, weight, dweight, Some(dbias), residual))
+    let of = Backward { dy, x, stats, weight, dweight, dbias: Some(dbias), residual };
+    of.check(OP)?;
+    on_gpu!(x, norm::backward(&of, OP));
+    by_elem!(x, OP, T => backward::<T>(OP, &of))
 }
 
 /// `y = x / √(mean(x²) + eps) · weight`, with `weight` `[h]`.
@@ -57,6 +62,8 @@ pub fn layer_norm_backward(
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, NormStats)> {
     let _span = trace::moves("rms_norm", &[x, x]);
     const OP: &str = "rms_norm";
+    expect_parameters(OP, x, [Some(weight), None])?;
+    on_gpu!(x, norm::forward(x, weight, None, eps, OP));
     by_elem!(x, OP, T => forward::<T>(OP, x, weight, None, eps))
 }
 
@@ -78,7 +85,10 @@ pub fn rms_norm_backward(
     if stats.mean.is_some() {
         return Err(Error::shape(OP, "the statistics hold a mean; they are those of layer_norm"));
     }
-    by_elem!(x, OP, T => backward::<T>(OP, dy, x, stats, weight, dweight, None, residual))
+    let of = Backward { dy, x, stats, weight, dweight, dbias: None, residual };
+    of.check(OP)?;
+    on_gpu!(x, norm::backward(&of, OP));
+    by_elem!(x, OP, T => backward::<T>(OP, &of))
 }
 
 fn moves_of_backward(name: &'static str, dy: &Tensor, x: &Tensor, residual: Option<&Tensor>) -> trace::Span {
@@ -88,9 +98,18 @@ fn moves_of_backward(name: &'static str, dy: &Tensor, x: &Tensor, residual: Opti
     }
 }
 
-/// A parameter `[h]`, widened.
-fn parameter<E: Elem>(op: &'static str, what: &'static str, t: &Tensor, h: usize) -> Result<Vec<E::Acc>> {
-    expect_shape(op, what, t, &[h])?;
+/// # Errors
+/// If weight and bias are not `[h]`, with the width of `x`.
+fn expect_parameters(op: &'static str, x: &Tensor, parameters: [Option<&Tensor>; 2]) -> Result<()> {
+    let (_, h) = rows_of(x, op)?;
+    for (what, t) in ["weight", "bias"].into_iter().zip(parameters) {
+        t.map_or(Ok(()), |t| expect_shape(op, what, t, &[h]))?;
+    }
+    Ok(())
+}
+
+/// A parameter, widened.
+fn parameter<E: Elem>(op: &'static str, what: &'static str, t: &Tensor) -> Result<Vec<E::Acc>> {
     Ok(View::<E>::new(t, op, what)?.iter().map(|v| v.load()).collect())
 }
 
@@ -103,8 +122,8 @@ fn forward<E: Elem>(
     eps: f64,
 ) -> Result<(Tensor, NormStats)> {
     let (rows, h) = rows_of(x, op)?;
-    let weight = parameter::<E>(op, "weight", weight, h)?;
-    let bias = bias.map(|bias| parameter::<E>(op, "bias", bias, h)).transpose()?;
+    let weight = parameter::<E>(op, "weight", weight)?;
+    let bias = bias.map(|bias| parameter::<E>(op, "bias", bias)).transpose()?;
     let xs = View::<E>::new(x, op, "x")?;
     let xs: &[E] = &xs;
     let mut stats = vec![[E::Acc::ZERO; 2]; rows];
@@ -150,35 +169,46 @@ fn forward_line<'a, E: Elem>(
     )
 }
 
-fn backward<E: Elem>(
-    op: &'static str,
-    dy: &Tensor,
-    x: &Tensor,
-    stats: &NormStats,
-    weight: &Tensor,
-    dweight: &Tensor,
-    dbias: Option<&Tensor>,
-    residual: Option<&Tensor>,
-) -> Result<Tensor> {
-    let (rows, h) = rows_of(x, op)?;
-    expect_shape(op, "dy", dy, x.dims())?;
-    if let Some(residual) = residual {
-        expect_shape(op, "residual", residual, x.dims())?;
+/// What backward reads and adds to.
+pub(crate) struct Backward<'a> {
+    pub dy: &'a Tensor,
+    pub x: &'a Tensor,
+    pub stats: &'a NormStats,
+    pub weight: &'a Tensor,
+    pub dweight: &'a Tensor,
+    pub dbias: Option<&'a Tensor>,
+    /// Added to the gradient of `x`.
+    pub residual: Option<&'a Tensor>,
+}
+
+impl Backward<'_> {
+    /// # Errors
+    /// If shapes do not fit.
+    fn check(&self, op: &'static str) -> Result<()> {
+        let (rows, h) = rows_of(self.x, op)?;
+        expect_parameters(op, self.x, [Some(self.weight), None])?;
+        for (what, t) in [("dy", Some(self.dy)), ("residual", self.residual)] {
+            t.map_or(Ok(()), |t| expect_shape(op, what, t, self.x.dims()))?;
+        }
+        for (what, t) in [("rstd", Some(&self.stats.rstd)), ("mean", self.stats.mean.as_ref())] {
+            t.map_or(Ok(()), |t| expect_elements(op, what, t, rows))?;
+        }
+        for grad in [Some(self.dweight), self.dbias].into_iter().flatten() {
+            expect_shape(op, "the parameter's gradient", grad, &[h])?;
+        }
+        Ok(())
     }
-    expect_elements(op, "rstd", &stats.rstd, rows)?;
+}
+
+fn backward<E: Elem>(op: &'static str, of: &Backward) -> Result<Tensor> {
+    let &Backward { dy, x, stats, weight, dweight, dbias, residual } = of;
+    let (rows, h) = rows_of(x, op)?;
     for grad in [Some(dweight), dbias].into_iter().flatten() {
-        expect_shape(op, "the parameter's gradient", grad, &[h])?;
         expect_dtype(op, grad, E::Acc::DTYPE)?;
     }
-    let weight = parameter::<E>(op, "weight", weight, h)?;
+    let weight = parameter::<E>(op, "weight", weight)?;
     let rstd = copied::<E::Acc>(&stats.rstd, op, "rstd")?;
-    let mean = match &stats.mean {
-        Some(mean) => {
-            expect_elements(op, "mean", mean, rows)?;
-            Some(copied::<E::Acc>(mean, op, "mean")?)
-        }
-        None => None,
-    };
+    let mean = stats.mean.as_ref().map(|mean| copied::<E::Acc>(mean, op, "mean")).transpose()?;
     let (xs, dys) = (View::<E>::new(x, op, "x")?, View::<E>::new(dy, op, "dy")?);
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
     let residual = residual.map(|r| View::<E>::new(r, op, "residual")).transpose()?;

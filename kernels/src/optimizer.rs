@@ -9,7 +9,7 @@ use crate::float::{Elem, Float, by_elem, by_float};
 use crate::host::{HostElem, with_slice_mut};
 use crate::simd::vectorize;
 use crate::view::{View, expect_elements, same_storage};
-use crate::{Error, Result, par, trace};
+use crate::{Error, Result, on_gpu, par, trace};
 
 /// One step's settings of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,24 +40,90 @@ pub struct Sgd {
 /// A tensor of a step that there may be none of.
 type Maybe<'a> = Option<&'a Tensor>;
 
+/// The tensors of a step: equally long and, but for `weight`, of one dtype; all in storages of their own.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands<'a> {
+    pub p: &'a Tensor,
+    /// Gets the new parameters, rounded.
+    pub weight: Maybe<'a>,
+    pub g: &'a Tensor,
+    pub first: &'a Tensor,
+    pub second: Maybe<'a>,
+}
+
+impl Operands<'_> {
+    /// `names` are those of the states in messages.
+    fn check(&self, op: &'static str, names: [&str; 2]) -> Result<()> {
+        let &Self { p, weight, g, first, second } = self;
+        let mut seen = vec![p];
+        for (name, t) in [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)] {
+            let Some(t) = t else { continue };
+            expect_elements(op, name, t, p.elem_count())?;
+            if seen.iter().any(|other| same_storage(other, t)) {
+                return Err(Error::shape(op, format!("{name} shares its storage with another operand")));
+            }
+            seen.push(t);
+        }
+        Ok(())
+    }
+
+    /// Calls `f` with what each segment has of every tensor.
+    ///
+    /// # Errors
+    /// What `f` returns.
+    fn by_segment(&self, segments: &[Segment], f: impl Fn(&Segment, Operands) -> Result<()>) -> Result<()> {
+        if let [segment] = segments {
+            return f(segment, *self);
+        }
+        let mut start = 0;
+        for segment in segments {
+            let part = |t: &Tensor| t.flatten_all()?.narrow(0, start, segment.len);
+            let maybe = |t: Maybe| t.map(part).transpose();
+            let (p, weight, g) = (part(self.p)?, maybe(self.weight)?, part(self.g)?);
+            let (first, second) = (part(self.first)?, maybe(self.second)?);
+            f(segment, Operands { p: &p, weight: weight.as_ref(), g: &g, first: &first, second: second.as_ref() })?;
+            start += segment.len;
+        }
+        Ok(())
+    }
+}
+
+/// Neighbouring elements that a step treats alike: a parameter, or several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    pub len: usize,
+    /// Whether the step's weight decay is theirs.
+    pub decays: bool,
+}
+
+impl Segment {
+    /// All of `t`.
+    fn all(t: &Tensor) -> [Self; 1] {
+        [Self { len: t.elem_count(), decays: true }]
+    }
+
+    /// # Errors
+    /// If `segments` are not all of `t`.
+    fn check(segments: &[Self], t: &Tensor, op: &'static str) -> Result<()> {
+        let total: usize = segments.iter().map(|s| s.len).sum();
+        if total == t.elem_count() {
+            return Ok(());
+        }
+        Err(Error::shape(op, format!("segments of {total} elements of p, which has shape {:?}", t.dims())))
+    }
+
+    pub(crate) fn decay(&self, weight_decay: f64) -> f64 {
+        if self.decays { weight_decay } else { 0.0 }
+    }
+}
+
 /// Calls `step` with blocks of parameters, gradients, and first and second state (empty where there is none), and rounds the
-/// parameters of each block to `weight`. All are equally long and, but for `weight`, of one dtype `T`; all lie in storages of their
-/// own. `names` are those of the states in messages.
+/// parameters of each block to the weights.
 fn for_blocks<T: Float>(
     op: &'static str,
-    names: [&str; 2],
-    (p, weight, g, first, second): (&Tensor, Maybe, &Tensor, &Tensor, Maybe),
+    Operands { p, weight, g, first, second }: Operands,
     step: impl Fn(&mut [T], &[T], &mut [T], &mut [T]) + Sync,
 ) -> Result<()> {
-    let mut seen = vec![p];
-    for (name, t) in [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)] {
-        let Some(t) = t else { continue };
-        expect_elements(op, name, t, p.elem_count())?;
-        if seen.iter().any(|other| same_storage(other, t)) {
-            return Err(Error::shape(op, format!("{name} shares its storage with another operand")));
-        }
-        seen.push(t);
-    }
     let g = View::<T>::new(g, op, "g")?;
     with_slice_mut::<T, _>(p, op, |p| {
         with_slice_mut::<T, _>(first, op, |first| {
@@ -112,34 +178,54 @@ fn parts<T>(slice: &mut [T]) -> impl Iterator<Item = &mut [T]> {
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
 pub fn adamw(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, m: &Tensor, v: &Tensor, h: &AdamW) -> Result<()> {
+    adamw_segments(p, weight, g, m, v, h, &Segment::all(p))
+}
+
+/// As [`adamw`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many.
+///
+/// # Errors
+/// As [`adamw`], or if `segments` are not all of `p`.
+pub fn adamw_segments(
+    p: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    m: &Tensor,
+    v: &Tensor,
+    h: &AdamW,
+    segments: &[Segment],
+) -> Result<()> {
     let _span = trace::moves("adamw", &[p, p, g, m, m, v, v]);
     const OP: &str = "adamw";
     if h.step == 0 {
         return Err(Error::shape(OP, "steps are counted from 1, got step 0"));
     }
-    by_float!(p, OP, T => {
-        let rule = AdamRule::<T>::new(h);
-        for_blocks::<T>(OP, ["m", "v"], (p, weight, g, m, Some(v)), #[inline(always)] |p, g, m, v| rule.step(p, g, m, v))
-    })
+    let of = Operands { p, weight, g, first: m, second: Some(v) };
+    of.check(OP, ["m", "v"])?;
+    Segment::check(segments, p, OP)?;
+    on_gpu!(p, optimizer::adamw(&of, h, segments, OP));
+    by_float!(p, OP, T => of.by_segment(segments, |segment, of| {
+        let rule = AdamRule::<T>::new(h, segment);
+        for_blocks::<T>(OP, of, #[inline(always)] |p, g, m, v| rule.step(p, g, m, v))
+    }))
 }
 
-struct AdamRule<T> {
-    grad_scale: T,
-    keep: T,
-    one_minus_beta1: T,
-    beta2: T,
-    one_minus_beta2: T,
-    inv_sqrt_correction2: T,
-    eps: T,
-    step_size: T,
+pub(crate) struct AdamRule<T> {
+    pub grad_scale: T,
+    pub keep: T,
+    pub one_minus_beta1: T,
+    pub beta2: T,
+    pub one_minus_beta2: T,
+    pub inv_sqrt_correction2: T,
+    pub eps: T,
+    pub step_size: T,
 }
 
 impl<T: Float> AdamRule<T> {
-    fn new(h: &AdamW) -> Self {
+    pub fn new(h: &AdamW, segment: &Segment) -> Self {
         let correction = |beta: f64| 1.0 - beta.powf(h.step as f64);
         Self {
             grad_scale: T::of(f64::from(h.grad_scale)),
-            keep: T::of(1.0 - h.lr * h.weight_decay),
+            keep: T::of(1.0 - h.lr * segment.decay(h.weight_decay)),
             one_minus_beta1: T::of(1.0 - h.beta1),
             beta2: T::of(h.beta2),
             one_minus_beta2: T::of(1.0 - h.beta2),
@@ -167,16 +253,35 @@ impl<T: Float> AdamRule<T> {
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, or two share a storage.
 pub fn sgd(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, buf: &Tensor, h: &Sgd) -> Result<()> {
+    sgd_segments(p, weight, g, buf, h, &Segment::all(p))
+}
+
+/// As [`sgd`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many.
+///
+/// # Errors
+/// As [`sgd`], or if `segments` are not all of `p`.
+pub fn sgd_segments(
+    p: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    buf: &Tensor,
+    h: &Sgd,
+    segments: &[Segment],
+) -> Result<()> {
     let _span = trace::moves("sgd", &[p, p, g, buf, buf]);
     const OP: &str = "sgd";
-    by_float!(p, OP, T => {
+    let of = Operands { p, weight, g, first: buf, second: None };
+    of.check(OP, ["buf", ""])?;
+    Segment::check(segments, p, OP)?;
+    on_gpu!(p, optimizer::sgd(&of, h, segments, OP));
+    by_float!(p, OP, T => of.by_segment(segments, |segment, of| {
         let (lr, momentum) = (T::of(h.lr), T::of(h.momentum));
-        let (decay, scale) = (T::of(h.weight_decay), T::of(f64::from(h.grad_scale)));
-        for_blocks::<T>(OP, ["buf", ""], (p, weight, g, buf, None), #[inline(always)] |p, g, buf, _| {
+        let (decay, scale) = (T::of(segment.decay(h.weight_decay)), T::of(f64::from(h.grad_scale)));
+        for_blocks::<T>(OP, of, #[inline(always)] |p, g, buf, _| {
             for ((p, buf), &g) in p.iter_mut().zip(buf).zip(g) {
                 *buf = momentum * *buf + (scale * g + decay * *p);
                 *p -= lr * *buf;
             }
         })
-    })
+    }))
 }

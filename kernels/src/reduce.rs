@@ -2,11 +2,13 @@
 
 use candle_core::Tensor;
 
+#[cfg(gpu)]
+use crate::device::to_host;
 use crate::float::{Elem, Float, by_elem};
 use crate::host::{with_bytes, with_bytes_mut, with_slice_mut};
 use crate::simd::vectorize;
 use crate::view::{View, copied, expect_dtype, expect_elements, same_storage};
-use crate::{Result, par, trace};
+use crate::{Error, Result, on_gpu, par, trace};
 
 /// Elements per partial sum.
 const BLOCK: usize = 4096;
@@ -21,6 +23,7 @@ const SUMS: usize = 16;
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let _span = trace::moves("sum_of_squares", &[x]);
     const OP: &str = "sum_of_squares";
+    on_gpu!(x, reduce::sums_of_squares(&[x], OP).and_then(|sums| Ok(to_host(&sums)?.to_vec1::<f64>()?[0])));
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
@@ -33,6 +36,21 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
         }));
         Ok(compensated_sum(&partials))
     })
+}
+
+/// [`sum_of_squares`] of each tensor, bit for bit, in one reading and, on a GPU, one wait for the device.
+///
+/// # Errors
+/// As [`sum_of_squares`]; also if tensors lie on different devices or differ in dtype.
+pub fn sums_of_squares(xs: &[&Tensor]) -> Result<Vec<f64>> {
+    const OP: &str = "sums_of_squares";
+    let Some(&first) = xs.first() else { return Ok(Vec::new()) };
+    if let Some(other) = xs.iter().find(|x| x.dtype() != first.dtype() || !x.device().same_device(first.device())) {
+        let place = |t: &Tensor| format!("{:?} on {:?}", t.dtype(), t.device().location());
+        return Err(Error::shape(OP, format!("one tensor is {}, another {}", place(first), place(other))));
+    }
+    on_gpu!(first, reduce::sums_of_squares(xs, OP).and_then(|sums| Ok(to_host(&sums)?.to_vec1()?)));
+    xs.iter().map(|x| sum_of_squares(x)).collect()
 }
 
 #[inline(always)]
@@ -76,6 +94,7 @@ pub fn add_inplace(dst: &Tensor, src: &Tensor) -> Result<()> {
     const OP: &str = "add_inplace";
     expect_elements(OP, "src", src, dst.elem_count())?;
     expect_dtype(OP, src, dst.dtype())?;
+    on_gpu!(dst, reduce::add(dst, src, OP));
     by_elem!(dst, OP, E => {
         if same_storage(dst, src) {
             let src = copied::<E>(src, OP, "src")?;
@@ -106,6 +125,7 @@ fn add<E: Elem>(dst: &Tensor, src: &[E], op: &'static str) -> Result<()> {
 pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
     let _span = trace::moves("scale_inplace", &[t, t]);
     const OP: &str = "scale_inplace";
+    on_gpu!(t, reduce::scale(t, factor, OP));
     by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
         let factor = <E as Elem>::Acc::of(factor);
         par::blocks(t, par::GRAIN, |_, t| vectorize(#[inline(always)] || {
@@ -122,6 +142,7 @@ pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
 pub fn zero(t: &Tensor) -> Result<()> {
     let _span = trace::moves("zero", &[t]);
     const OP: &str = "zero";
+    on_gpu!(t, reduce::zero(t, OP));
     by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
         let past_caches = size_of_val(t) >= BEYOND_CACHES;
         par::blocks(t, par::GRAIN, |_, t| if past_caches { stream_zeros(t) } else { t.fill(E::store(<E as Elem>::Acc::ZERO)) });
@@ -163,6 +184,10 @@ pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
         return copy(dst, src);
     }
     expect_elements(OP, "src", src, dst.elem_count())?;
+    if same_storage(dst, src) {
+        return Err(Error::shape(OP, "dst and src share one storage"));
+    }
+    on_gpu!(dst, reduce::cast(dst, src, OP));
     by_elem!(src, OP, S => {
         let src = View::<S>::new(src, OP, "src")?;
         let src: &[S] = &src;
@@ -185,8 +210,9 @@ pub fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
     expect_elements(OP, "src", src, dst.elem_count())?;
     expect_dtype(OP, src, dst.dtype())?;
     if same_storage(dst, src) {
-        return Err(crate::Error::shape(OP, "dst and src share one storage"));
+        return Err(Error::shape(OP, "dst and src share one storage"));
     }
+    on_gpu!(dst, reduce::copy(dst, src, OP));
     with_bytes(src, OP, |src| {
         with_bytes_mut(dst, OP, |dst| {
             dst.copy_from_slice(src);

@@ -1,7 +1,5 @@
 //! Rotary position embedding (Su et al. 2021) of packed queries and keys, rotating halves as Llama does.
 
-use std::ops::Range;
-
 use candle_core::{DType, Device, Tensor};
 
 use crate::attention::HeadShape;
@@ -9,7 +7,7 @@ use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::simd::vectorize;
 use crate::view::copied;
-use crate::{Error, Result, par, trace};
+use crate::{Error, Result, on_gpu, par, trace};
 
 /// Name in errors.
 const OP: &str = "rope_inplace";
@@ -90,7 +88,7 @@ pub fn rope_at(qkv: &Tensor, table: &RopeTable, shape: HeadShape, offsets: &[usi
     }
     let first = offsets.iter().copied().min().unwrap_or(0);
     let end = offsets.iter().copied().max().unwrap_or(0) + s;
-    rotate_rows(qkv, table, shape, first..end, &|row| row / b + offsets[row % b], inverse)
+    rotate_rows(qkv, table, shape, first..end, &Positions::Offsets(offsets), inverse)
 }
 
 /// As [`rope_inplace`], where `positions` `[s][b]` gives the position of every row.
@@ -109,16 +107,34 @@ pub fn rope_positions(
         return Err(Error::shape(OP, format!("{} positions for {s} rows of {b} samples", positions.len())));
     }
     let end = positions.iter().max().map_or(0, |&last| last as usize + 1);
-    rotate_rows(qkv, table, shape, 0..end, &|row| positions[row] as usize, inverse)
+    rotate_rows(qkv, table, shape, 0..end, &Positions::Rows(positions), inverse)
 }
 
-/// Rotates row r of `[s·b, width]` to position `position(r)`, which lies in `range`.
+/// Where the rows of `[s, b]` are in their sequences.
+pub(crate) enum Positions<'a> {
+    /// Sample i's begin at the i-th, and follow each other.
+    Offsets(&'a [usize]),
+    /// Row by row.
+    Rows(&'a [u32]),
+}
+
+impl Positions<'_> {
+    /// Of a row of `[s·b]`.
+    pub fn of(&self, row: usize, b: usize) -> usize {
+        match self {
+            Self::Offsets(offsets) => row / b + offsets[row % b],
+            Self::Rows(rows) => rows[row] as usize,
+        }
+    }
+}
+
+/// Rotates the rows to their positions, which lie in `range`.
 fn rotate_rows(
     qkv: &Tensor,
     table: &RopeTable,
     shape: HeadShape,
-    range: Range<usize>,
-    position: &(impl Fn(usize) -> usize + Sync),
+    range: std::ops::Range<usize>,
+    positions: &Positions,
     inverse: bool,
 ) -> Result<()> {
     let _span = trace::moves("rope", &[qkv, qkv]);
@@ -134,6 +150,8 @@ fn rotate_rows(
     if range.end > rows {
         return Err(Error::shape(OP, format!("positions {range:?} exceed the table's {rows}")));
     }
+    on_gpu!(qkv, rope::rotate(qkv, table, shape, positions, inverse, OP));
+    let (_, b, _) = qkv.dims3()?;
     by_elem!(qkv, OP, E => {
         type Acc = <E as Elem>::Acc;
         let cos = copied::<Acc>(&table.cos.narrow(0, range.start, range.len())?, OP, "table")?;
@@ -145,7 +163,7 @@ fn rotate_rows(
             par::blocks(qkv, par::rows_per_block(width) * width, |start, part| {
                 let mut buffer = E::buffer(rotated);
                 for (r, row) in part.chunks_exact_mut(width).enumerate() {
-                    let position = position(start / width + r) - range.start;
+                    let position = positions.of(start / width + r, b) - range.start;
                     let at = position * half..(position + 1) * half;
                     let (cos, sin) = (&cos[at.clone()], &sin[at]);
                     for group in row.chunks_exact_mut((shape.heads_per_group + 2) * d) {

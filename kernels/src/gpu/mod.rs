@@ -8,6 +8,7 @@
 mod driver;
 #[cfg(feature = "emulated")]
 pub mod emulated;
+mod items;
 mod launch;
 #[cfg(all(feature = "cuda", target_arch = "x86_64"))]
 mod libraries;
@@ -16,8 +17,16 @@ mod memory;
 mod product;
 
 pub(crate) mod activation;
+pub(crate) mod columns;
+pub(crate) mod cross_entropy;
+pub(crate) mod dropout;
+pub(crate) mod embedding;
 #[cfg(feature = "cuda")]
 pub(crate) mod linear;
+pub(crate) mod norm;
+pub(crate) mod optimizer;
+pub(crate) mod reduce;
+pub(crate) mod rope;
 
 #[cfg(feature = "cuda")]
 use driver as backend;

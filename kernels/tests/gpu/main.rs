@@ -8,7 +8,14 @@
 #![cfg(any(feature = "cuda", feature = "emulated"))]
 
 mod activation;
+mod cross_entropy;
+mod dropout;
+mod embedding;
 #[cfg(feature = "emulated")]
 mod emulator;
 mod linear;
+mod norm;
+mod optimizer;
+mod reduce;
+mod rope;
 mod support;

@@ -1,0 +1,97 @@
+// Dropout (Srivastava et al. 2014) fused with bias and residual: y = residual + dropout(x + bias).
+//
+// The mask is that of `kernels::dropout`, bit for bit: an element's word is Philox at counter (global token, hidden index / 4). A thread takes
+// the 16 bytes of one or two of Philox's blocks.
+#include "divider.cuh"
+#include "philox.cuh"
+
+constexpr int SAMPLES = 64;
+
+/// Where the rows of [s, b, h] lie in the global batch, and what is dropped of them.
+struct Mask {
+    uint32_t key[4];      // two words of Philox's key, then of its counter
+    uint32_t threshold;   // words below are dropped; 0 where there is no mask
+    float scale;          // 1 / (1 − p)
+    uint64_t first;       // position of the first row in its sequence
+    uint64_t seq_len;
+    uint64_t samples[SAMPLES];  // global numbers of samples first_sample and following
+    uint32_t first_sample, num_samples;
+
+    DEVICE uint64_t token(uint32_t s, uint32_t b) const { return samples[b - first_sample] * seq_len + first + s; }
+
+    /// The words of four elements, the first of them number 4·block of its row.
+    DEVICE uint4 words(uint64_t token, uint32_t block) const {
+        const uint4 counter = make_uint4(static_cast<uint32_t>(token), static_cast<uint32_t>(token >> 32), block, key[2]);
+        return philox4x32(counter, make_uint2(key[0], key[1]));
+    }
+
+    /// What is dropped is 0 even where it was not finite.
+    DEVICE float keep(float x, uint32_t word) const { return word < threshold ? 0.0f : x * scale; }
+};
+
+DEVICE uint32_t word_of(const uint4 &words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+
+// Items are 16 bytes of a row each. Everything lies at multiples of 16 bytes.
+template <class T>
+DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t items, const Divider per_row, const Divider batch,
+                    const Mask &mask) {
+    constexpr int V = VECTOR<T>;
+    const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
+    if (item >= items) return;
+    const uint64_t at = static_cast<uint64_t>(item) * V;
+    uint32_t in_row = item;
+    const uint32_t row = per_row.split(in_row);
+    uint32_t b = row;
+    const uint32_t s = batch.split(b);
+    if (mask.threshold > 0 && b - mask.first_sample >= mask.num_samples) return;
+    const Vector<T> in = load_vector(x + at), around = residual ? load_vector(residual + at) : in;
+    const Vector<T> shift = bias ? load_vector(bias + in_row * V) : in;
+    uint4 words[V / 4];
+    if (mask.threshold > 0) {
+        const uint64_t token = mask.token(s, b);
+#pragma unroll
+        for (int w = 0; w < V / 4; w++) words[w] = mask.words(token, in_row * (V / 4) + w);
+    }
+    store_vector(y + at, Vector<T>::of([&](int i) {
+                     float v = bias ? in[i] + shift[i] : in[i];
+                     if (mask.threshold > 0) v = mask.keep(v, word_of(words[i / 4], i % 4));
+                     return residual ? v + around[i] : v;
+                 }));
+}
+
+// As `vectors`, for any width and alignment: items are four elements of a row, or what is left of it.
+template <class T>
+DEVICE void fours(const T *x, const T *bias, const T *residual, T *y, uint32_t items, uint32_t h, const Divider per_row,
+                  const Divider batch, const Mask &mask) {
+    const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
+    if (item >= items) return;
+    uint32_t in_row = item;
+    const uint32_t row = per_row.split(in_row);
+    uint32_t b = row;
+    const uint32_t s = batch.split(b);
+    if (mask.threshold > 0 && b - mask.first_sample >= mask.num_samples) return;
+    uint4 words = make_uint4(0, 0, 0, 0);
+    if (mask.threshold > 0) words = mask.words(mask.token(s, b), in_row);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t c = in_row * 4 + i;
+        if (c >= h) break;
+        const uint64_t at = static_cast<uint64_t>(row) * h + c;
+        float v = to_float(x[at]);
+        if (bias) v += to_float(bias[c]);
+        if (mask.threshold > 0) v = mask.keep(v, word_of(words, i));
+        if (residual) v += to_float(residual[at]);
+        y[at] = from_float<T>(v);
+    }
+}
+
+#define KERNELS(T, suffix)                                                                                                           \
+    KERNEL(bias_dropout_add_##suffix, const T *x, const T *bias, const T *residual, T *y, uint32_t items, const Divider per_row,     \
+           const Divider batch, const __grid_constant__ Mask mask) {                                                                 \
+        vectors(x, bias, residual, y, items, per_row, batch, mask);                                                                  \
+    }                                                                                                                                \
+    KERNEL(bias_dropout_add_any_##suffix, const T *x, const T *bias, const T *residual, T *y, uint32_t items, uint32_t h,            \
+           const Divider per_row, const Divider batch, const __grid_constant__ Mask mask) {                                          \
+        fours(x, bias, residual, y, items, h, per_row, batch, mask);                                                                 \
+    }
+FOR_DTYPES(KERNELS)

@@ -1,0 +1,193 @@
+// Lookup of rows of a vocabulary-parallel embedding, and the gradient of its weight without atomics of floats.
+//
+// Tokens are sorted by the row that they look up, those of one row in their order (`rank`, `scatter`); then every row sums the gradients of its
+// run of tokens. Runs are summed by segments of 64, so that a frequent token does not keep one block busy while the others have nothing
+// to do: rows of one segment are done with that, those of more are joined from the segments' sums, in order.
+#include "divider.cuh"
+#include "inplace.cuh"
+
+constexpr uint32_t SEGMENT = 64;
+
+/// The local row of an id, or `rows` if this rank does not have it.
+DEVICE uint32_t local_row(uint32_t id, uint32_t first_row, uint32_t rows) {
+    return id >= first_row && id - first_row < rows ? id - first_row : rows;
+}
+
+// y [tokens, h] = rows of weight [rows, h], zeros for ids elsewhere. Items are V elements of a row.
+template <class T, bool VECTORS>
+DEVICE void lookup(const uint32_t *ids, const T *weight, T *y, uint32_t items, uint32_t first_row, uint32_t rows, const Divider per_row) {
+    constexpr int V = VECTORS ? VECTOR<T> : 1;
+    const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
+    if (item >= items) return;
+    uint32_t in_row = item;
+    const uint32_t row = local_row(ids[per_row.split(in_row)], first_row, rows);
+    const uint64_t from = (static_cast<uint64_t>(row) * per_row.divisor + in_row) * V, to = static_cast<uint64_t>(item) * V;
+    if (VECTORS) {
+        store_vector(y + to, row < rows ? load_vector(weight + from) : Vector<T>{make_uint4(0, 0, 0, 0)});
+    } else {
+        y[to] = row < rows ? weight[from] : from_float<T>(0.0f);
+    }
+}
+
+// places[i] += the tokens among blockIdx.y's 512 that come before token i when sorted: counts, whose sum no order changes.
+DEVICE void rank(const uint32_t *ids, uint32_t *places, uint32_t n, uint32_t first_row, uint32_t rows) {
+    constexpr uint32_t TILE = 512;
+    SHARED(uint32_t, tile, [TILE]);
+    const uint32_t first = blockIdx.y * TILE, size = min(TILE, n - first);
+    for (uint32_t j = threadIdx.x; j < size; j += blockDim.x) tile[j] = local_row(ids[first + j], first_row, rows);
+    __syncthreads();
+    const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const uint32_t row = local_row(ids[i], first_row, rows);
+    uint32_t before = 0;
+    if (first + size <= i || first > i) {
+        // Of equal rows, earlier tokens come before this one, later ones after it.
+        const uint32_t bound = first > i ? row : row + 1;
+#pragma unroll 8
+        for (uint32_t j = 0; j < size; j++) before += tile[j] < bound;
+    } else {
+        for (uint32_t j = 0; j < size; j++) before += tile[j] < row || (tile[j] == row && first + j < i);
+    }
+    atomicAdd(&places[i], before);
+}
+
+// sorted[place of i] = its row, order[place of i] = i.
+DEVICE void scatter(const uint32_t *ids, const uint32_t *places, uint32_t *sorted, uint32_t *order, uint32_t n, uint32_t first_row, uint32_t rows) {
+    const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    sorted[places[i]] = local_row(ids[i], first_row, rows);
+    order[places[i]] = i;
+}
+
+// starts[p] = the place where the run of p begins.
+DEVICE void find_starts(const uint32_t *sorted, uint32_t *starts, uint32_t n) {
+    const uint32_t p = blockIdx.x * blockDim.x + threadIdx.x;
+    if (p >= n) return;
+    uint32_t low = 0, high = p;
+    while (low < high) {
+        const uint32_t middle = (low + high) / 2;
+        if (sorted[middle] < sorted[p]) low = middle + 1;
+        else high = middle;
+    }
+    starts[p] = low;
+}
+
+/// Where the sum of a segment that is not its row's only one waits. Full segments begin at least 64 places apart, and so do those that end a
+/// run after full ones.
+DEVICE uint64_t slot(uint32_t place, uint32_t length) { return place / SEGMENT * 2 + (length < SEGMENT); }
+
+/// V elements of T, in f32.
+template <class T, int V>
+struct Few {
+    float value[V];
+
+    DEVICE static Few zero() {
+        Few few;
+#pragma unroll
+        for (int i = 0; i < V; i++) few.value[i] = 0.0f;
+        return few;
+    }
+
+    DEVICE void add(const T *at) {
+        if constexpr (V == 1) {
+            value[0] += to_float(*at);
+        } else {
+#pragma unroll
+            for (int v = 0; v < V / VECTOR<T>; v++) {
+                const Vector<T> in = load_vector(at + v * VECTOR<T>);
+#pragma unroll
+                for (int i = 0; i < VECTOR<T>; i++) value[v * VECTOR<T> + i] += in[i];
+            }
+        }
+    }
+
+    DEVICE void store(float *at) const {
+        if constexpr (V == 1) {
+            *at = value[0];
+        } else {
+#pragma unroll
+            for (int v = 0; v < V / 4; v++) store_vector(at + 4 * v, Vector<float>::of([&](int i) { return value[4 * v + i]; }));
+        }
+    }
+};
+
+// Sums the segment that begins at place blockIdx.x, if one does: into its row of dweight, or into its slot of `partials` where the row has
+// more segments.
+template <class T, int V>
+DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *order, const uint32_t *starts, float *dweight, float *partials,
+                        uint32_t n, uint32_t h, uint32_t rows) {
+    SHARED(uint32_t, tokens, [SEGMENT]);
+    const uint32_t place = blockIdx.x, start = starts[place], row = sorted[place], t = threadIdx.x;
+    if ((place - start) % SEGMENT != 0 || row == rows) return;
+    const bool mine = t < SEGMENT && place + t < n && starts[place + t] == start;
+    if (mine) tokens[t] = order[place + t];
+    const uint32_t length = __syncthreads_count(mine);
+    const bool alone = place == start && !(place + SEGMENT < n && starts[place + SEGMENT] == start);
+    float *to = alone ? dweight + static_cast<uint64_t>(row) * h : partials + slot(place, length) * h;
+    for (uint32_t c = t * V; c < h; c += blockDim.x * V) {
+        Few<T, V> sum = Few<T, V>::zero();
+        if (alone) {
+            Few<float, V> old = Few<float, V>::zero();
+            old.add(to + c);
+#pragma unroll
+            for (int i = 0; i < V; i++) sum.value[i] = old.value[i];
+        }
+#pragma unroll 4
+        for (uint32_t k = 0; k < length; k++) sum.add(dy + static_cast<uint64_t>(tokens[k]) * h + c);
+        sum.store(to + c);
+    }
+}
+
+// Adds the segments' sums to dweight's row, where blockIdx.x is the start of a run of more than one.
+template <int V>
+DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
+                          uint32_t rows) {
+    const uint32_t start = blockIdx.x, row = sorted[start];
+    if (starts[start] != start || row == rows || start + SEGMENT >= n || starts[start + SEGMENT] != start) return;
+    float *to = dweight + static_cast<uint64_t>(row) * h;
+    for (uint32_t c = threadIdx.x * V; c < h; c += blockDim.x * V) {
+        Few<float, V> sum = Few<float, V>::zero();
+        sum.add(to + c);
+        for (uint32_t place = start; place < n && starts[place] == start; place += SEGMENT) {
+            const bool full = place + SEGMENT - 1 < n && starts[place + SEGMENT - 1] == start;
+            sum.add(partials + slot(place, full ? SEGMENT : 0) * h + c);
+        }
+        sum.store(to + c);
+    }
+}
+
+#define KERNELS(T, suffix)                                                                                                          \
+    KERNEL(embedding_##suffix, const uint32_t *ids, const T *weight, T *y, uint32_t items, uint32_t first_row, uint32_t rows,       \
+           const Divider per_row) {                                                                                                 \
+        lookup<T, true>(ids, weight, y, items, first_row, rows, per_row);                                                           \
+    }                                                                                                                               \
+    KERNEL(embedding_any_##suffix, const uint32_t *ids, const T *weight, T *y, uint32_t items, uint32_t first_row, uint32_t rows,   \
+           const Divider per_row) {                                                                                                 \
+        lookup<T, false>(ids, weight, y, items, first_row, rows, per_row);                                                          \
+    }                                                                                                                               \
+    KERNEL(embedding_sum_##suffix, const T *dy, const uint32_t *sorted, const uint32_t *order, const uint32_t *starts,              \
+           float *dweight, float *partials, uint32_t n, uint32_t h, uint32_t rows) {                                                \
+        sum_segment<T, VECTOR<T>>(dy, sorted, order, starts, dweight, partials, n, h, rows);                                        \
+    }                                                                                                                               \
+    KERNEL(embedding_sum_any_##suffix, const T *dy, const uint32_t *sorted, const uint32_t *order, const uint32_t *starts,          \
+           float *dweight, float *partials, uint32_t n, uint32_t h, uint32_t rows) {                                                \
+        sum_segment<T, 1>(dy, sorted, order, starts, dweight, partials, n, h, rows);                                                \
+    }
+FOR_DTYPES(KERNELS)
+
+KERNEL(embedding_rank, const uint32_t *ids, uint32_t *places, uint32_t n, uint32_t first_row, uint32_t rows) {
+    rank(ids, places, n, first_row, rows);
+}
+KERNEL(embedding_scatter, const uint32_t *ids, const uint32_t *places, uint32_t *sorted, uint32_t *order, uint32_t n, uint32_t first_row,
+       uint32_t rows) {
+    scatter(ids, places, sorted, order, n, first_row, rows);
+}
+KERNEL(embedding_starts, const uint32_t *sorted, uint32_t *starts, uint32_t n) { find_starts(sorted, starts, n); }
+KERNEL(embedding_join, const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
+       uint32_t rows) {
+    join_segments<4>(sorted, starts, dweight, partials, n, h, rows);
+}
+KERNEL(embedding_join_any, const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
+       uint32_t rows) {
+    join_segments<1>(sorted, starts, dweight, partials, n, h, rows);
+}

@@ -1,0 +1,114 @@
+//! Optimizer steps on a GPU: `cuda/optimizer.cu`.
+
+use candle_core::{DType, Tensor};
+
+use super::launch::blocks;
+use super::memory::suffix;
+use super::{Args, Gpu, THREADS};
+use crate::Result;
+use crate::optimizer::{AdamRule, AdamW, Operands, Segment, Sgd};
+
+/// Segments of one launch.
+const SEGMENTS: usize = 64;
+/// Elements that a thread steps.
+const PER_THREAD: usize = 4;
+
+/// `Segments` of `cuda/optimizer.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Segments {
+    ends: [u64; SEGMENTS],
+    decay: [f32; SEGMENTS],
+    count: u32,
+    unused: u32,
+}
+
+/// `AdamW` of `cuda/optimizer.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Adam {
+    grad_scale: f32,
+    one_minus_beta1: f32,
+    beta2: f32,
+    one_minus_beta2: f32,
+    inv_sqrt_correction2: f32,
+    eps: f32,
+    step_size: f32,
+}
+
+/// `Sgd` of `cuda/optimizer.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Momentum {
+    grad_scale: f32,
+    lr: f32,
+    momentum: f32,
+}
+
+/// The segments are all of the operands, which fit.
+pub fn adamw(of: &Operands, h: &AdamW, segments: &[Segment], op: &'static str) -> Result<()> {
+    let rule = |segment| AdamRule::<f32>::new(h, segment);
+    let AdamRule { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, .. } =
+        rule(&Segment { len: 0, decays: true });
+    let adam = Adam { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size };
+    let segments: Vec<(usize, f32)> = segments.iter().map(|s| (s.len, rule(s).keep)).collect();
+    // SAFETY: laid out as in C, and as the kernel's; without padding.
+    step(of, ["m", "v"], "adamw", &segments, op, |args| unsafe {
+        args.structure(&adam);
+    })
+}
+
+/// As [`adamw`].
+pub fn sgd(of: &Operands, h: &Sgd, segments: &[Segment], op: &'static str) -> Result<()> {
+    let sgd = Momentum { grad_scale: h.grad_scale, lr: h.lr as f32, momentum: h.momentum as f32 };
+    let segments: Vec<(usize, f32)> = segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32)).collect();
+    // SAFETY: as above.
+    step(of, ["buf", ""], "sgd", &segments, op, |args| unsafe {
+        args.structure(&sgd);
+    })
+}
+
+/// `segments` are of elements and what the kernel does with their weights.
+fn step(
+    of: &Operands,
+    names: [&'static str; 2],
+    kernel: &str,
+    segments: &[(usize, f32)],
+    op: &'static str,
+    rule: impl Fn(&mut Args),
+) -> Result<()> {
+    let gpu = Gpu::of(of.p, op)?;
+    let (p, g) = (gpu.inplace(of.p, DType::F32, op, "p")?, gpu.input(of.g, DType::F32, op, "g")?);
+    let first = gpu.inplace(of.first, DType::F32, op, names[0])?;
+    let second = of.second.map(|t| gpu.inplace(t, DType::F32, op, names[1])).transpose()?;
+    let inplace = |w: &Tensor| gpu.inplace(w, w.dtype(), op, "weight").map(|at| (at, w.dtype().size_in_bytes()));
+    let weight = of.weight.map(inplace).transpose()?;
+    let kernel = match of.weight {
+        Some(weight) => format!("{kernel}_{}", suffix(weight.dtype(), op)?),
+        None => format!("{kernel}_none"),
+    };
+    let mut at = 0;
+    for segments in segments.chunks(SEGMENTS) {
+        let mut table =
+            Segments { ends: [0; SEGMENTS], decay: [0.0; SEGMENTS], count: segments.len() as u32, unused: 0 };
+        let mut n = 0;
+        for (i, &(len, decay)) in segments.iter().enumerate() {
+            n += len;
+            (table.ends[i], table.decay[i]) = (n as u64, decay);
+        }
+        let grid = [blocks(op, n, THREADS as usize * PER_THREAD)?, 1, 1];
+        gpu.launch("optimizer", &kernel, grid, THREADS, 0, |args| {
+            rule(args);
+            // SAFETY: as above.
+            unsafe { args.structure(&table) };
+            args.ptr(p.offset(4 * at)).optional(weight.map(|(w, size)| w.offset(size * at)));
+            args.ptr(g.offset(4 * at)).ptr(first.offset(4 * at));
+            if let Some(second) = second {
+                args.ptr(second.offset(4 * at));
+            }
+            args.count(n);
+        })?;
+        at += n;
+    }
+    Ok(())
+}

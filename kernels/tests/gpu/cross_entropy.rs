@@ -1,0 +1,102 @@
+//! Cross entropy's pieces between collectives.
+
+use crate::support::{Input, check, check_with, runs};
+use candle_core::{DType, Device, Tensor};
+use kernels::cross_entropy::{cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
+
+/// Rows, columns, of which real ones, and the first column's id; targets are below 1000.
+const CASES: [(usize, usize, usize, usize); 9] = [
+    (1, 1, 1, 0),
+    (3, 7, 5, 0),
+    (5, 40, 40, 10),
+    (2, 1000, 1000, 0),
+    (3, 1024, 1001, 0),
+    (4, 520, 516, 300),
+    (2, 3001, 2990, 0),
+    (1, 9000, 8999, 0),
+    (2, 64, 0, 960),
+];
+
+fn inputs(rows: usize, v: usize) -> [Input; 3] {
+    [Input::data("logits", &[rows, v]).times(4.0), Input::ids("targets", &[rows], 1000), Input::wide("scale", &[rows])]
+}
+
+#[test]
+fn statistics_of_rows() {
+    for (rows, v, valid, first) in CASES {
+        check("row_statistics", &inputs(rows, v), |t| {
+            let (max, sums) = row_statistics(&t[0], &t[1], first, valid)?;
+            // Of no column the maximum is −∞, which has no relative error.
+            let max = if valid == 0 { max.exp()? } else { max };
+            Ok(vec![max, sums])
+        });
+    }
+}
+
+#[test]
+fn gradients_take_the_place_of_logits() {
+    for (rows, v, valid, first) in CASES {
+        check("cross_entropy_backward", &inputs(rows, v), |t| {
+            let (max, sums) = row_statistics(&t[0], &t[1], first, valid)?;
+            let sum_exp = sums.get(0)?.affine(1.0, 0.5)?;
+            cross_entropy_backward(&t[0], &max, &sum_exp, &t[1], &t[2], first, valid)?;
+            Ok(vec![t[0].clone()])
+        });
+    }
+}
+
+#[test]
+fn gradients_are_rounded_into_another_tensor() {
+    for (rows, v, valid, first) in CASES {
+        let wide = Input::wide("logits", &[rows, v]).times(4.0);
+        let [_, targets, scale] = inputs(rows, v);
+        check("cross_entropy_backward_into", &[wide, targets, scale, Input::data("to", &[rows, v])], |t| {
+            let (max, sums) = row_statistics(&t[0], &t[1], first, valid)?;
+            let sum_exp = sums.get(0)?.affine(1.0, 0.5)?;
+            cross_entropy_backward_into(&t[3], &t[0], &max, &sum_exp, &t[1], &t[2], first, valid)?;
+            Ok(vec![t[3].clone()])
+        });
+    }
+}
+
+#[test]
+fn sums_move_to_the_maximum_of_all_ranks() {
+    let (rows, width, vocab) = (70, 24, 60);
+    let inputs = [Input::data("logits", &[rows, 3 * width]).times(5.0), Input::ids("targets", &[rows], vocab as u32)];
+    check_with("rebase", &inputs, &[(DType::F32, 1e-5)], |t| {
+        let (max, _) = row_statistics(&t[0], &t[1], 0, vocab)?;
+        let mut moved = Vec::new();
+        for first in (0..3 * width).step_by(width) {
+            let part = t[0].narrow(1, first, width)?.force_contiguous()?;
+            let valid = vocab.saturating_sub(first).min(width);
+            let (own, sums) = row_statistics(&part, &t[1], first, valid)?;
+            rebase(&sums, &own, &max, &t[1], first, valid)?;
+            moved.push(sums);
+        }
+        Ok(moved)
+    });
+}
+
+#[test]
+fn what_is_not_finite_shows_as_on_the_cpu() {
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    let rows = [
+        [1.0, nan, 0.0, 2.0],
+        [1.0, 2.0, 3.0, 4.0],
+        [-inf, -inf, -inf, -inf],
+        [inf, 0.0, 1.0, 2.0],
+        [-inf, 0.0, -inf, 1.0],
+    ];
+    let sums = |device: &Device| {
+        let (logits, targets) =
+            (Tensor::new(&rows, device).unwrap(), Tensor::new(&[0u32, 1, 2, 3, 0], device).unwrap());
+        row_statistics(&logits, &targets, 0, 4).unwrap().1.get(0).unwrap().to_vec1::<f32>().unwrap()
+    };
+    let want = sums(&Device::Cpu);
+    assert_eq!(want.iter().map(|v| v.is_nan()).collect::<Vec<_>>(), [true, false, true, true, false]);
+    for (run, got) in runs(sums) {
+        for (got, want) in got.iter().zip(&want) {
+            assert!(got.is_nan() && want.is_nan() || (got - want).abs() < 1e-6, "{run}: {got}, want {want}");
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Steps of AdamW and SGD.
+
+use crate::support::{Input, check, runs};
+use candle_core::{DType, Device, Tensor};
+use kernels::Result;
+use kernels::optimizer::{AdamW, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
+use kernels::reduce::copy;
+
+const ADAM: AdamW =
+    AdamW { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, grad_scale: 0.25 };
+const SGD: Sgd = Sgd { lr: 0.02, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 };
+const SIZES: [usize; 6] = [1, 4, 77, 1024, 4097, 5000];
+
+fn inputs(n: usize) -> [Input; 5] {
+    let wide = |name| Input::wide(name, &[n]);
+    [wide("p"), wide("g"), wide("m"), wide("v"), Input::data("weight", &[n])]
+}
+
+/// Makes `v` what second moments are.
+fn square(v: &Tensor) -> Result<()> {
+    copy(v, &v.sqr()?)
+}
+
+#[test]
+fn adamw_steps_and_rounds() {
+    for n in SIZES {
+        for rounded in [false, true] {
+            check("adamw", &inputs(n), |t| {
+                let [p, g, m, v, weight] = t else { unreachable!() };
+                square(v)?;
+                adamw(p, rounded.then_some(weight), g, m, v, &ADAM)?;
+                Ok(vec![p.clone(), m.clone(), v.clone(), weight.clone()])
+            });
+        }
+    }
+}
+
+#[test]
+fn sgd_steps_and_rounds() {
+    for n in SIZES {
+        for rounded in [false, true] {
+            check("sgd", &inputs(n), |t| {
+                let [p, g, buf, _, weight] = t else { unreachable!() };
+                sgd(p, rounded.then_some(weight), g, buf, &SGD)?;
+                Ok(vec![p.clone(), buf.clone(), weight.clone()])
+            });
+        }
+    }
+}
+
+/// Some that vectors do not divide, an empty one, and more of them than one launch takes.
+fn segments() -> Vec<Segment> {
+    let lens = [64, 3, 0, 61, 128, 1, 1, 6].into_iter().chain((0..70).map(|i| 1 + i % 9));
+    lens.enumerate().map(|(i, len)| Segment { len, decays: i % 3 > 0 }).collect()
+}
+
+#[test]
+fn segments_are_stepped_each_with_its_decay() {
+    let n = segments().iter().map(|s| s.len).sum();
+    check("adamw_segments", &inputs(n), |t| {
+        let [p, g, m, v, weight] = t else { unreachable!() };
+        square(v)?;
+        adamw_segments(p, Some(weight), g, m, v, &ADAM, &segments())?;
+        Ok(vec![p.clone(), m.clone(), v.clone(), weight.clone()])
+    });
+    check("sgd_segments", &inputs(n), |t| {
+        let [p, g, buf, _, weight] = t else { unreachable!() };
+        sgd_segments(p, Some(weight), g, buf, &SGD, &segments())?;
+        Ok(vec![p.clone(), buf.clone(), weight.clone()])
+    });
+}
+
+#[test]
+fn an_element_has_the_same_bits_however_its_range_is_cut() {
+    let step = |device: &Device, cuts: &[usize]| {
+        let vector = |k: u32| {
+            let value = |i: u32| {
+                (((i + k).wrapping_mul(2_654_435_761) >> 9) as f32 / 8_388_608.0) - if k > 2 { 0.0 } else { 0.5 }
+            };
+            Tensor::from_vec((0..300).map(value).collect::<Vec<f32>>(), 300, device).unwrap()
+        };
+        let [p, g, m, v] = [0, 1, 2, 3].map(vector);
+        for cut in cuts.windows(2) {
+            let [p, g, m, v] = [&p, &g, &m, &v].map(|t| t.narrow(0, cut[0], cut[1] - cut[0]).unwrap());
+            adamw(&p, None, &g, &m, &v, &ADAM).unwrap();
+        }
+        p.to_device(&Device::Cpu).unwrap().to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>()
+    };
+    let whole = runs(|device| step(device, &[0, 300]));
+    let cut = runs(|device| step(device, &[0, 1, 7, 64, 129, 300]));
+    for ((run, whole), (_, cut)) in whole.iter().zip(&cut) {
+        assert!(whole == cut, "{run}");
+    }
+}
+
+#[test]
+fn operands_that_do_not_fit_are_the_errors_of_the_cpu() {
+    for (_, message) in runs(|device| {
+        let t = |n: usize| Tensor::zeros(n, DType::F32, device).unwrap();
+        let (p, g, m, v) = (t(8), t(8), t(8), t(8));
+        let segments = [Segment { len: 7, decays: true }];
+        [
+            adamw(&p, None, &t(7), &m, &v, &ADAM).unwrap_err().to_string(),
+            adamw(&p, None, &g, &p, &v, &ADAM).unwrap_err().to_string(),
+            adamw(&p, None, &g, &m, &v, &AdamW { step: 0, ..ADAM }).unwrap_err().to_string(),
+            adamw_segments(&p, None, &g, &m, &v, &ADAM, &segments).unwrap_err().to_string(),
+        ]
+        .join("\n")
+    }) {
+        let wanted = ["g has shape [7] where 8", "m shares its storage", "counted from 1", "segments of 7 elements"];
+        for (line, want) in message.lines().zip(wanted) {
+            assert!(line.contains(want), "{line}: {want}");
+        }
+    }
+}
