@@ -5,9 +5,9 @@ use std::alloc::{GlobalAlloc, Layout};
 
 use crate::memory::LineAligned;
 
-/// The system's allocator, whose large blocks begin with a cache line ([`LineAligned`]), and which asks for huge pages (`madvise(2)`, `MADV_HUGEPAGE`) where a block is large enough to hold some:
-/// tensors of many megabytes are then touched with few page faults, and found with few walks through page tables, which cost most in
-/// virtual machines. Many systems give huge pages to those who ask only.
+/// The system's allocator, whose large blocks begin with a cache line ([`LineAligned`]), and which asks for huge pages
+/// (`madvise(2)`, `MADV_HUGEPAGE`) where a block is large enough to hold some: tensors of many megabytes are then touched with few
+/// page faults, and found with few walks through page tables, which cost most in virtual machines. Many systems give huge pages to those who ask only.
 ///
 /// For the binary of a program: `#[global_allocator] static ALLOCATOR: HugePages = HugePages;`.
 #[derive(Debug)]

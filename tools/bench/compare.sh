@@ -61,9 +61,11 @@ measure() {
 for preset in $presets; do for dtype in $dtypes; do
     # fp32 is what `megatron bench step` runs without a flag.
     [ "$dtype" = fp32 ] && precision=() || precision=("--$dtype")
+    # Samples of a step of one rank, there and here.
+    case $preset in gpt2-124m) micro=2 ;; *) micro=8 ;; esac
     for _ in $(seq "$rounds"); do
         key="$preset|$dtype|1 × $threads"
-        peer=("$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --dtype "$dtype" --steps "$steps")
+        peer=("$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --dtype "$dtype" --steps "$steps" --micro-batch-size "$micro")
         ours=("$megatron" bench step --preset "$preset" "${precision[@]}" --steps "$steps")
         measure "$key" eager "${peer[@]}" --threads "$threads"
         [ "${COMPILE:-0}" = 0 ] || measure "$key" compiled "${peer[@]}" --threads "$threads" --compile 1
@@ -75,8 +77,6 @@ for preset in $presets; do for dtype in $dtypes; do
         measure "$key" eager "$megatron" launch --nproc-per-node "$ranks" -- "${peer[@]}" --threads "$each"
         [ "${COMPILE:-0}" = 0 ] ||
             measure "$key" compiled "$megatron" launch --nproc-per-node "$ranks" -- "${peer[@]}" --threads "$each" --compile 1
-        # Every rank there trains on the preset's microbatch at a time.
-        micro=$(sed -n "s/.*\"$preset\": ([^)]*, \([0-9]*\), [0-9]*, \"[^)]*).*/\1/p" tools/bench/torch_gpt.py)
         batch=(--global-batch-size $((micro * ranks)))
         for layout in $layouts; do
             case $layout in

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use super::buffers::{Rows, transpose, with_buffers};
 use super::product::product;
-use super::{Geometry, HeadMask, Mask, Scores, TILE_Q, round, tilt};
+use super::{Call, Geometry, HeadMask, Mask, Scores, TILE_Q, round, tilt};
 use crate::Result;
 use crate::float::{Elem, Float};
 use crate::gemm::Mat;
@@ -23,13 +23,12 @@ pub(super) fn run<E: Elem>(
     qkv: &Tensor,
     out: &Tensor,
     lse: &Tensor,
-    geometry: Geometry,
-    scores: Scores,
-    mask: Option<&Mask>,
+    call: Call,
 ) -> Result<Tensor> {
     let (packed, dout) = (View::<E>::new(qkv, op, "qkv")?, View::<E>::new(dout, op, "dout")?);
     let (out, lse) = (View::<E>::new(out, op, "out")?, View::<E::Acc>::new(lse, op, "lse")?);
     let mut dqkv = Vec::with_capacity(packed.len());
+    let Call { geometry, scores, mask } = call;
     let pass = Pass { geometry, packed: &packed, dout: &dout, out: &out, lse: &lse, scores, mask };
     pass.fill(Shared(dqkv.as_mut_ptr()));
     // SAFETY: there is room for that many elements, and all were written.
@@ -76,7 +75,7 @@ impl<E: Elem> Pass<'_, E> {
         {
             let &Self { geometry, packed, dout, out, lse, scores, mask } = self;
             let tensors = super::lanes::Tensors { packed, dout, out, lse };
-            if super::lanes::backward::<E>(tensors, geometry, scores, mask, target) {
+            if super::lanes::backward::<E>(tensors, Call { geometry, scores, mask }, target) {
                 return;
             }
         }

@@ -9,7 +9,9 @@ use crate::host::HostElem;
 /// A cache line, for its alignment.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Line(#[allow(dead_code)] [u8; 64]);
+struct Line {
+    _bytes: [u8; 64],
+}
 
 thread_local! {
     static LINES: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
@@ -31,7 +33,7 @@ pub fn with_two_buffers<A: HostElem, B: HostElem, const N: usize, const M: usize
     let mut lines = LINES.take();
     if lines.len() < needed {
         lines = Vec::new(); // free first, so that growing needs no room for both
-        lines.resize(needed, Line([0; 64]));
+        lines.resize(needed, Line { _bytes: [0; 64] });
     }
     let mut rest = &mut lines[..];
     let a = lengths_a.map(|n| take(&mut rest, n));

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use super::buffers::{transpose, with_buffers};
 use super::product::product;
-use super::{Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, round, tilt};
+use super::{Call, Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, round, tilt};
 use crate::Result;
 use crate::float::{Elem, Float};
 use crate::gemm::Mat;
@@ -14,19 +14,13 @@ use crate::par::{self, Shared};
 use crate::simd::{max, sum, vectorize};
 use crate::view::{View, tensor};
 
-pub(super) fn run<E: Elem>(
-    op: &'static str,
-    qkv: &Tensor,
-    geometry: Geometry,
-    scores: Scores,
-    mask: Option<&Mask>,
-) -> Result<(Tensor, Tensor)> {
-    let Geometry { s, b, shape } = geometry;
+pub(super) fn run<E: Elem>(op: &'static str, qkv: &Tensor, call: Call) -> Result<(Tensor, Tensor)> {
+    let Geometry { s, b, shape } = call.geometry;
     let heads = shape.heads();
     let packed = View::<E>::new(qkv, op, "qkv")?;
     let packed: &[E] = &packed;
     let (mut out, mut lse) = (Vec::with_capacity(s * b * heads * shape.head_dim), Vec::with_capacity(b * heads * s));
-    fill(packed, geometry, scores, mask, Shared(out.as_mut_ptr()), Shared(lse.as_mut_ptr()));
+    fill(packed, call, Shared(out.as_mut_ptr()), Shared(lse.as_mut_ptr()));
     // SAFETY: there is room for that many elements, and all were written.
     unsafe {
         out.set_len(s * b * heads * shape.head_dim);
@@ -36,18 +30,12 @@ pub(super) fn run<E: Elem>(
 }
 
 /// Writes all of `out` and `lse`.
-fn fill<E: Elem>(
-    packed: &[E],
-    geometry: Geometry,
-    scores: Scores,
-    mask: Option<&Mask>,
-    out: Shared<E>,
-    lse: Shared<E::Acc>,
-) {
+fn fill<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) {
     #[cfg(target_arch = "x86_64")]
-    if super::lanes::forward::<E>(packed, geometry, scores, mask, out, lse) {
+    if super::lanes::forward::<E>(packed, call, out, lse) {
         return;
     }
+    let Call { geometry, scores, mask } = call;
     let Geometry { s, b, shape } = geometry;
     let heads = shape.heads();
     let tiles = s.div_ceil(TILE_Q);
@@ -186,7 +174,6 @@ impl Head<'_> {
     /// One row of the online softmax: replaces the scores that the query sees by exp(score − maximum), dropped and rounded to
     /// `E`, those of other keys by 0, and brings what was gathered so far to the new maximum.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     fn soften<E: Elem>(
         &self,
         query: usize,

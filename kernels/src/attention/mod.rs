@@ -179,7 +179,8 @@ pub fn attention<'a>(
     let scores = scores.into();
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
-    by_elem!(qkv, OP, E => forward::run::<E>(OP, qkv, Geometry { s, b, shape }, scores, mask.as_ref()))
+    let call = Call { geometry: Geometry { s, b, shape }, scores, mask: mask.as_ref() };
+    by_elem!(qkv, OP, E => forward::run::<E>(OP, qkv, call))
 }
 
 /// The gradient of `qkv`, of `dout [s, b, heads·head_dim]` and what [`attention`] returned. Probabilities and dropout masks
@@ -207,13 +208,22 @@ pub fn attention_backward<'a>(
     let scores = scores.into();
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
-    by_elem!(qkv, OP, E => backward::run::<E>(OP, dout, qkv, out, lse, Geometry { s, b, shape }, scores, mask.as_ref()))
+    let call = Call { geometry: Geometry { s, b, shape }, scores, mask: mask.as_ref() };
+    by_elem!(qkv, OP, E => backward::run::<E>(OP, dout, qkv, out, lse, call))
 }
 
 /// Operations of the causal half of the product of all queries and keys: s² · d for every head and sample.
 fn causal_products(qkv: &Tensor, shape: HeadShape) -> usize {
     let rows = qkv.elem_count() / shape.width().max(1);
     rows * qkv.dims().first().copied().unwrap_or(0) * shape.heads() * shape.head_dim
+}
+
+/// What both passes need to know beside tensors.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    geometry: Geometry,
+    scores: Scores<'a>,
+    mask: Option<&'a Mask<'a>>,
 }
 
 /// Where things lie in packed tensors.

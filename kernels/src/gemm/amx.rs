@@ -12,6 +12,7 @@ use super::Mat;
 use super::avx512bf16::{finish_tile, pack_pairs, pairs_of};
 use super::kernel::{Blocking, Kernel, Next, Strip};
 use super::lanes::{first, transpose};
+use super::tiles;
 use crate::float::Elem;
 
 const MR: usize = 32;
@@ -23,22 +24,6 @@ const STEP: usize = 32;
 const FETCHING: usize = MR / 4;
 
 pub struct Amx;
-
-/// What LDTILECFG loads: palette 1, all tiles 16 rows of 64 bytes.
-#[repr(C, align(64))]
-struct Config([u8; 64]);
-
-const CONFIG: Config = {
-    let mut bytes = [0; 64];
-    bytes[0] = 1;
-    let mut tile = 0;
-    while tile < 8 {
-        bytes[16 + 2 * tile] = 64;
-        bytes[48 + tile] = 16;
-        tile += 1;
-    }
-    Config(bytes)
-};
 
 impl Kernel<bf16> for Amx {
     type Packed = bf16;
@@ -112,14 +97,13 @@ impl Kernel<bf16> for Amx {
     }
 
     unsafe fn enter() {
-        // SAFETY: the configuration is valid, and the operating system gave its permission when AMX was detected.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags)) }
+        // SAFETY: AMX is detected with the operating system's permission only.
+        unsafe { tiles::configure() }
     }
 
-    // Tiles in their initial state make context switches cheap again.
     unsafe fn leave() {
-        // SAFETY: no tile is in use.
-        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
+        // SAFETY: the caller's promise; no tile is in use.
+        unsafe { tiles::release() }
     }
 }
 

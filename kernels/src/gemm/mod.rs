@@ -29,6 +29,8 @@ mod plan;
 mod portable;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod tiles;
 
 use ::gemm::Parallelism;
 use candle_core::DType;

@@ -58,12 +58,12 @@ impl Words {
             return None;
         }
         let pattern = match tokenizer.get_pre_tokenizer()? {
-            PreTokenizerWrapper::ByteLevel(bytes) if is_plain(bytes) && bytes.use_regex => GPT2,
+            PreTokenizerWrapper::ByteLevel(bytes) if adds_no_space(bytes) && bytes.use_regex => GPT2,
             PreTokenizerWrapper::Sequence(steps) => match steps.as_ref() {
                 [PreTokenizerWrapper::Split(split), PreTokenizerWrapper::ByteLevel(bytes)] => {
                     let cuts = split.behavior == SplitDelimiterBehavior::Isolated && !split.invert;
                     match &split.pattern {
-                        SplitPattern::Regex(pattern) if cuts && is_plain(bytes) && !bytes.use_regex => pattern,
+                        SplitPattern::Regex(pattern) if cuts && adds_no_space(bytes) && !bytes.use_regex => pattern,
                         _ => return None,
                     }
                 }
@@ -163,7 +163,7 @@ fn bpe(tokenizer: &Tokenizer) -> Option<&BPE> {
     }
 }
 
-fn is_plain(bytes: &ByteLevel) -> bool {
+fn adds_no_space(bytes: &ByteLevel) -> bool {
     !bytes.add_prefix_space
 }
 

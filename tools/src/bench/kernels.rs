@@ -14,7 +14,7 @@ use megatron::Result;
 use megatron::comm::RankInfo;
 
 use super::preset::{Preset, Shape};
-use super::timing::{peak, repeat};
+use super::timing::{peak, repeat, repeat_beside};
 use super::{machine_line, positive};
 use crate::ranks;
 use crate::report::table::{Table, significant};
@@ -88,7 +88,7 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     let mut bench = KernelBench {
         shape,
         dtype,
-        peak: instruction.map_or(f64::INFINITY, |instruction| peak(instruction, Duration::from_millis(PEAK_MS))),
+        instruction,
         budget: Duration::from_millis(args.milliseconds),
         only: args.only.clone(),
         total_ms: 0.0,
@@ -110,7 +110,11 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     ));
     if let Some(instruction) = instruction {
         let isa = instruction.isa().name();
-        crate::print_line(&format!("peak: {} GFLOP/s, products by {isa} in registers alone", significant(bench.peak)));
+        let best = peak(instruction, Duration::from_millis(PEAK_MS));
+        crate::print_line(&format!(
+            "of peak: of what {isa} in registers alone does right before and after each call, the median; now {} GFLOP/s",
+            significant(best)
+        ));
     }
     crate::print_line(&format!("\n{}", bench.table));
     Ok(())
@@ -130,8 +134,8 @@ enum Work {
 struct KernelBench {
     shape: Shape,
     dtype: DType,
-    /// 10⁹ operations a second of the instructions that products of the dtype are made of, on all threads.
-    peak: f64,
+    /// What products of the dtype are made of.
+    instruction: Option<Instruction>,
     budget: Duration,
     only: String,
     total_ms: f64,
@@ -151,10 +155,16 @@ impl KernelBench {
         if !name.contains(&self.only) {
             return Ok(());
         }
-        let seconds = repeat(self.budget, || Ok(kernel()?))?.median();
+        let (seconds, share) = match (work, self.instruction) {
+            (Work::Flops(n), Some(instruction)) => {
+                let (seconds, share) = repeat_beside(self.budget, instruction, n, || Ok(kernel()?))?;
+                (seconds.median(), format!("{:.0}%", 100.0 * share.median()))
+            }
+            _ => (repeat(self.budget, || Ok(kernel()?))?.median(), String::new()),
+        };
         let rate = |n: usize| n as f64 / seconds / 1e9;
         let (flops, share, bytes) = match work {
-            Work::Flops(n) => (significant(rate(n)), format!("{:.0}%", 100.0 * rate(n) / self.peak), String::new()),
+            Work::Flops(n) => (significant(rate(n)), share, String::new()),
             Work::Elements(n) => (String::new(), String::new(), significant(rate(n * self.dtype.size_in_bytes()))),
             Work::Fp32(n) => (String::new(), String::new(), significant(rate(4 * n))),
         };

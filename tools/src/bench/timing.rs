@@ -55,6 +55,35 @@ pub fn repeat<R>(budget: Duration, mut operation: impl FnMut() -> Result<R>) -> 
     (0..calls_within(budget, last)).map(|_| time(&mut operation)).collect::<Result<_>>().map(Timing::new)
 }
 
+/// Calls `operation` for about `budget` after a warm-up, and runs `instruction` on all threads before and after every call, as long as
+/// the call took: times, and what each call reached of the rate around it if it takes `flops` operations. Clocks and neighbours of a
+/// shared machine change within seconds, by half; the two feel them alike.
+///
+/// # Errors
+/// Those of `operation`.
+pub fn repeat_beside<R>(
+    budget: Duration,
+    instruction: Instruction,
+    flops: usize,
+    mut operation: impl FnMut() -> Result<R>,
+) -> Result<(Timing, Timing)> {
+    let mut last = 0.0;
+    for _ in 0..WARM_UP {
+        last = time(&mut operation)?;
+    }
+    let rounds = rounds_of(instruction, last.max(1e-3));
+    let (mut seconds, mut shares) = (Vec::new(), Vec::new());
+    let mut before = rate_of_all(instruction, rounds);
+    for _ in 0..calls_within(budget, last) {
+        let took = time(&mut operation)?;
+        let after = rate_of_all(instruction, rounds);
+        seconds.push(took);
+        shares.push(flops as f64 / took / ((before + after) / 2.0));
+        before = after;
+    }
+    Ok((Timing::new(seconds), Timing::new(shares)))
+}
+
 /// Seconds of one call. Results are dropped within the time, as a training step drops them.
 pub fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
     let start = Instant::now();
@@ -65,19 +94,29 @@ pub fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
 /// 10⁹ operations a second that `instruction` does at most on the threads of the current pool: the sum of their rates in the best of
 /// several runs, since neighbours on a shared machine slow down some of them. A run is long enough for the clock to settle.
 pub fn peak(instruction: Instruction, budget: Duration) -> f64 {
-    const RUN: f64 = 0.01;
-    let rate = |rounds: usize| {
-        let start = Instant::now();
-        instruction.run(rounds) / start.elapsed().as_secs_f64().max(1e-9)
-    };
-    let (few, flops) = (10_000, instruction.run(1));
-    let rounds = (rate(few) / flops * RUN) as usize;
+    let rounds = rounds_of(instruction, 0.01);
     let start = Instant::now();
     let mut best = 0f64;
     while best == 0.0 || start.elapsed() < budget {
-        best = best.max(rayon::broadcast(|_| rate(rounds)).iter().sum());
+        best = best.max(rate_of_all(instruction, rounds));
     }
     best / 1e9
+}
+
+/// Operations a second of one thread.
+fn rate(instruction: Instruction, rounds: usize) -> f64 {
+    let start = Instant::now();
+    instruction.run(rounds) / start.elapsed().as_secs_f64().max(1e-9)
+}
+
+/// The sum of the rates of all threads of the current pool.
+fn rate_of_all(instruction: Instruction, rounds: usize) -> f64 {
+    rayon::broadcast(|_| rate(instruction, rounds)).iter().sum()
+}
+
+/// Rounds that take about so long.
+fn rounds_of(instruction: Instruction, seconds: f64) -> usize {
+    (rate(instruction, 10_000) / instruction.run(1) * seconds) as usize
 }
 
 #[cfg(test)]

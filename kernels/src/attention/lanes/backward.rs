@@ -8,9 +8,9 @@ use super::engine::{Engine, Left};
 use super::math::exp2;
 use super::operands::{flipped, if_pairs, paired, plain, turned};
 use super::tile::Tile;
-use super::{BLOCK, Call, LANES, WithEngine, with_engine};
+use super::{BLOCK, LANES, WithEngine, with_engine};
 use crate::attention::buffers::{Rows, with_two_buffers};
-use crate::attention::{Geometry, Mask, Scores};
+use crate::attention::{Call, Geometry};
 use crate::float::Elem;
 use crate::gemm::lanes::{Lanes, first, transpose};
 use crate::par::{self, Shared};
@@ -29,14 +29,7 @@ pub struct Tensors<'a, E: Elem> {
 }
 
 /// Writes all of `dqkv`; false where there is no engine.
-pub fn backward<E: Elem>(
-    tensors: Tensors<E>,
-    geometry: Geometry,
-    scores: Scores,
-    mask: Option<&Mask>,
-    dqkv: Shared<E>,
-) -> bool {
-    let call = Call { geometry, scores, mask };
+pub fn backward<E: Elem>(tensors: Tensors<E>, call: Call, dqkv: Shared<E>) -> bool {
     let Tensors { packed, dout, out, lse } = tensors;
     with_engine::<E>(Backward {
         call,
@@ -111,6 +104,9 @@ struct Group<'a, T> {
 
 /// One head.
 struct Head<'a, T> {
+    tile: Tile<'a>,
+    /// The first keys that its queries see.
+    first_keys: &'a [u32],
     /// `[n / 32][width, 32]`, as `dout_turned`.
     queries_turned: &'a [T],
     dout_turned: &'a [T],
@@ -190,8 +186,9 @@ impl<E: Lanes> Pass<'_, E> {
                             lse[s..].fill(0.0);
                             lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
                             dq.fill(0.0);
-                            let mut tile = Tile::new(&self.call, batch, head, &first_keys);
                             let mut of_queries = Head {
+                                tile: Tile::new(&self.call, batch, head, &first_keys),
+                                first_keys: &first_keys,
                                 queries_turned: q_turned,
                                 dout_turned: do_turned,
                                 queries: paired::<K>(queries, n, width, q_pairs),
@@ -200,7 +197,7 @@ impl<E: Lanes> Pass<'_, E> {
                                 lse: &*lse,
                                 delta: &deltas[i * n..][..n],
                             };
-                            self.head::<K>(&mut of_keys, &mut of_queries, &mut tile, &mut weights, &first_keys);
+                            self.head::<K>(&mut of_keys, &mut of_queries, &mut weights);
                             self.store_turned(of_head(head), of_queries.dq, scale, target);
                         }
                         self.store(part(group, of_group), of_keys.dk, scale, target);
@@ -217,11 +214,9 @@ impl<E: Lanes> Pass<'_, E> {
         &self,
         group: &mut Group<K::Operand>,
         head: &mut Head<K::Operand>,
-        tile: &mut Tile,
         weights: &mut Weights<K::Operand>,
-        first_keys: &[u32],
     ) {
-        let n = first_keys.len();
+        let (first_keys, n) = (head.first_keys, head.first_keys.len());
         for key in (0..n).step_by(KEYS) {
             let keys = key..n.min(key + KEYS);
             for query in (key / QUERIES * QUERIES..n).step_by(QUERIES) {
@@ -231,7 +226,7 @@ impl<E: Lanes> Pass<'_, E> {
                 }
                 let queries = query..n.min(query + QUERIES);
                 // SAFETY: the caller's promise; the ranges are of whole blocks within the operands.
-                unsafe { self.tile::<K>(group, head, tile, weights, first_keys, keys.clone(), queries) };
+                unsafe { self.tile::<K>(group, head, weights, keys.clone(), queries) };
             }
         }
     }
@@ -241,13 +236,11 @@ impl<E: Lanes> Pass<'_, E> {
         &self,
         group: &mut Group<K::Operand>,
         head: &mut Head<K::Operand>,
-        tile: &mut Tile,
         weights: &mut Weights<K::Operand>,
-        first_keys: &[u32],
         keys: Range<usize>,
         queries: Range<usize>,
     ) {
-        let width = self.call.width();
+        let (width, first_keys) = (self.call.width(), head.first_keys);
         // Whether some query of a block of queries sees some key of a block of keys.
         let meet = |key: usize, query: usize| key < query + BLOCK && (first_keys[query] as usize) < key + BLOCK;
         let blocks = |of: &Range<usize>| of.clone().step_by(BLOCK);
@@ -258,15 +251,15 @@ impl<E: Lanes> Pass<'_, E> {
                 if seen.is_empty() {
                     continue;
                 }
-                tile.turn_to(query);
+                head.tile.turn_to(query);
                 for key in blocks(&seen) {
                     let right = |of: &[K::Operand]| (of[query * width..].as_ptr(), BLOCK * K::GROUP);
                     let (scores, dp) = (weights.scores.as_mut_ptr(), weights.dp.as_mut_ptr());
                     let (keys_at, values_at) = (group.keys.from::<K>(key, 0), group.values.from::<K>(key, 0));
                     K::block(width, keys_at, right(head.queries_turned), (scores, BLOCK), false);
                     K::block(width, values_at, right(head.dout_turned), (dp, BLOCK), false);
-                    let scale = tile.tilt(key, weights.scores);
-                    let harden = match (tile.is_edge(key, BLOCK), tile.drops()) {
+                    let scale = head.tile.tilt(key, weights.scores);
+                    let harden = match (head.tile.is_edge(key, BLOCK), head.tile.drops()) {
                         (false, false) => harden::<K, false, false>,
                         (true, false) => harden::<K, true, false>,
                         (false, true) => harden::<K, false, true>,
@@ -275,7 +268,7 @@ impl<E: Lanes> Pass<'_, E> {
                     let per_query = [head.lse, head.delta].map(|of| &of[query..query + BLOCK]);
                     let at = (key - keys.start, query - queries.start);
                     let kept = self.call.mask.map_or(1.0, |m| m.scale as f32);
-                    harden(tile, key, scale, kept, per_query, weights, at);
+                    harden(&head.tile, key, scale, kept, per_query, weights, at);
                 }
                 let ds =
                     weights.ds_right[(query - queries.start) * KEYS + (seen.start - keys.start) * BLOCK..].as_ptr();

@@ -8,9 +8,9 @@ use super::engine::{Engine, Left};
 use super::math::{exp2, ln};
 use super::operands::{flipped, if_pairs, paired, plain, turned};
 use super::tile::Tile;
-use super::{BLOCK, Call, LANES, WithEngine, with_engine};
+use super::{BLOCK, LANES, WithEngine, with_engine};
 use crate::attention::buffers::with_two_buffers;
-use crate::attention::{Geometry, Mask, Scores};
+use crate::attention::{Call, Geometry};
 use crate::float::Elem;
 use crate::gemm::lanes::{Lanes, first, transpose};
 use crate::par::{self, Shared};
@@ -19,15 +19,7 @@ use crate::par::{self, Shared};
 const KEYS: usize = 128;
 
 /// Writes all of `out` and `lse`, as [`crate::attention::attention`] says; false where there is no engine.
-pub fn forward<E: Elem>(
-    packed: &[E],
-    geometry: Geometry,
-    scores: Scores,
-    mask: Option<&Mask>,
-    out: Shared<E>,
-    lse: Shared<E::Acc>,
-) -> bool {
-    let call = Call { geometry, scores, mask };
+pub fn forward<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) -> bool {
     with_engine::<E>(Forward { call, packed: packed.as_ptr().cast(), out: out.0.cast(), lse: lse.0.cast() })
 }
 

@@ -19,7 +19,7 @@ use candle_core::DType;
 use self::engine::Engine;
 use self::pairs::{Amx, Dot};
 use self::wide::Wide;
-use super::{Geometry, Mask, Scores};
+use super::{Call, Geometry};
 use crate::float::Elem;
 use crate::par;
 use crate::simd::Isa;
@@ -54,14 +54,6 @@ fn with_engine<E: Elem>(what: impl WithEngine) -> bool {
         }
     }
     true
-}
-
-/// What both passes need to know of a call.
-#[derive(Clone, Copy)]
-struct Call<'a> {
-    geometry: Geometry,
-    scores: Scores<'a>,
-    mask: Option<&'a Mask<'a>>,
 }
 
 impl Call<'_> {

@@ -7,28 +7,13 @@ use half::bf16;
 
 use super::engine::{Engine, Left};
 use super::{BLOCK, LANES};
+use crate::gemm::tiles;
 
 /// Tiles of 16 × 16 sums, 32 of the inner dimension a step.
 pub struct Amx;
 
 /// VDPBF16PS.
 pub struct Dot;
-
-/// What LDTILECFG loads: palette 1, all tiles 16 rows of 64 bytes.
-#[repr(C, align(64))]
-struct Config([u8; 64]);
-
-const CONFIG: Config = {
-    let mut bytes = [0; 64];
-    bytes[0] = 1;
-    let mut tile = 0;
-    while tile < 8 {
-        bytes[16 + 2 * tile] = 64;
-        bytes[48 + tile] = 16;
-        tile += 1;
-    }
-    Config(bytes)
-};
 
 /// What both engines share.
 macro_rules! of_pairs {
@@ -173,15 +158,14 @@ impl Engine for Amx {
 
     #[inline]
     unsafe fn enter() {
-        // SAFETY: the configuration is valid, and the operating system gave its permission when AMX was detected.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags)) }
+        // SAFETY: AMX is detected with the operating system's permission only.
+        unsafe { tiles::configure() }
     }
 
-    // Tiles in their initial state make context switches cheap again.
     #[inline]
     unsafe fn leave() {
-        // SAFETY: no tile is in use.
-        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
+        // SAFETY: the caller's promise; no tile is in use.
+        unsafe { tiles::release() }
     }
 }
 

@@ -3,8 +3,8 @@
 use std::arch::x86_64::*;
 use std::f64::consts::LOG2_E;
 
-use super::{BLOCK, Call, LANES};
-use crate::attention::HeadMask;
+use super::{BLOCK, LANES};
+use crate::attention::{Call, HeadMask};
 use crate::philox::philox_lanes;
 
 /// 32 queries of a head, in two vectors of sixteen.

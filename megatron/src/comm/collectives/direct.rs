@@ -13,7 +13,7 @@ use kernels::host::{with_bytes, with_bytes_mut};
 use super::rounds::Rounds;
 use super::slice;
 use crate::comm::ReduceOp;
-use crate::comm::local::{Mark, read_memory};
+use crate::comm::local::{Mark, Reach, read_memory};
 use crate::comm::reduce::reduce_in_place;
 use crate::{Error, Result};
 
@@ -24,21 +24,9 @@ const REDUCE_FROM: usize = 2 << 20;
 /// Bytes of all ranks together that are combined at a time: they stay in a second-level cache.
 const PIECES: usize = 512 << 10;
 
-/// Whether the members of a group can read each other's memory.
-#[derive(Clone, Default)]
-pub enum Reach {
-    /// Nobody has tried.
-    #[default]
-    Unknown,
-    /// At least one cannot.
-    No,
-    /// All can; the members' processes.
-    Yes(Arc<[u32]>),
-}
-
 /// A call whose ranks read each other's memory.
-pub struct Direct<'a> {
-    rounds: Rounds<'a>,
+struct Direct<'r, 'a> {
+    rounds: &'r mut Rounds<'a>,
     pids: Arc<[u32]>,
     /// Where each member's tensor is.
     addresses: Vec<u64>,
@@ -79,10 +67,10 @@ fn pids(rounds: &mut Rounds) -> Result<Option<Arc<[u32]>>> {
     })
 }
 
-impl<'a> Direct<'a> {
-    /// Tells the others where `t` is; gives the rounds back if they cannot read it there.
-    fn begin(mut rounds: Rounds<'a>, t: &Tensor) -> Result<std::result::Result<Self, Rounds<'a>>> {
-        let Some(pids) = pids(&mut rounds)? else { return Ok(Err(rounds)) };
+impl<'r, 'a> Direct<'r, 'a> {
+    /// Tells the others where `t` is; none where they cannot read it there.
+    fn begin(rounds: &'r mut Rounds<'a>, t: &Tensor) -> Result<Option<Self>> {
+        let Some(pids) = pids(rounds)? else { return Ok(None) };
         // The caller holds the tensor until all have met, so its memory stays where it is.
         let address = with_bytes(t, "send", |all| Ok(all.as_ptr().addr() as u64))?;
         let mut addresses = Vec::with_capacity(pids.len());
@@ -95,7 +83,7 @@ impl<'a> Direct<'a> {
                 .extend(blocks.iter().map(|block| block.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))));
             Ok(())
         })?;
-        Ok(Ok(Self { rounds, pids, addresses }))
+        Ok(Some(Self { rounds, pids, addresses }))
     }
 
     /// Waits until all have done their `work`. Where it failed because a peer is gone, that is the error.
@@ -167,19 +155,14 @@ impl<'a> Direct<'a> {
     }
 }
 
-/// A call that is done, or its rounds where it has to be done by windows.
-type Done<'a> = Result<Option<Rounds<'a>>>;
-
-/// A reduce-scatter and an all-gather (Rabenseifner 2004): every rank combines its slice in place for all.
-pub fn all_reduce<'a>(rounds: Rounds<'a>, t: &Tensor, op: ReduceOp) -> Done<'a> {
+/// A reduce-scatter and an all-gather (Rabenseifner 2004): every rank combines its slice in place for all. As all below, it says whether
+/// the call was done; where not, nothing was done, by any member.
+pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool> {
     let (n, me, width, len) = (rounds.core.size(), rounds.core.rank, rounds.width(), rounds.bytes());
     if len < REDUCE_FROM {
-        return Ok(Some(rounds));
+        return Ok(false);
     }
-    let mut direct = match Direct::begin(rounds, t)? {
-        Ok(direct) => direct,
-        Err(rounds) => return Ok(Some(rounds)),
-    };
+    let Some(mut direct) = Direct::begin(rounds, t)? else { return Ok(false) };
     let own = slice(len, width, me, n);
     let combined = direct.combine(own.clone(), t, own.start, op);
     direct.meet(combined)?;
@@ -188,31 +171,25 @@ pub fn all_reduce<'a>(rounds: Rounds<'a>, t: &Tensor, op: ReduceOp) -> Done<'a> 
         let theirs = slice(len, width, peer, n);
         direct.copy(peer, theirs.clone(), t, theirs.start)
     });
-    direct.meet(copied).map(|()| None)
+    direct.meet(copied).map(|()| true)
 }
 
-pub fn all_gather<'a>(rounds: Rounds<'a>, input: &Tensor, output: &Tensor) -> Done<'a> {
+pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Result<bool> {
     let len = rounds.bytes();
     if len < GATHER_FROM {
-        return Ok(Some(rounds));
+        return Ok(false);
     }
-    let mut direct = match Direct::begin(rounds, input)? {
-        Ok(direct) => direct,
-        Err(rounds) => return Ok(Some(rounds)),
-    };
+    let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
     let copied = direct.peers_then_me().try_for_each(|peer| direct.copy(peer, 0..len, output, peer * len));
-    direct.meet(copied).map(|()| None)
+    direct.meet(copied).map(|()| true)
 }
 
-pub fn reduce_scatter<'a>(rounds: Rounds<'a>, input: &Tensor, output: &Tensor, op: ReduceOp) -> Done<'a> {
+pub fn reduce_scatter(rounds: &mut Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<bool> {
     let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
     if n * part < REDUCE_FROM {
-        return Ok(Some(rounds));
+        return Ok(false);
     }
-    let mut direct = match Direct::begin(rounds, input)? {
-        Ok(direct) => direct,
-        Err(rounds) => return Ok(Some(rounds)),
-    };
+    let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
     let combined = direct.combine(me * part..(me + 1) * part, output, 0, op);
-    direct.meet(combined).map(|()| None)
+    direct.meet(combined).map(|()| true)
 }

@@ -10,7 +10,6 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 
-pub use self::direct::Reach;
 use self::rounds::Rounds;
 use super::ReduceOp;
 use super::group::Core;

@@ -4,11 +4,10 @@
 
 use std::sync::MutexGuard;
 
-use super::direct::Reach;
 use crate::Result;
 use crate::comm::group::{Core, width};
 use crate::comm::inbox::lock;
-use crate::comm::local::{BLOCK, Windows};
+use crate::comm::local::{BLOCK, Reach, Windows};
 use crate::comm::message::{Call, Header};
 
 /// One call's blocks. All members fill and read the same number of blocks in the same order.

@@ -87,8 +87,10 @@ fn write(t: &Tensor, at: usize, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-pub fn all_reduce(rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
-    let Some(rounds) = direct::all_reduce(rounds, t, op)? else { return Ok(()) };
+pub fn all_reduce(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
+    if direct::all_reduce(&mut rounds, t, op)? {
+        return Ok(());
+    }
     let (n, bytes) = (rounds.core.size(), rounds.bytes());
     if bytes * n > EXCHANGE_WHOLE {
         return all_reduce_by_slices(rounds, t, op);
@@ -154,8 +156,10 @@ fn address(t: &Tensor) -> Result<usize> {
     Ok(with_bytes(t, "send", |all| Ok(all.as_ptr().addr()))?)
 }
 
-pub fn all_gather(rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()> {
-    let Some(rounds) = direct::all_gather(rounds, input, output)? else { return Ok(()) };
+pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()> {
+    if direct::all_gather(&mut rounds, input, output)? {
+        return Ok(());
+    }
     let (n, me, len) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
     let in_place = address(input)? == address(output)? + me * len;
     pipelined(
@@ -171,8 +175,10 @@ pub fn all_gather(rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()>
     )
 }
 
-pub fn reduce_scatter(rounds: Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<()> {
-    let Some(rounds) = direct::reduce_scatter(rounds, input, output, op)? else { return Ok(()) };
+pub fn reduce_scatter(mut rounds: Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<()> {
+    if direct::reduce_scatter(&mut rounds, input, output, op)? {
+        return Ok(());
+    }
     let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
     pipelined(
         rounds,

@@ -5,7 +5,19 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{Error, ErrorKind, Result};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
+
+/// Whether the members of a group can read each other's memory.
+#[derive(Clone, Default)]
+pub enum Reach {
+    /// Nobody has tried.
+    #[default]
+    Unknown,
+    /// At least one cannot.
+    No,
+    /// All can; the members' processes.
+    Yes(Arc<[u32]>),
+}
 
 /// What others read to make sure that it is this process that they see.
 static SECRET: OnceLock<u64> = OnceLock::new();

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::PAGE;
 use super::arena::{Arena, Memory, Shared};
+use super::remote::Reach;
 use super::side::Side;
-use crate::comm::collectives::Reach;
 use crate::comm::message::Header;
 
 /// Bytes of a block. Larger ones leave the cores' own caches, smaller ones have the ranks wait for each other more often.
