@@ -144,6 +144,10 @@ impl ModelBuilder for Gpt {
         self.config.end_params()
     }
 
+    fn flops(&self) -> (Vec<u64>, u64) {
+        (vec![self.config.layer_flops(); self.config.num_layers], self.config.head_flops())
+    }
+
     fn tied(&self) -> bool {
         self.vocab.tied
     }

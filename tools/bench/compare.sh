@@ -83,7 +83,7 @@ for preset in $presets; do for dtype in $dtypes; do
                 dp) flags=(--data-parallel-size "$ranks" "${batch[@]}") ;;
                 tp) flags=(--tensor-model-parallel-size "$ranks" --sequence-parallel "${batch[@]}") ;;
                 # Microbatches enough to fill the pipeline.
-                pp) flags=(--pipeline-model-parallel-size "$ranks" "${batch[@]}" --micro-batch-size $((micro / 4 > 0 ? micro / 4 : 1))) ;;
+                pp) flags=(--pipeline-model-parallel-size "$ranks" --pipeline-partition flops "${batch[@]}" --micro-batch-size $((micro / 4 > 0 ? micro / 4 : 1))) ;;
                 *) say "LAYOUTS: \"$layout\" is none of dp, tp, pp"; exit 2 ;;
             esac
             measure "$key" "$layout" "${ours[@]}" --threads "$each" "${flags[@]}"

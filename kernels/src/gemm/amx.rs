@@ -10,7 +10,7 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512bf16::{finish_tile, pack_pairs, pairs_of};
-use super::kernel::{Blocking, Kernel, Next, Strip};
+use super::kernel::{Ahead, Blocking, Kernel, Next, Strip};
 use super::lanes::{first, transpose};
 use super::tiles;
 use crate::float::Elem;
@@ -59,7 +59,7 @@ impl Kernel<bf16> for Amx {
         panel: *const bf16,
         from: (*const f32, usize),
         to: (*mut f32, usize),
-        next: Next,
+        ahead: Ahead,
     ) {
         if k == 0 {
             // SAFETY: the caller's promise.
@@ -72,6 +72,7 @@ impl Kernel<bf16> for Amx {
                 upper_half(k / STEP, strip, panel, from, to);
             } else {
                 // The second line is 64 bytes away, or there is none.
+                let next = ahead.written;
                 match next.second {
                     0 => whole::<0>(k / STEP, strip, panel, from, to, next),
                     _ => whole::<64>(k / STEP, strip, panel, from, to, next),

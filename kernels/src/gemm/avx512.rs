@@ -6,7 +6,7 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::Mat;
-use super::kernel::{Blocking, Kernel, Next, Strip};
+use super::kernel::{Ahead, Blocking, Kernel, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
 use crate::float::Elem;
 
@@ -67,13 +67,13 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         panel: *const f32,
         from: (*const f32, usize),
         to: (*mut f32, usize),
-        _: Next,
+        ahead: Ahead,
     ) {
         // SAFETY: the caller's promise; only f32 is read where it lies.
         unsafe {
             match strip {
-                Strip::Packed(strip) => by_rows!(rows, tile(k, strip, panel, from, to)),
-                Strip::Rows(strip, row) => tile_of_rows(k, (strip.cast(), row), panel, from, to),
+                Strip::Packed(strip) => by_rows!(rows, packed_tile(k, strip, panel, from, to, ahead)),
+                Strip::Rows(strip, row) => tile::<MR, _>(k, Rows(strip.cast(), row), panel, from, to, ahead),
             }
         }
     }
@@ -101,66 +101,91 @@ impl<E: Lanes> Kernel<E> for Avx512 {
     }
 }
 
-#[target_feature(enable = "avx512f")]
-unsafe fn tile<const ROWS: usize>(
+#[inline(always)]
+unsafe fn packed_tile<const ROWS: usize>(
     k: usize,
-    mut strip: *const f32,
-    mut panel: *const f32,
-    (from, from_stride): (*const f32, usize),
-    (to, to_stride): (*mut f32, usize),
+    strip: *const f32,
+    panel: *const f32,
+    from: (*const f32, usize),
+    to: (*mut f32, usize),
+    ahead: Ahead,
 ) {
-    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
     // SAFETY: the caller's promise.
-    unsafe {
-        if !from.is_null() {
-            for r in 0..ROWS {
-                let from = from.add(r * from_stride);
-                sums[r] = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))];
-            }
-        }
-        for _ in 0..k {
-            let b = [_mm512_loadu_ps(panel), _mm512_loadu_ps(panel.add(16))];
-            for r in 0..ROWS {
-                let a = _mm512_set1_ps(*strip.add(r));
-                sums[r] = [_mm512_fmadd_ps(a, b[0], sums[r][0]), _mm512_fmadd_ps(a, b[1], sums[r][1])];
-            }
-            (strip, panel) = (strip.add(MR), panel.add(NR));
-        }
-        for r in 0..ROWS {
-            let to = to.add(r * to_stride);
-            _mm512_storeu_ps(to, sums[r][0]);
-            _mm512_storeu_ps(to.add(16), sums[r][1]);
-        }
+    unsafe { tile::<ROWS, _>(k, Packed(strip), panel, from, to, ahead) }
+}
+
+/// What a strip is made of: packed, or rows in A.
+trait Layout: Copy {
+    /// Row `r` of the present column.
+    fn row(self, r: usize) -> *const f32;
+    fn next_column(self) -> Self;
+}
+
+#[derive(Clone, Copy)]
+struct Packed(*const f32);
+
+#[derive(Clone, Copy)]
+struct Rows(*const f32, usize);
+
+impl Layout for Packed {
+    #[inline(always)]
+    fn row(self, r: usize) -> *const f32 {
+        self.0.wrapping_add(r)
+    }
+
+    #[inline(always)]
+    fn next_column(self) -> Self {
+        Self(self.0.wrapping_add(MR))
     }
 }
 
-/// As [`tile`] of MR rows, of a strip whose rows lie `row` elements apart.
+impl Layout for Rows {
+    #[inline(always)]
+    fn row(self, r: usize) -> *const f32 {
+        self.0.wrapping_add(r * self.1)
+    }
+
+    #[inline(always)]
+    fn next_column(self) -> Self {
+        Self(self.0.wrapping_add(1), self.1)
+    }
+}
+
+/// As [`Kernel::tile`]. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next.
 #[target_feature(enable = "avx512f")]
-unsafe fn tile_of_rows(
+unsafe fn tile<const ROWS: usize, L: Layout>(
     k: usize,
-    (mut strip, row): (*const f32, usize),
+    mut strip: L,
     mut panel: *const f32,
     (from, from_stride): (*const f32, usize),
     (to, to_stride): (*mut f32, usize),
+    Ahead { mut read, mut written }: Ahead,
 ) {
-    let mut sums = [[_mm512_setzero_ps(); 2]; MR];
-    // SAFETY: the caller's promise.
+    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+    let (share, mut left) = (k / ROWS, k);
+    // SAFETY: the caller's promise; fetching ahead is no access.
     unsafe {
         if !from.is_null() {
-            for r in 0..MR {
+            for r in 0..ROWS {
                 let from = from.add(r * from_stride);
                 sums[r] = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))];
             }
         }
-        for _ in 0..k {
-            let b = [_mm512_loadu_ps(panel), _mm512_loadu_ps(panel.add(16))];
-            for r in 0..MR {
-                let a = _mm512_set1_ps(*strip.add(r * row));
-                sums[r] = [_mm512_fmadd_ps(a, b[0], sums[r][0]), _mm512_fmadd_ps(a, b[1], sums[r][1])];
+        for r in 0..ROWS {
+            read.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_T0>(line));
+            written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
+            let now = if r + 1 < ROWS { share } else { left };
+            left -= now;
+            for _ in 0..now {
+                let b = [_mm512_loadu_ps(panel), _mm512_loadu_ps(panel.add(16))];
+                for r in 0..ROWS {
+                    let a = _mm512_set1_ps(*strip.row(r));
+                    sums[r] = [_mm512_fmadd_ps(a, b[0], sums[r][0]), _mm512_fmadd_ps(a, b[1], sums[r][1])];
+                }
+                (strip, panel) = (strip.next_column(), panel.add(NR));
             }
-            (strip, panel) = (strip.wrapping_add(1), panel.add(NR));
         }
-        for r in 0..MR {
+        for r in 0..ROWS {
             let to = to.add(r * to_stride);
             _mm512_storeu_ps(to, sums[r][0]);
             _mm512_storeu_ps(to.add(16), sums[r][1]);

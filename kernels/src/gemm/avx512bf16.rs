@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512::{self, MR, NR, by_rows};
-use super::kernel::{Blocking, Kernel, Next, Strip, packed};
+use super::kernel::{Ahead, Blocking, Kernel, Strip, packed};
 use super::lanes::{Lanes, first, transpose, transposed};
 use crate::float::Elem;
 
@@ -38,7 +38,7 @@ impl Kernel<bf16> for Avx512Bf16 {
         panel: *const bf16,
         from: (*const f32, usize),
         to: (*mut f32, usize),
-        _: Next,
+        _: Ahead,
     ) {
         let strip = packed(strip);
         // SAFETY: the caller's promise.

@@ -29,6 +29,8 @@ impl Buffer {
 pub struct Own {
     /// Strips of A.
     pub strips: Buffer,
+    /// Panels of B, where a thread packs them alone.
+    pub panels: Buffer,
     /// Unfinished sums.
     pub sums: Buffer,
 }

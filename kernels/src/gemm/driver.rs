@@ -11,11 +11,13 @@ use candle_core::DType;
 use rayon::prelude::*;
 
 use super::buffer::{Buffer, Common, Own, with_common, with_own};
-use super::kernel::{Kernel, Next, PIECE, Strip};
+use super::kernel::{Ahead, Kernel, Next, PIECE, Strip};
 use super::plan::{PANELS_TOGETHER, Phase, Plan};
 use super::{Mat, Start};
 use crate::float::Elem;
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
 /// Spins of a waiting thread before it lets others run.
 const SPINS: usize = 10_000;
 
@@ -87,7 +89,8 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
         return;
     }
     let threads = if 2 * m * n * k < K::BLOCKING.alone { 1 } else { threads };
-    let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), K::BLOCKING, threads);
+    let packs_a = !(k.is_multiple_of(K::KQ) && K::reads_rows(a));
+    let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), K::BLOCKING, packs_a, threads);
     with_common(|Common { panels, sums, bias }| {
         let crew = Crew::<E, C, K> {
             rows: m,
@@ -151,7 +154,14 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                     unsafe { self.pack(phase, item - phase.packing.start) };
                 } else {
                     self.wait_for(phase.computing.start);
-                    unsafe { self.compute(phase, item - phase.computing.start, own) };
+                    let task = item - phase.computing.start;
+                    unsafe {
+                        if self.plan.packs_alone {
+                            self.pack_and_compute(task, own)
+                        } else {
+                            self.compute(phase, task, own)
+                        }
+                    };
                 }
                 self.done.fetch_add(1, Ordering::Release);
                 item = self.next.fetch_add(1, Ordering::Relaxed);
@@ -193,13 +203,55 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         unsafe { pack_panels::<E, K>(b, columns.len(), inner.len(), to) }
     }
 
-    unsafe fn compute(&self, phase: &Phase, item: usize, own: &mut Own) {
-        let Plan { blocks, task_rows, task_columns, .. } = self.plan;
+    /// Rows and columns of a task, and which one it is across the phase.
+    fn task(&self, phase: &Phase, item: usize) -> (Range<usize>, Range<usize>, usize) {
+        let Plan { task_rows, task_columns, .. } = self.plan;
         let tasks_across = phase.columns.len().div_ceil(task_columns);
         let (down, across) = (item / tasks_across, item % tasks_across);
         let rows = down * task_rows..((down + 1) * task_rows).min(self.rows);
         let first = phase.columns.start + across * task_columns;
-        let columns = first..(first + task_columns).min(phase.columns.end);
+        (rows, first..(first + task_columns).min(phase.columns.end), across)
+    }
+
+    /// A task of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there.
+    unsafe fn pack_and_compute(&self, item: usize, own: &mut Own) {
+        let blocks = self.plan.blocks;
+        let (rows, columns, _) = self.task(&self.plan.phases[0], item);
+        let panels_across = columns.len().div_ceil(K::NR);
+        let sums = own.sums.room::<f32>(rows.len().next_multiple_of(K::MR) * panels_across * K::NR);
+        let panels = own.panels.room(panels_across * K::NR * blocks.len);
+        let together = K::BLOCKING.mc.next_multiple_of(K::MR).min(rows.len().next_multiple_of(K::MR));
+        let strips = own.strips.room(together * blocks.len);
+        for block in 0..blocks.count {
+            let inner = blocks.range(block);
+            let k = inner.len().next_multiple_of(K::KQ);
+            // SAFETY: the caller's promise.
+            unsafe { pack_panels::<E, K>(self.b.at(inner.start, columns.start), columns.len(), inner.len(), panels) };
+            for first in rows.clone().step_by(together) {
+                let some = first..(first + together).min(rows.end);
+                let a = self.a.at(first, inner.start);
+                let at = sums.wrapping_add((first - rows.start) * panels_across * K::NR);
+                let region = Region {
+                    rows: some.clone(),
+                    columns: columns.clone(),
+                    k,
+                    is_first: block == 0,
+                    is_last: block + 1 == blocks.count,
+                };
+                let following = self.a.at(some.end, inner.start);
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let strips = Strips::prepare::<K>(a, some.len(), inner.len(), strips, following.0);
+                    let sums = Sums { at, panels: panels_across };
+                    compute_region::<E, C, K>(&self.target, &region, &strips, (panels, K::NR * k), sums);
+                }
+            }
+        }
+    }
+
+    unsafe fn compute(&self, phase: &Phase, item: usize, own: &mut Own) {
+        let Plan { blocks, task_columns, .. } = self.plan;
+        let (rows, columns, across) = self.task(phase, item);
         let panels_in_phase = phase.columns.len().div_ceil(K::NR);
         // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay there too. Columns of A are packed
         // for many strips at a time.
@@ -229,9 +281,14 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                     is_first: block == 0,
                     is_last: block + 1 == blocks.count,
                 };
+                let following = if block + 1 < phase.blocks.end {
+                    self.a.at(rows.start, blocks.range(block + 1).start)
+                } else {
+                    self.a.at(rows.end, blocks.range(phase.blocks.start).start)
+                };
                 // SAFETY: the caller's promise.
                 unsafe {
-                    let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), to);
+                    let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), to, following.0);
                     compute_region::<E, C, K>(&self.target, &region, &strips, (panels, K::NR * k), sums);
                 }
             }
@@ -244,6 +301,8 @@ pub struct Strips<E, P> {
     /// A, where the kernel reads whole strips there.
     rows: Option<(*const E, usize)>,
     packed: *const P,
+    /// Where the first strip of what comes next lies in A.
+    following: *const E,
 }
 
 impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
@@ -251,12 +310,18 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
     ///
     /// # Safety
     /// As [`Kernel::pack_a`], for all strips.
-    pub unsafe fn prepare<K: Kernel<E, Packed = P>>(a: Mat<*const E>, rows: usize, k: usize, to: *mut P) -> Self {
+    pub unsafe fn prepare<K: Kernel<E, Packed = P>>(
+        a: Mat<*const E>,
+        rows: usize,
+        k: usize,
+        to: *mut P,
+        following: *const E,
+    ) -> Self {
         let in_place = k.is_multiple_of(K::KQ) && K::reads_rows(a);
         let whole = if in_place { rows / K::MR * K::MR } else { 0 };
         // SAFETY: the caller's promise.
         unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, to.wrapping_add(whole * k)) };
-        Self { rows: in_place.then_some((a.0, a.1)), packed: to }
+        Self { rows: in_place.then_some((a.0, a.1)), packed: to, following }
     }
 
     /// Strip number `s` of `mr` rows, of which the product has `rows`.
@@ -265,6 +330,17 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
             Some((a, row)) if rows == mr => Strip::Rows(a.wrapping_add(s * mr * row), row),
             _ => Strip::Packed(self.packed.wrapping_add(s * mr * k)),
         }
+    }
+
+    /// What of the strip after `strip`, which begins at `row` of `rows`, is fetched while panel `p` of `panels` is used: if all of them
+    /// are, all of it, where there are panels enough.
+    fn ahead(&self, strip: Strip<E, P>, is_last: bool, mr: usize, k: usize, (p, panels): (usize, usize)) -> Next {
+        let Strip::Rows(at, row) = strip else { return Next::nothing(self.packed.cast()) };
+        let next = if is_last { self.following } else { at.wrapping_add(mr * row) };
+        let lines = (k * size_of::<E>()).div_ceil(LINE).max(1);
+        let each = lines.div_ceil(panels).min(2);
+        let at = next.cast::<u8>().wrapping_add((p * each).min(lines - each) * LINE);
+        Next { at, row: row * size_of::<E>(), second: (each - 1) * LINE }
     }
 }
 
@@ -333,7 +409,8 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
     let unscaled = scale == 1.0;
     let in_place = C::DTYPE == DType::F32 && column_stride == 1 && unscaled;
     let touches_dst = region.is_last || region.is_first && matches!(first, First::Old);
-    let second = if K::NR * size_of::<C>() > 64 { 64 } else { 0 };
+    let second = if K::NR * size_of::<C>() > LINE { LINE } else { 0 };
+    let panels_across = region.columns.len().div_ceil(K::NR);
     for (s, row) in region.rows.clone().step_by(K::MR).enumerate() {
         let rows = K::MR.min(region.rows.end - row);
         let strip = strips.strip(s, rows, K::MR, region.k);
@@ -342,7 +419,7 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
             let columns = K::NR.min(region.columns.end - column);
             let panel = panels.wrapping_add(p * panel);
             let to = dst.wrapping_add(row * row_stride + column * column_stride);
-            let next = if touches_dst {
+            let written = if touches_dst {
                 // Two tiles on.
                 let ahead = column + 2 * K::NR;
                 let (row, ahead) =
@@ -350,8 +427,10 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                 let at = dst.wrapping_add(row * row_stride + ahead * column_stride);
                 Next { at: at.cast_const().cast(), row: row_stride * size_of::<C>(), second }
             } else {
-                Next { at: sums.at.cast_const().cast(), row: 0, second: 0 }
+                Next::nothing(sums.at.cast_const().cast())
             };
+            let is_last = row + K::MR >= region.rows.end;
+            let ahead = Ahead { written, read: strips.ahead(strip, is_last, K::MR, region.k, (p, panels_across)) };
             // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere in between.
             let in_place = whole_rows && columns == K::NR;
             let at = if sums.panels == 0 { 0 } else { s * sums.panels + p };
@@ -370,7 +449,7 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                     First::Zero | First::Old => (std::ptr::null(), 0),
                 };
                 let tile_to = if region.is_last && in_place { tile } else { sums };
-                K::tile(rows, region.k, strip, panel, from, tile_to, next);
+                K::tile(rows, region.k, strip, panel, from, tile_to, ahead);
                 if region.is_last && !in_place {
                     let add = matches!(first, First::Old) && !unscaled;
                     if column_stride == 1 {

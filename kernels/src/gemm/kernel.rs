@@ -31,16 +31,40 @@ pub enum Strip<E, P> {
     Rows(*const E, usize),
 }
 
-/// Lines of memory that will be written soon, so that a kernel can have them fetched while it computes: MR rows of at most two
-/// lines. Only addresses; need not be memory at all.
+/// Memory that will be needed soon, so that a kernel can have it fetched while it computes.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // no kernel fetches elsewhere
+pub struct Ahead {
+    /// Where sums will be written.
+    pub written: Next,
+    /// What strips will be read from, where kernels read rows of A.
+    pub read: Next,
+}
+
+/// MR rows of at most two lines. Only addresses; need not be memory at all.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub struct Next {
     pub at: *const u8,
     /// Distance of the rows in bytes.
     pub row: usize,
     /// Distance of a row's second line in bytes, or 0 if it has only one.
     pub second: usize,
+}
+
+impl Next {
+    /// Nothing in particular.
+    pub fn nothing(at: *const u8) -> Self {
+        Self { at, row: 0, second: 0 }
+    }
+
+    /// The lines of a row; turns to the next row.
+    #[inline(always)]
+    pub fn lines(&mut self) -> [*const i8; 2] {
+        let first = self.at.cast::<i8>();
+        self.at = self.at.wrapping_add(self.row);
+        [first, first.wrapping_add(self.second)]
+    }
 }
 
 /// The strip of a kernel that reads no other than packed ones.
@@ -94,7 +118,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         panel: *const Self::Packed,
         from: (*const f32, usize),
         to: (*mut f32, usize),
-        next: Next,
+        ahead: Ahead,
     );
 
     /// Whether [`Kernel::tile`] reads and writes no row from `rows` on.

@@ -2,7 +2,7 @@
 //! multiplication*) with micro-kernels per instruction set as in BLIS (Van Zee and van de Geijn 2015).
 //!
 //! [`gemm`] takes strided operands in any storage type and sums in f32 (f64 for f64); its result is in the storage type or in
-//! f32. For products of small matrices in a loop, [`Right`] keeps the packed right operand from one product to the next.
+//! f32.
 //!
 //! An element's terms are summed in the same order wherever it lies: blocks of the inner dimension depend on its length
 //! alone. So results depend neither on the number of threads nor on how rows or columns were cut into several products.

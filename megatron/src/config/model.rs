@@ -149,6 +149,19 @@ impl ModelConfig {
         (h * qkv + q * h + h * fc1 + f * h + norms + biases) as u64
     }
 
+    /// Multiplications of a layer's forward pass for a token: matrices, and the causal half of attention.
+    pub fn layer_flops(&self) -> u64 {
+        let (h, f, d) = (self.hidden_size, self.ffn_hidden_size, self.head_dim);
+        let (q, kv) = (self.num_attention_heads * d, self.num_query_groups * d);
+        let mlp = if self.swiglu { 3 } else { 2 };
+        (h * (q + 2 * kv) + q * h + mlp * h * f + self.seq_length * q) as u64
+    }
+
+    /// Multiplications of the output matrix's forward pass for a token.
+    pub fn head_flops(&self) -> u64 {
+        (self.hidden_size * self.vocab_size) as u64
+    }
+
     fn norm_params(&self) -> usize {
         match self.normalization {
             Normalization::LayerNorm => 2 * self.hidden_size,

@@ -23,6 +23,8 @@ pub enum PartitionMethod {
     Uniform,
     /// Balanced by parameter count, embedding and output matrix included.
     Parameters,
+    /// Balanced by the operations of a step: layers and the output matrix; looking embeddings up is none.
+    Flops,
     /// Layers of each virtual stage, in order.
     Explicit(Vec<usize>),
 }

@@ -264,7 +264,7 @@ impl Check<'_> {
                     format!("{cited} deals {sum} layers, and {}", c.cite("num_layers", num_layers))
                 });
             }
-            PartitionMethod::Uniform | PartitionMethod::Parameters => {
+            PartitionMethod::Uniform | PartitionMethod::Parameters | PartitionMethod::Flops => {
                 self.require(num_layers >= num_virtual_stages, |c| {
                     format!(
                         "{} cannot fill {num_virtual_stages} stages ({stages}); use fewer stages or name the layers of \

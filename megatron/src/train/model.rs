@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::Result;
-use crate::config::ParallelConfig;
+use crate::config::{ParallelConfig, PartitionMethod};
 use crate::optim::written;
 use crate::params::{ParamShare, ParamsBuilder, Placement};
 use crate::pipeline::{Chunk, partition};
@@ -24,6 +24,8 @@ pub trait ModelBuilder {
     fn layer_params(&self) -> Vec<u64>;
     /// Parameters of the embedding and of the head, for partitioning.
     fn end_params(&self) -> (u64, u64);
+    /// Operations of every layer, and of the head, for partitioning; in any unit.
+    fn flops(&self) -> (Vec<u64>, u64);
     /// Whether the output matrix is the token embedding.
     fn tied(&self) -> bool;
     /// Builds the chunk with these layers and declares its parameters in forward order.
@@ -43,8 +45,14 @@ pub(super) fn declare_stage(
     stage: usize,
 ) -> Result<(Vec<Chunk>, ParamsBuilder)> {
     let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
-    let (first_extra, last_extra) = model.end_params();
-    let layers = partition(&parallel.partition, &model.layer_params(), first_extra, last_extra, pp * v)?;
+    let (layer_weights, (first_extra, last_extra)) = match parallel.partition {
+        PartitionMethod::Flops => {
+            let (layers, head) = model.flops();
+            (layers, (0, head))
+        }
+        _ => (model.layer_params(), model.end_params()),
+    };
+    let layers = partition(&parallel.partition, &layer_weights, first_extra, last_extra, pp * v)?;
     let mut params = ParamsBuilder::default();
     let mut chunks = Vec::new();
     for chunk in 0..v {

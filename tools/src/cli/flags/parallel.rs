@@ -46,8 +46,8 @@ pub struct LayoutFlags {
     /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual stages]
     #[arg(long, value_name = "KIND", value_parser = choice::<ScheduleKind>(&["gpipe", "1f1b", "interleaved"]))]
     pub pipeline_schedule: Option<ScheduleKind>,
-    /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`), or named, e.g. `3,4,4,3`
-    #[arg(long, value_name = "uniform|parameters|N,N,…", default_value = "uniform")]
+    /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`) or by operations (`flops`), or named, e.g. `3,4,4,3`
+    #[arg(long, value_name = "uniform|parameters|flops|N,N,…", default_value = "uniform")]
     pub pipeline_partition: Partition,
     /// Cut activations between tensor-parallel regions along the sequence; nothing where tp is 1
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
@@ -74,10 +74,11 @@ impl FromStr for Partition {
         let method = match text {
             "uniform" => PartitionMethod::Uniform,
             "parameters" => PartitionMethod::Parameters,
+            "flops" => PartitionMethod::Flops,
             list => {
                 let sizes: Result<Vec<usize>, _> = list.split(',').map(|n| n.trim().parse()).collect();
                 PartitionMethod::Explicit(
-                    sizes.map_err(|_| "expected uniform, parameters, or layers per stage such as 3,4,4,3")?,
+                    sizes.map_err(|_| "expected uniform, parameters, flops, or layers per stage such as 3,4,4,3")?,
                 )
             }
         };
