@@ -7,11 +7,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Storage, Tensor};
 use kernels::host::{with_bytes, with_bytes_mut};
 
 use super::rounds::Rounds;
-use super::slice;
+use super::{pieces, slice};
 use crate::comm::ReduceOp;
 use crate::comm::local::{Mark, Reach, read_memory};
 use crate::comm::reduce::reduce_in_place;
@@ -23,6 +23,8 @@ const GATHER_FROM: usize = 96 << 10;
 const REDUCE_FROM: usize = 2 << 20;
 /// Bytes of all ranks together that are combined at a time: they stay in a second-level cache.
 const PIECES: usize = 512 << 10;
+/// Bytes that each rank of an all-reduce combines before the others fetch them, which then come out of its caches.
+const COMBINED: usize = 1 << 20;
 
 /// A call whose ranks read each other's memory.
 struct Direct<'r, 'a> {
@@ -116,8 +118,27 @@ impl<'r, 'a> Direct<'r, 'a> {
         )))
     }
 
-    /// Combines `range` of the members' tensors into `to` of `t`, which may be the very place of this rank's.
-    fn combine(&mut self, range: Range<usize>, t: &Tensor, to: usize, op: ReduceOp) -> Result<()> {
+    /// Waits until all have combined their slices of `piece`, and copies the others'.
+    fn fetch(
+        &mut self,
+        piece: &Range<usize>,
+        slice_of: impl Fn(&Range<usize>, usize) -> Range<usize>,
+        t: &Tensor,
+        work: &mut Result<()>,
+    ) -> Result<()> {
+        self.rounds.read(|_| Ok(()))?;
+        let me = self.rounds.core.rank;
+        also(work, || {
+            self.peers_then_me().filter(|peer| *peer != me).try_for_each(|peer| {
+                let theirs = slice_of(piece, peer);
+                self.copy(peer, theirs.clone(), t, theirs.start)
+            })
+        });
+        Ok(())
+    }
+
+    /// Combines `range` of the members' tensors, of which `input` is this rank's, into `to` of `t`, which may be the very place.
+    fn combine(&mut self, input: &Tensor, range: Range<usize>, t: &Tensor, to: usize, op: ReduceOp) -> Result<()> {
         let (n, me, width) = (self.rounds.core.size(), self.rounds.core.rank, self.rounds.width());
         let step = (PIECES / n / width).max(1) * width;
         let mut scratch = std::mem::take(self.rounds.scratch());
@@ -128,34 +149,62 @@ impl<'r, 'a> Direct<'r, 'a> {
                 self.read(peer, start, &mut scratch[peer * step..][..len])?;
             }
             let parts: Vec<_> = (0..n).map(|r| (r != me).then(|| &scratch[r * step..][..len])).collect();
+            let place = to + start - range.start;
+            self.take_own(input, start, t, place, len)?;
             with_bytes_mut(t, "reduce", |all| {
-                let out = &mut all[to + start - range.start..][..len];
-                let is_mine = out.as_ptr().addr() as u64 == self.addresses[me] + start as u64;
-                let own = if is_mine { Ok(()) } else { self.read(me, start, out) };
-                Ok(own.and_then(|()| reduce_in_place(&parts, out, &mut [], t.dtype(), op)))
+                Ok(reduce_in_place(&parts, &mut all[place..place + len], &mut [], t.dtype(), op))
             })??;
         }
         *self.rounds.scratch() = scratch;
         Ok(())
     }
 
-    /// Copies `range` of `peer`'s tensor to byte `to` of `t`, unless that is where it comes from; in pieces, so that others who write to
-    /// the storage need not wait long.
+    /// Copies `range` of `peer`'s tensor, not this rank's, to byte `to` of `t`; in pieces, so that others who write to the storage need not
+    /// wait long.
     fn copy(&self, peer: usize, range: Range<usize>, t: &Tensor, to: usize) -> Result<()> {
         for start in range.clone().step_by(PIECES) {
             let len = PIECES.min(range.end - start);
-            with_bytes_mut(t, "receive", |all| {
-                let out = &mut all[to + start - range.start..][..len];
-                let there = self.addresses[peer] + start as u64;
-                let is_there = peer == self.rounds.core.rank && there == out.as_ptr().addr() as u64;
-                Ok(if is_there { Ok(()) } else { self.read(peer, start, out) })
-            })??;
+            let place = to + start - range.start;
+            with_bytes_mut(t, "receive", |all| Ok(self.read(peer, start, &mut all[place..place + len])))??;
         }
+        Ok(())
+    }
+
+    /// Copies `len` bytes from byte `at` of `input`, this rank's tensor, to byte `place` of `t`, unless that is where they are.
+    fn take_own(&self, input: &Tensor, at: usize, t: &Tensor, place: usize, len: usize) -> Result<()> {
+        let me = self.rounds.core.rank;
+        if !share_storage(input, t) {
+            with_bytes(input, "send", |from| {
+                with_bytes_mut(t, "receive", |all| {
+                    all[place..place + len].copy_from_slice(&from[at..at + len]);
+                    Ok(())
+                })
+            })?;
+            return Ok(());
+        }
+        // One storage cannot be read while it is lent, but its memory can.
+        with_bytes_mut(t, "receive", |all| {
+            let out = &mut all[place..place + len];
+            let is_there = self.addresses[me] + at as u64 == out.as_ptr().addr() as u64;
+            Ok(if is_there { Ok(()) } else { self.read(me, at, out) })
+        })??;
         Ok(())
     }
 }
 
-/// A reduce-scatter and an all-gather (Rabenseifner 2004): every rank combines its slice in place for all. As all below, it says whether
+fn share_storage(a: &Tensor, b: &Tensor) -> bool {
+    let address = |t: &Tensor| std::ptr::from_ref::<Storage>(&t.storage_and_layout().0).addr();
+    address(a) == address(b)
+}
+
+/// The work of a rank that goes on meeting its peers where it failed, so that they learn of it rather than wait.
+fn also(work: &mut Result<()>, more: impl FnOnce() -> Result<()>) {
+    if work.is_ok() {
+        *work = more();
+    }
+}
+
+/// A reduce-scatter and an all-gather (Rabenseifner 2004), piece by piece: every rank combines its slice in place for all. As all below, it says whether
 /// the call was done; where not, nothing was done, by any member.
 pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool> {
     let (n, me, width, len) = (rounds.core.size(), rounds.core.rank, rounds.width(), rounds.bytes());
@@ -163,15 +212,23 @@ pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool>
         return Ok(false);
     }
     let Some(mut direct) = Direct::begin(rounds, t)? else { return Ok(false) };
-    let own = slice(len, width, me, n);
-    let combined = direct.combine(own.clone(), t, own.start, op);
-    direct.meet(combined)?;
-    let mut peers = direct.peers_then_me().filter(|peer| *peer != me);
-    let copied = peers.try_for_each(|peer| {
-        let theirs = slice(len, width, peer, n);
-        direct.copy(peer, theirs.clone(), t, theirs.start)
-    });
-    direct.meet(copied).map(|()| true)
+    let slice_of = |piece: &Range<usize>, rank| {
+        let slice = slice(piece.len(), width, rank, n);
+        piece.start + slice.start..piece.start + slice.end
+    };
+    let (mut work, mut combined) = (Ok(()), None);
+    for piece in pieces(len, n * COMBINED) {
+        let own = slice_of(&piece, me);
+        also(&mut work, || direct.combine(t, own.clone(), t, own.start, op));
+        direct.rounds.pass()?;
+        if let Some(previous) = combined.replace(piece) {
+            direct.fetch(&previous, slice_of, t, &mut work)?;
+        }
+    }
+    if let Some(last) = combined {
+        direct.fetch(&last, slice_of, t, &mut work)?;
+    }
+    direct.meet(work).map(|()| true)
 }
 
 pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Result<bool> {
@@ -180,7 +237,11 @@ pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Resul
         return Ok(false);
     }
     let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
-    let copied = direct.peers_then_me().try_for_each(|peer| direct.copy(peer, 0..len, output, peer * len));
+    let me = direct.rounds.core.rank;
+    let copied = direct.peers_then_me().try_for_each(|peer| match peer {
+        peer if peer == me => direct.take_own(input, 0, output, me * len, len),
+        peer => direct.copy(peer, 0..len, output, peer * len),
+    });
     direct.meet(copied).map(|()| true)
 }
 
@@ -190,6 +251,6 @@ pub fn reduce_scatter(rounds: &mut Rounds, input: &Tensor, output: &Tensor, op: 
         return Ok(false);
     }
     let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
-    let combined = direct.combine(me * part..(me + 1) * part, output, 0, op);
+    let combined = direct.combine(input, me * part..(me + 1) * part, output, 0, op);
     direct.meet(combined).map(|()| true)
 }

@@ -41,6 +41,11 @@ either! {
     all_gather_bytes(mine: Payload) -> Vec<Vec<u8>>;
 }
 
+/// The ranges of at most `step` bytes that `len` bytes consist of; one empty range if there are none, since ranks meet even then.
+fn pieces(len: usize, step: usize) -> Vec<Range<usize>> {
+    (0..len.div_ceil(step).max(1)).map(|i| i * step..((i + 1) * step).min(len)).collect()
+}
+
 /// Byte range of the slice that rank `i` of `n` combines of `len` bytes, in elements of `width`.
 fn slice(len: usize, width: usize, i: usize, n: usize) -> Range<usize> {
     let count = len / width;

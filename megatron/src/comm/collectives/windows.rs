@@ -11,7 +11,7 @@ use candle_core::Tensor;
 use kernels::host::{with_bytes, with_bytes_mut};
 
 use super::rounds::Rounds;
-use super::{direct, slice};
+use super::{direct, pieces, slice};
 use crate::Result;
 use crate::comm::ReduceOp;
 use crate::comm::local::BLOCK;
@@ -21,11 +21,6 @@ use crate::comm::reduce::{reduce_bytes, reduce_in_place};
 /// Tensors of up to this many bytes over all ranks are exchanged whole: one exchange instead of two, in which everybody combines
 /// everything. The bits are the same.
 const EXCHANGE_WHOLE: usize = 128 << 10;
-
-/// The ranges of at most `step` bytes that `len` bytes consist of; one empty range if there are none, since ranks meet even then.
-fn pieces(len: usize, step: usize) -> Vec<Range<usize>> {
-    (0..len.div_ceil(step).max(1)).map(|i| i * step..((i + 1) * step).min(len)).collect()
-}
 
 /// Fills and reads a block for every piece, filling the next before one is read.
 fn pipelined<'a>(
