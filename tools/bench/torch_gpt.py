@@ -1,10 +1,11 @@
 """The peer: one GPT or Llama training step in PyTorch, as a user would write it today.
 
-  python torch_gpt.py --preset small --threads 2                       # one process
-  torchrun --nproc_per_node 2 torch_gpt.py --preset small --threads 1  # data parallel (gloo)
+  python torch_gpt.py --preset small --threads 2                                  # one process
+  torchrun --nproc_per_node 2 torch_gpt.py --preset small --threads 1             # data parallel (gloo; NCCL on GPUs)
+  python torch_gpt.py --preset llama-1b-gpu --dtype bf16 --compile 1              # on a GPU, where there is one
 
 Trains the presets of `megatron bench step` on random tokens and prints a line of the same form: tokens a second (median of the
-timed steps, all ranks together), TFLOP/s, largest resident memory of a rank, loss of the last step.
+timed steps, all ranks together), TFLOP/s, largest memory of a rank (resident, or allocated on its GPU), loss of the last step.
 Operations of a token: 6·N + 6·L·H·S, N without position embeddings and with the shared output matrix once (causal attention).
 """
 import argparse
@@ -22,6 +23,8 @@ PRESETS = {  # layers, hidden, heads, kv heads, ffn, sequence, microbatch, vocab
     "small": (6, 384, 6, 6, 1536, 256, 8, 8192, "gpt2"),
     "llama-small": (6, 384, 6, 2, 1024, 256, 8, 8192, "llama"),
     "gpt2-124m": (12, 768, 12, 12, 3072, 512, 2, 50304, "gpt2"),
+    "gpt2-124m-gpu": (12, 768, 12, 12, 3072, 1024, 32, 50304, "gpt2"),
+    "llama-1b-gpu": (16, 2048, 32, 8, 8192, 4096, 4, 32768, "llama"),
 }
 WARM_UP = 3
 
@@ -42,13 +45,18 @@ GPT2 = STYLE == "gpt2"
 torch.set_num_threads(args.threads)
 torch.manual_seed(0)
 distributed = "RANK" in os.environ
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+if GPU:
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.set_float32_matmul_precision("high")
 if distributed:
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if GPU else "gloo")
 world = dist.get_world_size() if distributed else 1
 
 frequencies = 1.0 / (10000 ** (torch.arange(0, D, 2).float() / D))
 angles = torch.outer(torch.arange(S).float(), frequencies)
-COS, SIN = torch.cat([angles.cos()] * 2, 1), torch.cat([angles.sin()] * 2, 1)
+COS, SIN = (torch.cat([t] * 2, 1).to(DEVICE) for t in (angles.cos(), angles.sin()))
 
 
 def rope(x):
@@ -100,14 +108,14 @@ class GPT(nn.Module):
     def forward(self, tokens, targets):
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(S))
+            x = x + self.positions(torch.arange(S, device=DEVICE))
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.tokens.weight)
         return F.cross_entropy(logits.float().view(-1, V), targets.reshape(-1))
 
 
-model = GPT()
+model = GPT().to(DEVICE)
 num_params = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("positions"))
 trained = nn.parallel.DistributedDataParallel(model) if distributed else model
 if args.compile:
@@ -115,24 +123,29 @@ if args.compile:
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 seconds = []
 for step in range(WARM_UP + args.steps):
-    sample = torch.randint(0, V, (B, S + 1))
+    sample = torch.randint(0, V, (B, S + 1), device=DEVICE)
+    if GPU:
+        torch.cuda.synchronize()
     start = time.perf_counter()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.dtype == "bf16"):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=args.dtype == "bf16"):
         loss = trained(sample[:, :-1], sample[:, 1:])
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if GPU:
+        torch.cuda.synchronize()
     seconds.append(time.perf_counter() - start)
 
-peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20])
+gib = torch.cuda.max_memory_allocated() / 2**30 if GPU else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+peak = torch.tensor([gib], device=DEVICE)
 if distributed:
     dist.all_reduce(peak, dist.ReduceOp.MAX)
 rate = world * B * S / statistics.median(seconds[WARM_UP:])
 tflops = rate * (6 * num_params + 6 * L * H * S) / 1e12
 if not distributed or dist.get_rank() == 0:
     print(
-        f"torch {torch.__version__} cpu {args.preset} {args.dtype} compile={args.compile} world={world} threads={args.threads} "
+        f"torch {torch.__version__} {DEVICE} {args.preset} {args.dtype} compile={args.compile} world={world} threads={args.threads} "
         f"params={num_params / 1e6:.1f}M tokens_per_second={rate:.0f} tflops={tflops:.4f} peak_gib={peak.item():.2f} "
         f"loss={loss.item():.3f}"
     )

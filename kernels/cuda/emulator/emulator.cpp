@@ -93,19 +93,30 @@ void run(Block &b, Order order, uint64_t seed) {
     std::vector<uint32_t> turns(b.num_threads);
     for (uint32_t i = 0; i < b.num_threads; i++) turns[i] = order == Order::Backward ? b.num_threads - 1 - i : i;
     Random random{seed};
+    const bool ahead = order == Order::WarpByWarp;
+    const uint32_t together = ahead ? 32 : b.num_threads;
     uint32_t running = b.num_threads;
     while (running > 0) {
         if (order == Order::Shuffled)
             for (uint32_t i = b.num_threads; i > 1; i--) std::swap(turns[i - 1], turns[random.next() % i]);
         const uint64_t before = b.progress;
         running = 0;
-        for (uint32_t turn : turns) {
-            Thread &t = b.threads[turn];
-            if (t.done) continue;
-            b.current = &t;
-            switch_to(b.scheduler, t.context);
-            if (b.error[0]) return;
-            running += !t.done;
+        for (uint32_t first = 0; first < b.num_threads; first += together) {
+            uint64_t seen;
+            uint32_t own;
+            do {
+                seen = b.progress;
+                own = 0;
+                for (uint32_t i = first; i < std::min(first + together, b.num_threads); i++) {
+                    Thread &t = b.threads[turns[i]];
+                    if (t.done) continue;
+                    b.current = &t;
+                    switch_to(b.scheduler, t.context);
+                    if (b.error[0]) return;
+                    own += !t.done;
+                }
+            } while (ahead && own > 0 && b.progress != seen);
+            running += own;
         }
         if (running > 0 && b.progress == before) return describe_deadlock(b);
     }

@@ -27,7 +27,7 @@ struct Dim3 {
 };
 
 /// In which order threads get their turns, and blocks are run.
-enum class Order : uint32_t { Forward, Backward, Shuffled };
+enum class Order : uint32_t { Forward, Backward, Shuffled, WarpByWarp };
 
 /// A thread of a block.
 struct Thread {

@@ -21,6 +21,8 @@ pub enum Order {
     Backward,
     /// Anew whenever every thread had a turn, from this seed.
     Shuffled(u64),
+    /// A warp goes on for as long as it can before the next has a turn, so it writes early what slower ones have still to read.
+    WarpByWarp,
 }
 
 static EVERYWHERE: AtomicBool = AtomicBool::new(false);
@@ -100,6 +102,7 @@ impl Launch {
         let (order, seed) = match self.order {
             Order::Forward => (0, 0),
             Order::Backward => (1, 0),
+            Order::WarpByWarp => (3, 0),
             Order::Shuffled(seed) => (2, seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
         };
         let mut error = [0_u8; 512];
@@ -183,7 +186,9 @@ impl Gpu {
         let result = match order {
             // One after the other, so that the order is this one.
             Order::Backward => (0..num_blocks).rev().try_for_each(|i| launch.block(i)),
-            Order::Forward | Order::Shuffled(_) => (0..num_blocks).into_par_iter().try_for_each(|i| launch.block(i)),
+            Order::Forward | Order::Shuffled(_) | Order::WarpByWarp => {
+                (0..num_blocks).into_par_iter().try_for_each(|i| launch.block(i))
+            }
         };
         result.map_err(|message| Error::gpu(name, message))
     }

@@ -78,6 +78,23 @@ fn sums_move_to_the_maximum_of_all_ranks() {
 }
 
 #[test]
+fn a_thread_that_sees_only_minus_infinity_at_first_still_counts_what_follows() {
+    // Wide enough that the first thread sees two vectors, and two elements where there are no vectors.
+    for v in [2500, 2501] {
+        let sum = |device: &Device| {
+            let logits: Vec<f32> = (0..v).map(|c| if c < 600 { f32::NEG_INFINITY } else { c as f32 / 1e4 }).collect();
+            let logits = Tensor::from_vec(logits, (1, v), device).unwrap();
+            let targets = Tensor::new(&[2499u32], device).unwrap();
+            row_statistics(&logits, &targets, 0, v).unwrap().1.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        };
+        let want = sum(&Device::Cpu);
+        for (run, got) in runs(sum) {
+            assert!(got.iter().zip(&want).all(|(g, w)| (g - w).abs() <= 1e-5 * w.abs()), "{run}: {got:?} {want:?}");
+        }
+    }
+}
+
+#[test]
 fn what_is_not_finite_shows_as_on_the_cpu() {
     let (nan, inf) = (f32::NAN, f32::INFINITY);
     let rows = [

@@ -20,7 +20,7 @@ fn launch(name: &str, order: Order, blocks: u32, threads: u32, shared: u32) -> k
     })
 }
 
-const ORDERS: [Order; 3] = [Order::Forward, Order::Backward, Order::Shuffled(7)];
+const ORDERS: [Order; 4] = [Order::Forward, Order::Backward, Order::Shuffled(7), Order::WarpByWarp];
 
 #[track_caller]
 fn assert_fails(name: &str, shared: u32, message: &str) {

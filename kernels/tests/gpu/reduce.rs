@@ -6,7 +6,7 @@ use kernels::linear::bias_grad;
 use kernels::reduce::{add_inplace, cast, copy, scale_inplace, sum_of_squares, sums_of_squares, zero};
 
 /// Less than a vector, whole vectors, a block's worth and more, each with and without a rest.
-const SIZES: [usize; 7] = [1, 7, 64, 1001, 4096, 8192, 9005];
+const SIZES: [usize; 8] = [1, 7, 64, 1001, 4096, 7173, 8192, 9005];
 
 #[test]
 fn columns_are_summed_into_the_bias_gradient() {
@@ -125,6 +125,19 @@ fn sums_of_squares_are_those_of_f64_wherever_tensors_lie() {
                 assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{dtype:?}, {run}, offset {offset}");
             }
         }
+    }
+}
+
+#[test]
+fn what_large_partial_sums_swallow_is_added_at_the_end() {
+    let (block, blocks) = (4096, 21);
+    for (run, got) in runs(|device| {
+        let mut values = vec![0.0f32; block * blocks];
+        values[0] = 1e8;
+        (1..blocks).for_each(|b| values[b * block] = 1.0);
+        sum_of_squares(&Tensor::from_vec(values, block * blocks, device).unwrap()).unwrap()
+    }) {
+        assert_eq!(got, 1e16 + 20.0, "{run}"); // 1e16 + 1 is 1e16
     }
 }
 

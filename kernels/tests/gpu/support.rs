@@ -125,7 +125,7 @@ fn relative_error(a: &[f64], b: &[f64]) -> f64 {
 #[cfg(feature = "emulated")]
 pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
     use kernels::gpu::emulated::{Order, run};
-    let orders = [Order::Forward, Order::Backward, Order::Shuffled(1), Order::Shuffled(2)];
+    let orders = [Order::Forward, Order::Backward, Order::Shuffled(1), Order::WarpByWarp];
     orders.map(|order| (format!("{order:?}"), run(order, || f(&Device::Cpu)))).into()
 }
 

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
-use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
+use kernels::optimizer::{AdamW, Segment, Sgd, adamw_segments, sgd_segments};
 
 use super::ownership::{speaks_for, written_part};
 use crate::Result;
@@ -100,13 +100,14 @@ impl Optimizer {
 
     /// The norm of the whole model's main gradient, every logical parameter counted once.
     fn grad_norm(&self, store: &ParamStore) -> Result<f64> {
-        let mut sum = 0f64;
-        for param in Self::stepped(store).filter(|p| self.counts(p)) {
+        let counted = Self::stepped(store).filter(|p| self.counts(p)).map(|param| {
             let part = self.part(param);
-            let grads = store.buckets()[param.bucket].grads.narrow(0, part.start, part.len())?;
-            sum += kernels::reduce::sum_of_squares(&grads)?;
-        }
-        let total = Tensor::from_vec(vec![sum], 1, &Device::Cpu)?;
+            store.buckets()[param.bucket].grads.narrow(0, part.start, part.len())
+        });
+        let counted = counted.collect::<candle_core::Result<Vec<_>>>()?;
+        // One wait for the device, where it is one that computes ahead.
+        let sums = kernels::reduce::sums_of_squares(&counted.iter().collect::<Vec<_>>())?;
+        let total = Tensor::from_vec(vec![sums.iter().fold(0.0, |sum, s| sum + s)], 1, &Device::Cpu)?;
         self.model.all_reduce(&total, ReduceOp::Sum)?.wait()?;
         if self.sharded {
             self.dp.all_reduce(&total, ReduceOp::Sum)?.wait()?;
@@ -129,11 +130,8 @@ impl Optimizer {
         let clip = if self.config.clip_grad > 0.0 && clip < 1.0 { clip } else { 1.0 };
         let grad_scale = (f64::from(clip) / loss_scale) as f32;
         self.steps += 1;
-        for param in Self::stepped(store) {
-            let part = self.part(param);
-            if !part.is_empty() {
-                self.update(param, part, store, lr, grad_scale)?;
-            }
+        for bucket in 0..store.buckets().len() {
+            self.update(bucket, store, lr, grad_scale)?;
         }
         if self.sharded {
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
@@ -147,18 +145,40 @@ impl Optimizer {
         Ok(StepResult { grad_norm, applied: true })
     }
 
-    fn update(&self, param: &Param, part: Range<usize>, store: &ParamStore, lr: f64, grad_scale: f32) -> Result<()> {
-        let bucket = &store.buckets()[param.bucket];
-        let state = &self.states[param.bucket];
-        let weight = bucket.weights.narrow(0, part.start, part.len())?;
-        let (stepped, rounded) = match &bucket.master {
-            Some(master) => (master.values.narrow(0, part.start - master.range.start, part.len())?, Some(&weight)),
-            None => (weight.clone(), None),
+    /// What this rank steps of a bucket, in order: its parameters, some without weight decay, each with the padding before it.
+    fn segments(&self, bucket: usize, store: &ParamStore) -> Vec<Segment> {
+        let range = &self.states[bucket].range;
+        let mut segments: Vec<Segment> = Vec::new();
+        let mut push = |len: usize, decays: bool| match segments.last_mut() {
+            Some(last) if last.decays == decays => last.len += len,
+            _ => segments.push(Segment { len, decays }),
         };
-        let grad = bucket.grads.narrow(0, part.start, part.len())?;
-        let at = part.start - state.range.start;
-        let first = state.first.narrow(0, at, part.len())?;
-        let weight_decay = if param.spec.weight_decay { self.config.weight_decay } else { 0.0 };
+        let mut at = range.start;
+        for param in store.buckets()[bucket].params.iter().map(|id| store.param(*id)) {
+            let part = self.part(param);
+            if !part.is_empty() {
+                push(part.end - at, param.spec.weight_decay);
+                at = part.end;
+            }
+        }
+        // Padding is 0, and so are its gradients: a step leaves it so.
+        push(range.end - at, false);
+        segments
+    }
+
+    /// Steps this rank's range of a bucket, in one pass.
+    fn update(&self, bucket: usize, store: &ParamStore, lr: f64, grad_scale: f32) -> Result<()> {
+        let (segments, state, bucket) = (self.segments(bucket, store), &self.states[bucket], &store.buckets()[bucket]);
+        let weight = bucket.weights.narrow(0, state.range.start, state.range.len())?;
+        let (stepped, rounded) = match &bucket.master {
+            Some(master) => {
+                let first = state.range.start - master.range.start;
+                (&master.values.narrow(0, first, state.range.len())?, Some(&weight))
+            }
+            None => (&weight, None),
+        };
+        let grad = bucket.grads.narrow(0, state.range.start, state.range.len())?;
+        let weight_decay = self.config.weight_decay;
         match &state.second {
             Some(second) => {
                 let hyper = AdamW {
@@ -170,11 +190,11 @@ impl Optimizer {
                     step: self.steps,
                     grad_scale,
                 };
-                adamw(&stepped, rounded, &grad, &first, &second.narrow(0, at, part.len())?, &hyper)?;
+                adamw_segments(stepped, rounded, &grad, &state.first, second, &hyper, &segments)?;
             }
             None => {
                 let hyper = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale };
-                sgd(&stepped, rounded, &grad, &first, &hyper)?;
+                sgd_segments(stepped, rounded, &grad, &state.first, &hyper, &segments)?;
             }
         }
         Ok(())

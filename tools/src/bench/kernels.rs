@@ -5,7 +5,8 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use clap::{Args, ValueEnum};
 use kernels::attention::{HeadShape, RopeTable, attention, attention_backward, rope_inplace};
-use kernels::dropout::bias_dropout_add;
+use kernels::device::Choice;
+use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
 use kernels::optimizer::{AdamW, adamw};
 use kernels::peak::Instruction;
 use kernels::philox::fill_normal;
@@ -14,8 +15,9 @@ use megatron::Result;
 use megatron::comm::RankInfo;
 
 use super::preset::{Preset, Shape};
-use super::timing::{peak, repeat, repeat_beside};
+use super::timing::{Timing, peak, repeat, repeat_beside, time};
 use super::{machine_line, positive};
+use crate::error::Error;
 use crate::ranks;
 use crate::report::table::{Table, significant};
 
@@ -24,6 +26,15 @@ const FLAT: usize = 1 << 24;
 
 /// Time spent on the peak.
 const PEAK_MS: u64 = 200;
+
+/// Rows, columns and depth of the product that a GPU's peak is taken from.
+const PEAK_SIZE: usize = 8192;
+
+/// Elements of fp32 whose copy is the ceiling of kernels bound by memory, on a CPU and on a GPU: more than their caches hold.
+const COPY: [usize; 2] = [1 << 24, 1 << 28];
+
+/// Seconds of calls that a GPU is given before it is waited for.
+const BATCH_SECONDS: f64 = 5e-3;
 
 /// Time every kernel of a training step at a preset's shapes
 #[derive(Args, Clone, Debug)]
@@ -43,6 +54,9 @@ pub struct KernelsArgs {
     /// What weights and activations are stored in; logits, main gradients and the optimizer's state stay fp32
     #[arg(long, value_enum, default_value_t = Storage::Fp32)]
     pub dtype: Storage,
+    /// What to measure on
+    #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
+    pub device: Choice,
     /// Only kernels whose names contain this
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub only: String,
@@ -84,28 +98,44 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     kernels::memory::keep_freed();
     let threads = ranks::use_threads(args.threads, &RankInfo::alone())?;
     let dtype = args.dtype.dtype();
-    let instruction = Instruction::of(dtype, Isa::detected());
+    let device = args.device.open(0).map_err(|e| Error::usage(format!("--device {}: {e}", args.device)))?;
+    let instruction = if device.is_cpu() { Instruction::of(dtype, Isa::detected()) } else { None };
     let mut bench = KernelBench {
         shape,
         dtype,
         instruction,
+        peak: f64::INFINITY,
+        copy: f64::INFINITY,
         budget: Duration::from_millis(args.milliseconds),
         only: args.only.clone(),
         total_ms: 0.0,
-        table: Table::new(["kernel", "shape", "ms", "GFLOP/s", "of peak", "GB/s", "calls a step", "ms a step"]),
+        table: Table::new([
+            "kernel",
+            "shape",
+            "ms",
+            "GFLOP/s",
+            "of peak",
+            "GB/s",
+            "of copy",
+            "calls a step",
+            "ms a step",
+        ]),
+        device,
     };
+    bench.measure_ceilings()?;
     bench.linear_layers()?;
     bench.attention()?;
     bench.elementwise()?;
     bench.norms()?;
     bench.vocabulary()?;
     bench.optimizer()?;
-    bench.table.row(["all of the above", "", "", "", "", "", "", &significant(bench.total_ms)].map(str::to_string));
+    bench.table.row(["all of the above", "", "", "", "", "", "", "", &significant(bench.total_ms)].map(str::to_string));
     crate::print_line(&machine_line());
     let Shape { seq, micro_batch, .. } = shape;
     crate::print_line(&format!(
-        "{}, {seq} tokens × {micro_batch} samples, {threads} threads, {}",
+        "{}, {seq} tokens × {micro_batch} samples, {}, {}",
         args.preset.name(),
+        if bench.device.is_cpu() { format!("{threads} threads") } else { format!("{:?}", bench.device.location()) },
         args.dtype.name()
     ));
     if let Some(instruction) = instruction {
@@ -115,7 +145,12 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
             "of peak: of what {isa} in registers alone does right before and after each call, the median; now {} GFLOP/s",
             significant(best)
         ));
+    } else if !bench.device.is_cpu() {
+        let peak = significant(bench.peak);
+        crate::print_line(&format!("peak: {peak} GFLOP/s, a product of {PEAK_SIZE}³ in {}", args.dtype.name()));
     }
+    let (copy, mib) = (significant(bench.copy), (4 * bench.copy_elements()) >> 20);
+    crate::print_line(&format!("copy: {copy} GB/s, of {mib} MiB, each byte counted when read and when written"));
     crate::print_line(&format!("\n{}", bench.table));
     Ok(())
 }
@@ -134,15 +169,59 @@ enum Work {
 struct KernelBench {
     shape: Shape,
     dtype: DType,
-    /// What products of the dtype are made of.
+    /// What products of the dtype are made of, on a CPU.
     instruction: Option<Instruction>,
+    /// 10⁹ operations a second of a GPU's largest product.
+    peak: f64,
+    /// 10⁹ bytes a second that a large copy reads and writes.
+    copy: f64,
     budget: Duration,
     only: String,
     total_ms: f64,
     table: Table,
+    device: Device,
 }
 
 impl KernelBench {
+    /// Times what kernels are compared with, where it is not known.
+    fn measure_ceilings(&mut self) -> Result<()> {
+        let n = self.copy_elements();
+        let (to, from) = (self.zeros(n)?, self.zeros(n)?);
+        self.copy = (8 * n) as f64 / self.seconds(|| reduce::copy(&to, &from))? / 1e9;
+        if !self.device.is_cpu() {
+            let (x, w) = (self.randn(&[PEAK_SIZE; 2])?, self.randn(&[PEAK_SIZE; 2])?);
+            self.peak = 2.0 * (PEAK_SIZE as f64).powi(3) / self.seconds(|| linear::linear(&x, &w, None))? / 1e9;
+        }
+        Ok(())
+    }
+
+    fn copy_elements(&self) -> usize {
+        COPY[usize::from(self.device.is_cuda())]
+    }
+
+    /// Seconds of one call of `kernel`.
+    fn seconds<R>(&self, mut kernel: impl FnMut() -> kernels::Result<R>) -> Result<f64> {
+        if self.device.is_cpu() {
+            return Ok(repeat(self.budget, || Ok(kernel()?))?.median());
+        }
+        // A GPU computes after the call has returned: several calls, until the last is done.
+        let mut batch = |calls: usize| -> Result<f64> {
+            let seconds = time(&mut || {
+                (0..calls).try_for_each(|_| kernel().map(drop))?;
+                Ok(self.device.synchronize()?)
+            })?;
+            Ok(seconds / calls as f64)
+        };
+        batch(2)?;
+        let calls = ((BATCH_SECONDS / batch(3)?) as usize).clamp(1, 2000);
+        let mut seconds = Vec::new();
+        let start = std::time::Instant::now();
+        while seconds.len() < 3 || start.elapsed() < self.budget {
+            seconds.push(batch(calls)?);
+        }
+        Ok(Timing::new(seconds).median())
+    }
+
     /// Times `kernel`, which a step of one microbatch calls `calls` times, and adds a row.
     fn time<R>(
         &mut self,
@@ -155,18 +234,30 @@ impl KernelBench {
         if !name.contains(&self.only) {
             return Ok(());
         }
-        let (seconds, share) = match (work, self.instruction) {
+        let rate = |n: usize, seconds: f64| n as f64 / seconds / 1e9;
+        let share = |rate: f64, ceiling: f64| match ceiling {
+            f64::INFINITY => String::new(),
+            ceiling => format!("{:.0}%", 100.0 * rate / ceiling),
+        };
+        let (seconds, of_peak) = match (work, self.instruction) {
             (Work::Flops(n), Some(instruction)) => {
                 let (seconds, share) = repeat_beside(self.budget, instruction, n, || Ok(kernel()?))?;
                 (seconds.median(), format!("{:.0}%", 100.0 * share.median()))
             }
-            _ => (repeat(self.budget, || Ok(kernel()?))?.median(), String::new()),
+            (Work::Flops(n), None) => {
+                let seconds = self.seconds(kernel)?;
+                (seconds, share(rate(n, seconds), self.peak))
+            }
+            _ => (self.seconds(kernel)?, String::new()),
         };
-        let rate = |n: usize| n as f64 / seconds / 1e9;
-        let (flops, share, bytes) = match work {
-            Work::Flops(n) => (significant(rate(n)), share, String::new()),
-            Work::Elements(n) => (String::new(), String::new(), significant(rate(n * self.dtype.size_in_bytes()))),
-            Work::Fp32(n) => (String::new(), String::new(), significant(rate(4 * n))),
+        let moved = |n: usize| {
+            let rate = rate(n, seconds);
+            (String::new(), significant(rate), share(rate, self.copy))
+        };
+        let (flops, bytes, of_copy) = match work {
+            Work::Flops(n) => (significant(rate(n, seconds)), String::new(), String::new()),
+            Work::Elements(n) => moved(n * self.dtype.size_in_bytes()),
+            Work::Fp32(n) => moved(4 * n),
         };
         let ms = seconds * 1e3;
         self.total_ms += ms * calls;
@@ -175,8 +266,9 @@ impl KernelBench {
             shape,
             significant(ms),
             flops,
-            share,
+            of_peak,
             bytes,
+            of_copy,
             format!("{}", (calls * 100.0).round() / 100.0),
             significant(ms * calls),
         ]);
@@ -193,7 +285,30 @@ impl KernelBench {
     }
 
     fn randn(&self, shape: &[usize]) -> Result<Tensor> {
-        Ok(randn(shape)?.to_dtype(self.dtype)?)
+        Ok(self.wide_randn(shape)?.to_dtype(self.dtype)?)
+    }
+
+    /// As [`Self::randn`], in fp32: a few numbers, again and again.
+    fn wide_randn(&self, shape: &[usize]) -> Result<Tensor> {
+        const DRAWN: usize = 1 << 22;
+        let n = shape.iter().product::<usize>();
+        let mut values = vec![0.0; n.min(DRAWN)];
+        fill_normal(&mut values, 1, 1, 0, 1.0);
+        let drawn = Tensor::from_vec(values, n.min(DRAWN), &self.device)?;
+        if n <= DRAWN {
+            return Ok(drawn.reshape(shape)?);
+        }
+        let all = self.zeros(n)?;
+        for start in (0..n).step_by(DRAWN) {
+            let len = DRAWN.min(n - start);
+            reduce::copy(&all.narrow(0, start, len)?, &drawn.narrow(0, 0, len)?)?;
+        }
+        Ok(all.reshape(shape)?)
+    }
+
+    /// Of fp32.
+    fn zeros(&self, shape: impl Into<candle_core::Shape>) -> Result<Tensor> {
+        Ok(Tensor::zeros(shape, DType::F32, &self.device)?)
     }
 
     fn heads(&self) -> HeadShape {
@@ -214,14 +329,14 @@ impl KernelBench {
         ];
         for (what, k, n, calls, biased) in products {
             let (x, w, dy) = (self.activation(k)?, self.randn(&[n, k])?, self.activation(n)?);
-            let dw = fp32_zeros(w.dims())?;
+            let dw = self.zeros(w.dims())?;
             let (rows, shape) = (self.rows(), format!("{}×{k}·{k}×{n}", self.rows()));
             let work = Work::Flops(2 * rows * k * n);
             self.time(&format!("linear, {what}"), shape.clone(), calls, work, || linear::linear(&x, &w, None))?;
             self.time(&format!("linear_dgrad, {what}"), shape.clone(), calls, work, || linear::linear_dgrad(&dy, &w))?;
             self.time(&format!("linear_wgrad, {what}"), shape, calls, work, || linear::linear_wgrad(&dy, &x, &dw))?;
             if biased {
-                let db = fp32_zeros(&[n])?;
+                let db = self.zeros(n)?;
                 let work = Work::Elements(rows * n);
                 self.time(&format!("bias_grad, {what}"), format!("{rows}×{n}"), calls, work, || {
                     linear::bias_grad(&dy, &db)
@@ -235,6 +350,9 @@ impl KernelBench {
         let (heads, Shape { layers, seq, micro_batch, llama, .. }) = (self.heads(), self.shape);
         let scale = 1.0 / (heads.head_dim as f64).sqrt();
         let qkv = self.activation(heads.width())?;
+        if !["attention", "attention_backward", "rope"].iter().any(|name| name.contains(&self.only)) {
+            return Ok(());
+        }
         let (out, lse) = attention(&qkv, heads, scale, None)?;
         let shape = format!("{micro_batch}×{} heads×{seq}²×{}", heads.heads(), heads.head_dim);
         // A product of all queries with all keys, of which the causal half counts.
@@ -245,7 +363,7 @@ impl KernelBench {
             attention_backward(&out, &qkv, &out, &lse, heads, scale, None)
         })?;
         if llama {
-            let table = RopeTable::new(seq, heads.head_dim, 1e4, self.dtype, &Device::Cpu)?;
+            let table = RopeTable::new(seq, heads.head_dim, 1e4, self.dtype, &self.device)?;
             let rotated = qkv.elem_count() / (heads.heads_per_group + 2) * (heads.heads_per_group + 1);
             let shape = format!("{}×{}", self.rows(), heads.width());
             self.time("rope", shape, 2.0 * calls, Work::Elements(2 * rotated), || {
@@ -274,6 +392,13 @@ impl KernelBench {
         let work = Work::Elements(3 * rows * hidden);
         self.time("bias_dropout_add", shape.clone(), 2.0 * calls, work, || {
             bias_dropout_add(&x, bias.as_ref(), Some(&residual), None)
+        })?;
+        // Presets train without dropout: no call of it is part of a step.
+        let samples: Vec<u64> = (0..self.shape.micro_batch as u64).collect();
+        let tokens = Tokens { samples: &samples, seq_offset: 0, seq_len: self.shape.seq };
+        let dropout = Dropout { p: 0.1, key: DropoutKey { seed: 1, step: 1, layer: 0, site: 0 }, tokens };
+        self.time("bias_dropout_add, p = 0.1", shape, 0.0, work, || {
+            bias_dropout_add(&x, bias.as_ref(), Some(&residual), Some(&dropout))
         })
     }
 
@@ -281,7 +406,7 @@ impl KernelBench {
         let (rows, Shape { layers, hidden, llama, .. }) = (self.rows(), self.shape);
         let (x, dy, w, bias) =
             (self.activation(hidden)?, self.activation(hidden)?, self.randn(&[hidden])?, self.randn(&[hidden])?);
-        let (dw, db) = (fp32_zeros(&[hidden])?, fp32_zeros(&[hidden])?);
+        let (dw, db) = (self.zeros(hidden)?, self.zeros(hidden)?);
         let (calls, shape, n) = ((2 * layers + 1) as f64, format!("{rows}×{hidden}"), rows * hidden);
         let (forward, backward) = (Work::Elements(2 * n), Work::Elements(4 * n));
         if llama {
@@ -303,18 +428,18 @@ impl KernelBench {
         let (rows, Shape { hidden, vocab, seq, micro_batch, .. }) = (self.rows(), self.shape);
         // Multiples of a large odd number: ids without an order that caches could use.
         let ids = (0..rows as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab as u32).collect();
-        let ids = Tensor::from_vec(ids, (seq, micro_batch), &Device::Cpu)?;
+        let ids = Tensor::from_vec(ids, (seq, micro_batch), &self.device)?;
         let (w, dy) = (self.randn(&[vocab, hidden])?, self.activation(hidden)?);
-        let dw = fp32_zeros(w.dims())?;
+        let dw = self.zeros(w.dims())?;
         let (shape, n) = (format!("{rows}×{hidden}"), rows * hidden);
         self.time("embedding", shape.clone(), 1.0, Work::Elements(2 * n), || embedding::embedding(&ids, &w, 0))?;
         self.time("embedding_backward", shape, 1.0, Work::Elements(3 * n), || {
             embedding::embedding_backward(&dy, &ids, 0, &dw)
         })?;
         let (shape, n) = (format!("{rows}×{vocab}"), rows * vocab);
-        let (logits, dlogits) = (randn(&[rows, vocab])?, self.activation(vocab)?.reshape((rows, vocab))?);
+        let (logits, dlogits) = (self.wide_randn(&[rows, vocab])?, self.activation(vocab)?.reshape((rows, vocab))?);
         let (max, _) = cross_entropy::row_statistics(&logits, &ids, 0, vocab)?;
-        let ones = Tensor::ones(rows, DType::F32, &Device::Cpu)?;
+        let ones = Tensor::ones(rows, DType::F32, &self.device)?;
         self.time("row_statistics", shape.clone(), 1.0, Work::Fp32(n), || {
             cross_entropy::row_statistics(&logits, &ids, 0, vocab)
         })?;
@@ -333,7 +458,7 @@ impl KernelBench {
         let mlp = if llama { 3 * ffn } else { 2 * ffn };
         let params = layers * hidden * (self.heads().width() + hidden + mlp) + vocab * hidden;
         let n = params.min(FLAT);
-        let (p, g) = (randn(&[n])?, randn(&[n])?);
+        let (p, g) = (self.wide_randn(&[n])?, self.wide_randn(&[n])?);
         let (m, v) = (p.zeros_like()?, p.zeros_like()?);
         let (calls, shape) = (params as f64 / n as f64, n.to_string());
         let rule =
@@ -343,14 +468,4 @@ impl KernelBench {
         self.time("adamw", shape.clone(), calls, Work::Fp32(7 * n), || adamw(&p, weight.as_ref(), &g, &m, &v, &rule))?;
         self.time("zero", shape, calls, Work::Fp32(n), || reduce::zero(&g))
     }
-}
-
-fn randn(shape: &[usize]) -> Result<Tensor> {
-    let mut values = vec![0.0; shape.iter().product()];
-    fill_normal(&mut values, 1, 1, 0, 1.0);
-    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
-}
-
-fn fp32_zeros(shape: &[usize]) -> Result<Tensor> {
-    Ok(Tensor::zeros(shape, DType::F32, &Device::Cpu)?)
 }

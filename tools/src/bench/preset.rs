@@ -16,6 +16,12 @@ pub enum Preset {
     /// GPT-2 itself: 12 layers, 768 wide, 512 tokens × 2 samples, 50304 in the vocabulary
     #[value(name = "gpt2-124m")]
     Gpt2,
+    /// GPT-2 itself with a GPU's batch: 1024 tokens × 32 samples
+    #[value(name = "gpt2-124m-gpu")]
+    Gpt2Gpu,
+    /// A Llama of a billion parameters: 16 layers, 2048 wide, 8 key/value heads, 4096 tokens × 4 samples, 32768 in the vocabulary
+    #[value(name = "llama-1b-gpu")]
+    Llama1bGpu,
 }
 
 /// The numbers of a preset. The output matrix is the token embedding in all of them.
@@ -39,6 +45,8 @@ impl Preset {
             Self::Small => "small",
             Self::LlamaSmall => "llama-small",
             Self::Gpt2 => "gpt2-124m",
+            Self::Gpt2Gpu => "gpt2-124m-gpu",
+            Self::Llama1bGpu => "llama-1b-gpu",
         }
     }
 
@@ -54,19 +62,32 @@ impl Preset {
             vocab: 8192,
             llama: false,
         };
+        let gpt2 = Shape {
+            layers: 12,
+            hidden: 768,
+            heads: 12,
+            groups: 12,
+            ffn: 3072,
+            seq: 512,
+            micro_batch: 2,
+            vocab: 50304,
+            llama: false,
+        };
         match self {
             Self::Small => small,
             Self::LlamaSmall => Shape { groups: 2, ffn: 1024, llama: true, ..small },
-            Self::Gpt2 => Shape {
-                layers: 12,
-                hidden: 768,
-                heads: 12,
-                groups: 12,
-                ffn: 3072,
-                seq: 512,
-                micro_batch: 2,
-                vocab: 50304,
-                llama: false,
+            Self::Gpt2 => gpt2,
+            Self::Gpt2Gpu => Shape { seq: 1024, micro_batch: 32, ..gpt2 },
+            Self::Llama1bGpu => Shape {
+                layers: 16,
+                hidden: 2048,
+                heads: 32,
+                groups: 8,
+                ffn: 8192,
+                seq: 4096,
+                micro_batch: 4,
+                vocab: 32768,
+                llama: true,
             },
         }
     }
@@ -138,7 +159,7 @@ mod tests {
     fn presets_have_the_parameters_that_the_peer_script_counts() {
         let counted = Preset::value_variants().iter().map(|preset| matrix_params(&model(*preset)));
         // `num_params` of tools/bench/torch_gpt.py.
-        assert_eq!(counted.collect::<Vec<_>>(), [13_793_280, 12_587_904, 123_689_472]);
+        assert_eq!(counted.collect::<Vec<_>>(), [13_793_280, 12_587_904, 123_689_472, 123_689_472, 1_040_254_976]);
     }
 
     #[test]

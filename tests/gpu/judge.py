@@ -1,0 +1,64 @@
+"""Judges what tests/gpu/run has measured: prints a figure, and exits with 1 if it is not good enough.
+
+  judge.py losses METRICS EXPECTED TOLERANCE   largest relative difference of losses and gradient norms, step by step
+  judge.py bandwidth LOG PERCENT               kernels bound by memory, as a share of the copy bandwidth
+  judge.py speed OURS TORCH FACTOR             tokens a second of both, and the model's FLOP/s
+
+EXPECTED is another run's metrics, or a fixture's expected.json.
+"""
+import json
+import re
+import sys
+from pathlib import Path
+
+PEAK_TFLOPS = 989  # of an H100 or H200 in bf16, dense
+
+
+def steps(path):
+    text = Path(path).read_text()
+    if path.endswith("expected.json"):
+        return json.loads(text)["steps"]
+    return [step for step in map(json.loads, text.splitlines()) if "lm_loss" in step]
+
+
+def losses(ours, theirs, tolerance):
+    ours, theirs = steps(ours), steps(theirs)
+    if len(ours) != len(theirs):
+        return False, f"{len(ours)} steps, {len(theirs)} expected"
+
+    def worst(key):
+        return max(abs(float(a[key]) / float(b[key]) - 1) for a, b in zip(ours, theirs))
+
+    loss, norm = worst("lm_loss"), worst("grad_norm")
+    return max(loss, norm) <= float(tolerance), f"{len(ours)} steps: losses within {loss:.1e}, gradient norms within {norm:.1e}"
+
+
+def bandwidth(log, percent):
+    text = Path(log).read_text()
+    rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in text.splitlines() if line.startswith("|")]
+    at = rows[0].index("of copy")
+    shares = {row[0]: float(row[at].rstrip("%")) for row in rows[1:] if len(row) > at and row[at].endswith("%")}
+    copy = re.search(r"copy: (\S+ \S+)", text).group(1).rstrip(",")
+    slow = [f"{name} {share:.0f}%" for name, share in sorted(shares.items(), key=lambda item: item[1]) if share < float(percent)]
+    figure = f"{len(shares) - len(slow)} of {len(shares)} kernels at {percent}% of {copy} or more"
+    return not slow, figure + (f"; below: {', '.join(slow)}" if slow else "")
+
+
+def speed(ours, torch, factor):
+    def read(path):
+        text = Path(path).read_text()
+        found = [re.findall(rf"{key}=([0-9.]+)", text) for key in ("tokens_per_second", "tflops")]
+        return [float(values[-1]) for values in found]
+
+    tokens, tflops = read(ours)
+    figure = f"{tokens:.0f} tokens/s, MFU {100 * tflops / PEAK_TFLOPS:.1f}%"
+    if not Path(torch).exists():
+        return True, figure + "; no PyTorch to compare with"
+    theirs, _ = read(torch)
+    return tokens >= float(factor) * theirs, f"{figure}; PyTorch {theirs:.0f} tokens/s, {tokens / theirs:.2f}×"
+
+
+if __name__ == "__main__":
+    good, figure = {"losses": losses, "bandwidth": bandwidth, "speed": speed}[sys.argv[1]](*sys.argv[2:])
+    print(figure)
+    sys.exit(not good)
