@@ -200,7 +200,7 @@ fn assembly(functions: &[(usize, String)]) -> String {
 const FIRST: &str = ".Lgpu_library_first_";
 
 fn table(functions: &[(usize, String)], major: &str, include: &Path) -> String {
-    let mut text = String::from("pub static LIBRARIES: &[Library] = &[\n");
+    let mut text = format!("pub static LIBRARIES: [Library; {}] = [\n", LIBRARIES.len());
     for library in LIBRARIES {
         let (name, soname, status) = (library.name, (library.soname)(major), library.status);
         let _ = writeln!(text, "    Library::new({name:?}, c{soname:?}, {status}),");

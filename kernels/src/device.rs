@@ -127,6 +127,23 @@ pub fn copy_from_host(dst: &Tensor, src: &Tensor) -> Result<()> {
     crate::reduce::copy(dst, src)
 }
 
+/// What a device is called: `CPU`, or the GPU's number and name.
+pub fn name(device: &Device) -> String {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(cuda) = device {
+        let stream = cuda.cuda_stream();
+        let context = stream.context();
+        let name = context.name().unwrap_or_else(|error| error.to_string());
+        return format!("cuda:{} ({name})", context.ordinal());
+    }
+    if device.is_cpu() { "CPU".to_string() } else { format!("{:?}", device.location()) }
+}
+
+/// Whether two tensors are the same elements of one storage.
+pub fn same_elements(a: &Tensor, b: &Tensor) -> bool {
+    crate::view::same_storage(a, b) && a.layout().start_offset() == b.layout().start_offset()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -35,6 +35,7 @@ pub fn run(launch: &LaunchArgs) -> Result<u8> {
         self_end: Duration::from_secs(1),
         stop_limit: Some(Duration::from_secs(30)),
         advice: None,
+        shares_gpus: crate::ranks::share_gpus(launch.nproc_per_node as usize, kernels::device::Choice::Auto),
     })
 }
 

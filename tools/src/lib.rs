@@ -3,6 +3,7 @@
 mod bench;
 mod cli;
 mod convert;
+mod doctor;
 mod error;
 mod fault;
 #[doc(hidden)]
@@ -48,6 +49,7 @@ fn run() -> error::Result<u8> {
         Ok(Request::Import(args)) => convert::import(&args),
         Ok(Request::Export(args)) => convert::export(&args),
         Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
+        Ok(Request::Doctor(args)) => doctor::run(&args).map(|()| 0),
         Ok(Request::Reshard(args, origins)) => reshard::run(&args, &origins),
         Ok(Request::Inspect(args)) => inspect::run(&args),
         Ok(Request::Generate(args)) => inference::generate::run(&args),

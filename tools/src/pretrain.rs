@@ -39,6 +39,7 @@ pub fn run(settings: &Gathered) -> Result<u8> {
 /// Starts this program once per rank. Whatever can be wrong without ranks is found here, once.
 fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     ranks::check_number(&resolved.run.parallel)?;
+    ranks::check_device(resolved.distributed.device)?;
     check_outputs(&resolved.run, 0)?;
     for line in open_data(&mut resolved)?.description {
         crate::print_line(&line);
@@ -110,14 +111,15 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     ranks::use_threads(None, place)?;
     let datasets = open_data(&mut resolved)?;
     train::preflight(&resolved.run)?;
-    let world = ranks::connect(place, &resolved.distributed)?;
+    let device = ranks::device(place, resolved.distributed.device)?;
+    let world = ranks::connect(place, &resolved.distributed, &device)?;
     // Until here there is nothing to save, and a signal just ends the process.
     let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     if place.world_size == 1 {
         datasets.description.iter().for_each(|line| reporter.message(line));
     }
-    let outcome = run_rank(&resolved.run, world.clone(), datasets, reporter.as_mut(), &stop.flag);
+    let outcome = run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag);
     if let Err(error) = &outcome {
         // The others hear of it at once rather than when they miss this rank.
         world.abort(&error.to_string());
@@ -132,6 +134,7 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
 fn run_rank(
     run: &RunConfig,
     world: Group,
+    device: &Device,
     datasets: Datasets,
     reporter: &mut dyn Reporter,
     stop: &AtomicBool,
@@ -144,20 +147,20 @@ fn run_rank(
     if let (0, Some(save), Some(tokenizer)) = (world.rank(), &run.checkpoint.save, &datasets.tokenizer) {
         tokenizer.save_into(save)?;
     }
-    let (dtype, device) = (run.training.precision.dtype(), Device::Cpu);
+    let dtype = run.training.precision.dtype();
     let p = &run.parallel;
     let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
-    let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, &device)?;
+    let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, device)?;
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
-    let mut trainer = Trainer::new(run, &model, world, &sources, &device)?;
+    let mut trainer = Trainer::new(run, &model, world, &sources, device)?;
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
         HfModel::open(folder)?.load_into(&trainer.stage().params)?;
         reporter.message(&format!("starting from the weights in {}", folder.display()));
     }
-    reporter.message(&describe(run));
+    reporter.message(&describe(run, device));
     let outcome = trainer.run(reporter, stop)?;
     if let (Outcome::Finished, Some(prompt), Some(tokenizer)) = (outcome, &run.logging.prompt, &tokenizer) {
         let text = continue_prompt(&trainer, run, tokenizer, prompt)?;
@@ -175,14 +178,15 @@ fn resumes(run: &RunConfig) -> megatron::Result<bool> {
 }
 
 /// One line on what is trained and how it is cut.
-fn describe(run: &RunConfig) -> String {
+fn describe(run: &RunConfig, device: &Device) -> String {
     let (m, p, t) = (&run.model, &run.parallel, &run.training);
     format!(
-        "model: {:.1} M parameters in {} layers, vocabulary {} | {} | tp {} · pp {} · dp {}{} | {} microbatches of {} · {} tokens",
+        "model: {:.1} M parameters in {} layers, vocabulary {} | {} on {} | tp {} · pp {} · dp {}{} | {} microbatches of {} · {} tokens",
         m.num_params() as f64 / 1e6,
         m.num_layers,
         m.vocab_size,
         t.precision,
+        kernels::device::name(device),
         p.tensor_model_parallel_size,
         p.pipeline_model_parallel_size,
         p.data_parallel_size,

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
+use candle_core::Device;
+use kernels::device::Choice;
 use megatron::comm::rendezvous::StoreServer;
-use megatron::comm::{self, CommOptions, Group, RankInfo, Rendezvous};
+use megatron::comm::{self, Backend, CommOptions, Group, RankInfo, Rendezvous};
 use megatron::config::ParallelConfig;
 
 use crate::cli::Distributed;
@@ -70,7 +72,17 @@ pub fn start(
         self_end: Duration::from_secs(5),
         stop_limit,
         advice,
+        shares_gpus: share_gpus(ranks, distributed.device),
     })
+}
+
+/// Whether some of `ranks` on this machine compute on the same GPU.
+pub fn share_gpus(ranks: usize, device: Choice) -> bool {
+    match device {
+        Choice::Cpu => false,
+        Choice::Cuda(Some(_)) => ranks > 1,
+        Choice::Auto | Choice::Cuda(None) => kernels::device::gpus().is_ok_and(|gpus| gpus > 0 && ranks > gpus),
+    }
 }
 
 /// Gives this rank's kernels `threads` threads, or those that RAYON_NUM_THREADS asks for, or its share of the machine's cores. Returns how
@@ -90,11 +102,30 @@ pub fn use_threads(threads: Option<usize>, place: &RankInfo) -> Result<usize> {
     Ok(rayon::current_num_threads())
 }
 
+/// Refuses a device that this machine or program does not have, before ranks are started for it.
+///
+/// # Errors
+/// If there is none.
+pub fn check_device(choice: Choice) -> Result<()> {
+    if matches!(choice, Choice::Cuda(_)) {
+        kernels::device::gpus().map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
+    }
+    Ok(())
+}
+
+/// What this rank computes on.
+///
+/// # Errors
+/// If there is no such device.
+pub fn device(place: &RankInfo, choice: Choice) -> Result<Device> {
+    choice.open(place.local_rank).map_err(|e| Error::usage(format!("--device {choice}: {e}")))
+}
+
 /// Meets the other ranks.
 ///
 /// # Errors
 /// If they do not appear in time, or cannot be reached the way asked for.
-pub fn connect(place: &RankInfo, distributed: &Distributed) -> Result<Group> {
+pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device) -> Result<Group> {
     if place.world_size == 1 {
         return Ok(comm::solo());
     }
@@ -107,7 +138,33 @@ pub fn connect(place: &RankInfo, distributed: &Distributed) -> Result<Group> {
     };
     let (timeout, default) = (distributed.timeout, CommOptions::default());
     let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout), ..default };
-    Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
+    let world = comm::init(place, &rendezvous, distributed.backend, options)?;
+    over_gpus(world, distributed, device)
+}
+
+/// The world with NCCL for what is on GPUs, unless another transport was asked for.
+#[cfg(feature = "nccl")]
+fn over_gpus(world: Group, distributed: &Distributed, device: &Device) -> Result<Group> {
+    match (distributed.backend, device.is_cuda()) {
+        (Backend::Auto | Backend::Nccl, true) => Ok(comm::nccl::world(world, device, distributed.timeout)?),
+        (Backend::Nccl, false) => Err(nccl_without_gpu("this run computes on the CPU")),
+        _ => Ok(world),
+    }
+}
+
+/// The world: what is on GPUs goes through the CPU's memory.
+#[cfg(not(feature = "nccl"))]
+fn over_gpus(world: Group, distributed: &Distributed, _device: &Device) -> Result<Group> {
+    match distributed.backend {
+        Backend::Nccl => {
+            Err(nccl_without_gpu("this program was built without it (cargo build --release --features cuda)"))
+        }
+        _ => Ok(world),
+    }
+}
+
+fn nccl_without_gpu(why: &str) -> Error {
+    Error::usage(format!("--distributed-backend nccl: {why}; use auto, local or tcp"))
 }
 
 fn environment(name: &str) -> Option<String> {

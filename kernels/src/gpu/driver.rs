@@ -61,21 +61,16 @@ pub fn open(ordinal: usize) -> Result<Device> {
 /// If there is no driver, or a library of CUDA is missing, in one line.
 pub fn count() -> Result<usize> {
     let unavailable = |message: String| Error::NoGpu { message };
-    #[cfg(target_arch = "x86_64")]
-    {
-        use super::libraries::missing;
-        if !missing(&["cuda"]).is_empty() {
-            let message =
-                "this machine has no NVIDIA driver (libcuda.so.1 not found); use --device cpu, or install the driver";
-            return Err(unavailable(message.into()));
-        }
-        let missing = missing(&["cublas", "cublasLt", "curand", "nvrtc", "cudart"]);
-        if !missing.is_empty() {
-            let list = missing.join(", ");
-            return Err(unavailable(format!(
-                "CUDA's {list} not found; set CUDA_HOME or LD_LIBRARY_PATH to a toolkit's"
-            )));
-        }
+    use super::missing_libraries;
+    if !missing_libraries(&["cuda"]).is_empty() {
+        let message =
+            "this machine has no NVIDIA driver (libcuda.so.1 not found); use --device cpu, or install the driver";
+        return Err(unavailable(message.into()));
+    }
+    let missing = missing_libraries(&["cublas", "cublasLt", "curand", "nvrtc", "cudart"]);
+    if !missing.is_empty() {
+        let list = missing.join(", ");
+        return Err(unavailable(format!("CUDA's {list} not found; set CUDA_HOME or LD_LIBRARY_PATH to a toolkit's")));
     }
     match CudaContext::device_count() {
         Ok(count) => Ok(count.max(0) as usize),

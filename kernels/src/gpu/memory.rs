@@ -12,6 +12,11 @@ use crate::{Error, Result};
 pub struct DevicePointer(pub(super) u64);
 
 impl DevicePointer {
+    /// An address that the driver gave for memory which outlives the kernels that are to use it.
+    pub fn new(address: u64) -> Self {
+        Self(address)
+    }
+
     /// The address `bytes` further on.
     pub fn offset(self, bytes: usize) -> Self {
         Self(self.0 + bytes as u64)

@@ -15,6 +15,8 @@ mod libraries;
 mod memory;
 #[cfg(feature = "cuda")]
 mod product;
+#[cfg(feature = "cuda")]
+pub mod survey;
 
 pub(crate) mod activation;
 pub(crate) mod columns;
@@ -36,6 +38,18 @@ use emulated as backend;
 pub use backend::Gpu;
 #[cfg(feature = "cuda")]
 pub use driver::{copy_from_host, count, open, to_host};
+/// The names of those of CUDA's libraries (`nccl`, …) that are not on this machine, as files; none where they are linked in the ordinary way.
+#[cfg(feature = "cuda")]
+pub fn missing_libraries(wanted: &[&str]) -> Vec<String> {
+    #[cfg(target_arch = "x86_64")]
+    return libraries::missing(wanted);
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = wanted;
+        Vec::new()
+    }
+}
+
 pub use launch::Args;
 pub use memory::DevicePointer;
 #[cfg(feature = "cuda")]

@@ -110,4 +110,10 @@ pub trait Communicator: Send + Sync {
     /// Ends the run: pending and later operations of this rank and, as far as they can be reached, of every rank of the
     /// world fail soon with an error that names this rank and `reason`. The first reason given anywhere stays.
     fn abort(&self, reason: &str);
+
+    /// Whether the run can go on, as far as this rank has heard; waits for nobody.
+    ///
+    /// # Errors
+    /// If a rank was lost or the run was aborted.
+    fn health(&self) -> Result<()>;
 }

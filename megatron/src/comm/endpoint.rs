@@ -222,6 +222,16 @@ impl Endpoint {
         self.inbox.condemn(loss);
     }
 
+    /// As [`Endpoint::verdict`], having looked for ranks that were lost without anybody waiting for them.
+    pub fn loss(&self) -> Option<Loss> {
+        if self.inbox.verdict().is_none()
+            && let Some(loss) = self.link.check()
+        {
+            self.condemn(loss);
+        }
+        self.inbox.verdict()
+    }
+
     /// Why the run is over, if it is.
     pub fn verdict(&self) -> Option<Loss> {
         self.inbox.verdict()

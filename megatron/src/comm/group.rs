@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Tensor};
+use kernels::device::to_host;
 use kernels::host::{with_bytes, with_bytes_mut};
 use kernels::trace::{Kind, Recorder, span};
 
@@ -19,6 +20,7 @@ use super::executor::Executor;
 use super::inbox::{Key, Loss, lock};
 use super::local::{PIECE, Side, Windows};
 use super::message::{Call, Header, Message, Op, Payload, is_sendable};
+use super::staging;
 use crate::{Error, Result};
 
 /// How long operations that are still queued may take once their group is dropped.
@@ -282,8 +284,8 @@ impl EndpointGroup {
         if !t.is_contiguous() {
             return refuse(&format!("a tensor of shape {:?} is not contiguous", t.dims()));
         }
-        if !t.device().is_cpu() {
-            return refuse("the tensor is not on the CPU; use the nccl backend for GPUs");
+        if t.device().is_metal() {
+            return refuse("the tensor is neither on the CPU nor on a GPU of NVIDIA's");
         }
         Ok(())
     }
@@ -359,35 +361,49 @@ impl Communicator for EndpointGroup {
     fn all_reduce(&self, t: &Tensor, op: ReduceOp) -> Result<Work> {
         let call = Call { reduce: Some(op), ..self.call(Op::AllReduce, t)? };
         let t = t.clone();
-        self.issue(call, move |core, call| collectives::all_reduce(core, call, &t, op))
+        self.issue(call, move |core, call| {
+            staging::in_place(core.size(), &t, |t| collectives::all_reduce(core, call, t, op))
+        })
     }
 
     fn all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Work> {
         self.check_parts(Op::AllGather, input, output)?;
         let call = self.call(Op::AllGather, input)?;
         let (input, output) = (input.clone(), output.clone());
-        self.issue(call, move |core, call| collectives::all_gather(core, call, &input, &output))
+        self.issue(call, move |core, call| {
+            staging::from_to(core.size(), &input, &output, |input, output| {
+                collectives::all_gather(core, call, input, output)
+            })
+        })
     }
 
     fn reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Work> {
         self.check_parts(Op::ReduceScatter, output, input)?;
         let call = Call { reduce: Some(op), ..self.call(Op::ReduceScatter, output)? };
         let (input, output) = (input.clone(), output.clone());
-        self.issue(call, move |core, call| collectives::reduce_scatter(core, call, &input, &output, op))
+        self.issue(call, move |core, call| {
+            staging::from_to(core.size(), &input, &output, |input, output| {
+                collectives::reduce_scatter(core, call, input, output, op)
+            })
+        })
     }
 
     fn broadcast(&self, t: &Tensor, root: usize) -> Result<Work> {
         self.check_rank(Op::Broadcast, root)?;
         let call = Call { root: Some(root as u32), ..self.call(Op::Broadcast, t)? };
         let t = t.clone();
-        self.issue(call, move |core, call| collectives::broadcast(core, call, &t, root))
+        self.issue(call, move |core, call| {
+            staging::in_place(core.size(), &t, |t| collectives::broadcast(core, call, t, root))
+        })
     }
 
     fn reduce(&self, t: &Tensor, root: usize, op: ReduceOp) -> Result<Work> {
         self.check_rank(Op::Reduce, root)?;
         let call = Call { reduce: Some(op), root: Some(root as u32), ..self.call(Op::Reduce, t)? };
         let t = t.clone();
-        self.issue(call, move |core, call| collectives::reduce(core, call, &t, root, op))
+        self.issue(call, move |core, call| {
+            staging::in_place(core.size(), &t, |t| collectives::reduce(core, call, t, root, op))
+        })
     }
 
     fn gather(&self, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<Work> {
@@ -397,7 +413,12 @@ impl Communicator for EndpointGroup {
         }
         let call = Call { root: Some(root as u32), ..self.call(Op::Gather, input)? };
         let input = input.clone();
-        self.issue(call, move |core, call| collectives::gather(core, call, &input, output.as_ref(), root))
+        self.issue(call, move |core, call| {
+            staging::between(Some(&input), output.as_ref(), |input, output| match input {
+                Some(input) => collectives::gather(core, call, input, output, root),
+                None => Ok(()),
+            })
+        })
     }
 
     fn scatter(&self, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<Work> {
@@ -407,7 +428,12 @@ impl Communicator for EndpointGroup {
         }
         let call = Call { root: Some(root as u32), ..self.call(Op::Scatter, output)? };
         let output = output.clone();
-        self.issue(call, move |core, call| collectives::scatter(core, call, input.as_ref(), &output, root))
+        self.issue(call, move |core, call| {
+            staging::between(input.as_ref(), Some(&output), |input, output| match output {
+                Some(output) => collectives::scatter(core, call, input, output, root),
+                None => Ok(()),
+            })
+        })
     }
 
     fn all_to_all(&self, input: &Tensor, output: &Tensor) -> Result<Work> {
@@ -425,7 +451,11 @@ impl Communicator for EndpointGroup {
             )));
         }
         let (input, output) = (input.clone(), output.clone());
-        self.issue(call, move |core, call| collectives::all_to_all(core, call, &input, &output))
+        self.issue(call, move |core, call| {
+            staging::from_to(core.size(), &input, &output, |input, output| {
+                collectives::all_to_all(core, call, input, output)
+            })
+        })
     }
 
     fn send(&self, t: &Tensor, dst: usize, tag: u32) -> Result<Work> {
@@ -434,7 +464,7 @@ impl Communicator for EndpointGroup {
         if let Some(loss) = self.core.endpoint.verdict() {
             return Err(self.core.lost(loss, &call));
         }
-        let len = t.elem_count() * width(t.dtype());
+        let (t, len) = (&to_host(t)?, t.elem_count() * width(t.dtype()));
         let heap =
             self.core.endpoint.arena().map(|arena| arena.heap()).filter(|_| len >= HEAP_FROM && dst != self.core.rank);
         if let Some(block) = heap.and_then(|heap| heap.allocate(len)) {
@@ -507,6 +537,13 @@ impl Communicator for EndpointGroup {
         let endpoint = &self.core.endpoint;
         endpoint.condemn(Loss { rank: endpoint.rank, how: format!("failed: {reason}") });
     }
+
+    fn health(&self) -> Result<()> {
+        match self.core.endpoint.loss() {
+            Some(loss) => Err(self.core.lost(loss, &Call::new(Op::Barrier))),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Drop for EndpointGroup {
@@ -528,7 +565,11 @@ struct Receive {
 
 impl Receive {
     fn complete(&self) -> Result<()> {
-        let Self { core, t, src, call } = self;
+        staging::between(None, Some(&self.t), |_, t| t.map_or(Ok(()), |t| self.complete_on_cpu(t)))
+    }
+
+    fn complete_on_cpu(&self, t: &Tensor) -> Result<()> {
+        let Self { core, src, call, .. } = self;
         let key = Key::Tagged { group: core.id, tag: call.tag, index: call.seq };
         let Message { header, payload, block } = core.wait(*src, key, call, &[])?;
         if !header.call.same_elements(call) {

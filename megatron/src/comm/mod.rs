@@ -10,6 +10,8 @@
 //! executor               order and overlap of a group's operations
 //! endpoint, inbox        waiting for messages: matching, deadlines, lost ranks
 //! threads, local, tcp    how messages travel (trait Link)
+//! staging                tensors on GPUs, over these
+//! nccl                   tensors on GPUs, by NCCL; beside one of these (feature `nccl`)
 //! rendezvous             how ranks find each other; init() makes a world
 //! ```
 
@@ -23,9 +25,12 @@ mod group;
 mod inbox;
 mod local;
 mod message;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod options;
 mod reduce;
 pub mod rendezvous;
+mod staging;
 mod tcp;
 pub mod threads;
 

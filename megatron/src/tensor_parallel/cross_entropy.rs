@@ -6,6 +6,7 @@
 
 use candle_core::{DType, Tensor};
 use kernels::cross_entropy::{cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
+use kernels::device::to_host;
 use kernels::host::with_slice;
 
 use super::context::Ctx;
@@ -56,9 +57,9 @@ impl VocabParallelCrossEntropy {
             ctx.tp.group().all_reduce(&parts, ReduceOp::Sum)?.wait()?;
         }
         let (sum_exp, target) = (parts.narrow(0, 0, 1)?.flatten_all()?, parts.narrow(0, 1, 1)?.flatten_all()?);
-        let loss = (sum_exp.log()? - target)?.to_dtype(DType::F64)?;
+        let loss = to_host(&(sum_exp.log()? - target)?.to_dtype(DType::F64)?)?;
         with_slice::<f64, _>(&loss, "loss", |loss| {
-            with_slice::<f32, _>(&targets.mask, "loss", |mask| {
+            with_slice::<f32, _>(&to_host(&targets.mask)?, "loss", |mask| {
                 // A masked token counts nothing, whatever its loss: 0 · inf would be NaN.
                 let counted = loss.iter().zip(mask).filter(|(_, m)| **m != 0.0);
                 counted.for_each(|(l, m)| *loss_sum += l * f64::from(*m));

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use clap::{Args, ValueEnum};
+use kernels::device::Choice;
 use kernels::host::with_bytes_mut;
 use megatron::comm::{self, Communicator, Group, ReduceOp, threads};
 use megatron::{Error, Result};
@@ -128,7 +129,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
         (Backend::Local, _) => (comm::Backend::Local, args.ranks),
         (Backend::Tcp, _) => (comm::Backend::Tcp, args.ranks),
     };
-    let distributed = Distributed { backend, timeout: Duration::from_secs(600), rendezvous: None };
+    let distributed = Distributed { device: Choice::Cpu, backend, timeout: Duration::from_secs(600), rendezvous: None };
     let Some(place) = place else {
         return ranks::start(ranks.unwrap_or(2), &distributed, Some(STOP_LIMIT), None);
     };
@@ -138,7 +139,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
             place.world_size
         )));
     }
-    let figures = measure(args, &ranks::connect(&place, &distributed)?)?;
+    let figures = measure(args, &ranks::connect(&place, &distributed, &Device::Cpu)?)?;
     if place.rank == 0 {
         report(args, &figures);
     }

@@ -14,6 +14,8 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
+pub use machine::ceilings;
+
 use crate::error::Result;
 
 /// How long ranks may take to stop when they are asked to: a benchmark has nothing to save.
@@ -57,7 +59,7 @@ fn positive(text: &str) -> std::result::Result<usize, String> {
 }
 
 /// One line about the machine that a table's figures are of.
-fn machine_line() -> String {
+pub fn machine_line() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info
         .lines()

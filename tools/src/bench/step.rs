@@ -69,6 +69,7 @@ pub fn run(args: &StepArgs, origins: BTreeMap<String, String>) -> Result<u8> {
         None if world_size == 1 => rank(args, resolved, &RankInfo::alone()),
         None => {
             ranks::check_number(&resolved.run.parallel)?;
+            ranks::check_device(resolved.distributed.device)?;
             ranks::start(world_size, &resolved.distributed, Some(STOP_LIMIT), None)
         }
     }
@@ -96,8 +97,9 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let threads = ranks::use_threads(args.threads, place)?;
     let Resolved { mut run, vocab_size, distributed, .. } = resolved;
     run.model.vocab_size = vocab_size.unwrap_or(args.preset.shape().vocab);
-    let world = ranks::connect(place, &distributed)?;
-    let measured = measure(&run, world)?;
+    let device = ranks::device(place, distributed.device)?;
+    let world = ranks::connect(place, &distributed, &device)?;
+    let measured = measure(&run, world, &device)?;
     if place.rank == 0 {
         report(args.preset, &run, threads, &measured);
     }
@@ -112,8 +114,7 @@ struct Measured {
     loss: f64,
 }
 
-fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
-    let device = Device::Cpu;
+fn measure(run: &RunConfig, world: Group, device: &Device) -> megatron::Result<Measured> {
     let p = &run.parallel;
     let model = Gpt::new(
         &run.model,
@@ -121,7 +122,7 @@ fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
         p.sequence_parallel,
         run.training.recompute,
         run.training.precision.dtype(),
-        &device,
+        device,
     )?;
     let tokens = RandomTokens { vocab: run.model.vocab_size as u32, seq_length: run.model.seq_length };
     let sources = Sources {
@@ -131,7 +132,7 @@ fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
         document_ends: None,
         fingerprint: "random".to_string(),
     };
-    let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, &device)?;
+    let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, device)?;
     let mut seconds = Vec::new();
     let mut loss = f64::NAN;
     for step in 0..run.training.train_iters as usize {
@@ -141,7 +142,7 @@ fn measure(run: &RunConfig, world: Group) -> megatron::Result<Measured> {
             seconds.push(metrics.elapsed_ms / 1e3);
         }
     }
-    let memory = Tensor::new(&[peak_memory() as f64], &device)?;
+    let memory = Tensor::new(&[peak_memory() as f64], &Device::Cpu)?;
     world.all_reduce(&memory, ReduceOp::Max)?.wait()?;
     Ok(Measured { steps: Timing::new(seconds), peak_memory: memory.to_vec1::<f64>()?[0], loss })
 }

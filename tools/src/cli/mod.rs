@@ -19,6 +19,7 @@ pub use layout::resolve_layout;
 pub use resolve::{Distributed, Resolved, default_cache, resolve};
 
 use crate::bench::{Bench, BenchArgs};
+use crate::doctor::DoctorArgs;
 use crate::error::{Error, Result};
 use crate::inference::evaluate::EvalArgs;
 use crate::inference::generate::GenerateArgs;
@@ -49,6 +50,7 @@ pub enum Command {
     Import(ImportArgs),
     Export(ExportArgs),
     Bench(BenchArgs),
+    Doctor(DoctorArgs),
 }
 
 /// Pretrain a model on text
@@ -120,6 +122,7 @@ pub enum Request {
     Inspect(InspectArgs),
     /// With the origins of what was typed.
     Bench(Bench, BTreeMap<String, String>),
+    Doctor(DoctorArgs),
 }
 
 /// The settings of `pretrain`, merged, with the origin of each that is not a default.
@@ -171,6 +174,7 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
             let origins = typed.map_or_else(BTreeMap::new, |typed| origins_of(typed, &flags::layout_args()));
             Ok(Request::Reshard(args, origins))
         }
+        (Command::Doctor(args), _) => Ok(Request::Doctor(args)),
         (Command::Inspect(args), _) => Ok(Request::Inspect(args)),
         (Command::Generate(args), _) => Ok(Request::Generate(args)),
         (Command::Eval(args), _) => Ok(Request::Eval(args)),

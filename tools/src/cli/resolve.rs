@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kernels::device::Choice;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling, ModelConfig,
@@ -30,6 +31,7 @@ pub struct Resolved {
 /// How ranks meet and talk.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Distributed {
+    pub device: Choice,
     pub backend: Backend,
     pub timeout: Duration,
     pub rendezvous: Option<String>,
@@ -570,7 +572,7 @@ impl Resolver<'_> {
             Rendezvous::from_url(0, url)
                 .map_err(|_| Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR")))?;
         }
-        Ok(Distributed { backend: p.distributed_backend, timeout, rendezvous: p.rdzv.clone() })
+        Ok(Distributed { device: p.device, backend: p.distributed_backend, timeout, rendezvous: p.rdzv.clone() })
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use candle_core::Device;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use megatron::comm::Group;
@@ -86,7 +85,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     let lead = world.rank() == 0;
     let inference = load(found, world)?;
     let samples = source.num_samples();
-    let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, Device::Cpu);
+    let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, found.device.clone());
     let bar = if lead { ProgressBar::new(samples) } else { ProgressBar::hidden() };
     bar.set_style(
         ProgressStyle::with_template("{wide_bar:.cyan/blue} {pos}/{len} samples, {eta} left")

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device};
 use clap::Args;
+use kernels::device::Choice;
 use megatron::checkpoint;
 use megatron::comm::{Backend, CommOptions, Group, RankInfo};
 use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, Recompute, ScheduleKind};
@@ -41,6 +42,9 @@ pub struct LoadArgs {
     /// Compute in fp16 rather than fp32: half the memory
     #[arg(long)]
     pub fp16: bool,
+    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on its machine (`cuda`), or this one
+    #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
+    pub device: Choice,
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
@@ -60,6 +64,7 @@ struct Found {
     model: ModelConfig,
     parallel: ParallelConfig,
     dtype: DType,
+    device: Device,
 }
 
 impl LoadArgs {
@@ -105,7 +110,7 @@ impl LoadArgs {
             (_, true) => DType::F16,
             _ => DType::F32,
         };
-        Ok(Found { path, weights, model, parallel, dtype })
+        Ok(Found { path, weights, model, parallel, dtype, device: Device::Cpu })
     }
 
     /// The tokenizer asked for, or the one that the model was trained with.
@@ -128,9 +133,10 @@ impl LoadArgs {
 
 /// Runs `body` on every rank of the layout: starts them, or joins as one of them.
 fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Result<()>) -> Result<u8> {
-    let found = args.find(dp)?;
+    let mut found = args.find(dp)?;
     let world_size = found.parallel.world_size();
-    let distributed = Distributed { backend: Backend::Auto, timeout: CommOptions::default().timeout, rendezvous: None };
+    let timeout = CommOptions::default().timeout;
+    let distributed = Distributed { device: args.device, backend: Backend::Auto, timeout, rendezvous: None };
     let place = match ranks::place()? {
         Some(place) if place.world_size == world_size => place,
         Some(place) => {
@@ -140,10 +146,14 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
             )));
         }
         None if world_size == 1 => RankInfo::alone(),
-        None => return ranks::start(world_size, &distributed, Some(Duration::from_secs(5)), None),
+        None => {
+            ranks::check_device(args.device)?;
+            return ranks::start(world_size, &distributed, Some(Duration::from_secs(5)), None);
+        }
     };
     ranks::use_threads(args.threads.map(|n| n as usize), &place)?;
-    let world = ranks::connect(&place, &distributed)?;
+    found.device = ranks::device(&place, args.device)?;
+    let world = ranks::connect(&place, &distributed, &found.device)?;
     let outcome = body(found, world.clone());
     if let Err(error) = &outcome {
         world.abort(&error.to_string());
@@ -153,7 +163,7 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
 
 /// Loads this rank's share of the weights.
 fn load(found: &Found, world: Group) -> Result<Inference> {
-    let (dtype, device) = (found.dtype, Device::Cpu);
+    let (dtype, device) = (found.dtype, found.device.clone());
     let tp = found.parallel.tensor_model_parallel_size;
     let model = Gpt::new(&found.model, tp, false, Recompute::None, dtype, &device)?;
     let inference = Inference::new(&found.model, &model, &found.parallel, world, dtype, &device)?;

@@ -56,6 +56,8 @@ pub struct Plan {
     pub stop_limit: Option<Duration>,
     /// What to do after a rank died.
     pub advice: Option<String>,
+    /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on another host.
+    pub shares_gpus: bool,
 }
 
 impl Plan {
@@ -81,6 +83,9 @@ impl Plan {
         ];
         command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
         command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, "1");
+        if self.shares_gpus {
+            command.env("NCCL_HOSTID", format!("rank-{}", self.rank(index)));
+        }
         if self.serves_store {
             command.env(STORE_SERVED, "1");
         }

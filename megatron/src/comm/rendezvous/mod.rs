@@ -88,6 +88,8 @@ pub enum Backend {
     Local,
     /// TCP connections between every pair of ranks.
     Tcp,
+    /// As `Auto` for what is on the CPU; for tensors on GPUs NCCL is put beside it (`comm::nccl::world`).
+    Nccl,
 }
 
 /// The number in a store's value; 0 if there is none.
@@ -169,7 +171,7 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
                 info.rank, info.host, member.host
             )));
         }
-        (Backend::Tcp, _, Some(listener)) | (Backend::Auto, Some(_), Some(listener)) => {
+        (Backend::Tcp, _, Some(listener)) | (Backend::Auto | Backend::Nccl, Some(_), Some(listener)) => {
             Box::new(TcpLink::connect(info.rank, &members, nonce, listener, inbox.clone(), deadline, &options)?)
         }
         _ => Box::new(LocalLink::new(Arc::new(share(&*store, info, nonce, deadline)?), options.timeout)),

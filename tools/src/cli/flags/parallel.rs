@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args};
+use kernels::device::Choice;
 use megatron::comm::Backend;
 use megatron::config::{PartitionMethod, ScheduleKind};
 
@@ -14,7 +15,10 @@ use super::choice;
 pub struct ParallelFlags {
     #[command(flatten)]
     pub layout: LayoutFlags,
-    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine
+    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on its machine (`cuda`), or this one
+    #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
+    pub device: Choice,
+    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine, and NCCL for GPUs
     #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
     pub distributed_backend: Backend,
     /// A rank that waits longer than this for its peers ends the run
@@ -87,9 +91,10 @@ impl FromStr for Partition {
 }
 
 fn backends() -> impl TypedValueParser<Value = Backend> {
-    PossibleValuesParser::new(["auto", "local", "tcp"]).map(|name| match name.as_str() {
+    PossibleValuesParser::new(["auto", "local", "tcp", "nccl"]).map(|name| match name.as_str() {
         "local" => Backend::Local,
         "tcp" => Backend::Tcp,
+        "nccl" => Backend::Nccl,
         _ => Backend::Auto,
     })
 }

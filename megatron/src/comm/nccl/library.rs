@@ -1,0 +1,315 @@
+//! NCCL's communicators, in non-blocking mode: a call returns at once, and whether it went well is asked for.
+//!
+//! Library and driver are called through `cudarc`'s lowest level: its safe one has neither splits nor aborts nor asynchronous errors.
+
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use candle_core::DType;
+use cudarc::driver::{CudaContext, CudaStream};
+use cudarc::nccl::sys;
+use kernels::gpu::DevicePointer;
+
+use crate::comm::ReduceOp;
+use crate::comm::inbox::lock;
+use crate::{Error, Result};
+
+/// What ranks that form a communicator must agree on.
+pub const ID_BYTES: usize = 128;
+
+/// `ncclConfig_t` as it was in NCCL 2.18, which every later version takes.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl Config {
+    fn non_blocking() -> Self {
+        const UNDEFINED: c_int = c_int::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: 21_801,
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+}
+
+fn text(result: sys::ncclResult_t) -> String {
+    // SAFETY: NCCL returns a static string for every result.
+    let text = unsafe { CStr::from_ptr(sys::ncclGetErrorString(result)) };
+    text.to_string_lossy().into_owned()
+}
+
+/// NCCL's version, e.g. 22703 for 2.27.3.
+///
+/// # Errors
+/// If there is no NCCL on this machine.
+pub fn version() -> Result<i32> {
+    if !kernels::gpu::missing_libraries(&["nccl"]).is_empty() {
+        return Err(Error::comm("NCCL (libnccl.so.2) not found; set LD_LIBRARY_PATH to where it is"));
+    }
+    let mut version = 0;
+    // SAFETY: one result.
+    match unsafe { sys::ncclGetVersion(&mut version) } {
+        sys::ncclResult_t::ncclSuccess => Ok(version),
+        result => Err(Error::comm(format!("NCCL: {}", text(result)))),
+    }
+}
+
+/// A fresh identity for a communicator.
+///
+/// # Errors
+/// What NCCL says.
+pub fn unique_id() -> Result<[u8; ID_BYTES]> {
+    let mut id = sys::ncclUniqueId { internal: [0; ID_BYTES] };
+    // SAFETY: one result.
+    match unsafe { sys::ncclGetUniqueId(&mut id) } {
+        sys::ncclResult_t::ncclSuccess => Ok(id.internal.map(|c| c as u8)),
+        result => Err(Error::comm(format!("NCCL cannot make an identity: {}", text(result)))),
+    }
+}
+
+/// A rank's communicator; none once it was aborted.
+pub struct Comm {
+    raw: Mutex<Option<sys::ncclComm_t>>,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: a communicator belongs to no thread; calls are made one at a time, under the lock.
+unsafe impl Send for Comm {}
+// SAFETY: as above.
+unsafe impl Sync for Comm {}
+
+impl Comm {
+    /// Begins to join the communicator `id` as one of `size` ranks; ready once [`Comm::is_ready`] says so.
+    ///
+    /// # Errors
+    /// What NCCL says at once.
+    pub fn join(context: &Arc<CudaContext>, id: &[u8; ID_BYTES], size: usize, rank: usize) -> Result<Self> {
+        bind(context)?;
+        let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
+        let mut config = Config::non_blocking();
+        let mut comm = std::ptr::null_mut();
+        // SAFETY: the configuration is laid out as NCCL's of the version that it names, and is copied by the call.
+        let result = unsafe {
+            let config = std::ptr::from_mut(&mut config).cast();
+            sys::ncclCommInitRankConfig(&mut comm, size as c_int, id, rank as c_int, config)
+        };
+        accepted(result, comm)?;
+        Ok(Self { raw: Mutex::new(Some(comm)), context: context.clone() })
+    }
+
+    /// Begins to split it, as all its ranks must; none for a rank without a color.
+    ///
+    /// # Errors
+    /// What NCCL says at once.
+    pub fn split(&self, color: Option<usize>, key: usize) -> Result<Option<Self>> {
+        let mut config = Config::non_blocking();
+        // NCCL's own thread writes it before the parent is ready, or never: so it stays if that does not come to pass.
+        let comm = Box::leak(Box::new(std::ptr::null_mut()));
+        let place: *mut sys::ncclComm_t = comm;
+        let color_or_none = color.map_or(-1, |color| color as c_int); // NCCL_SPLIT_NOCOLOR
+        self.call(|raw| {
+            // SAFETY: a live communicator; the configuration as above; the result has a place that stays.
+            unsafe {
+                let config = std::ptr::from_mut(&mut config).cast();
+                sys::ncclCommSplit(raw, color_or_none, key as c_int, place, config)
+            }
+        })?;
+        // The new handle is known once the parent is ready.
+        while !self.is_ready()? {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        // SAFETY: leaked above; NCCL is done with it.
+        let comm = *unsafe { Box::from_raw(place) };
+        if color.is_none() || comm.is_null() {
+            return Ok(None);
+        }
+        Ok(Some(Self { raw: Mutex::new(Some(comm)), context: self.context.clone() }))
+    }
+
+    /// Whether everything that was asked for is done or queued.
+    ///
+    /// # Errors
+    /// If NCCL found an error since, its own or a peer's.
+    pub fn is_ready(&self) -> Result<bool> {
+        let raw = lock(&self.raw);
+        let comm = raw.ok_or_else(aborted)?;
+        let mut state = sys::ncclResult_t::ncclSuccess;
+        // SAFETY: a live communicator; one result.
+        let result = unsafe { sys::ncclCommGetAsyncError(comm, &mut state) };
+        for result in [result, state] {
+            match result {
+                sys::ncclResult_t::ncclSuccess => {}
+                sys::ncclResult_t::ncclInProgress => return Ok(false),
+                result => return Err(explained(result, comm)),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Makes one call, which NCCL finishes by itself if it says that it is in progress.
+    fn call(&self, f: impl FnOnce(sys::ncclComm_t) -> sys::ncclResult_t) -> Result<()> {
+        let raw = lock(&self.raw);
+        let comm = raw.ok_or_else(aborted)?;
+        bind(&self.context)?;
+        accepted(f(comm), comm)
+    }
+
+    /// Queues all of `operations` as one: none waits for another.
+    ///
+    /// # Errors
+    /// What NCCL says at once.
+    pub fn queue(&self, stream: &CudaStream, operations: &[Operation]) -> Result<()> {
+        self.call(|comm| {
+            // SAFETY: a live communicator and stream. The addresses are of tensors that whoever queues keeps until the stream is through.
+            unsafe {
+                let begun = sys::ncclGroupStart();
+                if begun != sys::ncclResult_t::ncclSuccess {
+                    return begun;
+                }
+                let mut first_error = None;
+                for operation in operations {
+                    match operation.queue(comm, stream) {
+                        sys::ncclResult_t::ncclSuccess | sys::ncclResult_t::ncclInProgress => {}
+                        result => _ = first_error.get_or_insert(result),
+                    }
+                }
+                let ended = sys::ncclGroupEnd();
+                first_error.unwrap_or(ended)
+            }
+        })
+    }
+
+    /// Ends what is in flight, here at once and on peers soon. No call succeeds after it.
+    pub fn abort(&self) {
+        if let Some(comm) = lock(&self.raw).take() {
+            let _ = bind(&self.context);
+            // SAFETY: a live communicator, which nobody else finds any more.
+            let _ = unsafe { sys::ncclCommAbort(comm) };
+        }
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        if let Some(comm) = lock(&self.raw).take() {
+            let _ = bind(&self.context);
+            // SAFETY: as above. Whoever drops a communicator has waited for its stream.
+            let _ = unsafe { sys::ncclCommDestroy(comm) };
+        }
+    }
+}
+
+fn aborted() -> Error {
+    Error::comm("NCCL's communicator was aborted after an earlier failure")
+}
+
+fn bind(context: &CudaContext) -> Result<()> {
+    context.bind_to_thread().map_err(|e| Error::comm(format!("CUDA: {e}")))
+}
+
+fn accepted(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
+    match result {
+        sys::ncclResult_t::ncclSuccess | sys::ncclResult_t::ncclInProgress => Ok(()),
+        result => Err(explained(result, comm)),
+    }
+}
+
+fn explained(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Error {
+    // SAFETY: takes any communicator, null too; the text is copied before the next call.
+    let detail = unsafe {
+        let last = sys::ncclGetLastError(comm);
+        if last.is_null() { String::new() } else { CStr::from_ptr(last).to_string_lossy().trim().to_string() }
+    };
+    let detail = if detail.is_empty() { detail } else { format!(" ({detail})") };
+    Error::comm(format!("NCCL: {}{detail}", text(result)))
+}
+
+/// Something to queue. Counts are of elements.
+#[derive(Clone, Copy)]
+pub enum Operation {
+    AllReduce { at: DevicePointer, count: usize, dtype: DType, op: ReduceOp },
+    AllGather { from: DevicePointer, to: DevicePointer, count: usize, dtype: DType },
+    ReduceScatter { from: DevicePointer, to: DevicePointer, count: usize, dtype: DType, op: ReduceOp },
+    Broadcast { at: DevicePointer, count: usize, dtype: DType, root: usize },
+    Reduce { at: DevicePointer, count: usize, dtype: DType, op: ReduceOp, root: usize },
+    Send { from: DevicePointer, count: usize, dtype: DType, peer: usize },
+    Recv { to: DevicePointer, count: usize, dtype: DType, peer: usize },
+}
+
+fn data_type(dtype: DType) -> sys::ncclDataType_t {
+    use sys::ncclDataType_t as T;
+    match dtype {
+        DType::BF16 => T::ncclBfloat16,
+        DType::F16 => T::ncclFloat16,
+        DType::F32 => T::ncclFloat32,
+        DType::F64 => T::ncclFloat64,
+        DType::I64 => T::ncclInt64,
+        DType::U32 => T::ncclUint32,
+        // What groups send was checked before: this is u8.
+        _ => T::ncclUint8,
+    }
+}
+
+fn reduction(op: ReduceOp) -> sys::ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => sys::ncclRedOp_t::ncclSum,
+        ReduceOp::Max => sys::ncclRedOp_t::ncclMax,
+        ReduceOp::Min => sys::ncclRedOp_t::ncclMin,
+    }
+}
+
+impl Operation {
+    /// # Safety
+    /// The communicator and stream live; the addresses hold as many elements until the stream is through.
+    unsafe fn queue(self, comm: sys::ncclComm_t, stream: &CudaStream) -> sys::ncclResult_t {
+        let stream = stream.cu_stream().cast();
+        let read = |at: DevicePointer| at.address() as *const c_void;
+        let write = |at: DevicePointer| at.address() as *mut c_void;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Self::AllReduce { at, count, dtype, op } => {
+                    sys::ncclAllReduce(read(at), write(at), count, data_type(dtype), reduction(op), comm, stream)
+                }
+                Self::AllGather { from, to, count, dtype } => {
+                    sys::ncclAllGather(read(from), write(to), count, data_type(dtype), comm, stream)
+                }
+                Self::ReduceScatter { from, to, count, dtype, op } => {
+                    sys::ncclReduceScatter(read(from), write(to), count, data_type(dtype), reduction(op), comm, stream)
+                }
+                Self::Broadcast { at, count, dtype, root } => {
+                    sys::ncclBroadcast(read(at), write(at), count, data_type(dtype), root as c_int, comm, stream)
+                }
+                Self::Reduce { at, count, dtype, op, root } => {
+                    let (root, op) = (root as c_int, reduction(op));
+                    sys::ncclReduce(read(at), write(at), count, data_type(dtype), op, root, comm, stream)
+                }
+                Self::Send { from, count, dtype, peer } => {
+                    sys::ncclSend(read(from), count, data_type(dtype), peer as c_int, comm, stream)
+                }
+                Self::Recv { to, count, dtype, peer } => {
+                    sys::ncclRecv(write(to), count, data_type(dtype), peer as c_int, comm, stream)
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,530 @@
+//! Groups whose tensors on GPUs go by NCCL, beside a group of the CPU for everything else.
+//!
+//! An operation on a GPU's tensor is queued on the group's own stream, behind an event of the tensor's stream, and waiting for it makes the
+//! tensor's stream wait for an event of the group's: the host never waits. Ranges of flat buffers are used where they lie.
+//!
+//! The CPU's group carries what is small and on the host (counts, verdicts, f64 sums), NCCL's identities, and the news that a rank is lost.
+//! A [`watchdog`] polls NCCL's errors and the age of what is queued; what it finds becomes the CPU's verdict, which every rank reports, and the
+//! other way round: a verdict of the CPU's aborts NCCL's communicators, so that no kernel waits for a rank that is gone.
+//!
+//! NCCL sums in an order of its own, the same in every run of a layout, and rounds 16-bit sums at every step.
+
+mod lane;
+mod library;
+mod watchdog;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtr, DriverError};
+use kernels::gpu::{DevicePointer, Gpu};
+use kernels::trace::{Kind, span};
+
+pub use library::version;
+
+use self::lane::Lane;
+use self::library::{Comm, ID_BYTES, Operation};
+use self::watchdog::Watchdog;
+use super::communicator::{Communicator, Group, Pending, ReduceOp, Work};
+use super::inbox::lock;
+use super::message::is_sendable;
+use crate::{Error, Result};
+
+/// What NCCL's part of a group needs while operations are in flight.
+struct Core {
+    /// The same ranks on the CPU.
+    host: Group,
+    comm: Comm,
+    /// Operations run on it one after the other.
+    stream: Arc<CudaStream>,
+    in_flight: Mutex<Vec<InFlight>>,
+    /// Why the group cannot be used any more.
+    broken: Mutex<Option<String>>,
+    watchdog: Arc<Watchdog>,
+}
+
+/// An operation whose event the device has not reached.
+struct InFlight {
+    what: &'static str,
+    since: Instant,
+    done: Arc<CudaEvent>,
+    /// Kept, since their memory goes back in the order of another stream.
+    _tensors: Vec<Tensor>,
+}
+
+fn driver(e: DriverError) -> Error {
+    Error::comm(format!("CUDA: {e}"))
+}
+
+impl Core {
+    fn new(host: Group, comm: Comm, context: &Arc<CudaContext>, watchdog: &Arc<Watchdog>) -> Result<Arc<Self>> {
+        let core = Arc::new(Self {
+            host,
+            comm,
+            stream: context.new_stream().map_err(driver)?,
+            in_flight: Mutex::default(),
+            broken: Mutex::default(),
+            watchdog: watchdog.clone(),
+        });
+        watchdog.watch(&core);
+        Ok(core)
+    }
+
+    /// A group whose ranks are connected: a first operation, by all at this point, leaves nothing for which a later one would have to wait
+    /// while its peers are at another group's.
+    fn connected(host: Group, comm: Comm, context: &Arc<CudaContext>, watchdog: &Arc<Watchdog>) -> Result<Arc<Self>> {
+        let core = Self::new(host, comm, context, watchdog)?;
+        let zero = core.stream.alloc_zeros::<f32>(1).map_err(driver)?;
+        let at = DevicePointer::new(zero.device_ptr(&core.stream).0);
+        let operation = Operation::AllReduce { at, count: 1, dtype: DType::F32, op: ReduceOp::Sum };
+        core.comm.queue(&core.stream, &[operation])?;
+        core.settle()?;
+        core.stream.synchronize().map_err(driver)?;
+        Ok(core)
+    }
+
+    fn label(&self) -> String {
+        let ranks: Vec<String> = self.host.ranks().iter().map(usize::to_string).collect();
+        format!("group {} (ranks {})", self.host.name(), ranks.join(","))
+    }
+
+    /// # Errors
+    /// If the run is over, or the group failed.
+    fn check(&self) -> Result<()> {
+        self.host.health()?;
+        match &*lock(&self.broken) {
+            Some(why) => Err(Error::comm(format!("{} cannot be used after a failure: {why}", self.label()))),
+            None => Ok(()),
+        }
+    }
+
+    /// Queues `operations`, which use `tensors`, behind what is queued on `compute`.
+    fn queue(
+        self: &Arc<Self>,
+        what: &'static str,
+        compute: &Arc<CudaStream>,
+        tensors: Vec<Tensor>,
+        operations: &[Operation],
+    ) -> Result<Work> {
+        self.check()?;
+        let before = compute.record_event(None).map_err(driver)?;
+        let done = self.queue_behind(what, &before, tensors, operations)?;
+        Ok(Work::pending(Queued { core: self.clone(), compute: compute.clone(), done, what }))
+    }
+
+    /// As [`Core::queue`], behind an event.
+    fn queue_behind(
+        &self,
+        what: &'static str,
+        before: &CudaEvent,
+        tensors: Vec<Tensor>,
+        operations: &[Operation],
+    ) -> Result<Arc<CudaEvent>> {
+        self.stream.wait(before).map_err(driver)?;
+        let said = |e: Error| Error::comm(format!("{what} on {}: {e}", self.label()));
+        self.comm.queue(&self.stream, operations).map_err(said)?;
+        self.settle().map_err(said)?;
+        let done = Arc::new(self.stream.record_event(None).map_err(driver)?);
+        let mut in_flight = lock(&self.in_flight);
+        in_flight.retain(|earlier| !earlier.done.is_complete());
+        in_flight.push(InFlight { what, since: Instant::now(), done: done.clone(), _tensors: tensors });
+        Ok(done)
+    }
+
+    /// Waits until NCCL has queued what it took: the first operations of a group connect its ranks.
+    fn settle(&self) -> Result<()> {
+        let start = Instant::now();
+        while !self.comm.is_ready()? {
+            if start.elapsed() < Duration::from_millis(1) {
+                std::thread::yield_now();
+                continue;
+            }
+            std::thread::sleep(Duration::from_micros(200));
+            self.check()?;
+        }
+        Ok(())
+    }
+
+    /// Makes the group useless for `why`, and lets go of what hangs in it.
+    fn fail(&self, why: &str) {
+        lock(&self.broken).get_or_insert_with(|| why.to_string());
+        self.comm.abort();
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        // Only what was aborted may still be queued otherwise.
+        if lock(&self.broken).is_none() {
+            let _ = self.stream.synchronize();
+        }
+    }
+}
+
+/// An operation that is queued.
+struct Queued {
+    core: Arc<Core>,
+    compute: Arc<CudaStream>,
+    done: Arc<CudaEvent>,
+    what: &'static str,
+}
+
+impl Pending for Queued {
+    fn wait(self: Box<Self>) -> Result<()> {
+        let _span = span(self.what, Kind::Communication);
+        self.core.check()?;
+        self.compute.wait(&self.done).map_err(driver)
+    }
+
+    fn detach(self: Box<Self>) {
+        // The tensors may be used again without a word.
+        let _ = self.compute.wait(&self.done);
+    }
+}
+
+/// A rank's membership in a group over NCCL and the CPU's transport.
+pub struct NcclGroup {
+    host: Group,
+    /// None in a group of one rank.
+    core: Option<Arc<Core>>,
+    context: Arc<CudaContext>,
+    lanes: Mutex<HashMap<(lane::Direction, usize, u32), Arc<Lane>>>,
+}
+
+/// Waits until `comm` is joined by all.
+fn joined(comm: &Comm, host: &Group, timeout: Duration) -> Result<()> {
+    let start = Instant::now();
+    while !comm.is_ready()? {
+        host.health()?;
+        if start.elapsed() > timeout {
+            comm.abort();
+            return Err(Error::comm(format!("NCCL did not connect group {} within {timeout:?}", host.name())));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// A communicator of all ranks of `host`, whose first rank makes the identity.
+fn join(host: &Group, context: &Arc<CudaContext>, timeout: Duration) -> Result<Comm> {
+    let mine = if host.rank() == 0 { library::unique_id().map(Vec::from) } else { Ok(Vec::new()) };
+    // One that has none says so by sending nothing, so that nobody waits for it.
+    let ids = host.all_gather_bytes(mine.as_deref().unwrap_or_default())?;
+    mine?;
+    let id: [u8; ID_BYTES] = ids[0]
+        .as_slice()
+        .try_into()
+        .map_err(|_| Error::comm(format!("NCCL could not be started by rank {}", host.ranks()[0])))?;
+    let comm = Comm::join(context, &id, host.size(), host.rank())?;
+    joined(&comm, host, timeout)?;
+    Ok(comm)
+}
+
+/// The world of `host` with NCCL for tensors on `device`.
+///
+/// # Errors
+/// If a rank has no NCCL, or they cannot be connected; every rank gets an error then.
+pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
+    let cuda = device.as_cuda_device()?;
+    let context = cuda.cuda_stream().context().clone();
+    let ready = version().map(|_| ()).map_err(|e| e.to_string());
+    for (rank, said) in host.all_gather_bytes(ready.err().unwrap_or_default().as_bytes())?.iter().enumerate() {
+        if !said.is_empty() {
+            return Err(Error::comm(format!("rank {rank}: {}", String::from_utf8_lossy(said))));
+        }
+    }
+    let core = if host.size() > 1 {
+        let watchdog = Watchdog::start(host.clone(), timeout)?;
+        let comm = join(&host, &context, timeout)?;
+        Some(Core::connected(host.clone(), comm, &context, &watchdog)?)
+    } else {
+        None
+    };
+    Ok(Arc::new(NcclGroup { host, core, context, lanes: Mutex::default() }))
+}
+
+/// A tensor that NCCL may use: its address, and the stream that it is computed on.
+struct Used {
+    at: DevicePointer,
+    compute: Arc<CudaStream>,
+}
+
+impl NcclGroup {
+    fn used(&self, t: &Tensor, what: &'static str) -> Result<Used> {
+        if !is_sendable(t.dtype()) {
+            let group = self.host.name();
+            return Err(Error::comm(format!("{what} on group {group}: dtype {} cannot be sent", t.dtype().as_str())));
+        }
+        let gpu = Gpu::of(t, what)?;
+        let at = gpu.inplace(t, t.dtype(), what, "tensor")?;
+        Ok(Used { at, compute: gpu.stream().clone() })
+    }
+
+    /// Whether an operation on these is NCCL's. Tensors of both kinds are an error.
+    fn on_gpu(&self, what: &str, tensors: &[&Tensor]) -> Result<bool> {
+        let on_gpu = tensors.iter().filter(|t| t.device().is_cuda()).count();
+        if on_gpu != 0 && on_gpu != tensors.len() {
+            let group = self.host.name();
+            return Err(Error::comm(format!("{what} on group {group}: one tensor is on a GPU, one on the CPU")));
+        }
+        Ok(on_gpu > 0)
+    }
+
+    fn check_parts(&self, what: &str, small: &Tensor, large: &Tensor) -> Result<()> {
+        let size = self.host.size();
+        if small.dtype() == large.dtype() && small.elem_count() * size == large.elem_count() {
+            return Ok(());
+        }
+        Err(Error::comm(format!(
+            "{what} on group {}: {}×{} is not {size} parts of {}×{}",
+            self.host.name(),
+            large.dtype().as_str(),
+            large.elem_count(),
+            small.dtype().as_str(),
+            small.elem_count(),
+        )))
+    }
+
+    fn check_rank(&self, what: &str, rank: usize) -> Result<()> {
+        if rank < self.host.size() {
+            return Ok(());
+        }
+        Err(Error::comm(format!("{what} on group {}: there is no rank {rank} in the group", self.host.name())))
+    }
+
+    /// A collective in place.
+    fn in_place(
+        &self,
+        what: &'static str,
+        t: &Tensor,
+        operation: impl FnOnce(DevicePointer, usize) -> Operation,
+    ) -> Result<Work> {
+        let used = self.used(t, what)?;
+        let Some(core) = &self.core else { return Ok(Work::done()) };
+        core.queue(what, &used.compute, vec![t.clone()], &[operation(used.at, t.elem_count())])
+    }
+
+    /// A collective from one tensor into another.
+    fn between(
+        &self,
+        what: &'static str,
+        input: &Tensor,
+        output: &Tensor,
+        operations: impl FnOnce(DevicePointer, DevicePointer) -> Vec<Operation>,
+    ) -> Result<Work> {
+        let (from, to) = (self.used(input, what)?, self.used(output, what)?);
+        let Some(core) = &self.core else {
+            if from.at != to.at {
+                kernels::reduce::copy(output, input)?;
+            }
+            return Ok(Work::done());
+        };
+        core.queue(what, &from.compute, vec![input.clone(), output.clone()], &operations(from.at, to.at))
+    }
+
+    fn lane(&self, direction: lane::Direction, peer: usize, tag: u32) -> Result<Option<Arc<Lane>>> {
+        let Some(core) = &self.core else { return Ok(None) };
+        let mut lanes = lock(&self.lanes);
+        if let Some(lane) = lanes.get(&(direction, peer, tag)) {
+            return Ok(Some(lane.clone()));
+        }
+        let lane = Arc::new(Lane::start(core, &self.context, direction, peer, tag)?);
+        lanes.insert((direction, peer, tag), lane.clone());
+        Ok(Some(lane))
+    }
+}
+
+impl Communicator for NcclGroup {
+    fn rank(&self) -> usize {
+        self.host.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.host.size()
+    }
+
+    fn name(&self) -> &str {
+        self.host.name()
+    }
+
+    fn ranks(&self) -> &[usize] {
+        self.host.ranks()
+    }
+
+    fn all_reduce(&self, t: &Tensor, op: ReduceOp) -> Result<Work> {
+        if !self.on_gpu("all_reduce", &[t])? {
+            return self.host.all_reduce(t, op);
+        }
+        let dtype = t.dtype();
+        self.in_place("all_reduce", t, |at, count| Operation::AllReduce { at, count, dtype, op })
+    }
+
+    fn all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Work> {
+        if !self.on_gpu("all_gather", &[input, output])? {
+            return self.host.all_gather(input, output);
+        }
+        self.check_parts("all_gather", input, output)?;
+        let (count, dtype) = (input.elem_count(), input.dtype());
+        self.between("all_gather", input, output, |from, to| vec![Operation::AllGather { from, to, count, dtype }])
+    }
+
+    fn reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Work> {
+        if !self.on_gpu("reduce_scatter", &[input, output])? {
+            return self.host.reduce_scatter(input, output, op);
+        }
+        self.check_parts("reduce_scatter", output, input)?;
+        let (count, dtype) = (output.elem_count(), output.dtype());
+        self.between("reduce_scatter", input, output, |from, to| {
+            vec![Operation::ReduceScatter { from, to, count, dtype, op }]
+        })
+    }
+
+    fn broadcast(&self, t: &Tensor, root: usize) -> Result<Work> {
+        if !self.on_gpu("broadcast", &[t])? {
+            return self.host.broadcast(t, root);
+        }
+        self.check_rank("broadcast", root)?;
+        let dtype = t.dtype();
+        self.in_place("broadcast", t, |at, count| Operation::Broadcast { at, count, dtype, root })
+    }
+
+    fn reduce(&self, t: &Tensor, root: usize, op: ReduceOp) -> Result<Work> {
+        if !self.on_gpu("reduce", &[t])? {
+            return self.host.reduce(t, root, op);
+        }
+        self.check_rank("reduce", root)?;
+        let dtype = t.dtype();
+        self.in_place("reduce", t, |at, count| Operation::Reduce { at, count, dtype, op, root })
+    }
+
+    fn gather(&self, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<Work> {
+        let tensors: Vec<&Tensor> = std::iter::once(input).chain(output).collect();
+        if !self.on_gpu("gather", &tensors)? {
+            return self.host.gather(input, output, root);
+        }
+        self.check_rank("gather", root)?;
+        let (count, dtype) = (input.elem_count(), input.dtype());
+        let send = |from| Operation::Send { from, count, dtype, peer: root };
+        match (output, root == self.rank()) {
+            (None, false) => self.in_place("gather", input, |from, _| send(from)),
+            (Some(output), true) => {
+                self.check_parts("gather", input, output)?;
+                let bytes = count * dtype.size_in_bytes();
+                self.between("gather", input, output, |from, to| {
+                    let parts = (0..self.size()).map(|peer| (peer, to.offset(peer * bytes)));
+                    let receives = parts.map(|(peer, to)| Operation::Recv { to, count, dtype, peer });
+                    std::iter::once(send(from)).chain(receives).collect()
+                })
+            }
+            _ => Err(Error::comm(format!("gather on group {}: only the root, {root}, passes the whole", self.name()))),
+        }
+    }
+
+    fn scatter(&self, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<Work> {
+        let tensors: Vec<&Tensor> = std::iter::once(output).chain(input).collect();
+        if !self.on_gpu("scatter", &tensors)? {
+            return self.host.scatter(input, output, root);
+        }
+        self.check_rank("scatter", root)?;
+        let (count, dtype) = (output.elem_count(), output.dtype());
+        let receive = |to| Operation::Recv { to, count, dtype, peer: root };
+        match (input, root == self.rank()) {
+            (None, false) => self.in_place("scatter", output, |to, _| receive(to)),
+            (Some(input), true) => {
+                self.check_parts("scatter", output, input)?;
+                let bytes = count * dtype.size_in_bytes();
+                self.between("scatter", input, output, |from, to| {
+                    let parts = (0..self.size()).map(|peer| (peer, from.offset(peer * bytes)));
+                    let sends = parts.map(|(peer, from)| Operation::Send { from, count, dtype, peer });
+                    std::iter::once(receive(to)).chain(sends).collect()
+                })
+            }
+            _ => Err(Error::comm(format!("scatter on group {}: only the root, {root}, passes the whole", self.name()))),
+        }
+    }
+
+    fn all_to_all(&self, input: &Tensor, output: &Tensor) -> Result<Work> {
+        if !self.on_gpu("all_to_all", &[input, output])? {
+            return self.host.all_to_all(input, output);
+        }
+        let (all, dtype, size) = (input.elem_count(), input.dtype(), self.size());
+        if output.elem_count() != all || output.dtype() != dtype || !all.is_multiple_of(size) {
+            let group = self.name();
+            let message = format!("all_to_all on group {group}: input and output must be equal and divide by {size}");
+            return Err(Error::comm(message));
+        }
+        let (count, bytes) = (all / size, all / size * dtype.size_in_bytes());
+        self.between("all_to_all", input, output, |from, to| {
+            let both = |peer: usize| {
+                let (from, to) = (from.offset(peer * bytes), to.offset(peer * bytes));
+                [Operation::Send { from, count, dtype, peer }, Operation::Recv { to, count, dtype, peer }]
+            };
+            (0..size).flat_map(both).collect()
+        })
+    }
+
+    fn send(&self, t: &Tensor, dst: usize, tag: u32) -> Result<Work> {
+        if !self.on_gpu("send", &[t])? || dst == self.rank() {
+            return self.host.send(t, dst, tag);
+        }
+        self.check_rank("send", dst)?;
+        match self.lane(lane::Direction::To, dst, tag)? {
+            Some(lane) => lane.queue(t, self.used(t, "send")?),
+            None => self.host.send(t, dst, tag),
+        }
+    }
+
+    fn recv(&self, t: &Tensor, src: usize, tag: u32) -> Result<Work> {
+        if !self.on_gpu("recv", &[t])? || src == self.rank() {
+            return self.host.recv(t, src, tag);
+        }
+        self.check_rank("recv", src)?;
+        match self.lane(lane::Direction::From, src, tag)? {
+            Some(lane) => lane.queue(t, self.used(t, "recv")?),
+            None => self.host.recv(t, src, tag),
+        }
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.host.barrier()
+    }
+
+    fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>> {
+        let host = self.host.split(name, color, key)?;
+        let Some(core) = &self.core else {
+            let (context, lanes) = (self.context.clone(), Mutex::default());
+            return Ok(host.map(|host| -> Group { Arc::new(Self { host, core: None, context, lanes }) }));
+        };
+        core.check()?;
+        // All ranks of the parent take part, those without a color too. Ranks of a part are in the same order on both sides.
+        let comm = core.comm.split(color, key)?;
+        let (Some(host), Some(comm)) = (host, comm) else { return Ok(None) };
+        joined(&comm, &host, core.watchdog.timeout())?;
+        let part = if host.size() > 1 {
+            Some(Core::connected(host.clone(), comm, &self.context, &core.watchdog)?)
+        } else {
+            None
+        };
+        Ok(Some(Arc::new(Self { host, core: part, context: self.context.clone(), lanes: Mutex::default() })))
+    }
+
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.host.all_gather_bytes(bytes)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.host.abort(reason);
+        if let Some(core) = &self.core {
+            core.watchdog.end(reason);
+        }
+    }
+
+    fn health(&self) -> Result<()> {
+        match &self.core {
+            Some(core) => core.check(),
+            None => self.host.health(),
+        }
+    }
+}
