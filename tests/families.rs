@@ -64,6 +64,7 @@ fn logits(trainer: &Trainer, tokens: &[u32]) -> megatron::Result<Option<Vec<f32>
         tokens: Tensor::from_vec(tokens.to_vec(), (length, 1), &Device::Cpu)?,
         labels: Tensor::zeros((length, 1), DType::U32, &Device::Cpu)?,
         loss_mask: Tensor::zeros((length, 1), DType::F32, &Device::Cpu)?,
+        counted: 0.0,
         samples: vec![0],
         documents: Documents::default(),
     };

@@ -86,6 +86,21 @@ DEVICE void move_sums(float *sums, const float *own, const float *all, const uin
     if (targets[row] >= first_column && targets[row] - first_column < valid) sums[rows + row] += own[row] - all[row];
 }
 
+// total += Σ mask·(ln(Σ exp) − target) over the rows, in f64, in an order that their number alone decides; one block.
+DEVICE void sum_losses(double *total, const float *sums, const float *mask, uint32_t rows) {
+    SHARED(double, own, [256]);
+    double sum = 0.0;
+    for (uint32_t row = threadIdx.x; row < rows; row += blockDim.x)
+        if (mask[row] != 0.0f) sum += static_cast<double>(logf(sums[row]) - sums[rows + row]) * static_cast<double>(mask[row]);
+    own[threadIdx.x] = sum;
+    __syncthreads();
+    for (uint32_t half = blockDim.x / 2; half > 0; half /= 2) {
+        if (threadIdx.x < half) own[threadIdx.x] += own[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *total += own[0];
+}
+
 // gradient = (exp(l − max) / sum_exp − [target]) · scale, and 0 in padding columns. Rows are blockIdx.x, parts of a row blockIdx.y. May be in
 // place.
 template <class In, class Out, bool VECTORS>
@@ -131,6 +146,8 @@ DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const flo
     GRADIENT(cross_entropy_backward_into_##suffix, float, T, true)                 \
     GRADIENT(cross_entropy_backward_into_any_##suffix, float, T, false)
 FOR_DTYPES(KERNELS)
+
+KERNEL(add_losses, double *total, const float *sums, const float *mask, uint32_t rows) { sum_losses(total, sums, mask, rows); }
 
 KERNEL(rebase, float *sums, const float *own, const float *all, const uint32_t *targets, uint32_t rows, uint32_t first_column, uint32_t valid) {
     move_sums(sums, own, all, targets, rows, first_column, valid);

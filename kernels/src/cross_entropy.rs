@@ -170,6 +170,29 @@ pub fn rebase(
     })
 }
 
+/// Adds the losses of tokens, ln(Σ exp) − (l_target − max), weighted by `mask [rows]` (f32), to `total [1]` (f64), from sums `[2, rows]` of
+/// all ranks. What has no weight counts nothing, even where it is not finite.
+///
+/// # Errors
+/// If shapes or dtypes do not fit, or an operand is not contiguous.
+pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor) -> Result<()> {
+    const OP: &str = "add_losses";
+    let rows = mask.elem_count();
+    expect_elements(OP, "total", total, 1)?;
+    expect_shape(OP, "sums", sums, &[2, rows])?;
+    on_gpu!(sums, cross_entropy::add_losses(total, sums, mask, OP));
+    by_float!(sums, OP, T => {
+        let (sums, mask) = (copied::<T>(sums, OP, "sums")?, copied::<f32>(mask, OP, "mask")?);
+        let (sum_exp, target) = sums.split_at(rows);
+        with_slice_mut::<f64, _>(total, OP, |total| {
+            for ((sum_exp, target), mask) in sum_exp.iter().zip(target).zip(mask).filter(|(_, mask)| *mask != 0.0) {
+                total[0] += (Float::ln(*sum_exp) - *target).f64() * f64::from(mask);
+            }
+            Ok(())
+        })
+    })
+}
+
 /// What the gradient of a row's logits is made of.
 struct RowGradient<T> {
     max: T,

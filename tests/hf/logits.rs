@@ -29,6 +29,7 @@ fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
         tokens: tokens.to_dtype(DType::U32)?.reshape((length, 1))?,
         labels: Tensor::zeros((length, 1), DType::U32, &device)?,
         loss_mask: Tensor::zeros((length, 1), DType::F32, &device)?,
+        counted: 0.0,
         samples: vec![0],
         documents: Documents::default(),
     };

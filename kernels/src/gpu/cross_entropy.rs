@@ -80,6 +80,16 @@ pub fn rebase(
     })
 }
 
+/// `total` is one element, `sums` `[2, rows]`, `mask` of as many rows.
+pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor, op: &'static str) -> Result<()> {
+    let (gpu, rows) = (Gpu::of(sums, op)?, items(op, mask.elem_count())?);
+    let (from, weights) = (gpu.input(sums, DType::F32, op, "sums")?, gpu.input(mask, DType::F32, op, "mask")?);
+    let to = gpu.inplace(total, DType::F64, op, "total")?;
+    gpu.launch(FILE, "add_losses", [1, 1, 1], THREADS, 0, |args| {
+        args.ptr(to).ptr(from).ptr(weights).u32(rows);
+    })
+}
+
 /// Statistics of all ranks, targets, and the rows' scales.
 #[derive(Clone, Copy)]
 pub struct Rows<'a> {

@@ -2,7 +2,7 @@
 
 use crate::support::{Input, check, check_with, runs};
 use candle_core::{DType, Device, Tensor};
-use kernels::cross_entropy::{cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
+use kernels::cross_entropy::{add_losses, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
 
 /// Rows, columns, of which real ones, and the first column's id; targets are below 1000.
 const CASES: [(usize, usize, usize, usize); 9] = [
@@ -56,6 +56,27 @@ fn gradients_are_rounded_into_another_tensor() {
             cross_entropy_backward_into(&t[3], &t[0], &max, &sum_exp, &t[1], &t[2], first, valid)?;
             Ok(vec![t[3].clone()])
         });
+    }
+}
+
+#[test]
+fn losses_are_added_where_the_mask_counts_them() {
+    for rows in [1, 33, 700] {
+        let inputs = [Input::wide("sums", &[2, rows]), Input::ids("mask", &[rows], 3), Input::wide("total", &[1])];
+        check_with("add_losses", &inputs, &[(DType::F32, 1e-5)], |t| {
+            let sums = t[0].sqr()?.affine(1.0, 1.0)?;
+            let total = t[2].to_dtype(DType::F64)?;
+            add_losses(&total, &sums, &t[1].to_dtype(DType::F32)?)?;
+            Ok(vec![total])
+        });
+    }
+    for (run, total) in runs(|device| {
+        let sums = Tensor::new(&[[f32::INFINITY, 1.0], [f32::NAN, -2.0]], device).unwrap();
+        let total = Tensor::new(&[0.5f64], device).unwrap();
+        add_losses(&total, &sums, &Tensor::new(&[0.0f32, 1.0], device).unwrap()).unwrap();
+        total.to_vec1::<f64>().unwrap()[0]
+    }) {
+        assert_eq!(total, 2.5, "{run}: what the mask leaves out counts nothing");
     }
 }
 

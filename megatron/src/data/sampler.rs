@@ -60,6 +60,8 @@ pub struct MicroBatch {
     pub labels: Tensor,
     /// 1 where a token's loss counts: f32 `[s, b]`.
     pub loss_mask: Tensor,
+    /// How many tokens' losses count.
+    pub counted: f64,
     /// Index of each of the b samples within the step's global batch: 0 … GBS − 1.
     pub samples: Vec<u64>,
     pub documents: Documents,
@@ -132,10 +134,13 @@ impl Loader {
                 documents.add(ends, &row[..s], column, b);
             }
         }
+        // Here, since on a GPU the mask is read only by waiting for it.
+        let counted = loss_mask.iter().map(|&m| f64::from(m)).sum();
         Ok(MicroBatch {
             tokens: Tensor::from_vec(tokens, (s, b), &self.device)?,
             labels: Tensor::from_vec(labels, (s, b), &self.device)?,
             loss_mask: Tensor::from_vec(loss_mask, (s, b), &self.device)?,
+            counted,
             samples,
             documents,
         })

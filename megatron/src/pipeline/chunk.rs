@@ -26,8 +26,8 @@ pub struct Chunk {
 pub enum ChunkOutput {
     /// The residual stream, for the next stage.
     Stream(Tensor),
-    /// Σ of the microbatch's unmasked token losses.
-    Loss(f64),
+    /// Σ of the microbatch's unmasked token losses: f64 `[1]`, on the stage's device.
+    Loss(Tensor),
 }
 
 enum Segment {
@@ -99,7 +99,7 @@ impl Chunk {
         match &self.head {
             Some(head) => {
                 let saved = head.forward(x, ctx)?;
-                Ok((ChunkOutput::Loss(saved.loss_sum()), SavedChunk { embedding, segments, head: Some(saved) }))
+                Ok((ChunkOutput::Loss(saved.loss_sum().clone()), SavedChunk { embedding, segments, head: Some(saved) }))
             }
             None => Ok((ChunkOutput::Stream(x.0), SavedChunk { embedding, segments, head: None })),
         }

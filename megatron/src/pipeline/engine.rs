@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
+use kernels::device::to_host;
 use kernels::trace::{Kind, span};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
@@ -57,8 +58,7 @@ impl Stage {
         Ok((self.tp.stream_length(seq)?, b, self.hidden))
     }
 
-    /// Runs this rank's actions over a step's microbatches. Returns Σ token losses of the microbatches, in order of
-    /// microbatches (0 where this rank has no head).
+    /// Runs this rank's actions over a step's microbatches.
     ///
     /// # Errors
     /// If a kernel or a peer fails.
@@ -69,12 +69,12 @@ impl Stage {
         phase: Phase,
         loss_factor: f64,
         gradients: &mut dyn GradientListener,
-    ) -> Result<f64> {
+    ) -> Result<Losses> {
         let mut received: HashMap<(Payload, Key), (Tensor, Work)> = HashMap::new();
         let mut outgoing: HashMap<(Payload, Key), Tensor> = HashMap::new();
         let mut saved: HashMap<Key, SavedChunk> = HashMap::new();
         let mut sends: Vec<Work> = Vec::new();
-        let mut losses = vec![0f64; batches.len()];
+        let mut losses = Losses(vec![None; batches.len()]);
         let last = batches.len() - 1;
         let trains = matches!(phase, Phase::Train { .. });
         for action in &schedule.stages[self.pp.rank()] {
@@ -96,7 +96,7 @@ impl Stage {
                     let _span = span("forward", Kind::Phase).at(microbatch, chunk);
                     let (output, kept) = self.chunks[chunk].forward(input, &ctx)?;
                     match output {
-                        ChunkOutput::Loss(loss) => losses[microbatch] = loss,
+                        ChunkOutput::Loss(loss) => losses.0[microbatch] = Some(loss),
                         ChunkOutput::Stream(x) => {
                             outgoing.insert((Payload::Activation, (microbatch, chunk)), x);
                         }
@@ -123,6 +123,25 @@ impl Stage {
         for send in sends {
             send.wait()?;
         }
+        Ok(losses)
+    }
+}
+
+/// Σ token losses of each microbatch of a step, nothing where this rank has no head: on the device, which need not have computed
+/// them yet.
+pub struct Losses(Vec<Option<Tensor>>);
+
+impl Losses {
+    /// Their sum, in order of microbatches. Waits for the device.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn sum(&self) -> Result<f64> {
+        let there: Vec<&Tensor> = self.0.iter().flatten().collect();
+        if there.is_empty() {
+            return Ok(0.0);
+        }
+        let losses: Vec<f64> = to_host(&Tensor::cat(&there, 0)?)?.to_vec1()?;
         Ok(losses.iter().sum())
     }
 }

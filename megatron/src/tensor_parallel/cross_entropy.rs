@@ -4,10 +4,8 @@
 //! it, in fp32. Backward needs no collective.
 //! Padding columns take no part.
 
-use candle_core::{DType, Tensor};
-use kernels::cross_entropy::{cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
-use kernels::device::to_host;
-use kernels::host::with_slice;
+use candle_core::Tensor;
+use kernels::cross_entropy::{add_losses, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
 
 use super::context::Ctx;
 use super::embedding::VocabSpec;
@@ -39,12 +37,12 @@ impl VocabParallelCrossEntropy {
         Self { spec: spec.clone() }
     }
 
-    /// Adds the mask-weighted losses of logits `[rows, vocab/tp]` to `loss_sum`, in order of the rows.
+    /// Adds the mask-weighted losses of logits `[rows, vocab/tp]` to `loss_sum`, f64 `[1]`.
     pub fn forward(
         &self,
         logits: &FeatureSharded,
         targets: &Targets,
-        loss_sum: &mut f64,
+        loss_sum: &Tensor,
         ctx: &Ctx,
     ) -> Result<RowStats> {
         let rank = ctx.tp.rank();
@@ -56,16 +54,8 @@ impl VocabParallelCrossEntropy {
             rebase(&parts, &own, &max, &targets.labels, first, valid)?;
             ctx.tp.group().all_reduce(&parts, ReduceOp::Sum)?.wait()?;
         }
-        let (sum_exp, target) = (parts.narrow(0, 0, 1)?.flatten_all()?, parts.narrow(0, 1, 1)?.flatten_all()?);
-        let loss = to_host(&(sum_exp.log()? - target)?.to_dtype(DType::F64)?)?;
-        with_slice::<f64, _>(&loss, "loss", |loss| {
-            with_slice::<f32, _>(&to_host(&targets.mask)?, "loss", |mask| {
-                // A masked token counts nothing, whatever its loss: 0 · inf would be NaN.
-                let counted = loss.iter().zip(mask).filter(|(_, m)| **m != 0.0);
-                counted.for_each(|(l, m)| *loss_sum += l * f64::from(*m));
-                Ok(())
-            })
-        })?;
+        add_losses(loss_sum, &parts, &targets.mask)?;
+        let sum_exp = parts.narrow(0, 0, 1)?.flatten_all()?;
         Ok(RowStats { max, sum_exp })
     }
 

@@ -14,11 +14,11 @@ use super::norm::{Norm, NormSpec};
 use crate::params::{ParamId, ParamSpec, ParamsBuilder};
 use crate::{Error, Result};
 
-/// Most rows whose logits are there at a time.
-const ROWS: usize = 512;
+/// Most rows whose logits are there at a time: on a CPU, and on a GPU, which has more to do at once.
+const ROWS: [usize; 2] = [512, 4096];
 /// Most bytes of logits at a time, if that leaves `FEWEST_ROWS`. Every chunk reads the output matrix twice and its gradient once, and
 /// writes the latter: 128 rows of GPT-2's 50304 columns move ten times their own bytes.
-const BYTES: usize = 128 << 20;
+const BYTES: [usize; 2] = [128 << 20, 1 << 30];
 /// Fewer rows would make the products slow.
 const FEWEST_ROWS: usize = 64;
 
@@ -32,15 +32,15 @@ pub struct Head {
 
 /// What one microbatch leaves.
 pub struct SavedHead {
-    loss_sum: f64,
+    loss_sum: Tensor,
     /// Gradient of the residual stream, in training.
     dx: Option<Stream>,
 }
 
 impl SavedHead {
-    /// Σ of the microbatch's unmasked token losses.
-    pub fn loss_sum(&self) -> f64 {
-        self.loss_sum
+    /// Σ of the microbatch's unmasked token losses: f64 `[1]`, on the device.
+    pub fn loss_sum(&self) -> &Tensor {
+        &self.loss_sum
     }
 }
 
@@ -73,27 +73,27 @@ impl Head {
 
     /// Σ token losses of the normalized stream. With `dinput`, fills it with the gradient of `input` and accumulates the output
     /// matrix's.
-    fn project(&self, input: &Replicated, dinput: Option<&Partial>, ctx: &Ctx) -> Result<f64> {
+    fn project(&self, input: &Replicated, dinput: Option<&Partial>, ctx: &Ctx) -> Result<Tensor> {
         let (seq, batch, hidden) = input.0.dims3()?;
         let rows = seq * batch;
         let flat = |t: &Tensor| t.reshape((rows, hidden));
         let (xs, dxs) = (flat(&input.0)?, dinput.map(|dinput| flat(&dinput.0)).transpose()?);
         let (labels, mask) = (ctx.labels.flatten_all()?, ctx.loss_mask.flatten_all()?);
         let (weight, columns, device) = (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
-        let step = rows_at_a_time(columns).min(rows).max(1);
+        let step = rows_at_a_time(columns, device.is_cuda()).min(rows).max(1);
         // The same memory for all chunks: their logits, and the gradient of these where it is rounded.
         let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let buffer = Tensor::zeros((step, columns), wide, device)?;
         let narrow = dxs.is_some() && xs.dtype() != wide;
         let rounded = narrow.then(|| Tensor::zeros((step, columns), xs.dtype(), device)).transpose()?;
-        let mut loss_sum = 0f64;
+        let loss_sum = Tensor::zeros(1, DType::F64, device)?;
         for first in (0..rows).step_by(step) {
             let count = step.min(rows - first);
             let x = xs.narrow(0, first, count)?;
             let targets = Targets { labels: labels.narrow(0, first, count)?, mask: mask.narrow(0, first, count)? };
             let logits = FeatureSharded(buffer.narrow(0, 0, count)?);
             linear_into(&x, weight, None, &logits.0)?;
-            let stats = self.loss.forward(&logits, &targets, &mut loss_sum, ctx)?;
+            let stats = self.loss.forward(&logits, &targets, &loss_sum, ctx)?;
             let Some(dxs) = &dxs else { continue };
             let rounded = rounded.as_ref().map(|t| t.narrow(0, 0, count)).transpose()?.map(FeatureSharded);
             self.loss.backward(&logits, rounded.as_ref(), &stats, &targets, ctx)?;
@@ -133,9 +133,9 @@ impl Head {
     }
 }
 
-/// Rows whose logits over `columns` of the vocabulary are made at a time: a function of the cut over tp alone, so that sums over rows
+/// Rows whose logits over `columns` of the vocabulary are made at a time: a function of device and cut over tp alone, so that sums over rows
 /// are the same in every pipeline.
-fn rows_at_a_time(columns: usize) -> usize {
-    let fit = BYTES / (size_of::<f32>() * columns.max(1));
-    (fit / FEWEST_ROWS * FEWEST_ROWS).clamp(FEWEST_ROWS, ROWS)
+fn rows_at_a_time(columns: usize, gpu: bool) -> usize {
+    let fit = BYTES[usize::from(gpu)] / (size_of::<f32>() * columns.max(1));
+    (fit / FEWEST_ROWS * FEWEST_ROWS).clamp(FEWEST_ROWS, ROWS[usize::from(gpu)])
 }

@@ -92,6 +92,7 @@ impl<'a> Session<'a> {
             tokens: Tensor::from_vec(tokens.to_vec(), shape, device)?,
             labels: Tensor::zeros(shape, DType::U32, device)?,
             loss_mask: Tensor::zeros(shape, DType::F32, device)?,
+            counted: 0.0,
             samples: self.samples.clone(),
             documents: Documents::default(),
         })

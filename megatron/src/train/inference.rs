@@ -120,8 +120,8 @@ impl Inference {
             let count = micro_batch_size.min(samples - start);
             if count > 0 {
                 let batch = loader.read(start, (0..count).collect())?;
-                tokens += f64::from(batch.loss_mask.sum_all()?.to_scalar::<f32>()?);
-                loss += self.stage.run(&schedule, &[batch], Phase::Evaluate, 0.0, &mut NoGradients)?;
+                tokens += batch.counted;
+                loss += self.stage.run(&schedule, &[batch], Phase::Evaluate, 0.0, &mut NoGradients)?.sum()?;
             }
             progress((first + micro_batch_size * dp).min(samples));
         }

@@ -167,10 +167,7 @@ impl Trainer {
 
     /// Unmasked tokens of the global batch.
     fn count_tokens(&self, batches: &[MicroBatch]) -> Result<f64> {
-        let mut count = 0f64;
-        for batch in batches {
-            count += f64::from(batch.loss_mask.sum_all()?.to_scalar::<f32>()?);
-        }
+        let count: f64 = batches.iter().map(|batch| batch.counted).sum();
         let count = Tensor::from_vec(vec![count], 1, &Device::Cpu)?;
         self.groups.dp.all_reduce(&count, ReduceOp::Sum)?.wait()?;
         Ok(count.to_vec1::<f64>()?[0])
@@ -204,7 +201,7 @@ impl Trainer {
         self.reducer.begin(&self.stage.params)?;
         let phase = Phase::Train { step: self.progress.iteration };
         let loss_scale = self.loss_scaler.scale();
-        let loss_sum = self.stage.run(&self.schedule, &batches, phase, factor * loss_scale, &mut self.reducer)?;
+        let losses = self.stage.run(&self.schedule, &batches, phase, factor * loss_scale, &mut self.reducer)?;
         {
             let _span = span("finish gradients", Kind::Phase);
             self.reducer.finish(&self.stage.params)?;
@@ -215,7 +212,7 @@ impl Trainer {
             self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?
         };
         self.loss_scaler.update(!result.applied)?;
-        let lm_loss = self.sum_over_world(vec![self.loss_share(loss_sum)])?[0] * factor;
+        let lm_loss = self.sum_over_world(vec![self.loss_share(losses.sum()?)])?[0] * factor;
 
         let gbs = self.config.training.global_batch_size;
         let progress = &mut self.progress;
@@ -262,7 +259,7 @@ impl Trainer {
         for iter in 0..iters {
             let batches = loader.microbatches(iter * self.config.training.global_batch_size as u64)?;
             tokens += self.count_tokens(&batches)?;
-            loss += self.stage.run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?;
+            loss += self.stage.run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?.sum()?;
         }
         Ok(self.sum_over_world(vec![self.loss_share(loss)])?[0] / tokens.max(1.0))
     }

@@ -62,6 +62,7 @@ fn tensors_are_sequence_first_and_labels_are_the_next_tokens() {
     assert_eq!((tokens.len(), tokens[0].len()), (S, 3));
     assert_eq!((batch.loss_mask.dtype(), batch.loss_mask.dims()), (DType::F32, [S, 3].as_slice()));
     assert_eq!(batch.loss_mask.sum_all().unwrap().to_scalar::<f32>().unwrap(), 12.0);
+    assert_eq!(batch.counted, 12.0);
 }
 
 #[test]
