@@ -27,7 +27,7 @@ fn loss(trainer: &Trainer, config: &RunConfig, loader: &Loader) -> megatron::Res
     let schedule = forward_only(p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
     // Dropout masks are a function of the step: evaluating with the training phase repeats them. The schedule has no
     // backward, so what forward keeps is dropped.
-    let sum = trainer.stage().run(&schedule, &batches, Phase::Train { step: 3 }, 0.0, &mut Ignore)?;
+    let sum = trainer.stage().run(&schedule, &batches, Phase::Train { step: 3 }, 0.0, &mut Ignore)?.sum()?;
     let groups = trainer.groups();
     let mine = if groups.tp.rank() == 0 { sum } else { 0.0 };
     let total = candle_core::Tensor::from_vec(vec![mine], 1, &candle_core::Device::Cpu)?;
