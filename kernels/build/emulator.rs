@@ -10,8 +10,6 @@ pub fn build() -> Result<(), String> {
     println!("cargo::rerun-if-env-changed=CXX");
     let (compiler, version) = find()?;
     let mut files = sources::files(&sources::dir(), &["cu"])?;
-    // Hopper's own instructions are not emulated.
-    files.retain(|file| !sources::stem(file).ends_with("_sm90a"));
     files.extend(sources::files(&sources::dir().join("emulator"), &["cpp", "cu"])?);
     let compiled = sources::compile(&files, "o", &version, |file, object| {
         let stem = sources::stem(file);
@@ -27,7 +25,7 @@ pub fn build() -> Result<(), String> {
             "-Wextra",
             "-Wno-unknown-pragmas",
         ]);
-        command.args(["-Wno-unused-function", "-Wno-unused-variable", "-x", "c++", "-DEMULATED"]);
+        command.args(["-Wno-unused-function", "-Wno-unused-variable", "-Wno-psabi", "-x", "c++", "-DEMULATED"]);
         command.arg(format!("-DEMULATED_KERNELS=emulated_{stem}"));
         command.arg("-I").arg(sources::dir().join("include")).arg("-c").arg(file).arg("-o").arg(object);
         command

@@ -10,7 +10,7 @@ use crate::host::with_slice_mut;
 use crate::par::{self, Shared};
 use crate::simd::{max, sum, sum2, vectorize};
 use crate::view::{View, expect_dtype, expect_shape, tensor};
-use crate::{Error, Result};
+use crate::{Error, Result, on_gpu};
 
 /// Appends the keys and values of `qkv [n, b, width]` (rotated) to `cache [positions, b, groups·2·head_dim]` and gives
 /// each new query's attention over the positions up to its own: `[n, b, heads·head_dim]`. Sample i's first new token has position
@@ -41,6 +41,7 @@ pub fn attention_cached<'a>(
         return Err(Error::shape(OP, "first keys of a sequence say nothing of what the cache holds"));
     }
     let geometry = Geometry { s, b, shape };
+    on_gpu!(qkv, attention::cached(OP, qkv, cache, starts, geometry, scores));
     by_elem!(qkv, OP, E => {
         let packed = View::<E>::new(qkv, OP, "qkv")?;
         with_slice_mut::<E, _>(cache, OP, |cache| {

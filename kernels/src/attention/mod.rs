@@ -16,7 +16,7 @@ use crate::dropout::{DropoutKey, threshold};
 use crate::float::{Elem, Float, by_elem};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::view::expect_shape;
-use crate::{Error, Result, trace};
+use crate::{Error, Result, on_gpu, trace};
 
 use self::buffers::Rows;
 
@@ -180,6 +180,7 @@ pub fn attention<'a>(
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
     let call = Call { geometry: Geometry { s, b, shape }, scores, mask: mask.as_ref() };
+    on_gpu!(qkv, attention::forward(OP, qkv, call.geometry, scores, mask.as_ref()));
     by_elem!(qkv, OP, E => forward::run::<E>(OP, qkv, call))
 }
 
@@ -209,6 +210,7 @@ pub fn attention_backward<'a>(
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
     let call = Call { geometry: Geometry { s, b, shape }, scores, mask: mask.as_ref() };
+    on_gpu!(qkv, attention::backward(OP, [dout, qkv, out, lse], call.geometry, scores, mask.as_ref()));
     by_elem!(qkv, OP, E => backward::run::<E>(OP, dout, qkv, out, lse, call))
 }
 
@@ -228,10 +230,10 @@ struct Call<'a> {
 
 /// Where things lie in packed tensors.
 #[derive(Clone, Copy)]
-struct Geometry {
-    s: usize,
-    b: usize,
-    shape: HeadShape,
+pub(crate) struct Geometry {
+    pub s: usize,
+    pub b: usize,
+    pub shape: HeadShape,
 }
 
 impl Geometry {
@@ -268,13 +270,13 @@ impl Geometry {
 }
 
 /// An [`AttentionDropout`] made ready.
-struct Mask<'a> {
-    key: [u32; 4],
-    threshold: u32,
+pub(crate) struct Mask<'a> {
+    pub key: [u32; 4],
+    pub threshold: u32,
     /// 1/(1−p)
-    scale: f64,
-    samples: &'a [u64],
-    first_head: usize,
+    pub scale: f64,
+    pub samples: &'a [u64],
+    pub first_head: usize,
 }
 
 impl<'a> Mask<'a> {

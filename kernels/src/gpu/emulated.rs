@@ -131,7 +131,7 @@ impl Launch {
 }
 
 const PROPERTIES: Properties =
-    Properties { capability: (8, 0), multiprocessors: 3, shared_per_block: 163 << 10, l2: 4 << 20 };
+    Properties { capability: (9, 0), multiprocessors: 3, shared_per_block: 227 << 10, l2: 4 << 20 };
 
 /// The emulated GPU.
 pub struct Gpu(());

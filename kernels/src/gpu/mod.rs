@@ -17,8 +17,10 @@ mod memory;
 mod product;
 #[cfg(feature = "cuda")]
 pub mod survey;
+mod tensor_map;
 
 pub(crate) mod activation;
+pub mod attention;
 pub(crate) mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;

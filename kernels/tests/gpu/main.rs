@@ -8,6 +8,7 @@
 #![cfg(any(feature = "cuda", feature = "emulated"))]
 
 mod activation;
+mod attention;
 mod cross_entropy;
 mod dropout;
 mod embedding;

@@ -1,0 +1,330 @@
+// Attention backward for Hopper, bf16 and f16, heads of 64 or 128 columns, without dropout: the two passes of attention_backward.cu by
+// asynchronous products of warpgroups and tensor copies (Shah et al. 2024, FlashAttention-3).
+//
+// A block has three warpgroups. A warp of the first has tiles copied; the other two keep 64 rows each, of keys and values or of queries and
+// gradients of outputs, and go over tiles of 64 rows of the others. Weights stay in registers as left operands. While one warpgroup makes
+// weights, the other one's products run.
+#include "attention.cuh"
+#include "warpgroups.cuh"
+
+namespace {
+
+/// Rows of every tile, and the two warpgroups' together.
+constexpr uint32_t ROWS = 64, BOTH = 128;
+constexpr uint32_t STAGES = 2, THREADS = 384, CONSUMER_WARPS = 8;
+/// Fragments of a tile of scores.
+constexpr uint32_t N = ROWS / 8;
+
+/// Of a block, at multiples of 1024 bytes: what stays, of each warpgroup, and what comes and goes, each in two kinds (queries or keys;
+/// gradients of outputs or values).
+template <int DIM>
+struct Shared {
+    static constexpr uint32_t TILE = Tile<ROWS, DIM>::BYTES;
+    unsigned char *first_stay, *second_stay, *first, *second;
+    /// Log-sum-exps and Σ dout·out of a tile of queries.
+    float *statistics;
+    uint64_t *stay_full, *full, *empty;
+
+    __device__ __forceinline__ explicit Shared(unsigned char *memory) {
+        first_stay = memory;
+        second_stay = first_stay + 2 * TILE;
+        first = second_stay + 2 * TILE;
+        second = first + STAGES * TILE;
+        statistics = reinterpret_cast<float *>(second + STAGES * TILE);
+        stay_full = reinterpret_cast<uint64_t *>(statistics + STAGES * 2 * ROWS);
+        full = stay_full + 1;
+        empty = full + STAGES;
+    }
+
+    /// `arrivals` complete a stage, besides its bytes.
+    __device__ __forceinline__ void make_barriers(uint32_t arrivals) const {
+        if (threadIdx.x == 0) {
+            barrier_make(stay_full, 1);
+            for (uint32_t slot = 0; slot < STAGES; slot++) {
+                barrier_make(full + slot, arrivals);
+                barrier_make(empty + slot, CONSUMER_WARPS);
+            }
+            barriers_made();
+        }
+        __syncthreads();
+    }
+};
+
+/// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs.
+template <class E, int DIM>
+DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv) {
+    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    DYNAMIC_SHARED(memory);
+    const Shared<DIM> shared(memory);
+    const uint32_t first = blockIdx.x * BOTH, group = blockIdx.y, sample = blockIdx.z, of_group = call.heads_per_group;
+    const uint32_t parts = group * (of_group + 2), lane = threadIdx.x % 32;
+
+    // From the first tile of queries that sees these keys to behind the last one that sees as far back; the same for all heads.
+    const uint32_t first_tile = first / ROWS;
+    uint32_t end_tile = first_tile + 1, none = (call.s + ROWS - 1) / ROWS;
+    while (end_tile < none) {
+        const uint32_t middle = (end_tile + none) / 2;
+        if (first_key(call, sample, middle * ROWS) < first + BOTH) end_tile = middle + 1;
+        else none = middle;
+    }
+    const uint32_t tiles = end_tile - first_tile, steps = tiles * of_group;
+    shared.make_barriers(32);
+
+    if (threadIdx.x < 128) {
+        registers_give<24>();
+        if (threadIdx.x >= 32) return;
+        if (lane == 0) {
+            fetch_map(qkv);
+            fetch_map(dout);
+            barrier_expect(shared.stay_full, 4 * TILE);
+            for (uint32_t half = 0; half < 2; half++) {
+                copy_tile<ROWS, DIM>(shared.first_stay + half * TILE, qkv, first + half * ROWS, parts + of_group, sample, shared.stay_full);
+                copy_tile<ROWS, DIM>(shared.second_stay + half * TILE, qkv, first + half * ROWS, parts + of_group + 1, sample, shared.stay_full);
+            }
+        }
+        Turn<STAGES> turn;
+        for (; turn.count < steps; turn.count++) {
+            const uint32_t slot = turn.slot(), in_group = turn.count / tiles, head = group * of_group + in_group;
+            const uint32_t query = (first_tile + turn.count % tiles) * ROWS;
+            uint64_t *const full = shared.full + slot;
+            barrier_wait(shared.empty + slot, turn.parity() ^ 1);
+            float *const statistics = shared.statistics + slot * 2 * ROWS;
+#pragma unroll
+            for (uint32_t i = lane; i < ROWS; i += 32) {
+                const bool valid = query + i < call.s;
+                const size_t at = statistics_at(call, sample, head) + query + i;
+                statistics[i] = valid ? lse[at] * LOG2_E : 0.0f;
+                statistics[ROWS + i] = valid ? delta[at] : 0.0f;
+            }
+            if (lane == 0) {
+                barrier_expect(full, 2 * TILE);
+                copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, query, parts + in_group, sample, full);
+                copy_tile<ROWS, DIM>(shared.second + slot * TILE, dout, query, head, sample, full);
+            } else {
+                barrier_arrive(full);
+            }
+            __syncwarp();
+        }
+        return;
+    }
+    registers_take<240>();
+    const uint32_t half = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    const uint32_t tile_key = first + half * ROWS, own = tile_key + warp * 16;
+    const uint32_t keys = shared_address(shared.first_stay + half * TILE), values = shared_address(shared.second_stay + half * TILE);
+    float dk[DIM / 8][4], dv[DIM / 8][4], scores[N][4], gradients[N][4];
+    uint32_t weights[N / 2][4], slants[N / 2][4];
+    clear(dk);
+    clear(dv);
+    // Scores and gradients of weights of a step, each a group.
+    const auto begin = [&](const Turn<STAGES> &turn) {
+        barrier_wait(shared.full + turn.slot(), turn.parity());
+        products_begin();
+        multiply_rows<E, DIM, ROWS, ROWS>(scores, keys, shared_address(shared.first + turn.slot() * TILE));
+        products_commit();
+        multiply_rows<E, DIM, ROWS, ROWS>(gradients, values, shared_address(shared.second + turn.slot() * TILE));
+        products_commit();
+    };
+    Turn<STAGES> turn;
+    barrier_wait(shared.stay_full, 0);
+    while (turn.count < steps) {
+        begin(turn);
+        const uint32_t slot = turn.slot(), head = group * of_group + turn.count / tiles, query = (first_tile + turn.count % tiles) * ROWS;
+        const float *const statistics = shared.statistics + slot * 2 * ROWS;
+        const bool edge = tile_key + ROWS > query + 1 || query + ROWS > call.s || first_key(call, sample, query + ROWS - 1) > tile_key;
+        products_wait<1>(); // the scores
+        products_touch(scores);
+        float scale = call.scale_log2;
+        if (call.tilted) {
+            const float slope = call.slopes ? call.slopes[head] : 0.0f;
+#pragma unroll
+            for (int n = 0; n < static_cast<int>(N); n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int distance = static_cast<int>(own + g + i / 2 * 8) - static_cast<int>(query + n * 8 + 2 * t + i % 2);
+                    scores[n][i] = scores[n][i] * scale + slope * static_cast<float>(distance);
+                }
+            scale = 1.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < static_cast<int>(N); n++) {
+            const float2 lse_log2 = *reinterpret_cast<const float2 *>(statistics + n * 8 + 2 * t);
+#pragma unroll
+            for (int i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i] * scale - (i % 2 ? lse_log2.y : lse_log2.x));
+            if (edge)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint32_t at = query + n * 8 + 2 * t + i, from = at < call.s ? first_key(call, sample, at) : ~0u;
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        const uint32_t key = own + g + 8 * j;
+                        if (key > at || key < from) scores[n][2 * j + i] = 0.0f;
+                    }
+                }
+        }
+        round_weights<E>(weights, scores);
+        products_begin();
+        multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE));
+        products_commit();
+        products_wait<1>(); // the gradients of weights
+        products_touch(gradients);
+#pragma unroll
+        for (int n = 0; n < static_cast<int>(N); n++) {
+            const float2 of_query = *reinterpret_cast<const float2 *>(statistics + ROWS + n * 8 + 2 * t);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float slant = scores[n][i] * (gradients[n][i] - (i % 2 ? of_query.y : of_query.x));
+                // What is hidden may be no number.
+                gradients[n][i] = edge && scores[n][i] == 0.0f ? 0.0f : slant;
+            }
+        }
+        round_weights<E>(slants, gradients);
+        products_begin();
+        multiply_weights<E, DIM, ROWS>(dk, slants, shared_address(shared.first + slot * TILE));
+        products_commit();
+        products_wait<0>();
+        products_touch(dk);
+        products_touch(dv);
+        release(shared.empty + slot);
+        turn.count++;
+    }
+    // This warp's rows of keys and values are not needed any more: nobody else multiplies them.
+    const float scales[2] = {call.scale, call.scale}, ones[2] = {1.0f, 1.0f};
+    const uint32_t count = own < call.s ? call.s - own : 0;
+    some_wait(1 + half, 128); // but the whole warpgroup has
+    uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, sample, group, of_group);
+    store_warp<E, ROWS, DIM>(to, qkv_stride(call), count, shared.first_stay + half * TILE + warp * 16 * SWIZZLED_ROW, dk, scales);
+    store_warp<E, ROWS, DIM>(to + call.head_dim, qkv_stride(call), count, shared.second_stay + half * TILE + warp * 16 * SWIZZLED_ROW, dv, ones);
+}
+
+/// Gradients of queries. The two kinds are queries and gradients of outputs, which stay, and keys and values.
+template <class E, int DIM>
+DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv) {
+    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    DYNAMIC_SHARED(memory);
+    const Shared<DIM> shared(memory);
+    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * BOTH, head = blockIdx.y, sample = blockIdx.z, of_group = call.heads_per_group;
+    const uint32_t group = head / of_group, parts = group * (of_group + 2), lane = threadIdx.x % 32;
+    const uint32_t first_tile = first_key(call, sample, first) / ROWS, end_tile = (min(first + BOTH, call.s) - 1) / ROWS + 1;
+    shared.make_barriers(1);
+
+    if (threadIdx.x < 128) {
+        registers_give<24>();
+        if (threadIdx.x != 0) return;
+        fetch_map(qkv);
+        fetch_map(dout);
+        barrier_expect(shared.stay_full, 4 * TILE);
+        for (uint32_t half = 0; half < 2; half++) {
+            copy_tile<ROWS, DIM>(shared.first_stay + half * TILE, qkv, first + half * ROWS, parts + head % of_group, sample, shared.stay_full);
+            copy_tile<ROWS, DIM>(shared.second_stay + half * TILE, dout, first + half * ROWS, head, sample, shared.stay_full);
+        }
+        Turn<STAGES> turn;
+        for (; turn.count < end_tile - first_tile; turn.count++) {
+            const uint32_t slot = turn.slot(), key = (first_tile + turn.count) * ROWS;
+            barrier_wait(shared.empty + slot, turn.parity() ^ 1);
+            barrier_expect(shared.full + slot, 2 * TILE);
+            copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, key, parts + of_group, sample, shared.full + slot);
+            copy_tile<ROWS, DIM>(shared.second + slot * TILE, qkv, key, parts + of_group + 1, sample, shared.full + slot);
+        }
+        return;
+    }
+    registers_take<240>();
+    const uint32_t half = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    const uint32_t tile_query = first + half * ROWS, own = tile_query + warp * 16;
+    const uint32_t queries = shared_address(shared.first_stay + half * TILE), douts = shared_address(shared.second_stay + half * TILE);
+    const uint32_t seen_by_all = first_key(call, sample, tile_query + ROWS - 1);
+    const float slope = call.slopes ? call.slopes[head] : 0.0f;
+    float lse_log2[2], of_query[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t query = own + g + 8 * i;
+        const size_t at = statistics_at(call, sample, head) + query;
+        lse_log2[i] = query < call.s ? lse[at] * LOG2_E : 0.0f;
+        of_query[i] = query < call.s ? delta[at] : 0.0f;
+    }
+    float dq[DIM / 8][4], scores[N][4], gradients[N][4];
+    uint32_t slants[N / 2][4];
+    clear(dq);
+    const auto begin = [&](const Turn<STAGES> &turn) {
+        barrier_wait(shared.full + turn.slot(), turn.parity());
+        products_begin();
+        multiply_rows<E, DIM, ROWS, ROWS>(scores, queries, shared_address(shared.first + turn.slot() * TILE));
+        products_commit();
+        multiply_rows<E, DIM, ROWS, ROWS>(gradients, douts, shared_address(shared.second + turn.slot() * TILE));
+        products_commit();
+    };
+    Turn<STAGES> turn;
+    barrier_wait(shared.stay_full, 0);
+    while (turn.count < end_tile - first_tile) {
+        begin(turn);
+        const uint32_t slot = turn.slot(), key = (first_tile + turn.count) * ROWS;
+        const bool edge = key + ROWS > tile_query + 1 || seen_by_all > key;
+        products_wait<1>(); // the scores
+        products_touch(scores);
+        float scale = call.scale_log2;
+        if (call.tilted) {
+#pragma unroll
+            for (int n = 0; n < static_cast<int>(N); n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int distance = static_cast<int>(key + n * 8 + 2 * t + i % 2) - static_cast<int>(own + g + i / 2 * 8);
+                    scores[n][i] = scores[n][i] * scale + slope * static_cast<float>(distance);
+                }
+            scale = 1.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < static_cast<int>(N); n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i] * scale - lse_log2[i / 2]);
+        if (edge)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t at = own + g + 8 * i, from = first_key(call, sample, at);
+#pragma unroll
+                for (int n = 0; n < static_cast<int>(N); n++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        const uint32_t of = key + n * 8 + 2 * t + j;
+                        if (of > at || of < from) scores[n][2 * i + j] = 0.0f;
+                    }
+            }
+        products_wait<0>(); // the gradients of weights
+        products_touch(gradients);
+#pragma unroll
+        for (int n = 0; n < static_cast<int>(N); n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float slant = scores[n][i] * (gradients[n][i] - of_query[i / 2]);
+                // What is hidden may be no number.
+                gradients[n][i] = edge && scores[n][i] == 0.0f ? 0.0f : slant;
+            }
+        round_weights<E>(slants, gradients);
+        products_begin();
+        multiply_weights<E, DIM, ROWS>(dq, slants, shared_address(shared.first + slot * TILE));
+        products_commit();
+        products_wait<0>();
+        products_touch(dq);
+        release(shared.empty + slot);
+        turn.count++;
+    }
+    some_wait(1 + half, 128); // the whole warpgroup has multiplied its queries
+    const float scales[2] = {call.scale, call.scale};
+    uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, sample, group, head % of_group);
+    store_warp<E, ROWS, DIM>(to, qkv_stride(call), own < call.s ? call.s - own : 0, shared.first_stay + half * TILE + warp * 16 * SWIZZLED_ROW, dq, scales);
+}
+
+} // namespace
+
+#define BACKWARD(NAME, E, DIM)                                                                                                             \
+    KERNEL_BOUNDS(THREADS, 1, attention_dkdv_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout, \
+                  const Attention call, const float *lse, const float *delta, uint16_t *dqkv) {                                            \
+        gradients_of_keys<E, DIM>(call, &qkv, &dout, lse, delta, dqkv);                                                                    \
+    }                                                                                                                                      \
+    KERNEL_BOUNDS(THREADS, 1, attention_dq_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout, \
+                  const Attention call, const float *lse, const float *delta, uint16_t *dqkv) {                                            \
+        gradients_of_queries<E, DIM>(call, &qkv, &dout, lse, delta, dqkv);                                                                 \
+    }
+
+BACKWARD(bf16, Bf16, 64)
+BACKWARD(bf16, Bf16, 128)
+BACKWARD(f16, F16, 64)
+BACKWARD(f16, F16, 128)

@@ -1,0 +1,125 @@
+// What all kernels of attention share: where things lie in packed tensors, which keys a query sees, and which weights are dropped.
+#pragma once
+
+#include "mma.cuh"
+#include "philox.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+/// A call of attention; kernels/src/gpu/attention.rs has the same layout.
+struct Attention {
+    /// `[b][s]`, the first key that a query sees, or null.
+    const uint32_t *first_keys;
+    /// Per local query head, for powers of two, or null.
+    const float *slopes;
+    /// `[b]` global sample numbers, low word first.
+    const uint2 *samples;
+    uint32_t s, b, groups, heads_per_group, head_dim;
+    /// Keys that a query sees at most; 0: no limit.
+    uint32_t window;
+    /// What scores are multiplied with, for powers of two, and for themselves.
+    float scale_log2, scale;
+    /// Whether scores are scaled before their maximum is sought: there are slopes, or the scale is not positive.
+    uint32_t tilted;
+    /// Whether every row of a head begins at a multiple of 16 bytes.
+    uint32_t aligned;
+    /// Of dropout.
+    uint32_t key[3];
+    uint32_t threshold, first_head;
+    /// 1/(1−p)
+    float kept;
+};
+
+/// Elements between positions of qkv.
+DEVICE size_t qkv_stride(const Attention &call) {
+    return (size_t)call.b * call.groups * (call.heads_per_group + 2) * call.head_dim;
+}
+
+/// Offset in qkv, at position 0, of a part of a group: its query heads, its key, its value.
+DEVICE size_t qkv_at(const Attention &call, uint32_t sample, uint32_t group, uint32_t part) {
+    return (((size_t)sample * call.groups + group) * (call.heads_per_group + 2) + part) * call.head_dim;
+}
+
+/// Elements between positions of the output.
+DEVICE size_t out_stride(const Attention &call) {
+    return (size_t)call.b * call.groups * call.heads_per_group * call.head_dim;
+}
+
+/// Offset in the output, at position 0, of a head.
+DEVICE size_t out_at(const Attention &call, uint32_t sample, uint32_t head) {
+    return ((size_t)sample * call.groups * call.heads_per_group + head) * call.head_dim;
+}
+
+/// Offset of the first query's number in `[b, heads, s]`.
+DEVICE size_t statistics_at(const Attention &call, uint32_t sample, uint32_t head) {
+    return ((size_t)sample * call.groups * call.heads_per_group + head) * call.s;
+}
+
+/// The first key that a query sees; queries behind the sequence's end see what its last one sees. Does not decrease along the queries.
+DEVICE uint32_t first_key(const Attention &call, uint32_t sample, uint32_t query) {
+    query = query < call.s ? query : call.s - 1;
+    uint32_t first = call.window && query >= call.window ? query + 1 - call.window : 0;
+    if (call.first_keys) {
+        uint32_t of_document = call.first_keys[(size_t)sample * call.s + query];
+        first = first > of_document ? first : of_document;
+    }
+    return first;
+}
+
+/// The words that decide which weights of a head are dropped: four keys' are those of one Philox block.
+struct HeadMask {
+    uint32_t k0, k1, b, d;
+
+    HeadMask() = default;
+
+    __device__ __forceinline__ HeadMask(const Attention &call, uint32_t sample, uint32_t head) {
+        uint2 words = call.samples[sample];
+        uint4 derived = philox4x32(make_uint4(words.x, words.y, call.first_head + head, call.key[2]), make_uint2(call.key[0], call.key[1]));
+        k0 = derived.x, k1 = derived.y, b = derived.z, d = derived.w;
+    }
+
+    /// The words of a query and the four keys from `key`, a multiple of 4, on.
+    __device__ __forceinline__ uint4 words(uint32_t query, uint32_t key) const {
+        return philox4x32(make_uint4(query, b, key / 4, d), make_uint2(k0, k1));
+    }
+};
+
+/// The words of a thread's elements of a fragment C [16 queries, 8 keys] whose first query and key are given. A thread has two
+/// neighbouring keys of two queries; two threads share a Philox block, so each computes one and they exchange halves.
+DEVICE void words_of_queries_by_keys(const HeadMask &mask, uint32_t query, uint32_t key, uint32_t (&words)[4]) {
+    uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, odd = t % 2;
+    uint4 block = mask.words(query + g + 8 * odd, key + t / 2 * 4);
+    // The even thread has the lower query's block, the odd one the upper's; each wants its two keys of both.
+    uint32_t first = __shfl_xor_sync(~0u, odd ? block.x : block.z, 1);
+    uint32_t second = __shfl_xor_sync(~0u, odd ? block.y : block.w, 1);
+    words[0] = odd ? first : block.x;
+    words[1] = odd ? second : block.y;
+    words[2] = odd ? block.z : first;
+    words[3] = odd ? block.w : second;
+}
+
+/// As above for a fragment C [16 keys, 8 queries]: a thread has keys g and g + 8 of two neighbouring queries, and four threads share
+/// a Philox block of each, so each computes one of the four and they hand round what the others want.
+DEVICE void words_of_keys_by_queries(const HeadMask &mask, uint32_t key, uint32_t query, uint32_t (&words)[4]) {
+    uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, mine = g % 4;
+    // Element i of the four: its query is 2t + i % 2, its key g + 8 · (i / 2). Thread i of the four has all four's words of element i.
+    uint4 block = mask.words(query + 2 * t + mine % 2, key + g / 4 * 4 + mine / 2 * 8);
+    uint32_t got[4];
+#pragma unroll
+    for (uint32_t distance = 0; distance < 4; distance++) {
+        // This thread gives the word of the one `distance` before it, modulo four, and gets its own word of the one `distance` behind.
+        uint32_t to = (mine - distance) % 4, from = (mine + distance) % 4;
+        uint32_t low = to & 1 ? block.y : block.x, high = to & 1 ? block.w : block.z;
+        uint32_t word = to & 2 ? high : low;
+        uint32_t source = (g - mine + from) * 4 + t;
+        got[distance] = distance == 0 ? word : __shfl_sync(~0u, word, source);
+    }
+    // got[distance] is element (mine + distance) % 4: turn them into place.
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        uint32_t at = (i - mine) % 4;
+        uint32_t low = at & 1 ? got[1] : got[0], high = at & 1 ? got[3] : got[2];
+        words[i] = at & 2 ? high : low;
+    }
+}

@@ -1,0 +1,112 @@
+// What Hopper (sm_90a) has for feeding tensor cores without registers: barriers that count bytes (mbarrier), copies of boxes of tensors
+// (cp.async.bulk.tensor, "TMA"), and asynchronous products of whole warpgroups from shared memory (wgmma).
+//
+// The emulated versions hold what the PTX ISA says of layouts: descriptors are read bit by bit, boxes land swizzled, and both copies and
+// products happen as late as they may, at the wait for them.
+#pragma once
+
+#include "mma.cuh"
+
+/// A tensor of 16-bit elements of which boxes are copied, as cuTensorMapEncodeTiled makes it: with four dimensions, boxes of 64 elements
+/// (128 bytes) in the first one, and 16-byte pieces swizzled within each 1024 bytes.
+struct alignas(64) TensorMap {
+    uint64_t opaque[16];
+};
+
+/// Bytes of a row of a swizzled tile.
+constexpr uint32_t SWIZZLED_ROW = 128;
+
+/// Where 16-byte piece `piece` of row `row` is in a tile of such rows that begins at a multiple of 1024 bytes.
+DEVICE uint32_t swizzled(uint32_t row, uint32_t piece) { return row * SWIZZLED_ROW + (piece ^ row % 8) * 16; }
+
+/// The descriptor of an operand of wgmma in such a tile whose first row is at a multiple of 1024 bytes: [rows, 16] (the 16 along a row), or
+/// [16, columns] (the 16 down the rows), where the columns behind the 64th are in a tile `next` bytes further on.
+DEVICE uint64_t descriptor(uint32_t address, uint32_t next) {
+    const uint64_t leading = next >> 4, stride = 8 * SWIZZLED_ROW >> 4, swizzle_of_128_bytes = 1;
+    return (address >> 4 & 0x3FFF) | leading << 16 | stride << 32 | swizzle_of_128_bytes << 62;
+}
+
+#ifndef EMULATED
+
+#include "wgmma.cuh"
+
+/// Begins products: what registers hold is seen by them.
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+/// Ends a group of products.
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+/// Waits until all but the last N groups of products are complete.
+template <int N>
+DEVICE void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+/// Keeps the compiler from moving uses of what products write before the wait for them.
+template <int N>
+DEVICE void products_touch(float (&c)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[n][i])::"memory");
+}
+
+/// Makes a barrier of `count` arrivals, by one thread; others see it after `barriers_made` and a barrier of the block.
+DEVICE void barrier_make(uint64_t *barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+DEVICE void barriers_made() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+/// Arrives, once a phase.
+DEVICE void barrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+/// Arrives, and has the phase wait for that many bytes of copies.
+DEVICE void barrier_expect(uint64_t *barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+/// Waits until the phase of this parity is complete: that of a barrier's first phase is 0, and of the one before it 1.
+DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra done;\n"
+        "bra again;\n"
+        "done: }" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+/// Begins to copy a box of `map` to shared memory, at a multiple of 1024 bytes; its bytes count for `barrier`.
+DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+                     shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+DEVICE void fetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+/// A barrier of some warps of a block, by number (1 to 15): waits for `threads` to come, or only comes.
+DEVICE void some_wait(uint32_t number, uint32_t threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+DEVICE void some_come(uint32_t number, uint32_t threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+
+/// Gives back registers of a warpgroup's threads down to N, or takes up to N.
+template <int N>
+DEVICE void registers_give() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+DEVICE void registers_take() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+#else
+#include "hopper_emulated.cuh"
+#endif

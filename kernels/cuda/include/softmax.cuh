@@ -1,0 +1,112 @@
+// The online softmax of queries whose scores are fragments C: a thread has rows g and g + 8 of each sixteen, and shares a row with three
+// others (Milakov & Gimelshein 2018; as in Dao 2023, FlashAttention-2, a row is divided by its sum at the end only).
+#pragma once
+
+#include "attention.cuh"
+
+/// What is known of 16 · M queries of a warp after the keys seen so far.
+template <int M>
+struct Softmax {
+    float maxima[M][2];
+    /// A thread's share of Σ 2^(score − maximum).
+    float sums[M][2];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                maxima[m][half] = -INFINITY;
+                sums[m][half] = 0.0f;
+            }
+    }
+
+    /// Turns products with 8 · N keys from `key` on into weights 2^(score − maximum), 0 for keys that a query does not see; what was gathered
+    /// for earlier keys is then to be multiplied by `corrections`. `query` is the warp's first one; `edge` says whether some of these
+    /// queries do not see all of these keys.
+    template <int N>
+    __device__ __forceinline__ void step(const Attention &call, float slope, uint32_t sample, uint32_t query, uint32_t key, bool edge,
+                                         float (&scores)[M][N][4], float (&corrections)[M][2]) {
+        const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        float scale = call.scale_log2;
+        if (call.tilted) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int distance = static_cast<int>(key + n * 8 + 2 * t + i % 2) - static_cast<int>(query + m * 16 + g + i / 2 * 8);
+                        scores[m][n][i] = scores[m][n][i] * scale + slope * static_cast<float>(distance);
+                    }
+            scale = 1.0f;
+        }
+        if (edge) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const uint32_t row = query + m * 16 + g + half * 8, first = first_key(call, sample, row);
+#pragma unroll
+                    for (int n = 0; n < N; n++)
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            const uint32_t column = key + n * 8 + 2 * t + i;
+                            if (column > row || column < first) scores[m][n][2 * half + i] = -INFINITY;
+                        }
+                }
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float top = scores[m][0][2 * half];
+#pragma unroll
+                for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                const float old = maxima[m][half], now = fmaxf(old, top * scale);
+                maxima[m][half] = now;
+                // A row that has seen nothing yet has the maximum −∞; its weights are to be 0.
+                const float reference = now == -INFINITY ? 0.0f : now, correction = exp2_fast(old - reference);
+                float sum = 0.0f;
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const float weight = exp2_fast(scores[m][n][2 * half + i] * scale - reference);
+                        scores[m][n][2 * half + i] = weight;
+                        sum += weight;
+                    }
+                sums[m][half] = sums[m][half] * correction + sum;
+                corrections[m][half] = correction;
+            }
+    }
+
+    /// When all keys were seen: writes log-sum-exps, and has `factors` be what is left to multiply with.
+    __device__ __forceinline__ void end(const Attention &call, uint32_t sample, uint32_t head, uint32_t query, float kept, float *lse, float (&factors)[M][2]) {
+        const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float sum = sums[m][half];
+                sum += __shfl_xor_sync(~0u, sum, 1);
+                sum += __shfl_xor_sync(~0u, sum, 2);
+                factors[m][half] = kept / sum;
+                const uint32_t at = query + m * 16 + lane / 4 + 8 * half;
+                if (lane % 4 == 0 && at < call.s) lse[statistics_at(call, sample, head) + at] = maxima[m][half] * LN_2 + logf(sum);
+            }
+    }
+};
+
+/// Brings rows of a fragment to their queries' new maxima.
+template <int M, int N>
+DEVICE void correct(float (&c)[M][N][4], const float (&corrections)[M][2]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[m][n][i] *= corrections[m][i / 2];
+}

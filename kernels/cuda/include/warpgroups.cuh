@@ -1,0 +1,82 @@
+// Tiles of rows in shared memory as tensor copies leave them, and products of them by warpgroups (Hopper).
+//
+// A tile's columns lie 64 after another: a box of rows of 128 bytes, whose pieces are swizzled, then the next box.
+#pragma once
+
+#include "hopper.cuh"
+
+template <int ROWS, int DIM>
+struct Tile {
+    static constexpr uint32_t BOX = ROWS * SWIZZLED_ROW, BYTES = DIM / 64 * BOX;
+};
+
+/// Begins to copy a tile of a tensor's columns, rows (from `first` on), parts and samples.
+template <int ROWS, int DIM>
+DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part, uint32_t sample, uint64_t *full) {
+#pragma unroll
+    for (uint32_t box = 0; box < DIM / 64; box++) copy_box(to + box * Tile<ROWS, DIM>::BOX, map, box * 64, first, part, sample, full);
+}
+
+/// Begins C [64, N] = A · Bᵀ (what C held is not read) over DIM columns: 64 rows of a tile of A_ROWS and a tile of N rows.
+template <class E, int DIM, int A_ROWS, int N>
+DEVICE void multiply_rows(float (&c)[N / 8][4], uint32_t a, uint32_t b) {
+#pragma unroll
+    for (uint32_t k = 0; k < DIM / 16; k++) {
+        const uint32_t of_a = a + k / 4 * Tile<A_ROWS, DIM>::BOX + k % 4 * 32, of_b = b + k / 4 * Tile<N, DIM>::BOX + k % 4 * 32;
+        if (k == 0) Wgmma<E, N>::assign(c, descriptor(of_a, 16), descriptor(of_b, 16));
+        else Wgmma<E, N>::add(c, descriptor(of_a, 16), descriptor(of_b, 16));
+    }
+}
+
+/// Begins C [64, DIM] += weights · B over K rows of a tile.
+template <class E, int DIM, int K>
+DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4], uint32_t b) {
+#pragma unroll
+    for (uint32_t k = 0; k < K / 16; k++)
+        Wgmma<E, DIM>::add_weighed(c, weights[k], descriptor(b + k * 16 * SWIZZLED_ROW, Tile<K, DIM>::BOX));
+}
+
+/// Rounds what a product left to left operands of the next.
+template <class E, int N>
+DEVICE void round_weights(uint32_t (&weights)[N / 2][4], const float (&c)[N][4]) {
+#pragma unroll
+    for (uint32_t k = 0; k < N / 2; k++)
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) weights[k][i] = E::pack(c[2 * k + i / 2][i % 2 * 2], c[2 * k + i / 2][i % 2 * 2 + 1]);
+}
+
+/// Arrives for the warp.
+DEVICE void release(uint64_t *barrier) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+/// Writes a warp's 16 rows, times a factor each, rounded, to `to`, but none from `count` rows on: by way of rows of a tile that only this
+/// warp uses, so that 16 bytes are written at once. The rows begin at a multiple of 1024 bytes.
+template <class E, int ROWS, int DIM>
+DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned char *rows, const float (&c)[DIM / 8][4], const float (&factors)[2]) {
+    const uint32_t lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (uint32_t n = 0; n < DIM / 8; n++)
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint32_t pair = E::pack(c[n][2 * i] * factors[i], c[n][2 * i + 1] * factors[i]);
+            *reinterpret_cast<uint32_t *>(rows + n / 8 * Tile<ROWS, DIM>::BOX + swizzled(lane / 4 + 8 * i, n % 8) + lane % 4 * 4) = pair;
+        }
+    __syncwarp();
+#pragma unroll
+    for (uint32_t i = 0; i < 16 * DIM / 8 / 32; i++) {
+        const uint32_t piece = lane + 32 * i, row = piece / (DIM / 8), column = piece % (DIM / 8);
+        if (row < count)
+            *reinterpret_cast<uint4 *>(to + row * stride + column * 8) =
+                *reinterpret_cast<const uint4 *>(rows + column / 8 * Tile<ROWS, DIM>::BOX + swizzled(row, column % 8));
+    }
+}
+
+/// Counts the tiles that went through a ring of STAGES, for slot and parity.
+template <int STAGES>
+struct Turn {
+    uint32_t count = 0;
+    __device__ __forceinline__ uint32_t slot() const { return count % STAGES; }
+    __device__ __forceinline__ uint32_t parity() const { return count / STAGES % 2; }
+};

@@ -1,0 +1,213 @@
+//! Attention, its gradient, and steps of generation.
+
+use crate::support::{Input, check};
+use candle_core::Tensor;
+use kernels::Result;
+use kernels::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward, attention_cached};
+use kernels::dropout::DropoutKey;
+
+const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };
+const SAMPLES: [u64; 2] = [7, 1 << 40];
+
+fn shape(groups: usize, heads_per_group: usize, head_dim: usize) -> HeadShape {
+    HeadShape { groups, heads_per_group, head_dim }
+}
+
+/// What a query sees of the keys: everything, and what hides some.
+#[derive(Clone, Default)]
+struct How {
+    alibi: bool,
+    window: Option<usize>,
+    /// Documents of these lengths, over and over, the second sample's from another point on.
+    documents: Option<Vec<usize>>,
+    dropout: f64,
+}
+
+fn first_keys(lengths: &[usize], s: usize, b: usize) -> Vec<u32> {
+    let of_sample = |sample: usize| {
+        let mut first = Vec::new();
+        for &length in lengths.iter().cycle().skip(sample) {
+            if first.len() >= s {
+                break;
+            }
+            let start = first.len() as u32;
+            first.extend(std::iter::repeat_n(start, length.min(s - first.len())));
+        }
+        first
+    };
+    (0..b).flat_map(of_sample).collect()
+}
+
+/// Forward and backward.
+#[track_caller]
+fn compare(s: usize, b: usize, shape: HeadShape, how: &How) {
+    let qkv = Input::data("qkv", &[s, b, shape.width()]);
+    let dout = Input::data("dout", &[s, b, shape.heads() * shape.head_dim]);
+    let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
+    let first_keys = how.documents.as_ref().map(|lengths| first_keys(lengths, s, b));
+    let scores = Scores {
+        scale: 1.3 / (shape.head_dim as f64).sqrt(),
+        alibi: how.alibi.then_some(&slopes),
+        window: how.window,
+        first_keys: first_keys.as_deref(),
+    };
+    let dropout = AttentionDropout { p: how.dropout, key: KEY, samples: &SAMPLES[..b], first_head: 2 };
+    let dropout = (how.dropout > 0.0).then_some(&dropout);
+    check("attention", &[qkv, dout], |t| {
+        let (out, lse) = attention(&t[0], shape, scores, dropout)?;
+        let dqkv = attention_backward(&t[1], &t[0], &out, &lse, shape, scores, dropout)?;
+        Ok(vec![out, lse, dqkv])
+    });
+}
+
+#[test]
+fn one_token_and_lengths_around_a_tile() {
+    for s in [1, 2, 63, 64, 65] {
+        compare(s, 1, shape(1, 1, 64), &How::default());
+    }
+    compare(129, 1, shape(1, 1, 128), &How::default());
+}
+
+#[test]
+fn heads_of_every_width_and_grouping() {
+    compare(33, 2, shape(2, 2, 64), &How::default());
+    compare(37, 1, shape(1, 3, 96), &How::default());
+    compare(40, 2, shape(2, 1, 128), &How::default());
+    compare(35, 1, shape(1, 2, 256), &How::default());
+}
+
+#[test]
+fn heads_of_other_widths_are_padded() {
+    for head_dim in [1, 8, 40, 100, 200] {
+        compare(21, 1, shape(1, 2, head_dim), &How::default());
+    }
+}
+
+#[test]
+fn queries_see_no_further_than_their_window_and_their_document() {
+    compare(130, 1, shape(1, 1, 64), &How { window: Some(3), ..How::default() });
+    compare(150, 1, shape(1, 1, 64), &How { window: Some(70), ..How::default() });
+    compare(100, 2, shape(1, 1, 64), &How { documents: Some(vec![1, 30, 2, 61, 7]), ..How::default() });
+    compare(130, 1, shape(1, 1, 128), &How { window: Some(50), documents: Some(vec![64, 66]), ..How::default() });
+}
+
+#[test]
+fn linear_biases_and_dropped_weights_are_those_of_the_cpu() {
+    let dropped = How { dropout: 0.3, ..How::default() };
+    for shape in [shape(1, 2, 64), shape(1, 1, 96), shape(1, 2, 128), shape(1, 1, 256)] {
+        compare(40, 2, shape, &dropped);
+    }
+    compare(70, 1, shape(1, 2, 64), &How { alibi: true, ..How::default() });
+    compare(
+        70,
+        1,
+        shape(2, 1, 128),
+        &How { alibi: true, window: Some(40), documents: Some(vec![50, 20]), dropout: 0.3 },
+    );
+}
+
+#[test]
+fn scales_need_not_be_positive() {
+    let shape = shape(1, 1, 64);
+    for scale in [0.0, -0.2] {
+        let qkv = Input::data("qkv", &[20, 1, shape.width()]);
+        check("attention", &[qkv], |t| {
+            let (out, lse) = attention(&t[0], shape, scale, None)?;
+            Ok(vec![out, lse])
+        });
+    }
+}
+
+/// Tokens in these portions through a cache.
+fn in_portions(qkv: &Tensor, portions: &[usize], shape: HeadShape, scores: Scores) -> Result<Vec<Tensor>> {
+    let (positions, b, _) = qkv.dims3()?;
+    let cache = Tensor::zeros((positions, b, 2 * shape.groups * shape.head_dim), qkv.dtype(), qkv.device())?;
+    let (mut at, mut outs) = (0, Vec::new());
+    for &n in portions {
+        let part = qkv.narrow(0, at, n)?.contiguous()?;
+        outs.push(attention_cached(&part, &cache, &vec![at; b], shape, scores)?);
+        at += n;
+    }
+    outs.push(cache);
+    Ok(outs)
+}
+
+#[test]
+fn tokens_fed_in_any_portions_see_those_before() {
+    let slopes = [0.5, 0.25, 0.125, 0.06];
+    for (shape, alibi, window) in [
+        (shape(2, 2, 64), None, None),
+        (shape(1, 4, 40), Some(&slopes[..]), None),
+        (shape(1, 10, 5), None, Some(3)),
+        (shape(4, 1, 128), Some(&slopes), Some(9)),
+    ] {
+        let scores = Scores { scale: 0.2, alibi, window, first_keys: None };
+        let qkv = Input::data("qkv", &[13, 2, shape.width()]);
+        check("attention_cached", &[qkv], |t| in_portions(&t[0], &[9, 1, 1, 2], shape, scores));
+    }
+}
+
+#[test]
+fn long_caches_are_read_in_pieces() {
+    let shape = shape(1, 2, 8);
+    for window in [None, Some(100)] {
+        let scores = Scores { scale: 0.4, alibi: None, window, first_keys: None };
+        let qkv = Input::data("qkv", &[519, 1, shape.width()]);
+        check("attention_cached", &[qkv], |t| in_portions(&t[0], &[518, 1], shape, scores));
+    }
+}
+
+#[test]
+fn samples_may_be_at_different_positions() {
+    let shape = shape(1, 2, 64);
+    let (prompt, next) = (Input::data("qkv", &[5, 2, shape.width()]), Input::data("next", &[1, 2, shape.width()]));
+    check("attention_cached", &[prompt, next], |t| {
+        let cache = Tensor::zeros((6, 2, 2 * shape.head_dim), t[0].dtype(), t[0].device())?;
+        attention_cached(&t[0], &cache, &[0, 0], shape, 0.2)?;
+        Ok(vec![attention_cached(&t[1], &cache, &[5, 2], shape, 0.2)?, cache])
+    });
+}
+
+#[test]
+fn heads_that_are_too_wide_are_refused_by_name() {
+    let shape = shape(1, 1, 257);
+    for (run, result) in crate::support::runs(|device| {
+        let qkv = Tensor::zeros((2, 1, shape.width()), candle_core::DType::F32, device).unwrap();
+        attention(&qkv, shape, 1.0, None).map(|_| ()).map_err(|e| e.to_string())
+    }) {
+        assert!(result.as_ref().is_err_and(|e| e.contains("257")), "{run}: {result:?}");
+    }
+}
+
+#[test]
+#[ignore = "run by another test, under MEGATRON_ATTENTION"]
+fn cases_for_hopper() {
+    let (narrow, wide) = (|heads| shape(1, heads, 64), |heads| shape(1, heads, 128));
+    compare(1, 1, narrow(1), &How::default());
+    compare(65, 2, shape(2, 1, 64), &How::default());
+    compare(129, 1, wide(2), &How::default());
+    let documents = Some(vec![1, 30, 2, 61, 7, 128]);
+    compare(257, 1, narrow(2), &How { alibi: true, window: Some(100), documents, ..How::default() });
+    // What these kernels do not have is left to the others.
+    compare(20, 1, wide(1), &How { dropout: 0.3, ..How::default() });
+    compare(20, 1, shape(1, 1, 96), &How::default());
+}
+
+/// Kernels are chosen once by a process, so this runs the program again.
+#[test]
+fn kernels_for_hopper_agree_too() {
+    let test = ["attention::cases_for_hopper", "--exact", "--ignored", "--nocapture"];
+    let mut program = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = program.args(test).env("MEGATRON_ATTENTION", "hopper").output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "the test was not found");
+}
+
+#[test]
+fn kernels_that_are_not_there_are_named() {
+    let test = ["attention::one_token_and_lengths_around_a_tile", "--exact", "--nocapture"];
+    let mut program = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = program.args(test).env("MEGATRON_ATTENTION", "hoper").output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert!(message.contains("MEGATRON_ATTENTION=hoper names no kernels; there are mma and hopper"), "{message}");
+}
