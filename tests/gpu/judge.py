@@ -3,6 +3,7 @@
   judge.py losses METRICS EXPECTED TOLERANCE   largest relative difference of losses and gradient norms, step by step
   judge.py bandwidth LOG PERCENT               kernels bound by memory, as a share of the copy bandwidth
   judge.py speed OURS TORCH FACTOR             tokens a second of both, and the model's FLOP/s
+  judge.py attention LOG FORWARD BACKWARD      the lowest rates at head dimension 128, as percentages of the peak
 
 EXPECTED is another run's metrics, or a fixture's expected.json.
 """
@@ -58,7 +59,14 @@ def speed(ours, torch, factor):
     return tokens >= float(factor) * theirs, f"{figure}; PyTorch {theirs:.0f} tokens/s, {tokens / theirs:.2f}×"
 
 
+def attention(log, forward, backward):
+    found = re.findall(r"\| (\d+) tokens, d 128 \| forward (\d+) TFLOP/s \| backward (\d+) TFLOP/s", Path(log).read_text())
+    rates = [(100 * min(float(row[i]) for row in found) / PEAK_TFLOPS) for i in (1, 2)]
+    figure = f"forward {rates[0]:.0f}%, backward {rates[1]:.0f}% of {PEAK_TFLOPS} TFLOP/s at {', '.join(row[0] for row in found)} tokens"
+    return rates[0] >= float(forward) and rates[1] >= float(backward), figure
+
+
 if __name__ == "__main__":
-    good, figure = {"losses": losses, "bandwidth": bandwidth, "speed": speed}[sys.argv[1]](*sys.argv[2:])
+    good, figure = {"losses": losses, "bandwidth": bandwidth, "speed": speed, "attention": attention}[sys.argv[1]](*sys.argv[2:])
     print(figure)
     sys.exit(not good)

@@ -211,3 +211,37 @@ fn kernels_that_are_not_there_are_named() {
     let message = String::from_utf8_lossy(&output.stderr);
     assert!(message.contains("MEGATRON_ATTENTION=hoper names no kernels; there are mma and hopper"), "{message}");
 }
+
+/// Operations of the products per second, of the causal half alone: 4 · s² / 2 · d of each head forward, 2.5 times as many backward.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "a measurement: attention::speed --exact --ignored --nocapture, with and without MEGATRON_ATTENTION=hopper"]
+fn speed() {
+    use candle_core::DType;
+    let device = kernels::gpu::open(0).unwrap();
+    for (s, head_dim) in [(4096, 128), (8192, 128), (16384, 128), (4096, 64), (16384, 64)] {
+        let (shape, b) = (shape(16, 1, head_dim), 16384 / s);
+        let random =
+            |width: usize| Tensor::randn(0.0_f32, 1.0, (s, b, width), &device).unwrap().to_dtype(DType::BF16).unwrap();
+        let (qkv, dout) = (random(shape.width()), random(shape.heads() * head_dim));
+        let scale = 1.0 / (head_dim as f64).sqrt();
+        let (out, lse) = attention(&qkv, shape, scale, None).unwrap();
+        let seconds = |run: &dyn Fn()| {
+            let measure = |times: usize| {
+                device.synchronize().unwrap();
+                let start = std::time::Instant::now();
+                (0..times).for_each(|_| run());
+                device.synchronize().unwrap();
+                start.elapsed().as_secs_f64() / times as f64
+            };
+            measure(3);
+            measure(20)
+        };
+        let forward = seconds(&|| drop(attention(&qkv, shape, scale, None).unwrap()));
+        let backward = seconds(&|| drop(attention_backward(&dout, &qkv, &out, &lse, shape, scale, None).unwrap()));
+        let operations = 2.0 * (s * s * head_dim * shape.heads() * b) as f64;
+        let rate = |operations: f64, seconds: f64| operations / seconds / 1e12;
+        let (forward, backward) = (rate(operations, forward), rate(2.5 * operations, backward));
+        println!("| {s} tokens, d {head_dim} | forward {forward:.0} TFLOP/s | backward {backward:.0} TFLOP/s |");
+    }
+}
