@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 
 use super::message::{Message, Op};
 
+/// How long what a lost rank sent may still be under way, at most.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
 /// Which message an operation waits for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Key {
@@ -85,7 +88,8 @@ pub(crate) enum Look {
 /// The mailboxes of one rank, one per rank of the world.
 pub(crate) struct Inbox {
     sources: Vec<(Mutex<Source>, Condvar)>,
-    verdict: Mutex<Option<Loss>>,
+    /// Why the run is over, and since when.
+    verdict: Mutex<Option<(Loss, Instant)>>,
 }
 
 // A panic while a lock is held leaves plain queues behind, which are as good as before: poison means nothing here.
@@ -115,7 +119,7 @@ impl Inbox {
 
     /// The run is over because of `loss`; every wait ends. The first verdict stays.
     pub fn condemn(&self, loss: Loss) {
-        lock(&self.verdict).get_or_insert(loss);
+        lock(&self.verdict).get_or_insert_with(|| (loss, Instant::now()));
         for (source, changed) in &self.sources {
             // Taken so that nobody is between looking at the verdict and going to sleep.
             drop(lock(source));
@@ -125,7 +129,7 @@ impl Inbox {
 
     /// Why the run is over, if it is.
     pub fn verdict(&self) -> Option<Loss> {
-        lock(&self.verdict).clone()
+        lock(&self.verdict).as_ref().map(|(loss, _)| loss.clone())
     }
 
     /// Why no more messages of world rank `src` will come, if so.
@@ -142,8 +146,13 @@ impl Inbox {
             if let Some(message) = guard.take(key) {
                 return Look::Found(message);
             }
-            if let Some(loss) = self.verdict() {
-                return Look::Lost(loss);
+            if let Some((loss, since)) = lock(&self.verdict).clone() {
+                // Others may tell that a rank is gone before its own last words are here.
+                if pulls || loss.rank != src || guard.lost.is_some() || since.elapsed() >= LAST_WORDS {
+                    return Look::Lost(loss);
+                }
+                guard = changed.wait_timeout(guard, LAST_WORDS / 10).unwrap_or_else(PoisonError::into_inner).0;
+                continue;
             }
             if let Some(how) = &guard.lost {
                 return Look::Lost(Loss { rank: src, how: how.clone() });
