@@ -1,13 +1,20 @@
 //! What must not change a bit: schedule, virtual stages, recompute, ZeRO-1, bucket size, overlap.
 
+use kernels::trace::Recorder;
+use megatron::comm::CommOptions;
 use megatron::config::{Recompute, RecomputeMethod, RunConfig, ScheduleKind};
-use system_tests::{Style, interleave, layout, tiny, train};
+use system_tests::{
+    Run, Style, Tokens, interleave, layout, on_ranks_with, sources, tiny, train, train_overlapping, trainer,
+};
 
 const STEPS: usize = 6;
 
 /// Trains both and compares every loss, gradient norm, weight and moment.
 fn same_bits(what: &str, changed: &RunConfig, plain: &RunConfig) {
-    let (a, b) = (train(changed, STEPS).unwrap(), train(plain, STEPS).unwrap());
+    same_runs(what, &train(changed, STEPS).unwrap(), &train(plain, STEPS).unwrap());
+}
+
+fn same_runs(what: &str, a: &Run, b: &Run) {
     assert_eq!(a.losses, b.losses, "{what}: losses");
     assert_eq!(a.grad_norms, b.grad_norms, "{what}: gradient norms");
     for (key, value) in &b.last {
@@ -45,6 +52,65 @@ fn pipelines_under_tensor_and_data_parallelism() {
         same_bits(&format!("{name} 2·2·2"), &cut, &plain);
         same_bits(&format!("{name} 2·2·2 interleaved"), &interleave(cut, 4), &plain);
     });
+}
+
+/// Receives posted a pass ahead, gathers and sums over tp beside products.
+#[test]
+fn communication_before_it_is_needed() {
+    for_both(|name, plain| {
+        for ((dp, tp, pp), sequence_parallel) in
+            [((1, 1, 4), false), ((1, 2, 1), false), ((1, 2, 1), true), ((1, 4, 2), true), ((2, 2, 2), true)]
+        {
+            let mut cut = layout(plain.clone(), dp, tp, pp);
+            cut.parallel.sequence_parallel = sequence_parallel;
+            let mut variants = vec![("1f1b", cut.clone())];
+            if pp > 1 {
+                variants.push(("interleaved", interleave(cut.clone(), 2)));
+                cut.parallel.schedule = ScheduleKind::Gpipe;
+                variants.push(("gpipe", cut));
+            }
+            for (schedule, mut cut) in variants {
+                for recompute in [Recompute::None, Recompute::Selective] {
+                    cut.training.recompute = recompute;
+                    let what = format!("{name} {dp}·{tp}·{pp} sp {sequence_parallel} {schedule} {recompute:?}");
+                    same_runs(&what, &train_overlapping(&cut, STEPS).unwrap(), &train(&cut, STEPS).unwrap());
+                }
+            }
+        }
+    });
+}
+
+/// Products of gradients (D of inputs, W of weights) and waits (.) of a step of two layers on one of two tensor-parallel ranks.
+fn products_and_waits(overlap: bool) -> String {
+    let mut config = layout(tiny(Style::Llama, 0.0), 1, 2, 1);
+    (config.model.num_layers, config.training.global_batch_size) = (2, 1);
+    config.parallel.sequence_parallel = true;
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let options = CommOptions { overlap, ..CommOptions::default() };
+    let ranks = on_ranks_with(2, options, |world| {
+        let mut trainer = trainer(&config, world, &data)?;
+        let recorder = Recorder::new();
+        let entered = recorder.enter("rank");
+        trainer.step()?;
+        drop(entered);
+        let letter = |name: &str| match name {
+            "linear_dgrad" => Some('D'),
+            "linear_wgrad" => Some('W'),
+            "wait for a collective" => Some('.'),
+            _ => None,
+        };
+        Ok(recorder.take().iter().filter(|e| e.thread == 0).filter_map(|e| letter(e.name)).collect())
+    });
+    ranks.unwrap().remove(0)
+}
+
+/// The input of a column-parallel layer is gathered while its gradient is computed, and that is summed while the weight's is.
+#[test]
+fn collectives_of_backward_run_beside_its_products() {
+    let (beside, between) = (products_and_waits(true), products_and_waits(false));
+    // An MLP, then the attention below it, each from the gathered gradient of its output on.
+    assert_eq!(beside.matches(".WDD.W..DWD.W.").count(), 2, "{beside}");
+    assert_eq!(between.matches(".WD.D.W.DW.D.W").count(), 2, "{between}");
 }
 
 #[test]

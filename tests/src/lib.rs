@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use megatron::comm::Group;
+use megatron::comm::{CommOptions, Group};
 use megatron::config::*;
 use megatron::data::SampleSource;
 use megatron::params::{Piece, StateKind};
@@ -172,7 +172,16 @@ pub fn sources(train: Tokens) -> Sources {
 
 /// Runs `body` on every rank of a world of threads; results in rank order.
 pub fn on_ranks<T: Send>(world: usize, body: impl Fn(Group) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let ranks = megatron::comm::threads::world(world);
+    on_ranks_with(world, CommOptions::default(), body)
+}
+
+/// As [`on_ranks`], with other than the default options.
+pub fn on_ranks_with<T: Send>(
+    world: usize,
+    options: CommOptions,
+    body: impl Fn(Group) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let ranks = megatron::comm::threads::world_with(world, options);
     std::thread::scope(|scope| {
         let body = &body;
         let spawn = |rank: Group| scope.spawn(move || body(rank));
@@ -263,9 +272,25 @@ pub fn train_from(config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -
     train_on(&sources(Tokens::synthetic(vocab, config.model.seq_length)), config, checkpoint, steps)
 }
 
+/// Trains `steps` steps with what is communicated issued before computation that does not need it.
+pub fn train_overlapping(config: &RunConfig, steps: usize) -> Result<Run> {
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    train_with(CommOptions { overlap: true, ..CommOptions::default() }, &data, config, None, steps)
+}
+
 /// Trains `steps` steps on `data`, from a checkpoint if one is given.
 pub fn train_on(data: &Sources, config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -> Result<Run> {
-    let ranks = on_ranks(config.parallel.world_size(), |world| {
+    train_with(CommOptions::default(), data, config, checkpoint, steps)
+}
+
+fn train_with(
+    options: CommOptions,
+    data: &Sources,
+    config: &RunConfig,
+    checkpoint: Option<&Path>,
+    steps: usize,
+) -> Result<Run> {
+    let ranks = on_ranks_with(config.parallel.world_size(), options, |world| {
         let mut trainer = trainer(config, world, data)?;
         if let Some(path) = checkpoint {
             trainer.load(path)?;

@@ -76,6 +76,16 @@ pub fn start(
     })
 }
 
+/// How many hardware queues CUDA gives a process. Streams that share one run what is queued on them in the order issued, so a receive that waits
+/// for its message would hold up the computation that other ranks wait for.
+pub const GPU_QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// As many as CUDA has.
+pub const MOST_GPU_QUEUES: usize = 32;
+/// What CUDA takes where nothing is set.
+const DEFAULT_GPU_QUEUES: usize = 8;
+/// One for each stream of a rank: its computation, six groups, four lanes of messages; and some more.
+const ENOUGH_GPU_QUEUES: usize = 16;
+
 /// Whether some of `ranks` on this machine compute on the same GPU.
 pub fn share_gpus(ranks: usize, device: Choice) -> bool {
     match device {
@@ -137,9 +147,31 @@ pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device) -> 
         (None, from_environment) => from_environment?,
     };
     let (timeout, default) = (distributed.timeout, CommOptions::default());
-    let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout), ..default };
+    let over_nccl =
+        device.is_cuda() && matches!(distributed.backend, Backend::Auto | Backend::Nccl) && cfg!(feature = "nccl");
+    let overlap = overlaps(distributed.overlap, over_nccl, environment(GPU_QUEUES))?;
+    let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout), overlap, ..default };
     let world = comm::init(place, &rendezvous, distributed.backend, options)?;
     over_gpus(world, distributed, device)
+}
+
+/// Whether operations are issued before they are needed, where `asked` says so or does not say otherwise; `queues`: the GPU's, if they are
+/// set.
+///
+/// # Errors
+/// If they are asked for and could wait for each other for ever.
+fn overlaps(asked: Option<bool>, over_nccl: bool, queues: Option<String>) -> Result<bool> {
+    if !over_nccl {
+        return Ok(asked.unwrap_or(false));
+    }
+    let queues = queues.and_then(|queues| queues.parse().ok()).unwrap_or(DEFAULT_GPU_QUEUES);
+    if asked == Some(true) && queues < ENOUGH_GPU_QUEUES {
+        return Err(Error::usage(format!(
+            "--overlap-communication needs {GPU_QUEUES} = {ENOUGH_GPU_QUEUES} at least, but it is {queues}: streams that share a queue of \
+             the GPU would wait for each other; set it to 32, or leave it to `megatron` by starting ranks with it"
+        )));
+    }
+    Ok(asked.unwrap_or(queues >= ENOUGH_GPU_QUEUES))
 }
 
 /// The world with NCCL for what is on GPUs, unless another transport was asked for.
@@ -169,4 +201,22 @@ fn nccl_without_gpu(why: &str) -> Error {
 
 fn environment(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::overlaps;
+
+    #[test]
+    fn communication_is_issued_early_over_nccl_with_enough_queues_only() {
+        let queues = |n: &str| Some(n.to_string());
+        assert!(overlaps(None, true, queues("32")).unwrap());
+        assert!(!overlaps(None, true, queues("1")).unwrap(), "Megatron-LM's advice is 1");
+        assert!(!overlaps(None, true, None).unwrap());
+        assert!(!overlaps(None, false, queues("32")).unwrap(), "a CPU's ranks have no time to spare");
+        assert!(!overlaps(Some(false), true, queues("32")).unwrap());
+        assert!(overlaps(Some(true), false, None).unwrap());
+        let refusal = overlaps(Some(true), true, queues("1")).expect_err("could hang").to_string();
+        assert!(refusal.contains("CUDA_DEVICE_MAX_CONNECTIONS") && refusal.contains("it is 1"), "{refusal}");
+    }
 }

@@ -75,6 +75,11 @@ pub trait Communicator: Send + Sync {
     /// The group's members as ranks of the world, in group order.
     fn ranks(&self) -> &[usize];
 
+    /// Whether layers and pipelines should issue operations before computation that does not need them, and wait after it. That pays
+    /// where operations run by themselves, as on a GPU's streams; a CPU's ranks use all of its cores for computation, from which a
+    /// thread that communicates would only take. Results are the same, and ranks of a group may even differ.
+    fn overlaps(&self) -> bool;
+
     /// Combines `t` over all ranks, in place.
     fn all_reduce(&self, t: &Tensor, op: ReduceOp) -> Result<Work>;
     /// Concatenates every rank's `input` (flat, in rank order) into `output` (size · elements of input). `input` may be

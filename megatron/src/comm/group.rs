@@ -358,6 +358,10 @@ impl Communicator for EndpointGroup {
         &self.core.ranks
     }
 
+    fn overlaps(&self) -> bool {
+        self.core.endpoint.options.overlap
+    }
+
     fn all_reduce(&self, t: &Tensor, op: ReduceOp) -> Result<Work> {
         let call = Call { reduce: Some(op), ..self.call(Op::AllReduce, t)? };
         let t = t.clone();

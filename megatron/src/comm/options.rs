@@ -13,11 +13,18 @@ pub struct CommOptions {
     /// Whether this rank may read the memory of others on its host and lets them read its own, so that large tensors are copied once
     /// only. Where one rank of a group must not, or the system does not allow it, none does. The bits are the same.
     pub read_memory: bool,
+    /// What [`crate::comm::Communicator::overlaps`] answers. It changes no bit.
+    pub overlap: bool,
 }
 
 impl Default for CommOptions {
-    /// Ten minutes for an operation, one minute for ranks to appear; memory is read.
+    /// Ten minutes for an operation, one minute for ranks to appear; memory is read, and nothing is issued before it is needed.
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(600), connect_timeout: Duration::from_secs(60), read_memory: true }
+        Self {
+            timeout: Duration::from_secs(600),
+            connect_timeout: Duration::from_secs(60),
+            read_memory: true,
+            overlap: false,
+        }
     }
 }

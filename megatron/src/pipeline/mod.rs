@@ -7,6 +7,7 @@
 mod chunk;
 mod engine;
 mod generators;
+mod messages;
 mod partition;
 mod schedule;
 mod simulator;

@@ -2,11 +2,10 @@
 //!
 //! With pp stages and v chunks per stage, chunk c of stage p is virtual stage c·pp + p, so consecutive virtual stages
 //! lie on consecutive stages of a ring (Narayanan et al. 2021, §2.2). An engine walks its stage's list and keeps two
-//! maps by (payload, microbatch, chunk): tensors received and not yet used, and outputs not yet sent. A send never waits
-//! for its receiver; a receive waits for its message. Between two stages each payload has a lane of its own
-//! ([`Payload::tag`]) on which messages arrive in the order they were sent.
+//! maps by (payload, microbatch, chunk): receives posted and not yet used, and outputs not yet sent. A send never waits
+//! for its receiver, nor a receive for its message; the pass that uses a message waits for it. Between two stages each payload has a
+//! lane of its own ([`Payload::tag`]) on which messages arrive in the order they were sent, and receives take them in the order posted.
 
-use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 
 /// A forward or backward pass of one chunk over one microbatch.
@@ -45,7 +44,7 @@ pub enum Action {
     Backward { microbatch: usize, chunk: usize },
     /// Sends a result to stage `to`, without waiting.
     Send { what: Payload, microbatch: usize, chunk: usize, to: usize },
-    /// Receives an input from stage `from`, waiting for it.
+    /// Posts the receive of an input from stage `from`; the pass that takes it waits.
     Recv { what: Payload, microbatch: usize, chunk: usize, from: usize },
 }
 
@@ -91,7 +90,7 @@ pub(super) struct Compute {
 
 impl Compute {
     /// What this pass takes and produces.
-    fn payload(self) -> Payload {
+    pub(super) fn payload(self) -> Payload {
         match self.pass {
             Pass::Forward => Payload::Activation,
             Pass::Backward => Payload::Gradient,
@@ -133,45 +132,6 @@ impl Schedule {
     pub fn is_last(&self, stage: usize, chunk: usize) -> bool {
         stage + 1 == self.pp() && chunk + 1 == self.num_chunks
     }
-
-    /// Adds the messages to each stage's passes: a send right after its result, a receive right before its use. Where a
-    /// stage uses the messages of a lane in another order than they are sent, the receive that has to come earlier does.
-    pub(super) fn with_messages(orders: &[Vec<Compute>], num_microbatches: usize, num_chunks: usize) -> Self {
-        let (pp, v) = (orders.len(), num_chunks);
-        let mut lanes: HashMap<(usize, usize, Payload), VecDeque<(usize, usize)>> = HashMap::new();
-        for (stage, order) in orders.iter().enumerate() {
-            for c in order {
-                if let Some((to, chunk)) = consumer(pp, v, c.pass, stage, c.chunk) {
-                    lanes.entry((stage, to, c.payload())).or_default().push_back((c.microbatch, chunk));
-                }
-            }
-        }
-        let mut stages = vec![Vec::new(); pp];
-        for (stage, order) in orders.iter().enumerate() {
-            let actions = &mut stages[stage];
-            let mut received = HashSet::new();
-            for c in order {
-                let (what, microbatch, chunk) = (c.payload(), c.microbatch, c.chunk);
-                if let Some((from, _)) = producer(pp, v, c.pass, stage, chunk) {
-                    let lane = lanes.entry((from, stage, what)).or_default();
-                    while !received.contains(&(what, microbatch, chunk)) {
-                        let Some((microbatch, chunk)) = lane.pop_front() else { break };
-                        actions.push(Action::Recv { what, microbatch, chunk, from });
-                        received.insert((what, microbatch, chunk));
-                    }
-                }
-                actions.push(match c.pass {
-                    Pass::Forward => Action::Forward { microbatch, chunk },
-                    Pass::Backward => Action::Backward { microbatch, chunk },
-                });
-                if let Some((to, _)) = consumer(pp, v, c.pass, stage, chunk) {
-                    actions.push(Action::Send { what, microbatch, chunk, to });
-                }
-            }
-        }
-        let has_backward = orders.iter().flatten().any(|c| c.pass == Pass::Backward);
-        Self { stages, num_microbatches, num_chunks, has_backward }
-    }
 }
 
 #[cfg(test)]
@@ -187,14 +147,5 @@ mod tests {
         assert_eq!(consumer(2, 2, Pass::Backward, 0, 0), None);
         assert_eq!(producer(2, 2, Pass::Forward, 0, 1), Some((1, 0)));
         assert_eq!(producer(2, 2, Pass::Backward, 1, 1), None);
-    }
-
-    #[test]
-    fn receives_follow_the_order_of_the_sender_where_the_receiver_uses_another() {
-        let forward = |microbatch| Compute { pass: Pass::Forward, microbatch, chunk: 0 };
-        let schedule = Schedule::with_messages(&[vec![forward(0), forward(1)], vec![forward(1), forward(0)]], 2, 1);
-        let recv = |microbatch| Action::Recv { what: Payload::Activation, microbatch, chunk: 0, from: 0 };
-        let run = |microbatch| Action::Forward { microbatch, chunk: 0 };
-        assert_eq!(schedule.stages[1], [recv(0), recv(1), run(1), run(0)]);
     }
 }

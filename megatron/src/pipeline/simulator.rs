@@ -4,7 +4,7 @@
 //! with M microbatches the idle share of GPipe and 1F1B is (pp − 1) / (M + pp − 1), of interleaved 1F1B
 //! (pp − 1) / (v·M + pp − 1).
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 
 use super::schedule::{Action, Pass, Payload, Schedule, consumer, producer};
 use crate::{Error, Result};
@@ -28,6 +28,8 @@ pub struct Report {
     pub bubble: f64,
     /// Per stage, the largest number of forwards (of any chunk) whose backward is still to come; 0 without backward.
     pub peak_in_flight: Vec<usize>,
+    /// Per stage, the largest number of receives that are posted and whose message no pass has taken.
+    pub peak_receives: Vec<usize>,
     /// Passes of each stage, in order.
     pub timeline: Vec<Vec<Slot>>,
 }
@@ -35,15 +37,16 @@ pub struct Report {
 /// Runs `schedule` with forwards of `cost_f` and backwards of `cost_b` time units per chunk.
 ///
 /// A schedule that passes runs every (microbatch, chunk) forward and backward exactly once on every stage, each chunk's
-/// backwards in microbatch order; uses only what it has computed or received, and everything that it has; receives the
-/// messages of a lane in the order in which they are sent; and ends.
+/// backwards in microbatch order; uses only what it has computed or received, and everything that it has; posts the receives
+/// of a lane in the order in which its messages are sent; and ends. Posting a receive waits for nothing; the pass that takes the
+/// message waits for it.
 ///
 /// # Errors
 /// If it does not; the message names the stage and the action, or for a deadlock every stage and what it waits for.
 pub fn simulate(schedule: &Schedule, cost_f: u64, cost_b: u64) -> Result<Report> {
     let (pp, v) = (schedule.pp(), schedule.num_chunks);
     let mut lanes = Lanes::new();
-    let mut stages: Vec<_> = (0..pp).map(|_| Stage::default()).collect();
+    let mut stages: Vec<Stage> = (0..pp).map(|_| Stage::default()).collect();
     let mut next = vec![0; pp]; // index of each stage's next action
     loop {
         let mut progress = false;
@@ -69,7 +72,7 @@ pub fn simulate(schedule: &Schedule, cost_f: u64, cost_b: u64) -> Result<Report>
     if !stuck.is_empty() {
         return Err(Error::config(format!("the schedule deadlocks: {} wait for ever", stuck.join(", "))));
     }
-    // Every pass took its input off a lane, and each output was sent once, so no lane holds a message now.
+    // Every pass took its input, each output was sent once, and no receive is left over, so no lane holds a message now.
     for (p, stage) in stages.iter().enumerate() {
         stage.check_complete(schedule).map_err(|why| Error::config(format!("stage {p} {why}")))?;
     }
@@ -80,6 +83,7 @@ pub fn simulate(schedule: &Schedule, cost_f: u64, cost_b: u64) -> Result<Report>
         makespan,
         bubble: if makespan == 0 { 0.0 } else { (makespan - busy) as f64 / makespan as f64 },
         peak_in_flight: stages.iter().map(|stage| stage.peak).collect(),
+        peak_receives: stages.iter().map(|stage| stage.peak_receives).collect(),
         timeline: stages.into_iter().map(|stage| stage.slots).collect(),
     })
 }
@@ -88,8 +92,8 @@ pub fn simulate(schedule: &Schedule, cost_f: u64, cost_b: u64) -> Result<Report>
 type Checked<T> = std::result::Result<T, String>;
 /// (microbatch, chunk)
 type Key = (usize, usize);
-/// Messages under way by (from, to, payload).
-type Lanes = HashMap<(usize, usize, Payload), VecDeque<Message>>;
+/// Messages sent, by (from, to, payload), in order; those taken stay in their place.
+type Lanes = HashMap<(usize, usize, Payload), Vec<Message>>;
 
 /// A sent message: for which of the receiver's passes, and when it is there.
 struct Message {
@@ -114,9 +118,13 @@ struct Stage {
     now: u64,
     forwards: HashSet<Key>,
     backwards: HashSet<Key>,
-    received: HashSet<(Payload, Key)>,
+    /// Receives whose message no pass has taken: from which stage, and as the how-manieth of the lane.
+    posted: HashMap<(Payload, Key), (usize, usize)>,
+    /// Receives ever posted, by (from, payload).
+    receives: HashMap<(usize, Payload), usize>,
     unsent: HashSet<(Payload, Key)>,
     peak: usize,
+    peak_receives: usize,
     slots: Vec<Slot>,
 }
 
@@ -133,8 +141,8 @@ impl Stage {
         }
         let key = (microbatch, chunk);
         match action {
-            Action::Forward { .. } => self.compute(Pass::Forward, key, p, s, costs.forward)?,
-            Action::Backward { .. } => self.compute(Pass::Backward, key, p, s, costs.backward)?,
+            Action::Forward { .. } => return self.compute(Pass::Forward, key, p, s, costs.forward, lanes),
+            Action::Backward { .. } => return self.compute(Pass::Backward, key, p, s, costs.backward, lanes),
             Action::Send { what, to, .. } => {
                 let Some((stage, chunk)) = consumer(pp, v, maker(what), p, chunk).filter(|(stage, _)| *stage == to)
                 else {
@@ -144,35 +152,32 @@ impl Stage {
                     return Err(String::from("has nothing to send: it is not computed yet or already sent"));
                 }
                 let message = Message { key: (microbatch, chunk), time: self.now };
-                lanes.entry((p, stage, what)).or_default().push_back(message);
+                lanes.entry((p, stage, what)).or_default().push(message);
             }
             Action::Recv { what, from, .. } => {
                 if producer(pp, v, maker(what), p, chunk).is_none_or(|(stage, _)| stage != from) {
                     return Err(String::from("comes from a stage that does not make it"));
                 }
-                let lane = lanes.entry((from, p, what)).or_default();
-                let Some(message) = lane.pop_front() else { return Ok(Outcome::Waits) };
-                if message.key != key {
-                    let (microbatch, chunk) = message.key;
-                    return Err(format!(
-                        "gets the message for microbatch {microbatch}, chunk {chunk}, which is sent first"
-                    ));
+                let place = self.receives.entry((from, what)).or_default();
+                if self.posted.insert((what, key), (from, *place)).is_some() {
+                    return Err(String::from("is posted a second time"));
                 }
-                self.now = self.now.max(message.time);
-                self.received.insert((what, key));
+                *place += 1;
+                self.peak_receives = self.peak_receives.max(self.posted.len());
             }
         }
         Ok(Outcome::Done)
     }
 
-    fn compute(&mut self, pass: Pass, key: Key, p: usize, s: &Schedule, cost: u64) -> Checked<()> {
+    /// Runs one pass, once the message that it takes is there.
+    fn compute(&mut self, pass: Pass, key: Key, p: usize, s: &Schedule, cost: u64, lanes: &Lanes) -> Checked<Outcome> {
         let (pp, v) = (s.pp(), s.num_chunks);
         let (microbatch, chunk) = key;
         let (what, done) = match pass {
-            Pass::Forward => (Payload::Activation, &mut self.forwards),
-            Pass::Backward => (Payload::Gradient, &mut self.backwards),
+            Pass::Forward => (Payload::Activation, &self.forwards),
+            Pass::Backward => (Payload::Gradient, &self.backwards),
         };
-        if !done.insert(key) {
+        if done.contains(&key) {
             return Err(String::from("runs a second time"));
         }
         if pass == Pass::Backward {
@@ -186,9 +191,27 @@ impl Stage {
                 return Err(format!("comes before that of microbatch {}; gradients sum in one order", microbatch - 1));
             }
         }
-        if producer(pp, v, pass, p, chunk).is_some() && !self.received.remove(&(what, key)) {
-            return Err(String::from("has no input: it is not received yet"));
+        if producer(pp, v, pass, p, chunk).is_some() {
+            let Some(&(from, place)) = self.posted.get(&(what, key)) else {
+                return Err(String::from("has no input: it is not received yet"));
+            };
+            let Some(message) = lanes.get(&(from, p, what)).and_then(|lane| lane.get(place)) else {
+                return Ok(Outcome::Waits);
+            };
+            if message.key != key {
+                let (microbatch, chunk) = message.key;
+                return Err(format!(
+                    "gets the message for microbatch {microbatch}, chunk {chunk}: receives are posted in another order than \
+                     messages are sent"
+                ));
+            }
+            self.now = self.now.max(message.time);
+            self.posted.remove(&(what, key));
         }
+        match pass {
+            Pass::Forward => self.forwards.insert(key),
+            Pass::Backward => self.backwards.insert(key),
+        };
         if consumer(pp, v, pass, p, chunk).is_some() {
             self.unsent.insert((what, key));
         }
@@ -197,7 +220,7 @@ impl Stage {
         if s.has_backward {
             self.peak = self.peak.max(self.forwards.len() - self.backwards.len());
         }
-        Ok(())
+        Ok(Outcome::Done)
     }
 
     fn check_complete(&self, s: &Schedule) -> Checked<()> {
@@ -215,6 +238,9 @@ impl Stage {
         }
         if let Some((what, (microbatch, chunk))) = self.unsent.iter().min_by_key(|(_, key)| *key) {
             return Err(format!("never sends the {what:?} of microbatch {microbatch}, chunk {chunk}"));
+        }
+        if let Some((what, (microbatch, chunk))) = self.posted.keys().min_by_key(|(_, key)| *key) {
+            return Err(format!("never uses the {what:?} that it receives for microbatch {microbatch}, chunk {chunk}"));
         }
         Ok(())
     }
@@ -268,7 +294,7 @@ mod tests {
     use super::super::{forward_only, gpipe, interleaved, one_f_one_b};
     use super::*;
 
-    /// Every schedule up to 6 stages, 4 chunks and 16 microbatches: (kind, pp, v, m, schedule).
+    /// Every schedule up to 6 stages, 4 chunks and 16 microbatches, with receives late and early: (kind, pp, v, m, schedule).
     fn all_small() -> Vec<(&'static str, usize, usize, usize, Schedule)> {
         let mut all = Vec::new();
         for pp in 1..=6 {
@@ -281,6 +307,8 @@ mod tests {
             }
         }
         assert!(all.iter().filter(|(kind, ..)| *kind == "interleaved").count() > 50);
+        let early: Vec<_> = all.iter().map(|(kind, pp, v, m, s)| (*kind, *pp, *v, *m, s.receiving_early())).collect();
+        all.extend(early);
         all
     }
 
@@ -319,19 +347,40 @@ mod tests {
     }
 
     #[test]
-    fn every_small_forward_only_schedule_is_complete() {
-        for (pp, v) in [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (3, 4), (6, 3)] {
-            for m in 1..=16 {
-                let report = simulate(&forward_only(pp, v, m).unwrap(), 1, 2).unwrap();
-                assert_eq!(report.peak_in_flight, vec![0; pp]);
-                assert!(report.timeline.iter().all(|slots| slots.len() == m * v));
+    fn every_small_schedule_holds_the_input_of_one_pass_ahead_at_most() {
+        for (kind, pp, v, m, schedule) in all_small() {
+            let late = simulate(&schedule, 1, 2).unwrap().peak_receives;
+            let early = simulate(&schedule.receiving_early(), 1, 2).unwrap().peak_receives;
+            for stage in 0..pp {
+                assert!(late[stage] <= 2 && early[stage] <= 2, "{kind} pp {pp} v {v} m {m} stage {stage}");
+                // Interleaved receives keep to the order in which another stage sends, which may be one ahead of their use.
+                assert!(kind == "interleaved" || schedule == schedule.receiving_early() || late[stage] <= 1);
             }
         }
     }
 
     #[test]
+    fn every_small_forward_only_schedule_is_complete() {
+        for (pp, v) in [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (3, 4), (6, 3)] {
+            for m in 1..=16 {
+                let schedule = forward_only(pp, v, m).unwrap();
+                for schedule in [schedule.receiving_early(), schedule] {
+                    let report = simulate(&schedule, 1, 2).unwrap();
+                    assert_eq!(report.peak_in_flight, vec![0; pp]);
+                    assert!(report.timeline.iter().all(|slots| slots.len() == m * v));
+                }
+            }
+        }
+    }
+
+    fn samples() -> Vec<Schedule> {
+        let late = [gpipe(3, 3).unwrap(), one_f_one_b(3, 4).unwrap(), interleaved(2, 2, 4).unwrap()];
+        late.into_iter().flat_map(|schedule| [schedule.receiving_early(), schedule]).collect()
+    }
+
+    #[test]
     fn a_schedule_with_any_action_left_out_is_rejected() {
-        for schedule in [gpipe(3, 3).unwrap(), one_f_one_b(3, 4).unwrap(), interleaved(2, 2, 4).unwrap()] {
+        for schedule in samples() {
             for p in 0..schedule.pp() {
                 for i in 0..schedule.stages[p].len() {
                     let mut mutated = schedule.clone();
@@ -344,7 +393,7 @@ mod tests {
 
     #[test]
     fn a_schedule_with_any_action_twice_is_rejected() {
-        for schedule in [gpipe(3, 3).unwrap(), one_f_one_b(3, 4).unwrap(), interleaved(2, 2, 4).unwrap()] {
+        for schedule in samples() {
             for p in 0..schedule.pp() {
                 for i in 0..schedule.stages[p].len() {
                     let mut mutated = schedule.clone();
@@ -360,25 +409,21 @@ mod tests {
     fn a_deadlock_names_the_stuck_stages_and_their_actions() {
         let mut schedule = one_f_one_b(2, 1).unwrap();
         // Stage 0 waits for the gradient before it sends the activation that the gradient depends on.
-        let recv = schedule.stages[0].remove(2);
-        schedule.stages[0].insert(1, recv);
+        let send = schedule.stages[0].remove(1);
+        schedule.stages[0].push(send);
         assert_eq!(
             refusal(&schedule),
-            "the schedule deadlocks: stage 0 at action 1 (receive of the gradient of microbatch 0, chunk 0 from stage 1), \
-             stage 1 at action 0 (receive of the activation of microbatch 0, chunk 0 from stage 0) wait for ever"
+            "the schedule deadlocks: stage 0 at action 2 (backward of microbatch 0, chunk 0), stage 1 at action 1 (forward of \
+             microbatch 0, chunk 0) wait for ever"
         );
     }
 
     #[test]
     fn messages_received_in_another_order_than_sent_are_rejected() {
-        let mut schedule = gpipe(2, 2).unwrap();
-        let at = |schedule: &Schedule, what: Payload| {
-            let is = |action: &Action| matches!(action, Action::Recv { what: w, .. } if *w == what);
-            schedule.stages[1].iter().position(is).unwrap()
-        };
-        let first = at(&schedule, Payload::Activation);
-        schedule.stages[1][first] = Action::Recv { what: Payload::Activation, microbatch: 1, chunk: 0, from: 0 };
-        assert!(refusal(&schedule).contains("gets the message for microbatch 0, chunk 0"), "{}", refusal(&schedule));
+        let mut schedule = gpipe(2, 2).unwrap().receiving_early();
+        schedule.stages[1].swap(0, 1);
+        let text = refusal(&schedule);
+        assert!(text.contains("forward of microbatch 0, chunk 0 gets the message for microbatch 1"), "{text}");
     }
 
     #[test]

@@ -152,11 +152,12 @@ impl SelfAttention {
     /// Gradient of the normalized stream.
     pub fn backward(&self, dy: &Stream, saved: SavedAttention, ctx: &Ctx) -> Result<Stream> {
         let SavedAttention { input, qkv, core } = saved;
+        let dy = ctx.tp.begin_exit_backward(dy)?;
         let (out, lse) = match core {
             Some(core) => core,
             None => self.core(&qkv, ctx)?,
         };
-        let dy = ctx.tp.exit_backward(dy)?;
+        let dy = dy.finish()?;
         let out = FeatureSharded(out);
         let dout = self.proj.backward_input(&dy, ctx)?;
         self.proj.backward_weight(&dy, &out, ctx)?;
@@ -172,10 +173,7 @@ impl SelfAttention {
         )?;
         drop((qkv, out, dout, dy));
         self.rotate(&dqkv, true, ctx)?;
-        let dqkv = FeatureSharded(dqkv);
-        let x = ctx.tp.enter(&input)?;
-        self.qkv.backward_weight(&dqkv, &x, ctx)?;
-        ctx.tp.enter_backward(self.qkv.backward_input(&dqkv, ctx)?)
+        self.qkv.backward(&FeatureSharded(dqkv), &input, ctx)
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {

@@ -3,7 +3,7 @@
 //! Weights are `[out, in]`. The two are used in pairs, so that one sum over tp serves both.
 
 use super::context::Ctx;
-use super::layout::{FeatureSharded, Partial, Replicated};
+use super::layout::{FeatureSharded, Partial, Replicated, Stream};
 use crate::Result;
 use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 
@@ -67,15 +67,18 @@ impl ColumnParallelLinear {
         Ok(FeatureSharded(kernels::linear::linear(&x.0, ctx.weight(self.weight), bias)?))
     }
 
-    /// Gradient of the input; this rank's term of the sum over tp.
-    pub fn backward_input(&self, dy: &FeatureSharded, ctx: &Ctx) -> Result<Partial> {
-        Ok(Partial(kernels::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?))
-    }
-
-    /// Gradients of weight and bias.
-    pub fn backward_weight(&self, dy: &FeatureSharded, x: &Replicated, ctx: &Ctx) -> Result<()> {
+    /// Gradients of weight and bias, and that of the residual stream `input` that entered before this layer.
+    ///
+    /// The input is gathered while its gradient is computed, and that gradient is summed over tp while the weight's is computed, as in
+    /// Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication` (Korthikanti et al. 2022).
+    pub fn backward(&self, dy: &FeatureSharded, input: &Stream, ctx: &Ctx) -> Result<Stream> {
+        let x = ctx.tp.begin_enter(input)?;
+        let dx = Partial(kernels::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?);
+        let x = x.finish()?;
+        let dx = ctx.tp.begin_enter_backward(dx)?;
         ctx.weight_grad(&dy.0, &x.0, self.weight)?;
-        self.bias.map_or(Ok(()), |id| ctx.bias_grad(&dy.0, id))
+        self.bias.map_or(Ok(()), |id| ctx.bias_grad(&dy.0, id))?;
+        dx.finish()
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {

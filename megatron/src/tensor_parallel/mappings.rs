@@ -5,13 +5,38 @@
 //! | [`enter`](TensorParallel::enter) (f) | identity | all-gather over s | [`enter_backward`](TensorParallel::enter_backward): all-reduce / reduce-scatter |
 //! | [`exit`](TensorParallel::exit) (g) | all-reduce | reduce-scatter over s | [`exit_backward`](TensorParallel::exit_backward): identity / all-gather |
 //!
+//! Each may be begun before a computation that does not need its result and finished after it ([`Begun`]), where the group says that this
+//! pays ([`Communicator::overlaps`](crate::comm::Communicator::overlaps)); else beginning waits, too.
+//!
 //! Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2.2 (g and ḡ).
 
 use candle_core::Tensor;
 
 use super::layout::{Partial, Replicated, Stream};
-use crate::comm::{Group, ReduceOp};
+use crate::comm::{Group, ReduceOp, Work};
 use crate::{Error, Result};
+
+/// An activation on its way from one layout to another.
+#[must_use = "the activation is there after finish()"]
+pub struct Begun<L> {
+    value: L,
+    work: Work,
+}
+
+impl<L> Begun<L> {
+    /// Waits for it.
+    ///
+    /// # Errors
+    /// If a peer was lost, or called something else.
+    pub fn finish(self) -> Result<L> {
+        self.work.wait()?;
+        Ok(self.value)
+    }
+
+    fn map<M>(self, layout: impl FnOnce(L) -> M) -> Begun<M> {
+        Begun { value: layout(self.value), work: self.work }
+    }
+}
 
 /// One rank's place on the tp axis.
 #[derive(Clone)]
@@ -68,47 +93,70 @@ impl TensorParallel {
 
     /// From the residual stream into a tensor-parallel region.
     pub fn enter(&self, x: &Stream) -> Result<Replicated> {
-        Ok(Replicated(self.gather_sequence(&x.0)?))
+        self.begin_enter(x)?.finish()
+    }
+
+    /// As [`enter`](Self::enter), to be finished later.
+    pub fn begin_enter(&self, x: &Stream) -> Result<Begun<Replicated>> {
+        Ok(self.gather_sequence(&x.0)?.map(Replicated))
     }
 
     /// Backward of [`enter`](Self::enter).
     pub fn enter_backward(&self, dx: Partial) -> Result<Stream> {
-        Ok(Stream(self.sum(dx.0)?))
+        self.begin_enter_backward(dx)?.finish()
+    }
+
+    /// As [`enter_backward`](Self::enter_backward), to be finished later.
+    pub fn begin_enter_backward(&self, dx: Partial) -> Result<Begun<Stream>> {
+        Ok(self.sum(dx.0)?.map(Stream))
     }
 
     /// From a tensor-parallel region back to the residual stream.
     pub fn exit(&self, y: Partial) -> Result<Stream> {
-        Ok(Stream(self.sum(y.0)?))
+        self.sum(y.0)?.map(Stream).finish()
     }
 
     /// Backward of [`exit`](Self::exit).
     pub fn exit_backward(&self, dy: &Stream) -> Result<Replicated> {
-        Ok(Replicated(self.gather_sequence(&dy.0)?))
+        self.begin_exit_backward(dy)?.finish()
     }
 
-    fn gather_sequence(&self, x: &Tensor) -> Result<Tensor> {
+    /// As [`exit_backward`](Self::exit_backward), to be finished later.
+    pub fn begin_exit_backward(&self, dy: &Stream) -> Result<Begun<Replicated>> {
+        Ok(self.gather_sequence(&dy.0)?.map(Replicated))
+    }
+
+    fn gather_sequence(&self, x: &Tensor) -> Result<Begun<Tensor>> {
         if !self.sequence_parallel {
-            return Ok(x.clone());
+            return Ok(Begun { value: x.clone(), work: Work::done() });
         }
         let mut shape = x.dims().to_vec();
         shape[0] *= self.size();
         let whole = Tensor::zeros(shape, x.dtype(), x.device())?;
-        self.group.all_gather(x, &whole)?.wait()?;
-        Ok(whole)
+        let work = self.group.all_gather(x, &whole)?;
+        self.begun(whole, work)
     }
 
-    fn sum(&self, x: Tensor) -> Result<Tensor> {
+    fn sum(&self, x: Tensor) -> Result<Begun<Tensor>> {
         if self.size() == 1 {
-            return Ok(x);
+            return Ok(Begun { value: x, work: Work::done() });
         }
         if !self.sequence_parallel {
-            self.group.all_reduce(&x, ReduceOp::Sum)?.wait()?;
-            return Ok(x);
+            let work = self.group.all_reduce(&x, ReduceOp::Sum)?;
+            return self.begun(x, work);
         }
         let mut shape = x.dims().to_vec();
         shape[0] /= self.size();
         let part = Tensor::zeros(shape, x.dtype(), x.device())?;
-        self.group.reduce_scatter(&x, &part, ReduceOp::Sum)?.wait()?;
-        Ok(part)
+        let work = self.group.reduce_scatter(&x, &part, ReduceOp::Sum)?;
+        self.begun(part, work)
+    }
+
+    fn begun(&self, value: Tensor, work: Work) -> Result<Begun<Tensor>> {
+        if self.group.overlaps() {
+            return Ok(Begun { value, work });
+        }
+        work.wait()?;
+        Ok(Begun { value, work: Work::done() })
     }
 }

@@ -86,11 +86,12 @@ impl Mlp {
     /// Gradient of the normalized stream.
     pub fn backward(&self, dy: &Stream, saved: SavedMlp, ctx: &Ctx) -> Result<Stream> {
         let SavedMlp { input, hidden, activated } = saved;
+        let dy = ctx.tp.begin_exit_backward(dy)?;
         let activated = match activated {
             Some(activated) => activated,
             None => self.activate(&hidden)?,
         };
-        let dy = ctx.tp.exit_backward(dy)?;
+        let dy = dy.finish()?;
         self.fc2.backward_weight(&dy, &FeatureSharded(activated), ctx)?;
         let dactivated = self.fc2.backward_input(&dy, ctx)?.0;
         let dhidden = if self.swiglu {
@@ -99,10 +100,7 @@ impl Mlp {
             kernels::activation::gelu_backward(&dactivated, &hidden)?
         };
         drop((dactivated, hidden, dy));
-        let dhidden = FeatureSharded(dhidden);
-        let x = ctx.tp.enter(&input)?;
-        self.fc1.backward_weight(&dhidden, &x, ctx)?;
-        ctx.tp.enter_backward(self.fc1.backward_input(&dhidden, ctx)?)
+        self.fc1.backward(&FeatureSharded(dhidden), &input, ctx)
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {

@@ -133,10 +133,11 @@ impl Trainer {
                 .with_documents(sources.document_ends)
         };
         let m = batch.num_microbatches();
-        let schedule = generate(parallel.schedule, pp, v, m)?;
+        let early = groups.pp.overlaps();
+        let in_time = |schedule: Schedule| if early { schedule.receiving_early() } else { schedule };
         Ok(Self {
-            eval_schedule: forward_only(pp, v, m)?,
-            schedule,
+            eval_schedule: in_time(forward_only(pp, v, m)?),
+            schedule: in_time(generate(parallel.schedule, pp, v, m)?),
             stage,
             reducer,
             optimizer,

@@ -129,7 +129,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
         (Backend::Local, _) => (comm::Backend::Local, args.ranks),
         (Backend::Tcp, _) => (comm::Backend::Tcp, args.ranks),
     };
-    let distributed = Distributed { device: Choice::Cpu, backend, timeout: Duration::from_secs(600), rendezvous: None };
+    let timeout = Duration::from_secs(600);
+    let distributed = Distributed { device: Choice::Cpu, backend, overlap: None, timeout, rendezvous: None };
     let Some(place) = place else {
         return ranks::start(ranks.unwrap_or(2), &distributed, Some(STOP_LIMIT), None);
     };

@@ -33,6 +33,8 @@ pub struct Resolved {
 pub struct Distributed {
     pub device: Choice,
     pub backend: Backend,
+    /// Whether communication is issued before it is needed; `None`: where that pays.
+    pub overlap: Option<bool>,
     pub timeout: Duration,
     pub rendezvous: Option<String>,
 }
@@ -572,7 +574,13 @@ impl Resolver<'_> {
             Rendezvous::from_url(0, url)
                 .map_err(|_| Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR")))?;
         }
-        Ok(Distributed { device: p.device, backend: p.distributed_backend, timeout, rendezvous: p.rdzv.clone() })
+        Ok(Distributed {
+            device: p.device,
+            backend: p.distributed_backend,
+            overlap: p.overlap_communication,
+            timeout,
+            rendezvous: p.rdzv.clone(),
+        })
     }
 }
 

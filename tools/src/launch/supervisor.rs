@@ -14,6 +14,7 @@ use super::output::{Event, Stream, forward, print};
 use super::process::{Exit, reap, signal_group, signal_name, spawn};
 use crate::error::{Error, Result};
 use crate::fault::{Fault, SUPERVISED};
+use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES};
 
 /// How often ranks and signals are looked at while nothing is printed.
 const TICK: Duration = Duration::from_millis(20);
@@ -85,6 +86,9 @@ impl Plan {
         command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, "1");
         if self.shares_gpus {
             command.env("NCCL_HOSTID", format!("rank-{}", self.rank(index)));
+        }
+        if std::env::var_os(GPU_QUEUES).is_none() {
+            command.env(GPU_QUEUES, MOST_GPU_QUEUES.to_string());
         }
         if self.serves_store {
             command.env(STORE_SERVED, "1");

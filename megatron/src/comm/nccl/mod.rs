@@ -353,6 +353,10 @@ impl Communicator for NcclGroup {
         self.host.ranks()
     }
 
+    fn overlaps(&self) -> bool {
+        self.host.overlaps()
+    }
+
     fn all_reduce(&self, t: &Tensor, op: ReduceOp) -> Result<Work> {
         if !self.on_gpu("all_reduce", &[t])? {
             return self.host.all_reduce(t, op);

@@ -21,6 +21,9 @@ pub struct ParallelFlags {
     /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine, and NCCL for GPUs
     #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
     pub distributed_backend: Backend,
+    /// Issue tensor-parallel collectives and pipeline receives before computation that does not need them [default: true over NCCL, else false]
+    #[arg(long, action = ArgAction::Set)]
+    pub overlap_communication: Option<bool>,
     /// A rank that waits longer than this for its peers ends the run
     #[arg(long, value_name = "MINUTES", default_value_t = 10.0)]
     pub distributed_timeout_minutes: f64,
