@@ -5,7 +5,7 @@
 //! cargo test --release -p system-tests --features emulated --target-dir target/emulated --test emulated
 //! ```
 
-use kernels::gpu::emulated::{Order, run};
+use kernels::gpu::emulated::{Counts, Order, run, take_counts};
 use megatron::config::{Precision, RunConfig};
 use system_tests::{Style, Tokens, largest_relative_difference, on_ranks, sources, tiny, trainer};
 
@@ -67,4 +67,40 @@ fn llama_in_fp32() {
 #[test]
 fn gpt2_in_bf16() {
     follows_the_cpu(&config(Style::Gpt2, 0.1, Precision::Bf16), 2e-2);
+}
+
+/// What the third step of a run asks of the device.
+fn third_step(config: &RunConfig) -> Counts {
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let ranks = on_ranks(1, |world| {
+        run(Order::Forward, || {
+            let mut trainer = trainer(config, world, &data)?;
+            for _ in 0..2 {
+                trainer.step()?;
+            }
+            take_counts();
+            trainer.step()?;
+            Ok(take_counts())
+        })
+    });
+    ranks.unwrap().remove(0)
+}
+
+/// Of fp16 too: whether a step overflowed the loss scaler learns when it has ended.
+#[test]
+fn nothing_of_a_step_is_read_before_all_of_it_is_queued() {
+    let fp16 = Precision::Fp16(megatron::config::LossScaling::Static(1024.0));
+    for precision in [Precision::Fp32, Precision::Bf16, fp16] {
+        for style in [Style::Gpt2, Style::Llama] {
+            let mut config = config(style, if matches!(style, Style::Gpt2) { 0.1 } else { 0.0 }, precision);
+            config.training.micro_batch_size = 1;
+            let counts = third_step(&config);
+            let what = format!("{style:?} in {precision}: {counts:?}");
+            assert_eq!((counts.waits, counts.launches), (1, counts.launches_before_last_wait), "{what}");
+            // Tokens, labels and mask of two microbatches: positions and samples are there since the first step.
+            assert_eq!(counts.uploads, 2 * 3, "{what}");
+            let other: Vec<_> = counts.on_the_host.iter().filter(|op| !op.starts_with("linear")).collect();
+            assert!(other.is_empty(), "{what}");
+        }
+    }
 }

@@ -2,7 +2,8 @@
 // computes with.
 //
 // AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. A thread has four elements of every operand in flight. One launch steps
-// many parameters that lie one after the other: a table says where their weight decay changes.
+// many parameters that lie one after the other: a table says where their weight decay changes. The factor on gradients, and whether to step at
+// all, may be a verdict that lies on the device (cuda/squares.cu): then nobody waits for it.
 #include "inplace.cuh"
 
 constexpr uint32_t SEGMENTS = 64;
@@ -69,12 +70,17 @@ DEVICE void store_four(W *at, const Vector<float> &p) {
     }
 }
 
-// `second` is null for rules with one state.
+// `second` is null for rules with one state, `verdict` where the rule has the factor on gradients.
 template <class Rule, class W>
-DEVICE void step(const Rule &rule, const Segments &segments, float *p, W *weight, const float *g, float *first, float *second, uint64_t n) {
+DEVICE void step(Rule rule, const float *verdict, const Segments &segments, float *p, W *weight, const float *g, float *first,
+                 float *second, uint64_t n) {
     constexpr bool WEIGHT = sizeof(W) > 1, TWO = Rule::TWO_STATES;
     const uint64_t at = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (at >= n) return;
+    if (verdict != nullptr) {
+        if (verdict[2] == 0.0f) return;
+        rule.grad_scale = verdict[1];
+    }
     uint32_t segment = segments.find(at);
     const bool in_one = at + 4 <= n && at + 4 <= segments.ends[segment];
     bool whole = in_one && aligned(p, g, first);
@@ -108,14 +114,14 @@ DEVICE void step(const Rule &rule, const Segments &segments, float *p, W *weight
     }
 }
 
-#define KERNELS_OF(W, suffix)                                                                                                          \
-    KERNEL(adamw_##suffix, const AdamW rule, const __grid_constant__ Segments segments, float *p, W *weight, const float *g, float *m, \
-           float *v, uint64_t n) {                                                                                                     \
-        step(rule, segments, p, weight, g, m, v, n);                                                                                   \
-    }                                                                                                                                  \
-    KERNEL(sgd_##suffix, const Sgd rule, const __grid_constant__ Segments segments, float *p, W *weight, const float *g,               \
-           float *buffer, uint64_t n) {                                                                                                \
-        step<Sgd, W>(rule, segments, p, weight, g, buffer, nullptr, n);                                                                \
+#define KERNELS_OF(W, suffix)                                                                                                        \
+    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments, float *p, W *weight,   \
+           const float *g, float *m, float *v, uint64_t n) {                                                                         \
+        step(rule, verdict, segments, p, weight, g, m, v, n);                                                                        \
+    }                                                                                                                                \
+    KERNEL(sgd_##suffix, const Sgd rule, const float *verdict, const __grid_constant__ Segments segments, float *p, W *weight,       \
+           const float *g, float *buffer, uint64_t n) {                                                                              \
+        step<Sgd, W>(rule, verdict, segments, p, weight, g, buffer, nullptr, n);                                                     \
     }
 KERNELS_OF(None, none)
 #define KERNELS(T, suffix) KERNELS_OF(T, suffix)

@@ -1,4 +1,5 @@
-// Sums of squares in f64, of many tensors at once: fixed blocks of 4096 elements, whose sums are added up with compensation (Neumaier 1974).
+// Sums of squares in f64, of many tensors at once: fixed blocks of 4096 elements, whose sums are added up with compensation (Neumaier 1974);
+// and what a step makes of the norm that they are of.
 //
 // The order of all sums depends on the tensors' sizes alone, so a sum has the same bits wherever its tensor lies.
 #include "device.cuh"
@@ -103,4 +104,38 @@ FOR_DTYPES(KERNELS)
 
 KERNEL(add_squares, const __grid_constant__ Tensors tensors, const double *partials, double *sums, uint32_t num_blocks) {
     whole_sums(tensors, partials, sums, num_blocks);
+}
+
+// The sum of `values` in order, in thread 0.
+DEVICE double in_order(const double *values, uint32_t n, double *slots) {
+    double sum = 0.0;
+    for (uint32_t first = 0; first < n; first += THREADS) {
+        const uint32_t count = min(n - first, THREADS);
+        if (threadIdx.x < count) slots[threadIdx.x] = values[first + threadIdx.x];
+        __syncthreads();
+        if (threadIdx.x == 0)
+            for (uint32_t i = 0; i < count; i++) sum = __dadd_rn(sum, slots[i]);
+        __syncthreads();
+    }
+    return sum;
+}
+
+KERNEL(add_in_order, const double *values, uint32_t n, double *sum) {
+    SHARED(double, slots, [THREADS]);
+    const double total = in_order(values, n, slots);
+    if (threadIdx.x == 0) *sum = total;
+}
+
+// From shares of the squared norm of gradients that are `loss_scale` times the loss's: the norm, the factor on them that clips them to
+// `max_norm` (0: never) and takes the scale away, and whether to step (1 or 0). In the CPU's order of operations.
+KERNEL(judge, const double *shares, uint32_t n, float max_norm, double loss_scale, float *verdict) {
+    SHARED(double, slots, [THREADS]);
+    const double total = in_order(shares, n, slots);
+    if (threadIdx.x > 0) return;
+    const float norm = __double2float_rn(__ddiv_rn(__dsqrt_rn(total), loss_scale));
+    const float ratio = __fdiv_rn(max_norm, __fadd_rn(norm, 1e-6f));
+    const float clip = max_norm > 0.0f && ratio < 1.0f ? ratio : 1.0f;
+    verdict[0] = norm;
+    verdict[1] = __double2float_rn(__ddiv_rn(static_cast<double>(clip), loss_scale));
+    verdict[2] = norm < INFINITY ? 1.0f : 0.0f;
 }

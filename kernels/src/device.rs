@@ -3,8 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 
+use crate::host::HostElem;
 use crate::{Error, Result};
 
 /// What a program was told to compute on.
@@ -108,11 +109,58 @@ fn open_gpu(_ordinal: usize) -> Result<Device> {
 /// # Errors
 /// If `t` is not contiguous, or what the driver says.
 pub fn to_host(t: &Tensor) -> Result<Tensor> {
+    Ok(to_host_all(&[t])?.swap_remove(0))
+}
+
+/// As [`to_host`] of each, with one wait for those that are on one device.
+///
+/// # Errors
+/// As [`to_host`].
+pub fn to_host_all(ts: &[&Tensor]) -> Result<Vec<Tensor>> {
+    #[cfg(feature = "emulated")]
+    crate::gpu::emulated::waited();
     #[cfg(feature = "cuda")]
-    if t.device().is_cuda() {
-        return crate::gpu::to_host(t);
+    if ts.iter().any(|t| t.device().is_cuda()) {
+        return crate::gpu::to_host(ts);
     }
-    Ok(t.clone())
+    Ok(ts.iter().map(|&t| t.clone()).collect())
+}
+
+/// A tensor of `values` on `device`. A GPU has taken them when this returns, or will in the order of its stream.
+///
+/// # Errors
+/// If they are not as many as `shape` has elements, or there is no memory.
+pub fn upload<T: HostElem>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+    #[cfg(feature = "emulated")]
+    if crate::gpu::computes(device) {
+        crate::gpu::emulated::uploaded();
+    }
+    Ok(Tensor::from_vec(values, shape.into(), device)?)
+}
+
+/// As [`upload`], to be read only: on a GPU the same values asked for again are the tensor that is there already.
+///
+/// # Errors
+/// As [`upload`].
+pub fn constant(values: Vec<u32>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+    #[cfg(gpu)]
+    if crate::gpu::computes(device) {
+        return crate::gpu::constants::get(values, shape.into(), device);
+    }
+    upload(values, shape, device)
+}
+
+/// A tensor for a result that is written before it is read: on a GPU it holds nothing yet, on the CPU zeros.
+///
+/// # Errors
+/// If there is no memory.
+pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    #[cfg(gpu)]
+    if crate::gpu::computes(device) {
+        const OP: &str = "empty";
+        return Ok(crate::gpu::Gpu::on(device, OP)?.output(shape, dtype, OP)?.0);
+    }
+    Ok(Tensor::zeros(shape, dtype, device)?)
 }
 
 /// Copies `src`, on the CPU, into the elements of `dst` on its device: other tensors that share the storage see them.

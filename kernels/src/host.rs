@@ -27,6 +27,8 @@ fn range(layout: &Layout, op: &'static str) -> Result<std::ops::Range<usize>> {
 /// # Errors
 /// If `t` is not contiguous, not of dtype `T`, or not on the CPU.
 pub fn with_slice<T: WithDType, R>(t: &Tensor, op: &'static str, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
+    #[cfg(feature = "emulated")]
+    crate::gpu::emulated::touched(op);
     let (storage, layout) = t.storage_and_layout();
     let range = range(layout, op)?;
     match &*storage {
@@ -92,6 +94,8 @@ pub fn with_slice_mut<T: HostElem, R>(
     op: &'static str,
     f: impl FnOnce(&mut [T]) -> Result<R>,
 ) -> Result<R> {
+    #[cfg(feature = "emulated")]
+    crate::gpu::emulated::touched(op);
     let lend = Lend { elem: PhantomData::<T>, op, f: RefCell::new(Some(f)), out: RefCell::new(None) };
     t.inplace_op1(&lend)?;
     lend.out.into_inner().unwrap_or_else(|| Err(Error::shape(op, "storage was not lent")))

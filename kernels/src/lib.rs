@@ -10,6 +10,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod clip;
 pub mod cross_entropy;
 pub mod device;
 pub mod dropout;

@@ -5,6 +5,7 @@
 
 use candle_core::Tensor;
 
+use crate::clip::Verdict;
 use crate::float::{Elem, Float, by_elem, by_float};
 use crate::host::{HostElem, with_slice_mut};
 use crate::simd::vectorize;
@@ -178,10 +179,11 @@ fn parts<T>(slice: &mut [T]) -> impl Iterator<Item = &mut [T]> {
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
 pub fn adamw(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, m: &Tensor, v: &Tensor, h: &AdamW) -> Result<()> {
-    adamw_segments(p, weight, g, m, v, h, &Segment::all(p))
+    adamw_segments(p, weight, g, m, v, h, None, &Segment::all(p))
 }
 
-/// As [`adamw`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many.
+/// As [`adamw`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many. The factor of a `verdict`
+/// stands in place of `h.grad_scale`, and nothing changes where it is against the step.
 ///
 /// # Errors
 /// As [`adamw`], or if `segments` are not all of `p`.
@@ -192,6 +194,7 @@ pub fn adamw_segments(
     m: &Tensor,
     v: &Tensor,
     h: &AdamW,
+    verdict: Option<&Verdict>,
     segments: &[Segment],
 ) -> Result<()> {
     let _span = trace::moves("adamw", &[p, p, g, m, m, v, v]);
@@ -202,11 +205,20 @@ pub fn adamw_segments(
     let of = Operands { p, weight, g, first: m, second: Some(v) };
     of.check(OP, ["m", "v"])?;
     Segment::check(segments, p, OP)?;
-    on_gpu!(p, optimizer::adamw(&of, h, segments, OP));
+    on_gpu!(p, optimizer::adamw(&of, h, verdict, segments, OP));
+    let Some(grad_scale) = factor(h.grad_scale, verdict)? else { return Ok(()) };
+    let h = &AdamW { grad_scale, ..*h };
     by_float!(p, OP, T => of.by_segment(segments, |segment, of| {
         let rule = AdamRule::<T>::new(h, segment);
         for_blocks::<T>(OP, of, #[inline(always)] |p, g, m, v| rule.step(p, g, m, v))
     }))
+}
+
+/// The factor on the gradients of a step on the CPU; none if it is not to be made.
+fn factor(known: f32, verdict: Option<&Verdict>) -> Result<Option<f32>> {
+    let Some(verdict) = verdict else { return Ok(Some(known)) };
+    let decided = verdict.decided()?;
+    Ok(decided.applied.then_some(decided.factor))
 }
 
 pub(crate) struct AdamRule<T> {
@@ -253,10 +265,11 @@ impl<T: Float> AdamRule<T> {
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, or two share a storage.
 pub fn sgd(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, buf: &Tensor, h: &Sgd) -> Result<()> {
-    sgd_segments(p, weight, g, buf, h, &Segment::all(p))
+    sgd_segments(p, weight, g, buf, h, None, &Segment::all(p))
 }
 
-/// As [`sgd`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many.
+/// As [`sgd`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many. `verdict` as in
+/// [`adamw_segments`].
 ///
 /// # Errors
 /// As [`sgd`], or if `segments` are not all of `p`.
@@ -266,6 +279,7 @@ pub fn sgd_segments(
     g: &Tensor,
     buf: &Tensor,
     h: &Sgd,
+    verdict: Option<&Verdict>,
     segments: &[Segment],
 ) -> Result<()> {
     let _span = trace::moves("sgd", &[p, p, g, buf, buf]);
@@ -273,10 +287,11 @@ pub fn sgd_segments(
     let of = Operands { p, weight, g, first: buf, second: None };
     of.check(OP, ["buf", ""])?;
     Segment::check(segments, p, OP)?;
-    on_gpu!(p, optimizer::sgd(&of, h, segments, OP));
+    on_gpu!(p, optimizer::sgd(&of, h, verdict, segments, OP));
+    let Some(grad_scale) = factor(h.grad_scale, verdict)? else { return Ok(()) };
     by_float!(p, OP, T => of.by_segment(segments, |segment, of| {
         let (lr, momentum) = (T::of(h.lr), T::of(h.momentum));
-        let (decay, scale) = (T::of(segment.decay(h.weight_decay)), T::of(f64::from(h.grad_scale)));
+        let (decay, scale) = (T::of(segment.decay(h.weight_decay)), T::of(f64::from(grad_scale)));
         for_blocks::<T>(OP, of, #[inline(always)] |p, g, buf, _| {
             for ((p, buf), &g) in p.iter_mut().zip(buf).zip(g) {
                 *buf = momentum * *buf + (scale * g + decay * *p);

@@ -1,6 +1,6 @@
 //! Sums of squares in f64, and in-place arithmetic on (views of) flat buffers.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 
 #[cfg(gpu)]
 use crate::device::to_host;
@@ -44,13 +44,55 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
 /// As [`sum_of_squares`]; also if tensors lie on different devices or differ in dtype.
 pub fn sums_of_squares(xs: &[&Tensor]) -> Result<Vec<f64>> {
     const OP: &str = "sums_of_squares";
-    let Some(&first) = xs.first() else { return Ok(Vec::new()) };
-    if let Some(other) = xs.iter().find(|x| x.dtype() != first.dtype() || !x.device().same_device(first.device())) {
-        let place = |t: &Tensor| format!("{:?} on {:?}", t.dtype(), t.device().location());
-        return Err(Error::shape(OP, format!("one tensor is {}, another {}", place(first), place(other))));
+    if xs.is_empty() {
+        return Ok(Vec::new());
     }
-    on_gpu!(first, reduce::sums_of_squares(xs, OP).and_then(|sums| Ok(to_host(&sums)?.to_vec1()?)));
+    expect_alike(xs, OP)?;
+    on_gpu!(xs[0], reduce::sums_of_squares(xs, OP).and_then(|sums| Ok(to_host(&sums)?.to_vec1()?)));
     xs.iter().map(|x| sum_of_squares(x)).collect()
+}
+
+/// # Errors
+/// If tensors lie on different devices or differ in dtype.
+fn expect_alike(xs: &[&Tensor], op: &'static str) -> Result<()> {
+    let Some(&first) = xs.first() else { return Ok(()) };
+    let other = xs.iter().find(|x| x.dtype() != first.dtype() || !x.device().same_device(first.device()));
+    let Some(other) = other else { return Ok(()) };
+    let place = |t: &Tensor| format!("{:?} on {:?}", t.dtype(), t.device().location());
+    Err(Error::shape(op, format!("one tensor is {}, another {}", place(first), place(other))))
+}
+
+/// Σ of [`sum_of_squares`] of each tensor, in order: f64 `[1]` on their device, for which nobody waits. Zero of none.
+///
+/// # Errors
+/// As [`sums_of_squares`].
+pub fn total_of_squares(xs: &[&Tensor], device: &Device) -> Result<Tensor> {
+    const OP: &str = "total_of_squares";
+    if xs.is_empty() {
+        return Ok(Tensor::zeros(1, DType::F64, device)?);
+    }
+    expect_alike(xs, OP)?;
+    #[cfg(gpu)]
+    if crate::gpu::runs_here(xs[0]) {
+        let _span = trace::moves("sum_of_squares", xs);
+        return crate::gpu::reduce::sum_in_order(&crate::gpu::reduce::sums_of_squares(xs, OP)?, OP);
+    }
+    sum_in_order(&Tensor::from_vec(sums_of_squares(xs)?, xs.len(), device)?)
+}
+
+/// The sum of f64 `[n]`, added in order: f64 `[1]`, on their device.
+///
+/// # Errors
+/// If `values` is not contiguous or not of f64.
+pub fn sum_in_order(values: &Tensor) -> Result<Tensor> {
+    const OP: &str = "sum_in_order";
+    expect_dtype(OP, values, DType::F64)?;
+    #[cfg(gpu)]
+    if crate::gpu::computes(values.device()) {
+        return crate::gpu::reduce::sum_in_order(values, OP);
+    }
+    let sum: f64 = View::<f64>::new(values, OP, "values")?.iter().fold(0.0, |sum, v| sum + v);
+    Ok(Tensor::from_vec(vec![sum], 1, values.device())?)
 }
 
 #[inline(always)]

@@ -27,6 +27,8 @@ impl<'a, T: HostElem> View<'a, T> {
         if !t.device().is_cpu() {
             return Err(Error::Device { op, device: format!("{:?}", t.device().location()) });
         }
+        #[cfg(feature = "emulated")]
+        crate::gpu::emulated::touched(op);
         let (storage, layout) = t.storage_and_layout();
         let (start, end) = layout.contiguous_offsets().ok_or(Error::NotContiguous { op, what })?;
         Ok(Self { storage, range: start..end, elem: PhantomData })

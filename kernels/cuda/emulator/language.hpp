@@ -174,6 +174,9 @@ static inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline double __dsub_rn(double a, double b) { return a - b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __ddiv_rn(double a, double b) { return a / b; }
+static inline double __dsqrt_rn(double a) { return std::sqrt(a); }
+static inline float __double2float_rn(double a) { return static_cast<float>(a); }
 static inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
 // Loads and stores with hints.

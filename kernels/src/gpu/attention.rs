@@ -15,6 +15,7 @@ use super::memory::suffix;
 use super::tensor_map::Boxes;
 use super::{DevicePointer, Gpu, THREADS};
 use crate::attention::{Geometry, Mask, Scores};
+use crate::device::{constant, upload};
 use crate::{Error, Result};
 
 /// The widest head that there are kernels for.
@@ -113,8 +114,7 @@ impl Prepared {
         let (side, base) = match side.len() {
             0 => (None, None),
             n => {
-                // Copied in the stream's order, by way of memory of the driver's: nothing waits.
-                let side = Tensor::from_vec(side, n, like.device())?;
+                let side = constant(side, n, like.device())?;
                 let base = gpu.input(&side, DType::U32, op, "side")?;
                 (Some(side), Some(base))
             }
@@ -409,7 +409,7 @@ pub(crate) fn cached(
         Prepared::new(op, qkv, geometry, Scores { window: None, ..scores }, None, &[packed, cached])?;
     prepared.call.window = window.unwrap_or(0) as u32;
     let first: Vec<u32> = starts.iter().map(|&start| start as u32).collect();
-    let first = Tensor::from_vec(first, b, qkv.device())?;
+    let first = upload(first, b, qkv.device())?;
     let starts_at = gpu.input(&first, DType::U32, op, "starts")?;
     let grid = [blocks(op, n, 1)?, blocks_y(op, b, 1)?, 1];
     gpu.launch("attention_cached", &format!("attention_append_{suffix}"), grid, THREADS, 0, |args| {

@@ -18,7 +18,11 @@ use crate::{Error, Result};
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
 pub(super) fn runs_here(t: &Tensor) -> bool {
-    t.device().is_cuda()
+    computes(t.device())
+}
+
+pub(super) fn computes(device: &Device) -> bool {
+    device.is_cuda()
 }
 
 /// Opens GPU `ordinal` with a stream of its own, and has its memory pool keep what is freed.
@@ -79,39 +83,54 @@ pub fn count() -> Result<usize> {
     }
 }
 
-/// The elements of a contiguous tensor on the CPU; waits for the device.
-pub fn to_host(t: &Tensor) -> Result<Tensor> {
+/// The elements of contiguous tensors on the CPU; waits once for the device of those that are on it.
+pub fn to_host(ts: &[&Tensor]) -> Result<Vec<Tensor>> {
     const OP: &str = "to_host";
-    /// A copy of the elements from `at` on.
-    fn copied<T: candle_core::WithDType>(gpu: &Gpu, at: DevicePointer, shape: &Shape) -> Result<Tensor> {
-        let failed = |e: DriverError| Error::gpu(OP, e.to_string());
+    let failed = |e: DriverError| Error::gpu(OP, e.to_string());
+    /// Queues a copy of the elements from `at` on. The memory of the result is written once the stream is waited for.
+    fn queued<T: crate::host::HostElem>(gpu: &Gpu, at: DevicePointer, shape: &Shape) -> Result<Tensor> {
         let n = shape.elem_count();
-        let mut values: Vec<T> = Vec::with_capacity(n);
-        gpu.stream.context().bind_to_thread().map_err(failed)?;
+        let mut values: Vec<T> = vec![T::from_f64(0.0); n];
         if n > 0 {
-            // SAFETY: as many elements are there on both sides. The values are read only after the stream was waited for, and T is a plain
-            // number, of which any bits are a value.
+            // SAFETY: as many elements are there on both sides; T is a plain number, of which any bits are a value. The memory stays where it
+            // is when the tensor takes it over, and nobody reads it before the stream was waited for.
             unsafe {
                 let bytes = std::slice::from_raw_parts_mut(values.as_mut_ptr().cast::<u8>(), n * size_of::<T>());
-                result::memcpy_dtoh_async(bytes, at.0, gpu.stream.cu_stream()).map_err(failed)?;
-                gpu.stream.synchronize().map_err(failed)?;
-                values.set_len(n);
+                result::memcpy_dtoh_async(bytes, at.0, gpu.stream.cu_stream())
+                    .map_err(|e| Error::gpu(OP, e.to_string()))?;
             }
         }
         Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
     }
-    let gpu = Gpu::of(t, OP)?;
-    let at = gpu.input(t, t.dtype(), OP, "tensor")?;
-    match t.dtype() {
-        DType::U8 => copied::<u8>(&gpu, at, t.shape()),
-        DType::U32 => copied::<u32>(&gpu, at, t.shape()),
-        DType::I64 => copied::<i64>(&gpu, at, t.shape()),
-        DType::BF16 => copied::<half::bf16>(&gpu, at, t.shape()),
-        DType::F16 => copied::<half::f16>(&gpu, at, t.shape()),
-        DType::F32 => copied::<f32>(&gpu, at, t.shape()),
-        DType::F64 => copied::<f64>(&gpu, at, t.shape()),
-        dtype => Err(Error::DType { op: OP, dtype }),
+    let mut waited_for: Vec<Gpu> = Vec::new();
+    let mut copies = Vec::with_capacity(ts.len());
+    for t in ts {
+        if t.device().is_cpu() {
+            copies.push((*t).clone());
+            continue;
+        }
+        let gpu = Gpu::of(t, OP)?;
+        gpu.stream.context().bind_to_thread().map_err(failed)?;
+        let at = gpu.input(t, t.dtype(), OP, "tensor")?;
+        copies.push(match t.dtype() {
+            DType::U8 => queued::<u8>(&gpu, at, t.shape())?,
+            DType::U32 => queued::<u32>(&gpu, at, t.shape())?,
+            DType::I64 => queued::<i64>(&gpu, at, t.shape())?,
+            DType::BF16 => queued::<half::bf16>(&gpu, at, t.shape())?,
+            DType::F16 => queued::<half::f16>(&gpu, at, t.shape())?,
+            DType::F32 => queued::<f32>(&gpu, at, t.shape())?,
+            DType::F64 => queued::<f64>(&gpu, at, t.shape())?,
+            dtype => return Err(Error::DType { op: OP, dtype }),
+        });
+        if !waited_for.iter().any(|other| other.device.same_device(&gpu.device)) {
+            waited_for.push(gpu);
+        }
     }
+    for gpu in waited_for {
+        gpu.stream.context().bind_to_thread().map_err(failed)?;
+        gpu.stream.synchronize().map_err(failed)?;
+    }
+    Ok(copies)
 }
 
 /// Copies elements of the CPU into those of a tensor on a GPU. The driver has taken them when this returns.
@@ -237,7 +256,15 @@ impl Gpu {
     /// # Errors
     /// If `t` is on no GPU.
     pub fn of(t: &Tensor, op: &'static str) -> Result<Self> {
-        match t.device() {
+        Self::on(t.device(), op)
+    }
+
+    /// That of the device.
+    ///
+    /// # Errors
+    /// If it is no GPU.
+    pub fn on(device: &Device, op: &'static str) -> Result<Self> {
+        match device {
             Device::Cuda(device) => Ok(Self { device: device.clone(), stream: device.cuda_stream() }),
             other => Err(Error::Device { op, device: format!("{:?}", other.location()) }),
         }

@@ -3,11 +3,11 @@
 //! Operations run so on threads that are inside of [`run`], or everywhere after [`everywhere`]; tensors of f64, which GPUs have no kernels
 //! for, stay with the CPU, so that tests compute what they compare with.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 use rayon::prelude::*;
 
 use super::modules::MODULES;
@@ -49,7 +49,69 @@ pub fn everywhere() {
 }
 
 pub(super) fn runs_here(t: &Tensor) -> bool {
-    (HERE.get().is_some() || EVERYWHERE.load(Ordering::Relaxed)) && t.device().is_cpu() && t.dtype() != DType::F64
+    computes(t.device()) && t.dtype() != DType::F64
+}
+
+pub(super) fn computes(device: &Device) -> bool {
+    is_on() && device.is_cpu()
+}
+
+/// Whether this thread emulates.
+fn is_on() -> bool {
+    HERE.get().is_some() || EVERYWHERE.load(Ordering::Relaxed)
+}
+
+/// What a thread asked of the emulated device: what would wait for a real one, or need the host's memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Kernels launched.
+    pub launches: u64,
+    /// Readings of the device's memory by the host, each of which waits until all launched kernels have run.
+    pub waits: u64,
+    /// Kernels launched before the last of them.
+    pub launches_before_last_wait: u64,
+    /// Copies of the host's values into new memory of the device.
+    pub uploads: u64,
+    /// Operations that touched elements by the CPU, by name, each once: on a real device there would be none to touch. Products are computed so
+    /// here, by cuBLASLt there.
+    pub on_the_host: Vec<&'static str>,
+}
+
+thread_local! {
+    static COUNTS: RefCell<Counts> = RefCell::default();
+    /// Whether it is this backend that looks at a tensor's storage.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What this thread asked for since it was last asked.
+pub fn take_counts() -> Counts {
+    COUNTS.take()
+}
+
+/// The host read the device's memory.
+pub(crate) fn waited() {
+    if is_on() {
+        COUNTS.with_borrow_mut(|counts| {
+            counts.waits += 1;
+            counts.launches_before_last_wait = counts.launches;
+        });
+    }
+}
+
+/// The host copied values into the device's memory.
+pub(crate) fn uploaded() {
+    COUNTS.with_borrow_mut(|counts| counts.uploads += 1);
+}
+
+/// `op` touches elements of a tensor by the CPU.
+pub(crate) fn touched(op: &'static str) {
+    if is_on() && !INSIDE.get() {
+        COUNTS.with_borrow_mut(|counts| {
+            if !counts.on_the_host.contains(&op) {
+                counts.on_the_host.push(op);
+            }
+        });
+    }
 }
 
 /// A kernel that the emulator knows.
@@ -142,10 +204,18 @@ impl Gpu {
     /// # Errors
     /// If `t` is not on the CPU.
     pub fn of(t: &Tensor, op: &'static str) -> Result<Self> {
-        if t.device().is_cpu() {
+        Self::on(t.device(), op)
+    }
+
+    /// That of the device.
+    ///
+    /// # Errors
+    /// If it is not the CPU.
+    pub fn on(device: &Device, op: &'static str) -> Result<Self> {
+        if device.is_cpu() {
             return Ok(Self(()));
         }
-        Err(Error::Device { op, device: format!("{:?}", t.device().location()) })
+        Err(Error::Device { op, device: format!("{:?}", device.location()) })
     }
 
     /// Few multiprocessors, so that persistent grids loop.
@@ -180,6 +250,7 @@ impl Gpu {
         let num_args = unsafe { emulator_arguments(kernel, sizes.as_mut_ptr(), sizes.len() as u32) } as usize;
         let sizes: Vec<usize> = sizes.iter().take(num_args).map(|&size| size as usize).collect();
         args.check(name, &sizes)?;
+        COUNTS.with_borrow_mut(|counts| counts.launches += 1);
         let order = HERE.get().unwrap_or(Order::Forward);
         let launch = Launch { kernel, grid, threads, shared, order, args: args.addresses() };
         let num_blocks = grid.iter().map(|&n| u64::from(n)).product::<u64>();
@@ -199,12 +270,14 @@ impl Gpu {
             return Err(Error::Device { op, device: format!("{:?}", t.device().location()) });
         }
         let start = t.layout().start_offset() * t.dtype().size_in_bytes();
+        let outside = INSIDE.replace(true);
         let first = if write {
-            host::with_bytes_mut(t, op, |bytes| Ok(bytes.as_mut_ptr().expose_provenance()))?
+            host::with_bytes_mut(t, op, |bytes| Ok(bytes.as_mut_ptr().expose_provenance()))
         } else {
-            host::with_bytes(t, op, |bytes| Ok(bytes.as_ptr().expose_provenance()))?
+            host::with_bytes(t, op, |bytes| Ok(bytes.as_ptr().expose_provenance()))
         };
-        Ok(DevicePointer((first - start) as u64))
+        INSIDE.set(outside);
+        Ok(DevicePointer((first? - start) as u64))
     }
 
     /// Elements that are NaN, so that one that no kernel writes is seen.

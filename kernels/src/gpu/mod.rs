@@ -22,6 +22,7 @@ mod tensor_map;
 pub(crate) mod activation;
 pub mod attention;
 pub(crate) mod columns;
+pub(crate) mod constants;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 pub(crate) mod embedding;
@@ -57,7 +58,7 @@ pub use memory::DevicePointer;
 #[cfg(feature = "cuda")]
 pub use product::set_tuning;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 /// The list of compiled files, which the build script writes.
 mod modules {
@@ -82,4 +83,9 @@ pub struct Properties {
 /// Whether the operation on `t` is one of a GPU.
 pub(crate) fn runs_here(t: &Tensor) -> bool {
     backend::runs_here(t)
+}
+
+/// Whether what is on `device` is computed by kernels of GPUs.
+pub(crate) fn computes(device: &Device) -> bool {
+    backend::computes(device)
 }

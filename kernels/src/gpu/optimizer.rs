@@ -6,6 +6,7 @@ use super::launch::blocks;
 use super::memory::suffix;
 use super::{Args, Gpu, THREADS};
 use crate::Result;
+use crate::clip::Verdict;
 use crate::optimizer::{AdamRule, AdamW, Operands, Segment, Sgd};
 
 /// Segments of one launch.
@@ -46,24 +47,36 @@ struct Momentum {
 }
 
 /// The segments are all of the operands, which fit.
-pub fn adamw(of: &Operands, h: &AdamW, segments: &[Segment], op: &'static str) -> Result<()> {
+pub fn adamw(
+    of: &Operands,
+    h: &AdamW,
+    verdict: Option<&Verdict>,
+    segments: &[Segment],
+    op: &'static str,
+) -> Result<()> {
     let rule = |segment| AdamRule::<f32>::new(h, segment);
     let AdamRule { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, .. } =
         rule(&Segment { len: 0, decays: true });
     let adam = Adam { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size };
     let segments: Vec<(usize, f32)> = segments.iter().map(|s| (s.len, rule(s).keep)).collect();
     // SAFETY: laid out as in C, and as the kernel's; without padding.
-    step(of, ["m", "v"], "adamw", &segments, op, |args| unsafe {
+    step(of, ["m", "v"], "adamw", verdict, &segments, op, |args| unsafe {
         args.structure(&adam);
     })
 }
 
 /// As [`adamw`].
-pub fn sgd(of: &Operands, h: &Sgd, segments: &[Segment], op: &'static str) -> Result<()> {
+pub fn sgd(
+    of: &Operands,
+    h: &Sgd,
+    verdict: Option<&Verdict>,
+    segments: &[Segment],
+    op: &'static str,
+) -> Result<()> {
     let sgd = Momentum { grad_scale: h.grad_scale, lr: h.lr as f32, momentum: h.momentum as f32 };
     let segments: Vec<(usize, f32)> = segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32)).collect();
     // SAFETY: as above.
-    step(of, ["buf", ""], "sgd", &segments, op, |args| unsafe {
+    step(of, ["buf", ""], "sgd", verdict, &segments, op, |args| unsafe {
         args.structure(&sgd);
     })
 }
@@ -73,6 +86,7 @@ fn step(
     of: &Operands,
     names: [&'static str; 2],
     kernel: &str,
+    verdict: Option<&Verdict>,
     segments: &[(usize, f32)],
     op: &'static str,
     rule: impl Fn(&mut Args),
@@ -83,6 +97,7 @@ fn step(
     let second = of.second.map(|t| gpu.inplace(t, DType::F32, op, names[1])).transpose()?;
     let inplace = |w: &Tensor| gpu.inplace(w, w.dtype(), op, "weight").map(|at| (at, w.dtype().size_in_bytes()));
     let weight = of.weight.map(inplace).transpose()?;
+    let verdict = verdict.map(|v| gpu.input(v.values(), DType::F32, op, "verdict")).transpose()?;
     let kernel = match of.weight {
         Some(weight) => format!("{kernel}_{}", suffix(weight.dtype(), op)?),
         None => format!("{kernel}_none"),
@@ -99,6 +114,7 @@ fn step(
         let grid = [blocks(op, n, THREADS as usize * PER_THREAD)?, 1, 1];
         gpu.launch("optimizer", &kernel, grid, THREADS, 0, |args| {
             rule(args);
+            args.optional(verdict);
             // SAFETY: as above.
             unsafe { args.structure(&table) };
             args.ptr(p.offset(4 * at)).optional(weight.map(|(w, size)| w.offset(size * at)));

@@ -106,6 +106,28 @@ struct Tensors {
     unused: u32,
 }
 
+/// Their sum, in order: f64 `[1]` of f64 `[n]`.
+pub fn sum_in_order(values: &Tensor, op: &'static str) -> Result<Tensor> {
+    let gpu = Gpu::of(values, op)?;
+    let (from, n) = (gpu.input(values, DType::F64, op, "values")?, items(op, values.elem_count())?);
+    let (sum, to) = gpu.output(1, DType::F64, op)?;
+    gpu.launch("squares", "add_in_order", [1, 1, 1], THREADS, 0, |args| {
+        args.ptr(from).u32(n).ptr(to);
+    })?;
+    Ok(sum)
+}
+
+/// The values of a [`Verdict`](crate::clip::Verdict) from shares of the squared norm, f64 `[n]`.
+pub fn judge(shares: &Tensor, max_norm: f32, loss_scale: f64, op: &'static str) -> Result<Tensor> {
+    let gpu = Gpu::of(shares, op)?;
+    let (from, n) = (gpu.input(shares, DType::F64, op, "shares")?, items(op, shares.elem_count())?);
+    let (verdict, to) = gpu.output(3, DType::F32, op)?;
+    gpu.launch("squares", "judge", [1, 1, 1], THREADS, 0, |args| {
+        args.ptr(from).u32(n).f32(max_norm).f64(loss_scale).ptr(to);
+    })?;
+    Ok(verdict)
+}
+
 /// Σ x² of each of the tensors, all of one dtype and device: `[tensors]` f64, on the device.
 pub fn sums_of_squares(xs: &[&Tensor], op: &'static str) -> Result<Tensor> {
     let gpu = Gpu::of(xs[0], op)?;

@@ -8,6 +8,7 @@ use super::memory::suffix;
 use super::{Gpu, THREADS};
 use crate::Result;
 use crate::attention::HeadShape;
+use crate::device::constant;
 use crate::rope::{Positions, RopeTable};
 
 /// `Heads` of `cuda/rope.cu`.
@@ -45,7 +46,7 @@ pub fn rotate(
         Positions::Offsets([first, rest @ ..]) if rest.iter().all(|o| o == first) => (*first, None),
         _ => {
             let list: Vec<u32> = (0..s * b).map(|row| positions.of(row, b) as u32).collect();
-            (0, Some(Tensor::from_vec(list, s * b, qkv.device())?))
+            (0, Some(constant(list, s * b, qkv.device())?))
         }
     };
     let listed = list.as_ref().map(|list| gpu.input(list, DType::U32, op, "positions")).transpose()?;

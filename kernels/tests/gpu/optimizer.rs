@@ -60,12 +60,12 @@ fn segments_are_stepped_each_with_its_decay() {
     check("adamw_segments", &inputs(n), |t| {
         let [p, g, m, v, weight] = t else { unreachable!() };
         square(v)?;
-        adamw_segments(p, Some(weight), g, m, v, &ADAM, &segments())?;
+        adamw_segments(p, Some(weight), g, m, v, &ADAM, None, &segments())?;
         Ok(vec![p.clone(), m.clone(), v.clone(), weight.clone()])
     });
     check("sgd_segments", &inputs(n), |t| {
         let [p, g, buf, _, weight] = t else { unreachable!() };
-        sgd_segments(p, Some(weight), g, buf, &SGD, &segments())?;
+        sgd_segments(p, Some(weight), g, buf, &SGD, None, &segments())?;
         Ok(vec![p.clone(), buf.clone(), weight.clone()])
     });
 }
@@ -103,7 +103,7 @@ fn operands_that_do_not_fit_are_the_errors_of_the_cpu() {
             adamw(&p, None, &t(7), &m, &v, &ADAM).unwrap_err().to_string(),
             adamw(&p, None, &g, &p, &v, &ADAM).unwrap_err().to_string(),
             adamw(&p, None, &g, &m, &v, &AdamW { step: 0, ..ADAM }).unwrap_err().to_string(),
-            adamw_segments(&p, None, &g, &m, &v, &ADAM, &segments).unwrap_err().to_string(),
+            adamw_segments(&p, None, &g, &m, &v, &ADAM, None, &segments).unwrap_err().to_string(),
         ]
         .join("\n")
     }) {
@@ -111,5 +111,32 @@ fn operands_that_do_not_fit_are_the_errors_of_the_cpu() {
         for (line, want) in message.lines().zip(wanted) {
             assert!(line.contains(want), "{line}: {want}");
         }
+    }
+}
+
+#[test]
+fn the_factor_of_a_verdict_is_that_of_the_rule_and_a_step_it_is_against_changes_nothing() {
+    let segments = [Segment { len: 5000, decays: true }];
+    for (run, ()) in runs(|device| {
+        let fill = |add: f64| Tensor::arange(0f32, 5000.0, device).unwrap().affine(1e-3, add).unwrap();
+        let verdict = |share: f64, scale: f64| {
+            kernels::clip::Verdict::of(&Tensor::new(&[share], device).unwrap(), 0.0, scale).unwrap()
+        };
+        let bits = |t: &Tensor| t.to_device(&Device::Cpu).unwrap().to_vec1::<f32>().unwrap();
+        let g = fill(-2.0);
+        // What is asked of the rule without a verdict, of a verdict, and of one against the step.
+        let results = [None, Some(verdict(1.0, 4.0)), Some(verdict(f64::NAN, 4.0))].map(|verdict| {
+            let (p, m, v, buf, q) = (fill(1.0), fill(0.5), fill(0.25), fill(0.75), fill(3.0));
+            let rule = AdamW { grad_scale: if verdict.is_some() { 77.0 } else { 0.25 }, ..ADAM };
+            adamw_segments(&p, None, &g, &m, &v, &rule, verdict.as_ref(), &segments).unwrap();
+            let rule = Sgd { grad_scale: rule.grad_scale, ..SGD };
+            sgd_segments(&q, None, &g, &buf, &rule, verdict.as_ref(), &segments).unwrap();
+            [p, m, v, buf, q].map(|t| bits(&t))
+        });
+        assert!(results[0] == results[1]);
+        let before = [fill(1.0), fill(0.5), fill(0.25), fill(0.75), fill(3.0)].map(|t| bits(&t));
+        assert!(results[2] == before && results[0] != before);
+    }) {
+        assert!(!run.is_empty());
     }
 }

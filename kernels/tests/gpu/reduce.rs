@@ -2,8 +2,12 @@
 
 use crate::support::{Input, check, runs};
 use candle_core::{DType, Device, Tensor};
+use kernels::clip::Verdict;
+use kernels::device::to_host;
 use kernels::linear::bias_grad;
-use kernels::reduce::{add_inplace, cast, copy, scale_inplace, sum_of_squares, sums_of_squares, zero};
+use kernels::reduce::{
+    add_inplace, cast, copy, scale_inplace, sum_in_order, sum_of_squares, sums_of_squares, total_of_squares, zero,
+};
 
 /// Less than a vector, whole vectors, a block's worth and more, each with and without a rest.
 const SIZES: [usize; 8] = [1, 7, 64, 1001, 4096, 7173, 8192, 9005];
@@ -152,5 +156,57 @@ fn what_is_not_finite_shows_in_the_sum_of_squares() {
         (with(f32::NAN), with(f32::NEG_INFINITY))
     }) {
         assert!(nan.is_nan() && infinite == f64::INFINITY, "{run}: {nan} {infinite}");
+    }
+}
+
+/// f64 values whose sum depends on their order.
+fn shares(n: usize, device: &Device) -> Tensor {
+    let value = |i: usize| ((i * 7919) % 1013) as f64 * 10f64.powi((i % 23) as i32 - 11);
+    Tensor::from_vec((0..n).map(value).collect::<Vec<_>>(), n, device).unwrap()
+}
+
+#[test]
+fn shares_are_added_in_order_and_judged_bit_for_bit_as_on_the_cpu() {
+    for n in [1, 2, 255, 256, 257, 1000] {
+        let results = |device: &Device| {
+            let shares = shares(n, device);
+            let sum = to_host(&sum_in_order(&shares).unwrap()).unwrap().to_vec1::<f64>().unwrap()[0];
+            let judged = [(1.0, 1.0), (0.0, 3.0), (1e30, 65536.0), (0.37, 1.1)].map(|(max_norm, scale)| {
+                let decided = Verdict::of(&shares, max_norm, scale).unwrap().decided().unwrap();
+                (decided.norm.to_bits(), decided.factor.to_bits(), decided.applied)
+            });
+            (sum.to_bits(), judged)
+        };
+        let want = results(&Device::Cpu);
+        for (run, got) in runs(results) {
+            assert_eq!(got, want, "{n} shares, {run}");
+        }
+    }
+}
+
+#[test]
+fn what_is_not_finite_is_judged_so() {
+    for share in [f64::NAN, f64::INFINITY, 1e80] {
+        for (run, decided) in runs(|device| {
+            let shares = Tensor::new(&[1.0, share, 2.0], device).unwrap();
+            Verdict::of(&shares, 1.0, 1.0).unwrap().decided().unwrap()
+        }) {
+            assert!(!decided.applied && !decided.norm.is_finite(), "{share}, {run}: {decided:?}");
+        }
+    }
+}
+
+#[test]
+fn the_total_of_squares_is_that_of_the_sums() {
+    for count in [0, 1, 3, 300] {
+        for (run, (total, sums)) in runs(|device| {
+            let tensor = |i: usize| Tensor::arange(0f32, 1.0 + (i % 7) as f32, device).unwrap();
+            let tensors: Vec<Tensor> = (0..count).map(tensor).collect();
+            let tensors: Vec<&Tensor> = tensors.iter().collect();
+            let total = to_host(&total_of_squares(&tensors, device).unwrap()).unwrap();
+            (total.to_vec1::<f64>().unwrap()[0], sums_of_squares(&tensors).unwrap())
+        }) {
+            assert_eq!(total, sums.iter().sum::<f64>(), "{count} tensors, {run}");
+        }
     }
 }

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
+use kernels::device::upload;
 
 use super::documents::{DocumentEnds, Documents};
 use super::source::SampleSource;
@@ -137,9 +138,9 @@ impl Loader {
         // Here, since on a GPU the mask is read only by waiting for it.
         let counted = loss_mask.iter().map(|&m| f64::from(m)).sum();
         Ok(MicroBatch {
-            tokens: Tensor::from_vec(tokens, (s, b), &self.device)?,
-            labels: Tensor::from_vec(labels, (s, b), &self.device)?,
-            loss_mask: Tensor::from_vec(loss_mask, (s, b), &self.device)?,
+            tokens: upload(tokens, (s, b), &self.device)?,
+            labels: upload(labels, (s, b), &self.device)?,
+            loss_mask: upload(loss_mask, (s, b), &self.device)?,
             counted,
             samples,
             documents,

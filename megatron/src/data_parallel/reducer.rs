@@ -89,7 +89,7 @@ impl GradientReducer {
         let mine = if self.scatter { shard(bucket.len, self.dp.rank(), self.dp.size()) } else { 0..bucket.len };
         let part = bucket.grads.narrow(0, mine.start, mine.len())?;
         let (from, to) = if self.in_bf16 {
-            let from = Tensor::zeros(bucket.len, DType::BF16, bucket.grads.device())?;
+            let from = kernels::device::empty(bucket.len, DType::BF16, bucket.grads.device())?;
             kernels::reduce::cast(&from, &bucket.grads)?;
             let to = from.narrow(0, mine.start, mine.len())?;
             (from, to)

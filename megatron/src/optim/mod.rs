@@ -7,5 +7,5 @@ mod ownership;
 
 pub use loss_scale::{LossScaler, LossScalerState};
 pub use lr::LrSchedule;
-pub use optimizer::{Optimizer, StepResult};
+pub use optimizer::{Optimizer, Queued, StepResult};
 pub use ownership::written;

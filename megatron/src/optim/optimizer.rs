@@ -3,12 +3,13 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Tensor};
+use kernels::clip::Verdict;
 use kernels::optimizer::{AdamW, Segment, Sgd, adamw_segments, sgd_segments};
 
 use super::ownership::{speaks_for, written_part};
 use crate::Result;
-use crate::comm::{Group, ReduceOp, Work};
+use crate::comm::{Group, Work};
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
 use crate::params::{Param, ParamStore, Role, ShardRef, StateKind, clip_pieces, overlap};
@@ -20,6 +21,17 @@ struct BucketState {
     first: Tensor,
     /// Adam's second moment.
     second: Option<Tensor>,
+}
+
+/// An update that is queued. Whether it changes anything the device decides; see [`Optimizer::settle`].
+#[must_use = "the optimizer has to learn whether the update was made"]
+pub struct Queued(Verdict);
+
+impl Queued {
+    /// What [`Optimizer::settle`] wants on the host, once the step has ended.
+    pub fn verdict(&self) -> &Tensor {
+        self.0.values()
+    }
 }
 
 /// What a step did.
@@ -98,42 +110,43 @@ impl Optimizer {
         speaks_for(&param.spec, param.role, self.tp_rank)
     }
 
-    /// The norm of the whole model's main gradient, every logical parameter counted once.
-    fn grad_norm(&self, store: &ParamStore) -> Result<f64> {
+    /// This rank's share of the squared norm of the model's main gradient, every logical parameter counted once: f64 `[1]` on the device.
+    fn squared_norm(&self, store: &ParamStore) -> Result<Tensor> {
         let counted = Self::stepped(store).filter(|p| self.counts(p)).map(|param| {
             let part = self.part(param);
             store.buckets()[param.bucket].grads.narrow(0, part.start, part.len())
         });
         let counted = counted.collect::<candle_core::Result<Vec<_>>>()?;
-        // One wait for the device, where it is one that computes ahead.
-        let sums = kernels::reduce::sums_of_squares(&counted.iter().collect::<Vec<_>>())?;
-        let total = Tensor::from_vec(vec![sums.iter().fold(0.0, |sum, s| sum + s)], 1, &Device::Cpu)?;
-        self.model.all_reduce(&total, ReduceOp::Sum)?.wait()?;
-        if self.sharded {
-            self.dp.all_reduce(&total, ReduceOp::Sum)?.wait()?;
-        }
-        Ok(total.to_vec1::<f64>()?[0].sqrt())
+        Ok(kernels::reduce::total_of_squares(&counted.iter().collect::<Vec<_>>(), &store.options().device)?)
     }
 
-    /// One update from the main gradients, which are `loss_scale` times the loss's. A step whose gradient norm is not finite changes
-    /// nothing, on any rank.
+    /// Everybody's `share`, f64 `[size]`, on the device. Added in this order, they are the same sum on every rank, whatever carries them.
+    fn shares(share: &Tensor, group: &Group) -> Result<Tensor> {
+        if group.size() == 1 {
+            return Ok(share.clone());
+        }
+        let all = Tensor::zeros(group.size(), DType::F64, share.device())?;
+        group.all_gather(share, &all)?.wait()?;
+        Ok(all)
+    }
+
+    /// Queues an update from the main gradients, which are `loss_scale` times the loss's. If their norm is not finite it changes nothing, on
+    /// any rank. On a GPU norm, clipping and that decision stay there: nobody waits for them here.
     ///
     /// # Errors
     /// If a peer fails.
-    pub fn step(&mut self, store: &ParamStore, lr: f64, loss_scale: f64) -> Result<StepResult> {
-        let grad_norm = (self.grad_norm(store)? / loss_scale) as f32;
-        if !grad_norm.is_finite() {
-            return Ok(StepResult { grad_norm, applied: false });
+    pub fn step(&self, store: &ParamStore, lr: f64, loss_scale: f64) -> Result<Queued> {
+        let mut shares = Self::shares(&self.squared_norm(store)?, &self.model)?;
+        if self.sharded && self.dp.size() > 1 {
+            shares = Self::shares(&kernels::reduce::sum_in_order(&shares)?, &self.dp)?;
         }
-        // Megatron's clip coefficient: max_norm / (norm + 1e-6), applied if below one.
-        let clip = self.config.clip_grad as f32 / (grad_norm + 1e-6);
-        let clip = if self.config.clip_grad > 0.0 && clip < 1.0 { clip } else { 1.0 };
-        let grad_scale = (f64::from(clip) / loss_scale) as f32;
-        self.steps += 1;
+        let verdict = Verdict::of(&shares, self.config.clip_grad, loss_scale)?;
         for bucket in 0..store.buckets().len() {
-            self.update(bucket, store, lr, grad_scale)?;
+            self.update(bucket, store, lr, &verdict)?;
         }
-        if self.sharded {
+        // A GPU gathers what has not changed rather than wait for the verdict.
+        let left_out = verdict.known()?.is_some_and(|decided| !decided.applied);
+        if self.sharded && !left_out {
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
                 let mine = bucket.weights.narrow(0, state.range.start, state.range.len())?;
                 self.dp.all_gather(&mine, &bucket.weights)
@@ -142,7 +155,19 @@ impl Optimizer {
                 work.wait()?;
             }
         }
-        Ok(StepResult { grad_norm, applied: true })
+        Ok(Queued(verdict))
+    }
+
+    /// Counts the update that [`step`](Self::step) queued, if it was made: `verdict` is [`Queued::verdict`], read by the host.
+    ///
+    /// # Errors
+    /// If `verdict` is something else.
+    pub fn settle(&mut self, _: Queued, verdict: &Tensor) -> Result<StepResult> {
+        let decided = Verdict::read(verdict)?;
+        if decided.applied {
+            self.steps += 1;
+        }
+        Ok(StepResult { grad_norm: decided.norm, applied: decided.applied })
     }
 
     /// What this rank steps of a bucket, in order: its parameters, some without weight decay, each with the padding before it.
@@ -167,7 +192,7 @@ impl Optimizer {
     }
 
     /// Steps this rank's range of a bucket, in one pass.
-    fn update(&self, bucket: usize, store: &ParamStore, lr: f64, grad_scale: f32) -> Result<()> {
+    fn update(&self, bucket: usize, store: &ParamStore, lr: f64, verdict: &Verdict) -> Result<()> {
         let (segments, state, bucket) = (self.segments(bucket, store), &self.states[bucket], &store.buckets()[bucket]);
         let weight = bucket.weights.narrow(0, state.range.start, state.range.len())?;
         let (stepped, rounded) = match &bucket.master {
@@ -187,14 +212,15 @@ impl Optimizer {
                     beta2: self.config.adam_beta2,
                     eps: self.config.adam_eps,
                     weight_decay,
-                    step: self.steps,
-                    grad_scale,
+                    // Every update before has been settled.
+                    step: self.steps + 1,
+                    grad_scale: 1.0,
                 };
-                adamw_segments(stepped, rounded, &grad, &state.first, second, &hyper, &segments)?;
+                adamw_segments(stepped, rounded, &grad, &state.first, second, &hyper, Some(verdict), &segments)?;
             }
             None => {
-                let hyper = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale };
-                sgd_segments(stepped, rounded, &grad, &state.first, &hyper, &segments)?;
+                let hyper = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale: 1.0 };
+                sgd_segments(stepped, rounded, &grad, &state.first, &hyper, Some(verdict), &segments)?;
             }
         }
         Ok(())

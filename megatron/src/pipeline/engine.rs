@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::to_host;
+use kernels::device::to_host_all;
 use kernels::trace::{Kind, span};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
@@ -137,12 +137,24 @@ impl Losses {
     /// # Errors
     /// If they cannot be read.
     pub fn sum(&self) -> Result<f64> {
+        self.sum_and(&[]).map(|(sum, _)| sum)
+    }
+
+    /// The sum, and `others` on the host: read with one wait for the device.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn sum_and(&self, others: &[&Tensor]) -> Result<(f64, Vec<Tensor>)> {
         let there: Vec<&Tensor> = self.0.iter().flatten().collect();
-        if there.is_empty() {
-            return Ok(0.0);
-        }
-        let losses: Vec<f64> = to_host(&Tensor::cat(&there, 0)?)?.to_vec1()?;
-        Ok(losses.iter().sum())
+        let joined = if there.is_empty() { None } else { Some(Tensor::cat(&there, 0)?) };
+        let wanted: Vec<&Tensor> = others.iter().copied().chain(&joined).collect();
+        let mut read = to_host_all(&wanted)?;
+        let losses: Vec<f64> = match joined.and(read.get(others.len())) {
+            Some(losses) => losses.to_vec1()?,
+            None => Vec::new(),
+        };
+        read.truncate(others.len());
+        Ok((losses.iter().sum(), read))
     }
 }
 

@@ -2,6 +2,7 @@
 //! Radford et al. 2019; Le Scao et al. 2022).
 
 use candle_core::Tensor;
+use kernels::device::{constant, upload};
 use kernels::dropout::{bias_dropout_add, dropout_backward};
 use kernels::norm::NormStats;
 
@@ -99,7 +100,7 @@ impl Embedding {
             Some(positions) => positions[first * batch..(first + length) * batch].to_vec(),
             None => (first..first + length).flat_map(|p| std::iter::repeat_n(p as u32, batch)).collect(),
         };
-        Ok(Tensor::from_vec(ids, (length, batch), ctx.tokens.device())?)
+        Ok(constant(ids, (length, batch), ctx.tokens.device())?)
     }
 
     /// Tokens → residual stream.
@@ -111,7 +112,7 @@ impl Embedding {
     pub fn decode(&self, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
         let (seq, batch) = ctx.tokens.dims2()?;
         let ids: Vec<u32> = (0..seq).flat_map(|i| starts.iter().map(move |start| (start + i) as u32)).collect();
-        let positions = Tensor::from_vec(ids, (seq, batch), ctx.tokens.device())?;
+        let positions = upload(ids, (seq, batch), ctx.tokens.device())?;
         Ok(self.embed(&positions, ctx)?.0)
     }
 

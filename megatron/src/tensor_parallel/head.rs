@@ -4,6 +4,7 @@
 //! that the logits of a microbatch are never whole in memory. Training's backward of this layer is therefore part of its forward.
 
 use candle_core::{DType, Tensor};
+use kernels::device::{empty, upload};
 use kernels::linear::{linear_dgrad_into, linear_into, linear_to_f32};
 
 use super::context::{Ctx, Phase};
@@ -64,7 +65,7 @@ impl Head {
         if !matches!(ctx.phase, Phase::Train { .. }) {
             return Ok(SavedHead { loss_sum: self.project(&input, None, ctx)?, dx: None });
         }
-        let dinput = Partial(input.0.zeros_like()?);
+        let dinput = Partial(empty(input.0.shape(), input.0.dtype(), input.0.device())?);
         let loss_sum = self.project(&input, Some(&dinput), ctx)?;
         drop(input);
         let dnormed = ctx.tp.enter_backward(dinput)?;
@@ -83,9 +84,9 @@ impl Head {
         let step = rows_at_a_time(columns, device.is_cuda()).min(rows).max(1);
         // The same memory for all chunks: their logits, and the gradient of these where it is rounded.
         let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let buffer = Tensor::zeros((step, columns), wide, device)?;
+        let buffer = empty((step, columns), wide, device)?;
         let narrow = dxs.is_some() && xs.dtype() != wide;
-        let rounded = narrow.then(|| Tensor::zeros((step, columns), xs.dtype(), device)).transpose()?;
+        let rounded = narrow.then(|| empty((step, columns), xs.dtype(), device)).transpose()?;
         let loss_sum = Tensor::zeros(1, DType::F64, device)?;
         for first in (0..rows).step_by(step) {
             let count = step.min(rows - first);
@@ -118,11 +119,11 @@ impl Head {
         let whole = ctx.tp.enter(&normed)?;
         let (seq, batch, hidden) = whole.0.dims3()?;
         let wanted: Vec<u32> = rows.iter().enumerate().map(|(sample, row)| (row * batch + sample) as u32).collect();
-        let wanted = Tensor::from_vec(wanted, rows.len(), whole.0.device())?;
+        let wanted = upload(wanted, rows.len(), whole.0.device())?;
         let picked = whole.0.reshape((seq * batch, hidden))?.index_select(&wanted, 0)?;
         let local = linear_to_f32(&picked, ctx.weight(self.output), None)?.to_dtype(DType::F32)?;
         let (tp, width) = (ctx.tp.size(), self.spec.padded / self.spec.tp);
-        let all = Tensor::zeros((tp, rows.len(), width), local.dtype(), local.device())?;
+        let all = empty((tp, rows.len(), width), local.dtype(), local.device())?;
         ctx.tp.group().all_gather(&local, &all)?.wait()?;
         let all = all.transpose(0, 1)?.reshape((rows.len(), tp * width))?;
         Ok(all.narrow(1, 0, self.spec.vocab_size)?.contiguous()?)

@@ -208,12 +208,15 @@ impl Trainer {
             self.reducer.finish(&self.stage.params)?;
         }
         let learning_rate = self.lr.lr_at(self.progress.applied_samples);
-        let result = {
+        let queued = {
             let _span = span("optimizer", Kind::Phase);
             self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?
         };
+        // The whole step is queued: the one place where a GPU is waited for.
+        let (loss, read) = losses.sum_and(&[queued.verdict()])?;
+        let result = self.optimizer.settle(queued, &read[0])?;
         self.loss_scaler.update(!result.applied)?;
-        let lm_loss = self.sum_over_world(vec![self.loss_share(losses.sum()?)])?[0] * factor;
+        let lm_loss = self.sum_over_world(vec![self.loss_share(loss)])?[0] * factor;
 
         let gbs = self.config.training.global_batch_size;
         let progress = &mut self.progress;
