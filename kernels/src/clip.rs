@@ -120,7 +120,10 @@ mod tests {
     fn a_norm_that_is_not_finite_is_against_the_step() {
         for (share, norm) in [(f64::NAN, f32::NAN), (f64::INFINITY, f32::INFINITY), (1e80, f32::INFINITY)] {
             let decided = decided(&[1.0, share], 1.0, 1.0);
-            assert!(!decided.applied && (decided.norm == norm || norm.is_nan() && decided.norm.is_nan()), "{decided:?}");
+            assert!(
+                !decided.applied && (decided.norm == norm || norm.is_nan() && decided.norm.is_nan()),
+                "{decided:?}"
+            );
         }
     }
 

@@ -175,6 +175,63 @@ pub fn copy_from_host(dst: &Tensor, src: &Tensor) -> Result<()> {
     crate::reduce::copy(dst, src)
 }
 
+/// As [`empty`], of zeros, for `what` is kept in it.
+///
+/// # Errors
+/// As [`empty`]; names `what`.
+pub fn zeros(what: &'static str, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    #[cfg(gpu)]
+    if crate::gpu::computes(device) && matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+        let (tensor, _) = crate::gpu::Gpu::on(device, what)?.output(shape, dtype, what)?;
+        crate::gpu::reduce::zero(&tensor, what)?;
+        return Ok(tensor);
+    }
+    let _ = what;
+    Ok(Tensor::zeros(shape, dtype, device)?)
+}
+
+/// A GPU's memory, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// What tensors of this process hold.
+    pub used: u64,
+    /// What the process has taken for its tensors: freed memory is kept for the next ones.
+    pub reserved: u64,
+    /// The largest `used` so far.
+    pub peak_used: u64,
+    /// The largest `reserved` so far.
+    pub peak_reserved: u64,
+    /// What nobody has taken of the device's.
+    pub free: u64,
+    /// All of the device's.
+    pub total: u64,
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
+        let Self { used, reserved, free, total, .. } = *self;
+        let kept = gib(reserved.saturating_sub(used));
+        write!(
+            f,
+            "{} of {} are free, tensors of this process hold {}, its pool keeps {kept} more",
+            gib(free),
+            gib(total),
+            gib(used)
+        )
+    }
+}
+
+/// The memory of a GPU; nothing for the CPU, or where the driver does not tell. Does not wait for the device.
+pub fn memory(device: &Device) -> Option<Memory> {
+    #[cfg(gpu)]
+    if crate::gpu::computes(device) {
+        return crate::gpu::Gpu::on(device, "memory").ok()?.memory();
+    }
+    let _ = device;
+    None
+}
+
 /// What a device is called: `CPU`, or the GPU's number and name.
 pub fn name(device: &Device) -> String {
     #[cfg(feature = "cuda")]

@@ -1,5 +1,11 @@
 //! The error of every kernel.
 
+use crate::device::Memory;
+
+fn state(memory: &Option<Memory>) -> String {
+    memory.map_or_else(|| "the device says no more".into(), |memory| memory.to_string())
+}
+
 /// Why a kernel refused its input.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -22,8 +28,15 @@ pub enum Error {
     #[error("GPU kernel {kernel}: {message}")]
     Gpu { kernel: String, message: String },
     /// The device has no memory left for a result.
-    #[error("{op}: no memory on the GPU for {bytes} bytes (a tensor {shape:?} of {dtype:?}): {state}")]
-    OutOfMemory { op: &'static str, bytes: usize, shape: Vec<usize>, dtype: candle_core::DType, state: String },
+    #[error("{op}: no memory on the GPU for {bytes} bytes (a tensor {shape:?} of {dtype:?}): {}", state(memory))]
+    OutOfMemory {
+        op: &'static str,
+        bytes: usize,
+        shape: Vec<usize>,
+        dtype: candle_core::DType,
+        /// Of the device, if the driver tells.
+        memory: Option<Memory>,
+    },
     /// An error of candle's.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -38,9 +51,27 @@ impl Error {
         Self::Shape { op, message: message.into() }
     }
 
+    /// Whether a device had too little memory.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::OutOfMemory { .. } => true,
+            Self::Candle(error) => names_out_of_memory(error),
+            Self::Gpu { message, .. } => message.contains(OUT_OF_MEMORY),
+            _ => false,
+        }
+    }
+
     /// An error of a kernel of a GPU.
     #[cfg(gpu)]
     pub(crate) fn gpu(kernel: &str, message: impl Into<String>) -> Self {
         Self::Gpu { kernel: kernel.into(), message: message.into() }
     }
+}
+
+/// How CUDA calls it.
+const OUT_OF_MEMORY: &str = "OUT_OF_MEMORY";
+
+/// Whether an error of candle's is that a device had too little memory.
+pub fn names_out_of_memory(error: &candle_core::Error) -> bool {
+    format!("{error:?}").contains(OUT_OF_MEMORY)
 }

@@ -19,6 +19,9 @@ pub enum Error {
         "{operation} waited {seconds:.0} s for rank {missing:?}: see what they print; they may hang or be elsewhere"
     )]
     Timeout { operation: String, missing: Vec<usize>, seconds: f64 },
+    /// A device's memory is used up; the message says by what, and what helps.
+    #[error("{0}")]
+    OutOfMemory(String),
     /// Training that leads nowhere: the numbers overflow.
     #[error("{0}")]
     Diverged(String),

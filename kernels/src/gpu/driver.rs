@@ -12,6 +12,7 @@ use candle_core::{CudaDevice, DType, Device, Shape, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DriverError, result, sys};
 
 use super::{Args, DevicePointer, Properties, modules};
+use crate::device::Memory;
 use crate::{Error, Result};
 
 /// Dynamic shared memory that every kernel may have without asking.
@@ -360,36 +361,33 @@ impl Gpu {
 
     /// The error of an allocation, with what holds the memory if there was too little.
     fn describe(&self, error: candle_core::Error, shape: Shape, dtype: DType, op: &'static str) -> Error {
-        if !format!("{error:?}").contains("OUT_OF_MEMORY") {
+        if !crate::error::names_out_of_memory(&error) {
             return error.into();
         }
-        let mib = |bytes: u64| format!("{:.0} MiB", bytes as f64 / (1 << 20) as f64);
-        let context = self.stream.context();
-        let state = match (context.mem_get_info(), pool_bytes(context)) {
-            (Ok((free, total)), Ok((used, reserved))) => format!(
-                "{} of {} are free, the tensors of this process hold {}, its pool keeps {} more",
-                mib(free as u64),
-                mib(total as u64),
-                mib(used),
-                mib(reserved.saturating_sub(used)),
-            ),
-            _ => "the device says no more".to_string(),
-        };
         let bytes = shape.elem_count() * dtype.size_in_bytes();
-        Error::OutOfMemory { op, bytes, shape: shape.into_dims(), dtype, state }
+        Error::OutOfMemory { op, bytes, shape: shape.into_dims(), dtype, memory: self.memory() }
     }
-}
 
-/// Bytes that the context's memory pool has lent, and has reserved.
-fn pool_bytes(context: &CudaContext) -> std::result::Result<(u64, u64), DriverError> {
-    use sys::CUmemPool_attribute as A;
-    // SAFETY: the device exists; both attributes are u64.
-    unsafe {
-        let pool = result::device::get_default_mem_pool(context.cu_device())?;
-        let get = |attribute| {
+    /// What holds the device's memory, as far as the driver tells; the largest amounts are those since the process began.
+    pub(crate) fn memory(&self) -> Option<Memory> {
+        use sys::CUmemPool_attribute as A;
+        let context = self.stream.context();
+        context.bind_to_thread().ok()?;
+        let (free, total) = context.mem_get_info().ok()?;
+        // SAFETY: the device exists; all attributes are u64.
+        let get = |attribute| unsafe {
+            let pool = result::device::get_default_mem_pool(context.cu_device())?;
             let mut value = 0_u64;
             result::mem_pool::get_attribute(pool, attribute, std::ptr::from_mut(&mut value).cast()).map(|()| value)
         };
-        Ok((get(A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?, get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?))
+        let get = |attribute| get(attribute).map_err(|_: DriverError| ()).ok();
+        Some(Memory {
+            used: get(A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+            reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
+            peak_used: get(A::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+            peak_reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
+            free: free as u64,
+            total: total as u64,
+        })
     }
 }

@@ -6,12 +6,14 @@
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Shape, Tensor};
 use rayon::prelude::*;
 
 use super::modules::MODULES;
 use super::{Args, DevicePointer, Properties};
+use crate::device::Memory;
 use crate::{Error, Result, host};
 
 /// In which order threads of a block get their turns, and blocks are started.
@@ -112,6 +114,21 @@ pub(crate) fn touched(op: &'static str) {
             }
         });
     }
+}
+
+/// What a meter says of the memory that tensors take, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Metered {
+    pub used: u64,
+    pub peak: u64,
+}
+
+type Limit = (u64, fn() -> Metered);
+static LIMIT: Mutex<Option<Limit>> = Mutex::new(None);
+
+/// Gives the emulated device so many bytes, of which `meter` says how many are in use: tensors are the host's, so the test's allocator knows.
+pub fn limit_memory(limit: Option<Limit>) {
+    *LIMIT.lock().unwrap_or_else(PoisonError::into_inner) = limit;
 }
 
 /// A kernel that the emulator knows.
@@ -280,9 +297,21 @@ impl Gpu {
         Ok(DevicePointer((first? - start) as u64))
     }
 
+    /// What is left of the emulated memory, if that is limited.
+    pub(crate) fn memory(&self) -> Option<Memory> {
+        let (total, meter) = (*LIMIT.lock().unwrap_or_else(PoisonError::into_inner))?;
+        let Metered { used, peak } = meter();
+        let free = total.saturating_sub(used);
+        Some(Memory { used, reserved: used, peak_used: peak, peak_reserved: peak, free, total })
+    }
+
     /// Elements that are NaN, so that one that no kernel writes is seen.
     pub(super) fn allocate(&self, shape: Shape, dtype: DType, op: &'static str) -> Result<Tensor> {
         let n = shape.elem_count();
+        let bytes = n * dtype.size_in_bytes();
+        if let Some(memory) = self.memory().filter(|memory| memory.free < bytes as u64) {
+            return Err(Error::OutOfMemory { op, bytes, shape: shape.into_dims(), dtype, memory: Some(memory) });
+        }
         let cpu = &candle_core::Device::Cpu;
         Ok(match dtype {
             DType::F32 => Tensor::from_vec(vec![f32::from_bits(u32::MAX); n], shape, cpu)?,

@@ -66,13 +66,7 @@ pub fn adamw(
 }
 
 /// As [`adamw`].
-pub fn sgd(
-    of: &Operands,
-    h: &Sgd,
-    verdict: Option<&Verdict>,
-    segments: &[Segment],
-    op: &'static str,
-) -> Result<()> {
+pub fn sgd(of: &Operands, h: &Sgd, verdict: Option<&Verdict>, segments: &[Segment], op: &'static str) -> Result<()> {
     let sgd = Momentum { grad_scale: h.grad_scale, lr: h.lr as f32, momentum: h.momentum as f32 };
     let segments: Vec<(usize, f32)> = segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32)).collect();
     // SAFETY: as above.

@@ -19,6 +19,8 @@ pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use precision::{DynamicLossScale, LossScaling, Precision};
 pub use sources::Sources;
 pub use training::{Recompute, RecomputeMethod, TrainingConfig};
+#[cfg(test)]
+pub(crate) use validate::tests::valid;
 
 use serde::{Deserialize, Serialize};
 

@@ -420,4 +420,4 @@ impl Check<'_> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

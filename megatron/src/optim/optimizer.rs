@@ -72,7 +72,8 @@ impl Optimizer {
         let mut states = Vec::new();
         for bucket in store.buckets() {
             let range = if sharded { shard(bucket.len, dp.rank(), dp.size()) } else { 0..bucket.len };
-            let zeros = || Tensor::zeros(range.len(), bucket.grads.dtype(), bucket.grads.device());
+            let (dtype, device) = (bucket.grads.dtype(), bucket.grads.device());
+            let zeros = || kernels::device::zeros("optimizer state", range.len(), dtype, device);
             let second = if config.kind == OptimizerKind::Adam { Some(zeros()?) } else { None };
             states.push(BucketState { first: zeros()?, second, range });
         }

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
+use kernels::device::zeros;
 
 use super::{ParamSpec, Piece, initial_values};
 use crate::Result;
@@ -204,8 +205,8 @@ impl ParamsBuilder {
             buckets.push(Bucket {
                 params,
                 len,
-                weights: Tensor::zeros(len, options.dtype, &options.device)?,
-                grads: Tensor::zeros(len, grad_dtype, &options.device)?,
+                weights: zeros("weights", len, options.dtype, &options.device)?,
+                grads: zeros("main gradients", len, grad_dtype, &options.device)?,
                 master: None,
                 tied,
             });
@@ -215,7 +216,7 @@ impl ParamsBuilder {
             let shape = spec.local_shape(options.tp);
             let weight = buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
             let grad = match role {
-                Role::TiedUse(_) => Tensor::zeros(shape.as_slice(), grad_dtype, &options.device)?,
+                Role::TiedUse(_) => zeros("main gradients", shape.as_slice(), grad_dtype, &options.device)?,
                 _ => buckets[bucket].grads.narrow(0, offset, numel)?.reshape(shape.as_slice())?,
             };
             let pieces = spec.pieces(options.tp_rank, options.tp);
@@ -272,7 +273,7 @@ impl ParamStore {
         }
         for bucket in &mut self.buckets {
             let range = range(bucket.len);
-            let values = Tensor::zeros(range.len(), DType::F32, &self.options.device)?;
+            let values = zeros("master weights", range.len(), DType::F32, &self.options.device)?;
             bucket.master = Some(Master { range, values });
         }
         Ok(())
@@ -324,9 +325,17 @@ impl ParamStore {
 
     /// Bytes of weights, masters and gradients.
     pub fn bytes(&self) -> usize {
+        self.bytes_by_kind().iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Bytes of weights, of main gradients, and of the masters of weights.
+    pub fn bytes_by_kind(&self) -> [(&'static str, usize); 3] {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-        let masters = |b: &Bucket| b.master.as_ref().map_or(0, |master| size(&master.values));
-        self.buckets.iter().map(|b| size(&b.weights) + size(&b.grads) + masters(b)).sum()
+        let sum = |of: fn(&Bucket) -> Option<&Tensor>| self.buckets.iter().filter_map(of).map(size).sum::<usize>();
+        let uses = self.params.iter().filter(|p| matches!(p.role, Role::TiedUse(_)));
+        let grads = sum(|b| Some(&b.grads)) + uses.map(|p| size(&p.grad)).sum::<usize>();
+        let masters = sum(|b| b.master.as_ref().map(|master| &master.values));
+        [("weights", sum(|b| Some(&b.weights))), ("main gradients", grads), ("master weights", masters)]
     }
 }
 

@@ -1,5 +1,7 @@
 //! Memory of this process.
 
+use candle_core::Device;
+
 use crate::config::RunConfig;
 use crate::{Error, Result};
 
@@ -8,17 +10,34 @@ pub fn peak_memory() -> u64 {
     bytes("/proc/self/status", "VmHWM:")
 }
 
-/// One line on the largest resident memory of every rank, in bytes; of many ranks only the extremes.
-pub fn describe_memory(by_rank: &[u64]) -> String {
+/// The largest amounts of memory of a rank so far, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Peak {
+    /// Of its GPU, what its tensors held; of the host's, where it computes there, its resident set.
+    pub allocated: u64,
+    /// Of its GPU, what the process had taken for tensors; none on the CPU.
+    pub reserved: Option<u64>,
+}
+
+/// The largest amounts so far of a rank that computes on `device`.
+pub fn peak_memory_of(device: &Device) -> Peak {
+    match kernels::device::memory(device) {
+        Some(memory) => Peak { allocated: memory.peak_used, reserved: Some(memory.peak_reserved) },
+        None => Peak { allocated: peak_memory(), reserved: None },
+    }
+}
+
+/// One line on the largest memory of every rank, in bytes, `what` it is of; of many ranks only the extremes.
+pub fn describe_memory(what: &str, by_rank: &[u64]) -> String {
     const MOST_RANKS: usize = 16;
     let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
     let of = |rank: usize| format!("{} on rank {rank}", gib(by_rank[rank]));
     let ranks = 0..by_rank.len();
     match (ranks.clone().max_by_key(|&r| by_rank[r]), ranks.clone().min_by_key(|&r| by_rank[r])) {
         (Some(largest), Some(least)) if by_rank.len() > MOST_RANKS => {
-            format!("peak memory of {} ranks: from {} to {}", by_rank.len(), of(least), of(largest))
+            format!("peak {what} of {} ranks: from {} to {}", by_rank.len(), of(least), of(largest))
         }
-        _ => format!("peak memory: {}", ranks.map(of).collect::<Vec<_>>().join(", ")),
+        _ => format!("peak {what}: {}", ranks.map(of).collect::<Vec<_>>().join(", ")),
     }
 }
 
@@ -74,8 +93,14 @@ mod tests {
     #[test]
     fn the_memory_of_every_rank_is_named_and_of_many_the_extremes() {
         let gib = 1u64 << 30;
-        assert_eq!(describe_memory(&[gib, 3 * gib / 2]), "peak memory: 1.00 GiB on rank 0, 1.50 GiB on rank 1");
+        assert_eq!(
+            describe_memory("memory", &[gib, 3 * gib / 2]),
+            "peak memory: 1.00 GiB on rank 0, 1.50 GiB on rank 1"
+        );
         let many: Vec<u64> = (1..=20).map(|n| n * gib).collect();
-        assert_eq!(describe_memory(&many), "peak memory of 20 ranks: from 1.00 GiB on rank 0 to 20.00 GiB on rank 19");
+        assert_eq!(
+            describe_memory("GPU memory", &many),
+            "peak GPU memory of 20 ranks: from 1.00 GiB on rank 0 to 20.00 GiB on rank 19"
+        );
     }
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
+use super::memory::Peak;
 use crate::{Error, Result};
 
 /// One training step, as every rank knows it.
@@ -41,8 +42,8 @@ pub struct StepMetrics {
     pub skipped_iterations: u64,
     /// Steps so far whose loss was not finite.
     pub nan_iterations: u64,
-    /// Largest resident memory of a rank so far, in bytes.
-    pub memory_bytes: u64,
+    /// Largest memory of a rank so far.
+    pub memory: Peak,
 }
 
 /// One evaluation.
@@ -80,7 +81,7 @@ fn number(x: f64) -> Value {
 impl StepMetrics {
     /// The object of this step in `metrics.jsonl`.
     pub fn to_json(&self) -> Value {
-        json!({
+        let mut object = json!({
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
@@ -95,8 +96,12 @@ impl StepMetrics {
             "skipped": self.skipped,
             "skipped_iterations": self.skipped_iterations,
             "nan_iterations": self.nan_iterations,
-            "memory": self.memory_bytes,
-        })
+            "memory": self.memory.allocated,
+        });
+        if let Some(reserved) = self.memory.reserved {
+            object["memory_reserved"] = json!(reserved);
+        }
+        object
     }
 }
 
@@ -158,7 +163,7 @@ impl MetricsWriter {
         }))
     }
 
-    /// Appends the last line of a run: `iteration` and `peak_memory`, the largest resident memory of each rank in bytes.
+    /// Appends the last line of a run: `iteration` and `peak_memory`, the largest memory of each rank in bytes.
     ///
     /// # Errors
     /// If the line cannot be written, e.g. on a full disk.
@@ -209,7 +214,7 @@ mod tests {
             skipped: false,
             skipped_iterations: 0,
             nan_iterations: 0,
-            memory_bytes: 1 << 20,
+            memory: Peak { allocated: 1 << 20, reserved: None },
         }
     }
 
@@ -226,6 +231,14 @@ mod tests {
         let json = m.to_json();
         assert_eq!(json["lm_loss"], "NaN");
         assert_eq!(json["grad_norm"], "Infinity");
+    }
+
+    #[test]
+    fn the_memory_of_a_gpu_is_what_tensors_held_and_what_was_taken_for_them() {
+        let mut m = metrics(1);
+        assert_eq!((&m.to_json()["memory"], m.to_json().get("memory_reserved")), (&json!(1 << 20), None));
+        m.memory = Peak { allocated: 5, reserved: Some(8) };
+        assert_eq!((&m.to_json()["memory"], &m.to_json()["memory_reserved"]), (&json!(5), &json!(8)));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{Device, Tensor};
 
-use super::memory::{describe_memory, peak_memory, require_memory};
+use super::memory::{Peak, describe_memory, peak_memory_of, require_memory};
 use super::metrics::{EvalMetrics, MetricsWriter};
 use super::profile::Profiler;
 use super::report::Reporter;
@@ -71,7 +71,7 @@ impl Trainer {
         let train_iters = self.config.training.train_iters;
         reporter.start(self.progress.iteration, train_iters);
         let mut saved_at = self.progress.iteration;
-        let mut memory = 0;
+        let mut memory = Peak::default();
         let mut outcome = Outcome::Finished;
         let mut profiler = Profiler::new(self.config.logging.profile.as_ref());
         while self.progress.iteration < train_iters {
@@ -80,9 +80,9 @@ impl Trainer {
             profiler.after();
             let iteration = step.iteration;
             if iteration == 1 || iteration.is_multiple_of(self.config.logging.log_interval.max(1)) {
-                memory = self.largest_memory(step.memory_bytes)?;
+                memory = self.largest_memory(step.memory)?;
             }
-            step.memory_bytes = memory;
+            step.memory = memory;
             reporter.step(&step);
             if let Some(file) = &mut metrics {
                 file.step(&step)?;
@@ -112,8 +112,14 @@ impl Trainer {
             }
             self.report_evaluation(self.test.as_ref(), "test", reporter, metrics.as_mut())?;
         }
-        let memory = self.memory_by_rank()?;
-        reporter.message(&describe_memory(&memory));
+        let (memory, reserved) = self.memory_by_rank()?;
+        match reserved {
+            Some(reserved) => {
+                reporter.message(&describe_memory("GPU memory of tensors", &memory));
+                reporter.message(&describe_memory("GPU memory reserved", &reserved));
+            }
+            None => reporter.message(&describe_memory("memory", &memory)),
+        }
         if let Some(file) = &mut metrics {
             file.memory(self.progress.iteration, &memory)?;
         }
@@ -170,17 +176,23 @@ impl Trainer {
         metrics.map_or(Ok(()), |file| file.eval(&result))
     }
 
-    /// Largest resident memory of every rank so far, in bytes.
-    fn memory_by_rank(&self) -> Result<Vec<u64>> {
+    /// Largest memory of every rank so far, in bytes: of tensors (on the CPU resident), and reserved for them, where they are on GPUs.
+    fn memory_by_rank(&self) -> Result<(Vec<u64>, Option<Vec<u64>>)> {
         let world = &self.groups.world;
-        let mut memory = vec![0.0; world.size()];
-        memory[world.rank()] = peak_memory() as f64;
-        Ok(self.sum_over_world(memory)?.into_iter().map(|bytes| bytes as u64).collect())
+        let mine = peak_memory_of(&self.stage().device);
+        let mut memory = vec![0.0; 2 * world.size()];
+        memory[world.rank()] = mine.allocated as f64;
+        memory[world.size() + world.rank()] = mine.reserved.unwrap_or(0) as f64;
+        let mut memory: Vec<u64> = self.sum_over_world(memory)?.into_iter().map(|bytes| bytes as u64).collect();
+        let reserved = memory.split_off(world.size());
+        Ok((memory, mine.reserved.map(|_| reserved)))
     }
 
-    fn largest_memory(&self, mine: u64) -> Result<u64> {
-        let memory = Tensor::from_vec(vec![mine as f64], 1, &Device::Cpu)?;
+    fn largest_memory(&self, mine: Peak) -> Result<Peak> {
+        let memory = [mine.allocated, mine.reserved.unwrap_or(0)].map(|bytes| bytes as f64);
+        let memory = Tensor::new(&memory, &Device::Cpu)?;
         self.groups.world.all_reduce(&memory, ReduceOp::Max)?.wait()?;
-        Ok(memory.to_vec1::<f64>()?[0] as u64)
+        let largest = memory.to_vec1::<f64>()?;
+        Ok(Peak { allocated: largest[0] as u64, reserved: mine.reserved.map(|_| largest[1] as u64) })
     }
 }

@@ -11,9 +11,10 @@ use serde::{Deserialize, Serialize};
 use super::agreement;
 use super::flops::step_flops;
 use super::inference::build_stage;
-use super::memory::peak_memory;
+use super::memory::peak_memory_of;
 use super::metrics::StepMetrics;
 use super::model::ModelBuilder;
+use super::out_of_memory::{Kept, explain};
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
@@ -85,8 +86,19 @@ impl Trainer {
     /// Builds this rank's share of the model with its initial weights, in the precision of the configuration. Collective over `world`.
     ///
     /// # Errors
-    /// If the configuration contradicts itself, the world, or that of another rank.
+    /// If the configuration contradicts itself, the world, or that of another rank, or memory is used up.
     pub fn new(
+        config: &RunConfig,
+        model: &dyn ModelBuilder,
+        world: Group,
+        sources: &Sources,
+        device: &Device,
+    ) -> Result<Self> {
+        let built = Self::build(config, model, world, sources, device);
+        built.map_err(|error| explain(error, config, device, &Kept::new()))
+    }
+
+    fn build(
         config: &RunConfig,
         model: &dyn ModelBuilder,
         world: Group,
@@ -187,11 +199,20 @@ impl Trainer {
         if self.groups.tp.rank() == 0 { loss_sum } else { 0.0 }
     }
 
-    /// One training step over the next global batch. Collective over the world. `metrics.memory_bytes` is this rank's.
+    /// One training step over the next global batch. Collective over the world. The memory in its metrics is this rank's.
     ///
     /// # Errors
-    /// If data cannot be read or a peer fails, or gradients overflow at the least loss scale.
+    /// If data cannot be read or a peer fails, gradients overflow at the least loss scale, or memory is used up.
     pub fn step(&mut self) -> Result<StepMetrics> {
+        self.try_step().map_err(|error| explain(error, &self.config, &self.stage.device, &self.kept()))
+    }
+
+    /// Bytes that this rank keeps from step to step, by what they are.
+    fn kept(&self) -> Kept {
+        self.stage.params.bytes_by_kind().into_iter().chain([("optimizer state", self.optimizer.bytes())]).collect()
+    }
+
+    fn try_step(&mut self) -> Result<StepMetrics> {
         let start = Instant::now();
         let _step = span("step", Kind::Phase);
         let reading = span("read data", Kind::Phase);
@@ -250,7 +271,7 @@ impl Trainer {
             skipped: !result.applied,
             skipped_iterations: progress.skipped_iterations,
             nan_iterations: progress.nan_iterations,
-            memory_bytes: peak_memory(),
+            memory: peak_memory_of(&self.stage.device),
         })
     }
 

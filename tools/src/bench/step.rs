@@ -11,7 +11,7 @@ use kernels::philox::philox4x32;
 use megatron::comm::{Group, RankInfo, ReduceOp};
 use megatron::config::RunConfig;
 use megatron::data::SampleSource;
-use megatron::train::{Sources, Trainer, peak_memory};
+use megatron::train::{Sources, Trainer, peak_memory_of};
 use models::Gpt;
 
 use super::preset::{Preset, flops_per_token, matrix_params};
@@ -109,7 +109,7 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
 /// What the steps of a run took.
 struct Measured {
     steps: Timing,
-    /// Largest resident memory of a rank, in bytes.
+    /// Largest memory of a rank, in bytes: on a GPU its tensors', on the CPU its resident set.
     peak_memory: f64,
     loss: f64,
 }
@@ -142,7 +142,7 @@ fn measure(run: &RunConfig, world: Group, device: &Device) -> megatron::Result<M
             seconds.push(metrics.elapsed_ms / 1e3);
         }
     }
-    let memory = Tensor::new(&[peak_memory() as f64], &Device::Cpu)?;
+    let memory = Tensor::new(&[peak_memory_of(device).allocated as f64], &Device::Cpu)?;
     world.all_reduce(&memory, ReduceOp::Max)?.wait()?;
     Ok(Measured { steps: Timing::new(seconds), peak_memory: memory.to_vec1::<f64>()?[0], loss })
 }

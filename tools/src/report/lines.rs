@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use megatron::train::{EvalMetrics, Profile, Reporter, StepMetrics};
+use megatron::train::{EvalMetrics, Peak, Profile, Reporter, StepMetrics};
 
 use super::profile::render;
 
@@ -89,7 +89,7 @@ fn step_line(date: &str, m: &StepMetrics, w: &Window) -> String {
     format!(
         " [{date}] iteration {:8}/{:8} | consumed samples: {:12} | elapsed time per iteration (ms): {:.1} | throughput per GPU \
          (TFLOP/s/GPU): {tflops:.1} | learning rate: {} | global batch size: {:5} | lm loss: {} | loss scale: {:.1} | grad \
-         norm: {} | number of skipped iterations: {:3} | number of nan iterations: {:3} |",
+         norm: {} | number of skipped iterations: {:3} | number of nan iterations: {:3} |{}",
         m.iteration,
         m.train_iters,
         m.consumed_samples,
@@ -101,7 +101,18 @@ fn step_line(date: &str, m: &StepMetrics, w: &Window) -> String {
         fixed(m.grad_norm),
         w.skipped,
         w.nan,
+        gpu_memory(m.memory),
     )
+}
+
+/// The largest memory of a GPU so far, in GiB; Megatron has no place for it in this line. Nothing on the CPU.
+fn gpu_memory(memory: Peak) -> String {
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let line = |reserved| {
+        let (allocated, reserved) = (gib(memory.allocated), gib(reserved));
+        format!(" max allocated (GiB): {allocated:.2} | max reserved (GiB): {reserved:.2} |")
+    };
+    memory.reserved.map(line).unwrap_or_default()
 }
 
 /// C's and Python's `%.6E`.
@@ -167,7 +178,7 @@ mod tests {
             skipped: false,
             skipped_iterations: 0,
             nan_iterations: 0,
-            memory_bytes: 0,
+            memory: Peak::default(),
         }
     }
 
@@ -189,6 +200,15 @@ mod tests {
              lm loss: 1.094919E+01 | loss scale: 1.0 | grad norm: 1.500 | number of skipped iterations:   0 | \
              number of nan iterations:   0 |\n"
         );
+    }
+
+    #[test]
+    fn a_gpus_memory_is_at_the_end_of_the_line() {
+        let mut metrics = metrics(1, 1.0);
+        metrics.memory = Peak { allocated: 3 << 29, reserved: Some(2 << 30) };
+        let line = lines(1, &[metrics]);
+        let end = " number of nan iterations:   0 | max allocated (GiB): 1.50 | max reserved (GiB): 2.00 |\n";
+        assert!(line.ends_with(end), "{line}");
     }
 
     #[test]

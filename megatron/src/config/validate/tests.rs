@@ -9,7 +9,7 @@ use crate::config::{
 };
 
 /// A valid run of 2·1·2·2 (tp·cp·pp·dp) ranks.
-fn valid() -> RunConfig {
+pub(crate) fn valid() -> RunConfig {
     RunConfig {
         model: ModelConfig {
             num_layers: 8,

@@ -1,0 +1,138 @@
+//! What to say, and to do, when a device's memory is used up.
+
+use candle_core::Device;
+use kernels::device::{Memory, memory};
+
+use crate::Error;
+use crate::config::{Precision, Recompute, RunConfig};
+
+/// What a rank keeps from step to step: what it is, and its bytes.
+pub(super) type Kept = Vec<(&'static str, usize)>;
+
+/// `error`, if it says that a device had too little memory, with what holds the rest and which flags need less; other errors as they are.
+/// `kept` is empty where the rank was still being built.
+pub(super) fn explain(error: Error, config: &RunConfig, device: &Device, kept: &Kept) -> Error {
+    let (known, told) = match &error {
+        Error::Kernel(kernels::Error::OutOfMemory { memory, .. }) => (*memory, memory.is_some()),
+        Error::Kernel(error) if error.is_out_of_memory() => (None, false),
+        Error::Candle(error) if kernels::error::names_out_of_memory(error) => (None, false),
+        _ => return error,
+    };
+    let mut text = error.to_string();
+    let known = known.or_else(|| memory(device));
+    if let Some(memory) = known.filter(|_| !told) {
+        text.push_str(&format!(": {memory}"));
+    }
+    if !kept.is_empty() {
+        text.push_str(&format!(". {}", holders(kept, known)));
+    }
+    text.push_str(&format!(". Less is needed with {}", advice(config, kept.is_empty()).join(", ")));
+    Error::OutOfMemory(text)
+}
+
+fn gib(bytes: usize) -> String {
+    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+/// What holds a rank's memory.
+fn holders(kept: &Kept, memory: Option<Memory>) -> String {
+    let mut parts: Vec<String> =
+        kept.iter().filter(|(_, bytes)| *bytes > 0).map(|(what, bytes)| format!("{what} {}", gib(*bytes))).collect();
+    if let Some(memory) = memory {
+        let rest = (memory.used as usize).saturating_sub(kept.iter().map(|(_, bytes)| bytes).sum());
+        parts.push(format!("activations and results of operations {}", gib(rest)));
+    }
+    format!("Held by: {}", parts.join(", "))
+}
+
+/// Flags that make a rank need less, what costs least first. While it is built (`states`), of activations there are none yet.
+fn advice(config: &RunConfig, states: bool) -> Vec<String> {
+    let (p, t) = (&config.parallel, &config.training);
+    let mut flags = Vec::new();
+    if p.data_parallel_size > 1 && !p.use_distributed_optimizer {
+        flags.push(format!(
+            "--use-distributed-optimizer (cuts the optimizer's state over dp = {})",
+            p.data_parallel_size
+        ));
+    }
+    if !states {
+        if p.tensor_model_parallel_size > 1 && !p.sequence_parallel {
+            let tp = p.tensor_model_parallel_size;
+            flags.push(format!("--sequence-parallel (cuts the activations between layers over tp = {tp})"));
+        }
+        if t.micro_batch_size > 1 {
+            flags.push(format!("a smaller --micro-batch-size (now {})", t.micro_batch_size));
+        }
+        match t.recompute {
+            Recompute::None => flags.push("--recompute-granularity selective or full".into()),
+            Recompute::Selective => flags.push("--recompute-granularity full (now selective)".into()),
+            Recompute::Full { .. } => {}
+        }
+    }
+    if matches!(t.precision, Precision::Fp32) {
+        flags.push("--bf16".into());
+    }
+    flags.push(format!(
+        "a larger --tensor-model-parallel-size (now {}) or --pipeline-model-parallel-size (now {}) on more GPUs",
+        p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    ));
+    flags
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::valid;
+
+    fn exhausted() -> Error {
+        let memory = Memory { used: 5 << 30, reserved: 6 << 30, free: 1 << 29, total: 8 << 30, ..Memory::default() };
+        Error::Kernel(kernels::Error::OutOfMemory {
+            op: "linear",
+            bytes: 1 << 30,
+            shape: vec![4096, 65536],
+            dtype: candle_core::DType::F32,
+            memory: Some(memory),
+        })
+    }
+
+    #[test]
+    fn the_error_says_what_was_wanted_what_holds_the_rest_and_what_helps() {
+        let mut config = valid();
+        let parallel = &mut config.parallel;
+        (parallel.sequence_parallel, parallel.use_distributed_optimizer) = (false, false);
+        (parallel.tensor_model_parallel_size, config.training.micro_batch_size) = (4, 8);
+        let kept = vec![("weights", 1 << 30), ("main gradients", 2 << 30), ("master weights", 0)];
+        let text = explain(exhausted(), &config, &Device::Cpu, &kept).to_string();
+        for part in [
+            "linear: no memory on the GPU for 1073741824 bytes (a tensor [4096, 65536] of F32)",
+            "0.50 GiB of 8.00 GiB are free, tensors of this process hold 5.00 GiB, its pool keeps 1.00 GiB more",
+            "Held by: weights 1.00 GiB, main gradients 2.00 GiB, activations and results of operations 2.00 GiB",
+            "--use-distributed-optimizer (cuts the optimizer's state over dp = 2)",
+            "--sequence-parallel",
+            "--micro-batch-size (now 8)",
+            "--recompute-granularity selective or full",
+            "--tensor-model-parallel-size (now 4)",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in {text:?}");
+        }
+    }
+
+    #[test]
+    fn flags_that_are_set_or_do_not_apply_are_not_advised() {
+        let mut config = valid();
+        config.training.micro_batch_size = 1;
+        config.training.recompute = Recompute::Selective;
+        config.training.precision = Precision::Bf16;
+        let flags = advice(&config, false);
+        assert_eq!(flags.len(), 2, "{flags:?}");
+        assert!(flags[0].contains("full (now selective)"));
+        // While the rank is built, activations hold nothing.
+        assert_eq!(advice(&config, true).len(), 1);
+    }
+
+    #[test]
+    fn other_errors_stay_as_they_are() {
+        let error = explain(Error::config("x"), &valid(), &Device::Cpu, &Vec::new());
+        assert!(matches!(error, Error::Config(text) if text == "x"));
+    }
+}
