@@ -7,7 +7,7 @@
 
 use kernels::gpu::emulated::{Counts, Order, run, take_counts};
 use megatron::config::{Precision, RunConfig};
-use system_tests::{Style, Tokens, largest_relative_difference, on_ranks, sources, tiny, trainer};
+use system_tests::{Style, Tokens, largest_relative_difference, layout, on_ranks, sources, tiny, trainer};
 
 const STEPS: usize = 3;
 
@@ -25,7 +25,7 @@ fn config(style: Style, dropout: f64, precision: Precision) -> RunConfig {
 /// Losses and gradient norms of a run, on the emulator if an order is given.
 fn train(config: &RunConfig, order: Option<Order>) -> [Vec<f64>; 2] {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
-    let ranks = on_ranks(1, |world| {
+    let ranks = on_ranks(config.parallel.world_size(), |world| {
         let body = || {
             let mut trainer = trainer(config, world, &data)?;
             (0..STEPS).map(|_| trainer.step().map(|step| (step.lm_loss, step.grad_norm))).collect()
@@ -67,6 +67,24 @@ fn llama_in_fp32() {
 #[test]
 fn gpt2_in_bf16() {
     follows_the_cpu(&config(Style::Gpt2, 0.1, Precision::Bf16), 2e-2);
+}
+
+/// Ranks whose tensors go through the host, as GPUs' do without NCCL.
+#[test]
+fn ranks_that_exchange_tensors_by_the_host_follow_one() {
+    let mut one = config(Style::Llama, 0.0, Precision::Fp32);
+    one.model.num_query_groups = 2;
+    let want = train(&one, Some(Order::Forward));
+    for (dp, tp, pp) in [(2, 1, 1), (1, 2, 1), (1, 1, 2)] {
+        let mut config = layout(one.clone(), dp, tp, pp);
+        config.parallel.use_distributed_optimizer = dp > 1;
+        config.parallel.sequence_parallel = tp > 1;
+        let got = train(&config, Some(Order::Forward));
+        for (got, want) in got.iter().zip(&want) {
+            let difference = largest_relative_difference(got, want);
+            assert!(difference < 2e-5, "dp {dp}, tp {tp}, pp {pp}: {got:?}, alone {want:?}");
+        }
+    }
 }
 
 /// What the third step of a run asks of the device.

@@ -119,11 +119,23 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
 pub fn to_host_all(ts: &[&Tensor]) -> Result<Vec<Tensor>> {
     #[cfg(feature = "emulated")]
     crate::gpu::emulated::waited();
+    ts.iter().map(|t| one_to_host(t)).collect()
+}
+
+/// Most bytes that values go through locked memory by: larger ones take long enough without waiting for its pages.
+#[cfg(feature = "cuda")]
+const LOCKED: usize = 64 << 20;
+
+fn one_to_host(t: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if ts.iter().any(|t| t.device().is_cuda()) {
-        return crate::gpu::to_host(ts);
+    if t.device().is_cuda() {
+        if t.elem_count() * t.dtype().size_in_bytes() > LOCKED {
+            return crate::gpu::to_host(t);
+        }
+        let here = crate::gpu::transfer::mark(t.device())?;
+        return Ok(crate::gpu::transfer::fetch(t, &here)?.tensor().force_contiguous()?);
     }
-    Ok(ts.iter().map(|&t| t.clone()).collect())
+    Ok(t.clone())
 }
 
 /// A tensor of `values` on `device`. A GPU has taken them when this returns, or will in the order of its stream.
@@ -134,6 +146,22 @@ pub fn upload<T: HostElem>(values: Vec<T>, shape: impl Into<Shape>, device: &Dev
     #[cfg(feature = "emulated")]
     if crate::gpu::computes(device) {
         crate::gpu::emulated::uploaded();
+    }
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() && std::mem::size_of_val(values.as_slice()) <= LOCKED {
+        const OP: &str = "upload";
+        let shape = shape.into();
+        let gpu = crate::gpu::Gpu::on(device, OP)?;
+        let (tensor, to) = gpu.output(shape, T::DTYPE, OP)?;
+        if tensor.elem_count() != values.len() {
+            return Err(Error::shape(OP, format!("{} values for shape {:?}", values.len(), tensor.dims())));
+        }
+        // SAFETY: every HostElem is a plain number without padding; any byte of it may be read.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), std::mem::size_of_val(values.as_slice()))
+        };
+        crate::gpu::transfer::upload(&gpu, bytes, to)?;
+        return Ok(tensor);
     }
     Ok(Tensor::from_vec(values, shape.into(), device)?)
 }
@@ -161,18 +189,6 @@ pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
         return Ok(crate::gpu::Gpu::on(device, OP)?.output(shape, dtype, OP)?.0);
     }
     Ok(Tensor::zeros(shape, dtype, device)?)
-}
-
-/// Copies `src`, on the CPU, into the elements of `dst` on its device: other tensors that share the storage see them.
-///
-/// # Errors
-/// If the two differ in number of elements or dtype, or are not contiguous, or what the driver says.
-pub fn copy_from_host(dst: &Tensor, src: &Tensor) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if dst.device().is_cuda() {
-        return crate::gpu::copy_from_host(dst, src);
-    }
-    crate::reduce::copy(dst, src)
 }
 
 /// As [`empty`], of zeros, for `what` is kept in it.

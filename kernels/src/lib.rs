@@ -33,6 +33,7 @@ pub mod reduce;
 pub mod rope;
 mod simd;
 pub mod trace;
+pub mod transfer;
 mod view;
 
 /// Leaves an operation to the GPU's implementation if its tensor is there: `on_gpu!(x, activation::gelu(x, OP))` near the beginning of it.

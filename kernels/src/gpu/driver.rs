@@ -9,7 +9,7 @@ use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::{CudaStorageSlice, cudarc};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Shape, Storage, Tensor};
-use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DriverError, result, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtr, DriverError, result, sys};
 
 use super::{Args, DevicePointer, Properties, modules};
 use crate::device::Memory;
@@ -84,71 +84,76 @@ pub fn count() -> Result<usize> {
     }
 }
 
-/// The elements of contiguous tensors on the CPU; waits once for the device of those that are on it.
-pub fn to_host(ts: &[&Tensor]) -> Result<Vec<Tensor>> {
+/// The elements of a contiguous tensor on the CPU; waits for the device.
+pub fn to_host(t: &Tensor) -> Result<Tensor> {
     const OP: &str = "to_host";
-    let failed = |e: DriverError| Error::gpu(OP, e.to_string());
-    /// Queues a copy of the elements from `at` on. The memory of the result is written once the stream is waited for.
-    fn queued<T: crate::host::HostElem>(gpu: &Gpu, at: DevicePointer, shape: &Shape) -> Result<Tensor> {
+    /// A copy of the elements from `at` on.
+    fn copied<T: candle_core::WithDType>(gpu: &Gpu, at: DevicePointer, shape: &Shape) -> Result<Tensor> {
+        let failed = |e: DriverError| Error::gpu(OP, e.to_string());
         let n = shape.elem_count();
-        let mut values: Vec<T> = vec![T::from_f64(0.0); n];
+        let mut values: Vec<T> = Vec::with_capacity(n);
+        gpu.stream.context().bind_to_thread().map_err(failed)?;
         if n > 0 {
-            // SAFETY: as many elements are there on both sides; T is a plain number, of which any bits are a value. The memory stays where it
-            // is when the tensor takes it over, and nobody reads it before the stream was waited for.
+            // SAFETY: as many elements are there on both sides. The values are read only after the stream was waited for, and T is a plain
+            // number, of which any bits are a value.
             unsafe {
                 let bytes = std::slice::from_raw_parts_mut(values.as_mut_ptr().cast::<u8>(), n * size_of::<T>());
-                result::memcpy_dtoh_async(bytes, at.0, gpu.stream.cu_stream())
-                    .map_err(|e| Error::gpu(OP, e.to_string()))?;
+                result::memcpy_dtoh_async(bytes, at.0, gpu.stream.cu_stream()).map_err(failed)?;
+                gpu.stream.synchronize().map_err(failed)?;
+                values.set_len(n);
             }
         }
         Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
     }
-    let mut waited_for: Vec<Gpu> = Vec::new();
-    let mut copies = Vec::with_capacity(ts.len());
-    for t in ts {
-        if t.device().is_cpu() {
-            copies.push((*t).clone());
-            continue;
-        }
-        let gpu = Gpu::of(t, OP)?;
-        gpu.stream.context().bind_to_thread().map_err(failed)?;
-        let at = gpu.input(t, t.dtype(), OP, "tensor")?;
-        copies.push(match t.dtype() {
-            DType::U8 => queued::<u8>(&gpu, at, t.shape())?,
-            DType::U32 => queued::<u32>(&gpu, at, t.shape())?,
-            DType::I64 => queued::<i64>(&gpu, at, t.shape())?,
-            DType::BF16 => queued::<half::bf16>(&gpu, at, t.shape())?,
-            DType::F16 => queued::<half::f16>(&gpu, at, t.shape())?,
-            DType::F32 => queued::<f32>(&gpu, at, t.shape())?,
-            DType::F64 => queued::<f64>(&gpu, at, t.shape())?,
-            dtype => return Err(Error::DType { op: OP, dtype }),
-        });
-        if !waited_for.iter().any(|other| other.device.same_device(&gpu.device)) {
-            waited_for.push(gpu);
-        }
+    let gpu = Gpu::of(t, OP)?;
+    let at = gpu.input(t, t.dtype(), OP, "tensor")?;
+    match t.dtype() {
+        DType::U8 => copied::<u8>(&gpu, at, t.shape()),
+        DType::U32 => copied::<u32>(&gpu, at, t.shape()),
+        DType::I64 => copied::<i64>(&gpu, at, t.shape()),
+        DType::BF16 => copied::<half::bf16>(&gpu, at, t.shape()),
+        DType::F16 => copied::<half::f16>(&gpu, at, t.shape()),
+        DType::F32 => copied::<f32>(&gpu, at, t.shape()),
+        DType::F64 => copied::<f64>(&gpu, at, t.shape()),
+        dtype => Err(Error::DType { op: OP, dtype }),
     }
-    for gpu in waited_for {
-        gpu.stream.context().bind_to_thread().map_err(failed)?;
-        gpu.stream.synchronize().map_err(failed)?;
-    }
-    Ok(copies)
 }
 
-/// Copies elements of the CPU into those of a tensor on a GPU. The driver has taken them when this returns.
-pub fn copy_from_host(dst: &Tensor, src: &Tensor) -> Result<()> {
-    const OP: &str = "copy_from_host";
-    let gpu = Gpu::of(dst, OP)?;
-    crate::view::expect_elements(OP, "source", src, dst.elem_count())?;
-    let at = gpu.inplace(dst, src.dtype(), OP, "destination")?;
-    if dst.elem_count() == 0 {
-        return Ok(());
+/// A point in the order of a stream.
+pub(super) struct Event(CudaEvent);
+
+impl Event {
+    /// Whether the device has come there.
+    pub fn is_reached(&self) -> bool {
+        self.0.is_complete()
     }
-    crate::host::with_bytes(src, OP, |bytes| {
-        let failed = |e: DriverError| Error::gpu(OP, e.to_string());
-        gpu.stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: as many bytes are there on both sides. A copy from memory that is not locked returns when the driver has taken the bytes.
-        unsafe { result::memcpy_htod_async(at.0, bytes, gpu.stream.cu_stream()) }.map_err(failed)
-    })
+}
+
+/// Pages that the device may copy from and to by itself, as long as this lives.
+pub(super) struct Locked(usize);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        // SAFETY: the range that was registered begins here. That a process which ends has no driver any more is nothing to report.
+        let _ = unsafe { sys::cuMemHostUnregister(self.0 as *mut c_void) };
+    }
+}
+
+/// Flat memory of the host for `n` elements, locked if the driver can: else copies take longer.
+pub(super) fn lock_memory(n: usize, dtype: DType) -> Result<(Tensor, Option<Locked>)> {
+    /// What locking works by. Only whole pages of the tensor's own are locked, so that no neighbour's memory is.
+    const PAGE: usize = 64 << 10;
+    const PORTABLE: u32 = 1; // CU_MEMHOSTREGISTER_PORTABLE: for all contexts
+    let size = dtype.size_in_bytes();
+    let bytes = (n * size).next_multiple_of(PAGE);
+    let all = Tensor::zeros((bytes + 2 * PAGE) / size, dtype, &Device::Cpu)?;
+    let first = crate::host::with_bytes_mut(&all, "lock_memory", |bytes| Ok(bytes.as_mut_ptr().expose_provenance()))?;
+    let skip = first.next_multiple_of(PAGE) - first;
+    // Elements are aligned to their size, so whole elements are skipped.
+    let elements = all.narrow(0, skip / size, n)?;
+    // SAFETY: whole pages of the tensor, whose memory neither moves nor goes before `Locked` does.
+    let locked = unsafe { sys::cuMemHostRegister_v2((first + skip) as *mut c_void, bytes, PORTABLE) };
+    Ok((elements, locked.result().is_ok().then_some(Locked(first + skip))))
 }
 
 /// A kernel of a loaded module.
@@ -169,6 +174,8 @@ unsafe impl Sync for Function {}
 struct Loaded {
     context: Arc<CudaContext>,
     properties: Properties,
+    /// Streams that copies to the host and from it run on, beside what is computed.
+    copies: Option<[Arc<CudaStream>; 2]>,
     modules: HashMap<&'static str, usize>,
     functions: HashMap<(&'static str, String), Arc<Function>>,
 }
@@ -189,7 +196,13 @@ impl Loaded {
             shared_per_block: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             l2: attribute(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
         };
-        Ok(Self { context: context.clone(), properties, modules: HashMap::new(), functions: HashMap::new() })
+        Ok(Self {
+            context: context.clone(),
+            properties,
+            copies: None,
+            modules: HashMap::new(),
+            functions: HashMap::new(),
+        })
     }
 
     fn function(&mut self, file: &'static str, name: &str) -> Result<Arc<Function>> {
@@ -280,6 +293,59 @@ impl Gpu {
     /// What the driver says.
     pub fn properties(&self) -> Result<Properties> {
         with_loaded(self.stream.context(), "properties", |loaded| Ok(loaded.properties))
+    }
+
+    /// The streams for copies to the host, and from it.
+    fn copies(&self, op: &'static str) -> Result<[Arc<CudaStream>; 2]> {
+        let context = self.stream.context();
+        with_loaded(context, op, |loaded| {
+            if loaded.copies.is_none() {
+                let stream = || context.new_stream().map_err(|e| Error::gpu(op, e.to_string()));
+                loaded.copies = Some([stream()?, stream()?]);
+            }
+            loaded.copies.clone().ok_or_else(|| Error::gpu(op, "no stream for copies"))
+        })
+    }
+
+    /// An event behind all that is queued on the device's stream.
+    pub(super) fn mark(&self) -> Result<Event> {
+        self.stream.record_event(None).map(Event).map_err(|e| Error::gpu("mark", e.to_string()))
+    }
+
+    /// Copies elements to the host after `after`, on the stream for that, and waits until they are there.
+    pub(super) fn fetch(&self, from: DevicePointer, to: &mut [u8], after: &Event) -> Result<()> {
+        const OP: &str = "fetch";
+        let failed = |e: DriverError| Error::gpu(OP, e.to_string());
+        if to.is_empty() {
+            return Ok(());
+        }
+        let [down, _] = self.copies(OP)?;
+        down.wait(&after.0).map_err(failed)?;
+        // SAFETY: as many bytes are there on both sides; both outlive the copy, which is waited for.
+        unsafe { result::memcpy_dtoh_async(to, from.0, down.cu_stream()) }.map_err(failed)?;
+        down.record_event(None).and_then(|done| done.synchronize()).map_err(failed)
+    }
+
+    /// Copies elements from the host: after `after`, on the stream for that, with what is queued on the device's stream from now on behind
+    /// it; or on the device's stream. The result is reached when the bytes may change.
+    pub(super) fn put(&self, to: DevicePointer, from: &[u8], after: Option<&Event>) -> Result<Event> {
+        const OP: &str = "put";
+        let failed = |e: DriverError| Error::gpu(OP, e.to_string());
+        let [_, up] = self.copies(OP)?;
+        let stream = if after.is_some() { &up } else { &self.stream };
+        if let Some(after) = after {
+            stream.wait(&after.0).map_err(failed)?;
+        }
+        if !from.is_empty() {
+            // SAFETY: as many bytes are there on both sides. The caller keeps the host's until the event is reached; the device's memory is
+            // given back in the order of its stream, which is behind the copy from here on.
+            unsafe { result::memcpy_htod_async(to.0, from, stream.cu_stream()) }.map_err(failed)?;
+        }
+        let done = stream.record_event(None).map_err(failed)?;
+        if after.is_some() {
+            self.stream.wait(&done).map_err(failed)?;
+        }
+        Ok(Event(done))
     }
 
     pub(super) fn launch_with(

@@ -32,6 +32,7 @@ pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod reduce;
 pub(crate) mod rope;
+pub(crate) mod transfer;
 
 #[cfg(feature = "cuda")]
 use driver as backend;
@@ -40,7 +41,7 @@ use emulated as backend;
 
 pub use backend::Gpu;
 #[cfg(feature = "cuda")]
-pub use driver::{copy_from_host, count, open, to_host};
+pub use driver::{count, open, to_host};
 /// The names of those of CUDA's libraries (`nccl`, …) that are not on this machine, as files; none where they are linked in the ordinary way.
 #[cfg(feature = "cuda")]
 pub fn missing_libraries(wanted: &[&str]) -> Vec<String> {

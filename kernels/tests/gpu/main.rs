@@ -20,3 +20,4 @@ mod optimizer;
 mod reduce;
 mod rope;
 mod support;
+mod transfer;

@@ -9,7 +9,6 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Tensor};
-use kernels::device::to_host;
 use kernels::host::{with_bytes, with_bytes_mut};
 use kernels::trace::{Kind, Recorder, span};
 
@@ -20,7 +19,7 @@ use super::executor::Executor;
 use super::inbox::{Key, Loss, lock};
 use super::local::{PIECE, Side, Windows};
 use super::message::{Call, Header, Message, Op, Payload, is_sendable};
-use super::staging;
+use super::staging::{self, Issued};
 use crate::{Error, Result};
 
 /// How long operations that are still queued may take once their group is dropped.
@@ -364,7 +363,7 @@ impl Communicator for EndpointGroup {
 
     fn all_reduce(&self, t: &Tensor, op: ReduceOp) -> Result<Work> {
         let call = Call { reduce: Some(op), ..self.call(Op::AllReduce, t)? };
-        let t = t.clone();
+        let t = staging::issued(t)?;
         self.issue(call, move |core, call| {
             staging::in_place(core.size(), &t, |t| collectives::all_reduce(core, call, t, op))
         })
@@ -373,7 +372,7 @@ impl Communicator for EndpointGroup {
     fn all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Work> {
         self.check_parts(Op::AllGather, input, output)?;
         let call = self.call(Op::AllGather, input)?;
-        let (input, output) = (input.clone(), output.clone());
+        let (input, output) = (staging::issued(input)?, staging::issued(output)?);
         self.issue(call, move |core, call| {
             staging::from_to(core.size(), &input, &output, |input, output| {
                 collectives::all_gather(core, call, input, output)
@@ -384,7 +383,7 @@ impl Communicator for EndpointGroup {
     fn reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Work> {
         self.check_parts(Op::ReduceScatter, output, input)?;
         let call = Call { reduce: Some(op), ..self.call(Op::ReduceScatter, output)? };
-        let (input, output) = (input.clone(), output.clone());
+        let (input, output) = (staging::issued(input)?, staging::issued(output)?);
         self.issue(call, move |core, call| {
             staging::from_to(core.size(), &input, &output, |input, output| {
                 collectives::reduce_scatter(core, call, input, output, op)
@@ -395,7 +394,7 @@ impl Communicator for EndpointGroup {
     fn broadcast(&self, t: &Tensor, root: usize) -> Result<Work> {
         self.check_rank(Op::Broadcast, root)?;
         let call = Call { root: Some(root as u32), ..self.call(Op::Broadcast, t)? };
-        let t = t.clone();
+        let t = staging::issued(t)?;
         self.issue(call, move |core, call| {
             staging::in_place(core.size(), &t, |t| collectives::broadcast(core, call, t, root))
         })
@@ -404,19 +403,19 @@ impl Communicator for EndpointGroup {
     fn reduce(&self, t: &Tensor, root: usize, op: ReduceOp) -> Result<Work> {
         self.check_rank(Op::Reduce, root)?;
         let call = Call { reduce: Some(op), root: Some(root as u32), ..self.call(Op::Reduce, t)? };
-        let t = t.clone();
+        let t = staging::issued(t)?;
         self.issue(call, move |core, call| {
             staging::in_place(core.size(), &t, |t| collectives::reduce(core, call, t, root, op))
         })
     }
 
     fn gather(&self, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<Work> {
-        let output = self.at_root(Op::Gather, output, root)?.cloned();
-        if let Some(output) = &output {
+        let output = self.at_root(Op::Gather, output, root)?;
+        if let Some(output) = output {
             self.check_parts(Op::Gather, input, output)?;
         }
         let call = Call { root: Some(root as u32), ..self.call(Op::Gather, input)? };
-        let input = input.clone();
+        let (input, output) = (staging::issued(input)?, output.map(staging::issued).transpose()?);
         self.issue(call, move |core, call| {
             staging::between(Some(&input), output.as_ref(), |input, output| match input {
                 Some(input) => collectives::gather(core, call, input, output, root),
@@ -426,12 +425,12 @@ impl Communicator for EndpointGroup {
     }
 
     fn scatter(&self, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<Work> {
-        let input = self.at_root(Op::Scatter, input, root)?.cloned();
-        if let Some(input) = &input {
+        let input = self.at_root(Op::Scatter, input, root)?;
+        if let Some(input) = input {
             self.check_parts(Op::Scatter, output, input)?;
         }
         let call = Call { root: Some(root as u32), ..self.call(Op::Scatter, output)? };
-        let output = output.clone();
+        let (input, output) = (input.map(staging::issued).transpose()?, staging::issued(output)?);
         self.issue(call, move |core, call| {
             staging::between(input.as_ref(), Some(&output), |input, output| match output {
                 Some(output) => collectives::scatter(core, call, input, output, root),
@@ -454,7 +453,7 @@ impl Communicator for EndpointGroup {
                 self.core.size(),
             )));
         }
-        let (input, output) = (input.clone(), output.clone());
+        let (input, output) = (staging::issued(input)?, staging::issued(output)?);
         self.issue(call, move |core, call| {
             staging::from_to(core.size(), &input, &output, |input, output| {
                 collectives::all_to_all(core, call, input, output)
@@ -468,26 +467,30 @@ impl Communicator for EndpointGroup {
         if let Some(loss) = self.core.endpoint.verdict() {
             return Err(self.core.lost(loss, &call));
         }
-        let (t, len) = (&to_host(t)?, t.elem_count() * width(t.dtype()));
+        let len = t.elem_count() * width(t.dtype());
         let heap =
             self.core.endpoint.arena().map(|arena| arena.heap()).filter(|_| len >= HEAP_FROM && dst != self.core.rank);
-        if let Some(block) = heap.and_then(|heap| heap.allocate(len)) {
-            // Told first, so that the receiver copies along.
-            self.core.send(dst, Message::IN_HEAP, call, Arc::new((block.offset as u64).to_le_bytes().to_vec()));
-            with_bytes(t, "send", |bytes| {
-                block.write(bytes);
-                Ok(())
-            })?;
-        } else {
-            self.core.send(dst, 0, call, Arc::new(with_bytes(t, "send", |bytes| Ok(bytes.to_vec()))?));
-        }
+        staging::read(&staging::issued(t)?, |t| {
+            if let Some(block) = heap.and_then(|heap| heap.allocate(len)) {
+                // Told first, so that the receiver copies along.
+                let place = Arc::new((block.offset as u64).to_le_bytes().to_vec());
+                self.core.send(dst, Message::IN_HEAP, call, place);
+                with_bytes(t, "send", |bytes| {
+                    block.write(bytes);
+                    Ok(())
+                })?;
+            } else {
+                self.core.send(dst, 0, call, Arc::new(with_bytes(t, "send", |bytes| Ok(bytes.to_vec()))?));
+            }
+            Ok(())
+        })?;
         Ok(Work::done())
     }
 
     fn recv(&self, t: &Tensor, src: usize, tag: u32) -> Result<Work> {
         self.check_rank(Op::SendRecv, src)?;
         let call = Call { tag, seq: next(&self.received, (src, tag)), ..self.call(Op::SendRecv, t)? };
-        Ok(Work::pending(Receive { core: self.core.clone(), t: t.clone(), src, call }))
+        Ok(Work::pending(Receive { core: self.core.clone(), t: staging::issued(t)?, src, call }))
     }
 
     fn barrier(&self) -> Result<()> {
@@ -562,7 +565,7 @@ impl Drop for EndpointGroup {
 /// A receive that happens when it is waited for; until then the message waits in the inbox.
 struct Receive {
     core: Arc<Core>,
-    t: Tensor,
+    t: Issued,
     src: usize,
     call: Call,
 }
