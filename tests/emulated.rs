@@ -5,7 +5,9 @@
 //! cargo test --release -p system-tests --features emulated --target-dir target/emulated --test emulated
 //! ```
 
+use candle_core::Device;
 use kernels::gpu::emulated::{Counts, Order, run, take_counts};
+use kernels::trace::Recorder;
 use megatron::config::{Precision, RunConfig};
 use system_tests::{Style, Tokens, largest_relative_difference, layout, on_ranks, sources, tiny, trainer};
 
@@ -120,5 +122,34 @@ fn nothing_of_a_step_is_read_before_all_of_it_is_queued() {
             let other: Vec<_> = counts.on_the_host.iter().filter(|op| !op.starts_with("linear")).collect();
             assert!(other.is_empty(), "{what}");
         }
+    }
+}
+
+#[test]
+fn a_profile_has_the_devices_times_and_waits_for_none_within_a_step() {
+    let config = config(Style::Gpt2, 0.1, Precision::Bf16);
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let recorder = Recorder::new();
+    let ranks = on_ranks(1, |world| {
+        run(Order::Forward, || {
+            let mut trainer = trainer(&config, world, &data)?;
+            trainer.step()?;
+            let entered = recorder.enter_on("main", &Device::Cpu)?;
+            take_counts();
+            trainer.step()?;
+            let counts = take_counts();
+            drop(entered);
+            Ok(counts)
+        })
+    });
+    let counts = ranks.unwrap().remove(0);
+    let events = recorder.take();
+    assert_eq!((counts.waits, counts.launches), (1, counts.launches_before_last_wait), "{counts:?}");
+    assert_eq!(counts.timestamps, 2 * events.len() as u64, "a span without the device's times");
+    let step = &events[0];
+    assert_eq!(step.name, "step");
+    assert!(events.iter().all(|e| e.start >= step.start && e.start + e.length <= step.start + step.length));
+    for name in ["forward", "backward", "attention", "layer_norm", "adamw", "linear", "verdict"] {
+        assert!(events.iter().any(|e| e.name == name), "no {name}");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Instant;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
@@ -246,6 +247,27 @@ pub fn memory(device: &Device) -> Option<Memory> {
     }
     let _ = device;
     None
+}
+
+/// Seconds that `device` takes for what `f` queues on it; on the CPU, that `f` takes. Waits for the device.
+///
+/// # Errors
+/// Those of `f`, or what the driver says.
+pub fn seconds<E: From<Error>>(
+    device: &Device,
+    f: impl FnOnce() -> std::result::Result<(), E>,
+) -> std::result::Result<f64, E> {
+    #[cfg(gpu)]
+    if crate::gpu::computes(device) {
+        let gpu = crate::gpu::Gpu::on(device, "seconds")?;
+        let start = gpu.timestamp()?;
+        f()?;
+        return Ok(gpu.timestamp()?.since(&start)?.as_secs_f64());
+    }
+    let _ = device;
+    let start = Instant::now();
+    f()?;
+    Ok(start.elapsed().as_secs_f64())
 }
 
 /// What a device is called: `CPU`, or the GPU's number and name.

@@ -2,12 +2,18 @@
 //!
 //! Nothing is recorded unless a [`Recorder`] is entered on the thread; a span then costs two clock readings, and otherwise a
 //! look at a thread-local. Spans of one thread nest.
+//!
+//! A thread that entered with a GPU ([`Recorder::enter_on`]) records when that computes what a span queues, rather than when it is queued: by
+//! times that the device notes in passing, and that are read when the recording has ended. Nobody waits for it in between.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
+
+#[cfg(gpu)]
+use crate::gpu::{Gpu, Timestamp};
 
 /// What a span is an instance of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -88,10 +94,35 @@ impl Recorder {
             threads.len() - 1
         });
         drop(threads);
-        let local = Local { shared: self.0.clone(), thread, events: Vec::new() };
+        let local = Local {
+            shared: self.0.clone(),
+            thread,
+            events: Vec::new(),
+            #[cfg(gpu)]
+            clock: None,
+        };
         let before = LOCAL.replace(Some(local));
         RECORDING.set(true);
         Entered { before }
+    }
+
+    /// As [`Recorder::enter`], with the times of what `device` computes if it is a GPU, which is then waited for.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn enter_on(&self, name: &str, device: &Device) -> crate::Result<Entered> {
+        let entered = self.enter(name);
+        #[cfg(gpu)]
+        if crate::gpu::computes(device) {
+            let clock = Clock::start(device, self.0.begin)?;
+            LOCAL.with_borrow_mut(|local| {
+                if let Some(local) = local {
+                    local.clock = Some(clock);
+                }
+            });
+        }
+        let _ = device;
+        Ok(entered)
     }
 
     /// Seconds between the Unix epoch and the recorder's zero.
@@ -107,6 +138,8 @@ impl Recorder {
     /// Takes what was recorded, by start; of two spans with one start, the outer first. Threads that are still inside contribute what they recorded before.
     pub fn take(&self) -> Vec<Event> {
         let mut events = std::mem::take(&mut *lock(&self.0.events));
+        // Spans end before those around them: of two with the same times, which a GPU's clock gives, the later one is the outer.
+        events.reverse();
         events.sort_by_key(|e| (e.thread, e.start, std::cmp::Reverse(e.length)));
         events
     }
@@ -117,6 +150,38 @@ struct Local {
     shared: Arc<Shared>,
     thread: usize,
     events: Vec<Event>,
+    #[cfg(gpu)]
+    clock: Option<Clock>,
+}
+
+/// The clock of a GPU, and what is to be read from it.
+#[cfg(gpu)]
+struct Clock {
+    gpu: Gpu,
+    /// A time of the device's, and what the recorder's clock showed then.
+    zero: Timestamp,
+    at: Duration,
+    /// Events, and when the device began and ended them.
+    taken: Vec<(usize, Timestamp, Timestamp)>,
+}
+
+#[cfg(gpu)]
+impl Clock {
+    fn start(device: &Device, begin: Instant) -> crate::Result<Self> {
+        let gpu = Gpu::on(device, "trace")?;
+        let zero = gpu.timestamp()?;
+        zero.wait()?;
+        Ok(Self { gpu, zero, at: begin.elapsed(), taken: Vec::new() })
+    }
+
+    /// Gives events the device's times. Both ends are taken from the same zero, so that rounding keeps what is nested so.
+    fn read(&self, events: &mut [Event]) -> crate::Result<()> {
+        for (event, start, end) in &self.taken {
+            let (start, end) = (start.since(&self.zero)?, end.since(&self.zero)?);
+            (events[*event].start, events[*event].length) = (self.at + start, end.saturating_sub(start));
+        }
+        Ok(())
+    }
 }
 
 thread_local! {
@@ -134,6 +199,14 @@ impl Drop for Entered {
     fn drop(&mut self) {
         RECORDING.set(self.before.is_some());
         if let Some(local) = LOCAL.replace(self.before.take()) {
+            #[cfg(gpu)]
+            let local = {
+                let mut local = local;
+                // A device that fails says so where its results are wanted; the host's times are left then.
+                let read = local.clock.as_ref().map(|clock| clock.read(&mut local.events));
+                drop(read);
+                local
+            };
             lock(&local.shared.events).extend(local.events);
         }
     }
@@ -147,6 +220,9 @@ struct Open {
     name: &'static str,
     kind: Kind,
     start: Instant,
+    /// The same on a GPU.
+    #[cfg(gpu)]
+    there: Option<Timestamp>,
     flops: u64,
     bytes: u64,
     place: Option<(usize, usize)>,
@@ -158,7 +234,22 @@ pub fn span(name: &'static str, kind: Kind) -> Span {
     if !RECORDING.get() {
         return Span(None);
     }
-    Span(Some(Open { name, kind, start: Instant::now(), flops: 0, bytes: 0, place: None }))
+    Span(Some(Open {
+        name,
+        kind,
+        start: Instant::now(),
+        #[cfg(gpu)]
+        there: LOCAL.with_borrow(|local| timestamp(local.as_ref()?)),
+        flops: 0,
+        bytes: 0,
+        place: None,
+    }))
+}
+
+/// The time on the thread's GPU, if it records that.
+#[cfg(gpu)]
+fn timestamp(local: &Local) -> Option<Timestamp> {
+    local.clock.as_ref().and_then(|clock| clock.gpu.timestamp().ok())
 }
 
 /// Begins the span of a kernel that computes `flops` operations and touches `bytes` bytes.
@@ -213,19 +304,25 @@ impl Span {
 
 impl Drop for Span {
     fn drop(&mut self) {
-        let Some(Open { name, kind, start, flops, bytes, place }) = self.0.take() else { return };
+        let Some(open) = self.0.take() else { return };
         let end = Instant::now();
         LOCAL.with_borrow_mut(|local| {
-            let Some(Local { shared, thread, events }) = local else { return };
-            events.push(Event {
-                name,
-                kind,
-                thread: *thread,
-                start: start.saturating_duration_since(shared.begin),
-                length: end - start,
-                flops,
-                bytes,
-                place,
+            let Some(local) = local else { return };
+            #[cfg(gpu)]
+            if let Some((start, end)) = open.there.zip(timestamp(local))
+                && let Some(clock) = &mut local.clock
+            {
+                clock.taken.push((local.events.len(), start, end));
+            }
+            local.events.push(Event {
+                name: open.name,
+                kind: open.kind,
+                thread: local.thread,
+                start: open.start.saturating_duration_since(local.shared.begin),
+                length: end - open.start,
+                flops: open.flops,
+                bytes: open.bytes,
+                place: open.place,
             });
         });
     }

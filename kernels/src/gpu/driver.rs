@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::{CudaStorageSlice, cudarc};
@@ -126,6 +127,28 @@ impl Event {
     /// Whether the device has come there.
     pub fn is_reached(&self) -> bool {
         self.0.is_complete()
+    }
+}
+
+/// A point in time of a stream, which is known when the device has come there.
+pub struct Timestamp(CudaEvent);
+
+impl Timestamp {
+    /// Waits until the device has come there.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn wait(&self) -> Result<()> {
+        self.0.synchronize().map_err(|e| Error::gpu("timestamp", e.to_string()))
+    }
+
+    /// How much later than `earlier` of the same stream it is, to half a microsecond or so. Waits as [`Timestamp::wait`].
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn since(&self, earlier: &Self) -> Result<Duration> {
+        let ms = earlier.0.elapsed_ms(&self.0).map_err(|e| Error::gpu("timestamp", e.to_string()))?;
+        Ok(Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3))
     }
 }
 
@@ -305,6 +328,15 @@ impl Gpu {
             }
             loaded.copies.clone().ok_or_else(|| Error::gpu(op, "no stream for copies"))
         })
+    }
+
+    /// The time at which the device has done what is queued so far.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn timestamp(&self) -> Result<Timestamp> {
+        let event = self.stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT));
+        event.map(Timestamp).map_err(|e| Error::gpu("timestamp", e.to_string()))
     }
 
     /// An event behind all that is queued on the device's stream.

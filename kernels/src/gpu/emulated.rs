@@ -7,6 +7,7 @@ use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Shape, Tensor};
 use rayon::prelude::*;
@@ -72,6 +73,8 @@ pub struct Counts {
     pub waits: u64,
     /// Kernels launched before the last of them.
     pub launches_before_last_wait: u64,
+    /// Times asked for.
+    pub timestamps: u64,
     /// Copies of the host's values into new memory of the device.
     pub uploads: u64,
     /// Operations that touched elements by the CPU, by name, each once: on a real device there would be none to touch. Products are computed so
@@ -221,6 +224,25 @@ impl Event {
     }
 }
 
+/// A point in time.
+pub struct Timestamp(Instant);
+
+impl Timestamp {
+    /// # Errors
+    /// None here; a driver has some.
+    pub fn wait(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// How much later than `earlier` it is.
+    ///
+    /// # Errors
+    /// None here; a driver has some.
+    pub fn since(&self, earlier: &Self) -> Result<Duration> {
+        Ok(self.0.saturating_duration_since(earlier.0))
+    }
+}
+
 /// Nothing has to be locked.
 pub(super) struct Locked;
 
@@ -316,6 +338,15 @@ impl Gpu {
         };
         INSIDE.set(outside);
         Ok(DevicePointer((first? - start) as u64))
+    }
+
+    /// The time now: kernels have run when they are launched.
+    ///
+    /// # Errors
+    /// None here; a driver has some.
+    pub fn timestamp(&self) -> Result<Timestamp> {
+        COUNTS.with_borrow_mut(|counts| counts.timestamps += 1);
+        Ok(Timestamp(Instant::now()))
     }
 
     pub(super) fn mark(&self) -> Result<Event> {

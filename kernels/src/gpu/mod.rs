@@ -39,7 +39,7 @@ use driver as backend;
 #[cfg(all(feature = "emulated", not(feature = "cuda")))]
 use emulated as backend;
 
-pub use backend::Gpu;
+pub use backend::{Gpu, Timestamp};
 #[cfg(feature = "cuda")]
 pub use driver::{count, open, to_host};
 /// The names of those of CUDA's libraries (`nccl`, …) that are not on this machine, as files; none where they are linked in the ordinary way.

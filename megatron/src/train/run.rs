@@ -75,7 +75,7 @@ impl Trainer {
         let mut outcome = Outcome::Finished;
         let mut profiler = Profiler::new(self.config.logging.profile.as_ref());
         while self.progress.iteration < train_iters {
-            profiler.before(self.progress.iteration + 1, self.groups.world.rank());
+            profiler.before(self.progress.iteration + 1, self.groups.world.rank(), &self.stage().device)?;
             let mut step = self.step()?;
             profiler.after();
             let iteration = step.iteration;
@@ -104,7 +104,7 @@ impl Trainer {
         if saved_at != self.progress.iteration {
             self.save_and_report(reporter)?;
         }
-        profiler.finish(&self.groups, self.stage().dtype, reporter)?;
+        profiler.finish(&self.groups, self.stage().dtype, &self.stage().device, reporter)?;
         if outcome == Outcome::Finished {
             let due = self.config.logging.eval_interval.is_some_and(|n| n > 0 && train_iters.is_multiple_of(n));
             if !due {

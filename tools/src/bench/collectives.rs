@@ -5,11 +5,11 @@
 //! reduce_scatter, 1 for send/recv.
 
 use std::str::FromStr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use clap::{Args, ValueEnum};
-use kernels::device::Choice;
+use kernels::device::{Choice, seconds};
 use kernels::host::with_bytes_mut;
 use megatron::comm::{self, Communicator, Group, ReduceOp, threads};
 use megatron::{Error, Result};
@@ -32,7 +32,8 @@ const BATCHES: u32 = 5;
 /// Starts the ranks on this machine, or joins as one rank under a launcher.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Example:
-  megatron bench collectives --ranks 4 --backend tcp --sizes 4K,16M")]
+  megatron bench collectives --ranks 4 --backend tcp --sizes 4K,16M
+  megatron bench collectives --ranks 8 --backend nccl --device cuda --dtype bf16")]
 pub struct CollectivesArgs {
     /// Ranks [default: 2; under a launcher, its WORLD_SIZE]
     #[arg(long, value_name = "N", value_parser = number_of_ranks)]
@@ -40,6 +41,9 @@ pub struct CollectivesArgs {
     /// How they exchange data
     #[arg(long, value_enum, default_value_t = Backend::Local)]
     pub backend: Backend,
+    /// Where the buffers are; those of GPUs go through the host but with `--backend nccl`
+    #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "cpu")]
+    pub device: Choice,
     /// Bytes of the larger buffer of an operation, with K, M or G
     #[arg(long, value_name = "BYTES,…", value_delimiter = ',', default_value = "4K,1M,16M,64M")]
     pub sizes: Vec<Size>,
@@ -58,6 +62,8 @@ pub enum Backend {
     Local,
     /// TCP between processes
     Tcp,
+    /// NCCL between GPUs, with `--device cuda`
+    Nccl,
     /// Ranks are threads of one process
     Threads,
 }
@@ -123,14 +129,22 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
             return Err(CliError::usage("--backend threads has its ranks in one process; start it without a launcher"));
         }
         (Backend::Threads, None) => {
+            if args.device != Choice::Cpu {
+                return Err(CliError::usage("--backend threads measures the CPU's memory; leave out --device"));
+            }
             report(args, &on_threads(args)?);
             return Ok(0);
         }
         (Backend::Local, _) => (comm::Backend::Local, args.ranks),
         (Backend::Tcp, _) => (comm::Backend::Tcp, args.ranks),
+        (Backend::Nccl, _) => (comm::Backend::Nccl, args.ranks),
     };
     let timeout = Duration::from_secs(600);
-    let distributed = Distributed { device: Choice::Cpu, backend, overlap: None, timeout, rendezvous: None };
+    let distributed = Distributed { device: args.device, backend, overlap: None, timeout, rendezvous: None };
+    if args.backend == Backend::Nccl && args.device == Choice::Cpu {
+        return Err(CliError::usage("--backend nccl is for tensors of GPUs: add --device cuda"));
+    }
+    ranks::check_device(args.device)?;
     let Some(place) = place else {
         return ranks::start(ranks.unwrap_or(2), &distributed, Some(STOP_LIMIT), None);
     };
@@ -140,7 +154,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
             place.world_size
         )));
     }
-    let figures = measure(args, &ranks::connect(&place, &distributed, &Device::Cpu)?)?;
+    let device = ranks::device(&place, args.device)?;
+    let figures = measure(args, &ranks::connect(&place, &distributed, &device)?, &device)?;
     if place.rank == 0 {
         report(args, &figures);
     }
@@ -151,7 +166,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
 fn on_threads(args: &CollectivesArgs) -> Result<Vec<Figure>> {
     std::thread::scope(|scope| {
         let world = threads::world(args.ranks.unwrap_or(2));
-        let ranks: Vec<_> = world.into_iter().map(|rank| scope.spawn(move || measure(args, &rank))).collect();
+        let ranks: Vec<_> =
+            world.into_iter().map(|rank| scope.spawn(move || measure(args, &rank, &Device::Cpu))).collect();
         let mut figures = Vec::new();
         for (index, rank) in ranks.into_iter().enumerate() {
             let of_rank = rank.join().map_err(|_| Error::comm("a rank's thread panicked"))??;
@@ -174,16 +190,16 @@ struct Figure {
     timing: Timing,
 }
 
-fn measure(args: &CollectivesArgs, world: &Group) -> Result<Vec<Figure>> {
+fn measure(args: &CollectivesArgs, world: &Group, device: &Device) -> Result<Vec<Figure>> {
     let ranks = world.size();
     let n = ranks as f64;
     let mut figures = Vec::new();
     for size in &args.sizes {
         let (dtype, width) = (args.dtype.dtype(), args.dtype.dtype().size_in_bytes());
         let part = (size.bytes / width).div_ceil(ranks);
-        let (whole, share) = (buffer(part * ranks, dtype)?, buffer(part, dtype)?);
+        let (whole, share) = (buffer(part * ranks, dtype, device)?, buffer(part, dtype, device)?);
         let mut figure = |operation, bus, scale, call: &dyn Fn() -> Result<()>| {
-            let timing = time(world.as_ref(), Duration::from_millis(args.milliseconds), scale, call)?;
+            let timing = time(world.as_ref(), device, Duration::from_millis(args.milliseconds), scale, call)?;
             let bytes = width * part * ranks;
             figures.push(Figure { operation, ranks, size: size.text.clone(), bytes, bus, timing });
             Ok::<_, Error>(())
@@ -208,8 +224,11 @@ fn measure(args: &CollectivesArgs, world: &Group) -> Result<Vec<Figure>> {
 }
 
 /// Zeros, which stay zeros when they are summed again and again, in memory that is really there.
-fn buffer(elements: usize, dtype: DType) -> Result<Tensor> {
-    let zeros = Tensor::zeros(elements, dtype, &Device::Cpu)?;
+fn buffer(elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    let zeros = Tensor::zeros(elements, dtype, device)?;
+    if !device.is_cpu() {
+        return Ok(zeros);
+    }
     with_bytes_mut(&zeros, "benchmark", |bytes| {
         bytes.fill(0);
         Ok(())
@@ -217,13 +236,18 @@ fn buffer(elements: usize, dtype: DType) -> Result<Tensor> {
     Ok(zeros)
 }
 
-/// Times `call` on all ranks together: seconds of a call, as the means of batches that fill `budget` on rank 0.
-fn time(world: &dyn Communicator, budget: Duration, scale: f64, call: &dyn Fn() -> Result<()>) -> Result<Timing> {
+/// Times `call` on all ranks together: seconds of a call, as the means of batches that fill `budget` on rank 0. On a GPU by times that it notes.
+fn time(
+    world: &dyn Communicator,
+    device: &Device,
+    budget: Duration,
+    scale: f64,
+    call: &dyn Fn() -> Result<()>,
+) -> Result<Timing> {
     world.barrier()?;
     let batch = |calls: u64| {
-        let start = Instant::now();
-        (0..calls).try_for_each(|_| call())?;
-        Ok::<_, Error>(start.elapsed().as_secs_f64() / calls as f64)
+        let taken = seconds::<Error>(device, || (0..calls).try_for_each(|_| call()))?;
+        Ok::<_, Error>(taken / calls as f64)
     };
     let calls = calls_within(budget / BATCHES, batch(WARM_UP)?) as u64;
     let of_all = world.all_gather_bytes(&calls.to_le_bytes())?;
@@ -242,7 +266,10 @@ fn report(args: &CollectivesArgs, figures: &[Figure]) {
     let (backend, dtype) = (name(args.backend), name(args.dtype));
     let ranks = figures.first().map_or(0, |figure| figure.ranks);
     crate::print_line(&machine_line());
-    crate::print_line(&format!("{backend} backend, {ranks} ranks, {dtype}; medians of {BATCHES} batches on rank 0"));
+    let place = if args.device == Choice::Cpu { String::new() } else { format!(" on {}", args.device) };
+    crate::print_line(&format!(
+        "{backend} backend, {ranks} ranks{place}, {dtype}; medians of {BATCHES} batches on rank 0"
+    ));
     let mut table = Table::new(["operation", "size", "µs", "fastest", "GB/s", "bus GB/s"]);
     for figure in figures {
         let seconds = figure.timing.median();
@@ -278,8 +305,14 @@ mod tests {
     #[test]
     fn ranks_that_are_threads_time_every_operation_at_every_size() {
         let sizes = vec!["4".parse().unwrap(), "4K".parse().unwrap()];
-        let args =
-            CollectivesArgs { ranks: Some(3), backend: Backend::Threads, sizes, dtype: Elements::F32, milliseconds: 1 };
+        let args = CollectivesArgs {
+            ranks: Some(3),
+            backend: Backend::Threads,
+            device: Choice::Cpu,
+            sizes,
+            dtype: Elements::F32,
+            milliseconds: 1,
+        };
         let figures = on_threads(&args).unwrap();
         assert_eq!(figures.len(), 8);
         assert!(figures.iter().all(|figure| figure.ranks == 3 && figure.timing.fastest() > 0.0));

@@ -5,7 +5,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use clap::{Args, ValueEnum};
 use kernels::attention::{HeadShape, RopeTable, attention, attention_backward, rope_inplace};
-use kernels::device::Choice;
+use kernels::device::{self, Choice};
 use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
 use kernels::optimizer::{AdamW, adamw};
 use kernels::peak::Instruction;
@@ -15,7 +15,7 @@ use megatron::Result;
 use megatron::comm::RankInfo;
 
 use super::preset::{Preset, Shape};
-use super::timing::{Timing, peak, repeat, repeat_beside, time};
+use super::timing::{Timing, peak, repeat, repeat_beside};
 use super::{machine_line, positive};
 use crate::error::Error;
 use crate::ranks;
@@ -204,13 +204,10 @@ impl KernelBench {
         if self.device.is_cpu() {
             return Ok(repeat(self.budget, || Ok(kernel()?))?.median());
         }
-        // A GPU computes after the call has returned: several calls, until the last is done.
+        // A GPU computes after the call has returned: several calls, between two times that it notes itself.
         let mut batch = |calls: usize| -> Result<f64> {
-            let seconds = time(&mut || {
-                (0..calls).try_for_each(|_| kernel().map(drop))?;
-                Ok(self.device.synchronize()?)
-            })?;
-            Ok(seconds / calls as f64)
+            let all = || (0..calls).try_for_each(|_| kernel().map(drop));
+            Ok(device::seconds::<kernels::Error>(&self.device, all)? / calls as f64)
         };
         batch(2)?;
         let calls = ((BATCH_SECONDS / batch(3)?) as usize).clamp(1, 2000);

@@ -85,7 +85,7 @@ pub fn repeat_beside<R>(
 }
 
 /// Seconds of one call. Results are dropped within the time, as a training step drops them.
-pub fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
+fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
     let start = Instant::now();
     drop(std::hint::black_box(operation()?));
     Ok(start.elapsed().as_secs_f64())

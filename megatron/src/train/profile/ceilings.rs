@@ -1,12 +1,13 @@
-//! What this rank's threads reach at best, measured beside the other ranks: the measure of a profile's figures.
+//! What this rank's threads, or its GPU, reach at best, measured beside the other ranks: the measure of a profile's figures.
 
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
+use kernels::device::seconds;
 use kernels::linear::linear;
 use kernels::reduce::copy;
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// Operations and bytes a second of one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,37 +18,37 @@ pub struct Ceilings {
     pub bytes: f64,
 }
 
-/// Edge of the product.
-const EDGE: usize = 1024;
-/// Elements of a copied array (32 MiB in f32), beyond a core's own caches.
-const COPY: usize = 1 << 23;
+/// Edge of the product, on a CPU and on a GPU.
+const EDGE: [usize; 2] = [1024, 8192];
+/// Elements of a copied array: 32 MiB in f32, beyond a core's own caches, and 256 MiB, beyond a GPU's.
+const COPY: [usize; 2] = [1 << 23, 1 << 26];
 /// Time for each measurement.
 const BUDGET: Duration = Duration::from_millis(150);
 
 impl Ceilings {
     /// Measures for about half a second.
-    pub fn measure(dtype: DType) -> Result<Self> {
-        let x = Tensor::ones((EDGE, EDGE), dtype, &Device::Cpu)?;
-        let product = fastest(|| {
+    pub fn measure(dtype: DType, device: &Device) -> Result<Self> {
+        let of = usize::from(device.is_cuda());
+        let (edge, elements) = (EDGE[of], COPY[of]);
+        let x = Tensor::ones((edge, edge), dtype, device)?;
+        let product = fastest(device, || {
             linear(&x, &x, None)?;
             Ok(())
         })?;
-        let from = Tensor::ones(COPY, DType::F32, &Device::Cpu)?;
+        let from = Tensor::ones(elements, DType::F32, device)?;
         let to = from.copy()?;
-        let copied = fastest(|| Ok(copy(&to, &from)?))?;
-        Ok(Self { flops: 2.0 * (EDGE as f64).powi(3) / product, bytes: 2.0 * 4.0 * COPY as f64 / copied })
+        let copied = fastest(device, || Ok(copy(&to, &from)?))?;
+        Ok(Self { flops: 2.0 * (edge as f64).powi(3) / product, bytes: 2.0 * 4.0 * elements as f64 / copied })
     }
 }
 
 /// Seconds of the fastest call within the budget.
-fn fastest(mut operation: impl FnMut() -> Result<()>) -> Result<f64> {
+fn fastest(device: &Device, mut operation: impl FnMut() -> Result<()>) -> Result<f64> {
     operation()?;
     let begin = Instant::now();
     let mut best = f64::INFINITY;
     while begin.elapsed() < BUDGET {
-        let start = Instant::now();
-        operation()?;
-        best = best.min(start.elapsed().as_secs_f64());
+        best = best.min(seconds::<Error>(device, &mut operation)?);
     }
     Ok(best)
 }

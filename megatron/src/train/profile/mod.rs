@@ -6,7 +6,7 @@ mod trace_file;
 
 use std::path::{Path, PathBuf};
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 use kernels::trace::{Entered, Recorder};
 
 pub use self::ceilings::Ceilings;
@@ -43,15 +43,19 @@ impl Profiler {
         Self { config: config.cloned(), recorder: None, entered: None, steps: 0 }
     }
 
-    /// Called before step `iteration` (from 1) of rank `rank`.
-    pub fn before(&mut self, iteration: u64, rank: usize) {
+    /// Called before step `iteration` (from 1) of rank `rank`, which computes on `device`: on a GPU its times are recorded.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn before(&mut self, iteration: u64, rank: usize, device: &Device) -> Result<()> {
         let wanted = |c: &ProfileConfig| {
             (c.step_start..c.step_end).contains(&iteration) && (c.ranks.is_empty() || c.ranks.contains(&rank))
         };
         if self.config.as_ref().is_some_and(wanted) {
-            self.entered = Some(self.recorder.get_or_insert_default().enter(MAIN));
+            self.entered = Some(self.recorder.get_or_insert_default().enter_on(MAIN, device)?);
             self.steps += 1;
         }
+        Ok(())
     }
 
     /// Called after the step.
@@ -63,7 +67,13 @@ impl Profiler {
     ///
     /// # Errors
     /// If a file cannot be written or a peer fails.
-    pub fn finish(&mut self, groups: &ProcessGroups, dtype: DType, reporter: &mut dyn Reporter) -> Result<()> {
+    pub fn finish(
+        &mut self,
+        groups: &ProcessGroups,
+        dtype: DType,
+        device: &Device,
+        reporter: &mut dyn Reporter,
+    ) -> Result<()> {
         let Some(config) = &self.config else { return Ok(()) };
         let rank = groups.world.rank();
         let mine = match self.recorder.take() {
@@ -77,7 +87,7 @@ impl Profiler {
         };
         // Every rank measures while the others do, as every rank computes while the others do.
         groups.world.barrier()?;
-        let ceilings = Ceilings::measure(dtype)?;
+        let ceilings = Ceilings::measure(dtype, device)?;
         let ranks = gather(&groups.world, &mine)?;
         if rank == 0 {
             reporter.profile(&Profile { dir: config.dir.clone(), ranks, ceilings, dtype });
