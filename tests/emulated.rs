@@ -5,10 +5,13 @@
 //! cargo test --release -p system-tests --features emulated --target-dir target/emulated --test emulated
 //! ```
 
+use std::sync::Arc;
+
 use candle_core::Device;
 use kernels::gpu::emulated::{Counts, Order, run, take_counts};
 use kernels::trace::Recorder;
 use megatron::config::{Precision, RunConfig};
+use megatron::data::SampleSource;
 use system_tests::{Style, Tokens, largest_relative_difference, layout, on_ranks, sources, tiny, trainer};
 
 const STEPS: usize = 3;
@@ -104,6 +107,45 @@ fn third_step(config: &RunConfig) -> Counts {
         })
     });
     ranks.unwrap().remove(0)
+}
+
+/// Samples that cannot be read from some number on.
+struct Torn {
+    whole: Arc<dyn SampleSource>,
+    from: u64,
+}
+
+impl SampleSource for Torn {
+    fn seq_length(&self) -> usize {
+        self.whole.seq_length()
+    }
+
+    fn num_samples(&self) -> u64 {
+        self.whole.num_samples()
+    }
+
+    fn sample(&self, index: u64, out: &mut [u32]) -> megatron::Result<()> {
+        if index >= self.from {
+            return Err(megatron::Error::data("torn.bin", format!("sample {index} is not there")));
+        }
+        self.whole.sample(index, out)
+    }
+}
+
+#[test]
+fn data_that_cannot_be_read_ahead_ends_the_step_that_needs_it() {
+    let config = config(Style::Llama, 0.0, Precision::Fp32);
+    let mut data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    data.train = Arc::new(Torn { whole: data.train, from: 2 * config.training.global_batch_size as u64 });
+    let steps = on_ranks(1, |world| {
+        run(Order::Forward, || {
+            let mut trainer = trainer(&config, world, &data)?;
+            Ok([0; 3].map(|_| trainer.step().map(|step| step.iteration).map_err(|e| e.to_string())))
+        })
+    });
+    let [first, second, third] = steps.unwrap().remove(0);
+    assert_eq!((first, second), (Ok(1), Ok(2)));
+    assert!(third.unwrap_err().contains("sample 4 is not there"));
 }
 
 /// Of fp16 too: whether a step overflowed the loss scaler learns when it has ended.

@@ -249,6 +249,17 @@ pub fn memory(device: &Device) -> Option<Memory> {
     None
 }
 
+/// Whether operations on `device` return before they are computed, as a GPU's do.
+pub fn computes_ahead(device: &Device) -> bool {
+    #[cfg(gpu)]
+    return crate::gpu::computes(device);
+    #[cfg(not(gpu))]
+    {
+        let _ = device;
+        false
+    }
+}
+
 /// Seconds that `device` takes for what `f` queues on it; on the CPU, that `f` takes. Waits for the device.
 ///
 /// # Errors

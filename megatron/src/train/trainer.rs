@@ -67,6 +67,8 @@ pub struct Trainer {
     lr: LrSchedule,
     loss_scaler: LossScaler,
     train: Loader,
+    /// What a GPU's next step reads, and the samples consumed before it: read while the last one was computed.
+    ahead: Option<(u64, Result<Vec<MicroBatch>>)>,
     pub(super) valid: Option<Loader>,
     pub(super) test: Option<Loader>,
     pub(super) progress: Progress,
@@ -156,6 +158,7 @@ impl Trainer {
             lr: LrSchedule::new(&config.optimizer)?,
             loss_scaler: LossScaler::new(config.training.precision),
             train: loader(&sources.train),
+            ahead: None,
             valid: sources.valid.as_ref().map(loader),
             test: sources.test.as_ref().map(loader),
             progress: Progress::default(),
@@ -176,6 +179,25 @@ impl Trainer {
     /// This rank's layers and parameters.
     pub fn stage(&self) -> &Stage {
         &self.stage
+    }
+
+    /// The microbatches of the step that follows the consumed samples.
+    fn next_batches(&mut self) -> Result<Vec<MicroBatch>> {
+        let consumed = self.progress.consumed_samples;
+        match self.ahead.take().filter(|(first, _)| *first == consumed) {
+            Some((_, batches)) => batches,
+            None => self.train.microbatches(consumed),
+        }
+    }
+
+    /// Reads what the next step needs while a GPU computes this one; what keeps it from being read is the next step's error.
+    fn read_ahead(&mut self) {
+        let training = &self.config.training;
+        if kernels::device::computes_ahead(&self.stage.device) && self.progress.iteration + 1 < training.train_iters {
+            let _span = span("read data", Kind::Phase);
+            let next = self.progress.consumed_samples + training.global_batch_size as u64;
+            self.ahead = Some((next, self.train.microbatches(next)));
+        }
     }
 
     /// Unmasked tokens of the global batch.
@@ -216,7 +238,7 @@ impl Trainer {
         let start = Instant::now();
         let _step = span("step", Kind::Phase);
         let reading = span("read data", Kind::Phase);
-        let batches = self.train.microbatches(self.progress.consumed_samples)?;
+        let batches = self.next_batches()?;
         let tokens = self.count_tokens(&batches)?;
         drop(reading);
         let factor = if tokens > 0.0 { 1.0 / tokens } else { 0.0 };
@@ -233,6 +255,7 @@ impl Trainer {
             let _span = span("optimizer", Kind::Phase);
             self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?
         };
+        self.read_ahead();
         // The whole step is queued: the one place where a GPU is waited for.
         let (loss, read) = losses.sum_and(&[queued.verdict()])?;
         let result = self.optimizer.settle(queued, &read[0])?;
