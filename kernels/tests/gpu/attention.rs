@@ -1,10 +1,13 @@
 //! Attention, its gradient, and steps of generation.
 
+use std::ops::Range;
+
 use crate::support::{Input, check};
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use kernels::Result;
 use kernels::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward, attention_cached};
 use kernels::dropout::DropoutKey;
+use kernels::philox::{fill_normal, stream_id};
 
 const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };
 const SAMPLES: [u64; 2] = [7, 1 << 40];
@@ -89,6 +92,53 @@ fn queries_see_no_further_than_their_window_and_their_document() {
     compare(150, 1, shape(1, 1, 64), &How { window: Some(70), ..How::default() });
     compare(100, 2, shape(1, 1, 64), &How { documents: Some(vec![1, 30, 2, 61, 7]), ..How::default() });
     compare(130, 1, shape(1, 1, 128), &How { window: Some(50), documents: Some(vec![64, 66]), ..How::default() });
+}
+
+/// Normal deviates `[s, b, width]`, and NaN at these positions.
+fn with_nan(name: &str, dims: [usize; 3], nan: &[Range<usize>], dtype: DType) -> Tensor {
+    let [s, b, width] = dims;
+    let mut values = vec![0.0; s * b * width];
+    fill_normal(&mut values, 77, stream_id(name), 0, 1.0);
+    for positions in nan {
+        values[positions.start * b * width..positions.end * b * width].fill(f32::NAN);
+    }
+    Tensor::from_vec(values, &dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+}
+
+/// Three documents of whole tiles: what is in the first and the third reaches nothing of the second, not even multiplied by a weight of 0. So
+/// tiles that nothing is seen of are left out, rather than hidden.
+#[track_caller]
+fn other_documents_are_not_read(shape: HeadShape, dtype: DType) {
+    const TILE: usize = 128;
+    let (s, b) = (3 * TILE, 1);
+    let first_keys = first_keys(&[TILE], s, b);
+    let scores = Scores { scale: 0.1, alibi: None, window: None, first_keys: Some(&first_keys) };
+    let second = |nan: &[Range<usize>], device: &Device| {
+        let qkv = with_nan("qkv", [s, b, shape.width()], nan, dtype).to_device(device)?;
+        let dout = with_nan("dout", [s, b, shape.heads() * shape.head_dim], nan, dtype).to_device(device)?;
+        let (out, lse) = attention(&qkv, shape, scores, None)?;
+        let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, scores, None)?;
+        let bits = |t: &Tensor, dim: usize| -> Result<Vec<u64>> {
+            let part = t.narrow(dim, TILE, TILE)?.contiguous()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+            let values: Vec<f64> = part.flatten_all()?.to_vec1()?;
+            assert!(values.iter().all(|v| v.is_finite()), "{shape:?} {dtype:?}: not finite");
+            Ok(values.into_iter().map(f64::to_bits).collect())
+        };
+        Ok::<_, kernels::Error>([bits(&out, 0)?, bits(&lse, 2)?, bits(&dqkv, 0)?])
+    };
+    for (run, (clean, poisoned)) in
+        crate::support::runs(|device| (second(&[], device).unwrap(), second(&[0..TILE, 2 * TILE..s], device).unwrap()))
+    {
+        assert!(clean == poisoned, "{run}: {shape:?} {dtype:?}");
+    }
+}
+
+#[test]
+fn tiles_outside_of_a_document_are_left_out() {
+    for head_dim in [64, 96, 128, 256] {
+        other_documents_are_not_read(shape(1, if head_dim == 64 { 2 } else { 1 }, head_dim), DType::BF16);
+    }
+    other_documents_are_not_read(shape(1, 1, 64), DType::F32);
 }
 
 #[test]
@@ -187,7 +237,15 @@ fn cases_for_hopper() {
     compare(65, 2, shape(2, 1, 64), &How::default());
     compare(129, 1, wide(2), &How::default());
     let documents = Some(vec![1, 30, 2, 61, 7, 128]);
-    compare(257, 1, narrow(2), &How { alibi: true, window: Some(100), documents, ..How::default() });
+    compare(257, 1, narrow(2), &How { alibi: true, window: Some(100), documents: documents.clone(), ..How::default() });
+    // Several groups of several heads, several samples; whole tiles of queries and of keys, and one row more.
+    compare(128, 2, shape(2, 2, 64), &How::default());
+    compare(193, 2, shape(2, 2, 128), &How { documents, ..How::default() });
+    compare(256, 1, wide(1), &How { window: Some(65), ..How::default() });
+    compare(320, 1, narrow(3), &How { documents: Some(vec![64, 128, 63]), ..How::default() });
+    for shape in [narrow(2), wide(1)] {
+        other_documents_are_not_read(shape, DType::BF16);
+    }
     // What these kernels do not have is left to the others.
     compare(20, 1, wide(1), &How { dropout: 0.3, ..How::default() });
     compare(20, 1, shape(1, 1, 96), &How::default());
