@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use crate::activation::{gelu, gelu_backward};
 use crate::float::{Elem, Float, by_elem};
 use crate::gemm::{Mat, Start, all_threads, gemm};
 use crate::host::with_slice_mut;
@@ -73,6 +74,19 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let y = written(rows * n, |y| forward::<E, E>(x, w, bias, dims, y, OP))?;
         tensor(y, with_last(x, n), x)
     })
+}
+
+/// `h = x · wᵀ + bias` as [`linear`], and [`gelu`] of it: returns both, `h` for backward.
+///
+/// On a GPU one kernel may do both, which applies GELU to sums in f32 that `h` has rounded; it is taken where it is faster.
+///
+/// # Errors
+/// As [`linear`].
+pub fn linear_gelu(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
+    on_cuda!(x, linear::forward_gelu(x, w, bias, expect_forward(x, w, bias, "linear_gelu")?, "linear_gelu"));
+    let h = linear(x, w, bias)?;
+    let y = gelu(&h)?;
+    Ok((h, y))
 }
 
 /// As [`linear`], with a result in f32 (f64 for f64): sums of 16-bit operands that are not rounded, for logits.
@@ -163,6 +177,20 @@ pub fn linear_dgrad_into(dy: &Tensor, w: &Tensor, dx: &Tensor) -> Result<()> {
     expect_dtype(OP, dx, dy.dtype())?;
     on_cuda!(dy, linear::dgrad(dy, w, dims, Some(dx), OP).map(|_| ()));
     by_elem!(dy, OP, E => with_slice_mut::<E, _>(dx, OP, |dx| dgrad::<E>(dy, w, dims, dx.as_mut_ptr(), OP)))
+}
+
+/// The gradient of `h [.., k]` where that of `gelu(h)` is [`linear_dgrad`]`(dy, w)`: backward of [`linear_gelu`]'s result through the layer behind
+/// it.
+///
+/// # Errors
+/// As [`linear`], or if `h` has another shape or dtype.
+pub fn linear_dgrad_gelu(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<Tensor> {
+    const OP: &str = "linear_dgrad_gelu";
+    let dims = expect_dgrad(dy, w, OP)?;
+    expect_shape(OP, "h", h, &with_last(dy, dims[1]))?;
+    expect_dtype(OP, h, dy.dtype())?;
+    on_cuda!(dy, linear::dgrad_gelu(dy, w, h, dims, OP));
+    gelu_backward(&linear_dgrad(dy, w)?, h)
 }
 
 /// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw` is f32 for 16-bit operands.

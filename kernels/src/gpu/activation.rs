@@ -1,10 +1,10 @@
 //! GELU and SwiGLU on a GPU: `cuda/activation.cu`.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::launch::{blocks, blocks_y};
 use super::memory::suffix;
-use super::{Gpu, THREADS};
+use super::{DevicePointer, Gpu, THREADS};
 use crate::Result;
 use crate::view::{rows_of, with_last};
 
@@ -13,38 +13,59 @@ const FILE: &str = "activation";
 const UNROLL: usize = 2;
 
 /// Elements in 16 bytes.
-fn vector(t: &Tensor) -> usize {
-    16 / t.dtype().size_in_bytes().max(1)
+fn vector(dtype: DType) -> usize {
+    16 / dtype.size_in_bytes().max(1)
 }
 
 pub fn gelu(x: &Tensor, op: &'static str) -> Result<Tensor> {
-    let (gpu, suffix) = (Gpu::of(x, op)?, suffix(x.dtype(), op)?);
-    let n = x.elem_count();
-    let xs = gpu.input(x, x.dtype(), op, "x")?;
-    let (y, ys) = gpu.output(x.dims(), x.dtype(), op)?;
-    let grid = [blocks(op, n, THREADS as usize * vector(x) * UNROLL)?, 1, 1];
-    gpu.launch(FILE, &format!("gelu_{suffix}"), grid, THREADS, 0, |args| {
-        args.ptr(xs).ptr(ys).count(n);
-    })?;
+    let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
+    let xs = gpu.input(x, dtype, op, "x")?;
+    let (y, ys) = gpu.output(x.dims(), dtype, op)?;
+    launch_gelu(&gpu, xs, ys, x.elem_count(), dtype, op)?;
     Ok(y)
 }
 
+/// Writes `n` elements at `y`, which may be `x`.
+pub fn launch_gelu(
+    gpu: &Gpu,
+    x: DevicePointer,
+    y: DevicePointer,
+    n: usize,
+    dtype: DType,
+    op: &'static str,
+) -> Result<()> {
+    let grid = [blocks(op, n, THREADS as usize * vector(dtype) * UNROLL)?, 1, 1];
+    gpu.launch(FILE, &format!("gelu_{}", suffix(dtype, op)?), grid, THREADS, 0, |args| {
+        args.ptr(x).ptr(y).count(n);
+    })
+}
+
 pub fn gelu_backward(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor> {
-    let (gpu, suffix) = (Gpu::of(x, op)?, suffix(x.dtype(), op)?);
-    let n = x.elem_count();
-    let (dys, xs) = (gpu.input(dy, x.dtype(), op, "dy")?, gpu.input(x, x.dtype(), op, "x")?);
-    let (dx, dxs) = gpu.output(x.dims(), x.dtype(), op)?;
-    let grid = [blocks(op, n, THREADS as usize * vector(x) * UNROLL)?, 1, 1];
-    gpu.launch(FILE, &format!("gelu_backward_{suffix}"), grid, THREADS, 0, |args| {
-        args.ptr(dys).ptr(xs).ptr(dxs).count(n);
-    })?;
+    let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
+    let (dys, xs) = (gpu.input(dy, dtype, op, "dy")?, gpu.input(x, dtype, op, "x")?);
+    let (dx, dxs) = gpu.output(x.dims(), dtype, op)?;
+    launch_gelu_backward(&gpu, [dys, xs, dxs], x.elem_count(), dtype, op)?;
     Ok(dx)
+}
+
+/// Writes `n` elements at `dx`, which may be `dy` or `x`.
+pub fn launch_gelu_backward(
+    gpu: &Gpu,
+    [dy, x, dx]: [DevicePointer; 3],
+    n: usize,
+    dtype: DType,
+    op: &'static str,
+) -> Result<()> {
+    let grid = [blocks(op, n, THREADS as usize * vector(dtype) * UNROLL)?, 1, 1];
+    gpu.launch(FILE, &format!("gelu_backward_{}", suffix(dtype, op)?), grid, THREADS, 0, |args| {
+        args.ptr(dy).ptr(x).ptr(dx).count(n);
+    })
 }
 
 /// Rows, and parts of a row, each a block.
 fn grid(x: &Tensor, f: usize, op: &'static str) -> Result<[u32; 3]> {
     let (rows, _) = rows_of(x, op)?;
-    Ok([blocks(op, rows, 1)?, blocks_y(op, f, THREADS as usize * vector(x))?, 1])
+    Ok([blocks(op, rows, 1)?, blocks_y(op, f, THREADS as usize * vector(x.dtype()))?, 1])
 }
 
 /// `f` is half the width of `x`, which is even.

@@ -1,4 +1,5 @@
-//! Linear layers on a GPU: products by cuBLASLt, biases by its epilogue where it has one, else by `cuda/linear.cu`.
+//! Linear layers on a GPU: products by cuBLASLt, biases by its epilogue where it has one, else by `cuda/linear.cu`; GELU by its epilogue where
+//! that is faster, else by `cuda/activation.cu`.
 //!
 //! The emulator has no cuBLASLt: there products are the CPU's.
 
@@ -6,10 +7,10 @@ use candle_core::{DType, Tensor};
 
 use super::launch::{blocks, blocks_y};
 use super::memory::suffix;
-use super::product::{Operand, Product};
-use super::{DevicePointer, Gpu, THREADS};
+use super::product::{Epilogue, Operand, Product};
+use super::{DevicePointer, Gpu, THREADS, activation};
 use crate::view::with_last;
-use crate::{Error, Result};
+use crate::{Error, Result, trace};
 
 const FILE: &str = "linear";
 
@@ -46,20 +47,21 @@ pub fn forward(
     let (xs, ws) = (gpu.input(x, dtype, op, "x")?, gpu.input(w, dtype, op, "weight")?);
     let bias = bias.map(|bias| gpu.input(bias, dtype, op, "bias")).transpose()?;
     let (y, ys) = result(&gpu, into, with_last(x, n), y_dtype, op)?;
+    // The epilogue's bias is of the result's dtype, and aligned.
+    let in_epilogue = bias.filter(|bias| dtype == y_dtype && is_aligned(*bias));
     let mut product = Product {
         a: Operand { at: xs, dtype, rows, columns: k, transposed: false },
         b: Operand { at: ws, dtype, rows: n, columns: k, transposed: true },
         y: ys,
         y_dtype,
-        // The epilogue's bias is of the result's dtype, and aligned.
-        bias: bias.filter(|bias| dtype == y_dtype && bias.address().is_multiple_of(16)),
+        epilogue: in_epilogue.map_or(Epilogue::None, Epilogue::Bias),
         accumulate: false,
     };
     if k == 0 {
         return Err(none(op, [rows, n, k]));
     }
-    if !(product.bias.is_some() && product.run(&gpu)?) {
-        product.bias = None;
+    if !(in_epilogue.is_some() && product.run(&gpu)?) {
+        product.epilogue = Epilogue::None;
         if !product.run(&gpu)? {
             return Err(none(op, [rows, n, k]));
         }
@@ -72,6 +74,88 @@ pub fn forward(
         }
     }
     Ok(y)
+}
+
+/// What epilogues ask of the address of a bias or of what goes with a result.
+fn is_aligned(at: DevicePointer) -> bool {
+    at.address().is_multiple_of(16)
+}
+
+/// Whether cuBLASLt may apply GELU, or its gradient, to results of `n` columns: rows of GELU's argument are multiples of 16 bytes. f32 is left
+/// to the kernels, whose error is known.
+fn takes_gelu(dtype: DType, n: usize, operands: &[DevicePointer]) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16) && n.is_multiple_of(8) && operands.iter().all(|at| is_aligned(*at))
+}
+
+/// `h = x · wᵀ + bias` and `gelu(h)`. Shapes were checked.
+pub fn forward_gelu(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    [rows, k, n]: [usize; 3],
+    op: &'static str,
+) -> Result<(Tensor, Tensor)> {
+    let _span = trace::product(op, x, w);
+    let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
+    suffix(dtype, op)?;
+    let (xs, ws) = (gpu.input(x, dtype, op, "x")?, gpu.input(w, dtype, op, "weight")?);
+    let biases = bias.map(|bias| gpu.input(bias, dtype, op, "bias")).transpose()?;
+    let (hidden, before) = gpu.output(with_last(x, n), dtype, op)?;
+    let (y, ys) = gpu.output(with_last(x, n), dtype, op)?;
+    let gelu = || activation::launch_gelu(&gpu, before, ys, rows * n, dtype, op);
+    let operands: Vec<DevicePointer> = [before, ys].into_iter().chain(biases).collect();
+    if takes_gelu(dtype, n, &operands) {
+        let apart = Product {
+            a: Operand { at: xs, dtype, rows, columns: k, transposed: false },
+            b: Operand { at: ws, dtype, rows: n, columns: k, transposed: true },
+            y: before,
+            y_dtype: dtype,
+            epilogue: biases.map_or(Epilogue::None, Epilogue::Bias),
+            accumulate: false,
+        };
+        let fused = Product { y: ys, epilogue: Epilogue::Gelu { bias: biases, before }, ..apart };
+        if fused.pays(&gpu, &apart, &gelu)? && fused.run(&gpu)? {
+            return Ok((hidden, y));
+        }
+    }
+    forward(x, w, bias, [rows, k, n], dtype, Some(&hidden), op)?;
+    gelu()?;
+    Ok((hidden, y))
+}
+
+/// The gradient of `hidden` if `dy · w` is that of `gelu(hidden)`. Shapes were checked.
+pub fn dgrad_gelu(
+    dy: &Tensor,
+    w: &Tensor,
+    hidden: &Tensor,
+    [rows, k, n]: [usize; 3],
+    op: &'static str,
+) -> Result<Tensor> {
+    let _span = trace::product(op, dy, w);
+    let (gpu, dtype) = (Gpu::of(dy, op)?, dy.dtype());
+    suffix(dtype, op)?;
+    let (dys, ws) = (gpu.input(dy, dtype, op, "dy")?, gpu.input(w, dtype, op, "weight")?);
+    let before = gpu.input(hidden, dtype, op, "hidden")?;
+    let (dx, dxs) = gpu.output(with_last(dy, k), dtype, op)?;
+    // In place: each element is read by the thread that writes it.
+    let gelu = || activation::launch_gelu_backward(&gpu, [dxs, before, dxs], rows * k, dtype, op);
+    if takes_gelu(dtype, k, &[before, dxs]) {
+        let apart = Product {
+            a: Operand { at: dys, dtype, rows, columns: n, transposed: false },
+            b: Operand { at: ws, dtype, rows: n, columns: k, transposed: false },
+            y: dxs,
+            y_dtype: dtype,
+            epilogue: Epilogue::None,
+            accumulate: false,
+        };
+        let fused = Product { epilogue: Epilogue::GeluBackward { before }, ..apart };
+        if fused.pays(&gpu, &apart, &gelu)? && fused.run(&gpu)? {
+            return Ok(dx);
+        }
+    }
+    dgrad(dy, w, [rows, k, n], Some(&dx), op)?;
+    gelu()?;
+    Ok(dx)
 }
 
 /// As [`forward`], into `y`, of the operands' dtype or f32.
@@ -104,7 +188,7 @@ pub fn dgrad(
         b: Operand { at: ws, dtype, rows: n, columns: k, transposed: false },
         y: dxs,
         y_dtype: dtype,
-        bias: None,
+        epilogue: Epilogue::None,
         accumulate: false,
     };
     if product.run(&gpu)? { Ok(dx) } else { Err(none(op, [rows, k, n])) }
@@ -120,7 +204,7 @@ pub fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, [rows, k, n]: [usize; 3], op:
         b: Operand { at: xs, dtype, rows, columns: k, transposed: false },
         y: gpu.inplace(dw, DType::F32, op, "dw")?,
         y_dtype: DType::F32,
-        bias: None,
+        epilogue: Epilogue::None,
         accumulate: true,
     };
     if product.run(&gpu)? { Ok(()) } else { Err(none(op, [n, k, rows])) }

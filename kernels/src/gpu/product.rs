@@ -1,4 +1,4 @@
-//! Matrix products by cuBLASLt: 16-bit operands with sums in f32, and results added to what is there.
+//! Matrix products by cuBLASLt: 16-bit operands with sums in f32, results added to what is there, biases and GELU in the same kernel.
 //!
 //! For each kind of product that occurs, cuBLASLt proposes algorithms; the fastest of them on the first operands is kept. (Measuring waits
 //! for the device, once per shape; [`set_tuning`] has the first proposal taken instead, as is done while a graph is captured.)
@@ -40,15 +40,59 @@ pub struct Operand {
     pub transposed: bool,
 }
 
-/// `y [rows, columns] = a · b (+ bias [columns]) (+ y)`.
+/// What is done to a product before it is stored. Pointers are to elements of the result's dtype.
+#[derive(Clone, Copy)]
+pub enum Epilogue {
+    None,
+    /// `bias [columns]` is added.
+    Bias(DevicePointer),
+    /// GELU by tanh of the product and its bias, which is stored, too: `before [rows, columns]`.
+    Gelu {
+        bias: Option<DevicePointer>,
+        before: DevicePointer,
+    },
+    /// The product is the gradient of GELU's result; its argument was `before [rows, columns]`.
+    GeluBackward {
+        before: DevicePointer,
+    },
+}
+
+impl Epilogue {
+    fn kind(self) -> sys::cublasLtEpilogue_t {
+        use sys::cublasLtEpilogue_t as E;
+        match self {
+            Self::None => E::CUBLASLT_EPILOGUE_DEFAULT,
+            Self::Bias(_) => E::CUBLASLT_EPILOGUE_BIAS,
+            Self::Gelu { bias: Some(_), .. } => E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+            Self::Gelu { bias: None, .. } => E::CUBLASLT_EPILOGUE_GELU_AUX,
+            Self::GeluBackward { .. } => E::CUBLASLT_EPILOGUE_DGELU,
+        }
+    }
+
+    fn bias(self) -> Option<DevicePointer> {
+        match self {
+            Self::Bias(bias) => Some(bias),
+            Self::Gelu { bias, .. } => bias,
+            Self::None | Self::GeluBackward { .. } => None,
+        }
+    }
+
+    fn before(self) -> Option<DevicePointer> {
+        match self {
+            Self::Gelu { before, .. } | Self::GeluBackward { before } => Some(before),
+            Self::None | Self::Bias(_) => None,
+        }
+    }
+}
+
+/// `y [rows, columns] = epilogue(a · b) (+ y)`.
 #[derive(Clone, Copy)]
 pub struct Product {
     pub a: Operand,
     pub b: Operand,
     pub y: DevicePointer,
     pub y_dtype: DType,
-    /// Of the dtype of `y`.
-    pub bias: Option<DevicePointer>,
+    pub epilogue: Epilogue,
     /// Whether the product is added to what `y` holds.
     pub accumulate: bool,
 }
@@ -59,7 +103,7 @@ struct Key {
     dims: [usize; 3],
     transposed: [bool; 2],
     dtypes: [DType; 3],
-    bias: bool,
+    epilogue: u32,
     accumulate: bool,
     /// Of a, b and y, as powers of two up to 256.
     alignments: [u32; 3],
@@ -80,6 +124,8 @@ struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
     plans: HashMap<Key, Plan>,
+    /// Of products with an epilogue, whether it pays.
+    pays: HashMap<Key, bool>,
 }
 
 // SAFETY: cuBLASLt's objects belong to no thread, and this one is used under a lock.
@@ -123,7 +169,7 @@ impl Product {
             dims: self.dims(),
             transposed: [self.a.transposed, self.b.transposed],
             dtypes: [self.a.dtype, self.b.dtype, self.y_dtype],
-            bias: self.bias.is_some(),
+            epilogue: self.epilogue.kind() as u32,
             accumulate: self.accumulate,
             alignments: [self.a.at, self.b.at, self.y].map(alignment),
         }
@@ -158,6 +204,44 @@ impl Product {
         }
         Ok(true)
     }
+
+    /// Whether this product, with its epilogue, is faster than `apart` and the kernels that `rest` queues. Measured once, on operands and
+    /// results as they are, which both ways overwrite; where nothing is measured, whether cuBLASLt has this one.
+    ///
+    /// # Errors
+    /// What cuBLASLt, the driver or `rest` says.
+    pub fn pays(&self, gpu: &Gpu, apart: &Self, rest: &dyn Fn() -> Result<()>) -> Result<bool> {
+        let [rows, columns, inner] = self.dims();
+        if rows == 0 || columns == 0 || inner == 0 {
+            return Ok(false);
+        }
+        let products = Products::of(gpu)?;
+        let mut products = products.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = self.key();
+        if let Some(pays) = products.pays.get(&key) {
+            return Ok(*pays);
+        }
+        let capturing = is_capturing(gpu.stream())?;
+        let measure = TUNING.load(Ordering::Relaxed) && !capturing;
+        let fused = products.plan(gpu, self, measure)?;
+        let plain = if measure && fused.is_some() { products.plan(gpu, apart, measure)? } else { None };
+        let pays = match (&fused, &plain) {
+            (None, _) => false,
+            (Some(_), None) => true,
+            (Some(fused), Some(plain)) => {
+                let time = |product: &Self, plan: &Plan| products.measure(product, plan, &plan.algorithm, product.y);
+                // One that cannot run does not pay.
+                time(self, fused).unwrap_or(f32::INFINITY) < time(apart, plain)? + products.time(rest)?
+            }
+        };
+        if !capturing {
+            for (key, plan) in [(key, fused), (apart.key(), plain)] {
+                products.plans.extend(plan.map(|plan| (key, plan)));
+            }
+            products.pays.insert(key, pays);
+        }
+        Ok(pays)
+    }
 }
 
 /// Whether a graph is being captured on the stream, so that nothing may wait for it.
@@ -183,7 +267,7 @@ impl Products {
         let handle = lt::create_handle().map_err(failed("creating a handle"))?;
         // SAFETY: a workspace is written before it is read.
         let workspace = unsafe { stream.alloc::<u8>(WORKSPACE) }.map_err(driver_failed)?;
-        let products = Self { stream: stream.clone(), handle, workspace, plans: HashMap::new() };
+        let products = Self { stream: stream.clone(), handle, workspace, plans: HashMap::new(), pays: HashMap::new() };
         all.push(Arc::new(Mutex::new(products)));
         Ok(all[all.len() - 1].clone())
     }
@@ -203,9 +287,7 @@ impl Products {
         // SAFETY: operands are of the sizes that the layouts say, which the operations have checked; the stream's products use the workspace
         // one after the other. Scalars are read before the call returns.
         unsafe {
-            if let Some(bias) = product.bias {
-                set(plan.description, sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.0)?;
-            }
+            point(plan.description, product.epilogue)?;
             // Columns of cuBLAS are rows here: yᵀ = bᵀ · aᵀ.
             lt::matmul(
                 self.handle,
@@ -321,7 +403,11 @@ impl Products {
         algorithm: &sys::cublasLtMatmulAlgo_t,
         y: DevicePointer,
     ) -> Result<f32> {
-        let queue = || self.queue(product, plan, algorithm, y).map_err(failed("measuring"));
+        self.time(&|| self.queue(product, plan, algorithm, y).map_err(failed("measuring")))
+    }
+
+    /// Milliseconds of what `queue` queues.
+    fn time(&self, queue: &dyn Fn() -> Result<()>) -> Result<f32> {
         let event = || self.stream.record_event(Some(cu::CUevent_flags::CU_EVENT_DEFAULT)).map_err(driver_failed);
         queue()?;
         let before = event()?;
@@ -348,6 +434,27 @@ unsafe fn set<T>(
     unsafe { lt::set_matmul_desc_attribute(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>()) }
 }
 
+/// Tells a description where an epilogue's operands are.
+///
+/// # Safety
+/// The description exists.
+unsafe fn point(
+    description: sys::cublasLtMatmulDesc_t,
+    epilogue: Epilogue,
+) -> std::result::Result<(), lt::CublasError> {
+    use sys::cublasLtMatmulDescAttributes_t as D;
+    // SAFETY: both attributes are pointers.
+    unsafe {
+        if let Some(bias) = epilogue.bias() {
+            set(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.0)?;
+        }
+        if let Some(before) = epilogue.before() {
+            set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &before.0)?;
+        }
+    }
+    Ok(())
+}
+
 type Description = (sys::cublasLtMatmulDesc_t, [sys::cublasLtMatrixLayout_t; 3]);
 
 /// The product and its matrices as cuBLASLt sees them: transposed, the second operand first.
@@ -368,11 +475,11 @@ fn describe(product: &Product, describing: &impl Fn(lt::CublasError) -> Error) -
     unsafe {
         set(description, D::CUBLASLT_MATMUL_DESC_TRANSA, &operation(product.b.transposed)).map_err(describing)?;
         set(description, D::CUBLASLT_MATMUL_DESC_TRANSB, &operation(product.a.transposed)).map_err(describing)?;
-        if let Some(bias) = product.bias {
-            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
-            set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue).map_err(describing)?;
-            set(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.0).map_err(describing)?;
+        set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &product.epilogue.kind()).map_err(describing)?;
+        if product.epilogue.before().is_some() {
+            set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(columns as i64)).map_err(describing)?;
         }
+        point(description, product.epilogue).map_err(describing)?;
     }
     Ok((description, layouts))
 }

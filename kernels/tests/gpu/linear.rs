@@ -3,7 +3,9 @@
 use candle_core::DType;
 
 use crate::support::{Input, check, check_with};
-use kernels::linear::{linear, linear_dgrad, linear_dgrad_into, linear_into, linear_to_f32, linear_wgrad};
+use kernels::linear::{
+    linear, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu, linear_into, linear_to_f32, linear_wgrad,
+};
 
 /// Rows, k, n: small, odd, and multiples of what tensor cores take.
 const DIMS: [([usize; 2], usize, usize); 4] =
@@ -21,6 +23,25 @@ fn forward_with_and_without_a_bias() {
             linear_into(&t[0], &t[1], None, &t[2])?;
             Ok(vec![t[2].clone()])
         });
+    }
+}
+
+/// In one kernel with the product where cuBLASLt has one that is faster, else after it.
+#[test]
+fn gelu_of_a_layer_and_its_gradient() {
+    for ([s, b], k, n) in DIMS {
+        let (x, w) = (Input::data("x", &[s, b, k]), Input::data("w", &[n, k]).times(0.1));
+        let bias = Input::data("bias", &[n]);
+        check("linear_gelu", &[x.clone(), w.clone()], |t| {
+            let (h, y) = linear_gelu(&t[0], &t[1], None)?;
+            Ok(vec![h, y])
+        });
+        check("linear_gelu with bias", &[x, w.clone(), bias], |t| {
+            let (h, y) = linear_gelu(&t[0], &t[1], Some(&t[2]))?;
+            Ok(vec![h, y])
+        });
+        let (dy, h) = (Input::data("dy", &[s, b, n]), Input::data("h", &[s, b, k]));
+        check("linear_dgrad_gelu", &[dy, w, h], |t| Ok(vec![linear_dgrad_gelu(&t[0], &t[1], &t[2])?]));
     }
 }
 

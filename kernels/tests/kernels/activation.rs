@@ -1,6 +1,6 @@
 //! GELU and SwiGLU against candle's.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn};
+use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn, tanh_gelu};
 use candle_core::{DType, Tensor};
 use kernels::activation::{gelu, gelu_backward, swiglu, swiglu_backward};
 
@@ -8,13 +8,6 @@ const SHAPES: [[usize; 3]; 3] = [[1, 1, 2], [7, 3, 34], [40, 2, 1000]];
 
 fn wide(name: &str, shape: &[usize]) -> Tensor {
     (randn(name, shape) * 4.0).unwrap() // reaches the flat parts
-}
-
-/// candle's own `gelu` has constants of six digits in its backward.
-fn tanh_gelu(x: &Tensor) -> Tensor {
-    let cubic = x.sqr().unwrap().affine(0.044715, 1.0).unwrap().mul(x).unwrap();
-    let tanh = (cubic * (2.0 / std::f64::consts::PI).sqrt()).unwrap().tanh().unwrap();
-    tanh.affine(0.5, 0.5).unwrap().mul(x).unwrap()
 }
 
 #[test]

@@ -67,3 +67,10 @@ pub fn assert_same_on_any_threads(f: impl Fn() -> Vec<Tensor> + Sync) {
         assert!(one == run(threads), "results differ between 1 and {threads} threads");
     }
 }
+
+/// GELU by candle's differentiable operations: its own `gelu` has constants of six digits in its backward.
+pub fn tanh_gelu(x: &Tensor) -> Tensor {
+    let cubic = x.sqr().unwrap().affine(0.044715, 1.0).unwrap().mul(x).unwrap();
+    let tanh = (cubic * (2.0 / std::f64::consts::PI).sqrt()).unwrap().tanh().unwrap();
+    tanh.affine(0.5, 0.5).unwrap().mul(x).unwrap()
+}

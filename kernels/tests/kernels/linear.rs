@@ -1,8 +1,12 @@
 //! Linear layers against candle's matmul and autograd.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn};
+use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu};
 use candle_core::{DType, Device, Tensor};
-use kernels::linear::{bias_grad, linear, linear_dgrad, linear_dgrad_into, linear_into, linear_to_f32, linear_wgrad};
+use kernels::activation::gelu;
+use kernels::linear::{
+    bias_grad, linear, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu, linear_into, linear_to_f32,
+    linear_wgrad,
+};
 
 const SHAPES: [(usize, usize, usize, usize); 5] =
     [(1, 1, 1, 1), (3, 2, 5, 7), (33, 3, 65, 17), (1, 9, 130, 64), (70, 2, 16, 96)];
@@ -27,6 +31,26 @@ fn forward_and_gradients_agree_with_autograd() {
             assert_close("dw", &dw, &grads[1], tolerance);
             assert_close("db", &db, &grads[2], tolerance);
         }
+    }
+}
+
+/// A layer with GELU, and one behind it, whose input gradient is turned into that of GELU's argument.
+#[test]
+fn layers_with_gelu_agree_with_autograd() {
+    for (s, b, k, n) in SHAPES {
+        let (x, w, bias) = (randn("x", &[s, b, k]), randn("w", &[n, k]), randn("bias", &[n]));
+        let (dy, next) = (randn("dy", &[s, b, k]), randn("next", &[k, n]));
+        let h = linear(&x, &w, Some(&bias)).unwrap();
+        let (_, grads) = oracle(&[&h, &next], &dy, |t| tanh_gelu(&t[0]).broadcast_matmul(&t[1].t().unwrap()).unwrap());
+        for (dtype, tolerance) in DTYPES {
+            let [x, w, bias, dy, next] = [&x, &w, &bias, &dy, &next].map(|t| cast(t, dtype));
+            let (hidden, y) = linear_gelu(&x, &w, Some(&bias)).unwrap();
+            assert_close("h", &hidden, &h, tolerance);
+            assert_close("y", &y, &tanh_gelu(&h), tolerance);
+            assert_close("dh", &linear_dgrad_gelu(&dy, &next, &cast(&h, dtype)).unwrap(), &grads[0], tolerance);
+            assert_eq!(bits(&y), bits(&gelu(&hidden).unwrap()));
+        }
+        assert!(linear_dgrad_gelu(&dy, &next, &w).is_err(), "h of another shape");
     }
 }
 

@@ -2,6 +2,8 @@
 //!
 //! Weights are `[out, in]`. The two are used in pairs, so that one sum over tp serves both.
 
+use candle_core::Tensor;
+
 use super::context::Ctx;
 use super::layout::{FeatureSharded, Partial, Replicated, Stream};
 use crate::Result;
@@ -67,6 +69,13 @@ impl ColumnParallelLinear {
         Ok(FeatureSharded(kernels::linear::linear(&x.0, ctx.weight(self.weight), bias)?))
     }
 
+    /// As [`forward`](Self::forward), and GELU of it.
+    pub fn forward_gelu(&self, x: &Replicated, ctx: &Ctx) -> Result<(FeatureSharded, FeatureSharded)> {
+        let bias = self.bias.map(|id| ctx.weight(id));
+        let (h, y) = kernels::linear::linear_gelu(&x.0, ctx.weight(self.weight), bias)?;
+        Ok((FeatureSharded(h), FeatureSharded(y)))
+    }
+
     /// Gradients of weight and bias, and that of the residual stream `input` that entered before this layer.
     ///
     /// The input is gathered while its gradient is computed, and that gradient is summed over tp while the weight's is computed, as in
@@ -113,6 +122,11 @@ impl RowParallelLinear {
     /// Gradient of the input.
     pub fn backward_input(&self, dy: &Replicated, ctx: &Ctx) -> Result<FeatureSharded> {
         Ok(FeatureSharded(kernels::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?))
+    }
+
+    /// Gradient of `h` where the input is GELU of it.
+    pub fn backward_input_gelu(&self, dy: &Replicated, h: &Tensor, ctx: &Ctx) -> Result<FeatureSharded> {
+        Ok(FeatureSharded(kernels::linear::linear_dgrad_gelu(&dy.0, ctx.weight(self.weight), h)?))
     }
 
     /// Gradient of the weight.

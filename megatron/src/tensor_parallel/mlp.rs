@@ -75,9 +75,16 @@ impl Mlp {
     /// From the normalized stream to the output projection's sum, without its bias.
     pub fn forward(&self, input: Stream, ctx: &Ctx) -> Result<(Stream, SavedMlp)> {
         let x = ctx.tp.enter(&input)?;
-        let hidden = self.fc1.forward(&x, ctx)?.0;
+        // What is computed again must be what forward had, and GELU beside the product sees sums that `hidden` has rounded.
+        let (hidden, activated) = if self.swiglu || self.recompute_activation {
+            let hidden = self.fc1.forward(&x, ctx)?.0;
+            let activated = FeatureSharded(self.activate(&hidden)?);
+            (hidden, activated)
+        } else {
+            let (hidden, activated) = self.fc1.forward_gelu(&x, ctx)?;
+            (hidden.0, activated)
+        };
         drop(x);
-        let activated = FeatureSharded(self.activate(&hidden)?);
         let y = ctx.tp.exit(self.fc2.forward(&activated, ctx)?)?;
         let activated = (!self.recompute_activation).then_some(activated.0);
         Ok((y, SavedMlp { input, hidden, activated }))
@@ -93,14 +100,14 @@ impl Mlp {
         };
         let dy = dy.finish()?;
         self.fc2.backward_weight(&dy, &FeatureSharded(activated), ctx)?;
-        let dactivated = self.fc2.backward_input(&dy, ctx)?.0;
         let dhidden = if self.swiglu {
-            kernels::activation::swiglu_backward(&dactivated, &hidden)?
+            let dactivated = self.fc2.backward_input(&dy, ctx)?.0;
+            FeatureSharded(kernels::activation::swiglu_backward(&dactivated, &hidden)?)
         } else {
-            kernels::activation::gelu_backward(&dactivated, &hidden)?
+            self.fc2.backward_input_gelu(&dy, &hidden, ctx)?
         };
-        drop((dactivated, hidden, dy));
-        self.fc1.backward(&FeatureSharded(dhidden), &input, ctx)
+        drop((hidden, dy));
+        self.fc1.backward(&dhidden, &input, ctx)
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
