@@ -18,6 +18,8 @@ use crate::float::Elem;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
+/// How many tiles ahead of its use the memory of sums is fetched.
+const TILES_AHEAD: usize = 2;
 /// Spins of a waiting thread before it lets others run.
 const SPINS: usize = 10_000;
 
@@ -420,14 +422,14 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
             let panel = panels.wrapping_add(p * panel);
             let to = dst.wrapping_add(row * row_stride + column * column_stride);
             let written = if touches_dst {
-                // Two tiles on.
-                let ahead = column + 2 * K::NR;
+                let ahead = column + TILES_AHEAD * K::NR;
                 let (row, ahead) =
                     if ahead < region.columns.end { (row, ahead) } else { (row + K::MR, ahead - region.columns.len()) };
                 let at = dst.wrapping_add(row * row_stride + ahead * column_stride);
                 Next { at: at.cast_const().cast(), row: row_stride * size_of::<C>(), second }
             } else {
-                Next::nothing(sums.at.cast_const().cast())
+                let tile = sums.at.wrapping_add((s * sums.panels + p + TILES_AHEAD) * K::MR * K::NR);
+                Next { at: tile.cast_const().cast(), row: K::NR * size_of::<f32>(), second: LINE }
             };
             let is_last = row + K::MR >= region.rows.end;
             let ahead = Ahead { written, read: strips.ahead(strip, is_last, K::MR, region.k, (p, panels_across)) };
