@@ -33,7 +33,7 @@ const LIBRARIES: &[Library] = &[
         name: "cudart",
         soname: |major| format!("libcudart.so.{major}"),
         prefixes: &["cuda", "__cuda"],
-        headers: &["cuda_runtime_api.h", "crt/host_runtime.h"],
+        headers: &["cuda_runtime_api.h", "crt/host_runtime.h", "crt/device_functions.h"],
         status: 34, // cudaErrorStubLibrary
     },
     Library {

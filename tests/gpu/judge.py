@@ -1,6 +1,6 @@
 """Judges what tests/gpu/run has measured: prints a figure, and exits with 1 if it is not good enough.
 
-  judge.py losses METRICS EXPECTED TOLERANCE   largest relative difference of losses and gradient norms, step by step
+  judge.py losses METRICS EXPECTED TOLERANCE STEPS    largest relative difference of losses and gradient norms, step by step
   judge.py bandwidth LOG PERCENT               kernels bound by memory, as a share of the copy bandwidth
   judge.py speed OURS TORCH FACTOR             tokens a second of both, and the model's FLOP/s
   judge.py attention LOG FORWARD BACKWARD      the lowest rates at head dimension 128, as percentages of the peak
@@ -22,10 +22,10 @@ def steps(path):
     return [step for step in map(json.loads, text.splitlines()) if "lm_loss" in step]
 
 
-def losses(ours, theirs, tolerance):
-    ours, theirs = steps(ours), steps(theirs)
-    if len(ours) != len(theirs):
-        return False, f"{len(ours)} steps, {len(theirs)} expected"
+def losses(ours, theirs, tolerance, count):
+    ours, theirs = steps(ours), steps(theirs)[: int(count)]
+    if not len(ours) == len(theirs) == int(count):
+        return False, f"{len(ours)} steps, {count} expected"
 
     def worst(key):
         return max(abs(float(a[key]) / float(b[key]) - 1) for a, b in zip(ours, theirs))
