@@ -85,12 +85,23 @@ void binary(size_t n, size_t num_dims, const size_t *info, const T *left, const 
     }
 }
 
+/// Of contiguous operands: what candle says about dimensions and strides is that of `ids`.
+template <class T>
+void select(size_t n, size_t, const size_t *, const uint32_t *ids, const T *from, T *to, size_t, size_t rows, size_t num_ids, size_t width) {
+    for (size_t i = first(); i < n; i += step()) {
+        const size_t outer = i / (num_ids * width), id = ids[i / width % num_ids];
+        if (id >= rows) emulator::fail("row %zu of %zu is selected", id, rows);
+        to[i] = from[(outer * rows + id) * width + i % width];
+    }
+}
+
 #define KNOWN(name, ...) emulator::Registered of_##name(standin::candle_kernels, #name, __VA_ARGS__);
 #define OF_TYPE(T, suffix)                     \
     KNOWN(ucopy_##suffix, copy<T>)            \
     KNOWN(copy2d_##suffix, copy2d<T>)         \
     KNOWN(const_set_##suffix, set<T>)         \
     KNOWN(affine_##suffix, affine<T>)         \
+    KNOWN(is_u32_##suffix, select<T>)         \
     KNOWN(badd_##suffix, binary<T, '+'>)      \
     KNOWN(bsub_##suffix, binary<T, '-'>)      \
     KNOWN(bmul_##suffix, binary<T, '*'>)      \
