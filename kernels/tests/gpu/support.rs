@@ -94,7 +94,9 @@ impl Placed {
             dtype => Tensor::full(f64::NAN, n, &Device::Cpu).unwrap().to_dtype(dtype).unwrap(),
         };
         let middle = values.flatten_all().unwrap().to_dtype(dtype).unwrap();
-        let around = Tensor::cat(&[pad(offset), middle, pad(offset)], 0).unwrap().to_device(device).unwrap();
+        // The driver gives no memory of no bytes.
+        let behind = if n == 0 { offset.max(1) } else { offset };
+        let around = Tensor::cat(&[pad(offset), middle, pad(behind)], 0).unwrap().to_device(device).unwrap();
         let tensor = around.narrow(0, offset, n).unwrap().reshape(values.dims()).unwrap();
         Self { around, tensor, offset }
     }

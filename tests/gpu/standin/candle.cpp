@@ -49,6 +49,19 @@ void copy(size_t n, size_t num_dims, const size_t *info, const T *from, T *to) {
 }
 
 template <class T>
+void square(size_t n, size_t num_dims, const size_t *info, const T *from, T *to) {
+    for (size_t i = first(); i < n; i += step()) {
+        const double x = wide((from ? from : to)[place(i, num_dims, info)]);
+        to[i] = narrow<T>(x * x);
+    }
+}
+
+template <class T>
+void exponential(size_t n, size_t num_dims, const size_t *info, const T *from, T *to) {
+    for (size_t i = first(); i < n; i += step()) to[i] = narrow<T>(std::exp(wide((from ? from : to)[place(i, num_dims, info)])));
+}
+
+template <class T>
 void copy2d(const T *from, T *to, uint32_t rows, uint32_t columns, uint32_t from_stride, uint32_t to_stride) {
     for (size_t i = first(); i < static_cast<size_t>(rows) * columns; i += step())
         to[i / columns * to_stride + i % columns] = from[i / columns * from_stride + i % columns];
@@ -98,6 +111,8 @@ void select(size_t n, size_t, const size_t *, const uint32_t *ids, const T *from
 #define KNOWN(name, ...) emulator::Registered of_##name(standin::candle_kernels, #name, __VA_ARGS__);
 #define OF_TYPE(T, suffix)                     \
     KNOWN(ucopy_##suffix, copy<T>)            \
+    KNOWN(usqr_##suffix, square<T>)           \
+    KNOWN(uexp_##suffix, exponential<T>)      \
     KNOWN(copy2d_##suffix, copy2d<T>)         \
     KNOWN(const_set_##suffix, set<T>)         \
     KNOWN(affine_##suffix, affine<T>)         \

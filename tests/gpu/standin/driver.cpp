@@ -1,4 +1,5 @@
 // Devices, modules and launches: kernels of this project run on the emulator of kernels/cuda, those of candle that it needs are in candle.cpp.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,12 +25,19 @@ extern emulator::Kernel *candle_kernels;
 
 namespace {
 
-const emulator::Kernel *find(const char *name) {
-    emulator::Kernel *const lists[] = {
+/// Where a module's kernels are looked for: candle's are loaded as text, the project's as machine code.
+enum class From { Project, Candle };
+
+const emulator::Kernel *find(From from, const char *name) {
+    std::vector<const emulator::Kernel *> lists;
+    if (from == From::Candle)
+        lists = {candle_kernels};
+    else
+        lists = {
 #define KERNELS_OF(file) emulated_##file,
 #include "files.inc"
 #undef KERNELS_OF
-        candle_kernels};
+        };
     for (const emulator::Kernel *kernel : lists)
         for (; kernel; kernel = kernel->next)
             if (std::strcmp(kernel->name, name) == 0) return kernel;
@@ -44,6 +52,45 @@ int setting(const char *name, int otherwise) {
 
 int devices() { return setting("STANDIN_DEVICES", 1); }
 
+/// Threads that run blocks, one after the other or some at a time: as many as the machine has processors, for all streams.
+class Multiprocessors {
+  public:
+    Multiprocessors() {
+        for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); i++) std::thread([this] { work(); }).detach();
+    }
+
+    /// Calls `block` with every number below `n`; returns when all have ended.
+    void run(uint64_t n, const std::function<void(uint64_t)> &block) {
+        std::unique_lock<std::mutex> turn(one_grid);
+        std::unique_lock<std::mutex> lock(mutex);
+        next = done = 0;
+        count = n;
+        body = &block;
+        changed.notify_all();
+        changed.wait(lock, [this] { return done == count; });
+        body = nullptr;
+    }
+
+  private:
+    void work() {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            changed.wait(lock, [this] { return body && next < count; });
+            const auto *block = body;
+            const uint64_t number = next++;
+            lock.unlock();
+            (*block)(number);
+            lock.lock();
+            if (++done == count) changed.notify_all();
+        }
+    }
+
+    std::mutex one_grid, mutex;
+    std::condition_variable changed;
+    const std::function<void(uint64_t)> *body = nullptr;
+    uint64_t next = 0, done = 0, count = 0;
+};
+
 /// A launch whose arguments were copied.
 struct Launch {
     const emulator::Kernel *kernel;
@@ -51,16 +98,16 @@ struct Launch {
     std::vector<std::vector<char>> arguments;
 
     void run() {
-        std::vector<void *> addresses;
-        for (auto &argument : arguments) addresses.push_back(argument.data());
-        char error[512];
-        for (uint32_t z = 0; z < grid[2]; z++)
-            for (uint32_t y = 0; y < grid[1]; y++)
-                for (uint32_t x = 0; x < grid[0]; x++) {
-                    const uint32_t index[3] = {x, y, z};
-                    if (emulator_run_block(kernel, grid, threads, shared, index, 0, 0, addresses.data(), error, sizeof error)) continue;
-                    return fault(std::string(kernel->name) + ": " + error);
-                }
+        static auto *multiprocessors = new Multiprocessors;
+        const uint64_t x = grid[0], y = grid[1], z = grid[2];
+        multiprocessors->run(x * y * z, [=](uint64_t number) {
+            std::vector<void *> addresses;
+            for (auto &argument : arguments) addresses.push_back(const_cast<char *>(argument.data()));
+            const uint32_t index[3] = {static_cast<uint32_t>(number % x), static_cast<uint32_t>(number / x % y), static_cast<uint32_t>(number / (x * y))};
+            char error[512];
+            if (emulator_run_block(kernel, grid, threads, shared, index, 0, 0, addresses.data(), error, sizeof error)) return;
+            fault(std::string(kernel->name) + ": " + error);
+        });
     }
 };
 
@@ -163,15 +210,20 @@ CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetError
 
 // Modules: all kernels are in this library, whatever image is loaded.
 
+static From of_candle = From::Candle, of_project = From::Project;
+
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-    *module = reinterpret_cast<CUmodule>(const_cast<void *>(image));
+    constexpr uint32_t MACHINE_CODE = 0xba55ed50;
+    uint32_t magic;
+    std::memcpy(&magic, image, sizeof magic);
+    *module = reinterpret_cast<CUmodule>(magic == MACHINE_CODE ? &of_project : &of_candle);
     return state();
 }
 
 CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 
-CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *name) {
-    const emulator::Kernel *kernel = find(name);
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+    const emulator::Kernel *kernel = find(*reinterpret_cast<From *>(module), name);
     if (!kernel) {
         std::fprintf(stderr, "stand-in for a GPU: there is no kernel %s\n", name);
         return CUDA_ERROR_NOT_FOUND;
@@ -185,6 +237,25 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, s
     if (index >= kernel->num_args) return CUDA_ERROR_INVALID_VALUE;
     *offset = 0;
     *size = kernel->sizes[index];
+    return CUDA_SUCCESS;
+}
+
+// What the emulator takes for a tensor map (hopper_emulated.cuh): of 16-bit elements in four dimensions, swizzled within 128 bytes.
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *at, const cuuint64_t *dims,
+                                const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+    const bool is_known = (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16) && rank == 4 &&
+                          interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
+                          fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+    bool fits = is_known && reinterpret_cast<uintptr_t>(at) % 16 == 0 && reinterpret_cast<uintptr_t>(map) % 64 == 0 && box[0] * 2 <= 128;
+    for (int i = 0; i < 4; i++) fits = fits && dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 && steps[i] == 1;
+    for (int i = 0; i < 3; i++) fits = fits && strides[i] % 16 == 0 && strides[i] < 1ull << 40;
+    if (!fits) return CUDA_ERROR_INVALID_VALUE;
+    const auto pair = [](uint64_t low, uint64_t high) { return low | high << 32; };
+    const uint64_t fields[9] = {reinterpret_cast<uint64_t>(at), pair(dims[0], dims[1]), pair(dims[2], dims[3]), pair(box[0], box[1]), pair(box[2], box[3]), 2,
+                                strides[0], strides[1], strides[2]};
+    std::memset(map, 0, sizeof *map);
+    std::memcpy(map, fields, sizeof fields);
     return CUDA_SUCCESS;
 }
 
