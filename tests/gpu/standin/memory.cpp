@@ -142,6 +142,19 @@ CUresult cuMemFreeHost(void *at) {
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemHostRegister(void *at, size_t bytes, unsigned) {
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    if (bytes == 0 || !p.pinned.emplace(static_cast<char *>(at), bytes).second) return CUDA_ERROR_INVALID_VALUE;
+    return state();
+}
+
+CUresult cuMemHostUnregister(void *at) {
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    return p.pinned.erase(static_cast<char *>(at)) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
 CUresult cuMemGetInfo(size_t *free, size_t *of) {
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
