@@ -18,11 +18,12 @@ fn views_are_fetched_and_put_where_they_lie() {
             let part = all.narrow(0, 13, 40).unwrap().reshape((8, 5)).unwrap();
             // Twice, so that the second time memory is used again.
             for _ in 0..2 {
+                // Before the mark, which is what copies wait for: its zeros would come later otherwise, or not.
+                let other = Tensor::zeros(40, dtype, device).unwrap();
                 let here = mark(device).unwrap().unwrap();
                 let staged = fetch(&part, &here).unwrap();
                 assert_eq!((staged.tensor().dims(), staged.tensor().dtype()), (&[8, 5][..], dtype));
                 assert_eq!(values(staged.tensor()), (13..53).map(|v| v as f32).collect::<Vec<_>>());
-                let other = Tensor::zeros(40, dtype, device).unwrap();
                 put(staged, &other, &here).unwrap();
                 assert_eq!(values(&other), values(&part));
             }
