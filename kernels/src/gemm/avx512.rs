@@ -1,4 +1,4 @@
-//! Micro-kernel of AVX-512: 14 × 32, 28 sums, two vectors of B and a broadcast element of A in 32 registers.
+//! AVX-512: FMA of f32 by the micro-kernel of [`super::strips`].
 
 use std::arch::x86_64::*;
 
@@ -6,44 +6,22 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::Mat;
-use super::kernel::{Ahead, Blocking, Kernel, Strip};
+use super::kernel::{Ahead, Blocking, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
+use super::strips::{Layout, MR, NR, Packed, Rows, by_rows, stays_in_cache, tiles};
 use crate::float::Elem;
-
-pub(super) const MR: usize = 14;
-pub(super) const NR: usize = 32;
 
 pub struct Avx512;
 
-/// Calls `$tile::<ROWS>` for `$rows` rows.
-macro_rules! by_rows {
-    ($rows:expr, $tile:ident $args:tt) => {
-        match $rows {
-            1 => $tile::<1> $args,
-            2 => $tile::<2> $args,
-            3 => $tile::<3> $args,
-            4 => $tile::<4> $args,
-            5 => $tile::<5> $args,
-            6 => $tile::<6> $args,
-            7 => $tile::<7> $args,
-            8 => $tile::<8> $args,
-            9 => $tile::<9> $args,
-            10 => $tile::<10> $args,
-            11 => $tile::<11> $args,
-            12 => $tile::<12> $args,
-            13 => $tile::<13> $args,
-            _ => $tile::<14> $args,
-        }
-    };
-}
-pub(super) use by_rows;
+tiles!("avx512f", |sum, a, b| _mm512_fmadd_ps(a, b, sum));
 
 impl<E: Lanes> Kernel<E> for Avx512 {
     type Packed = f32;
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 1;
-    const BLOCKING: Blocking = Blocking { kc: 384, mc: 252, nc: 512, whole: 0, alone: 4 << 20 };
+    const BLOCKING: Blocking =
+        Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 4 << 20 };
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
@@ -55,9 +33,18 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         unsafe { pack::<E, NR>(b.t(), columns, k, to) }
     }
 
-    // Rows that lie a multiple of 4 KiB apart fall into so few sets of the L1 cache that a strip does not stay there.
+    unsafe fn pack_strips(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32, stride: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_all::<E, MR>(a, rows, k, to, stride) }
+    }
+
+    unsafe fn pack_panels(b: Mat<*const E>, columns: usize, k: usize, to: *mut f32, stride: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_all::<E, NR>(b.t(), columns, k, to, stride) }
+    }
+
     fn reads_rows(Mat(_, row, column): Mat<*const E>) -> bool {
-        E::DTYPE == DType::F32 && column == 1 && !(4 * row).is_multiple_of(4096)
+        E::DTYPE == DType::F32 && column == 1 && stays_in_cache(4 * row)
     }
 
     unsafe fn tile(
@@ -73,7 +60,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         unsafe {
             match strip {
                 Strip::Packed(strip) => by_rows!(rows, packed_tile(k, strip, panel, from, to, ahead)),
-                Strip::Rows(strip, row) => tile::<MR, _>(k, Rows(strip.cast(), row), panel, from, to, ahead),
+                Strip::Rows(strip, row) => tile::<MR, _>(k, Rows(strip.cast(), 4 * row), panel, from, to, ahead),
             }
         }
     }
@@ -97,98 +84,6 @@ impl<E: Lanes> Kernel<E> for Avx512 {
                 DType::BF16 => finish::<bf16>(sums, rows, columns, (to.0.cast(), to.1), scale, add),
                 _ => finish::<f16>(sums, rows, columns, (to.0.cast(), to.1), scale, add),
             }
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn packed_tile<const ROWS: usize>(
-    k: usize,
-    strip: *const f32,
-    panel: *const f32,
-    from: (*const f32, usize),
-    to: (*mut f32, usize),
-    ahead: Ahead,
-) {
-    // SAFETY: the caller's promise.
-    unsafe { tile::<ROWS, _>(k, Packed(strip), panel, from, to, ahead) }
-}
-
-/// What a strip is made of: packed, or rows in A.
-trait Layout: Copy {
-    /// Row `r` of the present column.
-    fn row(self, r: usize) -> *const f32;
-    fn next_column(self) -> Self;
-}
-
-#[derive(Clone, Copy)]
-struct Packed(*const f32);
-
-#[derive(Clone, Copy)]
-struct Rows(*const f32, usize);
-
-impl Layout for Packed {
-    #[inline(always)]
-    fn row(self, r: usize) -> *const f32 {
-        self.0.wrapping_add(r)
-    }
-
-    #[inline(always)]
-    fn next_column(self) -> Self {
-        Self(self.0.wrapping_add(MR))
-    }
-}
-
-impl Layout for Rows {
-    #[inline(always)]
-    fn row(self, r: usize) -> *const f32 {
-        self.0.wrapping_add(r * self.1)
-    }
-
-    #[inline(always)]
-    fn next_column(self) -> Self {
-        Self(self.0.wrapping_add(1), self.1)
-    }
-}
-
-/// As [`Kernel::tile`]. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next.
-#[target_feature(enable = "avx512f")]
-unsafe fn tile<const ROWS: usize, L: Layout>(
-    k: usize,
-    mut strip: L,
-    mut panel: *const f32,
-    (from, from_stride): (*const f32, usize),
-    (to, to_stride): (*mut f32, usize),
-    Ahead { mut read, mut written }: Ahead,
-) {
-    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
-    let (share, mut left) = (k / ROWS, k);
-    // SAFETY: the caller's promise; fetching ahead is no access.
-    unsafe {
-        if !from.is_null() {
-            for r in 0..ROWS {
-                let from = from.add(r * from_stride);
-                sums[r] = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))];
-            }
-        }
-        for r in 0..ROWS {
-            read.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_T0>(line));
-            written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
-            let now = if r + 1 < ROWS { share } else { left };
-            left -= now;
-            for _ in 0..now {
-                let b = [_mm512_loadu_ps(panel), _mm512_loadu_ps(panel.add(16))];
-                for r in 0..ROWS {
-                    let a = _mm512_set1_ps(*strip.row(r));
-                    sums[r] = [_mm512_fmadd_ps(a, b[0], sums[r][0]), _mm512_fmadd_ps(a, b[1], sums[r][1])];
-                }
-                (strip, panel) = (strip.next_column(), panel.add(NR));
-            }
-        }
-        for r in 0..ROWS {
-            let to = to.add(r * to_stride);
-            _mm512_storeu_ps(to, sums[r][0]);
-            _mm512_storeu_ps(to.add(16), sums[r][1]);
         }
     }
 }
@@ -225,6 +120,42 @@ unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usiz
             }
         } else {
             super::pack::pack::<E, R>(m, width, k, to);
+        }
+    }
+}
+
+/// As [`Kernel::pack_strips`]. Rows of memory in which strips lie side by side are read row by row, and those of the next piece asked for.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn pack_all<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usize, to: *mut f32, stride: usize) {
+    let Mat(from, row, column) = m;
+    // SAFETY: the caller's promise; fetching ahead is no access.
+    unsafe {
+        if row != 1 || column == 1 {
+            for (s, r) in (0..width).step_by(R).enumerate() {
+                pack::<E, R>(m.at(r, 0), R.min(width - r), k, to.add(s * stride));
+            }
+            return;
+        }
+        for i in 0..k {
+            let from = from.wrapping_add(i * column);
+            let ahead = from.wrapping_add(PIECE * column).cast::<i8>();
+            for line in (0..width * size_of::<E>()).step_by(64) {
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line));
+            }
+            let whole = width / R;
+            for s in 0..whole {
+                for l in (0..R).step_by(16) {
+                    let line = E::load16(from.wrapping_add(s * R + l), first(R - l));
+                    _mm512_mask_storeu_ps(to.add(s * stride + i * R + l), first(R - l), line);
+                }
+            }
+            if whole * R < width {
+                for l in (0..R).step_by(16) {
+                    let mask = first((width - whole * R).saturating_sub(l));
+                    let line = E::load16(from.wrapping_add(whole * R + l), mask);
+                    _mm512_mask_storeu_ps(to.add(whole * stride + i * R + l), first(R - l), line);
+                }
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Micro-kernel of AVX-512 BF16: 14 × 32, as AVX-512's, of products of pairs along the inner dimension.
+//! AVX-512 BF16: products of pairs along the inner dimension, by the micro-kernel of [`super::strips`].
 //!
 //! The instructions take subnormal numbers for 0 (Intel SDM, VDPBF16PS, VCVTNEPS2BF16), whatever MXCSR says.
 
@@ -7,19 +7,27 @@ use std::arch::x86_64::*;
 use half::bf16;
 
 use super::Mat;
-use super::avx512::{self, MR, NR, by_rows};
-use super::kernel::{Ahead, Blocking, Kernel, Strip, packed};
+use super::avx512;
+use super::kernel::{Ahead, Blocking, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
+use super::strips::{Layout, MR, NR, Packed, Rows, by_rows, stays_in_cache, tiles};
 use crate::float::Elem;
 
 pub struct Avx512Bf16;
+
+// SAFETY: __m512bh is 32 bf16 as __m512 is 16 words of two.
+tiles!("avx512f,avx512bf16", |sum, a: __m512, b: __m512| {
+    let pairs = |v: __m512| std::mem::transmute::<__m512, __m512bh>(v);
+    _mm512_dpbf16_ps(sum, pairs(a), pairs(b))
+});
 
 impl Kernel<bf16> for Avx512Bf16 {
     type Packed = bf16;
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 2;
-    const BLOCKING: Blocking = Blocking { kc: 512, mc: 252, nc: 512, whole: 0, alone: 4 << 20 };
+    const BLOCKING: Blocking =
+        Blocking { kc: 512, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 4 << 20 };
 
     unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         // SAFETY: the caller's promise.
@@ -31,6 +39,20 @@ impl Kernel<bf16> for Avx512Bf16 {
         unsafe { pack_pairs::<NR>(b.t(), columns, k, to) }
     }
 
+    unsafe fn pack_strips(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16, stride: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_all::<MR>(a, rows, k, to, stride) }
+    }
+
+    unsafe fn pack_panels(b: Mat<*const bf16>, columns: usize, k: usize, to: *mut bf16, stride: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_all::<NR>(b.t(), columns, k, to, stride) }
+    }
+
+    fn reads_rows(Mat(_, row, column): Mat<*const bf16>) -> bool {
+        column == 1 && stays_in_cache(2 * row)
+    }
+
     unsafe fn tile(
         rows: usize,
         k: usize,
@@ -38,11 +60,16 @@ impl Kernel<bf16> for Avx512Bf16 {
         panel: *const bf16,
         from: (*const f32, usize),
         to: (*mut f32, usize),
-        _: Ahead,
+        ahead: Ahead,
     ) {
-        let strip = packed(strip);
+        let (words, panel) = (k / 2, panel.cast());
         // SAFETY: the caller's promise.
-        unsafe { by_rows!(rows, tile(k, strip, panel, from, to)) }
+        unsafe {
+            match strip {
+                Strip::Packed(strip) => by_rows!(rows, packed_tile(words, strip.cast(), panel, from, to, ahead)),
+                Strip::Rows(strip, row) => tile::<MR, _>(words, Rows(strip.cast(), 2 * row), panel, from, to, ahead),
+            }
+        }
     }
 
     fn leaves_other_rows(_: usize) -> bool {
@@ -59,41 +86,6 @@ impl Kernel<bf16> for Avx512Bf16 {
     ) {
         // SAFETY: the caller's promise.
         unsafe { finish_tile(sums, rows, columns, to, scale, add) }
-    }
-}
-
-#[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn tile<const ROWS: usize>(
-    k: usize,
-    strip: *const bf16,
-    panel: *const bf16,
-    (from, from_stride): (*const f32, usize),
-    (to, to_stride): (*mut f32, usize),
-) {
-    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
-    let (mut strip, mut panel) = (strip.cast::<i32>(), panel.cast::<i32>());
-    // SAFETY: the caller's promise; __m512bh is 32 bf16 as __m512i is 16 pairs of them.
-    unsafe {
-        let pairs = |v: __m512i| std::mem::transmute::<__m512i, __m512bh>(v);
-        if !from.is_null() {
-            for r in 0..ROWS {
-                let from = from.add(r * from_stride);
-                sums[r] = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))];
-            }
-        }
-        for _ in 0..k / 2 {
-            let b = [pairs(_mm512_loadu_si512(panel.cast())), pairs(_mm512_loadu_si512(panel.add(16).cast()))];
-            for r in 0..ROWS {
-                let a = pairs(_mm512_set1_epi32(*strip.add(r)));
-                sums[r] = [_mm512_dpbf16_ps(sums[r][0], a, b[0]), _mm512_dpbf16_ps(sums[r][1], a, b[1])];
-            }
-            (strip, panel) = (strip.add(MR), panel.add(NR));
-        }
-        for r in 0..ROWS {
-            let to = to.add(r * to_stride);
-            _mm512_storeu_ps(to, sums[r][0]);
-            _mm512_storeu_ps(to.add(16), sums[r][1]);
-        }
     }
 }
 
@@ -158,6 +150,47 @@ pub(super) unsafe fn pack_pairs<const R: usize>(m: Mat<*const bf16>, width: usiz
             for i in 0..k {
                 for r in 0..width {
                     *to.add((i / 2 * R + r) * 2 + i % 2) = *from.add(r * row + i * column);
+                }
+            }
+        }
+    }
+}
+
+/// As [`Kernel::pack_strips`]. Rows of memory in which strips lie side by side are read two by two, and those of the next piece asked for.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn pack_all<const R: usize>(m: Mat<*const bf16>, width: usize, k: usize, to: *mut bf16, stride: usize) {
+    let Mat(from, row, column) = m;
+    // SAFETY: the caller's promise; fetching ahead is no access.
+    unsafe {
+        if row != 1 || column == 1 {
+            for (s, r) in (0..width).step_by(R).enumerate() {
+                pack_pairs::<R>(m.at(r, 0), R.min(width - r), k, to.add(s * stride));
+            }
+            return;
+        }
+        for i in 0..k.div_ceil(2) {
+            let even = from.wrapping_add(2 * i * column);
+            let odd = (2 * i + 1 < k).then(|| even.wrapping_add(column));
+            let ahead = [even, even.wrapping_add(column)].map(|row| row.wrapping_add(PIECE * column).cast::<i8>());
+            for line in (0..width * size_of::<bf16>()).step_by(64) {
+                ahead.into_iter().for_each(|ahead| _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line)));
+            }
+            let strip = |s: usize, l: usize, mask: u16| {
+                let line = match odd {
+                    Some(odd) => pairs_of(even.wrapping_add(s * R + l), Some(odd.wrapping_add(s * R + l)), mask),
+                    None => pairs_of(even.wrapping_add(s * R + l), None, mask),
+                };
+                _mm512_mask_storeu_epi32(to.add(s * stride).cast::<i32>().add(i * R + l), first(R - l), line);
+            };
+            let whole = width / R;
+            for s in 0..whole {
+                for l in (0..R).step_by(16) {
+                    strip(s, l, first(R - l));
+                }
+            }
+            if whole * R < width {
+                for l in (0..R).step_by(16) {
+                    strip(whole, l, first((width - whole * R).saturating_sub(l)));
                 }
             }
         }

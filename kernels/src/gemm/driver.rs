@@ -20,6 +20,8 @@ use crate::float::Elem;
 const LINE: usize = 64;
 /// How many tiles ahead of its use the memory of sums is fetched.
 const TILES_AHEAD: usize = 2;
+/// Strips, or panels, that are packed together from rows in which they lie side by side: so much of a row is read at a time.
+const TOGETHER: usize = 8;
 /// Spins of a waiting thread before it lets others run.
 const SPINS: usize = 10_000;
 
@@ -220,7 +222,9 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let blocks = self.plan.blocks;
         let (rows, columns, _) = self.task(&self.plan.phases[0], item);
         let panels_across = columns.len().div_ceil(K::NR);
-        let sums = own.sums.room::<f32>(rows.len().next_multiple_of(K::MR) * panels_across * K::NR);
+        // One tile's place, or a place for every tile.
+        let kept = if blocks.count == 1 { 0 } else { panels_across };
+        let sums = own.sums.room::<f32>(rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR);
         let panels = own.panels.room(panels_across * K::NR * blocks.len);
         let together = K::BLOCKING.mc.next_multiple_of(K::MR).min(rows.len().next_multiple_of(K::MR));
         let strips = own.strips.room(together * blocks.len);
@@ -232,7 +236,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             for first in rows.clone().step_by(together) {
                 let some = first..(first + together).min(rows.end);
                 let a = self.a.at(first, inner.start);
-                let at = sums.wrapping_add((first - rows.start) * panels_across * K::NR);
+                let at = sums.wrapping_add((first - rows.start) * kept * K::NR);
                 let region = Region {
                     rows: some.clone(),
                     columns: columns.clone(),
@@ -244,7 +248,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                 // SAFETY: the caller's promise.
                 unsafe {
                     let strips = Strips::prepare::<K>(a, some.len(), inner.len(), strips, following.0);
-                    let sums = Sums { at, panels: panels_across };
+                    let sums = Sums { at, panels: kept };
                     compute_region::<E, C, K>(&self.target, &region, &strips, (panels, K::NR * k), sums);
                 }
             }
@@ -357,11 +361,13 @@ pub unsafe fn pack_panels<E: Elem<Acc = f32>, K: Kernel<E>>(
     to: *mut K::Packed,
 ) {
     let padded = k.next_multiple_of(K::KQ);
-    // SAFETY: the caller's promise.
-    let piece = |i: usize, c: usize| unsafe {
-        K::pack_b(b.at(i, c), K::NR.min(columns - c), PIECE.min(k - i), to.add(c * padded + i * K::NR));
+    let step = K::NR * if b.2 == 1 { TOGETHER } else { 1 };
+    let piece = |i: usize, c: usize| {
+        let (b, columns, to) = (b.at(i, c), step.min(columns - c), to.wrapping_add(c * padded + i * K::NR));
+        // SAFETY: the caller's promise.
+        unsafe { K::pack_panels(b, columns, PIECE.min(k - i), to, padded * K::NR) };
     };
-    pieces((columns, K::NR), k, b.2 == 1, piece);
+    pieces((columns, step), k, b.2 == 1, piece);
 }
 
 /// Packs `rows` rows of `k` columns of `a` into strips one behind the other.
@@ -375,11 +381,13 @@ pub unsafe fn pack_strips<E: Elem<Acc = f32>, K: Kernel<E>>(
     to: *mut K::Packed,
 ) {
     let padded = k.next_multiple_of(K::KQ);
-    // SAFETY: the caller's promise.
-    let piece = |i: usize, r: usize| unsafe {
-        K::pack_a(a.at(r, i), K::MR.min(rows - r), PIECE.min(k - i), to.add(r * padded + i * K::MR));
+    let step = K::MR * if a.1 == 1 { TOGETHER } else { 1 };
+    let piece = |i: usize, r: usize| {
+        let (a, rows, to) = (a.at(r, i), step.min(rows - r), to.wrapping_add(r * padded + i * K::MR));
+        // SAFETY: the caller's promise.
+        unsafe { K::pack_strips(a, rows, PIECE.min(k - i), to, padded * K::MR) };
     };
-    pieces((rows, K::MR), k, a.1 == 1, piece);
+    pieces((rows, step), k, a.1 == 1, piece);
 }
 
 /// Calls `piece` for all pieces, in the order in which memory is read along its lines.

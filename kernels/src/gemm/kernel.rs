@@ -15,6 +15,11 @@ pub struct Blocking {
     pub mc: usize,
     /// Most columns of a task: its B (kc × nc) is to stay in L2.
     pub nc: usize,
+    /// As `nc`, of tasks whose thread packs its panels by itself.
+    pub nc_alone: usize,
+    /// Whether panels are packed by tasks themselves, too, where one block is the whole inner dimension, so that a panel is in the caches of
+    /// the thread that uses it.
+    pub panels_alone: bool,
     /// Bytes of B that stay in L2 while strips go by: a task may have more than nc columns if those of the whole inner dimension
     /// take no more.
     pub whole: usize,
@@ -99,6 +104,28 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// # Safety
     /// As [`Kernel::pack_a`], with NR.
     unsafe fn pack_b(b: Mat<*const E>, columns: usize, k: usize, to: *mut Self::Packed);
+
+    /// As [`Kernel::pack_a`], of any number of rows, whose strips are `stride` elements apart.
+    ///
+    /// # Safety
+    /// As [`Kernel::pack_a`], for every strip.
+    unsafe fn pack_strips(a: Mat<*const E>, rows: usize, k: usize, to: *mut Self::Packed, stride: usize) {
+        for (s, r) in (0..rows).step_by(Self::MR).enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { Self::pack_a(a.at(r, 0), Self::MR.min(rows - r), k, to.add(s * stride)) };
+        }
+    }
+
+    /// As [`Kernel::pack_strips`], of columns and panels.
+    ///
+    /// # Safety
+    /// As [`Kernel::pack_b`], for every panel.
+    unsafe fn pack_panels(b: Mat<*const E>, columns: usize, k: usize, to: *mut Self::Packed, stride: usize) {
+        for (p, c) in (0..columns).step_by(Self::NR).enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { Self::pack_b(b.at(0, c), Self::NR.min(columns - c), k, to.add(p * stride)) };
+        }
+    }
 
     /// Whether [`Kernel::tile`] can, and should, read whole strips of this A where it lies; `k` is a multiple of KQ.
     fn reads_rows(_: Mat<*const E>) -> bool {

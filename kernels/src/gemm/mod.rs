@@ -27,6 +27,8 @@ mod pack;
 pub mod peak;
 mod plan;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod strips;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]

@@ -10,12 +10,15 @@ const PANEL_BYTES: usize = 8 << 20;
 const PHASE_COLUMNS: usize = 1024;
 /// Panels that one packing item takes: rows of B are read in pieces long enough for the hardware to fetch ahead.
 pub const PANELS_TOGETHER: usize = 8;
-/// Unfinished sums of a task whose thread packs all of it alone, at most: about half of a second-level cache.
+/// Unfinished sums of a task whose thread packs all of it alone, at most: half of a second-level cache of 2 MiB. (With one of 1 MiB, half
+/// as many made no difference.)
 const SUMS_ALONE: usize = 256 << 10;
 /// What it costs to pack an element into panels that threads share, which are not in the thread's caches, and of A, where cache lines are
 /// cut at strips, for one packed into panels that stay in L2 (measured on Sapphire Rapids: 21, 10 and 7 cycles a line).
 const SHARED_COST: f64 = 3.0;
 const STRIP_COST: f64 = 1.5;
+/// What it costs to read an element of A where it lies, out of the thread's caches, while it is multiplied: little, since it is fetched ahead.
+const READ_COST: f64 = 0.25;
 /// Tasks per thread from which on it does not matter whether all threads get as many.
 const MANY_TASKS: usize = 8;
 
@@ -95,9 +98,11 @@ impl Plan {
             });
         let task_rows = mr * rows_per_task.unwrap_or(1);
 
-        if packs_a && blocks.count > 1 {
-            let costs = SHARED_COST * n as f64 + STRIP_COST * (m * tasks_across * n.div_ceil(columns)) as f64;
-            if let Some(plan) = Self::alone((m, n), (mr, nr), blocks, blocking, threads, costs) {
+        let once = blocks.count == 1 && blocking.panels_alone;
+        if once || packs_a && blocks.count > 1 {
+            let strip = if packs_a { STRIP_COST } else { READ_COST };
+            let shared = SHARED_COST * n as f64 + strip * (m * tasks_across * n.div_ceil(columns)) as f64;
+            if let Some(plan) = Self::alone((m, n), (mr, nr), blocks, blocking, threads, (strip, shared)) {
                 return plan;
             }
         }
@@ -126,32 +131,32 @@ impl Plan {
         }
     }
 
-    /// Tasks that pack alone, if a cut of them costs less than `most` for each of the inner dimension.
+    /// Tasks that pack alone, if a cut of them costs less than `most` for each of the inner dimension, where a row of A costs `strip`.
     fn alone(
         (m, n): (usize, usize),
         (mr, nr): (usize, usize),
         blocks: Blocks,
         blocking: Blocking,
         threads: usize,
-        most: f64,
+        (strip, most): (f64, f64),
     ) -> Option<Self> {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
         let mut best = (most, None);
         for across in 1..=panels {
             let columns = panels.div_ceil(across) * nr;
-            if columns > blocking.nc.max(nr) {
+            if columns > blocking.nc_alone.max(nr) {
                 continue;
             }
             for down in 1..=strips {
                 let rows = strips.div_ceil(down) * mr;
                 let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
-                let cost = (n * down) as f64 + STRIP_COST * (m * across) as f64;
+                let cost = (n * down) as f64 + strip * (m * across) as f64;
                 if cost >= best.0 {
                     break;
                 }
                 let tasks = down * across;
                 let is_even = tasks.is_multiple_of(threads) || tasks >= MANY_TASKS * threads;
-                if is_even && rows * columns <= SUMS_ALONE {
+                if is_even && (blocks.count == 1 || rows * columns <= SUMS_ALONE) {
                     best = (cost, Some((rows, columns, tasks)));
                 }
             }
@@ -208,7 +213,7 @@ mod tests {
 
     #[test]
     fn phases_cover_all_columns_and_blocks_and_keep_to_the_panels_memory() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 512, whole: 0, alone: 0 };
+        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
         for shape in [(1, 1, 1), (2048, 384, 1152), (1024, 50304, 768), (1024, 768, 50304), (7, 3000, 9000)] {
             for threads in [1, 2, 3, 7, 64] {
                 let plan = Plan::new(shape, (14, 32), 4, blocking, false, threads);
@@ -230,7 +235,7 @@ mod tests {
 
     #[test]
     fn two_threads_get_as_many_tasks_each_unless_there_are_many() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 512, whole: 0, alone: 0 };
+        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
         for shape in [(2048, 384, 384), (2048, 1152, 384), (1152, 384, 2048), (768, 768, 1024)] {
             let plan = Plan::new(shape, (14, 32), 4, blocking, false, 2);
             let tasks = plan.phases[0].computing.len();
@@ -239,7 +244,7 @@ mod tests {
     }
     #[test]
     fn tasks_that_pack_alone_cover_the_product_evenly_and_keep_their_sums_in_cache() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 512, whole: 0, alone: 0 };
+        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
         let mut alone = 0;
         for shape in [
             (1152, 384, 2048),
@@ -248,9 +253,11 @@ mod tests {
             (768, 768, 1024),
             (50304, 768, 1024),
             (65, 33, 4000),
+            (2048, 1152, 384),
+            (512, 8192, 384),
         ] {
             for threads in [1, 2, 3, 7] {
-                let plan = Plan::new(shape, (14, 32), 4, blocking, true, threads);
+                let plan = Plan::new(shape, (14, 32), 4, blocking, shape.2 > 384, threads);
                 if !plan.packs_alone {
                     continue;
                 }
@@ -258,7 +265,9 @@ mod tests {
                 let tasks = shape.0.div_ceil(plan.task_rows) * shape.1.div_ceil(plan.task_columns);
                 assert_eq!(plan.items(), tasks, "{shape:?}");
                 assert!(tasks.is_multiple_of(threads) || tasks >= 8 * threads, "{shape:?}: {tasks}");
-                assert!(plan.task_rows * plan.task_columns <= SUMS_ALONE && plan.task_columns <= blocking.nc);
+                let keeps_sums = plan.blocks.count > 1;
+                assert!(!keeps_sums || plan.task_rows * plan.task_columns <= SUMS_ALONE, "{shape:?}");
+                assert!(plan.task_columns <= blocking.nc_alone);
                 assert!(plan.task_rows.is_multiple_of(14) && plan.task_columns.is_multiple_of(32));
             }
         }
