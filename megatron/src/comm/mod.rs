@@ -27,6 +27,7 @@ mod local;
 mod message;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+mod operands;
 mod options;
 mod reduce;
 pub mod rendezvous;

@@ -30,6 +30,7 @@ use self::watchdog::Watchdog;
 use super::communicator::{Communicator, Group, Pending, ReduceOp, Work};
 use super::inbox::lock;
 use super::message::is_sendable;
+use super::operands;
 use crate::{Error, Result};
 
 /// What NCCL's part of a group needs while operations are in flight.
@@ -254,8 +255,7 @@ struct Used {
 impl NcclGroup {
     fn used(&self, t: &Tensor, what: &'static str) -> Result<Used> {
         if !is_sendable(t.dtype()) {
-            let group = self.host.name();
-            return Err(Error::comm(format!("{what} on group {group}: dtype {} cannot be sent", t.dtype().as_str())));
+            return Err(Error::comm(format!("{}: dtype {} cannot be sent", self.on(what), t.dtype().as_str())));
         }
         let gpu = Gpu::of(t, what)?;
         let at = gpu.inplace(t, t.dtype(), what, "tensor")?;
@@ -266,32 +266,22 @@ impl NcclGroup {
     fn on_gpu(&self, what: &str, tensors: &[&Tensor]) -> Result<bool> {
         let on_gpu = tensors.iter().filter(|t| t.device().is_cuda()).count();
         if on_gpu != 0 && on_gpu != tensors.len() {
-            let group = self.host.name();
-            return Err(Error::comm(format!("{what} on group {group}: one tensor is on a GPU, one on the CPU")));
+            return Err(Error::comm(format!("{}: one tensor is on a GPU, one on the CPU", self.on(what))));
         }
         Ok(on_gpu > 0)
     }
 
+    /// E.g. `all_gather on group tp`, for errors.
+    fn on(&self, what: &str) -> String {
+        format!("{what} on group {}", self.host.name())
+    }
+
     fn check_parts(&self, what: &str, small: &Tensor, large: &Tensor) -> Result<()> {
-        let size = self.host.size();
-        if small.dtype() == large.dtype() && small.elem_count() * size == large.elem_count() {
-            return Ok(());
-        }
-        Err(Error::comm(format!(
-            "{what} on group {}: {}×{} is not {size} parts of {}×{}",
-            self.host.name(),
-            large.dtype().as_str(),
-            large.elem_count(),
-            small.dtype().as_str(),
-            small.elem_count(),
-        )))
+        operands::check_parts(|| self.on(what), self.host.size(), small, large)
     }
 
     fn check_rank(&self, what: &str, rank: usize) -> Result<()> {
-        if rank < self.host.size() {
-            return Ok(());
-        }
-        Err(Error::comm(format!("{what} on group {}: there is no rank {rank} in the group", self.host.name())))
+        operands::check_rank(|| self.on(what), self.host.size(), rank)
     }
 
     /// A collective in place.
@@ -422,7 +412,7 @@ impl Communicator for NcclGroup {
                     std::iter::once(send(from)).chain(receives).collect()
                 })
             }
-            _ => Err(Error::comm(format!("gather on group {}: only the root, {root}, passes the whole", self.name()))),
+            _ => Err(Error::comm(format!("{}: only the root, {root}, passes the whole", self.on("gather")))),
         }
     }
 
@@ -445,7 +435,7 @@ impl Communicator for NcclGroup {
                     std::iter::once(receive(to)).chain(sends).collect()
                 })
             }
-            _ => Err(Error::comm(format!("scatter on group {}: only the root, {root}, passes the whole", self.name()))),
+            _ => Err(Error::comm(format!("{}: only the root, {root}, passes the whole", self.on("scatter")))),
         }
     }
 
@@ -454,11 +444,7 @@ impl Communicator for NcclGroup {
             return self.host.all_to_all(input, output);
         }
         let (all, dtype, size) = (input.elem_count(), input.dtype(), self.size());
-        if output.elem_count() != all || output.dtype() != dtype || !all.is_multiple_of(size) {
-            let group = self.name();
-            let message = format!("all_to_all on group {group}: input and output must be equal and divide by {size}");
-            return Err(Error::comm(message));
-        }
+        operands::check_exchange(|| self.on("all_to_all"), size, input, output)?;
         let (count, bytes) = (all / size, all / size * dtype.size_in_bytes());
         self.between("all_to_all", input, output, |from, to| {
             let both = |peer: usize| {

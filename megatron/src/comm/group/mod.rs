@@ -3,185 +3,32 @@
 //! Groups of one world share its connections; messages carry the group's identity, so a split costs one exchange of
 //! (color, key) and, where ranks share memory, a window of it.
 
+mod core;
+mod receive;
+
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use candle_core::{DType, Tensor};
-use kernels::host::{with_bytes, with_bytes_mut};
+use kernels::host::with_bytes;
 use kernels::trace::{Kind, Recorder, span};
 
-use super::collectives;
-use super::communicator::{Communicator, Group, Pending, ReduceOp, Work};
-use super::endpoint::{Endpoint, Failure};
+pub(crate) use self::core::Core;
+use self::receive::Receive;
+pub(crate) use self::receive::write;
+use super::communicator::{Communicator, Group, ReduceOp, Work};
+use super::endpoint::Endpoint;
 use super::executor::Executor;
-use super::inbox::{Key, Loss, lock};
-use super::local::{PIECE, Side, Windows};
-use super::message::{Call, Header, Message, Op, Payload, is_sendable};
-use super::staging::{self, Issued};
+use super::inbox::{Loss, lock};
+use super::local::Windows;
+use super::message::{Call, Message, Op, is_sendable};
+use super::{collectives, operands, staging};
 use crate::{Error, Result};
-
-/// How long operations that are still queued may take once their group is dropped.
-const LINGER: Duration = Duration::from_secs(10);
 
 /// Messages of at least so many bytes are handed over in shared memory, where there is any.
 const HEAP_FROM: usize = 32 << 10;
-
-/// What the operations of a group need while they run.
-pub(crate) struct Core {
-    pub name: String,
-    id: u64,
-    /// Index in `ranks`.
-    pub rank: usize,
-    /// Members as ranks of the world.
-    pub ranks: Vec<usize>,
-    endpoint: Arc<Endpoint>,
-    /// When the handle was dropped: waits end soon after.
-    dropped: Mutex<Option<Instant>>,
-    /// Why the group cannot be used any more: after a failure its ranks are no longer at the same operation.
-    broken: Mutex<Option<String>>,
-    /// Where its collectives exchange data, if all members share memory. Held by the one that runs.
-    pub windows: Option<Mutex<Windows>>,
-}
-
-impl Core {
-    pub fn size(&self) -> usize {
-        self.ranks.len()
-    }
-
-    /// Whether this rank may read the memory of others.
-    pub fn reads_memory(&self) -> bool {
-        self.endpoint.options.read_memory
-    }
-
-    /// Indices of the other members.
-    pub fn peers(&self) -> impl Iterator<Item = usize> + use<> {
-        let rank = self.rank;
-        (0..self.size()).filter(move |peer| *peer != rank)
-    }
-
-    /// E.g. `group tp (ranks 0,1)`.
-    pub fn label(&self) -> String {
-        let ranks: Vec<String> = self.ranks.iter().map(usize::to_string).collect();
-        format!("group {} (ranks {})", self.name, ranks.join(","))
-    }
-
-    pub fn operation(&self, call: &Call) -> String {
-        format!("{call} on {}", self.label())
-    }
-
-    fn deadline(&self, start: Instant) -> Instant {
-        let deadline = start + self.endpoint.options.timeout;
-        lock(&self.dropped).map_or(deadline, |dropped| deadline.min(dropped + LINGER))
-    }
-
-    /// What precedes `len` bytes of `call`.
-    pub fn header(&self, phase: u8, call: Call, len: usize) -> Header {
-        Header { group: self.id, phase, call, len: len as u64 }
-    }
-
-    /// Queues `payload` for `peer` as part of `call`.
-    pub fn send(&self, peer: usize, phase: u8, call: Call, payload: Payload) {
-        self.endpoint.send(self.ranks[peer], self.header(phase, call, payload.len()), payload);
-    }
-
-    /// The error of this rank in `call`, while `peer` is in `theirs`.
-    pub fn disagreement(&self, peer: usize, theirs: Call, call: Call) -> Error {
-        let mut ranks = [(self.ranks[peer], theirs), (self.endpoint.rank, call)];
-        ranks.sort_unstable_by_key(|(rank, _)| *rank);
-        let [(low, first), (high, second)] = ranks;
-        Error::comm(format!(
-            "{}: rank {low} called {first} but rank {high} called {second}; all ranks must issue the same operations in the same order",
-            self.label(),
-        ))
-    }
-
-    /// The next message of `peer`, which must belong to `call` and hold `len` bytes. `others` are those whose messages
-    /// the caller waits for next; they are named, too, if the time runs out.
-    pub fn recv(&self, peer: usize, phase: u8, call: Call, len: Option<usize>, others: &[usize]) -> Result<Payload> {
-        let key = Key::Collective { group: self.id };
-        let Message { header, payload, .. } = self.wait(peer, key, &call, others)?;
-        if header.call != call || header.phase != phase {
-            return Err(self.disagreement(peer, header.call, call));
-        }
-        if len.is_some_and(|len| len != payload.len()) {
-            return Err(Error::comm(format!(
-                "{}: rank {} sent {} bytes",
-                self.operation(&call),
-                self.ranks[peer],
-                payload.len()
-            )));
-        }
-        Ok(payload)
-    }
-
-    fn wait(&self, peer: usize, key: Key, call: &Call, others: &[usize]) -> Result<Message> {
-        let start = Instant::now();
-        self.endpoint.recv(self.ranks[peer], key, || self.deadline(start)).map_err(|failure| {
-            let late =
-                || others.iter().copied().filter(|other| !self.endpoint.holds(self.ranks[*other], key)).collect();
-            self.failed(failure, peer, late, call, start)
-        })
-    }
-
-    /// Waits until `peer` has brought about `ready` by moving `side` on. Later peers that are not ready are named, too, if the time
-    /// runs out.
-    pub fn await_peer(&self, peer: usize, side: &Side, ready: impl Fn(usize) -> bool, call: &Call) -> Result<()> {
-        if ready(peer) {
-            return Ok(());
-        }
-        let start = Instant::now();
-        let waited = self.endpoint.wait_until(self.ranks[peer], side, || ready(peer), || self.deadline(start));
-        waited.map_err(|failure| {
-            let late = || self.peers().filter(|other| *other > peer && !ready(*other)).collect();
-            self.failed(failure, peer, late, call, start)
-        })
-    }
-
-    /// The error for waiting for `peer` in vain since `start`; `late` are others that have not come either.
-    fn failed(
-        &self,
-        failure: Failure,
-        peer: usize,
-        late: impl Fn() -> Vec<usize>,
-        call: &Call,
-        start: Instant,
-    ) -> Error {
-        match failure {
-            Failure::Lost(loss) => self.lost(loss, call),
-            Failure::TimedOut => {
-                let missing = std::iter::once(peer).chain(late()).map(|late| self.ranks[late]).collect();
-                let mut missing = self.endpoint.culprits(missing);
-                missing.sort_unstable();
-                Error::Timeout { operation: self.operation(call), missing, seconds: start.elapsed().as_secs_f64() }
-            }
-        }
-    }
-
-    fn lost(&self, loss: Loss, call: &Call) -> Error {
-        Error::PeerLost { rank: loss.rank, how: loss.how, operation: self.operation(call) }
-    }
-
-    /// Runs one collective; after a failure the group refuses everything else.
-    fn run(&self, call: Call, operation: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
-        if let Some(loss) = self.endpoint.verdict() {
-            return Err(self.lost(loss, &call));
-        }
-        if let Some(why) = &*lock(&self.broken) {
-            return Err(Error::comm(format!("{} cannot run after an earlier failure: {why}", self.operation(&call))));
-        }
-        operation(self).inspect_err(|error| {
-            lock(&self.broken).get_or_insert(error.to_string());
-        })
-    }
-}
-
-impl Drop for Core {
-    fn drop(&mut self) {
-        self.endpoint.forget(self.id);
-    }
-}
 
 /// A rank's membership in a group, over any backend.
 pub(crate) struct EndpointGroup {
@@ -275,8 +122,13 @@ impl EndpointGroup {
         Ok(Call { dtype: t.dtype(), count: t.elem_count() as u64, ..Call::new(op) })
     }
 
+    /// E.g. `all_reduce on group tp (ranks 0,1)`, for errors.
+    fn on(&self, op: Op) -> String {
+        self.core.operation(&Call::new(op))
+    }
+
     fn check(&self, op: Op, t: &Tensor) -> Result<()> {
-        let refuse = |why: &str| Err(Error::comm(format!("{} on {}: {why}", Call::new(op), self.core.label())));
+        let refuse = |why: &str| Err(Error::comm(format!("{}: {why}", self.on(op))));
         if !is_sendable(t.dtype()) {
             return refuse(&format!("dtype {} cannot be sent", t.dtype().as_str()));
         }
@@ -289,30 +141,14 @@ impl EndpointGroup {
         Ok(())
     }
 
-    /// Checks that `large` holds `size` times the elements of `small`, of the same dtype.
     fn check_parts(&self, op: Op, small: &Tensor, large: &Tensor) -> Result<()> {
         self.check(op, small)?;
         self.check(op, large)?;
-        let size = self.core.size();
-        if small.dtype() != large.dtype() || small.elem_count() * size != large.elem_count() {
-            return Err(Error::comm(format!(
-                "{} on {}: {}×{} is not {size} parts of {}×{}",
-                Call::new(op),
-                self.core.label(),
-                large.dtype().as_str(),
-                large.elem_count(),
-                small.dtype().as_str(),
-                small.elem_count(),
-            )));
-        }
-        Ok(())
+        operands::check_parts(|| self.on(op), self.core.size(), small, large)
     }
 
     fn check_rank(&self, op: Op, rank: usize) -> Result<()> {
-        if rank < self.core.size() {
-            return Ok(());
-        }
-        Err(Error::comm(format!("{} on {}: there is no rank {rank} in the group", Call::new(op), self.core.label())))
+        operands::check_rank(|| self.on(op), self.core.size(), rank)
     }
 
     /// The tensor that only the root passes.
@@ -322,9 +158,8 @@ impl EndpointGroup {
             (Some(t), true) => Ok(Some(t)),
             (None, false) => Ok(None),
             (given, _) => Err(Error::comm(format!(
-                "{} on {}: rank {} of the group {} the whole tensor, but the root is {root}",
-                Call::new(op),
-                self.core.label(),
+                "{}: rank {} of the group {} the whole tensor, but the root is {root}",
+                self.on(op),
                 self.core.rank,
                 if given.is_some() { "passed" } else { "did not pass" },
             ))),
@@ -442,17 +277,7 @@ impl Communicator for EndpointGroup {
     fn all_to_all(&self, input: &Tensor, output: &Tensor) -> Result<Work> {
         let call = self.call(Op::AllToAll, input)?;
         self.check(Op::AllToAll, output)?;
-        let count = input.elem_count();
-        if output.elem_count() != count || output.dtype() != input.dtype() || !count.is_multiple_of(self.core.size()) {
-            return Err(Error::comm(format!(
-                "all_to_all on {}: input of {}×{count} and output of {}×{} must be equal and divide by {}",
-                self.core.label(),
-                input.dtype().as_str(),
-                output.dtype().as_str(),
-                output.elem_count(),
-                self.core.size(),
-            )));
-        }
+        operands::check_exchange(|| self.on(Op::AllToAll), self.core.size(), input, output)?;
         let (input, output) = (staging::issued(input)?, staging::issued(output)?);
         self.issue(call, move |core, call| {
             staging::from_to(core.size(), &input, &output, |input, output| {
@@ -560,66 +385,6 @@ impl Drop for EndpointGroup {
             self.abort("its thread panicked");
         }
     }
-}
-
-/// A receive that happens when it is waited for; until then the message waits in the inbox.
-struct Receive {
-    core: Arc<Core>,
-    t: Issued,
-    src: usize,
-    call: Call,
-}
-
-impl Receive {
-    fn complete(&self) -> Result<()> {
-        staging::between(None, Some(&self.t), |_, t| t.map_or(Ok(()), |t| self.complete_on_cpu(t)))
-    }
-
-    fn complete_on_cpu(&self, t: &Tensor) -> Result<()> {
-        let Self { core, src, call, .. } = self;
-        let key = Key::Tagged { group: core.id, tag: call.tag, index: call.seq };
-        let Message { header, payload, block } = core.wait(*src, key, call, &[])?;
-        if !header.call.same_elements(call) {
-            return Err(Error::comm(format!(
-                "{}: rank {} sent a {} but rank {} receives {}×{}",
-                core.label(),
-                core.ranks[*src],
-                header.call,
-                core.endpoint.rank,
-                call.dtype.as_str(),
-                call.count,
-            )));
-        }
-        let Some(block) = block else { return write(t, 0, &payload) };
-        for piece in 0..block.len().div_ceil(PIECE) {
-            core.await_peer(*src, block.written(), |_| block.has(piece), call)?;
-            write(t, piece * PIECE, block.piece(piece))?;
-        }
-        Ok(())
-    }
-}
-
-impl Pending for Receive {
-    fn wait(self: Box<Self>) -> Result<()> {
-        self.complete()
-    }
-
-    fn detach(self: Box<Self>) {
-        // The caller gave up the result, so there is nobody to tell of a failure; the group's next wait meets it.
-        let receiver = std::thread::Builder::new().name(format!("comm-recv-{}", self.core.name));
-        let _ = receiver.spawn(move || drop(self.complete()));
-    }
-}
-
-/// Copies `bytes` into `t`, starting `offset` bytes into it.
-pub(crate) fn write(t: &Tensor, offset: usize, bytes: &[u8]) -> Result<()> {
-    Ok(with_bytes_mut(t, "receive", |all| match all.get_mut(offset..offset + bytes.len()) {
-        Some(part) => {
-            part.copy_from_slice(bytes);
-            Ok(())
-        }
-        None => Err(kernels::Error::shape("receive", "more bytes than the tensor holds")),
-    })?)
 }
 
 /// Bytes of an element.

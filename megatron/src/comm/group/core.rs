@@ -1,0 +1,169 @@
+//! What the operations of a group use: its identity, messages and waits among its members, and what becomes of failures.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::comm::endpoint::{Endpoint, Failure};
+use crate::comm::inbox::{Key, Loss, lock};
+use crate::comm::local::{Side, Windows};
+use crate::comm::message::{Call, Header, Message, Payload};
+use crate::{Error, Result};
+
+/// How long operations that are still queued may take once their group is dropped.
+const LINGER: Duration = Duration::from_secs(10);
+
+/// What the operations of a group need while they run.
+pub(crate) struct Core {
+    pub name: String,
+    pub id: u64,
+    /// Index in `ranks`.
+    pub rank: usize,
+    /// Members as ranks of the world.
+    pub ranks: Vec<usize>,
+    pub endpoint: Arc<Endpoint>,
+    /// When the handle was dropped: waits end soon after.
+    pub dropped: Mutex<Option<Instant>>,
+    /// Why the group cannot be used any more: after a failure its ranks are no longer at the same operation.
+    pub broken: Mutex<Option<String>>,
+    /// Where its collectives exchange data, if all members share memory. Held by the one that runs.
+    pub windows: Option<Mutex<Windows>>,
+}
+
+impl Core {
+    pub fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Whether this rank may read the memory of others.
+    pub fn reads_memory(&self) -> bool {
+        self.endpoint.options.read_memory
+    }
+
+    /// Indices of the other members.
+    pub fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let rank = self.rank;
+        (0..self.size()).filter(move |peer| *peer != rank)
+    }
+
+    /// E.g. `group tp (ranks 0,1)`.
+    pub fn label(&self) -> String {
+        let ranks: Vec<String> = self.ranks.iter().map(usize::to_string).collect();
+        format!("group {} (ranks {})", self.name, ranks.join(","))
+    }
+
+    pub fn operation(&self, call: &Call) -> String {
+        format!("{call} on {}", self.label())
+    }
+
+    fn deadline(&self, start: Instant) -> Instant {
+        let deadline = start + self.endpoint.options.timeout;
+        lock(&self.dropped).map_or(deadline, |dropped| deadline.min(dropped + LINGER))
+    }
+
+    /// What precedes `len` bytes of `call`.
+    pub fn header(&self, phase: u8, call: Call, len: usize) -> Header {
+        Header { group: self.id, phase, call, len: len as u64 }
+    }
+
+    /// Queues `payload` for `peer` as part of `call`.
+    pub fn send(&self, peer: usize, phase: u8, call: Call, payload: Payload) {
+        self.endpoint.send(self.ranks[peer], self.header(phase, call, payload.len()), payload);
+    }
+
+    /// The error of this rank in `call`, while `peer` is in `theirs`.
+    pub fn disagreement(&self, peer: usize, theirs: Call, call: Call) -> Error {
+        let mut ranks = [(self.ranks[peer], theirs), (self.endpoint.rank, call)];
+        ranks.sort_unstable_by_key(|(rank, _)| *rank);
+        let [(low, first), (high, second)] = ranks;
+        Error::comm(format!(
+            "{}: rank {low} called {first} but rank {high} called {second}; all ranks must issue the same operations in the same order",
+            self.label(),
+        ))
+    }
+
+    /// The next message of `peer`, which must belong to `call` and hold `len` bytes. `others` are those whose messages
+    /// the caller waits for next; they are named, too, if the time runs out.
+    pub fn recv(&self, peer: usize, phase: u8, call: Call, len: Option<usize>, others: &[usize]) -> Result<Payload> {
+        let key = Key::Collective { group: self.id };
+        let Message { header, payload, .. } = self.wait(peer, key, &call, others)?;
+        if header.call != call || header.phase != phase {
+            return Err(self.disagreement(peer, header.call, call));
+        }
+        if len.is_some_and(|len| len != payload.len()) {
+            return Err(Error::comm(format!(
+                "{}: rank {} sent {} bytes",
+                self.operation(&call),
+                self.ranks[peer],
+                payload.len()
+            )));
+        }
+        Ok(payload)
+    }
+
+    /// The next message of `peer` under `key`.
+    pub fn wait(&self, peer: usize, key: Key, call: &Call, others: &[usize]) -> Result<Message> {
+        let start = Instant::now();
+        self.endpoint.recv(self.ranks[peer], key, || self.deadline(start)).map_err(|failure| {
+            let late =
+                || others.iter().copied().filter(|other| !self.endpoint.holds(self.ranks[*other], key)).collect();
+            self.failed(failure, peer, late, call, start)
+        })
+    }
+
+    /// Waits until `peer` has brought about `ready` by moving `side` on. Later peers that are not ready are named, too, if the time
+    /// runs out.
+    pub fn await_peer(&self, peer: usize, side: &Side, ready: impl Fn(usize) -> bool, call: &Call) -> Result<()> {
+        if ready(peer) {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let waited = self.endpoint.wait_until(self.ranks[peer], side, || ready(peer), || self.deadline(start));
+        waited.map_err(|failure| {
+            let late = || self.peers().filter(|other| *other > peer && !ready(*other)).collect();
+            self.failed(failure, peer, late, call, start)
+        })
+    }
+
+    /// The error for waiting for `peer` in vain since `start`; `late` are others that have not come either.
+    fn failed(
+        &self,
+        failure: Failure,
+        peer: usize,
+        late: impl Fn() -> Vec<usize>,
+        call: &Call,
+        start: Instant,
+    ) -> Error {
+        match failure {
+            Failure::Lost(loss) => self.lost(loss, call),
+            Failure::TimedOut => {
+                let missing = std::iter::once(peer).chain(late()).map(|late| self.ranks[late]).collect();
+                let mut missing = self.endpoint.culprits(missing);
+                missing.sort_unstable();
+                Error::Timeout { operation: self.operation(call), missing, seconds: start.elapsed().as_secs_f64() }
+            }
+        }
+    }
+
+    pub fn lost(&self, loss: Loss, call: &Call) -> Error {
+        Error::PeerLost { rank: loss.rank, how: loss.how, operation: self.operation(call) }
+    }
+
+    /// Runs one collective; after a failure the group refuses everything else.
+    pub fn run(&self, call: Call, operation: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
+        if let Some(loss) = self.endpoint.verdict() {
+            return Err(self.lost(loss, &call));
+        }
+        if let Some(why) = &*lock(&self.broken) {
+            return Err(Error::comm(format!("{} cannot run after an earlier failure: {why}", self.operation(&call))));
+        }
+        operation(self).inspect_err(|error| {
+            lock(&self.broken).get_or_insert(error.to_string());
+        })
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.endpoint.forget(self.id);
+    }
+}
