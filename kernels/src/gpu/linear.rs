@@ -28,6 +28,36 @@ fn result(
     }
 }
 
+/// `x · wᵀ`, `x` of `rows` rows and `w` [n, k], both of `dtype`, into `y`.
+fn times_weight_transposed(
+    [x, w, y]: [DevicePointer; 3],
+    [rows, k, n]: [usize; 3],
+    dtype: DType,
+    y_dtype: DType,
+    epilogue: Epilogue,
+) -> Product {
+    Product {
+        a: Operand { at: x, dtype, rows, columns: k, transposed: false },
+        b: Operand { at: w, dtype, rows: n, columns: k, transposed: true },
+        y,
+        y_dtype,
+        epilogue,
+        accumulate: false,
+    }
+}
+
+/// `dy · w`, `dy` of `rows` rows and `w` [n, k], all of `dtype`, into `dx`.
+fn times_weight([dy, w, dx]: [DevicePointer; 3], [rows, k, n]: [usize; 3], dtype: DType) -> Product {
+    Product {
+        a: Operand { at: dy, dtype, rows, columns: n, transposed: false },
+        b: Operand { at: w, dtype, rows: n, columns: k, transposed: false },
+        y: dx,
+        y_dtype: dtype,
+        epilogue: Epilogue::None,
+        accumulate: false,
+    }
+}
+
 fn none(op: &'static str, [rows, n, k]: [usize; 3]) -> Error {
     Error::gpu(op, format!("cuBLASLt has no algorithm for a product [{rows}, {k}] · [{k}, {n}] of these operands"))
 }
@@ -49,14 +79,8 @@ pub fn forward(
     let (y, ys) = result(&gpu, into, with_last(x, n), y_dtype, op)?;
     // The epilogue's bias is of the result's dtype, and aligned.
     let in_epilogue = bias.filter(|bias| dtype == y_dtype && is_aligned(*bias));
-    let mut product = Product {
-        a: Operand { at: xs, dtype, rows, columns: k, transposed: false },
-        b: Operand { at: ws, dtype, rows: n, columns: k, transposed: true },
-        y: ys,
-        y_dtype,
-        epilogue: in_epilogue.map_or(Epilogue::None, Epilogue::Bias),
-        accumulate: false,
-    };
+    let epilogue = in_epilogue.map_or(Epilogue::None, Epilogue::Bias);
+    let mut product = times_weight_transposed([xs, ws, ys], [rows, k, n], dtype, y_dtype, epilogue);
     if k == 0 {
         return Err(none(op, [rows, n, k]));
     }
@@ -105,14 +129,8 @@ pub fn forward_gelu(
     let gelu = || activation::launch_gelu(&gpu, before, ys, rows * n, dtype, op);
     let operands: Vec<DevicePointer> = [before, ys].into_iter().chain(biases).collect();
     if takes_gelu(dtype, n, &operands) {
-        let apart = Product {
-            a: Operand { at: xs, dtype, rows, columns: k, transposed: false },
-            b: Operand { at: ws, dtype, rows: n, columns: k, transposed: true },
-            y: before,
-            y_dtype: dtype,
-            epilogue: biases.map_or(Epilogue::None, Epilogue::Bias),
-            accumulate: false,
-        };
+        let epilogue = biases.map_or(Epilogue::None, Epilogue::Bias);
+        let apart = times_weight_transposed([xs, ws, before], [rows, k, n], dtype, dtype, epilogue);
         let fused = Product { y: ys, epilogue: Epilogue::Gelu { bias: biases, before }, ..apart };
         if fused.pays(&gpu, &apart, &gelu)? && fused.run(&gpu)? {
             return Ok((hidden, y));
@@ -140,14 +158,7 @@ pub fn dgrad_gelu(
     // In place: each element is read by the thread that writes it.
     let gelu = || activation::launch_gelu_backward(&gpu, [dxs, before, dxs], rows * k, dtype, op);
     if takes_gelu(dtype, k, &[before, dxs]) {
-        let apart = Product {
-            a: Operand { at: dys, dtype, rows, columns: n, transposed: false },
-            b: Operand { at: ws, dtype, rows: n, columns: k, transposed: false },
-            y: dxs,
-            y_dtype: dtype,
-            epilogue: Epilogue::None,
-            accumulate: false,
-        };
+        let apart = times_weight([dys, ws, dxs], [rows, k, n], dtype);
         let fused = Product { epilogue: Epilogue::GeluBackward { before }, ..apart };
         if fused.pays(&gpu, &apart, &gelu)? && fused.run(&gpu)? {
             return Ok(dx);
@@ -183,14 +194,7 @@ pub fn dgrad(
     suffix(dtype, op)?;
     let (dys, ws) = (gpu.input(dy, dtype, op, "dy")?, gpu.input(w, dtype, op, "weight")?);
     let (dx, dxs) = result(&gpu, into, with_last(dy, k), dtype, op)?;
-    let product = Product {
-        a: Operand { at: dys, dtype, rows, columns: n, transposed: false },
-        b: Operand { at: ws, dtype, rows: n, columns: k, transposed: false },
-        y: dxs,
-        y_dtype: dtype,
-        epilogue: Epilogue::None,
-        accumulate: false,
-    };
+    let product = times_weight([dys, ws, dxs], [rows, k, n], dtype);
     if product.run(&gpu)? { Ok(dx) } else { Err(none(op, [rows, k, n])) }
 }
 
