@@ -84,20 +84,8 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
         clear(gradients);
         product_of_rows<E, DIM, M, N>(scores, key_tile, warp * M * 16, query_tile);
         if (DK) product_of_rows<E, DIM, M, N>(gradients, value_tile, warp * M * 16, dout_tile);
-        float scale = call.scale_log2;
-        if (call.tilted) {
-            const float slope = call.slopes ? call.slopes[head] : 0.0f;
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int distance = static_cast<int>(own + m * 16 + g + i / 2 * 8) - static_cast<int>(query + n * 8 + 2 * t + i % 2);
-                        scores[m][n][i] = scores[m][n][i] * scale + slope * static_cast<float>(distance);
-                    }
-            scale = 1.0f;
-        }
+        const float slope = call.slopes ? call.slopes[head] : 0.0f;
+        const float scale = tilt<true>(call, slope, own, query, scores);
         const bool edge = is_edge(call, sample, query, QUERIES, first, KEYS);
         const HeadMask mask = DROP ? HeadMask(call, sample, head) : HeadMask();
         uint32_t weights[M][N][2], slants[M][N][2];
@@ -193,19 +181,7 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
         clear(gradients);
         product_of_rows<E, DIM, M, N>(scores, query_tile, warp * M * 16, key_tile);
         product_of_rows<E, DIM, M, N>(gradients, dout_tile, warp * M * 16, value_tile);
-        float scale = call.scale_log2;
-        if (call.tilted) {
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int distance = static_cast<int>(key + n * 8 + 2 * t + i % 2) - static_cast<int>(own + m * 16 + g + i / 2 * 8);
-                        scores[m][n][i] = scores[m][n][i] * scale + slope * static_cast<float>(distance);
-                    }
-            scale = 1.0f;
-        }
+        const float scale = tilt<false>(call, slope, own, key, scores);
         const bool edge = is_edge(call, sample, first, QUERIES, key, KEYS);
         uint32_t slants[M][N][2];
 #pragma unroll

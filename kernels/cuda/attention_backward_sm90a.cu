@@ -133,18 +133,8 @@ DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const
         const bool edge = tile_key + ROWS > query + 1 || query + ROWS > call.s || first_key(call, sample, query + ROWS - 1) > tile_key;
         products_wait<1>(); // the scores
         products_touch(scores);
-        float scale = call.scale_log2;
-        if (call.tilted) {
-            const float slope = call.slopes ? call.slopes[head] : 0.0f;
-#pragma unroll
-            for (int n = 0; n < static_cast<int>(N); n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int distance = static_cast<int>(own + g + i / 2 * 8) - static_cast<int>(query + n * 8 + 2 * t + i % 2);
-                    scores[n][i] = scores[n][i] * scale + slope * static_cast<float>(distance);
-                }
-            scale = 1.0f;
-        }
+        const float slope = call.slopes ? call.slopes[head] : 0.0f;
+        const float scale = tilt<true>(call, slope, own, query, scores);
 #pragma unroll
         for (int n = 0; n < static_cast<int>(N); n++) {
             const float2 lse_log2 = *reinterpret_cast<const float2 *>(statistics + n * 8 + 2 * t);
@@ -260,17 +250,7 @@ DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, co
         const bool edge = key + ROWS > tile_query + 1 || seen_by_all > key;
         products_wait<1>(); // the scores
         products_touch(scores);
-        float scale = call.scale_log2;
-        if (call.tilted) {
-#pragma unroll
-            for (int n = 0; n < static_cast<int>(N); n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int distance = static_cast<int>(key + n * 8 + 2 * t + i % 2) - static_cast<int>(own + g + i / 2 * 8);
-                    scores[n][i] = scores[n][i] * scale + slope * static_cast<float>(distance);
-                }
-            scale = 1.0f;
-        }
+        const float scale = tilt<false>(call, slope, own, key, scores);
 #pragma unroll
         for (int n = 0; n < static_cast<int>(N); n++)
 #pragma unroll

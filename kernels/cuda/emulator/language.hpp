@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "emulator.hpp"
+#include "narrow.hpp"
 
 #define __device__
 #define __host__
@@ -138,13 +139,6 @@ static inline uint32_t __brev(uint32_t x) {
 }
 static inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32); }
 static inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64); }
-template <class To, class From>
-static inline To emulator_bits(From from) {
-    static_assert(sizeof(To) == sizeof(From), "as many bits");
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
 static inline uint32_t __float_as_uint(float x) { return emulator_bits<uint32_t>(x); }
 static inline int __float_as_int(float x) { return emulator_bits<int>(x); }
 static inline float __uint_as_float(uint32_t x) { return emulator_bits<float>(x); }
@@ -192,37 +186,3 @@ template <class T>
 static inline void __stcg(T *at, T value) { *at = value; }
 
 static inline void __trap() { emulator::fail("__trap"); }
-
-// 16-bit floats: plain bits here, converted by the functions of device.cuh.
-struct bf16 {
-    uint16_t bits;
-};
-struct f16 {
-    uint16_t bits;
-};
-
-static inline float emulator_float(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
-static inline bf16 emulator_bf16(float x) {
-    uint32_t u = __float_as_uint(x);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>(0x7fff)};
-    return {static_cast<uint16_t>((u + 0x7fffu + (u >> 16 & 1)) >> 16)};
-}
-static inline float emulator_float(f16 x) {
-    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
-    if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | mantissa << 13);
-    if (exponent == 0) {
-        const float value = static_cast<float>(mantissa) * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    return __uint_as_float(sign | (exponent + 112) << 23 | mantissa << 13);
-}
-static inline f16 emulator_f16(float x) {
-    const uint32_t u = __float_as_uint(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(0x7fff)};
-    if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00)};  // 65520 and more round to infinity
-    if (magnitude < 0x38800000u) {  // below 2^-14: multiples of 2^-24, by an addition that rounds to nearest even
-        const float shifted = __uint_as_float(magnitude) + 0.5f;
-        return {static_cast<uint16_t>(sign | (__float_as_uint(shifted) - 0x3f000000u))};
-    }
-    return {static_cast<uint16_t>(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1) - 0x38000000u) >> 13))};
-}

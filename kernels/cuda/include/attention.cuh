@@ -67,6 +67,32 @@ DEVICE uint32_t first_key(const Attention &call, uint32_t sample, uint32_t query
     return first;
 }
 
+/// Scales a fragment C of products of queries and keys, and adds the slope's share, if scores are tilted; gives the factor that is left to
+/// apply. `row` and `column` are the fragment's first ones: a query and a key, or, with KEYS_IN_ROWS, a key and a query.
+template <bool KEYS_IN_ROWS, int N>
+DEVICE float tilt(const Attention &call, float slope, uint32_t row, uint32_t column, float (&scores)[N][4]) {
+    if (!call.tilted) return call.scale_log2;
+    const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int behind = static_cast<int>(column + n * 8 + 2 * t + i % 2) - static_cast<int>(row + g + i / 2 * 8);
+            const int distance = KEYS_IN_ROWS ? -behind : behind;
+            scores[n][i] = scores[n][i] * call.scale_log2 + slope * static_cast<float>(distance);
+        }
+    return 1.0f;
+}
+
+/// As above for 16 · M rows.
+template <bool KEYS_IN_ROWS, int M, int N>
+DEVICE float tilt(const Attention &call, float slope, uint32_t row, uint32_t column, float (&scores)[M][N][4]) {
+    float scale = 1.0f;
+#pragma unroll
+    for (int m = 0; m < M; m++) scale = tilt<KEYS_IN_ROWS>(call, slope, row + m * 16, column, scores[m]);
+    return scale;
+}
+
 /// The words that decide which weights of a head are dropped: four keys' are those of one Philox block.
 struct HeadMask {
     uint32_t k0, k1, b, d;

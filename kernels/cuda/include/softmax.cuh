@@ -28,19 +28,7 @@ struct Softmax {
     __device__ __forceinline__ void step(const Attention &call, float slope, uint32_t sample, uint32_t query, uint32_t key, bool edge,
                                          float (&scores)[M][N][4], float (&corrections)[M][2]) {
         const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        float scale = call.scale_log2;
-        if (call.tilted) {
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int distance = static_cast<int>(key + n * 8 + 2 * t + i % 2) - static_cast<int>(query + m * 16 + g + i / 2 * 8);
-                        scores[m][n][i] = scores[m][n][i] * scale + slope * static_cast<float>(distance);
-                    }
-            scale = 1.0f;
-        }
+        const float scale = tilt<false>(call, slope, query, key, scores);
         if (edge) {
 #pragma unroll
             for (int m = 0; m < M; m++)

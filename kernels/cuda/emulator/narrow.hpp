@@ -1,0 +1,47 @@
+// The 16-bit floats, as the emulator and the stand-ins hold and convert them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+template <class To, class From>
+static inline To emulator_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "as many bits");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// 16-bit floats: plain bits here, converted by the functions of device.cuh.
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+
+static inline float emulator_float(bf16 x) { return emulator_bits<float>(static_cast<uint32_t>(x.bits) << 16); }
+static inline bf16 emulator_bf16(float x) {
+    uint32_t u = emulator_bits<uint32_t>(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>(0x7fff)};
+    return {static_cast<uint16_t>((u + 0x7fffu + (u >> 16 & 1)) >> 16)};
+}
+static inline float emulator_float(f16 x) {
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
+    if (exponent == 31) return emulator_bits<float>(sign | 0x7f800000u | mantissa << 13);
+    if (exponent == 0) {
+        const float value = static_cast<float>(mantissa) * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    return emulator_bits<float>(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+static inline f16 emulator_f16(float x) {
+    const uint32_t u = emulator_bits<uint32_t>(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(0x7fff)};
+    if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00)};  // 65520 and more round to infinity
+    if (magnitude < 0x38800000u) {  // below 2^-14: multiples of 2^-24, by an addition that rounds to nearest even
+        const float shifted = emulator_bits<float>(magnitude) + 0.5f;
+        return {static_cast<uint16_t>(sign | (emulator_bits<uint32_t>(shifted) - 0x3f000000u))};
+    }
+    return {static_cast<uint16_t>(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1) - 0x38000000u) >> 13))};
+}
