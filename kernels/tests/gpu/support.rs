@@ -39,7 +39,6 @@ impl Input {
     }
 
     /// u32 below `bound`.
-    #[allow(dead_code)]
     pub fn ids(name: &'static str, shape: &[usize], bound: u32) -> Self {
         Self { kind: Kind::Ids(bound), ..Self::data(name, shape) }
     }

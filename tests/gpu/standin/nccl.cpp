@@ -3,161 +3,26 @@
 //
 // As in NCCL's non-blocking mode, calls return "in progress" and an asynchronous state says when communicators are ready. Messages of a
 // communicator are matched by their order alone. Two ranks on one device are refused unless NCCL_HOSTID tells them apart.
-#include <poll.h>
-#include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
-#include <vector>
 
 #include "device.hpp"
+#include "narrow.hpp"
+#include "ranks.hpp"
 
 namespace standin {
 
 namespace {
 
-enum Result { Success = 0, UnhandledCudaError = 1, SystemError = 2, InternalError = 3, InvalidArgument = 4, InvalidUsage = 5, RemoteError = 6, InProgress = 7 };
-
 struct Id {
     char internal[128];
 };
 
-/// What ranks tell each other when they meet.
-struct Hello {
-    int rank;
-    int device;
-    char host[64];
-};
-
-struct Comm {
-    std::string name;
-    int rank = 0, size = 1;
-    /// Sockets to the others; -1 to itself.
-    std::vector<int> peers;
-    std::atomic<int> state{InProgress};
-    std::atomic<bool> aborted{false};
-    std::string error;
-    uint64_t splits = 0;
-    std::mutex waiting;
-    std::condition_variable changed;
-
-    ~Comm() {
-        for (int socket : peers)
-            if (socket >= 0) close(socket);
-    }
-
-    void fail(Result result, const std::string &why) {
-        std::lock_guard<std::mutex> lock(waiting);
-        if (state != Success && state != InProgress) return;
-        error = why;
-        state = result;
-    }
-
-    /// As a kernel that waits for a rank that is gone.
-    void hang() {
-        std::unique_lock<std::mutex> lock(waiting);
-        changed.wait(lock, [this] { return aborted.load(); });
-    }
-
-    void abort() {
-        {
-            std::lock_guard<std::mutex> lock(waiting);
-            aborted = true;
-            changed.notify_all();
-        }
-        for (int socket : peers)
-            if (socket >= 0) shutdown(socket, SHUT_RDWR);
-    }
-};
-
-using SharedComm = std::shared_ptr<Comm>;
-
 SharedComm &comm_of(void *handle) { return *static_cast<SharedComm *>(handle); }
-
-bool write_all(int socket, const void *from, size_t bytes) {
-    const char *at = static_cast<const char *>(from);
-    while (bytes) {
-        const ssize_t n = send(socket, at, bytes, MSG_NOSIGNAL);
-        if (n <= 0) return false;
-        at += n, bytes -= static_cast<size_t>(n);
-    }
-    return true;
-}
-
-bool read_all(int socket, void *to, size_t bytes) {
-    char *at = static_cast<char *>(to);
-    while (bytes) {
-        const ssize_t n = recv(socket, at, bytes, 0);
-        if (n <= 0) return false;
-        at += n, bytes -= static_cast<size_t>(n);
-    }
-    return true;
-}
-
-sockaddr_un address(const std::string &name, int rank, socklen_t &length) {
-    sockaddr_un at{};
-    at.sun_family = AF_UNIX;
-    const std::string path = name + "." + std::to_string(rank);
-    // An abstract name: it begins with a zero and is not in the file system.
-    std::memcpy(at.sun_path + 1, path.data(), std::min(path.size(), sizeof at.sun_path - 1));
-    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
-    return at;
-}
-
-/// Connects a communicator's ranks: each listens for the higher ones and calls the lower ones.
-void connect(const SharedComm &comm, int device) {
-    comm->peers.assign(static_cast<size_t>(comm->size), -1);
-    Hello mine{comm->rank, device, ""};
-    const char *host = std::getenv("NCCL_HOSTID");
-    std::snprintf(mine.host, sizeof mine.host, "%s", host ? host : "this machine");
-    socklen_t length;
-    sockaddr_un own = address(comm->name, comm->rank, length);
-    const int listening = socket(AF_UNIX, SOCK_STREAM, 0);
-    if (bind(listening, reinterpret_cast<sockaddr *>(&own), length) || listen(listening, comm->size)) return comm->fail(SystemError, "cannot listen");
-    std::vector<Hello> hellos(static_cast<size_t>(comm->size), mine);
-    const auto meet = [&](int socket) {
-        Hello theirs;
-        if (!write_all(socket, &mine, sizeof mine) || !read_all(socket, &theirs, sizeof theirs)) return false;
-        comm->peers[static_cast<size_t>(theirs.rank)] = socket;
-        hellos[static_cast<size_t>(theirs.rank)] = theirs;
-        return true;
-    };
-    for (int peer = 0; peer < comm->rank; peer++) {
-        sockaddr_un theirs = address(comm->name, peer, length);
-        const int calling = socket(AF_UNIX, SOCK_STREAM, 0);
-        while (::connect(calling, reinterpret_cast<sockaddr *>(&theirs), length)) {
-            if (comm->aborted) return;
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        }
-        if (!meet(calling)) return comm->fail(RemoteError, "a peer went away while ranks met");
-    }
-    for (int missing = comm->size - 1 - comm->rank; missing > 0;) {
-        pollfd waiting{listening, POLLIN, 0};
-        if (poll(&waiting, 1, 10) <= 0) {
-            if (comm->aborted) return;
-            continue;
-        }
-        if (!meet(accept(listening, nullptr, nullptr))) return comm->fail(RemoteError, "a peer went away while ranks met");
-        missing--;
-    }
-    close(listening);
-    for (int a = 0; a < comm->size; a++)
-        for (int b = 0; b < a; b++) {
-            const Hello &one = hellos[static_cast<size_t>(a)], &other = hellos[static_cast<size_t>(b)];
-            if (one.device == other.device && std::strcmp(one.host, other.host) == 0)
-                return comm->fail(InvalidUsage, "Duplicate GPU detected : rank " + std::to_string(a) + " and rank " + std::to_string(b));
-        }
-    comm->state = Success;
-}
-
-enum class Kind { AllReduce, AllGather, ReduceScatter, Broadcast, Reduce, Send, Recv };
 
 struct Operation {
     Kind kind;
@@ -172,21 +37,6 @@ struct Operation {
 size_t size_of(int type) {
     static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
     return sizes[type];
-}
-
-float half_value(uint16_t bits) {
-    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    const float magnitude = exponent == 31  ? (mantissa ? NAN : INFINITY)
-                            : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                                            : std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
-    return bits >> 15 ? -magnitude : magnitude;
-}
-
-uint16_t half_bits(float x) {
-    const _Float16 narrow = static_cast<_Float16>(x);
-    uint16_t bits;
-    std::memcpy(&bits, &narrow, 2);
-    return bits;
 }
 
 template <class T>
@@ -206,26 +56,13 @@ void reduce_as(char *into, const char *with, size_t count, int op) {
 }
 
 /// 16-bit floats are rounded at every step, as NCCL does.
-void reduce_narrow(char *into, const char *with, size_t count, int op, bool is_half) {
+template <class Narrow>
+void reduce_narrow(char *into, const char *with, size_t count, int op, Narrow (*narrow)(float)) {
     for (size_t i = 0; i < count; i++) {
-        uint16_t a, b;
+        Narrow a, b;
         std::memcpy(&a, into + 2 * i, 2);
         std::memcpy(&b, with + 2 * i, 2);
-        const auto wide = [&](uint16_t bits) {
-            if (is_half) return half_value(bits);
-            const uint32_t word = static_cast<uint32_t>(bits) << 16;
-            float x;
-            std::memcpy(&x, &word, 4);
-            return x;
-        };
-        const float sum = reduced(wide(a), wide(b), op);
-        if (is_half) {
-            a = half_bits(sum);
-        } else {
-            uint32_t word;
-            std::memcpy(&word, &sum, 4);
-            a = std::isnan(sum) ? 0x7fff : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
-        }
+        a = narrow(reduced(emulator_float(a), emulator_float(b), op));
         std::memcpy(into + 2 * i, &a, 2);
     }
 }
@@ -237,54 +74,10 @@ void reduce_into(char *into, const char *with, size_t count, int type, int op) {
         case 4: return reduce_as<int64_t>(into, with, count, op);
         case 7: return reduce_as<float>(into, with, count, op);
         case 8: return reduce_as<double>(into, with, count, op);
-        case 6: return reduce_narrow(into, with, count, op, true);
-        case 9: return reduce_narrow(into, with, count, op, false);
+        case 6: return reduce_narrow<f16>(into, with, count, op, emulator_f16);
+        case 9: return reduce_narrow<bf16>(into, with, count, op, emulator_bf16);
         default: fault("NCCL: a type that is not summed here");
     }
-}
-
-/// What an operation begins with on the wire, so that one that meets another is noticed.
-struct Header {
-    int kind;
-    size_t bytes;
-};
-
-bool send_message(int socket, Kind kind, const char *from, size_t bytes) {
-    const Header header{static_cast<int>(kind), bytes};
-    return write_all(socket, &header, sizeof header) && write_all(socket, from, bytes);
-}
-
-bool receive_message(int socket, Kind kind, char *to, size_t bytes) {
-    Header header;
-    if (!read_all(socket, &header, sizeof header)) return false;
-    if (header.kind != static_cast<int>(kind) || header.bytes != bytes) {
-        fault("NCCL: an operation of one rank meets another one of its peer");
-        return false;
-    }
-    return read_all(socket, to, bytes);
-}
-
-/// Sends to every rank what `piece` says and returns what came from each, its own included; empty if a peer is gone.
-template <class F>
-std::vector<std::vector<char>> exchange(Comm &comm, Kind kind, size_t bytes, F piece) {
-    std::vector<std::vector<char>> all(static_cast<size_t>(comm.size), std::vector<char>(bytes));
-    std::memcpy(all[static_cast<size_t>(comm.rank)].data(), piece(comm.rank), bytes);
-    bool sent = true, received = true;
-    std::thread sender([&] {
-        for (int i = 1; i < comm.size; i++) {
-            const int peer = (comm.rank + i) % comm.size;
-            sent = sent && send_message(comm.peers[static_cast<size_t>(peer)], kind, piece(peer), bytes);
-        }
-    });
-    for (int i = 1; i < comm.size && received; i++) {
-        const auto peer = static_cast<size_t>((comm.rank + comm.size - i) % comm.size);
-        received = receive_message(comm.peers[peer], kind, all[peer].data(), bytes);
-    }
-    if (!received) comm.fail(RemoteError, "a peer closed its connection");
-    sender.join();
-    if (sent && received) return all;
-    comm.fail(RemoteError, "a peer closed its connection");
-    return {};
 }
 
 bool collective(const Operation &o) {
@@ -293,7 +86,7 @@ bool collective(const Operation &o) {
     const bool is_root = comm.rank == o.peer;
     const size_t apart = o.kind == Kind::ReduceScatter ? bytes : 0;
     // As simple as can be: everybody gets everything.
-    auto all = exchange(comm, o.kind, bytes, [&](int peer) { return o.from + apart * static_cast<size_t>(peer); });
+    auto all = exchange(comm, o.kind, bytes, o.from, apart);
     if (all.empty()) return false;
     switch (o.kind) {
         case Kind::AllGather:
@@ -429,7 +222,7 @@ int ncclCommSplit(void *parent_handle, int color, int key, void **handle, void *
     cuCtxGetDevice(&device);
     std::thread([=] {
         const int mine[2] = {color, key};
-        auto all = exchange(*parent, Kind::AllGather, sizeof mine, [&](int) { return reinterpret_cast<const char *>(mine); });
+        auto all = exchange(*parent, Kind::AllGather, sizeof mine, reinterpret_cast<const char *>(mine), 0);
         if (all.empty()) return;
         auto comm = std::make_shared<Comm>();
         comm->size = 0;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device.hpp"
+#include "narrow.hpp"
 
 namespace standin {
 
@@ -27,39 +28,16 @@ struct Matrix {
     int64_t stride;
 };
 
-float half_to_float(uint16_t bits) {
-    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    const float magnitude = exponent == 31  ? (mantissa ? NAN : INFINITY)
-                            : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                                            : std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
-    return bits >> 15 ? -magnitude : magnitude;
-}
-
-uint16_t float_to_half(float x) {
-    const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
-    const float magnitude = std::fabs(x);
-    if (std::isnan(x)) return 0x7fff;
-    if (magnitude >= 65520.0f) return sign | 0x7c00;
-    if (magnitude < 0x1p-14f) return static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyint(magnitude * 0x1p24f)));
-    int exponent;
-    const float fraction = std::frexp(magnitude, &exponent);
-    const auto mantissa = static_cast<uint32_t>(std::nearbyint(fraction * 2048.0f));
-    return static_cast<uint16_t>(sign | (static_cast<uint32_t>(exponent + 13) * 1024 + mantissa));
+template <class T>
+T element(const char *at, uint64_t i) {
+    T x;
+    std::memcpy(&x, at + sizeof(T) * i, sizeof(T));
+    return x;
 }
 
 float load(const char *at, uint64_t i, cudaDataType_t type) {
-    if (type == CUDA_R_32F) {
-        float x;
-        std::memcpy(&x, at + 4 * i, 4);
-        return x;
-    }
-    uint16_t bits;
-    std::memcpy(&bits, at + 2 * i, 2);
-    if (type == CUDA_R_16F) return half_to_float(bits);
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float x;
-    std::memcpy(&x, &wide, 4);
-    return x;
+    if (type == CUDA_R_32F) return element<float>(at, i);
+    return type == CUDA_R_16F ? emulator_float(element<f16>(at, i)) : emulator_float(element<bf16>(at, i));
 }
 
 void store(char *at, uint64_t i, cudaDataType_t type, float x) {
@@ -67,14 +45,7 @@ void store(char *at, uint64_t i, cudaDataType_t type, float x) {
         std::memcpy(at + 4 * i, &x, 4);
         return;
     }
-    uint16_t bits;
-    if (type == CUDA_R_16F) {
-        bits = float_to_half(x);
-    } else {
-        uint32_t wide;
-        std::memcpy(&wide, &x, 4);
-        bits = std::isnan(x) ? 0x7fff : static_cast<uint16_t>((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
-    }
+    const uint16_t bits = type == CUDA_R_16F ? emulator_f16(x).bits : emulator_bf16(x).bits;
     std::memcpy(at + 2 * i, &bits, 2);
 }
 
