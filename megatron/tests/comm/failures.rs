@@ -265,6 +265,8 @@ fn unusable_arguments_are_refused_before_anything_is_sent() {
         g.all_reduce(&t.t().unwrap(), ReduceOp::Sum),
         g.all_gather(&t, &zeros(5, DType::F32)),
         g.reduce_scatter(&t, &zeros(6, DType::F64), ReduceOp::Sum),
+        g.all_to_all(&t, &zeros(5, DType::F32)),
+        g.all_to_all(&t, &zeros(6, DType::F64)),
         g.broadcast(&t, 1),
         g.scatter(None, &t, 0),
         g.send(&t, 3, 0),
