@@ -36,10 +36,11 @@ pub trait Layout: Copy {
     fn next(self) -> Self;
 }
 
+/// Words of MR rows side by side.
 #[derive(Clone, Copy)]
 pub struct Packed(pub *const f32);
 
-/// The rows' distance in bytes.
+/// Rows of A where they lie, and their distance in bytes.
 #[derive(Clone, Copy)]
 pub struct Rows(pub *const f32, pub usize);
 
