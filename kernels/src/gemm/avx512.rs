@@ -25,12 +25,12 @@ impl<E: Lanes> Kernel<E> for Avx512 {
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
-        unsafe { pack::<E, MR>(a, rows, k, to) }
+        unsafe { pack_all::<E, MR>(a, rows, k, to, 0) }
     }
 
     unsafe fn pack_b(b: Mat<*const E>, columns: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
-        unsafe { pack::<E, NR>(b.t(), columns, k, to) }
+        unsafe { pack_all::<E, NR>(b.t(), columns, k, to, 0) }
     }
 
     unsafe fn pack_strips(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32, stride: usize) {
@@ -88,7 +88,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
     }
 }
 
-/// As [`super::pack::pack`].
+/// As [`super::pack::pack`], of what does not lie row by row in memory as it does in panels.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usize, to: *mut f32) {
     let Mat(from, row, column) = m;
@@ -109,13 +109,6 @@ unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usiz
                     for (l, &line) in lines.iter().enumerate().take(k - i) {
                         _mm512_mask_storeu_epi32(to.add((i + l) * R + r).cast(), first(R - r), line);
                     }
-                }
-            }
-        } else if row == 1 {
-            for i in 0..k {
-                for r in (0..R).step_by(16) {
-                    let line = E::load16(from.wrapping_add(i * column + r), first(width.saturating_sub(r)));
-                    _mm512_mask_storeu_ps(to.add(i * R + r), first(R - r), line);
                 }
             }
         } else {

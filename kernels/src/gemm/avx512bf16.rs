@@ -136,15 +136,7 @@ pub(super) unsafe fn pack_pairs<const R: usize>(m: Mat<*const bf16>, width: usiz
                 }
             }
         } else if row == 1 {
-            for i in 0..pairs {
-                let even = from.add(2 * i * column);
-                let odd = (2 * i + 1 < k).then(|| even.wrapping_add(column));
-                for r in (0..R).step_by(16) {
-                    let (even, odd) = (even.wrapping_add(r), odd.map(|odd| odd.wrapping_add(r)));
-                    let line = pairs_of(even, odd, first(width.saturating_sub(r)));
-                    _mm512_mask_storeu_epi32(to.cast::<i32>().add(i * R + r), first(R - r), line);
-                }
-            }
+            pack_rows::<R>(m, width, k, to, 0);
         } else {
             to.write_bytes(0, 2 * pairs * R);
             for i in 0..k {
@@ -156,18 +148,31 @@ pub(super) unsafe fn pack_pairs<const R: usize>(m: Mat<*const bf16>, width: usiz
     }
 }
 
-/// As [`Kernel::pack_strips`]. Rows of memory in which strips lie side by side are read two by two, and those of the next piece asked for.
+/// As [`Kernel::pack_strips`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn pack_all<const R: usize>(m: Mat<*const bf16>, width: usize, k: usize, to: *mut bf16, stride: usize) {
-    let Mat(from, row, column) = m;
+    // SAFETY: the caller's promise.
+    unsafe {
+        if m.1 == 1 && m.2 != 1 {
+            return pack_rows::<R>(m, width, k, to, stride);
+        }
+        for (s, r) in (0..width).step_by(R).enumerate() {
+            pack_pairs::<R>(m.at(r, 0), R.min(width - r), k, to.add(s * stride));
+        }
+    }
+}
+
+/// As [`Kernel::pack_strips`], of strips side by side in rows of memory, which are read two by two; those of the next piece are asked for.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn pack_rows<const R: usize>(
+    Mat(from, _, column): Mat<*const bf16>,
+    width: usize,
+    k: usize,
+    to: *mut bf16,
+    stride: usize,
+) {
     // SAFETY: the caller's promise; fetching ahead is no access.
     unsafe {
-        if row != 1 || column == 1 {
-            for (s, r) in (0..width).step_by(R).enumerate() {
-                pack_pairs::<R>(m.at(r, 0), R.min(width - r), k, to.add(s * stride));
-            }
-            return;
-        }
         for i in 0..k.div_ceil(2) {
             let even = from.wrapping_add(2 * i * column);
             let odd = (2 * i + 1 < k).then(|| even.wrapping_add(column));
