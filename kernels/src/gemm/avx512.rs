@@ -135,18 +135,19 @@ unsafe fn pack_all<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: 
             for line in (0..width * size_of::<E>()).step_by(64) {
                 _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line));
             }
+            let strip = |s: usize, l: usize, mask: u16| {
+                let line = E::load16(from.wrapping_add(s * R + l), mask);
+                _mm512_mask_storeu_ps(to.add(s * stride + i * R + l), first(R - l), line);
+            };
             let whole = width / R;
             for s in 0..whole {
                 for l in (0..R).step_by(16) {
-                    let line = E::load16(from.wrapping_add(s * R + l), first(R - l));
-                    _mm512_mask_storeu_ps(to.add(s * stride + i * R + l), first(R - l), line);
+                    strip(s, l, first(R - l));
                 }
             }
             if whole * R < width {
                 for l in (0..R).step_by(16) {
-                    let mask = first((width - whole * R).saturating_sub(l));
-                    let line = E::load16(from.wrapping_add(whole * R + l), mask);
-                    _mm512_mask_storeu_ps(to.add(whole * stride + i * R + l), first(R - l), line);
+                    strip(whole, l, first((width - whole * R).saturating_sub(l)));
                 }
             }
         }

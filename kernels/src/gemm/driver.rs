@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::buffer::{Buffer, Common, Own, with_common, with_own};
 use super::kernel::{Ahead, Kernel, Next, PIECE, Strip};
-use super::plan::{PANELS_TOGETHER, Phase, Plan};
+use super::plan::{Phase, Plan, TOGETHER};
 use super::{Mat, Start};
 use crate::float::Elem;
 
@@ -20,8 +20,6 @@ use crate::float::Elem;
 const LINE: usize = 64;
 /// How many tiles ahead of its use the memory of sums is fetched.
 const TILES_AHEAD: usize = 2;
-/// Strips, or panels, that are packed together from rows in which they lie side by side: so much of a row is read at a time.
-const TOGETHER: usize = 8;
 /// Spins of a waiting thread before it lets others run.
 const SPINS: usize = 10_000;
 
@@ -195,13 +193,13 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     }
 
     unsafe fn pack(&self, phase: &Phase, item: usize) {
-        let groups = phase.columns.len().div_ceil(K::NR * PANELS_TOGETHER);
+        let groups = phase.columns.len().div_ceil(K::NR * TOGETHER);
         let (block, group) = (phase.blocks.start + item / groups, item % groups);
         let inner = self.plan.blocks.range(block);
-        let first = phase.columns.start + group * K::NR * PANELS_TOGETHER;
-        let columns = first..(first + K::NR * PANELS_TOGETHER).min(phase.columns.end);
+        let first = phase.columns.start + group * K::NR * TOGETHER;
+        let columns = first..(first + K::NR * TOGETHER).min(phase.columns.end);
         let panel = K::NR * inner.len().next_multiple_of(K::KQ);
-        let to = self.panels_of(phase, block).wrapping_add(group * PANELS_TOGETHER * panel);
+        let to = self.panels_of(phase, block).wrapping_add(group * TOGETHER * panel);
         let b = self.b.at(inner.start, columns.start);
         // SAFETY: the caller's promise.
         unsafe { pack_panels::<E, K>(b, columns.len(), inner.len(), to) }

@@ -8,8 +8,9 @@ use super::kernel::{Blocking, PIECE};
 const PANEL_BYTES: usize = 8 << 20;
 /// Columns that a phase has at least, if there are so many, so that each strip of A is packed for many columns.
 const PHASE_COLUMNS: usize = 1024;
-/// Panels that one packing item takes: rows of B are read in pieces long enough for the hardware to fetch ahead.
-pub const PANELS_TOGETHER: usize = 8;
+/// Panels, or strips, that are packed together: where they lie side by side in rows, rows are read in pieces long enough for the hardware to
+/// fetch ahead.
+pub const TOGETHER: usize = 8;
 /// Unfinished sums of a task whose thread packs all of it alone, at most: half of a second-level cache of 2 MiB. (With one of 1 MiB, half
 /// as many made no difference.)
 const SUMS_ALONE: usize = 256 << 10;
@@ -113,7 +114,7 @@ impl Plan {
             for block in (0..blocks.count).step_by(together) {
                 let columns = first..(first + columns).min(n);
                 let blocks = block..(block + together).min(blocks.count);
-                let packed = item + columns.len().div_ceil(nr * PANELS_TOGETHER) * blocks.len();
+                let packed = item + columns.len().div_ceil(nr * TOGETHER) * blocks.len();
                 let computed = packed + m.div_ceil(task_rows) * columns.len().div_ceil(task_columns);
                 phases.push(Phase { columns, blocks, packing: item..packed, computing: packed..computed });
                 item = computed;
@@ -242,6 +243,7 @@ mod tests {
             assert!(tasks.is_multiple_of(2) || tasks >= 16, "{shape:?}: {tasks}");
         }
     }
+
     #[test]
     fn tasks_that_pack_alone_cover_the_product_evenly_and_keep_their_sums_in_cache() {
         let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
@@ -259,6 +261,8 @@ mod tests {
             for threads in [1, 2, 3, 7] {
                 let plan = Plan::new(shape, (14, 32), 4, blocking, shape.2 > 384, threads);
                 if !plan.packs_alone {
+                    let once = plan.blocks.count == 1;
+                    assert!(!once || threads > 2, "{shape:?}: panels of one block are packed by those who use them");
                     continue;
                 }
                 alone += 1;
