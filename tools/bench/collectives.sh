@@ -31,7 +31,7 @@ trap 'rm -rf "$work"' EXIT
 
 ours() {
     # Rows of the table: | operation | size | µs | fastest | GB/s | bus GB/s |
-    target/release/megatron bench collectives --ranks "$ranks" --backend "$backend" --dtype "$dtype" --sizes "$sizes" \
+    "${CARGO_TARGET_DIR:-target}/release/megatron" bench collectives --ranks "$ranks" --backend "$backend" --dtype "$dtype" --sizes "$sizes" \
         --milliseconds "$ms" | awk -F'|' '$3 + 0 > 0 { gsub(/ /, ""); print $2, $3, $5 }'
 }
 gloo() {
