@@ -1,18 +1,12 @@
-//! The loops around the micro-kernel, shared by threads.
-//!
-//! Threads draw numbered items: of each phase first those that pack B, then those that compute tasks, for which a thread packs A
-//! by itself. Who draws an item waits until the items of all earlier stages are done; those are in the hands of threads that
-//! run, so a thread that comes late, or not at all, holds up nobody, and a product costs one fork and join.
+//! The loops around the micro-kernel of one thread: packing, and regions of packed operands.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::DType;
-use rayon::prelude::*;
 
-use super::buffer::{Buffer, Common, Own, with_common, with_own};
+use super::buffer::Buffer;
 use super::kernel::{Ahead, Kernel, Next, PIECE, Strip};
-use super::plan::{Phase, Plan, TOGETHER};
+use super::plan::TOGETHER;
 use super::{Mat, Start};
 use crate::float::Elem;
 
@@ -20,8 +14,6 @@ use crate::float::Elem;
 const LINE: usize = 64;
 /// How many tiles ahead of its use the memory of sums is fetched.
 const TILES_AHEAD: usize = 2;
-/// Spins of a waiting thread before it lets others run.
-const SPINS: usize = 10_000;
 
 /// What sums start from; see [`Start`].
 #[derive(Clone, Copy)]
@@ -73,231 +65,6 @@ pub struct Region {
 pub struct Sums {
     pub at: *mut f32,
     pub panels: usize,
-}
-
-/// # Safety
-/// The product's memory is as [`super::gemm`] says; the machine has the kernel's instruction set.
-pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
-    shape: (usize, usize, usize),
-    dst: Mat<*mut C>,
-    start: Start<'_, E>,
-    a: Mat<*const E>,
-    b: Mat<*const E>,
-    scale: f32,
-    threads: usize,
-) {
-    let (m, n, k) = shape;
-    if m == 0 || n == 0 {
-        return;
-    }
-    let threads = if 2 * m * n * k < K::BLOCKING.alone { 1 } else { threads };
-    let packs_a = !(k.is_multiple_of(K::KQ) && K::reads_rows(a));
-    let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), K::BLOCKING, packs_a, threads);
-    with_common(|Common { panels, sums, bias }| {
-        let crew = Crew::<E, C, K> {
-            rows: m,
-            a,
-            b,
-            target: Target { dst, first: First::new(start, n, K::NR, bias), scale },
-            panels: panels.room(plan.panel_elements),
-            sums: plan.sums_outlast_phases().then(|| sums.room(m.next_multiple_of(K::MR) * plan.phase_columns)),
-            plan,
-            next: AtomicUsize::new(0),
-            done: AtomicUsize::new(0),
-        };
-        if threads == 1 {
-            crew.work();
-        } else {
-            (0..threads).into_par_iter().with_max_len(1).for_each(|_| crew.work());
-        }
-    });
-}
-
-/// What the threads of a product share.
-struct Crew<E, C, K: Kernel<E>>
-where
-    E: Elem<Acc = f32>,
-{
-    rows: usize,
-    a: Mat<*const E>,
-    b: Mat<*const E>,
-    target: Target<C>,
-    plan: Plan,
-    panels: *mut K::Packed,
-    /// Where sums outlast a phase: those of all tasks.
-    sums: Option<*mut f32>,
-    next: AtomicUsize,
-    done: AtomicUsize,
-}
-
-// SAFETY: items write disjoint parts of the panels, of the sums and of dst, and read panels only after all were packed.
-unsafe impl<E: Elem<Acc = f32>, C, K: Kernel<E>> Sync for Crew<E, C, K> {}
-
-impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
-    /// Takes items until there are none.
-    fn work(&self) {
-        let items = self.plan.items();
-        let mut phases = self.plan.phases.iter();
-        let Some(mut phase) = phases.next() else { return };
-        let mut item = self.next.fetch_add(1, Ordering::Relaxed);
-        if item >= items {
-            return;
-        }
-        with_own(|own| {
-            // SAFETY: the machine has the instruction set; `leave` follows.
-            unsafe { K::enter() };
-            while item < items {
-                while item >= phase.computing.end {
-                    phase = phases.next().expect("the last phase ends with the last item");
-                }
-                // SAFETY: items of earlier stages are done, so panels are free to write, or complete.
-                if item < phase.packing.end {
-                    self.wait_for(phase.packing.start);
-                    unsafe { self.pack(phase, item - phase.packing.start) };
-                } else {
-                    self.wait_for(phase.computing.start);
-                    let task = item - phase.computing.start;
-                    unsafe {
-                        if self.plan.packs_alone {
-                            self.pack_and_compute(task, own)
-                        } else {
-                            self.compute(phase, task, own)
-                        }
-                    };
-                }
-                self.done.fetch_add(1, Ordering::Release);
-                item = self.next.fetch_add(1, Ordering::Relaxed);
-            }
-            // SAFETY: after `enter`.
-            unsafe { K::leave() };
-        });
-    }
-
-    /// Waits until the first `items` items are done: no later one can be before.
-    fn wait_for(&self, items: usize) {
-        let mut spins = 0;
-        while self.done.load(Ordering::Acquire) < items {
-            spins += 1;
-            if spins < SPINS {
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
-            }
-        }
-    }
-
-    /// Where the panels of a block of the phase begin; each is `k · NR` elements.
-    fn panels_of(&self, phase: &Phase, block: usize) -> *mut K::Packed {
-        let columns = phase.columns.len().next_multiple_of(K::NR);
-        self.panels.wrapping_add((block - phase.blocks.start) * self.plan.blocks.len * columns)
-    }
-
-    unsafe fn pack(&self, phase: &Phase, item: usize) {
-        let groups = phase.columns.len().div_ceil(K::NR * TOGETHER);
-        let (block, group) = (phase.blocks.start + item / groups, item % groups);
-        let inner = self.plan.blocks.range(block);
-        let first = phase.columns.start + group * K::NR * TOGETHER;
-        let columns = first..(first + K::NR * TOGETHER).min(phase.columns.end);
-        let panel = K::NR * inner.len().next_multiple_of(K::KQ);
-        let to = self.panels_of(phase, block).wrapping_add(group * TOGETHER * panel);
-        let b = self.b.at(inner.start, columns.start);
-        // SAFETY: the caller's promise.
-        unsafe { pack_panels::<E, K>(b, columns.len(), inner.len(), to) }
-    }
-
-    /// Rows and columns of a task, and which one it is across the phase.
-    fn task(&self, phase: &Phase, item: usize) -> (Range<usize>, Range<usize>, usize) {
-        let Plan { task_rows, task_columns, .. } = self.plan;
-        let tasks_across = phase.columns.len().div_ceil(task_columns);
-        let (down, across) = (item / tasks_across, item % tasks_across);
-        let rows = down * task_rows..((down + 1) * task_rows).min(self.rows);
-        let first = phase.columns.start + across * task_columns;
-        (rows, first..(first + task_columns).min(phase.columns.end), across)
-    }
-
-    /// A task of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there.
-    unsafe fn pack_and_compute(&self, item: usize, own: &mut Own) {
-        let blocks = self.plan.blocks;
-        let (rows, columns, _) = self.task(&self.plan.phases[0], item);
-        let panels_across = columns.len().div_ceil(K::NR);
-        // One tile's place, or a place for every tile.
-        let kept = if blocks.count == 1 { 0 } else { panels_across };
-        let sums = own.sums.room::<f32>(rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR);
-        let panels = own.panels.room(panels_across * K::NR * blocks.len);
-        let together = K::BLOCKING.mc.next_multiple_of(K::MR).min(rows.len().next_multiple_of(K::MR));
-        let strips = own.strips.room(together * blocks.len);
-        for block in 0..blocks.count {
-            let inner = blocks.range(block);
-            let k = inner.len().next_multiple_of(K::KQ);
-            // SAFETY: the caller's promise.
-            unsafe { pack_panels::<E, K>(self.b.at(inner.start, columns.start), columns.len(), inner.len(), panels) };
-            for first in rows.clone().step_by(together) {
-                let some = first..(first + together).min(rows.end);
-                let a = self.a.at(first, inner.start);
-                let at = sums.wrapping_add((first - rows.start) * kept * K::NR);
-                let region = Region {
-                    rows: some.clone(),
-                    columns: columns.clone(),
-                    k,
-                    is_first: block == 0,
-                    is_last: block + 1 == blocks.count,
-                };
-                let following = self.a.at(some.end, inner.start);
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let strips = Strips::prepare::<K>(a, some.len(), inner.len(), strips, following.0);
-                    let sums = Sums { at, panels: kept };
-                    compute_region::<E, C, K>(&self.target, &region, &strips, (panels, K::NR * k), sums);
-                }
-            }
-        }
-    }
-
-    unsafe fn compute(&self, phase: &Phase, item: usize, own: &mut Own) {
-        let Plan { blocks, task_columns, .. } = self.plan;
-        let (rows, columns, across) = self.task(phase, item);
-        let panels_in_phase = phase.columns.len().div_ceil(K::NR);
-        // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay there too. Columns of A are packed
-        // for many strips at a time.
-        let together = if self.sums.is_none() && self.plan.is_short && self.a.2 == 1 { K::MR } else { rows.len() };
-        for first_row in rows.clone().step_by(together) {
-            let rows = first_row..(first_row + together).min(rows.end);
-            let strips = rows.len().next_multiple_of(K::MR);
-            let to = own.strips.room(strips * blocks.len);
-            let sums = match self.sums {
-                // One tile's place, or a place for every tile.
-                None if blocks.count == 1 => Sums { at: own.sums.room(K::MR * K::NR), panels: 0 },
-                None => Sums { at: own.sums.room(strips * task_columns), panels: columns.len().div_ceil(K::NR) },
-                Some(all) => {
-                    let tile = rows.start / K::MR * panels_in_phase + across * task_columns / K::NR;
-                    Sums { at: all.wrapping_add(tile * K::MR * K::NR), panels: panels_in_phase }
-                }
-            };
-            for block in phase.blocks.clone() {
-                let inner = blocks.range(block);
-                let k = inner.len().next_multiple_of(K::KQ);
-                let panels = self.panels_of(phase, block).wrapping_add(across * task_columns * k);
-                let a = self.a.at(rows.start, inner.start);
-                let region = Region {
-                    rows: rows.clone(),
-                    columns: columns.clone(),
-                    k,
-                    is_first: block == 0,
-                    is_last: block + 1 == blocks.count,
-                };
-                let following = if block + 1 < phase.blocks.end {
-                    self.a.at(rows.start, blocks.range(block + 1).start)
-                } else {
-                    self.a.at(rows.end, blocks.range(phase.blocks.start).start)
-                };
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), to, following.0);
-                    compute_region::<E, C, K>(&self.target, &region, &strips, (panels, K::NR * k), sums);
-                }
-            }
-        }
-    }
 }
 
 /// The strips of a region.

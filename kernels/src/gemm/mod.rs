@@ -17,9 +17,11 @@ mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
 mod buffer;
+mod crew;
 mod dispatch;
 mod double;
 mod driver;
+mod help;
 mod kernel;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod lanes;
@@ -175,6 +177,6 @@ impl WithKernel for Call<'_> {
         let Self { shape, dst: Mat(dst, row_stride, column_stride), start, a, b, scale, threads } = self;
         let dst = Mat(dst.cast::<C>(), row_stride, column_stride);
         // SAFETY: the caller's promise, and that E and C are the types there were.
-        unsafe { driver::run::<E, C, K>(shape, dst, start.cast(), a.cast(), b.cast(), scale, threads) }
+        unsafe { crew::run::<E, C, K>(shape, dst, start.cast(), a.cast(), b.cast(), scale, threads) }
     }
 }

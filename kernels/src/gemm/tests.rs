@@ -4,7 +4,7 @@ use ::gemm::Parallelism;
 use candle_core::DType;
 use half::{bf16, f16};
 
-use super::{Mat, Start, gemm_on};
+use super::{Mat, Start, gemm_on, help};
 use crate::float::{Elem, Float};
 use crate::simd::Isa;
 
@@ -198,6 +198,34 @@ fn any_number_of_threads_gives_the_same_bits() {
                 let together = pool.install(|| example.by(isa, Parallelism::Rayon(threads)));
                 assert!(alone.iter().zip(&together).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?} {shape:?}");
             }
+        }
+    }
+}
+
+/// Products of one block and of several, whose tasks pack panels alone or share them, keep sums of tasks or of all, read A or pack it.
+#[test]
+fn threads_that_have_nothing_left_help_and_change_no_bit() {
+    const TRIES: usize = 100;
+    let (rows, columns) = (Lie::Rows, Lie::Columns);
+    for isa in available() {
+        for (shape, lies) in [
+            ((1500, 130, 384), [rows, columns, rows]),
+            ((1500, 130, 1536), [rows, columns, rows]),
+            ((1500, 130, 1536), [columns, rows, rows]),
+            ((700, 3000, 2500), [rows, rows, rows]),
+            ((1000, 260, 777), [columns, columns, columns]),
+        ] {
+            let example = Example::<bf16, f32>::new(shape, (lies, "old", 1.0));
+            let alone = example.by(isa, Parallelism::None);
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
+            let given = || pool.broadcast(|_| help::GIVEN.get()).iter().sum::<usize>();
+            let mut tries = 0;
+            while given() == 0 && tries < TRIES || tries < 2 {
+                tries += 1;
+                let together = pool.install(|| example.by(isa, Parallelism::Rayon(5)));
+                assert!(alone.iter().zip(&together).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?} {shape:?}");
+            }
+            assert!(given() > 0, "{isa:?} {shape:?} {lies:?}: nobody helped");
         }
     }
 }

@@ -1,0 +1,132 @@
+//! What a thread of a product that has nothing left to do gets from those that have.
+//!
+//! Threads of a machine that does other things, too, are not equally fast, and tasks are few where each has to pack operands of its own. So who
+//! still has rows to compute gives half of them away once another thread waits. Nothing is given, or paid for, while all have tasks.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Spins of a waiting thread before it lets others run.
+const SPINS: usize = 10_000;
+
+/// Waits until `done`, at first without letting others run.
+pub fn wait_until(mut done: impl FnMut() -> bool) {
+    let mut spins = 0;
+    while !done() {
+        spins += 1;
+        if spins < SPINS {
+            std::hint::spin_loop();
+        } else {
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Parts that this thread gave away.
+    pub static GIVEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Parts given away.
+pub struct Help<P> {
+    /// Threads that wait, but for those to whom a part was given.
+    waiting: AtomicUsize,
+    /// Parts that nobody has taken.
+    ready: AtomicUsize,
+    /// Parts given that are not computed.
+    unfinished: AtomicUsize,
+    parts: Mutex<Vec<P>>,
+}
+
+impl<P> Help<P> {
+    pub fn new() -> Self {
+        let zero = || AtomicUsize::new(0);
+        Self { waiting: zero(), ready: zero(), unfinished: zero(), parts: Mutex::new(Vec::new()) }
+    }
+
+    /// Gives a part to a thread that waits, if one does; only a thread that computes gives.
+    pub fn give(&self, part: impl FnOnce() -> P) -> bool {
+        let claim = |waiting: usize| waiting.checked_sub(1);
+        if self.waiting.load(Ordering::Relaxed) == 0
+            || self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).is_err()
+        {
+            return false;
+        }
+        self.unfinished.fetch_add(1, Ordering::Relaxed);
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner).push(part());
+        self.ready.fetch_add(1, Ordering::Release);
+        #[cfg(test)]
+        GIVEN.set(GIVEN.get() + 1);
+        true
+    }
+
+    /// The next part, for a thread that has nothing else left; `None` once all is computed: `done`, and every part that was given.
+    pub fn take(&self, done: impl Fn() -> bool) -> Option<P> {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let mut taken = None;
+        wait_until(|| {
+            if self.ready.load(Ordering::Acquire) > 0 {
+                taken = self.parts.lock().unwrap_or_else(PoisonError::into_inner).pop();
+                if taken.is_some() {
+                    self.ready.fetch_sub(1, Ordering::Relaxed);
+                }
+            }
+            // In this order: a part is given before its giver's own work is done.
+            taken.is_some() || done() && self.unfinished.load(Ordering::Acquire) == 0
+        });
+        taken
+    }
+
+    /// A part taken is computed.
+    pub fn finished(&self) {
+        self.unfinished.fetch_sub(1, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_given_while_nobody_waits() {
+        let help = Help::new();
+        assert!(!help.give(|| -> usize { panic!("a part was made for nobody") }));
+        assert_eq!(help.take(|| true), None);
+    }
+
+    /// Threads halve ranges as long as others wait; in the end every number was counted once, and all threads came back.
+    #[test]
+    fn every_part_is_computed_once_before_any_thread_leaves() {
+        for threads in 1..6 {
+            let help: Help<std::ops::Range<usize>> = Help::new();
+            let (done, count) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let compute = |mut part: std::ops::Range<usize>| {
+                while !part.is_empty() {
+                    let middle = part.start + part.len() / 2;
+                    if part.len() > 1 && help.give(|| middle..part.end) {
+                        part.end = middle;
+                    }
+                    count.fetch_add(part.start, Ordering::Relaxed);
+                    part.start += 1;
+                }
+            };
+            std::thread::scope(|scope| {
+                for thread in 0..threads {
+                    let (help, done, count, compute) = (&help, &done, &count, &compute);
+                    scope.spawn(move || {
+                        if thread == 0 {
+                            compute(0..20_000);
+                            done.fetch_add(1, Ordering::Release);
+                        }
+                        while let Some(part) = help.take(|| done.load(Ordering::Acquire) == 1) {
+                            compute(part);
+                            help.finished();
+                        }
+                        assert_eq!(count.load(Ordering::Relaxed), 19_999 * 10_000, "{threads} threads");
+                    });
+                }
+            });
+        }
+    }
+}
