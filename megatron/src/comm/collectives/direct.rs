@@ -148,11 +148,11 @@ impl<'r, 'a> Direct<'r, 'a> {
             for peer in self.peers_then_me().filter(|peer| *peer != me) {
                 self.read(peer, start, &mut scratch[peer * step..][..len])?;
             }
-            let parts: Vec<_> = (0..n).map(|r| (r != me).then(|| &scratch[r * step..][..len])).collect();
+            let parts = (0..n).map(|r| (r != me).then(|| &scratch[r * step..][..len]));
             let place = to + start - range.start;
             self.take_own(input, start, t, place, len)?;
             with_bytes_mut(t, "reduce", |all| {
-                Ok(reduce_in_place(&parts, &mut all[place..place + len], &mut [], t.dtype(), op))
+                Ok(reduce_in_place(parts, &mut all[place..place + len], &mut [], t.dtype(), op))
             })??;
         }
         *self.rounds.scratch() = scratch;
