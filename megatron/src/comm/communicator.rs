@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
+use super::executor::Submitted;
 use crate::Result;
 
 /// How a reduction combines elements.
@@ -30,7 +31,13 @@ pub(crate) trait Pending: Send {
 
 /// An operation in flight. Dropping it does not cancel the operation; its buffers stay alive until it ends.
 #[must_use = "an operation is complete only after wait()"]
-pub struct Work(Option<Box<dyn Pending>>);
+pub struct Work(Option<State>);
+
+enum State {
+    /// In the queue of its group. Small operations are too short for an allocation more.
+    Queued(Submitted),
+    Other(Box<dyn Pending>),
+}
 
 impl Work {
     /// An operation that is already complete.
@@ -38,9 +45,14 @@ impl Work {
         Self(None)
     }
 
+    /// An operation in the queue of its group.
+    pub(crate) fn queued(submitted: Submitted) -> Self {
+        Self(Some(State::Queued(submitted)))
+    }
+
     /// An operation that `pending` completes.
     pub(crate) fn pending(pending: impl Pending + 'static) -> Self {
-        Self(Some(Box::new(pending)))
+        Self(Some(State::Other(Box::new(pending))))
     }
 
     /// Blocks until the operation is complete on this rank.
@@ -48,14 +60,20 @@ impl Work {
     /// # Errors
     /// If a peer was lost, did not arrive in time, or called another operation.
     pub fn wait(mut self) -> Result<()> {
-        self.0.take().map_or(Ok(()), Pending::wait)
+        match self.0.take() {
+            None => Ok(()),
+            Some(State::Queued(submitted)) => submitted.wait(),
+            Some(State::Other(pending)) => pending.wait(),
+        }
     }
 }
 
 impl Drop for Work {
     fn drop(&mut self) {
-        if let Some(pending) = self.0.take() {
-            pending.detach();
+        match self.0.take() {
+            None => {}
+            Some(State::Queued(submitted)) => submitted.detach(),
+            Some(State::Other(pending)) => pending.detach(),
         }
     }
 }

@@ -147,6 +147,11 @@ impl Endpoint {
         }
     }
 
+    /// Looks for a moment whether it is `ready`, before a wait that may sleep.
+    pub fn look(&self, ready: impl Fn() -> bool) -> bool {
+        Side::spin(self.link.alone(), ready)
+    }
+
     /// Waits until world rank `src` has brought about `ready` by moving `side` on. `deadline` is asked again at every tick.
     pub fn wait_until(
         &self,
@@ -155,9 +160,6 @@ impl Endpoint {
         ready: impl Fn() -> bool,
         deadline: impl Fn() -> Instant,
     ) -> Result<(), Failure> {
-        if ready() || Side::spin(self.link.alone(), &ready) {
-            return Ok(());
-        }
         loop {
             self.link.awaits(src);
             let patience = deadline().saturating_duration_since(Instant::now()).min(TICK);

@@ -2,7 +2,8 @@
 //!
 //! Whoever waits runs the front of the queue itself; a worker thread makes progress when nobody waits. Waking the worker for an
 //! operation that its caller waits for at once would cost more than a small operation takes, so a group whose last operation
-//! was waited for at once gives the next one a moment before the worker takes it.
+//! was waited for at once gives the next one a moment before the worker takes it. Such an operation allocates its job alone and takes
+//! no lock but the queue's.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,34 +13,62 @@ use std::time::{Duration, Instant};
 
 use kernels::trace::{Kind, span};
 
-use super::communicator::{Pending, Work};
+use super::communicator::Work;
 use super::inbox::lock;
 use crate::{Error, Result};
 
-/// How long an operation that is expected to be waited for is left to its caller.
+/// How long an operation that is expected to be waited for is left to its caller, at least.
 const GRACE: Duration = Duration::from_millis(1);
 
-type Job = Box<dyn FnOnce() -> Result<()> + Send>;
-
-struct Task {
-    submitted: Instant,
-    job: Mutex<Option<Job>>,
-    result: Mutex<Option<Result<()>>>,
-}
+/// An operation, which is told its number.
+type Job = Box<dyn FnOnce(u64) -> Result<()> + Send>;
 
 #[derive(Default)]
 struct State {
-    queue: VecDeque<Arc<Task>>,
-    running: bool,
-    stop: bool,
-    /// Operations ever submitted.
+    queue: VecDeque<Job>,
+    /// Operations ever submitted, which are numbered from 0.
     submitted: u64,
+    /// Operations ever completed: first in, first out, so all with lower numbers.
+    completed: u64,
+    running: bool,
+    /// What became of operations that failed, until whoever waits for them asks.
+    failed: Vec<(u64, Error)>,
+    /// Operations that nobody will wait for and that are not complete.
+    detached: Vec<u64>,
+    stop: bool,
+    worker: Option<JoinHandle<()>>,
     /// Threads that sleep until an operation completes.
     waiting: usize,
     /// The worker sleeps until it is woken.
     asleep: bool,
     /// The last operation was not waited for at once, so the worker is woken for the next.
     hurry: bool,
+}
+
+impl State {
+    /// The number of the front of the queue, if it can be run now.
+    fn front(&self) -> Option<u64> {
+        (!self.running && !self.queue.is_empty()).then_some(self.completed)
+    }
+
+    /// What became of operation `number`, which is complete.
+    fn take_result(&mut self, number: u64) -> Result<()> {
+        match self.failed.iter().position(|(failed, _)| *failed == number) {
+            Some(at) => Err(self.failed.swap_remove(at).1),
+            None => Ok(()),
+        }
+    }
+
+    fn complete(&mut self, result: Result<()>) {
+        let number = self.completed;
+        let detached = self.detached.iter().position(|detached| *detached == number);
+        detached.map(|at| self.detached.swap_remove(at));
+        if let (Err(error), None) = (result, detached) {
+            self.failed.push((number, error));
+        }
+        self.completed += 1;
+        self.running = false;
+    }
 }
 
 #[derive(Default)]
@@ -54,12 +83,15 @@ struct Shared {
 impl Shared {
     /// Runs the front of the queue.
     fn run<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        let Some(task) = state.queue.pop_front() else { return state };
+        let Some(job) = state.queue.pop_front() else { return state };
+        let number = state.completed;
         state.running = true;
         drop(state);
-        task.run();
+        let result = catch_unwind(AssertUnwindSafe(|| job(number))).unwrap_or_else(|_| {
+            Err(Error::comm("a collective panicked; this is a defect of the runtime, please report it"))
+        });
         let mut state = lock(&self.state);
-        state.running = false;
+        state.complete(result);
         if state.waiting > 0 {
             self.completed.notify_all();
         }
@@ -69,12 +101,12 @@ impl Shared {
         state
     }
 
-    /// Runs the queue until `task` is complete, sleeping while others run it.
-    fn complete(&self, task: &Task) {
+    /// Runs the queue until operation `number` is complete, sleeping while others run it.
+    fn complete(&self, number: u64) -> Result<()> {
         let mut state = lock(&self.state);
         state.hurry = state.running || state.queue.len() != 1;
-        while lock(&task.result).is_none() {
-            state = if state.running || state.queue.is_empty() {
+        while state.completed <= number {
+            state = if state.running {
                 state.waiting += 1;
                 let mut state = self.completed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 state.waiting -= 1;
@@ -83,18 +115,24 @@ impl Shared {
                 self.run(state)
             };
         }
+        state.take_result(number)
     }
 
     /// What the worker does until the group is dropped.
     fn work(&self) {
         let mut state = lock(&self.state);
         let mut seen = 0;
+        // The front of the queue as it was when the worker first saw it there.
+        let mut front = (u64::MAX, Instant::now());
         while !(state.stop && state.queue.is_empty() && !state.running) {
-            let due = |task: &Arc<Task>| task.submitted.elapsed() >= GRACE;
-            if !state.running && state.queue.front().is_some_and(|front| state.hurry || state.stop || due(front)) {
+            let number = state.front();
+            if number.is_some_and(|number| number != front.0) {
+                front = (state.completed, Instant::now());
+            }
+            if number.is_some() && (state.hurry || state.stop || front.1.elapsed() >= GRACE) {
                 state.hurry = true;
                 state = self.run(state);
-            } else if state.submitted == seen && (state.running || state.queue.is_empty()) {
+            } else if state.submitted == seen && number.is_none() {
                 state.asleep = true;
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 state.asleep = false;
@@ -107,71 +145,146 @@ impl Shared {
     }
 }
 
-impl Task {
-    fn run(&self) {
-        let Some(job) = lock(&self.job).take() else { return };
-        let result = catch_unwind(AssertUnwindSafe(job)).unwrap_or_else(|_| {
-            Err(Error::comm("a collective panicked; this is a defect of the runtime, please report it"))
-        });
-        *lock(&self.result) = Some(result);
-    }
-}
-
 /// The queue of one group and its worker thread, which starts with the first operation.
 #[derive(Default)]
-pub(crate) struct Executor {
-    shared: Arc<Shared>,
-    worker: Mutex<Option<JoinHandle<()>>>,
-}
+pub(crate) struct Executor(Arc<Shared>);
 
 impl Executor {
-    /// Queues `job`; operations of one thread run in the order it submits them.
+    /// Queues `job`, which gets the number of operations submitted before; operations of one thread run in the order it submits them.
     ///
     /// # Errors
     /// If the worker thread cannot be started.
-    pub fn submit(&self, name: &str, job: impl FnOnce() -> Result<()> + Send + 'static) -> Result<Work> {
-        let mut worker = lock(&self.worker);
-        if worker.is_none() {
-            let shared = self.shared.clone();
+    pub fn submit(&self, name: &str, job: impl FnOnce(u64) -> Result<()> + Send + 'static) -> Result<Work> {
+        let job: Job = Box::new(job);
+        let mut state = lock(&self.0.state);
+        if state.worker.is_none() {
+            let shared = self.0.clone();
             let started = std::thread::Builder::new().name(format!("comm-{name}")).spawn(move || shared.work());
-            *worker = Some(started.map_err(|e| Error::comm(format!("group {name}: cannot start its thread: {e}")))?);
+            state.worker =
+                Some(started.map_err(|e| Error::comm(format!("group {name}: cannot start its thread: {e}")))?);
         }
-        drop(worker);
-        let (job, result) = (Mutex::new(Some(Box::new(job) as Job)), Mutex::new(None));
-        let task = Arc::new(Task { submitted: Instant::now(), job, result });
-        let mut state = lock(&self.shared.state);
-        state.queue.push_back(task.clone());
+        let number = state.submitted;
+        state.queue.push_back(job);
         state.submitted += 1;
         if state.asleep || state.hurry {
-            self.shared.work.notify_one();
+            self.0.work.notify_one();
         }
         drop(state);
-        Ok(Work::pending(Submitted { shared: self.shared.clone(), task }))
+        Ok(Work::queued(Submitted { shared: self.0.clone(), number }))
     }
 }
 
 impl Drop for Executor {
     fn drop(&mut self) {
-        lock(&self.shared.state).stop = true;
-        self.shared.work.notify_one();
-        if let Some(worker) = lock(&self.worker).take() {
+        let mut state = lock(&self.0.state);
+        state.stop = true;
+        let worker = state.worker.take();
+        drop(state);
+        self.0.work.notify_one();
+        if let Some(worker) = worker {
             // Jobs catch their panics, so there is nothing to learn from the thread's result.
             let _ = worker.join();
         }
     }
 }
 
-struct Submitted {
+/// An operation that was submitted.
+pub(crate) struct Submitted {
     shared: Arc<Shared>,
-    task: Arc<Task>,
+    number: u64,
 }
 
-impl Pending for Submitted {
-    fn wait(self: Box<Self>) -> Result<()> {
+impl Submitted {
+    /// Blocks until the operation is complete.
+    ///
+    /// # Errors
+    /// What it failed with.
+    pub fn wait(self) -> Result<()> {
         let _span = span("wait for a collective", Kind::Wait);
-        self.shared.complete(&self.task);
-        lock(&self.task.result).take().unwrap_or(Ok(()))
+        self.shared.complete(self.number)
     }
 
-    fn detach(self: Box<Self>) {}
+    /// Nobody will wait for it; it runs all the same.
+    pub fn detach(self) {
+        let mut state = lock(&self.shared.state);
+        if state.completed <= self.number {
+            state.detached.push(self.number);
+        } else {
+            // A failure is met by the group's next operation.
+            let _ = state.take_result(self.number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use super::*;
+
+    /// Jobs that tell their numbers, of which those for which `fails` end with an error.
+    fn submit(executor: &Executor, count: u64, fails: impl Fn(u64) -> bool) -> (Vec<Work>, Receiver<u64>) {
+        let (tell, told) = channel();
+        let one = |i| {
+            let (tell, fails) = (tell.clone(), fails(i));
+            let job = move |number| {
+                tell.send(number).map_err(|e| Error::comm(e.to_string()))?;
+                if fails { Err(Error::comm(format!("number {number}"))) } else { Ok(()) }
+            };
+            executor.submit("test", job).unwrap()
+        };
+        ((0..count).map(one).collect(), told)
+    }
+
+    #[test]
+    fn operations_run_in_the_order_submitted_whoever_is_waited_for_first() {
+        let executor = Executor::default();
+        let (mut works, told) = submit(&executor, 5, |_| false);
+        works.pop().unwrap().wait().unwrap();
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+        works.into_iter().for_each(|work| work.wait().unwrap());
+    }
+
+    #[test]
+    fn an_operation_that_nobody_waits_for_runs_all_the_same() {
+        let executor = Executor::default();
+        let (works, told) = submit(&executor, 2, |_| false);
+        assert_eq!((told.recv(), told.recv()), (Ok(0), Ok(1)));
+        drop(works);
+    }
+
+    #[test]
+    fn a_failure_is_told_to_whoever_waits_for_that_operation_alone() {
+        let executor = Executor::default();
+        let (works, _told) = submit(&executor, 4, |i| i % 2 == 1);
+        let results: Vec<_> = works.into_iter().rev().map(|work| work.wait().map_err(|e| e.to_string())).collect();
+        assert!(results[0].as_ref().is_err_and(|e| e.ends_with("number 3")), "{results:?}");
+        assert!(results[2].as_ref().is_err_and(|e| e.ends_with("number 1")), "{results:?}");
+        assert!(results[1].is_ok() && results[3].is_ok());
+    }
+
+    #[test]
+    fn failures_that_nobody_asks_for_are_not_kept() {
+        let executor = Executor::default();
+        let (works, told) = submit(&executor, 2, |_| true);
+        // One is dropped before it has run, the other after.
+        let [first, second] = <[Work; 2]>::try_from(works).ok().unwrap();
+        drop(first);
+        assert_eq!((told.recv(), told.recv()), (Ok(0), Ok(1)));
+        while lock(&executor.0.state).completed < 2 {
+            std::thread::yield_now();
+        }
+        drop(second);
+        let state = lock(&executor.0.state);
+        assert!(state.failed.is_empty() && state.detached.is_empty());
+    }
+
+    #[test]
+    fn what_is_queued_runs_before_the_group_is_gone() {
+        let executor = Executor::default();
+        let (works, told) = submit(&executor, 3, |_| false);
+        drop(executor);
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), [0, 1, 2]);
+        works.into_iter().for_each(|work| work.wait().unwrap());
+    }
 }

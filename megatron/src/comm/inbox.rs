@@ -4,6 +4,7 @@
 //! (group, peer, tag). Backends either push messages here from their own threads, or are pulled by whoever waits.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -90,6 +91,8 @@ pub(crate) struct Inbox {
     sources: Vec<(Mutex<Source>, Condvar)>,
     /// Why the run is over, and since when.
     verdict: Mutex<Option<(Loss, Instant)>>,
+    /// There is a verdict.
+    over: AtomicBool,
 }
 
 // A panic while a lock is held leaves plain queues behind, which are as good as before: poison means nothing here.
@@ -100,7 +103,11 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Inbox {
     /// Empty mailboxes for a world of `size` ranks.
     pub fn new(size: usize) -> Self {
-        Self { sources: (0..size).map(|_| Default::default()).collect(), verdict: Mutex::default() }
+        Self {
+            sources: (0..size).map(|_| Default::default()).collect(),
+            verdict: Mutex::default(),
+            over: AtomicBool::new(false),
+        }
     }
 
     /// Stores a message of world rank `src`.
@@ -120,6 +127,7 @@ impl Inbox {
     /// The run is over because of `loss`; every wait ends. The first verdict stays.
     pub fn condemn(&self, loss: Loss) {
         lock(&self.verdict).get_or_insert_with(|| (loss, Instant::now()));
+        self.over.store(true, Ordering::Release);
         for (source, changed) in &self.sources {
             // Taken so that nobody is between looking at the verdict and going to sleep.
             drop(lock(source));
@@ -129,6 +137,9 @@ impl Inbox {
 
     /// Why the run is over, if it is.
     pub fn verdict(&self) -> Option<Loss> {
+        if !self.over.load(Ordering::Acquire) {
+            return None;
+        }
         lock(&self.verdict).as_ref().map(|(loss, _)| loss.clone())
     }
 

@@ -4,6 +4,7 @@
 //! tell that two ranks disagree instead of combining unrelated bytes.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -131,6 +132,9 @@ impl Header {
     /// Length of an encoded header in bytes.
     pub const BYTES: usize = 48;
 
+    /// Where an encoded header has the length of the payload, its last field.
+    pub const LEN: Range<usize> = 40..48;
+
     /// The header as it travels.
     pub fn encode(&self) -> [u8; Self::BYTES] {
         let call = &self.call;
@@ -146,7 +150,7 @@ impl Header {
         out[24..32].copy_from_slice(&call.count.to_le_bytes());
         out[32..36].copy_from_slice(&call.root.unwrap_or(u32::MAX).to_le_bytes());
         out[36..40].copy_from_slice(&call.tag.to_le_bytes());
-        out[40..48].copy_from_slice(&self.len.to_le_bytes());
+        out[Self::LEN].copy_from_slice(&self.len.to_le_bytes());
         out
     }
 

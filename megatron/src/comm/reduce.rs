@@ -12,6 +12,8 @@ use crate::{Error, Result};
 
 /// Elements combined at a time, so that partial results stay in the first-level cache.
 const BLOCK: usize = 256;
+/// Elements combined at a time where fewer are left: a few vectors.
+const VECTOR: usize = 32;
 
 trait Element {
     /// What partial results are held in.
@@ -87,6 +89,36 @@ fn narrow(x: f32) -> bf16 {
 /// Where a rank's elements are: `None` where they are in `out` itself.
 type Part<'a> = Option<&'a [u8]>;
 
+/// Combines `N` elements of `parts` from byte `at` on into `out`, and into `copy`, which has the length of `out` or 0.
+#[inline(always)]
+fn fold_block<E: Element, const N: usize>(
+    at: usize,
+    parts: &[Part],
+    out: &mut [u8],
+    copy: &mut [u8],
+    combine: impl Fn(E::Acc, E::Acc) -> E::Acc + Copy,
+) {
+    let block = N * E::SIZE;
+    let mut acc = [E::Acc::default(); N];
+    let store = |acc: &[E::Acc; N], out: &mut [u8]| {
+        for i in 0..N {
+            E::store(acc[i], &mut out[i * E::SIZE..(i + 1) * E::SIZE]);
+        }
+    };
+    // Indices with constant bounds, which LLVM makes vectors of.
+    for (r, part) in parts.iter().enumerate() {
+        let part = &part.unwrap_or(&*out)[at..at + block];
+        let element = |i: usize| E::load(&part[i * E::SIZE..(i + 1) * E::SIZE]);
+        for i in 0..N {
+            acc[i] = if r == 0 { element(i) } else { combine(acc[i], element(i)) };
+        }
+    }
+    store(&acc, &mut out[at..at + block]);
+    if let Some(copy) = copy.get_mut(at..at + block) {
+        store(&acc, copy);
+    }
+}
+
 /// Combines `parts` into `out`, and into `copy`, which has the length of `out` or 0.
 #[inline(always)]
 fn fold<E: Element>(
@@ -95,35 +127,19 @@ fn fold<E: Element>(
     copy: &mut [u8],
     combine: impl Fn(E::Acc, E::Acc) -> E::Acc + Copy,
 ) {
-    let block = BLOCK * E::SIZE;
-    let whole = out.len() / block * block;
-    let mut acc = [E::Acc::default(); BLOCK];
-    let store = |acc: &[E::Acc; BLOCK], out: &mut [u8]| {
-        for i in 0..BLOCK {
-            E::store(acc[i], &mut out[i * E::SIZE..(i + 1) * E::SIZE]);
-        }
-    };
-    for at in (0..whole).step_by(block) {
-        // Indices with constant bounds, which LLVM makes vectors of.
-        for (r, part) in parts.iter().enumerate() {
-            let part = &part.unwrap_or(&*out)[at..at + block];
-            let element = |i: usize| E::load(&part[i * E::SIZE..(i + 1) * E::SIZE]);
-            for i in 0..BLOCK {
-                acc[i] = if r == 0 { element(i) } else { combine(acc[i], element(i)) };
-            }
-        }
-        store(&acc, &mut out[at..at + block]);
-        if let Some(copy) = copy.get_mut(at..at + block) {
-            store(&acc, copy);
-        }
+    let mut at = 0;
+    while out.len() - at >= BLOCK * E::SIZE {
+        fold_block::<E, BLOCK>(at, parts, out, copy, combine);
+        at += BLOCK * E::SIZE;
     }
-    for at in (whole..out.len()).step_by(E::SIZE) {
-        let element = |part: &Part| E::load(&part.unwrap_or(&*out)[at..at + E::SIZE]);
-        let combined = parts[1..].iter().fold(element(&parts[0]), |acc, part| combine(acc, element(part)));
-        E::store(combined, &mut out[at..at + E::SIZE]);
-        if let Some(copy) = copy.get_mut(at..at + E::SIZE) {
-            E::store(combined, copy);
-        }
+    // What is left of a small tensor is most of it.
+    while out.len() - at >= VECTOR * E::SIZE {
+        fold_block::<E, VECTOR>(at, parts, out, copy, combine);
+        at += VECTOR * E::SIZE;
+    }
+    while at < out.len() {
+        fold_block::<E, 1>(at, parts, out, copy, combine);
+        at += E::SIZE;
     }
 }
 
@@ -144,13 +160,20 @@ fn fold_by<E: Element>(parts: &[Part], out: &mut [u8], copy: &mut [u8], op: Redu
     }
 }
 
+/// Parts that are listed without an allocation, which would take as long as combining them may.
+const FEW: usize = 16;
+
 /// Combines the elements of `parts` (one slice of equal length per rank, in rank order, native endian) into `out`.
 ///
 /// # Errors
 /// If lengths differ or `dtype` cannot be reduced.
-pub(crate) fn reduce_bytes(parts: &[&[u8]], out: &mut [u8], dtype: DType, op: ReduceOp) -> Result<()> {
-    let parts: Vec<Part> = parts.iter().map(|part| Some(*part)).collect();
-    reduce(&parts, out, &mut [], dtype, op)
+pub(crate) fn reduce_bytes<'a>(
+    parts: impl IntoIterator<Item = &'a [u8]>,
+    out: &mut [u8],
+    dtype: DType,
+    op: ReduceOp,
+) -> Result<()> {
+    reduce_in_place(parts.into_iter().map(Some), out, &mut [], dtype, op)
 }
 
 /// As [`reduce_bytes`], where one rank's elements are those of `inout` (`None` in `parts`), which then holds the result; so does
@@ -158,8 +181,8 @@ pub(crate) fn reduce_bytes(parts: &[&[u8]], out: &mut [u8], dtype: DType, op: Re
 ///
 /// # Errors
 /// If lengths differ or `dtype` cannot be reduced.
-pub(crate) fn reduce_in_place(
-    parts: &[Option<&[u8]>],
+pub(crate) fn reduce_in_place<'a>(
+    parts: impl IntoIterator<Item = Option<&'a [u8]>>,
     inout: &mut [u8],
     copy: &mut [u8],
     dtype: DType,
@@ -168,7 +191,19 @@ pub(crate) fn reduce_in_place(
     if !copy.is_empty() && copy.len() != inout.len() {
         return Err(Error::comm(format!("cannot combine {} bytes into a copy of {}", inout.len(), copy.len())));
     }
-    reduce(parts, inout, copy, dtype, op)
+    let (mut few, mut many, mut count) = ([None; FEW], Vec::new(), 0);
+    for part in parts {
+        if let Some(place) = few.get_mut(count) {
+            *place = part;
+        } else {
+            if many.is_empty() {
+                many.extend_from_slice(&few);
+            }
+            many.push(part);
+        }
+        count += 1;
+    }
+    reduce(if many.is_empty() { &few[..count] } else { &many }, inout, copy, dtype, op)
 }
 
 fn reduce(parts: &[Part], out: &mut [u8], copy: &mut [u8], dtype: DType, op: ReduceOp) -> Result<()> {
@@ -205,7 +240,7 @@ mod tests {
         // (1e8 + -1e8) + 1 = 1, but 1e8 + (-1e8 + 1) = 0 in f32.
         let parts = [bytes(&[1e8; 3]), bytes(&[-1e8; 3]), bytes(&[1.0; 3])];
         let mut out = vec![0; 12];
-        reduce_bytes(&parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, ReduceOp::Sum).unwrap();
+        reduce_bytes(parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, ReduceOp::Sum).unwrap();
         assert_eq!(f32s(&out), [1.0; 3]);
     }
 
@@ -215,7 +250,7 @@ mod tests {
         let part = |v: f32| bf16::from_f32(v).to_ne_bytes();
         let (big, one) = (part(256.0), part(1.0));
         let mut out = [0; 2];
-        reduce_bytes(&[&big, &one, &one], &mut out, DType::BF16, ReduceOp::Sum).unwrap();
+        reduce_bytes([&big[..], &one, &one], &mut out, DType::BF16, ReduceOp::Sum).unwrap();
         assert_eq!(bf16::from_ne_bytes(out).to_f32(), 258.0);
     }
 
@@ -237,7 +272,7 @@ mod tests {
                 values[at] = [f32::NAN];
                 let parts = values.map(|v| bytes(&v));
                 let mut out = vec![0; 4];
-                reduce_bytes(&parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, op).unwrap();
+                reduce_bytes(parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, op).unwrap();
                 assert!(f32s(&out)[0].is_nan(), "{op:?} at {at}");
             }
         }
@@ -245,26 +280,36 @@ mod tests {
 
     #[test]
     fn in_place_the_result_is_the_same_and_its_copy_too() {
-        let len = 2 * BLOCK + 5;
+        let len = 2 * BLOCK + 2 * VECTOR + 5;
         let parts: Vec<_> =
             (0..3).map(|r| bytes(&(0..len).map(|i| 0.1 * (i + 7 * r) as f32).collect::<Vec<_>>())).collect();
         let mut expected = vec![0; 4 * len];
-        reduce_bytes(&[&parts[0], &parts[1], &parts[2]], &mut expected, DType::F32, ReduceOp::Sum).unwrap();
+        reduce_bytes(parts.iter().map(|part| &part[..]), &mut expected, DType::F32, ReduceOp::Sum).unwrap();
         for own in 0..3 {
             let (mut inout, mut copy) = (parts[own].clone(), vec![0; 4 * len]);
-            let parts: Vec<_> = parts.iter().enumerate().map(|(r, part)| (r != own).then_some(&part[..])).collect();
-            reduce_in_place(&parts, &mut inout, &mut copy, DType::F32, ReduceOp::Sum).unwrap();
+            let parts = || parts.iter().enumerate().map(move |(r, part)| (r != own).then_some(&part[..]));
+            reduce_in_place(parts(), &mut inout, &mut copy, DType::F32, ReduceOp::Sum).unwrap();
             assert!(inout == expected && copy == expected, "own part {own}");
-            assert!(reduce_in_place(&parts, &mut inout, &mut copy[4..], DType::F32, ReduceOp::Sum).is_err());
+            assert!(reduce_in_place(parts(), &mut inout, &mut copy[4..], DType::F32, ReduceOp::Sum).is_err());
+        }
+    }
+
+    #[test]
+    fn many_parts_are_combined_in_their_order_too() {
+        for count in [FEW, FEW + 1, 2 * FEW + 3] {
+            let parts: Vec<_> = (0..count).map(|r| bytes(&[1.0 / (r + 1) as f32])).collect();
+            let mut out = vec![0; 4];
+            reduce_bytes(parts.iter().map(|part| &part[..]), &mut out, DType::F32, ReduceOp::Sum).unwrap();
+            assert_eq!(f32s(&out)[0], (0..count).map(|r| 1.0 / (r + 1) as f32).sum::<f32>(), "{count}");
         }
     }
 
     #[test]
     fn parts_longer_than_a_block_are_combined_whole() {
-        let len = 2 * BLOCK + 5;
+        let len = 2 * BLOCK + 2 * VECTOR + 5;
         let part: Vec<f32> = (0..len).map(|i| i as f32).collect();
         let mut out = vec![0; 4 * len];
-        reduce_bytes(&[&bytes(&part), &bytes(&part)], &mut out, DType::F32, ReduceOp::Sum).unwrap();
+        reduce_bytes([&bytes(&part)[..]; 2], &mut out, DType::F32, ReduceOp::Sum).unwrap();
         assert_eq!(f32s(&out), part.iter().map(|x| 2.0 * x).collect::<Vec<_>>());
     }
 }

@@ -23,8 +23,11 @@ const GATHER_FROM: usize = 96 << 10;
 const REDUCE_FROM: usize = 2 << 20;
 /// Bytes of all ranks together that are combined at a time: they stay in a second-level cache.
 const PIECES: usize = 512 << 10;
-/// Bytes that each rank of an all-reduce combines before the others fetch them, which then come out of its caches.
-const COMBINED: usize = 1 << 20;
+/// Bytes of all tensors together that the ranks of an all-reduce combine before they fetch what the others have combined: with the same of the
+/// piece before, that stays in the cache that ranks share, of which one may have 16 MB.
+const UNDER_WAY: usize = 4 << 20;
+/// Bytes of a tensor that are combined at a time at least, since ranks wait for each other once a piece.
+const LEAST: usize = 512 << 10;
 
 /// A call whose ranks read each other's memory.
 struct Direct<'r, 'a> {
@@ -148,11 +151,11 @@ impl<'r, 'a> Direct<'r, 'a> {
             for peer in self.peers_then_me().filter(|peer| *peer != me) {
                 self.read(peer, start, &mut scratch[peer * step..][..len])?;
             }
-            let parts: Vec<_> = (0..n).map(|r| (r != me).then(|| &scratch[r * step..][..len])).collect();
+            let parts = (0..n).map(|r| (r != me).then(|| &scratch[r * step..][..len]));
             let place = to + start - range.start;
             self.take_own(input, start, t, place, len)?;
             with_bytes_mut(t, "reduce", |all| {
-                Ok(reduce_in_place(&parts, &mut all[place..place + len], &mut [], t.dtype(), op))
+                Ok(reduce_in_place(parts, &mut all[place..place + len], &mut [], t.dtype(), op))
             })??;
         }
         *self.rounds.scratch() = scratch;
@@ -217,7 +220,7 @@ pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool>
         piece.start + slice.start..piece.start + slice.end
     };
     let (mut work, mut combined) = (Ok(()), None);
-    for piece in pieces(len, n * COMBINED) {
+    for piece in pieces(len, (UNDER_WAY / n).max(LEAST) / width * width) {
         let own = slice_of(&piece, me);
         also(&mut work, || direct.combine(t, own.clone(), t, own.start, op));
         direct.rounds.pass()?;

@@ -49,8 +49,8 @@ fn combine(t: &Tensor, range: Range<usize>, received: &[Option<Payload>], op: Re
     let mut combined = Ok(());
     with_bytes(t, "reduce", |all| {
         let mine = &all[range];
-        let parts: Vec<&[u8]> = received.iter().map(|part| part.as_ref().map_or(mine, |bytes| bytes)).collect();
-        combined = reduce_bytes(&parts, &mut out, t.dtype(), op);
+        let parts = received.iter().map(|part| part.as_ref().map_or(mine, |bytes| bytes));
+        combined = reduce_bytes(parts, &mut out, t.dtype(), op);
         Ok(())
     })?;
     combined.map(|()| out)

@@ -42,8 +42,8 @@ either! {
 }
 
 /// The ranges of at most `step` bytes that `len` bytes consist of; one empty range if there are none, since ranks meet even then.
-fn pieces(len: usize, step: usize) -> Vec<Range<usize>> {
-    (0..len.div_ceil(step).max(1)).map(|i| i * step..((i + 1) * step).min(len)).collect()
+fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> + Clone {
+    (0..len.div_ceil(step).max(1)).map(move |i| i * step..((i + 1) * step).min(len))
 }
 
 /// Byte range of the slice that rank `i` of `n` combines of `len` bytes, in elements of `width`.

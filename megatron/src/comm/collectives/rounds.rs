@@ -7,7 +7,7 @@ use std::sync::MutexGuard;
 use crate::Result;
 use crate::comm::group::{Core, width};
 use crate::comm::inbox::lock;
-use crate::comm::local::{BLOCK, Reach, Windows};
+use crate::comm::local::{BLOCK, Blocks, Reach, Windows};
 use crate::comm::message::{Call, Header};
 
 /// One call's blocks. All members fill and read the same number of blocks in the same order.
@@ -15,14 +15,15 @@ pub struct Rounds<'a> {
     pub core: &'a Core,
     pub call: Call,
     windows: MutexGuard<'a, Windows>,
-    header: Header,
+    /// The header of the next block, as it travels; blocks differ in their length alone.
+    header: [u8; Header::BYTES],
 }
 
 impl<'a> Rounds<'a> {
     /// `None` if the group has no windows.
     pub fn begin(core: &'a Core, call: Call) -> Option<Self> {
         let windows = lock(core.windows.as_ref()?);
-        Some(Self { core, call, windows, header: core.header(0, call, 0) })
+        Some(Self { core, call, windows, header: core.header(0, call, 0).encode() })
     }
 
     /// Bytes of an element.
@@ -56,27 +57,30 @@ impl<'a> Rounds<'a> {
         self.core.peers().try_for_each(|peer| self.core.await_peer(peer, windows.taken_by(peer), has_room, &self.call))
     }
 
-    /// Waits for the next block of every peer; returns how many bytes each member's has.
-    fn wait_for_blocks(&self) -> Result<Vec<usize>> {
-        let windows = &*self.windows;
-        let has_block = |peer| windows.has_block(peer);
-        let mut lens = Vec::with_capacity(self.core.size());
+    /// Waits for the next block of every member.
+    fn wait_for_blocks(&mut self) -> Result<()> {
         for peer in 0..self.core.size() {
+            let windows = &*self.windows;
             if peer != self.core.rank {
+                let has_block = |peer| windows.has_block(peer);
                 self.core.await_peer(peer, windows.posted_by(peer), has_block, &self.call)?;
             }
-            let header = Header::decode(&windows.header(peer))?;
-            if (Header { len: self.header.len, ..header }) != self.header || header.len > BLOCK as u64 {
-                return Err(self.core.disagreement(peer, header.call, self.call));
+            // Compared as they travel, since decoding one takes as long as a small operation may.
+            let theirs = windows.header(peer);
+            let mut len = [0; 8];
+            len.copy_from_slice(&theirs[Header::LEN]);
+            let len = u64::from_le_bytes(len);
+            if theirs[..Header::LEN.start] != self.header[..Header::LEN.start] || len > BLOCK as u64 {
+                return Err(self.core.disagreement(peer, Header::decode(&theirs)?.call, self.call));
             }
-            lens.push(header.len as usize);
+            self.windows.set_len(peer, len as usize);
         }
-        Ok(lens)
+        Ok(())
     }
 
     fn post(&mut self, len: usize) {
-        let header = Header { len: len as u64, ..self.header };
-        self.windows.post(&header.encode());
+        self.header[Header::LEN].copy_from_slice(&(len as u64).to_le_bytes());
+        self.windows.post(&self.header);
     }
 
     /// Fills this rank's next block with `len` bytes.
@@ -93,20 +97,19 @@ impl<'a> Rounds<'a> {
     }
 
     /// Reads the next block of every member, this rank's own included, in group order.
-    pub fn read(&mut self, f: impl FnOnce(&[&[u8]]) -> Result<()>) -> Result<()> {
-        let lens = self.wait_for_blocks()?;
-        let blocks: Vec<&[u8]> = lens.iter().enumerate().map(|(peer, len)| self.windows.block(peer, *len)).collect();
-        f(&blocks)?;
+    pub fn read(&mut self, f: impl FnOnce(Blocks) -> Result<()>) -> Result<()> {
+        self.wait_for_blocks()?;
+        f(self.windows.blocks())?;
         self.windows.take();
         Ok(())
     }
 
     /// As [`Rounds::read`], filling this rank's next block with `len` bytes meanwhile.
-    pub fn read_and_fill(&mut self, len: usize, f: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<()>) -> Result<()> {
-        let lens = self.wait_for_blocks()?;
+    pub fn read_and_fill(&mut self, len: usize, f: impl FnOnce(Blocks, &mut [u8]) -> Result<()>) -> Result<()> {
+        self.wait_for_blocks()?;
         self.wait_for_room()?;
-        let (blocks, slot) = self.windows.blocks_and_slot(&lens, len);
-        f(&blocks, slot)?;
+        let (blocks, slot) = self.windows.blocks_and_slot(len);
+        f(blocks, slot)?;
         self.windows.take();
         self.post(len);
         Ok(())

@@ -25,15 +25,15 @@ const EXCHANGE_WHOLE: usize = 128 << 10;
 /// Fills and reads a block for every piece, filling the next before one is read.
 fn pipelined<'a>(
     mut rounds: Rounds<'a>,
-    pieces: &[Range<usize>],
+    pieces: impl Iterator<Item = Range<usize>> + Clone,
     mut fill: impl FnMut(&mut Rounds<'a>, Range<usize>) -> Result<()>,
     mut read: impl FnMut(&mut Rounds<'a>, Range<usize>) -> Result<()>,
 ) -> Result<()> {
-    let mut ahead = pieces.iter();
-    ahead.next().map_or(Ok(()), |first| fill(&mut rounds, first.clone()))?;
+    let mut ahead = pieces.clone();
+    ahead.next().map_or(Ok(()), |first| fill(&mut rounds, first))?;
     for piece in pieces {
-        ahead.next().map_or(Ok(()), |next| fill(&mut rounds, next.clone()))?;
-        read(&mut rounds, piece.clone())?;
+        ahead.next().map_or(Ok(()), |next| fill(&mut rounds, next))?;
+        read(&mut rounds, piece)?;
     }
     Ok(())
 }
@@ -69,7 +69,7 @@ fn share_of_block(n: usize, width: usize) -> usize {
 }
 
 /// Combines `blocks` into `range` of `t`.
-fn combine(t: &Tensor, range: Range<usize>, blocks: &[&[u8]], op: ReduceOp) -> Result<()> {
+fn combine<'a>(t: &Tensor, range: Range<usize>, blocks: impl Iterator<Item = &'a [u8]>, op: ReduceOp) -> Result<()> {
     with_bytes_mut(t, "reduce", |all| Ok(reduce_bytes(blocks, &mut all[range], t.dtype(), op)))?
 }
 
@@ -92,16 +92,16 @@ pub fn all_reduce(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     }
     pipelined(
         rounds,
-        &pieces(bytes, BLOCK),
+        pieces(bytes, BLOCK),
         |rounds, piece| fill_from(rounds, t, piece),
-        |rounds, piece| rounds.read(|blocks| combine(t, piece, blocks, op)),
+        |rounds, piece| rounds.read(|blocks| combine(t, piece, blocks.iter(), op)),
     )
 }
 
 /// A reduce-scatter and an all-gather (Rabenseifner 2004) per block: every rank combines its slice for all.
 fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     let (n, me, width) = (rounds.core.size(), rounds.core.rank, rounds.width());
-    let pieces = pieces(rounds.bytes(), BLOCK);
+    let pieces: Vec<_> = pieces(rounds.bytes(), BLOCK).collect();
     let read_sums = |rounds: &mut Rounds, piece: &Range<usize>| {
         rounds.read(|blocks| {
             with_bytes_mut(t, "receive", |all| {
@@ -133,9 +133,9 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
         }
         let own = slice(piece.len(), width, me, n);
         rounds.read_and_fill(own.len(), |blocks, slot| {
-            let parts: Vec<_> = (0..n).map(|rank| (rank != me).then(|| &blocks[rank][own.clone()])).collect();
+            let parts = (0..n).map(|rank| (rank != me).then(|| &blocks.of(rank)[own.clone()]));
             with_bytes_mut(t, "reduce", |all| {
-                Ok(reduce_in_place(&parts, &mut all[piece.clone()][own], slot, t.dtype(), op))
+                Ok(reduce_in_place(parts, &mut all[piece.clone()][own.clone()], slot, t.dtype(), op))
             })?
         })?;
         // One piece later, so that nobody waits for the sums of others.
@@ -146,25 +146,26 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
     read_sums(&mut rounds, &pieces[pieces.len() - 1])
 }
 
-/// Where the bytes of `t` are, to tell whether two tensors are the same memory.
-fn address(t: &Tensor) -> Result<usize> {
-    Ok(with_bytes(t, "send", |all| Ok(all.as_ptr().addr()))?)
-}
-
 pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()> {
     if direct::all_gather(&mut rounds, input, output)? {
         return Ok(());
     }
-    let (n, me, len) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
-    let in_place = address(input)? == address(output)? + me * len;
+    let (me, len) = (rounds.core.rank, rounds.bytes());
+    let from = with_bytes(input, "send", |all| Ok(all.as_ptr().addr()))?;
     pipelined(
         rounds,
-        &pieces(len, BLOCK),
+        pieces(len, BLOCK),
         |rounds, piece| fill_from(rounds, input, piece),
         |rounds, piece| {
             rounds.read(|blocks| {
-                let writes = (0..n).filter(|peer| !in_place || *peer != me);
-                writes.into_iter().try_for_each(|peer| write(output, peer * len + piece.start, blocks[peer]))
+                with_bytes_mut(output, "receive", |all| {
+                    let in_place = all.as_ptr().addr() + me * len == from;
+                    for (peer, block) in blocks.iter().enumerate().filter(|(peer, _)| !in_place || *peer != me) {
+                        all[peer * len..][piece.clone()].copy_from_slice(block);
+                    }
+                    Ok(())
+                })?;
+                Ok(())
             })
         },
     )
@@ -177,12 +178,12 @@ pub fn reduce_scatter(mut rounds: Rounds, input: &Tensor, output: &Tensor, op: R
     let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
     pipelined(
         rounds,
-        &pieces(part, share_of_block(n, output.dtype().size_in_bytes())),
+        pieces(part, share_of_block(n, output.dtype().size_in_bytes())),
         |rounds, piece| fill_parts(rounds, input, part, piece),
         |rounds, piece| {
             rounds.read(|blocks| {
-                let mine: Vec<&[u8]> = blocks.iter().map(|block| &block[me * piece.len()..][..piece.len()]).collect();
-                combine(output, piece, &mine, op)
+                let len = piece.len();
+                combine(output, piece, blocks.iter().map(|block| &block[me * len..][..len]), op)
             })
         },
     )
@@ -192,9 +193,9 @@ pub fn broadcast(rounds: Rounds, t: &Tensor, root: usize) -> Result<()> {
     let (me, len) = (rounds.core.rank, rounds.bytes());
     pipelined(
         rounds,
-        &pieces(len, BLOCK),
+        pieces(len, BLOCK),
         |rounds, piece| if me == root { fill_from(rounds, t, piece) } else { rounds.pass() },
-        |rounds, piece| rounds.read(|blocks| if me == root { Ok(()) } else { write(t, piece.start, blocks[root]) }),
+        |rounds, piece| rounds.read(|blocks| if me == root { Ok(()) } else { write(t, piece.start, blocks.of(root)) }),
     )
 }
 
@@ -202,9 +203,9 @@ pub fn reduce(rounds: Rounds, t: &Tensor, root: usize, op: ReduceOp) -> Result<(
     let (me, len) = (rounds.core.rank, rounds.bytes());
     pipelined(
         rounds,
-        &pieces(len, BLOCK),
+        pieces(len, BLOCK),
         |rounds, piece| fill_from(rounds, t, piece),
-        |rounds, piece| rounds.read(|blocks| if me == root { combine(t, piece, blocks, op) } else { Ok(()) }),
+        |rounds, piece| rounds.read(|blocks| if me == root { combine(t, piece, blocks.iter(), op) } else { Ok(()) }),
     )
 }
 
@@ -212,7 +213,7 @@ pub fn gather(rounds: Rounds, input: &Tensor, output: Option<&Tensor>, _root: us
     let len = rounds.bytes();
     pipelined(
         rounds,
-        &pieces(len, BLOCK),
+        pieces(len, BLOCK),
         |rounds, piece| fill_from(rounds, input, piece),
         |rounds, piece| {
             rounds.read(|blocks| {
@@ -228,13 +229,13 @@ pub fn scatter(rounds: Rounds, input: Option<&Tensor>, output: &Tensor, root: us
     let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
     pipelined(
         rounds,
-        &pieces(part, share_of_block(n, output.dtype().size_in_bytes())),
+        pieces(part, share_of_block(n, output.dtype().size_in_bytes())),
         |rounds, piece| match input {
             Some(input) => fill_parts(rounds, input, part, piece),
             None => rounds.pass(),
         },
         |rounds, piece| {
-            rounds.read(|blocks| write(output, piece.start, &blocks[root][me * piece.len()..][..piece.len()]))
+            rounds.read(|blocks| write(output, piece.start, &blocks.of(root)[me * piece.len()..][..piece.len()]))
         },
     )
 }
@@ -244,7 +245,7 @@ pub fn all_to_all(rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()>
     let part = rounds.bytes() / n;
     pipelined(
         rounds,
-        &pieces(part, share_of_block(n, 1)),
+        pieces(part, share_of_block(n, 1)),
         |rounds, piece| fill_parts(rounds, input, part, piece),
         |rounds, piece| {
             rounds.read(|blocks| {
@@ -272,7 +273,7 @@ pub fn all_gather_bytes(mut rounds: Rounds, mine: Payload) -> Result<Vec<Vec<u8>
             Ok(())
         })?;
         rounds.read(|theirs| {
-            gathered.iter_mut().zip(theirs).for_each(|(all, bytes)| all.extend_from_slice(bytes));
+            gathered.iter_mut().zip(theirs.iter()).for_each(|(all, bytes)| all.extend_from_slice(bytes));
             Ok(())
         })?;
         let longest = gathered.iter().filter_map(|all| Some(u64::from_le_bytes(*all.first_chunk()?))).max();

@@ -1,6 +1,6 @@
 //! What the operations of a group use: its identity, messages and waits among its members, and what becomes of failures.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::comm::endpoint::{Endpoint, Failure};
@@ -24,7 +24,7 @@ pub(crate) struct Core {
     /// When the handle was dropped: waits end soon after.
     pub dropped: Mutex<Option<Instant>>,
     /// Why the group cannot be used any more: after a failure its ranks are no longer at the same operation.
-    pub broken: Mutex<Option<String>>,
+    pub broken: OnceLock<String>,
     /// Where its collectives exchange data, if all members share memory. Held by the one that runs.
     pub windows: Option<Mutex<Windows>>,
 }
@@ -113,7 +113,7 @@ impl Core {
     /// Waits until `peer` has brought about `ready` by moving `side` on. Later peers that are not ready are named, too, if the time
     /// runs out.
     pub fn await_peer(&self, peer: usize, side: &Side, ready: impl Fn(usize) -> bool, call: &Call) -> Result<()> {
-        if ready(peer) {
+        if ready(peer) || self.endpoint.look(|| ready(peer)) {
             return Ok(());
         }
         let start = Instant::now();
@@ -153,11 +153,11 @@ impl Core {
         if let Some(loss) = self.endpoint.verdict() {
             return Err(self.lost(loss, &call));
         }
-        if let Some(why) = &*lock(&self.broken) {
+        if let Some(why) = self.broken.get() {
             return Err(Error::comm(format!("{} cannot run after an earlier failure: {why}", self.operation(&call))));
         }
         operation(self).inspect_err(|error| {
-            lock(&self.broken).get_or_insert(error.to_string());
+            self.broken.get_or_init(|| error.to_string());
         })
     }
 }

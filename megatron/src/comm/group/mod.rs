@@ -8,7 +8,7 @@ mod receive;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use candle_core::{DType, Tensor};
@@ -35,8 +35,6 @@ pub(crate) struct EndpointGroup {
     // Dropped first: its thread finishes the queue with the core still connected.
     executor: Executor,
     core: Arc<Core>,
-    /// Number of collectives issued. Held while one is queued, so that queue and numbers agree.
-    issued: Mutex<u64>,
     splits: AtomicU64,
     sent: Mutex<HashMap<(usize, u32), u64>>,
     received: Mutex<HashMap<(usize, u32), u64>>,
@@ -66,13 +64,12 @@ impl EndpointGroup {
             ranks,
             endpoint,
             dropped: Mutex::default(),
-            broken: Mutex::default(),
+            broken: OnceLock::new(),
             windows: windows.map(Mutex::new),
         };
         Arc::new(Self {
             executor: Executor::default(),
             core: Arc::new(core),
-            issued: Mutex::default(),
             splits: AtomicU64::new(0),
             sent: Mutex::default(),
             received: Mutex::default(),
@@ -80,17 +77,11 @@ impl EndpointGroup {
     }
 
     /// Issues a collective: gives it its number and its place in the queue.
-    fn issue(
-        &self,
-        mut call: Call,
-        operation: impl FnOnce(&Core, Call) -> Result<()> + Send + 'static,
-    ) -> Result<Work> {
-        let mut issued = lock(&self.issued);
-        call.seq = *issued;
-        *issued += 1;
+    fn issue(&self, call: Call, operation: impl FnOnce(&Core, Call) -> Result<()> + Send + 'static) -> Result<Work> {
         let core = self.core.clone();
         let recorder = Recorder::current();
-        let job = move || {
+        let job = move |seq| {
+            let call = Call { seq, ..call };
             // The group's own thread records for the thread that issued; whoever waits, and runs it, records already.
             let beside = recorder.filter(|_| Recorder::current().is_none());
             let _entered = beside.map(|recorder| recorder.enter(&format!("comm {}", core.name)));
@@ -99,7 +90,8 @@ impl EndpointGroup {
             core.run(call, |core| operation(core, call))
         };
         if self.core.size() == 1 {
-            job()?;
+            // With nobody who could be at another operation.
+            job(0)?;
             return Ok(Work::done());
         }
         self.executor.submit(&self.core.name, job)

@@ -26,7 +26,7 @@ pub(crate) use self::remote::{Mark, Reach, read as read_memory};
 use self::ring::Ring;
 pub(crate) use self::segment::Segment;
 pub(crate) use self::side::Side;
-pub(crate) use self::window::{BLOCK, Windows};
+pub(crate) use self::window::{BLOCK, Blocks, Windows};
 use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Loss, lock};
 use super::message::{Header, Message, Payload};

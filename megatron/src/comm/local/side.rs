@@ -43,7 +43,7 @@ impl Side {
     /// Looks until it is `ready`, for about as long as being woken would take; returns whether it is. `alone` tells that there is a core
     /// for every rank.
     pub fn spin(alone: bool, ready: impl Fn() -> bool) -> bool {
-        let start = Instant::now();
+        let mut start = None;
         loop {
             for _ in 0..16 {
                 if ready() {
@@ -51,7 +51,8 @@ impl Side {
                 }
                 std::hint::spin_loop();
             }
-            let spent = start.elapsed();
+            // Most waits are over before a clock could be read.
+            let spent = start.get_or_insert_with(Instant::now).elapsed();
             if spent >= SPIN {
                 return false;
             }

@@ -5,6 +5,7 @@
 //! enough to be read from a cache of the machine instead of its memory.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -86,6 +87,10 @@ pub struct Windows {
     index: usize,
     posted: u32,
     taken: u32,
+    /// How far each member had read when this rank last looked: looking again costs a cache line that its writer then has to fetch back.
+    taken_by: Vec<Cell<u32>>,
+    /// Bytes of the next block of each member.
+    lens: Vec<usize>,
     pub reach: Reach,
     pub scratch: Vec<u8>,
 }
@@ -95,8 +100,20 @@ impl Windows {
     pub fn new(arena: Arc<Arena>, me: usize, members: impl IntoIterator<Item = (usize, usize)>) -> Option<Self> {
         let members: Vec<_> = members.into_iter().collect();
         let index = members.get(me)?.1;
-        let all = members.into_iter().map(|(rank, index)| arena.window(rank, index)).collect::<Option<_>>()?;
-        Some(Self { arena, all, me, index, posted: 0, taken: 0, reach: Reach::default(), scratch: Vec::new() })
+        let all = members.into_iter().map(|(rank, index)| arena.window(rank, index)).collect::<Option<Vec<_>>>()?;
+        let n = all.len();
+        Some(Self {
+            arena,
+            all,
+            me,
+            index,
+            posted: 0,
+            taken: 0,
+            taken_by: vec![Cell::new(0); n],
+            lens: vec![0; n],
+            reach: Reach::default(),
+            scratch: Vec::new(),
+        })
     }
 
     /// What tells that `peer` has read blocks.
@@ -111,8 +128,11 @@ impl Windows {
 
     /// Whether `peer` has read what the next slot to fill still holds.
     pub fn has_room(&self, peer: usize) -> bool {
-        let position = self.taken_by(peer).position.load(Ordering::Acquire);
-        reached(position, self.posted.wrapping_add(1).wrapping_sub(SLOTS))
+        let (known, goal) = (&self.taken_by[peer], self.posted.wrapping_add(1).wrapping_sub(SLOTS));
+        if !reached(known.get(), goal) {
+            known.set(self.taken_by(peer).position.load(Ordering::Acquire));
+        }
+        reached(known.get(), goal)
     }
 
     /// Whether `peer` has posted the next block to read.
@@ -135,22 +155,27 @@ impl Windows {
         unsafe { from.read() }
     }
 
-    /// The next block of `peer`; call only once it is there.
-    pub fn block(&self, peer: usize, len: usize) -> &[u8] {
+    /// Says how many bytes the next block of `peer` has.
+    ///
+    /// # Panics
+    /// If those are more than a block can have.
+    pub fn set_len(&mut self, peer: usize, len: usize) {
         assert!(len <= BLOCK);
-        // SAFETY: `len` bytes of the window of `peer`, which has posted the block and leaves it alone until this rank has taken it, for
-        // which `self` must be borrowed mutably.
-        unsafe { std::slice::from_raw_parts(self.all[peer].block(self.taken), len) }
+        self.lens[peer] = len;
     }
 
-    /// The next blocks of all members, `lens` bytes long, together with the next slot to fill; call only once all are there and all have room.
-    pub fn blocks_and_slot(&mut self, lens: &[usize], slot_len: usize) -> (Vec<&[u8]>, &mut [u8]) {
-        assert!(self.posted != self.taken && self.posted.wrapping_sub(self.taken) < SLOTS && slot_len <= BLOCK);
+    /// The next blocks of all members; call only once all are there and have been given their lengths.
+    pub fn blocks(&self) -> Blocks<'_> {
+        Blocks(self)
+    }
+
+    /// As [`Windows::blocks`], together with the next slot to fill; call only once all have room.
+    pub fn blocks_and_slot(&mut self, len: usize) -> (Blocks<'_>, &mut [u8]) {
+        assert!(self.posted != self.taken && self.posted.wrapping_sub(self.taken) < SLOTS && len <= BLOCK);
         let slot = self.all[self.me].block(self.posted);
         // SAFETY: as in `slot`. The slot is another than those of the blocks, which lie less than `SLOTS` rounds behind.
-        let slot = unsafe { std::slice::from_raw_parts_mut(slot, slot_len) };
-        let this = &*self;
-        (lens.iter().enumerate().map(|(peer, len)| this.block(peer, *len)).collect(), slot)
+        let slot = unsafe { std::slice::from_raw_parts_mut(slot, len) };
+        (Blocks(self), slot)
     }
 
     /// Shows the slot to the others as this rank's next block.
@@ -166,6 +191,26 @@ impl Windows {
     pub fn take(&mut self) {
         self.taken = self.taken.wrapping_add(1);
         self.all[self.me].control().taken.publish(self.taken);
+    }
+}
+
+/// A block of every member, in group order.
+#[derive(Clone, Copy)]
+pub struct Blocks<'a>(&'a Windows);
+
+impl<'a> Blocks<'a> {
+    /// The block of member `peer`.
+    pub fn of(self, peer: usize) -> &'a [u8] {
+        let Self(windows) = self;
+        let from = windows.all[peer].block(windows.taken);
+        // SAFETY: as many bytes of the window of `peer` as a block can have at most. It has posted the block, as whoever asked for the blocks
+        // made sure, and leaves it alone until this rank has taken it, for which `windows` must be borrowed mutably.
+        unsafe { std::slice::from_raw_parts(from, windows.lens[peer]) }
+    }
+
+    /// All of them.
+    pub fn iter(self) -> impl Iterator<Item = &'a [u8]> {
+        (0..self.0.all.len()).map(move |peer| self.of(peer))
     }
 }
 
@@ -198,10 +243,11 @@ mod tests {
             b.post(&header);
         }
         assert!(!a.has_room(1) && b.has_block(0));
-        assert_eq!((b.header(0), b.block(0, 1)), (header, &[0][..]));
+        b.set_len(0, 1);
+        assert_eq!((b.header(0), b.blocks().of(0)), (header, &[0][..]));
         b.take();
         assert!(a.has_room(1));
-        assert_eq!(b.block(0, 1), [1]);
+        assert_eq!(b.blocks().of(0), [1]);
     }
 
     #[test]
@@ -209,6 +255,7 @@ mod tests {
         let [mut a, mut b] = pair();
         for windows in [&mut a, &mut b] {
             (windows.posted, windows.taken) = (u32::MAX - 1, u32::MAX - 1);
+            windows.taken_by.iter().for_each(|taken| taken.set(u32::MAX - 1));
             windows.all[windows.me].control().posted.publish(u32::MAX - 1);
             windows.all[windows.me].control().taken.publish(u32::MAX - 1);
         }
