@@ -142,10 +142,10 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     }
 
     /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the beginning of `block`. Its unfinished sums, of
-    /// `kept` panels, are at `sums`.
+    /// `kept` panels, are at `sums`. These are this thread's until all is computed, so nothing is given while it may draw another item.
     fn halve(&self, part: &mut Part, block: usize, sums: *mut f32, kept: usize) {
         let strips = part.rows.len().div_ceil(K::MR);
-        if strips < LEAST_STRIPS {
+        if strips < LEAST_STRIPS || self.next.load(Ordering::Relaxed) < self.plan.items() {
             return;
         }
         let first = strips.div_ceil(2) * K::MR;
