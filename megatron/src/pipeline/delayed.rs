@@ -202,7 +202,7 @@ impl Stage {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ChunkCosts, gpipe, interleaved, one_f_one_b, render};
+    use super::super::{ChunkCosts, forward_only, gpipe, interleaved, one_f_one_b, render};
     use super::*;
 
     fn chunk(forward: u64, input_gradients: u64, weight_gradients: u64) -> ChunkCosts {
@@ -254,33 +254,136 @@ mod tests {
         all
     }
 
+    /// The passes of a stage without those of weight gradients.
+    fn skeleton(schedule: &Schedule) -> Vec<Vec<Compute>> {
+        let mut orders = schedule.orders();
+        for order in &mut orders {
+            order.retain(|c| c.pass != Pass::WeightGradients);
+            order.iter_mut().filter(|c| c.pass == Pass::InputGradients).for_each(|c| c.pass = Pass::Backward);
+        }
+        orders
+    }
+
     #[test]
-    fn explore() {
+    fn every_small_schedule_stays_complete_and_keeps_the_order_of_its_passes() {
         for (name, schedule) in all_small() {
-            if !(name.ends_with(" 8")) {
-                continue;
-            }
-            for (i, costs) in some_costs(&schedule).into_iter().enumerate() {
-                let orders = schedule.orders();
-                let limit = orders.iter().enumerate().map(|(s, o)| most_activations(s, o, &costs)).max().unwrap();
-                let whole = simulate(&schedule, &costs).unwrap().makespan;
-                let spans: Vec<u64> =
-                    POLICIES.iter().map(|p| place(&orders, schedule.num_chunks, &costs, limit, *p).makespan).collect();
-                let free: Vec<u64> = POLICIES
-                    .iter()
-                    .map(|p| place(&orders, schedule.num_chunks, &costs, u64::MAX / 2, *p).makespan)
-                    .collect();
-                println!("{name} costs {i}: whole {whole} {spans:?} unlimited {free:?}");
+            for costs in some_costs(&schedule) {
+                let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+                // Every weight gradient once, after its input gradients, in the order of microbatches; and no deadlock.
+                for delayed in [delayed.receiving_early(), delayed.clone()] {
+                    simulate(&delayed, &costs).unwrap_or_else(|e| panic!("{name} {costs:?}: {e}"));
+                }
+                assert_eq!(skeleton(&delayed), schedule.orders(), "{name} {costs:?}");
             }
         }
-        let s = one_f_one_b(4, 8).unwrap();
-        let c = even(&s, chunk(1, 1, 1));
-        println!("{}", render(&simulate(&delay_weight_gradients(&s, &c).unwrap(), &c).unwrap()));
-        let s = interleaved(2, 3, 8).unwrap();
+    }
+
+    #[test]
+    fn no_step_becomes_longer_and_most_that_have_a_bubble_become_shorter() {
+        let (mut shorter, mut all) = (0, 0);
+        for (name, schedule) in all_small() {
+            for costs in some_costs(&schedule) {
+                let makespan = |schedule: &Schedule| simulate(schedule, &costs).unwrap().makespan;
+                let before = makespan(&schedule);
+                let after = makespan(&delay_weight_gradients(&schedule, &costs).unwrap());
+                let at_once = place(&schedule.orders(), schedule.num_chunks, &costs, u64::MAX, Policy::AtOnce).makespan;
+                assert!(after <= at_once && at_once <= before, "{name} {costs:?}: {after}, {at_once}, {before}");
+                (shorter, all) = (shorter + usize::from(after < before), all + usize::from(schedule.pp() > 1));
+            }
+        }
+        assert!(shorter > all * 2 / 3, "{shorter} of {all}");
+    }
+
+    /// Largest memory of a stage's activations and operands over its passes.
+    fn most_held(stage: usize, order: &[Compute], costs: &Costs) -> u64 {
+        let (mut held, mut most) = (0, 0);
+        for c in order {
+            let of = costs.of(stage, c.chunk);
+            match c.pass {
+                Pass::Forward => held += of.activations,
+                Pass::Backward => held -= of.activations,
+                Pass::InputGradients => held = held + of.operands - of.activations,
+                Pass::WeightGradients => held -= of.operands,
+            }
+            most = most.max(held);
+        }
+        most
+    }
+
+    #[test]
+    fn no_stage_holds_more_than_the_fullest_one_keeps_in_activations_anyway() {
+        for (name, schedule) in all_small() {
+            for costs in some_costs(&schedule) {
+                let most = |schedule: &Schedule| {
+                    let orders = schedule.orders();
+                    orders.iter().enumerate().map(|(stage, order)| most_held(stage, order, &costs)).max().unwrap()
+                };
+                let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+                assert!(most(&delayed) <= most(&schedule), "{name} {costs:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn under_full_recompute_a_stage_owes_one_pass_at_most() {
+        for (name, schedule) in all_small() {
+            // Next to nothing is kept for backward, and everything for the weights.
+            let costs = even(&schedule, ChunkCosts { activations: 0, operands: 16, ..chunk(2, 5, 2) });
+            let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
+            assert!(report.peak_owed.iter().all(|owed| *owed <= 1), "{name}: {:?}", report.peak_owed);
+        }
+    }
+
+    #[test]
+    fn one_f_one_b_becomes_zb_h1() {
+        for (pp, m) in [(2, 4), (4, 8), (5, 12), (8, 32)] {
+            for (f, b, w) in [(1, 1, 1), (5, 6, 4), (10, 11, 10)] {
+                let schedule = one_f_one_b(pp, m).unwrap();
+                let costs = even(&schedule, chunk(f, b, w));
+                let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
+                // Qi et al. 2023, table 1: 1F1B waits for (pp − 1)(F + B + W), ZB-H1 for (pp − 1)(F + B − W).
+                let bubble = (pp as u64 - 1) * (f + b - w);
+                assert_eq!(report.makespan, m as u64 * (f + b + w) + bubble, "pp {pp} m {m} f {f} b {b} w {w}");
+                // §2.3: no more than the first stage of 1F1B has in flight.
+                let held = (0..pp).map(|p| report.peak_in_flight[p].max(report.peak_owed[p]));
+                assert!(held.max().unwrap() <= pp, "{report:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn weight_gradients_fill_gaps_and_the_end_in_the_order_of_backwards() {
+        let schedule = one_f_one_b(2, 3).unwrap();
+        let costs = even(&schedule, chunk(1, 1, 1));
+        let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+        assert_eq!(
+            render(&simulate(&delayed, &costs).unwrap()),
+            "stage 0 |a0|a1|  |A0   |a2|A1   |A2   |\n\
+             stage 1    |a0|A0|a1|A1|w0|a2|A2|w1|w2|\n"
+        );
+    }
+
+    #[test]
+    fn backwards_without_weights_to_delay_stay_whole() {
+        let schedule = one_f_one_b(2, 4).unwrap();
         let head = ChunkCosts { forward: 5, ..ChunkCosts::default() };
-        let l = chunk(2, 3, 2);
-        let c = Costs::new(2, vec![l + l, l, l, l, l, head]).unwrap();
-        println!("{}", render(&simulate(&s, &c).unwrap()));
-        println!("{}", render(&simulate(&delay_weight_gradients(&s, &c).unwrap(), &c).unwrap()));
+        let costs = Costs::new(2, vec![chunk(2, 2, 2), head]).unwrap();
+        let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+        assert!(delayed.orders()[1].iter().all(|c| matches!(c.pass, Pass::Forward | Pass::Backward)));
+    }
+
+    #[test]
+    fn schedules_without_whole_backwards_are_refused() {
+        let forward_only = forward_only(2, 1, 2).unwrap();
+        let schedule = one_f_one_b(2, 2).unwrap();
+        let costs = even(&schedule, chunk(1, 1, 1));
+        let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+        for schedule in [forward_only, delayed] {
+            let text = delay_weight_gradients(&schedule, &costs).expect_err("must be refused").to_string();
+            assert!(text.contains("only schedules with whole backwards"), "{text}");
+        }
+        let text =
+            delay_weight_gradients(&one_f_one_b(3, 2).unwrap(), &costs).expect_err("must be refused").to_string();
+        assert!(text.contains("costs of 2 stages"), "{text}");
     }
 }

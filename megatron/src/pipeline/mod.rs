@@ -7,6 +7,7 @@
 mod chunk;
 mod costs;
 mod delayed;
+mod drawing;
 mod engine;
 mod generators;
 mod messages;
@@ -17,8 +18,9 @@ mod simulator;
 pub use chunk::{Chunk, ChunkOutput, SavedChunk};
 pub use costs::{ChunkCosts, Costs};
 pub use delayed::delay_weight_gradients;
+pub use drawing::render;
 pub use engine::{GradientListener, Losses, Stage};
 pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
 pub use partition::partition;
 pub use schedule::{Action, Pass, Payload, Schedule};
-pub use simulator::{Report, Slot, render, simulate};
+pub use simulator::{Report, Slot, simulate};

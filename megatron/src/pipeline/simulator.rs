@@ -287,45 +287,6 @@ impl Stage {
     }
 }
 
-/// Draws a report: a line per stage, time to the right. A forward is the letter of its chunk and its microbatch (`a0`, `b0`
-/// …), a backward or its input gradients the same with a capital letter (`A0`), weight gradients `w0` (`wa0`, `wb0` … where there are
-/// several chunks); blanks are the bubble.
-pub fn render(report: &Report) -> String {
-    let several = report.timeline.iter().flatten().any(|slot| slot.chunk > 0);
-    let slots = || report.timeline.iter().flatten();
-    let unit = slots().fold(report.makespan, |unit, slot| gcd(gcd(unit, slot.start), slot.end)).max(1);
-    let label = |slot: &Slot| {
-        let letter = char::from(b'a' + (slot.chunk % 26) as u8);
-        match slot.pass {
-            Pass::Forward => format!("{letter}{}", slot.microbatch),
-            Pass::Backward | Pass::InputGradients => format!("{}{}", letter.to_ascii_uppercase(), slot.microbatch),
-            Pass::WeightGradients if several => format!("w{letter}{}", slot.microbatch),
-            Pass::WeightGradients => format!("w{}", slot.microbatch),
-        }
-    };
-    let cell = slots().map(|slot| label(slot).len() + 1).max().unwrap_or(1); // with the bar that ends it
-    let column = |time: u64| (time / unit) as usize * cell;
-    let mut text = String::new();
-    for (stage, slots) in report.timeline.iter().enumerate() {
-        let mut line = vec![b' '; column(report.makespan) + 1];
-        for slot in slots {
-            let (start, end) = (column(slot.start), column(slot.end));
-            (line[start], line[end]) = (b'|', b'|');
-            let label = label(slot);
-            if end > start {
-                line[start + 1..=start + label.len()].copy_from_slice(label.as_bytes());
-            }
-        }
-        let line: String = line.into_iter().map(char::from).collect();
-        text.push_str(&format!("stage {stage} {}\n", line.trim_end()));
-    }
-    text
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::{ChunkCosts, forward_only, gpipe, interleaved, one_f_one_b};
@@ -485,6 +446,42 @@ mod tests {
         assert!(refusal(&schedule).contains("comes before its forward"));
     }
 
+    /// A stage's order of passes on one chunk: `F0`, `B0` whole, `I0` and `W0` in halves.
+    fn of_passes(order: &str) -> Schedule {
+        let pass = |word: &str| Compute {
+            pass: match &word[..1] {
+                "F" => Pass::Forward,
+                "B" => Pass::Backward,
+                "I" => Pass::InputGradients,
+                _ => Pass::WeightGradients,
+            },
+            microbatch: word[1..].parse().unwrap(),
+            chunk: 0,
+        };
+        let order: Vec<_> = order.split(' ').map(pass).collect();
+        let m = order.iter().map(|c| c.microbatch + 1).max().unwrap();
+        Schedule::with_messages(&[order], m, 1)
+    }
+
+    #[test]
+    fn weight_gradients_come_once_after_their_input_gradients_and_in_microbatch_order() {
+        let halves = of_passes("F0 F1 I0 I1 W0 W1");
+        assert_eq!(simulate(&halves, &even(&halves, 1, 2)).unwrap().peak_owed, [2]);
+        for (order, why) in [
+            ("F0 W0 I0", "comes before its input gradients"),
+            ("F0 I0 W0 W0", "runs a second time"),
+            ("F0 B0 W0", "runs a second time"),
+            ("F0 I0", "never runs the weight gradients of microbatch 0"),
+            ("F0 F1 I0 I1 W1 W0", "gradients sum in one order"),
+            ("F0 F1 I1 I0 W0 W1", "gradients sum in one order"),
+            // A whole backward sums the weights', too, before which the first's are to come.
+            ("F0 F1 I0 B1 W0", "gradients sum in one order"),
+        ] {
+            let text = refusal(&of_passes(order));
+            assert!(text.contains(why), "{order}: {text}");
+        }
+    }
+
     #[test]
     fn messages_to_and_from_the_wrong_stage_are_rejected() {
         let mut schedule = gpipe(3, 1).unwrap();
@@ -520,34 +517,5 @@ mod tests {
         let mut schedule = gpipe(1, 1).unwrap();
         schedule.stages[0].push(Action::Forward { microbatch: 1, chunk: 0 });
         assert!(refusal(&schedule).contains("outside of 1 microbatches"));
-    }
-
-    #[test]
-    fn a_rendering_shows_passes_in_proportion_to_their_cost() {
-        let schedule = one_f_one_b(2, 2).unwrap();
-        let report = simulate(&schedule, &even(&schedule, 10, 20)).unwrap();
-        assert_eq!(
-            render(&report),
-            "stage 0 |a0|a1|     |A0   |  |A1   |\n\
-             stage 1    |a0|A0   |a1|A1   |\n"
-        );
-    }
-
-    #[test]
-    fn the_drawings_in_the_documentation_are_those_of_the_generators() {
-        let page = include_str!("../../../docs/pipeline.md");
-        for (name, schedule) in [
-            ("gpipe", gpipe(4, 4)),
-            ("1f1b", one_f_one_b(4, 4)),
-            ("interleaved", interleaved(4, 2, 4)),
-            ("forward only", forward_only(4, 1, 4)),
-        ] {
-            let schedule = schedule.unwrap();
-            let drawing = render(&simulate(&schedule, &even(&schedule, 1, 2)).unwrap());
-            assert!(
-                page.contains(&format!("```text\n{drawing}```\n")),
-                "docs/pipeline.md draws {name} otherwise than\n{drawing}"
-            );
-        }
     }
 }
