@@ -20,17 +20,13 @@ fn both_refuse(site: &Site, flags: &[&str], parts: &[&str]) {
 #[test]
 fn sizes_that_do_not_divide() {
     let site = Site::new();
-    let cases: [(&[&str], &[&str]); 9] = [
+    let cases: [(&[&str], &[&str]); 8] = [
         (&["--num-attention-heads=5"], &["num_attention_heads = 5 (--num-attention-heads)", "32 mod 5 = 2"]),
         (&["--num-query-groups=1"], &["num_query_groups = 1", "tensor_model_parallel_size = 2 (run.toml:"]),
         (&["--global-batch-size=7"], &["global_batch_size = 7", "7 mod 2 = 1"]),
         (&["--num-layers=1"], &["num_layers = 1 (--num-layers)"]),
         (&["--num-layers-per-virtual-pipeline-stage=3"], &["num_layers_per_virtual_pipeline_stage = 3"]),
         (&["--pipeline-partition=1,2"], &["pipeline_partition = 1,2", "num_layers = 4"]),
-        (
-            &["--pipeline-model-parallel-size=1", "--delay-wgrad-compute"],
-            &["delay_wgrad_compute = true (--delay-wgrad-compute) changes nothing", "pipeline_model_parallel_size = 1"],
-        ),
         (&["--ffn-hidden-size=33"], &["ffn_hidden_size = 33", "33 mod 2 = 1"]),
         (&["--make-vocab-size-divisible-by=0"], &["make_vocab_size_divisible_by = 0", "at least 1"]),
     ];
