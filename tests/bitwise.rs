@@ -2,7 +2,7 @@
 
 use kernels::trace::Recorder;
 use megatron::comm::CommOptions;
-use megatron::config::{Recompute, RecomputeMethod, RunConfig, ScheduleKind};
+use megatron::config::{PartitionMethod, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
 use system_tests::{
     Run, Style, Tokens, interleave, layout, on_ranks_with, sources, tiny, train, train_overlapping, trainer,
 };
@@ -41,6 +41,114 @@ fn pipelines_of_any_depth_and_schedule() {
             same_bits(&format!("{name} gpipe pp {pp}"), &gpipe, &plain);
         }
     });
+}
+
+/// `config`, with gradients of weights apart from those of inputs.
+fn delayed(mut config: RunConfig) -> RunConfig {
+    config.parallel.delay_wgrad_compute = true;
+    config
+}
+
+/// `config` under every schedule that it can have.
+fn under_all_schedules(config: &RunConfig, v: usize) -> [(&'static str, RunConfig); 3] {
+    let mut gpipe = config.clone();
+    gpipe.parallel.schedule = ScheduleKind::Gpipe;
+    [("1f1b", config.clone()), ("interleaved", interleave(config.clone(), v)), ("gpipe", gpipe)]
+}
+
+#[test]
+fn delayed_weight_gradients_under_every_schedule() {
+    for_both(|name, plain| {
+        for (dp, tp, pp) in [(1, 1, 2), (1, 1, 4), (2, 2, 2)] {
+            let mut plain = layout(plain.clone(), dp, tp, 1);
+            plain.parallel.sequence_parallel = true;
+            let cut = layout(plain.clone(), dp, tp, pp);
+            for (schedule, cut) in under_all_schedules(&cut, 2) {
+                same_bits(&format!("{name} {dp}·{tp}·{pp} {schedule}"), &delayed(cut), &plain);
+            }
+        }
+    });
+}
+
+#[test]
+fn delayed_weight_gradients_with_tied_and_untied_uneven_stages() {
+    for style in [Style::Gpt2, Style::Llama] {
+        for untied in [false, true] {
+            let mut plain = tiny(style, 0.1);
+            plain.model.untie_embeddings_and_output_weights = untied;
+            let mut cut = interleave(layout(plain.clone(), 1, 1, 2), 3);
+            cut.parallel.partition = PartitionMethod::Explicit(vec![2, 1, 2, 1, 2, 0]);
+            same_bits(&format!("{style:?} untied {untied}"), &delayed(cut), &plain);
+        }
+    }
+}
+
+#[test]
+fn delayed_weight_gradients_with_zero_1_and_overlap() {
+    for_both(|name, plain| {
+        let plain = layout(plain, 2, 1, 2);
+        for (schedule, cut) in under_all_schedules(&plain, 2) {
+            for (zero, bucket_size) in [(false, 1000), (true, 1000), (true, 1)] {
+                let mut cut = delayed(cut.clone());
+                cut.parallel.use_distributed_optimizer = zero;
+                cut.parallel.bucket_size = bucket_size;
+                cut.parallel.overlap_grad_reduce = true;
+                same_bits(&format!("{name} {schedule} zero {zero} bucket {bucket_size}"), &cut, &plain);
+            }
+        }
+    });
+}
+
+#[test]
+fn delayed_weight_gradients_with_recompute_and_early_receives() {
+    for_both(|name, plain| {
+        let plain = layout(plain, 1, 2, 2);
+        for (schedule, cut) in under_all_schedules(&plain, 2) {
+            for recompute in [
+                Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 3 },
+                Recompute::Full { method: RecomputeMethod::Block, num_layers: 1 },
+                Recompute::Selective,
+            ] {
+                let mut cut = delayed(cut.clone());
+                cut.training.recompute = recompute;
+                let what = format!("{name} {schedule} {recompute:?}");
+                let expected = train(&plain, STEPS).unwrap();
+                same_runs(&what, &train(&cut, STEPS).unwrap(), &expected);
+                same_runs(&format!("{what}, early"), &train_overlapping(&cut, STEPS).unwrap(), &expected);
+            }
+        }
+    });
+}
+
+/// Spans of a step by rank, as letters of `letter`.
+fn spans(config: &RunConfig, letter: impl Fn(&str) -> Option<char> + Sync) -> Vec<String> {
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let ranks = on_ranks_with(config.parallel.world_size(), CommOptions::default(), |world| {
+        let mut trainer = trainer(config, world, &data)?;
+        let recorder = Recorder::new();
+        let entered = recorder.enter("rank");
+        trainer.step()?;
+        drop(entered);
+        Ok(recorder.take().iter().filter(|e| e.thread == 0).filter_map(|e| letter(e.name)).collect())
+    });
+    ranks.unwrap()
+}
+
+/// Forwards, backwards, input gradients and weight gradients of a rank, and the products within them.
+#[test]
+fn delayed_weight_gradients_run_apart() {
+    let mut config = delayed(layout(tiny(Style::Llama, 0.0), 1, 1, 2));
+    (config.model.num_layers, config.training.global_batch_size) = (2, 2);
+    let ranks = spans(&config, |name| match name {
+        "forward" => Some('F'),
+        "backward" => Some('B'),
+        "input gradients" => Some('I'),
+        "weight gradients" => Some('W'),
+        "linear_wgrad" => Some('.'),
+        _ => None,
+    });
+    // A layer has four matrices; the output matrix's gradient is part of the last stage's forward.
+    assert_eq!(ranks, ["FFB....B....", "F.IF.IW....W...."]);
 }
 
 #[test]

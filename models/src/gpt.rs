@@ -9,7 +9,7 @@ use kernels::attention::{RopeTable, rope_frequencies};
 use megatron::Result;
 use megatron::config::{ModelConfig, PositionEmbedding, Recompute};
 use megatron::params::{ParamSpec, ParamsBuilder};
-use megatron::pipeline::Chunk;
+use megatron::pipeline::{Chunk, ChunkCosts};
 use megatron::tensor_parallel::{
     AttentionSpec, BlockSpec, Embedding, Head, Layer, MlpSpec, NormSpec, TransformerLayer, VocabSpec,
 };
@@ -146,6 +146,33 @@ impl ModelBuilder for Gpt {
 
     fn flops(&self) -> (Vec<u64>, u64) {
         (vec![self.config.layer_flops(); self.config.num_layers], self.config.head_flops())
+    }
+
+    fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts) {
+        let c = &self.config;
+        let (h, f, d) = (c.hidden_size, c.ffn_hidden_size, c.head_dim);
+        let (q, kv) = (c.num_attention_heads * d, c.num_query_groups * d);
+        let fc1 = if c.swiglu { 2 * f } else { f };
+        let selective = self.recompute == Recompute::Selective;
+        let (attention, all) = (c.attention_flops(), c.layer_flops());
+        // Backward of attention has five products (scores again, and two gradients of each of two) for the two of forward.
+        let again = if selective { attention } else { 0 };
+        let tp = self.block.attention.tp;
+        // The stream and what was normalized of it, twice; QKV, attention, both sides of the activation function.
+        let stream = if self.sequence_parallel { 4 * h / tp } else { 4 * h };
+        let recomputed = if selective { q + f } else { 0 };
+        let activations = stream + (2 * q + 2 * kv + fc1 + f - recomputed) / tp;
+        // Gradients of the four products, and their inputs: whole where the stream is cut along the sequence.
+        let operands = 4 * h + (2 * q + 2 * kv + fc1 + f) / tp;
+        let layer = ChunkCosts {
+            forward: all,
+            input_gradients: all - attention + attention * 5 / 2 + again,
+            weight_gradients: all - attention,
+            activations: activations as u64,
+            operands: operands as u64,
+        };
+        let head = ChunkCosts { forward: 3 * c.head_flops(), ..ChunkCosts::default() };
+        (vec![layer; c.num_layers], head)
     }
 
     fn tied(&self) -> bool {

@@ -116,6 +116,7 @@ fn single() -> ParallelConfig {
         data_parallel_size: 1,
         virtual_pipeline_size: 1,
         schedule: ScheduleKind::OneFOneB,
+        delay_wgrad_compute: false,
         partition: PartitionMethod::Uniform,
         sequence_parallel: false,
         use_distributed_optimizer: false,

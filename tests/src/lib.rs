@@ -57,6 +57,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             data_parallel_size: 1,
             virtual_pipeline_size: 1,
             schedule: ScheduleKind::OneFOneB,
+            delay_wgrad_compute: false,
             partition: PartitionMethod::Uniform,
             sequence_parallel: false,
             use_distributed_optimizer: false,

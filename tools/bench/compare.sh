@@ -64,9 +64,9 @@ for preset in $presets; do for dtype in $dtypes; do
     # Samples of a step of one rank, there and here.
     case $preset in gpt2-124m) micro=2 ;; *) micro=8 ;; esac
     # The output matrix weighs as much as two layers of the small presets: stage 0 gets four of six, in chunks of one or two.
-    stages=(--pipeline-partition flops)
+    stages=(--pipeline-partition flops --delay-wgrad-compute)
     if [ "$preset" != gpt2-124m ] && [ "$ranks" = 2 ]; then
-        stages=(--pipeline-partition 2,1,1,1,1,0 --num-layers-per-virtual-pipeline-stage 1)
+        stages=(--pipeline-partition 2,1,1,1,1,0 --num-layers-per-virtual-pipeline-stage 1 --delay-wgrad-compute)
     fi
     for _ in $(seq "$rounds"); do
         key="$preset|$dtype|1 × $threads"

@@ -154,7 +154,12 @@ impl ModelConfig {
         let (h, f, d) = (self.hidden_size, self.ffn_hidden_size, self.head_dim);
         let (q, kv) = (self.num_attention_heads * d, self.num_query_groups * d);
         let mlp = if self.swiglu { 3 } else { 2 };
-        (h * (q + 2 * kv) + q * h + mlp * h * f + self.seq_length * q) as u64
+        (h * (q + 2 * kv) + q * h + mlp * h * f) as u64 + self.attention_flops()
+    }
+
+    /// Those of them that are attention's own: scores and weighted values.
+    pub fn attention_flops(&self) -> u64 {
+        (self.seq_length * self.num_attention_heads * self.head_dim) as u64
     }
 
     /// Multiplications of the output matrix's forward pass for a token.

@@ -43,6 +43,8 @@ pub struct ParallelConfig {
     /// v: virtual stages (chunks) per stage; 1 unless interleaved.
     pub virtual_pipeline_size: usize,
     pub schedule: ScheduleKind,
+    /// Stages compute gradients of weights where they would wait (Qi et al. 2023).
+    pub delay_wgrad_compute: bool,
     pub partition: PartitionMethod,
     /// Activations between tensor-parallel regions are cut along the sequence (Korthikanti et al. 2022).
     pub sequence_parallel: bool,

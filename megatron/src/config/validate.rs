@@ -244,6 +244,13 @@ impl Check<'_> {
                 c.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size)
             )
         });
+        self.require(!p.delay_wgrad_compute || p.pipeline_model_parallel_size > 1, |c| {
+            format!(
+                "{} changes nothing: it fills the time in which stages of a pipeline wait, and {}; leave it out",
+                c.cite("delay_wgrad_compute", true),
+                c.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size)
+            )
+        });
     }
 
     fn layers(&mut self, p: &ParallelConfig, num_layers: usize, num_virtual_stages: usize) {

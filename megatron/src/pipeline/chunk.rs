@@ -131,7 +131,7 @@ impl Chunk {
     }
 
     /// Runs the chunk backward. `dy`: the next stage's gradient; `None` on the last virtual stage. `ready` learns of
-    /// parameters as soon as this pass adds nothing more to their gradients. Returns the gradient of the input
+    /// parameters as soon as this pass adds nothing more to their gradients, except what it leaves to `ctx.later`. Returns the gradient of the input
     /// (`None` on the first virtual stage).
     ///
     /// # Errors

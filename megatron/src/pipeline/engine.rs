@@ -11,7 +11,7 @@ use super::schedule::{Action, Payload, Schedule};
 use crate::comm::{Group, Work};
 use crate::data::MicroBatch;
 use crate::params::{ParamId, ParamStore};
-use crate::tensor_parallel::{Ctx, Phase, TensorParallel};
+use crate::tensor_parallel::{Ctx, Phase, TensorParallel, WeightGradients};
 use crate::{Error, Result};
 
 /// What stays the same over all steps of a run.
@@ -35,6 +35,13 @@ pub trait GradientListener {
 
 type Key = (usize, usize); // microbatch, chunk
 
+/// What input gradients leave to weight gradients.
+struct Owed {
+    products: WeightGradients,
+    /// Parameters that these complete.
+    completes: Vec<ParamId>,
+}
+
 impl Stage {
     /// The surroundings of one microbatch.
     pub fn ctx<'a>(&'a self, batch: &'a MicroBatch, phase: Phase, loss_factor: f64) -> Ctx<'a> {
@@ -49,6 +56,7 @@ impl Stage {
             phase,
             seed: self.seed,
             loss_factor,
+            later: None,
         }
     }
 
@@ -73,6 +81,7 @@ impl Stage {
         let mut received: HashMap<(Payload, Key), (Tensor, Work)> = HashMap::new();
         let mut outgoing: HashMap<(Payload, Key), Tensor> = HashMap::new();
         let mut saved: HashMap<Key, SavedChunk> = HashMap::new();
+        let mut owed: HashMap<Key, Owed> = HashMap::new();
         let mut sends: Vec<Work> = Vec::new();
         let mut losses = Losses(vec![None; batches.len()]);
         let last = batches.len() - 1;
@@ -105,18 +114,37 @@ impl Stage {
                         saved.insert((microbatch, chunk), kept);
                     }
                 }
-                Action::Backward { microbatch, chunk } => {
-                    let ctx = self.ctx(&batches[microbatch], phase, loss_factor);
+                Action::Backward { microbatch, chunk } | Action::InputGradients { microbatch, chunk } => {
+                    let whole = matches!(action, Action::Backward { .. });
+                    let products = WeightGradients::default();
+                    let later = (!whole).then_some(&products);
+                    let ctx = Ctx { later, ..self.ctx(&batches[microbatch], phase, loss_factor) };
                     let dy = arrive(&mut received, Payload::Gradient, (microbatch, chunk))?;
                     let kept = take(&mut saved, (microbatch, chunk), "activations")?;
-                    let _span = span("backward", Kind::Phase).at(microbatch, chunk);
+                    let name = if whole { "backward" } else { "input gradients" };
+                    let _span = span(name, Kind::Phase).at(microbatch, chunk);
                     // Backwards of a chunk come in order of microbatches, so the last one completes the gradients.
+                    let mut completes = Vec::new();
                     let mut ready = |params: &[ParamId]| {
-                        if microbatch == last { gradients.ready(params, &self.params) } else { Ok(()) }
+                        if microbatch != last {
+                            return Ok(());
+                        }
+                        let (owing, complete): (Vec<_>, Vec<_>) = params.iter().partition(|id| products.owes(**id));
+                        completes.extend(owing);
+                        gradients.ready(&complete, &self.params)
                     };
                     if let Some(dx) = self.chunks[chunk].backward(dy, kept, &ctx, &mut ready)? {
                         outgoing.insert((Payload::Gradient, (microbatch, chunk)), dx);
                     }
+                    if !whole {
+                        owed.insert((microbatch, chunk), Owed { products, completes });
+                    }
+                }
+                Action::WeightGradients { microbatch, chunk } => {
+                    let Owed { products, completes } = take(&mut owed, (microbatch, chunk), "weight gradients")?;
+                    let _span = span("weight gradients", Kind::Phase).at(microbatch, chunk);
+                    products.compute(&self.params)?;
+                    gradients.ready(&completes, &self.params)?;
                 }
             }
         }

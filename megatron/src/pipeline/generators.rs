@@ -106,10 +106,7 @@ fn nth(pass: Pass, k: usize, pp: usize, v: usize, m: usize) -> Compute {
     Compute {
         pass,
         microbatch: first + within % group,
-        chunk: match pass {
-            Pass::Forward => chunk,
-            Pass::Backward => v - 1 - chunk,
-        },
+        chunk: if pass == Pass::Forward { chunk } else { v - 1 - chunk },
     }
 }
 
@@ -136,7 +133,7 @@ mod tests {
         let words = schedule.stages[stage].iter().filter_map(|action| match action {
             Action::Forward { microbatch, chunk } => Some(format!("F{microbatch}{}", letter(*chunk))),
             Action::Backward { microbatch, chunk } => Some(format!("B{microbatch}{}", letter(*chunk))),
-            Action::Send { .. } | Action::Recv { .. } => None,
+            _ => None,
         });
         words.collect::<Vec<_>>().join(" ")
     }

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use super::schedule::{Action, Compute, Pass, Payload, Schedule, consumer, producer};
+use super::schedule::{Action, Compute, Payload, Schedule, consumer, producer};
 
 impl Schedule {
     /// The schedule whose stages run `orders`, with receives right before their use. Where a stage uses the messages of a lane in another
@@ -19,7 +19,7 @@ impl Schedule {
     ///
     /// This is for transports on which a receive that waits holds up nothing but its own lane.
     pub fn receiving_early(&self) -> Self {
-        let orders: Vec<Vec<Compute>> = self.stages.iter().map(|actions| passes(actions)).collect();
+        let orders = self.orders();
         let needed = own_passes_needed(&orders, self.num_chunks);
         let early = |stage: usize, pass: usize| needed[stage][pass] < pass;
         Self::with_receives(&orders, self.num_microbatches, self.num_chunks, early)
@@ -36,8 +36,9 @@ impl Schedule {
         let mut lanes = Lanes::new();
         for (stage, order) in orders.iter().enumerate() {
             for c in order {
-                if let Some((to, chunk)) = consumer(pp, v, c.pass, stage, c.chunk) {
-                    lanes.entry((stage, to, c.payload())).or_default().push_back((c.microbatch, chunk));
+                let Some(what) = c.pass.payload() else { continue };
+                if let Some((to, chunk)) = consumer(pp, v, what, stage, c.chunk) {
+                    lanes.entry((stage, to, what)).or_default().push_back((c.microbatch, chunk));
                 }
             }
         }
@@ -46,36 +47,24 @@ impl Schedule {
             let actions = &mut stages[stage];
             let mut posted = HashSet::new();
             for (i, c) in order.iter().enumerate() {
-                let (what, microbatch, chunk) = (c.payload(), c.microbatch, c.chunk);
                 let next = order.get(i + 1).filter(|_| early(stage, i + 1));
                 for c in [Some(c), next].into_iter().flatten() {
-                    if let Some((from, _)) = producer(pp, v, c.pass, stage, c.chunk) {
-                        let lane = lanes.entry((from, stage, c.payload())).or_default();
-                        post(*c, from, lane, &mut posted, actions);
+                    let Some(what) = c.pass.payload() else { continue };
+                    if let Some((from, _)) = producer(pp, v, what, stage, c.chunk) {
+                        let lane = lanes.entry((from, stage, what)).or_default();
+                        post(what, *c, from, lane, &mut posted, actions);
                     }
                 }
-                actions.push(match c.pass {
-                    Pass::Forward => Action::Forward { microbatch, chunk },
-                    Pass::Backward => Action::Backward { microbatch, chunk },
-                });
-                if let Some((to, _)) = consumer(pp, v, c.pass, stage, chunk) {
-                    actions.push(Action::Send { what, microbatch, chunk, to });
+                actions.push(c.action());
+                let to = c.pass.payload().and_then(|what| Some((what, consumer(pp, v, what, stage, c.chunk)?.0)));
+                if let Some((what, to)) = to {
+                    actions.push(Action::Send { what, microbatch: c.microbatch, chunk: c.chunk, to });
                 }
             }
         }
-        let has_backward = orders.iter().flatten().any(|c| c.pass == Pass::Backward);
+        let has_backward = orders.iter().flatten().any(|c| c.pass.payload() == Some(Payload::Gradient));
         Self { stages, num_microbatches, num_chunks, has_backward }
     }
-}
-
-/// The passes among a stage's actions, in order.
-fn passes(actions: &[Action]) -> Vec<Compute> {
-    let pass = |action: &Action| match *action {
-        Action::Forward { microbatch, chunk } => Some(Compute { pass: Pass::Forward, microbatch, chunk }),
-        Action::Backward { microbatch, chunk } => Some(Compute { pass: Pass::Backward, microbatch, chunk }),
-        Action::Send { .. } | Action::Recv { .. } => None,
-    };
-    actions.iter().filter_map(pass).collect()
 }
 
 /// Messages by (from, to, payload) in the order in which they are sent: for which (microbatch, chunk) of the receiver.
@@ -83,13 +72,13 @@ type Lanes = HashMap<(usize, usize, Payload), VecDeque<(usize, usize)>>;
 
 /// Posts the receives of a lane up to that of the input of `c`, unless it is posted.
 fn post(
+    what: Payload,
     c: Compute,
     from: usize,
     lane: &mut VecDeque<(usize, usize)>,
     posted: &mut HashSet<(Payload, (usize, usize))>,
     actions: &mut Vec<Action>,
 ) {
-    let what = c.payload();
     while !posted.contains(&(what, (c.microbatch, c.chunk))) {
         let Some((microbatch, chunk)) = lane.pop_front() else { break };
         actions.push(Action::Recv { what, microbatch, chunk, from });
@@ -105,23 +94,25 @@ fn own_passes_needed(orders: &[Vec<Compute>], v: usize) -> Vec<Vec<usize>> {
     // Passes of each stage that are made, and how many of each stage (its first ones) the last of them depends on.
     let mut made = vec![0; pp];
     let mut past = vec![vec![0; pp]; pp];
-    // What the input of (pass, microbatch, stage, chunk) depends on.
-    let mut sent: HashMap<(Pass, usize, usize, usize), Vec<usize>> = HashMap::new();
+    // What the input of (microbatch, stage, chunk) depends on.
+    let mut sent: HashMap<(Payload, usize, usize, usize), Vec<usize>> = HashMap::new();
     loop {
         let mut progress = false;
         for (stage, order) in orders.iter().enumerate() {
             while let Some(c) = order.get(made[stage]) {
                 let mut own = 0;
-                if producer(pp, v, c.pass, stage, c.chunk).is_some() {
-                    let Some(input) = sent.remove(&(c.pass, c.microbatch, stage, c.chunk)) else { break };
+                let taken = c.pass.payload().filter(|what| producer(pp, v, *what, stage, c.chunk).is_some());
+                if let Some(what) = taken {
+                    let Some(input) = sent.remove(&(what, c.microbatch, stage, c.chunk)) else { break };
                     own = input[stage];
                     past[stage].iter_mut().zip(input).for_each(|(past, input)| *past = input.max(*past));
                 }
                 needed[stage][made[stage]] = own;
                 made[stage] += 1;
                 past[stage][stage] = made[stage];
-                if let Some((to, chunk)) = consumer(pp, v, c.pass, stage, c.chunk) {
-                    sent.insert((c.pass, c.microbatch, to, chunk), past[stage].clone());
+                let result = c.pass.payload().and_then(|what| Some((what, consumer(pp, v, what, stage, c.chunk)?)));
+                if let Some((what, (to, chunk))) = result {
+                    sent.insert((what, c.microbatch, to, chunk), past[stage].clone());
                 }
                 progress = true;
             }
@@ -134,7 +125,7 @@ fn own_passes_needed(orders: &[Vec<Compute>], v: usize) -> Vec<Vec<usize>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{gpipe, interleaved, one_f_one_b};
+    use super::super::{Pass, gpipe, interleaved, one_f_one_b};
     use super::*;
 
     fn forward(microbatch: usize) -> Compute {
@@ -153,6 +144,8 @@ mod tests {
             }
             Action::Forward { microbatch, chunk } => format!("F{microbatch}{}", letter(*chunk)),
             Action::Backward { microbatch, chunk } => format!("B{microbatch}{}", letter(*chunk)),
+            Action::InputGradients { microbatch, chunk } => format!("I{microbatch}{}", letter(*chunk)),
+            Action::WeightGradients { microbatch, chunk } => format!("W{microbatch}{}", letter(*chunk)),
             Action::Send { .. } => String::from(">"),
         };
         schedule.stages[stage].iter().map(word).collect::<Vec<_>>().join(" ")

@@ -8,11 +8,24 @@
 
 use std::fmt;
 
-/// A forward or backward pass of one chunk over one microbatch.
+/// A pass of one chunk over one microbatch. Backward comes whole, or as gradients of inputs and, at any later time, of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pass {
     Forward,
     Backward,
+    InputGradients,
+    WeightGradients,
+}
+
+impl Pass {
+    /// What this pass takes and makes, except at the pipeline's ends; nothing where weights are all that is left to do.
+    pub fn payload(self) -> Option<Payload> {
+        match self {
+            Self::Forward => Some(Payload::Activation),
+            Self::Backward | Self::InputGradients => Some(Payload::Gradient),
+            Self::WeightGradients => None,
+        }
+    }
 }
 
 /// What a message between stages holds.
@@ -42,6 +55,10 @@ pub enum Action {
     Forward { microbatch: usize, chunk: usize },
     /// Runs the chunk backward. Its input is the received gradient, or the loss on the last virtual stage.
     Backward { microbatch: usize, chunk: usize },
+    /// The same, but leaves the products that make gradients of weights to [`Action::WeightGradients`].
+    InputGradients { microbatch: usize, chunk: usize },
+    /// Computes the gradients that [`Action::InputGradients`] left.
+    WeightGradients { microbatch: usize, chunk: usize },
     /// Sends a result to stage `to`, without waiting.
     Send { what: Payload, microbatch: usize, chunk: usize, to: usize },
     /// Posts the receive of an input from stage `from`; the pass that takes it waits.
@@ -57,6 +74,12 @@ impl fmt::Display for Action {
         match self {
             Self::Forward { microbatch, chunk } => write!(f, "forward of microbatch {microbatch}, chunk {chunk}"),
             Self::Backward { microbatch, chunk } => write!(f, "backward of microbatch {microbatch}, chunk {chunk}"),
+            Self::InputGradients { microbatch, chunk } => {
+                write!(f, "input gradients of microbatch {microbatch}, chunk {chunk}")
+            }
+            Self::WeightGradients { microbatch, chunk } => {
+                write!(f, "weight gradients of microbatch {microbatch}, chunk {chunk}")
+            }
             Self::Send { what, microbatch, chunk, to } => {
                 write!(f, "send of the {} of microbatch {microbatch}, chunk {chunk} to stage {to}", kind(what))
             }
@@ -89,30 +112,58 @@ pub(super) struct Compute {
 }
 
 impl Compute {
-    /// What this pass takes and produces.
-    pub(super) fn payload(self) -> Payload {
-        match self.pass {
-            Pass::Forward => Payload::Activation,
-            Pass::Backward => Payload::Gradient,
+    pub(super) fn action(self) -> Action {
+        let Self { pass, microbatch, chunk } = self;
+        match pass {
+            Pass::Forward => Action::Forward { microbatch, chunk },
+            Pass::Backward => Action::Backward { microbatch, chunk },
+            Pass::InputGradients => Action::InputGradients { microbatch, chunk },
+            Pass::WeightGradients => Action::WeightGradients { microbatch, chunk },
         }
     }
 }
 
-/// Where the result of a pass of (stage, chunk) goes: the (stage, chunk) that takes it; `None` at the pipeline's end.
-pub(super) fn consumer(pp: usize, v: usize, pass: Pass, stage: usize, chunk: usize) -> Option<(usize, usize)> {
+impl Action {
+    /// The microbatch and chunk of the stage's own computation.
+    pub(super) fn key(self) -> (usize, usize) {
+        match self {
+            Self::Forward { microbatch, chunk }
+            | Self::Backward { microbatch, chunk }
+            | Self::InputGradients { microbatch, chunk }
+            | Self::WeightGradients { microbatch, chunk }
+            | Self::Send { microbatch, chunk, .. }
+            | Self::Recv { microbatch, chunk, .. } => (microbatch, chunk),
+        }
+    }
+
+    /// The pass that this is, unless it is a message.
+    pub(super) fn compute(self) -> Option<Compute> {
+        let (pass, microbatch, chunk) = match self {
+            Self::Forward { microbatch, chunk } => (Pass::Forward, microbatch, chunk),
+            Self::Backward { microbatch, chunk } => (Pass::Backward, microbatch, chunk),
+            Self::InputGradients { microbatch, chunk } => (Pass::InputGradients, microbatch, chunk),
+            Self::WeightGradients { microbatch, chunk } => (Pass::WeightGradients, microbatch, chunk),
+            Self::Send { .. } | Self::Recv { .. } => return None,
+        };
+        Some(Compute { pass, microbatch, chunk })
+    }
+}
+
+/// Where what (stage, chunk) makes goes: the (stage, chunk) that takes it; `None` at the pipeline's end.
+pub(super) fn consumer(pp: usize, v: usize, what: Payload, stage: usize, chunk: usize) -> Option<(usize, usize)> {
     let virtual_stage = chunk * pp + stage;
-    let next = match pass {
-        Pass::Forward => (virtual_stage + 1 < pp * v).then_some(virtual_stage + 1),
-        Pass::Backward => virtual_stage.checked_sub(1),
+    let next = match what {
+        Payload::Activation => (virtual_stage + 1 < pp * v).then_some(virtual_stage + 1),
+        Payload::Gradient => virtual_stage.checked_sub(1),
     }?;
     Some((next % pp, next / pp))
 }
 
-/// Where the input of a pass of (stage, chunk) comes from; `None` where it is the data or the loss.
-pub(super) fn producer(pp: usize, v: usize, pass: Pass, stage: usize, chunk: usize) -> Option<(usize, usize)> {
-    let opposite = match pass {
-        Pass::Forward => Pass::Backward,
-        Pass::Backward => Pass::Forward,
+/// Where what (stage, chunk) takes comes from; `None` where it is the data or the loss.
+pub(super) fn producer(pp: usize, v: usize, what: Payload, stage: usize, chunk: usize) -> Option<(usize, usize)> {
+    let opposite = match what {
+        Payload::Activation => Payload::Gradient,
+        Payload::Gradient => Payload::Activation,
     };
     consumer(pp, v, opposite, stage, chunk)
 }
@@ -121,6 +172,11 @@ impl Schedule {
     /// Number of stages.
     pub fn pp(&self) -> usize {
         self.stages.len()
+    }
+
+    /// The passes of each stage, in order.
+    pub(super) fn orders(&self) -> Vec<Vec<Compute>> {
+        self.stages.iter().map(|actions| actions.iter().filter_map(|action| action.compute()).collect()).collect()
     }
 
     /// Whether (stage, chunk) is the first virtual stage, which takes the data and receives no activation.
@@ -140,12 +196,12 @@ mod tests {
 
     #[test]
     fn virtual_stages_walk_the_ring_chunk_by_chunk() {
-        assert_eq!(consumer(2, 2, Pass::Forward, 0, 0), Some((1, 0)));
-        assert_eq!(consumer(2, 2, Pass::Forward, 1, 0), Some((0, 1)));
-        assert_eq!(consumer(2, 2, Pass::Forward, 1, 1), None);
-        assert_eq!(consumer(2, 2, Pass::Backward, 0, 1), Some((1, 0)));
-        assert_eq!(consumer(2, 2, Pass::Backward, 0, 0), None);
-        assert_eq!(producer(2, 2, Pass::Forward, 0, 1), Some((1, 0)));
-        assert_eq!(producer(2, 2, Pass::Backward, 1, 1), None);
+        assert_eq!(consumer(2, 2, Payload::Activation, 0, 0), Some((1, 0)));
+        assert_eq!(consumer(2, 2, Payload::Activation, 1, 0), Some((0, 1)));
+        assert_eq!(consumer(2, 2, Payload::Activation, 1, 1), None);
+        assert_eq!(consumer(2, 2, Payload::Gradient, 0, 1), Some((1, 0)));
+        assert_eq!(consumer(2, 2, Payload::Gradient, 0, 0), None);
+        assert_eq!(producer(2, 2, Payload::Activation, 0, 1), Some((1, 0)));
+        assert_eq!(producer(2, 2, Payload::Gradient, 1, 1), None);
     }
 }

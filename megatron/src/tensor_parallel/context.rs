@@ -1,5 +1,7 @@
 //! What a layer needs to know besides its input.
 
+use std::cell::RefCell;
+
 use candle_core::Tensor;
 use kernels::dropout::{Dropout, DropoutKey, Tokens};
 
@@ -34,6 +36,37 @@ pub struct Ctx<'a> {
     pub seed: u64,
     /// Factor on every token's loss before backward: loss scale / unmasked tokens of the global batch.
     pub loss_factor: f64,
+    /// Where products that make gradients of weights wait for their time; `None`: they are computed at once.
+    pub later: Option<&'a WeightGradients>,
+}
+
+/// Products that make gradients of weights, `dw += dyᵀ·x`, still to be computed, in the order in which layers asked for them.
+#[derive(Default)]
+pub struct WeightGradients(RefCell<Vec<WeightGradient>>);
+
+/// One of them. It keeps both operands.
+struct WeightGradient {
+    dy: Tensor,
+    x: Tensor,
+    id: ParamId,
+}
+
+impl WeightGradients {
+    /// Whether a weight's gradient is still to come.
+    pub fn owes(&self, id: ParamId) -> bool {
+        self.0.borrow().iter().any(|product| product.id == id)
+    }
+
+    /// Computes all of them, and frees the operands of each.
+    ///
+    /// # Errors
+    /// If a kernel fails.
+    pub fn compute(self, params: &ParamStore) -> Result<()> {
+        for WeightGradient { dy, x, id } in self.0.into_inner() {
+            kernels::linear::linear_wgrad(&dy, &x, params.grad(id))?;
+        }
+        Ok(())
+    }
 }
 
 /// Where in a layer dropout strikes.
@@ -73,8 +106,20 @@ impl Ctx<'_> {
         Ok(Some(Dropout { p, key, tokens: Tokens { samples: self.samples, seq_offset, seq_len } }))
     }
 
-    /// Accumulates a weight's gradient, `dw += dyᵀ·x`. The one door of weight gradients, so that schedules may queue them.
+    /// Accumulates a weight's gradient, `dw += dyᵀ·x`, now or [`later`](Self::later): the one door of weight gradients of layers. Neither
+    /// operand may be written to after this; who reuses their memory calls [`weight_grad_now`](Self::weight_grad_now).
     pub fn weight_grad(&self, dy: &Tensor, x: &Tensor, id: ParamId) -> Result<()> {
+        match self.later {
+            Some(later) => {
+                later.0.borrow_mut().push(WeightGradient { dy: dy.clone(), x: x.clone(), id });
+                Ok(())
+            }
+            None => self.weight_grad_now(dy, x, id),
+        }
+    }
+
+    /// As [`weight_grad`](Self::weight_grad), at once under every schedule.
+    pub fn weight_grad_now(&self, dy: &Tensor, x: &Tensor, id: ParamId) -> Result<()> {
         Ok(kernels::linear::linear_wgrad(dy, x, self.params.grad(id))?)
     }
 

@@ -99,7 +99,8 @@ impl Head {
             let rounded = rounded.as_ref().map(|t| t.narrow(0, 0, count)).transpose()?.map(FeatureSharded);
             self.loss.backward(&logits, rounded.as_ref(), &stats, &targets, ctx)?;
             let dlogits = rounded.unwrap_or(logits).0;
-            ctx.weight_grad(&dlogits, &x, self.output)?;
+            // The next rows take the memory of these.
+            ctx.weight_grad_now(&dlogits, &x, self.output)?;
             linear_dgrad_into(&dlogits, weight, &dxs.narrow(0, first, count)?)?;
         }
         Ok(loss_sum)

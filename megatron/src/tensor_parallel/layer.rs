@@ -31,7 +31,8 @@ impl Saved {
 
 /// A layer of the residual stream with an explicit backward.
 ///
-/// `backward` consumes what `forward` saved and accumulates parameter gradients into the store's main gradients.
+/// `backward` consumes what `forward` saved and accumulates parameter gradients into the store's main gradients, or has [`Ctx::weight_grad`]
+/// do so later.
 pub trait Layer: Send + Sync {
     /// The layer's output and what its backward needs.
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)>;
@@ -42,6 +43,6 @@ pub trait Layer: Send + Sync {
     /// The layer's output for the next tokens of each sample: sample i's first one has position `starts[i]` and sees those before it
     /// in the cache. Without sequence parallelism or dropout.
     fn decode(&self, x: Stream, cache: &Tensor, starts: &[usize], ctx: &Ctx) -> Result<Stream>;
-    /// Every parameter whose gradient is complete once `backward` returned.
+    /// Every parameter whose gradient is complete once `backward` returned and what it left to [`Ctx::later`] is computed.
     fn params(&self) -> Vec<ParamId>;
 }

@@ -18,7 +18,7 @@ mod norm;
 
 pub use attention::{AttentionSpec, SelfAttention};
 pub use block::{BlockSpec, TransformerLayer};
-pub use context::{Ctx, DropoutSite, Phase};
+pub use context::{Ctx, DropoutSite, Phase, WeightGradients};
 pub use cross_entropy::{RowStats, Targets, VocabParallelCrossEntropy};
 pub use embedding::{Embedding, SavedEmbedding, VocabSpec};
 pub use head::{Head, SavedHead};

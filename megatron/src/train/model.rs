@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use crate::Result;
-use crate::config::{ParallelConfig, PartitionMethod};
+use crate::config::{ParallelConfig, PartitionMethod, Recompute, RecomputeMethod};
 use crate::optim::written;
 use crate::params::{ParamShare, ParamsBuilder, Placement};
-use crate::pipeline::{Chunk, partition};
+use crate::pipeline::{Chunk, ChunkCosts, Costs, partition};
 use crate::topology::{Axis, RankGrid};
 
 /// Which ends of the model a chunk holds.
@@ -26,6 +26,9 @@ pub trait ModelBuilder {
     fn end_params(&self) -> (u64, u64);
     /// Operations of every layer, and of the head, for partitioning; in any unit.
     fn flops(&self) -> (Vec<u64>, u64);
+    /// What the passes of every layer cost, without full recompute, and those of the head, which has no weight gradients of its own:
+    /// they are made in its forward.
+    fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts);
     /// Whether the output matrix is the token embedding.
     fn tied(&self) -> bool;
     /// Builds the chunk with these layers and declares its parameters in forward order.
@@ -45,14 +48,7 @@ pub(super) fn declare_stage(
     stage: usize,
 ) -> Result<(Vec<Chunk>, ParamsBuilder)> {
     let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
-    let (layer_weights, (first_extra, last_extra)) = match parallel.partition {
-        PartitionMethod::Flops => {
-            let (layers, head) = model.flops();
-            (layers, (0, head))
-        }
-        _ => (model.layer_params(), model.end_params()),
-    };
-    let layers = partition(&parallel.partition, &layer_weights, first_extra, last_extra, pp * v)?;
+    let layers = deal(parallel, model)?;
     let mut params = ParamsBuilder::default();
     let mut chunks = Vec::new();
     for chunk in 0..v {
@@ -62,6 +58,46 @@ pub(super) fn declare_stage(
         params.next_chunk();
     }
     Ok((chunks, params))
+}
+
+/// The layers of each virtual stage.
+fn deal(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Vec<Range<usize>>> {
+    let (layer_weights, (first_extra, last_extra)) = match parallel.partition {
+        PartitionMethod::Flops => {
+            let (layers, head) = model.flops();
+            (layers, (0, head))
+        }
+        _ => (model.layer_params(), model.end_params()),
+    };
+    let num_virtual_stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_size;
+    partition(&parallel.partition, &layer_weights, first_extra, last_extra, num_virtual_stages)
+}
+
+/// What the passes of each virtual stage cost.
+///
+/// # Errors
+/// If the layers cannot be dealt to the stages.
+pub(super) fn costs(parallel: &ParallelConfig, model: &dyn ModelBuilder, recompute: Recompute) -> Result<Costs> {
+    let (layers, head) = model.costs();
+    let dealt = deal(parallel, model)?;
+    let last = dealt.len() - 1;
+    let virtual_stages = dealt.into_iter().enumerate().map(|(stage, range)| {
+        let again = match recompute {
+            Recompute::Full { method: RecomputeMethod::Uniform, .. } => range.len(),
+            Recompute::Full { method: RecomputeMethod::Block, num_layers } => num_layers,
+            Recompute::None | Recompute::Selective => 0,
+        };
+        let mut sum = if stage == last { head } else { ChunkCosts::default() };
+        for (i, mut layer) in layers[range].iter().copied().enumerate() {
+            if i < again {
+                // Of a whole segment its input is all that is kept, next to nothing beside what its products need.
+                (layer.input_gradients, layer.activations) = (layer.input_gradients + layer.forward, 0);
+            }
+            sum = sum + layer;
+        }
+        sum
+    });
+    Costs::new(parallel.pipeline_model_parallel_size, virtual_stages.collect())
 }
 
 /// Which rank of a layout writes what of a model's state: the plan of a checkpoint, made without the ranks.

@@ -13,7 +13,7 @@ use super::flops::step_flops;
 use super::inference::build_stage;
 use super::memory::peak_memory_of;
 use super::metrics::StepMetrics;
-use super::model::ModelBuilder;
+use super::model::{ModelBuilder, costs};
 use super::out_of_memory::{Kept, explain};
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
@@ -21,7 +21,7 @@ use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::{GradientReducer, shard};
 use crate::optim::{LossScaler, LrSchedule, Optimizer};
 use crate::params::{ParamId, ParamStore, ShardRef, StateKind};
-use crate::pipeline::{GradientListener, Schedule, Stage, forward_only, generate};
+use crate::pipeline::{GradientListener, Schedule, Stage, delay_weight_gradients, forward_only, generate};
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Error, Result, checkpoint};
@@ -148,10 +148,14 @@ impl Trainer {
         };
         let m = batch.num_microbatches();
         let early = groups.pp.overlaps();
+        let mut schedule = generate(parallel.schedule, pp, v, m)?;
+        if parallel.delay_wgrad_compute {
+            schedule = delay_weight_gradients(&schedule, &costs(parallel, model, training.recompute)?)?;
+        }
         let in_time = |schedule: Schedule| if early { schedule.receiving_early() } else { schedule };
         Ok(Self {
             eval_schedule: in_time(forward_only(pp, v, m)?),
-            schedule: in_time(generate(parallel.schedule, pp, v, m)?),
+            schedule: in_time(schedule),
             stage,
             reducer,
             optimizer,

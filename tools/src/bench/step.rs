@@ -155,7 +155,12 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) 
     let gib = measured.peak_memory / f64::from(1 << 30);
     let mut layout =
         format!("tp{}·pp{}·dp{}", p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size);
-    for (on, name) in [(p.sequence_parallel, "·sp"), (p.use_distributed_optimizer, "·zero1")] {
+    let settings = [
+        (p.sequence_parallel, "·sp"),
+        (p.delay_wgrad_compute, "·delayed-wgrad"),
+        (p.use_distributed_optimizer, "·zero1"),
+    ];
+    for (on, name) in settings {
         layout.push_str(if on { name } else { "" });
     }
     crate::print_line(&machine_line());

@@ -62,6 +62,7 @@ impl LayoutResolver<'_> {
             data_parallel_size,
             virtual_pipeline_size,
             schedule,
+            delay_wgrad_compute: p.delay_wgrad_compute,
             partition: p.pipeline_partition.0.clone(),
             // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns it off, too.
             sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,

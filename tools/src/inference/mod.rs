@@ -98,6 +98,7 @@ impl LoadArgs {
             data_parallel_size: dp,
             virtual_pipeline_size: 1,
             schedule: ScheduleKind::OneFOneB,
+            delay_wgrad_compute: false,
             partition: PartitionMethod::Uniform,
             sequence_parallel: false,
             use_distributed_optimizer: false,

@@ -137,7 +137,8 @@ fn a_world_that_does_not_fit_the_layout_is_refused() {
 
 #[test]
 fn contradictions_are_refused() {
-    let contradictions: [(&[&str], &str); 7] = [
+    let contradictions: [(&[&str], &str); 8] = [
+        (&["--delay-wgrad-compute"], "delay_wgrad_compute = true (--delay-wgrad-compute) changes nothing"),
         (&["--pipeline-schedule=interleaved"], "num_layers_per_virtual_pipeline_stage"),
         (
             &[

@@ -44,6 +44,7 @@ pub(crate) fn valid() -> RunConfig {
             data_parallel_size: 2,
             virtual_pipeline_size: 2,
             schedule: ScheduleKind::Interleaved,
+            delay_wgrad_compute: false,
             partition: PartitionMethod::Uniform,
             sequence_parallel: true,
             use_distributed_optimizer: true,
@@ -111,7 +112,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 30] = [
+    let cases: [(Break, &str); 31] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -150,6 +151,13 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.checkpoint.save_interval = Some(5), "save_interval = 5 has no folder"),
         (|c| c.logging.log_interval = 0, "log_interval = 0 must be at least 1"),
         (|c| c.training.train_iters = 0, "train_iters = 0 leaves nothing to train"),
+        (
+            |c| {
+                (c.parallel.pipeline_model_parallel_size, c.parallel.virtual_pipeline_size) = (1, 1);
+                (c.parallel.schedule, c.parallel.delay_wgrad_compute) = (ScheduleKind::OneFOneB, true);
+            },
+            "delay_wgrad_compute = true changes nothing",
+        ),
         (|c| c.training.grad_reduce_in_bf16 = true, "grad_reduce_in_bf16 = true is a setting of bf16"),
         (
             |c| c.training.precision = Precision::Fp16(LossScaling::Static(0.0)),

@@ -53,6 +53,9 @@ pub struct LayoutFlags {
     /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual stages]
     #[arg(long, value_name = "KIND", value_parser = choice::<ScheduleKind>(&["gpipe", "1f1b", "interleaved"]))]
     pub pipeline_schedule: Option<ScheduleKind>,
+    /// Compute gradients of weights apart from those of inputs, where a stage would wait (zero-bubble schedules)
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub delay_wgrad_compute: bool,
     /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`) or by operations (`flops`), or named, e.g. `3,4,4,3`
     #[arg(long, value_name = "uniform|parameters|flops|N,N,…", default_value = "uniform")]
     pub pipeline_partition: Partition,

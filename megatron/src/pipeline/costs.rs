@@ -1,0 +1,90 @@
+//! What passes cost, for those who compare schedules on paper.
+
+use crate::{Error, Result};
+
+/// What the passes of one chunk over one microbatch cost: time in one unit, memory in another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ChunkCosts {
+    /// Time of a forward.
+    pub forward: u64,
+    /// Time of the part of a backward that the previous stage waits for.
+    pub input_gradients: u64,
+    /// Time of the rest of it.
+    pub weight_gradients: u64,
+    /// Memory between a forward and its backward: activations.
+    pub activations: u64,
+    /// Memory between input gradients and weight gradients: both operands of each product.
+    pub operands: u64,
+}
+
+impl ChunkCosts {
+    /// Time of a whole backward.
+    pub fn backward(&self) -> u64 {
+        self.input_gradients + self.weight_gradients
+    }
+}
+
+impl std::ops::Add for ChunkCosts {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            forward: self.forward + other.forward,
+            input_gradients: self.input_gradients + other.input_gradients,
+            weight_gradients: self.weight_gradients + other.weight_gradients,
+            activations: self.activations + other.activations,
+            operands: self.operands + other.operands,
+        }
+    }
+}
+
+/// The costs of every chunk of a pipeline.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Costs {
+    pp: usize,
+    virtual_stages: Vec<ChunkCosts>,
+}
+
+impl Costs {
+    /// `virtual_stages` holds the costs of chunk c of stage p at c·pp + p.
+    ///
+    /// # Errors
+    /// If that is not the same number of chunks for each stage.
+    pub fn new(pp: usize, virtual_stages: Vec<ChunkCosts>) -> Result<Self> {
+        if pp == 0 || virtual_stages.is_empty() || !virtual_stages.len().is_multiple_of(pp) {
+            return Err(Error::config(format!(
+                "internal error: costs of {} virtual stages were given for {pp} stages",
+                virtual_stages.len()
+            )));
+        }
+        Ok(Self { pp, virtual_stages })
+    }
+
+    /// The same for all of `v` chunks on each of `pp` stages.
+    ///
+    /// # Errors
+    /// If there are none.
+    pub fn even(pp: usize, v: usize, chunk: ChunkCosts) -> Result<Self> {
+        Self::new(pp, vec![chunk; pp * v])
+    }
+
+    /// The costs of a stage's chunk, which must exist.
+    pub fn of(&self, stage: usize, chunk: usize) -> &ChunkCosts {
+        &self.virtual_stages[chunk * self.pp + stage]
+    }
+
+    /// Checks that there are as many as a schedule has.
+    ///
+    /// # Errors
+    /// If not.
+    pub(super) fn check(&self, pp: usize, v: usize) -> Result<()> {
+        if (self.pp, self.virtual_stages.len()) == (pp, pp * v) {
+            return Ok(());
+        }
+        Err(Error::config(format!(
+            "internal error: costs of {} stages with {} chunks each were given for a schedule of {pp} with {v} each",
+            self.pp,
+            self.virtual_stages.len() / self.pp
+        )))
+    }
+}

@@ -1,0 +1,389 @@
+//! Gradients of weights apart from those of inputs, so that a stage computes them where it would wait.
+//!
+//! Nobody waits for the gradients of weights before the step's end. Once a backward computes and sends the gradients of inputs alone,
+//! the stages before it go on a third of a pass earlier, and the products left over fill the time that is idle anyway (Qi et al. 2023,
+//! "Zero Bubble Pipeline Parallelism", ZB-H1). Here that is done to any training schedule: forwards and backwards keep its order.
+
+use std::collections::{HashMap, VecDeque};
+
+use super::costs::Costs;
+use super::schedule::{Compute, Pass, Payload, Schedule, consumer, producer};
+use super::simulator::simulate;
+use crate::{Error, Result};
+
+/// When a stage computes gradients of weights although nothing forces it to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Policy {
+    /// Right after the input gradients are sent.
+    AtOnce,
+    /// When its next pass has to wait for at least so many quarters of the time that they take; 0: whenever it has to wait.
+    InGaps(u64),
+}
+
+const POLICIES: [Policy; 6] =
+    [Policy::InGaps(4), Policy::InGaps(3), Policy::InGaps(2), Policy::InGaps(1), Policy::InGaps(0), Policy::AtOnce];
+
+/// `schedule` with every backward that may gain by it cut in two: gradients of inputs where the backward was, gradients of weights
+/// where the stage would wait for its next message, where its memory is used up, and at the end.
+///
+/// What a stage holds, activations of forwards whose backward is still to come and operands of weight gradients still owed, is
+/// never more than the largest that a stage of `schedule` keeps in activations, except that it may owe one pass where nothing else fits. Each
+/// chunk's weight gradients come in the order of its backwards, so every sum has the bits that it has in `schedule`.
+/// The step is never longer, if `costs` are right: of several policies, the one is taken that ends first.
+///
+/// A backward stays whole where its weights are owed to nobody's advantage: where there are none, and on the first virtual stage where
+/// its two halves would follow each other.
+///
+/// # Errors
+/// If the schedule does not pass [`simulate`], has no backward, or is delayed already.
+pub fn delay_weight_gradients(schedule: &Schedule, costs: &Costs) -> Result<Schedule> {
+    simulate(schedule, costs)?;
+    let orders = schedule.orders();
+    if !schedule.has_backward
+        || orders.iter().flatten().any(|c| matches!(c.pass, Pass::InputGradients | Pass::WeightGradients))
+    {
+        return Err(Error::config("internal error: only schedules with whole backwards can be delayed"));
+    }
+    let limit =
+        orders.iter().enumerate().map(|(stage, order)| most_activations(stage, order, costs)).max().unwrap_or(0);
+    let mut best: Option<Placed> = None;
+    for policy in POLICIES {
+        let placed = place(&orders, schedule.num_chunks, costs, limit, policy);
+        if best.as_ref().is_none_or(|best| placed.makespan < best.makespan) {
+            best = Some(placed);
+        }
+    }
+    let orders = best.map(|placed| placed.orders).unwrap_or(orders);
+    Ok(Schedule::with_messages(&orders, schedule.num_microbatches, schedule.num_chunks))
+}
+
+/// The largest sum of a stage's activations between forwards and backwards.
+fn most_activations(stage: usize, order: &[Compute], costs: &Costs) -> u64 {
+    let (mut held, mut most) = (0, 0);
+    for c in order {
+        let activations = costs.of(stage, c.chunk).activations;
+        match c.pass {
+            Pass::Forward => held += activations,
+            Pass::Backward | Pass::InputGradients => held -= activations,
+            Pass::WeightGradients => {}
+        }
+        most = most.max(held);
+    }
+    most
+}
+
+/// Orders with weight gradients in their places, and when the last stage is done.
+struct Placed {
+    orders: Vec<Vec<Compute>>,
+    makespan: u64,
+}
+
+/// Runs `orders`, which end, and places weight gradients as `policy` says.
+fn place(orders: &[Vec<Compute>], v: usize, costs: &Costs, limit: u64, policy: Policy) -> Placed {
+    let pp = orders.len();
+    let mut stages: Vec<Stage> = (0..pp).map(|_| Stage::default()).collect();
+    let mut next = vec![0; pp];
+    // When the input of (microbatch, stage, chunk) is there. What a stage waits for is made from what it has sent, so where it places
+    // weight gradients changes nothing about that, and every stage can be taken as far as its messages reach.
+    let mut arrivals: HashMap<(Payload, usize, usize, usize), u64> = HashMap::new();
+    let mut progress = true;
+    while std::mem::take(&mut progress) {
+        for (p, stage) in stages.iter_mut().enumerate() {
+            while let Some(&c) = orders[p].get(next[p]) {
+                let Some(what) = c.pass.payload() else { break };
+                let sent =
+                    producer(pp, v, what, p, c.chunk).map(|_| arrivals.remove(&(what, c.microbatch, p, c.chunk)));
+                let Some(arrival) = sent.unwrap_or(Some(0)) else { break };
+                stage.make_ready(p, c, arrival, limit, policy, costs);
+                stage.run(p, c, arrival, costs);
+                if let Some((to, chunk)) = consumer(pp, v, what, p, c.chunk) {
+                    arrivals.insert((what, c.microbatch, to, chunk), stage.now);
+                }
+                if policy == Policy::AtOnce {
+                    stage.compute_all(p, costs);
+                }
+                (next[p], progress) = (next[p] + 1, true);
+            }
+        }
+    }
+    for (p, stage) in stages.iter_mut().enumerate() {
+        stage.compute_all(p, costs);
+    }
+    stages[0].join_halves();
+    let makespan = stages.iter().map(|stage| stage.now).max().unwrap_or(0);
+    Placed { orders: stages.into_iter().map(|stage| stage.order).collect(), makespan }
+}
+
+/// A stage while passes are placed.
+#[derive(Default)]
+struct Stage {
+    now: u64,
+    order: Vec<Compute>,
+    /// Weight gradients still to be computed, in the order of their backwards.
+    owed: VecDeque<Compute>,
+    /// Memory of activations and operands.
+    held: u64,
+}
+
+impl Stage {
+    fn compute_oldest(&mut self, stage: usize, costs: &Costs) {
+        if let Some(c) = self.owed.pop_front() {
+            let costs = costs.of(stage, c.chunk);
+            self.now += costs.weight_gradients;
+            self.held -= costs.operands;
+            self.order.push(c);
+        }
+    }
+
+    fn compute_all(&mut self, stage: usize, costs: &Costs) {
+        while !self.owed.is_empty() {
+            self.compute_oldest(stage, costs);
+        }
+    }
+
+    /// Computes gradients of weights until the next pass, whose message is there at `arrival`, should begin.
+    fn make_ready(&mut self, stage: usize, next: Compute, arrival: u64, limit: u64, policy: Policy, costs: &Costs) {
+        let of_next = costs.of(stage, next.chunk);
+        let (more, less) = match next.pass {
+            Pass::Forward => (of_next.activations, 0),
+            _ => (of_next.operands, of_next.activations),
+        };
+        while !self.owed.is_empty() && self.held + more > limit + less {
+            self.compute_oldest(stage, costs);
+        }
+        while let (Some(oldest), Policy::InGaps(quarters)) = (self.owed.front(), policy) {
+            let gap = arrival.saturating_sub(self.now);
+            if gap == 0 || 4 * gap < quarters * costs.of(stage, oldest.chunk).weight_gradients {
+                break;
+            }
+            self.compute_oldest(stage, costs);
+        }
+    }
+
+    /// Runs a pass as soon as its message is there.
+    fn run(&mut self, stage: usize, c: Compute, arrival: u64, costs: &Costs) {
+        let of = costs.of(stage, c.chunk);
+        self.now = self.now.max(arrival);
+        if c.pass == Pass::Forward {
+            self.now += of.forward;
+            self.held += of.activations;
+            self.order.push(c);
+            return;
+        }
+        self.held -= of.activations;
+        if (of.weight_gradients, of.operands) == (0, 0) {
+            self.now += of.input_gradients;
+            self.order.push(c);
+            return;
+        }
+        self.now += of.input_gradients;
+        self.held += of.operands;
+        self.order.push(Compute { pass: Pass::InputGradients, ..c });
+        self.owed.push_back(Compute { pass: Pass::WeightGradients, ..c });
+    }
+
+    /// Makes one backward of two halves that follow each other on the first virtual stage, from which nobody waits for an input's gradient.
+    fn join_halves(&mut self) {
+        let halves = std::mem::take(&mut self.order);
+        for c in halves {
+            match self.order.last_mut() {
+                Some(last)
+                    if c == (Compute { pass: Pass::WeightGradients, ..*last })
+                        && last.pass == Pass::InputGradients
+                        && c.chunk == 0 =>
+                {
+                    last.pass = Pass::Backward;
+                }
+                _ => self.order.push(c),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ChunkCosts, forward_only, gpipe, interleaved, one_f_one_b, render};
+    use super::*;
+
+    fn chunk(forward: u64, input_gradients: u64, weight_gradients: u64) -> ChunkCosts {
+        ChunkCosts { forward, input_gradients, weight_gradients, activations: 1, operands: 1 }
+    }
+
+    fn even(schedule: &Schedule, each: ChunkCosts) -> Costs {
+        Costs::even(schedule.pp(), schedule.num_chunks, each).unwrap()
+    }
+
+    /// Every schedule up to 5 stages, 3 chunks and 12 microbatches.
+    fn all_small() -> Vec<(String, Schedule)> {
+        let mut all = Vec::new();
+        for pp in 1..=5 {
+            for m in [1, 2, 3, 4, 6, 8, 12] {
+                all.push((format!("gpipe {pp} {m}"), gpipe(pp, m).unwrap()));
+                all.push((format!("1f1b {pp} {m}"), one_f_one_b(pp, m).unwrap()));
+                for v in 2..=3 {
+                    all.extend(interleaved(pp, v, m).ok().map(|s| (format!("interleaved {pp} {v} {m}"), s)));
+                }
+            }
+        }
+        all
+    }
+
+    /// Even costs of several kinds, and uneven ones with chunks that have no layers.
+    fn some_costs(schedule: &Schedule) -> Vec<Costs> {
+        let mut all: Vec<Costs> =
+            [chunk(1, 1, 1), chunk(2, 3, 2), chunk(3, 4, 1)].into_iter().map(|each| even(schedule, each)).collect();
+        let mut state = 88172645463325252u64;
+        for _ in 0..3 {
+            let uneven = (0..schedule.pp() * schedule.num_chunks).map(|_| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                let layers = state % 4;
+                let head = 3 * (state >> 8 & 1);
+                let c = chunk(7, 9, 6);
+                ChunkCosts {
+                    forward: layers * c.forward + head,
+                    input_gradients: layers * c.input_gradients,
+                    weight_gradients: layers * c.weight_gradients,
+                    activations: layers,
+                    operands: layers,
+                }
+            });
+            all.push(Costs::new(schedule.pp(), uneven.collect()).unwrap());
+        }
+        all
+    }
+
+    /// The passes of a stage without those of weight gradients.
+    fn skeleton(schedule: &Schedule) -> Vec<Vec<Compute>> {
+        let mut orders = schedule.orders();
+        for order in &mut orders {
+            order.retain(|c| c.pass != Pass::WeightGradients);
+            order.iter_mut().filter(|c| c.pass == Pass::InputGradients).for_each(|c| c.pass = Pass::Backward);
+        }
+        orders
+    }
+
+    #[test]
+    fn every_small_schedule_stays_complete_and_keeps_the_order_of_its_passes() {
+        for (name, schedule) in all_small() {
+            for costs in some_costs(&schedule) {
+                let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+                // Every weight gradient once, after its input gradients, in the order of microbatches; and no deadlock.
+                for delayed in [delayed.receiving_early(), delayed.clone()] {
+                    simulate(&delayed, &costs).unwrap_or_else(|e| panic!("{name} {costs:?}: {e}"));
+                }
+                assert_eq!(skeleton(&delayed), schedule.orders(), "{name} {costs:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_step_becomes_longer_and_most_that_have_a_bubble_become_shorter() {
+        let (mut shorter, mut all) = (0, 0);
+        for (name, schedule) in all_small() {
+            for costs in some_costs(&schedule) {
+                let makespan = |schedule: &Schedule| simulate(schedule, &costs).unwrap().makespan;
+                let before = makespan(&schedule);
+                let after = makespan(&delay_weight_gradients(&schedule, &costs).unwrap());
+                let at_once = place(&schedule.orders(), schedule.num_chunks, &costs, u64::MAX, Policy::AtOnce).makespan;
+                assert!(after <= at_once && at_once <= before, "{name} {costs:?}: {after}, {at_once}, {before}");
+                (shorter, all) = (shorter + usize::from(after < before), all + usize::from(schedule.pp() > 1));
+            }
+        }
+        assert!(shorter > all * 2 / 3, "{shorter} of {all}");
+    }
+
+    /// Largest memory of a stage's activations and operands over its passes.
+    fn most_held(stage: usize, order: &[Compute], costs: &Costs) -> u64 {
+        let (mut held, mut most) = (0, 0);
+        for c in order {
+            let of = costs.of(stage, c.chunk);
+            match c.pass {
+                Pass::Forward => held += of.activations,
+                Pass::Backward => held -= of.activations,
+                Pass::InputGradients => held = held + of.operands - of.activations,
+                Pass::WeightGradients => held -= of.operands,
+            }
+            most = most.max(held);
+        }
+        most
+    }
+
+    #[test]
+    fn no_stage_holds_more_than_the_fullest_one_keeps_in_activations_anyway() {
+        for (name, schedule) in all_small() {
+            for costs in some_costs(&schedule) {
+                let most = |schedule: &Schedule| {
+                    let orders = schedule.orders();
+                    orders.iter().enumerate().map(|(stage, order)| most_held(stage, order, &costs)).max().unwrap()
+                };
+                let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+                assert!(most(&delayed) <= most(&schedule), "{name} {costs:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn under_full_recompute_a_stage_owes_one_pass_at_most() {
+        for (name, schedule) in all_small() {
+            // Next to nothing is kept for backward, and everything for the weights.
+            let costs = even(&schedule, ChunkCosts { activations: 0, operands: 16, ..chunk(2, 5, 2) });
+            let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
+            assert!(report.peak_owed.iter().all(|owed| *owed <= 1), "{name}: {:?}", report.peak_owed);
+        }
+    }
+
+    #[test]
+    fn one_f_one_b_becomes_zb_h1() {
+        for (pp, m) in [(2, 4), (4, 8), (5, 12), (8, 32)] {
+            for (f, b, w) in [(1, 1, 1), (5, 6, 4), (10, 11, 10)] {
+                let schedule = one_f_one_b(pp, m).unwrap();
+                let costs = even(&schedule, chunk(f, b, w));
+                let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
+                // Qi et al. 2023, table 1: 1F1B waits for (pp − 1)(F + B + W), ZB-H1 for (pp − 1)(F + B − W).
+                let bubble = (pp as u64 - 1) * (f + b - w);
+                assert_eq!(report.makespan, m as u64 * (f + b + w) + bubble, "pp {pp} m {m} f {f} b {b} w {w}");
+                // §2.3: no more than the first stage of 1F1B has in flight.
+                let held = (0..pp).map(|p| report.peak_in_flight[p].max(report.peak_owed[p]));
+                assert!(held.max().unwrap() <= pp, "{report:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn weight_gradients_fill_gaps_and_the_end_in_the_order_of_backwards() {
+        let schedule = one_f_one_b(2, 3).unwrap();
+        let costs = even(&schedule, chunk(1, 1, 1));
+        let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+        assert_eq!(
+            render(&simulate(&delayed, &costs).unwrap()),
+            "stage 0 |a0|a1|  |A0   |a2|A1   |A2   |\n\
+             stage 1    |a0|A0|a1|A1|w0|a2|A2|w1|w2|\n"
+        );
+    }
+
+    #[test]
+    fn backwards_without_weights_to_delay_stay_whole() {
+        let schedule = one_f_one_b(2, 4).unwrap();
+        let head = ChunkCosts { forward: 5, ..ChunkCosts::default() };
+        let costs = Costs::new(2, vec![chunk(2, 2, 2), head]).unwrap();
+        let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+        assert!(delayed.orders()[1].iter().all(|c| matches!(c.pass, Pass::Forward | Pass::Backward)));
+    }
+
+    #[test]
+    fn schedules_without_whole_backwards_are_refused() {
+        let forward_only = forward_only(2, 1, 2).unwrap();
+        let schedule = one_f_one_b(2, 2).unwrap();
+        let costs = even(&schedule, chunk(1, 1, 1));
+        let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
+        for schedule in [forward_only, delayed] {
+            let text = delay_weight_gradients(&schedule, &costs).expect_err("must be refused").to_string();
+            assert!(text.contains("only schedules with whole backwards"), "{text}");
+        }
+        let text =
+            delay_weight_gradients(&one_f_one_b(3, 2).unwrap(), &costs).expect_err("must be refused").to_string();
+        assert!(text.contains("costs of 2 stages"), "{text}");
+    }
+}
