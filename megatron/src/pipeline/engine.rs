@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::to_host_all;
+use kernels::device::{Reading, read_later};
 use kernels::trace::{Kind, span};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
@@ -137,24 +137,43 @@ impl Losses {
     /// # Errors
     /// If they cannot be read.
     pub fn sum(&self) -> Result<f64> {
-        self.sum_and(&[]).map(|(sum, _)| sum)
+        self.read_with(Vec::new())?.wait().map(|(sum, _)| sum)
     }
 
-    /// The sum, and `others` on the host: read with one wait for the device.
+    /// Has the sum and `others` read once what is queued so far is computed. Nobody waits here.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn read_with(&self, others: Vec<Tensor>) -> Result<Results> {
+        let there: Vec<&Tensor> = self.0.iter().flatten().collect();
+        let (num_others, mut wanted) = (others.len(), others);
+        if !there.is_empty() {
+            wanted.push(Tensor::cat(&there, 0)?);
+        }
+        Ok(Results { num_others, reading: read_later(wanted)? })
+    }
+}
+
+/// What a step leaves, to be read on the host.
+pub struct Results {
+    num_others: usize,
+    /// The others, then the losses if this rank has any.
+    reading: Reading,
+}
+
+impl Results {
+    /// The sum of the losses, in order of microbatches, and the others. Waits for the device to come to where they are.
     ///
     /// # Errors
     /// If they cannot be read.
-    pub fn sum_and(&self, others: &[&Tensor]) -> Result<(f64, Vec<Tensor>)> {
-        let there: Vec<&Tensor> = self.0.iter().flatten().collect();
-        let joined = if there.is_empty() { None } else { Some(Tensor::cat(&there, 0)?) };
-        let wanted: Vec<&Tensor> = others.iter().copied().chain(&joined).collect();
-        let mut read = to_host_all(&wanted)?;
-        let losses: Vec<f64> = match joined.and(read.get(others.len())) {
+    pub fn wait(self) -> Result<(f64, Vec<Tensor>)> {
+        let mut others = self.reading.wait()?;
+        let losses: Vec<f64> = match others.get(self.num_others) {
             Some(losses) => losses.to_vec1()?,
             None => Vec::new(),
         };
-        read.truncate(others.len());
-        Ok((losses.iter().sum(), read))
+        others.truncate(self.num_others);
+        Ok((losses.iter().sum(), others))
     }
 }
 

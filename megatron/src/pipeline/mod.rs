@@ -13,7 +13,7 @@ mod schedule;
 mod simulator;
 
 pub use chunk::{Chunk, ChunkOutput, SavedChunk};
-pub use engine::{GradientListener, Losses, Stage};
+pub use engine::{GradientListener, Losses, Results, Stage};
 pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
 pub use partition::partition;
 pub use schedule::{Action, Pass, Payload, Schedule};

@@ -135,11 +135,12 @@ fn measure(run: &RunConfig, world: Group, device: &Device) -> megatron::Result<M
     let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, device)?;
     let mut seconds = Vec::new();
     let mut loss = f64::NAN;
-    for step in 0..run.training.train_iters as usize {
-        let metrics = trainer.step()?;
-        loss = metrics.lm_loss;
-        if step >= WARM_UP {
-            seconds.push(metrics.elapsed_ms / 1e3);
+    for step in 1..=run.training.train_iters {
+        for metrics in trainer.advance(step == run.training.train_iters)? {
+            loss = metrics.lm_loss;
+            if metrics.iteration > WARM_UP as u64 {
+                seconds.push(metrics.elapsed_ms / 1e3);
+            }
         }
     }
     let memory = Tensor::new(&[peak_memory_of(device).allocated as f64], &Device::Cpu)?;
