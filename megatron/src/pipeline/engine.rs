@@ -37,7 +37,7 @@ type Key = (usize, usize); // microbatch, chunk
 
 impl Stage {
     /// The surroundings of one microbatch.
-    pub fn ctx<'a>(&'a self, batch: &'a MicroBatch, phase: Phase, loss_factor: f64) -> Ctx<'a> {
+    pub fn ctx<'a>(&'a self, batch: &'a MicroBatch, phase: Phase, loss_weights: Option<&'a Tensor>) -> Ctx<'a> {
         Ctx {
             params: &self.params,
             tp: &self.tp,
@@ -48,8 +48,17 @@ impl Stage {
             documents: &batch.documents,
             phase,
             seed: self.seed,
-            loss_factor,
+            loss_weights,
         }
+    }
+
+    /// [`Ctx::loss_weights`] of a microbatch; `loss_factor`: loss scale / unmasked tokens of the global batch.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub(super) fn loss_weights(&self, batch: &MicroBatch, loss_factor: f64) -> Result<Tensor> {
+        let wide = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        Ok(batch.loss_mask.to_dtype(wide)?.affine(loss_factor, 0.0)?)
     }
 
     /// Shape of the residual stream between stages.
@@ -58,7 +67,7 @@ impl Stage {
         Ok((self.tp.stream_length(seq)?, b, self.hidden))
     }
 
-    /// Runs this rank's actions over a step's microbatches.
+    /// Runs this rank's actions over a step's microbatches. `loss_factor`: loss scale / unmasked tokens of the global batch.
     ///
     /// # Errors
     /// If a kernel or a peer fails.
@@ -68,6 +77,19 @@ impl Stage {
         batches: &[MicroBatch],
         phase: Phase,
         loss_factor: f64,
+        gradients: &mut dyn GradientListener,
+    ) -> Result<Losses> {
+        let weigh = |batch: &MicroBatch| self.loss_weights(batch, loss_factor);
+        self.run_weighted(schedule, batches, phase, &weigh, gradients)
+    }
+
+    /// As [`Stage::run`]; `weigh` gives a microbatch's [`Ctx::loss_weights`].
+    pub(super) fn run_weighted(
+        &self,
+        schedule: &Schedule,
+        batches: &[MicroBatch],
+        phase: Phase,
+        weigh: &dyn Fn(&MicroBatch) -> Result<Tensor>,
         gradients: &mut dyn GradientListener,
     ) -> Result<Losses> {
         let mut received: HashMap<(Payload, Key), (Tensor, Work)> = HashMap::new();
@@ -91,7 +113,10 @@ impl Stage {
                     sends.push(self.pp.send(&tensor, peer, payload.tag())?);
                 }
                 Action::Forward { microbatch, chunk } => {
-                    let ctx = self.ctx(&batches[microbatch], phase, loss_factor);
+                    let batch = &batches[microbatch];
+                    let weighs = trains && self.chunks[chunk].head.is_some();
+                    let weights = if weighs { Some(weigh(batch)?) } else { None };
+                    let ctx = self.ctx(batch, phase, weights.as_ref());
                     let input = arrive(&mut received, Payload::Activation, (microbatch, chunk))?;
                     let _span = span("forward", Kind::Phase).at(microbatch, chunk);
                     let (output, kept) = self.chunks[chunk].forward(input, &ctx)?;
@@ -106,7 +131,7 @@ impl Stage {
                     }
                 }
                 Action::Backward { microbatch, chunk } => {
-                    let ctx = self.ctx(&batches[microbatch], phase, loss_factor);
+                    let ctx = self.ctx(&batches[microbatch], phase, None);
                     let dy = arrive(&mut received, Payload::Gradient, (microbatch, chunk))?;
                     let kept = take(&mut saved, (microbatch, chunk), "activations")?;
                     let _span = span("backward", Kind::Phase).at(microbatch, chunk);
@@ -129,7 +154,7 @@ impl Stage {
 
 /// Σ token losses of each microbatch of a step, nothing where this rank has no head: on the device, which need not have computed
 /// them yet.
-pub struct Losses(Vec<Option<Tensor>>);
+pub struct Losses(pub(super) Vec<Option<Tensor>>);
 
 impl Losses {
     /// Their sum, in order of microbatches. Waits for the device.

@@ -9,6 +9,7 @@ mod engine;
 mod generators;
 mod messages;
 mod partition;
+mod replay;
 mod schedule;
 mod simulator;
 
@@ -16,5 +17,6 @@ pub use chunk::{Chunk, ChunkOutput, SavedChunk};
 pub use engine::{GradientListener, Losses, Results, Stage};
 pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
 pub use partition::partition;
+pub use replay::Replay;
 pub use schedule::{Action, Pass, Payload, Schedule};
 pub use simulator::{Report, Slot, render, simulate};

@@ -88,6 +88,10 @@ impl Trainer {
             for step in steps {
                 self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
             }
+            if let Some(operations) = self.take_recorded() {
+                let what = "forward and backward of a microbatch are a CUDA graph from here on";
+                reporter.message(&format!("step {iteration}: {what}, of {operations} operations"));
+            }
             if due(self.config.logging.eval_interval) {
                 self.report_evaluation(self.valid.as_ref(), "validation", reporter, metrics.as_mut())?;
             }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{Device, Tensor};
+use kernels::graph::can_record;
 use kernels::trace::{Kind, span};
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +22,7 @@ use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::{GradientReducer, shard};
 use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued};
 use crate::params::{ParamId, ParamStore, ShardRef, StateKind};
-use crate::pipeline::{GradientListener, Results, Schedule, Stage, forward_only, generate};
+use crate::pipeline::{GradientListener, Replay, Results, Schedule, Stage, forward_only, generate};
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Error, Result, checkpoint};
@@ -76,6 +77,8 @@ pub struct Trainer {
     schedule: Schedule,
     eval_schedule: Schedule,
     reducer: GradientReducer,
+    /// Under `enable_cuda_graph`.
+    replay: Option<Replay>,
     optimizer: Optimizer,
     lr: LrSchedule,
     loss_scaler: LossScaler,
@@ -124,6 +127,13 @@ impl Trainer {
         sources: &Sources,
         device: &Device,
     ) -> Result<Self> {
+        if config.training.enable_cuda_graph && !can_record(device) {
+            return Err(Error::config(format!(
+                "enable_cuda_graph records the work of a GPU, and this run computes on {}; leave it out, or compute on a GPU",
+                kernels::device::name(device)
+            )));
+        }
+        config.validate_cuda_graph()?;
         agreement::require(&world, config, &sources.fingerprint)?;
         let parallel = &config.parallel;
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
@@ -171,6 +181,7 @@ impl Trainer {
             schedule: in_time(generate(parallel.schedule, pp, v, m)?),
             stage,
             reducer,
+            replay: training.enable_cuda_graph.then(Replay::default),
             optimizer,
             lr: LrSchedule::new(&config.optimizer)?,
             loss_scaler: LossScaler::new(config.training.precision),
@@ -198,6 +209,11 @@ impl Trainer {
     /// This rank's layers and parameters.
     pub fn stage(&self) -> &Stage {
         &self.stage
+    }
+
+    /// The number of operations of a graph that was recorded since this was asked last.
+    pub fn take_recorded(&mut self) -> Option<usize> {
+        self.replay.as_mut().and_then(Replay::take_news)
     }
 
     /// The microbatches of the step that follows the consumed samples.
@@ -278,7 +294,11 @@ impl Trainer {
         self.reducer.begin(&self.stage.params)?;
         let phase = Phase::Train { step: self.progress.iteration };
         let loss_scale = self.loss_scaler.scale();
-        let losses = self.stage.run(&self.schedule, &batches, phase, factor * loss_scale, &mut self.reducer)?;
+        let (stage, schedule, weight) = (&self.stage, &self.schedule, factor * loss_scale);
+        let losses = match &mut self.replay {
+            Some(replay) => replay.run(stage, schedule, &batches, phase, weight, &mut self.reducer)?,
+            None => stage.run(schedule, &batches, phase, weight, &mut self.reducer)?,
+        };
         {
             let _span = span("finish gradients", Kind::Phase);
             self.reducer.finish(&self.stage.params)?;
