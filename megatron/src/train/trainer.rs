@@ -174,6 +174,8 @@ impl Trainer {
                 .with_documents(sources.document_ends)
         };
         let m = batch.num_microbatches();
+        let [sends, receives] = generate(parallel.schedule, pp, v, m)?.lanes(groups.pp.rank());
+        groups.pp.connect(&sends, &receives)?;
         let early = groups.pp.overlaps();
         let in_time = |schedule: Schedule| if early { schedule.receiving_early() } else { schedule };
         Ok(Self {
