@@ -183,7 +183,7 @@ fn results_are_read_once_forward_and_backward_of_the_next_step_are_queued() {
                 take_counts();
                 let read: Vec<u64> = trainer.advance(false)?.iter().map(|step| step.iteration).collect();
                 let counts = take_counts();
-                let refused = trainer.save(std::path::Path::new("unused")).map_err(|e| e.to_string());
+                let refused = (lag == 1).then(|| trainer.save(std::path::Path::new("unused")).unwrap_err().to_string());
                 Ok((read, counts, refused, trainer.settle()?.map(|step| step.iteration)))
             })
         });
@@ -195,7 +195,7 @@ fn results_are_read_once_forward_and_backward_of_the_next_step_are_queued() {
             let behind = counts.launches - counts.launches_before_last_wait;
             assert!(behind > 0 && behind < counts.launches / 4, "the optimizer alone comes after: {counts:?}");
             assert_eq!(left, Some(3));
-            assert!(refused.unwrap_err().contains("results were not read"));
+            assert!(refused.unwrap().contains("results were not read"));
         }
     }
 }

@@ -82,8 +82,8 @@ fn values_of_the_host_are_refused_and_the_device_goes_on() {
 #[test]
 fn copies_of_the_host_are_found_past_the_crates_own_functions() {
     let device = gpu();
-    let error =
-        record(&device, || Ok::<_, Error>(drop(Tensor::new(&[1f32, 2.0], &device)?))).err().unwrap().to_string();
+    let error = record(&device, || Tensor::new(&[1f32, 2.0], &device).map(drop).map_err(Error::from));
+    let error = error.err().unwrap().to_string();
     // The driver may refuse to record them by itself.
     assert!(error.contains("a copy of the host's memory was recorded") || error.contains("CAPTURE"), "{error}");
 }
