@@ -167,6 +167,39 @@ fn nothing_of_a_step_is_read_before_all_of_it_is_queued() {
     }
 }
 
+/// But where the loss scale of the next forward depends on them.
+#[test]
+fn results_are_read_once_forward_and_backward_of_the_next_step_are_queued() {
+    let adapts = megatron::config::DynamicLossScale { initial: 1024.0, ..Default::default() };
+    let fp16 = Precision::Fp16(megatron::config::LossScaling::Dynamic(adapts));
+    for (precision, lag) in [(Precision::Bf16, 1), (fp16, 0)] {
+        let config = config(Style::Llama, 0.0, precision);
+        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let ranks = on_ranks(1, |world| {
+            run(Order::Forward, || {
+                let mut trainer = trainer(&config, world, &data)?;
+                trainer.step()?;
+                trainer.advance(false)?;
+                take_counts();
+                let read: Vec<u64> = trainer.advance(false)?.iter().map(|step| step.iteration).collect();
+                let counts = take_counts();
+                let refused = (lag == 1).then(|| trainer.save(std::path::Path::new("unused")).unwrap_err().to_string());
+                Ok((read, counts, refused, trainer.settle()?.map(|step| step.iteration)))
+            })
+        });
+        let (read, counts, refused, left) = ranks.unwrap().remove(0);
+        assert_eq!((read, counts.waits), (vec![3 - lag], 1), "{precision}: {counts:?}");
+        if lag == 0 {
+            assert_eq!((counts.launches, left), (counts.launches_before_last_wait, None));
+        } else {
+            let behind = counts.launches - counts.launches_before_last_wait;
+            assert!(behind > 0 && behind < counts.launches / 4, "the optimizer alone comes after: {counts:?}");
+            assert_eq!(left, Some(3));
+            assert!(refused.unwrap().contains("results were not read"));
+        }
+    }
+}
+
 #[test]
 fn a_profile_has_the_devices_times_and_waits_for_none_within_a_step() {
     let config = config(Style::Gpt2, 0.1, Precision::Bf16);

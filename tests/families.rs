@@ -68,7 +68,7 @@ fn logits(trainer: &Trainer, tokens: &[u32]) -> megatron::Result<Option<Vec<f32>
         samples: vec![0],
         documents: Documents::default(),
     };
-    let ctx = stage.ctx(&batch, Phase::Evaluate, 0.0);
+    let ctx = stage.ctx(&batch, Phase::Evaluate, None);
     let rank = stage.pp.rank();
     // The layers' forward as training runs it.
     let chunk = &stage.chunks[0];

@@ -7,6 +7,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Shape, Tensor};
 
 use crate::host::HostElem;
+use crate::transfer::{Mark, fetch, mark};
 use crate::{Error, Result};
 
 /// What a program was told to compute on.
@@ -110,24 +111,8 @@ fn open_gpu(_ordinal: usize) -> Result<Device> {
 /// # Errors
 /// If `t` is not contiguous, or what the driver says.
 pub fn to_host(t: &Tensor) -> Result<Tensor> {
-    Ok(to_host_all(&[t])?.swap_remove(0))
-}
-
-/// As [`to_host`] of each, with one wait for those that are on one device.
-///
-/// # Errors
-/// As [`to_host`].
-pub fn to_host_all(ts: &[&Tensor]) -> Result<Vec<Tensor>> {
     #[cfg(feature = "emulated")]
     crate::gpu::emulated::waited();
-    ts.iter().map(|t| one_to_host(t)).collect()
-}
-
-/// Most bytes that values go through locked memory by: larger ones take long enough without waiting for its pages.
-#[cfg(feature = "cuda")]
-const LOCKED: usize = 64 << 20;
-
-fn one_to_host(t: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if t.device().is_cuda() {
         if t.elem_count() * t.dtype().size_in_bytes() > LOCKED {
@@ -138,6 +123,47 @@ fn one_to_host(t: &Tensor) -> Result<Tensor> {
     }
     Ok(t.clone())
 }
+
+/// Values that the host reads later, as they are at a point in the order of what their device computes.
+pub struct Reading {
+    tensors: Vec<Tensor>,
+    /// That point, on a GPU.
+    at: Option<Mark>,
+}
+
+/// Has `tensors`, contiguous and on one device, read once what is queued so far is computed, whatever is queued behind it. Nobody waits here.
+/// Nothing may write them until they are read.
+///
+/// # Errors
+/// What the driver says.
+pub fn read_later(tensors: Vec<Tensor>) -> Result<Reading> {
+    let at = match tensors.first() {
+        // The emulator's tensors are on the host.
+        Some(first) if first.device().is_cuda() => mark(first.device())?,
+        _ => None,
+    };
+    Ok(Reading { tensors, at })
+}
+
+impl Reading {
+    /// The values on the host. Waits for them, not for what was queued since [`read_later`].
+    ///
+    /// # Errors
+    /// If a tensor is not contiguous or on another device, or what the driver says.
+    pub fn wait(self) -> Result<Vec<Tensor>> {
+        #[cfg(feature = "emulated")]
+        crate::gpu::emulated::waited();
+        let read = |t: &Tensor| match &self.at {
+            Some(at) => Ok(fetch(t, at)?.tensor().force_contiguous()?),
+            None => Ok(t.clone()),
+        };
+        self.tensors.iter().map(read).collect()
+    }
+}
+
+/// Most bytes that values go through locked memory by: larger ones take long enough without waiting for its pages.
+#[cfg(feature = "cuda")]
+const LOCKED: usize = 64 << 20;
 
 /// A tensor of `values` on `device`. A GPU has taken them when this returns, or will in the order of its stream.
 ///

@@ -20,6 +20,7 @@ mod float;
 mod gemm;
 #[cfg(gpu)]
 pub mod gpu;
+pub mod graph;
 pub mod host;
 pub mod huge_pages;
 pub mod linear;

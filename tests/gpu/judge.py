@@ -3,6 +3,7 @@
   judge.py losses METRICS EXPECTED TOLERANCE STEPS    largest relative difference of losses and gradient norms, step by step
   judge.py bandwidth LOG PERCENT               kernels bound by memory, as a share of the copy bandwidth
   judge.py speed OURS TORCH FACTOR             tokens a second of both, and the model's FLOP/s
+  judge.py graphs WITH WITHOUT FACTOR          tokens a second of both
   judge.py attention LOG FORWARD BACKWARD      the lowest rates at head dimension 128, as percentages of the peak
 
 EXPECTED is another run's metrics, or a fixture's expected.json.
@@ -45,17 +46,23 @@ def bandwidth(log, percent):
     return not slow, figure + (f"; below: {', '.join(slow)}" if slow else "")
 
 
-def speed(ours, torch, factor):
-    def read(path):
-        text = Path(path).read_text()
-        found = [re.findall(rf"{key}=([0-9.]+)", text) for key in ("tokens_per_second", "tflops")]
-        return [float(values[-1]) for values in found]
+def rates(path):
+    text = Path(path).read_text()
+    found = [re.findall(rf"{key}=([0-9.]+)", text) for key in ("tokens_per_second", "tflops")]
+    return [float(values[-1]) for values in found]
 
-    tokens, tflops = read(ours)
+
+def graphs(ours, without, factor):
+    (ours, _), (without, _) = rates(ours), rates(without)
+    return ours >= float(factor) * without, f"{ours:.0f} tokens/s, without {without:.0f}, {ours / without:.2f}×"
+
+
+def speed(ours, torch, factor):
+    tokens, tflops = rates(ours)
     figure = f"{tokens:.0f} tokens/s, MFU {100 * tflops / PEAK_TFLOPS:.1f}%"
     if not Path(torch).exists():
         return True, figure + "; no PyTorch to compare with"
-    theirs, _ = read(torch)
+    theirs, _ = rates(torch)
     return tokens >= float(factor) * theirs, f"{figure}; PyTorch {theirs:.0f} tokens/s, {tokens / theirs:.2f}×"
 
 
@@ -67,6 +74,6 @@ def attention(log, forward, backward):
 
 
 if __name__ == "__main__":
-    good, figure = {"losses": losses, "bandwidth": bandwidth, "speed": speed, "attention": attention}[sys.argv[1]](*sys.argv[2:])
+    good, figure = {"losses": losses, "bandwidth": bandwidth, "graphs": graphs, "speed": speed, "attention": attention}[sys.argv[1]](*sys.argv[2:])
     print(figure)
     sys.exit(not good)

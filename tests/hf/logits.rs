@@ -33,7 +33,7 @@ fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
         samples: vec![0],
         documents: Documents::default(),
     };
-    let ctx = inference.stage.ctx(&batch, Phase::Evaluate, 0.0);
+    let ctx = inference.stage.ctx(&batch, Phase::Evaluate, None);
     let chunk = &inference.stage.chunks[0];
     let (Some(embedding), Some(head)) = (&chunk.embedding, &chunk.head) else {
         return Err(Error::config("one process holds both ends of a model"));

@@ -83,6 +83,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             recompute: Recompute::None,
             precision: Precision::Fp32,
             grad_reduce_in_bf16: false,
+            enable_cuda_graph: false,
         },
         optimizer: OptimizerConfig {
             kind: OptimizerKind::Adam,

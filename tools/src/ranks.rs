@@ -6,7 +6,7 @@ use candle_core::Device;
 use kernels::device::Choice;
 use megatron::comm::rendezvous::StoreServer;
 use megatron::comm::{self, Backend, CommOptions, Group, RankInfo, Rendezvous};
-use megatron::config::ParallelConfig;
+use megatron::config::{ParallelConfig, RunConfig};
 
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
@@ -119,6 +119,21 @@ pub fn use_threads(threads: Option<usize>, place: &RankInfo) -> Result<usize> {
 pub fn check_device(choice: Choice) -> Result<()> {
     if matches!(choice, Choice::Cuda(_)) {
         kernels::device::gpus().map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
+    }
+    Ok(())
+}
+
+/// Refuses a run that asks for CUDA graphs where there is no GPU, before ranks are started for it.
+///
+/// # Errors
+/// If it does.
+pub fn check_graphs(choice: Choice, run: &RunConfig) -> Result<()> {
+    let on_gpus = || choice != Choice::Cpu && kernels::device::gpus().is_ok_and(|gpus| gpus > 0);
+    if run.training.enable_cuda_graph && !on_gpus() {
+        return Err(Error::usage(
+            "--enable-cuda-graph records the work of a GPU, and this run computes on the CPU; leave it out, or compute on a GPU: \
+             --device cuda in a program built with --features cuda (docs/gpu.md)",
+        ));
     }
     Ok(())
 }

@@ -31,6 +31,8 @@ pub fn get(values: Vec<u32>, shape: Shape, device: &Device) -> Result<Tensor> {
             Kept { values, tensor }
         }
     };
+    #[cfg(feature = "cuda")]
+    super::graph::keep(&this.tensor);
     let tensor = this.tensor.reshape(shape)?;
     kept.push(this);
     if kept.len() > MOST {

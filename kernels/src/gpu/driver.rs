@@ -106,6 +106,7 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
         }
         Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
     }
+    super::graph::refuse(OP)?;
     let gpu = Gpu::of(t, OP)?;
     let at = gpu.input(t, t.dtype(), OP, "tensor")?;
     match t.dtype() {
@@ -468,7 +469,7 @@ impl Gpu {
 
     /// What holds the device's memory, as far as the driver tells; the largest amounts are those since the process began.
     pub(crate) fn memory(&self) -> Option<Memory> {
-        use sys::CUmemPool_attribute as A;
+        use sys::{CUgraphMem_attribute as G, CUmemPool_attribute as A};
         let context = self.stream.context();
         context.bind_to_thread().ok()?;
         let (free, total) = context.mem_get_info().ok()?;
@@ -479,11 +480,21 @@ impl Gpu {
             result::mem_pool::get_attribute(pool, attribute, std::ptr::from_mut(&mut value).cast()).map(|()| value)
         };
         let get = |attribute| get(attribute).map_err(|_: DriverError| ()).ok();
+        // Graphs have memory beside the pool; a driver that does not know of it has none.
+        let graphs = |attribute| {
+            let mut value = 0_u64;
+            // SAFETY: as above.
+            unsafe {
+                let value = std::ptr::from_mut(&mut value).cast();
+                _ = sys::cuDeviceGetGraphMemAttribute(context.cu_device(), attribute, value);
+            }
+            value
+        };
         Some(Memory {
-            used: get(A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
-            reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
-            peak_used: get(A::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
-            peak_reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
+            used: get(A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)? + graphs(G::CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT),
+            reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)? + graphs(G::CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT),
+            peak_used: get(A::CU_MEMPOOL_ATTR_USED_MEM_HIGH)? + graphs(G::CU_GRAPH_MEM_ATTR_USED_MEM_HIGH),
+            peak_reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)? + graphs(G::CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH),
             free: free as u64,
             total: total as u64,
         })

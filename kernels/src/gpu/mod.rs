@@ -27,6 +27,8 @@ pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 pub(crate) mod embedding;
 #[cfg(feature = "cuda")]
+pub(crate) mod graph;
+#[cfg(feature = "cuda")]
 pub(crate) mod linear;
 pub(crate) mod norm;
 pub(crate) mod optimizer;

@@ -9,6 +9,7 @@ use cudarc::driver::{DriverError, result, sys};
 
 use super::{Gpu, driver, modules};
 use crate::linear::linear_into;
+use crate::philox::fill_normal;
 use crate::{Error, Result};
 
 /// A GPU as its driver describes it.
@@ -96,27 +97,62 @@ pub fn compiled() -> Vec<(&'static str, usize)> {
 /// # Errors
 /// What CUDA says.
 pub fn measure(device: &Device) -> Result<Speeds> {
+    // Sizes grow until they take long enough for what begins and ends them not to count; the first copy is more than any cache holds.
+    let copy = grown(28, 30, |power| copies(device, 1 << power))?;
+    let bf16 = grown(8, 13, |power| products(device, DType::BF16, 1 << power))?;
+    let f32 = grown(8, 12, |power| products(device, DType::F32, 1 << power))?;
+    Ok(Speeds { copy, bf16, f32 })
+}
+
+/// What `rate` gives with the first power of two that takes a millisecond, or the last. `rate(power)(times)`: seconds that one of `times`
+/// operations takes, and what it does.
+fn grown<F: FnMut(usize) -> Result<(f64, f64)>>(
+    first: u32,
+    last: u32,
+    mut rate: impl FnMut(u32) -> Result<F>,
+) -> Result<f64> {
+    for power in first..last {
+        let mut rate = rate(power)?;
+        if rate(1)?.0 >= 1e-3 {
+            let (seconds, amount) = rate(5)?;
+            return Ok(amount / seconds);
+        }
+    }
+    let (seconds, amount) = rate(last)?(10)?;
+    Ok(amount / seconds)
+}
+
+/// Copies of `bytes`: their bytes read and written.
+fn copies(device: &Device, bytes: usize) -> Result<impl FnMut(usize) -> Result<(f64, f64)>> {
     const OP: &str = "measure";
-    /// Far more than any cache.
-    const COPY: usize = 1 << 30;
-    let source = Tensor::zeros(COPY, DType::U8, device)?;
+    let source = Tensor::zeros(bytes, DType::U8, device)?;
     let gpu = Gpu::of(&source, OP)?;
-    let (from, (_target, to)) = (gpu.input(&source, DType::U8, OP, "source")?, gpu.output(COPY, DType::U8, OP)?);
-    let copied = seconds(&gpu, 10, || {
-        // SAFETY: both are as long as what is copied, and live.
-        unsafe { result::memcpy_dtod_async(to.address(), from.address(), COPY, gpu.stream().cu_stream()) }
-            .map_err(failed)
-    })?;
-    let product = |dtype, edge: usize, times| {
-        let x = Tensor::randn(0_f32, 1.0, (edge, edge), device)?.to_dtype(dtype)?;
-        let y = x.zeros_like()?;
+    let (target, to) = gpu.output(bytes, DType::U8, OP)?;
+    Ok(move |times| {
+        let from = gpu.input(&source, DType::U8, OP, "source")?;
+        let _alive = &target;
+        let seconds = seconds(&gpu, times, || {
+            // SAFETY: both are as long as what is copied, and live.
+            unsafe { result::memcpy_dtod_async(to.address(), from.address(), bytes, gpu.stream().cu_stream()) }
+                .map_err(failed)
+        })?;
+        Ok((seconds, 2.0 * bytes as f64))
+    })
+}
+
+/// Products of square matrices of normal deviates, since a GPU's clock depends on what it multiplies: their operations.
+fn products(device: &Device, dtype: DType, edge: usize) -> Result<impl FnMut(usize) -> Result<(f64, f64)>> {
+    // Made once and repeated.
+    let block = (edge * edge).min(1 << 20);
+    let mut values = vec![0_f32; block];
+    fill_normal(&mut values, 1, 0, 0, 1.0);
+    let block_of = Tensor::from_vec(values, block, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+    let x = Tensor::cat(&vec![&block_of; edge * edge / block], 0)?.reshape((edge, edge))?;
+    let y = x.zeros_like()?;
+    let gpu = Gpu::of(&x, "measure")?;
+    Ok(move |times| {
         let seconds = seconds(&gpu, times, || linear_into(&x, &x, None, &y))?;
-        Ok::<_, Error>(2.0 * (edge as f64).powi(3) / seconds)
-    };
-    Ok(Speeds {
-        copy: 2.0 * COPY as f64 / copied,
-        bf16: product(DType::BF16, 8192, 20)?,
-        f32: product(DType::F32, 4096, 5)?,
+        Ok((seconds, 2.0 * (edge as f64).powi(3)))
     })
 }
 

@@ -93,6 +93,8 @@ fn gpu_of(t: &Tensor, after: &Mark, op: &'static str) -> Result<Gpu> {
 
 pub fn fetch(t: &Tensor, after: &Mark) -> Result<Staged> {
     const OP: &str = "fetch";
+    #[cfg(feature = "cuda")]
+    super::graph::refuse(OP)?;
     let gpu = gpu_of(t, after, OP)?;
     let from = gpu.input(t, t.dtype(), OP, "tensor")?;
     let staged = room(t)?;
@@ -102,6 +104,8 @@ pub fn fetch(t: &Tensor, after: &Mark) -> Result<Staged> {
 
 pub fn put(mut from: Staged, t: &Tensor, after: &Mark) -> Result<()> {
     const OP: &str = "put";
+    #[cfg(feature = "cuda")]
+    super::graph::refuse(OP)?;
     let gpu = gpu_of(t, after, OP)?;
     expect_elements(OP, "source", &from.view, t.elem_count())?;
     let to = gpu.inplace(t, from.view.dtype(), OP, "destination")?;
@@ -116,6 +120,7 @@ pub fn put(mut from: Staged, t: &Tensor, after: &Mark) -> Result<()> {
 #[cfg(feature = "cuda")]
 pub fn upload(gpu: &Gpu, bytes: &[u8], to: super::DevicePointer) -> Result<()> {
     const OP: &str = "upload";
+    super::graph::refuse(OP)?;
     let mut block = Block::take(bytes.len(), DType::U8)?;
     let view = block.elements.narrow(0, 0, bytes.len())?;
     with_bytes_mut(&view, OP, |room| {

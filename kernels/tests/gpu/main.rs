@@ -14,6 +14,8 @@ mod dropout;
 mod embedding;
 #[cfg(feature = "emulated")]
 mod emulator;
+#[cfg(feature = "cuda")]
+mod graph;
 mod linear;
 mod norm;
 mod optimizer;

@@ -120,6 +120,11 @@ pub trait Communicator: Send + Sync {
     fn send(&self, t: &Tensor, dst: usize, tag: u32) -> Result<Work>;
     /// Receives into `t` (in place) the next message of `src` with this tag.
     fn recv(&self, t: &Tensor, src: usize, tag: u32) -> Result<Work>;
+    /// Prepares messages to and from these ranks, as (rank, tag), where the transport has to connect for each kind of them; without it that
+    /// happens at the first of a kind, beside whatever else goes on then. Those who exchange them call it together.
+    fn connect(&self, _sends: &[(usize, u32)], _receives: &[(usize, u32)]) -> Result<()> {
+        Ok(())
+    }
     /// Returns when every rank has called it.
     fn barrier(&self) -> Result<()>;
 

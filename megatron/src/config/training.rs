@@ -43,4 +43,7 @@ pub struct TrainingConfig {
     pub precision: Precision,
     /// Gradients are summed over dp in messages of bf16 (each sum in fp32, rounded once) rather than of fp32.
     pub grad_reduce_in_bf16: bool,
+    /// Forward and backward of a microbatch are recorded as a CUDA graph, which is launched instead of their kernels.
+    #[serde(default)]
+    pub enable_cuda_graph: bool,
 }

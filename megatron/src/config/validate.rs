@@ -34,6 +34,17 @@ impl RunConfig {
         check.precision(&self.training);
         check.optimizer(&self.optimizer);
         check.files(self);
+        check.cuda_graph(self);
+        check.finish()
+    }
+
+    /// Checks what CUDA graphs, if they are asked for, go with: a part of [`RunConfig::validate`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn validate_cuda_graph(&self) -> Result<()> {
+        let mut check = Check { sources: &Sources::default(), problems: Vec::new() };
+        check.cuda_graph(self);
         check.finish()
     }
 
@@ -337,6 +348,35 @@ impl Check<'_> {
                 });
             }
             Precision::Fp64 | Precision::Fp32 | Precision::Bf16 => {}
+        }
+    }
+
+    /// A graph repeats what it has recorded: nothing that differs from step to step may be part of it, but what its inputs hold.
+    fn cuda_graph(&mut self, run: &RunConfig) {
+        let (t, p, m, d) = (&run.training, &run.parallel, &run.model, &run.data);
+        if !t.enable_cuda_graph {
+            return;
+        }
+        let graph = self.cite("enable_cuda_graph", true);
+        let whole = "a graph holds the computation of one rank, and messages between ranks within it are not recorded; set it to 1";
+        let differs = "it differs from one microbatch to the next; turn it off";
+        let dropout = "its masks depend on the step, which a graph would repeat; set it to 0";
+        let both = p.overlap_grad_reduce && p.data_parallel_size > 1;
+        let (tp, pp) = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size);
+        for (holds, what, why) in [
+            (tp <= 1, self.cite("tensor_model_parallel_size", tp), whole),
+            (pp <= 1, self.cite("pipeline_model_parallel_size", pp), whole),
+            (m.attention_dropout == 0.0, self.cite("attention_dropout", m.attention_dropout), dropout),
+            (m.hidden_dropout == 0.0, self.cite("hidden_dropout", m.hidden_dropout), dropout),
+            (!d.reset_position_ids, self.cite("reset_position_ids", true), differs),
+            (!d.reset_attention_mask, self.cite("reset_attention_mask", true), differs),
+            (
+                !both,
+                self.cite("overlap_grad_reduce", true),
+                "gradients are reduced during backward, which is in the graph as a whole; leave it out",
+            ),
+        ] {
+            self.require(holds, |_| format!("{what} does not go with {graph}: {why}, or leave out enable_cuda_graph"));
         }
     }
 

@@ -51,6 +51,11 @@ impl LossScaler {
         self.scale
     }
 
+    /// Whether a step's scale depends on how the one before went.
+    pub fn adapts(&self) -> bool {
+        self.dynamic.is_some()
+    }
+
     /// Adapts the scale to a step: whether its gradients overflowed.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::to_host_all;
+use kernels::device::{Reading, read_later};
 use kernels::trace::{Kind, span};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
@@ -44,7 +44,7 @@ struct Owed {
 
 impl Stage {
     /// The surroundings of one microbatch.
-    pub fn ctx<'a>(&'a self, batch: &'a MicroBatch, phase: Phase, loss_factor: f64) -> Ctx<'a> {
+    pub fn ctx<'a>(&'a self, batch: &'a MicroBatch, phase: Phase, loss_weights: Option<&'a Tensor>) -> Ctx<'a> {
         Ctx {
             params: &self.params,
             tp: &self.tp,
@@ -55,9 +55,18 @@ impl Stage {
             documents: &batch.documents,
             phase,
             seed: self.seed,
-            loss_factor,
+            loss_weights,
             later: None,
         }
+    }
+
+    /// [`Ctx::loss_weights`] of a microbatch; `loss_factor`: loss scale / unmasked tokens of the global batch.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub(super) fn loss_weights(&self, batch: &MicroBatch, loss_factor: f64) -> Result<Tensor> {
+        let wide = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        Ok(batch.loss_mask.to_dtype(wide)?.affine(loss_factor, 0.0)?)
     }
 
     /// Shape of the residual stream between stages.
@@ -66,7 +75,7 @@ impl Stage {
         Ok((self.tp.stream_length(seq)?, b, self.hidden))
     }
 
-    /// Runs this rank's actions over a step's microbatches.
+    /// Runs this rank's actions over a step's microbatches. `loss_factor`: loss scale / unmasked tokens of the global batch.
     ///
     /// # Errors
     /// If a kernel or a peer fails.
@@ -76,6 +85,19 @@ impl Stage {
         batches: &[MicroBatch],
         phase: Phase,
         loss_factor: f64,
+        gradients: &mut dyn GradientListener,
+    ) -> Result<Losses> {
+        let weigh = |batch: &MicroBatch| self.loss_weights(batch, loss_factor);
+        self.run_weighted(schedule, batches, phase, &weigh, gradients)
+    }
+
+    /// As [`Stage::run`]; `weigh` gives a microbatch's [`Ctx::loss_weights`].
+    pub(super) fn run_weighted(
+        &self,
+        schedule: &Schedule,
+        batches: &[MicroBatch],
+        phase: Phase,
+        weigh: &dyn Fn(&MicroBatch) -> Result<Tensor>,
         gradients: &mut dyn GradientListener,
     ) -> Result<Losses> {
         let mut received: HashMap<(Payload, Key), (Tensor, Work)> = HashMap::new();
@@ -100,7 +122,10 @@ impl Stage {
                     sends.push(self.pp.send(&tensor, peer, payload.tag())?);
                 }
                 Action::Forward { microbatch, chunk } => {
-                    let ctx = self.ctx(&batches[microbatch], phase, loss_factor);
+                    let batch = &batches[microbatch];
+                    let weighs = trains && self.chunks[chunk].head.is_some();
+                    let weights = if weighs { Some(weigh(batch)?) } else { None };
+                    let ctx = self.ctx(batch, phase, weights.as_ref());
                     let input = arrive(&mut received, Payload::Activation, (microbatch, chunk))?;
                     let _span = span("forward", Kind::Phase).at(microbatch, chunk);
                     let (output, kept) = self.chunks[chunk].forward(input, &ctx)?;
@@ -118,7 +143,7 @@ impl Stage {
                     let whole = matches!(action, Action::Backward { .. });
                     let products = WeightGradients::default();
                     let later = (!whole).then_some(&products);
-                    let ctx = Ctx { later, ..self.ctx(&batches[microbatch], phase, loss_factor) };
+                    let ctx = Ctx { later, ..self.ctx(&batches[microbatch], phase, None) };
                     let dy = arrive(&mut received, Payload::Gradient, (microbatch, chunk))?;
                     let kept = take(&mut saved, (microbatch, chunk), "activations")?;
                     let name = if whole { "backward" } else { "input gradients" };
@@ -157,7 +182,7 @@ impl Stage {
 
 /// Σ token losses of each microbatch of a step, nothing where this rank has no head: on the device, which need not have computed
 /// them yet.
-pub struct Losses(Vec<Option<Tensor>>);
+pub struct Losses(pub(super) Vec<Option<Tensor>>);
 
 impl Losses {
     /// Their sum, in order of microbatches. Waits for the device.
@@ -165,24 +190,43 @@ impl Losses {
     /// # Errors
     /// If they cannot be read.
     pub fn sum(&self) -> Result<f64> {
-        self.sum_and(&[]).map(|(sum, _)| sum)
+        self.read_with(Vec::new())?.wait().map(|(sum, _)| sum)
     }
 
-    /// The sum, and `others` on the host: read with one wait for the device.
+    /// Has the sum and `others` read once what is queued so far is computed. Nobody waits here.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn read_with(&self, others: Vec<Tensor>) -> Result<Results> {
+        let there: Vec<&Tensor> = self.0.iter().flatten().collect();
+        let (num_others, mut wanted) = (others.len(), others);
+        if !there.is_empty() {
+            wanted.push(Tensor::cat(&there, 0)?);
+        }
+        Ok(Results { num_others, reading: read_later(wanted)? })
+    }
+}
+
+/// What a step leaves, to be read on the host.
+pub struct Results {
+    num_others: usize,
+    /// The others, then the losses if this rank has any.
+    reading: Reading,
+}
+
+impl Results {
+    /// The sum of the losses, in order of microbatches, and the others. Waits for the device to come to where they are.
     ///
     /// # Errors
     /// If they cannot be read.
-    pub fn sum_and(&self, others: &[&Tensor]) -> Result<(f64, Vec<Tensor>)> {
-        let there: Vec<&Tensor> = self.0.iter().flatten().collect();
-        let joined = if there.is_empty() { None } else { Some(Tensor::cat(&there, 0)?) };
-        let wanted: Vec<&Tensor> = others.iter().copied().chain(&joined).collect();
-        let mut read = to_host_all(&wanted)?;
-        let losses: Vec<f64> = match joined.and(read.get(others.len())) {
+    pub fn wait(self) -> Result<(f64, Vec<Tensor>)> {
+        let mut others = self.reading.wait()?;
+        let losses: Vec<f64> = match others.get(self.num_others) {
             Some(losses) => losses.to_vec1()?,
             None => Vec::new(),
         };
-        read.truncate(others.len());
-        Ok((losses.iter().sum(), read))
+        others.truncate(self.num_others);
+        Ok((losses.iter().sum(), others))
     }
 }
 

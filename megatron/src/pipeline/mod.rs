@@ -12,6 +12,7 @@ mod engine;
 mod generators;
 mod messages;
 mod partition;
+mod replay;
 mod schedule;
 mod simulator;
 
@@ -19,8 +20,9 @@ pub use chunk::{Chunk, ChunkOutput, SavedChunk};
 pub use costs::{ChunkCosts, Costs};
 pub use delayed::delay_weight_gradients;
 pub use drawing::render;
-pub use engine::{GradientListener, Losses, Stage};
+pub use engine::{GradientListener, Losses, Results, Stage};
 pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
 pub use partition::partition;
+pub use replay::Replay;
 pub use schedule::{Action, Pass, Payload, Schedule};
 pub use simulator::{Report, Slot, simulate};

@@ -6,6 +6,7 @@
 //! for its receiver, nor a receive for its message; the pass that uses a message waits for it. Between two stages each payload has a
 //! lane of its own ([`Payload::tag`]) on which messages arrive in the order they were sent, and receives take them in the order posted.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// A pass of one chunk over one microbatch. Backward comes whole, or as gradients of inputs and, at any later time, of weights.
@@ -35,6 +36,22 @@ pub enum Payload {
     Activation,
     /// The gradient of a forward's input, which is the gradient of the previous virtual stage's output.
     Gradient,
+}
+
+impl Schedule {
+    /// The kinds of messages that a stage sends, and receives: (other stage, tag), each once.
+    pub fn lanes(&self, stage: usize) -> [Vec<(usize, u32)>; 2] {
+        let actions = self.stages.get(stage).into_iter().flatten();
+        let sent = actions.clone().filter_map(|action| match *action {
+            Action::Send { what, to, .. } => Some((to, what.tag())),
+            _ => None,
+        });
+        let received = actions.filter_map(|action| match *action {
+            Action::Recv { what, from, .. } => Some((from, what.tag())),
+            _ => None,
+        });
+        [sent.collect::<BTreeSet<_>>(), received.collect()].map(|lanes| lanes.into_iter().collect())
+    }
 }
 
 impl Payload {
@@ -203,5 +220,17 @@ mod tests {
         assert_eq!(consumer(2, 2, Payload::Gradient, 0, 0), None);
         assert_eq!(producer(2, 2, Payload::Activation, 0, 1), Some((1, 0)));
         assert_eq!(producer(2, 2, Payload::Gradient, 1, 1), None);
+    }
+
+    #[test]
+    fn lanes_are_those_of_the_messages_and_each_has_its_other_end() {
+        let schedule = crate::pipeline::one_f_one_b(3, 4).unwrap();
+        assert_eq!(schedule.lanes(0), [vec![(1, 0)], vec![(1, 1)]]);
+        assert_eq!(schedule.lanes(1), [vec![(0, 1), (2, 0)], vec![(0, 0), (2, 1)]]);
+        assert_eq!(crate::pipeline::one_f_one_b(1, 4).unwrap().lanes(0), [vec![], vec![]]);
+        let ring = crate::pipeline::interleaved(2, 2, 2).unwrap();
+        for (stage, other) in [(0, 1), (1, 0)] {
+            assert_eq!(ring.lanes(stage), [vec![(other, 0), (other, 1)], vec![(other, 0), (other, 1)]]);
+        }
     }
 }

@@ -34,8 +34,9 @@ pub struct Ctx<'a> {
     pub documents: &'a Documents,
     pub phase: Phase,
     pub seed: u64,
-    /// Factor on every token's loss before backward: loss scale / unmasked tokens of the global batch.
-    pub loss_factor: f64,
+    /// The gradient of what is minimized by every token's loss: `loss_mask` · loss scale / unmasked tokens of the global batch, f32 `[s, b]`
+    /// (f64 for f64). In training, where the head is. On the device, since a graph would repeat a number of the host's.
+    pub loss_weights: Option<&'a Tensor>,
     /// Where products that make gradients of weights wait for their time; `None`: they are computed at once.
     pub later: Option<&'a WeightGradients>,
 }

@@ -10,8 +10,8 @@ use kernels::cross_entropy::{add_losses, cross_entropy_backward, cross_entropy_b
 use super::context::Ctx;
 use super::embedding::VocabSpec;
 use super::layout::FeatureSharded;
-use crate::Result;
 use crate::comm::ReduceOp;
+use crate::{Error, Result};
 
 /// The loss over one rank's share of the vocabulary.
 pub struct VocabParallelCrossEntropy {
@@ -22,8 +22,10 @@ pub struct VocabParallelCrossEntropy {
 pub struct Targets {
     /// u32 `[rows]`.
     pub labels: Tensor,
-    /// f32 `[rows]`: the weight of each token's loss.
+    /// f32 `[rows]`: what each token's loss counts in the sum.
     pub mask: Tensor,
+    /// f32 `[rows]` (f64 for f64): what it counts in the gradient; see [`Ctx::loss_weights`].
+    pub weights: Option<Tensor>,
 }
 
 /// What backward needs of the whole vocabulary: `[rows]` each.
@@ -59,7 +61,10 @@ impl VocabParallelCrossEntropy {
         Ok(RowStats { max, sum_exp })
     }
 
-    /// Gradient of the logits of `loss_factor` times the loss: in the place of the logits, or rounded into `rounded`, if given.
+    /// Gradient of the logits of the targets' weighted loss: in the place of the logits, or rounded into `rounded`, if given.
+    ///
+    /// # Errors
+    /// If the targets have no weights.
     pub fn backward(
         &self,
         logits: &FeatureSharded,
@@ -71,10 +76,11 @@ impl VocabParallelCrossEntropy {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
         let (RowStats { max, sum_exp }, labels) = (stats, &targets.labels);
-        let scale = targets.mask.to_dtype(max.dtype())?.affine(ctx.loss_factor, 0.0)?;
+        let weights = targets.weights.as_ref();
+        let weights = weights.ok_or_else(|| Error::config("internal error: a gradient of losses without weights"))?;
         match rounded {
-            None => cross_entropy_backward(&logits.0, max, sum_exp, labels, &scale, first, valid)?,
-            Some(to) => cross_entropy_backward_into(&to.0, &logits.0, max, sum_exp, labels, &scale, first, valid)?,
+            None => cross_entropy_backward(&logits.0, max, sum_exp, labels, weights, first, valid)?,
+            Some(to) => cross_entropy_backward_into(&to.0, &logits.0, max, sum_exp, labels, weights, first, valid)?,
         }
         Ok(())
     }

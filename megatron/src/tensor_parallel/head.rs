@@ -80,6 +80,7 @@ impl Head {
         let flat = |t: &Tensor| t.reshape((rows, hidden));
         let (xs, dxs) = (flat(&input.0)?, dinput.map(|dinput| flat(&dinput.0)).transpose()?);
         let (labels, mask) = (ctx.labels.flatten_all()?, ctx.loss_mask.flatten_all()?);
+        let weights = ctx.loss_weights.map(Tensor::flatten_all).transpose()?;
         let (weight, columns, device) = (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
         let step = rows_at_a_time(columns, device.is_cuda()).min(rows).max(1);
         // The same memory for all chunks: their logits, and the gradient of these where it is rounded.
@@ -91,7 +92,12 @@ impl Head {
         for first in (0..rows).step_by(step) {
             let count = step.min(rows - first);
             let x = xs.narrow(0, first, count)?;
-            let targets = Targets { labels: labels.narrow(0, first, count)?, mask: mask.narrow(0, first, count)? };
+            let part = |t: &Tensor| t.narrow(0, first, count);
+            let targets = Targets {
+                labels: part(&labels)?,
+                mask: part(&mask)?,
+                weights: weights.as_ref().map(part).transpose()?,
+            };
             let logits = FeatureSharded(buffer.narrow(0, 0, count)?);
             linear_into(&x, weight, None, &logits.0)?;
             let stats = self.loss.forward(&logits, &targets, &loss_sum, ctx)?;

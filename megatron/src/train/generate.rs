@@ -99,7 +99,7 @@ impl<'a> Session<'a> {
     }
 
     fn ctx<'b>(&'b self, batch: &'b MicroBatch) -> Ctx<'b> {
-        Ctx { tp: &self.tp, ..self.stage.ctx(batch, Phase::Evaluate, 0.0) }
+        Ctx { tp: &self.tp, ..self.stage.ctx(batch, Phase::Evaluate, None) }
     }
 
     /// Feeds `tokens` (`length` rows, one column a sample) from positions `starts` on; the logits at row `rows[i]` of each sample,

@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{Device, Tensor};
 
 use super::memory::{Peak, describe_memory, peak_memory_of, require_memory};
-use super::metrics::{EvalMetrics, MetricsWriter};
+use super::metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 use super::profile::Profiler;
 use super::report::Reporter;
 use super::state;
 use super::trainer::Trainer;
 use crate::comm::ReduceOp;
-use crate::config::{CheckpointConfig, RunConfig};
+use crate::config::{CheckpointConfig, ProfileConfig, RunConfig};
 use crate::data::Loader;
 use crate::{Error, Result, checkpoint};
 
@@ -54,6 +54,11 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
     Ok(())
 }
 
+/// Whether step `iteration` is one of every `interval`.
+fn is_due(iteration: u64, interval: Option<u64>) -> bool {
+    interval.is_some_and(|n| n > 0 && iteration.is_multiple_of(n))
+}
+
 impl Trainer {
     /// Resumes from `[checkpoint] load` if it holds a checkpoint, then trains to the end. `stop` may be set at any time, on any rank:
     /// all ranks save and stop after the step in which one of them saw it. Collective over the world.
@@ -75,23 +80,25 @@ impl Trainer {
         let mut outcome = Outcome::Finished;
         let mut profiler = Profiler::new(self.config.logging.profile.as_ref());
         while self.progress.iteration < train_iters {
-            profiler.before(self.progress.iteration + 1, self.groups.world.rank(), &self.stage().device)?;
-            let mut step = self.step()?;
+            let iteration = self.progress.iteration + 1;
+            let due = |interval| is_due(iteration, interval);
+            profiler.before(iteration, self.groups.world.rank(), &self.stage().device)?;
+            let steps = self.advance(self.reads_at_once(iteration))?;
             profiler.after();
-            let iteration = step.iteration;
-            if iteration == 1 || iteration.is_multiple_of(self.config.logging.log_interval.max(1)) {
-                memory = self.largest_memory(step.memory)?;
+            for step in steps {
+                self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
             }
-            step.memory = memory;
-            reporter.step(&step);
-            if let Some(file) = &mut metrics {
-                file.step(&step)?;
+            if let Some(operations) = self.take_recorded() {
+                let what = "forward and backward of a microbatch are a CUDA graph from here on";
+                reporter.message(&format!("step {iteration}: {what}, of {operations} operations"));
             }
-            let due = |interval: Option<u64>| interval.is_some_and(|n| n > 0 && iteration.is_multiple_of(n));
             if due(self.config.logging.eval_interval) {
                 self.report_evaluation(self.valid.as_ref(), "validation", reporter, metrics.as_mut())?;
             }
             let interrupted = self.sum_over_world(vec![f64::from(u8::from(stop.load(Ordering::SeqCst)))])?[0] > 0.0;
+            if interrupted && let Some(step) = self.settle()? {
+                self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
+            }
             let exit = due(self.config.training.exit_interval);
             if due(self.config.checkpoint.save_interval) || exit || interrupted {
                 saved_at = self.save_and_report(reporter)?;
@@ -106,8 +113,7 @@ impl Trainer {
         }
         profiler.finish(&self.groups, self.stage().dtype, &self.stage().device, reporter)?;
         if outcome == Outcome::Finished {
-            let due = self.config.logging.eval_interval.is_some_and(|n| n > 0 && train_iters.is_multiple_of(n));
-            if !due {
+            if !is_due(train_iters, self.config.logging.eval_interval) {
                 self.report_evaluation(self.valid.as_ref(), "validation", reporter, metrics.as_mut())?;
             }
             self.report_evaluation(self.test.as_ref(), "test", reporter, metrics.as_mut())?;
@@ -124,6 +130,32 @@ impl Trainer {
             file.memory(self.progress.iteration, &memory)?;
         }
         Ok(outcome)
+    }
+
+    /// Whether something follows step `iteration` that has to see its results. A profile shows steps one by one.
+    fn reads_at_once(&self, iteration: u64) -> bool {
+        let RunConfig { training, checkpoint, logging, .. } = &self.config;
+        let due = |interval| is_due(iteration, interval);
+        let profiled = |p: &ProfileConfig| (p.step_start..p.step_end + 1).contains(&(iteration + 1));
+        iteration == training.train_iters
+            || [logging.eval_interval, checkpoint.save_interval, training.exit_interval].into_iter().any(due)
+            || logging.profile.as_ref().is_some_and(profiled)
+    }
+
+    /// Reports a step; `memory` is the largest of a rank when that was asked last. Collective over the world.
+    fn report_step(
+        &self,
+        mut step: StepMetrics,
+        memory: &mut Peak,
+        reporter: &mut dyn Reporter,
+        metrics: Option<&mut MetricsWriter>,
+    ) -> Result<()> {
+        if step.iteration == 1 || step.iteration.is_multiple_of(self.config.logging.log_interval.max(1)) {
+            *memory = self.largest_memory(step.memory)?;
+        }
+        step.memory = *memory;
+        reporter.step(&step);
+        metrics.map_or(Ok(()), |file| file.step(&step))
     }
 
     fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<()> {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{Device, Tensor};
+use kernels::graph::can_record;
 use kernels::trace::{Kind, span};
 use serde::{Deserialize, Serialize};
 
@@ -19,9 +20,11 @@ use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::{GradientReducer, shard};
-use crate::optim::{LossScaler, LrSchedule, Optimizer};
+use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued};
 use crate::params::{ParamId, ParamStore, ShardRef, StateKind};
-use crate::pipeline::{GradientListener, Schedule, Stage, delay_weight_gradients, forward_only, generate};
+use crate::pipeline::{
+    GradientListener, Replay, Results, Schedule, Stage, delay_weight_gradients, forward_only, generate,
+};
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Error, Result, checkpoint};
@@ -41,7 +44,7 @@ pub struct Sources {
 /// How far a run is. With the parameters and the optimizer's state, all there is to resume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Steps made.
+    /// Steps made, or queued.
     pub iteration: u64,
     /// Samples read.
     pub consumed_samples: u64,
@@ -55,6 +58,19 @@ pub struct Progress {
     pub nan_iterations: u64,
 }
 
+/// A step that is queued: what is known of it, and where the rest will be read.
+struct InFlight {
+    iteration: u64,
+    consumed_samples: u64,
+    start: Instant,
+    /// 1 / tokens of the global batch.
+    factor: f64,
+    learning_rate: f64,
+    loss_scale: f64,
+    update: Queued,
+    results: Results,
+}
+
 /// One rank of a training run.
 pub struct Trainer {
     pub(super) config: RunConfig,
@@ -63,12 +79,18 @@ pub struct Trainer {
     schedule: Schedule,
     eval_schedule: Schedule,
     reducer: GradientReducer,
+    /// Under `enable_cuda_graph`.
+    replay: Option<Replay>,
     optimizer: Optimizer,
     lr: LrSchedule,
     loss_scaler: LossScaler,
     train: Loader,
     /// What a GPU's next step reads, and the samples consumed before it: read while the last one was computed.
     ahead: Option<(u64, Result<Vec<MicroBatch>>)>,
+    /// The last step, unless its results were read.
+    in_flight: Option<InFlight>,
+    /// When results were read last.
+    last_read: Option<Instant>,
     pub(super) valid: Option<Loader>,
     pub(super) test: Option<Loader>,
     pub(super) progress: Progress,
@@ -107,6 +129,13 @@ impl Trainer {
         sources: &Sources,
         device: &Device,
     ) -> Result<Self> {
+        if config.training.enable_cuda_graph && !can_record(device) {
+            return Err(Error::config(format!(
+                "enable_cuda_graph records the work of a GPU, and this run computes on {}; leave it out, or compute on a GPU",
+                kernels::device::name(device)
+            )));
+        }
+        config.validate_cuda_graph()?;
         agreement::require(&world, config, &sources.fingerprint)?;
         let parallel = &config.parallel;
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
@@ -147,8 +176,10 @@ impl Trainer {
                 .with_documents(sources.document_ends)
         };
         let m = batch.num_microbatches();
-        let early = groups.pp.overlaps();
         let mut schedule = generate(parallel.schedule, pp, v, m)?;
+        let [sends, receives] = schedule.lanes(groups.pp.rank());
+        groups.pp.connect(&sends, &receives)?;
+        let early = groups.pp.overlaps();
         if parallel.delay_wgrad_compute {
             schedule = delay_weight_gradients(&schedule, &costs(parallel, model, training.recompute)?)?;
         }
@@ -158,11 +189,14 @@ impl Trainer {
             schedule: in_time(schedule),
             stage,
             reducer,
+            replay: training.enable_cuda_graph.then(Replay::default),
             optimizer,
             lr: LrSchedule::new(&config.optimizer)?,
             loss_scaler: LossScaler::new(config.training.precision),
             train: loader(&sources.train),
             ahead: None,
+            in_flight: None,
+            last_read: None,
             valid: sources.valid.as_ref().map(loader),
             test: sources.test.as_ref().map(loader),
             progress: Progress::default(),
@@ -185,6 +219,11 @@ impl Trainer {
         &self.stage
     }
 
+    /// The number of operations of a graph that was recorded since this was asked last.
+    pub fn take_recorded(&mut self) -> Option<usize> {
+        self.replay.as_mut().and_then(Replay::take_news)
+    }
+
     /// The microbatches of the step that follows the consumed samples.
     fn next_batches(&mut self) -> Result<Vec<MicroBatch>> {
         let consumed = self.progress.consumed_samples;
@@ -197,9 +236,9 @@ impl Trainer {
     /// Reads what the next step needs while a GPU computes this one; what keeps it from being read is the next step's error.
     fn read_ahead(&mut self) {
         let training = &self.config.training;
-        if kernels::device::computes_ahead(&self.stage.device) && self.progress.iteration + 1 < training.train_iters {
+        if kernels::device::computes_ahead(&self.stage.device) && self.progress.iteration < training.train_iters {
             let _span = span("read data", Kind::Phase);
-            let next = self.progress.consumed_samples + training.global_batch_size as u64;
+            let next = self.progress.consumed_samples;
             self.ahead = Some((next, self.train.microbatches(next)));
         }
     }
@@ -225,12 +264,26 @@ impl Trainer {
         if self.groups.tp.rank() == 0 { loss_sum } else { 0.0 }
     }
 
-    /// One training step over the next global batch. Collective over the world. The memory in its metrics is this rank's.
+    /// One training step over the next global batch, and its metrics. Collective over the world. The memory in them is this rank's. The metrics
+    /// of a step before that [`Trainer::advance`] left unread are not told any more.
     ///
     /// # Errors
     /// If data cannot be read or a peer fails, gradients overflow at the least loss scale, or memory is used up.
     pub fn step(&mut self) -> Result<StepMetrics> {
-        self.try_step().map_err(|error| explain(error, &self.config, &self.stage.device, &self.kept()))
+        let last = self.advance(true)?.pop();
+        last.ok_or_else(|| Error::config("internal error: a step that was to be read at once was not"))
+    }
+
+    /// Queues the next step, and returns the metrics of those steps whose results were read meanwhile, in order. Collective over the world.
+    ///
+    /// A GPU is kept busy: its step n is read once forward and backward of step n + 1 are queued, in time for what depends on it, the learning
+    /// rate and Adam's count. With `at_once`, on a CPU, and where the loss scale adapts itself and so decides on the next forward, the step
+    /// itself is read, too.
+    ///
+    /// # Errors
+    /// As [`Trainer::step`].
+    pub fn advance(&mut self, at_once: bool) -> Result<Vec<StepMetrics>> {
+        self.try_advance(at_once).map_err(|error| explain(error, &self.config, &self.stage.device, &self.kept()))
     }
 
     /// Bytes that this rank keeps from step to step, by what they are.
@@ -238,7 +291,7 @@ impl Trainer {
         self.stage.params.bytes_by_kind().into_iter().chain([("optimizer state", self.optimizer.bytes())]).collect()
     }
 
-    fn try_step(&mut self) -> Result<StepMetrics> {
+    fn try_advance(&mut self, at_once: bool) -> Result<Vec<StepMetrics>> {
         let start = Instant::now();
         let _step = span("step", Kind::Phase);
         let reading = span("read data", Kind::Phase);
@@ -249,27 +302,49 @@ impl Trainer {
         self.reducer.begin(&self.stage.params)?;
         let phase = Phase::Train { step: self.progress.iteration };
         let loss_scale = self.loss_scaler.scale();
-        let losses = self.stage.run(&self.schedule, &batches, phase, factor * loss_scale, &mut self.reducer)?;
+        let (stage, schedule, weight) = (&self.stage, &self.schedule, factor * loss_scale);
+        let losses = match &mut self.replay {
+            Some(replay) => replay.run(stage, schedule, &batches, phase, weight, &mut self.reducer)?,
+            None => stage.run(schedule, &batches, phase, weight, &mut self.reducer)?,
+        };
         {
             let _span = span("finish gradients", Kind::Phase);
             self.reducer.finish(&self.stage.params)?;
         }
+        // Whether the step before was made decides on this one's learning rate and Adam's count.
+        let mut known = Vec::from_iter(self.settle()?);
         let learning_rate = self.lr.lr_at(self.progress.applied_samples);
-        let queued = {
+        let update = {
             let _span = span("optimizer", Kind::Phase);
             self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?
         };
+        let results = losses.read_with(vec![update.verdict().clone()])?;
+        self.progress.iteration += 1;
+        self.progress.consumed_samples += self.config.training.global_batch_size as u64;
+        let Progress { iteration, consumed_samples, .. } = self.progress;
+        let step = InFlight { iteration, consumed_samples, start, factor, learning_rate, loss_scale, update, results };
+        self.in_flight = Some(step);
         self.read_ahead();
-        // The whole step is queued: the one place where a GPU is waited for.
-        let (loss, read) = losses.sum_and(&[queued.verdict()])?;
-        let result = self.optimizer.settle(queued, &read[0])?;
+        let may_wait = kernels::device::computes_ahead(&self.stage.device) && !self.loss_scaler.adapts();
+        if at_once || !may_wait {
+            known.extend(self.settle()?);
+        }
+        Ok(known)
+    }
+
+    /// Reads the results of the step in flight, if there is one: the one place where a GPU is waited for. Collective over the world.
+    ///
+    /// # Errors
+    /// As [`Trainer::step`].
+    pub fn settle(&mut self) -> Result<Option<StepMetrics>> {
+        let Some(step) = self.in_flight.take() else { return Ok(None) };
+        let (loss, read) = step.results.wait()?;
+        let result = self.optimizer.settle(step.update, &read[0])?;
         self.loss_scaler.update(!result.applied)?;
-        let lm_loss = self.sum_over_world(vec![self.loss_share(loss)])?[0] * factor;
+        let lm_loss = self.sum_over_world(vec![self.loss_share(loss)])?[0] * step.factor;
 
         let gbs = self.config.training.global_batch_size;
         let progress = &mut self.progress;
-        progress.iteration += 1;
-        progress.consumed_samples += gbs as u64;
         progress.updates = self.optimizer.steps();
         if result.applied {
             progress.applied_samples += gbs as u64;
@@ -279,18 +354,21 @@ impl Trainer {
         if !lm_loss.is_finite() {
             progress.nan_iterations += 1;
         }
-        let seconds = start.elapsed().as_secs_f64();
+        // Steps overlap: each takes from the end of the one before.
+        let now = Instant::now();
+        let start = self.last_read.replace(now).map_or(step.start, |last| last.max(step.start));
+        let seconds = (now - start).as_secs_f64();
         let model = &self.config.model;
         let flops = step_flops(model, gbs, model.padded_vocab_size(self.groups.tp.size()));
-        Ok(StepMetrics {
-            iteration: progress.iteration,
+        Ok(Some(StepMetrics {
+            iteration: step.iteration,
             train_iters: self.config.training.train_iters,
-            consumed_samples: progress.consumed_samples,
-            consumed_tokens: progress.consumed_samples * model.seq_length as u64,
+            consumed_samples: step.consumed_samples,
+            consumed_tokens: step.consumed_samples * model.seq_length as u64,
             lm_loss,
             grad_norm: f64::from(result.grad_norm),
-            learning_rate,
-            loss_scale,
+            learning_rate: step.learning_rate,
+            loss_scale: step.loss_scale,
             global_batch_size: gbs,
             elapsed_ms: seconds * 1e3,
             tokens_per_second: (gbs * model.seq_length) as f64 / seconds,
@@ -299,7 +377,7 @@ impl Trainer {
             skipped_iterations: progress.skipped_iterations,
             nan_iterations: progress.nan_iterations,
             memory: peak_memory_of(&self.stage.device),
-        })
+        }))
     }
 
     /// Mean loss per token over `iters` global batches from the beginning of a split. Collective over the world.
@@ -327,8 +405,11 @@ impl Trainer {
     /// Writes a checkpoint of the present state. Collective over the world.
     ///
     /// # Errors
-    /// If any rank cannot write; nothing is overwritten then.
+    /// If any rank cannot write, or the results of the last step were not read; nothing is overwritten then.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
+        if self.in_flight.is_some() {
+            return Err(Error::config("internal error: a checkpoint of a step whose results were not read"));
+        }
         let shards = self.owned_shards()?;
         let scaler = self.loss_scaler.state();
         let state = super::state::to_json(&self.progress, &self.config, scaler.as_ref(), &self.fingerprint)?;
@@ -353,6 +434,7 @@ impl Trainer {
         }
         manifest.load(&shards)?;
         self.optimizer.set_steps(progress.updates);
+        self.in_flight = None;
         self.progress = progress;
         Ok(())
     }

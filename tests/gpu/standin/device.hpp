@@ -22,6 +22,8 @@ class Stream {
     ~Stream();
     /// Adds an operation; returns at once.
     void queue(std::function<void()> operation);
+    /// As above; a stream that is recorded adds it to its graph instead (graph.cpp).
+    void queue(CUgraphNodeType type, std::function<void()> operation);
     /// Returns when all that was queued so far is done.
     void wait();
     /// Whether nothing is queued or running.

@@ -275,7 +275,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z,
         const char *argument = static_cast<const char *>(parameters[i]);
         launch->arguments.emplace_back(argument, argument + kernel->sizes[i]);
     }
-    stream_of(stream).queue([launch] { launch->run(); });
+    stream_of(stream).queue(CU_GRAPH_NODE_TYPE_KERNEL, [launch] { launch->run(); });
     return state();
 }
 

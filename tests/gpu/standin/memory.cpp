@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device.hpp"
+#include "graph.hpp"
 
 namespace standin {
 
@@ -25,6 +26,8 @@ struct Pool {
     size_t freed_bytes = 0;
     /// What the driver counts: lent and not yet freed by the program, and what it has got from the system at most.
     uint64_t used = 0, used_high = 0, reserved = 0, reserved_high = 0;
+    /// Of graphs: what is allocated at present, and what they have for it.
+    uint64_t in_graphs = 0, in_graphs_high = 0, graphs_reserved = 0;
     std::map<char *, size_t> pinned;
 };
 
@@ -46,7 +49,7 @@ CUresult allocate(CUdeviceptr *at, size_t bytes) {
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
-    if (p.used + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (p.used + p.graphs_reserved + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
     char *block = static_cast<char *>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
     if (!block) return CUDA_ERROR_OUT_OF_MEMORY;
     std::memset(block, NOTHING, bytes);
@@ -77,6 +80,30 @@ void release(char *block) {
     }
 }
 
+/// A graph's own, when it is launched: again where it was when it was recorded.
+void lend(char *block, size_t bytes) {
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    std::memset(block, NOTHING, bytes);
+    p.lent[block] = bytes;
+    p.in_graphs += bytes;
+    p.in_graphs_high = std::max(p.in_graphs_high, p.in_graphs);
+}
+
+void take_back(char *block, size_t bytes) {
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    std::memset(block, NOTHING, bytes);
+    p.lent.erase(block);
+    p.in_graphs -= bytes;
+}
+
+/// A call that a thread must not make while it records.
+CUresult forbidden(const char *what) {
+    const SharedGraph graph = recorded_by_thread();
+    return graph ? forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, what) : CUDA_SUCCESS;
+}
+
 /// Whether host memory was allocated for transfers.
 bool is_pinned(const void *at) {
     Pool &p = pool();
@@ -100,7 +127,59 @@ bool check(CUdeviceptr at, size_t bytes, const char *what) {
     return false;
 }
 
+/// Queues a copy, or records it with where its ends are.
+void copy(CUstream stream, CUmemorytype from, CUmemorytype to, std::function<void()> run) {
+    stream_of(stream).queue(CU_GRAPH_NODE_TYPE_MEMCPY, std::move(run));
+    if (const SharedGraph graph = recorded_by(stream)) {
+        graph->nodes.back()->from = from;
+        graph->nodes.back()->to = to;
+    }
+}
+
 }  // namespace
+
+CUresult allocate_in(Graph &graph, CUdeviceptr *at, size_t bytes) {
+    if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    if (p.used + p.graphs_reserved + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+    char *block = static_cast<char *>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
+    if (!block) return CUDA_ERROR_OUT_OF_MEMORY;
+    p.graphs_reserved += bytes;
+    // What is recorded may name it, though it holds nothing until the graph is launched.
+    p.lent[block] = bytes;
+    graph.blocks[block] = graph.lent[block] = bytes;
+    graph.nodes.push_back(std::make_unique<Node>());
+    graph.nodes.back()->type = CU_GRAPH_NODE_TYPE_MEM_ALLOC;
+    graph.nodes.back()->run = [=] { lend(block, bytes); };
+    *at = reinterpret_cast<CUdeviceptr>(block);
+    return state();
+}
+
+CUresult free_in(const SharedGraph &graph, CUdeviceptr at) {
+    char *block = reinterpret_cast<char *>(at);
+    auto found = graph->lent.find(block);
+    if (found == graph->lent.end()) return forbid(graph, CUDA_ERROR_INVALID_VALUE, "memory from before it is freed");
+    const size_t bytes = found->second;
+    graph->lent.erase(found);
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    p.lent.erase(block);
+    graph->nodes.push_back(std::make_unique<Node>());
+    graph->nodes.back()->type = CU_GRAPH_NODE_TYPE_MEM_FREE;
+    graph->nodes.back()->run = [=] { take_back(block, bytes); };
+    return state();
+}
+
+Graph::~Graph() {
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    for (auto &block : blocks) {
+        p.lent.erase(block.first);
+        p.graphs_reserved -= block.second;
+        std::free(block.first);
+    }
+}
 
 }  // namespace standin
 
@@ -108,21 +187,30 @@ using namespace standin;
 
 extern "C" {
 
-CUresult cuMemAlloc(CUdeviceptr *at, size_t bytes) { return allocate(at, bytes); }
+CUresult cuMemAlloc(CUdeviceptr *at, size_t bytes) {
+    if (const CUresult refused = forbidden("memory is allocated outside of the stream's order")) return refused;
+    return allocate(at, bytes);
+}
 
-CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream) { return allocate(at, bytes); }
+CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream stream) {
+    if (const SharedGraph graph = recorded_by(stream)) return allocate_in(*graph, at, bytes);
+    return allocate(at, bytes);
+}
 
 CUresult cuMemFree(CUdeviceptr at) {
+    if (const CUresult refused = forbidden("memory is freed outside of the stream's order")) return refused;
     release(reinterpret_cast<char *>(at));
     return state();
 }
 
 CUresult cuMemFreeAsync(CUdeviceptr at, CUstream stream) {
+    if (const SharedGraph graph = recorded_by(stream)) return free_in(graph, at);
     stream_of(stream).queue([at] { release(reinterpret_cast<char *>(at)); });
     return state();
 }
 
 CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
+    if (const CUresult refused = forbidden("memory of the host is locked")) return refused;
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     char *block = static_cast<char *>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
@@ -143,6 +231,7 @@ CUresult cuMemFreeHost(void *at) {
 }
 
 CUresult cuMemHostRegister(void *at, size_t bytes, unsigned) {
+    if (const CUresult refused = forbidden("memory of the host is locked")) return refused;
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     if (bytes == 0 || !p.pinned.emplace(static_cast<char *>(at), bytes).second) return CUDA_ERROR_INVALID_VALUE;
@@ -203,18 +292,35 @@ CUresult cuMemPoolGetAttribute(CUmemoryPool, CUmemPool_attribute attribute, void
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemPoolTrimTo(CUmemoryPool, size_t) { return CUDA_SUCCESS; }
+CUresult cuMemPoolTrimTo(CUmemoryPool, size_t keep) {
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    p.reserved = std::max<uint64_t>(p.used, std::min<uint64_t>(p.reserved, keep));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetGraphMemAttribute(CUdevice, CUgraphMem_attribute attribute, void *value) {
+    Pool &p = pool();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    auto &to = *static_cast<uint64_t *>(value);
+    switch (attribute) {
+        case CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT: to = p.in_graphs; break;
+        case CU_GRAPH_MEM_ATTR_USED_MEM_HIGH: to = p.in_graphs_high; break;
+        default: to = p.graphs_reserved;
+    }
+    return CUDA_SUCCESS;
+}
 
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
     if (!check(to, bytes, "a copy to the device")) return state();
     char *at = reinterpret_cast<char *>(to);
     if (is_pinned(from)) {
-        stream_of(stream).queue([=] { std::memcpy(at, from, bytes); });
+        copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE, [=] { std::memcpy(at, from, bytes); });
     } else {
         // The driver has taken pageable bytes when it returns.
         const char *first = static_cast<const char *>(from);
         auto taken = std::make_shared<std::vector<char>>(first, first + bytes);
-        stream_of(stream).queue([=] { std::memcpy(at, taken->data(), bytes); });
+        copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE, [=] { std::memcpy(at, taken->data(), bytes); });
     }
     return state();
 }
@@ -227,9 +333,9 @@ CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) {
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream stream) {
     if (!check(from, bytes, "a copy from the device")) return state();
     const char *at = reinterpret_cast<const char *>(from);
-    stream_of(stream).queue([=] { std::memcpy(to, at, bytes); });
+    copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, [=] { std::memcpy(to, at, bytes); });
     // Into pageable memory the driver copies by itself and returns when it has.
-    if (!is_pinned(to)) stream_of(stream).wait();
+    if (!is_pinned(to) && !recorded_by(stream)) stream_of(stream).wait();
     return state();
 }
 
@@ -240,13 +346,13 @@ CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) {
 
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
     if (!check(from, bytes, "a copy from") || !check(to, bytes, "a copy to")) return state();
-    stream_of(stream).queue([=] { std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes); });
+    copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_DEVICE, [=] { std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes); });
     return state();
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
     if (!check(to, bytes, "filling")) return state();
-    stream_of(stream).queue([=] { std::memset(reinterpret_cast<void *>(to), value, bytes); });
+    stream_of(stream).queue(CU_GRAPH_NODE_TYPE_MEMSET, [=] { std::memset(reinterpret_cast<void *>(to), value, bytes); });
     return state();
 }
 

@@ -144,7 +144,7 @@ void flush() {
         std::vector<Operation> mine, others;
         for (Operation &o : all) (o.comm == all[0].comm ? mine : others).push_back(o);
         const CUstream stream = mine[0].stream;
-        stream_of(stream).queue([mine] {
+        stream_of(stream).queue(CU_GRAPH_NODE_TYPE_KERNEL, [mine] {
             const SharedComm comm = mine[0].comm;
             std::vector<Operation> between;
             bool well = true;

@@ -254,7 +254,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
               static_cast<char *>(d),
               *static_cast<const float *>(alpha),
               *static_cast<const float *>(beta)};
-    stream_of(reinterpret_cast<CUstream>(stream)).queue([call] { call.run(); });
+    stream_of(reinterpret_cast<CUstream>(stream)).queue(CU_GRAPH_NODE_TYPE_KERNEL, [call] { call.run(); });
     return state() == CUDA_SUCCESS ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "device.hpp"
+#include "graph.hpp"
 
 namespace standin {
 
@@ -110,6 +111,8 @@ namespace {
 
 /// Recordings are counted: a wait is for the one that was last when it was queued.
 struct Event {
+    /// Whether it was recorded last in a graph, where it is no point in time.
+    bool in_graph = false;
     std::mutex mutex;
     std::condition_variable changed;
     uint64_t recorded = 0, reached = 0;
@@ -152,30 +155,34 @@ CUresult cuStreamDestroy(CUstream stream) {
 }
 
 CUresult cuStreamSynchronize(CUstream stream) {
+    if (const SharedGraph graph = recorded_by(stream)) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is waited for");
     stream_of(stream).wait();
     return state();
 }
 
 CUresult cuCtxSynchronize() {
+    if (const SharedGraph graph = recorded_by_thread()) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the device is waited for");
     Stream::wait_for_all();
     return state();
 }
 
-CUresult cuStreamQuery(CUstream stream) { return stream_of(stream).is_idle() ? state() : CUDA_ERROR_NOT_READY; }
-
-CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus *status) {
-    *status = CU_STREAM_CAPTURE_STATUS_NONE;
-    return CUDA_SUCCESS;
+CUresult cuStreamQuery(CUstream stream) {
+    if (const SharedGraph graph = recorded_by(stream)) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is asked");
+    return stream_of(stream).is_idle() ? state() : CUDA_ERROR_NOT_READY;
 }
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent handle, unsigned) {
     SharedEvent event = event_of(handle);
+    const SharedGraph graph = recorded_by(stream);
     uint64_t number;
     {
         std::lock_guard<std::mutex> lock(event->mutex);
+        if (event->in_graph && !graph) return CUDA_ERROR_CAPTURED_EVENT;
+        if (graph && !event->in_graph) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "an event from outside is waited for");
         number = event->recorded;
     }
-    stream_of(stream).queue([event, number] { await(*event, number); });
+    // Of its own, a stream is always behind them.
+    if (!graph) stream_of(stream).queue([event, number] { await(*event, number); });
     return state();
 }
 
@@ -191,9 +198,12 @@ CUresult cuEventDestroy(CUevent event) {
 
 CUresult cuEventRecord(CUevent handle, CUstream stream) {
     SharedEvent event = event_of(handle);
+    const bool in_graph = recorded_by(stream) != nullptr;
     uint64_t number;
     {
         std::lock_guard<std::mutex> lock(event->mutex);
+        event->in_graph = in_graph;
+        if (in_graph) return state();
         number = ++event->recorded;
     }
     stream_of(stream).queue([event, number] {
@@ -208,6 +218,7 @@ CUresult cuEventRecord(CUevent handle, CUstream stream) {
 CUresult cuEventQuery(CUevent handle) {
     Event &event = *event_of(handle);
     std::lock_guard<std::mutex> lock(event.mutex);
+    if (event.in_graph) return CUDA_ERROR_CAPTURED_EVENT;
     return event.reached >= event.recorded ? state() : CUDA_ERROR_NOT_READY;
 }
 
@@ -216,6 +227,7 @@ CUresult cuEventSynchronize(CUevent handle) {
     uint64_t number;
     {
         std::lock_guard<std::mutex> lock(event->mutex);
+        if (event->in_graph) return CUDA_ERROR_CAPTURED_EVENT;
         number = event->recorded;
     }
     await(*event, number);
@@ -228,7 +240,7 @@ CUresult cuEventElapsedTime(float *milliseconds, CUevent from, CUevent to) {
 }
 
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data) {
-    stream_of(stream).queue([=] { function(data); });
+    stream_of(stream).queue(CU_GRAPH_NODE_TYPE_HOST, [=] { function(data); });
     return state();
 }
 

@@ -50,6 +50,9 @@ pub struct StepArgs {
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
+    /// Launch forward and backward of a microbatch as a CUDA graph
+    #[arg(long)]
+    pub enable_cuda_graph: bool,
     #[command(flatten)]
     pub precision: PrecisionFlags,
     #[command(flatten)]
@@ -66,10 +69,14 @@ pub fn run(args: &StepArgs, origins: BTreeMap<String, String>) -> Result<u8> {
     let world_size = resolved.run.parallel.world_size();
     match place {
         Some(place) => rank(args, resolved, &place),
-        None if world_size == 1 => rank(args, resolved, &RankInfo::alone()),
+        None if world_size == 1 => {
+            ranks::check_graphs(resolved.distributed.device, &resolved.run)?;
+            rank(args, resolved, &RankInfo::alone())
+        }
         None => {
             ranks::check_number(&resolved.run.parallel)?;
             ranks::check_device(resolved.distributed.device)?;
+            ranks::check_graphs(resolved.distributed.device, &resolved.run)?;
             ranks::start(world_size, &resolved.distributed, Some(STOP_LIMIT), None)
         }
     }
@@ -80,6 +87,7 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
     let mut flags = args.preset.flags((WARM_UP + args.steps) as u64)?;
     flags.parallel = args.parallel.clone();
     flags.training.precision = args.precision.clone();
+    flags.training.enable_cuda_graph = args.enable_cuda_graph;
     flags.training.micro_batch_size = args.micro_batch_size.or(flags.training.micro_batch_size);
     flags.training.global_batch_size = args.global_batch_size;
     let preset = format!("--preset {}", args.preset.name());
@@ -135,11 +143,12 @@ fn measure(run: &RunConfig, world: Group, device: &Device) -> megatron::Result<M
     let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, device)?;
     let mut seconds = Vec::new();
     let mut loss = f64::NAN;
-    for step in 0..run.training.train_iters as usize {
-        let metrics = trainer.step()?;
-        loss = metrics.lm_loss;
-        if step >= WARM_UP {
-            seconds.push(metrics.elapsed_ms / 1e3);
+    for step in 1..=run.training.train_iters {
+        for metrics in trainer.advance(step == run.training.train_iters)? {
+            loss = metrics.lm_loss;
+            if metrics.iteration > WARM_UP as u64 {
+                seconds.push(metrics.elapsed_ms / 1e3);
+            }
         }
     }
     let memory = Tensor::new(&[peak_memory_of(device).allocated as f64], &Device::Cpu)?;

@@ -374,6 +374,7 @@ impl Resolver<'_> {
             recompute: self.recompute(t)?,
             precision: self.precision()?,
             grad_reduce_in_bf16: t.precision.grad_reduce_in_bf16,
+            enable_cuda_graph: t.enable_cuda_graph,
         })
     }
 

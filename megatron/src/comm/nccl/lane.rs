@@ -2,8 +2,9 @@
 //!
 //! NCCL matches messages of a communicator by their order alone, and a send occupies its stream until the peer receives. On a common stream
 //! two stages that both have an activation under way would wait for each other's gradient. Lanes are independent, as messages of the CPU's
-//! transports are: what is sent waits for its receiver and for nothing else. The two ranks of a lane meet at its first message, on the lane's
-//! thread, so that nobody else waits for it.
+//! transports are: what is sent waits for its receiver and for nothing else. The two ranks of a lane meet when it starts, on the lane's
+//! thread, so that nobody else waits for it. Pipelines start theirs before the first step ([`Lane::connected`]): connecting takes memory and
+//! may wait for the device, which must not be amid messages that wait for each other.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -12,12 +13,16 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
+use kernels::gpu::DevicePointer;
 
 use super::library::{Comm, ID_BYTES, Operation};
 use super::{Core, Used, driver, joined, library};
 use crate::comm::communicator::{Group, Pending, Work};
 use crate::comm::inbox::lock;
 use crate::{Error, Result};
+
+/// How long somebody who waits for a lane's thread does so before looking whether the run goes on.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Tags of the CPU's messages that carry a lane's identity.
 const IDENTITIES: u32 = 1 << 30;
@@ -46,12 +51,20 @@ struct Queued {
     changed: Condvar,
 }
 
+/// Whether the ranks of a lane have met; if not, why.
+#[derive(Default)]
+struct Meeting {
+    outcome: Mutex<Option<std::result::Result<(), String>>>,
+    changed: Condvar,
+}
+
 /// Messages to, or from, one rank under one tag.
 pub struct Lane {
     /// None while the lane is dropped.
     messages: Mutex<Option<Sender<Message>>>,
     core: Arc<Core>,
     direction: Direction,
+    meeting: Arc<Meeting>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -73,7 +86,6 @@ struct Worker {
     direction: Direction,
     peer: usize,
     tag: u32,
-    own: Option<Arc<Core>>,
 }
 
 impl Lane {
@@ -90,12 +102,29 @@ impl Lane {
     ) -> Result<Self> {
         let (sender, receiver) = channel();
         let (host, parent, context) = (core.host.clone(), core.clone(), context.clone());
-        let worker = Worker { host, parent, context, direction, peer, tag, own: None };
+        let worker = Worker { host, parent, context, direction, peer, tag };
+        let meeting = Arc::new(Meeting::default());
+        let met = meeting.clone();
         let builder = std::thread::Builder::new().name(format!("nccl-lane-{peer}-{tag}"));
         let thread = builder
-            .spawn(move || worker.work(&receiver))
+            .spawn(move || worker.work(&receiver, &met))
             .map_err(|e| Error::comm(format!("cannot start a thread for messages: {e}")))?;
-        Ok(Self { messages: Mutex::new(Some(sender)), core: core.clone(), direction, thread: Some(thread) })
+        Ok(Self { messages: Mutex::new(Some(sender)), core: core.clone(), direction, meeting, thread: Some(thread) })
+    }
+
+    /// Waits until its ranks have met.
+    ///
+    /// # Errors
+    /// If they cannot, or the run is over.
+    pub fn connected(&self) -> Result<()> {
+        let mut outcome = lock(&self.meeting.outcome);
+        loop {
+            if let Some(outcome) = &*outcome {
+                return outcome.clone().map_err(Error::comm);
+            }
+            self.core.check()?;
+            outcome = self.meeting.changed.wait_timeout(outcome, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Queues a message; never waits for the peer.
@@ -121,9 +150,15 @@ impl Lane {
 }
 
 impl Worker {
-    fn work(mut self, messages: &Receiver<Message>) {
+    fn work(self, messages: &Receiver<Message>, meeting: &Meeting) {
+        let own = self.connect().map_err(|error| error.to_string());
+        if let Err(why) = &own {
+            self.host.abort(why);
+        }
+        *lock(&meeting.outcome) = Some(own.as_ref().map(|_| ()).map_err(String::clone));
+        meeting.changed.notify_all();
         while let Ok(message) = messages.recv() {
-            let result = self.queue(&message);
+            let result = own.as_ref().map_err(Error::comm).and_then(|own| self.queue(own, &message));
             if let Err(error) = &result {
                 // A sender does not wait for its message, so this is where a failure is told.
                 self.host.abort(&error.to_string());
@@ -133,15 +168,19 @@ impl Worker {
         }
     }
 
-    fn queue(&mut self, message: &Message) -> Result<Arc<CudaEvent>> {
-        let own = match &self.own {
-            Some(own) => own.clone(),
-            None => self.own.insert(self.connect()?).clone(),
-        };
-        let (at, count, dtype) = (message.used.at, message.t.elem_count(), message.t.dtype());
-        let (what, operation) = match self.direction {
-            Direction::To => ("send", Operation::Send { from: at, count, dtype, peer: 1 }),
-            Direction::From => ("recv", Operation::Recv { to: at, count, dtype, peer: 0 }),
+    /// A message of `count` elements at `at`: the sender is rank 0 of the lane's communicator.
+    fn operation(&self, at: DevicePointer, count: usize, dtype: DType) -> Operation {
+        match self.direction {
+            Direction::To => Operation::Send { from: at, count, dtype, peer: 1 },
+            Direction::From => Operation::Recv { to: at, count, dtype, peer: 0 },
+        }
+    }
+
+    fn queue(&self, own: &Core, message: &Message) -> Result<Arc<CudaEvent>> {
+        let operation = self.operation(message.used.at, message.t.elem_count(), message.t.dtype());
+        let what = match self.direction {
+            Direction::To => "send",
+            Direction::From => "recv",
         };
         own.queue_behind(what, &message.before, vec![message.t.clone()], &[operation])
     }
@@ -166,7 +205,8 @@ impl Worker {
         };
         let comm = Comm::join(&self.context, &id, 2, rank)?;
         joined(&comm, &self.host, timeout)?;
-        Core::new(self.host.clone(), comm, &self.context, &self.parent.watchdog)
+        let first = |at| self.operation(at, 1, DType::F32);
+        Core::connected(self.host.clone(), comm, &self.context, &self.parent.watchdog, first)
     }
 }
 
@@ -188,8 +228,7 @@ impl Receive {
                 return self.core.check();
             }
             self.core.check()?;
-            let patience = Duration::from_millis(100);
-            done = self.queued.changed.wait_timeout(done, patience).unwrap_or_else(PoisonError::into_inner).0;
+            done = self.queued.changed.wait_timeout(done, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

@@ -73,14 +73,19 @@ impl Core {
         Ok(core)
     }
 
-    /// A group whose ranks are connected: a first operation, by all at this point, leaves nothing for which a later one would have to wait
-    /// while its peers are at another group's.
-    fn connected(host: Group, comm: Comm, context: &Arc<CudaContext>, watchdog: &Arc<Watchdog>) -> Result<Arc<Self>> {
+    /// A group whose ranks are connected: a first operation on an f32, by all at this point, leaves nothing for which a later one would have
+    /// to wait while its peers are at another group's.
+    fn connected(
+        host: Group,
+        comm: Comm,
+        context: &Arc<CudaContext>,
+        watchdog: &Arc<Watchdog>,
+        first: impl FnOnce(DevicePointer) -> Operation,
+    ) -> Result<Arc<Self>> {
         let core = Self::new(host, comm, context, watchdog)?;
         let zero = core.stream.alloc_zeros::<f32>(1).map_err(driver)?;
         let at = DevicePointer::new(zero.device_ptr(&core.stream).0);
-        let operation = Operation::AllReduce { at, count: 1, dtype: DType::F32, op: ReduceOp::Sum };
-        core.comm.queue(&core.stream, &[operation])?;
+        core.comm.queue(&core.stream, &[first(at)])?;
         core.settle()?;
         core.stream.synchronize().map_err(driver)?;
         Ok(core)
@@ -194,6 +199,11 @@ pub struct NcclGroup {
     lanes: Mutex<HashMap<(lane::Direction, usize, u32), Arc<Lane>>>,
 }
 
+/// The first operation of a group: a sum over all.
+fn first_sum(at: DevicePointer) -> Operation {
+    Operation::AllReduce { at, count: 1, dtype: DType::F32, op: ReduceOp::Sum }
+}
+
 /// Waits until `comm` is joined by all.
 fn joined(comm: &Comm, host: &Group, timeout: Duration) -> Result<()> {
     let start = Instant::now();
@@ -239,7 +249,7 @@ pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
     let core = if host.size() > 1 {
         let watchdog = Watchdog::start(host.clone(), timeout)?;
         let comm = join(&host, &context, timeout)?;
-        Some(Core::connected(host.clone(), comm, &context, &watchdog)?)
+        Some(Core::connected(host.clone(), comm, &context, &watchdog, first_sum)?)
     } else {
         None
     };
@@ -477,6 +487,16 @@ impl Communicator for NcclGroup {
         }
     }
 
+    fn connect(&self, sends: &[(usize, u32)], receives: &[(usize, u32)]) -> Result<()> {
+        let lanes = |direction, peers: &[(usize, u32)]| -> Result<Vec<Option<Arc<Lane>>>> {
+            let others = peers.iter().filter(|(peer, _)| *peer != self.rank());
+            others.map(|&(peer, tag)| self.lane(direction, peer, tag)).collect()
+        };
+        let (to, from) = (lanes(lane::Direction::To, sends)?, lanes(lane::Direction::From, receives)?);
+        // Each connects on a thread of its own, so no rank's order matters to another.
+        to.iter().chain(&from).flatten().try_for_each(|lane| lane.connected())
+    }
+
     fn barrier(&self) -> Result<()> {
         self.host.barrier()
     }
@@ -493,7 +513,7 @@ impl Communicator for NcclGroup {
         let (Some(host), Some(comm)) = (host, comm) else { return Ok(None) };
         joined(&comm, &host, core.watchdog.timeout())?;
         let part = if host.size() > 1 {
-            Some(Core::connected(host.clone(), comm, &self.context, &core.watchdog)?)
+            Some(Core::connected(host.clone(), comm, &self.context, &core.watchdog, first_sum)?)
         } else {
             None
         };

@@ -70,6 +70,7 @@ pub(crate) fn valid() -> RunConfig {
             recompute: Recompute::None,
             precision: Precision::Fp32,
             grad_reduce_in_bf16: false,
+            enable_cuda_graph: false,
         },
         optimizer: OptimizerConfig {
             kind: OptimizerKind::Adam,
@@ -180,6 +181,43 @@ fn every_broken_equation_is_named_with_its_numbers() {
         }
         let message = run.validate().unwrap_err().to_string();
         assert!(message.contains(expected), "no {expected:?} in {message}");
+    }
+}
+
+#[test]
+fn a_graph_is_refused_where_it_would_repeat_what_differs() {
+    let mut plain = valid();
+    plain.parallel = ParallelConfig {
+        tensor_model_parallel_size: 1,
+        pipeline_model_parallel_size: 1,
+        virtual_pipeline_size: 1,
+        schedule: ScheduleKind::OneFOneB,
+        sequence_parallel: false,
+        overlap_grad_reduce: false,
+        ..plain.parallel
+    };
+    (plain.model.attention_dropout, plain.model.hidden_dropout) = (0.0, 0.0);
+    plain.training.enable_cuda_graph = true;
+    plain.validate().unwrap();
+
+    type Break = fn(&mut RunConfig);
+    let cases: [(Break, &str); 7] = [
+        (|c| c.parallel.tensor_model_parallel_size = 2, "tensor_model_parallel_size = 2"),
+        (|c| c.parallel.pipeline_model_parallel_size = 2, "pipeline_model_parallel_size = 2"),
+        (|c| c.model.attention_dropout = 0.1, "attention_dropout = 0.1"),
+        (|c| c.model.hidden_dropout = 0.1, "hidden_dropout = 0.1"),
+        (|c| c.data.reset_position_ids = true, "reset_position_ids = true"),
+        (|c| c.data.reset_attention_mask = true, "reset_attention_mask = true"),
+        (|c| c.parallel.overlap_grad_reduce = true, "overlap_grad_reduce = true"),
+    ];
+    for (broken, setting) in cases {
+        let mut run = plain.clone();
+        broken(&mut run);
+        let message = run.validate().unwrap_err().to_string();
+        let expected = format!("{setting} does not go with enable_cuda_graph = true: ");
+        assert!(message.contains(&expected), "no {expected:?} in {message}");
+        run.training.enable_cuda_graph = false;
+        run.validate().unwrap();
     }
 }
 

@@ -35,6 +35,9 @@ pub struct TrainingFlags {
     /// Layers per group (uniform) or per stage (block) of full recompute [default: 1]
     #[arg(long, value_name = "N")]
     pub recompute_num_layers: Option<usize>,
+    /// Record forward and backward of a microbatch as a CUDA graph, and launch that instead of their kernels one by one
+    #[arg(long)]
+    pub enable_cuda_graph: bool,
     #[command(flatten)]
     pub precision: PrecisionFlags,
 }

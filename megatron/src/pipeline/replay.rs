@@ -1,0 +1,153 @@
+//! Forward and backward of a microbatch as one CUDA graph, which every microbatch of every step launches: the counterpart of Megatron-LM's
+//! `--enable-cuda-graph`.
+//!
+//! What differs from one microbatch to the next reaches the graph through tensors that stay where they are and are filled before each launch:
+//! tokens, labels, the loss mask, and the weights of the losses, in which are the number of unmasked tokens and the loss scale. Everything
+//! else of a step (clearing and reducing gradients, the optimizer with its learning rate, counts and clipping) stays outside. Gradients and
+//! weights lie in flat buffers, which do not move.
+
+use candle_core::{DType, Tensor};
+use kernels::device::empty;
+use kernels::graph::{Graph, record};
+use kernels::reduce::copy;
+use kernels::trace::Recorder;
+
+use super::engine::{GradientListener, Losses, Stage};
+use super::generators::one_f_one_b;
+use super::schedule::Schedule;
+use crate::data::{Documents, MicroBatch};
+use crate::params::{ParamId, ParamStore};
+use crate::tensor_parallel::Phase;
+use crate::{Error, Result};
+
+/// Steps made in the ordinary way before one is recorded: they choose algorithms, load kernels, and upload what is always the same.
+const WARM_UP: u32 = 2;
+
+/// Forward and backward of a stage that holds the whole model, recorded and repeated.
+#[derive(Default)]
+pub struct Replay {
+    /// Ordinary steps since the shape of microbatches changed last.
+    warm: u32,
+    shape: Option<(usize, usize)>,
+    recorded: Option<Recorded>,
+    /// Operations of the graph that was recorded in the last step.
+    news: Option<usize>,
+}
+
+/// A graph, and the tensors that it reads and writes.
+struct Recorded {
+    graph: Graph,
+    input: MicroBatch,
+    weights: Tensor,
+    /// f64 `[1]`.
+    loss: Tensor,
+}
+
+/// Nothing is reduced before backward has ended.
+struct NothingEarly;
+
+impl GradientListener for NothingEarly {
+    fn ready(&mut self, _: &[ParamId], _: &ParamStore) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Replay {
+    /// As [`Stage::run`] of training over the whole model. `schedule` and `gradients` are used by the steps that are not repeated: the first
+    /// ones, and those that a profile records.
+    ///
+    /// # Errors
+    /// If a kernel fails, or something was asked for that cannot be recorded.
+    pub fn run(
+        &mut self,
+        stage: &Stage,
+        schedule: &Schedule,
+        batches: &[MicroBatch],
+        phase: Phase,
+        loss_factor: f64,
+        gradients: &mut dyn GradientListener,
+    ) -> Result<Losses> {
+        if batches.iter().any(|batch| batch.documents != Documents::default()) {
+            return Err(Error::config("a graph cannot repeat what documents change for attention and positions"));
+        }
+        let shape = one_shape(batches)?;
+        if shape.is_none() || shape != self.shape {
+            *self = Self { shape, ..Self::default() };
+        }
+        if shape.is_none() || self.warm < WARM_UP || Recorder::current().is_some() {
+            self.warm += 1;
+            return stage.run(schedule, batches, phase, loss_factor, gradients);
+        }
+        let recorded = match self.recorded.take() {
+            Some(recorded) => recorded,
+            None => {
+                let recorded = Recorded::new(stage, &batches[0], phase)?;
+                self.news = Some(recorded.graph.num_operations());
+                recorded
+            }
+        };
+        let recorded = self.recorded.insert(recorded);
+        let launch = |batch| recorded.launch(batch, &stage.loss_weights(batch, loss_factor)?).map(Some);
+        Ok(Losses(batches.iter().map(launch).collect::<Result<_>>()?))
+    }
+
+    /// The number of operations of a graph that was recorded since this was asked last.
+    pub fn take_news(&mut self) -> Option<usize> {
+        self.news.take()
+    }
+}
+
+/// The `[s, b]` that all microbatches have.
+fn one_shape(batches: &[MicroBatch]) -> Result<Option<(usize, usize)>> {
+    let mut shapes = batches.iter().map(|batch| batch.tokens.dims2());
+    let Some(first) = shapes.next().transpose()? else { return Ok(None) };
+    for shape in shapes {
+        if shape? != first {
+            return Ok(None);
+        }
+    }
+    Ok(Some(first))
+}
+
+impl Recorded {
+    /// Records forward and backward of a microbatch like this one.
+    fn new(stage: &Stage, like: &MicroBatch, phase: Phase) -> Result<Self> {
+        let room = |t: &Tensor| empty(t.shape(), t.dtype(), t.device());
+        let input = MicroBatch {
+            tokens: room(&like.tokens)?,
+            labels: room(&like.labels)?,
+            loss_mask: room(&like.loss_mask)?,
+            ..like.clone()
+        };
+        let weights = stage.loss_weights(like, 1.0)?;
+        let loss = empty(1, DType::F64, &stage.device)?;
+        let schedule = one_f_one_b(1, 1)?;
+        let graph = record(&stage.device, || {
+            let weigh = |_: &MicroBatch| Ok(weights.clone());
+            let losses =
+                stage.run_weighted(&schedule, std::slice::from_ref(&input), phase, &weigh, &mut NothingEarly)?;
+            match losses.0.as_slice() {
+                [Some(sum)] => Ok(copy(&loss, sum)?),
+                _ => Err(Error::config("internal error: a graph of a stage without the head")),
+            }
+        })?;
+        Ok(Self { graph, input, weights, loss })
+    }
+
+    /// Queues forward and backward of a microbatch; Σ of its losses.
+    fn launch(&self, batch: &MicroBatch, weights: &Tensor) -> Result<Tensor> {
+        for (to, from) in [
+            (&self.input.tokens, &batch.tokens),
+            (&self.input.labels, &batch.labels),
+            (&self.input.loss_mask, &batch.loss_mask),
+            (&self.weights, weights),
+        ] {
+            copy(to, from)?;
+        }
+        self.graph.launch()?;
+        // The next launch writes over it.
+        let loss = empty(1, DType::F64, self.loss.device())?;
+        copy(&loss, &self.loss)?;
+        Ok(loss)
+    }
+}

@@ -1,0 +1,158 @@
+//! CUDA graphs of a microbatch (`enable_cuda_graph`): steps by them have the bits of ordinary ones.
+//!
+//! Needs a GPU, or stand-ins for NVIDIA's libraries (docs/gpu.md):
+//! ```text
+//! cargo test --release -p system-tests --features cuda --test graphs
+//! ```
+
+use candle_core::Device;
+use kernels::device::Choice;
+use megatron::config::{DynamicLossScale, LossScaling, Precision, Recompute, RecomputeMethod, RunConfig};
+use megatron::data::{DocumentEnds, GlobalBatch, Loader};
+use megatron::train::{Sources, Trainer};
+use megatron::{Result, comm};
+use models::Gpt;
+use system_tests::{Style, Tokens, sources, tiny};
+
+/// Enough for some after the third, which is the first by a graph.
+const STEPS: usize = 8;
+
+/// Two layers, three microbatches a step, a learning rate that changes at every one.
+fn config(style: Style, precision: Precision) -> RunConfig {
+    let mut config = tiny(style, 0.0);
+    let model = &mut config.model;
+    (model.num_layers, model.hidden_size, model.ffn_hidden_size) = (2, 64, 96);
+    (model.num_attention_heads, model.num_query_groups, model.head_dim) = (2, 1, 32);
+    (config.optimizer.warmup_samples, config.optimizer.decay_samples) = (6, 24);
+    config.training.global_batch_size = 3;
+    config.training.train_iters = STEPS as u64;
+    config.training.precision = precision;
+    config
+}
+
+/// Tokens that end documents do not count, and every batch has another number of them.
+fn data(config: &RunConfig) -> Sources {
+    let ends = DocumentEnds { token: 5, mask_loss: true, reset_positions: false, reset_attention: false };
+    let tokens = Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length);
+    Sources { document_ends: Some(ends), ..sources(tokens) }
+}
+
+fn trainer(config: &RunConfig, device: &Device) -> Result<Trainer> {
+    let (t, m) = (&config.training, &config.model);
+    let model = Gpt::new(m, 1, false, t.recompute, t.precision.dtype(), device)?;
+    Trainer::new(config, &model, comm::solo(), &data(config), device)
+}
+
+/// What a step said: bits of loss and gradient norm, the learning rate and the loss scale that it was made with, and whether it was left out.
+type Step = (u64, u64, f64, f64, bool);
+
+/// A run's steps, and those of them that recorded a graph.
+fn train(config: &RunConfig, device: &Device) -> Result<(Vec<Step>, Vec<usize>)> {
+    let mut trainer = trainer(config, device)?;
+    let batch = GlobalBatch::new(config.training.micro_batch_size, config.training.global_batch_size, 0, 1)?;
+    let held_out = Loader::new(data(config).train, batch, config.model.vocab_size, device.clone());
+    let (mut steps, mut recorded) = (Vec::new(), Vec::new());
+    for i in 1..=STEPS {
+        let m = trainer.step()?;
+        steps.push((m.lm_loss.to_bits(), m.grad_norm.to_bits(), m.learning_rate, m.loss_scale, m.skipped));
+        recorded.extend(trainer.take_recorded().map(|_| i));
+        if i == 5 {
+            trainer.evaluate(&held_out, 1)?;
+        }
+    }
+    Ok((steps, recorded))
+}
+
+#[track_caller]
+fn the_same_with_graphs(config: &RunConfig) -> Vec<Step> {
+    // One device, so that algorithms are chosen once.
+    let device = Choice::Cuda(Some(0)).open(0).unwrap();
+    let (plain, none) = train(config, &device).unwrap();
+    let mut config = config.clone();
+    config.training.enable_cuda_graph = true;
+    let (graphs, recorded) = train(&config, &device).unwrap();
+    assert_eq!(graphs, plain);
+    assert_eq!((none, recorded), (vec![], vec![3]), "steps that recorded a graph");
+    plain
+}
+
+/// None is the one of the step that recorded the graph.
+#[track_caller]
+fn changes(what: &str, values: impl Iterator<Item = f64>) {
+    let values: Vec<f64> = values.collect();
+    assert!(values[1..].iter().all(|value| *value != values[0]), "{what} would not be missed: {values:?}");
+}
+
+#[test]
+fn learning_rates_and_numbers_of_unmasked_tokens_are_those_of_the_step() {
+    let config = config(Style::Gpt2, Precision::Fp32);
+    let loader = Loader::new(data(&config).train, GlobalBatch::new(1, 3, 0, 1).unwrap(), 101, Device::Cpu);
+    let loader = loader.with_documents(data(&config).document_ends);
+    let counted = |step| loader.microbatches(3 * step).unwrap().iter().map(|batch| batch.counted).sum();
+    let counts: Vec<f64> = (2..STEPS as u64).map(counted).collect();
+    assert!(counts.iter().any(|count| *count != counts[0]), "a stale number would not be missed: {counts:?}");
+    let steps = the_same_with_graphs(&config);
+    changes("a stale learning rate", steps[2..].iter().map(|step| step.2));
+}
+
+#[test]
+fn loss_scales_are_those_of_the_step() {
+    // Doubled after every step that does not overflow, halved after one that does.
+    let scale = DynamicLossScale { initial: 65536.0, window: 1, hysteresis: 1, ..DynamicLossScale::default() };
+    let steps = the_same_with_graphs(&config(Style::Llama, Precision::Fp16(LossScaling::Dynamic(scale))));
+    changes("a stale loss scale", steps[2..].iter().map(|step| step.3));
+}
+
+#[test]
+fn bf16_and_activations_computed_again_are_the_same() {
+    let mut config = config(Style::Llama, Precision::Bf16);
+    config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 1 };
+    the_same_with_graphs(&config);
+}
+
+#[test]
+fn documents_whose_tables_a_graph_would_repeat_are_refused() {
+    let mut config = config(Style::Llama, Precision::Bf16);
+    config.training.enable_cuda_graph = true;
+    let device = Choice::Cuda(Some(0)).open(0).unwrap();
+    let model = Gpt::new(&config.model, 1, false, Recompute::None, config.training.precision.dtype(), &device).unwrap();
+    let mut data = data(&config);
+    data.document_ends = data.document_ends.map(|ends| DocumentEnds { reset_attention: true, ..ends });
+    let mut trainer = Trainer::new(&config, &model, comm::solo(), &data, &device).unwrap();
+    let refused = (0..3).find_map(|_| trainer.step().err()).unwrap().to_string();
+    assert!(refused.contains("a graph cannot repeat what documents change"), "{refused}");
+    config.model.hidden_dropout = 0.1;
+    let refused = Trainer::new(&config, &model, comm::solo(), &data, &device).err().unwrap().to_string();
+    assert!(refused.contains("hidden_dropout = 0.1 does not go with enable_cuda_graph"), "{refused}");
+}
+
+#[test]
+fn selective_recompute_is_the_same() {
+    let mut config = config(Style::Gpt2, Precision::Bf16);
+    config.training.recompute = Recompute::Selective;
+    the_same_with_graphs(&config);
+}
+
+/// Results are read once the next step is queued, but for the last one's.
+#[test]
+fn a_gpu_is_a_step_ahead_of_what_is_read() {
+    for graphs in [false, true] {
+        let mut config = config(Style::Llama, Precision::Bf16);
+        config.training.enable_cuda_graph = graphs;
+        let device = Choice::Cuda(Some(0)).open(0).unwrap();
+        let want = train(&config, &device).unwrap().0;
+        let mut trainer = trainer(&config, &device).unwrap();
+        let mut steps = Vec::new();
+        for i in 1..=STEPS {
+            let read = trainer.advance(i == STEPS).unwrap();
+            let (first, last) = (read.first().map(|m| m.iteration), read.last().map(|m| m.iteration));
+            let expected = if i == STEPS { STEPS } else { i - 1 } as u64;
+            assert_eq!((first, last), if i == 1 { (None, None) } else { (Some(i as u64 - 1), Some(expected)) });
+            steps.extend(
+                read.into_iter()
+                    .map(|m| (m.lm_loss.to_bits(), m.grad_norm.to_bits(), m.learning_rate, m.loss_scale, m.skipped)),
+            );
+        }
+        assert_eq!(steps, want);
+    }
+}
