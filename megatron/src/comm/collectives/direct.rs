@@ -51,7 +51,7 @@ fn pids(rounds: &mut Rounds) -> Result<Option<Arc<[u32]>>> {
         Ok(())
     })?;
     rounds.read(|blocks| {
-        for mark in blocks.iter().map(|block| Mark::decode(block)) {
+        for mark in blocks.iter().map(Mark::decode) {
             all &= mark.is_some_and(Mark::is_readable);
             pids.extend(mark.map(|mark| mark.pid));
         }
