@@ -84,7 +84,7 @@ struct Part {
     task: usize,
     rows: Range<usize>,
     block: usize,
-    /// Where the unfinished sums of these rows are, if another thread keeps them.
+    /// Where the unfinished sums of these rows are, if there are any and another thread keeps them.
     sums: Option<*mut f32>,
 }
 
@@ -150,8 +150,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         }
         let first = strips.div_ceil(2) * K::MR;
         let middle = part.rows.start + first;
-        let sums = sums.wrapping_add(first * kept * K::NR);
-        if self.help.give(|| Part { task: part.task, rows: middle..part.rows.end, block, sums: Some(sums) }) {
+        let sums = (kept > 0).then(|| sums.wrapping_add(first * kept * K::NR));
+        if self.help.give(|| Part { task: part.task, rows: middle..part.rows.end, block, sums }) {
             part.rows.end = middle;
         }
     }
@@ -195,9 +195,10 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     unsafe fn compute(&self, phase: &Phase, part: Part, own: &mut Own) {
         // SAFETY: the caller's promise.
         unsafe {
-            match self.plan.packs_alone {
-                true => self.pack_and_compute(phase, part, own),
-                false => self.compute_packed(phase, part, own),
+            if self.plan.packs_alone {
+                self.pack_and_compute(phase, part, own);
+            } else {
+                self.compute_packed(phase, part, own);
             }
         }
     }
@@ -209,10 +210,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let panels_across = columns.len().div_ceil(K::NR);
         // One tile's place, or a place for every tile.
         let kept = if blocks.count == 1 { 0 } else { panels_across };
-        let sums = match part.sums {
-            Some(sums) if kept > 0 => sums,
-            _ => own.sums.room(part.rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR),
-        };
+        let room = part.rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR;
+        let sums = part.sums.unwrap_or_else(|| own.sums.room(room));
         let panels = own.panels.room(panels_across * K::NR * blocks.len);
         let together = K::BLOCKING.mc.next_multiple_of(K::MR).min(part.rows.len().next_multiple_of(K::MR));
         let strips = own.strips.room(together * blocks.len);
@@ -267,10 +266,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                 // One tile's place, or a place for every tile.
                 None if blocks.count == 1 => Sums { at: own.sums.room(K::MR * K::NR), panels: 0 },
                 None => {
-                    let at = match part.sums {
-                        Some(sums) if !by_strips => sums,
-                        _ => own.sums.room(strips * task_columns),
-                    };
+                    let at = part.sums.unwrap_or_else(|| own.sums.room(strips * task_columns));
                     Sums { at, panels: panels_across }
                 }
                 Some(all) => {

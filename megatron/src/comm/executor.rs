@@ -222,14 +222,17 @@ mod tests {
 
     use super::*;
 
-    /// Jobs that tell their numbers, of which those for which `fails` end with an error.
-    fn submit(executor: &Executor, count: u64, fails: impl Fn(u64) -> bool) -> (Vec<Work>, Receiver<u64>) {
+    /// How long a test waits for what should come at once.
+    const LONG: Duration = Duration::from_secs(10);
+
+    /// Jobs that tell as the how-manieth they were submitted and as the how-manieth they run; those for which `fails` end with an error.
+    fn submit(executor: &Executor, count: u64, fails: impl Fn(u64) -> bool) -> (Vec<Work>, Receiver<(u64, u64)>) {
         let (tell, told) = channel();
         let one = |i| {
             let (tell, fails) = (tell.clone(), fails(i));
             let job = move |number| {
-                tell.send(number).map_err(|e| Error::comm(e.to_string()))?;
-                if fails { Err(Error::comm(format!("number {number}"))) } else { Ok(()) }
+                tell.send((i, number)).map_err(|e| Error::comm(e.to_string()))?;
+                if fails { Err(Error::comm(format!("number {i}"))) } else { Ok(()) }
             };
             executor.submit("test", job).unwrap()
         };
@@ -241,7 +244,7 @@ mod tests {
         let executor = Executor::default();
         let (mut works, told) = submit(&executor, 5, |_| false);
         works.pop().unwrap().wait().unwrap();
-        assert_eq!(told.try_iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), (0..5).map(|i| (i, i)).collect::<Vec<_>>());
         works.into_iter().for_each(|work| work.wait().unwrap());
     }
 
@@ -249,7 +252,7 @@ mod tests {
     fn an_operation_that_nobody_waits_for_runs_all_the_same() {
         let executor = Executor::default();
         let (works, told) = submit(&executor, 2, |_| false);
-        assert_eq!((told.recv(), told.recv()), (Ok(0), Ok(1)));
+        assert_eq!([told.recv_timeout(LONG), told.recv_timeout(LONG)], [Ok((0, 0)), Ok((1, 1))]);
         drop(works);
     }
 
@@ -270,7 +273,7 @@ mod tests {
         // One is dropped before it has run, the other after.
         let [first, second] = <[Work; 2]>::try_from(works).ok().unwrap();
         drop(first);
-        assert_eq!((told.recv(), told.recv()), (Ok(0), Ok(1)));
+        assert_eq!([told.recv_timeout(LONG), told.recv_timeout(LONG)], [Ok((0, 0)), Ok((1, 1))]);
         while lock(&executor.0.state).completed < 2 {
             std::thread::yield_now();
         }
@@ -284,7 +287,7 @@ mod tests {
         let executor = Executor::default();
         let (works, told) = submit(&executor, 3, |_| false);
         drop(executor);
-        assert_eq!(told.try_iter().collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), [(0, 0), (1, 1), (2, 2)]);
         works.into_iter().for_each(|work| work.wait().unwrap());
     }
 }
