@@ -45,13 +45,19 @@ uint64_t total() {
     return bytes;
 }
 
-CUresult allocate(CUdeviceptr *at, size_t bytes) {
+/// Room that the device still has, for whoever holds the pool's lock.
+CUresult reserve(const Pool &p, char **block, size_t bytes) {
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    if (p.used + p.graphs_reserved + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+    *block = static_cast<char *>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
+    return *block ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult allocate(CUdeviceptr *at, size_t bytes) {
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
-    if (p.used + p.graphs_reserved + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
-    char *block = static_cast<char *>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
-    if (!block) return CUDA_ERROR_OUT_OF_MEMORY;
+    char *block;
+    if (const CUresult result = reserve(p, &block, bytes)) return result;
     std::memset(block, NOTHING, bytes);
     p.lent[block] = bytes;
     p.used += bytes;
@@ -139,12 +145,10 @@ void copy(CUstream stream, CUmemorytype from, CUmemorytype to, std::function<voi
 }  // namespace
 
 CUresult allocate_in(Graph &graph, CUdeviceptr *at, size_t bytes) {
-    if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
-    if (p.used + p.graphs_reserved + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
-    char *block = static_cast<char *>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
-    if (!block) return CUDA_ERROR_OUT_OF_MEMORY;
+    char *block;
+    if (const CUresult result = reserve(p, &block, bytes)) return result;
     p.graphs_reserved += bytes;
     // What is recorded may name it, though it holds nothing until the graph is launched.
     p.lent[block] = bytes;
