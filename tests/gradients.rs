@@ -179,3 +179,12 @@ fn documents_apart_and_a_sliding_window() {
         check_with(config, Some(ends));
     }
 }
+
+/// Then logits and their gradients have rows that lie apart in memory (`tensor_parallel::head`).
+#[test]
+fn a_vocabulary_whose_rows_of_logits_are_whole_pages() {
+    let mut config = model(Style::Gpt2);
+    config.model.make_vocab_size_divisible_by = 512;
+    check(config.clone());
+    check(layout(config, 1, 2, 1));
+}

@@ -22,6 +22,21 @@ fn range(layout: &Layout, op: &'static str) -> Result<std::ops::Range<usize>> {
     }
 }
 
+/// As [`range`], and the distance of rows, of a contiguous tensor, or of a matrix whose rows are contiguous and lie apart: then what lies
+/// between them is in the range, too.
+pub(crate) fn rows(layout: &Layout, op: &'static str, what: &'static str) -> Result<(std::ops::Range<usize>, usize)> {
+    if let Some((start, end)) = layout.contiguous_offsets() {
+        return Ok((start..end, layout.dims().last().copied().unwrap_or(1)));
+    }
+    match (layout.dims(), layout.stride()) {
+        (&[rows, width], &[apart, 1]) if rows > 0 && apart >= width => {
+            let start = layout.start_offset();
+            Ok((start..start + (rows - 1) * apart + width, apart))
+        }
+        _ => Err(Error::NotContiguous { op, what }),
+    }
+}
+
 /// Calls `f` with the elements of a contiguous CPU tensor (a view included).
 ///
 /// # Errors
@@ -40,6 +55,7 @@ pub fn with_slice<T: WithDType, R>(t: &Tensor, op: &'static str, f: impl FnOnce(
 struct Lend<T, F, R> {
     elem: PhantomData<T>,
     op: &'static str,
+    apart: bool,
     f: RefCell<Option<F>>,
     out: RefCell<Option<Result<R>>>,
 }
@@ -64,18 +80,20 @@ macro_rules! host_elem {
 }
 host_elem!(u8 => U8, u32 => U32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64);
 
-impl<T: HostElem, F: FnOnce(&mut [T]) -> Result<R>, R> InplaceOp1 for Lend<T, F, R> {
+impl<T: HostElem, F: FnOnce(&mut [T], usize) -> Result<R>, R> InplaceOp1 for Lend<T, F, R> {
     fn name(&self) -> &'static str {
         self.op
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let out = range(layout, self.op).and_then(|range| {
+        let place =
+            if self.apart { rows(layout, self.op, "tensor") } else { range(layout, self.op).map(|range| (range, 0)) };
+        let out = place.and_then(|(range, apart)| {
             let dtype = storage.dtype();
             let all = T::storage_mut(storage).ok_or(Error::DType { op: self.op, dtype })?;
             let slice = &mut all[range];
             match self.f.borrow_mut().take() {
-                Some(f) => f(slice),
+                Some(f) => f(slice, apart),
                 None => Err(Error::shape(self.op, "storage lent twice")),
             }
         });
@@ -94,9 +112,30 @@ pub fn with_slice_mut<T: HostElem, R>(
     op: &'static str,
     f: impl FnOnce(&mut [T]) -> Result<R>,
 ) -> Result<R> {
+    lend(t, op, false, |slice, _| f(slice))
+}
+
+/// As [`with_slice_mut`], also of a matrix whose rows lie apart: `f` gets all from the first to the last element, and the distance of rows.
+///
+/// # Errors
+/// As [`with_slice_mut`], where such a matrix need not be contiguous.
+pub(crate) fn with_rows_mut<T: HostElem, R>(
+    t: &Tensor,
+    op: &'static str,
+    f: impl FnOnce(&mut [T], usize) -> Result<R>,
+) -> Result<R> {
+    lend(t, op, true, f)
+}
+
+fn lend<T: HostElem, R>(
+    t: &Tensor,
+    op: &'static str,
+    apart: bool,
+    f: impl FnOnce(&mut [T], usize) -> Result<R>,
+) -> Result<R> {
     #[cfg(feature = "emulated")]
     crate::gpu::emulated::touched(op);
-    let lend = Lend { elem: PhantomData::<T>, op, f: RefCell::new(Some(f)), out: RefCell::new(None) };
+    let lend = Lend { elem: PhantomData::<T>, op, apart, f: RefCell::new(Some(f)), out: RefCell::new(None) };
     t.inplace_op1(&lend)?;
     lend.out.into_inner().unwrap_or_else(|| Err(Error::shape(op, "storage was not lent")))
 }

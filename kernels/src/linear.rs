@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use crate::activation::{gelu, gelu_backward};
 use crate::float::{Elem, Float, by_elem};
 use crate::gemm::{Mat, Start, all_threads, gemm};
-use crate::host::with_slice_mut;
+use crate::host::{with_rows_mut, with_slice_mut};
 use crate::simd::vectorize;
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last};
 use crate::{Error, Result, on_cuda, on_gpu, par, trace};
@@ -33,21 +33,21 @@ fn expect_forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, op: &'static st
     Ok([rows, k, n])
 }
 
-/// Writes all of `y`, which has room for `rows · n` elements.
+/// Writes all of `y`, which has room for `rows` of n elements as far apart as it says.
 fn forward<E: Elem, C: Elem<Acc = E::Acc>>(
     x: &Tensor,
     w: &Tensor,
     bias: Option<&Tensor>,
     [rows, k, n]: [usize; 3],
-    y: *mut C,
+    (y, y_row): (*mut C, usize),
     op: &'static str,
 ) -> Result<()> {
     let bias = bias.map(|b| copied::<E>(b, op, "bias")).transpose()?;
     let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
     let (x, w) = (View::<E>::new(x, op, "x")?, View::<E>::new(w, op, "weight")?);
     let (a, b) = (Mat(x.as_ptr(), k, 1), Mat(w.as_ptr(), k, 1).t());
-    // SAFETY: x is [rows, k], w [n, k] and y [rows, n], all contiguous.
-    unsafe { gemm((rows, n, k), Mat(y, n, 1), start, a, b, E::Acc::ONE, all_threads()) };
+    // SAFETY: x is [rows, k], w [n, k] and y [rows, n]; the former are contiguous.
+    unsafe { gemm((rows, n, k), Mat(y, y_row, 1), start, a, b, E::Acc::ONE, all_threads()) };
     Ok(())
 }
 
@@ -71,7 +71,7 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let [rows, _, n] = dims;
     on_cuda!(x, linear::forward(x, w, bias, dims, x.dtype(), None, OP));
     by_elem!(x, OP, E => {
-        let y = written(rows * n, |y| forward::<E, E>(x, w, bias, dims, y, OP))?;
+        let y = written(rows * n, |y| forward::<E, E>(x, w, bias, dims, (y, n), OP))?;
         tensor(y, with_last(x, n), x)
     })
 }
@@ -100,12 +100,13 @@ pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Te
     let [rows, _, n] = dims;
     on_cuda!(x, linear::forward(x, w, bias, dims, candle_core::DType::F32, None, OP));
     by_elem!(x, OP, E => {
-        let y = written(rows * n, |y| forward::<E, <E as Elem>::Acc>(x, w, bias, dims, y, OP))?;
+        let y = written(rows * n, |y| forward::<E, <E as Elem>::Acc>(x, w, bias, dims, (y, n), OP))?;
         tensor(y, with_last(x, n), x)
     })
 }
 
-/// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the result's elements.
+/// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the result's elements. On a CPU the rows of a
+/// matrix `y` may lie apart.
 ///
 /// # Errors
 /// As [`linear`], or if `y` has another number of elements or a dtype that is not one of the two.
@@ -113,14 +114,16 @@ pub fn linear_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, y: &Tensor) ->
     let _span = trace::product("linear", x, w);
     const OP: &str = "linear_into";
     let dims = expect_forward(x, w, bias, OP)?;
-    let [rows, _, n] = dims;
-    expect_elements(OP, "y", y, rows * n)?;
+    expect_elements(OP, "y", y, dims[0] * dims[2])?;
     on_cuda!(x, linear::forward_into(x, w, bias, dims, y, OP));
     by_elem!(x, OP, E => {
         if y.dtype() == x.dtype() {
-            return with_slice_mut::<E, _>(y, OP, |y| forward::<E, E>(x, w, bias, dims, y.as_mut_ptr(), OP));
+            return with_rows_mut::<E, _>(y, OP, |y, row| forward::<E, E>(x, w, bias, dims, (y.as_mut_ptr(), row), OP));
         }
-        with_slice_mut_of::<<E as Elem>::Acc>(y, OP, |y| forward::<E, _>(x, w, bias, dims, y.as_mut_ptr(), OP))
+        expect_dtype(OP, y, <<E as Elem>::Acc as candle_core::WithDType>::DTYPE)?;
+        with_rows_mut::<<E as Elem>::Acc, _>(y, OP, |y, row| {
+            forward::<E, _>(x, w, bias, dims, (y.as_mut_ptr(), row), OP)
+        })
     })
 }
 
@@ -141,14 +144,14 @@ fn expect_dgrad(dy: &Tensor, w: &Tensor, op: &'static str) -> Result<[usize; 3]>
 
 /// Writes all of `dx`, which has room for `rows · k` elements.
 fn dgrad<E: Elem>(dy: &Tensor, w: &Tensor, [rows, k, n]: [usize; 3], dx: *mut E, op: &'static str) -> Result<()> {
-    let (dy, w) = (View::<E>::new(dy, op, "dy")?, View::<E>::new(w, op, "weight")?);
-    let (a, b) = (Mat(dy.as_ptr(), n, 1), Mat(w.as_ptr(), k, 1));
-    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k], all contiguous.
+    let ((dy, dy_row), w) = (View::<E>::rows(dy, op, "dy")?, View::<E>::new(w, op, "weight")?);
+    let (a, b) = (Mat(dy.as_ptr(), dy_row, 1), Mat(w.as_ptr(), k, 1));
+    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k]; the latter are contiguous.
     unsafe { gemm((rows, k, n), Mat(dx, k, 1), Start::Zero, a, b, E::Acc::ONE, all_threads()) };
     Ok(())
 }
 
-/// The gradient of `x`: `dx [.., k] = dy [.., n] · w`.
+/// The gradient of `x`: `dx [.., k] = dy [.., n] · w`. On a CPU the rows of a matrix `dy` may lie apart.
 ///
 /// # Errors
 /// As [`linear`].
@@ -193,7 +196,8 @@ pub fn linear_dgrad_gelu(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<Tensor> 
     gelu_backward(&linear_dgrad(dy, w)?, h)
 }
 
-/// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw` is f32 for 16-bit operands.
+/// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw` is f32 for 16-bit operands. On a CPU the
+/// rows of a matrix `dy` may lie apart.
 ///
 /// # Errors
 /// As [`linear`].
@@ -208,11 +212,11 @@ pub fn linear_wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<()> {
     expect_shape(OP, "dw", dw, &[n, k])?;
     on_cuda!(dy, linear::wgrad(dy, x, dw, [rows, k, n], OP));
     by_elem!(dy, OP, E => {
-        let (dy, x) = (View::<E>::new(dy, OP, "dy")?, View::<E>::new(x, OP, "x")?);
-        let (a, b) = (Mat(dy.as_ptr(), n, 1).t(), Mat(x.as_ptr(), k, 1));
+        let ((dy, dy_row), x) = (View::<E>::rows(dy, OP, "dy")?, View::<E>::new(x, OP, "x")?);
+        let (a, b) = (Mat(dy.as_ptr(), dy_row, 1).t(), Mat(x.as_ptr(), k, 1));
         with_slice_mut_of::<<E as Elem>::Acc>(dw, OP, |dw| {
             let (dw, one) = (Mat(dw.as_mut_ptr(), k, 1), <<E as Elem>::Acc as Float>::ONE);
-            // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k], all contiguous.
+            // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k]; the latter are contiguous.
             unsafe { gemm((n, k, rows), dw, Start::Old, a, b, one, all_threads()) };
             Ok(())
         })

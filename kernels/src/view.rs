@@ -3,9 +3,9 @@
 use std::marker::PhantomData;
 use std::ops::{Deref, Range};
 
-use candle_core::{DType, Shape, Storage, StorageRef, Tensor};
+use candle_core::{DType, Layout, Shape, Storage, StorageRef, Tensor};
 
-use crate::host::HostElem;
+use crate::host::{HostElem, rows};
 use crate::{Error, Result};
 
 /// The elements of a contiguous CPU tensor under the read lock of its storage.
@@ -21,6 +21,26 @@ impl<'a, T: HostElem> View<'a, T> {
     /// # Errors
     /// If `t`, named `what` in messages of `op`, is not contiguous, not of type `T`, or not on the CPU.
     pub fn new(t: &'a Tensor, op: &'static str, what: &'static str) -> Result<Self> {
+        Self::of(t, op, |layout| {
+            let (start, end) = layout.contiguous_offsets().ok_or(Error::NotContiguous { op, what })?;
+            Ok((start..end, ()))
+        })
+        .map(|(view, ())| view)
+    }
+
+    /// As [`View::new`], also of a matrix whose rows lie apart: all from the first to the last element, and the distance of rows.
+    ///
+    /// # Errors
+    /// As [`View::new`], where such a matrix need not be contiguous.
+    pub fn rows(t: &'a Tensor, op: &'static str, what: &'static str) -> Result<(Self, usize)> {
+        Self::of(t, op, |layout| rows(layout, op, what))
+    }
+
+    fn of<D>(
+        t: &'a Tensor,
+        op: &'static str,
+        place: impl FnOnce(&Layout) -> Result<(Range<usize>, D)>,
+    ) -> Result<(Self, D)> {
         if t.dtype() != T::DTYPE {
             return Err(Error::DType { op, dtype: t.dtype() });
         }
@@ -30,8 +50,8 @@ impl<'a, T: HostElem> View<'a, T> {
         #[cfg(feature = "emulated")]
         crate::gpu::emulated::touched(op);
         let (storage, layout) = t.storage_and_layout();
-        let (start, end) = layout.contiguous_offsets().ok_or(Error::NotContiguous { op, what })?;
-        Ok(Self { storage, range: start..end, elem: PhantomData })
+        let (range, distance) = place(layout)?;
+        Ok((Self { storage, range, elem: PhantomData }, distance))
     }
 }
 

@@ -156,3 +156,36 @@ fn results_may_go_into_views_and_are_the_same_there() {
         assert_eq!(linear_wgrad(&dy, &x, &narrow_dw).is_ok(), dtype == wide);
     }
 }
+
+/// Contiguous rows of 1024 lie a multiple of 4 KiB apart, where products pack what they read in place elsewhere.
+#[test]
+fn rows_of_results_and_of_their_gradients_may_lie_apart() {
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        let shapes = [("x", [70, 33]), ("w", [1024, 33]), ("dy", [70, 1024])];
+        let [x, w, dy] = shapes.map(|(name, shape)| cast(&randn(name, &shape), dtype));
+        for want in [linear(&x, &w, None).unwrap(), linear_to_f32(&x, &w, None).unwrap()] {
+            let room = Tensor::ones((72, 1100), want.dtype(), &Device::Cpu).unwrap();
+            let within = |t: &Tensor| t.narrow(0, 1, 70).unwrap().narrow(1, 3, 1024).unwrap();
+            linear_into(&x, &w, None, &within(&room)).unwrap();
+            assert_eq!(bits(&within(&room).contiguous().unwrap()), bits(&want));
+            let others = cast(&room, DType::F64).sum_all().unwrap() - cast(&want, DType::F64).sum_all().unwrap();
+            let others = others.unwrap().to_scalar::<f64>().unwrap();
+            assert!((others - (72 * 1100 - 70 * 1024) as f64).abs() < 1e-6, "what lies between was written: {others}");
+        }
+        let apart = Tensor::cat(&[&dy, &dy.narrow(1, 0, 40).unwrap()], 1).unwrap();
+        let apart = apart.narrow(1, 0, 1024).unwrap();
+        assert!(!apart.is_contiguous());
+        assert_eq!(bits(&linear_dgrad(&apart, &w).unwrap()), bits(&linear_dgrad(&dy, &w).unwrap()));
+        let sums = [&dy, &apart].map(|dy| {
+            let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+            let dw = Tensor::ones((1024, 33), wide, &Device::Cpu).unwrap();
+            linear_wgrad(dy, &x, &dw).unwrap();
+            bits(&dw)
+        });
+        assert_eq!(sums[0], sums[1]);
+        // Columns that lie apart are no rows.
+        let turned = cast(&randn("dy", &[1024, 70]), dtype).t().unwrap();
+        assert!(linear_dgrad(&turned, &w).unwrap_err().to_string().contains("contiguous dy"));
+        assert!(linear_into(&x, &w, None, &turned).unwrap_err().to_string().contains("contiguous"));
+    }
+}

@@ -22,6 +22,10 @@ const ROWS: [usize; 2] = [512, 4096];
 const BYTES: [usize; 2] = [128 << 20, 1 << 30];
 /// Fewer rows would make the products slow.
 const FEWEST_ROWS: usize = 64;
+/// Rows whose distance is a multiple of this many bytes share few sets of a CPU's caches.
+const SETS: usize = 4096;
+/// Columns that are added to such rows, and stay 0 in their gradient: a cache line of 16-bit numbers.
+const PADDING: usize = 32;
 
 /// Normalization, output matrix and loss.
 pub struct Head {
@@ -85,9 +89,11 @@ impl Head {
         let step = rows_at_a_time(columns, device.is_cuda()).min(rows).max(1);
         // The same memory for all chunks: their logits, and the gradient of these where it is rounded.
         let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let buffer = empty((step, columns), wide, device)?;
+        let crowded = device.is_cpu() && (columns * wide.size_in_bytes()).is_multiple_of(SETS);
+        let width = columns + if crowded { PADDING } else { 0 };
+        let buffer = empty((step, width), wide, device)?;
         let narrow = dxs.is_some() && xs.dtype() != wide;
-        let rounded = narrow.then(|| empty((step, columns), xs.dtype(), device)).transpose()?;
+        let rounded = narrow.then(|| empty((step, width), xs.dtype(), device)).transpose()?;
         let loss_sum = Tensor::zeros(1, DType::F64, device)?;
         for first in (0..rows).step_by(step) {
             let count = step.min(rows - first);
@@ -99,12 +105,12 @@ impl Head {
                 weights: weights.as_ref().map(part).transpose()?,
             };
             let logits = FeatureSharded(buffer.narrow(0, 0, count)?);
-            linear_into(&x, weight, None, &logits.0)?;
+            linear_into(&x, weight, None, &logits.0.narrow(1, 0, columns)?)?;
             let stats = self.loss.forward(&logits, &targets, &loss_sum, ctx)?;
             let Some(dxs) = &dxs else { continue };
             let rounded = rounded.as_ref().map(|t| t.narrow(0, 0, count)).transpose()?.map(FeatureSharded);
             self.loss.backward(&logits, rounded.as_ref(), &stats, &targets, ctx)?;
-            let dlogits = rounded.unwrap_or(logits).0;
+            let dlogits = rounded.unwrap_or(logits).0.narrow(1, 0, columns)?;
             // The next rows take the memory of these.
             ctx.weight_grad_now(&dlogits, &x, self.output)?;
             linear_dgrad_into(&dlogits, weight, &dxs.narrow(0, first, count)?)?;
