@@ -202,22 +202,34 @@ pub fn linear_dgrad_gelu(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<Tensor> 
 /// # Errors
 /// As [`linear`].
 pub fn linear_wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<()> {
+    wgrad(dy, x, dw, true, "linear_wgrad")
+}
+
+/// As [`linear_wgrad`], in the place of what `dw` held.
+///
+/// # Errors
+/// As [`linear`].
+pub fn linear_wgrad_into(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<()> {
+    wgrad(dy, x, dw, false, "linear_wgrad_into")
+}
+
+fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, add: bool, op: &'static str) -> Result<()> {
     let _span = trace::product("linear_wgrad", dy, dw);
-    const OP: &str = "linear_wgrad";
-    let ((rows, n), (x_rows, k)) = (rows_of(dy, OP)?, rows_of(x, OP)?);
+    let ((rows, n), (x_rows, k)) = (rows_of(dy, op)?, rows_of(x, op)?);
     if rows != x_rows {
         let message = format!("dy has shape {:?} and x {:?}; they must have as many rows", dy.dims(), x.dims());
-        return Err(Error::shape(OP, message));
+        return Err(Error::shape(op, message));
     }
-    expect_shape(OP, "dw", dw, &[n, k])?;
-    on_cuda!(dy, linear::wgrad(dy, x, dw, [rows, k, n], OP));
-    by_elem!(dy, OP, E => {
-        let ((dy, dy_row), x) = (View::<E>::rows(dy, OP, "dy")?, View::<E>::new(x, OP, "x")?);
+    expect_shape(op, "dw", dw, &[n, k])?;
+    on_cuda!(dy, linear::wgrad(dy, x, dw, [rows, k, n], add, op));
+    by_elem!(dy, op, E => {
+        let ((dy, dy_row), x) = (View::<E>::rows(dy, op, "dy")?, View::<E>::new(x, op, "x")?);
         let (a, b) = (Mat(dy.as_ptr(), dy_row, 1).t(), Mat(x.as_ptr(), k, 1));
-        with_slice_mut_of::<<E as Elem>::Acc>(dw, OP, |dw| {
+        let start = if add { Start::Old } else { Start::Zero };
+        with_slice_mut_of::<<E as Elem>::Acc>(dw, op, |dw| {
             let (dw, one) = (Mat(dw.as_mut_ptr(), k, 1), <<E as Elem>::Acc as Float>::ONE);
             // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k]; the latter are contiguous.
-            unsafe { gemm((n, k, rows), dw, Start::Old, a, b, one, all_threads()) };
+            unsafe { gemm((n, k, rows), dw, start, a, b, one, all_threads()) };
             Ok(())
         })
     })

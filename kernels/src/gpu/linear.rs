@@ -199,7 +199,14 @@ pub fn dgrad(
 }
 
 /// `dw += dyᵀ · x`, in f32. Shapes were checked.
-pub fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, [rows, k, n]: [usize; 3], op: &'static str) -> Result<()> {
+pub fn wgrad(
+    dy: &Tensor,
+    x: &Tensor,
+    dw: &Tensor,
+    [rows, k, n]: [usize; 3],
+    add: bool,
+    op: &'static str,
+) -> Result<()> {
     let (gpu, dtype) = (Gpu::of(dy, op)?, dy.dtype());
     suffix(dtype, op)?;
     let (dys, xs) = (gpu.input(dy, dtype, op, "dy")?, gpu.input(x, dtype, op, "x")?);
@@ -209,7 +216,7 @@ pub fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, [rows, k, n]: [usize; 3], op:
         y: gpu.inplace(dw, DType::F32, op, "dw")?,
         y_dtype: DType::F32,
         epilogue: Epilogue::None,
-        accumulate: true,
+        accumulate: add,
     };
     if product.run(&gpu)? { Ok(()) } else { Err(none(op, [n, k, rows])) }
 }

@@ -5,6 +5,7 @@ use candle_core::DType;
 use crate::support::{Input, check, check_with};
 use kernels::linear::{
     linear, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu, linear_into, linear_to_f32, linear_wgrad,
+    linear_wgrad_into,
 };
 
 /// Rows, k, n: small, odd, and multiples of what tensor cores take.
@@ -80,6 +81,10 @@ fn weight_gradients_accumulate_unrounded() {
         check_with("linear_wgrad", &inputs, &exact, |t| {
             linear_wgrad(&t[0], &t[1], &t[2])?;
             linear_wgrad(&t[0], &t[1], &t[2])?;
+            Ok(vec![t[2].clone()])
+        });
+        check_with("linear_wgrad_into", &inputs, &exact, |t| {
+            linear_wgrad_into(&t[0], &t[1], &t[2])?;
             Ok(vec![t[2].clone()])
         });
     }

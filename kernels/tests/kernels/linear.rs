@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use kernels::activation::gelu;
 use kernels::linear::{
     bias_grad, linear, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu, linear_into, linear_to_f32,
-    linear_wgrad,
+    linear_wgrad, linear_wgrad_into,
 };
 
 const SHAPES: [(usize, usize, usize, usize); 5] =
@@ -26,6 +26,9 @@ fn forward_and_gradients_agree_with_autograd() {
             let (dw, db) = (w.zeros_like().unwrap(), bias.zeros_like().unwrap());
             linear_wgrad(&dy, &x, &dw).unwrap();
             bias_grad(&dy, &db).unwrap();
+            let fresh = (w.ones_like().unwrap() * f64::NAN).unwrap();
+            linear_wgrad_into(&dy, &x, &fresh).unwrap();
+            assert_eq!(bits(&fresh), bits(&dw), "in the place of what was there, and added to zeros");
             assert_close("y", &linear(&x, &w, Some(&bias)).unwrap(), &y, tolerance);
             assert_close("dx", &linear_dgrad(&dy, &w).unwrap(), &grads[0], tolerance);
             assert_close("dw", &dw, &grads[1], tolerance);

@@ -49,14 +49,14 @@ impl GradientReducer {
         Self { in_bf16, ..self }
     }
 
-    /// Clears the gradients before a step's first backward.
+    /// Begins a step, before its first backward.
     ///
     /// # Errors
     /// If a buffer cannot be written.
     pub fn begin(&mut self, store: &ParamStore) -> Result<()> {
         self.missing = store.buckets().iter().map(|b| b.params.len()).collect();
         self.in_flight.clear();
-        store.zero_grads()
+        store.begin_grads()
     }
 
     /// Waits until all gradients of the step are final on this rank.
@@ -79,6 +79,9 @@ impl GradientReducer {
     }
 
     fn reduce(&mut self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
+        for id in &bucket.params {
+            store.grad(*id)?;
+        }
         self.sum_over_tp(bucket, store)?;
         if bucket.tied {
             self.add_tied_uses(bucket, store)?;
@@ -135,8 +138,8 @@ impl GradientReducer {
     /// embedding use + head use, in this order whether they are on one rank or on two.
     fn add_tied_uses(&self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
         for id in &bucket.params {
-            for (_, other) in store.iter().filter(|(_, p)| p.role == Role::TiedUse(*id)) {
-                kernels::reduce::add_inplace(store.grad(*id), &other.grad)?;
+            for (other, _) in store.iter().filter(|(_, p)| p.role == Role::TiedUse(*id)) {
+                kernels::reduce::add_inplace(store.grad(*id)?, store.grad(other)?)?;
             }
         }
         if let Some(group) = &self.embedding {

@@ -1,6 +1,7 @@
 //! Parameters: what they are regardless of layout ([`ParamSpec`]), how one rank's share lies in the whole
 //! ([`Piece`]), their first values, and the flat buckets they live in ([`ParamStore`]).
 
+mod gradients;
 mod init;
 mod piece;
 mod spec;

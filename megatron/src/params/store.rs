@@ -9,6 +9,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 use kernels::device::zeros;
 
+use super::gradients::Stale;
 use super::{ParamSpec, Piece, initial_values};
 use crate::Result;
 
@@ -40,8 +41,10 @@ pub struct Param {
     pub numel: usize,
     /// View of the bucket's weights, in local shape.
     pub weight: Tensor,
-    /// View of the bucket's main gradients (of a storage of its own for [`Role::TiedUse`]), in local shape.
+    /// View of the bucket's main gradients (of a storage of its own for [`Role::TiedUse`]), in local shape; see [`ParamStore::grad`].
     pub grad: Tensor,
+    /// Whether `grad` still is that of the step before.
+    pub(super) stale: Stale,
 }
 
 impl Param {
@@ -220,7 +223,7 @@ impl ParamsBuilder {
                 _ => buckets[bucket].grads.narrow(0, offset, numel)?.reshape(shape.as_slice())?,
             };
             let pieces = spec.pieces(options.tp_rank, options.tp);
-            params.push(Param { spec, role, pieces, bucket, offset, numel, weight, grad });
+            params.push(Param { spec, role, pieces, bucket, offset, numel, weight, grad, stale: Stale::default() });
         }
         Ok(ParamStore { params, buckets, options: options.clone() })
     }
@@ -238,11 +241,6 @@ impl ParamStore {
     /// The parameter's weight, in local shape.
     pub fn weight(&self, id: ParamId) -> &Tensor {
         &self.params[id.0].weight
-    }
-
-    /// The parameter's main gradient, in local shape.
-    pub fn grad(&self, id: ParamId) -> &Tensor {
-        &self.params[id.0].grad
     }
 
     pub fn param(&self, id: ParamId) -> &Param {
@@ -306,20 +304,6 @@ impl ParamStore {
             }
         }
         kernels::reduce::cast(&param.weight, &source)?;
-        Ok(())
-    }
-
-    /// Sets every gradient to zero.
-    ///
-    /// # Errors
-    /// If a buffer cannot be written.
-    pub fn zero_grads(&self) -> Result<()> {
-        for bucket in &self.buckets {
-            kernels::reduce::zero(&bucket.grads)?;
-        }
-        for param in self.params.iter().filter(|p| matches!(p.role, Role::TiedUse(_))) {
-            kernels::reduce::zero(&param.grad)?;
-        }
         Ok(())
     }
 

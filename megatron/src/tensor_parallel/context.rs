@@ -64,7 +64,7 @@ impl WeightGradients {
     /// If a kernel fails.
     pub fn compute(self, params: &ParamStore) -> Result<()> {
         for WeightGradient { dy, x, id } in self.0.into_inner() {
-            kernels::linear::linear_wgrad(&dy, &x, params.grad(id))?;
+            params.add_weight_grad(id, &dy, &x)?;
         }
         Ok(())
     }
@@ -121,11 +121,11 @@ impl Ctx<'_> {
 
     /// As [`weight_grad`](Self::weight_grad), at once under every schedule.
     pub fn weight_grad_now(&self, dy: &Tensor, x: &Tensor, id: ParamId) -> Result<()> {
-        Ok(kernels::linear::linear_wgrad(dy, x, self.params.grad(id))?)
+        self.params.add_weight_grad(id, dy, x)
     }
 
     /// Accumulates a bias's gradient, the sum of `dy` over rows.
     pub fn bias_grad(&self, dy: &Tensor, id: ParamId) -> Result<()> {
-        Ok(kernels::linear::bias_grad(dy, self.params.grad(id))?)
+        Ok(kernels::linear::bias_grad(dy, self.params.grad(id)?)?)
     }
 }

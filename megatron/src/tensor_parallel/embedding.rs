@@ -149,11 +149,11 @@ impl Embedding {
             _ => dy,
         };
         if let Some(position) = self.position {
-            kernels::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, ctx.params.grad(position))?;
+            kernels::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, ctx.params.grad(position)?)?;
         }
         let whole = ctx.tp.exit_backward(&dx)?;
         let first = self.spec.first_row(ctx.tp.rank());
-        Ok(kernels::embedding::embedding_backward(&whole.0, ctx.tokens, first, ctx.params.grad(self.word))?)
+        Ok(kernels::embedding::embedding_backward(&whole.0, ctx.tokens, first, ctx.params.grad(self.word)?)?)
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {

@@ -80,10 +80,10 @@ impl Norm {
         around: Option<&Tensor>,
         ctx: &Ctx,
     ) -> Result<Stream> {
-        let (weight, dweight) = (ctx.weight(self.weight), ctx.params.grad(self.weight));
+        let (weight, dweight) = (ctx.weight(self.weight), ctx.params.grad(self.weight)?);
         let dx = match self.bias {
             Some(bias) => {
-                let dbias = ctx.params.grad(bias);
+                let dbias = ctx.params.grad(bias)?;
                 kernels::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, dweight, dbias, around)?
             }
             None => kernels::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, dweight, around)?,

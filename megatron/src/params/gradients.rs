@@ -1,0 +1,111 @@
+//! The main gradients of a step, from the first that is added to the last.
+//!
+//! On a CPU they are not cleared before a step: who adds first writes over what the step before has left, which spares memory the writing
+//! and reading of all of them. On a GPU they are cleared, bucket by bucket: a CUDA graph adds to them for every microbatch alike.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::Tensor;
+
+use super::{ParamId, ParamStore, Role};
+use crate::Result;
+
+/// Whether the gradient of a parameter still is that of the step before.
+#[derive(Debug, Default)]
+pub(super) struct Stale(AtomicBool);
+
+impl Stale {
+    /// Whether it was, until now.
+    fn end(&self) -> bool {
+        self.0.swap(false, Ordering::Relaxed)
+    }
+
+    fn begin(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+impl ParamStore {
+    /// Begins a step: what gradients hold no longer counts.
+    ///
+    /// # Errors
+    /// If a buffer cannot be written.
+    pub fn begin_grads(&self) -> Result<()> {
+        if self.options().device.is_cpu() {
+            self.iter().for_each(|(_, param)| param.stale.begin());
+            return Ok(());
+        }
+        for bucket in self.buckets() {
+            kernels::reduce::zero(&bucket.grads)?;
+        }
+        for (_, param) in self.iter().filter(|(_, p)| matches!(p.role, Role::TiedUse(_))) {
+            kernels::reduce::zero(&param.grad)?;
+        }
+        Ok(())
+    }
+
+    /// The parameter's main gradient, in local shape, for a kernel that adds to it; or for who reads what the step has added.
+    ///
+    /// # Errors
+    /// If it cannot be cleared.
+    pub fn grad(&self, id: ParamId) -> Result<&Tensor> {
+        let param = self.param(id);
+        if param.stale.end() {
+            kernels::reduce::zero(&param.grad)?;
+        }
+        Ok(&param.grad)
+    }
+
+    /// Adds the product `dyᵀ·x` to a weight's main gradient.
+    ///
+    /// # Errors
+    /// If a kernel fails.
+    pub fn add_weight_grad(&self, id: ParamId, dy: &Tensor, x: &Tensor) -> Result<()> {
+        let param = self.param(id);
+        let add = if param.stale.end() { kernels::linear::linear_wgrad_into } else { kernels::linear::linear_wgrad };
+        Ok(add(dy, x, &param.grad)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::params::{Init, ParamSpec, ParamsBuilder, Partition, StoreOptions};
+
+    #[test]
+    fn nothing_of_the_step_before_is_left() {
+        let mut params = ParamsBuilder::default();
+        let ids = ["product", "sum", "unused"].map(|name| {
+            params.declare(ParamSpec {
+                name: name.into(),
+                shape: vec![2, 2],
+                padded_dim0: 2,
+                partition: Partition::Replicated,
+                init: Init::Zeros,
+                tie_group: None,
+                grad_partial_over_tp: false,
+                weight_decay: false,
+            })
+        });
+        let device = Device::Cpu;
+        let options =
+            StoreOptions { dtype: DType::F32, device: device.clone(), bucket_size: 1, dp: 1, tp: 1, tp_rank: 0 };
+        let store = params.build(&options).unwrap();
+        let one = Tensor::ones((1, 2), DType::F32, &device).unwrap();
+        for _ in 0..2 {
+            for (_, param) in store.iter() {
+                kernels::reduce::copy(&param.grad, &Tensor::full(f32::NAN, (2, 2), &device).unwrap()).unwrap();
+            }
+            store.begin_grads().unwrap();
+            for _ in 0..3 {
+                store.add_weight_grad(ids[0], &one, &one).unwrap();
+                let ones = Tensor::ones((2, 2), DType::F32, &device).unwrap();
+                kernels::reduce::add_inplace(store.grad(ids[1]).unwrap(), &ones).unwrap();
+            }
+            let sums = ids.map(|id| store.grad(id).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            assert_eq!(sums, [[3.0; 4], [3.0; 4], [0.0; 4]]);
+        }
+    }
+}
