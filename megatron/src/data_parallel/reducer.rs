@@ -138,9 +138,7 @@ impl GradientReducer {
     /// embedding use + head use, in this order whether they are on one rank or on two.
     fn add_tied_uses(&self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
         for id in &bucket.params {
-            for (other, _) in store.iter().filter(|(_, p)| p.role == Role::TiedUse(*id)) {
-                kernels::reduce::add_inplace(store.grad(*id)?, store.grad(other)?)?;
-            }
+            store.add_first_use(*id)?;
         }
         if let Some(group) = &self.embedding {
             group.all_reduce(&bucket.grads, ReduceOp::Sum)?.wait()?;

@@ -4,10 +4,14 @@
 //! and reading of all of them. On a GPU they are cleared, bucket by bucket: a CUDA graph adds to them for every microbatch alike.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::Tensor;
+use kernels::device::computes_ahead;
+use kernels::embedding::embedding_backward;
 
-use super::{ParamId, ParamStore, Role};
+use super::row_sums::RowSums;
+use super::{Param, ParamId, ParamStore, Role};
 use crate::Result;
 
 /// Whether the gradient of a parameter still is that of the step before.
@@ -31,15 +35,18 @@ impl ParamStore {
     /// # Errors
     /// If a buffer cannot be written.
     pub fn begin_grads(&self) -> Result<()> {
-        if self.options().device.is_cpu() {
-            self.iter().for_each(|(_, param)| param.stale.begin());
+        if computes_ahead(&self.options().device) {
+            let uses = self.iter().filter(|(_, p)| matches!(p.role, Role::TiedUse(_))).map(|(_, p)| &p.grad);
+            for grads in self.buckets().iter().map(|bucket| &bucket.grads).chain(uses) {
+                kernels::reduce::zero(grads)?;
+            }
             return Ok(());
         }
-        for bucket in self.buckets() {
-            kernels::reduce::zero(&bucket.grads)?;
-        }
-        for (_, param) in self.iter().filter(|(_, p)| matches!(p.role, Role::TiedUse(_))) {
-            kernels::reduce::zero(&param.grad)?;
+        for (_, param) in self.iter() {
+            param.stale.begin();
+            if let Some(sums) = &param.first_use {
+                lock(sums).clear()?;
+            }
         }
         Ok(())
     }
@@ -65,6 +72,46 @@ impl ParamStore {
         let add = if param.stale.end() { kernels::linear::linear_wgrad_into } else { kernels::linear::linear_wgrad };
         Ok(add(dy, x, &param.grad)?)
     }
+
+    /// Adds the gradient of an embedding, as [`embedding_backward`]; where another layer uses its matrix, too,
+    /// [`add_first_use`](Self::add_first_use) is to follow.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn add_embedding_grad(&self, id: ParamId, dy: &Tensor, ids: &Tensor, first_row: usize) -> Result<()> {
+        match &self.param(id).first_use {
+            Some(sums) => lock(sums).add(dy, ids, first_row, &self.param(id).grad),
+            None => Ok(embedding_backward(dy, ids, first_row, self.grad(id)?)?),
+        }
+    }
+
+    /// Adds up the gradients of a weight's two uses on this rank, where it has two.
+    ///
+    /// # Errors
+    /// If a buffer cannot be written.
+    pub fn add_first_use(&self, id: ParamId) -> Result<()> {
+        if let Some(sums) = &self.param(id).first_use {
+            return lock(sums).add_to(self.grad(id)?);
+        }
+        for (_, other) in self.iter().filter(|(_, p)| p.role == Role::TiedUse(id)) {
+            kernels::reduce::add_inplace(self.grad(id)?, &other.grad)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of gradients outside of buckets.
+    pub(super) fn bytes_of_other_uses(&self) -> usize {
+        let of = |param: &Param| match (&param.first_use, param.role) {
+            (Some(sums), _) => lock(sums).room(),
+            (None, Role::TiedUse(primary)) if self.param(primary).first_use.is_none() => param.numel,
+            _ => 0,
+        };
+        self.iter().map(|(_, param)| of(param) * param.grad.dtype().size_in_bytes()).sum()
+    }
+}
+
+fn lock(sums: &Mutex<RowSums>) -> MutexGuard<'_, RowSums> {
+    sums.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 mod gradients;
 mod init;
 mod piece;
+mod row_sums;
 mod spec;
 mod store;
 

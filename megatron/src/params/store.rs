@@ -5,11 +5,13 @@
 //! gradients, so that candle's lock on one bucket never delays work on another.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::zeros;
+use kernels::device::{computes_ahead, zeros};
 
 use super::gradients::Stale;
+use super::row_sums::RowSums;
 use super::{ParamSpec, Piece, initial_values};
 use crate::Result;
 
@@ -24,7 +26,8 @@ pub enum Role {
     Primary,
     /// A copy of a weight whose primary lives on another pipeline stage; kept equal by summing gradients.
     TiedCopy,
-    /// A second use of a weight of this rank: the same storage, a gradient of its own.
+    /// A second use of a weight of this rank: the same storage, and on a CPU the same gradient, to which the sums of the first use are added
+    /// once; a gradient of its own on a GPU.
     TiedUse(ParamId),
 }
 
@@ -41,10 +44,13 @@ pub struct Param {
     pub numel: usize,
     /// View of the bucket's weights, in local shape.
     pub weight: Tensor,
-    /// View of the bucket's main gradients (of a storage of its own for [`Role::TiedUse`]), in local shape; see [`ParamStore::grad`].
+    /// View of the bucket's main gradients (of a storage of its own for [`Role::TiedUse`] on a GPU), in local shape; see
+    /// [`ParamStore::grad`].
     pub grad: Tensor,
     /// Whether `grad` still is that of the step before.
-    pub(super) stale: Stale,
+    pub(super) stale: Arc<Stale>,
+    /// The gradient of the first of two uses, if `grad` is the second's.
+    pub(super) first_use: Option<Mutex<RowSums>>,
 }
 
 impl Param {
@@ -218,12 +224,21 @@ impl ParamsBuilder {
         for PlacedParam { spec, role, bucket, offset, numel } in placement.params {
             let shape = spec.local_shape(options.tp);
             let weight = buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
-            let grad = match role {
-                Role::TiedUse(_) => zeros("main gradients", shape.as_slice(), grad_dtype, &options.device)?,
-                _ => buckets[bucket].grads.narrow(0, offset, numel)?.reshape(shape.as_slice())?,
+            let (mut grad, mut stale) = (None, Arc::default());
+            if let Role::TiedUse(ParamId(primary)) = role {
+                if !computes_ahead(&options.device) {
+                    params[primary].first_use = Some(Mutex::default());
+                    stale = params[primary].stale.clone();
+                } else {
+                    grad = Some(zeros("main gradients", shape.as_slice(), grad_dtype, &options.device)?);
+                }
+            }
+            let grad = match grad {
+                Some(own) => own,
+                None => buckets[bucket].grads.narrow(0, offset, numel)?.reshape(shape.as_slice())?,
             };
             let pieces = spec.pieces(options.tp_rank, options.tp);
-            params.push(Param { spec, role, pieces, bucket, offset, numel, weight, grad, stale: Stale::default() });
+            params.push(Param { spec, role, pieces, bucket, offset, numel, weight, grad, stale, first_use: None });
         }
         Ok(ParamStore { params, buckets, options: options.clone() })
     }
@@ -316,8 +331,7 @@ impl ParamStore {
     pub fn bytes_by_kind(&self) -> [(&'static str, usize); 3] {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
         let sum = |of: fn(&Bucket) -> Option<&Tensor>| self.buckets.iter().filter_map(of).map(size).sum::<usize>();
-        let uses = self.params.iter().filter(|p| matches!(p.role, Role::TiedUse(_)));
-        let grads = sum(|b| Some(&b.grads)) + uses.map(|p| size(&p.grad)).sum::<usize>();
+        let grads = sum(|b| Some(&b.grads)) + self.bytes_of_other_uses();
         let masters = sum(|b| b.master.as_ref().map(|master| &master.values));
         [("weights", sum(|b| Some(&b.weights))), ("main gradients", grads), ("master weights", masters)]
     }

@@ -153,7 +153,7 @@ impl Embedding {
         }
         let whole = ctx.tp.exit_backward(&dx)?;
         let first = self.spec.first_row(ctx.tp.rank());
-        Ok(kernels::embedding::embedding_backward(&whole.0, ctx.tokens, first, ctx.params.grad(self.word)?)?)
+        ctx.params.add_embedding_grad(self.word, &whole.0, ctx.tokens, first)
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
