@@ -1,16 +1,17 @@
-//! Backward: one task per sample and some groups; a group's sums of dk and dv over queries and heads have one order.
+//! Backward: one task per sample and group; a group's sums of dk and dv over queries and heads have one order.
 
 use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
+use super::ahead::Ahead;
 use super::engine::{Engine, Left};
 use super::math::exp2;
-use super::operands::{flipped, if_pairs, paired, plain, turned};
+use super::operands::{flip, if_pairs, paired, plain, turned};
 use super::tile::Tile;
 use super::{BLOCK, LANES, WithEngine, with_engine};
 use crate::attention::buffers::{Rows, with_two_buffers};
-use crate::attention::{Call, Geometry};
+use crate::attention::{Call, Geometry, HeadShape};
 use crate::float::Elem;
 use crate::gemm::lanes::{Lanes, first, transpose};
 use crate::par::{self, Shared};
@@ -65,15 +66,11 @@ impl WithEngine for Backward<'_> {
             }
         };
         let target = Shared(self.dqkv.cast::<K::Elem>());
-        let at_a_time = self.call.groups_at_a_time::<K::Elem>();
-        let of_batch = shape.groups.div_ceil(at_a_time);
-        par::for_each(b * of_batch, |task| {
-            let first = task % of_batch * at_a_time;
-            let groups = first..shape.groups.min(first + at_a_time);
+        par::for_each(b * shape.groups, |task| {
             // SAFETY: the caller's promise; no two tasks write the same columns.
             unsafe {
                 K::enter();
-                pass.groups::<K>(task / of_batch, groups, target);
+                pass.group::<K>(task, target);
                 K::leave();
             }
         });
@@ -100,6 +97,8 @@ struct Group<'a, T> {
     dk: &'a mut [f32],
     /// `[n, width]`
     dv: &'a mut [f32],
+    /// Whether `dk` and `dv` hold nothing yet.
+    fresh: bool,
 }
 
 /// One head.
@@ -134,75 +133,96 @@ struct Weights<'a, T> {
 }
 
 impl<E: Lanes> Pass<'_, E> {
-    /// Writes the columns of these groups in `dqkv`.
+    /// Part `part` of group `task % groups` of sample `task / groups`, as [`Geometry::qkv_rows`] says.
+    fn part(&self, task: usize, part: usize) -> Rows<'_, E> {
+        let groups = self.call.geometry.shape.groups;
+        self.call.geometry.qkv_rows(self.packed, task / groups, task % groups, part)
+    }
+
+    /// The rows of a query head of this group: queries, output, the output's gradient.
+    fn of_head(&self, task: usize, j: usize) -> [Rows<'_, E>; 3] {
+        let HeadShape { groups, heads_per_group, .. } = self.call.geometry.shape;
+        let rows = |of| self.call.geometry.out_rows(of, task / groups, task % groups * heads_per_group + j);
+        [self.part(task, j), rows(self.out), rows(self.dout)]
+    }
+
+    /// Has the rows asked for that the head after `j` needs: of this group, or the first one of the next.
+    fn expect(&self, task: usize, j: usize, ahead: &mut Ahead) {
+        let Geometry { s, b, shape } = self.call.geometry;
+        ahead.clear();
+        if j + 1 < shape.heads_per_group {
+            self.of_head(task, j + 1).into_iter().for_each(|rows| ahead.read(rows, 0..s));
+        } else if task + 1 < b * shape.groups {
+            self.of_head(task + 1, 0).into_iter().for_each(|rows| ahead.read(rows, 0..s));
+            let keys = shape.heads_per_group;
+            [keys, keys + 1].into_iter().for_each(|part| ahead.read(self.part(task + 1, part), 0..s));
+        }
+    }
+
+    /// Writes the columns of group `task % groups` of sample `task / groups` in `dqkv`.
     ///
     /// # Safety
     /// As [`Engine`]'s functions; no other task writes these columns.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn groups<K: Engine<Elem = E>>(&self, batch: usize, groups: Range<usize>, target: Shared<E>) {
+    unsafe fn group<K: Engine<Elem = E>>(&self, task: usize, target: Shared<E>) {
         let Geometry { s, shape, .. } = self.call.geometry;
         let (width, of_group, scale) = (self.call.width(), shape.heads_per_group, self.call.scores.scale as f32);
+        let (batch, group) = (task / shape.groups, task % shape.groups);
         let n = s.next_multiple_of(BLOCK);
         let first_keys = self.call.first_keys(batch, n);
         let (all, copy, tile) = (n * width, if_pairs::<K>(n * width), KEYS * QUERIES);
-        let heads = groups.start * of_group..groups.end * of_group;
-        let (of_groups, of_heads) = (groups.len() * all, heads.len() * all);
-        let operands = [of_groups, of_groups, of_heads, of_heads, copy, all, all, copy, copy, tile, tile, tile];
-        let numbers = [heads.len() * n, n, all, all, all, BLOCK * BLOCK, BLOCK * BLOCK];
-        let part = |group, part| self.call.geometry.qkv_rows(self.packed, batch, group, part);
-        let of_head = |head: usize| part(head / of_group, head % of_group);
-        let out_rows = |of, head| self.call.geometry.out_rows(of, batch, head);
+        let operands = [all, all, all, all, copy, all, all, copy, copy, tile, tile, tile];
+        let numbers = [n, n, all, all, all, BLOCK * BLOCK, BLOCK * BLOCK];
+        let mut ahead = Ahead::new();
         with_two_buffers::<K::Operand, f32, 12, 7, _>(
             operands,
             numbers,
-            |[keys, values, queries, dout, keys_turned, q_turned, do_turned, q_pairs, do_pairs, p, ds, ds_right],
-             [deltas, lse, dk, dv, dq, scores, dp]| {
+            |[keys, values, queries, dout, keys_flipped, q_turned, do_turned, q_pairs, do_pairs, p, ds, ds_right],
+             [delta, lse, dk, dv, dq, scores, dp]| {
                 // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
                 unsafe {
-                    plain::<K>(groups.clone().map(|group| part(group, of_group)), s, 0, n, keys, width);
-                    plain::<K>(groups.clone().map(|group| part(group, of_group + 1)), s, 0, n, values, width);
-                    plain::<K>(heads.clone().map(of_head), s, 0, n, queries, width);
-                    plain::<K>(heads.clone().map(|head| out_rows(self.dout, head)), s, 0, n, dout, width);
-                    let pairs = heads.clone().map(|head| [out_rows(self.dout, head), out_rows(self.out, head)]);
-                    inner_products(pairs, s, n, deltas);
+                    plain::<K>(self.part(task, of_group), s, 0, n, keys, width);
+                    plain::<K>(self.part(task, of_group + 1), s, 0, n, values, width);
                     let mut weights = Weights { scores, dp, p, ds, ds_right };
-                    for (i, group) in groups.clone().enumerate() {
-                        let (keys, values) = (&keys[i * all..][..all], &values[i * all..][..all]);
-                        dk.fill(0.0);
-                        dv.fill(0.0);
-                        let mut of_keys = Group {
-                            keys: Left::plain::<K>(keys, width),
-                            values: Left::plain::<K>(values, width),
-                            keys_turned: flipped::<K>(paired::<K>(keys, n, width, q_pairs), n, width, keys_turned),
-                            dk: &mut *dk,
-                            dv: &mut *dv,
+                    flip::<K>(paired::<K>(keys, n, width, q_pairs), n, width, keys_flipped);
+                    let mut of_keys = Group {
+                        keys: Left::plain::<K>(keys, width),
+                        values: Left::plain::<K>(values, width),
+                        keys_turned: Left::flipped::<K>(keys, keys_flipped, width),
+                        dk: &mut *dk,
+                        dv: &mut *dv,
+                        fresh: true,
+                    };
+                    for j in 0..of_group {
+                        let [rows, out, rows_of_dout] = self.of_head(task, j);
+                        plain::<K>(rows, s, 0, n, queries, width);
+                        plain::<K>(rows_of_dout, s, 0, n, dout, width);
+                        inner_products([rows_of_dout, out], s, delta);
+                        self.expect(task, j, &mut ahead);
+                        ahead.deal(blocks_of_queries(n));
+                        turned::<K>(queries, n, width, q_turned);
+                        turned::<K>(dout, n, width, do_turned);
+                        let head = group * of_group + j;
+                        let of_queries = &self.lse[(batch * shape.heads() + head) * s..][..s];
+                        lse[s..].fill(0.0);
+                        lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
+                        let mut of_queries = Head {
+                            tile: Tile::new(&self.call, batch, head, &first_keys),
+                            first_keys: &first_keys,
+                            queries_turned: q_turned,
+                            dout_turned: do_turned,
+                            queries: paired::<K>(queries, n, width, q_pairs),
+                            dout: paired::<K>(dout, n, width, do_pairs),
+                            dq: &mut *dq,
+                            lse: &*lse,
+                            delta: &*delta,
                         };
-                        for head in group * of_group..(group + 1) * of_group {
-                            let i = head - heads.start;
-                            let (queries, dout) = (&queries[i * all..][..all], &dout[i * all..][..all]);
-                            turned::<K>(queries, n, width, q_turned);
-                            turned::<K>(dout, n, width, do_turned);
-                            let of_queries = &self.lse[(batch * shape.heads() + head) * s..][..s];
-                            lse[s..].fill(0.0);
-                            lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
-                            dq.fill(0.0);
-                            let mut of_queries = Head {
-                                tile: Tile::new(&self.call, batch, head, &first_keys),
-                                first_keys: &first_keys,
-                                queries_turned: q_turned,
-                                dout_turned: do_turned,
-                                queries: paired::<K>(queries, n, width, q_pairs),
-                                dout: paired::<K>(dout, n, width, do_pairs),
-                                dq: &mut *dq,
-                                lse: &*lse,
-                                delta: &deltas[i * n..][..n],
-                            };
-                            self.head::<K>(&mut of_keys, &mut of_queries, &mut weights);
-                            self.store_turned(of_head(head), of_queries.dq, scale, target);
-                        }
-                        self.store(part(group, of_group), of_keys.dk, scale, target);
-                        self.store(part(group, of_group + 1), of_keys.dv, 1.0, target);
+                        self.head::<K>(&mut of_keys, &mut of_queries, &mut weights, &mut ahead);
+                        of_keys.fresh = false;
+                        self.store_turned(rows, of_queries.dq, scale, target);
                     }
+                    self.store(self.part(task, of_group), of_keys.dk, scale, target);
+                    self.store(self.part(task, of_group + 1), of_keys.dv, 1.0, target);
                 }
             },
         );
@@ -215,6 +235,7 @@ impl<E: Lanes> Pass<'_, E> {
         group: &mut Group<K::Operand>,
         head: &mut Head<K::Operand>,
         weights: &mut Weights<K::Operand>,
+        ahead: &mut Ahead,
     ) {
         let (first_keys, n) = (head.first_keys, head.first_keys.len());
         for key in (0..n).step_by(KEYS) {
@@ -226,7 +247,7 @@ impl<E: Lanes> Pass<'_, E> {
                 }
                 let queries = query..n.min(query + QUERIES);
                 // SAFETY: the caller's promise; the ranges are of whole blocks within the operands.
-                unsafe { self.tile::<K>(group, head, weights, keys.clone(), queries) };
+                unsafe { self.tile::<K>(group, head, weights, ahead, keys.clone(), queries) };
             }
         }
     }
@@ -237,6 +258,7 @@ impl<E: Lanes> Pass<'_, E> {
         group: &mut Group<K::Operand>,
         head: &mut Head<K::Operand>,
         weights: &mut Weights<K::Operand>,
+        ahead: &mut Ahead,
         keys: Range<usize>,
         queries: Range<usize>,
     ) {
@@ -251,6 +273,7 @@ impl<E: Lanes> Pass<'_, E> {
                 if seen.is_empty() {
                     continue;
                 }
+                ahead.ask();
                 head.tile.turn_to(query);
                 for key in blocks(&seen) {
                     let right = |of: &[K::Operand]| (of[query * width..].as_ptr(), BLOCK * K::GROUP);
@@ -270,14 +293,18 @@ impl<E: Lanes> Pass<'_, E> {
                     let kept = self.call.mask.map_or(1.0, |m| m.scale as f32);
                     harden(&head.tile, key, scale, kept, per_query, weights, at);
                 }
+                // Tiles of keys come in order: the first one that these queries see holds the first key that the first of them sees.
+                let first = first_keys[query] as usize >= keys.start;
                 let ds =
                     weights.ds_right[(query - queries.start) * KEYS + (seen.start - keys.start) * BLOCK..].as_ptr();
                 for row in (0..width).step_by(BLOCK) {
                     let to = (head.dq[query * width + row * BLOCK..].as_mut_ptr(), BLOCK);
                     let keys_at = group.keys_turned.from::<K>(row, seen.start);
-                    K::block(seen.len(), keys_at, (ds, BLOCK * K::GROUP), to, true);
+                    K::block(seen.len(), keys_at, (ds, BLOCK * K::GROUP), to, !first);
                 }
             }
+            // A tile's first queries are those that see its last key first.
+            let first = group.fresh && queries.start <= keys.start;
             for key in blocks(&keys) {
                 let seen = seen(blocks(&queries), |query| meet(key, query));
                 if seen.is_empty() {
@@ -291,8 +318,8 @@ impl<E: Lanes> Pass<'_, E> {
                         |of: &[K::Operand]| (of[seen.start * width + column * K::GROUP..].as_ptr(), width * K::GROUP);
                     let to = key * width + column;
                     let (dv, dk) = (group.dv[to..].as_mut_ptr(), group.dk[to..].as_mut_ptr());
-                    K::block(seen.len(), left(weights.p), right(head.dout), (dv, width), true);
-                    K::block(seen.len(), left(weights.ds), right(head.queries), (dk, width), true);
+                    K::block(seen.len(), left(weights.p), right(head.dout), (dv, width), !first);
+                    K::block(seen.len(), left(weights.ds), right(head.queries), (dk, width), !first);
                 }
             }
         }
@@ -345,32 +372,30 @@ fn seen(blocks: impl Iterator<Item = usize>, meet: impl Fn(usize) -> bool) -> Ra
     first..met.last().unwrap_or(first) + BLOCK
 }
 
-/// The inner products of the rows of pairs, `to [pairs][n]`, with zeros beyond row `s`.
+/// How many blocks of queries tiles of a head have together, at most.
+fn blocks_of_queries(n: usize) -> usize {
+    (0..n).step_by(KEYS).map(|key| (n - key / QUERIES * QUERIES) / BLOCK).sum()
+}
+
+/// The inner products of two parts' rows, with zeros beyond row `s`.
 ///
 /// # Safety
 /// The machine has AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn inner_products<'a, E: Lanes>(
-    pairs: impl Iterator<Item = [Rows<'a, E>; 2]> + Clone,
-    s: usize,
-    n: usize,
-    to: &mut [f32],
-) {
-    to.fill(0.0);
-    for position in 0..s {
-        for (to, [a, b]) in to.chunks_exact_mut(n).zip(pairs.clone()) {
-            let (a, b) = (a.row(position), b.row(position));
-            let mut sum = _mm512_setzero_ps();
-            for column in (0..a.len()).step_by(LANES) {
-                let mask = first(a.len() - column);
-                // SAFETY: masked elements are not read.
-                unsafe {
-                    let (a, b) = (E::load16(a.as_ptr().add(column), mask), E::load16(b.as_ptr().add(column), mask));
-                    sum = _mm512_fmadd_ps(a, b, sum);
-                }
+unsafe fn inner_products<E: Lanes>([a, b]: [Rows<E>; 2], s: usize, to: &mut [f32]) {
+    to[s..].fill(0.0);
+    for (position, to) in to[..s].iter_mut().enumerate() {
+        let (a, b) = (a.row(position), b.row(position));
+        let mut sum = _mm512_setzero_ps();
+        for column in (0..a.len()).step_by(LANES) {
+            let mask = first(a.len() - column);
+            // SAFETY: masked elements are not read.
+            unsafe {
+                let (a, b) = (E::load16(a.as_ptr().add(column), mask), E::load16(b.as_ptr().add(column), mask));
+                sum = _mm512_fmadd_ps(a, b, sum);
             }
-            to[position] = _mm512_reduce_add_ps(sum);
         }
+        *to = _mm512_reduce_add_ps(sum);
     }
 }
 

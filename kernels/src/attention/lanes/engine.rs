@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::__m512;
 
+use super::BLOCK;
 use crate::gemm::lanes::Lanes;
 use crate::host::HostElem;
 
@@ -18,6 +19,16 @@ impl<T> Left<T> {
     /// Rows `[rows, width]` as they lie; the width is the inner dimension.
     pub fn plain<K: Engine<Operand = T>>(rows: &[T], width: usize) -> Self {
         Self { at: rows.as_ptr(), row: width, step: K::STEP }
+    }
+
+    /// Of rows `[n, width]`, the operand whose inner dimension are the rows: themselves seen along their columns where GROUP is 1, else what
+    /// [`super::operands::flip`] made of them.
+    pub fn flipped<K: Engine<Operand = T>>(rows: &[T], flipped: &[T], width: usize) -> Self {
+        if K::GROUP == 1 {
+            Self { at: rows.as_ptr(), row: 1, step: width }
+        } else {
+            Self { at: flipped.as_ptr(), row: BLOCK, step: BLOCK * width }
+        }
     }
 
     /// The operand from row `row` and inner element `inner` on, which begins a piece.

@@ -4,12 +4,13 @@ use std::arch::x86_64::*;
 use std::f32::consts::LN_2;
 use std::ops::Range;
 
+use super::ahead::Ahead;
 use super::engine::{Engine, Left};
 use super::math::{exp2, ln};
-use super::operands::{flipped, if_pairs, paired, plain, turned};
+use super::operands::{flip, if_pairs, paired, plain, turned};
 use super::tile::Tile;
 use super::{BLOCK, LANES, WithEngine, with_engine};
-use crate::attention::buffers::with_two_buffers;
+use crate::attention::buffers::{Rows, with_two_buffers};
 use crate::attention::{Call, Geometry};
 use crate::float::Elem;
 use crate::gemm::lanes::{Lanes, first, transpose};
@@ -36,34 +37,37 @@ impl WithEngine for Forward<'_> {
         let Geometry { s, b, shape } = call.geometry;
         // SAFETY: the caller's promise; a packed tensor has that many elements.
         let packed = unsafe { std::slice::from_raw_parts(packed.cast::<K::Elem>(), s * b * shape.width()) };
-        let (out, lse) = (Shared(out.cast::<K::Elem>()), Shared(lse));
-        let (at_a_time, tiles) = (call.groups_at_a_time::<K::Elem>(), s.div_ceil(BLOCK));
-        let of_batch = shape.groups.div_ceil(at_a_time);
+        let (out, lse, tiles) = (Shared(out.cast::<K::Elem>()), Shared(lse), s.div_ceil(BLOCK));
         // No tile depends on how they are dealt. Two tasks a thread even out what the last ones leave idle.
-        let parts = (2 * par::threads()).div_ceil((b * of_batch).max(1)).clamp(1, tiles.max(1));
-        par::for_each(b * of_batch * parts, |task| {
-            let (task, part) = (task / parts, task % parts);
-            let first = task % of_batch * at_a_time;
-            let groups = first..shape.groups.min(first + at_a_time);
-            let of_task = Groups { call, packed, batch: task / of_batch, groups };
-            // Every parts-th tile, from the last one back: short and long rows alike for each.
-            let tiles = (0..tiles).rev().skip(part).step_by(parts);
+        let parts = (2 * par::threads()).div_ceil((b * shape.groups).max(1)).clamp(1, tiles.max(1));
+        let tasks = if tiles > 0 { b * shape.groups * parts } else { 0 };
+        let of_task = |task: usize| {
+            let (batch_group, part) = (task / parts, task % parts);
+            let group = Group { call, packed, batch: batch_group / shape.groups, group: batch_group % shape.groups };
+            // Every parts-th tile, up to the last one: short and long rows alike for each.
+            (group, ((tiles - 1 - part) % parts..tiles - part).step_by(parts))
+        };
+        par::for_each(tasks, |task| {
+            let (group, tiles) = of_task(task);
+            // What this thread probably does next.
+            let next = (task + 1 < tasks).then(|| of_task(task + 1));
+            let next = next.and_then(|(group, mut tiles)| tiles.next().map(|tile| (group, tile)));
             // SAFETY: the caller's promise; no two tasks write the same places.
             unsafe {
                 K::enter();
-                of_task.forward::<K>(tiles, out, lse);
+                group.forward::<K>(tiles, next, out, lse);
                 K::leave();
             }
         });
     }
 }
 
-/// The heads of some groups of one sample.
-struct Groups<'a, E> {
+/// The heads of a group of one sample.
+struct Group<'a, E> {
     call: Call<'a>,
     packed: &'a [E],
     batch: usize,
-    groups: Range<usize>,
+    group: usize,
 }
 
 /// Operands of a tile of 32 queries and of all keys that they see.
@@ -86,60 +90,96 @@ struct Gathered<'a> {
     sums: [__m512; 2],
 }
 
-impl<E: Lanes> Groups<'_, E> {
-    /// Writes the rows of these tiles of queries, latest first, in `out` and `lse`.
+impl<E: Lanes> Group<'_, E> {
+    /// A part of the group, as [`Geometry::qkv_rows`] says.
+    fn part(&self, part: usize) -> Rows<'_, E> {
+        self.call.geometry.qkv_rows(self.packed, self.batch, self.group, part)
+    }
+
+    /// The heads of the group.
+    fn heads(&self) -> Range<usize> {
+        let of_group = self.call.geometry.shape.heads_per_group;
+        self.group * of_group..(self.group + 1) * of_group
+    }
+
+    /// The block where the keys begin that a tile of queries sees.
+    fn seen(&self, tile: usize) -> usize {
+        // The first query sees furthest back.
+        self.call.scores.first_key(self.call.geometry.s, self.batch, tile * BLOCK) / BLOCK * BLOCK
+    }
+
+    /// Has the rows asked for that a tile of queries needs, once there are the keys and values before `copied`.
+    fn expect(&self, tile: usize, copied: usize, out: Shared<E>, ahead: &mut Ahead) {
+        let Geometry { s, shape, .. } = self.call.geometry;
+        let (query, keys) = (tile * BLOCK, copied.max(self.seen(tile)));
+        let end = s.min(query + BLOCK);
+        for (j, head) in self.heads().enumerate() {
+            ahead.write(out.0, self.call.geometry.out_rows(self.packed, self.batch, head), query..end);
+            ahead.read(self.part(j), query..end);
+        }
+        for part in [shape.heads_per_group, shape.heads_per_group + 1] {
+            ahead.read(self.part(part), keys..end);
+        }
+    }
+
+    /// Writes the rows of these tiles of queries, whose numbers rise, in `out` and `lse`; `next` is what follows them.
     ///
     /// # Safety
     /// As [`Engine`]'s functions; no other task writes these rows.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn forward<K: Engine<Elem = E>>(
         &self,
-        tiles: impl Iterator<Item = usize> + Clone,
+        mut tiles: impl Iterator<Item = usize> + Clone,
+        next: Option<(Self, usize)>,
         out: Shared<E>,
         lse: Shared<f32>,
     ) {
         let Geometry { s, shape, .. } = self.call.geometry;
         let (width, of_group) = (self.call.width(), shape.heads_per_group);
-        let Some(last) = tiles.clone().next() else { return };
+        let Some(last) = tiles.clone().last() else { return };
         let end = (last + 1) * BLOCK;
-        let (all, tile, groups) = (end * width, BLOCK * width, self.groups.len());
-        let part = |group, part| self.call.geometry.qkv_rows(self.packed, self.batch, group, part);
+        let (all, tile, pairs) = (end * width, BLOCK * width, if_pairs::<K>(end * width));
         let first_keys = self.call.first_keys(self.batch, end);
-        let operands =
-            [groups * all, groups * all, if_pairs::<K>(all), if_pairs::<K>(groups * all), tile, tile, KEYS * BLOCK];
+        let mut ahead = Ahead::new();
         with_two_buffers::<K::Operand, f32, 7, 2, _>(
-            operands,
+            [all, all, pairs, pairs, tile, tile, KEYS * BLOCK],
             [KEYS * BLOCK, tile],
-            |[keys, values, pairs, turned_values, rows, queries, p], [scores, acc]| {
-                // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
-                unsafe {
-                    plain::<K>(self.groups.clone().map(|group| part(group, of_group)), s, 0, end, keys, width);
-                    plain::<K>(self.groups.clone().map(|group| part(group, of_group + 1)), s, 0, end, values, width);
-                    let keys = |i: usize| Left::plain::<K>(&keys[i * all..(i + 1) * all], width);
-                    let mut turned_values = turned_values.chunks_exact_mut(all);
-                    let values = values.chunks_exact(all).map(|values| {
-                        let pairs = paired::<K>(values, end, width, pairs);
-                        flipped::<K>(pairs, end, width, turned_values.next().unwrap_or_default())
-                    });
-                    let operands: Vec<_> = values.enumerate().map(|(i, values)| (keys(i), values)).collect();
-                    for tile in tiles {
-                        let query = tile * BLOCK;
-                        for (group, &(keys, values)) in self.groups.clone().zip(&operands) {
-                            for j in 0..of_group {
-                                plain::<K>(std::iter::once(part(group, j)), s, query, BLOCK, rows, width);
-                                turned::<K>(rows, BLOCK, width, queries);
-                                let mut gathered = Gathered {
-                                    acc: &mut *acc,
-                                    fresh: true,
-                                    maxima: [_mm512_set1_ps(f32::NEG_INFINITY); 2],
-                                    sums: [_mm512_setzero_ps(); 2],
-                                };
-                                let head = group * of_group + j;
-                                let operands = Operands { keys, values, queries };
-                                let scratch = (&mut *scores, &mut *p);
-                                self.tile::<K>(head, query, &first_keys, operands, scratch, &mut gathered);
-                                self.store(head, query, gathered, out, lse);
-                            }
+            |[keys, values, pairs, flipped, rows, queries, p], [scores, acc]| {
+                // Keys and values before this one are copied, but for those that no further query sees.
+                let mut copied = 0;
+                while let Some(tile) = tiles.next() {
+                    let (query, end, seen) = (tile * BLOCK, (tile + 1) * BLOCK, self.seen(tile));
+                    ahead.clear();
+                    match (tiles.clone().next(), &next) {
+                        (Some(tile), _) => self.expect(tile, end, out, &mut ahead),
+                        (None, Some((group, tile))) => group.expect(*tile, 0, out, &mut ahead),
+                        (None, None) => (),
+                    }
+                    ahead.deal(of_group * (end - seen) / BLOCK);
+                    let from = copied.max(seen);
+                    let (n, at) = (end - from, from * width);
+                    copied = end;
+                    // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
+                    unsafe {
+                        plain::<K>(self.part(of_group), s, from, n, &mut keys[at..], width);
+                        plain::<K>(self.part(of_group + 1), s, from, n, &mut values[at..], width);
+                        let pairs = paired::<K>(&values[at..], n, width, pairs);
+                        flip::<K>(pairs, n, width, flipped.get_mut(at..).unwrap_or_default());
+                        let (keys, values) =
+                            (Left::plain::<K>(keys, width), Left::flipped::<K>(values, flipped, width));
+                        for (j, head) in self.heads().enumerate() {
+                            plain::<K>(self.part(j), s, query, BLOCK, rows, width);
+                            turned::<K>(rows, BLOCK, width, queries);
+                            let mut gathered = Gathered {
+                                acc: &mut *acc,
+                                fresh: true,
+                                maxima: [_mm512_set1_ps(f32::NEG_INFINITY); 2],
+                                sums: [_mm512_setzero_ps(); 2],
+                            };
+                            let operands = Operands { keys, values, queries };
+                            let scratch = (&mut *scores, &mut *p);
+                            self.tile::<K>(head, query, &first_keys, operands, scratch, &mut gathered, &mut ahead);
+                            self.store(head, query, gathered, out, lse);
                         }
                     }
                 }
@@ -157,17 +197,17 @@ impl<E: Lanes> Groups<'_, E> {
         operands: Operands<K::Operand>,
         (scores, p): (&mut [f32], &mut [K::Operand]),
         gathered: &mut Gathered,
+        ahead: &mut Ahead,
     ) {
         let width = self.call.width();
         let mut tile = Tile::new(&self.call, self.batch, head, first_keys);
         tile.turn_to(query);
-        // The first query sees furthest back.
-        let seen = first_keys[query] as usize / BLOCK * BLOCK;
-        for key in (seen..query + BLOCK).step_by(KEYS) {
+        for key in (self.seen(query / BLOCK)..query + BLOCK).step_by(KEYS) {
             let keys = KEYS.min(query + BLOCK - key);
             // SAFETY: the caller's promise; a tile has 32 queries and up to KEYS keys, all below the end of the operands.
             unsafe {
                 for k in (0..keys).step_by(BLOCK) {
+                    ahead.ask();
                     let to = (scores.as_mut_ptr().add(k * BLOCK), BLOCK);
                     let queries = (operands.queries.as_ptr(), BLOCK * K::GROUP);
                     K::block(width, operands.keys.from::<K>(key + k, 0), queries, to, false);

@@ -5,6 +5,7 @@
 //! All products are of blocks of 32 × 32 that an [`Engine`] computes: by FMA of f32, or of pairs of bf16 with sums in f32.
 //! As in other products of bf16, subnormal numbers then count as 0.
 
+mod ahead;
 mod backward;
 mod engine;
 mod forward;
@@ -19,9 +20,8 @@ use candle_core::DType;
 use self::engine::Engine;
 use self::pairs::{Amx, Dot};
 use self::wide::Wide;
-use super::{Call, Geometry};
+use super::Call;
 use crate::float::Elem;
-use crate::par;
 use crate::simd::Isa;
 
 /// Queries, keys and columns of a block.
@@ -60,16 +60,6 @@ impl Call<'_> {
     /// Columns of a head, rounded up to whole blocks.
     fn width(&self) -> usize {
         self.geometry.shape.head_dim.next_multiple_of(BLOCK)
-    }
-
-    /// Groups of a sample that a task does side by side: neighbours in a row of a tensor share its pages and cache lines. Results do
-    /// not depend on it.
-    fn groups_at_a_time<E>(&self) -> usize {
-        const BYTES: usize = 2048;
-        let Geometry { b, shape, .. } = self.geometry;
-        let of_group = (shape.heads_per_group + 2) * shape.head_dim * size_of::<E>();
-        let most = (b * shape.groups / (2 * par::threads())).min(BYTES / of_group).clamp(1, shape.groups);
-        shape.groups.div_ceil(shape.groups.div_ceil(most))
     }
 
     /// The first keys that the first `n` queries of a sample see; those behind the sequence's end see what its last one sees.

@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 
 use super::BLOCK;
-use super::engine::{Engine, Left};
+use super::engine::Engine;
 use crate::attention::buffers::Rows;
 use crate::gemm::lanes::transpose;
 
@@ -13,28 +13,25 @@ pub fn if_pairs<K: Engine>(n: usize) -> usize {
     if K::GROUP == 2 { n } else { 0 }
 }
 
-/// Rows `first ..` of several parts of a tensor, `to [parts][n, width]`, with zeros beyond the last row of `s` and beyond a part's
-/// columns. A row of the tensor is read for all parts before the next, so that neighbouring parts cost one page and one stream.
+/// `n` rows of a part of a tensor from row `first` on, `to [n, width]`, with zeros beyond the last row of `s` and beyond the part's columns.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn plain<'a, K: Engine>(
-    parts: impl ExactSizeIterator<Item = Rows<'a, K::Elem>> + Clone,
+pub unsafe fn plain<K: Engine>(
+    part: Rows<K::Elem>,
     s: usize,
     first: usize,
     n: usize,
     to: &mut [K::Operand],
     width: usize,
 ) {
-    assert!(to.len() >= parts.len() * n * width);
+    assert!(to.len() >= n * width);
     for r in 0..n {
-        for (i, part) in parts.clone().enumerate() {
-            let columns = if first + r < s { part.width } else { 0 };
-            let at = part.elements.as_ptr().wrapping_add(part.at + (first + r) * part.stride);
-            // SAFETY: row `first + r` lies in the tensor if it is below s; `to` has room for it.
-            unsafe { K::row(at, columns, to.as_mut_ptr().add((i * n + r) * width), width) };
-        }
+        let columns = if first + r < s { part.width } else { 0 };
+        let at = part.elements.as_ptr().wrapping_add(part.at + (first + r) * part.stride);
+        // SAFETY: row `first + r` lies in the tensor if it is below s; `to` has room for it.
+        unsafe { K::row(at, columns, to.as_mut_ptr().add(r * width), width) };
     }
 }
 
@@ -109,20 +106,14 @@ pub unsafe fn paired<'a, K: Engine>(
     to
 }
 
-/// Of what [`paired`] made of rows `[n, width]`: the left operand whose inner dimension are the rows; where GROUP is 1 the rows seen along
-/// their columns, else made in `to`, `[n / 32][width][32]`.
+/// Of what [`paired`] made of rows `[n, width]`: what [`Left::flipped`] wants, `to [n / 32][width][32]`; nothing where GROUP is 1.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn flipped<K: Engine>(
-    paired: &[K::Operand],
-    n: usize,
-    width: usize,
-    to: &mut [K::Operand],
-) -> Left<K::Operand> {
+pub unsafe fn flip<K: Engine>(paired: &[K::Operand], n: usize, width: usize, to: &mut [K::Operand]) {
     if K::GROUP == 1 {
-        return Left { at: paired.as_ptr(), row: 1, step: width };
+        return;
     }
     assert!(paired.len() >= n * width && to.len() >= n * width);
     for block in 0..n / BLOCK {
@@ -133,5 +124,4 @@ pub unsafe fn flipped<K: Engine>(
             transpose_words((BLOCK / 2, width), (from, width), (to, BLOCK / 2));
         }
     }
-    Left { at: to.as_ptr(), row: BLOCK, step: BLOCK * width }
 }
