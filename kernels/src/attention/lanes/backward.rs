@@ -5,7 +5,7 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use super::ahead::Ahead;
-use super::engine::{Engine, Left};
+use super::engine::{Corner, Engine, Left};
 use super::math::exp2;
 use super::operands::{flip, if_pairs, paired, plain, turned};
 use super::tile::Tile;
@@ -279,8 +279,9 @@ impl<E: Lanes> Pass<'_, E> {
                     let right = |of: &[K::Operand]| (of[query * width..].as_ptr(), BLOCK * K::GROUP);
                     let (scores, dp) = (weights.scores.as_mut_ptr(), weights.dp.as_mut_ptr());
                     let (keys_at, values_at) = (group.keys.from::<K>(key, 0), group.values.from::<K>(key, 0));
-                    K::block(width, keys_at, right(head.queries_turned), (scores, BLOCK), false);
-                    K::block(width, values_at, right(head.dout_turned), (dp, BLOCK), false);
+                    let corner = (key == query).then_some(Corner::Result);
+                    K::block(width, corner, keys_at, right(head.queries_turned), (scores, BLOCK), false);
+                    K::block(width, corner, values_at, right(head.dout_turned), (dp, BLOCK), false);
                     let scale = head.tile.tilt(key, weights.scores);
                     let harden = match (head.tile.is_edge(key, BLOCK), head.tile.drops()) {
                         (false, false) => harden::<K, false, false>,
@@ -295,12 +296,13 @@ impl<E: Lanes> Pass<'_, E> {
                 }
                 // Tiles of keys come in order: the first one that these queries see holds the first key that the first of them sees.
                 let first = first_keys[query] as usize >= keys.start;
+                let corner = (seen.end > query).then_some(Corner::Right);
                 let ds =
                     weights.ds_right[(query - queries.start) * KEYS + (seen.start - keys.start) * BLOCK..].as_ptr();
                 for row in (0..width).step_by(BLOCK) {
                     let to = (head.dq[query * width + row * BLOCK..].as_mut_ptr(), BLOCK);
                     let keys_at = group.keys_turned.from::<K>(row, seen.start);
-                    K::block(seen.len(), keys_at, (ds, BLOCK * K::GROUP), to, !first);
+                    K::block(seen.len(), corner, keys_at, (ds, BLOCK * K::GROUP), to, !first);
                 }
             }
             // A tile's first queries are those that see its last key first.
@@ -310,6 +312,7 @@ impl<E: Lanes> Pass<'_, E> {
                 if seen.is_empty() {
                     continue;
                 }
+                let corner = (seen.start == key).then_some(Corner::Left);
                 let left = |of: &[K::Operand]| {
                     Left::plain::<K>(of, QUERIES).from::<K>(key - keys.start, seen.start - queries.start)
                 };
@@ -318,8 +321,8 @@ impl<E: Lanes> Pass<'_, E> {
                         |of: &[K::Operand]| (of[seen.start * width + column * K::GROUP..].as_ptr(), width * K::GROUP);
                     let to = key * width + column;
                     let (dv, dk) = (group.dv[to..].as_mut_ptr(), group.dk[to..].as_mut_ptr());
-                    K::block(seen.len(), left(weights.p), right(head.dout), (dv, width), !first);
-                    K::block(seen.len(), left(weights.ds), right(head.queries), (dk, width), !first);
+                    K::block(seen.len(), corner, left(weights.p), right(head.dout), (dv, width), !first);
+                    K::block(seen.len(), corner, left(weights.ds), right(head.queries), (dk, width), !first);
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::__m512;
 
-use super::BLOCK;
+use super::{BLOCK, LANES};
 use crate::gemm::lanes::Lanes;
 use crate::host::HostElem;
 
@@ -37,6 +37,38 @@ impl<T> Left<T> {
     }
 }
 
+/// The quarter of a block on the diagonal that nobody sees: the last 16 keys of the first 16 queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Corner {
+    /// Keys are the result's rows and queries its columns: those sums may be anything finite.
+    Result,
+    /// Keys are the inner dimension, and its last 32 are the diagonal's; in the right operand, the corner holds zeros.
+    Right,
+    /// Keys are the rows, queries the inner dimension, and its first 32 are the diagonal's; in the left operand, the corner holds zeros.
+    Left,
+}
+
+/// Inner elements that rows of a block are made of: `first .. both` count for all 32 columns, `both .. end` for the last 16.
+#[derive(Clone, Copy)]
+pub struct Span {
+    pub first: usize,
+    pub both: usize,
+    pub end: usize,
+}
+
+impl Span {
+    /// Of the rows from `row` on, which lie on one side of the middle or have no other span than the others.
+    pub fn new(inner: usize, corner: Option<Corner>, row: usize) -> Self {
+        let all = Self { first: 0, both: inner, end: inner };
+        match corner {
+            Some(Corner::Result) if row >= LANES => Self { both: 0, ..all },
+            Some(Corner::Right) => Self { both: inner - LANES, ..all },
+            Some(Corner::Left) if row >= LANES => Self { first: LANES, ..all },
+            _ => all,
+        }
+    }
+}
+
 /// Products of blocks of 32 × 32, and the operands they want.
 ///
 /// A *right* operand is `[inner / GROUP][columns][GROUP]`: GROUP elements along the inner dimension lie side by side.
@@ -56,9 +88,10 @@ pub trait Engine {
     unsafe fn row(from: *const Self::Elem, n: usize, to: *mut Self::Operand, width: usize);
 
     /// `c [32, 32] = a [32, inner] · b [inner, 32]`, plus the old `c` where `add`; the inner dimension is a multiple of 32. `b` is given
-    /// with the distance of its rows of GROUP · columns, `c` with that of its rows.
+    /// with the distance of its rows of GROUP · columns, `c` with that of its rows. Products with the corner may be left out.
     unsafe fn block(
         inner: usize,
+        corner: Option<Corner>,
         a: Left<Self::Operand>,
         b: (*const Self::Operand, usize),
         c: (*mut f32, usize),
@@ -78,4 +111,64 @@ pub trait Engine {
     unsafe fn enter() {}
 
     unsafe fn leave() {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BLOCK, Corner, Engine, LANES, Left};
+    use crate::attention::lanes::pairs::Dot;
+    use crate::attention::lanes::wide::Wide;
+    use crate::float::{Elem, Float};
+    use crate::simd::Isa;
+
+    const INNER: usize = 96;
+
+    /// Small whole numbers, and zeros where both numbers of a place are in the corner.
+    fn operand<T: Elem>(n: usize, in_corner: impl Fn(usize) -> bool) -> Vec<T> {
+        let number = |i: usize| if in_corner(i) { 0.0 } else { (i * 37 % 101) as f32 - 50.0 };
+        (0..n).map(|i| T::store(T::Acc::of(number(i).into()))).collect()
+    }
+
+    fn check<K: Engine>()
+    where
+        K::Operand: Elem,
+    {
+        for corner in [Corner::Result, Corner::Right, Corner::Left] {
+            // a [32, INNER], b [INNER / GROUP, 32, GROUP]
+            let a = operand(BLOCK * INNER, |i| corner == Corner::Left && i / INNER >= LANES && i % INNER < LANES);
+            let b = operand(INNER * BLOCK, |i| {
+                let (row, column) = (i / (BLOCK * K::GROUP) * K::GROUP, i / K::GROUP % BLOCK);
+                corner == Corner::Right && row >= INNER - LANES && column < LANES
+            });
+            for add in [false, true] {
+                let product = |corner| {
+                    let mut c = [0.5_f32; BLOCK * BLOCK];
+                    // SAFETY: the caller has looked at the machine; the operands have INNER elements of 32 rows and columns.
+                    unsafe {
+                        let a = Left::plain::<K>(&a, INNER);
+                        K::block(INNER, corner, a, (b.as_ptr(), BLOCK * K::GROUP), (c.as_mut_ptr(), BLOCK), add);
+                    }
+                    c
+                };
+                let (got, want) = (product(Some(corner)), product(None));
+                for i in 0..BLOCK * BLOCK {
+                    let wanted = corner != Corner::Result || i / BLOCK < LANES || i % BLOCK >= LANES;
+                    assert!(
+                        !wanted || got[i].to_bits() == want[i].to_bits(),
+                        "{corner:?}, {add}: {got:?} not {want:?}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_left_out_of_a_block_on_the_diagonal_changes_nothing_that_is_seen() {
+        if Isa::supported() >= Isa::Avx512 {
+            check::<Wide<f32>>();
+        }
+        if Isa::supported() >= Isa::Avx512Bf16 {
+            check::<Dot>();
+        }
+    }
 }

@@ -5,7 +5,7 @@ use std::f32::consts::LN_2;
 use std::ops::Range;
 
 use super::ahead::Ahead;
-use super::engine::{Engine, Left};
+use super::engine::{Corner, Engine, Left};
 use super::math::{exp2, ln};
 use super::operands::{flip, if_pairs, paired, plain, turned};
 use super::tile::Tile;
@@ -210,7 +210,8 @@ impl<E: Lanes> Group<'_, E> {
                     ahead.ask();
                     let to = (scores.as_mut_ptr().add(k * BLOCK), BLOCK);
                     let queries = (operands.queries.as_ptr(), BLOCK * K::GROUP);
-                    K::block(width, operands.keys.from::<K>(key + k, 0), queries, to, false);
+                    let corner = (key + k == query).then_some(Corner::Result);
+                    K::block(width, corner, operands.keys.from::<K>(key + k, 0), queries, to, false);
                 }
                 let scores = &mut scores[..keys * BLOCK];
                 let scale = tile.tilt(key, scores);
@@ -221,10 +222,11 @@ impl<E: Lanes> Group<'_, E> {
                     (true, true) => soften::<K, true, true>,
                 };
                 soften(&tile, key, scores, scale, p, gathered);
+                let corner = (key + keys > query).then_some(Corner::Right);
                 for row in (0..width).step_by(BLOCK) {
                     let to = (gathered.acc.as_mut_ptr().add(row * BLOCK), BLOCK);
                     let p = (p.as_ptr(), BLOCK * K::GROUP);
-                    K::block(keys, operands.values.from::<K>(row, key), p, to, !gathered.fresh);
+                    K::block(keys, corner, operands.values.from::<K>(row, key), p, to, !gathered.fresh);
                 }
             }
             gathered.fresh = false;

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use super::engine::{Engine, Left};
+use super::engine::{Corner, Engine, Left, Span};
 use super::{BLOCK, LANES};
 use crate::gemm::tiles;
 
@@ -99,6 +99,8 @@ impl Engine for Amx {
     #[inline]
     unsafe fn block(
         inner: usize,
+        // Tiles are multiplied whole.
+        _: Option<Corner>,
         Left { at: a, row, step }: Left<bf16>,
         (b, b_stride): (*const bf16, usize),
         (c, c_stride): (*mut f32, usize),
@@ -173,10 +175,18 @@ impl Engine for Dot {
     of_pairs!();
 
     #[inline]
-    unsafe fn block(inner: usize, a: Left<bf16>, b: (*const bf16, usize), (c, c_stride): (*mut f32, usize), add: bool) {
+    unsafe fn block(
+        inner: usize,
+        corner: Option<Corner>,
+        a: Left<bf16>,
+        b: (*const bf16, usize),
+        (c, c_stride): (*mut f32, usize),
+        add: bool,
+    ) {
         for r in (0..BLOCK).step_by(8) {
+            let span = Span::new(inner, corner, r);
             // SAFETY: the caller's promise.
-            unsafe { strip::<8>(inner, a.from::<Self>(r, 0), b, (c.add(r * c_stride), c_stride), add) };
+            unsafe { strip::<8>(span, a.from::<Self>(r, 0), b, (c.add(r * c_stride), c_stride), add) };
         }
     }
 }
@@ -184,7 +194,7 @@ impl Engine for Dot {
 /// ROWS rows of [`Engine::block`].
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn strip<const ROWS: usize>(
-    inner: usize,
+    Span { first, both, end }: Span,
     Left { at: a, row, step }: Left<bf16>,
     (b, b_stride): (*const bf16, usize),
     (c, c_stride): (*mut f32, usize),
@@ -200,13 +210,22 @@ unsafe fn strip<const ROWS: usize>(
                 sums[r] = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(LANES))];
             }
         }
-        for i in 0..inner / 2 {
-            let b = b.add(i * b_stride).cast::<i32>();
-            let lanes = [pairs(_mm512_loadu_epi32(b)), pairs(_mm512_loadu_epi32(b.add(LANES)))];
-            let a = a.add(i / 16 * step + 2 * (i % 16));
+        let b = |i: usize, half: usize| pairs(_mm512_loadu_epi32(b.add(i * b_stride).cast::<i32>().add(half * LANES)));
+        let a = |i: usize, r: usize| {
+            let a = a.add(i / 16 * step + 2 * (i % 16) + r * row);
+            pairs(_mm512_set1_epi32(a.cast::<i32>().read_unaligned()))
+        };
+        for i in first / 2..both / 2 {
+            let lanes = [b(i, 0), b(i, 1)];
             for r in 0..ROWS {
-                let a = pairs(_mm512_set1_epi32(a.add(r * row).cast::<i32>().read_unaligned()));
+                let a = a(i, r);
                 sums[r] = [_mm512_dpbf16_ps(sums[r][0], a, lanes[0]), _mm512_dpbf16_ps(sums[r][1], a, lanes[1])];
+            }
+        }
+        for i in both / 2..end / 2 {
+            let lanes = b(i, 1);
+            for r in 0..ROWS {
+                sums[r][1] = _mm512_dpbf16_ps(sums[r][1], a(i, r), lanes);
             }
         }
         for r in 0..ROWS {

@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::engine::{Engine, Left};
+use super::BLOCK;
+use super::engine::{Corner, Engine, Left, Span};
 use crate::gemm::lanes::{Lanes, first};
 
 pub struct Wide<E>(PhantomData<E>);
@@ -24,15 +25,31 @@ impl<E: Lanes> Engine for Wide<E> {
     }
 
     #[inline]
-    unsafe fn block(inner: usize, a: Left<f32>, b: (*const f32, usize), c: (*mut f32, usize), add: bool) {
+    unsafe fn block(
+        inner: usize,
+        corner: Option<Corner>,
+        a: Left<f32>,
+        b: (*const f32, usize),
+        c: (*mut f32, usize),
+        add: bool,
+    ) {
         // SAFETY: the caller's promise.
         unsafe {
-            let down = |r: usize| (a.from::<Self>(r, 0), (c.0.add(r * c.1), c.1));
-            strip::<11>(inner, a, b, c, add);
-            let (a, c) = down(11);
-            strip::<11>(inner, a, b, c, add);
-            let (a, c) = down(22);
-            strip::<10>(inner, a, b, c, add);
+            let down = |r: usize| (Span::new(inner, corner, r), a.from::<Self>(r, 0), (c.0.add(r * c.1), c.1));
+            // Rows of both halves have one span.
+            if matches!(corner, None | Some(Corner::Right)) {
+                for r in [0, 11] {
+                    let (span, a, c) = down(r);
+                    strip::<11>(span, a, b, c, add);
+                }
+                let (span, a, c) = down(22);
+                strip::<10>(span, a, b, c, add);
+            } else {
+                for r in (0..BLOCK).step_by(8) {
+                    let (span, a, c) = down(r);
+                    strip::<8>(span, a, b, c, add);
+                }
+            }
         }
     }
 
@@ -56,7 +73,7 @@ impl<E: Lanes> Engine for Wide<E> {
         // SAFETY: the caller's promise.
         unsafe {
             _mm512_storeu_ps(to, rows[0]);
-            _mm512_storeu_ps(to.add(super::BLOCK), rows[1]);
+            _mm512_storeu_ps(to.add(BLOCK), rows[1]);
         }
     }
 
@@ -74,9 +91,9 @@ impl<E: Lanes> Engine for Wide<E> {
 /// ROWS rows of [`Engine::block`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma")]
 unsafe fn strip<const ROWS: usize>(
-    inner: usize,
-    Left { at: mut a, row, step }: Left<f32>,
-    (mut b, b_stride): (*const f32, usize),
+    Span { first, both, end }: Span,
+    Left { at: a, row, step }: Left<f32>,
+    (b, b_stride): (*const f32, usize),
     (c, c_stride): (*mut f32, usize),
     add: bool,
 ) {
@@ -89,11 +106,19 @@ unsafe fn strip<const ROWS: usize>(
                 sums[r] = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(16))];
             }
         }
-        for _ in 0..inner {
+        let (mut a, mut b) = (a.wrapping_add(first * step), b.wrapping_add(first * b_stride));
+        for _ in first..both {
             let lanes = [_mm512_loadu_ps(b), _mm512_loadu_ps(b.add(16))];
             for r in 0..ROWS {
                 let a = _mm512_set1_ps(*a.add(r * row));
                 sums[r] = [_mm512_fmadd_ps(a, lanes[0], sums[r][0]), _mm512_fmadd_ps(a, lanes[1], sums[r][1])];
+            }
+            (a, b) = (a.wrapping_add(step), b.wrapping_add(b_stride));
+        }
+        for _ in both..end {
+            let lanes = _mm512_loadu_ps(b.add(16));
+            for r in 0..ROWS {
+                sums[r][1] = _mm512_fmadd_ps(_mm512_set1_ps(*a.add(r * row)), lanes, sums[r][1]);
             }
             (a, b) = (a.wrapping_add(step), b.wrapping_add(b_stride));
         }
