@@ -146,16 +146,18 @@ impl<E: Lanes> Pass<'_, E> {
         [self.part(task, j), rows(self.out), rows(self.dout)]
     }
 
-    /// Has the rows asked for that the head after `j` needs: of this group, or the first one of the next.
-    fn expect(&self, task: usize, j: usize, ahead: &mut Ahead) {
+    /// Has the rows asked for that head `j` of this group writes, and those that the next one reads: of this group, or the next one's first.
+    fn expect(&self, task: usize, j: usize, target: Shared<E>, ahead: &mut Ahead) {
         let Geometry { s, b, shape } = self.call.geometry;
-        ahead.clear();
-        if j + 1 < shape.heads_per_group {
+        let keys = shape.heads_per_group;
+        let last = j + 1 == keys;
+        let written = std::iter::once(j).chain((keys..keys + 2).filter(|_| last));
+        written.for_each(|part| ahead.write(target.0, self.part(task, part), 0..s));
+        if !last {
             self.of_head(task, j + 1).into_iter().for_each(|rows| ahead.read(rows, 0..s));
         } else if task + 1 < b * shape.groups {
             self.of_head(task + 1, 0).into_iter().for_each(|rows| ahead.read(rows, 0..s));
-            let keys = shape.heads_per_group;
-            [keys, keys + 1].into_iter().for_each(|part| ahead.read(self.part(task + 1, part), 0..s));
+            (keys..keys + 2).for_each(|part| ahead.read(self.part(task + 1, part), 0..s));
         }
     }
 
@@ -198,8 +200,9 @@ impl<E: Lanes> Pass<'_, E> {
                         plain::<K>(rows, s, 0, n, queries, width);
                         plain::<K>(rows_of_dout, s, 0, n, dout, width);
                         inner_products([rows_of_dout, out], s, delta);
-                        self.expect(task, j, &mut ahead);
-                        ahead.deal(blocks_of_queries(n));
+                        ahead.clear();
+                        self.expect(task, j, target, &mut ahead);
+                        ahead.deal(blocks_seen(&first_keys));
                         turned::<K>(queries, n, width, q_turned);
                         turned::<K>(dout, n, width, do_turned);
                         let head = group * of_group + j;
@@ -273,9 +276,9 @@ impl<E: Lanes> Pass<'_, E> {
                 if seen.is_empty() {
                     continue;
                 }
-                ahead.ask();
                 head.tile.turn_to(query);
                 for key in blocks(&seen) {
+                    ahead.ask();
                     let right = |of: &[K::Operand]| (of[query * width..].as_ptr(), BLOCK * K::GROUP);
                     let (scores, dp) = (weights.scores.as_mut_ptr(), weights.dp.as_mut_ptr());
                     let (keys_at, values_at) = (group.keys.from::<K>(key, 0), group.values.from::<K>(key, 0));
@@ -375,9 +378,10 @@ fn seen(blocks: impl Iterator<Item = usize>, meet: impl Fn(usize) -> bool) -> Ra
     first..met.last().unwrap_or(first) + BLOCK
 }
 
-/// How many blocks of queries tiles of a head have together, at most.
-fn blocks_of_queries(n: usize) -> usize {
-    (0..n).step_by(KEYS).map(|key| (n - key / QUERIES * QUERIES) / BLOCK).sum()
+/// How many blocks of keys blocks of queries see, which see keys from these on.
+fn blocks_seen(first_keys: &[u32]) -> usize {
+    let blocks = first_keys.iter().step_by(BLOCK).enumerate();
+    blocks.map(|(block, &first)| block + 1 - first as usize / BLOCK).sum()
 }
 
 /// The inner products of two parts' rows, with zeros beyond row `s`.
