@@ -202,7 +202,7 @@ impl<E: Lanes> Pass<'_, E> {
                         inner_products([rows_of_dout, out], s, delta);
                         ahead.clear();
                         self.expect(task, j, target, &mut ahead);
-                        ahead.deal(blocks_seen(&first_keys));
+                        ahead.deal(2 * blocks_seen(&first_keys));
                         turned::<K>(queries, n, width, q_turned);
                         turned::<K>(dout, n, width, do_turned);
                         let head = group * of_group + j;
@@ -284,6 +284,7 @@ impl<E: Lanes> Pass<'_, E> {
                     let (keys_at, values_at) = (group.keys.from::<K>(key, 0), group.values.from::<K>(key, 0));
                     let corner = (key == query).then_some(Corner::Result);
                     K::block(width, corner, keys_at, right(head.queries_turned), (scores, BLOCK), false);
+                    ahead.ask();
                     K::block(width, corner, values_at, right(head.dout_turned), (dp, BLOCK), false);
                     let scale = head.tile.tilt(key, weights.scores);
                     let harden = match (head.tile.is_edge(key, BLOCK), head.tile.drops()) {

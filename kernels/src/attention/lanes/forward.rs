@@ -155,7 +155,9 @@ impl<E: Lanes> Group<'_, E> {
                         (None, Some((group, tile))) => group.expect(*tile, 0, out, &mut ahead),
                         (None, None) => (),
                     }
-                    ahead.deal(of_group * (end - seen) / BLOCK);
+                    // At every product of [`Group::tile`].
+                    let products = (end - seen) / BLOCK + (end - seen).div_ceil(KEYS) * (width / BLOCK);
+                    ahead.deal(of_group * products);
                     let from = copied.max(seen);
                     let (n, at) = (end - from, from * width);
                     copied = end;
@@ -224,6 +226,7 @@ impl<E: Lanes> Group<'_, E> {
                 soften(&tile, key, scores, scale, p, gathered);
                 let corner = (key + keys > query).then_some(Corner::Right);
                 for row in (0..width).step_by(BLOCK) {
+                    ahead.ask();
                     let to = (gathered.acc.as_mut_ptr().add(row * BLOCK), BLOCK);
                     let p = (p.as_ptr(), BLOCK * K::GROUP);
                     K::block(keys, corner, operands.values.from::<K>(row, key), p, to, !gathered.fresh);
