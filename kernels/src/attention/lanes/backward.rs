@@ -6,20 +6,15 @@ use std::ops::Range;
 
 use super::ahead::Ahead;
 use super::engine::{Corner, Engine, Left};
-use super::math::exp2;
 use super::operands::{flip, if_pairs, paired, plain, turned};
 use super::tile::Tile;
+use super::weights::{KEYS, QUERIES, Weights, harden, inner_products};
 use super::{BLOCK, LANES, WithEngine, with_engine};
 use crate::attention::buffers::{Rows, with_two_buffers};
 use crate::attention::{Call, Geometry, HeadShape};
 use crate::float::Elem;
 use crate::gemm::lanes::{Lanes, first, transpose};
 use crate::par::{self, Shared};
-
-/// Keys per tile.
-const KEYS: usize = 64;
-/// Queries per tile.
-const QUERIES: usize = 128;
 
 /// Tensors of the call, as [`crate::attention::attention_backward`] has them.
 pub struct Tensors<'a, E: Elem> {
@@ -118,18 +113,6 @@ struct Head<'a, T> {
     lse: &'a [f32],
     /// Σ dout·out
     delta: &'a [f32],
-}
-
-/// Where a tile's probabilities and gradients of scores are.
-struct Weights<'a, T> {
-    /// `[32 keys, 32 queries]` of a block: scores, and gradients of probabilities.
-    scores: &'a mut [f32],
-    dp: &'a mut [f32],
-    /// `[KEYS, QUERIES]`, as `ds`: the (dropped) probabilities, and the gradients of scores.
-    p: &'a mut [T],
-    ds: &'a mut [T],
-    /// `[QUERIES / 32][KEYS, 32]`: `ds` as right operands.
-    ds_right: &'a mut [T],
 }
 
 impl<E: Lanes> Pass<'_, E> {
@@ -383,90 +366,4 @@ fn seen(blocks: impl Iterator<Item = usize>, meet: impl Fn(usize) -> bool) -> Ra
 fn blocks_seen(first_keys: &[u32]) -> usize {
     let blocks = first_keys.iter().step_by(BLOCK).enumerate();
     blocks.map(|(block, &first)| block + 1 - first as usize / BLOCK).sum()
-}
-
-/// The inner products of two parts' rows, with zeros beyond row `s`.
-///
-/// # Safety
-/// The machine has AVX-512.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn inner_products<E: Lanes>([a, b]: [Rows<E>; 2], s: usize, to: &mut [f32]) {
-    to[s..].fill(0.0);
-    for (position, to) in to[..s].iter_mut().enumerate() {
-        let (a, b) = (a.row(position), b.row(position));
-        let mut sum = _mm512_setzero_ps();
-        for column in (0..a.len()).step_by(LANES) {
-            let mask = first(a.len() - column);
-            // SAFETY: masked elements are not read.
-            unsafe {
-                let (a, b) = (E::load16(a.as_ptr().add(column), mask), E::load16(b.as_ptr().add(column), mask));
-                sum = _mm512_fmadd_ps(a, b, sum);
-            }
-        }
-        *to = _mm512_reduce_add_ps(sum);
-    }
-}
-
-/// Scores and gradients of probabilities of a block become (dropped) probabilities and gradients of scores, at `at` (key, query) in
-/// the tile; 0 for keys that a query does not see.
-///
-/// # Safety
-/// As [`Engine`]'s functions.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn harden<K: Engine, const EDGE: bool, const DROP: bool>(
-    tile: &Tile,
-    first_key: usize,
-    scale: f32,
-    kept: f32,
-    [lse, delta]: [&[f32]; 2],
-    weights: &mut Weights<K::Operand>,
-    (key_at, query_at): (usize, usize),
-) {
-    let (scale, factor) = (_mm512_set1_ps(scale), _mm512_set1_ps(kept));
-    let Weights { scores, dp, p, ds, ds_right } = weights;
-    assert!(scores.len() == BLOCK * BLOCK && dp.len() == BLOCK * BLOCK && lse.len() == BLOCK && delta.len() == BLOCK);
-    assert!([&p, &ds, &ds_right].iter().all(|of| of.len() == KEYS * QUERIES));
-    assert!(key_at + BLOCK <= KEYS && query_at + BLOCK <= QUERIES);
-    // SAFETY: the lengths and places are as asserted.
-    unsafe {
-        for half in 0..2 {
-            let lse = _mm512_loadu_ps(lse.as_ptr().add(half * LANES));
-            let delta = _mm512_loadu_ps(delta.as_ptr().add(half * LANES));
-            for key in (0..BLOCK).step_by(4) {
-                let mut kept = [u16::MAX; 4];
-                if DROP {
-                    kept = tile.kept(half, first_key + key);
-                }
-                let mut rows = [[_mm512_setzero_ps(); 4]; 2];
-                for i in 0..4 {
-                    let at = (key + i) * BLOCK + half * LANES;
-                    let score = _mm512_loadu_ps(scores.as_ptr().add(at));
-                    let mut dp = _mm512_loadu_ps(dp.as_ptr().add(at));
-                    let power = exp2(_mm512_fmsub_ps(score, scale, lse));
-                    let mut weight = power;
-                    if DROP {
-                        weight = _mm512_maskz_mul_ps(kept[i], power, factor);
-                        dp = _mm512_maskz_mul_ps(kept[i], dp, factor);
-                    }
-                    let mut gradient = _mm512_mul_ps(power, _mm512_sub_ps(dp, delta));
-                    if EDGE {
-                        let seen = tile.seen(half, first_key + key + i);
-                        weight = _mm512_maskz_mov_ps(seen, weight);
-                        gradient = _mm512_maskz_mov_ps(seen, gradient);
-                    }
-                    rows[0][i] = K::round(weight);
-                    rows[1][i] = gradient;
-                }
-                for i in [0, 2] {
-                    let [weight, ds_rows] = rows.map(|rows| [rows[i], rows[i + 1]]);
-                    let key = key_at + key + i;
-                    let at = key * QUERIES + query_at + half * LANES;
-                    K::left(weight, (p.as_mut_ptr().add(at), QUERIES));
-                    K::left(ds_rows, (ds.as_mut_ptr().add(at), QUERIES));
-                    let at = query_at * KEYS + key * BLOCK + half * LANES * K::GROUP;
-                    K::right(ds_rows, ds_right.as_mut_ptr().add(at));
-                }
-            }
-        }
-    }
 }

@@ -13,6 +13,7 @@ mod math;
 mod operands;
 mod pairs;
 mod tile;
+mod weights;
 mod wide;
 
 use candle_core::DType;
