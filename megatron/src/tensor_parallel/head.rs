@@ -3,7 +3,7 @@
 //! Logits are made for some rows at a time, and in training turned at once into their gradient and its two products, so
 //! that the logits of a microbatch are never whole in memory. Training's backward of this layer is therefore part of its forward.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use kernels::device::{empty, upload};
 use kernels::linear::{linear_dgrad_into, linear_into, linear_to_f32};
 
@@ -86,11 +86,10 @@ impl Head {
         let (labels, mask) = (ctx.labels.flatten_all()?, ctx.loss_mask.flatten_all()?);
         let weights = ctx.loss_weights.map(Tensor::flatten_all).transpose()?;
         let (weight, columns, device) = (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
-        let step = rows_at_a_time(columns, device.is_cuda()).min(rows).max(1);
         // The same memory for all chunks: their logits, and the gradient of these where it is rounded.
         let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let crowded = device.is_cpu() && (columns * wide.size_in_bytes()).is_multiple_of(SETS);
-        let width = columns + if crowded { PADDING } else { 0 };
+        let (step, width) = logits_room(columns, wide, device);
+        let step = step.min(rows).max(1);
         let buffer = empty((step, width), wide, device)?;
         let narrow = dxs.is_some() && xs.dtype() != wide;
         let rounded = narrow.then(|| empty((step, width), xs.dtype(), device)).transpose()?;
@@ -147,7 +146,13 @@ impl Head {
     }
 }
 
-/// Rows whose logits over `columns` of the vocabulary are made at a time: a function of device and cut over tp alone, so that sums over rows
+/// Rows whose logits over `columns` of the vocabulary, of dtype `wide`, are made at a time, and the elements from one of them to the next.
+pub fn logits_room(columns: usize, wide: DType, device: &Device) -> (usize, usize) {
+    let crowded = device.is_cpu() && (columns * wide.size_in_bytes()).is_multiple_of(SETS);
+    (rows_at_a_time(columns, device.is_cuda()), columns + if crowded { PADDING } else { 0 })
+}
+
+/// As [`logits_room`]: a function of device and cut over tp alone, so that sums over rows
 /// are the same in every pipeline.
 fn rows_at_a_time(columns: usize, gpu: bool) -> usize {
     let fit = BYTES[usize::from(gpu)] / (size_of::<f32>() * columns.max(1));

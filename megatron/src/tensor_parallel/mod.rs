@@ -21,7 +21,7 @@ pub use block::{BlockSpec, TransformerLayer};
 pub use context::{Ctx, DropoutSite, Phase, WeightGradients};
 pub use cross_entropy::{RowStats, Targets, VocabParallelCrossEntropy};
 pub use embedding::{Embedding, SavedEmbedding, VocabSpec};
-pub use head::{Head, SavedHead};
+pub use head::{Head, SavedHead, logits_room};
 pub use layer::{Layer, Saved};
 pub use linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};
 pub use mappings::TensorParallel;

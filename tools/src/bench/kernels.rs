@@ -13,6 +13,7 @@ use kernels::philox::fill_normal;
 use kernels::{Isa, activation, cross_entropy, embedding, linear, norm, reduce};
 use megatron::Result;
 use megatron::comm::RankInfo;
+use megatron::tensor_parallel::logits_room;
 
 use super::preset::{Preset, Shape};
 use super::timing::{Timing, peak, repeat, repeat_beside};
@@ -322,7 +323,6 @@ impl KernelBench {
             ("attention output", h, h, layers, !llama),
             ("mlp up", h, up, layers, !llama),
             ("mlp down", ffn, h, layers, !llama),
-            ("logits", h, vocab, 1.0, false),
         ];
         for (what, k, n, calls, biased) in products {
             let (x, w, dy) = (self.activation(k)?, self.randn(&[n, k])?, self.activation(n)?);
@@ -340,7 +340,23 @@ impl KernelBench {
                 })?;
             }
         }
-        Ok(())
+        self.output_layer(h, vocab)
+    }
+
+    /// The products of the loss's chunks, as the head asks for them.
+    fn output_layer(&mut self, k: usize, n: usize) -> Result<()> {
+        let (rows, width) = logits_room(n, DType::F32, &self.device);
+        let rows = rows.min(self.rows());
+        let apart = |t: Tensor| -> Result<Tensor> { Ok(t.narrow(1, 0, n)?) };
+        let (x, w, dx) = (self.randn(&[rows, k])?, self.randn(&[n, k])?, self.randn(&[rows, k])?);
+        let (logits, dlogits) = (apart(self.zeros((rows, width))?)?, apart(self.randn(&[rows, width])?)?);
+        let dw = self.zeros(w.dims())?;
+        let (shape, calls) = (format!("{rows}×{k}·{k}×{n}"), self.rows() as f64 / rows as f64);
+        let work = Work::Flops(2 * rows * k * n);
+        let name = |product| format!("{product}, logits");
+        self.time(&name("linear"), shape.clone(), calls, work, || linear::linear_into(&x, &w, None, &logits))?;
+        self.time(&name("linear_dgrad"), shape.clone(), calls, work, || linear::linear_dgrad_into(&dlogits, &w, &dx))?;
+        self.time(&name("linear_wgrad"), shape, calls, work, || linear::linear_wgrad(&dlogits, &x, &dw))
     }
 
     fn attention(&mut self) -> Result<()> {
