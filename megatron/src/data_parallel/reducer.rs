@@ -166,3 +166,63 @@ impl GradientListener for GradientReducer {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::comm::threads::solo;
+    use crate::params::{Init, ParamSpec, ParamsBuilder, Partition, StoreOptions};
+
+    fn spec(name: &str, tie_group: Option<&str>) -> ParamSpec {
+        ParamSpec {
+            name: name.into(),
+            shape: vec![4, 2],
+            partition: Partition::Replicated,
+            padded_dim0: 4,
+            init: Init::Zeros,
+            weight_decay: false,
+            tie_group: tie_group.map(str::to_string),
+            grad_partial_over_tp: false,
+        }
+    }
+
+    fn values(t: &Tensor) -> Vec<f32> {
+        t.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// Gradients by a product, by sums, of a matrix with two uses, and of what no layer came to.
+    #[test]
+    fn a_step_ends_with_the_sums_of_its_own_gradients() {
+        let device = Device::Cpu;
+        let mut params = ParamsBuilder::default();
+        let [word, product, sum, unused] = [("word", Some("word")), ("product", None), ("sum", None), ("unused", None)]
+            .map(|(name, tie)| params.declare(spec(name, tie)));
+        let output = params.declare_tied(spec("word", Some("word")));
+        let options =
+            StoreOptions { dtype: DType::F32, device: device.clone(), bucket_size: 1, dp: 1, tp: 1, tp_rank: 0 };
+        let store = params.build(&options).unwrap();
+        let full = |value: f32, shape: (usize, usize)| Tensor::full(value, shape, &device).unwrap();
+        let ids = Tensor::new(&[3u32, 1, 3], &device).unwrap();
+        for (step, overlap) in [false, false, true, true].into_iter().enumerate() {
+            let mut reducer = GradientReducer::new(solo(), solo(), None, false, overlap);
+            for bucket in store.buckets() {
+                kernels::reduce::copy(&bucket.grads, &full(f32::NAN, (1, bucket.len)).flatten_all().unwrap()).unwrap();
+            }
+            reducer.begin(&store).unwrap();
+            for _ in 0..=step {
+                store.add_weight_grad(output, &full(1.0, (1, 4)), &full(10.0, (1, 2))).unwrap();
+                store.add_weight_grad(product, &full(1.0, (1, 4)), &full(2.0, (1, 2))).unwrap();
+                kernels::reduce::add_inplace(store.grad(sum).unwrap(), &full(3.0, (4, 2))).unwrap();
+                store.add_embedding_grad(word, &full(1.0, (3, 2)), &ids, 0).unwrap();
+            }
+            reducer.ready(&[output, unused, sum, product, word], &store).unwrap();
+            reducer.finish(&store).unwrap();
+            let times = (step + 1) as f32;
+            let got = [word, product, sum, unused].map(|id| values(&store.param(id).grad));
+            let rows = [10.0, 10.0, 11.0, 11.0, 10.0, 10.0, 12.0, 12.0].map(|value| value * times);
+            assert_eq!(got, [rows, [2.0 * times; 8], [3.0 * times; 8], [0.0; 8]], "step {step}, overlap {overlap}");
+        }
+    }
+}
