@@ -55,7 +55,6 @@ pub fn with_slice<T: WithDType, R>(t: &Tensor, op: &'static str, f: impl FnOnce(
 struct Lend<T, F, R> {
     elem: PhantomData<T>,
     op: &'static str,
-    apart: bool,
     f: RefCell<Option<F>>,
     out: RefCell<Option<Result<R>>>,
 }
@@ -86,9 +85,7 @@ impl<T: HostElem, F: FnOnce(&mut [T], usize) -> Result<R>, R> InplaceOp1 for Len
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let place =
-            if self.apart { rows(layout, self.op, "tensor") } else { range(layout, self.op).map(|range| (range, 0)) };
-        let out = place.and_then(|(range, apart)| {
+        let out = rows(layout, self.op, "tensor").and_then(|(range, apart)| {
             let dtype = storage.dtype();
             let all = T::storage_mut(storage).ok_or(Error::DType { op: self.op, dtype })?;
             let slice = &mut all[range];
@@ -112,7 +109,10 @@ pub fn with_slice_mut<T: HostElem, R>(
     op: &'static str,
     f: impl FnOnce(&mut [T]) -> Result<R>,
 ) -> Result<R> {
-    lend(t, op, false, |slice, _| f(slice))
+    if !t.is_contiguous() {
+        return Err(Error::NotContiguous { op, what: "tensor" });
+    }
+    with_rows_mut(t, op, |slice, _| f(slice))
 }
 
 /// As [`with_slice_mut`], also of a matrix whose rows lie apart: `f` gets all from the first to the last element, and the distance of rows.
@@ -124,18 +124,9 @@ pub(crate) fn with_rows_mut<T: HostElem, R>(
     op: &'static str,
     f: impl FnOnce(&mut [T], usize) -> Result<R>,
 ) -> Result<R> {
-    lend(t, op, true, f)
-}
-
-fn lend<T: HostElem, R>(
-    t: &Tensor,
-    op: &'static str,
-    apart: bool,
-    f: impl FnOnce(&mut [T], usize) -> Result<R>,
-) -> Result<R> {
     #[cfg(feature = "emulated")]
     crate::gpu::emulated::touched(op);
-    let lend = Lend { elem: PhantomData::<T>, op, apart, f: RefCell::new(Some(f)), out: RefCell::new(None) };
+    let lend = Lend { elem: PhantomData::<T>, op, f: RefCell::new(Some(f)), out: RefCell::new(None) };
     t.inplace_op1(&lend)?;
     lend.out.into_inner().unwrap_or_else(|| Err(Error::shape(op, "storage was not lent")))
 }

@@ -13,6 +13,12 @@ const APART_FROM: usize = 1 << 20;
 /// How far, in bytes.
 const APART: usize = 16 * LINE;
 
+/// Whether rows that lie `distance` bytes apart crowd a CPU's L1 cache: those a multiple of 4 KiB apart fall into so few of its sets that a tile's
+/// rows do not stay there together.
+pub fn rows_crowd(distance: usize) -> bool {
+    distance.is_multiple_of(4096)
+}
+
 /// The system's allocator, whose large blocks begin with a cache line. By itself it aligns to 16 bytes: then every load and store
 /// of a whole line touches two of them, which costs matrix products in bf16 a quarter of their speed.
 ///

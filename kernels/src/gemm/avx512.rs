@@ -8,8 +8,9 @@ use half::{bf16, f16};
 use super::Mat;
 use super::kernel::{Ahead, Blocking, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Layout, MR, NR, Packed, Rows, by_rows, stays_in_cache, tiles};
+use super::strips::{Layout, MR, NR, Packed, Rows, by_rows, tiles};
 use crate::float::Elem;
+use crate::memory::rows_crowd;
 
 pub struct Avx512;
 
@@ -44,7 +45,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
     }
 
     fn reads_rows(Mat(_, row, column): Mat<*const E>) -> bool {
-        E::DTYPE == DType::F32 && column == 1 && stays_in_cache(4 * row)
+        E::DTYPE == DType::F32 && column == 1 && !rows_crowd(4 * row)
     }
 
     unsafe fn tile(

@@ -10,8 +10,9 @@ use super::Mat;
 use super::avx512;
 use super::kernel::{Ahead, Blocking, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Layout, MR, NR, Packed, Rows, by_rows, stays_in_cache, tiles};
+use super::strips::{Layout, MR, NR, Packed, Rows, by_rows, tiles};
 use crate::float::Elem;
+use crate::memory::rows_crowd;
 
 pub struct Avx512Bf16;
 
@@ -50,7 +51,7 @@ impl Kernel<bf16> for Avx512Bf16 {
     }
 
     fn reads_rows(Mat(_, row, column): Mat<*const bf16>) -> bool {
-        column == 1 && stays_in_cache(2 * row)
+        column == 1 && !rows_crowd(2 * row)
     }
 
     unsafe fn tile(

@@ -68,12 +68,6 @@ impl Layout for Rows {
     }
 }
 
-/// Whether rows of A, `row` bytes apart, stay in the L1 cache while a strip is used: those a multiple of 4 KiB apart fall into too few of
-/// its sets.
-pub fn stays_in_cache(row: usize) -> bool {
-    !row.is_multiple_of(4096)
-}
-
 /// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `$add(sum, a, b)` multiplies and adds, each
 /// given as a vector of f32. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next.
 macro_rules! tiles {

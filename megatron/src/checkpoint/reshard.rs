@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 use super::block::{Block, blocks};
@@ -22,6 +22,7 @@ use super::rank_file::{RankFile, Share, Written};
 use super::save::finish;
 use super::shard_file::{CACHED_BYTES, ShardFile, preamble, write_synced};
 use super::values::copy_run;
+use crate::comm::lock;
 use crate::params::{ParamShare, StateKind};
 use crate::{Error, Result};
 
@@ -280,11 +281,6 @@ fn start_writeback(file: &File, from: u64, len: usize) {
     }
     #[cfg(not(target_os = "linux"))]
     let _ = (file, from, len);
-}
-
-/// What a mutex guards; none of the guarded values is ever left half-changed.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A source tensor, of which pieces are asked for one after another.

@@ -36,6 +36,7 @@ mod tcp;
 pub mod threads;
 
 pub use communicator::{Communicator, Group, ReduceOp, Work};
+pub(crate) use inbox::lock;
 pub use options::CommOptions;
 pub use rendezvous::{Backend, RankInfo, Rendezvous, init};
 pub use threads::solo;

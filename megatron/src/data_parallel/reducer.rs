@@ -79,9 +79,7 @@ impl GradientReducer {
     }
 
     fn reduce(&mut self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
-        for id in &bucket.params {
-            store.grad(*id)?;
-        }
+        store.clear_stale(&bucket.params)?;
         self.sum_over_tp(bucket, store)?;
         if bucket.tied {
             self.add_tied_uses(bucket, store)?;
@@ -135,7 +133,7 @@ impl GradientReducer {
         Ok(())
     }
 
-    /// embedding use + head use, in this order whether they are on one rank or on two.
+    /// The gradient of the embedding's use plus that of the head's, each summed by itself, whether they are on one rank or on two.
     fn add_tied_uses(&self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
         for id in &bucket.params {
             store.add_first_use(*id)?;

@@ -4,15 +4,14 @@
 //! and reading of all of them. On a GPU they are cleared, bucket by bucket: a CUDA graph adds to them for every microbatch alike.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::Tensor;
 use kernels::device::computes_ahead;
 use kernels::embedding::embedding_backward;
 
-use super::row_sums::RowSums;
 use super::{Param, ParamId, ParamStore, Role};
 use crate::Result;
+use crate::comm::lock;
 
 /// Whether the gradient of a parameter still is that of the step before.
 #[derive(Debug, Default)]
@@ -63,6 +62,14 @@ impl ParamStore {
         Ok(&param.grad)
     }
 
+    /// Clears the gradients of those parameters to which the step has added nothing.
+    ///
+    /// # Errors
+    /// If one cannot be cleared.
+    pub fn clear_stale(&self, ids: &[ParamId]) -> Result<()> {
+        ids.iter().try_for_each(|id| self.grad(*id).map(drop))
+    }
+
     /// Adds the product `dyᵀ·x` to a weight's main gradient.
     ///
     /// # Errors
@@ -108,8 +115,4 @@ impl ParamStore {
         };
         self.iter().map(|(_, param)| of(param) * param.grad.dtype().size_in_bytes()).sum()
     }
-}
-
-fn lock(sums: &Mutex<RowSums>) -> MutexGuard<'_, RowSums> {
-    sums.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -224,18 +224,16 @@ impl ParamsBuilder {
         for PlacedParam { spec, role, bucket, offset, numel } in placement.params {
             let shape = spec.local_shape(options.tp);
             let weight = buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
-            let (mut grad, mut stale) = (None, Arc::default());
-            if let Role::TiedUse(ParamId(primary)) = role {
-                if !computes_ahead(&options.device) {
-                    params[primary].first_use = Some(Mutex::default());
-                    stale = params[primary].stale.clone();
-                } else {
-                    grad = Some(zeros("main gradients", shape.as_slice(), grad_dtype, &options.device)?);
+            let (grad, stale) = match role {
+                Role::TiedUse(ParamId(first)) if !computes_ahead(&options.device) => {
+                    let first: &mut Param = &mut params[first];
+                    first.first_use = Some(Mutex::default());
+                    (first.grad.clone(), first.stale.clone())
                 }
-            }
-            let grad = match grad {
-                Some(own) => own,
-                None => buckets[bucket].grads.narrow(0, offset, numel)?.reshape(shape.as_slice())?,
+                Role::TiedUse(_) => {
+                    (zeros("main gradients", shape.as_slice(), grad_dtype, &options.device)?, Arc::default())
+                }
+                _ => (buckets[bucket].grads.narrow(0, offset, numel)?.reshape(shape.as_slice())?, Arc::default()),
             };
             let pieces = spec.pieces(options.tp_rank, options.tp);
             params.push(Param { spec, role, pieces, bucket, offset, numel, weight, grad, stale, first_use: None });

@@ -6,6 +6,7 @@
 use candle_core::{DType, Device, Tensor};
 use kernels::device::{empty, upload};
 use kernels::linear::{linear_dgrad_into, linear_into, linear_to_f32};
+use kernels::memory::rows_crowd;
 
 use super::context::{Ctx, Phase};
 use super::cross_entropy::{Targets, VocabParallelCrossEntropy};
@@ -22,9 +23,7 @@ const ROWS: [usize; 2] = [512, 4096];
 const BYTES: [usize; 2] = [128 << 20, 1 << 30];
 /// Fewer rows would make the products slow.
 const FEWEST_ROWS: usize = 64;
-/// Rows whose distance is a multiple of this many bytes share few sets of a CPU's caches.
-const SETS: usize = 4096;
-/// Columns that are added to such rows, and stay 0 in their gradient: a cache line of 16-bit numbers.
+/// Columns that are added to rows that would crowd a CPU's caches, and stay 0 in their gradient: a cache line of 16-bit numbers.
 const PADDING: usize = 32;
 
 /// Normalization, output matrix and loss.
@@ -148,7 +147,7 @@ impl Head {
 
 /// Rows whose logits over `columns` of the vocabulary, of dtype `wide`, are made at a time, and the elements from one of them to the next.
 pub fn logits_room(columns: usize, wide: DType, device: &Device) -> (usize, usize) {
-    let crowded = device.is_cpu() && (columns * wide.size_in_bytes()).is_multiple_of(SETS);
+    let crowded = device.is_cpu() && rows_crowd(columns * wide.size_in_bytes());
     (rows_at_a_time(columns, device.is_cuda()), columns + if crowded { PADDING } else { 0 })
 }
 
