@@ -11,14 +11,24 @@ use crate::{Error, Result, on_gpu, par, trace};
 /// 1 / (1 + e⁻ˣ)
 #[inline(always)]
 fn sigmoid<T: Float>(x: T) -> T {
-    T::ONE / (T::ONE + (-x).fast_exp())
+    sigmoid_of_bits(x * T::of(-std::f64::consts::LOG2_E))
 }
 
-/// The constants of 2·√(2/π)·(x + 0.044715·x³), whose sigmoid is (1 + tanh(√(2/π)·…))/2.
+/// 1 / (1 + 2ᶻ): a sigmoid of what was scaled by −log₂ e
 #[inline(always)]
-fn gelu_constants<T: Float>() -> (T, T) {
-    let c = 2.0 * (2.0 / std::f64::consts::PI).sqrt();
-    (T::of(c), T::of(c * 0.044715))
+fn sigmoid_of_bits<T: Float>(z: T) -> T {
+    T::ONE / (T::ONE + z.fast_exp2())
+}
+
+/// GELU is x times the sigmoid of u = 2·√(2/π)·(x + 0.044715·x³), which is (1 + tanh(u/2))/2.
+const GELU: f64 = 2.0 * 0.797_884_560_802_865_4; // √(2/π)
+const GELU_CUBIC: f64 = GELU * 0.044715;
+
+/// The sigmoid of u, given x and x².
+#[inline(always)]
+fn gelu_sigmoid<T: Float>(x: T, square: T) -> T {
+    let (linear, cubic) = (T::of(-GELU * std::f64::consts::LOG2_E), T::of(-GELU_CUBIC * std::f64::consts::LOG2_E));
+    sigmoid_of_bits(x * square.fused(cubic, linear))
 }
 
 /// `y = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³)))`, elementwise.
@@ -40,12 +50,11 @@ fn gelu_line<'a, E: Elem>(x: &[E], y: Unwritten<'a, E>) -> &'a mut [E] {
     vectorize(
         #[inline(always)]
         || {
-            let (c, c3) = gelu_constants::<E::Acc>();
             y.each(
                 [x],
                 [],
                 #[inline(always)]
-                |[x], []| x * sigmoid(x * (c + c3 * x * x)),
+                |[x], []| x * gelu_sigmoid(x, x * x),
             )
         },
     )
@@ -72,15 +81,17 @@ fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Unwritten<'a, E>) -> &
     vectorize(
         #[inline(always)]
         || {
-            let (c, c3) = gelu_constants::<E::Acc>();
-            let three = E::Acc::of(3.0);
+            let (linear, cubic) = (E::Acc::of(GELU), E::Acc::of(3.0 * GELU_CUBIC));
             dx.each(
                 [x, dy],
                 [],
                 #[inline(always)]
                 |[x, dy], []| {
-                    let s = sigmoid(x * (c + c3 * x * x));
-                    dy * (s + x * s * (E::Acc::ONE - s) * (c + three * c3 * x * x))
+                    // s + x·s·(1 − s)·u′
+                    let square = x * x;
+                    let s = gelu_sigmoid(x, square);
+                    let slope = x * square.fused(cubic, linear);
+                    dy * s * slope.fused(E::Acc::ONE - s, E::Acc::ONE)
                 },
             )
         },
@@ -172,7 +183,8 @@ fn swiglu_backward_line<'a, E: Elem>(
                 #[inline(always)]
                 |[gate, up, dy]| {
                     let s = sigmoid(gate);
-                    [dy * up * (s * (E::Acc::ONE + gate * (E::Acc::ONE - s))), dy * (gate * s)]
+                    let through = dy * s;
+                    [through * up * gate.fused(E::Acc::ONE - s, E::Acc::ONE), through * gate]
                 },
             )
         },

@@ -1,13 +1,13 @@
-//! The element types that tensors are stored in, those that kernels compute in, and their transcendental functions.
-//!
-//! f32 `exp` is Cephes' `expf` (Moshier) in fused multiplications and additions, which round alike on every machine, and without
-//! branches, so that loops over it vectorize; error below 2 ulp.
+//! The element types that tensors are stored in and those that kernels compute in.
 
 use std::ops::Neg;
 
 use half::{bf16, f16};
 
+use crate::exponential;
 use crate::host::HostElem;
+use crate::output::{Unwritten, staged};
+use crate::rounding::store_bf16;
 use crate::simd::vectorize;
 
 /// An element type that kernels compute in.
@@ -18,6 +18,11 @@ pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
     /// eˣ; for f32, results below the smallest normal number are 0. (Not `exp`: where the type is known to be f32, that
     /// would be the inherent method, a call into the C library.)
     fn fast_exp(self) -> Self;
+    /// 2ˣ from −126 on, and below that something from 0 to 2⁻¹²⁶; of NaN, ∞. Cheaper than [`Float::fast_exp`], and no less exact for an
+    /// argument that was rounded: for the sums 1 + 2ˣ of sigmoids.
+    fn fast_exp2(self) -> Self;
+    /// self · a + b, rounded once.
+    fn fused(self, a: Self, b: Self) -> Self;
     fn ln(self) -> Self;
     fn sqrt(self) -> Self;
     /// The nearest value to `v`.
@@ -34,23 +39,17 @@ impl Float for f32 {
 
     #[inline(always)]
     fn fast_exp(self) -> Self {
-        const ROUND: f32 = 12_582_912.0; // 1.5·2²³: adding it leaves the nearest integer in the low bits
-        const LN2_HI: f32 = 0.693_359_4;
-        const LN2_LO: f32 = -2.121_944_4e-4;
-        const UNDERFLOW: f32 = -87.336_54;
-        const OVERFLOW: f32 = 88.722_84;
-        let x = self;
-        let t = x.mul_add(std::f32::consts::LOG2_E, ROUND);
-        let n = t - ROUND;
-        let r = n.mul_add(-LN2_LO, n.mul_add(-LN2_HI, x));
-        let mut y = 1.987_569_1e-4f32;
-        for coefficient in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5, 1.0, 1.0] {
-            y = y.mul_add(r, coefficient);
-        }
-        // n's low bits go to the exponent, ROUND's are beyond it. 2^128 is no f32, but then y < 1.
-        let y = f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23));
-        let y = if x <= OVERFLOW { y } else { x + f32::INFINITY };
-        if x < UNDERFLOW { 0.0 } else { y }
+        exponential::exp(self)
+    }
+
+    #[inline(always)]
+    fn fast_exp2(self) -> Self {
+        exponential::exp2(self)
+    }
+
+    #[inline(always)]
+    fn fused(self, a: Self, b: Self) -> Self {
+        self.mul_add(a, b)
     }
 
     #[inline(always)]
@@ -90,6 +89,16 @@ impl Float for f64 {
     }
 
     #[inline(always)]
+    fn fast_exp2(self) -> Self {
+        if self.is_nan() { f64::INFINITY } else { f64::exp2(self) }
+    }
+
+    #[inline(always)]
+    fn fused(self, a: Self, b: Self) -> Self {
+        self.mul_add(a, b)
+    }
+
+    #[inline(always)]
     fn ln(self) -> Self {
         f64::ln(self)
     }
@@ -118,8 +127,8 @@ impl Float for f64 {
 /// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`], compute there, and round
 /// once when they store; statistics and gradients of parameters stay in `Acc`.
 ///
-/// Results of elementwise functions are written by [`crate::output::Unwritten::each`], which converts in registers. Loops that need a row
-/// several times are written for slices of `Acc` alone. [`Elem::widened`] and [`Elem::update`] give them those: of f32 and f64 the
+/// Results of elementwise functions are written by [`crate::output::Unwritten::each`], which widens in registers and rounds many at once. Loops
+/// that change values in place are written for slices of `Acc` alone. [`Elem::widened`] and [`Elem::update`] give them those: of f32 and f64 the
 /// slices themselves, of 16-bit types converted ones in buffers that stay in the L1 cache.
 pub trait Elem: HostElem {
     /// What it is computed in: f32 for 16-bit types, else the type itself.
@@ -131,6 +140,13 @@ pub trait Elem: HostElem {
     fn of_f32(v: f32) -> Self;
     /// The nearest value, ties to even; NaN stays NaN.
     fn of_f64(v: f64) -> Self;
+    /// Writes [`Elem::store`] of each of `wide`, of which there are as many as elements.
+    fn store_all<'a>(wide: &[Self::Acc], out: Unwritten<'a, Self>) -> &'a mut [Self];
+    /// Has `outs`, equally long, written by `f` in `Acc`, part by part, and rounds. `f` gets the number of the first element of its part.
+    fn written<'a, const K: usize>(
+        outs: [Unwritten<'a, Self>; K],
+        f: impl for<'r> FnMut(usize, [Unwritten<'r, Self::Acc>; K]) -> [&'r mut [Self::Acc]; K],
+    ) -> [&'a mut [Self]; K];
     /// Elements that the loops below are given at a time, where elements are independent of each other.
     const STAGE: usize;
     /// What the functions below want as a buffer for up to `n` elements.
@@ -166,6 +182,19 @@ macro_rules! computed_in_itself {
                 v as Self
             }
 
+            #[inline(always)]
+            fn store_all<'a>(wide: &[Self], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+                out.copy(wide)
+            }
+
+            #[inline(always)]
+            fn written<'a, const K: usize>(
+                outs: [Unwritten<'a, Self>; K],
+                mut f: impl for<'r> FnMut(usize, [Unwritten<'r, Self>; K]) -> [&'r mut [Self]; K],
+            ) -> [&'a mut [Self]; K] {
+                f(0, outs)
+            }
+
             const STAGE: usize = usize::MAX;
 
             fn buffer(_: usize) -> Vec<Self> {
@@ -197,6 +226,14 @@ macro_rules! computed_in_f32 {
             Self::from_f64(v)
         }
 
+        #[inline(always)]
+        fn written<'a, const K: usize>(
+            outs: [Unwritten<'a, Self>; K],
+            f: impl for<'r> FnMut(usize, [Unwritten<'r, f32>; K]) -> [&'r mut [f32]; K],
+        ) -> [&'a mut [Self]; K] {
+            staged(outs, f)
+        }
+
         const STAGE: usize = 1024;
 
         fn buffer(n: usize) -> Vec<f32> {
@@ -216,10 +253,7 @@ macro_rules! computed_in_f32 {
             let n = values.len();
             Self::widened(values, buffer);
             f(&mut buffer[..n]);
-            vectorize(
-                #[inline(always)]
-                || values.iter_mut().zip(buffer).for_each(|(v, &mut wide)| *v = Self::store(wide)),
-            );
+            Self::store_all(&buffer[..n], Unwritten::over(values));
         }
     };
 }
@@ -240,6 +274,10 @@ impl Elem for bf16 {
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         let quiet = (bits >> 16) | 0x40;
         Self::from_bits(if v.is_nan() { quiet } else { rounded } as u16)
+    }
+
+    fn store_all<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+        store_bf16(wide, out)
     }
 
     computed_in_f32!();
@@ -279,6 +317,13 @@ impl Elem for f16 {
         let value = if magnitude >= OVERFLOW { 0x7c00 } else { value };
         let value = if v.is_nan() { quiet } else { value };
         Self::from_bits((value | (bits >> 16) & 0x8000) as u16)
+    }
+
+    fn store_all<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+        vectorize(
+            #[inline(always)]
+            || out.write(wide.iter().map(|&v| Self::store(v))),
+        )
     }
 
     computed_in_f32!();
@@ -327,59 +372,3 @@ macro_rules! by_float {
     };
 }
 pub(crate) use by_float;
-
-#[cfg(test)]
-mod tests {
-    use half::{bf16, f16};
-
-    use super::{Elem, Float};
-
-    /// f32 patterns in small odd steps, and those where rounding decides between neighbours.
-    fn patterns() -> impl Iterator<Item = f32> {
-        let halfway = (0..1 << 16).flat_map(|high: u32| [0x7fff, 0x8000, 0x8001].map(|low| high << 16 | low));
-        let halfway_f16 = (0..1 << 19).flat_map(|high: u32| [0xfff, 0x1000, 0x1001].map(|low| high << 13 | low));
-        (0..=u32::MAX).step_by(1021).chain(halfway).chain(halfway_f16).map(f32::from_bits)
-    }
-
-    #[test]
-    fn stores_are_the_reference_conversions() {
-        for v in patterns() {
-            let (b, h) = (<bf16 as Elem>::store(v), <f16 as Elem>::store(v));
-            assert_eq!(b.to_bits(), bf16::from_f32(v).to_bits(), "{v}");
-            let want = f16::from_f32_const(v);
-            assert!(h.to_bits() == want.to_bits() || h.is_nan() && want.is_nan(), "{v}: {h}, want {want}");
-            assert_eq!(h.is_sign_negative(), v.is_sign_negative());
-        }
-    }
-
-    #[test]
-    fn loads_are_exact_and_survive_storing() {
-        for bits in 0..=u16::MAX {
-            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
-            assert!(b.load() == b.to_f32() || b.is_nan() && b.load().is_nan());
-            assert!(h.load() == h.to_f32_const() || h.is_nan() && h.load().is_nan(), "{bits:x}: {}", h.load());
-            assert!(<bf16 as Elem>::store(b.load()).to_bits() == bits || b.is_nan());
-            assert!(<f16 as Elem>::store(h.load()).to_bits() == bits || h.is_nan());
-        }
-    }
-
-    #[test]
-    fn exp_is_within_two_ulp_of_the_exact_value() {
-        for i in 0..2_000_000 {
-            let x = -87.33 + i as f32 * (88.72 + 87.33) / 2e6;
-            let (got, want) = (Float::fast_exp(x), f64::from(x).exp());
-            let ulp = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
-            assert!((f64::from(got) - want).abs() <= 2.0 * ulp, "exp({x}) = {got}, want {want}");
-        }
-    }
-
-    #[test]
-    fn exp_has_the_right_limits() {
-        assert_eq!(Float::fast_exp(0.0f32), 1.0);
-        assert_eq!(Float::fast_exp(f32::NEG_INFINITY), 0.0);
-        assert_eq!(Float::fast_exp(-1e30f32), 0.0);
-        assert_eq!(Float::fast_exp(f32::INFINITY), f32::INFINITY);
-        assert_eq!(Float::fast_exp(88.73f32), f32::INFINITY);
-        assert!(Float::fast_exp(f32::NAN).is_nan());
-    }
-}

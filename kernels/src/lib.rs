@@ -16,6 +16,7 @@ pub mod device;
 pub mod dropout;
 pub mod embedding;
 pub mod error;
+mod exponential;
 mod float;
 mod gemm;
 #[cfg(gpu)]
@@ -32,6 +33,7 @@ mod par;
 pub mod philox;
 pub mod reduce;
 pub mod rope;
+mod rounding;
 mod simd;
 pub mod trace;
 pub mod transfer;

@@ -130,10 +130,9 @@ fn forward<E: Elem>(
     let (inv_h, eps) = (E::Acc::of(1.0 / h as f64), E::Acc::of(eps));
     let block = par::rows_per_block(h);
     let y = output::blocks2(rows * h, block * h, &mut stats, block, |i, y: Unwritten<'_, E>, stats| {
-        let mut wide = E::buffer(h);
         let mut stats = stats.iter_mut();
         y.parts(h, |at, y| {
-            let x = E::widened(&xs[i * block * h + at..][..h], &mut wide);
+            let x = &xs[i * block * h + at..][..h];
             let (y, row) = forward_line(x, &weight, bias.as_deref(), (inv_h, eps), y);
             if let Some(stats) = stats.next() {
                 *stats = row;
@@ -148,7 +147,7 @@ fn forward<E: Elem>(
 
 /// A row, and its mean and 1/√…
 fn forward_line<'a, E: Elem>(
-    x: &[E::Acc],
+    x: &[E],
     weight: &[E::Acc],
     bias: Option<&[E::Acc]>,
     (inv_h, eps): (E::Acc, E::Acc),
@@ -157,12 +156,14 @@ fn forward_line<'a, E: Elem>(
     vectorize(
         #[inline(always)]
         || {
-            let mean = if bias.is_some() { sum(x, |v| v) * inv_h } else { E::Acc::ZERO };
+            // LLVM adds lanes that it loads, and does nothing else to, in pairs one by one: what it cannot know to be 0 keeps vectors whole.
+            let nothing = std::hint::black_box(E::Acc::ZERO);
+            let mean = if bias.is_some() { sum(x, |v| v - nothing) * inv_h } else { E::Acc::ZERO };
             let var = sum(x, |v| (v - mean) * (v - mean)) * inv_h;
             let rstd = E::Acc::ONE / (var + eps).sqrt();
             let y = match bias {
-                Some(bias) => y.each([], [x, weight, bias], |[], [x, w, b]| (x - mean) * rstd * w + b),
-                None => y.each([], [x, weight], |[], [x, w]| x * rstd * w),
+                Some(bias) => y.each([x], [weight, bias], |[x], [w, b]| (x - mean) * rstd * w + b),
+                None => y.each([x], [weight], |[x], [w]| x * rstd * w),
             };
             (y, [mean, rstd])
         },
@@ -219,18 +220,17 @@ fn backward<E: Elem>(op: &'static str, of: &Backward) -> Result<Tensor> {
     let inv_h = E::Acc::of(1.0 / h as f64);
     let dx = output::blocks2(rows * h, ROW_BLOCK * h, &mut partials, width, |i, dx, partial| {
         let (dweight, dbias) = partial.split_at_mut(h);
-        let [mut wide_x, mut wide_dy] = [h; 2].map(E::buffer);
         dx.parts(h, |at, dx| {
             let at = i * ROW_BLOCK * h + at;
             let row = Row {
-                x: E::widened(&xs[at..at + h], &mut wide_x),
-                dy: E::widened(&dys[at..at + h], &mut wide_dy),
+                x: &xs[at..at + h],
+                dy: &dys[at..at + h],
                 weight: &weight,
                 mean: mean.as_ref().map_or(E::Acc::ZERO, |m| m[at / h]),
                 rstd: rstd[at / h],
                 inv_h,
             };
-            row.backward::<E>(dweight, dbias, residual.map(|r| &r[at..at + h]), dx)
+            row.backward(dweight, dbias, residual.map(|r| &r[at..at + h]), dx)
         })
     });
     accumulate(&partials, width, 0, h, dweight, op)?;
@@ -242,21 +242,21 @@ fn backward<E: Elem>(op: &'static str, of: &Backward) -> Result<Tensor> {
 
 /// What a row's gradients are made of: with x̂ = (x − mean)·rstd and g = dy·weight,
 /// dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), RMSNorm without mean(g).
-struct Row<'a, T> {
-    x: &'a [T],
-    dy: &'a [T],
-    weight: &'a [T],
-    mean: T,
-    rstd: T,
-    inv_h: T,
+struct Row<'a, E: Elem> {
+    x: &'a [E],
+    dy: &'a [E],
+    weight: &'a [E::Acc],
+    mean: E::Acc,
+    rstd: E::Acc,
+    inv_h: E::Acc,
 }
 
-impl<T: Float> Row<'_, T> {
+impl<E: Elem> Row<'_, E> {
     /// Adds to `dweight`, and to `dbias` unless that is empty; writes `dx`, plus `residual`.
-    fn backward<'a, E: Elem<Acc = T>>(
+    fn backward<'a>(
         &self,
-        dweight: &mut [T],
-        dbias: &mut [T],
+        dweight: &mut [E::Acc],
+        dbias: &mut [E::Acc],
         residual: Option<&[E]>,
         dx: Unwritten<'a, E>,
     ) -> &'a mut [E] {
@@ -264,41 +264,43 @@ impl<T: Float> Row<'_, T> {
             #[inline(always)]
             || {
                 let &Self { x, dy, weight, mean, rstd, inv_h } = self;
-                for ((dweight, &dy), &x) in dweight.iter_mut().zip(dy).zip(x) {
-                    *dweight += dy * ((x - mean) * rstd);
-                }
-                for (dbias, &dy) in dbias.iter_mut().zip(dy) {
-                    *dbias += dy;
-                }
-                let [along, across] = self.sums().map(|sum| sum * inv_h);
-                let across = if dbias.is_empty() { T::ZERO } else { across };
-                let dx_of = |dy: T, x: T, w: T| rstd * (dy * w - across - (x - mean) * rstd * along);
+                let [along, across] = self.sums(dweight, dbias).map(|sum| sum * inv_h);
+                let across = if dbias.is_empty() { E::Acc::ZERO } else { across };
+                let dx_of = |dy: E::Acc, x: E::Acc, w: E::Acc| rstd * (dy * w - across - (x - mean) * rstd * along);
                 match residual {
-                    Some(r) => dx.each([r], [dy, x, weight], |[r], [dy, x, w]| dx_of(dy, x, w) + r),
-                    None => dx.each([], [dy, x, weight], |[], [dy, x, w]| dx_of(dy, x, w)),
+                    Some(r) => dx.each([r, dy, x], [weight], |[r, dy, x], [w]| dx_of(dy, x, w) + r),
+                    None => dx.each([dy, x], [weight], |[dy, x], [w]| dx_of(dy, x, w)),
                 }
             },
         )
     }
 
-    /// Σ g·x̂ and Σ g.
+    /// Σ g·x̂ and Σ g, in one reading of the row with what it adds to `dweight` and, unless that is empty, to `dbias`.
     #[inline(always)]
-    fn sums(&self) -> [T; 2] {
-        let (mut along, mut across) = ([T::ZERO; LANES], [T::ZERO; LANES]);
-        let (x, dy, weight) =
-            (self.x.chunks_exact(LANES), self.dy.chunks_exact(LANES), self.weight.chunks_exact(LANES));
-        let rest = x.remainder().iter().zip(dy.remainder()).zip(weight.remainder());
-        for ((x, dy), weight) in x.zip(dy).zip(weight) {
+    fn sums(&self, dweight: &mut [E::Acc], dbias: &mut [E::Acc]) -> [E::Acc; 2] {
+        let (mut along, mut across) = ([E::Acc::ZERO; LANES], [E::Acc::ZERO; LANES]);
+        let mut add = |l: usize, x: E, dy: E, weight: E::Acc, dweight: &mut E::Acc| {
+            let dy = dy.load();
+            let (normal, g) = ((x.load() - self.mean) * self.rstd, dy * weight);
+            *dweight += dy * normal;
+            along[l] += g * normal;
+            across[l] += g;
+        };
+        let (x, rest_x) = self.x.as_chunks::<LANES>();
+        let (dy, rest_dy) = self.dy.as_chunks::<LANES>();
+        let (weight, rest_weight) = self.weight.as_chunks::<LANES>();
+        let (dweight, rest_dweight) = dweight.as_chunks_mut::<LANES>();
+        for (((x, dy), weight), dweight) in x.iter().zip(dy).zip(weight).zip(dweight) {
             for l in 0..LANES {
-                let g = dy[l] * weight[l];
-                along[l] += g * ((x[l] - self.mean) * self.rstd);
-                across[l] += g;
+                add(l, x[l], dy[l], weight[l], &mut dweight[l]);
             }
         }
-        for ((along, across), ((&x, &dy), &weight)) in along.iter_mut().zip(&mut across).zip(rest) {
-            let g = dy * weight;
-            *along += g * ((x - self.mean) * self.rstd);
-            *across += g;
+        let rest = rest_x.iter().zip(rest_dy).zip(rest_weight).zip(rest_dweight).enumerate();
+        for (l, (((&x, &dy), &weight), dweight)) in rest {
+            add(l, x, dy, weight, dweight);
+        }
+        for (dbias, dy) in dbias.iter_mut().zip(self.dy) {
+            *dbias += dy.load();
         }
         [tree(along), tree(across)]
     }

@@ -39,6 +39,17 @@ impl<'a, T: Copy> Unwritten<'a, T> {
         unsafe { self.0.assume_init_mut() }
     }
 
+    /// Has all elements written by `f`, which gets the first's address.
+    ///
+    /// # Safety
+    /// `f` must write as many elements as there are.
+    #[inline(always)]
+    pub unsafe fn by(self, f: impl FnOnce(*mut T)) -> &'a mut [T] {
+        f(self.0.as_mut_ptr().cast());
+        // SAFETY: the caller's promise.
+        unsafe { self.0.assume_init_mut() }
+    }
+
     /// Copies as many elements as there are.
     #[inline(always)]
     pub fn copy(self, values: &[T]) -> &'a mut [T] {
@@ -86,78 +97,105 @@ impl<'a, E: Elem> Unwritten<'a, E> {
         wide: [&[E::Acc]; M],
         f: impl Fn([E::Acc; N], [E::Acc; M]) -> E::Acc,
     ) -> &'a mut [E] {
-        let n = self.len();
-        let (stored, wide) = (stored.map(|s| &s[..n]), wide.map(|w| &w[..n]));
-        let whole = n - n % LANES;
-        let mut at = 0;
-        while at < whole {
-            let (s, w) = (stored.map(|s| block(s, at)), wide.map(|w| block(w, at)));
-            self.0[at..at + LANES].write_copy_of_slice(&of_block(s, w, &f));
-            at += LANES;
-        }
-        if whole < n {
-            let (s, w) = (stored.map(|s| padded(&s[whole..])), wide.map(|w| padded(&w[whole..])));
-            self.0[whole..].write_copy_of_slice(&of_block(s, w, &f)[..n - whole]);
-        }
-        // SAFETY: all blocks were written.
-        unsafe { self.0.assume_init_mut() }
+        let [written] = each_of([self], stored, wide, |s, w| [f(s, w)]);
+        written
     }
 
     /// As [`Unwritten::each`], two results at once.
     #[inline(always)]
-    pub fn both<'b, const N: usize>(
+    pub fn both<const N: usize>(
         self,
-        other: Unwritten<'b, E>,
+        other: Unwritten<'a, E>,
         stored: [&[E]; N],
         f: impl Fn([E::Acc; N]) -> [E::Acc; 2],
-    ) -> (&'a mut [E], &'b mut [E]) {
-        let n = self.len();
-        assert_eq!(n, other.len(), "two results of one kernel differ in length");
-        let stored = stored.map(|s| &s[..n]);
-        let whole = n - n % LANES;
-        let mut at = 0;
-        while at < whole {
-            let [a, b] = of_block_both(stored.map(|s| block(s, at)), &f);
-            self.0[at..at + LANES].write_copy_of_slice(&a);
-            other.0[at..at + LANES].write_copy_of_slice(&b);
-            at += LANES;
-        }
-        if whole < n {
-            let [a, b] = of_block_both(stored.map(|s| padded(&s[whole..])), &f);
-            self.0[whole..].write_copy_of_slice(&a[..n - whole]);
-            other.0[whole..].write_copy_of_slice(&b[..n - whole]);
-        }
-        // SAFETY: all blocks of both, which are equally long, were written.
-        unsafe { (self.0.assume_init_mut(), other.0.assume_init_mut()) }
+    ) -> (&'a mut [E], &'a mut [E]) {
+        assert_eq!(self.len(), other.len(), "two results of one kernel differ in length");
+        let [a, b] = each_of([self, other], stored, [], |s, []| f(s));
+        (a, b)
     }
+}
+
+/// Writes results, equally long, by blocks.
+#[inline(always)]
+fn each_of<'a, E: Elem, const K: usize, const N: usize, const M: usize>(
+    outs: [Unwritten<'a, E>; K],
+    stored: [&[E]; N],
+    wide: [&[E::Acc]; M],
+    f: impl Fn([E::Acc; N], [E::Acc; M]) -> [E::Acc; K],
+) -> [&'a mut [E]; K] {
+    let n = outs[0].len();
+    let (stored, wide) = (stored.map(|s| &s[..n]), wide.map(|w| &w[..n]));
+    E::written(
+        outs,
+        #[inline(always)]
+        |first, mut outs| {
+            let n = outs[0].len();
+            let (stored, wide) = (stored.map(|s| &s[first..first + n]), wide.map(|w| &w[first..first + n]));
+            let whole = n - n % LANES;
+            let mut at = 0;
+            while at < whole {
+                let values = of_block::<E, K, N, M>(stored.map(|s| block(s, at)), wide.map(|w| block(w, at)), &f);
+                for (out, values) in outs.iter_mut().zip(&values) {
+                    out.0[at..at + LANES].write_copy_of_slice(values);
+                }
+                at += LANES;
+            }
+            if whole < n {
+                let (s, w) = (stored.map(|s| padded(&s[whole..])), wide.map(|w| padded(&w[whole..])));
+                for (out, values) in outs.iter_mut().zip(of_block::<E, K, N, M>(s, w, &f)) {
+                    out.0[whole..].write_copy_of_slice(&values[..n - whole]);
+                }
+            }
+            // SAFETY: all blocks of all, which are equally long, were written.
+            outs.map(|out| unsafe { out.0.assume_init_mut() })
+        },
+    )
 }
 
 /// `f` of every place of a block.
 #[inline(always)]
-fn of_block<E: Elem, const N: usize, const M: usize>(
+fn of_block<E: Elem, const K: usize, const N: usize, const M: usize>(
     stored: [[E; LANES]; N],
     wide: [[E::Acc; LANES]; M],
-    f: &impl Fn([E::Acc; N], [E::Acc; M]) -> E::Acc,
-) -> [E; LANES] {
-    let mut values = [E::store(E::Acc::ZERO); LANES];
+    f: &impl Fn([E::Acc; N], [E::Acc; M]) -> [E::Acc; K],
+) -> [[E::Acc; LANES]; K] {
+    let mut values = [[E::Acc::ZERO; LANES]; K];
     for l in 0..LANES {
-        values[l] = E::store(f(std::array::from_fn(|i| stored[i][l].load()), std::array::from_fn(|i| wide[i][l])));
+        let of_place = f(std::array::from_fn(|i| stored[i][l].load()), std::array::from_fn(|i| wide[i][l]));
+        for (values, value) in values.iter_mut().zip(of_place) {
+            values[l] = value;
+        }
     }
     values
 }
 
-/// As [`of_block`], two results at once.
+/// Results that are staged at a time.
+const STAGE: usize = 16 * LANES;
+
+/// Begins with a cache line, as otherwise every vector of 64 bytes would cost two.
+#[repr(align(64))]
+struct Stage([MaybeUninit<f32>; STAGE]);
+
+/// Has `outs`, equally long, written by `f` in f32, and rounds. `f` gets the number of the first element of the parts it has to write.
+///
+/// The f32 lie in buffers that stay in the L1 cache: what rounds many of them at once ([`Elem::store_all`]) is quicker than rounding each as it is
+/// computed, although it reads them again, and the chain of operations that each waits for is shorter.
 #[inline(always)]
-fn of_block_both<E: Elem, const N: usize>(
-    stored: [[E; LANES]; N],
-    f: &impl Fn([E::Acc; N]) -> [E::Acc; 2],
-) -> [[E; LANES]; 2] {
-    let mut values = [[E::store(E::Acc::ZERO); LANES]; 2];
-    for l in 0..LANES {
-        let [a, b] = f(std::array::from_fn(|i| stored[i][l].load()));
-        (values[0][l], values[1][l]) = (E::store(a), E::store(b));
+pub fn staged<'a, E: Elem<Acc = f32>, const K: usize>(
+    mut outs: [Unwritten<'a, E>; K],
+    mut f: impl for<'r> FnMut(usize, [Unwritten<'r, f32>; K]) -> [&'r mut [f32]; K],
+) -> [&'a mut [E]; K] {
+    let mut buffers = [const { Stage([MaybeUninit::uninit(); STAGE]) }; K];
+    let n = outs[0].len();
+    for at in (0..n).step_by(STAGE) {
+        let end = n.min(at + STAGE);
+        let wide = f(at, buffers.each_mut().map(|buffer| Unwritten(&mut buffer.0[..end - at])));
+        for (out, wide) in outs.iter_mut().zip(wide) {
+            check(&mut out.0[at..end], |out| E::store_all(wide, out));
+        }
     }
-    values
+    // SAFETY: all parts of all, which are equally long, were written.
+    outs.map(|out| unsafe { out.0.assume_init_mut() })
 }
 
 /// [`LANES`] elements from `at` on.

@@ -52,6 +52,21 @@ fn activations_are_finite_far_from_zero() {
 }
 
 #[test]
+fn activations_of_nan_are_nan() {
+    for nan in [f32::NAN, -f32::NAN, f32::from_bits(0x7fc0_0001), f32::from_bits(0x7f80_01ff)] {
+        let x = Tensor::full(nan, (2, 2), &candle_core::Device::Cpu).unwrap();
+        let (one, one_of_two) = (x.ones_like().unwrap(), Tensor::ones((2, 1), DType::F32, x.device()).unwrap());
+        let results = [
+            gelu(&x).unwrap(),
+            gelu_backward(&one, &x).unwrap(),
+            swiglu(&x).unwrap(),
+            swiglu_backward(&one_of_two, &x).unwrap(),
+        ];
+        assert!(results.iter().all(|y| crate::common::values(y).iter().all(|v| v.is_nan())), "{:x}", nan.to_bits());
+    }
+}
+
+#[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     let x = cast(&wide("x", &[101, 3, 334]), DType::F32);
     let dy = cast(&randn("dy", &[101, 3, 167]), DType::F32);

@@ -9,6 +9,7 @@ use crate::common::{bits, cast, ids, randn};
 use candle_core::{DType, Device, Tensor};
 use kernels::attention::{AttentionDropout, HeadShape, RopeTable, attention, rope_inplace};
 use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
+use kernels::linear::bias_grad;
 use kernels::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
 use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
 use kernels::{Isa, activation, cross_entropy, embedding, reduce};
@@ -79,6 +80,16 @@ fn digest() -> kernels::Result<Vec<String>> {
         let dw = zeros(&[h]);
         let (y, stats) = rms_norm(&x, &w, 1e-5)?;
         line("rms_norm", &[y, rms_norm_backward(&dy, &x, &stats, &w, &dw, None)?, stats.rstd, dw]);
+
+        // Rows that are rounded in several parts.
+        let (x, w) = (view("long x", &[5, 1, 601], dtype, wild), view("long w", &[601], dtype, false));
+        let (dw, db) = (zeros(&[601]), zeros(&[601]));
+        let (y, stats) = layer_norm(&x, &w, &w, 1e-5)?;
+        line("long layer_norm", &[y, layer_norm_backward(&x, &x, &stats, &w, &dw, &db, None)?, dw, db]);
+        let x = act("x");
+        let db = zeros(&[h]);
+        bias_grad(&x, &db)?;
+        line("bias_grad", &[db]);
 
         let tokens = Tokens { samples: &[3, 1, 4], seq_offset: 5, seq_len: 100 };
         let dropout = Dropout { p: 0.3, key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 }, tokens };

@@ -81,6 +81,21 @@ fn parameter_gradients_accumulate_into_views_of_a_flat_buffer() {
     assert_eq!(outside, [1.0; 4]);
 }
 
+/// Rows go in order into sums of 64, and these in order into the gradient, however many are read at once.
+#[test]
+fn a_bias_gradient_adds_rows_in_a_fixed_order() {
+    for (rows, n) in [(150, 77), (64, 16), (7, 33)] {
+        let dy = cast(&randn("dy", &[rows, n]), DType::BF16);
+        let db = Tensor::zeros(n, DType::F32, dy.device()).unwrap();
+        bias_grad(&dy, &db).unwrap();
+        let dy = cast(&dy, DType::F32).to_vec2::<f32>().unwrap();
+        let sum = |column: usize, rows: &[Vec<f32>]| rows.iter().fold(0.0f32, |sum, row| sum + row[column]);
+        let want: Vec<f32> =
+            (0..n).map(|column| dy.chunks(64).map(|rows| sum(column, rows)).fold(0.0, |a, b| a + b)).collect();
+        assert_eq!(db.to_vec1::<f32>().unwrap(), want);
+    }
+}
+
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     for (s, b, k, n) in [(100, 2, 300, 257), (64, 4, 64, 1000), (300, 1, 7, 130)] {

@@ -1,0 +1,152 @@
+//! Rounding of many f32 to bf16: by the instruction that rounds two vectors at once where the machine has it, which takes the place of eight a
+//! vector.
+
+use half::bf16;
+
+use crate::float::Elem;
+use crate::output::Unwritten;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Isa;
+use crate::simd::vectorize;
+
+/// Writes [`Elem::store`] of each of `wide`, bit for bit.
+pub fn store_bf16<'a>(wide: &[f32], out: Unwritten<'a, bf16>) -> &'a mut [bf16] {
+    #[cfg(target_arch = "x86_64")]
+    if Isa::detected() >= Isa::Avx512Bf16 {
+        assert_eq!(wide.len(), out.len(), "a kernel rounds another number of values than its result has");
+        // SAFETY: the features were detected, and there is room for `wide`.
+        return unsafe { out.by(|out| x86::store(wide, out)) };
+    }
+    vectorize(
+        #[inline(always)]
+        || out.write(wide.iter().map(|&v| bf16::store(v))),
+    )
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{Elem, bf16};
+
+    /// f32 that one instruction rounds.
+    const PAIR: usize = 32;
+
+    /// # Safety
+    /// The machine must have the features, and `out` room for as many elements as `wide` has.
+    #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    pub unsafe fn store(wide: &[f32], out: *mut bf16) {
+        const SUBNORMAL: i32 = 0x20;
+        let (pairs, rest) = wide.as_chunks::<PAIR>();
+        for (i, pair) in pairs.iter().enumerate() {
+            // SAFETY: both halves of the pair, and as many elements of `out`.
+            unsafe {
+                let out = out.add(i * PAIR);
+                let (low, high) = (_mm512_loadu_ps(pair.as_ptr()), _mm512_loadu_ps(pair.as_ptr().add(PAIR / 2)));
+                let subnormal = [_mm512_fpclass_ps_mask::<SUBNORMAL>(low), _mm512_fpclass_ps_mask::<SUBNORMAL>(high)];
+                if _kortestz_mask16_u8(subnormal[0], subnormal[1]) == 1 {
+                    _mm512_storeu_si512(out.cast(), std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)));
+                } else {
+                    one_by_one(pair, out);
+                }
+            }
+        }
+        if !rest.is_empty() {
+            // SAFETY: what is left of both.
+            unsafe { one_by_one(rest, out.add(pairs.len() * PAIR)) };
+        }
+    }
+
+    /// The instruction would take a subnormal f32 for 0, whatever MXCSR says. All else it rounds as [`Elem::store`], NaNs too.
+    ///
+    /// # Safety
+    /// `out` must have room for as many elements as `wide` has.
+    #[inline(never)]
+    unsafe fn one_by_one(wide: &[f32], out: *mut bf16) {
+        for (i, &v) in wide.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { out.add(i).write(bf16::store(v)) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::store_bf16;
+    use crate::float::Elem;
+    use crate::output::Unwritten;
+
+    fn bits(values: &[f32]) -> Vec<u16> {
+        let mut out = vec![bf16::ZERO; values.len()];
+        store_bf16(values, Unwritten::over(&mut out)).iter().map(|v| v.to_bits()).collect()
+    }
+
+    fn want(values: &[f32]) -> Vec<u16> {
+        values.iter().map(|&v| bf16::from_f32(v).to_bits()).collect()
+    }
+
+    /// Every sign, exponent and fraction of bf16, with what decides about rounding behind it.
+    fn all_bf16() -> Vec<f32> {
+        let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
+        (0..1 << 16).flat_map(|high: u32| lows.map(|low| f32::from_bits(high << 16 | low))).collect()
+    }
+
+    #[test]
+    fn many_values_are_rounded_as_each_by_itself() {
+        let values = all_bf16();
+        assert!(bits(&values) == want(&values));
+    }
+
+    #[test]
+    fn subnormal_numbers_are_kept_wherever_they_lie_among_others() {
+        let values = all_bf16();
+        let n = values.len();
+        // A step that shares no factor with n brings each pattern among very different ones.
+        let mixed: Vec<f32> = (0..n).map(|i| values[i * 65_537 % n]).collect();
+        assert!(bits(&mixed) == want(&mixed));
+        for at in 0..32 {
+            let mut ones = [1.0f32; 32];
+            ones[at] = 1e-39;
+            assert_eq!(bits(&ones), want(&ones), "at {at}");
+        }
+    }
+
+    #[test]
+    fn any_number_of_values_is_rounded() {
+        let values: Vec<f32> = (0..200).map(|i| i as f32 / 3.0).collect();
+        for n in 0..values.len() {
+            assert_eq!(bits(&values[..n]), want(&values[..n]));
+        }
+    }
+
+    /// f32 patterns in small odd steps, and those where rounding decides between neighbours.
+    fn patterns() -> impl Iterator<Item = f32> {
+        let halfway = (0..1 << 16).flat_map(|high: u32| [0x7fff, 0x8000, 0x8001].map(|low| high << 16 | low));
+        let halfway_f16 = (0..1 << 19).flat_map(|high: u32| [0xfff, 0x1000, 0x1001].map(|low| high << 13 | low));
+        (0..=u32::MAX).step_by(1021).chain(halfway).chain(halfway_f16).map(f32::from_bits)
+    }
+
+    #[test]
+    fn stores_are_the_reference_conversions() {
+        for v in patterns() {
+            let (b, h) = (<bf16 as Elem>::store(v), <f16 as Elem>::store(v));
+            assert_eq!(b.to_bits(), bf16::from_f32(v).to_bits(), "{v}");
+            let want = f16::from_f32_const(v);
+            assert!(h.to_bits() == want.to_bits() || h.is_nan() && want.is_nan(), "{v}: {h}, want {want}");
+            assert_eq!(h.is_sign_negative(), v.is_sign_negative());
+        }
+    }
+
+    #[test]
+    fn loads_are_exact_and_survive_storing() {
+        for bits in 0..=u16::MAX {
+            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
+            assert!(b.load() == b.to_f32() || b.is_nan() && b.load().is_nan());
+            assert!(h.load() == h.to_f32_const() || h.is_nan() && h.load().is_nan(), "{bits:x}: {}", h.load());
+            assert!(<bf16 as Elem>::store(b.load()).to_bits() == bits || b.is_nan());
+            assert!(<f16 as Elem>::store(h.load()).to_bits() == bits || h.is_nan());
+        }
+    }
+}
