@@ -33,7 +33,7 @@ pub fn exp2(x: f32) -> f32 {
     let t = x + ROUND;
     let r = x - (t - ROUND);
     let mut y = 1.535_336_2e-4f32;
-    for coefficient in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 0.240_226_48, 0.693_147_2, 1.0] {
+    for coefficient in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 0.240_226_48, std::f32::consts::LN_2, 1.0] {
         y = y.mul_add(r, coefficient);
     }
     f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23))

@@ -156,9 +156,7 @@ fn forward_line<'a, E: Elem>(
     vectorize(
         #[inline(always)]
         || {
-            // LLVM adds lanes that it loads, and does nothing else to, in pairs one by one: what it cannot know to be 0 keeps vectors whole.
-            let nothing = std::hint::black_box(E::Acc::ZERO);
-            let mean = if bias.is_some() { sum(x, |v| v - nothing) * inv_h } else { E::Acc::ZERO };
+            let mean = if bias.is_some() { sum(x, |v| v) * inv_h } else { E::Acc::ZERO };
             let var = sum(x, |v| (v - mean) * (v - mean)) * inv_h;
             let rstd = E::Acc::ONE / (var + eps).sqrt();
             let y = match bias {

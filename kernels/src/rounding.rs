@@ -45,7 +45,10 @@ mod x86 {
                 let (low, high) = (_mm512_loadu_ps(pair.as_ptr()), _mm512_loadu_ps(pair.as_ptr().add(PAIR / 2)));
                 let subnormal = [_mm512_fpclass_ps_mask::<SUBNORMAL>(low), _mm512_fpclass_ps_mask::<SUBNORMAL>(high)];
                 if _kortestz_mask16_u8(subnormal[0], subnormal[1]) == 1 {
-                    _mm512_storeu_si512(out.cast(), std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)));
+                    _mm512_storeu_si512(
+                        out.cast(),
+                        std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low)),
+                    );
                 } else {
                     one_by_one(pair, out);
                 }
