@@ -85,10 +85,11 @@ fn parameter_gradients_accumulate_into_views_of_a_flat_buffer() {
 #[test]
 fn a_bias_gradient_adds_rows_in_a_fixed_order() {
     for (rows, n) in [(150, 77), (64, 16), (7, 33)] {
-        let dy = cast(&randn("dy", &[rows, n]), DType::BF16);
+        // Of f32: sums of so few bf16 are mostly exact, in any order.
+        let dy = cast(&randn("dy", &[rows, n]), DType::F32);
         let db = Tensor::zeros(n, DType::F32, dy.device()).unwrap();
         bias_grad(&dy, &db).unwrap();
-        let dy = cast(&dy, DType::F32).to_vec2::<f32>().unwrap();
+        let dy = dy.to_vec2::<f32>().unwrap();
         let sum = |column: usize, rows: &[Vec<f32>]| rows.iter().fold(0.0f32, |sum, row| sum + row[column]);
         let want: Vec<f32> =
             (0..n).map(|column| dy.chunks(64).map(|rows| sum(column, rows)).fold(0.0, |a, b| a + b)).collect();
