@@ -10,7 +10,7 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512bf16::{finish_tile, pack_pairs, pairs_of};
-use super::kernel::{Ahead, Blocking, Kernel, Next, Strip};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Strip};
 use super::lanes::{first, transpose};
 use super::tiles;
 use crate::float::Elem;
@@ -61,6 +61,7 @@ impl Kernel<bf16> for Amx {
         from: (*const f32, usize),
         to: (*mut f32, usize),
         ahead: Ahead,
+        _: Option<Chore<bf16, bf16>>,
     ) {
         if k == 0 {
             // SAFETY: the caller's promise.

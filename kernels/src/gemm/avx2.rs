@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::{_mm256_broadcast_ss, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps};
 
-use super::kernel::{Ahead, Blocking, Kernel, Strip, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
 
@@ -37,6 +37,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         from: (*const f32, usize),
         to: (*mut f32, usize),
         _: Ahead,
+        _: Option<Chore<E, f32>>,
     ) {
         let strip = packed(strip);
         // SAFETY: the caller's promise.

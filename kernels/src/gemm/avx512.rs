@@ -6,15 +6,15 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::Mat;
-use super::kernel::{Ahead, Blocking, Kernel, PIECE, Strip};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Layout, MR, NR, Packed, Rows, by_rows, tiles};
+use super::strips::{Fetch, Idle, Layout, MR, NR, Packed, Packing, Rows, Word, Work, any_tile, by_rows, tiles};
 use crate::float::Elem;
 use crate::memory::rows_crowd;
 
 pub struct Avx512;
 
-tiles!("avx512f", |sum, a, b| _mm512_fmadd_ps(a, b, sum));
+tiles!("avx512f,avx512bw,avx512dq,avx512vl", |sum, a, b| _mm512_fmadd_ps(a, b, sum));
 
 impl<E: Lanes> Kernel<E> for Avx512 {
     type Packed = f32;
@@ -48,6 +48,8 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         E::DTYPE == DType::F32 && column == 1 && !rows_crowd(4 * row)
     }
 
+    const PACKS_BESIDE: bool = true;
+
     unsafe fn tile(
         rows: usize,
         k: usize,
@@ -56,14 +58,10 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         from: (*const f32, usize),
         to: (*mut f32, usize),
         ahead: Ahead,
+        chore: Option<Chore<E, f32>>,
     ) {
         // SAFETY: the caller's promise; only f32 is read where it lies.
-        unsafe {
-            match strip {
-                Strip::Packed(strip) => by_rows!(rows, packed_tile(k, strip, panel, from, to, ahead)),
-                Strip::Rows(strip, row) => tile::<MR, _>(k, Rows(strip.cast(), 4 * row), panel, from, to, ahead),
-            }
-        }
+        unsafe { any_tile!(rows, strip, chore, E, Line, (k, panel, from, to, ahead)) }
     }
 
     fn leaves_other_rows(_: usize) -> bool {
@@ -86,6 +84,19 @@ impl<E: Lanes> Kernel<E> for Avx512 {
                 _ => finish::<f16>(sums, rows, columns, (to.0.cast(), to.1), scale, add),
             }
         }
+    }
+}
+
+/// A row of memory makes words of f32.
+struct Line;
+
+impl<E: Lanes> Word<E> for Line {
+    const ROWS: usize = 1;
+
+    #[inline(always)]
+    unsafe fn words(from: *const E, _: usize, mask: u16) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_castps_si512(E::load16(from, mask)) }
     }
 }
 

@@ -8,16 +8,16 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512;
-use super::kernel::{Ahead, Blocking, Kernel, PIECE, Strip};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Layout, MR, NR, Packed, Rows, by_rows, tiles};
+use super::strips::{Fetch, Idle, Layout, MR, NR, Packed, Packing, Rows, Word, Work, any_tile, by_rows, tiles};
 use crate::float::Elem;
 use crate::memory::rows_crowd;
 
 pub struct Avx512Bf16;
 
 // SAFETY: __m512bh is 32 bf16 as __m512 is 16 words of two.
-tiles!("avx512f,avx512bf16", |sum, a: __m512, b: __m512| {
+tiles!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", |sum, a: __m512, b: __m512| {
     let pairs = |v: __m512| std::mem::transmute::<__m512, __m512bh>(v);
     _mm512_dpbf16_ps(sum, pairs(a), pairs(b))
 });
@@ -54,6 +54,8 @@ impl Kernel<bf16> for Avx512Bf16 {
         column == 1 && !rows_crowd(2 * row)
     }
 
+    const PACKS_BESIDE: bool = true;
+
     unsafe fn tile(
         rows: usize,
         k: usize,
@@ -62,15 +64,10 @@ impl Kernel<bf16> for Avx512Bf16 {
         from: (*const f32, usize),
         to: (*mut f32, usize),
         ahead: Ahead,
+        chore: Option<Chore<bf16, bf16>>,
     ) {
-        let (words, panel) = (k / 2, panel.cast());
         // SAFETY: the caller's promise.
-        unsafe {
-            match strip {
-                Strip::Packed(strip) => by_rows!(rows, packed_tile(words, strip.cast(), panel, from, to, ahead)),
-                Strip::Rows(strip, row) => tile::<MR, _>(words, Rows(strip.cast(), 2 * row), panel, from, to, ahead),
-            }
-        }
+        unsafe { any_tile!(rows, strip, chore, bf16, Pair, (k / 2, panel.cast(), from, to, ahead)) }
     }
 
     fn leaves_other_rows(_: usize) -> bool {
@@ -87,6 +84,19 @@ impl Kernel<bf16> for Avx512Bf16 {
     ) {
         // SAFETY: the caller's promise.
         unsafe { finish_tile(sums, rows, columns, to, scale, add) }
+    }
+}
+
+/// Two rows of memory make words of pairs.
+struct Pair;
+
+impl Word<bf16> for Pair {
+    const ROWS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn words(from: *const bf16, row: usize, mask: u16) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { pairs_of(from, Some(from.wrapping_add(row)), mask) }
     }
 }
 

@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 
-use super::buffer::{Common, Own, with_common, with_own};
-use super::driver::{First, Region, Strips, Sums, Target, compute_region, pack_panels};
+use super::buffer::{Common, with_common, with_own};
+use super::driver::{First, Target, pack_panels};
 use super::help::{Help, wait_until};
 use super::kernel::Kernel;
-use super::plan::{Phase, Plan, TOGETHER};
-use super::{Mat, Start};
+use super::plan::{Packing, Phase, Plan, TOGETHER};
+use super::{Mat, Start, ahead, beside};
 use crate::float::Elem;
 
 /// Fewest strips of a task that are cut in two: who gets a half may have to pack panels for it, which costs as much as two strips.
@@ -38,7 +38,13 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
     }
     let threads = if 2 * m * n * k < K::BLOCKING.alone { 1 } else { threads };
     let packs_a = !(k.is_multiple_of(K::KQ) && K::reads_rows(a));
-    let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), K::BLOCKING, packs_a, threads);
+    let packing = match packs_a {
+        true if beside::is_possible::<E, K>(a, b, k) => Packing::Beside,
+        true => Packing::Both,
+        false if ahead::pays::<E, K>(b, n * k) => Packing::Ahead,
+        false => Packing::Panels,
+    };
+    let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), K::BLOCKING, packing, threads);
     with_common(|Common { panels, sums, bias }| {
         let crew = Crew::<E, C, K> {
             rows: m,
@@ -61,31 +67,31 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
 }
 
 /// What the threads of a product share.
-struct Crew<E, C, K: Kernel<E>>
+pub struct Crew<E, C, K: Kernel<E>>
 where
     E: Elem<Acc = f32>,
 {
     rows: usize,
-    a: Mat<*const E>,
-    b: Mat<*const E>,
-    target: Target<C>,
-    plan: Plan,
+    pub a: Mat<*const E>,
+    pub b: Mat<*const E>,
+    pub target: Target<C>,
+    pub plan: Plan,
     panels: *mut K::Packed,
     /// Where sums outlast a phase: those of all tasks.
-    sums: Option<*mut f32>,
+    pub sums: Option<*mut f32>,
     next: AtomicUsize,
     done: AtomicUsize,
     help: Help<Part>,
 }
 
-/// Rows of a task from a block of the inner dimension on.
-struct Part {
+/// Rows of a task from a block of the inner dimension on, or from one of its steps ([`super::ahead`]).
+pub struct Part {
     /// Which one of its phase.
-    task: usize,
-    rows: Range<usize>,
-    block: usize,
+    pub task: usize,
+    pub rows: Range<usize>,
+    pub block: usize,
     /// Where the unfinished sums of these rows are, if there are any and another thread keeps them.
-    sums: Option<*mut f32>,
+    pub sums: Option<*mut f32>,
 }
 
 // SAFETY: items, and parts of items, write disjoint parts of the panels, of the sums and of dst, and read panels only after all were packed. The
@@ -143,7 +149,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
 
     /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the beginning of `block`. Its unfinished sums, of
     /// `kept` panels, are at `sums`. These are this thread's until all is computed, so nothing is given while it may draw another item.
-    fn halve(&self, part: &mut Part, block: usize, sums: *mut f32, kept: usize) {
+    pub fn halve(&self, part: &mut Part, block: usize, sums: *mut f32, kept: usize) {
         let strips = part.rows.len().div_ceil(K::MR);
         if strips < LEAST_STRIPS || self.next.load(Ordering::Relaxed) < self.plan.items() {
             return;
@@ -157,7 +163,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     }
 
     /// Where the panels of a block of the phase begin; each is `k · NR` elements.
-    fn panels_of(&self, phase: &Phase, block: usize) -> *mut K::Packed {
+    pub fn panels_of(&self, phase: &Phase, block: usize) -> *mut K::Packed {
         let columns = phase.columns.len().next_multiple_of(K::NR);
         self.panels.wrapping_add((block - phase.blocks.start) * self.plan.blocks.len * columns)
     }
@@ -186,122 +192,9 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     }
 
     /// Columns of a task, and which one it is across the phase.
-    fn columns_of(&self, phase: &Phase, task: usize) -> (Range<usize>, usize) {
+    pub fn columns_of(&self, phase: &Phase, task: usize) -> (Range<usize>, usize) {
         let (columns, across) = (self.plan.task_columns, task % self.tasks_across(phase));
         let first = phase.columns.start + across * columns;
         (first..(first + columns).min(phase.columns.end), across)
-    }
-
-    unsafe fn compute(&self, phase: &Phase, part: Part, own: &mut Own) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            if self.plan.packs_alone {
-                self.pack_and_compute(phase, part, own);
-            } else {
-                self.compute_packed(phase, part, own);
-            }
-        }
-    }
-
-    /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there.
-    unsafe fn pack_and_compute(&self, phase: &Phase, mut part: Part, own: &mut Own) {
-        let blocks = self.plan.blocks;
-        let (columns, _) = self.columns_of(phase, part.task);
-        let panels_across = columns.len().div_ceil(K::NR);
-        // One tile's place, or a place for every tile.
-        let kept = if blocks.count == 1 { 0 } else { panels_across };
-        let room = part.rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR;
-        let sums = part.sums.unwrap_or_else(|| own.sums.room(room));
-        let panels = own.panels.room(panels_across * K::NR * blocks.len);
-        let together = K::BLOCKING.mc.next_multiple_of(K::MR).min(part.rows.len().next_multiple_of(K::MR));
-        let strips = own.strips.room(together * blocks.len);
-        for block in part.block..blocks.count {
-            self.halve(&mut part, block, sums, kept);
-            let inner = blocks.range(block);
-            let k = inner.len().next_multiple_of(K::KQ);
-            // SAFETY: the caller's promise.
-            unsafe { pack_panels::<E, K>(self.b.at(inner.start, columns.start), columns.len(), inner.len(), panels) };
-            let (begin, is_last) = (part.rows.start, block + 1 == blocks.count);
-            let sums_of = |row: usize| sums.wrapping_add((row - begin) * kept * K::NR);
-            let mut first = begin;
-            while first < part.rows.end {
-                if is_last && first > begin {
-                    let mut rest = Part { task: part.task, rows: first..part.rows.end, block, sums: None };
-                    self.halve(&mut rest, block, sums_of(first), kept);
-                    part.rows.end = rest.rows.end;
-                }
-                let some = first..(first + together).min(part.rows.end);
-                let a = self.a.at(first, inner.start);
-                let region = Region { rows: some.clone(), columns: columns.clone(), k, is_first: block == 0, is_last };
-                let following = self.a.at(some.end, inner.start);
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let strips = Strips::prepare::<K>(a, some.len(), inner.len(), strips, following.0);
-                    let sums = Sums { at: sums_of(first), panels: kept };
-                    compute_region::<E, C, K>(&self.target, &region, &strips, (panels, K::NR * k), sums);
-                }
-                first = some.end;
-            }
-        }
-    }
-
-    /// Of the blocks of the phase, whose panels are packed.
-    unsafe fn compute_packed(&self, phase: &Phase, mut part: Part, own: &mut Own) {
-        let Plan { blocks, task_columns, .. } = self.plan;
-        let (columns, across) = self.columns_of(phase, part.task);
-        let (panels_across, panels_in_phase) = (columns.len().div_ceil(K::NR), phase.columns.len().div_ceil(K::NR));
-        // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay there too. Columns of A are packed
-        // for many strips at a time.
-        let by_strips = self.sums.is_none() && self.plan.is_short && self.a.2 == 1;
-        while !part.rows.is_empty() {
-            let first_row = part.rows.start;
-            if by_strips {
-                self.halve(&mut part, phase.blocks.start, std::ptr::null_mut(), 0);
-            }
-            let end = if by_strips { (first_row + K::MR).min(part.rows.end) } else { part.rows.end };
-            let mut some = Part { task: part.task, rows: first_row..end, block: part.block, sums: part.sums };
-            let strips = some.rows.len().next_multiple_of(K::MR);
-            let to = own.strips.room(strips * blocks.len);
-            let sums = match self.sums {
-                // One tile's place, or a place for every tile.
-                None if blocks.count == 1 => Sums { at: own.sums.room(K::MR * K::NR), panels: 0 },
-                None => {
-                    let at = part.sums.unwrap_or_else(|| own.sums.room(strips * task_columns));
-                    Sums { at, panels: panels_across }
-                }
-                Some(all) => {
-                    let tile = first_row / K::MR * panels_in_phase + across * task_columns / K::NR;
-                    Sums { at: all.wrapping_add(tile * K::MR * K::NR), panels: panels_in_phase }
-                }
-            };
-            for block in part.block..phase.blocks.end {
-                if !by_strips {
-                    self.halve(&mut some, block, sums.at, sums.panels);
-                }
-                let rows = some.rows.clone();
-                let inner = blocks.range(block);
-                let k = inner.len().next_multiple_of(K::KQ);
-                let panels = self.panels_of(phase, block).wrapping_add(across * task_columns * k);
-                let a = self.a.at(rows.start, inner.start);
-                let region = Region {
-                    rows: rows.clone(),
-                    columns: columns.clone(),
-                    k,
-                    is_first: block == 0,
-                    is_last: block + 1 == blocks.count,
-                };
-                let following = if block + 1 < phase.blocks.end {
-                    self.a.at(rows.start, blocks.range(block + 1).start)
-                } else {
-                    self.a.at(rows.end, blocks.range(phase.blocks.start).start)
-                };
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), to, following.0);
-                    compute_region::<E, C, K>(&self.target, &region, &strips, (panels, K::NR * k), sums);
-                }
-            }
-            part.rows.start = end;
-        }
     }
 }

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use candle_core::DType;
 
+use super::beside::Beside;
 use super::buffer::Buffer;
 use super::kernel::{Ahead, Kernel, Next, PIECE, Strip};
 use super::plan::TOGETHER;
@@ -67,11 +68,37 @@ pub struct Sums {
     pub panels: usize,
 }
 
+/// Which tiles of a region come one after the other: those of a strip, or those of a panel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    ByStrips,
+    ByPanels,
+}
+
+/// The panels of a region.
+#[derive(Clone, Copy)]
+pub struct Panels<P> {
+    pub at: *const P,
+    /// Elements of a panel.
+    pub len: usize,
+    /// Panels that there is room for; they take turns.
+    pub slots: usize,
+}
+
+impl<P> Panels<P> {
+    /// Panels of `len` elements one behind the other.
+    pub fn whole(at: *const P, len: usize) -> Self {
+        Self { at, len, slots: usize::MAX }
+    }
+}
+
 /// The strips of a region.
 pub struct Strips<E, P> {
     /// A, where the kernel reads whole strips there.
     rows: Option<(*const E, usize)>,
     packed: *const P,
+    /// Packed strips that there is room for; they take turns.
+    slots: usize,
     /// Where the first strip of what comes next lies in A.
     following: *const E,
 }
@@ -92,14 +119,36 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
         let whole = if in_place { rows / K::MR * K::MR } else { 0 };
         // SAFETY: the caller's promise.
         unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, to.wrapping_add(whole * k)) };
-        Self { rows: in_place.then_some((a.0, a.1)), packed: to, following }
+        Self { rows: in_place.then_some((a.0, a.1)), packed: to, slots: usize::MAX, following }
+    }
+
+    /// As [`Self::prepare`], of an A that `K` reads in place but for rows that make no whole strip, which are packed into `edge`.
+    ///
+    /// # Safety
+    /// As [`Kernel::pack_a`], for one strip.
+    pub unsafe fn prepare_edge<K: Kernel<E, Packed = P>>(
+        a: Mat<*const E>,
+        rows: usize,
+        k: usize,
+        edge: *mut P,
+        following: *const E,
+    ) -> Self {
+        let whole = rows / K::MR * K::MR;
+        // SAFETY: the caller's promise.
+        unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, edge) };
+        Self { rows: Some((a.0, a.1)), packed: edge, slots: 1, following }
+    }
+
+    /// Strips that are packed elsewhere.
+    pub fn packed(packed: *const P, slots: usize) -> Self {
+        Self { rows: None, packed, slots, following: std::ptr::null() }
     }
 
     /// Strip number `s` of `mr` rows, of which the product has `rows`.
     fn strip(&self, s: usize, rows: usize, mr: usize, k: usize) -> Strip<E, P> {
         match self.rows {
             Some((a, row)) if rows == mr => Strip::Rows(a.wrapping_add(s * mr * row), row),
-            _ => Strip::Packed(self.packed.wrapping_add(s * mr * k)),
+            _ => Strip::Packed(self.packed.wrapping_add(s % self.slots * mr * k)),
         }
     }
 
@@ -169,53 +218,70 @@ fn pieces((width, step): (usize, usize), k: usize, across_first: bool, piece: im
     }
 }
 
-/// Multiplies packed strips with packed panels (the pointer, and the elements of one) and finishes what is complete.
+/// Multiplies strips with panels, packs `beside` that what is to be, and finishes what is complete.
 ///
 /// # Safety
-/// Strips and panels hold the region; the rest as [`run`].
+/// Strips and panels hold the region, or will when they are used; the rest as [`super::crew::run`].
 pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
     target: &Target<C>,
     region: &Region,
     strips: &Strips<E, K::Packed>,
-    (panels, panel): (*const K::Packed, usize),
+    panels: &Panels<K::Packed>,
     sums: Sums,
+    beside: &mut dyn Beside<E, K::Packed>,
 ) {
     let &Target { dst: Mat(dst, row_stride, column_stride), first, scale } = target;
     let unscaled = scale == 1.0;
     let in_place = C::DTYPE == DType::F32 && column_stride == 1 && unscaled;
     let touches_dst = region.is_last || region.is_first && matches!(first, First::Old);
     let second = if K::NR * size_of::<C>() > LINE { LINE } else { 0 };
-    let panels_across = region.columns.len().div_ceil(K::NR);
-    for (s, row) in region.rows.clone().step_by(K::MR).enumerate() {
-        let rows = K::MR.min(region.rows.end - row);
-        let strip = strips.strip(s, rows, K::MR, region.k);
-        let whole_rows = in_place && K::leaves_other_rows(rows);
-        for (p, column) in region.columns.clone().step_by(K::NR).enumerate() {
-            let columns = K::NR.min(region.columns.end - column);
-            let panel = panels.wrapping_add(p * panel);
-            let to = dst.wrapping_add(row * row_stride + column * column_stride);
+    let order = beside.order();
+    let (down, across) = (region.rows.len().div_ceil(K::MR), region.columns.len().div_ceil(K::NR));
+    let (outer, inner) = match order {
+        Order::ByStrips => (down, across),
+        Order::ByPanels => (across, down),
+    };
+    let place = |o: usize, i: usize| match order {
+        Order::ByStrips => (o, i),
+        Order::ByPanels => (i, o),
+    };
+    let dst_tile = |s: usize, p: usize| {
+        let (row, column) = (region.rows.start + s * K::MR, region.columns.start + p * K::NR);
+        dst.wrapping_add(row * row_stride + column * column_stride)
+    };
+    let sums_tile = |s: usize, p: usize| {
+        let tile = if sums.panels == 0 { 0 } else { s * sums.panels + p };
+        sums.at.wrapping_add(tile * K::MR * K::NR)
+    };
+    for o in 0..outer {
+        for i in 0..inner {
+            let (s, p) = place(o, i);
+            let rows = K::MR.min(region.rows.len() - s * K::MR);
+            let columns = K::NR.min(region.columns.len() - p * K::NR);
+            let strip = strips.strip(s, rows, K::MR, region.k);
+            let panel = panels.at.wrapping_add(p % panels.slots * panels.len);
+            let later = i + TILES_AHEAD;
+            let (s_ahead, p_ahead) = if later < inner { place(o, later) } else { place(o + 1, later - inner) };
             let written = if touches_dst {
-                let ahead = column + TILES_AHEAD * K::NR;
-                let (row, ahead) =
-                    if ahead < region.columns.end { (row, ahead) } else { (row + K::MR, ahead - region.columns.len()) };
-                let at = dst.wrapping_add(row * row_stride + ahead * column_stride);
-                Next { at: at.cast_const().cast(), row: row_stride * size_of::<C>(), second }
+                let at = dst_tile(s_ahead, p_ahead).cast_const().cast();
+                Next { at, row: row_stride * size_of::<C>(), second }
             } else {
-                let tile = sums.at.wrapping_add((s * sums.panels + p + TILES_AHEAD) * K::MR * K::NR);
-                Next { at: tile.cast_const().cast(), row: K::NR * size_of::<f32>(), second: LINE }
+                let at = sums_tile(s_ahead, p_ahead).cast_const().cast();
+                Next { at, row: K::NR * size_of::<f32>(), second: LINE }
             };
-            let is_last = row + K::MR >= region.rows.end;
-            let ahead = Ahead { written, read: strips.ahead(strip, is_last, K::MR, region.k, (p, panels_across)) };
+            // SAFETY: the caller's promise.
+            let chore = unsafe { beside.tile(o, (i, inner)) };
+            let read = strips.ahead(strip, s + 1 == down, K::MR, region.k, (p, across));
+            let ahead = Ahead { written, read };
             // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere in between.
-            let in_place = whole_rows && columns == K::NR;
-            let at = if sums.panels == 0 { 0 } else { s * sums.panels + p };
-            let sums = (sums.at.wrapping_add(at * K::MR * K::NR), K::NR);
+            let in_place = in_place && K::leaves_other_rows(rows) && columns == K::NR;
+            let (to, sums) = (dst_tile(s, p), (sums_tile(s, p), K::NR));
             let tile = (to.cast::<f32>(), row_stride);
             // SAFETY: the caller's promise; sums have MR rows of NR, and so has dst's tile, or the kernel leaves other rows.
             unsafe {
                 let from = match first {
                     _ if !region.is_first => (sums.0.cast_const(), sums.1),
-                    First::Bias(row) => (row.add(column), 0),
+                    First::Bias(row) => (row.add(region.columns.start + p * K::NR), 0),
                     First::Old if unscaled && in_place => (tile.0.cast_const(), tile.1),
                     First::Old if unscaled => {
                         load(Mat(to, row_stride, column_stride), rows, columns, sums);
@@ -224,7 +290,7 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                     First::Zero | First::Old => (std::ptr::null(), 0),
                 };
                 let tile_to = if region.is_last && in_place { tile } else { sums };
-                K::tile(rows, region.k, strip, panel, from, tile_to, ahead);
+                K::tile(rows, region.k, strip, panel, from, tile_to, ahead, chore);
                 if region.is_last && !in_place {
                     let add = matches!(first, First::Old) && !unscaled;
                     if column_stride == 1 {

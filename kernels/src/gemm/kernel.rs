@@ -46,6 +46,32 @@ pub struct Ahead {
     pub read: Next,
 }
 
+/// What [`Kernel::tile`] does while it computes, where [`Kernel::PACKS_BESIDE`].
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+pub enum Chore<E, P> {
+    Pack(Pack<E, P>),
+    /// Asks for memory that will be packed, so many rows in each of MR shares of the tile; for strips that are not packed.
+    Fetch(Next, usize),
+}
+
+/// Packing of rows of A, or columns of B, that lie side by side in rows of memory; for packed strips.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+pub struct Pack<E, P> {
+    /// The first element.
+    pub from: *const E,
+    /// Distance of rows of memory.
+    pub row: usize,
+    /// How many lie side by side: MR of a strip, NR of a panel, or less, which is padded with zeros.
+    pub width: usize,
+    /// How many rows of memory, a multiple of KQ.
+    pub k: usize,
+    /// Where they go, in a strip or a panel.
+    pub to: *mut P,
+    pub is_panel: bool,
+}
+
 /// MR rows of at most two lines. Only addresses; need not be memory at all.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
@@ -132,6 +158,9 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         false
     }
 
+    /// Whether [`Kernel::tile`] does chores.
+    const PACKS_BESIDE: bool = false;
+
     /// `to [rows, NR] = strip · panel`, plus `from` (with a row stride, which may be 0) unless that is null. `k` is a multiple of
     /// KQ. Rows from `rows` to MR are written too unless [`Kernel::leaves_other_rows`].
     /// A strip that is not packed has MR rows.
@@ -146,6 +175,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         from: (*const f32, usize),
         to: (*mut f32, usize),
         ahead: Ahead,
+        chore: Option<Chore<E, Self::Packed>>,
     );
 
     /// Whether [`Kernel::tile`] reads and writes no row from `rows` on.

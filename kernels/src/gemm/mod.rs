@@ -8,6 +8,7 @@
 //! alone. So results depend neither on the number of threads nor on how rows or columns were cut into several products.
 //! bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal numbers for 0, in operands and sums, as the instructions do.
 
+mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
@@ -16,6 +17,7 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
+mod beside;
 mod buffer;
 mod crew;
 mod dispatch;
@@ -31,6 +33,7 @@ mod plan;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod strips;
+mod tasks;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use super::beside;
+use super::driver::Order;
 use super::kernel::{Blocking, PIECE};
 
 /// Bytes of B's panels that are made and used at a time, about: what the last level of cache holds beside other things.
@@ -18,8 +20,16 @@ const SUMS_ALONE: usize = 256 << 10;
 /// cut at strips, for one packed into panels that stay in L2 (measured on Sapphire Rapids: 21, 10 and 7 cycles a line).
 const SHARED_COST: f64 = 3.0;
 const STRIP_COST: f64 = 1.5;
+/// As `SUMS_ALONE`, of tasks that pack beside their products, which need less of that cache for operands.
+const SUMS_BESIDE: usize = 320 << 10;
+/// What it costs to pack an element beside products, of the operand that is packed little by little; of the other one as much as alone.
+const BESIDE_COST: f64 = 0.25;
 /// What it costs to read an element of A where it lies, out of the thread's caches, while it is multiplied: little, since it is fetched ahead.
 const READ_COST: f64 = 0.25;
+/// Bytes of the panels of a step, of which there are two at a time, at most, unless one panel takes more.
+const STEP_BYTES: usize = 200 << 10;
+/// Unfinished sums of a task that packs ahead, at most: beside two steps' panels in L2.
+const SUMS_AHEAD: usize = 128 << 10;
 /// Tasks per thread from which on it does not matter whether all threads get as many.
 const MANY_TASKS: usize = 8;
 
@@ -43,6 +53,19 @@ impl Blocks {
     }
 }
 
+/// What has to be packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// B: strips of A are read where they lie.
+    Panels,
+    /// B, and the kernel asks for memory that is packed soon.
+    Ahead,
+    /// Both operands.
+    Both,
+    /// Both, and the kernel can do so beside its products.
+    Beside,
+}
+
 /// Columns × blocks of B whose panels are in memory together. First they are packed, then they are used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Phase {
@@ -54,6 +77,19 @@ pub struct Phase {
     pub computing: Range<usize>,
 }
 
+/// How tasks come by what is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Panels are packed by all threads, before tasks that use them.
+    Shared,
+    /// Tasks are of the whole inner dimension and pack all that they need, block by block.
+    Alone,
+    /// As `Alone`, beside the products ([`super::beside`]).
+    Beside,
+    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their use ([`super::stream`]).
+    Ahead { group: usize },
+}
+
 #[derive(Debug)]
 pub struct Plan {
     pub blocks: Blocks,
@@ -62,8 +98,7 @@ pub struct Plan {
     pub task_rows: usize,
     /// Columns of a task, a multiple of NR.
     pub task_columns: usize,
-    /// Whether tasks are of the whole inner dimension and pack all that they need, panels, too, block by block.
-    pub packs_alone: bool,
+    pub way: Way,
     /// Whether the panels of a task, of all blocks, stay in L2 together.
     pub is_short: bool,
     /// Columns of the widest phase, a multiple of NR.
@@ -73,13 +108,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// For tiles of `mr` × `nr` and packed elements of `size` bytes; `packs_a` where strips of A are not read where they lie.
+    /// For tiles of `mr` × `nr` and packed elements of `size` bytes.
     pub fn new(
         (m, n, k): (usize, usize, usize),
         (mr, nr): (usize, usize),
         size: usize,
         blocking: Blocking,
-        packs_a: bool,
+        packing: Packing,
         threads: usize,
     ) -> Self {
         let blocks = Blocks::new(k, blocking.kc);
@@ -100,10 +135,14 @@ impl Plan {
         let task_rows = mr * rows_per_task.unwrap_or(1);
 
         let once = blocks.count == 1 && blocking.panels_alone;
+        if packing == Packing::Ahead {
+            return Self::ahead((m, n), (mr, nr), size, blocks, threads);
+        }
+        let packs_a = packing != Packing::Panels;
         if once || packs_a && blocks.count > 1 {
             let strip = if packs_a { STRIP_COST } else { READ_COST };
             let shared = SHARED_COST * n as f64 + strip * (m * tasks_across * n.div_ceil(columns)) as f64;
-            if let Some(plan) = Self::alone((m, n), (mr, nr), blocks, blocking, threads, (strip, shared)) {
+            if let Some(plan) = Self::alone((m, n), (mr, nr), blocks, blocking, threads, packing, (strip, shared)) {
                 return plan;
             }
         }
@@ -125,7 +164,7 @@ impl Plan {
             phases,
             task_rows,
             task_columns,
-            packs_alone: false,
+            way: Way::Shared,
             is_short: task_columns <= whole,
             phase_columns: columns,
             panel_elements: columns * together * blocks.len,
@@ -139,43 +178,74 @@ impl Plan {
         blocks: Blocks,
         blocking: Blocking,
         threads: usize,
+        packing: Packing,
         (strip, most): (f64, f64),
     ) -> Option<Self> {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
+        let sums = if packing == Packing::Beside { SUMS_BESIDE } else { SUMS_ALONE };
         let mut best = (most, None);
         for across in 1..=panels {
             let columns = panels.div_ceil(across) * nr;
-            if columns > blocking.nc_alone.max(nr) {
-                continue;
-            }
             for down in 1..=strips {
                 let rows = strips.div_ceil(down) * mr;
                 let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
-                let cost = (n * down) as f64 + strip * (m * across) as f64;
-                if cost >= best.0 {
+                let (panels, strips) = ((n * down) as f64, strip * (m * across) as f64);
+                // What stays packed, and what it costs to pack.
+                let (kept, cost) = match (packing, beside::order(rows, columns)) {
+                    (Packing::Beside, Order::ByStrips) => (columns, panels + BESIDE_COST * strips),
+                    (Packing::Beside, Order::ByPanels) => (rows, BESIDE_COST * panels + strips),
+                    _ => (columns, panels + strips),
+                };
+                if BESIDE_COST * panels >= best.0 {
                     break;
+                }
+                if kept > blocking.nc_alone.max(nr) || cost >= best.0 {
+                    continue;
                 }
                 let tasks = down * across;
                 let is_even = tasks.is_multiple_of(threads) || tasks >= MANY_TASKS * threads;
-                if is_even && (blocks.count == 1 || rows * columns <= SUMS_ALONE) {
-                    best = (cost, Some((rows, columns, tasks)));
+                if is_even && (blocks.count == 1 || rows * columns <= sums) {
+                    best = (cost, Some((rows, columns)));
                 }
             }
         }
-        let (task_rows, task_columns, tasks) = best.1?;
-        let phase = Phase { columns: 0..n, blocks: 0..blocks.count, packing: 0..0, computing: 0..tasks };
-        let packs_alone = true;
-        let (phase_columns, is_short) = (n.next_multiple_of(nr), false);
-        Some(Self {
+        let way = if packing == Packing::Beside { Way::Beside } else { Way::Alone };
+        Some(Self::of_whole((m, n), nr, blocks, way, best.1?))
+    }
+
+    /// Tasks that pack panels ahead.
+    fn ahead((m, n): (usize, usize), (mr, nr): (usize, usize), size: usize, blocks: Blocks, threads: usize) -> Self {
+        let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
+        let group = (STEP_BYTES / (nr * blocks.len * size)).clamp(1, panels);
+        let least_down = if blocks.count == 1 { 1 } else { m.div_ceil((SUMS_AHEAD / (group * nr)).max(mr)) };
+        let (mut least, mut tasks) = (f64::INFINITY, (mr, nr));
+        for across in 1..=panels.min(MANY_TASKS * threads) {
+            for down in least_down..=strips.min(least_down * MANY_TASKS * threads) {
+                let (rows, columns) = (strips.div_ceil(down) * mr, panels.div_ceil(across) * nr);
+                let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
+                let is_even = (down * across).is_multiple_of(threads) || down * across >= MANY_TASKS * threads;
+                let cost = BESIDE_COST * (n * down) as f64 + READ_COST * (m * across) as f64;
+                if is_even && cost < least {
+                    (least, tasks) = (cost, (rows, columns));
+                }
+            }
+        }
+        Self::of_whole((m, n), nr, blocks, Way::Ahead { group }, tasks)
+    }
+
+    /// Tasks of `rows` × `columns` and the whole inner dimension.
+    fn of_whole((m, n): (usize, usize), nr: usize, blocks: Blocks, way: Way, (rows, columns): (usize, usize)) -> Self {
+        let tasks = m.div_ceil(rows) * n.div_ceil(columns);
+        Self {
             blocks,
-            phases: vec![phase],
-            task_rows,
-            task_columns,
-            packs_alone,
-            is_short,
-            phase_columns,
+            phases: vec![Phase { columns: 0..n, blocks: 0..blocks.count, packing: 0..0, computing: 0..tasks }],
+            task_rows: rows,
+            task_columns: columns,
+            way,
+            is_short: false,
+            phase_columns: n.next_multiple_of(nr),
             panel_elements: 0,
-        })
+        }
     }
 
     /// Whether the inner dimension is in several phases.
@@ -217,7 +287,7 @@ mod tests {
         let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
         for shape in [(1, 1, 1), (2048, 384, 1152), (1024, 50304, 768), (1024, 768, 50304), (7, 3000, 9000)] {
             for threads in [1, 2, 3, 7, 64] {
-                let plan = Plan::new(shape, (14, 32), 4, blocking, false, threads);
+                let plan = Plan::new(shape, (14, 32), 4, blocking, Packing::Panels, threads);
                 let mut cells = 0;
                 let mut item = 0;
                 for phase in &plan.phases {
@@ -238,7 +308,7 @@ mod tests {
     fn two_threads_get_as_many_tasks_each_unless_there_are_many() {
         let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
         for shape in [(2048, 384, 384), (2048, 1152, 384), (1152, 384, 2048), (768, 768, 1024)] {
-            let plan = Plan::new(shape, (14, 32), 4, blocking, false, 2);
+            let plan = Plan::new(shape, (14, 32), 4, blocking, Packing::Panels, 2);
             let tasks = plan.phases[0].computing.len();
             assert!(tasks.is_multiple_of(2) || tasks >= 16, "{shape:?}: {tasks}");
         }
@@ -259,8 +329,15 @@ mod tests {
             (512, 8192, 384),
         ] {
             for threads in [1, 2, 3, 7] {
-                let plan = Plan::new(shape, (14, 32), 4, blocking, shape.2 > 384, threads);
-                if !plan.packs_alone {
+                let plan = Plan::new(
+                    shape,
+                    (14, 32),
+                    4,
+                    blocking,
+                    if shape.2 > 384 { Packing::Both } else { Packing::Panels },
+                    threads,
+                );
+                if plan.way == Way::Shared {
                     let once = plan.blocks.count == 1;
                     assert!(!once || threads > 2, "{shape:?}: panels of one block are packed by those who use them");
                     continue;

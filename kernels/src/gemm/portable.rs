@@ -1,6 +1,6 @@
 //! Micro-kernel in plain Rust, which the compiler vectorizes for SSE2 or NEON.
 
-use super::kernel::{Ahead, Blocking, Kernel, Strip, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
 
@@ -41,6 +41,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
         (from, from_stride): (*const f32, usize),
         (to, to_stride): (*mut f32, usize),
         _: Ahead,
+        _: Option<Chore<E, f32>>,
     ) {
         let strip = packed(strip);
         let mut sums = [[0f32; NR]; MR];

@@ -2,6 +2,12 @@
 //!
 //! A word is what a lane of B is multiplied with: an f32, or a pair of bf16 along the inner dimension.
 
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+
+use super::kernel::{Next, Pack};
+use super::lanes::first;
+
 pub const MR: usize = 14;
 pub const NR: usize = 32;
 
@@ -27,6 +33,43 @@ macro_rules! by_rows {
     };
 }
 pub(super) use by_rows;
+
+/// [`super::kernel::Kernel::tile`] of whatever strip and chore, where `$word` makes words of `$e`.
+macro_rules! any_tile {
+    ($rows:expr, $strip:expr, $chore:expr, $e:ty, $word:ty, ($words:expr, $panel:expr, $from:expr, $to:expr, $ahead:expr)) => {{
+        let (words, panel, from, to, ahead) = ($words, $panel, $from, $to, $ahead);
+        match ($strip, $chore) {
+            (Strip::Rows(strip, row), Some(Chore::Fetch(next, rows))) => {
+                let strip = Rows(strip.cast(), row * size_of::<$e>());
+                tile::<MR, _, _>(words, strip, panel, from, to, ahead, Fetch(next, rows));
+            }
+            (Strip::Rows(strip, row), _) => {
+                let strip = Rows(strip.cast(), row * size_of::<$e>());
+                tile::<MR, _, _>(words, strip, panel, from, to, ahead, Idle);
+            }
+            (Strip::Packed(strip), Some(Chore::Pack(pack))) if $rows == MR => {
+                if pack.is_panel {
+                    let work = Packing::<$e, $word, NR>::new(pack, MR);
+                    tile::<MR, _, _>(words, Packed(strip.cast()), panel, from, to, ahead, work);
+                } else {
+                    let work = Packing::<$e, $word, MR>::new(pack, MR);
+                    tile::<MR, _, _>(words, Packed(strip.cast()), panel, from, to, ahead, work);
+                }
+            }
+            (Strip::Packed(strip), chore) => {
+                if let Some(Chore::Pack(pack)) = chore {
+                    if pack.is_panel {
+                        at_once(Packing::<$e, $word, NR>::new(pack, 1));
+                    } else {
+                        at_once(Packing::<$e, $word, MR>::new(pack, 1));
+                    }
+                }
+                by_rows!($rows, packed_tile(words, strip.cast(), panel, from, to, ahead));
+            }
+        }
+    }};
+}
+pub(super) use any_tile;
 
 /// What a strip is made of: packed words, or rows in A.
 pub trait Layout: Copy {
@@ -68,8 +111,100 @@ impl Layout for Rows {
     }
 }
 
+/// How many shares of a chore before its use memory is asked for.
+const SHARES_AHEAD: usize = 2;
+
+/// What a tile does between its shares.
+pub trait Work {
+    /// A share of it.
+    ///
+    /// # Safety
+    /// As [`super::kernel::Kernel::tile`].
+    unsafe fn share(&mut self);
+}
+
+/// Nothing.
+pub struct Idle;
+
+impl Work for Idle {
+    #[inline(always)]
+    unsafe fn share(&mut self) {}
+}
+
+/// Rows of memory asked for.
+pub struct Fetch(pub Next, pub usize);
+
+impl Work for Fetch {
+    #[inline(always)]
+    unsafe fn share(&mut self) {
+        for _ in 0..self.1 {
+            // SAFETY: fetching ahead is no access.
+            self.0.lines().into_iter().for_each(|line| unsafe { _mm_prefetch::<_MM_HINT_T0>(line) });
+        }
+    }
+}
+
+/// Sixteen words out of rows of memory of `E`.
+pub trait Word<E> {
+    /// Rows of memory that make a word.
+    const ROWS: usize;
+
+    /// Words of the rows at `from` and, where there are two, `row` elements behind it; 0 where `mask` does not select.
+    ///
+    /// # Safety
+    /// The machine has the kernel's instruction set; what `mask` selects can be read.
+    unsafe fn words(from: *const E, row: usize, mask: u16) -> __m512i;
+}
+
+/// Strips or panels of `R` words, packed in shares.
+pub struct Packing<E, W, const R: usize> {
+    from: *const E,
+    row: usize,
+    masks: [u16; 2],
+    left: usize,
+    share: usize,
+    to: *mut i32,
+    word: PhantomData<W>,
+}
+
+impl<E, W: Word<E>, const R: usize> Packing<E, W, R> {
+    pub fn new<P>(pack: Pack<E, P>, shares: usize) -> Self {
+        let Pack { from, row, width, k, to, is_panel: _ } = pack;
+        let (masks, words) = ([first(width), first(width.saturating_sub(16))], k / W::ROWS);
+        Self { from, row, masks, left: words, share: words.div_ceil(shares), to: to.cast(), word: PhantomData }
+    }
+}
+
+impl<E, W: Word<E>, const R: usize> Work for Packing<E, W, R> {
+    #[inline(always)]
+    unsafe fn share(&mut self) {
+        let now = self.share.min(self.left);
+        self.left -= now;
+        let line = 64 / size_of::<E>();
+        // SAFETY: the caller's promise; fetching ahead is no access.
+        unsafe {
+            for _ in 0..now {
+                for r in 0..W::ROWS {
+                    let ahead = self.from.wrapping_add((SHARES_AHEAD * self.share * W::ROWS + r) * self.row);
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                    if R > line {
+                        _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line).cast());
+                    }
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(R - 1).cast());
+                }
+                for (i, &mask) in self.masks.iter().enumerate().take(R.div_ceil(16)) {
+                    let words = W::words(self.from.wrapping_add(16 * i), self.row, mask);
+                    _mm512_mask_storeu_epi32(self.to.wrapping_add(16 * i), first(R - 16 * i), words);
+                }
+                self.from = self.from.wrapping_add(W::ROWS * self.row);
+                self.to = self.to.wrapping_add(R);
+            }
+        }
+    }
+}
+
 /// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `$add(sum, a, b)` multiplies and adds, each
-/// given as a vector of f32. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next.
+/// given as a vector of f32. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`.
 macro_rules! tiles {
     ($features:literal, $add:expr) => {
         #[inline(always)]
@@ -82,17 +217,24 @@ macro_rules! tiles {
             ahead: Ahead,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { tile::<ROWS, _>(words, Packed(strip), panel, from, to, ahead) }
+            unsafe { tile::<ROWS, _, _>(words, Packed(strip), panel, from, to, ahead, Idle) }
         }
 
         #[target_feature(enable = $features)]
-        unsafe fn tile<const ROWS: usize, L: Layout>(
+        unsafe fn at_once<W: Work>(mut work: W) {
+            // SAFETY: the caller's promise.
+            unsafe { work.share() }
+        }
+
+        #[target_feature(enable = $features)]
+        unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
             words: usize,
             mut strip: L,
             mut panel: *const f32,
             (from, from_stride): (*const f32, usize),
             (to, to_stride): (*mut f32, usize),
             Ahead { mut read, mut written }: Ahead,
+            mut work: W,
         ) {
             let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
             let (share, mut left) = (words / ROWS, words);
@@ -107,6 +249,7 @@ macro_rules! tiles {
                 for r in 0..ROWS {
                     read.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_T0>(line));
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
+                    work.share();
                     let now = if r + 1 < ROWS { share } else { left };
                     left -= now;
                     for _ in 0..now {
