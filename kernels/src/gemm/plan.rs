@@ -86,7 +86,7 @@ pub enum Way {
     Alone,
     /// As `Alone`, beside the products ([`super::beside`]).
     Beside,
-    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their use ([`super::stream`]).
+    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their use ([`super::ahead`]).
     Ahead { group: usize },
 }
 
@@ -186,6 +186,9 @@ impl Plan {
         let mut best = (most, None);
         for across in 1..=panels {
             let columns = panels.div_ceil(across) * nr;
+            if packing != Packing::Beside && columns > blocking.nc_alone.max(nr) {
+                continue;
+            }
             for down in 1..=strips {
                 let rows = strips.div_ceil(down) * mr;
                 let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
@@ -196,7 +199,9 @@ impl Plan {
                     (Packing::Beside, Order::ByPanels) => (rows, BESIDE_COST * panels + strips),
                     _ => (columns, panels + strips),
                 };
-                if BESIDE_COST * panels >= best.0 {
+                // More tasks down cost more, but for an operand that is no longer the one that is kept.
+                let least = if packing == Packing::Beside { BESIDE_COST * panels } else { cost };
+                if least >= best.0 {
                     break;
                 }
                 if kept > blocking.nc_alone.max(nr) || cost >= best.0 {
@@ -217,7 +222,7 @@ impl Plan {
     fn ahead((m, n): (usize, usize), (mr, nr): (usize, usize), size: usize, blocks: Blocks, threads: usize) -> Self {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
         let group = (STEP_BYTES / (nr * blocks.len * size)).clamp(1, panels);
-        let least_down = if blocks.count == 1 { 1 } else { m.div_ceil((SUMS_AHEAD / (group * nr)).max(mr)) };
+        let least_down = if blocks.count == 1 { 1 } else { strips.div_ceil((SUMS_AHEAD / (group * nr * mr)).max(1)) };
         let (mut least, mut tasks) = (f64::INFINITY, (mr, nr));
         for across in 1..=panels.min(MANY_TASKS * threads) {
             for down in least_down..=strips.min(least_down * MANY_TASKS * threads) {
@@ -311,6 +316,31 @@ mod tests {
             let plan = Plan::new(shape, (14, 32), 4, blocking, Packing::Panels, 2);
             let tasks = plan.phases[0].computing.len();
             assert!(tasks.is_multiple_of(2) || tasks >= 16, "{shape:?}: {tasks}");
+        }
+    }
+
+    #[test]
+    fn tasks_that_pack_beside_and_ahead_cover_the_product_evenly_and_keep_their_sums_in_cache() {
+        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
+        for shape in [(1152, 384, 2048), (384, 1536, 2048), (8192, 384, 512), (3072, 768, 1024), (2048, 1152, 384)] {
+            for threads in [1, 2, 3, 7] {
+                for packing in [Packing::Beside, Packing::Ahead] {
+                    let plan = Plan::new(shape, (14, 32), 4, blocking, packing, threads);
+                    let (rows, columns) = (plan.task_rows, plan.task_columns);
+                    let tasks = shape.0.div_ceil(rows) * shape.1.div_ceil(columns);
+                    assert_eq!(plan.items(), tasks, "{shape:?}");
+                    assert!(tasks.is_multiple_of(threads) || tasks >= 8 * threads, "{shape:?}: {tasks}");
+                    assert!(rows.is_multiple_of(14) && columns.is_multiple_of(32));
+                    let (kept, sums) = match plan.way {
+                        Way::Beside => (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE),
+                        Way::Ahead { group } => {
+                            (group * 32 * plan.blocks.len * 4 <= STEP_BYTES, rows * group * 32 <= SUMS_AHEAD)
+                        }
+                        way => panic!("{way:?}"),
+                    };
+                    assert!(kept && (sums || plan.blocks.count == 1), "{shape:?}, {threads} threads: {plan:?}");
+                }
+            }
         }
     }
 
