@@ -49,13 +49,21 @@ megatron=${CARGO_TARGET_DIR:-target}/release/megatron
 results=$(mktemp)
 trap 'rm -f "$results"' EXIT
 
-# Runs a command and notes its figures under KEY and WHO; a run without figures ends the script.
+failed=0
+# Runs a command and notes its figures under KEY and WHO. A run that fails is made once more (gloo aborts now and then as its processes end); without
+# figures then, too, it is missing from the table, and the script ends with an error.
 measure() {
     local key=$1 who=$2 line # key: preset|dtype|ranks × threads
     shift 2
-    line=$("$@" | grep tokens_per_second=) || { say "failed: $*"; exit 1; }
-    say "$line"
-    echo "$key|$who|$line" >> "$results"
+    for _ in 1 2; do
+        if line=$("$@" | grep tokens_per_second=); then
+            say "$line"
+            echo "$key|$who|$line" >> "$results"
+            return
+        fi
+        say "failed: $*"
+    done
+    failed=1
 }
 
 for preset in $presets; do for dtype in $dtypes; do
@@ -132,6 +140,7 @@ awk -F'|' '
             peer = ""
             for (p = 1; p <= num_peers; p++) if ((key, peers[p]) in rate)
                 if (peer == "" || median(rate[key, peers[p]]) > median(rate[key, peer])) peer = peers[p]
+            if (peer == "") continue
             for (k = 1; k <= num_here; k++) if ((key, kinds[k]) in rate) {
                 there = median(rate[key, peer]); here = median(rate[key, kinds[k]])
                 gib = median(peak[key, peer]); gib_here = median(peak[key, kinds[k]])
@@ -140,3 +149,4 @@ awk -F'|' '
             }
         }
     }' "$results"
+exit "$failed"
