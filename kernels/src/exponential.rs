@@ -44,24 +44,23 @@ mod tests {
     use super::{exp, exp2};
     use crate::float::Float;
 
-    #[test]
-    fn exp_is_within_two_ulp_of_the_exact_value() {
+    fn assert_within_two_ulp(f: fn(f32) -> f32, exact: fn(f64) -> f64, first: f32, last: f32) {
         for i in 0..2_000_000 {
-            let x = -87.33 + i as f32 * (88.72 + 87.33) / 2e6;
-            let (got, want) = (exp(x), f64::from(x).exp());
+            let x = first + i as f32 * (last - first) / 2e6;
+            let (got, want) = (f(x), exact(f64::from(x)));
             let ulp = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
-            assert!((f64::from(got) - want).abs() <= 2.0 * ulp, "exp({x}) = {got}, want {want}");
+            assert!((f64::from(got) - want).abs() <= 2.0 * ulp, "of {x}: {got}, want {want}");
         }
     }
 
     #[test]
+    fn exp_is_within_two_ulp_of_the_exact_value() {
+        assert_within_two_ulp(exp, f64::exp, -87.33, 88.72);
+    }
+
+    #[test]
     fn exp2_is_within_two_ulp_of_the_exact_value() {
-        for i in 0..2_000_000 {
-            let x = -125.99 + i as f32 * (127.99 + 125.99) / 2e6;
-            let (got, want) = (exp2(x), f64::from(x).exp2());
-            let ulp = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
-            assert!((f64::from(got) - want).abs() <= 2.0 * ulp, "2^{x} = {got}, want {want}");
-        }
+        assert_within_two_ulp(exp2, f64::exp2, -125.99, 127.99);
     }
 
     #[test]

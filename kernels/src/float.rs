@@ -372,3 +372,6 @@ macro_rules! by_float {
     };
 }
 pub(crate) use by_float;
+
+#[cfg(test)]
+mod tests;

@@ -3,7 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 
 /// A cache line, and the longest vector.
-const LINE: usize = 64;
+pub const LINE: usize = 64;
 /// Blocks from this size on begin with a cache line.
 const LARGE: usize = 4096;
 /// Blocks from this size on are kept a little further apart. Two that lie one behind the other, each a multiple of 2 MiB long and on huge

@@ -10,16 +10,15 @@ use super::driver::{Order, pack_panels};
 use super::kernel::{Chore, Kernel, Next, PIECE};
 use super::plan::Blocks;
 use crate::float::Elem;
+use crate::memory::LINE;
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
 /// Bytes of a B that is not in the caches when its product begins. Of smaller ones in 16 bits, whose pieces are half as many lines, packing ahead costs
 /// more than it saves (1 to 2% of a product of 2048 rows), since A is read once for every step.
 const FAR: usize = 4 << 20;
 
 /// Whether panels of B, of so many elements, are better packed ahead than before their task.
 pub fn pays<E: Elem<Acc = f32>, K: Kernel<E>>(b: Mat<*const E>, elements: usize) -> bool {
-    K::PACKS_BESIDE && b.2 != 1 && (size_of::<E>() == size_of::<f32>() || elements * size_of::<E>() >= FAR)
+    K::DOES_CHORES && b.2 != 1 && (size_of::<E>() == size_of::<f32>() || elements * size_of::<E>() >= FAR)
 }
 
 /// A step of a task: some panels of one block of the inner dimension.

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use super::Mat;
 use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Fetch, Idle, Layout, MR, NR, Packed, Packing, Rows, Word, Work, any_tile, by_rows, tiles};
+use super::strips::{Fetch, Idle, Layout, MR, NR, PackByShares, Packed, Rows, Word, Work, any_tile, by_rows, tiles};
 use crate::float::Elem;
 use crate::memory::rows_crowd;
 
@@ -48,7 +48,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         E::DTYPE == DType::F32 && column == 1 && !rows_crowd(4 * row)
     }
 
-    const PACKS_BESIDE: bool = true;
+    const DOES_CHORES: bool = true;
 
     unsafe fn tile(
         rows: usize,

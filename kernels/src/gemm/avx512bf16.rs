@@ -10,7 +10,7 @@ use super::Mat;
 use super::avx512;
 use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Fetch, Idle, Layout, MR, NR, Packed, Packing, Rows, Word, Work, any_tile, by_rows, tiles};
+use super::strips::{Fetch, Idle, Layout, MR, NR, PackByShares, Packed, Rows, Word, Work, any_tile, by_rows, tiles};
 use crate::float::Elem;
 use crate::memory::rows_crowd;
 
@@ -54,7 +54,7 @@ impl Kernel<bf16> for Avx512Bf16 {
         column == 1 && !rows_crowd(2 * row)
     }
 
-    const PACKS_BESIDE: bool = true;
+    const DOES_CHORES: bool = true;
 
     unsafe fn tile(
         rows: usize,

@@ -13,7 +13,7 @@ const SLOTS: usize = 2;
 
 /// Whether strips of A, and panels of B, lie side by side in rows of memory, and the kernel packs such beside its products.
 pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(a: Mat<*const E>, b: Mat<*const E>, k: usize) -> bool {
-    K::PACKS_BESIDE && a.1 == 1 && a.2 != 1 && b.2 == 1 && k.is_multiple_of(K::KQ)
+    K::DOES_CHORES && a.1 == 1 && a.2 != 1 && b.2 == 1 && k.is_multiple_of(K::KQ)
 }
 
 /// In which order a task of so many rows and columns takes its tiles: the shorter operand is packed whole, and kept, while the first strip, or panel,

@@ -10,9 +10,8 @@ use super::kernel::{Ahead, Kernel, Next, PIECE, Strip};
 use super::plan::TOGETHER;
 use super::{Mat, Start};
 use crate::float::Elem;
+use crate::memory::LINE;
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
 /// How many tiles ahead of its use the memory of sums is fetched.
 const TILES_AHEAD: usize = 2;
 
@@ -104,10 +103,10 @@ pub struct Strips<E, P> {
 }
 
 impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
-    /// Packs what `K` does not read in `a` itself.
+    /// Packs what `K` does not read in `a` itself: nothing but rows that make no whole strip, or all.
     ///
     /// # Safety
-    /// As [`Kernel::pack_a`], for all strips.
+    /// As [`Kernel::pack_a`], for those strips.
     pub unsafe fn prepare<K: Kernel<E, Packed = P>>(
         a: Mat<*const E>,
         rows: usize,
@@ -116,27 +115,10 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
         following: *const E,
     ) -> Self {
         let in_place = k.is_multiple_of(K::KQ) && K::reads_rows(a);
-        let whole = if in_place { rows / K::MR * K::MR } else { 0 };
+        let (whole, slots) = if in_place { (rows / K::MR * K::MR, 1) } else { (0, usize::MAX) };
         // SAFETY: the caller's promise.
-        unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, to.wrapping_add(whole * k)) };
-        Self { rows: in_place.then_some((a.0, a.1)), packed: to, slots: usize::MAX, following }
-    }
-
-    /// As [`Self::prepare`], of an A that `K` reads in place but for rows that make no whole strip, which are packed into `edge`.
-    ///
-    /// # Safety
-    /// As [`Kernel::pack_a`], for one strip.
-    pub unsafe fn prepare_edge<K: Kernel<E, Packed = P>>(
-        a: Mat<*const E>,
-        rows: usize,
-        k: usize,
-        edge: *mut P,
-        following: *const E,
-    ) -> Self {
-        let whole = rows / K::MR * K::MR;
-        // SAFETY: the caller's promise.
-        unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, edge) };
-        Self { rows: Some((a.0, a.1)), packed: edge, slots: 1, following }
+        unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, to) };
+        Self { rows: in_place.then_some((a.0, a.1)), packed: to, slots, following }
     }
 
     /// Strips that are packed elsewhere.

@@ -1,4 +1,5 @@
 //! What an instruction set brings: a micro-kernel, and the panels it reads.
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only micro-kernels of x86-64 ask for memory, or do chores
 
 use super::Mat;
 use crate::float::Elem;
@@ -38,7 +39,6 @@ pub enum Strip<E, P> {
 
 /// Memory that will be needed soon, so that a kernel can have it fetched while it computes.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // no kernel fetches elsewhere
 pub struct Ahead {
     /// Where sums will be written.
     pub written: Next,
@@ -46,9 +46,8 @@ pub struct Ahead {
     pub read: Next,
 }
 
-/// What [`Kernel::tile`] does while it computes, where [`Kernel::PACKS_BESIDE`].
+/// What [`Kernel::tile`] does while it computes, where [`Kernel::DOES_CHORES`].
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub enum Chore<E, P> {
     Pack(Pack<E, P>),
     /// Asks for memory that will be packed, so many rows in each of MR shares of the tile; for strips that are not packed.
@@ -57,7 +56,6 @@ pub enum Chore<E, P> {
 
 /// Packing of rows of A, or columns of B, that lie side by side in rows of memory; for packed strips.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub struct Pack<E, P> {
     /// The first element.
     pub from: *const E,
@@ -74,7 +72,6 @@ pub struct Pack<E, P> {
 
 /// MR rows of at most two lines. Only addresses; need not be memory at all.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub struct Next {
     pub at: *const u8,
     /// Distance of the rows in bytes.
@@ -159,7 +156,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     }
 
     /// Whether [`Kernel::tile`] does chores.
-    const PACKS_BESIDE: bool = false;
+    const DOES_CHORES: bool = false;
 
     /// `to [rows, NR] = strip · panel`, plus `from` (with a row stride, which may be 0) unless that is null. `k` is a multiple of
     /// KQ. Rows from `rows` to MR are written too unless [`Kernel::leaves_other_rows`].

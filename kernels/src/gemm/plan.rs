@@ -128,10 +128,7 @@ impl Plan {
         let rows_per_task = (1..=strips)
             .skip(m.div_ceil(blocking.mc.max(mr)).max(1) - 1)
             .map(|tasks| strips.div_ceil(tasks))
-            .find(|&each| {
-                let tasks = strips.div_ceil(each) * tasks_across;
-                tasks.is_multiple_of(threads) || tasks >= MANY_TASKS * threads
-            });
+            .find(|&each| is_even(strips.div_ceil(each) * tasks_across, threads));
         let task_rows = mr * rows_per_task.unwrap_or(1);
 
         let once = blocks.count == 1 && blocking.panels_alone;
@@ -207,9 +204,7 @@ impl Plan {
                 if kept > blocking.nc_alone.max(nr) || cost >= best.0 {
                     continue;
                 }
-                let tasks = down * across;
-                let is_even = tasks.is_multiple_of(threads) || tasks >= MANY_TASKS * threads;
-                if is_even && (blocks.count == 1 || rows * columns <= sums) {
+                if is_even(down * across, threads) && (blocks.count == 1 || rows * columns <= sums) {
                     best = (cost, Some((rows, columns)));
                 }
             }
@@ -228,9 +223,8 @@ impl Plan {
             for down in least_down..=strips.min(least_down * MANY_TASKS * threads) {
                 let (rows, columns) = (strips.div_ceil(down) * mr, panels.div_ceil(across) * nr);
                 let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
-                let is_even = (down * across).is_multiple_of(threads) || down * across >= MANY_TASKS * threads;
                 let cost = BESIDE_COST * (n * down) as f64 + READ_COST * (m * across) as f64;
-                if is_even && cost < least {
+                if is_even(down * across, threads) && cost < least {
                     (least, tasks) = (cost, (rows, columns));
                 }
             }
@@ -261,6 +255,11 @@ impl Plan {
     pub fn items(&self) -> usize {
         self.phases.last().map_or(0, |phase| phase.computing.end)
     }
+}
+
+/// Whether all threads get as many tasks, or so many that it does not matter.
+fn is_even(tasks: usize, threads: usize) -> bool {
+    tasks.is_multiple_of(threads) || tasks >= MANY_TASKS * threads
 }
 
 /// The size of equal parts of `n`, of at most `most` each, that are multiples of `unit`.

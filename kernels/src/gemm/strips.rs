@@ -7,6 +7,7 @@ use std::marker::PhantomData;
 
 use super::kernel::{Next, Pack};
 use super::lanes::first;
+use crate::memory::LINE;
 
 pub const MR: usize = 14;
 pub const NR: usize = 32;
@@ -49,19 +50,19 @@ macro_rules! any_tile {
             }
             (Strip::Packed(strip), Some(Chore::Pack(pack))) if $rows == MR => {
                 if pack.is_panel {
-                    let work = Packing::<$e, $word, NR>::new(pack, MR);
+                    let work = PackByShares::<$e, $word, NR>::new(pack, MR);
                     tile::<MR, _, _>(words, Packed(strip.cast()), panel, from, to, ahead, work);
                 } else {
-                    let work = Packing::<$e, $word, MR>::new(pack, MR);
+                    let work = PackByShares::<$e, $word, MR>::new(pack, MR);
                     tile::<MR, _, _>(words, Packed(strip.cast()), panel, from, to, ahead, work);
                 }
             }
             (Strip::Packed(strip), chore) => {
                 if let Some(Chore::Pack(pack)) = chore {
                     if pack.is_panel {
-                        at_once(Packing::<$e, $word, NR>::new(pack, 1));
+                        at_once(PackByShares::<$e, $word, NR>::new(pack, 1));
                     } else {
-                        at_once(Packing::<$e, $word, MR>::new(pack, 1));
+                        at_once(PackByShares::<$e, $word, MR>::new(pack, 1));
                     }
                 }
                 by_rows!($rows, packed_tile(words, strip.cast(), panel, from, to, ahead));
@@ -157,7 +158,7 @@ pub trait Word<E> {
 }
 
 /// Strips or panels of `R` words, packed in shares.
-pub struct Packing<E, W, const R: usize> {
+pub struct PackByShares<E, W, const R: usize> {
     from: *const E,
     row: usize,
     masks: [u16; 2],
@@ -167,7 +168,7 @@ pub struct Packing<E, W, const R: usize> {
     word: PhantomData<W>,
 }
 
-impl<E, W: Word<E>, const R: usize> Packing<E, W, R> {
+impl<E, W: Word<E>, const R: usize> PackByShares<E, W, R> {
     pub fn new<P>(pack: Pack<E, P>, shares: usize) -> Self {
         let Pack { from, row, width, k, to, is_panel: _ } = pack;
         let (masks, words) = ([first(width), first(width.saturating_sub(16))], k / W::ROWS);
@@ -175,12 +176,12 @@ impl<E, W: Word<E>, const R: usize> Packing<E, W, R> {
     }
 }
 
-impl<E, W: Word<E>, const R: usize> Work for Packing<E, W, R> {
+impl<E, W: Word<E>, const R: usize> Work for PackByShares<E, W, R> {
     #[inline(always)]
     unsafe fn share(&mut self) {
         let now = self.share.min(self.left);
         self.left -= now;
-        let line = 64 / size_of::<E>();
+        let line = LINE / size_of::<E>();
         // SAFETY: the caller's promise; fetching ahead is no access.
         unsafe {
             for _ in 0..now {

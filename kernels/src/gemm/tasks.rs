@@ -19,15 +19,15 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         unsafe {
             match self.plan.way {
                 Way::Shared => self.compute_packed(phase, part, own),
-                Way::Alone => self.pack_and_compute(phase, part, own),
-                Way::Beside => self.pack_beside(phase, part, own),
-                Way::Ahead { group } => self.pack_ahead(phase, part, group, own),
+                Way::Alone => self.block_by_block(phase, part, false, own),
+                Way::Beside => self.block_by_block(phase, part, true, own),
+                Way::Ahead { group } => self.step_by_step(phase, part, group, own),
             }
         }
     }
 
-    /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there.
-    unsafe fn pack_and_compute(&self, phase: &Phase, mut part: Part, own: &mut Own) {
+    /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there, before the products or beside them.
+    unsafe fn block_by_block(&self, phase: &Phase, mut part: Part, packs_beside: bool, own: &mut Own) {
         let blocks = self.plan.blocks;
         let (columns, _) = self.columns_of(phase, part.task);
         let panels_across = columns.len().div_ceil(K::NR);
@@ -35,17 +35,29 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let kept = if blocks.count == 1 { 0 } else { panels_across };
         let room = part.rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR;
         let sums = part.sums.unwrap_or_else(|| own.sums.room(room));
-        let panels = own.panels.room(panels_across * K::NR * blocks.len);
-        let together = K::BLOCKING.mc.next_multiple_of(K::MR).min(part.rows.len().next_multiple_of(K::MR));
-        let strips = own.strips.room(together * blocks.len);
+        let some_rows = K::BLOCKING.mc.next_multiple_of(K::MR);
+        let order = beside::order(part.rows.len(), columns.len());
+        let [strips, panels] = if packs_beside {
+            beside::room::<E, K>(part.rows.len(), columns.len(), blocks.len)
+        } else {
+            let rows = some_rows.min(part.rows.len().next_multiple_of(K::MR));
+            [rows * blocks.len, panels_across * K::NR * blocks.len]
+        };
+        let (strips, panels) = (own.strips.room(strips), own.panels.room(panels));
         for block in part.block..blocks.count {
             self.halve(&mut part, block, sums, kept);
             let inner = blocks.range(block);
             let k = inner.len().next_multiple_of(K::KQ);
-            // SAFETY: the caller's promise.
-            unsafe { pack_panels::<E, K>(self.b.at(inner.start, columns.start), columns.len(), inner.len(), panels) };
+            let b = self.b.at(inner.start, columns.start);
+            if !packs_beside {
+                // SAFETY: the caller's promise.
+                unsafe { pack_panels::<E, K>(b, columns.len(), inner.len(), panels) };
+            }
             let (begin, is_last) = (part.rows.start, block + 1 == blocks.count);
             let sums_of = |row: usize| sums.wrapping_add((row - begin) * kept * K::NR);
+            // Once no other block follows, some rows at a time, so that some can be given away; before that only as many as are packed at once.
+            let all_at_once = packs_beside && (!is_last || order == Order::ByPanels);
+            let together = if all_at_once { part.rows.len() } else { some_rows };
             let mut first = begin;
             while first < part.rows.end {
                 if is_last && first > begin {
@@ -56,61 +68,20 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                 let some = first..(first + together).min(part.rows.end);
                 let a = self.a.at(first, inner.start);
                 let region = Region { rows: some.clone(), columns: columns.clone(), k, is_first: block == 0, is_last };
-                let following = self.a.at(some.end, inner.start);
+                let sums = Sums { at: sums_of(first), panels: kept };
                 // SAFETY: the caller's promise.
                 unsafe {
-                    let strips = Strips::prepare::<K>(a, some.len(), inner.len(), strips, following.0);
-                    let sums = Sums { at: sums_of(first), panels: kept };
-                    let panels = Panels::whole(panels, K::NR * k);
-                    compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut Nothing);
-                }
-                first = some.end;
-            }
-        }
-    }
-
-    /// As [`Self::pack_and_compute`], of operands that are packed beside the products.
-    unsafe fn pack_beside(&self, phase: &Phase, mut part: Part, own: &mut Own) {
-        let blocks = self.plan.blocks;
-        let (columns, _) = self.columns_of(phase, part.task);
-        // One tile's place, or a place for every tile.
-        let kept = if blocks.count == 1 { 0 } else { columns.len().div_ceil(K::NR) };
-        let room = part.rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR;
-        let sums = part.sums.unwrap_or_else(|| own.sums.room(room));
-        let order = beside::order(part.rows.len(), columns.len());
-        let [strips, panels] = beside::room::<E, K>(part.rows.len(), columns.len(), blocks.len);
-        let packed = (own.strips.room(strips), own.panels.room(panels));
-        for block in part.block..blocks.count {
-            self.halve(&mut part, block, sums, kept);
-            let inner = blocks.range(block);
-            let (begin, is_last) = (part.rows.start, block + 1 == blocks.count);
-            let sums_of = |row: usize| sums.wrapping_add((row - begin) * kept * K::NR);
-            // Once no other block follows, rows are taken some at a time, so that some can be given away.
-            let together =
-                if is_last && order == Order::ByStrips { K::BLOCKING.mc.next_multiple_of(K::MR) } else { usize::MAX };
-            let mut first = begin;
-            while first < part.rows.end {
-                if first > begin {
-                    let mut rest = Part { task: part.task, rows: first..part.rows.end, block, sums: None };
-                    self.halve(&mut rest, block, sums_of(first), kept);
-                    part.rows.end = rest.rows.end;
-                }
-                let some = first..first.saturating_add(together).min(part.rows.end);
-                let region = Region {
-                    rows: some.clone(),
-                    columns: columns.clone(),
-                    k: inner.len(),
-                    is_first: block == 0,
-                    is_last,
-                };
-                let a = (self.a.at(first, inner.start), some.len());
-                let b = (self.b.at(inner.start, columns.start), columns.len());
-                let mut beside = Both::new::<K>(a, b, inner.len(), packed, order, first > begin);
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let (strips, panels) = beside.begin::<K>();
-                    let sums = Sums { at: sums_of(first), panels: kept };
-                    compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut beside);
+                    if packs_beside {
+                        let (a, b, to) = ((a, some.len()), (b, columns.len()), (strips, panels));
+                        let mut both = Both::new::<K>(a, b, k, to, order, first > begin);
+                        let (strips, panels) = both.begin::<K>();
+                        compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut both);
+                    } else {
+                        let following = self.a.at(some.end, inner.start);
+                        let strips = Strips::prepare::<K>(a, some.len(), inner.len(), strips, following.0);
+                        let panels = Panels::whole(panels, K::NR * k);
+                        compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut Nothing);
+                    }
                 }
                 first = some.end;
             }
@@ -118,7 +89,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     }
 
     /// Step by step: panels of the next step are packed while those of the present one are used.
-    unsafe fn pack_ahead(&self, phase: &Phase, mut part: Part, group: usize, own: &mut Own) {
+    unsafe fn step_by_step(&self, phase: &Phase, mut part: Part, group: usize, own: &mut Own) {
         let blocks = self.plan.blocks;
         let (columns, _) = self.columns_of(phase, part.task);
         let steps = ahead::steps(&columns, K::NR, group, blocks);
@@ -127,6 +98,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let sums = part.sums.unwrap_or_else(|| own.sums.room(room));
         let step_room = group * K::NR * blocks.len;
         let panels = own.panels.room::<K::Packed>(2 * step_room);
+        // A is read in place, but for rows that make no whole strip.
         let edge = own.strips.room(K::MR * blocks.len);
         let coming = |i: usize, tiles: usize| {
             let step = steps.get(i)?;
@@ -160,7 +132,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             let sums = Sums { at: sums, panels: kept };
             // SAFETY: the caller's promise.
             unsafe {
-                let strips = Strips::prepare_edge::<K>(a, part.rows.len(), inner.len(), edge, following.0);
+                let strips = Strips::prepare::<K>(a, part.rows.len(), inner.len(), edge, following.0);
                 match next {
                     Some(mut next) => {
                         compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut next);

@@ -186,6 +186,59 @@ fn f16_is_exact_but_for_rounding_and_leaves_gaps_alone() {
     check::<f16, f32>();
 }
 
+/// Chores beside tiles of any number of rows, of whole strips and panels and of the last, narrower ones.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn chores_pack_as_packing_alone_does() {
+    use super::driver::{pack_panels, pack_strips};
+    use super::kernel::{Ahead, Chore, Kernel, Next, Pack, Strip};
+
+    fn check<E: Elem<Acc = f32>, K: Kernel<E>>()
+    where
+        K::Packed: Elem,
+    {
+        let k = 86; // not a multiple of a tile's shares
+        let zeros = vec![K::Packed::store(Float::of(0.0)); K::MR.max(K::NR) * k];
+        let mut sums = vec![0f32; K::MR * K::NR];
+        for (is_panel, unit) in [(false, K::MR), (true, K::NR)] {
+            for width in [1, unit / 2 + 2, unit] {
+                let row = width + 3;
+                let from = numbers::<E>(k * row, 5);
+                let mut want = zeros.clone();
+                // SAFETY: the memory has the sizes that are named.
+                unsafe {
+                    if is_panel {
+                        pack_panels::<E, K>(Mat(from.as_ptr(), row, 1), width, k, want.as_mut_ptr());
+                    } else {
+                        pack_strips::<E, K>(Mat(from.as_ptr(), 1, row), width, k, want.as_mut_ptr());
+                    }
+                }
+                for rows in 1..=K::MR {
+                    let mut got = zeros.clone();
+                    let pack = Pack { from: from.as_ptr(), row, width, k, to: got.as_mut_ptr(), is_panel };
+                    let nothing = Next::nothing(std::ptr::null());
+                    // SAFETY: strips and panels have so many zeros, and sums MR rows of NR.
+                    unsafe {
+                        let (from, to) = ((std::ptr::null(), 0), (sums.as_mut_ptr(), K::NR));
+                        let ahead = Ahead { written: nothing, read: nothing };
+                        let strip = Strip::Packed(zeros.as_ptr());
+                        K::tile(rows, k, strip, zeros.as_ptr(), from, to, ahead, Some(Chore::Pack(pack)));
+                    }
+                    let same = got.iter().zip(&want).all(|(got, want)| got.load().f64() == want.load().f64());
+                    assert!(same, "{:?}, panel {is_panel}, {width} wide, beside {rows} rows", E::DTYPE);
+                }
+            }
+        }
+    }
+    if Isa::supported() >= Isa::Avx512 {
+        check::<f32, super::avx512::Avx512>();
+        check::<f16, super::avx512::Avx512>();
+    }
+    if Isa::supported() >= Isa::Avx512Bf16 {
+        check::<bf16, super::avx512bf16::Avx512Bf16>();
+    }
+}
+
 /// A copy of `values` behind which lies memory that must not be read.
 #[cfg(target_os = "linux")]
 fn guarded<E: Elem>(values: &[E]) -> &'static [E] {
