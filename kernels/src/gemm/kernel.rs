@@ -18,8 +18,8 @@ pub struct Blocking {
     pub nc: usize,
     /// As `nc`, of tasks whose thread packs its panels by itself.
     pub nc_alone: usize,
-    /// Whether panels are packed by tasks themselves, too, where one block is the whole inner dimension, so that a panel is in the caches of
-    /// the thread that uses it.
+    /// Whether panels are packed by tasks themselves, too, where one block is the whole inner dimension or A is read in place, so that a panel is in
+    /// the caches of the thread that uses it.
     pub panels_alone: bool,
     /// Bytes of B that stay in L2 while strips go by: a task may have more than nc columns if those of the whole inner dimension
     /// take no more.
