@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn steps_cover_columns_and_blocks_once_and_begin_with_one_panel() {
         for (n, k, group) in [(1, 1, 1), (32, 400, 4), (33, 400, 4), (1152, 384, 4), (8192, 384, 6), (390, 3000, 5)] {
-            let (columns, blocks) = (7..7 + n, Blocks::new(k, 384));
+            let (columns, blocks) = (7..7 + n, Blocks::new(k, 384, 384));
             let steps = steps(&columns, 32, group, blocks);
             assert_eq!(steps[0].columns, 7..7 + n.min(32));
             let (mut next, mut cells) = (7, 0);

@@ -30,8 +30,16 @@ impl Kernel<bf16> for Amx {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = STEP;
-    const BLOCKING: Blocking =
-        Blocking { kc: 384, mc: 256, nc: 512, nc_alone: 512, panels_alone: false, whole: 5 << 18, alone: 16 << 20 };
+    const BLOCKING: Blocking = Blocking {
+        kc: 384,
+        once: 384,
+        mc: 256,
+        nc: 512,
+        nc_alone: 512,
+        panels_alone: false,
+        whole: 5 << 18,
+        alone: 16 << 20,
+    };
 
     unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         // SAFETY: the caller's promise.

@@ -22,7 +22,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
     const NR: usize = NR;
     const KQ: usize = 1;
     const BLOCKING: Blocking =
-        Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 4 << 20 };
+        Blocking { kc: 768, once: 1024, mc: 252, nc: 256, nc_alone: 384, panels_alone: true, whole: 0, alone: 4 << 20 };
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.

@@ -12,6 +12,9 @@ pub const PIECE: usize = 32;
 pub struct Blocking {
     /// Inner dimension of a block, a multiple of [`PIECE`].
     pub kc: usize,
+    /// The longest inner dimension, a multiple of [`PIECE`] and at least `kc`, that is one block: then no sums are put aside, which pays for operands that are a
+    /// little too large for their caches.
+    pub once: usize,
     /// Most rows of a task: its A (mc × kc) is to stay in L2.
     pub mc: usize,
     /// Most columns of a task: its B (kc × nc) is to stay in L2.

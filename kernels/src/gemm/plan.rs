@@ -34,7 +34,7 @@ const SUMS_IN_PLACE: usize = 128 << 10;
 /// Tasks per thread from which on it does not matter whether all threads get as many.
 const MANY_TASKS: usize = 8;
 
-/// The inner dimension of length `k` in blocks of equal length, the last one shorter. Depends on nothing but `k` and `kc`, since
+/// The inner dimension of length `k` in blocks of equal length, the last one shorter. Depends on nothing but `k` and the kernel's blocking, since
 /// it decides the order of summation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Blocks {
@@ -44,8 +44,10 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    pub fn new(k: usize, kc: usize) -> Self {
-        let len = k.div_ceil(k.div_ceil(kc).max(1)).next_multiple_of(PIECE).max(PIECE);
+    /// Blocks of at most `kc`, or one of at most `once`.
+    pub fn new(k: usize, kc: usize, once: usize) -> Self {
+        let count = if k <= once { 1 } else { k.div_ceil(kc) };
+        let len = k.div_ceil(count).next_multiple_of(PIECE).max(PIECE);
         Self { k, len, count: k.div_ceil(len).max(1) }
     }
 
@@ -118,7 +120,7 @@ impl Plan {
         packing: Packing,
         threads: usize,
     ) -> Self {
-        let blocks = Blocks::new(k, blocking.kc);
+        let blocks = Blocks::new(k, blocking.kc, blocking.once);
         let budget = PANEL_BYTES / size;
         let columns = equal_parts(n, nr, (budget / (blocks.count * blocks.len)).max(PHASE_COLUMNS));
         let together = equal_parts(blocks.count, 1, (budget / (columns * blocks.len)).max(1));
@@ -279,8 +281,8 @@ mod tests {
     #[test]
     fn blocks_cover_the_inner_dimension_and_none_is_longer_than_asked() {
         for k in 0..3000 {
-            let blocks = Blocks::new(k, 512);
-            assert!(blocks.len <= 512 && blocks.len.is_multiple_of(PIECE));
+            let blocks = Blocks::new(k, 512, 704);
+            assert!(blocks.len.is_multiple_of(PIECE) && if k <= 704 { blocks.count == 1 } else { blocks.len <= 512 });
             let mut next = 0;
             for block in 0..blocks.count {
                 let range = blocks.range(block);
@@ -293,7 +295,8 @@ mod tests {
 
     #[test]
     fn phases_cover_all_columns_and_blocks_and_keep_to_the_panels_memory() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
+        let blocking =
+            Blocking { kc: 384, once: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
         for shape in [(1, 1, 1), (2048, 384, 1152), (1024, 50304, 768), (1024, 768, 50304), (7, 3000, 9000)] {
             for threads in [1, 2, 3, 7, 64] {
                 let plan = Plan::new(shape, (14, 32), 4, blocking, Packing::Panels, threads);
@@ -315,7 +318,8 @@ mod tests {
 
     #[test]
     fn two_threads_get_as_many_tasks_each_unless_there_are_many() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
+        let blocking =
+            Blocking { kc: 384, once: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
         for shape in [(2048, 384, 384), (2048, 1152, 384), (1152, 384, 2048), (768, 768, 1024)] {
             let plan = Plan::new(shape, (14, 32), 4, blocking, Packing::Panels, 2);
             let tasks = plan.phases[0].computing.len();
@@ -325,7 +329,8 @@ mod tests {
 
     #[test]
     fn tasks_that_pack_beside_and_ahead_cover_the_product_evenly_and_keep_their_sums_in_cache() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
+        let blocking =
+            Blocking { kc: 384, once: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
         for shape in [(1152, 384, 2048), (384, 1536, 2048), (8192, 384, 512), (3072, 768, 1024), (2048, 1152, 384)] {
             for threads in [1, 2, 3, 7] {
                 for packing in [Packing::Beside, Packing::Ahead] {
@@ -350,7 +355,8 @@ mod tests {
 
     #[test]
     fn long_inner_dimensions_beside_few_columns_are_cut_so_that_no_panel_is_packed_twice() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
+        let blocking =
+            Blocking { kc: 384, once: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
         let plan = |shape| Plan::new(shape, (14, 32), 4, blocking, Packing::Panels, 2);
         let logits = plan((512, 384, 8192));
         assert_eq!((logits.way, logits.items()), (Way::Alone, 2));
@@ -361,7 +367,8 @@ mod tests {
 
     #[test]
     fn tasks_that_pack_alone_cover_the_product_evenly_and_keep_their_sums_in_cache() {
-        let blocking = Blocking { kc: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
+        let blocking =
+            Blocking { kc: 384, once: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 0 };
         let mut alone = 0;
         for shape in [
             (1152, 384, 2048),

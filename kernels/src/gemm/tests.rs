@@ -263,7 +263,7 @@ fn guarded<E: Elem>(values: &[E]) -> &'static [E] {
 #[test]
 fn nothing_behind_an_operand_is_read() {
     fn read<E: Elem<Acc = f32>>() {
-        for (m, n, k) in [(47, 37, 70), (37, 70, 450), (19, 45, 1000), (3, 5, 33)] {
+        for (m, n, k) in [(47, 37, 70), (37, 70, 450), (19, 45, 1100), (3, 5, 33)] {
             let (a, b) = (guarded(&numbers::<E>(m * k, 1)), guarded(&numbers::<E>(k * n, 2)));
             for isa in available() {
                 for (lie_a, lie_b) in [(Lie::Rows, Lie::Rows), (Lie::Rows, Lie::Columns), (Lie::Columns, Lie::Rows)] {
@@ -283,7 +283,7 @@ fn nothing_behind_an_operand_is_read() {
 /// In 16 bits panels are packed ahead of B's that are larger than caches only.
 #[test]
 fn large_panels_packed_ahead_are_exact_but_for_rounding() {
-    let shape = (33, 4100, 600);
+    let shape = (33, 4100, 1100);
     let example = Example::<bf16, f32>::new(shape, ([Lie::Rows, Lie::Columns, Lie::Rows], "old", 1.0));
     let want = example.exact();
     for isa in available() {
@@ -298,7 +298,7 @@ fn large_panels_packed_ahead_are_exact_but_for_rounding() {
 fn any_number_of_threads_gives_the_same_bits() {
     let lies = [Lie::Rows, Lie::Columns, Lie::Rows];
     for isa in available() {
-        for shape in [(300, 700, 800), (1000, 130, 100), (64, 1500, 3000)] {
+        for shape in [(300, 700, 1100), (1000, 130, 100), (64, 1500, 3000)] {
             let example = Example::<bf16, f32>::new(shape, (lies, "old", 1.0));
             let alone = example.by(isa, Parallelism::None);
             for threads in [2, 3, 7] {
@@ -321,7 +321,7 @@ fn rows_given_to_threads_that_wait_have_the_same_bits() {
             ((1500, 130, 1536), [columns, rows, rows]),
             ((1500, 130, 1300), [columns, rows, rows]),
             ((130, 1500, 1300), [columns, rows, rows]),
-            ((1500, 3000, 800), [rows, columns, rows]),
+            ((1500, 3000, 1100), [rows, columns, rows]),
             ((700, 3000, 2500), [rows, rows, rows]),
             ((1000, 260, 777), [columns, columns, columns]),
         ] {
@@ -342,9 +342,9 @@ fn rows_given_to_threads_that_wait_have_the_same_bits() {
 
 #[test]
 fn an_element_is_the_same_however_rows_and_columns_are_cut() {
-    // With 960, and rows that begin with a cache line, AMX reads A where it lies.
+    // With 1216, and rows that begin with a cache line, AMX reads A where it lies.
     let (m, n) = (67, 150);
-    for (isa, k) in available().flat_map(|isa| [(isa, 900), (isa, 960)]) {
+    for (isa, k) in available().flat_map(|isa| [(isa, 1200), (isa, 1216)]) {
         let (a, b) = (numbers::<bf16>(m * k, 1), numbers::<bf16>(k * n, 2));
         let part = |rows: std::ops::Range<usize>, columns: std::ops::Range<usize>| {
             let mut c = vec![0f32; rows.len() * columns.len()];
