@@ -19,7 +19,7 @@ pub struct Blocking {
     pub mc: usize,
     /// Most columns of a task: its B (kc × nc) is to stay in L2.
     pub nc: usize,
-    /// As `nc`, of tasks whose thread packs its panels by itself.
+    /// As `nc`, of tasks whose thread packs its panels by itself; half as much again as L2 holds did no harm where kernels have what they need next fetched.
     pub nc_alone: usize,
     /// Whether panels are packed by tasks themselves, too, where one block is the whole inner dimension or A is read in place, so that a panel is in
     /// the caches of the thread that uses it.
