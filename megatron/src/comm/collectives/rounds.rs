@@ -4,6 +4,9 @@
 
 use std::sync::MutexGuard;
 
+use candle_core::Tensor;
+use kernels::host::with_bytes;
+
 use crate::Result;
 use crate::comm::group::{Core, width};
 use crate::comm::inbox::lock;
@@ -88,6 +91,18 @@ impl<'a> Rounds<'a> {
         self.wait_for_room()?;
         f(self.windows.slot(len))?;
         self.post(len);
+        Ok(())
+    }
+
+    /// As [`Rounds::fill`], from the bytes of `t`. The block is posted before the storage is let go, which would wait until what was written
+    /// has left the core.
+    pub fn fill_from(&mut self, t: &Tensor, len: usize, f: impl FnOnce(&[u8], &mut [u8])) -> Result<()> {
+        self.wait_for_room()?;
+        with_bytes(t, "send", |all| {
+            f(all, self.windows.slot(len));
+            self.post(len);
+            Ok(())
+        })?;
         Ok(())
     }
 

@@ -5,10 +5,11 @@
 //! memory, [`direct`] does the large ones.
 //! A tensor's storage is locked only while a block is copied or combined, never while waiting for a peer.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use candle_core::Tensor;
-use kernels::host::{with_bytes, with_bytes_mut};
+use kernels::host::with_bytes_mut;
 
 use super::rounds::Rounds;
 use super::{direct, pieces, slice};
@@ -40,26 +41,16 @@ fn pipelined<'a>(
 
 /// Fills the next block with `piece` of `t`.
 fn fill_from(rounds: &mut Rounds, t: &Tensor, piece: Range<usize>) -> Result<()> {
-    rounds.fill(piece.len(), |slot| {
-        with_bytes(t, "send", |all| {
-            slot.copy_from_slice(&all[piece]);
-            Ok(())
-        })?;
-        Ok(())
-    })
+    rounds.fill_from(t, piece.len(), |all, slot| slot.copy_from_slice(&all[piece]))
 }
 
 /// Fills the next block with the same `piece` of each rank's part of `t`.
 fn fill_parts(rounds: &mut Rounds, t: &Tensor, part: usize, piece: Range<usize>) -> Result<()> {
     let (n, len) = (rounds.core.size(), piece.len());
-    rounds.fill(n * len, |slot| {
-        with_bytes(t, "send", |all| {
-            for rank in 0..n {
-                slot[rank * len..(rank + 1) * len].copy_from_slice(&all[rank * part..(rank + 1) * part][piece.clone()]);
-            }
-            Ok(())
-        })?;
-        Ok(())
+    rounds.fill_from(t, n * len, |all, slot| {
+        for rank in 0..n {
+            slot[rank * len..(rank + 1) * len].copy_from_slice(&all[rank * part..(rank + 1) * part][piece.clone()]);
+        }
     })
 }
 
@@ -115,15 +106,10 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
     };
     // All but this rank's own slice, which nobody else reads.
     let fill = |rounds: &mut Rounds, piece: &Range<usize>| {
-        rounds.fill(piece.len(), |slot| {
-            let own = slice(piece.len(), width, me, n);
-            with_bytes(t, "send", |all| {
-                let mine = &all[piece.clone()];
-                slot[..own.start].copy_from_slice(&mine[..own.start]);
-                slot[own.end..].copy_from_slice(&mine[own.end..]);
-                Ok(())
-            })?;
-            Ok(())
+        rounds.fill_from(t, piece.len(), |all, slot| {
+            let (own, mine) = (slice(piece.len(), width, me, n), &all[piece.clone()]);
+            slot[..own.start].copy_from_slice(&mine[..own.start]);
+            slot[own.end..].copy_from_slice(&mine[own.end..]);
         })
     };
     fill(&mut rounds, &pieces[0])?;
@@ -151,15 +137,21 @@ pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
         return Ok(());
     }
     let (me, len) = (rounds.core.rank, rounds.bytes());
-    let from = with_bytes(input, "send", |all| Ok(all.as_ptr().addr()))?;
+    // Where the input is, as soon as a block of it is filled.
+    let from = Cell::new(0);
     pipelined(
         rounds,
         pieces(len, BLOCK),
-        |rounds, piece| fill_from(rounds, input, piece),
+        |rounds, piece| {
+            rounds.fill_from(input, piece.len(), |all, slot| {
+                from.set(all.as_ptr().addr());
+                slot.copy_from_slice(&all[piece]);
+            })
+        },
         |rounds, piece| {
             rounds.read(|blocks| {
                 with_bytes_mut(output, "receive", |all| {
-                    let in_place = all.as_ptr().addr() + me * len == from;
+                    let in_place = all.as_ptr().addr() + me * len == from.get();
                     for (peer, block) in blocks.iter().enumerate().filter(|(peer, _)| !in_place || *peer != me) {
                         all[peer * len..][piece.clone()].copy_from_slice(block);
                     }

@@ -7,7 +7,7 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::PAGE;
 use super::arena::{Arena, Memory, Shared};
@@ -21,10 +21,10 @@ pub const BLOCK: usize = 512 << 10;
 pub const SLOTS: u32 = 4;
 /// Bytes of a window.
 pub const WINDOW_BYTES: usize = PAGE + SLOTS as usize * BLOCK;
-/// Where the headers of the slots begin, each on a cache line of its own.
-const HEADERS: usize = 1024;
+/// Where the notes on the slots begin, each on a cache line of its own.
+const NOTES: usize = 1024;
 
-/// The start of a window.
+/// The start of a window. While nobody sleeps, readers learn from the slots' notes what they wait for and leave these lines to the owner.
 #[repr(C)]
 struct Control {
     /// Blocks that the owner has posted.
@@ -37,6 +37,20 @@ struct Control {
 
 // SAFETY: atomics alone.
 unsafe impl Shared for Control {}
+
+/// What a reader must know of a slot's block, in one cache line, so that it fetches no other before the block itself.
+#[repr(C, align(64))]
+struct Note {
+    /// The header of the block, as it travels.
+    header: [AtomicU64; Header::BYTES / 8],
+    /// Blocks of each of the others that the owner had read when it posted this one.
+    taken: AtomicU32,
+    /// Blocks that the owner had posted with this one; written last.
+    posted: AtomicU32,
+}
+
+// SAFETY: atomics alone.
+unsafe impl Shared for Note {}
 
 /// One rank's window.
 pub struct Window(Memory);
@@ -61,11 +75,12 @@ impl Window {
         let control = self.control();
         control.posted.reset();
         control.taken.reset();
+        (0..SLOTS).for_each(|slot| self.note(slot).posted.store(0, Ordering::Relaxed));
         control.departed.store(0, Ordering::Release);
     }
 
-    fn header(&self, round: u32) -> *mut u8 {
-        self.0.bytes(HEADERS + (round % SLOTS) as usize * 64, Header::BYTES)
+    fn note(&self, round: u32) -> &Note {
+        self.0.at(NOTES + (round % SLOTS) as usize * size_of::<Note>())
     }
 
     fn block(&self, round: u32) -> *mut u8 {
@@ -87,7 +102,7 @@ pub struct Windows {
     index: usize,
     posted: u32,
     taken: u32,
-    /// How far each member had read when this rank last looked: looking again costs a cache line that its writer then has to fetch back.
+    /// How far each member had read as far as this rank knows: looking costs a cache line that its writer then has to fetch back.
     taken_by: Vec<Cell<u32>>,
     /// Bytes of the next block of each member.
     lens: Vec<usize>,
@@ -137,7 +152,16 @@ impl Windows {
 
     /// Whether `peer` has posted the next block to read.
     pub fn has_block(&self, peer: usize) -> bool {
-        reached(self.posted_by(peer).position.load(Ordering::Acquire), self.taken.wrapping_add(1))
+        let note = self.all[peer].note(self.taken);
+        // Until then the slot has an earlier block, since it is not filled anew before all have read it.
+        let is_there = note.posted.load(Ordering::Acquire) == self.taken.wrapping_add(1);
+        if is_there {
+            let (known, taken) = (&self.taken_by[peer], note.taken.load(Ordering::Relaxed));
+            if reached(taken, known.get()) {
+                known.set(taken);
+            }
+        }
+        is_there
     }
 
     /// The next slot to fill; call only once all have room.
@@ -150,9 +174,12 @@ impl Windows {
 
     /// The header of the next block of `peer`; call only once it is there.
     pub fn header(&self, peer: usize) -> [u8; Header::BYTES] {
-        let from = self.all[peer].header(self.taken).cast::<[u8; Header::BYTES]>();
-        // SAFETY: the memory holds a header, which its writer leaves alone until this rank has taken the block.
-        unsafe { from.read() }
+        let note = self.all[peer].note(self.taken);
+        let mut header = [0; Header::BYTES];
+        for (bytes, word) in header.chunks_exact_mut(8).zip(&note.header) {
+            bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
+        header
     }
 
     /// Says how many bytes the next block of `peer` has.
@@ -181,9 +208,13 @@ impl Windows {
     /// Shows the slot to the others as this rank's next block.
     pub fn post(&mut self, header: &[u8; Header::BYTES]) {
         let window = &self.all[self.me];
-        // SAFETY: the slot's header, which nobody reads now for the reason given in `slot`.
-        unsafe { window.header(self.posted).cast::<[u8; Header::BYTES]>().write(*header) };
+        let note = window.note(self.posted);
         self.posted = self.posted.wrapping_add(1);
+        for (word, bytes) in note.header.iter().zip(header.as_chunks().0) {
+            word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
+        }
+        note.taken.store(self.taken, Ordering::Relaxed);
+        note.posted.store(self.posted, Ordering::Release);
         window.control().posted.publish(self.posted);
     }
 
@@ -242,7 +273,8 @@ mod tests {
             a.post(&header);
             b.post(&header);
         }
-        assert!(!a.has_room(1) && b.has_block(0));
+        // The blocks of `b`, too, say that it has read none.
+        assert!(a.has_block(1) && !a.has_room(1) && b.has_block(0));
         b.set_len(0, 1);
         assert_eq!((b.header(0), b.blocks().of(0)), (header, &[0][..]));
         b.take();
@@ -251,13 +283,31 @@ mod tests {
     }
 
     #[test]
+    fn a_block_says_how_far_its_owner_has_read() {
+        let [mut a, mut b] = pair();
+        for round in 0..3 * SLOTS {
+            assert!(a.has_room(1) && b.has_room(0));
+            for windows in [&mut a, &mut b] {
+                windows.post(&[0; Header::BYTES]);
+            }
+            assert!(a.has_block(1) && b.has_block(0));
+            assert_eq!((a.taken_by[1].get(), b.taken_by[0].get()), (round, round));
+            a.take();
+            b.take();
+        }
+    }
+
+    #[test]
     fn rounds_are_counted_beyond_the_range_of_the_counters() {
         let [mut a, mut b] = pair();
         for windows in [&mut a, &mut b] {
             (windows.posted, windows.taken) = (u32::MAX - 1, u32::MAX - 1);
             windows.taken_by.iter().for_each(|taken| taken.set(u32::MAX - 1));
-            windows.all[windows.me].control().posted.publish(u32::MAX - 1);
-            windows.all[windows.me].control().taken.publish(u32::MAX - 1);
+            let mine = &windows.all[windows.me];
+            mine.control().posted.publish(u32::MAX - 1);
+            mine.control().taken.publish(u32::MAX - 1);
+            (u32::MAX - 1 - SLOTS..u32::MAX - 1)
+                .for_each(|round| mine.note(round).posted.store(round + 1, Ordering::Relaxed));
         }
         for _ in 0..5 {
             assert!(a.has_room(1) && !b.has_block(0));
