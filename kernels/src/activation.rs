@@ -1,12 +1,21 @@
 //! GELU (Hendrycks & Gimpel 2016, tanh approximation) and SwiGLU (Shazeer 2020).
+//!
+//! Products read the results: on a CPU their rows lie a line further apart where they would crowd its caches.
 
 use candle_core::Tensor;
 
 use crate::float::{Elem, Float, by_elem};
+use crate::memory::rows_apart;
 use crate::output::{self, Unwritten};
 use crate::simd::vectorize;
-use crate::view::{View, expect_shape, rows_of, tensor, with_last};
+use crate::view::{View, expect_shape, rows_of, tensor_of_rows, with_last};
 use crate::{Error, Result, on_gpu, par, trace};
+
+/// Number and width of the rows of a result that is shaped as `x`, and how far apart they begin.
+fn rows_like<E>(x: &Tensor) -> (usize, usize, usize) {
+    let width = x.dims().last().copied().unwrap_or(1).max(1);
+    (x.elem_count() / width, width, rows_apart(width, size_of::<E>()))
+}
 
 /// 1 / (1 + e⁻ˣ)
 #[inline(always)]
@@ -42,7 +51,9 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
-        tensor(output::blocks(xs.len(), par::GRAIN, |start, y| gelu_line(&xs[start..], y)), x.dims(), x)
+        let (rows, width, apart) = rows_like::<E>(x);
+        let y = output::rows(rows, (width, apart), par::GRAIN, |start, y| gelu_line(&xs[start..], y));
+        tensor_of_rows(y, x.dims(), apart, x)
     })
 }
 
@@ -72,8 +83,11 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => {
         let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
         let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-        let dx = output::blocks(xs.len(), par::GRAIN, |start, dx| gelu_backward_line(&xs[start..], &dys[start..], dx));
-        tensor(dx, x.dims(), x)
+        let (rows, width, apart) = rows_like::<E>(x);
+        let dx = output::rows(rows, (width, apart), par::GRAIN, |start, dx| {
+            gelu_backward_line(&xs[start..], &dys[start..], dx)
+        });
+        tensor_of_rows(dx, x.dims(), apart, x)
     })
 }
 
@@ -121,13 +135,14 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
-        let y = output::blocks(xs.len() / 2, par::rows_per_block(f) * f, |start, y| {
+        let apart = rows_apart(f, size_of::<E>());
+        let y = output::rows(xs.len() / 2 / f, (f, apart), par::rows_per_block(f) * f, |start, y| {
             y.parts(f, |at, y| {
                 let (gate, up) = xs[2 * (start + at)..][..2 * f].split_at(f);
                 swiglu_line(gate, up, y)
             })
         });
-        tensor(y, with_last(x, f), x)
+        tensor_of_rows(y, &with_last(x, f), apart, x)
     })
 }
 
@@ -158,14 +173,15 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => {
         let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
         let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-        let dx = output::blocks(xs.len(), par::rows_per_block(f) * 2 * f, |start, dx| {
+        let apart = rows_apart(2 * f, size_of::<E>());
+        let dx = output::rows(xs.len() / 2 / f, (2 * f, apart), par::rows_per_block(f) * 2 * f, |start, dx| {
             dx.parts(2 * f, |at, dx| {
                 let row = start + at;
                 let ((gate, up), dy) = (xs[row..][..2 * f].split_at(f), &dys[row / 2..][..f]);
                 dx.halves(f, |dgate, dup| swiglu_backward_line([gate, up, dy], dgate, dup))
             })
         });
-        tensor(dx, x.dims(), x)
+        tensor_of_rows(dx, x.dims(), apart, x)
     })
 }
 

@@ -22,19 +22,22 @@ fn range(layout: &Layout, op: &'static str) -> Result<std::ops::Range<usize>> {
     }
 }
 
-/// As [`range`], and the distance of rows, of a contiguous tensor, or of a matrix whose rows are contiguous and lie apart: then what lies
-/// between them is in the range, too.
+/// As [`range`], and the distance of rows, of a contiguous tensor, or of one whose rows, over all leading dimensions, are contiguous and lie
+/// equally far apart: then what lies between them is in the range, too.
 pub(crate) fn rows(layout: &Layout, op: &'static str, what: &'static str) -> Result<(std::ops::Range<usize>, usize)> {
     if let Some((start, end)) = layout.contiguous_offsets() {
         return Ok((start..end, layout.dims().last().copied().unwrap_or(1)));
     }
-    match (layout.dims(), layout.stride()) {
-        (&[rows, width], &[apart, 1]) if rows > 0 && apart >= width => {
-            let start = layout.start_offset();
-            Ok((start..start + (rows - 1) * apart + width, apart))
-        }
-        _ => Err(Error::NotContiguous { op, what }),
+    if let ([leading @ .., width], [strides @ .., 1]) = (layout.dims(), layout.stride())
+        && let Some(&apart) = strides.last()
+        && apart >= *width
+        && leading.iter().product::<usize>() > 0
+        && (1..leading.len()).all(|i| strides[i - 1] == strides[i] * leading[i])
+    {
+        let (start, rows) = (layout.start_offset(), leading.iter().product::<usize>());
+        return Ok((start..start + (rows - 1) * apart + width, apart));
     }
+    Err(Error::NotContiguous { op, what })
 }
 
 /// Calls `f` with the elements of a contiguous CPU tensor (a view included).
@@ -115,7 +118,7 @@ pub fn with_slice_mut<T: HostElem, R>(
     with_rows_mut(t, op, |slice, _| f(slice))
 }
 
-/// As [`with_slice_mut`], also of a matrix whose rows lie apart: `f` gets all from the first to the last element, and the distance of rows.
+/// As [`with_slice_mut`], also of a tensor whose rows lie apart: `f` gets all from the first to the last element, and the distance of rows.
 ///
 /// # Errors
 /// As [`with_slice_mut`], where such a matrix need not be contiguous.

@@ -44,9 +44,9 @@ fn forward<E: Elem, C: Elem<Acc = E::Acc>>(
 ) -> Result<()> {
     let bias = bias.map(|b| copied::<E>(b, op, "bias")).transpose()?;
     let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
-    let (x, w) = (View::<E>::new(x, op, "x")?, View::<E>::new(w, op, "weight")?);
-    let (a, b) = (Mat(x.as_ptr(), k, 1), Mat(w.as_ptr(), k, 1).t());
-    // SAFETY: x is [rows, k], w [n, k] and y [rows, n]; the former are contiguous.
+    let ((x, x_row), w) = (View::<E>::rows(x, op, "x")?, View::<E>::new(w, op, "weight")?);
+    let (a, b) = (Mat(x.as_ptr(), x_row, 1), Mat(w.as_ptr(), k, 1).t());
+    // SAFETY: x is [rows, k], w [n, k] and y [rows, n]; the rows of x and y lie as far apart as they say.
     unsafe { gemm((rows, n, k), Mat(y, y_row, 1), start, a, b, E::Acc::ONE, all_threads()) };
     Ok(())
 }
@@ -60,7 +60,8 @@ fn written<T>(n: usize, write: impl FnOnce(*mut T) -> Result<()>) -> Result<Vec<
     Ok(values)
 }
 
-/// `y [.., n] = x [.., k] · wᵀ + bias` with `w [n, k]`, `bias [n]`; all of one dtype, with sums in f32 (f64 for f64).
+/// `y [.., n] = x [.., k] · wᵀ + bias` with `w [n, k]`, `bias [n]`; all of one dtype, with sums in f32 (f64 for f64). On a CPU the rows of `x` may
+/// lie apart.
 ///
 /// # Errors
 /// If shapes contradict each other, dtypes differ or are no floats, or an operand is not contiguous.
@@ -105,8 +106,8 @@ pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Te
     })
 }
 
-/// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the result's elements. On a CPU the rows of a
-/// matrix `y` may lie apart.
+/// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the result's elements. On a CPU the rows of
+/// `y` may lie apart.
 ///
 /// # Errors
 /// As [`linear`], or if `y` has another number of elements or a dtype that is not one of the two.
@@ -146,12 +147,12 @@ fn expect_dgrad(dy: &Tensor, w: &Tensor, op: &'static str) -> Result<[usize; 3]>
 fn dgrad<E: Elem>(dy: &Tensor, w: &Tensor, [rows, k, n]: [usize; 3], dx: *mut E, op: &'static str) -> Result<()> {
     let ((dy, dy_row), w) = (View::<E>::rows(dy, op, "dy")?, View::<E>::new(w, op, "weight")?);
     let (a, b) = (Mat(dy.as_ptr(), dy_row, 1), Mat(w.as_ptr(), k, 1));
-    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k]; the latter are contiguous.
+    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k]; the rows of dy lie as far apart as they say.
     unsafe { gemm((rows, k, n), Mat(dx, k, 1), Start::Zero, a, b, E::Acc::ONE, all_threads()) };
     Ok(())
 }
 
-/// The gradient of `x`: `dx [.., k] = dy [.., n] · w`. On a CPU the rows of a matrix `dy` may lie apart.
+/// The gradient of `x`: `dx [.., k] = dy [.., n] · w`. On a CPU the rows of `dy` may lie apart.
 ///
 /// # Errors
 /// As [`linear`].
@@ -197,7 +198,7 @@ pub fn linear_dgrad_gelu(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<Tensor> 
 }
 
 /// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw` is f32 for 16-bit operands. On a CPU the
-/// rows of a matrix `dy` may lie apart.
+/// rows of `dy` and of `x` may lie apart.
 ///
 /// # Errors
 /// As [`linear`].
@@ -223,19 +224,19 @@ fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, add: bool, op: &'static str) -> R
     expect_shape(op, "dw", dw, &[n, k])?;
     on_cuda!(dy, linear::wgrad(dy, x, dw, [rows, k, n], add, op));
     by_elem!(dy, op, E => {
-        let ((dy, dy_row), x) = (View::<E>::rows(dy, op, "dy")?, View::<E>::new(x, op, "x")?);
-        let (a, b) = (Mat(dy.as_ptr(), dy_row, 1).t(), Mat(x.as_ptr(), k, 1));
+        let ((dy, dy_row), (x, x_row)) = (View::<E>::rows(dy, op, "dy")?, View::<E>::rows(x, op, "x")?);
+        let (a, b) = (Mat(dy.as_ptr(), dy_row, 1).t(), Mat(x.as_ptr(), x_row, 1));
         let start = if add { Start::Old } else { Start::Zero };
         with_slice_mut_of::<<E as Elem>::Acc>(dw, op, |dw| {
             let (dw, one) = (Mat(dw.as_mut_ptr(), k, 1), <<E as Elem>::Acc as Float>::ONE);
-            // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k]; the latter are contiguous.
+            // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k]; the rows of dy and x lie as far apart as they say.
             unsafe { gemm((n, k, rows), dw, start, a, b, one, all_threads()) };
             Ok(())
         })
     })
 }
 
-/// Adds the gradient of the bias: `db [n] += Σ_rows dy [.., n]`; `db` is f32 for 16-bit `dy`.
+/// Adds the gradient of the bias: `db [n] += Σ_rows dy [.., n]`; `db` is f32 for 16-bit `dy`. On a CPU the rows of `dy` may lie apart.
 ///
 /// # Errors
 /// As [`linear`].
@@ -248,20 +249,19 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor) -> Result<()> {
     by_elem!(dy, OP, E => {
         type Acc = <E as Elem>::Acc;
         expect_dtype(OP, db, <Acc as candle_core::WithDType>::DTYPE)?;
-        let dys = View::<E>::new(dy, OP, "dy")?;
+        let (dys, apart) = View::<E>::rows(dy, OP, "dy")?;
         let mut partials = vec![Acc::ZERO; rows.div_ceil(ROW_BLOCK) * n];
         let dys: &[E] = &dys;
         par::blocks(&mut partials, n, |start, partial| {
             let first = start / n.max(1) * ROW_BLOCK;
             let last = (first + ROW_BLOCK).min(rows);
             vectorize(#[inline(always)] || {
-                let mut rows = dys[first * n..last * n].chunks_exact(ROWS_AT_ONCE * n);
-                for rows in rows.by_ref() {
-                    add_rows(partial, std::array::from_fn::<_, ROWS_AT_ONCE, _>(|i| &rows[i * n..(i + 1) * n]));
+                let row = |row: usize| &dys[row * apart..][..n];
+                let together = first + (last - first) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+                for first in (first..together).step_by(ROWS_AT_ONCE) {
+                    add_rows(partial, std::array::from_fn::<_, ROWS_AT_ONCE, _>(|i| row(first + i)));
                 }
-                for row in rows.remainder().chunks_exact(n) {
-                    add(partial, row);
-                }
+                (together..last).for_each(|last| add(partial, row(last)));
             });
         });
         accumulate(&partials, n, 0, n, db, OP)

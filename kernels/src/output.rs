@@ -242,6 +242,26 @@ pub fn blocks<T: Copy + Send>(
     data
 }
 
+/// Rows of `width` elements that begin `apart` from each other, with zeros between them. `f` writes as many whole rows as fill `block`, or one where
+/// they lie apart, and gets the number of the first element, not counting what lies between.
+pub fn rows<E: Elem>(
+    rows: usize,
+    (width, apart): (usize, usize),
+    block: usize,
+    f: impl for<'r> Fn(usize, Unwritten<'r, E>) -> &'r mut [E] + Sync,
+) -> Vec<E> {
+    if apart == width {
+        return blocks(rows * width, block, f);
+    }
+    blocks(rows * apart, (block / width).max(1) * apart, |start, block| {
+        block.parts(apart, |at, row| {
+            row.halves(width, |row, between| {
+                (f((start + at) / apart * width, row), between.write(std::iter::repeat(E::store(E::Acc::ZERO))))
+            })
+        })
+    })
+}
+
 /// As [`blocks`] with blocks of `block` elements of the result and the blocks of `block_b` of `b` that have the same numbers; `f`
 /// gets that number.
 pub fn blocks2<T: Copy + Send, B: Send>(

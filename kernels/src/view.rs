@@ -28,10 +28,10 @@ impl<'a, T: HostElem> View<'a, T> {
         .map(|(view, ())| view)
     }
 
-    /// As [`View::new`], also of a matrix whose rows lie apart: all from the first to the last element, and the distance of rows.
+    /// As [`View::new`], also of a tensor whose rows lie apart: all from the first to the last element, and the distance of rows.
     ///
     /// # Errors
-    /// As [`View::new`], where such a matrix need not be contiguous.
+    /// As [`View::new`], where such a tensor need not be contiguous.
     pub fn rows(t: &'a Tensor, op: &'static str, what: &'static str) -> Result<(Self, usize)> {
         Self::of(t, op, |layout| rows(layout, op, what))
     }
@@ -81,6 +81,13 @@ pub fn same_storage(a: &Tensor, b: &Tensor) -> bool {
 /// A tensor of `data` on the device of `like`.
 pub fn tensor<T: HostElem>(data: Vec<T>, shape: impl Into<Shape>, like: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, shape.into(), like.device())?)
+}
+
+/// As [`tensor`], where the first elements of two rows lie `apart` in `data`.
+pub fn tensor_of_rows<T: HostElem>(data: Vec<T>, dims: &[usize], apart: usize, like: &Tensor) -> Result<Tensor> {
+    let [leading @ .., width] = dims else { return tensor(data, dims, like) };
+    let all = tensor(data, [leading, &[apart]].concat(), like)?;
+    Ok(if apart == *width { all } else { all.narrow(leading.len(), 0, *width)? })
 }
 
 /// Rows and width of `t` with its leading dimensions flattened.

@@ -4,7 +4,8 @@ use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, orac
 use candle_core::{DType, Tensor};
 use kernels::activation::{gelu, gelu_backward, swiglu, swiglu_backward};
 
-const SHAPES: [[usize; 3]; 3] = [[1, 1, 2], [7, 3, 34], [40, 2, 1000]];
+/// The last one's rows would crowd a cache, so those of results lie apart.
+const SHAPES: [[usize; 3]; 4] = [[1, 1, 2], [7, 3, 34], [40, 2, 1000], [9, 2, 4096]];
 
 fn wide(name: &str, shape: &[usize]) -> Tensor {
     (randn(name, shape) * 4.0).unwrap() // reaches the flat parts
@@ -41,6 +42,27 @@ fn swiglu_and_its_gradient_agree_with_autograd() {
 }
 
 #[test]
+fn rows_that_would_crowd_a_cache_lie_a_line_further_apart() {
+    for (dtype, size) in [(DType::F32, 4), (DType::BF16, 2), (DType::F64, 8)] {
+        for width in [1000, 2048, 2050] {
+            let x = cast(&randn("x", &[3, 5, 2 * width]), dtype);
+            let halves = [x.narrow(2, 0, width).unwrap(), x.narrow(2, width, width).unwrap()];
+            let [half, dy] = halves.map(|half| half.contiguous().unwrap());
+            let results = [
+                (gelu(&half).unwrap(), width),
+                (gelu_backward(&dy, &half).unwrap(), width),
+                (swiglu(&x).unwrap(), width),
+                (swiglu_backward(&dy, &x).unwrap(), 2 * width),
+            ];
+            for (y, width) in results {
+                let apart = if width * size % 4096 == 0 { width + 64 / size } else { width };
+                assert_eq!((y.dims(), y.stride()), (&[3, 5, width][..], &[5 * apart, apart, 1][..]), "{dtype:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn activations_are_finite_far_from_zero() {
     let x = Tensor::new(&[-1e4f32, -100.0, -90.0, 90.0, 100.0, 1e4], &candle_core::Device::Cpu).unwrap();
     let one = x.ones_like().unwrap();
@@ -68,11 +90,18 @@ fn activations_of_nan_are_nan() {
 
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
-    let x = cast(&wide("x", &[101, 3, 334]), DType::F32);
-    let dy = cast(&randn("dy", &[101, 3, 167]), DType::F32);
-    assert_same_on_any_threads(|| {
-        vec![gelu(&x).unwrap(), gelu_backward(&x, &x).unwrap(), swiglu(&x).unwrap(), swiglu_backward(&dy, &x).unwrap()]
-    });
+    for width in [167, 1024] {
+        let x = cast(&wide("x", &[101, 3, 2 * width]), DType::F32);
+        let dy = cast(&randn("dy", &[101, 3, width]), DType::F32);
+        assert_same_on_any_threads(|| {
+            vec![
+                gelu(&x).unwrap(),
+                gelu_backward(&x, &x).unwrap(),
+                swiglu(&x).unwrap(),
+                swiglu_backward(&dy, &x).unwrap(),
+            ]
+        });
+    }
 }
 
 #[test]

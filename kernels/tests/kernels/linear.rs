@@ -202,6 +202,25 @@ fn rows_of_results_and_of_their_gradients_may_lie_apart() {
             bits(&dw)
         });
         assert_eq!(sums[0], sums[1]);
+        // Over several leading dimensions, too, and of both operands of a weight's gradient.
+        let shaped = |t: &Tensor, apart: usize| {
+            let (rows, width) = t.dims2().unwrap();
+            let wider = Tensor::cat(&[t, &t.narrow(1, 0, apart).unwrap()], 1).unwrap();
+            wider.reshape((rows / 7, 7, width + apart)).unwrap().narrow(2, 0, width).unwrap()
+        };
+        let whole = |t: &Tensor| shaped(t, 0).contiguous().unwrap();
+        assert_eq!(bits(&linear(&shaped(&x, 5), &w, None).unwrap()), bits(&linear(&whole(&x), &w, None).unwrap()));
+        let sums = [(whole(&dy), whole(&x)), (shaped(&dy, 40), shaped(&x, 5))].map(|(dy, x)| {
+            let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+            let [dw, db] = [&[1024, 33][..], &[1024]].map(|dims| Tensor::ones(dims, wide, &Device::Cpu).unwrap());
+            linear_wgrad(&dy, &x, &dw).unwrap();
+            bias_grad(&dy, &db).unwrap();
+            (bits(&dw), bits(&db))
+        });
+        assert_eq!(sums[0], sums[1]);
+        // Of which a part is missing in between, they are not equally far apart.
+        let holes = whole(&x).narrow(1, 0, 5).unwrap();
+        assert!(linear(&holes, &w, None).unwrap_err().to_string().contains("contiguous x"));
         // Columns that lie apart are no rows.
         let turned = cast(&randn("dy", &[1024, 70]), dtype).t().unwrap();
         assert!(linear_dgrad(&turned, &w).unwrap_err().to_string().contains("contiguous dy"));

@@ -7,6 +7,7 @@ use clap::{Args, ValueEnum};
 use kernels::attention::{HeadShape, RopeTable, attention, attention_backward, rope_inplace};
 use kernels::device::{self, Choice};
 use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
+use kernels::memory::rows_apart;
 use kernels::optimizer::{AdamW, adamw};
 use kernels::peak::Instruction;
 use kernels::philox::fill_normal;
@@ -282,6 +283,12 @@ impl KernelBench {
         self.randn(&[self.shape.seq, self.shape.micro_batch, width])
     }
 
+    /// As activation functions make them, with rows that do not crowd a CPU's caches.
+    fn activated(&self, width: usize) -> Result<Tensor> {
+        let apart = if self.device.is_cpu() { rows_apart(width, self.dtype.size_in_bytes()) } else { width };
+        Ok(self.activation(apart)?.narrow(2, 0, width)?)
+    }
+
     fn randn(&self, shape: &[usize]) -> Result<Tensor> {
         Ok(self.wide_randn(shape)?.to_dtype(self.dtype)?)
     }
@@ -325,7 +332,9 @@ impl KernelBench {
             ("mlp down", ffn, h, layers, !llama),
         ];
         for (what, k, n, calls, biased) in products {
-            let (x, w, dy) = (self.activation(k)?, self.randn(&[n, k])?, self.activation(n)?);
+            let x = if what == "mlp down" { self.activated(k)? } else { self.activation(k)? };
+            let dy = if what == "mlp up" { self.activated(n)? } else { self.activation(n)? };
+            let w = self.randn(&[n, k])?;
             let dw = self.zeros(w.dims())?;
             let (rows, shape) = (self.rows(), format!("{}×{k}·{k}×{n}", self.rows()));
             let work = Work::Flops(2 * rows * k * n);
