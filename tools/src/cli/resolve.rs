@@ -207,6 +207,11 @@ impl Resolver<'_> {
             ("ffn_hidden_size", text(m.ffn_hidden_size), model.ffn_hidden_size.to_string()),
             ("num_attention_heads", text(m.num_attention_heads), model.num_attention_heads.to_string()),
             ("num_query_groups", text(m.num_query_groups), model.num_query_groups.to_string()),
+            (
+                "group_query_attention",
+                here("group_query_attention", m.group_query_attention.to_string()),
+                (model.num_query_groups < model.num_attention_heads).to_string(),
+            ),
             ("kv_channels", text(m.kv_channels), model.head_dim.to_string()),
             ("max_position_embeddings", text(m.max_position_embeddings), model.max_position_embeddings.to_string()),
             (
@@ -297,13 +302,16 @@ impl Resolver<'_> {
             true => (hidden.saturating_mul(8) / 3 / 64 * 64, "hidden_size · 8/3, rounded down to a multiple of 64"),
             false => (hidden.saturating_mul(4), "4 · hidden_size"),
         };
+        // As in Megatron-LM, where the switch alone shares one among all.
+        let groups =
+            if m.group_query_attention { ("1 with group_query_attention", 1) } else { ("num_attention_heads", heads) };
         let rope_scaling = self.rope_scaling()?;
         Ok(ModelConfig {
             num_layers: required.num_layers,
             hidden_size: hidden,
             ffn_hidden_size: self.derived("ffn_hidden_size", m.ffn_hidden_size, rule, || ffn),
             num_attention_heads: heads,
-            num_query_groups: self.derived("num_query_groups", m.num_query_groups, "num_attention_heads", || heads),
+            num_query_groups: self.derived("num_query_groups", m.num_query_groups, groups.0, || groups.1),
             head_dim,
             seq_length: required.seq_length,
             max_position_embeddings: self.derived(

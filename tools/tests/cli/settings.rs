@@ -99,6 +99,14 @@ fn missing_settings_are_listed() {
 }
 
 #[test]
+fn group_query_attention_alone_shares_one_key_value_head_among_all() {
+    let output = pretrain("num_query_groups = 4", "group_query_attention = true", &["--tensor-model-parallel-size=2"]);
+    refused(&output, &["num_query_groups = 1 (default: 1 with group_query_attention)", "1 mod 2 = 1"]);
+    let output = pretrain("", "", &["--group-query-attention", "--tensor-model-parallel-size=3"]);
+    refused(&output, &["num_query_groups = 4 (run.toml:5)"]);
+}
+
+#[test]
 fn sizes_that_do_not_divide_are_cited_with_their_origins() {
     let output = pretrain("", "", &["--tensor-model-parallel-size", "3"]);
     refused(

@@ -20,9 +20,12 @@ pub struct ModelFlags {
     /// Query heads
     #[arg(long, value_name = "N")]
     pub num_attention_heads: Option<usize>,
-    /// Key/value heads, each shared by a group of query heads [default: the number of query heads]
+    /// Key/value heads, each shared by a group of query heads [default: the number of query heads; 1 with --group-query-attention]
     #[arg(long, value_name = "N")]
     pub num_query_groups: Option<usize>,
+    /// Key/value heads are shared by groups of query heads; --num-query-groups says so by itself
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub group_query_attention: bool,
     /// Width of one head [default: hidden size / query heads]
     #[arg(long, value_name = "N")]
     pub kv_channels: Option<usize>,
