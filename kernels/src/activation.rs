@@ -5,17 +5,10 @@
 use candle_core::Tensor;
 
 use crate::float::{Elem, Float, by_elem};
-use crate::memory::rows_apart;
 use crate::output::{self, Unwritten};
 use crate::simd::vectorize;
-use crate::view::{View, expect_shape, rows_of, tensor_of_rows, with_last};
+use crate::view::{View, expect_shape, rows_of, with_last};
 use crate::{Error, Result, on_gpu, par, trace};
-
-/// Number and width of the rows of a result that is shaped as `x`, and how far apart they begin.
-fn rows_like<E>(x: &Tensor) -> (usize, usize, usize) {
-    let width = x.dims().last().copied().unwrap_or(1).max(1);
-    (x.elem_count() / width, width, rows_apart(width, size_of::<E>()))
-}
 
 /// 1 / (1 + e⁻ˣ)
 #[inline(always)]
@@ -51,9 +44,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
-        let (rows, width, apart) = rows_like::<E>(x);
-        let y = output::rows(rows, (width, apart), par::GRAIN, |start, y| gelu_line(&xs[start..], y));
-        tensor_of_rows(y, x.dims(), apart, x)
+        output::for_products(x.dims(), par::GRAIN, x, |start, y| gelu_line(&xs[start..], y))
     })
 }
 
@@ -83,11 +74,7 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => {
         let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
         let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-        let (rows, width, apart) = rows_like::<E>(x);
-        let dx = output::rows(rows, (width, apart), par::GRAIN, |start, dx| {
-            gelu_backward_line(&xs[start..], &dys[start..], dx)
-        });
-        tensor_of_rows(dx, x.dims(), apart, x)
+        output::for_products(x.dims(), par::GRAIN, x, |start, dx| gelu_backward_line(&xs[start..], &dys[start..], dx))
     })
 }
 
@@ -135,14 +122,12 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => {
         let xs = View::<E>::new(x, OP, "x")?;
         let xs: &[E] = &xs;
-        let apart = rows_apart(f, size_of::<E>());
-        let y = output::rows(xs.len() / 2 / f, (f, apart), par::rows_per_block(f) * f, |start, y| {
+        output::for_products(&with_last(x, f), par::rows_per_block(f) * f, x, |start, y| {
             y.parts(f, |at, y| {
                 let (gate, up) = xs[2 * (start + at)..][..2 * f].split_at(f);
                 swiglu_line(gate, up, y)
             })
-        });
-        tensor_of_rows(y, &with_last(x, f), apart, x)
+        })
     })
 }
 
@@ -173,15 +158,13 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => {
         let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
         let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-        let apart = rows_apart(2 * f, size_of::<E>());
-        let dx = output::rows(xs.len() / 2 / f, (2 * f, apart), par::rows_per_block(f) * 2 * f, |start, dx| {
+        output::for_products(x.dims(), par::rows_per_block(f) * 2 * f, x, |start, dx| {
             dx.parts(2 * f, |at, dx| {
                 let row = start + at;
                 let ((gate, up), dy) = (xs[row..][..2 * f].split_at(f), &dys[row / 2..][..f]);
                 dx.halves(f, |dgate, dup| swiglu_backward_line([gate, up, dy], dgate, dup))
             })
-        });
-        tensor_of_rows(dx, x.dims(), apart, x)
+        })
     })
 }
 

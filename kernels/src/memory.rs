@@ -21,7 +21,7 @@ pub fn rows_crowd(distance: usize) -> bool {
 
 /// Elements of `size` bytes from one row of `width` to the next where products will read the rows: a line more than a row has, if they would crowd.
 pub fn rows_apart(width: usize, size: usize) -> usize {
-    if rows_crowd(width * size) { width + LINE / size } else { width }
+    if width > 0 && rows_crowd(width * size) { width + LINE / size } else { width }
 }
 
 /// The system's allocator, whose large blocks begin with a cache line. By itself it aligns to 16 bytes: then every load and store

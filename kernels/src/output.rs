@@ -5,9 +5,13 @@
 
 use std::mem::MaybeUninit;
 
+use candle_core::Tensor;
+
 use crate::float::{Elem, Float};
-use crate::par;
+use crate::memory::rows_apart;
 use crate::simd::LANES;
+use crate::view::tensor;
+use crate::{Result, par};
 
 /// Elements of a result that hold nothing yet.
 pub struct Unwritten<'a, T>(&'a mut [MaybeUninit<T>]);
@@ -242,24 +246,28 @@ pub fn blocks<T: Copy + Send>(
     data
 }
 
-/// Rows of `width` elements that begin `apart` from each other, with zeros between them. `f` writes as many whole rows as fill `block`, or one where
-/// they lie apart, and gets the number of the first element, not counting what lies between.
-pub fn rows<E: Elem>(
-    rows: usize,
-    (width, apart): (usize, usize),
+/// A tensor of shape `dims`, of whose elements blocks of `block`, whole rows, are written as by [`blocks`], for products to read: rows that would crowd
+/// their caches are written one by one and lie a line further apart, with zeros between them, which `f` is not told of.
+pub fn for_products<E: Elem>(
+    dims: &[usize],
     block: usize,
+    like: &Tensor,
     f: impl for<'r> Fn(usize, Unwritten<'r, E>) -> &'r mut [E] + Sync,
-) -> Vec<E> {
-    if apart == width {
-        return blocks(rows * width, block, f);
-    }
-    blocks(rows * apart, (block / width).max(1) * apart, |start, block| {
+) -> Result<Tensor> {
+    let (leading, width) = match dims {
+        [leading @ .., width] if rows_apart(*width, size_of::<E>()) > *width => (leading, *width),
+        _ => return tensor(blocks(dims.iter().product(), block, f), dims, like),
+    };
+    let apart = rows_apart(width, size_of::<E>());
+    let rows = leading.iter().product::<usize>();
+    let data = blocks(rows * apart, (block / width).max(1) * apart, |start, block| {
         block.parts(apart, |at, row| {
             row.halves(width, |row, between| {
                 (f((start + at) / apart * width, row), between.write(std::iter::repeat(E::store(E::Acc::ZERO))))
             })
         })
-    })
+    });
+    Ok(tensor(data, [leading, &[apart]].concat(), like)?.narrow(leading.len(), 0, width)?)
 }
 
 /// As [`blocks`] with blocks of `block` elements of the result and the blocks of `block_b` of `b` that have the same numbers; `f`

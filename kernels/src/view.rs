@@ -83,13 +83,6 @@ pub fn tensor<T: HostElem>(data: Vec<T>, shape: impl Into<Shape>, like: &Tensor)
     Ok(Tensor::from_vec(data, shape.into(), like.device())?)
 }
 
-/// As [`tensor`], where the first elements of two rows lie `apart` in `data`.
-pub fn tensor_of_rows<T: HostElem>(data: Vec<T>, dims: &[usize], apart: usize, like: &Tensor) -> Result<Tensor> {
-    let [leading @ .., width] = dims else { return tensor(data, dims, like) };
-    let all = tensor(data, [leading, &[apart]].concat(), like)?;
-    Ok(if apart == *width { all } else { all.narrow(leading.len(), 0, *width)? })
-}
-
 /// Rows and width of `t` with its leading dimensions flattened.
 pub fn rows_of(t: &Tensor, op: &'static str) -> Result<(usize, usize)> {
     match t.dims() {

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::buffer::{Common, with_common, with_own};
 use super::driver::{First, Target, pack_panels};
-use super::help::{Awaited, Help, wait_until};
+use super::help::{Help, or_end_process, wait_until};
 use super::kernel::Kernel;
 use super::plan::{Packing, Phase, Plan, TOGETHER};
 use super::{Mat, Start, ahead, beside};
@@ -61,10 +61,7 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
         if threads == 1 {
             crew.work();
         } else {
-            (0..threads).into_par_iter().with_max_len(1).for_each(|_| {
-                let _awaited = Awaited;
-                crew.work();
-            });
+            (0..threads).into_par_iter().with_max_len(1).for_each(|_| or_end_process(|| crew.work()));
         }
     });
 }

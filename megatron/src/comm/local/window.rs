@@ -298,6 +298,22 @@ mod tests {
     }
 
     #[test]
+    fn a_window_used_again_shows_nothing_of_the_group_before() {
+        let arenas = Arena::of_threads(2).unwrap();
+        let mut indices = Vec::new();
+        for _ in 0..2 {
+            let taken = [0, 1].map(|rank| arenas[rank].take_window().unwrap());
+            let [mut a, mut b] =
+                [0, 1].map(|me| Windows::new(arenas[me].clone(), me, [0, 1].into_iter().zip(taken)).unwrap());
+            assert!(!a.has_block(1) && !b.has_block(0));
+            let _numbers = [&mut a, &mut b].map(|windows| windows.post(&[0; Header::BYTES]));
+            assert!(a.has_block(1) && b.has_block(0));
+            indices.push(taken);
+        }
+        assert_eq!(indices[0], indices[1]);
+    }
+
+    #[test]
     fn rounds_are_counted_beyond_the_range_of_the_counters() {
         let [mut a, mut b] = pair();
         for windows in [&mut a, &mut b] {
