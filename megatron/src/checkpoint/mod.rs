@@ -13,12 +13,13 @@
 //!
 //! A checkpoint appears whole or not at all ([`save`]): everything is written to `DIR/.iter_0000100.tmp`, synced, and
 //! renamed; the pointer moves last. Files are untrusted when read: a damaged one gives an error that names it.
-//! One run at a time may save into a folder.
+//! One run at a time may save into a folder ([`claim`]).
 
 #[cfg(target_endian = "big")]
 compile_error!("checkpoints are written as they lie in memory, which must be little-endian as safetensors is");
 
 mod block;
+mod claim;
 mod folder;
 mod load;
 mod manifest;
@@ -31,6 +32,7 @@ mod stream;
 mod tests;
 mod values;
 
+pub use claim::{Claim, claim};
 pub use folder::{Latest, holds_any, iteration_dir, latest, locate};
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};

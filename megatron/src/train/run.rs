@@ -64,8 +64,10 @@ impl Trainer {
     /// all ranks save and stop after the step in which one of them saw it. Collective over the world.
     ///
     /// # Errors
-    /// If data, a checkpoint or a peer fails.
+    /// If data, a checkpoint or a peer fails, or another run saves into this one's folder.
     pub fn run(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
+        let save = self.config.checkpoint.save.as_ref();
+        let _claim = save.map(|dir| checkpoint::claim(dir, &self.groups.world)).transpose()?;
         self.resume(reporter)?;
         let lead = self.groups.world.rank() == 0;
         let metrics_path = self.config.logging.metrics.clone().filter(|_| lead);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::site::{SOON, Site, ended, refused};
-use crate::support::stderr;
+use crate::support::{kill, stderr};
 
 const SAVE: [&str; 2] = ["--save=saved", "--load=saved"];
 
@@ -90,6 +90,27 @@ fn a_checkpoint_that_the_run_does_not_continue_is_not_overwritten() {
     site.assert_nothing_left();
 }
 
+#[test]
+fn a_folder_into_which_another_run_saves_is_refused_until_that_ends() {
+    let site = saved();
+    let flags = ["--save=saved", "--load=saved", "--save-interval=5", "--train-iters=100000"];
+    let first = site.pretrain(&flags).spawn().unwrap();
+    site.wait_for_step(6);
+    for start in [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks] {
+        for output in ended(start(&site, &flags), SOON) {
+            refused(&output, &["saved", "another run saves", "save elsewhere"]);
+        }
+    }
+    let step = site.last_step();
+    site.wait_for_step(step + 5);
+    kill(first.id(), "INT");
+    let first = ended(vec![first], SOON).remove(0);
+    assert_eq!(first.status.code(), Some(130), "{}", stderr(&first));
+    let last = site.last_step().to_string();
+    site.succeed(&["--save=saved", "--load=saved", &format!("--train-iters={last}")]);
+    site.assert_nothing_left();
+}
+
 /// `command` under a limit on the size of files, which fails writes as a full disk does: after a part of them.
 fn limited(site: &Site, command: &Command, kib: u32) -> Command {
     let mut shell = Command::new("sh");
@@ -113,10 +134,10 @@ fn a_checkpoint_that_does_not_fit_leaves_the_last_one_as_it_was() {
     // Shared memory is a file to this limit too, so ranks talk over TCP.
     let tcp = "--distributed-backend=tcp";
     let flags = ["--save=saved", "--load=saved", "--save-interval=1", "--metrics=/dev/null", tcp];
-    let supervised = vec![limited(&site, &site.pretrain(&flags), 64).spawn().unwrap()];
-    let joined =
-        (0..crate::site::RANKS).map(|rank| limited(&site, &site.rank(rank, port, &flags), 64).spawn().unwrap());
-    for children in [supervised, joined.collect()] {
+    let supervised = vec![site.pretrain(&flags)];
+    let joined = (0..crate::site::RANKS).map(|rank| site.rank(rank, port, &flags)).collect();
+    for commands in [supervised, joined] {
+        let children = commands.iter().map(|command| limited(&site, command, 64).spawn().unwrap()).collect();
         for output in ended(children, SOON) {
             refused(&output, &["saved/", "File too large"]);
         }

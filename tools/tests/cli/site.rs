@@ -157,7 +157,7 @@ impl Site {
         }
     }
 
-    fn last_step(&self) -> u64 {
+    pub fn last_step(&self) -> u64 {
         self.losses().last().map_or(0, |(step, _)| *step)
     }
 
