@@ -96,20 +96,22 @@ pub fn share_gpus(ranks: usize, device: Choice) -> bool {
 }
 
 /// Gives this rank's kernels `threads` threads, or those that RAYON_NUM_THREADS asks for, or its share of the machine's cores. Returns how
-/// many there are. Call before the first kernel.
+/// many there are. Call before the first kernel, on the thread that calls the kernels: it is one of them.
 ///
 /// # Errors
 /// If threads cannot be started.
 pub fn use_threads(threads: Option<usize>, place: &RankInfo) -> Result<usize> {
-    if threads.is_some() || environment("RAYON_NUM_THREADS").is_none() {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = threads.unwrap_or((cores / place.local_world_size).max(1));
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build_global()
-            .map_err(|e| Error::Launch(format!("cannot start {threads} compute threads: {e}")))?;
+    let asked = || environment("RAYON_NUM_THREADS").and_then(|n| n.parse().ok()).filter(|&n| n > 0);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = threads.or_else(asked).unwrap_or((cores / place.local_world_size).max(1));
+    let mut pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+    if threads > 1 {
+        // A thread outside of the pool would hand every kernel to it and sleep until that is done. Alone it stays outside: what other threads
+        // give to the pool would wait for it.
+        pool = pool.use_current_thread();
     }
-    Ok(rayon::current_num_threads())
+    pool.build_global().map_err(|e| Error::Launch(format!("cannot start {threads} compute threads: {e}")))?;
+    Ok(threads)
 }
 
 /// Refuses a device that this machine or program does not have, before ranks are started for it.
