@@ -5,9 +5,9 @@
 use crate::par;
 use crate::simd::{LANES, vectorize};
 
-const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
-const ROUNDS: usize = 10;
+pub(crate) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+pub(crate) const ROUNDS: usize = 10;
 
 /// Philox4x32-10: four random words, a bijection of `counter` for every `key`.
 #[inline(always)]
@@ -74,7 +74,7 @@ impl WordRow {
 /// [`LANES`] times [`philox4x32`], side by side. Words are in the low halves of 64-bit lanes, where the multiplication
 /// wants them; the high halves are garbage.
 #[inline(always)]
-pub(crate) fn philox_lanes(counter: [[u64; LANES]; 4], key: [u32; 2]) -> [[u64; LANES]; 4] {
+fn philox_lanes(counter: [[u64; LANES]; 4], key: [u32; 2]) -> [[u64; LANES]; 4] {
     let [mut c0, mut c1, mut c2, mut c3] = counter;
     let [mut k0, mut k1] = key;
     for _ in 0..ROUNDS {

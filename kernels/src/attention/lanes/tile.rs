@@ -5,7 +5,7 @@ use std::f64::consts::LOG2_E;
 
 use super::{BLOCK, LANES};
 use crate::attention::{Call, HeadMask};
-use crate::philox::philox_lanes;
+use crate::philox::{MULTIPLIERS, ROUNDS, WEYL};
 
 /// 32 queries of a head, in two vectors of sixteen.
 pub struct Tile<'a> {
@@ -87,19 +87,35 @@ impl<'a> Tile<'a> {
     }
 
     /// Which queries keep each of the four keys from `key` (a multiple of 4) on, under the mask.
-    #[inline]
+    #[inline(never)] // Inlined beside vectors of its caller it spilled its words, and took four times as long.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub fn kept(&self, half: usize, key: usize) -> [__mmask16; 4] {
         let Some(mask) = &self.mask else { return [u16::MAX; 4] };
-        let [k0, k1, b, d] = mask.derived;
-        let wide = |word: u32| [u64::from(word); LANES];
-        let queries: [u64; LANES] = std::array::from_fn(|l| (self.query + half * LANES + l) as u64);
-        let words = philox_lanes([queries, wide(b), wide((key / 4) as u32), wide(d)], [k0, k1]);
-        words.map(|words| {
-            let words = words.map(|word| word as u32);
-            // SAFETY: sixteen words are a vector's bits.
-            let words = unsafe { _mm512_loadu_epi32(words.as_ptr().cast()) };
-            _mm512_cmpge_epu32_mask(words, _mm512_set1_epi32(mask.threshold.cast_signed()))
-        })
+        let [mut k0, mut k1, b, d] = mask.derived;
+        // Words are in the low halves of 64-bit lanes, where the multiplication wants them; the high halves are garbage.
+        let wide = |word: u32| _mm512_set1_epi64(i64::from(word));
+        let [m0, m1] = MULTIPLIERS.map(wide);
+        let queries = self.queries[half];
+        let queries = [_mm512_castsi512_si256(queries), _mm512_extracti64x4_epi64::<1>(queries)];
+        let mut counters =
+            queries.map(|queries| [_mm512_cvtepu32_epi64(queries), wide(b), wide((key / 4) as u32), wide(d)]);
+        for _ in 0..ROUNDS {
+            for [c0, c1, c2, c3] in &mut counters {
+                let (p0, p1) = (_mm512_mul_epu32(m0, *c0), _mm512_mul_epu32(m1, *c2));
+                // 0x96: the exclusive or of three.
+                *c0 = _mm512_ternarylogic_epi64::<0x96>(_mm512_srli_epi64::<32>(p1), *c1, wide(k0));
+                *c2 = _mm512_ternarylogic_epi64::<0x96>(_mm512_srli_epi64::<32>(p0), *c3, wide(k1));
+                (*c1, *c3) = (p1, p0);
+            }
+            (k0, k1) = (k0.wrapping_add(WEYL[0]), k1.wrapping_add(WEYL[1]));
+        }
+        let [first, second] = counters;
+        let threshold = _mm512_set1_epi32(mask.threshold.cast_signed());
+        // SAFETY: sixteen words are a vector's bits.
+        let low = unsafe { _mm512_loadu_epi32(LOW_HALVES.as_ptr()) };
+        std::array::from_fn(|i| _mm512_cmpge_epu32_mask(_mm512_permutex2var_epi32(first[i], low, second[i]), threshold))
     }
 }
+
+/// Where the low halves of sixteen 64-bit numbers are, in two vectors.
+const LOW_HALVES: [i32; LANES] = [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30];
