@@ -221,6 +221,24 @@ fn collectives_of_backward_run_beside_its_products() {
     assert_eq!(between.matches(".WD.D.W.DW.D.W").count(), 2, "{between}");
 }
 
+/// Products of forward and of backward of a microbatch of three layers, segments of two.
+#[test]
+fn no_output_of_a_recomputed_segment_is_made_again() {
+    let mut config = tiny(Style::Llama, 0.0);
+    (config.model.num_layers, config.training.global_batch_size) = (3, config.training.micro_batch_size);
+    config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 };
+    let ranks = spans(&config, |name| match name {
+        "forward" => Some('F'),
+        "backward" => Some('B'),
+        "linear" => Some('.'),
+        "linear_wgrad" => Some('W'),
+        _ => None,
+    });
+    // Four products a layer, the head's in forward (with its gradients); in backward the third layer again but for its last, then two, the same.
+    let forward = format!("F{}.W", ".".repeat(12));
+    assert_eq!(ranks, [format!("{forward}B...WWWW{}{}", ".".repeat(7), "W".repeat(8))]);
+}
+
 #[test]
 fn recompute() {
     for_both(|name, plain| {

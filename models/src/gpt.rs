@@ -166,6 +166,7 @@ impl ModelBuilder for Gpt {
         let operands = 4 * h + (2 * q + 2 * kv + fc1 + f) / tp;
         let layer = ChunkCosts {
             forward: all,
+            recompute: all - (h * f) as u64,
             input_gradients: all - attention + attention * 5 / 2 + again,
             weight_gradients: all - attention,
             activations: activations as u64,

@@ -1,6 +1,7 @@
 //! One virtual stage: a run of layers, with the embedding and the head at the ends of the model.
 //!
-//! Full recompute (Chen et al. 2016) keeps the input of a segment of layers and runs it forward again in backward.
+//! Full recompute (Chen et al. 2016) keeps the input of a segment of layers and runs it forward again in backward, up to the last layer's
+//! activations.
 
 use std::ops::Range;
 
@@ -67,6 +68,14 @@ impl Chunk {
             x = y;
         }
         Ok((x, all))
+    }
+
+    /// What backward of a segment of layers needs, from its input. Its output is not made again.
+    fn recompute(&self, layers: Range<usize>, x: Stream, ctx: &Ctx) -> Result<Vec<Saved>> {
+        let Some((last, before)) = self.layers[layers.clone()].split_last() else { return Ok(Vec::new()) };
+        let (x, mut all) = self.run(layers.start..layers.start + before.len(), x, ctx)?;
+        all.push(last.recompute(x, ctx)?);
+        Ok(all)
     }
 
     fn first(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(Stream, Option<SavedEmbedding>)> {
@@ -155,7 +164,7 @@ impl Chunk {
         for (layers, segment) in saved.segments.into_iter().rev() {
             let saved = match segment {
                 Segment::Kept(saved) => saved,
-                Segment::Input(x) => self.run(layers.clone(), x, ctx)?.1,
+                Segment::Input(x) => self.recompute(layers.clone(), x, ctx)?,
             };
             for (layer, saved) in self.layers[layers].iter().zip(saved).rev() {
                 dx = layer.backward(dx, saved, ctx)?;

@@ -7,6 +7,8 @@ use crate::{Error, Result};
 pub struct ChunkCosts {
     /// Time of a forward.
     pub forward: u64,
+    /// Time of computing the activations again from the input, without the output.
+    pub recompute: u64,
     /// Time of the part of a backward that the previous stage waits for.
     pub input_gradients: u64,
     /// Time of the rest of it.
@@ -30,6 +32,7 @@ impl std::ops::Add for ChunkCosts {
     fn add(self, other: Self) -> Self {
         Self {
             forward: self.forward + other.forward,
+            recompute: self.recompute + other.recompute,
             input_gradients: self.input_gradients + other.input_gradients,
             weight_gradients: self.weight_gradients + other.weight_gradients,
             activations: self.activations + other.activations,

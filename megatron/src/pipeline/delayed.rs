@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     fn chunk(forward: u64, input_gradients: u64, weight_gradients: u64) -> ChunkCosts {
-        ChunkCosts { forward, input_gradients, weight_gradients, activations: 1, operands: 1 }
+        ChunkCosts { forward, input_gradients, weight_gradients, activations: 1, operands: 1, recompute: forward }
     }
 
     fn even(schedule: &Schedule, each: ChunkCosts) -> Costs {
@@ -247,6 +247,7 @@ mod tests {
                     weight_gradients: layers * c.weight_gradients,
                     activations: layers,
                     operands: layers,
+                    ..ChunkCosts::default()
                 }
             });
             all.push(Costs::new(schedule.pp(), uneven.collect()).unwrap());

@@ -84,7 +84,14 @@ mod tests {
         let costs = Costs::even(
             4,
             1,
-            ChunkCosts { forward: 1, input_gradients: 1, weight_gradients: 1, activations: 1, operands: 1 },
+            ChunkCosts {
+                forward: 1,
+                input_gradients: 1,
+                weight_gradients: 1,
+                activations: 1,
+                operands: 1,
+                recompute: 1,
+            },
         );
         let (schedule, costs) = (one_f_one_b(4, 6).unwrap(), costs.unwrap());
         let delayed = delay_weight_gradients(&schedule, &costs).unwrap();

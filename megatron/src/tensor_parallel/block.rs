@@ -34,12 +34,17 @@ pub struct TransformerLayer {
 }
 
 struct SavedBlock {
+    first: FirstHalf,
+    mlp: SavedMlp,
+}
+
+/// What is saved of everything before the MLP.
+struct FirstHalf {
     x: Stream,
     input_stats: NormStats,
     attention: SavedAttention,
     middle: Stream,
     mlp_stats: NormStats,
-    mlp: SavedMlp,
 }
 
 impl TransformerLayer {
@@ -54,6 +59,15 @@ impl TransformerLayer {
             hidden_dropout: spec.hidden_dropout,
             layer,
         }
+    }
+
+    /// Everything before the MLP; its normalized input.
+    fn first_half(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, FirstHalf)> {
+        let (normed, input_stats) = self.input_norm.forward(&x, ctx)?;
+        let (y, attention) = self.attention.forward(normed, ctx)?;
+        let middle = self.join(&y, self.attention.output_bias(), &x, DropoutSite::AttentionOutput, ctx)?;
+        let (normed, mlp_stats) = self.mlp_norm.forward(&middle, ctx)?;
+        Ok((normed, FirstHalf { x, input_stats, attention, middle, mlp_stats }))
     }
 
     /// residual + dropout(y + bias)
@@ -83,17 +97,21 @@ impl TransformerLayer {
 
 impl Layer for TransformerLayer {
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)> {
-        let (normed, input_stats) = self.input_norm.forward(&x, ctx)?;
-        let (y, attention) = self.attention.forward(normed, ctx)?;
-        let middle = self.join(&y, self.attention.output_bias(), &x, DropoutSite::AttentionOutput, ctx)?;
-        let (normed, mlp_stats) = self.mlp_norm.forward(&middle, ctx)?;
+        let (normed, first) = self.first_half(x, ctx)?;
         let (y, mlp) = self.mlp.forward(normed, ctx)?;
-        let out = self.join(&y, self.mlp.output_bias(), &middle, DropoutSite::MlpOutput, ctx)?;
-        Ok((out, Saved::new(SavedBlock { x, input_stats, attention, middle, mlp_stats, mlp })))
+        let out = self.join(&y, self.mlp.output_bias(), &first.middle, DropoutSite::MlpOutput, ctx)?;
+        Ok((out, Saved::new(SavedBlock { first, mlp })))
+    }
+
+    fn recompute(&self, x: Stream, ctx: &Ctx) -> Result<Saved> {
+        let (normed, first) = self.first_half(x, ctx)?;
+        let mlp = self.mlp.recompute(normed, ctx)?;
+        Ok(Saved::new(SavedBlock { first, mlp }))
     }
 
     fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream> {
-        let SavedBlock { x, input_stats, attention, middle, mlp_stats, mlp } = saved.take()?;
+        let SavedBlock { first, mlp } = saved.take()?;
+        let FirstHalf { x, input_stats, attention, middle, mlp_stats } = first;
         let branch = self.join_backward(&dy, self.mlp.output_bias(), DropoutSite::MlpOutput, ctx)?;
         let dnormed = self.mlp.backward(&branch, mlp, ctx)?;
         drop(branch);

@@ -36,6 +36,8 @@ impl Saved {
 pub trait Layer: Send + Sync {
     /// The layer's output and what its backward needs.
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)>;
+    /// What backward needs, bit for bit as `forward` made it, without the output, which nobody needs a second time.
+    fn recompute(&self, x: Stream, ctx: &Ctx) -> Result<Saved>;
     /// The gradient of the layer's input.
     fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream>;
     /// Room for what the layer remembers of `positions` tokens of `batch` samples while generating.

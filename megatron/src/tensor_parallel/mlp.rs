@@ -74,20 +74,30 @@ impl Mlp {
 
     /// From the normalized stream to the output projection's sum, without its bias.
     pub fn forward(&self, input: Stream, ctx: &Ctx) -> Result<(Stream, SavedMlp)> {
-        let x = ctx.tp.enter(&input)?;
-        // What is computed again must be what forward had, and GELU beside the product sees sums that `hidden` has rounded.
-        let (hidden, activated) = if self.swiglu || self.recompute_activation {
-            let hidden = self.fc1.forward(&x, ctx)?.0;
-            let activated = FeatureSharded(self.activate(&hidden)?);
-            (hidden, activated)
-        } else {
-            let (hidden, activated) = self.fc1.forward_gelu(&x, ctx)?;
-            (hidden.0, activated)
-        };
-        drop(x);
+        let (hidden, activated) = self.hidden(&input, ctx)?;
         let y = ctx.tp.exit(self.fc2.forward(&activated, ctx)?)?;
         let activated = (!self.recompute_activation).then_some(activated.0);
         Ok((y, SavedMlp { input, hidden, activated }))
+    }
+
+    /// What [`forward`](Self::forward) saves, without the output projection.
+    pub fn recompute(&self, input: Stream, ctx: &Ctx) -> Result<SavedMlp> {
+        let (hidden, activated) = self.hidden(&input, ctx)?;
+        Ok(SavedMlp { input, hidden, activated: Some(activated.0) })
+    }
+
+    /// Both sides of the activation function.
+    fn hidden(&self, input: &Stream, ctx: &Ctx) -> Result<(Tensor, FeatureSharded)> {
+        let x = ctx.tp.enter(input)?;
+        // What is computed again must be what forward had, and GELU beside the product sees sums that `hidden` has rounded.
+        if self.swiglu || self.recompute_activation {
+            let hidden = self.fc1.forward(&x, ctx)?.0;
+            let activated = FeatureSharded(self.activate(&hidden)?);
+            Ok((hidden, activated))
+        } else {
+            let (hidden, activated) = self.fc1.forward_gelu(&x, ctx)?;
+            Ok((hidden.0, activated))
+        }
     }
 
     /// Gradient of the normalized stream.

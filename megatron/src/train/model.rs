@@ -82,16 +82,19 @@ pub(super) fn costs(parallel: &ParallelConfig, model: &dyn ModelBuilder, recompu
     let dealt = deal(parallel, model)?;
     let last = dealt.len() - 1;
     let virtual_stages = dealt.into_iter().enumerate().map(|(stage, range)| {
-        let again = match recompute {
-            Recompute::Full { method: RecomputeMethod::Uniform, .. } => range.len(),
-            Recompute::Full { method: RecomputeMethod::Block, num_layers } => num_layers,
-            Recompute::None | Recompute::Selective => 0,
+        // Layers that are computed again, and those of a segment.
+        let (again, segment) = match recompute {
+            Recompute::Full { method: RecomputeMethod::Uniform, num_layers } => (range.len(), num_layers.max(1)),
+            Recompute::Full { method: RecomputeMethod::Block, num_layers } => (num_layers, 1),
+            Recompute::None | Recompute::Selective => (0, 1),
         };
-        let mut sum = if stage == last { head } else { ChunkCosts::default() };
+        let (mut sum, number) = (if stage == last { head } else { ChunkCosts::default() }, range.len());
         for (i, mut layer) in layers[range].iter().copied().enumerate() {
             if i < again {
+                let ends = (i + 1) % segment == 0 || i + 1 == number;
+                layer.input_gradients += if ends { layer.recompute } else { layer.forward };
                 // Of a whole segment its input is all that is kept, next to nothing beside what its products need.
-                (layer.input_gradients, layer.activations) = (layer.input_gradients + layer.forward, 0);
+                layer.activations = 0;
             }
             sum = sum + layer;
         }

@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor};
 use clap::Args;
 use kernels::philox::philox4x32;
 use megatron::comm::{Group, RankInfo, ReduceOp};
-use megatron::config::RunConfig;
+use megatron::config::{Recompute, RunConfig};
 use megatron::data::SampleSource;
 use megatron::train::{Sources, Trainer, peak_memory_of};
 use models::Gpt;
@@ -17,7 +17,7 @@ use models::Gpt;
 use super::preset::{Preset, flops_per_token, matrix_params};
 use super::timing::Timing;
 use super::{STOP_LIMIT, machine_line, positive};
-use crate::cli::flags::{ParallelFlags, PrecisionFlags};
+use crate::cli::flags::{ParallelFlags, PrecisionFlags, RecomputeFlags};
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::Result;
 use crate::ranks;
@@ -54,6 +54,8 @@ pub struct StepArgs {
     #[arg(long)]
     pub enable_cuda_graph: bool,
     #[command(flatten)]
+    pub recompute: RecomputeFlags,
+    #[command(flatten)]
     pub precision: PrecisionFlags,
     #[command(flatten)]
     pub parallel: ParallelFlags,
@@ -86,6 +88,7 @@ pub fn run(args: &StepArgs, origins: BTreeMap<String, String>) -> Result<u8> {
 fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Gathered> {
     let mut flags = args.preset.flags((WARM_UP + args.steps) as u64)?;
     flags.parallel = args.parallel.clone();
+    flags.training.recompute = args.recompute.clone();
     flags.training.precision = args.precision.clone();
     flags.training.enable_cuda_graph = args.enable_cuda_graph;
     flags.training.micro_batch_size = args.micro_batch_size.or(flags.training.micro_batch_size);
@@ -168,6 +171,8 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) 
         (p.sequence_parallel, "·sp"),
         (p.delay_wgrad_compute, "·delayed-wgrad"),
         (p.use_distributed_optimizer, "·zero1"),
+        (run.training.recompute == Recompute::Selective, "·selective-recompute"),
+        (matches!(run.training.recompute, Recompute::Full { .. }), "·full-recompute"),
     ];
     for (on, name) in settings {
         layout.push_str(if on { name } else { "" });

@@ -20,9 +20,12 @@ fn figures(text: &str) -> BTreeMap<&str, &str> {
 #[test]
 fn steps_are_timed_on_the_ranks_of_a_layout() {
     let layout = ["--tensor-model-parallel-size=2", "--sequence-parallel", "--threads=1", "--micro-batch-size=1"];
-    let text = bench(&[&["step", "--preset=llama-small", "--steps=1"], &layout[..]].concat());
+    let memory = "--recompute-granularity=full";
+    let text = bench(&[&["step", "--preset=llama-small", "--steps=1", memory], &layout[..]].concat());
     let figures = figures(&text);
-    for (key, expected) in [("layout", "tp2·pp1·dp1·sp"), ("world", "2"), ("threads", "1"), ("params", "12.6M")] {
+    for (key, expected) in
+        [("layout", "tp2·pp1·dp1·sp·full-recompute"), ("world", "2"), ("threads", "1"), ("params", "12.6M")]
+    {
         assert_eq!(figures[key], expected, "{text}");
     }
     for key in ["tokens_per_second", "tflops", "peak_gib"] {

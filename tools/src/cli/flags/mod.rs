@@ -21,7 +21,7 @@ pub use data::{CheckpointFlags, DataFlags, LoggingFlags};
 pub use model::ModelFlags;
 pub use optimizer::OptimizerFlags;
 pub use parallel::{LayoutFlags, ParallelFlags};
-pub use training::{Granularity, PrecisionFlags, TrainingFlags};
+pub use training::{Granularity, PrecisionFlags, RecomputeFlags, TrainingFlags};
 
 /// All settings of a run.
 #[derive(Args, Clone, Debug)]

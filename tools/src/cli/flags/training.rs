@@ -26,6 +26,18 @@ pub struct TrainingFlags {
     /// Every random number of the run is a function of this
     #[arg(long, value_name = "N", default_value_t = 1234)]
     pub seed: u64,
+    #[command(flatten)]
+    pub recompute: RecomputeFlags,
+    /// Record forward and backward of a microbatch as a CUDA graph, and launch that instead of their kernels one by one
+    #[arg(long)]
+    pub enable_cuda_graph: bool,
+    #[command(flatten)]
+    pub precision: PrecisionFlags,
+}
+
+/// What is computed again in backward.
+#[derive(Args, Clone, Debug)]
+pub struct RecomputeFlags {
     /// Save memory by computing activations again: of whole layers, or of attention and activation functions only
     #[arg(long, value_name = "GRANULARITY", value_enum)]
     pub recompute_granularity: Option<Granularity>,
@@ -35,11 +47,6 @@ pub struct TrainingFlags {
     /// Layers per group (uniform) or per stage (block) of full recompute [default: 1]
     #[arg(long, value_name = "N")]
     pub recompute_num_layers: Option<usize>,
-    /// Record forward and backward of a microbatch as a CUDA graph, and launch that instead of their kernels one by one
-    #[arg(long)]
-    pub enable_cuda_graph: bool,
-    #[command(flatten)]
-    pub precision: PrecisionFlags,
 }
 
 /// What numbers are stored in.
@@ -75,7 +82,7 @@ pub struct PrecisionFlags {
     pub grad_reduce_in_bf16: bool,
 }
 
-/// What is computed again in backward.
+/// How much is computed again in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Granularity {
     Full,

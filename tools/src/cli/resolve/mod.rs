@@ -15,7 +15,7 @@ use megatron::config::{
 use models::hf::HfConfig;
 
 use super::Gathered;
-use super::flags::{Flags, Granularity, TrainingFlags};
+use super::flags::{Flags, Granularity, RecomputeFlags};
 use super::layout::resolve_layout;
 use crate::error::{Error, Result};
 
@@ -210,7 +210,7 @@ impl Resolver<'_> {
             train_iters,
             exit_interval: t.exit_interval,
             seed: t.seed,
-            recompute: self.recompute(t)?,
+            recompute: self.recompute(&t.recompute)?,
             precision: self.precision()?,
             grad_reduce_in_bf16: t.precision.grad_reduce_in_bf16,
             enable_cuda_graph: t.enable_cuda_graph,
@@ -259,7 +259,7 @@ impl Resolver<'_> {
         })
     }
 
-    fn recompute(&self, t: &TrainingFlags) -> Result<Recompute> {
+    fn recompute(&self, t: &RecomputeFlags) -> Result<Recompute> {
         let of_full = [
             ("recompute_method", t.recompute_method.is_some()),
             ("recompute_num_layers", t.recompute_num_layers.is_some()),
