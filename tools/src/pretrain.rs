@@ -143,6 +143,8 @@ fn run_rank(
 ) -> Result<Outcome> {
     // Ranks of a launcher have no supervisor that looked before.
     check_outputs(run, world.rank())?;
+    // Before anything is written there.
+    let _claim = run.checkpoint.save.as_ref().map(|save| checkpoint::claim(save, &world)).transpose()?;
     if let (0, Some(save), Some(folder)) = (world.rank(), &run.checkpoint.save, &run.checkpoint.init_from_hf) {
         hf::copy_companions(folder, save)?;
     }

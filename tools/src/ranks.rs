@@ -222,7 +222,29 @@ fn environment(name: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::overlaps;
+    use megatron::comm::RankInfo;
+
+    use super::{overlaps, use_threads};
+
+    #[test]
+    fn whoever_hands_out_work_is_one_of_the_threads_unless_it_is_the_only_one() {
+        const CHILD: &str = "TOOLS_TEST_THREADS";
+        // The pool is a process's.
+        if let Ok(threads) = std::env::var(CHILD) {
+            let threads = threads.parse().unwrap();
+            assert_eq!(use_threads(Some(threads), &RankInfo::alone()).unwrap(), threads);
+            assert_eq!(rayon::current_num_threads(), threads);
+            assert_eq!(rayon::current_thread_index(), (threads > 1).then_some(0));
+            return;
+        }
+        let name = "ranks::tests::whoever_hands_out_work_is_one_of_the_threads_unless_it_is_the_only_one";
+        for threads in ["1", "2", "3"] {
+            let mut test = std::process::Command::new(std::env::current_exe().unwrap());
+            let output = test.args([name, "--exact", "--nocapture"]).env(CHILD, threads).output().unwrap();
+            let stdout = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && stdout.contains("1 passed"), "{threads} threads: {stdout}");
+        }
+    }
 
     #[test]
     fn communication_is_issued_early_over_nccl_with_enough_queues_only() {

@@ -1,5 +1,7 @@
 //! `[training]`: batch, length, seed, recompute, precision.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use super::Precision;
@@ -24,6 +26,22 @@ pub enum Recompute {
     Selective,
     /// Whole layers are computed again.
     Full { method: RecomputeMethod, num_layers: usize },
+}
+
+impl Recompute {
+    /// The segments of a chunk of `layers` layers, in order, and whether each keeps its input alone and is computed again in backward.
+    pub fn segments(self, layers: usize) -> Vec<(Range<usize>, bool)> {
+        match self {
+            Self::Full { method: RecomputeMethod::Uniform, num_layers } => {
+                let length = num_layers.max(1);
+                (0..layers).step_by(length).map(|at| (at..(at + length).min(layers), true)).collect()
+            }
+            Self::Full { method: RecomputeMethod::Block, num_layers } => {
+                (0..layers).map(|at| (at..at + 1, at < num_layers)).collect()
+            }
+            Self::None | Self::Selective => vec![(0..layers, false)],
+        }
+    }
 }
 
 /// Batch and length of a run.

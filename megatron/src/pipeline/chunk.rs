@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 
-use crate::config::{Recompute, RecomputeMethod};
+use crate::config::Recompute;
 use crate::params::ParamId;
 use crate::tensor_parallel::layout::Stream;
 use crate::tensor_parallel::{Ctx, Embedding, Head, Layer, Saved, SavedEmbedding, SavedHead};
@@ -46,20 +46,6 @@ pub struct SavedChunk {
 }
 
 impl Chunk {
-    /// Segments of layers, and whether each is computed again in backward.
-    fn segments(&self) -> Vec<(Range<usize>, bool)> {
-        let n = self.layers.len();
-        match self.recompute {
-            Recompute::Full { method: RecomputeMethod::Uniform, num_layers } => {
-                (0..n).step_by(num_layers.max(1)).map(|at| (at..(at + num_layers.max(1)).min(n), true)).collect()
-            }
-            Recompute::Full { method: RecomputeMethod::Block, num_layers } => {
-                (0..n).map(|at| (at..at + 1, at < num_layers)).collect()
-            }
-            Recompute::None | Recompute::Selective => vec![(0..n, false)],
-        }
-    }
-
     fn run(&self, layers: Range<usize>, mut x: Stream, ctx: &Ctx) -> Result<(Stream, Vec<Saved>)> {
         let mut all = Vec::with_capacity(layers.len());
         for layer in &self.layers[layers] {
@@ -93,7 +79,7 @@ impl Chunk {
     pub fn forward(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(ChunkOutput, SavedChunk)> {
         let (mut x, embedding) = self.first(input, ctx)?;
         let mut segments = Vec::new();
-        for (layers, recompute) in self.segments() {
+        for (layers, recompute) in self.recompute.segments(self.layers.len()) {
             let segment = if recompute {
                 let input = x.clone();
                 x = self.run(layers.clone(), x, ctx)?.0;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::Result;
-use crate::config::{ParallelConfig, PartitionMethod, Recompute, RecomputeMethod};
+use crate::config::{ParallelConfig, PartitionMethod, Recompute};
 use crate::optim::written;
 use crate::params::{ParamShare, ParamsBuilder, Placement};
 use crate::pipeline::{Chunk, ChunkCosts, Costs, partition};
@@ -82,21 +82,19 @@ pub(super) fn costs(parallel: &ParallelConfig, model: &dyn ModelBuilder, recompu
     let dealt = deal(parallel, model)?;
     let last = dealt.len() - 1;
     let virtual_stages = dealt.into_iter().enumerate().map(|(stage, range)| {
-        // Layers that are computed again, and those of a segment.
-        let (again, segment) = match recompute {
-            Recompute::Full { method: RecomputeMethod::Uniform, num_layers } => (range.len(), num_layers.max(1)),
-            Recompute::Full { method: RecomputeMethod::Block, num_layers } => (num_layers, 1),
-            Recompute::None | Recompute::Selective => (0, 1),
-        };
-        let (mut sum, number) = (if stage == last { head } else { ChunkCosts::default() }, range.len());
-        for (i, mut layer) in layers[range].iter().copied().enumerate() {
-            if i < again {
-                let ends = (i + 1) % segment == 0 || i + 1 == number;
-                layer.input_gradients += if ends { layer.recompute } else { layer.forward };
-                // Of a whole segment its input is all that is kept, next to nothing beside what its products need.
-                layer.activations = 0;
+        let mut sum = if stage == last { head } else { ChunkCosts::default() };
+        for (segment, again) in recompute.segments(range.len()) {
+            let end = segment.end;
+            for i in segment {
+                let mut layer = layers[range.start + i];
+                if again {
+                    // The output of a segment's last layer is not made again.
+                    layer.input_gradients += if i + 1 == end { layer.recompute } else { layer.forward };
+                    // Of a whole segment its input is all that is kept, next to nothing beside what its products need.
+                    layer.activations = 0;
+                }
+                sum = sum + layer;
             }
-            sum = sum + layer;
         }
         sum
     });
@@ -133,5 +131,75 @@ impl Layout {
         let at = self.grid.coords(rank);
         let (tp, dp) = (self.grid.size(Axis::Tp), self.grid.size(Axis::Dp));
         written(&self.stages[at.pp], (at.tp, tp), (at.dp, dp))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{RecomputeMethod, valid};
+
+    /// Layer i of five costs 10ⁱ times the first.
+    struct Layers;
+
+    impl ModelBuilder for Layers {
+        fn layer_params(&self) -> Vec<u64> {
+            vec![1; 5]
+        }
+
+        fn end_params(&self) -> (u64, u64) {
+            (0, 0)
+        }
+
+        fn flops(&self) -> (Vec<u64>, u64) {
+            (vec![1; 5], 0)
+        }
+
+        fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts) {
+            let layer = |times| ChunkCosts {
+                forward: 3 * times,
+                recompute: 2 * times,
+                input_gradients: 4 * times,
+                weight_gradients: times,
+                activations: 5 * times,
+                operands: 6 * times,
+            };
+            (vec![layer(1), layer(10), layer(100), layer(1000), layer(10_000)], ChunkCosts::default())
+        }
+
+        fn tied(&self) -> bool {
+            false
+        }
+
+        fn chunk(&self, _: Ends, _: Range<usize>, _: &mut ParamsBuilder) -> Result<Chunk> {
+            unreachable!("costs need no parameters")
+        }
+    }
+
+    #[test]
+    fn computing_segments_again_costs_their_forward_without_the_output_and_saves_their_activations() {
+        let mut parallel = valid().parallel;
+        (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size) = (2, 1);
+        parallel.partition = PartitionMethod::Uniform;
+        let full = |method, num_layers| Recompute::Full { method, num_layers };
+        let [uniform, block] = [RecomputeMethod::Uniform, RecomputeMethod::Block];
+        // Three layers on the first stage, two on the second: time of input gradients and memory of activations.
+        for (recompute, first, second) in [
+            (Recompute::None, (444, 555), (44_000, 55_000)),
+            (Recompute::Selective, (444, 555), (44_000, 55_000)),
+            (full(uniform, 1), (444 + 222, 0), (44_000 + 22_000, 0)),
+            (full(uniform, 2), (444 + 223, 0), (44_000 + 23_000, 0)),
+            (full(uniform, 4), (444 + 233, 0), (44_000 + 23_000, 0)),
+            (full(block, 0), (444, 555), (44_000, 55_000)),
+            (full(block, 1), (444 + 2, 550), (44_000 + 2000, 50_000)),
+            (full(block, 3), (444 + 222, 0), (44_000 + 22_000, 0)),
+        ] {
+            let costs = costs(&parallel, &Layers, recompute).unwrap();
+            for (stage, expected) in [first, second].into_iter().enumerate() {
+                let of = costs.of(stage, 0);
+                assert_eq!((of.input_gradients, of.activations), expected, "{recompute:?} on stage {stage}");
+                assert_eq!((of.forward, of.operands), [(333, 666), (33_000, 66_000)][stage]);
+            }
+        }
     }
 }

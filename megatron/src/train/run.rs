@@ -61,13 +61,12 @@ fn is_due(iteration: u64, interval: Option<u64>) -> bool {
 
 impl Trainer {
     /// Resumes from `[checkpoint] load` if it holds a checkpoint, then trains to the end. `stop` may be set at any time, on any rank:
-    /// all ranks save and stop after the step in which one of them saw it. Collective over the world.
+    /// all ranks save and stop after the step in which one of them saw it. Whoever saves holds the folder's [`claim`](checkpoint::claim).
+    /// Collective over the world.
     ///
     /// # Errors
-    /// If data, a checkpoint or a peer fails, or another run saves into this one's folder.
+    /// If data, a checkpoint or a peer fails.
     pub fn run(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
-        let save = self.config.checkpoint.save.as_ref();
-        let _claim = save.map(|dir| checkpoint::claim(dir, &self.groups.world)).transpose()?;
         self.resume(reporter)?;
         let lead = self.groups.world.rank() == 0;
         let metrics_path = self.config.logging.metrics.clone().filter(|_| lead);

@@ -111,6 +111,24 @@ fn a_folder_into_which_another_run_saves_is_refused_until_that_ends() {
     site.assert_nothing_left();
 }
 
+#[test]
+fn a_run_that_is_refused_leaves_the_other_ones_tokenizer_alone() {
+    let site = Site::new();
+    let flags = |tokenizer| ["--save=new", "--save-interval=100000", "--train-iters=100000", tokenizer];
+    let first = site.pretrain(&flags("--tokenizer=train:300")).spawn().unwrap();
+    site.wait_for_step(1);
+    let tokenizer = fs::read(site.path("new/tokenizer.json")).unwrap();
+    for start in [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks] {
+        for output in ended(start(&site, &flags("--tokenizer=train:257")), SOON) {
+            refused(&output, &["new", "another run saves"]);
+        }
+        assert!(fs::read(site.path("new/tokenizer.json")).unwrap() == tokenizer);
+    }
+    kill(first.id(), "INT");
+    let first = ended(vec![first], SOON).remove(0);
+    assert_eq!(first.status.code(), Some(130), "{}", stderr(&first));
+}
+
 /// `command` under a limit on the size of files, which fails writes as a full disk does: after a part of them.
 fn limited(site: &Site, command: &Command, kib: u32) -> Command {
     let mut shell = Command::new("sh");

@@ -87,7 +87,8 @@ impl<'a> Tile<'a> {
     }
 
     /// Which queries keep each of the four keys from `key` (a multiple of 4) on, under the mask.
-    #[inline(never)] // Inlined beside vectors of its caller it spilled its words, and took four times as long.
+    #[inline(never)]
+    // Within its caller closures like these were called one by one (`map` does not have their instructions), at four times the cost.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub fn kept(&self, half: usize, key: usize) -> [__mmask16; 4] {
         let Some(mask) = &self.mask else { return [u16::MAX; 4] };
