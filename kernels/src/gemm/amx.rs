@@ -118,7 +118,7 @@ impl Kernel<bf16> for Amx {
     }
 }
 
-unsafe fn copy(rows: usize, (from, from_stride): (*const f32, usize), (to, to_stride): (*mut f32, usize)) {
+pub(super) unsafe fn copy(rows: usize, (from, from_stride): (*const f32, usize), (to, to_stride): (*mut f32, usize)) {
     for r in 0..rows {
         // SAFETY: the caller's promise.
         unsafe {

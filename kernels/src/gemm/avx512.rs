@@ -50,6 +50,10 @@ impl<E: Lanes> Kernel<E> for Avx512 {
 
     const DOES_CHORES: bool = true;
 
+    fn packs_beside(Mat(_, row, column): Mat<*const E>) -> bool {
+        row == 1 && column != 1
+    }
+
     unsafe fn tile(
         rows: usize,
         k: usize,

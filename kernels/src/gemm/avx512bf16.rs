@@ -56,6 +56,10 @@ impl Kernel<bf16> for Avx512Bf16 {
 
     const DOES_CHORES: bool = true;
 
+    fn packs_beside(Mat(_, row, column): Mat<*const bf16>) -> bool {
+        row == 1 && column != 1
+    }
+
     unsafe fn tile(
         rows: usize,
         k: usize,

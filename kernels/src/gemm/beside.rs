@@ -11,9 +11,9 @@ use crate::float::Elem;
 /// Strips, or panels, that there is room for of the operand that is packed one by one: the one in use, and the next.
 const SLOTS: usize = 2;
 
-/// Whether strips of A, and panels of B, lie side by side in rows of memory, and the kernel packs such beside its products.
+/// Whether the kernel packs these operands beside its products.
 pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(a: Mat<*const E>, b: Mat<*const E>, k: usize) -> bool {
-    K::DOES_CHORES && a.1 == 1 && a.2 != 1 && b.2 == 1 && k.is_multiple_of(K::KQ)
+    K::DOES_CHORES && K::packs_beside(a) && K::packs_beside(b.t()) && k.is_multiple_of(K::KQ)
 }
 
 /// In which order a task of so many rows and columns takes its tiles: the shorter operand is packed whole, and kept, while the first strip, or panel,
@@ -34,11 +34,9 @@ pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(rows: usize, columns: usize, k: us
 
 /// One of the two operands of a block.
 struct Side<E, P> {
-    /// The block's first element of the first row of A, or column of B.
-    from: *const E,
-    /// Distance of rows of memory.
-    row: usize,
-    /// Rows of A, or columns of B.
+    /// The block's rows of A, or columns of B as rows.
+    from: Mat<*const E>,
+    /// How many.
     width: usize,
     /// Those of a strip, or a panel.
     unit: usize,
@@ -56,8 +54,7 @@ impl<E, P> Side<E, P> {
     /// Packing of the part `inner` of strip or panel `i`, if there is one, into slot `slot` of `k` elements a row.
     fn part(&self, i: usize, slot: usize, k: usize, inner: Range<usize>) -> Option<Pack<E, P>> {
         (i < self.units() && !inner.is_empty()).then(|| Pack {
-            from: self.from.wrapping_add(i * self.unit + inner.start * self.row),
-            row: self.row,
+            from: self.from.at(i * self.unit, inner.start),
             width: self.unit.min(self.width - i * self.unit),
             k: inner.len(),
             to: self.packed.wrapping_add(slot * self.unit * k + inner.start * self.unit),
@@ -115,13 +112,13 @@ impl<E: Elem<Acc = f32>, P: Copy> Both<E, P> {
         kept: bool,
     ) -> Self {
         let by_strips = matches!(order, Order::ByStrips);
-        let side = |from, row, width, unit, packed, is_panel| {
+        let side = |from, width, unit, packed, is_panel| {
             let is_packed = kept && by_strips == is_panel;
-            Side { from, row, width, unit, packed, is_panel, is_packed }
+            Side { from, width, unit, packed, is_panel, is_packed }
         };
         Self {
-            strips: side(a.0, a.2, rows, K::MR, strips, false),
-            panels: side(b.0, b.1, columns, K::NR, panels, true),
+            strips: side(a, rows, K::MR, strips, false),
+            panels: side(b.t(), columns, K::NR, panels, true),
             k,
             kq: K::KQ,
             order,
@@ -137,10 +134,10 @@ impl<E: Elem<Acc = f32>, P: Copy> Both<E, P> {
         // SAFETY: the caller's promise.
         unsafe {
             if !strips.is_packed {
-                pack_strips::<E, K>(Mat(strips.from, 1, strips.row), K::MR.min(strips.width), *k, strips.packed);
+                pack_strips::<E, K>(strips.from, K::MR.min(strips.width), *k, strips.packed);
             }
             if !panels.is_packed {
-                pack_panels::<E, K>(Mat(panels.from, panels.row, 1), K::NR.min(panels.width), *k, panels.packed);
+                pack_panels::<E, K>(panels.from.t(), K::NR.min(panels.width), *k, panels.packed);
             }
         }
         let (some, all) = (SLOTS, usize::MAX);

@@ -57,16 +57,14 @@ pub enum Chore<E, P> {
     Fetch(Next, usize),
 }
 
-/// Packing of rows of A, or columns of B, that lie side by side in rows of memory; for packed strips.
+/// Packing of a part of a strip or a panel that lies as [`Kernel::packs_beside`] says; for packed strips.
 #[derive(Clone, Copy, Debug)]
 pub struct Pack<E, P> {
-    /// The first element.
-    pub from: *const E,
-    /// Distance of rows of memory.
-    pub row: usize,
-    /// How many lie side by side: MR of a strip, NR of a panel, or less, which is padded with zeros.
+    /// Rows of A, or columns of B as rows, along the inner dimension.
+    pub from: Mat<*const E>,
+    /// How many rows: MR of a strip, NR of a panel, or less, which is padded with zeros.
     pub width: usize,
-    /// How many rows of memory, a multiple of KQ.
+    /// How long they are, a multiple of KQ.
     pub k: usize,
     /// Where they go, in a strip or a panel.
     pub to: *mut P,
@@ -160,6 +158,11 @@ pub trait Kernel<E: Elem<Acc = f32>> {
 
     /// Whether [`Kernel::tile`] does chores.
     const DOES_CHORES: bool = false;
+
+    /// Whether, where it does chores, it packs these rows of A, or columns of B as rows.
+    fn packs_beside(_: Mat<*const E>) -> bool {
+        false
+    }
 
     /// `to [rows, NR] = strip · panel`, plus `from` (with a row stride, which may be 0) unless that is null. `k` is a multiple of
     /// KQ. Rows from `rows` to MR are written too unless [`Kernel::leaves_other_rows`].

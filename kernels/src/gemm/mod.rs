@@ -6,11 +6,14 @@
 //!
 //! An element's terms are summed in the same order wherever it lies: blocks of the inner dimension depend on its length
 //! alone. So results depend neither on the number of threads nor on how rows or columns were cut into several products.
-//! bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal numbers for 0, in operands and sums, as the instructions do.
+//! bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal numbers for 0, in operands and sums, as the instructions do. On AMX f32 and f16 are multiplied
+//! as sums of bf16 (`amx_split`), as exactly as by FMA but for the smallest numbers.
 
 mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_split;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -28,6 +31,8 @@ mod kernel;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod lanes;
 mod pack;
+#[cfg(target_arch = "x86_64")]
+mod parts;
 pub mod peak;
 mod plan;
 mod portable;

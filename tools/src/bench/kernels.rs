@@ -141,7 +141,7 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
         args.dtype.name()
     ));
     if let Some(instruction) = instruction {
-        let isa = instruction.isa().name();
+        let isa = instruction.name();
         let best = peak(instruction, Duration::from_millis(PEAK_MS));
         crate::print_line(&format!(
             "of peak: of what {isa} in registers alone does right before and after each call, the median; now {} GFLOP/s",

@@ -56,7 +56,7 @@ pub fn run(args: &MachineArgs) -> Result<()> {
     table.row(["f32 product, best, GFLOP/s".to_string(), significant(best[0]), significant(best[1])]);
     for (dtype, instruction) in Instruction::all() {
         let rates = [alone.install(|| peak(instruction, budget)), peak(instruction, budget)];
-        let name = format!("{} instructions of {}, GFLOP/s", dtype.as_str(), instruction.isa().name());
+        let name = format!("{} instructions of {}, GFLOP/s", dtype.as_str(), instruction.name());
         table.row([name, significant(rates[0]), significant(rates[1])]);
     }
     let copies = [alone.install(|| copy(budget))?, copy(budget)?];
