@@ -35,16 +35,16 @@ impl<E: Parts> Kernel<E> for AmxSplit {
     const NR: usize = NR;
     const KQ: usize = STEP;
     const BLOCKING: Blocking =
-        Blocking { kc: 384, once: 384, mc: 64, nc: 384, nc_alone: 384, panels_alone: true, whole: 0, alone: 8 << 20 };
+        Blocking { kc: 384, once: 384, mc: 256, nc: 384, nc_alone: 384, panels_alone: true, whole: 0, alone: 8 << 20 };
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut E::Packed) {
         // SAFETY: the caller's promise.
-        unsafe { pack_rows(a, rows, k, to.cast(), 0..UNITS) }
+        unsafe { pack_rows(a, rows, k, to.cast(), 0..UNITS, a.at(0, STEP).0) }
     }
 
     unsafe fn pack_b(b: Mat<*const E>, columns: usize, k: usize, to: *mut E::Packed) {
         // SAFETY: the caller's promise.
-        unsafe { pack_pairs(b.t(), columns, k, to.cast(), 0..UNITS) }
+        unsafe { pack_pairs(b.t(), columns, k, to.cast(), 0..UNITS, b.at(STEP, 0).0) }
     }
 
     const DOES_CHORES: bool = true;
@@ -317,6 +317,7 @@ unsafe fn upper_half<E: Parts>(
 struct PackByShares<E> {
     from: Mat<*const E>,
     width: usize,
+    following: *const E,
     to: *mut bf16,
     is_panel: bool,
     unit: usize,
@@ -326,9 +327,9 @@ struct PackByShares<E> {
 
 impl<E: Parts> PackByShares<E> {
     fn new(pack: Pack<E, E::Packed>, shares: usize) -> Self {
-        let Pack { from, width, k, to, is_panel } = pack;
+        let Pack { from, width, k, following, to, is_panel } = pack;
         let units = k / STEP * UNITS;
-        Self { from, width, to: to.cast(), is_panel, unit: 0, units, share: units.div_ceil(shares) }
+        Self { from, width, following, to: to.cast(), is_panel, unit: 0, units, share: units.div_ceil(shares) }
     }
 }
 
@@ -339,13 +340,15 @@ impl<E: Parts> Work for PackByShares<E> {
         while self.unit < end {
             let (piece, unit) = (self.unit / UNITS, self.unit % UNITS);
             let units = unit..UNITS.min(unit + end - self.unit);
+            let is_last = (piece + 1) * UNITS == self.units;
             self.unit += units.len();
             let (from, to) = (self.from.at(0, piece * STEP), self.to.wrapping_add(piece * E::PARTS * PART));
+            let next = if is_last { self.following } else { from.at(0, STEP).0 };
             // SAFETY: the caller's promise.
             unsafe {
                 match self.is_panel {
-                    true => pack_pairs(from, self.width, STEP, to, units),
-                    false => pack_rows(from, self.width, STEP, to, units),
+                    true => pack_pairs(from, self.width, STEP, to, units, next),
+                    false => pack_rows(from, self.width, STEP, to, units, next),
                 }
             }
         }

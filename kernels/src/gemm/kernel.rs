@@ -66,6 +66,8 @@ pub struct Pack<E, P> {
     pub width: usize,
     /// How long they are, a multiple of KQ.
     pub k: usize,
+    /// The first element of what is packed after it, which is asked for.
+    pub following: *const E,
     /// Where they go, in a strip or a panel.
     pub to: *mut P,
     pub is_panel: bool,

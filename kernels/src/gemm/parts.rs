@@ -101,20 +101,29 @@ unsafe fn store_pairs<E: Parts>(even: __m512, odd: __m512, to: *mut bf16) {
     }
 }
 
-/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[part][32][32]`, with zeros beyond: of its [`UNITS`] those that are named. Asks for the next piece.
+/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[part][32][32]`, with zeros beyond: of its [`UNITS`] those that are named. Asks for the
+/// piece that begins at `next`, which lies alike.
 ///
 /// # Safety
 /// The machine has AVX-512; `a` can be read, `to` has room for a piece and begins a cache line.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn pack_rows<E: Parts>(a: Mat<*const E>, rows: usize, k: usize, to: *mut bf16, units: Range<usize>) {
+pub unsafe fn pack_rows<E: Parts>(
+    a: Mat<*const E>,
+    rows: usize,
+    k: usize,
+    to: *mut bf16,
+    units: Range<usize>,
+    next: *const E,
+) {
     const EACH: usize = WIDTH / UNITS;
+    let ahead = distance(a.0, next);
     // SAFETY: the caller's promise.
     unsafe {
         match a {
             Mat(_, row, 1) => {
                 for r in units.start * EACH..units.end * EACH {
                     let halves = if r < rows {
-                        [part_of_row(a.0, r * row, 0, k), part_of_row(a.0, r * row, 16, k)]
+                        [part_of_row(a.0, r * row, 0, k, ahead), part_of_row(a.0, r * row, 16, k, ahead)]
                     } else {
                         [_mm512_setzero_ps(); 2]
                     };
@@ -124,7 +133,7 @@ pub unsafe fn pack_rows<E: Parts>(a: Mat<*const E>, rows: usize, k: usize, to: *
             Mat(_, 1, _) => {
                 for unit in units.filter(|unit| unit % TURNED == 0) {
                     let r = unit * EACH;
-                    let [first, second] = columns(a.at(r, 0), k, first(rows.saturating_sub(r)));
+                    let [first, second] = columns(a.at(r, 0), k, first(rows.saturating_sub(r)), ahead);
                     let (first, second) = (transpose(first), transpose(second));
                     for l in 0..16 {
                         let halves = [_mm512_castsi512_ps(first[l]), _mm512_castsi512_ps(second[l])];
@@ -134,7 +143,7 @@ pub unsafe fn pack_rows<E: Parts>(a: Mat<*const E>, rows: usize, k: usize, to: *
             }
             _ => {
                 let copy = gathered(a, rows, k);
-                pack_rows(Mat(copy.as_ptr().cast::<E>(), STEP, 1), rows, k, to, units);
+                pack_rows(Mat(copy.as_ptr().cast::<E>(), STEP, 1), rows, k, to, units, copy.as_ptr().cast());
             }
         }
     }
@@ -145,7 +154,15 @@ pub unsafe fn pack_rows<E: Parts>(a: Mat<*const E>, rows: usize, k: usize, to: *
 /// # Safety
 /// As [`pack_rows`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn pack_pairs<E: Parts>(m: Mat<*const E>, width: usize, k: usize, to: *mut bf16, units: Range<usize>) {
+pub unsafe fn pack_pairs<E: Parts>(
+    m: Mat<*const E>,
+    width: usize,
+    k: usize,
+    to: *mut bf16,
+    units: Range<usize>,
+    next: *const E,
+) {
+    let ahead = distance(m.0, next);
     const EACH: usize = WIDTH / UNITS;
     const PAIRS: usize = STEP / 2 / UNITS;
     let place = |pair: usize, c: usize| to.wrapping_add((pair * WIDTH + c) * 2);
@@ -158,7 +175,7 @@ pub unsafe fn pack_pairs<E: Parts>(m: Mat<*const E>, width: usize, k: usize, to:
                     for i in [0, 16] {
                         let mut lines = [_mm512_setzero_si512(); 16];
                         for l in 0..16.min(width.saturating_sub(c)) {
-                            lines[l] = _mm512_castps_si512(part_of_row(m.0, (c + l) * row, i, k));
+                            lines[l] = _mm512_castps_si512(part_of_row(m.0, (c + l) * row, i, k, ahead));
                         }
                         let lines = transpose(lines);
                         for l in 0..8 {
@@ -173,39 +190,50 @@ pub unsafe fn pack_pairs<E: Parts>(m: Mat<*const E>, width: usize, k: usize, to:
                 for pair in units.start * PAIRS..units.end * PAIRS {
                     for c in [0, 16] {
                         let (m, mask) = (m.at(c, 0), first(width.saturating_sub(c)));
-                        let even = part_of_column(m, 2 * pair, k, mask);
-                        store_pairs::<E>(even, part_of_column(m, 2 * pair + 1, k, mask), place(pair, c));
+                        let even = part_of_column(m, 2 * pair, k, mask, ahead);
+                        store_pairs::<E>(even, part_of_column(m, 2 * pair + 1, k, mask, ahead), place(pair, c));
                     }
                 }
             }
             _ => {
                 let copy = gathered(m, width, k);
-                pack_pairs(Mat(copy.as_ptr().cast::<E>(), STEP, 1), width, k, to, units);
+                pack_pairs(Mat(copy.as_ptr().cast::<E>(), STEP, 1), width, k, to, units, copy.as_ptr().cast());
             }
         }
     }
 }
 
-/// Sixteen elements of a row of `k` that begins at `row`, from `i` on, with zeros beyond. Asks for those of the next piece.
+/// Bytes from one element to another, modulo what an address can be.
+fn distance<E>(from: *const E, to: *const E) -> usize {
+    to.addr().wrapping_sub(from.addr())
+}
+
+/// Sixteen elements of a row of `k` that begins at `row`, from `i` on, with zeros beyond. Asks for those `ahead` bytes behind.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn part_of_row<E: Lanes>(from: *const E, row: usize, i: usize, k: usize) -> __m512 {
+unsafe fn part_of_row<E: Lanes>(from: *const E, row: usize, i: usize, k: usize, ahead: usize) -> __m512 {
     let at = from.wrapping_add(row + i);
     // SAFETY: the caller's promise; what a mask does not select is not read; fetching ahead is no access.
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(STEP).cast());
+        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_byte_add(ahead).cast());
         E::load16(at, first(k.saturating_sub(i)))
     }
 }
 
-/// Column `i` of `k` of sixteen rows that lie side by side, of which `mask` selects; zeros beyond. Asks for that of the next piece.
+/// Column `i` of `k` of sixteen rows that lie side by side, of which `mask` selects; zeros beyond. Asks for what lies `ahead` bytes behind.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn part_of_column<E: Lanes>(Mat(from, _, column): Mat<*const E>, i: usize, k: usize, mask: u16) -> __m512 {
+unsafe fn part_of_column<E: Lanes>(
+    Mat(from, _, column): Mat<*const E>,
+    i: usize,
+    k: usize,
+    mask: u16,
+    ahead: usize,
+) -> __m512 {
     let at = from.wrapping_add(i * column);
     // SAFETY: as in `part_of_row`.
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(STEP * column).cast());
+        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_byte_add(ahead).cast());
         E::load16(at, if i < k { mask } else { 0 })
     }
 }
@@ -213,11 +241,11 @@ unsafe fn part_of_column<E: Lanes>(Mat(from, _, column): Mat<*const E>, i: usize
 /// The columns of a piece of sixteen rows that lie side by side.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn columns<E: Lanes>(m: Mat<*const E>, k: usize, mask: u16) -> [[__m512i; 16]; 2] {
+unsafe fn columns<E: Lanes>(m: Mat<*const E>, k: usize, mask: u16, ahead: usize) -> [[__m512i; 16]; 2] {
     let mut all = [[_mm512_setzero_si512(); 16]; 2];
     for i in 0..STEP {
         // SAFETY: the caller's promise.
-        all[i / 16][i % 16] = _mm512_castps_si512(unsafe { part_of_column(m, i, k, mask) });
+        all[i / 16][i % 16] = _mm512_castps_si512(unsafe { part_of_column(m, i, k, mask, ahead) });
     }
     all
 }
@@ -245,7 +273,7 @@ mod tests {
         struct Piece([bf16; 3 * PART]);
         let mut piece = Piece([bf16::ZERO; 3 * PART]);
         // SAFETY: one element, and room for a piece.
-        unsafe { pack_rows(Mat(&raw const x, 1, 1), 1, 1, piece.0.as_mut_ptr(), 0..UNITS) };
+        unsafe { pack_rows(Mat(&raw const x, 1, 1), 1, 1, piece.0.as_mut_ptr(), 0..UNITS, &raw const x) };
         (0..E::PARTS).map(|p| piece.0[p * PART].to_f32()).collect()
     }
 

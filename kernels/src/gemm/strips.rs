@@ -171,7 +171,7 @@ pub struct PackByShares<E, W, const R: usize> {
 
 impl<E, W: Word<E>, const R: usize> PackByShares<E, W, R> {
     pub fn new<P>(pack: Pack<E, P>, shares: usize) -> Self {
-        let Pack { from: Mat(from, _, row), width, k, to, is_panel: _ } = pack;
+        let Pack { from: Mat(from, _, row), width, k, following: _, to, is_panel: _ } = pack;
         let (masks, words) = ([first(width), first(width.saturating_sub(16))], k / W::ROWS);
         Self { from, row, masks, left: words, share: words.div_ceil(shares), to: to.cast(), word: PhantomData }
     }

@@ -40,7 +40,7 @@ fn check<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, lies: &[bool]) {
                 }
                 for rows in 1..=K::MR {
                     let got = zeros::<K::Packed>(&mut got, size);
-                    let pack = Pack { from: m, width, k, to: got, is_panel };
+                    let pack = Pack { from: m, width, k, following: m.0, to: got, is_panel };
                     let next = Next::nothing(std::ptr::null());
                     // SAFETY: strips and panels have so many zeros, and sums MR rows of NR; packed elements have no padding.
                     let [got, want] = unsafe {
