@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} mb=${MB:-40} vocab=${VOCAB:-8192} rounds=${ROUNDS:-5} core=${CORE:-0}
-megatron=$PWD/target/release/megatron
+megatron=$(realpath -m "${CARGO_TARGET_DIR:-target}/release/megatron")
 [ -x "$megatron" ] || { echo "build first: cargo build --release" >&2; exit 1; }
 "$python" -c 'import tokenizers' || { echo "PYTHON=$python has no tokenizers: pip install tokenizers" >&2; exit 1; }
 dir=$(mktemp -d)

@@ -18,7 +18,7 @@ to=${TO:---tensor-model-parallel-size 4 --pipeline-model-parallel-size 3 --data-
 layers=${LAYERS:-3}
 rounds=${ROUNDS:-3}
 dir=${DIR:-target/bench-reshard}
-megatron=$PWD/target/release/megatron
+megatron=$(realpath -m "${CARGO_TARGET_DIR:-target}/release/megatron")
 
 [ -x "$megatron" ] || { echo "build first: cargo build --release" >&2; exit 1; }
 [ ! -e "$dir" ] || { echo "$dir is in the way" >&2; exit 1; }
