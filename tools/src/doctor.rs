@@ -43,7 +43,8 @@ impl Report {
         let (used, all) = (Isa::detected(), Isa::supported());
         let lowered =
             if used == all { String::new() } else { format!(" (MEGATRON_SIMD; the machine has {})", all.name()) };
-        self.line("cpu kernels", format!("{}{lowered}, {threads} threads", used.name()));
+        let parts = if used == Isa::Amx { " (fp32 and fp16 as sums of bf16)" } else { "" };
+        self.line("cpu kernels", format!("{}{parts}{lowered}, {threads} threads", used.name()));
         let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let kib = |name: &str| {
             let line = memory.lines().find_map(|line| line.strip_prefix(name))?;

@@ -9,27 +9,20 @@ use std::arch::x86_64::*;
 use half::bf16;
 
 use super::Mat;
-use super::avx512bf16::{finish_tile, pack_pairs, pairs_of};
+use super::avx512bf16::{pack_pairs, pairs_of};
 use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Strip};
 use super::lanes::{first, transpose};
-use super::tiles;
+use super::tiles::{FETCHING, STEP, WIDTH, of_tiles};
 use crate::float::Elem;
 
-const MR: usize = 32;
-const NR: usize = 32;
-/// Inner dimension of a step.
-const STEP: usize = 32;
-
-/// Steps that fetch four rows each of what will be written next.
-const FETCHING: usize = MR / 4;
+const MR: usize = WIDTH;
+const NR: usize = WIDTH;
 
 pub struct Amx;
 
 impl Kernel<bf16> for Amx {
     type Packed = bf16;
-    const MR: usize = MR;
-    const NR: usize = NR;
-    const KQ: usize = STEP;
+    of_tiles!();
     const BLOCKING: Blocking = Blocking {
         kc: 384,
         once: 384,
@@ -89,32 +82,6 @@ impl Kernel<bf16> for Amx {
                 }
             }
         }
-    }
-
-    fn leaves_other_rows(rows: usize) -> bool {
-        rows == 16 || rows == MR
-    }
-
-    unsafe fn finish<C: Elem<Acc = f32>>(
-        sums: *const f32,
-        rows: usize,
-        columns: usize,
-        to: (*mut C, usize),
-        scale: f32,
-        add: bool,
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe { finish_tile(sums, rows, columns, to, scale, add) }
-    }
-
-    unsafe fn enter() {
-        // SAFETY: AMX is detected with the operating system's permission only.
-        unsafe { tiles::configure() }
-    }
-
-    unsafe fn leave() {
-        // SAFETY: the caller's promise; no tile is in use.
-        unsafe { tiles::release() }
     }
 }
 

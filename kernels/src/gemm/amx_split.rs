@@ -5,8 +5,8 @@
 //! and come out closer to the exact ones (`tests`: sums of f32 by AMX). After Henry, Tang and Heinecke 2019, *Leveraging the bfloat16 artificial intelligence
 //! datatype for higher-precision computations*. Of two f16 all four products are summed.
 //!
-//! Parts that are subnormal count as 0 (Intel SDM, TDPBF16PS), so numbers below 2⁻¹⁰⁸ lose significant bits, and those below 2⁻¹²⁶ are 0. Infinities give NaN, and so
-//! do numbers from 2¹²⁸ − 2¹¹⁹ on.
+//! Parts, and products of parts, that are subnormal count as 0 (Intel SDM, TDPBF16PS): numbers below 2⁻¹⁰³, and terms of sums below 2⁻¹⁰², may lose their last bits,
+//! an error of about 2⁻¹²⁶ at most for each, and subnormal numbers are 0. Infinities give NaN, and so do numbers from 2¹²⁸ − 2¹¹⁹ on.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -15,25 +15,17 @@ use half::bf16;
 
 use super::Mat;
 use super::amx::copy;
-use super::avx512bf16::finish_tile;
 use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Pack, Strip, packed};
-use super::parts::{PART, Parts, STEP, UNITS, WIDTH, pack_pairs, pack_rows};
+use super::parts::{PART, Parts, UNITS, pack_pairs, pack_rows};
 use super::strips::{Idle, Work};
-use super::tiles;
+use super::tiles::{FETCHING, STEP, of_tiles};
 use crate::float::Elem;
-
-const MR: usize = WIDTH;
-const NR: usize = WIDTH;
-/// Steps that fetch four rows each of what will be written next.
-const FETCHING: usize = MR / 4;
 
 pub struct AmxSplit;
 
 impl<E: Parts> Kernel<E> for AmxSplit {
     type Packed = E::Packed;
-    const MR: usize = MR;
-    const NR: usize = NR;
-    const KQ: usize = STEP;
+    of_tiles!();
     const BLOCKING: Blocking =
         Blocking { kc: 384, once: 384, mc: 256, nc: 384, nc_alone: 384, panels_alone: true, whole: 0, alone: 8 << 20 };
 
@@ -85,35 +77,10 @@ impl<E: Parts> Kernel<E> for AmxSplit {
             }
         }
     }
-
-    fn leaves_other_rows(rows: usize) -> bool {
-        rows == 16 || rows == MR
-    }
-
-    unsafe fn finish<C: Elem<Acc = f32>>(
-        sums: *const f32,
-        rows: usize,
-        columns: usize,
-        to: (*mut C, usize),
-        scale: f32,
-        add: bool,
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe { finish_tile(sums, rows, columns, to, scale, add) }
-    }
-
-    unsafe fn enter() {
-        // SAFETY: AMX is detected with the operating system's permission only.
-        unsafe { tiles::configure() }
-    }
-
-    unsafe fn leave() {
-        // SAFETY: the caller's promise; no tile is in use.
-        unsafe { tiles::release() }
-    }
 }
 
-/// Loads of a part of a strip's upper or lower rows into tile 4 or 5, or of a panel's left or right columns into tile 6 or 7. The next step's parts follow.
+/// Loads of a part of a strip's upper or lower rows into tile 4 or 5, or of a panel's left or right columns into tile 6 or 7. Behind the last part
+/// comes the first one of the next step.
 macro_rules! load {
     (upper $part:literal) => {
         concat!("tileloadd tmm4, [{a} + {a_row} + 2048*", $part, "]\n")

@@ -53,13 +53,10 @@ impl<E, P> Side<E, P> {
 
     /// Packing of the part `inner` of strip or panel `i`, if there is one, into slot `slot` of `k` elements a row.
     fn part(&self, i: usize, slot: usize, k: usize, inner: Range<usize>) -> Option<Pack<E, P>> {
-        let following = match inner.end == k {
-            true => self.from.at((i + 1) * self.unit, 0),
-            false => self.from.at(i * self.unit, inner.end),
-        };
+        let (row, column) = if inner.end == k { ((i + 1) * self.unit, 0) } else { (i * self.unit, inner.end) };
         (i < self.units() && !inner.is_empty()).then(|| Pack {
-            following: following.0,
             from: self.from.at(i * self.unit, inner.start),
+            following: self.from.at(row, column).0,
             width: self.unit.min(self.width - i * self.unit),
             k: inner.len(),
             to: self.packed.wrapping_add(slot * self.unit * k + inner.start * self.unit),

@@ -10,12 +10,9 @@ use half::{bf16, f16};
 
 use super::Mat;
 use super::lanes::{Lanes, first, transpose};
+use super::tiles::{STEP, WIDTH};
 use crate::float::Float;
 
-/// Rows of a strip, columns of a panel.
-pub const WIDTH: usize = 32;
-/// Inner dimension of a piece.
-pub const STEP: usize = 32;
 /// Elements of one part of a piece.
 pub const PART: usize = WIDTH * STEP;
 /// Units in which a piece can be packed.
@@ -162,9 +159,9 @@ pub unsafe fn pack_pairs<E: Parts>(
     units: Range<usize>,
     next: *const E,
 ) {
-    let ahead = distance(m.0, next);
     const EACH: usize = WIDTH / UNITS;
     const PAIRS: usize = STEP / 2 / UNITS;
+    let ahead = distance(m.0, next);
     let place = |pair: usize, c: usize| to.wrapping_add((pair * WIDTH + c) * 2);
     // SAFETY: the caller's promise.
     unsafe {

@@ -1,6 +1,49 @@
-//! The tile registers of AMX: how they are set up, and given back.
+//! The tile registers of AMX: how they are set up, and given back; and what micro-kernels made of them share.
 
 use std::arch::asm;
+
+/// Rows and columns of a micro-kernel's sums, two by two tiles.
+pub const WIDTH: usize = 32;
+/// Inner dimension of a step.
+pub const STEP: usize = 32;
+/// Steps that fetch four rows each of what will be written next.
+pub const FETCHING: usize = WIDTH / 4;
+
+/// Of [`super::kernel::Kernel`], what does not depend on what tiles are multiplied with.
+macro_rules! of_tiles {
+    () => {
+        const MR: usize = $crate::gemm::tiles::WIDTH;
+        const NR: usize = $crate::gemm::tiles::WIDTH;
+        const KQ: usize = $crate::gemm::tiles::STEP;
+
+        fn leaves_other_rows(rows: usize) -> bool {
+            rows == 16 || rows == $crate::gemm::tiles::WIDTH
+        }
+
+        unsafe fn finish<C: Elem<Acc = f32>>(
+            sums: *const f32,
+            rows: usize,
+            columns: usize,
+            to: (*mut C, usize),
+            scale: f32,
+            add: bool,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe { $crate::gemm::avx512bf16::finish_tile(sums, rows, columns, to, scale, add) }
+        }
+
+        unsafe fn enter() {
+            // SAFETY: AMX is detected with the operating system's permission only.
+            unsafe { $crate::gemm::tiles::configure() }
+        }
+
+        unsafe fn leave() {
+            // SAFETY: the caller's promise; no tile is in use.
+            unsafe { $crate::gemm::tiles::release() }
+        }
+    };
+}
+pub(super) use of_tiles;
 
 /// What LDTILECFG loads: palette 1, all eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]

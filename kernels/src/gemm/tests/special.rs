@@ -49,11 +49,14 @@ fn subnormal_operands_count_or_are_zero() {
 
         let one = |x: f32| product(isa, (1, 1, 1), &[x], &[1.0])[0];
         assert_eq!(one(f32::MIN_POSITIVE), f32::MIN_POSITIVE, "{isa:?}");
-        let (smallest, small) = (f32::from_bits(1), 2f32.powi(-109) * 1.234_567_9);
+        // All bits of which count: parts are normal down to here.
+        let normal = f32::from_bits(2f32.powi(-103).to_bits() | 0x7f_ffff);
+        assert_eq!(one(normal), normal, "{isa:?}");
+        let (smallest, small) = (f32::from_bits(1), normal / 4.0);
         if isa == Isa::Amx {
             assert_eq!(one(smallest), 0.0);
-            // What is left of it below its first 16 bits would be subnormal.
-            assert!((one(small) - small).abs() <= small * 2f32.powi(-16), "{:e} for {small:e}", one(small));
+            assert!((one(small) - small).abs() <= f32::MIN_POSITIVE, "{:e} for {small:e}", one(small));
+            assert_ne!(one(small), small, "the note on small numbers is out of date");
         } else {
             assert_eq!((one(smallest), one(small)), (smallest, small), "{isa:?}");
         }
