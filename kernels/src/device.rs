@@ -5,8 +5,12 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use candle_core::{DType, Device, Shape, Tensor};
+use half::{bf16, f16};
 
+use crate::float::{Elem, Float};
 use crate::host::HostElem;
+use crate::output::blocks;
+use crate::par::GRAIN;
 use crate::transfer::{Mark, fetch, mark};
 use crate::{Error, Result};
 
@@ -215,7 +219,18 @@ pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
         const OP: &str = "empty";
         return Ok(crate::gpu::Gpu::on(device, OP)?.output(shape, dtype, OP)?.0);
     }
-    Ok(Tensor::zeros(shape, dtype, device)?)
+    match dtype {
+        DType::F32 if device.is_cpu() => cleared::<f32>(shape.into(), device),
+        DType::BF16 if device.is_cpu() => cleared::<bf16>(shape.into(), device),
+        DType::F16 if device.is_cpu() => cleared::<f16>(shape.into(), device),
+        _ => Ok(Tensor::zeros(shape, dtype, device)?),
+    }
+}
+
+/// As `Tensor::zeros`, by all threads: most results lie in memory that was used before.
+fn cleared<E: Elem>(shape: Shape, device: &Device) -> Result<Tensor> {
+    let zero = E::store(E::Acc::ZERO);
+    Ok(Tensor::from_vec(blocks(shape.elem_count(), GRAIN, |_, out| out.write(std::iter::repeat(zero))), shape, device)?)
 }
 
 /// As [`empty`], of zeros, for `what` is kept in it.

@@ -138,6 +138,8 @@ pub fn keep_freed() {
         unsafe {
             libc::mallopt(libc::M_MMAP_MAX, 0);
             libc::mallopt(libc::M_TRIM_THRESHOLD, -1);
+            // A huge page is given only where all of it is in the heap when it is first touched, so the heap grows by many.
+            libc::mallopt(libc::M_TOP_PAD, 64 << 20);
         }
     }
 }

@@ -21,35 +21,36 @@ const SUMS: usize = 16;
 /// # Errors
 /// If `x` is not contiguous or no float.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
-    let _span = trace::moves("sum_of_squares", &[x]);
-    const OP: &str = "sum_of_squares";
-    on_gpu!(x, reduce::sums_of_squares(&[x], OP).and_then(|sums| Ok(to_host(&sums)?.to_vec1::<f64>()?[0])));
-    by_elem!(x, OP, E => {
-        let xs = View::<E>::new(x, OP, "x")?;
-        let xs: &[E] = &xs;
-        let mut partials = vec![0.0; xs.len().div_ceil(BLOCK)];
-        par::blocks(&mut partials, 16, |first, partials| vectorize(#[inline(always)] || {
-            for (i, partial) in partials.iter_mut().enumerate() {
-                let start = (first + i) * BLOCK;
-                *partial = block_sum(&xs[start..(start + BLOCK).min(xs.len())]);
-            }
-        }));
-        Ok(compensated_sum(&partials))
-    })
+    Ok(sums_of_squares(&[x])?[0])
 }
 
-/// [`sum_of_squares`] of each tensor, bit for bit, in one reading and, on a GPU, one wait for the device.
+/// [`sum_of_squares`] of each tensor, in one reading and, on a GPU, one wait for the device.
 ///
 /// # Errors
 /// As [`sum_of_squares`]; also if tensors lie on different devices or differ in dtype.
 pub fn sums_of_squares(xs: &[&Tensor]) -> Result<Vec<f64>> {
-    const OP: &str = "sums_of_squares";
-    if xs.is_empty() {
-        return Ok(Vec::new());
-    }
+    let _span = trace::moves("sum_of_squares", xs);
+    const OP: &str = "sum_of_squares";
+    let Some(&first) = xs.first() else { return Ok(Vec::new()) };
     expect_alike(xs, OP)?;
-    on_gpu!(xs[0], reduce::sums_of_squares(xs, OP).and_then(|sums| Ok(to_host(&sums)?.to_vec1()?)));
-    xs.iter().map(|x| sum_of_squares(x)).collect()
+    on_gpu!(first, reduce::sums_of_squares(xs, OP).and_then(|sums| Ok(to_host(&sums)?.to_vec1()?)));
+    by_elem!(first, OP, E => {
+        let views = xs.iter().map(|x| View::<E>::new(x, OP, "x")).collect::<Result<Vec<_>>>()?;
+        let blocks: Vec<&[E]> = views.iter().flat_map(|x| x.chunks(BLOCK)).collect();
+        let mut partials = vec![0.0; blocks.len()];
+        par::blocks(&mut partials, 16, |first, partials| vectorize(#[inline(always)] || {
+            for (partial, block) in partials.iter_mut().zip(&blocks[first..]) {
+                *partial = block_sum(block);
+            }
+        }));
+        let mut partials = &partials[..];
+        let sum = |x: &View<E>| {
+            let (own, rest) = partials.split_at(x.len().div_ceil(BLOCK));
+            partials = rest;
+            compensated_sum(own)
+        };
+        Ok(views.iter().map(sum).collect())
+    })
 }
 
 /// # Errors
