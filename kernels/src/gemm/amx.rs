@@ -119,6 +119,25 @@ impl Tiles {
     }
 }
 
+/// Asks for eight lines of the panel, `$ahead` bytes and some lines behind its present step: a strip stays in the L1 cache, panels come from L2.
+macro_rules! fetch {
+    ($ahead:literal) => {
+        concat!(
+            fetch!($ahead, 0),
+            fetch!($ahead, 64),
+            fetch!($ahead, 128),
+            fetch!($ahead, 192),
+            fetch!($ahead, 256),
+            fetch!($ahead, 320),
+            fetch!($ahead, 384),
+            fetch!($ahead, 448),
+        )
+    };
+    ($ahead:literal, $line:literal) => {
+        concat!("prefetcht0 [{b} + ", $ahead, " + ", $line, "]\n")
+    };
+}
+
 /// Every operand of the next step is loaded as soon as the last product with its predecessor is under way.
 unsafe fn whole<const SECOND: usize>(
     steps: usize,
@@ -157,6 +176,7 @@ unsafe fn whole<const SECOND: usize>(
             "jz 4f",
             "3:",
             "tdpbf16ps tmm0, tmm4, tmm6",
+            fetch!(4096),
             "prefetcht1 [{next}]",
             "prefetcht1 [{next} + {second}]",
             "add {next}, {next_row}",
@@ -165,16 +185,19 @@ unsafe fn whole<const SECOND: usize>(
             "add {lower}, {a_step}",
             "add {b}, 2048",
             "tdpbf16ps tmm1, tmm4, tmm7",
+            fetch!(2560),
             "prefetcht1 [{next}]",
             "prefetcht1 [{next} + {second}]",
             "add {next}, {next_row}",
             "tileloadd tmm4, [{upper} + {a_stride}]",
             "tdpbf16ps tmm2, tmm5, tmm6",
+            fetch!(3072),
             "prefetcht1 [{next}]",
             "prefetcht1 [{next} + {second}]",
             "add {next}, {next_row}",
             "tileloadd tmm6, [{b} + {b_stride}]",
             "tdpbf16ps tmm3, tmm5, tmm7",
+            fetch!(3584),
             "prefetcht1 [{next}]",
             "prefetcht1 [{next} + {second}]",
             "add {next}, {next_row}",
@@ -186,15 +209,19 @@ unsafe fn whole<const SECOND: usize>(
             "jz 4f",
             "5:",
             "tdpbf16ps tmm0, tmm4, tmm6",
+            fetch!(4096),
             "tileloadd tmm5, [{lower} + {a_stride}]",
             "add {upper}, {a_step}",
             "add {lower}, {a_step}",
             "add {b}, 2048",
             "tdpbf16ps tmm1, tmm4, tmm7",
+            fetch!(2560),
             "tileloadd tmm4, [{upper} + {a_stride}]",
             "tdpbf16ps tmm2, tmm5, tmm6",
+            fetch!(3072),
             "tileloadd tmm6, [{b} + {b_stride}]",
             "tdpbf16ps tmm3, tmm5, tmm7",
+            fetch!(3584),
             "tileloadd tmm7, [{b} + {b_stride} + 64]",
             "dec {count}",
             "jnz 5b",
