@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
-use kernels::reduce::{add_inplace, scale_inplace, sum_of_squares, zero};
+use kernels::reduce::{add_inplace, scale_inplace, sum_of_squares, sums_of_squares, total_of_squares, zero};
 
 #[test]
 fn the_sum_of_squares_is_exact_to_f64() {
@@ -14,6 +14,22 @@ fn the_sum_of_squares_is_exact_to_f64() {
             assert!((got - want).abs() <= 1e-13 * want, "{n}: {got} {want}");
         }
     }
+}
+
+#[test]
+fn sums_of_squares_of_several_tensors_are_those_of_each_alone() {
+    let all = Tensor::randn(0f32, 1.0, 40_000, &Device::Cpu).unwrap();
+    let mut first = 0;
+    let tensors = [1, 4095, 4096, 0, 4097, 9000, 1].map(|len| {
+        first += len;
+        all.narrow(0, first - len, len).unwrap()
+    });
+    let tensors: Vec<&Tensor> = tensors.iter().collect();
+    let alone: Vec<f64> = tensors.iter().map(|x| sum_of_squares(x).unwrap()).collect();
+    assert_eq!(sums_of_squares(&tensors).unwrap(), alone);
+    let total = total_of_squares(&tensors, &Device::Cpu).unwrap().to_vec1::<f64>().unwrap();
+    assert_eq!(total, [alone.iter().fold(0.0, |sum, v| sum + v)]);
+    assert!(sums_of_squares(&[]).unwrap().is_empty());
 }
 
 #[test]
