@@ -220,15 +220,15 @@ pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
         return Ok(crate::gpu::Gpu::on(device, OP)?.output(shape, dtype, OP)?.0);
     }
     match dtype {
-        DType::F32 if device.is_cpu() => cleared::<f32>(shape.into(), device),
-        DType::BF16 if device.is_cpu() => cleared::<bf16>(shape.into(), device),
-        DType::F16 if device.is_cpu() => cleared::<f16>(shape.into(), device),
+        DType::F32 if device.is_cpu() => zeros_by_all::<f32>(shape.into(), device),
+        DType::BF16 if device.is_cpu() => zeros_by_all::<bf16>(shape.into(), device),
+        DType::F16 if device.is_cpu() => zeros_by_all::<f16>(shape.into(), device),
         _ => Ok(Tensor::zeros(shape, dtype, device)?),
     }
 }
 
-/// As `Tensor::zeros`, by all threads: most results lie in memory that was used before.
-fn cleared<E: Elem>(shape: Shape, device: &Device) -> Result<Tensor> {
+/// As `Tensor::zeros`, written by all threads: most results get memory that was used before, which one thread would clear.
+fn zeros_by_all<E: Elem>(shape: Shape, device: &Device) -> Result<Tensor> {
     let zero = E::store(E::Acc::ZERO);
     Ok(Tensor::from_vec(blocks(shape.elem_count(), GRAIN, |_, out| out.write(std::iter::repeat(zero))), shape, device)?)
 }

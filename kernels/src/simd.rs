@@ -195,7 +195,7 @@ pub fn sum<E: Elem>(a: &[E], f: impl Fn(E::Acc) -> E::Acc) -> E::Acc {
     for (acc, &v) in acc.iter_mut().zip(rest) {
         *acc += f(v.load());
     }
-    // LLVM, which sees that the tree adds pairs, would otherwise keep pairs rather than vectors (of bf16 a sum took four times as long).
+    // LLVM, which sees that the tree adds pairs, would otherwise keep pairs rather than whole vectors, which takes twice as long in bf16.
     tree(std::hint::black_box(acc))
 }
 

@@ -119,7 +119,8 @@ impl Tiles {
     }
 }
 
-/// Asks for eight lines of the panel, `$ahead` bytes and some lines behind its present step: a strip stays in the L1 cache, panels come from L2.
+/// Asks for eight lines, `$ahead` bytes behind `b`, for the L1 cache: a strip stays there, panels come from L2. A step has four of these, for all lines of the
+/// panel's step after the next one; `b` moves on by a step after the first.
 macro_rules! fetch {
     ($ahead:literal) => {
         concat!(
