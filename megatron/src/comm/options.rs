@@ -10,20 +10,20 @@ pub struct CommOptions {
     pub timeout: Duration,
     /// How long ranks wait for each other to appear at the start.
     pub connect_timeout: Duration,
-    /// Whether this rank may read the memory of others on its host and lets them read its own, so that large tensors are copied once
-    /// only. Where one rank of a group must not, or the system does not allow it, none does. The bits are the same.
-    pub read_memory: bool,
+    /// Whether this rank may read and write the memory of others on its host and lets them do so with its own, so that large tensors are copied
+    /// once only. Where one rank of a group must not, or the system does not allow it, none does. The bits are the same.
+    pub remote_memory_access: bool,
     /// What [`crate::comm::Communicator::overlaps`] answers. It changes no bit.
     pub overlap: bool,
 }
 
 impl Default for CommOptions {
-    /// Ten minutes for an operation, one minute for ranks to appear; memory is read, and nothing is issued before it is needed.
+    /// Ten minutes for an operation, one minute for ranks to appear; memory is reached, and nothing is issued before it is needed.
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(600),
             connect_timeout: Duration::from_secs(60),
-            read_memory: true,
+            remote_memory_access: true,
             overlap: false,
         }
     }

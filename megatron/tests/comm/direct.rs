@@ -1,25 +1,28 @@
-//! Large collectives, whose ranks read each other's memory: the bits are those of a serial sum and of the windows.
+//! Large collectives, whose ranks reach each other's memory: the bits are those of a serial sum and of the windows.
 
-use candle_core::DType;
+use std::time::Duration;
+
+use candle_core::{DType, Tensor};
+use kernels::host::with_bytes;
 use megatron::Result;
 use megatron::comm::{CommOptions, Group, ReduceOp};
 
 use crate::collectives::{combined, concatenated};
-use crate::support::{bytes, options, tensor, try_ranks_with, zeros};
+use crate::support::{bytes, options, tensor, try_ranks, try_ranks_with, zeros};
 
-/// Elements of tensors around the 2 MiB from which memory is read, and of uneven slices beyond.
-fn counts(dtype: DType) -> [usize; 4] {
-    let from = (2 << 20) / dtype.size_in_bytes();
-    [from - 1, from, from + 1, 2 * from + 7]
+/// Elements of tensors around the 512 KiB and the 1 MiB from which memory is reached, and of uneven slices beyond.
+fn counts(dtype: DType) -> [usize; 5] {
+    let from = (1 << 20) / dtype.size_in_bytes();
+    [from / 2 - 1, from / 2, from - 1, from + 1, 2 * from + 7]
 }
 
-/// Whether each rank may read memory; ranks of which one must not, must not.
+/// Whether each rank may reach memory; ranks of which one must not, must not.
 const WHO: [fn(usize) -> bool; 3] = [|_| true, |rank| rank != 1, |_| false];
 
-/// What every rank gets of `f`, which must not depend on who may read memory.
+/// What every rank gets of `f`, which must not depend on who may reach memory.
 fn check<R: Send + PartialEq>(size: usize, f: impl Fn(&Group) -> Result<R> + Sync, expected: impl Fn(usize) -> R) {
     for (i, may) in WHO.into_iter().enumerate() {
-        let options = |rank| CommOptions { read_memory: may(rank), ..options(std::time::Duration::from_secs(30)) };
+        let options = |rank| CommOptions { remote_memory_access: may(rank), ..options(Duration::from_secs(30)) };
         for backend in ["threads", "local"] {
             for (rank, got) in try_ranks_with(backend, size, options, |g| f(&g)).into_iter().enumerate() {
                 assert!(got.unwrap() == expected(rank), "{backend}: rank {rank} of {size}, choice {i}");
@@ -42,6 +45,47 @@ fn all_reduce_gives_the_bits_of_a_serial_sum() {
         let expected: Vec<_> = counts(dtype).map(|count| combined(size, count, dtype, ReduceOp::Sum)).into();
         check(size, sums, |_| expected.clone());
     }
+}
+
+#[test]
+fn all_reduce_of_a_part_of_a_buffer_leaves_the_rest_as_it_was() {
+    let (before, count, after) = (1000, (1 << 19) + 3, 500);
+    let whole = before + count + after;
+    let parts = |g: &Group| {
+        let t = tensor(g.rank(), whole, DType::F32);
+        g.all_reduce(&t.narrow(0, before, count)?, ReduceOp::Sum)?.wait()?;
+        Ok(bytes(&t))
+    };
+    let sums = combined(3, whole, DType::F32, ReduceOp::Sum);
+    let summed = 4 * before..4 * (before + count);
+    check(3, parts, |rank| {
+        let mut expected = bytes(&tensor(rank, whole, DType::F32));
+        expected[summed.clone()].copy_from_slice(&sums[summed.clone()]);
+        expected
+    });
+}
+
+#[test]
+fn a_tensor_that_a_late_peer_may_still_write_to_stays_where_it_is() {
+    let count = 1 << 20;
+    let place = |t: &Tensor| with_bytes(t, "test", |bytes| Ok(bytes.as_ptr_range())).unwrap();
+    try_ranks("local", 2, Duration::from_millis(200), |g| {
+        // The system's allocator hands memory of this size out again once it has seen larger one freed.
+        drop(zeros(4 * count, DType::F32));
+        let t = tensor(g.rank(), count, DType::F32);
+        g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
+        if g.rank() == 0 {
+            let was = place(&t);
+            g.all_reduce(&t, ReduceOp::Sum)?.wait().expect_err("rank 1 does not come");
+            drop((t, g));
+            let others: Vec<_> = (0..8).map(|_| zeros(count, DType::F32)).collect();
+            let apart = |other: &Tensor| place(other).end <= was.start || was.end <= place(other).start;
+            assert!(others.iter().all(apart), "the memory was handed out again");
+        } else {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        Ok(())
+    });
 }
 
 #[test]

@@ -1,9 +1,10 @@
-//! The collectives of large tensors between ranks that may read each other's memory: every byte is copied once, straight out of the
-//! tensor where it is. MPI libraries call this cross-memory attach.
+//! The collectives of large tensors between ranks that may read and write each other's memory: every byte is copied once, straight out of
+//! the tensor where it is, or into the one where it belongs. MPI libraries call this cross-memory attach.
 //!
-//! The windows serve to tell where the tensors are, and to meet when all have read what they need.
-//! A tensor's storage is locked only while it is written, never while waiting for a peer.
+//! The windows serve to tell where the tensors are, and to meet when all have done their part.
+//! A tensor's storage is locked only while this rank writes it, never while waiting for a peer.
 
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -11,25 +12,21 @@ use candle_core::{Storage, Tensor};
 use kernels::host::{with_bytes, with_bytes_mut};
 
 use super::rounds::Rounds;
-use super::{pieces, slice};
+use super::slice;
 use crate::comm::ReduceOp;
-use crate::comm::local::{Mark, Reach, read_memory};
+use crate::comm::local::{Mark, Reach, read_memory, write_memory};
 use crate::comm::reduce::reduce_in_place;
 use crate::{Error, Result};
 
 /// An all-gather of at least so many bytes of each rank is done this way. Below, the system calls outweigh the copy that they save.
 const GATHER_FROM: usize = 96 << 10;
-/// An operation that combines tensors of at least so many bytes is done this way.
-const REDUCE_FROM: usize = 2 << 20;
+/// An all-reduce of tensors of at least so many bytes is done this way.
+const REDUCE_FROM: usize = 512 << 10;
+/// A reduce-scatter of tensors of at least so many bytes is done this way.
+const SCATTER_FROM: usize = 1 << 20;
 /// Bytes of all ranks together that are combined at a time: they stay in a second-level cache.
 const PIECES: usize = 512 << 10;
-/// Bytes of all tensors together that the ranks of an all-reduce combine before they fetch what the others have combined: with the same of the
-/// piece before, that stays in the cache that ranks share, of which one may have 16 MB.
-const UNDER_WAY: usize = 4 << 20;
-/// Bytes of a tensor that are combined at a time at least, since ranks wait for each other once a piece.
-const LEAST: usize = 512 << 10;
-
-/// A call whose ranks read each other's memory.
+/// A call whose ranks read and write each other's memory.
 struct Direct<'r, 'a> {
     rounds: &'r mut Rounds<'a>,
     pids: Arc<[u32]>,
@@ -37,14 +34,14 @@ struct Direct<'r, 'a> {
     addresses: Vec<u64>,
 }
 
-/// Whether all members can read the memory of all, which they find out together, once.
+/// Whether all members can read and write the memory of all, which they find out together, once.
 fn pids(rounds: &mut Rounds) -> Result<Option<Arc<[u32]>>> {
     match rounds.reach() {
         Reach::No => return Ok(None),
         Reach::Yes(pids) => return Ok(Some(pids.clone())),
         Reach::Unknown => {}
     }
-    let (mut pids, mut all) = (Vec::new(), rounds.core.reads_memory());
+    let (mut pids, mut all) = (Vec::new(), rounds.core.remote_memory_access());
     let mark = if all { Mark::this().encode().to_vec() } else { Vec::new() };
     rounds.fill(mark.len(), |slot| {
         slot.copy_from_slice(&mark);
@@ -52,7 +49,7 @@ fn pids(rounds: &mut Rounds) -> Result<Option<Arc<[u32]>>> {
     })?;
     rounds.read(|blocks| {
         for mark in blocks.iter().map(Mark::decode) {
-            all &= mark.is_some_and(Mark::is_readable);
+            all &= mark.is_some_and(Mark::is_in_reach);
             pids.extend(mark.map(|mark| mark.pid));
         }
         Ok(())
@@ -73,7 +70,7 @@ fn pids(rounds: &mut Rounds) -> Result<Option<Arc<[u32]>>> {
 }
 
 impl<'r, 'a> Direct<'r, 'a> {
-    /// Tells the others where `t` is; none where they cannot read it there.
+    /// Tells the others where `t` is; none where they cannot reach it there.
     fn begin(rounds: &'r mut Rounds<'a>, t: &Tensor) -> Result<Option<Self>> {
         let Some(pids) = pids(rounds)? else { return Ok(None) };
         // The caller holds the tensor until all have met, so its memory stays where it is.
@@ -92,70 +89,80 @@ impl<'r, 'a> Direct<'r, 'a> {
     }
 
     /// Waits until all have done their `work`. Where it failed because a peer is gone, that is the error.
-    fn meet(&mut self, work: Result<()>) -> Result<()> {
+    fn meet(self, work: Result<()>) -> Result<()> {
         self.rounds.pass()?;
         self.rounds.read(|_| Ok(()))?;
         work
     }
 
-    /// The members, this one last, each beginning with another.
-    fn peers_then_me(&self) -> impl Iterator<Item = usize> + use<> {
+    /// The other members, each rank beginning with another.
+    fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let (n, me) = (self.rounds.core.size(), self.rounds.core.rank);
-        (1..=n).map(move |i| (me + i) % n)
+        (1..n).map(move |i| (me + i) % n)
     }
 
     /// Copies what begins at byte `at` of `peer`'s tensor.
     fn read(&self, peer: usize, at: usize, out: &mut [u8]) -> Result<()> {
-        let Err(error) = read_memory(self.pids[peer], self.addresses[peer] + at as u64, out) else { return Ok(()) };
+        let done = read_memory(self.pids[peer], self.addresses[peer] + at as u64, out);
+        done.or_else(|error| Err(self.out_of_reach("read", peer, out.len(), &error)?))
+    }
+
+    /// Copies `bytes` to byte `at` of every other's tensor.
+    ///
+    /// # Safety
+    /// Nobody else may read or write there while this call lasts, and the others must keep their tensors until all have met.
+    #[allow(unsafe_code)]
+    unsafe fn write(&self, at: usize, bytes: &[u8]) -> Result<()> {
+        self.peers().try_for_each(|peer| {
+            // SAFETY: the caller's promise.
+            let done = unsafe { write_memory(self.pids[peer], self.addresses[peer] + at as u64, bytes) };
+            done.or_else(|error| Err(self.out_of_reach("write", peer, bytes.len(), &error)?))
+        })
+    }
+
+    /// What to say where `peer`'s memory could not be reached.
+    ///
+    /// # Errors
+    /// If the peer is gone, what says so.
+    fn out_of_reach(&self, what: &str, peer: usize, len: usize, error: &io::Error) -> Result<Error> {
         // It may have died after it told where its tensor is.
         if error.raw_os_error() == Some(libc::ESRCH) {
             self.rounds.await_loss(peer)?;
         }
         let (core, call) = (self.rounds.core, &self.rounds.call);
-        Err(Error::comm(format!(
-            "{}: cannot read {} bytes of the tensor of rank {} (process {}): {error}",
+        Ok(Error::comm(format!(
+            "{}: cannot {what} {len} bytes of the tensor of rank {} (process {}): {error}",
             core.operation(call),
-            out.len(),
             core.ranks[peer],
             self.pids[peer]
         )))
     }
 
-    /// Waits until all have combined their slices of `piece`, and copies the others'.
-    fn fetch(
+    /// Combines `range` of the members' tensors, of which `input` is this rank's, into `to` of `t`, which may be the very place. Piece by piece
+    /// `then` gets what was combined and where in the tensors that is.
+    fn combine(
         &mut self,
-        piece: &Range<usize>,
-        slice_of: impl Fn(&Range<usize>, usize) -> Range<usize>,
-        t: &Tensor,
-        work: &mut Result<()>,
+        input: &Tensor,
+        range: Range<usize>,
+        (t, to): (&Tensor, usize),
+        op: ReduceOp,
+        then: impl Fn(&Self, usize, &[u8]) -> Result<()>,
     ) -> Result<()> {
-        self.rounds.read(|_| Ok(()))?;
-        let me = self.rounds.core.rank;
-        also(work, || {
-            self.peers_then_me().filter(|peer| *peer != me).try_for_each(|peer| {
-                let theirs = slice_of(piece, peer);
-                self.copy(peer, theirs.clone(), t, theirs.start)
-            })
-        });
-        Ok(())
-    }
-
-    /// Combines `range` of the members' tensors, of which `input` is this rank's, into `to` of `t`, which may be the very place.
-    fn combine(&mut self, input: &Tensor, range: Range<usize>, t: &Tensor, to: usize, op: ReduceOp) -> Result<()> {
         let (n, me, width) = (self.rounds.core.size(), self.rounds.core.rank, self.rounds.width());
         let step = (PIECES / n / width).max(1) * width;
         let mut scratch = std::mem::take(self.rounds.scratch());
         scratch.resize(n * step, 0);
         for start in range.clone().step_by(step) {
             let len = step.min(range.end - start);
-            for peer in self.peers_then_me().filter(|peer| *peer != me) {
+            for peer in self.peers() {
                 self.read(peer, start, &mut scratch[peer * step..][..len])?;
             }
             let parts = (0..n).map(|r| (r != me).then(|| &scratch[r * step..][..len]));
             let place = to + start - range.start;
             self.take_own(input, start, t, place, len)?;
             with_bytes_mut(t, "reduce", |all| {
-                Ok(reduce_in_place(parts, &mut all[place..place + len], &mut [], t.dtype(), op))
+                let out = &mut all[place..place + len];
+                Ok(reduce_in_place(parts, out, &mut [], t.dtype(), op).and_then(|()| then(self, start, out)))
             })??;
         }
         *self.rounds.scratch() = scratch;
@@ -200,38 +207,34 @@ fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
-/// The work of a rank that goes on meeting its peers where it failed, so that they learn of it rather than wait.
-fn also(work: &mut Result<()>, more: impl FnOnce() -> Result<()>) {
-    if work.is_ok() {
-        *work = more();
-    }
-}
-
-/// A reduce-scatter and an all-gather (Rabenseifner 2004), piece by piece: every rank combines its slice in place for all. As all below, it says whether
-/// the call was done; where not, nothing was done, by any member.
+/// A reduce-scatter and an all-gather (Rabenseifner 2004) in one: every rank combines its slice and writes it into the tensors of all. As all below,
+/// it says whether the call was done; where not, nothing was done, by any member.
 pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool> {
-    let (n, me, width, len) = (rounds.core.size(), rounds.core.rank, rounds.width(), rounds.bytes());
-    if len < REDUCE_FROM {
+    if rounds.bytes() < REDUCE_FROM {
         return Ok(false);
     }
+    let done = reduce_for_all(rounds, t, op);
+    if done.is_err() {
+        // A peer that has not noticed may still write there.
+        std::mem::forget(t.clone());
+    }
+    done
+}
+
+fn reduce_for_all(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool> {
+    let (n, me, width, len) = (rounds.core.size(), rounds.core.rank, rounds.width(), rounds.bytes());
     let Some(mut direct) = Direct::begin(rounds, t)? else { return Ok(false) };
-    let slice_of = |piece: &Range<usize>, rank| {
-        let slice = slice(piece.len(), width, rank, n);
-        piece.start + slice.start..piece.start + slice.end
-    };
-    let (mut work, mut combined) = (Ok(()), None);
-    for piece in pieces(len, (UNDER_WAY / n).max(LEAST) / width * width) {
-        let own = slice_of(&piece, me);
-        also(&mut work, || direct.combine(t, own.clone(), t, own.start, op));
-        direct.rounds.pass()?;
-        if let Some(previous) = combined.replace(piece) {
-            direct.fetch(&previous, slice_of, t, &mut work)?;
+    let own = slice(len, width, me, n);
+    // What this rank writes, apart from what the others do.
+    let mine = t.flatten_all()?.narrow(0, own.start / width, own.len() / width)?;
+    let combined = direct.combine(t, own.clone(), (&mine, 0), op, |direct, at, sums| {
+        // SAFETY: the slice is this rank's alone to read and write, in every member's tensor, and all keep them until they have met.
+        #[allow(unsafe_code)]
+        unsafe {
+            direct.write(at, sums)
         }
-    }
-    if let Some(last) = combined {
-        direct.fetch(&last, slice_of, t, &mut work)?;
-    }
-    direct.meet(work).map(|()| true)
+    });
+    direct.meet(combined).map(|()| true)
 }
 
 pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Result<bool> {
@@ -239,21 +242,19 @@ pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Resul
     if len < GATHER_FROM {
         return Ok(false);
     }
-    let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
+    let Some(direct) = Direct::begin(rounds, input)? else { return Ok(false) };
     let me = direct.rounds.core.rank;
-    let copied = direct.peers_then_me().try_for_each(|peer| match peer {
-        peer if peer == me => direct.take_own(input, 0, output, me * len, len),
-        peer => direct.copy(peer, 0..len, output, peer * len),
-    });
+    let copied = direct.peers().try_for_each(|peer| direct.copy(peer, 0..len, output, peer * len));
+    let copied = copied.and_then(|()| direct.take_own(input, 0, output, me * len, len));
     direct.meet(copied).map(|()| true)
 }
 
 pub fn reduce_scatter(rounds: &mut Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<bool> {
     let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
-    if n * part < REDUCE_FROM {
+    if n * part < SCATTER_FROM {
         return Ok(false);
     }
     let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
-    let combined = direct.combine(input, me * part..(me + 1) * part, output, 0, op);
+    let combined = direct.combine(input, me * part..(me + 1) * part, (output, 0), op, |_, _, _| Ok(()));
     direct.meet(combined).map(|()| true)
 }

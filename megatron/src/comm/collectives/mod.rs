@@ -1,5 +1,5 @@
-//! The collectives: over messages, over windows of shared memory, and, of large tensors, straight out of the other ranks' memory. All
-//! give the same bits.
+//! The collectives: over messages, over windows of shared memory, and, of large tensors, straight out of and into the other ranks'
+//! memory. All give the same bits.
 
 mod direct;
 mod messages;

@@ -1,7 +1,7 @@
 //! The collectives over windows of shared memory: direct exchanges between all ranks, in blocks that stay in a cache.
 //!
 //! A rank copies a block of its tensor into its window; the others read it there, so every byte is copied once on its way out and
-//! combined or copied once on its way in. While one block is read the next is filled already. Where ranks may read each other's
+//! combined or copied once on its way in. While one block is read the next is filled already. Where ranks may reach each other's
 //! memory, [`direct`] does the large ones.
 //! A tensor's storage is locked only while a block is copied or combined, never while waiting for a peer.
 

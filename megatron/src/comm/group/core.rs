@@ -34,9 +34,9 @@ impl Core {
         self.ranks.len()
     }
 
-    /// Whether this rank may read the memory of others.
-    pub fn reads_memory(&self) -> bool {
-        self.endpoint.options.read_memory
+    /// Whether this rank may read and write the memory of others.
+    pub fn remote_memory_access(&self) -> bool {
+        self.endpoint.options.remote_memory_access
     }
 
     /// Indices of the other members.

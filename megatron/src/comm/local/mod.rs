@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) use self::arena::Arena;
 pub(crate) use self::heap::{Block, PIECE};
-pub(crate) use self::remote::{Mark, Reach, read as read_memory};
+pub(crate) use self::remote::{Mark, Reach, read as read_memory, write as write_memory};
 use self::ring::Ring;
 pub(crate) use self::segment::Segment;
 pub(crate) use self::side::Side;
