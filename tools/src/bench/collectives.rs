@@ -123,6 +123,8 @@ fn number_of_ranks(text: &str) -> std::result::Result<usize, String> {
 /// # Errors
 /// If ranks cannot be started or meet, or an operation fails.
 pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
+    // Tensors in memory as a training process has them: on huge pages, where the system gives those.
+    kernels::memory::keep_freed();
     let place = ranks::place()?;
     let (backend, ranks) = match (args.backend, &place) {
         (Backend::Threads, Some(_)) => {
