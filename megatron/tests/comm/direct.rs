@@ -8,7 +8,7 @@ use megatron::Result;
 use megatron::comm::{CommOptions, Group, ReduceOp};
 
 use crate::collectives::{combined, concatenated};
-use crate::support::{bytes, options, tensor, try_ranks, try_ranks_with, zeros};
+use crate::support::{bytes, options, ranks, tensor, try_ranks_with, zeros};
 
 /// Elements of tensors around the 512 KiB and the 1 MiB from which memory is reached, and of uneven slices beyond.
 fn counts(dtype: DType) -> [usize; 5] {
@@ -66,23 +66,21 @@ fn all_reduce_of_a_part_of_a_buffer_leaves_the_rest_as_it_was() {
 }
 
 #[test]
-fn a_tensor_that_a_late_peer_may_still_write_to_stays_where_it_is() {
+fn the_memory_of_a_tensor_whose_sum_failed_is_not_used_again() {
     let count = 1 << 20;
     let place = |t: &Tensor| with_bytes(t, "test", |bytes| Ok(bytes.as_ptr_range())).unwrap();
-    try_ranks("local", 2, Duration::from_millis(200), |g| {
+    ranks("local", 2, |g| {
         // The system's allocator hands memory of this size out again once it has seen larger one freed.
         drop(zeros(4 * count, DType::F32));
         let t = tensor(g.rank(), count, DType::F32);
         g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
         if g.rank() == 0 {
             let was = place(&t);
-            g.all_reduce(&t, ReduceOp::Sum)?.wait().expect_err("rank 1 does not come");
+            g.all_reduce(&t, ReduceOp::Sum)?.wait().expect_err("rank 1 left");
             drop((t, g));
             let others: Vec<_> = (0..8).map(|_| zeros(count, DType::F32)).collect();
             let apart = |other: &Tensor| place(other).end <= was.start || was.end <= place(other).start;
             assert!(others.iter().all(apart), "the memory was handed out again");
-        } else {
-            std::thread::sleep(Duration::from_millis(500));
         }
         Ok(())
     });
@@ -90,7 +88,7 @@ fn a_tensor_that_a_late_peer_may_still_write_to_stays_where_it_is() {
 
 #[test]
 fn reduce_scatter_leaves_each_rank_its_part_in_place_or_elsewhere() {
-    for (size, dtype) in [(2, DType::F32), (3, DType::BF16)] {
+    for (size, dtype) in [(2, DType::F32), (3, DType::BF16), (3, DType::F32)] {
         let count = |count: usize| count / size * size;
         let parts = |g: &Group| {
             let part = |whole: usize| {

@@ -12,7 +12,7 @@ use candle_core::{Storage, Tensor};
 use kernels::host::{with_bytes, with_bytes_mut};
 
 use super::rounds::Rounds;
-use super::slice;
+use super::{pieces, slice};
 use crate::comm::ReduceOp;
 use crate::comm::local::{Mark, Reach, read_memory, write_memory};
 use crate::comm::reduce::reduce_in_place;
@@ -112,7 +112,7 @@ impl<'r, 'a> Direct<'r, 'a> {
     /// # Safety
     /// Nobody else may read or write there while this call lasts, and the others must keep their tensors until all have met.
     #[allow(unsafe_code)]
-    unsafe fn write(&self, at: usize, bytes: &[u8]) -> Result<()> {
+    unsafe fn write_to_all(&self, at: usize, bytes: &[u8]) -> Result<()> {
         self.peers().try_for_each(|peer| {
             // SAFETY: the caller's promise.
             let done = unsafe { write_memory(self.pids[peer], self.addresses[peer] + at as u64, bytes) };
@@ -169,13 +169,12 @@ impl<'r, 'a> Direct<'r, 'a> {
         Ok(())
     }
 
-    /// Copies `range` of `peer`'s tensor, not this rank's, to byte `to` of `t`; in pieces, so that others who write to the storage need not
-    /// wait long.
-    fn copy(&self, peer: usize, range: Range<usize>, t: &Tensor, to: usize) -> Result<()> {
-        for start in range.clone().step_by(PIECES) {
-            let len = PIECES.min(range.end - start);
-            let place = to + start - range.start;
-            with_bytes_mut(t, "receive", |all| Ok(self.read(peer, start, &mut all[place..place + len])))??;
+    /// Copies the first `len` bytes of `peer`'s tensor, not this rank's, to byte `to` of `t`; in pieces, so that others who write to the storage
+    /// need not wait long.
+    fn copy(&self, peer: usize, len: usize, t: &Tensor, to: usize) -> Result<()> {
+        for piece in pieces(len, PIECES) {
+            let place = to + piece.start..to + piece.end;
+            with_bytes_mut(t, "receive", |all| Ok(self.read(peer, piece.start, &mut all[place])))??;
         }
         Ok(())
     }
@@ -231,7 +230,7 @@ fn reduce_for_all(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool>
         // SAFETY: the slice is this rank's alone to read and write, in every member's tensor, and all keep them until they have met.
         #[allow(unsafe_code)]
         unsafe {
-            direct.write(at, sums)
+            direct.write_to_all(at, sums)
         }
     });
     direct.meet(combined).map(|()| true)
@@ -244,7 +243,7 @@ pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Resul
     }
     let Some(direct) = Direct::begin(rounds, input)? else { return Ok(false) };
     let me = direct.rounds.core.rank;
-    let copied = direct.peers().try_for_each(|peer| direct.copy(peer, 0..len, output, peer * len));
+    let copied = direct.peers().try_for_each(|peer| direct.copy(peer, len, output, peer * len));
     let copied = copied.and_then(|()| direct.take_own(input, 0, output, me * len, len));
     direct.meet(copied).map(|()| true)
 }

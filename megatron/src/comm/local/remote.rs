@@ -1,4 +1,4 @@
-//! Reading and writing the memory of other processes of this host (`process_vm_readv(2)`).
+//! Reading and writing the memory of other processes of this host (`process_vm_readv(2)`, `process_vm_writev(2)`).
 //!
 //! The system allows it to processes of the same user, in the same container; where it does not, [`Windows`](super::Windows) serve.
 #![allow(unsafe_code)]
