@@ -59,7 +59,8 @@ fn find() -> Result<(PathBuf, String), String> {
     Err(format!("found no nvcc (looked for {}).\n{HOW_TO_GET}", tried.join(", ")))
 }
 
-/// Warns of kernels whose registers do not suffice: memory traffic that nobody wrote.
+/// Warns of kernels whose registers do not suffice (memory traffic that nobody wrote), and of what ptxas says of asynchronous products: where
+/// it has them wait for each other, it only "informs" (C7510 and the numbers behind it).
 fn report(file: &Compiled) {
     let (mut kernel, mut code) = ("?", "?");
     for line in file.messages.lines() {
@@ -72,7 +73,7 @@ fn report(file: &Compiled) {
         if line.contains("bytes stack frame") && line.split(',').any(|part| !part.trim_start().starts_with("0 bytes")) {
             println!("cargo::warning={}.cu: {kernel} for {code}: {}", file.stem, line.trim());
         }
-        if line.contains("warning") {
+        if line.contains("warning") || line.contains("(C75") {
             println!("cargo::warning={}.cu: {}", file.stem, line.trim());
         }
     }

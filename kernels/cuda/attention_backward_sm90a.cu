@@ -11,9 +11,15 @@ namespace {
 
 /// Rows of every tile, and the two warpgroups' together.
 constexpr uint32_t ROWS = 64, BOTH = 128;
-constexpr uint32_t STAGES = 2, THREADS = 384, CONSUMER_WARPS = 8;
+constexpr uint32_t STAGES = 4, THREADS = 384, CONSUMER_WARPS = 8;
 /// Fragments of a tile of scores.
 constexpr uint32_t N = ROWS / 8;
+
+/// Of each query of a tile: its log-sum-exp for powers of two, Σ dout·out, and the first key it sees (none, behind the sequence's end).
+struct Statistics {
+    float lse_log2[ROWS], delta[ROWS];
+    uint32_t from[ROWS];
+};
 
 /// Of a block, at multiples of 1024 bytes: what stays, of each warpgroup, and what comes and goes, each in two kinds (queries or keys;
 /// gradients of outputs or values).
@@ -21,8 +27,8 @@ template <int DIM>
 struct Shared {
     static constexpr uint32_t TILE = Tile<ROWS, DIM>::BYTES;
     unsigned char *first_stay, *second_stay, *first, *second;
-    /// Log-sum-exps and Σ dout·out of a tile of queries.
-    float *statistics;
+    /// Of tiles of queries that come and go.
+    Statistics *statistics;
     uint64_t *stay_full, *full, *empty;
 
     __device__ __forceinline__ explicit Shared(unsigned char *memory) {
@@ -30,8 +36,8 @@ struct Shared {
         second_stay = first_stay + 2 * TILE;
         first = second_stay + 2 * TILE;
         second = first + STAGES * TILE;
-        statistics = reinterpret_cast<float *>(second + STAGES * TILE);
-        stay_full = reinterpret_cast<uint64_t *>(statistics + STAGES * 2 * ROWS);
+        statistics = reinterpret_cast<Statistics *>(second + STAGES * TILE);
+        stay_full = reinterpret_cast<uint64_t *>(statistics + STAGES);
         full = stay_full + 1;
         empty = full + STAGES;
     }
@@ -50,6 +56,15 @@ struct Shared {
     }
 };
 
+/// Has what is hidden, whose weights are zeros, be zeros: products there may be no numbers.
+DEVICE void hide(float (&gradients)[N][4], const float (&weights)[N][4]) {
+#pragma unroll
+    for (uint32_t n = 0; n < N; n++)
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            if (weights[n][i] == 0.0f) gradients[n][i] = 0.0f;
+}
+
 /// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs.
 template <class E, int DIM>
 DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv) {
@@ -67,8 +82,7 @@ DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const
         if (first_key(call, sample, middle * ROWS) < first + BOTH) end_tile = middle + 1;
         else none = middle;
     }
-    const uint32_t tiles = end_tile - first_tile, steps = tiles * of_group;
-    shared.make_barriers(32);
+    shared.make_barriers(1 + 32);
 
     if (threadIdx.x < 128) {
         registers_give<24>();
@@ -83,28 +97,27 @@ DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const
             }
         }
         Turn<STAGES> turn;
-        for (; turn.count < steps; turn.count++) {
-            const uint32_t slot = turn.slot(), in_group = turn.count / tiles, head = group * of_group + in_group;
-            const uint32_t query = (first_tile + turn.count % tiles) * ROWS;
-            uint64_t *const full = shared.full + slot;
-            barrier_wait(shared.empty + slot, turn.parity() ^ 1);
-            float *const statistics = shared.statistics + slot * 2 * ROWS;
+        for (uint32_t in_group = 0; in_group < of_group; in_group++)
+            for (uint32_t tile = first_tile; tile < end_tile; tile++, turn.count++) {
+                const uint32_t slot = turn.slot(), head = group * of_group + in_group, query = tile * ROWS;
+                uint64_t *const full = shared.full + slot;
+                barrier_wait(shared.empty + slot, turn.parity() ^ 1);
+                if (lane == 0) {
+                    barrier_expect(full, 2 * TILE);
+                    copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, query, parts + in_group, sample, full);
+                    copy_tile<ROWS, DIM>(shared.second + slot * TILE, dout, query, head, sample, full);
+                }
+                Statistics &statistics = shared.statistics[slot];
 #pragma unroll
-            for (uint32_t i = lane; i < ROWS; i += 32) {
-                const bool valid = query + i < call.s;
-                const size_t at = statistics_at(call, sample, head) + query + i;
-                statistics[i] = valid ? lse[at] * LOG2_E : 0.0f;
-                statistics[ROWS + i] = valid ? delta[at] : 0.0f;
-            }
-            if (lane == 0) {
-                barrier_expect(full, 2 * TILE);
-                copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, query, parts + in_group, sample, full);
-                copy_tile<ROWS, DIM>(shared.second + slot * TILE, dout, query, head, sample, full);
-            } else {
+                for (uint32_t i = lane; i < ROWS; i += 32) {
+                    const bool valid = query + i < call.s;
+                    const size_t at = statistics_at(call, sample, head) + query + i;
+                    statistics.lse_log2[i] = valid ? lse[at] * LOG2_E : 0.0f;
+                    statistics.delta[i] = valid ? delta[at] : 0.0f;
+                    statistics.from[i] = valid ? first_key(call, sample, query + i) : ~0u;
+                }
                 barrier_arrive(full);
             }
-            __syncwarp();
-        }
         return;
     }
     registers_take<240>();
@@ -115,67 +128,65 @@ DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const
     uint32_t weights[N / 2][4], slants[N / 2][4];
     clear(dk);
     clear(dv);
-    // Scores and gradients of weights of a step, each a group.
-    const auto begin = [&](const Turn<STAGES> &turn) {
-        barrier_wait(shared.full + turn.slot(), turn.parity());
-        products_begin();
-        multiply_rows<E, DIM, ROWS, ROWS>(scores, keys, shared_address(shared.first + turn.slot() * TILE));
-        products_commit();
-        multiply_rows<E, DIM, ROWS, ROWS>(gradients, values, shared_address(shared.second + turn.slot() * TILE));
-        products_commit();
-    };
+    // A step: a tile of a head's queries.
     Turn<STAGES> turn;
-    barrier_wait(shared.stay_full, 0);
-    while (turn.count < steps) {
-        begin(turn);
-        const uint32_t slot = turn.slot(), head = group * of_group + turn.count / tiles, query = (first_tile + turn.count % tiles) * ROWS;
-        const float *const statistics = shared.statistics + slot * 2 * ROWS;
-        const bool edge = tile_key + ROWS > query + 1 || query + ROWS > call.s || first_key(call, sample, query + ROWS - 1) > tile_key;
+    const auto step = [&](float slope, uint32_t query) {
+        const uint32_t slot = turn.slot(), of_queries = shared_address(shared.first + slot * TILE), of_douts = shared_address(shared.second + slot * TILE);
+        const Statistics &statistics = shared.statistics[slot];
+        barrier_wait(shared.full + slot, turn.parity());
+        products_begin();
+        multiply_rows<E, DIM, ROWS, ROWS>(scores, keys, of_queries);
+        products_commit();
+        multiply_rows<E, DIM, ROWS, ROWS>(gradients, values, of_douts);
+        products_commit();
+        // Some query of the tile does not see all of this warpgroup's keys.
+        const bool edge = tile_key + ROWS > query + 1 || statistics.from[ROWS - 1] > tile_key;
         products_wait<1>(); // the scores
         products_touch(scores);
-        const float slope = call.slopes ? call.slopes[head] : 0.0f;
         const float scale = tilt<true>(call, slope, own, query, scores);
 #pragma unroll
-        for (int n = 0; n < static_cast<int>(N); n++) {
-            const float2 lse_log2 = *reinterpret_cast<const float2 *>(statistics + n * 8 + 2 * t);
+        for (uint32_t n = 0; n < N; n++) {
+            const float2 lse_log2 = *reinterpret_cast<const float2 *>(statistics.lse_log2 + n * 8 + 2 * t);
 #pragma unroll
-            for (int i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i] * scale - (i % 2 ? lse_log2.y : lse_log2.x));
-            if (edge)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint32_t at = query + n * 8 + 2 * t + i, from = at < call.s ? first_key(call, sample, at) : ~0u;
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        const uint32_t key = own + g + 8 * j;
-                        if (key > at || key < from) scores[n][2 * j + i] = 0.0f;
-                    }
-                }
+            for (uint32_t i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i] * scale - (i % 2 ? lse_log2.y : lse_log2.x));
         }
+        if (edge)
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++) {
+                const uint2 from = *reinterpret_cast<const uint2 *>(statistics.from + n * 8 + 2 * t);
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) {
+                    const uint32_t key = own + g + i / 2 * 8, at = query + n * 8 + 2 * t + i % 2;
+                    if (key > at || key < (i % 2 ? from.y : from.x)) scores[n][i] = 0.0f;
+                }
+            }
         round_weights<E>(weights, scores);
         products_begin();
-        multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE));
+        multiply_weights<E, DIM, ROWS>(dv, weights, of_douts);
         products_commit();
         products_wait<1>(); // the gradients of weights
         products_touch(gradients);
 #pragma unroll
-        for (int n = 0; n < static_cast<int>(N); n++) {
-            const float2 of_query = *reinterpret_cast<const float2 *>(statistics + ROWS + n * 8 + 2 * t);
+        for (uint32_t n = 0; n < N; n++) {
+            const float2 of_query = *reinterpret_cast<const float2 *>(statistics.delta + n * 8 + 2 * t);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float slant = scores[n][i] * (gradients[n][i] - (i % 2 ? of_query.y : of_query.x));
-                // What is hidden may be no number.
-                gradients[n][i] = edge && scores[n][i] == 0.0f ? 0.0f : slant;
-            }
+            for (uint32_t i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - (i % 2 ? of_query.y : of_query.x));
         }
+        if (edge) hide(gradients, scores);
         round_weights<E>(slants, gradients);
         products_begin();
-        multiply_weights<E, DIM, ROWS>(dk, slants, shared_address(shared.first + slot * TILE));
+        multiply_weights<E, DIM, ROWS>(dk, slants, of_queries);
         products_commit();
         products_wait<0>();
         products_touch(dk);
         products_touch(dv);
         release(shared.empty + slot);
         turn.count++;
+    };
+    barrier_wait(shared.stay_full, 0);
+    for (uint32_t in_group = 0; in_group < of_group; in_group++) {
+        const float slope = call.slopes ? call.slopes[group * of_group + in_group] : 0.0f;
+        for (uint32_t tile = first_tile; tile < end_tile; tile++) step(slope, tile * ROWS);
     }
     // This warp's rows of keys and values are not needed any more: nobody else multiplies them.
     const float scales[2] = {call.scale, call.scale}, ones[2] = {1.0f, 1.0f};
@@ -220,7 +231,7 @@ DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, co
     registers_take<240>();
     const uint32_t half = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     const uint32_t tile_query = first + half * ROWS, own = tile_query + warp * 16;
-    const uint32_t queries = shared_address(shared.first_stay + half * TILE), douts = shared_address(shared.second_stay + half * TILE);
+    unsigned char *const own_queries = shared.first_stay + half * TILE + warp * 16 * SWIZZLED_ROW;
     const uint32_t seen_by_all = first_key(call, sample, tile_query + ROWS - 1);
     const float slope = call.slopes ? call.slopes[head] : 0.0f;
     float lse_log2[2], of_query[2];
@@ -232,18 +243,20 @@ DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, co
         of_query[i] = query < call.s ? delta[at] : 0.0f;
     }
     float dq[DIM / 8][4], scores[N][4], gradients[N][4];
-    uint32_t slants[N / 2][4];
+    uint32_t queries[DIM / 16][4], douts[DIM / 16][4], slants[N / 2][4];
     clear(dq);
     const auto begin = [&](const Turn<STAGES> &turn) {
         barrier_wait(shared.full + turn.slot(), turn.parity());
         products_begin();
-        multiply_rows<E, DIM, ROWS, ROWS>(scores, queries, shared_address(shared.first + turn.slot() * TILE));
+        multiply_rows<E, DIM, ROWS>(scores, queries, shared_address(shared.first + turn.slot() * TILE));
         products_commit();
-        multiply_rows<E, DIM, ROWS, ROWS>(gradients, douts, shared_address(shared.second + turn.slot() * TILE));
+        multiply_rows<E, DIM, ROWS>(gradients, douts, shared_address(shared.second + turn.slot() * TILE));
         products_commit();
     };
     Turn<STAGES> turn;
     barrier_wait(shared.stay_full, 0);
+    load_rows<ROWS, DIM>(queries, own_queries);
+    load_rows<ROWS, DIM>(douts, shared.second_stay + half * TILE + warp * 16 * SWIZZLED_ROW);
     while (turn.count < end_tile - first_tile) {
         begin(turn);
         const uint32_t slot = turn.slot(), key = (first_tile + turn.count) * ROWS;
@@ -272,11 +285,8 @@ DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, co
 #pragma unroll
         for (int n = 0; n < static_cast<int>(N); n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float slant = scores[n][i] * (gradients[n][i] - of_query[i / 2]);
-                // What is hidden may be no number.
-                gradients[n][i] = edge && scores[n][i] == 0.0f ? 0.0f : slant;
-            }
+            for (int i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - of_query[i / 2]);
+        if (edge) hide(gradients, scores);
         round_weights<E>(slants, gradients);
         products_begin();
         multiply_weights<E, DIM, ROWS>(dq, slants, shared_address(shared.first + slot * TILE));
@@ -286,10 +296,9 @@ DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, co
         release(shared.empty + slot);
         turn.count++;
     }
-    some_wait(1 + half, 128); // the whole warpgroup has multiplied its queries
     const float scales[2] = {call.scale, call.scale};
     uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, sample, group, head % of_group);
-    store_warp<E, ROWS, DIM>(to, qkv_stride(call), own < call.s ? call.s - own : 0, shared.first_stay + half * TILE + warp * 16 * SWIZZLED_ROW, dq, scales);
+    store_warp<E, ROWS, DIM>(to, qkv_stride(call), own < call.s ? call.s - own : 0, own_queries, dq, scales);
 }
 
 } // namespace

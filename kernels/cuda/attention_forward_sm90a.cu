@@ -137,6 +137,7 @@ DEVICE void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *
             products_touch(scores[0]);
             release(shared.keys_empty + next);
             softmax.step(call, slope, work.sample, own, tile * KEYS, is_edge(tile), scores, corrections);
+            computed_before_wait(softmax.sums[0][0] + softmax.sums[0][1], own_queries);
             products_wait<0>();
             products_touch(gathered[0]);
             release(shared.values_empty + slot);

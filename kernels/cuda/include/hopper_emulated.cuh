@@ -163,6 +163,7 @@ DEVICE void products_wait() {
 
 template <int N>
 DEVICE void products_touch(float (&)[N][4]) {}
+DEVICE void computed_before_wait(float, uint32_t) {}
 
 /// An element of an operand in shared memory by its descriptor (PTX ISA, "Matrix Descriptor Format" and "Strides"; canonical layouts with
 /// a swizzle of 128 bytes): element (row, k) of [rows, 16], or, transposed, of [16, rows], which lies row by row.
@@ -183,9 +184,14 @@ DEVICE float emulated_element(uint64_t descriptor, bool transposed, uint32_t row
 template <class E, int N>
 struct Wgmma {
     static void assign(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply(c, a, b, false); }
+    static void assign(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { multiply<false>(c, a, b, false); }
     static void add(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply(c, a, b, true); }
+    static void add(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { multiply<false>(c, a, b, true); }
+    static void add_weighed(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { multiply<true>(c, a, b, true); }
 
-    static void add_weighed(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {
+  private:
+    template <bool TRANSPOSED>
+    static void multiply(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
         struct Fragment {
             uint32_t a[4];
         };
@@ -206,11 +212,10 @@ struct Wgmma {
                 }
                 return 0;
             });
-            apply<true>(to, left, b, true);
+            apply<TRANSPOSED>(to, left, b, accumulate);
         });
     }
 
-  private:
     static void multiply(float (&c)[N / 8][4], uint64_t a, uint64_t b, bool accumulate) {
         float(*const to)[4] = c;
         HopperState::of_block().own().back().push_back([=] {

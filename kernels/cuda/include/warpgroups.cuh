@@ -17,23 +17,48 @@ DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, u
     for (uint32_t box = 0; box < DIM / 64; box++) copy_box(to + box * Tile<ROWS, DIM>::BOX, map, box * 64, first, part, sample, full);
 }
 
+/// The descriptor of a tile's operand. That of what lies some bytes behind it is this one plus a 16th of them, which leaves one addition
+/// between products where the address would take ten instructions. All threads have the same; saying so keeps it out of their registers.
+DEVICE uint64_t operand(uint32_t address, uint32_t next) { return descriptor(__shfl_sync(~0u, address, 0), next); }
+
+/// Bytes from a tile's beginning to its columns from 16 · k on.
+template <int ROWS, int DIM>
+DEVICE constexpr uint32_t columns_at(uint32_t k) { return k / 4 * Tile<ROWS, DIM>::BOX + k % 4 * 32; }
+
 /// Begins C [64, N] = A · Bᵀ (what C held is not read) over DIM columns: 64 rows of a tile of A_ROWS and a tile of N rows.
 template <class E, int DIM, int A_ROWS, int N>
 DEVICE void multiply_rows(float (&c)[N / 8][4], uint32_t a, uint32_t b) {
+    const uint64_t left = operand(a, 16), right = operand(b, 16);
+    Wgmma<E, N>::assign(c, left, right);
 #pragma unroll
-    for (uint32_t k = 0; k < DIM / 16; k++) {
-        const uint32_t of_a = a + k / 4 * Tile<A_ROWS, DIM>::BOX + k % 4 * 32, of_b = b + k / 4 * Tile<N, DIM>::BOX + k % 4 * 32;
-        if (k == 0) Wgmma<E, N>::assign(c, descriptor(of_a, 16), descriptor(of_b, 16));
-        else Wgmma<E, N>::add(c, descriptor(of_a, 16), descriptor(of_b, 16));
-    }
+    for (uint32_t k = 1; k < DIM / 16; k++)
+        Wgmma<E, N>::add(c, left + columns_at<A_ROWS, DIM>(k) / 16, right + columns_at<N, DIM>(k) / 16);
+}
+
+/// As above, of 64 rows in registers.
+template <class E, int DIM, int N>
+DEVICE void multiply_rows(float (&c)[N / 8][4], const uint32_t (&a)[DIM / 16][4], uint32_t b) {
+    const uint64_t right = operand(b, 16);
+    Wgmma<E, N>::assign(c, a[0], right);
+#pragma unroll
+    for (uint32_t k = 1; k < DIM / 16; k++) Wgmma<E, N>::add(c, a[k], right + columns_at<N, DIM>(k) / 16);
+}
+
+/// A warp's 16 rows of a tile of ROWS, which begin at `rows`, as left operands.
+template <int ROWS, int DIM>
+DEVICE void load_rows(uint32_t (&a)[DIM / 16][4], const unsigned char *rows) {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t k = 0; k < DIM / 16; k++)
+        ldmatrix(a[k], rows + k / 4 * Tile<ROWS, DIM>::BOX + swizzled(lane % 16, k % 4 * 2 + lane / 16));
 }
 
 /// Begins C [64, DIM] += weights · B over K rows of a tile.
 template <class E, int DIM, int K>
 DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4], uint32_t b) {
+    const uint64_t right = operand(b, Tile<K, DIM>::BOX);
 #pragma unroll
-    for (uint32_t k = 0; k < K / 16; k++)
-        Wgmma<E, DIM>::add_weighed(c, weights[k], descriptor(b + k * 16 * SWIZZLED_ROW, Tile<K, DIM>::BOX));
+    for (uint32_t k = 0; k < K / 16; k++) Wgmma<E, DIM>::add_weighed(c, weights[k], right + k * 16 * SWIZZLED_ROW / 16);
 }
 
 /// Rounds what a product left to left operands of the next.

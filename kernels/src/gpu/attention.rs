@@ -270,8 +270,8 @@ fn backward_on_hopper(
     let parts = shape.groups * (shape.heads_per_group + 2);
     let qkv = boxes(packed, dtype, geometry, parts, HOPPER_HALF).map(op)?;
     let dout = boxes(douts, dtype, geometry, shape.heads(), HOPPER_HALF).map(op)?;
-    // Two tiles each of two kinds stay, two of two kinds come in turns; two numbers for each of two tiles' queries; five barriers.
-    let shared = 8 * HOPPER_HALF * shape.head_dim * dtype.size_in_bytes() + 2 * 2 * HOPPER_HALF * 4 + 5 * 8;
+    // Two tiles each of two kinds stay, four of two kinds come in turns; three numbers for each of four tiles' queries; nine barriers.
+    let shared = (4 + 4 * 2) * HOPPER_HALF * shape.head_dim * dtype.size_in_bytes() + 4 * 3 * HOPPER_HALF * 4 + 9 * 8;
     for (of, heads) in [("dkdv", shape.groups), ("dq", shape.heads())] {
         let name = format!("attention_{of}_sm90a_{suffix}_{}", shape.head_dim);
         let grid = [blocks(op, s, HOPPER_TILE)?, blocks_y(op, heads, 1)?, blocks_y(op, b, 1)?];
