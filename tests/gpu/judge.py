@@ -2,8 +2,9 @@
 
   judge.py losses METRICS EXPECTED TOLERANCE STEPS    largest relative difference of losses and gradient norms, step by step
   judge.py bandwidth LOG PERCENT               kernels bound by memory, as a share of the copy bandwidth
-  judge.py speed OURS TORCH FACTOR             tokens a second of both, and the model's FLOP/s
+  judge.py speed OURS TORCH FACTOR MFU         tokens a second of both, and the model's FLOP/s as a percentage of the peak
   judge.py graphs WITH WITHOUT FACTOR          tokens a second of both
+  judge.py waits TRACE                         what the program waits for in a step, by a stand-in's trace
   judge.py attention LOG FORWARD BACKWARD      the lowest rates at head dimension 128, as percentages of the peak
 
 EXPECTED is another run's metrics, or a fixture's expected.json.
@@ -57,13 +58,14 @@ def graphs(ours, without, factor):
     return ours >= float(factor) * without, f"{ours:.0f} tokens/s, without {without:.0f}, {ours / without:.2f}×"
 
 
-def speed(ours, torch, factor):
+def speed(ours, torch, factor, least_mfu):
     tokens, tflops = rates(ours)
-    figure = f"{tokens:.0f} tokens/s, MFU {100 * tflops / PEAK_TFLOPS:.1f}%"
+    mfu = 100 * tflops / PEAK_TFLOPS
+    figure, good = f"{tokens:.0f} tokens/s, MFU {mfu:.1f}%", mfu >= float(least_mfu)
     if not Path(torch).exists():
-        return True, figure + "; no PyTorch to compare with"
+        return good, figure + "; no PyTorch to compare with"
     theirs, _ = rates(torch)
-    return tokens >= float(factor) * theirs, f"{figure}; PyTorch {theirs:.0f} tokens/s, {tokens / theirs:.2f}×"
+    return good and tokens >= float(factor) * theirs, f"{figure}; PyTorch {theirs:.0f} tokens/s, {tokens / theirs:.2f}×"
 
 
 def attention(log, forward, backward):
@@ -73,7 +75,29 @@ def attention(log, forward, backward):
     return rates[0] >= float(forward) and rates[1] >= float(backward), figure
 
 
+def waits(trace):
+    """Steps end in the kernel that judges the gradients' norm. The third on are steady: before, code is still loaded."""
+    steps = [[]]
+    for line in Path(trace).read_text().splitlines():
+        what, name = line.split(" ", 1)
+        steps[-1].append((what, name))
+        if name == "judge":
+            steps.append([])
+    steps = steps[2:-1]
+    if not steps:
+        return False, "the trace has no steady step"
+    names = [[name for what, name in step if what == "wait"] for step in steps]
+    kernels = [sum(what == "kernel" for what, _ in step) for step in steps]
+    # Kernels that are queued before the step's first wait, which is for the results of the step before.
+    first = [next((i for i, (what, _) in enumerate(step) if what == "wait"), len(step)) for step in steps]
+    ahead = [sum(what == "kernel" for what, _ in step[:at]) for step, at in zip(steps, first)]
+    others = sorted({name for step in names for name in step} - {"cuEventSynchronize"})
+    good = not others and all(a >= 0.9 * n for a, n in zip(ahead, kernels))
+    figure = f"{len(steps)} steps of {max(kernels)} kernels: {max(map(len, names))} waits for events behind {min(ahead)} of them"
+    return good, figure + (f"; also {', '.join(others)}" if others else "")
+
+
 if __name__ == "__main__":
-    good, figure = {"losses": losses, "bandwidth": bandwidth, "graphs": graphs, "speed": speed, "attention": attention}[sys.argv[1]](*sys.argv[2:])
+    good, figure = {"losses": losses, "bandwidth": bandwidth, "graphs": graphs, "speed": speed, "attention": attention, "waits": waits}[sys.argv[1]](*sys.argv[2:])
     print(figure)
     sys.exit(not good)

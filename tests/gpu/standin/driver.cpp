@@ -213,6 +213,7 @@ CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetError
 static From of_candle = From::Candle, of_project = From::Project;
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+    trace("wait", "cuModuleLoadData");
     constexpr uint32_t MACHINE_CODE = 0xba55ed50;
     uint32_t magic;
     std::memcpy(&magic, image, sizeof magic);
@@ -275,6 +276,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z,
         const char *argument = static_cast<const char *>(parameters[i]);
         launch->arguments.emplace_back(argument, argument + kernel->sizes[i]);
     }
+    trace("kernel", kernel->name);
     stream_of(stream).queue(CU_GRAPH_NODE_TYPE_KERNEL, [launch] { launch->run(); });
     return state();
 }

@@ -193,6 +193,7 @@ extern "C" {
 
 CUresult cuMemAlloc(CUdeviceptr *at, size_t bytes) {
     if (const CUresult refused = forbidden("memory is allocated outside of the stream's order")) return refused;
+    trace("wait", "cuMemAlloc");
     return allocate(at, bytes);
 }
 
@@ -203,6 +204,7 @@ CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream stream) {
 
 CUresult cuMemFree(CUdeviceptr at) {
     if (const CUresult refused = forbidden("memory is freed outside of the stream's order")) return refused;
+    trace("wait", "cuMemFree");
     release(reinterpret_cast<char *>(at));
     return state();
 }
@@ -215,6 +217,7 @@ CUresult cuMemFreeAsync(CUdeviceptr at, CUstream stream) {
 
 CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
     if (const CUresult refused = forbidden("memory of the host is locked")) return refused;
+    trace("memory", "locked for copies");
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     char *block = static_cast<char *>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
@@ -227,6 +230,7 @@ CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
 CUresult cuMemAllocHost(void **at, size_t bytes) { return cuMemHostAlloc(at, bytes, 0); }
 
 CUresult cuMemFreeHost(void *at) {
+    trace("wait", "cuMemFreeHost");
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     p.pinned.erase(static_cast<char *>(at));
@@ -236,6 +240,7 @@ CUresult cuMemFreeHost(void *at) {
 
 CUresult cuMemHostRegister(void *at, size_t bytes, unsigned) {
     if (const CUresult refused = forbidden("memory of the host is locked")) return refused;
+    trace("memory", "locked for copies");
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     if (bytes == 0 || !p.pinned.emplace(static_cast<char *>(at), bytes).second) return CUDA_ERROR_INVALID_VALUE;
@@ -322,6 +327,7 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstr
         copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE, [=] { std::memcpy(at, from, bytes); });
     } else {
         // The driver has taken pageable bytes when it returns.
+        trace("wait", "cuMemcpyHtoDAsync from pageable memory");
         const char *first = static_cast<const char *>(from);
         auto taken = std::make_shared<std::vector<char>>(first, first + bytes);
         copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE, [=] { std::memcpy(at, taken->data(), bytes); });
@@ -339,7 +345,10 @@ CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream st
     const char *at = reinterpret_cast<const char *>(from);
     copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, [=] { std::memcpy(to, at, bytes); });
     // Into pageable memory the driver copies by itself and returns when it has.
-    if (!is_pinned(to) && !recorded_by(stream)) stream_of(stream).wait();
+    if (!is_pinned(to) && !recorded_by(stream)) {
+        trace("wait", "cuMemcpyDtoHAsync to pageable memory");
+        stream_of(stream).wait();
+    }
     return state();
 }
 
