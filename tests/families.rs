@@ -66,6 +66,7 @@ fn logits(trainer: &Trainer, tokens: &[u32]) -> megatron::Result<Option<Vec<f32>
         loss_mask: Tensor::zeros((length, 1), DType::F32, &Device::Cpu)?,
         counted: 0.0,
         samples: vec![0],
+        step_and_samples: None,
         documents: Documents::default(),
     };
     let ctx = stage.ctx(&batch, Phase::Evaluate, None);

@@ -121,9 +121,22 @@ fn documents_whose_tables_a_graph_would_repeat_are_refused() {
     let mut trainer = Trainer::new(&config, &model, comm::solo(), &data, &device).unwrap();
     let refused = (0..3).find_map(|_| trainer.step().err()).unwrap().to_string();
     assert!(refused.contains("a graph cannot repeat what documents change"), "{refused}");
-    config.model.hidden_dropout = 0.1;
+    config.data.reset_attention_mask = true;
     let refused = Trainer::new(&config, &model, comm::solo(), &data, &device).err().unwrap().to_string();
-    assert!(refused.contains("hidden_dropout = 0.1 does not go with enable_cuda_graph"), "{refused}");
+    assert!(refused.contains("reset_attention_mask = true does not go with enable_cuda_graph"), "{refused}");
+}
+
+#[test]
+fn masks_of_dropout_are_those_of_the_step_and_its_samples() {
+    for (style, precision) in [(Style::Gpt2, Precision::Bf16), (Style::Gpt2, Precision::Fp32)] {
+        let mut config = config(style, precision);
+        (config.model.attention_dropout, config.model.hidden_dropout) = (0.3, 0.2);
+        config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 1 };
+        let dropped = the_same_with_graphs(&config);
+        (config.model.attention_dropout, config.model.hidden_dropout) = (0.0, 0.0);
+        let device = Choice::Cuda(Some(0)).open(0).unwrap();
+        assert_ne!(train(&config, &device).unwrap().0, dropped, "nothing was dropped");
+    }
 }
 
 #[test]

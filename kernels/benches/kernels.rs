@@ -73,7 +73,11 @@ fn activations(c: &mut Criterion) -> Result<()> {
     time(c, "swiglu", bytes(3 * n / 2), || activation::swiglu(&x))?;
     time(c, "swiglu_backward", bytes(5 * n / 2), || activation::swiglu_backward(&half, &x))?;
     let (x, bias) = (randn(&[S, B, H])?, randn(&[H])?);
-    let dropout = Dropout { p: 0.1, key: KEY, tokens: Tokens { samples: &SAMPLES, seq_offset: 0, seq_len: S } };
+    let dropout = Dropout {
+        p: 0.1,
+        key: KEY,
+        tokens: Tokens { samples: &SAMPLES, seq_offset: 0, seq_len: S, step_and_samples: None },
+    };
     let n = S * B * H;
     time(c, "bias_add", bytes(3 * n), || bias_dropout_add(&x, Some(&bias), Some(&x), None))?;
     time(c, "bias_dropout_add", bytes(3 * n), || bias_dropout_add(&x, Some(&bias), Some(&x), Some(&dropout)))?;
@@ -83,7 +87,7 @@ fn activations(c: &mut Criterion) -> Result<()> {
 fn attentions(c: &mut Criterion) -> Result<()> {
     let shape = HeadShape { groups: 12, heads_per_group: 1, head_dim: 64 };
     let qkv = randn(&[S, B, shape.width()])?;
-    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &SAMPLES, first_head: 0 };
+    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &SAMPLES, first_head: 0, step_and_samples: None };
     let flops = |products: usize| Throughput::Elements((products * B * shape.heads() * S * S * shape.head_dim) as u64);
     let (out, lse) = attention(&qkv, shape, 0.125, None)?;
     time(c, "attention", flops(2), || attention(&qkv, shape, 0.125, None))?;

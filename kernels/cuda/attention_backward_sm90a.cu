@@ -15,7 +15,8 @@ constexpr uint32_t STAGES = 4, THREADS = 384, CONSUMER_WARPS = 8;
 /// Fragments of a tile of scores.
 constexpr uint32_t N = ROWS / 8;
 
-/// Of each query of a tile: its log-sum-exp for powers of two, Σ dout·out, and the first key it sees (none, behind the sequence's end).
+/// Of each query of a tile: its log-sum-exp for powers of two, Σ dout·out, and the first key it sees. Behind the sequence's end queries and
+/// their outputs' gradients are zeros, and so is what they add.
 struct Statistics {
     float lse_log2[ROWS], delta[ROWS];
     uint32_t from[ROWS];
@@ -55,15 +56,6 @@ struct Shared {
         __syncthreads();
     }
 };
-
-/// Has what is hidden, whose weights are zeros, be zeros: products there may be no numbers.
-DEVICE void hide(float (&gradients)[N][4], const float (&weights)[N][4]) {
-#pragma unroll
-    for (uint32_t n = 0; n < N; n++)
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++)
-            if (weights[n][i] == 0.0f) gradients[n][i] = 0.0f;
-}
 
 /// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs.
 template <class E, int DIM>
@@ -114,7 +106,7 @@ DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const
                     const size_t at = statistics_at(call, sample, head) + query + i;
                     statistics.lse_log2[i] = valid ? lse[at] * LOG2_E : 0.0f;
                     statistics.delta[i] = valid ? delta[at] : 0.0f;
-                    statistics.from[i] = valid ? first_key(call, sample, query + i) : ~0u;
+                    statistics.from[i] = first_key(call, sample, query + i);
                 }
                 barrier_arrive(full);
             }
@@ -172,7 +164,6 @@ DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - (i % 2 ? of_query.y : of_query.x));
         }
-        if (edge) hide(gradients, scores);
         round_weights<E>(slants, gradients);
         products_begin();
         multiply_weights<E, DIM, ROWS>(dk, slants, of_queries);
@@ -286,7 +277,6 @@ DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, co
         for (int n = 0; n < static_cast<int>(N); n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - of_query[i / 2]);
-        if (edge) hide(gradients, scores);
         round_weights<E>(slants, gradients);
         products_begin();
         multiply_weights<E, DIM, ROWS>(dq, slants, shared_address(shared.first + slot * TILE));

@@ -9,20 +9,37 @@ constexpr int SAMPLES = 64;
 
 /// Where the rows of [s, b, h] lie in the global batch, and what is dropped of them.
 struct Mask {
-    uint32_t key[4];      // two words of Philox's key, then of its counter
+    uint32_t key[4];      // two words of Philox's key, then of its counter; or, with step_and_samples, what they are made of besides the step
     uint32_t threshold;   // words below are dropped; 0 where there is no mask
     float scale;          // 1 / (1 − p)
     uint64_t first;       // position of the first row in its sequence
     uint64_t seq_len;
     uint64_t samples[SAMPLES];  // global numbers of samples first_sample and following
     uint32_t first_sample, num_samples;
+    const uint2 *step_and_samples;  // the training step and the samples' numbers, low words first, or null
 
-    DEVICE uint64_t token(uint32_t s, uint32_t b) const { return samples[b - first_sample] * seq_len + first + s; }
+    DEVICE uint64_t token(uint32_t s, uint32_t b) const {
+        uint64_t sample;
+        if (step_and_samples) {
+            const uint2 words = step_and_samples[1 + b];
+            sample = static_cast<uint64_t>(words.y) << 32 | words.x;
+        } else {
+            sample = samples[b - first_sample];
+        }
+        return sample * seq_len + first + s;
+    }
 
-    /// The words of four elements, the first of them number 4·block of its row.
-    DEVICE uint4 words(uint64_t token, uint32_t block) const {
-        const uint4 counter = make_uint4(static_cast<uint32_t>(token), static_cast<uint32_t>(token >> 32), block, key[2]);
-        return philox4x32(counter, make_uint2(key[0], key[1]));
+    DEVICE uint4 derived() const {
+        const uint4 given = make_uint4(key[0], key[1], key[2], key[3]);
+        if (!step_and_samples) return given;
+        const uint2 step = step_and_samples[0];
+        return philox4x32(make_uint4(step.x, step.y, given.z, given.w), make_uint2(given.x, given.y));
+    }
+
+    /// The words of four elements, the first of them number 4·block of its row; `key` is what was derived.
+    DEVICE static uint4 words(const uint4 &key, uint64_t token, uint32_t block) {
+        const uint4 counter = make_uint4(static_cast<uint32_t>(token), static_cast<uint32_t>(token >> 32), block, key.z);
+        return philox4x32(counter, make_uint2(key.x, key.y));
     }
 
     /// What is dropped is 0 even where it was not finite.
@@ -49,8 +66,9 @@ DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t
     uint4 words[V / 4];
     if (mask.threshold > 0) {
         const uint64_t token = mask.token(s, b);
+        const uint4 key = mask.derived();
 #pragma unroll
-        for (int w = 0; w < V / 4; w++) words[w] = mask.words(token, in_row * (V / 4) + w);
+        for (int w = 0; w < V / 4; w++) words[w] = Mask::words(key, token, in_row * (V / 4) + w);
     }
     store_vector(y + at, Vector<T>::of([&](int i) {
                      float v = bias ? in[i] + shift[i] : in[i];
@@ -71,7 +89,7 @@ DEVICE void fours(const T *x, const T *bias, const T *residual, T *y, uint32_t i
     const uint32_t s = batch.split(b);
     if (mask.threshold > 0 && b - mask.first_sample >= mask.num_samples) return;
     uint4 words = make_uint4(0, 0, 0, 0);
-    if (mask.threshold > 0) words = mask.words(mask.token(s, b), in_row);
+    if (mask.threshold > 0) words = Mask::words(mask.derived(), mask.token(s, b), in_row);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t c = in_row * 4 + i;

@@ -2,13 +2,15 @@
 //!
 //! An element's word is Philox keyed by (seed, step, layer, site) at counter (global token, hidden index / 4).
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
+
+use crate::device::upload;
 
 use crate::float::{Elem, Float, by_elem};
 use crate::output::{self, Unwritten};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::simd::vectorize;
-use crate::view::{View, expect_shape, rows_of, tensor};
+use crate::view::{View, expect_dtype, expect_shape, rows_of, tensor};
 use crate::{Error, Result, on_gpu, par, trace};
 
 /// Which of the run's dropout masks.
@@ -26,10 +28,36 @@ pub struct DropoutKey {
 impl DropoutKey {
     /// Four words that stand for the key: two as Philox' key, two for its counter.
     pub(crate) fn derive(self) -> [u32; 4] {
-        // Initial values use the seed itself as key; complemented, the two never meet.
         let [step0, step1] = words(self.step);
-        philox4x32([step0, step1, self.layer, self.site], words(!self.seed))
+        let [k0, k1, layer, site] = self.without_step();
+        philox4x32([step0, step1, layer, site], [k0, k1])
     }
+
+    /// What they are made of besides the step.
+    pub(crate) fn without_step(self) -> [u32; 4] {
+        // Initial values use the seed itself as key; complemented, the two never meet.
+        let [k0, k1] = words(!self.seed);
+        [k0, k1, self.layer, self.site]
+    }
+}
+
+/// A training step and the global numbers of a microbatch's samples on a device, u32 `[2 + 2·b]`, words of lower value first: what changes of
+/// dropout from one microbatch to the next. A CUDA graph's kernels read them there, since they would repeat numbers of the host's.
+///
+/// # Errors
+/// If there is no memory.
+pub fn step_and_samples(step: u64, samples: &[u64], device: &Device) -> Result<Tensor> {
+    let all: Vec<u32> = [step].iter().chain(samples).flat_map(|&number| words(number)).collect();
+    let n = all.len();
+    upload(all, n, device)
+}
+
+/// # Errors
+/// If there is a tensor that is not of the form that [`step_and_samples`] gives.
+pub(crate) fn expect_step_and_samples(op: &'static str, t: Option<&Tensor>, batch: usize) -> Result<()> {
+    let Some(t) = t else { return Ok(()) };
+    expect_shape(op, "step and samples", t, &[2 + 2 * batch])?;
+    expect_dtype(op, t, DType::U32)
 }
 
 /// The global places of the rows of an `[s, b, h]` activation: the token of row (s, b) is
@@ -42,6 +70,8 @@ pub struct Tokens<'a> {
     pub seq_offset: usize,
     /// Length of the whole sequence.
     pub seq_len: usize,
+    /// See [`step_and_samples`]: on a GPU, read instead of the key's step and the samples.
+    pub step_and_samples: Option<&'a Tensor>,
 }
 
 /// Dropout of hidden activations.
@@ -64,6 +94,9 @@ pub(crate) fn threshold(p: f64, op: &'static str) -> Result<u32> {
 /// A [`Dropout`] made ready for rows of an activation.
 pub(crate) struct Mask<'a> {
     pub key: [u32; 4],
+    /// [`DropoutKey::without_step`]
+    #[cfg(gpu)]
+    pub without_step: [u32; 4],
     pub threshold: u32,
     /// 1 / (1 − p)
     pub scale: f64,
@@ -80,8 +113,15 @@ impl<'a> Mask<'a> {
                 return Err(Error::shape(op, message));
             }
         }
-        let threshold = threshold(dropout.p, op)?;
-        Ok(Self { key: dropout.key.derive(), threshold, scale: 1.0 / (1.0 - dropout.p), tokens: dropout.tokens })
+        expect_step_and_samples(op, dropout.tokens.step_and_samples, batch)?;
+        Ok(Self {
+            key: dropout.key.derive(),
+            #[cfg(gpu)]
+            without_step: dropout.key.without_step(),
+            threshold: threshold(dropout.p, op)?,
+            scale: 1.0 / (1.0 - dropout.p),
+            tokens: dropout.tokens,
+        })
     }
 
     /// Fills `out` with the words of row `row` (= s · b + b).

@@ -31,6 +31,7 @@ fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
         loss_mask: Tensor::zeros((length, 1), DType::F32, &device)?,
         counted: 0.0,
         samples: vec![0],
+        step_and_samples: None,
         documents: Documents::default(),
     };
     let ctx = inference.stage.ctx(&batch, Phase::Evaluate, None);

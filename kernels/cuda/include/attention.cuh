@@ -13,7 +13,7 @@ struct Attention {
     const uint32_t *first_keys;
     /// Per local query head, for powers of two, or null.
     const float *slopes;
-    /// `[b]` global sample numbers, low word first.
+    /// `[b]` global sample numbers, low word first; where `step_on_device`, behind the training step.
     const uint2 *samples;
     uint32_t s, b, groups, heads_per_group, head_dim;
     /// Keys that a query sees at most; 0: no limit.
@@ -24,11 +24,12 @@ struct Attention {
     uint32_t tilted;
     /// Whether every row of a head begins at a multiple of 16 bytes.
     uint32_t aligned;
-    /// Of dropout.
-    uint32_t key[3];
+    /// Of dropout; where `step_on_device`, what the key is made of besides the step.
+    uint32_t key[4];
     uint32_t threshold, first_head;
     /// 1/(1−p)
     float kept;
+    uint32_t step_on_device;
 };
 
 /// Elements between positions of qkv.
@@ -101,7 +102,12 @@ struct HeadMask {
 
     __device__ __forceinline__ HeadMask(const Attention &call, uint32_t sample, uint32_t head) {
         uint2 words = call.samples[sample];
-        uint4 derived = philox4x32(make_uint4(words.x, words.y, call.first_head + head, call.key[2]), make_uint2(call.key[0], call.key[1]));
+        uint4 key = make_uint4(call.key[0], call.key[1], call.key[2], call.key[3]);
+        if (call.step_on_device) {
+            const uint2 step = call.samples[-1];
+            key = philox4x32(make_uint4(step.x, step.y, key.z, key.w), make_uint2(key.x, key.y));
+        }
+        uint4 derived = philox4x32(make_uint4(words.x, words.y, call.first_head + head, key.z), make_uint2(key.x, key.y));
         k0 = derived.x, k1 = derived.y, b = derived.z, d = derived.w;
     }
 

@@ -12,7 +12,7 @@ mod product;
 
 use candle_core::Tensor;
 
-use crate::dropout::{DropoutKey, threshold};
+use crate::dropout::{DropoutKey, expect_step_and_samples, threshold};
 use crate::float::{Elem, Float, by_elem};
 use crate::philox::{WordRow, philox4x32, words};
 use crate::view::expect_shape;
@@ -156,6 +156,8 @@ pub struct AttentionDropout<'a> {
     pub samples: &'a [u64],
     /// Global index of the first local query head.
     pub first_head: usize,
+    /// See [`step_and_samples`](crate::dropout::step_and_samples): on a GPU, read instead of the key's step and the samples.
+    pub step_and_samples: Option<&'a Tensor>,
 }
 
 /// `out [s, b, heads·head_dim] = softmax(scores) · v` per head, and the log-sum-exp `[b, heads, s]` of the
@@ -272,21 +274,39 @@ impl Geometry {
 /// An [`AttentionDropout`] made ready.
 pub(crate) struct Mask<'a> {
     pub key: [u32; 4],
+    /// [`DropoutKey::without_step`]
+    #[cfg(gpu)]
+    pub without_step: [u32; 4],
     pub threshold: u32,
     /// 1/(1−p)
     pub scale: f64,
     pub samples: &'a [u64],
     pub first_head: usize,
+    #[cfg(gpu)]
+    pub step_and_samples: Option<&'a Tensor>,
 }
 
 impl<'a> Mask<'a> {
     fn new(dropout: Option<&AttentionDropout<'a>>, batch: usize, op: &'static str) -> Result<Option<Self>> {
-        let Some(&AttentionDropout { p, key, samples, first_head }) = dropout else { return Ok(None) };
+        let Some(&AttentionDropout { p, key, samples, first_head, step_and_samples }) = dropout else {
+            return Ok(None);
+        };
         if samples.len() != batch {
             return Err(Error::shape(op, format!("{} samples for a batch of {batch}", samples.len())));
         }
         let threshold = threshold(p, op)?;
-        let mask = Self { key: key.derive(), threshold, scale: 1.0 / (1.0 - p), samples, first_head };
+        expect_step_and_samples(op, step_and_samples, batch)?;
+        let mask = Self {
+            key: key.derive(),
+            #[cfg(gpu)]
+            without_step: key.without_step(),
+            threshold,
+            scale: 1.0 / (1.0 - p),
+            samples,
+            first_head,
+            #[cfg(gpu)]
+            step_and_samples,
+        };
         Ok(Some(mask).filter(|m| m.threshold > 0))
     }
 

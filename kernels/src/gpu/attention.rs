@@ -69,10 +69,12 @@ struct Call {
     scale: f32,
     tilted: u32,
     aligned: u32,
-    key: [u32; 3],
+    key: [u32; 4],
     threshold: u32,
     first_head: u32,
     kept: f32,
+    /// 1 where the step is on the device, before the samples, and the key is without it.
+    step_on_device: u32,
 }
 
 /// A call, and what its pointers point to.
@@ -107,7 +109,10 @@ impl Prepared {
             side.extend(words);
             at
         };
-        let samples = mask.map(|mask| put(&mut mask.samples.iter().flat_map(|&sample| crate::philox::words(sample))));
+        let on_device = mask.and_then(|mask| mask.step_and_samples);
+        let on_device = on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
+        let from_host = mask.filter(|_| on_device.is_none());
+        let samples = from_host.map(|mask| put(&mut mask.samples.iter().flat_map(|&s| crate::philox::words(s))));
         let slope = |&slope: &f64| ((slope * std::f64::consts::LOG2_E) as f32).to_bits();
         let slopes = scores.alibi.map(|slopes| put(&mut slopes.iter().map(slope)));
         let first_keys = scores.first_keys.map(|first_keys| put(&mut first_keys.iter().copied()));
@@ -127,11 +132,11 @@ impl Prepared {
         let of_16_bytes = |bytes: u64| bytes.is_multiple_of(16);
         let aligned = of_16_bytes((shape.head_dim * element) as u64)
             && tensors.iter().all(|pointer| of_16_bytes(pointer.address()));
-        let [k0, k1, tag, _] = mask.map_or([0; 4], |mask| mask.key);
         let call = Call {
             first_keys: at(first_keys),
             slopes: at(slopes),
-            samples: at(samples),
+            // Two words behind the step.
+            samples: on_device.map_or(at(samples), |both| both.offset(4 * 2).address()),
             s: number("s", s)?,
             b: number("b", b)?,
             groups: number("groups", shape.groups)?,
@@ -143,10 +148,11 @@ impl Prepared {
             scale: scores.scale as f32,
             tilted: u32::from(scores.alibi.is_some() || scores.scale <= 0.0),
             aligned: u32::from(aligned),
-            key: [k0, k1, tag],
+            key: mask.map_or([0; 4], |mask| if on_device.is_some() { mask.without_step } else { mask.key }),
             threshold: mask.map_or(0, |mask| mask.threshold),
             first_head: number("first head", mask.map_or(0, |mask| mask.first_head))?,
             kept: mask.map_or(1.0, |mask| mask.scale as f32),
+            step_on_device: u32::from(on_device.is_some()),
         };
         Ok((gpu, Self { call, _side: side }))
     }

@@ -1,11 +1,11 @@
 //! Dropout fused with bias and residual on a GPU: `cuda/dropout.cu`.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::items::{Divider, in_vectors, items, variant, vector};
 use super::launch::blocks;
 use super::memory::suffix;
-use super::{Gpu, THREADS};
+use super::{DevicePointer, Gpu, THREADS};
 use crate::Result;
 use crate::dropout::Mask;
 use crate::view::rows_of;
@@ -25,6 +25,8 @@ struct Samples {
     samples: [u64; SAMPLES],
     first_sample: u32,
     num_samples: u32,
+    /// Step and samples on the device, or 0.
+    step_and_samples: u64,
 }
 
 impl Samples {
@@ -38,6 +40,17 @@ impl Samples {
             samples: [0; SAMPLES],
             first_sample: 0,
             num_samples: 0,
+            step_and_samples: 0,
+        }
+    }
+
+    /// All samples, which kernels read on the device.
+    fn on_device(mask: &Mask, at: DevicePointer) -> Self {
+        Self {
+            key: mask.without_step,
+            num_samples: mask.tokens.samples.len() as u32,
+            step_and_samples: at.address(),
+            ..Self::new(mask, 0)
         }
     }
 
@@ -56,6 +69,7 @@ impl Samples {
             samples,
             first_sample: first_sample as u32,
             num_samples: now as u32,
+            step_and_samples: 0,
         }
     }
 }
@@ -93,6 +107,11 @@ pub fn apply(
     };
     match mask.filter(|mask| mask.threshold > 0) {
         None => launch(Samples::none())?,
+        Some(mask) if mask.tokens.step_and_samples.is_some() => {
+            let on_device = mask.tokens.step_and_samples;
+            let at = on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
+            at.map_or(Ok(()), |at| launch(Samples::on_device(mask, at)))?;
+        }
         Some(mask) => {
             for first in (0..batch).step_by(SAMPLES) {
                 launch(Samples::new(mask, first))?;

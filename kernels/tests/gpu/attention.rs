@@ -6,7 +6,7 @@ use crate::support::{Input, check};
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
 use kernels::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward, attention_cached};
-use kernels::dropout::DropoutKey;
+use kernels::dropout::{DropoutKey, step_and_samples};
 use kernels::philox::{fill_normal, stream_id};
 
 const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };
@@ -54,7 +54,8 @@ fn compare(s: usize, b: usize, shape: HeadShape, how: &How) {
         window: how.window,
         first_keys: first_keys.as_deref(),
     };
-    let dropout = AttentionDropout { p: how.dropout, key: KEY, samples: &SAMPLES[..b], first_head: 2 };
+    let dropout =
+        AttentionDropout { p: how.dropout, key: KEY, samples: &SAMPLES[..b], first_head: 2, step_and_samples: None };
     let dropout = (how.dropout > 0.0).then_some(&dropout);
     check("attention", &[qkv, dout], |t| {
         let (out, lse) = attention(&t[0], shape, scores, dropout)?;
@@ -154,6 +155,31 @@ fn linear_biases_and_dropped_weights_are_those_of_the_cpu() {
         shape(2, 1, 128),
         &How { alibi: true, window: Some(40), documents: Some(vec![50, 20]), dropout: 0.3 },
     );
+}
+
+#[test]
+fn dropout_reads_step_and_samples_on_the_device_instead_of_the_hosts() {
+    for (head_dim, dtype) in [(64, DType::BF16), (128, DType::F16), (32, DType::F32)] {
+        let (s, b, shape) = (40, 2, shape(1, 2, head_dim));
+        for (run, [there, here, other]) in crate::support::runs(|device| {
+            let both = step_and_samples(KEY.step, &SAMPLES[..b], device).unwrap();
+            let given =
+                AttentionDropout { p: 0.3, key: KEY, samples: &SAMPLES[..b], first_head: 2, step_and_samples: None };
+            let wrong = AttentionDropout { key: DropoutKey { step: KEY.step + 1, ..KEY }, samples: &[50, 60], ..given };
+            let data = |what, width| with_nan(what, [s, b, width], &[], dtype).to_device(device).unwrap();
+            let (qkv, dout) = (data("qkv", shape.width()), data("dout", shape.heads() * head_dim));
+            [&AttentionDropout { step_and_samples: Some(&both), ..wrong }, &given, &wrong].map(|dropout| {
+                let (out, lse) = attention(&qkv, shape, 0.2, Some(dropout)).unwrap();
+                let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(dropout)).unwrap();
+                [out, dqkv].map(|t| {
+                    let wide = t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+                    wide.flatten_all().unwrap().to_vec1::<f64>().unwrap()
+                })
+            })
+        }) {
+            assert!(there == here && here != other, "{run} {head_dim} {dtype:?}");
+        }
+    }
 }
 
 #[test]

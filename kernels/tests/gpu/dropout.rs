@@ -2,12 +2,12 @@
 
 use crate::support::{Input, check, runs};
 use candle_core::{DType, Device, Tensor};
-use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward};
+use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward, step_and_samples};
 
 const KEY: DropoutKey = DropoutKey { seed: 5 << 40 | 77, step: (1 << 35) + 3, layer: 4, site: 9 };
 
 fn dropout(samples: &[u64], p: f64) -> Dropout<'_> {
-    Dropout { p, key: KEY, tokens: Tokens { samples, seq_offset: 2, seq_len: 1000 } }
+    Dropout { p, key: KEY, tokens: Tokens { samples, seq_offset: 2, seq_len: 1000, step_and_samples: None } }
 }
 
 #[test]
@@ -38,19 +38,43 @@ fn without_a_mask_the_shape_is_free() {
     });
 }
 
+fn bits_of(t: &Tensor) -> Vec<u32> {
+    let wide = t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+    wide.to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect()
+}
+
 /// The mask, as a word of bits an element.
 fn mask(device: &Device, dtype: DType, [s, h]: [usize; 2], samples: &[u64]) -> Vec<u32> {
     let ones = Tensor::ones((s, samples.len(), h), dtype, device).unwrap();
-    let y = dropout_backward(&ones, &dropout(samples, 0.25)).unwrap().to_device(&Device::Cpu).unwrap();
-    y.to_dtype(DType::F32)
-        .unwrap()
-        .flatten_all()
-        .unwrap()
-        .to_vec1::<f32>()
-        .unwrap()
-        .iter()
-        .map(|v| v.to_bits())
-        .collect()
+    bits_of(&dropout_backward(&ones, &dropout(samples, 0.25)).unwrap())
+}
+
+#[test]
+fn step_and_samples_on_the_device_are_read_instead_of_the_hosts() {
+    let (s, h, samples) = (3, 40, [7, 1 << 33, 0]);
+    for dtype in [DType::F32, DType::BF16] {
+        for h in [h, h - 1] {
+            for (run, (there, here)) in runs(|device| {
+                let both = step_and_samples(KEY.step, &samples, device).unwrap();
+                let ones = Tensor::ones((s, samples.len(), h), dtype, device).unwrap();
+                let mut other = dropout(&[1, 2, 3], 0.25);
+                other.key.step += 1;
+                other.tokens.step_and_samples = Some(&both);
+                (bits_of(&dropout_backward(&ones, &other).unwrap()), mask(device, dtype, [s, h], &samples))
+            }) {
+                assert_eq!(there, here, "{run} {dtype:?} {h}");
+            }
+        }
+    }
+    for (run, refused) in runs(|device| {
+        let both = step_and_samples(1, &samples, device).unwrap();
+        let ones = Tensor::ones((1, 2, 8), DType::F32, device).unwrap();
+        let mut of_two = dropout(&[1, 2], 0.25);
+        of_two.tokens.step_and_samples = Some(&both);
+        dropout_backward(&ones, &of_two).unwrap_err().to_string()
+    }) {
+        assert!(refused.contains("step and samples") && refused.contains("[6]"), "{run}: {refused}");
+    }
 }
 
 #[test]

@@ -111,7 +111,8 @@ fn on_16_bit_tensors_they_agree_with_plain_attention_of_the_same_values() {
             let (qkv, dout) = (narrow("qkv", shape.width()), narrow("dout", shape.heads() * shape.head_dim));
             let how = Scores { scale: 1.0 / (shape.head_dim as f64).sqrt(), ..PLAIN };
             let samples = [7, 1 << 40];
-            let dropout = AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2 };
+            let dropout =
+                AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2, step_and_samples: None };
             for dropout in [None, Some(&dropout)] {
                 let mask = dropout.map(|d| mask_of(d, s, b, shape.heads()));
                 let (wide, wide_dout) = (cast(&qkv, DType::F64), cast(&dout, DType::F64));
@@ -133,7 +134,8 @@ fn with_linear_biases_they_agree_with_plain_attention() {
         let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
         let how = Scores { alibi: Some(&slopes), ..PLAIN };
         compare(s, b, shape, how, None);
-        let dropout = AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2 };
+        let dropout =
+            AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2, step_and_samples: None };
         compare(s, b, shape, how, Some(&dropout));
     }
 }
@@ -147,7 +149,7 @@ fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
             b,
             shape,
             PLAIN,
-            Some(&AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2 }),
+            Some(&AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2, step_and_samples: None }),
         );
     }
 }
@@ -174,7 +176,8 @@ fn starts_of(lengths: &[usize], skip: usize, s: usize) -> Vec<u32> {
 fn queries_see_no_further_than_their_window_and_their_document() {
     for (s, b, shape) in cases() {
         let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
-        let dropout = AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2 };
+        let dropout =
+            AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2, step_and_samples: None };
         for window in [None, Some(1), Some(3), Some(64), Some(129)] {
             for lengths in [None, Some(&[1usize, 30, 2, 61, 7, 128][..]), Some(&[64, 128])] {
                 let first_keys = lengths.map(|lengths| first_keys(lengths, s, b));
@@ -224,7 +227,7 @@ fn a_hidden_key_may_even_be_no_number() {
 
 #[test]
 fn dropout_keeps_the_right_fraction_scaled() {
-    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0], first_head: 0 };
+    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0], first_head: 0, step_and_samples: None };
     let mask = mask_of(&dropout, 200, 1, 2).flatten_all().unwrap().to_vec1::<f64>().unwrap();
     let visible: Vec<f64> = (0..mask.len()).filter(|i| i % 200 <= i / 200 % 200).map(|i| mask[i]).collect();
     let kept = visible.iter().filter(|&&m| m > 0.0).count();
@@ -236,7 +239,12 @@ fn dropout_keeps_the_right_fraction_scaled() {
 #[test]
 fn the_mask_depends_on_sample_and_global_head_not_on_how_they_are_cut() {
     let mask = |samples: &[u64], first_head, heads| {
-        mask_of(&AttentionDropout { p: 0.5, key: KEY, samples, first_head }, 70, samples.len(), heads)
+        mask_of(
+            &AttentionDropout { p: 0.5, key: KEY, samples, first_head, step_and_samples: None },
+            70,
+            samples.len(),
+            heads,
+        )
     };
     let whole = mask(&[3, 9], 4, 4);
     for head in 0..4 {
@@ -252,14 +260,21 @@ fn the_mask_depends_on_sample_and_global_head_not_on_how_they_are_cut() {
 
 #[test]
 fn the_mask_of_a_query_does_not_depend_on_the_length_of_the_sequence() {
-    let dropout = AttentionDropout { p: 0.5, key: KEY, samples: &[3], first_head: 0 };
+    let dropout = AttentionDropout { p: 0.5, key: KEY, samples: &[3], first_head: 0, step_and_samples: None };
     let (long, short) = (mask_of(&dropout, 200, 1, 1), mask_of(&dropout, 77, 1, 1));
     assert_eq!(bits(&long.narrow(2, 0, 77).unwrap().narrow(3, 0, 77).unwrap()), bits(&short));
 }
 
 #[test]
 fn masks_of_steps_layers_sites_and_seeds_differ() {
-    let mask = |key| bits(&mask_of(&AttentionDropout { p: 0.5, key, samples: &[3], first_head: 0 }, 40, 1, 1));
+    let mask = |key| {
+        bits(&mask_of(
+            &AttentionDropout { p: 0.5, key, samples: &[3], first_head: 0, step_and_samples: None },
+            40,
+            1,
+            1,
+        ))
+    };
     let keys = [
         KEY,
         DropoutKey { seed: 12, ..KEY },
@@ -281,7 +296,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let qkv = cast(&randn("qkv", &[s, b, shape.width()]), dtype);
         let dout = cast(&randn("dout", &[s, b, shape.heads() * shape.head_dim]), dtype);
-        let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0, 1], first_head: 0 };
+        let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0, 1], first_head: 0, step_and_samples: None };
         assert_same_on_any_threads(|| {
             let (out, lse) = attention(&qkv, shape, 0.2, Some(&dropout)).unwrap();
             let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(&dropout)).unwrap();
@@ -338,9 +353,9 @@ fn shapes_that_contradict_are_errors_that_name_them() {
     let message = attention(&randn("qkv", &[3, 1, 30]), shape, 1.0, None).unwrap_err().to_string();
     assert!(message.contains("[3, 1, 30]") && message.contains("= 32"), "{message}");
     let qkv = randn("qkv", &[3, 1, 32]);
-    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[1, 2], first_head: 0 };
+    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[1, 2], first_head: 0, step_and_samples: None };
     assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("2 samples"));
-    let dropout = AttentionDropout { p: 1.0, key: KEY, samples: &[1], first_head: 0 };
+    let dropout = AttentionDropout { p: 1.0, key: KEY, samples: &[1], first_head: 0, step_and_samples: None };
     assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("[0, 1)"));
     let refused = |how| attention(&qkv, shape, how, None).unwrap_err().to_string();
     assert!(refused(Scores { alibi: Some(&[0.5]), ..PLAIN }).contains("1 slopes for 4"));

@@ -8,7 +8,7 @@ use kernels::philox::philox4x32;
 const KEY: DropoutKey = DropoutKey { seed: 5, step: 1, layer: 0, site: 0 };
 
 fn dropout(samples: &[u64], seq_offset: usize, seq_len: usize) -> Dropout<'_> {
-    Dropout { p: 0.25, key: KEY, tokens: Tokens { samples, seq_offset, seq_len } }
+    Dropout { p: 0.25, key: KEY, tokens: Tokens { samples, seq_offset, seq_len, step_and_samples: None } }
 }
 
 /// 1/(1−p) where kept, 0 where dropped.

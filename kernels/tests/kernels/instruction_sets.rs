@@ -91,7 +91,7 @@ fn digest() -> kernels::Result<Vec<String>> {
         bias_grad(&x, &db)?;
         line("bias_grad", &[db]);
 
-        let tokens = Tokens { samples: &[3, 1, 4], seq_offset: 5, seq_len: 100 };
+        let tokens = Tokens { samples: &[3, 1, 4], seq_offset: 5, seq_len: 100, step_and_samples: None };
         let dropout = Dropout { p: 0.3, key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 }, tokens };
         line(
             "bias_dropout_add",
@@ -117,6 +117,7 @@ fn digest() -> kernels::Result<Vec<String>> {
             key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 },
             samples: &samples,
             first_head: 7,
+            step_and_samples: None,
         };
         line("attention's mask", &[weights_kept(&dropout, dtype)?]);
 

@@ -84,7 +84,7 @@ fn activations_round_once() {
 #[test]
 fn dropout_rounds_once_and_drops_the_same_elements() {
     let samples = [3, 1, 4];
-    let tokens = Tokens { samples: &samples, seq_offset: 5, seq_len: 1000 };
+    let tokens = Tokens { samples: &samples, seq_offset: 5, seq_len: 1000, step_and_samples: None };
     let dropout = Dropout { p: 0.3, key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 }, tokens };
     let inputs = [randn("x", &SHAPE), randn("residual", &SHAPE), randn("b", &[SHAPE[2]])];
     assert_rounds_once(&inputs, |t| {

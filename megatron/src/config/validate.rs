@@ -353,21 +353,18 @@ impl Check<'_> {
 
     /// A graph repeats what it has recorded: nothing that differs from step to step may be part of it, but what its inputs hold.
     fn cuda_graph(&mut self, run: &RunConfig) {
-        let (t, p, m, d) = (&run.training, &run.parallel, &run.model, &run.data);
+        let (t, p, d) = (&run.training, &run.parallel, &run.data);
         if !t.enable_cuda_graph {
             return;
         }
         let graph = self.cite("enable_cuda_graph", true);
         let whole = "a graph holds the computation of one rank, and messages between ranks within it are not recorded; set it to 1";
         let differs = "it differs from one microbatch to the next; turn it off";
-        let dropout = "its masks depend on the step, which a graph would repeat; set it to 0";
         let both = p.overlap_grad_reduce && p.data_parallel_size > 1;
         let (tp, pp) = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size);
         for (holds, what, why) in [
             (tp <= 1, self.cite("tensor_model_parallel_size", tp), whole),
             (pp <= 1, self.cite("pipeline_model_parallel_size", pp), whole),
-            (m.attention_dropout == 0.0, self.cite("attention_dropout", m.attention_dropout), dropout),
-            (m.hidden_dropout == 0.0, self.cite("hidden_dropout", m.hidden_dropout), dropout),
             (!d.reset_position_ids, self.cite("reset_position_ids", true), differs),
             (!d.reset_attention_mask, self.cite("reset_attention_mask", true), differs),
             (

@@ -65,6 +65,8 @@ pub struct MicroBatch {
     pub counted: f64,
     /// Index of each of the b samples within the step's global batch: 0 … GBS − 1.
     pub samples: Vec<u64>,
+    /// [`kernels::dropout::step_and_samples`], in the microbatch that a CUDA graph reads.
+    pub step_and_samples: Option<Tensor>,
     pub documents: Documents,
 }
 
@@ -143,6 +145,7 @@ impl Loader {
             loss_mask: upload(loss_mask, (s, b), &self.device)?,
             counted,
             samples,
+            step_and_samples: None,
             documents,
         })
     }

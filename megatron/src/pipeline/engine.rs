@@ -52,6 +52,7 @@ impl Stage {
             labels: &batch.labels,
             loss_mask: &batch.loss_mask,
             samples: &batch.samples,
+            step_and_samples: batch.step_and_samples.as_ref(),
             documents: &batch.documents,
             phase,
             seed: self.seed,

@@ -2,12 +2,13 @@
 //! `--enable-cuda-graph`.
 //!
 //! What differs from one microbatch to the next reaches the graph through tensors that stay where they are and are filled before each launch:
-//! tokens, labels, the loss mask, and the weights of the losses, in which are the number of unmasked tokens and the loss scale. Everything
-//! else of a step (clearing and reducing gradients, the optimizer with its learning rate, counts and clipping) stays outside. Gradients and
+//! tokens, labels, the loss mask, the weights of the losses, in which are the number of unmasked tokens and the loss scale, and what dropout's
+//! masks are made of, the step and the samples' numbers. Everything else of a step (clearing and reducing gradients, the optimizer with its learning rate, counts and clipping) stays outside. Gradients and
 //! weights lie in flat buffers, which do not move.
 
 use candle_core::{DType, Tensor};
 use kernels::device::empty;
+use kernels::dropout::step_and_samples;
 use kernels::graph::{Graph, record};
 use kernels::reduce::copy;
 use kernels::trace::Recorder;
@@ -87,7 +88,7 @@ impl Replay {
             }
         };
         let recorded = self.recorded.insert(recorded);
-        let launch = |batch| recorded.launch(batch, &stage.loss_weights(batch, loss_factor)?).map(Some);
+        let launch = |batch| recorded.launch(batch, phase, &stage.loss_weights(batch, loss_factor)?).map(Some);
         Ok(Losses(batches.iter().map(launch).collect::<Result<_>>()?))
     }
 
@@ -109,6 +110,14 @@ fn one_shape(batches: &[MicroBatch]) -> Result<Option<(usize, usize)>> {
     Ok(Some(first))
 }
 
+/// What dropout's masks of a microbatch are made of, where its tokens are.
+fn moment(batch: &MicroBatch, phase: Phase) -> Result<Option<Tensor>> {
+    match phase {
+        Phase::Train { step } => Ok(Some(step_and_samples(step, &batch.samples, batch.tokens.device())?)),
+        Phase::Evaluate => Ok(None),
+    }
+}
+
 impl Recorded {
     /// Records forward and backward of a microbatch like this one.
     fn new(stage: &Stage, like: &MicroBatch, phase: Phase) -> Result<Self> {
@@ -117,6 +126,7 @@ impl Recorded {
             tokens: room(&like.tokens)?,
             labels: room(&like.labels)?,
             loss_mask: room(&like.loss_mask)?,
+            step_and_samples: moment(like, phase)?,
             ..like.clone()
         };
         let weights = stage.loss_weights(like, 1.0)?;
@@ -135,13 +145,15 @@ impl Recorded {
     }
 
     /// Queues forward and backward of a microbatch; Σ of its losses.
-    fn launch(&self, batch: &MicroBatch, weights: &Tensor) -> Result<Tensor> {
-        for (to, from) in [
+    fn launch(&self, batch: &MicroBatch, phase: Phase, weights: &Tensor) -> Result<Tensor> {
+        let moment = moment(batch, phase)?;
+        let inputs = [
             (&self.input.tokens, &batch.tokens),
             (&self.input.labels, &batch.labels),
             (&self.input.loss_mask, &batch.loss_mask),
             (&self.weights, weights),
-        ] {
+        ];
+        for (to, from) in inputs.into_iter().chain(self.input.step_and_samples.iter().zip(&moment)) {
             copy(to, from)?;
         }
         self.graph.launch()?;

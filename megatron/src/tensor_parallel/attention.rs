@@ -97,7 +97,8 @@ impl SelfAttention {
     fn dropout<'a>(&self, ctx: &'a Ctx) -> Option<AttentionDropout<'a>> {
         let key = ctx.dropout_key(self.spec.dropout, self.layer, DropoutSite::AttentionWeights)?;
         let first_head = ctx.tp.rank() * (self.spec.heads / self.spec.tp);
-        Some(AttentionDropout { p: self.spec.dropout, key, samples: ctx.samples, first_head })
+        let (samples, step_and_samples) = (ctx.samples, ctx.step_and_samples);
+        Some(AttentionDropout { p: self.spec.dropout, key, samples, first_head, step_and_samples })
     }
 
     fn core(&self, qkv: &Tensor, ctx: &Ctx) -> Result<(Tensor, Tensor)> {

@@ -31,6 +31,8 @@ pub struct Ctx<'a> {
     pub loss_mask: &'a Tensor,
     /// Index of each of the b samples within the step's global batch.
     pub samples: &'a [u64],
+    /// [`MicroBatch::step_and_samples`](crate::data::MicroBatch::step_and_samples)
+    pub step_and_samples: Option<&'a Tensor>,
     pub documents: &'a Documents,
     pub phase: Phase,
     pub seed: u64,
@@ -104,7 +106,8 @@ impl Ctx<'_> {
         let Some(key) = self.dropout_key(p, layer, site) else { return Ok(None) };
         let seq_len = self.seq_length()?;
         let seq_offset = self.tp.stream_offset(self.tp.stream_length(seq_len)?);
-        Ok(Some(Dropout { p, key, tokens: Tokens { samples: self.samples, seq_offset, seq_len } }))
+        let tokens = Tokens { samples: self.samples, seq_offset, seq_len, step_and_samples: self.step_and_samples };
+        Ok(Some(Dropout { p, key, tokens }))
     }
 
     /// Accumulates a weight's gradient, `dw += dyᵀ·x`, now or [`later`](Self::later): the one door of weight gradients of layers. Neither

@@ -94,6 +94,7 @@ impl<'a> Session<'a> {
             loss_mask: Tensor::zeros(shape, DType::F32, device)?,
             counted: 0.0,
             samples: self.samples.clone(),
+            step_and_samples: None,
             documents: Documents::default(),
         })
     }

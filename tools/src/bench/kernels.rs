@@ -418,7 +418,7 @@ impl KernelBench {
         })?;
         // Presets train without dropout: no call of it is part of a step.
         let samples: Vec<u64> = (0..self.shape.micro_batch as u64).collect();
-        let tokens = Tokens { samples: &samples, seq_offset: 0, seq_len: self.shape.seq };
+        let tokens = Tokens { samples: &samples, seq_offset: 0, seq_len: self.shape.seq, step_and_samples: None };
         let dropout = Dropout { p: 0.1, key: DropoutKey { seed: 1, step: 1, layer: 0, site: 0 }, tokens };
         self.time("bias_dropout_add, p = 0.1", shape, 0.0, work, || {
             bias_dropout_add(&x, bias.as_ref(), Some(&residual), Some(&dropout))
