@@ -106,6 +106,11 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
+    /// The first `len` bytes of what was filled last.
+    pub fn filled(&self, len: usize) -> &[u8] {
+        self.windows.last_posted(len)
+    }
+
     /// Posts a block without bytes, where this rank has nothing to say.
     pub fn pass(&mut self) -> Result<()> {
         self.fill(0, |_| Ok(()))

@@ -139,26 +139,30 @@ pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
     let (me, len) = (rounds.core.rank, rounds.bytes());
     // Where the input is, as soon as a block of it is filled.
     let from = Cell::new(0);
+    // Copies blocks of members to where the output has them; this rank's own, unless it is there.
+    let receive = |piece: &Range<usize>, blocks: &mut dyn Iterator<Item = (usize, &[u8])>| {
+        with_bytes_mut(output, "receive", |all| {
+            let in_place = all.as_ptr().addr() + me * len == from.get();
+            for (member, block) in blocks.filter(|(member, _)| !in_place || *member != me) {
+                all[member * len..][piece.clone()].copy_from_slice(block);
+            }
+            Ok(())
+        })?;
+        Ok(())
+    };
     pipelined(
         rounds,
         pieces(len, BLOCK),
         |rounds, piece| {
             rounds.fill_from(input, piece.len(), |all, slot| {
                 from.set(all.as_ptr().addr());
-                slot.copy_from_slice(&all[piece]);
-            })
+                slot.copy_from_slice(&all[piece.clone()]);
+            })?;
+            // While the others' are on their way.
+            receive(&piece, &mut [(me, rounds.filled(piece.len()))].into_iter())
         },
         |rounds, piece| {
-            rounds.read(|blocks| {
-                with_bytes_mut(output, "receive", |all| {
-                    let in_place = all.as_ptr().addr() + me * len == from.get();
-                    for (peer, block) in blocks.iter().enumerate().filter(|(peer, _)| !in_place || *peer != me) {
-                        all[peer * len..][piece.clone()].copy_from_slice(block);
-                    }
-                    Ok(())
-                })?;
-                Ok(())
-            })
+            rounds.read(|blocks| receive(&piece, &mut blocks.iter().enumerate().filter(|(member, _)| *member != me)))
         },
     )
 }

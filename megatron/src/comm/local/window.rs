@@ -218,6 +218,13 @@ impl Windows {
         window.control().posted.publish(self.posted);
     }
 
+    /// The first `len` bytes of the block that this rank has posted last.
+    pub fn last_posted(&self, len: usize) -> &[u8] {
+        assert!(self.posted != self.taken && len <= BLOCK);
+        // SAFETY: within this rank's own window; only this rank writes there, for which `self` must be borrowed mutably.
+        unsafe { std::slice::from_raw_parts(self.all[self.me].block(self.posted.wrapping_sub(1)), len) }
+    }
+
     /// Lets the others fill the slots of the blocks that were read.
     pub fn take(&mut self) {
         self.taken = self.taken.wrapping_add(1);
