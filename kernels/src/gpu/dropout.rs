@@ -105,14 +105,13 @@ pub fn apply(
             unsafe { args.structure(&per_row).structure(&by_batch).structure(&samples) };
         })
     };
-    match mask.filter(|mask| mask.threshold > 0) {
-        None => launch(Samples::none())?,
-        Some(mask) if mask.tokens.step_and_samples.is_some() => {
-            let on_device = mask.tokens.step_and_samples;
-            let at = on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
-            at.map_or(Ok(()), |at| launch(Samples::on_device(mask, at)))?;
-        }
-        Some(mask) => {
+    let mask = mask.filter(|mask| mask.threshold > 0);
+    let on_device = mask.and_then(|mask| mask.tokens.step_and_samples);
+    let on_device = on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
+    match (mask, on_device) {
+        (None, _) => launch(Samples::none())?,
+        (Some(mask), Some(at)) => launch(Samples::on_device(mask, at))?,
+        (Some(mask), None) => {
             for first in (0..batch).step_by(SAMPLES) {
                 launch(Samples::new(mask, first))?;
             }

@@ -25,8 +25,9 @@ use crate::{Error, Result};
 const WARM_UP: u32 = 2;
 
 /// Forward and backward of a stage that holds the whole model, recorded and repeated.
-#[derive(Default)]
 pub struct Replay {
+    /// Whether masks of dropout are made.
+    drops: bool,
     /// Ordinary steps since the shape of microbatches changed last.
     warm: u32,
     shape: Option<(usize, usize)>,
@@ -54,6 +55,11 @@ impl GradientListener for NothingEarly {
 }
 
 impl Replay {
+    /// `drops`: whether the model's forward makes masks of dropout.
+    pub fn new(drops: bool) -> Self {
+        Self { drops, warm: 0, shape: None, recorded: None, news: None }
+    }
+
     /// As [`Stage::run`] of training over the whole model. `schedule` and `gradients` are used by the steps that are not repeated: the first
     /// ones, and those that a profile records.
     ///
@@ -73,22 +79,31 @@ impl Replay {
         }
         let shape = one_shape(batches)?;
         if shape.is_none() || shape != self.shape {
-            *self = Self { shape, ..Self::default() };
+            *self = Self { shape, ..Self::new(self.drops) };
         }
         if shape.is_none() || self.warm < WARM_UP || Recorder::current().is_some() {
             self.warm += 1;
             return stage.run(schedule, batches, phase, loss_factor, gradients);
         }
+        let moment = |batch: &MicroBatch| match phase {
+            Phase::Train { step } if self.drops => {
+                step_and_samples(step, &batch.samples, batch.tokens.device()).map(Some)
+            }
+            _ => Ok(None),
+        };
         let recorded = match self.recorded.take() {
             Some(recorded) => recorded,
             None => {
-                let recorded = Recorded::new(stage, &batches[0], phase)?;
+                let recorded = Recorded::new(stage, &batches[0], phase, moment(&batches[0])?)?;
                 self.news = Some(recorded.graph.num_operations());
                 recorded
             }
         };
         let recorded = self.recorded.insert(recorded);
-        let launch = |batch| recorded.launch(batch, phase, &stage.loss_weights(batch, loss_factor)?).map(Some);
+        let launch = |batch| {
+            let weights = stage.loss_weights(batch, loss_factor)?;
+            recorded.launch(batch, &weights, moment(batch)?.as_ref()).map(Some)
+        };
         Ok(Losses(batches.iter().map(launch).collect::<Result<_>>()?))
     }
 
@@ -110,23 +125,15 @@ fn one_shape(batches: &[MicroBatch]) -> Result<Option<(usize, usize)>> {
     Ok(Some(first))
 }
 
-/// What dropout's masks of a microbatch are made of, where its tokens are.
-fn moment(batch: &MicroBatch, phase: Phase) -> Result<Option<Tensor>> {
-    match phase {
-        Phase::Train { step } => Ok(Some(step_and_samples(step, &batch.samples, batch.tokens.device())?)),
-        Phase::Evaluate => Ok(None),
-    }
-}
-
 impl Recorded {
-    /// Records forward and backward of a microbatch like this one.
-    fn new(stage: &Stage, like: &MicroBatch, phase: Phase) -> Result<Self> {
+    /// Records forward and backward of a microbatch like this one; `moment` is its [`MicroBatch::step_and_samples`], if they are wanted.
+    fn new(stage: &Stage, like: &MicroBatch, phase: Phase, moment: Option<Tensor>) -> Result<Self> {
         let room = |t: &Tensor| empty(t.shape(), t.dtype(), t.device());
         let input = MicroBatch {
             tokens: room(&like.tokens)?,
             labels: room(&like.labels)?,
             loss_mask: room(&like.loss_mask)?,
-            step_and_samples: moment(like, phase)?,
+            step_and_samples: moment,
             ..like.clone()
         };
         let weights = stage.loss_weights(like, 1.0)?;
@@ -145,15 +152,14 @@ impl Recorded {
     }
 
     /// Queues forward and backward of a microbatch; Σ of its losses.
-    fn launch(&self, batch: &MicroBatch, phase: Phase, weights: &Tensor) -> Result<Tensor> {
-        let moment = moment(batch, phase)?;
+    fn launch(&self, batch: &MicroBatch, weights: &Tensor, moment: Option<&Tensor>) -> Result<Tensor> {
         let inputs = [
             (&self.input.tokens, &batch.tokens),
             (&self.input.labels, &batch.labels),
             (&self.input.loss_mask, &batch.loss_mask),
             (&self.weights, weights),
         ];
-        for (to, from) in inputs.into_iter().chain(self.input.step_and_samples.iter().zip(&moment)) {
+        for (to, from) in inputs.into_iter().chain(self.input.step_and_samples.iter().zip(moment)) {
             copy(to, from)?;
         }
         self.graph.launch()?;

@@ -183,13 +183,14 @@ impl Trainer {
         if parallel.delay_wgrad_compute {
             schedule = delay_weight_gradients(&schedule, &costs(parallel, model, training.recompute)?)?;
         }
+        let drops = config.model.attention_dropout > 0.0 || config.model.hidden_dropout > 0.0;
         let in_time = |schedule: Schedule| if early { schedule.receiving_early() } else { schedule };
         Ok(Self {
             eval_schedule: in_time(forward_only(pp, v, m)?),
             schedule: in_time(schedule),
             stage,
             reducer,
-            replay: training.enable_cuda_graph.then(Replay::default),
+            replay: training.enable_cuda_graph.then(|| Replay::new(drops)),
             optimizer,
             lr: LrSchedule::new(&config.optimizer)?,
             loss_scaler: LossScaler::new(config.training.precision),
