@@ -29,11 +29,9 @@ struct Mask {
         return sample * seq_len + first + s;
     }
 
-    DEVICE uint4 derived() const {
+    DEVICE uint4 derived_key() const {
         const uint4 given = make_uint4(key[0], key[1], key[2], key[3]);
-        if (!step_and_samples) return given;
-        const uint2 step = step_and_samples[0];
-        return philox4x32(make_uint4(step.x, step.y, given.z, given.w), make_uint2(given.x, given.y));
+        return step_and_samples ? derive_key(given, step_and_samples[0]) : given;
     }
 
     /// The words of four elements, the first of them number 4·block of its row; `key` is what was derived.
@@ -66,7 +64,7 @@ DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t
     uint4 words[V / 4];
     if (mask.threshold > 0) {
         const uint64_t token = mask.token(s, b);
-        const uint4 key = mask.derived();
+        const uint4 key = mask.derived_key();
 #pragma unroll
         for (int w = 0; w < V / 4; w++) words[w] = Mask::words(key, token, in_row * (V / 4) + w);
     }
@@ -89,7 +87,7 @@ DEVICE void fours(const T *x, const T *bias, const T *residual, T *y, uint32_t i
     const uint32_t s = batch.split(b);
     if (mask.threshold > 0 && b - mask.first_sample >= mask.num_samples) return;
     uint4 words = make_uint4(0, 0, 0, 0);
-    if (mask.threshold > 0) words = Mask::words(mask.derived(), mask.token(s, b), in_row);
+    if (mask.threshold > 0) words = Mask::words(mask.derived_key(), mask.token(s, b), in_row);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t c = in_row * 4 + i;

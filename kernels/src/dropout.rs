@@ -5,7 +5,6 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::device::upload;
-
 use crate::float::{Elem, Float, by_elem};
 use crate::output::{self, Unwritten};
 use crate::philox::{WordRow, philox4x32, words};

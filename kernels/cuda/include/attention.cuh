@@ -103,10 +103,7 @@ struct HeadMask {
     __device__ __forceinline__ HeadMask(const Attention &call, uint32_t sample, uint32_t head) {
         uint2 words = call.samples[sample];
         uint4 key = make_uint4(call.key[0], call.key[1], call.key[2], call.key[3]);
-        if (call.step_on_device) {
-            const uint2 step = call.samples[-1];
-            key = philox4x32(make_uint4(step.x, step.y, key.z, key.w), make_uint2(key.x, key.y));
-        }
+        if (call.step_on_device) key = derive_key(key, call.samples[-1]);
         uint4 derived = philox4x32(make_uint4(words.x, words.y, call.first_head + head, key.z), make_uint2(key.x, key.y));
         k0 = derived.x, k1 = derived.y, b = derived.z, d = derived.w;
     }

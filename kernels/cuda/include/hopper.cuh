@@ -51,8 +51,8 @@ DEVICE void products_touch(float (&c)[N][4]) {
         for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[n][i])::"memory");
 }
 
-/// Has what `sum` is made of be computed before the wait that follows, beside the products: ptxas, to which a wait is an instruction like
-/// others, otherwise puts it first. It cannot where a store may come between them, which never happens: the sum is of weights, none negative.
+/// Has what `sum` is made of be computed before the wait that follows, beside the products. ptxas otherwise waits first, but not before a
+/// store that needs the sum. That store never happens: the sum is of weights, none of them negative.
 DEVICE void computed_before_wait(float sum, uint32_t shared) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(sum), "r"(shared) : "memory");
 }

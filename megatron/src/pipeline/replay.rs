@@ -3,8 +3,8 @@
 //!
 //! What differs from one microbatch to the next reaches the graph through tensors that stay where they are and are filled before each launch:
 //! tokens, labels, the loss mask, the weights of the losses, in which are the number of unmasked tokens and the loss scale, and what dropout's
-//! masks are made of, the step and the samples' numbers. Everything else of a step (clearing and reducing gradients, the optimizer with its learning rate, counts and clipping) stays outside. Gradients and
-//! weights lie in flat buffers, which do not move.
+//! masks are made of, the step and the samples' numbers. Everything else of a step (clearing and reducing gradients, the optimizer with its
+//! learning rate, counts and clipping) stays outside. Gradients and weights lie in flat buffers, which do not move.
 
 use candle_core::{DType, Tensor};
 use kernels::device::empty;
@@ -85,7 +85,7 @@ impl Replay {
             self.warm += 1;
             return stage.run(schedule, batches, phase, loss_factor, gradients);
         }
-        let moment = |batch: &MicroBatch| match phase {
+        let of_dropout = |batch: &MicroBatch| match phase {
             Phase::Train { step } if self.drops => {
                 step_and_samples(step, &batch.samples, batch.tokens.device()).map(Some)
             }
@@ -94,7 +94,7 @@ impl Replay {
         let recorded = match self.recorded.take() {
             Some(recorded) => recorded,
             None => {
-                let recorded = Recorded::new(stage, &batches[0], phase, moment(&batches[0])?)?;
+                let recorded = Recorded::new(stage, &batches[0], phase, of_dropout(&batches[0])?)?;
                 self.news = Some(recorded.graph.num_operations());
                 recorded
             }
@@ -102,7 +102,7 @@ impl Replay {
         let recorded = self.recorded.insert(recorded);
         let launch = |batch| {
             let weights = stage.loss_weights(batch, loss_factor)?;
-            recorded.launch(batch, &weights, moment(batch)?.as_ref()).map(Some)
+            recorded.launch(batch, &weights, of_dropout(batch)?.as_ref()).map(Some)
         };
         Ok(Losses(batches.iter().map(launch).collect::<Result<_>>()?))
     }
@@ -126,14 +126,14 @@ fn one_shape(batches: &[MicroBatch]) -> Result<Option<(usize, usize)>> {
 }
 
 impl Recorded {
-    /// Records forward and backward of a microbatch like this one; `moment` is its [`MicroBatch::step_and_samples`], if they are wanted.
-    fn new(stage: &Stage, like: &MicroBatch, phase: Phase, moment: Option<Tensor>) -> Result<Self> {
+    /// Records forward and backward of a microbatch like this one.
+    fn new(stage: &Stage, like: &MicroBatch, phase: Phase, step_and_samples: Option<Tensor>) -> Result<Self> {
         let room = |t: &Tensor| empty(t.shape(), t.dtype(), t.device());
         let input = MicroBatch {
             tokens: room(&like.tokens)?,
             labels: room(&like.labels)?,
             loss_mask: room(&like.loss_mask)?,
-            step_and_samples: moment,
+            step_and_samples,
             ..like.clone()
         };
         let weights = stage.loss_weights(like, 1.0)?;
@@ -152,14 +152,14 @@ impl Recorded {
     }
 
     /// Queues forward and backward of a microbatch; Σ of its losses.
-    fn launch(&self, batch: &MicroBatch, weights: &Tensor, moment: Option<&Tensor>) -> Result<Tensor> {
+    fn launch(&self, batch: &MicroBatch, weights: &Tensor, step_and_samples: Option<&Tensor>) -> Result<Tensor> {
         let inputs = [
             (&self.input.tokens, &batch.tokens),
             (&self.input.labels, &batch.labels),
             (&self.input.loss_mask, &batch.loss_mask),
             (&self.weights, weights),
         ];
-        for (to, from) in inputs.into_iter().chain(self.input.step_and_samples.iter().zip(moment)) {
+        for (to, from) in inputs.into_iter().chain(self.input.step_and_samples.iter().zip(step_and_samples)) {
             copy(to, from)?;
         }
         self.graph.launch()?;
