@@ -8,7 +8,7 @@
 use candle_core::Device;
 use kernels::device::Choice;
 use megatron::config::{DynamicLossScale, LossScaling, Precision, Recompute, RecomputeMethod, RunConfig};
-use megatron::data::{DocumentEnds, GlobalBatch, Loader};
+use megatron::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch};
 use megatron::train::{Sources, Trainer};
 use megatron::{Result, comm};
 use models::Gpt;
@@ -32,7 +32,9 @@ fn config(style: Style, precision: Precision) -> RunConfig {
 
 /// Tokens that end documents do not count, and every batch has another number of them.
 fn data(config: &RunConfig) -> Sources {
-    let ends = DocumentEnds { token: 5, mask_loss: true, reset_positions: false, reset_attention: false };
+    let d = &config.data;
+    let (reset_positions, reset_attention) = (d.reset_position_ids, d.reset_attention_mask);
+    let ends = DocumentEnds { token: 5, mask_loss: true, reset_positions, reset_attention };
     let tokens = Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length);
     Sources { document_ends: Some(ends), ..sources(tokens) }
 }
@@ -111,19 +113,26 @@ fn bf16_and_activations_computed_again_are_the_same() {
 }
 
 #[test]
-fn documents_whose_tables_a_graph_would_repeat_are_refused() {
-    let mut config = config(Style::Llama, Precision::Bf16);
-    config.training.enable_cuda_graph = true;
-    let device = Choice::Cuda(Some(0)).open(0).unwrap();
-    let model = Gpt::new(&config.model, 1, false, Recompute::None, config.training.precision.dtype(), &device).unwrap();
-    let mut data = data(&config);
-    data.document_ends = data.document_ends.map(|ends| DocumentEnds { reset_attention: true, ..ends });
-    let mut trainer = Trainer::new(&config, &model, comm::solo(), &data, &device).unwrap();
-    let refused = (0..3).find_map(|_| trainer.step().err()).unwrap().to_string();
-    assert!(refused.contains("a graph cannot repeat what documents change"), "{refused}");
-    config.data.reset_attention_mask = true;
-    let refused = Trainer::new(&config, &model, comm::solo(), &data, &device).err().unwrap().to_string();
-    assert!(refused.contains("reset_attention_mask = true does not go with enable_cuda_graph"), "{refused}");
+fn documents_lie_where_they_do_in_the_microbatch() {
+    for style in [Style::Gpt2, Style::Llama] {
+        let apart = |reset: bool| {
+            let mut config = config(style, Precision::Bf16);
+            (config.data.reset_position_ids, config.data.reset_attention_mask) = (reset, reset);
+            config
+        };
+        let batches = Loader::new(data(&apart(true)).train, GlobalBatch::new(1, 3, 0, 1).unwrap(), 101, Device::Cpu);
+        let batches = batches.with_documents(data(&apart(true)).document_ends);
+        let tables = |step: u64| {
+            let first_keys = |batch: MicroBatch| batch.documents.first_keys.unwrap().to_vec2::<u32>().unwrap();
+            batches.microbatches(3 * step).unwrap().into_iter().map(first_keys).collect::<Vec<_>>()
+        };
+        let recorded = tables(2).remove(0);
+        let others = (2..STEPS as u64).flat_map(tables).filter(|table| *table != recorded).count();
+        assert!(others > 1, "stale tables would not be missed");
+        let kept_apart = the_same_with_graphs(&apart(true));
+        let device = Choice::Cuda(Some(0)).open(0).unwrap();
+        assert_ne!(train(&apart(false), &device).unwrap().0, kept_apart, "nothing was kept apart");
+    }
 }
 
 #[test]

@@ -9,6 +9,8 @@
 struct Heads {
     Divider per_row, parts, heads, batch;
     uint32_t head_dim, width;
+    // The table's last position.
+    uint32_t last;
 };
 
 /// Where an item is, and the row of the table that turns it.
@@ -16,14 +18,14 @@ struct Place {
     uint64_t first;
     uint32_t part, position;
 
-    // Row (s, b) has position offset + s, or that of the list.
+    // Row (s, b) has position offset + s, or that of the list, which nobody has checked.
     DEVICE Place(uint32_t item, const Heads &shape, const uint32_t *positions, uint32_t offset) {
         const uint32_t row = shape.per_row.split(item);
         uint32_t head = shape.parts.split(item);
         part = item;
         const uint32_t group = shape.heads.split(head);
         first = static_cast<uint64_t>(row) * shape.width + (group * (shape.heads.divisor + 1) + head) * shape.head_dim;
-        position = positions ? positions[row] : offset + shape.batch.quotient(row);
+        position = positions ? min(positions[row], shape.last) : offset + shape.batch.quotient(row);
     }
 };
 

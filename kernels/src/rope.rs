@@ -6,7 +6,7 @@ use crate::attention::HeadShape;
 use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::simd::vectorize;
-use crate::view::copied;
+use crate::view::{copied, expect_dtype, expect_shape};
 use crate::{Error, Result, on_gpu, par, trace};
 
 /// Name in errors.
@@ -82,16 +82,15 @@ pub fn rope_inplace(
 /// # Errors
 /// As [`rope_inplace`]; also if there is not one offset a sample.
 pub fn rope_at(qkv: &Tensor, table: &RopeTable, shape: HeadShape, offsets: &[usize], inverse: bool) -> Result<()> {
-    let (s, b) = shape.check(qkv, OP)?;
+    let (_, b) = shape.check(qkv, OP)?;
     if offsets.len() != b {
         return Err(Error::shape(OP, format!("{} position offsets for {b} samples", offsets.len())));
     }
-    let first = offsets.iter().copied().min().unwrap_or(0);
-    let end = offsets.iter().copied().max().unwrap_or(0) + s;
-    rotate_rows(qkv, table, shape, first..end, &Positions::Offsets(offsets), inverse)
+    rotate_rows(qkv, table, shape, Positions::Offsets(offsets), inverse)
 }
 
-/// As [`rope_inplace`], where `positions` `[s][b]` gives the position of every row.
+/// As [`rope_inplace`], where `positions`, u32 `[s, b]`, gives the position of every row. A GPU's are not read by the host: there a position
+/// beyond the table counts as its last.
 ///
 /// # Errors
 /// As [`rope_inplace`]; also if there is not one position a row.
@@ -99,44 +98,26 @@ pub fn rope_positions(
     qkv: &Tensor,
     table: &RopeTable,
     shape: HeadShape,
-    positions: &[u32],
+    positions: &Tensor,
     inverse: bool,
 ) -> Result<()> {
     let (s, b) = shape.check(qkv, OP)?;
-    if positions.len() != s * b {
-        return Err(Error::shape(OP, format!("{} positions for {s} rows of {b} samples", positions.len())));
-    }
-    let end = positions.iter().max().map_or(0, |&last| last as usize + 1);
-    rotate_rows(qkv, table, shape, 0..end, &Positions::Rows(positions), inverse)
+    expect_shape(OP, "positions", positions, &[s, b])?;
+    expect_dtype(OP, positions, DType::U32)?;
+    rotate_rows(qkv, table, shape, Positions::Rows(positions), inverse)
 }
 
 /// Where the rows of `[s, b]` are in their sequences.
+#[derive(Clone, Copy)]
 pub(crate) enum Positions<'a> {
     /// Sample i's begin at the i-th, and follow each other.
     Offsets(&'a [usize]),
-    /// Row by row.
-    Rows(&'a [u32]),
+    /// Row by row: u32 `[s, b]`.
+    Rows(&'a Tensor),
 }
 
-impl Positions<'_> {
-    /// Of a row of `[s·b]`.
-    pub fn of(&self, row: usize, b: usize) -> usize {
-        match self {
-            Self::Offsets(offsets) => row / b + offsets[row % b],
-            Self::Rows(rows) => rows[row] as usize,
-        }
-    }
-}
-
-/// Rotates the rows to their positions, which lie in `range`.
-fn rotate_rows(
-    qkv: &Tensor,
-    table: &RopeTable,
-    shape: HeadShape,
-    range: std::ops::Range<usize>,
-    positions: &Positions,
-    inverse: bool,
-) -> Result<()> {
+/// Rotates the rows to their positions.
+fn rotate_rows(qkv: &Tensor, table: &RopeTable, shape: HeadShape, positions: Positions, inverse: bool) -> Result<()> {
     let _span = trace::moves("rope", &[qkv, qkv]);
     let d = shape.head_dim;
     let half = d / 2;
@@ -147,11 +128,24 @@ fn rotate_rows(
             return Err(Error::shape(OP, message));
         }
     };
-    if range.end > rows {
-        return Err(Error::shape(OP, format!("positions {range:?} exceed the table's {rows}")));
+    let range_of = |positions: &[usize]| match (positions.iter().min(), positions.iter().max()) {
+        (Some(&first), Some(&last)) if last < rows => Ok(first..last + 1),
+        (Some(first), Some(last)) => {
+            Err(Error::shape(OP, format!("positions {first} to {last} exceed the table's {rows}")))
+        }
+        _ => Ok(0..0),
+    };
+    let (s, b, _) = qkv.dims3()?;
+    if let Positions::Offsets(offsets) = positions {
+        let ends: Vec<usize> = offsets.iter().flat_map(|first| [*first, first + s.saturating_sub(1)]).collect();
+        range_of(&ends)?;
     }
     on_gpu!(qkv, rope::rotate(qkv, table, shape, positions, inverse, OP));
-    let (_, b, _) = qkv.dims3()?;
+    let positions: Vec<usize> = match positions {
+        Positions::Offsets(offsets) => (0..s * b).map(|row| row / b + offsets[row % b]).collect(),
+        Positions::Rows(rows) => copied::<u32>(rows, OP, "positions")?.iter().map(|&p| p as usize).collect(),
+    };
+    let range = range_of(&positions)?;
     by_elem!(qkv, OP, E => {
         type Acc = <E as Elem>::Acc;
         let cos = copied::<Acc>(&table.cos.narrow(0, range.start, range.len())?, OP, "table")?;
@@ -163,7 +157,7 @@ fn rotate_rows(
             par::blocks(qkv, par::rows_per_block(width) * width, |start, part| {
                 let mut buffer = E::buffer(rotated);
                 for (r, row) in part.chunks_exact_mut(width).enumerate() {
-                    let position = positions.of(start / width + r, b) - range.start;
+                    let position = positions[start / width + r] - range.start;
                     let at = position * half..(position + 1) * half;
                     let (cos, sin) = (&cos[at.clone()], &sin[at]);
                     for group in row.chunks_exact_mut((shape.heads_per_group + 2) * d) {

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use super::buffers::{Rows, transpose, with_buffers};
 use super::product::product;
-use super::{Call, Geometry, HeadMask, Mask, Scores, TILE_Q, round, tilt};
+use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_Q, round, tilt};
 use crate::Result;
 use crate::float::{Elem, Float};
 use crate::gemm::Mat;
@@ -42,7 +42,7 @@ struct Pass<'a, E: Elem> {
     dout: &'a [E],
     out: &'a [E],
     lse: &'a [E::Acc],
-    scores: Scores<'a>,
+    scores: HostScores<'a>,
     mask: Option<&'a Mask<'a>>,
 }
 

@@ -4,7 +4,7 @@
 
 use candle_core::Tensor;
 
-use super::{Geometry, HeadShape, Scores, round, tilt};
+use super::{Geometry, HeadShape, HostScores, Scores, round, tilt};
 use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::par::{self, Shared};
@@ -42,6 +42,7 @@ pub fn attention_cached<'a>(
     }
     let geometry = Geometry { s, b, shape };
     on_gpu!(qkv, attention::cached(OP, qkv, cache, starts, geometry, scores));
+    let scores = HostScores::new(scores, None, s, OP)?;
     by_elem!(qkv, OP, E => {
         let packed = View::<E>::new(qkv, OP, "qkv")?;
         with_slice_mut::<E, _>(cache, OP, |cache| {
@@ -72,7 +73,7 @@ fn append<E: Elem>(packed: &[E], cache: &mut [E], starts: &[usize], geometry: Ge
     }
 }
 
-fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geometry, scores: Scores) -> Vec<E> {
+fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geometry, scores: HostScores) -> Vec<E> {
     let Geometry { s, b, shape } = geometry;
     let (heads, d) = (shape.heads(), shape.head_dim);
     let mut out = vec![E::store(E::Acc::ZERO); s * b * heads * d];

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use super::buffers::{transpose, with_buffers};
 use super::product::product;
-use super::{Call, Geometry, HeadMask, Mask, Scores, TILE_K, TILE_Q, round, tilt};
+use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_K, TILE_Q, round, tilt};
 use crate::Result;
 use crate::float::{Elem, Float};
 use crate::gemm::Mat;
@@ -54,7 +54,7 @@ struct Head<'a> {
     geometry: Geometry,
     batch: usize,
     head: usize,
-    scores: Scores<'a>,
+    scores: HostScores<'a>,
     mask: Option<&'a Mask<'a>>,
 }
 

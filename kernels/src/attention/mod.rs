@@ -10,12 +10,12 @@ mod forward;
 mod lanes;
 mod product;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::dropout::{DropoutKey, expect_step_and_samples, threshold};
 use crate::float::{Elem, Float, by_elem};
 use crate::philox::{WordRow, philox4x32, words};
-use crate::view::expect_shape;
+use crate::view::{copied, expect_dtype, expect_shape};
 use crate::{Error, Result, on_gpu, trace};
 
 use self::buffers::Rows;
@@ -76,8 +76,9 @@ pub struct Scores<'a> {
     pub alibi: Option<&'a [f64]>,
     /// How many keys a query sees at most, its own included (the sliding window of Beltagy et al. 2020).
     pub window: Option<usize>,
-    /// `[b][s]`: the first key that a sample's query sees, such as the first token of its document. Does not decrease along s.
-    pub first_keys: Option<&'a [u32]>,
+    /// u32 `[b, s]`: the first key that a sample's query sees, such as the first token of its document; no later than the query itself, and
+    /// never falling along s. Checked on the CPU; a GPU's is not read by the host.
+    pub first_keys: Option<&'a Tensor>,
 }
 
 impl From<f64> for Scores<'_> {
@@ -95,11 +96,30 @@ impl Scores<'_> {
             return Err(Error::shape(op, "a window of 0 keys hides even a query's own"));
         }
         let Some(first_keys) = self.first_keys else { return Ok(()) };
-        if first_keys.len() != s * b {
-            let message = format!("{} first keys for {b} samples of {s} queries", first_keys.len());
-            return Err(Error::shape(op, message));
-        }
-        for (sample, row) in first_keys.chunks_exact(s.max(1)).enumerate() {
+        expect_shape(op, "first keys", first_keys, &[b, s])?;
+        expect_dtype(op, first_keys, DType::U32)
+    }
+
+    /// The elements of the first keys.
+    fn first_keys(&self, op: &'static str) -> Result<Option<Vec<u32>>> {
+        self.first_keys.map(|first_keys| copied(first_keys, op, "first keys")).transpose()
+    }
+}
+
+/// [`Scores`] as the CPU's kernels read them.
+#[derive(Clone, Copy)]
+struct HostScores<'a> {
+    scale: f64,
+    alibi: Option<&'a [f64]>,
+    window: Option<usize>,
+    /// `[b][s]`
+    first_keys: Option<&'a [u32]>,
+}
+
+impl<'a> HostScores<'a> {
+    /// `first_keys`: those of `scores`, `[b][s]`.
+    fn new(scores: Scores<'a>, first_keys: Option<&'a [u32]>, s: usize, op: &'static str) -> Result<Self> {
+        for (sample, row) in first_keys.unwrap_or_default().chunks_exact(s.max(1)).enumerate() {
             let sees_nothing = |&(query, &first): &(usize, &u32)| first as usize > query;
             if let Some((query, first)) = row.iter().enumerate().find(sees_nothing) {
                 let message = format!("query {query} of sample {sample} sees nothing: its first key is {first}");
@@ -110,7 +130,8 @@ impl Scores<'_> {
                 return Err(Error::shape(op, message));
             }
         }
-        Ok(())
+        let Scores { scale, alibi, window, .. } = scores;
+        Ok(Self { scale, alibi, window, first_keys })
     }
 
     /// The first key that a query sees, of sequences of `s`. Does not decrease along the queries.
@@ -181,8 +202,11 @@ pub fn attention<'a>(
     let scores = scores.into();
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
-    let call = Call { geometry: Geometry { s, b, shape }, scores, mask: mask.as_ref() };
-    on_gpu!(qkv, attention::forward(OP, qkv, call.geometry, scores, mask.as_ref()));
+    let geometry = Geometry { s, b, shape };
+    on_gpu!(qkv, attention::forward(OP, qkv, geometry, scores, mask.as_ref()));
+    let first_keys = scores.first_keys(OP)?;
+    let scores = HostScores::new(scores, first_keys.as_deref(), s, OP)?;
+    let call = Call { geometry, scores, mask: mask.as_ref() };
     by_elem!(qkv, OP, E => forward::run::<E>(OP, qkv, call))
 }
 
@@ -211,8 +235,11 @@ pub fn attention_backward<'a>(
     let scores = scores.into();
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
-    let call = Call { geometry: Geometry { s, b, shape }, scores, mask: mask.as_ref() };
-    on_gpu!(qkv, attention::backward(OP, [dout, qkv, out, lse], call.geometry, scores, mask.as_ref()));
+    let geometry = Geometry { s, b, shape };
+    on_gpu!(qkv, attention::backward(OP, [dout, qkv, out, lse], geometry, scores, mask.as_ref()));
+    let first_keys = scores.first_keys(OP)?;
+    let scores = HostScores::new(scores, first_keys.as_deref(), s, OP)?;
+    let call = Call { geometry, scores, mask: mask.as_ref() };
     by_elem!(qkv, OP, E => backward::run::<E>(OP, dout, qkv, out, lse, call))
 }
 
@@ -226,7 +253,7 @@ fn causal_products(qkv: &Tensor, shape: HeadShape) -> usize {
 #[derive(Clone, Copy)]
 struct Call<'a> {
     geometry: Geometry,
-    scores: Scores<'a>,
+    scores: HostScores<'a>,
     mask: Option<&'a Mask<'a>>,
 }
 

@@ -115,7 +115,7 @@ impl Prepared {
         let samples = from_host.map(|mask| put(&mut mask.samples.iter().flat_map(|&s| crate::philox::words(s))));
         let slope = |&slope: &f64| ((slope * std::f64::consts::LOG2_E) as f32).to_bits();
         let slopes = scores.alibi.map(|slopes| put(&mut slopes.iter().map(slope)));
-        let first_keys = scores.first_keys.map(|first_keys| put(&mut first_keys.iter().copied()));
+        let first_keys = scores.first_keys.map(|t| gpu.input(t, DType::U32, op, "first keys")).transpose()?;
         let (side, base) = match side.len() {
             0 => (None, None),
             n => {
@@ -133,7 +133,7 @@ impl Prepared {
         let aligned = of_16_bytes((shape.head_dim * element) as u64)
             && tensors.iter().all(|pointer| of_16_bytes(pointer.address()));
         let call = Call {
-            first_keys: at(first_keys),
+            first_keys: first_keys.map_or(0, |first_keys| first_keys.address()),
             slopes: at(slopes),
             // Two words behind the step.
             samples: on_device.map_or(at(samples), |both| both.offset(4 * 2).address()),

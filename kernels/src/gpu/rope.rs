@@ -21,6 +21,7 @@ struct Heads {
     batch: Divider,
     head_dim: u32,
     width: u32,
+    last: u32,
 }
 
 /// Rotates `qkv [s, b, width]`; shapes and positions fit the table.
@@ -28,7 +29,7 @@ pub fn rotate(
     qkv: &Tensor,
     table: &RopeTable,
     shape: HeadShape,
-    positions: &Positions,
+    positions: Positions,
     inverse: bool,
     op: &'static str,
 ) -> Result<()> {
@@ -43,9 +44,10 @@ pub fn rotate(
     }
     // One offset for all samples goes with the launch, other positions as a list.
     let (offset, list) = match positions {
+        Positions::Rows(rows) => (0, Some(rows.clone())),
         Positions::Offsets([first, rest @ ..]) if rest.iter().all(|o| o == first) => (*first, None),
-        _ => {
-            let list: Vec<u32> = (0..s * b).map(|row| positions.of(row, b) as u32).collect();
+        Positions::Offsets(offsets) => {
+            let list: Vec<u32> = (0..s * b).map(|row| (row / b + offsets[row % b]) as u32).collect();
             (0, Some(constant(list, s * b, qkv.device())?))
         }
     };
@@ -61,6 +63,7 @@ pub fn rotate(
         batch: Divider::new(op, b)?,
         head_dim: items(op, shape.head_dim)?,
         width: items(op, shape.width())?,
+        last: items(op, table.cos.dim(0)?.saturating_sub(1))?,
     };
     let (offset, sign) = (items(op, offset)?, if inverse { -1.0 } else { 1.0 });
     let grid = [blocks(op, count as usize, THREADS as usize)?, 1, 1];

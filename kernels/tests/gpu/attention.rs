@@ -26,7 +26,7 @@ struct How {
     dropout: f64,
 }
 
-fn first_keys(lengths: &[usize], s: usize, b: usize) -> Vec<u32> {
+fn first_keys(lengths: &[usize], s: usize, b: usize) -> Tensor {
     let of_sample = |sample: usize| {
         let mut first = Vec::new();
         for &length in lengths.iter().cycle().skip(sample) {
@@ -38,7 +38,8 @@ fn first_keys(lengths: &[usize], s: usize, b: usize) -> Vec<u32> {
         }
         first
     };
-    (0..b).flat_map(of_sample).collect()
+    let first_keys: Vec<u32> = (0..b).flat_map(of_sample).collect();
+    Tensor::from_vec(first_keys, (b, s), &Device::Cpu).unwrap()
 }
 
 /// Forward and backward.
@@ -52,12 +53,14 @@ fn compare(s: usize, b: usize, shape: HeadShape, how: &How) {
         scale: 1.3 / (shape.head_dim as f64).sqrt(),
         alibi: how.alibi.then_some(&slopes),
         window: how.window,
-        first_keys: first_keys.as_deref(),
+        first_keys: None,
     };
     let dropout =
         AttentionDropout { p: how.dropout, key: KEY, samples: &SAMPLES[..b], first_head: 2, step_and_samples: None };
     let dropout = (how.dropout > 0.0).then_some(&dropout);
     check("attention", &[qkv, dout], |t| {
+        let first_keys = first_keys.as_ref().map(|keys| keys.to_device(t[0].device())).transpose()?;
+        let scores = Scores { first_keys: first_keys.as_ref(), ..scores };
         let (out, lse) = attention(&t[0], shape, scores, dropout)?;
         let dqkv = attention_backward(&t[1], &t[0], &out, &lse, shape, scores, dropout)?;
         Ok(vec![out, lse, dqkv])
@@ -113,10 +116,11 @@ fn other_documents_are_not_read(shape: HeadShape, dtype: DType) {
     const TILE: usize = 128;
     let (s, b) = (3 * TILE, 1);
     let first_keys = first_keys(&[TILE], s, b);
-    let scores = Scores { scale: 0.1, alibi: None, window: None, first_keys: Some(&first_keys) };
     let second = |nan: &[Range<usize>], device: &Device| {
         let qkv = with_nan("qkv", [s, b, shape.width()], nan, dtype).to_device(device)?;
         let dout = with_nan("dout", [s, b, shape.heads() * shape.head_dim], nan, dtype).to_device(device)?;
+        let first_keys = first_keys.to_device(device)?;
+        let scores = Scores { first_keys: Some(&first_keys), ..Scores::from(0.1) };
         let (out, lse) = attention(&qkv, shape, scores, None)?;
         let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, scores, None)?;
         let bits = |t: &Tensor, dim: usize| -> Result<Vec<u64>> {

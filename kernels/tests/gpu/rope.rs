@@ -1,6 +1,8 @@
 //! Rotary position embedding.
 
 use crate::support::{Input, check};
+use candle_core::{DType, Device, Tensor};
+use kernels::Result;
 use kernels::attention::{HeadShape, RopeTable, rope_at, rope_inplace, rope_positions};
 
 const SHAPES: [HeadShape; 5] = [
@@ -39,6 +41,7 @@ fn positions_may_differ_by_sample_and_by_row() {
         check("rope at positions", &qkv, |t| {
             let table = RopeTable::new(16, shape.head_dim, 1e4, t[0].dtype(), t[0].device())?;
             let positions: Vec<u32> = (0..(s * b) as u32).map(|row| row * 7 % 16).collect();
+            let positions = Tensor::from_vec(positions, (s, b), t[0].device())?;
             rope_positions(&t[0], &table, shape, &positions, true)?;
             Ok(vec![t[0].clone()])
         });
@@ -53,4 +56,20 @@ fn no_rows_are_no_work() {
         rope_inplace(&t[0], &table, shape, 0, false)?;
         Ok(vec![t[0].clone()])
     });
+}
+
+#[test]
+fn a_position_beyond_the_table_is_its_last() {
+    let shape = SHAPES[0];
+    let turned = |device: &Device, positions: [u32; 2]| -> Result<Vec<f32>> {
+        let qkv = Tensor::ones((2, 1, shape.width()), DType::F32, device)?;
+        let table = RopeTable::new(8, shape.head_dim, 1e4, DType::F32, device)?;
+        rope_positions(&qkv, &table, shape, &Tensor::new(&positions, device)?.reshape((2, 1))?, false)?;
+        Ok(qkv.flatten_all()?.to_vec1()?)
+    };
+    for (run, (beyond, last)) in
+        crate::support::runs(|device| (turned(device, [3, 1 << 31]).unwrap(), turned(device, [3, 7]).unwrap()))
+    {
+        assert_eq!(beyond, last, "{run}");
+    }
 }

@@ -39,9 +39,10 @@ fn plain(qkv: &Tensor, shape: HeadShape, how: Scores, mask: Option<&Tensor>) -> 
     };
     let (q, k, v) = (part(0, n, 1), part(n, 1, n), part(n + 1, 1, n));
     let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() * how.scale).unwrap();
+    let first_keys = how.first_keys.map(|first_keys| first_keys.to_vec2::<u32>().unwrap());
     let first = |sample: usize, query: usize| {
         let of_window = how.window.map_or(0, |window| (query + 1).saturating_sub(window));
-        of_window.max(how.first_keys.map_or(0, |first| first[sample * s + query] as usize))
+        of_window.max(first_keys.as_ref().map_or(0, |first| first[sample][query] as usize))
     };
     let hidden = |i: usize| i % s > i / s % s || i % s < first(i / (s * s), i / s % s);
     let hidden: Vec<f64> = (0..b * s * s).map(|i| if hidden(i) { -1e300 } else { 0.0 }).collect();
@@ -154,9 +155,10 @@ fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
     }
 }
 
-/// Documents of these lengths, over and over, the second sample's from another point on: `[b][s]` first keys.
-fn first_keys(lengths: &[usize], s: usize, b: usize) -> Vec<u32> {
-    (0..b).flat_map(|sample| starts_of(lengths, sample, s)).collect()
+/// Documents of these lengths, over and over, the second sample's from another point on: `[b, s]` first keys.
+fn first_keys(lengths: &[usize], s: usize, b: usize) -> Tensor {
+    let first_keys: Vec<u32> = (0..b).flat_map(|sample| starts_of(lengths, sample, s)).collect();
+    Tensor::from_vec(first_keys, (b, s), &Device::Cpu).unwrap()
 }
 
 fn starts_of(lengths: &[usize], skip: usize, s: usize) -> Vec<u32> {
@@ -181,7 +183,7 @@ fn queries_see_no_further_than_their_window_and_their_document() {
         for window in [None, Some(1), Some(3), Some(64), Some(129)] {
             for lengths in [None, Some(&[1usize, 30, 2, 61, 7, 128][..]), Some(&[64, 128])] {
                 let first_keys = lengths.map(|lengths| first_keys(lengths, s, b));
-                let how = Scores { window, first_keys: first_keys.as_deref(), ..PLAIN };
+                let how = Scores { window, first_keys: first_keys.as_ref(), ..PLAIN };
                 compare(s, b, shape, how, None);
                 compare(s, b, shape, Scores { alibi: Some(&slopes), ..how }, Some(&dropout));
             }
@@ -357,10 +359,16 @@ fn shapes_that_contradict_are_errors_that_name_them() {
     assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("2 samples"));
     let dropout = AttentionDropout { p: 1.0, key: KEY, samples: &[1], first_head: 0, step_and_samples: None };
     assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("[0, 1)"));
-    let refused = |how| attention(&qkv, shape, how, None).unwrap_err().to_string();
+    let refused = |how: Scores| attention(&qkv, shape, how, None).unwrap_err().to_string();
     assert!(refused(Scores { alibi: Some(&[0.5]), ..PLAIN }).contains("1 slopes for 4"));
     assert!(refused(Scores { window: Some(0), ..PLAIN }).contains("window of 0"));
-    assert!(refused(Scores { first_keys: Some(&[0, 0]), ..PLAIN }).contains("2 first keys for 1 samples of 3"));
-    assert!(refused(Scores { first_keys: Some(&[0, 2, 2]), ..PLAIN }).contains("query 1 of sample 0 sees nothing"));
-    assert!(refused(Scores { first_keys: Some(&[0, 1, 0]), ..PLAIN }).contains("fall from 1 to 0"));
+    let refused_keys = |first_keys: &[u32]| {
+        let first_keys = Tensor::from_slice(first_keys, (1, first_keys.len()), &Device::Cpu).unwrap();
+        refused(Scores { first_keys: Some(&first_keys), ..PLAIN })
+    };
+    assert!(refused_keys(&[0, 0]).contains("first keys has shape [1, 2]"));
+    assert!(refused_keys(&[0, 2, 2]).contains("query 1 of sample 0 sees nothing"));
+    assert!(refused_keys(&[0, 1, 0]).contains("fall from 1 to 0"));
+    let signed = Tensor::new(&[[0i64, 0, 0]], &Device::Cpu).unwrap();
+    assert!(refused(Scores { first_keys: Some(&signed), ..PLAIN }).contains("I64"));
 }

@@ -49,20 +49,23 @@ fn positions_may_be_given_row_by_row() {
     let whole = randn("qkv", &[s, b, SHAPE.width()]);
     // Sample 0 begins anew at row 4; sample 1 goes on from 7.
     let positions: Vec<u32> = (0..s as u32).flat_map(|i| [if i < 4 { i } else { i - 4 }, 7 + i]).collect();
+    let rows = |positions: &[u32]| Tensor::from_slice(positions, (positions.len() / b, b), &Device::Cpu).unwrap();
     let given = whole.copy().unwrap();
-    rope_positions(&given, &table(DType::F64), SHAPE, &positions, false).unwrap();
+    rope_positions(&given, &table(DType::F64), SHAPE, &rows(&positions), false).unwrap();
     for (first, rows, offsets) in [(0, 4, [0, 7]), (4, 5, [0, 11])] {
         let part = whole.narrow(0, first, rows).unwrap().copy().unwrap();
         rope_at(&part, &table(DType::F64), SHAPE, &offsets, false).unwrap();
         assert_eq!(values(&given.narrow(0, first, rows).unwrap()), values(&part));
     }
-    rope_positions(&given, &table(DType::F64), SHAPE, &positions, true).unwrap();
+    rope_positions(&given, &table(DType::F64), SHAPE, &rows(&positions), true).unwrap();
     assert_close("turned back", &given, &whole, 1e-14);
     let refused = |positions: &[u32]| {
-        rope_positions(&whole, &table(DType::F64), SHAPE, positions, false).unwrap_err().to_string()
+        rope_positions(&whole, &table(DType::F64), SHAPE, &rows(positions), false).unwrap_err().to_string()
     };
-    assert!(refused(&positions[1..]).contains("17 positions for 9 rows of 2"));
-    assert!(refused(&[64; 18]).contains("0..65 exceed the table's 64"));
+    assert!(refused(&positions[2..]).contains("positions has shape [8, 2]"));
+    let mut beyond = positions.clone();
+    beyond[17] = 64;
+    assert!(refused(&beyond).contains("positions 0 to 64 exceed the table's 64"));
 }
 
 #[test]
@@ -99,6 +102,6 @@ fn positions_beyond_the_table_are_an_error() {
     let message = rope_inplace(&randn("qkv", &[61, 1, SHAPE.width()]), &table(DType::F64), SHAPE, 4, false)
         .unwrap_err()
         .to_string();
-    assert!(message.contains("4..65") && message.contains("64"), "{message}");
+    assert!(message.contains("positions 4 to 64 exceed the table's 64"), "{message}");
     assert!(RopeTable::new(4, 5, 1e4, DType::F32, &Device::Cpu).unwrap_err().to_string().contains("odd"));
 }

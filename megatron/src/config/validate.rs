@@ -353,20 +353,17 @@ impl Check<'_> {
 
     /// A graph repeats what it has recorded: nothing that differs from step to step may be part of it, but what its inputs hold.
     fn cuda_graph(&mut self, run: &RunConfig) {
-        let (t, p, d) = (&run.training, &run.parallel, &run.data);
+        let (t, p) = (&run.training, &run.parallel);
         if !t.enable_cuda_graph {
             return;
         }
         let graph = self.cite("enable_cuda_graph", true);
         let whole = "a graph holds the computation of one rank, and messages between ranks within it are not recorded; set it to 1";
-        let differs = "it differs from one microbatch to the next; turn it off";
         let both = p.overlap_grad_reduce && p.data_parallel_size > 1;
         let (tp, pp) = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size);
         for (holds, what, why) in [
             (tp <= 1, self.cite("tensor_model_parallel_size", tp), whole),
             (pp <= 1, self.cite("pipeline_model_parallel_size", pp), whole),
-            (!d.reset_position_ids, self.cite("reset_position_ids", true), differs),
-            (!d.reset_attention_mask, self.cite("reset_attention_mask", true), differs),
             (
                 !both,
                 self.cite("overlap_grad_reduce", true),

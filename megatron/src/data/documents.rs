@@ -3,6 +3,11 @@
 //! Source: Megatron-LM `megatron/core/datasets/gpt_dataset.py`, `_get_ltor_masks_and_position_ids`: the token that ends a document
 //! belongs to it; the next one is the first of the next document.
 
+use candle_core::{Device, Tensor};
+use kernels::device::upload;
+
+use crate::Result;
+
 /// The token that ends documents, and what it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DocumentEnds {
@@ -16,15 +21,21 @@ pub struct DocumentEnds {
 }
 
 /// What the documents of a microbatch change for its layers. The default: nothing.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct Documents {
-    /// `[s][b]`: the position of every token within its document; `None`: its position within the sample.
-    pub positions: Option<Vec<u32>>,
-    /// `[b][s]`: the position in the sample of the first token that a token sees; `None`: the sample's first.
-    pub first_keys: Option<Vec<u32>>,
+    /// u32 `[s, b]`: the position of every token within its document; `None`: its position within the sample.
+    pub positions: Option<Tensor>,
+    /// u32 `[b, s]`: the position in the sample of the first token that a token sees; `None`: the sample's first.
+    pub first_keys: Option<Tensor>,
 }
 
-impl Documents {
+/// [`Documents`] in the making: `[s][b]` and `[b][s]`.
+pub(super) struct Tables {
+    positions: Option<Vec<u32>>,
+    first_keys: Option<Vec<u32>>,
+}
+
+impl Tables {
     /// Of a microbatch of `b` samples of `s` tokens, to be filled by [`add`](Self::add).
     pub(super) fn new(ends: Option<DocumentEnds>, s: usize, b: usize) -> Self {
         let room =
@@ -46,5 +57,11 @@ impl Documents {
                 first = position + 1;
             }
         }
+    }
+
+    /// Brings them to where the layers are computed.
+    pub(super) fn upload(self, s: usize, b: usize, device: &Device) -> Result<Documents> {
+        let tensor = |table: Option<Vec<u32>>, shape| table.map(|table| upload(table, shape, device)).transpose();
+        Ok(Documents { positions: tensor(self.positions, (s, b))?, first_keys: tensor(self.first_keys, (b, s))? })
     }
 }

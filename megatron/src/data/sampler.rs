@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use kernels::device::upload;
 
-use super::documents::{DocumentEnds, Documents};
+use super::documents::{DocumentEnds, Documents, Tables};
 use super::source::SampleSource;
 use crate::{Error, Result};
 
@@ -117,7 +117,7 @@ impl Loader {
         let s = self.source.seq_length();
         let b = samples.len();
         let (mut tokens, mut labels, mut loss_mask) = (vec![0u32; s * b], vec![0u32; s * b], vec![1f32; s * b]);
-        let mut documents = Documents::new(self.document_ends, s, b);
+        let mut documents = Tables::new(self.document_ends, s, b);
         let masked = self.document_ends.filter(|ends| ends.mask_loss).map(|ends| ends.token);
         let mut row = vec![0u32; s + 1];
         for (column, sample) in samples.iter().enumerate() {
@@ -146,7 +146,7 @@ impl Loader {
             counted,
             samples,
             step_and_samples: None,
-            documents,
+            documents: documents.upload(s, b, &self.device)?,
         })
     }
 

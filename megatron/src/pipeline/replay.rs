@@ -2,8 +2,8 @@
 //! `--enable-cuda-graph`.
 //!
 //! What differs from one microbatch to the next reaches the graph through tensors that stay where they are and are filled before each launch:
-//! tokens, labels, the loss mask, the weights of the losses, in which are the number of unmasked tokens and the loss scale, and what dropout's
-//! masks are made of, the step and the samples' numbers. Everything else of a step (clearing and reducing gradients, the optimizer with its
+//! tokens, labels, the loss mask, the weights of the losses, in which are the number of unmasked tokens and the loss scale, where documents lie
+//! in the samples, and what dropout's masks are made of, the step and the samples' numbers. Everything else of a step (clearing and reducing gradients, the optimizer with its
 //! learning rate, counts and clipping) stays outside. Gradients and weights lie in flat buffers, which do not move.
 
 use candle_core::{DType, Tensor};
@@ -74,9 +74,6 @@ impl Replay {
         loss_factor: f64,
         gradients: &mut dyn GradientListener,
     ) -> Result<Losses> {
-        if batches.iter().any(|batch| batch.documents != Documents::default()) {
-            return Err(Error::config("a graph cannot repeat what documents change for attention and positions"));
-        }
         let shape = one_shape(batches)?;
         if shape.is_none() || shape != self.shape {
             *self = Self { shape, ..Self::new(self.drops) };
@@ -129,11 +126,15 @@ impl Recorded {
     /// Records forward and backward of a microbatch like this one.
     fn new(stage: &Stage, like: &MicroBatch, phase: Phase, step_and_samples: Option<Tensor>) -> Result<Self> {
         let room = |t: &Tensor| empty(t.shape(), t.dtype(), t.device());
+        let table = |table: &Option<Tensor>| table.as_ref().map(&room).transpose();
+        let documents =
+            Documents { positions: table(&like.documents.positions)?, first_keys: table(&like.documents.first_keys)? };
         let input = MicroBatch {
             tokens: room(&like.tokens)?,
             labels: room(&like.labels)?,
             loss_mask: room(&like.loss_mask)?,
             step_and_samples,
+            documents,
             ..like.clone()
         };
         let weights = stage.loss_weights(like, 1.0)?;
@@ -159,7 +160,14 @@ impl Recorded {
             (&self.input.loss_mask, &batch.loss_mask),
             (&self.weights, weights),
         ];
-        for (to, from) in inputs.into_iter().chain(self.input.step_and_samples.iter().zip(step_and_samples)) {
+        let (mine, theirs) = (&self.input.documents, &batch.documents);
+        let given = [
+            (self.input.step_and_samples.as_ref(), step_and_samples),
+            (mine.positions.as_ref(), theirs.positions.as_ref()),
+            (mine.first_keys.as_ref(), theirs.first_keys.as_ref()),
+        ];
+        let given = given.into_iter().filter_map(|(to, from)| to.zip(from));
+        for (to, from) in inputs.into_iter().chain(given) {
             copy(to, from)?;
         }
         self.graph.launch()?;

@@ -90,7 +90,7 @@ impl SelfAttention {
         let heads = self.spec.heads / self.spec.tp;
         let first = ctx.tp.rank() * heads;
         let alibi = self.spec.alibi.as_ref().map(|slopes| &slopes[first..first + heads]);
-        let first_keys = ctx.documents.first_keys.as_deref();
+        let first_keys = ctx.documents.first_keys.as_ref();
         Scores { scale: 1.0 / (self.spec.head_dim as f64).sqrt(), alibi, window: self.spec.window, first_keys }
     }
 

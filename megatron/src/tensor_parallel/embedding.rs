@@ -96,10 +96,10 @@ impl Embedding {
         let (seq, batch) = ctx.tokens.dims2()?;
         let length = ctx.tp.stream_length(seq)?;
         let first = ctx.tp.stream_offset(length);
-        let ids: Vec<u32> = match &ctx.documents.positions {
-            Some(positions) => positions[first * batch..(first + length) * batch].to_vec(),
-            None => (first..first + length).flat_map(|p| std::iter::repeat_n(p as u32, batch)).collect(),
-        };
+        if let Some(positions) = &ctx.documents.positions {
+            return Ok(positions.narrow(0, first, length)?);
+        }
+        let ids: Vec<u32> = (first..first + length).flat_map(|p| std::iter::repeat_n(p as u32, batch)).collect();
         Ok(constant(ids, (length, batch), ctx.tokens.device())?)
     }
 

@@ -207,9 +207,9 @@ fn cuda_graphs_are_refused_on_a_cpu_and_beside_what_they_cannot_repeat() {
         refused(&output, &["--enable-cuda-graph records the work of a GPU, and this run computes on the CPU"]);
     }
     refused(
-        &pretrain("", "", &["--enable-cuda-graph", "--reset-position-ids"]),
+        &pretrain("", "", &["--enable-cuda-graph", "--tensor-model-parallel-size=2"]),
         &[
-            "reset_position_ids = true (--reset-position-ids) does not go with enable_cuda_graph = true (--enable-cuda-graph)",
+            "tensor_model_parallel_size = 2 (--tensor-model-parallel-size) does not go with enable_cuda_graph = true (--enable-cuda-graph)",
         ],
     );
 }

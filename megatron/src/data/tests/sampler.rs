@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 use super::counting;
 use crate::data::{DocumentEnds, Documents, GlobalBatch, Loader, MicroBatch, Sequential, TokenStream};
@@ -104,17 +104,19 @@ fn positions_and_sight_begin_anew_behind_the_token_that_ends_a_document() {
         let ends = DocumentEnds { token, reset_positions, reset_attention, ..PLAIN };
         let batch = loader(2, 2, 0, 1, 1000).with_documents(Some(ends)).microbatches(0).unwrap().remove(0);
         assert_eq!(batch.loss_mask.to_vec2::<f32>().unwrap(), [[1.0; 2]; 4]);
-        batch.documents
+        let Documents { positions, first_keys } = batch.documents;
+        let table = |table: Option<Tensor>| table.map(|table| table.to_vec2::<u32>().unwrap());
+        (table(positions), table(first_keys))
     };
     // Samples 0 and 1 are tokens 0 to 3 and 4 to 7.
-    let both = documents(5, true, true);
-    assert_eq!(both.positions.unwrap(), [0, 0, 1, 1, 2, 0, 3, 1]);
-    assert_eq!(both.first_keys.unwrap(), [0, 0, 0, 0, 0, 0, 2, 2]);
+    let (positions, first_keys) = documents(5, true, true);
+    assert_eq!(positions.unwrap(), [[0, 0], [1, 1], [2, 0], [3, 1]]);
+    assert_eq!(first_keys.unwrap(), [[0, 0, 0, 0], [0, 0, 2, 2]]);
     // What ends a sample says nothing of the next one, which may be of anywhere.
-    let last = documents(3, true, true);
-    assert_eq!(last.positions.unwrap(), [0, 0, 1, 1, 2, 2, 3, 3]);
-    assert_eq!(last.first_keys.unwrap(), [0; 8]);
-    assert_eq!(documents(5, true, false).first_keys, None);
-    assert_eq!(documents(5, false, true).positions, None);
-    assert_eq!(documents(5, false, false), Documents::default());
+    let (positions, first_keys) = documents(3, true, true);
+    assert_eq!(positions.unwrap(), [[0, 0], [1, 1], [2, 2], [3, 3]]);
+    assert_eq!(first_keys.unwrap(), [[0; 4]; 2]);
+    assert_eq!(documents(5, true, false).1, None);
+    assert_eq!(documents(5, false, true).0, None);
+    assert_eq!(documents(5, false, false), (None, None));
 }
