@@ -28,8 +28,8 @@ pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
     /// The nearest value to `v`.
     fn of(v: f64) -> Self;
     fn f64(self) -> f64;
-    /// The nearest value of a storage type, rounded once.
-    fn narrow<E: Elem>(self) -> E;
+    /// The nearest values of a storage type to `wide`, of which there are as many as elements, each rounded once.
+    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Unwritten<'a, E>) -> &'a mut [E];
 }
 
 impl Float for f32 {
@@ -73,8 +73,8 @@ impl Float for f32 {
     }
 
     #[inline(always)]
-    fn narrow<E: Elem>(self) -> E {
-        E::of_f32(self)
+    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Unwritten<'a, E>) -> &'a mut [E] {
+        E::of_f32s(wide, out)
     }
 }
 
@@ -119,8 +119,8 @@ impl Float for f64 {
     }
 
     #[inline(always)]
-    fn narrow<E: Elem>(self) -> E {
-        E::of_f64(self)
+    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Unwritten<'a, E>) -> &'a mut [E] {
+        out.write(wide.iter().map(|&v| E::of_f64(v)))
     }
 }
 
@@ -137,9 +137,9 @@ pub trait Elem: HostElem {
     /// The nearest value, ties to even; NaN stays NaN.
     fn store(v: Self::Acc) -> Self;
     /// The nearest value, ties to even; NaN stays NaN.
-    fn of_f32(v: f32) -> Self;
-    /// The nearest value, ties to even; NaN stays NaN.
     fn of_f64(v: f64) -> Self;
+    /// Writes the nearest value to each of `wide`, of which there are as many as elements, as [`Elem::store`] rounds.
+    fn of_f32s<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self];
     /// Writes [`Elem::store`] of each of `wide`, of which there are as many as elements.
     fn store_all<'a>(wide: &[Self::Acc], out: Unwritten<'a, Self>) -> &'a mut [Self];
     /// Has `outs`, equally long, written by `f` in `Acc`, part by part, and rounds. `f` gets the number of the first element of its part.
@@ -173,8 +173,8 @@ macro_rules! computed_in_itself {
             }
 
             #[inline(always)]
-            fn of_f32(v: f32) -> Self {
-                v as Self
+            fn of_f32s<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+                out.write(wide.iter().map(|&v| v as Self))
             }
 
             #[inline(always)]
@@ -217,8 +217,8 @@ computed_in_itself!(f32, f64);
 macro_rules! computed_in_f32 {
     () => {
         #[inline(always)]
-        fn of_f32(v: f32) -> Self {
-            Self::store(v)
+        fn of_f32s<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+            Self::store_all(wide, out)
         }
 
         #[inline(always)]

@@ -6,7 +6,7 @@ use crate::activation::{gelu, gelu_backward};
 use crate::float::{Elem, Float, by_elem};
 use crate::gemm::{Mat, Start, all_threads, gemm};
 use crate::host::{with_rows_mut, with_slice_mut};
-use crate::simd::{LANES, vectorize};
+use crate::simd::{LANES, ask_for, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last};
 use crate::{Error, Result, on_cuda, on_gpu, par, trace};
 
@@ -259,7 +259,7 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor) -> Result<()> {
                 let row = |row: usize| &dys[row * apart..][..n];
                 let together = first + (last - first) / ROWS_AT_ONCE * ROWS_AT_ONCE;
                 for first in (first..together).step_by(ROWS_AT_ONCE) {
-                    add_rows(partial, std::array::from_fn::<_, ROWS_AT_ONCE, _>(|i| row(first + i)));
+                    add_rows(partial, std::array::from_fn::<_, ROWS_AT_ONCE, _>(|i| row(first + i)), ROWS_AT_ONCE * apart);
                 }
                 (together..last).for_each(|last| add(partial, row(last)));
             });
@@ -271,15 +271,16 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor) -> Result<()> {
 /// Rows that [`bias_grad`] adds to a partial sum in one reading and writing of it, in order.
 const ROWS_AT_ONCE: usize = 8;
 
-/// As [`add`] of each of `rows` in order, with the sums in registers.
+/// As [`add`] of each of `rows` in order, with the sums in registers. Asks for the rows `ahead` elements behind.
 #[inline(always)]
-fn add_rows<E: Elem, const R: usize>(acc: &mut [E::Acc], rows: [&[E]; R]) {
+fn add_rows<E: Elem, const R: usize>(acc: &mut [E::Acc], rows: [&[E]; R], ahead: usize) {
     let n = acc.len();
     let rows = rows.map(|row| row[..n].as_chunks::<LANES>());
     let (blocks, rest) = acc.as_chunks_mut::<LANES>();
     for (i, block) in blocks.iter_mut().enumerate() {
         let mut sums = *block;
         for (row, _) in rows {
+            ask_for(row[i].as_ptr().wrapping_add(ahead));
             for l in 0..LANES {
                 sums[l] += row[i][l].load();
             }

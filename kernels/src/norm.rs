@@ -5,7 +5,7 @@ use candle_core::{Tensor, WithDType};
 use crate::float::{Elem, Float, by_elem};
 use crate::linear::{ROW_BLOCK, accumulate};
 use crate::output::{self, Unwritten};
-use crate::simd::{LANES, sum, tree, vectorize};
+use crate::simd::{LANES, ask_ahead_of, sum, tree, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor};
 use crate::{Error, Result, on_gpu, par, trace};
 
@@ -133,6 +133,7 @@ fn forward<E: Elem>(
         let mut stats = stats.iter_mut();
         y.parts(h, |at, y| {
             let x = &xs[i * block * h + at..][..h];
+            ask_ahead_of(x);
             let (y, row) = forward_line(x, &weight, bias.as_deref(), (inv_h, eps), y);
             if let Some(stats) = stats.next() {
                 *stats = row;
@@ -220,6 +221,7 @@ fn backward<E: Elem>(op: &'static str, of: &Backward) -> Result<Tensor> {
         let (dweight, dbias) = partial.split_at_mut(h);
         dx.parts(h, |at, dx| {
             let at = i * ROW_BLOCK * h + at;
+            [Some(xs), Some(dys), residual].into_iter().flatten().for_each(|t| ask_ahead_of(&t[at..at + h]));
             let row = Row {
                 x: &xs[at..at + h],
                 dy: &dys[at..at + h],

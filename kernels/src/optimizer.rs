@@ -8,6 +8,7 @@ use candle_core::Tensor;
 use crate::clip::Verdict;
 use crate::float::{Elem, Float, by_elem, by_float};
 use crate::host::{HostElem, with_slice_mut};
+use crate::output::Unwritten;
 use crate::simd::vectorize;
 use crate::view::{View, expect_elements, same_storage};
 use crate::{Error, Result, on_gpu, par, trace};
@@ -158,11 +159,11 @@ fn run<T: Float, W: Elem>(
         for (((p, g), weight), (first, second)) in blocks {
             vectorize(
                 #[inline(always)]
-                || {
-                    step(p, g, first, second);
-                    weight.iter_mut().zip(p.iter()).for_each(|(weight, p)| *weight = p.narrow());
-                },
+                || step(p, g, first, second),
             );
+            if !weight.is_empty() {
+                T::narrow_all(p, Unwritten::over(weight));
+            }
         }
     });
     Ok(())

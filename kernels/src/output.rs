@@ -9,7 +9,7 @@ use candle_core::Tensor;
 
 use crate::float::{Elem, Float};
 use crate::memory::rows_apart;
-use crate::simd::LANES;
+use crate::simd::{AHEAD, LANES, ask_for};
 use crate::view::tensor;
 use crate::{Result, par};
 
@@ -138,6 +138,7 @@ fn each_of<'a, E: Elem, const K: usize, const N: usize, const M: usize>(
             let whole = n - n % LANES;
             let mut at = 0;
             while at < whole {
+                stored.iter().for_each(|s| ask_for(s.as_ptr().wrapping_add(at).wrapping_byte_add(AHEAD)));
                 let values = of_block::<E, K, N, M>(stored.map(|s| block(s, at)), wide.map(|w| block(w, at)), &f);
                 for (out, values) in outs.iter_mut().zip(&values) {
                     out.0[at..at + LANES].write_copy_of_slice(values);

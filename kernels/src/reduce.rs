@@ -6,12 +6,15 @@ use candle_core::{DType, Device, Tensor};
 use crate::device::to_host;
 use crate::float::{Elem, Float, by_elem};
 use crate::host::{with_bytes, with_bytes_mut, with_slice_mut};
-use crate::simd::vectorize;
+use crate::output::Unwritten;
+use crate::simd::{AHEAD, ask_for, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, same_storage};
 use crate::{Error, Result, on_gpu, par, trace};
 
 /// Elements per partial sum.
 const BLOCK: usize = 4096;
+/// Elements that are cast at a time, by way of the L1 cache.
+const CAST: usize = 1024;
 /// Independent sums within a block.
 const SUMS: usize = 16;
 
@@ -102,6 +105,7 @@ fn block_sum<E: Elem>(x: &[E]) -> f64 {
     let chunks = x.chunks_exact(SUMS);
     let rest = chunks.remainder();
     for c in chunks {
+        ask_for(c.as_ptr().wrapping_byte_add(AHEAD));
         for l in 0..SUMS {
             let v = c[l].load().f64();
             acc[l] += v * v;
@@ -235,9 +239,13 @@ pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
         let src = View::<S>::new(src, OP, "src")?;
         let src: &[S] = &src;
         by_elem!(dst, OP, D => with_slice_mut::<D, _>(dst, OP, |dst| {
-            par::blocks(dst, par::GRAIN, |start, dst| vectorize(#[inline(always)] || {
-                dst.iter_mut().zip(&src[start..]).for_each(|(d, s)| *d = s.load().narrow());
-            }));
+            par::blocks(dst, par::GRAIN, |start, dst| {
+                let mut buffer = S::buffer(CAST);
+                for (dst, src) in dst.chunks_mut(CAST).zip(src[start..].chunks(CAST)) {
+                    let wide = S::widened(&src[..dst.len()], &mut buffer);
+                    vectorize(#[inline(always)] || Float::narrow_all(wide, Unwritten::over(dst)));
+                }
+            });
             Ok(())
         }))
     })

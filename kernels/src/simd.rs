@@ -132,6 +132,34 @@ fn amx_permitted() -> bool {
 /// Independent partial sums of a reduction: one AVX-512 register of f32.
 pub const LANES: usize = 16;
 
+/// Bytes by which loops over memory ask for what they will read.
+pub const AHEAD: usize = 2048;
+
+/// Has the cache line at `address`, which may be anywhere, fetched, on machines that can be asked to.
+#[inline(always)]
+pub fn ask_for<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: it is no access, and every x86-64 has the instruction.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+/// As [`ask_for`], as much as `part` has, [`AHEAD`] bytes further. Nothing where that is more than a page, which would fill the queues of what
+/// is on its way, and which processors see coming by themselves.
+#[inline(always)]
+pub fn ask_ahead_of<T>(part: &[T]) {
+    const LINE: usize = 64;
+    const PAGE: usize = 4096;
+    let first = part.as_ptr().wrapping_byte_add(AHEAD);
+    if size_of_val(part) <= PAGE {
+        (0..size_of_val(part)).step_by(LINE).for_each(|at| ask_for(first.wrapping_byte_add(at)));
+    }
+}
+
 /// Runs `f` compiled for the widest vectors this machine has.
 ///
 /// What `f` calls must be inlined into it to profit; pass `#[inline(always)] || …`.
