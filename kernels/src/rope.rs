@@ -1,5 +1,7 @@
 //! Rotary position embedding (Su et al. 2021) of packed queries and keys, rotating halves as Llama does.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor};
 
 use crate::attention::HeadShape;
@@ -128,24 +130,20 @@ fn rotate_rows(qkv: &Tensor, table: &RopeTable, shape: HeadShape, positions: Pos
             return Err(Error::shape(OP, message));
         }
     };
-    let range_of = |positions: &[usize]| match (positions.iter().min(), positions.iter().max()) {
-        (Some(&first), Some(&last)) if last < rows => Ok(first..last + 1),
-        (Some(first), Some(last)) => {
-            Err(Error::shape(OP, format!("positions {first} to {last} exceed the table's {rows}")))
-        }
-        _ => Ok(0..0),
-    };
     let (s, b, _) = qkv.dims3()?;
+    if s * b == 0 {
+        return Ok(());
+    }
     if let Positions::Offsets(offsets) = positions {
-        let ends: Vec<usize> = offsets.iter().flat_map(|first| [*first, first + s.saturating_sub(1)]).collect();
-        range_of(&ends)?;
+        let ends: Vec<usize> = offsets.iter().flat_map(|first| [*first, first + s - 1]).collect();
+        range_of(&ends, rows)?;
     }
     on_gpu!(qkv, rope::rotate(qkv, table, shape, positions, inverse, OP));
     let positions: Vec<usize> = match positions {
         Positions::Offsets(offsets) => (0..s * b).map(|row| row / b + offsets[row % b]).collect(),
         Positions::Rows(rows) => copied::<u32>(rows, OP, "positions")?.iter().map(|&p| p as usize).collect(),
     };
-    let range = range_of(&positions)?;
+    let range = range_of(&positions, rows)?;
     by_elem!(qkv, OP, E => {
         type Acc = <E as Elem>::Acc;
         let cos = copied::<Acc>(&table.cos.narrow(0, range.start, range.len())?, OP, "table")?;
@@ -168,6 +166,15 @@ fn rotate_rows(qkv: &Tensor, table: &RopeTable, shape: HeadShape, positions: Pos
             Ok(())
         })
     })
+}
+
+/// From the first to the last of some positions, which have to be in a table of `rows`.
+fn range_of(positions: &[usize], rows: usize) -> Result<Range<usize>> {
+    let (first, last) = positions.iter().fold((usize::MAX, 0), |(first, last), &p| (first.min(p), last.max(p)));
+    if last >= rows {
+        return Err(Error::shape(OP, format!("positions {first} to {last} exceed the table's {rows}")));
+    }
+    Ok(first..last + 1)
 }
 
 fn rotate_heads<T: Float>(heads: &mut [T], cos: &[T], sin: &[T], sign: T) {

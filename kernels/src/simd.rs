@@ -7,6 +7,7 @@
 use std::sync::OnceLock;
 
 use crate::float::{Elem, Float};
+use crate::memory::LINE;
 
 /// The environment variable that lowers the instruction set.
 const VARIABLE: &str = "MEGATRON_SIMD";
@@ -152,7 +153,6 @@ pub fn ask_for<T>(address: *const T) {
 /// is on its way, and which processors see coming by themselves.
 #[inline(always)]
 pub fn ask_ahead_of<T>(part: &[T]) {
-    const LINE: usize = 64;
     const PAGE: usize = 4096;
     let first = part.as_ptr().wrapping_byte_add(AHEAD);
     if size_of_val(part) <= PAGE {

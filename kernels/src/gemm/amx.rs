@@ -14,6 +14,7 @@ use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Strip};
 use super::lanes::{first, transpose};
 use super::tiles::{FETCHING, STEP, WIDTH, of_tiles};
 use crate::float::Elem;
+use crate::simd::ask_for;
 
 const MR: usize = WIDTH;
 const NR: usize = WIDTH;
@@ -324,7 +325,7 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         } else if row == 1 && rows == MR && k == STEP {
             // The next piece along the inner dimension is packed after those of the other strips.
             for i in STEP..2 * STEP {
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(i * column).cast());
+                ask_for(from.wrapping_add(i * column));
             }
             for r in (0..MR).step_by(8) {
                 let lines = transposed_words(from.add(r).cast(), 2 * column);

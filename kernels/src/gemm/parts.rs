@@ -12,6 +12,7 @@ use super::Mat;
 use super::lanes::{Lanes, first, transpose};
 use super::tiles::{STEP, WIDTH};
 use crate::float::Float;
+use crate::simd::ask_for;
 
 /// Elements of one part of a piece.
 pub const PART: usize = WIDTH * STEP;
@@ -210,9 +211,9 @@ fn distance<E>(from: *const E, to: *const E) -> usize {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn part_of_row<E: Lanes>(from: *const E, row: usize, i: usize, k: usize, ahead: usize) -> __m512 {
     let at = from.wrapping_add(row + i);
-    // SAFETY: the caller's promise; what a mask does not select is not read; fetching ahead is no access.
+    // SAFETY: the caller's promise; what a mask does not select is not read.
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_byte_add(ahead).cast());
+        ask_for(at.wrapping_byte_add(ahead));
         E::load16(at, first(k.saturating_sub(i)))
     }
 }
@@ -230,7 +231,7 @@ unsafe fn part_of_column<E: Lanes>(
     let at = from.wrapping_add(i * column);
     // SAFETY: as in `part_of_row`.
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_byte_add(ahead).cast());
+        ask_for(at.wrapping_byte_add(ahead));
         E::load16(at, if i < k { mask } else { 0 })
     }
 }

@@ -9,6 +9,7 @@ use super::Mat;
 use super::kernel::{Next, Pack};
 use super::lanes::first;
 use crate::memory::LINE;
+use crate::simd::ask_for;
 
 pub const MR: usize = 14;
 pub const NR: usize = 32;
@@ -140,8 +141,7 @@ impl Work for Fetch {
     #[inline(always)]
     unsafe fn share(&mut self) {
         for _ in 0..self.1 {
-            // SAFETY: fetching ahead is no access.
-            self.0.lines().into_iter().for_each(|line| unsafe { _mm_prefetch::<_MM_HINT_T0>(line) });
+            self.0.lines().into_iter().for_each(ask_for);
         }
     }
 }
@@ -183,16 +183,16 @@ impl<E, W: Word<E>, const R: usize> Work for PackByShares<E, W, R> {
         let now = self.share.min(self.left);
         self.left -= now;
         let line = LINE / size_of::<E>();
-        // SAFETY: the caller's promise; fetching ahead is no access.
+        // SAFETY: the caller's promise.
         unsafe {
             for _ in 0..now {
                 for r in 0..W::ROWS {
                     let ahead = self.from.wrapping_add((SHARES_AHEAD * self.share * W::ROWS + r) * self.row);
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                    ask_for(ahead);
                     if R > line {
-                        _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line).cast());
+                        ask_for(ahead.wrapping_add(line));
                     }
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(R - 1).cast());
+                    ask_for(ahead.wrapping_add(R - 1));
                 }
                 for (i, &mask) in self.masks.iter().enumerate().take(R.div_ceil(16)) {
                     let words = W::words(self.from.wrapping_add(16 * i), self.row, mask);
@@ -249,7 +249,7 @@ macro_rules! tiles {
                     }
                 }
                 for r in 0..ROWS {
-                    read.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_T0>(line));
+                    read.lines().into_iter().for_each(crate::simd::ask_for);
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
                     work.share();
                     let now = if r + 1 < ROWS { share } else { left };

@@ -29,6 +29,22 @@ pub struct Documents {
     pub first_keys: Option<Tensor>,
 }
 
+impl Documents {
+    /// The tables that there are, always in the same order.
+    pub(crate) fn tables(&self) -> impl Iterator<Item = &Tensor> {
+        self.positions.iter().chain(&self.first_keys)
+    }
+
+    /// What `f` makes of the tables that there are.
+    ///
+    /// # Errors
+    /// What `f` returns.
+    pub(crate) fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let table = |table: &Option<Tensor>| table.as_ref().map(&f).transpose();
+        Ok(Self { positions: table(&self.positions)?, first_keys: table(&self.first_keys)? })
+    }
+}
+
 /// [`Documents`] in the making: `[s][b]` and `[b][s]`.
 pub(super) struct Tables {
     positions: Option<Vec<u32>>,

@@ -3,8 +3,9 @@
 //!
 //! What differs from one microbatch to the next reaches the graph through tensors that stay where they are and are filled before each launch:
 //! tokens, labels, the loss mask, the weights of the losses, in which are the number of unmasked tokens and the loss scale, where documents lie
-//! in the samples, and what dropout's masks are made of, the step and the samples' numbers. Everything else of a step (clearing and reducing gradients, the optimizer with its
-//! learning rate, counts and clipping) stays outside. Gradients and weights lie in flat buffers, which do not move.
+//! in the samples, and what dropout's masks are made of, the step and the samples' numbers. Everything else of a step (clearing and reducing
+//! gradients, the optimizer with its learning rate, counts and clipping) stays outside. Gradients and weights lie in flat buffers, which do not
+//! move.
 
 use candle_core::{DType, Tensor};
 use kernels::device::empty;
@@ -16,7 +17,7 @@ use kernels::trace::Recorder;
 use super::engine::{GradientListener, Losses, Stage};
 use super::generators::one_f_one_b;
 use super::schedule::Schedule;
-use crate::data::{Documents, MicroBatch};
+use crate::data::MicroBatch;
 use crate::params::{ParamId, ParamStore};
 use crate::tensor_parallel::Phase;
 use crate::{Error, Result};
@@ -125,16 +126,13 @@ fn one_shape(batches: &[MicroBatch]) -> Result<Option<(usize, usize)>> {
 impl Recorded {
     /// Records forward and backward of a microbatch like this one.
     fn new(stage: &Stage, like: &MicroBatch, phase: Phase, step_and_samples: Option<Tensor>) -> Result<Self> {
-        let room = |t: &Tensor| empty(t.shape(), t.dtype(), t.device());
-        let table = |table: &Option<Tensor>| table.as_ref().map(&room).transpose();
-        let documents =
-            Documents { positions: table(&like.documents.positions)?, first_keys: table(&like.documents.first_keys)? };
+        let room = |t: &Tensor| -> Result<Tensor> { Ok(empty(t.shape(), t.dtype(), t.device())?) };
         let input = MicroBatch {
             tokens: room(&like.tokens)?,
             labels: room(&like.labels)?,
             loss_mask: room(&like.loss_mask)?,
             step_and_samples,
-            documents,
+            documents: like.documents.map(room)?,
             ..like.clone()
         };
         let weights = stage.loss_weights(like, 1.0)?;
@@ -160,14 +158,9 @@ impl Recorded {
             (&self.input.loss_mask, &batch.loss_mask),
             (&self.weights, weights),
         ];
-        let (mine, theirs) = (&self.input.documents, &batch.documents);
-        let given = [
-            (self.input.step_and_samples.as_ref(), step_and_samples),
-            (mine.positions.as_ref(), theirs.positions.as_ref()),
-            (mine.first_keys.as_ref(), theirs.first_keys.as_ref()),
-        ];
-        let given = given.into_iter().filter_map(|(to, from)| to.zip(from));
-        for (to, from) in inputs.into_iter().chain(given) {
+        let of_dropout = self.input.step_and_samples.iter().zip(step_and_samples);
+        let of_documents = self.input.documents.tables().zip(batch.documents.tables());
+        for (to, from) in inputs.into_iter().chain(of_dropout).chain(of_documents) {
             copy(to, from)?;
         }
         self.graph.launch()?;
