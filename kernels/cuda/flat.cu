@@ -1,4 +1,5 @@
 // Arithmetic, copies and casts of flat ranges. Bound by memory: a thread has four vectors of 16 bytes in flight.
+#include "halves.cuh"
 #include "inplace.cuh"
 
 constexpr int UNROLL = 4;
@@ -110,3 +111,28 @@ MOVES(uint8_t, 1) MOVES(uint16_t, 2) MOVES(uint32_t, 4) MOVES(uint64_t, 8)
     KERNEL(cast_##from##_##to, D *dst, const S *src, uint64_t n) { cast(dst, src, n); }
 CASTS(float, f32, bf16, bf16) CASTS(float, f32, f16, f16) CASTS(bf16, bf16, float, f32)
 CASTS(bf16, bf16, f16, f16) CASTS(f16, f16, float, f32) CASTS(f16, f16, bf16, bf16)
+
+// Without `low` the high halves alone.
+KERNEL(split_halves, uint16_t *high, uint16_t *low, const float *values, uint64_t n) {
+    each<4>(
+        n, aligned(values) && fours(high, low),
+        [&](uint64_t first, uint64_t distance) {
+            Vector<float> v[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++) v[u] = load_vector(values + first + u * distance);
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++) {
+                const uint64_t at = first + u * distance;
+                if (low != nullptr) {
+                    store_four(high + at, low + at, v[u]);
+                } else {
+                    for (int i = 0; i < 4; i++) high[at + i] = Halves::of(v[u][i]).high;
+                }
+            }
+        },
+        [&](uint64_t i) {
+            const Halves halves = Halves::of(values[i]);
+            high[i] = halves.high;
+            if (low != nullptr) low[i] = halves.low;
+        });
+}

@@ -1,9 +1,10 @@
 // Optimizer steps over flat ranges of f32, in place and in one pass, which also rounds the new parameters to the weights that a 16-bit model
-// computes with.
+// computes with. Parameters that are bf16 weights and what these lack of f32 (halves.cuh) are put together in registers.
 //
 // AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. A thread has four elements of every operand in flight. One launch steps
 // many parameters that lie one after the other: a table says where their weight decay changes. The factor on gradients, and whether to step at
 // all, may be a verdict that lies on the device (cuda/squares.cu): then nobody waits for it.
+#include "halves.cuh"
 #include "inplace.cuh"
 
 constexpr uint32_t SEGMENTS = 64;
@@ -52,29 +53,61 @@ struct Sgd {
     }
 };
 
-/// No weights besides the parameters.
-struct None {};
+/// Parameters by themselves.
+struct Alone {
+    float *p;
 
-// Four neighbouring weights, at a multiple of their size.
+    DEVICE bool vectors() const { return aligned(p); }
+    DEVICE Vector<float> four(uint64_t at) const { return load_own(p + at); }
+    DEVICE void put_four(uint64_t at, const Vector<float> &values) const { store_vector(p + at, values); }
+    DEVICE float one(uint64_t at) const { return p[at]; }
+    DEVICE void put_one(uint64_t at, float value) const { p[at] = value; }
+};
+
+/// Parameters, and weights that are their rounding.
 template <class W>
-DEVICE void store_four(W *at, const Vector<float> &p) {
-    if constexpr (sizeof(W) == 4) {
-        store_vector(at, p);
-    } else {
-        W four[4];
+struct Rounded {
+    float *p;
+    W *weight;
+
+    DEVICE bool vectors() const { return aligned(p) && reinterpret_cast<uintptr_t>(weight) % (4 * sizeof(W)) == 0; }
+    DEVICE Vector<float> four(uint64_t at) const { return load_own(p + at); }
+    DEVICE void put_four(uint64_t at, const Vector<float> &values) const {
+        store_vector(p + at, values);
+        if constexpr (sizeof(W) == 4) {
+            store_vector(weight + at, values);
+        } else {
+            W four[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) four[i] = from_float<W>(p[i]);
-        uint2 raw;
-        memcpy(&raw, four, 8);
-        *reinterpret_cast<uint2 *>(at) = raw;
+            for (int i = 0; i < 4; i++) four[i] = from_float<W>(values[i]);
+            uint2 raw;
+            memcpy(&raw, four, 8);
+            *reinterpret_cast<uint2 *>(weight + at) = raw;
+        }
     }
-}
+    DEVICE float one(uint64_t at) const { return p[at]; }
+    DEVICE void put_one(uint64_t at, float value) const { p[at] = value, weight[at] = from_float<W>(value); }
+};
+
+/// Parameters in halves, of which the high ones are the weights.
+struct InHalves {
+    uint16_t *low, *high;
+
+    DEVICE bool vectors() const { return fours(high, low); }
+    DEVICE Vector<float> four(uint64_t at) const { return load_four(high + at, low + at); }
+    DEVICE void put_four(uint64_t at, const Vector<float> &values) const { store_four(high + at, low + at, values); }
+    DEVICE float one(uint64_t at) const { return Halves{high[at], low[at]}.value(); }
+    DEVICE void put_one(uint64_t at, float value) const {
+        const Halves halves = Halves::of(value);
+        high[at] = halves.high, low[at] = halves.low;
+    }
+};
 
 // `second` is null for rules with one state, `verdict` where the rule has the factor on gradients.
-template <class Rule, class W>
-DEVICE void step(Rule rule, const float *verdict, const Segments &segments, float *p, W *weight, const float *g, float *first,
+template <class Rule, class Parameters>
+DEVICE void step(Rule rule, const float *verdict, const Segments &segments, Parameters parameters, const float *g, float *first,
                  float *second, uint64_t n) {
-    constexpr bool WEIGHT = sizeof(W) > 1, TWO = Rule::TWO_STATES;
+    constexpr bool TWO = Rule::TWO_STATES;
     const uint64_t at = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (at >= n) return;
     if (verdict != nullptr) {
@@ -83,11 +116,10 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, floa
     }
     uint32_t segment = segments.find(at);
     const bool in_one = at + 4 <= n && at + 4 <= segments.ends[segment];
-    bool whole = in_one && aligned(p, g, first);
+    bool whole = in_one && parameters.vectors() && aligned(g, first);
     if (TWO) whole = whole && aligned(second);
-    if (WEIGHT) whole = whole && reinterpret_cast<uintptr_t>(weight) % (4 * sizeof(W)) == 0;
     if (whole) {
-        const Vector<float> ps = load_own(p + at), gs = load_vector(g + at), firsts = load_own(first + at);
+        const Vector<float> ps = parameters.four(at), gs = load_vector(g + at), firsts = load_own(first + at);
         const Vector<float> seconds = TWO ? load_own(second + at) : ps;
         const float decay = segments.decay[segment];
         float new_p[4], new_first[4], new_second[4];
@@ -96,33 +128,32 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, floa
             new_p[i] = ps[i], new_first[i] = firsts[i], new_second[i] = seconds[i];
             rule.step(new_p[i], gs[i], new_first[i], new_second[i], decay);
         }
-        const Vector<float> result = Vector<float>::of([&](int i) { return new_p[i]; });
-        store_vector(p + at, result);
+        parameters.put_four(at, Vector<float>::of([&](int i) { return new_p[i]; }));
         store_vector(first + at, Vector<float>::of([&](int i) { return new_first[i]; }));
         if (TWO) store_vector(second + at, Vector<float>::of([&](int i) { return new_second[i]; }));
-        if constexpr (WEIGHT) store_four(weight + at, result);
         return;
     }
     for (uint64_t i = at; i < at + 4 && i < n; i++) {
         while (i >= segments.ends[segment]) segment++;
-        float new_p = p[i], new_first = first[i], new_second = TWO ? second[i] : 0.0f;
+        float new_p = parameters.one(i), new_first = first[i], new_second = TWO ? second[i] : 0.0f;
         rule.step(new_p, g[i], new_first, new_second, segments.decay[segment]);
-        p[i] = new_p;
+        parameters.put_one(i, new_p);
         first[i] = new_first;
         if (TWO) second[i] = new_second;
-        if constexpr (WEIGHT) weight[i] = from_float<W>(new_p);
     }
 }
 
-#define KERNELS_OF(W, suffix)                                                                                                        \
-    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments, float *p, W *weight,   \
+// `P *p, W *weight` are what the launch has of parameters.
+#define KERNELS_OF(P, W, suffix, ...)                                                                                                \
+    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments, P *p, W *weight,       \
            const float *g, float *m, float *v, uint64_t n) {                                                                         \
-        step(rule, verdict, segments, p, weight, g, m, v, n);                                                                        \
+        step(rule, verdict, segments, __VA_ARGS__, g, m, v, n);                                                                      \
     }                                                                                                                                \
-    KERNEL(sgd_##suffix, const Sgd rule, const float *verdict, const __grid_constant__ Segments segments, float *p, W *weight,       \
+    KERNEL(sgd_##suffix, const Sgd rule, const float *verdict, const __grid_constant__ Segments segments, P *p, W *weight,           \
            const float *g, float *buffer, uint64_t n) {                                                                              \
-        step<Sgd, W>(rule, verdict, segments, p, weight, g, buffer, nullptr, n);                                                     \
+        step(rule, verdict, segments, __VA_ARGS__, g, buffer, static_cast<float *>(nullptr), n);                                     \
     }
-KERNELS_OF(None, none)
-#define KERNELS(T, suffix) KERNELS_OF(T, suffix)
+KERNELS_OF(float, void, none, Alone{p})
+KERNELS_OF(uint16_t, uint16_t, halves, InHalves{p, weight})
+#define KERNELS(T, suffix) KERNELS_OF(float, T, suffix, Rounded<T>{p, weight})
 FOR_DTYPES(KERNELS)

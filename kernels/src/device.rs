@@ -239,7 +239,7 @@ fn zeros_by_all<E: Elem>(shape: Shape, device: &Device) -> Result<Tensor> {
 /// As [`empty`]; names `what`.
 pub fn zeros(what: &'static str, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     #[cfg(gpu)]
-    if crate::gpu::computes(device) && matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+    if crate::gpu::computes(device) && matches!(dtype, DType::F32 | DType::BF16 | DType::F16 | DType::I16) {
         let (tensor, _) = crate::gpu::Gpu::on(device, what)?.output(shape, dtype, what)?;
         crate::gpu::reduce::zero(&tensor, what)?;
         return Ok(tensor);

@@ -80,7 +80,7 @@ macro_rules! host_elem {
         }
     )*};
 }
-host_elem!(u8 => U8, u32 => U32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64);
+host_elem!(u8 => U8, u32 => U32, i16 => I16, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64);
 
 impl<T: HostElem, F: FnOnce(&mut [T], usize) -> Result<R>, R> InplaceOp1 for Lend<T, F, R> {
     fn name(&self) -> &'static str {
@@ -144,6 +144,10 @@ macro_rules! by_dtype {
             }
             DType::U32 => {
                 type $T = u32;
+                $body
+            }
+            DType::I16 => {
+                type $T = i16;
                 $body
             }
             DType::I64 => {

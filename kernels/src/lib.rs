@@ -22,6 +22,7 @@ mod gemm;
 #[cfg(gpu)]
 pub mod gpu;
 pub mod graph;
+pub mod halves;
 pub mod host;
 pub mod huge_pages;
 pub mod linear;

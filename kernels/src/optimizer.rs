@@ -3,15 +3,16 @@
 //!
 //! AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. Arithmetic in the order of PyTorch's.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+use half::bf16;
 
 use crate::clip::Verdict;
-use crate::float::{Elem, Float, by_elem, by_float};
+use crate::float::{Float, by_elem, by_float};
 use crate::host::{HostElem, with_slice_mut};
 use crate::output::Unwritten;
 use crate::simd::vectorize;
 use crate::view::{View, expect_elements, same_storage};
-use crate::{Error, Result, on_gpu, par, trace};
+use crate::{Error, Result, halves, on_gpu, par, trace};
 
 /// One step's settings of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,9 +43,10 @@ pub struct Sgd {
 /// A tensor of a step that there may be none of.
 type Maybe<'a> = Option<&'a Tensor>;
 
-/// The tensors of a step: equally long and, but for `weight`, of one dtype; all in storages of their own.
+/// The tensors of a step: equally long and, but for `weight` and halves, of one dtype; all in storages of their own.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands<'a> {
+    /// The parameters; of dtype i16 the low halves of f32 ones, whose high halves are `weight`.
     pub p: &'a Tensor,
     /// Gets the new parameters, rounded.
     pub weight: Maybe<'a>,
@@ -57,6 +59,11 @@ impl Operands<'_> {
     /// `names` are those of the states in messages.
     fn check(&self, op: &'static str, names: [&str; 2]) -> Result<()> {
         let &Self { p, weight, g, first, second } = self;
+        if self.in_halves() {
+            let high = weight
+                .ok_or_else(|| Error::shape(op, "p of dtype i16 is half of parameters: weight is wanted, too"))?;
+            halves::check(op, high, Some(p))?;
+        }
         let mut seen = vec![p];
         for (name, t) in [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)] {
             let Some(t) = t else { continue };
@@ -67,6 +74,11 @@ impl Operands<'_> {
             seen.push(t);
         }
         Ok(())
+    }
+
+    /// Whether the parameters are kept as [`halves`].
+    pub fn in_halves(&self) -> bool {
+        self.p.dtype() == DType::I16
     }
 
     /// Calls `f` with what each segment has of every tensor.
@@ -119,21 +131,87 @@ impl Segment {
     }
 }
 
-/// Calls `step` with blocks of parameters, gradients, and first and second state (empty where there is none), and rounds the
-/// parameters of each block to the weights.
-fn for_blocks<T: Float>(
+/// Where a parameter is kept.
+trait Place<T> {
+    fn get(&self) -> T;
+    fn set(&mut self, value: T);
+}
+
+impl<T: Float> Place<T> for &mut T {
+    #[inline(always)]
+    fn get(&self) -> T {
+        **self
+    }
+
+    #[inline(always)]
+    fn set(&mut self, value: T) {
+        **self = value;
+    }
+}
+
+impl Place<f32> for (&mut bf16, &mut i16) {
+    #[inline(always)]
+    fn get(&self) -> f32 {
+        halves::join_value(*self.0, *self.1)
+    }
+
+    #[inline(always)]
+    fn set(&mut self, value: f32) {
+        (*self.0, *self.1) = halves::split_value(value);
+    }
+}
+
+/// What a step does.
+trait Rule<T>: Sync {
+    /// Changes parameters `p` and state, by gradients `g`. All are equally long; `second` is empty where the rule has none.
+    fn step(&self, p: impl Iterator<Item = impl Place<T>>, g: &[T], first: &mut [T], second: &mut [T]);
+}
+
+/// Steps the operands, in parallel, and rounds the parameters of each block to the weights.
+fn step_whole<T: Float>(
     op: &'static str,
     Operands { p, weight, g, first, second }: Operands,
-    step: impl Fn(&mut [T], &[T], &mut [T], &mut [T]) + Sync,
+    rule: &impl Rule<T>,
 ) -> Result<()> {
     let g = View::<T>::new(g, op, "g")?;
     with_slice_mut::<T, _>(p, op, |p| {
         with_slice_mut::<T, _>(first, op, |first| {
             lend::<T>(second, op, |second| match weight {
-                None => run::<T, T>((p, &mut [], &g, first, second), step),
+                None => run((p, &mut [] as &mut [T], &g, first, second), |p, _, g, first, second| {
+                    vectorize(
+                        #[inline(always)]
+                        || rule.step(p.iter_mut(), g, first, second),
+                    );
+                }),
                 Some(weight) => by_elem!(weight, op, W => with_slice_mut::<W, _>(weight, op, |weight| {
-                    run((p, weight, &g, first, second), step)
+                    run((p, weight, &g, first, second), |p, weight, g, first, second| {
+                        vectorize(#[inline(always)] || rule.step(p.iter_mut(), g, first, second));
+                        T::narrow_all(p, Unwritten::over(weight));
+                    })
                 })),
+            })
+        })
+    })
+}
+
+/// As [`step_whole`], of parameters that are [`halves`].
+fn step_halves(
+    op: &'static str,
+    Operands { p: low, weight: high, g, first, second }: Operands,
+    rule: &impl Rule<f32>,
+) -> Result<()> {
+    let g = View::<f32>::new(g, op, "g")?;
+    with_slice_mut::<i16, _>(low, op, |low| {
+        with_slice_mut::<f32, _>(first, op, |first| {
+            lend::<f32>(second, op, |second| {
+                lend::<bf16>(high, op, |high| {
+                    run((low, high, &g, first, second), |low, high, g, first, second| {
+                        vectorize(
+                            #[inline(always)]
+                            || rule.step(high.iter_mut().zip(low), g, first, second),
+                        );
+                    })
+                })
             })
         })
     })
@@ -147,23 +225,18 @@ fn lend<T: HostElem>(t: Maybe, op: &'static str, f: impl FnOnce(&mut [T]) -> Res
     }
 }
 
-type Slices<'a, T, W> = (&'a mut [T], &'a mut [W], &'a [T], &'a mut [T], &'a mut [T]);
+type Slices<'a, P, W, T> = (&'a mut [P], &'a mut [W], &'a [T], &'a mut [T], &'a mut [T]);
 
-fn run<T: Float, W: Elem>(
-    (p, weight, g, first, second): Slices<T, W>,
-    step: impl Fn(&mut [T], &[T], &mut [T], &mut [T]) + Sync,
+/// Calls `step` with blocks of each, in parallel: parameters, weights, gradients, first and second state.
+fn run<P: Send, W: Send, T: Float>(
+    (p, weight, g, first, second): Slices<P, W, T>,
+    step: impl Fn(&mut [P], &mut [W], &[T], &mut [T], &mut [T]) + Sync,
 ) -> Result<()> {
     let inputs = p.chunks_mut(par::GRAIN).zip(g.chunks(par::GRAIN));
     let mut blocks: Vec<_> = inputs.zip(parts(weight)).zip(parts(first).zip(parts(second))).collect();
     par::blocks(&mut blocks, 1, |_, blocks| {
         for (((p, g), weight), (first, second)) in blocks {
-            vectorize(
-                #[inline(always)]
-                || step(p, g, first, second),
-            );
-            if !weight.is_empty() {
-                T::narrow_all(p, Unwritten::over(weight));
-            }
+            step(p, weight, g, first, second);
         }
     });
     Ok(())
@@ -175,7 +248,8 @@ fn parts<T>(slice: &mut [T]) -> impl Iterator<Item = &mut [T]> {
 }
 
 /// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long, contiguous, in four storages. Where
-/// `weight` is given, in a storage of its own and of any float dtype, it gets the new parameters, rounded.
+/// `weight` is given, in a storage of its own and of any float dtype, it gets the new parameters, rounded. Where `p` is of dtype i16, it and
+/// bf16 `weight` are the [`halves`] of f32 parameters, which both change.
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
@@ -198,7 +272,7 @@ pub fn adamw_segments(
     verdict: Option<&Verdict>,
     segments: &[Segment],
 ) -> Result<()> {
-    let _span = trace::moves("adamw", &[p, p, g, m, m, v, v]);
+    let _span = moves("adamw", p, weight, &[g, m, m, v, v]);
     const OP: &str = "adamw";
     if h.step == 0 {
         return Err(Error::shape(OP, "steps are counted from 1, got step 0"));
@@ -209,10 +283,19 @@ pub fn adamw_segments(
     on_gpu!(p, optimizer::adamw(&of, h, verdict, segments, OP));
     let Some(grad_scale) = factor(h.grad_scale, verdict)? else { return Ok(()) };
     let h = &AdamW { grad_scale, ..*h };
+    if of.in_halves() {
+        return of.by_segment(segments, |segment, of| step_halves(OP, of, &AdamRule::new(h, segment)));
+    }
     by_float!(p, OP, T => of.by_segment(segments, |segment, of| {
-        let rule = AdamRule::<T>::new(h, segment);
-        for_blocks::<T>(OP, of, #[inline(always)] |p, g, m, v| rule.step(p, g, m, v))
+        step_whole(OP, of, &AdamRule::<T>::new(h, segment))
     }))
+}
+
+/// A span of a step that reads and writes `p`, reads or writes `others`, and writes `weight`, or reads and writes it as the high half of
+/// parameters.
+fn moves(name: &'static str, p: &Tensor, weight: Option<&Tensor>, others: &[&Tensor]) -> trace::Span {
+    let weights = weight.into_iter().chain(weight.filter(|_| p.dtype() == DType::I16));
+    trace::moves(name, &[p, p].into_iter().chain(weights).chain(others.iter().copied()).collect::<Vec<_>>())
 }
 
 /// The factor on the gradients of a step on the CPU; none if it is not to be made.
@@ -247,15 +330,17 @@ impl<T: Float> AdamRule<T> {
             step_size: T::of(h.lr / correction(h.beta1)),
         }
     }
+}
 
+impl<T: Float> Rule<T> for AdamRule<T> {
     #[inline(always)]
-    fn step(&self, p: &mut [T], g: &[T], m: &mut [T], v: &mut [T]) {
-        for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+    fn step(&self, p: impl Iterator<Item = impl Place<T>>, g: &[T], m: &mut [T], v: &mut [T]) {
+        for (((mut p, &g), m), v) in p.zip(g).zip(m).zip(v) {
             let g = g * self.grad_scale;
             *m += self.one_minus_beta1 * (g - *m);
             *v = self.beta2 * *v + self.one_minus_beta2 * g * g;
             let denominator = v.sqrt() * self.inv_sqrt_correction2 + self.eps;
-            *p = *p * self.keep - self.step_size * (*m / denominator);
+            p.set(p.get() * self.keep - self.step_size * (*m / denominator));
         }
     }
 }
@@ -283,21 +368,45 @@ pub fn sgd_segments(
     verdict: Option<&Verdict>,
     segments: &[Segment],
 ) -> Result<()> {
-    let _span = trace::moves("sgd", &[p, p, g, buf, buf]);
+    let _span = moves("sgd", p, weight, &[g, buf, buf]);
     const OP: &str = "sgd";
     let of = Operands { p, weight, g, first: buf, second: None };
     of.check(OP, ["buf", ""])?;
     Segment::check(segments, p, OP)?;
     on_gpu!(p, optimizer::sgd(&of, h, verdict, segments, OP));
     let Some(grad_scale) = factor(h.grad_scale, verdict)? else { return Ok(()) };
+    if of.in_halves() {
+        return of.by_segment(segments, |segment, of| step_halves(OP, of, &SgdRule::new(h, grad_scale, segment)));
+    }
     by_float!(p, OP, T => of.by_segment(segments, |segment, of| {
-        let (lr, momentum) = (T::of(h.lr), T::of(h.momentum));
-        let (decay, scale) = (T::of(segment.decay(h.weight_decay)), T::of(f64::from(grad_scale)));
-        for_blocks::<T>(OP, of, #[inline(always)] |p, g, buf, _| {
-            for ((p, buf), &g) in p.iter_mut().zip(buf).zip(g) {
-                *buf = momentum * *buf + (scale * g + decay * *p);
-                *p -= lr * *buf;
-            }
-        })
+        step_whole(OP, of, &SgdRule::<T>::new(h, grad_scale, segment))
     }))
+}
+
+struct SgdRule<T> {
+    lr: T,
+    momentum: T,
+    decay: T,
+    grad_scale: T,
+}
+
+impl<T: Float> SgdRule<T> {
+    fn new(h: &Sgd, grad_scale: f32, segment: &Segment) -> Self {
+        Self {
+            lr: T::of(h.lr),
+            momentum: T::of(h.momentum),
+            decay: T::of(segment.decay(h.weight_decay)),
+            grad_scale: T::of(f64::from(grad_scale)),
+        }
+    }
+}
+
+impl<T: Float> Rule<T> for SgdRule<T> {
+    #[inline(always)]
+    fn step(&self, p: impl Iterator<Item = impl Place<T>>, g: &[T], buf: &mut [T], _: &mut [T]) {
+        for ((mut p, buf), &g) in p.zip(buf).zip(g) {
+            *buf = self.momentum * *buf + (self.grad_scale * g + self.decay * p.get());
+            p.set(p.get() - self.lr * *buf);
+        }
+    }
 }

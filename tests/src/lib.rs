@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{DType, Device};
+use candle_core::Device;
 use megatron::comm::{CommOptions, Group};
 use megatron::config::*;
 use megatron::data::SampleSource;
@@ -218,10 +218,7 @@ pub type Shares = Vec<(String, StateKind, Vec<usize>, Vec<Piece>, Vec<f32>)>;
 /// The shares of one rank.
 pub fn shares(trainer: &Trainer) -> Result<Shares> {
     let shards = trainer.owned_shards()?;
-    shards
-        .into_iter()
-        .map(|s| Ok((s.name, s.kind, s.global_shape, s.pieces, s.data.to_dtype(DType::F32)?.to_vec1::<f32>()?)))
-        .collect()
+    shards.into_iter().map(|s| Ok((s.name, s.kind, s.global_shape, s.pieces, s.data.to_f32()?))).collect()
 }
 
 /// Puts the shares of all ranks together; panics where an element is missing or given twice.

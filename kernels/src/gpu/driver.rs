@@ -112,6 +112,7 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
     match t.dtype() {
         DType::U8 => copied::<u8>(&gpu, at, t.shape()),
         DType::U32 => copied::<u32>(&gpu, at, t.shape()),
+        DType::I16 => copied::<i16>(&gpu, at, t.shape()),
         DType::I64 => copied::<i64>(&gpu, at, t.shape()),
         DType::BF16 => copied::<half::bf16>(&gpu, at, t.shape()),
         DType::F16 => copied::<half::f16>(&gpu, at, t.shape()),
@@ -438,6 +439,7 @@ impl Gpu {
         Ok(DevicePointer(match &cuda.slice {
             CudaStorageSlice::U8(slice) => address(slice, stream),
             CudaStorageSlice::U32(slice) => address(slice, stream),
+            CudaStorageSlice::I16(slice) => address(slice, stream),
             CudaStorageSlice::I64(slice) => address(slice, stream),
             CudaStorageSlice::BF16(slice) => address(slice, stream),
             CudaStorageSlice::F16(slice) => address(slice, stream),

@@ -86,13 +86,15 @@ fn step(
     rule: impl Fn(&mut Args),
 ) -> Result<()> {
     let gpu = Gpu::of(of.p, op)?;
-    let (p, g) = (gpu.inplace(of.p, DType::F32, op, "p")?, gpu.input(of.g, DType::F32, op, "g")?);
+    let (kept, size) = if of.in_halves() { (DType::I16, 2) } else { (DType::F32, 4) };
+    let (p, g) = (gpu.inplace(of.p, kept, op, "p")?, gpu.input(of.g, DType::F32, op, "g")?);
     let first = gpu.inplace(of.first, DType::F32, op, names[0])?;
     let second = of.second.map(|t| gpu.inplace(t, DType::F32, op, names[1])).transpose()?;
     let inplace = |w: &Tensor| gpu.inplace(w, w.dtype(), op, "weight").map(|at| (at, w.dtype().size_in_bytes()));
     let weight = of.weight.map(inplace).transpose()?;
     let verdict = verdict.map(|v| gpu.input(v.values(), DType::F32, op, "verdict")).transpose()?;
     let kernel = match of.weight {
+        Some(_) if of.in_halves() => format!("{kernel}_halves"),
         Some(weight) => format!("{kernel}_{}", suffix(weight.dtype(), op)?),
         None => format!("{kernel}_none"),
     };
@@ -111,7 +113,7 @@ fn step(
             args.optional(verdict);
             // SAFETY: as above.
             unsafe { args.structure(&table) };
-            args.ptr(p.offset(4 * at)).optional(weight.map(|(w, size)| w.offset(size * at)));
+            args.ptr(p.offset(size * at)).optional(weight.map(|(w, size)| w.offset(size * at)));
             args.ptr(g.offset(4 * at)).ptr(first.offset(4 * at));
             if let Some(second) = second {
                 args.ptr(second.offset(4 * at));

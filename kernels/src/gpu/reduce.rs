@@ -47,7 +47,6 @@ pub fn scale(t: &Tensor, factor: f64, op: &'static str) -> Result<()> {
 /// `t = 0`.
 pub fn zero(t: &Tensor, op: &'static str) -> Result<()> {
     let (gpu, dtype) = (Gpu::of(t, op)?, t.dtype());
-    suffix(dtype, op)?;
     let to = gpu.inplace(t, dtype, op, "tensor")?;
     zero_elements(&gpu, to, t.elem_count(), dtype.size_in_bytes(), op)
 }
@@ -87,6 +86,16 @@ pub fn cast(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
     let (dsts, srcs) = (gpu.inplace(dst, dst.dtype(), op, "dst")?, gpu.input(src, src.dtype(), op, "src")?);
     gpu.launch(FILE, &format!("cast_{from}_{to}"), grid(op, n, 8)?, THREADS, 0, |args| {
         args.ptr(dsts).ptr(srcs).count(n);
+    })
+}
+
+/// The halves of f32 `values` ([`crate::halves`]), of equal sizes.
+pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>, op: &'static str) -> Result<()> {
+    let (gpu, n) = (Gpu::of(high, op)?, values.elem_count());
+    let (from, highs) = (gpu.input(values, DType::F32, op, "values")?, gpu.inplace(high, DType::BF16, op, "high")?);
+    let lows = low.map(|low| gpu.inplace(low, DType::I16, op, "low")).transpose()?;
+    gpu.launch(FILE, "split_halves", grid(op, n, 4)?, THREADS, 0, |args| {
+        args.ptr(highs).optional(lows).ptr(from).count(n);
     })
 }
 

@@ -3,6 +3,8 @@
 use crate::support::{Input, check, runs};
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
+use kernels::device::{to_host, zeros};
+use kernels::halves::{join_value, split, split_value};
 use kernels::optimizer::{AdamW, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
 use kernels::reduce::copy;
 
@@ -90,6 +92,47 @@ fn an_element_has_the_same_bits_however_its_range_is_cut() {
     let cut = runs(|device| step(device, &[0, 1, 7, 64, 129, 300]));
     for ((run, whole), (_, cut)) in whole.iter().zip(&cut) {
         assert!(whole == cut, "{run}");
+    }
+}
+
+#[test]
+fn parameters_in_halves_have_the_bits_of_whole_ones() {
+    for (run, ()) in runs(|device| {
+        let n = segments().iter().map(|s| s.len).sum::<usize>();
+        let fill = |factor: f64| Tensor::arange(0f32, n as f32, device).unwrap().affine(factor, 0.1).unwrap();
+        // At an address that vectors of 8 bytes do not fit, too.
+        for offset in [0, 3] {
+            let part = |dtype| zeros("half", n + offset, dtype, device).unwrap().narrow(0, offset, n).unwrap();
+            let (p, g, high, low) = (fill(1.234_567e-3), fill(-0.01), part(DType::BF16), part(DType::I16));
+            split(&p, &high, Some(&low)).unwrap();
+            let state = || zeros("state", n, DType::F32, device).unwrap();
+            let (whole, halved) = ([(); 3].map(|()| state()), [(); 3].map(|()| state()));
+            adamw_segments(&p, None, &g, &whole[0], &whole[1], &ADAM, None, &segments()).unwrap();
+            adamw_segments(&low, Some(&high), &g, &halved[0], &halved[1], &ADAM, None, &segments()).unwrap();
+            sgd_segments(&p, None, &g, &whole[2], &SGD, None, &segments()).unwrap();
+            sgd_segments(&low, Some(&high), &g, &halved[2], &SGD, None, &segments()).unwrap();
+            let rounded = part(DType::BF16);
+            split(&p, &rounded, None).unwrap();
+            let here = |t: &Tensor| to_host(t).unwrap();
+            let bits = |t: &Tensor| here(t).to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            let highs = |t: &Tensor| here(t).to_vec1::<half::bf16>().unwrap();
+            let joined = highs(&high).into_iter().zip(here(&low).to_vec1().unwrap());
+            assert!(joined.map(|(high, low)| join_value(high, low).to_bits()).collect::<Vec<_>>() == bits(&p));
+            assert!(highs(&high) == highs(&rounded));
+            assert!(whole.iter().zip(&halved).all(|(whole, halved)| bits(whole) == bits(halved)));
+        }
+        // As the CPU splits them, NaN and the largest number included.
+        let odd = [0x3f80_8000, 0x3f81_8000, 0x7f7f_ffff, 0x7fff_ffff, 0xff80_0001, 0x7f80_0000, 0x8000_0001_u32]
+            .map(f32::from_bits);
+        let values = Tensor::new(odd.as_slice(), device).unwrap();
+        let (high, low) =
+            (zeros("half", 7, DType::BF16, device).unwrap(), zeros("half", 7, DType::I16, device).unwrap());
+        split(&values, &high, Some(&low)).unwrap();
+        let highs = to_host(&high).unwrap().to_vec1::<half::bf16>().unwrap().into_iter().map(half::bf16::to_bits);
+        let halves: Vec<_> = highs.zip(to_host(&low).unwrap().to_vec1::<i16>().unwrap()).collect();
+        assert_eq!(halves, odd.map(|value| (split_value(value).0.to_bits(), split_value(value).1)));
+    }) {
+        assert!(!run.is_empty());
     }
 }
 

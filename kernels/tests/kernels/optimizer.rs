@@ -3,7 +3,8 @@
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::optim::{Optimizer, ParamsAdamW};
-use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
+use kernels::halves::{join_value, split};
+use kernels::optimizer::{AdamW, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
 
 const ADAM: AdamW = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
 
@@ -97,6 +98,60 @@ fn results_do_not_depend_on_the_number_of_threads() {
         sgd(&p, None, &g, &buf, &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 }).unwrap();
         vec![p, m, v, buf]
     });
+}
+
+/// Empty halves of `n` values.
+fn halves(n: usize) -> (Tensor, Tensor) {
+    (zeros(n, DType::BF16), zeros(n, DType::I16))
+}
+
+fn joined((high, low): &(Tensor, Tensor)) -> Vec<u32> {
+    let halves = high.to_vec1().unwrap().into_iter().zip(low.to_vec1().unwrap());
+    halves.map(|(high, low)| join_value(high, low).to_bits()).collect()
+}
+
+#[test]
+fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
+    for n in [1, 15, 16_384, 50_001] {
+        let p = cast(&randn("p", &[n]), DType::F32);
+        let kept = halves(n);
+        split(&p, &kept.0, Some(&kept.1)).unwrap();
+        let (states, sgd_rule) = (
+            [(); 6].map(|()| zeros(n, DType::F32)),
+            Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 },
+        );
+        let segments = [n / 3, n - n / 3].map(|len| Segment { len, decays: len == n / 3 });
+        for step in 1..=3 {
+            let (g, rule) = (cast(&gradient(step, n), DType::F32), AdamW { step, ..ADAM });
+            let [m, v, buf, other_m, other_v, other_buf] = &states;
+            adamw_segments(&p, None, &g, m, v, &rule, None, &segments).unwrap();
+            adamw_segments(&kept.1, Some(&kept.0), &g, other_m, other_v, &rule, None, &segments).unwrap();
+            sgd_segments(&p, None, &g, buf, &sgd_rule, None, &segments).unwrap();
+            sgd_segments(&kept.1, Some(&kept.0), &g, other_buf, &sgd_rule, None, &segments).unwrap();
+        }
+        let bits = |t: &Tensor| t.to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert!(joined(&kept) == bits(&p));
+        assert!(states[..3].iter().zip(&states[3..]).all(|(whole, halved)| bits(whole) == bits(halved)));
+        let rounded = halves(n);
+        split(&p, &rounded.0, None).unwrap();
+        assert!(bits(&cast(&kept.0, DType::F32)) == bits(&cast(&rounded.0, DType::F32)));
+    }
+}
+
+#[test]
+fn halves_that_do_not_fit_are_refused() {
+    let (values, (high, low)) = (zeros(4, DType::F32), halves(4));
+    let refused = |result: kernels::Result<()>, why: &str| {
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains(why), "{message}");
+    };
+    refused(split(&values, &high, Some(&halves(5).1)), "low has shape [5]");
+    refused(split(&zeros(5, DType::F32), &high, Some(&low)), "high has shape [4]");
+    refused(split(&values, &low, Some(&low)), "I16");
+    refused(split(&values, &high, Some(&values)), "F32");
+    let (g, m, v) = (zeros(4, DType::F32), zeros(4, DType::F32), zeros(4, DType::F32));
+    refused(adamw(&low, None, &g, &m, &v, &ADAM), "weight is wanted");
+    refused(adamw(&low, Some(&zeros(4, DType::F16)), &g, &m, &v, &ADAM), "F16");
 }
 
 #[test]

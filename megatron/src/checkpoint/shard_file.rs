@@ -10,10 +10,10 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use candle_core::Tensor;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::values::{Float, read_bytes};
+use crate::params::Elements;
 use crate::{Error, Result};
 
 /// Bytes before the header.
@@ -36,7 +36,7 @@ pub(super) struct Item {
 
 /// The elements of an item: `range` of `data`.
 pub(super) struct Content<'a> {
-    pub data: &'a Tensor,
+    pub data: &'a Elements,
     pub range: Range<usize>,
 }
 

@@ -133,7 +133,7 @@ mod tests {
             kind: StateKind::Param,
             global_shape: vec![2, 3],
             pieces: vec![piece],
-            data: data.clone(),
+            data: data.clone().into(),
         };
         crate::checkpoint::load(&path, &[shard]).unwrap();
         assert_eq!(data.to_vec1::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);

@@ -5,15 +5,19 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
+use kernels::halves::{join_value, split_value};
+use kernels::host::{with_slice, with_slice_mut};
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 use super::block::{Block, Run, misfit};
-use crate::params::ShardRef;
+use crate::params::{Elements, ShardRef};
 use crate::{Error, Result};
 
 /// Elements moved between a tensor and bytes at a time where they are not in host memory.
 const STAGING_ELEMENTS: usize = 1 << 22;
+/// Values that are joined of their halves at a time.
+const JOINED_ELEMENTS: usize = 1 << 14;
 
 /// The dtype of a stored tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -89,22 +93,52 @@ impl fmt::Display for Float {
     }
 }
 
-/// Calls `f` with the bytes of the elements `range` of a flat tensor, in order, in as many calls as it takes: one where
-/// the tensor is in host memory, bounded parts where it is copied from a device.
-pub(super) fn read_bytes(data: &Tensor, range: Range<usize>, mut f: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+/// Calls `f` with the bytes of the elements `range` of a shard, in order, in as many calls as it takes: one where they are a tensor in host
+/// memory, bounded parts where they are copied from a device or made of halves.
+///
+/// # Errors
+/// If they cannot be read, or what `f` returns.
+pub(super) fn read_bytes(data: &Elements, range: Range<usize>, mut f: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     const OP: &str = "checkpoint-read";
-    if data.device().is_cpu() {
-        if range.is_empty() {
-            return Ok(());
+    let whole = range.len().max(1);
+    let step = if first_tensor(data).device().is_cpu() { whole } else { STAGING_ELEMENTS };
+    for start in range.clone().step_by(step) {
+        let part = start..range.end.min(start + step);
+        match data {
+            Elements::Tensor(data) => {
+                kernels::host::with_bytes(&on_host(data, &part)?, OP, |bytes| Ok(f(bytes)))??;
+            }
+            Elements::Halves { high, low: Some(low) } => {
+                let (high, low) = (on_host(high, &part)?, on_host(low, &part)?);
+                with_slice::<bf16, _>(&high, OP, |high| {
+                    with_slice(&low, OP, |low| Ok(read_joined(high, low, &mut f)))
+                })??;
+            }
+            Elements::Halves { low: None, .. } => {
+                return Err(Error::config("internal error: half of a tensor's values was to be saved"));
+            }
         }
-        let part = data.narrow(0, range.start, range.len())?;
-        return kernels::host::with_bytes(&part, OP, |bytes| Ok(f(bytes)))?;
     }
-    for start in range.clone().step_by(STAGING_ELEMENTS) {
-        let len = STAGING_ELEMENTS.min(range.end - start);
-        // A view would drag its whole storage across; its own copy is only as large as it looks.
-        let part = data.narrow(0, start, len)?.force_contiguous()?.to_device(&Device::Cpu)?;
-        kernels::host::with_bytes(&part, OP, |bytes| Ok(f(bytes)))??;
+    Ok(())
+}
+
+/// The elements `part` of a tensor, in host memory: itself, if it is there.
+fn on_host(data: &Tensor, part: &Range<usize>) -> Result<Tensor> {
+    let part = data.narrow(0, part.start, part.len())?;
+    if data.device().is_cpu() {
+        return Ok(part);
+    }
+    // A view would drag its whole storage across; its own copy is only as large as it looks.
+    Ok(part.force_contiguous()?.to_device(&Device::Cpu)?)
+}
+
+/// Calls `f` with the bytes of the values of halves, some at a time.
+fn read_joined(high: &[bf16], low: &[i16], f: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let mut bytes = Vec::new();
+    for (high, low) in high.chunks(JOINED_ELEMENTS).zip(low.chunks(JOINED_ELEMENTS)) {
+        bytes.clear();
+        bytes.extend(high.iter().zip(low).flat_map(|(high, low)| join_value(*high, *low).to_le_bytes()));
+        f(&bytes)?;
     }
     Ok(())
 }
@@ -112,32 +146,75 @@ pub(super) fn read_bytes(data: &Tensor, range: Range<usize>, mut f: impl FnMut(&
 /// A block of stored elements and a block of wanted ones of the same logical tensor.
 pub(super) type Pair = (Block, Block);
 
-/// Copies what the blocks of each of `pairs` share from `stored` (bytes of elements of dtype `from`) into a flat tensor,
-/// converting to its dtype.
-pub(super) fn write_shared(data: &Tensor, stored: &[u8], from: Float, pairs: &[Pair]) -> Result<()> {
+/// Copies what the blocks of each of `pairs` share from `stored` (bytes of elements of dtype `from`) into a shard's elements, converting.
+///
+/// # Errors
+/// If they cannot be written.
+pub(super) fn write_shared(data: &Elements, stored: &[u8], from: Float, pairs: &[Pair]) -> Result<()> {
     const OP: &str = "checkpoint-load";
-    let to = float_of(data)?;
-    let copy_all = |bytes: &mut [u8], first: usize| {
-        for_each_run(pairs, |run| copy_run(stored, from, bytes, to, Run { dst: run.dst - first, ..run }));
-        Ok(())
-    };
-    if data.device().is_cpu() {
-        return Ok(kernels::host::with_bytes_mut(data, OP, |bytes| copy_all(bytes, 0))?);
-    }
-    // Elsewhere the elements between the first and the last written one take a detour over host memory.
+    // The elements between the first and the last written one.
     let mut hull = Range { start: usize::MAX, end: 0 };
-    for_each_run(pairs, |run| hull = hull.start.min(run.dst)..hull.end.max(run.dst + run.len));
+    for_each_run(pairs, 0, |run| hull = hull.start.min(run.dst)..hull.end.max(run.dst + run.len));
     if hull.is_empty() {
         return Ok(());
     }
-    let host = data.narrow(0, hull.start, hull.len())?.force_contiguous()?.to_device(&Device::Cpu)?;
-    kernels::host::with_bytes_mut(&host, OP, |bytes| copy_all(bytes, hull.start))?;
-    Ok(data.slice_set(&host.to_device(data.device())?, 0, hull.start)?)
+    match data {
+        Elements::Tensor(data) => {
+            let (to, host) = (float_of(data)?, on_host(data, &hull)?);
+            kernels::host::with_bytes_mut(&host, OP, |bytes| {
+                for_each_run(pairs, hull.start, |run| copy_run(stored, from, bytes, to, run));
+                Ok(())
+            })?;
+            put_back(data, &host, hull.start)
+        }
+        Elements::Halves { high, low } => {
+            let split = |high: &mut [bf16], mut low: Option<&mut [i16]>| {
+                for_each_run(pairs, hull.start, |run| {
+                    let to = run.dst..run.dst + run.len;
+                    let low = low.as_deref_mut().map(|low| &mut low[to.clone()]);
+                    split_run(&stored[run.src * from.size()..][..run.len * from.size()], from, &mut high[to], low);
+                });
+                Ok(())
+            };
+            let (high_host, low_host) =
+                (on_host(high, &hull)?, low.as_ref().map(|low| on_host(low, &hull)).transpose()?);
+            with_slice_mut::<bf16, _>(&high_host, OP, |high| match &low_host {
+                Some(low) => with_slice_mut::<i16, _>(low, OP, |low| split(high, Some(low))),
+                None => split(high, None),
+            })?;
+            put_back(high, &high_host, hull.start)?;
+            let lows = low.as_ref().zip(low_host.as_ref());
+            lows.map_or(Ok(()), |(low, host)| put_back(low, host, hull.start))
+        }
+    }
 }
 
-fn for_each_run(pairs: &[Pair], mut f: impl FnMut(Run)) {
+/// Copies what [`on_host`] gave of a tensor on a device back to where it was.
+fn put_back(data: &Tensor, host: &Tensor, start: usize) -> Result<()> {
+    if data.device().is_cpu() {
+        return Ok(());
+    }
+    Ok(data.slice_set(&host.to_device(data.device())?, 0, start)?)
+}
+
+/// Splits stored values into halves.
+fn split_run(stored: &[u8], from: Float, high: &mut [bf16], low: Option<&mut [i16]>) {
+    let values = stored.chunks_exact(from.size()).map(|bytes| match from {
+        // Bit for bit, and fast: checkpoints hold masters.
+        Float::F32 => f32::from_le_bytes(bytes.try_into().unwrap_or_default()),
+        _ => from.read(bytes) as f32,
+    });
+    let mut halves = values.map(split_value);
+    match low {
+        Some(low) => high.iter_mut().zip(low).zip(halves).for_each(|((high, low), halves)| (*high, *low) = halves),
+        None => high.iter_mut().zip(&mut halves).for_each(|(high, halves)| *high = halves.0),
+    }
+}
+
+/// Calls `f` with every run that the blocks of each of `pairs` share; where it goes counts from element `first` on.
+fn for_each_run(pairs: &[Pair], first: usize, mut f: impl FnMut(Run)) {
     for (stored, wanted) in pairs {
-        stored.for_each_run(wanted, &mut f);
+        stored.for_each_run(wanted, |run| f(Run { dst: run.dst - first, ..run }));
     }
 }
 
@@ -167,17 +244,36 @@ pub(super) fn float_of(data: &Tensor) -> Result<Float> {
     })
 }
 
-/// Checks that a shard's pieces lie in its logical tensor and in its data.
+/// A tensor of a shard's data that has as many elements as there are.
+fn first_tensor(data: &Elements) -> &Tensor {
+    match data {
+        Elements::Tensor(tensor) | Elements::Halves { high: tensor, .. } => tensor,
+    }
+}
+
+/// Checks that a shard's pieces lie in its logical tensor and in its data; returns the dtype that the data is stored in.
 ///
 /// # Errors
 /// Naming the tensor, if they do not, or if its data is not flat and contiguous or of another kind of dtype.
 pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
     let refuse = |message: String| Error::config(format!("{} ({}): {message}", shard.name, shard.kind));
-    let dtype = float_of(&shard.data).map_err(|error| refuse(error.to_string()))?;
-    if shard.data.rank() != 1 || !shard.data.is_contiguous() {
-        return Err(refuse(format!("a shard's data is flat and contiguous, not of shape {:?}", shard.data.dims())));
+    let (dtype, low) = match &shard.data {
+        Elements::Tensor(tensor) => (float_of(tensor).map_err(|error| refuse(error.to_string()))?, None),
+        Elements::Halves { high, low } => {
+            let dtypes = (high.dtype(), low.as_ref().map_or(DType::I16, Tensor::dtype));
+            if dtypes != (DType::BF16, DType::I16) {
+                return Err(refuse(format!("halves of values are bf16 and i16, not {dtypes:?}")));
+            }
+            (Float::F32, low.as_ref())
+        }
+    };
+    let first = first_tensor(&shard.data);
+    for tensor in [first].into_iter().chain(low) {
+        if tensor.rank() != 1 || !tensor.is_contiguous() {
+            return Err(refuse(format!("a shard's data is flat and contiguous, not of shape {:?}", tensor.dims())));
+        }
     }
-    let elements = shard.data.elem_count();
+    let elements = low.map_or(usize::MAX, Tensor::elem_count).min(first.elem_count());
     for piece in &shard.pieces {
         if let Some(why) = misfit(&shard.global_shape, &piece.offset, &piece.shape, &piece.flat) {
             return Err(refuse(why));
@@ -204,7 +300,7 @@ mod tests {
             from.write(f64::from(*value), bytes);
         }
         let data = Tensor::zeros(values.len(), to, &Device::Cpu).unwrap();
-        write_shared(&data, &stored, from, &[(line(values.len()), line(values.len()))]).unwrap();
+        write_shared(&data.clone().into(), &stored, from, &[(line(values.len()), line(values.len()))]).unwrap();
         data.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
     }
 
@@ -234,7 +330,7 @@ mod tests {
     fn the_same_dtype_keeps_every_bit() {
         let bits = 0x7fa0_0001u32; // a signalling NaN with a payload
         let data = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
-        write_shared(&data, &bits.to_le_bytes(), Float::F32, &[(line(1), line(1))]).unwrap();
+        write_shared(&data.clone().into(), &bits.to_le_bytes(), Float::F32, &[(line(1), line(1))]).unwrap();
         assert_eq!(data.to_vec1::<f32>().unwrap()[0].to_bits(), bits);
     }
 }

@@ -12,7 +12,7 @@ use crate::Result;
 use crate::comm::{Group, Work};
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
-use crate::params::{Param, ParamStore, Role, ShardRef, StateKind, clip_pieces, overlap};
+use crate::params::{Elements, Param, ParamStore, Role, ShardRef, StateKind, clip_pieces, overlap};
 
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 struct BucketState {
@@ -197,10 +197,7 @@ impl Optimizer {
         let (segments, state, bucket) = (self.segments(bucket, store), &self.states[bucket], &store.buckets()[bucket]);
         let weight = bucket.weights.narrow(0, state.range.start, state.range.len())?;
         let (stepped, rounded) = match &bucket.master {
-            Some(master) => {
-                let first = state.range.start - master.range.start;
-                (&master.values.narrow(0, first, state.range.len())?, Some(&weight))
-            }
+            Some(master) => (&master.narrow(&state.range)?, Some(&weight)),
             None => (&weight, None),
         };
         let grad = bucket.grads.narrow(0, state.range.start, state.range.len())?;
@@ -243,37 +240,46 @@ impl Optimizer {
             let state = &self.states[param.bucket];
             let whole = param.range();
             let written = || written_part(whole.clone(), bucket.len, self.dp.rank(), self.dp.size());
-            let mut push = |kind, buffer: &Tensor, buffer_start: usize, range: Range<usize>| -> Result<()> {
-                let pieces = clip_pieces(&param.pieces, range.start - whole.start..range.end - whole.start);
-                if range.is_empty() || pieces.is_empty() {
-                    return Ok(());
+            let mut push =
+                |kind, range: Range<usize>, data: &dyn Fn(&Range<usize>) -> Result<Elements>| -> Result<()> {
+                    let pieces = clip_pieces(&param.pieces, range.start - whole.start..range.end - whole.start);
+                    if range.is_empty() || pieces.is_empty() {
+                        return Ok(());
+                    }
+                    let (name, global_shape) = (param.spec.name.clone(), param.spec.shape.clone());
+                    shards.push(ShardRef { name, kind, global_shape, pieces, data: data(&range)? });
+                    Ok(())
+                };
+            let weights = |range: &Range<usize>| bucket.weights.narrow(0, range.start, range.len());
+            match &bucket.master {
+                Some(master) if bucket.weights.dtype() == DType::BF16 => {
+                    for (part, kept) in master.parts(if owned { written() } else { whole.clone() }) {
+                        push(StateKind::Param, part, &|part| {
+                            let low = kept.then(|| master.narrow(part)).transpose()?;
+                            Ok(Elements::Halves { high: weights(part)?, low })
+                        })?;
+                    }
                 }
-                shards.push(ShardRef {
-                    name: param.spec.name.clone(),
-                    kind,
-                    global_shape: param.spec.shape.clone(),
-                    pieces,
-                    data: buffer.narrow(0, range.start - buffer_start, range.len())?,
-                });
-                Ok(())
-            };
-            if let Some(master) = &bucket.master {
-                let range = if owned { written() } else { overlap(whole.clone(), &master.range) };
-                push(StateKind::Param, &master.values, master.range.start, range)?;
-            }
-            if !owned {
-                push(StateKind::Param, &bucket.weights, 0, whole.clone())?;
-            } else if bucket.master.is_none() {
-                push(StateKind::Param, &bucket.weights, 0, written())?;
+                Some(master) => {
+                    let range = if owned { written() } else { overlap(whole.clone(), &master.range) };
+                    push(StateKind::Param, range, &|range| Ok(master.narrow(range)?.into()))?;
+                    if !owned {
+                        push(StateKind::Param, whole.clone(), &|range| Ok(weights(range)?.into()))?;
+                    }
+                }
+                None => {
+                    let range = if owned { written() } else { whole.clone() };
+                    push(StateKind::Param, range, &|range| Ok(weights(range)?.into()))?;
+                }
             }
             let moments = if owned { written() } else { self.part(param) };
-            if self.config.kind == OptimizerKind::Adam {
-                push(StateKind::ExpAvg, &state.first, state.range.start, moments.clone())?;
-            } else {
-                push(StateKind::Momentum, &state.first, state.range.start, moments.clone())?;
-            }
+            let part = |tensor: &Tensor, range: &Range<usize>| -> Result<Elements> {
+                Ok(tensor.narrow(0, range.start - state.range.start, range.len())?.into())
+            };
+            let first = if self.config.kind == OptimizerKind::Adam { StateKind::ExpAvg } else { StateKind::Momentum };
+            push(first, moments.clone(), &|range| part(&state.first, range))?;
             if let Some(second) = &state.second {
-                push(StateKind::ExpAvgSq, second, state.range.start, moments)?;
+                push(StateKind::ExpAvgSq, moments, &|range| part(second, range))?;
             }
         }
         Ok(shards)

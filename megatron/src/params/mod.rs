@@ -9,7 +9,7 @@ mod spec;
 mod store;
 
 pub use init::initial_values;
-pub use piece::{ParamShare, Piece, ShardRef, StateKind, clip_pieces};
+pub use piece::{Elements, ParamShare, Piece, ShardRef, StateKind, clip_pieces};
 pub use spec::{Init, ParamSpec, Partition};
 pub(crate) use store::overlap;
 pub use store::{

@@ -3,8 +3,11 @@
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+use kernels::halves::join_value;
 use serde::{Deserialize, Serialize};
+
+use crate::Result;
 
 /// A contiguous run of local elements that lies, in row-major order, in a box of a logical tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -79,8 +82,44 @@ pub struct ShardRef {
     pub global_shape: Vec<usize>,
     /// Where this share's elements lie in it.
     pub pieces: Vec<Piece>,
-    /// The local elements: one-dimensional, contiguous, usually a view of a flat buffer; `Piece::local` indexes it.
-    pub data: Tensor,
+    /// The local elements; `Piece::local` counts in them.
+    pub data: Elements,
+}
+
+/// Elements on this rank: tensors of one dimension, contiguous, usually views of flat buffers.
+#[derive(Clone, Debug)]
+pub enum Elements {
+    Tensor(Tensor),
+    /// fp32 values as [`kernels::halves`]. Without the low ones there is nothing to save; what is loaded is rounded as the high halves are, so
+    /// that ranks which hold one another's weights agree.
+    Halves {
+        high: Tensor,
+        low: Option<Tensor>,
+    },
+}
+
+impl Elements {
+    /// The values on the host, as f32; of halves without the low ones, the high ones.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        match self {
+            Self::Tensor(tensor) | Self::Halves { high: tensor, low: None } => {
+                Ok(tensor.to_dtype(DType::F32)?.to_vec1()?)
+            }
+            Self::Halves { high, low: Some(low) } => {
+                let halves = high.to_vec1()?.into_iter().zip(low.to_vec1()?);
+                Ok(halves.map(|(high, low)| join_value(high, low)).collect())
+            }
+        }
+    }
+}
+
+impl From<Tensor> for Elements {
+    fn from(tensor: Tensor) -> Self {
+        Self::Tensor(tensor)
+    }
 }
 
 /// What one rank writes of a parameter, and of each tensor of the parameter's optimizer state.

@@ -82,8 +82,25 @@ pub struct Bucket {
 pub struct Master {
     /// The elements of the bucket that this rank steps.
     pub range: Range<usize>,
-    /// `[range.len()]`, fp32.
+    /// `[range.len()]`, of fp16 weights. Of bf16 weights, which are the high halves, the low ones ([`kernels::halves`], i16).
     pub values: Tensor,
+}
+
+impl Master {
+    /// The values of the elements `part` of the bucket, which are in its range.
+    ///
+    /// # Errors
+    /// If they are not.
+    pub fn narrow(&self, part: &Range<usize>) -> candle_core::Result<Tensor> {
+        self.values.narrow(0, part.start - self.range.start, part.len())
+    }
+
+    /// The elements `whole` of the bucket in order, as parts that are in its range (true) or not; none of them empty.
+    pub fn parts(&self, whole: Range<usize>) -> impl Iterator<Item = (Range<usize>, bool)> {
+        let kept = overlap(whole.clone(), &self.range);
+        let parts = [(whole.start..kept.start, false), (kept.clone(), true), (kept.end..whole.end, false)];
+        parts.into_iter().filter(|(part, _)| !part.is_empty())
+    }
 }
 
 /// Where the parameters of one rank lie in its buckets. It is the same for all ranks of a pipeline stage.
@@ -273,18 +290,20 @@ impl ParamStore {
         &self.options
     }
 
-    /// Makes fp32 masters of 16-bit weights, over the `range` of each bucket (of a length) that this rank steps; weights of other dtypes
+    /// Makes masters of 16-bit weights, fp32 or what bf16 weights lack of it, over the `range` of each bucket (of a length) that this rank steps; weights of other dtypes
     /// are their own masters. Values that are assigned from here on reach both.
     ///
     /// # Errors
     /// If the device cannot hold them.
     pub fn keep_masters(&mut self, range: impl Fn(usize) -> Range<usize>) -> Result<()> {
-        if !matches!(self.options.dtype, DType::BF16 | DType::F16) {
-            return Ok(());
-        }
+        let dtype = match self.options.dtype {
+            DType::BF16 => DType::I16,
+            DType::F16 => DType::F32,
+            _ => return Ok(()),
+        };
         for bucket in &mut self.buckets {
             let range = range(bucket.len);
-            let values = zeros("master weights", range.len(), DType::F32, &self.options.device)?;
+            let values = zeros("master weights", range.len(), dtype, &self.options.device)?;
             bucket.master = Some(Master { range, values });
         }
         Ok(())
@@ -309,14 +328,22 @@ impl ParamStore {
     /// If the number of values is not the parameter's.
     pub fn assign(&self, param: &Param, values: Vec<f32>) -> Result<()> {
         let source = Tensor::from_vec(values, param.numel, &self.options.device)?;
-        if let Some(master) = &self.buckets[param.bucket].master {
-            let part = overlap(param.range(), &master.range);
-            if !part.is_empty() {
-                let from = source.narrow(0, part.start - param.offset, part.len())?;
-                kernels::reduce::copy(&master.values.narrow(0, part.start - master.range.start, part.len())?, &from)?;
+        let Some(master) = &self.buckets[param.bucket].master else {
+            kernels::reduce::cast(&param.weight, &source)?;
+            return Ok(());
+        };
+        for (part, kept) in master.parts(param.range()) {
+            let from = source.narrow(0, part.start - param.offset, part.len())?;
+            let weight = self.buckets[param.bucket].weights.narrow(0, part.start, part.len())?;
+            if self.options.dtype == DType::BF16 {
+                kernels::halves::split(&from, &weight, kept.then(|| master.narrow(&part)).transpose()?.as_ref())?;
+            } else {
+                kernels::reduce::cast(&weight, &from)?;
+                if kept {
+                    kernels::reduce::copy(&master.narrow(&part)?, &from)?;
+                }
             }
         }
-        kernels::reduce::cast(&param.weight, &source)?;
         Ok(())
     }
 

@@ -93,7 +93,7 @@ impl Inference {
                 kind: StateKind::Param,
                 global_shape: param.spec.shape.clone(),
                 pieces: param.pieces.clone(),
-                data: param.weight.flatten_all()?,
+                data: param.weight.flatten_all()?.into(),
             })
         });
         checkpoint::load(path, &shards.collect::<Result<Vec<_>>>()?)

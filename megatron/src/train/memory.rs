@@ -1,6 +1,6 @@
 //! Memory of this process.
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 use crate::config::RunConfig;
 use crate::{Error, Result};
@@ -61,9 +61,13 @@ pub fn require_memory(config: &RunConfig) -> Result<()> {
         [m.num_layers, m.hidden_size, m.ffn_hidden_size, m.vocab_size].map(|size| size as f64);
     let params = layers * 2.0 * hidden * ffn + vocab * hidden;
     let ranks = (p.tensor_model_parallel_size * p.pipeline_model_parallel_size) as f64;
-    // Weights, fp32 gradients, and the fp32 masters of 16-bit weights, which ZeRO-1 cuts over dp.
+    // Weights, fp32 gradients, and the masters of 16-bit weights (what they lack of fp32, of bf16 ones), which ZeRO-1 cuts over dp.
     let weight = config.training.precision.dtype().size_in_bytes() as f64;
-    let master = if weight < 4.0 { 4.0 } else { 0.0 };
+    let master = match config.training.precision.dtype() {
+        DType::BF16 => 2.0,
+        DType::F16 => 4.0,
+        _ => 0.0,
+    };
     let replicas = if p.use_distributed_optimizer { p.data_parallel_size as f64 } else { 1.0 };
     let (needed, there) =
         (params / ranks * (weight + 4.0 + master / replicas), bytes("/proc/meminfo", "MemTotal:") as f64);

@@ -187,7 +187,7 @@ fn read(manifest: &Manifest, planned: &Planned, dtype: Float) -> Result<Vec<u8>>
         kind: StateKind::Param,
         global_shape: shape.clone(),
         pieces: vec![piece],
-        data: data.clone(),
+        data: data.clone().into(),
     }])?;
     Ok(kernels::host::with_bytes(&data, "export", |bytes| Ok(bytes.to_vec()))?)
 }

@@ -481,8 +481,11 @@ impl KernelBench {
         let mlp = if llama { 3 * ffn } else { 2 * ffn };
         let params = layers * hidden * (self.heads().width() + hidden + mlp) + vocab * hidden;
         let n = params.min(FLAT);
-        let (p, g) = (self.wide_randn(&[n])?, self.wide_randn(&[n])?);
-        let (m, v) = (p.zeros_like()?, p.zeros_like()?);
+        let g = self.wide_randn(&[n])?;
+        let (m, v) = (g.zeros_like()?, g.zeros_like()?);
+        // What bf16 weights lack of fp32 is kept by itself.
+        let p =
+            if self.dtype == DType::BF16 { Tensor::zeros(n, DType::I16, g.device())? } else { self.wide_randn(&[n])? };
         let (calls, shape) = (params as f64 / n as f64, n.to_string());
         let rule =
             AdamW { lr: 3e-4, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, step: 1, grad_scale: 1.0 };

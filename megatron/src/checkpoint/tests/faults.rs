@@ -89,7 +89,7 @@ fn save_halves(dir: &Path, second: Piece) -> Vec<Result<()>> {
             kind: StateKind::Param,
             global_shape: vec![8],
             pieces: vec![if world.rank() == 0 { first } else { second.clone() }],
-            data: Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap(),
+            data: Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap().into(),
         };
         save(dir, 20, &[shard], &serde_json::Value::Null, world)
     })
@@ -139,7 +139,7 @@ fn ranks_that_disagree_about_a_tensor_are_refused_on_every_rank() {
             kind: StateKind::Param,
             global_shape: vec![8 + world.rank()],
             pieces: vec![],
-            data: Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap(),
+            data: Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap().into(),
         };
         save(dir.path(), 20, &[shard], &serde_json::Value::Null, world)
     });
@@ -202,7 +202,7 @@ fn save_beyond_the_limit(dir: &Path) {
             kind: StateKind::Param,
             global_shape: vec![len],
             pieces: vec![Piece { offset: vec![0], shape: vec![len], flat: 0..len, local: 0 }],
-            data: Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap(),
+            data: Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap().into(),
         };
         save(dir, 20, &[shard], &serde_json::Value::Null, world)
     });

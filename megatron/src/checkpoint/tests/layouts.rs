@@ -40,7 +40,7 @@ fn stored_values_are_converted_to_the_dtype_that_is_wanted() {
     let mut layout = Layout { tp: 2, ..Layout::single(1) };
     save_as(dir.path(), 1, &model, &layout).into_iter().for_each(|result| result.unwrap());
     let path = latest(dir.path()).unwrap().unwrap().path;
-    for dtype in [DType::BF16, DType::F64] {
+    for dtype in [DType::BF16, DType::F64, DType::I16] {
         layout.dtype = dtype;
         check_loads(&path, &model, &layout, dtype.as_str()); // expected values are rounded by candle
     }
@@ -74,7 +74,7 @@ fn tensors_of_several_dtypes_share_a_checkpoint() {
         kind: StateKind::Param,
         global_shape: vec![values.len()],
         pieces: vec![Piece { offset: vec![0], shape: vec![values.len()], flat: 0..values.len(), local: 0 }],
-        data: Tensor::new(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap(),
+        data: Tensor::new(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().into(),
     };
     let saved =
         [shard("a", DType::BF16, &[1.0, 2.0, 3.0]), shard("b", DType::F64, &[4.0]), shard("c", DType::F32, &[])];
@@ -82,4 +82,33 @@ fn tensors_of_several_dtypes_share_a_checkpoint() {
     let loaded = [shard("a", DType::BF16, &[0.0; 3]), shard("b", DType::F64, &[0.0]), shard("c", DType::F32, &[])];
     load(&dir.path().join("iter_0000001"), &loaded).unwrap();
     assert_eq!(loaded.each_ref().map(elements), saved.each_ref().map(elements));
+}
+
+#[test]
+fn halves_keep_every_bit_and_ranks_that_keep_the_high_ones_alone_round_alike() {
+    let dir = tempfile::tempdir().unwrap();
+    // Two ties, of which nearest-even rounds one down; the largest number; a subnormal one; one that bf16 holds; and zeros.
+    let bits = [0x3f80_8000, 0x3f81_8000, 0x7f7f_ffff, 0x8000_0001, 0x4040_0000, 0, 0x8000_0000_u32];
+    let values = Tensor::new(bits.map(f32::from_bits).as_slice(), &Device::Cpu).unwrap();
+    let shard = |data: Elements| ShardRef {
+        name: "w".into(),
+        kind: StateKind::Param,
+        global_shape: vec![bits.len()],
+        pieces: vec![Piece { offset: vec![0], shape: vec![bits.len()], flat: 0..bits.len(), local: 0 }],
+        data,
+    };
+    let kept = halves(&values);
+    save(dir.path(), 1, &[shard(kept.clone())], &serde_json::Value::Null, &threads::solo()).unwrap();
+    let empty = || halves(&values.zeros_like().unwrap());
+    let (whole, plain) = (empty(), Elements::from(values.zeros_like().unwrap()));
+    let Elements::Halves { high, .. } = empty() else { unreachable!() };
+    let rounded = Elements::Halves { high, low: None };
+    let loaded = [&whole, &plain, &rounded].map(|data| shard(data.clone()));
+    load(&dir.path().join("iter_0000001"), &loaded).unwrap();
+    let stored = |data: &Elements| data.to_f32().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    assert_eq!([stored(&whole), stored(&plain)], [bits.to_vec(), bits.to_vec()]);
+    let Elements::Halves { high, .. } = kept else { unreachable!() };
+    assert_eq!(stored(&rounded), stored(&Elements::from(high)));
+    let lost = save(dir.path(), 2, &[shard(rounded)], &serde_json::Value::Null, &threads::solo());
+    assert!(message(lost.unwrap_err()).contains("half of a tensor's values"));
 }

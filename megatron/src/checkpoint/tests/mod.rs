@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Latest, latest, load, save};
 use crate::comm::{Group, threads};
-use crate::params::{Init, ParamSpec, Partition, Piece, ShardRef, StateKind, clip_pieces};
+use crate::params::{Elements, Init, ParamSpec, Partition, Piece, ShardRef, StateKind, clip_pieces};
 use crate::{Error, Result};
 
 /// SplitMix64 (Steele et al. 2014): enough randomness for tests, the same on every machine.
@@ -90,7 +90,16 @@ struct Layout {
     /// For each parameter and kind where the dp ranks' shares end, in 1/1024 of the flat buffer; `None` where dp ranks
     /// are copies of each other.
     zero: Option<Vec<usize>>,
+    /// Of i16 stands for values in halves.
     dtype: DType,
+}
+
+/// The halves of f32 values.
+fn halves(values: &Tensor) -> Elements {
+    let empty = |dtype| Tensor::zeros(values.dims(), dtype, &Device::Cpu).unwrap();
+    let (high, low) = (empty(DType::BF16), empty(DType::I16));
+    kernels::halves::split(values, &high, Some(&low)).unwrap();
+    Elements::Halves { high, low: Some(low) }
 }
 
 impl Layout {
@@ -104,7 +113,8 @@ impl Layout {
         ends.push(1024);
         ends.sort_unstable();
         let stages = (0..num_params).map(|_| random.below(pp)).collect();
-        Self { tp, dp, pp, stages, zero: (random.below(2) == 1).then_some(ends), dtype: DType::F32 }
+        let (zero, dtype) = ((random.below(2) == 1).then_some(ends), random.pick(&[DType::F32, DType::I16]));
+        Self { tp, dp, pp, stages, zero, dtype }
     }
 
     fn world_size(&self) -> usize {
@@ -148,7 +158,8 @@ impl Layout {
                     shares.push((spec, pieces));
                 }
             }
-            let data = Tensor::from_vec(values, range.len(), &Device::Cpu).unwrap().to_dtype(self.dtype).unwrap();
+            let data = Tensor::from_vec(values, range.len(), &Device::Cpu).unwrap();
+            let data = if self.dtype == DType::I16 { halves(&data) } else { data.to_dtype(self.dtype).unwrap().into() };
             shards.extend(shares.into_iter().map(|(spec, pieces)| ShardRef {
                 name: spec.name.clone(),
                 kind,
@@ -192,7 +203,7 @@ fn fill_right(name: &str, kind: StateKind, shape: &[usize], pieces: &[Piece], ou
 }
 
 fn elements(shard: &ShardRef) -> Vec<f32> {
-    shard.data.to_dtype(DType::F32).unwrap().to_vec1().unwrap()
+    shard.data.to_f32().unwrap()
 }
 
 /// Calls `f` on every rank of a world of threads; results in rank order.
