@@ -10,10 +10,16 @@ use megatron::comm::{CommOptions, Group, ReduceOp};
 use crate::collectives::{combined, concatenated};
 use crate::support::{bytes, options, ranks, tensor, try_ranks_with, zeros};
 
-/// Elements of tensors around the 512 KiB and the 1 MiB from which memory is reached, and of uneven slices beyond.
-fn counts(dtype: DType) -> [usize; 5] {
-    let from = (1 << 20) / dtype.size_in_bytes();
-    [from / 2 - 1, from / 2, from - 1, from + 1, 2 * from + 7]
+/// Elements of tensors around the 64 KiB (of two ranks) and more from which memory is reached, of uneven slices beyond, and of several pieces.
+fn counts(dtype: DType, ranks: usize) -> [usize; 5] {
+    let part = (if ranks == 2 { 32 << 10 } else { 64 << 10 }) / dtype.size_in_bytes();
+    [
+        ranks * part - 1,
+        ranks * part,
+        2 * ranks * part + 1,
+        (1 << 20) / dtype.size_in_bytes() + 1,
+        (2 << 20) / dtype.size_in_bytes() + 7,
+    ]
 }
 
 /// Whether each rank may reach memory; ranks of which one must not, must not.
@@ -40,9 +46,9 @@ fn all_reduce_gives_the_bits_of_a_serial_sum() {
                 g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
                 Ok(bytes(&t))
             };
-            counts(dtype).into_iter().map(sum).collect::<Result<Vec<_>>>()
+            counts(dtype, size).into_iter().map(sum).collect::<Result<Vec<_>>>()
         };
-        let expected: Vec<_> = counts(dtype).map(|count| combined(size, count, dtype, ReduceOp::Sum)).into();
+        let expected: Vec<_> = counts(dtype, size).map(|count| combined(size, count, dtype, ReduceOp::Sum)).into();
         check(size, sums, |_| expected.clone());
     }
 }
@@ -100,9 +106,9 @@ fn reduce_scatter_leaves_each_rank_its_part_in_place_or_elsewhere() {
                 assert!(bytes(&inside) == bytes(&apart), "{whole} elements");
                 Ok(bytes(&apart))
             };
-            counts(dtype).into_iter().map(part).collect::<Result<Vec<_>>>()
+            counts(dtype, size).into_iter().map(part).collect::<Result<Vec<_>>>()
         };
-        let sums = counts(dtype).map(|whole| combined(size, count(whole), dtype, ReduceOp::Sum));
+        let sums = counts(dtype, size).map(|whole| combined(size, count(whole), dtype, ReduceOp::Sum));
         check(size, parts, |rank| {
             sums.iter().map(|sum| sum.chunks(sum.len() / size).nth(rank).unwrap().to_vec()).collect()
         });
@@ -123,9 +129,9 @@ fn all_gather_is_whole_in_place_or_elsewhere() {
                 assert!(bytes(&inside) == bytes(&apart), "{count} elements");
                 Ok(bytes(&apart))
             };
-            counts(dtype).into_iter().map(gather).collect::<Result<Vec<_>>>()
+            counts(dtype, size).into_iter().map(|all| gather(all / size)).collect::<Result<Vec<_>>>()
         };
-        let expected: Vec<_> = counts(dtype).map(|count| concatenated(size, count, dtype)).into();
+        let expected: Vec<_> = counts(dtype, size).map(|all| concatenated(size, all / size, dtype)).into();
         check(size, all, |_| expected.clone());
     }
 }

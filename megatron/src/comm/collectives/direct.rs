@@ -18,12 +18,10 @@ use crate::comm::local::{Mark, Reach, read_memory, write_memory};
 use crate::comm::reduce::reduce_in_place;
 use crate::{Error, Result};
 
-/// An all-gather of at least so many bytes of each rank is done this way. Below, the system calls outweigh the copy that they save.
-const GATHER_FROM: usize = 96 << 10;
-/// An all-reduce of tensors of at least so many bytes is done this way.
-const REDUCE_FROM: usize = 512 << 10;
-/// A reduce-scatter of tensors of at least so many bytes is done this way.
-const SCATTER_FROM: usize = 1 << 20;
+/// Bytes of a rank's part from which on this is done between two ranks. Below, the system calls outweigh the copies that they save.
+const FROM: usize = 32 << 10;
+/// The same between more ranks, where there are more calls, and of a reduce-scatter, which saves fewer copies.
+const FROM_OF_MANY: usize = 64 << 10;
 /// Bytes of all ranks together that are combined at a time: they stay in a second-level cache.
 const PIECES: usize = 512 << 10;
 /// A call whose ranks read and write each other's memory.
@@ -206,10 +204,15 @@ fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
+/// Bytes of a rank's part from which on it pays.
+fn from(rounds: &Rounds) -> usize {
+    if rounds.core.size() == 2 { FROM } else { FROM_OF_MANY }
+}
+
 /// A reduce-scatter and an all-gather (Rabenseifner 2004) in one: every rank combines its slice and writes it into the tensors of all. As all below,
 /// it says whether the call was done; where not, nothing was done, by any member.
 pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool> {
-    if rounds.bytes() < REDUCE_FROM {
+    if rounds.bytes() < rounds.core.size() * from(rounds) {
         return Ok(false);
     }
     let done = reduce_for_all(rounds, t, op);
@@ -238,7 +241,7 @@ fn reduce_for_all(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool>
 
 pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Result<bool> {
     let len = rounds.bytes();
-    if len < GATHER_FROM {
+    if len < from(rounds) {
         return Ok(false);
     }
     let Some(direct) = Direct::begin(rounds, input)? else { return Ok(false) };
@@ -249,8 +252,8 @@ pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Resul
 }
 
 pub fn reduce_scatter(rounds: &mut Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<bool> {
-    let (n, me, part) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
-    if n * part < SCATTER_FROM {
+    let (me, part) = (rounds.core.rank, rounds.bytes());
+    if part < FROM_OF_MANY {
         return Ok(false);
     }
     let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
