@@ -64,7 +64,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         // so the direction is a function of the logical element.
         let mut along = 0f64;
         let mut moves = Vec::new();
-        for (_, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
+        for (id, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
             let shape = param.weight.dims().to_vec();
             let mut direction = vec![0f64; param.numel];
             for piece in &param.pieces {
@@ -81,7 +81,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
                     direction[piece.local + n] = hash as f64 / 500.0 - 1.0;
                 }
             }
-            let grad = param.grad.flatten_all()?.to_vec1::<f64>()?;
+            let grad = stage.params.grad(id)?.flatten_all()?.to_vec1::<f64>()?;
             // Count every logical element once over the world.
             let replicated = param.spec.partition == megatron::params::Partition::Replicated;
             let counts = param.role == Role::Primary && groups.dp.rank() == 0 && (!replicated || groups.tp.rank() == 0);

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use crate::float::{Elem, Float};
 use crate::host::HostElem;
-use crate::output::blocks;
+use crate::output::{anything, blocks};
 use crate::par::GRAIN;
 use crate::transfer::{Mark, fetch, mark};
 use crate::{Error, Result};
@@ -224,6 +224,19 @@ pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
         DType::BF16 if device.is_cpu() => zeros_by_all::<bf16>(shape.into(), device),
         DType::F16 if device.is_cpu() => zeros_by_all::<f16>(shape.into(), device),
         _ => Ok(Tensor::zeros(shape, dtype, device)?),
+    }
+}
+
+/// As [`empty`], for `what` is kept in it: of f32 or f64 on the CPU holds whatever was in its memory, too.
+///
+/// # Errors
+/// As [`empty`].
+pub fn unwritten(what: &'static str, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let shape = shape.into();
+    match dtype {
+        DType::F32 if device.is_cpu() => Ok(Tensor::from_vec(anything::<f32>(shape.elem_count()), shape, device)?),
+        DType::F64 if device.is_cpu() => Ok(Tensor::from_vec(anything::<f64>(shape.elem_count()), shape, device)?),
+        _ => zeros(what, shape, dtype, device),
     }
 }
 

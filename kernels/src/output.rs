@@ -234,6 +234,23 @@ fn check<T>(out: &mut [MaybeUninit<T>], f: impl for<'r> FnOnce(Unwritten<'r, T>)
     assert_eq!(place(written), want, "a kernel left a part of its result unwritten");
 }
 
+/// `n` elements of which nobody knows anything, in memory that nobody has cleared.
+pub fn anything<T: Float>(n: usize) -> Vec<T> {
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    {
+        let mut data: Vec<T> = Vec::with_capacity(n);
+        // SAFETY: for all that the compiler may assume, these instructions, of which there are none, have written the elements; whatever
+        // the memory holds are numbers.
+        unsafe {
+            std::arch::asm!("/* {0} */", in(reg) data.as_mut_ptr(), options(nostack, preserves_flags));
+            data.set_len(n);
+        }
+        data
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    vec![T::ZERO; n]
+}
+
 /// `n` elements, of which every block of `block` is written by a call of `f`, which also gets the number of its first element.
 pub fn blocks<T: Copy + Send>(
     n: usize,

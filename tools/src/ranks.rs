@@ -125,13 +125,17 @@ pub fn check_device(choice: Choice) -> Result<()> {
     Ok(())
 }
 
+/// Whether ranks of this machine that were told `choice` compute on GPUs.
+pub fn on_gpus(choice: Choice) -> bool {
+    choice != Choice::Cpu && kernels::device::gpus().is_ok_and(|gpus| gpus > 0)
+}
+
 /// Refuses a run that asks for CUDA graphs where there is no GPU, before ranks are started for it.
 ///
 /// # Errors
 /// If it does.
 pub fn check_graphs(choice: Choice, run: &RunConfig) -> Result<()> {
-    let on_gpus = || choice != Choice::Cpu && kernels::device::gpus().is_ok_and(|gpus| gpus > 0);
-    if run.training.enable_cuda_graph && !on_gpus() {
+    if run.training.enable_cuda_graph && !on_gpus(choice) {
         return Err(Error::usage(
             "--enable-cuda-graph records the work of a GPU, and this run computes on the CPU; leave it out, or compute on a GPU: \
              --device cuda in a program built with --features cuda (docs/gpu.md)",

@@ -57,7 +57,7 @@ pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8>
         args.iter().for_each(|arg| sources.record(arg.get_id().as_str(), origin));
     }
     origins.iter().for_each(|(key, origin)| sources.record(key, origin));
-    let parallel = resolve_layout(&args.layout, &mut sources, None, saved.run.model.num_layers)?;
+    let parallel = resolve_layout(&args.layout, &mut sources, None, saved.run.model.num_layers, false)?;
     saved.fits(&parallel, &sources)?;
 
     let stop = StopSignal::listen()?;

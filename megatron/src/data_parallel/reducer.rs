@@ -88,14 +88,14 @@ impl GradientReducer {
             return Ok(());
         }
         let mine = if self.scatter { shard(bucket.len, self.dp.rank(), self.dp.size()) } else { 0..bucket.len };
-        let part = bucket.grads.narrow(0, mine.start, mine.len())?;
+        let (grads, part) = (bucket.grads.all()?, bucket.grads.narrow(&mine)?);
         let (from, to) = if self.in_bf16 {
-            let from = kernels::device::empty(bucket.len, DType::BF16, bucket.grads.device())?;
-            kernels::reduce::cast(&from, &bucket.grads)?;
+            let from = kernels::device::empty(bucket.len, DType::BF16, grads.device())?;
+            kernels::reduce::cast(&from, &grads)?;
             let to = from.narrow(0, mine.start, mine.len())?;
             (from, to)
         } else {
-            (bucket.grads.clone(), part.clone())
+            (grads, part.clone())
         };
         let work = if self.scatter {
             self.dp.reduce_scatter(&from, &to, ReduceOp::Sum)?
@@ -111,13 +111,8 @@ impl GradientReducer {
         if self.tp.size() == 1 {
             return Ok(());
         }
-        let partial: Vec<&Tensor> = bucket
-            .params
-            .iter()
-            .map(|id| store.param(*id))
-            .filter(|p| p.spec.grad_partial_over_tp)
-            .map(|p| &p.grad)
-            .collect();
+        let partial = bucket.params.iter().filter(|id| store.param(**id).spec.grad_partial_over_tp);
+        let partial = partial.map(|id| store.grad(*id)).collect::<Result<Vec<_>>>()?;
         if partial.is_empty() {
             return Ok(());
         }
@@ -127,7 +122,7 @@ impl GradientReducer {
         let mut at = 0;
         for grad in partial {
             let len = grad.elem_count();
-            kernels::reduce::copy(grad, &joined.narrow(0, at, len)?.reshape(grad.shape())?)?;
+            kernels::reduce::copy(&grad, &joined.narrow(0, at, len)?.reshape(grad.shape())?)?;
             at += len;
         }
         Ok(())
@@ -139,7 +134,7 @@ impl GradientReducer {
             store.add_first_use(*id)?;
         }
         if let Some(group) = &self.embedding {
-            group.all_reduce(&bucket.grads, ReduceOp::Sum)?.wait()?;
+            group.all_reduce(&bucket.grads.all()?, ReduceOp::Sum)?.wait()?;
         }
         Ok(())
     }
@@ -206,19 +201,26 @@ mod tests {
         for (step, overlap) in [false, false, true, true].into_iter().enumerate() {
             let mut reducer = GradientReducer::new(solo(), solo(), None, false, overlap);
             for bucket in store.buckets() {
-                kernels::reduce::copy(&bucket.grads, &full(f32::NAN, (1, bucket.len)).flatten_all().unwrap()).unwrap();
+                kernels::reduce::copy(
+                    &bucket.grads.all().unwrap(),
+                    &full(f32::NAN, (1, bucket.len)).flatten_all().unwrap(),
+                )
+                .unwrap();
+            }
+            if step % 2 == 1 {
+                store.release_grads();
             }
             reducer.begin(&store).unwrap();
             for _ in 0..=step {
                 store.add_weight_grad(output, &full(1.0, (1, 4)), &full(10.0, (1, 2))).unwrap();
                 store.add_weight_grad(product, &full(1.0, (1, 4)), &full(2.0, (1, 2))).unwrap();
-                kernels::reduce::add_inplace(store.grad(sum).unwrap(), &full(3.0, (4, 2))).unwrap();
+                kernels::reduce::add_inplace(&store.grad(sum).unwrap(), &full(3.0, (4, 2))).unwrap();
                 store.add_embedding_grad(word, &full(1.0, (3, 2)), &ids, 0).unwrap();
             }
             reducer.ready(&[output, unused, sum, product, word], &store).unwrap();
             reducer.finish(&store).unwrap();
             let times = (step + 1) as f32;
-            let got = [word, product, sum, unused].map(|id| values(&store.param(id).grad));
+            let got = [word, product, sum, unused].map(|id| values(&store.grad(id).unwrap()));
             let rows = [10.0, 10.0, 11.0, 11.0, 10.0, 10.0, 12.0, 12.0].map(|value| value * times);
             assert_eq!(got, [rows, [2.0 * times; 8], [3.0 * times; 8], [0.0; 8]], "step {step}, overlap {overlap}");
         }

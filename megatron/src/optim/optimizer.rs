@@ -115,9 +115,9 @@ impl Optimizer {
     fn squared_norm(&self, store: &ParamStore) -> Result<Tensor> {
         let counted = Self::stepped(store).filter(|p| self.counts(p)).map(|param| {
             let part = self.part(param);
-            store.buckets()[param.bucket].grads.narrow(0, part.start, part.len())
+            store.buckets()[param.bucket].grads.narrow(&part)
         });
-        let counted = counted.collect::<candle_core::Result<Vec<_>>>()?;
+        let counted = counted.collect::<Result<Vec<_>>>()?;
         Ok(kernels::reduce::total_of_squares(&counted.iter().collect::<Vec<_>>(), &store.options().device)?)
     }
 
@@ -200,7 +200,7 @@ impl Optimizer {
             Some(master) => (&master.narrow(&state.range)?, Some(&weight)),
             None => (&weight, None),
         };
-        let grad = bucket.grads.narrow(0, state.range.start, state.range.len())?;
+        let grad = bucket.grads.narrow(&state.range)?;
         let weight_decay = self.config.weight_decay;
         match &state.second {
             Some(second) => {

@@ -1,23 +1,104 @@
 //! The main gradients of a step, from the first that is added to the last.
 //!
-//! On a CPU they are not cleared before a step: who adds first writes over what the step before has left, which spares memory the writing
-//! and reading of all of them. On a GPU they are cleared, bucket by bucket: a CUDA graph adds to them for every microbatch alike.
+//! On a CPU they are not cleared before a step: who adds first writes over what the memory has held, which spares memory the writing
+//! and reading of all of them. A bucket's have memory from then on until the optimizer has used them: backward drops a layer's activations as it
+//! comes to the layer's gradients, so what a step begins with they never have at once. On a GPU gradients stay where they are, and are cleared,
+//! bucket by bucket: a CUDA graph adds to them for every microbatch alike.
 
+use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use candle_core::Tensor;
-use kernels::device::computes_ahead;
+use candle_core::{DType, Device, Tensor};
+use kernels::device::{computes_ahead, unwritten, zeros};
 use kernels::embedding::embedding_backward;
 
 use super::{Param, ParamId, ParamStore, Role};
 use crate::Result;
 use crate::comm::lock;
 
-/// Whether the gradient of a parameter still is that of the step before.
-#[derive(Debug, Default)]
+/// The main gradients of a bucket, and their memory, as long as they have it.
+#[derive(Debug)]
+pub struct GradientBuffer {
+    len: usize,
+    dtype: DType,
+    device: Device,
+    /// Elements between parameters, which are always 0.
+    gaps: Vec<Range<usize>>,
+    memory: Mutex<Option<Tensor>>,
+}
+
+impl GradientBuffer {
+    /// Of `len` elements, of which parameters take those `held`, in order.
+    ///
+    /// # Errors
+    /// If a GPU cannot hold them.
+    pub(super) fn new(
+        len: usize,
+        held: impl Iterator<Item = Range<usize>>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let mut gaps = Vec::new();
+        let mut end = 0;
+        for next in held.chain(std::iter::once(len..len)) {
+            if next.start > end {
+                gaps.push(end..next.start);
+            }
+            end = next.end;
+        }
+        let there = computes_ahead(device).then(|| zeros("main gradients", len, dtype, device)).transpose()?;
+        Ok(Self { len, dtype, device: device.clone(), gaps, memory: Mutex::new(there) })
+    }
+
+    /// All of them, `[len]`. A parameter's that nothing was added to, and that was not cleared, is whatever the memory held.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn all(&self) -> Result<Tensor> {
+        let mut memory = lock(&self.memory);
+        if let Some(grads) = &*memory {
+            return Ok(grads.clone());
+        }
+        let grads = unwritten("main gradients", self.len, self.dtype, &self.device)?;
+        for gap in &self.gaps {
+            kernels::reduce::zero(&grads.narrow(0, gap.start, gap.len())?)?;
+        }
+        Ok(memory.insert(grads).clone())
+    }
+
+    /// Those in `range`, which begins and ends within the bucket; as [`GradientBuffer::all`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn narrow(&self, range: &Range<usize>) -> Result<Tensor> {
+        Ok(self.all()?.narrow(0, range.start, range.len())?)
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Bytes, when they have memory.
+    pub(super) fn bytes(&self) -> usize {
+        self.len * self.dtype.size_in_bytes()
+    }
+}
+
+/// Whether what is in the place of a parameter's gradient is none of this step's.
+#[derive(Debug)]
 pub(super) struct Stale(AtomicBool);
 
 impl Stale {
+    /// Of a gradient that has not been added to. On a GPU places are cleared instead.
+    pub fn new(device: &Device) -> Self {
+        Self(AtomicBool::new(!computes_ahead(device)))
+    }
+
     /// Whether it was, until now.
     fn end(&self) -> bool {
         self.0.swap(false, Ordering::Relaxed)
@@ -35,9 +116,9 @@ impl ParamStore {
     /// If a buffer cannot be written.
     pub fn begin_grads(&self) -> Result<()> {
         if computes_ahead(&self.options().device) {
-            let uses = self.iter().filter(|(_, p)| matches!(p.role, Role::TiedUse(_))).map(|(_, p)| &p.grad);
-            for grads in self.buckets().iter().map(|bucket| &bucket.grads).chain(uses) {
-                kernels::reduce::zero(grads)?;
+            let uses = self.iter().filter_map(|(_, p)| p.second_use.clone().map(Ok));
+            for grads in self.buckets().iter().map(|bucket| bucket.grads.all()).chain(uses) {
+                kernels::reduce::zero(&grads?)?;
             }
             return Ok(());
         }
@@ -50,16 +131,33 @@ impl ParamStore {
         Ok(())
     }
 
+    /// Ends a step, whose gradients nobody needs any more: on a CPU their memory serves the next step's activations.
+    pub fn release_grads(&self) {
+        if !computes_ahead(&self.options().device) {
+            self.buckets().iter().for_each(|bucket| *lock(&bucket.grads.memory) = None);
+            self.iter().for_each(|(_, param)| param.stale.begin());
+        }
+    }
+
     /// The parameter's main gradient, in local shape, for a kernel that adds to it; or for who reads what the step has added.
     ///
     /// # Errors
-    /// If it cannot be cleared.
-    pub fn grad(&self, id: ParamId) -> Result<&Tensor> {
-        let param = self.param(id);
-        if param.stale.end() {
-            kernels::reduce::zero(&param.grad)?;
+    /// If it has no memory, or cannot be cleared.
+    pub fn grad(&self, id: ParamId) -> Result<Tensor> {
+        let grad = self.place_of_grad(id)?;
+        if self.param(id).stale.end() {
+            kernels::reduce::zero(&grad)?;
         }
-        Ok(&param.grad)
+        Ok(grad)
+    }
+
+    /// As [`ParamStore::grad`], for who writes over what a stale one holds.
+    fn place_of_grad(&self, id: ParamId) -> Result<Tensor> {
+        let param = self.param(id);
+        match &param.second_use {
+            Some(grad) => Ok(grad.clone()),
+            None => Ok(self.buckets()[param.bucket].grads.narrow(&param.range())?.reshape(param.weight.shape())?),
+        }
     }
 
     /// Clears the gradients of those parameters to which the step has added nothing.
@@ -75,9 +173,10 @@ impl ParamStore {
     /// # Errors
     /// If a kernel fails.
     pub fn add_weight_grad(&self, id: ParamId, dy: &Tensor, x: &Tensor) -> Result<()> {
-        let param = self.param(id);
-        let add = if param.stale.end() { kernels::linear::linear_wgrad_into } else { kernels::linear::linear_wgrad };
-        Ok(add(dy, x, &param.grad)?)
+        let grad = self.place_of_grad(id)?;
+        let is_first = self.param(id).stale.end();
+        let add = if is_first { kernels::linear::linear_wgrad_into } else { kernels::linear::linear_wgrad };
+        Ok(add(dy, x, &grad)?)
     }
 
     /// Adds the gradient of an embedding, as [`embedding_backward`]; where another layer uses its matrix, too,
@@ -87,8 +186,8 @@ impl ParamStore {
     /// As there.
     pub fn add_embedding_grad(&self, id: ParamId, dy: &Tensor, ids: &Tensor, first_row: usize) -> Result<()> {
         match &self.param(id).first_use {
-            Some(sums) => lock(sums).add(dy, ids, first_row, &self.param(id).grad),
-            None => Ok(embedding_backward(dy, ids, first_row, self.grad(id)?)?),
+            Some(sums) => lock(sums).add(dy, ids, first_row, &self.place_of_grad(id)?),
+            None => Ok(embedding_backward(dy, ids, first_row, &self.grad(id)?)?),
         }
     }
 
@@ -98,21 +197,42 @@ impl ParamStore {
     /// If a buffer cannot be written.
     pub fn add_first_use(&self, id: ParamId) -> Result<()> {
         if let Some(sums) = &self.param(id).first_use {
-            return lock(sums).add_to(self.grad(id)?);
+            return lock(sums).add_to(&self.grad(id)?);
         }
-        for (_, other) in self.iter().filter(|(_, p)| p.role == Role::TiedUse(id)) {
-            kernels::reduce::add_inplace(self.grad(id)?, &other.grad)?;
+        for (other, _) in self.iter().filter(|(_, p)| p.role == Role::TiedUse(id)) {
+            kernels::reduce::add_inplace(&self.grad(id)?, &self.grad(other)?)?;
         }
         Ok(())
     }
 
     /// Bytes of gradients outside of buckets.
     pub(super) fn bytes_of_other_uses(&self) -> usize {
-        let of = |param: &Param| match (&param.first_use, param.role) {
-            (Some(sums), _) => lock(sums).room(),
-            (None, Role::TiedUse(primary)) if self.param(primary).first_use.is_none() => param.numel,
-            _ => 0,
+        let of = |(_, param): (ParamId, &Param)| {
+            let first = param.first_use.as_ref().map_or(0, |sums| lock(sums).room());
+            let second = param.second_use.as_ref().map_or(0, Tensor::elem_count);
+            (first + second) * self.buckets()[param.bucket].grads.dtype().size_in_bytes()
         };
-        self.iter().map(|(_, param)| of(param) * param.grad.dtype().size_in_bytes()).sum()
+        self.iter().map(of).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Memory that held something else, as that of activations has.
+    #[test]
+    fn what_lies_between_parameters_is_zero_in_any_memory() {
+        let (held, len) = ([0..100, 128..200, 256..(1 << 16)], (1 << 16) + 64);
+        let buffer = GradientBuffer::new(len, held.clone().into_iter(), DType::F32, &Device::Cpu).unwrap();
+        for _ in 0..3 {
+            drop(Tensor::full(f32::NAN, len, &Device::Cpu).unwrap());
+            let all = buffer.all().unwrap();
+            assert!(kernels::device::same_elements(&all, &buffer.all().unwrap()), "one memory until it is released");
+            let mut values = all.to_vec1::<f32>().unwrap();
+            held.iter().for_each(|range| values[range.clone()].fill(0.0));
+            assert_eq!(values, vec![0.0; len]);
+            *lock(&buffer.memory) = None;
+        }
     }
 }

@@ -8,6 +8,7 @@ mod row_sums;
 mod spec;
 mod store;
 
+pub use gradients::GradientBuffer;
 pub use init::initial_values;
 pub use piece::{Elements, ParamShare, Piece, ShardRef, StateKind, clip_pieces};
 pub use spec::{Init, ParamSpec, Partition};

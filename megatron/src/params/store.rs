@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Tensor};
 use kernels::device::{computes_ahead, zeros};
 
-use super::gradients::Stale;
+use super::gradients::{GradientBuffer, Stale};
 use super::row_sums::RowSums;
 use super::{ParamSpec, Piece, initial_values};
 use crate::Result;
@@ -44,13 +44,12 @@ pub struct Param {
     pub numel: usize,
     /// View of the bucket's weights, in local shape.
     pub weight: Tensor,
-    /// View of the bucket's main gradients (of a storage of its own for [`Role::TiedUse`] on a GPU), in local shape; see
-    /// [`ParamStore::grad`].
-    pub grad: Tensor,
-    /// Whether `grad` still is that of the step before.
+    /// Whether the main gradient is none of this step's, so far.
     pub(super) stale: Arc<Stale>,
-    /// The gradient of the first of two uses, if `grad` is the second's.
+    /// The gradient of the first of two uses, if the bucket has the second's.
     pub(super) first_use: Option<Mutex<RowSums>>,
+    /// The gradient of a second use, in local shape, if the bucket has the first's.
+    pub(super) second_use: Option<Tensor>,
 }
 
 impl Param {
@@ -70,7 +69,7 @@ pub struct Bucket {
     /// `[len]` in model dtype.
     pub weights: Tensor,
     /// `[len]`, fp32 (f64 for f64 models).
-    pub grads: Tensor,
+    pub grads: GradientBuffer,
     /// Where weights are 16-bit and this rank steps them.
     pub master: Option<Master>,
     /// Holds a tied weight: complete only once all uses were added up.
@@ -228,32 +227,30 @@ impl ParamsBuilder {
         let grad_dtype = if options.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let mut buckets = Vec::new();
         for PlacedBucket { params, len, tied } in placement.buckets {
-            buckets.push(Bucket {
-                params,
-                len,
-                weights: zeros("weights", len, options.dtype, &options.device)?,
-                grads: zeros("main gradients", len, grad_dtype, &options.device)?,
-                master: None,
-                tied,
-            });
+            let held = params.iter().map(|id| &placement.params[id.0]).map(|p| p.offset..p.offset + p.numel);
+            let grads = GradientBuffer::new(len, held, grad_dtype, &options.device)?;
+            let weights = zeros("weights", len, options.dtype, &options.device)?;
+            buckets.push(Bucket { params, len, weights, grads, master: None, tied });
         }
         let mut params: Vec<Param> = Vec::new();
         for PlacedParam { spec, role, bucket, offset, numel } in placement.params {
             let shape = spec.local_shape(options.tp);
             let weight = buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
-            let (grad, stale) = match role {
+            let (mut stale, mut second_use) = (Arc::new(Stale::new(&options.device)), None);
+            match role {
                 Role::TiedUse(ParamId(first)) if !computes_ahead(&options.device) => {
                     let first: &mut Param = &mut params[first];
                     first.first_use = Some(Mutex::default());
-                    (first.grad.clone(), first.stale.clone())
+                    stale = first.stale.clone();
                 }
                 Role::TiedUse(_) => {
-                    (zeros("main gradients", shape.as_slice(), grad_dtype, &options.device)?, Arc::default())
+                    second_use = Some(zeros("main gradients", shape.as_slice(), grad_dtype, &options.device)?);
                 }
-                _ => (buckets[bucket].grads.narrow(0, offset, numel)?.reshape(shape.as_slice())?, Arc::default()),
-            };
+                Role::Primary | Role::TiedCopy => {}
+            }
             let pieces = spec.pieces(options.tp_rank, options.tp);
-            params.push(Param { spec, role, pieces, bucket, offset, numel, weight, grad, stale, first_use: None });
+            let first_use = None;
+            params.push(Param { spec, role, pieces, bucket, offset, numel, weight, stale, first_use, second_use });
         }
         Ok(ParamStore { params, buckets, options: options.clone() })
     }
@@ -356,7 +353,7 @@ impl ParamStore {
     pub fn bytes_by_kind(&self) -> [(&'static str, usize); 3] {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
         let sum = |of: fn(&Bucket) -> Option<&Tensor>| self.buckets.iter().filter_map(of).map(size).sum::<usize>();
-        let grads = sum(|b| Some(&b.grads)) + self.bytes_of_other_uses();
+        let grads = self.buckets.iter().map(|b| b.grads.bytes()).sum::<usize>() + self.bytes_of_other_uses();
         let masters = sum(|b| b.master.as_ref().map(|master| &master.values));
         [("weights", sum(|b| Some(&b.weights))), ("main gradients", grads), ("master weights", masters)]
     }

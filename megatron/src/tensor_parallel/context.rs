@@ -129,6 +129,6 @@ impl Ctx<'_> {
 
     /// Accumulates a bias's gradient, the sum of `dy` over rows.
     pub fn bias_grad(&self, dy: &Tensor, id: ParamId) -> Result<()> {
-        Ok(kernels::linear::bias_grad(dy, self.params.grad(id)?)?)
+        Ok(kernels::linear::bias_grad(dy, &self.params.grad(id)?)?)
     }
 }

@@ -149,7 +149,7 @@ impl Embedding {
             _ => dy,
         };
         if let Some(position) = self.position {
-            kernels::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, ctx.params.grad(position)?)?;
+            kernels::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, &ctx.params.grad(position)?)?;
         }
         let whole = ctx.tp.exit_backward(&dx)?;
         let first = self.spec.first_row(ctx.tp.rank());

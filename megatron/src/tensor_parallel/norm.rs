@@ -84,9 +84,9 @@ impl Norm {
         let dx = match self.bias {
             Some(bias) => {
                 let dbias = ctx.params.grad(bias)?;
-                kernels::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, dweight, dbias, around)?
+                kernels::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, &dweight, &dbias, around)?
             }
-            None => kernels::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, dweight, around)?,
+            None => kernels::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, &dweight, around)?,
         };
         Ok(Stream(dx))
     }

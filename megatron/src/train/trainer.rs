@@ -319,6 +319,7 @@ impl Trainer {
             let _span = span("optimizer", Kind::Phase);
             self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?
         };
+        self.stage.params.release_grads();
         let results = losses.read_with(vec![update.verdict().clone()])?;
         self.progress.iteration += 1;
         self.progress.consumed_samples += self.config.training.global_batch_size as u64;

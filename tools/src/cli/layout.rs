@@ -6,8 +6,11 @@ use megatron::config::{ParallelConfig, ScheduleKind, Sources};
 use super::flags::LayoutFlags;
 use crate::error::{Error, Result};
 
-/// Resolves the layout of a model of `num_layers` layers; `launcher` is the place in a world that a launcher gave this process.
-/// Origins of what is derived go to `sources`.
+/// Least elements of a gradient bucket on CPUs. A bucket has memory only while its gradients are needed, and 8 MB move at full bandwidth.
+const BUCKET_ON_CPUS: usize = 2_000_000;
+
+/// Resolves the layout of a model of `num_layers` layers, for ranks that compute on GPUs or not; `launcher` is the place in a world that a
+/// launcher gave this process. Origins of what is derived go to `sources`.
 ///
 /// # Errors
 /// If settings contradict each other or the world; the equations of a layout are checked by `validate`.
@@ -16,13 +19,15 @@ pub fn resolve_layout(
     sources: &mut Sources,
     launcher: Option<&RankInfo>,
     num_layers: usize,
+    on_gpus: bool,
 ) -> Result<ParallelConfig> {
-    LayoutResolver { flags, sources }.parallel(launcher, num_layers)
+    LayoutResolver { flags, sources, on_gpus }.parallel(launcher, num_layers)
 }
 
 struct LayoutResolver<'a> {
     flags: &'a LayoutFlags,
     sources: &'a mut Sources,
+    on_gpus: bool,
 }
 
 impl LayoutResolver<'_> {
@@ -52,8 +57,14 @@ impl LayoutResolver<'_> {
             )));
         }
         let bucket_size = p.bucket_size.unwrap_or_else(|| {
-            self.sources.record("bucket_size", "default: max(40,000,000, 1,000,000 · dp)");
-            data_parallel_size.saturating_mul(1_000_000).max(40_000_000)
+            let (from, size) = match self.on_gpus {
+                true => {
+                    ("max(40,000,000, 1,000,000 · dp)", data_parallel_size.saturating_mul(1_000_000).max(40_000_000))
+                }
+                false => ("on CPUs", BUCKET_ON_CPUS),
+            };
+            self.sources.record("bucket_size", format!("default: {from}"));
+            size
         });
         Ok(ParallelConfig {
             tensor_model_parallel_size: p.tensor_model_parallel_size,

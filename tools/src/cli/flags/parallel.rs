@@ -68,7 +68,7 @@ pub struct LayoutFlags {
     /// Reduce gradient buckets while backward still runs
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub overlap_grad_reduce: bool,
-    /// Elements of a gradient bucket, at least [default: the larger of 40,000,000 and 1,000,000·dp]
+    /// Elements of a gradient bucket, at least [default: 2,000,000; on GPUs the larger of 40,000,000 and 1,000,000·dp]
     #[arg(long, value_name = "N")]
     pub bucket_size: Option<usize>,
 }

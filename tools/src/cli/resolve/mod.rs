@@ -57,7 +57,9 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         Some(_) => r.model_from_hf(gathered, required.seq_length)?,
         None => r.model(&required)?,
     };
-    let parallel = resolve_layout(&gathered.flags.parallel.layout, &mut r.sources, launcher, model.num_layers)?;
+    let flags = &gathered.flags.parallel;
+    let on_gpus = crate::ranks::on_gpus(flags.device);
+    let parallel = resolve_layout(&flags.layout, &mut r.sources, launcher, model.num_layers, on_gpus)?;
     let training = r.training(&required, &parallel)?;
     let optimizer = r.optimizer(&required, &training)?;
     let training_iters = training.train_iters;
