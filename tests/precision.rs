@@ -1,13 +1,13 @@
 //! 16-bit training: the curve of fp32, on any layout, with checkpoints that any precision resumes.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{DType, Tensor};
 use megatron::config::{DynamicLossScale, LossScaling, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
 use megatron::train::Trainer;
 use system_tests::{
-    Run, State, Style, Tokens, assemble, interleave, largest_relative_difference, layout, on_ranks, shares, sources,
-    tiny, train, train_from, trainer,
+    Run, State, Style, Tokens, assemble, interleave, largest_relative_difference, layout, on_ranks, save_after, shares,
+    sources, tiny, train, train_from, trainer,
 };
 
 const STEPS: usize = 30;
@@ -120,17 +120,6 @@ fn gradients_summed_in_bf16_messages_follow_those_in_fp32() {
     let (plain, rounded) = (train(&plain, STEPS).unwrap(), train(&rounded, STEPS).unwrap());
     assert!(plain.grad_norms != rounded.grad_norms, "the messages were not of bf16");
     assert!(largest_relative_difference(&rounded.losses, &plain.losses) < tolerance(Precision::Bf16));
-}
-
-/// Trains `steps` steps and saves.
-fn save_after(config: &RunConfig, steps: usize, dir: &Path) -> PathBuf {
-    each_rank(config, |trainer| {
-        for _ in 0..steps {
-            trainer.step()?;
-        }
-        trainer.save(dir)
-    })
-    .remove(0)
 }
 
 fn each_rank<T: Send>(config: &RunConfig, body: impl Fn(&mut Trainer) -> megatron::Result<T> + Sync) -> Vec<T> {

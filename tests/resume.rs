@@ -2,21 +2,9 @@
 
 use megatron::config::RunConfig;
 use system_tests::{
-    Style, Tokens, interleave, largest_relative_difference, layout, on_ranks, sources, tiny, train, train_from, trainer,
+    Style, Tokens, interleave, largest_relative_difference, layout, on_ranks, save_after, sources, tiny, train,
+    train_from, trainer,
 };
-
-/// Trains `steps` steps under `config` and saves into `dir`; returns the folder of the checkpoint.
-fn save_after(config: &RunConfig, steps: usize, dir: &std::path::Path) -> std::path::PathBuf {
-    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
-    let paths = on_ranks(config.parallel.world_size(), |world| {
-        let mut trainer = trainer(config, world, &data)?;
-        for _ in 0..steps {
-            trainer.step()?;
-        }
-        trainer.save(dir)
-    });
-    paths.unwrap().remove(0)
-}
 
 fn writer(style: Style) -> RunConfig {
     let mut config = layout(tiny(style, 0.1), 2, 1, 2);

@@ -3,7 +3,9 @@
 //
 // AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. A thread has four elements of every operand in flight. One launch steps
 // many parameters that lie one after the other: a table says where their weight decay changes. The factor on gradients, and whether to step at
-// all, may be a verdict that lies on the device (cuda/squares.cu): then nobody waits for it.
+// all, may be a verdict that lies on the device (cuda/squares.cu): then nobody waits for it. AdamW's moments may be kept in bf16, the second rounded
+// stochastically (dither.cuh): another table says by which numbers.
+#include "dither.cuh"
 #include "halves.cuh"
 #include "inplace.cuh"
 
@@ -15,6 +17,9 @@ struct Segments {
     float decay[SEGMENTS];
     uint32_t count;
     uint32_t unused;
+
+    /// The first element of a segment.
+    DEVICE uint64_t begin(uint32_t segment) const { return segment == 0 ? 0 : ends[segment - 1]; }
 
     /// The segment of element `at`.
     DEVICE uint32_t find(uint64_t at) const {
@@ -28,9 +33,19 @@ struct Segments {
     }
 };
 
+/// How the elements of each segment are rounded.
+struct Dithers {
+    static constexpr bool THERE = true;
+    Dither of[SEGMENTS];
+};
+
+/// Where nothing is rounded stochastically.
+struct NoDithers {
+    static constexpr bool THERE = false;
+};
+
 // What is fused is written so: an element has the same bits in a vector and by itself, however a range is cut.
 struct AdamW {
-    static constexpr bool TWO_STATES = true;
     float grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size;
 
     /// `keep` is 1 − lr·weight_decay.
@@ -44,7 +59,6 @@ struct AdamW {
 };
 
 struct Sgd {
-    static constexpr bool TWO_STATES = false;
     float grad_scale, lr, momentum;
 
     DEVICE void step(float &p, float g, float &buffer, float &, float decay) const {
@@ -103,11 +117,70 @@ struct InHalves {
     }
 };
 
-// `second` is null for rules with one state, `verdict` where the rule has the factor on gradients.
-template <class Rule, class Parameters>
-DEVICE void step(Rule rule, const float *verdict, const Segments &segments, Parameters parameters, const float *g, float *first,
-                 float *second, uint64_t n) {
-    constexpr bool TWO = Rule::TWO_STATES;
+/// States in f32, or in bf16: rounded to the nearest, or by words.
+template <class T>
+struct Kept {
+    static constexpr bool NARROW = sizeof(T) == 2;
+    T *at;
+
+    DEVICE bool vectors() const { return reinterpret_cast<uintptr_t>(at) % (4 * sizeof(T)) == 0; }
+    DEVICE void four(uint64_t i, float *values) const {
+        T raw[4];
+        if constexpr (NARROW) {
+            const uint2 words = *reinterpret_cast<const uint2 *>(at + i);
+            memcpy(raw, &words, 8);
+        } else {
+            const uint4 words = *reinterpret_cast<const uint4 *>(at + i);
+            memcpy(raw, &words, 16);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) values[j] = to_float(raw[j]);
+    }
+    DEVICE void put_four(uint64_t i, const float *values, const uint32_t *words) const {
+        T raw[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) raw[j] = rounded(values[j], words == nullptr ? nullptr : words + j);
+        if constexpr (NARROW) {
+            uint2 all;
+            memcpy(&all, raw, 8);
+            *reinterpret_cast<uint2 *>(at + i) = all;
+        } else {
+            uint4 all;
+            memcpy(&all, raw, 16);
+            *reinterpret_cast<uint4 *>(at + i) = all;
+        }
+    }
+    DEVICE float one(uint64_t i) const { return to_float(at[i]); }
+    DEVICE void put_one(uint64_t i, float value, const uint32_t *word) const { at[i] = rounded(value, word); }
+    DEVICE static T rounded(float value, const uint32_t *word) {
+        if constexpr (NARROW) {
+            if (word != nullptr) {
+                const uint16_t bits = round_by(value, *word);
+                T out;
+                memcpy(&out, &bits, 2);
+                return out;
+            }
+        }
+        return from_float<T>(value);
+    }
+};
+
+/// What a rule with one state has of the second.
+struct NoState {
+    DEVICE bool vectors() const { return true; }
+    DEVICE void four(uint64_t, float *values) const {
+#pragma unroll
+        for (int j = 0; j < 4; j++) values[j] = 0.0f;
+    }
+    DEVICE void put_four(uint64_t, const float *, const uint32_t *) const {}
+    DEVICE float one(uint64_t) const { return 0.0f; }
+    DEVICE void put_one(uint64_t, float, const uint32_t *) const {}
+};
+
+// `verdict` is null where the rule has the factor on gradients.
+template <class Rule, class Parameters, class First, class Second, class Rounding>
+DEVICE void step(Rule rule, const float *verdict, const Segments &segments, const Rounding &dithers, Parameters parameters, const float *g,
+                 First first, Second second, uint64_t n) {
     const uint64_t at = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (at >= n) return;
     if (verdict != nullptr) {
@@ -116,42 +189,62 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, Para
     }
     uint32_t segment = segments.find(at);
     const bool in_one = at + 4 <= n && at + 4 <= segments.ends[segment];
-    bool whole = in_one && parameters.vectors() && aligned(g, first);
-    if (TWO) whole = whole && aligned(second);
-    if (whole) {
-        const Vector<float> ps = parameters.four(at), gs = load_vector(g + at), firsts = load_own(first + at);
-        const Vector<float> seconds = TWO ? load_own(second + at) : ps;
+    if (in_one && parameters.vectors() && aligned(g) && first.vectors() && second.vectors()) {
+        const Vector<float> ps = parameters.four(at), gs = load_vector(g + at);
         const float decay = segments.decay[segment];
         float new_p[4], new_first[4], new_second[4];
+        first.four(at, new_first);
+        second.four(at, new_second);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            new_p[i] = ps[i], new_first[i] = firsts[i], new_second[i] = seconds[i];
+            new_p[i] = ps[i];
             rule.step(new_p[i], gs[i], new_first[i], new_second[i], decay);
         }
         parameters.put_four(at, Vector<float>::of([&](int i) { return new_p[i]; }));
-        store_vector(first + at, Vector<float>::of([&](int i) { return new_first[i]; }));
-        if (TWO) store_vector(second + at, Vector<float>::of([&](int i) { return new_second[i]; }));
+        first.put_four(at, new_first, nullptr);
+        if constexpr (Rounding::THERE) {
+            uint32_t words[4];
+            dithers.of[segment].words(at - segments.begin(segment), 4, [&](int i, uint32_t word) { words[i] = word; });
+            second.put_four(at, new_second, words);
+        } else {
+            second.put_four(at, new_second, nullptr);
+        }
         return;
     }
     for (uint64_t i = at; i < at + 4 && i < n; i++) {
         while (i >= segments.ends[segment]) segment++;
-        float new_p = parameters.one(i), new_first = first[i], new_second = TWO ? second[i] : 0.0f;
+        float new_p = parameters.one(i), new_first = first.one(i), new_second = second.one(i);
         rule.step(new_p, g[i], new_first, new_second, segments.decay[segment]);
         parameters.put_one(i, new_p);
-        first[i] = new_first;
-        if (TWO) second[i] = new_second;
+        first.put_one(i, new_first, nullptr);
+        if constexpr (Rounding::THERE) {
+            dithers.of[segment].words(i - segments.begin(segment), 1,
+                                      [&](int, uint32_t word) { second.put_one(i, new_second, &word); });
+        } else {
+            second.put_one(i, new_second, nullptr);
+        }
     }
 }
 
-// `P *p, W *weight` are what the launch has of parameters.
-#define KERNELS_OF(P, W, suffix, ...)                                                                                                \
+// `P *p, W *weight` are what the launch has of parameters; `M`, `V` what moments are kept in.
+#define ADAMW_IN(P, W, suffix, parameters, M, V)                                                                                     \
     KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments, P *p, W *weight,       \
-           const float *g, float *m, float *v, uint64_t n) {                                                                         \
-        step(rule, verdict, segments, __VA_ARGS__, g, m, v, n);                                                                      \
-    }                                                                                                                                \
+           const float *g, M *m, V *v, uint64_t n) {                                                                                 \
+        step(rule, verdict, segments, NoDithers{}, parameters, g, Kept<M>{m}, Kept<V>{v}, n);                                        \
+    }
+#define ADAMW_DITHERED(P, W, suffix, parameters, M)                                                                                  \
+    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments,                        \
+           const __grid_constant__ Dithers dithers, P *p, W *weight, const float *g, M *m, bf16 *v, uint64_t n) {                    \
+        step(rule, verdict, segments, dithers, parameters, g, Kept<M>{m}, Kept<bf16>{v}, n);                                         \
+    }
+#define KERNELS_OF(P, W, suffix, ...)                                                                                                \
+    ADAMW_IN(P, W, suffix, (__VA_ARGS__), float, float)                                                                              \
+    ADAMW_IN(P, W, suffix##_m16, (__VA_ARGS__), bf16, float)                                                                         \
+    ADAMW_DITHERED(P, W, suffix##_v16, (__VA_ARGS__), float)                                                                         \
+    ADAMW_DITHERED(P, W, suffix##_m16_v16, (__VA_ARGS__), bf16)                                                                      \
     KERNEL(sgd_##suffix, const Sgd rule, const float *verdict, const __grid_constant__ Segments segments, P *p, W *weight,           \
            const float *g, float *buffer, uint64_t n) {                                                                              \
-        step(rule, verdict, segments, __VA_ARGS__, g, buffer, static_cast<float *>(nullptr), n);                                     \
+        step(rule, verdict, segments, NoDithers{}, (__VA_ARGS__), g, Kept<float>{buffer}, NoState{}, n);                             \
     }
 KERNELS_OF(float, void, none, Alone{p})
 KERNELS_OF(uint16_t, uint16_t, halves, InHalves{p, weight})

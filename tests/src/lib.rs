@@ -1,7 +1,7 @@
 //! Runs small models on any layout inside one process: one thread per rank.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::Device;
@@ -98,6 +98,8 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             adam_beta1: 0.9,
             adam_beta2: 0.95,
             adam_eps: 1e-8,
+            exp_avg_dtype: Default::default(),
+            exp_avg_sq_dtype: Default::default(),
             sgd_momentum: 0.9,
             clip_grad: 1.0,
         },
@@ -269,6 +271,22 @@ pub fn train(config: &RunConfig, steps: usize) -> Result<Run> {
 pub fn train_from(config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -> Result<Run> {
     let vocab = config.model.vocab_size as u32;
     train_on(&sources(Tokens::synthetic(vocab, config.model.seq_length)), config, checkpoint, steps)
+}
+
+/// Trains `steps` steps and saves into `dir`; returns the folder of the checkpoint.
+///
+/// # Panics
+/// If a rank fails.
+pub fn save_after(config: &RunConfig, steps: usize, dir: &Path) -> PathBuf {
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let saved = on_ranks(config.parallel.world_size(), |world| {
+        let mut trainer = trainer(config, world, &data)?;
+        for _ in 0..steps {
+            trainer.step()?;
+        }
+        trainer.save(dir)
+    });
+    saved.expect("every rank saves").remove(0)
 }
 
 /// Trains `steps` steps with what is communicated issued before computation that does not need it.

@@ -7,7 +7,7 @@ use super::memory::suffix;
 use super::{Args, Gpu, THREADS};
 use crate::Result;
 use crate::clip::Verdict;
-use crate::optimizer::{AdamRule, AdamW, Operands, Segment, Sgd};
+use crate::optimizer::{AdamRule, AdamW, Dither, Operands, Segment, Sgd};
 
 /// Segments of one launch.
 const SEGMENTS: usize = 64;
@@ -22,6 +22,24 @@ struct Segments {
     decay: [f32; SEGMENTS],
     count: u32,
     unused: u32,
+}
+
+/// `Dither` of `cuda/include/dither.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Numbers {
+    row: u64,
+    column: u64,
+    width: u64,
+    pitch: u64,
+    key: u32,
+    unused: u32,
+}
+
+impl From<Dither> for Numbers {
+    fn from(Dither { key, row, column, width, pitch }: Dither) -> Self {
+        Self { row, column, width, pitch, key, unused: 0 }
+    }
 }
 
 /// `AdamW` of `cuda/optimizer.cu`.
@@ -54,11 +72,11 @@ pub fn adamw(
     segments: &[Segment],
     op: &'static str,
 ) -> Result<()> {
-    let rule = |segment| AdamRule::<f32>::new(h, segment);
+    let rule = |segment: &Segment| AdamRule::<f32>::new(h, segment);
     let AdamRule { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, .. } =
-        rule(&Segment { len: 0, decays: true });
+        rule(&Segment { len: 0, decays: true, dither: Dither::default() });
     let adam = Adam { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size };
-    let segments: Vec<(usize, f32)> = segments.iter().map(|s| (s.len, rule(s).keep)).collect();
+    let segments: Vec<_> = segments.iter().map(|s| (s.len, rule(s).keep, s.dither)).collect();
     // SAFETY: laid out as in C, and as the kernel's; without padding.
     step(of, ["m", "v"], "adamw", verdict, &segments, op, |args| unsafe {
         args.structure(&adam);
@@ -68,44 +86,49 @@ pub fn adamw(
 /// As [`adamw`].
 pub fn sgd(of: &Operands, h: &Sgd, verdict: Option<&Verdict>, segments: &[Segment], op: &'static str) -> Result<()> {
     let sgd = Momentum { grad_scale: h.grad_scale, lr: h.lr as f32, momentum: h.momentum as f32 };
-    let segments: Vec<(usize, f32)> = segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32)).collect();
+    let segments: Vec<_> = segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32, s.dither)).collect();
     // SAFETY: as above.
     step(of, ["buf", ""], "sgd", verdict, &segments, op, |args| unsafe {
         args.structure(&sgd);
     })
 }
 
-/// `segments` are of elements and what the kernel does with their weights.
+/// `segments` are of elements, what the kernel does with their weights, and how it rounds second moments.
 fn step(
     of: &Operands,
     names: [&'static str; 2],
     kernel: &str,
     verdict: Option<&Verdict>,
-    segments: &[(usize, f32)],
+    segments: &[(usize, f32, Dither)],
     op: &'static str,
     rule: impl Fn(&mut Args),
 ) -> Result<()> {
     let gpu = Gpu::of(of.p, op)?;
     let (kept, size) = if of.in_halves() { (DType::I16, 2) } else { (DType::F32, 4) };
     let (p, g) = (gpu.inplace(of.p, kept, op, "p")?, gpu.input(of.g, DType::F32, op, "g")?);
-    let first = gpu.inplace(of.first, DType::F32, op, names[0])?;
-    let second = of.second.map(|t| gpu.inplace(t, DType::F32, op, names[1])).transpose()?;
-    let inplace = |w: &Tensor| gpu.inplace(w, w.dtype(), op, "weight").map(|at| (at, w.dtype().size_in_bytes()));
-    let weight = of.weight.map(inplace).transpose()?;
+    let inplace = |t: &Tensor, name| gpu.inplace(t, t.dtype(), op, name).map(|at| (at, t.dtype().size_in_bytes()));
+    // The operands' check has seen the dtypes of states.
+    let (first, first_size) = inplace(of.first, names[0])?;
+    let second = of.second.map(|t| inplace(t, names[1])).transpose()?;
+    let weight = of.weight.map(|t| inplace(t, "weight")).transpose()?;
+    let (narrow_first, narrow_second) = (first_size == 2, second.is_some_and(|(_, size)| size == 2));
     let verdict = verdict.map(|v| gpu.input(v.values(), DType::F32, op, "verdict")).transpose()?;
-    let kernel = match of.weight {
-        Some(_) if of.in_halves() => format!("{kernel}_halves"),
-        Some(weight) => format!("{kernel}_{}", suffix(weight.dtype(), op)?),
-        None => format!("{kernel}_none"),
+    let weights = match of.weight {
+        Some(_) if of.in_halves() => "halves",
+        Some(weight) => suffix(weight.dtype(), op)?,
+        None => "none",
     };
+    let states = [(narrow_first, "_m16"), (narrow_second, "_v16")].map(|(narrow, of)| if narrow { of } else { "" });
+    let kernel = format!("{kernel}_{weights}{}", states.concat());
     let mut at = 0;
     for segments in segments.chunks(SEGMENTS) {
         let mut table =
             Segments { ends: [0; SEGMENTS], decay: [0.0; SEGMENTS], count: segments.len() as u32, unused: 0 };
+        let mut dithers = [Numbers::default(); SEGMENTS];
         let mut n = 0;
-        for (i, &(len, decay)) in segments.iter().enumerate() {
+        for (i, &(len, decay, dither)) in segments.iter().enumerate() {
             n += len;
-            (table.ends[i], table.decay[i]) = (n as u64, decay);
+            (table.ends[i], table.decay[i], dithers[i]) = (n as u64, decay, dither.into());
         }
         let grid = [blocks(op, n, THREADS as usize * PER_THREAD)?, 1, 1];
         gpu.launch("optimizer", &kernel, grid, THREADS, 0, |args| {
@@ -113,10 +136,14 @@ fn step(
             args.optional(verdict);
             // SAFETY: as above.
             unsafe { args.structure(&table) };
+            if narrow_second {
+                // SAFETY: as above.
+                unsafe { args.structure(&dithers) };
+            }
             args.ptr(p.offset(size * at)).optional(weight.map(|(w, size)| w.offset(size * at)));
-            args.ptr(g.offset(4 * at)).ptr(first.offset(4 * at));
-            if let Some(second) = second {
-                args.ptr(second.offset(4 * at));
+            args.ptr(g.offset(4 * at)).ptr(first.offset(first_size * at));
+            if let Some((second, size)) = second {
+                args.ptr(second.offset(size * at));
             }
             args.count(n);
         })?;

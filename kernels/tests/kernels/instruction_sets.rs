@@ -135,7 +135,12 @@ fn digest() -> kernels::Result<Vec<String>> {
         let weight = flat("weight", dtype);
         let rule = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, grad_scale: 0.5 };
         adamw(&p, Some(&weight), &g, &m, &v, &rule)?;
-        line("adamw", &[p.copy()?, weight.copy()?, m.copy()?, v]);
+        line("adamw", &[p.copy()?, weight.copy()?, m.copy()?, v.copy()?]);
+        if wide == DType::F32 {
+            let (m, v) = (m.to_dtype(DType::BF16)?, v.to_dtype(DType::BF16)?);
+            adamw(&p, Some(&weight), &g, &m, &v, &rule)?;
+            line("adamw, moments in bf16", &[p.copy()?, m, v]);
+        }
         sgd(&p, Some(&weight), &g, &m, &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 })?;
         line("sgd", &[p, weight, m]);
 

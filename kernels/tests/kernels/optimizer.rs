@@ -4,7 +4,7 @@ use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, rand
 use candle_core::{DType, Device, Tensor};
 use candle_nn::optim::{Optimizer, ParamsAdamW};
 use kernels::halves::{join_value, split};
-use kernels::optimizer::{AdamW, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
+use kernels::optimizer::{AdamW, Dither, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
 
 const ADAM: AdamW = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
 
@@ -120,7 +120,7 @@ fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
             [(); 6].map(|()| zeros(n, DType::F32)),
             Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 },
         );
-        let segments = [n / 3, n - n / 3].map(|len| Segment { len, decays: len == n / 3 });
+        let segments = [n / 3, n - n / 3].map(|len| Segment { len, decays: len == n / 3, dither: Dither::default() });
         for step in 1..=3 {
             let (g, rule) = (cast(&gradient(step, n), DType::F32), AdamW { step, ..ADAM });
             let [m, v, buf, other_m, other_v, other_buf] = &states;
@@ -136,6 +136,93 @@ fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
         split(&p, &rounded.0, None).unwrap();
         assert!(bits(&cast(&kept.0, DType::F32)) == bits(&cast(&rounded.0, DType::F32)));
     }
+}
+
+/// What a step keeps of its moments is their rounding: the nearest of the first, a neighbour of the second; parameters go by both as they were before.
+#[test]
+fn moments_in_bf16_are_roundings_of_those_of_a_step_in_f32() {
+    for n in [1, 17, 50_001] {
+        for (first, second) in [(DType::BF16, DType::F32), (DType::F32, DType::BF16), (DType::BF16, DType::BF16)] {
+            let p = cast(&randn("p", &[n]), DType::F32);
+            let (m, v) = (cast(&randn("m", &[n]), first), cast(&randn("v", &[n]).sqr().unwrap(), second));
+            let g = cast(&gradient(1, n), DType::F32);
+            let [want_p, want_m, want_v] = [&p, &m, &v].map(|t| cast(t, DType::F32).copy().unwrap());
+            let weight = zeros(n, DType::BF16);
+            adamw(&p, Some(&weight), &g, &m, &v, &ADAM).unwrap();
+            adamw(&want_p, None, &g, &want_m, &want_v, &ADAM).unwrap();
+            assert!(values(&p) == values(&want_p) && values(&weight) == values(&cast(&p, DType::BF16)));
+            assert!(values(&m) == values(&cast(&want_m, first)));
+            for (v, want) in values(&v).into_iter().zip(values(&want_v)) {
+                assert!(if second == DType::F32 { v == want } else { (v - want).abs() <= want / 128.0 }, "{v} {want}");
+            }
+        }
+    }
+}
+
+/// To the nearest bf16 it would stay at 0.25, where a thousandth of the way to 1 is less than half of the distance to the next.
+#[test]
+fn second_moments_in_bf16_come_in_the_mean_to_where_those_in_f32_come() {
+    let (n, steps) = (4096, 1500);
+    let (p, m, v) = (zeros(n, DType::F32), zeros(n, DType::BF16), Tensor::full(0.25f32, n, &Device::Cpu).unwrap());
+    let (v, g) = (cast(&v, DType::BF16), Tensor::ones(n, DType::F32, &Device::Cpu).unwrap());
+    for step in 1..=steps {
+        adamw(&p, None, &g, &m, &v, &AdamW { step, beta2: 0.999, ..ADAM }).unwrap();
+    }
+    let mean = values(&v).iter().sum::<f64>() / n as f64;
+    let want = 1.0 - 0.75 * 0.999f64.powi(steps as i32);
+    assert!((mean / want - 1.0).abs() < 0.003, "{mean} rather than {want}");
+}
+
+/// A matrix by columns, as ranks of tensor parallelism have it, and by ranges of elements, as those of ZeRO have it.
+#[test]
+fn moments_in_bf16_are_the_same_bits_in_every_cut() {
+    let (rows, columns, cut) = (40, 1000, 300);
+    let n = rows * columns;
+    let whole = Dither::whole(Dither::key(7, "weight", 3));
+    let run = |t: &[Tensor; 4], segments: &[Segment]| {
+        let [p, g, m, v] = t;
+        adamw_segments(p, None, g, m, v, &AdamW { step: 3, ..ADAM }, None, segments).unwrap();
+    };
+    let make = || {
+        let [p, g, m, v] = ["p", "g", "m", "v"].map(|name| randn(name, &[rows, columns]));
+        let (p, g) = (cast(&p, DType::F32), cast(&g, DType::F32));
+        [p, g, cast(&m, DType::BF16), cast(&v.sqr().unwrap(), DType::BF16)]
+    };
+    let flat = |t: [Tensor; 4]| t.map(|t| t.flatten_all().unwrap().copy().unwrap());
+    let want = flat(make());
+    run(&want, &[Segment { len: n, decays: true, dither: whole }]);
+
+    let ranges = flat(make());
+    let halves = [0..17_777, 17_777..n].map(|range| Segment {
+        len: range.len(),
+        decays: true,
+        dither: Dither { column: range.start as u64, ..whole },
+    });
+    run(&ranges, &halves);
+    assert!(values(&ranges[3]) == values(&want[3]));
+
+    let part = |t: &Tensor| t.narrow(1, cut, columns - cut).unwrap().contiguous().unwrap();
+    let columns_of = flat(make().map(|t| part(&t)));
+    let dither = Dither { row: cut as u64, width: (columns - cut) as u64, pitch: columns as u64, ..whole };
+    run(&columns_of, &[Segment { len: rows * (columns - cut), decays: true, dither }]);
+    for (got, want) in columns_of.iter().zip(&want) {
+        assert!(values(got) == values(&part(&want.reshape((rows, columns)).unwrap()).flatten_all().unwrap()));
+    }
+}
+
+#[test]
+fn states_of_other_dtypes_are_refused() {
+    let [p, g, m] = [(); 3].map(|()| zeros(4, DType::F32));
+    for (m, v) in [(&m, DType::F16), (&m, DType::F64)] {
+        adamw(&p, None, &g, m, &zeros(4, v), &ADAM).unwrap_err();
+    }
+    sgd(&p, None, &g, &zeros(4, DType::BF16), &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 })
+        .unwrap_err();
+    let wide = zeros(4, DType::F64);
+    adamw(&wide, None, &wide.copy().unwrap(), &zeros(4, DType::BF16), &wide.copy().unwrap(), &ADAM).unwrap_err();
+    let beyond = Segment { len: 4, decays: true, dither: Dither { column: 4, width: 4, ..Dither::default() } };
+    let error = adamw_segments(&p, None, &g, &m, &zeros(4, DType::F32), &ADAM, None, &[beyond]).unwrap_err();
+    assert!(error.to_string().contains("element 4 of a row of 4"), "{error}");
 }
 
 #[test]

@@ -1,5 +1,8 @@
 //! `[optimizer]`: the update rule and the learning-rate schedule.
 
+use std::fmt;
+
+use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
 /// The update rule.
@@ -35,6 +38,35 @@ pub enum WsdDecayStyle {
     MinusSqrt,
 }
 
+/// What a moment of AdamW's is kept in between steps, which are computed in fp32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MomentDtype {
+    #[default]
+    Fp32,
+    /// The first moment is rounded to the nearest, the second stochastically, alike in every layout ([`kernels::optimizer::Dither`]).
+    Bf16,
+}
+
+impl MomentDtype {
+    /// The tensor's, beside gradients of dtype `grads`.
+    pub fn dtype(self, grads: DType) -> DType {
+        match self {
+            Self::Fp32 => grads,
+            Self::Bf16 => DType::BF16,
+        }
+    }
+}
+
+impl fmt::Display for MomentDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Fp32 => "fp32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
 /// The optimizer of a run. Schedule lengths are in samples, so that they do not depend on the batch size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerConfig {
@@ -56,6 +88,12 @@ pub struct OptimizerConfig {
     pub adam_beta1: f64,
     pub adam_beta2: f64,
     pub adam_eps: f64,
+    /// What the first moment is kept in.
+    #[serde(default)]
+    pub exp_avg_dtype: MomentDtype,
+    /// What the second moment is kept in.
+    #[serde(default)]
+    pub exp_avg_sq_dtype: MomentDtype,
     pub sgd_momentum: f64,
     /// Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     pub clip_grad: f64,

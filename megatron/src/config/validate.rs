@@ -6,7 +6,7 @@
 use std::fmt::Display;
 
 use super::{
-    DecayStyle, LossScaling, ModelConfig, OptimizerConfig, OptimizerKind, ParallelConfig, PartitionMethod,
+    DecayStyle, LossScaling, ModelConfig, MomentDtype, OptimizerConfig, OptimizerKind, ParallelConfig, PartitionMethod,
     PositionEmbedding, Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, Sources,
     TrainingConfig,
 };
@@ -388,7 +388,14 @@ impl Check<'_> {
                 self.fraction("adam_beta2", o.adam_beta2);
                 self.above_zero("adam_eps", o.adam_eps);
             }
-            OptimizerKind::Sgd => self.fraction("sgd_momentum", o.sgd_momentum),
+            OptimizerKind::Sgd => {
+                self.fraction("sgd_momentum", o.sgd_momentum);
+                for (key, dtype) in [("exp_avg_dtype", o.exp_avg_dtype), ("exp_avg_sq_dtype", o.exp_avg_sq_dtype)] {
+                    self.require(dtype == MomentDtype::Fp32, |c| {
+                        format!("{} is of Adam's moments, and the optimizer is SGD", c.cite(key, dtype))
+                    });
+                }
+            }
         }
         self.require(o.warmup_samples == 0 || o.warmup_samples < o.decay_samples, |c| {
             format!(

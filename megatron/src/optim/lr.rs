@@ -121,6 +121,8 @@ mod tests {
             adam_beta1: 0.9,
             adam_beta2: 0.95,
             adam_eps: 1e-8,
+            exp_avg_dtype: Default::default(),
+            exp_avg_sq_dtype: Default::default(),
             sgd_momentum: 0.9,
             clip_grad: 1.0,
         }

@@ -5,14 +5,14 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 use kernels::clip::Verdict;
-use kernels::optimizer::{AdamW, Segment, Sgd, adamw_segments, sgd_segments};
+use kernels::optimizer::{AdamW, Dither, Segment, Sgd, adamw_segments, sgd_segments};
 
 use super::ownership::{speaks_for, written_part};
 use crate::Result;
 use crate::comm::{Group, Work};
-use crate::config::{OptimizerConfig, OptimizerKind};
+use crate::config::{MomentDtype, OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
-use crate::params::{Elements, Param, ParamStore, Role, ShardRef, StateKind, clip_pieces, overlap};
+use crate::params::{Elements, Param, ParamStore, Piece, Role, ShardRef, StateKind, clip_pieces, overlap};
 
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 struct BucketState {
@@ -52,12 +52,14 @@ pub struct Optimizer {
     model: Group,
     /// State and updates are cut over dp.
     sharded: bool,
+    /// Of what rounds second moments in bf16.
+    seed: u64,
     /// Updates applied so far.
     steps: u64,
 }
 
 impl Optimizer {
-    /// `model`: the group tp × pp; `sharded`: ZeRO-1.
+    /// `model`: the group tp × pp; `sharded`: ZeRO-1; `seed`: of what rounds second moments in bf16.
     ///
     /// # Errors
     /// If the state cannot be allocated.
@@ -68,16 +70,20 @@ impl Optimizer {
         dp: Group,
         model: Group,
         sharded: bool,
+        seed: u64,
     ) -> Result<Self> {
         let mut states = Vec::new();
         for bucket in store.buckets() {
             let range = if sharded { shard(bucket.len, dp.rank(), dp.size()) } else { 0..bucket.len };
             let (dtype, device) = (bucket.grads.dtype(), bucket.grads.device());
-            let zeros = || kernels::device::zeros("optimizer state", range.len(), dtype, device);
-            let second = if config.kind == OptimizerKind::Adam { Some(zeros()?) } else { None };
-            states.push(BucketState { first: zeros()?, second, range });
+            let zeros =
+                |kept: MomentDtype| kernels::device::zeros("optimizer state", range.len(), kept.dtype(dtype), device);
+            let first = zeros(config.exp_avg_dtype)?;
+            let is_adam = config.kind == OptimizerKind::Adam;
+            let second = is_adam.then(|| zeros(config.exp_avg_sq_dtype)).transpose()?;
+            states.push(BucketState { first, second, range });
         }
-        Ok(Self { config: config.clone(), states, tp_rank, dp, model, sharded, steps: 0 })
+        Ok(Self { config: config.clone(), states, tp_rank, dp, model, sharded, seed, steps: 0 })
     }
 
     /// Updates applied so far.
@@ -175,20 +181,33 @@ impl Optimizer {
     fn segments(&self, bucket: usize, store: &ParamStore) -> Vec<Segment> {
         let range = &self.states[bucket].range;
         let mut segments: Vec<Segment> = Vec::new();
-        let mut push = |len: usize, decays: bool| match segments.last_mut() {
-            Some(last) if last.decays == decays => last.len += len,
-            _ => segments.push(Segment { len, decays }),
+        let mut push = |len: usize, decays: bool, dither: Dither| match segments.last_mut() {
+            Some(last) if (last.decays, last.dither) == (decays, dither) => last.len += len,
+            _ => segments.push(Segment { len, decays, dither }),
         };
+        let is_dithered = self.config.exp_avg_sq_dtype == MomentDtype::Bf16;
         let mut at = range.start;
         for param in store.buckets()[bucket].params.iter().map(|id| store.param(*id)) {
             let part = self.part(param);
-            if !part.is_empty() {
-                push(part.end - at, param.spec.weight_decay);
-                at = part.end;
+            if part.is_empty() {
+                continue;
             }
+            let decays = param.spec.weight_decay;
+            if is_dithered {
+                let key = Dither::key(self.seed, &param.spec.name, self.steps + 1);
+                for piece in clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset) {
+                    let local = piece.local_range();
+                    push(part.start + local.start - at, decays, Dither::default());
+                    push(local.len(), decays, dither(key, &piece, &param.spec.shape));
+                    at = part.start + local.end;
+                }
+            }
+            push(part.end - at, decays, Dither::default());
+            at = part.end;
         }
         // Padding is 0, and so are its gradients: a step leaves it so.
-        push(range.end - at, false);
+        push(range.end - at, false, Dither::default());
+        segments.retain(|segment| segment.len > 0);
         segments
     }
 
@@ -283,5 +302,20 @@ impl Optimizer {
             }
         }
         Ok(shards)
+    }
+}
+
+/// How the elements of a piece of a tensor of shape `global` are rounded: by their numbers in it, row-major. The piece's box is whole in all dimensions but the
+/// first and the last.
+fn dither(key: u32, piece: &Piece, global: &[usize]) -> Dither {
+    let (Some(&width), Some(&pitch)) = (piece.shape.last(), global.last()) else { return Dither::whole(key) };
+    let strides = global.iter().enumerate().map(|(d, _)| global[d + 1..].iter().product::<usize>());
+    let first: usize = piece.offset.iter().zip(strides).map(|(offset, stride)| offset * stride).sum();
+    Dither {
+        key,
+        row: (first + piece.flat.start / width * pitch) as u64,
+        column: (piece.flat.start % width) as u64,
+        width: width as u64,
+        pitch: pitch as u64,
     }
 }

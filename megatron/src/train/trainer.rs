@@ -154,6 +154,7 @@ impl Trainer {
             groups.dp.clone(),
             groups.model.clone(),
             sharded,
+            seed,
         )?;
         let embedding = groups.embedding.clone().filter(|_| model.tied());
         let reducer = GradientReducer::new(

@@ -492,6 +492,10 @@ impl KernelBench {
         let weight = (self.dtype != DType::F32).then(|| self.randn(&[n])).transpose()?;
         self.time("sum_of_squares", shape.clone(), calls, Work::Fp32(n), || reduce::sum_of_squares(&g))?;
         self.time("adamw", shape.clone(), calls, Work::Fp32(7 * n), || adamw(&p, weight.as_ref(), &g, &m, &v, &rule))?;
+        let (m16, v16) = (m.to_dtype(DType::BF16)?, v.to_dtype(DType::BF16)?);
+        self.time("adamw_moments_in_bf16", shape.clone(), 0.0, Work::Fp32(5 * n), || {
+            adamw(&p, weight.as_ref(), &g, &m16, &v16, &rule)
+        })?;
         self.time("zero", shape, calls, Work::Fp32(n), || reduce::zero(&g))
     }
 }

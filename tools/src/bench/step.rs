@@ -17,7 +17,7 @@ use models::Gpt;
 use super::preset::{Preset, flops_per_token, matrix_params};
 use super::timing::Timing;
 use super::{STOP_LIMIT, machine_line, positive};
-use crate::cli::flags::{ParallelFlags, PrecisionFlags, RecomputeFlags};
+use crate::cli::flags::{MomentFlags, ParallelFlags, PrecisionFlags, RecomputeFlags};
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::Result;
 use crate::ranks;
@@ -58,6 +58,8 @@ pub struct StepArgs {
     #[command(flatten)]
     pub precision: PrecisionFlags,
     #[command(flatten)]
+    pub moments: MomentFlags,
+    #[command(flatten)]
     pub parallel: ParallelFlags,
 }
 
@@ -90,6 +92,7 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
     flags.parallel = args.parallel.clone();
     flags.training.recompute = args.recompute.clone();
     flags.training.precision = args.precision.clone();
+    flags.optimizer.moments = args.moments.clone();
     flags.training.enable_cuda_graph = args.enable_cuda_graph;
     flags.training.micro_batch_size = args.micro_batch_size.or(flags.training.micro_batch_size);
     flags.training.global_batch_size = args.global_batch_size;

@@ -85,6 +85,8 @@ pub(crate) fn valid() -> RunConfig {
             adam_beta1: 0.9,
             adam_beta2: 0.999,
             adam_eps: 1e-8,
+            exp_avg_dtype: Default::default(),
+            exp_avg_sq_dtype: Default::default(),
             sgd_momentum: 0.9,
             clip_grad: 1.0,
         },
@@ -113,7 +115,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 31] = [
+    let cases: [(Break, &str); 32] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -158,6 +160,13 @@ fn every_broken_equation_is_named_with_its_numbers() {
                 (c.parallel.schedule, c.parallel.delay_wgrad_compute) = (ScheduleKind::OneFOneB, true);
             },
             "delay_wgrad_compute = true changes nothing",
+        ),
+        (
+            |c| {
+                c.optimizer.kind = OptimizerKind::Sgd;
+                c.optimizer.exp_avg_sq_dtype = MomentDtype::Bf16;
+            },
+            "exp_avg_sq_dtype = bf16 is of Adam's moments, and the optimizer is SGD",
         ),
         (|c| c.training.grad_reduce_in_bf16 = true, "grad_reduce_in_bf16 = true is a setting of bf16"),
         (

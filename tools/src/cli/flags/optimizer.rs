@@ -1,7 +1,7 @@
 //! `[optimizer]`: the update rule and the learning-rate schedule.
 
 use clap::Args;
-use megatron::config::{DecayStyle, OptimizerKind, WsdDecayStyle};
+use megatron::config::{DecayStyle, MomentDtype, OptimizerKind, WsdDecayStyle};
 
 use super::choice;
 
@@ -58,10 +58,23 @@ pub struct OptimizerFlags {
     /// Added to the root of the second moment
     #[arg(long, value_name = "X", default_value_t = 1e-8)]
     pub adam_eps: f64,
+    #[command(flatten)]
+    pub moments: MomentFlags,
     /// Momentum of SGD
     #[arg(long, value_name = "X", default_value_t = 0.9)]
     pub sgd_momentum: f64,
     /// Largest gradient norm; larger gradients are scaled down to it, 0 turns this off
     #[arg(long, value_name = "X", default_value_t = 1.0)]
     pub clip_grad: f64,
+}
+
+/// How the moments of Adam are kept.
+#[derive(Args, Clone, Debug)]
+pub struct MomentFlags {
+    /// What Adam's first moment is kept in; bf16 takes half of the memory
+    #[arg(long, value_name = "DTYPE", default_value = "fp32", value_parser = choice::<MomentDtype>(&["fp32", "bf16"]))]
+    pub exp_avg_dtype: MomentDtype,
+    /// What Adam's second moment is kept in; bf16 takes half of the memory, and is rounded stochastically
+    #[arg(long, value_name = "DTYPE", default_value = "fp32", value_parser = choice::<MomentDtype>(&["fp32", "bf16"]))]
+    pub exp_avg_sq_dtype: MomentDtype,
 }

@@ -323,6 +323,8 @@ impl Resolver<'_> {
             adam_beta1: o.adam_beta1,
             adam_beta2: o.adam_beta2,
             adam_eps: o.adam_eps,
+            exp_avg_dtype: o.moments.exp_avg_dtype,
+            exp_avg_sq_dtype: o.moments.exp_avg_sq_dtype,
             sgd_momentum: o.sgd_momentum,
             clip_grad: o.clip_grad,
         })

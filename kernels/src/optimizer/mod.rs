@@ -1,18 +1,21 @@
 //! Optimizer steps over flat ranges, in place and in one pass, which also rounds the new parameters to the weights that a
 //! 16-bit model computes with.
 //!
-//! AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. Arithmetic in the order of PyTorch's.
+//! AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. Arithmetic in the order of PyTorch's. AdamW's moments may be kept in bf16.
+
+mod dither;
+mod place;
+mod run;
 
 use candle_core::{DType, Tensor};
-use half::bf16;
 
+pub use self::dither::Dither;
+use self::place::Place;
+use self::run::{Rule, step_f32, step_f64};
 use crate::clip::Verdict;
-use crate::float::{Float, by_elem, by_float};
-use crate::host::{HostElem, with_slice_mut};
-use crate::output::Unwritten;
-use crate::simd::vectorize;
-use crate::view::{View, expect_elements, same_storage};
-use crate::{Error, Result, halves, on_gpu, par, trace};
+use crate::float::Float;
+use crate::view::{expect_elements, same_storage};
+use crate::{Error, Result, halves, on_gpu, trace};
 
 /// One step's settings of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,7 +46,7 @@ pub struct Sgd {
 /// A tensor of a step that there may be none of.
 type Maybe<'a> = Option<&'a Tensor>;
 
-/// The tensors of a step: equally long and, but for `weight` and halves, of one dtype; all in storages of their own.
+/// The tensors of a step: equally long and, but for `weight`, halves and states in bf16, of one dtype; all in storages of their own.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands<'a> {
     /// The parameters; of dtype i16 the low halves of f32 ones, whose high halves are `weight`.
@@ -56,8 +59,8 @@ pub(crate) struct Operands<'a> {
 }
 
 impl Operands<'_> {
-    /// `names` are those of the states in messages.
-    fn check(&self, op: &'static str, names: [&str; 2]) -> Result<()> {
+    /// `names` are those of the states in messages, which beside f32 may be bf16 or not.
+    fn check(&self, op: &'static str, names: [&str; 2], may_be_narrow: bool) -> Result<()> {
         let &Self { p, weight, g, first, second } = self;
         if self.in_halves() {
             let high = weight
@@ -68,6 +71,10 @@ impl Operands<'_> {
         for (name, t) in [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)] {
             let Some(t) = t else { continue };
             expect_elements(op, name, t, p.elem_count())?;
+            let is_narrow = may_be_narrow && (t.dtype(), g.dtype()) == (DType::BF16, DType::F32);
+            if names.contains(&name) && t.dtype() != g.dtype() && !is_narrow {
+                return Err(Error::DType { op, dtype: t.dtype() });
+            }
             if seen.iter().any(|other| same_storage(other, t)) {
                 return Err(Error::shape(op, format!("{name} shares its storage with another operand")));
             }
@@ -102,26 +109,28 @@ impl Operands<'_> {
     }
 }
 
-/// Neighbouring elements that a step treats alike: a parameter, or several.
+/// Neighbouring elements that a step treats alike: a parameter, a part of one, or several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     pub len: usize,
     /// Whether the step's weight decay is theirs.
     pub decays: bool,
+    /// How their second moments are rounded, where these are bf16.
+    pub dither: Dither,
 }
 
 impl Segment {
-    /// All of `t`.
-    fn all(t: &Tensor) -> [Self; 1] {
-        [Self { len: t.elem_count(), decays: true }]
+    /// All of `t`, which is a parameter of its own.
+    fn all(t: &Tensor, step: u64) -> [Self; 1] {
+        [Self { len: t.elem_count(), decays: true, dither: Dither::whole(Dither::key(0, "", step)) }]
     }
 
     /// # Errors
-    /// If `segments` are not all of `t`.
+    /// If `segments` are not all of `t`, or not rounded as anything is.
     fn check(segments: &[Self], t: &Tensor, op: &'static str) -> Result<()> {
         let total: usize = segments.iter().map(|s| s.len).sum();
         if total == t.elem_count() {
-            return Ok(());
+            return segments.iter().try_for_each(|s| s.dither.check(op));
         }
         Err(Error::shape(op, format!("segments of {total} elements of p, which has shape {:?}", t.dims())))
     }
@@ -131,130 +140,15 @@ impl Segment {
     }
 }
 
-/// Where a parameter is kept.
-trait Place<T> {
-    fn get(&self) -> T;
-    fn set(&mut self, value: T);
-}
-
-impl<T: Float> Place<T> for &mut T {
-    #[inline(always)]
-    fn get(&self) -> T {
-        **self
-    }
-
-    #[inline(always)]
-    fn set(&mut self, value: T) {
-        **self = value;
-    }
-}
-
-impl Place<f32> for (&mut bf16, &mut i16) {
-    #[inline(always)]
-    fn get(&self) -> f32 {
-        halves::join_value(*self.0, *self.1)
-    }
-
-    #[inline(always)]
-    fn set(&mut self, value: f32) {
-        (*self.0, *self.1) = halves::split_value(value);
-    }
-}
-
-/// What a step does.
-trait Rule<T>: Sync {
-    /// Changes parameters `p` and state, by gradients `g`. All are equally long; `second` is empty where the rule has none.
-    fn step(&self, p: impl Iterator<Item = impl Place<T>>, g: &[T], first: &mut [T], second: &mut [T]);
-}
-
-/// Steps the operands, in parallel, and rounds the parameters of each block to the weights.
-fn step_whole<T: Float>(
-    op: &'static str,
-    Operands { p, weight, g, first, second }: Operands,
-    rule: &impl Rule<T>,
-) -> Result<()> {
-    let g = View::<T>::new(g, op, "g")?;
-    with_slice_mut::<T, _>(p, op, |p| {
-        with_slice_mut::<T, _>(first, op, |first| {
-            lend::<T>(second, op, |second| match weight {
-                None => run((p, &mut [] as &mut [T], &g, first, second), |p, _, g, first, second| {
-                    vectorize(
-                        #[inline(always)]
-                        || rule.step(p.iter_mut(), g, first, second),
-                    );
-                }),
-                Some(weight) => by_elem!(weight, op, W => with_slice_mut::<W, _>(weight, op, |weight| {
-                    run((p, weight, &g, first, second), |p, weight, g, first, second| {
-                        vectorize(#[inline(always)] || rule.step(p.iter_mut(), g, first, second));
-                        T::narrow_all(p, Unwritten::over(weight));
-                    })
-                })),
-            })
-        })
-    })
-}
-
-/// As [`step_whole`], of parameters that are [`halves`].
-fn step_halves(
-    op: &'static str,
-    Operands { p: low, weight: high, g, first, second }: Operands,
-    rule: &impl Rule<f32>,
-) -> Result<()> {
-    let g = View::<f32>::new(g, op, "g")?;
-    with_slice_mut::<i16, _>(low, op, |low| {
-        with_slice_mut::<f32, _>(first, op, |first| {
-            lend::<f32>(second, op, |second| {
-                lend::<bf16>(high, op, |high| {
-                    run((low, high, &g, first, second), |low, high, g, first, second| {
-                        vectorize(
-                            #[inline(always)]
-                            || rule.step(high.iter_mut().zip(low), g, first, second),
-                        );
-                    })
-                })
-            })
-        })
-    })
-}
-
-/// Calls `f` with the elements of `t`, or with none.
-fn lend<T: HostElem>(t: Maybe, op: &'static str, f: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
-    match t {
-        Some(t) => with_slice_mut(t, op, f),
-        None => f(&mut []),
-    }
-}
-
-type Slices<'a, P, W, T> = (&'a mut [P], &'a mut [W], &'a [T], &'a mut [T], &'a mut [T]);
-
-/// Calls `step` with blocks of each, in parallel: parameters, weights, gradients, first and second state.
-fn run<P: Send, W: Send, T: Float>(
-    (p, weight, g, first, second): Slices<P, W, T>,
-    step: impl Fn(&mut [P], &mut [W], &[T], &mut [T], &mut [T]) + Sync,
-) -> Result<()> {
-    let inputs = p.chunks_mut(par::GRAIN).zip(g.chunks(par::GRAIN));
-    let mut blocks: Vec<_> = inputs.zip(parts(weight)).zip(parts(first).zip(parts(second))).collect();
-    par::blocks(&mut blocks, 1, |_, blocks| {
-        for (((p, g), weight), (first, second)) in blocks {
-            step(p, weight, g, first, second);
-        }
-    });
-    Ok(())
-}
-
-/// The blocks of `slice`, then empty ones without end.
-fn parts<T>(slice: &mut [T]) -> impl Iterator<Item = &mut [T]> {
-    slice.chunks_mut(par::GRAIN).chain(std::iter::repeat_with(Default::default))
-}
-
 /// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long, contiguous, in four storages. Where
 /// `weight` is given, in a storage of its own and of any float dtype, it gets the new parameters, rounded. Where `p` is of dtype i16, it and
-/// bf16 `weight` are the [`halves`] of f32 parameters, which both change.
+/// bf16 `weight` are the [`halves`] of f32 parameters, which both change. Beside f32 gradients `m` and `v` may each be bf16: then `m` is rounded to the nearest,
+/// and `v` stochastically ([`Dither`]); the step itself goes by what they were before they were rounded.
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
 pub fn adamw(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, m: &Tensor, v: &Tensor, h: &AdamW) -> Result<()> {
-    adamw_segments(p, weight, g, m, v, h, None, &Segment::all(p))
+    adamw_segments(p, weight, g, m, v, h, None, &Segment::all(p, h.step))
 }
 
 /// As [`adamw`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many. The factor of a `verdict`
@@ -278,17 +172,15 @@ pub fn adamw_segments(
         return Err(Error::shape(OP, "steps are counted from 1, got step 0"));
     }
     let of = Operands { p, weight, g, first: m, second: Some(v) };
-    of.check(OP, ["m", "v"])?;
+    of.check(OP, ["m", "v"], true)?;
     Segment::check(segments, p, OP)?;
     on_gpu!(p, optimizer::adamw(&of, h, verdict, segments, OP));
     let Some(grad_scale) = factor(h.grad_scale, verdict)? else { return Ok(()) };
     let h = &AdamW { grad_scale, ..*h };
-    if of.in_halves() {
-        return of.by_segment(segments, |segment, of| step_halves(OP, of, &AdamRule::new(h, segment)));
-    }
-    by_float!(p, OP, T => of.by_segment(segments, |segment, of| {
-        step_whole(OP, of, &AdamRule::<T>::new(h, segment))
-    }))
+    of.by_segment(segments, |segment, of| match of.g.dtype() {
+        DType::F64 => step_f64(OP, &of, segment, &AdamRule::new(h, segment)),
+        _ => step_f32(OP, &of, segment, &AdamRule::new(h, segment)),
+    })
 }
 
 /// A span of a step that reads and writes `p`, reads or writes `others`, and writes `weight`, or reads and writes it as the high half of
@@ -334,13 +226,22 @@ impl<T: Float> AdamRule<T> {
 
 impl<T: Float> Rule<T> for AdamRule<T> {
     #[inline(always)]
-    fn step(&self, p: impl Iterator<Item = impl Place<T>>, g: &[T], m: &mut [T], v: &mut [T]) {
-        for (((mut p, &g), m), v) in p.zip(g).zip(m).zip(v) {
+    fn step(
+        &self,
+        p: impl Iterator<Item = impl Place<T>>,
+        g: &[T],
+        m: impl Iterator<Item = impl Place<T>>,
+        v: impl Iterator<Item = impl Place<T>>,
+    ) {
+        for (((mut p, &g), mut m), mut v) in p.zip(g).zip(m).zip(v) {
             let g = g * self.grad_scale;
-            *m += self.one_minus_beta1 * (g - *m);
-            *v = self.beta2 * *v + self.one_minus_beta2 * g * g;
-            let denominator = v.sqrt() * self.inv_sqrt_correction2 + self.eps;
-            p.set(p.get() * self.keep - self.step_size * (*m / denominator));
+            let first = m.get() + self.one_minus_beta1 * (g - m.get());
+            let second = self.beta2 * v.get() + self.one_minus_beta2 * g * g;
+            m.set(first);
+            v.set(second);
+            // What is rounded is what is kept, not what this step goes by.
+            let denominator = second.sqrt() * self.inv_sqrt_correction2 + self.eps;
+            p.set(p.get() * self.keep - self.step_size * (first / denominator));
         }
     }
 }
@@ -351,7 +252,7 @@ impl<T: Float> Rule<T> for AdamRule<T> {
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, or two share a storage.
 pub fn sgd(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, buf: &Tensor, h: &Sgd) -> Result<()> {
-    sgd_segments(p, weight, g, buf, h, None, &Segment::all(p))
+    sgd_segments(p, weight, g, buf, h, None, &Segment::all(p, 0))
 }
 
 /// As [`sgd`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many. `verdict` as in
@@ -371,16 +272,14 @@ pub fn sgd_segments(
     let _span = moves("sgd", p, weight, &[g, buf, buf]);
     const OP: &str = "sgd";
     let of = Operands { p, weight, g, first: buf, second: None };
-    of.check(OP, ["buf", ""])?;
+    of.check(OP, ["buf", ""], false)?;
     Segment::check(segments, p, OP)?;
     on_gpu!(p, optimizer::sgd(&of, h, verdict, segments, OP));
     let Some(grad_scale) = factor(h.grad_scale, verdict)? else { return Ok(()) };
-    if of.in_halves() {
-        return of.by_segment(segments, |segment, of| step_halves(OP, of, &SgdRule::new(h, grad_scale, segment)));
-    }
-    by_float!(p, OP, T => of.by_segment(segments, |segment, of| {
-        step_whole(OP, of, &SgdRule::<T>::new(h, grad_scale, segment))
-    }))
+    of.by_segment(segments, |segment, of| match of.g.dtype() {
+        DType::F64 => step_f64(OP, &of, segment, &SgdRule::new(h, grad_scale, segment)),
+        _ => step_f32(OP, &of, segment, &SgdRule::new(h, grad_scale, segment)),
+    })
 }
 
 struct SgdRule<T> {
@@ -403,10 +302,17 @@ impl<T: Float> SgdRule<T> {
 
 impl<T: Float> Rule<T> for SgdRule<T> {
     #[inline(always)]
-    fn step(&self, p: impl Iterator<Item = impl Place<T>>, g: &[T], buf: &mut [T], _: &mut [T]) {
-        for ((mut p, buf), &g) in p.zip(buf).zip(g) {
-            *buf = self.momentum * *buf + (self.grad_scale * g + self.decay * p.get());
-            p.set(p.get() - self.lr * *buf);
+    fn step(
+        &self,
+        p: impl Iterator<Item = impl Place<T>>,
+        g: &[T],
+        buf: impl Iterator<Item = impl Place<T>>,
+        _: impl Iterator<Item = impl Place<T>>,
+    ) {
+        for ((mut p, mut buf), &g) in p.zip(buf).zip(g) {
+            let momentum = self.momentum * buf.get() + (self.grad_scale * g + self.decay * p.get());
+            buf.set(momentum);
+            p.set(p.get() - self.lr * momentum);
         }
     }
 }
