@@ -7,10 +7,9 @@ use std::time::Instant;
 use candle_core::{DType, Device, Shape, Tensor};
 use half::{bf16, f16};
 
-use crate::float::{Elem, Float};
+use crate::float::Elem;
 use crate::host::HostElem;
-use crate::output::{anything, blocks};
-use crate::par::GRAIN;
+use crate::output::anything;
 use crate::transfer::{Mark, fetch, mark};
 use crate::{Error, Result};
 
@@ -209,7 +208,7 @@ pub fn constant(values: Vec<u32>, shape: impl Into<Shape>, device: &Device) -> R
     upload(values, shape, device)
 }
 
-/// A tensor for a result that is written before it is read: on a GPU it holds nothing yet, on the CPU zeros.
+/// A tensor for a result that is written before it is read: of floats it holds whatever was in its memory.
 ///
 /// # Errors
 /// If there is no memory.
@@ -219,31 +218,16 @@ pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
         const OP: &str = "empty";
         return Ok(crate::gpu::Gpu::on(device, OP)?.output(shape, dtype, OP)?.0);
     }
+    fn on_cpu<E: Elem>(shape: Shape) -> Result<Tensor> {
+        Ok(Tensor::from_vec(anything::<E>(shape.elem_count()), shape, &Device::Cpu)?)
+    }
     match dtype {
-        DType::F32 if device.is_cpu() => zeros_by_all::<f32>(shape.into(), device),
-        DType::BF16 if device.is_cpu() => zeros_by_all::<bf16>(shape.into(), device),
-        DType::F16 if device.is_cpu() => zeros_by_all::<f16>(shape.into(), device),
+        DType::F32 if device.is_cpu() => on_cpu::<f32>(shape.into()),
+        DType::F64 if device.is_cpu() => on_cpu::<f64>(shape.into()),
+        DType::BF16 if device.is_cpu() => on_cpu::<bf16>(shape.into()),
+        DType::F16 if device.is_cpu() => on_cpu::<f16>(shape.into()),
         _ => Ok(Tensor::zeros(shape, dtype, device)?),
     }
-}
-
-/// As [`empty`], for `what` is kept in it: of f32 or f64 on the CPU holds whatever was in its memory, too.
-///
-/// # Errors
-/// As [`empty`].
-pub fn unwritten(what: &'static str, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
-    let shape = shape.into();
-    match dtype {
-        DType::F32 if device.is_cpu() => Ok(Tensor::from_vec(anything::<f32>(shape.elem_count()), shape, device)?),
-        DType::F64 if device.is_cpu() => Ok(Tensor::from_vec(anything::<f64>(shape.elem_count()), shape, device)?),
-        _ => zeros(what, shape, dtype, device),
-    }
-}
-
-/// As `Tensor::zeros`, written by all threads: most results get memory that was used before, which one thread would clear.
-fn zeros_by_all<E: Elem>(shape: Shape, device: &Device) -> Result<Tensor> {
-    let zero = E::store(E::Acc::ZERO);
-    Ok(Tensor::from_vec(blocks(shape.elem_count(), GRAIN, |_, out| out.write(std::iter::repeat(zero))), shape, device)?)
 }
 
 /// As [`empty`], of zeros, for `what` is kept in it.

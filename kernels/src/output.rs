@@ -235,10 +235,10 @@ fn check<T>(out: &mut [MaybeUninit<T>], f: impl for<'r> FnOnce(Unwritten<'r, T>)
 }
 
 /// `n` elements of which nobody knows anything, in memory that nobody has cleared.
-pub fn anything<T: Float>(n: usize) -> Vec<T> {
+pub fn anything<E: Elem>(n: usize) -> Vec<E> {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     {
-        let mut data: Vec<T> = Vec::with_capacity(n);
+        let mut data: Vec<E> = Vec::with_capacity(n);
         // SAFETY: for all that the compiler may assume, these instructions, of which there are none, have written the elements; whatever
         // the memory holds are numbers.
         unsafe {
@@ -248,7 +248,7 @@ pub fn anything<T: Float>(n: usize) -> Vec<T> {
         data
     }
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    vec![T::ZERO; n]
+    vec![E::store(E::Acc::ZERO); n]
 }
 
 /// `n` elements, of which every block of `block` is written by a call of `f`, which also gets the number of its first element.

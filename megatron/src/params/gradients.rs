@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::{computes_ahead, unwritten, zeros};
+use kernels::device::{computes_ahead, empty, zeros};
 use kernels::embedding::embedding_backward;
 
 use super::{Param, ParamId, ParamStore, Role};
@@ -60,7 +60,7 @@ impl GradientBuffer {
         if let Some(grads) = &*memory {
             return Ok(grads.clone());
         }
-        let grads = unwritten("main gradients", self.len, self.dtype, &self.device)?;
+        let grads = empty(self.len, self.dtype, &self.device)?;
         for gap in &self.gaps {
             kernels::reduce::zero(&grads.narrow(0, gap.start, gap.len())?)?;
         }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::{Reading, read_later};
+use kernels::device::{Reading, empty, read_later};
 use kernels::trace::{Kind, span};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
@@ -113,7 +113,7 @@ impl Stage {
             match *action {
                 Action::Recv { what: payload, microbatch, chunk, from: peer } => {
                     let shape = self.stream_shape(&batches[microbatch])?;
-                    let buffer = Tensor::zeros(shape, self.dtype, &self.device)?;
+                    let buffer = empty(shape, self.dtype, &self.device)?;
                     let work = self.pp.recv(&buffer, peer, payload.tag())?;
                     received.insert((payload, (microbatch, chunk)), (buffer, work));
                 }

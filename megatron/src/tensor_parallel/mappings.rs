@@ -11,6 +11,7 @@
 //! Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2.2 (g and ḡ).
 
 use candle_core::Tensor;
+use kernels::device::empty;
 
 use super::layout::{Partial, Replicated, Stream};
 use crate::comm::{Group, ReduceOp, Work};
@@ -132,7 +133,7 @@ impl TensorParallel {
         }
         let mut shape = x.dims().to_vec();
         shape[0] *= self.size();
-        let whole = Tensor::zeros(shape, x.dtype(), x.device())?;
+        let whole = empty(shape, x.dtype(), x.device())?;
         let work = self.group.all_gather(x, &whole)?;
         self.begun(whole, work)
     }
@@ -147,7 +148,7 @@ impl TensorParallel {
         }
         let mut shape = x.dims().to_vec();
         shape[0] /= self.size();
-        let part = Tensor::zeros(shape, x.dtype(), x.device())?;
+        let part = empty(shape, x.dtype(), x.device())?;
         let work = self.group.reduce_scatter(&x, &part, ReduceOp::Sum)?;
         self.begun(part, work)
     }

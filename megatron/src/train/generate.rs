@@ -3,6 +3,7 @@
 //! Every rank of the model takes part and gets the same tokens. Top-p: Holtzman et al. 2020.
 
 use candle_core::{DType, Device, Tensor};
+use kernels::device::empty;
 use kernels::philox::philox4x32;
 
 use crate::data::{Documents, MicroBatch};
@@ -115,7 +116,7 @@ impl<'a> Session<'a> {
                 None
             } else {
                 let shape = (length, self.samples.len(), stage.hidden);
-                let buffer = Tensor::zeros(shape, stage.dtype, &stage.device)?;
+                let buffer = empty(shape, stage.dtype, &stage.device)?;
                 stage.pp.recv(&buffer, (rank + pp - 1) % pp, Payload::Activation.tag())?.wait()?;
                 Some(buffer)
             };
