@@ -217,8 +217,8 @@ fn products_and_waits(overlap: bool) -> String {
 fn collectives_of_backward_run_beside_its_products() {
     let (beside, between) = (products_and_waits(true), products_and_waits(false));
     // An MLP, then the attention below it, each from the gathered gradient of its output on.
-    assert_eq!(beside.matches(".WDD.W..DWD.W.").count(), 2, "{beside}");
-    assert_eq!(between.matches(".WD.D.W.DW.D.W").count(), 2, "{between}");
+    assert_eq!(beside.matches(".DWD.W..DWD.W.").count(), 2, "{beside}");
+    assert_eq!(between.matches(".DW.D.W.DW.D.W").count(), 2, "{between}");
 }
 
 /// Products of forward and of backward of a microbatch of three layers, segments of two.

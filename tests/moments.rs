@@ -6,7 +6,6 @@ use system_tests::{Run, Style, interleave, largest_relative_difference, layout, 
 
 const STEPS: usize = 30;
 
-/// A model without biases in sums that rounding could hide.
 fn model(style: Style, precision: Precision) -> RunConfig {
     let mut config = tiny(style, 0.1);
     config.training.precision = precision;

@@ -33,6 +33,13 @@ fn gelu_sigmoid<T: Float>(x: T, square: T) -> T {
     sigmoid_of_bits(x * square.fused(cubic, linear))
 }
 
+/// The gradient of x, given x², the sigmoid of u, and the gradient of GELU: dy·(s + x·s·(1 − s)·u′).
+#[inline(always)]
+fn gelu_gradient<T: Float>(dy: T, x: T, square: T, s: T) -> T {
+    let slope = x * square.fused(T::of(3.0 * GELU_CUBIC), T::of(GELU));
+    dy * s * slope.fused(T::ONE - s, T::ONE)
+}
+
 /// `y = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³)))`, elementwise.
 ///
 /// # Errors
@@ -82,17 +89,51 @@ fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Unwritten<'a, E>) -> &
     vectorize(
         #[inline(always)]
         || {
-            let (linear, cubic) = (E::Acc::of(GELU), E::Acc::of(3.0 * GELU_CUBIC));
             dx.each(
                 [x, dy],
                 [],
                 #[inline(always)]
                 |[x, dy], []| {
-                    // s + x·s·(1 − s)·u′
+                    let square = x * x;
+                    gelu_gradient(dy, x, square, gelu_sigmoid(x, square))
+                },
+            )
+        },
+    )
+}
+
+/// The gradient of `x` of [`gelu`], and `gelu(x)` again, bit for bit: for a backward whose forward did not keep it.
+///
+/// # Errors
+/// As [`gelu_backward`].
+pub fn gelu_backward_again(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
+    const OP: &str = "gelu_backward_again";
+    expect_shape(OP, "dy", dy, x.dims())?;
+    let _span = trace::moves(OP, &[dy, x, x, x]);
+    on_gpu!(x, activation::gelu_backward_again(dy, x, OP));
+    let (_, width) = rows_of(x, OP)?;
+    by_elem!(x, OP, E => {
+        let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
+        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
+        output::rows_for_products(&x.dims()[..x.rank() - 1], width, x, |row, results| {
+            let row = row * width..(row + 1) * width;
+            gelu_backward_again_line(&xs[row.clone()], &dys[row], results)
+        })
+    })
+}
+
+fn gelu_backward_again_line<'a, E: Elem>(x: &[E], dy: &[E], results: [Unwritten<'a, E>; 2]) -> [&'a mut [E]; 2] {
+    vectorize(
+        #[inline(always)]
+        || {
+            Unwritten::all(
+                results,
+                [x, dy],
+                #[inline(always)]
+                |[x, dy]| {
                     let square = x * x;
                     let s = gelu_sigmoid(x, square);
-                    let slope = x * square.fused(cubic, linear);
-                    dy * s * slope.fused(E::Acc::ONE - s, E::Acc::ONE)
+                    [gelu_gradient(dy, x, square, s), x * s]
                 },
             )
         },
@@ -180,10 +221,51 @@ fn swiglu_backward_line<'a, E: Elem>(
                 dup,
                 operands,
                 #[inline(always)]
+                |[gate, up, dy]| swiglu_gradients(gate, up, dy, sigmoid(gate)),
+            )
+        },
+    )
+}
+
+/// Those of gate and up, given the sigmoid of the gate.
+#[inline(always)]
+fn swiglu_gradients<T: Float>(gate: T, up: T, dy: T, s: T) -> [T; 2] {
+    let through = dy * s;
+    [through * up * gate.fused(T::ONE - s, T::ONE), through * gate]
+}
+
+/// The gradient of `x` of [`swiglu`], and `swiglu(x)` again, bit for bit: for a backward whose forward did not keep it.
+///
+/// # Errors
+/// As [`swiglu_backward`].
+pub fn swiglu_backward_again(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
+    const OP: &str = "swiglu_backward_again";
+    let _span = trace::moves(OP, &[dy, x, x, dy]);
+    let f = halves(x, OP)?;
+    expect_shape(OP, "dy", dy, &with_last(x, f))?;
+    on_gpu!(x, activation::swiglu_backward_again(dy, x, f, OP));
+    by_elem!(x, OP, E => {
+        let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
+        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
+        output::rows_for_products(&x.dims()[..x.rank() - 1], f, x, |row, results| {
+            let ((gate, up), dy) = (xs[row * 2 * f..][..2 * f].split_at(f), &dys[row * f..][..f]);
+            swiglu_backward_again_line([gate, up, dy], results)
+        })
+    })
+}
+
+fn swiglu_backward_again_line<'a, E: Elem>(operands: [&[E]; 3], results: [Unwritten<'a, E>; 3]) -> [&'a mut [E]; 3] {
+    vectorize(
+        #[inline(always)]
+        || {
+            Unwritten::all(
+                results,
+                operands,
+                #[inline(always)]
                 |[gate, up, dy]| {
                     let s = sigmoid(gate);
-                    let through = dy * s;
-                    [through * up * gate.fused(E::Acc::ONE - s, E::Acc::ONE), through * gate]
+                    let [dgate, dup] = swiglu_gradients(gate, up, dy, s);
+                    [dgate, dup, gate * s * up]
                 },
             )
         },

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use crate::activation::{gelu, gelu_backward};
+use crate::activation::{gelu, gelu_backward, gelu_backward_again};
 use crate::float::{Elem, Float, by_elem};
 use crate::gemm::{Mat, Start, all_threads, gemm};
 use crate::host::{with_rows_mut, with_slice_mut};
@@ -195,6 +195,14 @@ pub fn linear_dgrad_gelu(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<Tensor> 
     expect_dtype(OP, h, dy.dtype())?;
     on_cuda!(dy, linear::dgrad_gelu(dy, w, h, dims, OP));
     gelu_backward(&linear_dgrad(dy, w)?, h)
+}
+
+/// As [`linear_dgrad_gelu`], and `gelu(h)` again, bit for bit: for a backward whose forward did not keep it.
+///
+/// # Errors
+/// As [`linear_dgrad_gelu`].
+pub fn linear_dgrad_gelu_again(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<[Tensor; 2]> {
+    gelu_backward_again(&linear_dgrad(dy, w)?, h)
 }
 
 /// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw` is f32 for 16-bit operands. On a CPU the

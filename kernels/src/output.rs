@@ -105,6 +105,18 @@ impl<'a, E: Elem> Unwritten<'a, E> {
         written
     }
 
+    /// As [`Unwritten::each`], `K` results at once.
+    #[inline(always)]
+    pub fn all<const K: usize, const N: usize>(
+        results: [Self; K],
+        stored: [&[E]; N],
+        f: impl Fn([E::Acc; N]) -> [E::Acc; K],
+    ) -> [&'a mut [E]; K] {
+        let n = results[0].len();
+        assert!(results.iter().all(|result| result.len() == n), "results of one kernel differ in length");
+        each_of(results, stored, [], |s, []| f(s))
+    }
+
     /// As [`Unwritten::each`], two results at once.
     #[inline(always)]
     pub fn both<const N: usize>(
@@ -286,6 +298,45 @@ pub fn for_products<E: Elem>(
         })
     });
     Ok(tensor(data, [leading, &[apart]].concat(), like)?.narrow(leading.len(), 0, width)?)
+}
+
+/// Two tensors as of [`for_products`], row by row: of `K - 1` sections of `width` elements side by side, and of one. `f` gets a row's number and all
+/// of its sections, the other tensor's last.
+pub fn rows_for_products<E: Elem, const K: usize>(
+    leading: &[usize],
+    width: usize,
+    like: &Tensor,
+    f: impl for<'r> Fn(usize, [Unwritten<'r, E>; K]) -> [&'r mut [E]; K] + Sync,
+) -> Result<[Tensor; 2]> {
+    let rows = leading.iter().product::<usize>();
+    let widths = [(K - 1) * width, width];
+    let aparts = widths.map(|width| rows_apart(width, size_of::<E>()).max(1));
+    let [mut a, mut b] = aparts.map(|apart| Vec::with_capacity(rows * apart));
+    let (spare_a, spare_b) =
+        (&mut a.spare_capacity_mut()[..rows * aparts[0]], &mut b.spare_capacity_mut()[..rows * aparts[1]]);
+    let in_block = par::rows_per_block(widths[0]);
+    par::blocks2(spare_a, in_block * aparts[0], spare_b, in_block * aparts[1], |block, a, b| {
+        for (r, (a, b)) in a.chunks_mut(aparts[0]).zip(b.chunks_mut(aparts[1])).enumerate() {
+            let ((a, after_a), (b, after_b)) = (a.split_at_mut(widths[0]), b.split_at_mut(width));
+            for between in [after_a, after_b] {
+                Unwritten(between).write(std::iter::repeat(E::store(E::Acc::ZERO)));
+            }
+            let mut sections = a.chunks_mut(width.max(1)).chain([b]);
+            let sections: [&mut [MaybeUninit<E>]; K] = std::array::from_fn(|_| sections.next().unwrap_or_default());
+            let places = sections.each_ref().map(|section| place(section));
+            let written = f(block * in_block + r, sections.map(Unwritten));
+            assert_eq!(written.map(|section| place(section)), places, "a kernel left a part of its results unwritten");
+        }
+    });
+    // SAFETY: all rows of both were written, and what is between them.
+    unsafe {
+        a.set_len(rows * aparts[0]);
+        b.set_len(rows * aparts[1]);
+    }
+    let narrow = |data, i: usize| -> Result<Tensor> {
+        Ok(tensor(data, [leading, &[aparts[i]]].concat(), like)?.narrow(leading.len(), 0, widths[i])?)
+    };
+    Ok([narrow(a, 0)?, narrow(b, 1)?])
 }
 
 /// As [`blocks`] with blocks of `block` elements of the result and the blocks of `block_b` of `b` that have the same numbers; `f`

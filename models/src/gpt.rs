@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device};
 use kernels::attention::{RopeTable, rope_frequencies};
+use kernels::device::computes_ahead;
 use megatron::Result;
 use megatron::config::{ModelConfig, PositionEmbedding, Recompute};
 use megatron::params::{ParamSpec, ParamsBuilder};
@@ -85,7 +86,8 @@ impl Gpt {
             init_std: config.init_method_std,
             output_init_std,
             sequence_parallel,
-            recompute_activation: selective,
+            // On a CPU one pass makes it beside its gradient, which costs nothing; the bits are the same.
+            recompute_activation: selective || !computes_ahead(device),
         };
         let vocab = VocabSpec {
             vocab_size: config.vocab_size,
@@ -160,6 +162,7 @@ impl ModelBuilder for Gpt {
         let tp = self.block.attention.tp;
         // The stream and what was normalized of it, twice; QKV, attention, both sides of the activation function.
         let stream = if self.sequence_parallel { 4 * h / tp } else { 4 * h };
+        // What a CPU never keeps counts as well: it is room for the operands of weight gradients that are delayed.
         let recomputed = if selective { q + f } else { 0 };
         let activations = stream + (2 * q + 2 * kv + fc1 + f - recomputed) / tp;
         // Gradients of the four products, and their inputs: whole where the stream is cut along the sequence.

@@ -48,6 +48,11 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor
     Ok(dx)
 }
 
+/// A kernel each: neither is bound by arithmetic.
+pub fn gelu_backward_again(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<[Tensor; 2]> {
+    Ok([gelu_backward(dy, x, op)?, gelu(x, op)?])
+}
+
 /// Writes `n` elements at `dx`, which may be `dy` or `x`.
 pub fn launch_gelu_backward(
     gpu: &Gpu,
@@ -88,4 +93,9 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> R
         args.ptr(dys).ptr(xs).ptr(dxs).count(f);
     })?;
     Ok(dx)
+}
+
+/// As [`gelu_backward_again`].
+pub fn swiglu_backward_again(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<[Tensor; 2]> {
+    Ok([swiglu_backward(dy, x, f, op)?, swiglu(x, f, op)?])
 }

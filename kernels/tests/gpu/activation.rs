@@ -1,14 +1,16 @@
 //! GELU and SwiGLU.
 
 use crate::support::{Input, check};
-use kernels::activation::{gelu, gelu_backward, swiglu, swiglu_backward};
+use kernels::activation::{gelu, gelu_backward, gelu_backward_again, swiglu, swiglu_backward, swiglu_backward_again};
 
 #[test]
 fn gelu_and_its_gradient() {
     for shape in [vec![1], vec![7, 3, 5], vec![2, 3, 688], vec![5, 1, 1023]] {
         let (x, dy) = (Input::data("x", &shape).times(3.0), Input::data("dy", &shape));
         check("gelu", std::slice::from_ref(&x), |t| Ok(vec![gelu(&t[0])?]));
-        check("gelu_backward", &[dy, x], |t| Ok(vec![gelu_backward(&t[0], &t[1])?]));
+        let operands = [dy, x];
+        check("gelu_backward", &operands, |t| Ok(vec![gelu_backward(&t[0], &t[1])?]));
+        check("gelu_backward_again", &operands, |t| Ok(gelu_backward_again(&t[0], &t[1])?.to_vec()));
     }
 }
 
@@ -18,7 +20,9 @@ fn swiglu_and_its_gradient() {
         let (wide, narrow) = ([leading[0], leading[1], 2 * f], [leading[0], leading[1], f]);
         let (x, dy) = (Input::data("x", &wide).times(3.0), Input::data("dy", &narrow));
         check("swiglu", std::slice::from_ref(&x), |t| Ok(vec![swiglu(&t[0])?]));
-        check("swiglu_backward", &[dy, x], |t| Ok(vec![swiglu_backward(&t[0], &t[1])?]));
+        let operands = [dy, x];
+        check("swiglu_backward", &operands, |t| Ok(vec![swiglu_backward(&t[0], &t[1])?]));
+        check("swiglu_backward_again", &operands, |t| Ok(swiglu_backward_again(&t[0], &t[1])?.to_vec()));
     }
 }
 

@@ -1,8 +1,8 @@
 //! GELU and SwiGLU against candle's.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn, tanh_gelu};
+use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu};
 use candle_core::{DType, Tensor};
-use kernels::activation::{gelu, gelu_backward, swiglu, swiglu_backward};
+use kernels::activation::{gelu, gelu_backward, gelu_backward_again, swiglu, swiglu_backward, swiglu_backward_again};
 
 /// The last one's rows would crowd a cache, so those of results lie apart.
 const SHAPES: [[usize; 3]; 4] = [[1, 1, 2], [7, 3, 34], [40, 2, 1000], [9, 2, 4096]];
@@ -42,6 +42,27 @@ fn swiglu_and_its_gradient_agree_with_autograd() {
 }
 
 #[test]
+fn what_backward_makes_again_has_the_bits_that_forward_had() {
+    for shape in SHAPES.into_iter().chain([[301, 1, 50], [0, 3, 6]]) {
+        let narrow = [shape[0], shape[1], shape[2] / 2];
+        for (dtype, _) in DTYPES {
+            let [x, dy] = [wide("x", &shape), randn("dy", &shape)].map(|t| cast(&t, dtype));
+            let half = cast(&randn("half", &narrow), dtype);
+            let pairs = [
+                (gelu_backward_again(&dy, &x).unwrap(), [gelu_backward(&dy, &x).unwrap(), gelu(&x).unwrap()]),
+                (swiglu_backward_again(&half, &x).unwrap(), [swiglu_backward(&half, &x).unwrap(), swiglu(&x).unwrap()]),
+            ];
+            for (again, [dx, y]) in pairs {
+                assert_eq!([bits(&again[0]), bits(&again[1])], [bits(&dx), bits(&y)], "{dtype:?} {shape:?}");
+            }
+        }
+    }
+    let x = randn("x", &[3, 6]);
+    assert!(gelu_backward_again(&randn("dy", &[3, 3]), &x).is_err());
+    assert!(swiglu_backward_again(&x, &x).is_err());
+}
+
+#[test]
 fn rows_that_would_crowd_a_cache_lie_a_line_further_apart() {
     for (dtype, size) in [(DType::F32, 4), (DType::BF16, 2), (DType::F64, 8)] {
         for width in [1000, 2048, 2050] {
@@ -54,7 +75,12 @@ fn rows_that_would_crowd_a_cache_lie_a_line_further_apart() {
                 (swiglu(&x).unwrap(), width),
                 (swiglu_backward(&dy, &x).unwrap(), 2 * width),
             ];
-            for (y, width) in results {
+            let again = [
+                (gelu_backward_again(&dy, &half).unwrap(), [width, width]),
+                (swiglu_backward_again(&dy, &x).unwrap(), [2 * width, width]),
+            ];
+            let again = again.into_iter().flat_map(|(results, widths)| results.into_iter().zip(widths));
+            for (y, width) in results.into_iter().chain(again) {
                 let apart = if width * size % 4096 == 0 { width + 64 / size } else { width };
                 assert_eq!((y.dims(), y.stride()), (&[3, 5, width][..], &[5 * apart, apart, 1][..]), "{dtype:?}");
             }
@@ -94,12 +120,14 @@ fn results_do_not_depend_on_the_number_of_threads() {
         let x = cast(&wide("x", &[101, 3, 2 * width]), DType::F32);
         let dy = cast(&randn("dy", &[101, 3, width]), DType::F32);
         assert_same_on_any_threads(|| {
-            vec![
+            let all = vec![
                 gelu(&x).unwrap(),
                 gelu_backward(&x, &x).unwrap(),
                 swiglu(&x).unwrap(),
                 swiglu_backward(&dy, &x).unwrap(),
-            ]
+            ];
+            let again = [gelu_backward_again(&x, &x).unwrap(), swiglu_backward_again(&dy, &x).unwrap()];
+            all.into_iter().chain(again.into_iter().flatten()).collect()
         });
     }
 }

@@ -129,6 +129,11 @@ impl RowParallelLinear {
         Ok(FeatureSharded(kernels::linear::linear_dgrad_gelu(&dy.0, ctx.weight(self.weight), h)?))
     }
 
+    /// As [`backward_input_gelu`](Self::backward_input_gelu), and the input again.
+    pub fn backward_input_gelu_again(&self, dy: &Replicated, h: &Tensor, ctx: &Ctx) -> Result<[FeatureSharded; 2]> {
+        Ok(kernels::linear::linear_dgrad_gelu_again(&dy.0, ctx.weight(self.weight), h)?.map(FeatureSharded))
+    }
+
     /// Gradient of the weight.
     pub fn backward_weight(&self, dy: &Replicated, x: &FeatureSharded, ctx: &Ctx) -> Result<()> {
         ctx.weight_grad(&dy.0, &x.0, self.weight)

@@ -1,9 +1,10 @@
 //! The MLP: column-parallel, activation, row-parallel (Shoeybi et al. 2019 §3; SwiGLU: Shazeer 2020).
 
 use candle_core::Tensor;
+use kernels::device::computes_ahead;
 
 use super::context::Ctx;
-use super::layout::{FeatureSharded, Stream};
+use super::layout::{FeatureSharded, Replicated, Stream};
 use super::linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};
 use crate::Result;
 use crate::params::{ParamId, ParamsBuilder};
@@ -18,7 +19,7 @@ pub struct MlpSpec {
     pub init_std: f64,
     pub output_init_std: f64,
     pub sequence_parallel: bool,
-    /// Compute the activation again in backward.
+    /// Compute the activation function again in backward.
     pub recompute_activation: bool,
 }
 
@@ -82,6 +83,10 @@ impl Mlp {
 
     /// What [`forward`](Self::forward) saves, without the output projection.
     pub fn recompute(&self, input: Stream, ctx: &Ctx) -> Result<SavedMlp> {
+        if self.recompute_activation {
+            let hidden = self.fc1.forward(&ctx.tp.enter(&input)?, ctx)?.0;
+            return Ok(SavedMlp { input, hidden, activated: None });
+        }
         let (hidden, activated) = self.hidden(&input, ctx)?;
         Ok(SavedMlp { input, hidden, activated: Some(activated.0) })
     }
@@ -105,19 +110,42 @@ impl Mlp {
         let SavedMlp { input, hidden, activated } = saved;
         let dy = ctx.tp.begin_exit_backward(dy)?;
         let activated = match activated {
-            Some(activated) => activated,
-            None => self.activate(&hidden)?,
+            // Beside the gather.
+            None if computes_ahead(hidden.device()) => Some(self.activate(&hidden)?),
+            kept => kept,
         };
         let dy = dy.finish()?;
-        self.fc2.backward_weight(&dy, &FeatureSharded(activated), ctx)?;
-        let dhidden = if self.swiglu {
-            let dactivated = self.fc2.backward_input(&dy, ctx)?.0;
-            FeatureSharded(kernels::activation::swiglu_backward(&dactivated, &hidden)?)
-        } else {
-            self.fc2.backward_input_gelu(&dy, &hidden, ctx)?
+        let dhidden = match activated {
+            Some(activated) => {
+                self.fc2.backward_weight(&dy, &FeatureSharded(activated), ctx)?;
+                self.backward_activation(&dy, &hidden, ctx)?
+            }
+            None => {
+                let [dhidden, activated] = self.backward_activation_again(&dy, &hidden, ctx)?;
+                self.fc2.backward_weight(&dy, &activated, ctx)?;
+                dhidden
+            }
         };
         drop((hidden, dy));
         self.fc1.backward(&dhidden, &input, ctx)
+    }
+
+    /// Gradient of the activation function's argument.
+    fn backward_activation(&self, dy: &Replicated, hidden: &Tensor, ctx: &Ctx) -> Result<FeatureSharded> {
+        if !self.swiglu {
+            return self.fc2.backward_input_gelu(dy, hidden, ctx);
+        }
+        let dactivated = self.fc2.backward_input(dy, ctx)?.0;
+        Ok(FeatureSharded(kernels::activation::swiglu_backward(&dactivated, hidden)?))
+    }
+
+    /// As [`backward_activation`](Self::backward_activation), and the activation function's result, made in the same pass.
+    fn backward_activation_again(&self, dy: &Replicated, hidden: &Tensor, ctx: &Ctx) -> Result<[FeatureSharded; 2]> {
+        if !self.swiglu {
+            return self.fc2.backward_input_gelu_again(dy, hidden, ctx);
+        }
+        let dactivated = self.fc2.backward_input(dy, ctx)?.0;
+        Ok(kernels::activation::swiglu_backward_again(&dactivated, hidden)?.map(FeatureSharded))
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
