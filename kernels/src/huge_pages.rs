@@ -56,7 +56,7 @@ mod linux {
     static ASKED: AtomicUsize = AtomicUsize::new(0);
 
     pub fn advise(block: *mut u8, len: usize) {
-        if len < LARGE || block.is_null() {
+        if len < LARGE || block.is_null() || crate::arena::holds(block) {
             return;
         }
         // SAFETY: asks where the heap ends.

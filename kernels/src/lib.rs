@@ -9,6 +9,7 @@
 #![allow(unsafe_code)]
 
 pub mod activation;
+pub mod arena;
 pub mod attention;
 pub mod clip;
 pub mod cross_entropy;

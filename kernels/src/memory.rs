@@ -2,6 +2,8 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
+use crate::arena;
+
 /// A cache line, and the longest vector.
 pub const LINE: usize = 64;
 /// Blocks from this size on begin with a cache line.
@@ -11,7 +13,7 @@ const LARGE: usize = 4096;
 /// loads are held up by stores to lines that look like theirs. From three lines on nothing of that is left.
 const APART_FROM: usize = 1 << 20;
 /// How far, in bytes.
-const APART: usize = 16 * LINE;
+pub(crate) const APART: usize = 16 * LINE;
 
 /// Whether rows that lie `distance` bytes apart crowd a CPU's L1 cache: those a multiple of 4 KiB apart fall into so few of its sets that a tile's
 /// rows do not stay there together.
@@ -28,7 +30,8 @@ pub fn rows_apart(width: usize, size: usize) -> usize {
 /// of a whole line touches two of them, which costs matrix products in bf16 a quarter of their speed.
 ///
 /// Programs have it under [`crate::huge_pages::HugePages`]; kernels work without, but slower. A large block is an ordinary one of some
-/// more bytes, so that a freed one fits the next of its size exactly; in front of what is lent lies where it began.
+/// more bytes, so that a freed one fits the next of its size exactly; in front of what is lent lies where it began. After [`keep_freed`] those of
+/// 256 KiB and more have a place of their own ([`crate::arena`]).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LineAligned;
 
@@ -64,12 +67,31 @@ impl LineAligned {
         // SAFETY: the caller's promise.
         unsafe { line.cast::<*mut u8>().sub(1).read() }
     }
+
+    /// A block for `wanted` with what the one at `at` held, which is given back; null, and `at` as it was, if there is no memory.
+    ///
+    /// # Safety
+    /// As [`GlobalAlloc::realloc`].
+    unsafe fn moved(at: *mut u8, layout: Layout, wanted: Layout) -> *mut u8 {
+        // SAFETY: the caller's promise; the new block lies apart from the old one.
+        unsafe {
+            let new = LineAligned.alloc(wanted);
+            if !new.is_null() {
+                std::ptr::copy_nonoverlapping(at, new, layout.size().min(wanted.size()));
+                LineAligned.dealloc(at, layout);
+            }
+            new
+        }
+    }
 }
 
 // SAFETY: the system's allocator does the work. What it gives for `around(layout)` holds `layout` from its first line on, and
 // which layouts are treated so depends on them alone.
 unsafe impl GlobalAlloc for LineAligned {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if let Some((block, _)) = arena::take(layout) {
+            return block;
+        }
         // SAFETY: the caller's promise.
         unsafe {
             Self::around(layout).map_or_else(|| System.alloc(layout), |around| Self::first_line(System.alloc(around)))
@@ -77,6 +99,11 @@ unsafe impl GlobalAlloc for LineAligned {
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if let Some((block, used)) = arena::take(layout) {
+            // SAFETY: what was used of the block lies in it.
+            unsafe { block.write_bytes(0, used) };
+            return block;
+        }
         // SAFETY: the caller's promise.
         unsafe {
             match Self::around(layout) {
@@ -89,6 +116,9 @@ unsafe impl GlobalAlloc for LineAligned {
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         // SAFETY: the caller's promise.
         unsafe {
+            if arena::give(at, layout.size()) {
+                return;
+            }
             match Self::around(layout) {
                 Some(around) => System.dealloc(Self::block_of(at), around),
                 None => System.dealloc(at, layout),
@@ -99,8 +129,12 @@ unsafe impl GlobalAlloc for LineAligned {
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: the caller's promise: `size` rounded up to the alignment is no overflow.
         unsafe {
+            if arena::resize(at, layout.size(), size) {
+                return at;
+            }
             let wanted = Layout::from_size_align_unchecked(size, layout.align());
             match (Self::around(layout), Self::around(wanted)) {
+                _ if arena::holds(at) || arena::is_for(wanted) => Self::moved(at, layout, wanted),
                 (None, None) => System.realloc(at, layout, size),
                 (Some(old), Some(new)) => {
                     let block = Self::block_of(at);
@@ -114,14 +148,7 @@ unsafe impl GlobalAlloc for LineAligned {
                     std::ptr::copy(block.add(offset), line, layout.size().min(size));
                     Self::first_line(block)
                 }
-                _ => {
-                    let new = self.alloc(wanted);
-                    if !new.is_null() {
-                        std::ptr::copy_nonoverlapping(at, new, layout.size().min(size));
-                        self.dealloc(at, layout);
-                    }
-                    new
-                }
+                _ => Self::moved(at, layout, wanted),
             }
         }
     }
@@ -142,6 +169,7 @@ pub fn keep_freed() {
             libc::mallopt(libc::M_TOP_PAD, 64 << 20);
         }
     }
+    arena::open();
 }
 
 #[cfg(test)]

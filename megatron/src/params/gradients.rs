@@ -10,6 +10,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
+use kernels::arena::at_the_end;
 use kernels::device::{computes_ahead, empty, zeros};
 use kernels::embedding::embedding_backward;
 
@@ -60,7 +61,7 @@ impl GradientBuffer {
         if let Some(grads) = &*memory {
             return Ok(grads.clone());
         }
-        let grads = empty(self.len, self.dtype, &self.device)?;
+        let grads = at_the_end(|| empty(self.len, self.dtype, &self.device))?;
         for gap in &self.gaps {
             kernels::reduce::zero(&grads.narrow(0, gap.start, gap.len())?)?;
         }
