@@ -20,7 +20,7 @@ pub use inference::{Inference, checkpoint_model};
 pub use memory::{Peak, peak_memory, peak_memory_of};
 pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, Layout, ModelBuilder};
-pub use profile::{Ceilings, Profile, SpanGroup, Summary, Total};
+pub use profile::{Ceilings, Profile, Profiler, SpanGroup, Summary, Total};
 pub use report::Reporter;
 pub use run::{Outcome, preflight};
 pub use state::{SavedRun, saved_run, weights_only_state, with_parallel};

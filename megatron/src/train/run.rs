@@ -11,7 +11,7 @@ use super::report::Reporter;
 use super::state;
 use super::trainer::Trainer;
 use crate::comm::ReduceOp;
-use crate::config::{CheckpointConfig, ProfileConfig, RunConfig};
+use crate::config::{CheckpointConfig, RunConfig};
 use crate::data::Loader;
 use crate::{Error, Result, checkpoint};
 
@@ -83,8 +83,11 @@ impl Trainer {
         while self.progress.iteration < train_iters {
             let iteration = self.progress.iteration + 1;
             let due = |interval| is_due(iteration, interval);
-            profiler.before(iteration, self.groups.world.rank(), &self.stage().device)?;
-            let steps = self.advance(self.reads_at_once(iteration))?;
+            profiler.before(self)?;
+            // A profile shows steps one by one.
+            let reads_at_once =
+                self.reads_at_once(iteration) || [0, 1].map(|n| profiler.records(iteration + n)).contains(&true);
+            let steps = self.advance(reads_at_once)?;
             profiler.after();
             for step in steps {
                 self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
@@ -112,7 +115,9 @@ impl Trainer {
         if saved_at != self.progress.iteration {
             self.save_and_report(reporter)?;
         }
-        profiler.finish(&self.groups, self.stage().dtype, &self.stage().device, reporter)?;
+        if let Some(profile) = profiler.finish(self)? {
+            reporter.profile(&profile);
+        }
         if outcome == Outcome::Finished {
             if !is_due(train_iters, self.config.logging.eval_interval) {
                 self.report_evaluation(self.valid.as_ref(), "validation", reporter, metrics.as_mut())?;
@@ -133,14 +138,12 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Whether something follows step `iteration` that has to see its results. A profile shows steps one by one.
+    /// Whether something follows step `iteration` that has to see its results.
     fn reads_at_once(&self, iteration: u64) -> bool {
         let RunConfig { training, checkpoint, logging, .. } = &self.config;
         let due = |interval| is_due(iteration, interval);
-        let profiled = |p: &ProfileConfig| (p.step_start..p.step_end + 1).contains(&(iteration + 1));
         iteration == training.train_iters
             || [logging.eval_interval, checkpoint.save_interval, training.exit_interval].into_iter().any(due)
-            || logging.profile.as_ref().is_some_and(profiled)
     }
 
     /// Reports a step; `memory` is the largest of a rank when that was asked last. Collective over the world.

@@ -3,6 +3,7 @@
 //! The last line before the table has the form of `tools/bench/torch_gpt.py`, which trains the same shapes in PyTorch.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
@@ -11,7 +12,7 @@ use kernels::philox::philox4x32;
 use megatron::comm::{Group, RankInfo, ReduceOp};
 use megatron::config::{Recompute, RunConfig};
 use megatron::data::SampleSource;
-use megatron::train::{Sources, Trainer, peak_memory_of};
+use megatron::train::{Profile, Profiler, Sources, Trainer, peak_memory_of};
 use models::Gpt;
 
 use super::preset::{Preset, flops_per_token, matrix_params};
@@ -21,10 +22,13 @@ use crate::cli::flags::{MomentFlags, ParallelFlags, PrecisionFlags, RecomputeFla
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::Result;
 use crate::ranks;
+use crate::report::profile::render;
 use crate::report::table::{Table, significant};
 
 /// Steps before the first timed one: as in the peer script.
 const WARM_UP: usize = 3;
+/// Steps that `--profile` records after the timed ones, which it thus does not disturb.
+const PROFILED: usize = 4;
 
 /// Time training steps of a preset on random tokens
 ///
@@ -33,7 +37,8 @@ const WARM_UP: usize = 3;
 #[command(after_help = "Examples:
   megatron bench step --preset gpt2-124m --bf16
   megatron bench step --data-parallel-size 2 --threads 1
-  megatron bench step --pipeline-model-parallel-size 2 --global-batch-size 32")]
+  megatron bench step --pipeline-model-parallel-size 2 --global-batch-size 32
+  megatron bench step --bf16 --profile")]
 pub struct StepArgs {
     /// Model and microbatch
     #[arg(long, value_enum, default_value_t = Preset::Small)]
@@ -53,6 +58,12 @@ pub struct StepArgs {
     /// Launch forward and backward of a microbatch as a CUDA graph
     #[arg(long)]
     pub enable_cuda_graph: bool,
+    /// Record 4 more steps: a trace of every rank for Perfetto or chrome://tracing, and a table of where the time went
+    #[arg(long)]
+    pub profile: bool,
+    /// Folder of the traces
+    #[arg(long, value_name = "DIR", default_value = "profile", requires = "profile")]
+    pub profile_dir: PathBuf,
     #[command(flatten)]
     pub recompute: RecomputeFlags,
     #[command(flatten)]
@@ -88,7 +99,14 @@ pub fn run(args: &StepArgs, origins: BTreeMap<String, String>) -> Result<u8> {
 
 /// The preset's settings under those of the command line.
 fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Gathered> {
-    let mut flags = args.preset.flags((WARM_UP + args.steps) as u64)?;
+    let timed = WARM_UP + args.steps;
+    let mut flags = args.preset.flags((timed + if args.profile { PROFILED } else { 0 }) as u64)?;
+    if args.profile {
+        flags.logging.profile = true;
+        flags.logging.profile_dir = args.profile_dir.clone();
+        flags.logging.profile_step_start = Some((timed + 1) as u64);
+        flags.logging.profile_step_end = Some((timed + 1 + PROFILED) as u64);
+    }
     flags.parallel = args.parallel.clone();
     flags.training.recompute = args.recompute.clone();
     flags.training.precision = args.precision.clone();
@@ -113,9 +131,12 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     run.model.vocab_size = vocab_size.unwrap_or(args.preset.shape().vocab);
     let device = ranks::device(place, distributed.device)?;
     let world = ranks::connect(place, &distributed, &device)?;
-    let measured = measure(&run, world, &device)?;
+    let measured = measure(&run, (WARM_UP + args.steps) as u64, world, &device)?;
     if place.rank == 0 {
         report(args.preset, &run, threads, &measured);
+    }
+    if let Some(profile) = &measured.profile {
+        crate::print_line(&render(profile));
     }
     Ok(0)
 }
@@ -126,9 +147,12 @@ struct Measured {
     /// Largest memory of a rank, in bytes: on a GPU its tensors', on the CPU its resident set.
     peak_memory: f64,
     loss: f64,
+    /// Of the steps after them, on rank 0.
+    profile: Option<Profile>,
 }
 
-fn measure(run: &RunConfig, world: Group, device: &Device) -> megatron::Result<Measured> {
+/// Trains for the warm-up and the timed steps, `timed` together, then for those that the run's settings record.
+fn measure(run: &RunConfig, timed: u64, world: Group, device: &Device) -> megatron::Result<Measured> {
     let p = &run.parallel;
     let model = Gpt::new(
         &run.model,
@@ -149,8 +173,8 @@ fn measure(run: &RunConfig, world: Group, device: &Device) -> megatron::Result<M
     let mut trainer = Trainer::new(run, &model, Arc::clone(&world), &sources, device)?;
     let mut seconds = Vec::new();
     let mut loss = f64::NAN;
-    for step in 1..=run.training.train_iters {
-        for metrics in trainer.advance(step == run.training.train_iters)? {
+    for step in 1..=timed {
+        for metrics in trainer.advance(step == timed)? {
             loss = metrics.lm_loss;
             if metrics.iteration > WARM_UP as u64 {
                 seconds.push(metrics.elapsed_ms / 1e3);
@@ -159,7 +183,14 @@ fn measure(run: &RunConfig, world: Group, device: &Device) -> megatron::Result<M
     }
     let memory = Tensor::new(&[peak_memory_of(device).allocated as f64], &Device::Cpu)?;
     world.all_reduce(&memory, ReduceOp::Max)?.wait()?;
-    Ok(Measured { steps: Timing::new(seconds), peak_memory: memory.to_vec1::<f64>()?[0], loss })
+    let mut profiler = Profiler::new(run.logging.profile.as_ref());
+    for _ in timed..run.training.train_iters {
+        profiler.before(&trainer)?;
+        trainer.advance(true)?;
+        profiler.after();
+    }
+    let profile = profiler.finish(&trainer)?;
+    Ok(Measured { steps: Timing::new(seconds), peak_memory: memory.to_vec1::<f64>()?[0], loss, profile })
 }
 
 fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) {

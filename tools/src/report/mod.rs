@@ -3,7 +3,7 @@
 mod bar;
 mod bytes;
 mod lines;
-mod profile;
+pub mod profile;
 pub mod table;
 
 use std::io::IsTerminal;

@@ -6,12 +6,12 @@ mod trace_file;
 
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use kernels::trace::{Entered, Recorder};
 
 pub use self::ceilings::Ceilings;
 pub use self::summary::{SpanGroup, Summary, Total};
-use super::report::Reporter;
+use super::trainer::Trainer;
 use crate::comm::Group;
 use crate::config::ProfileConfig;
 use crate::topology::ProcessGroups;
@@ -30,7 +30,7 @@ pub struct Profile {
 }
 
 /// Records the steps of a run that its settings name.
-pub(super) struct Profiler {
+pub struct Profiler {
     config: Option<ProfileConfig>,
     /// Of ranks that are profiled, from the first such step on.
     recorder: Option<Recorder>,
@@ -39,20 +39,25 @@ pub(super) struct Profiler {
 }
 
 impl Profiler {
+    /// Records what `config` names, and nothing without it.
     pub fn new(config: Option<&ProfileConfig>) -> Self {
         Self { config: config.cloned(), recorder: None, entered: None, steps: 0 }
     }
 
-    /// Called before step `iteration` (from 1) of rank `rank`, which computes on `device`: on a GPU its times are recorded.
+    /// Whether step `iteration`, from 1, is recorded on some rank.
+    pub fn records(&self, iteration: u64) -> bool {
+        self.config.as_ref().is_some_and(|c| (c.step_start..c.step_end).contains(&iteration))
+    }
+
+    /// Called before the trainer's next step. On a GPU the times of what it computes are recorded.
     ///
     /// # Errors
     /// If the device fails.
-    pub fn before(&mut self, iteration: u64, rank: usize, device: &Device) -> Result<()> {
-        let wanted = |c: &ProfileConfig| {
-            (c.step_start..c.step_end).contains(&iteration) && (c.ranks.is_empty() || c.ranks.contains(&rank))
-        };
-        if self.config.as_ref().is_some_and(wanted) {
-            self.entered = Some(self.recorder.get_or_insert_default().enter_on(MAIN, device)?);
+    pub fn before(&mut self, trainer: &Trainer) -> Result<()> {
+        let rank = trainer.groups.world.rank();
+        let mine = |c: &ProfileConfig| c.ranks.is_empty() || c.ranks.contains(&rank);
+        if self.records(trainer.progress.iteration + 1) && self.config.as_ref().is_some_and(mine) {
+            self.entered = Some(self.recorder.get_or_insert_default().enter_on(MAIN, &trainer.stage().device)?);
             self.steps += 1;
         }
         Ok(())
@@ -63,18 +68,13 @@ impl Profiler {
         self.entered = None;
     }
 
-    /// Writes this rank's trace and, on rank 0, reports the profiles of all. Collective over the world.
+    /// Writes this rank's trace and returns, on rank 0, the profiles of all, unless there was nothing to record. Collective over the world.
     ///
     /// # Errors
     /// If a file cannot be written or a peer fails.
-    pub fn finish(
-        &mut self,
-        groups: &ProcessGroups,
-        dtype: DType,
-        device: &Device,
-        reporter: &mut dyn Reporter,
-    ) -> Result<()> {
-        let Some(config) = &self.config else { return Ok(()) };
+    pub fn finish(&mut self, trainer: &Trainer) -> Result<Option<Profile>> {
+        let Some(config) = &self.config else { return Ok(None) };
+        let (groups, stage) = (&trainer.groups, trainer.stage());
         let rank = groups.world.rank();
         let mine = match self.recorder.take() {
             Some(recorder) => {
@@ -87,12 +87,9 @@ impl Profiler {
         };
         // Every rank measures while the others do, as every rank computes while the others do.
         groups.world.barrier()?;
-        let ceilings = Ceilings::measure(dtype, device)?;
+        let ceilings = Ceilings::measure(stage.dtype, &stage.device)?;
         let ranks = gather(&groups.world, &mine)?;
-        if rank == 0 {
-            reporter.profile(&Profile { dir: config.dir.clone(), ranks, ceilings, dtype });
-        }
-        Ok(())
+        Ok((rank == 0).then(|| Profile { dir: config.dir.clone(), ranks, ceilings, dtype: stage.dtype }))
     }
 }
 
