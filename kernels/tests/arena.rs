@@ -4,7 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kernels::arena::at_the_end;
+use kernels::arena::{at_the_end, outside};
 use kernels::memory::{LINE, LineAligned, keep_freed};
 
 #[global_allocator]
@@ -43,6 +43,26 @@ fn blocks_lie_where_the_first_large_enough_was_and_at_the_end_those_that_stay() 
     let too_large = at_the_end(|| block(12 * MB));
     assert!(begin(&too_large) > begin(&last), "behind all");
     drop((first, between));
+}
+
+#[test]
+fn what_stays_for_ever_lies_outside_and_splits_no_hole() {
+    let _one = alone();
+    let [first, between, last] = [4, 8, 4].map(|mb| block(mb * MB));
+    let place = begin(&between);
+    drop(between);
+    let stays = outside(|| block(3 * MB));
+    let comes = block(8 * MB);
+    assert_eq!(begin(&comes), place, "all of the hole");
+    let grown = {
+        let mut grown = stays;
+        outside(|| grown.reserve_exact(5 * MB));
+        grown
+    };
+    let behind = block(40 * MB);
+    let arena = begin(&first)..begin(&behind) + 40 * MB;
+    assert!(!arena.contains(&begin(&grown)));
+    drop((first, last, comes));
 }
 
 #[test]

@@ -26,21 +26,40 @@ static LEN: AtomicUsize = AtomicUsize::new(0);
 /// What of it is free. None of the blocks that this needs itself is large.
 static HOLES: Mutex<Holes> = Mutex::new(Holes::new());
 
+/// Where blocks lie.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum At {
+    Beginning,
+    End,
+    /// On the heap.
+    Outside,
+}
+
 thread_local! {
-    /// Whether this thread's blocks lie at the end.
-    static AT_THE_END: Cell<bool> = const { Cell::new(false) };
+    /// Where this thread's blocks lie.
+    static AT: Cell<At> = const { Cell::new(At::Beginning) };
+}
+
+fn at<T>(at: At, f: impl FnOnce() -> T) -> T {
+    struct Until(At);
+    impl Drop for Until {
+        fn drop(&mut self) {
+            AT.set(self.0);
+        }
+    }
+    let _until = Until(AT.replace(at));
+    f()
 }
 
 /// Calls `f`, whose blocks, on this thread, outlive those before and after it: they take the last hole that is large enough, from its end.
 pub fn at_the_end<T>(f: impl FnOnce() -> T) -> T {
-    struct Until(bool);
-    impl Drop for Until {
-        fn drop(&mut self) {
-            AT_THE_END.set(self.0);
-        }
-    }
-    let _until = Until(AT_THE_END.replace(true));
-    f()
+    at(At::End, f)
+}
+
+/// Calls `f`, whose blocks, on this thread, stay for as long as it runs: they lie on the heap, since wherever they lay in the arena, they would split
+/// for ever what is free there.
+pub fn outside<T>(f: impl FnOnce() -> T) -> T {
+    at(At::Outside, f)
 }
 
 fn holes() -> MutexGuard<'static, Holes> {
@@ -92,7 +111,7 @@ fn room(size: usize) -> Option<usize> {
 
 /// Whether a block for `layout` lies here, as long as there is room.
 pub fn is_for(layout: Layout) -> bool {
-    layout.size() >= LARGE && layout.align() <= LINE && LEN.load(Ordering::Acquire) != 0
+    layout.size() >= LARGE && layout.align() <= LINE && LEN.load(Ordering::Acquire) != 0 && AT.get() != At::Outside
 }
 
 /// A block for `layout`, and how much of its beginning may hold something else than zeros; none if it is not for the arena, or has no place there.
@@ -101,7 +120,7 @@ pub fn take(layout: Layout) -> Option<(*mut u8, usize)> {
         return None;
     }
     let room = room(layout.size())?;
-    let Place { begin, used } = if AT_THE_END.get() { holes().take_last(room) } else { holes().take_first(room) }?;
+    let Place { begin, used } = if AT.get() == At::End { holes().take_last(room) } else { holes().take_first(room) }?;
     // SAFETY: the place lies within the arena.
     Some((unsafe { BEGIN.load(Ordering::Relaxed).add(begin) }, used.min(layout.size())))
 }

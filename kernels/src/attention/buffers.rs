@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::ops::Range;
 
+use crate::arena;
 use crate::float::{Elem, Float};
 use crate::host::HostElem;
 
@@ -33,7 +34,7 @@ pub fn with_two_buffers<A: HostElem, B: HostElem, const N: usize, const M: usize
     let mut lines = LINES.take();
     if lines.len() < needed {
         lines = Vec::new(); // free first, so that growing needs no room for both
-        lines.resize(needed, Line { _bytes: [0; 64] });
+        arena::outside(|| lines.resize(needed, Line { _bytes: [0; 64] }));
     }
     let mut rest = &mut lines[..];
     let a = lengths_a.map(|n| take(&mut rest, n));

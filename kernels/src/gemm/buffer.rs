@@ -3,6 +3,8 @@
 use std::cell::Cell;
 use std::thread::LocalKey;
 
+use crate::arena;
+
 /// A cache line, so that panels are aligned for every vector and tile load.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -18,7 +20,7 @@ impl Buffer {
         let lines = (n * size_of::<T>()).div_ceil(size_of::<Line>());
         if lines > self.0.capacity() {
             self.0 = Vec::new(); // free first, so that growing needs no room for both
-            self.0.reserve_exact(lines);
+            arena::outside(|| self.0.reserve_exact(lines));
         }
         self.0.as_mut_ptr().cast()
     }

@@ -33,7 +33,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let panels_across = columns.len().div_ceil(K::NR);
         // One tile's place, or a place for every tile.
         let kept = if blocks.count == 1 { 0 } else { panels_across };
-        let room = part.rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR;
+        let strips = if kept == 0 { 1 } else { part.rows.len().div_ceil(K::MR) };
+        let room = strips * kept.max(1) * K::MR * K::NR;
         let sums = part.sums.unwrap_or_else(|| own.sums.room(room));
         let some_rows = K::BLOCKING.mc.next_multiple_of(K::MR);
         let order = beside::order(part.rows.len(), columns.len());
@@ -94,7 +95,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let (columns, _) = self.columns_of(phase, part.task);
         let steps = ahead::steps(&columns, K::NR, group, blocks);
         let kept = if blocks.count == 1 { 0 } else { group };
-        let room = part.rows.len().next_multiple_of(K::MR) * kept.max(1) * K::NR;
+        let strips = if kept == 0 { 1 } else { part.rows.len().div_ceil(K::MR) };
+        let room = strips * kept.max(1) * K::MR * K::NR;
         let sums = part.sums.unwrap_or_else(|| own.sums.room(room));
         let step_room = group * K::NR * blocks.len;
         let panels = own.panels.room::<K::Packed>(2 * step_room);
