@@ -8,7 +8,9 @@ use half::{bf16, f16};
 use super::Mat;
 use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Fetch, Idle, Layout, MR, NR, PackByShares, Packed, Rows, Word, Work, any_tile, by_rows, tiles};
+use super::strips::{
+    Fetch, Idle, Layout, MR, NR, PackByShares, PackBySteps, Packed, Rows, Word, Work, any_tile, by_rows, tiles,
+};
 use crate::float::Elem;
 use crate::memory::rows_crowd;
 

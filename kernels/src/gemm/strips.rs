@@ -51,12 +51,21 @@ macro_rules! any_tile {
                 tile::<MR, _, _>(words, strip, panel, from, to, ahead, Idle);
             }
             (Strip::Packed(strip), Some(Chore::Pack(pack))) if $rows == MR => {
-                if pack.is_panel {
+                let strip = Packed(strip.cast());
+                if PackBySteps::<$e, $word, NR>::fits(&pack, words) {
+                    if pack.is_panel {
+                        let work = PackBySteps::<$e, $word, NR>::new(pack);
+                        tile::<MR, _, _>(words, strip, panel, from, to, ahead, work);
+                    } else {
+                        let work = PackBySteps::<$e, $word, MR>::new(pack);
+                        tile::<MR, _, _>(words, strip, panel, from, to, ahead, work);
+                    }
+                } else if pack.is_panel {
                     let work = PackByShares::<$e, $word, NR>::new(pack, MR);
-                    tile::<MR, _, _>(words, Packed(strip.cast()), panel, from, to, ahead, work);
+                    tile::<MR, _, _>(words, strip, panel, from, to, ahead, work);
                 } else {
                     let work = PackByShares::<$e, $word, MR>::new(pack, MR);
-                    tile::<MR, _, _>(words, Packed(strip.cast()), panel, from, to, ahead, work);
+                    tile::<MR, _, _>(words, strip, panel, from, to, ahead, work);
                 }
             }
             (Strip::Packed(strip), chore) => {
@@ -123,16 +132,21 @@ pub trait Work {
     ///
     /// # Safety
     /// As [`super::kernel::Kernel::tile`].
-    unsafe fn share(&mut self);
+    #[inline(always)]
+    unsafe fn share(&mut self) {}
+
+    /// A step of it, after the products of each word.
+    ///
+    /// # Safety
+    /// As [`super::kernel::Kernel::tile`].
+    #[inline(always)]
+    unsafe fn step(&mut self) {}
 }
 
 /// Nothing.
 pub struct Idle;
 
-impl Work for Idle {
-    #[inline(always)]
-    unsafe fn share(&mut self) {}
-}
+impl Work for Idle {}
 
 /// Rows of memory asked for.
 pub struct Fetch(pub Next, pub usize);
@@ -205,6 +219,55 @@ impl<E, W: Word<E>, const R: usize> Work for PackByShares<E, W, R> {
     }
 }
 
+/// How many steps before its use memory is asked for.
+const STEPS_AHEAD: usize = 24;
+
+/// A strip or panel of `R` words, as long as those that are multiplied, packed word by word.
+pub struct PackBySteps<E, W, const R: usize> {
+    from: *const E,
+    row: usize,
+    masks: [u16; 2],
+    to: *mut i32,
+    word: PhantomData<W>,
+}
+
+impl<E, W: Word<E>, const R: usize> PackBySteps<E, W, R> {
+    /// Whether all of `pack` has a step for each of its words beside so many.
+    pub fn fits<P>(pack: &Pack<E, P>, words: usize) -> bool {
+        pack.k == words * W::ROWS
+    }
+
+    pub fn new<P>(pack: Pack<E, P>) -> Self {
+        let Pack { from: Mat(from, _, row), width, to, .. } = pack;
+        let masks = [first(width), first(width.saturating_sub(16))];
+        Self { from, row, masks, to: to.cast(), word: PhantomData }
+    }
+}
+
+impl<E, W: Word<E>, const R: usize> Work for PackBySteps<E, W, R> {
+    #[inline(always)]
+    unsafe fn step(&mut self) {
+        let line = LINE / size_of::<E>();
+        // SAFETY: the caller's promise.
+        unsafe {
+            for r in 0..W::ROWS {
+                let ahead = self.from.wrapping_add((STEPS_AHEAD * W::ROWS + r) * self.row);
+                (0..R).step_by(line).for_each(|at| ask_for(ahead.wrapping_add(at)));
+                // Strips may begin anywhere in a line.
+                if !R.is_multiple_of(line) {
+                    ask_for(ahead.wrapping_add(R - 1));
+                }
+            }
+            for (i, &mask) in self.masks.iter().enumerate().take(R.div_ceil(16)) {
+                let words = W::words(self.from.wrapping_add(16 * i), self.row, mask);
+                _mm512_mask_storeu_epi32(self.to.wrapping_add(16 * i), first(R - 16 * i), words);
+            }
+        }
+        self.from = self.from.wrapping_add(W::ROWS * self.row);
+        self.to = self.to.wrapping_add(R);
+    }
+}
+
 /// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `$add(sum, a, b)` multiplies and adds, each
 /// given as a vector of f32. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`.
 macro_rules! tiles {
@@ -262,6 +325,7 @@ macro_rules! tiles {
                             sums[r] = [$add(sums[r][0], a, b[0]), $add(sums[r][1], a, b[1])];
                         }
                         (strip, panel) = (strip.next(), panel.add(NR));
+                        work.step();
                     }
                 }
                 for r in 0..ROWS {

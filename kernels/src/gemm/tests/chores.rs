@@ -18,9 +18,15 @@ fn zeros<P: Copy>(memory: &mut Buffer, n: usize) -> *mut P {
     room
 }
 
-/// `k` is not a multiple of a tile's shares; `lies` say whether rows of the operand are contiguous.
+/// Beside tiles of an inner dimension as long as what is packed, and of a longer one; `k`, that of the tile, is not a multiple of its shares. `lies` say
+/// whether rows of the operand are contiguous.
 fn check<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, lies: &[bool]) {
-    let size = K::MR.max(K::NR) * k;
+    let half = (k / 2).next_multiple_of(K::KQ);
+    [k, half].into_iter().for_each(|packed| check_beside::<E, K>(packed, k, lies));
+}
+
+fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &[bool]) {
+    let size = K::MR.max(K::NR) * tile;
     let [mut want, mut got, mut nothing, mut sums] = [(); 4].map(|()| Buffer::default());
     let (nothing, sums) = (zeros::<K::Packed>(&mut nothing, size), zeros::<f32>(&mut sums, K::MR * K::NR));
     for (is_panel, unit) in [(false, K::MR), (true, K::NR)] {
@@ -48,13 +54,13 @@ fn check<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, lies: &[bool]) {
                         let ahead = Ahead { written: next, read: next };
                         let strip = Strip::Packed(nothing.cast_const());
                         K::enter();
-                        K::tile(rows, k, strip, nothing, from, to, ahead, Some(Chore::Pack(pack)));
+                        K::tile(rows, tile, strip, nothing, from, to, ahead, Some(Chore::Pack(pack)));
                         K::leave();
                         let bytes = size * size_of::<K::Packed>();
                         [got, want].map(|p| std::slice::from_raw_parts(p.cast_const().cast::<u8>(), bytes))
                     };
                     let what = if is_panel { "panel" } else { "strip" };
-                    assert!(got == want, "{:?} {what}, {width} wide, {contiguous}, beside {rows} rows", E::DTYPE);
+                    assert!(got == want, "{:?} {what}, {width} × {k}, {contiguous}, beside {rows} rows", E::DTYPE);
                 }
             }
         }
