@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use crate::activation::{gelu, gelu_backward, gelu_backward_again};
 use crate::float::{Elem, Float, by_elem};
-use crate::gemm::{Mat, Start, all_threads, gemm};
+use crate::gemm::{Mat, Start, all_threads, gemm, gemm_plus};
 use crate::host::{with_rows_mut, with_slice_mut};
 use crate::simd::{LANES, ask_for, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last};
@@ -33,11 +33,12 @@ fn expect_forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, op: &'static st
     Ok([rows, k, n])
 }
 
-/// Writes all of `y`, which has room for `rows` of n elements as far apart as it says.
+/// Writes all of `y`, which has room for `rows` of n elements as far apart as it says: the product, and `plus`, of as many elements, where there is one.
 fn forward<E: Elem, C: Elem<Acc = E::Acc>>(
     x: &Tensor,
     w: &Tensor,
     bias: Option<&Tensor>,
+    plus: Option<&[C]>,
     [rows, k, n]: [usize; 3],
     (y, y_row): (*mut C, usize),
     op: &'static str,
@@ -46,8 +47,14 @@ fn forward<E: Elem, C: Elem<Acc = E::Acc>>(
     let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
     let ((x, x_row), w) = (View::<E>::rows(x, op, "x")?, View::<E>::new(w, op, "weight")?);
     let (a, b) = (Mat(x.as_ptr(), x_row, 1), Mat(w.as_ptr(), k, 1).t());
-    // SAFETY: x is [rows, k], w [n, k] and y [rows, n]; the rows of x and y lie as far apart as they say.
-    unsafe { gemm((rows, n, k), Mat(y, y_row, 1), start, a, b, E::Acc::ONE, all_threads()) };
+    let (shape, y) = ((rows, n, k), Mat(y, y_row, 1));
+    // SAFETY: x is [rows, k], w [n, k], y and plus [rows, n]; the rows of x and y lie as far apart as they say.
+    unsafe {
+        match plus {
+            Some(plus) => gemm_plus(shape, y, start, (plus.as_ptr(), n), a, b, all_threads()),
+            None => gemm(shape, y, start, a, b, E::Acc::ONE, all_threads()),
+        }
+    };
     Ok(())
 }
 
@@ -72,8 +79,28 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let [rows, _, n] = dims;
     on_cuda!(x, linear::forward(x, w, bias, dims, x.dtype(), None, OP));
     by_elem!(x, OP, E => {
-        let y = written(rows * n, |y| forward::<E, E>(x, w, bias, dims, (y, n), OP))?;
+        let y = written(rows * n, |y| forward::<E, E>(x, w, bias, None, dims, (y, n), OP))?;
         tensor(y, with_last(x, n), x)
+    })
+}
+
+/// `y [.., n] = x [.., k] · wᵀ + bias + residual` on a CPU, into another tensor of the result's elements and dtype: one pass, which rounds once.
+///
+/// # Errors
+/// As [`linear`], or if `residual` or `y` has another shape or dtype, or is on a GPU.
+pub fn linear_add_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, residual: &Tensor, y: &Tensor) -> Result<()> {
+    let _span = trace::product("linear", x, w);
+    const OP: &str = "linear_add_into";
+    let dims = expect_forward(x, w, bias, OP)?;
+    for (what, t) in [("residual", residual), ("y", y)] {
+        expect_shape(OP, what, t, &with_last(x, dims[2]))?;
+        expect_dtype(OP, t, x.dtype())?;
+    }
+    by_elem!(x, OP, E => {
+        let residual = View::<E>::new(residual, OP, "residual")?;
+        with_slice_mut::<E, _>(y, OP, |y| {
+            forward::<E, E>(x, w, bias, Some(&residual), dims, (y.as_mut_ptr(), dims[2]), OP)
+        })
     })
 }
 
@@ -101,7 +128,7 @@ pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Te
     let [rows, _, n] = dims;
     on_cuda!(x, linear::forward(x, w, bias, dims, candle_core::DType::F32, None, OP));
     by_elem!(x, OP, E => {
-        let y = written(rows * n, |y| forward::<E, <E as Elem>::Acc>(x, w, bias, dims, (y, n), OP))?;
+        let y = written(rows * n, |y| forward::<E, <E as Elem>::Acc>(x, w, bias, None, dims, (y, n), OP))?;
         tensor(y, with_last(x, n), x)
     })
 }
@@ -119,11 +146,13 @@ pub fn linear_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, y: &Tensor) ->
     on_cuda!(x, linear::forward_into(x, w, bias, dims, y, OP));
     by_elem!(x, OP, E => {
         if y.dtype() == x.dtype() {
-            return with_rows_mut::<E, _>(y, OP, |y, row| forward::<E, E>(x, w, bias, dims, (y.as_mut_ptr(), row), OP));
+            return with_rows_mut::<E, _>(y, OP, |y, row| {
+                forward::<E, E>(x, w, bias, None, dims, (y.as_mut_ptr(), row), OP)
+            });
         }
         expect_dtype(OP, y, <<E as Elem>::Acc as candle_core::WithDType>::DTYPE)?;
         with_rows_mut::<<E as Elem>::Acc, _>(y, OP, |y, row| {
-            forward::<E, _>(x, w, bias, dims, (y.as_mut_ptr(), row), OP)
+            forward::<E, _>(x, w, bias, None, dims, (y.as_mut_ptr(), row), OP)
         })
     })
 }

@@ -63,7 +63,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         columns: usize,
         to: (*mut C, usize),
         scale: f32,
-        add: bool,
+        add: (*const C, usize),
     ) {
         // SAFETY: the caller's promise.
         unsafe { vector_finish(sums, rows, columns, to, scale, add) }
@@ -116,7 +116,7 @@ unsafe fn vector_finish<C: Elem<Acc = f32>>(
     columns: usize,
     to: (*mut C, usize),
     scale: f32,
-    add: bool,
+    add: (*const C, usize),
 ) {
     // SAFETY: the caller's promise.
     unsafe { pack::finish::<C, NR>(sums, rows, columns, to, scale, add) }

@@ -80,14 +80,14 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         columns: usize,
         to: (*mut C, usize),
         scale: f32,
-        add: bool,
+        add: (*const C, usize),
     ) {
         // SAFETY: the caller's promise, and C is the type that its name says.
         unsafe {
             match C::DTYPE {
-                DType::F32 => finish::<f32>(sums, rows, columns, (to.0.cast(), to.1), scale, add),
-                DType::BF16 => finish::<bf16>(sums, rows, columns, (to.0.cast(), to.1), scale, add),
-                _ => finish::<f16>(sums, rows, columns, (to.0.cast(), to.1), scale, add),
+                DType::F32 => finish::<f32>(sums, rows, columns, (to.0.cast(), to.1), scale, (add.0.cast(), add.1)),
+                DType::BF16 => finish::<bf16>(sums, rows, columns, (to.0.cast(), to.1), scale, (add.0.cast(), add.1)),
+                _ => finish::<f16>(sums, rows, columns, (to.0.cast(), to.1), scale, (add.0.cast(), add.1)),
             }
         }
     }
@@ -180,7 +180,7 @@ unsafe fn finish<C: Lanes>(
     columns: usize,
     (to, stride): (*mut C, usize),
     scale: f32,
-    add: bool,
+    add: (*const C, usize),
 ) {
     let scale = _mm512_set1_ps(scale);
     for r in 0..rows {
@@ -190,7 +190,10 @@ unsafe fn finish<C: Lanes>(
             unsafe {
                 let to = to.add(r * stride + c);
                 let sum = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, sums.add(r * NR + c)));
-                let sum = if add { _mm512_add_ps(C::load16(to, mask), sum) } else { sum };
+                let sum = match add {
+                    (add, _) if add.is_null() => sum,
+                    (add, stride) => _mm512_add_ps(C::load16(add.add(r * stride + c), mask), sum),
+                };
                 C::store16(to, mask, sum);
             }
         }

@@ -86,7 +86,7 @@ impl Kernel<bf16> for Avx512Bf16 {
         columns: usize,
         to: (*mut C, usize),
         scale: f32,
-        add: bool,
+        add: (*const C, usize),
     ) {
         // SAFETY: the caller's promise.
         unsafe { finish_tile(sums, rows, columns, to, scale, add) }
@@ -227,29 +227,33 @@ pub(super) unsafe fn finish_tile<C: Elem<Acc = f32>>(
     columns: usize,
     (to, stride): (*mut C, usize),
     scale: f32,
-    add: bool,
+    add: (*const C, usize),
 ) {
     if C::DTYPE != candle_core::DType::BF16 {
         // SAFETY: the caller's promise.
         return unsafe { <avx512::Avx512 as Kernel<f32>>::finish(sums, rows, columns, (to, stride), scale, add) };
     }
-    let scale = _mm512_set1_ps(scale);
+    let add = (!add.0.is_null()).then_some((add.0.cast::<bf16>(), add.1));
+    // Multiplications would keep the products' units busy.
+    let factor = (scale != 1.0).then(|| _mm512_set1_ps(scale));
     for r in 0..rows {
         // SAFETY: the caller's promise; C is bf16, and masked lanes are not touched.
         unsafe {
             let (sums, to) = (sums.add(r * NR), to.add(r * stride).cast::<bf16>());
-            let scaled = |c: usize, mask: u16| _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, sums.add(c)));
-            if columns == NR && !add {
-                let both = _mm512_cvtne2ps_pbh(scaled(16, u16::MAX), scaled(0, u16::MAX));
+            let sum = |c: usize, mask: u16| {
+                let sum = _mm512_maskz_loadu_ps(mask, sums.add(c));
+                let sum = factor.map_or(sum, |factor| _mm512_mul_ps(factor, sum));
+                add.map_or(sum, |(add, stride)| _mm512_add_ps(bf16::load16(add.add(r * stride + c), mask), sum))
+            };
+            if columns == NR {
+                let both = _mm512_cvtne2ps_pbh(sum(16, u16::MAX), sum(0, u16::MAX));
                 _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
                 continue;
             }
             for c in (0..columns).step_by(16) {
                 let mask = first(columns - c);
-                let (sum, to) = (scaled(c, mask), to.add(c));
-                let sum = if add { _mm512_add_ps(bf16::load16(to, mask), sum) } else { sum };
-                let narrow = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(sum));
-                _mm256_mask_storeu_epi16(to.cast(), mask, narrow);
+                let narrow = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(sum(c, mask)));
+                _mm256_mask_storeu_epi16(to.add(c).cast(), mask, narrow);
             }
         }
     }

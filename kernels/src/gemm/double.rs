@@ -50,3 +50,16 @@ pub unsafe fn gemm(
         );
     }
 }
+
+/// `dst += plus`, whose columns are contiguous and rows `stride` apart.
+///
+/// # Safety
+/// As [`super::gemm_plus`].
+pub unsafe fn add((m, n, _): (usize, usize, usize), dst: Mat<*mut f64>, (plus, stride): (*const f64, usize)) {
+    for r in 0..m {
+        for c in 0..n {
+            // SAFETY: the caller's promise.
+            unsafe { *dst.0.add(r * dst.1 + c * dst.2) += *plus.add(r * stride + c) };
+        }
+    }
+}

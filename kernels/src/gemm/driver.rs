@@ -11,6 +11,7 @@ use super::plan::TOGETHER;
 use super::{Mat, Start};
 use crate::float::Elem;
 use crate::memory::LINE;
+use crate::simd::ask_for;
 
 /// How many tiles ahead of its use the memory of sums is fetched.
 const TILES_AHEAD: usize = 2;
@@ -47,6 +48,8 @@ impl First {
 pub struct Target<C> {
     pub dst: Mat<*mut C>,
     pub first: First,
+    /// Added to the finished sums: a matrix of dst's shape, whose columns are contiguous, and the distance of its rows.
+    pub plus: Option<(*const C, usize)>,
     pub scale: f32,
 }
 
@@ -212,9 +215,9 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
     sums: Sums,
     beside: &mut dyn Beside<E, K::Packed>,
 ) {
-    let &Target { dst: Mat(dst, row_stride, column_stride), first, scale } = target;
+    let &Target { dst: Mat(dst, row_stride, column_stride), first, plus, scale } = target;
     let unscaled = scale == 1.0;
-    let in_place = C::DTYPE == DType::F32 && column_stride == 1 && unscaled;
+    let in_place = C::DTYPE == DType::F32 && column_stride == 1 && unscaled && plus.is_none();
     let touches_dst = region.is_last || region.is_first && matches!(first, First::Old);
     let second = if K::NR * size_of::<C>() > LINE { LINE } else { 0 };
     let order = beside.order();
@@ -230,6 +233,11 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
     let dst_tile = |s: usize, p: usize| {
         let (row, column) = (region.rows.start + s * K::MR, region.columns.start + p * K::NR);
         dst.wrapping_add(row * row_stride + column * column_stride)
+    };
+    let plus = plus.filter(|_| region.is_last);
+    let plus_tile = |s: usize, p: usize| {
+        let (row, column) = (region.rows.start + s * K::MR, region.columns.start + p * K::NR);
+        plus.map(|(at, stride)| (at.wrapping_add(row * stride + column), stride))
     };
     let sums_tile = |s: usize, p: usize| {
         let tile = if sums.panels == 0 { 0 } else { s * sums.panels + p };
@@ -251,6 +259,11 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                 let at = sums_tile(s_ahead, p_ahead).cast_const().cast();
                 Next { at, row: K::NR * size_of::<f32>(), second: LINE }
             };
+            if let Some((at, stride)) = plus_tile(s_ahead, p_ahead) {
+                let row = stride * size_of::<C>();
+                let mut lines = Next { at: at.cast(), row, second };
+                (0..K::MR).for_each(|_| lines.lines().into_iter().for_each(ask_for));
+            }
             // SAFETY: the caller's promise.
             let chore = unsafe { beside.tile(o, (i, inner)) };
             let read = strips.ahead(strip, s + 1 == down, K::MR, region.k, (p, across));
@@ -274,11 +287,15 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                 let tile_to = if region.is_last && in_place { tile } else { sums };
                 K::tile(rows, region.k, strip, panel, from, tile_to, ahead, chore);
                 if region.is_last && !in_place {
-                    let add = matches!(first, First::Old) && !unscaled;
+                    let to = Mat(to, row_stride, column_stride);
+                    let old = matches!(first, First::Old) && !unscaled;
+                    let add = match plus_tile(s, p) {
+                        Some((at, stride)) => Mat(at, stride, 1),
+                        None => Mat(if old { to.0.cast_const() } else { std::ptr::null() }, to.1, to.2),
+                    };
                     if column_stride == 1 {
-                        K::finish(sums.0, rows, columns, (to, row_stride), scale, add);
+                        K::finish(sums.0, rows, columns, (to.0, to.1), scale, (add.0, add.1));
                     } else {
-                        let to = Mat(to, row_stride, column_stride);
                         scatter(sums, rows, columns, to, scale, add);
                     }
                 }
@@ -304,14 +321,14 @@ unsafe fn scatter<C: Elem<Acc = f32>>(
     columns: usize,
     to: Mat<*mut C>,
     scale: f32,
-    add: bool,
+    add: Mat<*const C>,
 ) {
     for r in 0..rows {
         for c in 0..columns {
             // SAFETY: the caller's promise.
             unsafe {
                 let to = to.0.add(r * to.1 + c * to.2);
-                let old = if add { (*to).load() } else { 0.0 };
+                let old = if add.0.is_null() { 0.0 } else { (*add.0.add(r * add.1 + c * add.2)).load() };
                 *to = C::store(old + scale * *sums.add(r * stride + c));
             }
         }

@@ -186,7 +186,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// Whether [`Kernel::tile`] reads and writes no row from `rows` on.
     fn leaves_other_rows(rows: usize) -> bool;
 
-    /// `to [rows, columns] = scale · sums` (row stride NR), plus the old `to` where `add`; columns of `to` are contiguous.
+    /// `to [rows, columns] = scale · sums` (row stride NR), plus `add` unless that is null, which may be `to` itself; columns of both are contiguous.
     ///
     /// # Safety
     /// The machine has the instruction set, and the memory is as said.
@@ -196,7 +196,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         columns: usize,
         to: (*mut C, usize),
         scale: f32,
-        add: bool,
+        add: (*const C, usize),
     );
 
     /// Prepares the thread for [`Kernel::tile`]; [`Kernel::leave`] undoes it.

@@ -126,7 +126,24 @@ pub unsafe fn gemm<'a, E: Elem, C: Elem<Acc = E::Acc>>(
     threads: Parallelism,
 ) {
     // SAFETY: the caller's promise; the machine has what was detected.
-    unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), a, b, scale, threads) }
+    unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), None, a, b, scale, threads) }
+}
+
+/// As [`gemm`] with a scale of 1, plus a matrix of `dst`'s shape with contiguous columns and the given distance of its rows: rounded once, with the product.
+///
+/// # Safety
+/// As [`gemm`], also for `plus`.
+pub unsafe fn gemm_plus<'a, E: Elem, C: Elem<Acc = E::Acc>>(
+    shape: (usize, usize, usize),
+    dst: Mat<*mut C>,
+    start: impl Into<Start<'a, E>>,
+    plus: (*const C, usize),
+    a: Mat<*const E>,
+    b: Mat<*const E>,
+    threads: Parallelism,
+) {
+    // SAFETY: the caller's promise; the machine has what was detected.
+    unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), Some(plus), a, b, E::Acc::ONE, threads) }
 }
 
 /// # Safety
@@ -136,6 +153,7 @@ unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
     shape: (usize, usize, usize),
     dst: Mat<*mut C>,
     start: Start<'_, E>,
+    plus: Option<(*const C, usize)>,
     a: Mat<*const E>,
     b: Mat<*const E>,
     scale: E::Acc,
@@ -146,10 +164,13 @@ unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
     }
     let (Mat(dst, row_stride, column_stride), scale) = (dst, scale.f64());
     if E::DTYPE == DType::F64 {
-        let start = start.cast();
+        let (dst, start) = (Mat(dst.cast::<f64>(), row_stride, column_stride), start.cast());
         // SAFETY: the caller's promise; E and C are f64.
         return unsafe {
-            double::gemm(shape, Mat(dst.cast(), row_stride, column_stride), start, a.cast(), b.cast(), scale, threads)
+            double::gemm(shape, dst, start, a.cast(), b.cast(), scale, threads);
+            if let Some((plus, stride)) = plus {
+                double::add(shape, dst, (plus.cast(), stride));
+            }
         };
     }
     let threads = match threads {
@@ -160,6 +181,7 @@ unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
         shape,
         dst: Mat(dst.cast(), row_stride, column_stride),
         start: start.cast(),
+        plus: plus.map(|(at, stride)| (at.cast(), stride)),
         a: a.cast(),
         b: b.cast(),
         scale: scale as f32,
@@ -174,6 +196,7 @@ struct Call<'a> {
     shape: (usize, usize, usize),
     dst: Mat<*mut u8>,
     start: Start<'a, u8>,
+    plus: Option<(*const u8, usize)>,
     a: Mat<*const u8>,
     b: Mat<*const u8>,
     scale: f32,
@@ -182,9 +205,10 @@ struct Call<'a> {
 
 impl WithKernel for Call<'_> {
     unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(self) {
-        let Self { shape, dst: Mat(dst, row_stride, column_stride), start, a, b, scale, threads } = self;
+        let Self { shape, dst: Mat(dst, row_stride, column_stride), start, plus, a, b, scale, threads } = self;
         let dst = Mat(dst.cast::<C>(), row_stride, column_stride);
+        let plus = plus.map(|(at, stride)| (at.cast(), stride));
         // SAFETY: the caller's promise, and that E and C are the types there were.
-        unsafe { crew::run::<E, C, K>(shape, dst, start.cast(), a.cast(), b.cast(), scale, threads) }
+        unsafe { crew::run::<E, C, K>(shape, dst, start.cast(), plus, a.cast(), b.cast(), scale, threads) }
     }
 }

@@ -52,20 +52,22 @@ pub unsafe fn finish<C: Elem<Acc = f32>, const NR: usize>(
     columns: usize,
     (to, stride): (*mut C, usize),
     scale: f32,
-    add: bool,
+    add: (*const C, usize),
 ) {
     for r in 0..rows {
         // SAFETY: the caller's promise.
-        let (sums, to) = unsafe {
-            (
-                std::slice::from_raw_parts(sums.add(r * NR), columns),
-                std::slice::from_raw_parts_mut(to.add(r * stride), columns),
-            )
-        };
-        if add {
-            to.iter_mut().zip(sums).for_each(|(to, &sum)| *to = C::store(to.load() + scale * sum));
-        } else {
-            to.iter_mut().zip(sums).for_each(|(to, &sum)| *to = C::store(scale * sum));
+        unsafe {
+            let sums = std::slice::from_raw_parts(sums.add(r * NR), columns).iter().map(|&sum| scale * sum);
+            let (row, add_row) = (to.add(r * stride), add.0.wrapping_add(r * add.1));
+            let row = std::slice::from_raw_parts_mut(row, columns);
+            if add.0.is_null() {
+                row.iter_mut().zip(sums).for_each(|(to, sum)| *to = C::store(sum));
+            } else if std::ptr::eq(add_row, row.as_ptr()) {
+                row.iter_mut().zip(sums).for_each(|(to, sum)| *to = C::store(to.load() + sum));
+            } else {
+                let add = std::slice::from_raw_parts(add_row, columns);
+                row.iter_mut().zip(sums).zip(add).for_each(|((to, sum), add)| *to = C::store(add.load() + sum));
+            }
         }
     }
 }

@@ -76,7 +76,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
         columns: usize,
         to: (*mut C, usize),
         scale: f32,
-        add: bool,
+        add: (*const C, usize),
     ) {
         // SAFETY: the caller's promise.
         unsafe { pack::finish::<C, NR>(sums, rows, columns, to, scale, add) }

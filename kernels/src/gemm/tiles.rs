@@ -26,7 +26,7 @@ macro_rules! of_tiles {
             columns: usize,
             to: (*mut C, usize),
             scale: f32,
-            add: bool,
+            add: (*const C, usize),
         ) {
             // SAFETY: the caller's promise.
             unsafe { $crate::gemm::avx512bf16::finish_tile(sums, rows, columns, to, scale, add) }

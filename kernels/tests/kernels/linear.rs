@@ -4,8 +4,8 @@ use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast
 use candle_core::{DType, Device, Tensor};
 use kernels::activation::gelu;
 use kernels::linear::{
-    bias_grad, linear, linear_dgrad, linear_dgrad_gelu, linear_dgrad_gelu_again, linear_dgrad_into, linear_gelu,
-    linear_into, linear_to_f32, linear_wgrad, linear_wgrad_into,
+    bias_grad, linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_gelu_again, linear_dgrad_into,
+    linear_gelu, linear_into, linear_to_f32, linear_wgrad, linear_wgrad_into,
 };
 
 const SHAPES: [(usize, usize, usize, usize); 5] =
@@ -61,6 +61,28 @@ fn layers_with_gelu_agree_with_autograd() {
 }
 
 #[test]
+fn a_residual_is_added_to_the_product_and_its_bias() {
+    for (s, b, k, n) in SHAPES {
+        let (x, w, bias, residual) =
+            (randn("x", &[s, b, k]), randn("w", &[n, k]), randn("bias", &[n]), randn("r", &[s, b, n]));
+        let sum = |bias: Option<&Tensor>| (linear(&x, &w, bias).unwrap() + &residual).unwrap();
+        for (dtype, tolerance) in DTYPES {
+            let [x, w, b, r] = [&x, &w, &bias, &residual].map(|t| cast(t, dtype));
+            for (given, want) in [(Some(&b), sum(Some(&bias))), (None, sum(None))] {
+                let y = (r.ones_like().unwrap() * f64::NAN).unwrap();
+                linear_add_into(&x, &w, given, &r, &y).unwrap();
+                assert_close("y", &y, &want, tolerance);
+            }
+        }
+        let other = randn("other", &[s, b, n + 1]);
+        assert!(linear_add_into(&x, &w, None, &other, &residual).is_err(), "a residual of another shape");
+        assert!(linear_add_into(&x, &w, None, &residual, &other).is_err(), "a result of another shape");
+        let narrow = cast(&residual, DType::BF16);
+        assert!(linear_add_into(&x, &w, None, &narrow, &residual).is_err(), "a residual of another dtype");
+    }
+}
+
+#[test]
 fn a_missing_bias_is_a_bias_of_zero() {
     let (x, w) = (randn("x", &[5, 2, 9]), randn("w", &[4, 9]));
     let zero = Tensor::zeros(4, DType::F64, &Device::Cpu).unwrap();
@@ -109,7 +131,9 @@ fn results_do_not_depend_on_the_number_of_threads() {
             let (dw, db) = (w.zeros_like().unwrap(), bias.zeros_like().unwrap());
             linear_wgrad(&dy, &x, &dw).unwrap();
             bias_grad(&dy, &db).unwrap();
-            vec![linear(&x, &w, Some(&bias)).unwrap(), linear_dgrad(&dy, &w).unwrap(), dw, db]
+            let joined = dy.zeros_like().unwrap();
+            linear_add_into(&x, &w, Some(&bias), &dy, &joined).unwrap();
+            vec![linear(&x, &w, Some(&bias)).unwrap(), joined, linear_dgrad(&dy, &w).unwrap(), dw, db]
         });
     }
 }

@@ -9,7 +9,7 @@ use kernels::attention::{AttentionDropout, HeadShape, RopeTable, Scores, rope_in
 
 use super::context::{Ctx, DropoutSite};
 use super::layout::{FeatureSharded, Stream};
-use super::linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};
+use super::linear::{ColumnParallelLinear, Join, LinearSpec, RowParallelLinear};
 use crate::Result;
 use crate::params::{ParamId, ParamsBuilder};
 
@@ -114,20 +114,20 @@ impl SelfAttention {
         Ok(())
     }
 
-    /// The bias of the output projection, which the caller adds once.
+    /// The bias of the output projection, whose gradient the caller makes.
     pub fn output_bias(&self) -> Option<ParamId> {
         self.proj.bias()
     }
 
-    /// From the normalized stream to the output projection's sum, without its bias.
-    pub fn forward(&self, input: Stream, ctx: &Ctx) -> Result<(Stream, SavedAttention)> {
+    /// From the normalized stream to the residual stream that the output joins.
+    pub fn forward(&self, input: Stream, join: &Join, ctx: &Ctx) -> Result<(Stream, SavedAttention)> {
         let x = ctx.tp.enter(&input)?;
         let qkv = self.qkv.forward(&x, ctx)?.0;
         drop(x);
         self.rotate(&qkv, false, ctx)?;
         let (out, lse) = self.core(&qkv, ctx)?;
         let out = FeatureSharded(out);
-        let y = ctx.tp.exit(self.proj.forward(&out, ctx)?)?;
+        let y = self.proj.forward(&out, join, ctx)?;
         let core = (!self.spec.recompute_core).then_some((out.0, lse));
         Ok((y, SavedAttention { input, qkv, core }))
     }
@@ -141,13 +141,13 @@ impl SelfAttention {
     }
 
     /// As [`forward`](Self::forward), for the next tokens of each sample, which see those in the cache before them.
-    pub fn decode(&self, input: &Stream, cache: &Tensor, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
+    pub fn decode(&self, input: &Stream, cache: &Tensor, starts: &[usize], join: &Join, ctx: &Ctx) -> Result<Stream> {
         let qkv = self.qkv.forward(&ctx.tp.enter(input)?, ctx)?.0;
         if let Some(table) = &self.spec.rope {
             kernels::attention::rope_at(&qkv, table, self.shape(), starts, false)?;
         }
         let out = kernels::attention::attention_cached(&qkv, cache, starts, self.shape(), self.scores(ctx))?;
-        ctx.tp.exit(self.proj.forward(&FeatureSharded(out), ctx)?)
+        self.proj.forward(&FeatureSharded(out), join, ctx)
     }
 
     /// Gradient of the normalized stream.

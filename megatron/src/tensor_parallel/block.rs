@@ -1,13 +1,14 @@
 //! The transformer layer, pre-norm: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))) (Radford et al. 2019).
 
 use candle_core::Tensor;
-use kernels::dropout::{bias_dropout_add, dropout_backward};
+use kernels::dropout::dropout_backward;
 use kernels::norm::NormStats;
 
 use super::attention::{AttentionSpec, SavedAttention, SelfAttention};
 use super::context::{Ctx, DropoutSite};
 use super::layer::{Layer, Saved};
 use super::layout::Stream;
+use super::linear::Join;
 use super::mlp::{Mlp, MlpSpec, SavedMlp};
 use super::norm::{Norm, NormSpec};
 use crate::Result;
@@ -64,27 +65,18 @@ impl TransformerLayer {
     /// Everything before the MLP; its normalized input.
     fn first_half(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, FirstHalf)> {
         let (normed, input_stats) = self.input_norm.forward(&x, ctx)?;
-        let (y, attention) = self.attention.forward(normed, ctx)?;
-        let middle = self.join(&y, self.attention.output_bias(), &x, DropoutSite::AttentionOutput, ctx)?;
+        let join = self.join(&x, DropoutSite::AttentionOutput, ctx)?;
+        let (middle, attention) = self.attention.forward(normed, &join, ctx)?;
         let (normed, mlp_stats) = self.mlp_norm.forward(&middle, ctx)?;
         Ok((normed, FirstHalf { x, input_stats, attention, middle, mlp_stats }))
     }
 
-    /// residual + dropout(y + bias)
-    fn join(
-        &self,
-        y: &Stream,
-        bias: Option<ParamId>,
-        residual: &Stream,
-        site: DropoutSite,
-        ctx: &Ctx,
-    ) -> Result<Stream> {
-        let dropout = ctx.stream_dropout(self.hidden_dropout, self.layer, site)?;
-        let bias = bias.map(|id| ctx.weight(id));
-        Ok(Stream(bias_dropout_add(&y.0, bias, Some(&residual.0), dropout.as_ref())?))
+    /// How the output of attention or MLP joins the residual stream.
+    fn join<'a>(&self, residual: &'a Stream, site: DropoutSite, ctx: &'a Ctx) -> Result<Join<'a>> {
+        Ok(Join::new(residual, ctx.stream_dropout(self.hidden_dropout, self.layer, site)?, ctx))
     }
 
-    /// Gradient of `y` of [`join`](Self::join) (that of the residual is `dy` itself); accumulates the bias's.
+    /// Gradient of what [`join`](Self::join)s (that of the residual is `dy` itself); accumulates the bias's.
     fn join_backward(&self, dy: &Stream, bias: Option<ParamId>, site: DropoutSite, ctx: &Ctx) -> Result<Stream> {
         let branch = match ctx.stream_dropout(self.hidden_dropout, self.layer, site)? {
             Some(dropout) => Stream(dropout_backward(&dy.0, &dropout)?),
@@ -98,8 +90,7 @@ impl TransformerLayer {
 impl Layer for TransformerLayer {
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)> {
         let (normed, first) = self.first_half(x, ctx)?;
-        let (y, mlp) = self.mlp.forward(normed, ctx)?;
-        let out = self.join(&y, self.mlp.output_bias(), &first.middle, DropoutSite::MlpOutput, ctx)?;
+        let (out, mlp) = self.mlp.forward(normed, &self.join(&first.middle, DropoutSite::MlpOutput, ctx)?, ctx)?;
         Ok((out, Saved::new(SavedBlock { first, mlp })))
     }
 
@@ -129,11 +120,10 @@ impl Layer for TransformerLayer {
 
     fn decode(&self, x: Stream, cache: &Tensor, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
         let normed = self.input_norm.forward(&x, ctx)?.0;
-        let y = self.attention.decode(&normed, cache, starts, ctx)?;
-        let middle = self.join(&y, self.attention.output_bias(), &x, DropoutSite::AttentionOutput, ctx)?;
+        let join = self.join(&x, DropoutSite::AttentionOutput, ctx)?;
+        let middle = self.attention.decode(&normed, cache, starts, &join, ctx)?;
         let normed = self.mlp_norm.forward(&middle, ctx)?.0;
-        let y = self.mlp.forward(normed, ctx)?.0;
-        self.join(&y, self.mlp.output_bias(), &middle, DropoutSite::MlpOutput, ctx)
+        Ok(self.mlp.forward(normed, &self.join(&middle, DropoutSite::MlpOutput, ctx)?, ctx)?.0)
     }
 
     fn params(&self) -> Vec<ParamId> {

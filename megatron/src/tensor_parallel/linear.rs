@@ -2,7 +2,11 @@
 //!
 //! Weights are `[out, in]`. The two are used in pairs, so that one sum over tp serves both.
 
+use std::cell::OnceCell;
+
 use candle_core::Tensor;
+use kernels::device::empty;
+use kernels::dropout::{Dropout, bias_dropout_add};
 
 use super::context::Ctx;
 use super::layout::{FeatureSharded, Partial, Replicated, Stream};
@@ -95,8 +99,34 @@ impl ColumnParallelLinear {
     }
 }
 
-/// `y = x·Wᵀ` with W cut by columns: every rank multiplies its share of the input features, the sum over tp is owed.
-/// The bias is added once, after the sum, by the caller (fused with dropout and the residual).
+/// What the output of a [`RowParallelLinear`] becomes a part of: residual + dropout(output).
+pub struct Join<'a> {
+    residual: &'a Stream,
+    dropout: Option<Dropout<'a>>,
+    /// Whether the product itself adds the residual.
+    by_product: bool,
+    place: OnceCell<Tensor>,
+}
+
+impl<'a> Join<'a> {
+    pub fn new(residual: &'a Stream, dropout: Option<Dropout<'a>>, ctx: &Ctx) -> Self {
+        let by_product = residual.0.device().is_cpu() && ctx.tp.size() == 1 && dropout.is_none();
+        Self { residual, dropout, by_product, place: OnceCell::new() }
+    }
+
+    /// Memory for the result of a product that adds the residual, which is taken with the first call: before memory for what the output is made of and nobody
+    /// keeps, since it would lie behind that.
+    pub fn place(&self) -> Result<Option<&Tensor>> {
+        let x = &self.residual.0;
+        if self.by_product && self.place.get().is_none() {
+            let _ = self.place.set(empty(x.shape(), x.dtype(), x.device())?);
+        }
+        Ok(self.place.get())
+    }
+}
+
+/// `y = x·Wᵀ + b` with W cut by columns: every rank multiplies its share of the input features, the sum over tp is owed.
+/// The bias is added once, after the sum (fused with dropout and the residual).
 pub struct RowParallelLinear {
     weight: ParamId,
     bias: Option<ParamId>,
@@ -110,9 +140,16 @@ impl RowParallelLinear {
         Self { weight, bias }
     }
 
-    /// `[s, b, in/tp]` → `[s, b, out]`, without the bias.
-    pub fn forward(&self, x: &FeatureSharded, ctx: &Ctx) -> Result<Partial> {
-        Ok(Partial(kernels::linear::linear(&x.0, ctx.weight(self.weight), None)?))
+    /// `[s, b, in/tp]` → the residual stream, `[s, b, out]`: the sum over tp with its bias, joined.
+    pub fn forward(&self, x: &FeatureSharded, join: &Join, ctx: &Ctx) -> Result<Stream> {
+        let (weight, bias) = (ctx.weight(self.weight), self.bias.map(|id| ctx.weight(id)));
+        let (residual, dropout) = (&join.residual.0, join.dropout.as_ref());
+        if let Some(y) = join.place()? {
+            kernels::linear::linear_add_into(&x.0, weight, bias, residual, y)?;
+            return Ok(Stream(y.clone()));
+        }
+        let y = ctx.tp.exit(Partial(kernels::linear::linear(&x.0, weight, None)?))?;
+        Ok(Stream(bias_dropout_add(&y.0, bias, Some(residual), dropout)?))
     }
 
     pub fn bias(&self) -> Option<ParamId> {

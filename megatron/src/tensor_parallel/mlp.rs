@@ -5,7 +5,7 @@ use kernels::device::computes_ahead;
 
 use super::context::Ctx;
 use super::layout::{FeatureSharded, Replicated, Stream};
-use super::linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};
+use super::linear::{ColumnParallelLinear, Join, LinearSpec, RowParallelLinear};
 use crate::Result;
 use crate::params::{ParamId, ParamsBuilder};
 
@@ -68,15 +68,15 @@ impl Mlp {
         Ok(if self.swiglu { kernels::activation::swiglu(x)? } else { kernels::activation::gelu(x)? })
     }
 
-    /// The bias of the output projection, which the caller adds once.
+    /// The bias of the output projection, whose gradient the caller makes.
     pub fn output_bias(&self) -> Option<ParamId> {
         self.fc2.bias()
     }
 
-    /// From the normalized stream to the output projection's sum, without its bias.
-    pub fn forward(&self, input: Stream, ctx: &Ctx) -> Result<(Stream, SavedMlp)> {
-        let (hidden, activated) = self.hidden(&input, ctx)?;
-        let y = ctx.tp.exit(self.fc2.forward(&activated, ctx)?)?;
+    /// From the normalized stream to the residual stream that the output joins.
+    pub fn forward(&self, input: Stream, join: &Join, ctx: &Ctx) -> Result<(Stream, SavedMlp)> {
+        let (hidden, activated) = self.hidden(&input, Some(join), ctx)?;
+        let y = self.fc2.forward(&activated, join, ctx)?;
         let activated = (!self.recompute_activation).then_some(activated.0);
         Ok((y, SavedMlp { input, hidden, activated }))
     }
@@ -87,16 +87,17 @@ impl Mlp {
             let hidden = self.fc1.forward(&ctx.tp.enter(&input)?, ctx)?.0;
             return Ok(SavedMlp { input, hidden, activated: None });
         }
-        let (hidden, activated) = self.hidden(&input, ctx)?;
+        let (hidden, activated) = self.hidden(&input, None, ctx)?;
         Ok(SavedMlp { input, hidden, activated: Some(activated.0) })
     }
 
-    /// Both sides of the activation function.
-    fn hidden(&self, input: &Stream, ctx: &Ctx) -> Result<(Tensor, FeatureSharded)> {
+    /// Both sides of the activation function, of which the second may not be kept: the place of what is made of it comes first.
+    fn hidden(&self, input: &Stream, join: Option<&Join>, ctx: &Ctx) -> Result<(Tensor, FeatureSharded)> {
         let x = ctx.tp.enter(input)?;
         // What is computed again must be what forward had, and GELU beside the product sees sums that `hidden` has rounded.
         if self.swiglu || self.recompute_activation {
             let hidden = self.fc1.forward(&x, ctx)?.0;
+            join.map(Join::place).transpose()?;
             let activated = FeatureSharded(self.activate(&hidden)?);
             Ok((hidden, activated))
         } else {

@@ -23,7 +23,7 @@ pub use cross_entropy::{RowStats, Targets, VocabParallelCrossEntropy};
 pub use embedding::{Embedding, SavedEmbedding, VocabSpec};
 pub use head::{Head, SavedHead, logits_room};
 pub use layer::{Layer, Saved};
-pub use linear::{ColumnParallelLinear, LinearSpec, RowParallelLinear};
+pub use linear::{ColumnParallelLinear, Join, LinearSpec, RowParallelLinear};
 pub use mappings::TensorParallel;
 pub use mlp::{Mlp, MlpSpec};
 pub use norm::{Norm, NormSpec};

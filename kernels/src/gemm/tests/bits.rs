@@ -85,7 +85,7 @@ fn an_element_is_the_same<E: Elem<Acc = f32>>() {
             let dst = Mat(c.as_mut_ptr(), columns.len(), 1);
             let shape = (rows.len(), columns.len(), k);
             // SAFETY: the part lies in the whole.
-            unsafe { gemm_on::<E, f32>(isa, shape, dst, Start::Zero, at.0, at.1, 1.0, Parallelism::None) };
+            unsafe { gemm_on::<E, f32>(isa, shape, dst, Start::Zero, None, at.0, at.1, 1.0, Parallelism::None) };
             c
         };
         let whole = part(0..m, 0..n);

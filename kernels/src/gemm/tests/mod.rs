@@ -72,7 +72,7 @@ fn strides((rows, columns): (usize, usize), lie: Lie) -> (usize, usize) {
 
 const ROOM: usize = 4; // times the elements, and 64 of them: enough for every lie
 
-/// How a product is asked for: how A, B and C lie, what it starts from, its scale.
+/// How a product is asked for: how A, B and C lie, what it starts from ("plus": the bias, and a matrix is added), its scale.
 type Case = ([Lie; 3], &'static str, f32);
 
 /// A product's operands and what it should give.
@@ -83,13 +83,25 @@ struct Example<E, C> {
     b: Vec<E>,
     c: Vec<C>,
     bias: Vec<E>,
+    /// Rows of n, [`GAP`] elements between them.
+    plus: Vec<C>,
 }
+
+const GAP: usize = 3;
 
 impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
     fn new(shape: (usize, usize, usize), case: Case) -> Self {
         let (m, n, k) = shape;
         let [a, b] = [(m * k, 1), (k * n, 2)].map(|(len, seed)| numbers::<E>(ROOM * len + 64, seed));
-        Self { shape, case, a, b, c: numbers(ROOM * m * n + 64, 3), bias: numbers(n, 4) }
+        Self {
+            shape,
+            case,
+            a,
+            b,
+            c: numbers(ROOM * m * n + 64, 3),
+            bias: numbers(n, 4),
+            plus: numbers(m * (n + GAP), 5),
+        }
     }
 
     fn operands(&self) -> (Mat<*const E>, Mat<*const E>) {
@@ -101,13 +113,14 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
         let ((m, n, _), (lies, start, scale)) = (self.shape, self.case);
         let ((a, b), (row, column)) = (self.operands(), strides((m, n), lies[2]));
         let mut c = self.c.clone();
+        let plus = (start == "plus").then(|| (self.plus.as_ptr(), n + GAP));
         let start = match start {
             "zero" => Start::Zero,
             "old" => Start::Old,
             _ => Start::Bias(&self.bias),
         };
         // SAFETY: the vectors have room for every lie, and the machine has the instruction set.
-        unsafe { gemm_on(isa, self.shape, Mat(c.as_mut_ptr(), row, column), start, a, b, scale, threads) };
+        unsafe { gemm_on(isa, self.shape, Mat(c.as_mut_ptr(), row, column), start, plus, a, b, scale, threads) };
         c
     }
 
@@ -124,6 +137,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
                 let first = match start {
                     "zero" => 0.0,
                     "old" => want[r * row + j * column],
+                    "plus" => self.bias[j].load().f64() + self.plus[r * (n + GAP) + j].load().f64(),
                     _ => self.bias[j].load().f64(),
                 };
                 want[r * row + j * column] = first + f64::from(scale) * (0..k).map(term).sum::<f64>();
@@ -147,7 +161,7 @@ fn allowed<C: Elem>(k: usize, exact: f64) -> f64 {
 fn check<E: Elem<Acc = f32>, C: Elem<Acc = f32>>() {
     use Lie::{Apart, Columns, Rows, Scattered};
     for shape in SHAPES {
-        let cases: [Case; 7] = [
+        let cases: [Case; 9] = [
             ([Rows, Columns, Rows], "zero", 1.0),
             ([Rows, Columns, Rows], "bias", 1.0),
             ([Rows, Rows, Apart], "zero", 0.125),
@@ -155,6 +169,8 @@ fn check<E: Elem<Acc = f32>, C: Elem<Acc = f32>>() {
             ([Columns, Rows, Rows], "old", -0.5),
             ([Apart, Apart, Columns], "old", 2.0),
             ([Scattered, Scattered, Rows], "bias", 1.0),
+            ([Rows, Columns, Rows], "plus", 1.0),
+            ([Columns, Rows, Columns], "plus", 1.0),
         ];
         for case in cases {
             let example = Example::<E, C>::new(shape, case);
@@ -223,7 +239,7 @@ fn nothing_behind_an_operand_is_read() {
                     let mut c = vec![0f32; m * n];
                     let (a, b, dst) = (mat(a, (m, k), lie_a), mat(b, (k, n), lie_b), Mat(c.as_mut_ptr(), n, 1));
                     // SAFETY: the vectors have the shapes.
-                    unsafe { gemm_on::<E, f32>(isa, (m, n, k), dst, Start::Zero, a, b, 1.0, Parallelism::None) };
+                    unsafe { gemm_on::<E, f32>(isa, (m, n, k), dst, Start::Zero, None, a, b, 1.0, Parallelism::None) };
                 }
             }
         }

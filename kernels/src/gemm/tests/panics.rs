@@ -55,7 +55,7 @@ impl Kernel<f32> for Panicking {
         columns: usize,
         to: (*mut C, usize),
         scale: f32,
-        add: bool,
+        add: (*const C, usize),
     ) {
         // SAFETY: the caller's promise.
         unsafe { <Portable as Kernel<f32>>::finish(sums, rows, columns, to, scale, add) }
@@ -73,7 +73,7 @@ fn a_thread_that_panics_leaves_nobody_waiting() {
             let (a, b) = (Mat(a.as_ptr(), 40, 1), Mat(b.as_ptr(), 300, 1));
             let dst = Mat(dst.as_mut_ptr(), 300, 1);
             // SAFETY: a is [300, 40], b [40, 300] and dst [300, 300]; the kernel needs no instruction set.
-            unsafe { crew::run::<f32, f32, Panicking>((300, 300, 40), dst, Start::Zero, a, b, 1.0, 2) }
+            unsafe { crew::run::<f32, f32, Panicking>((300, 300, 40), dst, Start::Zero, None, a, b, 1.0, 2) }
         });
     }
     let name = "gemm::tests::panics::a_thread_that_panics_leaves_nobody_waiting";

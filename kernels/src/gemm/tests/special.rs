@@ -14,7 +14,7 @@ fn product<E: Elem<Acc = f32>>(isa: Isa, (m, n, k): (usize, usize, usize), a: &[
     let mut c = vec![7f32; m * n];
     let (a, b, dst) = (Mat(a.as_ptr(), k, 1), Mat(b.as_ptr(), n, 1), Mat(c.as_mut_ptr(), n, 1));
     // SAFETY: the vectors have the shapes.
-    unsafe { gemm_on::<E, f32>(isa, (m, n, k), dst, Start::Zero, a, b, 1.0, Parallelism::None) };
+    unsafe { gemm_on::<E, f32>(isa, (m, n, k), dst, Start::Zero, None, a, b, 1.0, Parallelism::None) };
     c
 }
 
@@ -120,7 +120,7 @@ fn an_empty_inner_dimension_gives_the_start() {
                 // SAFETY: there is nothing to read.
                 unsafe {
                     let dst = Mat(c.as_mut_ptr(), 3, 1);
-                    gemm_on::<E, f32>(isa, (2, 3, 0), dst, start, none, none, 1.0, Parallelism::None);
+                    gemm_on::<E, f32>(isa, (2, 3, 0), dst, start, None, none, none, 1.0, Parallelism::None);
                 }
                 assert_eq!(c, [want, want].concat()[..], "{:?} {isa:?}", E::DTYPE);
             }
