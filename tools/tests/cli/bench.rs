@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::site::Site;
 use crate::support::{megatron, stderr, stdout};
 
 /// Runs `megatron bench` with `words` and gives what it printed.
@@ -83,4 +84,20 @@ fn numbers_of_nothing_are_refused() {
         let output = megatron().arg("bench").args(words).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{words:?}");
     }
+}
+
+#[test]
+fn a_step_can_be_profiled_on_every_rank() {
+    let site = Site::new();
+    let traces = site.path("traces");
+    let dir = format!("--profile-dir={}", traces.display());
+    let words = ["step", "--preset=llama-small", "--steps=1", "--micro-batch-size=1", "--data-parallel-size=2", &dir];
+    let text = bench(&[&words[..], &["--global-batch-size=2", "--profile"]].concat());
+    assert!(text.contains("tokens_per_second=") && text.contains("profile: 4 steps"), "{text}");
+    assert!(text.contains("mean of 2 ranks") && text.contains("| linear_wgrad "), "{text}");
+    for rank in 0..2 {
+        assert!(traces.join(format!("trace_rank_{rank:05}.json")).exists());
+    }
+    let output = megatron().args(["bench", "step", &dir]).output().unwrap();
+    assert!(stderr(&output).contains("--profile"), "a folder without a profile: {}", stderr(&output));
 }
