@@ -5,7 +5,7 @@
 use std::cell::OnceCell;
 
 use candle_core::Tensor;
-use kernels::device::empty;
+use kernels::device::{computes_ahead, empty};
 use kernels::dropout::{Dropout, bias_dropout_add};
 
 use super::context::Ctx;
@@ -110,7 +110,7 @@ pub struct Join<'a> {
 
 impl<'a> Join<'a> {
     pub fn new(residual: &'a Stream, dropout: Option<Dropout<'a>>, ctx: &Ctx) -> Self {
-        let by_product = residual.0.device().is_cpu() && ctx.tp.size() == 1 && dropout.is_none();
+        let by_product = !computes_ahead(residual.0.device()) && ctx.tp.size() == 1 && dropout.is_none();
         Self { residual, dropout, by_product, place: OnceCell::new() }
     }
 
