@@ -172,58 +172,8 @@ pub trait Word<E> {
     unsafe fn words(from: *const E, row: usize, mask: u16) -> __m512i;
 }
 
-/// Strips or panels of `R` words, packed in shares.
-pub struct PackByShares<E, W, const R: usize> {
-    from: *const E,
-    row: usize,
-    masks: [u16; 2],
-    left: usize,
-    share: usize,
-    to: *mut i32,
-    word: PhantomData<W>,
-}
-
-impl<E, W: Word<E>, const R: usize> PackByShares<E, W, R> {
-    pub fn new<P>(pack: Pack<E, P>, shares: usize) -> Self {
-        let Pack { from: Mat(from, _, row), width, k, following: _, to, is_panel: _ } = pack;
-        let (masks, words) = ([first(width), first(width.saturating_sub(16))], k / W::ROWS);
-        Self { from, row, masks, left: words, share: words.div_ceil(shares), to: to.cast(), word: PhantomData }
-    }
-}
-
-impl<E, W: Word<E>, const R: usize> Work for PackByShares<E, W, R> {
-    #[inline(always)]
-    unsafe fn share(&mut self) {
-        let now = self.share.min(self.left);
-        self.left -= now;
-        let line = LINE / size_of::<E>();
-        // SAFETY: the caller's promise.
-        unsafe {
-            for _ in 0..now {
-                for r in 0..W::ROWS {
-                    let ahead = self.from.wrapping_add((SHARES_AHEAD * self.share * W::ROWS + r) * self.row);
-                    ask_for(ahead);
-                    if R > line {
-                        ask_for(ahead.wrapping_add(line));
-                    }
-                    ask_for(ahead.wrapping_add(R - 1));
-                }
-                for (i, &mask) in self.masks.iter().enumerate().take(R.div_ceil(16)) {
-                    let words = W::words(self.from.wrapping_add(16 * i), self.row, mask);
-                    _mm512_mask_storeu_epi32(self.to.wrapping_add(16 * i), first(R - 16 * i), words);
-                }
-                self.from = self.from.wrapping_add(W::ROWS * self.row);
-                self.to = self.to.wrapping_add(R);
-            }
-        }
-    }
-}
-
-/// How many steps before its use memory is asked for.
-const STEPS_AHEAD: usize = 24;
-
-/// A strip or panel of `R` words, as long as those that are multiplied, packed word by word.
-pub struct PackBySteps<E, W, const R: usize> {
+/// A strip or panel of `R` words on its way from rows of memory.
+struct Packer<E, W, const R: usize> {
     from: *const E,
     row: usize,
     masks: [u16; 2],
@@ -231,27 +181,24 @@ pub struct PackBySteps<E, W, const R: usize> {
     word: PhantomData<W>,
 }
 
-impl<E, W: Word<E>, const R: usize> PackBySteps<E, W, R> {
-    /// Whether all of `pack` has a step for each of its words beside so many.
-    pub fn fits<P>(pack: &Pack<E, P>, words: usize) -> bool {
-        pack.k == words * W::ROWS
-    }
-
-    pub fn new<P>(pack: Pack<E, P>) -> Self {
+impl<E, W: Word<E>, const R: usize> Packer<E, W, R> {
+    fn new<P>(pack: Pack<E, P>) -> Self {
         let Pack { from: Mat(from, _, row), width, to, .. } = pack;
         let masks = [first(width), first(width.saturating_sub(16))];
         Self { from, row, masks, to: to.cast(), word: PhantomData }
     }
-}
 
-impl<E, W: Word<E>, const R: usize> Work for PackBySteps<E, W, R> {
+    /// Packs the next `R` words, and asks for those `ahead` times as many further.
+    ///
+    /// # Safety
+    /// As [`super::kernel::Kernel::tile`].
     #[inline(always)]
-    unsafe fn step(&mut self) {
+    unsafe fn pack(&mut self, ahead: usize) {
         let line = LINE / size_of::<E>();
         // SAFETY: the caller's promise.
         unsafe {
             for r in 0..W::ROWS {
-                let ahead = self.from.wrapping_add((STEPS_AHEAD * W::ROWS + r) * self.row);
+                let ahead = self.from.wrapping_add((ahead * W::ROWS + r) * self.row);
                 (0..R).step_by(line).for_each(|at| ask_for(ahead.wrapping_add(at)));
                 // Strips may begin anywhere in a line.
                 if !R.is_multiple_of(line) {
@@ -268,8 +215,60 @@ impl<E, W: Word<E>, const R: usize> Work for PackBySteps<E, W, R> {
     }
 }
 
+/// Strips or panels of `R` words, packed in shares.
+pub struct PackByShares<E, W, const R: usize> {
+    packer: Packer<E, W, R>,
+    left: usize,
+    share: usize,
+}
+
+impl<E, W: Word<E>, const R: usize> PackByShares<E, W, R> {
+    pub fn new<P>(pack: Pack<E, P>, shares: usize) -> Self {
+        let left = pack.k / W::ROWS;
+        Self { packer: Packer::new(pack), left, share: left.div_ceil(shares) }
+    }
+}
+
+impl<E, W: Word<E>, const R: usize> Work for PackByShares<E, W, R> {
+    #[inline(always)]
+    unsafe fn share(&mut self) {
+        let now = self.share.min(self.left);
+        self.left -= now;
+        for _ in 0..now {
+            // SAFETY: the caller's promise.
+            unsafe { self.packer.pack(SHARES_AHEAD * self.share) };
+        }
+    }
+}
+
+/// How many steps before its use memory is asked for.
+const STEPS_AHEAD: usize = 24;
+
+/// A strip or panel of `R` words, as long as those that are multiplied, packed word by word.
+pub struct PackBySteps<E, W, const R: usize>(Packer<E, W, R>);
+
+impl<E, W: Word<E>, const R: usize> PackBySteps<E, W, R> {
+    /// Whether all of `pack` has a step for each of its words beside so many.
+    pub fn fits<P>(pack: &Pack<E, P>, words: usize) -> bool {
+        pack.k == words * W::ROWS
+    }
+
+    pub fn new<P>(pack: Pack<E, P>) -> Self {
+        Self(Packer::new(pack))
+    }
+}
+
+impl<E, W: Word<E>, const R: usize> Work for PackBySteps<E, W, R> {
+    #[inline(always)]
+    unsafe fn step(&mut self) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.pack(STEPS_AHEAD) };
+    }
+}
+
 /// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `$add(sum, a, b)` multiplies and adds, each
-/// given as a vector of f32. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`.
+/// given as a vector of f32. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`; after each word
+/// a step of it.
 macro_rules! tiles {
     ($features:literal, $add:expr) => {
         #[inline(always)]
