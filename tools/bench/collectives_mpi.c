@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BATCHES = 5 };
+enum { BATCHES = 5, FIRST_BATCH = 3, GROWTH = 4 };
 static int rank, ranks, part;
 static float *whole, *share;
 
@@ -27,13 +27,19 @@ static void there_and_back(void) {
 
 // Seconds of a call: the least of the means of batches that fill `seconds` on rank 0.
 static double fastest(void (*call)(void), double seconds) {
-    call();
-    MPI_Barrier(MPI_COMM_WORLD);
-    double start = MPI_Wtime();
-    call();
-    int calls = seconds / BATCHES / (MPI_Wtime() - start);
-    if (calls < 1) calls = 1;
-    MPI_Bcast(&calls, 1, MPI_INT, 0, MPI_COMM_WORLD);
+    double start;
+    int calls = FIRST_BATCH;
+    // The first calls are slower than later ones, so batches grow until one is nearly long enough.
+    for (;;) {
+        MPI_Barrier(MPI_COMM_WORLD);
+        start = MPI_Wtime();
+        for (int i = 0; i < calls; i++) call();
+        int wanted = seconds / BATCHES / (MPI_Wtime() - start) * calls;
+        MPI_Bcast(&wanted, 1, MPI_INT, 0, MPI_COMM_WORLD);
+        int enough = wanted <= calls * GROWTH;
+        calls = !enough ? calls * GROWTH : wanted > 1 ? wanted : 1;
+        if (enough) break;
+    }
     double best = 1e9;
     for (int batch = 0; batch < BATCHES; batch++) {
         MPI_Barrier(MPI_COMM_WORLD);

@@ -13,23 +13,30 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 BATCHES = 5
+FIRST_BATCH = 3
+GROWTH = 4
 
 
 def fastest(call, seconds):
     """Seconds of a call, the least of the means of batches that fill `seconds` on rank 0."""
-    call()
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    calls = torch.tensor([max(1, int(seconds / BATCHES / (time.perf_counter() - start)))])
-    dist.broadcast(calls, 0)
+    # The first calls are slower than later ones, so batches grow until one is nearly long enough.
+    calls, enough = FIRST_BATCH, False
+    while not enough:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        wanted = torch.tensor([int(seconds / BATCHES / (time.perf_counter() - start) * calls)])
+        dist.broadcast(wanted, 0)
+        enough = int(wanted) <= calls * GROWTH
+        calls = max(1, int(wanted)) if enough else calls * GROWTH
     best = float("inf")
     for _ in range(BATCHES):
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(int(calls)):
+        for _ in range(calls):
             call()
-        best = min(best, (time.perf_counter() - start) / int(calls))
+        best = min(best, (time.perf_counter() - start) / calls)
     dist.barrier()
     return best
 

@@ -133,7 +133,7 @@ impl Header {
     pub const BYTES: usize = 48;
 
     /// Where an encoded header has the length of the payload, its last field.
-    pub const LEN: Range<usize> = 40..48;
+    const LEN: Range<usize> = 40..48;
 
     /// The header as it travels.
     pub fn encode(&self) -> [u8; Self::BYTES] {
@@ -152,6 +152,14 @@ impl Header {
         out[36..40].copy_from_slice(&call.tag.to_le_bytes());
         out[Self::LEN].copy_from_slice(&self.len.to_le_bytes());
         out
+    }
+
+    /// The header as it lies in shared memory: written and compared by words, since bytes that were just written cannot be read as wider
+    /// registers without a wait.
+    pub fn words(&self) -> Words {
+        let (words, bytes) = (&mut Words::default(), self.encode());
+        words.iter_mut().zip(bytes.as_chunks().0).for_each(|(word, bytes)| *word = u64::from_ne_bytes(*bytes));
+        *words
     }
 
     /// Reads an encoded header.
@@ -173,6 +181,19 @@ impl Header {
         let call = Call { op, seq: u64_at(16), dtype, count: u64_at(24), reduce, root, tag: u32_at(36) };
         Ok(Self { group: u64_at(8), phase: bytes[7], call, len: u64_at(40) })
     }
+}
+
+/// An encoded header by words; the last is the length of the payload, the others are the same for all parts of a call.
+pub(crate) type Words = [u64; Header::BYTES / 8];
+
+/// The header that `words` are.
+///
+/// # Errors
+/// If they are none.
+pub(crate) fn from_words(words: &Words) -> Result<Header> {
+    let mut bytes = [0; Header::BYTES];
+    bytes.chunks_exact_mut(8).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
+    Header::decode(&bytes)
 }
 
 /// A received message.
@@ -230,6 +251,8 @@ mod tests {
     #[test]
     fn a_header_survives_its_encoding() {
         assert_eq!(Header::decode(&header().encode()).unwrap(), header());
+        assert_eq!(from_words(&header().words()).unwrap(), header());
+        assert_eq!(header().words().last(), Some(&18_u64.to_le()));
     }
 
     #[test]

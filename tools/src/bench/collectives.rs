@@ -14,15 +14,17 @@ use kernels::host::with_bytes_mut;
 use megatron::comm::{self, Communicator, Group, ReduceOp, threads};
 use megatron::{Error, Result};
 
-use super::timing::{Timing, calls_within};
+use super::timing::Timing;
 use super::{STOP_LIMIT, machine_line};
 use crate::cli::Distributed;
 use crate::error::{Error as CliError, Result as CliResult};
 use crate::ranks;
 use crate::report::table::{Table, significant};
 
-/// Calls that are not timed.
-const WARM_UP: u64 = 3;
+/// Calls of the first batch that is not timed.
+const FIRST_BATCH: u64 = 3;
+/// How many times as many calls a batch may have as the one before, by whose time it is chosen.
+const GROWTH: u64 = 4;
 /// Times that are taken; each is of as many calls as the budget allows. Single calls would mislead: a rank that comes late finds its peers'
 /// data waiting and is done at once.
 const BATCHES: u32 = 5;
@@ -50,6 +52,9 @@ pub struct CollectivesArgs {
     /// What the buffers hold
     #[arg(long, value_enum, default_value_t = Elements::F32)]
     pub dtype: Elements,
+    /// Only operations whose names contain this
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub only: String,
     /// Time spent on each operation and size, about
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub milliseconds: u64,
@@ -200,7 +205,10 @@ fn measure(args: &CollectivesArgs, world: &Group, device: &Device) -> Result<Vec
         let (dtype, width) = (args.dtype.dtype(), args.dtype.dtype().size_in_bytes());
         let part = (size.bytes / width).div_ceil(ranks);
         let (whole, share) = (buffer(part * ranks, dtype, device)?, buffer(part, dtype, device)?);
-        let mut figure = |operation, bus, scale, call: &dyn Fn() -> Result<()>| {
+        let mut figure = |operation: &'static str, bus, scale, call: &dyn Fn() -> Result<()>| {
+            if !operation.contains(&args.only) {
+                return Ok(());
+            }
             let timing = time(world.as_ref(), device, Duration::from_millis(args.milliseconds), scale, call)?;
             let bytes = width * part * ranks;
             figures.push(Figure { operation, ranks, size: size.text.clone(), bytes, bus, timing });
@@ -246,22 +254,35 @@ fn time(
     scale: f64,
     call: &dyn Fn() -> Result<()>,
 ) -> Result<Timing> {
-    world.barrier()?;
     let batch = |calls: u64| {
+        world.barrier()?;
         let taken = seconds::<Error>(device, || (0..calls).try_for_each(|_| call()))?;
         Ok::<_, Error>(taken / calls as f64)
     };
-    let calls = calls_within(budget / BATCHES, batch(WARM_UP)?) as u64;
-    let of_all = world.all_gather_bytes(&calls.to_le_bytes())?;
-    let bytes = of_all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
-    let calls = u64::from_le_bytes(bytes.ok_or_else(|| Error::comm("rank 0 did not say how many calls to time"))?);
+    let calls = calls_of_a_batch(world, budget / BATCHES, batch)?;
     let mut seconds = Vec::new();
     for _ in 0..BATCHES {
-        world.barrier()?;
         seconds.push(batch(calls)? * scale);
     }
     world.barrier()?;
     Ok(Timing::new(seconds))
+}
+
+/// How many calls fill `budget` on rank 0; `batch` tells the seconds of one of so many. The first calls are far slower than later ones, so
+/// batches grow until one is nearly long enough.
+fn calls_of_a_batch(world: &dyn Communicator, budget: Duration, batch: impl Fn(u64) -> Result<f64>) -> Result<u64> {
+    let mut calls = FIRST_BATCH;
+    loop {
+        let wanted = (budget.as_secs_f64() / batch(calls)?.max(1e-9)) as u64;
+        // Rank 0 decides for all.
+        let of_all = world.all_gather_bytes(&wanted.to_le_bytes())?;
+        let bytes = of_all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
+        let wanted = u64::from_le_bytes(bytes.ok_or_else(|| Error::comm("rank 0 did not say how many calls to time"))?);
+        if wanted <= calls * GROWTH {
+            return Ok(wanted.max(1));
+        }
+        calls *= GROWTH;
+    }
 }
 
 fn report(args: &CollectivesArgs, figures: &[Figure]) {
@@ -313,6 +334,7 @@ mod tests {
             device: Choice::Cpu,
             sizes,
             dtype: Elements::F32,
+            only: String::new(),
             milliseconds: 1,
         };
         let figures = on_threads(&args).unwrap();

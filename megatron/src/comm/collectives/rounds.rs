@@ -11,7 +11,7 @@ use crate::Result;
 use crate::comm::group::{Core, width};
 use crate::comm::inbox::lock;
 use crate::comm::local::{BLOCK, Blocks, Reach, Windows};
-use crate::comm::message::{Call, Header};
+use crate::comm::message::{Call, Words, from_words};
 
 /// One call's blocks. All members fill and read the same number of blocks in the same order.
 pub struct Rounds<'a> {
@@ -19,14 +19,14 @@ pub struct Rounds<'a> {
     pub call: Call,
     windows: MutexGuard<'a, Windows>,
     /// The header of the next block, as it travels; blocks differ in their length alone.
-    header: [u8; Header::BYTES],
+    header: Words,
 }
 
 impl<'a> Rounds<'a> {
     /// `None` if the group has no windows.
     pub fn begin(core: &'a Core, call: Call) -> Option<Self> {
         let windows = lock(core.windows.as_ref()?);
-        Some(Self { core, call, windows, header: core.header(0, call, 0).encode() })
+        Some(Self { core, call, windows, header: core.header(0, call, 0).words() })
     }
 
     /// Bytes of an element.
@@ -70,11 +70,10 @@ impl<'a> Rounds<'a> {
             }
             // Compared as they travel, since decoding one takes as long as a small operation may.
             let theirs = windows.header(peer);
-            let mut len = [0; 8];
-            len.copy_from_slice(&theirs[Header::LEN]);
-            let len = u64::from_le_bytes(len);
-            if theirs[..Header::LEN.start] != self.header[..Header::LEN.start] || len > BLOCK as u64 {
-                return Err(self.core.disagreement(peer, Header::decode(&theirs)?.call, self.call));
+            let ([.., len], [expected @ .., _]) = (theirs, &self.header);
+            let len = u64::from_le(len);
+            if expected.iter().zip(&theirs).any(|(ours, theirs)| ours != theirs) || len > BLOCK as u64 {
+                return Err(self.core.disagreement(peer, from_words(&theirs)?.call, self.call));
             }
             self.windows.set_len(peer, len as usize);
         }
@@ -82,7 +81,8 @@ impl<'a> Rounds<'a> {
     }
 
     fn post(&mut self, len: usize) {
-        self.header[Header::LEN].copy_from_slice(&(len as u64).to_le_bytes());
+        let [.., of_block] = &mut self.header;
+        *of_block = (len as u64).to_le();
         self.windows.post(&self.header);
     }
 

@@ -23,6 +23,9 @@ use crate::comm::reduce::{reduce_bytes, reduce_in_place};
 /// everything. The bits are the same.
 const EXCHANGE_WHOLE: usize = 128 << 10;
 
+/// Bytes of a rank's part up to which its copy in the output waits for the others': lending the output takes longer than the copy.
+const COPIED_AT_ONCE: usize = 512;
+
 /// Fills and reads a block for every piece, filling the next before one is read.
 fn pipelined<'a>(
     mut rounds: Rounds<'a>,
@@ -136,19 +139,16 @@ pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
     if direct::all_gather(&mut rounds, input, output)? {
         return Ok(());
     }
-    let (me, len) = (rounds.core.rank, rounds.bytes());
+    let (n, me, len) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
+    let at_once = len <= COPIED_AT_ONCE;
     // Where the input is, as soon as a block of it is filled.
     let from = Cell::new(0);
-    // Copies blocks of members to where the output has them; this rank's own, unless it is there.
-    let receive = |piece: &Range<usize>, blocks: &mut dyn Iterator<Item = (usize, &[u8])>| {
-        with_bytes_mut(output, "receive", |all| {
-            let in_place = all.as_ptr().addr() + me * len == from.get();
-            for (member, block) in blocks.filter(|(member, _)| !in_place || *member != me) {
-                all[member * len..][piece.clone()].copy_from_slice(block);
-            }
-            Ok(())
-        })?;
-        Ok(())
+    // Copies a block to where the output has it; this rank's own may be there.
+    let receive = |all: &mut [u8], member: usize, piece: &Range<usize>, block: &[u8]| {
+        let part = &mut all[member * len..][piece.clone()];
+        if member != me || part.as_ptr().addr() != from.get() + piece.start {
+            part.copy_from_slice(block);
+        }
     };
     pipelined(
         rounds,
@@ -158,11 +158,26 @@ pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
                 from.set(all.as_ptr().addr());
                 slot.copy_from_slice(&all[piece.clone()]);
             })?;
+            if at_once {
+                return Ok(());
+            }
             // While the others' are on their way.
-            receive(&piece, &mut [(me, rounds.filled(piece.len()))].into_iter())
+            with_bytes_mut(output, "receive", |all| {
+                receive(all, me, &piece, rounds.filled(piece.len()));
+                Ok(())
+            })?;
+            Ok(())
         },
         |rounds, piece| {
-            rounds.read(|blocks| receive(&piece, &mut blocks.iter().enumerate().filter(|(member, _)| *member != me)))
+            rounds.read(|blocks| {
+                with_bytes_mut(output, "receive", |all| {
+                    for member in (0..n).filter(|member| at_once || *member != me) {
+                        receive(all, member, &piece, blocks.of(member));
+                    }
+                    Ok(())
+                })?;
+                Ok(())
+            })
         },
     )
 }

@@ -13,7 +13,7 @@ use super::PAGE;
 use super::arena::{Arena, Memory, Shared};
 use super::remote::Reach;
 use super::side::Side;
-use crate::comm::message::Header;
+use crate::comm::message::Words;
 
 /// Bytes of a block. Larger ones leave the cores' own caches, smaller ones have the ranks wait for each other more often.
 pub const BLOCK: usize = 512 << 10;
@@ -42,7 +42,7 @@ unsafe impl Shared for Control {}
 #[repr(C, align(64))]
 struct Note {
     /// The header of the block, as it travels.
-    header: [AtomicU64; Header::BYTES / 8],
+    header: [AtomicU64; size_of::<Words>() / 8],
     /// Blocks of each of the others that the owner had read when it posted this one.
     taken: AtomicU32,
     /// Blocks that the owner had posted with this one; written last.
@@ -173,13 +173,8 @@ impl Windows {
     }
 
     /// The header of the next block of `peer`; call only once it is there.
-    pub fn header(&self, peer: usize) -> [u8; Header::BYTES] {
-        let note = self.all[peer].note(self.taken);
-        let mut header = [0; Header::BYTES];
-        for (bytes, word) in header.chunks_exact_mut(8).zip(&note.header) {
-            bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
-        }
-        header
+    pub fn header(&self, peer: usize) -> Words {
+        self.all[peer].note(self.taken).header.each_ref().map(|word| word.load(Ordering::Relaxed))
     }
 
     /// Says how many bytes the next block of `peer` has.
@@ -206,13 +201,11 @@ impl Windows {
     }
 
     /// Shows the slot to the others as this rank's next block.
-    pub fn post(&mut self, header: &[u8; Header::BYTES]) {
+    pub fn post(&mut self, header: &Words) {
         let window = &self.all[self.me];
         let note = window.note(self.posted);
         self.posted = self.posted.wrapping_add(1);
-        for (word, bytes) in note.header.iter().zip(header.as_chunks().0) {
-            word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
-        }
+        note.header.iter().zip(header).for_each(|(word, value)| word.store(*value, Ordering::Relaxed));
         note.taken.store(self.taken, Ordering::Relaxed);
         note.posted.store(self.posted, Ordering::Release);
         window.control().posted.publish(self.posted);
@@ -273,7 +266,7 @@ mod tests {
     #[test]
     fn a_slot_is_filled_again_only_after_all_have_read_it() {
         let [mut a, mut b] = pair();
-        let header = [7; Header::BYTES];
+        let header: Words = [7; 6];
         for round in 0..SLOTS {
             assert!(a.has_room(1));
             a.slot(1)[0] = round as u8;
@@ -295,7 +288,7 @@ mod tests {
         for round in 0..3 * SLOTS {
             assert!(a.has_room(1) && b.has_room(0));
             for windows in [&mut a, &mut b] {
-                windows.post(&[0; Header::BYTES]);
+                windows.post(&Words::default());
             }
             assert!(a.has_block(1) && b.has_block(0));
             assert_eq!((a.taken_by[1].get(), b.taken_by[0].get()), (round, round));
@@ -313,7 +306,7 @@ mod tests {
             let [mut a, mut b] =
                 [0, 1].map(|me| Windows::new(arenas[me].clone(), me, [0, 1].into_iter().zip(taken)).unwrap());
             assert!(!a.has_block(1) && !b.has_block(0));
-            let _numbers = [&mut a, &mut b].map(|windows| windows.post(&[0; Header::BYTES]));
+            let _numbers = [&mut a, &mut b].map(|windows| windows.post(&Words::default()));
             assert!(a.has_block(1) && b.has_block(0));
             indices.push(taken);
         }
@@ -334,8 +327,8 @@ mod tests {
         }
         for _ in 0..5 {
             assert!(a.has_room(1) && !b.has_block(0));
-            a.post(&[0; Header::BYTES]);
-            b.post(&[0; Header::BYTES]);
+            a.post(&Words::default());
+            b.post(&Words::default());
             assert!(a.has_block(1) && b.has_block(0));
             a.take();
             b.take();
