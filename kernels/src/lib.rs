@@ -37,6 +37,7 @@ pub mod reduce;
 pub mod rope;
 mod rounding;
 mod simd;
+pub mod stream;
 pub mod trace;
 pub mod transfer;
 mod view;

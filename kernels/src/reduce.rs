@@ -9,7 +9,7 @@ use crate::host::{with_bytes, with_bytes_mut, with_slice_mut};
 use crate::output::Unwritten;
 use crate::simd::{AHEAD, ask_for, vectorize};
 use crate::view::{View, copied, expect_dtype, expect_elements, same_storage};
-use crate::{Error, Result, on_gpu, par, trace};
+use crate::{Error, Result, on_gpu, par, stream, trace};
 
 /// Elements per partial sum.
 const BLOCK: usize = 4096;
@@ -192,33 +192,13 @@ pub fn zero(t: &Tensor) -> Result<()> {
     on_gpu!(t, reduce::zero(t, OP));
     by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
         let past_caches = size_of_val(t) >= BEYOND_CACHES;
-        par::blocks(t, par::GRAIN, |_, t| if past_caches { stream_zeros(t) } else { t.fill(E::store(<E as Elem>::Acc::ZERO)) });
+        par::blocks(t, par::GRAIN, |_, t| if past_caches { stream::zeros(t) } else { t.fill(E::store(<E as Elem>::Acc::ZERO)) });
         Ok(())
     }))
 }
 
 /// Bytes that no cache keeps until they are read again.
 const BEYOND_CACHES: usize = 64 << 20;
-
-/// As `fill` with zeros, without reading the cache lines first.
-fn stream_zeros<E: Elem>(t: &mut [E]) {
-    let zero = E::store(E::Acc::ZERO);
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{__m128i, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
-        // SAFETY: E is a plain number, of which zero bytes are 0; SSE2 is part of x86-64.
-        unsafe {
-            let (first, lines, last) = t.align_to_mut::<__m128i>();
-            first.fill(zero);
-            lines.iter_mut().for_each(|line| _mm_stream_si128(line, _mm_setzero_si128()));
-            last.fill(zero);
-            // Streamed stores are ordered by this alone.
-            _mm_sfence();
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    t.fill(zero);
-}
 
 /// `dst = src` in the dtype of `dst`, rounded to nearest, ties to even; values beyond its range become infinite.
 ///

@@ -19,6 +19,9 @@ use crate::{Error, Result};
 
 /// How long an operation that is expected to be waited for is left to its caller, at least.
 const GRACE: Duration = Duration::from_millis(1);
+/// How long the worker lets pass between two looks at most, while callers run what they issue: it looks half as often after each such look,
+/// since every one takes a core from a rank that may be waited for.
+const PATIENCE: Duration = Duration::from_millis(8);
 
 /// An operation, which is told its number.
 type Job = Box<dyn FnOnce(u64) -> Result<()> + Send>;
@@ -124,6 +127,7 @@ impl Shared {
         let mut seen = 0;
         // The front of the queue as it was when the worker first saw it there.
         let mut front = (u64::MAX, Instant::now());
+        let mut pause = GRACE;
         while !(state.stop && state.queue.is_empty() && !state.running) {
             let number = state.front();
             if number.is_some_and(|number| number != front.0) {
@@ -131,6 +135,7 @@ impl Shared {
             }
             if number.is_some() && (state.hurry || state.stop || front.1.elapsed() >= GRACE) {
                 state.hurry = true;
+                pause = GRACE;
                 state = self.run(state);
             } else if state.submitted == seen && number.is_none() {
                 state.asleep = true;
@@ -139,7 +144,9 @@ impl Shared {
             } else {
                 // While operations come one after the other, looking now and then costs less than being woken for each.
                 seen = state.submitted;
-                state = self.work.wait_timeout(state, GRACE).unwrap_or_else(PoisonError::into_inner).0;
+                let patience = if number.is_some() { GRACE } else { pause };
+                pause = (pause * 2).min(PATIENCE);
+                state = self.work.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
     }

@@ -8,12 +8,14 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
+use kernels::stream;
+
 use super::arena::{Memory, Shared};
 use super::side::Side;
 use crate::comm::inbox::lock;
 
 /// Bytes that are published, and copied, at a time.
-pub const PIECE: usize = 256 << 10;
+pub const PIECE: usize = 128 << 10;
 /// Where the data of a block begins.
 const DATA: usize = 128;
 
@@ -89,7 +91,8 @@ impl Draft {
         for (i, piece) in bytes.chunks(PIECE).enumerate() {
             let to = self.memory.bytes(DATA + i * PIECE, piece.len());
             // SAFETY: `to` has room for the piece within this block, which the receiver does not read before it is published.
-            unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), to, piece.len()) };
+            let to = unsafe { std::slice::from_raw_parts_mut(to, piece.len()) };
+            stream::copy(to, piece);
             written.publish(i as u32 + 1);
         }
     }

@@ -10,6 +10,8 @@ use super::futex;
 
 /// How long a waiter looks again and again before it sleeps; about the cost of being woken.
 const SPIN: Duration = Duration::from_micros(20);
+/// The same where there is a core for every rank, which has nothing else to do: being woken there means that an idle core has to be woken.
+const SPIN_ALONE: Duration = Duration::from_micros(300);
 /// How long of that it keeps its core for itself, where there is one for every rank. After that whoever else is there may run: on a busy
 /// machine that may be the very rank that is waited for.
 const ALONE: Duration = Duration::from_micros(2);
@@ -53,7 +55,7 @@ impl Side {
             }
             // Most waits are over before a clock could be read.
             let spent = start.get_or_insert_with(Instant::now).elapsed();
-            if spent >= SPIN {
+            if spent >= if alone { SPIN_ALONE } else { SPIN } {
                 return false;
             }
             if !alone || spent >= ALONE {

@@ -239,6 +239,11 @@ impl<'a> Blocks<'a> {
         unsafe { std::slice::from_raw_parts(from, windows.lens[peer]) }
     }
 
+    /// All of them but that of member `me`.
+    pub fn but(self, me: usize) -> impl Iterator<Item = Option<&'a [u8]>> {
+        (0..self.0.all.len()).map(move |peer| (peer != me).then(|| self.of(peer)))
+    }
+
     /// All of them.
     pub fn iter(self) -> impl Iterator<Item = &'a [u8]> {
         (0..self.0.all.len()).map(move |peer| self.of(peer))
