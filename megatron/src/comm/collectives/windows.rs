@@ -10,23 +10,18 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 use kernels::host::with_bytes_mut;
-use kernels::stream;
 
 use super::rounds::Rounds;
 use super::{direct, pieces, slice};
 use crate::Result;
 use crate::comm::ReduceOp;
-use crate::comm::local::BLOCK;
+use crate::comm::local::{BLOCK, show};
 use crate::comm::message::Payload;
 use crate::comm::reduce::reduce_in_place;
 
 /// Tensors of up to this many bytes over all ranks are exchanged whole: one exchange instead of two, in which everybody combines
 /// everything. The bits are the same.
 const EXCHANGE_WHOLE: usize = 128 << 10;
-
-/// Bytes of a copy from which on it is stored past the caches: there it is as fast where the ranks' cores share a cache, and 2 to 9 times as
-/// fast where not.
-const STREAM_FROM: usize = 16 << 10;
 
 /// Bytes of a rank's part up to which its copy in the output waits for the others': lending the output takes longer than the copy.
 const COPIED_AT_ONCE: usize = 512;
@@ -45,16 +40,6 @@ fn pipelined<'a>(
         read(&mut rounds, piece)?;
     }
     Ok(())
-}
-
-/// Copies what the others will read, but not this rank, to its place in a block. To store past the caches is worth it where those of others have
-/// what the block held before, and would have to be asked line by line to drop it.
-fn show(place: &mut [u8], bytes: &[u8]) {
-    if bytes.len() < STREAM_FROM {
-        place.copy_from_slice(bytes);
-    } else {
-        stream::copy(place, bytes);
-    }
 }
 
 /// Fills the next block with `piece` of `t`, for the others alone.

@@ -8,9 +8,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use kernels::stream;
-
 use super::arena::{Memory, Shared};
+use super::show::show;
 use super::side::Side;
 use crate::comm::inbox::lock;
 
@@ -92,7 +91,7 @@ impl Draft {
             let to = self.memory.bytes(DATA + i * PIECE, piece.len());
             // SAFETY: `to` has room for the piece within this block, which the receiver does not read before it is published.
             let to = unsafe { std::slice::from_raw_parts_mut(to, piece.len()) };
-            stream::copy(to, piece);
+            show(to, piece);
             written.publish(i as u32 + 1);
         }
     }

@@ -12,6 +12,7 @@ mod process;
 mod remote;
 mod ring;
 mod segment;
+mod show;
 mod side;
 mod window;
 
@@ -25,6 +26,7 @@ pub(crate) use self::heap::{Block, PIECE};
 pub(crate) use self::remote::{Mark, Reach, read as read_memory, write as write_memory};
 use self::ring::Ring;
 pub(crate) use self::segment::Segment;
+pub(crate) use self::show::show;
 pub(crate) use self::side::Side;
 pub(crate) use self::window::{BLOCK, Blocks, Windows};
 use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
