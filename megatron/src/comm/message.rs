@@ -157,9 +157,19 @@ impl Header {
     /// The header as it lies in shared memory: written and compared by words, since bytes that were just written cannot be read as wider
     /// registers without a wait.
     pub fn words(&self) -> Words {
-        let (words, bytes) = (&mut Words::default(), self.encode());
-        words.iter_mut().zip(bytes.as_chunks().0).for_each(|(word, bytes)| *word = u64::from_ne_bytes(*bytes));
-        *words
+        let mut words = Words::default();
+        words.iter_mut().zip(self.encode().as_chunks().0).for_each(|(word, bytes)| *word = u64::from_ne_bytes(*bytes));
+        words
+    }
+
+    /// The header that `words` are.
+    ///
+    /// # Errors
+    /// If they are none.
+    pub fn from_words(words: &Words) -> Result<Self> {
+        let mut bytes = [0; Self::BYTES];
+        bytes.chunks_exact_mut(8).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
+        Self::decode(&bytes)
     }
 
     /// Reads an encoded header.
@@ -185,16 +195,6 @@ impl Header {
 
 /// An encoded header by words; the last is the length of the payload, the others are the same for all parts of a call.
 pub(crate) type Words = [u64; Header::BYTES / 8];
-
-/// The header that `words` are.
-///
-/// # Errors
-/// If they are none.
-pub(crate) fn from_words(words: &Words) -> Result<Header> {
-    let mut bytes = [0; Header::BYTES];
-    bytes.chunks_exact_mut(8).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
-    Header::decode(&bytes)
-}
 
 /// A received message.
 #[derive(Debug)]
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn a_header_survives_its_encoding() {
         assert_eq!(Header::decode(&header().encode()).unwrap(), header());
-        assert_eq!(from_words(&header().words()).unwrap(), header());
+        assert_eq!(Header::from_words(&header().words()).unwrap(), header());
         assert_eq!(header().words().last(), Some(&18_u64.to_le()));
     }
 

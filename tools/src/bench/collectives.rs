@@ -21,6 +21,8 @@ use crate::error::{Error as CliError, Result as CliResult};
 use crate::ranks;
 use crate::report::table::{Table, significant};
 
+/// What is timed.
+const OPERATIONS: [&str; 4] = ["all_reduce", "all_gather", "reduce_scatter", "send/recv"];
 /// Calls of the first batch that is not timed.
 const FIRST_BATCH: u64 = 3;
 /// How many times as many calls a batch may have as the one before, by whose time it is chosen.
@@ -128,6 +130,13 @@ fn number_of_ranks(text: &str) -> std::result::Result<usize, String> {
 /// # Errors
 /// If ranks cannot be started or meet, or an operation fails.
 pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
+    if !OPERATIONS.iter().any(|operation| operation.contains(&args.only)) {
+        return Err(CliError::usage(format!(
+            "--only {}: no operation has that in its name; there are {}",
+            args.only,
+            OPERATIONS.join(", ")
+        )));
+    }
     // Tensors in memory as a training process has them: on huge pages, where the system gives those.
     kernels::memory::keep_freed();
     let place = ranks::place()?;
@@ -214,11 +223,12 @@ fn measure(args: &CollectivesArgs, world: &Group, device: &Device) -> Result<Vec
             figures.push(Figure { operation, ranks, size: size.text.clone(), bytes, bus, timing });
             Ok::<_, Error>(())
         };
-        figure("all_reduce", 2.0 * (n - 1.0) / n, 1.0, &|| world.all_reduce(&whole, ReduceOp::Sum)?.wait())?;
-        figure("all_gather", (n - 1.0) / n, 1.0, &|| world.all_gather(&share, &whole)?.wait())?;
-        figure("reduce_scatter", (n - 1.0) / n, 1.0, &|| world.reduce_scatter(&whole, &share, ReduceOp::Sum)?.wait())?;
+        let [all_reduce, all_gather, reduce_scatter, send_recv] = OPERATIONS;
+        figure(all_reduce, 2.0 * (n - 1.0) / n, 1.0, &|| world.all_reduce(&whole, ReduceOp::Sum)?.wait())?;
+        figure(all_gather, (n - 1.0) / n, 1.0, &|| world.all_gather(&share, &whole)?.wait())?;
+        figure(reduce_scatter, (n - 1.0) / n, 1.0, &|| world.reduce_scatter(&whole, &share, ReduceOp::Sum)?.wait())?;
         // There and back again between the first two ranks; one way is half of it.
-        figure("send/recv", 1.0, 0.5, &|| match world.rank() {
+        figure(send_recv, 1.0, 0.5, &|| match world.rank() {
             0 => {
                 world.send(&whole, 1, 0)?.wait()?;
                 world.recv(&whole, 1, 0)?.wait()

@@ -131,6 +131,13 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     bench.norms()?;
     bench.vocabulary()?;
     bench.optimizer()?;
+    if bench.table.is_empty() {
+        return Err(Error::usage(format!(
+            "--only {}: no kernel of {} has that in its name",
+            args.only,
+            args.preset.name()
+        )));
+    }
     bench.table.row(["all of the above", "", "", "", "", "", "", "", &significant(bench.total_ms)].map(str::to_string));
     crate::print_line(&machine_line());
     let Shape { seq, micro_batch, .. } = shape;

@@ -15,6 +15,11 @@ impl Table {
         Self { header: header.map(str::to_string).to_vec(), rows: Vec::new() }
     }
 
+    /// Whether it has no rows.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
     /// Adds a row with a cell per column.
     pub fn row<const N: usize>(&mut self, cells: [String; N]) {
         debug_assert_eq!(N, self.header.len());

@@ -77,6 +77,17 @@ fn kernels_are_timed_at_the_shapes_of_a_preset() {
 }
 
 #[test]
+fn only_what_is_asked_for_is_timed_and_nothing_is_an_error() {
+    let text = bench(&["collectives", "--sizes=4K", "--milliseconds=1", "--only=gather"]);
+    assert!(text.contains("| all_gather") && !text.contains("reduce"), "{text}");
+    for words in [["collectives", "--only=gater"], ["kernels", "--only=gater"]] {
+        let output = megatron().args(["bench", words[0], "--milliseconds=1", words[1]]).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{words:?}");
+        assert!(stderr(&output).contains("--only gater"), "{words:?}");
+    }
+}
+
+#[test]
 fn numbers_of_nothing_are_refused() {
     for words in
         [["step", "--steps=0"], ["kernels", "--threads=0"], ["collectives", "--ranks=1"], ["collectives", "--sizes=1"]]

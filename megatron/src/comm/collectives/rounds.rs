@@ -11,7 +11,7 @@ use crate::Result;
 use crate::comm::group::{Core, width};
 use crate::comm::inbox::lock;
 use crate::comm::local::{BLOCK, Blocks, Reach, Windows};
-use crate::comm::message::{Call, Words, from_words};
+use crate::comm::message::{Call, Header, Words};
 
 /// One call's blocks. All members fill and read the same number of blocks in the same order.
 pub struct Rounds<'a> {
@@ -73,7 +73,7 @@ impl<'a> Rounds<'a> {
             let ([.., len], [expected @ .., _]) = (theirs, &self.header);
             let len = u64::from_le(len);
             if expected.iter().zip(&theirs).any(|(ours, theirs)| ours != theirs) || len > BLOCK as u64 {
-                return Err(self.core.disagreement(peer, from_words(&theirs)?.call, self.call));
+                return Err(self.core.disagreement(peer, Header::from_words(&theirs)?.call, self.call));
             }
             self.windows.set_len(peer, len as usize);
         }

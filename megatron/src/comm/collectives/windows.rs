@@ -15,7 +15,7 @@ use super::rounds::Rounds;
 use super::{direct, pieces, slice};
 use crate::Result;
 use crate::comm::ReduceOp;
-use crate::comm::local::{BLOCK, show};
+use crate::comm::local::{BLOCK, copy_out};
 use crate::comm::message::Payload;
 use crate::comm::reduce::reduce_in_place;
 
@@ -42,9 +42,9 @@ fn pipelined<'a>(
     Ok(())
 }
 
-/// Fills the next block with `piece` of `t`, for the others alone.
+/// Fills the next block with `piece` of `t`.
 fn fill_from(rounds: &mut Rounds, t: &Tensor, piece: Range<usize>) -> Result<()> {
-    rounds.fill_from(t, piece.len(), |all, slot| show(slot, &all[piece]))
+    rounds.fill_from(t, piece.len(), |all, slot| copy_out(slot, &all[piece]))
 }
 
 /// Fills the next block with the same `piece` of each rank's part of `t`.
@@ -57,7 +57,7 @@ fn fill_parts(rounds: &mut Rounds, t: &Tensor, part: usize, piece: Range<usize>)
             if rank == me {
                 place.copy_from_slice(bytes);
             } else {
-                show(place, bytes);
+                copy_out(place, bytes);
             }
         }
     })
@@ -122,8 +122,8 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
     let fill = |rounds: &mut Rounds, piece: &Range<usize>| {
         rounds.fill_from(t, piece.len(), |all, slot| {
             let (own, mine) = (slice(piece.len(), width, me, n), &all[piece.clone()]);
-            show(&mut slot[..own.start], &mine[..own.start]);
-            show(&mut slot[own.end..], &mine[own.end..]);
+            copy_out(&mut slot[..own.start], &mine[..own.start]);
+            copy_out(&mut slot[own.end..], &mine[own.end..]);
         })
     };
     fill(&mut rounds, &pieces[0])?;
@@ -167,7 +167,7 @@ pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
         |rounds, piece| {
             rounds.fill_from(input, piece.len(), |all, slot| {
                 from.set(all.as_ptr().addr());
-                show(slot, &all[piece.clone()]);
+                copy_out(slot, &all[piece.clone()]);
             })?;
             if at_once {
                 return Ok(());

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::arena::{Memory, Shared};
-use super::show::show;
+use super::copy_out::copy_out;
 use super::side::Side;
 use crate::comm::inbox::lock;
 
@@ -91,7 +91,7 @@ impl Draft {
             let to = self.memory.bytes(DATA + i * PIECE, piece.len());
             // SAFETY: `to` has room for the piece within this block, which the receiver does not read before it is published.
             let to = unsafe { std::slice::from_raw_parts_mut(to, piece.len()) };
-            show(to, piece);
+            copy_out(to, piece);
             written.publish(i as u32 + 1);
         }
     }

@@ -6,13 +6,13 @@
 //! their peer still lives.
 
 mod arena;
+mod copy_out;
 mod futex;
 mod heap;
 mod process;
 mod remote;
 mod ring;
 mod segment;
-mod show;
 mod side;
 mod window;
 
@@ -22,11 +22,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub(crate) use self::arena::Arena;
+pub(crate) use self::copy_out::copy_out;
 pub(crate) use self::heap::{Block, PIECE};
 pub(crate) use self::remote::{Mark, Reach, read as read_memory, write as write_memory};
 use self::ring::Ring;
 pub(crate) use self::segment::Segment;
-pub(crate) use self::show::show;
 pub(crate) use self::side::Side;
 pub(crate) use self::window::{BLOCK, Blocks, Windows};
 use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};

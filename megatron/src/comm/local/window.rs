@@ -13,7 +13,7 @@ use super::PAGE;
 use super::arena::{Arena, Memory, Shared};
 use super::remote::Reach;
 use super::side::Side;
-use crate::comm::message::Words;
+use crate::comm::message::{Header, Words};
 
 /// Bytes of a block. Larger ones leave the cores' own caches, smaller ones have the ranks wait for each other more often.
 pub const BLOCK: usize = 512 << 10;
@@ -42,7 +42,7 @@ unsafe impl Shared for Control {}
 #[repr(C, align(64))]
 struct Note {
     /// The header of the block, as it travels.
-    header: [AtomicU64; size_of::<Words>() / 8],
+    header: [AtomicU64; Header::BYTES / 8],
     /// Blocks of each of the others that the owner had read when it posted this one.
     taken: AtomicU32,
     /// Blocks that the owner had posted with this one; written last.
@@ -239,7 +239,7 @@ impl<'a> Blocks<'a> {
         unsafe { std::slice::from_raw_parts(from, windows.lens[peer]) }
     }
 
-    /// All of them but that of member `me`.
+    /// All of them, with nothing in the place of member `me`, which has its own elsewhere.
     pub fn but(self, me: usize) -> impl Iterator<Item = Option<&'a [u8]>> {
         (0..self.0.all.len()).map(move |peer| (peer != me).then(|| self.of(peer)))
     }
@@ -271,7 +271,7 @@ mod tests {
     #[test]
     fn a_slot_is_filled_again_only_after_all_have_read_it() {
         let [mut a, mut b] = pair();
-        let header: Words = [7; 6];
+        let header: Words = [7; Header::BYTES / 8];
         for round in 0..SLOTS {
             assert!(a.has_room(1));
             a.slot(1)[0] = round as u8;

@@ -50,8 +50,8 @@ impl Ways {
     }
 }
 
-/// Copies what others will read, but not this rank, to where they see it. It is complete once they see a later store.
-pub fn show(to: &mut [u8], from: &[u8]) {
+/// Copies what others will read, and this rank seldom, to where they see it. It is complete once they see a later store.
+pub fn copy_out(to: &mut [u8], from: &[u8]) {
     if from.len() < FROM {
         to.copy_from_slice(from);
         return;
@@ -96,14 +96,14 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_is_shown() {
+    fn every_byte_is_copied() {
         let bytes: Vec<u8> = (0..FROM + 13).map(|i| ((i * 31) >> 3) as u8).collect();
         for len in [0, 1, FROM - 1, FROM, FROM + 12] {
             // Either way comes within as many copies.
             for _ in 0..=PROBE {
-                let mut shown = vec![0; len];
-                show(&mut shown, &bytes[1..=len]);
-                assert!(shown == bytes[1..=len], "{len}");
+                let mut copied = vec![0; len];
+                copy_out(&mut copied, &bytes[1..=len]);
+                assert!(copied == bytes[1..=len], "{len}");
             }
         }
     }
