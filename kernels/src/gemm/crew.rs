@@ -1,14 +1,12 @@
 //! The threads of a product, and what each of them computes.
 //!
-//! Threads draw numbered items: of each phase first those that pack B, then those that compute tasks, for which a thread packs A
+//! Threads draw numbered items ([`Deal`]): of each phase first those that pack B, then those that compute tasks, for which a thread packs A
 //! by itself. Who draws an item waits until the items of all earlier stages are done; those are in the hands of threads that
 //! run, so a thread that comes late, or not at all, holds up nobody, and a product costs one fork and join. Once all items are drawn, threads
 //! that have none help those that do ([`Help`]).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-use rayon::prelude::*;
 
 use super::buffer::{Common, with_common, with_own};
 use super::driver::{First, Target, pack_panels};
@@ -17,6 +15,7 @@ use super::kernel::Kernel;
 use super::plan::{Packing, Phase, Plan, TOGETHER};
 use super::{Mat, Start, ahead, beside};
 use crate::float::Elem;
+use crate::par::{self, Deal};
 
 /// Fewest strips of a task that are cut in two: who gets a half may have to pack panels for it, which costs as much as two strips.
 const LEAST_STRIPS: usize = 8;
@@ -54,15 +53,19 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
             target: Target { dst, first: First::new(start, n, K::NR, bias), plus, scale },
             panels: panels.room(plan.panel_elements),
             sums: plan.sums_outlast_phases().then(|| sums.room(m.next_multiple_of(K::MR) * plan.phase_columns)),
+            stages: plan
+                .phases
+                .iter()
+                .map(|phase| [&phase.packing, &phase.computing].map(|items| Deal::new(items.len(), threads)))
+                .collect(),
             plan,
-            next: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
             help: Help::new(),
         };
         if threads == 1 {
-            crew.work();
+            crew.work(0);
         } else {
-            (0..threads).into_par_iter().with_max_len(1).for_each(|_| or_end_process(|| crew.work()));
+            par::on_threads(threads, |thread| or_end_process(|| crew.work(thread)));
         }
     });
 }
@@ -80,7 +83,8 @@ where
     panels: *mut K::Packed,
     /// Where sums outlast a phase: those of all tasks.
     pub sums: Option<*mut f32>,
-    next: AtomicUsize,
+    /// Of every phase the items that pack and those that compute.
+    stages: Vec<[Deal; 2]>,
     done: AtomicUsize,
     help: Help<Part>,
 }
@@ -101,36 +105,31 @@ unsafe impl<E: Elem<Acc = f32>, C, K: Kernel<E>> Sync for Crew<E, C, K> {}
 
 impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     /// Takes items until there are none, then parts of others' items until all is computed.
-    fn work(&self) {
+    fn work(&self, thread: usize) {
         let items = self.plan.items();
         let is_done = || self.done.load(Ordering::Acquire) == items;
-        let mut phases = self.plan.phases.iter();
-        let (Some(mut phase), Some(last)) = (phases.next(), self.plan.phases.last()) else { return };
-        let mut item = self.next.fetch_add(1, Ordering::Relaxed);
-        if item >= items && is_done() {
+        let Some(last) = self.plan.phases.last() else { return };
+        if is_done() {
             return;
         }
         with_own(|own| {
             // SAFETY: the machine has the instruction set; `leave` follows.
             unsafe { K::enter() };
-            while item < items {
-                while item >= phase.computing.end {
-                    phase = phases.next().expect("the last phase ends with the last item");
-                }
-                // Items of earlier stages are done, so panels are free to write, or complete.
-                if item < phase.packing.end {
+            for (phase, [packing, computing]) in self.plan.phases.iter().zip(&self.stages) {
+                // Once items of earlier stages are done, panels are free to write, or complete.
+                packing.draw_all(thread, |item| {
                     self.wait_for(phase.packing.start);
                     // SAFETY: the caller's promise.
-                    unsafe { self.pack(phase, item - phase.packing.start) };
-                } else {
+                    unsafe { self.pack(phase, item) };
+                    self.done.fetch_add(1, Ordering::Release);
+                });
+                computing.draw_all(thread, |task| {
                     self.wait_for(phase.computing.start);
-                    let task = item - phase.computing.start;
                     let part = Part { task, rows: self.rows_of(phase, task), block: phase.blocks.start, sums: None };
                     // SAFETY: the caller's promise.
                     unsafe { self.compute(phase, part, own) };
-                }
-                self.done.fetch_add(1, Ordering::Release);
-                item = self.next.fetch_add(1, Ordering::Relaxed);
+                    self.done.fetch_add(1, Ordering::Release);
+                });
             }
             // A part is given once all items are drawn, and its panels are complete then.
             while let Some(part) = self.help.take(is_done) {
@@ -148,11 +147,16 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         wait_until(|| self.done.load(Ordering::Acquire) >= items);
     }
 
+    /// Whether no thread will draw another item.
+    fn is_drawn(&self) -> bool {
+        self.stages.last().is_none_or(|[_, computing]| computing.is_drawn())
+    }
+
     /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the beginning of `block`. Its unfinished sums, of
     /// `kept` panels, are at `sums`. These are this thread's until all is computed, so nothing is given while it may draw another item.
     pub fn halve(&self, part: &mut Part, block: usize, sums: *mut f32, kept: usize) {
         let strips = part.rows.len().div_ceil(K::MR);
-        if strips < LEAST_STRIPS || self.next.load(Ordering::Relaxed) < self.plan.items() {
+        if strips < LEAST_STRIPS || !self.is_drawn() {
             return;
         }
         let first = strips.div_ceil(2) * K::MR;

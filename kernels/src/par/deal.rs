@@ -1,0 +1,92 @@
+//! Numbers dealt to threads.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// 0..n for some threads: each draws those of a part of its own, in order, then those that are left of the others' parts.
+///
+/// Parts depend on nothing but n and the number of threads, so of operations that follow each other a thread gets the same rows, as far as all threads are as
+/// fast: it finds in its caches what it wrote before, and writes what no other core has read (which takes several times as long where cores share no cache).
+pub struct Deal {
+    n: usize,
+    /// Of every part, how many were drawn, or more.
+    drawn: Box<[Line]>,
+}
+
+/// On a cache line of its own, of which processors fetch two at a time.
+#[repr(align(128))]
+struct Line(AtomicUsize);
+
+impl Deal {
+    pub fn new(n: usize, threads: usize) -> Self {
+        Self { n, drawn: (0..threads.max(1)).map(|_| Line(AtomicUsize::new(0))).collect() }
+    }
+
+    /// The next number for a thread; `None` once all are drawn.
+    pub fn draw(&self, thread: usize) -> Option<usize> {
+        let parts = self.drawn.len();
+        (thread..thread + parts).find_map(|part| {
+            let part = part % parts;
+            let (Line(drawn), range) = (&self.drawn[part], self.part(part));
+            if drawn.load(Ordering::Relaxed) >= range.len() {
+                return None;
+            }
+            let next = range.start + drawn.fetch_add(1, Ordering::Relaxed);
+            (next < range.end).then_some(next)
+        })
+    }
+
+    /// Calls `f` with numbers until none is left.
+    pub fn draw_all(&self, thread: usize, mut f: impl FnMut(usize)) {
+        while let Some(i) = self.draw(thread) {
+            f(i);
+        }
+    }
+
+    /// Whether every number was drawn.
+    pub fn is_drawn(&self) -> bool {
+        (0..self.drawn.len()).all(|part| self.drawn[part].0.load(Ordering::Relaxed) >= self.part(part).len())
+    }
+
+    fn part(&self, part: usize) -> Range<usize> {
+        let parts = self.drawn.len();
+        part * self.n / parts..(part + 1) * self.n / parts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_is_drawn_once_whoever_draws() {
+        for (n, threads) in [(0, 1), (1, 4), (7, 2), (64, 3), (1000, 7)] {
+            let (deal, counts) = (Deal::new(n, threads), (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>());
+            std::thread::scope(|scope| {
+                for thread in 0..threads {
+                    let (deal, counts) = (&deal, &counts);
+                    scope.spawn(move || {
+                        deal.draw_all(thread, |i| {
+                            counts[i].fetch_add(1, Ordering::Relaxed);
+                        })
+                    });
+                }
+            });
+            assert!(deal.is_drawn() && counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{n}, {threads}");
+        }
+    }
+
+    #[test]
+    fn a_thread_keeps_to_its_part_until_that_is_drawn() {
+        let deal = Deal::new(10, 3);
+        let drawn = |thread, n| (0..n).map(|_| deal.draw(thread).unwrap()).collect::<Vec<_>>();
+        assert_eq!(drawn(1, 3), [3, 4, 5]);
+        assert_eq!(drawn(0, 1), [0]);
+        assert!(!deal.is_drawn());
+        // Then it takes what others have not come to yet, of the next part first.
+        assert_eq!(drawn(1, 6), [6, 7, 8, 9, 1, 2]);
+        assert!(deal.is_drawn() && (0..3).all(|thread| deal.draw(thread).is_none()));
+        // Whoever has no part of its own takes from others'.
+        assert_eq!(Deal::new(2, 2).draw(5), Some(1));
+    }
+}

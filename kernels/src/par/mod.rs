@@ -1,0 +1,107 @@
+//! Splitting work over rayon's threads: inline where there is one thread or little to do.
+//!
+//! Cuts depend on sizes alone, or the pieces are independent of each other; so no result depends on the number of
+//! threads. Which thread gets what is the same in every operation, as far as all are as fast ([`Deal`]).
+
+mod deal;
+
+use std::marker::PhantomData;
+
+use rayon::prelude::*;
+
+pub use deal::Deal;
+
+/// Elements below which handing work to another thread costs more than it saves.
+pub const GRAIN: usize = 16 * 1024;
+
+/// Threads of the current pool.
+pub fn threads() -> usize {
+    rayon::current_num_threads()
+}
+
+/// Calls `f` with the number of each of `threads` threads of the current pool, on those that have nothing else to do: perhaps on one thread after the other,
+/// perhaps with the same number twice.
+pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
+    (0..threads).into_par_iter().with_max_len(1).for_each(|_| f(rayon::current_thread_index().unwrap_or(0)));
+}
+
+/// Calls `f` for 0..n.
+pub fn for_each(n: usize, f: impl Fn(usize) + Sync) {
+    if n <= 1 || threads() == 1 {
+        (0..n).for_each(f);
+    } else {
+        let deal = Deal::new(n, threads());
+        on_threads(threads().min(n), |thread| deal.draw_all(thread, &f));
+    }
+}
+
+/// Calls `f` with the number of the first element and the elements of every block of `block` of them.
+pub fn blocks<T: Send>(out: &mut [T], block: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+    let out = Blocks::of(out, block);
+    // SAFETY: each number comes once.
+    for_each(out.count, |i| f(i * out.block, unsafe { out.get(i) }));
+}
+
+/// Calls `f` with the number of the block and the blocks of `a` (`block_a` elements) and `b` (`block_b`) of that number.
+pub fn blocks2<A: Send, B: Send>(
+    a: &mut [A],
+    block_a: usize,
+    b: &mut [B],
+    block_b: usize,
+    f: impl Fn(usize, &mut [A], &mut [B]) + Sync,
+) {
+    let (a, b) = (Blocks::of(a, block_a), Blocks::of(b, block_b));
+    // SAFETY: each number comes once.
+    for_each(a.count.min(b.count), |i| unsafe { f(i, a.get(i), b.get(i)) });
+}
+
+/// A slice in blocks, for tasks that take each of them once.
+struct Blocks<'a, T> {
+    slice: Shared<T>,
+    len: usize,
+    /// Elements of a block; the last one may have fewer.
+    block: usize,
+    count: usize,
+    life: PhantomData<&'a mut ()>,
+}
+
+impl<'a, T> Blocks<'a, T> {
+    fn of(slice: &'a mut [T], block: usize) -> Self {
+        let (len, block) = (slice.len(), block.max(1));
+        Self { slice: Shared(slice.as_mut_ptr()), len, block, count: len.div_ceil(block), life: PhantomData }
+    }
+
+    /// # Safety
+    /// `i` is less than the count, and nobody else has this block.
+    #[allow(clippy::mut_from_ref, reason = "blocks are disjoint")]
+    unsafe fn get(&self, i: usize) -> &mut [T] {
+        let start = i * self.block;
+        // SAFETY: elements of the slice, which is borrowed for as long as this lives; the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.slice.0.add(start), self.block.min(self.len - start)) }
+    }
+}
+
+/// Rows of `width` elements that make a block of about [`GRAIN`] elements.
+pub fn rows_per_block(width: usize) -> usize {
+    (GRAIN / width.max(1)).max(1)
+}
+
+/// A pointer that tasks share to write disjoint elements.
+#[derive(Clone, Copy)]
+pub struct Shared<T>(pub *mut T);
+
+// SAFETY: users write disjoint elements from different tasks; `T` is a plain number.
+unsafe impl<T: Send> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    /// The pointer `offset` elements further.
+    ///
+    /// # Safety
+    /// The element must lie in the allocation.
+    pub unsafe fn at(self, offset: usize) -> *mut T {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.add(offset) }
+    }
+}
