@@ -37,6 +37,9 @@ pub fn build() -> Result<(), String> {
     let mut modules = String::from("pub static MODULES: &[(&str, &[u8])] = &[\n");
     for file in &compiled {
         report(file);
+        if file.stem.ends_with("_sm90a") {
+            check_registers(file)?;
+        }
         let _ = writeln!(modules, "    ({:?}, include_bytes!({:?})),", file.stem, file.object.display().to_string());
     }
     modules.push_str("];\n");
@@ -76,5 +79,23 @@ fn report(file: &Compiled) {
         if line.contains("warning") || line.contains("(C75") {
             println!("cargo::warning={}.cu: {}", file.stem, line.trim());
         }
+    }
+}
+
+/// Registers of each of the 384 threads of Hopper's kernels as they begin: all there are. One warpgroup then gives up all but 24, and two take 240: had they
+/// begun with fewer, they would wait for ever.
+const HOPPER_REGISTERS: &str = "168";
+
+/// Refuses kernels that would hang.
+fn check_registers(file: &Compiled) -> Result<(), String> {
+    // ptxas info    : Used 168 registers, used 16 barriers
+    let used = file.messages.lines().filter_map(|line| line.split_once("Used ")?.1.split_once(" registers"));
+    match used.map(|(registers, _)| registers).find(|registers| *registers != HOPPER_REGISTERS) {
+        None => Ok(()),
+        Some(registers) => Err(format!(
+            "{}.cu: this nvcc has its kernels begin with {registers} registers a thread; they need {HOPPER_REGISTERS}, or would wait for ever.\n\
+             Build with nvcc 13.0 (tools/cuda/toolkit.sh makes one), and please report this.",
+            file.stem
+        )),
     }
 }

@@ -153,6 +153,8 @@ DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const
                 }
             }
         round_weights<E>(weights, scores);
+        products_touch(weights);
+        products_touch(dv);
         products_begin();
         multiply_weights<E, DIM, ROWS>(dv, weights, of_douts);
         products_commit();
@@ -165,6 +167,8 @@ DEVICE void gradients_of_keys(const Attention &call, const TensorMap *qkv, const
             for (uint32_t i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - (i % 2 ? of_query.y : of_query.x));
         }
         round_weights<E>(slants, gradients);
+        products_touch(slants);
+        products_touch(dk);
         products_begin();
         multiply_weights<E, DIM, ROWS>(dk, slants, of_queries);
         products_commit();
@@ -238,6 +242,8 @@ DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, co
     clear(dq);
     const auto begin = [&](const Turn<STAGES> &turn) {
         barrier_wait(shared.full + turn.slot(), turn.parity());
+        products_touch(queries);
+        products_touch(douts);
         products_begin();
         multiply_rows<E, DIM, ROWS>(scores, queries, shared_address(shared.first + turn.slot() * TILE));
         products_commit();
@@ -278,6 +284,8 @@ DEVICE void gradients_of_queries(const Attention &call, const TensorMap *qkv, co
 #pragma unroll
             for (int i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - of_query[i / 2]);
         round_weights<E>(slants, gradients);
+        products_touch(slants);
+        products_touch(dq);
         products_begin();
         multiply_weights<E, DIM, ROWS>(dq, slants, shared_address(shared.first + slot * TILE));
         products_commit();

@@ -129,6 +129,8 @@ DEVICE void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *
             multiply_rows<E, DIM, QUERIES, KEYS>(scores[0], own_queries, shared_address(shared.keys + next * TILE));
             products_commit();
             barrier_wait(shared.values_full + slot, parity);
+            products_touch(weights);
+            products_touch(gathered[0]);
             products_begin();
             multiply_weights<E, DIM, KEYS>(gathered[0], weights, shared_address(shared.values + slot * TILE));
             products_commit();
@@ -146,6 +148,7 @@ DEVICE void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *
         }
         release(shared.queries_empty);
         barrier_wait(shared.values_full + turn.slot(), turn.parity());
+        products_touch(weights);
         products_touch(gathered[0]);
         products_begin();
         multiply_weights<E, DIM, KEYS>(gathered[0], weights, shared_address(shared.values + turn.slot() * TILE));

@@ -8,8 +8,9 @@
 #include "mma.cuh"
 
 /// A tensor of 16-bit elements of which boxes are copied, as cuTensorMapEncodeTiled makes it: with four dimensions, boxes of 64 elements
-/// (128 bytes) in the first one, and 16-byte pieces swizzled within each 1024 bytes.
-struct alignas(64) TensorMap {
+/// (128 bytes) in the first one and of rows in the last, and 16-byte pieces swizzled within each 1024 bytes. Copies want it at a multiple of 64
+/// bytes; CUDA 13's own type has 128.
+struct alignas(128) TensorMap {
     uint64_t opaque[16];
 };
 
@@ -42,13 +43,23 @@ DEVICE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/// Keeps the compiler from moving uses of what products write before the wait for them.
+/// Keeps the compiler from moving uses of what products write before the wait for them, and what makes it behind `products_begin`, which tells of
+/// memory alone.
 template <int N>
 DEVICE void products_touch(float (&c)[N][4]) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[n][i])::"memory");
+}
+
+/// The same of left operands in registers.
+template <int N>
+DEVICE void products_touch(uint32_t (&a)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[n][i])::"memory");
 }
 
 /// Has what `sum` is made of be computed before the wait that follows, beside the products. ptxas otherwise waits first, but not before a

@@ -161,8 +161,8 @@ DEVICE void products_wait() {
     groups.erase(groups.begin(), groups.begin() + static_cast<std::ptrdiff_t>(finish));
 }
 
-template <int N>
-DEVICE void products_touch(float (&)[N][4]) {}
+template <class T, int N>
+DEVICE void products_touch(T (&)[N][4]) {}
 DEVICE void computed_before_wait(float, uint32_t) {}
 
 /// An element of an operand in shared memory by its descriptor (PTX ISA, "Matrix Descriptor Format" and "Strides"; canonical layouts with

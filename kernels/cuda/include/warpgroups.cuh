@@ -14,7 +14,7 @@ struct Tile {
 template <int ROWS, int DIM>
 DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part, uint32_t sample, uint64_t *full) {
 #pragma unroll
-    for (uint32_t box = 0; box < DIM / 64; box++) copy_box(to + box * Tile<ROWS, DIM>::BOX, map, box * 64, first, part, sample, full);
+    for (uint32_t box = 0; box < DIM / 64; box++) copy_box(to + box * Tile<ROWS, DIM>::BOX, map, box * 64, part, sample, first, full);
 }
 
 /// The descriptor of a tile's operand. That of what lies some bytes behind it is this one plus a 16th of them, which leaves one addition
@@ -70,8 +70,9 @@ DEVICE void round_weights(uint32_t (&weights)[N / 2][4], const float (&c)[N][4])
         for (uint32_t i = 0; i < 4; i++) weights[k][i] = E::pack(c[2 * k + i / 2][i % 2 * 2], c[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-/// Arrives for the warp.
+/// Arrives for the warp, whose threads have all read what is given back: an arrival is behind what its own thread did, not others.
 DEVICE void release(uint64_t *barrier) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 

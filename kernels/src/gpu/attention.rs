@@ -259,8 +259,8 @@ const HOPPER_THREADS: u32 = 384;
 /// A packed tensor `[s, b, parts · d]` in boxes of `rows` positions.
 fn boxes(base: DevicePointer, dtype: DType, Geometry { s, b, shape }: Geometry, parts: usize, rows: usize) -> Boxes {
     let (d, element) = (shape.head_dim, dtype.size_in_bytes());
-    let strides = [b * parts * d * element, d * element, parts * d * element];
-    Boxes { base, dtype, dims: [d, s, parts, b], strides, rows: rows as u32 }
+    let strides = [1, parts, b * parts].map(|columns| columns * d * element);
+    Boxes { base, dtype, dims: [d, parts, b, s], strides, rows: rows as u32 }
 }
 
 /// `cuda/attention_backward_sm90a.cu`.

@@ -7,13 +7,14 @@ use crate::{Error, Result};
 
 /// `TensorMap` of a kernel: an argument by value.
 #[derive(Clone, Copy)]
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 pub struct TensorMap([u64; 16]);
 
 /// Elements of a box's first dimension: the 128 bytes within which pieces are swizzled.
 const COLUMNS: u32 = 64;
 
-/// A tensor of 16-bit elements in four dimensions, the first one contiguous, and boxes of 64 × `rows` of the first two.
+/// A tensor of 16-bit elements in four dimensions, the first one contiguous and each stride a multiple of the one before, as `cuTensorMapEncodeTiled` describes
+/// them; and boxes of 64 × `rows` of the first and the last.
 pub struct Boxes {
     pub base: DevicePointer,
     pub dtype: DType,
@@ -60,7 +61,7 @@ impl Boxes {
                 self.base.address() as *mut std::ffi::c_void,
                 dims.as_ptr(),
                 strides.as_ptr(),
-                [COLUMNS, self.rows, 1, 1].as_ptr(),
+                [COLUMNS, 1, 1, self.rows].as_ptr(),
                 [1; 4].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
@@ -86,8 +87,8 @@ impl Boxes {
             self.base.address(),
             pair(d0, d1),
             pair(d2, d3),
-            pair(COLUMNS.into(), self.rows.into()),
-            pair(1, 1),
+            pair(COLUMNS.into(), 1),
+            pair(1, self.rows.into()),
             2,
             s1,
             s2,

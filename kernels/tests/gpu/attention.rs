@@ -259,6 +259,18 @@ fn heads_that_are_too_wide_are_refused_by_name() {
     }
 }
 
+/// Of the GPU that the tests run on.
+#[cfg(all(feature = "cuda", not(feature = "emulated")))]
+fn multiprocessors() -> usize {
+    kernels::gpu::survey::survey().unwrap().gpus[0].multiprocessors as usize
+}
+
+/// As the emulator has.
+#[cfg(feature = "emulated")]
+fn multiprocessors() -> usize {
+    3
+}
+
 #[test]
 #[ignore = "run by another test, under MEGATRON_ATTENTION"]
 fn cases_for_hopper() {
@@ -275,6 +287,13 @@ fn cases_for_hopper() {
     compare(320, 1, narrow(3), &How { documents: Some(vec![64, 128, 63]), ..How::default() });
     for shape in [narrow(2), wide(1)] {
         other_documents_are_not_read(shape, DType::BF16);
+    }
+    // Twice as many tiles of queries as multiprocessors, and more, so that blocks of forward go on to another one: the emulator and the stand-ins have few.
+    if multiprocessors() > 16 {
+        let heads = 2 * multiprocessors() / 4 + 3;
+        compare(129, 2, narrow(heads), &How::default());
+        compare(129, 2, wide(heads), &How { alibi: true, ..How::default() });
+        compare(2049, 1, shape(2, 4, 64), &How::default());
     }
     // What these kernels do not have is left to the others.
     compare(20, 1, wide(1), &How { dropout: 0.3, ..How::default() });

@@ -251,6 +251,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
     bool fits = is_known && reinterpret_cast<uintptr_t>(at) % 16 == 0 && reinterpret_cast<uintptr_t>(map) % 64 == 0 && box[0] * 2 <= 128;
     for (int i = 0; i < 4; i++) fits = fits && dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 && steps[i] == 1;
     for (int i = 0; i < 3; i++) fits = fits && strides[i] % 16 == 0 && strides[i] < 1ull << 40;
+    // "Each following dimension specified includes previous dimension stride."
+    for (int i = 1; i < 3; i++) fits = fits && strides[i] >= strides[i - 1] * dims[i];
     if (!fits) return CUDA_ERROR_INVALID_VALUE;
     const auto pair = [](uint64_t low, uint64_t high) { return low | high << 32; };
     const uint64_t fields[9] = {reinterpret_cast<uint64_t>(at), pair(dims[0], dims[1]), pair(dims[2], dims[3]), pair(box[0], box[1]), pair(box[2], box[3]), 2,
