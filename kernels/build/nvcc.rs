@@ -11,7 +11,7 @@ const EVERYWHERE: &[&str] =
     &["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80"];
 const HOPPER: &[&str] = &["arch=compute_90a,code=sm_90a"];
 
-const HOW_TO_GET: &str = "The feature `cuda` needs NVIDIA's CUDA toolkit, version 12.8 or newer (13 without further settings).\n\
+const HOW_TO_GET: &str = "The feature `cuda` needs NVIDIA's CUDA toolkit, version 13.\n\
     Where one is installed, set CUDA_HOME to it. Where none is, make one from PyPI's packages, no GPU or driver needed:\n\
     tools/cuda/toolkit.sh target/cuda && source target/cuda/env.sh";
 
@@ -34,13 +34,21 @@ pub fn build() -> Result<(), String> {
         command.arg("-I").arg(sources::dir().join("include")).arg(file).arg("-o").arg(object);
         command
     })?;
-    let mut modules = String::from("pub static MODULES: &[(&str, &[u8])] = &[\n");
+    // Images hold words of 8 bytes, where `include_bytes` promises nothing.
+    let mut modules = String::from(
+        "#[repr(C, align(64))]\nstruct Aligned<T: ?Sized>(T);\n\npub static MODULES: &[(&str, &[u8])] = &[\n",
+    );
     for file in &compiled {
         report(file);
         if file.stem.ends_with("_sm90a") {
             check_registers(file)?;
         }
-        let _ = writeln!(modules, "    ({:?}, include_bytes!({:?})),", file.stem, file.object.display().to_string());
+        let _ = writeln!(
+            modules,
+            "    ({:?}, &Aligned(*include_bytes!({:?})).0),",
+            file.stem,
+            file.object.display().to_string()
+        );
     }
     modules.push_str("];\n");
     sources::write_modules(&modules)

@@ -2,6 +2,7 @@
 //
 // Bound by memory: a thread loads 16 bytes of each operand, computes in f32, and rounds once.
 #include "device.cuh"
+#include "inplace.cuh"
 
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
@@ -20,6 +21,7 @@ struct Gelu {
 // A thread has this many vectors of each operand in flight.
 constexpr int UNROLL = 2;
 
+// y may be x.
 template <class T>
 DEVICE void gelu(const T *x, T *y, uint64_t n) {
     constexpr int V = VECTOR<T>;
@@ -28,7 +30,7 @@ DEVICE void gelu(const T *x, T *y, uint64_t n) {
     if (aligned(x, y) && first + (UNROLL - 1) * step + V <= n) {
         Vector<T> in[UNROLL];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) in[u] = load_vector(x + first + u * step);
+        for (int u = 0; u < UNROLL; u++) in[u] = load_own(x + first + u * step);
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
             store_vector(y + first + u * step, Vector<T>::of([&](int i) { return Gelu::value(in[u][i]); }));
@@ -38,6 +40,7 @@ DEVICE void gelu(const T *x, T *y, uint64_t n) {
         for (uint64_t i = first + u * step; i < first + u * step + V && i < n; i++) y[i] = from_float<T>(Gelu::value(to_float(x[i])));
 }
 
+// dx may be dy.
 template <class T>
 DEVICE void gelu_backward(const T *dy, const T *x, T *dx, uint64_t n) {
     constexpr int V = VECTOR<T>;
@@ -48,7 +51,7 @@ DEVICE void gelu_backward(const T *dy, const T *x, T *dx, uint64_t n) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
             in[u] = load_vector(x + first + u * step);
-            up[u] = load_vector(dy + first + u * step);
+            up[u] = load_own(dy + first + u * step);
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)

@@ -81,6 +81,22 @@ template <class T, int V>
 struct Few {
     float value[V];
 
+    /// What this thread will write over.
+    DEVICE static Few own(const float *at) {
+        Few few;
+        if constexpr (V == 1) {
+            few.value[0] = *at;
+        } else {
+#pragma unroll
+            for (int v = 0; v < V / 4; v++) {
+                const Vector<float> in = load_own(at + 4 * v);
+#pragma unroll
+                for (int i = 0; i < 4; i++) few.value[4 * v + i] = in[i];
+            }
+        }
+        return few;
+    }
+
     DEVICE static Few zero() {
         Few few;
 #pragma unroll
@@ -125,13 +141,7 @@ DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *ord
     const bool alone = place == start && !(place + SEGMENT < n && starts[place + SEGMENT] == start);
     float *to = alone ? dweight + static_cast<uint64_t>(row) * h : partials + slot(place, length) * h;
     for (uint32_t c = t * V; c < h; c += blockDim.x * V) {
-        Few<T, V> sum = Few<T, V>::zero();
-        if (alone) {
-            Few<float, V> old = Few<float, V>::zero();
-            old.add(to + c);
-#pragma unroll
-            for (int i = 0; i < V; i++) sum.value[i] = old.value[i];
-        }
+        Few<T, V> sum = alone ? Few<T, V>::own(to + c) : Few<T, V>::zero();
 #pragma unroll 4
         for (uint32_t k = 0; k < length; k++) sum.add(dy + static_cast<uint64_t>(tokens[k]) * h + c);
         sum.store(to + c);
@@ -146,8 +156,7 @@ DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float 
     if (starts[start] != start || row == rows || start + SEGMENT >= n || starts[start + SEGMENT] != start) return;
     float *to = dweight + static_cast<uint64_t>(row) * h;
     for (uint32_t c = threadIdx.x * V; c < h; c += blockDim.x * V) {
-        Few<float, V> sum = Few<float, V>::zero();
-        sum.add(to + c);
+        Few<float, V> sum = Few<float, V>::own(to + c);
         for (uint32_t place = start; place < n && starts[place] == start; place += SEGMENT) {
             const bool full = place + SEGMENT - 1 < n && starts[place + SEGMENT - 1] == start;
             sum.add(partials + slot(place, full ? SEGMENT : 0) * h + c);

@@ -62,6 +62,8 @@ impl Choice {
             Self::Cpu => Ok(Device::Cpu),
             Self::Auto => match gpus() {
                 Ok(count) if count > 0 => open_gpu(local_rank % count),
+                // Whoever has a GPU does not want hours on the CPU for want of a library.
+                Err(error) if has_driver() => Err(error),
                 _ => Ok(Device::Cpu),
             },
             Self::Cuda(ordinal) => {
@@ -86,6 +88,16 @@ fn unavailable(message: impl Into<String>) -> Error {
 #[cfg(feature = "cuda")]
 pub fn gpus() -> Result<usize> {
     crate::gpu::count()
+}
+
+#[cfg(feature = "cuda")]
+fn has_driver() -> bool {
+    crate::gpu::missing_libraries(&["cuda"]).is_empty()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn has_driver() -> bool {
+    false
 }
 
 #[cfg(feature = "cuda")]

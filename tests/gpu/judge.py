@@ -62,6 +62,8 @@ def speed(ours, torch, factor, least_mfu):
     tokens, tflops = rates(ours)
     mfu = 100 * tflops / PEAK_TFLOPS
     figure, good = f"{tokens:.0f} tokens/s, MFU {mfu:.1f}%", mfu >= float(least_mfu)
+    if Path(torch).with_suffix(".failed").exists():
+        return False, figure + "; PyTorch failed"
     if not Path(torch).exists():
         return good, figure + "; no PyTorch to compare with"
     theirs, _ = rates(torch)
@@ -98,6 +100,14 @@ def waits(trace):
 
 
 if __name__ == "__main__":
-    good, figure = {"losses": losses, "bandwidth": bandwidth, "graphs": graphs, "speed": speed, "attention": attention, "waits": waits}[sys.argv[1]](*sys.argv[2:])
+    judge = {"losses": losses, "bandwidth": bandwidth, "graphs": graphs, "speed": speed, "attention": attention, "waits": waits}[sys.argv[1]]
+    try:
+        good, figure = judge(*sys.argv[2:])
+    except (AttributeError, IndexError, KeyError, OSError, ValueError) as error:
+        # The program printed something else, or nothing: its last line says why.
+        log = Path(sys.argv[2])
+        lines = log.read_text().split("\n") if log.exists() else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing was printed")
+        good, figure = False, f"no result in {log.name}: {last[:200]} ({type(error).__name__})"
     print(figure)
     sys.exit(not good)

@@ -53,7 +53,7 @@ gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$dir/lib64/stubs/libcuda.so" "
 # Written last: it says that the directory is complete.
 cat >"$dir/env.sh" <<END
 export CUDA_HOME=$dir
-export CUDA_COMPUTE_CAP=\${CUDA_COMPUTE_CAP:-90} # of candle's own kernels; without a GPU there is none to ask
+export CUDA_COMPUTE_CAP=\${CUDA_COMPUTE_CAP:-80} # of candle's own kernels, which later GPUs' drivers translate; those for 90 would run on Hopper alone
 export PATH=$dir/bin:\$PATH
 export LIBRARY_PATH=$dir/lib64:$dir/lib64/stubs\${LIBRARY_PATH:+:\$LIBRARY_PATH}
 export CPATH=$dir/include:$nccl/include\${CPATH:+:\$CPATH}

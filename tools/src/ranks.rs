@@ -86,6 +86,10 @@ const DEFAULT_GPU_QUEUES: usize = 8;
 /// One for each stream of a rank: its computation, six groups, four lanes of messages; and some more.
 const ENOUGH_GPU_QUEUES: usize = 16;
 
+/// Unless this is 0, NCCL (2.22 and later) connects ranks for each of its algorithms when an operation first takes it: amid a step, in which they may be at
+/// different operations, instead of when the group is made.
+pub const NCCL_CONNECTS_LATE: &str = "NCCL_RUNTIME_CONNECT";
+
 /// Whether some of `ranks` on this machine compute on the same GPU.
 pub fn share_gpus(ranks: usize, device: Choice) -> bool {
     match device {

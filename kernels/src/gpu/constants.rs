@@ -8,7 +8,8 @@ use candle_core::{Device, Shape, Tensor};
 
 use crate::Result;
 
-/// Most lists that are kept: those of a step's microbatches. The one that nobody has asked for the longest goes first.
+/// Most lists that are kept of each device: those of a step's microbatches. The one that nobody has asked for the longest goes first. Others' devices stay
+/// as they are: what is given back there may be in the midst of a graph's recording.
 const MOST: usize = 128;
 
 struct Kept {
@@ -35,8 +36,10 @@ pub fn get(values: Vec<u32>, shape: Shape, device: &Device) -> Result<Tensor> {
     super::graph::keep(&this.tensor);
     let tensor = this.tensor.reshape(shape)?;
     kept.push(this);
-    if kept.len() > MOST {
-        kept.remove(0);
+    let mut of_device =
+        kept.iter().enumerate().filter(|(_, k)| k.tensor.device().same_device(device)).map(|(at, _)| at);
+    if let Some(oldest) = of_device.next().filter(|_| of_device.count() >= MOST) {
+        kept.remove(oldest);
     }
     Ok(tensor)
 }

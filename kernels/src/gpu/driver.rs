@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -73,16 +72,19 @@ pub fn count() -> Result<usize> {
             "this machine has no NVIDIA driver (libcuda.so.1 not found); use --device cpu, or install the driver";
         return Err(unavailable(message.into()));
     }
+    let count = match CudaContext::device_count() {
+        Ok(count) => count.max(0) as usize,
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => 0,
+        Err(error) => return Err(unavailable(format!("the driver says: {error}; use --device cpu, or mend it"))),
+    };
     let missing = missing_libraries(&["cublas", "cublasLt", "curand", "nvrtc", "cudart"]);
-    if !missing.is_empty() {
+    if count > 0 && !missing.is_empty() {
         let list = missing.join(", ");
-        return Err(unavailable(format!("CUDA's {list} not found; set CUDA_HOME or LD_LIBRARY_PATH to a toolkit's")));
+        let message =
+            format!("CUDA's {list} not found; set CUDA_HOME or LD_LIBRARY_PATH to a toolkit's, or use --device cpu");
+        return Err(unavailable(message));
     }
-    match CudaContext::device_count() {
-        Ok(count) => Ok(count.max(0) as usize),
-        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(0),
-        Err(error) => Err(unavailable(format!("the driver says: {error}"))),
-    }
+    Ok(count)
 }
 
 /// The elements of a contiguous tensor on the CPU; waits for the device.
@@ -164,30 +166,13 @@ impl Drop for Locked {
     }
 }
 
-/// Flat memory of the host for `n` elements, locked if the driver can: else copies take longer.
-pub(super) fn lock_memory(n: usize, dtype: DType) -> Result<(Tensor, Option<Locked>)> {
-    /// What locking works by. Only whole pages of the tensor's own are locked, so that no neighbour's memory is.
-    const PAGE: usize = 64 << 10;
-    const PORTABLE: u32 = 1; // CU_MEMHOSTREGISTER_PORTABLE: for all contexts
-    let size = dtype.size_in_bytes();
-    let bytes = (n * size).next_multiple_of(PAGE);
-    let all = Tensor::zeros((bytes + 2 * PAGE) / size, dtype, &Device::Cpu)?;
-    let first = crate::host::with_bytes_mut(&all, "lock_memory", |bytes| Ok(bytes.as_mut_ptr().expose_provenance()))?;
-    let skip = first.next_multiple_of(PAGE) - first;
-    // Elements are aligned to their size, so whole elements are skipped.
-    let elements = all.narrow(0, skip / size, n)?;
-    // SAFETY: whole pages of the tensor, whose memory neither moves nor goes before `Locked` does.
-    let locked = unsafe { sys::cuMemHostRegister_v2((first + skip) as *mut c_void, bytes, PORTABLE) };
-    Ok((elements, locked.result().is_ok().then_some(Locked(first + skip))))
-}
-
 /// A kernel of a loaded module.
 struct Function {
     handle: sys::CUfunction,
     /// Bytes of its parameters.
     sizes: Vec<usize>,
-    /// Dynamic shared memory that it is allowed.
-    shared: AtomicU32,
+    /// Dynamic shared memory that it is allowed. Locked while that changes.
+    shared: Mutex<u32>,
 }
 
 // SAFETY: functions belong to a context, not to a thread, and the driver's calls are thread-safe.
@@ -230,27 +215,53 @@ impl Loaded {
         })
     }
 
+    /// A file's module, which is loaded if it is not yet, for kernel `name`.
+    fn module(&mut self, file: &'static str, name: &str) -> Result<sys::CUmodule> {
+        if let Some(&module) = self.modules.get(file) {
+            return Ok(module as sys::CUmodule);
+        }
+        let image = modules::MODULES.iter().find(|(stem, _)| *stem == file);
+        let (_, image) = image.ok_or_else(|| Error::gpu(name, format!("there is no cuda/{file}.cu")))?;
+        // SAFETY: a fatbin that nvcc wrote; it is static.
+        let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
+        let capability = self.properties.capability;
+        let module = module.map_err(|e| failed_to_load(name, &format!("loading cuda/{file}.cu"), capability, e))?;
+        self.modules.insert(file, module as usize);
+        Ok(module)
+    }
+
+    /// Loads the kernels of all files that the device has code for.
+    fn load_all(&mut self) -> Result<()> {
+        const ALL: &str = "all kernels";
+        let capability = self.properties.capability;
+        let for_this = |file: &&str| !file.ends_with("_sm90a") || capability == (9, 0);
+        for file in modules::MODULES.iter().map(|(file, _)| *file).filter(for_this) {
+            let module = self.module(file, ALL)?;
+            let failed = |e| failed_to_load(ALL, &format!("loading kernels of cuda/{file}.cu"), capability, e);
+            let mut count = 0;
+            // SAFETY: a loaded module; one number.
+            unsafe { sys::cuModuleGetFunctionCount(&mut count, module) }.result().map_err(failed)?;
+            let mut functions = vec![std::ptr::null_mut(); count as usize];
+            // SAFETY: room for so many.
+            unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module) }
+                .result()
+                .map_err(failed)?;
+            for function in functions {
+                // SAFETY: a function of the module.
+                unsafe { sys::cuFuncLoad(function) }.result().map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
     fn function(&mut self, file: &'static str, name: &str) -> Result<Arc<Function>> {
         let key = (file, name.to_string());
         if let Some(function) = self.functions.get(&key) {
             return Ok(function.clone());
         }
-        let failed = |what: &str, e: DriverError| {
-            let (major, minor) = self.properties.capability;
-            Error::gpu(name, format!("{what}: {e} (compute capability {major}.{minor})"))
-        };
-        let module = match self.modules.get(file) {
-            Some(&module) => module as sys::CUmodule,
-            None => {
-                let image = modules::MODULES.iter().find(|(stem, _)| *stem == file);
-                let (_, image) = image.ok_or_else(|| Error::gpu(name, format!("there is no cuda/{file}.cu")))?;
-                // SAFETY: a fatbin that nvcc wrote; it is static.
-                let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
-                let module = module.map_err(|e| failed(&format!("loading cuda/{file}.cu"), e))?;
-                self.modules.insert(file, module as usize);
-                module
-            }
-        };
+        let capability = self.properties.capability;
+        let failed = |what: &str, e| failed_to_load(name, what, capability, e);
+        let module = self.module(file, name)?;
         let c_name = CString::new(name).map_err(|e| Error::gpu(name, e.to_string()))?;
         // SAFETY: the module is loaded and stays.
         let handle = unsafe { result::module::get_function(module, c_name) }
@@ -261,10 +272,14 @@ impl Loaded {
         while unsafe { sys::cuFuncGetParamInfo(handle, sizes.len(), &mut offset, &mut size) }.result().is_ok() {
             sizes.push(size);
         }
-        let function = Arc::new(Function { handle, sizes, shared: AtomicU32::new(SHARED_WITHOUT_ASKING) });
+        let function = Arc::new(Function { handle, sizes, shared: Mutex::new(SHARED_WITHOUT_ASKING) });
         self.functions.insert(key, function.clone());
         Ok(function)
     }
+}
+
+fn failed_to_load(name: &str, what: &str, (major, minor): (u32, u32), e: DriverError) -> Error {
+    Error::gpu(name, format!("{what}: {e} (compute capability {major}.{minor})"))
 }
 
 /// Calls `f` with what is loaded in this context, which is made the thread's.
@@ -320,6 +335,15 @@ impl Gpu {
         with_loaded(self.stream.context(), "properties", |loaded| Ok(loaded.properties))
     }
 
+    /// Loads all kernels now. Otherwise each is loaded at its first launch, which may wait for everything that runs on the device (CUDA C++ Programming
+    /// Guide, "Lazy Loading"): for ever, if some of that waits for a message that only a later launch here brings about.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn load_kernels(&self) -> Result<()> {
+        with_loaded(self.stream.context(), "all kernels", Loaded::load_all)
+    }
+
     /// The streams for copies to the host, and from it.
     fn copies(&self, op: &'static str) -> Result<[Arc<CudaStream>; 2]> {
         let context = self.stream.context();
@@ -339,6 +363,26 @@ impl Gpu {
     pub fn timestamp(&self) -> Result<Timestamp> {
         let event = self.stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT));
         event.map(Timestamp).map_err(|e| Error::gpu("timestamp", e.to_string()))
+    }
+
+    /// Flat memory of the host for `n` elements, locked if the driver can: else copies take longer. (Locking wants a context, which threads of
+    /// communication do not have yet.)
+    pub(super) fn lock_memory(&self, n: usize, dtype: DType) -> Result<(Tensor, Option<Locked>)> {
+        /// What locking works by. Only whole pages of the tensor's own are locked, so that no neighbour's memory is.
+        const PAGE: usize = 64 << 10;
+        const PORTABLE: u32 = 1; // CU_MEMHOSTREGISTER_PORTABLE: for all contexts
+        let size = dtype.size_in_bytes();
+        let bytes = (n * size).next_multiple_of(PAGE);
+        let all = Tensor::zeros((bytes + 2 * PAGE) / size, dtype, &Device::Cpu)?;
+        let first =
+            crate::host::with_bytes_mut(&all, "lock_memory", |bytes| Ok(bytes.as_mut_ptr().expose_provenance()))?;
+        let skip = first.next_multiple_of(PAGE) - first;
+        // Elements are aligned to their size, so whole elements are skipped.
+        let elements = all.narrow(0, skip / size, n)?;
+        self.stream.context().bind_to_thread().map_err(|e| Error::gpu("lock_memory", e.to_string()))?;
+        // SAFETY: whole pages of the tensor, whose memory neither moves nor goes before `Locked` does.
+        let locked = unsafe { sys::cuMemHostRegister_v2((first + skip) as *mut c_void, bytes, PORTABLE) };
+        Ok((elements, locked.result().is_ok().then_some(Locked(first + skip))))
     }
 
     /// An event behind all that is queued on the device's stream.
@@ -396,13 +440,16 @@ impl Gpu {
         let failed = |e: DriverError| {
             Error::gpu(name, format!("{e} (grid {grid:?}, {threads} threads, {shared} bytes of shared memory)"))
         };
-        if shared > function.shared.load(Ordering::Relaxed) {
-            use sys::CUfunction_attribute as A;
-            let attribute = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function exists.
-            unsafe { result::function::set_function_attribute(function.handle, attribute, shared as i32) }
-                .map_err(failed)?;
-            function.shared.fetch_max(shared, Ordering::Relaxed);
+        if shared > SHARED_WITHOUT_ASKING {
+            let mut allowed = function.shared.lock().unwrap_or_else(PoisonError::into_inner);
+            if shared > *allowed {
+                use sys::CUfunction_attribute as A;
+                let attribute = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                // SAFETY: the function exists.
+                unsafe { result::function::set_function_attribute(function.handle, attribute, shared as i32) }
+                    .map_err(failed)?;
+                *allowed = shared;
+            }
         }
         let mut addresses: Vec<*mut c_void> = args.addresses();
         let [x, y, z] = grid;

@@ -60,16 +60,23 @@ impl<'a> Recording<'a> {
 
     fn end(self) -> std::result::Result<(Option<CudaGraph>, Vec<Tensor>), DriverError> {
         let kept = KEPT.take().unwrap_or_default();
-        // All memory of the graph is freed in it, so nothing need be freed before it is launched again.
-        Ok((self.0.end_capture(sys::CUgraphInstantiate_flags(0))?, kept))
+        Ok((end_capture(self.0)?, kept))
     }
+}
+
+/// Ends it whatever failed before: cudarc would report what a tensor's end could not, and leave the stream recording.
+fn end_capture(stream: &Arc<CudaStream>) -> std::result::Result<Option<CudaGraph>, DriverError> {
+    let before = stream.context().check_err();
+    // All memory of the graph is freed in it, so nothing need be freed before it is launched again.
+    let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0))?;
+    before.map(|()| graph)
 }
 
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
         // Where recording panicked.
         if KEPT.take().is_some() {
-            let _ = self.0.end_capture(sys::CUgraphInstantiate_flags(0));
+            let _ = end_capture(self.0);
         }
     }
 }

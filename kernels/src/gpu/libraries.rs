@@ -64,10 +64,13 @@ impl Library {
         };
         let roots = [home.as_deref(), Some(TOOLKIT), Some(c"/usr/local/cuda")];
         for root in roots.into_iter().flatten() {
-            let path = [root.to_bytes(), b"/lib64/", self.soname.to_bytes()].concat();
-            let handle = CString::new(path).map_or(std::ptr::null_mut(), |path| open(&path));
-            if !handle.is_null() {
-                return handle;
+            // Of an installed toolkit, of conda's and of PyPI's packages.
+            for folder in [&b"/lib64/"[..], b"/lib/", b"/targets/x86_64-linux/lib/"] {
+                let path = [root.to_bytes(), folder, self.soname.to_bytes()].concat();
+                let handle = CString::new(path).map_or(std::ptr::null_mut(), |path| open(&path));
+                if !handle.is_null() {
+                    return handle;
+                }
             }
         }
         std::ptr::null_mut()

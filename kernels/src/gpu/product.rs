@@ -105,8 +105,8 @@ struct Key {
     dtypes: [DType; 3],
     epilogue: u32,
     accumulate: bool,
-    /// Of a, b and y, as powers of two up to 256.
-    alignments: [u32; 3],
+    /// Of a, b, y, and what the epilogue reads or writes, as powers of two up to 256.
+    alignments: [u32; 5],
 }
 
 /// cuBLASLt's description of a product, and the algorithm for it. Never destroyed: there are as many as shapes in a model.
@@ -171,7 +171,8 @@ impl Product {
             dtypes: [self.a.dtype, self.b.dtype, self.y_dtype],
             epilogue: self.epilogue.kind() as u32,
             accumulate: self.accumulate,
-            alignments: [self.a.at, self.b.at, self.y].map(alignment),
+            alignments: [Some(self.a.at), Some(self.b.at), Some(self.y), self.epilogue.bias(), self.epilogue.before()]
+                .map(|at| at.map_or(256, alignment)),
         }
     }
 
@@ -354,7 +355,7 @@ impl Products {
         let preference = lt::create_matmul_pref().map_err(&asking)?;
         let mut found = Vec::with_capacity(PROPOSALS);
         let mut count = 0;
-        let [of_a, of_b, of_y] = product.key().alignments;
+        let [of_a, of_b, of_y, ..] = product.key().alignments;
         // SAFETY: the objects exist; each attribute has the type that it is documented to have; `found` has the room that is asked for.
         let status = unsafe {
             let set = |attribute, value: &dyn Fn() -> (*const c_void, usize)| {

@@ -28,7 +28,7 @@ static FREE: Mutex<Vec<Block>> = Mutex::new(Vec::new());
 
 impl Block {
     /// One for `n` elements: the smallest that is free and not much too large, else a new one.
-    fn take(n: usize, dtype: DType) -> Result<Self> {
+    fn take(gpu: &Gpu, n: usize, dtype: DType) -> Result<Self> {
         let room = (n * dtype.size_in_bytes()).next_power_of_two().max(LEAST) / dtype.size_in_bytes();
         {
             let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -42,7 +42,7 @@ impl Block {
                 return Ok(Self { until: None, ..free.swap_remove(at) });
             }
         }
-        let (elements, locked) = super::backend::lock_memory(room, dtype)?;
+        let (elements, locked) = gpu.lock_memory(room, dtype)?;
         Ok(Self { elements, _locked: locked, until: None })
     }
 }
@@ -78,7 +78,7 @@ pub fn mark(device: &Device) -> Result<Mark> {
 /// Room for what `t` holds.
 pub fn room(t: &Tensor) -> Result<Staged> {
     let n = t.elem_count();
-    let block = Block::take(n, t.dtype())?;
+    let block = Block::take(&Gpu::of(t, "room")?, n, t.dtype())?;
     let view = block.elements.narrow(0, 0, n)?.reshape(t.shape())?;
     Ok(Staged { block: Some(block), view })
 }
@@ -121,7 +121,7 @@ pub fn put(mut from: Staged, t: &Tensor, after: &Mark) -> Result<()> {
 pub fn upload(gpu: &Gpu, bytes: &[u8], to: super::DevicePointer) -> Result<()> {
     const OP: &str = "upload";
     super::graph::refuse(OP)?;
-    let mut block = Block::take(bytes.len(), DType::U8)?;
+    let mut block = Block::take(gpu, bytes.len(), DType::U8)?;
     let view = block.elements.narrow(0, 0, bytes.len())?;
     with_bytes_mut(&view, OP, |room| {
         room.copy_from_slice(bytes);

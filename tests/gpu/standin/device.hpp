@@ -50,6 +50,9 @@ void fault(const std::string &message);
 /// was queued, the program waits for the device, or has memory locked.
 void trace(const char *what, const char *name);
 
+/// Whether the calling thread has a context, without which the driver refuses a call.
+bool has_context(const char *call);
+
 /// CUDA_SUCCESS until the first fault.
 CUresult state();
 

@@ -113,6 +113,13 @@ struct Launch {
 
 }  // namespace
 
+static thread_local CUcontext current = nullptr;
+
+bool has_context(const char *call) {
+    if (!current) std::fprintf(stderr, "stand-in for a GPU: %s on a thread without a context\n", call);
+    return current;
+}
+
 }  // namespace standin
 
 using namespace standin;
@@ -174,8 +181,6 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
 
 CUresult cuDevicePrimaryCtxRelease(CUdevice) { return CUDA_SUCCESS; }
 
-static thread_local CUcontext current = nullptr;
-
 CUresult cuCtxSetCurrent(CUcontext context) {
     current = context;
     return CUDA_SUCCESS;
@@ -213,6 +218,7 @@ CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetError
 static From of_candle = From::Candle, of_project = From::Project;
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+    if (!has_context("cuModuleLoadData")) return CUDA_ERROR_INVALID_CONTEXT;
     trace("wait", "cuModuleLoadData");
     constexpr uint32_t MACHINE_CODE = 0xba55ed50;
     uint32_t magic;
@@ -232,6 +238,14 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
     *function = reinterpret_cast<CUfunction>(const_cast<emulator::Kernel *>(kernel));
     return state();
 }
+
+// Whatever a module holds is loaded already.
+CUresult cuModuleGetFunctionCount(unsigned *count, CUmodule) {
+    *count = 0;
+    return state();
+}
+CUresult cuModuleEnumerateFunctions(CUfunction *, unsigned, CUmodule) { return state(); }
+CUresult cuFuncLoad(CUfunction) { return state(); }
 
 CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, size_t *size) {
     const auto *kernel = reinterpret_cast<const emulator::Kernel *>(function);
@@ -266,6 +280,7 @@ CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA
 
 CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y, unsigned threads_z,
                         unsigned shared, CUstream stream, void **parameters, void **) {
+    if (!has_context("cuLaunchKernel")) return CUDA_ERROR_INVALID_CONTEXT;
     const auto *kernel = reinterpret_cast<const emulator::Kernel *>(function);
     const bool fits = threads_y == 1 && threads_z == 1 && threads >= 1 && threads <= 1024 && shared <= 227 << 10;
     if (!fits || x == 0 || y == 0 || z == 0 || y > 65535 || z > 65535) return CUDA_ERROR_INVALID_VALUE;

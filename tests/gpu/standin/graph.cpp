@@ -36,6 +36,12 @@ SharedGraph recorded_by(CUstream stream) {
 
 SharedGraph recorded_by_thread() { return of_thread; }
 
+SharedGraph recorded_by_any() {
+    Recording &all = recording();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    return all.of_streams.empty() ? nullptr : all.of_streams.begin()->second;
+}
+
 CUresult forbid(const SharedGraph &graph, CUresult why, const char *what) {
     std::fprintf(stderr, "stand-in for a GPU: %s while a graph is recorded\n", what);
     graph->broken = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;

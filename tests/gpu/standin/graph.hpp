@@ -38,6 +38,9 @@ CUresult forbid(const SharedGraph &graph, CUresult why, const char *what);
 /// Whether this thread has begun a recording that has not ended: some calls are then forbidden on all streams.
 SharedGraph recorded_by_thread();
 
+/// One that is recorded, by whichever thread.
+SharedGraph recorded_by_any();
+
 // Memory of graphs, in memory.cpp.
 CUresult allocate_in(Graph &graph, CUdeviceptr *at, size_t bytes);
 CUresult free_in(const SharedGraph &graph, CUdeviceptr at);

@@ -198,6 +198,7 @@ CUresult cuMemAlloc(CUdeviceptr *at, size_t bytes) {
 }
 
 CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream stream) {
+    if (!has_context("cuMemAllocAsync")) return CUDA_ERROR_INVALID_CONTEXT;
     if (const SharedGraph graph = recorded_by(stream)) return allocate_in(*graph, at, bytes);
     return allocate(at, bytes);
 }
@@ -239,6 +240,7 @@ CUresult cuMemFreeHost(void *at) {
 }
 
 CUresult cuMemHostRegister(void *at, size_t bytes, unsigned) {
+    if (!has_context("cuMemHostRegister")) return CUDA_ERROR_INVALID_CONTEXT;
     if (const CUresult refused = forbidden("memory of the host is locked")) return refused;
     trace("memory", "locked for copies");
     Pool &p = pool();
@@ -254,6 +256,7 @@ CUresult cuMemHostUnregister(void *at) {
 }
 
 CUresult cuMemGetInfo(size_t *free, size_t *of) {
+    if (!has_context("cuMemGetInfo")) return CUDA_ERROR_INVALID_CONTEXT;
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     *of = total();
@@ -321,6 +324,7 @@ CUresult cuDeviceGetGraphMemAttribute(CUdevice, CUgraphMem_attribute attribute, 
 }
 
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
+    if (!has_context("cuMemcpyHtoDAsync")) return CUDA_ERROR_INVALID_CONTEXT;
     if (!check(to, bytes, "a copy to the device")) return state();
     char *at = reinterpret_cast<char *>(to);
     if (is_pinned(from)) {
@@ -341,6 +345,7 @@ CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) {
 }
 
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    if (!has_context("cuMemcpyDtoHAsync")) return CUDA_ERROR_INVALID_CONTEXT;
     if (!check(from, bytes, "a copy from the device")) return state();
     const char *at = reinterpret_cast<const char *>(from);
     copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, [=] { std::memcpy(to, at, bytes); });

@@ -153,6 +153,7 @@ using namespace standin;
 extern "C" {
 
 CUresult cuStreamCreate(CUstream *stream, unsigned) {
+    if (!has_context("cuStreamCreate")) return CUDA_ERROR_INVALID_CONTEXT;
     *stream = reinterpret_cast<CUstream>(new Stream);
     return state();
 }
@@ -173,7 +174,8 @@ CUresult cuStreamSynchronize(CUstream stream) {
 }
 
 CUresult cuCtxSynchronize() {
-    if (const SharedGraph graph = recorded_by_thread()) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the device is waited for");
+    // Whoever records it (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
+    if (const SharedGraph graph = recorded_by_any()) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the device is waited for");
     trace("wait", "cuCtxSynchronize");
     Stream::wait_for_all();
     return state();

@@ -14,7 +14,7 @@ use super::output::{Event, Stream, forward, print};
 use super::process::{Exit, reap, signal_group, signal_name, spawn};
 use crate::error::{Error, Result};
 use crate::fault::{Fault, SUPERVISED};
-use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES};
+use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
 
 /// How often ranks and signals are looked at while nothing is printed.
 const TICK: Duration = Duration::from_millis(20);
@@ -89,6 +89,9 @@ impl Plan {
         }
         if std::env::var_os(GPU_QUEUES).is_none() {
             command.env(GPU_QUEUES, MOST_GPU_QUEUES.to_string());
+        }
+        if std::env::var_os(NCCL_CONNECTS_LATE).is_none() {
+            command.env(NCCL_CONNECTS_LATE, "0");
         }
         if self.serves_store {
             command.env(STORE_SERVED, "1");

@@ -210,6 +210,10 @@ impl Comm {
 
 impl Drop for Comm {
     fn drop(&mut self) {
+        // One that still connects, or has failed, can only be aborted.
+        if !self.is_ready().unwrap_or(false) {
+            return self.abort();
+        }
         if let Some(comm) = lock(&self.raw).take() {
             let _ = bind(&self.context);
             // SAFETY: as above. Whoever drops a communicator has waited for its stream.

@@ -13,7 +13,7 @@ mod lane;
 mod library;
 mod watchdog;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -163,8 +163,16 @@ impl Core {
 impl Drop for Core {
     fn drop(&mut self) {
         // Only what was aborted may still be queued otherwise.
-        if lock(&self.broken).is_none() {
-            let _ = self.stream.synchronize();
+        if lock(&self.broken).is_some() {
+            return;
+        }
+        // Nobody watches this group any more.
+        let (start, done) = (Instant::now(), self.stream.record_event(None));
+        while done.as_ref().is_ok_and(|done| !done.is_complete()) {
+            if start.elapsed() > self.watchdog.timeout() || self.host.health().is_err() {
+                return self.comm.abort();
+            }
+            std::thread::sleep(Duration::from_micros(200));
         }
     }
 }
@@ -196,7 +204,8 @@ pub struct NcclGroup {
     /// None in a group of one rank.
     core: Option<Arc<Core>>,
     context: Arc<CudaContext>,
-    lanes: Mutex<HashMap<(lane::Direction, usize, u32), Arc<Lane>>>,
+    /// By sender, receiver and tag: they end in this order, the same for all ranks, since ending one may wait for its other rank to do so.
+    lanes: Mutex<BTreeMap<(usize, usize, u32), Arc<Lane>>>,
 }
 
 /// The first operation of a group: a sum over all.
@@ -247,6 +256,7 @@ pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
         }
     }
     let core = if host.size() > 1 {
+        Gpu::on(device, "NCCL")?.load_kernels()?;
         let watchdog = Watchdog::start(host.clone(), timeout)?;
         let comm = join(&host, &context, timeout)?;
         Some(Core::connected(host.clone(), comm, &context, &watchdog, first_sum)?)
@@ -326,12 +336,16 @@ impl NcclGroup {
 
     fn lane(&self, direction: lane::Direction, peer: usize, tag: u32) -> Result<Option<Arc<Lane>>> {
         let Some(core) = &self.core else { return Ok(None) };
+        let (sender, receiver) = match direction {
+            lane::Direction::To => (self.rank(), peer),
+            lane::Direction::From => (peer, self.rank()),
+        };
         let mut lanes = lock(&self.lanes);
-        if let Some(lane) = lanes.get(&(direction, peer, tag)) {
+        if let Some(lane) = lanes.get(&(sender, receiver, tag)) {
             return Ok(Some(lane.clone()));
         }
         let lane = Arc::new(Lane::start(core, &self.context, direction, peer, tag)?);
-        lanes.insert((direction, peer, tag), lane.clone());
+        lanes.insert((sender, receiver, tag), lane.clone());
         Ok(Some(lane))
     }
 }

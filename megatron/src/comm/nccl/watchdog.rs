@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use super::Core;
+use super::{Core, InFlight};
 use crate::comm::communicator::Group;
 use crate::comm::inbox::lock;
 use crate::{Error, Result};
@@ -66,14 +66,10 @@ impl Watchdog {
         }
         for core in self.groups() {
             let _ = core.stream.context().bind_to_thread();
-            let late = {
-                let mut in_flight = lock(&core.in_flight);
-                in_flight.retain(|operation| !operation.done.is_complete());
-                in_flight
-                    .iter()
-                    .find(|operation| operation.since.elapsed() > self.timeout)
-                    .map(|operation| operation.what)
-            };
+            // What is done is let go by the thread that issues operations: it alone knows whether its stream is being recorded, when no memory may be given back to it.
+            let is_late =
+                |operation: &&InFlight| operation.since.elapsed() > self.timeout && !operation.done.is_complete();
+            let late = lock(&core.in_flight).iter().find(is_late).map(|operation| operation.what);
             let found = match (core.comm.is_ready(), late) {
                 (Err(error), _) => Some(format!("{}: {error}", core.label())),
                 (_, Some(what)) => {
