@@ -35,9 +35,8 @@ pub fn build() -> Result<(), String> {
         command
     })?;
     // Images hold words of 8 bytes, where `include_bytes` promises nothing.
-    let mut modules = String::from(
-        "#[repr(C, align(64))]\nstruct Aligned<T: ?Sized>(T);\n\npub static MODULES: &[(&str, &[u8])] = &[\n",
-    );
+    let mut modules =
+        String::from("#[repr(C, align(64))]\nstruct Aligned<T>(T);\n\npub static MODULES: &[(&str, &[u8])] = &[\n");
     for file in &compiled {
         report(file);
         if file.stem.ends_with("_sm90a") {

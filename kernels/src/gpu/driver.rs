@@ -1,8 +1,7 @@
-//! GPUs through CUDA's driver: modules, functions, launches, and memory of candle's devices.
+//! GPUs through CUDA's driver: launches, copies, and memory of candle's devices.
 
-use std::collections::HashMap;
-use std::ffi::{CString, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ffi::c_void;
+use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::backend::BackendDevice;
@@ -11,12 +10,10 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Shape, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtr, DriverError, result, sys};
 
-use super::{Args, DevicePointer, Properties, modules};
+use super::loaded::{Loaded, with_loaded};
+use super::{Args, DevicePointer, Properties};
 use crate::device::Memory;
 use crate::{Error, Result};
-
-/// Dynamic shared memory that every kernel may have without asking.
-const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
 pub(super) fn runs_here(t: &Tensor) -> bool {
     computes(t.device())
@@ -166,138 +163,6 @@ impl Drop for Locked {
     }
 }
 
-/// A kernel of a loaded module.
-struct Function {
-    handle: sys::CUfunction,
-    /// Bytes of its parameters.
-    sizes: Vec<usize>,
-    /// Dynamic shared memory that it is allowed. Locked while that changes.
-    shared: Mutex<u32>,
-}
-
-// SAFETY: functions belong to a context, not to a thread, and the driver's calls are thread-safe.
-unsafe impl Send for Function {}
-// SAFETY: as above.
-unsafe impl Sync for Function {}
-
-/// What is loaded in a context. Modules are loaded when their first kernel is launched, and stay.
-struct Loaded {
-    context: Arc<CudaContext>,
-    properties: Properties,
-    /// Streams that copies to the host and from it run on, beside what is computed.
-    copies: Option<[Arc<CudaStream>; 2]>,
-    modules: HashMap<&'static str, usize>,
-    functions: HashMap<(&'static str, String), Arc<Function>>,
-}
-
-/// Of each context of the process: a context is the process's share of a device, whoever opened it.
-static LOADED: Mutex<Vec<Loaded>> = Mutex::new(Vec::new());
-
-impl Loaded {
-    fn new(context: &Arc<CudaContext>) -> std::result::Result<Self, DriverError> {
-        use sys::CUdevice_attribute as A;
-        let attribute = |a| context.attribute(a).map(|value| value.max(0) as u32);
-        let properties = Properties {
-            capability: (
-                attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            ),
-            multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            shared_per_block: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
-            l2: attribute(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
-        };
-        Ok(Self {
-            context: context.clone(),
-            properties,
-            copies: None,
-            modules: HashMap::new(),
-            functions: HashMap::new(),
-        })
-    }
-
-    /// A file's module, which is loaded if it is not yet, for kernel `name`.
-    fn module(&mut self, file: &'static str, name: &str) -> Result<sys::CUmodule> {
-        if let Some(&module) = self.modules.get(file) {
-            return Ok(module as sys::CUmodule);
-        }
-        let image = modules::MODULES.iter().find(|(stem, _)| *stem == file);
-        let (_, image) = image.ok_or_else(|| Error::gpu(name, format!("there is no cuda/{file}.cu")))?;
-        // SAFETY: a fatbin that nvcc wrote; it is static.
-        let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
-        let capability = self.properties.capability;
-        let module = module.map_err(|e| failed_to_load(name, &format!("loading cuda/{file}.cu"), capability, e))?;
-        self.modules.insert(file, module as usize);
-        Ok(module)
-    }
-
-    /// Loads the kernels of all files that the device has code for.
-    fn load_all(&mut self) -> Result<()> {
-        const ALL: &str = "all kernels";
-        let capability = self.properties.capability;
-        let for_this = |file: &&str| !file.ends_with("_sm90a") || capability == (9, 0);
-        for file in modules::MODULES.iter().map(|(file, _)| *file).filter(for_this) {
-            let module = self.module(file, ALL)?;
-            let failed = |e| failed_to_load(ALL, &format!("loading kernels of cuda/{file}.cu"), capability, e);
-            let mut count = 0;
-            // SAFETY: a loaded module; one number.
-            unsafe { sys::cuModuleGetFunctionCount(&mut count, module) }.result().map_err(failed)?;
-            let mut functions = vec![std::ptr::null_mut(); count as usize];
-            // SAFETY: room for so many.
-            unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module) }
-                .result()
-                .map_err(failed)?;
-            for function in functions {
-                // SAFETY: a function of the module.
-                unsafe { sys::cuFuncLoad(function) }.result().map_err(failed)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn function(&mut self, file: &'static str, name: &str) -> Result<Arc<Function>> {
-        let key = (file, name.to_string());
-        if let Some(function) = self.functions.get(&key) {
-            return Ok(function.clone());
-        }
-        let capability = self.properties.capability;
-        let failed = |what: &str, e| failed_to_load(name, what, capability, e);
-        let module = self.module(file, name)?;
-        let c_name = CString::new(name).map_err(|e| Error::gpu(name, e.to_string()))?;
-        // SAFETY: the module is loaded and stays.
-        let handle = unsafe { result::module::get_function(module, c_name) }
-            .map_err(|e| failed(&format!("looking for it in cuda/{file}.cu"), e))?;
-        let mut sizes = Vec::new();
-        let (mut offset, mut size) = (0, 0);
-        // SAFETY: the function exists; two results. The first index that is too large is an error.
-        while unsafe { sys::cuFuncGetParamInfo(handle, sizes.len(), &mut offset, &mut size) }.result().is_ok() {
-            sizes.push(size);
-        }
-        let function = Arc::new(Function { handle, sizes, shared: Mutex::new(SHARED_WITHOUT_ASKING) });
-        self.functions.insert(key, function.clone());
-        Ok(function)
-    }
-}
-
-fn failed_to_load(name: &str, what: &str, (major, minor): (u32, u32), e: DriverError) -> Error {
-    Error::gpu(name, format!("{what}: {e} (compute capability {major}.{minor})"))
-}
-
-/// Calls `f` with what is loaded in this context, which is made the thread's.
-fn with_loaded<R>(context: &Arc<CudaContext>, op: &str, f: impl FnOnce(&mut Loaded) -> Result<R>) -> Result<R> {
-    let failed = |e: DriverError| Error::gpu(op, e.to_string());
-    context.bind_to_thread().map_err(failed)?;
-    let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-    let at = all.iter().position(|loaded| loaded.context.cu_ctx() == context.cu_ctx());
-    let at = match at {
-        Some(at) => at,
-        None => {
-            all.push(Loaded::new(context).map_err(failed)?);
-            all.len() - 1
-        }
-    };
-    f(&mut all[at])
-}
-
 /// A GPU, and the stream that its tensors' operations are queued on.
 pub struct Gpu {
     device: CudaDevice,
@@ -440,17 +305,7 @@ impl Gpu {
         let failed = |e: DriverError| {
             Error::gpu(name, format!("{e} (grid {grid:?}, {threads} threads, {shared} bytes of shared memory)"))
         };
-        if shared > SHARED_WITHOUT_ASKING {
-            let mut allowed = function.shared.lock().unwrap_or_else(PoisonError::into_inner);
-            if shared > *allowed {
-                use sys::CUfunction_attribute as A;
-                let attribute = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                // SAFETY: the function exists.
-                unsafe { result::function::set_function_attribute(function.handle, attribute, shared as i32) }
-                    .map_err(failed)?;
-                *allowed = shared;
-            }
-        }
+        function.allow(shared).map_err(failed)?;
         let mut addresses: Vec<*mut c_void> = args.addresses();
         let [x, y, z] = grid;
         // SAFETY: the arguments are as many and as large as the parameters; the driver copies them before it returns. Pointers among them

@@ -12,6 +12,8 @@ mod items;
 mod launch;
 #[cfg(all(feature = "cuda", target_arch = "x86_64"))]
 mod libraries;
+#[cfg(feature = "cuda")]
+mod loaded;
 mod memory;
 #[cfg(feature = "cuda")]
 mod product;

@@ -66,9 +66,11 @@ impl Watchdog {
         }
         for core in self.groups() {
             let _ = core.stream.context().bind_to_thread();
-            // What is done is let go by the thread that issues operations: it alone knows whether its stream is being recorded, when no memory may be given back to it.
-            let is_late =
-                |operation: &&InFlight| operation.since.elapsed() > self.timeout && !operation.done.is_complete();
+            // What is done is let go by the thread that issues operations: it alone knows whether its stream is being recorded, when no memory
+            // may be given back to it.
+            let is_late = |operation: &&InFlight| {
+                operation.since.elapsed() > self.timeout && operation.done.try_is_complete() == Ok(false)
+            };
             let late = lock(&core.in_flight).iter().find(is_late).map(|operation| operation.what);
             let found = match (core.comm.is_ready(), late) {
                 (Err(error), _) => Some(format!("{}: {error}", core.label())),
