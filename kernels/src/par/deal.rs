@@ -84,7 +84,9 @@ mod tests {
         assert_eq!(drawn(0, 1), [0]);
         assert!(!deal.is_drawn());
         // Then it takes what others have not come to yet, of the next part first.
-        assert_eq!(drawn(1, 6), [6, 7, 8, 9, 1, 2]);
+        assert_eq!(drawn(1, 5), [6, 7, 8, 9, 1]);
+        assert!(!deal.is_drawn());
+        assert_eq!(drawn(1, 1), [2]);
         assert!(deal.is_drawn() && (0..3).all(|thread| deal.draw(thread).is_none()));
         // Whoever has no part of its own takes from others'.
         assert_eq!(Deal::new(2, 2).draw(5), Some(1));
