@@ -50,10 +50,16 @@ fn delayed(mut config: RunConfig) -> RunConfig {
 }
 
 /// `config` under every schedule that it can have.
-fn under_all_schedules(config: &RunConfig, v: usize) -> [(&'static str, RunConfig); 3] {
-    let mut gpipe = config.clone();
+fn under_all_schedules(config: &RunConfig, v: usize) -> [(&'static str, RunConfig); 4] {
+    let (mut gpipe, mut ahead) = (config.clone(), config.clone());
     gpipe.parallel.schedule = ScheduleKind::Gpipe;
-    [("1f1b", config.clone()), ("interleaved", interleave(config.clone(), v)), ("gpipe", gpipe)]
+    ahead.parallel.extra_warmup = 2;
+    [
+        ("1f1b", config.clone()),
+        ("1f1b with extra warm-up", ahead),
+        ("interleaved", interleave(config.clone(), v)),
+        ("gpipe", gpipe),
+    ]
 }
 
 #[test]

@@ -52,7 +52,13 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         let loader = loader.with_documents(ends);
         let batches = loader.microbatches(0)?;
         let p = &config.parallel;
-        let schedule = generate(p.schedule, p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
+        let schedule = generate(
+            p.schedule,
+            p.pipeline_model_parallel_size,
+            p.virtual_pipeline_size,
+            batches.len(),
+            p.extra_warmup,
+        )?;
         let embedding = groups.embedding.clone().filter(|_| !config.model.untie_embeddings_and_output_weights);
         let mut reducer = GradientReducer::new(groups.tp.clone(), groups.dp.clone(), embedding, false, true);
         let factor = 1.0 / (t.global_batch_size * config.model.seq_length) as f64;

@@ -58,6 +58,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             virtual_pipeline_size: 1,
             schedule: ScheduleKind::OneFOneB,
             delay_wgrad_compute: false,
+            extra_warmup: 0,
             partition: PartitionMethod::Uniform,
             sequence_parallel: false,
             use_distributed_optimizer: false,

@@ -45,6 +45,9 @@ pub struct ParallelConfig {
     pub schedule: ScheduleKind,
     /// Stages compute gradients of weights where they would wait (Qi et al. 2023).
     pub delay_wgrad_compute: bool,
+    /// Forwards that the first stage runs ahead beyond 1F1B's; stages behind it fewer, the last none.
+    #[serde(default)]
+    pub extra_warmup: usize,
     pub partition: PartitionMethod,
     /// Activations between tensor-parallel regions are cut along the sequence (Korthikanti et al. 2022).
     pub sequence_parallel: bool,
@@ -63,5 +66,19 @@ impl ParallelConfig {
             * self.context_parallel_size
             * self.data_parallel_size
             * self.pipeline_model_parallel_size
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::validate::tests::valid;
+
+    #[test]
+    fn a_layout_written_before_extra_warm_up_existed_is_read_as_without_it() {
+        let parallel = valid().parallel;
+        let mut written = serde_json::to_value(&parallel).unwrap();
+        written.as_object_mut().unwrap().remove("extra_warmup").unwrap();
+        assert_eq!(serde_json::from_value::<ParallelConfig>(written).unwrap(), parallel);
     }
 }

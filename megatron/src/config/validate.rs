@@ -255,6 +255,20 @@ impl Check<'_> {
                 c.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size)
             )
         });
+        self.require(p.extra_warmup == 0 || p.schedule == ScheduleKind::OneFOneB, |c| {
+            format!(
+                "{} is for the 1f1b schedule, and {}; drop one of them",
+                c.cite("pipeline_extra_warmup", p.extra_warmup),
+                c.cite("pipeline_schedule", if interleaved { "interleaved" } else { "gpipe" })
+            )
+        });
+        self.require(p.extra_warmup == 0 || p.pipeline_model_parallel_size > 1, |c| {
+            format!(
+                "{} changes nothing: forwards run ahead of a pipeline's first backward, and {}; leave it out",
+                c.cite("pipeline_extra_warmup", p.extra_warmup),
+                c.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size)
+            )
+        });
         self.require(!p.delay_wgrad_compute || p.pipeline_model_parallel_size > 1, |c| {
             format!(
                 "{} changes nothing: it fills the time in which stages of a pipeline wait, and {}; leave it out",

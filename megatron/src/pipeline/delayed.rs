@@ -219,7 +219,9 @@ mod tests {
         for pp in 1..=5 {
             for m in [1, 2, 3, 4, 6, 8, 12] {
                 all.push((format!("gpipe {pp} {m}"), gpipe(pp, m).unwrap()));
-                all.push((format!("1f1b {pp} {m}"), one_f_one_b(pp, m).unwrap()));
+                for extra in [0, 1, pp - 1, pp + 3] {
+                    all.push((format!("1f1b {pp} {m} +{extra}"), one_f_one_b(pp, m, extra).unwrap()));
+                }
                 for v in 2..=3 {
                     all.extend(interleaved(pp, v, m).ok().map(|s| (format!("interleaved {pp} {v} {m}"), s)));
                 }
@@ -339,7 +341,7 @@ mod tests {
     fn one_f_one_b_becomes_zb_h1() {
         for (pp, m) in [(2, 4), (4, 8), (5, 12), (8, 32)] {
             for (f, b, w) in [(1, 1, 1), (5, 6, 4), (10, 11, 10)] {
-                let schedule = one_f_one_b(pp, m).unwrap();
+                let schedule = one_f_one_b(pp, m, 0).unwrap();
                 let costs = even(&schedule, chunk(f, b, w));
                 let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
                 // Qi et al. 2023, table 1: 1F1B waits for (pp − 1)(F + B + W), ZB-H1 for (pp − 1)(F + B − W).
@@ -353,8 +355,46 @@ mod tests {
     }
 
     #[test]
+    fn with_extra_warm_up_one_f_one_b_becomes_zb_h2() {
+        for (pp, m) in [(2, 4), (4, 8), (5, 12), (8, 32)] {
+            let schedule = one_f_one_b(pp, m, pp - 1).unwrap();
+            let costs = even(&schedule, chunk(1, 1, 1));
+            let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
+            for (stage, slots) in report.timeline.iter().enumerate() {
+                // Qi et al. 2023, §2.2: no stage waits between its first pass and its last.
+                assert!(
+                    slots.windows(2).all(|pair| pair[0].end == pair[1].start),
+                    "pp {pp} m {m} stage {stage}: {slots:?}"
+                );
+                // Table 2: at the price of activations of 2·pp − 1 microbatches on the first stage.
+                assert!(report.peak_in_flight[stage] < 2 * (pp - stage), "{report:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn extra_warm_up_hides_a_last_stage_with_longer_passes() {
+        // Four layers on the first stage, two and an output matrix, whose whole gradient is made in forward, on the second: 406 and 385 a microbatch.
+        let costs = |of_layers: u64, head| ChunkCosts {
+            forward: 33 * of_layers + head,
+            input_gradients: 38 * of_layers,
+            weight_gradients: 31 * of_layers,
+            activations: of_layers,
+            operands: of_layers,
+            recompute: 0,
+        };
+        let costs = Costs::new(2, vec![costs(4, 0), costs(2, 182)]).unwrap();
+        let wait = |extra| {
+            let schedule = delay_weight_gradients(&one_f_one_b(2, 8, extra).unwrap(), &costs).unwrap();
+            simulate(&schedule, &costs).unwrap().makespan - 8 * 408
+        };
+        assert!(wait(0) > wait(1) && wait(1) > 0);
+        assert_eq!(wait(2), 0);
+    }
+
+    #[test]
     fn weight_gradients_fill_gaps_and_the_end_in_the_order_of_backwards() {
-        let schedule = one_f_one_b(2, 3).unwrap();
+        let schedule = one_f_one_b(2, 3, 0).unwrap();
         let costs = even(&schedule, chunk(1, 1, 1));
         let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
         assert_eq!(
@@ -366,7 +406,7 @@ mod tests {
 
     #[test]
     fn backwards_without_weights_to_delay_stay_whole() {
-        let schedule = one_f_one_b(2, 4).unwrap();
+        let schedule = one_f_one_b(2, 4, 0).unwrap();
         let head = ChunkCosts { forward: 5, ..ChunkCosts::default() };
         let costs = Costs::new(2, vec![chunk(2, 2, 2), head]).unwrap();
         let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
@@ -376,7 +416,7 @@ mod tests {
     #[test]
     fn schedules_without_whole_backwards_are_refused() {
         let forward_only = forward_only(2, 1, 2).unwrap();
-        let schedule = one_f_one_b(2, 2).unwrap();
+        let schedule = one_f_one_b(2, 2, 0).unwrap();
         let costs = even(&schedule, chunk(1, 1, 1));
         let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
         for schedule in [forward_only, delayed] {
@@ -384,7 +424,7 @@ mod tests {
             assert!(text.contains("only schedules with whole backwards"), "{text}");
         }
         let text =
-            delay_weight_gradients(&one_f_one_b(3, 2).unwrap(), &costs).expect_err("must be refused").to_string();
+            delay_weight_gradients(&one_f_one_b(3, 2, 0).unwrap(), &costs).expect_err("must be refused").to_string();
         assert!(text.contains("costs of 2 stages"), "{text}");
     }
 }

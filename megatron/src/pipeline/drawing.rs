@@ -54,7 +54,7 @@ mod tests {
 
     #[test]
     fn a_rendering_shows_passes_in_proportion_to_their_cost() {
-        let schedule = one_f_one_b(2, 2).unwrap();
+        let schedule = one_f_one_b(2, 2, 0).unwrap();
         let report = simulate(&schedule, &even(&schedule, 10, 20)).unwrap();
         assert_eq!(
             render(&report),
@@ -74,7 +74,7 @@ mod tests {
         };
         for (name, schedule) in [
             ("gpipe", gpipe(4, 4)),
-            ("1f1b", one_f_one_b(4, 4)),
+            ("1f1b", one_f_one_b(4, 4, 0)),
             ("interleaved", interleaved(4, 2, 4)),
             ("forward only", forward_only(4, 1, 4)),
         ] {
@@ -93,9 +93,14 @@ mod tests {
                 recompute: 1,
             },
         );
-        let (schedule, costs) = (one_f_one_b(4, 6).unwrap(), costs.unwrap());
-        let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
-        for (name, schedule) in [("whole backwards", schedule), ("delayed weight gradients", delayed)] {
+        let costs = costs.unwrap();
+        for (name, m, extra_warmup, delayed) in
+            [("whole backwards", 6, 0, false), ("delayed weight gradients", 6, 0, true), ("extra warm-up", 8, 3, true)]
+        {
+            let mut schedule = one_f_one_b(4, m, extra_warmup).unwrap();
+            if delayed {
+                schedule = delay_weight_gradients(&schedule, &costs).unwrap();
+            }
             check(name, render(&simulate(&schedule, &costs).unwrap()));
         }
     }

@@ -7,20 +7,25 @@ use super::schedule::{Compute, Pass, Schedule};
 use crate::config::ScheduleKind;
 use crate::{Error, Result};
 
-/// The training schedule of a run: `v` is 1 unless interleaved.
+/// The training schedule of a run: `v` is 1 unless interleaved, `extra_warmup` ([`one_f_one_b`]) 0 unless 1F1B.
 ///
 /// # Errors
 /// If the schedule cannot be made for these sizes.
-pub fn generate(kind: ScheduleKind, pp: usize, v: usize, m: usize) -> Result<Schedule> {
+pub fn generate(kind: ScheduleKind, pp: usize, v: usize, m: usize, extra_warmup: usize) -> Result<Schedule> {
     if v != 1 && kind != ScheduleKind::Interleaved {
         return Err(Error::config(format!(
             "v = {v} virtual stages per stage need the interleaved schedule; choose it or leave \
              num-layers-per-virtual-pipeline-stage out"
         )));
     }
+    if extra_warmup > 0 && kind != ScheduleKind::OneFOneB {
+        return Err(Error::config(format!(
+            "{extra_warmup} more forwards to begin with (pipeline-extra-warmup) need the 1f1b schedule; choose it or leave pipeline-extra-warmup out"
+        )));
+    }
     match kind {
         ScheduleKind::Gpipe => gpipe(pp, m),
-        ScheduleKind::OneFOneB => one_f_one_b(pp, m),
+        ScheduleKind::OneFOneB => one_f_one_b(pp, m, extra_warmup),
         ScheduleKind::Interleaved => interleaved(pp, v, m),
     }
 }
@@ -36,10 +41,15 @@ pub fn gpipe(pp: usize, m: usize) -> Result<Schedule> {
 /// One forward, one backward, on `pp` stages: stage p runs pp − p − 1 forwards ahead, so it keeps the activations of at
 /// most pp − p microbatches.
 ///
+/// The first stage runs `extra_warmup` forwards more ahead, those behind it fewer and the last, which waits for no gradient, none. With pp − 1 more, and
+/// gradients of weights delayed, that is ZB-H2 (Qi et al. 2023). (Not for interleaved schedules, whose forwards of later chunks wait for what other
+/// stages would do after backwards.)
+///
 /// # Errors
-/// If a size is 0.
-pub fn one_f_one_b(pp: usize, m: usize) -> Result<Schedule> {
-    warm_up_then_alternate(pp, 1, m, |stage| pp - stage - 1)
+/// If a number of stages or microbatches is 0.
+pub fn one_f_one_b(pp: usize, m: usize, extra_warmup: usize) -> Result<Schedule> {
+    let extra = |behind: usize| if behind == 0 { 0 } else { extra_warmup.saturating_mul(behind).div_ceil(pp - 1) };
+    warm_up_then_alternate(pp, 1, m, |stage| (pp - stage - 1).saturating_add(extra(pp - stage - 1)))
 }
 
 /// 1F1B over `v` chunks per stage, in groups of `pp` microbatches: a group runs through a stage's first chunk, then its
@@ -147,7 +157,7 @@ mod tests {
 
     #[test]
     fn one_f_one_b_warms_up_with_the_stages_behind() {
-        let schedule = one_f_one_b(3, 4).unwrap();
+        let schedule = one_f_one_b(3, 4, 0).unwrap();
         assert_eq!(passes(&schedule, 0), "F0a F1a F2a B0a F3a B1a B2a B3a");
         assert_eq!(passes(&schedule, 1), "F0a F1a B0a F2a B1a F3a B2a B3a");
         assert_eq!(passes(&schedule, 2), "F0a B0a F1a B1a F2a B2a F3a B3a");
@@ -155,7 +165,18 @@ mod tests {
 
     #[test]
     fn one_f_one_b_warms_up_with_at_most_all_microbatches() {
-        assert_eq!(passes(&one_f_one_b(4, 2).unwrap(), 0), "F0a F1a B0a B1a");
+        assert_eq!(passes(&one_f_one_b(4, 2, 0).unwrap(), 0), "F0a F1a B0a B1a");
+        assert_eq!(passes(&one_f_one_b(2, 2, usize::MAX).unwrap(), 0), "F0a F1a B0a B1a");
+    }
+
+    #[test]
+    fn extra_warm_up_falls_from_the_first_stage_to_none_on_the_last() {
+        let schedule = one_f_one_b(3, 5, 2).unwrap();
+        assert_eq!(passes(&schedule, 0), "F0a F1a F2a F3a F4a B0a B1a B2a B3a B4a");
+        assert_eq!(passes(&schedule, 1), "F0a F1a F2a B0a F3a B1a F4a B2a B3a B4a");
+        assert_eq!(passes(&schedule, 2), passes(&one_f_one_b(3, 5, 0).unwrap(), 2));
+        // What does not go round goes to stages further ahead.
+        assert_eq!(passes(&one_f_one_b(3, 5, 1).unwrap(), 1), passes(&schedule, 1));
     }
 
     #[test]
@@ -188,7 +209,7 @@ mod tests {
 
     #[test]
     fn a_single_stage_sends_nothing() {
-        let schedule = one_f_one_b(1, 3).unwrap();
+        let schedule = one_f_one_b(1, 3, 0).unwrap();
         assert_eq!(schedule.stages[0].len(), 6);
         assert_eq!(passes(&schedule, 0), "F0a B0a F1a B1a F2a B2a");
     }
@@ -210,8 +231,11 @@ mod tests {
         assert!(message(interleaved(1, 2, 4)).contains("pp = 1"));
         assert!(message(interleaved(2, 2, 0)).contains("= 0"));
         assert!(message(gpipe(0, 4)).contains("pp = 0"));
-        assert!(message(one_f_one_b(4, 0)).contains("= 0"));
+        assert!(message(one_f_one_b(4, 0, 0)).contains("= 0"));
         assert!(message(forward_only(1, 2, 4)).contains("set v to 1"));
-        assert!(message(generate(ScheduleKind::OneFOneB, 2, 2, 4)).contains("need the interleaved schedule"));
+        assert!(message(generate(ScheduleKind::OneFOneB, 2, 2, 4, 0)).contains("need the interleaved schedule"));
+        for (kind, v) in [(ScheduleKind::Gpipe, 1), (ScheduleKind::Interleaved, 2)] {
+            assert!(message(generate(kind, 2, v, 4, 1)).contains("need the 1f1b schedule"));
+        }
     }
 }

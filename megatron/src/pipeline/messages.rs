@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn receives_are_posted_before_the_pass_that_precedes_their_use() {
-        let schedule = one_f_one_b(3, 4).unwrap().receiving_early();
+        let schedule = one_f_one_b(3, 4, 0).unwrap().receiving_early();
         // The first gradient does not depend on the third forward, so it may come while that is computed.
         assert_eq!(words(&schedule, 0), "F0 > F1 > g0 F2 > B0 g1 F3 > g2 B1 g3 B2 B3");
         assert_eq!(words(&schedule, 1), "a0 a1 F0 > g0 F1 > a2 B0 > g1 F2 > a3 B1 > g2 F3 > g3 B2 > B3 >");

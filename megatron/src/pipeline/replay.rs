@@ -137,7 +137,7 @@ impl Recorded {
         };
         let weights = stage.loss_weights(like, 1.0)?;
         let loss = empty(1, DType::F64, &stage.device)?;
-        let schedule = one_f_one_b(1, 1)?;
+        let schedule = one_f_one_b(1, 1, 0)?;
         let graph = record(&stage.device, || {
             let weigh = |_: &MicroBatch| Ok(weights.clone());
             let losses =

@@ -224,10 +224,10 @@ mod tests {
 
     #[test]
     fn lanes_are_those_of_the_messages_and_each_has_its_other_end() {
-        let schedule = crate::pipeline::one_f_one_b(3, 4).unwrap();
+        let schedule = crate::pipeline::one_f_one_b(3, 4, 0).unwrap();
         assert_eq!(schedule.lanes(0), [vec![(1, 0)], vec![(1, 1)]]);
         assert_eq!(schedule.lanes(1), [vec![(0, 1), (2, 0)], vec![(0, 0), (2, 1)]]);
-        assert_eq!(crate::pipeline::one_f_one_b(1, 4).unwrap().lanes(0), [vec![], vec![]]);
+        assert_eq!(crate::pipeline::one_f_one_b(1, 4, 0).unwrap().lanes(0), [vec![], vec![]]);
         let ring = crate::pipeline::interleaved(2, 2, 2).unwrap();
         for (stage, other) in [(0, 1), (1, 0)] {
             assert_eq!(ring.lanes(stage), [vec![(other, 0), (other, 1)], vec![(other, 0), (other, 1)]]);

@@ -298,7 +298,7 @@ mod tests {
         for pp in 1..=6 {
             for m in 1..=16 {
                 all.push(("gpipe", pp, 1, m, gpipe(pp, m).unwrap()));
-                all.push(("1f1b", pp, 1, m, one_f_one_b(pp, m).unwrap()));
+                all.push(("1f1b", pp, 1, m, one_f_one_b(pp, m, 0).unwrap()));
                 for v in 2..=4 {
                     all.extend(interleaved(pp, v, m).ok().map(|schedule| ("interleaved", pp, v, m, schedule)));
                 }
@@ -380,7 +380,7 @@ mod tests {
     }
 
     fn samples() -> Vec<Schedule> {
-        let late = [gpipe(3, 3).unwrap(), one_f_one_b(3, 4).unwrap(), interleaved(2, 2, 4).unwrap()];
+        let late = [gpipe(3, 3).unwrap(), one_f_one_b(3, 4, 0).unwrap(), interleaved(2, 2, 4).unwrap()];
         late.into_iter().flat_map(|schedule| [schedule.receiving_early(), schedule]).collect()
     }
 
@@ -413,7 +413,7 @@ mod tests {
 
     #[test]
     fn a_deadlock_names_the_stuck_stages_and_their_actions() {
-        let mut schedule = one_f_one_b(2, 1).unwrap();
+        let mut schedule = one_f_one_b(2, 1, 0).unwrap();
         // Stage 0 waits for the gradient before it sends the activation that the gradient depends on.
         let send = schedule.stages[0].remove(1);
         schedule.stages[0].push(send);

@@ -177,7 +177,7 @@ impl Trainer {
                 .with_documents(sources.document_ends)
         };
         let m = batch.num_microbatches();
-        let mut schedule = generate(parallel.schedule, pp, v, m)?;
+        let mut schedule = generate(parallel.schedule, pp, v, m, parallel.extra_warmup)?;
         let [sends, receives] = schedule.lanes(groups.pp.rank());
         groups.pp.connect(&sends, &receives)?;
         let early = groups.pp.overlaps();

@@ -204,6 +204,7 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) 
     let settings = [
         (p.sequence_parallel, "·sp"),
         (p.delay_wgrad_compute, "·delayed-wgrad"),
+        (p.extra_warmup > 0, "·extra-warmup"),
         (p.use_distributed_optimizer, "·zero1"),
         (run.training.recompute == Recompute::Selective, "·selective-recompute"),
         (matches!(run.training.recompute, Recompute::Full { .. }), "·full-recompute"),

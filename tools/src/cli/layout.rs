@@ -38,21 +38,27 @@ impl LayoutResolver<'_> {
         let schedule = match (p.pipeline_schedule, virtual_pipeline_size) {
             (None, 1) => ScheduleKind::OneFOneB,
             (None, _) => ScheduleKind::Interleaved,
-            (Some(ScheduleKind::Interleaved), 1) if p.num_layers_per_virtual_pipeline_stage.is_none() => {
+            (Some(ScheduleKind::Interleaved), 1)
+                if p.num_layers_per_virtual_pipeline_stage.or(p.num_virtual_stages_per_pipeline_rank).is_none() =>
+            {
                 return Err(Error::usage(format!(
-                    "{} needs virtual stages; set num_layers_per_virtual_pipeline_stage",
+                    "{} needs virtual stages; set num_layers_per_virtual_pipeline_stage or num_virtual_stages_per_pipeline_rank",
                     self.sources.cite("pipeline_schedule", "interleaved")
                 )));
             }
             (Some(kind), _) => kind,
         };
-        if let (Some(layers), Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB))) =
-            (p.num_layers_per_virtual_pipeline_stage, p.pipeline_schedule)
+        let virtual_stages = match (p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank) {
+            (Some(layers), _) => Some(self.sources.cite("num_layers_per_virtual_pipeline_stage", layers)),
+            (None, Some(v)) if v > 1 => Some(self.sources.cite("num_virtual_stages_per_pipeline_rank", v)),
+            (None, _) => None,
+        };
+        if let (Some(cited), Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB))) =
+            (virtual_stages, p.pipeline_schedule)
         {
             let name = if kind == ScheduleKind::Gpipe { "gpipe" } else { "1f1b" };
             return Err(Error::usage(format!(
-                "{} needs the interleaved schedule, and {}; drop one of them",
-                self.sources.cite("num_layers_per_virtual_pipeline_stage", layers),
+                "{cited} needs the interleaved schedule, and {}; drop one of them",
                 self.sources.cite("pipeline_schedule", name)
             )));
         }
@@ -74,6 +80,7 @@ impl LayoutResolver<'_> {
             virtual_pipeline_size,
             schedule,
             delay_wgrad_compute: p.delay_wgrad_compute,
+            extra_warmup: p.pipeline_extra_warmup,
             partition: p.pipeline_partition.0.clone(),
             // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns it off, too.
             sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,
@@ -124,13 +131,29 @@ impl LayoutResolver<'_> {
     /// v = num_layers / (pp · layers per virtual stage).
     fn virtual_pipeline_size(&self, num_layers: usize) -> Result<usize> {
         let p = self.flags;
-        let Some(per_stage) = p.num_layers_per_virtual_pipeline_stage else {
-            return Ok(1);
+        let per_stage = match (p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank) {
+            (None, None) => return Ok(1),
+            (None, Some(0)) => {
+                return Err(Error::usage(format!(
+                    "{} must be at least 1",
+                    self.sources.cite("num_virtual_stages_per_pipeline_rank", 0)
+                )));
+            }
+            (None, Some(v)) => return Ok(v),
+            (Some(layers), None) => layers,
+            (Some(layers), Some(v)) => {
+                return Err(Error::usage(format!(
+                    "{} and {} set the same thing; drop one of them",
+                    self.sources.cite("num_layers_per_virtual_pipeline_stage", layers),
+                    self.sources.cite("num_virtual_stages_per_pipeline_rank", v)
+                )));
+            }
         };
         let per_round = per_stage.saturating_mul(p.pipeline_model_parallel_size);
         if per_round == 0 || !num_layers.is_multiple_of(per_round) {
             return Err(Error::usage(format!(
-                "{} must be a multiple of {} · {}; virtual stages have the same number of layers",
+                "{} must be a multiple of {} · {}; virtual stages have the same number of layers, unless \
+                 num_virtual_stages_per_pipeline_rank and pipeline_partition say how many there are and what each has",
                 self.sources.cite("num_layers", num_layers),
                 self.sources.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
                 self.sources.cite("num_layers_per_virtual_pipeline_stage", per_stage)

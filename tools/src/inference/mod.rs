@@ -99,6 +99,7 @@ impl LoadArgs {
             virtual_pipeline_size: 1,
             schedule: ScheduleKind::OneFOneB,
             delay_wgrad_compute: false,
+            extra_warmup: 0,
             partition: PartitionMethod::Uniform,
             sequence_parallel: false,
             use_distributed_optimizer: false,

@@ -145,7 +145,7 @@ fn a_world_that_does_not_fit_the_layout_is_refused() {
 
 #[test]
 fn contradictions_are_refused() {
-    let contradictions: [(&[&str], &str); 8] = [
+    let contradictions: [(&[&str], &str); 12] = [
         (&["--delay-wgrad-compute"], "delay_wgrad_compute = true (--delay-wgrad-compute) changes nothing"),
         (&["--pipeline-schedule=interleaved"], "num_layers_per_virtual_pipeline_stage"),
         (
@@ -155,6 +155,27 @@ fn contradictions_are_refused() {
                 "--pipeline-model-parallel-size=2",
             ],
             "pipeline_schedule = 1f1b (--pipeline-schedule)",
+        ),
+        (
+            &[
+                "--num-virtual-stages-per-pipeline-rank=2",
+                "--num-layers-per-virtual-pipeline-stage=1",
+                "--pipeline-model-parallel-size=2",
+            ],
+            "num_virtual_stages_per_pipeline_rank = 2 (--num-virtual-stages-per-pipeline-rank) set the same thing",
+        ),
+        (
+            &[
+                "--num-virtual-stages-per-pipeline-rank=2",
+                "--pipeline-schedule=1f1b",
+                "--pipeline-model-parallel-size=2",
+            ],
+            "num_virtual_stages_per_pipeline_rank = 2 (--num-virtual-stages-per-pipeline-rank) needs the interleaved",
+        ),
+        (&["--num-virtual-stages-per-pipeline-rank=0"], "(--num-virtual-stages-per-pipeline-rank) must be at least 1"),
+        (
+            &["--pipeline-extra-warmup=2", "--pipeline-schedule=gpipe", "--pipeline-model-parallel-size=2"],
+            "pipeline_extra_warmup = 2 (--pipeline-extra-warmup) is for the 1f1b schedule",
         ),
         (&["--train-samples=80"], "train_iters (run.toml:16) and train_samples (--train-samples)"),
         (&["--lr-warmup-iters=1", "--lr-warmup-fraction=0.1"], "lr_warmup_iters"),

@@ -45,6 +45,7 @@ pub(crate) fn valid() -> RunConfig {
             virtual_pipeline_size: 2,
             schedule: ScheduleKind::Interleaved,
             delay_wgrad_compute: false,
+            extra_warmup: 0,
             partition: PartitionMethod::Uniform,
             sequence_parallel: true,
             use_distributed_optimizer: true,
@@ -115,7 +116,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 32] = [
+    let cases: [(Break, &str); 34] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -161,6 +162,14 @@ fn every_broken_equation_is_named_with_its_numbers() {
             },
             "delay_wgrad_compute = true changes nothing",
         ),
+        (
+            |c| {
+                (c.parallel.pipeline_model_parallel_size, c.parallel.virtual_pipeline_size) = (1, 1);
+                (c.parallel.schedule, c.parallel.extra_warmup) = (ScheduleKind::OneFOneB, 1);
+            },
+            "pipeline_extra_warmup = 1 changes nothing",
+        ),
+        (|c| c.parallel.extra_warmup = 2, "pipeline_extra_warmup = 2 is for the 1f1b schedule"),
         (
             |c| {
                 c.optimizer.kind = OptimizerKind::Sgd;

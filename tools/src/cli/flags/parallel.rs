@@ -50,12 +50,18 @@ pub struct LayoutFlags {
     /// Layers of one virtual stage; selects the interleaved schedule
     #[arg(long, value_name = "N")]
     pub num_layers_per_virtual_pipeline_stage: Option<usize>,
+    /// v: virtual stages of each stage; the same, where --pipeline-partition deals layers unevenly
+    #[arg(long, value_name = "N")]
+    pub num_virtual_stages_per_pipeline_rank: Option<usize>,
     /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual stages]
     #[arg(long, value_name = "KIND", value_parser = choice::<ScheduleKind>(&["gpipe", "1f1b", "interleaved"]))]
     pub pipeline_schedule: Option<ScheduleKind>,
     /// Compute gradients of weights apart from those of inputs, where a stage would wait (zero-bubble schedules)
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub delay_wgrad_compute: bool,
+    /// Forwards that the first stage runs ahead beyond 1f1b's, at the price of as many microbatches' activations there; pp − 1 and --delay-wgrad-compute are ZB-H2
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub pipeline_extra_warmup: usize,
     /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`) or by operations (`flops`), or named, e.g. `3,4,4,3`
     #[arg(long, value_name = "uniform|parameters|flops|N,N,…", default_value = "uniform")]
     pub pipeline_partition: Partition,
