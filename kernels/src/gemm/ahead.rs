@@ -15,14 +15,14 @@ use crate::memory::LINE;
 /// Bytes of a B that is not in the caches when its product begins. Of smaller ones in 16 bits, whose pieces are half as many lines, packing ahead costs
 /// more than it saves (1 to 2% of a product of 2048 rows), since A is read once for every step.
 const FAR: usize = 4 << 20;
-/// Rows of a product in 16 bits that is over so soon that waiting for B, which other products have driven out of the nearest caches, is a good part of it (a pipeline's
-/// microbatches of 512 rows gain 1 to 1.5% of a step; with 1024 it depends on the shape).
+/// Rows, at most, of a product in 16 bits that is over so soon that waiting for B, which other products have driven out of the nearest caches, is a good part of it (on Zen 4 a
+/// pipeline's microbatches of 512 rows gain 1% of a step; with 1024 it depends on the shape). Products of less than a strip, as when text is continued, were not measured.
 const FEW_ROWS: usize = 512;
 
 /// Whether panels of B, of so many elements, are better packed ahead than before their task, in a product of so many rows.
 pub fn pays<E: Elem<Acc = f32>, K: Kernel<E>>(b: Mat<*const E>, elements: usize, rows: usize) -> bool {
-    let in_16_bits = || elements * size_of::<E>() >= FAR || (K::MR..=FEW_ROWS).contains(&rows);
-    K::DOES_CHORES && b.2 != 1 && (size_of::<E>() == size_of::<f32>() || in_16_bits())
+    let pays_in_16_bits = || elements * size_of::<E>() >= FAR || (K::MR..=FEW_ROWS).contains(&rows);
+    K::DOES_CHORES && b.2 != 1 && (size_of::<E>() == size_of::<f32>() || pays_in_16_bits())
 }
 
 /// A step of a task: some panels of one block of the inner dimension.

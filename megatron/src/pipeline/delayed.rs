@@ -366,7 +366,7 @@ mod tests {
                     slots.windows(2).all(|pair| pair[0].end == pair[1].start),
                     "pp {pp} m {m} stage {stage}: {slots:?}"
                 );
-                // Table 2: at the price of activations of 2·pp − 1 microbatches on the first stage.
+                // At the price of activations of 2·pp − 1 microbatches on the first stage.
                 assert!(report.peak_in_flight[stage] < 2 * (pp - stage), "{report:?}");
             }
         }
@@ -374,7 +374,7 @@ mod tests {
 
     #[test]
     fn extra_warm_up_hides_a_last_stage_with_longer_passes() {
-        // Four layers on the first stage, two and an output matrix, whose whole gradient is made in forward, on the second: 406 and 385 a microbatch.
+        // Four layers on the first stage, two and an output matrix, whose whole gradient is made in forward, on the second: 408 and 386 a microbatch.
         let costs = |of_layers: u64, head| ChunkCosts {
             forward: 33 * of_layers + head,
             input_gradients: 38 * of_layers,

@@ -20,7 +20,8 @@ pub fn generate(kind: ScheduleKind, pp: usize, v: usize, m: usize, extra_warmup:
     }
     if extra_warmup > 0 && kind != ScheduleKind::OneFOneB {
         return Err(Error::config(format!(
-            "{extra_warmup} more forwards to begin with (pipeline-extra-warmup) need the 1f1b schedule; choose it or leave pipeline-extra-warmup out"
+            "{extra_warmup} forwards more ahead (pipeline-extra-warmup) need the 1f1b schedule; choose it or leave \
+             pipeline-extra-warmup out"
         )));
     }
     match kind {
@@ -42,8 +43,8 @@ pub fn gpipe(pp: usize, m: usize) -> Result<Schedule> {
 /// most pp − p microbatches.
 ///
 /// The first stage runs `extra_warmup` forwards more ahead, those behind it fewer and the last, which waits for no gradient, none. With pp − 1 more, and
-/// gradients of weights delayed, that is ZB-H2 (Qi et al. 2023). (Not for interleaved schedules, whose forwards of later chunks wait for what other
-/// stages would do after backwards.)
+/// gradients of weights delayed, that is ZB-H2 (Qi et al. 2023, §2.2). Not for interleaved schedules: their first stage's forwards of later chunks depend on
+/// forwards that the last stage runs after backwards, which wait for the first.
 ///
 /// # Errors
 /// If a number of stages or microbatches is 0.

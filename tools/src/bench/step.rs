@@ -204,13 +204,15 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) 
     let settings = [
         (p.sequence_parallel, "·sp"),
         (p.delay_wgrad_compute, "·delayed-wgrad"),
-        (p.extra_warmup > 0, "·extra-warmup"),
         (p.use_distributed_optimizer, "·zero1"),
         (run.training.recompute == Recompute::Selective, "·selective-recompute"),
         (matches!(run.training.recompute, Recompute::Full { .. }), "·full-recompute"),
     ];
     for (on, name) in settings {
         layout.push_str(if on { name } else { "" });
+    }
+    if p.extra_warmup > 0 {
+        layout.push_str(&format!("·extra-warmup{}", p.extra_warmup));
     }
     crate::print_line(&machine_line());
     crate::print_line(&format!(

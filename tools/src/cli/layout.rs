@@ -34,34 +34,26 @@ impl LayoutResolver<'_> {
     fn parallel(&mut self, launcher: Option<&RankInfo>, num_layers: usize) -> Result<ParallelConfig> {
         let p = self.flags;
         let data_parallel_size = self.data_parallel_size(launcher)?;
-        let virtual_pipeline_size = self.virtual_pipeline_size(num_layers)?;
-        let schedule = match (p.pipeline_schedule, virtual_pipeline_size) {
-            (None, 1) => ScheduleKind::OneFOneB,
+        let (virtual_pipeline_size, asked) = self.virtual_pipeline_size(num_layers)?;
+        let schedule = match (p.pipeline_schedule, asked) {
+            (None, _) if virtual_pipeline_size == 1 => ScheduleKind::OneFOneB,
             (None, _) => ScheduleKind::Interleaved,
-            (Some(ScheduleKind::Interleaved), 1)
-                if p.num_layers_per_virtual_pipeline_stage.or(p.num_virtual_stages_per_pipeline_rank).is_none() =>
-            {
+            (Some(ScheduleKind::Interleaved), None) => {
                 return Err(Error::usage(format!(
-                    "{} needs virtual stages; set num_layers_per_virtual_pipeline_stage or num_virtual_stages_per_pipeline_rank",
+                    "{} needs virtual stages; set num_layers_per_virtual_pipeline_stage or \
+                     num_virtual_stages_per_pipeline_rank",
                     self.sources.cite("pipeline_schedule", "interleaved")
+                )));
+            }
+            (Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB)), Some(asked)) => {
+                let name = if kind == ScheduleKind::Gpipe { "gpipe" } else { "1f1b" };
+                return Err(Error::usage(format!(
+                    "{asked} needs the interleaved schedule, and {}; drop one of them",
+                    self.sources.cite("pipeline_schedule", name)
                 )));
             }
             (Some(kind), _) => kind,
         };
-        let virtual_stages = match (p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank) {
-            (Some(layers), _) => Some(self.sources.cite("num_layers_per_virtual_pipeline_stage", layers)),
-            (None, Some(v)) if v > 1 => Some(self.sources.cite("num_virtual_stages_per_pipeline_rank", v)),
-            (None, _) => None,
-        };
-        if let (Some(cited), Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB))) =
-            (virtual_stages, p.pipeline_schedule)
-        {
-            let name = if kind == ScheduleKind::Gpipe { "gpipe" } else { "1f1b" };
-            return Err(Error::usage(format!(
-                "{cited} needs the interleaved schedule, and {}; drop one of them",
-                self.sources.cite("pipeline_schedule", name)
-            )));
-        }
         let bucket_size = p.bucket_size.unwrap_or_else(|| {
             let (from, size) = match self.on_gpus {
                 true => {
@@ -128,25 +120,23 @@ impl LayoutResolver<'_> {
         }
     }
 
-    /// v = num_layers / (pp · layers per virtual stage).
-    fn virtual_pipeline_size(&self, num_layers: usize) -> Result<usize> {
+    /// v, and the setting that asks for virtual stages: their number on each stage, or the layers of one, of which v = num_layers / (pp · layers per virtual stage)
+    /// follows.
+    fn virtual_pipeline_size(&self, num_layers: usize) -> Result<(usize, Option<String>)> {
         let p = self.flags;
-        let per_stage = match (p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank) {
-            (None, None) => return Ok(1),
-            (None, Some(0)) => {
-                return Err(Error::usage(format!(
-                    "{} must be at least 1",
-                    self.sources.cite("num_virtual_stages_per_pipeline_rank", 0)
-                )));
-            }
-            (None, Some(v)) => return Ok(v),
+        let layers = p
+            .num_layers_per_virtual_pipeline_stage
+            .map(|layers| (layers, self.sources.cite("num_layers_per_virtual_pipeline_stage", layers)));
+        let number = p
+            .num_virtual_stages_per_pipeline_rank
+            .map(|v| (v, self.sources.cite("num_virtual_stages_per_pipeline_rank", v)));
+        let (per_stage, cited) = match (layers, number) {
+            (None, None) => return Ok((1, None)),
+            (None, Some((0, cited))) => return Err(Error::usage(format!("{cited} must be at least 1"))),
+            (None, Some((v, cited))) => return Ok((v, (v > 1).then_some(cited))),
             (Some(layers), None) => layers,
-            (Some(layers), Some(v)) => {
-                return Err(Error::usage(format!(
-                    "{} and {} set the same thing; drop one of them",
-                    self.sources.cite("num_layers_per_virtual_pipeline_stage", layers),
-                    self.sources.cite("num_virtual_stages_per_pipeline_rank", v)
-                )));
+            (Some((_, layers)), Some((_, number))) => {
+                return Err(Error::usage(format!("{layers} and {number} set the same thing; drop one of them")));
             }
         };
         let per_round = per_stage.saturating_mul(p.pipeline_model_parallel_size);
@@ -156,9 +146,9 @@ impl LayoutResolver<'_> {
                  num_virtual_stages_per_pipeline_rank and pipeline_partition say how many there are and what each has",
                 self.sources.cite("num_layers", num_layers),
                 self.sources.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
-                self.sources.cite("num_layers_per_virtual_pipeline_stage", per_stage)
+                cited
             )));
         }
-        Ok((num_layers / per_round).max(1))
+        Ok(((num_layers / per_round).max(1), Some(cited)))
     }
 }

@@ -50,7 +50,7 @@ pub struct LayoutFlags {
     /// Layers of one virtual stage; selects the interleaved schedule
     #[arg(long, value_name = "N")]
     pub num_layers_per_virtual_pipeline_stage: Option<usize>,
-    /// v: virtual stages of each stage; the same, where --pipeline-partition deals layers unevenly
+    /// v: virtual stages of each stage, instead of the layers of one, of which there need not be equally many; selects the interleaved schedule
     #[arg(long, value_name = "N")]
     pub num_virtual_stages_per_pipeline_rank: Option<usize>,
     /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual stages]
@@ -59,7 +59,7 @@ pub struct LayoutFlags {
     /// Compute gradients of weights apart from those of inputs, where a stage would wait (zero-bubble schedules)
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub delay_wgrad_compute: bool,
-    /// Forwards that the first stage runs ahead beyond 1f1b's, at the price of as many microbatches' activations there; pp − 1 and --delay-wgrad-compute are ZB-H2
+    /// Forwards that the first stage runs ahead beyond 1f1b's, for the memory of as many microbatches' activations; with pp − 1 of them --delay-wgrad-compute makes ZB-H2
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub pipeline_extra_warmup: usize,
     /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`) or by operations (`flops`), or named, e.g. `3,4,4,3`
