@@ -167,7 +167,9 @@ mod tests {
     #[test]
     fn one_f_one_b_warms_up_with_at_most_all_microbatches() {
         assert_eq!(passes(&one_f_one_b(4, 2, 0).unwrap(), 0), "F0a F1a B0a B1a");
-        assert_eq!(passes(&one_f_one_b(2, 2, usize::MAX).unwrap(), 0), "F0a F1a B0a B1a");
+        for extra in [2, usize::MAX / 2 + 1, usize::MAX] {
+            assert_eq!(passes(&one_f_one_b(3, 4, extra).unwrap(), 0), "F0a F1a F2a F3a B0a B1a B2a B3a", "{extra}");
+        }
     }
 
     #[test]
