@@ -13,6 +13,8 @@ use crate::{Error, Result};
 
 /// Suffix of files that are not finished.
 const TEMPORARY: &str = ".tmp";
+/// What the names of cached files begin with: see who calls [`open_or_build`].
+const CACHED: [&str; 4] = ["blend-", "gpt-", "text-", "tokenizer-"];
 
 /// A file under a temporary name, which [`Self::commit`] renames. Dropped before, it leaves nothing behind.
 #[derive(Debug)]
@@ -127,14 +129,24 @@ pub(super) fn open_or_build<T>(
     open()?.ok_or_else(|| Error::data(folder, "what was just cached here is gone; do not clean the cache during a run"))
 }
 
-/// Removes unfinished files. Only the holder of the lock writes, so they are nobody's.
+/// Removes unfinished files of the cache. Only the holder of the lock writes those, so they are nobody's; other files may be a user's.
 fn remove_leftovers(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     for entry in entries.flatten() {
-        if entry.file_name().to_string_lossy().ends_with(TEMPORARY) {
+        if entry.file_name().to_str().is_some_and(is_leftover) {
             let _ = fs::remove_file(entry.path());
         }
     }
+}
+
+/// Whether a name is one that [`AtomicFile`] gives an unfinished file of a cache: `text-KEY.bin.PID.NUMBER.tmp`.
+fn is_leftover(name: &str) -> bool {
+    let numbered = name.strip_suffix(TEMPORARY).and_then(|name| name.rsplit_once('.'));
+    let parts = numbered.and_then(|(name, number)| Some((name.rsplit_once('.')?, number)));
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    parts.is_some_and(|((name, pid), number)| {
+        is_number(pid) && is_number(number) && CACHED.iter().any(|kind| name.starts_with(kind))
+    })
 }
 
 /// A key made from content; equal content gives equal keys on every machine.
@@ -190,10 +202,16 @@ mod tests {
     #[test]
     fn the_next_holder_of_the_lock_removes_what_a_killed_builder_left() {
         let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("x.123.0.tmp"), b"half").unwrap();
-        fs::write(folder.path().join("whole"), b"").unwrap();
+        for name in
+            ["text-0a.bin.123.0.tmp", "text-0a.idx.123.1.tmp", "tokenizer-300-0a.json.7.0.tmp", "gpt-0a.index.9.12.tmp"]
+        {
+            fs::write(folder.path().join(name), b"half").unwrap();
+        }
+        // A cache's folder may be anybody's, too: of these none is the cache's.
+        let kept = ["corpus.bin.123.0.tmp", "notes.tmp", "text-0a.bin", "text-of-mine.1.tmp", "text-of-mine.a.1.tmp"];
+        kept.iter().for_each(|name| fs::write(folder.path().join(name), b"").unwrap());
         let _lock = CacheLock::acquire(folder.path()).unwrap();
-        assert_eq!(names(folder.path()), [".lock", "whole"]);
+        assert_eq!(names(folder.path()), [&[".lock"][..], &kept[..]].concat());
     }
 
     #[test]
