@@ -265,8 +265,10 @@ fn recompute() {
 #[test]
 fn zero_1_bucket_size_and_overlap() {
     for_both(|name, plain| {
-        for (dp, tp, pp) in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)] {
-            let plain = layout(plain.clone(), dp, tp, pp);
+        for (dp, tp, pp) in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)] {
+            let mut plain = layout(plain.clone(), dp, tp, pp);
+            // Then norms' gradients are sums over tp; in buckets of one parameter each by itself.
+            plain.parallel.sequence_parallel = true;
             for (zero, bucket_size, overlap) in [
                 (true, 40_000_000, false),
                 (false, 1000, false),

@@ -113,8 +113,11 @@ impl GradientReducer {
         }
         let partial = bucket.params.iter().filter(|id| store.param(**id).spec.grad_partial_over_tp);
         let partial = partial.map(|id| store.grad(*id)).collect::<Result<Vec<_>>>()?;
-        if partial.is_empty() {
-            return Ok(());
+        match &partial[..] {
+            [] => return Ok(()),
+            // Of one tensor, candle's `cat` is that tensor itself, summed in place.
+            [grad] => return self.tp.all_reduce(grad, ReduceOp::Sum)?.wait(),
+            _ => (),
         }
         let flat = partial.iter().map(|g| g.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
         let joined = Tensor::cat(&flat, 0)?;
