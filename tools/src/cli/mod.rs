@@ -231,6 +231,20 @@ fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String> {
     typed.map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default()))).collect()
 }
 
+/// Settings that say the same thing in different units; a run has one of each.
+pub(crate) const SAME_THING: [&[&str]; 5] = [
+    &["train_iters", "train_samples"],
+    &["lr_decay_iters", "lr_decay_samples"],
+    &["lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"],
+    &["lr_wsd_decay_iters", "lr_wsd_decay_samples"],
+    &["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"],
+];
+
+/// The settings that say what `key` says, itself among them.
+fn ways_to_say(key: &str) -> &'static [&'static str] {
+    SAME_THING.into_iter().find(|keys| keys.contains(&key)).unwrap_or_default()
+}
+
 /// Puts the run file's settings under those of the command line.
 fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::result::Result<Gathered, Stop> {
     let mut origins = typed_origins(typed, |_| true);
@@ -250,7 +264,8 @@ fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::re
     // The file's words go first, without those that a flag overrides, so that one parse sees every setting once.
     let (program_and_command, rest) = words.split_at(2);
     let mut merged = program_and_command.to_vec();
-    for setting in settings.iter().filter(|s| !is_typed(typed, &s.key)) {
+    let is_overridden = |key: &str| is_typed(typed, key) || ways_to_say(key).iter().any(|other| is_typed(typed, other));
+    for setting in settings.iter().filter(|s| !is_overridden(&s.key)) {
         merged.extend(setting.words.iter().map(OsString::from));
         origins.insert(setting.key.clone(), format!("{}:{}", path.display(), setting.line));
     }
@@ -296,6 +311,18 @@ mod tests {
         assert_eq!(gathered.origins["lr"], "--lr");
         assert_eq!(gathered.origins["adam_beta1"], format!("{path}:3"));
         assert!(!gathered.origins.contains_key("adam_beta2"));
+    }
+
+    #[test]
+    fn a_flag_overrides_what_the_run_file_says_in_another_unit() {
+        let (_folder, path) =
+            run_file("[training]\ntrain_iters = 5\n[optimizer]\nlr_warmup_iters = 2\nlr_decay_iters = 4\n");
+        let gathered = gathered(&[&path, "--train-samples", "80", "--lr-warmup-fraction=0.1"]);
+        let (training, optimizer) = (&gathered.flags.training, &gathered.flags.optimizer);
+        assert_eq!((training.train_iters, training.train_samples), (None, Some(80)));
+        assert_eq!((optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction), (None, Some(0.1)));
+        assert_eq!(optimizer.lr_decay_iters, Some(4));
+        assert!(!gathered.origins.contains_key("train_iters"));
     }
 
     #[test]

@@ -162,7 +162,7 @@ fn contradictions_are_refused() {
                 "--num-layers-per-virtual-pipeline-stage=1",
                 "--pipeline-model-parallel-size=2",
             ],
-            "num_virtual_stages_per_pipeline_rank = 2 (--num-virtual-stages-per-pipeline-rank) set the same thing",
+            "num_virtual_stages_per_pipeline_rank (--num-virtual-stages-per-pipeline-rank)",
         ),
         (
             &[
@@ -177,7 +177,10 @@ fn contradictions_are_refused() {
             &["--pipeline-extra-warmup=2", "--pipeline-schedule=gpipe", "--pipeline-model-parallel-size=2"],
             "pipeline_extra_warmup = 2 (--pipeline-extra-warmup) is for the 1f1b schedule",
         ),
-        (&["--train-samples=80"], "train_iters (run.toml:16) and train_samples (--train-samples)"),
+        (
+            &["--train-iters=10", "--train-samples=80"],
+            "train_iters (--train-iters) and train_samples (--train-samples)",
+        ),
         (&["--lr-warmup-iters=1", "--lr-warmup-fraction=0.1"], "lr_warmup_iters"),
         (&["--save-interval=5"], "save_interval = 5 (--save-interval) has no folder"),
         (&["--recompute-method=block"], "recompute_granularity = full"),

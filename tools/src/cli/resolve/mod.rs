@@ -14,9 +14,9 @@ use megatron::config::{
 
 use models::hf::HfConfig;
 
-use super::Gathered;
 use super::flags::{Flags, Granularity, RecomputeFlags};
 use super::layout::resolve_layout;
+use super::{Gathered, SAME_THING};
 use crate::error::{Error, Result};
 
 /// A run that was checked, except for what only its data can tell.
@@ -51,7 +51,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     };
     let mut r = Resolver { flags: &gathered.flags, sources: Sources::default(), hf };
     r.record_origins(gathered);
-    r.refuse_contradictions()?;
+    r.refuse_contradictions(gathered)?;
     let required = r.required()?;
     let model = match &r.hf {
         Some(_) => r.model_from_hf(gathered, required.seq_length)?,
@@ -127,22 +127,9 @@ impl Resolver<'_> {
         }
     }
 
-    fn refuse_contradictions(&self) -> Result<()> {
-        let (t, o) = (&self.flags.training, &self.flags.optimizer);
-        self.at_most_one(&[("train_iters", t.train_iters.is_some()), ("train_samples", t.train_samples.is_some())])?;
-        self.at_most_one(&[
-            ("lr_decay_iters", o.lr_decay_iters.is_some()),
-            ("lr_decay_samples", o.lr_decay_samples.is_some()),
-        ])?;
-        self.at_most_one(&[
-            ("lr_warmup_iters", o.lr_warmup_iters.is_some()),
-            ("lr_warmup_samples", o.lr_warmup_samples.is_some()),
-            ("lr_warmup_fraction", o.lr_warmup_fraction.is_some()),
-        ])?;
-        self.at_most_one(&[
-            ("lr_wsd_decay_iters", o.lr_wsd_decay_iters.is_some()),
-            ("lr_wsd_decay_samples", o.lr_wsd_decay_samples.is_some()),
-        ])
+    fn refuse_contradictions(&self, gathered: &Gathered) -> Result<()> {
+        let given = |key: &&'static str| (*key, gathered.origins.contains_key(*key));
+        SAME_THING.iter().try_for_each(|keys| self.at_most_one(&keys.iter().map(given).collect::<Vec<_>>()))
     }
 
     fn required(&self) -> Result<Required> {
@@ -210,6 +197,7 @@ impl Resolver<'_> {
             micro_batch_size: mbs,
             global_batch_size,
             train_iters,
+            train_samples: t.train_samples,
             exit_interval: t.exit_interval,
             seed: t.seed,
             recompute: self.recompute(&t.recompute)?,
@@ -287,7 +275,7 @@ impl Resolver<'_> {
         let gbs = training.global_batch_size as u64;
         let decay = self.samples("lr_decay", o.lr_decay_iters, o.lr_decay_samples, gbs).unwrap_or_else(|| {
             self.sources.record("lr_decay", "default: the whole run");
-            training.train_iters.saturating_mul(gbs)
+            training.samples()
         });
         let warmup =
             match (self.samples("lr_warmup", o.lr_warmup_iters, o.lr_warmup_samples, gbs), o.lr_warmup_fraction) {
