@@ -79,6 +79,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             micro_batch_size: 1,
             global_batch_size: 8,
             train_iters: 30,
+            train_samples: None,
             exit_interval: None,
             seed: 1234,
             recompute: Recompute::None,

@@ -53,6 +53,9 @@ pub struct TrainingConfig {
     pub global_batch_size: usize,
     /// Steps of the whole run.
     pub train_iters: u64,
+    /// Samples of the whole run, where its length was given so: a run that goes on with another global batch makes the steps that are left of them.
+    #[serde(default)]
+    pub train_samples: Option<u64>,
     /// Stop after the step that is a multiple of this, after saving.
     pub exit_interval: Option<u64>,
     /// Every random number of the run is a function of this.
@@ -64,4 +67,11 @@ pub struct TrainingConfig {
     /// Forward and backward of a microbatch are recorded as a CUDA graph, which is launched instead of their kernels.
     #[serde(default)]
     pub enable_cuda_graph: bool,
+}
+
+impl TrainingConfig {
+    /// Samples that the whole run reads.
+    pub fn samples(&self) -> u64 {
+        self.train_samples.unwrap_or_else(|| self.train_iters.saturating_mul(self.global_batch_size as u64))
+    }
 }

@@ -30,7 +30,7 @@ impl SampleCounts {
         let (iters, eval) = (run.training.train_iters, &run.logging);
         let evaluations = 1 + eval.eval_interval.and_then(|interval| iters.checked_div(interval)).unwrap_or(0);
         Self {
-            train: samples(iters),
+            train: run.training.samples(),
             valid: samples(evaluations.saturating_mul(eval.eval_iters)),
             test: samples(eval.eval_iters),
         }

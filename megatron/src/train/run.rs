@@ -75,9 +75,15 @@ impl Trainer {
             None => None,
         };
         let train_iters = self.config.training.train_iters;
+        if self.progress.iteration >= train_iters {
+            let done = self.progress.iteration;
+            reporter.message(&format!(
+                "nothing is left to train: the checkpoint is of step {done}, the run ends after {train_iters}"
+            ));
+        }
         reporter.start(self.progress.iteration, train_iters);
         let mut saved_at = self.progress.iteration;
-        let mut memory = Peak::default();
+        let mut memory = None;
         let mut outcome = Outcome::Finished;
         let mut profiler = Profiler::new(self.config.logging.profile.as_ref());
         while self.progress.iteration < train_iters {
@@ -146,18 +152,19 @@ impl Trainer {
             || [logging.eval_interval, checkpoint.save_interval, training.exit_interval].into_iter().any(due)
     }
 
-    /// Reports a step; `memory` is the largest of a rank when that was asked last. Collective over the world.
+    /// Reports a step; `memory` is the largest of a rank when that was asked last, if it was. Collective over the world.
     fn report_step(
         &self,
         mut step: StepMetrics,
-        memory: &mut Peak,
+        memory: &mut Option<Peak>,
         reporter: &mut dyn Reporter,
         metrics: Option<&mut MetricsWriter>,
     ) -> Result<()> {
-        if step.iteration == 1 || step.iteration.is_multiple_of(self.config.logging.log_interval.max(1)) {
-            *memory = self.largest_memory(step.memory)?;
-        }
-        step.memory = *memory;
+        step.memory = match *memory {
+            Some(known) if !step.iteration.is_multiple_of(self.config.logging.log_interval.max(1)) => known,
+            _ => self.largest_memory(step.memory)?,
+        };
+        *memory = Some(step.memory);
         reporter.step(&step);
         metrics.map_or(Ok(()), |file| file.step(&step))
     }
@@ -171,6 +178,12 @@ impl Trainer {
         };
         self.load(&latest.path)?;
         let consumed = self.progress.consumed_samples;
+        // Steps made so far may have had another global batch.
+        let training = &mut self.config.training;
+        if let Some(samples) = training.train_samples {
+            let left = samples.saturating_sub(consumed) / training.global_batch_size as u64;
+            training.train_iters = self.progress.iteration + left;
+        }
         reporter.message(&format!("resumed from {} ({consumed} samples consumed)", latest.path.display()));
         let manifest = checkpoint::Manifest::read(&latest.path)?;
         let precision = self.config.training.precision;

@@ -75,8 +75,8 @@ pub struct SavedRun {
 /// # Errors
 /// If it is not a training run's.
 pub fn saved_run(path: &Path, state: &Value) -> Result<SavedRun> {
-    let progress = part(path, state, "progress")?;
-    let model = part(path, state, "model")?;
+    let model: ModelConfig = part(path, state, "model")?;
+    let progress = progress(path, state, &model)?;
     let parallel = state.pointer(PARALLEL).and_then(|value| serde_json::from_value(value.clone()).ok());
     Ok(SavedRun { progress, model, parallel })
 }
@@ -114,6 +114,7 @@ const FREE: [&str; 4] = ["attention_dropout", "hidden_dropout", "make_vocab_size
 pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progress> {
     let damaged = |what: &str| Error::checkpoint(path, format!("its manifest's state has no valid {what}"));
     let theirs: ModelConfig = part(path, state, "model")?;
+    let progress = progress(path, state, &theirs)?;
     let theirs = serde_json::to_value(&theirs).map_err(|_| damaged("model"))?;
     let theirs = theirs.as_object().ok_or_else(|| damaged("model"))?;
     let ours = serde_json::to_value(&config.model).map_err(|_| damaged("model"))?;
@@ -135,7 +136,16 @@ pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progr
             ),
         ));
     }
-    part(path, state, "progress")
+    Ok(progress)
+}
+
+/// The progress of a state; those that do not count tokens are from before the length of sequences could change.
+fn progress(path: &Path, state: &Value, model: &ModelConfig) -> Result<Progress> {
+    let mut progress: Progress = part(path, state, "progress")?;
+    if state.pointer("/progress/consumed_tokens").is_none() {
+        progress.consumed_tokens = progress.consumed_samples.saturating_mul(model.seq_length as u64);
+    }
+    Ok(progress)
 }
 
 /// What identified the data of the run that wrote a manifest.

@@ -48,6 +48,9 @@ pub struct Progress {
     pub iteration: u64,
     /// Samples read.
     pub consumed_samples: u64,
+    /// Tokens of these: a run may go on with longer or shorter sequences.
+    #[serde(default)]
+    pub consumed_tokens: u64,
     /// Samples of steps that updated the parameters; what learning-rate schedules count.
     pub applied_samples: u64,
     /// Updates applied; Adam's step count.
@@ -62,6 +65,7 @@ pub struct Progress {
 struct InFlight {
     iteration: u64,
     consumed_samples: u64,
+    consumed_tokens: u64,
     start: Instant,
     /// 1 / tokens of the global batch.
     factor: f64,
@@ -323,10 +327,21 @@ impl Trainer {
         self.stage.params.release_grads();
         let results = losses.read_with(vec![update.verdict().clone()])?;
         self.progress.iteration += 1;
-        self.progress.consumed_samples += self.config.training.global_batch_size as u64;
-        let Progress { iteration, consumed_samples, .. } = self.progress;
-        let step = InFlight { iteration, consumed_samples, start, factor, learning_rate, loss_scale, update, results };
-        self.in_flight = Some(step);
+        let samples = self.config.training.global_batch_size as u64;
+        self.progress.consumed_samples += samples;
+        self.progress.consumed_tokens += samples * self.config.model.seq_length as u64;
+        let Progress { iteration, consumed_samples, consumed_tokens, .. } = self.progress;
+        self.in_flight = Some(InFlight {
+            iteration,
+            consumed_samples,
+            consumed_tokens,
+            start,
+            factor,
+            learning_rate,
+            loss_scale,
+            update,
+            results,
+        });
         self.read_ahead();
         let may_wait = kernels::device::computes_ahead(&self.stage.device) && !self.loss_scaler.adapts();
         if at_once || !may_wait {
@@ -367,7 +382,7 @@ impl Trainer {
             iteration: step.iteration,
             train_iters: self.config.training.train_iters,
             consumed_samples: step.consumed_samples,
-            consumed_tokens: step.consumed_samples * model.seq_length as u64,
+            consumed_tokens: step.consumed_tokens,
             lm_loss,
             grad_norm: f64::from(result.grad_norm),
             learning_rate: step.learning_rate,

@@ -121,6 +121,33 @@ fn signals_save_and_stop_and_the_same_command_goes_on() {
     }
 }
 
+/// `key` of each step in the metrics.
+fn steps(folder: &Path, key: &str) -> Vec<u64> {
+    let number = |line: &String| serde_json::from_str::<serde_json::Value>(line).unwrap()[key].as_u64();
+    metrics(folder).iter().filter_map(number).collect()
+}
+
+#[test]
+fn samples_of_the_whole_run_and_tokens_are_counted_through_changes_of_batch_and_length() {
+    let folder = folder();
+    let train = |flags: &[&str]| {
+        let output = pretrain(folder.path(), flags).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        stdout(&output)
+    };
+    let run = ["--train-samples=24", "--position-embedding-type=rope"];
+    train(&[&run[..], &["--global-batch-size=4", "--exit-interval=2"]].concat());
+    train(&[&run[..], &["--global-batch-size=2", "--seq-length=16"]].concat());
+    // 24 samples: 2 steps of 4, then 8 of 2.
+    assert_eq!(steps(folder.path(), "consumed_samples"), [4, 8, 10, 12, 14, 16, 18, 20, 22, 24]);
+    let tokens = [32, 64, 96, 128, 160, 192, 224, 256, 288, 320];
+    assert_eq!(steps(folder.path(), "consumed_tokens"), tokens);
+    // Asked for anew where a run goes on, though its first step is not one that is printed.
+    assert!(steps(folder.path(), "memory").iter().all(|bytes| *bytes > 0));
+    let again = train(&[&run[..], &["--global-batch-size=8", "--seq-length=16"]].concat());
+    assert!(again.contains("nothing is left to train"), "{again}");
+}
+
 #[test]
 fn a_killed_rank_is_named_and_ends_the_run() {
     let folder = folder();

@@ -66,6 +66,7 @@ pub(crate) fn valid() -> RunConfig {
             micro_batch_size: 2,
             global_batch_size: 16,
             train_iters: 10,
+            train_samples: None,
             exit_interval: None,
             seed: 1,
             recompute: Recompute::None,
