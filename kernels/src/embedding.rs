@@ -6,7 +6,7 @@ use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::par::Shared;
 use crate::simd::vectorize;
-use crate::view::{View, expect_dtype, expect_shape, tensor};
+use crate::view::{View, expect_apart, expect_dtype, expect_shape, tensor};
 use crate::{Error, Result, on_gpu, output, par, trace};
 
 /// Columns that one task of the backward pass owns, at least: four cache lines of f32.
@@ -66,6 +66,7 @@ pub fn embedding_backward(dy: &Tensor, ids: &Tensor, first_row: usize, dweight: 
     dims.push(h);
     expect_shape(OP, "dy", dy, &dims)?;
     on_gpu!(dy, embedding::backward(dy, ids, first_row, dweight, OP));
+    expect_apart(OP, "dweight", dweight, &[dy, ids])?;
     by_elem!(dy, OP, E => {
         type Acc = <E as Elem>::Acc;
         expect_dtype(OP, dweight, Acc::DTYPE)?;

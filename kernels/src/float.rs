@@ -213,6 +213,20 @@ macro_rules! computed_in_itself {
 }
 computed_in_itself!(f32, f64);
 
+/// `v` in f32 such that what that is rounded to is what `v` would be rounded to: what is cut off is noted in the last bit (Boldo & Melquiond 2008,
+/// "Emulation of FMA and correctly rounded sums").
+#[inline(always)]
+fn rounded_to_odd(v: f64) -> f32 {
+    let nearest = v as f32;
+    let bits = nearest.to_bits();
+    if f64::from(nearest) == v || v.is_nan() || bits & 1 == 1 {
+        return nearest;
+    }
+    // An even neighbour: the odd one on the other side of v.
+    let outwards = f64::from(nearest).abs() < v.abs();
+    f32::from_bits(if outwards { bits + 1 } else { bits - 1 })
+}
+
 /// The part of [`Elem`] that stages 16-bit values in f32.
 macro_rules! computed_in_f32 {
     () => {
@@ -223,7 +237,7 @@ macro_rules! computed_in_f32 {
 
         #[inline(always)]
         fn of_f64(v: f64) -> Self {
-            Self::from_f64(v)
+            Self::store(rounded_to_odd(v))
         }
 
         #[inline(always)]

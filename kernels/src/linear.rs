@@ -7,7 +7,9 @@ use crate::float::{Elem, Float, by_elem};
 use crate::gemm::{Mat, Start, all_threads, gemm, gemm_plus};
 use crate::host::{with_rows_mut, with_slice_mut};
 use crate::simd::{LANES, ask_for, vectorize};
-use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last};
+use crate::view::{
+    View, copied, expect_apart, expect_dtype, expect_elements, expect_shape, rows_of, tensor, with_last,
+};
 use crate::{Error, Result, on_cuda, on_gpu, par, trace};
 
 /// Rows per partial sum of a reduction over rows; fixed, so that results do not depend on the number of threads.
@@ -96,6 +98,7 @@ pub fn linear_add_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, residual: 
         expect_shape(OP, what, t, &with_last(x, dims[2]))?;
         expect_dtype(OP, t, x.dtype())?;
     }
+    expect_apart(OP, "y", y, &[x, w, residual])?;
     by_elem!(x, OP, E => {
         let residual = View::<E>::new(residual, OP, "residual")?;
         with_slice_mut::<E, _>(y, OP, |y| {
@@ -134,7 +137,7 @@ pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Te
 }
 
 /// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the result's elements. On a CPU the rows of
-/// `y` may lie apart.
+/// `y` may lie apart, if they are the result's.
 ///
 /// # Errors
 /// As [`linear`], or if `y` has another number of elements or a dtype that is not one of the two.
@@ -144,15 +147,23 @@ pub fn linear_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, y: &Tensor) ->
     let dims = expect_forward(x, w, bias, OP)?;
     expect_elements(OP, "y", y, dims[0] * dims[2])?;
     on_cuda!(x, linear::forward_into(x, w, bias, dims, y, OP));
+    expect_apart(OP, "y", y, &[x, w])?;
+    let contiguous = y.is_contiguous();
+    if !contiguous && rows_of(y, OP)? != (dims[0], dims[2]) {
+        let message = format!("y has shape {:?} and rows that lie apart; they must be those of the result", y.dims());
+        return Err(Error::shape(OP, message));
+    }
+    // However a contiguous tensor is shaped, the result's rows follow each other in it.
+    let row_of = |apart| if contiguous { dims[2] } else { apart };
     by_elem!(x, OP, E => {
         if y.dtype() == x.dtype() {
-            return with_rows_mut::<E, _>(y, OP, |y, row| {
-                forward::<E, E>(x, w, bias, None, dims, (y.as_mut_ptr(), row), OP)
+            return with_rows_mut::<E, _>(y, OP, |y, apart| {
+                forward::<E, E>(x, w, bias, None, dims, (y.as_mut_ptr(), row_of(apart)), OP)
             });
         }
         expect_dtype(OP, y, <<E as Elem>::Acc as candle_core::WithDType>::DTYPE)?;
-        with_rows_mut::<<E as Elem>::Acc, _>(y, OP, |y, row| {
-            forward::<E, _>(x, w, bias, None, dims, (y.as_mut_ptr(), row), OP)
+        with_rows_mut::<<E as Elem>::Acc, _>(y, OP, |y, apart| {
+            forward::<E, _>(x, w, bias, None, dims, (y.as_mut_ptr(), row_of(apart)), OP)
         })
     })
 }
@@ -209,6 +220,7 @@ pub fn linear_dgrad_into(dy: &Tensor, w: &Tensor, dx: &Tensor) -> Result<()> {
     expect_elements(OP, "dx", dx, rows * k)?;
     expect_dtype(OP, dx, dy.dtype())?;
     on_cuda!(dy, linear::dgrad(dy, w, dims, Some(dx), OP).map(|_| ()));
+    expect_apart(OP, "dx", dx, &[dy, w])?;
     by_elem!(dy, OP, E => with_slice_mut::<E, _>(dx, OP, |dx| dgrad::<E>(dy, w, dims, dx.as_mut_ptr(), OP)))
 }
 
@@ -260,6 +272,7 @@ fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, add: bool, op: &'static str) -> R
     }
     expect_shape(op, "dw", dw, &[n, k])?;
     on_cuda!(dy, linear::wgrad(dy, x, dw, [rows, k, n], add, op));
+    expect_apart(op, "dw", dw, &[dy, x])?;
     by_elem!(dy, op, E => {
         let ((dy, dy_row), (x, x_row)) = (View::<E>::rows(dy, op, "dy")?, View::<E>::rows(x, op, "x")?);
         let (a, b) = (Mat(dy.as_ptr(), dy_row, 1).t(), Mat(x.as_ptr(), x_row, 1));

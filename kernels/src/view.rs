@@ -78,6 +78,14 @@ pub fn same_storage(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
+/// Refuses a result, `what`, in the storage of an operand, whose lending for reading it would wait for.
+pub fn expect_apart(op: &'static str, what: &str, result: &Tensor, operands: &[&Tensor]) -> Result<()> {
+    if operands.iter().any(|operand| same_storage(result, operand)) {
+        return Err(Error::shape(op, format!("{what} shares its storage with an operand")));
+    }
+    Ok(())
+}
+
 /// A tensor of `data` on the device of `like`.
 pub fn tensor<T: HostElem>(data: Vec<T>, shape: impl Into<Shape>, like: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, shape.into(), like.device())?)

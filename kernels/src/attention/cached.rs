@@ -9,7 +9,7 @@ use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::par::{self, Shared};
 use crate::simd::{max, sum, sum2, vectorize};
-use crate::view::{View, expect_dtype, expect_shape, tensor};
+use crate::view::{View, expect_apart, expect_dtype, expect_shape, tensor};
 use crate::{Error, Result, on_gpu};
 
 /// Appends the keys and values of `qkv [n, b, width]` (rotated) to `cache [positions, b, groups·2·head_dim]` and gives
@@ -30,7 +30,7 @@ pub fn attention_cached<'a>(
     let positions = cache.dim(0)?;
     expect_shape(OP, "cache", cache, &[positions, b, shape.groups * 2 * shape.head_dim])?;
     expect_dtype(OP, cache, qkv.dtype())?;
-    if starts.len() != b || starts.iter().any(|start| start + s > positions) {
+    if starts.len() != b || starts.iter().any(|start| start.checked_add(s).is_none_or(|end| end > positions)) {
         let message =
             format!("{s} tokens from positions {starts:?} on, of {b} samples, in a cache of {positions} positions");
         return Err(Error::shape(OP, message));
@@ -42,6 +42,7 @@ pub fn attention_cached<'a>(
     }
     let geometry = Geometry { s, b, shape };
     on_gpu!(qkv, attention::cached(OP, qkv, cache, starts, geometry, scores));
+    expect_apart(OP, "cache", cache, &[qkv])?;
     let scores = HostScores::new(scores, None, s, OP)?;
     by_elem!(qkv, OP, E => {
         let packed = View::<E>::new(qkv, OP, "qkv")?;
@@ -187,6 +188,11 @@ mod tests {
     fn a_full_cache_is_refused() {
         let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 4 };
         let cache = Tensor::zeros((3, 1, 8), DType::F32, &Device::Cpu).unwrap();
+        let beyond = [usize::MAX, usize::MAX - 1];
+        for start in beyond {
+            let error = attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[start], shape, 0.5).unwrap_err();
+            assert!(error.to_string().contains("2 tokens from positions"), "{error}");
+        }
         let error = attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[2], shape, 0.5).unwrap_err();
         assert!(error.to_string().contains("cache of 3 positions"), "{error}");
     }

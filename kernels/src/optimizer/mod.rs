@@ -60,7 +60,7 @@ pub(crate) struct Operands<'a> {
 
 impl Operands<'_> {
     /// `names` are those of the states in messages, which beside f32 may be bf16 or not.
-    fn check(&self, op: &'static str, names: [&str; 2], may_be_narrow: bool) -> Result<()> {
+    fn check(&self, op: &'static str, names: [&'static str; 2], may_be_narrow: bool) -> Result<()> {
         let &Self { p, weight, g, first, second } = self;
         if self.in_halves() {
             let high = weight
@@ -68,8 +68,15 @@ impl Operands<'_> {
             halves::check(op, high, Some(p))?;
         }
         let mut seen = vec![p];
+        if !p.is_contiguous() {
+            return Err(Error::NotContiguous { op, what: "p" });
+        }
         for (name, t) in [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)] {
             let Some(t) = t else { continue };
+            // Segments are views of the flattened tensor, which of others would be a copy.
+            if !t.is_contiguous() {
+                return Err(Error::NotContiguous { op, what: name });
+            }
             expect_elements(op, name, t, p.elem_count())?;
             let is_narrow = may_be_narrow && (t.dtype(), g.dtype()) == (DType::BF16, DType::F32);
             if names.contains(&name) && t.dtype() != g.dtype() && !is_narrow {

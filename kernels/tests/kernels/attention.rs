@@ -135,6 +135,9 @@ fn with_linear_biases_they_agree_with_plain_attention() {
         let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
         let how = Scores { alibi: Some(&slopes), ..PLAIN };
         compare(s, b, shape, how, None);
+        // The further back, the larger: past the end of the sequence beyond all numbers.
+        let rising: Vec<f64> = slopes.iter().map(|slope| -slope).collect();
+        compare(s, b, shape, Scores { alibi: Some(&rising), ..PLAIN }, None);
         let dropout =
             AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2, step_and_samples: None };
         compare(s, b, shape, how, Some(&dropout));

@@ -203,6 +203,50 @@ fn results_may_go_into_views_and_are_the_same_there() {
     }
 }
 
+#[test]
+fn a_contiguous_result_may_have_any_shape_and_one_with_gaps_only_that_of_the_result() {
+    let (x, w) = (cast(&randn("x", &[4, 8]), DType::F32), cast(&randn("w", &[16, 8]), DType::F32));
+    let want = bits(&linear(&x, &w, None).unwrap());
+    for shape in [vec![64], vec![2, 32], vec![8, 8], vec![1, 4, 16]] {
+        // Numbers in front and behind must stay.
+        let room = Tensor::ones(192, DType::F32, &Device::Cpu).unwrap();
+        let y = room.narrow(0, 64, 64).unwrap().reshape(shape).unwrap();
+        linear_into(&x, &w, None, &y).unwrap();
+        assert_eq!(bits(&y), want);
+        let others = (room.sum_all().unwrap() - y.sum_all().unwrap()).unwrap().to_scalar::<f32>().unwrap();
+        assert!((others - 128.0).abs() < 1e-3, "{others}");
+    }
+    for (rows, width) in [(2, 32), (8, 8)] {
+        let y = Tensor::ones((rows, width + 3), DType::F32, &Device::Cpu).unwrap().narrow(1, 0, width).unwrap();
+        let refused = linear_into(&x, &w, None, &y).unwrap_err().to_string();
+        assert!(refused.contains(&format!("[{rows}, {width}]")), "{refused}");
+    }
+}
+
+#[test]
+fn a_result_in_the_storage_of_an_operand_is_refused_rather_than_waited_for() {
+    let (flat, w) = (cast(&randn("flat", &[24, 8]), DType::F32), cast(&randn("w", &[8, 8]), DType::F32));
+    let [a, b, c] = [0, 8, 16].map(|at| flat.narrow(0, at, 8).unwrap());
+    let refusals = [
+        linear_into(&a, &w, None, &b),
+        linear_into(&w, &a, None, &b),
+        linear_add_into(&w, &w, None, &a, &b),
+        linear_dgrad_into(&a, &w, &b),
+        linear_wgrad(&a, &w, &c),
+        linear_wgrad_into(&w, &b, &c),
+    ];
+    for refusal in refusals {
+        assert!(refusal.unwrap_err().to_string().contains("shares its storage"));
+    }
+}
+
+#[test]
+fn a_result_without_elements_is_none_to_write() {
+    let empty = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    linear_into(&empty(&[3, 0, 4]), &empty(&[5, 4]), None, &empty(&[3, 0, 5])).unwrap();
+    linear_dgrad_into(&empty(&[3, 0, 5]), &empty(&[5, 4]), &empty(&[3, 0, 4])).unwrap();
+}
+
 /// Contiguous rows of 1024 lie a multiple of 4 KiB apart, where products pack what they read in place elsewhere.
 #[test]
 fn rows_of_results_and_of_their_gradients_may_lie_apart() {

@@ -249,4 +249,13 @@ fn operands_that_do_not_fit_are_errors_rather_than_deadlocks() {
     let v = zeros(4, DType::F64);
     assert!(adamw(&p, None, &gradient(1, 5), &m, &v, &ADAM).unwrap_err().to_string().contains("[5]"));
     assert!(adamw(&p, None, &g, &m, &v, &AdamW { step: 0, ..ADAM }).unwrap_err().to_string().contains("step 0"));
+
+    // Of a transposed tensor segments would be parts of a copy.
+    let p = randn("p", &[4, 6]).t().unwrap();
+    let [g, m, v] = [(); 3].map(|()| Tensor::ones((6, 4), DType::F64, &Device::Cpu).unwrap());
+    let segment = |len| Segment { len, decays: true, dither: Dither::whole(Dither::key(0, "p", 1)) };
+    for segments in [vec![segment(24)], vec![segment(10), segment(14)]] {
+        let refused = adamw_segments(&p, None, &g, &m, &v, &ADAM, None, &segments).unwrap_err().to_string();
+        assert!(refused.contains("contiguous"), "{refused}");
+    }
 }

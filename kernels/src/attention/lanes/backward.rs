@@ -190,7 +190,8 @@ impl<E: Lanes> Pass<'_, E> {
                         turned::<K>(dout, n, width, do_turned);
                         let head = group * of_group + j;
                         let of_queries = &self.lse[(batch * shape.heads() + head) * s..][..s];
-                        lse[s..].fill(0.0);
+                        // Of no query: its probabilities are none, whatever a slope adds to its scores.
+                        lse[s..].fill(f32::INFINITY);
                         lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
                         let mut of_queries = Head {
                             tile: Tile::new(&self.call, batch, head, &first_keys),
