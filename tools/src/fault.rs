@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-/// Set for ranks whose supervisor reads faults.
+/// Set for ranks whose supervisor reads faults; tells who that is.
 pub const SUPERVISED: &str = "MEGATRON_SUPERVISED";
 /// The exit code after a panic, as Rust's runtime has it.
 pub const PANICKED: u8 = 101;

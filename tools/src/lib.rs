@@ -29,6 +29,8 @@ use error::Error;
 /// The program: reads the command line, and returns the code to end with.
 pub fn main() -> ExitCode {
     fault::install_panic_hook();
+    launch::adjust();
+    launch::watch_supervisor();
     let code = catch_unwind(AssertUnwindSafe(|| {
         run().unwrap_or_else(|error| {
             fault::report(&error);

@@ -7,6 +7,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
 use crate::error::{Error, Result};
+use crate::launch::is_ignored;
 
 /// What the signals so far ask for.
 #[derive(Clone, Debug)]
@@ -17,16 +18,19 @@ pub struct StopSignal {
 }
 
 impl StopSignal {
-    /// Takes SIGINT and SIGTERM as wishes to stop; a second SIGINT ends the process at once.
+    /// Takes SIGINT and SIGTERM, unless they are ignored, as wishes to stop; a second SIGINT ends the process at once.
     ///
     /// # Errors
     /// If the operating system refuses.
     pub fn listen() -> Result<Self> {
         let stop = Self { flag: Arc::default(), signal: Arc::default() };
         let register = || -> std::io::Result<()> {
-            // Actions run in the order of registration: the first SIGINT finds the flag not yet set.
-            flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&stop.flag))?;
-            for signal in [SIGINT, SIGTERM] {
+            let signals: Vec<i32> = [SIGINT, SIGTERM].into_iter().filter(|signal| !is_ignored(*signal)).collect();
+            if signals.contains(&SIGINT) {
+                // Actions run in the order of registration: the first SIGINT finds the flag not yet set.
+                flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&stop.flag))?;
+            }
+            for signal in signals {
                 flag::register_usize(signal, Arc::clone(&stop.signal), signal as usize)?;
                 flag::register(signal, Arc::clone(&stop.flag))?;
             }

@@ -37,6 +37,7 @@ pub mod threads;
 
 pub use communicator::{Communicator, Group, ReduceOp, Work};
 pub(crate) use inbox::lock;
+pub use local::Process;
 pub use options::CommOptions;
 pub use rendezvous::{Backend, RankInfo, Rendezvous, init};
 pub use threads::solo;

@@ -63,6 +63,9 @@ impl Listener {
     }
 }
 
+/// What the caller says once it has heard the answer. One that gave up meanwhile leaves a greeting behind that nobody stands for.
+const AGREED: u8 = 0x5a;
+
 /// What both sides of a new connection say: the run, who speaks, and to whom.
 fn greeting(nonce: u64, from: usize, to: usize) -> [u8; 24] {
     let mut bytes = [0; 24];
@@ -103,6 +106,7 @@ fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instan
                 if heard != greeting(nonce, to, rank) {
                     return Err(io::Error::other("another program answered"));
                 }
+                stream.write_all(&[AGREED])?;
                 Ok(stream)
             });
             match met {
@@ -136,7 +140,7 @@ fn answer(
         match listener.accept() {
             Ok((stream, _)) => {
                 // Strangers are sent away; a rank that was cut off tries again.
-                if let Ok((peer, stream)) = meet(stream, rank, nonce, size) {
+                if let Ok((peer, stream)) = meet(stream, rank, nonce, size, deadline) {
                     streams[peer] = Some(stream);
                 }
             }
@@ -151,13 +155,28 @@ fn answer(
     Ok(())
 }
 
-fn meet(mut stream: TcpStream, rank: usize, nonce: u64, size: usize) -> io::Result<(usize, TcpStream)> {
+fn meet(
+    mut stream: TcpStream,
+    rank: usize,
+    nonce: u64,
+    size: usize,
+    deadline: Instant,
+) -> io::Result<(usize, TcpStream)> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     let heard = hear(&mut stream)?;
     let peer = (rank + 1..size).find(|peer| heard == greeting(nonce, *peer, rank));
     let peer = peer.ok_or_else(|| io::Error::other("not a rank of this run"))?;
     stream.write_all(&greeting(nonce, rank, peer))?;
+    // A rank of this run says so or closes.
+    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_read_timeout(Some(left))?;
+    let mut agreed = [0];
+    stream.read_exact(&mut agreed)?;
+    stream.set_read_timeout(None)?;
+    if agreed != [AGREED] {
+        return Err(io::Error::other("no word that the answer was heard"));
+    }
     Ok((peer, stream))
 }
 
@@ -425,3 +444,6 @@ impl Drop for TcpLink {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -178,3 +178,22 @@ fn two_processes_with_one_rank_are_noticed() {
     let joined_twice = |r: &Result<_>| matches!(r, Err(Error::Config(m)) if m.contains("RANK=1"));
     assert!(told.iter().any(joined_twice), "{told:?}");
 }
+
+#[test]
+fn a_second_process_with_a_rank_that_has_answered_is_refused() {
+    let (dir, port) = (tempfile::tempdir().unwrap(), free_port());
+    let file = |_| Rendezvous::File { dir: dir.path().into() };
+    let tcp = |rank| Rendezvous::Tcp { host: "localhost".into(), port, is_host: rank == 0 };
+    let rendezvous: [&(dyn Fn(usize) -> Rendezvous + Sync); 2] = [&file, &tcp];
+    for rendezvous in rendezvous {
+        let told = std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| meet(&[0, 1, 3], 4, rendezvous));
+            std::thread::sleep(SECOND / 3);
+            let second = meet(&[1], 4, rendezvous);
+            waiting.join().unwrap().into_iter().chain(second).collect::<Vec<_>>()
+        });
+        for result in &told {
+            assert!(matches!(result, Err(Error::Config(m)) if m.contains("RANK=1")), "{told:?}");
+        }
+    }
+}

@@ -16,7 +16,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    fn blames_a_peer(&self) -> bool {
+    pub fn blames_a_peer(&self) -> bool {
         self.fault.as_ref().is_some_and(|f| f.blames_a_peer)
     }
 }

@@ -9,6 +9,8 @@ use std::io;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command};
 
+use super::inherited::prepare_rank;
+
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
@@ -32,9 +34,14 @@ impl Exit {
 pub fn spawn(command: &mut Command) -> io::Result<Child> {
     let parent = std::process::id();
     command.process_group(0);
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed; `bind_to_parent` makes system calls only and allocates
-    // nothing: its errors are plain codes.
-    unsafe { command.pre_exec(move || bind_to_parent(parent)) };
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; `prepare_rank` and `bind_to_parent` make system calls only
+    // and allocate nothing: errors are plain codes.
+    unsafe {
+        command.pre_exec(move || {
+            prepare_rank();
+            bind_to_parent(parent)
+        })
+    };
     command.spawn()
 }
 

@@ -10,8 +10,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::failure::{Failure, cause, describe};
+use super::inherited::is_ignored;
 use super::output::{Event, Stream, forward, print};
 use super::process::{Exit, reap, signal_group, signal_name, spawn};
+use super::watch;
 use crate::error::{Error, Result};
 use crate::fault::{Fault, SUPERVISED};
 use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
@@ -22,6 +24,10 @@ const TICK: Duration = Duration::from_millis(20);
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// How long output of an ended rank may still be on its way.
 const DRAIN: Duration = Duration::from_millis(500);
+
+/// The codes of ranks that stopped because they were asked to.
+const STOPPED_BY_INT: i32 = 128 + SIGINT;
+const STOPPED_BY_TERM: i32 = 128 + SIGTERM;
 
 /// Set for ranks whose supervisor serves the store at MASTER_ADDR:MASTER_PORT.
 pub const STORE_SERVED: &str = "MEGATRON_STORE_SERVED";
@@ -83,7 +89,9 @@ impl Plan {
             ("MASTER_PORT", usize::from(self.master.1)),
         ];
         command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
-        command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, "1");
+        command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, watch::supervisor());
+        // Said of the port of whoever started this process; ranks use the one given here.
+        command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
         if self.shares_gpus {
             command.env("NCCL_HOSTID", format!("rank-{}", self.rank(index)));
         }
@@ -126,6 +134,7 @@ struct Rank {
     last_line: Option<String>,
     /// The last signal it was sent.
     told: Option<i32>,
+    exit: Option<Exit>,
 }
 
 /// Why ranks are being ended.
@@ -134,7 +143,6 @@ enum Phase {
     /// A signal came; ranks were told to stop.
     Stopping {
         since: Instant,
-        signal: i32,
     },
     /// A rank failed.
     Failing {
@@ -149,8 +157,10 @@ enum Phase {
 /// # Errors
 /// If a rank cannot be started.
 pub fn supervise(plan: &Plan) -> Result<u8> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])
-        .map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
+    // `nohup` and the like have them ignored.
+    let listened = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
+    let mut signals =
+        Signals::new(listened).map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
     let mut supervisor = Supervisor::start(plan)?;
     loop {
         supervisor.relay(TICK);
@@ -172,7 +182,9 @@ struct Supervisor<'a> {
     events: Receiver<Event>,
     open_streams: usize,
     phase: Phase,
-    /// Whether a rank ended because it was told to. One that had finished when the signal came has done its work.
+    /// The signal that ranks were asked to stop for, before any failed.
+    stop: Option<i32>,
+    /// Whether a rank ended because it was asked to. One that had finished when the signal came has done its work.
     cut_short: bool,
     /// Local indices and ends of ranks that ended badly, in order.
     ended_badly: Vec<(usize, Exit)>,
@@ -187,6 +199,7 @@ impl<'a> Supervisor<'a> {
             events,
             open_streams: 0,
             phase: Phase::Running,
+            stop: None,
             cut_short: false,
             ended_badly: Vec::new(),
         };
@@ -212,6 +225,7 @@ impl<'a> Supervisor<'a> {
                 fault: None,
                 last_line: None,
                 told: None,
+                exit: None,
             });
         }
         Ok(started)
@@ -264,7 +278,8 @@ impl<'a> Supervisor<'a> {
                     print(Stream::Stderr, "", &note);
                 }
                 self.signal_all(libc::SIGTERM);
-                self.phase = Phase::Stopping { since: Instant::now(), signal };
+                self.stop = Some(signal);
+                self.phase = Phase::Stopping { since: Instant::now() };
             }
             Phase::Stopping { .. } | Phase::Failing { .. } => self.signal_all(libc::SIGKILL),
         }
@@ -286,11 +301,14 @@ impl<'a> Supervisor<'a> {
             let Some(child) = &mut rank.child else { continue };
             let Some(exit) = reap(child).map_err(|e| wait_error(rank.pid, e))? else { continue };
             rank.child = None;
+            rank.exit = Some(exit);
             let as_told = match exit {
                 Exit::Signal(signal) => rank.told == Some(signal),
                 Exit::Code(code) => rank.told.is_some() && code == 128 + libc::SIGTERM,
             };
-            self.cut_short |= as_told;
+            // One that is killed because others failed may have hung instead.
+            let killed = exit == Exit::Signal(libc::SIGKILL) && matches!(self.phase, Phase::Failing { .. });
+            self.cut_short |= as_told && !killed;
             if exit == Exit::Code(0) || as_told {
                 continue;
             }
@@ -305,7 +323,7 @@ impl<'a> Supervisor<'a> {
     fn enforce_deadlines(&mut self) {
         match self.phase {
             Phase::Running => {}
-            Phase::Stopping { since, .. } => {
+            Phase::Stopping { since } => {
                 if self.plan.stop_limit.is_some_and(|limit| since.elapsed() > limit) {
                     self.signal_all(libc::SIGKILL);
                 }
@@ -342,15 +360,27 @@ impl<'a> Supervisor<'a> {
                 Failure { rank: self.plan.rank(index), pid: rank.pid, exit, fault, last_line }
             })
             .collect();
+        if let Some(code) = self.stopped(&failures) {
+            return code;
+        }
         if let Some(cause) = cause(&failures) {
             let message = describe(&failures, self.ranks.len(), self.plan.advice.as_deref());
             print(Stream::Stderr, "error: ", &message);
             return cause.exit.code().max(1);
         }
-        match self.phase {
-            Phase::Stopping { signal, .. } if self.cut_short => Exit::Signal(signal).code(),
-            _ => 0,
+        0
+    }
+
+    /// The code of a run that was stopped on request and did not fail.
+    fn stopped(&self, failures: &[Failure]) -> Option<u8> {
+        // A rank that was asked before it could listen died of it, and others miss it.
+        if let Some(signal) = self.stop.filter(|_| self.cut_short && failures.iter().all(Failure::blames_a_peer)) {
+            return Some(Exit::Signal(signal).code());
         }
+        // Somebody else may have asked one of the ranks, here or on another machine: they saved, and say so by their codes.
+        let asked = |rank: &Rank| matches!(rank.exit, Some(Exit::Code(0 | STOPPED_BY_INT | STOPPED_BY_TERM)));
+        let well = self.ranks.iter().all(asked) && failures.iter().all(|f| f.fault.is_none());
+        failures.first().filter(|_| well).map(|first| first.exit.code())
     }
 }
 

@@ -38,11 +38,12 @@ fn sizes_that_do_not_divide() {
 #[test]
 fn flags_and_keys_that_are_unknown_wrong_or_contradict_each_other() {
     let site = Site::new();
-    let cases: [(&[&str], &[&str]); 5] = [
+    let cases: [(&[&str], &[&str]); 6] = [
         (&["--num-layer=2"], &["'--num-layer'", "'--num-layers'"]),
         (&["--num-layers=four"], &["'four'", "--num-layers"]),
         (&["--train-samples=80"], &["train_iters (run.toml:", "train_samples (--train-samples)"]),
         (&["--distributed-timeout-minutes=0"], &["distributed_timeout_minutes = 0"]),
+        (&["--distributed-timeout-minutes=nan"], &["distributed_timeout_minutes = NaN"]),
         (&["--rdzv=somewhere"], &["rdzv", "tcp://HOST:PORT"]),
     ];
     for (flags, parts) in cases {
@@ -220,5 +221,14 @@ fn a_rank_that_never_comes_is_named_in_the_time_that_was_set() {
         refused(&output, &["rendezvous", "rank [2]"]);
         assert!(!stderr(&output).contains("[0"), "{}", stderr(&output));
     }
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_limit_of_file_sizes_that_is_too_low_is_named() {
+    let site = Site::new();
+    let mut command = site.mark(std::process::Command::new("sh"));
+    command.args(["-c", "ulimit -f 1000; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_megatron"), "pretrain", "run.toml"]);
+    refused(&ended(vec![command.spawn().unwrap()], SOON)[0], &["shared memory", "ulimit -f"]);
     site.assert_nothing_left();
 }

@@ -1,11 +1,11 @@
 //! Ranks that die, hang or are told to stop: the others end soon, the cause is named, and the run resumes bitwise.
 
 use std::fs;
-use std::process::Child;
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use crate::site::{RANKS, SOON, Site, ended, refused};
-use crate::support::{kill, stderr, stdout, wait_for};
+use crate::support::{kill, megatron, stderr, stdout, wait_for};
 
 const STEPS: u64 = 400;
 
@@ -128,6 +128,13 @@ fn a_rank_that_hangs_is_named_after_the_timeout() {
 }
 
 #[test]
+fn a_timeout_may_be_longer_than_any_run() {
+    for minutes in ["2e17", "inf"] {
+        Site::new().succeed(&["--train-iters=1", "--distributed-timeout-minutes", minutes]);
+    }
+}
+
+#[test]
 fn no_rank_outlives_its_supervisor() {
     let site = Site::new();
     let mut supervisor = site.pretrain(&["--train-iters=1000000"]).spawn().unwrap();
@@ -135,6 +142,32 @@ fn no_rank_outlives_its_supervisor() {
     supervisor.kill().unwrap();
     supervisor.wait().unwrap();
     site.assert_nothing_left();
+}
+
+#[test]
+fn no_rank_outlives_a_launcher_with_a_shell_between_them() {
+    let site = Site::new();
+    let mut command = site.mark(megatron());
+    let ranks = RANKS.to_string();
+    command.args(["launch", "--nproc-per-node", &ranks, "--", "sh", "-c", "\"$0\" \"$@\"; true"]);
+    command.args([env!("CARGO_BIN_EXE_megatron"), "pretrain", "run.toml", "--train-iters=1000000"]);
+    let mut launcher = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    site.wait_for_step(3);
+    launcher.kill().unwrap();
+    launcher.wait().unwrap();
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_supervised_run_one_rank_of_which_is_told_to_stop_saves_and_does_not_fail() {
+    let site = Site::new();
+    let supervisor = site.pretrain(&["--train-iters=1000000", "--save=saved"]).spawn().unwrap();
+    site.wait_for_step(3);
+    kill(site.supervised_ranks()[1], "TERM");
+    let output = ended(vec![supervisor], SOON).remove(0);
+    assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
+    assert!(!stderr(&output).contains("error"), "{}", stderr(&output));
+    assert!(site.path("saved/latest_checkpointed_iteration.txt").exists());
 }
 
 #[test]

@@ -145,6 +145,92 @@ fn a_second_signal_stops_at_once() {
 }
 
 #[test]
+fn signals_that_are_ignored_at_the_start_have_no_effect() {
+    let folder = tempfile::tempdir().unwrap();
+    let script =
+        format!("trap 'exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done", folder.path().display());
+    let mut command = std::process::Command::new("sh");
+    // As `nohup megatron … &` in a script does.
+    command.args(["-c", "trap '' HUP INT; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_megatron")]);
+    command.args(["launch", "--", "sh", "-c", &script]).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    pids(folder.path(), 1);
+    for signal in ["HUP", "INT"] {
+        kill(child.id(), signal);
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(child.try_wait().unwrap().is_none(), "ended by SIG{signal}");
+    }
+    kill(child.id(), "TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+}
+
+/// A line by which a rank of this program tells its supervisor that it misses another.
+const MISSES_A_PEER: &str = r#"printf '\036{"message":"rank 1 died","blames_a_peer":true}\n' >&2; exit 1"#;
+
+#[test]
+fn a_run_that_is_stopped_while_it_starts_does_not_fail() {
+    let folder = tempfile::tempdir().unwrap();
+    // Rank 1 cannot listen yet and dies of the signal; rank 0 misses it.
+    let script = format!(
+        "[ $RANK = 1 ] || trap '{}' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+        MISSES_A_PEER.replace('\'', "'\\''"),
+        folder.path().display()
+    );
+    let child = shells(2, &script).stderr(Stdio::piped()).spawn().unwrap();
+    pids(folder.path(), 2);
+    kill(child.id(), "TERM");
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(143));
+    assert!(!stderr(&output).contains("error: "), "{}", stderr(&output));
+}
+
+#[test]
+fn a_rank_that_hangs_when_it_shall_stop_is_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        "[ $RANK = 1 ] && trap '' TERM || trap '{}' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+        MISSES_A_PEER.replace('\'', "'\\''"),
+        folder.path().display()
+    );
+    let child = shells(2, &script).stderr(Stdio::piped()).spawn().unwrap();
+    pids(folder.path(), 2);
+    kill(child.id(), "TERM");
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).ends_with("error: rank 0: rank 1 died\n"), "{}", stderr(&output));
+}
+
+#[test]
+fn ranks_that_somebody_else_asked_to_stop_have_not_failed() {
+    for code in [130, 143] {
+        let output = shells(2, &format!("[ $RANK = 0 ] && exit {code} || exit 0")).output().unwrap();
+        assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(code), ""));
+    }
+    // A rank that did not stop by itself may have lost its work.
+    let output = shells(2, "[ $RANK = 0 ] && exit 143 || exec sleep 60").output().unwrap();
+    assert_eq!(output.status.code(), Some(143));
+    assert!(stderr(&output).contains("error: rank 0"), "{}", stderr(&output));
+}
+
+#[test]
+fn ranks_may_print_to_a_terminal_that_stops_background_processes() {
+    const SIGTTOU: u32 = 22;
+    let output = shells(1, "grep SigIgn /proc/self/status").output().unwrap();
+    let text = stdout(&output);
+    let ignored = u64::from_str_radix(text.trim().rsplit(char::is_whitespace).next().unwrap(), 16).unwrap();
+    assert!(ignored >> (SIGTTOU - 1) & 1 == 1, "{text}");
+}
+
+#[test]
+fn the_port_of_torchruns_agent_is_no_business_of_the_ranks() {
+    let output = shells(1, "echo ${TORCHELASTIC_USE_AGENT_STORE-unset}")
+        .env("TORCHELASTIC_USE_AGENT_STORE", "True")
+        .output()
+        .unwrap();
+    assert_eq!(stdout(&output), "[0]: unset\n");
+}
+
+#[test]
 fn a_command_that_does_not_exist_is_named() {
     let output = megatron().args(["launch", "--", "/no/such/program"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));

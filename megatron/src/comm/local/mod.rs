@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 pub(crate) use self::arena::Arena;
 pub(crate) use self::copy_out::copy_out;
 pub(crate) use self::heap::{Block, PIECE};
+pub use self::process::Process;
 pub(crate) use self::remote::{Mark, Reach, read as read_memory, write as write_memory};
 use self::ring::Ring;
 pub(crate) use self::segment::Segment;

@@ -84,13 +84,20 @@ impl Segment {
     /// # Errors
     /// If the system refuses the memory.
     pub fn create(size: usize, nonce: u64) -> Result<Self> {
-        let refused =
-            |e: std::io::Error| Error::comm(format!("cannot create {} B of shared memory: {e}", total_bytes(size)));
+        let refused = |e: std::io::Error| {
+            // It is sparse, but limits of file sizes count all of it.
+            let advice = if e.raw_os_error() == Some(libc::EFBIG) {
+                "; the limit of file sizes applies to it: `ulimit -f unlimited` where rank 0 starts"
+            } else {
+                ""
+            };
+            Error::comm(format!("cannot create {} B of shared memory: {e}{advice}", total_bytes(size)))
+        };
         let (file, map) = unnamed(total_bytes(size)).map_err(refused)?;
         let mut segment = Self::over(map, 0, size);
         segment.file = Some(file);
         segment.facts().nonce.store(nonce, Ordering::Release);
-        segment.register();
+        segment.register()?;
         Ok(segment)
     }
 
@@ -107,7 +114,7 @@ impl Segment {
     /// Joins the memory that rank 0, process `pid`, holds open as `fd`.
     ///
     /// # Errors
-    /// If it cannot be opened, or is not this world's.
+    /// If it cannot be opened, is not this world's, or another process has joined as this rank.
     pub fn join(pid: u32, fd: i32, rank: usize, size: usize, nonce: u64) -> Result<Self> {
         let path = format!("/proc/{pid}/fd/{fd}");
         let refused = |why: String| {
@@ -126,7 +133,7 @@ impl Segment {
         if segment.facts().nonce.load(Ordering::Acquire) != nonce {
             return Err(refused("it belongs to another run".into()));
         }
-        segment.register();
+        segment.register()?;
         Ok(segment)
     }
 
@@ -185,11 +192,18 @@ impl Segment {
         unsafe { self.map.as_mut_ptr().add(start) }
     }
 
-    fn register(&self) {
+    fn register(&self) -> Result<()> {
         let (this, slot) = (Process::this(), self.slot(self.rank));
-        slot.pid.store(this.pid, Ordering::Relaxed);
+        // Two that write the same rings and windows would spoil the results of all.
+        slot.pid.compare_exchange(0, this.pid, Ordering::AcqRel, Ordering::Acquire).map_err(|other| {
+            Error::config(format!(
+                "another process (pid {other}) also joined as RANK={}; give every process a RANK of its own",
+                self.rank
+            ))
+        })?;
         slot.start.store(this.start, Ordering::Relaxed);
         slot.state.store(PRESENT, Ordering::Release);
+        Ok(())
     }
 
     /// This rank reads no more messages.
@@ -283,5 +297,19 @@ impl Segment {
         let reason: Vec<u8> = facts.reason[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
         let rank = facts.verdict_rank.load(Ordering::Relaxed) as usize;
         Some(Loss { rank, how: String::from_utf8_lossy(&reason).into_owned() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_is_joined_by_one_process_only() {
+        let segment = Segment::create(2, 7).unwrap();
+        let join = || Segment::join(std::process::id(), segment.fd().unwrap(), 1, 2, 7);
+        let _joined = join().unwrap();
+        let message = join().err().unwrap().to_string();
+        assert!(message.contains(&format!("pid {}", std::process::id())) && message.contains("RANK=1"), "{message}");
     }
 }

@@ -45,6 +45,11 @@ impl RankInfo {
     }
 }
 
+/// `host` as the resolver takes it: an IPv6 address without the brackets that set it off from a port.
+fn bare(host: &str) -> String {
+    host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host).into()
+}
+
 impl Rendezvous {
     /// MASTER_ADDR:MASTER_PORT, where rank 0 serves the store; the next port where torchrun's own agent has taken that
     /// one (TORCHELASTIC_USE_AGENT_STORE).
@@ -52,7 +57,7 @@ impl Rendezvous {
     /// # Errors
     /// If a variable is missing or no port.
     pub fn from_env(rank: usize, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let host = required(&lookup, "MASTER_ADDR")?;
+        let host = bare(&required(&lookup, "MASTER_ADDR")?);
         let port = number("MASTER_PORT", &required(&lookup, "MASTER_PORT")?)?;
         let agent = lookup("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
         let usable = port.checked_add(usize::from(agent)).and_then(|port| u16::try_from(port).ok());
@@ -74,7 +79,9 @@ impl Rendezvous {
         let address = url.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
         let parsed = address.and_then(|(host, port)| Some((host, port.parse::<u16>().ok().filter(|port| *port > 0)?)));
         match parsed {
-            Some((host, port)) if !host.is_empty() => Ok(Self::Tcp { host: host.into(), port, is_host: rank == 0 }),
+            Some((host, port)) if !bare(host).is_empty() => {
+                Ok(Self::Tcp { host: bare(host), port, is_host: rank == 0 })
+            }
             _ => Err(Error::config(format!("rendezvous {url} must be tcp://HOST:PORT or file:///DIR"))),
         }
     }
@@ -132,6 +139,15 @@ mod tests {
         assert_eq!(Rendezvous::from_url(1, "file:///a/b").unwrap(), Rendezvous::File { dir: "/a/b".into() });
         for bad in ["node0:1234", "tcp://node0", "tcp://:1", "tcp://node0:0", "tcp://node0:70000", "file://"] {
             assert!(Rendezvous::from_url(0, bad).unwrap_err().to_string().contains(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn addresses_of_ipv6_may_have_brackets() {
+        let expected = Rendezvous::Tcp { host: "::1".into(), port: 29500, is_host: false };
+        assert_eq!(Rendezvous::from_url(5, "tcp://[::1]:29500").unwrap(), expected);
+        for host in ["[::1]", "::1"] {
+            assert_eq!(parse(&[("MASTER_ADDR", host)]).unwrap().unwrap().1, expected);
         }
     }
 

@@ -73,14 +73,16 @@ fn read<T: DeserializeOwned>(store: &dyn Store, key: &str) -> Result<Option<T>> 
 /// Makes this rank known and returns the run's nonce and all members in order of rank.
 ///
 /// # Errors
-/// If a rank does not appear in time (each is named), or ranks contradict each other.
+/// If a rank does not appear in time (each is named), ranks contradict each other, or two processes are the same rank.
 pub(crate) fn join(store: &dyn Store, info: &RankInfo, me: Member, timeout: Duration) -> Result<(u64, Vec<Member>)> {
     put(store, &card(info.rank), &me)?;
     let (nonce, verdict) = match info.rank {
-        0 => lead(store, info, timeout)?,
+        0 => lead(store, info, &me, timeout)?,
         _ => follow(store, info, &me, timeout)?,
     };
     match verdict {
+        // Another process may have taken this rank just before the verdict.
+        Verdict::Members(members) if members[info.rank].token != me.token => Err(Error::config(twice(info.rank))),
         Verdict::Members(members) => Ok((nonce, members)),
         Verdict::Refused(why) => Err(Error::config(why)),
         Verdict::Missing { ranks, seconds } => {
@@ -89,9 +91,15 @@ pub(crate) fn join(store: &dyn Store, info: &RankInfo, me: Member, timeout: Dura
     }
 }
 
-fn lead(store: &dyn Store, info: &RankInfo, timeout: Duration) -> Result<(u64, Verdict)> {
+fn twice(rank: usize) -> String {
+    format!("rendezvous: another process also joined as RANK={rank}; give every process a RANK of its own")
+}
+
+fn lead(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> Result<(u64, Verdict)> {
     let (start, nonce) = (Instant::now(), fresh());
     let mut published = BTreeMap::new();
+    // The tokens of those who have answered, all of this run.
+    let mut answered = BTreeMap::from([(0, me.token)]);
     let ruling = super::store::poll(timeout, || {
         let mut cards = BTreeMap::new();
         for key in store.list("join/")? {
@@ -105,10 +113,16 @@ fn lead(store: &dyn Store, info: &RankInfo, timeout: Duration) -> Result<(u64, V
             put(store, "welcome", &Welcome { nonce, tokens: tokens.clone() })?;
             published = tokens;
         }
+        // Said after the welcome, through which the second process hears of it, too.
+        let replaced = answered.iter().find(|(rank, token)| published.get(*rank).is_some_and(|there| there != *token));
+        if let Some((rank, _)) = replaced {
+            return Ok(Some(Verdict::Refused(twice(*rank))));
+        }
         // Only those who have answered are of this run; other cards may be old.
         let mut members = BTreeMap::new();
         for (rank, member) in cards {
             if rank == 0 || read::<u64>(store, &ack(nonce, rank))? == Some(member.token) {
+                answered.insert(rank, member.token);
                 members.insert(rank, member);
             }
         }
@@ -143,12 +157,18 @@ fn follow(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) ->
     let start = Instant::now();
     let mut joined = None;
     let ruling = super::store::poll(timeout, || {
-        if let Some(nonce) = joined {
-            return Ok(read::<Verdict>(store, &verdict(nonce))?.map(|ruling| (nonce, ruling)));
+        // Asked before the card, which may be replaced once all is decided.
+        if let Some(nonce) = joined
+            && let Some(ruling) = read::<Verdict>(store, &verdict(nonce))?
+        {
+            return Ok(Some((nonce, ruling)));
         }
         let there: Option<Member> = read(store, &card(info.rank))?;
         if there.is_some_and(|there| there.token != me.token) {
-            return Err(Error::config(format!("rendezvous: another process also joined as RANK={}", info.rank)));
+            return Err(Error::config(twice(info.rank)));
+        }
+        if joined.is_some() {
+            return Ok(None);
         }
         let welcome: Option<Welcome> = read(store, "welcome")?;
         if let Some(welcome) = welcome.filter(|welcome| welcome.tokens.get(&info.rank) == Some(&me.token)) {
@@ -167,4 +187,27 @@ fn follow(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) ->
         ranks.push(0);
     }
     Ok((0, Verdict::Missing { ranks, seconds: start.elapsed().as_secs_f64() }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::FileStore;
+    use super::*;
+
+    fn member(token: u64) -> Member {
+        let (host, identity) = ("here".into(), "here".into());
+        Member { token, world_size: 2, host, identity, pid: 1, addresses: vec![] }
+    }
+
+    #[test]
+    fn a_rank_whose_place_went_to_another_process_does_not_take_part() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FileStore::open(dir.path()).unwrap();
+        let info = RankInfo { rank: 1, world_size: 2, ..RankInfo::alone() };
+        // The other's card, answer and verdict came between two looks of this rank.
+        put(&store, "welcome", &Welcome { nonce: 7, tokens: BTreeMap::from([(0, 10), (1, 11)]) }).unwrap();
+        put(&store, &verdict(7), &Verdict::Members(vec![member(10), member(12)])).unwrap();
+        let Err(Error::Config(message)) = join(&store, &info, member(11), Duration::from_secs(5)) else { panic!() };
+        assert!(message.contains("another process also joined as RANK=1"), "{message}");
+    }
 }

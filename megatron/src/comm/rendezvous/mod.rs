@@ -27,7 +27,7 @@ use super::CommOptions;
 use super::communicator::Group;
 use super::endpoint::{Endpoint, Link};
 use super::group::EndpointGroup;
-use super::inbox::Inbox;
+use super::inbox::{Inbox, Loss};
 use super::local::{LocalLink, Segment};
 use super::tcp::{Listener, TcpLink};
 use crate::{Error, Result};
@@ -198,11 +198,42 @@ fn share(store: &dyn Store, info: &RankInfo, nonce: u64, deadline: Instant) -> R
         store.set(&key, place.as_bytes())?;
         let all = store::poll(left(), || Ok(segment.absent().is_empty().then_some(())))?;
         segment.close();
-        return all.map(|()| segment).ok_or_else(|| late(vec![]));
+        let missing = segment.absent();
+        if let (None, Some(&rank)) = (all, missing.first()) {
+            // The others are to name it, too, and not this rank, which ends because of it.
+            let how = format!("did not join the shared memory within {:.0} s", start.elapsed().as_secs_f64());
+            segment.condemn(&Loss { rank, how });
+            return Err(late(missing));
+        }
+        return Ok(segment);
     }
     let place = store.wait(&key, left())?.ok_or_else(|| late(vec![0]))?;
     let place = String::from_utf8_lossy(&place).into_owned();
     let parsed = place.split_once(' ').and_then(|(pid, fd)| Some((pid.parse().ok()?, fd.parse().ok()?)));
     let (pid, fd) = parsed.ok_or_else(|| Error::comm(format!("rendezvous key {key} holds {place:.40}")))?;
     Segment::join(pid, fd, info.rank, info.world_size, nonce)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_rank_that_does_not_join_the_shared_memory_is_named_to_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FileStore::open(dir.path()).unwrap();
+        let deadline = Instant::now() + Duration::from_millis(500);
+        let share = |rank| share(&store, &RankInfo { rank, world_size: 3, ..RankInfo::alone() }, 7, deadline);
+        let (first, joined) = std::thread::scope(|scope| {
+            let first = scope.spawn(|| share(0));
+            let joined = share(1).unwrap();
+            (first.join().unwrap(), joined)
+        });
+        let Err(Error::Timeout { missing, .. }) = first else { panic!() };
+        assert_eq!(missing, [2]);
+        let loss = joined.verdict().unwrap();
+        assert_eq!((loss.rank, loss.how.starts_with("did not join")), (2, true), "{loss:?}");
+    }
 }

@@ -3,8 +3,8 @@
 //! Whatever connects is served by a thread of its own and untrusted: greetings are timed, lengths, keys and connections bounded.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write};
-use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -78,14 +78,27 @@ fn listen(host: &str, port: u16) -> Result<TcpListener> {
         })
     };
     let addresses = resolve(host, port).map_err(refuse)?;
-    match TcpListener::bind(&addresses[..]) {
+    match TcpListener::bind(&reachable(host, port, addresses)[..]) {
         // The name leads to this machine through a translated address: listen on all of its own.
-        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => {
-            let any: [SocketAddr; 2] = [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()];
-            TcpListener::bind(&any[..]).map_err(refuse)
-        }
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(&all(port)[..]).map_err(refuse),
         result => result.map_err(refuse),
     }
+}
+
+/// Every interface of this machine.
+fn all(port: u16) -> [SocketAddr; 2] {
+    [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
+}
+
+/// Where to listen so that whoever was told `host` gets here; `addresses` are those that it has on this machine.
+///
+/// Many systems give a machine's own name a loopback address (`127.0.1.1`, Debian), while others find it under another.
+fn reachable(host: &str, port: u16, addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
+    let is_private = host == "localhost" || host.parse::<IpAddr>().is_ok();
+    if !is_private && addresses.iter().any(|address| address.ip().is_loopback()) {
+        return all(port).to_vec();
+    }
+    addresses
 }
 
 impl Drop for StoreServer {
@@ -110,23 +123,49 @@ impl Drop for StoreServer {
     }
 }
 
+fn out_of_descriptors(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
+/// Tells a client that there is no room for it.
+fn turn_away(mut stream: TcpStream) {
+    // A client that is gone needs no answer.
+    let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(wire::FULL));
+    // Closing with its greeting unread would reset the connection, and the answer with it.
+    let _ = stream.shutdown(Shutdown::Write);
+    let _ = stream.set_nonblocking(false).and_then(|()| stream.set_read_timeout(Some(Duration::from_millis(100))));
+    let _ = io::copy(&mut stream.take(64), &mut io::sink());
+}
+
 impl Shared {
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
+        // A descriptor to accept with once there is no other, so that whoever calls hears why it is not served.
+        let mut spare = listener.try_clone().ok();
         for number in 0.. {
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
-                Err(_) => {
-                    // Out of descriptors, most likely: they come back.
-                    std::thread::sleep(Duration::from_millis(50));
+                Err(e) => {
+                    let waiting = out_of_descriptors(&e) && spare.take().is_some();
+                    if waiting && let Ok((stream, _)) = listener.accept() {
+                        turn_away(stream);
+                    } else {
+                        std::thread::sleep(Duration::from_millis(50));
+                    }
+                    spare = spare.or_else(|| listener.try_clone().ok());
                     continue;
                 }
             };
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
-            let Ok(copy) = stream.try_clone() else { continue };
+            let Ok(copy) = stream.try_clone() else {
+                turn_away(stream);
+                continue;
+            };
             let mut connections = lock(&self.connections);
             if connections.len() >= MAX_CONNECTIONS {
+                drop(connections);
+                turn_away(stream);
                 continue;
             }
             connections.insert(number, copy);
@@ -211,5 +250,34 @@ impl Entries {
         self.bytes = bytes;
         self.values.insert(key, value);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_means_this_machine_to_itself_alone_is_served_on_all_interfaces() {
+        let at = |ip: &str| vec![SocketAddr::new(ip.parse().unwrap(), 7)];
+        for ip in ["127.0.1.1", "127.0.0.1", "::1"] {
+            assert_eq!(reachable("node0", 7, at(ip)), all(7), "{ip}");
+        }
+        // Whoever says that only this machine may come is taken at their word.
+        for (host, ip) in [("localhost", "127.0.0.1"), ("127.0.1.1", "127.0.1.1"), ("::1", "::1")] {
+            assert_eq!(reachable(host, 7, at(ip)), at(ip), "{host}");
+        }
+        assert_eq!(reachable("node0", 7, at("192.0.2.1")), at("192.0.2.1"));
+    }
+
+    #[test]
+    fn a_client_that_there_is_no_room_for_is_told_so() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let serving = std::thread::spawn(move || turn_away(listener.accept().unwrap().0));
+        let refused = super::super::TcpStore::connect("127.0.0.1", port, Duration::from_secs(5)).err().unwrap();
+        serving.join().unwrap();
+        let message = refused.to_string();
+        assert!(message.contains("ulimit -n") && !message.contains("MASTER_PORT"), "{message}");
     }
 }

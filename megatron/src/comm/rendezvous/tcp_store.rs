@@ -69,11 +69,15 @@ impl TcpStore {
             }
             pause = (pause * 2).min(Duration::from_millis(500));
         };
-        Self::greet(&mut stream).map_err(|e| {
-            Error::config(format!(
+        Self::greet(&mut stream).map_err(|e| match e.kind() {
+            io::ErrorKind::QuotaExceeded => Error::comm(format!(
+                "rendezvous: the store at {address} turned this rank away: {e}; raise the limit of open files \
+                 (`ulimit -n`) where rank 0 or the launcher starts"
+            )),
+            _ => Error::config(format!(
                 "rendezvous: {address} does not answer as a rendezvous store: {e}; choose a MASTER_PORT that no other \
                  program uses"
-            ))
+            )),
         })?;
         Ok(Self { address, stream: Mutex::new(stream) })
     }

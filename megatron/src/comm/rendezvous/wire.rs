@@ -7,6 +7,8 @@ use std::io::{self, Read, Write};
 
 /// What both sides say first; anything else is another program.
 pub(in crate::comm) const GREETING: &[u8; 8] = b"MGTSTOR1";
+/// What a store says instead that cannot serve one more.
+pub(in crate::comm) const FULL: &[u8; 8] = b"MGTFULL1";
 /// Longest key in bytes.
 pub(in crate::comm) const MAX_KEY: usize = 1024;
 /// Longest value in bytes.
@@ -50,7 +52,11 @@ fn read_bytes(from: &mut impl Read, len: usize, most: usize) -> io::Result<Vec<u
 }
 
 pub(in crate::comm) fn read_greeting(from: &mut impl Read) -> io::Result<()> {
-    if &read_array::<8>(from)? == GREETING { Ok(()) } else { Err(invalid("it is another program")) }
+    match &read_array::<8>(from)? {
+        GREETING => Ok(()),
+        FULL => Err(io::Error::new(io::ErrorKind::QuotaExceeded, "it has no room for one more connection")),
+        _ => Err(invalid("it is another program")),
+    }
 }
 
 pub(in crate::comm) fn write_request(to: &mut impl Write, request: &Request) -> io::Result<()> {

@@ -19,6 +19,9 @@ use super::layout::resolve_layout;
 use super::{Gathered, SAME_THING};
 use crate::error::{Error, Result};
 
+/// Seconds of ten years, which is as good as no timeout.
+const LONGEST_TIMEOUT: f64 = 10.0 * 365.0 * 24.0 * 3600.0;
+
 /// A run that was checked, except for what only its data can tell.
 #[derive(Clone, Debug)]
 pub struct Resolved {
@@ -397,7 +400,9 @@ impl Resolver<'_> {
     fn distributed(&self) -> Result<Distributed> {
         let p = &self.flags.parallel;
         let minutes = p.distributed_timeout_minutes;
-        let timeout = Duration::try_from_secs_f64(minutes * 60.0).ok().filter(|t| !t.is_zero()).ok_or_else(|| {
+        // Longer than any run, and short enough for deadlines to be reckoned with.
+        let seconds = if minutes.is_nan() { 0.0 } else { (minutes * 60.0).min(LONGEST_TIMEOUT) };
+        let timeout = Duration::try_from_secs_f64(seconds).ok().filter(|t| !t.is_zero()).ok_or_else(|| {
             let cited = self.sources.cite("distributed_timeout_minutes", minutes);
             Error::usage(format!("{cited} must be a number of minutes above 0"))
         })?;
