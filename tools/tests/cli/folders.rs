@@ -1,0 +1,86 @@
+//! Which checkpoint and which tokenizer a folder means: the same to every command, however its path is written.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+
+use crate::site::{Site, refused};
+use crate::support::{megatron, stderr, stdout};
+
+/// One rank, so that a run takes no time.
+const ALONE: [&str; 2] = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"];
+const POINTER: &str = "latest_checkpointed_iteration.txt";
+
+/// A site whose folder `saved` holds the checkpoints of iterations 1 and 2.
+fn saved() -> Site {
+    let site = Site::new();
+    pretrain(&site, &["--save=saved", "--train-iters=2", "--save-interval=1"]);
+    site
+}
+
+fn pretrain(site: &Site, flags: &[&str]) -> String {
+    stdout(&site.succeed(&[&ALONE[..], flags].concat()))
+}
+
+fn pretrain_refused(site: &Site, flags: &[&str], parts: &[&str]) {
+    let before = site.files();
+    refused(&site.pretrain(&[&ALONE[..], flags].concat()).output().unwrap(), parts);
+    site.assert_unchanged(&before);
+}
+
+#[test]
+fn a_run_resumes_from_one_checkpoints_folder() {
+    let site = saved();
+    let log = pretrain(&site, &["--load=saved/iter_0000001", "--save=other", "--train-iters=3"]);
+    assert!(log.contains("resumed from saved/iter_0000001 (8 samples"), "{log}");
+    // The metrics of the step before stay, too.
+    assert_eq!(site.losses().iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3]);
+    pretrain_refused(&site, &["--load=saved/iter_0000009", "--save=new"], &["iter_0000009", "holds no checkpoint"]);
+    let own = ["--load=saved/iter_0000001", "--save=saved/iter_0000001"];
+    pretrain_refused(&site, &own, &["one checkpoint's own folder"]);
+}
+
+#[test]
+fn checkpoints_without_a_pointer_are_not_taken_for_none() {
+    let site = saved();
+    fs::remove_file(site.path("saved").join(POINTER)).unwrap();
+    for flags in [&["--load=saved"][..], &["--load=saved", "--save=saved"]] {
+        pretrain_refused(&site, flags, &["saved", POINTER, "2, 1", "name the folder of one"]);
+    }
+    pretrain_refused(&site, &["--save=saved"], &["saved/iter_", "would overwrite"]);
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/llama-tiny");
+    let before = site.files();
+    refused(&site.mark(megatron()).args(["import", model, "saved"]).output().unwrap(), &["iter_", "is there already"]);
+    site.assert_unchanged(&before);
+    // Where only one can be meant, it is.
+    fs::remove_dir_all(site.path("saved/iter_0000002")).unwrap();
+    let log = pretrain(&site, &["--load=saved", "--save=saved", "--train-iters=2"]);
+    assert!(log.contains("resumed from saved/iter_0000001"), "{log}");
+}
+
+#[test]
+fn a_folder_is_the_same_however_it_is_written() {
+    let site = saved();
+    symlink("saved", site.path("link")).unwrap();
+    let absolute = format!("--load={}", site.path("saved").display());
+    for (load, iters) in [("--load=./saved", 3), ("--load=link", 4), (&absolute, 5)] {
+        let log = pretrain(&site, &[load, "--save=saved", &format!("--train-iters={iters}")]);
+        assert!(log.contains("resumed from"), "{log}");
+    }
+}
+
+#[test]
+fn what_keeps_a_run_from_resuming_or_saving_is_said_before_it_trains() {
+    let site = saved();
+    let resume = ["--load=saved", "--save=saved", "--train-iters=4"];
+    let advice = ["of the optimizer adam", "this run's is sgd", "--optimizer adam", "--init-from-hf"];
+    pretrain_refused(&site, &[&resume[..], &["--optimizer=sgd"]].concat(), &advice);
+    pretrain(&site, &["--save=momentum", "--train-iters=1", "--optimizer=sgd"]);
+    pretrain_refused(&site, &["--load=momentum"], &["of the optimizer sgd", "this run's is adam"]);
+    let mut command = site.pretrain(&ALONE);
+    command.arg("--save").arg(OsStr::from_bytes(b"b\xffd"));
+    let output = command.output().unwrap();
+    refused(&output, &["--save", "not UTF-8"]);
+    assert!(!stdout(&output).contains("iteration "), "{}", stdout(&output));
+}
