@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 
 use crate::site::{Site, refused};
 use crate::support::{megatron, stderr, stdout};
@@ -27,6 +28,13 @@ fn pretrain_refused(site: &Site, flags: &[&str], parts: &[&str]) {
     let before = site.files();
     refused(&site.pretrain(&[&ALONE[..], flags].concat()).output().unwrap(), parts);
     site.assert_unchanged(&before);
+}
+
+/// What `megatron` with `words` prints.
+fn run(site: &Site, words: &[&str]) -> String {
+    let output = site.mark(megatron()).args(words).output().unwrap();
+    assert!(output.status.success(), "{words:?}: {}", stderr(&output));
+    stdout(&output)
 }
 
 #[test]
@@ -83,4 +91,72 @@ fn what_keeps_a_run_from_resuming_or_saving_is_said_before_it_trains() {
     let output = command.output().unwrap();
     refused(&output, &["--save", "not UTF-8"]);
     assert!(!stdout(&output).contains("iteration "), "{}", stdout(&output));
+}
+
+#[test]
+fn what_was_trained_in_a_models_folder_goes_before_the_model() {
+    let site = saved();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(fixture.join(name), site.path("saved").join(name)).unwrap();
+    }
+    let evaluate = ["eval", "--load=saved", "--data-path=text.txt", "--cache-dir=cache"];
+    let text = run(&site, &evaluate);
+    assert!(text.starts_with("saved/iter_0000002 "), "{text}");
+    let pointer = fs::read(site.path("saved").join(POINTER)).unwrap();
+    fs::remove_file(site.path("saved").join(POINTER)).unwrap();
+    let output = site.mark(megatron()).args(evaluate).output().unwrap();
+    refused(&output, &["2, 1", POINTER]);
+    fs::write(site.path("saved").join(POINTER), pointer).unwrap();
+}
+
+/// A tokenizer of three words, which no text of the site's is written in.
+const FOREIGN: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+  "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
+  "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"}}"#;
+
+#[test]
+fn the_tokenizer_is_the_one_of_the_run() {
+    let site = saved();
+    let evaluate = |load: &str, folder: &str| {
+        let mut command = site.mark(megatron());
+        let data = site.path("text.txt").display().to_string();
+        let flags = ["eval", "--load", load, "--data-path", &data, "--cache-dir", "cache"];
+        let output = command.current_dir(site.path(folder)).args(flags).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        stdout(&output).split(": ").nth(1).unwrap().to_string()
+    };
+    let bytes = evaluate("saved", "");
+    // Beside bytes lie companions of another model.
+    site.write("saved/tokenizer.json", FOREIGN);
+    assert_eq!(evaluate("saved", ""), bytes);
+    fs::remove_file(site.path("saved/tokenizer.json")).unwrap();
+
+    pretrain(&site, &["--save=words/saved", "--train-iters=1", "--tokenizer=train:300"]);
+    let words = evaluate("words/saved", "");
+    assert_ne!(words, bytes);
+    // Around links, and around the folder, lies another one.
+    for name in ["tokenizer.json", "words/tokenizer.json"] {
+        site.write(name, FOREIGN);
+    }
+    symlink("words/saved/iter_0000001", site.path("best")).unwrap();
+    assert_eq!(evaluate("best", ""), words);
+    assert_eq!(evaluate(".", "words/saved/iter_0000001"), words);
+    let log = pretrain(&site, &["--load=best", "--train-iters=2", "--tokenizer=train:300"]);
+    assert!(!log.contains("not those that the checkpoint was trained on"), "{log}");
+}
+
+#[test]
+fn a_models_tokenizer_lies_in_its_own_folder() {
+    let site = Site::new();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");
+    fs::create_dir(site.path("model")).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(fixture.join(name), site.path("model").join(name)).unwrap();
+    }
+    site.write("tokenizer.json", FOREIGN);
+    let generate = ["generate", "--load=model", "--prompt=a", "--num-tokens=2"];
+    refused(&site.mark(megatron()).args(generate).output().unwrap(), &["no tokenizer", "--tokenizer FILE"]);
+    site.write("model/tokenizer.json", FOREIGN);
+    run(&site, &generate);
 }
