@@ -149,6 +149,14 @@ fn run_rank(
     if let (0, Some(save), Some(folder)) = (world.rank(), &run.checkpoint.save, &run.checkpoint.init_from_hf) {
         hf::copy_companions(folder, save)?;
     }
+    if let (0, Some(save), Some(load)) = (world.rank(), &run.checkpoint.save, &run.checkpoint.load)
+        && !checkpoint::same_folder(load, save)
+        && let Some(path) = checkpoint::resumable(load)?
+    {
+        let beside = checkpoint::beside(&path)?;
+        let same_tokens = datasets.tokenizer.as_ref().is_none_or(|tokenizer| tokenizer.lies_in(&beside));
+        hf::carry_companions(&beside, save, same_tokens)?;
+    }
     if let (0, Some(save), Some(tokenizer)) = (world.rank(), &run.checkpoint.save, &datasets.tokenizer) {
         tokenizer.save_into(save)?;
     }

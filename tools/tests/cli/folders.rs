@@ -160,3 +160,22 @@ fn a_models_tokenizer_lies_in_its_own_folder() {
     site.write("model/tokenizer.json", FOREIGN);
     run(&site, &generate);
 }
+
+#[test]
+fn what_lies_beside_checkpoints_goes_along_to_another_folder() {
+    let site = saved();
+    site.write("saved/hf_config.json", "{\"model_type\": \"mistral\"}");
+    site.write("saved/chat_template.jinja", "hello");
+    pretrain(&site, &["--load=saved", "--save=other", "--train-iters=3"]);
+    assert_eq!(
+        fs::read(site.path("saved/hf_config.json")).unwrap(),
+        fs::read(site.path("other/hf_config.json")).unwrap()
+    );
+    // It is of a tokenizer that this run does not have.
+    assert!(!site.path("other/chat_template.jinja").exists());
+    // What lies beside is not what lies around a link.
+    symlink("saved/iter_0000002", site.path("best")).unwrap();
+    run(&site, &["reshard", "best", "resharded", "--tensor-model-parallel-size=2"]);
+    assert!(site.path("resharded/hf_config.json").is_file() && site.path("resharded/chat_template.jinja").is_file());
+    site.assert_nothing_left();
+}
