@@ -6,6 +6,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
+use candle_core::{Device, Tensor};
+
 use crate::site::{Site, refused};
 use crate::support::{megatron, stderr, stdout};
 
@@ -177,5 +179,27 @@ fn what_lies_beside_checkpoints_goes_along_to_another_folder() {
     symlink("saved/iter_0000002", site.path("best")).unwrap();
     run(&site, &["reshard", "best", "resharded", "--tensor-model-parallel-size=2"]);
     assert!(site.path("resharded/hf_config.json").is_file() && site.path("resharded/chat_template.jinja").is_file());
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_model_that_diverged_is_told_as_such() {
+    let site = Site::new();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");
+    let mut tensors = candle_core::safetensors::load(fixture.join("model.safetensors"), &Device::Cpu).unwrap();
+    let norm = tensors.get_mut("model.norm.weight").unwrap();
+    *norm = Tensor::full(f32::NAN, norm.shape(), &Device::Cpu).unwrap().to_dtype(norm.dtype()).unwrap();
+    fs::create_dir(site.path("model")).unwrap();
+    fs::copy(fixture.join("config.json"), site.path("model/config.json")).unwrap();
+    candle_core::safetensors::save(&tensors, site.path("model/model.safetensors")).unwrap();
+    let data = format!("--data-path={}", fixture.join("data_text_document").display());
+    let text = run(&site, &["eval", "--load=model", &data]);
+    assert!(text.contains("loss NaN | perplexity NaN"), "{text}");
+    let pipeline = "--pipeline-model-parallel-size=2";
+    for layout in [&[][..], &[pipeline]] {
+        let words = ["generate", "--load=model", "--prompt=the", "--tokenizer=byte"];
+        let output = site.mark(megatron()).args([&words, layout].concat()).output().unwrap();
+        refused(&output, &["logits after token 3 of prompt 1 are not finite"]);
+    }
     site.assert_nothing_left();
 }
