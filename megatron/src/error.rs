@@ -22,7 +22,7 @@ pub enum Error {
     /// A device's memory is used up; the message says by what, and what helps.
     #[error("{0}")]
     OutOfMemory(String),
-    /// Training that leads nowhere: the numbers overflow.
+    /// Training that leads nowhere, or led there: the numbers overflow.
     #[error("{0}")]
     Diverged(String),
     /// Data that cannot be used: missing, empty, truncated, or not fitting the tokenizer or model.

@@ -55,7 +55,7 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
 fn advice(run: &RunConfig) -> Option<String> {
     let save = run.checkpoint.save.as_ref()?;
     Some(match &run.checkpoint.load {
-        Some(load) if load == save => {
+        Some(load) if checkpoint::same_folder(load, save) => {
             format!("The same command goes on from the last checkpoint in {}", save.display())
         }
         _ => format!("With --load {} the run goes on from the last checkpoint there", save.display()),
@@ -91,10 +91,11 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     let run = &mut resolved.run;
     if let Some(load) = &run.checkpoint.load
         && run.data.tokenizer.as_deref().is_some_and(|spec| spec.starts_with("train:"))
-        && load.join(TOKENIZER_FILE).is_file()
-        && checkpoint::latest(load)?.is_some()
+        && let Some(path) = checkpoint::resumable(load)?
+        && let file = checkpoint::beside(&path)?.join(TOKENIZER_FILE)
+        && file.is_file()
     {
-        run.data.tokenizer = Some(load.join(TOKENIZER_FILE).to_string_lossy().into_owned());
+        run.data.tokenizer = Some(file.to_string_lossy().into_owned());
     }
     if let (Some(folder), None) = (&run.checkpoint.init_from_hf, &run.data.tokenizer)
         && folder.join(TOKENIZER_FILE).is_file()
@@ -148,6 +149,14 @@ fn run_rank(
     if let (0, Some(save), Some(folder)) = (world.rank(), &run.checkpoint.save, &run.checkpoint.init_from_hf) {
         hf::copy_companions(folder, save)?;
     }
+    if let (0, Some(save), Some(load)) = (world.rank(), &run.checkpoint.save, &run.checkpoint.load)
+        && !checkpoint::same_folder(load, save)
+        && let Some(path) = checkpoint::resumable(load)?
+    {
+        let beside = checkpoint::beside(&path)?;
+        let same_tokens = datasets.tokenizer.as_ref().is_none_or(|tokenizer| tokenizer.lies_in(&beside));
+        hf::carry_companions(&beside, save, same_tokens)?;
+    }
     if let (0, Some(save), Some(tokenizer)) = (world.rank(), &run.checkpoint.save, &datasets.tokenizer) {
         tokenizer.save_into(save)?;
     }
@@ -176,7 +185,7 @@ fn run_rank(
 /// Whether there is a checkpoint to go on from.
 fn resumes(run: &RunConfig) -> megatron::Result<bool> {
     match &run.checkpoint.load {
-        Some(load) => Ok(checkpoint::latest(load)?.is_some()),
+        Some(load) => Ok(checkpoint::resumable(load)?.is_some()),
         None => Ok(false),
     }
 }

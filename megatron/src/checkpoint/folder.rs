@@ -139,7 +139,8 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
                     let shown: Vec<String> = all.iter().rev().take(SHOWN_ITERATIONS).map(u64::to_string).collect();
                     let more = if all.len() > SHOWN_ITERATIONS { ", …" } else { "" };
                     let message = format!(
-                        "has no {POINTER}, and checkpoints of the iterations {}{more}; name the folder of one of them",
+                        "has no {POINTER}, and checkpoints of the iterations {}{more}; name the folder of one of them, or write its \
+                         number into that file",
                         shown.join(", ")
                     );
                     Err(Error::checkpoint(path, message))
@@ -147,6 +148,52 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
             },
         },
     }
+}
+
+/// The folder of the checkpoint that a run given `path` goes on from, found as [`locate`] does; `None` where `path` is no
+/// checkpoint and holds none, so that a run starts afresh.
+///
+/// # Errors
+/// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose them.
+pub fn resumable(path: &Path) -> Result<Option<PathBuf>> {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    // Only a save makes a folder of such a name: one that is missing or empty is a mistake.
+    if is_iteration(name) || holds_any(path)? { locate(path, None).map(Some) } else { Ok(None) }
+}
+
+/// A checkpoint in `dir`: the one that the pointer names, else any, finished or set aside.
+///
+/// # Errors
+/// As [`latest`], or if `dir` cannot be listed.
+pub fn existing(dir: &Path) -> Result<Option<PathBuf>> {
+    Ok(match latest(dir)? {
+        Some(latest) => Some(latest.path),
+        None => any_checkpoint(dir)?,
+    })
+}
+
+/// The folder around that of one checkpoint, `path` (`…/iter_0000100`): there lies what belongs to all of them, such as a tokenizer.
+///
+/// # Errors
+/// If `path` is not there.
+pub fn beside(path: &Path) -> Result<PathBuf> {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if let Some(parent) = path.parent().filter(|_| is_iteration(name)) {
+        return Ok(if parent.as_os_str().is_empty() { PathBuf::from(".") } else { parent.to_path_buf() });
+    }
+    // `.`, or a link of another name: what is around it says nothing.
+    let real = fs::canonicalize(path).map_err(|e| Error::io("find", path, e))?;
+    Ok(real.parent().unwrap_or(&real).to_path_buf())
+}
+
+/// Whether two paths name one folder, however they are written.
+pub fn same_folder(a: &Path, b: &Path) -> bool {
+    a == b || fs::canonicalize(a).is_ok_and(|a| fs::canonicalize(b).is_ok_and(|b| a == b))
+}
+
+/// Whether `name` is that of a finished checkpoint's folder.
+fn is_iteration(name: &str) -> bool {
+    name.strip_prefix("iter_").is_some_and(|digits| digits.parse::<u64>().is_ok())
 }
 
 /// The iterations of the finished checkpoints in `dir`, ascending.
@@ -186,8 +233,11 @@ pub(super) fn any_checkpoint(dir: &Path) -> Result<Option<PathBuf>> {
     for entry in entries {
         let path = entry.map_err(|e| Error::io("list", dir, e))?.path();
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
-        let finished = name.strip_prefix("iter_").is_some_and(|digits| digits.parse::<u64>().is_ok());
-        if finished || name == POINTER || name == MANIFEST || hidden(name).is_some_and(|(_, suffix)| suffix == "old") {
+        if is_iteration(name)
+            || name == POINTER
+            || name == MANIFEST
+            || hidden(name).is_some_and(|(_, suffix)| suffix == "old")
+        {
             return Ok(Some(path));
         }
     }

@@ -33,7 +33,7 @@ mod tests;
 mod values;
 
 pub use claim::{Claim, claim};
-pub use folder::{Latest, holds_any, iteration_dir, latest, locate};
+pub use folder::{Latest, beside, existing, holds_any, iteration_dir, latest, locate, resumable, same_folder};
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
 pub use reshard::reshard;

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use super::block::{Block, blocks};
-use super::folder::{Names, any_checkpoint};
+use super::folder::{Names, any_checkpoint, beside};
 use super::load::read_chunk;
 use super::manifest::{Chunk, Manifest, TensorEntry, difference};
 use super::rank_file::{RankFile, Share, Written};
@@ -73,7 +73,7 @@ pub fn reshard(
 
 /// Copies those of the files `names` that lie beside the source.
 fn copy_companions(source: &Manifest, dir: &Path, names: &[&str]) -> Result<()> {
-    let Some(beside) = source.folder().parent() else { return Ok(()) };
+    let beside = beside(source.folder())?;
     for name in names {
         let (from, temp, to) = (beside.join(name), dir.join(format!(".{name}.tmp")), dir.join(name));
         if from.is_file() {

@@ -47,7 +47,7 @@ pub struct CheckpointConfig {
     pub save: Option<PathBuf>,
     /// Save every so many steps; the last step is always saved if `save` is given.
     pub save_interval: Option<u64>,
-    /// Folder to resume from; starts fresh if it holds no checkpoint.
+    /// Folder to resume from, or that of one checkpoint in it; starts fresh where there is none.
     pub load: Option<PathBuf>,
     /// Hugging Face folder to take the architecture and, where `load` holds no checkpoint, the weights from.
     #[serde(default)]

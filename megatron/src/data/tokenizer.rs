@@ -34,11 +34,19 @@ pub struct Tokenizer {
 #[derive(Clone, Debug)]
 enum Kind {
     Byte,
-    HuggingFace { inner: Arc<tokenizers::Tokenizer>, words: Option<Arc<Words>>, json: Arc<[u8]> },
+    HuggingFace {
+        inner: Arc<tokenizers::Tokenizer>,
+        words: Option<Arc<Words>>,
+        json: Arc<[u8]>,
+        /// What the file beside it called the end of a document.
+        declared: Option<String>,
+    },
 }
 
 /// A tokenizer's file beside checkpoints, as Hugging Face names it.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
+/// What says which token ends a document, beside it.
+const CONFIG_FILE: &str = "tokenizer_config.json";
 
 impl Tokenizer {
     /// Opens what `--tokenizer` names: `byte`, `train:VOCAB`, or the path of a `tokenizer.json` or of its folder.
@@ -148,10 +156,8 @@ impl Tokenizer {
         inner.with_padding(None);
         inner.set_encode_special_tokens(true);
         let largest = inner.get_vocab(true).into_values().max().ok_or_else(|| unusable(&"its vocabulary is empty"))?;
-        let eod = match declared_end(&path)? {
-            Some(token) => inner.token_to_id(&token),
-            None => WELL_KNOWN_ENDS.iter().find_map(|token| inner.token_to_id(token)),
-        };
+        let declared = declared_end(&path)?;
+        let eod = end_of_document(&inner, declared.as_deref());
         let mut key = KeyHasher::default();
         key.field(&bytes).field(format!("{eod:?}").as_bytes());
         Ok(Self {
@@ -159,6 +165,7 @@ impl Tokenizer {
                 words: Words::of(&inner).map(Arc::new),
                 inner: Arc::new(inner),
                 json: bytes.into(),
+                declared,
             },
             vocab_size: largest as usize + 1,
             eod,
@@ -187,19 +194,39 @@ impl Tokenizer {
         &self.key
     }
 
-    /// Puts a copy of the tokenizer's file into `dir`, where a checkpoint's users find it; bytes need none.
+    /// Puts a copy of the tokenizer's file into `dir`, where a checkpoint's users find it, and says there which token ends a document,
+    /// so that opening the copy gives this tokenizer; bytes need none.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    /// If a file cannot be written.
     pub fn save_into(&self, dir: &Path) -> Result<()> {
-        let Kind::HuggingFace { json, .. } = &self.kind else { return Ok(()) };
+        let Kind::HuggingFace { inner, json, declared, .. } = &self.kind else { return Ok(()) };
         let path = dir.join(TOKENIZER_FILE);
-        if fs::read(&path).is_ok_and(|there| there[..] == json[..]) {
+        if !self.lies_in(dir) {
+            write_whole(&path, json)?;
+        }
+        let there = declared_end(&path);
+        if there.is_ok_and(|there| end_of_document(inner, there.as_deref()) == self.eod) {
             return Ok(());
         }
-        let mut file = AtomicFile::create(&path)?;
-        file.write(json)?;
-        file.commit()
+        // Another tokenizer's, or none. What else it says, such as how a chat is written, stays.
+        let path = path.with_file_name(CONFIG_FILE);
+        let config = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let mut config: serde_json::Map<String, serde_json::Value> = config.unwrap_or_default();
+        let end = declared.clone().or_else(|| inner.id_to_token(self.eod?));
+        config.insert("eos_token".into(), end.into());
+        let text = serde_json::to_vec_pretty(&config).map_err(|error| Error::data(&path, error.to_string()))?;
+        write_whole(&path, &text)
+    }
+
+    /// Whether the file in `dir` is this tokenizer's.
+    pub fn lies_in(&self, dir: &Path) -> bool {
+        match &self.kind {
+            Kind::Byte => false,
+            Kind::HuggingFace { json, .. } => {
+                fs::read(dir.join(TOKENIZER_FILE)).is_ok_and(|there| there[..] == json[..])
+            }
+        }
     }
 
     /// The tokens of a text, without any around it.
@@ -240,9 +267,24 @@ impl Tokenizer {
     }
 }
 
+/// Writes a file, which appears whole or not at all.
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = AtomicFile::create(path)?;
+    file.write(bytes)?;
+    file.commit()
+}
+
+/// The token that ends a document: the one that is `declared`, else a well-known one.
+fn end_of_document(vocabulary: &tokenizers::Tokenizer, declared: Option<&str>) -> Option<u32> {
+    match declared {
+        Some(token) => vocabulary.token_to_id(token),
+        None => WELL_KNOWN_ENDS.iter().find_map(|token| vocabulary.token_to_id(token)),
+    }
+}
+
 /// `eos_token` of the `tokenizer_config.json` beside a `tokenizer.json`.
 fn declared_end(tokenizer: &Path) -> Result<Option<String>> {
-    let path: PathBuf = tokenizer.with_file_name("tokenizer_config.json");
+    let path: PathBuf = tokenizer.with_file_name(CONFIG_FILE);
     let bytes = match fs::read(&path) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),

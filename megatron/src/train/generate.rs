@@ -66,6 +66,17 @@ fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> 
     order[kept - 1]
 }
 
+/// What stands for a token where none can be drawn; no vocabulary has so many.
+const UNDRAWN: u32 = u32::MAX;
+
+/// The token drawn from `logits`, or [`UNDRAWN`] where they are not finite: no order of these means anything.
+fn draw_finite(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> u32 {
+    match logits.iter().all(|logit| logit.is_finite()) {
+        true => draw(logits, sampling, sample, position) as u32,
+        false => UNDRAWN,
+    }
+}
+
 /// A batch of sequences that grow.
 struct Session<'a> {
     stage: &'a Stage,
@@ -135,7 +146,7 @@ impl Stage {
     /// new token (sample, token) as it is drawn. Collective over the ranks of a model; all get the same tokens.
     ///
     /// # Errors
-    /// If a prompt is empty or does not fit the window, or a kernel or a peer fails.
+    /// If a prompt is empty or does not fit the window, logits are not finite, or a kernel or a peer fails.
     pub fn generate(
         &self,
         prompts: &[Vec<u32>],
@@ -169,7 +180,7 @@ impl Stage {
         let mut open = vec![true; batch];
         loop {
             let drawn = match &logits {
-                Some(rows) => (0..batch).map(|i| draw(&rows[i], sampling, i, lengths[i]) as u32).collect(),
+                Some(rows) => (0..batch).map(|i| draw_finite(&rows[i], sampling, i, lengths[i])).collect(),
                 None => vec![0u32; batch],
             };
             let next = Tensor::from_vec(drawn, batch, &Device::Cpu)?.to_device(&self.device)?;
@@ -179,6 +190,15 @@ impl Stage {
             for i in 0..batch {
                 if !open[i] {
                     continue;
+                }
+                // Every rank was told, and ends.
+                if next[i] == UNDRAWN {
+                    return Err(Error::Diverged(format!(
+                        "the model's logits after token {} of prompt {} are not finite, so that no token can be drawn: training \
+                         diverged, a file is damaged, or 16 bits are too narrow; use an earlier checkpoint, or fp32",
+                        lengths[i],
+                        i + 1
+                    )));
                 }
                 if Some(next[i]) == length.end {
                     open[i] = false;
@@ -192,7 +212,9 @@ impl Stage {
             if !open.contains(&true) {
                 return Ok(new);
             }
-            // Finished samples keep their place; what is fed for them is ignored.
+            // Finished samples keep their place; what is fed for them is ignored, but has to be a token.
+            let next: Vec<u32> =
+                next.into_iter().zip(&open).map(|(token, open)| if *open { token } else { 0 }).collect();
             let starts: Vec<usize> = starts.iter().map(|start| (*start).min(positions - 1)).collect();
             logits = session.feed(&next, 1, &starts, &vec![0; batch])?;
         }
@@ -218,6 +240,17 @@ mod tests {
         for (count, logit) in counts.iter().zip(logits) {
             let expected = f64::from(logit).exp() / total;
             assert!((*count as f64 / 20_000.0 - expected).abs() < 0.015, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_drawn_from_logits_that_are_not_finite() {
+        for temperature in [0.0, 1.0] {
+            let sampling = Sampling { temperature, ..PLAIN };
+            assert!(draw_finite(&[0.0, 1.0], &sampling, 0, 0) < 2);
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                assert_eq!(draw_finite(&[0.0, bad], &sampling, 0, 0), UNDRAWN);
+            }
         }
     }
 

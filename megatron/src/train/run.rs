@@ -29,22 +29,30 @@ pub enum Outcome {
 /// Finds, before any rank starts, what would keep a run from fitting into memory, loading its checkpoint or saving its own.
 ///
 /// # Errors
-/// If the model cannot fit, `load` holds a damaged checkpoint or one of another architecture, or `save` holds a checkpoint that this run does not continue.
+/// If the model cannot fit, `load` holds a damaged checkpoint or one of another architecture or optimizer, or `save` holds a checkpoint
+/// that this run does not continue, or a manifest cannot record a path of this run.
 pub fn preflight(config: &RunConfig) -> Result<()> {
     require_memory(config)?;
     let CheckpointConfig { save, load, .. } = &config.checkpoint;
     if let Some(dir) = load
-        && let Some(latest) = checkpoint::latest(dir)?
+        && let Some(path) = checkpoint::resumable(dir)?
     {
-        let manifest = checkpoint::Manifest::read(&latest.path)?;
-        state::from_json(&latest.path, &manifest.state, config)?;
+        let manifest = checkpoint::Manifest::read(&path)?;
+        state::from_json(&path, &manifest.state, config)?;
+        state::require_optimizer(&manifest, config.optimizer.kind)?;
+        if save.as_ref().is_some_and(|save| checkpoint::same_folder(save, &path)) {
+            return Err(Error::checkpoint(
+                path,
+                "is one checkpoint's own folder; save into the one around it, or elsewhere",
+            ));
+        }
     }
-    if let Some(dir) = save
-        && load.as_ref() != Some(dir)
-        && let Some(latest) = checkpoint::latest(dir)?
-    {
+    let Some(dir) = save else { return Ok(()) };
+    state::require_utf8(config)?;
+    let continues = load.as_ref().is_some_and(|load| checkpoint::same_folder(load, dir));
+    if !continues && let Some(path) = checkpoint::existing(dir)? {
         return Err(Error::checkpoint(
-            &latest.path,
+            path,
             format!(
                 "is there already and this run would overwrite it; continue it with --load {0}, save elsewhere, or remove {0}",
                 dir.display()
@@ -172,11 +180,11 @@ impl Trainer {
     fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<()> {
         preflight(&self.config)?;
         let Some(dir) = self.config.checkpoint.load.clone() else { return Ok(()) };
-        let Some(latest) = checkpoint::latest(&dir)? else {
+        let Some(path) = checkpoint::resumable(&dir)? else {
             reporter.message(&format!("no checkpoint in {}: starting from initial weights", dir.display()));
             return Ok(());
         };
-        self.load(&latest.path)?;
+        self.load(&path)?;
         let consumed = self.progress.consumed_samples;
         // Steps made so far may have had another global batch.
         let training = &mut self.config.training;
@@ -184,8 +192,8 @@ impl Trainer {
             let left = samples.saturating_sub(consumed) / training.global_batch_size as u64;
             training.train_iters = self.progress.iteration + left;
         }
-        reporter.message(&format!("resumed from {} ({consumed} samples consumed)", latest.path.display()));
-        let manifest = checkpoint::Manifest::read(&latest.path)?;
+        reporter.message(&format!("resumed from {} ({consumed} samples consumed)", path.display()));
+        let manifest = checkpoint::Manifest::read(&path)?;
         let precision = self.config.training.precision;
         if let Some(theirs) = state::precision(&manifest.state).filter(|theirs| theirs.dtype() != precision.dtype()) {
             reporter.message(&format!(

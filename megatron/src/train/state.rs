@@ -7,8 +7,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::trainer::Progress;
-use crate::config::{ModelConfig, ParallelConfig, Precision, RunConfig};
+use crate::checkpoint::Manifest;
+use crate::config::{ModelConfig, OptimizerKind, ParallelConfig, Precision, RunConfig};
 use crate::optim::LossScalerState;
+use crate::params::StateKind;
 use crate::{Error, Result};
 
 /// The state of a run as stored in a manifest.
@@ -146,6 +148,55 @@ fn progress(path: &Path, state: &Value, model: &ModelConfig) -> Result<Progress>
         progress.consumed_tokens = progress.consumed_samples.saturating_mul(model.seq_length as u64);
     }
     Ok(progress)
+}
+
+/// Checks that the checkpoint holds the state of `optimizer`, or weights alone.
+///
+/// # Errors
+/// If it is another optimizer's; the message names both.
+pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Result<()> {
+    let theirs = manifest.tensors.iter().find_map(|tensor| match tensor.kind {
+        StateKind::Param => None,
+        StateKind::ExpAvg | StateKind::ExpAvgSq => Some(OptimizerKind::Adam),
+        StateKind::Momentum => Some(OptimizerKind::Sgd),
+    });
+    let Some(theirs) = theirs.filter(|&theirs| theirs != optimizer) else { return Ok(()) };
+    let name = |kind| match kind {
+        OptimizerKind::Adam => "adam",
+        OptimizerKind::Sgd => "sgd",
+    };
+    let (theirs, ours) = (name(theirs), name(optimizer));
+    Err(Error::checkpoint(
+        manifest.folder(),
+        format!(
+            "it holds the state of the optimizer {theirs}, and this run's is {ours}; resume it with --optimizer {theirs}, or start \
+             from its weights alone: megatron export, then --init-from-hf"
+        ),
+    ))
+}
+
+/// Checks that the paths of a run that saves can be recorded: manifests are JSON, which is UTF-8.
+///
+/// # Errors
+/// If one is not UTF-8, by its flag.
+pub fn require_utf8(config: &RunConfig) -> Result<()> {
+    let RunConfig { checkpoint, logging, data, .. } = config;
+    let paths = [
+        ("--save", checkpoint.save.as_deref()),
+        ("--load", checkpoint.load.as_deref()),
+        ("--init-from-hf", checkpoint.init_from_hf.as_deref()),
+        ("--metrics", logging.metrics.as_deref()),
+        ("--profile-dir", logging.profile.as_ref().map(|profile| profile.dir.as_path())),
+        ("--cache-dir", Some(data.cache_dir.as_path())),
+    ];
+    let mut given = paths.into_iter().filter_map(|(flag, path)| Some((flag, path?)));
+    match given.find(|(_, path)| path.to_str().is_none()) {
+        Some((flag, path)) => Err(Error::config(format!(
+            "{flag} {}: the name is not UTF-8, and checkpoints record it; give another, such as a link to it",
+            path.display()
+        ))),
+        None => Ok(()),
+    }
 }
 
 /// What identified the data of the run that wrote a manifest.

@@ -438,10 +438,11 @@ impl Trainer {
     /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision wrote it.
     ///
     /// # Errors
-    /// If the checkpoint is damaged or of another architecture.
+    /// If the checkpoint is damaged or of another architecture or optimizer.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let manifest = checkpoint::Manifest::read(path)?;
         let progress = super::state::from_json(path, &manifest.state, &self.config)?;
+        super::state::require_optimizer(&manifest, self.config.optimizer.kind)?;
         if let Some(scaler) = super::state::loss_scaler(path, &manifest.state)? {
             self.loss_scaler.restore(&scaler).map_err(|e| Error::checkpoint(path, e.to_string()))?;
         }

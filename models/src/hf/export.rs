@@ -51,7 +51,7 @@ struct Leaving<'a> {
 /// refuses. `out` appears whole or not at all.
 pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
     let manifest = Manifest::read(&checkpoint::locate(path, None)?)?;
-    let beside = manifest.folder().parent().unwrap_or(path).to_path_buf();
+    let beside = checkpoint::beside(manifest.folder())?;
     let model: ModelConfig =
         manifest
             .state

@@ -29,8 +29,8 @@ pub struct Imported {
 /// # Errors
 /// If `checkpoints` holds a checkpoint already, or [`HfModel::open`] refuses the folder, or a file cannot be read or written.
 pub fn import(folder: &Path, checkpoints: &Path, mut progress: impl FnMut(u64, u64)) -> Result<Imported> {
-    if let Some(latest) = megatron::checkpoint::latest(checkpoints)? {
-        return Err(Error::checkpoint(&latest.path, "is there already; import into another folder"));
+    if let Some(path) = megatron::checkpoint::existing(checkpoints)? {
+        return Err(Error::checkpoint(path, "is there already; import into another folder"));
     }
     let model = HfModel::open(folder)?;
     let tensors = model.parameters().map(|(name, shape, dtype)| (name.into(), StateKind::Param, shape.to_vec(), dtype));

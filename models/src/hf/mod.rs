@@ -1,6 +1,7 @@
 //! Hugging Face folders: what they describe ([`HfConfig`]), their weights ([`HfModel`]), and the ways in and out ([`import`],
 //! [`export`]).
 
+mod carry;
 mod config;
 mod export;
 mod fields;
@@ -8,6 +9,7 @@ mod files;
 mod import;
 mod model;
 
+pub use carry::carry_companions;
 pub use config::{CONFIG, HfConfig, family_of, to_json};
 pub use export::{ExportOptions, Exported, export};
 pub use files::HfFiles;

@@ -7,6 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use megatron::comm::Group;
 use megatron::config::{DataConfig, DataloaderType};
 use megatron::data::{self, GlobalBatch, Loader, SampleCounts};
+use megatron::train::EvalMetrics;
 
 use super::{Found, LoadArgs, load, on_ranks};
 use crate::error::{Error, Result};
@@ -95,11 +96,12 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         inference.evaluate(&loader, samples, args.micro_batch_size, &mut |done| bar.set_position(done))?;
     bar.finish_and_clear();
     if lead {
+        let result = EvalMetrics { iteration: 0, split: args.part.clone(), lm_loss: loss };
         crate::print_line(&format!(
             "{} {}: {samples} samples of {seq_length} tokens, {tokens} tokens | loss {loss:.6} | perplexity {:.4}",
             found.path.display(),
             args.part,
-            loss.min(20.0).exp()
+            result.perplexity()
         ));
     }
     Ok(())

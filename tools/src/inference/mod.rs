@@ -70,7 +70,8 @@ struct Found {
 impl LoadArgs {
     /// Looks at the checkpoint and checks that its model can be cut as asked for.
     fn find(&self, dp: usize) -> Result<Found> {
-        let (path, weights) = if self.load.join("config.json").is_file() {
+        // What was trained in the folder of a Hugging Face model is meant, not what it started from.
+        let (path, weights) = if self.load.join("config.json").is_file() && !checkpoint::holds_any(&self.load)? {
             (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
         } else {
             (checkpoint::locate(&self.load, None)?, Weights::Checkpoint)
@@ -117,20 +118,30 @@ impl LoadArgs {
 
     /// The tokenizer asked for, or the one that the model was trained with.
     fn tokenizer(&self, found: &Found) -> Result<Option<Tokenizer>> {
-        let beside = [found.path.parent(), Some(found.path.as_path())].into_iter().flatten();
-        let beside = beside.map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.is_file());
-        let trained_with = || {
-            let manifest = checkpoint::Manifest::read(&found.path).ok()?;
-            let spec = manifest.state.pointer("/config/data/tokenizer")?.as_str()?.to_string();
-            (spec == "byte").then_some(spec)
+        let spec = match &self.tokenizer {
+            Some(spec) => Some(spec.clone()),
+            None => trained_with(found)?,
         };
-        let spec =
-            self.tokenizer.clone().or_else(|| beside.map(|file| file.display().to_string())).or_else(trained_with);
         Ok(match spec {
             Some(spec) => Some(Tokenizer::open(&spec, None, Path::new(""))?),
             None => None,
         })
     }
+}
+
+/// The tokenizer that a model was trained with, as far as is known: `byte` if its run says so, else the file that lies with it.
+fn trained_with(found: &Found) -> Result<Option<String>> {
+    let mut folders = vec![found.path.clone()];
+    if let Weights::Checkpoint = found.weights {
+        // The files of another tokenizer, companions of a Hugging Face model, may lie beside bytes, which have none.
+        let manifest = checkpoint::Manifest::read(&found.path)?;
+        if manifest.state.pointer("/config/data/tokenizer").is_some_and(|spec| spec == "byte") {
+            return Ok(Some("byte".into()));
+        }
+        folders.insert(0, checkpoint::beside(&found.path)?);
+    }
+    let file = folders.into_iter().map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.is_file());
+    Ok(file.map(|file| file.display().to_string()))
 }
 
 /// Runs `body` on every rank of the layout: starts them, or joins as one of them.

@@ -5,6 +5,7 @@ mod bench;
 mod checkpoints;
 mod convert;
 mod dead_rank;
+mod folders;
 mod inference;
 mod inspect;
 mod launch;

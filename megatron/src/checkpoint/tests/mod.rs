@@ -3,6 +3,7 @@
 mod corruption;
 mod faults;
 mod layouts;
+mod paths;
 mod reshard;
 
 use std::path::Path;

@@ -164,3 +164,40 @@ fn the_configuration_beside_it_says_which_token_ends_a_document() {
         assert_eq!(Tokenizer::open(&path.display().to_string(), None, Path::new("no-cache")).unwrap().eod(), Some(5));
     }
 }
+
+/// Companions of another model, or none, may lie where a tokenizer is saved.
+#[test]
+fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
+    let chat = |eos: &str| format!(r#"{{"eos_token": {eos}, "chat_template": "hello"}}"#);
+    let open = |folder: &Path| Tokenizer::open(&folder.display().to_string(), None, Path::new("no-cache")).unwrap();
+    let none = WORDS.replace("</s>", "[SEP]");
+    for (words, declared) in [
+        (WORDS, None),
+        (WORDS, Some(r#"{"eos_token": "b"}"#)),
+        (WORDS, Some(r#"{"eos_token": {"content": "b"}}"#)),
+        // One that the vocabulary does not have: documents have no end, though there is a well-known one.
+        (WORDS, Some(r#"{"eos_token": "<|im_end|>"}"#)),
+        (&none, None),
+    ] {
+        for there in [None, Some(chat("\"b\"")), Some(chat("\"</s>\"")), Some(chat("null")), Some("not json".into())] {
+            let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            write(from.path(), "tokenizer.json", words);
+            if let Some(config) = declared {
+                write(from.path(), "tokenizer_config.json", config);
+            }
+            if let Some(config) = &there {
+                write(to.path(), "tokenizer_config.json", config);
+            }
+            let tokenizer = open(from.path());
+            tokenizer.save_into(to.path()).unwrap();
+            let again = open(to.path());
+            let case = format!("{declared:?} where {there:?} was");
+            assert_eq!((again.key(), again.eod()), (tokenizer.key(), tokenizer.eod()), "{case}");
+            let config = fs::read_to_string(to.path().join("tokenizer_config.json")).unwrap_or_default();
+            // What is said there of other things stays.
+            assert_eq!(config.contains("hello"), there.is_some_and(|there| there.contains("hello")), "{case}");
+            tokenizer.save_into(to.path()).unwrap();
+            assert_eq!(fs::read_to_string(to.path().join("tokenizer_config.json")).unwrap_or_default(), config);
+        }
+    }
+}

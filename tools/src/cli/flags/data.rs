@@ -47,7 +47,7 @@ pub struct CheckpointFlags {
     /// Steps between checkpoints [default: only at the end]
     #[arg(long, value_name = "N")]
     pub save_interval: Option<u64>,
-    /// Folder to resume from; the run starts fresh if it holds no checkpoint
+    /// Folder to resume from, or one iter_… folder in it; the run starts fresh where there is no checkpoint
     #[arg(long, value_name = "DIR")]
     pub load: Option<PathBuf>,
     /// Hugging Face folder to start from: the architecture comes from its config.json, the weights from its files

@@ -1,0 +1,73 @@
+//! Which checkpoint a path means, and what lies around it.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+
+use super::*;
+use crate::checkpoint::{beside, existing, resumable, same_folder};
+
+const POINTER: &str = "latest_checkpointed_iteration.txt";
+
+#[test]
+fn a_run_starts_afresh_only_where_there_is_no_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    assert_eq!(resumable(dir.path()).unwrap(), None);
+    assert_eq!(resumable(&at("missing")).unwrap(), None);
+    // Such names are given to what is there.
+    assert!(message(resumable(&at("iter_0000007")).unwrap_err()).contains("holds no checkpoint"));
+
+    save_small(dir.path(), 10);
+    save_small(dir.path(), 20);
+    assert_eq!(resumable(dir.path()).unwrap(), Some(at("iter_0000020")));
+    assert_eq!(resumable(&at("iter_0000010")).unwrap(), Some(at("iter_0000010")));
+
+    fs::remove_file(at(POINTER)).unwrap();
+    let refusal = message(resumable(dir.path()).unwrap_err());
+    for part in ["20, 10", POINTER, "name the folder", "write its number"] {
+        assert!(refusal.contains(part), "{part}: {refusal}");
+    }
+    fs::remove_dir_all(at("iter_0000010")).unwrap();
+    assert_eq!(resumable(dir.path()).unwrap(), Some(at("iter_0000020")));
+    // Half of a checkpoint is not nothing.
+    fs::remove_file(at("iter_0000020/manifest.json")).unwrap();
+    assert!(resumable(dir.path()).is_err());
+}
+
+#[test]
+fn a_checkpoint_exists_with_and_without_a_pointer() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(existing(dir.path()).unwrap(), None);
+    save_small(dir.path(), 10);
+    let path = dir.path().join("iter_0000010");
+    assert_eq!(existing(dir.path()).unwrap(), Some(path.clone()));
+    fs::remove_file(dir.path().join(POINTER)).unwrap();
+    assert_eq!(existing(dir.path()).unwrap(), Some(path));
+}
+
+#[test]
+fn links_and_dots_lead_to_what_lies_beside_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().canonicalize().unwrap();
+    let one = root.join("run/iter_0000010");
+    fs::create_dir_all(&one).unwrap();
+    symlink(&one, root.join("best")).unwrap();
+    fs::create_dir(root.join("collected")).unwrap();
+    symlink(&one, root.join("collected/iter_0000010")).unwrap();
+    for (path, folder) in [
+        (one.clone(), "run"),
+        (one.join("."), "run"),
+        (root.join("best"), "run"),
+        // It has the name that a checkpoint of that folder has, wherever its bytes are.
+        (root.join("collected/iter_0000010"), "collected"),
+    ] {
+        assert_eq!(beside(&path).unwrap(), root.join(folder), "{}", path.display());
+    }
+    assert_eq!(beside(Path::new("iter_0000010")).unwrap(), PathBuf::from("."));
+    assert!(beside(&root.join("missing")).is_err());
+
+    assert!(same_folder(&root.join("best"), &root.join("run/../run/iter_0000010")));
+    assert!(same_folder(Path::new("missing"), Path::new("missing")));
+    assert!(!same_folder(&root.join("run"), &one) && !same_folder(&root.join("missing"), &root));
+}

@@ -1,0 +1,205 @@
+//! Which checkpoint and which tokenizer a folder means: the same to every command, however its path is written.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+
+use crate::site::{Site, refused};
+use crate::support::{megatron, stderr, stdout};
+
+/// One rank, so that a run takes no time.
+const ALONE: [&str; 2] = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"];
+const POINTER: &str = "latest_checkpointed_iteration.txt";
+
+/// A site whose folder `saved` holds the checkpoints of iterations 1 and 2.
+fn saved() -> Site {
+    let site = Site::new();
+    pretrain(&site, &["--save=saved", "--train-iters=2", "--save-interval=1"]);
+    site
+}
+
+fn pretrain(site: &Site, flags: &[&str]) -> String {
+    stdout(&site.succeed(&[&ALONE[..], flags].concat()))
+}
+
+fn pretrain_refused(site: &Site, flags: &[&str], parts: &[&str]) {
+    let before = site.files();
+    refused(&site.pretrain(&[&ALONE[..], flags].concat()).output().unwrap(), parts);
+    site.assert_unchanged(&before);
+}
+
+/// What `megatron` with `words` prints.
+fn run(site: &Site, words: &[&str]) -> String {
+    let output = site.mark(megatron()).args(words).output().unwrap();
+    assert!(output.status.success(), "{words:?}: {}", stderr(&output));
+    stdout(&output)
+}
+
+#[test]
+fn a_run_resumes_from_one_checkpoints_folder() {
+    let site = saved();
+    let log = pretrain(&site, &["--load=saved/iter_0000001", "--save=other", "--train-iters=3"]);
+    assert!(log.contains("resumed from saved/iter_0000001 (8 samples"), "{log}");
+    // The metrics of the step before stay, too.
+    assert_eq!(site.losses().iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3]);
+    pretrain_refused(&site, &["--load=saved/iter_0000009", "--save=new"], &["iter_0000009", "holds no checkpoint"]);
+    let own = ["--load=saved/iter_0000001", "--save=saved/iter_0000001"];
+    pretrain_refused(&site, &own, &["one checkpoint's own folder"]);
+}
+
+#[test]
+fn checkpoints_without_a_pointer_are_not_taken_for_none() {
+    let site = saved();
+    fs::remove_file(site.path("saved").join(POINTER)).unwrap();
+    for flags in [&["--load=saved"][..], &["--load=saved", "--save=saved"]] {
+        pretrain_refused(&site, flags, &["saved", POINTER, "2, 1", "name the folder of one"]);
+    }
+    pretrain_refused(&site, &["--save=saved"], &["saved/iter_", "would overwrite"]);
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/llama-tiny");
+    let before = site.files();
+    refused(&site.mark(megatron()).args(["import", model, "saved"]).output().unwrap(), &["iter_", "is there already"]);
+    site.assert_unchanged(&before);
+    // Where only one can be meant, it is.
+    fs::remove_dir_all(site.path("saved/iter_0000002")).unwrap();
+    let log = pretrain(&site, &["--load=saved", "--save=saved", "--train-iters=2"]);
+    assert!(log.contains("resumed from saved/iter_0000001"), "{log}");
+}
+
+#[test]
+fn a_folder_is_the_same_however_it_is_written() {
+    let site = saved();
+    symlink("saved", site.path("link")).unwrap();
+    let absolute = format!("--load={}", site.path("saved").display());
+    for (load, iters) in [("--load=./saved", 3), ("--load=link", 4), (&absolute, 5)] {
+        let log = pretrain(&site, &[load, "--save=saved", &format!("--train-iters={iters}")]);
+        assert!(log.contains("resumed from"), "{log}");
+    }
+}
+
+#[test]
+fn what_keeps_a_run_from_resuming_or_saving_is_said_before_it_trains() {
+    let site = saved();
+    let resume = ["--load=saved", "--save=saved", "--train-iters=4"];
+    let advice = ["of the optimizer adam", "this run's is sgd", "--optimizer adam", "--init-from-hf"];
+    pretrain_refused(&site, &[&resume[..], &["--optimizer=sgd"]].concat(), &advice);
+    pretrain(&site, &["--save=momentum", "--train-iters=1", "--optimizer=sgd"]);
+    pretrain_refused(&site, &["--load=momentum"], &["of the optimizer sgd", "this run's is adam"]);
+    let mut command = site.pretrain(&ALONE);
+    command.arg("--save").arg(OsStr::from_bytes(b"b\xffd"));
+    let output = command.output().unwrap();
+    refused(&output, &["--save", "not UTF-8"]);
+    assert!(!stdout(&output).contains("iteration "), "{}", stdout(&output));
+}
+
+#[test]
+fn what_was_trained_in_a_models_folder_goes_before_the_model() {
+    let site = saved();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(fixture.join(name), site.path("saved").join(name)).unwrap();
+    }
+    let evaluate = ["eval", "--load=saved", "--data-path=text.txt", "--cache-dir=cache"];
+    let text = run(&site, &evaluate);
+    assert!(text.starts_with("saved/iter_0000002 "), "{text}");
+    let pointer = fs::read(site.path("saved").join(POINTER)).unwrap();
+    fs::remove_file(site.path("saved").join(POINTER)).unwrap();
+    let output = site.mark(megatron()).args(evaluate).output().unwrap();
+    refused(&output, &["2, 1", POINTER]);
+    fs::write(site.path("saved").join(POINTER), pointer).unwrap();
+}
+
+/// A tokenizer of three words, which no text of the site's is written in.
+const FOREIGN: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+  "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
+  "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"}}"#;
+
+#[test]
+fn the_tokenizer_is_the_one_of_the_run() {
+    let site = saved();
+    let evaluate = |load: &str, folder: &str| {
+        let mut command = site.mark(megatron());
+        let data = site.path("text.txt").display().to_string();
+        let flags = ["eval", "--load", load, "--data-path", &data, "--cache-dir", "cache"];
+        let output = command.current_dir(site.path(folder)).args(flags).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        stdout(&output).split(": ").nth(1).unwrap().to_string()
+    };
+    let bytes = evaluate("saved", "");
+    // Beside bytes lie companions of another model.
+    site.write("saved/tokenizer.json", FOREIGN);
+    assert_eq!(evaluate("saved", ""), bytes);
+    fs::remove_file(site.path("saved/tokenizer.json")).unwrap();
+
+    pretrain(&site, &["--save=words/saved", "--train-iters=1", "--tokenizer=train:300"]);
+    let words = evaluate("words/saved", "");
+    assert_ne!(words, bytes);
+    // Around links, and around the folder, lies another one.
+    for name in ["tokenizer.json", "words/tokenizer.json"] {
+        site.write(name, FOREIGN);
+    }
+    symlink("words/saved/iter_0000001", site.path("best")).unwrap();
+    assert_eq!(evaluate("best", ""), words);
+    assert_eq!(evaluate(".", "words/saved/iter_0000001"), words);
+    let log = pretrain(&site, &["--load=best", "--train-iters=2", "--tokenizer=train:300"]);
+    assert!(!log.contains("not those that the checkpoint was trained on"), "{log}");
+}
+
+#[test]
+fn a_models_tokenizer_lies_in_its_own_folder() {
+    let site = Site::new();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");
+    fs::create_dir(site.path("model")).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(fixture.join(name), site.path("model").join(name)).unwrap();
+    }
+    site.write("tokenizer.json", FOREIGN);
+    let generate = ["generate", "--load=model", "--prompt=a", "--num-tokens=2"];
+    refused(&site.mark(megatron()).args(generate).output().unwrap(), &["no tokenizer", "--tokenizer FILE"]);
+    site.write("model/tokenizer.json", FOREIGN);
+    run(&site, &generate);
+}
+
+#[test]
+fn what_lies_beside_checkpoints_goes_along_to_another_folder() {
+    let site = saved();
+    site.write("saved/hf_config.json", "{\"model_type\": \"mistral\"}");
+    site.write("saved/chat_template.jinja", "hello");
+    pretrain(&site, &["--load=saved", "--save=other", "--train-iters=3"]);
+    assert_eq!(
+        fs::read(site.path("saved/hf_config.json")).unwrap(),
+        fs::read(site.path("other/hf_config.json")).unwrap()
+    );
+    // It is of a tokenizer that this run does not have.
+    assert!(!site.path("other/chat_template.jinja").exists());
+    // What lies beside is not what lies around a link.
+    symlink("saved/iter_0000002", site.path("best")).unwrap();
+    run(&site, &["reshard", "best", "resharded", "--tensor-model-parallel-size=2"]);
+    assert!(site.path("resharded/hf_config.json").is_file() && site.path("resharded/chat_template.jinja").is_file());
+    site.assert_nothing_left();
+}
+
+#[test]
+fn a_model_that_diverged_is_told_as_such() {
+    let site = Site::new();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");
+    let mut tensors = candle_core::safetensors::load(fixture.join("model.safetensors"), &Device::Cpu).unwrap();
+    let norm = tensors.get_mut("model.norm.weight").unwrap();
+    *norm = Tensor::full(f32::NAN, norm.shape(), &Device::Cpu).unwrap().to_dtype(norm.dtype()).unwrap();
+    fs::create_dir(site.path("model")).unwrap();
+    fs::copy(fixture.join("config.json"), site.path("model/config.json")).unwrap();
+    candle_core::safetensors::save(&tensors, site.path("model/model.safetensors")).unwrap();
+    let data = format!("--data-path={}", fixture.join("data_text_document").display());
+    let text = run(&site, &["eval", "--load=model", &data]);
+    assert!(text.contains("loss NaN | perplexity NaN"), "{text}");
+    let pipeline = "--pipeline-model-parallel-size=2";
+    for layout in [&[][..], &[pipeline]] {
+        let words = ["generate", "--load=model", "--prompt=the", "--tokenizer=byte"];
+        let output = site.mark(megatron()).args([&words, layout].concat()).output().unwrap();
+        refused(&output, &["logits after token 3 of prompt 1 are not finite"]);
+    }
+    site.assert_nothing_left();
+}
