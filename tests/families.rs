@@ -238,6 +238,101 @@ fn export_converts_to_the_dtype_asked_for() {
     }
 }
 
+/// A copy of a fixture's folder.
+fn copied(name: &str, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(family(name)).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+    }
+}
+
+/// Files of a folder and what is in them.
+fn files(folder: &Path) -> HashMap<PathBuf, Vec<u8>> {
+    let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    paths.filter(|path| path.is_file()).map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+}
+
+#[test]
+fn import_changes_no_file_that_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, there) = (dir.path().join("model"), dir.path().join("there"));
+    copied("llama2", &model);
+    std::fs::write(model.join("tokenizer.json"), "the model's").unwrap();
+    copied("qwen2", &there);
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&model, &link).unwrap();
+    for to in [&model, &link, &there] {
+        let before = files(to);
+        let why = import(&model, to, |_, _| ()).unwrap_err().to_string();
+        assert!(why.contains("folder of a Hugging Face model") && why.contains("name another one"), "{why}");
+        assert_eq!(files(to), before);
+        assert!(!checkpoint::holds_any(to).unwrap());
+    }
+    // Not a model's folder, but with a tokenizer of its own.
+    for other in ["tokenizer.json", "hf_config.json"] {
+        let to = dir.path().join(format!("with-{other}"));
+        std::fs::create_dir(&to).unwrap();
+        std::fs::write(to.join(other), "another").unwrap();
+        let why = import(&model, &to, |_, _| ()).unwrap_err().to_string();
+        assert!(why.contains(other) && why.contains("move this file away"), "{why}");
+        let left: Vec<_> = std::fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!((left, std::fs::read(to.join(other)).unwrap()), (vec![other.into()], b"another".to_vec()));
+    }
+    // Of one and the same file nothing is copied.
+    let before = files(&model);
+    std::fs::write(model.join("hf_config.json"), std::fs::read(model.join("config.json")).unwrap()).unwrap();
+    copy_companions(&model, &link).unwrap();
+    assert!(before.iter().all(|(path, bytes)| std::fs::read(path).unwrap() == *bytes));
+    // An import that was not finished may be repeated.
+    let to = dir.path().join("new");
+    copy_companions(&model, &to).unwrap();
+    import(&model, &to, |_, _| ()).unwrap();
+    assert_eq!(std::fs::read(to.join("tokenizer.json")).unwrap(), b"the model's");
+}
+
+#[test]
+fn export_leaves_what_lies_beside_its_folder_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    import(&family("llama2"), &dir.path().join("checkpoint"), |_, _| ()).unwrap();
+    let mine = dir.path().join(".hf.tmp");
+    std::fs::create_dir(&mine).unwrap();
+    std::fs::write(mine.join("notes"), "mine").unwrap();
+    export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &WHOLE).unwrap();
+    assert_eq!(std::fs::read(mine.join("notes")).unwrap(), b"mine");
+    let mut names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, [".hf.tmp", "checkpoint", "hf"]);
+}
+
+#[test]
+fn a_context_that_was_extended_is_exported_and_the_rest_of_the_config_is_what_it_was() {
+    for (name, key) in [("llama3-bf16", "max_position_embeddings"), ("bloom", "seq_length")] {
+        let dir = tempfile::tempdir().unwrap();
+        let save = dir.path().join("checkpoint");
+        copy_companions(&family(name), &save).unwrap();
+        let read = |folder: &Path| HfConfig::read(folder).unwrap();
+        let original = read(&family(name));
+        for (extended, out) in [(false, "short"), (true, "long")] {
+            let mut config = run(&family(name), 16, (1, 1, 1));
+            let length = config.model.max_position_embeddings * if extended { 2 } else { 1 };
+            // Trained on shorter sequences than the model takes, or on longer ones.
+            config.model.max_position_embeddings = if extended { length } else { 16 };
+            let data = sources(Tokens::synthetic(config.model.vocab_size as u32, 16));
+            on_ranks(1, |world| trainer(&config, world, &data)?.save(&save)).unwrap();
+            export(&save, &dir.path().join(out), &WHOLE).unwrap();
+            let exported = read(&dir.path().join(out));
+            assert_eq!(exported.model.max_position_embeddings, length, "{name}");
+            let rest = |config: &HfConfig| {
+                let mut json = config.json.clone();
+                ["torch_dtype", "dtype", key].into_iter().for_each(|key| drop(json.remove(key)));
+                json
+            };
+            assert_eq!(rest(&exported), rest(&original), "{name}");
+        }
+    }
+}
+
 /// A copy of a fixture whose tensors `change` has changed; what opening it says.
 fn refusal(name: &str, change: impl FnOnce(&mut HashMap<String, Tensor>)) -> Option<String> {
     let dir = tempfile::tempdir().unwrap();
@@ -273,6 +368,35 @@ fn tensors_that_are_missing_left_over_or_of_another_shape_are_named() {
 }
 
 #[test]
+fn models_that_are_too_large_for_their_files_are_refused_before_they_are_made() {
+    let dir = tempfile::tempdir().unwrap();
+    copied("bloom", dir.path());
+    let path = dir.path().join("config.json");
+    let original: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let most = i32::MAX;
+    for (changes, why) in [
+        (&[("n_layer", 65536)][..], "65536 layers, and the files hold"),
+        (&[("n_head", most), ("hidden_size", most)], "an extent of 2147483647"),
+        (&[("vocab_size", 1000)], "config.json makes it [1000, 32]"),
+    ] {
+        let mut config = original.clone();
+        changes.iter().for_each(|&(key, value)| config[key] = value.into());
+        std::fs::write(&path, config.to_string()).unwrap();
+        let message = HfModel::open(dir.path()).err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(message.contains(why), "{changes:?}: {message}");
+    }
+}
+
+#[test]
+fn one_file_is_taken_before_an_index_as_transformers_does() {
+    let dir = tempfile::tempdir().unwrap();
+    copied("llama2", dir.path());
+    std::fs::write(dir.path().join("model.safetensors.index.json"), r#"{"weight_map": {"a": "gone.safetensors"}}"#)
+        .unwrap();
+    HfModel::open(dir.path()).unwrap();
+}
+
+#[test]
 fn masks_and_a_repeated_tied_matrix_are_ignored_and_another_matrix_is_not() {
     assert_eq!(refusal("gpt2", |all| drop(all.insert("transformer.h.0.attn.bias".into(), zeros(&[1, 1, 4, 4])))), None);
     let words = "transformer.wte.weight";
@@ -294,10 +418,7 @@ fn files_of_a_bare_model_have_names_without_prefix() {
 fn an_index_that_leaves_its_folder_or_lies_is_refused() {
     let copy = |change: &dyn Fn(&str) -> String| {
         let dir = tempfile::tempdir().unwrap();
-        for entry in std::fs::read_dir(family("mistral-sharded")).unwrap() {
-            let path = entry.unwrap().path();
-            std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
-        }
+        copied("mistral-sharded", dir.path());
         let index = dir.path().join("model.safetensors.index.json");
         let text = std::fs::read_to_string(&index).unwrap();
         std::fs::write(&index, change(&text)).unwrap();

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use megatron::checkpoint::{self, Manifest};
-use megatron::config::{ParallelConfig, PartitionMethod, PositionEmbedding, ScheduleKind, Sources};
+use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, PositionEmbedding, ScheduleKind, Sources};
 use megatron::params::StateKind;
 use megatron::train::{Layout, SavedRun, saved_run, with_parallel};
 use megatron::{Error, Result};
@@ -39,18 +39,7 @@ impl SavedGpt {
         // Models too large for what is there are refused before anything of their size is made.
         let model = &run.model;
         let largest = manifest.tensors.iter().filter(|t| t.numel() > 0).flat_map(|t| &t.shape).max().copied();
-        let mut extents = vec![
-            model.hidden_size,
-            model.ffn_hidden_size,
-            model.num_attention_heads,
-            model.num_query_groups,
-            model.head_dim,
-            model.vocab_size,
-        ];
-        if model.position_embedding == PositionEmbedding::LearnedAbsolute {
-            extents.push(model.max_position_embeddings);
-        }
-        let too_large = extents.iter().any(|&extent| extent > largest.unwrap_or(0));
+        let too_large = extents(model).iter().any(|&extent| extent > largest.unwrap_or(0));
         if too_large || model.num_layers > manifest.tensors.len() {
             return Err(Error::checkpoint(path, "its manifest names a model that its tensors are too small for"));
         }
@@ -107,8 +96,24 @@ impl SavedGpt {
     }
 }
 
+/// What some tensor of the model is at least as long as in one dimension.
+pub(crate) fn extents(model: &ModelConfig) -> Vec<usize> {
+    let mut extents = vec![
+        model.hidden_size,
+        model.ffn_hidden_size,
+        model.num_attention_heads,
+        model.num_query_groups,
+        model.head_dim,
+        model.vocab_size,
+    ];
+    if model.position_embedding == PositionEmbedding::LearnedAbsolute {
+        extents.push(model.max_position_embeddings);
+    }
+    extents
+}
+
 /// One rank.
-fn single() -> ParallelConfig {
+pub(crate) fn single() -> ParallelConfig {
     ParallelConfig {
         tensor_model_parallel_size: 1,
         pipeline_model_parallel_size: 1,

@@ -74,6 +74,9 @@ fn with_advice(error: Error, run: &RunConfig) -> Error {
 
 /// Refuses, before anything is computed, folders that `rank` has to write to and cannot.
 fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
+    if let (Some(save), Some(_)) = (&run.checkpoint.save, &run.checkpoint.init_from_hf) {
+        hf::refuse_model_folder(save)?;
+    }
     let metrics = run.logging.metrics.as_deref().filter(|_| rank == 0).and_then(Path::parent);
     let metrics = metrics.filter(|folder| !folder.as_os_str().is_empty());
     for folder in [run.checkpoint.save.as_deref(), metrics].into_iter().flatten() {

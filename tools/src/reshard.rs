@@ -23,7 +23,7 @@ use crate::signals::StopSignal;
 /// what its rank owns, parameters and optimizer state; flags and defaults are those of `pretrain`. What is copied is checked
 /// against its checksums. Little memory is used, whatever the size of the model.
 ///
-/// CKPT is left as it is. Nothing appears in CKPT2 before everything is written; what an interrupted attempt leaves is
+/// CKPT is left as it is, and no file in CKPT2 is replaced by another. Nothing appears in CKPT2 before everything is written; what an interrupted attempt leaves is
 /// hidden, and removed by the next.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:

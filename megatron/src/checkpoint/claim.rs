@@ -31,6 +31,15 @@ pub fn claim(dir: &Path, world: &Group) -> Result<Claim> {
     }
 }
 
+/// Claims `dir` for this process, which is no rank: the one that imports or reshards.
+///
+/// # Errors
+/// As [`claim`].
+pub(super) fn claim_alone(dir: &Path) -> Result<Claim> {
+    let lock = lock(dir).map_err(|refusal| Error::checkpoint(dir, refusal))?;
+    Ok(Claim { _lock: lock })
+}
+
 /// The lock of `dir`, or why this run may not save there; none where there are no locks.
 fn lock(dir: &Path) -> std::result::Result<Option<File>, String> {
     fs::create_dir_all(dir).map_err(|e| format!("cannot be created: {e}"))?;

@@ -244,6 +244,16 @@ pub(super) fn any_checkpoint(dir: &Path) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
+/// Asserts that there is nothing in `dir` that a new checkpoint beside it would replace, or take the pointer from.
+pub(super) fn refuse_checkpoint(dir: &Path) -> Result<()> {
+    match any_checkpoint(dir)? {
+        None => Ok(()),
+        Some(path) => {
+            Err(Error::checkpoint(&path, "is there already; write to a new folder, or remove what is in this one"))
+        }
+    }
+}
+
 /// The iteration and suffix of a temporary or set-aside folder's name.
 fn hidden(name: &str) -> Option<(u64, &str)> {
     let (digits, suffix) = name.strip_prefix(".iter_")?.split_once('.')?;

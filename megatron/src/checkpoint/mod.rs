@@ -20,6 +20,7 @@ compile_error!("checkpoints are written as they lie in memory, which must be lit
 
 mod block;
 mod claim;
+mod companions;
 mod folder;
 mod load;
 mod manifest;
@@ -33,6 +34,7 @@ mod tests;
 mod values;
 
 pub use claim::{Claim, claim};
+pub use companions::Companions;
 pub use folder::{Latest, beside, existing, holds_any, iteration_dir, latest, locate, resumable, same_folder};
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};

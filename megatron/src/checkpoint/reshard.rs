@@ -4,7 +4,7 @@
 //! bounded by a few chunks, whatever the size of the model. Other threads write, so that reading and writing overlap.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::fs::{self, File};
+use std::fs::File;
 use std::ops::{Deref, Range};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
@@ -15,12 +15,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use super::block::{Block, blocks};
-use super::folder::{Names, any_checkpoint, beside};
+use super::claim::claim_alone;
+use super::companions::Companions;
+use super::folder::{Names, beside, refuse_checkpoint};
 use super::load::read_chunk;
 use super::manifest::{Chunk, Manifest, TensorEntry, difference};
 use super::rank_file::{RankFile, Share, Written};
 use super::save::finish;
-use super::shard_file::{CACHED_BYTES, ShardFile, preamble, write_synced};
+use super::shard_file::{CACHED_BYTES, ShardFile, preamble};
 use super::values::copy_run;
 use crate::comm::lock;
 use crate::params::{ParamShare, StateKind};
@@ -41,7 +43,8 @@ const WRITERS: usize = 2;
 /// to go on. Returns whether the checkpoint was written, that is, whether it always did.
 ///
 /// # Errors
-/// If `dir` holds a checkpoint, `source` is damaged or lacks a tensor, or the system refuses. Nothing is left then; a
+/// If `dir` holds a checkpoint, a run saves there, another file is where a companion goes, `source` is damaged or lacks a tensor,
+/// or the system refuses. Nothing is left then; a
 /// killed process leaves a hidden folder that the next attempt removes.
 pub fn reshard(
     source: &Manifest,
@@ -51,16 +54,18 @@ pub fn reshard(
     companions: &[&str],
     progress: &mut dyn FnMut(u64) -> bool,
 ) -> Result<bool> {
-    if let Some(path) = any_checkpoint(dir)? {
-        return Err(Error::checkpoint(&path, "is there already; write to a new folder, or remove what is in this one"));
-    }
     let files = plan(source, ranks)?;
+    let _claim = claim_alone(dir)?;
+    refuse_checkpoint(dir)?;
+    let beside = beside(source.folder())?;
+    let companions = Companions::read(companions.iter().map(|name| (beside.join(name), dir.join(name))))?;
+    companions.refuse_to_replace()?;
     let names = Names::new(dir, source.iteration);
     names.prepare()?;
     let written = convert(source, &names.temp, files, progress);
     let done = written.and_then(|written| match written {
         Some(written) => {
-            copy_companions(source, dir, companions)?;
+            companions.place()?;
             finish(&names, source.iteration, state, written).map(|()| true)
         }
         None => Ok(false),
@@ -69,20 +74,6 @@ pub fn reshard(
         names.discard();
     }
     done
-}
-
-/// Copies those of the files `names` that lie beside the source.
-fn copy_companions(source: &Manifest, dir: &Path, names: &[&str]) -> Result<()> {
-    let beside = beside(source.folder())?;
-    for name in names {
-        let (from, temp, to) = (beside.join(name), dir.join(format!(".{name}.tmp")), dir.join(name));
-        if from.is_file() {
-            let bytes = fs::read(&from).map_err(|e| Error::io("read", &from, e))?;
-            write_synced(&temp, &bytes)?;
-            fs::rename(&temp, &to).map_err(|e| Error::io("create", &to, e))?;
-        }
-    }
-    Ok(())
 }
 
 /// The files of all ranks: every parameter with all the state that the source has of it.

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::folder::Names;
+use super::claim::{Claim, claim_alone};
+use super::folder::{Names, refuse_checkpoint};
 use super::manifest::{Chunk, FORMAT_VERSION, MANIFEST, Manifest, TensorEntry};
 use super::rank_file::CHUNK_ELEMENTS;
 use super::shard_file::{SafetensorsWriter, write_synced};
@@ -15,6 +16,7 @@ const FILE: &str = "rank_00000.safetensors";
 
 /// A checkpoint in the making. Dropped before [`StreamWriter::finish`], it leaves nothing behind.
 pub struct StreamWriter {
+    _claim: Claim,
     names: Names,
     iteration: u64,
     tensors: Vec<TensorEntry>,
@@ -24,10 +26,11 @@ pub struct StreamWriter {
 }
 
 impl StreamWriter {
-    /// Starts the checkpoint of `iteration` in `dir`, of `tensors` (name, kind, unpadded shape, dtype).
+    /// Starts the checkpoint of `iteration` in `dir`, of `tensors` (name, kind, unpadded shape, dtype). Until it is finished or
+    /// dropped no run may save there.
     ///
     /// # Errors
-    /// If the folder cannot be written to.
+    /// If `dir` holds a checkpoint, a run saves there, or it cannot be written to.
     pub fn create(
         dir: &Path,
         iteration: u64,
@@ -36,8 +39,10 @@ impl StreamWriter {
         let names = Names::new(dir, iteration);
         let entry = |(name, kind, shape, dtype)| TensorEntry { name, kind, shape, dtype, chunks: Vec::new() };
         let tensors: Vec<TensorEntry> = tensors.into_iter().map(entry).collect();
+        let claim = claim_alone(dir)?;
+        refuse_checkpoint(dir)?;
         names.prepare()?;
-        let mut writer = Self { names, iteration, tensors, written: 0, out: None };
+        let mut writer = Self { _claim: claim, names, iteration, tensors, written: 0, out: None };
         let keys: Vec<String> = writer.tensors.iter().map(key).collect();
         let stored = keys.iter().zip(&writer.tensors).map(|(key, t)| (key.as_str(), t.dtype, t.shape.as_slice()));
         writer.out = Some(SafetensorsWriter::create(&writer.names.temp.join(FILE), stored)?);

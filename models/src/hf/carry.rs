@@ -1,10 +1,9 @@
 //! What an import kept beside checkpoints goes along when a run saves elsewhere.
 
-use std::fs::{self, File};
-use std::io::Write;
 use std::path::Path;
 
-use megatron::{Error, Result};
+use megatron::Result;
+use megatron::checkpoint::Companions;
 
 use super::{COMPANIONS, GENERATION_CONFIG, ORIGIN_CONFIG};
 
@@ -14,23 +13,15 @@ use super::{COMPANIONS, GENERATION_CONFIG, ORIGIN_CONFIG};
 /// # Errors
 /// If the system refuses. Each file appears whole or not at all.
 pub fn carry_companions(from: &Path, to: &Path, with_tokenizer: bool) -> Result<()> {
-    fs::create_dir_all(to).map_err(|e| Error::io("create", to, e))?;
     let about_tokens = COMPANIONS.into_iter().filter(|name| with_tokenizer && *name != GENERATION_CONFIG);
-    for name in about_tokens.chain([GENERATION_CONFIG, ORIGIN_CONFIG]) {
-        let (source, target, temp) = (from.join(name), to.join(name), to.join(format!(".{name}.tmp")));
-        if source.is_file() && !target.exists() {
-            let bytes = fs::read(&source).map_err(|e| Error::io("read", &source, e))?;
-            File::create(&temp)
-                .and_then(|mut file| file.write_all(&bytes).and_then(|()| file.sync_all()))
-                .map_err(|e| Error::io("write", &temp, e))?;
-            fs::rename(&temp, &target).map_err(|e| Error::io("create", &target, e))?;
-        }
-    }
-    Ok(())
+    let pairs = about_tokens.chain([GENERATION_CONFIG, ORIGIN_CONFIG]).map(|name| (from.join(name), to.join(name)));
+    Companions::read(pairs.filter(|(_, to)| !to.exists()))?.place()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

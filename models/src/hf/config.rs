@@ -4,12 +4,13 @@
 
 use std::path::{Path, PathBuf};
 
-use megatron::config::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
+use megatron::config::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow, Sources};
 use megatron::{Error, Result};
 use serde_json::{Map, Value, json};
 
 use super::fields::Fields;
 use crate::families::Family;
+use crate::saved::single;
 
 /// Name of the file in a Hugging Face folder.
 pub const CONFIG: &str = "config.json";
@@ -20,6 +21,8 @@ const SILU: [&str; 2] = ["silu", "swish"];
 /// Kinds of attention in `layer_types`.
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
+/// More are taken for a mistake: some settings are lists with an item for each layer.
+const MOST_LAYERS: usize = 1 << 16;
 /// Sequences of models whose positions are relative and whose file names no length.
 const UNLIMITED: usize = 2048;
 
@@ -63,12 +66,44 @@ impl HfConfig {
     /// As [`HfConfig::read`].
     pub fn from_json(path: &Path, json: Map<String, Value>) -> Result<Self> {
         let (family, model) = understand(&json).map_err(|why| Error::checkpoint(path, why))?;
+        single()
+            .validate_with(&model, &names(family))
+            .map_err(|e| Error::checkpoint(path, format!("describes an impossible model: {e}")))?;
         Ok(Self { family, model, json, path: path.to_path_buf() })
     }
 
     pub fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// What the settings that are checked are called in a family's file.
+fn names(family: Family) -> Sources {
+    let pairs: &[(&str, &str)] = match family {
+        Family::Gpt2 => &[
+            ("num_layers", "n_layer"),
+            ("hidden_size", "n_embd"),
+            ("ffn_hidden_size", "n_inner"),
+            ("seq_length", "n_positions"),
+            ("norm_epsilon", "layer_norm_epsilon"),
+            ("attention_dropout", "attn_pdrop"),
+            ("hidden_dropout", "resid_pdrop"),
+        ],
+        Family::Llama | Family::Mistral | Family::Qwen2 => &[
+            ("num_layers", "num_hidden_layers"),
+            ("ffn_hidden_size", "intermediate_size"),
+            ("kv_channels", "head_dim"),
+            ("seq_length", "max_position_embeddings"),
+            ("rotary_base", "rope_theta"),
+            ("rope_scaling_factor", "factor in rope_scaling"),
+            ("norm_epsilon", "rms_norm_eps"),
+        ],
+        Family::Bloom => &[("num_layers", "n_layer"), ("norm_epsilon", "layer_norm_epsilon")],
+    };
+    let mut names = Sources::default();
+    let pairs = pairs.iter().chain(&[("init_method_std", "initializer_range")]);
+    pairs.for_each(|(key, name)| names.record(*key, *name));
+    names
 }
 
 fn understand(json: &Map<String, Value>) -> std::result::Result<(Family, ModelConfig), String> {
@@ -89,6 +124,9 @@ fn understand(json: &Map<String, Value>) -> std::result::Result<(Family, ModelCo
         Family::Bloom => bloom(&mut fields)?,
     };
     fields.finish()?;
+    if model.vocab_size == 0 {
+        return Err("describes a vocabulary without tokens".into());
+    }
     if model.num_attention_heads == 0 || model.num_query_groups == 0 || model.head_dim == 0 {
         return Err("describes attention without heads".into());
     }
@@ -122,7 +160,7 @@ fn gpt2(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
         "summary_use_proj",
     ]);
     Ok(ModelConfig {
-        num_layers: f.int(&["n_layer", "num_hidden_layers"])?,
+        num_layers: num_layers(f, &["n_layer", "num_hidden_layers"])?,
         hidden_size: hidden,
         ffn_hidden_size: f.int_or("n_inner", 4usize.saturating_mul(hidden))?,
         num_attention_heads: heads,
@@ -152,7 +190,7 @@ fn gpt2(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
 fn llama(f: &mut Fields, family: Family) -> std::result::Result<ModelConfig, String> {
     let hidden = f.int(&["hidden_size"])?;
     let heads = f.int(&["num_attention_heads"])?;
-    let layers = f.int(&["num_hidden_layers"])?;
+    let layers = num_layers(f, &["num_hidden_layers"])?;
     let positions = f.int(&["max_position_embeddings"])?;
     f.must("hidden_act", json!("silu"), &SILU)?;
     let (rotary_base, rope_scaling) = rope(f)?;
@@ -201,11 +239,18 @@ fn llama(f: &mut Fields, family: Family) -> std::result::Result<ModelConfig, Str
     })
 }
 
+fn num_layers(f: &mut Fields, names: &[&str]) -> std::result::Result<usize, String> {
+    match f.int(names)? {
+        layers @ ..=MOST_LAYERS => Ok(layers),
+        layers => Err(format!("{} is {layers}; more than {MOST_LAYERS} are taken for a mistake", names.join(" or "))),
+    }
+}
+
 /// The attention's window and the layers that have none.
 fn sliding_window(f: &mut Fields, family: Family, layers: usize) -> std::result::Result<Option<SlidingWindow>, String> {
     let mut size = match family {
-        // What `MistralConfig` assumes where the field is absent; null is none.
-        Family::Mistral if !f.has("sliding_window") => Some(4096),
+        // What `MistralConfig` and `Qwen2Config` assume where the field is absent; null is none.
+        Family::Mistral | Family::Qwen2 if !f.has("sliding_window") => Some(4096),
         Family::Mistral | Family::Qwen2 => f.optional_int("sliding_window")?,
         _ => None,
     };
@@ -269,12 +314,15 @@ fn rope(f: &mut Fields) -> std::result::Result<(f64, RopeScaling), String> {
     let scaling = match kind {
         "default" => RopeScaling::None,
         "linear" => RopeScaling::Linear { factor: need(&mut inner, "factor")? },
-        "llama3" => RopeScaling::Llama3 {
-            factor: need(&mut inner, "factor")?,
-            low_freq_factor: need(&mut inner, "low_freq_factor")?,
-            high_freq_factor: need(&mut inner, "high_freq_factor")?,
-            original_max_position: inner.int(&["original_max_position_embeddings"])?,
-        },
+        "llama3" => {
+            let factor = need(&mut inner, "factor")?;
+            let (low, high) = (need(&mut inner, "low_freq_factor")?, need(&mut inner, "high_freq_factor")?);
+            if low >= high {
+                return Err(format!("{name}: low_freq_factor {low} must be below high_freq_factor {high}"));
+            }
+            let original_max_position = inner.int(&["original_max_position_embeddings"])?;
+            RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_max_position }
+        }
         other => return Err(format!("{name} of type {other:?} is not known; known are default, linear, llama3")),
     };
     inner.finish().map_err(|why| format!("{name}: {why}"))?;
@@ -302,7 +350,7 @@ fn bloom(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
         "slow_but_exact",
     ]);
     Ok(ModelConfig {
-        num_layers: f.int(&["n_layer", "num_hidden_layers"])?,
+        num_layers: num_layers(f, &["n_layer", "num_hidden_layers"])?,
         hidden_size: hidden,
         ffn_hidden_size: ffn,
         num_attention_heads: heads,
@@ -538,6 +586,37 @@ mod tests {
         }
     }
 
+    /// The refusal of a file with this content.
+    fn refusal(json: Value) -> String {
+        let json = json.as_object().unwrap().clone();
+        HfConfig::from_json(Path::new("config.json"), json).map(|config| format!("{config:?}")).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn impossible_models_are_refused_by_the_files_own_names() {
+        let scaling = |json| with(llama(), "rope_scaling", json);
+        let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64});
+        let bloom = json!({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100});
+        for (json, name) in [
+            (with(llama(), "rms_norm_eps", json!(-1)), "(rms_norm_eps) must be a finite number above 0"),
+            (with(llama(), "rope_theta", json!(0)), "(rope_theta) must be a finite number above 0"),
+            (scaling(json!({"rope_type": "linear", "factor": 0})), "(factor in rope_scaling) must be a finite"),
+            (scaling(llama3), "low_freq_factor 4 must be below high_freq_factor 4"),
+            (with(mistral(), "sliding_window", json!(0)), "sliding_window = 0 must be at least 1"),
+            (with(llama(), "attention_dropout", json!(5)), "attention_dropout = 5 must lie in [0, 1)"),
+            (with(llama(), "max_position_embeddings", json!(0)), "(max_position_embeddings) must be at least 1"),
+            (with(llama(), "num_hidden_layers", json!(0)), "(num_hidden_layers) must be at least 1"),
+            (with(llama(), "num_hidden_layers", json!(2_000_000_000)), "num_hidden_layers is 2000000000"),
+            (with(llama(), "vocab_size", json!(0)), "vocabulary without tokens"),
+            (with(bloom.clone(), "n_layer", json!(2_000_000_000)), "num_hidden_layers is 2000000000"),
+            (with(bloom, "layer_norm_epsilon", json!(0)), "(layer_norm_epsilon) must be a finite"),
+        ] {
+            let why = refusal(json);
+            assert!(why.contains("config.json") && why.contains(name), "{name}: {why}");
+        }
+    }
+
     fn mistral() -> Value {
         let mistral = with(llama(), "architectures", json!(["MistralForCausalLM"]));
         with(with(mistral, "model_type", json!("mistral")), "sliding_window", json!(32))
@@ -567,7 +646,11 @@ mod tests {
         assert_eq!(windows(with(on.clone(), "max_window_layers", json!(1))), [None, Some(16)]);
         assert_eq!(windows(with(on.clone(), "max_window_layers", json!(0))), [Some(16); 2]);
         assert_eq!(windows(with(on.clone(), "layer_types", mixed)), [Some(16), None]);
-        let why = read(with(on, "layer_types", json!(["sliding_attention"]))).unwrap_err();
+        let why = read(with(on.clone(), "layer_types", json!(["sliding_attention"]))).unwrap_err();
         assert!(why.contains("layer_types"), "{why}");
+        let mut unsaid = with(on, "max_window_layers", json!(1));
+        assert_eq!(windows(with(unsaid.clone(), "sliding_window", Value::Null)), [None; 2]);
+        unsaid.as_object_mut().unwrap().remove("sliding_window");
+        assert_eq!(windows(unsaid), [None, Some(4096)]);
     }
 }

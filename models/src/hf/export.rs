@@ -4,11 +4,12 @@
 //! Names and shard rules: `huggingface_hub` `serialization`.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use megatron::checkpoint::{self, Float, Manifest, SafetensorsWriter};
-use megatron::config::ModelConfig;
+use megatron::config::{ModelConfig, PositionEmbedding};
 use megatron::params::{Piece, ShardRef, StateKind};
 use megatron::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -99,9 +100,10 @@ fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     }
     let origin = HfConfig::read_file(&path)?;
     // Settings of training, and the context of relative positions, do not say what the weights mean.
+    let learned = model.position_embedding == PositionEmbedding::LearnedAbsolute;
     let meaning = |m: &ModelConfig| ModelConfig {
         seq_length: 0,
-        max_position_embeddings: 0,
+        max_position_embeddings: if learned { m.max_position_embeddings } else { 0 },
         make_vocab_size_divisible_by: 0,
         attention_dropout: 0.0,
         hidden_dropout: 0.0,
@@ -111,7 +113,7 @@ fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     Ok((meaning(&origin.model) == meaning(model)).then_some(origin))
 }
 
-/// A hidden folder beside `out`, which must not hold anything yet.
+/// A new hidden folder beside `out`, which must not hold anything yet.
 fn temporary(out: &Path) -> Result<PathBuf> {
     if fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(Error::checkpoint(out, "is there already and not empty; export to another folder"));
@@ -119,12 +121,17 @@ fn temporary(out: &Path) -> Result<PathBuf> {
     let name = out.file_name().ok_or_else(|| Error::checkpoint(out, "is no name for a new folder"))?;
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
-    let temp = parent.join(format!(".{}.tmp", name.to_string_lossy()));
-    if temp.exists() {
-        fs::remove_dir_all(&temp).map_err(|e| Error::io("remove", &temp, e))?;
+    let (name, pid) = (name.to_string_lossy(), std::process::id());
+    let mut attempt = 0;
+    loop {
+        let temp = parent.join(format!(".{name}.{pid}.{attempt}.tmp"));
+        match fs::create_dir(&temp) {
+            Ok(()) => return Ok(temp),
+            // Another's, or of a killed process that had this number.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => attempt += 1,
+            Err(error) => return Err(Error::io("create", &temp, error)),
+        }
     }
-    fs::create_dir(&temp).map_err(|e| Error::io("create", &temp, e))?;
-    Ok(temp)
 }
 
 /// Deals parameters in order to files of at most `limit` bytes.
@@ -201,7 +208,14 @@ fn write_descriptions(
     folder: &Path,
 ) -> Result<()> {
     let mut config = match origin {
-        Some(origin) => origin.json,
+        Some(HfConfig { model: original, mut json, .. }) => {
+            // A context that was extended in training.
+            if model.max_position_embeddings > original.max_position_embeddings {
+                let name = if family == Family::Bloom { "seq_length" } else { "max_position_embeddings" };
+                json.insert(name.into(), model.max_position_embeddings.into());
+            }
+            json
+        }
         None => {
             let mut config = to_json(model, family);
             // Null rather than absent: absent ones have a family's own defaults, tokens of another vocabulary.

@@ -1,6 +1,7 @@
 //! The safetensors files of a folder: one, or several with an index. Only headers are kept; tensors are read when asked for.
 //!
-//! `transformers` `modeling_utils.py`: `model.safetensors`, or `model.safetensors.index.json` with a `weight_map`.
+//! `transformers` `modeling_utils.py`: `model.safetensors`, or, where there is none, `model.safetensors.index.json` with a
+//! `weight_map`.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
@@ -43,15 +44,14 @@ impl HfFiles {
     /// # Errors
     /// If there are none, one is damaged, or the index and the files disagree.
     pub fn open(folder: &Path) -> Result<Self> {
-        let index = folder.join(INDEX);
+        let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
+        if single.is_file() {
+            return Self::of(folder, vec![ShardFile::open(&single)?]);
+        }
         if index.is_file() {
             return Self::sharded(folder, &index);
         }
-        let single = folder.join(SINGLE);
-        if !single.is_file() {
-            return Err(Error::checkpoint(folder, format!("holds neither {SINGLE} nor {INDEX}")));
-        }
-        Self::of(folder, vec![ShardFile::open(&single)?])
+        Err(Error::checkpoint(folder, format!("holds neither {SINGLE} nor {INDEX}")))
     }
 
     fn sharded(folder: &Path, path: &Path) -> Result<Self> {

@@ -1,9 +1,8 @@
 //! A Hugging Face folder becomes a checkpoint: weights only, in the dtypes of the files, one parameter in memory at a time.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
-use megatron::checkpoint::StreamWriter;
+use megatron::checkpoint::{Companions, StreamWriter};
 use megatron::params::StateKind;
 use megatron::train::weights_only_state;
 use megatron::{Error, Result};
@@ -27,39 +26,50 @@ pub struct Imported {
 /// `progress` hears of the elements done and in all.
 ///
 /// # Errors
-/// If `checkpoints` holds a checkpoint already, or [`HfModel::open`] refuses the folder, or a file cannot be read or written.
+/// If `checkpoints` holds a checkpoint or a Hugging Face model, a run saves there, another file is where one about tokens goes,
+/// [`HfModel::open`] refuses the folder, or a file cannot be read or written. `checkpoints` is as it was then.
 pub fn import(folder: &Path, checkpoints: &Path, mut progress: impl FnMut(u64, u64)) -> Result<Imported> {
-    if let Some(path) = megatron::checkpoint::existing(checkpoints)? {
-        return Err(Error::checkpoint(path, "is there already; import into another folder"));
-    }
+    refuse_model_folder(checkpoints)?;
     let model = HfModel::open(folder)?;
     let tensors = model.parameters().map(|(name, shape, dtype)| (name.into(), StateKind::Param, shape.to_vec(), dtype));
     let total = model.parameters().map(|(_, shape, _)| shape.iter().product::<usize>() as u64).sum();
     let mut writer = StreamWriter::create(checkpoints, 0, tensors.collect::<Vec<_>>())?;
+    let companions = companions(folder, checkpoints)?;
+    companions.refuse_to_replace()?;
     let mut done = 0;
     for (at, (_, shape, _)) in model.parameters().enumerate() {
         writer.write(&model.read(at)?.bytes)?;
         done += shape.iter().product::<usize>() as u64;
         progress(done, total);
     }
-    copy_companions(folder, checkpoints)?;
+    companions.place()?;
     let path = writer.finish(&weights_only_state(model.model())?)?;
     Ok(Imported { path, family: model.config.family, elements: total })
 }
 
 /// Copies a Hugging Face folder's files about tokens and generation, and its `config.json` under the name that export looks
-/// for, beside the checkpoints in `checkpoints`.
+/// for, beside the checkpoints in `checkpoints`. Others of these names are replaced.
 ///
 /// # Errors
 /// If the system refuses.
 pub fn copy_companions(folder: &Path, checkpoints: &Path) -> Result<()> {
-    fs::create_dir_all(checkpoints).map_err(|e| Error::io("create", checkpoints, e))?;
+    companions(folder, checkpoints)?.place()
+}
+
+fn companions(folder: &Path, checkpoints: &Path) -> Result<Companions> {
     let pairs = COMPANIONS.iter().map(|name| (*name, *name)).chain([(CONFIG, ORIGIN_CONFIG)]);
-    for (from, to) in pairs {
-        let (from, to) = (folder.join(from), checkpoints.join(to));
-        if from.is_file() {
-            fs::copy(&from, &to).map_err(|e| Error::io("write", &to, e))?;
-        }
+    Companions::read(pairs.map(|(from, to)| (folder.join(from), checkpoints.join(to))))
+}
+
+/// Asserts that `checkpoints` is not the folder of a Hugging Face model, with whose files checkpoints and theirs would mix.
+///
+/// # Errors
+/// If it is.
+pub fn refuse_model_folder(checkpoints: &Path) -> Result<()> {
+    if !checkpoints.join(CONFIG).exists() {
+        return Ok(());
     }
-    Ok(())
+    let message =
+        format!("is the folder of a Hugging Face model, as it has a {CONFIG}; name another one for checkpoints");
+    Err(Error::checkpoint(checkpoints, message))
 }

@@ -13,7 +13,7 @@ pub use carry::carry_companions;
 pub use config::{CONFIG, HfConfig, family_of, to_json};
 pub use export::{ExportOptions, Exported, export};
 pub use files::HfFiles;
-pub use import::{Imported, copy_companions, import};
+pub use import::{Imported, copy_companions, import, refuse_model_folder};
 pub use model::{HfModel, Raw};
 
 /// `config.json` of the folder that a checkpoint was imported from, beside the checkpoints.

@@ -12,7 +12,11 @@ use megatron::{Error, Result};
 use super::config::HfConfig;
 use super::files::HfFiles;
 use crate::Gpt;
-use crate::families::{LM_HEAD, Planned, QkvShape};
+use crate::families::{LM_HEAD, Plan, Planned, QkvShape};
+use crate::saved::extents;
+
+/// Extents that a message about the tensor in question is worth.
+const SMALL_EXTENT: usize = 1 << 20;
 
 /// A parameter's value: global, unpadded, in the dtype of the file.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,11 +44,12 @@ impl HfModel {
         Self::with(HfConfig::read(folder)?, HfFiles::open(folder)?)
     }
 
-    fn with(config: HfConfig, files: HfFiles) -> Result<Self> {
-        let specs = Gpt::specs(&config.model)?;
-        let qkv = QkvShape::of(&config.model);
-        let plan = config.family.plan_file(&specs, &qkv, files.tensors());
-        let plan = plan.map_err(|why| Error::checkpoint(files.folder(), why))?;
+    /// The model that `config` describes, in `files`; see [`HfModel::open`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with(config: HfConfig, files: HfFiles) -> Result<Self> {
+        let plan = plan(&config, &files)?;
         if let Some(words) = plan.tied_head
             && files.read(LM_HEAD)? != files.read(&words)?
         {
@@ -55,7 +60,16 @@ impl HfModel {
                 ),
             ));
         }
+        let qkv = QkvShape::of(&config.model);
         Ok(Self { config, files, parameters: plan.parameters, qkv })
+    }
+
+    /// Whether `files` hold the model that `config` describes, by their headers alone.
+    ///
+    /// # Errors
+    /// As [`HfModel::open`], but for a repeated matrix that is not what it repeats.
+    pub fn check(config: &HfConfig, files: &HfFiles) -> Result<()> {
+        plan(config, files).map(drop)
     }
 
     /// Names, shapes and dtypes of the parameters, in forward order.
@@ -113,6 +127,26 @@ impl HfModel {
     pub fn model(&self) -> &ModelConfig {
         &self.config.model
     }
+}
+
+/// Which tensors make up which parameters.
+fn plan(config: &HfConfig, files: &HfFiles) -> Result<Plan> {
+    let (model, held) = (&config.model, files.tensors());
+    let refuse = |why: String| Error::checkpoint(files.folder(), why);
+    // Models too large for what is there are refused before anything of their size is made.
+    if model.num_layers > held.len() {
+        let (layers, tensors) = (model.num_layers, held.len());
+        return Err(refuse(format!("config.json describes {layers} layers, and the files hold {tensors} tensors")));
+    }
+    let largest = held.values().filter(|(_, shape)| !shape.contains(&0)).flat_map(|(_, shape)| shape).max();
+    let bound = largest.map_or(SMALL_EXTENT, |&extent| extent.max(SMALL_EXTENT));
+    if let Some(extent) = extents(model).into_iter().find(|&extent| extent > bound) {
+        return Err(refuse(format!(
+            "config.json describes tensors with an extent of {extent}, and the files hold none"
+        )));
+    }
+    let plan = config.family.plan_file(&Gpt::specs(model)?, &QkvShape::of(model), held);
+    plan.map_err(refuse)
 }
 
 pub(super) fn candle_dtype(dtype: Float) -> DType {

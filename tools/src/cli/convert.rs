@@ -8,13 +8,13 @@ use megatron::checkpoint::Float;
 /// Turn a Hugging Face model into a checkpoint
 ///
 /// Reads config.json and *.safetensors of GPT-2, Llama, Mistral, Qwen2 and Bloom models, one tensor at a time. Tensors keep
-/// their dtype. What the model has and this program has not is refused by name.
+/// their dtype. What the model has and this program has not is refused by name, and no file in CKPT is replaced by another.
 #[derive(Args, Clone, Debug)]
 pub struct ImportArgs {
     /// Folder with config.json and safetensors files
     #[arg(value_name = "HF_DIR")]
     pub from: PathBuf,
-    /// Folder of checkpoints to write to
+    /// Folder of checkpoints to write to; made, and must not hold one yet, nor a Hugging Face model
     #[arg(value_name = "CKPT")]
     pub to: PathBuf,
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use indicatif::{DecimalBytes, HumanCount};
 use megatron::Error;
 use megatron::checkpoint::{Float, ShardFile};
-use models::hf::{CONFIG, HfConfig, HfFiles};
+use models::hf::{CONFIG, HfConfig, HfFiles, HfModel};
 use serde_json::Value;
 
 use super::{fact, short};
@@ -35,8 +35,8 @@ const SETTINGS: [&str; 13] = [
 
 type Tensors = BTreeMap<String, (Option<Float>, Vec<usize>)>;
 
-/// Prints what is in the folder, or in one safetensors file.
-pub fn inspect(path: &Path) -> Result<()> {
+/// Prints what is in the folder, or in one safetensors file. Data are looked at only if `verify`, and only for what import would.
+pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     fact("model", path.display());
     if !path.is_dir() {
         tensors(&ShardFile::open(path)?.tensors());
@@ -44,13 +44,26 @@ pub fn inspect(path: &Path) -> Result<()> {
         return Ok(());
     }
     let config = path.join(CONFIG);
-    if config.is_file() {
-        describe(&config)?;
+    let config = if config.is_file() {
+        describe(&config)?
     } else {
         fact("family", format!("unknown: there is no {CONFIG}"));
-    }
+        None
+    };
     let files = HfFiles::open(path)?;
-    tensors(files.tensors());
+    let held = files.tensors().clone();
+    if let Some(config) = config {
+        let family = config.family;
+        let possible = if verify { HfModel::with(config, files).map(drop) } else { HfModel::check(&config, &files) };
+        if let Err(error) = possible {
+            fact("import", format!("not possible: {error}"));
+            tensors(&held);
+            let why = format!("does not hold the model that its {CONFIG} describes");
+            return Err(Error::checkpoint(path, why).into());
+        }
+        fact("import", format!("possible, as {family:?}"));
+    }
+    tensors(&held);
     fact("whole", "headers describe every byte of the files, and an index, if there is one, every tensor");
     Ok(())
 }
@@ -69,8 +82,8 @@ pub fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The family, the settings, and whether this program can import the model.
-fn describe(path: &Path) -> Result<()> {
+/// The family and the settings; returns those of a model that this program can import.
+fn describe(path: &Path) -> Result<Option<HfConfig>> {
     let mut text = Vec::new();
     let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
     file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(|e| Error::io("read", path, e))?;
@@ -86,10 +99,12 @@ fn describe(path: &Path) -> Result<()> {
     let settings: Vec<String> = SETTINGS.iter().filter_map(|key| Some(format!("{key} {}", setting(key)?))).collect();
     fact("settings", settings.join(", "));
     match HfConfig::from_json(path, config) {
-        Ok(config) => fact("import", format!("possible, as {:?}", config.family)),
-        Err(error) => fact("import", format!("not possible: {error}")),
+        Ok(config) => Ok(Some(config)),
+        Err(error) => {
+            fact("import", format!("not possible: {error}"));
+            Ok(None)
+        }
     }
-    Ok(())
 }
 
 fn tensors(held: &Tensors) {

@@ -57,7 +57,7 @@ pub fn run(args: &InspectArgs) -> Result<u8> {
     match kind {
         Kind::Checkpoint => saved::inspect(&checkpoint::locate(&args.path, args.iteration)?, args.verify)?,
         Kind::Dataset(prefix) => dataset::inspect(&prefix, args.verify)?,
-        Kind::HuggingFace => hugging_face::inspect(&args.path)?,
+        Kind::HuggingFace => hugging_face::inspect(&args.path, args.verify)?,
     }
     Ok(0)
 }

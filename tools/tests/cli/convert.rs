@@ -77,6 +77,26 @@ fn settings_that_contradict_the_model_are_refused_and_others_may_repeat_it() {
 }
 
 #[test]
+fn a_models_folder_is_no_place_for_checkpoints() {
+    let dir = tempfile::tempdir().unwrap();
+    let (fixture, folder) = (fixtures().join("llama-tiny"), dir.path().join("saved"));
+    std::fs::create_dir(&folder).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixture.join(file), folder.join(file)).unwrap();
+    }
+    let import = megatron().current_dir(dir.path()).args(["import", "saved", "saved"]).output().unwrap();
+    let train = pretrain(dir.path(), "llama-tiny", &[]);
+    for output in [import, train] {
+        let message = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{message}");
+        assert!(message.contains("folder of a Hugging Face model") && message.contains("name another"), "{message}");
+    }
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 2);
+    let same = |file: &str| std::fs::read(folder.join(file)).unwrap() == std::fs::read(fixture.join(file)).unwrap();
+    assert!(same("config.json") && same("model.safetensors"));
+}
+
+#[test]
 fn import_and_export_go_there_and_back() {
     let dir = tempfile::tempdir().unwrap();
     let run = |words: &[&str]| megatron().current_dir(dir.path()).args(words).output().unwrap();

@@ -146,6 +146,40 @@ fn a_hugging_face_folder_is_described_from_its_headers() {
 }
 
 #[test]
+fn a_hugging_face_folder_that_import_refuses_is_not_called_whole() {
+    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families");
+    let folder = tempfile::tempdir().unwrap();
+    let weights = folder.path().join("model.safetensors");
+    let put = |family: &str, change: &dyn Fn(&mut HashMap<String, Tensor>)| {
+        fs::copy(families.join(family).join("config.json"), folder.path().join("config.json")).unwrap();
+        let whole = families.join(family).join("model.safetensors");
+        let mut all = candle_core::safetensors::load(whole, &Device::Cpu).unwrap();
+        change(&mut all);
+        candle_core::safetensors::save(&all, &weights).unwrap();
+    };
+    let inspect = |args: &[&str]| {
+        let output = megatron().current_dir(folder.path()).args(["inspect", "."]).args(args).output().unwrap();
+        (output.status.code(), stdout(&output) + &stderr(&output))
+    };
+    put("llama2", &|all| drop(all.remove("model.norm.weight")));
+    for args in [&[][..], &["--verify=false"]] {
+        let (code, text) = inspect(args);
+        assert_eq!(code, Some(1), "{text}");
+        assert!(text.contains("import      not possible: ") && text.contains("model.norm.weight is missing"), "{text}");
+        assert!(text.contains("tensors     ") && text.contains("does not hold the model"), "{text}");
+        assert!(!text.contains("whole"), "{text}");
+    }
+    // A matrix that should repeat another, which is seen only in the data.
+    put("gpt2", &|all| {
+        let other = all["transformer.wte.weight"].zeros_like().unwrap();
+        all.insert("lm_head.weight".into(), other);
+    });
+    let (code, text) = inspect(&[]);
+    assert!(code == Some(1) && text.contains("tie_word_embeddings"), "{text}");
+    assert_eq!(inspect(&["--verify=false"]).0, Some(0));
+}
+
+#[test]
 fn hostile_hugging_face_files_are_refused_by_name() {
     let (embedding, norm) = ("model.embed_tokens.weight", "model.norm.weight");
     for (files, why) in [

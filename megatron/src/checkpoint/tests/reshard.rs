@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::layouts::check_loads;
 use super::*;
-use crate::checkpoint::{Manifest, locate, reshard, verify};
+use crate::checkpoint::{Float, Manifest, StreamWriter, claim, locate, reshard, verify};
 use crate::params::ParamShare;
 
 /// What each rank of a layout writes.
@@ -160,6 +160,62 @@ fn a_folder_that_holds_a_checkpoint_is_left_alone() {
     let onto_itself = reshard(&source, &case.dir.path().join("from"), &source.state, vec![], &[], &mut |_| true);
     assert!(message(onto_itself.unwrap_err()).contains("is there already"));
     verify(&case.from()).unwrap();
+}
+
+#[test]
+fn companions_are_copied_and_never_replace_other_files() {
+    let case = Case::new();
+    let source = Manifest::read(&case.from()).unwrap();
+    let run = || {
+        let ranks = plan(&case.model, &case.two);
+        reshard(&source, &case.to(), &source.state, ranks, &["tokenizer.json", "merges.txt"], &mut |_| true)
+    };
+    let (beside, there) = (case.dir.path().join("from/tokenizer.json"), case.to().join("tokenizer.json"));
+    fs::write(&beside, "the model's").unwrap();
+    fs::create_dir(case.to()).unwrap();
+    fs::write(&there, "another").unwrap();
+    let message = message(run().unwrap_err());
+    assert!(message.contains("to/tokenizer.json") && message.contains("from/tokenizer.json"), "{message}");
+    assert!(message.contains("move this file away"), "{message}");
+    assert_eq!(names(&case.to()), ["tokenizer.json"]);
+    assert_eq!(fs::read_to_string(&there).unwrap(), "another");
+    // The same file, be it a link, may be there, and nothing happens to it.
+    for link in [true, false] {
+        fs::remove_dir_all(case.to()).unwrap();
+        fs::create_dir(case.to()).unwrap();
+        if link {
+            std::os::unix::fs::symlink(&beside, &there).unwrap();
+        }
+        assert!(run().unwrap());
+        assert_eq!(there.is_symlink(), link);
+        assert_eq!(fs::read_to_string(&there).unwrap(), "the model's");
+        assert_eq!(names(&case.to()), ["iter_0000010", "latest_checkpointed_iteration.txt", "tokenizer.json"]);
+        assert_eq!(fs::read_to_string(&beside).unwrap(), "the model's");
+    }
+}
+
+#[test]
+fn a_folder_into_which_a_run_saves_is_left_alone() {
+    let case = Case::new();
+    // What the run is about to write.
+    fs::create_dir_all(case.to().join(".iter_0000003.tmp")).unwrap();
+    let dir = case.to();
+    let run = || claim(&dir, &threads::world(1)[0]);
+    let held = run().unwrap();
+    let streamed = || StreamWriter::create(&dir, 0, [("a".to_string(), StateKind::Param, vec![2], Float::F32)]);
+    for refused in [case.run().map(drop), streamed().map(drop)] {
+        let message = message(refused.unwrap_err());
+        assert!(message.contains("another run saves at this moment"), "{message}");
+        assert_eq!(names(&dir), [".iter_0000003.tmp"]);
+    }
+    drop(held);
+    // And the other way round.
+    let writer = streamed().unwrap();
+    assert!(message(run().unwrap_err()).contains("another run saves"));
+    drop(writer);
+    case.run().unwrap();
+    let message = message(streamed().map(drop).unwrap_err());
+    assert!(message.contains("is there already"), "{message}");
 }
 
 #[test]

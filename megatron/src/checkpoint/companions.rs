@@ -1,0 +1,78 @@
+//! Files that go along with checkpoints, such as a tokenizer: copied beside them, each whole or not at all.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+
+use super::shard_file::{sync_folder, write_synced};
+use crate::{Error, Result};
+
+/// Small files on their way beside a checkpoint. They are in memory, so that it does not matter where they came from.
+pub struct Companions(Vec<Companion>);
+
+struct Companion {
+    from: PathBuf,
+    to: PathBuf,
+    contents: Vec<u8>,
+    /// Whether there is another file in its place.
+    replaces: bool,
+}
+
+impl Companions {
+    /// Reads those files of `pairs` (from, to) that there are and that are not in their place yet.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn read(pairs: impl IntoIterator<Item = (PathBuf, PathBuf)>) -> Result<Self> {
+        let mut companions = Vec::new();
+        for (from, to) in pairs {
+            if !from.is_file() {
+                continue;
+            }
+            let contents = fs::read(&from).map_err(|e| Error::io("read", &from, e))?;
+            let there = match fs::read(&to) {
+                Ok(there) => Some(there),
+                Err(error) if error.kind() == ErrorKind::NotFound => None,
+                Err(error) => return Err(Error::io("read", &to, error)),
+            };
+            // Also where both are one file.
+            if there.as_ref() != Some(&contents) {
+                companions.push(Companion { from, to, contents, replaces: there.is_some() });
+            }
+        }
+        Ok(Self(companions))
+    }
+
+    /// Asserts that no other files are in their places.
+    ///
+    /// # Errors
+    /// Naming the first one.
+    pub fn refuse_to_replace(&self) -> Result<()> {
+        match self.0.iter().find(|companion| companion.replaces) {
+            None => Ok(()),
+            Some(Companion { from, to, .. }) => Err(Error::checkpoint(
+                to,
+                format!(
+                    "is not the file that goes along with the checkpoint, {}, and would be lost; write to another folder, \
+                     or move this file away",
+                    from.display()
+                ),
+            )),
+        }
+    }
+
+    /// Puts the files in their places.
+    ///
+    /// # Errors
+    /// If the system refuses; every place has its old file then, or its new one.
+    pub fn place(&self) -> Result<()> {
+        for Companion { to, contents, .. } in &self.0 {
+            let (Some(folder), Some(name)) = (to.parent(), to.file_name()) else { continue };
+            let temp = folder.join(format!(".{}.tmp", name.to_string_lossy()));
+            fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+            write_synced(&temp, contents)?;
+            fs::rename(&temp, to).map_err(|e| Error::io("create", to, e))?;
+        }
+        self.0.first().and_then(|companion| companion.to.parent()).map_or(Ok(()), sync_folder)
+    }
+}
