@@ -15,6 +15,7 @@ use models::hf::{self, HfModel};
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::inference::continuation::continued;
 use crate::signals::StopSignal;
 use crate::{ranks, report};
 
@@ -108,6 +109,10 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     let requested = SampleCounts::of(run);
     let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested)?;
     run.model.vocab_size = datasets.vocab_size;
+    // Before hours of training rather than after.
+    if let Some(prompt) = &run.logging.prompt {
+        encode_prompt(run, datasets.tokenizer.as_ref(), prompt)?;
+    }
     Ok(datasets)
 }
 
@@ -178,8 +183,8 @@ fn run_rank(
     }
     reporter.message(&describe(run, device));
     let outcome = trainer.run(reporter, stop)?;
-    if let (Outcome::Finished, Some(prompt), Some(tokenizer)) = (outcome, &run.logging.prompt, &tokenizer) {
-        let text = continue_prompt(&trainer, run, tokenizer, prompt)?;
+    if let (Outcome::Finished, Some(prompt)) = (outcome, &run.logging.prompt) {
+        let text = continue_prompt(&trainer, run, tokenizer.as_ref(), prompt)?;
         reporter.message(&format!("\n{prompt}{text}"));
     }
     Ok(outcome)
@@ -217,15 +222,27 @@ fn describe(run: &RunConfig, device: &Device) -> String {
 const TEMPERATURE: f64 = 0.7;
 const TOP_K: usize = 40;
 
-fn continue_prompt(
-    trainer: &Trainer,
+/// The prompt's tokens, what makes and reads them, and how long a continuation gets.
+fn encode_prompt<'a>(
     run: &RunConfig,
-    tokenizer: &Tokenizer,
+    tokenizer: Option<&'a Tokenizer>,
     prompt: &str,
-) -> megatron::Result<String> {
+) -> Result<(Vec<u32>, &'a Tokenizer, Length)> {
+    let tokenizer = tokenizer.ok_or_else(|| {
+        Error::usage(
+            "--prompt is a text, and the data are tokens; give --tokenizer with the tokenizer they were made with, or leave \
+             --prompt out",
+        )
+    })?;
     let tokens = tokenizer.encode(prompt)?;
-    let sampling = Sampling { temperature: TEMPERATURE, top_k: TOP_K, top_p: 1.0, seed: run.training.seed };
     let length = Length { tokens: run.logging.prompt_tokens, window: run.model.seq_length, end: tokenizer.eod() };
-    let new = trainer.stage().generate(&[tokens], &length, &sampling, &mut |_, _| {})?;
-    tokenizer.decode(&new.concat())
+    length.check_prompt(&tokens).map_err(|error| Error::usage(format!("--prompt {prompt:?}: {error}")))?;
+    Ok((tokens, tokenizer, length))
+}
+
+fn continue_prompt(trainer: &Trainer, run: &RunConfig, tokenizer: Option<&Tokenizer>, prompt: &str) -> Result<String> {
+    let (tokens, tokenizer, length) = encode_prompt(run, tokenizer, prompt)?;
+    let sampling = Sampling { temperature: TEMPERATURE, top_k: TOP_K, top_p: 1.0, seed: run.training.seed };
+    let new = trainer.stage().generate(std::slice::from_ref(&tokens), &length, &sampling, &mut |_, _| {})?;
+    continued(tokenizer, &tokens, &new.concat())
 }

@@ -34,6 +34,23 @@ pub struct Length {
     pub end: Option<u32>,
 }
 
+impl Length {
+    /// Whether there is something to continue, and room to do so.
+    ///
+    /// # Errors
+    /// If the prompt is empty or does not fit the window.
+    pub fn check_prompt(&self, prompt: &[u32]) -> Result<()> {
+        if prompt.is_empty() || prompt.len() >= self.window {
+            return Err(Error::config(format!(
+                "a prompt has {} tokens; it must have at least one and leave room in the model's {} positions",
+                prompt.len(),
+                self.window
+            )));
+        }
+        Ok(())
+    }
+}
+
 /// The index drawn from `logits` (one row over the vocabulary) for position `position` of sample `sample`.
 fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> usize {
     let mut order: Vec<usize> = (0..logits.len()).collect();
@@ -154,17 +171,9 @@ impl Stage {
         sampling: &Sampling,
         on_token: &mut dyn FnMut(usize, u32),
     ) -> Result<Vec<Vec<u32>>> {
-        for prompt in prompts {
-            if prompt.is_empty() || prompt.len() >= length.window {
-                return Err(Error::config(format!(
-                    "a prompt has {} tokens; it must have at least one and leave room in the model's {} positions",
-                    prompt.len(),
-                    length.window
-                )));
-            }
-        }
+        prompts.iter().try_for_each(|prompt| length.check_prompt(prompt))?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let positions = (longest + length.tokens).min(length.window);
+        let positions = longest.saturating_add(length.tokens).min(length.window);
         let batch = prompts.len();
         let mut new: Vec<Vec<u32>> = vec![Vec::new(); batch];
         if batch == 0 || length.tokens == 0 {

@@ -4,9 +4,9 @@ use std::io::Write;
 
 use clap::Args;
 use megatron::comm::Group;
-use megatron::data::Tokenizer;
 use megatron::train::{Length, Sampling};
 
+use super::continuation::{Continuation, continued};
 use super::{Found, LoadArgs, load, on_ranks};
 use crate::error::{Error, Result};
 
@@ -69,54 +69,30 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     }
     let prompts = args.prompt.iter().map(|text| tokenizer.encode(text)).collect::<megatron::Result<Vec<_>>>()?;
     let lead = world.rank() == 0;
-    let inference = load(found, world)?;
     let length = Length { tokens: args.num_tokens, window: found.model.max_position_embeddings, end: tokenizer.eod() };
+    // Before weights are loaded, and a prompt printed.
+    prompts.iter().try_for_each(|prompt| length.check_prompt(prompt))?;
+    let inference = load(found, world)?;
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
-    let mut stream = Stream::new(&tokenizer, lead && prompts.len() == 1);
-    stream.text(&args.prompt[0]);
-    let new = inference.stage.generate(&prompts, &length, &sampling, &mut |_, token| stream.token(token))?;
-    stream.end();
-    if lead && prompts.len() > 1 {
-        for (prompt, tokens) in args.prompt.iter().zip(new) {
-            crate::print_line(&format!("{prompt}{}\n", tokenizer.decode(&tokens)?));
+    if !lead || prompts.len() > 1 {
+        let new = inference.stage.generate(&prompts, &length, &sampling, &mut |_, _| {})?;
+        for ((text, prompt), new) in args.prompt.iter().zip(&prompts).zip(new).filter(|_| lead) {
+            crate::print_line(&format!("{text}{}\n", continued(&tokenizer, prompt, &new)?));
         }
+        return Ok(());
     }
+    let mut stream = Continuation::of(&tokenizer, &prompts[0])?;
+    show(&args.prompt[0]);
+    // A token that the tokenizer does not know is an error at the end.
+    let mut on_token = |_, token| show(&stream.add(token).unwrap_or_default());
+    inference.stage.generate(&prompts, &length, &sampling, &mut on_token)?;
+    show(&format!("{}\n", stream.rest()?));
     Ok(())
 }
 
-/// Prints text as its tokens come: what is decoded so far, less what may still change (a character whose bytes are not all there).
-struct Stream<'a> {
-    tokenizer: &'a Tokenizer,
-    shown: bool,
-    tokens: Vec<u32>,
-    printed: usize,
-}
-
-impl<'a> Stream<'a> {
-    fn new(tokenizer: &'a Tokenizer, shown: bool) -> Self {
-        Self { tokenizer, shown, tokens: Vec::new(), printed: 0 }
-    }
-
-    fn text(&self, text: &str) {
-        if self.shown {
-            let mut out = std::io::stdout();
-            // A reader that went away is no reason to fail.
-            let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-        }
-    }
-
-    fn token(&mut self, token: u32) {
-        self.tokens.push(token);
-        let decoded = self.tokenizer.decode(&self.tokens).unwrap_or_default();
-        if let Some(new) = decoded.get(self.printed..).filter(|_| !decoded.ends_with('\u{FFFD}')) {
-            self.text(new);
-            self.printed = decoded.len();
-        }
-    }
-
-    fn end(&self) {
-        let decoded = self.tokenizer.decode(&self.tokens).unwrap_or_default();
-        self.text(decoded.get(self.printed..).unwrap_or_default());
-        self.text("\n");
-    }
+/// Prints a part of a text at once.
+fn show(text: &str) {
+    let mut out = std::io::stdout();
+    // A reader that went away is no reason to fail.
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }

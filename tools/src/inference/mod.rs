@@ -1,5 +1,6 @@
 //! Commands that use a trained model: `megatron generate` and `megatron eval`.
 
+pub mod continuation;
 pub mod evaluate;
 pub mod generate;
 

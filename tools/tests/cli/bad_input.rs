@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::site::{SOON, Site, ended, refused};
-use crate::support::stderr;
+use crate::support::{megatron, stderr};
 
 /// Asserts that the run is refused with all of `parts`, under a supervisor and, rank by rank, under a launcher.
 fn both_refuse(site: &Site, flags: &[&str], parts: &[&str]) {
@@ -55,6 +55,21 @@ fn flags_and_keys_that_are_unknown_wrong_or_contradict_each_other() {
     both_refuse(&site, &[], &["run.toml:3", "hidden_size", "wide"]);
     site.edit("[model]", "[model");
     both_refuse(&site, &[], &["run.toml:1"]);
+}
+
+/// It is continued after all training, which must not be in vain.
+#[test]
+fn a_prompt_that_cannot_be_continued() {
+    let site = Site::new();
+    both_refuse(&site, &["--prompt="], &["--prompt \"\"", "has 0 tokens"]);
+    both_refuse(&site, &["--prompt=this prompt fills the window"], &["--prompt \"this", "16 positions"]);
+    // Tokens alone do not say what a text is in them.
+    let mut command = site.mark(megatron());
+    command.args(["preprocess", "--input", "text.txt", "--tokenizer", "byte", "--output-prefix", "x"]);
+    assert!(command.output().unwrap().status.success());
+    site.edit("tokenizer = \"byte\"", "");
+    let flags = ["--data-path=x_text_document", "--vocab-size=257", "--prompt=the"];
+    both_refuse(&site, &flags, &["--prompt is a text", "--tokenizer"]);
 }
 
 #[test]

@@ -15,6 +15,7 @@ fn refused(site: &Site, words: &[&str]) -> String {
     let mut command = site.mark(megatron());
     let output = command.args(words).output().unwrap();
     assert!(!output.status.success());
+    assert_eq!(stdout(&output), "");
     stderr(&output)
 }
 

@@ -1,0 +1,112 @@
+//! The text that continues a prompt.
+//!
+//! Tokens do not decode one by one: a character may be spread over several, and decoders of sentencepiece's kind drop the space that
+//! begins a text. So the prompt's tokens are always decoded along.
+
+use megatron::data::Tokenizer;
+
+use crate::error::Result;
+
+/// Tokens that follow a prompt, and how much of their text was told.
+pub struct Continuation<'a> {
+    tokenizer: &'a Tokenizer,
+    /// The prompt's and those after it.
+    tokens: Vec<u32>,
+    /// The text of all tokens when it was told last.
+    told: String,
+}
+
+impl<'a> Continuation<'a> {
+    /// One that has only its prompt.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode the prompt.
+    pub fn of(tokenizer: &'a Tokenizer, prompt: &[u32]) -> Result<Self> {
+        Ok(Self { tokenizer, tokens: prompt.to_vec(), told: tokenizer.decode(prompt)? })
+    }
+
+    /// The text that `token` adds, less what may still change (a character whose bytes are not all there).
+    ///
+    /// # Errors
+    /// If the token is not in the vocabulary.
+    pub fn add(&mut self, token: u32) -> Result<String> {
+        self.tokens.push(token);
+        let text = self.tokenizer.decode(&self.tokens)?;
+        Ok(if text.ends_with(char::REPLACEMENT_CHARACTER) { String::new() } else { self.tell(text) })
+    }
+
+    /// The text that was held back.
+    ///
+    /// # Errors
+    /// If a token is not in the vocabulary.
+    pub fn rest(mut self) -> Result<String> {
+        let text = self.tokenizer.decode(&self.tokens)?;
+        Ok(self.tell(text))
+    }
+
+    /// The end of `text` from where it differs from what was told; a prompt's last character may have been incomplete.
+    fn tell(&mut self, text: String) -> String {
+        let same = text.chars().zip(self.told.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
+        let new = text[same..].to_string();
+        self.told = text;
+        new
+    }
+}
+
+/// The text of the tokens `new` behind those of `prompt`.
+///
+/// # Errors
+/// If a token is not in the vocabulary.
+pub fn continued(tokenizer: &Tokenizer, prompt: &[u32], new: &[u32]) -> Result<String> {
+    let mut continuation = Continuation::of(tokenizer, prompt)?;
+    continuation.tokens.extend(new);
+    continuation.rest()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    /// A vocabulary as Llama 2's: words begin with ▁, other characters are bytes, and the first space is no text.
+    fn sentencepiece(folder: &Path) -> Tokenizer {
+        let vocab = r#"{"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "▁once": 3, "▁upon": 4, "▁a": 5, ",": 6}"#;
+        let json = format!(
+            r#"{{"version": "1.0", "added_tokens": [],
+                "normalizer": {{"type": "Sequence", "normalizers": [
+                    {{"type": "Prepend", "prepend": "▁"}}, {{"type": "Replace", "pattern": {{"String": " "}}, "content": "▁"}}]}},
+                "pre_tokenizer": null, "post_processor": null,
+                "decoder": {{"type": "Sequence", "decoders": [
+                    {{"type": "Replace", "pattern": {{"String": "▁"}}, "content": " "}}, {{"type": "ByteFallback"}},
+                    {{"type": "Fuse"}}, {{"type": "Strip", "content": " ", "start": 1, "stop": 0}}]}},
+                "model": {{"type": "BPE", "unk_token": "<unk>", "fuse_unk": true, "byte_fallback": true, "vocab": {vocab}, "merges": []}}}}"#
+        );
+        let path = folder.join("tokenizer.json");
+        std::fs::write(&path, json).unwrap();
+        Tokenizer::open(path.to_str().unwrap(), None, Path::new("")).unwrap()
+    }
+
+    #[test]
+    fn the_space_behind_a_prompt_is_part_of_its_continuation() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokenizer = sentencepiece(folder.path());
+        assert_eq!(tokenizer.decode(&[4, 5]).unwrap(), "upon a", "a text's first space is dropped");
+        assert_eq!(continued(&tokenizer, &[3], &[4, 5, 6]).unwrap(), " upon a,");
+        let mut streamed = Continuation::of(&tokenizer, &[3]).unwrap();
+        assert_eq!([4, 5, 6].map(|token| streamed.add(token).unwrap()), [" upon", " a", ","]);
+        assert_eq!(streamed.rest().unwrap(), "");
+    }
+
+    #[test]
+    fn a_character_is_told_once_all_its_bytes_are_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokenizer = sentencepiece(folder.path());
+        let mut streamed = Continuation::of(&tokenizer, &[3]).unwrap();
+        assert_eq!([4, 1, 2, 1].map(|token| streamed.add(token).unwrap()), [" upon", "", "é", ""]);
+        assert_eq!(streamed.rest().unwrap(), "\u{FFFD}");
+        // A prompt's tokens may end within a character; a prompt may also end with what stands for one that is damaged.
+        assert_eq!(continued(&tokenizer, &[3, 1], &[2, 4]).unwrap(), "é upon");
+        assert_eq!(continued(&Tokenizer::byte(), &[0x61, 0xef, 0xbf, 0xbd], &[0x62]).unwrap(), "b");
+    }
+}
