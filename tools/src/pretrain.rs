@@ -122,14 +122,20 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
         datasets.description.iter().for_each(|line| reporter.message(line));
     }
     let outcome = run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag);
-    if let Err(error) = &outcome {
-        // The others hear of it at once rather than when they miss this rank.
-        world.abort(&error.to_string());
-    }
-    Ok(match outcome.map_err(|error| with_advice(error, &resolved.run))? {
+    Ok(match outcome.map_err(|error| failed(error, &resolved.run, &world))? {
         Outcome::Finished | Outcome::ExitInterval => 0,
         Outcome::Interrupted => stop.exit_code(),
     })
+}
+
+/// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then to the others, which so hear of it at once
+/// rather than when they miss this rank.
+fn failed(error: Error, run: &RunConfig, world: &Group) -> Error {
+    let reason = error.to_string();
+    let error = with_advice(error, run);
+    fault::report(&error);
+    world.abort(&reason);
+    error
 }
 
 /// Trains, and continues the prompt once all steps are made.
@@ -157,7 +163,7 @@ fn run_rank(
     let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, device)?;
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
-    let mut trainer = Trainer::new(run, &model, world, &sources, device)?;
+    let mut trainer = Trainer::new(run, &model, world.clone(), &sources, device)?;
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
@@ -165,7 +171,8 @@ fn run_rank(
         reporter.message(&format!("starting from the weights in {}", folder.display()));
     }
     reporter.message(&describe(run, device));
-    let outcome = trainer.run(reporter, stop)?;
+    // Before groups are dropped, which waits for what is under way in them.
+    let outcome = trainer.run(reporter, stop).map_err(|error| failed(error.into(), run, &world))?;
     if let (Outcome::Finished, Some(prompt), Some(tokenizer)) = (outcome, &run.logging.prompt, &tokenizer) {
         let text = continue_prompt(&trainer, run, tokenizer, prompt)?;
         reporter.message(&format!("\n{prompt}{text}"));

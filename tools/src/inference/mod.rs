@@ -19,7 +19,7 @@ use models::hf::HfModel;
 
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
-use crate::ranks;
+use crate::{fault, ranks};
 
 /// What both commands load, and over which ranks.
 #[derive(Args, Clone, Debug)]
@@ -159,6 +159,8 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
     let world = ranks::connect(&place, &distributed, &found.device)?;
     let outcome = body(found, world.clone());
     if let Err(error) = &outcome {
+        // Before what may hang.
+        fault::report(error);
         world.abort(&error.to_string());
     }
     outcome.map(|()| 0)
