@@ -114,12 +114,16 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let datasets = open_data(&mut resolved)?;
     train::preflight(&resolved.run)?;
     let device = ranks::device(place, resolved.distributed.device)?;
-    let world = ranks::connect(place, &resolved.distributed, &device)?;
+    let communicators = train::most_communicators(&resolved.run.parallel)?;
+    let world = ranks::connect(place, &resolved.distributed, &device, communicators)?;
     // Until here there is nothing to save, and a signal just ends the process.
     let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     if place.world_size == 1 {
         datasets.description.iter().for_each(|line| reporter.message(line));
+    }
+    if let Some(why) = ranks::issued_late(&resolved.distributed, &device, communicators) {
+        reporter.message(&why);
     }
     let outcome = run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag);
     Ok(match outcome.map_err(|error| failed(error, &resolved.run, &world))? {
