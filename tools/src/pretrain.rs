@@ -123,22 +123,32 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let datasets = open_data(&mut resolved)?;
     train::preflight(&resolved.run)?;
     let device = ranks::device(place, resolved.distributed.device)?;
-    let world = ranks::connect(place, &resolved.distributed, &device)?;
+    let communicators = train::most_communicators(&resolved.run.parallel)?;
+    let world = ranks::connect(place, &resolved.distributed, &device, communicators)?;
     // Until here there is nothing to save, and a signal just ends the process.
     let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     if place.world_size == 1 {
         datasets.description.iter().for_each(|line| reporter.message(line));
     }
-    let outcome = run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag);
-    if let Err(error) = &outcome {
-        // The others hear of it at once rather than when they miss this rank.
-        world.abort(&error.to_string());
+    if let Some(why) = ranks::issued_late(&resolved.distributed, &device, communicators) {
+        reporter.message(&why);
     }
-    Ok(match outcome.map_err(|error| with_advice(error, &resolved.run))? {
+    let outcome = run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag);
+    Ok(match outcome.map_err(|error| failed(error, &resolved.run, &world))? {
         Outcome::Finished | Outcome::ExitInterval => 0,
         Outcome::Interrupted => stop.exit_code(),
     })
+}
+
+/// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then to the others, which so hear of it at once
+/// rather than when they miss this rank.
+fn failed(error: Error, run: &RunConfig, world: &Group) -> Error {
+    let reason = error.to_string();
+    let error = with_advice(error, run);
+    fault::report(&error);
+    world.abort(&reason);
+    error
 }
 
 /// Trains, and continues the prompt once all steps are made.
@@ -174,7 +184,7 @@ fn run_rank(
     let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, device)?;
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
-    let mut trainer = Trainer::new(run, &model, world, &sources, device)?;
+    let mut trainer = Trainer::new(run, &model, world.clone(), &sources, device)?;
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
@@ -182,7 +192,8 @@ fn run_rank(
         reporter.message(&format!("starting from the weights in {}", folder.display()));
     }
     reporter.message(&describe(run, device));
-    let outcome = trainer.run(reporter, stop)?;
+    // Before groups are dropped, which waits for what is under way in them.
+    let outcome = trainer.run(reporter, stop).map_err(|error| failed(error.into(), run, &world))?;
     if let (Outcome::Finished, Some(prompt)) = (outcome, &run.logging.prompt) {
         let text = continue_prompt(&trainer, run, tokenizer.as_ref(), prompt)?;
         reporter.message(&format!("\n{prompt}{text}"));

@@ -83,8 +83,10 @@ pub const GPU_QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 pub const MOST_GPU_QUEUES: usize = 32;
 /// What CUDA takes where nothing is set.
 const DEFAULT_GPU_QUEUES: usize = 8;
-/// One for each stream of a rank: its computation, six groups, four lanes of messages; and some more.
-const ENOUGH_GPU_QUEUES: usize = 16;
+/// Streams of a communicator: the one that operations are queued on, and two of NCCL's (`ncclSharedResources`).
+const COMMUNICATOR_STREAMS: usize = 3;
+/// A rank's other streams: its computation, copies to and from the host, and NCCL's for the order of launches.
+const OTHER_STREAMS: usize = 4;
 
 /// Unless this is 0, NCCL (2.22 and later) connects ranks for each of its algorithms when an operation first takes it: amid a step, in which they may be at
 /// different operations, instead of when the group is made.
@@ -156,11 +158,11 @@ pub fn device(place: &RankInfo, choice: Choice) -> Result<Device> {
     choice.open(place.local_rank).map_err(|e| Error::usage(format!("--device {choice}: {e}")))
 }
 
-/// Meets the other ranks.
+/// Meets the other ranks. Groups and messages will take `communicators` ([`megatron::train::most_communicators`]).
 ///
 /// # Errors
 /// If they do not appear in time, or cannot be reached the way asked for.
-pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device) -> Result<Group> {
+pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device, communicators: usize) -> Result<Group> {
     if place.world_size == 1 {
         return Ok(comm::solo());
     }
@@ -172,31 +174,70 @@ pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device) -> 
         (None, from_environment) => from_environment?,
     };
     let (timeout, default) = (distributed.timeout, CommOptions::default());
-    let over_nccl =
-        device.is_cuda() && matches!(distributed.backend, Backend::Auto | Backend::Nccl) && cfg!(feature = "nccl");
-    let overlap = overlaps(distributed.overlap, over_nccl, environment(GPU_QUEUES))?;
+    let queues = Queues::found(environment(GPU_QUEUES), communicators);
+    let overlap = overlaps(distributed.overlap, over_nccl(distributed, device), queues)?;
     let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout), overlap, ..default };
     let world = comm::init(place, &rendezvous, distributed.backend, options)?;
     over_gpus(world, distributed, device)
 }
 
-/// Whether operations are issued before they are needed, where `asked` says so or does not say otherwise; `queues`: the GPU's, if they are
-/// set.
+fn over_nccl(distributed: &Distributed, device: &Device) -> bool {
+    device.is_cuda() && matches!(distributed.backend, Backend::Auto | Backend::Nccl) && cfg!(feature = "nccl")
+}
+
+/// The hardware queues of a rank's GPU, and the streams that need one each.
+#[derive(Clone, Copy)]
+struct Queues {
+    there: usize,
+    needed: usize,
+}
+
+impl Queues {
+    /// As many as `setting` says.
+    fn found(setting: Option<String>, communicators: usize) -> Self {
+        let there = setting.and_then(|queues| queues.parse().ok()).unwrap_or(DEFAULT_GPU_QUEUES);
+        Self { there: there.min(MOST_GPU_QUEUES), needed: COMMUNICATOR_STREAMS * communicators + OTHER_STREAMS }
+    }
+
+    fn suffice(self) -> bool {
+        self.there >= self.needed
+    }
+
+    /// What is the matter, and what to do about it.
+    fn missing(self) -> String {
+        let remedy = if self.needed <= MOST_GPU_QUEUES {
+            "set it to 32, or leave it to `megatron` by starting ranks with it"
+        } else {
+            "CUDA has no more than 32"
+        };
+        let (there, needed) = (self.there, self.needed);
+        format!("the streams of this layout need {needed} queues of the GPU, but {GPU_QUEUES} gives {there}: {remedy}")
+    }
+}
+
+/// Why operations are issued no earlier than they are needed, if they would be with more of the GPU's queues.
+pub fn issued_late(distributed: &Distributed, device: &Device, communicators: usize) -> Option<String> {
+    let queues = Queues::found(environment(GPU_QUEUES), communicators);
+    let late =
+        communicators > 0 && distributed.overlap.is_none() && over_nccl(distributed, device) && !queues.suffice();
+    late.then(|| format!("communication is issued when it is needed, not before: {}", queues.missing()))
+}
+
+/// Whether operations are issued before they are needed, where `asked` says so or does not say otherwise.
 ///
 /// # Errors
 /// If they are asked for and could wait for each other for ever.
-fn overlaps(asked: Option<bool>, over_nccl: bool, queues: Option<String>) -> Result<bool> {
+fn overlaps(asked: Option<bool>, over_nccl: bool, queues: Queues) -> Result<bool> {
     if !over_nccl {
         return Ok(asked.unwrap_or(false));
     }
-    let queues = queues.and_then(|queues| queues.parse().ok()).unwrap_or(DEFAULT_GPU_QUEUES);
-    if asked == Some(true) && queues < ENOUGH_GPU_QUEUES {
+    if asked == Some(true) && !queues.suffice() {
         return Err(Error::usage(format!(
-            "--overlap-communication needs {GPU_QUEUES} = {ENOUGH_GPU_QUEUES} at least, but it is {queues}: streams that share a queue of \
-             the GPU would wait for each other; set it to 32, or leave it to `megatron` by starting ranks with it"
+            "--overlap-communication: {}; without the flag nothing is issued early. Streams that share a queue would wait for each other",
+            queues.missing()
         )));
     }
-    Ok(asked.unwrap_or(queues >= ENOUGH_GPU_QUEUES))
+    Ok(asked.unwrap_or_else(|| queues.suffice()))
 }
 
 /// The world with NCCL for what is on GPUs, unless another transport was asked for.
@@ -232,7 +273,7 @@ fn environment(name: &str) -> Option<String> {
 mod tests {
     use megatron::comm::RankInfo;
 
-    use super::{overlaps, use_threads};
+    use super::{Queues, overlaps, use_threads};
 
     #[test]
     fn whoever_hands_out_work_is_one_of_the_threads_unless_it_is_the_only_one() {
@@ -256,14 +297,29 @@ mod tests {
 
     #[test]
     fn communication_is_issued_early_over_nccl_with_enough_queues_only() {
-        let queues = |n: &str| Some(n.to_string());
-        assert!(overlaps(None, true, queues("32")).unwrap());
-        assert!(!overlaps(None, true, queues("1")).unwrap(), "Megatron-LM's advice is 1");
-        assert!(!overlaps(None, true, None).unwrap());
-        assert!(!overlaps(None, false, queues("32")).unwrap(), "a CPU's ranks have no time to spare");
-        assert!(!overlaps(Some(false), true, queues("32")).unwrap());
-        assert!(overlaps(Some(true), false, None).unwrap());
-        let refusal = overlaps(Some(true), true, queues("1")).expect_err("could hang").to_string();
-        assert!(refusal.contains("CUDA_DEVICE_MAX_CONNECTIONS") && refusal.contains("it is 1"), "{refusal}");
+        let queues = |n: &str, communicators| Queues::found(Some(n.to_string()), communicators);
+        // A replica's world and group of replicas: 3 streams each, and 4.
+        assert!(overlaps(None, true, queues("10", 2)).unwrap());
+        assert!(!overlaps(None, true, queues("9", 2)).unwrap());
+        assert!(!overlaps(None, true, queues("1", 2)).unwrap(), "Megatron-LM's advice is 1");
+        assert!(!overlaps(None, true, Queues::found(None, 2)).unwrap(), "CUDA's default is 8");
+        assert!(!overlaps(None, false, queues("32", 2)).unwrap(), "a CPU's ranks have no time to spare");
+        assert!(!overlaps(Some(false), true, queues("32", 2)).unwrap());
+        assert!(overlaps(Some(true), false, Queues::found(None, 2)).unwrap());
+        let refusal = overlaps(Some(true), true, queues("1", 2)).expect_err("could hang").to_string();
+        assert!(
+            refusal.contains("need 10 queues") && refusal.contains("CUDA_DEVICE_MAX_CONNECTIONS gives 1"),
+            "{refusal}"
+        );
+        assert!(refusal.contains("set it to 32"), "{refusal}");
+    }
+
+    #[test]
+    fn a_layout_of_more_streams_than_cuda_has_queues_issues_nothing_early() {
+        let queues = |communicators| Queues::found(Some("64".to_string()), communicators);
+        assert!(overlaps(None, true, queues(9)).unwrap(), "tp 2 · dp 2 · pp 4 takes 31");
+        assert!(!overlaps(None, true, queues(10)).unwrap(), "interleaved it takes 34");
+        let refusal = overlaps(Some(true), true, queues(10)).expect_err("could hang").to_string();
+        assert!(refusal.contains("need 34 queues") && refusal.contains("no more than 32"), "{refusal}");
     }
 }

@@ -53,6 +53,14 @@ impl ProcessGroups {
         };
         Ok(Self { grid, rank, world, tp, dp, pp, model, embedding })
     }
+
+    /// How many of `rank`'s groups have other ranks in them.
+    pub fn num_shared(grid: &RankGrid, rank: usize) -> usize {
+        let axes = [Axis::Tp, Axis::Dp, Axis::Pp].map(|axis| grid.group(axis, rank));
+        let embedding = grid.embedding_group(rank).filter(|ranks| ranks.contains(&rank));
+        let groups = axes.into_iter().chain([grid.model_group(rank)]).chain(embedding);
+        usize::from(grid.world() > 1) + groups.filter(|ranks| ranks.len() > 1).count()
+    }
 }
 
 /// Joins the group of `ranks` (ascending, this rank among them), or none. The lowest rank serves as color.
@@ -107,6 +115,9 @@ mod tests {
                     assert_eq!(group.ranks()[group.rank()], rank, "{name} of {grid:?}");
                 }
                 assert_eq!((groups.rank, groups.world.rank()), (rank, rank));
+                let all = [&groups.world, &groups.tp, &groups.dp, &groups.pp, &groups.model];
+                let shared = all.into_iter().chain(&groups.embedding).filter(|group| group.size() > 1).count();
+                assert_eq!(ProcessGroups::num_shared(&grid, rank), shared, "rank {rank} of {grid:?}");
             }
         }
     }

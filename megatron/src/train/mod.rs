@@ -1,6 +1,7 @@
 //! The training loop, and what it reports.
 
 mod agreement;
+mod communicators;
 mod flops;
 mod generate;
 mod inference;
@@ -14,6 +15,7 @@ mod run;
 mod state;
 mod trainer;
 
+pub use communicators::most_communicators;
 pub use flops::step_flops;
 pub use generate::{Length, Sampling};
 pub use inference::{Inference, checkpoint_model};

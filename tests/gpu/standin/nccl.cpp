@@ -1,5 +1,6 @@
 // NCCL between processes of one machine, over sockets: operations run on the streams they are queued on, wait for their peers there, and
-// hang there if a peer is gone, until the communicator is aborted.
+// hang there if a peer is gone, until the communicator is aborted. Aborting one waits for the device, as the memory that is freed may; in a
+// group (from NCCL 2.22 on) only once all of the group are aborted.
 //
 // As in NCCL's non-blocking mode, calls return "in progress" and an asynchronous state says when communicators are ready. Messages of a
 // communicator are matched by their order alone. Two ranks on one device are refused unless NCCL_HOSTID tells them apart.
@@ -7,8 +8,10 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "device.hpp"
 #include "narrow.hpp"
@@ -135,6 +138,23 @@ bool messages(const std::vector<Operation> &group) {
 
 thread_local int depth = 0;
 thread_local std::vector<Operation> grouped;
+/// Communicators aborted in a group.
+thread_local std::vector<SharedComm *> aborted;
+
+/// What its version says; a later one is not told from it.
+int version() {
+    static const int number = [] {
+        const char *text = std::getenv("STANDIN_NCCL_VERSION");
+        return text ? std::atoi(text) : 22900;
+    }();
+    return number;
+}
+
+/// Frees communicators that were aborted. That frees memory, which may wait for all that runs on the device.
+void reclaim(const std::vector<SharedComm *> &comms) {
+    if (!comms.empty()) Stream::wait_for_all();
+    for (SharedComm *comm : comms) delete comm;
+}
 
 /// Queues what a group gathered: one operation of its stream for each communicator.
 void flush() {
@@ -183,7 +203,7 @@ using namespace standin;
 extern "C" {
 
 int ncclGetVersion(int *version) {
-    *version = 22900;
+    *version = standin::version();
     return Success;
 }
 
@@ -247,8 +267,13 @@ int ncclCommGetAsyncError(void *handle, int *result) {
 }
 
 int ncclCommAbort(void *handle) {
-    comm_of(handle)->abort();
-    delete &comm_of(handle);
+    SharedComm *comm = &comm_of(handle);
+    (*comm)->abort();
+    // Until 2.22 a group changed nothing.
+    if (depth > 0 && version() >= 22200)
+        aborted.push_back(comm);
+    else
+        reclaim({comm});
     return Success;
 }
 
@@ -263,7 +288,9 @@ int ncclGroupStart() {
 }
 
 int ncclGroupEnd() {
-    if (--depth == 0) flush();
+    if (--depth > 0) return Success;
+    flush();
+    reclaim(std::exchange(aborted, {}));
     return Success;
 }
 

@@ -171,7 +171,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
         )));
     }
     let device = ranks::device(&place, args.device)?;
-    let figures = measure(args, &ranks::connect(&place, &distributed, &device)?, &device)?;
+    // The world, and messages both ways.
+    let figures = measure(args, &ranks::connect(&place, &distributed, &device, 3)?, &device)?;
     if place.rank == 0 {
         report(args, &figures);
     }

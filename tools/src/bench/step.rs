@@ -12,7 +12,7 @@ use kernels::philox::philox4x32;
 use megatron::comm::{Group, RankInfo, ReduceOp};
 use megatron::config::{Recompute, RunConfig};
 use megatron::data::SampleSource;
-use megatron::train::{Profile, Profiler, Sources, Trainer, peak_memory_of};
+use megatron::train::{self, Profile, Profiler, Sources, Trainer, peak_memory_of};
 use models::Gpt;
 
 use super::preset::{Preset, flops_per_token, matrix_params};
@@ -130,7 +130,11 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let Resolved { mut run, vocab_size, distributed, .. } = resolved;
     run.model.vocab_size = vocab_size.unwrap_or(args.preset.shape().vocab);
     let device = ranks::device(place, distributed.device)?;
-    let world = ranks::connect(place, &distributed, &device)?;
+    let communicators = train::most_communicators(&run.parallel)?;
+    let world = ranks::connect(place, &distributed, &device, communicators)?;
+    if let Some(why) = ranks::issued_late(&distributed, &device, communicators).filter(|_| place.rank == 0) {
+        crate::print_line(&why);
+    }
     let measured = measure(&run, (WARM_UP + args.steps) as u64, world, &device)?;
     if place.rank == 0 {
         report(args.preset, &run, threads, &measured);

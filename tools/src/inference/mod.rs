@@ -14,13 +14,13 @@ use megatron::checkpoint;
 use megatron::comm::{Backend, CommOptions, Group, RankInfo};
 use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, Recompute, ScheduleKind};
 use megatron::data::{TOKENIZER_FILE, Tokenizer};
-use megatron::train::{Inference, checkpoint_model};
+use megatron::train::{self, Inference, checkpoint_model};
 use models::Gpt;
 use models::hf::HfModel;
 
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
-use crate::ranks;
+use crate::{fault, ranks};
 
 /// What both commands load, and over which ranks.
 #[derive(Args, Clone, Debug)]
@@ -168,9 +168,12 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
     };
     ranks::use_threads(args.threads.map(|n| n as usize), &place)?;
     found.device = ranks::device(&place, args.device)?;
-    let world = ranks::connect(&place, &distributed, &found.device)?;
+    let communicators = train::most_communicators(&found.parallel)?;
+    let world = ranks::connect(&place, &distributed, &found.device, communicators)?;
     let outcome = body(found, world.clone());
     if let Err(error) = &outcome {
+        // Before what may hang.
+        fault::report(error);
         world.abort(&error.to_string());
     }
     outcome.map(|()| 0)

@@ -5,8 +5,9 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, TryLockError};
+use std::time::{Duration, Instant};
 
 use candle_core::DType;
 use cudarc::driver::{CudaContext, CudaStream};
@@ -200,10 +201,19 @@ impl Comm {
 
     /// Ends what is in flight, here at once and on peers soon. No call succeeds after it.
     pub fn abort(&self) {
-        if let Some(comm) = lock(&self.raw).take() {
-            let _ = bind(&self.context);
-            // SAFETY: a live communicator, which nobody else finds any more.
-            let _ = unsafe { sys::ncclCommAbort(comm) };
+        abort(&[self]);
+    }
+
+    /// The handle, which nobody else finds any more, unless a call does not return before `deadline`. The lock is not held any longer: ending
+    /// a communicator may take long, and others want to know that it is over.
+    fn take_until(&self, deadline: Instant) -> std::result::Result<Option<sys::ncclComm_t>, StillCalled> {
+        loop {
+            match self.raw.try_lock() {
+                Ok(mut raw) => return Ok(raw.take()),
+                Err(TryLockError::Poisoned(raw)) => return Ok(raw.into_inner().take()),
+                Err(TryLockError::WouldBlock) if Instant::now() > deadline => return Err(StillCalled),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(100)),
+            }
         }
     }
 }
@@ -214,20 +224,107 @@ impl Drop for Comm {
         if !self.is_ready().unwrap_or(false) {
             return self.abort();
         }
-        if let Some(comm) = lock(&self.raw).take() {
+        let raw = lock(&self.raw).take();
+        if let Some(comm) = raw {
             let _ = bind(&self.context);
-            // SAFETY: as above. Whoever drops a communicator has waited for its stream.
+            // SAFETY: a live communicator, which nobody else finds. Whoever drops it has waited for its stream.
             let _ = unsafe { sys::ncclCommDestroy(comm) };
         }
     }
+}
+
+/// A communicator that is still in a call of NCCL's.
+struct StillCalled;
+
+/// From here on (2.22) NCCL aborts the communicators of a group together; before, each call in a group aborts at once.
+const ABORTS_GROUPS: i32 = 22_200;
+/// How long calls under way may take before communicators are aborted without those that they are of.
+const CALLS_END: Duration = Duration::from_secs(1);
+/// How long communicators may take to end before the caller goes on without them.
+const ABORTS_END: Duration = Duration::from_secs(10);
+
+/// A communicator for the thread that aborts it.
+struct Condemned {
+    raw: sys::ncclComm_t,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: it was taken: no other thread calls it.
+unsafe impl Send for Condemned {}
+
+impl Condemned {
+    fn abort(self) {
+        let _ = bind(&self.context);
+        // SAFETY: a live communicator, which nobody else finds.
+        let _ = unsafe { sys::ncclCommAbort(self.raw) };
+    }
+}
+
+/// Ends what is in flight on all of `comms`, as [`Comm::abort`] does for one.
+///
+/// Not one after the other: an abort has the communicator's own operations end, then frees memory, which may wait for whatever runs on the
+/// device, so for an operation of the next communicator that hangs (<https://github.com/NVIDIA/nccl/issues/1013>).
+pub fn abort(comms: &[&Comm]) {
+    let mut left = comms.to_vec();
+    // Calls that do not return may wait for another communicator, so what they are of is tried again once the others have ended.
+    for _ in 0..2 {
+        let deadline = Instant::now() + CALLS_END;
+        let mut condemned = Vec::new();
+        left.retain(|comm| match comm.take_until(deadline) {
+            Ok(raw) => {
+                condemned.extend(raw.map(|raw| Condemned { raw, context: comm.context.clone() }));
+                false
+            }
+            Err(StillCalled) => true,
+        });
+        abort_together(condemned);
+    }
+}
+
+/// Returns when all are aborted, or it takes too long.
+fn abort_together(condemned: Vec<Condemned>) {
+    if condemned.is_empty() {
+        return;
+    }
+    let together = version().is_ok_and(|version| version >= ABORTS_GROUPS);
+    let parts: Vec<Vec<Condemned>> =
+        if together { vec![condemned] } else { condemned.into_iter().map(|one| vec![one]).collect() };
+    let (ended, wait) = channel::<()>();
+    for part in parts {
+        let ended = ended.clone();
+        let abort = move || {
+            abort_part(part);
+            drop(ended);
+        };
+        // By another thread, since whoever reports the failure must not hang with it.
+        let _ = std::thread::Builder::new().name("nccl-abort".to_string()).spawn(abort);
+    }
+    drop(ended);
+    // Ends when nobody is left that could send.
+    let _ = wait.recv_timeout(ABORTS_END);
+}
+
+/// Aborts some by this thread, as a group of NCCL's: all are told to end before one waits for what it has to.
+fn abort_part(part: Vec<Condemned>) {
+    if part.len() == 1 {
+        return part.into_iter().for_each(Condemned::abort);
+    }
+    // SAFETY: groups are a thread's own.
+    let _ = unsafe { sys::ncclGroupStart() };
+    part.into_iter().for_each(Condemned::abort);
+    // SAFETY: as above.
+    let _ = unsafe { sys::ncclGroupEnd() };
 }
 
 fn aborted() -> Error {
     Error::comm("NCCL's communicator was aborted after an earlier failure")
 }
 
-fn bind(context: &CudaContext) -> Result<()> {
-    context.bind_to_thread().map_err(|e| Error::comm(format!("CUDA: {e}")))
+/// Makes `context` the calling thread's. cudarc's own way (`bind_to_thread`) also takes out the error that a tensor's end has left for whoever
+/// asks next, which would be lost on a thread that has nothing to do with it.
+pub fn bind(context: &CudaContext) -> Result<()> {
+    // SAFETY: the context lives; a context is one of any thread's.
+    unsafe { cudarc::driver::result::ctx::set_current(context.cu_ctx()) }.map_err(|e| Error::comm(format!("CUDA: {e}")))
 }
 
 fn accepted(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {

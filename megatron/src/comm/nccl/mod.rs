@@ -153,10 +153,9 @@ impl Core {
         Ok(())
     }
 
-    /// Makes the group useless for `why`, and lets go of what hangs in it.
-    fn fail(&self, why: &str) {
+    /// Makes the group useless for `why`; what hangs in it ends when its communicator is aborted.
+    fn break_for(&self, why: &str) {
         lock(&self.broken).get_or_insert_with(|| why.to_string());
-        self.comm.abort();
     }
 }
 

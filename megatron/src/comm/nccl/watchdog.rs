@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use super::{Core, InFlight};
+use super::{Core, InFlight, library};
 use crate::comm::communicator::Group;
 use crate::comm::inbox::lock;
 use crate::{Error, Result};
@@ -50,6 +50,12 @@ impl Watchdog {
         let mut cores = lock(&self.cores);
         cores.retain(|core| core.strong_count() > 0);
         cores.push(Arc::downgrade(core));
+        drop(cores);
+        // One that was made meanwhile is not among those that were ended.
+        if self.over.load(Ordering::SeqCst) {
+            core.break_for("the run is over");
+            core.comm.abort();
+        }
     }
 
     fn groups(&self) -> Vec<Arc<Core>> {
@@ -57,7 +63,7 @@ impl Watchdog {
     }
 
     fn look(&self) {
-        if self.over.load(Ordering::Relaxed) {
+        if self.over.load(Ordering::SeqCst) {
             return;
         }
         if let Err(verdict) = self.world.health() {
@@ -65,7 +71,7 @@ impl Watchdog {
             return self.end(&verdict.to_string());
         }
         for core in self.groups() {
-            let _ = core.stream.context().bind_to_thread();
+            let _ = library::bind(core.stream.context());
             // What is done is let go by the thread that issues operations: it alone knows whether its stream is being recorded, when no memory
             // may be given back to it.
             let is_late = |operation: &&InFlight| {
@@ -92,8 +98,13 @@ impl Watchdog {
 
     /// Aborts all communicators of this rank.
     pub fn end(&self, why: &str) {
-        if !self.over.swap(true, Ordering::Relaxed) {
-            self.groups().iter().for_each(|core| core.fail(why));
+        if self.over.swap(true, Ordering::SeqCst) {
+            return;
         }
+        let groups = self.groups();
+        // Who asks why finds it, however long the rest takes.
+        groups.iter().for_each(|core| core.break_for(why));
+        let comms: Vec<_> = groups.iter().map(|core| &core.comm).collect();
+        library::abort(&comms);
     }
 }
