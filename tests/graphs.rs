@@ -59,7 +59,7 @@ fn train(config: &RunConfig, device: &Device) -> Result<(Vec<Step>, Vec<usize>)>
         steps.push((m.lm_loss.to_bits(), m.grad_norm.to_bits(), m.learning_rate, m.loss_scale, m.skipped));
         recorded.extend(trainer.take_recorded().map(|_| i));
         if i == 5 {
-            trainer.evaluate(&held_out, 1)?;
+            trainer.evaluate(&held_out, 0, 1)?;
         }
     }
     Ok((steps, recorded))

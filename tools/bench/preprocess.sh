@@ -46,13 +46,13 @@ for at in range(0, len(texts), 256):
 print(time.perf_counter() - start, tokens)
 PY
 "$python" "$dir/make.py" "$dir/a.jsonl" "$mb"
-"$megatron" tokenizer train --input "$dir/a.jsonl" --vocab-size "$vocab" --output "$dir/tokenizer.json" >&2
+"$megatron" tokenizer train --overwrite --input "$dir/a.jsonl" --vocab-size "$vocab" --output "$dir/tokenizer.json" >&2
 export RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 ours=() theirs=()
 for _ in $(seq "$rounds"); do
     start=$(date +%s%N)
-    said=$(taskset -c "$core" "$megatron" preprocess --workers 1 --input "$dir/a.jsonl" --tokenizer "$dir/tokenizer.json" --output-prefix "$dir/x")
+    said=$(taskset -c "$core" "$megatron" preprocess --overwrite --workers 1 --input "$dir/a.jsonl" --tokenizer "$dir/tokenizer.json" --output-prefix "$dir/x")
     ours+=("$(awk -v a="$start" -v b="$(date +%s%N)" 'BEGIN { print (b - a) / 1e9 }')")
     read -r seconds tokens < <(taskset -c "$core" "$python" "$dir/theirs.py" "$dir/tokenizer.json" "$dir/a.jsonl")
     theirs+=("$seconds")

@@ -67,6 +67,12 @@ impl ParallelConfig {
     }
 }
 
+/// Of all sizes; no model comes near.
+const LARGEST: usize = i32::MAX as usize;
+
+/// Of a step: schedules are lists of all that is done.
+const MOST_MICROBATCHES: usize = 1 << 20;
+
 struct Check<'a> {
     sources: &'a Sources,
     problems: Vec<String>,
@@ -94,6 +100,12 @@ impl Check<'_> {
 
     fn positive(&mut self, key: &str, value: usize) {
         self.require(value > 0, |c| format!("{} must be at least 1", c.cite(key, value)));
+    }
+
+    /// A size of a model, a batch or a layout: at least 1, and small enough for products of a few to be numbers.
+    fn size(&mut self, key: &str, value: usize) {
+        self.positive(key, value);
+        self.require(value <= LARGEST, |c| format!("{} must be at most {LARGEST}", c.cite(key, value)));
     }
 
     fn positive_steps(&mut self, key: &str, value: Option<u64>) {
@@ -150,14 +162,15 @@ impl Check<'_> {
     }
 
     fn model(&mut self, m: &ModelConfig) {
-        self.positive("num_layers", m.num_layers);
-        self.positive("hidden_size", m.hidden_size);
-        self.positive("ffn_hidden_size", m.ffn_hidden_size);
-        self.positive("num_attention_heads", m.num_attention_heads);
-        self.positive("num_query_groups", m.num_query_groups);
-        self.positive("kv_channels", m.head_dim);
-        self.positive("seq_length", m.seq_length);
-        self.positive("make_vocab_size_divisible_by", m.make_vocab_size_divisible_by);
+        self.size("num_layers", m.num_layers);
+        self.size("hidden_size", m.hidden_size);
+        self.size("ffn_hidden_size", m.ffn_hidden_size);
+        self.size("num_attention_heads", m.num_attention_heads);
+        self.size("num_query_groups", m.num_query_groups);
+        self.size("kv_channels", m.head_dim);
+        self.size("seq_length", m.seq_length);
+        self.size("make_vocab_size_divisible_by", m.make_vocab_size_divisible_by);
+        self.size("max_position_embeddings", m.max_position_embeddings);
         self.divides(
             "num_attention_heads",
             m.num_attention_heads,
@@ -194,10 +207,10 @@ impl Check<'_> {
 
     fn parallel(&mut self, p: &ParallelConfig, m: &ModelConfig) {
         let (tp, pp, v) = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_pipeline_size);
-        self.positive("tensor_model_parallel_size", tp);
-        self.positive("pipeline_model_parallel_size", pp);
-        self.positive("context_parallel_size", p.context_parallel_size);
-        self.positive("data_parallel_size", p.data_parallel_size);
+        self.size("tensor_model_parallel_size", tp);
+        self.size("pipeline_model_parallel_size", pp);
+        self.size("context_parallel_size", p.context_parallel_size);
+        self.size("data_parallel_size", p.data_parallel_size);
         self.positive("bucket_size", p.bucket_size);
         self.require(p.context_parallel_size <= 1, |c| {
             format!(
@@ -310,8 +323,8 @@ impl Check<'_> {
 
     fn training(&mut self, t: &TrainingConfig, p: &ParallelConfig, m: &ModelConfig) {
         let (mbs, gbs, dp) = (t.micro_batch_size, t.global_batch_size, p.data_parallel_size);
-        self.positive("micro_batch_size", mbs);
-        self.positive("global_batch_size", gbs);
+        self.size("micro_batch_size", mbs);
+        self.size("global_batch_size", gbs);
         self.positive_steps("exit_interval", t.exit_interval);
         self.require(t.train_iters > 0, |c| {
             format!("{} leaves nothing to train", c.cite("train_iters", t.train_iters))
@@ -323,6 +336,14 @@ impl Check<'_> {
             "every replica takes the same number of whole microbatches",
         );
         let per_microbatch = mbs.saturating_mul(dp);
+        self.require(per_microbatch == 0 || gbs / per_microbatch <= MOST_MICROBATCHES, |c| {
+            format!(
+                "{} makes {} microbatches a step, and a schedule has at most {MOST_MICROBATCHES}; raise micro_batch_size or \
+                 data_parallel_size",
+                c.cite("global_batch_size", gbs),
+                gbs / per_microbatch
+            )
+        });
         if per_microbatch > 0 && gbs.is_multiple_of(per_microbatch) && p.schedule == ScheduleKind::Interleaved {
             let (num_microbatches, pp) = (gbs / per_microbatch, p.pipeline_model_parallel_size);
             self.require(pp == 0 || num_microbatches.is_multiple_of(pp), |c| {

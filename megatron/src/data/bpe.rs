@@ -10,11 +10,19 @@ use tokenizers::{decoders::DecoderWrapper, normalizers::NormalizerWrapper, proce
 use super::tokenizer::END_OF_TEXT;
 use crate::{Error, Result};
 
+/// Of vocabularies to train; the largest in use have a quarter of a million tokens.
+const LARGEST_VOCABULARY: usize = 1 << 24;
 /// Pairs seen less often than this are not merged.
 const MIN_FREQUENCY: u64 = 2;
 
 /// Trains a vocabulary of at most `vocab_size` tokens on `texts`, which are read one at a time; gives its `tokenizer.json`.
 pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<String>> + Send) -> Result<String> {
+    // The trainer asks for memory for all of them at once.
+    if vocab_size > LARGEST_VOCABULARY {
+        return Err(Error::config(format!(
+            "a vocabulary of {vocab_size} tokens is larger than any that is trained here; give {LARGEST_VOCABULARY} at most"
+        )));
+    }
     let failed = |error: tokenizers::Error| {
         Error::config(format!("training a tokenizer of {vocab_size} tokens failed: {error}"))
     };
@@ -34,8 +42,12 @@ pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<St
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
         .build();
     let mut unreadable = None;
+    let mut is_empty = true;
     let texts = texts.map_while(|text| match text {
-        Ok(text) => Some(text),
+        Ok(text) => {
+            is_empty &= text.is_empty();
+            Some(text)
+        }
         Err(error) => {
             unreadable = Some(error);
             None
@@ -44,6 +56,9 @@ pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<St
     tokenizer.train(&mut trainer, texts).map_err(failed)?;
     match unreadable {
         Some(error) => Err(error),
+        None if is_empty => {
+            Err(Error::config("there is no text to train a vocabulary on; give files that are not empty"))
+        }
         None => tokenizer.to_string(false).map_err(failed),
     }
 }

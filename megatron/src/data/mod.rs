@@ -47,7 +47,7 @@ pub use splits::SampleCounts;
 pub use text::{Corpus, Paragraphs};
 pub use tokenizer::{TOKENIZER_FILE, Tokenizer};
 
-use crate::config::DataConfig;
+use crate::config::{DataConfig, DataloaderType};
 use crate::{Error, Result};
 use paths::{DataPaths, Kind};
 use splits::{Opener, TEST, TRAIN, VALID};
@@ -113,10 +113,7 @@ pub fn open(
     let vocab_size = agreed_vocabulary(prepared.tokenizer.as_ref(), vocab_size)?;
     let document_ends = document_ends(cfg, prepared.tokenizer.as_ref())?;
     if prepared.weights.is_some() && requested.train == 0 {
-        return Err(Error::config(
-            "the data path has weights, which say how often a training run reads each dataset; leave them out where every \
-             sample is read once",
-        ));
+        return Err(weights_without_samples());
     }
     let opener = Opener {
         datasets: &prepared.datasets,
@@ -141,6 +138,41 @@ pub fn open(
     ));
     let (tokenizer, fingerprint) = (prepared.tokenizer, prepared.fingerprint);
     Ok(Datasets { train, valid, test, tokenizer, document_ends, vocab_size, fingerprint, description })
+}
+
+/// Opens one part of the split, `train`, `valid` or `test`, of which every sample is read once, in order; the others may be empty. As [`open`]
+/// otherwise.
+///
+/// # Errors
+/// Those of [`open`], of this part.
+pub fn open_part(cfg: &DataConfig, seq_length: usize, vocab_size: usize, part: &str) -> Result<Arc<dyn SampleSource>> {
+    let split = parse_split(&cfg.split)?;
+    let prepared = prepare(cfg)?;
+    agreed_vocabulary(prepared.tokenizer.as_ref(), Some(vocab_size))?;
+    if prepared.weights.is_some() {
+        return Err(weights_without_samples());
+    }
+    let part = [TRAIN, VALID, TEST]
+        .into_iter()
+        .find(|(name, _)| *name == part)
+        .ok_or_else(|| Error::config(format!("a split has no part {part}; its parts are train, valid and test")))?;
+    let opener = Opener {
+        datasets: &prepared.datasets,
+        weights: None,
+        order: DataloaderType::Sequential,
+        split,
+        seq_length,
+        seed: 0,
+        cache_dir: &cfg.cache_dir,
+    };
+    opener.source(part, 0)
+}
+
+fn weights_without_samples() -> Error {
+    Error::config(
+        "the data path has weights, which say how often a training run reads each dataset; leave them out where every \
+         sample is read once",
+    )
 }
 
 /// What ends documents, if a setting asks for it.
@@ -176,7 +208,7 @@ fn document_ends(cfg: &DataConfig, tokenizer: Option<&Tokenizer>) -> Result<Opti
 fn agreed_vocabulary(tokenizer: Option<&Tokenizer>, vocab_size: Option<usize>) -> Result<usize> {
     match (tokenizer.map(Tokenizer::vocab_size), vocab_size) {
         (Some(tokens), Some(model)) if tokens > model => Err(Error::config(format!(
-            "the tokenizer has {tokens} tokens, but the model's vocabulary is {model}; give the tokenizer the model was made              for, or vocab_size {tokens}"
+            "the tokenizer has {tokens} tokens, but the model's vocabulary is {model}; give the tokenizer the model was made for, or vocab_size {tokens}"
         ))),
         (_, Some(model)) => Ok(model),
         (Some(tokens), None) => Ok(tokens),

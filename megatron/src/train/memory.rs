@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device};
 
-use crate::config::RunConfig;
+use crate::config::{PositionEmbedding, RunConfig};
 use crate::{Error, Result};
 
 /// Largest resident set so far, in bytes (`VmHWM` of Linux's `/proc/self/status`); 0 where the system does not tell.
@@ -57,9 +57,15 @@ fn bytes(file: &str, key: &str) -> u64 {
 pub fn require_memory(config: &RunConfig) -> Result<()> {
     let (m, p) = (&config.model, &config.parallel);
     // A lower bound, in floating point because sizes that are wrong by typing overflow integers.
-    let [layers, hidden, ffn, vocab] =
-        [m.num_layers, m.hidden_size, m.ffn_hidden_size, m.vocab_size].map(|size| size as f64);
-    let params = layers * 2.0 * hidden * ffn + vocab * hidden;
+    let [layers, hidden, ffn] = [m.num_layers, m.hidden_size, m.ffn_hidden_size].map(|size| size as f64);
+    let [heads, groups, head_dim] = [m.num_attention_heads, m.num_query_groups, m.head_dim].map(|size| size as f64);
+    let positions = match m.position_embedding {
+        PositionEmbedding::LearnedAbsolute => m.max_position_embeddings as f64,
+        _ => 0.0,
+    };
+    let attention = 2.0 * (heads + groups) * head_dim * hidden;
+    let vocab = m.padded_vocab_size(p.tensor_model_parallel_size) as f64;
+    let params = layers * (2.0 * hidden * ffn + attention) + vocab * hidden;
     let ranks = (p.tensor_model_parallel_size * p.pipeline_model_parallel_size) as f64;
     // Weights, fp32 gradients, and the masters of 16-bit weights (what they lack of fp32, of bf16 ones), which ZeRO-1 cuts over dp.
     let weight = config.training.precision.dtype().size_in_bytes() as f64;
@@ -69,18 +75,28 @@ pub fn require_memory(config: &RunConfig) -> Result<()> {
         _ => 0.0,
     };
     let replicas = if p.use_distributed_optimizer { p.data_parallel_size as f64 } else { 1.0 };
-    let (needed, there) =
-        (params / ranks * (weight + 4.0 + master / replicas), bytes("/proc/meminfo", "MemTotal:") as f64);
+    // Positions are on every rank of a stage; and what a microbatch's first layer reads is there at once.
+    let params = params / ranks + positions * hidden / p.pipeline_model_parallel_size as f64;
+    let tokens = config.training.micro_batch_size as f64 * m.seq_length as f64;
+    let activations =
+        tokens * hidden * weight / if p.sequence_parallel { p.tensor_model_parallel_size as f64 } else { 1.0 };
+    let needed = params * (weight + 4.0 + master / replicas) + activations;
+    let there = bytes("/proc/meminfo", "MemTotal:") as f64;
     if there > 0.0 && needed > there {
         let gib = |bytes: f64| bytes / f64::from(1 << 30);
         return Err(Error::config(format!(
-            "num_layers = {}, hidden_size = {}, ffn_hidden_size = {} and vocab_size = {} make weights and gradients of \
+            "num_layers = {}, hidden_size = {}, ffn_hidden_size = {}, {} heads of kv_channels = {}, a vocabulary of {vocab} with its \
+             padding and max_position_embeddings = {} make weights and gradients, with a microbatch of {} · {} tokens, of at least \
              {:.1} GiB per rank (tensor_model_parallel_size = {} · pipeline_model_parallel_size = {}), and this machine \
-             has {:.1} GiB of memory; make the model smaller or cut it over more machines",
+             has {:.1} GiB of memory; make the model or the microbatch smaller, or cut the model over more machines",
             m.num_layers,
             m.hidden_size,
             m.ffn_hidden_size,
-            m.vocab_size,
+            m.num_attention_heads,
+            m.head_dim,
+            m.max_position_embeddings,
+            config.training.micro_batch_size,
+            m.seq_length,
             gib(needed),
             p.tensor_model_parallel_size,
             p.pipeline_model_parallel_size,

@@ -1,7 +1,7 @@
 //! The numbers of a step, and the file of them: one JSON object a line.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, BufWriter, Seek, Write};
+use std::io::{BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
@@ -114,13 +114,20 @@ pub struct MetricsWriter {
 
 impl MetricsWriter {
     /// Opens `path` for a run that continues after `resumed_iteration` (0 for a fresh one). What a previous run wrote up to that
-    /// step stays; later lines, and a line cut short by a crash, are removed.
+    /// step stays; later lines, and a line cut short by a crash, are removed. A fresh run moves another one's file aside, and tells where to.
     ///
     /// # Errors
-    /// If the file or its folder cannot be created, read or written.
-    pub fn open(path: &Path, resumed_iteration: u64) -> Result<Self> {
+    /// If there is a file of something else, or the file or its folder cannot be created, read or written.
+    pub fn open(path: &Path, resumed_iteration: u64) -> Result<(Self, Option<PathBuf>)> {
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+        }
+        let mut aside = None;
+        if path.metadata().is_ok_and(|there| there.is_file() && there.len() > 0) {
+            expect_metrics(path)?;
+            if resumed_iteration == 0 {
+                aside = Some(move_aside(path)?);
+            }
         }
         let mut file = OpenOptions::new()
             .read(true)
@@ -139,7 +146,7 @@ impl MetricsWriter {
             file.set_len(keep).map_err(|e| Error::io("truncate", path, e))?;
             file.seek(std::io::SeekFrom::Start(keep)).map_err(|e| Error::io("seek in", path, e))?;
         }
-        Ok(Self { path: path.to_path_buf(), file: BufWriter::new(file) })
+        Ok((Self { path: path.to_path_buf(), file: BufWriter::new(file) }, aside))
     }
 
     /// Appends the line of one step and hands it to the operating system.
@@ -174,6 +181,38 @@ impl MetricsWriter {
     fn line(&mut self, value: &Value) -> Result<()> {
         writeln!(self.file, "{value}").and_then(|()| self.file.flush()).map_err(|e| Error::io("write", &self.path, e))
     }
+}
+
+/// Asserts that the file's first line is one of metrics, or what a crash left of one.
+fn expect_metrics(path: &Path) -> Result<()> {
+    const START: &[u8] = b"{\"";
+    let mut line = Vec::new();
+    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+    // Lines of other files may be long.
+    let read = BufReader::new(file).take(1 << 16).read_until(b'\n', &mut line);
+    read.map_err(|e| Error::io("read", path, e))?;
+    let is_whole = line.ends_with(b"\n");
+    let object = serde_json::from_slice::<Map<String, Value>>(&line);
+    if object.is_ok_and(|object| object.contains_key("iteration")) || (!is_whole && line.starts_with(START)) {
+        return Ok(());
+    }
+    Err(Error::config(format!(
+        "metrics = {} is a file of something else, which metrics would take the place of; give another name",
+        path.display()
+    )))
+}
+
+/// Renames `path` to the first free one of `path.1`, `path.2`, … and returns that.
+fn move_aside(path: &Path) -> Result<PathBuf> {
+    let numbered = |number: u64| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{number}"));
+        PathBuf::from(name)
+    };
+    let free = (1..).map(numbered).find(|name| std::fs::symlink_metadata(name).is_err());
+    let free = free.unwrap_or_else(|| numbered(0));
+    std::fs::rename(path, &free).map_err(|e| Error::io("move aside", path, e))?;
+    Ok(free)
 }
 
 /// Bytes of the leading complete lines whose iteration is at most `last`.
@@ -251,12 +290,12 @@ mod tests {
     fn resuming_drops_the_steps_after_the_checkpoint_and_appends() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/metrics.jsonl");
-        let mut writer = MetricsWriter::open(&path, 0).unwrap();
+        let (mut writer, _) = MetricsWriter::open(&path, 0).unwrap();
         for i in 1..=5 {
             writer.step(&metrics(i)).unwrap();
         }
         drop(writer);
-        MetricsWriter::open(&path, 3).unwrap().step(&metrics(4)).unwrap();
+        MetricsWriter::open(&path, 3).unwrap().0.step(&metrics(4)).unwrap();
         assert_eq!(iterations(&path), [1, 2, 3, 4]);
     }
 
@@ -265,7 +304,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         std::fs::write(&path, "{\"iteration\":1}\n{\"iteration\":2").unwrap();
-        MetricsWriter::open(&path, 2).unwrap().step(&metrics(3)).unwrap();
+        MetricsWriter::open(&path, 2).unwrap().0.step(&metrics(3)).unwrap();
         assert_eq!(iterations(&path), [1, 3]);
     }
 
@@ -273,8 +312,29 @@ mod tests {
     fn a_fresh_run_starts_an_empty_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        std::fs::write(&path, "{\"iteration\":1}\n").unwrap();
-        MetricsWriter::open(&path, 0).unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
+        for earlier in 1..3 {
+            let text = format!("{{\"iteration\":{earlier}}}\n");
+            std::fs::write(&path, &text).unwrap();
+            let (_, aside) = MetricsWriter::open(&path, 0).unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
+            // The other run's are kept.
+            let kept = folder.path().join(format!("metrics.jsonl.{earlier}"));
+            assert_eq!(aside.as_deref(), Some(&*kept));
+            assert_eq!(std::fs::read_to_string(kept).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn a_file_of_something_else_is_refused_and_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("corpus.txt");
+        for text in ["A text.\n", "A text", "{\"text\": \"a document\"}\n", "\n"] {
+            std::fs::write(&path, text).unwrap();
+            for resumed in [0, 4] {
+                let error = MetricsWriter::open(&path, resumed).unwrap_err().to_string();
+                assert!(error.contains("corpus.txt is a file of something else"), "{error}");
+            }
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
     }
 }

@@ -11,7 +11,7 @@ use super::report::Reporter;
 use super::state;
 use super::trainer::Trainer;
 use crate::comm::ReduceOp;
-use crate::config::{CheckpointConfig, RunConfig};
+use crate::config::{CheckpointConfig, DataloaderType, RunConfig};
 use crate::data::Loader;
 use crate::{Error, Result, checkpoint};
 
@@ -79,7 +79,13 @@ impl Trainer {
         let lead = self.groups.world.rank() == 0;
         let metrics_path = self.config.logging.metrics.clone().filter(|_| lead);
         let mut metrics = match &metrics_path {
-            Some(path) => Some(MetricsWriter::open(path, self.progress.iteration)?),
+            Some(path) => {
+                let (writer, aside) = MetricsWriter::open(path, self.progress.iteration)?;
+                if let Some(aside) = aside {
+                    reporter.message(&format!("{} is another run's and is {} now", path.display(), aside.display()));
+                }
+                Some(writer)
+            }
             None => None,
         };
         let train_iters = self.config.training.train_iters;
@@ -111,7 +117,13 @@ impl Trainer {
                 reporter.message(&format!("step {iteration}: {what}, of {operations} operations"));
             }
             if due(self.config.logging.eval_interval) {
-                self.report_evaluation(self.valid.as_ref(), "validation", reporter, metrics.as_mut())?;
+                self.report_evaluation(
+                    self.valid.as_ref(),
+                    "validation",
+                    self.validated(),
+                    reporter,
+                    metrics.as_mut(),
+                )?;
             }
             let interrupted = self.sum_over_world(vec![f64::from(u8::from(stop.load(Ordering::SeqCst)))])?[0] > 0.0;
             if interrupted && let Some(step) = self.settle()? {
@@ -134,9 +146,15 @@ impl Trainer {
         }
         if outcome == Outcome::Finished {
             if !is_due(train_iters, self.config.logging.eval_interval) {
-                self.report_evaluation(self.valid.as_ref(), "validation", reporter, metrics.as_mut())?;
+                self.report_evaluation(
+                    self.valid.as_ref(),
+                    "validation",
+                    self.validated(),
+                    reporter,
+                    metrics.as_mut(),
+                )?;
             }
-            self.report_evaluation(self.test.as_ref(), "test", reporter, metrics.as_mut())?;
+            self.report_evaluation(self.test.as_ref(), "test", 0, reporter, metrics.as_mut())?;
         }
         let (memory, reserved) = self.memory_by_rank()?;
         match reserved {
@@ -216,10 +234,24 @@ impl Trainer {
         Ok(self.progress.iteration)
     }
 
+    /// The sample of the validation data with which this step's evaluation begins. Megatron's orders go on where the last evaluation ended
+    /// (`consumed_valid_samples`), which the step tells; ours begin anew, so that evaluations of a run compare like with like.
+    fn validated(&self) -> u64 {
+        let RunConfig { data, logging, training, .. } = &self.config;
+        match (data.dataloader_type, logging.eval_interval) {
+            (DataloaderType::Single | DataloaderType::Cyclic, Some(interval @ 1..)) => {
+                let before = self.progress.iteration.saturating_sub(1) / interval;
+                before * logging.eval_iters * training.global_batch_size as u64
+            }
+            _ => 0,
+        }
+    }
+
     fn report_evaluation(
         &self,
         loader: Option<&Loader>,
         split: &str,
+        first: u64,
         reporter: &mut dyn Reporter,
         metrics: Option<&mut MetricsWriter>,
     ) -> Result<()> {
@@ -227,7 +259,7 @@ impl Trainer {
         if iters == 0 {
             return Ok(());
         }
-        let lm_loss = self.evaluate(loader, iters)?;
+        let lm_loss = self.evaluate(loader, first, iters)?;
         let result = EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
         reporter.eval(&result);
         metrics.map_or(Ok(()), |file| file.eval(&result))

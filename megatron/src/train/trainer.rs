@@ -398,14 +398,14 @@ impl Trainer {
         }))
     }
 
-    /// Mean loss per token over `iters` global batches from the beginning of a split. Collective over the world.
+    /// Mean loss per token over `iters` global batches of a split, from its sample `first` on. Collective over the world.
     ///
     /// # Errors
     /// If data cannot be read or a peer fails.
-    pub fn evaluate(&self, loader: &Loader, iters: u64) -> Result<f64> {
+    pub fn evaluate(&self, loader: &Loader, first: u64, iters: u64) -> Result<f64> {
         let (mut loss, mut tokens) = (0f64, 0f64);
         for iter in 0..iters {
-            let batches = loader.microbatches(iter * self.config.training.global_batch_size as u64)?;
+            let batches = loader.microbatches(first + iter * self.config.training.global_batch_size as u64)?;
             tokens += self.count_tokens(&batches)?;
             loss += self.stage.run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?.sum()?;
         }

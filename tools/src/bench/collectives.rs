@@ -115,8 +115,13 @@ impl FromStr for Size {
             Some((at, 'G')) => (&text[..at], 1 << 30),
             _ => (text, 1),
         };
-        let bytes = digits.parse::<usize>().ok().and_then(|n| n.checked_mul(unit)).filter(|bytes| *bytes >= 4);
-        let bytes = bytes.ok_or("expected a number of bytes such as 4096, 4K or 16M, at least one f32")?;
+        let bytes = digits
+            .parse::<usize>()
+            .ok()
+            .and_then(|n| n.checked_mul(unit))
+            .filter(|bytes| (4..=64 << 30).contains(bytes));
+        let bytes =
+            bytes.ok_or("expected a number of bytes such as 4096, 4K or 16M, at least one f32 and at most 64G")?;
         Ok(Self { text: text.to_string(), bytes })
     }
 }

@@ -55,7 +55,9 @@ pub fn run(bench: &Bench, origins: BTreeMap<String, String>) -> Result<u8> {
 
 /// A number of things that there must be some of.
 fn positive(text: &str) -> std::result::Result<usize, String> {
-    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "expected a whole number from 1".to_string())
+    const MOST: usize = 1 << 20;
+    let number = text.parse().ok().filter(|number| (1..=MOST).contains(number));
+    number.ok_or_else(|| format!("expected a whole number from 1 to {MOST}"))
 }
 
 /// One line about the machine that a table's figures are of.

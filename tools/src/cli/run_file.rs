@@ -29,6 +29,13 @@ pub struct Setting {
 /// # Errors
 /// If it cannot be read, is not TOML, or has an unknown section or key, or a value that the flag would refuse.
 pub fn read(path: &Path) -> Result<Vec<Setting>> {
+    // Every rank reads it, and of a pipe only one could.
+    if std::fs::metadata(path).is_ok_and(|meta| !meta.is_file()) {
+        return Err(Error::usage(format!(
+            "the run file {} is no file but a folder, pipe or device; give a file",
+            path.display()
+        )));
+    }
     let text = std::fs::read_to_string(path)
         .map_err(|source| Error::Io { action: format!("read the run file {}", path.display()), source })?;
     parse(&text).map_err(|(line, message)| Error::RunFile { path: path.to_path_buf(), line, message })
@@ -144,16 +151,23 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
         DeValue::Integer(x) if is_integer || is_number => Ok(vec![decimal(x)]),
         DeValue::Float(x) if is_number => Ok(vec![x.as_str().to_string()]),
         DeValue::String(x) if !is_bool && !is_integer && !is_number => Ok(vec![x.to_string()]),
-        DeValue::Array(items) if is_list => items
-            .iter()
-            .map(|item| item.get_ref().as_str().map(str::to_string).ok_or_else(|| "a list of texts".to_string()))
-            .collect(),
-        // `split` and `pipeline_partition` are lists of numbers to a reader.
-        DeValue::Array(items) if !is_bool && !is_integer && !is_number && !arg_has_choices(arg) => {
+        DeValue::Array(items) if is_list => {
+            let (kind, text): (_, fn(&DeValue<'_>) -> Option<String>) = match is_integer {
+                true => ("a list of whole numbers", |item| item.as_integer().map(decimal)),
+                false => ("a list of texts", |item| item.as_str().map(str::to_string)),
+            };
+            let text = |item: &Spanned<DeValue<'_>>| {
+                text(item.get_ref()).ok_or_else(|| format!("{kind}, without {}", show(item.get_ref())))
+            };
+            items.iter().map(text).collect()
+        }
+        // Lists of numbers to a reader.
+        DeValue::Array(items) if ["split", "pipeline_partition"].contains(&arg.get_id().as_str()) => {
             let parts: Option<Vec<String>> = items.iter().map(|item| number(item.get_ref())).collect();
             parts.map(|p| vec![p.join(",")]).ok_or_else(|| "a text or a list of numbers".to_string())
         }
         _ if is_bool => Err("true or false".to_string()),
+        _ if is_integer && is_list => Err("a whole number or a list of them".to_string()),
         _ if is_integer => Err("a whole number".to_string()),
         _ if is_number => Err("a number".to_string()),
         _ if is_list => Err("a text or a list of texts".to_string()),
@@ -230,6 +244,16 @@ mod tests {
     fn lists_of_numbers_are_accepted_where_a_flag_takes_commas() {
         let text = "[parallel]\npipeline_partition = [3, 4]\n[data]\nsplit = [0.9, 0.1]";
         assert_eq!(words(text), ["--pipeline-partition=3,4", "--split=0.9,0.1"]);
+    }
+
+    #[test]
+    fn lists_hold_what_their_flags_take() {
+        let text = "[logging]\nprofile_ranks = [0, 3]";
+        assert_eq!(words(text), ["--profile-ranks=0", "--profile-ranks=3"]);
+        let (line, message) = problem("[logging]\nprofile_ranks = [0, \"1\"]");
+        let expected = "`profile_ranks` under [logging] expects a list of whole numbers, without the text \"1\"";
+        assert!(line == 2 && message.starts_with(expected), "{message}");
+        assert_eq!(problem("[checkpoint]\nsave = [1, 2]").1, "`save` under [checkpoint] expects a text, not a list");
     }
 
     #[test]

@@ -103,7 +103,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let tokenizer = sentencepiece(folder.path());
         let mut streamed = Continuation::of(&tokenizer, &[3]).unwrap();
-        assert_eq!([4, 1, 2, 1].map(|token| streamed.add(token).unwrap()), [" upon", "", "é", ""]);
+        let told = [4, 1, 2, 5, 1].map(|token| streamed.add(token).unwrap());
+        assert_eq!(told, [" upon", "", "é", " a", ""]);
         assert_eq!(streamed.rest().unwrap(), "\u{FFFD}");
         // A prompt's tokens may end within a character; a prompt may also end with what stands for one that is damaged.
         assert_eq!(continued(&tokenizer, &[3, 1], &[2, 4]).unwrap(), "é upon");

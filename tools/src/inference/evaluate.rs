@@ -6,14 +6,11 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use megatron::comm::Group;
 use megatron::config::{DataConfig, DataloaderType};
-use megatron::data::{self, GlobalBatch, Loader, SampleCounts};
+use megatron::data::{self, GlobalBatch, Loader};
 use megatron::train::EvalMetrics;
 
 use super::{Found, LoadArgs, load, on_ranks};
 use crate::error::{Error, Result};
-
-/// Samples in order need no number of them beforehand.
-const WHOLE: SampleCounts = SampleCounts { train: 0, valid: 0, test: 0 };
 
 /// Loss and perplexity of a trained model over a whole split
 ///
@@ -37,7 +34,7 @@ pub struct EvalArgs {
     #[arg(long, value_name = "N")]
     pub seq_length: Option<usize>,
     /// Samples of one forward pass of one replica
-    #[arg(long, value_name = "B", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "B", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub micro_batch_size: u64,
     /// dp: replicas that share the samples
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -74,15 +71,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         reset_attention_mask: false,
         cache_dir: args.cache_dir.clone().unwrap_or_else(crate::cli::default_cache),
     };
-    let datasets = data::open(&config, seq_length, 0, Some(model.vocab_size), WHOLE)?;
-    let source = match args.part.as_str() {
-        "train" => Some(datasets.train),
-        "valid" => datasets.valid,
-        _ => datasets.test,
-    };
-    let source = source.ok_or_else(|| {
-        Error::usage(format!("--split {} leaves the {} part too short for one sample", args.split, args.part))
-    })?;
+    let source = data::open_part(&config, seq_length, model.vocab_size, &args.part)?;
     let lead = world.rank() == 0;
     let inference = load(found, world)?;
     let samples = source.num_samples();

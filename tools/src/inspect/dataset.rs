@@ -27,17 +27,20 @@ pub fn inspect(prefix: &Path, verify: bool) -> Result<()> {
     fact("lengths", format!("{shortest} to {longest} tokens a sequence, {mean:.1} in the mean, {empty} empty"));
     let token_type = format!("{:?}", dataset.token_type()).to_lowercase();
     fact("stored as", format!("{token_type}, {}", DecimalBytes(tokens.saturating_mul(size))));
-    if !dataset.is_contiguous() {
+    let places = if dataset.is_contiguous() {
+        "the index accounts for every byte"
+    } else {
         fact("order", "sequences do not lie one after another in the .bin file");
-    }
+        "every sequence of the index is in the .bin file"
+    };
     if verify {
         let bar = ByteBar::new("reading", tokens.saturating_mul(size));
         let largest = dataset.largest_token(&mut |count| bar.add(count * size))?;
         bar.finish();
         fact("largest id", format!("{largest}: fits vocabularies of {} tokens and more", u64::from(largest) + 1));
-        fact("whole", "yes: the index accounts for every byte, and every token is an id");
+        fact("whole", format!("yes: {places}, and every token is an id"));
     } else {
-        fact("whole", "the index accounts for every byte; tokens were not looked at (--verify=false)");
+        fact("whole", format!("{places}; tokens were not looked at (--verify=false)"));
     }
     Ok(())
 }

@@ -69,11 +69,27 @@ impl Piece {
                     let message = error.to_string();
                     let what = message.split(" at line 1 column").next().unwrap_or(&message);
                     let column = error.column();
-                    Error::data(&self.path, format!("line {number}, column {column}: {what}"))
+                    let advice = match not_json(&bytes, column) {
+                        Some(name) => {
+                            format!("; {name} is no JSON, though Python writes and reads it: write null instead")
+                        }
+                        None => String::new(),
+                    };
+                    Error::data(&self.path, format!("line {number}, column {column}: {what}{advice}"))
                 })
             }
         }
     }
+}
+
+/// The number that Python's `json` writes in its own way, if one is at `column` (from 1) of a line, where the parser stumbled.
+fn not_json(line: &[u8], column: usize) -> Option<&'static str> {
+    let near = |name: &&str| {
+        let start = column.saturating_sub(name.len() + 1);
+        let end = line.len().min(column + name.len());
+        line.get(start..end).is_some_and(|part| part.windows(name.len()).any(|part| part == name.as_bytes()))
+    };
+    ["NaN", "Infinity"].into_iter().find(near)
 }
 
 /// The pieces of several files, in order.

@@ -88,14 +88,22 @@ impl Input {
 
     fn buffered(&self) -> megatron::Result<BufReader<File>> {
         let path = &self.path;
-        let file = File::open(path).map_err(|error| match error.kind() {
+        let unreadable = |error: io::Error| match error.kind() {
             io::ErrorKind::NotFound => Error::data(path, "does not exist"),
             _ => Error::io("open", path, error),
-        })?;
-        let meta = file.metadata().map_err(|error| Error::io("inspect", path, error))?;
+        };
+        // Before it is opened, which would wait for whoever writes to a pipe.
+        let meta = std::fs::metadata(path).map_err(unreadable)?;
         if meta.is_dir() {
             return Err(Error::data(path, "is a folder; give its files"));
         }
+        if !meta.is_file() {
+            return Err(Error::data(
+                path,
+                "is no file but a pipe or a device, which cannot be read twice; write it to a file",
+            ));
+        }
+        let file = File::open(path).map_err(unreadable)?;
         Ok(BufReader::with_capacity(BUFFER, file))
     }
 }

@@ -51,6 +51,9 @@ pub struct PreprocessArgs {
     /// Beginning of the names of the files to write
     #[arg(long, value_name = "PREFIX")]
     pub output_prefix: PathBuf,
+    /// Replace datasets that are there already
+    #[arg(long)]
+    pub overwrite: bool,
 }
 
 /// Make a tokenizer
@@ -83,6 +86,9 @@ pub struct TrainArgs {
     /// The file to write
     #[arg(long, value_name = "FILE", default_value = "tokenizer.json")]
     pub output: PathBuf,
+    /// Replace a file that is there already
+    #[arg(long)]
+    pub overwrite: bool,
 }
 
 /// Bytes of input that are tokenized at a time.
@@ -114,6 +120,10 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
             )));
         }
     };
+    for key in &args.json_keys {
+        let files = dataset_files(&dataset_prefix(&args.output_prefix, key));
+        files.iter().try_for_each(|file| expect_free(file, &args.input, args.overwrite))?;
+    }
     create_folder(&args.output_prefix)?;
     let token_type = TokenType::for_vocabulary(tokenizer.vocab_size());
     let mut outputs = args
@@ -147,6 +157,8 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
         Ok::<_, Error>(())
     })?;
     progress.finish();
+    // All of them or none.
+    outputs.iter().try_for_each(Output::expect_tokens)?;
     for output in outputs {
         output.finish(progress.start.elapsed(), progress.bytes)?;
     }
@@ -160,6 +172,7 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
 pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
     let TokenizerCommand::Train(args) = &args.what;
     let inputs = open_inputs(&args.input, &args.json_keys)?;
+    expect_free(&args.output, &args.input, args.overwrite)?;
     create_folder(&args.output)?;
     let keys = args.json_keys.clone();
     let texts =
@@ -185,6 +198,37 @@ fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
         ))),
         _ => Ok(inputs),
     }
+}
+
+/// What the names of a key's files begin with.
+fn dataset_prefix(prefix: &Path, key: &str) -> PathBuf {
+    let mut name = prefix.as_os_str().to_owned();
+    name.push(format!("_{key}_document"));
+    PathBuf::from(name)
+}
+
+/// The two files of an indexed dataset.
+fn dataset_files(prefix: &Path) -> [PathBuf; 2] {
+    [".bin", ".idx"].map(|ending| {
+        let mut name = prefix.as_os_str().to_owned();
+        name.push(ending);
+        PathBuf::from(name)
+    })
+}
+
+/// Asserts that an output replaces nothing that was not to be replaced, and no input at all.
+fn expect_free(output: &Path, inputs: &[PathBuf], overwrite: bool) -> Result<()> {
+    let Ok(there) = std::fs::canonicalize(output) else { return Ok(()) };
+    if inputs.iter().any(|input| std::fs::canonicalize(input).is_ok_and(|input| input == there)) {
+        return Err(Error::usage(format!(
+            "{} is an input and cannot be the output, too; name another",
+            output.display()
+        )));
+    }
+    if overwrite {
+        return Ok(());
+    }
+    Err(Error::usage(format!("{} is there already; write elsewhere, or replace it with --overwrite", output.display())))
 }
 
 fn create_folder(output: &Path) -> Result<()> {
@@ -245,9 +289,7 @@ struct Output {
 
 impl Output {
     fn create(prefix: &Path, key: &str, token_type: TokenType) -> Result<Self> {
-        let mut name = prefix.as_os_str().to_owned();
-        name.push(format!("_{key}_document"));
-        let prefix = PathBuf::from(name);
+        let prefix = dataset_prefix(prefix, key);
         let writer = IndexedWriter::create(&prefix, token_type)?;
         Ok(Self { prefix, writer, documents: 0, tokens: 0, has_tokens: false })
     }
@@ -277,14 +319,16 @@ impl Output {
         Ok(())
     }
 
+    fn expect_tokens(&self) -> Result<()> {
+        if self.tokens > 0 {
+            return Ok(());
+        }
+        let message = "was not written: the input has no text; give files that are not empty";
+        Err(Error::Run(megatron::Error::data(&self.prefix, message)))
+    }
+
     fn finish(self, elapsed: Duration, bytes: u64) -> Result<()> {
         let prefix = self.prefix.display();
-        if self.tokens == 0 {
-            return Err(Error::Run(megatron::Error::data(
-                &self.prefix,
-                "was not written: the input has no text; give files that are not empty",
-            )));
-        }
         self.writer.finish()?;
         let seconds = elapsed.as_secs_f64().max(1e-9);
         print_line(&format!(

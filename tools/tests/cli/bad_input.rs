@@ -41,7 +41,10 @@ fn flags_and_keys_that_are_unknown_wrong_or_contradict_each_other() {
     let cases: [(&[&str], &[&str]); 6] = [
         (&["--num-layer=2"], &["'--num-layer'", "'--num-layers'"]),
         (&["--num-layers=four"], &["'four'", "--num-layers"]),
-        (&["--train-samples=80"], &["train_iters (run.toml:", "train_samples (--train-samples)"]),
+        (
+            &["--train-iters=9", "--train-samples=80"],
+            &["train_iters (--train-iters)", "train_samples (--train-samples)"],
+        ),
         (&["--distributed-timeout-minutes=0"], &["distributed_timeout_minutes = 0"]),
         (&["--distributed-timeout-minutes=nan"], &["distributed_timeout_minutes = NaN"]),
         (&["--rdzv=somewhere"], &["rdzv", "tcp://HOST:PORT"]),
@@ -197,8 +200,8 @@ fn outputs_that_cannot_be_written() {
 #[test]
 fn a_model_that_cannot_fit_into_memory() {
     let site = Site::new();
-    both_refuse(&site, &["--hidden-size=4000000000"], &["hidden_size = 4000000000", "GiB of memory"]);
-    both_refuse(&site, &["--num-layers=100000000000"], &["num_layers = 100000000000", "GiB of memory"]);
+    both_refuse(&site, &["--hidden-size=400000000"], &["hidden_size = 400000000", "GiB of memory"]);
+    both_refuse(&site, &["--num-layers=2000000000"], &["num_layers = 2000000000", "GiB of memory"]);
 }
 
 #[test]

@@ -39,6 +39,22 @@ fn text_and_loss_do_not_depend_on_the_layout() {
     site.assert_nothing_left();
 }
 
+/// As the example in its help has it.
+#[test]
+fn a_part_is_evaluated_though_the_others_are_empty() {
+    let site = Site::new();
+    site.succeed(&["--save=saved", "--train-iters=2"]);
+    let of = |split: &str, part: &str| {
+        let (split, part) = (format!("--split={split}"), format!("--part={part}"));
+        let words = ["eval", "--load=saved", "--data-path=text.txt", "--cache-dir=cache", &split, &part];
+        run(&site, &words).split(" | ").nth(1).unwrap().to_string()
+    };
+    let whole = of("100,0,0", "train");
+    assert_eq!([of("0,100,0", "valid"), of("0,0,100", "test")], [whole.clone(), whole]);
+    let empty = ["eval", "--load=saved", "--data-path=text.txt", "--cache-dir=cache", "--split=100,0,0", "--part=test"];
+    assert!(refused(&site, &empty).contains("the test split has 0 tokens"));
+}
+
 #[test]
 fn models_are_trained_and_used_in_16_bits() {
     let site = Site::new();

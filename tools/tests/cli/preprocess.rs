@@ -92,6 +92,10 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
     fs::write(root.join("empty.jsonl"), "{\"text\": \"\"}\n").unwrap();
     fs::write(root.join("t.txt"), "text").unwrap();
     fs::write(root.join("p.parquet"), "PAR1").unwrap();
+    fs::write(root.join("nan.jsonl"), "{\"score\": NaN, \"text\": \"a\"}\n").unwrap();
+    fs::write(root.join("half.jsonl"), "{\"text\": \"a\", \"b\": \"\"}\n").unwrap();
+    fs::write(root.join("none"), "").unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(root.join("pipe.jsonl")).status().unwrap().success());
     let before = names(root);
     let preprocess = |words: &[&str]| run(root, &[&["preprocess", "--output-prefix", "x"], words].concat());
     for (words, parts) in [
@@ -102,6 +106,10 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
         (&["--tokenizer", "train:300", "--input", "t.txt"], &["megatron tokenizer train"]),
         (&["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "b"], &["t.txt", "without keys"]),
         (&["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "a"], &["names \"a\" twice"]),
+        (&["--tokenizer", "byte", "--input", "nan.jsonl"], &["line 1, column 1", "NaN is no JSON", "null"]),
+        (&["--tokenizer", "byte", "--input", "pipe.jsonl"], &["pipe.jsonl", "a pipe or a device"]),
+        // The dataset of the one key is not left without the other's.
+        (&["--tokenizer", "byte", "--input", "half.jsonl", "--json-keys", "text", "b"], &["x_b_document", "no text"]),
     ] {
         let (ok, said) = preprocess(words);
         assert!(!ok && parts.iter().all(|part| said.contains(part)), "{said} lacks one of {parts:?}");
@@ -109,4 +117,31 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
     }
     let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "200", "--input", "t.txt"]);
     assert!(!ok && said.contains("200 tokens is too small") && names(root) == before, "{said}");
+    let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "18446744073709551615", "--input", "t.txt"]);
+    assert!(!ok && said.contains("larger than any") && names(root) == before, "{said}");
+    let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "300", "--input", "empty.jsonl"]);
+    assert!(!ok && said.contains("no text") && names(root) == before, "{said}");
+}
+
+#[test]
+fn nothing_is_replaced_unless_asked_for_and_no_input_at_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    fs::write(root.join("t.txt"), "text\n\ntext").unwrap();
+    let preprocess = ["preprocess", "--tokenizer", "byte", "--input", "t.txt", "--output-prefix", "x"];
+    let train = ["tokenizer", "train", "--vocab-size", "300", "--input", "t.txt", "--output", "v.json"];
+    for (words, file) in [(&preprocess[..], "x_text_document.idx"), (&train, "v.json")] {
+        fs::write(root.join(file), "precious").unwrap();
+        let (ok, said) = run(root, words);
+        assert!(!ok && said.contains(file) && said.contains("--overwrite"), "{said}");
+        assert_eq!(fs::read(root.join(file)).unwrap(), b"precious");
+        let (ok, said) = run(root, &[words, &["--overwrite"]].concat());
+        assert!(ok && fs::read(root.join(file)).unwrap() != b"precious", "{said}");
+    }
+    let (ok, said) =
+        run(root, &["tokenizer", "train", "--vocab-size=300", "--input=t.txt", "--output=t.txt", "--overwrite"]);
+    assert!(
+        !ok && said.contains("is an input") && fs::read(root.join("t.txt")).unwrap().starts_with(b"text"),
+        "{said}"
+    );
 }

@@ -148,6 +148,34 @@ fn samples_of_the_whole_run_and_tokens_are_counted_through_changes_of_batch_and_
     assert!(again.contains("nothing is left to train"), "{again}");
 }
 
+/// With a learning rate of next to nothing losses differ only where the samples do.
+#[test]
+fn validation_goes_on_through_the_data_in_megatrons_orders_and_begins_anew_in_ours() {
+    let losses = |order: &str, flags: &[&str]| {
+        let folder = folder();
+        // Every sentence is another one.
+        let text: String = (0..400).map(|i| format!("The number {} is {}.\n\n", i, i * i * 7 % 1000)).collect();
+        std::fs::write(folder.path().join("text.txt"), text).unwrap();
+        let order = format!("--dataloader-type={order}");
+        let common =
+            [&order, "--lr=1e-30", "--weight-decay=0", "--split=50,50,0", "--eval-interval=1", "--train-iters=3"];
+        for more in flags.iter().map(|flag| Some(*flag)).chain([None]) {
+            let output = pretrain(folder.path(), &[&common[..], more.as_slice()].concat()).output().unwrap();
+            assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        }
+        let lines = std::fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap();
+        let values = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let losses = values.filter(|value| value["eval"] == "validation").map(|value| value["lm_loss"].to_string());
+        losses.collect::<Vec<_>>()
+    };
+    let ours = losses("shuffled", &[]);
+    assert_eq!((ours.len(), &ours[0], &ours[1]), (3, &ours[1], &ours[2]));
+    let megatrons = losses("single", &[]);
+    assert!(megatrons.len() == 3 && megatrons[0] != megatrons[1] && megatrons[1] != megatrons[2], "{megatrons:?}");
+    // The step tells where, also to a run that goes on.
+    assert_eq!(losses("single", &["--exit-interval=2"]), megatrons);
+}
+
 #[test]
 fn a_killed_rank_is_named_and_ends_the_run() {
     let folder = folder();

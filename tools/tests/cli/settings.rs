@@ -248,6 +248,31 @@ fn numbers_out_of_range_are_refused() {
     }
 }
 
+/// Neither does a product of theirs become another number, nor is memory asked for that there cannot be.
+#[test]
+fn sizes_that_are_wrong_by_typing_are_refused() {
+    let sizes = [
+        "num-layers",
+        "hidden-size",
+        "ffn-hidden-size",
+        "kv-channels",
+        "max-position-embeddings",
+        "make-vocab-size-divisible-by",
+        "micro-batch-size",
+        "global-batch-size",
+        "seq-length",
+    ];
+    for size in sizes {
+        for number in [u64::MAX - 7, 1 << 32] {
+            let said = pretrain("", "", &[&format!("--{size}={number}")]);
+            refused(&said, &[&format!("{} = {number}", size.replace('-', "_")), "must be at most 2147483647"]);
+        }
+        // Where that is a number, there is too little memory for it, or it does not go with the others.
+        let said = stderr(&pretrain("", "", &[&format!("--{size}=2147483640")]));
+        assert!(said.contains("error: ") && !said.contains("bug") && !said.contains("allocation"), "{size}: {said}");
+    }
+}
+
 #[test]
 fn missing_data_are_named_once_before_ranks_start() {
     let output = pretrain("\"TEXT\"", "\"/no/such/text\"", &["--tensor-model-parallel-size=2"]);

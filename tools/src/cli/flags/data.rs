@@ -64,10 +64,11 @@ pub struct LoggingFlags {
     /// Steps between evaluations on the validation data [default: only at the end]
     #[arg(long, value_name = "N")]
     pub eval_interval: Option<u64>,
-    /// Global batches per evaluation; 0 turns evaluation off
+    /// Global batches per evaluation; 0 turns evaluation off. With --dataloader-type single and cyclic an evaluation goes on where the last
+    /// one ended, as in Megatron-LM; else each has the same samples
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub eval_iters: u64,
-    /// File that receives one JSON object a step
+    /// File that receives one JSON object a step. A run that starts anew moves an earlier run's aside, to FILE.1, FILE.2, …
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
     /// Text to continue when training ends

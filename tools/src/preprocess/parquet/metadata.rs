@@ -70,7 +70,7 @@ impl Metadata {
                 }
                 (4, Kind::List) => {
                     let columns = columns.as_ref().ok_or("its rows come before its columns")?;
-                    each(thrift, |thrift| row_group(thrift, columns, data_end).map(|group| groups.push(group)))?;
+                    each(thrift, |thrift| row_group(thrift, columns, data_end).map(|group| groups.extend(group)))?;
                 }
                 (8, _) => return Err("it is encrypted; decrypt it first".into()),
                 _ => return Ok(false),
@@ -150,7 +150,8 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
     Err(format!("there is no column {key:?}; give --json-keys one of those that are there: {found}"))
 }
 
-fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read<RowGroup> {
+/// A group of rows, if it has any: writers give those without data no place in the file.
+fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read<Option<RowGroup>> {
     let mut group = RowGroup { rows: 0, chunks: Vec::new() };
     thrift.structure(&mut |id, kind, thrift| {
         match (id, kind) {
@@ -175,7 +176,7 @@ fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read
     if group.chunks.is_empty() {
         return Err("a group of rows has no columns".into());
     }
-    Ok(group)
+    Ok((group.rows > 0).then_some(group))
 }
 
 fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
@@ -192,7 +193,10 @@ fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
         }
         Ok(true)
     })?;
-    let [codec, bytes, data, dictionary] = described.ok_or("a column's data is not described")?;
+    let [codec, bytes, data, dictionary, values] = described.ok_or("a column's data is not described")?;
+    if values == 0 {
+        return Ok(ChunkInfo { codec, start: 0, end: 0 });
+    }
     // Of a dictionary, which comes first, old writers say nothing or 0.
     let start = if dictionary > 0 { data.min(dictionary) } else { data };
     let place = || {
@@ -203,12 +207,13 @@ fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
     place().ok_or_else(|| format!("a column's {bytes} bytes from {start} on are not in the file"))
 }
 
-/// Codec, compressed bytes, offset of the first page of data, offset of the dictionary.
-fn chunk_data(thrift: &mut Thrift) -> Read<[i64; 4]> {
-    let mut found = [0; 4];
+/// Codec, compressed bytes, offset of the first page of data, offset of the dictionary, number of values.
+fn chunk_data(thrift: &mut Thrift) -> Read<[i64; 5]> {
+    let mut found = [0; 5];
     thrift.structure(&mut |id, kind, thrift| {
         let at = match (id, kind) {
             (4, Kind::Int) => 0,
+            (5, Kind::Int) => 4,
             (7, Kind::Int) => 1,
             (9, Kind::Int) => 2,
             (11, Kind::Int) => 3,

@@ -31,6 +31,12 @@ fn codecs_encodings_and_kinds_of_pages_give_the_same_rows() {
 }
 
 #[test]
+fn groups_without_rows_are_passed_over() {
+    assert_eq!(read(&fixture("empty-groups"), &["text", "title"]).unwrap(), expected(3));
+    assert_eq!(read(&fixture("no-rows"), &["text", "title"]).unwrap(), expected(0));
+}
+
+#[test]
 fn what_is_no_text_is_refused_by_name() {
     for (name, key, parts) in [
         ("plain", "meta", &["plain.parquet", "column \"meta\" holds lists or structures", "--json-keys"][..]),
