@@ -64,7 +64,8 @@ pub fn require_memory(config: &RunConfig) -> Result<()> {
         _ => 0.0,
     };
     let attention = 2.0 * (heads + groups) * head_dim * hidden;
-    let vocab = m.padded_vocab_size(p.tensor_model_parallel_size) as f64;
+    let multiple = m.make_vocab_size_divisible_by as f64 * p.tensor_model_parallel_size as f64;
+    let vocab = (m.vocab_size as f64 / multiple).ceil() * multiple;
     let params = layers * (2.0 * hidden * ffn + attention) + vocab * hidden;
     let ranks = (p.tensor_model_parallel_size * p.pipeline_model_parallel_size) as f64;
     // Weights, fp32 gradients, and the masters of 16-bit weights (what they lack of fp32, of bf16 ones), which ZeRO-1 cuts over dp.

@@ -122,10 +122,14 @@ impl MetricsWriter {
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
         }
-        let mut aside = None;
+        let (mut keep, mut aside) = (0, None);
         if path.metadata().is_ok_and(|there| there.is_file() && there.len() > 0) {
             expect_metrics(path)?;
-            if resumed_iteration == 0 {
+            if resumed_iteration > 0 {
+                let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+                keep = kept_length(&file, resumed_iteration).map_err(|e| Error::io("read", path, e))?;
+            }
+            if keep == 0 {
                 aside = Some(move_aside(path)?);
             }
         }
@@ -136,11 +140,6 @@ impl MetricsWriter {
             .truncate(false)
             .open(path)
             .map_err(|e| Error::io("open", path, e))?;
-        let keep = if resumed_iteration == 0 {
-            0
-        } else {
-            kept_length(&file, resumed_iteration).map_err(|e| Error::io("read", path, e))?
-        };
         // A device or pipe (/dev/stdout) has no length to cut.
         if file.metadata().is_ok_and(|m| m.is_file()) {
             file.set_len(keep).map_err(|e| Error::io("truncate", path, e))?;
@@ -185,15 +184,17 @@ impl MetricsWriter {
 
 /// Asserts that the file's first line is one of metrics, or what a crash left of one.
 fn expect_metrics(path: &Path) -> Result<()> {
-    const START: &[u8] = b"{\"";
+    // Of the lines of steps, evaluations and the end, as a crash may leave one.
+    const STARTS: [&[u8]; 3] = [b"{\"consumed_samples\"", b"{\"eval\"", b"{\"iteration\""];
+    const LONGEST: u64 = 1 << 16;
     let mut line = Vec::new();
     let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
     // Lines of other files may be long.
-    let read = BufReader::new(file).take(1 << 16).read_until(b'\n', &mut line);
-    read.map_err(|e| Error::io("read", path, e))?;
-    let is_whole = line.ends_with(b"\n");
+    let read = BufReader::new(file).take(LONGEST).read_until(b'\n', &mut line);
+    let read = read.map_err(|e| Error::io("read", path, e))? as u64;
+    let is_cut_short = !line.ends_with(b"\n") && read < LONGEST && STARTS.iter().any(|start| line.starts_with(start));
     let object = serde_json::from_slice::<Map<String, Value>>(&line);
-    if object.is_ok_and(|object| object.contains_key("iteration")) || (!is_whole && line.starts_with(START)) {
+    if object.is_ok_and(|object| object.contains_key("iteration")) || is_cut_short {
         return Ok(());
     }
     Err(Error::config(format!(
@@ -325,10 +326,23 @@ mod tests {
     }
 
     #[test]
+    fn a_resumed_run_that_finds_nothing_of_its_own_moves_the_file_aside() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        for (number, text) in [(1, "{\"iteration\":7}\n{\"iteration\":8}\n"), (2, "{\"consumed_samples\":3")] {
+            std::fs::write(&path, text).unwrap();
+            let (_, aside) = MetricsWriter::open(&path, 4).unwrap();
+            assert_eq!(aside, Some(folder.path().join(format!("metrics.jsonl.{number}"))));
+            assert_eq!(std::fs::read_to_string(aside.unwrap()).unwrap(), text);
+        }
+    }
+
+    #[test]
     fn a_file_of_something_else_is_refused_and_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("corpus.txt");
-        for text in ["A text.\n", "A text", "{\"text\": \"a document\"}\n", "\n"] {
+        let long = format!("{{\"text\": \"{}\"}}\n", "a long document ".repeat(5000));
+        for text in ["A text.\n", "A text", "{\"text\": \"a document\"}\n", "{\"text\": \"a document\"}", "\n", &long] {
             std::fs::write(&path, text).unwrap();
             for resumed in [0, 4] {
                 let error = MetricsWriter::open(&path, resumed).unwrap_err().to_string();

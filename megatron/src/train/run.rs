@@ -241,7 +241,7 @@ impl Trainer {
         match (data.dataloader_type, logging.eval_interval) {
             (DataloaderType::Single | DataloaderType::Cyclic, Some(interval @ 1..)) => {
                 let before = self.progress.iteration.saturating_sub(1) / interval;
-                before * logging.eval_iters * training.global_batch_size as u64
+                before.saturating_mul(logging.eval_iters).saturating_mul(training.global_batch_size as u64)
             }
             _ => 0,
         }

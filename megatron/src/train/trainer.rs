@@ -405,7 +405,8 @@ impl Trainer {
     pub fn evaluate(&self, loader: &Loader, first: u64, iters: u64) -> Result<f64> {
         let (mut loss, mut tokens) = (0f64, 0f64);
         for iter in 0..iters {
-            let batches = loader.microbatches(first + iter * self.config.training.global_batch_size as u64)?;
+            let batches =
+                loader.microbatches(first.saturating_add(iter * self.config.training.global_batch_size as u64))?;
             tokens += self.count_tokens(&batches)?;
             loss += self.stage.run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?.sum()?;
         }

@@ -202,6 +202,9 @@ fn a_model_that_cannot_fit_into_memory() {
     let site = Site::new();
     both_refuse(&site, &["--hidden-size=400000000"], &["hidden_size = 400000000", "GiB of memory"]);
     both_refuse(&site, &["--num-layers=2000000000"], &["num_layers = 2000000000", "GiB of memory"]);
+    for vocabulary in ["2000000000", "18446744073709551615"] {
+        both_refuse(&site, &[&format!("--vocab-size={vocabulary}")], &["a vocabulary of ", "GiB of memory"]);
+    }
 }
 
 #[test]
