@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use megatron::checkpoint::{self, Manifest};
-use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, PositionEmbedding, ScheduleKind, Sources};
+use megatron::config::{ModelConfig, ParallelConfig, PositionEmbedding, Sources};
 use megatron::params::StateKind;
 use megatron::train::{Layout, SavedRun, saved_run, with_parallel};
 use megatron::{Error, Result};
@@ -43,7 +43,7 @@ impl SavedGpt {
         if too_large || model.num_layers > manifest.tensors.len() {
             return Err(Error::checkpoint(path, "its manifest names a model that its tensors are too small for"));
         }
-        single()
+        ParallelConfig::default()
             .validate_with(model, &Sources::default())
             .map_err(|e| Error::checkpoint(path, format!("its manifest names an impossible model: {e}")))?;
         let specs = Gpt::specs(model)?;
@@ -89,7 +89,7 @@ impl SavedGpt {
     /// The tensor parallel sizes that cut the model evenly.
     pub fn tensor_parallel_sizes(&self) -> Vec<usize> {
         let fits = |tp: &usize| {
-            let layout = ParallelConfig { tensor_model_parallel_size: *tp, ..single() };
+            let layout = ParallelConfig { tensor_model_parallel_size: *tp, ..Default::default() };
             self.fits(&layout, &Sources::default()).is_ok()
         };
         (1..=self.run.model.num_query_groups).filter(fits).collect()
@@ -110,23 +110,4 @@ pub(crate) fn extents(model: &ModelConfig) -> Vec<usize> {
         extents.push(model.max_position_embeddings);
     }
     extents
-}
-
-/// One rank.
-pub(crate) fn single() -> ParallelConfig {
-    ParallelConfig {
-        tensor_model_parallel_size: 1,
-        pipeline_model_parallel_size: 1,
-        context_parallel_size: 1,
-        data_parallel_size: 1,
-        virtual_pipeline_size: 1,
-        schedule: ScheduleKind::OneFOneB,
-        delay_wgrad_compute: false,
-        extra_warmup: 0,
-        partition: PartitionMethod::Uniform,
-        sequence_parallel: false,
-        use_distributed_optimizer: false,
-        overlap_grad_reduce: false,
-        bucket_size: 1,
-    }
 }

@@ -134,7 +134,10 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     if let Some(why) = ranks::issued_late(&resolved.distributed, &device, communicators) {
         reporter.message(&why);
     }
-    let outcome = run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag);
+    // Here, so that a rank that fails aborts before its groups are dropped, which waits for what is under way in them.
+    let mut trainer = None;
+    let outcome =
+        run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag, &mut trainer);
     Ok(match outcome.map_err(|error| failed(error, &resolved.run, &world))? {
         Outcome::Finished | Outcome::ExitInterval => 0,
         Outcome::Interrupted => stop.exit_code(),
@@ -151,7 +154,7 @@ fn failed(error: Error, run: &RunConfig, world: &Group) -> Error {
     error
 }
 
-/// Trains, and continues the prompt once all steps are made.
+/// Trains, and continues the prompt once all steps are made. The trainer is left in `trainer`.
 fn run_rank(
     run: &RunConfig,
     world: Group,
@@ -159,6 +162,7 @@ fn run_rank(
     datasets: Datasets,
     reporter: &mut dyn Reporter,
     stop: &AtomicBool,
+    trainer: &mut Option<Trainer>,
 ) -> Result<Outcome> {
     // Ranks of a launcher have no supervisor that looked before.
     check_outputs(run, world.rank())?;
@@ -184,7 +188,7 @@ fn run_rank(
     let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, device)?;
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
-    let mut trainer = Trainer::new(run, &model, world.clone(), &sources, device)?;
+    let trainer = trainer.insert(Trainer::new(run, &model, world, &sources, device)?);
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
@@ -192,10 +196,9 @@ fn run_rank(
         reporter.message(&format!("starting from the weights in {}", folder.display()));
     }
     reporter.message(&describe(run, device));
-    // Before groups are dropped, which waits for what is under way in them.
-    let outcome = trainer.run(reporter, stop).map_err(|error| failed(error.into(), run, &world))?;
+    let outcome = trainer.run(reporter, stop)?;
     if let (Outcome::Finished, Some(prompt)) = (outcome, &run.logging.prompt) {
-        let text = continue_prompt(&trainer, run, tokenizer.as_ref(), prompt)?;
+        let text = continue_prompt(trainer, run, tokenizer.as_ref(), prompt)?;
         reporter.message(&format!("\n{prompt}{text}"));
     }
     Ok(outcome)

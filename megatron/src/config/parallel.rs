@@ -59,6 +59,27 @@ pub struct ParallelConfig {
     pub bucket_size: usize,
 }
 
+/// One rank.
+impl Default for ParallelConfig {
+    fn default() -> Self {
+        Self {
+            tensor_model_parallel_size: 1,
+            pipeline_model_parallel_size: 1,
+            context_parallel_size: 1,
+            data_parallel_size: 1,
+            virtual_pipeline_size: 1,
+            schedule: ScheduleKind::OneFOneB,
+            delay_wgrad_compute: false,
+            extra_warmup: 0,
+            partition: PartitionMethod::Uniform,
+            sequence_parallel: false,
+            use_distributed_optimizer: false,
+            overlap_grad_reduce: false,
+            bucket_size: 40_000_000,
+        }
+    }
+}
+
 impl ParallelConfig {
     /// Ranks in the run.
     pub fn world_size(&self) -> usize {

@@ -115,15 +115,7 @@ pub fn open(
     if prepared.weights.is_some() && requested.train == 0 {
         return Err(weights_without_samples());
     }
-    let opener = Opener {
-        datasets: &prepared.datasets,
-        weights: prepared.weights.as_deref(),
-        order: cfg.dataloader_type,
-        split,
-        seq_length,
-        seed,
-        cache_dir: &cfg.cache_dir,
-    };
+    let opener = Opener::new(cfg, &prepared, split, seq_length, seed);
     let train = opener.source(TRAIN, requested.train)?;
     let valid = opener.held_out(VALID, requested.valid)?;
     let test = opener.held_out(TEST, requested.test)?;
@@ -156,15 +148,8 @@ pub fn open_part(cfg: &DataConfig, seq_length: usize, vocab_size: usize, part: &
         .into_iter()
         .find(|(name, _)| *name == part)
         .ok_or_else(|| Error::config(format!("a split has no part {part}; its parts are train, valid and test")))?;
-    let opener = Opener {
-        datasets: &prepared.datasets,
-        weights: None,
-        order: DataloaderType::Sequential,
-        split,
-        seq_length,
-        seed: 0,
-        cache_dir: &cfg.cache_dir,
-    };
+    let cfg = DataConfig { dataloader_type: DataloaderType::Sequential, ..cfg.clone() };
+    let opener = Opener::new(&cfg, &prepared, split, seq_length, 0);
     opener.source(part, 0)
 }
 

@@ -6,13 +6,14 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::Prepared;
 use super::blend::{Blend, normalized};
 use super::cyclic::Cyclic;
 use super::gpt_dataset::GptDataset;
 use super::indexed::IndexedDataset;
 use super::source::{SampleSource, Sequential, Shuffled, TokenStream};
 use super::split::{Split, split_sequences};
-use crate::config::{DataloaderType, RunConfig};
+use crate::config::{DataConfig, DataloaderType, RunConfig};
 use crate::{Error, Result};
 
 /// Samples that a run reads of each split. Orders of Megatron's and blends are drawn for so many.
@@ -44,13 +45,13 @@ type Source = Arc<dyn SampleSource>;
 
 /// All that the samples of a split depend on besides the split.
 pub(super) struct Opener<'a> {
-    pub datasets: &'a [Arc<IndexedDataset>],
-    pub weights: Option<&'a [f64]>,
-    pub order: DataloaderType,
-    pub split: [f64; 3],
-    pub seq_length: usize,
-    pub seed: u64,
-    pub cache_dir: &'a Path,
+    datasets: &'a [Arc<IndexedDataset>],
+    weights: Option<&'a [f64]>,
+    order: DataloaderType,
+    split: [f64; 3],
+    seq_length: usize,
+    seed: u64,
+    cache_dir: &'a Path,
 }
 
 /// A split's name and its sequences among those of a cut dataset.
@@ -59,7 +60,19 @@ pub(super) const TRAIN: Part = ("train", |split| split.train);
 pub(super) const VALID: Part = ("valid", |split| split.valid);
 pub(super) const TEST: Part = ("test", |split| split.test);
 
-impl Opener<'_> {
+impl<'a> Opener<'a> {
+    pub fn new(cfg: &'a DataConfig, prepared: &'a Prepared, split: [f64; 3], seq_length: usize, seed: u64) -> Self {
+        Self {
+            datasets: &prepared.datasets,
+            weights: prepared.weights.as_deref(),
+            order: cfg.dataloader_type,
+            split,
+            seq_length,
+            seed,
+            cache_dir: &cfg.cache_dir,
+        }
+    }
+
     /// The samples of a split of which `requested` will be read.
     ///
     /// # Errors

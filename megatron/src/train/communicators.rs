@@ -25,7 +25,7 @@ pub fn most_communicators(parallel: &ParallelConfig) -> Result<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{PartitionMethod, ScheduleKind};
+    use crate::config::ScheduleKind;
 
     #[test]
     fn groups_and_messages_of_the_busiest_stage_are_counted() {
@@ -33,17 +33,10 @@ mod tests {
             most_communicators(&ParallelConfig {
                 tensor_model_parallel_size: tp,
                 pipeline_model_parallel_size: pp,
-                context_parallel_size: 1,
                 data_parallel_size: dp,
                 virtual_pipeline_size: if schedule == ScheduleKind::Interleaved { 2 } else { 1 },
                 schedule,
-                delay_wgrad_compute: false,
-                extra_warmup: 0,
-                partition: PartitionMethod::Uniform,
-                sequence_parallel: false,
-                use_distributed_optimizer: false,
-                overlap_grad_reduce: false,
-                bucket_size: 1,
+                ..Default::default()
             })
             .unwrap()
         };

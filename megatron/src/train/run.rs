@@ -117,13 +117,7 @@ impl Trainer {
                 reporter.message(&format!("step {iteration}: {what}, of {operations} operations"));
             }
             if due(self.config.logging.eval_interval) {
-                self.report_evaluation(
-                    self.valid.as_ref(),
-                    "validation",
-                    self.validated(),
-                    reporter,
-                    metrics.as_mut(),
-                )?;
+                self.validate(reporter, metrics.as_mut())?;
             }
             let interrupted = self.sum_over_world(vec![f64::from(u8::from(stop.load(Ordering::SeqCst)))])?[0] > 0.0;
             if interrupted && let Some(step) = self.settle()? {
@@ -146,13 +140,7 @@ impl Trainer {
         }
         if outcome == Outcome::Finished {
             if !is_due(train_iters, self.config.logging.eval_interval) {
-                self.report_evaluation(
-                    self.valid.as_ref(),
-                    "validation",
-                    self.validated(),
-                    reporter,
-                    metrics.as_mut(),
-                )?;
+                self.validate(reporter, metrics.as_mut())?;
             }
             self.report_evaluation(self.test.as_ref(), "test", 0, reporter, metrics.as_mut())?;
         }
@@ -232,6 +220,10 @@ impl Trainer {
             reporter.checkpoint(self.progress.iteration, &path);
         }
         Ok(self.progress.iteration)
+    }
+
+    fn validate(&self, reporter: &mut dyn Reporter, metrics: Option<&mut MetricsWriter>) -> Result<()> {
+        self.report_evaluation(self.valid.as_ref(), "validation", self.validated(), reporter, metrics)
     }
 
     /// The sample of the validation data with which this step's evaluation begins. Megatron's orders go on where the last evaluation ended

@@ -12,7 +12,7 @@ use clap::Args;
 use kernels::device::Choice;
 use megatron::checkpoint;
 use megatron::comm::{Backend, CommOptions, Group, RankInfo};
-use megatron::config::{ModelConfig, ParallelConfig, PartitionMethod, Recompute, ScheduleKind};
+use megatron::config::{ModelConfig, ParallelConfig, Recompute};
 use megatron::data::{TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Inference, checkpoint_model};
 use models::Gpt;
@@ -96,17 +96,9 @@ impl LoadArgs {
         let parallel = ParallelConfig {
             tensor_model_parallel_size: tp,
             pipeline_model_parallel_size: pp,
-            context_parallel_size: 1,
             data_parallel_size: dp,
-            virtual_pipeline_size: 1,
-            schedule: ScheduleKind::OneFOneB,
-            delay_wgrad_compute: false,
-            extra_warmup: 0,
-            partition: PartitionMethod::Uniform,
-            sequence_parallel: false,
-            use_distributed_optimizer: false,
-            overlap_grad_reduce: false,
             bucket_size: usize::MAX,
+            ..Default::default()
         };
         ranks::check_number(&parallel)?;
         let dtype = match (self.bf16, self.fp16) {

@@ -1,6 +1,6 @@
 //! The supervisor, seen from outside: what it sets, shows, forwards, and how it ends ranks.
 
-use std::process::Stdio;
+use std::process::{Output, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::support::{is_alive, kill, megatron, pids, shells, stderr, stdout, wait_for};
@@ -167,35 +167,31 @@ fn signals_that_are_ignored_at_the_start_have_no_effect() {
 /// A line by which a rank of this program tells its supervisor that it misses another.
 const MISSES_A_PEER: &str = r#"printf '\036{"message":"rank 1 died","blames_a_peer":true}\n' >&2; exit 1"#;
 
-#[test]
-fn a_run_that_is_stopped_while_it_starts_does_not_fail() {
+/// Stops a run whose rank 1 does with SIGTERM what `rank_1` says, while rank 0 then misses it.
+fn stopped_early(rank_1: &str) -> Output {
     let folder = tempfile::tempdir().unwrap();
-    // Rank 1 cannot listen yet and dies of the signal; rank 0 misses it.
     let script = format!(
-        "[ $RANK = 1 ] || trap '{}' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+        "if [ $RANK = 1 ]; then {rank_1}; else trap '{}' TERM; fi; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
         MISSES_A_PEER.replace('\'', "'\\''"),
         folder.path().display()
     );
     let child = shells(2, &script).stderr(Stdio::piped()).spawn().unwrap();
     pids(folder.path(), 2);
     kill(child.id(), "TERM");
-    let output = child.wait_with_output().unwrap();
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn a_run_that_is_stopped_while_it_starts_does_not_fail() {
+    // It cannot listen yet and dies of the signal.
+    let output = stopped_early(":");
     assert_eq!(output.status.code(), Some(143));
     assert!(!stderr(&output).contains("error: "), "{}", stderr(&output));
 }
 
 #[test]
 fn a_rank_that_hangs_when_it_shall_stop_is_a_failure() {
-    let folder = tempfile::tempdir().unwrap();
-    let script = format!(
-        "[ $RANK = 1 ] && trap '' TERM || trap '{}' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
-        MISSES_A_PEER.replace('\'', "'\\''"),
-        folder.path().display()
-    );
-    let child = shells(2, &script).stderr(Stdio::piped()).spawn().unwrap();
-    pids(folder.path(), 2);
-    kill(child.id(), "TERM");
-    let output = child.wait_with_output().unwrap();
+    let output = stopped_early("trap '' TERM");
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).ends_with("error: rank 0: rank 1 died\n"), "{}", stderr(&output));
 }

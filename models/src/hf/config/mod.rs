@@ -1,0 +1,135 @@
+//! `config.json` ↔ [`ModelConfig`]. What would change the result and is not built is refused by name, never dropped.
+//!
+//! Fields and their defaults: `transformers` `configuration_{gpt2,llama,mistral,qwen2,bloom}.py`, versions 4 and 5.
+
+mod read;
+#[cfg(test)]
+mod tests;
+mod write;
+
+use std::path::{Path, PathBuf};
+
+use megatron::config::{ModelConfig, ParallelConfig, Sources};
+use megatron::{Error, Result};
+use serde_json::{Map, Value};
+
+pub use self::write::{family_of, to_json};
+use super::fields::Fields;
+use crate::families::Family;
+
+/// Name of the file in a Hugging Face folder.
+pub const CONFIG: &str = "config.json";
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// The architecture that a `config.json` describes.
+#[derive(Clone, Debug)]
+pub struct HfConfig {
+    pub family: Family,
+    /// `seq_length` is the longest sequence the model accepts.
+    pub model: ModelConfig,
+    /// The file as it is.
+    pub json: Map<String, Value>,
+    path: PathBuf,
+}
+
+impl HfConfig {
+    /// Reads `folder/config.json`.
+    ///
+    /// # Errors
+    /// If it cannot be read, or describes something that this program does not build; the message names the field.
+    pub fn read(folder: &Path) -> Result<Self> {
+        Self::read_file(&folder.join(CONFIG))
+    }
+
+    /// Reads a file that holds what a `config.json` does.
+    ///
+    /// # Errors
+    /// As [`HfConfig::read`].
+    pub fn read_file(path: &Path) -> Result<Self> {
+        let size = std::fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len();
+        if size > MAX_CONFIG_BYTES {
+            return Err(Error::checkpoint(path, format!("has {size} bytes, which no config.json has")));
+        }
+        let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+        let json = serde_json::from_slice(&bytes).map_err(|e| Error::checkpoint(path, format!("is no config: {e}")))?;
+        Self::from_json(path, json)
+    }
+
+    /// Understands `json`, read from `path`.
+    ///
+    /// # Errors
+    /// As [`HfConfig::read`].
+    pub fn from_json(path: &Path, json: Map<String, Value>) -> Result<Self> {
+        let (family, model) = understand(&json).map_err(|why| Error::checkpoint(path, why))?;
+        ParallelConfig::default()
+            .validate_with(&model, &names(family))
+            .map_err(|e| Error::checkpoint(path, format!("describes an impossible model: {e}")))?;
+        Ok(Self { family, model, json, path: path.to_path_buf() })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// What the settings that are checked are called in a family's file.
+fn names(family: Family) -> Sources {
+    let pairs: &[(&str, &str)] = match family {
+        Family::Gpt2 => &[
+            ("num_layers", "n_layer"),
+            ("hidden_size", "n_embd"),
+            ("ffn_hidden_size", "n_inner"),
+            ("seq_length", "n_positions"),
+            ("norm_epsilon", "layer_norm_epsilon"),
+            ("attention_dropout", "attn_pdrop"),
+            ("hidden_dropout", "resid_pdrop"),
+        ],
+        Family::Llama | Family::Mistral | Family::Qwen2 => &[
+            ("num_layers", "num_hidden_layers"),
+            ("ffn_hidden_size", "intermediate_size"),
+            ("kv_channels", "head_dim"),
+            ("seq_length", "max_position_embeddings"),
+            ("rotary_base", "rope_theta"),
+            ("rope_scaling_factor", "factor in rope_scaling"),
+            ("norm_epsilon", "rms_norm_eps"),
+        ],
+        Family::Bloom => &[("num_layers", "n_layer"), ("norm_epsilon", "layer_norm_epsilon")],
+    };
+    let mut names = Sources::default();
+    let pairs = pairs.iter().chain(&[("init_method_std", "initializer_range")]);
+    pairs.for_each(|(key, name)| names.record(*key, *name));
+    names
+}
+
+fn understand(json: &Map<String, Value>) -> std::result::Result<(Family, ModelConfig), String> {
+    let known = || Family::ALL.map(Family::architecture).join(", ");
+    let model_type = json.get("model_type").and_then(Value::as_str).ok_or("names no model_type")?;
+    let family = Family::ALL.into_iter().find(|family| family.model_type() == model_type);
+    let family = family.ok_or_else(|| format!("model_type {model_type:?} is not known; known are {}", known()))?;
+    if let Some(Value::Array(names)) = json.get("architectures") {
+        let bare = family.architecture().replace("LMHeadModel", "Model").replace("ForCausalLM", "Model");
+        if let Some(other) = names.iter().find(|name| **name != family.architecture() && **name != bare.as_str()) {
+            return Err(format!("architecture {other} is not known; known are {}", known()));
+        }
+    }
+    let mut fields = Fields::new(json);
+    let model = match family {
+        Family::Gpt2 => read::gpt2(&mut fields)?,
+        Family::Llama | Family::Mistral | Family::Qwen2 => read::llama(&mut fields, family)?,
+        Family::Bloom => read::bloom(&mut fields)?,
+    };
+    fields.finish()?;
+    if model.vocab_size == 0 {
+        return Err("describes a vocabulary without tokens".into());
+    }
+    if model.num_attention_heads == 0 || model.num_query_groups == 0 || model.head_dim == 0 {
+        return Err("describes attention without heads".into());
+    }
+    if !model.num_attention_heads.is_multiple_of(model.num_query_groups) {
+        return Err(format!(
+            "num_attention_heads {} is no multiple of num_key_value_heads {}",
+            model.num_attention_heads, model.num_query_groups
+        ));
+    }
+    Ok((family, model))
+}
