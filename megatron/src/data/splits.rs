@@ -45,13 +45,13 @@ type Source = Arc<dyn SampleSource>;
 
 /// All that the samples of a split depend on besides the split.
 pub(super) struct Opener<'a> {
-    datasets: &'a [Arc<IndexedDataset>],
-    weights: Option<&'a [f64]>,
-    order: DataloaderType,
-    split: [f64; 3],
-    seq_length: usize,
-    seed: u64,
-    cache_dir: &'a Path,
+    pub datasets: &'a [Arc<IndexedDataset>],
+    pub weights: Option<&'a [f64]>,
+    pub order: DataloaderType,
+    pub split: [f64; 3],
+    pub seq_length: usize,
+    pub seed: u64,
+    pub cache_dir: &'a Path,
 }
 
 /// A split's name and its sequences among those of a cut dataset.
