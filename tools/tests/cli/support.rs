@@ -2,10 +2,24 @@
 
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::Once;
 use std::time::{Duration, Instant};
+
+/// Has the programs under test hear signals that whoever started the tests has ignored, as shells do for what runs in the background.
+#[allow(unsafe_code)]
+fn hear_signals() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for signal in [libc::SIGINT, libc::SIGHUP, libc::SIGTERM] {
+            // SAFETY: no handler is installed.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
+    });
+}
 
 /// The program, outside of any launcher.
 pub fn megatron() -> Command {
+    hear_signals();
     let mut command = Command::new(env!("CARGO_BIN_EXE_megatron"));
     for name in
         ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAYON_NUM_THREADS"]
