@@ -58,6 +58,8 @@ pub fn with_slice<T: WithDType, R>(t: &Tensor, op: &'static str, f: impl FnOnce(
 struct Lend<T, F, R> {
     elem: PhantomData<T>,
     op: &'static str,
+    /// Rows may lie apart.
+    apart: bool,
     f: RefCell<Option<F>>,
     out: RefCell<Option<Result<R>>>,
 }
@@ -88,7 +90,13 @@ impl<T: HostElem, F: FnOnce(&mut [T], usize) -> Result<R>, R> InplaceOp1 for Len
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let out = rows(layout, self.op, "tensor").and_then(|(range, apart)| {
+        let width = || layout.dims().last().copied().unwrap_or(1);
+        let place = if self.apart {
+            rows(layout, self.op, "tensor")
+        } else {
+            range(layout, self.op).map(|range| (range, width()))
+        };
+        let out = place.and_then(|(range, apart)| {
             let dtype = storage.dtype();
             let all = T::storage_mut(storage).ok_or(Error::DType { op: self.op, dtype })?;
             let slice = &mut all[range];
@@ -112,10 +120,7 @@ pub fn with_slice_mut<T: HostElem, R>(
     op: &'static str,
     f: impl FnOnce(&mut [T]) -> Result<R>,
 ) -> Result<R> {
-    if !t.is_contiguous() {
-        return Err(Error::NotContiguous { op, what: "tensor" });
-    }
-    with_rows_mut(t, op, |slice, _| f(slice))
+    lend(t, op, false, |slice, _| f(slice))
 }
 
 /// As [`with_slice_mut`], also of a tensor whose rows lie apart: `f` gets all from the first to the last element, and the distance of rows.
@@ -127,13 +132,22 @@ pub(crate) fn with_rows_mut<T: HostElem, R>(
     op: &'static str,
     f: impl FnOnce(&mut [T], usize) -> Result<R>,
 ) -> Result<R> {
+    lend(t, op, true, f)
+}
+
+fn lend<T: HostElem, R>(
+    t: &Tensor,
+    op: &'static str,
+    apart: bool,
+    f: impl FnOnce(&mut [T], usize) -> Result<R>,
+) -> Result<R> {
     #[cfg(feature = "emulated")]
     crate::gpu::emulated::touched(op);
     if t.elem_count() == 0 {
         // candle refuses to lend what it takes for elements in one place.
         return with_slice::<T, _>(t, op, |_| Ok(())).and_then(|()| f(&mut [], t.dims().last().copied().unwrap_or(1)));
     }
-    let lend = Lend { elem: PhantomData::<T>, op, f: RefCell::new(Some(f)), out: RefCell::new(None) };
+    let lend = Lend { elem: PhantomData::<T>, op, apart, f: RefCell::new(Some(f)), out: RefCell::new(None) };
     t.inplace_op1(&lend)?;
     lend.out.into_inner().unwrap_or_else(|| Err(Error::shape(op, "storage was not lent")))
 }
@@ -199,4 +213,29 @@ pub fn with_bytes_mut<R>(t: &Tensor, op: &'static str, f: impl FnOnce(&mut [u8])
         // SAFETY: every HostElem is a plain number: any bit pattern is a valid value.
         f(unsafe { std::slice::from_raw_parts_mut(s.as_mut_ptr().cast::<u8>(), std::mem::size_of_val(s)) })
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn only_rows_may_lie_apart_and_only_where_asked_for() {
+        let all = Tensor::arange(0f32, 12., &Device::Cpu).unwrap().reshape((3, 4)).unwrap();
+        let left = all.narrow(1, 0, 2).unwrap();
+        let refused = with_slice_mut::<f32, ()>(&left, "test", |_| panic!("lent")).unwrap_err();
+        assert!(matches!(refused, Error::NotContiguous { op: "test", .. }), "{refused}");
+        // From its first to its last element, with what lies between the rows.
+        let lent = with_rows_mut::<f32, _>(&left, "test", |all, apart| Ok((all.to_vec(), apart))).unwrap();
+        assert_eq!(lent, ((0..10).map(|i| i as f32).collect(), 4));
+        assert!(with_rows_mut::<f32, ()>(&left.t().unwrap(), "test", |_, _| panic!("lent")).is_err());
+        with_slice_mut::<f32, _>(&all.get(1).unwrap(), "test", |row| {
+            row.fill(0.);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(all.sum_all().unwrap().to_scalar::<f32>().unwrap(), 66. - 22.);
+    }
 }

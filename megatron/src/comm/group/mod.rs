@@ -111,7 +111,7 @@ impl EndpointGroup {
 
     fn call(&self, op: Op, t: &Tensor) -> Result<Call> {
         self.check(op, t)?;
-        Ok(Call { dtype: t.dtype(), count: t.elem_count() as u64, ..Call::new(op) })
+        Ok(call_on(op, t))
     }
 
     /// E.g. `all_reduce on group tp (ranks 0,1)`, for errors.
@@ -159,6 +159,11 @@ impl EndpointGroup {
     }
 }
 
+/// A call of `op` on `t`, which was checked.
+fn call_on(op: Op, t: &Tensor) -> Call {
+    Call { dtype: t.dtype(), count: t.elem_count() as u64, ..Call::new(op) }
+}
+
 /// The next number of `counters[key]`.
 fn next(counters: &Mutex<HashMap<(usize, u32), u64>>, key: (usize, u32)) -> u64 {
     let mut counters = lock(counters);
@@ -198,7 +203,7 @@ impl Communicator for EndpointGroup {
 
     fn all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Work> {
         self.check_parts(Op::AllGather, input, output)?;
-        let call = self.call(Op::AllGather, input)?;
+        let call = call_on(Op::AllGather, input);
         let (input, output) = (staging::issued(input)?, staging::issued(output)?);
         self.issue(call, move |core, call| {
             staging::from_to(core.size(), &input, &output, |input, output| {
@@ -209,7 +214,7 @@ impl Communicator for EndpointGroup {
 
     fn reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Work> {
         self.check_parts(Op::ReduceScatter, output, input)?;
-        let call = Call { reduce: Some(op), ..self.call(Op::ReduceScatter, output)? };
+        let call = Call { reduce: Some(op), ..call_on(Op::ReduceScatter, output) };
         let (input, output) = (staging::issued(input)?, staging::issued(output)?);
         self.issue(call, move |core, call| {
             staging::from_to(core.size(), &input, &output, |input, output| {

@@ -3,7 +3,7 @@
 //! The waiting side counts itself in `sleepers` before it sleeps on the position, so publishing costs a system call only when
 //! somebody sleeps.
 
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::futex;
@@ -28,10 +28,10 @@ pub struct Side {
 impl Side {
     /// Publishes that this side has moved on, and wakes the other if it sleeps.
     pub fn publish(&self, position: u32) {
-        self.position.store(position, Ordering::Release);
-        // Pairs with the fence in `wait`: either this side sees a sleeper, or the sleeper sees the new position.
-        fence(Ordering::SeqCst);
-        if self.sleepers.load(Ordering::Relaxed) != 0 {
+        // In one order with what `wait` does: either this side sees a sleeper, or the sleeper sees the new position. Exchanged rather than
+        // stored before a fence, which takes longer.
+        self.position.swap(position, Ordering::SeqCst);
+        if self.sleepers.load(Ordering::SeqCst) != 0 {
             futex::wake(&self.position);
         }
     }
@@ -73,11 +73,10 @@ impl Side {
             return false;
         }
         // A process that is killed here stays counted, which costs the others a needless system call at most.
-        self.sleepers.fetch_add(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
         let start = Instant::now();
         let is_ready = loop {
-            let seen = self.position.load(Ordering::Acquire);
+            let seen = self.position.load(Ordering::SeqCst);
             if ready() {
                 break true;
             }
