@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::{_mm256_broadcast_ss, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps};
 
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
 
@@ -56,6 +56,8 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
     fn leaves_other_rows(_: usize) -> bool {
         true
     }
+
+    const THIN: Thin = Thin::ByPieces;
 
     unsafe fn finish<C: Elem<Acc = f32>>(
         sums: *const f32,

@@ -6,17 +6,18 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::Mat;
-use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip, Thin};
 use super::lanes::{Lanes, first, transpose, transposed};
 use super::strips::{
-    Fetch, Idle, Layout, MR, NR, PackByShares, PackBySteps, Packed, Rows, Word, Work, any_tile, by_rows, tiles,
+    Fetch, Idle, Layout, MR, NR, PackByShares, PackBySteps, Packed, Rows, Word, Work, any_tile, by_rows, thin, tiles,
 };
 use crate::float::Elem;
-use crate::memory::rows_crowd;
+use crate::memory::{LINE, rows_crowd};
 
 pub struct Avx512;
 
-tiles!("avx512f,avx512bw,avx512dq,avx512vl", |sum, a, b| _mm512_fmadd_ps(a, b, sum));
+tiles!("avx512f,avx512bw,avx512dq,avx512vl", <Line as Word<f32>>::multiply);
+thin!("avx512f,avx512bw,avx512dq,avx512vl");
 
 impl<E: Lanes> Kernel<E> for Avx512 {
     type Packed = f32;
@@ -74,6 +75,25 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         true
     }
 
+    const THIN: Thin = Thin::InPlace;
+
+    unsafe fn pack_row(a: Mat<*const E>, k: usize, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { pack::<E, 1>(a, 1, k, to) }
+    }
+
+    unsafe fn thin(
+        rows: usize,
+        columns: usize,
+        k: usize,
+        (a, row): (*const f32, usize),
+        b: (*const E, usize),
+        sums: *mut f32,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { thin::<E, Line>(rows, columns, k, Rows(a, 4 * row), b, sums) }
+    }
+
     unsafe fn finish<C: Elem<Acc = f32>>(
         sums: *const f32,
         rows: usize,
@@ -104,6 +124,27 @@ impl<E: Lanes> Word<E> for Line {
         // SAFETY: the caller's promise.
         unsafe { _mm512_castps_si512(E::load16(from, mask)) }
     }
+
+    #[inline(always)]
+    unsafe fn along(from: *const E, line: usize, lines: usize, elements: usize) -> [__m512i; 16] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if E::DTYPE == DType::F32 && elements >= 16 {
+                return transposed(from.cast(), 4 * line, lines);
+            }
+            let mut words = [_mm512_setzero_si512(); 16];
+            for (l, words) in words.iter_mut().enumerate().take(lines) {
+                *words = _mm512_castps_si512(E::load16(from.add(l * line), first(elements)));
+            }
+            transpose(words)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply(sum: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_fmadd_ps(a, b, sum) }
+    }
 }
 
 /// As [`super::pack::pack`], of what does not lie row by row in memory as it does in panels.
@@ -115,15 +156,8 @@ unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usiz
         if column == 1 {
             for r in (0..R).step_by(16) {
                 for i in (0..k).step_by(16) {
-                    let lines = if E::DTYPE == DType::F32 && k - i >= 16 {
-                        transposed(from.wrapping_add(r * row + i).cast(), 4 * row, width.saturating_sub(r))
-                    } else {
-                        let mut lines = [_mm512_setzero_si512(); 16];
-                        for (l, line) in lines.iter_mut().enumerate().take(width.saturating_sub(r)) {
-                            *line = _mm512_castps_si512(E::load16(from.add((r + l) * row + i), first(k - i)));
-                        }
-                        transpose(lines)
-                    };
+                    let lines =
+                        <Line as Word<E>>::along(from.wrapping_add(r * row + i), row, width.saturating_sub(r), k - i);
                     for (l, &line) in lines.iter().enumerate().take(k - i) {
                         _mm512_mask_storeu_epi32(to.add((i + l) * R + r).cast(), first(R - r), line);
                     }

@@ -8,21 +8,18 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512;
-use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip, Thin};
 use super::lanes::{Lanes, first, transpose, transposed};
 use super::strips::{
-    Fetch, Idle, Layout, MR, NR, PackByShares, PackBySteps, Packed, Rows, Word, Work, any_tile, by_rows, tiles,
+    Fetch, Idle, Layout, MR, NR, PackByShares, PackBySteps, Packed, Rows, Word, Work, any_tile, by_rows, thin, tiles,
 };
 use crate::float::Elem;
-use crate::memory::rows_crowd;
+use crate::memory::{LINE, rows_crowd};
 
 pub struct Avx512Bf16;
 
-// SAFETY: __m512bh is 32 bf16 as __m512 is 16 words of two.
-tiles!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", |sum, a: __m512, b: __m512| {
-    let pairs = |v: __m512| std::mem::transmute::<__m512, __m512bh>(v);
-    _mm512_dpbf16_ps(sum, pairs(a), pairs(b))
-});
+tiles!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", Pair::multiply);
+thin!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 
 impl Kernel<bf16> for Avx512Bf16 {
     type Packed = bf16;
@@ -80,6 +77,25 @@ impl Kernel<bf16> for Avx512Bf16 {
         true
     }
 
+    const THIN: Thin = Thin::InPlace;
+
+    unsafe fn pack_row(a: Mat<*const bf16>, k: usize, to: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_pairs::<1>(a, 1, k, to) }
+    }
+
+    unsafe fn thin(
+        rows: usize,
+        columns: usize,
+        k: usize,
+        (a, row): (*const bf16, usize),
+        b: (*const bf16, usize),
+        sums: *mut f32,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { thin::<bf16, Pair>(rows, columns, k, Rows(a.cast(), 2 * row), b, sums) }
+    }
+
     unsafe fn finish<C: Elem<Acc = f32>>(
         sums: *const f32,
         rows: usize,
@@ -103,6 +119,33 @@ impl Word<bf16> for Pair {
     unsafe fn words(from: *const bf16, row: usize, mask: u16) -> __m512i {
         // SAFETY: the caller's promise.
         unsafe { pairs_of(from, Some(from.wrapping_add(row)), mask) }
+    }
+
+    #[inline(always)]
+    unsafe fn along(from: *const bf16, line: usize, lines: usize, elements: usize) -> [__m512i; 16] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if elements >= 32 {
+                return transposed(from.cast(), 2 * line, lines);
+            }
+            let mut words = [_mm512_setzero_si512(); 16];
+            for (l, words) in words.iter_mut().enumerate().take(lines) {
+                *words = _mm512_maskz_loadu_epi16((1 << elements) - 1, from.add(l * line).cast());
+            }
+            transpose(words)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply(sum: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the caller's promise; __m512bh is 32 bf16 as __m512 is 16 words of two.
+        unsafe {
+            _mm512_dpbf16_ps(
+                sum,
+                std::mem::transmute::<__m512, __m512bh>(a),
+                std::mem::transmute::<__m512, __m512bh>(b),
+            )
+        }
     }
 }
 
@@ -137,17 +180,8 @@ pub(super) unsafe fn pack_pairs<const R: usize>(m: Mat<*const bf16>, width: usiz
     // SAFETY: the caller's promise.
     unsafe {
         if column == 1 {
-            let mask = if k >= 32 { u32::MAX } else { (1 << k) - 1 };
             for r in (0..R).step_by(16) {
-                let lines = if k == 32 {
-                    transposed(from.wrapping_add(r * row).cast(), 2 * row, width.saturating_sub(r))
-                } else {
-                    let mut lines = [_mm512_setzero_si512(); 16];
-                    for (l, line) in lines.iter_mut().enumerate().take(width.saturating_sub(r)) {
-                        *line = _mm512_maskz_loadu_epi16(mask, from.add((r + l) * row).cast());
-                    }
-                    transpose(lines)
-                };
+                let lines = Pair::along(from.wrapping_add(r * row), row, width.saturating_sub(r), k);
                 for (l, &line) in lines.iter().enumerate().take(pairs) {
                     _mm512_mask_storeu_epi32(to.cast::<i32>().add(l * R + r), first(R - r), line);
                 }

@@ -40,6 +40,16 @@ pub enum Strip<E, P> {
     Rows(*const E, usize),
 }
 
+/// How a kernel computes products of few rows whose columns lie in memory one behind the other ([`super::thin`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Thin {
+    AsOthers,
+    /// By [`Kernel::thin`].
+    InPlace,
+    /// By [`Kernel::tile`], piece by piece of a panel.
+    ByPieces,
+}
+
 /// Memory that will be needed soon, so that a kernel can have it fetched while it computes.
 #[derive(Clone, Copy, Debug)]
 pub struct Ahead {
@@ -198,6 +208,34 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         scale: f32,
         add: (*const C, usize),
     );
+
+    /// How products of few rows are computed.
+    const THIN: Thin = Thin::AsOthers;
+
+    /// Writes `k` ≤ [`PIECE`] elements of a row of A as [`Kernel::thin`] reads them, with zeros up to a multiple of KQ.
+    ///
+    /// # Safety
+    /// As [`Kernel::pack_a`], for one row.
+    unsafe fn pack_row(_: Mat<*const E>, _: usize, _: *mut Self::Packed) {
+        unreachable!("the kernel did not say that it reads columns")
+    }
+
+    /// `sums [rows, columns] += rows · columns` for up to [`THIN`](super::thin::ROWS) rows and NR columns of `k` elements each, both where they lie, with terms in the order
+    /// of [`Kernel::tile`]: rows as [`Kernel::pack_row`] writes them, `a.1` packed elements apart, and columns `b.1` elements apart. Rows of `sums` are NR
+    /// apart.
+    ///
+    /// # Safety
+    /// The machine has the instruction set, and the memory is as said.
+    unsafe fn thin(
+        _rows: usize,
+        _columns: usize,
+        _k: usize,
+        _a: (*const Self::Packed, usize),
+        _b: (*const E, usize),
+        _sums: *mut f32,
+    ) {
+        unreachable!("the kernel did not say that it reads columns")
+    }
 
     /// Prepares the thread for [`Kernel::tile`]; [`Kernel::leave`] undoes it.
     ///

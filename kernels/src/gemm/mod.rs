@@ -41,6 +41,7 @@ mod strips;
 mod tasks;
 #[cfg(test)]
 mod tests;
+mod thin;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiles;
 
@@ -208,7 +209,14 @@ impl WithKernel for Call<'_> {
         let Self { shape, dst: Mat(dst, row_stride, column_stride), start, plus, a, b, scale, threads } = self;
         let dst = Mat(dst.cast::<C>(), row_stride, column_stride);
         let plus = plus.map(|(at, stride)| (at.cast(), stride));
+        let (start, a, b) = (start.cast(), a.cast(), b.cast());
         // SAFETY: the caller's promise, and that E and C are the types there were.
-        unsafe { crew::run::<E, C, K>(shape, dst, start.cast(), plus, a.cast(), b.cast(), scale, threads) }
+        unsafe {
+            if thin::fits::<E, C, K>(shape.0, dst, &start, b) {
+                thin::run::<E, C, K>(shape, dst, start, plus, a, b, scale, threads);
+            } else {
+                crew::run::<E, C, K>(shape, dst, start, plus, a, b, scale, threads);
+            }
+        }
     }
 }

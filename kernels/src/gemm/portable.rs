@@ -1,6 +1,6 @@
 //! Micro-kernel in plain Rust, which the compiler vectorizes for SSE2 or NEON.
 
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
 
@@ -69,6 +69,8 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
     fn leaves_other_rows(_: usize) -> bool {
         true
     }
+
+    const THIN: Thin = Thin::ByPieces;
 
     unsafe fn finish<C: Elem<Acc = f32>>(
         sums: *const f32,

@@ -170,6 +170,19 @@ pub trait Word<E> {
     /// # Safety
     /// The machine has the kernel's instruction set; what `mask` selects can be read.
     unsafe fn words(from: *const E, row: usize, mask: u16) -> __m512i;
+
+    /// Words along up to sixteen lines of memory that lie `line` elements apart, of which so many `elements` are left: register i of the result
+    /// holds the i-th word of every line, and 0 for missing lines and behind the last element.
+    ///
+    /// # Safety
+    /// As [`Word::words`], for those elements.
+    unsafe fn along(from: *const E, line: usize, lines: usize, elements: usize) -> [__m512i; 16];
+
+    /// `sum + a · b`, as tiles multiply and add words.
+    ///
+    /// # Safety
+    /// The machine has the kernel's instruction set.
+    unsafe fn multiply(sum: __m512, a: __m512, b: __m512) -> __m512;
 }
 
 /// A strip or panel of `R` words on its way from rows of memory.
@@ -337,3 +350,77 @@ macro_rules! tiles {
     };
 }
 pub(super) use tiles;
+
+/// Defines `thin`: [`super::kernel::Kernel::thin`] of columns of which `W` makes words. Sums of sixteen columns, sixteen words of those and a
+/// broadcast word of A are in registers.
+macro_rules! thin {
+    ($features:literal) => {
+        #[inline(always)]
+        unsafe fn thin<E, W: Word<E>>(
+            rows: usize,
+            columns: usize,
+            k: usize,
+            a: Rows,
+            (b, column): (*const E, usize),
+            sums: *mut f32,
+        ) {
+            for c in (0..columns).step_by(16) {
+                let b = (b.wrapping_add(c * column), column, columns - c);
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let sums = sums.add(c);
+                    match rows {
+                        1 => thin_rows::<1, E, W>(k, a, b, sums),
+                        2 => thin_rows::<2, E, W>(k, a, b, sums),
+                        3 => thin_rows::<3, E, W>(k, a, b, sums),
+                        4 => thin_rows::<4, E, W>(k, a, b, sums),
+                        5 => thin_rows::<5, E, W>(k, a, b, sums),
+                        6 => thin_rows::<6, E, W>(k, a, b, sums),
+                        7 => thin_rows::<7, E, W>(k, a, b, sums),
+                        _ => thin_rows::<8, E, W>(k, a, b, sums),
+                    }
+                }
+            }
+        }
+
+        /// Of up to sixteen columns. Memory behind them is asked for, line by line, as it lies.
+        #[target_feature(enable = $features)]
+        unsafe fn thin_rows<const ROWS: usize, E, W: Word<E>>(
+            k: usize,
+            mut a: Rows,
+            (mut b, column, columns): (*const E, usize, usize),
+            to: *mut f32,
+        ) {
+            let step = 16 * W::ROWS;
+            let mut following = b.wrapping_add(16 * column).cast::<i8>();
+            // SAFETY: the caller's promise; fetching ahead is no access.
+            unsafe {
+                let mut sums: [__m512; ROWS] = std::array::from_fn(|r| _mm512_loadu_ps(to.add(r * NR)));
+                for i in (0..k).step_by(step) {
+                    for _ in 0..16 * step * size_of::<E>() / LINE {
+                        _mm_prefetch::<_MM_HINT_T1>(following);
+                        following = following.wrapping_add(LINE);
+                    }
+                    let words = W::along(b, column, columns, k - i);
+                    let mut multiply = |word: __m512i| {
+                        for r in 0..ROWS {
+                            let a = _mm512_set1_ps(a.row(r).read_unaligned());
+                            sums[r] = W::multiply(sums[r], a, _mm512_castsi512_ps(word));
+                        }
+                        a = a.next();
+                    };
+                    if k - i >= step {
+                        words.into_iter().for_each(&mut multiply);
+                    } else {
+                        words.into_iter().take((k - i).div_ceil(W::ROWS)).for_each(&mut multiply);
+                    }
+                    b = b.wrapping_add(step);
+                }
+                for r in 0..ROWS {
+                    _mm512_storeu_ps(to.add(r * NR), sums[r]);
+                }
+            }
+        }
+    };
+}
+pub(super) use thin;

@@ -107,3 +107,42 @@ fn an_element_is_the_same<E: Elem<Acc = f32>>() {
         }
     }
 }
+
+#[test]
+fn few_rows_have_the_bits_that_they_have_among_many() {
+    few_rows::<bf16>();
+    few_rows::<f32>();
+    few_rows::<f16>();
+}
+
+fn few_rows<E: Elem<Acc = f32>>() {
+    for (isa, k) in available().flat_map(|isa| [0, 1, 31, 64, 77, 1030].map(|k| (isa, k))) {
+        let (m, n) = (20, 2 * 32 + 21);
+        // Rows of A and columns of B may lie apart.
+        let (a_row, b_column) = (k + 3, k + 5);
+        let (a, b) = (numbers::<E>(m * a_row, 1), numbers::<E>(n * b_column, 2));
+        let (bias, plus) = (numbers::<E>(n, 3), numbers::<E>(m * n, 4));
+        let product = |first: usize, rows: usize, starts: bool, threads| {
+            let mut c = numbers::<E>(rows * n, 5);
+            let (a, b) = (Mat(a[first * a_row..].as_ptr(), a_row, 1), Mat(b.as_ptr(), 1, b_column));
+            let (start, plus) = match starts {
+                true => (Start::Bias(&bias[..]), Some((plus[first * n..].as_ptr(), n))),
+                false => (Start::Zero, None),
+            };
+            let dst = Mat(c.as_mut_ptr(), n, 1);
+            // SAFETY: the vectors have what is read and written, and the machine has the instruction set.
+            unsafe { gemm_on::<E, E>(isa, (rows, n, k), dst, start, plus, a, b, 1.0, threads) };
+            c.iter().map(|c| c.load().to_bits()).collect::<Vec<_>>()
+        };
+        for starts in [true, false] {
+            let whole = product(0, m, starts, Parallelism::None);
+            for rows in 1..=9 {
+                for threads in [Parallelism::None, Parallelism::Rayon(2)] {
+                    let first = m - rows;
+                    let few = product(first, rows, starts, threads);
+                    assert!(few == whole[first * n..], "{isa:?}, {rows} rows, k {k}, {:?}", E::DTYPE);
+                }
+            }
+        }
+    }
+}
