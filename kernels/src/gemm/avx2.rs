@@ -1,13 +1,19 @@
 //! Micro-kernel of AVX2 and FMA: 6 × 16, twelve sums in sixteen registers.
 
-use std::arch::x86_64::{_mm256_broadcast_ss, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps};
+use std::arch::x86_64::*;
+
+use candle_core::DType;
 
 use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
+use crate::memory::LINE;
 
 const MR: usize = 6;
 const NR: usize = 16;
+
+/// Elements of a vector.
+const LANES: usize = 8;
 
 pub struct Avx2;
 
@@ -57,7 +63,37 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         true
     }
 
-    const THIN: Thin = Thin::ByPieces;
+    const THIN: Thin = Thin::InPlace;
+
+    unsafe fn pack_row(a: Mat<*const E>, k: usize, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { vector_pack::<E, 1>(a, 1, k, to) }
+    }
+
+    unsafe fn thin(
+        rows: usize,
+        columns: usize,
+        k: usize,
+        a: (*const f32, usize),
+        (b, column): (*const E, usize),
+        sums: *mut f32,
+    ) {
+        for c in (0..columns).step_by(LANES) {
+            let b = (b.wrapping_add(c * column), column, columns - c);
+            // SAFETY: the caller's promise.
+            unsafe {
+                let sums = sums.add(c);
+                match rows {
+                    1 => thin_rows::<1, E>(k, a, b, sums),
+                    2 => thin_rows::<2, E>(k, a, b, sums),
+                    3 => thin_rows::<3, E>(k, a, b, sums),
+                    4 => thin_rows::<4, E>(k, a, b, sums),
+                    5 => thin_rows::<5, E>(k, a, b, sums),
+                    _ => thin_rows::<MR, E>(k, a, b, sums),
+                }
+            }
+        }
+    }
 
     unsafe fn finish<C: Elem<Acc = f32>>(
         sums: *const f32,
@@ -105,10 +141,126 @@ unsafe fn tile<const ROWS: usize>(
     }
 }
 
-#[target_feature(enable = "avx2")]
+/// [`Kernel::thin`] of up to eight columns. Memory behind them is asked for, line by line, as it lies.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn thin_rows<const ROWS: usize, E: Elem<Acc = f32>>(
+    k: usize,
+    (a, a_row): (*const f32, usize),
+    (b, column, columns): (*const E, usize, usize),
+    to: *mut f32,
+) {
+    let mut following = b.wrapping_add(LANES * column).cast::<i8>();
+    // SAFETY: the caller's promise; fetching ahead is no access.
+    unsafe {
+        let mut sums: [__m256; ROWS] = std::array::from_fn(|r| _mm256_loadu_ps(to.add(r * NR)));
+        for i in (0..k).step_by(LANES) {
+            for _ in 0..LANES * LANES * size_of::<E>() / LINE {
+                _mm_prefetch::<_MM_HINT_T1>(following);
+                following = following.wrapping_add(LINE);
+            }
+            let mut a = a.add(i);
+            let mut multiply = |b: __m256| {
+                for r in 0..ROWS {
+                    sums[r] = _mm256_fmadd_ps(_mm256_broadcast_ss(&*a.add(r * a_row)), b, sums[r]);
+                }
+                a = a.add(1);
+            };
+            let lines = along(b.add(i), column, columns, k - i);
+            if k - i >= LANES {
+                lines.into_iter().for_each(&mut multiply);
+            } else {
+                lines.into_iter().take(k - i).for_each(&mut multiply);
+            }
+        }
+        for r in 0..ROWS {
+            _mm256_storeu_ps(to.add(r * NR), sums[r]);
+        }
+    }
+}
+
+/// Eight elements.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn load<E: Elem<Acc = f32>>(from: *const E) -> __m256 {
+    // SAFETY: the caller's promise, and E is the type that its name says.
+    unsafe {
+        match E::DTYPE {
+            DType::F32 => _mm256_loadu_ps(from.cast()),
+            DType::BF16 => {
+                let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+            }
+            _ => _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+        }
+    }
+}
+
+/// Eight elements along each of up to eight `lines` of memory that lie `line` elements apart, of which so many `elements` are left: vector i of the
+/// result holds the i-th of every line, and 0 for missing lines and behind the last element.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn along<E: Elem<Acc = f32>>(from: *const E, line: usize, lines: usize, elements: usize) -> [__m256; LANES] {
+    let mut x = [_mm256_setzero_ps(); LANES];
+    for (l, x) in x.iter_mut().enumerate().take(lines) {
+        let from = from.wrapping_add(l * line);
+        // SAFETY: the caller's promise.
+        unsafe {
+            *x = if elements >= LANES {
+                load(from)
+            } else {
+                let mut left = [E::store(0.0); LANES];
+                left[..elements].copy_from_slice(std::slice::from_raw_parts(from, elements));
+                load(left.as_ptr())
+            };
+        }
+    }
+    // Pairs, then fours within halves of vectors, then the halves.
+    let pairs: [__m256; LANES] = std::array::from_fn(|i| match (i / 2 * 2, i % 2) {
+        (i, 0) => _mm256_unpacklo_ps(x[i], x[i + 1]),
+        (i, _) => _mm256_unpackhi_ps(x[i], x[i + 1]),
+    });
+    let four = |i: usize, of: usize| match of {
+        0 => _mm256_shuffle_ps::<0x44>(pairs[i], pairs[i + 2]),
+        1 => _mm256_shuffle_ps::<0xee>(pairs[i], pairs[i + 2]),
+        2 => _mm256_shuffle_ps::<0x44>(pairs[i + 1], pairs[i + 3]),
+        _ => _mm256_shuffle_ps::<0xee>(pairs[i + 1], pairs[i + 3]),
+    };
+    std::array::from_fn(|i| match (i % 4, i / 4) {
+        (of, 0) => _mm256_permute2f128_ps::<0x20>(four(0, of), four(4, of)),
+        (of, _) => _mm256_permute2f128_ps::<0x31>(four(0, of), four(4, of)),
+    })
+}
+
+/// As [`pack::pack`]; what lies along the inner dimension in memory is transposed in registers.
+#[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn vector_pack<E: Elem<Acc = f32>, const R: usize>(m: Mat<*const E>, width: usize, k: usize, to: *mut f32) {
+    let Mat(from, row, column) = m;
     // SAFETY: the caller's promise.
-    unsafe { pack::pack::<E, R>(m, width, k, to) }
+    unsafe {
+        if column != 1 {
+            return pack::pack::<E, R>(m, width, k, to);
+        }
+        for r in (0..R).step_by(LANES) {
+            for i in (0..k).step_by(LANES) {
+                let lines = along(from.wrapping_add(r * row + i), row, width.saturating_sub(r), k - i);
+                for (l, &line) in lines.iter().enumerate().take(k - i) {
+                    let to = to.add((i + l) * R + r);
+                    if R - r >= LANES {
+                        _mm256_storeu_ps(to, line);
+                    } else {
+                        _mm256_maskstore_ps(to, first(R - r), line);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The lowest `n` ≤ 8 of eight lanes.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn first(n: usize) -> __m256i {
+    _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
 #[target_feature(enable = "avx2")]
