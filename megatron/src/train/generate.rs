@@ -51,36 +51,74 @@ impl Length {
     }
 }
 
+/// How many of the likeliest tokens are looked at first where probabilities are to sum to a limit: mostly they do.
+const LIKELIEST: usize = 256;
+
 /// The index drawn from `logits` (one row over the vocabulary) for position `position` of sample `sample`.
 fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> usize {
-    let mut order: Vec<usize> = (0..logits.len()).collect();
-    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    let likeliest = (0..logits.len()).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap_or(0);
     if sampling.temperature <= 0.0 {
-        return order[0];
+        return likeliest;
     }
-    if sampling.top_k > 0 {
-        order.truncate(sampling.top_k);
-    }
-    let top = f64::from(logits[order[0]]);
-    let weights: Vec<f64> =
-        order.iter().map(|&i| ((f64::from(logits[i]) - top) / sampling.temperature).exp()).collect();
-    let all: f64 = weights.iter().sum();
-    let mut kept = 0;
-    let mut total = 0.0;
-    while kept < weights.len() && (kept == 0 || total < sampling.top_p * all) {
-        total += weights[kept];
-        kept += 1;
-    }
+    let top = f64::from(logits[likeliest]);
+    let weight = |i: usize| ((f64::from(logits[i]) - top) / sampling.temperature).exp();
+    let (kept, total) = likely(logits, sampling, weight);
     let key = [sampling.seed as u32, (sampling.seed >> 32) as u32];
     let bits = philox4x32([position as u32, sample as u32, 0, 0x67656e], key)[0];
     let mut left = (f64::from(bits) + 0.5) / 2f64.powi(32) * total;
-    for (&i, weight) in order.iter().zip(&weights).take(kept) {
+    // Where all are kept they come by their numbers, so that two logits that nearly agree need not agree on which is larger on every layout.
+    for &(i, weight) in &kept {
         left -= weight;
         if left <= 0.0 {
             return i;
         }
     }
-    order[kept - 1]
+    kept.last().map_or(likeliest, |(i, _)| *i)
+}
+
+/// Those among which is drawn, with their weights, and the sum of these.
+fn likely(logits: &[f32], sampling: &Sampling, weight: impl Fn(usize) -> f64) -> (Vec<(usize, f64)>, f64) {
+    if sampling.top_k == 0 && sampling.top_p >= 1.0 {
+        let all: Vec<(usize, f64)> = (0..logits.len()).map(|i| (i, weight(i))).collect();
+        let total = all.iter().map(|(_, weight)| weight).sum();
+        return (all, total);
+    }
+    let mut order: Vec<u64> = (0..logits.len()).map(|i| rank(logits[i], i)).collect();
+    let index = |key: u64| (key & u64::from(u32::MAX)) as usize;
+    if sampling.top_k > 0 && sampling.top_k < order.len() {
+        order.select_nth_unstable(sampling.top_k);
+        order.truncate(sampling.top_k);
+    }
+    let limit = sampling.top_p * order.iter().map(|&key| weight(index(key))).sum::<f64>();
+    let mut sorted = 0;
+    let mut kept = Vec::new();
+    let mut total = 0.0;
+    for at in 0..order.len() {
+        if at > 0 && total >= limit && sampling.top_p < 1.0 {
+            break;
+        }
+        if at == sorted {
+            // So many more in order.
+            let next = (8 * sorted).max(LIKELIEST).min(order.len());
+            if next < order.len() {
+                order[sorted..].select_nth_unstable(next - sorted);
+            }
+            order[sorted..next].sort_unstable();
+            sorted = next;
+        }
+        let i = index(order[at]);
+        kept.push((i, weight(i)));
+        total += weight(i);
+    }
+    (kept, total)
+}
+
+/// Sorts by falling logits, then by rising indices.
+fn rank(logit: f32, index: usize) -> u64 {
+    let bits = logit.to_bits();
+    // As integers, negative numbers fall.
+    let rising = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+    u64::from(!rising) << 32 | index as u64
 }
 
 /// What stands for a token where none can be drawn; no vocabulary has so many.
@@ -250,6 +288,43 @@ mod tests {
             let expected = f64::from(logit).exp() / total;
             assert!((*count as f64 / 20_000.0 - expected).abs() < 0.015, "{counts:?}");
         }
+    }
+
+    /// Of so many tokens, all in order.
+    fn by_sorting(logits: &[f32], sampling: &Sampling) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+        order.truncate(if sampling.top_k > 0 { sampling.top_k } else { usize::MAX });
+        let weights: Vec<f64> =
+            order.iter().map(|&i| (f64::from(logits[i] - logits[order[0]]) / sampling.temperature).exp()).collect();
+        let (all, mut total) = (weights.iter().sum::<f64>(), 0.0);
+        let kept = weights.iter().take_while(|&&weight| {
+            let is_kept = total == 0.0 || total < sampling.top_p * all || sampling.top_p >= 1.0;
+            total += weight;
+            is_kept
+        });
+        let kept = kept.count();
+        order.truncate(kept);
+        order
+    }
+
+    #[test]
+    fn those_among_which_is_drawn_are_the_likeliest_without_sorting_all() {
+        let random = |i: usize| philox4x32([i as u32, 0, 0, 0], [7, 7])[0];
+        // With many that are alike.
+        let logits: Vec<f32> = (0..5000).map(|i| (random(i) % 512) as f32 / -64.0 + 3.0).collect();
+        let cases =
+            [(0, 0.1), (0, 0.5), (0, 0.95), (0, 0.999), (1, 1.0), (40, 1.0), (300, 0.9), (4999, 0.99), (9000, 0.7)];
+        for (temperature, (top_k, top_p)) in [0.3, 1.0, 3.0].into_iter().flat_map(|t| cases.map(|case| (t, case))) {
+            let sampling = Sampling { temperature, top_k, top_p, seed: 0 };
+            let (kept, total) = likely(&logits, &sampling, |i| (f64::from(logits[i] - 3.0) / temperature).exp());
+            let kept_ones: Vec<usize> = kept.iter().map(|(i, _)| *i).collect();
+            assert_eq!(kept_ones, by_sorting(&logits, &sampling), "{sampling:?}");
+            assert!((kept.iter().map(|(_, weight)| weight).sum::<f64>() / total - 1.0).abs() < 1e-12);
+        }
+        let greedy = Sampling { temperature: 0.0, ..PLAIN };
+        assert_eq!(draw(&logits, &greedy, 0, 0), by_sorting(&logits, &PLAIN)[0]);
+        assert_eq!(draw(&[-0.0, 0.0, 0.0], &greedy, 0, 0), 1);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `megatron generate`: continues prompts.
 
 use std::io::Write;
+use std::time::Instant;
 
 use clap::Args;
 use megatron::comm::Group;
@@ -12,7 +13,8 @@ use crate::error::{Error, Result};
 
 /// Continue prompts with a trained model
 ///
-/// Writes each prompt and its continuation; a single prompt's as it is made. The same seed gives the same text on any layout.
+/// Writes each prompt and its continuation; a single prompt's as it is made. The same seed gives the same text on any layout. How fast that went is written to
+/// stderr.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
@@ -74,20 +76,64 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     prompts.iter().try_for_each(|prompt| length.check_prompt(prompt))?;
     let inference = load(found, world)?;
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
+    let mut speed = Speed::start(&prompts);
     if !lead || prompts.len() > 1 {
-        let new = inference.stage.generate(&prompts, &length, &sampling, &mut |_, _| {})?;
+        let new = inference.stage.generate(&prompts, &length, &sampling, &mut |_, _| speed.token())?;
         for ((text, prompt), new) in args.prompt.iter().zip(&prompts).zip(new).filter(|_| lead) {
             crate::print_line(&format!("{text}{}\n", continued(&tokenizer, prompt, &new)?));
+        }
+        if lead {
+            speed.tell();
         }
         return Ok(());
     }
     let mut stream = Continuation::of(&tokenizer, &prompts[0])?;
     show(&args.prompt[0]);
     // A token that the tokenizer does not know is an error at the end.
-    let mut on_token = |_, token| show(&stream.add(token).unwrap_or_default());
+    let mut on_token = |_, token| {
+        speed.token();
+        show(&stream.add(token).unwrap_or_default());
+    };
     inference.stage.generate(&prompts, &length, &sampling, &mut on_token)?;
     show(&format!("{}\n", stream.rest()?));
+    speed.tell();
     Ok(())
+}
+
+/// How fast prompts are continued.
+struct Speed {
+    start: Instant,
+    /// How many there are, and their tokens.
+    prompts: (usize, usize),
+    /// New tokens, and when the first and the last of them came.
+    new: usize,
+    came: Option<(Instant, Instant)>,
+}
+
+impl Speed {
+    fn start(prompts: &[Vec<u32>]) -> Self {
+        let prompts = (prompts.len(), prompts.iter().map(Vec::len).sum());
+        Self { start: Instant::now(), prompts, new: 0, came: None }
+    }
+
+    fn token(&mut self) {
+        let now = Instant::now();
+        self.new += 1;
+        self.came = Some((self.came.map_or(now, |(first, _)| first), now));
+    }
+
+    /// Writes it to stderr: the first token of each tells of the prompts, the others of text that is continued.
+    fn tell(&self) {
+        let Some((first, last)) = self.came else { return };
+        let (prompts, others) = ((first - self.start).as_secs_f64(), (last - first).as_secs_f64());
+        let mut text = format!("{} tokens of prompts in {prompts:.2} s", self.prompts.1);
+        let new = self.new.saturating_sub(self.prompts.0);
+        if new > 0 && others > 0.0 {
+            text += &format!(", {new} more in {others:.2} s: {:.1} a second", new as f64 / others);
+        }
+        // Nobody may be there to read it.
+        let _ = writeln!(std::io::stderr(), "{text}");
+    }
 }
 
 /// Prints a part of a text at once.

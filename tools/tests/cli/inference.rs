@@ -39,6 +39,19 @@ fn text_and_loss_do_not_depend_on_the_layout() {
     site.assert_nothing_left();
 }
 
+#[test]
+fn generation_says_how_fast_it_was_beside_its_text() {
+    let site = Site::new();
+    site.succeed(&["--save=saved", "--train-iters=2"]);
+    for prompts in [&["--prompt=the"][..], &["--prompt=the", "--prompt=of"]] {
+        let words = ["generate", "--load=saved", "--num-tokens=8"];
+        let output = site.mark(megatron()).args([&words, prompts].concat()).output().unwrap();
+        let (said, new) = (stderr(&output), 7 * prompts.len());
+        assert!(output.status.success() && said.contains(&format!(" s, {new} more in ")), "{said}");
+        assert!(said.contains(" tokens of prompts in ") && said.trim_end().ends_with(" a second"), "{said}");
+    }
+}
+
 /// As the example in its help has it.
 #[test]
 fn a_part_is_evaluated_though_the_others_are_empty() {
