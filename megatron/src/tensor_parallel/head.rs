@@ -134,9 +134,13 @@ impl Head {
         let picked = whole.0.reshape((seq * batch, hidden))?.index_select(&wanted, 0)?;
         let local = linear_to_f32(&picked, ctx.weight(self.output), None)?.to_dtype(DType::F32)?;
         let (tp, width) = (ctx.tp.size(), self.spec.padded / self.spec.tp);
-        let all = empty((tp, rows.len(), width), local.dtype(), local.device())?;
-        ctx.tp.group().all_gather(&local, &all)?.wait()?;
-        let all = all.transpose(0, 1)?.reshape((rows.len(), tp * width))?;
+        let all = if tp == 1 {
+            local
+        } else {
+            let all = empty((tp, rows.len(), width), local.dtype(), local.device())?;
+            ctx.tp.group().all_gather(&local, &all)?.wait()?;
+            all.transpose(0, 1)?.reshape((rows.len(), tp * width))?
+        };
         Ok(all.narrow(1, 0, self.spec.vocab_size)?.contiguous()?)
     }
 

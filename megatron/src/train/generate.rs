@@ -4,6 +4,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use kernels::device::empty;
+use kernels::host::with_slice;
 use kernels::philox::philox4x32;
 
 use crate::data::{Documents, MicroBatch};
@@ -171,8 +172,8 @@ impl<'a> Session<'a> {
     }
 
     /// Feeds `tokens` (`length` rows, one column a sample) from positions `starts` on; the logits at row `rows[i]` of each sample,
-    /// f32 `[b, vocab]`, on ranks with the head.
-    fn feed(&self, tokens: &[u32], length: usize, starts: &[usize], rows: &[usize]) -> Result<Option<Vec<Vec<f32>>>> {
+    /// f32 `[b, vocab]` on the CPU, on ranks with the head.
+    fn feed(&self, tokens: &[u32], length: usize, starts: &[usize], rows: &[usize]) -> Result<Option<Tensor>> {
         let stage = self.stage;
         let batch = self.microbatch(tokens, length)?;
         let ctx = self.ctx(&batch);
@@ -188,7 +189,7 @@ impl<'a> Session<'a> {
             };
             let x = chunk.decode(input, caches, starts, &ctx)?;
             match &chunk.head {
-                Some(head) => return Ok(Some(head.logits_at(&x, rows, &ctx)?.to_vec2()?)),
+                Some(head) => return Ok(Some(head.logits_at(&x, rows, &ctx)?.to_device(&Device::Cpu)?)),
                 None => stage.pp.send(&x.0, (rank + 1) % pp, Payload::Activation.tag())?.wait()?,
             }
         }
@@ -227,7 +228,10 @@ impl Stage {
         let mut open = vec![true; batch];
         loop {
             let drawn = match &logits {
-                Some(rows) => (0..batch).map(|i| draw_finite(&rows[i], sampling, i, lengths[i])).collect(),
+                Some(logits) => with_slice(logits, "draw", |all: &[f32]| {
+                    let rows = all.chunks_exact(all.len() / batch).enumerate();
+                    Ok(rows.map(|(i, row)| draw_finite(row, sampling, i, lengths[i])).collect())
+                })?,
                 None => vec![0u32; batch],
             };
             let next = Tensor::from_vec(drawn, batch, &Device::Cpu)?.to_device(&self.device)?;

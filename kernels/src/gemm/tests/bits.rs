@@ -117,7 +117,7 @@ fn few_rows_have_the_bits_that_they_have_among_many() {
 
 fn few_rows<E: Elem<Acc = f32>>() {
     for (isa, k) in available().flat_map(|isa| [0, 1, 31, 64, 77, 1030].map(|k| (isa, k))) {
-        let (m, n) = (20, 2 * 32 + 21);
+        let (m, n) = (40, 2 * 32 + 21);
         // Rows of A and columns of B may lie apart.
         let (a_row, b_column) = (k + 3, k + 5);
         let (a, b) = (numbers::<E>(m * a_row, 1), numbers::<E>(n * b_column, 2));
@@ -136,7 +136,7 @@ fn few_rows<E: Elem<Acc = f32>>() {
         };
         for starts in [true, false] {
             let whole = product(0, m, starts, Parallelism::None);
-            for rows in 1..=9 {
+            for rows in (1..=9).chain([17, 31, 32, 33]) {
                 for threads in [Parallelism::None, Parallelism::Rayon(2)] {
                     let first = m - rows;
                     let few = product(first, rows, starts, threads);
