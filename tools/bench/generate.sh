@@ -38,15 +38,22 @@ ours() {
     local flags=()
     [ "$1" = fp32 ] || flags=("--$1")
     "$megatron" generate --load "$work/model" --prompt "t1 t2 t3 t4 t5 t6 t7 t8" --num-tokens "$tokens" --temperature 0 --device cpu \
-        --threads "$threads" "${flags[@]}" 2>&1 >/dev/null | awk '/ a second/ { print $(NF - 2) }'
+        --threads "$threads" "${flags[@]}" 2>"$work/err" >/dev/null && awk '/ a second/ { print $(NF - 2) }' "$work/err"
 }
 theirs() {
-    "$PYTHON" tools/bench/generate_hf.py run "$work/model" "$1" "$tokens" "$threads" 2>/dev/null
+    "$PYTHON" tools/bench/generate_hf.py run "$work/model" "$1" "$tokens" "$threads" 2>"$work/err"
+}
+# Notes what a run prints; one that fails says why.
+measure() {
+    "$@" >>"$work/$1-$2" || {
+        cat "$work/err" >&2
+        exit 1
+    }
 }
 for dtype in $dtypes; do
     for _ in $(seq "$rounds"); do
-        ours "$dtype" >>"$work/ours-$dtype"
-        theirs "$dtype" >>"$work/theirs-$dtype"
+        measure ours "$dtype"
+        measure theirs "$dtype"
     done
 done
 

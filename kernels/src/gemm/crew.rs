@@ -13,7 +13,7 @@ use super::driver::{First, Target, pack_panels};
 use super::help::{Help, or_end_process, wait_until};
 use super::kernel::Kernel;
 use super::plan::{Packing, Phase, Plan, TOGETHER};
-use super::{Mat, Start, ahead, beside};
+use super::{Call, Mat, ahead, beside};
 use crate::float::Elem;
 use crate::par::{self, Deal};
 
@@ -22,20 +22,9 @@ const LEAST_STRIPS: usize = 8;
 
 /// # Safety
 /// The product's memory is as [`super::gemm`] says; the machine has the kernel's instruction set.
-pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
-    shape: (usize, usize, usize),
-    dst: Mat<*mut C>,
-    start: Start<'_, E>,
-    plus: Option<(*const C, usize)>,
-    a: Mat<*const E>,
-    b: Mat<*const E>,
-    scale: f32,
-    threads: usize,
-) {
+pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Call<'_, E, C>) {
+    let Call { shape, dst, start, plus, a, b, scale, threads } = call;
     let (m, n, k) = shape;
-    if m == 0 || n == 0 {
-        return;
-    }
     let threads = if 2 * m * n * k < K::BLOCKING.alone { 1 } else { threads };
     let packs_a = !(k.is_multiple_of(K::KQ) && K::reads_rows(a));
     let packing = match packs_a {

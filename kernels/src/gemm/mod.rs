@@ -163,9 +163,13 @@ unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
     if let Start::Bias(bias) = start {
         assert_eq!(bias.len(), shape.1, "a bias must have an element for every column");
     }
-    let (Mat(dst, row_stride, column_stride), scale) = (dst, scale.f64());
+    let (m, n, _) = shape;
+    if m == 0 || n == 0 {
+        return;
+    }
     if E::DTYPE == DType::F64 {
-        let (dst, start) = (Mat(dst.cast::<f64>(), row_stride, column_stride), start.cast());
+        let (Mat(dst, row, column), start, scale) = (dst, start.cast(), scale.f64());
+        let dst = Mat(dst.cast::<f64>(), row, column);
         // SAFETY: the caller's promise; E and C are f64.
         return unsafe {
             double::gemm(shape, dst, start, a.cast(), b.cast(), scale, threads);
@@ -178,44 +182,51 @@ unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
         Parallelism::None => 1,
         Parallelism::Rayon(_) => par::threads(),
     };
-    let call = Call {
-        shape,
-        dst: Mat(dst.cast(), row_stride, column_stride),
-        start: start.cast(),
-        plus: plus.map(|(at, stride)| (at.cast(), stride)),
-        a: a.cast(),
-        b: b.cast(),
-        scale: scale as f32,
-        threads,
-    };
+    let call = Call { shape, dst, start, plus, a, b, scale: scale.f64() as f32, threads };
     // SAFETY: the caller's promise.
-    unsafe { dispatch::with_kernel::<E, C, _>(isa, call) }
+    unsafe { dispatch::with_kernel::<E, C, _>(isa, call.cast::<u8, u8>()) }
 }
 
-/// A call of [`gemm_on`] without types.
-struct Call<'a> {
-    shape: (usize, usize, usize),
-    dst: Mat<*mut u8>,
-    start: Start<'a, u8>,
-    plus: Option<(*const u8, usize)>,
-    a: Mat<*const u8>,
-    b: Mat<*const u8>,
-    scale: f32,
-    threads: usize,
+/// A product of at least one element: `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start` and `plus` say, for `shape` (m, n, k).
+pub struct Call<'a, E, C> {
+    pub shape: (usize, usize, usize),
+    pub dst: Mat<*mut C>,
+    pub start: Start<'a, E>,
+    /// A matrix of dst's shape, whose columns are contiguous, and the distance of its rows.
+    pub plus: Option<(*const C, usize)>,
+    pub a: Mat<*const E>,
+    pub b: Mat<*const E>,
+    pub scale: f32,
+    pub threads: usize,
 }
 
-impl WithKernel for Call<'_> {
-    unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(self) {
-        let Self { shape, dst: Mat(dst, row_stride, column_stride), start, plus, a, b, scale, threads } = self;
-        let dst = Mat(dst.cast::<C>(), row_stride, column_stride);
+impl<'a, E, C> Call<'a, E, C> {
+    /// The same under other names of the types ([`Start::cast`]).
+    fn cast<F, D>(self) -> Call<'a, F, D> {
+        let Self { shape, dst: Mat(dst, row, column), start, plus, a, b, scale, threads } = self;
         let plus = plus.map(|(at, stride)| (at.cast(), stride));
-        let (start, a, b) = (start.cast(), a.cast(), b.cast());
-        // SAFETY: the caller's promise, and that E and C are the types there were.
+        Call {
+            shape,
+            dst: Mat(dst.cast(), row, column),
+            start: start.cast(),
+            plus,
+            a: a.cast(),
+            b: b.cast(),
+            scale,
+            threads,
+        }
+    }
+}
+
+impl WithKernel for Call<'_, u8, u8> {
+    unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(self) {
+        // E and C are the types there were.
+        let call = self.cast::<E, C>();
+        // SAFETY: the caller's promise.
         unsafe {
-            if thin::fits::<E, C, K>(shape.0, dst, &start, b) {
-                thin::run::<E, C, K>(shape, dst, start, plus, a, b, scale, threads);
-            } else {
-                crew::run::<E, C, K>(shape, dst, start, plus, a, b, scale, threads);
+            match thin::fits::<E, C, K>(&call) {
+                true => thin::run::<E, C, K>(call),
+                false => crew::run::<E, C, K>(call),
             }
         }
     }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::buffer::{Buffer, with_common, with_own};
 use super::driver::{First, Target, pack_strips};
 use super::kernel::{Ahead, Kernel, Next, PIECE, Strip, Thin};
-use super::{Mat, Start};
+use super::{Call, Mat, Start};
 use crate::float::Elem;
 use crate::memory::LINE;
 use crate::par;
@@ -28,37 +28,25 @@ const ALONE: usize = 256 << 10;
 const SUMS: usize = 512;
 
 /// Whether [`run`] computes the product.
-pub fn fits<E: Elem<Acc = f32>, C, K: Kernel<E>>(
-    rows: usize,
-    dst: Mat<*mut C>,
-    start: &Start<'_, E>,
-    b: Mat<*const E>,
-) -> bool {
+pub fn fits<E: Elem<Acc = f32>, C, K: Kernel<E>>(call: &Call<'_, E, C>) -> bool {
     let most = match K::THIN {
         Thin::AsOthers => 0,
         Thin::InPlace => MOST_ROWS,
         Thin::ByPieces => K::MR,
     };
-    rows <= most && dst.2 == 1 && b.1 == 1 && !matches!(start, Start::Old)
+    let (rows, ..) = call.shape;
+    rows <= most && call.dst.2 == 1 && call.b.1 == 1 && !matches!(call.start, Start::Old)
 }
 
 /// # Safety
 /// As [`super::crew::run`]; the product [`fits`].
-pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
-    (m, n, k): (usize, usize, usize),
-    dst: Mat<*mut C>,
-    start: Start<'_, E>,
-    plus: Option<(*const C, usize)>,
-    a: Mat<*const E>,
-    b: Mat<*const E>,
-    scale: f32,
-    threads: usize,
-) {
+pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Call<'_, E, C>) {
+    let Call { shape: (m, n, k), dst, start, plus, a, b, scale, threads } = call;
     with_common(|common| {
         // SAFETY: the caller's promise.
-        let rows = unsafe { rows_of::<E, K>(a, m, k, &mut common.panels) };
+        let a = unsafe { rows_of::<E, K>(a, m, k, &mut common.panels) };
         let product = Product::<E, C, K> {
-            rows,
+            a,
             m,
             k,
             b: (b.0, b.2),
@@ -114,7 +102,7 @@ where
     E: Elem<Acc = f32>,
 {
     /// See [`rows_of`].
-    rows: (*const K::Packed, usize),
+    a: (*const K::Packed, usize),
     m: usize,
     k: usize,
     /// B, and the distance of its columns.
@@ -147,13 +135,11 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
                 }
                 // SAFETY: the caller's promise.
                 unsafe {
-                    let (a, a_row) = self.rows;
-                    let b = self.b.0.add(c * self.b.1);
+                    let (a, a_row) = self.a;
+                    let (a, b) = ((a.add(r * a_row), a_row), (self.b.0.add(c * self.b.1), self.b.1));
                     match K::THIN {
-                        Thin::ByPieces => self.by_pieces(b, columns, sums.as_mut_ptr()),
-                        _ => {
-                            K::thin(rows, columns, self.k, (a.add(r * a_row), a_row), (b, self.b.1), sums.as_mut_ptr())
-                        }
+                        Thin::ByPieces => by_pieces::<E, K>(rows, columns, self.k, a.0, b, sums.as_mut_ptr()),
+                        _ => K::thin(rows, columns, self.k, a, b, sums.as_mut_ptr()),
                     }
                     let add = plus.map_or((std::ptr::null(), 0), |(at, stride)| (at.add(r * stride + c), stride));
                     K::finish(sums.as_ptr(), rows, columns, (dst.add(r * row + c), row), scale, add);
@@ -161,31 +147,37 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
             }
         }
     }
+}
 
-    /// As [`Kernel::thin`], out of pieces of a panel that are packed in L1.
-    ///
-    /// # Safety
-    /// As [`run`]; sums have MR rows.
-    unsafe fn by_pieces(&self, b: *const E, columns: usize, sums: *mut f32) {
-        let nothing = Ahead { written: Next::nothing(sums.cast()), read: Next::nothing(sums.cast()) };
-        let mut following = b.wrapping_add(K::NR * self.b.1);
-        with_own(|own| {
-            let panel = own.panels.room::<K::Packed>(K::NR * PIECE);
-            for i in (0..self.k).step_by(PIECE) {
-                // Memory behind these columns, as it lies.
-                for _ in 0..K::NR * PIECE * size_of::<E>() / LINE {
-                    ask_for(following);
-                    following = following.wrapping_add(LINE / size_of::<E>());
-                }
-                let k = PIECE.min(self.k - i);
-                let strip = Strip::Packed(self.rows.0.wrapping_add(i * K::MR));
-                // SAFETY: the caller's promise; the panel has room for a piece.
-                unsafe {
-                    K::pack_b(Mat(b.add(i), 1, self.b.1), columns, k, panel);
-                    let k = k.next_multiple_of(K::KQ);
-                    K::tile(self.m, k, strip, panel, (sums, K::NR), (sums, K::NR), nothing, None);
-                }
+/// As [`Kernel::thin`], of a packed strip and, out of pieces of a panel that are packed in L1, of columns.
+///
+/// # Safety
+/// As there; sums have MR rows.
+unsafe fn by_pieces<E: Elem<Acc = f32>, K: Kernel<E>>(
+    rows: usize,
+    columns: usize,
+    k: usize,
+    strip: *const K::Packed,
+    (b, column): (*const E, usize),
+    sums: *mut f32,
+) {
+    let nothing = Ahead { written: Next::nothing(sums.cast()), read: Next::nothing(sums.cast()) };
+    let mut following = b.wrapping_add(K::NR * column);
+    with_own(|own| {
+        let panel = own.panels.room::<K::Packed>(K::NR * PIECE);
+        for i in (0..k).step_by(PIECE) {
+            // Memory behind these columns, as it lies.
+            for _ in 0..K::NR * PIECE * size_of::<E>() / LINE {
+                ask_for(following);
+                following = following.wrapping_add(LINE / size_of::<E>());
             }
-        });
-    }
+            let (k, strip) = (PIECE.min(k - i), Strip::Packed(strip.wrapping_add(i * K::MR)));
+            // SAFETY: the caller's promise; the panel has room for a piece.
+            unsafe {
+                K::pack_b(Mat(b.add(i), 1, column), columns, k, panel);
+                let k = k.next_multiple_of(K::KQ);
+                K::tile(rows, k, strip, panel, (sums, K::NR), (sums, K::NR), nothing, None);
+            }
+        }
+    });
 }

@@ -84,7 +84,7 @@ fn likely(logits: &[f32], sampling: &Sampling, weight: impl Fn(usize) -> f64) ->
         let total = all.iter().map(|(_, weight)| weight).sum();
         return (all, total);
     }
-    let mut order: Vec<u64> = (0..logits.len()).map(|i| rank(logits[i], i)).collect();
+    let mut order: Vec<u64> = (0..logits.len()).map(|i| sort_key(logits[i], i)).collect();
     let index = |key: u64| (key & u64::from(u32::MAX)) as usize;
     if sampling.top_k > 0 && sampling.top_k < order.len() {
         order.select_nth_unstable(sampling.top_k);
@@ -108,14 +108,15 @@ fn likely(logits: &[f32], sampling: &Sampling, weight: impl Fn(usize) -> f64) ->
             sorted = next;
         }
         let i = index(order[at]);
-        kept.push((i, weight(i)));
-        total += weight(i);
+        let weight = weight(i);
+        kept.push((i, weight));
+        total += weight;
     }
     (kept, total)
 }
 
-/// Sorts by falling logits, then by rising indices.
-fn rank(logit: f32, index: usize) -> u64 {
+/// Sorts by falling logits, then by rising indices, which are its lower half.
+fn sort_key(logit: f32, index: usize) -> u64 {
     let bits = logit.to_bits();
     // As integers, negative numbers fall.
     let rising = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };

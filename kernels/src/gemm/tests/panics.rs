@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::kernel::{Ahead, Blocking, Chore, Kernel, Strip};
 use super::super::portable::Portable;
-use super::super::{Mat, Start, crew};
+use super::super::{Call, Mat, Start, crew};
 use super::numbers;
 use crate::float::Elem;
 
@@ -72,8 +72,10 @@ fn a_thread_that_panics_leaves_nobody_waiting() {
             let (a, b, mut dst) = (numbers::<f32>(300 * 40, 1), numbers::<f32>(40 * 300, 2), vec![0f32; 300 * 300]);
             let (a, b) = (Mat(a.as_ptr(), 40, 1), Mat(b.as_ptr(), 300, 1));
             let dst = Mat(dst.as_mut_ptr(), 300, 1);
+            let (shape, start, plus) = ((300, 300, 40), Start::Zero, None);
+            let call = Call { shape, dst, start, plus, a, b, scale: 1.0, threads: 2 };
             // SAFETY: a is [300, 40], b [40, 300] and dst [300, 300]; the kernel needs no instruction set.
-            unsafe { crew::run::<f32, f32, Panicking>((300, 300, 40), dst, Start::Zero, None, a, b, 1.0, 2) }
+            unsafe { crew::run::<f32, f32, Panicking>(call) }
         });
     }
     let name = "gemm::tests::panics::a_thread_that_panics_leaves_nobody_waiting";

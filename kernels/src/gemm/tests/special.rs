@@ -108,6 +108,22 @@ fn sums_of_f32_by_amx_are_as_close_to_the_exact_ones_as_those_by_fma() {
 }
 
 #[test]
+fn a_product_without_rows_or_columns_is_nothing() {
+    for (isa, (m, n, k)) in
+        available().flat_map(|isa| [(0, 3, 2), (3, 0, 2), (2, 0, 0), (0, 0, 5)].map(|shape| (isa, shape)))
+    {
+        let (some, mut c) = ([1f32; 16], [5f32; 16]);
+        // Rows of memory, and columns.
+        for b in [Mat(some.as_ptr(), n, 1), Mat(some.as_ptr(), 1, k)] {
+            let (a, dst) = (Mat(some.as_ptr(), k, 1), Mat(c.as_mut_ptr(), n, 1));
+            // SAFETY: nothing is read or written.
+            unsafe { gemm_on::<f32, f32>(isa, (m, n, k), dst, Start::Zero, None, a, b, 1.0, Parallelism::None) };
+        }
+        assert_eq!(c, [5.0; 16], "{isa:?}");
+    }
+}
+
+#[test]
 fn an_empty_inner_dimension_gives_the_start() {
     fn check<E: Elem<Acc = f32>>() {
         let (nothing, bias) = ([E::store(f32::of(0.0)); 1], [1f32, 2.0, 3.0].map(E::store));
