@@ -1,33 +1,39 @@
-// Σ dout·out of every query and head, which backward subtracts from the gradients of its weights: a warp per row of a head.
+// Σ dout·out of every query and head, which backward subtracts from the gradients of its weights: some lanes of a warp per row of a head.
 #include "attention.cuh"
 
 namespace {
 
+/// `lanes`, a power of two up to 32, have a row. `next` are the two numbers of pieces of work that the kernels behind this one count.
 template <class T>
-DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to) {
-    const uint32_t lane = threadIdx.x % 32, heads = call.groups * call.heads_per_group;
-    const uint64_t row = static_cast<uint64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32; // (position, sample, head)
-    if (row >= static_cast<uint64_t>(call.s) * call.b * heads) return;
-    dout += row * call.head_dim;
-    out += row * call.head_dim;
+DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t lanes) {
+    if (blockIdx.x == 0 && threadIdx.x < 2) next[threadIdx.x] = 0;
+    const uint32_t lane = threadIdx.x % lanes, heads = call.groups * call.heads_per_group;
+    const uint64_t rows = static_cast<uint64_t>(call.s) * call.b * heads;
+    const uint64_t row = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes; // (position, sample, head)
     float sum = 0.0f;
-    if (call.aligned && aligned(dout, out)) {
-        for (uint32_t i = lane * VECTOR<T>; i < call.head_dim; i += 32 * VECTOR<T>) {
-            const Vector<T> a = load_vector(dout + i), b = load_vector(out + i);
+    if (row < rows) {
+        dout += row * call.head_dim;
+        out += row * call.head_dim;
+        if (call.aligned && aligned(dout, out)) {
+            for (uint32_t i = lane * VECTOR<T>; i < call.head_dim; i += lanes * VECTOR<T>) {
+                const Vector<T> a = load_vector(dout + i), b = load_vector(out + i);
 #pragma unroll
-            for (int e = 0; e < VECTOR<T>; e++) sum += a[e] * b[e];
+                for (int e = 0; e < VECTOR<T>; e++) sum += a[e] * b[e];
+            }
+        } else {
+            for (uint32_t i = lane; i < call.head_dim; i += lanes) sum += to_float(dout[i]) * to_float(out[i]);
         }
-    } else {
-        for (uint32_t i = lane; i < call.head_dim; i += 32) sum += to_float(dout[i]) * to_float(out[i]);
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    // Whole warps come here, whatever part of them has rows.
+    for (uint32_t distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
     const uint64_t position = row / heads / call.b, sample = row / heads % call.b, head = row % heads;
-    if (lane == 0) to[statistics_at(call, sample, head) + position] = sum;
+    if (lane == 0 && row < rows) to[statistics_at(call, sample, head) + position] = sum;
 }
 
 } // namespace
 
-#define KERNELS(T, suffix) \
-    KERNEL(attention_delta_##suffix, const Attention call, const T *dout, const T *out, float *to) { delta(call, dout, out, to); }
+#define KERNELS(T, suffix)                                                                                                         \
+    KERNEL(attention_delta_##suffix, const Attention call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t lanes) { \
+        delta(call, dout, out, to, next, lanes);                                                                                         \
+    }
 FOR_DTYPES(KERNELS)

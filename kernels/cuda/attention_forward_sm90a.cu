@@ -35,19 +35,16 @@ struct Shared {
     }
 };
 
-/// A tile of queries: the number-th of all. Heads come in sections whose keys and values stay in the second-level cache; within a section
-/// the last tiles come first, since they take longest.
+/// A tile of queries of a head; the last tiles, which take longest, come first.
 struct Work {
     uint32_t first, head, sample;
 
     __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
-        const uint32_t heads = call.groups * call.heads_per_group, all = heads * call.b;
-        const uint32_t of_section = number / (section * tiles), begin = of_section * section;
-        const uint32_t in_section = number - begin * tiles, size = min(section, all - begin);
-        const uint32_t tile = tiles - 1 - in_section / size, which = begin + in_section % size;
-        first = tile * QUERIES;
-        head = which % heads;
-        sample = which / heads;
+        const uint32_t heads = call.groups * call.heads_per_group;
+        const Place place(number, tiles, heads * call.b, section);
+        first = (tiles - 1 - place.tile) * QUERIES;
+        head = place.which % heads;
+        sample = place.which / heads;
     }
 
     /// First tile of keys, and the one behind the last.

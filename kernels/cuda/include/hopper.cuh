@@ -108,6 +108,9 @@ DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, u
                  : "memory");
 }
 
+/// Has copies that begin later see shared memory as this thread's own reads and writes have left it; others are told behind it.
+DEVICE void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 DEVICE void fetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 /// A barrier of some warps of a block, by number (1 to 15): waits for `threads` to come, or only comes.

@@ -141,6 +141,7 @@ DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
     emulator::wait_until(ready, "mbarrier.try_wait");
 }
 
+DEVICE void before_copies() {}
 DEVICE void fetch_map(const TensorMap *) {}
 DEVICE void some_wait(uint32_t number, uint32_t threads) { emulator::barrier(number, threads, 0, "bar.sync"); }
 DEVICE void some_come(uint32_t number, uint32_t threads) { emulator::barrier_arrive(number, threads); }
@@ -184,9 +185,7 @@ DEVICE float emulated_element(uint64_t descriptor, bool transposed, uint32_t row
 template <class E, int N>
 struct Wgmma {
     static void assign(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply(c, a, b, false); }
-    static void assign(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { multiply<false>(c, a, b, false); }
     static void add(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply(c, a, b, true); }
-    static void add(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { multiply<false>(c, a, b, true); }
     static void add_weighed(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { multiply<true>(c, a, b, true); }
 
   private:

@@ -35,24 +35,6 @@ DEVICE void multiply_rows(float (&c)[N / 8][4], uint32_t a, uint32_t b) {
         Wgmma<E, N>::add(c, left + columns_at<A_ROWS, DIM>(k) / 16, right + columns_at<N, DIM>(k) / 16);
 }
 
-/// As above, of 64 rows in registers.
-template <class E, int DIM, int N>
-DEVICE void multiply_rows(float (&c)[N / 8][4], const uint32_t (&a)[DIM / 16][4], uint32_t b) {
-    const uint64_t right = operand(b, 16);
-    Wgmma<E, N>::assign(c, a[0], right);
-#pragma unroll
-    for (uint32_t k = 1; k < DIM / 16; k++) Wgmma<E, N>::add(c, a[k], right + columns_at<N, DIM>(k) / 16);
-}
-
-/// A warp's 16 rows of a tile of ROWS, which begin at `rows`, as left operands.
-template <int ROWS, int DIM>
-DEVICE void load_rows(uint32_t (&a)[DIM / 16][4], const unsigned char *rows) {
-    const uint32_t lane = threadIdx.x % 32;
-#pragma unroll
-    for (uint32_t k = 0; k < DIM / 16; k++)
-        ldmatrix(a[k], rows + k / 4 * Tile<ROWS, DIM>::BOX + swizzled(lane % 16, k % 4 * 2 + lane / 16));
-}
-
 /// Begins C [64, DIM] += weights · B over K rows of a tile.
 template <class E, int DIM, int K>
 DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4], uint32_t b) {
@@ -105,4 +87,18 @@ struct Turn {
     uint32_t count = 0;
     __device__ __forceinline__ uint32_t slot() const { return count % STAGES; }
     __device__ __forceinline__ uint32_t parity() const { return count / STAGES % 2; }
+    /// The slot of the tile before.
+    __device__ __forceinline__ uint32_t before() const { return (count - 1) % STAGES; }
+};
+
+/// Where the number-th of all pieces of work lies, `tiles` for each of `all` heads (or groups), when blocks take them in this order: heads come
+/// in sections, what whose tiles read in common stays in the second-level cache; within a section the first tiles of all its heads come first.
+struct Place {
+    uint32_t tile, which;
+
+    __device__ __forceinline__ Place(uint32_t number, uint32_t tiles, uint32_t all, uint32_t section) {
+        const uint32_t begin = number / (section * tiles) * section, in_section = number - begin * tiles, size = min(section, all - begin);
+        tile = in_section / size;
+        which = begin + in_section % size;
+    }
 };

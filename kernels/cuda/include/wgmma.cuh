@@ -27,10 +27,10 @@ struct Wgmma;
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " OPERANDS_##N ", " R0 ", " R1 ", p, 1, 1, 0, 0;}"  \
                  : C_##N                                                                                                               \
                  : "l"(a), "l"(b))
-#define WGMMA_OF_REGISTERS(TYPE, N, READ, TRANSPOSED, R0, R1, R2, R3, R4)                                                              \
-    asm volatile("{.reg .pred p; setp." READ ".b32 p, 0, 0;\n"                                                                         \
+#define WGMMA_OF_REGISTERS(TYPE, N, R0, R1, R2, R3, R4)                                                                                \
+    asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;\n"                                                                               \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " OPERANDS_##N ", {" R0 ", " R1 ", " R2 ", " R3     \
-                 "}, " R4 ", p, 1, 1, " TRANSPOSED ";}"                                                                                \
+                 "}, " R4 ", p, 1, 1, 1;}"                                                                                             \
                  : C_##N                                                                                                               \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
@@ -41,19 +41,13 @@ struct Wgmma;
         __device__ __forceinline__ static void assign(float (&c)[N / 8][4], uint64_t a, uint64_t b) {                                  \
             WGMMA_OF_TILES(TYPE, N, "ne", R0, R1);                                                                                     \
         }                                                                                                                              \
-        __device__ __forceinline__ static void assign(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {                      \
-            WGMMA_OF_REGISTERS(TYPE, N, "ne", "0", R0, R1, R2, R3, R4);                                                                \
-        }                                                                                                                              \
         /* C += A · Bᵀ */                                                                                                              \
         __device__ __forceinline__ static void add(float (&c)[N / 8][4], uint64_t a, uint64_t b) {                                     \
             WGMMA_OF_TILES(TYPE, N, "eq", R0, R1);                                                                                     \
         }                                                                                                                              \
-        __device__ __forceinline__ static void add(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {                         \
-            WGMMA_OF_REGISTERS(TYPE, N, "eq", "0", R0, R1, R2, R3, R4);                                                                \
-        }                                                                                                                              \
         /* C += A · B */                                                                                                               \
         __device__ __forceinline__ static void add_weighed(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {                 \
-            WGMMA_OF_REGISTERS(TYPE, N, "eq", "1", R0, R1, R2, R3, R4);                                                                \
+            WGMMA_OF_REGISTERS(TYPE, N, R0, R1, R2, R3, R4);                                                                           \
         }                                                                                                                              \
     };
 

@@ -3,8 +3,8 @@
 //! 16-bit tensors go through tensor cores in tiles of 64, 96, 128 or 256 columns, f32 through multiplications of f32; a head that is
 //! narrower than its tile is padded in shared memory.
 //!
-//! There are second kernels for Hopper, by its asynchronous products and tensor copies, which have only ever run on the emulator: the
-//! environment variable `MEGATRON_ATTENTION=hopper` has them used where they can be ([`Kernels`]).
+//! There are second kernels for Hopper, by its asynchronous products and tensor copies, which are used where they can be ([`Kernels`]); the
+//! environment variable `MEGATRON_ATTENTION=mma` has the others used there, too.
 
 use std::sync::OnceLock;
 
@@ -37,15 +37,15 @@ pub enum Kernels {
 }
 
 impl Kernels {
-    /// Those that `MEGATRON_ATTENTION` names, `mma` or `hopper`; without it, [`Kernels::Mma`]. Read once.
+    /// Those that `MEGATRON_ATTENTION` names, `mma` or `hopper`; without it, [`Kernels::Hopper`]. Read once.
     ///
     /// # Errors
     /// A message for the user if it names no kernels.
     pub fn chosen() -> std::result::Result<Self, String> {
         static CHOSEN: OnceLock<std::result::Result<Kernels, String>> = OnceLock::new();
         let choose = || match std::env::var_os(VARIABLE).unwrap_or_default().to_string_lossy().as_ref() {
-            "" | "mma" => Ok(Self::Mma),
-            "hopper" => Ok(Self::Hopper),
+            "mma" => Ok(Self::Mma),
+            "" | "hopper" => Ok(Self::Hopper),
             other => Err(format!("{VARIABLE}={other} names no kernels; there are mma and hopper")),
         };
         CHOSEN.get_or_init(choose).clone()
@@ -270,26 +270,59 @@ fn backward_on_hopper(
     prepared: &Prepared,
     geometry: Geometry,
     (dtype, suffix): (DType, &str),
-    [douts, packed, lses, deltas, dpacked]: [DevicePointer; 5],
+    [douts, packed, lses, deltas, dpacked, next]: [DevicePointer; 6],
 ) -> Result<()> {
     let Geometry { s, b, shape } = geometry;
+    let (d, element) = (shape.head_dim, dtype.size_in_bytes());
     let parts = shape.groups * (shape.heads_per_group + 2);
     let qkv = boxes(packed, dtype, geometry, parts, HOPPER_HALF).map(op)?;
     let dout = boxes(douts, dtype, geometry, shape.heads(), HOPPER_HALF).map(op)?;
-    // Two tiles each of two kinds stay, four of two kinds come in turns; three numbers for each of four tiles' queries; nine barriers.
-    let shared = (4 + 4 * 2) * HOPPER_HALF * shape.head_dim * dtype.size_in_bytes() + 4 * 3 * HOPPER_HALF * 4 + 9 * 8;
-    for (of, heads) in [("dkdv", shape.groups), ("dq", shape.heads())] {
-        let name = format!("attention_{of}_sm90a_{suffix}_{}", shape.head_dim);
-        let grid = [blocks(op, s, HOPPER_TILE)?, blocks_y(op, heads, 1)?, blocks_y(op, b, 1)?];
-        gpu.launch("attention_backward_sm90a", &name, grid, HOPPER_THREADS, shared as u32, |args| {
+    // Two tiles each of two kinds stay, of narrow heads for two pieces of work; four of two kinds come in turns; three numbers for each of four
+    // tiles' queries; barriers; and the numbers of the pieces of work.
+    let stays = if d == 64 { 2 } else { 1 };
+    let shared =
+        4 * (stays + 2) * HOPPER_HALF * d * element + 4 * 3 * HOPPER_HALF * 4 + (2 * stays + 2 * 4) * 8 + stays * 4;
+    let of_head = 2 * s * d * element;
+    // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles of queries over the group's keys and values.
+    let kernels = [
+        ("dkdv", shape.groups, of_head * shape.heads_per_group),
+        ("dq", shape.heads(), of_head / shape.heads_per_group),
+    ];
+    for (of, heads, bytes) in kernels {
+        let name = format!("attention_{of}_sm90a_{suffix}_{d}");
+        let order = Order::new(op, gpu, s, heads * b, bytes)?;
+        gpu.launch("attention_backward_sm90a", &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
             // SAFETY: the kernel's structures have these fields and no padding.
             unsafe { args.structure(&qkv).structure(&dout).structure(&prepared.call) }
                 .ptr(lses)
                 .ptr(deltas)
-                .ptr(dpacked);
+                .ptr(dpacked)
+                .ptr(next)
+                .u32(order.section);
         })?;
     }
     Ok(())
+}
+
+/// In which order blocks that stay for many tiles take them: `Place` of `cuda/include/warpgroups.cuh`.
+struct Order {
+    grid: [u32; 3],
+    section: u32,
+}
+
+impl Order {
+    /// Of tiles of `all` heads or groups of `s` positions each, which read `bytes` in common.
+    fn new(op: &'static str, gpu: &Gpu, s: usize, all: usize, bytes: usize) -> Result<Self> {
+        let properties = gpu.properties()?;
+        let tiles = s.div_ceil(HOPPER_TILE);
+        let blocks = blocks(op, tiles * all, 1)?.min(properties.multiprocessors);
+        // What a section reads is to fill half of the second-level cache, and its short tiles are to fill the time of its long ones on all
+        // multiprocessors. All sections are alike, since a last one of a few long tiles would leave most multiprocessors without work.
+        let cached = properties.l2 as usize / 2 / bytes.max(1);
+        let balanced = (4 * properties.multiprocessors as usize).div_ceil(tiles.max(1));
+        let sections = (all / cached.max(balanced).max(1)).max(1);
+        Ok(Self { grid: [blocks, 1, 1], section: all.div_ceil(sections).max(1) as u32 })
+    }
 }
 
 /// `cuda/attention_forward_sm90a.cu`.
@@ -303,19 +336,15 @@ fn forward_on_hopper(
 ) -> Result<()> {
     let Geometry { s, b, shape } = geometry;
     let (d, element) = (shape.head_dim, dtype.size_in_bytes());
-    let all = s.div_ceil(HOPPER_TILE) * b * shape.heads();
-    let (parts, properties) = (shape.groups * (shape.heads_per_group + 2), gpu.properties()?);
+    let parts = shape.groups * (shape.heads_per_group + 2);
     let map = boxes(packed, dtype, geometry, parts, HOPPER_TILE).map(op)?;
-    // Blocks stay for many tiles. Heads whose keys and values fill half of the second-level cache are done before the next ones.
-    let grid = [blocks(op, all, 1)?.min(properties.multiprocessors), 1, 1];
-    let of_head = 2 * s * d * element / shape.heads_per_group;
-    let section = (properties.l2 as usize / 2 / of_head.max(1)).clamp(1, b * shape.heads());
+    let order = Order::new(op, gpu, s, b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
     // Tiles of queries and outputs, two of keys and of values, and ten barriers.
     let shared = 6 * HOPPER_TILE * d * element + 10 * 8;
     let name = format!("attention_forward_sm90a_{suffix}_{d}");
-    gpu.launch("attention_forward_sm90a", &name, grid, HOPPER_THREADS, shared as u32, |args| {
+    gpu.launch("attention_forward_sm90a", &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
         // SAFETY: the kernel's structures have these fields and no padding.
-        unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).u32(section as u32);
+        unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).u32(order.section);
     })
 }
 
@@ -337,15 +366,19 @@ pub(crate) fn backward(
     let (_delta, deltas) = gpu.output((b, shape.heads(), s), DType::F32, op)?;
     let (gpu, prepared) = Prepared::new(op, qkv, geometry, scores, mask, &[packed, douts, dpacked])?;
 
+    // Numbers of pieces of work, which the first kernel clears and those for Hopper count.
+    let (_next, next) = gpu.output(2, DType::U32, op)?;
     let rows = s * b * shape.heads();
-    let grid = [blocks(op, rows, THREADS as usize / 32)?, 1, 1];
+    let lanes = shape.head_dim.div_ceil(16 / dtype.size_in_bytes()).next_power_of_two().min(32);
+    let grid = [blocks(op, rows, THREADS as usize / lanes)?, 1, 1];
     gpu.launch("attention_delta", &format!("attention_delta_{suffix}"), grid, THREADS, 0, |args| {
         // SAFETY: the kernel's structure has these fields and no padding.
-        unsafe { args.structure(&prepared.call) }.ptr(douts).ptr(outs).ptr(deltas);
+        unsafe { args.structure(&prepared.call) }.ptr(douts).ptr(outs).ptr(deltas).ptr(next).u32(lanes as u32);
     })?;
 
     if on_hopper(op, &gpu, &prepared, geometry, dtype)? {
-        backward_on_hopper(op, &gpu, &prepared, geometry, (dtype, suffix), [douts, packed, lses, deltas, dpacked])?;
+        let pointers = [douts, packed, lses, deltas, dpacked, next];
+        backward_on_hopper(op, &gpu, &prepared, geometry, (dtype, suffix), pointers)?;
         return Ok(dqkv);
     }
     let width = Width::new(shape.head_dim, dtype);

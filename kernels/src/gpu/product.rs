@@ -97,14 +97,14 @@ pub struct Product {
     pub accumulate: bool,
 }
 
-/// All that the choice of an algorithm depends on.
+/// All that the choice of an algorithm depends on. Whether the product is added to what is there is not among it: an algorithm sums in one
+/// order, so the first of the products that add to a result gives the same bits whether it is written or added to zeros.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     dims: [usize; 3],
     transposed: [bool; 2],
     dtypes: [DType; 3],
     epilogue: u32,
-    accumulate: bool,
     /// Of a, b, y, and what the epilogue reads or writes, as powers of two up to 256.
     alignments: [u32; 5],
 }
@@ -170,7 +170,6 @@ impl Product {
             transposed: [self.a.transposed, self.b.transposed],
             dtypes: [self.a.dtype, self.b.dtype, self.y_dtype],
             epilogue: self.epilogue.kind() as u32,
-            accumulate: self.accumulate,
             alignments: [Some(self.a.at), Some(self.b.at), Some(self.y), self.epilogue.bias(), self.epilogue.before()]
                 .map(|at| at.map_or(256, alignment)),
         }

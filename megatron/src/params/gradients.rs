@@ -2,8 +2,9 @@
 //!
 //! On a CPU they are not cleared before a step: who adds first writes over what the memory has held, which spares memory the writing
 //! and reading of all of them. A bucket's have memory from then on until the optimizer has used them: backward drops a layer's activations as it
-//! comes to the layer's gradients, so what a step begins with they never have at once. On a GPU gradients stay where they are, and are cleared,
-//! bucket by bucket: a CUDA graph adds to them for every microbatch alike.
+//! comes to the layer's gradients, so what a step begins with they never have at once. On a GPU gradients stay where they are; those of large
+//! weights are written over, too, and what lies between them is cleared at once. All are cleared where a CUDA graph adds to them for every
+//! microbatch alike ([`ParamStore::clear_all_grads`]).
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -90,19 +91,26 @@ impl GradientBuffer {
     }
 }
 
+/// Elements from which on a GPU's gradient is not cleared before a step: clearing one takes a launch, which small ones share.
+const LARGE: usize = 1 << 18;
+
 /// Whether what is in the place of a parameter's gradient is none of this step's.
 #[derive(Debug)]
 pub(super) struct Stale(AtomicBool);
 
 impl Stale {
-    /// Of a gradient that has not been added to. On a GPU places are cleared instead.
-    pub fn new(device: &Device) -> Self {
-        Self(AtomicBool::new(!computes_ahead(device)))
+    /// Of a gradient that has not been added to.
+    pub fn new() -> Self {
+        Self(AtomicBool::new(true))
     }
 
     /// Whether it was, until now.
     fn end(&self) -> bool {
         self.0.swap(false, Ordering::Relaxed)
+    }
+
+    fn is(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
     }
 
     fn begin(&self) {
@@ -117,16 +125,38 @@ impl ParamStore {
     /// If a buffer cannot be written.
     pub fn begin_grads(&self) -> Result<()> {
         if computes_ahead(&self.options().device) {
-            let uses = self.iter().filter_map(|(_, p)| p.second_use.clone().map(Ok));
-            for grads in self.buckets().iter().map(|bucket| bucket.grads.all()).chain(uses) {
-                kernels::reduce::zero(&grads?)?;
-            }
-            return Ok(());
+            return self.begin_grads_on_gpu();
         }
         for (_, param) in self.iter() {
             param.stale.begin();
             if let Some(sums) = &param.first_use {
                 lock(sums).clear()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is not written over is cleared.
+    fn begin_grads_on_gpu(&self) -> Result<()> {
+        for (_, param) in self.iter() {
+            let written_over = !self.clears_all_grads() && param.numel >= LARGE;
+            if written_over {
+                param.stale.begin()
+            } else {
+                _ = param.stale.end()
+            }
+            if let Some(grad) = param.second_use.as_ref().filter(|_| !written_over) {
+                kernels::reduce::zero(grad)?;
+            }
+        }
+        for bucket in self.buckets() {
+            let large = bucket.params.iter().map(|id| self.param(*id)).filter(|param| param.stale.is());
+            let mut end = 0;
+            for next in large.map(Param::range).chain(std::iter::once(bucket.len..bucket.len)) {
+                if next.start > end {
+                    kernels::reduce::zero(&bucket.grads.narrow(&(end..next.start))?)?;
+                }
+                end = next.end;
             }
         }
         Ok(())

@@ -236,7 +236,7 @@ impl ParamsBuilder {
         for PlacedParam { spec, role, bucket, offset, numel } in placement.params {
             let shape = spec.local_shape(options.tp);
             let weight = buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
-            let (mut stale, mut second_use) = (Arc::new(Stale::new(&options.device)), None);
+            let (mut stale, mut second_use) = (Arc::new(Stale::new()), None);
             match role {
                 Role::TiedUse(ParamId(first)) if !computes_ahead(&options.device) => {
                     let first: &mut Param = &mut params[first];
@@ -252,7 +252,7 @@ impl ParamsBuilder {
             let first_use = None;
             params.push(Param { spec, role, pieces, bucket, offset, numel, weight, stale, first_use, second_use });
         }
-        Ok(ParamStore { params, buckets, options: options.clone() })
+        Ok(ParamStore { params, buckets, options: options.clone(), clears_all_grads: false })
     }
 }
 
@@ -262,9 +262,19 @@ pub struct ParamStore {
     params: Vec<Param>,
     buckets: Vec<Bucket>,
     options: StoreOptions,
+    clears_all_grads: bool,
 }
 
 impl ParamStore {
+    /// From now on a step begins with gradients of 0, to which the same work can be done for every microbatch.
+    pub fn clear_all_grads(&mut self) {
+        self.clears_all_grads = true;
+    }
+
+    pub(super) fn clears_all_grads(&self) -> bool {
+        self.clears_all_grads
+    }
+
     /// The parameter's weight, in local shape.
     pub fn weight(&self, id: ParamId) -> &Tensor {
         &self.params[id.0].weight

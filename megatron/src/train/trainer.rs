@@ -188,6 +188,9 @@ impl Trainer {
         if parallel.delay_wgrad_compute {
             schedule = delay_weight_gradients(&schedule, &costs(parallel, model, training.recompute)?)?;
         }
+        if training.enable_cuda_graph {
+            stage.params.clear_all_grads();
+        }
         let drops = config.model.attention_dropout > 0.0 || config.model.hidden_dropout > 0.0;
         let in_time = |schedule: Schedule| if early { schedule.receiving_early() } else { schedule };
         Ok(Self {

@@ -144,7 +144,7 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     crate::print_line(&format!(
         "{}, {seq} tokens × {micro_batch} samples, {}, {}",
         args.preset.name(),
-        if bench.device.is_cpu() { format!("{threads} threads") } else { format!("{:?}", bench.device.location()) },
+        if bench.device.is_cpu() { format!("{threads} threads") } else { device::name(&bench.device) },
         args.dtype.name()
     ));
     if let Some(instruction) = instruction {

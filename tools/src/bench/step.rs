@@ -137,7 +137,7 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     }
     let measured = measure(&run, (WARM_UP + args.steps) as u64, world, &device)?;
     if place.rank == 0 {
-        report(args.preset, &run, threads, &measured);
+        report(args.preset, &run, threads, &device, &measured);
     }
     if let Some(profile) = &measured.profile {
         crate::print_line(&render(profile));
@@ -197,7 +197,7 @@ fn measure(run: &RunConfig, timed: u64, world: Group, device: &Device) -> megatr
     Ok(Measured { steps: Timing::new(seconds), peak_memory: memory.to_vec1::<f64>()?[0], loss, profile })
 }
 
-fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) {
+fn report(preset: Preset, run: &RunConfig, threads: usize, device: &Device, measured: &Measured) {
     let p = &run.parallel;
     let tokens = (run.training.global_batch_size * run.model.seq_length) as f64;
     let rate = tokens / measured.steps.median();
@@ -218,9 +218,11 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, measured: &Measured) 
     if p.extra_warmup > 0 {
         layout.push_str(&format!("·extra-warmup{}", p.extra_warmup));
     }
-    crate::print_line(&machine_line());
+    let (kind, on) =
+        if device.is_cpu() { ("cpu", String::new()) } else { ("cuda", format!("; {}", kernels::device::name(device))) };
+    crate::print_line(&format!("{}{on}", machine_line()));
     crate::print_line(&format!(
-        "megatron {} cpu {} {} layout={layout} world={} threads={threads} params={:.1}M tokens_per_second={rate:.0} \
+        "megatron {} {kind} {} {} layout={layout} world={} threads={threads} params={:.1}M tokens_per_second={rate:.0} \
          tflops={tflops:.4} peak_gib={gib:.2} loss={:.3}",
         env!("CARGO_PKG_VERSION"),
         preset.name(),
