@@ -54,6 +54,15 @@ pub fn report(error: &Error) {
     Fault { message: error.to_string(), blames_a_peer: error.blames_a_peer() }.write();
 }
 
+/// Ends this process at once, as one that failed: destructors and what libraries do at a process's exit are left out. Of CUDA and NCCL these
+/// may hang after a failure, or meet threads that still use what they take away. Nothing is lost by it: files are written through before a
+/// failure is reported, and what was printed is flushed here.
+pub fn leave(code: u8) -> ! {
+    // If standard output is gone there is nobody left to tell.
+    let _ = std::io::stdout().flush();
+    signal_hook::low_level::exit(i32::from(code))
+}
+
 /// Turns panics, which are bugs of ours, into one line.
 pub fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {

@@ -26,7 +26,7 @@ use std::process::ExitCode;
 use cli::{Request, Stop};
 use error::Error;
 
-/// The program: reads the command line, and returns the code to end with.
+/// The program: reads the command line, and returns the code to end with if it has done its work.
 pub fn main() -> ExitCode {
     fault::install_panic_hook();
     launch::adjust();
@@ -37,7 +37,10 @@ pub fn main() -> ExitCode {
             error.exit_code()
         })
     }));
-    ExitCode::from(code.unwrap_or(fault::PANICKED))
+    match code.unwrap_or(fault::PANICKED) {
+        0 => ExitCode::SUCCESS,
+        code => fault::leave(code),
+    }
 }
 
 fn run() -> error::Result<u8> {

@@ -63,16 +63,6 @@ fn advice(run: &RunConfig) -> Option<String> {
     })
 }
 
-/// The error of a rank that ends because of another one. Under a supervisor it stays as it is, since that looks for the cause itself.
-fn with_advice(error: Error, run: &RunConfig) -> Error {
-    match advice(run) {
-        Some(advice) if error.blames_a_peer() && std::env::var_os(fault::SUPERVISED).is_none() => {
-            Error::Launch(format!("{error}. {advice}"))
-        }
-        _ => error,
-    }
-}
-
 /// Refuses, before anything is computed, folders that `rank` has to write to and cannot.
 fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
     if let (Some(save), Some(_)) = (&run.checkpoint.save, &run.checkpoint.init_from_hf) {
@@ -138,20 +128,16 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let mut trainer = None;
     let outcome =
         run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag, &mut trainer);
-    Ok(match outcome.map_err(|error| failed(error, &resolved.run, &world))? {
+    let failed = |error: Error| {
+        // A supervisor looks for the cause itself, and advises on that.
+        let advises = error.blames_a_peer() && std::env::var_os(fault::SUPERVISED).is_none();
+        let advice = advice(&resolved.run).filter(|_| advises);
+        ranks::failed_with_advice(error, advice, &world, &device)
+    };
+    Ok(match outcome.map_err(failed)? {
         Outcome::Finished | Outcome::ExitInterval => 0,
         Outcome::Interrupted => stop.exit_code(),
     })
-}
-
-/// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then to the others, which so hear of it at once
-/// rather than when they miss this rank.
-fn failed(error: Error, run: &RunConfig, world: &Group) -> Error {
-    let reason = error.to_string();
-    let error = with_advice(error, run);
-    fault::report(&error);
-    world.abort(&reason);
-    error
 }
 
 /// Trains, and continues the prompt once all steps are made. The trainer is left in `trainer`.

@@ -10,6 +10,7 @@ use megatron::config::{ParallelConfig, RunConfig};
 
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
+use crate::fault;
 use crate::launch::{Plan, STORE_SERVED, Style, supervise};
 
 /// More ranks on one machine are taken for a mistake.
@@ -179,6 +180,28 @@ pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device, com
     let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout), overlap, ..default };
     let world = comm::init(place, &rendezvous, distributed.backend, options)?;
     over_gpus(world, distributed, device)
+}
+
+/// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then to the others, which so hear of it at once
+/// rather than when they miss this rank. A rank on a GPU does not return from here: what it has there goes with its process.
+pub fn failed(error: Error, world: &Group, device: &Device) -> Error {
+    failed_with_advice(error, None, world, device)
+}
+
+/// As [`failed`]; the reader alone gets `advice` besides.
+pub fn failed_with_advice(error: Error, advice: Option<String>, world: &Group, device: &Device) -> Error {
+    let reason = error.to_string();
+    let error = match advice {
+        Some(advice) => Error::Launch(format!("{error}. {advice}")),
+        None => error,
+    };
+    fault::report(&error);
+    world.abort(&reason);
+    if device.is_cuda() {
+        world.leave();
+        fault::leave(error.exit_code());
+    }
+    error
 }
 
 fn over_nccl(distributed: &Distributed, device: &Device) -> bool {

@@ -139,6 +139,10 @@ pub trait Communicator: Send + Sync {
     /// world fail soon with an error that names this rank and `reason`. The first reason given anywhere stays.
     fn abort(&self, reason: &str);
 
+    /// Says farewell to all ranks of the world, for a process that ends without dropping its groups: what it told them arrives, and they do
+    /// not take it for dead. The world is of no use after it.
+    fn leave(&self) {}
+
     /// Whether the run can go on, as far as this rank has heard; waits for nobody.
     ///
     /// # Errors

@@ -56,6 +56,9 @@ pub(crate) trait Link: Send + Sync {
     /// Tells every rank that the run is over because of `loss`.
     fn spread(&self, loss: &Loss);
 
+    /// Says farewell to every rank and sees to it that what was sent arrives, as dropping the link does. Nothing is sent after it.
+    fn leave(&self) {}
+
     /// Memory that all ranks of the world share.
     fn arena(&self) -> Option<&Arc<Arena>> {
         None
@@ -237,6 +240,11 @@ impl Endpoint {
     /// Why the run is over, if it is.
     pub fn verdict(&self) -> Option<Loss> {
         self.inbox.verdict()
+    }
+
+    /// Says farewell to the other ranks.
+    pub fn leave(&self) {
+        self.link.leave();
     }
 
     /// Forgets what a finished group left behind.

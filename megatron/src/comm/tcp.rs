@@ -390,6 +390,16 @@ impl Link for TcpLink {
         }
     }
 
+    fn leave(&self) {
+        self.say_farewell();
+        let deadline = Instant::now() + LINGER;
+        // A connection that is closed with something unread in it takes along what was sent: readers end with the peer's own farewell.
+        let is_going = |peer: &Peer| !(peer.writer.is_finished() && peer.reader.is_finished());
+        while self.peers.iter().flatten().any(is_going) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn awaits(&self, src: usize) {
         let now = Instant::now();
         let mut waits = lock(&self.waits);
@@ -417,17 +427,24 @@ impl Link for TcpLink {
     }
 }
 
-impl Drop for TcpLink {
-    fn drop(&mut self) {
-        let peers: Vec<Peer> = self.peers.drain(..).flatten().collect();
+impl TcpLink {
+    /// Queues this rank's last words; what is queued after them is not sent.
+    fn say_farewell(&self) {
         let verdict = self.inbox.verdict();
-        for peer in &peers {
+        for peer in self.peers.iter().flatten() {
             // A peer that has not heard yet would take this farewell for the cause.
             if let Some(loss) = &verdict {
                 peer.outbox.push(Frame::Verdict(loss.clone()));
             }
             peer.outbox.push(Frame::Farewell);
         }
+    }
+}
+
+impl Drop for TcpLink {
+    fn drop(&mut self) {
+        self.say_farewell();
+        let peers: Vec<Peer> = self.peers.drain(..).flatten().collect();
         let mut readers = Vec::new();
         for Peer { stream, writer, reader, .. } in peers {
             // Neither thread has a result; what could not be sent, the peer misses.

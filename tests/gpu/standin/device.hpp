@@ -20,10 +20,12 @@ class Stream {
   public:
     Stream();
     ~Stream();
-    /// Adds an operation; returns at once.
+    /// Adds an operation; returns at once, unless so many wait that the queue is full (STANDIN_QUEUE).
     void queue(std::function<void()> operation);
     /// As above; a stream that is recorded adds it to its graph instead (graph.cpp).
     void queue(CUgraphNodeType type, std::function<void()> operation);
+    /// Whether the queue is not full.
+    bool has_room();
     /// Returns when all that was queued so far is done.
     void wait();
     /// Whether nothing is queued or running.

@@ -3,7 +3,9 @@
 // group (from NCCL 2.22 on) only once all of the group are aborted.
 //
 // As in NCCL's non-blocking mode, calls return "in progress" and an asynchronous state says when communicators are ready. Messages of a
-// communicator are matched by their order alone. Two ranks on one device are refused unless NCCL_HOSTID tells them apart.
+// communicator are matched by their order alone. Two ranks on one device are refused unless NCCL_HOSTID tells them apart. Where a peer is gone
+// NCCL may tell or not, by how it is connected: it does here with STANDIN_NCCL_REMOTE_ERROR=1. A communicator that is used after it was
+// aborted, or freed while the program exits, ends the program.
 #include <unistd.h>
 
 #include <chrono>
@@ -11,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "device.hpp"
@@ -25,7 +28,54 @@ struct Id {
     char internal[128];
 };
 
-SharedComm &comm_of(void *handle) { return *static_cast<SharedComm *>(handle); }
+/// Handles that the program may use. A library that freed one would crash at its next use, perhaps; here that is always told.
+struct Handles {
+    std::mutex mutex;
+    std::set<void *> live;
+    /// How many communicators are being freed.
+    std::atomic<int> freeing{0};
+    std::atomic<bool> unloaded{false};
+};
+
+Handles &handles() {
+    static auto *of_process = new Handles;
+    return *of_process;
+}
+
+[[noreturn]] void misused(const char *how) {
+    std::fprintf(stderr, "stand-in for NCCL: %s\n", how);
+    std::abort();
+}
+
+void *handle_of(const std::shared_ptr<Comm> &comm) {
+    void *handle = new SharedComm(comm);
+    std::lock_guard<std::mutex> lock(handles().mutex);
+    handles().live.insert(handle);
+    return handle;
+}
+
+SharedComm &comm_of(void *handle) {
+    if (handles().unloaded) misused("used after the program began to exit");
+    std::lock_guard<std::mutex> lock(handles().mutex);
+    if (!handles().live.count(handle)) misused("used after abort");
+    return *static_cast<SharedComm *>(handle);
+}
+
+/// The communicator of a handle, which is of no use from here on. The handle's memory stays, so that no later one has its address.
+SharedComm take(void *handle) {
+    SharedComm comm = std::move(comm_of(handle));
+    std::lock_guard<std::mutex> lock(handles().mutex);
+    handles().live.erase(handle);
+    return comm;
+}
+
+/// What the end of a process does to a library: its threads go on, but what they use is gone.
+struct AtExit {
+    ~AtExit() {
+        handles().unloaded = true;
+        if (handles().freeing) misused("the program exits while communicators are freed");
+    }
+} at_exit;
 
 struct Operation {
     Kind kind;
@@ -126,7 +176,7 @@ bool messages(const std::vector<Operation> &group) {
                 const size_t bytes = o->count * size_of(o->type);
                 const bool done = o->kind == Kind::Send ? send_message(socket, Kind::Send, o->from, bytes) : receive_message(socket, Kind::Send, o->to, bytes);
                 if (done) continue;
-                comm.fail(RemoteError, "a peer closed its connection");
+                comm.lose_peer();
                 well = false;
                 return;
             }
@@ -139,7 +189,7 @@ bool messages(const std::vector<Operation> &group) {
 thread_local int depth = 0;
 thread_local std::vector<Operation> grouped;
 /// Communicators aborted in a group.
-thread_local std::vector<SharedComm *> aborted;
+thread_local std::vector<SharedComm> aborted;
 
 /// What its version says; a later one is not told from it.
 int version() {
@@ -151,20 +201,42 @@ int version() {
 }
 
 /// Frees communicators that were aborted. That frees memory, which may wait for all that runs on the device.
-void reclaim(const std::vector<SharedComm *> &comms) {
-    if (!comms.empty()) Stream::wait_for_all();
-    for (SharedComm *comm : comms) delete comm;
+void reclaim(const std::vector<SharedComm> &comms) {
+    if (comms.empty()) return;
+    handles().freeing++;
+    for (const SharedComm &comm : comms)
+        while (comm->launching) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    Stream::wait_for_all();
+    // Long enough for what the program does meanwhile to be noticed.
+    if (tells_of_peers()) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    handles().freeing--;
+}
+
+/// Queues an operation of `comm` without waiting for room in its stream's queue: a thread does, as in NCCL's non-blocking mode.
+int launch(const SharedComm &comm, Stream &stream, std::function<void()> operation) {
+    if (stream.has_room()) {
+        stream.queue(CU_GRAPH_NODE_TYPE_KERNEL, std::move(operation));
+        return Success;
+    }
+    comm->launching++;
+    comm->change(Success, InProgress);
+    std::thread([comm, &stream, operation = std::move(operation)] {
+        stream.queue(CU_GRAPH_NODE_TYPE_KERNEL, operation);
+        comm->change(InProgress, Success);
+        comm->launching--;
+    }).detach();
+    return InProgress;
 }
 
 /// Queues what a group gathered: one operation of its stream for each communicator.
-void flush() {
+int flush() {
     std::vector<Operation> all = std::move(grouped);
     grouped.clear();
+    int result = Success;
     while (!all.empty()) {
         std::vector<Operation> mine, others;
         for (Operation &o : all) (o.comm == all[0].comm ? mine : others).push_back(o);
-        const CUstream stream = mine[0].stream;
-        stream_of(stream).queue(CU_GRAPH_NODE_TYPE_KERNEL, [mine] {
+        const int launched = launch(mine[0].comm, stream_of(mine[0].stream), [mine] {
             const SharedComm comm = mine[0].comm;
             std::vector<Operation> between;
             bool well = true;
@@ -177,15 +249,17 @@ void flush() {
             if (well && !between.empty()) well = messages(between);
             if (!well) comm->hang();
         });
+        if (launched != Success) result = launched;
         all = std::move(others);
     }
+    return result;
 }
 
 int add(Operation operation) {
-    if (operation.comm->state == InProgress) return InvalidUsage;
+    const int state = operation.comm->state;
+    if (state != Success) return state == InProgress ? InvalidUsage : state;
     grouped.push_back(std::move(operation));
-    if (depth == 0) flush();
-    return Success;
+    return depth == 0 ? flush() : Success;
 }
 
 void start(const SharedComm &comm) {
@@ -228,7 +302,7 @@ int ncclCommInitRankConfig(void **handle, int size, Id id, int rank, void *) {
     comm->name = id.internal;
     comm->rank = rank;
     comm->size = size;
-    *handle = new SharedComm(comm);
+    *handle = handle_of(comm);
     start(comm);
     return InProgress;
 }
@@ -254,7 +328,7 @@ int ncclCommSplit(void *parent_handle, int color, int key, void **handle, void *
             comm->size++;
             if (theirs[1] < key || (theirs[1] == key && rank < parent->rank)) comm->rank++;
         }
-        *handle = color < 0 ? nullptr : new SharedComm(comm);
+        *handle = color < 0 ? nullptr : handle_of(comm);
         parent->state = Success;
         if (color >= 0) connect(comm, device);
     }).detach();
@@ -267,8 +341,8 @@ int ncclCommGetAsyncError(void *handle, int *result) {
 }
 
 int ncclCommAbort(void *handle) {
-    SharedComm *comm = &comm_of(handle);
-    (*comm)->abort();
+    const SharedComm comm = take(handle);
+    comm->abort();
     // Until 2.22 a group changed nothing.
     if (depth > 0 && version() >= 22200)
         aborted.push_back(comm);
@@ -278,7 +352,7 @@ int ncclCommAbort(void *handle) {
 }
 
 int ncclCommDestroy(void *handle) {
-    delete &comm_of(handle);
+    take(handle);
     return Success;
 }
 
@@ -289,9 +363,9 @@ int ncclGroupStart() {
 
 int ncclGroupEnd() {
     if (--depth > 0) return Success;
-    flush();
+    const int result = flush();
     reclaim(std::exchange(aborted, {}));
-    return Success;
+    return result;
 }
 
 int ncclAllReduce(const char *from, char *to, size_t count, int type, int op, void *comm, CUstream stream) {

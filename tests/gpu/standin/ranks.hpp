@@ -21,6 +21,8 @@ struct Comm {
     std::vector<int> peers;
     std::atomic<int> state{InProgress};
     std::atomic<bool> aborted{false};
+    /// Operations that wait for room in their stream's queue.
+    std::atomic<int> launching{0};
     std::string error;
     uint64_t splits = 0;
     std::mutex waiting;
@@ -30,6 +32,12 @@ struct Comm {
 
     void fail(Result result, const std::string &why);
 
+    /// Makes the state `to` if it is `from`.
+    void change(Result from, Result to);
+
+    /// A peer is gone, which NCCL tells or not (STANDIN_NCCL_REMOTE_ERROR).
+    void lose_peer();
+
     /// As a kernel that waits for a rank that is gone.
     void hang();
 
@@ -37,6 +45,9 @@ struct Comm {
 };
 
 using SharedComm = std::shared_ptr<Comm>;
+
+/// Whether a peer that is gone is an asynchronous error at once. If not, what needs it hangs.
+bool tells_of_peers();
 
 /// Connects a communicator's ranks: each listens for the higher ones and calls the lower ones.
 void connect(const SharedComm &comm, int device);

@@ -23,6 +23,15 @@ unsigned delay() {
     return microseconds;
 }
 
+/// How many operations of a stream may wait before the next call waits, too. The driver has room for about as many.
+size_t room() {
+    static const size_t operations = [] {
+        const char *text = std::getenv("STANDIN_QUEUE");
+        return text ? static_cast<size_t>(std::atoi(text)) : size_t{1024};
+    }();
+    return operations;
+}
+
 }  // namespace
 
 void fault(const std::string &message) {
@@ -80,9 +89,15 @@ Stream::~Stream() {
 }
 
 void Stream::queue(std::function<void()> operation) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return operations.size() < room(); });
     operations.push_back(std::move(operation));
     changed.notify_all();
+}
+
+bool Stream::has_room() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return operations.size() < room();
 }
 
 void Stream::wait() {
@@ -107,6 +122,7 @@ void Stream::work() {
         if (operations.empty()) return;
         auto operation = std::move(operations.front());
         operations.pop_front();
+        if (operations.size() + 1 == room()) changed.notify_all();
         running = true;
         lock.unlock();
         if (delay()) std::this_thread::sleep_for(std::chrono::microseconds(delay()));

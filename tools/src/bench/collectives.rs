@@ -177,7 +177,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     }
     let device = ranks::device(&place, args.device)?;
     // The world, and messages both ways.
-    let figures = measure(args, &ranks::connect(&place, &distributed, &device, 3)?, &device)?;
+    let world = ranks::connect(&place, &distributed, &device, 3)?;
+    let figures = measure(args, &world, &device).map_err(|error| ranks::failed(error.into(), &world, &device))?;
     if place.rank == 0 {
         report(args, &figures);
     }

@@ -135,7 +135,8 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     if let Some(why) = ranks::issued_late(&distributed, &device, communicators).filter(|_| place.rank == 0) {
         crate::print_line(&why);
     }
-    let measured = measure(&run, (WARM_UP + args.steps) as u64, world, &device)?;
+    let measured = measure(&run, (WARM_UP + args.steps) as u64, world.clone(), &device)
+        .map_err(|error| ranks::failed(error.into(), &world, &device))?;
     if place.rank == 0 {
         report(args.preset, &run, threads, &device, &measured);
     }

@@ -20,7 +20,7 @@ use models::hf::HfModel;
 
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
-use crate::{fault, ranks};
+use crate::ranks;
 
 /// What both commands load, and over which ranks.
 #[derive(Args, Clone, Debug)]
@@ -162,13 +162,9 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
     found.device = ranks::device(&place, args.device)?;
     let communicators = train::most_communicators(&found.parallel)?;
     let world = ranks::connect(&place, &distributed, &found.device, communicators)?;
-    let outcome = body(found, world.clone());
-    if let Err(error) = &outcome {
-        // Before what may hang.
-        fault::report(error);
-        world.abort(&error.to_string());
-    }
-    outcome.map(|()| 0)
+    let device = found.device.clone();
+    body(found, world.clone()).map_err(|error| ranks::failed(error, &world, &device))?;
+    Ok(0)
 }
 
 /// Loads this rank's share of the weights.

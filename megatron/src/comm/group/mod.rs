@@ -367,6 +367,10 @@ impl Communicator for EndpointGroup {
         endpoint.condemn(Loss { rank: endpoint.rank, how: format!("failed: {reason}") });
     }
 
+    fn leave(&self) {
+        self.core.endpoint.leave();
+    }
+
     fn health(&self) -> Result<()> {
         match self.core.endpoint.loss() {
             Some(loss) => Err(self.core.lost(loss, &Call::new(Op::Barrier))),

@@ -34,6 +34,16 @@ pub enum Direction {
     From,
 }
 
+impl Direction {
+    /// The operation of this rank.
+    fn what(self) -> &'static str {
+        match self {
+            Self::To => "send",
+            Self::From => "recv",
+        }
+    }
+}
+
 /// One message to queue.
 struct Message {
     t: Tensor,
@@ -122,7 +132,7 @@ impl Lane {
             if let Some(outcome) = &*outcome {
                 return outcome.clone().map_err(Error::comm);
             }
-            self.core.check()?;
+            self.core.check(self.direction.what())?;
             outcome = self.meeting.changed.wait_timeout(outcome, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -132,7 +142,7 @@ impl Lane {
     /// # Errors
     /// If the run is over.
     pub fn queue(&self, t: &Tensor, used: Used) -> Result<Work> {
-        self.core.check()?;
+        self.core.check(self.direction.what())?;
         let compute = used.compute.clone();
         let before = compute.record_event(None).map_err(driver)?;
         let queued = Arc::new(Queued::default());
@@ -178,11 +188,7 @@ impl Worker {
 
     fn queue(&self, own: &Core, message: &Message) -> Result<Arc<CudaEvent>> {
         let operation = self.operation(message.used.at, message.t.elem_count(), message.t.dtype());
-        let what = match self.direction {
-            Direction::To => "send",
-            Direction::From => "recv",
-        };
-        own.queue_behind(what, &message.before, vec![message.t.clone()], &[operation])
+        own.queue_behind(self.direction.what(), &message.before, vec![message.t.clone()], &[operation])
     }
 
     /// Meets the peer: the sender is rank 0 of the lane's communicator and makes its identity.
@@ -225,9 +231,9 @@ impl Receive {
                 let event = result?;
                 self.compute.wait(&event).map_err(driver)?;
                 *done = Some(Ok(event));
-                return self.core.check();
+                return self.core.check("recv");
             }
-            self.core.check()?;
+            self.core.check("recv")?;
             done = self.queued.changed.wait_timeout(done, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
         }
     }

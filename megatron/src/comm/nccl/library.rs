@@ -14,9 +14,9 @@ use cudarc::driver::{CudaContext, CudaStream};
 use cudarc::nccl::sys;
 use kernels::gpu::DevicePointer;
 
+use crate::Error;
 use crate::comm::ReduceOp;
 use crate::comm::inbox::lock;
-use crate::{Error, Result};
 
 /// What ranks that form a communicator must agree on.
 pub const ID_BYTES: usize = 128;
@@ -52,6 +52,29 @@ impl Config {
     }
 }
 
+/// Why a call did not succeed.
+#[derive(Debug, thiserror::Error)]
+pub enum Failed {
+    /// The communicator was aborted before; why, whoever aborted it knows.
+    #[error("NCCL's communicator was aborted")]
+    Aborted,
+    /// What NCCL says where a peer is gone, among other causes.
+    #[error("NCCL: {0}")]
+    Remote(String),
+    /// Anything else that NCCL or the driver says.
+    #[error("{0}")]
+    Here(String),
+}
+
+impl From<Failed> for Error {
+    fn from(failed: Failed) -> Self {
+        Self::comm(failed.to_string())
+    }
+}
+
+/// Result of a call of a communicator's.
+pub type Result<T> = std::result::Result<T, Failed>;
+
 fn text(result: sys::ncclResult_t) -> String {
     // SAFETY: NCCL returns a static string for every result.
     let text = unsafe { CStr::from_ptr(sys::ncclGetErrorString(result)) };
@@ -64,13 +87,13 @@ fn text(result: sys::ncclResult_t) -> String {
 /// If there is no NCCL on this machine.
 pub fn version() -> Result<i32> {
     if !kernels::gpu::missing_libraries(&["nccl"]).is_empty() {
-        return Err(Error::comm("NCCL (libnccl.so.2) not found; set LD_LIBRARY_PATH to where it is"));
+        return Err(Failed::Here("NCCL (libnccl.so.2) not found; set LD_LIBRARY_PATH to where it is".to_string()));
     }
     let mut version = 0;
     // SAFETY: one result.
     match unsafe { sys::ncclGetVersion(&mut version) } {
         sys::ncclResult_t::ncclSuccess => Ok(version),
-        result => Err(Error::comm(format!("NCCL: {}", text(result)))),
+        result => Err(Failed::Here(format!("NCCL: {}", text(result)))),
     }
 }
 
@@ -83,12 +106,14 @@ pub fn unique_id() -> Result<[u8; ID_BYTES]> {
     // SAFETY: one result.
     match unsafe { sys::ncclGetUniqueId(&mut id) } {
         sys::ncclResult_t::ncclSuccess => Ok(id.internal.map(|c| c as u8)),
-        result => Err(Error::comm(format!("NCCL cannot make an identity: {}", text(result)))),
+        result => Err(Failed::Here(format!("NCCL cannot make an identity: {}", text(result)))),
     }
 }
 
 /// A rank's communicator; none once it was aborted.
 pub struct Comm {
+    /// Every call of NCCL's with the handle is made under the lock, and whoever ends the communicator takes the handle out first: an abort
+    /// frees what it points to. Calls return at once (non-blocking mode), and an abort waits for one that does not for a moment only.
     raw: Mutex<Option<sys::ncclComm_t>>,
     context: Arc<CudaContext>,
 }
@@ -152,7 +177,7 @@ impl Comm {
     /// If NCCL found an error since, its own or a peer's.
     pub fn is_ready(&self) -> Result<bool> {
         let raw = lock(&self.raw);
-        let comm = raw.ok_or_else(aborted)?;
+        let comm = raw.ok_or(Failed::Aborted)?;
         let mut state = sys::ncclResult_t::ncclSuccess;
         // SAFETY: a live communicator; one result.
         let result = unsafe { sys::ncclCommGetAsyncError(comm, &mut state) };
@@ -169,7 +194,7 @@ impl Comm {
     /// Makes one call, which NCCL finishes by itself if it says that it is in progress.
     fn call(&self, f: impl FnOnce(sys::ncclComm_t) -> sys::ncclResult_t) -> Result<()> {
         let raw = lock(&self.raw);
-        let comm = raw.ok_or_else(aborted)?;
+        let comm = raw.ok_or(Failed::Aborted)?;
         bind(&self.context)?;
         accepted(f(comm), comm)
     }
@@ -253,7 +278,8 @@ struct Condemned {
 unsafe impl Send for Condemned {}
 
 impl Condemned {
-    fn abort(self) {
+    /// Inside of a group this only notes it down, so it needs its context until the group ends.
+    fn abort(&self) {
         let _ = bind(&self.context);
         // SAFETY: a live communicator, which nobody else finds.
         let _ = unsafe { sys::ncclCommAbort(self.raw) };
@@ -306,25 +332,22 @@ fn abort_together(condemned: Vec<Condemned>) {
 
 /// Aborts some by this thread, as a group of NCCL's: all are told to end before one waits for what it has to.
 fn abort_part(part: Vec<Condemned>) {
-    if part.len() == 1 {
-        return part.into_iter().for_each(Condemned::abort);
+    if let [one] = &part[..] {
+        return one.abort();
     }
     // SAFETY: groups are a thread's own.
     let _ = unsafe { sys::ncclGroupStart() };
-    part.into_iter().for_each(Condemned::abort);
+    part.iter().for_each(Condemned::abort);
     // SAFETY: as above.
     let _ = unsafe { sys::ncclGroupEnd() };
-}
-
-fn aborted() -> Error {
-    Error::comm("NCCL's communicator was aborted after an earlier failure")
 }
 
 /// Makes `context` the calling thread's. cudarc's own way (`bind_to_thread`) also takes out the error that a tensor's end has left for whoever
 /// asks next, which would be lost on a thread that has nothing to do with it.
 pub fn bind(context: &CudaContext) -> Result<()> {
     // SAFETY: the context lives; a context is one of any thread's.
-    unsafe { cudarc::driver::result::ctx::set_current(context.cu_ctx()) }.map_err(|e| Error::comm(format!("CUDA: {e}")))
+    unsafe { cudarc::driver::result::ctx::set_current(context.cu_ctx()) }
+        .map_err(|e| Failed::Here(format!("CUDA: {e}")))
 }
 
 fn accepted(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
@@ -334,14 +357,21 @@ fn accepted(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
     }
 }
 
-fn explained(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Error {
+fn explained(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Failed {
     // SAFETY: takes any communicator, null too; the text is copied before the next call.
     let detail = unsafe {
         let last = sys::ncclGetLastError(comm);
         if last.is_null() { String::new() } else { CStr::from_ptr(last).to_string_lossy().trim().to_string() }
     };
     let detail = if detail.is_empty() { detail } else { format!(" ({detail})") };
-    Error::comm(format!("NCCL: {}{detail}", text(result)))
+    let said = format!("{}{detail}", text(result));
+    match result {
+        // Which of them it is depends on where a connection broke.
+        sys::ncclResult_t::ncclRemoteError
+        | sys::ncclResult_t::ncclSystemError
+        | sys::ncclResult_t::ncclInternalError => Failed::Remote(said),
+        _ => Failed::Here(format!("NCCL: {said}")),
+    }
 }
 
 /// Something to queue. Counts are of elements.

@@ -22,16 +22,22 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtr, DriverError}
 use kernels::gpu::{DevicePointer, Gpu};
 use kernels::trace::{Kind, span};
 
-pub use library::version;
-
 use self::lane::Lane;
-use self::library::{Comm, ID_BYTES, Operation};
-use self::watchdog::Watchdog;
+use self::library::{Comm, Failed, ID_BYTES, Operation};
+use self::watchdog::{ASK, VERDICT, Watchdog, heard};
 use super::communicator::{Communicator, Group, Pending, ReduceOp, Work};
 use super::inbox::lock;
 use super::message::is_sendable;
 use super::operands;
 use crate::{Error, Result};
+
+/// NCCL's version, e.g. 22703 for 2.27.3.
+///
+/// # Errors
+/// If there is no NCCL on this machine.
+pub fn version() -> Result<i32> {
+    Ok(library::version()?)
+}
 
 /// What NCCL's part of a group needs while operations are in flight.
 struct Core {
@@ -41,8 +47,6 @@ struct Core {
     /// Operations run on it one after the other.
     stream: Arc<CudaStream>,
     in_flight: Mutex<Vec<InFlight>>,
-    /// Why the group cannot be used any more.
-    broken: Mutex<Option<String>>,
     watchdog: Arc<Watchdog>,
 }
 
@@ -66,7 +70,6 @@ impl Core {
             comm,
             stream: context.new_stream().map_err(driver)?,
             in_flight: Mutex::default(),
-            broken: Mutex::default(),
             watchdog: watchdog.clone(),
         });
         watchdog.watch(&core);
@@ -85,9 +88,9 @@ impl Core {
         let core = Self::new(host, comm, context, watchdog)?;
         let zero = core.stream.alloc_zeros::<f32>(1).map_err(driver)?;
         let at = DevicePointer::new(zero.device_ptr(&core.stream).0);
-        core.comm.queue(&core.stream, &[first(at)])?;
-        core.settle()?;
-        core.stream.synchronize().map_err(driver)?;
+        core.comm.queue(&core.stream, &[first(at)]).map_err(|failed| core.cause("the first operation", failed))?;
+        core.settle("the first operation")?;
+        core.stream.synchronize().map_err(|e| core.driver("the first operation", e))?;
         Ok(core)
     }
 
@@ -97,13 +100,44 @@ impl Core {
     }
 
     /// # Errors
-    /// If the run is over, or the group failed.
-    fn check(&self) -> Result<()> {
-        self.host.health()?;
-        match &*lock(&self.broken) {
-            Some(why) => Err(Error::comm(format!("{} cannot be used after a failure: {why}", self.label()))),
-            None => Ok(()),
+    /// If the run is over: the first cause, whatever failed because of it since. `what` is what cannot be done now.
+    fn check(&self, what: &str) -> Result<()> {
+        if let Some(found) = self.watchdog.found() {
+            return Err(Error::comm(found));
         }
+        let needed = |error| match error {
+            Error::PeerLost { rank, how, .. } => {
+                Error::PeerLost { rank, how, operation: format!("{what} on {}", self.label()) }
+            }
+            other => other,
+        };
+        self.host.health().map_err(needed)?;
+        if self.watchdog.is_over() {
+            return Err(Error::comm(format!("{what} on {}: the run is over", self.label())));
+        }
+        Ok(())
+    }
+
+    /// What to report when NCCL refuses `what`: the first cause if there is one, or if it is found out at once, for NCCL says neither why a
+    /// communicator was aborted nor which peer it misses.
+    fn cause(&self, what: &str, failed: Failed) -> Error {
+        let start = Instant::now();
+        // Longer than the watchdog waits: where it meets the same failure, both say the same.
+        let patience = if matches!(failed, Failed::Remote(_)) { VERDICT + VERDICT / 4 } else { Duration::ZERO };
+        loop {
+            if let Err(cause) = self.check(what) {
+                return cause;
+            }
+            if start.elapsed() >= patience {
+                return Error::comm(format!("{what} on {}: {failed}", self.label()));
+            }
+            std::thread::sleep(ASK);
+        }
+    }
+
+    /// As [`Core::cause`], of an error of the driver's.
+    fn driver(&self, what: &str, e: DriverError) -> Error {
+        self.cause(what, Failed::Here(format!("CUDA: {e}")))
     }
 
     /// Queues `operations`, which use `tensors`, behind what is queued on `compute`.
@@ -114,8 +148,8 @@ impl Core {
         tensors: Vec<Tensor>,
         operations: &[Operation],
     ) -> Result<Work> {
-        self.check()?;
-        let before = compute.record_event(None).map_err(driver)?;
+        self.check(what)?;
+        let before = compute.record_event(None).map_err(|e| self.driver(what, e))?;
         let done = self.queue_behind(what, &before, tensors, operations)?;
         Ok(Work::pending(Queued { core: self.clone(), compute: compute.clone(), done, what }))
     }
@@ -128,11 +162,10 @@ impl Core {
         tensors: Vec<Tensor>,
         operations: &[Operation],
     ) -> Result<Arc<CudaEvent>> {
-        self.stream.wait(before).map_err(driver)?;
-        let said = |e: Error| Error::comm(format!("{what} on {}: {e}", self.label()));
-        self.comm.queue(&self.stream, operations).map_err(said)?;
-        self.settle().map_err(said)?;
-        let done = Arc::new(self.stream.record_event(None).map_err(driver)?);
+        self.stream.wait(before).map_err(|e| self.driver(what, e))?;
+        self.comm.queue(&self.stream, operations).map_err(|failed| self.cause(what, failed))?;
+        self.settle(what)?;
+        let done = Arc::new(self.stream.record_event(None).map_err(|e| self.driver(what, e))?);
         let mut in_flight = lock(&self.in_flight);
         in_flight.retain(|earlier| !earlier.done.is_complete());
         in_flight.push(InFlight { what, since: Instant::now(), done: done.clone(), _tensors: tensors });
@@ -140,30 +173,25 @@ impl Core {
     }
 
     /// Waits until NCCL has queued what it took: the first operations of a group connect its ranks.
-    fn settle(&self) -> Result<()> {
+    fn settle(&self, what: &str) -> Result<()> {
         let start = Instant::now();
-        while !self.comm.is_ready()? {
+        while !self.comm.is_ready().map_err(|failed| self.cause(what, failed))? {
             if start.elapsed() < Duration::from_millis(1) {
                 std::thread::yield_now();
                 continue;
             }
             std::thread::sleep(Duration::from_micros(200));
-            self.check()?;
+            self.check(what)?;
         }
         Ok(())
-    }
-
-    /// Makes the group useless for `why`; what hangs in it ends when its communicator is aborted.
-    fn break_for(&self, why: &str) {
-        lock(&self.broken).get_or_insert_with(|| why.to_string());
     }
 }
 
 impl Drop for Core {
     fn drop(&mut self) {
-        // Only what was aborted may still be queued otherwise.
-        if lock(&self.broken).is_some() {
-            return;
+        // Only what was aborted may still be queued otherwise. Its stream and tensors are NCCL's until that is done.
+        if self.watchdog.is_over() {
+            return self.watchdog.wait_for_end();
         }
         // Nobody watches this group any more. A device that failed has nothing to wait for.
         let (start, done) = (Instant::now(), self.stream.record_event(None));
@@ -187,8 +215,8 @@ struct Queued {
 impl Pending for Queued {
     fn wait(self: Box<Self>) -> Result<()> {
         let _span = span(self.what, Kind::Communication);
-        self.core.check()?;
-        self.compute.wait(&self.done).map_err(driver)
+        self.core.check(self.what)?;
+        self.compute.wait(&self.done).map_err(|e| self.core.driver(self.what, e))
     }
 
     fn detach(self: Box<Self>) {
@@ -215,7 +243,12 @@ fn first_sum(at: DevicePointer) -> Operation {
 /// Waits until `comm` is joined by all.
 fn joined(comm: &Comm, host: &Group, timeout: Duration) -> Result<()> {
     let start = Instant::now();
-    while !comm.is_ready()? {
+    let said = |failed: Failed| match failed {
+        // No watchdog looks after it yet.
+        Failed::Remote(_) => heard(host).err().unwrap_or_else(|| failed.into()),
+        _ => failed.into(),
+    };
+    while !comm.is_ready().map_err(said)? {
         host.health()?;
         if start.elapsed() > timeout {
             comm.abort();
@@ -520,9 +553,9 @@ impl Communicator for NcclGroup {
             let (context, lanes) = (self.context.clone(), Mutex::default());
             return Ok(host.map(|host| -> Group { Arc::new(Self { host, core: None, context, lanes }) }));
         };
-        core.check()?;
+        core.check("split")?;
         // All ranks of the parent take part, those without a color too. Ranks of a part are in the same order on both sides.
-        let comm = core.comm.split(color, key)?;
+        let comm = core.comm.split(color, key).map_err(|failed| core.cause("split", failed))?;
         let (Some(host), Some(comm)) = (host, comm) else { return Ok(None) };
         joined(&comm, &host, core.watchdog.timeout())?;
         let part = if host.size() > 1 {
@@ -540,13 +573,17 @@ impl Communicator for NcclGroup {
     fn abort(&self, reason: &str) {
         self.host.abort(reason);
         if let Some(core) = &self.core {
-            core.watchdog.end(reason);
+            core.watchdog.end();
         }
     }
 
+    fn leave(&self) {
+        self.host.leave();
+    }
+
     fn health(&self) -> Result<()> {
-        match &self.core {
-            Some(core) => core.check(),
+        match self.core.as_ref().and_then(|core| core.watchdog.found()) {
+            Some(found) => Err(Error::comm(found)),
             None => self.host.health(),
         }
     }
