@@ -5,6 +5,8 @@
 #include "group.cuh"
 #include "inplace.cuh"
 
+// What two kernels compute has the same bits in both: nothing here is left to the compiler to fuse or not.
+
 /// The largest of some numbers, and Σ exp(number − largest); of none, −∞ and 0.
 struct Online {
     float largest = -INFINITY, sum = 0.0f;
@@ -19,7 +21,7 @@ struct Online {
         for (int i = 0; i < N; i++) next = fmaxf(next, values[i]);
         const float from = base(next);
         if (next != largest) {
-            sum *= __expf(largest - from);
+            sum = __fmul_rn(sum, __expf(largest - from));
             largest = next;
         }
 #pragma unroll
@@ -27,36 +29,46 @@ struct Online {
     }
 };
 
-// max[row] = the largest of the first `valid` logits; sums[row] = Σ exp(l − max), sums[rows + row] = l_target − max, or 0 where the
-// target is not one of them. A row to a block.
-template <class T, bool VECTORS>
-DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max, float *sums, uint32_t rows, uint32_t v, uint32_t first_column,
-                           uint32_t valid) {
-    constexpr int V = VECTOR<T>, FLIGHT = 16 / V;  // vectors in flight
+/// What one reading of a row gives, the same in all threads of the block.
+struct Row {
+    float largest, sum;
+};
+
+// Of the first `valid` logits of the block's row. A thread has every blockDim.x-th vector, and adds 16 logits at once as long as it has so many:
+// so the sum's bits do not depend on FLIGHT, the vectors that it waits for together.
+template <class T, bool VECTORS, int FLIGHT>
+DEVICE Row read_row(const T *l, uint32_t valid) {
+    constexpr int V = VECTOR<T>, GROUP = 16 / V;  // vectors added at once
+    static_assert(FLIGHT % GROUP == 0, "whole groups");
     SHARED(float, slots, [2][32]);
-    const uint32_t row = blockIdx.x;
-    const T *l = logits + static_cast<uint64_t>(row) * v;
     Online own;
     uint32_t done = 0;
     if (VECTORS) {
         done = valid / V * V;
-        uint32_t at = threadIdx.x * V;
         const uint32_t step = blockDim.x * V;
-        for (; at + (FLIGHT - 1) * step < done; at += FLIGHT * step) {
+        for (uint32_t at = threadIdx.x * V; at < done; at += FLIGHT * step) {
             Vector<T> in[FLIGHT];
 #pragma unroll
-            for (int f = 0; f < FLIGHT; f++) in[f] = load_vector(l + at + f * step);
-            float values[FLIGHT * V];
+            for (int f = 0; f < FLIGHT; f++)
+                if (at + f * step < done) in[f] = load_own(l + at + f * step);
 #pragma unroll
-            for (int i = 0; i < FLIGHT * V; i++) values[i] = in[i / V][i % V];
-            own.add(values);
-        }
-        for (; at < done; at += step) {
-            const Vector<T> in = load_vector(l + at);
-            float values[V];
+            for (int g = 0; g < FLIGHT; g += GROUP) {
+                if (at + (g + GROUP - 1) * step < done) {
+                    float values[16];
 #pragma unroll
-            for (int i = 0; i < V; i++) values[i] = in[i];
-            own.add(values);
+                    for (int i = 0; i < 16; i++) values[i] = in[g + i / V][i % V];
+                    own.add(values);
+                } else {
+#pragma unroll
+                    for (int f = g; f < g + GROUP - 1; f++) {
+                        if (at + f * step >= done) break;
+                        float values[V];
+#pragma unroll
+                        for (int i = 0; i < V; i++) values[i] = in[f][i];
+                        own.add(values);
+                    }
+                }
+            }
         }
     }
     for (uint32_t c = done + threadIdx.x; c < valid; c += blockDim.x) {
@@ -65,15 +77,29 @@ DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max,
     }
     const float largest = over_block<Max>(own.largest, slots[0]);
     // Where every logit is −∞, or one is +∞, the sum is no number.
-    const float mine = own.largest == -INFINITY ? own.sum : own.sum * __expf(own.largest - largest);
-    float sum = over_block<Add>(mine, slots[1]);
-    if (valid > 0 && largest == -INFINITY) sum = NAN;
-    if (threadIdx.x == 0) {
-        const uint32_t column = targets[row] - first_column;  // large where the target lies before
-        max[row] = largest;
-        sums[row] = sum;
-        sums[rows + row] = targets[row] >= first_column && column < valid ? to_float(l[column]) - largest : 0.0f;
-    }
+    const float mine = own.largest == -INFINITY ? own.sum : __fmul_rn(own.sum, __expf(own.largest - largest));
+    const float sum = over_block<Add>(mine, slots[1]);
+    return {largest, valid > 0 && largest == -INFINITY ? NAN : sum};
+}
+
+/// A target's column among the first `valid` ones of this rank, or `valid`.
+DEVICE uint32_t target_column(uint32_t target, uint32_t first_column, uint32_t valid) {
+    return target >= first_column ? min(target - first_column, valid) : valid;
+}
+
+// max[row] = the largest of the first `valid` logits; sums[row] = Σ exp(l − max), sums[rows + row] = l_target − max, or 0 where the
+// target is not one of them. A row to a block.
+template <class T, bool VECTORS>
+DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max, float *sums, uint32_t rows, uint32_t v, uint32_t first_column,
+                           uint32_t valid) {
+    const uint32_t row = blockIdx.x;
+    const T *l = logits + static_cast<uint64_t>(row) * v;
+    const Row of = read_row<T, VECTORS, 16 / VECTOR<T>>(l, valid);
+    if (threadIdx.x > 0) return;
+    const uint32_t target = target_column(targets[row], first_column, valid);
+    max[row] = of.largest;
+    sums[row] = of.sum;
+    sums[rows + row] = target < valid ? to_float(l[target]) - of.largest : 0.0f;
 }
 
 // Moves sums from own maxima to those of all ranks.
@@ -101,8 +127,20 @@ DEVICE void sum_losses(double *total, const float *sums, const float *mask, uint
     if (threadIdx.x == 0) *total += own[0];
 }
 
-// gradient = (exp(l − max) / sum_exp − [target]) · scale, and 0 in padding columns. Rows are blockIdx.x, parts of a row blockIdx.y. May be in
-// place.
+/// (exp(l − max) / sum_exp − [target]) · scale, and 0 in padding columns.
+struct Gradient {
+    float largest, factor, scale;
+    uint32_t target, valid;
+
+    // Without branches, which would cost more than what they spare padding columns.
+    DEVICE float operator()(float logit, uint32_t column) const {
+        const float p = __expf(logit - largest) * factor;
+        const float g = column == target ? __fsub_rn(p, scale) : p;
+        return column < valid ? g : 0.0f;
+    }
+};
+
+// The gradient of logits whose statistics are known. Rows are blockIdx.x, parts of a row blockIdx.y. May be in place.
 template <class In, class Out, bool VECTORS>
 DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const float *sum_exp, const uint32_t *targets, const float *row_scale,
                      uint32_t v, uint32_t first_column, uint32_t valid) {
@@ -111,13 +149,8 @@ DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const flo
     if (at >= v) return;
     const In *l = logits + static_cast<uint64_t>(row) * v + at;
     Out *d = dlogits + static_cast<uint64_t>(row) * v + at;
-    const float largest = max[row], scale = row_scale[row], factor = scale / sum_exp[row];
-    const uint32_t target = targets[row] >= first_column ? targets[row] - first_column : valid;
-    const auto of = [&](float logit, uint32_t column) {
-        if (column >= valid) return 0.0f;
-        const float p = __expf(logit - largest) * factor;
-        return column == target ? p - scale : p;
-    };
+    const float scale = row_scale[row];
+    const Gradient of{max[row], scale / sum_exp[row], scale, target_column(targets[row], first_column, valid), valid};
     if (VECTORS) {
         Vector<In> in[LOADS];
 #pragma unroll
@@ -125,6 +158,52 @@ DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const flo
         store_vector(d, Vector<Out>::of([&](int i) { return of(in[i / VECTOR<In>][i % VECTOR<In>], at + i); }));
     } else {
         for (int i = 0; i < V && at + i < v; i++) d[i] = from_float<Out>(of(to_float(l[i]), at + i));
+    }
+}
+
+// Four neighbouring elements, next to nothing of which is wanted again soon.
+template <class T>
+DEVICE void stream_four(T *at, const Vector<T> &v) {
+    if constexpr (sizeof(T) == 4) __stcs(reinterpret_cast<uint4 *>(at), v.raw);
+    else __stcs(reinterpret_cast<uint2 *>(at), make_uint2(v.raw.x, v.raw.y));
+}
+
+// Statistics and gradient of whole rows, a row to a block: sums as of `row_statistics`, and what `gradient` makes of them, bit for bit. May be
+// in place.
+//
+// The row is read twice, but comes from memory once: what a multiprocessor's blocks read lies in its first-level cache still, or in the
+// second-level one, where the rows of all have room. The second reading goes backwards, so that of a row that is too long for a cache
+// the end, which is there, is read before it is pushed out; what it has read and what it writes may go first.
+template <class Out, int FLIGHT>
+DEVICE void row_at_once(const float *logits, const uint32_t *targets, const float *row_scale, Out *dlogits, float *sums, uint32_t rows, uint32_t v,
+                        uint32_t first_column, uint32_t valid) {
+    constexpr uint32_t AGAIN = 4;  // vectors in flight of the second reading, which waits less
+    const uint32_t row = blockIdx.x;
+    const float *l = logits + static_cast<uint64_t>(row) * v;
+    Out *d = dlogits + static_cast<uint64_t>(row) * v;
+    const uint32_t target = target_column(targets[row], first_column, valid);
+    const float target_logit = target < valid ? l[target] : 0.0f, scale = row_scale[row];
+    const Row statistics = read_row<float, true, FLIGHT>(l, valid);
+    if (threadIdx.x == 0) {
+        sums[row] = statistics.sum;
+        sums[rows + row] = target < valid ? target_logit - statistics.largest : 0.0f;
+    }
+    const Gradient of{statistics.largest, scale / statistics.sum, scale, target, valid};
+    // Vectors of this thread are first, first + blockDim.x, …: so many.
+    const uint32_t first = threadIdx.x, all = v / 4;
+    const uint32_t own = first < all ? (all - first - 1) / blockDim.x + 1 : 0;
+    const auto column = [&](uint32_t k) { return (first + k * blockDim.x) * 4; };
+    for (uint32_t left = own; left > 0; left -= min(left, AGAIN)) {
+        Vector<float> in[AGAIN];
+#pragma unroll
+        for (uint32_t f = 0; f < AGAIN; f++)
+            if (f < left) in[f] = {__ldcs(reinterpret_cast<const uint4 *>(l + column(left - 1 - f)))};
+#pragma unroll
+        for (uint32_t f = 0; f < AGAIN; f++) {
+            if (f >= left) break;
+            const uint32_t at = column(left - 1 - f);
+            stream_four(d + at, Vector<Out>::of([&](int i) { return i < 4 ? of(in[f][i & 3], at + i) : 0.0f; }));
+        }
     }
 }
 
@@ -138,7 +217,16 @@ DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const flo
            const float *row_scale, uint32_t v, uint32_t first_column, uint32_t valid) {                                               \
         gradient<In, Out, VECTORS>(logits, dlogits, max, sum_exp, targets, row_scale, v, first_column, valid);                        \
     }
+// So many blocks have room on a multiprocessor, by their registers: with 16 vectors in flight one, with 8 two, with 4 three.
+#define AT_ONCE(name, Out, BLOCKS, FLIGHT)                                                                                            \
+    KERNEL_BOUNDS(512, BLOCKS, name, const float *logits, const uint32_t *targets, const float *row_scale, Out *dlogits, float *sums, \
+                  uint32_t rows, uint32_t v, uint32_t first_column, uint32_t valid) {                                                 \
+        row_at_once<Out, FLIGHT>(logits, targets, row_scale, dlogits, sums, rows, v, first_column, valid);                            \
+    }
 #define KERNELS(T, suffix)                                                         \
+    AT_ONCE(cross_entropy_at_once1_##suffix, T, 1, 16)                             \
+    AT_ONCE(cross_entropy_at_once2_##suffix, T, 2, 8)                              \
+    AT_ONCE(cross_entropy_at_once3_##suffix, T, 3, 4)                              \
     STATISTICS(row_statistics_##suffix, T, true)                                   \
     STATISTICS(row_statistics_any_##suffix, T, false)                              \
     GRADIENT(cross_entropy_backward_##suffix, T, T, true)                          \

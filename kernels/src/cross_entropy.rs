@@ -2,7 +2,8 @@
 //!
 //! Shoeybi et al. 2019 (Megatron-LM), §3. [`row_statistics`] of every rank; the max of all ranks' maxima, to which [`rebase`]
 //! moves the sums; the sum of all ranks' sums. Then the token's loss is ln(Σ exp) − (target − max), and the gradient needs no
-//! collective. Statistics are f32 (f64 for f64 logits), whatever the logits are stored in.
+//! collective. Where one rank has the whole vocabulary, [`cross_entropy_at_once`] makes both without asking anyone in between.
+//! Statistics are f32 (f64 for f64 logits), whatever the logits are stored in.
 
 use candle_core::{DType, Tensor};
 
@@ -12,7 +13,7 @@ use crate::gpu::cross_entropy::{Columns, Rows};
 use crate::host::with_slice_mut;
 use crate::output::Unwritten;
 use crate::simd::{max, sum_of, vectorize};
-use crate::view::{View, copied, expect_dtype, expect_elements, expect_shape, rows_of, same_storage, tensor};
+use crate::view::{View, copied, expect_apart, expect_dtype, expect_elements, expect_shape, rows_of, tensor};
 use crate::{Error, Result, on_gpu, par, trace};
 
 /// Rows and columns of `logits`, of which `valid` columns are real.
@@ -293,9 +294,7 @@ pub fn cross_entropy_backward_into(
     const OP: &str = "cross_entropy_backward_into";
     let (rows, v) = dims(logits, valid, OP)?;
     expect_shape(OP, "dlogits", dlogits, logits.dims())?;
-    if same_storage(dlogits, logits) {
-        return Err(Error::shape(OP, "dlogits and logits share one storage"));
-    }
+    expect_apart(OP, "dlogits", dlogits, &[logits])?;
     #[cfg(gpu)]
     let (of, columns) = (Rows { max, sum_exp, targets, row_scale }, Columns { first: first_column, valid });
     on_gpu!(dlogits, cross_entropy::backward(logits, Some(dlogits), of, columns, OP));
@@ -319,4 +318,41 @@ pub fn cross_entropy_backward_into(
             Ok(())
         })
     })
+}
+
+/// Statistics and gradient of rows whose whole vocabulary is here: sums `[2, rows]` as of [`row_statistics`], and `logits` replaced by their
+/// gradient as by [`cross_entropy_backward`], or `dlogits`, if given, filled with it as by [`cross_entropy_backward_into`]; the same numbers,
+/// bit for bit. Operands are as of these. On a GPU f32 logits come from memory once.
+///
+/// # Errors
+/// As [`cross_entropy_backward_into`].
+pub fn cross_entropy_at_once(
+    logits: &Tensor,
+    dlogits: Option<&Tensor>,
+    targets: &Tensor,
+    row_scale: &Tensor,
+    first_column: usize,
+    valid: usize,
+) -> Result<Tensor> {
+    #[cfg(gpu)]
+    if crate::gpu::runs_here(logits) {
+        const OP: &str = "cross_entropy_at_once";
+        dims(logits, valid, OP)?;
+        if let Some(dlogits) = dlogits {
+            expect_shape(OP, "dlogits", dlogits, logits.dims())?;
+            expect_apart(OP, "dlogits", dlogits, &[logits])?;
+        }
+        let columns = Columns { first: first_column, valid };
+        let done = crate::gpu::cross_entropy::at_once(logits, dlogits, targets, row_scale, columns, OP)?;
+        if let Some(sums) = done {
+            return Ok(sums);
+        }
+    }
+    let (max, sums) = row_statistics(logits, targets, first_column, valid)?;
+    let sum_exp = sums.get(0)?;
+    match dlogits {
+        None => cross_entropy_backward(logits, &max, &sum_exp, targets, row_scale, first_column, valid)?,
+        Some(to) => cross_entropy_backward_into(to, logits, &max, &sum_exp, targets, row_scale, first_column, valid)?,
+    }
+    Ok(sums)
 }

@@ -7,11 +7,14 @@ use super::launch::{blocks, blocks_y};
 use super::memory::suffix;
 use super::{DevicePointer, Gpu, THREADS};
 use crate::Result;
+use crate::trace;
 use crate::view::{expect_dtype, expect_elements, rows_of};
 
 const FILE: &str = "cross_entropy";
 /// Threads of a block that makes a row's statistics, at most.
 const ROW_THREADS: usize = 512;
+/// Bytes of rows that a multiprocessor's blocks may be at, if they are several: a hundred of them share a second-level cache of 50 MB.
+const BYTES_AT_ONCE: usize = 256 << 10;
 
 /// This rank's columns.
 #[derive(Clone, Copy)]
@@ -39,6 +42,11 @@ fn per_row(gpu: &Gpu, t: &Tensor, rows: usize, op: &'static str, what: &'static 
     gpu.input(t, DType::F32, op, what)
 }
 
+/// Threads that share a row of `v` logits. The bits of its sum depend on them.
+fn row_threads(v: usize, dtype: DType) -> u32 {
+    v.div_ceil(vector(dtype)).next_multiple_of(32).min(ROW_THREADS) as u32
+}
+
 /// `[rows]` and `[2, rows]`; `columns` fit.
 pub fn row_statistics(
     logits: &Tensor,
@@ -51,7 +59,7 @@ pub fn row_statistics(
     let (ls, ts) = (gpu.input(logits, dtype, op, "logits")?, targets_of(&gpu, targets, rows, op)?);
     let ((max, maxs), (sums, sum)) = (gpu.output(rows, DType::F32, op)?, gpu.output((2, rows), DType::F32, op)?);
     let vectors = in_vectors(v, dtype, &[Some(ls)]);
-    let threads = v.div_ceil(vector(dtype)).next_multiple_of(32).min(ROW_THREADS) as u32;
+    let threads = row_threads(v, dtype);
     let (first, valid) = columns.counts(op)?;
     let (row_count, width) = (items(op, rows)?, items(op, v)?);
     let kernel = format!("row_statistics{}_{suffix}", variant(vectors));
@@ -126,4 +134,43 @@ pub fn backward(logits: &Tensor, into: Option<&Tensor>, of: Rows, columns: Colum
     gpu.launch(FILE, &kernel, grid, THREADS, 0, |args| {
         args.ptr(from).ptr(to).ptr(max).ptr(sum_exp).ptr(ts).ptr(scale).u32(width).u32(first).u32(valid);
     })
+}
+
+/// Sums `[2, rows]` and gradient of rows that no other rank has a part of, as [`row_statistics`] and then [`backward`] make them; none, where
+/// there is no kernel for that, with nothing done: of logits that are not f32, or not in vectors.
+pub fn at_once(
+    logits: &Tensor,
+    into: Option<&Tensor>,
+    targets: &Tensor,
+    row_scale: &Tensor,
+    columns: Columns,
+    op: &'static str,
+) -> Result<Option<Tensor>> {
+    let gpu = Gpu::of(logits, op)?;
+    let (rows, v) = rows_of(logits, op)?;
+    if logits.dtype() != DType::F32 {
+        return Ok(None);
+    }
+    let dtype = into.unwrap_or(logits).dtype();
+    let suffix = suffix(dtype, op)?;
+    let (from, to) = match into {
+        None => {
+            let ls = gpu.inplace(logits, DType::F32, op, "logits")?;
+            (ls, ls)
+        }
+        Some(into) => (gpu.input(logits, DType::F32, op, "logits")?, gpu.inplace(into, dtype, op, "dlogits")?),
+    };
+    if !in_vectors(v, dtype, &[Some(from), Some(to)]) {
+        return Ok(None);
+    }
+    let _span = trace::moves(op, &[logits, into.unwrap_or(logits)]);
+    let (ts, scale) = (targets_of(&gpu, targets, rows, op)?, per_row(&gpu, row_scale, rows, op, "row_scale")?);
+    let (sums, sum) = gpu.output((2, rows), DType::F32, op)?;
+    let resident = (BYTES_AT_ONCE / (v * size_of::<f32>()).max(1)).clamp(1, 3);
+    let ((first, valid), row_count, width) = (columns.counts(op)?, items(op, rows)?, items(op, v)?);
+    let kernel = format!("cross_entropy_at_once{resident}_{suffix}");
+    gpu.launch(FILE, &kernel, [row_count, 1, 1], row_threads(v, DType::F32), 0, |args| {
+        args.ptr(from).ptr(ts).ptr(scale).ptr(to).ptr(sum).u32(row_count).u32(width).u32(first).u32(valid);
+    })?;
+    Ok(Some(sums))
 }

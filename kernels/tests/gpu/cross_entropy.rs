@@ -2,7 +2,9 @@
 
 use crate::support::{Input, check, check_with, runs};
 use candle_core::{DType, Device, Tensor};
-use kernels::cross_entropy::{add_losses, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
+use kernels::cross_entropy::{
+    add_losses, cross_entropy_at_once, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics,
+};
 
 /// Rows, columns, of which real ones, and the first column's id; targets are below 1000.
 const CASES: [(usize, usize, usize, usize); 9] = [
@@ -56,6 +58,51 @@ fn gradients_are_rounded_into_another_tensor() {
             cross_entropy_backward_into(&t[3], &t[0], &max, &sum_exp, &t[1], &t[2], first, valid)?;
             Ok(vec![t[3].clone()])
         });
+    }
+}
+
+/// Rows of every number of blocks to a multiprocessor: the cases that fit, and wide ones, of which the last has threads with different numbers of
+/// whole batches.
+fn whole_rows() -> impl Iterator<Item = (usize, usize, usize, usize)> {
+    CASES.into_iter().chain([(2, 20_000, 19_990, 0), (2, 33_000, 33_000, 500), (1, 65_600, 60_123, 0)])
+}
+
+#[test]
+fn losses_and_gradients_of_whole_rows_are_made_at_once() {
+    for (rows, v, valid, first) in whole_rows() {
+        let wide = Input::wide("logits", &[rows, v]).times(4.0);
+        let [_, targets, scale] = inputs(rows, v);
+        check("cross_entropy_at_once", &[wide, targets, scale, Input::data("to", &[rows, v])], |t| {
+            let into = cross_entropy_at_once(&t[0], Some(&t[3]), &t[1], &t[2], first, valid)?;
+            let inplace = cross_entropy_at_once(&t[0], None, &t[1], &t[2], first, valid)?;
+            Ok(vec![into, t[3].clone(), inplace, t[0].clone()])
+        });
+    }
+}
+
+#[test]
+fn at_once_gives_the_bits_of_statistics_and_backward() {
+    let bits = |t: &Tensor| -> Vec<u32> {
+        let t = t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+        t.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+    };
+    for ((rows, v, valid, first), dtype) in whole_rows().flat_map(|case| [(case, DType::F32), (case, DType::BF16)]) {
+        for (run, [apart, at_once]) in runs(|device| {
+            let logits: Vec<f32> = (0..rows * v).map(|i| ((i * i) as f32 * 0.7).sin() * 9.0).collect();
+            let logits = Tensor::from_vec(logits, (rows, v), device).unwrap();
+            let targets: Vec<u32> = (0..rows as u32).map(|row| row * 417).collect();
+            let targets = Tensor::from_vec(targets, rows, device).unwrap();
+            let scale = Tensor::full(0.37f32, rows, device).unwrap();
+            let to = || Tensor::zeros((rows, v), dtype, device).unwrap();
+            let (apart, at_once) = (to(), to());
+            let (max, sums) = row_statistics(&logits, &targets, first, valid).unwrap();
+            let sum_exp = sums.get(0).unwrap();
+            cross_entropy_backward_into(&apart, &logits, &max, &sum_exp, &targets, &scale, first, valid).unwrap();
+            let own = cross_entropy_at_once(&logits, Some(&at_once), &targets, &scale, first, valid).unwrap();
+            [(sums, apart), (own, at_once)].map(|(sums, gradient)| [bits(&sums), bits(&gradient)])
+        }) {
+            assert!(apart == at_once, "{run}: {rows} rows of {v} in {dtype:?}");
+        }
     }
 }
 

@@ -1,11 +1,13 @@
 //! Cross entropy over a vocabulary cut over tp, without gathering the logits (Shoeybi et al. 2019 §3).
 //!
 //! Forward: statistics of each rank's logits from one reading, all-reduce of the row maximum, then of (Σ exp, target logit) moved to
-//! it, in fp32. Backward needs no collective.
+//! it, in fp32. Backward needs no collective. One rank alone makes both of a row at once.
 //! Padding columns take no part.
 
 use candle_core::Tensor;
-use kernels::cross_entropy::{add_losses, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics};
+use kernels::cross_entropy::{
+    add_losses, cross_entropy_at_once, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics,
+};
 
 use super::context::Ctx;
 use super::embedding::VocabSpec;
@@ -26,6 +28,13 @@ pub struct Targets {
     pub mask: Tensor,
     /// f32 `[rows]` (f64 for f64): what it counts in the gradient; see [`Ctx::loss_weights`].
     pub weights: Option<Tensor>,
+}
+
+impl Targets {
+    fn weights(&self) -> Result<&Tensor> {
+        let weights = self.weights.as_ref();
+        weights.ok_or_else(|| Error::config("internal error: a gradient of losses without weights"))
+    }
 }
 
 /// What backward needs of the whole vocabulary: `[rows]` each.
@@ -75,13 +84,33 @@ impl VocabParallelCrossEntropy {
     ) -> Result<()> {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
-        let (RowStats { max, sum_exp }, labels) = (stats, &targets.labels);
-        let weights = targets.weights.as_ref();
-        let weights = weights.ok_or_else(|| Error::config("internal error: a gradient of losses without weights"))?;
+        let (RowStats { max, sum_exp }, labels, weights) = (stats, &targets.labels, targets.weights()?);
         match rounded {
             None => cross_entropy_backward(&logits.0, max, sum_exp, labels, weights, first, valid)?,
             Some(to) => cross_entropy_backward_into(&to.0, &logits.0, max, sum_exp, labels, weights, first, valid)?,
         }
         Ok(())
+    }
+
+    /// [`Self::forward`] and then [`Self::backward`].
+    ///
+    /// # Errors
+    /// If the targets have no weights.
+    pub fn forward_and_backward(
+        &self,
+        logits: &FeatureSharded,
+        rounded: Option<&FeatureSharded>,
+        targets: &Targets,
+        loss_sum: &Tensor,
+        ctx: &Ctx,
+    ) -> Result<()> {
+        if ctx.tp.size() > 1 {
+            let stats = self.forward(logits, targets, loss_sum, ctx)?;
+            return self.backward(logits, rounded, &stats, targets, ctx);
+        }
+        let (rounded, labels) = (rounded.map(|to| &to.0), &targets.labels);
+        let (first, valid) = (self.spec.first_row(0), self.spec.valid_rows(0));
+        let parts = cross_entropy_at_once(&logits.0, rounded, labels, targets.weights()?, first, valid)?;
+        Ok(add_losses(loss_sum, &parts, &targets.mask)?)
     }
 }

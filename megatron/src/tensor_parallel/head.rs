@@ -104,10 +104,12 @@ impl Head {
             };
             let logits = FeatureSharded(buffer.narrow(0, 0, count)?);
             linear_into(&x, weight, None, &logits.0.narrow(1, 0, columns)?)?;
-            let stats = self.loss.forward(&logits, &targets, &loss_sum, ctx)?;
-            let Some(dxs) = &dxs else { continue };
+            let Some(dxs) = &dxs else {
+                self.loss.forward(&logits, &targets, &loss_sum, ctx)?;
+                continue;
+            };
             let rounded = rounded.as_ref().map(|t| t.narrow(0, 0, count)).transpose()?.map(FeatureSharded);
-            self.loss.backward(&logits, rounded.as_ref(), &stats, &targets, ctx)?;
+            self.loss.forward_and_backward(&logits, rounded.as_ref(), &targets, &loss_sum, ctx)?;
             let dlogits = rounded.unwrap_or(logits).0.narrow(1, 0, columns)?;
             // The next rows take the memory of these.
             ctx.weight_grad_now(&dlogits, &x, self.output)?;
