@@ -463,9 +463,9 @@ impl KernelBench {
         let dw = self.zeros(w.dims())?;
         let (shape, n) = (format!("{rows}×{hidden}"), rows * hidden);
         self.time("embedding", shape.clone(), 1.0, Work::Elements(2 * n), || embedding::embedding(&ids, &w, 0))?;
-        self.time("embedding_backward", shape, 1.0, Work::Elements(3 * n), || {
-            embedding::embedding_backward(&dy, &ids, 0, &dw)
-        })?;
+        // Of rows of dweight, in fp32, one is read and written for every token.
+        let work = Work::Elements(n + 2 * n * (4 / self.dtype.size_in_bytes()));
+        self.time("embedding_backward", shape, 1.0, work, || embedding::embedding_backward(&dy, &ids, 0, &dw))?;
         let (shape, n) = (format!("{rows}×{vocab}"), rows * vocab);
         let (logits, dlogits) = (self.wide_randn(&[rows, vocab])?, self.activation(vocab)?.reshape((rows, vocab))?);
         let (max, _) = cross_entropy::row_statistics(&logits, &ids, 0, vocab)?;
