@@ -4,8 +4,10 @@
 // orders depend on the shape alone.
 #include "device.cuh"
 
-constexpr int LANES = 32;  // of a block, next to each other in a row
-constexpr int SLICES = 8;  // of a block, with every eighth row each
+constexpr int LANES = 32;   // of a block, next to each other in a row
+constexpr int SLICES = 8;   // of a block that sums rows, with every eighth row each
+constexpr int GROUPS = 32;  // of a block that adds up shares, with every 32nd share each
+constexpr int FLIGHT = 8;   // loads that a thread waits for together
 
 // partials[share][c] = Σ x[row][c] over the rows of the share; x is [rows, n]. A thread takes V neighbouring columns.
 template <class T, int V, class Load>
@@ -19,18 +21,17 @@ DEVICE void column_sums(const T *x, float *partials, uint32_t rows, uint32_t n, 
     for (int i = 0; i < V; i++) sum[i] = 0.0f;
     if (c < n) {
         const T *at = x + c;
-        uint32_t row = first + slice;
-        // Four rows in flight.
-        for (; row + 3 * SLICES < last; row += 4 * SLICES) {
-            const auto r0 = load(at + static_cast<uint64_t>(row) * n), r1 = load(at + static_cast<uint64_t>(row + SLICES) * n);
-            const auto r2 = load(at + static_cast<uint64_t>(row + 2 * SLICES) * n), r3 = load(at + static_cast<uint64_t>(row + 3 * SLICES) * n);
+        for (uint32_t row = first + slice; row < last; row += FLIGHT * SLICES) {
+            decltype(load(at)) in[FLIGHT];
 #pragma unroll
-            for (int i = 0; i < V; i++) sum[i] = (((sum[i] + r0[i]) + r1[i]) + r2[i]) + r3[i];
-        }
-        for (; row < last; row += SLICES) {
-            const auto a = load(at + static_cast<uint64_t>(row) * n);
+            for (int f = 0; f < FLIGHT; f++)
+                if (row + f * SLICES < last) in[f] = load(at + static_cast<uint64_t>(row + f * SLICES) * n);
 #pragma unroll
-            for (int i = 0; i < V; i++) sum[i] += a[i];
+            for (int f = 0; f < FLIGHT; f++) {
+                if (row + f * SLICES >= last) break;
+#pragma unroll
+                for (int i = 0; i < V; i++) sum[i] += in[f][i];
+            }
         }
     }
 #pragma unroll
@@ -55,33 +56,33 @@ struct One {
 
 // first[c] += Σ partials[p][c] for c < n, and second[c − n] += for those from n on; partials is [shares, width], in f32.
 DEVICE void add_up(const float *partials, float *first, float *second, uint32_t shares, uint32_t width, uint32_t n) {
-    SHARED(float, sums, [SLICES][LANES]);
-    const uint32_t lane = threadIdx.x % LANES, slice = threadIdx.x / LANES;
+    SHARED(float, sums, [GROUPS][LANES]);
+    const uint32_t lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const uint32_t c = blockIdx.x * LANES + lane;
     float sum = 0.0f;
     if (c < width) {
-#pragma unroll 4
-        for (uint32_t p = slice; p < shares; p += SLICES) sum += partials[static_cast<uint64_t>(p) * width + c];
+#pragma unroll 8
+        for (uint32_t p = group; p < shares; p += GROUPS) sum += partials[static_cast<uint64_t>(p) * width + c];
     }
-    sums[slice][lane] = sum;
+    sums[group][lane] = sum;
     __syncthreads();
-    if (slice > 0 || c >= width) return;
+    if (group > 0 || c >= width) return;
     float total = 0.0f;
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) total += sums[s][lane];
+    for (int g = 0; g < GROUPS; g++) total += sums[g][lane];
     float *out = c < n ? first + c : second + (c - n);
     *out += total;
 }
 
-#define KERNELS(T, suffix)                                                                                           \
-    KERNEL(column_sums_##suffix, const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share) {           \
-        column_sums<T, VECTOR<T>>(x, partials, rows, n, share, [](const T *at) { return load_vector(at); });         \
-    }                                                                                                                \
-    KERNEL(column_sums_any_##suffix, const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share) {       \
-        column_sums<T, 1>(x, partials, rows, n, share, [](const T *at) { return One{to_float(*at)}; });              \
+#define KERNELS(T, suffix)                                                                                                \
+    KERNEL_BOUNDS(256, 3, column_sums_##suffix, const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share) { \
+        column_sums<T, VECTOR<T>>(x, partials, rows, n, share, [](const T *at) { return load_vector(at); });              \
+    }                                                                                                                     \
+    KERNEL(column_sums_any_##suffix, const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share) {            \
+        column_sums<T, 1>(x, partials, rows, n, share, [](const T *at) { return One{to_float(*at)}; });                   \
     }
 FOR_DTYPES(KERNELS)
 
-KERNEL(add_shares, const float *partials, float *first, float *second, uint32_t shares, uint32_t width, uint32_t n) {
+KERNEL_BOUNDS(1024, 1, add_shares, const float *partials, float *first, float *second, uint32_t shares, uint32_t width, uint32_t n) {
     add_up(partials, first, second, shares, width, n);
 }

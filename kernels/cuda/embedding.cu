@@ -1,12 +1,14 @@
 // Lookup of rows of a vocabulary-parallel embedding, and the gradient of its weight without atomics of floats.
 //
-// Tokens are sorted by the row that they look up, those of one row in their order (`rank`, `scatter`); then every row sums the gradients of its
-// run of tokens. Runs are summed by segments of 64, so that a frequent token does not keep one block busy while the others have nothing
-// to do: rows of one segment are done with that, those of more are joined from the segments' sums, in order.
+// Tokens are sorted by the row that they look up, those of one row in their order: first tiles of them (`sort_tile`), then each finds its place
+// among all (`place`). Then every row sums the gradients of its run of tokens. Runs are summed by segments of 64, so that a frequent token does
+// not keep one block busy while the others have nothing to do: rows of one segment are done with that, those of more are joined from the
+// segments' sums, in order.
 #include "divider.cuh"
 #include "inplace.cuh"
 
 constexpr uint32_t SEGMENT = 64;
+constexpr uint32_t TILE = 2048;  // tokens that a block sorts
 
 /// The local row of an id, or `rows` if this rank does not have it.
 DEVICE uint32_t local_row(uint32_t id, uint32_t first_row, uint32_t rows) {
@@ -29,34 +31,60 @@ DEVICE void lookup(const uint32_t *ids, const T *weight, T *y, uint32_t items, u
     }
 }
 
-// places[i] += the tokens among blockIdx.y's 512 that come before token i when sorted: counts, whose sum no order changes.
-DEVICE void rank(const uint32_t *ids, uint32_t *places, uint32_t n, uint32_t first_row, uint32_t rows) {
-    constexpr uint32_t TILE = 512;
-    SHARED(uint32_t, tile, [TILE]);
-    const uint32_t first = blockIdx.y * TILE, size = min(TILE, n - first);
-    for (uint32_t j = threadIdx.x; j < size; j += blockDim.x) tile[j] = local_row(ids[first + j], first_row, rows);
-    __syncthreads();
-    const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    const uint32_t row = local_row(ids[i], first_row, rows);
-    uint32_t before = 0;
-    if (first + size <= i || first > i) {
-        // Of equal rows, earlier tokens come before this one, later ones after it.
-        const uint32_t bound = first > i ? row : row + 1;
-#pragma unroll 8
-        for (uint32_t j = 0; j < size; j++) before += tile[j] < bound;
-    } else {
-        for (uint32_t j = 0; j < size; j++) before += tile[j] < row || (tile[j] == row && first + j < i);
+// Keys of the tokens of tile blockIdx.x, ascending: a token's row, and below that its number, so that no two are equal. A bitonic sort (Batcher
+// 1968) by half as many threads as a tile has tokens; a last tile with fewer is filled up with what comes behind every key.
+DEVICE void sort_tile(const uint32_t *ids, uint64_t *keys, uint32_t n, uint32_t first_row, uint32_t rows) {
+    SHARED(uint64_t, tile, [TILE]);
+    const uint32_t first = blockIdx.x * TILE, size = min(TILE, n - first), t = threadIdx.x;
+    for (uint32_t j = t; j < TILE; j += TILE / 2)
+        tile[j] = j < size ? static_cast<uint64_t>(local_row(ids[first + j], first_row, rows)) << 32 | (first + j) : ~uint64_t(0);
+    for (uint32_t length = 2; length <= TILE; length *= 2) {
+        for (uint32_t distance = length / 2; distance > 0; distance /= 2) {
+            __syncthreads();
+            // Of every 2·distance elements the first half, each with its partner in the second.
+            const uint32_t low = 2 * t - (t & (distance - 1)), high = low + distance;
+            const uint64_t a = tile[low], b = tile[high];
+            const bool ascending = (low & length) == 0;
+            if ((a > b) == ascending) {
+                tile[low] = b;
+                tile[high] = a;
+            }
+        }
     }
-    atomicAdd(&places[i], before);
+    __syncthreads();
+    for (uint32_t j = t; j < size; j += TILE / 2) keys[first + j] = tile[j];
 }
 
-// sorted[place of i] = its row, order[place of i] = i.
-DEVICE void scatter(const uint32_t *ids, const uint32_t *places, uint32_t *sorted, uint32_t *order, uint32_t n, uint32_t first_row, uint32_t rows) {
+// The row and the number of the token of every key of sorted tiles, to where it belongs among all: behind those before it in its own tile, and
+// in every other tile those that are smaller.
+DEVICE void place(const uint64_t *keys, uint32_t *sorted, uint32_t *order, uint32_t n) {
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    sorted[places[i]] = local_row(ids[i], first_row, rows);
-    order[places[i]] = i;
+    const uint64_t key = keys[i];
+    const uint32_t tiles = (n - 1) / TILE + 1, own = i / TILE;
+    uint32_t before = i % TILE;
+    // Several tiles are searched side by side, as each search waits for memory at every step.
+    constexpr int SEARCHES = 4;
+    for (uint32_t tile = 0; tile < tiles; tile += SEARCHES) {
+        uint32_t first[SEARCHES], size[SEARCHES], smaller[SEARCHES];
+#pragma unroll
+        for (int s = 0; s < SEARCHES; s++) {
+            first[s] = (tile + s) * TILE;
+            size[s] = tile + s < tiles && tile + s != own ? min(TILE, n - first[s]) : 0;
+            smaller[s] = 0;
+        }
+        for (uint32_t step = TILE; step > 0; step /= 2) {
+#pragma unroll
+            for (int s = 0; s < SEARCHES; s++) {
+                const uint32_t with = smaller[s] + step;
+                if (with <= size[s] && __ldg(keys + first[s] + with - 1) < key) smaller[s] = with;
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < SEARCHES; s++) before += smaller[s];
+    }
+    sorted[before] = static_cast<uint32_t>(key >> 32);
+    order[before] = static_cast<uint32_t>(key);
 }
 
 // starts[p] = the place where the run of p begins.
@@ -148,12 +176,13 @@ DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *ord
     }
 }
 
-// Adds the segments' sums to dweight's row, where blockIdx.x is the start of a run of more than one.
+// Adds the segments' sums to dweight's row, of a run of more than one. Such a run has a place that is a multiple of SEGMENT among its first
+// ones: blockIdx.x is the number of that multiple.
 template <int V>
 DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
                           uint32_t rows) {
-    const uint32_t start = blockIdx.x, row = sorted[start];
-    if (starts[start] != start || row == rows || start + SEGMENT >= n || starts[start + SEGMENT] != start) return;
+    const uint32_t here = blockIdx.x * SEGMENT, start = starts[here], row = sorted[start];
+    if (here - start >= SEGMENT || row == rows || start + SEGMENT >= n || starts[start + SEGMENT] != start) return;
     float *to = dweight + static_cast<uint64_t>(row) * h;
     for (uint32_t c = threadIdx.x * V; c < h; c += blockDim.x * V) {
         Few<float, V> sum = Few<float, V>::own(to + c);
@@ -184,13 +213,10 @@ DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float 
     }
 FOR_DTYPES(KERNELS)
 
-KERNEL(embedding_rank, const uint32_t *ids, uint32_t *places, uint32_t n, uint32_t first_row, uint32_t rows) {
-    rank(ids, places, n, first_row, rows);
+KERNEL_BOUNDS(1024, 1, embedding_sort, const uint32_t *ids, uint64_t *keys, uint32_t n, uint32_t first_row, uint32_t rows) {
+    sort_tile(ids, keys, n, first_row, rows);
 }
-KERNEL(embedding_scatter, const uint32_t *ids, const uint32_t *places, uint32_t *sorted, uint32_t *order, uint32_t n, uint32_t first_row,
-       uint32_t rows) {
-    scatter(ids, places, sorted, order, n, first_row, rows);
-}
+KERNEL(embedding_place, const uint64_t *keys, uint32_t *sorted, uint32_t *order, uint32_t n) { place(keys, sorted, order, n); }
 KERNEL(embedding_starts, const uint32_t *sorted, uint32_t *starts, uint32_t n) { find_starts(sorted, starts, n); }
 KERNEL(embedding_join, const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
        uint32_t rows) {

@@ -3,8 +3,16 @@
 // With x̂ = (x − mean)·rstd and g = dy·weight: dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) + residual, RMSNorm without mean(g); and
 // dweight = Σ dy·x̂, dbias = Σ dy over the rows. One reading of x, dy and residual serves all: a block walks its share of the rows, keeps
 // its sums of the parameters' gradients in registers, and writes them as one row of `partials` [blocks, h or 2h], which columns.cu adds
-// up in order. Shares depend on the shape alone.
+// up in order. Shares depend on the shape alone. Few threads have room on a multiprocessor beside so many registers, so they load the next
+// row before they compute one: memory has always something to do.
 #include "group.cuh"
+
+/// What a thread has of a row: VECTORS vectors each of x, dy and the residual.
+template <class T, int VECTORS>
+struct Operands {
+    Vector<T> x[VECTORS], dy[VECTORS], around[VECTORS];
+    float mean, rstd;
+};
 
 // Rows of up to 32·ELEMENTS elements, one to a warp at a time, or of up to blockDim.x·ELEMENTS, one to a block.
 template <class T, int ELEMENTS, bool WHOLE_BLOCK, bool LAYER>
@@ -12,6 +20,7 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
                               T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) {
     constexpr int V = VECTOR<T>, VECTORS = ELEMENTS / V;
     constexpr bool LATE = WHOLE_BLOCK && sizeof(T) == 4;  // no registers to hold the residual from the start
+    constexpr bool AHEAD = sizeof(T) == 2;                // registers to load the next row while this one is computed
     SHARED(float, slots, [2][2][32]);
     const uint32_t threads = WHOLE_BLOCK ? blockDim.x : 32;
     const uint32_t thread = WHOLE_BLOCK ? threadIdx.x : threadIdx.x % 32;
@@ -26,27 +35,44 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
     }
     const float inv_h = 1.0f / float(h);
 
-    for (uint32_t row = first + (WHOLE_BLOCK ? 0 : warp); row < last; row += step) {
+    const auto load = [&](uint32_t row) {
+        Operands<T, VECTORS> of;
         const uint64_t start = static_cast<uint64_t>(row) * h;
-        const float mean = LAYER ? mean_of[row] : 0.0f, rstd = rstd_of[row];
-        Vector<T> xs[VECTORS], dys[VECTORS], around[VECTORS], w[VECTORS];  // weight comes from L1, where it takes no registers between rows
+        of.mean = LAYER ? mean_of[row] : 0.0f;
+        of.rstd = rstd_of[row];
 #pragma unroll
         for (int p = 0; p < VECTORS; p++) {
             const uint32_t at = (thread + p * threads) * V;
             if (at < h) {
-                xs[p] = load_vector(x + start + at);
-                dys[p] = load_vector(dy + start + at);
-                if (residual && !LATE) around[p] = load_vector(residual + start + at);
-                w[p] = load_vector(weight + at);
+                of.x[p] = load_vector(x + start + at);
+                of.dy[p] = load_vector(dy + start + at);
+                if (residual && !LATE) of.around[p] = load_vector(residual + start + at);
             }
         }
+        return of;
+    };
+    const uint32_t begin = first + (WHOLE_BLOCK ? 0 : warp);
+    Operands<T, VECTORS> next;
+    if (AHEAD && begin < last) next = load(begin);
+    for (uint32_t row = begin; row < last; row += step) {
+        // Weight comes from L1, where it takes no registers between rows; asked for before the next row, which would keep it waiting.
+        Vector<T> w[VECTORS];
+#pragma unroll
+        for (int p = 0; p < VECTORS; p++) {
+            const uint32_t at = (thread + p * threads) * V;
+            if (at < h) w[p] = load_vector(weight + at);
+        }
+        Operands<T, VECTORS> of = AHEAD ? next : load(row);
+        if (AHEAD && row + step < last) next = load(row + step);
+        const uint64_t start = static_cast<uint64_t>(row) * h;
+        const float mean = of.mean, rstd = of.rstd;
         float along = 0.0f, across = 0.0f;
 #pragma unroll
         for (int p = 0; p < VECTORS; p++) {
             if ((thread + p * threads) * V < h) {
 #pragma unroll
                 for (int i = 0; i < V; i++) {
-                    const float normal = (xs[p][i] - mean) * rstd, d = dys[p][i];
+                    const float normal = (of.x[p][i] - mean) * rstd, d = of.dy[p][i];
                     const float g = d * w[p][i];
                     dweight[p * V + i] += d * normal;
                     if (LAYER) dbias[p * V + i] += d;
@@ -70,11 +96,11 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
         for (int p = 0; p < VECTORS; p++) {
             const uint32_t at = (thread + p * threads) * V;
             if (at < h) {
-                if (residual && LATE) around[p] = load_vector(residual + start + at);
+                if (residual && LATE) of.around[p] = load_vector(residual + start + at);
                 store_vector(dx + start + at, Vector<T>::of([&](int i) {
-                                 const float normal = (xs[p][i] - mean) * rstd, g = dys[p][i] * w[p][i];
+                                 const float normal = (of.x[p][i] - mean) * rstd, g = of.dy[p][i] * w[p][i];
                                  const float d = rstd * (LAYER ? g - across - normal * along : g - normal * along);
-                                 return residual ? d + around[p][i] : d;
+                                 return residual ? d + of.around[p][i] : d;
                              }));
             }
         }

@@ -156,7 +156,7 @@ fn halves(x: &Tensor, op: &'static str) -> Result<usize> {
 /// # Errors
 /// If the last dimension is odd, or `x` is not contiguous or no float.
 pub fn swiglu(x: &Tensor) -> Result<Tensor> {
-    let _span = trace::moves("swiglu", &[x]);
+    let _span = trace::kernel("swiglu", 0, trace::bytes(&[x]) / 2 * 3);
     const OP: &str = "swiglu";
     let f = halves(x, OP)?;
     on_gpu!(x, activation::swiglu(x, f, OP));

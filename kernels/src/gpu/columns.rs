@@ -11,10 +11,12 @@ use crate::Result;
 const FILE: &str = "columns";
 /// Threads of a block that lie next to each other in a row.
 const LANES: usize = 32;
-/// Blocks that fill a large GPU a few times over.
-const BLOCKS: usize = 1056;
-/// Rows that a block sums at least, so that there are few sums of shares to add up.
-const MIN_SHARE: usize = 32;
+/// Threads of a block that adds up the sums of shares.
+const ADD_THREADS: u32 = 1024;
+/// Blocks that fill a GPU of 132 multiprocessors once, with three on each: a second round would leave many of them without work.
+const BLOCKS: usize = 396;
+/// Rows that a block sums at least, so that there are few sums of shares to add up: as many as its threads load at once.
+const MIN_SHARE: usize = 64;
 
 /// `db [n] += Σ rows of dy [rows, n]`.
 pub fn bias_grad(dy: &Tensor, db: &Tensor, (rows, n): (usize, usize), op: &'static str) -> Result<()> {
@@ -49,7 +51,7 @@ pub fn add_shares(
     }
     let from = gpu.input(partials, DType::F32, op, "sums")?;
     let (shares, n, count) = (items(op, shares)?, items(op, n)?, items(op, width)?);
-    gpu.launch(FILE, "add_shares", [blocks(op, width, LANES)?, 1, 1], THREADS, 0, |args| {
+    gpu.launch(FILE, "add_shares", [blocks(op, width, LANES)?, 1, 1], ADD_THREADS, 0, |args| {
         args.ptr(from).ptr(first).optional(second).u32(shares).u32(count).u32(n);
     })
 }

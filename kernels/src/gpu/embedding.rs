@@ -3,16 +3,16 @@
 use candle_core::{DType, Tensor};
 
 use super::items::{Divider, in_vectors, items, variant, vector};
-use super::launch::{blocks, blocks_y};
+use super::launch::blocks;
 use super::memory::suffix;
-use super::{Gpu, THREADS, reduce};
+use super::{Gpu, THREADS};
 use crate::Result;
 
 const FILE: &str = "embedding";
 /// Tokens of a run that one block sums.
 const SEGMENT: usize = 64;
-/// Tokens that one block of `embedding_rank` compares with.
-const TILE: usize = 512;
+/// Tokens that one block of `embedding_sort` sorts.
+const TILE: usize = 2048;
 
 /// `ids` are u32; `weight` is `[rows, h]`.
 pub fn forward(ids: &Tensor, weight: &Tensor, first_row: usize, op: &'static str) -> Result<Tensor> {
@@ -50,19 +50,19 @@ pub fn backward(dy: &Tensor, ids: &Tensor, first_row: usize, dweight: &Tensor, o
         return Ok(());
     }
     let vectors = in_vectors(h, dtype, &[Some(dys), Some(dws)]);
-    let [(_places, places), (_sorted, sorted), (_order, order), (_starts, starts)] = {
+    let [(_sorted, sorted), (_order, order), (_starts, starts)] = {
         let list = || gpu.output(n, DType::U32, op);
-        [list()?, list()?, list()?, list()?]
+        [list()?, list()?, list()?]
     };
+    let (_keys, keys) = gpu.output(n, DType::I64, op)?;
     let (_partials, partials) = gpu.output((2 * n.div_ceil(SEGMENT), h), DType::F32, op)?;
     let (count, first_row, rows, width) = (items(op, n)?, first(first_row), items(op, rows)?, items(op, h)?);
     let by_token = blocks(op, n, THREADS as usize)?;
-    reduce::zero_elements(&gpu, places, n, 4, op)?;
-    gpu.launch(FILE, "embedding_rank", [by_token, blocks_y(op, n, TILE)?, 1], THREADS, 0, |args| {
-        args.ptr(is).ptr(places).u32(count).u32(first_row).u32(rows);
+    gpu.launch(FILE, "embedding_sort", [blocks(op, n, TILE)?, 1, 1], TILE as u32 / 2, 0, |args| {
+        args.ptr(is).ptr(keys).u32(count).u32(first_row).u32(rows);
     })?;
-    gpu.launch(FILE, "embedding_scatter", [by_token, 1, 1], THREADS, 0, |args| {
-        args.ptr(is).ptr(places).ptr(sorted).ptr(order).u32(count).u32(first_row).u32(rows);
+    gpu.launch(FILE, "embedding_place", [by_token, 1, 1], THREADS, 0, |args| {
+        args.ptr(keys).ptr(sorted).ptr(order).u32(count);
     })?;
     gpu.launch(FILE, "embedding_starts", [by_token, 1, 1], THREADS, 0, |args| {
         args.ptr(sorted).ptr(starts).u32(count);
@@ -75,7 +75,7 @@ pub fn backward(dy: &Tensor, ids: &Tensor, first_row: usize, dweight: &Tensor, o
     })?;
     let by_thread = if vectors { vector(DType::F32) } else { 1 };
     let kernel = format!("embedding_join{}", variant(vectors));
-    gpu.launch(FILE, &kernel, [count, 1, 1], threads(by_thread), 0, |args| {
+    gpu.launch(FILE, &kernel, [blocks(op, n, SEGMENT)?, 1, 1], threads(by_thread), 0, |args| {
         args.ptr(sorted).ptr(starts).ptr(dws).ptr(partials).u32(count).u32(width).u32(rows);
     })
 }

@@ -387,6 +387,7 @@ impl Gpu {
             DType::F16 => Tensor::from_vec(vec![half::f16::from_bits(u16::MAX); n], shape, cpu)?,
             DType::F64 => Tensor::from_vec(vec![f64::from_bits(u64::MAX); n], shape, cpu)?,
             DType::I16 => Tensor::from_vec(vec![-1_i16; n], shape, cpu)?,
+            DType::I64 => Tensor::from_vec(vec![-1_i64; n], shape, cpu)?,
             DType::U32 => Tensor::from_vec(vec![u32::MAX; n], shape, cpu)?,
             DType::U8 => Tensor::from_vec(vec![u8::MAX; n], shape, cpu)?,
             dtype => return Err(Error::DType { op, dtype }),

@@ -13,9 +13,12 @@ fn rows_are_looked_up_and_others_are_zero() {
 
 #[test]
 fn gradients_of_rows_sum_in_the_order_of_tokens() {
-    // Few tokens; rows with one segment of tokens and with several; all of one row; more tokens than a tile; rows of other ranks.
+    // Few tokens; rows with one segment of tokens and with several; all of one row; several tiles of tokens, the last of which is full or is not;
+    // rows of other ranks.
     let cases = [(1, 3, 3, 8), (70, 40, 40, 7), (300, 4, 4, 24), (64, 1, 1, 5), (65, 1, 1, 8), (129, 1, 1, 40)];
-    for (tokens, vocab, rows, h) in cases.into_iter().chain([(1100, 60, 20, 9), (33, 50, 11, 768), (260, 2, 1, 1032)]) {
+    for (tokens, vocab, rows, h) in
+        cases.into_iter().chain([(5000, 60, 20, 9), (4096, 3000, 3000, 4), (33, 50, 11, 768), (260, 2, 1, 1032)])
+    {
         let inputs = [
             Input::data("dy", &[tokens, 1, h]),
             Input::ids("ids", &[tokens, 1], vocab),

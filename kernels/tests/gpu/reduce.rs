@@ -14,7 +14,8 @@ const SIZES: [usize; 8] = [1, 7, 64, 1001, 4096, 7173, 8192, 9005];
 
 #[test]
 fn columns_are_summed_into_the_bias_gradient() {
-    let shapes = [[1, 1, 1], [5, 1, 7], [33, 2, 64], [150, 1, 24], [9, 3, 264], [70, 1, 1001], [0, 2, 16]];
+    let shapes =
+        [[1, 1, 1], [5, 1, 7], [33, 2, 64], [150, 1, 24], [9, 3, 264], [70, 1, 1001], [0, 2, 16], [30_000, 1, 8]];
     for shape in shapes {
         check("bias_grad", &[Input::data("dy", &shape), Input::wide("db", &shape[2..])], |t| {
             bias_grad(&t[0], &t[1])?;

@@ -436,20 +436,20 @@ impl KernelBench {
         let (rows, Shape { layers, hidden, llama, .. }) = (self.rows(), self.shape);
         let (x, dy, w, bias) =
             (self.activation(hidden)?, self.activation(hidden)?, self.randn(&[hidden])?, self.randn(&[hidden])?);
-        let (dw, db) = (self.zeros(hidden)?, self.zeros(hidden)?);
+        let (dw, db, residual) = (self.zeros(hidden)?, self.zeros(hidden)?, self.activation(hidden)?);
         let (calls, shape, n) = ((2 * layers + 1) as f64, format!("{rows}×{hidden}"), rows * hidden);
         let (forward, backward) = (Work::Elements(2 * n), Work::Elements(4 * n));
         if llama {
             let (_, stats) = norm::rms_norm(&x, &w, 1e-5)?;
             self.time("rms_norm", shape.clone(), calls, forward, || norm::rms_norm(&x, &w, 1e-5))?;
             self.time("rms_norm_backward", shape, calls, backward, || {
-                norm::rms_norm_backward(&dy, &x, &stats, &w, &dw, Some(&x))
+                norm::rms_norm_backward(&dy, &x, &stats, &w, &dw, Some(&residual))
             })
         } else {
             let (_, stats) = norm::layer_norm(&x, &w, &bias, 1e-5)?;
             self.time("layer_norm", shape.clone(), calls, forward, || norm::layer_norm(&x, &w, &bias, 1e-5))?;
             self.time("layer_norm_backward", shape, calls, backward, || {
-                norm::layer_norm_backward(&dy, &x, &stats, &w, &dw, &db, Some(&x))
+                norm::layer_norm_backward(&dy, &x, &stats, &w, &dw, &db, Some(&residual))
             })
         }
     }
@@ -463,9 +463,9 @@ impl KernelBench {
         let dw = self.zeros(w.dims())?;
         let (shape, n) = (format!("{rows}×{hidden}"), rows * hidden);
         self.time("embedding", shape.clone(), 1.0, Work::Elements(2 * n), || embedding::embedding(&ids, &w, 0))?;
-        self.time("embedding_backward", shape, 1.0, Work::Elements(3 * n), || {
-            embedding::embedding_backward(&dy, &ids, 0, &dw)
-        })?;
+        // Of rows of dweight, in fp32, one is read and written for every token.
+        let work = Work::Elements(n + 2 * n * (4 / self.dtype.size_in_bytes()));
+        self.time("embedding_backward", shape, 1.0, work, || embedding::embedding_backward(&dy, &ids, 0, &dw))?;
         let (shape, n) = (format!("{rows}×{vocab}"), rows * vocab);
         let (logits, dlogits) = (self.wide_randn(&[rows, vocab])?, self.activation(vocab)?.reshape((rows, vocab))?);
         let (max, _) = cross_entropy::row_statistics(&logits, &ids, 0, vocab)?;
