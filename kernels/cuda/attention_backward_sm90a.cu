@@ -199,6 +199,14 @@ DEVICE void produce_keys(const Attention &call, const Shared<DIM> &shared, const
     barrier_arrive(shared.stay_full + stay.slot());
 }
 
+/// Lets a tile go of which this warpgroup's rows see nothing, when it is there: earlier, the place's next tile could be taken for it.
+template <int DIM>
+DEVICE void pass(const Shared<DIM> &shared, Turn<STAGES> &turn) {
+    barrier_wait(shared.full + turn.slot(), turn.parity());
+    release(shared.empty + turn.slot());
+    turn.count++;
+}
+
 /// Begins a tile's scores when it is there: the 64 rows `stay` times those that came. Rows that stay are multiplied from shared memory: in
 /// registers they would be read half as often, for 3% of the time, but ptxas 13.0 gave such operands, of which only products in a loop read,
 /// the registers of others in the same loop.
@@ -242,7 +250,7 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM> &shared, 
         uint32_t weights[N / 2][4], slants[N / 2][4];
         clear(dk);
         clear(dv);
-        uint32_t tile = work.first_tile, in_group = 0;
+        uint32_t tile = 0, in_group = 0, before = 0;
         // The scores of the tile whose turn it is become weights.
         const auto weigh = [&] {
             const Statistics &statistics = shared.statistics[turn.slot()];
@@ -284,16 +292,22 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM> &shared, 
             multiply_weights<E, DIM, ROWS>(dk, slants, shared_address(shared.first + slot * TILE));
             products_commit();
         };
+        // The first tile's queries see the first warpgroup's keys alone.
+        const uint32_t own_tile = work.first_tile + half;
+        const auto enter = [&] {
+            tile = own_tile;
+            if (half == 1) pass(shared, turn);
+        };
         const auto next = [&] {
             turn.count++;
-            if (++tile == work.end_tile) tile = work.first_tile, in_group++;
+            if (++tile == work.end_tile && ++in_group < of_group) enter();
         };
         // When the tile before has added what it adds, weights and slants become left operands.
         const auto round = [&](bool first) {
             products_wait<0>();
             products_touch(dv);
             products_touch(dk);
-            if (!first) release(shared.empty + turn.before());
+            if (!first) release(shared.empty + before);
             if constexpr (!BOTH_AHEAD) {
                 begin_gradients<E>(shared, turn, own_values, gradients);
                 products_wait<0>();
@@ -304,7 +318,13 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM> &shared, 
             products_touch(weights);
             products_touch(slants);
         };
-        const uint32_t steps = (work.end_tile - work.first_tile) * of_group;
+        const uint32_t steps = (work.end_tile - own_tile) * of_group;
+        if (steps == 0) { // behind the sequence's end
+            for (; in_group < of_group; in_group++) pass(shared, turn);
+            release(shared.stay_empty + stay.slot());
+            continue;
+        }
+        enter();
         begin_scores<E>(shared, turn, own_keys, scores);
         products_wait<0>();
         weigh();
@@ -316,11 +336,11 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM> &shared, 
         // Nothing that registers hold but dk and dv is multiplied from one round of the loop to the next: the compiler then moves none of it.
         for (uint32_t step = 0; step + 1 < steps; step++) {
             round(step == 0);
-            const uint32_t slot = turn.slot();
+            before = turn.slot();
             next();
             begin_scores<E>(shared, turn, own_keys, scores);
             if constexpr (BOTH_AHEAD) begin_gradients<E>(shared, turn, own_values, gradients);
-            add(slot);
+            add(before);
             products_wait<BOTH_AHEAD ? 2 : 1>(); // the scores
             weigh();
             if constexpr (BOTH_AHEAD) {
@@ -365,6 +385,8 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
         const unsigned char *const own_douts = shared.second_stay(stay.slot(), half);
         const Statistics &statistics = shared.statistics[stay.slot() * 2 + half];
         const uint32_t seen_by_all = statistics.from[ROWS - 1];
+        // The last tile's keys are seen by the second warpgroup's queries alone.
+        const uint32_t end_tile = min(work.end_tile, tile_query / ROWS + 1);
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
         float lse_log2[2], of_query[2];
         uint32_t first_seen[2];
@@ -421,7 +443,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
         weigh(work.first_tile);
         products_wait<0>();
         products_touch(gradients);
-        for (uint32_t tile = work.first_tile; tile + 1 < work.end_tile; tile++) {
+        for (uint32_t tile = work.first_tile; tile + 1 < end_tile; tile++) {
             round(tile == work.first_tile);
             const uint32_t slot = turn.slot();
             turn.count++;
@@ -433,13 +455,14 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
             products_wait<1>(); // the gradients of weights
             products_touch(gradients);
         }
-        round(work.first_tile + 1 == work.end_tile);
+        round(work.first_tile + 1 == end_tile);
         products_begin();
         add(turn.slot());
         products_wait<0>();
         products_touch(dq);
         release(shared.empty + turn.slot());
         turn.count++;
+        for (uint32_t tile = end_tile; tile < work.end_tile; tile++) pass(shared, turn);
         const float scales[2] = {call.scale, call.scale};
         some_wait(1 + half, 128); // the whole warpgroup has multiplied its queries
         uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.head / call.heads_per_group, work.head % call.heads_per_group);
