@@ -10,25 +10,42 @@ pub struct Process {
     pub start: u64,
 }
 
-/// State and start time in the text of `/proc/PID/stat`.
-fn parse(stat: &str) -> Option<(char, u64)> {
+/// The kernel's flag of a task that exits (`PF_EXITING` in Linux's `sched.h`).
+const EXITING: u64 = 4;
+
+/// What the text of `/proc/PID/stat` tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stat {
+    state: char,
+    flags: u64,
+    start: u64,
+}
+
+fn parse(stat: &str) -> Option<Stat> {
     // The second field is the command in parentheses, which may itself hold spaces and parentheses.
     let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
-    Some((state, fields.nth(18)?.parse().ok()?))
+    Some(Stat { state, flags: fields.nth(5)?.parse().ok()?, start: fields.nth(12)?.parse().ok()? })
+}
+
+impl Stat {
+    /// Whether the process will do nothing any more. Before it is a zombie, one that computed on a GPU may spend seconds in giving that back.
+    fn is_over(self) -> bool {
+        matches!(self.state, 'Z' | 'X') || self.flags & EXITING != 0
+    }
 }
 
 impl Process {
     /// This process; its start is 0 where `/proc` cannot be read.
     pub fn this() -> Self {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-        Self { pid: std::process::id(), start: parse(&stat).map_or(0, |(_, start)| start) }
+        Self { pid: std::process::id(), start: parse(&stat).map_or(0, |stat| stat.start) }
     }
 
-    /// Whether it runs; a zombie does not.
+    /// Whether it runs; a zombie does not, nor one that exits.
     pub fn is_alive(self) -> bool {
         match std::fs::read_to_string(format!("/proc/{}/stat", self.pid)) {
-            Ok(stat) => parse(&stat).is_none_or(|(state, start)| !matches!(state, 'Z' | 'X') && start == self.start),
+            Ok(stat) => parse(&stat).is_none_or(|stat| !stat.is_over() && stat.start == self.start),
             Err(e) => e.kind() != std::io::ErrorKind::NotFound && e.raw_os_error() != Some(libc::ESRCH),
         }
     }
@@ -53,7 +70,7 @@ mod tests {
     fn a_zombie_is_not_alive() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
-        let process = Process { pid: child.id(), start: parse(&stat).unwrap().1 };
+        let process = Process { pid: child.id(), start: parse(&stat).unwrap().start };
         assert!(process.is_alive());
         child.kill().unwrap();
         while process.is_alive() {
@@ -68,6 +85,14 @@ mod tests {
     #[test]
     fn a_command_with_parentheses_does_not_confuse_the_parser() {
         let stat = "7 (a) b) S 1 7 7 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 4242 1000 1";
-        assert_eq!(parse(stat), Some(('S', 4242)));
+        assert_eq!(parse(stat), Some(Stat { state: 'S', flags: 4_194_304, start: 4242 }));
+    }
+
+    #[test]
+    fn a_process_that_exits_is_over_before_it_is_a_zombie() {
+        // As a rank's that was killed while it gives back its GPU, asleep in the driver.
+        let stat = |flags| parse(&format!("7 (a) D 1 7 7 0 -1 {flags} 1 0 0 0 0 0 0 0 20 0 1 0 4242 1000 1")).unwrap();
+        assert!(stat(0x0040_0044).is_over());
+        assert!(!stat(0x0040_0040).is_over());
     }
 }

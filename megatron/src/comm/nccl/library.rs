@@ -176,19 +176,19 @@ impl Comm {
     /// # Errors
     /// If NCCL found an error since, its own or a peer's.
     pub fn is_ready(&self) -> Result<bool> {
-        let raw = lock(&self.raw);
-        let comm = raw.ok_or(Failed::Aborted)?;
-        let mut state = sys::ncclResult_t::ncclSuccess;
-        // SAFETY: a live communicator; one result.
-        let result = unsafe { sys::ncclCommGetAsyncError(comm, &mut state) };
-        for result in [result, state] {
-            match result {
-                sys::ncclResult_t::ncclSuccess => {}
-                sys::ncclResult_t::ncclInProgress => return Ok(false),
-                result => return Err(explained(result, comm)),
-            }
+        is_ready(lock(&self.raw).as_ref())
+    }
+
+    /// As [`Comm::is_ready`], for whoever must not wait: while another thread is in a call there is nothing to tell.
+    ///
+    /// # Errors
+    /// As [`Comm::is_ready`].
+    pub fn look(&self) -> Result<()> {
+        match self.raw.try_lock() {
+            Ok(raw) => is_ready(raw.as_ref()).map(drop),
+            Err(TryLockError::Poisoned(raw)) => is_ready(raw.into_inner().as_ref()).map(drop),
+            Err(TryLockError::WouldBlock) => Ok(()),
         }
-        Ok(true)
     }
 
     /// Makes one call, which NCCL finishes by itself if it says that it is in progress.
@@ -348,6 +348,22 @@ pub fn bind(context: &CudaContext) -> Result<()> {
     // SAFETY: the context lives; a context is one of any thread's.
     unsafe { cudarc::driver::result::ctx::set_current(context.cu_ctx()) }
         .map_err(|e| Failed::Here(format!("CUDA: {e}")))
+}
+
+/// Whether everything that was asked of a communicator is done or queued. Called under its lock.
+fn is_ready(comm: Option<&sys::ncclComm_t>) -> Result<bool> {
+    let comm = *comm.ok_or(Failed::Aborted)?;
+    let mut state = sys::ncclResult_t::ncclSuccess;
+    // SAFETY: a live communicator; one result.
+    let result = unsafe { sys::ncclCommGetAsyncError(comm, &mut state) };
+    for result in [result, state] {
+        match result {
+            sys::ncclResult_t::ncclSuccess => {}
+            sys::ncclResult_t::ncclInProgress => return Ok(false),
+            result => return Err(explained(result, comm)),
+        }
+    }
+    Ok(true)
 }
 
 fn accepted(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {

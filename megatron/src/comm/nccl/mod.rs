@@ -167,8 +167,11 @@ impl Core {
         self.settle(what)?;
         let done = Arc::new(self.stream.record_event(None).map_err(|e| self.driver(what, e))?);
         let mut in_flight = lock(&self.in_flight);
-        in_flight.retain(|earlier| !earlier.done.is_complete());
+        let ended: Vec<_> = in_flight.extract_if(.., |earlier| earlier.done.is_complete()).collect();
         in_flight.push(InFlight { what, since: Instant::now(), done: done.clone(), _tensors: tensors });
+        // Giving memory back waits while the GPU's queue is full, which the watchdog must not: it may be what empties it.
+        drop(in_flight);
+        drop(ended);
         Ok(done)
     }
 

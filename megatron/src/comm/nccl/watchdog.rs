@@ -135,8 +135,8 @@ impl Watchdog {
     /// What is wrong with a group, unless the CPU's transport has a verdict on it: then the communicators are aborted here.
     fn trouble_of(self: &Arc<Self>, core: &Core) -> Option<String> {
         let _ = library::bind(core.stream.context());
-        match core.comm.is_ready() {
-            Ok(_) | Err(Failed::Aborted) => {}
+        match core.comm.look() {
+            Ok(()) | Err(Failed::Aborted) => {}
             Err(failed) => {
                 if matches!(failed, Failed::Remote(_)) && heard(&self.world).is_err() {
                     self.end();

@@ -1,6 +1,42 @@
-//! What becomes of connections whose callers gave up.
+//! What becomes of connections whose callers gave up, and of ranks that leave.
 
 use super::*;
+
+/// Two ranks that are connected, and what arrives at each.
+fn pair() -> [(TcpLink, Arc<Inbox>); 2] {
+    let listeners = [0, 1].map(|_| Listener::bind(true).unwrap());
+    let member = |listener: &Listener| Member {
+        token: 0,
+        world_size: 2,
+        host: "here".into(),
+        identity: "here".into(),
+        pid: 1,
+        addresses: vec![listener.at("127.0.0.1")],
+    };
+    let members: Vec<Member> = listeners.iter().map(member).collect();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let connect = |(rank, listener)| {
+        let (inbox, options) = (Arc::new(Inbox::new(2)), CommOptions::default());
+        let link = TcpLink::connect(rank, &members, 7, listener, inbox.clone(), deadline, &options).unwrap();
+        (link, inbox)
+    };
+    let [zero, one] = listeners;
+    std::thread::scope(|scope| {
+        let one = scope.spawn(move || connect((1, one)));
+        [connect((0, zero)), one.join().unwrap()]
+    })
+}
+
+#[test]
+fn a_rank_that_leaves_after_a_failure_tells_the_cause_before_its_process_ends() {
+    let [(link, inbox), (_peer, heard)] = pair();
+    let loss = Loss { rank: 0, how: "failed: no data".into() };
+    inbox.condemn(loss.clone());
+    link.leave();
+    // Nothing waits for a thread of the rank's any more, and its connection may close.
+    assert_eq!(heard.verdict(), Some(loss));
+    assert!(link.peers.iter().flatten().all(|peer| peer.writer.is_finished()));
+}
 
 #[test]
 fn a_caller_that_gave_up_is_not_taken_for_one_that_connected() {
