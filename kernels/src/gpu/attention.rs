@@ -263,7 +263,7 @@ fn boxes(base: DevicePointer, dtype: DType, Geometry { s, b, shape }: Geometry, 
     Boxes { base, dtype, dims: [d, parts, b, s], strides, rows: rows as u32 }
 }
 
-/// `cuda/attention_backward_sm90a.cu`.
+/// `cuda/attention_dkdv_sm90a.cu` and `cuda/attention_dq_sm90a.cu`.
 fn backward_on_hopper(
     op: &'static str,
     gpu: &Gpu,
@@ -285,13 +285,13 @@ fn backward_on_hopper(
     let of_head = 2 * s * d * element;
     // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles of queries over the group's keys and values.
     let kernels = [
-        ("dkdv", shape.groups, of_head * shape.heads_per_group),
-        ("dq", shape.heads(), of_head / shape.heads_per_group),
+        ("attention_dkdv_sm90a", shape.groups, of_head * shape.heads_per_group),
+        ("attention_dq_sm90a", shape.heads(), of_head / shape.heads_per_group),
     ];
-    for (of, heads, bytes) in kernels {
-        let name = format!("attention_{of}_sm90a_{suffix}_{d}");
+    for (file, heads, bytes) in kernels {
+        let name = format!("{file}_{suffix}_{d}");
         let order = Order::new(op, gpu, s, heads * b, bytes)?;
-        gpu.launch("attention_backward_sm90a", &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
+        gpu.launch(file, &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
             // SAFETY: the kernel's structures have these fields and no padding.
             unsafe { args.structure(&qkv).structure(&dout).structure(&prepared.call) }
                 .ptr(lses)

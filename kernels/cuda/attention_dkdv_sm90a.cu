@@ -1,0 +1,223 @@
+// Gradients of keys and values of attention, for Hopper.
+#include "backward_sm90a.cuh"
+
+namespace {
+
+/// A tile of keys of a group, and the tiles of queries that see some of them, which are the same for all heads.
+struct KeyWork {
+    uint32_t first, group, sample, first_tile, end_tile;
+
+    __device__ __forceinline__ KeyWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
+        const Place place(number, tiles, call.groups * call.b, section);
+        first = place.tile * BOTH;
+        group = place.which % call.groups;
+        sample = place.which / call.groups;
+        // From the first tile of queries that sees these keys to behind the last one that sees as far back.
+        first_tile = first / ROWS;
+        end_tile = first_tile + 1;
+        uint32_t none = (call.s + ROWS - 1) / ROWS;
+        while (end_tile < none) {
+            const uint32_t middle = (end_tile + none) / 2;
+            if (first_key(call, sample, middle * ROWS) < first + BOTH) end_tile = middle + 1;
+            else none = middle;
+        }
+    }
+};
+
+/// The warp that has tiles for gradients of keys copied.
+template <int DIM>
+DEVICE void produce(const Attention &call, const Shared<DIM> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
+                    const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
+    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
+    Turn<STAGES> turn;
+    Turn<Shared<DIM>::STAYS> stay;
+    for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
+        const KeyWork work(call, number, tiles, section);
+        const uint32_t parts = work.group * (of_group + 2);
+        if (lane == 0) fetch_stay(shared, stay.slot(), qkv, parts + of_group, qkv, parts + of_group + 1, work.first, work.sample);
+        for (uint32_t in_group = 0; in_group < of_group; in_group++)
+            for (uint32_t tile = work.first_tile; tile < work.end_tile; tile++, turn.count++) {
+                const uint32_t slot = turn.slot(), head = work.group * of_group + in_group, query = tile * ROWS;
+                uint64_t *const full = shared.full + slot;
+                barrier_wait(shared.empty + slot, turn.parity() ^ 1);
+                if (lane == 0) {
+                    barrier_expect(full, 2 * TILE);
+                    copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, query, parts + in_group, work.sample, full);
+                    copy_tile<ROWS, DIM>(shared.second + slot * TILE, dout, query, head, work.sample, full);
+                }
+                shared.statistics[slot].fill(call, lse, delta, work.sample, head, query);
+                barrier_arrive(full);
+            }
+    }
+    if (lane == 0) barrier_arrive(shared.stay_full + stay.slot());
+}
+
+/// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs.
+template <class E, int DIM>
+DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
+    // What a tile adds runs beside what becomes of the next one's scores, and of narrow heads of the gradients of its weights; the results of wide
+    // ones take the registers that those would need.
+    constexpr bool BOTH_AHEAD = DIM == 64;
+    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    const uint32_t half = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t of_group = call.heads_per_group;
+    Turn<STAGES> turn;
+    Turn<Shared<DIM>::STAYS> stay;
+    for (;; stay.count++) {
+        barrier_wait(shared.stay_full + stay.slot(), stay.parity());
+        const uint32_t number = shared.numbers[stay.slot()];
+        if (number >= all) break;
+        const KeyWork work(call, number, tiles, section);
+        const uint32_t tile_key = work.first + half * ROWS, own = tile_key + warp * 16;
+        unsigned char *const own_keys = shared.first_stay(stay.slot(), half), *const own_values = shared.second_stay(stay.slot(), half);
+        float dk[DIM / 8][4], dv[DIM / 8][4], scores[N][4], gradients[N][4];
+        uint32_t weights[N / 2][4], slants[N / 2][4];
+        clear(dk);
+        clear(dv);
+        uint32_t tile = 0, in_group = 0, before = 0;
+        // The scores of the tile whose turn it is become weights.
+        const auto weigh = [&] {
+            const Statistics &statistics = shared.statistics[turn.slot()];
+            const uint32_t query = tile * ROWS;
+            const float slope = call.slopes ? call.slopes[work.group * of_group + in_group] : 0.0f;
+            // Some query of the tile does not see all of this warpgroup's keys.
+            const bool edge = tile_key + ROWS > query + 1 || statistics.from[ROWS - 1] > tile_key;
+            products_touch(scores);
+            const float scale = tilt<true>(call, slope, own, query, scores);
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++) {
+                const float2 lse_log2 = *reinterpret_cast<const float2 *>(statistics.lse_log2 + n * 8 + 2 * t);
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i] * scale - (i % 2 ? lse_log2.y : lse_log2.x));
+            }
+            if (edge)
+#pragma unroll
+                for (uint32_t n = 0; n < N; n++) {
+                    const uint2 from = *reinterpret_cast<const uint2 *>(statistics.from + n * 8 + 2 * t);
+#pragma unroll
+                    for (uint32_t i = 0; i < 4; i++) {
+                        const uint32_t key = own + g + i / 2 * 8, at = query + n * 8 + 2 * t + i % 2;
+                        if (key > at || key < (i % 2 ? from.y : from.x)) scores[n][i] = 0.0f;
+                    }
+                }
+        };
+        const auto slant = [&] {
+            const Statistics &statistics = shared.statistics[turn.slot()];
+            products_touch(gradients);
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++) {
+                const float2 of_query = *reinterpret_cast<const float2 *>(statistics.delta + n * 8 + 2 * t);
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - (i % 2 ? of_query.y : of_query.x));
+            }
+        };
+        const auto add = [&](uint32_t slot) {
+            multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE));
+            multiply_weights<E, DIM, ROWS>(dk, slants, shared_address(shared.first + slot * TILE));
+            products_commit();
+        };
+        // The first tile's queries see the first warpgroup's keys alone.
+        const uint32_t own_tile = work.first_tile + half;
+        const auto enter = [&] {
+            tile = own_tile;
+            if (half == 1) pass(shared, turn);
+        };
+        const auto next = [&] {
+            turn.count++;
+            if (++tile == work.end_tile && ++in_group < of_group) enter();
+        };
+        // When the tile before has added what it adds, weights and slants become left operands.
+        const auto round = [&](bool first) {
+            products_wait<0>();
+            products_touch(dv);
+            products_touch(dk);
+            if (!first) release(shared.empty + before);
+            if constexpr (!BOTH_AHEAD) {
+                begin_gradients<E>(shared, turn, own_values, gradients);
+                products_wait<0>();
+                slant();
+            }
+            round_weights<E>(weights, scores);
+            round_weights<E>(slants, gradients);
+            products_touch(weights);
+            products_touch(slants);
+        };
+        const uint32_t steps = (work.end_tile - own_tile) * of_group;
+        if (steps == 0) { // behind the sequence's end
+            for (; in_group < of_group; in_group++) pass(shared, turn);
+            release(shared.stay_empty + stay.slot());
+            continue;
+        }
+        enter();
+        begin_scores<E>(shared, turn, own_keys, scores);
+        products_wait<0>();
+        weigh();
+        if constexpr (BOTH_AHEAD) {
+            begin_gradients<E>(shared, turn, own_values, gradients);
+            products_wait<0>();
+            slant();
+        }
+        // Nothing that registers hold but dk and dv is multiplied from one round of the loop to the next: the compiler then moves none of it.
+        for (uint32_t step = 0; step + 1 < steps; step++) {
+            round(step == 0);
+            before = turn.slot();
+            next();
+            begin_scores<E>(shared, turn, own_keys, scores);
+            if constexpr (BOTH_AHEAD) begin_gradients<E>(shared, turn, own_values, gradients);
+            add(before);
+            products_wait<BOTH_AHEAD ? 2 : 1>(); // the scores
+            weigh();
+            if constexpr (BOTH_AHEAD) {
+                products_wait<1>();
+                slant();
+            }
+        }
+        round(steps == 1);
+        products_begin();
+        add(turn.slot());
+        products_wait<0>();
+        products_touch(dk);
+        products_touch(dv);
+        release(shared.empty + turn.slot());
+        next();
+        // This warp's rows of keys and values are not needed any more: nobody else multiplies them.
+        const float scales[2] = {call.scale, call.scale}, ones[2] = {1.0f, 1.0f};
+        const uint32_t count = own < call.s ? call.s - own : 0;
+        some_wait(1 + half, 128); // but the whole warpgroup has
+        uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, of_group);
+        store_warp<E, ROWS, DIM>(to, qkv_stride(call), count, own_keys + warp * 16 * SWIZZLED_ROW, dk, scales);
+        store_warp<E, ROWS, DIM>(to + call.head_dim, qkv_stride(call), count, own_values + warp * 16 * SWIZZLED_ROW, dv, ones);
+        before_copies();
+        release(shared.stay_empty + stay.slot());
+    }
+}
+
+template <class E, int DIM>
+DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
+                uint32_t *next, uint32_t section) {
+    DYNAMIC_SHARED(memory);
+    const Shared<DIM> shared(memory);
+    const uint32_t tiles = (call.s + BOTH - 1) / BOTH, all = tiles * call.groups * call.b;
+    shared.make_barriers(1, 1 + 32);
+    if (threadIdx.x < 128) {
+        registers_give<24>();
+        if (threadIdx.x < 32) produce(call, shared, qkv, dout, lse, delta, next, tiles, all, section);
+    } else {
+        registers_take<240>();
+        gradients_of_keys<E, DIM>(call, shared, dqkv, tiles, all, section);
+    }
+}
+
+} // namespace
+
+#define KERNELS(NAME, E, DIM)                                                                                                              \
+    KERNEL_BOUNDS(THREADS, 1, attention_dkdv_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout, \
+                  const Attention call, const float *lse, const float *delta, uint16_t *dqkv, uint32_t *next, uint32_t section) {          \
+        run<E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section);                                                                   \
+    }
+
+KERNELS(bf16, Bf16, 64)
+KERNELS(bf16, Bf16, 128)
+KERNELS(f16, F16, 64)
+KERNELS(f16, F16, 128)

@@ -1,0 +1,180 @@
+// Gradients of queries of attention, for Hopper.
+#include "backward_sm90a.cuh"
+
+namespace {
+
+/// A tile of queries of a head, and the tiles of keys that they see.
+struct QueryWork {
+    uint32_t first, head, sample, first_tile, end_tile;
+
+    __device__ __forceinline__ QueryWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
+        const uint32_t heads = call.groups * call.heads_per_group;
+        const Place place(number, tiles, heads * call.b, section);
+        first = (tiles - 1 - place.tile) * BOTH;
+        head = place.which % heads;
+        sample = place.which / heads;
+        first_tile = first_key(call, sample, first) / ROWS;
+        end_tile = (min(first + BOTH, call.s) - 1) / ROWS + 1;
+    }
+};
+
+/// The warp that has tiles for gradients of queries copied.
+template <int DIM>
+DEVICE void produce(const Attention &call, const Shared<DIM> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
+                    const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
+    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
+    Turn<STAGES> turn;
+    Turn<Shared<DIM>::STAYS> stay;
+    for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
+        const QueryWork work(call, number, tiles, section);
+        const uint32_t parts = work.head / of_group * (of_group + 2);
+        if (lane == 0) fetch_stay(shared, stay.slot(), qkv, parts + work.head % of_group, dout, work.head, work.first, work.sample);
+        for (uint32_t half = 0; half < 2; half++)
+            shared.statistics[stay.slot() * 2 + half].fill(call, lse, delta, work.sample, work.head, work.first + half * ROWS);
+        barrier_arrive(shared.stay_full + stay.slot());
+        for (uint32_t tile = work.first_tile; tile < work.end_tile; tile++, turn.count++) {
+            const uint32_t slot = turn.slot();
+            barrier_wait(shared.empty + slot, turn.parity() ^ 1);
+            if (lane != 0) continue;
+            barrier_expect(shared.full + slot, 2 * TILE);
+            copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, tile * ROWS, parts + of_group, work.sample, shared.full + slot);
+            copy_tile<ROWS, DIM>(shared.second + slot * TILE, qkv, tile * ROWS, parts + of_group + 1, work.sample, shared.full + slot);
+        }
+    }
+    if (lane == 0) barrier_arrive(shared.stay_full + stay.slot());
+    barrier_arrive(shared.stay_full + stay.slot());
+}
+
+/// Gradients of queries. The two kinds are queries and gradients of outputs, which stay, and keys and values.
+template <class E, int DIM>
+DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
+    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    const uint32_t half = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Turn<STAGES> turn;
+    Turn<Shared<DIM>::STAYS> stay;
+    for (;; stay.count++) {
+        barrier_wait(shared.stay_full + stay.slot(), stay.parity());
+        const uint32_t number = shared.numbers[stay.slot()];
+        if (number >= all) break;
+        const QueryWork work(call, number, tiles, section);
+        const uint32_t tile_query = work.first + half * ROWS, own = tile_query + warp * 16;
+        unsigned char *const own_queries = shared.first_stay(stay.slot(), half);
+        const unsigned char *const own_douts = shared.second_stay(stay.slot(), half);
+        const Statistics &statistics = shared.statistics[stay.slot() * 2 + half];
+        const uint32_t seen_by_all = statistics.from[ROWS - 1];
+        // The last tile's keys are seen by the second warpgroup's queries alone.
+        const uint32_t end_tile = min(work.end_tile, tile_query / ROWS + 1);
+        const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
+        float lse_log2[2], of_query[2];
+        uint32_t first_seen[2];
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint32_t row = warp * 16 + g + 8 * i;
+            lse_log2[i] = statistics.lse_log2[row];
+            of_query[i] = statistics.delta[row];
+            first_seen[i] = statistics.from[row];
+        }
+        float dq[DIM / 8][4], scores[N][4], gradients[N][4];
+        uint32_t slants[N / 2][4];
+        clear(dq);
+        const auto weigh = [&](uint32_t tile) {
+            const uint32_t key = tile * ROWS;
+            const bool edge = key + ROWS > tile_query + 1 || seen_by_all > key;
+            products_touch(scores);
+            const float scale = tilt<false>(call, slope, own, key, scores);
+#pragma unroll
+            for (int n = 0; n < static_cast<int>(N); n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i] * scale - lse_log2[i / 2]);
+            if (edge)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint32_t at = own + g + 8 * i, from = first_seen[i];
+#pragma unroll
+                    for (int n = 0; n < static_cast<int>(N); n++)
+#pragma unroll
+                        for (int j = 0; j < 2; j++) {
+                            const uint32_t of = key + n * 8 + 2 * t + j;
+                            if (of > at || of < from) scores[n][2 * i + j] = 0.0f;
+                        }
+                }
+        };
+        const auto round = [&](bool first) {
+#pragma unroll
+            for (int n = 0; n < static_cast<int>(N); n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - of_query[i / 2]);
+            products_wait<0>();
+            products_touch(dq);
+            if (!first) release(shared.empty + turn.before());
+            round_weights<E>(slants, gradients);
+            products_touch(slants);
+        };
+        const auto add = [&](uint32_t slot) {
+            multiply_weights<E, DIM, ROWS>(dq, slants, shared_address(shared.first + slot * TILE));
+            products_commit();
+        };
+        begin_scores<E>(shared, turn, own_queries, scores);
+        begin_gradients<E>(shared, turn, own_douts, gradients);
+        products_wait<1>();
+        weigh(work.first_tile);
+        products_wait<0>();
+        products_touch(gradients);
+        for (uint32_t tile = work.first_tile; tile + 1 < end_tile; tile++) {
+            round(tile == work.first_tile);
+            const uint32_t slot = turn.slot();
+            turn.count++;
+            begin_scores<E>(shared, turn, own_queries, scores);
+            begin_gradients<E>(shared, turn, own_douts, gradients);
+            add(slot);
+            products_wait<2>(); // the scores
+            weigh(tile + 1);
+            products_wait<1>(); // the gradients of weights
+            products_touch(gradients);
+        }
+        round(work.first_tile + 1 == end_tile);
+        products_begin();
+        add(turn.slot());
+        products_wait<0>();
+        products_touch(dq);
+        release(shared.empty + turn.slot());
+        turn.count++;
+        for (uint32_t tile = end_tile; tile < work.end_tile; tile++) pass(shared, turn);
+        const float scales[2] = {call.scale, call.scale};
+        some_wait(1 + half, 128); // the whole warpgroup has multiplied its queries
+        uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.head / call.heads_per_group, work.head % call.heads_per_group);
+        store_warp<E, ROWS, DIM>(to, qkv_stride(call), own < call.s ? call.s - own : 0, own_queries + warp * 16 * SWIZZLED_ROW, dq, scales);
+        before_copies();
+        release(shared.stay_empty + stay.slot());
+    }
+}
+
+template <class E, int DIM>
+DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
+                uint32_t *next, uint32_t section) {
+    DYNAMIC_SHARED(memory);
+    const Shared<DIM> shared(memory);
+    const uint32_t tiles = (call.s + BOTH - 1) / BOTH, all = tiles * call.groups * call.heads_per_group * call.b;
+    shared.make_barriers(1 + 32, 1);
+    if (threadIdx.x < 128) {
+        registers_give<24>();
+        if (threadIdx.x < 32) produce(call, shared, qkv, dout, lse, delta, next + 1, tiles, all, section);
+    } else {
+        registers_take<240>();
+        gradients_of_queries<E, DIM>(call, shared, dqkv, tiles, all, section);
+    }
+}
+
+} // namespace
+
+#define KERNELS(NAME, E, DIM)                                                                                                              \
+    KERNEL_BOUNDS(THREADS, 1, attention_dq_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout, \
+                  const Attention call, const float *lse, const float *delta, uint16_t *dqkv, uint32_t *next, uint32_t section) {          \
+        run<E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section);                                                                   \
+    }
+
+KERNELS(bf16, Bf16, 64)
+KERNELS(bf16, Bf16, 128)
+KERNELS(f16, F16, 64)
+KERNELS(f16, F16, 128)

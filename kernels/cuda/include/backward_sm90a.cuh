@@ -1,0 +1,137 @@
+// What both kernels of attention's backward for Hopper share (attention_dkdv_sm90a.cu, attention_dq_sm90a.cu), bf16 and f16, heads of 64 or 128
+// columns, without dropout: the two passes of attention_backward.cu by asynchronous products of warpgroups and tensor copies (Shah et al. 2024,
+// FlashAttention-3).
+//
+// A block has three warpgroups. A warp of the first has tiles copied; the other two keep 64 rows each, of keys and values or of queries and
+// gradients of outputs, and go over tiles of 64 rows of the others. Weights stay in registers as left operands. A tile's scores and
+// gradients of weights are multiplied before what the tile before it adds to the results, which then runs while the weights are made.
+// Blocks stay and take one piece of work after another, from the longest ones on, as long as there are any; where shared memory has room, what
+// stays for the next one is copied meanwhile.
+#pragma once
+
+#include "attention.cuh"
+#include "warpgroups.cuh"
+
+/// Rows of every tile, and the two warpgroups' together.
+constexpr uint32_t ROWS = 64, BOTH = 128;
+constexpr uint32_t STAGES = 4, THREADS = 384, CONSUMER_WARPS = 8;
+/// Fragments of a tile of scores.
+constexpr uint32_t N = ROWS / 8;
+
+/// Of each query of a tile: its log-sum-exp for powers of two, Σ dout·out, and the first key it sees. Behind the sequence's end queries and
+/// their outputs' gradients are zeros, and so is what they add.
+struct Statistics {
+    float lse_log2[ROWS], delta[ROWS];
+    uint32_t from[ROWS];
+
+    /// By a warp: of a head's queries from `query` on.
+    __device__ __forceinline__ void fill(const Attention &call, const float *lses, const float *deltas, uint32_t sample, uint32_t head, uint32_t query) {
+#pragma unroll
+        for (uint32_t i = threadIdx.x % 32; i < ROWS; i += 32) {
+            const bool valid = query + i < call.s;
+            const size_t at = statistics_at(call, sample, head) + query + i;
+            lse_log2[i] = valid ? lses[at] * LOG2_E : 0.0f;
+            delta[i] = valid ? deltas[at] : 0.0f;
+            from[i] = first_key(call, sample, query + i);
+        }
+    }
+};
+
+/// Of a block, at multiples of 1024 bytes: what stays, of each warpgroup, and what comes and goes, each in two kinds (queries or keys;
+/// gradients of outputs or values).
+template <int DIM>
+struct Shared {
+    static constexpr uint32_t TILE = Tile<ROWS, DIM>::BYTES;
+    /// Sets of what stays: the present one, and, for narrow heads, the next.
+    static constexpr uint32_t STAYS = DIM == 64 ? 2 : 1;
+    unsigned char *stay, *first, *second;
+    /// Of tiles of queries: those that come and go, or those that stay.
+    Statistics *statistics;
+    uint64_t *stay_full, *stay_empty, *full, *empty;
+    /// Of what stays: which piece of work it is for.
+    uint32_t *numbers;
+
+    __device__ __forceinline__ explicit Shared(unsigned char *memory) {
+        stay = memory;
+        first = stay + STAYS * 4 * TILE;
+        second = first + STAGES * TILE;
+        statistics = reinterpret_cast<Statistics *>(second + STAGES * TILE);
+        stay_full = reinterpret_cast<uint64_t *>(statistics + STAGES);
+        stay_empty = stay_full + STAYS;
+        full = stay_empty + STAYS;
+        empty = full + STAGES;
+        numbers = reinterpret_cast<uint32_t *>(empty + STAGES);
+    }
+
+    /// What stays of a warpgroup: of the first kind, and of the second.
+    __device__ __forceinline__ unsigned char *first_stay(uint32_t slot, uint32_t half) const { return stay + (slot * 4 + half) * TILE; }
+    __device__ __forceinline__ unsigned char *second_stay(uint32_t slot, uint32_t half) const { return stay + (slot * 4 + 2 + half) * TILE; }
+
+    /// `stay_arrivals` complete what stays and `arrivals` a stage, besides their bytes.
+    __device__ __forceinline__ void make_barriers(uint32_t stay_arrivals, uint32_t arrivals) const {
+        if (threadIdx.x == 0) {
+            for (uint32_t slot = 0; slot < STAYS; slot++) {
+                barrier_make(stay_full + slot, stay_arrivals);
+                barrier_make(stay_empty + slot, CONSUMER_WARPS);
+            }
+            for (uint32_t slot = 0; slot < STAGES; slot++) {
+                barrier_make(full + slot, arrivals);
+                barrier_make(empty + slot, CONSUMER_WARPS);
+            }
+            barriers_made();
+        }
+        __syncthreads();
+    }
+};
+
+/// By a warp: takes the next piece of work, when there is room for what stays, and tells of it; false if there is none.
+template <int DIM>
+DEVICE bool take(const Shared<DIM> &shared, const Turn<Shared<DIM>::STAYS> &stay, uint32_t *next, uint32_t all, uint32_t &number) {
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane == 0) number = atomicAdd(next, 1u);
+    number = __shfl_sync(~0u, number, 0);
+    barrier_wait(shared.stay_empty + stay.slot(), stay.parity() ^ 1);
+    if (lane == 0) shared.numbers[stay.slot()] = number;
+    return number < all;
+}
+
+/// Has what stays for a tile copied: two kinds, of both warpgroups, from position `first` on.
+template <int DIM>
+DEVICE void fetch_stay(const Shared<DIM> &shared, uint32_t slot, const TensorMap *of_first, uint32_t first_part, const TensorMap *of_second,
+                       uint32_t second_part, uint32_t first, uint32_t sample) {
+    uint64_t *const full = shared.stay_full + slot;
+    barrier_expect(full, 4 * Shared<DIM>::TILE);
+    for (uint32_t half = 0; half < 2; half++) {
+        copy_tile<ROWS, DIM>(shared.first_stay(slot, half), of_first, first + half * ROWS, first_part, sample, full);
+        copy_tile<ROWS, DIM>(shared.second_stay(slot, half), of_second, first + half * ROWS, second_part, sample, full);
+    }
+}
+
+/// Lets a tile go of which this warpgroup's rows see nothing, when it is there: earlier, the place's next tile could be taken for it.
+template <int DIM>
+DEVICE void pass(const Shared<DIM> &shared, Turn<STAGES> &turn) {
+    barrier_wait(shared.full + turn.slot(), turn.parity());
+    release(shared.empty + turn.slot());
+    turn.count++;
+}
+
+/// Begins a tile's scores when it is there: the 64 rows `stay` times those that came. Rows that stay are multiplied from shared memory: in
+/// registers they would be read half as often, for 3% of the time, but ptxas 13.0 gave such operands, of which only products in a loop read,
+/// the registers of others in the same loop.
+template <class E, int DIM>
+DEVICE void begin_scores(const Shared<DIM> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&scores)[N][4]) {
+    barrier_wait(shared.full + turn.slot(), turn.parity());
+    products_touch(scores);
+    products_begin();
+    multiply_rows<E, DIM, ROWS, ROWS>(scores, shared_address(stay), shared_address(shared.first + turn.slot() * Shared<DIM>::TILE));
+    products_commit();
+}
+
+/// Begins the gradients of the same tile's weights.
+template <class E, int DIM>
+DEVICE void begin_gradients(const Shared<DIM> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&gradients)[N][4]) {
+    products_touch(gradients);
+    products_begin();
+    multiply_rows<E, DIM, ROWS, ROWS>(gradients, shared_address(stay), shared_address(shared.second + turn.slot() * Shared<DIM>::TILE));
+    products_commit();
+}
