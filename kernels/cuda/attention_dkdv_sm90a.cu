@@ -26,8 +26,8 @@ struct KeyWork {
 
 /// The warp that has tiles for gradients of keys copied.
 template <int DIM>
-DEVICE void produce(const Attention &call, const Shared<DIM> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
-                    const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void copy_work(const Attention &call, const Shared<DIM> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
+                      const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
     constexpr uint32_t TILE = Shared<DIM>::TILE;
     const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
     Turn<STAGES> turn;
@@ -193,31 +193,26 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM> &shared, 
     }
 }
 
-template <class E, int DIM>
-DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
-                uint32_t *next, uint32_t section) {
-    DYNAMIC_SHARED(memory);
-    const Shared<DIM> shared(memory);
-    const uint32_t tiles = (call.s + BOTH - 1) / BOTH, all = tiles * call.groups * call.b;
-    shared.make_barriers(1, 1 + 32);
-    if (threadIdx.x < 128) {
-        registers_give<24>();
-        if (threadIdx.x < 32) produce(call, shared, qkv, dout, lse, delta, next, tiles, all, section);
-    } else {
-        registers_take<240>();
+/// Gradients of keys and values, of a tile of keys of a group each.
+struct OfKeys {
+    /// Of the two counters of pieces of work.
+    static constexpr uint32_t NUMBER = 0;
+    /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp that writes statistics.
+    static constexpr uint32_t STAY_ARRIVALS = 1, ARRIVALS = 1 + 32;
+    __device__ __forceinline__ static uint32_t heads(const Attention &call) { return call.groups; }
+
+    template <class... Args>
+    __device__ __forceinline__ static void produce(const Args &...args) {
+        copy_work(args...);
+    }
+
+    template <class E, int DIM>
+    __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
+                                                   uint32_t section) {
         gradients_of_keys<E, DIM>(call, shared, dqkv, tiles, all, section);
     }
-}
+};
 
 } // namespace
 
-#define KERNELS(NAME, E, DIM)                                                                                                              \
-    KERNEL_BOUNDS(THREADS, 1, attention_dkdv_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout, \
-                  const Attention call, const float *lse, const float *delta, uint16_t *dqkv, uint32_t *next, uint32_t section) {          \
-        run<E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section);                                                                   \
-    }
-
-KERNELS(bf16, Bf16, 64)
-KERNELS(bf16, Bf16, 128)
-KERNELS(f16, F16, 64)
-KERNELS(f16, F16, 128)
+BACKWARD(dkdv, OfKeys)

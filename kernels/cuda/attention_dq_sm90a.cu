@@ -4,30 +4,23 @@
 namespace {
 
 /// A tile of queries of a head, and the tiles of keys that they see.
-struct QueryWork {
-    uint32_t first, head, sample, first_tile, end_tile;
+struct Work : QueryWork<BOTH, ROWS> {
+    uint32_t first_tile, end_tile;
 
-    __device__ __forceinline__ QueryWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
-        const uint32_t heads = call.groups * call.heads_per_group;
-        const Place place(number, tiles, heads * call.b, section);
-        first = (tiles - 1 - place.tile) * BOTH;
-        head = place.which % heads;
-        sample = place.which / heads;
-        first_tile = first_key(call, sample, first) / ROWS;
-        end_tile = (min(first + BOTH, call.s) - 1) / ROWS + 1;
-    }
+    __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section)
+        : QueryWork(call, number, tiles, section), first_tile(begin(call)), end_tile(end(call)) {}
 };
 
 /// The warp that has tiles for gradients of queries copied.
 template <int DIM>
-DEVICE void produce(const Attention &call, const Shared<DIM> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
-                    const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void copy_work(const Attention &call, const Shared<DIM> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
+                      const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
     constexpr uint32_t TILE = Shared<DIM>::TILE;
     const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
     Turn<STAGES> turn;
     Turn<Shared<DIM>::STAYS> stay;
     for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
-        const QueryWork work(call, number, tiles, section);
+        const Work work(call, number, tiles, section);
         const uint32_t parts = work.head / of_group * (of_group + 2);
         if (lane == 0) fetch_stay(shared, stay.slot(), qkv, parts + work.head % of_group, dout, work.head, work.first, work.sample);
         for (uint32_t half = 0; half < 2; half++)
@@ -57,7 +50,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
         barrier_wait(shared.stay_full + stay.slot(), stay.parity());
         const uint32_t number = shared.numbers[stay.slot()];
         if (number >= all) break;
-        const QueryWork work(call, number, tiles, section);
+        const Work work(call, number, tiles, section);
         const uint32_t tile_query = work.first + half * ROWS, own = tile_query + warp * 16;
         unsigned char *const own_queries = shared.first_stay(stay.slot(), half);
         const unsigned char *const own_douts = shared.second_stay(stay.slot(), half);
@@ -150,31 +143,26 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
     }
 }
 
-template <class E, int DIM>
-DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
-                uint32_t *next, uint32_t section) {
-    DYNAMIC_SHARED(memory);
-    const Shared<DIM> shared(memory);
-    const uint32_t tiles = (call.s + BOTH - 1) / BOTH, all = tiles * call.groups * call.heads_per_group * call.b;
-    shared.make_barriers(1 + 32, 1);
-    if (threadIdx.x < 128) {
-        registers_give<24>();
-        if (threadIdx.x < 32) produce(call, shared, qkv, dout, lse, delta, next + 1, tiles, all, section);
-    } else {
-        registers_take<240>();
+/// Gradients of queries, of a tile of queries of a head each.
+struct OfQueries {
+    /// Of the two counters of pieces of work.
+    static constexpr uint32_t NUMBER = 1;
+    /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp that writes statistics.
+    static constexpr uint32_t STAY_ARRIVALS = 1 + 32, ARRIVALS = 1;
+    __device__ __forceinline__ static uint32_t heads(const Attention &call) { return call.groups * call.heads_per_group; }
+
+    template <class... Args>
+    __device__ __forceinline__ static void produce(const Args &...args) {
+        copy_work(args...);
+    }
+
+    template <class E, int DIM>
+    __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
+                                                   uint32_t section) {
         gradients_of_queries<E, DIM>(call, shared, dqkv, tiles, all, section);
     }
-}
+};
 
 } // namespace
 
-#define KERNELS(NAME, E, DIM)                                                                                                              \
-    KERNEL_BOUNDS(THREADS, 1, attention_dq_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout, \
-                  const Attention call, const float *lse, const float *delta, uint16_t *dqkv, uint32_t *next, uint32_t section) {          \
-        run<E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section);                                                                   \
-    }
-
-KERNELS(bf16, Bf16, 64)
-KERNELS(bf16, Bf16, 128)
-KERNELS(f16, F16, 64)
-KERNELS(f16, F16, 128)
+BACKWARD(dq, OfQueries)

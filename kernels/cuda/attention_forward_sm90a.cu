@@ -35,22 +35,7 @@ struct Shared {
     }
 };
 
-/// A tile of queries of a head; the last tiles, which take longest, come first.
-struct Work {
-    uint32_t first, head, sample;
-
-    __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
-        const uint32_t heads = call.groups * call.heads_per_group;
-        const Place place(number, tiles, heads * call.b, section);
-        first = (tiles - 1 - place.tile) * QUERIES;
-        head = place.which % heads;
-        sample = place.which / heads;
-    }
-
-    /// First tile of keys, and the one behind the last.
-    __device__ __forceinline__ uint32_t begin(const Attention &call) const { return first_key(call, sample, first) / KEYS; }
-    __device__ __forceinline__ uint32_t end(const Attention &call) const { return (min(first + QUERIES, call.s) - 1) / KEYS + 1; }
-};
+using Work = QueryWork<QUERIES, KEYS>;
 
 /// Has a tile of a part of a group copied: queries, keys or values from position `first` on.
 template <int DIM>

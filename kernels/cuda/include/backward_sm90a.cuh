@@ -135,3 +135,33 @@ DEVICE void begin_gradients(const Shared<DIM> &shared, const Turn<STAGES> &turn,
     multiply_rows<E, DIM, ROWS, ROWS>(gradients, shared_address(stay), shared_address(shared.second + turn.slot() * Shared<DIM>::TILE));
     products_commit();
 }
+
+/// A kernel: PASS says how many pieces of work there are, has a warp copy what they need, and two warpgroups compute them.
+template <class PASS, class E, int DIM>
+DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
+                uint32_t *next, uint32_t section) {
+    DYNAMIC_SHARED(memory);
+    const Shared<DIM> shared(memory);
+    const uint32_t tiles = (call.s + BOTH - 1) / BOTH, all = tiles * PASS::heads(call) * call.b;
+    shared.make_barriers(PASS::STAY_ARRIVALS, PASS::ARRIVALS);
+    if (threadIdx.x < 128) {
+        registers_give<24>();
+        if (threadIdx.x < 32) PASS::produce(call, shared, qkv, dout, lse, delta, next + PASS::NUMBER, tiles, all, section);
+    } else {
+        registers_take<240>();
+        PASS::template consume<E>(call, shared, dqkv, tiles, all, section);
+    }
+}
+
+/// Defines attention_NAME_sm90a_… of a pass, for every dtype and width.
+#define BACKWARD_OF(NAME, PASS, DTYPE, E, DIM)                                                                                              \
+    KERNEL_BOUNDS(THREADS, 1, attention_##NAME##_sm90a_##DTYPE##_##DIM, const __grid_constant__ TensorMap qkv,                             \
+                  const __grid_constant__ TensorMap dout, const Attention call, const float *lse, const float *delta, uint16_t *dqkv,      \
+                  uint32_t *next, uint32_t section) {                                                                                      \
+        run<PASS, E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section);                                                             \
+    }
+#define BACKWARD(NAME, PASS)                \
+    BACKWARD_OF(NAME, PASS, bf16, Bf16, 64)  \
+    BACKWARD_OF(NAME, PASS, bf16, Bf16, 128) \
+    BACKWARD_OF(NAME, PASS, f16, F16, 64)    \
+    BACKWARD_OF(NAME, PASS, f16, F16, 128)

@@ -3,6 +3,7 @@
 // A tile's columns lie 64 after another: a box of rows of 128 bytes, whose pieces are swizzled, then the next box.
 #pragma once
 
+#include "attention.cuh"
 #include "hopper.cuh"
 
 template <int ROWS, int DIM>
@@ -101,4 +102,21 @@ struct Place {
         tile = in_section / size;
         which = begin + in_section % size;
     }
+};
+
+/// A tile of QUERIES of a head, and the tiles of KEYS that they see, up to the one before `end`; the last tiles, which take longest, come first.
+template <uint32_t QUERIES, uint32_t KEYS>
+struct QueryWork {
+    uint32_t first, head, sample;
+
+    __device__ __forceinline__ QueryWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
+        const uint32_t heads = call.groups * call.heads_per_group;
+        const Place place(number, tiles, heads * call.b, section);
+        first = (tiles - 1 - place.tile) * QUERIES;
+        head = place.which % heads;
+        sample = place.which / heads;
+    }
+
+    __device__ __forceinline__ uint32_t begin(const Attention &call) const { return first_key(call, sample, first) / KEYS; }
+    __device__ __forceinline__ uint32_t end(const Attention &call) const { return (min(first + QUERIES, call.s) - 1) / KEYS + 1; }
 };
