@@ -2,7 +2,7 @@
 //! threads and blocks.
 //!
 //! ```text
-//! cargo test --release -p system-tests --features emulated --target-dir target/emulated --test emulated
+//! cargo test --release -p system-tests --features emulated --test emulated
 //! ```
 
 use std::sync::Arc;

@@ -216,7 +216,7 @@ fn a_model_trained_under_tp_pp_and_zero_exports_with_the_logits_it_has() {
             export(&save, &out, &WHOLE).unwrap();
             let again = HfModel::open(&out).unwrap();
             gives(&out, &tokens, &trained, |trainer| again.load_into(&trainer.stage().params));
-            copy_companions(&family(name), &save).unwrap();
+            copy_companions(&family(name), &save, true).unwrap();
         }
     }
 }
@@ -282,11 +282,11 @@ fn import_changes_no_file_that_is_there() {
     // Of one and the same file nothing is copied.
     let before = files(&model);
     std::fs::write(model.join("hf_config.json"), std::fs::read(model.join("config.json")).unwrap()).unwrap();
-    copy_companions(&model, &link).unwrap();
+    copy_companions(&model, &link, true).unwrap();
     assert!(before.iter().all(|(path, bytes)| std::fs::read(path).unwrap() == *bytes));
     // An import that was not finished may be repeated.
     let to = dir.path().join("new");
-    copy_companions(&model, &to).unwrap();
+    copy_companions(&model, &to, true).unwrap();
     import(&model, &to, |_, _| ()).unwrap();
     assert_eq!(std::fs::read(to.join("tokenizer.json")).unwrap(), b"the model's");
 }
@@ -306,11 +306,31 @@ fn export_leaves_what_lies_beside_its_folder_alone() {
 }
 
 #[test]
+fn export_removes_what_a_killed_one_left_and_nothing_that_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    import(&family("llama2"), &dir.path().join("checkpoint"), |_, _| ()).unwrap();
+    let kept = [".hf.1.tmp", ".hf.x.0.tmp", ".hf2.1.0.tmp", ".hf.12.0.tmp.mine", ".hf.98.0.tmp"];
+    for folder in kept.into_iter().chain([".hf.99.0.tmp", ".hf.99.1.tmp"]) {
+        std::fs::create_dir(dir.path().join(folder)).unwrap();
+        std::fs::write(dir.path().join(folder).join("model.safetensors"), "half").unwrap();
+    }
+    let written = std::fs::File::open(dir.path().join(".hf.98.0.tmp")).unwrap();
+    written.try_lock().unwrap();
+    export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &WHOLE).unwrap();
+    let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = entries.filter(|name| !["hf", "checkpoint"].contains(&name.as_str())).collect();
+    names.sort();
+    let mut kept = kept.to_vec();
+    kept.sort();
+    assert_eq!(names, kept);
+}
+
+#[test]
 fn a_context_that_was_extended_is_exported_and_the_rest_of_the_config_is_what_it_was() {
     for (name, key) in [("llama3-bf16", "max_position_embeddings"), ("bloom", "seq_length")] {
         let dir = tempfile::tempdir().unwrap();
         let save = dir.path().join("checkpoint");
-        copy_companions(&family(name), &save).unwrap();
+        copy_companions(&family(name), &save, true).unwrap();
         let read = |folder: &Path| HfConfig::read(folder).unwrap();
         let original = read(&family(name));
         for (extended, out) in [(false, "short"), (true, "long")] {

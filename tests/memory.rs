@@ -2,7 +2,7 @@
 //! it is used up.
 //!
 //! ```text
-//! cargo test --release -p system-tests --features emulated --target-dir target/emulated --test memory
+//! cargo test --release -p system-tests --features emulated --test memory
 //! ```
 #![allow(unsafe_code)]
 

@@ -226,15 +226,16 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
     }
 }
 
-// `P *p, W *weight` are what the launch has of parameters; `M`, `V` what moments are kept in.
+// `P *p, W *weight` are what the launch has of parameters, not all of which `parameters` takes; `M`, `V` what moments are kept in.
+#define LAUNCHED_WITH(P, W) P *p, [[maybe_unused]] W *weight
 #define ADAMW_IN(P, W, suffix, parameters, M, V)                                                                                     \
-    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments, P *p, W *weight,       \
-           const float *g, M *m, V *v, uint64_t n) {                                                                                 \
+    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments,                        \
+           LAUNCHED_WITH(P, W), const float *g, M *m, V *v, uint64_t n) {                                                            \
         step(rule, verdict, segments, NoDithers{}, parameters, g, Kept<M>{m}, Kept<V>{v}, n);                                        \
     }
 #define ADAMW_DITHERED(P, W, suffix, parameters, M)                                                                                  \
     KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments,                        \
-           const __grid_constant__ Dithers dithers, P *p, W *weight, const float *g, M *m, bf16 *v, uint64_t n) {                    \
+           const __grid_constant__ Dithers dithers, LAUNCHED_WITH(P, W), const float *g, M *m, bf16 *v, uint64_t n) {                \
         step(rule, verdict, segments, dithers, parameters, g, Kept<M>{m}, Kept<bf16>{v}, n);                                         \
     }
 #define KERNELS_OF(P, W, suffix, ...)                                                                                                \
@@ -242,8 +243,8 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
     ADAMW_IN(P, W, suffix##_m16, (__VA_ARGS__), bf16, float)                                                                         \
     ADAMW_DITHERED(P, W, suffix##_v16, (__VA_ARGS__), float)                                                                         \
     ADAMW_DITHERED(P, W, suffix##_m16_v16, (__VA_ARGS__), bf16)                                                                      \
-    KERNEL(sgd_##suffix, const Sgd rule, const float *verdict, const __grid_constant__ Segments segments, P *p, W *weight,           \
-           const float *g, float *buffer, uint64_t n) {                                                                              \
+    KERNEL(sgd_##suffix, const Sgd rule, const float *verdict, const __grid_constant__ Segments segments,                            \
+           LAUNCHED_WITH(P, W), const float *g, float *buffer, uint64_t n) {                                                         \
         step(rule, verdict, segments, NoDithers{}, (__VA_ARGS__), g, Kept<float>{buffer}, NoState{}, n);                             \
     }
 KERNELS_OF(float, void, none, Alone{p})

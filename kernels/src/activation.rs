@@ -26,6 +26,14 @@ fn sigmoid_of_bits<T: Float>(z: T) -> T {
 const GELU: f64 = 2.0 * 0.797_884_560_802_865_4; // √(2/π)
 const GELU_CUBIC: f64 = GELU * 0.044715;
 
+/// x², or as much as serves its readers: from |x| = 20 on the sigmoid of u is 0 or 1, and u′, which grows with x², must not overflow, since it is
+/// multiplied by 0 there. So gradients are finite for inputs up to ±10³⁶ (PyTorch's up to ±10¹⁹).
+#[inline(always)]
+fn gelu_square<T: Float>(x: T) -> T {
+    let (square, enough) = (x * x, T::of(400.0));
+    if enough < square { enough } else { square }
+}
+
 /// The sigmoid of u, given x and x².
 #[inline(always)]
 fn gelu_sigmoid<T: Float>(x: T, square: T) -> T {
@@ -94,7 +102,7 @@ fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Unwritten<'a, E>) -> &
                 [],
                 #[inline(always)]
                 |[x, dy], []| {
-                    let square = x * x;
+                    let square = gelu_square(x);
                     gelu_gradient(dy, x, square, gelu_sigmoid(x, square))
                 },
             )
@@ -131,7 +139,7 @@ fn gelu_backward_again_line<'a, E: Elem>(x: &[E], dy: &[E], results: [Unwritten<
                 [x, dy],
                 #[inline(always)]
                 |[x, dy]| {
-                    let square = x * x;
+                    let square = gelu_square(x);
                     let s = gelu_sigmoid(x, square);
                     [gelu_gradient(dy, x, square, s), x * s]
                 },

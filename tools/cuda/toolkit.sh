@@ -55,6 +55,7 @@ cat >"$dir/env.sh" <<END
 export CUDA_HOME=$dir
 export CUDA_COMPUTE_CAP=\${CUDA_COMPUTE_CAP:-80} # of candle's own kernels, which later GPUs' drivers translate; those for 90 would run on Hopper alone
 export PATH=$dir/bin:\$PATH
+export CUDAFORGE_THREADS=\${CUDAFORGE_THREADS:-\$(nproc)} # candle's kernels compile on half of the cores otherwise
 export LIBRARY_PATH=$dir/lib64:$dir/lib64/stubs\${LIBRARY_PATH:+:\$LIBRARY_PATH}
 export CPATH=$dir/include:$nccl/include\${CPATH:+:\$CPATH}
 END

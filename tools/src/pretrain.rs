@@ -154,19 +154,8 @@ fn run_rank(
     check_outputs(run, world.rank())?;
     // Before anything is written there.
     let _claim = run.checkpoint.save.as_ref().map(|save| checkpoint::claim(save, &world)).transpose()?;
-    if let (0, Some(save), Some(folder)) = (world.rank(), &run.checkpoint.save, &run.checkpoint.init_from_hf) {
-        hf::copy_companions(folder, save)?;
-    }
-    if let (0, Some(save), Some(load)) = (world.rank(), &run.checkpoint.save, &run.checkpoint.load)
-        && !checkpoint::same_folder(load, save)
-        && let Some(path) = checkpoint::resumable(load)?
-    {
-        let beside = checkpoint::beside(&path)?;
-        let same_tokens = datasets.tokenizer.as_ref().is_none_or(|tokenizer| tokenizer.lies_in(&beside));
-        hf::carry_companions(&beside, save, same_tokens)?;
-    }
-    if let (0, Some(save), Some(tokenizer)) = (world.rank(), &run.checkpoint.save, &datasets.tokenizer) {
-        tokenizer.save_into(save)?;
+    if let (0, Some(save)) = (world.rank(), &run.checkpoint.save) {
+        place_companions(run, save, &datasets)?;
     }
     let dtype = run.training.precision.dtype();
     let p = &run.parallel;
@@ -188,6 +177,30 @@ fn run_rank(
         reporter.message(&format!("\n{prompt}{text}"));
     }
     Ok(outcome)
+}
+
+/// Puts files that go along with the run's checkpoints beside them: the tokenizer's, and what came with a Hugging Face model.
+fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result<()> {
+    let tokenizer = datasets.tokenizer.as_ref();
+    // Where there are checkpoints, this run goes on from them (`preflight`), and what lies beside them is its own.
+    if let Some(tokenizer) = tokenizer.filter(|_| !matches!(checkpoint::holds_any(save), Ok(true))) {
+        tokenizer.refuse_to_replace(save)?;
+    }
+    let same_tokens = |folder: &Path| tokenizer.is_none_or(|tokenizer| tokenizer.lies_in(folder));
+    if let Some(folder) = &run.checkpoint.init_from_hf {
+        hf::copy_companions(folder, save, same_tokens(folder))?;
+    }
+    if let Some(load) = &run.checkpoint.load
+        && !checkpoint::same_folder(load, save)
+        && let Some(path) = checkpoint::resumable(load)?
+    {
+        let beside = checkpoint::beside(&path)?;
+        hf::carry_companions(&beside, save, same_tokens(&beside))?;
+    }
+    if let Some(tokenizer) = tokenizer {
+        tokenizer.save_into(save)?;
+    }
+    Ok(())
 }
 
 /// Whether there is a checkpoint to go on from.

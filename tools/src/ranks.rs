@@ -340,8 +340,8 @@ mod tests {
     #[test]
     fn a_layout_of_more_streams_than_cuda_has_queues_issues_nothing_early() {
         let queues = |communicators| Queues::found(Some("64".to_string()), communicators);
-        assert!(overlaps(None, true, queues(9)).unwrap(), "tp 2 · dp 2 · pp 4 takes 31");
-        assert!(!overlaps(None, true, queues(10)).unwrap(), "interleaved it takes 34");
+        assert!(overlaps(None, true, queues(9)).unwrap(), "tp 2 · dp 2 · pp 4, interleaved, takes 31");
+        assert!(!overlaps(None, true, queues(10)).unwrap(), "another group would take 34");
         let refusal = overlaps(Some(true), true, queues(10)).expect_err("could hang").to_string();
         assert!(refusal.contains("need 34 queues") && refusal.contains("no more than 32"), "{refusal}");
     }

@@ -14,6 +14,16 @@ fn gelu_and_its_gradient() {
     }
 }
 
+/// Where u′ overflows in f32, not in the reference's f64.
+#[test]
+fn gelu_and_its_gradient_far_from_zero() {
+    let (x, dy) = (Input::wide("x", &[3, 40]).times(1e14), Input::wide("dy", &[3, 40]));
+    check("gelu", std::slice::from_ref(&x), |t| Ok(vec![gelu(&t[0])?]));
+    check("gelu_backward", &[dy, x], |t| Ok(vec![gelu_backward(&t[0], &t[1])?]));
+    let (x, dy) = (Input::wide("x", &[3, 40]).times(1e25), Input::wide("dy", &[3, 40]));
+    check("gelu_backward_again", &[dy, x], |t| Ok(gelu_backward_again(&t[0], &t[1])?.to_vec()));
+}
+
 #[test]
 fn swiglu_and_its_gradient() {
     for (leading, f) in [([1, 1], 1), ([3, 2], 17), ([2, 1], 64), ([1, 2], 1100)] {

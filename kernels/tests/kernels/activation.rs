@@ -94,6 +94,10 @@ fn activations_are_finite_far_from_zero() {
     let one = x.ones_like().unwrap();
     assert_eq!(gelu(&x).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 90.0, 100.0, 1e4]);
     assert_eq!(gelu_backward(&one, &x).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+    // u′ overflows for the larger ones, x² for the last; the sigmoid of u is 0 or 1 there.
+    let far = Tensor::new(&[-1e36f32, -1e20, -2e13, 2e13, 1e20, 1e36], x.device()).unwrap();
+    assert_eq!(gelu(&far).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 2e13, 1e20, 1e36]);
+    assert_eq!(gelu_backward(&one, &far).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
     let pair = x.reshape((3, 2)).unwrap();
     let dx = swiglu_backward(&one.narrow(0, 0, 3).unwrap().reshape((3, 1)).unwrap(), &pair).unwrap();
     assert!(crate::common::values(&dx).iter().all(|v| v.is_finite()));

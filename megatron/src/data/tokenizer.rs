@@ -219,6 +219,24 @@ impl Tokenizer {
         write_whole(&path, &text)
     }
 
+    /// Asserts that [`Tokenizer::save_into`] would replace no other tokenizer's file in `dir`.
+    ///
+    /// # Errors
+    /// If it would.
+    pub fn refuse_to_replace(&self, dir: &Path) -> Result<()> {
+        let path = dir.join(TOKENIZER_FILE);
+        if matches!(self.kind, Kind::Byte) || !path.exists() || self.lies_in(dir) {
+            return Ok(());
+        }
+        let mine = &self.name;
+        Err(Error::data(
+            path,
+            format!(
+                "is another tokenizer than this run's, {mine}, whose file goes there; save elsewhere, or move it away"
+            ),
+        ))
+    }
+
     /// Whether the file in `dir` is this tokenizer's.
     pub fn lies_in(&self, dir: &Path) -> bool {
         match &self.kind {

@@ -47,9 +47,9 @@ pub struct StepResult {
 pub struct Optimizer {
     config: OptimizerConfig,
     states: Vec<BucketState>,
-    tp_rank: usize,
+    tp: Group,
     dp: Group,
-    model: Group,
+    pp: Group,
     /// State and updates are cut over dp.
     sharded: bool,
     /// Of what rounds second moments in bf16.
@@ -59,16 +59,16 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    /// `model`: the group tp × pp; `sharded`: ZeRO-1; `seed`: of what rounds second moments in bf16.
+    /// `sharded`: ZeRO-1; `seed`: of what rounds second moments in bf16.
     ///
     /// # Errors
     /// If the state cannot be allocated.
     pub fn new(
         config: &OptimizerConfig,
         store: &ParamStore,
-        tp_rank: usize,
+        tp: Group,
         dp: Group,
-        model: Group,
+        pp: Group,
         sharded: bool,
         seed: u64,
     ) -> Result<Self> {
@@ -83,7 +83,7 @@ impl Optimizer {
             let second = is_adam.then(|| zeros(config.exp_avg_sq_dtype)).transpose()?;
             states.push(BucketState { first, second, range });
         }
-        Ok(Self { config: config.clone(), states, tp_rank, dp, model, sharded, seed, steps: 0 })
+        Ok(Self { config: config.clone(), states, tp, dp, pp, sharded, seed, steps: 0 })
     }
 
     /// Updates applied so far.
@@ -114,7 +114,7 @@ impl Optimizer {
 
     /// Whether this rank speaks for the parameter among its tie group and the tp ranks that hold the same.
     fn counts(&self, param: &Param) -> bool {
-        speaks_for(&param.spec, param.role, self.tp_rank)
+        speaks_for(&param.spec, param.role, self.tp.rank())
     }
 
     /// This rank's share of the squared norm of the model's main gradient, every logical parameter counted once: f64 `[1]` on the device.
@@ -127,13 +127,14 @@ impl Optimizer {
         Ok(kernels::reduce::total_of_squares(&counted.iter().collect::<Vec<_>>(), &store.options().device)?)
     }
 
-    /// Everybody's `share`, f64 `[size]`, on the device. Added in this order, they are the same sum on every rank, whatever carries them.
-    fn shares(share: &Tensor, group: &Group) -> Result<Tensor> {
+    /// Everybody's `shares`, f64 `[n]` of each rank, one after the other, on the device. Added in this order, they are the same sum on every
+    /// rank, whatever carries them.
+    fn gathered(shares: &Tensor, group: &Group) -> Result<Tensor> {
         if group.size() == 1 {
-            return Ok(share.clone());
+            return Ok(shares.clone());
         }
-        let all = Tensor::zeros(group.size(), DType::F64, share.device())?;
-        group.all_gather(share, &all)?.wait()?;
+        let all = Tensor::zeros(group.size() * shares.elem_count(), DType::F64, shares.device())?;
+        group.all_gather(shares, &all)?.wait()?;
         Ok(all)
     }
 
@@ -143,9 +144,10 @@ impl Optimizer {
     /// # Errors
     /// If a peer fails.
     pub fn step(&self, store: &ParamStore, lr: f64, loss_scale: f64) -> Result<Queued> {
-        let mut shares = Self::shares(&self.squared_norm(store)?, &self.model)?;
+        // In order of rank over tp × pp, by groups that are there anyway: a communicator of NCCL's takes memory and queues.
+        let mut shares = Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
         if self.sharded && self.dp.size() > 1 {
-            shares = Self::shares(&kernels::reduce::sum_in_order(&shares)?, &self.dp)?;
+            shares = Self::gathered(&kernels::reduce::sum_in_order(&shares)?, &self.dp)?;
         }
         let verdict = Verdict::of(&shares, self.config.clip_grad, loss_scale)?;
         for bucket in 0..store.buckets().len() {

@@ -17,8 +17,6 @@ pub struct ProcessGroups {
     pub dp: Group,
     /// Stages of this rank's pipeline.
     pub pp: Group,
-    /// tp × pp: one copy of the model.
-    pub model: Group,
     /// First and last stage of one pipeline, which share a tied embedding; `None` on other stages and without a pipeline.
     pub embedding: Option<Group>,
 }
@@ -46,19 +44,18 @@ impl ProcessGroups {
         let tp = required(axis("tp", Axis::Tp)?, "tp")?;
         let dp = required(axis("dp", Axis::Dp)?, "dp")?;
         let pp = required(axis("pp", Axis::Pp)?, "pp")?;
-        let model = required(split(world.as_ref(), "model", Some(grid.model_group(rank)))?, "model")?;
         let embedding = match grid.embedding_group(rank) {
             None => None,
             Some(ranks) => split(world.as_ref(), "embedding", ranks.contains(&rank).then_some(ranks))?,
         };
-        Ok(Self { grid, rank, world, tp, dp, pp, model, embedding })
+        Ok(Self { grid, rank, world, tp, dp, pp, embedding })
     }
 
     /// How many of `rank`'s groups have other ranks in them.
     pub fn num_shared(grid: &RankGrid, rank: usize) -> usize {
         let axes = [Axis::Tp, Axis::Dp, Axis::Pp].map(|axis| grid.group(axis, rank));
         let embedding = grid.embedding_group(rank).filter(|ranks| ranks.contains(&rank));
-        let groups = axes.into_iter().chain([grid.model_group(rank)]).chain(embedding);
+        let groups = axes.into_iter().chain(embedding);
         usize::from(grid.world() > 1) + groups.filter(|ranks| ranks.len() > 1).count()
     }
 }
@@ -108,14 +105,13 @@ mod tests {
                     ("tp", &groups.tp, grid.group(Axis::Tp, rank)),
                     ("dp", &groups.dp, grid.group(Axis::Dp, rank)),
                     ("pp", &groups.pp, grid.group(Axis::Pp, rank)),
-                    ("model", &groups.model, grid.model_group(rank)),
                 ];
                 for (name, group, ranks) in expected {
                     assert_eq!((group.name(), group.ranks()), (name, ranks.as_slice()), "rank {rank} of {grid:?}");
                     assert_eq!(group.ranks()[group.rank()], rank, "{name} of {grid:?}");
                 }
                 assert_eq!((groups.rank, groups.world.rank()), (rank, rank));
-                let all = [&groups.world, &groups.tp, &groups.dp, &groups.pp, &groups.model];
+                let all = [&groups.world, &groups.tp, &groups.dp, &groups.pp];
                 let shared = all.into_iter().chain(&groups.embedding).filter(|group| group.size() > 1).count();
                 assert_eq!(ProcessGroups::num_shared(&grid, rank), shared, "rank {rank} of {grid:?}");
             }

@@ -154,9 +154,9 @@ impl Trainer {
         let optimizer = Optimizer::new(
             &config.optimizer,
             &stage.params,
-            groups.tp.rank(),
+            groups.tp.clone(),
             groups.dp.clone(),
-            groups.model.clone(),
+            groups.pp.clone(),
             sharded,
             seed,
         )?;

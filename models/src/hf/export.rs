@@ -3,7 +3,7 @@
 //!
 //! Names and shard rules: `huggingface_hub` `serialization`.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -20,6 +20,9 @@ use super::model::candle_dtype;
 use super::{COMPANIONS, GENERATION_CONFIG, ORIGIN_CONFIG};
 use crate::Gpt;
 use crate::families::{Family, Planned, QkvShape};
+
+/// How the name of a folder ends that is not finished.
+const TEMPORARY: &str = ".tmp";
 
 /// How to export.
 #[derive(Clone, Copy, Debug)]
@@ -76,7 +79,7 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
         .collect();
     let shards = shards(&leaving, options.max_shard_size);
 
-    let temp = temporary(out)?;
+    let (temp, _lock) = temporary(out)?;
     let result = (|| {
         write_weights(&manifest, &model, &shards, &temp)?;
         let dtype = leaving.iter().max_by_key(|leaving| leaving.bytes).map_or(Float::F32, |leaving| leaving.dtype);
@@ -113,8 +116,8 @@ fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     Ok((meaning(&origin.model) == meaning(model)).then_some(origin))
 }
 
-/// A new hidden folder beside `out`, which must not hold anything yet.
-fn temporary(out: &Path) -> Result<PathBuf> {
+/// A new hidden folder beside `out`, which must not hold anything yet, with a lock that tells others that somebody writes there.
+fn temporary(out: &Path) -> Result<(PathBuf, Option<File>)> {
     if fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(Error::checkpoint(out, "is there already and not empty; export to another folder"));
     }
@@ -122,14 +125,41 @@ fn temporary(out: &Path) -> Result<PathBuf> {
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
     let (name, pid) = (name.to_string_lossy(), std::process::id());
-    let mut attempt = 0;
-    loop {
-        let temp = parent.join(format!(".{name}.{pid}.{attempt}.tmp"));
+    remove_leftovers(parent, &name);
+    for attempt in 0.. {
+        let temp = parent.join(format!(".{name}.{pid}.{attempt}{TEMPORARY}"));
         match fs::create_dir(&temp) {
-            Ok(()) => return Ok(temp),
+            Ok(()) => {}
             // Another's, or of a killed process that had this number.
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => attempt += 1,
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => continue,
             Err(error) => return Err(Error::io("create", &temp, error)),
+        }
+        let folder = File::open(&temp).map_err(|e| Error::io("open", &temp, e))?;
+        match folder.try_lock() {
+            // Who found it before it was locked may have removed it.
+            Ok(()) if temp.is_dir() => return Ok((temp, Some(folder))),
+            Ok(()) | Err(TryLockError::WouldBlock) => {}
+            // A file system without locks of folders, where nobody removes what is not locked.
+            Err(TryLockError::Error(_)) => return Ok((temp, None)),
+        }
+    }
+    Err(Error::checkpoint(out, "no free name for a folder beside it"))
+}
+
+/// Removes the folders that exports to `name` have left in `parent` when they were killed: those of [`temporary`] that nobody holds.
+fn remove_leftovers(parent: &Path, name: &str) {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_leftover = |entry: &str| {
+        let numbers = entry.strip_prefix('.').and_then(|entry| entry.strip_prefix(name));
+        let numbers = numbers.and_then(|entry| entry.strip_prefix('.')?.strip_suffix(TEMPORARY)?.split_once('.'));
+        numbers.is_some_and(|(pid, attempt)| is_number(pid) && is_number(attempt))
+    };
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().is_some_and(is_leftover)
+            && let Ok(folder) = File::open(entry.path())
+            && folder.try_lock().is_ok()
+        {
+            let _ = fs::remove_dir_all(entry.path());
         }
     }
 }

@@ -2,6 +2,8 @@
 // Signals and limits are foreign functions throughout; each call states why it is sound.
 #![allow(unsafe_code)]
 
+use std::sync::OnceLock;
+
 /// Whether `signal` was ignored when this process started, as `nohup` and shells without job control arrange, and still is. Whoever did
 /// so wants it to have no effect.
 pub fn is_ignored(signal: i32) -> bool {
@@ -12,6 +14,9 @@ pub fn is_ignored(signal: i32) -> bool {
     }
 }
 
+/// How many files this process might have open when it started, if that was changed since.
+static OPEN_FILES: OnceLock<libc::rlimit> = OnceLock::new();
+
 /// Makes limits into errors that can be reported, and the one of open files as wide as this user may have it. Call once, first of all.
 pub fn adjust() {
     // SAFETY: no handler is installed. A write beyond the limit of file sizes then fails with EFBIG instead of ending the process.
@@ -20,14 +25,21 @@ pub fn adjust() {
     // SAFETY: both calls touch nothing but `limit`. Where they are refused everything stays as it is.
     unsafe {
         if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+            let wide = libc::rlimit { rlim_cur: limit.rlim_max, ..limit };
+            if libc::setrlimit(libc::RLIMIT_NOFILE, &wide) == 0 {
+                let _ = OPEN_FILES.set(limit);
+            }
         }
     }
 }
 
-/// Sets the signals of a rank between fork and exec: allocates nothing and makes system calls only.
+/// Sets the signals and limits of a rank between fork and exec: allocates nothing and makes system calls only.
 pub fn prepare_rank() {
+    // Other programs may take the limit for how many there are to close, or use `select`; this one widens it again.
+    if let Some(limit) = OPEN_FILES.get() {
+        // SAFETY: the call reads `limit`, and is a system call alone.
+        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, limit) };
+    }
     // SAFETY: signal is async-signal-safe and installs no handler here.
     unsafe {
         // A rank is of a background process group, which `stty tostop` would stop where it prints.

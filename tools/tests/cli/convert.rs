@@ -11,13 +11,18 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
 }
 
-/// The run of `expected.json` over `init`, cut by `layout`; its folder holds `metrics.jsonl` and `saved`.
+/// The run of `expected.json`, cut by `more`; its folder holds `metrics.jsonl` and `saved`.
 fn pretrain(folder: &Path, name: &str, more: &[&str]) -> std::process::Output {
+    pretrain_from(&fixtures().join(name), folder, name, more)
+}
+
+/// As [`pretrain`], of the model in `model`.
+fn pretrain_from(model: &Path, folder: &Path, name: &str, more: &[&str]) -> std::process::Output {
     let fixture = fixtures().join(name);
     let mut command = megatron();
     command.current_dir(folder).arg("pretrain");
     command.arg("--data-path").arg(fixture.join("data_text_document"));
-    command.arg("--init-from-hf").arg(&fixture);
+    command.arg("--init-from-hf").arg(model);
     command.args("--seq-length 64 --split 1,0,0 --dataloader-type sequential --train-iters 20".split(' '));
     command.args("--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant".split(' '));
     command.args("--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0".split(' '));
@@ -94,6 +99,56 @@ fn a_models_folder_is_no_place_for_checkpoints() {
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 2);
     let same = |file: &str| std::fs::read(folder.join(file)).unwrap() == std::fs::read(fixture.join(file)).unwrap();
     assert!(same("config.json") && same("model.safetensors"));
+}
+
+/// A tokenizer of three words.
+const WORDS: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+  "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
+  "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"}}"#;
+
+#[test]
+fn a_run_replaces_no_file_of_another_model_and_brings_none_of_another_tokenizer() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, saved) = (dir.path().join("model"), dir.path().join("saved"));
+    std::fs::create_dir(&model).unwrap();
+    std::fs::create_dir(&saved).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixtures().join("llama-tiny").join(file), model.join(file)).unwrap();
+    }
+    for (file, text) in [("tokenizer.json", WORDS), ("chat_template.jinja", "hello"), ("generation_config.json", "{}")]
+    {
+        std::fs::write(model.join(file), text).unwrap();
+    }
+    let train = |more: &[&str]| pretrain_from(&model, dir.path(), "llama-tiny", more);
+    let names = || {
+        let entries = std::fs::read_dir(&saved).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<String> = entries.filter(|name| !name.contains("iter")).collect();
+        names.sort();
+        names
+    };
+    for (file, more) in [
+        ("tokenizer.json", &["--exit-interval=1"][..]),
+        ("chat_template.jinja", &["--exit-interval=1"]),
+        ("generation_config.json", &["--exit-interval=1", "--tokenizer=byte"]),
+        ("hf_config.json", &["--exit-interval=1", "--tokenizer=byte"]),
+    ] {
+        std::fs::write(saved.join(file), "mine").unwrap();
+        let output = train(more);
+        let message = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{message}");
+        assert!(message.contains(&format!("saved/{file}")) && message.contains("away"), "{message}");
+        assert_eq!((names(), std::fs::read(saved.join(file)).unwrap()), (vec![file.to_string()], b"mine".to_vec()));
+        std::fs::remove_file(saved.join(file)).unwrap();
+    }
+    let output = train(&["--exit-interval=1", "--tokenizer=byte"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(names(), ["generation_config.json", "hf_config.json"]);
+    // What the run has beside its checkpoints is its own.
+    std::fs::write(saved.join("generation_config.json"), "mine").unwrap();
+    let output = train(&["--load=saved", "--exit-interval=2"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(std::fs::read(saved.join("generation_config.json")).unwrap(), b"mine");
+    assert_eq!(names(), ["chat_template.jinja", "generation_config.json", "hf_config.json", "tokenizer.json"]);
 }
 
 #[test]

@@ -43,6 +43,16 @@ fn threads_of_the_user_are_kept() {
 }
 
 #[test]
+fn ranks_may_have_as_many_files_open_as_whoever_launched_them() {
+    let launch = "ulimit -Sn 123; exec \"$0\" launch --nproc-per-node=2 -- sh -c 'ulimit -Sn'";
+    let mut command = std::process::Command::new("sh");
+    let output = command.args(["-c", launch, env!("CARGO_BIN_EXE_megatron")]).output().unwrap();
+    let mut lines: Vec<String> = stdout(&output).lines().map(str::to_string).collect();
+    lines.sort();
+    assert_eq!(lines, ["[0]: 123", "[1]: 123"], "{}", stderr(&output));
+}
+
+#[test]
 fn success_of_all_ranks_is_success() {
     let output = shells(3, "exit 0").output().unwrap();
     assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
