@@ -4,7 +4,7 @@
   judge.py bandwidth LOG PERCENT               kernels bound by memory, as a share of the copy bandwidth
   judge.py speed OURS TORCH FACTOR MFU         tokens a second of both, and the model's FLOP/s as a percentage of the peak
   judge.py graphs WITH WITHOUT FACTOR          tokens a second of both
-  judge.py waits TRACE                         what the program waits for in a step, by a stand-in's trace
+  judge.py waits TRACE                         what the program waits for in a step, by the trace of watch.so
   judge.py attention LOG FORWARD BACKWARD      the lowest rates at head dimension 128, as percentages of the peak
 
 EXPECTED is another run's metrics, or a fixture's expected.json.

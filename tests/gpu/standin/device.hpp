@@ -48,10 +48,6 @@ Stream &stream_of(CUstream handle);
 /// Says that the device is of no more use, as after a kernel's fault; the first message stays.
 void fault(const std::string &message);
 
-/// Writes a line to the file that STANDIN_TRACE names, if it names one (with the rank behind a point, where there are several): a kernel
-/// was queued, the program waits for the device, or has memory locked.
-void trace(const char *what, const char *name);
-
 /// Whether the calling thread has a context, without which the driver refuses a call.
 bool has_context(const char *call);
 

@@ -219,7 +219,6 @@ static From of_candle = From::Candle, of_project = From::Project;
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     if (!has_context("cuModuleLoadData")) return CUDA_ERROR_INVALID_CONTEXT;
-    trace("wait", "cuModuleLoadData");
     constexpr uint32_t MACHINE_CODE = 0xba55ed50;
     uint32_t magic;
     std::memcpy(&magic, image, sizeof magic);
@@ -293,7 +292,6 @@ CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z,
         const char *argument = static_cast<const char *>(parameters[i]);
         launch->arguments.emplace_back(argument, argument + kernel->sizes[i]);
     }
-    trace("kernel", kernel->name);
     stream_of(stream).queue(CU_GRAPH_NODE_TYPE_KERNEL, [launch] { launch->run(); });
     return state();
 }

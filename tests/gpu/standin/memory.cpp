@@ -193,7 +193,6 @@ extern "C" {
 
 CUresult cuMemAlloc(CUdeviceptr *at, size_t bytes) {
     if (const CUresult refused = forbidden("memory is allocated outside of the stream's order")) return refused;
-    trace("wait", "cuMemAlloc");
     return allocate(at, bytes);
 }
 
@@ -205,7 +204,6 @@ CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream stream) {
 
 CUresult cuMemFree(CUdeviceptr at) {
     if (const CUresult refused = forbidden("memory is freed outside of the stream's order")) return refused;
-    trace("wait", "cuMemFree");
     release(reinterpret_cast<char *>(at));
     return state();
 }
@@ -218,7 +216,6 @@ CUresult cuMemFreeAsync(CUdeviceptr at, CUstream stream) {
 
 CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
     if (const CUresult refused = forbidden("memory of the host is locked")) return refused;
-    trace("memory", "locked for copies");
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     char *block = static_cast<char *>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
@@ -231,7 +228,6 @@ CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
 CUresult cuMemAllocHost(void **at, size_t bytes) { return cuMemHostAlloc(at, bytes, 0); }
 
 CUresult cuMemFreeHost(void *at) {
-    trace("wait", "cuMemFreeHost");
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     p.pinned.erase(static_cast<char *>(at));
@@ -242,7 +238,6 @@ CUresult cuMemFreeHost(void *at) {
 CUresult cuMemHostRegister(void *at, size_t bytes, unsigned) {
     if (!has_context("cuMemHostRegister")) return CUDA_ERROR_INVALID_CONTEXT;
     if (const CUresult refused = forbidden("memory of the host is locked")) return refused;
-    trace("memory", "locked for copies");
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     if (bytes == 0 || !p.pinned.emplace(static_cast<char *>(at), bytes).second) return CUDA_ERROR_INVALID_VALUE;
@@ -323,6 +318,14 @@ CUresult cuDeviceGetGraphMemAttribute(CUdevice, CUgraphMem_attribute attribute, 
     return CUDA_SUCCESS;
 }
 
+/// Only what memory it is; an error of memory that the driver does not know.
+CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr at) {
+    if (attribute != CU_POINTER_ATTRIBUTE_MEMORY_TYPE) return CUDA_ERROR_NOT_SUPPORTED;
+    if (!is_pinned(reinterpret_cast<const void *>(at))) return CUDA_ERROR_INVALID_VALUE;
+    *static_cast<CUmemorytype *>(value) = CU_MEMORYTYPE_HOST;
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
     if (!has_context("cuMemcpyHtoDAsync")) return CUDA_ERROR_INVALID_CONTEXT;
     if (!check(to, bytes, "a copy to the device")) return state();
@@ -331,7 +334,6 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstr
         copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE, [=] { std::memcpy(at, from, bytes); });
     } else {
         // The driver has taken pageable bytes when it returns.
-        trace("wait", "cuMemcpyHtoDAsync from pageable memory");
         const char *first = static_cast<const char *>(from);
         auto taken = std::make_shared<std::vector<char>>(first, first + bytes);
         copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE, [=] { std::memcpy(at, taken->data(), bytes); });
@@ -351,7 +353,6 @@ CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream st
     copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, [=] { std::memcpy(to, at, bytes); });
     // Into pageable memory the driver copies by itself and returns when it has.
     if (!is_pinned(to) && !recorded_by(stream)) {
-        trace("wait", "cuMemcpyDtoHAsync to pageable memory");
         stream_of(stream).wait();
     }
     return state();

@@ -40,17 +40,6 @@ void fault(const std::string &message) {
     has_fault = true;
 }
 
-void trace(const char *what, const char *name) {
-    static std::FILE *const file = [] {
-        const char *path = std::getenv("STANDIN_TRACE"), *rank = std::getenv("RANK");
-        if (!path) return static_cast<std::FILE *>(nullptr);
-        return std::fopen((rank ? std::string(path) + "." + rank : path).c_str(), "a");
-    }();
-    if (!file) return;
-    std::fprintf(file, "%s %s\n", what, name);
-    std::fflush(file);
-}
-
 CUresult state() {
     std::lock_guard<std::mutex> lock(fault_mutex);
     return has_fault ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
@@ -184,7 +173,6 @@ CUresult cuStreamDestroy(CUstream stream) {
 
 CUresult cuStreamSynchronize(CUstream stream) {
     if (const SharedGraph graph = recorded_by(stream)) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is waited for");
-    trace("wait", "cuStreamSynchronize");
     stream_of(stream).wait();
     return state();
 }
@@ -192,7 +180,6 @@ CUresult cuStreamSynchronize(CUstream stream) {
 CUresult cuCtxSynchronize() {
     // Whoever records it (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
     if (const SharedGraph graph = recorded_by_any()) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the device is waited for");
-    trace("wait", "cuCtxSynchronize");
     Stream::wait_for_all();
     return state();
 }
@@ -261,7 +248,6 @@ CUresult cuEventSynchronize(CUevent handle) {
         if (event->in_graph) return CUDA_ERROR_CAPTURED_EVENT;
         number = event->recorded;
     }
-    trace("wait", "cuEventSynchronize");
     await(*event, number);
     return state();
 }
