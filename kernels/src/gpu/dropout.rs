@@ -83,11 +83,25 @@ pub fn apply(
     op: &'static str,
 ) -> Result<Tensor> {
     let (gpu, dtype, suffix) = (Gpu::of(x, op)?, x.dtype(), suffix(x.dtype(), op)?);
-    let (rows, h) = rows_of(x, op)?;
+    let shape = rows_of(x, op)?;
     let xs = gpu.input(x, dtype, op, "x")?;
     let bs = bias.map(|bias| gpu.input(bias, dtype, op, "bias")).transpose()?;
     let rs = residual.map(|r| gpu.input(r, dtype, op, "residual")).transpose()?;
     let (y, ys) = gpu.output(x.dims(), dtype, op)?;
+    launch_add(&gpu, [xs, ys], [bs, rs], shape, mask, (dtype, suffix), op)?;
+    Ok(y)
+}
+
+/// From `x` into `y`, which may be `x`, of `rows` rows of `h` elements: plus `[bias, residual]`, those that there are.
+pub fn launch_add(
+    gpu: &Gpu,
+    [xs, ys]: [DevicePointer; 2],
+    [bs, rs]: [Option<DevicePointer>; 2],
+    (rows, h): (usize, usize),
+    mask: Option<&Mask>,
+    (dtype, suffix): (DType, &str),
+    op: &'static str,
+) -> Result<()> {
     let vectors = in_vectors(h, dtype, &[Some(xs), bs, rs, Some(ys)]);
     let per_row = h.div_ceil(if vectors { vector(dtype) } else { 4 });
     let count = items(op, rows * per_row)?;
@@ -117,5 +131,5 @@ pub fn apply(
             }
         }
     }
-    Ok(y)
+    Ok(())
 }

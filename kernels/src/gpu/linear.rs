@@ -1,5 +1,5 @@
-//! Linear layers on a GPU: products by cuBLASLt, biases by its epilogue where it has one, else by `cuda/linear.cu`; GELU by its epilogue where
-//! that is faster, else by `cuda/activation.cu`.
+//! Linear layers on a GPU: products by cuBLASLt, biases by its epilogue where it has one, else by `cuda/linear.cu`; GELU by its epilogue, and
+//! residuals by the product itself, where that is faster, else by `cuda/activation.cu` and `cuda/dropout.cu`.
 //!
 //! The emulator has no cuBLASLt: there products are the CPU's.
 
@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::launch::{blocks, blocks_y};
 use super::memory::suffix;
 use super::product::{Epilogue, Operand, Product};
-use super::{DevicePointer, Gpu, THREADS, activation};
+use super::{DevicePointer, Gpu, THREADS, activation, dropout};
 use crate::view::with_last;
 use crate::{Error, Result, trace};
 
@@ -43,6 +43,7 @@ fn times_weight_transposed(
         y_dtype,
         epilogue,
         accumulate: false,
+        residual: None,
     }
 }
 
@@ -55,6 +56,7 @@ fn times_weight([dy, w, dx]: [DevicePointer; 3], [rows, k, n]: [usize; 3], dtype
         y_dtype: dtype,
         epilogue: Epilogue::None,
         accumulate: false,
+        residual: None,
     }
 }
 
@@ -103,6 +105,37 @@ pub fn forward(
 /// What epilogues ask of the address of a bias or of what goes with a result.
 fn is_aligned(at: DevicePointer) -> bool {
     at.address().is_multiple_of(16)
+}
+
+/// `x · wᵀ + bias + residual` into `y`: by the product, which rounds once, where that is faster. Shapes were checked.
+pub fn forward_add(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    residual: &Tensor,
+    [rows, k, n]: [usize; 3],
+    y: &Tensor,
+    op: &'static str,
+) -> Result<()> {
+    let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
+    let suffix = suffix(dtype, op)?;
+    let (xs, ws) = (gpu.input(x, dtype, op, "x")?, gpu.input(w, dtype, op, "weight")?);
+    let bias = bias.map(|bias| gpu.input(bias, dtype, op, "bias")).transpose()?;
+    let (around, ys) = (gpu.input(residual, dtype, op, "residual")?, gpu.inplace(y, dtype, op, "y")?);
+    let plain = times_weight_transposed([xs, ws, ys], [rows, k, n], dtype, dtype, Epilogue::None);
+    // In place: each element is read by the thread that writes it.
+    let add = || dropout::launch_add(&gpu, [ys; 2], [bias, Some(around)], (rows, n), None, (dtype, suffix), op);
+    if k > 0 && bias.into_iter().chain([around, ys]).all(is_aligned) {
+        let epilogue = bias.map_or(Epilogue::None, Epilogue::Bias);
+        let fused = Product { epilogue, residual: Some(around), ..plain };
+        if fused.pays(&gpu, &plain, &add)? && fused.run(&gpu)? {
+            return Ok(());
+        }
+    }
+    if k == 0 || !plain.run(&gpu)? {
+        return Err(none(op, [rows, n, k]));
+    }
+    if rows > 0 && n > 0 { add() } else { Ok(()) }
 }
 
 /// Whether cuBLASLt may apply GELU, or its gradient, to results of `n` columns: rows of GELU's argument are multiples of 16 bytes. f32 is left
@@ -217,6 +250,7 @@ pub fn wgrad(
         y_dtype: DType::F32,
         epilogue: Epilogue::None,
         accumulate: add,
+        residual: None,
     };
     if product.run(&gpu)? { Ok(()) } else { Err(none(op, [n, k, rows])) }
 }

@@ -86,7 +86,7 @@ impl Epilogue {
     }
 }
 
-/// `y [rows, columns] = epilogue(a · b) (+ y)`.
+/// `y [rows, columns] = epilogue(a · b) (+ y, or + residual)`.
 #[derive(Clone, Copy)]
 pub struct Product {
     pub a: Operand,
@@ -96,6 +96,8 @@ pub struct Product {
     pub epilogue: Epilogue,
     /// Whether the product is added to what `y` holds.
     pub accumulate: bool,
+    /// What is added before the result is rounded, `[rows, columns]` of its dtype.
+    pub residual: Option<DevicePointer>,
 }
 
 /// All that the choice of an algorithm depends on. Whether the product is added to what is there is not among it: an algorithm sums in one
@@ -106,8 +108,9 @@ struct Key {
     transposed: [bool; 2],
     dtypes: [DType; 3],
     epilogue: u32,
-    /// Of a, b, y, and what the epilogue reads or writes, as powers of two up to 256.
-    alignments: [u32; 5],
+    residual: bool,
+    /// Of a, b, y, what the epilogue reads or writes, and the residual, as powers of two up to 256.
+    alignments: [u32; 6],
 }
 
 /// cuBLASLt's description of a product, and the algorithm for it. Never destroyed: there are as many as shapes in a model.
@@ -171,9 +174,14 @@ impl Product {
             transposed: [self.a.transposed, self.b.transposed],
             dtypes: [self.a.dtype, self.b.dtype, self.y_dtype],
             epilogue: self.epilogue.kind() as u32,
-            alignments: [Some(self.a.at), Some(self.b.at), Some(self.y), self.epilogue.bias(), self.epilogue.before()]
-                .map(|at| at.map_or(256, alignment)),
+            residual: self.residual.is_some(),
+            alignments: self.places().map(|at| at.map_or(256, alignment)),
         }
+    }
+
+    fn places(&self) -> [Option<DevicePointer>; 6] {
+        let (bias, before) = (self.epilogue.bias(), self.epilogue.before());
+        [Some(self.a.at), Some(self.b.at), Some(self.y), bias, before, self.residual]
     }
 
     /// Queues it. False if cuBLASLt has no algorithm for it.
@@ -206,7 +214,7 @@ impl Product {
         Ok(true)
     }
 
-    /// Whether this product, with its epilogue, is faster than `apart` and the kernels that `rest` queues. Measured once, on operands and
+    /// Whether this product, with its epilogue or residual, is faster than `apart` and the kernels that `rest` queues. Measured once, on operands and
     /// results as they are, which both ways overwrite; where nothing is measured, whether cuBLASLt has this one.
     ///
     /// # Errors
@@ -282,7 +290,8 @@ impl Products {
         y: DevicePointer,
     ) -> std::result::Result<(), lt::CublasError> {
         use cudarc::driver::DevicePtr;
-        let (alpha, beta) = (1.0_f32, if product.accumulate { 1.0_f32 } else { 0.0 });
+        let plus = product.residual.unwrap_or(y);
+        let (alpha, beta) = (1.0_f32, if product.accumulate || product.residual.is_some() { 1.0_f32 } else { 0.0 });
         let [b, a, c] = plan.layouts;
         let (workspace, _) = self.workspace.device_ptr(&self.stream);
         // SAFETY: operands are of the sizes that the layouts say, which the operations have checked; the stream's products use the workspace
@@ -299,7 +308,7 @@ impl Products {
                 b,
                 pointer(product.a.at),
                 a,
-                pointer(y),
+                pointer(plus),
                 c,
                 pointer(y).cast_mut(),
                 c,
@@ -359,7 +368,8 @@ impl Products {
         let preference = lt::create_matmul_pref().map_err(&asking)?;
         let mut found = Vec::with_capacity(PROPOSALS);
         let mut count = 0;
-        let [of_a, of_b, of_y, ..] = product.key().alignments;
+        let [of_a, of_b, of_y, _, _, of_residual] = product.key().alignments;
+        let of_c = if product.residual.is_some() { of_residual } else { of_y };
         // SAFETY: the objects exist; each attribute has the type that it is documented to have; `found` has the room that is asked for.
         let status = unsafe {
             let set = |attribute, value: &dyn Fn() -> (*const c_void, usize)| {
@@ -370,7 +380,7 @@ impl Products {
             set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &|| (std::ptr::from_ref(&workspace).cast(), 8))?;
             set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &|| (std::ptr::from_ref(&of_b).cast(), 4))?;
             set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &|| (std::ptr::from_ref(&of_a).cast(), 4))?;
-            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &|| (std::ptr::from_ref(&of_y).cast(), 4))?;
+            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &|| (std::ptr::from_ref(&of_c).cast(), 4))?;
             set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &|| (std::ptr::from_ref(&of_y).cast(), 4))?;
             let status = sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,

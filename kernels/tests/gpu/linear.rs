@@ -4,8 +4,8 @@ use candle_core::DType;
 
 use crate::support::{Input, check, check_with};
 use kernels::linear::{
-    linear, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu, linear_into, linear_to_f32, linear_wgrad,
-    linear_wgrad_into,
+    linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu, linear_into,
+    linear_to_f32, linear_wgrad, linear_wgrad_into,
 };
 
 /// Rows, k, n: small, odd, and multiples of what tensor cores take.
@@ -23,6 +23,24 @@ fn forward_with_and_without_a_bias() {
         check("linear_into", &[x, w, Input::data("y", &[s, b, n])], |t| {
             linear_into(&t[0], &t[1], None, &t[2])?;
             Ok(vec![t[2].clone()])
+        });
+    }
+}
+
+/// By the product itself where cuBLASLt has one that is faster, else after it.
+#[test]
+fn a_residual_is_added() {
+    for ([s, b], k, n) in DIMS {
+        let (x, w) = (Input::data("x", &[s, b, k]), Input::data("w", &[n, k]).times(0.1));
+        let joined =
+            [x, w, Input::data("residual", &[s, b, n]), Input::data("y", &[s, b, n]), Input::data("bias", &[n])];
+        check("linear_add_into", &joined[..4], |t| {
+            linear_add_into(&t[0], &t[1], None, &t[2], &t[3])?;
+            Ok(vec![t[3].clone()])
+        });
+        check("linear_add_into with bias", &joined, |t| {
+            linear_add_into(&t[0], &t[1], Some(&t[4]), &t[2], &t[3])?;
+            Ok(vec![t[3].clone()])
         });
     }
 }

@@ -5,7 +5,7 @@
 use std::cell::OnceCell;
 
 use candle_core::Tensor;
-use kernels::device::{computes_ahead, empty};
+use kernels::device::empty;
 use kernels::dropout::{Dropout, bias_dropout_add};
 
 use super::context::Ctx;
@@ -103,14 +103,14 @@ impl ColumnParallelLinear {
 pub struct Join<'a> {
     residual: &'a Stream,
     dropout: Option<Dropout<'a>>,
-    /// Whether the product itself adds the residual.
+    /// Whether the product itself adds the residual, or what is called for it does.
     by_product: bool,
     place: OnceCell<Tensor>,
 }
 
 impl<'a> Join<'a> {
     pub fn new(residual: &'a Stream, dropout: Option<Dropout<'a>>, ctx: &Ctx) -> Self {
-        let by_product = !computes_ahead(residual.0.device()) && ctx.tp.size() == 1 && dropout.is_none();
+        let by_product = ctx.tp.size() == 1 && dropout.is_none();
         Self { residual, dropout, by_product, place: OnceCell::new() }
     }
 

@@ -346,7 +346,17 @@ impl KernelBench {
             let dw = self.zeros(w.dims())?;
             let (rows, shape) = (self.rows(), format!("{}×{k}·{k}×{n}", self.rows()));
             let work = Work::Flops(2 * rows * k * n);
-            self.time(&format!("linear, {what}"), shape.clone(), calls, work, || linear::linear(&x, &w, None))?;
+            // These are added to the residual stream: by the product but where ranks' sums come between.
+            let joined = n == h && what != "qkv";
+            let alone = if joined { 0.0 } else { calls };
+            self.time(&format!("linear, {what}"), shape.clone(), alone, work, || linear::linear(&x, &w, None))?;
+            if joined {
+                let (bias, residual, y) = (self.randn(&[n])?, self.activation(n)?, self.activation(n)?);
+                let bias = biased.then_some(&bias);
+                self.time(&format!("linear and residual, {what}"), shape.clone(), calls, work, || {
+                    linear::linear_add_into(&x, &w, bias, &residual, &y)
+                })?;
+            }
             self.time(&format!("linear_dgrad, {what}"), shape.clone(), calls, work, || linear::linear_dgrad(&dy, &w))?;
             self.time(&format!("linear_wgrad, {what}"), shape, calls, work, || linear::linear_wgrad(&dy, &x, &dw))?;
             if biased {
@@ -420,10 +430,10 @@ impl KernelBench {
         let (x, residual, shape) = (self.activation(hidden)?, self.activation(hidden)?, format!("{rows}×{hidden}"));
         let bias = if llama { None } else { Some(self.randn(&[hidden])?) };
         let work = Work::Elements(3 * rows * hidden);
-        self.time("bias_dropout_add", shape.clone(), 2.0 * calls, work, || {
+        // Presets train without dropout, one rank's products add the residual: no call of either is part of a step.
+        self.time("bias_dropout_add", shape.clone(), 0.0, work, || {
             bias_dropout_add(&x, bias.as_ref(), Some(&residual), None)
         })?;
-        // Presets train without dropout: no call of it is part of a step.
         let samples: Vec<u64> = (0..self.shape.micro_batch as u64).collect();
         let tokens = Tokens { samples: &samples, seq_offset: 0, seq_len: self.shape.seq, step_and_samples: None };
         let dropout = Dropout { p: 0.1, key: DropoutKey { seed: 1, step: 1, layer: 0, site: 0 }, tokens };
