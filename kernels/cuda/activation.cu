@@ -13,8 +13,8 @@ constexpr float C3 = 0.07135481627159646f;
 struct Gelu {
     DEVICE static float value(float x) { return x * sigmoid(x * (C + C3 * x * x)); }
     DEVICE static float gradient(float dy, float x) {
-        // From |x| = 20 on the sigmoid is 0 or 1, by which what would overflow is multiplied.
-        const float square = x * x > 400.0f ? 400.0f : x * x;
+        // From |x| = 22 on the sigmoid is 0 or 1, by which what would overflow is multiplied.
+        const float square = x * x > 500.0f ? 500.0f : x * x;
         const float s = sigmoid(x * (C + C3 * square));
         return dy * (s + x * s * (1.0f - s) * (C + 3.0f * C3 * square));
     }

@@ -26,11 +26,11 @@ fn sigmoid_of_bits<T: Float>(z: T) -> T {
 const GELU: f64 = 2.0 * 0.797_884_560_802_865_4; // √(2/π)
 const GELU_CUBIC: f64 = GELU * 0.044715;
 
-/// x², or as much as serves its readers: from |x| = 20 on the sigmoid of u is 0 or 1, and u′, which grows with x², must not overflow, since it is
+/// x², or as much as serves its readers: from |x| = 22 on the sigmoid of u is 0 or 1 (in f64, too), and u′, which grows with x², must not overflow, since it is
 /// multiplied by 0 there. So gradients are finite for inputs up to ±10³⁶ (PyTorch's up to ±10¹⁹).
 #[inline(always)]
 fn gelu_square<T: Float>(x: T) -> T {
-    let (square, enough) = (x * x, T::of(400.0));
+    let (square, enough) = (x * x, T::of(500.0));
     if enough < square { enough } else { square }
 }
 

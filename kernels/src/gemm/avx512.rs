@@ -51,6 +51,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         E::DTYPE == DType::F32 && column == 1 && !rows_crowd(4 * row)
     }
 
+    const ASKS_FOR_ADDED: bool = true;
     const DOES_CHORES: bool = true;
 
     fn packs_beside(Mat(_, row, column): Mat<*const E>) -> bool {

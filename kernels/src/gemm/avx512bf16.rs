@@ -53,6 +53,7 @@ impl Kernel<bf16> for Avx512Bf16 {
         column == 1 && !rows_crowd(2 * row)
     }
 
+    const ASKS_FOR_ADDED: bool = true;
     const DOES_CHORES: bool = true;
 
     fn packs_beside(Mat(_, row, column): Mat<*const bf16>) -> bool {

@@ -259,15 +259,17 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                 let at = sums_tile(s_ahead, p_ahead).cast_const().cast();
                 Next { at, row: K::NR * size_of::<f32>(), second: LINE }
             };
-            if let Some((at, stride)) = plus_tile(s_ahead, p_ahead) {
-                let row = stride * size_of::<C>();
-                let mut lines = Next { at: at.cast(), row, second };
-                (0..K::MR).for_each(|_| lines.lines().into_iter().for_each(ask_for));
+            let mut added = match plus_tile(s_ahead, p_ahead) {
+                Some((at, stride)) => Next { at: at.cast(), row: stride * size_of::<C>(), second },
+                None => Next::nothing(panel.cast()),
+            };
+            if plus.is_some() && !K::ASKS_FOR_ADDED {
+                (0..K::MR).for_each(|_| added.lines().into_iter().for_each(ask_for));
             }
             // SAFETY: the caller's promise.
             let chore = unsafe { beside.tile(o, (i, inner)) };
             let read = strips.ahead(strip, s + 1 == down, K::MR, region.k, (p, across));
-            let ahead = Ahead { written, read };
+            let ahead = Ahead { written, added, read };
             // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere in between.
             let in_place = in_place && K::leaves_other_rows(rows) && columns == K::NR;
             let (to, sums) = (dst_tile(s, p), (sums_tile(s, p), K::NR));

@@ -55,6 +55,8 @@ pub enum Thin {
 pub struct Ahead {
     /// Where sums will be written.
     pub written: Next,
+    /// What will be added to sums, where [`Kernel::ASKS_FOR_ADDED`].
+    pub added: Next,
     /// What strips will be read from, where kernels read rows of A.
     pub read: Next,
 }
@@ -167,6 +169,9 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     fn reads_rows(_: Mat<*const E>) -> bool {
         false
     }
+
+    /// Whether [`Kernel::tile`] asks for [`Ahead::added`], between its products: asked for all at once, some thirty lines hold the products up.
+    const ASKS_FOR_ADDED: bool = false;
 
     /// Whether [`Kernel::tile`] does chores.
     const DOES_CHORES: bool = false;

@@ -310,7 +310,7 @@ macro_rules! tiles {
             mut panel: *const f32,
             (from, from_stride): (*const f32, usize),
             (to, to_stride): (*mut f32, usize),
-            Ahead { mut read, mut written }: Ahead,
+            Ahead { mut read, mut added, mut written }: Ahead,
             mut work: W,
         ) {
             let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
@@ -325,6 +325,7 @@ macro_rules! tiles {
                 }
                 for r in 0..ROWS {
                     read.lines().into_iter().for_each(crate::simd::ask_for);
+                    added.lines().into_iter().for_each(crate::simd::ask_for);
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
                     work.share();
                     let now = if r + 1 < ROWS { share } else { left };

@@ -51,7 +51,7 @@ fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &
                     // SAFETY: strips and panels have so many zeros, and sums MR rows of NR; packed elements have no padding.
                     let [got, want] = unsafe {
                         let (from, to) = ((std::ptr::null(), 0), (sums, K::NR));
-                        let ahead = Ahead { written: next, read: next };
+                        let ahead = Ahead { written: next, added: next, read: next };
                         let strip = Strip::Packed(nothing.cast_const());
                         K::enter();
                         K::tile(rows, tile, strip, nothing, from, to, ahead, Some(Chore::Pack(pack)));
