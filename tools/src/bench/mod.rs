@@ -1,6 +1,6 @@
 //! `megatron bench`: what this machine can do, and how much of it kernels, collectives and whole training steps reach.
 //!
-//! Every benchmark ends in a table in Markdown, ready for `docs/benchmarks.md`.
+//! Every benchmark ends in a table in Markdown, ready for `docs/benchmarks`.
 
 mod collectives;
 mod kernels;
