@@ -103,7 +103,7 @@ impl ColumnParallelLinear {
 pub struct Join<'a> {
     residual: &'a Stream,
     dropout: Option<Dropout<'a>>,
-    /// Whether the product itself adds the residual, or what is called for it does.
+    /// Whether the product and the addition are one operation: nothing comes between them.
     by_product: bool,
     place: OnceCell<Tensor>,
 }
