@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use crate::exponential;
 use crate::host::HostElem;
 use crate::output::{Unwritten, staged};
-use crate::rounding::store_bf16;
+use crate::rounding::{store_bf16, store_f16};
 use crate::simd::vectorize;
 
 /// An element type that kernels compute in.
@@ -334,10 +334,7 @@ impl Elem for f16 {
     }
 
     fn store_all<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
-        vectorize(
-            #[inline(always)]
-            || out.write(wide.iter().map(|&v| Self::store(v))),
-        )
+        store_f16(wide, out)
     }
 
     computed_in_f32!();
