@@ -15,7 +15,7 @@ pub fn store_bf16<'a>(wide: &[f32], out: Unwritten<'a, bf16>) -> &'a mut [bf16] 
     if Isa::detected() >= Isa::Avx512Bf16 {
         assert_eq!(wide.len(), out.len(), "a kernel rounds another number of values than its result has");
         // SAFETY: the features were detected, and there is room for `wide`.
-        return unsafe { out.by(|out| x86::store(wide, out)) };
+        return unsafe { out.by(|out| x86::store_bf16(wide, out)) };
     }
     vectorize(
         #[inline(always)]
@@ -97,7 +97,7 @@ mod x86 {
     /// # Safety
     /// The machine must have the features, and `out` room for as many elements as `wide` has.
     #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-    pub unsafe fn store(wide: &[f32], out: *mut bf16) {
+    pub unsafe fn store_bf16(wide: &[f32], out: *mut bf16) {
         const SUBNORMAL: i32 = 0x20;
         let (pairs, rest) = wide.as_chunks::<PAIR>();
         for (i, pair) in pairs.iter().enumerate() {

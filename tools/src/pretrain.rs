@@ -183,7 +183,9 @@ fn run_rank(
 fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result<()> {
     let tokenizer = datasets.tokenizer.as_ref();
     // Where there are checkpoints, this run goes on from them (`preflight`), and what lies beside them is its own.
-    if let Some(tokenizer) = tokenizer.filter(|_| !matches!(checkpoint::holds_any(save), Ok(true))) {
+    if let Some(tokenizer) = tokenizer
+        && !checkpoint::holds_any(save)?
+    {
         tokenizer.refuse_to_replace(save)?;
     }
     let same_tokens = |folder: &Path| tokenizer.is_none_or(|tokenizer| tokenizer.lies_in(folder));

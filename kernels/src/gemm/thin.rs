@@ -161,10 +161,8 @@ unsafe fn by_pieces<E: Elem<Acc = f32>, K: Kernel<E>>(
     (b, column): (*const E, usize),
     sums: *mut f32,
 ) {
-    let nothing = {
-        let none = Next::nothing(sums.cast());
-        Ahead { written: none, added: none, read: none }
-    };
+    let nothing = Next::nothing(sums.cast());
+    let nothing = Ahead { written: nothing, added: nothing, read: nothing };
     let mut following = b.wrapping_add(K::NR * column);
     with_own(|own| {
         let panel = own.panels.room::<K::Packed>(K::NR * PIECE);

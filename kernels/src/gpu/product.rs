@@ -169,19 +169,16 @@ impl Product {
     }
 
     fn key(&self) -> Key {
+        let (bias, before) = (self.epilogue.bias(), self.epilogue.before());
         Key {
             dims: self.dims(),
             transposed: [self.a.transposed, self.b.transposed],
             dtypes: [self.a.dtype, self.b.dtype, self.y_dtype],
             epilogue: self.epilogue.kind() as u32,
             residual: self.residual.is_some(),
-            alignments: self.places().map(|at| at.map_or(256, alignment)),
+            alignments: [Some(self.a.at), Some(self.b.at), Some(self.y), bias, before, self.residual]
+                .map(|at| at.map_or(256, alignment)),
         }
-    }
-
-    fn places(&self) -> [Option<DevicePointer>; 6] {
-        let (bias, before) = (self.epilogue.bias(), self.epilogue.before());
-        [Some(self.a.at), Some(self.b.at), Some(self.y), bias, before, self.residual]
     }
 
     /// Queues it. False if cuBLASLt has no algorithm for it.

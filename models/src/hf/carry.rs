@@ -1,21 +1,52 @@
-//! What an import kept beside checkpoints goes along when a run saves elsewhere.
+//! Files that go along with weights, beside checkpoints: from a Hugging Face folder, and from there when a run saves elsewhere.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use megatron::Result;
-use megatron::checkpoint::Companions;
+use megatron::checkpoint::{self, Companions};
 
+use super::config::CONFIG;
 use super::{COMPANIONS, GENERATION_CONFIG, ORIGIN_CONFIG};
 
-/// Copies what lies beside the checkpoints in `from` and is not there yet beside those in `to`: the `config.json` of the model that
-/// they were imported from and its settings of generation, and, if it is the run's tokenizer (`with_tokenizer`), the files about tokens.
+/// Where what goes along comes from and goes to: settings of generation, the model's configuration, which is called `config` there, and, if they
+/// are of the run's tokenizer (`with_tokenizer`), the files about tokens.
+pub(super) fn companions(
+    (from, config): (&Path, &'static str),
+    to: &Path,
+    with_tokenizer: bool,
+) -> impl Iterator<Item = (PathBuf, PathBuf)> {
+    let names = COMPANIONS.into_iter().filter(move |name| with_tokenizer || *name == GENERATION_CONFIG);
+    let pairs = names.map(|name| (name, name)).chain([(config, ORIGIN_CONFIG)]);
+    pairs.map(|(name, there)| (from.join(name), to.join(there)))
+}
+
+/// Puts those of `pairs` in their places whose place is empty.
+fn place_absent(pairs: impl Iterator<Item = (PathBuf, PathBuf)>) -> Result<()> {
+    Companions::read(pairs.filter(|(_, to)| !to.exists()))?.place()
+}
+
+/// Copies what goes along with the Hugging Face model in `folder` beside the checkpoints in `checkpoints`, the files about tokens if they are
+/// of the run's tokenizer (`with_tokenizer`). Beside checkpoints that are there already, so of a run that goes on, files that are there stay.
+///
+/// # Errors
+/// If there is no checkpoint yet and another file is where one goes, or the system refuses. Nothing is replaced.
+pub fn copy_companions(folder: &Path, checkpoints: &Path, with_tokenizer: bool) -> Result<()> {
+    let all = companions((folder, CONFIG), checkpoints, with_tokenizer);
+    if checkpoint::holds_any(checkpoints)? {
+        return place_absent(all);
+    }
+    let companions = Companions::read(all)?;
+    companions.refuse_to_replace()?;
+    companions.place()
+}
+
+/// Copies what lies beside the checkpoints in `from` and is not there yet beside those in `to`, the files about tokens if they are of the run's
+/// tokenizer (`with_tokenizer`).
 ///
 /// # Errors
 /// If the system refuses. Each file appears whole or not at all.
 pub fn carry_companions(from: &Path, to: &Path, with_tokenizer: bool) -> Result<()> {
-    let about_tokens = COMPANIONS.into_iter().filter(|name| with_tokenizer && *name != GENERATION_CONFIG);
-    let pairs = about_tokens.chain([GENERATION_CONFIG, ORIGIN_CONFIG]).map(|name| (from.join(name), to.join(name)));
-    Companions::read(pairs.filter(|(_, to)| !to.exists()))?.place()
+    place_absent(companions((from, ORIGIN_CONFIG), to, with_tokenizer))
 }
 
 #[cfg(test)]

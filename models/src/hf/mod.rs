@@ -9,11 +9,11 @@ mod files;
 mod import;
 mod model;
 
-pub use carry::carry_companions;
+pub use carry::{carry_companions, copy_companions};
 pub use config::{CONFIG, HfConfig, family_of, to_json};
 pub use export::{ExportOptions, Exported, export};
 pub use files::HfFiles;
-pub use import::{Imported, copy_companions, import, refuse_model_folder};
+pub use import::{Imported, import, refuse_model_folder};
 pub use model::{HfModel, Raw};
 
 /// `config.json` of the folder that a checkpoint was imported from, beside the checkpoints.

@@ -39,6 +39,7 @@ static const struct {
 } WATCHED[] = {
     {"cuCtxSynchronize", WAITS},     {"cuStreamSynchronize", WAITS},   {"cuEventSynchronize", WAITS},
     {"cuMemAlloc", WAITS},           {"cuMemFree", WAITS},             {"cuMemFreeHost", WAITS},
+    {"cuMemHostAlloc", WAITS},       {"cuMemAllocHost", WAITS},        {"cuMemHostRegister", WAITS},
     {"cuMemHostUnregister", WAITS},  {"cuMemPoolTrimTo", WAITS},       {"cuMemUnmap", WAITS},
     {"cuModuleLoadData", WAITS},     {"cuModuleLoadDataEx", WAITS},    {"cuModuleLoadFatBinary", WAITS},
     {"cuModuleUnload", WAITS},       {"cuLibraryLoadData", WAITS},     {"cuLibraryUnload", WAITS},

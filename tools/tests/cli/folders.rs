@@ -149,6 +149,20 @@ fn the_tokenizer_is_the_one_of_the_run() {
 }
 
 #[test]
+fn another_tokenizer_is_not_replaced_where_there_are_no_checkpoints_yet() {
+    let site = Site::new();
+    fs::create_dir(site.path("saved")).unwrap();
+    site.write("saved/tokenizer.json", FOREIGN);
+    let flags = ["--save=saved", "--train-iters=1", "--tokenizer=train:300"];
+    let run = site.pretrain(&[&ALONE[..], &flags].concat()).output().unwrap();
+    refused(&run, &["saved/tokenizer.json", "another tokenizer", "save elsewhere"]);
+    assert_eq!(fs::read_to_string(site.path("saved/tokenizer.json")).unwrap(), FOREIGN);
+    fs::remove_file(site.path("saved/tokenizer.json")).unwrap();
+    pretrain(&site, &flags);
+    pretrain(&site, &["--save=saved", "--load=saved", "--train-iters=2", "--tokenizer=train:300"]);
+}
+
+#[test]
 fn a_models_tokenizer_lies_in_its_own_folder() {
     let site = Site::new();
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");
