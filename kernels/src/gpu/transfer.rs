@@ -13,6 +13,10 @@ use crate::{Error, Result};
 /// The least number of bytes of a block.
 const LEAST: usize = 64 << 10;
 
+/// How many bytes are locked at a time, where a block is smaller. Every microbatch takes some small blocks, and the host runs up to two steps ahead
+/// of the device: locked one by one as they are missed, they would hold up steps long after the first ones.
+const AT_ONCE: usize = 4 << 20;
+
 /// Memory of the host in which elements of one dtype lie.
 struct Block {
     /// Keeps the memory locked: ends before it does.
@@ -23,7 +27,7 @@ struct Block {
     until: Option<Event>,
 }
 
-/// Those that nobody uses. There are never more than were in use at one time.
+/// Those that nobody uses. There are never more than were in use at one time, but for [`AT_ONCE`].
 static FREE: Mutex<Vec<Block>> = Mutex::new(Vec::new());
 
 impl Block {
@@ -42,7 +46,14 @@ impl Block {
                 return Ok(Self { until: None, ..free.swap_remove(at) });
             }
         }
-        let (elements, locked) = gpu.lock_memory(room, dtype)?;
+        let size = room * dtype.size_in_bytes();
+        let spare = (1..AT_ONCE / size).map(|_| Self::new(gpu, room, dtype)).collect::<Result<Vec<_>>>()?;
+        FREE.lock().unwrap_or_else(PoisonError::into_inner).extend(spare);
+        Self::new(gpu, room, dtype)
+    }
+
+    fn new(gpu: &Gpu, n: usize, dtype: DType) -> Result<Self> {
+        let (elements, locked) = gpu.lock_memory(n, dtype)?;
         Ok(Self { elements, _locked: locked, until: None })
     }
 }
