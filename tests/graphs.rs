@@ -7,7 +7,9 @@
 
 use candle_core::Device;
 use kernels::device::Choice;
-use megatron::config::{DynamicLossScale, LossScaling, Precision, Recompute, RecomputeMethod, RunConfig};
+use megatron::config::{
+    DynamicLossScale, LossScaling, PositionEmbedding, Precision, Recompute, RecomputeMethod, RunConfig,
+};
 use megatron::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch};
 use megatron::train::{Sources, Trainer};
 use megatron::{Result, comm};
@@ -137,8 +139,12 @@ fn documents_lie_where_they_do_in_the_microbatch() {
 
 #[test]
 fn masks_of_dropout_are_those_of_the_step_and_its_samples() {
-    for (style, precision) in [(Style::Gpt2, Precision::Bf16), (Style::Gpt2, Precision::Fp32)] {
-        let mut config = config(style, precision);
+    let learned = PositionEmbedding::LearnedAbsolute;
+    for (precision, positions) in
+        [(Precision::Bf16, learned), (Precision::Fp32, learned), (Precision::Bf16, PositionEmbedding::Alibi)]
+    {
+        let mut config = config(Style::Gpt2, precision);
+        config.model.position_embedding = positions;
         (config.model.attention_dropout, config.model.hidden_dropout) = (0.3, 0.2);
         config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 1 };
         let dropped = the_same_with_graphs(&config);

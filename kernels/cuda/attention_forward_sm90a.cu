@@ -1,9 +1,10 @@
 // Attention forward for Hopper, bf16 and f16, heads of 64 or 128 columns, without dropout (Shah et al. 2024, FlashAttention-3).
 //
-// A block has three warpgroups. One thread of the first has boxes of queries, keys and values copied, two tiles ahead; the other two
+// A block has three warpgroups. A warp of the first has boxes of queries, keys and values copied, two tiles ahead; the other two
 // take 64 queries each, multiply asynchronously from shared memory, and take turns: while one's products run the other makes weights.
-// Within a warpgroup, too, the product with a tile's values runs beside that with the next tile's keys and its softmax. Blocks stay for
-// all tiles of queries, from the longest ones on; the next tile's copies begin while the last one's result is still written.
+// Within a warpgroup, too, the product with a tile's values runs beside that with the next tile's keys and its softmax. Blocks stay and take
+// one tile of queries after another, from the longest ones on, as long as there are any; the next tile's copies begin while the last one's
+// result is still written.
 #include "softmax.cuh"
 #include "warpgroups.cuh"
 
@@ -20,6 +21,8 @@ struct Shared {
     static constexpr uint32_t TILE = Tile<KEYS, DIM>::BYTES;
     unsigned char *queries, *out, *keys, *values;
     uint64_t *queries_full, *queries_empty, *keys_full, *keys_empty, *values_full, *values_empty;
+    /// Which piece of work the queries are of.
+    uint32_t *number;
 
     __device__ __forceinline__ explicit Shared(unsigned char *memory) {
         queries = memory;
@@ -32,6 +35,7 @@ struct Shared {
         keys_empty = keys_full + STAGES;
         values_full = keys_empty + STAGES;
         values_empty = values_full + STAGES;
+        number = reinterpret_cast<uint32_t *>(values_empty + STAGES);
     }
 };
 
@@ -44,24 +48,32 @@ DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint3
     copy_tile<KEYS, DIM>(to, map, first, part, sample, full);
 }
 
-/// The thread that has everything copied.
+/// The warp that takes pieces of work and has everything copied; as a whole, so that what it knows lies in registers of warps.
 template <int DIM>
-DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DIM> &shared, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DIM> &shared, uint32_t *next, uint32_t tiles, uint32_t all,
+                    uint32_t section) {
+    const bool first = threadIdx.x == 0;
     Turn<STAGES> turn;
-    uint32_t taken = 0;
-    for (uint32_t number = blockIdx.x; number < all; number += gridDim.x, taken++) {
+    for (uint32_t parity = 1;; parity ^= 1) {
+        uint32_t number = 0;
+        if (first) number = atomicAdd(next, 1u);
+        number = __shfl_sync(~0u, number, 0);
+        barrier_wait(shared.queries_empty, parity);
+        if (first) *shared.number = number;
+        if (number >= all) break;
         const Work work(call, number, tiles, section);
         const uint32_t of_group = call.heads_per_group, group = work.head / of_group, parts = group * (of_group + 2);
-        barrier_wait(shared.queries_empty, taken % 2 ^ 1);
-        fetch<DIM>(shared.queries, map, work.first, parts + work.head % of_group, work.sample, shared.queries_full);
-        for (uint32_t tile = work.begin(call), end = work.end(call); tile < end; tile++, turn.count++) {
+        if (first) fetch<DIM>(shared.queries, map, work.first, parts + work.head % of_group, work.sample, shared.queries_full);
+        const uint32_t end = work.end(call);
+        for (uint32_t tile = work.begin(call); tile < end; tile++, turn.count++) {
             const uint32_t slot = turn.slot(), empty = turn.parity() ^ 1;
             barrier_wait(shared.keys_empty + slot, empty);
-            fetch<DIM>(shared.keys + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group, work.sample, shared.keys_full + slot);
+            if (first) fetch<DIM>(shared.keys + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group, work.sample, shared.keys_full + slot);
             barrier_wait(shared.values_empty + slot, empty);
-            fetch<DIM>(shared.values + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group + 1, work.sample, shared.values_full + slot);
+            if (first) fetch<DIM>(shared.values + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group + 1, work.sample, shared.values_full + slot);
         }
     }
+    if (first) barrier_arrive(shared.queries_full);
 }
 
 /// One of the two warpgroups that compute.
@@ -72,9 +84,11 @@ DEVICE void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *
     const uint32_t own_queries = shared_address(shared.queries) + half * OWN * SWIZZLED_ROW;
     const uint32_t mine = 1 + half, other = 2 - half;
     Turn<STAGES> turn;
-    uint32_t taken = 0;
     if (half == 1) some_come(other, 256); // the first one begins
-    for (uint32_t number = blockIdx.x; number < all; number += gridDim.x, taken++) {
+    for (uint32_t taken = 0;; taken++) {
+        barrier_wait(shared.queries_full, taken % 2);
+        const uint32_t number = *shared.number;
+        if (number >= all) return;
         const Work work(call, number, tiles, section);
         const uint32_t own = work.first + half * OWN + warp * 16, last = min(work.first + QUERIES, call.s) - 1;
         const uint32_t seen_by_all = first_key(call, work.sample, last);
@@ -89,7 +103,6 @@ DEVICE void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *
 
         uint32_t tile = work.begin(call);
         const uint32_t end = work.end(call);
-        barrier_wait(shared.queries_full, taken % 2);
         barrier_wait(shared.keys_full + turn.slot(), turn.parity());
         some_wait(mine, 256);
         products_begin();
@@ -149,7 +162,7 @@ DEVICE void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *
 }
 
 template <class E, int DIM>
-DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, float *lse, uint32_t section) {
+DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, float *lse, uint32_t *next, uint32_t section) {
     DYNAMIC_SHARED(memory);
     const Shared<DIM> shared(memory);
     const uint32_t tiles = (call.s + QUERIES - 1) / QUERIES, all = tiles * call.groups * call.heads_per_group * call.b;
@@ -168,7 +181,7 @@ DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, 
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_give<24>();
-        if (threadIdx.x == 0) produce<DIM>(call, map, shared, tiles, all, section);
+        if (threadIdx.x < 32) produce<DIM>(call, map, shared, next, tiles, all, section);
     } else {
         registers_take<240>();
         consume<E, DIM>(call, shared, out, lse, tiles, all, section);
@@ -179,8 +192,8 @@ DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, 
 
 #define FORWARD(NAME, E, DIM)                                                                                                          \
     KERNEL_BOUNDS(THREADS, 1, attention_forward_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap map, const Attention call,     \
-                  uint16_t *out, float *lse, uint32_t section) {                                                                       \
-        forward<E, DIM>(call, &map, out, lse, section);                                                                                \
+                  uint16_t *out, float *lse, uint32_t *next, uint32_t section) {                                                       \
+        forward<E, DIM>(call, &map, out, lse, next, section);                                                                          \
     }
 
 FORWARD(bf16, Bf16, 64)

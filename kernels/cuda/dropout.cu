@@ -3,6 +3,7 @@
 // The mask is that of `kernels::dropout`, bit for bit: an element's word is Philox at counter (global token, hidden index / 4). A thread takes
 // the 16 bytes of one or two of Philox's blocks.
 #include "divider.cuh"
+#include "inplace.cuh"
 #include "philox.cuh"
 
 constexpr int SAMPLES = 64;
@@ -59,7 +60,7 @@ DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t
     uint32_t b = row;
     const uint32_t s = batch.split(b);
     if (mask.threshold > 0 && b - mask.first_sample >= mask.num_samples) return;
-    const Vector<T> in = load_vector(x + at), around = residual ? load_vector(residual + at) : in;
+    const Vector<T> in = load_own(x + at), around = residual ? load_vector(residual + at) : in;
     const Vector<T> shift = bias ? load_vector(bias + in_row * V) : in;
     uint4 words[V / 4];
     if (mask.threshold > 0) {

@@ -124,6 +124,14 @@ void run(Block &b, Order order, uint64_t seed) {
 
 }  // namespace
 
+Block::~Block() {
+    for (const Thread &thread : threads) munmap(thread.stack - GUARD, STACK + GUARD);
+    for (const Meeting *meeting : free_meetings) delete meeting;
+    for (const auto &open : meetings)
+        for (const Meeting *meeting : open) delete meeting;
+}
+
+/// Of this thread of the system, whose end it ends with.
 Block &block() {
     static thread_local Block b;
     return b;

@@ -82,6 +82,11 @@ struct Block {
     void (*call)(const void *function, void **args) = nullptr;
     const void *function = nullptr;
     void **args = nullptr;
+
+    Block() = default;
+    Block(const Block &) = delete;
+    Block &operator=(const Block &) = delete;
+    ~Block();
 };
 
 Block &block();

@@ -62,7 +62,8 @@ DEVICE uint32_t first_key(const Attention &call, uint32_t sample, uint32_t query
     query = query < call.s ? query : call.s - 1;
     uint32_t first = call.window && query >= call.window ? query + 1 - call.window : 0;
     if (call.first_keys) {
-        uint32_t of_document = call.first_keys[(size_t)sample * call.s + query];
+        // Every query sees itself: kernels need not end where none of a tile sees anything.
+        const uint32_t of_document = min(call.first_keys[(size_t)sample * call.s + query], query);
         first = first > of_document ? first : of_document;
     }
     return first;

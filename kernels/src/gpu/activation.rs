@@ -53,7 +53,7 @@ pub fn gelu_backward_again(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<
     Ok([gelu_backward(dy, x, op)?, gelu(x, op)?])
 }
 
-/// Writes `n` elements at `dx`, which may be `dy` or `x`.
+/// Writes `n` elements at `dx`, which may be `dy`.
 pub fn launch_gelu_backward(
     gpu: &Gpu,
     [dy, x, dx]: [DevicePointer; 3],

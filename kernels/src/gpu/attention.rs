@@ -15,7 +15,7 @@ use super::memory::suffix;
 use super::tensor_map::Boxes;
 use super::{DevicePointer, Gpu, THREADS};
 use crate::attention::{Geometry, Mask, Scores};
-use crate::device::{constant, upload};
+use crate::device::constant;
 use crate::{Error, Result};
 
 /// The widest head that there are kernels for.
@@ -80,7 +80,7 @@ struct Call {
 /// A call, and what its pointers point to.
 struct Prepared {
     call: Call,
-    _side: Option<Tensor>,
+    _lists: [Option<Tensor>; 2],
 }
 
 impl Prepared {
@@ -102,41 +102,31 @@ impl Prepared {
         let number = |what: &str, n: usize| {
             u32::try_from(n).map_err(|_| Error::shape(op, format!("{what} = {n} is too large for a GPU's kernel")))
         };
-        // Samples first: they are pairs of words.
-        let mut side = Vec::new();
-        let mut put = |words: &mut dyn Iterator<Item = u32>| {
-            let at = side.len();
-            side.extend(words);
-            at
+        // Lists of their own: under a graph samples are on the device, and the slopes have to be found as they were before.
+        let list = |words: Vec<u32>| {
+            let n = words.len();
+            let list = constant(words, n, like.device())?;
+            let at = gpu.input(&list, DType::U32, op, "side")?;
+            Ok::<_, Error>((list, at))
         };
         let on_device = mask.and_then(|mask| mask.step_and_samples);
         let on_device = on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
         let from_host = mask.filter(|_| on_device.is_none());
-        let samples = from_host.map(|mask| put(&mut mask.samples.iter().flat_map(|&s| crate::philox::words(s))));
+        let samples = from_host.map(|mask| list(mask.samples.iter().flat_map(|&s| crate::philox::words(s)).collect()));
         let slope = |&slope: &f64| ((slope * std::f64::consts::LOG2_E) as f32).to_bits();
-        let slopes = scores.alibi.map(|slopes| put(&mut slopes.iter().map(slope)));
+        let slopes = scores.alibi.map(|slopes| list(slopes.iter().map(slope).collect()));
+        let (samples, slopes) = (samples.transpose()?, slopes.transpose()?);
         let first_keys = scores.first_keys.map(|t| gpu.input(t, DType::U32, op, "first keys")).transpose()?;
-        let (side, base) = match side.len() {
-            0 => (None, None),
-            n => {
-                let side = constant(side, n, like.device())?;
-                let base = gpu.input(&side, DType::U32, op, "side")?;
-                (Some(side), Some(base))
-            }
-        };
-        let at = |first: Option<usize>| match (first, base) {
-            (Some(first), Some(base)) => base.offset(4 * first).address(),
-            _ => 0,
-        };
+        let at = |list: &Option<(Tensor, DevicePointer)>| list.as_ref().map_or(0, |(_, at)| at.address());
         let element = like.dtype().size_in_bytes();
         let of_16_bytes = |bytes: u64| bytes.is_multiple_of(16);
         let aligned = of_16_bytes((shape.head_dim * element) as u64)
             && tensors.iter().all(|pointer| of_16_bytes(pointer.address()));
         let call = Call {
             first_keys: first_keys.map_or(0, |first_keys| first_keys.address()),
-            slopes: at(slopes),
+            slopes: at(&slopes),
             // Two words behind the step.
-            samples: on_device.map_or(at(samples), |both| both.offset(4 * 2).address()),
+            samples: on_device.map_or(at(&samples), |both| both.offset(4 * 2).address()),
             s: number("s", s)?,
             b: number("b", b)?,
             groups: number("groups", shape.groups)?,
@@ -154,7 +144,7 @@ impl Prepared {
             kept: mask.map_or(1.0, |mask| mask.scale as f32),
             step_on_device: u32::from(on_device.is_some()),
         };
-        Ok((gpu, Self { call, _side: side }))
+        Ok((gpu, Self { call, _lists: [samples, slopes].map(|list| list.map(|(list, _)| list)) }))
     }
 }
 
@@ -339,12 +329,15 @@ fn forward_on_hopper(
     let parts = shape.groups * (shape.heads_per_group + 2);
     let map = boxes(packed, dtype, geometry, parts, HOPPER_TILE).map(op)?;
     let order = Order::new(op, gpu, s, b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
-    // Tiles of queries and outputs, two of keys and of values, and ten barriers.
-    let shared = 6 * HOPPER_TILE * d * element + 10 * 8;
+    // Tiles of queries and outputs, two of keys and of values, ten barriers, and the number of the piece of work.
+    let shared = 6 * HOPPER_TILE * d * element + 10 * 8 + 4;
+    // How many pieces of work are taken.
+    let (next, taken) = gpu.output(1, DType::U32, op)?;
+    super::reduce::zero(&next, op)?;
     let name = format!("attention_forward_sm90a_{suffix}_{d}");
     gpu.launch("attention_forward_sm90a", &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
         // SAFETY: the kernel's structures have these fields and no padding.
-        unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).u32(order.section);
+        unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).ptr(taken).u32(order.section);
     })
 }
 
@@ -448,7 +441,8 @@ pub(crate) fn cached(
         Prepared::new(op, qkv, geometry, Scores { window: None, ..scores }, None, &[packed, cached])?;
     prepared.call.window = window.unwrap_or(0) as u32;
     let first: Vec<u32> = starts.iter().map(|&start| start as u32).collect();
-    let first = upload(first, b, qkv.device())?;
+    // The same for every layer.
+    let first = constant(first, b, qkv.device())?;
     let starts_at = gpu.input(&first, DType::U32, op, "starts")?;
     let grid = [blocks(op, n, 1)?, blocks_y(op, b, 1)?, 1];
     gpu.launch("attention_cached", &format!("attention_append_{suffix}"), grid, THREADS, 0, |args| {

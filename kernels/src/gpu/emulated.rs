@@ -212,6 +212,9 @@ impl Launch {
     }
 }
 
+/// Shared memory of a block that kernels for every GPU may take: that of compute capabilities 8.6 and 8.9.
+const SHARED_OF_ALL: u32 = 99 << 10;
+
 const PROPERTIES: Properties =
     Properties { capability: (9, 0), multiprocessors: 3, shared_per_block: 227 << 10, l2: 4 << 20 };
 
@@ -290,7 +293,8 @@ impl Gpu {
         shared: u32,
         mut args: Args,
     ) -> Result<()> {
-        if threads == 0 || threads > 1024 || shared > PROPERTIES.shared_per_block {
+        let most_shared = if file.ends_with("_sm90a") { PROPERTIES.shared_per_block } else { SHARED_OF_ALL };
+        if threads == 0 || threads > 1024 || shared > most_shared {
             return Err(Error::gpu(name, format!("{threads} threads, {shared} bytes of shared memory are no launch")));
         }
         let c_name = CString::new(name).map_err(|e| Error::gpu(name, e.to_string()))?;

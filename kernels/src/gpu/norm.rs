@@ -13,6 +13,8 @@ use crate::view::rows_of;
 
 /// Threads of a block whose warps have a row each.
 const WARPS: u32 = 128;
+/// Most threads of a block of backward that have all the registers they want.
+const ROOMY: u32 = 512;
 /// Elements that each thread of a block has of a row that the block shares.
 const PER_THREAD: usize = 16;
 
@@ -113,13 +115,16 @@ pub fn backward(of: &Backward, op: &'static str) -> Result<Tensor> {
     let dbias = of.dbias.map(|dbias| gpu.inplace(dbias, DType::F32, op, "dbias")).transpose()?;
     let (dx, dxs) = gpu.output(x.dims(), dtype, op)?;
     let vectors = in_vectors(h, dtype, &[Some(dys), Some(xs), Some(ws), residual, Some(dxs)]);
-    let cut = Cut::new(h, vectors, &[8, 16, 24, 32], 8192);
+    let cut = Cut::new(h, vectors, &[8, 16, 24, 32], if dtype == DType::F32 { 8192 } else { 16384 });
     let share = cut.share(rows);
     let shares = rows.div_ceil(share);
     let width = if mean.is_some() { 2 * h } else { h };
     let (partials, to) = gpu.output((shares, width), DType::F32, op)?;
     let norm = if mean.is_some() { "layer_norm" } else { "rms_norm" };
-    let kernel = cut.kernel(&format!("{norm}_backward"), suffix);
+    let kernel = match cut {
+        Cut::Block(threads) if threads > ROOMY => format!("{norm}_backward_wide_{suffix}"),
+        _ => cut.kernel(&format!("{norm}_backward"), suffix),
+    };
     let (row_count, h_count, share) = (items(op, rows)?, items(op, h)?, items(op, share)?);
     const FILE: &str = "norm_backward";
     if cut == Cut::Any {

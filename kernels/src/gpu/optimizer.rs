@@ -93,6 +93,24 @@ pub fn sgd(of: &Operands, h: &Sgd, verdict: Option<&Verdict>, segments: &[Segmen
     })
 }
 
+/// Those of each launch: up to [`SEGMENTS`], whose elements together threads' steps divide where that can be, so that the next launch has them in
+/// vectors, too.
+fn chunks(mut segments: &[(usize, f32, Dither)]) -> impl Iterator<Item = &[(usize, f32, Dither)]> {
+    std::iter::from_fn(move || {
+        let most = segments.len().min(SEGMENTS);
+        let mut end = 0;
+        let ends = segments[..most].iter().map(|&(len, ..)| {
+            end += len;
+            end
+        });
+        let even = ends.enumerate().filter(|(_, end)| end.is_multiple_of(PER_THREAD)).last();
+        let count = even.filter(|_| most < segments.len()).map_or(most, |(last, _)| last + 1);
+        let (now, rest) = segments.split_at(count);
+        segments = rest;
+        (count > 0).then_some(now)
+    })
+}
+
 /// `segments` are of elements, what the kernel does with their weights, and how it rounds second moments.
 fn step(
     of: &Operands,
@@ -121,7 +139,7 @@ fn step(
     let states = [(narrow_first, "_m16"), (narrow_second, "_v16")].map(|(narrow, of)| if narrow { of } else { "" });
     let kernel = format!("{kernel}_{weights}{}", states.concat());
     let mut at = 0;
-    for segments in segments.chunks(SEGMENTS) {
+    for segments in chunks(segments) {
         let mut table =
             Segments { ends: [0; SEGMENTS], decay: [0.0; SEGMENTS], count: segments.len() as u32, unused: 0 };
         let mut dithers = [Numbers::default(); SEGMENTS];

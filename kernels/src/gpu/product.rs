@@ -191,7 +191,12 @@ impl Product {
             return Ok(true);
         }
         if inner == 0 {
-            return Ok(self.accumulate);
+            // The sum of nothing, which cuBLASLt does not take.
+            let plain = matches!(self.epilogue, Epilogue::None) && self.residual.is_none();
+            if plain && !self.accumulate {
+                super::reduce::zero_elements(gpu, self.y, rows * columns, self.y_dtype.size_in_bytes(), "linear")?;
+            }
+            return Ok(plain);
         }
         let products = Products::of(gpu)?;
         let mut products = products.lock().unwrap_or_else(PoisonError::into_inner);

@@ -52,7 +52,7 @@ pub fn zero(t: &Tensor, op: &'static str) -> Result<()> {
 }
 
 /// Sets `n` elements of `size` bytes to zero.
-fn zero_elements(gpu: &Gpu, to: DevicePointer, n: usize, size: usize, op: &'static str) -> Result<()> {
+pub(super) fn zero_elements(gpu: &Gpu, to: DevicePointer, n: usize, size: usize, op: &'static str) -> Result<()> {
     gpu.launch(FILE, &format!("zero_{size}"), grid(op, n, 16 / size)?, THREADS, 0, |args| {
         args.ptr(to).count(n);
     })

@@ -41,9 +41,11 @@ impl Block {
                 block.elements.dtype() == dtype && there >= n && there <= 4 * room
             };
             let copied = |block: &Block| block.until.as_ref().is_none_or(Event::is_reached);
-            let fitting = free.iter().enumerate().filter(|(_, block)| fits(block) && copied(block));
-            if let Some((at, _)) = fitting.min_by_key(|(_, block)| block.elements.elem_count()) {
-                return Ok(Self { until: None, ..free.swap_remove(at) });
+            let mut fitting: Vec<usize> = (0..free.len()).filter(|&at| fits(&free[at])).collect();
+            // Of one size the one that has been free for the longest first: its copy is the likeliest to be done, and asking takes time.
+            fitting.sort_by_key(|&at| free[at].elements.elem_count());
+            if let Some(at) = fitting.into_iter().find(|&at| copied(&free[at])) {
+                return Ok(Self { until: None, ..free.remove(at) });
             }
         }
         let size = room * dtype.size_in_bytes();

@@ -146,6 +146,31 @@ fn tiles_outside_of_a_document_are_left_out() {
     other_documents_are_not_read(shape(1, 1, 64), DType::F32);
 }
 
+/// A GPU's table is not read by the host, which would refuse this one; a kernel that waited for a tile of keys that nobody sees would not end.
+#[test]
+fn a_query_sees_itself_whatever_the_table_says() {
+    for head_dim in [64, 96, 128, 256] {
+        let (shape, s) = (shape(1, 2, head_dim), 150);
+        for (run, [own, wrong]) in crate::support::runs(|device| {
+            let qkv = with_nan("qkv", [s, 1, shape.width()], &[], DType::BF16).to_device(device).unwrap();
+            let dout = with_nan("dout", [s, 1, shape.heads() * head_dim], &[], DType::BF16).to_device(device).unwrap();
+            let tables = [(0..s as u32).collect(), vec![u32::MAX; s]];
+            tables.map(|table: Vec<u32>| {
+                let table = Tensor::from_vec(table, (1, s), &Device::Cpu).unwrap().to_device(device).unwrap();
+                let scores = Scores { first_keys: Some(&table), ..Scores::from(0.1) };
+                let (out, lse) = attention(&qkv, shape, scores, None).unwrap();
+                let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, scores, None).unwrap();
+                [out, dqkv].map(|t| {
+                    let t = t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+                    t.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+                })
+            })
+        }) {
+            assert!(own == wrong, "{run}: {shape:?}");
+        }
+    }
+}
+
 #[test]
 fn linear_biases_and_dropped_weights_are_those_of_the_cpu() {
     let dropped = How { dropout: 0.3, ..How::default() };

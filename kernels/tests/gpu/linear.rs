@@ -107,3 +107,14 @@ fn weight_gradients_accumulate_unrounded() {
         });
     }
 }
+
+/// The sum over no rows.
+#[test]
+fn weight_gradients_of_nothing_are_zeros() {
+    let exact = [(DType::F32, 1e-9), (DType::BF16, 1e-9), (DType::F16, 1e-9)];
+    let inputs = [Input::data("dy", &[0, 1, 5]), Input::data("x", &[0, 1, 7]), Input::wide("dw", &[5, 7])];
+    check_with("linear_wgrad_into", &inputs, &exact, |t| {
+        linear_wgrad_into(&t[0], &t[1], &t[2])?;
+        Ok(vec![t[2].clone()])
+    });
+}

@@ -28,7 +28,7 @@ const FORWARD: [[usize; 3]; 15] = [
 ];
 
 /// Also several shares of rows, the last not whole.
-const BACKWARD: [[usize; 3]; 14] = [
+const BACKWARD: [[usize; 3]; 15] = [
     [1, 1, 7],
     [25, 3, 33],
     [7, 3, 64],
@@ -42,6 +42,7 @@ const BACKWARD: [[usize; 3]; 14] = [
     [3, 1, 4104],
     [1, 1, 8192],
     [2, 1, 8200],
+    [2, 1, 16384],
     // More rows than blocks have at least.
     [4500, 1, 64],
 ];

@@ -64,8 +64,9 @@ impl GradientReducer {
     /// # Errors
     /// If a peer fails.
     pub fn finish(&mut self, store: &ParamStore) -> Result<()> {
-        for bucket in store.buckets() {
-            if !self.overlap || bucket.tied {
+        for (i, bucket) in store.buckets().iter().enumerate() {
+            // Under overlap those are left of which no layer has announced some gradient, alike on all replicas.
+            if !self.overlap || bucket.tied || self.missing.get(i).is_none_or(|&missing| missing > 0) {
                 self.reduce(bucket, store)?;
             }
         }

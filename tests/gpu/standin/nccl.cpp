@@ -298,6 +298,7 @@ int ncclGetUniqueId(Id *id) {
 }
 
 int ncclCommInitRankConfig(void **handle, int size, Id id, int rank, void *) {
+    if (const char *text = std::getenv("STANDIN_NCCL_ABSENT"); text && std::atoi(text) == rank) return UnhandledCudaError;
     auto comm = std::make_shared<Comm>();
     comm->name = id.internal;
     comm->rank = rank;

@@ -123,6 +123,22 @@ unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
+/// A part of a communicator in the making.
+#[must_use]
+pub struct Splitting {
+    place: *mut sys::ncclComm_t,
+    joins: bool,
+}
+
+impl Splitting {
+    /// The part of `parent`, which is ready again; none for a rank without a color.
+    pub fn part(self, parent: &Comm) -> Option<Comm> {
+        // SAFETY: leaked by `split`; NCCL is done with it.
+        let comm = *unsafe { Box::from_raw(self.place) };
+        (self.joins && !comm.is_null()).then(|| Comm { raw: Mutex::new(Some(comm)), context: parent.context.clone() })
+    }
+}
+
 impl Comm {
     /// Begins to join the communicator `id` as one of `size` ranks; ready once [`Comm::is_ready`] says so.
     ///
@@ -142,11 +158,11 @@ impl Comm {
         Ok(Self { raw: Mutex::new(Some(comm)), context: context.clone() })
     }
 
-    /// Begins to split it, as all its ranks must; none for a rank without a color.
+    /// Begins to split it, as all its ranks must; once [`Comm::is_ready`] says that this is done, [`Splitting::part`] has the result.
     ///
     /// # Errors
     /// What NCCL says at once.
-    pub fn split(&self, color: Option<usize>, key: usize) -> Result<Option<Self>> {
+    pub fn split(&self, color: Option<usize>, key: usize) -> Result<Splitting> {
         let mut config = Config::non_blocking();
         // NCCL's own thread writes it before the parent is ready, or never: so it stays if that does not come to pass.
         let comm = Box::leak(Box::new(std::ptr::null_mut()));
@@ -159,16 +175,7 @@ impl Comm {
                 sys::ncclCommSplit(raw, color_or_none, key as c_int, place, config)
             }
         })?;
-        // The new handle is known once the parent is ready.
-        while !self.is_ready()? {
-            std::thread::sleep(Duration::from_micros(100));
-        }
-        // SAFETY: leaked above; NCCL is done with it.
-        let comm = *unsafe { Box::from_raw(place) };
-        if color.is_none() || comm.is_null() {
-            return Ok(None);
-        }
-        Ok(Some(Self { raw: Mutex::new(Some(comm)), context: self.context.clone() }))
+        Ok(Splitting { place, joins: color.is_some() })
     }
 
     /// Whether everything that was asked for is done or queued.

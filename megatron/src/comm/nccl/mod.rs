@@ -90,7 +90,11 @@ impl Core {
         let at = DevicePointer::new(zero.device_ptr(&core.stream).0);
         core.comm.queue(&core.stream, &[first(at)]).map_err(|failed| core.cause("the first operation", failed))?;
         core.settle("the first operation")?;
-        core.stream.synchronize().map_err(|e| core.driver("the first operation", e))?;
+        let done = core.stream.record_event(None).map_err(|e| core.driver("the first operation", e))?;
+        core.wait_until("the first operation", || match done.try_is_complete() {
+            Ok(ended) => Ok(ended),
+            Err(e) => Err(core.driver("the first operation", e)),
+        })?;
         Ok(core)
     }
 
@@ -177,14 +181,26 @@ impl Core {
 
     /// Waits until NCCL has queued what it took: the first operations of a group connect its ranks.
     fn settle(&self, what: &str) -> Result<()> {
+        self.wait_until(what, || self.comm.is_ready().map_err(|failed| self.cause(what, failed)))
+    }
+
+    /// Waits until `what` is so far, as long as the run goes on and no longer than any operation may take: a peer may hang that nobody misses.
+    fn wait_until(&self, what: &str, is_done: impl Fn() -> Result<bool>) -> Result<()> {
         let start = Instant::now();
-        while !self.comm.is_ready().map_err(|failed| self.cause(what, failed))? {
+        while !is_done()? {
             if start.elapsed() < Duration::from_millis(1) {
                 std::thread::yield_now();
                 continue;
             }
             std::thread::sleep(Duration::from_micros(200));
             self.check(what)?;
+            let timeout = self.watchdog.timeout();
+            if start.elapsed() > timeout {
+                let label = self.label();
+                return Err(Error::comm(format!(
+                    "{what} on {label}: a peer has not come within {timeout:?}; it hangs or is elsewhere"
+                )));
+            }
         }
         Ok(())
     }
@@ -192,6 +208,11 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
+        // Nobody waits any more for what a thread that panicked had queued: others are told at once, rather than after the wait below.
+        if std::thread::panicking() {
+            self.host.abort("its thread panicked");
+            self.watchdog.end();
+        }
         // Only what was aborted may still be queued otherwise. Its stream and tensors are NCCL's until that is done.
         if self.watchdog.is_over() {
             return self.watchdog.wait_for_end();
@@ -290,14 +311,15 @@ pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
             return Err(Error::comm(format!("rank {rank}: {}", String::from_utf8_lossy(said))));
         }
     }
-    let core = if host.size() > 1 {
+    let connect = || {
         Gpu::on(device, "NCCL")?.load_kernels()?;
         let watchdog = Watchdog::start(host.clone(), timeout)?;
         let comm = join(&host, &context, timeout)?;
-        Some(Core::connected(host.clone(), comm, &context, &watchdog, first_sum)?)
-    } else {
-        None
+        Core::connected(host.clone(), comm, &context, &watchdog, first_sum)
     };
+    // NCCL tells nobody that a rank did not come as far as to join.
+    let tell = |e: &Error| host.abort(&format!("it cannot compute with others on its GPU: {e}"));
+    let core = if host.size() > 1 { Some(connect().inspect_err(tell)?) } else { None };
     Ok(Arc::new(NcclGroup { host, core, context, lanes: Mutex::default() }))
 }
 
@@ -558,7 +580,9 @@ impl Communicator for NcclGroup {
         };
         core.check("split")?;
         // All ranks of the parent take part, those without a color too. Ranks of a part are in the same order on both sides.
-        let comm = core.comm.split(color, key).map_err(|failed| core.cause("split", failed))?;
+        let splitting = core.comm.split(color, key).map_err(|failed| core.cause("split", failed))?;
+        core.settle("split")?;
+        let comm = splitting.part(&core.comm);
         let (Some(host), Some(comm)) = (host, comm) else { return Ok(None) };
         joined(&comm, &host, core.watchdog.timeout())?;
         let part = if host.size() > 1 {
