@@ -1,13 +1,17 @@
 //! Models, layouts, schedules and precisions drawn at random: each run follows the single process, has the bits of the same cut without a pipeline, and
-//! its checkpoint goes on under another layout.
+//! its checkpoint goes on under another layout, resharded or not, and with what is communicated issued early.
 //!
 //! `RANDOM_RUNS` and `RANDOM_SEED` in the environment say how many are drawn, and from where on; a failure names its seed.
 
+use megatron::checkpoint::latest;
+use megatron::comm::CommOptions;
 use megatron::config::*;
+use megatron::train::Sources as TrainSources;
+use models::SavedGpt;
 use system_tests::draw::{Random, cut, data, difference, model, seeds};
-use system_tests::{Run, on_ranks, train_on, trainer};
+use system_tests::{Run, on_ranks, train_on, train_with, trainer};
 
-const RUNS: u64 = 24;
+const RUNS: u64 = 48;
 const STEPS: usize = 5;
 /// Steps before the checkpoint.
 const SAVED: usize = 2;
@@ -36,8 +40,21 @@ fn tolerances(precision: Precision) -> (f64, f64) {
     }
 }
 
-fn close(what: &str, precision: Precision, run: (&[f64], &[f64]), alone: (&[f64], &[f64])) {
-    let (losses, norms) = tolerances(precision);
+/// As [`tolerances`]; where a model is so steep that in 16 bits the single process, `alone`, is itself far from what it does in fp32, layouts may be as far
+/// from it and from each other.
+fn allowed(plain: &RunConfig, data: &TrainSources, alone: &Run) -> (f64, f64) {
+    let (losses, norms) = tolerances(plain.training.precision);
+    if !matches!(plain.training.precision, Precision::Bf16 | Precision::Fp16(_)) {
+        return (losses, norms);
+    }
+    let mut exact = plain.clone();
+    exact.training.precision = Precision::Fp32;
+    let exact = train_on(data, &exact, None, STEPS).unwrap();
+    let off = |a: &[f64], b: &[f64]| 3.0 * difference(a, b);
+    (losses.max(off(&alone.losses, &exact.losses)), norms.max(off(&alone.grad_norms, &exact.grad_norms)))
+}
+
+fn close(what: &str, (losses, norms): (f64, f64), run: (&[f64], &[f64]), alone: (&[f64], &[f64])) {
     let (loss, norm) = (difference(run.0, alone.0), difference(run.1, alone.1));
     println!("  {what}: losses within {loss:.1e}, gradient norms within {norm:.1e}");
     assert!(loss <= losses, "{what}: losses differ by {loss:e}\n{:?}\n{:?}", run.0, alone.0);
@@ -70,7 +87,8 @@ fn one(seed: u64) {
     let alone = train_on(&data, &plain, None, STEPS).unwrap();
     let run = train_on(&data, &first, None, STEPS).unwrap();
     assert!(run.initial == alone.initial, "initial weights differ");
-    close("first", precision, numbers(&run), numbers(&alone));
+    let within = allowed(&plain, &data, &alone);
+    close("first", within, numbers(&run), numbers(&alone));
     let same_cut = train_on(&data, &without_pipeline(&first), None, STEPS).unwrap();
     same_bits("losses without pipeline", &run.losses, &same_cut.losses);
     same_bits("gradient norms without pipeline", &run.grad_norms, &same_cut.grad_norms);
@@ -86,17 +104,27 @@ fn one(seed: u64) {
     });
     let path = saved.unwrap().remove(0);
     let rest = STEPS - SAVED;
-    let on = train_on(&data, &first, Some(&path), rest).unwrap();
+    let overlap = CommOptions { overlap: true, ..CommOptions::default() };
+    let on = train_with(overlap, &data, &first, Some(&path), rest).unwrap();
     // Checkpoints are of fp32.
-    let precision = if precision == Precision::Fp64 { Precision::Fp32 } else { precision };
-    if plain.training.precision == precision {
+    let within = if precision == Precision::Fp64 { tolerances(Precision::Fp32) } else { within };
+    if precision != Precision::Fp64 {
         same_bits("losses after the checkpoint", &on.losses[..], &run.losses[SAVED..]);
         assert!(on.last == run.last, "state after the checkpoint");
     } else {
-        close("goes on", precision, numbers(&on), (&run.losses[SAVED..], &run.grad_norms[SAVED..]));
+        close("goes on", within, numbers(&on), (&run.losses[SAVED..], &run.grad_norms[SAVED..]));
     }
+    // By ranks that read what they need of another layout's files, or from files of their own layout.
+    let resharded = tempfile::tempdir().unwrap();
+    let path = if r.chance(50) {
+        let saved = SavedGpt::open(&path).unwrap();
+        assert!(saved.reshard(resharded.path(), &second.parallel, &Sources::default(), &mut |_| true).unwrap());
+        latest(resharded.path()).unwrap().unwrap().path
+    } else {
+        path
+    };
     let on = train_on(&data, &second, Some(&path), rest).unwrap();
-    close("second", precision, numbers(&on), (&alone.losses[SAVED..], &alone.grad_norms[SAVED..]));
+    close("second", within, numbers(&on), (&alone.losses[SAVED..], &alone.grad_norms[SAVED..]));
     let same_cut = train_on(&data, &without_pipeline(&second), Some(&path), rest).unwrap();
     same_bits("losses without pipeline, after the checkpoint", &on.losses, &same_cut.losses);
     assert!(on.last == same_cut.last, "state without pipeline, after the checkpoint");

@@ -99,12 +99,22 @@ pub fn model(r: &mut Random) -> RunConfig {
     o.adam_eps = 1e-5;
     o.lr = if o.kind == OptimizerKind::Adam { 1e-3 } else { 0.05 };
     o.clip_grad = r.one(&[0.0, 0.1, 1.0, 100.0]);
+    if o.kind == OptimizerKind::Adam && config.training.precision != Precision::Fp64 && r.chance(30) {
+        (o.exp_avg_dtype, o.exp_avg_sq_dtype) = r.one(&[
+            (MomentDtype::Bf16, MomentDtype::Fp32),
+            (MomentDtype::Fp32, MomentDtype::Bf16),
+            (MomentDtype::Bf16, MomentDtype::Bf16),
+        ]);
+    }
     o.weight_decay = r.one(&[0.0, 0.1]);
     o.warmup_samples = r.one(&[0, 5]);
     config
 }
 
-/// A cut of `config` over at most 12 ranks, `tp` of it given.
+/// A cut of `config` over at most 12 ranks.
+///
+/// # Panics
+/// If none is found.
 pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
     for _ in 0..10_000 {
         let mut config = config.clone();

@@ -290,7 +290,8 @@ pub fn train_on(data: &Sources, config: &RunConfig, checkpoint: Option<&Path>, s
     train_with(CommOptions::default(), data, config, checkpoint, steps)
 }
 
-fn train_with(
+/// As [`train_on`], with other than the default options.
+pub fn train_with(
     options: CommOptions,
     data: &Sources,
     config: &RunConfig,
