@@ -55,7 +55,7 @@ pub fn start(
 ) -> Result<u8> {
     // Serving the store here rather than in rank 0 leaves no moment in which another program can take the port.
     let store = match distributed.rendezvous {
-        None => Some(StoreServer::bind("127.0.0.1", 0)?),
+        None => Some(StoreServer::bind("127.0.0.1", 0, true)?),
         Some(_) => None,
     };
     let program = std::env::current_exe()

@@ -15,7 +15,7 @@ use super::CommOptions;
 use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Inbox, Loss, lock};
 use super::message::{Header, Message, Payload};
-use super::rendezvous::{Member, connect_once};
+use super::rendezvous::{Member, connect_once, is_loopback};
 use crate::{Error, Result};
 
 const MESSAGE: u8 = 1;
@@ -86,7 +86,7 @@ fn hear(stream: &mut TcpStream) -> io::Result<[u8; 24]> {
 /// Connects to rank `to`, which listens at one of its addresses.
 fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instant) -> Result<TcpStream> {
     let (me, peer) = (&members[rank], &members[to]);
-    let near = me.host == peer.host && me.identity == peer.identity;
+    let near = me.is_near(peer);
     let start = Instant::now();
     let mut pause = Duration::from_millis(5);
     loop {
@@ -96,7 +96,7 @@ fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instan
                 continue;
             };
             // Another machine's loopback address leads back here.
-            if !near && host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
+            if !near && is_loopback(host) {
                 continue;
             }
             let left = deadline.saturating_duration_since(Instant::now());

@@ -34,6 +34,13 @@ struct Welcome {
     tokens: BTreeMap<usize, u64>,
 }
 
+impl Member {
+    /// Whether both are on one machine and can see each other there.
+    pub fn is_near(&self, other: &Self) -> bool {
+        self.host == other.host && self.identity == other.identity
+    }
+}
+
 /// What rank 0 decided.
 #[derive(Serialize, Deserialize)]
 enum Verdict {

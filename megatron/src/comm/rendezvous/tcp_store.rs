@@ -93,6 +93,11 @@ impl TcpStore {
         lock(&self.stream).local_addr().ok().map(|address| address.ip())
     }
 
+    /// The address that the store was found at.
+    pub(crate) fn peer_ip(&self) -> Option<IpAddr> {
+        lock(&self.stream).peer_addr().ok().map(|address| address.ip())
+    }
+
     fn ask(&self, operation: u8, key: &str, value: &[u8], wait: Duration) -> Result<Option<Vec<u8>>> {
         let request = Request { operation, key: key.into(), value: value.into() };
         let exchange = || {
