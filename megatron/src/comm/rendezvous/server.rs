@@ -93,15 +93,11 @@ fn all(port: u16) -> [SocketAddr; 2] {
 /// Where to listen so that whoever was told `host`, or what this machine is called elsewhere, gets here; `addresses` are those that `host` has
 /// on this machine.
 ///
-/// Many systems give a machine's own name a loopback address (`127.0.1.1`, Debian), while others find it under another; and Kubeflow's
-/// PyTorchJob calls rank 0's machine `localhost` to itself.
+/// A name is no word on where others find it: many systems give a machine's own name a loopback address (`127.0.1.1`, Debian), it may have
+/// one on each of several networks, and Kubeflow's PyTorchJob calls rank 0's machine `localhost` to itself.
 fn reachable(host: &str, port: u16, addresses: Vec<SocketAddr>, one_host: bool) -> Vec<SocketAddr> {
-    let is_loopback = is_loopback(host);
-    let is_private = if is_loopback { one_host } else { host.parse::<IpAddr>().is_ok() };
-    if !is_private && (is_loopback || addresses.iter().any(|address| address.ip().is_loopback())) {
-        return all(port).to_vec();
-    }
-    addresses
+    let is_private = if is_loopback(host) { one_host } else { host.parse::<IpAddr>().is_ok() };
+    if is_private { addresses } else { all(port).to_vec() }
 }
 
 impl Drop for StoreServer {
@@ -261,13 +257,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_means_this_machine_to_itself_alone_is_served_on_all_interfaces() {
-        let at = |ip: &str| vec![SocketAddr::new(ip.parse().unwrap(), 7)];
-        for ip in ["127.0.1.1", "127.0.0.1", "::1"] {
-            assert_eq!(reachable("node0", 7, at(ip), true), all(7), "{ip}");
+    fn a_name_is_served_on_all_interfaces() {
+        let at = |ips: &[&str]| ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), 7)).collect::<Vec<_>>();
+        for ips in [&["127.0.1.1"][..], &["::1"], &["192.0.2.1"], &["10.0.0.1", "192.0.2.1"], &["fd00::1", "192.0.2.1"]]
+        {
+            assert_eq!(reachable("node0", 7, at(ips), true), all(7), "{ips:?}");
         }
-        assert_eq!(reachable("node0", 7, at("192.0.2.1"), true), at("192.0.2.1"));
-        assert_eq!(reachable("192.0.2.1", 7, at("192.0.2.1"), false), at("192.0.2.1"));
+        assert_eq!(reachable("192.0.2.1", 7, at(&["192.0.2.1"]), false), at(&["192.0.2.1"]), "an address");
     }
 
     #[test]
