@@ -15,7 +15,7 @@ pub(super) mod wire;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use self::file_store::FileStore;
 pub use self::host::name as this_host;
@@ -80,6 +80,9 @@ pub enum Rendezvous {
     /// A folder that all ranks share. It may hold the files of earlier runs, but not of one that is starting.
     File { dir: PathBuf },
 }
+
+/// How long ranks that have met may take to connect to each other: all are there, and wait for nothing else.
+const CONNECTING: Duration = Duration::from_secs(60);
 
 /// How ranks exchange messages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -166,8 +169,8 @@ fn add_address(members: &mut [Member], found_at: IpAddr) {
 /// Makes this process a rank of a run: meets the others, connects, and returns the world group when all are connected.
 ///
 /// # Errors
-/// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named), or cannot connect;
-/// if the rendezvous port is in use.
+/// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named), or cannot connect within a minute from
+/// then; if the rendezvous port is in use.
 pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: CommOptions) -> Result<Group> {
     info.validate()?;
     if info.world_size == 1 {
@@ -186,6 +189,7 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
     };
     let left = deadline.saturating_duration_since(Instant::now());
     let (nonce, mut members) = join::join(&*store, info, me, left)?;
+    let deadline = Instant::now() + options.connect_timeout.min(CONNECTING);
     found_at.into_iter().for_each(|ip| add_address(&mut members, ip));
     let elsewhere = members.iter().enumerate().find(|(_, m)| m.host != info.host || m.identity != members[0].identity);
     let inbox = Arc::new(Inbox::new(info.world_size));
@@ -241,8 +245,6 @@ fn share(store: &dyn Store, info: &RankInfo, nonce: u64, deadline: Instant) -> R
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn member(host: &str, addresses: &[&str]) -> Member {

@@ -59,7 +59,7 @@ impl TcpStore {
             match connect_once(host, port, left.min(Duration::from_secs(5))) {
                 Ok(stream) => break stream,
                 Err(e) if left <= pause => {
-                    return Err(Error::config(format!(
+                    return Err(Error::comm(format!(
                         "rendezvous: cannot reach {address} within {:.0} s: {e}; check that rank 0 runs and that \
                          MASTER_ADDR and MASTER_PORT are right",
                         timeout.as_secs_f64()
