@@ -55,10 +55,11 @@ fn world(backend: &str) -> Result<Vec<Group>> {
     if backend == "threads" {
         return Ok(threads::world(2));
     }
-    let server = StoreServer::bind("127.0.0.1", 0)?;
+    let server = StoreServer::bind("127.0.0.1", 0, true)?;
     let port = server.address().port();
     let join = |rank| {
-        let info = RankInfo { rank, world_size: 2, local_rank: rank, local_world_size: 2, host: this_host() };
+        let info =
+            RankInfo { rank, world_size: 2, local_rank: rank, local_world_size: 2, one_host: true, host: this_host() };
         let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
         let backend = if backend == "local" { Backend::Local } else { Backend::Tcp };
         init(&info, &rendezvous, backend, CommOptions::default())

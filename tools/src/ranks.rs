@@ -55,7 +55,7 @@ pub fn start(
 ) -> Result<u8> {
     // Serving the store here rather than in rank 0 leaves no moment in which another program can take the port.
     let store = match distributed.rendezvous {
-        None => Some(StoreServer::bind("127.0.0.1", 0)?),
+        None => Some(StoreServer::bind("127.0.0.1", 0, true)?),
         Some(_) => None,
     };
     let program = std::env::current_exe()
@@ -174,12 +174,20 @@ pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device, com
         }
         (None, from_environment) => from_environment?,
     };
-    let (timeout, default) = (distributed.timeout, CommOptions::default());
+    let timeout = distributed.timeout;
     let queues = Queues::found(environment(GPU_QUEUES), communicators);
     let overlap = overlaps(distributed.overlap, over_nccl(distributed, device), queues)?;
-    let options = CommOptions { timeout, connect_timeout: default.connect_timeout.min(timeout), overlap, ..default };
+    let connect_timeout = patience(place, timeout);
+    let options = CommOptions { timeout, connect_timeout, overlap, ..CommOptions::default() };
     let world = comm::init(place, &rendezvous, distributed.backend, options)?;
     over_gpus(world, distributed, device)
+}
+
+/// How long this rank waits for the others at the start of a run whose operations have `timeout`. On several machines data are opened on each,
+/// which takes one longer than another, and nobody tells this rank if another one died meanwhile. On one the ranks start alike, and whoever
+/// started them ends them all when one dies.
+fn patience(place: &RankInfo, timeout: Duration) -> Duration {
+    if place.one_host { CommOptions::default().connect_timeout.min(timeout) } else { timeout }
 }
 
 /// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then to the others, which so hear of it at once
@@ -294,9 +302,22 @@ fn environment(name: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use megatron::comm::RankInfo;
 
-    use super::{Queues, overlaps, use_threads};
+    use super::{Queues, overlaps, patience, use_threads};
+
+    #[test]
+    fn ranks_of_several_machines_wait_for_each_other_as_long_as_in_the_run() {
+        let [minute, longer] = [60, 1200].map(Duration::from_secs);
+        let place = |one_host| RankInfo { world_size: 4, one_host, ..RankInfo::alone() };
+        assert_eq!(patience(&place(false), longer), longer);
+        assert_eq!(patience(&place(true), longer), minute);
+        for one_host in [false, true] {
+            assert_eq!(patience(&place(one_host), minute / 2), minute / 2);
+        }
+    }
 
     #[test]
     fn whoever_hands_out_work_is_one_of_the_threads_unless_it_is_the_only_one() {

@@ -18,7 +18,7 @@ pub struct CommOptions {
 }
 
 impl Default for CommOptions {
-    /// Ten minutes for an operation, one minute for ranks to appear; memory is reached, and nothing is issued before it is needed.
+    /// Ten minutes for an operation, one minute for ranks to appear, which is enough where all start alike; memory is reached, and nothing is issued before it is needed.
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(600),

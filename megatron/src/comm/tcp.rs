@@ -15,7 +15,7 @@ use super::CommOptions;
 use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Inbox, Loss, lock};
 use super::message::{Header, Message, Payload};
-use super::rendezvous::{Member, connect_once};
+use super::rendezvous::{Member, connect_once, is_loopback};
 use crate::{Error, Result};
 
 const MESSAGE: u8 = 1;
@@ -86,7 +86,7 @@ fn hear(stream: &mut TcpStream) -> io::Result<[u8; 24]> {
 /// Connects to rank `to`, which listens at one of its addresses.
 fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instant) -> Result<TcpStream> {
     let (me, peer) = (&members[rank], &members[to]);
-    let near = me.host == peer.host && me.identity == peer.identity;
+    let near = me.is_near(peer);
     let start = Instant::now();
     let mut pause = Duration::from_millis(5);
     loop {
@@ -96,7 +96,7 @@ fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instan
                 continue;
             };
             // Another machine's loopback address leads back here.
-            if !near && host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
+            if !near && is_loopback(host) {
                 continue;
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -129,25 +129,42 @@ fn answer(
     rank: usize,
     streams: &mut [Option<TcpStream>],
     nonce: u64,
-    listener: &TcpListener,
+    mut accept: impl FnMut() -> io::Result<TcpStream>,
     deadline: Instant,
 ) -> Result<()> {
     let (start, size) = (Instant::now(), streams.len());
     let missing = |streams: &[Option<TcpStream>]| -> Vec<usize> {
         (rank + 1..size).filter(|peer| streams[*peer].is_none()).collect()
     };
+    let (met, arrivals) = std::sync::mpsc::channel();
     while !missing(streams).is_empty() {
-        match listener.accept() {
-            Ok((stream, _)) => {
-                // Strangers are sent away; a rank that was cut off tries again.
-                if let Ok((peer, stream)) = meet(stream, rank, nonce, size, deadline) {
-                    streams[peer] = Some(stream);
-                }
+        let mut patience = Duration::from_millis(1);
+        // Why the system gave out no connection, or could not have its caller heard.
+        let refusal = match accept() {
+            Ok(stream) => {
+                patience = Duration::ZERO;
+                let met = met.clone();
+                // By itself, so that who falls silent amid its introduction holds up nobody else. Ends by the deadline.
+                let greeting = std::thread::Builder::new().name("comm-greeting".into()).spawn(move || {
+                    // Strangers are sent away; a rank that was cut off tries again.
+                    if let Ok(peer) = meet(stream, rank, nonce, size, deadline) {
+                        // Not wanted any more once all are there.
+                        let _ = met.send(peer);
+                    }
+                });
+                greeting.err()
             }
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(Duration::from_millis(1)),
-            Err(e) => return Err(Error::comm(format!("cannot accept connections of other ranks: {e}"))),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => None,
+            Err(e) if passes(&e) => Some(e),
+            Err(e) => return Err(cannot_accept(&e)),
+        };
+        if let Ok((peer, stream)) = arrivals.recv_timeout(patience) {
+            streams[peer] = Some(stream);
         }
         if Instant::now() >= deadline && !missing(streams).is_empty() {
+            if let Some(e) = refusal {
+                return Err(cannot_accept(&e));
+            }
             let seconds = start.elapsed().as_secs_f64();
             return Err(Error::Timeout { operation: "connecting over tcp".into(), missing: missing(streams), seconds });
         }
@@ -155,6 +172,22 @@ fn answer(
     Ok(())
 }
 
+/// Whether a later attempt to accept a connection may succeed: the caller gave up, a signal came, or the system is short of something.
+fn passes(error: &io::Error) -> bool {
+    use libc::{ECONNABORTED, EINTR, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPROTO};
+    let passing = [ECONNABORTED, EINTR, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPROTO];
+    error.raw_os_error().is_some_and(|code| passing.contains(&code))
+}
+
+fn cannot_accept(error: &io::Error) -> Error {
+    let advice = match error.raw_os_error() {
+        Some(libc::EMFILE | libc::ENFILE) => "; raise the limit of open files (`ulimit -n`) where this rank starts",
+        _ => "",
+    };
+    Error::comm(format!("cannot accept connections of other ranks: {error}{advice}"))
+}
+
+/// Hears out who called: a rank above this one, and its connection, once it has said that it heard the answer.
 fn meet(
     mut stream: TcpStream,
     rank: usize,
@@ -168,7 +201,7 @@ fn meet(
     let peer = (rank + 1..size).find(|peer| heard == greeting(nonce, *peer, rank));
     let peer = peer.ok_or_else(|| io::Error::other("not a rank of this run"))?;
     stream.write_all(&greeting(nonce, rank, peer))?;
-    // A rank of this run says so or closes.
+    // A rank of this run says so or closes. Not given up before: it would say so nevertheless, and take itself for connected.
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     stream.set_read_timeout(Some(left))?;
     let mut agreed = [0];
@@ -247,7 +280,8 @@ impl TcpLink {
         for to in 0..rank {
             streams[to] = Some(call(rank, to, members, nonce, deadline)?);
         }
-        answer(rank, &mut streams, nonce, &listener.listener, deadline)?;
+        let accept = || listener.listener.accept().map(|(stream, _)| stream);
+        answer(rank, &mut streams, nonce, accept, deadline)?;
         let waits = Arc::new(Mutex::new(vec![None; members.len()]));
         let peer = |(peer, stream): (usize, Option<TcpStream>)| {
             stream.map(|stream| Peer::start(peer, stream, inbox.clone(), waits.clone(), options)).transpose()

@@ -18,7 +18,14 @@ pub fn options(timeout: Duration) -> CommOptions {
 
 /// Rank `rank` of `size`, all on this host.
 pub fn info(rank: usize, size: usize) -> RankInfo {
-    RankInfo { rank, world_size: size, local_rank: rank, local_world_size: size, host: "this-host".into() }
+    RankInfo {
+        rank,
+        world_size: size,
+        local_rank: rank,
+        local_world_size: size,
+        one_host: true,
+        host: "this-host".into(),
+    }
 }
 
 /// Runs `f` on one thread per rank and returns what each rank got. `local` ranks meet in a folder, `tcp` ones at a server.
@@ -39,7 +46,7 @@ pub fn try_ranks_with<R: Send>(
     f: impl Fn(Group) -> Result<R> + Sync,
 ) -> Vec<Result<R>> {
     let dir = tempfile::tempdir().expect("a folder");
-    let server = StoreServer::bind("127.0.0.1", 0).expect("a server");
+    let server = StoreServer::bind("127.0.0.1", 0, true).expect("a server");
     let (f, options, dir) = (&f, &options, dir.path().to_path_buf());
     let join = |rank: usize| match backend {
         "local" => init(&info(rank, size), &Rendezvous::File { dir: dir.clone() }, Backend::Local, options(rank)),

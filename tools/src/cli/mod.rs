@@ -61,7 +61,7 @@ pub enum Command {
 /// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in the sections named in
 /// brackets, and from flags, which override the file. Switches are turned off by `--flag=false`.
 ///
-/// Ctrl-C or SIGTERM saves a checkpoint (if --save is set) and stops; a second Ctrl-C stops at once.
+/// Ctrl-C, SIGTERM or SIGHUP saves a checkpoint (if --save is set) and stops; Ctrl-C after that stops at once.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
@@ -82,7 +82,7 @@ pub struct PretrainArgs {
 /// Start any command once per rank, as torchrun does
 ///
 /// Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, prefixes every line of output with
-/// the rank, forwards SIGINT and SIGTERM, and stops all ranks of this machine when one fails. Its exit code is that of the first rank
+/// the rank, forwards SIGINT, SIGTERM and SIGHUP as SIGTERM, and stops all ranks of this machine when one fails. Its exit code is that of the first rank
 /// that failed, or 128 + the signal that killed it.
 #[derive(Args, Clone, Debug)]
 pub struct LaunchArgs {

@@ -28,6 +28,7 @@ const DRAIN: Duration = Duration::from_millis(500);
 /// The codes of ranks that stopped because they were asked to.
 const STOPPED_BY_INT: i32 = 128 + SIGINT;
 const STOPPED_BY_TERM: i32 = 128 + SIGTERM;
+const STOPPED_BY_HUP: i32 = 128 + SIGHUP;
 
 /// Set for ranks whose supervisor serves the store at MASTER_ADDR:MASTER_PORT.
 pub const STORE_SERVED: &str = "MEGATRON_STORE_SERVED";
@@ -269,19 +270,21 @@ impl<'a> Supervisor<'a> {
         print(stream, &rank.prefix, &line);
     }
 
-    /// Passes a signal on as SIGTERM, which our ranks take as "save and stop"; a second one kills.
+    /// Passes a signal on as SIGTERM, which our ranks take as "save and stop". Of those that follow only SIGINT, from someone who does not want
+    /// to wait, kills: schedulers repeat SIGTERM, and systemd sends SIGHUP after it.
     fn interrupt(&mut self, signal: i32) {
         match self.phase {
             Phase::Running => {
                 if self.plan.style == Style::Run {
-                    let note = format!("{}: saving and stopping; once more to stop at once", signal_name(signal));
+                    let note = format!("{}: saving and stopping; Ctrl-C now stops at once", signal_name(signal));
                     print(Stream::Stderr, "", &note);
                 }
                 self.signal_all(libc::SIGTERM);
                 self.stop = Some(signal);
                 self.phase = Phase::Stopping { since: Instant::now() };
             }
-            Phase::Stopping { .. } | Phase::Failing { .. } => self.signal_all(libc::SIGKILL),
+            Phase::Stopping { .. } | Phase::Failing { .. } if signal == SIGINT => self.signal_all(libc::SIGKILL),
+            Phase::Stopping { .. } | Phase::Failing { .. } => {}
         }
     }
 
@@ -378,7 +381,8 @@ impl<'a> Supervisor<'a> {
             return Some(Exit::Signal(signal).code());
         }
         // Somebody else may have asked one of the ranks, here or on another machine: they saved, and say so by their codes.
-        let asked = |rank: &Rank| matches!(rank.exit, Some(Exit::Code(0 | STOPPED_BY_INT | STOPPED_BY_TERM)));
+        let asked =
+            |rank: &Rank| matches!(rank.exit, Some(Exit::Code(0 | STOPPED_BY_INT | STOPPED_BY_TERM | STOPPED_BY_HUP)));
         let well = self.ranks.iter().all(asked) && failures.iter().all(|f| f.fault.is_none());
         failures.first().filter(|_| well).map(|first| first.exit.code())
     }

@@ -246,6 +246,16 @@ fn a_rank_that_never_comes_is_named_in_the_time_that_was_set() {
 }
 
 #[test]
+fn a_rank_that_cannot_reach_rank_0_has_failed_but_was_not_started_wrongly() {
+    let site = Site::new();
+    let rank = site.rank(1, crate::site::free_port(), &["--distributed-timeout-minutes=0.03"]).spawn().unwrap();
+    let output = ended(vec![rank], SOON).remove(0);
+    refused(&output, &["cannot reach", "within 2 s", "MASTER_ADDR"]);
+    assert_eq!(output.status.code(), Some(1));
+    site.assert_nothing_left();
+}
+
+#[test]
 fn a_limit_of_file_sizes_that_is_too_low_is_named() {
     let site = Site::new();
     let mut command = site.mark(std::process::Command::new("sh"));

@@ -155,6 +155,39 @@ fn a_second_signal_stops_at_once() {
 }
 
 #[test]
+fn signals_that_schedulers_repeat_leave_ranks_the_time_to_save() {
+    // A scheduler repeats SIGTERM, systemd sends SIGHUP after it.
+    for (first, more) in [("TERM", ["TERM", "HUP"]), ("HUP", ["TERM", "HUP"]), ("INT", ["TERM", "TERM"])] {
+        let folder = tempfile::tempdir().unwrap();
+        let script = format!(
+            "trap 'sleep 1; echo saved; exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+            folder.path().display()
+        );
+        let child = shells(1, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        pids(folder.path(), 1);
+        kill(child.id(), first);
+        for signal in more {
+            std::thread::sleep(Duration::from_millis(200));
+            kill(child.id(), signal);
+        }
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(stdout(&output), "[0]: saved\n", "{first}, {more:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn ctrl_c_stops_a_run_at_once_that_sigterm_is_stopping() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!("trap '' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 1; done", folder.path().display());
+    let mut child = shells(1, &script).stderr(Stdio::null()).spawn().unwrap();
+    pids(folder.path(), 1);
+    kill(child.id(), "TERM");
+    std::thread::sleep(Duration::from_millis(200));
+    kill(child.id(), "INT");
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+}
+
+#[test]
 fn signals_that_are_ignored_at_the_start_have_no_effect() {
     let folder = tempfile::tempdir().unwrap();
     let script =
@@ -208,7 +241,7 @@ fn a_rank_that_hangs_when_it_shall_stop_is_a_failure() {
 
 #[test]
 fn ranks_that_somebody_else_asked_to_stop_have_not_failed() {
-    for code in [130, 143] {
+    for code in [129, 130, 143] {
         let output = shells(2, &format!("[ $RANK = 0 ] && exit {code} || exit 0")).output().unwrap();
         assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(code), ""));
     }

@@ -101,7 +101,8 @@ fn a_launcher_can_start_the_ranks_of_a_run() {
 
 #[test]
 fn signals_save_and_stop_and_the_same_command_goes_on() {
-    for (signal, code, layout) in [("INT", 130, &[][..]), ("TERM", 143, &["--tensor-model-parallel-size=1"])] {
+    let single = &["--tensor-model-parallel-size=1"][..];
+    for (signal, code, layout) in [("INT", 130, &[][..]), ("TERM", 143, single), ("HUP", 129, single)] {
         let folder = folder();
         let endless = [&["--train-iters=1000000"], layout].concat();
         let child = pretrain(folder.path(), &endless).stdout(Stdio::null()).spawn().unwrap();
@@ -119,6 +120,24 @@ fn signals_save_and_stop_and_the_same_command_goes_on() {
         assert_eq!(saved_iteration(folder.path()), (saved + 1).to_string());
         assert_eq!(metrics(folder.path()).len(), saved + 1);
     }
+}
+
+#[test]
+fn a_hangup_is_nothing_to_a_run_that_nohup_started() {
+    let folder = folder();
+    let mut command = Command::new("sh");
+    let run = "trap '' HUP; exec \"$0\" pretrain run.toml --train-iters=1000000 --tensor-model-parallel-size=1";
+    command.current_dir(folder.path()).args(["-c", run, env!("CARGO_BIN_EXE_megatron")]);
+    let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+    let step_after = |step| wait_for("a step", || Some(metrics(folder.path()).len()).filter(|&steps| steps > step));
+    step_after(2);
+    kill(child.id(), "HUP");
+    // Longer than it would take to save and stop.
+    std::thread::sleep(Duration::from_millis(500));
+    step_after(step_after(0));
+    assert!(child.try_wait().unwrap().is_none());
+    kill(child.id(), "TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(143));
 }
 
 /// `key` of each step in the metrics.

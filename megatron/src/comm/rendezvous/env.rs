@@ -26,13 +26,15 @@ impl RankInfo {
         let Some(rank) = lookup("RANK") else { return Ok(None) };
         let rank = number("RANK", &rank)?;
         let world_size = number("WORLD_SIZE", &required(&lookup, "WORLD_SIZE")?)?;
-        let optional = |name, default| lookup(name).map_or(Ok(default), |value| number(name, &value));
+        let optional = |name| lookup(name).map(|value| number(name, &value)).transpose();
+        let local_world_size = optional("LOCAL_WORLD_SIZE")?;
         let info = Self {
             rank,
             world_size,
-            // Without word of hosts, all ranks are taken to be on one.
-            local_rank: optional("LOCAL_RANK", rank)?,
-            local_world_size: optional("LOCAL_WORLD_SIZE", world_size)?,
+            // Without word of hosts, all ranks are taken to share this one's processors, but may be elsewhere.
+            local_rank: optional("LOCAL_RANK")?.unwrap_or(rank),
+            local_world_size: local_world_size.unwrap_or(world_size),
+            one_host: local_world_size == Some(world_size),
             host: super::host::name(),
         };
         info.validate()?;
@@ -41,7 +43,7 @@ impl RankInfo {
 
     /// The only rank of a world of one.
     pub fn alone() -> Self {
-        Self { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, host: super::host::name() }
+        Self { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, one_host: true, host: super::host::name() }
     }
 }
 
@@ -118,6 +120,15 @@ mod tests {
         assert_eq!(rendezvous, Rendezvous::Tcp { host: "node0".into(), port: 29500, is_host: false });
         let (_, rendezvous) = parse(&[("RANK", "0"), ("LOCAL_RANK", "0")]).unwrap().unwrap();
         assert!(matches!(rendezvous, Rendezvous::Tcp { is_host: true, .. }));
+    }
+
+    #[test]
+    fn ranks_are_on_one_host_only_if_a_launcher_says_so() {
+        // Kubeflow's PyTorchJob says nothing of hosts, and tells rank 0 that MASTER_ADDR is localhost.
+        for (local, one_host) in [("8", true), ("4", false), ("", false)] {
+            let (info, _) = parse(&[("LOCAL_WORLD_SIZE", local)]).unwrap().unwrap();
+            assert_eq!(info.one_host, one_host, "LOCAL_WORLD_SIZE={local}");
+        }
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! How ranks agree on who takes part, through any store, even one that holds the keys of an earlier run.
 //!
-//! Every rank writes a card with a fresh token. Rank 0 publishes the tokens it sees under a fresh nonce; a rank that
+//! Every rank writes a card with a fresh token. Rank 0 welcomes each under a fresh nonce, with the token it saw; a rank that
 //! finds its own token there knows that the nonce is of this run, and says so. When all have, rank 0 publishes the
-//! members.
+//! members. What is written is small however many ranks there are: a store bounds its values.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -28,18 +28,33 @@ pub(crate) struct Member {
     pub addresses: Vec<String>,
 }
 
+/// What rank 0 tells a rank whose card it saw.
 #[derive(Serialize, Deserialize)]
 struct Welcome {
     nonce: u64,
-    tokens: BTreeMap<usize, u64>,
+    token: u64,
+}
+
+/// Members in one value of the store, which has room for as many with long names and addresses.
+const PART: usize = 256;
+
+impl Member {
+    /// Whether both are on one machine and can see each other there.
+    pub fn is_near(&self, other: &Self) -> bool {
+        self.host == other.host && self.identity == other.identity
+    }
 }
 
 /// What rank 0 decided.
 #[derive(Serialize, Deserialize)]
 enum Verdict {
-    Members(Vec<Member>),
+    /// All are there; who they are is in the parts.
+    Complete,
     Refused(String),
-    Missing { ranks: Vec<usize>, seconds: f64 },
+    Missing {
+        ranks: Vec<usize>,
+        seconds: f64,
+    },
 }
 
 /// A number that no other start of any rank has.
@@ -56,8 +71,17 @@ fn ack(nonce: u64, rank: usize) -> String {
     format!("{nonce:x}/ack/{rank}")
 }
 
+fn welcome(rank: usize) -> String {
+    format!("welcome/{rank}")
+}
+
 fn verdict(nonce: u64) -> String {
-    format!("{nonce:x}/members")
+    format!("{nonce:x}/verdict")
+}
+
+/// The key of members `index * PART` and the following.
+fn part(nonce: u64, index: usize) -> String {
+    format!("{nonce:x}/members/{index}")
 }
 
 fn put(store: &dyn Store, key: &str, value: &impl Serialize) -> Result<()> {
@@ -68,6 +92,22 @@ fn put(store: &dyn Store, key: &str, value: &impl Serialize) -> Result<()> {
 /// The value of `key`; `None` also if it is nothing that could have been put there by this version.
 fn read<T: DeserializeOwned>(store: &dyn Store, key: &str) -> Result<Option<T>> {
     Ok(store.get(key)?.and_then(|text| serde_json::from_slice(&text).ok()))
+}
+
+fn put_members(store: &dyn Store, nonce: u64, members: &[Member]) -> Result<()> {
+    members.chunks(PART).enumerate().try_for_each(|(index, members)| put(store, &part(nonce, index), &members))
+}
+
+/// The members of a world of `size`, in order of rank.
+fn read_members(store: &dyn Store, nonce: u64, size: usize) -> Result<Vec<Member>> {
+    let mut members = Vec::new();
+    for index in 0..size.div_ceil(PART) {
+        members.extend(read::<Vec<Member>>(store, &part(nonce, index))?.unwrap_or_default());
+    }
+    if members.len() == size {
+        return Ok(members);
+    }
+    Err(Error::comm(format!("rendezvous: rank 0 told of {} members where the world has {size}", members.len())))
 }
 
 /// Makes this rank known and returns the run's nonce and all members in order of rank.
@@ -81,9 +121,14 @@ pub(crate) fn join(store: &dyn Store, info: &RankInfo, me: Member, timeout: Dura
         _ => follow(store, info, &me, timeout)?,
     };
     match verdict {
-        // Another process may have taken this rank just before the verdict.
-        Verdict::Members(members) if members[info.rank].token != me.token => Err(Error::config(twice(info.rank))),
-        Verdict::Members(members) => Ok((nonce, members)),
+        Verdict::Complete => {
+            let members = read_members(store, nonce, info.world_size)?;
+            // Another process may have taken this rank just before the verdict.
+            if members[info.rank].token != me.token {
+                return Err(Error::config(twice(info.rank)));
+            }
+            Ok((nonce, members))
+        }
         Verdict::Refused(why) => Err(Error::config(why)),
         Verdict::Missing { ranks, seconds } => {
             Err(Error::Timeout { operation: "rendezvous".into(), missing: ranks, seconds })
@@ -97,7 +142,8 @@ fn twice(rank: usize) -> String {
 
 fn lead(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> Result<(u64, Verdict)> {
     let (start, nonce) = (Instant::now(), fresh());
-    let mut published = BTreeMap::new();
+    // The tokens of those who were welcomed.
+    let mut welcomed = BTreeMap::new();
     // The tokens of those who have answered, all of this run.
     let mut answered = BTreeMap::from([(0, me.token)]);
     let ruling = super::store::poll(timeout, || {
@@ -108,13 +154,13 @@ fn lead(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> R
                 cards.insert(rank, member);
             }
         }
-        let tokens: BTreeMap<usize, u64> = cards.iter().map(|(rank, member)| (*rank, member.token)).collect();
-        if tokens != published {
-            put(store, "welcome", &Welcome { nonce, tokens: tokens.clone() })?;
-            published = tokens;
+        for (&rank, &Member { token, .. }) in &cards {
+            if welcomed.insert(rank, token) != Some(token) {
+                put(store, &welcome(rank), &Welcome { nonce, token })?;
+            }
         }
         // Said after the welcome, through which the second process hears of it, too.
-        let replaced = answered.iter().find(|(rank, token)| published.get(*rank).is_some_and(|there| there != *token));
+        let replaced = answered.iter().find(|(rank, token)| welcomed.get(*rank).is_some_and(|there| there != *token));
         if let Some((rank, _)) = replaced {
             return Ok(Some(Verdict::Refused(twice(*rank))));
         }
@@ -134,8 +180,11 @@ fn lead(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> R
                 ))));
             }
         }
-        let complete = members.len() == info.world_size;
-        Ok(complete.then(|| Verdict::Members(members.into_values().collect())))
+        if members.len() != info.world_size {
+            return Ok(None);
+        }
+        put_members(store, nonce, &members.into_values().collect::<Vec<_>>())?;
+        Ok(Some(Verdict::Complete))
     })?;
     let ruling = match ruling {
         Some(ruling) => ruling,
@@ -170,10 +219,10 @@ fn follow(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) ->
         if joined.is_some() {
             return Ok(None);
         }
-        let welcome: Option<Welcome> = read(store, "welcome")?;
-        if let Some(welcome) = welcome.filter(|welcome| welcome.tokens.get(&info.rank) == Some(&me.token)) {
-            put(store, &ack(welcome.nonce, info.rank), &me.token)?;
-            joined = Some(welcome.nonce);
+        let there: Option<Welcome> = read(store, &welcome(info.rank))?;
+        if let Some(Welcome { nonce, .. }) = there.filter(|there| there.token == me.token) {
+            put(store, &ack(nonce, info.rank), &me.token)?;
+            joined = Some(nonce);
         }
         Ok(None)
     })?;
@@ -191,7 +240,7 @@ fn follow(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) ->
 
 #[cfg(test)]
 mod tests {
-    use super::super::FileStore;
+    use super::super::{FileStore, StoreServer, TcpStore};
     use super::*;
 
     fn member(token: u64) -> Member {
@@ -205,9 +254,48 @@ mod tests {
         let store = FileStore::open(dir.path()).unwrap();
         let info = RankInfo { rank: 1, world_size: 2, ..RankInfo::alone() };
         // The other's card, answer and verdict came between two looks of this rank.
-        put(&store, "welcome", &Welcome { nonce: 7, tokens: BTreeMap::from([(0, 10), (1, 11)]) }).unwrap();
-        put(&store, &verdict(7), &Verdict::Members(vec![member(10), member(12)])).unwrap();
+        put(&store, &welcome(1), &Welcome { nonce: 7, token: 11 }).unwrap();
+        put_members(&store, 7, &[member(10), member(12)]).unwrap();
+        put(&store, &verdict(7), &Verdict::Complete).unwrap();
         let Err(Error::Config(message)) = join(&store, &info, member(11), Duration::from_secs(5)) else { panic!() };
         assert!(message.contains("another process also joined as RANK=1"), "{message}");
+    }
+
+    #[test]
+    fn thousands_of_ranks_meet() {
+        const SIZE: usize = 6000;
+        let server = StoreServer::bind("127.0.0.1", 0, true).unwrap();
+        let connect = || TcpStore::connect("127.0.0.1", server.address().port(), Duration::from_secs(5)).unwrap();
+        let card_of = |rank: usize| Member {
+            world_size: SIZE,
+            host: format!("worker-{rank}.training.svc.cluster.local"),
+            identity: "f3c1a1de-5f0b-4a55-8a1c-0f4b8f0d7a11 pid:[4026531836]".into(),
+            addresses: ["10.120.200.100", "fd00:1234:5678:9abc:def0::1", "127.0.0.1"]
+                .map(|ip| format!("{ip} 40000"))
+                .into(),
+            ..member(rank as u64)
+        };
+        let join = |rank: usize| {
+            let info = RankInfo { rank, world_size: SIZE, ..RankInfo::alone() };
+            join(&connect(), &info, card_of(rank), Duration::from_secs(120)).unwrap()
+        };
+        let (first, last) = std::thread::scope(|scope| {
+            let ends = [0, SIZE - 1].map(|rank| scope.spawn(move || join(rank)));
+            // One thread has a card for each of the others, and answers for them.
+            let store = connect();
+            (1..SIZE - 1).for_each(|rank| put(&store, &card(rank), &card_of(rank)).unwrap());
+            for rank in 1..SIZE - 1 {
+                let ready = || read::<Welcome>(&store, &welcome(rank));
+                let Welcome { nonce, token } =
+                    super::super::store::poll(Duration::from_secs(60), ready).unwrap().unwrap();
+                put(&store, &ack(nonce, rank), &token).unwrap();
+            }
+            let [first, last] = ends.map(|rank| rank.join().unwrap());
+            (first, last)
+        });
+        assert_eq!(first.0, last.0);
+        for (_, members) in [first, last] {
+            assert!(members.iter().map(|member| member.token).eq(0..SIZE as u64));
+        }
     }
 }

@@ -12,9 +12,10 @@ mod store;
 mod tcp_store;
 pub(super) mod wire;
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use self::file_store::FileStore;
 pub use self::host::name as this_host;
@@ -41,6 +42,8 @@ pub struct RankInfo {
     pub local_rank: usize,
     /// Number of ranks on this host.
     pub local_world_size: usize,
+    /// Whether all ranks are known to be on this host, so that nobody else need reach them.
+    pub one_host: bool,
     /// Name of this host, as others can reach it; see [`this_host`].
     pub host: String,
 }
@@ -78,6 +81,9 @@ pub enum Rendezvous {
     File { dir: PathBuf },
 }
 
+/// How long ranks that have met may take to connect to each other: all are there, and wait for nothing else.
+const CONNECTING: Duration = Duration::from_secs(60);
+
 /// How ranks exchange messages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backend {
@@ -99,9 +105,9 @@ fn number(key: &str, value: Option<&[u8]>) -> Result<i64> {
     text.parse().map_err(|_| Error::comm(format!("rendezvous key {key} holds no number but {text:.40}")))
 }
 
-/// Whether only this machine can reach `host`: a literal, since names of a machine may resolve to a loopback address.
-fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
+/// Whether `host` means every machine to itself: a literal, since names of a machine may resolve to a loopback address.
+pub(super) fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 /// The store, the process's part in serving it, and a listener with the addresses others may reach it at.
@@ -110,16 +116,19 @@ struct Meeting {
     _server: Option<StoreServer>,
     listener: Option<Listener>,
     addresses: Vec<String>,
+    /// Where the store was found, if that is not this machine to itself.
+    found_at: Option<IpAddr>,
 }
 
 fn meet(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: &CommOptions) -> Result<Meeting> {
     let mut hosts = vec![info.host.clone()];
-    let mut loopback = false;
+    let (mut loopback, mut found_at) = (false, None);
     let (store, server): (Box<dyn Store>, _) = match rendezvous {
         Rendezvous::Tcp { host, port, is_host } => {
-            let server = if *is_host { Some(StoreServer::bind(host, *port)?) } else { None };
+            let server = if *is_host { Some(StoreServer::bind(host, *port, info.one_host)?) } else { None };
             let store = TcpStore::connect(host, *port, options.connect_timeout)?;
-            loopback = is_loopback(host);
+            loopback = is_loopback(host) && info.one_host;
+            found_at = store.peer_ip().filter(|ip| !ip.is_loopback());
             if *is_host && info.rank == 0 {
                 hosts.insert(0, host.clone());
             }
@@ -130,20 +139,38 @@ fn meet(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: &Co
         }
         Rendezvous::File { dir } => (Box::new(FileStore::open(dir)?), None),
     };
+    if !loopback {
+        // All of the above may mean this machine to itself alone.
+        let own = host::addresses().into_iter().map(|ip| ip.to_string());
+        hosts.extend(own.filter(|ip| !hosts.contains(ip)).collect::<Vec<_>>());
+    }
     hosts.push("127.0.0.1".into());
     let listener = if backend == Backend::Local { None } else { Some(Listener::bind(loopback)?) };
     let addresses = match &listener {
         Some(listener) => hosts.iter().map(|host| listener.at(host)).collect(),
         None => vec![],
     };
-    Ok(Meeting { store, _server: server, listener, addresses })
+    Ok(Meeting { store, _server: server, listener, addresses, found_at })
+}
+
+/// Puts `found_at`, where this rank found the store that rank 0 serves, before the other addresses of the ranks on that machine: they may have
+/// been told that it is `localhost`, and know no name of theirs that leads there from here.
+fn add_address(members: &mut [Member], found_at: IpAddr) {
+    let Some(first) = members.first().cloned() else { return };
+    for member in members.iter_mut().filter(|member| member.is_near(&first)) {
+        let port = member.addresses.first().and_then(|address| Some(address.split_once(' ')?.1));
+        if let Some(address) = port.map(|port| format!("{found_at} {port}")) {
+            member.addresses.retain(|known| *known != address);
+            member.addresses.insert(0, address);
+        }
+    }
 }
 
 /// Makes this process a rank of a run: meets the others, connects, and returns the world group when all are connected.
 ///
 /// # Errors
-/// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named), or cannot connect;
-/// if the rendezvous port is in use.
+/// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named), or cannot connect within a minute from
+/// then; if the rendezvous port is in use.
 pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: CommOptions) -> Result<Group> {
     info.validate()?;
     if info.world_size == 1 {
@@ -151,7 +178,7 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
     }
     let deadline = Instant::now() + options.connect_timeout;
     // `_server` comes first and so is dropped last: it waits a moment for its clients to leave.
-    let Meeting { _server, store, listener, addresses } = meet(info, rendezvous, backend, &options)?;
+    let Meeting { _server, store, listener, addresses, found_at } = meet(info, rendezvous, backend, &options)?;
     let me = Member {
         token: join::fresh(),
         world_size: info.world_size,
@@ -161,7 +188,9 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
         addresses,
     };
     let left = deadline.saturating_duration_since(Instant::now());
-    let (nonce, members) = join::join(&*store, info, me, left)?;
+    let (nonce, mut members) = join::join(&*store, info, me, left)?;
+    let deadline = Instant::now() + options.connect_timeout.min(CONNECTING);
+    found_at.into_iter().for_each(|ip| add_address(&mut members, ip));
     let elsewhere = members.iter().enumerate().find(|(_, m)| m.host != info.host || m.identity != members[0].identity);
     let inbox = Arc::new(Inbox::new(info.world_size));
     let link: Box<dyn Link> = match (backend, elsewhere, listener) {
@@ -216,9 +245,36 @@ fn share(store: &dyn Store, info: &RankInfo, nonce: u64, deadline: Instant) -> R
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
+
+    fn member(host: &str, addresses: &[&str]) -> Member {
+        let addresses = addresses.iter().map(|address| address.to_string()).collect();
+        Member { token: 0, world_size: 3, host: host.into(), identity: host.into(), pid: 1, addresses }
+    }
+
+    #[test]
+    fn ranks_on_rank_0s_machine_are_looked_for_where_its_store_was_found() {
+        let mut members =
+            [member("a", &["127.0.0.1 7"]), member("b", &["192.0.2.2 8"]), member("a", &["a 9", "192.0.2.1 9"])];
+        add_address(&mut members, "192.0.2.1".parse().unwrap());
+        let addresses = members.map(|member| member.addresses);
+        assert_eq!(addresses, [vec!["192.0.2.1 7", "127.0.0.1 7"], vec!["192.0.2.2 8"], vec!["192.0.2.1 9", "a 9"]]);
+    }
+
+    #[test]
+    fn a_rank_that_knows_its_machine_as_localhost_tells_others_its_addresses() {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let rendezvous = Rendezvous::Tcp { host: "localhost".into(), port, is_host: true };
+        let own: Vec<String> = host::addresses().iter().map(IpAddr::to_string).collect();
+        for one_host in [false, true] {
+            let info = RankInfo { world_size: 2, one_host, ..RankInfo::alone() };
+            let meeting = meet(&info, &rendezvous, Backend::Auto, &CommOptions::default()).unwrap();
+            let told = |ip: &String| meeting.addresses.iter().any(|address| address.starts_with(&format!("{ip} ")));
+            assert!(own.iter().all(|ip| told(ip) != one_host), "{own:?}, {:?}", meeting.addresses);
+            let server = meeting._server.as_ref().unwrap().address();
+            assert_eq!(server.ip().is_loopback(), one_host, "{server}");
+        }
+    }
 
     #[test]
     fn a_rank_that_does_not_join_the_shared_memory_is_named_to_all() {

@@ -10,9 +10,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::number;
 use super::tcp_store::resolve;
 use super::wire::{self, Request};
+use super::{is_loopback, number};
 use crate::comm::inbox::lock;
 use crate::{Error, Result};
 
@@ -46,12 +46,12 @@ pub struct StoreServer {
 }
 
 impl StoreServer {
-    /// Listens on `host:port`; port 0 takes a free one.
+    /// Listens where those find it who were told `host`, and who are all on this machine if `one_host`; port 0 takes a free one.
     ///
     /// # Errors
     /// If the name has no address or the port is taken.
-    pub fn bind(host: &str, port: u16) -> Result<Self> {
-        let listener = listen(host, port)?;
+    pub fn bind(host: &str, port: u16, one_host: bool) -> Result<Self> {
+        let listener = listen(host, port, one_host)?;
         let lost = |e| Error::comm(format!("rendezvous: cannot serve {host}:{port}: {e}"));
         let address = listener.local_addr().map_err(lost)?;
         let shared = Arc::new(Shared::default());
@@ -67,7 +67,7 @@ impl StoreServer {
     }
 }
 
-fn listen(host: &str, port: u16) -> Result<TcpListener> {
+fn listen(host: &str, port: u16, one_host: bool) -> Result<TcpListener> {
     let refuse = |e: io::Error| {
         Error::config(match e.kind() {
             io::ErrorKind::AddrInUse => format!(
@@ -78,7 +78,7 @@ fn listen(host: &str, port: u16) -> Result<TcpListener> {
         })
     };
     let addresses = resolve(host, port).map_err(refuse)?;
-    match TcpListener::bind(&reachable(host, port, addresses)[..]) {
+    match TcpListener::bind(&reachable(host, port, addresses, one_host)[..]) {
         // The name leads to this machine through a translated address: listen on all of its own.
         Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(&all(port)[..]).map_err(refuse),
         result => result.map_err(refuse),
@@ -90,15 +90,14 @@ fn all(port: u16) -> [SocketAddr; 2] {
     [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
 }
 
-/// Where to listen so that whoever was told `host` gets here; `addresses` are those that it has on this machine.
+/// Where to listen so that whoever was told `host`, or what this machine is called elsewhere, gets here; `addresses` are those that `host` has
+/// on this machine.
 ///
-/// Many systems give a machine's own name a loopback address (`127.0.1.1`, Debian), while others find it under another.
-fn reachable(host: &str, port: u16, addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
-    let is_private = host == "localhost" || host.parse::<IpAddr>().is_ok();
-    if !is_private && addresses.iter().any(|address| address.ip().is_loopback()) {
-        return all(port).to_vec();
-    }
-    addresses
+/// A name is no word on where others find it: many systems give a machine's own name a loopback address (`127.0.1.1`, Debian), it may have
+/// one on each of several networks, and Kubeflow's PyTorchJob calls rank 0's machine `localhost` to itself.
+fn reachable(host: &str, port: u16, addresses: Vec<SocketAddr>, one_host: bool) -> Vec<SocketAddr> {
+    let is_private = if is_loopback(host) { one_host } else { host.parse::<IpAddr>().is_ok() };
+    if is_private { addresses } else { all(port).to_vec() }
 }
 
 impl Drop for StoreServer {
@@ -258,16 +257,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_means_this_machine_to_itself_alone_is_served_on_all_interfaces() {
+    fn a_name_is_served_on_all_interfaces() {
+        let at = |ips: &[&str]| ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), 7)).collect::<Vec<_>>();
+        for ips in [&["127.0.1.1"][..], &["::1"], &["192.0.2.1"], &["10.0.0.1", "192.0.2.1"], &["fd00::1", "192.0.2.1"]]
+        {
+            assert_eq!(reachable("node0", 7, at(ips), true), all(7), "{ips:?}");
+        }
+        assert_eq!(reachable("192.0.2.1", 7, at(&["192.0.2.1"]), false), at(&["192.0.2.1"]), "an address");
+    }
+
+    #[test]
+    fn the_loopback_interface_is_enough_for_ranks_of_one_machine_alone() {
         let at = |ip: &str| vec![SocketAddr::new(ip.parse().unwrap(), 7)];
-        for ip in ["127.0.1.1", "127.0.0.1", "::1"] {
-            assert_eq!(reachable("node0", 7, at(ip)), all(7), "{ip}");
-        }
-        // Whoever says that only this machine may come is taken at their word.
         for (host, ip) in [("localhost", "127.0.0.1"), ("127.0.1.1", "127.0.1.1"), ("::1", "::1")] {
-            assert_eq!(reachable(host, 7, at(ip)), at(ip), "{host}");
+            assert_eq!(reachable(host, 7, at(ip), true), at(ip), "{host}");
+            assert_eq!(reachable(host, 7, at(ip), false), all(7), "{host}");
         }
-        assert_eq!(reachable("node0", 7, at("192.0.2.1")), at("192.0.2.1"));
     }
 
     #[test]

@@ -59,7 +59,7 @@ impl TcpStore {
             match connect_once(host, port, left.min(Duration::from_secs(5))) {
                 Ok(stream) => break stream,
                 Err(e) if left <= pause => {
-                    return Err(Error::config(format!(
+                    return Err(Error::comm(format!(
                         "rendezvous: cannot reach {address} within {:.0} s: {e}; check that rank 0 runs and that \
                          MASTER_ADDR and MASTER_PORT are right",
                         timeout.as_secs_f64()
@@ -91,6 +91,11 @@ impl TcpStore {
     /// This machine's address as seen on the way to the store.
     pub(crate) fn local_ip(&self) -> Option<IpAddr> {
         lock(&self.stream).local_addr().ok().map(|address| address.ip())
+    }
+
+    /// The address that the store was found at.
+    pub(crate) fn peer_ip(&self) -> Option<IpAddr> {
+        lock(&self.stream).peer_addr().ok().map(|address| address.ip())
     }
 
     fn ask(&self, operation: u8, key: &str, value: &[u8], wait: Duration) -> Result<Option<Vec<u8>>> {

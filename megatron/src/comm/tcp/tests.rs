@@ -38,6 +38,60 @@ fn a_rank_that_leaves_after_a_failure_tells_the_cause_before_its_process_ends() 
     assert!(link.peers.iter().flatten().all(|peer| peer.writer.is_finished()));
 }
 
+fn accept(listener: &Listener) -> io::Result<TcpStream> {
+    Ok(listener.listener.accept()?.0)
+}
+
+/// What rank `from` of run 7 has said to rank 0 once it only has to agree.
+fn introduced(from: usize, port: u16) -> TcpStream {
+    let mut stream = connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap();
+    stream.write_all(&greeting(7, from, 0)).unwrap();
+    stream
+}
+
+#[test]
+fn a_rank_that_freezes_while_it_introduces_itself_holds_up_no_other_and_is_named() {
+    let listener = Listener::bind(true).unwrap();
+    let port = listener.address.port();
+    let deadline = Instant::now() + Duration::from_secs(2);
+    let mut streams = vec![None, None, None, None];
+    // One says nothing at all, and rank 1 nothing more after its greeting.
+    let _silent = connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap();
+    let _frozen = introduced(1, port);
+    let result = std::thread::scope(|scope| {
+        let others = [3, 2].map(|rank| {
+            let mut stream = introduced(rank, port);
+            scope.spawn(move || {
+                assert_eq!(hear(&mut stream).unwrap(), greeting(7, 0, rank));
+                stream.write_all(&[AGREED]).unwrap();
+            })
+        });
+        let result = answer(0, &mut streams, 7, || accept(&listener), deadline);
+        others.into_iter().for_each(|other| other.join().unwrap());
+        result
+    });
+    let Err(Error::Timeout { missing, .. }) = result else { panic!("{result:?}") };
+    assert_eq!(missing, [1]);
+    assert!(streams[2].is_some() && streams[3].is_some());
+}
+
+#[test]
+fn connections_are_accepted_again_once_the_system_has_what_it_takes() {
+    let listener = Listener::bind(true).unwrap();
+    let mut streams = vec![None, None];
+    let mut caller = introduced(1, listener.address.port());
+    caller.write_all(&[AGREED]).unwrap();
+    let mut errors = vec![libc::EMFILE, libc::EINTR, libc::ECONNABORTED];
+    let mut calls = || errors.pop().map_or_else(|| accept(&listener), |code| Err(io::Error::from_raw_os_error(code)));
+    answer(0, &mut streams, 7, &mut calls, Instant::now() + Duration::from_secs(10)).unwrap();
+    assert!(streams[1].is_some());
+    // If it never has, no other rank is to blame.
+    let refuse = || Err(io::Error::from_raw_os_error(libc::EMFILE));
+    let result = answer(0, &mut [None, None], 7, refuse, Instant::now() + Duration::from_millis(50));
+    let message = result.unwrap_err().to_string();
+    assert!(message.contains("ulimit -n"), "{message}");
+}
+
 #[test]
 fn a_caller_that_gave_up_is_not_taken_for_one_that_connected() {
     let listener = Listener::bind(true).unwrap();
@@ -53,7 +107,7 @@ fn a_caller_that_gave_up_is_not_taken_for_one_that_connected() {
     let mut streams = vec![None, None];
     let mut caller = std::thread::scope(|scope| {
         let caller = scope.spawn(|| call(1, 0, &members, 7, deadline).unwrap());
-        answer(0, &mut streams, 7, &listener.listener, deadline).unwrap();
+        answer(0, &mut streams, 7, || accept(&listener), deadline).unwrap();
         // Without the third word the abandoned connection would have been answered, and this call never.
         drop(listener);
         caller.join().unwrap()
