@@ -48,7 +48,8 @@ DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint3
     copy_tile<KEYS, DIM>(to, map, first, part, sample, full);
 }
 
-/// The warp that takes pieces of work and has everything copied; as a whole, so that what it knows lies in registers of warps.
+/// The warp that takes pieces of work and has everything copied. All of it, though one thread copies: what a warp has in common lies in uniform
+/// registers, without which the 24 of each thread do not do.
 template <int DIM>
 DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DIM> &shared, uint32_t *next, uint32_t tiles, uint32_t all,
                     uint32_t section) {

@@ -21,7 +21,7 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
                               T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) {
     constexpr int V = VECTOR<T>, VECTORS = ELEMENTS / V;
     constexpr bool LATE = WIDE || (WHOLE_BLOCK && sizeof(T) == 4);  // no registers to hold the residual from the start
-    constexpr bool AHEAD = !WIDE && sizeof(T) == 2;                // registers to load the next row while this one is computed
+    constexpr bool AHEAD = !WIDE && sizeof(T) == 2;                 // registers to load the next row while this one is computed
     SHARED(float, slots, [2][2][32]);
     const uint32_t threads = WHOLE_BLOCK ? blockDim.x : 32;
     const uint32_t thread = WHOLE_BLOCK ? threadIdx.x : threadIdx.x % 32;
@@ -205,11 +205,11 @@ DEVICE void any_parameters(const T *dy, const T *x, const float *mean_of, const 
                   const T *weight, const T *residual, T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) {               \
         rows_in_registers<T, ELEMENTS, false, LAYER>(dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                 \
     }
-// Of rows of more than 8192 elements; in f32 registers would not do.
-#define KERNELS_OF_WIDE(T, suffix, norm, LAYER) \
-    KERNEL_BOUNDS(1024, 1, norm##_backward_wide_##suffix, const T *dy, const T *x, const float *mean, const float *rstd, \
-                  const T *weight, const T *residual, T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) { \
-        rows_in_registers<T, 16, true, LAYER, true>(dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share); \
+// For rows of more than 8192 elements. In f32 too many registers would be spilled.
+#define KERNELS_OF_WIDE(T, suffix, norm, LAYER)                                                                                          \
+    KERNEL_BOUNDS(1024, 1, norm##_backward_wide_##suffix, const T *dy, const T *x, const float *mean, const float *rstd,                 \
+                  const T *weight, const T *residual, T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) {               \
+        rows_in_registers<T, 16, true, LAYER, true>(dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                  \
     }
 #define KERNELS(T, suffix) KERNELS_OF(T, suffix, layer_norm, true) KERNELS_OF(T, suffix, rms_norm, false)
 FOR_DTYPES(KERNELS)

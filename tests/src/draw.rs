@@ -43,7 +43,7 @@ pub fn seeds(runs: u64) -> std::ops::Range<u64> {
     first..first + number("RANDOM_RUNS").unwrap_or(runs)
 }
 
-/// A run of one process; see that it is valid.
+/// A valid run of one process.
 pub fn model(r: &mut Random) -> RunConfig {
     let mut config = tiny(r.one(&[Style::Gpt2, Style::Llama]), 0.0);
     config.data.data_path = vec!["memory".into()];

@@ -62,7 +62,7 @@ DEVICE uint32_t first_key(const Attention &call, uint32_t sample, uint32_t query
     query = query < call.s ? query : call.s - 1;
     uint32_t first = call.window && query >= call.window ? query + 1 - call.window : 0;
     if (call.first_keys) {
-        // Every query sees itself: kernels need not end where none of a tile sees anything.
+        // Every query sees itself, whatever the table says: Hopper's kernels would wait for ever for tiles of keys that nobody sees.
         const uint32_t of_document = min(call.first_keys[(size_t)sample * call.s + query], query);
         first = first > of_document ? first : of_document;
     }

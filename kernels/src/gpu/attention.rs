@@ -331,13 +331,13 @@ fn forward_on_hopper(
     let order = Order::new(op, gpu, s, b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
     // Tiles of queries and outputs, two of keys and of values, ten barriers, and the number of the piece of work.
     let shared = 6 * HOPPER_TILE * d * element + 10 * 8 + 4;
-    // How many pieces of work are taken.
-    let (next, taken) = gpu.output(1, DType::U32, op)?;
-    super::reduce::zero(&next, op)?;
+    // The number of the next piece of work.
+    let (counter, next) = gpu.output(1, DType::U32, op)?;
+    super::reduce::zero(&counter, op)?;
     let name = format!("attention_forward_sm90a_{suffix}_{d}");
     gpu.launch("attention_forward_sm90a", &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
         // SAFETY: the kernel's structures have these fields and no padding.
-        unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).ptr(taken).u32(order.section);
+        unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).ptr(next).u32(order.section);
     })
 }
 

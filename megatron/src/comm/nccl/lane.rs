@@ -15,8 +15,9 @@ use candle_core::{DType, Device, Tensor};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use kernels::gpu::DevicePointer;
 
+use super::core::{Core, driver};
 use super::library::{Comm, ID_BYTES, Operation};
-use super::{Core, Used, driver, joined, library};
+use super::{Used, joined, library};
 use crate::comm::communicator::{Group, Pending, Work};
 use crate::comm::inbox::lock;
 use crate::{Error, Result};

@@ -9,6 +9,7 @@
 //!
 //! NCCL sums in an order of its own, the same in every run of a layout, and rounds 16-bit sums at every step.
 
+mod core;
 mod lane;
 mod library;
 mod watchdog;
@@ -18,14 +19,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtr, DriverError};
+use cudarc::driver::{CudaContext, CudaStream};
 use kernels::gpu::{DevicePointer, Gpu};
-use kernels::trace::{Kind, span};
 
+use self::core::Core;
 use self::lane::Lane;
 use self::library::{Comm, Failed, ID_BYTES, Operation};
-use self::watchdog::{ASK, VERDICT, Watchdog, heard};
-use super::communicator::{Communicator, Group, Pending, ReduceOp, Work};
+use self::watchdog::{Watchdog, heard};
+use super::communicator::{Communicator, Group, ReduceOp, Work};
 use super::inbox::lock;
 use super::message::is_sendable;
 use super::operands;
@@ -37,216 +38,6 @@ use crate::{Error, Result};
 /// If there is no NCCL on this machine.
 pub fn version() -> Result<i32> {
     Ok(library::version()?)
-}
-
-/// What NCCL's part of a group needs while operations are in flight.
-struct Core {
-    /// The same ranks on the CPU.
-    host: Group,
-    comm: Comm,
-    /// Operations run on it one after the other.
-    stream: Arc<CudaStream>,
-    in_flight: Mutex<Vec<InFlight>>,
-    watchdog: Arc<Watchdog>,
-}
-
-/// An operation whose event the device has not reached.
-struct InFlight {
-    what: &'static str,
-    since: Instant,
-    done: Arc<CudaEvent>,
-    /// Kept, since their memory goes back in the order of another stream.
-    _tensors: Vec<Tensor>,
-}
-
-fn driver(e: DriverError) -> Error {
-    Error::comm(format!("CUDA: {e}"))
-}
-
-impl Core {
-    fn new(host: Group, comm: Comm, context: &Arc<CudaContext>, watchdog: &Arc<Watchdog>) -> Result<Arc<Self>> {
-        let core = Arc::new(Self {
-            host,
-            comm,
-            stream: context.new_stream().map_err(driver)?,
-            in_flight: Mutex::default(),
-            watchdog: watchdog.clone(),
-        });
-        watchdog.watch(&core);
-        Ok(core)
-    }
-
-    /// A group whose ranks are connected: a first operation on an f32, by all at this point, leaves nothing for which a later one would have
-    /// to wait while its peers are at another group's.
-    fn connected(
-        host: Group,
-        comm: Comm,
-        context: &Arc<CudaContext>,
-        watchdog: &Arc<Watchdog>,
-        first: impl FnOnce(DevicePointer) -> Operation,
-    ) -> Result<Arc<Self>> {
-        let core = Self::new(host, comm, context, watchdog)?;
-        let zero = core.stream.alloc_zeros::<f32>(1).map_err(driver)?;
-        let at = DevicePointer::new(zero.device_ptr(&core.stream).0);
-        core.comm.queue(&core.stream, &[first(at)]).map_err(|failed| core.cause("the first operation", failed))?;
-        core.settle("the first operation")?;
-        let done = core.stream.record_event(None).map_err(|e| core.driver("the first operation", e))?;
-        core.wait_until("the first operation", || match done.try_is_complete() {
-            Ok(ended) => Ok(ended),
-            Err(e) => Err(core.driver("the first operation", e)),
-        })?;
-        Ok(core)
-    }
-
-    fn label(&self) -> String {
-        let ranks: Vec<String> = self.host.ranks().iter().map(usize::to_string).collect();
-        format!("group {} (ranks {})", self.host.name(), ranks.join(","))
-    }
-
-    /// # Errors
-    /// If the run is over: the first cause, whatever failed because of it since. `what` is what cannot be done now.
-    fn check(&self, what: &str) -> Result<()> {
-        if let Some(found) = self.watchdog.found() {
-            return Err(Error::comm(found));
-        }
-        let needed = |error| match error {
-            Error::PeerLost { rank, how, .. } => {
-                Error::PeerLost { rank, how, operation: format!("{what} on {}", self.label()) }
-            }
-            other => other,
-        };
-        self.host.health().map_err(needed)?;
-        if self.watchdog.is_over() {
-            return Err(Error::comm(format!("{what} on {}: the run is over", self.label())));
-        }
-        Ok(())
-    }
-
-    /// What to report when NCCL refuses `what`: the first cause if there is one, or if it is found out at once, for NCCL says neither why a
-    /// communicator was aborted nor which peer it misses.
-    fn cause(&self, what: &str, failed: Failed) -> Error {
-        let start = Instant::now();
-        // Longer than the watchdog waits: where it meets the same failure, both say the same.
-        let patience = if matches!(failed, Failed::Remote(_)) { VERDICT + VERDICT / 4 } else { Duration::ZERO };
-        loop {
-            if let Err(cause) = self.check(what) {
-                return cause;
-            }
-            if start.elapsed() >= patience {
-                return Error::comm(format!("{what} on {}: {failed}", self.label()));
-            }
-            std::thread::sleep(ASK);
-        }
-    }
-
-    /// As [`Core::cause`], of an error of the driver's.
-    fn driver(&self, what: &str, e: DriverError) -> Error {
-        self.cause(what, Failed::Here(format!("CUDA: {e}")))
-    }
-
-    /// Queues `operations`, which use `tensors`, behind what is queued on `compute`.
-    fn queue(
-        self: &Arc<Self>,
-        what: &'static str,
-        compute: &Arc<CudaStream>,
-        tensors: Vec<Tensor>,
-        operations: &[Operation],
-    ) -> Result<Work> {
-        self.check(what)?;
-        let before = compute.record_event(None).map_err(|e| self.driver(what, e))?;
-        let done = self.queue_behind(what, &before, tensors, operations)?;
-        Ok(Work::pending(Queued { core: self.clone(), compute: compute.clone(), done, what }))
-    }
-
-    /// As [`Core::queue`], behind an event.
-    fn queue_behind(
-        &self,
-        what: &'static str,
-        before: &CudaEvent,
-        tensors: Vec<Tensor>,
-        operations: &[Operation],
-    ) -> Result<Arc<CudaEvent>> {
-        self.stream.wait(before).map_err(|e| self.driver(what, e))?;
-        self.comm.queue(&self.stream, operations).map_err(|failed| self.cause(what, failed))?;
-        self.settle(what)?;
-        let done = Arc::new(self.stream.record_event(None).map_err(|e| self.driver(what, e))?);
-        let mut in_flight = lock(&self.in_flight);
-        let ended: Vec<_> = in_flight.extract_if(.., |earlier| earlier.done.is_complete()).collect();
-        in_flight.push(InFlight { what, since: Instant::now(), done: done.clone(), _tensors: tensors });
-        // Giving memory back waits while the GPU's queue is full, which the watchdog must not: it may be what empties it.
-        drop(in_flight);
-        drop(ended);
-        Ok(done)
-    }
-
-    /// Waits until NCCL has queued what it took: the first operations of a group connect its ranks.
-    fn settle(&self, what: &str) -> Result<()> {
-        self.wait_until(what, || self.comm.is_ready().map_err(|failed| self.cause(what, failed)))
-    }
-
-    /// Waits until `what` is so far, as long as the run goes on and no longer than any operation may take: a peer may hang that nobody misses.
-    fn wait_until(&self, what: &str, is_done: impl Fn() -> Result<bool>) -> Result<()> {
-        let start = Instant::now();
-        while !is_done()? {
-            if start.elapsed() < Duration::from_millis(1) {
-                std::thread::yield_now();
-                continue;
-            }
-            std::thread::sleep(Duration::from_micros(200));
-            self.check(what)?;
-            let timeout = self.watchdog.timeout();
-            if start.elapsed() > timeout {
-                let label = self.label();
-                return Err(Error::comm(format!(
-                    "{what} on {label}: a peer has not come within {timeout:?}; it hangs or is elsewhere"
-                )));
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Core {
-    fn drop(&mut self) {
-        // Nobody waits any more for what a thread that panicked had queued: others are told at once, rather than after the wait below.
-        if std::thread::panicking() {
-            self.host.abort("its thread panicked");
-            self.watchdog.end();
-        }
-        // Only what was aborted may still be queued otherwise. Its stream and tensors are NCCL's until that is done.
-        if self.watchdog.is_over() {
-            return self.watchdog.wait_for_end();
-        }
-        // Nobody watches this group any more. A device that failed has nothing to wait for.
-        let (start, done) = (Instant::now(), self.stream.record_event(None));
-        while done.as_ref().is_ok_and(|done| done.try_is_complete() == Ok(false)) {
-            if start.elapsed() > self.watchdog.timeout() || self.host.health().is_err() {
-                return self.comm.abort();
-            }
-            std::thread::sleep(Duration::from_micros(200));
-        }
-    }
-}
-
-/// An operation that is queued.
-struct Queued {
-    core: Arc<Core>,
-    compute: Arc<CudaStream>,
-    done: Arc<CudaEvent>,
-    what: &'static str,
-}
-
-impl Pending for Queued {
-    fn wait(self: Box<Self>) -> Result<()> {
-        let _span = span(self.what, Kind::Communication);
-        self.core.check(self.what)?;
-        self.compute.wait(&self.done).map_err(|e| self.core.driver(self.what, e))
-    }
-
-    fn detach(self: Box<Self>) {
-        // The tensors may be used again without a word.
-        let _ = self.compute.wait(&self.done);
-    }
 }
 
 /// A rank's membership in a group over NCCL and the CPU's transport.

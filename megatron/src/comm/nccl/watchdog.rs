@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::core::{Core, InFlight};
+use super::library;
 use super::library::Failed;
-use super::{Core, InFlight, library};
 use crate::comm::communicator::Group;
 use crate::comm::inbox::lock;
 use crate::{Error, Result};
