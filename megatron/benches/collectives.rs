@@ -57,12 +57,12 @@ fn world(backend: &str) -> Result<Vec<Group>> {
     }
     let server = StoreServer::bind("127.0.0.1", 0, true)?;
     let port = server.address().port();
-    let join = |rank| {
+    let join = |rank| -> Result<Group> {
         let info =
-            RankInfo { rank, world_size: 2, local_rank: rank, local_world_size: 2, one_host: true, host: this_host() };
+            RankInfo { rank, world_size: 2, local_rank: Some(rank), local_world_size: Some(2), host: this_host() };
         let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
         let backend = if backend == "local" { Backend::Local } else { Backend::Tcp };
-        init(&info, &rendezvous, backend, CommOptions::default())
+        Ok(init(&info, &rendezvous, backend, CommOptions::default())?.group)
     };
     std::thread::scope(|scope| {
         let other = scope.spawn(move || join(1));

@@ -39,7 +39,7 @@ impl Report {
     }
 
     fn cpu(&mut self, args: &DoctorArgs) -> Result<()> {
-        let threads = crate::ranks::use_threads(None, &megatron::comm::RankInfo::alone())?;
+        let threads = crate::ranks::use_threads(None, 1)?;
         let (used, all) = (Isa::detected(), Isa::supported());
         let lowered =
             if used == all { String::new() } else { format!(" (MEGATRON_SIMD; the machine has {})", all.name()) };

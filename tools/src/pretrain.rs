@@ -16,8 +16,9 @@ use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::inference::continuation::continued;
+use crate::ranks::{self, Joined};
+use crate::report;
 use crate::signals::StopSignal;
-use crate::{ranks, report};
 
 /// Runs `pretrain` and returns the exit code to end with.
 ///
@@ -109,12 +110,10 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
 /// This process's part of the run.
 fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     kernels::memory::keep_freed();
-    ranks::use_threads(None, place)?;
-    let datasets = open_data(&mut resolved)?;
+    let datasets = ranks::beforehand(place, || open_data(&mut resolved))?;
     train::preflight(&resolved.run)?;
-    let device = ranks::device(place, resolved.distributed.device)?;
     let communicators = train::most_communicators(&resolved.run.parallel)?;
-    let world = ranks::connect(place, &resolved.distributed, &device, communicators)?;
+    let Joined { world, device, .. } = ranks::join(place, &resolved.distributed, None, communicators)?;
     // Until here there is nothing to save, and a signal just ends the process.
     let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);

@@ -1,11 +1,12 @@
 //! Ranks of this program: starting them, and joining as one of them.
 
+use std::io::Write;
 use std::time::Duration;
 
 use candle_core::Device;
 use kernels::device::Choice;
 use megatron::comm::rendezvous::StoreServer;
-use megatron::comm::{self, Backend, CommOptions, Group, RankInfo, Rendezvous};
+use megatron::comm::{self, Backend, CommOptions, Group, RankInfo, Rendezvous, World};
 use megatron::config::{ParallelConfig, RunConfig};
 
 use crate::cli::Distributed;
@@ -102,22 +103,42 @@ pub fn share_gpus(ranks: usize, device: Choice) -> bool {
     }
 }
 
-/// Gives this rank's kernels `threads` threads, or those that RAYON_NUM_THREADS asks for, or its share of the machine's cores. Returns how
-/// many there are. Call before the first kernel, on the thread that calls the kernels: it is one of them.
+/// The threads that RAYON_NUM_THREADS asks for, or the share that one of `ranks` ranks has of this machine's cores.
+fn share_of_cores(ranks: usize) -> usize {
+    let asked = environment("RAYON_NUM_THREADS").and_then(|n| n.parse().ok()).filter(|&n| n > 0);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    asked.unwrap_or((cores / ranks).max(1))
+}
+
+fn no_threads(threads: usize) -> impl FnOnce(rayon::ThreadPoolBuildError) -> Error {
+    move |e| Error::Launch(format!("cannot start {threads} compute threads: {e}"))
+}
+
+/// What `work`, which comes before this rank knows the others, makes with a rank's share of this machine's cores; with all of them where the launcher did not
+/// tell how many ranks share them.
+///
+/// # Errors
+/// Those of `work`; if threads cannot be started.
+pub fn beforehand<T: Send>(place: &RankInfo, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    let threads = share_of_cores(place.local_world_size.unwrap_or(1));
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(no_threads(threads))?;
+    pool.install(work)
+}
+
+/// Gives the kernels of one of `ranks` ranks of this machine `threads` threads, or those that RAYON_NUM_THREADS asks for, or its share of the machine's cores.
+/// Returns how many there are. Call before the first kernel, on the thread that calls the kernels: it is one of them.
 ///
 /// # Errors
 /// If threads cannot be started.
-pub fn use_threads(threads: Option<usize>, place: &RankInfo) -> Result<usize> {
-    let asked = || environment("RAYON_NUM_THREADS").and_then(|n| n.parse().ok()).filter(|&n| n > 0);
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = threads.or_else(asked).unwrap_or((cores / place.local_world_size).max(1));
+pub fn use_threads(threads: Option<usize>, ranks: usize) -> Result<usize> {
+    let threads = threads.unwrap_or_else(|| share_of_cores(ranks));
     let mut pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
     if threads > 1 {
         // A thread outside of the pool would hand every kernel to it and sleep until that is done. Alone it stays outside: what other threads
         // give to the pool would wait for it.
         pool = pool.use_current_thread();
     }
-    pool.build_global().map_err(|e| Error::Launch(format!("cannot start {threads} compute threads: {e}")))?;
+    pool.build_global().map_err(no_threads(threads))?;
     Ok(threads)
 }
 
@@ -151,21 +172,42 @@ pub fn check_graphs(choice: Choice, run: &RunConfig) -> Result<()> {
     Ok(())
 }
 
-/// What this rank computes on.
-///
-/// # Errors
-/// If there is no such device.
-pub fn device(place: &RankInfo, choice: Choice) -> Result<Device> {
-    choice.open(place.local_rank).map_err(|e| Error::usage(format!("--device {choice}: {e}")))
+/// This process as one of the ranks.
+pub struct Joined {
+    pub world: Group,
+    /// What it computes on.
+    pub device: Device,
+    /// Threads of its kernels.
+    pub threads: usize,
 }
 
-/// Meets the other ranks. Groups and messages will take `communicators` ([`megatron::train::most_communicators`]).
+/// Meets the other ranks, and then takes this one's share of what there is on its machine: its device, and `threads` threads or its part of the cores. Groups and
+/// messages will take `communicators` ([`megatron::train::most_communicators`]). Call before the first kernel, on the thread that calls the kernels.
 ///
 /// # Errors
-/// If they do not appear in time, or cannot be reached the way asked for.
-pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device, communicators: usize) -> Result<Group> {
+/// If ranks do not appear in time, or cannot be reached the way asked for; if there is no such device, which the other ranks are told.
+pub fn join(
+    place: &RankInfo,
+    distributed: &Distributed,
+    threads: Option<usize>,
+    communicators: usize,
+) -> Result<Joined> {
+    let World { group, local_rank, local_world_size } = meet(place, distributed, communicators)?;
+    let choice = distributed.device;
+    let open = || {
+        let threads = use_threads(threads, local_world_size)?;
+        let device = choice.open(local_rank).map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
+        Ok((threads, device))
+    };
+    let (threads, device) = open().map_err(|error| failed(error, &group, &Device::Cpu))?;
+    let world = over_gpus(group, distributed, &device)?;
+    Ok(Joined { world, device, threads })
+}
+
+/// The ranks, connected for what is on their CPUs.
+fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Result<World> {
     if place.world_size == 1 {
-        return Ok(comm::solo());
+        return Ok(World { group: comm::solo(), local_rank: place.local_rank.unwrap_or(0), local_world_size: 1 });
     }
     let rendezvous = match (&distributed.rendezvous, Rendezvous::from_env(place.rank, environment)) {
         (Some(url), _) => Rendezvous::from_url(place.rank, url)?,
@@ -176,18 +218,22 @@ pub fn connect(place: &RankInfo, distributed: &Distributed, device: &Device, com
     };
     let timeout = distributed.timeout;
     let queues = Queues::found(environment(GPU_QUEUES), communicators);
-    let overlap = overlaps(distributed.overlap, over_nccl(distributed, device), queues)?;
+    let overlap = overlaps(distributed.overlap, over_nccl(distributed, on_gpus(distributed.device)), queues)?;
     let connect_timeout = patience(place, timeout);
-    let options = CommOptions { timeout, connect_timeout, overlap, ..CommOptions::default() };
-    let world = comm::init(place, &rendezvous, distributed.backend, options)?;
-    over_gpus(world, distributed, device)
+    // Each process has a log of its own, or a supervisor that says which rank a line is of.
+    let on_wait: Option<fn(&str)> = Some(|line| {
+        // If standard error is gone there is nobody left to tell.
+        let _ = writeln!(std::io::stderr(), "{line}");
+    });
+    let options = CommOptions { timeout, connect_timeout, overlap, on_wait, ..CommOptions::default() };
+    Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
 }
 
 /// How long this rank waits for the others at the start of a run whose operations have `timeout`. On several machines data are opened on each,
 /// which takes one longer than another, and nobody tells this rank if another one died meanwhile. On one the ranks start alike, and whoever
 /// started them ends them all when one dies.
 fn patience(place: &RankInfo, timeout: Duration) -> Duration {
-    if place.one_host { CommOptions::default().connect_timeout.min(timeout) } else { timeout }
+    if place.one_host() { CommOptions::default().connect_timeout.min(timeout) } else { timeout }
 }
 
 /// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then to the others, which so hear of it at once
@@ -212,8 +258,8 @@ pub fn failed_with_advice(error: Error, advice: Option<String>, world: &Group, d
     error
 }
 
-fn over_nccl(distributed: &Distributed, device: &Device) -> bool {
-    device.is_cuda() && matches!(distributed.backend, Backend::Auto | Backend::Nccl) && cfg!(feature = "nccl")
+fn over_nccl(distributed: &Distributed, on_gpus: bool) -> bool {
+    on_gpus && matches!(distributed.backend, Backend::Auto | Backend::Nccl) && cfg!(feature = "nccl")
 }
 
 /// The hardware queues of a rank's GPU, and the streams that need one each.
@@ -249,8 +295,10 @@ impl Queues {
 /// Why operations are issued no earlier than they are needed, if they would be with more of the GPU's queues.
 pub fn issued_late(distributed: &Distributed, device: &Device, communicators: usize) -> Option<String> {
     let queues = Queues::found(environment(GPU_QUEUES), communicators);
-    let late =
-        communicators > 0 && distributed.overlap.is_none() && over_nccl(distributed, device) && !queues.suffice();
+    let late = communicators > 0
+        && distributed.overlap.is_none()
+        && over_nccl(distributed, device.is_cuda())
+        && !queues.suffice();
     late.then(|| format!("communication is issued when it is needed, not before: {}", queues.missing()))
 }
 
@@ -311,7 +359,8 @@ mod tests {
     #[test]
     fn ranks_of_several_machines_wait_for_each_other_as_long_as_in_the_run() {
         let [minute, longer] = [60, 1200].map(Duration::from_secs);
-        let place = |one_host| RankInfo { world_size: 4, one_host, ..RankInfo::alone() };
+        let place =
+            |one_host: bool| RankInfo { world_size: 4, local_world_size: one_host.then_some(4), ..RankInfo::alone() };
         assert_eq!(patience(&place(false), longer), longer);
         assert_eq!(patience(&place(true), longer), minute);
         for one_host in [false, true] {
@@ -325,7 +374,7 @@ mod tests {
         // The pool is a process's.
         if let Ok(threads) = std::env::var(CHILD) {
             let threads = threads.parse().unwrap();
-            assert_eq!(use_threads(Some(threads), &RankInfo::alone()).unwrap(), threads);
+            assert_eq!(use_threads(Some(threads), 1).unwrap(), threads);
             assert_eq!(rayon::current_num_threads(), threads);
             assert_eq!(rayon::current_thread_index(), (threads > 1).then_some(0));
             return;

@@ -39,5 +39,5 @@ pub use communicator::{Communicator, Group, ReduceOp, Work};
 pub(crate) use inbox::lock;
 pub use local::Process;
 pub use options::CommOptions;
-pub use rendezvous::{Backend, RankInfo, Rendezvous, init};
+pub use rendezvous::{Backend, RankInfo, Rendezvous, World, init};
 pub use threads::solo;

@@ -15,6 +15,8 @@ pub struct CommOptions {
     pub remote_memory_access: bool,
     /// What [`crate::comm::Communicator::overlaps`] answers. It changes no bit.
     pub overlap: bool,
+    /// Where this rank says whom it waits for at the start, if that takes longer than ten seconds.
+    pub on_wait: Option<fn(&str)>,
 }
 
 impl Default for CommOptions {
@@ -25,6 +27,7 @@ impl Default for CommOptions {
             connect_timeout: Duration::from_secs(60),
             remote_memory_access: true,
             overlap: false,
+            on_wait: None,
         }
     }
 }

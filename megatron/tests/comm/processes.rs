@@ -69,7 +69,7 @@ fn a_rank_of_another_test() {
     let backend = if backend == "local" { Backend::Local } else { Backend::Tcp };
     let world = init(&info(rank, size), &Rendezvous::File { dir: dir.into() }, backend, options(20 * SECOND)).unwrap();
     println!("READY");
-    match run_task(task, &world) {
+    match run_task(task, &world.group) {
         Ok(()) => {}
         Err(Error::PeerLost { rank, how, .. }) => println!("LOST {rank} {how}"),
         Err(e) => panic!("{e}"),

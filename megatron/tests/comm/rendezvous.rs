@@ -56,14 +56,14 @@ fn a_store_in_a_folder_keeps_values_and_counts() {
 #[test]
 fn a_store_over_tcp_keeps_values_and_counts() {
     let server = StoreServer::bind("127.0.0.1", 0, true).unwrap();
-    let connect = || TcpStore::connect("127.0.0.1", server.address().port(), SECOND).unwrap();
+    let connect = || TcpStore::connect("127.0.0.1", server.address().port(), SECOND, None).unwrap();
     check_store(&connect(), &connect());
 }
 
 #[test]
 fn garbage_does_not_disturb_a_store() {
     let server = StoreServer::bind("127.0.0.1", 0, true).unwrap();
-    let store = TcpStore::connect("127.0.0.1", server.address().port(), SECOND).unwrap();
+    let store = TcpStore::connect("127.0.0.1", server.address().port(), SECOND, None).unwrap();
     let huge_key = [b"MGTSTOR1\x01".as_slice(), &[0xff; 64]].concat();
     let huge_value = [b"MGTSTOR1\x01\x01\x00k".as_slice(), &[0xff; 64]].concat();
     for garbage in [b"GET / HTTP/1.1\r\n\r\n".as_slice(), &huge_key, &huge_value] {
@@ -85,7 +85,9 @@ fn a_port_in_use_is_reported_at_once_with_advice() {
     let port = holder.local_addr().unwrap().port();
     let start = Instant::now();
     let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: true };
-    let Err(Error::Config(message)) = init(&info(0, 2), &rendezvous, Backend::Auto, options(SECOND)) else { panic!() };
+    let Err(Error::Config(message)) = init(&info(0, 2), &rendezvous, Backend::Auto, options(SECOND)).map(drop) else {
+        panic!()
+    };
     assert!(message.contains(&format!("port {port} of 127.0.0.1 is in use")), "{message}");
     assert!(message.contains("MASTER_PORT"), "{message}");
     assert!(start.elapsed() < 2 * SECOND);
@@ -97,7 +99,9 @@ fn another_program_on_the_port_is_recognized() {
     let port = other.local_addr().unwrap().port();
     let answer = std::thread::spawn(move || other.accept().unwrap().0.write_all(b"SSH-2.0-OpenSSH_9.6\r\n"));
     let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
-    let Err(Error::Config(message)) = init(&info(1, 2), &rendezvous, Backend::Auto, options(SECOND)) else { panic!() };
+    let Err(Error::Config(message)) = init(&info(1, 2), &rendezvous, Backend::Auto, options(SECOND)).map(drop) else {
+        panic!()
+    };
     assert!(message.contains("another program"), "{message}");
     answer.join().unwrap().unwrap();
 }
@@ -106,7 +110,9 @@ fn another_program_on_the_port_is_recognized() {
 fn a_store_that_never_comes_up_is_named() {
     let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port: free_port(), is_host: false };
     // Not a mistake in what was typed, as far as this rank knows.
-    let Err(Error::Comm(message)) = init(&info(1, 2), &rendezvous, Backend::Auto, impatient()) else { panic!() };
+    let Err(Error::Comm(message)) = init(&info(1, 2), &rendezvous, Backend::Auto, impatient()).map(drop) else {
+        panic!()
+    };
     assert!(message.contains("cannot reach 127.0.0.1:") && message.contains("MASTER_ADDR"), "{message}");
 }
 
@@ -115,7 +121,9 @@ fn meet(present: &[usize], size: usize, rendezvous: impl Fn(usize) -> Rendezvous
     std::thread::scope(|scope| {
         let join = |rank: usize| {
             let rendezvous = rendezvous(rank);
-            scope.spawn(move || Ok(init(&info(rank, size), &rendezvous, Backend::Auto, impatient())?.ranks().to_vec()))
+            scope.spawn(move || {
+                Ok(init(&info(rank, size), &rendezvous, Backend::Auto, impatient())?.group.ranks().to_vec())
+            })
         };
         let ranks: Vec<_> = present.iter().map(|rank| join(*rank)).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -158,16 +166,18 @@ fn rank_0_may_be_told_localhost_where_others_are_told_its_address() {
     let join = |rank: usize| {
         let (master, host) = places[rank];
         let master = if master.is_empty() { ip.to_string() } else { master.into() };
-        let info = RankInfo { host: host.into(), one_host: false, ..info(rank, 3) };
+        let info = RankInfo { host: host.into(), local_rank: None, local_world_size: None, ..info(rank, 3) };
         let rendezvous = Rendezvous::Tcp { host: master, port, is_host: rank == 0 };
-        Ok(init(&info, &rendezvous, Backend::Auto, options(10 * SECOND))?.ranks().to_vec())
+        let world = init(&info, &rendezvous, Backend::Auto, options(10 * SECOND))?;
+        Ok((world.group.ranks().to_vec(), world.local_rank, world.local_world_size))
     };
-    let told: Vec<Result<Vec<usize>>> = std::thread::scope(|scope| {
+    let told: Vec<Result<_>> = std::thread::scope(|scope| {
         let ranks = [0, 1, 2].map(|rank| scope.spawn(move || join(rank)));
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    for result in told {
-        assert_eq!(result.unwrap(), [0, 1, 2]);
+    // Nor was any told how many ranks are on its machine.
+    for (result, local) in told.into_iter().zip([(0, 2), (1, 2), (0, 1)]) {
+        assert_eq!(result.unwrap(), (vec![0, 1, 2], local.0, local.1));
     }
 }
 

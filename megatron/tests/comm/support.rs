@@ -18,14 +18,7 @@ pub fn options(timeout: Duration) -> CommOptions {
 
 /// Rank `rank` of `size`, all on this host.
 pub fn info(rank: usize, size: usize) -> RankInfo {
-    RankInfo {
-        rank,
-        world_size: size,
-        local_rank: rank,
-        local_world_size: size,
-        one_host: true,
-        host: "this-host".into(),
-    }
+    RankInfo { rank, world_size: size, local_rank: Some(rank), local_world_size: Some(size), host: "this-host".into() }
 }
 
 /// Runs `f` on one thread per rank and returns what each rank got. `local` ranks meet in a folder, `tcp` ones at a server.
@@ -48,13 +41,15 @@ pub fn try_ranks_with<R: Send>(
     let dir = tempfile::tempdir().expect("a folder");
     let server = StoreServer::bind("127.0.0.1", 0, true).expect("a server");
     let (f, options, dir) = (&f, &options, dir.path().to_path_buf());
-    let join = |rank: usize| match backend {
-        "local" => init(&info(rank, size), &Rendezvous::File { dir: dir.clone() }, Backend::Local, options(rank)),
-        _ => {
-            let port = server.address().port();
-            let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
-            init(&info(rank, size), &rendezvous, Backend::Tcp, options(rank))
-        }
+    let join = |rank: usize| -> Result<Group> {
+        let (rendezvous, backend) = match backend {
+            "local" => (Rendezvous::File { dir: dir.clone() }, Backend::Local),
+            _ => {
+                let port = server.address().port();
+                (Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false }, Backend::Tcp)
+            }
+        };
+        Ok(init(&info(rank, size), &rendezvous, backend, options(rank))?.group)
     };
     let mut threads = (backend == "threads").then(|| threads::world_with(size, options(0)).into_iter());
     std::thread::scope(|scope| {

@@ -18,7 +18,7 @@ use super::timing::Timing;
 use super::{STOP_LIMIT, machine_line};
 use crate::cli::Distributed;
 use crate::error::{Error as CliError, Result as CliResult};
-use crate::ranks;
+use crate::ranks::{self, Joined};
 use crate::report::table::{Table, significant};
 
 /// What is timed.
@@ -175,9 +175,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
             place.world_size
         )));
     }
-    let device = ranks::device(&place, args.device)?;
     // The world, and messages both ways.
-    let world = ranks::connect(&place, &distributed, &device, 3)?;
+    let Joined { world, device, .. } = ranks::join(&place, &distributed, None, 3)?;
     let figures = measure(args, &world, &device).map_err(|error| ranks::failed(error.into(), &world, &device))?;
     if place.rank == 0 {
         report(args, &figures);

@@ -13,7 +13,6 @@ use kernels::peak::Instruction;
 use kernels::philox::fill_normal;
 use kernels::{Isa, activation, cross_entropy, embedding, linear, norm, reduce};
 use megatron::Result;
-use megatron::comm::RankInfo;
 use megatron::tensor_parallel::logits_room;
 
 use super::preset::{Preset, Shape};
@@ -98,7 +97,7 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     let mut shape = args.preset.shape();
     shape.micro_batch = args.micro_batch_size.unwrap_or(shape.micro_batch);
     kernels::memory::keep_freed();
-    let threads = ranks::use_threads(args.threads, &RankInfo::alone())?;
+    let threads = ranks::use_threads(args.threads, 1)?;
     let dtype = args.dtype.dtype();
     let device = args.device.open(0).map_err(|e| Error::usage(format!("--device {}: {e}", args.device)))?;
     let instruction = if device.is_cpu() { Instruction::of(dtype, Isa::detected()) } else { None };

@@ -10,7 +10,6 @@ use clap::Args;
 use kernels::linear::linear;
 use kernels::peak::Instruction;
 use kernels::philox::fill_normal;
-use megatron::comm::RankInfo;
 use rayon::prelude::*;
 
 use super::timing::{peak, repeat};
@@ -40,7 +39,7 @@ pub struct MachineArgs {
 /// # Errors
 /// If threads cannot be started.
 pub fn run(args: &MachineArgs) -> Result<()> {
-    let threads = ranks::use_threads(args.threads, &RankInfo::alone())?;
+    let threads = ranks::use_threads(args.threads, 1)?;
     let budget = Duration::from_millis(args.milliseconds);
     let alone = rayon::ThreadPoolBuilder::new()
         .num_threads(1)

@@ -21,7 +21,7 @@ use super::{STOP_LIMIT, machine_line, positive};
 use crate::cli::flags::{MomentFlags, ParallelFlags, PrecisionFlags, RecomputeFlags};
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::Result;
-use crate::ranks;
+use crate::ranks::{self, Joined};
 use crate::report::profile::render;
 use crate::report::table::{Table, significant};
 
@@ -126,12 +126,10 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
 /// This rank's part.
 fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     kernels::memory::keep_freed();
-    let threads = ranks::use_threads(args.threads, place)?;
     let Resolved { mut run, vocab_size, distributed, .. } = resolved;
     run.model.vocab_size = vocab_size.unwrap_or(args.preset.shape().vocab);
-    let device = ranks::device(place, distributed.device)?;
     let communicators = train::most_communicators(&run.parallel)?;
-    let world = ranks::connect(place, &distributed, &device, communicators)?;
+    let Joined { world, device, threads } = ranks::join(place, &distributed, args.threads, communicators)?;
     if let Some(why) = ranks::issued_late(&distributed, &device, communicators).filter(|_| place.rank == 0) {
         crate::print_line(&why);
     }

@@ -56,7 +56,7 @@ pub enum Command {
 /// Pretrain a model on text
 ///
 /// Starts the tp·cp·pp·dp ranks of the run on this machine and supervises them. Under a launcher that sets RANK, WORLD_SIZE,
-/// LOCAL_RANK, MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`) it joins as that rank.
+/// MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`) it joins as that rank.
 ///
 /// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in the sections named in
 /// brackets, and from flags, which override the file. Switches are turned off by `--flag=false`.

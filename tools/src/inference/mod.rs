@@ -20,7 +20,7 @@ use models::hf::HfModel;
 
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
-use crate::ranks;
+use crate::ranks::{self, Joined};
 
 /// What both commands load, and over which ranks.
 #[derive(Args, Clone, Debug)]
@@ -158,11 +158,10 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
             return ranks::start(world_size, &distributed, Some(Duration::from_secs(5)), None);
         }
     };
-    ranks::use_threads(args.threads.map(|n| n as usize), &place)?;
-    found.device = ranks::device(&place, args.device)?;
     let communicators = train::most_communicators(&found.parallel)?;
-    let world = ranks::connect(&place, &distributed, &found.device, communicators)?;
-    let device = found.device.clone();
+    let threads = args.threads.map(|n| n as usize);
+    let Joined { world, device, .. } = ranks::join(&place, &distributed, threads, communicators)?;
+    found.device = device.clone();
     body(found, world.clone()).map_err(|error| ranks::failed(error, &world, &device))?;
     Ok(0)
 }

@@ -10,6 +10,7 @@ mod inference;
 mod inspect;
 mod launch;
 mod long_run;
+mod meeting;
 mod preprocess;
 mod pretrain;
 mod profile;

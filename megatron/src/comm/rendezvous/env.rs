@@ -27,14 +27,11 @@ impl RankInfo {
         let rank = number("RANK", &rank)?;
         let world_size = number("WORLD_SIZE", &required(&lookup, "WORLD_SIZE")?)?;
         let optional = |name| lookup(name).map(|value| number(name, &value)).transpose();
-        let local_world_size = optional("LOCAL_WORLD_SIZE")?;
         let info = Self {
             rank,
             world_size,
-            // Without word of hosts, all ranks are taken to share this one's processors, but may be elsewhere.
-            local_rank: optional("LOCAL_RANK")?.unwrap_or(rank),
-            local_world_size: local_world_size.unwrap_or(world_size),
-            one_host: local_world_size == Some(world_size),
+            local_rank: optional("LOCAL_RANK")?,
+            local_world_size: optional("LOCAL_WORLD_SIZE")?,
             host: super::host::name(),
         };
         info.validate()?;
@@ -43,7 +40,7 @@ impl RankInfo {
 
     /// The only rank of a world of one.
     pub fn alone() -> Self {
-        Self { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, one_host: true, host: super::host::name() }
+        Self { rank: 0, world_size: 1, local_rank: Some(0), local_world_size: Some(1), host: super::host::name() }
     }
 }
 
@@ -116,7 +113,7 @@ mod tests {
     #[test]
     fn the_variables_of_torchrun_are_understood() {
         let (info, rendezvous) = parse(&[]).unwrap().unwrap();
-        assert_eq!((info.rank, info.world_size, info.local_rank, info.local_world_size), (5, 8, 1, 4));
+        assert_eq!((info.rank, info.world_size, info.local_rank, info.local_world_size), (5, 8, Some(1), Some(4)));
         assert_eq!(rendezvous, Rendezvous::Tcp { host: "node0".into(), port: 29500, is_host: false });
         let (_, rendezvous) = parse(&[("RANK", "0"), ("LOCAL_RANK", "0")]).unwrap().unwrap();
         assert!(matches!(rendezvous, Rendezvous::Tcp { is_host: true, .. }));
@@ -127,7 +124,7 @@ mod tests {
         // Kubeflow's PyTorchJob says nothing of hosts, and tells rank 0 that MASTER_ADDR is localhost.
         for (local, one_host) in [("8", true), ("4", false), ("", false)] {
             let (info, _) = parse(&[("LOCAL_WORLD_SIZE", local)]).unwrap().unwrap();
-            assert_eq!(info.one_host, one_host, "LOCAL_WORLD_SIZE={local}");
+            assert_eq!(info.one_host(), one_host, "LOCAL_WORLD_SIZE={local}");
         }
     }
 
@@ -170,6 +167,7 @@ mod tests {
             (&[("RANK", "8")], "RANK=8"),
             (&[("WORLD_SIZE", "0")], "WORLD_SIZE=0"),
             (&[("LOCAL_RANK", "4")], "LOCAL_RANK=4"),
+            (&[("LOCAL_RANK", "8"), ("LOCAL_WORLD_SIZE", "")], "LOCAL_RANK=8"),
             (&[("LOCAL_WORLD_SIZE", "-1")], "LOCAL_WORLD_SIZE=-1"),
             (&[("MASTER_ADDR", "")], "MASTER_ADDR is not"),
             (&[("MASTER_PORT", "70000")], "MASTER_PORT=70000"),

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use super::waiting::{Tell, Waiting, in_words};
 use super::{RankInfo, Store};
 use crate::{Error, Result};
 
@@ -110,15 +111,21 @@ fn read_members(store: &dyn Store, nonce: u64, size: usize) -> Result<Vec<Member
     Err(Error::comm(format!("rendezvous: rank 0 told of {} members where the world has {size}", members.len())))
 }
 
-/// Makes this rank known and returns the run's nonce and all members in order of rank.
+/// Makes this rank known and returns the run's nonce and all members in order of rank. `tell` hears who is waited for.
 ///
 /// # Errors
 /// If a rank does not appear in time (each is named), ranks contradict each other, or two processes are the same rank.
-pub(crate) fn join(store: &dyn Store, info: &RankInfo, me: Member, timeout: Duration) -> Result<(u64, Vec<Member>)> {
+pub(crate) fn join(
+    store: &dyn Store,
+    info: &RankInfo,
+    me: Member,
+    timeout: Duration,
+    tell: Option<Tell>,
+) -> Result<(u64, Vec<Member>)> {
     put(store, &card(info.rank), &me)?;
     let (nonce, verdict) = match info.rank {
-        0 => lead(store, info, &me, timeout)?,
-        _ => follow(store, info, &me, timeout)?,
+        0 => lead(store, info, &me, timeout, Waiting::new(tell))?,
+        _ => follow(store, info, &me, timeout, Waiting::new(tell))?,
     };
     match verdict {
         Verdict::Complete => {
@@ -140,7 +147,13 @@ fn twice(rank: usize) -> String {
     format!("rendezvous: another process also joined as RANK={rank}; give every process a RANK of its own")
 }
 
-fn lead(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> Result<(u64, Verdict)> {
+fn lead(
+    store: &dyn Store,
+    info: &RankInfo,
+    me: &Member,
+    timeout: Duration,
+    mut waiting: Waiting,
+) -> Result<(u64, Verdict)> {
     let (start, nonce) = (Instant::now(), fresh());
     // The tokens of those who were welcomed.
     let mut welcomed = BTreeMap::new();
@@ -181,6 +194,10 @@ fn lead(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> R
             }
         }
         if members.len() != info.world_size {
+            waiting.tell(|| {
+                let missing: Vec<usize> = (0..info.world_size).filter(|rank| !members.contains_key(rank)).collect();
+                format!("rank 0 is waiting for {} of {} ranks: {}", missing.len(), info.world_size, in_words(&missing))
+            });
             return Ok(None);
         }
         put_members(store, nonce, &members.into_values().collect::<Vec<_>>())?;
@@ -202,7 +219,13 @@ fn lead(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> R
     Ok((nonce, ruling))
 }
 
-fn follow(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) -> Result<(u64, Verdict)> {
+fn follow(
+    store: &dyn Store,
+    info: &RankInfo,
+    me: &Member,
+    timeout: Duration,
+    mut waiting: Waiting,
+) -> Result<(u64, Verdict)> {
     let start = Instant::now();
     let mut joined = None;
     let ruling = super::store::poll(timeout, || {
@@ -216,9 +239,11 @@ fn follow(store: &dyn Store, info: &RankInfo, me: &Member, timeout: Duration) ->
         if there.is_some_and(|there| there.token != me.token) {
             return Err(Error::config(twice(info.rank)));
         }
+        // From then on rank 0 tells who is missing.
         if joined.is_some() {
             return Ok(None);
         }
+        waiting.tell(|| format!("rank {} is waiting for rank 0", info.rank));
         let there: Option<Welcome> = read(store, &welcome(info.rank))?;
         if let Some(Welcome { nonce, .. }) = there.filter(|there| there.token == me.token) {
             put(store, &ack(nonce, info.rank), &me.token)?;
@@ -257,7 +282,9 @@ mod tests {
         put(&store, &welcome(1), &Welcome { nonce: 7, token: 11 }).unwrap();
         put_members(&store, 7, &[member(10), member(12)]).unwrap();
         put(&store, &verdict(7), &Verdict::Complete).unwrap();
-        let Err(Error::Config(message)) = join(&store, &info, member(11), Duration::from_secs(5)) else { panic!() };
+        let Err(Error::Config(message)) = join(&store, &info, member(11), Duration::from_secs(5), None) else {
+            panic!()
+        };
         assert!(message.contains("another process also joined as RANK=1"), "{message}");
     }
 
@@ -265,7 +292,7 @@ mod tests {
     fn thousands_of_ranks_meet() {
         const SIZE: usize = 6000;
         let server = StoreServer::bind("127.0.0.1", 0, true).unwrap();
-        let connect = || TcpStore::connect("127.0.0.1", server.address().port(), Duration::from_secs(5)).unwrap();
+        let connect = || TcpStore::connect("127.0.0.1", server.address().port(), Duration::from_secs(5), None).unwrap();
         let card_of = |rank: usize| Member {
             world_size: SIZE,
             host: format!("worker-{rank}.training.svc.cluster.local"),
@@ -277,7 +304,7 @@ mod tests {
         };
         let join = |rank: usize| {
             let info = RankInfo { rank, world_size: SIZE, ..RankInfo::alone() };
-            join(&connect(), &info, card_of(rank), Duration::from_secs(120)).unwrap()
+            join(&connect(), &info, card_of(rank), Duration::from_secs(120), None).unwrap()
         };
         let (first, last) = std::thread::scope(|scope| {
             let ends = [0, SIZE - 1].map(|rank| scope.spawn(move || join(rank)));

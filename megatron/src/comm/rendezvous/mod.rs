@@ -10,6 +10,7 @@ mod join;
 mod server;
 mod store;
 mod tcp_store;
+mod waiting;
 pub(super) mod wire;
 
 use std::net::IpAddr;
@@ -38,12 +39,10 @@ use crate::{Error, Result};
 pub struct RankInfo {
     pub rank: usize,
     pub world_size: usize,
-    /// Index among the ranks of this host.
-    pub local_rank: usize,
-    /// Number of ranks on this host.
-    pub local_world_size: usize,
-    /// Whether all ranks are known to be on this host, so that nobody else need reach them.
-    pub one_host: bool,
+    /// Index among the ranks of this host, where the launcher told it; else [`init`] finds it out.
+    pub local_rank: Option<usize>,
+    /// Number of ranks on this host, where the launcher told it; else [`init`] finds it out.
+    pub local_world_size: Option<usize>,
     /// Name of this host, as others can reach it; see [`this_host`].
     pub host: String,
 }
@@ -58,18 +57,40 @@ impl RankInfo {
         if rank >= world_size {
             return Err(Error::config(format!("RANK={rank} must be below WORLD_SIZE={world_size}")));
         }
-        if local_rank >= local_world_size {
-            return Err(Error::config(format!(
-                "LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_world_size}"
-            )));
+        if let Some(size) = local_world_size.filter(|size| size > world_size) {
+            return Err(Error::config(format!("LOCAL_WORLD_SIZE={size} must not exceed WORLD_SIZE={world_size}")));
         }
-        if local_world_size > world_size {
-            return Err(Error::config(format!(
-                "LOCAL_WORLD_SIZE={local_world_size} must not exceed WORLD_SIZE={world_size}"
-            )));
+        let (most, name) = match local_world_size {
+            Some(size) => (size, "LOCAL_WORLD_SIZE"),
+            None => (world_size, "WORLD_SIZE"),
+        };
+        if let Some(local) = local_rank.filter(|local| local >= most) {
+            return Err(Error::config(format!("LOCAL_RANK={local} must be below {name}={most}")));
         }
         Ok(())
     }
+
+    /// Whether all ranks are known to be on this host, so that nobody else need reach them.
+    pub fn one_host(&self) -> bool {
+        self.local_world_size == Some(self.world_size)
+    }
+
+    /// Index among the ranks of this host and their number: as the launcher told, and else as `members`, of which this is one, are near each other.
+    fn local(&self, members: &[Member]) -> (usize, usize) {
+        let near = |of: &[Member]| of.iter().filter(|member| member.is_near(&members[self.rank])).count();
+        let index = self.local_rank.unwrap_or_else(|| near(&members[..self.rank]));
+        let size = self.local_world_size.unwrap_or_else(|| near(members));
+        (index, size.max(index + 1))
+    }
+}
+
+/// All ranks, connected.
+pub struct World {
+    pub group: Group,
+    /// This rank's index among the ranks of its host.
+    pub local_rank: usize,
+    /// Number of ranks on this host.
+    pub local_world_size: usize,
 }
 
 /// Where ranks meet.
@@ -125,9 +146,9 @@ fn meet(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: &Co
     let (mut loopback, mut found_at) = (false, None);
     let (store, server): (Box<dyn Store>, _) = match rendezvous {
         Rendezvous::Tcp { host, port, is_host } => {
-            let server = if *is_host { Some(StoreServer::bind(host, *port, info.one_host)?) } else { None };
-            let store = TcpStore::connect(host, *port, options.connect_timeout)?;
-            loopback = is_loopback(host) && info.one_host;
+            let server = if *is_host { Some(StoreServer::bind(host, *port, info.one_host())?) } else { None };
+            let store = TcpStore::connect(host, *port, options.connect_timeout, options.on_wait)?;
+            loopback = is_loopback(host) && info.one_host();
             found_at = store.peer_ip().filter(|ip| !ip.is_loopback());
             if *is_host && info.rank == 0 {
                 hosts.insert(0, host.clone());
@@ -166,15 +187,15 @@ fn add_address(members: &mut [Member], found_at: IpAddr) {
     }
 }
 
-/// Makes this process a rank of a run: meets the others, connects, and returns the world group when all are connected.
+/// Makes this process a rank of a run: meets the others, connects, and returns the world when all are connected.
 ///
 /// # Errors
 /// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named), or cannot connect within a minute from
 /// then; if the rendezvous port is in use.
-pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: CommOptions) -> Result<Group> {
+pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: CommOptions) -> Result<World> {
     info.validate()?;
     if info.world_size == 1 {
-        return Ok(super::threads::solo());
+        return Ok(World { group: super::threads::solo(), local_rank: 0, local_world_size: 1 });
     }
     let deadline = Instant::now() + options.connect_timeout;
     // `_server` comes first and so is dropped last: it waits a moment for its clients to leave.
@@ -188,7 +209,7 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
         addresses,
     };
     let left = deadline.saturating_duration_since(Instant::now());
-    let (nonce, mut members) = join::join(&*store, info, me, left)?;
+    let (nonce, mut members) = join::join(&*store, info, me, left, options.on_wait)?;
     let deadline = Instant::now() + options.connect_timeout.min(CONNECTING);
     found_at.into_iter().for_each(|ip| add_address(&mut members, ip));
     let elsewhere = members.iter().enumerate().find(|(_, m)| m.host != info.host || m.identity != members[0].identity);
@@ -206,10 +227,11 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
         _ => Box::new(LocalLink::new(Arc::new(share(&*store, info, nonce, deadline)?), options.timeout)),
     };
     let endpoint = Endpoint::new(info.rank, options, inbox, link);
-    let world = EndpointGroup::world(Arc::new(endpoint), info.world_size);
+    let group = EndpointGroup::world(Arc::new(endpoint), info.world_size);
     // Nobody needs the store any more once all have arrived here.
-    world.barrier()?;
-    Ok(world)
+    group.barrier()?;
+    let (local_rank, local_world_size) = info.local(&members);
+    Ok(World { group, local_rank, local_world_size })
 }
 
 /// The shared memory of this host's ranks, joined by all of them.
@@ -262,12 +284,25 @@ mod tests {
     }
 
     #[test]
+    fn ranks_whose_launcher_says_nothing_of_hosts_count_those_near_them() {
+        let members = ["a", "b", "a", "c", "a"].map(|host| member(host, &[]));
+        let told = [(None, None), (Some(1), Some(2)), (Some(3), None), (None, Some(4))];
+        let found = |rank| {
+            told.map(|(local_rank, local_world_size)| {
+                RankInfo { rank, world_size: 5, local_rank, local_world_size, host: "a".into() }.local(&members)
+            })
+        };
+        assert_eq!(found(2), [(1, 3), (1, 2), (3, 4), (1, 4)]);
+        assert_eq!(found(3), [(0, 1), (1, 2), (3, 4), (0, 4)]);
+    }
+
+    #[test]
     fn a_rank_that_knows_its_machine_as_localhost_tells_others_its_addresses() {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let rendezvous = Rendezvous::Tcp { host: "localhost".into(), port, is_host: true };
         let own: Vec<String> = host::addresses().iter().map(IpAddr::to_string).collect();
         for one_host in [false, true] {
-            let info = RankInfo { world_size: 2, one_host, ..RankInfo::alone() };
+            let info = RankInfo { world_size: 2, local_world_size: one_host.then_some(2), ..RankInfo::alone() };
             let meeting = meet(&info, &rendezvous, Backend::Auto, &CommOptions::default()).unwrap();
             let told = |ip: &String| meeting.addresses.iter().any(|address| address.starts_with(&format!("{ip} ")));
             assert!(own.iter().all(|ip| told(ip) != one_host), "{own:?}, {:?}", meeting.addresses);

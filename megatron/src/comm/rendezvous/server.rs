@@ -49,7 +49,7 @@ impl StoreServer {
     /// Listens where those find it who were told `host`, and who are all on this machine if `one_host`; port 0 takes a free one.
     ///
     /// # Errors
-    /// If the name has no address or the port is taken.
+    /// If the port is taken, or `host` is an address that this machine cannot listen at.
     pub fn bind(host: &str, port: u16, one_host: bool) -> Result<Self> {
         let listener = listen(host, port, one_host)?;
         let lost = |e| Error::comm(format!("rendezvous: cannot serve {host}:{port}: {e}"));
@@ -77,9 +77,9 @@ fn listen(host: &str, port: u16, one_host: bool) -> Result<TcpListener> {
             _ => format!("rendezvous: cannot listen on {host}:{port}: {e}; check MASTER_ADDR and MASTER_PORT"),
         })
     };
-    let addresses = resolve(host, port).map_err(refuse)?;
-    match TcpListener::bind(&reachable(host, port, addresses, one_host)[..]) {
-        // The name leads to this machine through a translated address: listen on all of its own.
+    let addresses = reachable(host, port, one_host).map_err(refuse)?;
+    match TcpListener::bind(&addresses[..]) {
+        // The address leads to this machine through a translated address: listen on all of its own.
         Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(&all(port)[..]).map_err(refuse),
         result => result.map_err(refuse),
     }
@@ -90,14 +90,14 @@ fn all(port: u16) -> [SocketAddr; 2] {
     [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
 }
 
-/// Where to listen so that whoever was told `host`, or what this machine is called elsewhere, gets here; `addresses` are those that `host` has
-/// on this machine.
+/// Where to listen so that whoever was told `host`, or what this machine is called elsewhere, gets here.
 ///
 /// A name is no word on where others find it: many systems give a machine's own name a loopback address (`127.0.1.1`, Debian), it may have
-/// one on each of several networks, and Kubeflow's PyTorchJob calls rank 0's machine `localhost` to itself.
-fn reachable(host: &str, port: u16, addresses: Vec<SocketAddr>, one_host: bool) -> Vec<SocketAddr> {
+/// one on each of several networks, or none yet (a Kubernetes service is known some time after its pod starts), and Kubeflow's PyTorchJob
+/// calls rank 0's machine `localhost` to itself.
+fn reachable(host: &str, port: u16, one_host: bool) -> io::Result<Vec<SocketAddr>> {
     let is_private = if is_loopback(host) { one_host } else { host.parse::<IpAddr>().is_ok() };
-    if is_private { addresses } else { all(port).to_vec() }
+    if is_private { resolve(host, port) } else { Ok(all(port).to_vec()) }
 }
 
 impl Drop for StoreServer {
@@ -258,20 +258,24 @@ mod tests {
 
     #[test]
     fn a_name_is_served_on_all_interfaces() {
-        let at = |ips: &[&str]| ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), 7)).collect::<Vec<_>>();
-        for ips in [&["127.0.1.1"][..], &["::1"], &["192.0.2.1"], &["10.0.0.1", "192.0.2.1"], &["fd00::1", "192.0.2.1"]]
-        {
-            assert_eq!(reachable("node0", 7, at(ips), true), all(7), "{ips:?}");
+        // Whatever its addresses are here, if it has any.
+        for host in ["node0", "job-master-0.job.svc", &super::super::this_host()] {
+            assert_eq!(reachable(host, 7, true).unwrap(), all(7), "{host}");
         }
-        assert_eq!(reachable("192.0.2.1", 7, at(&["192.0.2.1"]), false), at(&["192.0.2.1"]), "an address");
+        let address = SocketAddr::new("192.0.2.1".parse().unwrap(), 7);
+        assert_eq!(reachable("192.0.2.1", 7, false).unwrap(), [address]);
     }
 
     #[test]
     fn the_loopback_interface_is_enough_for_ranks_of_one_machine_alone() {
-        let at = |ip: &str| vec![SocketAddr::new(ip.parse().unwrap(), 7)];
+        let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), 7);
         for (host, ip) in [("localhost", "127.0.0.1"), ("127.0.1.1", "127.0.1.1"), ("::1", "::1")] {
-            assert_eq!(reachable(host, 7, at(ip), true), at(ip), "{host}");
-            assert_eq!(reachable(host, 7, at(ip), false), all(7), "{host}");
+            let private = reachable(host, 7, true).unwrap();
+            assert!(
+                private.contains(&at(ip)) && private.iter().all(|address| address.ip().is_loopback()),
+                "{host}: {private:?}"
+            );
+            assert_eq!(reachable(host, 7, false).unwrap(), all(7), "{host}");
         }
     }
 
@@ -280,7 +284,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let serving = std::thread::spawn(move || turn_away(listener.accept().unwrap().0));
-        let refused = super::super::TcpStore::connect("127.0.0.1", port, Duration::from_secs(5)).err().unwrap();
+        let refused = super::super::TcpStore::connect("127.0.0.1", port, Duration::from_secs(5), None).err().unwrap();
         serving.join().unwrap();
         let message = refused.to_string();
         assert!(message.contains("ulimit -n") && !message.contains("MASTER_PORT"), "{message}");

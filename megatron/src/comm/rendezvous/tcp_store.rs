@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use super::waiting::{Tell, Waiting};
 use super::wire::{self, Request};
 use super::{Store, number};
 use crate::comm::inbox::lock;
@@ -46,11 +47,12 @@ pub(crate) fn connect_once(host: &str, port: u16, patience: Duration) -> io::Res
 }
 
 impl TcpStore {
-    /// Connects to the store at `host:port`, which may not be up yet, within `timeout`.
+    /// Connects to the store at `host:port`, which may not be up yet, within `timeout`; `tell` hears of it if that takes long.
     ///
     /// # Errors
     /// If nothing listens there in time, or something else than a store.
-    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+    pub fn connect(host: &str, port: u16, timeout: Duration, tell: Option<Tell>) -> Result<Self> {
+        let mut waiting = Waiting::new(tell);
         let address = format!("{host}:{port}");
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(5);
@@ -65,7 +67,10 @@ impl TcpStore {
                         timeout.as_secs_f64()
                     )));
                 }
-                Err(_) => std::thread::sleep(pause),
+                Err(e) => {
+                    waiting.tell(|| format!("waiting for rank 0, which is to be found at {address}: {e}"));
+                    std::thread::sleep(pause);
+                }
             }
             pause = (pause * 2).min(Duration::from_millis(500));
         };

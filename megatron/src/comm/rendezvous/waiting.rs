@@ -1,0 +1,79 @@
+//! What a rank tells its reader while it waits for others at the start.
+
+use std::time::{Duration, Instant};
+
+/// How long a rank waits before it says so: longer than ranks that start together take.
+const FIRST: Duration = Duration::from_secs(10);
+/// How long it waits before it says so again.
+const AGAIN: Duration = Duration::from_secs(60);
+/// Runs of ranks that are named, at most.
+const NAMED: usize = 8;
+
+/// Where a line goes that is for whoever looks at a run.
+pub type Tell = fn(&str);
+
+/// Says now and then what a rank waits for.
+pub(crate) struct Waiting {
+    tell: Option<Tell>,
+    begun: Instant,
+    next: Duration,
+}
+
+impl Waiting {
+    pub fn new(tell: Option<Tell>) -> Self {
+        Self { tell, begun: Instant::now(), next: FIRST }
+    }
+
+    /// Tells `what` it is, if that is due.
+    pub fn tell(&mut self, what: impl FnOnce() -> String) {
+        let waited = self.begun.elapsed();
+        if let Some(tell) = self.tell.filter(|_| waited >= self.next) {
+            self.next = waited + AGAIN;
+            tell(&format!("{} ({:.0} s so far)", what(), waited.as_secs_f64()));
+        }
+    }
+}
+
+/// `ranks`, which rise, with runs of them as their ends.
+pub(crate) fn in_words(ranks: &[usize]) -> String {
+    let runs: Vec<_> = ranks.chunk_by(|a, b| a + 1 == *b).collect();
+    let mut words: Vec<String> = Vec::new();
+    for run in runs.iter().take(NAMED) {
+        words.push(match run {
+            [first, .., last] => format!("{first}-{last}"),
+            _ => run[0].to_string(),
+        });
+    }
+    if runs.len() > NAMED {
+        words.push("…".into());
+    }
+    words.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    #[test]
+    fn who_waits_says_so_after_ten_seconds_and_every_minute() {
+        static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
+        let begun = Instant::now() - Duration::from_secs(75);
+        let mut waiting =
+            Waiting { tell: Some(|line| TOLD.lock().unwrap().push(line.into())), begun, next: Duration::from_secs(70) };
+        (0..3).for_each(|_| waiting.tell(|| "rank 1".into()));
+        assert_eq!(*TOLD.lock().unwrap(), ["rank 1 (75 s so far)"]);
+        assert!(waiting.next >= Duration::from_secs(135), "{:?}", waiting.next);
+        let mut early = Waiting::new(waiting.tell);
+        early.tell(|| unreachable!("nobody has waited yet"));
+    }
+
+    #[test]
+    fn runs_of_ranks_are_named_by_their_ends() {
+        assert_eq!(in_words(&[1]), "1");
+        assert_eq!(in_words(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
+        let odd: Vec<usize> = (0..40).map(|i| 2 * i + 1).collect();
+        assert_eq!(in_words(&odd), "1, 3, 5, 7, 9, 11, 13, 15, …");
+    }
+}
