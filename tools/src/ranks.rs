@@ -185,7 +185,8 @@ pub struct Joined {
 /// messages will take `communicators` ([`megatron::train::most_communicators`]). Call before the first kernel, on the thread that calls the kernels.
 ///
 /// # Errors
-/// If ranks do not appear in time, or cannot be reached the way asked for; if there is no such device, which the other ranks are told.
+/// If ranks do not appear in time, or cannot be reached the way asked for; if there is no such device, which the other ranks are told, or if theirs
+/// are of another kind.
 pub fn join(
     place: &RankInfo,
     distributed: &Distributed,
@@ -200,8 +201,24 @@ pub fn join(
         Ok((threads, device))
     };
     let (threads, device) = open().map_err(|error| failed(error, &group, &Device::Cpu))?;
+    let here = if device.is_cuda() { ON_GPU } else { ON_CPU };
+    check_alike(&group.all_gather_bytes(here.as_bytes())?)?;
     let world = over_gpus(group, distributed, &device)?;
     Ok(Joined { world, device, threads })
+}
+
+const ON_GPU: &str = "a GPU";
+const ON_CPU: &str = "the CPU";
+
+/// Refuses ranks that compute on different devices, as where one of several machines has no driver: they would wait for each other in different
+/// transports. All find the same.
+fn check_alike(devices: &[Vec<u8>]) -> Result<()> {
+    let Some(other) = devices.iter().position(|device| *device != devices[0]) else { return Ok(()) };
+    let [first, here] = [0, other].map(|rank| String::from_utf8_lossy(&devices[rank]));
+    let without = if here == ON_CPU { other } else { 0 };
+    Err(Error::usage(format!(
+        "rank 0 computes on {first}, but rank {other} on {here}: give all ranks the same --device. Why rank {without} has no GPU, `megatron doctor` tells on its machine"
+    )))
 }
 
 /// The ranks, connected for what is on their CPUs.
@@ -354,7 +371,7 @@ mod tests {
 
     use megatron::comm::RankInfo;
 
-    use super::{Queues, overlaps, patience, use_threads};
+    use super::{ON_CPU, ON_GPU, Queues, check_alike, overlaps, patience, use_threads};
 
     #[test]
     fn ranks_of_several_machines_wait_for_each_other_as_long_as_in_the_run() {
@@ -366,6 +383,19 @@ mod tests {
         for one_host in [false, true] {
             assert_eq!(patience(&place(one_host), minute / 2), minute / 2);
         }
+    }
+
+    #[test]
+    fn ranks_on_different_devices_are_refused_on_all() {
+        let check = |devices: &[&str]| {
+            let told: Vec<_> = devices.iter().map(|device| device.as_bytes().to_vec()).collect();
+            check_alike(&told).map_err(|error| error.to_string())
+        };
+        assert_eq!([check(&[ON_CPU]), check(&[ON_GPU; 3])], [Ok(()), Ok(())]);
+        let message = check(&[ON_GPU, ON_GPU, ON_CPU]).unwrap_err();
+        assert!(message.contains("rank 0 computes on a GPU, but rank 2 on the CPU"), "{message}");
+        assert!(message.contains("Why rank 2 has no GPU"), "{message}");
+        assert!(check(&[ON_CPU, ON_GPU]).unwrap_err().contains("Why rank 0 has no GPU"));
     }
 
     #[test]
