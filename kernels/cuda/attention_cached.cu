@@ -36,6 +36,55 @@ DEVICE size_t piece_at(const Attention &call, uint32_t sample, uint32_t head, ui
     return (statistics_at(call, sample, head) + token) * pieces + piece;
 }
 
+/// Σ weight · value of `keys` values of a piece for `heads` heads, to `to[h · of_head + column]`. Threads side by side read a value by vectors, as many
+/// values at a time as there are threads for; the sums of those slots are added in their order, by way of `joined`. `values` is the first one,
+/// `stride` elements before the next.
+template <class T>
+DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d, const float (&weights)[HEADS][PIECE], uint32_t heads,
+                  float (&joined)[HEADS][WIDEST], float *to, size_t of_head) {
+    // Heads whose sums are joined together, as many as there is room for.
+    constexpr uint32_t TOGETHER = 2, PART = THREADS * VECTOR<T>;
+    static_assert(TOGETHER * PART <= HEADS * WIDEST && HEADS % TOGETHER == 0, "sums of all slots have room");
+    const uint32_t lanes = d / VECTOR<T>, slots = THREADS / lanes, slot = threadIdx.x / lanes, column = threadIdx.x % lanes * VECTOR<T>;
+    float *const parts = &joined[0][0];
+    float gathered[HEADS][VECTOR<T>];
+#pragma unroll
+    for (uint32_t h = 0; h < HEADS; h++)
+#pragma unroll
+        for (int e = 0; e < VECTOR<T>; e++) gathered[h][e] = 0.0f;
+    if (slot < slots) {
+#pragma unroll 4
+        for (uint32_t i = slot; i < keys; i += slots) {
+            const Vector<T> value = load_vector(values + i * stride + column);
+#pragma unroll
+            for (uint32_t h = 0; h < HEADS; h++)
+                if (h < heads)
+#pragma unroll
+                    for (int e = 0; e < VECTOR<T>; e++) gathered[h][e] += weights[h][i] * value[e];
+        }
+    }
+#pragma unroll
+    for (uint32_t h = 0; h < HEADS; h += TOGETHER) {
+        if (h >= heads) break;
+        __syncthreads();
+        if (slot < slots) {
+#pragma unroll
+            for (uint32_t j = 0; j < TOGETHER; j++)
+#pragma unroll
+                for (int e = 0; e < VECTOR<T>; e++) parts[j * PART + slot * d + column + e] = gathered[h + j][e];
+        }
+        __syncthreads();
+        for (uint32_t i = threadIdx.x; i < TOGETHER * d; i += THREADS) {
+            const uint32_t j = i / d, c = i % d;
+            if (h + j >= heads) break;
+            float sum = 0.0f;
+#pragma unroll 4
+            for (uint32_t s = 0; s < slots; s++) sum += parts[j * PART + s * d + c];
+            to[(h + j) * of_head + c] = sum;
+        }
+    }
+}
+
 /// One piece of the positions, for some heads of a group: of their weights 2^(score − maximum) the maximum and the sum go to
 /// `[…][pieces][2]`, the weighed values, not divided by the sum, to `[…][pieces][head_dim]`.
 template <class T>
@@ -113,20 +162,25 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
         }
     }
     __syncthreads();
+    const T *const values = cache + key_at(call, first, sample, group) + d;
+    const size_t stride = key_at(call, 1, 0, 0);
+    float *const to = sums + piece_at(call, sample, global_head, token, piece, pieces) * d;
+    const size_t of_head = piece_at(call, 0, 1, 0, 0, pieces) * d;
+    if (call.aligned) return weigh(values, stride, keys, d, weights, heads, queries, to, of_head);
     for (uint32_t column = threadIdx.x; column < d; column += THREADS) {
         float gathered[HEADS];
 #pragma unroll
         for (uint32_t h = 0; h < HEADS; h++) gathered[h] = 0.0f;
 #pragma unroll 4
         for (uint32_t i = 0; i < keys; i++) {
-            const float value = to_float(cache[key_at(call, first + i, sample, group) + d + column]);
+            const float value = to_float(values[i * stride + column]);
 #pragma unroll
             for (uint32_t h = 0; h < HEADS; h++)
                 if (h < heads) gathered[h] += weights[h][i] * value;
         }
 #pragma unroll
         for (uint32_t h = 0; h < HEADS; h++)
-            if (h < heads) sums[piece_at(call, sample, global_head + h, token, piece, pieces) * d + column] = gathered[h];
+            if (h < heads) to[h * of_head + column] = gathered[h];
     }
 }
 
@@ -137,10 +191,13 @@ DEVICE void join(const Attention &call, const float *statistics, const float *su
     statistics += 2 * piece_at(call, sample, head, token, 0, pieces);
     sums += piece_at(call, sample, head, token, 0, pieces) * d;
     float top = -INFINITY, sum = 0.0f;
+#pragma unroll 8
     for (uint32_t piece = 0; piece < pieces; piece++) top = fmaxf(top, statistics[2 * piece]);
+#pragma unroll 8
     for (uint32_t piece = 0; piece < pieces; piece++) sum += statistics[2 * piece + 1] * exp2f(statistics[2 * piece] - top);
     for (uint32_t column = threadIdx.x; column < d; column += blockDim.x) {
         float gathered = 0.0f;
+#pragma unroll 8
         for (uint32_t piece = 0; piece < pieces; piece++) gathered += sums[static_cast<size_t>(piece) * d + column] * exp2f(statistics[2 * piece] - top);
         out[token * out_stride(call) + out_at(call, sample, head) + column] = from_float<T>(gathered / sum);
     }

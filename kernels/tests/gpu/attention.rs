@@ -245,6 +245,9 @@ fn tokens_fed_in_any_portions_see_those_before() {
         (shape(1, 4, 40), Some(&slopes[..]), None),
         (shape(1, 10, 5), None, Some(3)),
         (shape(4, 1, 128), Some(&slopes), Some(9)),
+        // Values that no power of two threads share, and more heads than are weighed side by side; the widest.
+        (shape(1, 9, 96), None, None),
+        (shape(1, 2, 256), None, Some(7)),
     ] {
         let scores = Scores { scale: 0.2, alibi, window, first_keys: None };
         let qkv = Input::data("qkv", &[13, 2, shape.width()]);
