@@ -1,14 +1,15 @@
-//! Attention of a few new tokens over the keys and values of all tokens so far: one task per (batch, head).
+//! Attention of a few new tokens over the keys and values of all tokens so far: one task per (batch, head). Where there are none before them, as with a prompt, it is
+//! that of a sequence.
 //!
 //! For generation; no gradient, no dropout. Pope et al. 2022 (multi-query attention with a key/value cache).
 
 use candle_core::Tensor;
 
-use super::{Geometry, HeadShape, HostScores, Scores, round, tilt};
+use super::{Geometry, HeadShape, HostScores, Scores, attention, round, tilt};
 use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::par::{self, Shared};
-use crate::simd::{max, sum, sum2, vectorize};
+use crate::simd::{dot, max, sum, vectorize};
 use crate::view::{View, expect_apart, expect_dtype, expect_shape, tensor};
 use crate::{Error, Result, on_gpu};
 
@@ -43,11 +44,15 @@ pub fn attention_cached<'a>(
     let geometry = Geometry { s, b, shape };
     on_gpu!(qkv, attention::cached(OP, qkv, cache, starts, geometry, scores));
     expect_apart(OP, "cache", cache, &[qkv])?;
+    let from_the_start = starts.iter().all(|&start| start == 0).then_some(scores);
     let scores = HostScores::new(scores, None, s, OP)?;
     by_elem!(qkv, OP, E => {
         let packed = View::<E>::new(qkv, OP, "qkv")?;
         with_slice_mut::<E, _>(cache, OP, |cache| {
             append(&packed, cache, starts, geometry);
+            if let Some(scores) = from_the_start {
+                return attention(qkv, shape, scores, None).map(|(out, _)| out);
+            }
             tensor(attend(&packed, cache, starts, geometry, scores), (s, b, shape.heads() * shape.head_dim), qkv)
         })
     })
@@ -84,11 +89,11 @@ fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geomet
         let (group, in_group) = (head / shape.heads_per_group, head % shape.heads_per_group);
         let (scale, slope) = (E::Acc::of(scores.scale), scores.slope(head));
         let mut weights = vec![E::Acc::ZERO; starts[batch] + s];
-        let mut acc = vec![E::Acc::ZERO; d];
+        let (mut q, mut acc) = (vec![E::Acc::ZERO; d], vec![E::Acc::ZERO; d]);
         for i in 0..s {
             let position = starts[batch] + i;
             let q_at = geometry.qkv_at(batch, group, in_group) + i * geometry.qkv_stride();
-            let q = &packed[q_at..q_at + d];
+            q.iter_mut().zip(&packed[q_at..q_at + d]).for_each(|(to, q)| *to = q.load());
             let out_at = geometry.out_at(batch, head) + i * geometry.out_stride();
             // SAFETY: only this task writes this head's columns of this sample.
             let out = unsafe { std::slice::from_raw_parts_mut(rows.at(out_at), d) };
@@ -99,7 +104,7 @@ fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geomet
                 || {
                     for (key, weight) in (first..).zip(weights.iter_mut()) {
                         let at = key_at(geometry, key, batch, group);
-                        *weight = scale * sum2(q, &cache[at..at + d], |q, k| q * k);
+                        *weight = scale * dot(&q, &cache[at..at + d]);
                     }
                     if let Some(slope) = slope {
                         tilt(weights, slope, position, first);
