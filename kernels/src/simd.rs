@@ -244,24 +244,6 @@ pub fn sum2<E: Elem>(a: &[E], b: &[E], f: impl Fn(E::Acc, E::Acc) -> E::Acc) -> 
     tree(acc)
 }
 
-/// Σ aᵢ · bᵢ over [`LANES`] lanes, of an `a` that is widened already.
-#[inline(always)]
-pub fn dot<E: Elem>(a: &[E::Acc], b: &[E]) -> E::Acc {
-    let mut acc = [E::Acc::ZERO; LANES];
-    let (ca, cb) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let (ra, rb) = (ca.remainder(), cb.remainder());
-    for (a, b) in ca.zip(cb) {
-        for l in 0..LANES {
-            acc[l] += a[l] * b[l].load();
-        }
-    }
-    for ((acc, &a), &b) in acc.iter_mut().zip(ra).zip(rb) {
-        *acc += a * b.load();
-    }
-    // As in `sum`.
-    tree(std::hint::black_box(acc))
-}
-
 /// Σ f(aᵢ) as [`sum`], for an `f` that LLVM vectorizes only in a loop of its own.
 #[inline(always)]
 pub fn sum_of<E: Elem>(a: &[E], f: impl Fn(E::Acc) -> E::Acc) -> E::Acc {

@@ -110,7 +110,7 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
 /// This process's part of the run.
 fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     kernels::memory::keep_freed();
-    let datasets = ranks::beforehand(place, || open_data(&mut resolved))?;
+    let datasets = ranks::before_meeting(place, || open_data(&mut resolved))?;
     train::preflight(&resolved.run)?;
     let communicators = train::most_communicators(&resolved.run.parallel)?;
     let Joined { world, device, .. } = ranks::join(place, &resolved.distributed, None, communicators)?;

@@ -9,7 +9,7 @@ use super::{Geometry, HeadShape, HostScores, Scores, attention, round, tilt};
 use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
 use crate::par::{self, Shared};
-use crate::simd::{dot, max, sum, vectorize};
+use crate::simd::{max, sum, sum2, vectorize};
 use crate::view::{View, expect_apart, expect_dtype, expect_shape, tensor};
 use crate::{Error, Result, on_gpu};
 
@@ -89,11 +89,11 @@ fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geomet
         let (group, in_group) = (head / shape.heads_per_group, head % shape.heads_per_group);
         let (scale, slope) = (E::Acc::of(scores.scale), scores.slope(head));
         let mut weights = vec![E::Acc::ZERO; starts[batch] + s];
-        let (mut q, mut acc) = (vec![E::Acc::ZERO; d], vec![E::Acc::ZERO; d]);
+        let mut acc = vec![E::Acc::ZERO; d];
         for i in 0..s {
             let position = starts[batch] + i;
             let q_at = geometry.qkv_at(batch, group, in_group) + i * geometry.qkv_stride();
-            q.iter_mut().zip(&packed[q_at..q_at + d]).for_each(|(to, q)| *to = q.load());
+            let q = &packed[q_at..q_at + d];
             let out_at = geometry.out_at(batch, head) + i * geometry.out_stride();
             // SAFETY: only this task writes this head's columns of this sample.
             let out = unsafe { std::slice::from_raw_parts_mut(rows.at(out_at), d) };
@@ -104,7 +104,7 @@ fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geomet
                 || {
                     for (key, weight) in (first..).zip(weights.iter_mut()) {
                         let at = key_at(geometry, key, batch, group);
-                        *weight = scale * dot(&q, &cache[at..at + d]);
+                        *weight = scale * sum2(q, &cache[at..at + d], |q, k| q * k);
                     }
                     if let Some(slope) = slope {
                         tilt(weights, slope, position, first);

@@ -10,7 +10,7 @@ use crate::support::stderr;
 /// Rank `rank` of the site's run, which knows nothing of machines.
 fn rank(site: &Site, rank: usize, port: u16, flags: &[&str]) -> Command {
     let mut command = site.rank(rank, port, flags);
-    command.env_remove("LOCAL_RANK").env_remove("LOCAL_WORLD_SIZE");
+    command.env_remove("LOCAL_RANK").env_remove("LOCAL_WORLD_SIZE").arg("--distributed-timeout-minutes=0.5");
     command
 }
 

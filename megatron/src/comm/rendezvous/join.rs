@@ -111,6 +111,15 @@ fn read_members(store: &dyn Store, nonce: u64, size: usize) -> Result<Vec<Member
     Err(Error::comm(format!("rendezvous: rank 0 told of {} members where the world has {size}", members.len())))
 }
 
+/// A rank that meets the others.
+struct Joining<'a> {
+    store: &'a dyn Store,
+    info: &'a RankInfo,
+    me: &'a Member,
+    timeout: Duration,
+    waiting: Waiting,
+}
+
 /// Makes this rank known and returns the run's nonce and all members in order of rank. `tell` hears who is waited for.
 ///
 /// # Errors
@@ -123,10 +132,8 @@ pub(crate) fn join(
     tell: Option<Tell>,
 ) -> Result<(u64, Vec<Member>)> {
     put(store, &card(info.rank), &me)?;
-    let (nonce, verdict) = match info.rank {
-        0 => lead(store, info, &me, timeout, Waiting::new(tell))?,
-        _ => follow(store, info, &me, timeout, Waiting::new(tell))?,
-    };
+    let joining = Joining { store, info, me: &me, timeout, waiting: Waiting::new(tell) };
+    let (nonce, verdict) = if info.rank == 0 { lead(joining)? } else { follow(joining)? };
     match verdict {
         Verdict::Complete => {
             let members = read_members(store, nonce, info.world_size)?;
@@ -147,13 +154,8 @@ fn twice(rank: usize) -> String {
     format!("rendezvous: another process also joined as RANK={rank}; give every process a RANK of its own")
 }
 
-fn lead(
-    store: &dyn Store,
-    info: &RankInfo,
-    me: &Member,
-    timeout: Duration,
-    mut waiting: Waiting,
-) -> Result<(u64, Verdict)> {
+fn lead(joining: Joining) -> Result<(u64, Verdict)> {
+    let Joining { store, info, me, timeout, mut waiting } = joining;
     let (start, nonce) = (Instant::now(), fresh());
     // The tokens of those who were welcomed.
     let mut welcomed = BTreeMap::new();
@@ -219,13 +221,8 @@ fn lead(
     Ok((nonce, ruling))
 }
 
-fn follow(
-    store: &dyn Store,
-    info: &RankInfo,
-    me: &Member,
-    timeout: Duration,
-    mut waiting: Waiting,
-) -> Result<(u64, Verdict)> {
+fn follow(joining: Joining) -> Result<(u64, Verdict)> {
+    let Joining { store, info, me, timeout, mut waiting } = joining;
     let start = Instant::now();
     let mut joined = None;
     let ruling = super::store::poll(timeout, || {
