@@ -10,7 +10,7 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512bf16::{pack_pairs, pairs_of};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Strip};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Strip, To};
 use super::lanes::{first, transpose};
 use super::tiles::{FETCHING, STEP, WIDTH, of_tiles};
 use crate::float::Elem;
@@ -61,10 +61,11 @@ impl Kernel<bf16> for Amx {
         strip: Strip<bf16, bf16>,
         panel: *const bf16,
         from: (*const f32, usize),
-        to: (*mut f32, usize),
+        to: To<bf16>,
         ahead: Ahead,
         _: Option<Chore<bf16, bf16>>,
     ) {
+        let to = to.sums();
         if k == 0 {
             // SAFETY: the caller's promise.
             return unsafe { copy(rows, from, to) };

@@ -15,7 +15,7 @@ use half::bf16;
 
 use super::Mat;
 use super::amx::copy;
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Pack, Strip, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Pack, Strip, To, packed};
 use super::parts::{PART, Parts, UNITS, pack_pairs, pack_rows};
 use super::strips::{Idle, Work};
 use super::tiles::{FETCHING, STEP, of_tiles};
@@ -51,11 +51,11 @@ impl<E: Parts> Kernel<E> for AmxSplit {
         strip: Strip<E, E::Packed>,
         panel: *const E::Packed,
         from: (*const f32, usize),
-        to: (*mut f32, usize),
+        to: To<E>,
         ahead: Ahead,
         chore: Option<Chore<E, E::Packed>>,
     ) {
-        let (strip, panel) = (packed(strip).cast(), panel.cast());
+        let (strip, panel, to) = (packed(strip).cast(), panel.cast(), to.sums());
         let steps = k / STEP;
         let is_whole = rows > 16 && steps > 0;
         // SAFETY: the caller's promise.

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use candle_core::DType;
 
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, To, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
 use crate::memory::LINE;
@@ -41,11 +41,11 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         strip: Strip<E, f32>,
         panel: *const f32,
         from: (*const f32, usize),
-        to: (*mut f32, usize),
+        to: To<E>,
         _: Ahead,
         _: Option<Chore<E, f32>>,
     ) {
-        let strip = packed(strip);
+        let (strip, to) = (packed(strip), to.sums());
         // SAFETY: the caller's promise.
         unsafe {
             match rows {

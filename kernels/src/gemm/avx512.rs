@@ -6,7 +6,7 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::Mat;
-use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip, Thin};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip, Thin, To};
 use super::lanes::{Lanes, first, transpose, transposed};
 use super::strips::{
     Fetch, Idle, Layout, MR, NR, PackByShares, PackBySteps, Packed, Rows, Word, Work, any_tile, by_rows, thin, tiles,
@@ -16,7 +16,7 @@ use crate::memory::{LINE, rows_crowd};
 
 pub struct Avx512;
 
-tiles!("avx512f,avx512bw,avx512dq,avx512vl", <Line as Word<f32>>::multiply);
+tiles!("avx512f,avx512bw,avx512dq,avx512vl");
 thin!("avx512f,avx512bw,avx512dq,avx512vl");
 
 impl<E: Lanes> Kernel<E> for Avx512 {
@@ -53,6 +53,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
 
     const ASKS_FOR_ADDED: bool = true;
     const DOES_CHORES: bool = true;
+    const ROUNDS: bool = true;
 
     fn packs_beside(Mat(_, row, column): Mat<*const E>) -> bool {
         row == 1 && column != 1
@@ -64,7 +65,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         strip: Strip<E, f32>,
         panel: *const f32,
         from: (*const f32, usize),
-        to: (*mut f32, usize),
+        to: To<E>,
         ahead: Ahead,
         chore: Option<Chore<E, f32>>,
     ) {

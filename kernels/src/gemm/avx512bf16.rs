@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512;
-use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip, Thin};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip, Thin, To};
 use super::lanes::{Lanes, first, transpose, transposed};
 use super::strips::{
     Fetch, Idle, Layout, MR, NR, PackByShares, PackBySteps, Packed, Rows, Word, Work, any_tile, by_rows, thin, tiles,
@@ -18,7 +18,7 @@ use crate::memory::{LINE, rows_crowd};
 
 pub struct Avx512Bf16;
 
-tiles!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", Pair::multiply);
+tiles!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 thin!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 
 impl Kernel<bf16> for Avx512Bf16 {
@@ -27,7 +27,7 @@ impl Kernel<bf16> for Avx512Bf16 {
     const NR: usize = NR;
     const KQ: usize = 2;
     const BLOCKING: Blocking =
-        Blocking { kc: 768, once: 1024, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 4 << 20 };
+        Blocking { kc: 768, once: 1024, mc: 252, nc: 256, nc_alone: 640, panels_alone: true, whole: 0, alone: 4 << 20 };
 
     unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         // SAFETY: the caller's promise.
@@ -55,6 +55,7 @@ impl Kernel<bf16> for Avx512Bf16 {
 
     const ASKS_FOR_ADDED: bool = true;
     const DOES_CHORES: bool = true;
+    const ROUNDS: bool = true;
 
     fn packs_beside(Mat(_, row, column): Mat<*const bf16>) -> bool {
         row == 1 && column != 1
@@ -66,7 +67,7 @@ impl Kernel<bf16> for Avx512Bf16 {
         strip: Strip<bf16, bf16>,
         panel: *const bf16,
         from: (*const f32, usize),
-        to: (*mut f32, usize),
+        to: To<bf16>,
         ahead: Ahead,
         chore: Option<Chore<bf16, bf16>>,
     ) {
@@ -146,6 +147,15 @@ impl Word<bf16> for Pair {
                 std::mem::transmute::<__m512, __m512bh>(a),
                 std::mem::transmute::<__m512, __m512bh>(b),
             )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut bf16, [low, high]: [__m512; 2]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let both = _mm512_cvtne2ps_pbh(high, low);
+            _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
         }
     }
 }
@@ -281,8 +291,7 @@ pub(super) unsafe fn finish_tile<C: Elem<Acc = f32>>(
                 add.map_or(sum, |(add, stride)| _mm512_add_ps(bf16::load16(add.add(r * stride + c), mask), sum))
             };
             if columns == NR {
-                let both = _mm512_cvtne2ps_pbh(sum(16, u16::MAX), sum(0, u16::MAX));
-                _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
+                Pair::store(to, [sum(0, u16::MAX), sum(16, u16::MAX)]);
                 continue;
             }
             for c in (0..columns).step_by(16) {

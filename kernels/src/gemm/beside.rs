@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Mat;
-use super::driver::{Order, Panels, Strips, pack_panels, pack_strips};
+use super::driver::{Order, Panels, Strips, Turns, pack_panels, pack_strips};
 use super::kernel::{Chore, Kernel, Pack};
 use crate::float::Elem;
 
@@ -142,12 +142,12 @@ impl<E: Elem<Acc = f32>, P: Copy> Both<E, P> {
                 pack_panels::<E, K>(panels.from.t(), K::NR.min(panels.width), *k, panels.packed);
             }
         }
-        let (some, all) = (SLOTS, usize::MAX);
-        let [strip_slots, panel_slots] = match order {
+        let (some, all) = (Turns::of(SLOTS), Turns::ALL);
+        let [strip_turns, panel_turns] = match order {
             Order::ByStrips => [some, all],
             Order::ByPanels => [all, some],
         };
-        (Strips::packed(strips.packed, strip_slots), Panels { at: panels.packed, len: K::NR * k, slots: panel_slots })
+        (Strips::packed(strips.packed, strip_turns), Panels { at: panels.packed, len: K::NR * k, turns: panel_turns })
     }
 }
 

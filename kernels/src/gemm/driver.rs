@@ -6,7 +6,7 @@ use candle_core::DType;
 
 use super::beside::Beside;
 use super::buffer::Buffer;
-use super::kernel::{Ahead, Kernel, Next, PIECE, Strip};
+use super::kernel::{Ahead, Kernel, Next, PIECE, Strip, To};
 use super::plan::TOGETHER;
 use super::{Mat, Start};
 use crate::float::Elem;
@@ -83,14 +83,34 @@ pub struct Panels<P> {
     pub at: *const P,
     /// Elements of a panel.
     pub len: usize,
-    /// Panels that there is room for; they take turns.
-    pub slots: usize,
+    /// How many of them there is room for.
+    pub turns: Turns,
+}
+
+/// Places that strips, or panels, take in turn: one more than these bits, a power of two, or as many as there are.
+#[derive(Clone, Copy)]
+pub struct Turns(usize);
+
+impl Turns {
+    /// A place for each.
+    pub const ALL: Self = Self(usize::MAX);
+
+    pub const fn of(places: usize) -> Self {
+        assert!(places.is_power_of_two());
+        Self(places - 1)
+    }
+
+    /// Where number `i` lies.
+    #[inline(always)]
+    fn place(self, i: usize) -> usize {
+        i & self.0
+    }
 }
 
 impl<P> Panels<P> {
     /// Panels of `len` elements one behind the other.
     pub fn whole(at: *const P, len: usize) -> Self {
-        Self { at, len, slots: usize::MAX }
+        Self { at, len, turns: Turns::ALL }
     }
 }
 
@@ -99,8 +119,7 @@ pub struct Strips<E, P> {
     /// A, where the kernel reads whole strips there.
     rows: Option<(*const E, usize)>,
     packed: *const P,
-    /// Packed strips that there is room for; they take turns.
-    slots: usize,
+    turns: Turns,
     /// Where the first strip of what comes next lies in A.
     following: *const E,
 }
@@ -118,32 +137,38 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
         following: *const E,
     ) -> Self {
         let in_place = k.is_multiple_of(K::KQ) && K::reads_rows(a);
-        let (whole, slots) = if in_place { (rows / K::MR * K::MR, 1) } else { (0, usize::MAX) };
+        let (whole, turns) = if in_place { (rows / K::MR * K::MR, Turns::of(1)) } else { (0, Turns::ALL) };
         // SAFETY: the caller's promise.
         unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, to) };
-        Self { rows: in_place.then_some((a.0, a.1)), packed: to, slots, following }
+        Self { rows: in_place.then_some((a.0, a.1)), packed: to, turns, following }
     }
 
     /// Strips that are packed elsewhere.
-    pub fn packed(packed: *const P, slots: usize) -> Self {
-        Self { rows: None, packed, slots, following: std::ptr::null() }
+    pub fn packed(packed: *const P, turns: Turns) -> Self {
+        Self { rows: None, packed, turns, following: std::ptr::null() }
     }
 
     /// Strip number `s` of `mr` rows, of which the product has `rows`.
+    #[inline(always)]
     fn strip(&self, s: usize, rows: usize, mr: usize, k: usize) -> Strip<E, P> {
         match self.rows {
             Some((a, row)) if rows == mr => Strip::Rows(a.wrapping_add(s * mr * row), row),
-            _ => Strip::Packed(self.packed.wrapping_add(s % self.slots * mr * k)),
+            _ => Strip::Packed(self.packed.wrapping_add(self.turns.place(s) * mr * k)),
         }
     }
 
-    /// What of the strip after `strip`, which begins at `row` of `rows`, is fetched while panel `p` of `panels` is used: if all of them
-    /// are, all of it, where there are panels enough.
-    fn ahead(&self, strip: Strip<E, P>, is_last: bool, mr: usize, k: usize, (p, panels): (usize, usize)) -> Next {
+    /// The lines of a row of `k` elements, and how many of them are fetched while one of `panels` panels is used: all of them while all are,
+    /// where there are panels enough.
+    fn lines(k: usize, panels: usize) -> (usize, usize) {
+        let lines = (k * size_of::<E>()).div_ceil(LINE).max(1);
+        (lines, lines.div_ceil(panels.max(1)).min(2))
+    }
+
+    /// What of the strip after `strip` is fetched while panel `p` is used.
+    #[inline(always)]
+    fn ahead(&self, strip: Strip<E, P>, is_last: bool, mr: usize, (lines, each): (usize, usize), p: usize) -> Next {
         let Strip::Rows(at, row) = strip else { return Next::nothing(self.packed.cast()) };
         let next = if is_last { self.following } else { at.wrapping_add(mr * row) };
-        let lines = (k * size_of::<E>()).div_ceil(LINE).max(1);
-        let each = lines.div_ceil(panels).min(2);
         let at = next.cast::<u8>().wrapping_add((p * each).min(lines - each) * LINE);
         Next { at, row: row * size_of::<E>(), second: (each - 1) * LINE }
     }
@@ -162,6 +187,14 @@ pub unsafe fn pack_panels<E: Elem<Acc = f32>, K: Kernel<E>>(
     let padded = k.next_multiple_of(K::KQ);
     let step = K::NR * if b.2 == 1 { TOGETHER } else { 1 };
     let piece = |i: usize, c: usize| {
+        if b.2 != 1 {
+            // Lines of as many columns are more than hardware follows; those of the next panel come while this one is packed.
+            for next in c + step..(c + 2 * step).min(columns) {
+                (0..PIECE * size_of::<E>())
+                    .step_by(LINE)
+                    .for_each(|line| ask_for(b.at(i, next).0.wrapping_byte_add(line)));
+            }
+        }
         let (b, columns, to) = (b.at(i, c), step.min(columns - c), to.wrapping_add(c * padded + i * K::NR));
         // SAFETY: the caller's promise.
         unsafe { K::pack_panels(b, columns, PIECE.min(k - i), to, padded * K::NR) };
@@ -217,7 +250,9 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
 ) {
     let &Target { dst: Mat(dst, row_stride, column_stride), first, plus, scale } = target;
     let unscaled = scale == 1.0;
-    let in_place = C::DTYPE == DType::F32 && column_stride == 1 && unscaled && plus.is_none();
+    let as_it_is = column_stride == 1 && unscaled;
+    let in_place = as_it_is && C::DTYPE == DType::F32 && plus.is_none();
+    let rounds = as_it_is && !in_place && K::ROUNDS && C::DTYPE == E::DTYPE && region.is_last;
     let touches_dst = region.is_last || region.is_first && matches!(first, First::Old);
     let second = if K::NR * size_of::<C>() > LINE { LINE } else { 0 };
     let order = beside.order();
@@ -243,13 +278,14 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
         let tile = if sums.panels == 0 { 0 } else { s * sums.panels + p };
         sums.at.wrapping_add(tile * K::MR * K::NR)
     };
+    let lines = Strips::<E, K::Packed>::lines(region.k, across);
     for o in 0..outer {
         for i in 0..inner {
             let (s, p) = place(o, i);
             let rows = K::MR.min(region.rows.len() - s * K::MR);
             let columns = K::NR.min(region.columns.len() - p * K::NR);
             let strip = strips.strip(s, rows, K::MR, region.k);
-            let panel = panels.at.wrapping_add(p % panels.slots * panels.len);
+            let panel = panels.at.wrapping_add(panels.turns.place(p) * panels.len);
             let later = i + TILES_AHEAD;
             let (s_ahead, p_ahead) = if later < inner { place(o, later) } else { place(o + 1, later - inner) };
             let written = if touches_dst {
@@ -268,10 +304,11 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
             }
             // SAFETY: the caller's promise.
             let chore = unsafe { beside.tile(o, (i, inner)) };
-            let read = strips.ahead(strip, s + 1 == down, K::MR, region.k, (p, across));
+            let read = strips.ahead(strip, s + 1 == down, K::MR, lines, p);
             let ahead = Ahead { written, added, read };
             // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere in between.
-            let in_place = in_place && K::leaves_other_rows(rows) && columns == K::NR;
+            let is_whole = K::leaves_other_rows(rows) && columns == K::NR;
+            let (in_place, rounds) = (in_place && is_whole, rounds && is_whole);
             let (to, sums) = (dst_tile(s, p), (sums_tile(s, p), K::NR));
             let tile = (to.cast::<f32>(), row_stride);
             // SAFETY: the caller's promise; sums have MR rows of NR, and so has dst's tile, or the kernel leaves other rows.
@@ -286,9 +323,16 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                     }
                     First::Zero | First::Old => (std::ptr::null(), 0),
                 };
-                let tile_to = if region.is_last && in_place { tile } else { sums };
+                let tile_to = if rounds {
+                    let (add, add_stride) = plus_tile(s, p).unwrap_or((std::ptr::null(), 0));
+                    To::Rounded { to: to.cast(), stride: row_stride, add: add.cast(), add_stride }
+                } else if region.is_last && in_place {
+                    To::Sums(tile.0, tile.1)
+                } else {
+                    To::Sums(sums.0, sums.1)
+                };
                 K::tile(rows, region.k, strip, panel, from, tile_to, ahead, chore);
-                if region.is_last && !in_place {
+                if region.is_last && !in_place && !rounds {
                     let to = Mat(to, row_stride, column_stride);
                     let old = matches!(first, First::Old) && !unscaled;
                     let add = match plus_tile(s, p) {

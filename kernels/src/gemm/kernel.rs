@@ -40,6 +40,43 @@ pub enum Strip<E, P> {
     Rows(*const E, usize),
 }
 
+/// Where [`Kernel::tile`] writes a tile.
+#[derive(Clone, Copy, Debug)]
+pub enum To<E> {
+    /// The sums themselves, and the distance of their rows.
+    Sums(*mut f32, usize),
+    /// All NR columns, rounded once, and the distance of their rows; before that `add` is added, unless that is null. For a kernel that [`Kernel::ROUNDS`].
+    Rounded { to: *mut E, stride: usize, add: *const E, add_stride: usize },
+}
+
+impl<E> To<E> {
+    /// Has the lines of a row fetched, to be written.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub fn ask_for_row(self, r: usize) {
+        let (at, second) = match self {
+            Self::Sums(to, stride) => (to.wrapping_add(r * stride).cast::<u8>(), 64),
+            Self::Rounded { to, stride, .. } => (to.wrapping_add(r * stride).cast::<u8>(), 32 * size_of::<E>() - 64),
+        };
+        // SAFETY: it is no access.
+        unsafe {
+            std::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags, readonly));
+            if second > 0 {
+                std::arch::asm!("prefetchw [{}]", in(reg) at.wrapping_add(second), options(nostack, preserves_flags, readonly));
+            }
+        }
+    }
+
+    /// For a kernel that writes nothing but sums.
+    #[inline(always)]
+    pub fn sums(self) -> (*mut f32, usize) {
+        match self {
+            Self::Sums(to, stride) => (to, stride),
+            Self::Rounded { .. } => unreachable!("the kernel did not say that it rounds"),
+        }
+    }
+}
+
 /// How a kernel computes products of few rows whose columns lie in memory one behind the other ([`super::thin`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Thin {
@@ -181,6 +218,9 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         false
     }
 
+    /// Whether [`Kernel::tile`] writes rounded elements, too: out of registers, which saves writing sums and reading them again.
+    const ROUNDS: bool = false;
+
     /// `to [rows, NR] = strip · panel`, plus `from` (with a row stride, which may be 0) unless that is null. `k` is a multiple of
     /// KQ. Rows from `rows` to MR are written too unless [`Kernel::leaves_other_rows`].
     /// A strip that is not packed has MR rows.
@@ -193,7 +233,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         strip: Strip<E, Self::Packed>,
         panel: *const Self::Packed,
         from: (*const f32, usize),
-        to: (*mut f32, usize),
+        to: To<E>,
         ahead: Ahead,
         chore: Option<Chore<E, Self::Packed>>,
     );

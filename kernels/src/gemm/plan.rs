@@ -25,7 +25,7 @@ const SUMS_BESIDE: usize = 320 << 10;
 /// What it costs to pack an element beside products, of the operand that is packed little by little; of the other one as much as alone.
 const BESIDE_COST: f64 = 0.25;
 /// What it costs to read an element of A where it lies, out of the thread's caches, while it is multiplied: little, since it is fetched ahead.
-const READ_COST: f64 = 0.25;
+const READ_COST: f64 = 0.5;
 /// Bytes of the panels of a step, of which there are two at a time, at most, unless one panel takes more.
 const STEP_BYTES: usize = 200 << 10;
 /// As `SUMS_ALONE`, where A is read in place, through the same cache, and panels are packed ahead or alone. (With twice as many, input gradients of 2048 rows

@@ -1,6 +1,6 @@
 //! Micro-kernel in plain Rust, which the compiler vectorizes for SSE2 or NEON.
 
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, To, packed};
 use super::{Mat, pack};
 use crate::float::Elem;
 
@@ -39,11 +39,11 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
         strip: Strip<E, f32>,
         panel: *const f32,
         (from, from_stride): (*const f32, usize),
-        (to, to_stride): (*mut f32, usize),
+        to: To<E>,
         _: Ahead,
         _: Option<Chore<E, f32>>,
     ) {
-        let strip = packed(strip);
+        let (strip, (to, to_stride)) = (packed(strip), to.sums());
         let mut sums = [[0f32; NR]; MR];
         // SAFETY: the caller's promise.
         unsafe {

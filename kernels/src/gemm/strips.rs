@@ -7,31 +7,31 @@ use std::marker::PhantomData;
 
 use super::Mat;
 use super::kernel::{Next, Pack};
-use super::lanes::first;
+use super::lanes::{Lanes, first};
 use crate::memory::LINE;
 use crate::simd::ask_for;
 
 pub const MR: usize = 14;
 pub const NR: usize = 32;
 
-/// Calls `$tile::<ROWS>` for `$rows` rows.
+/// Calls `$tile::<ROWS, $e, $word>` for `$rows` rows.
 macro_rules! by_rows {
-    ($rows:expr, $tile:ident $args:tt) => {
+    ($rows:expr, $e:ty, $word:ty, $tile:ident $args:tt) => {
         match $rows {
-            1 => $tile::<1> $args,
-            2 => $tile::<2> $args,
-            3 => $tile::<3> $args,
-            4 => $tile::<4> $args,
-            5 => $tile::<5> $args,
-            6 => $tile::<6> $args,
-            7 => $tile::<7> $args,
-            8 => $tile::<8> $args,
-            9 => $tile::<9> $args,
-            10 => $tile::<10> $args,
-            11 => $tile::<11> $args,
-            12 => $tile::<12> $args,
-            13 => $tile::<13> $args,
-            _ => $tile::<14> $args,
+            1 => $tile::<1, $e, $word> $args,
+            2 => $tile::<2, $e, $word> $args,
+            3 => $tile::<3, $e, $word> $args,
+            4 => $tile::<4, $e, $word> $args,
+            5 => $tile::<5, $e, $word> $args,
+            6 => $tile::<6, $e, $word> $args,
+            7 => $tile::<7, $e, $word> $args,
+            8 => $tile::<8, $e, $word> $args,
+            9 => $tile::<9, $e, $word> $args,
+            10 => $tile::<10, $e, $word> $args,
+            11 => $tile::<11, $e, $word> $args,
+            12 => $tile::<12, $e, $word> $args,
+            13 => $tile::<13, $e, $word> $args,
+            _ => $tile::<14, $e, $word> $args,
         }
     };
 }
@@ -44,28 +44,28 @@ macro_rules! any_tile {
         match ($strip, $chore) {
             (Strip::Rows(strip, row), Some(Chore::Fetch(next, rows))) => {
                 let strip = Rows(strip.cast(), row * size_of::<$e>());
-                tile::<MR, _, _>(words, strip, panel, from, to, ahead, Fetch(next, rows));
+                tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, Fetch(next, rows));
             }
             (Strip::Rows(strip, row), _) => {
                 let strip = Rows(strip.cast(), row * size_of::<$e>());
-                tile::<MR, _, _>(words, strip, panel, from, to, ahead, Idle);
+                tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, Idle);
             }
             (Strip::Packed(strip), Some(Chore::Pack(pack))) if $rows == MR => {
                 let strip = Packed(strip.cast());
                 if PackBySteps::<$e, $word, NR>::fits(&pack, words) {
                     if pack.is_panel {
                         let work = PackBySteps::<$e, $word, NR>::new(pack);
-                        tile::<MR, _, _>(words, strip, panel, from, to, ahead, work);
+                        tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
                     } else {
                         let work = PackBySteps::<$e, $word, MR>::new(pack);
-                        tile::<MR, _, _>(words, strip, panel, from, to, ahead, work);
+                        tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
                     }
                 } else if pack.is_panel {
                     let work = PackByShares::<$e, $word, NR>::new(pack, MR);
-                    tile::<MR, _, _>(words, strip, panel, from, to, ahead, work);
+                    tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
                 } else {
                     let work = PackByShares::<$e, $word, MR>::new(pack, MR);
-                    tile::<MR, _, _>(words, strip, panel, from, to, ahead, work);
+                    tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
                 }
             }
             (Strip::Packed(strip), chore) => {
@@ -76,7 +76,7 @@ macro_rules! any_tile {
                         at_once(PackByShares::<$e, $word, MR>::new(pack, 1));
                     }
                 }
-                by_rows!($rows, packed_tile(words, strip.cast(), panel, from, to, ahead));
+                by_rows!($rows, $e, $word, packed_tile(words, strip.cast(), panel, from, to, ahead));
             }
         }
     }};
@@ -183,6 +183,22 @@ pub trait Word<E> {
     /// # Safety
     /// The machine has the kernel's instruction set.
     unsafe fn multiply(sum: __m512, a: __m512, b: __m512) -> __m512;
+
+    /// Writes thirty-two elements, rounded.
+    ///
+    /// # Safety
+    /// The machine has the kernel's instruction set; the elements can be written.
+    #[inline(always)]
+    unsafe fn store(to: *mut E, [low, high]: [__m512; 2])
+    where
+        E: Lanes,
+    {
+        // SAFETY: the caller's promise.
+        unsafe {
+            E::store16(to, u16::MAX, low);
+            E::store16(to.add(16), u16::MAX, high);
+        }
+    }
 }
 
 /// A strip or panel of `R` words on its way from rows of memory.
@@ -283,18 +299,18 @@ impl<E, W: Word<E>, const R: usize> Work for PackBySteps<E, W, R> {
 /// given as a vector of f32. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`; after each word
 /// a step of it.
 macro_rules! tiles {
-    ($features:literal, $add:expr) => {
+    ($features:literal) => {
         #[inline(always)]
-        unsafe fn packed_tile<const ROWS: usize>(
+        unsafe fn packed_tile<const ROWS: usize, E: Lanes, M: Word<E>>(
             words: usize,
             strip: *const f32,
             panel: *const f32,
             from: (*const f32, usize),
-            to: (*mut f32, usize),
+            to: To<E>,
             ahead: Ahead,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { tile::<ROWS, _, _>(words, Packed(strip), panel, from, to, ahead, Idle) }
+            unsafe { tile::<ROWS, E, M, _, _>(words, Packed(strip), panel, from, to, ahead, Idle) }
         }
 
         #[target_feature(enable = $features)]
@@ -304,12 +320,12 @@ macro_rules! tiles {
         }
 
         #[target_feature(enable = $features)]
-        unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
+        unsafe fn tile<const ROWS: usize, E: Lanes, M: Word<E>, L: Layout, W: Work>(
             words: usize,
             mut strip: L,
             mut panel: *const f32,
             (from, from_stride): (*const f32, usize),
-            (to, to_stride): (*mut f32, usize),
+            to: To<E>,
             Ahead { mut read, mut added, mut written }: Ahead,
             mut work: W,
         ) {
@@ -327,6 +343,11 @@ macro_rules! tiles {
                     read.lines().into_iter().for_each(crate::simd::ask_for);
                     added.lines().into_iter().for_each(crate::simd::ask_for);
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
+                    if 2 * r >= ROWS {
+                        for near in [2 * r - ROWS, 2 * r + 1 - ROWS] {
+                            to.ask_for_row(near);
+                        }
+                    }
                     work.share();
                     let now = if r + 1 < ROWS { share } else { left };
                     left -= now;
@@ -335,16 +356,34 @@ macro_rules! tiles {
                         for r in 0..ROWS {
                             // Rows of pairs may begin between words.
                             let a = _mm512_set1_ps(strip.row(r).read_unaligned());
-                            sums[r] = [$add(sums[r][0], a, b[0]), $add(sums[r][1], a, b[1])];
+                            sums[r] = [M::multiply(sums[r][0], a, b[0]), M::multiply(sums[r][1], a, b[1])];
                         }
                         (strip, panel) = (strip.next(), panel.add(NR));
                         work.step();
                     }
                 }
-                for r in 0..ROWS {
-                    let to = to.add(r * to_stride);
-                    _mm512_storeu_ps(to, sums[r][0]);
-                    _mm512_storeu_ps(to.add(16), sums[r][1]);
+                match to {
+                    To::Sums(to, stride) => {
+                        for r in 0..ROWS {
+                            let to = to.add(r * stride);
+                            _mm512_storeu_ps(to, sums[r][0]);
+                            _mm512_storeu_ps(to.add(16), sums[r][1]);
+                        }
+                    }
+                    To::Rounded { to, stride, add, .. } if add.is_null() => {
+                        for r in 0..ROWS {
+                            M::store(to.add(r * stride), sums[r]);
+                        }
+                    }
+                    To::Rounded { to, stride, add, add_stride } => {
+                        for r in 0..ROWS {
+                            let add = add.add(r * add_stride);
+                            let [low, high] = sums[r];
+                            let low = _mm512_add_ps(E::load16(add, u16::MAX), low);
+                            let high = _mm512_add_ps(E::load16(add.add(16), u16::MAX), high);
+                            M::store(to.add(r * stride), [low, high]);
+                        }
+                    }
                 }
             }
         }

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::buffer::{Buffer, with_common, with_own};
 use super::driver::{First, Target, pack_strips};
-use super::kernel::{Ahead, Kernel, Next, PIECE, Strip, Thin};
+use super::kernel::{Ahead, Kernel, Next, PIECE, Strip, Thin, To};
 use super::{Call, Mat, Start};
 use crate::float::Elem;
 use crate::memory::LINE;
@@ -177,7 +177,7 @@ unsafe fn by_pieces<E: Elem<Acc = f32>, K: Kernel<E>>(
             unsafe {
                 K::pack_b(Mat(b.add(i), 1, column), columns, k, panel);
                 let k = k.next_multiple_of(K::KQ);
-                K::tile(rows, k, strip, panel, (sums, K::NR), (sums, K::NR), nothing, None);
+                K::tile(rows, k, strip, panel, (sums, K::NR), To::Sums(sums, K::NR), nothing, None);
             }
         }
     });

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::super::Mat;
 use super::super::buffer::Buffer;
 use super::super::driver::{pack_panels, pack_strips};
-use super::super::kernel::{Ahead, Chore, Kernel, Next, Pack, Strip};
+use super::super::kernel::{Ahead, Chore, Kernel, Next, Pack, Strip, To};
 use super::numbers;
 use crate::float::Elem;
 use crate::simd::Isa;
@@ -50,7 +50,7 @@ fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &
                     let next = Next::nothing(std::ptr::null());
                     // SAFETY: strips and panels have so many zeros, and sums MR rows of NR; packed elements have no padding.
                     let [got, want] = unsafe {
-                        let (from, to) = ((std::ptr::null(), 0), (sums, K::NR));
+                        let (from, to) = ((std::ptr::null(), 0), To::Sums(sums, K::NR));
                         let ahead = Ahead { written: next, added: next, read: next };
                         let strip = Strip::Packed(nothing.cast_const());
                         K::enter();

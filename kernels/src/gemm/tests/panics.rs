@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::super::kernel::{Ahead, Blocking, Chore, Kernel, Strip};
+use super::super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, To};
 use super::super::portable::Portable;
 use super::super::{Call, Mat, Start, crew};
 use super::numbers;
@@ -35,7 +35,7 @@ impl Kernel<f32> for Panicking {
         strip: Strip<f32, f32>,
         panel: *const f32,
         from: (*const f32, usize),
-        to: (*mut f32, usize),
+        to: To<f32>,
         ahead: Ahead,
         chore: Option<Chore<f32, f32>>,
     ) {
