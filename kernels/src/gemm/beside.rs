@@ -22,10 +22,10 @@ pub fn order(rows: usize, columns: usize) -> Order {
     if rows >= columns { Order::ByStrips } else { Order::ByPanels }
 }
 
-/// Elements of the memory for strips, and for panels, of tasks of `rows` × `columns` and blocks of `k`.
-pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(rows: usize, columns: usize, k: usize) -> [usize; 2] {
+/// Elements of the memory for strips, and for panels, of tasks of `rows` × `columns` and blocks of `k`, computed in an order.
+pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(rows: usize, columns: usize, k: usize, order: Order) -> [usize; 2] {
     let (strips, panels) = (rows.div_ceil(K::MR), columns.div_ceil(K::NR));
-    let (strips, panels) = match order(rows, columns) {
+    let (strips, panels) = match order {
         Order::ByStrips => (SLOTS, panels),
         Order::ByPanels => (strips, SLOTS),
     };

@@ -35,6 +35,27 @@ pub struct Own {
     pub panels: Buffer,
     /// Unfinished sums.
     pub sums: Buffer,
+    /// Whether others read these strips or panels, so that nothing may be written there before the product is computed.
+    pub lent: bool,
+    /// Strips and panels that were lent.
+    aside: Vec<[Buffer; 2]>,
+}
+
+impl Own {
+    /// Before strips and panels are written: those that are lent stay where they are.
+    pub fn keep_lent(&mut self) {
+        if std::mem::take(&mut self.lent) {
+            self.aside.push([std::mem::take(&mut self.strips), std::mem::take(&mut self.panels)]);
+        }
+    }
+
+    /// Once nobody reads what was lent.
+    pub fn all_is_back(&mut self) {
+        self.lent = false;
+        if let Some([strips, panels]) = self.aside.drain(..).next() {
+            (self.strips, self.panels) = (strips, panels);
+        }
+    }
 }
 
 /// What the threads of a product share.

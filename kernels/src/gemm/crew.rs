@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::buffer::{Common, with_common, with_own};
-use super::driver::{First, Target, pack_panels};
+use super::driver::{First, Order, Sums, Target, pack_panels};
 use super::help::{Help, or_end_process, wait_until};
 use super::kernel::Kernel;
 use super::plan::{Packing, Phase, Plan, TOGETHER};
@@ -19,6 +19,8 @@ use crate::par::{self, Deal};
 
 /// Fewest strips of a task that are cut in two: who gets a half may have to pack panels for it, which costs as much as two strips.
 const LEAST_STRIPS: usize = 8;
+/// Fewest tiles of which half is given to a thread that finds all packed.
+const LEAST_TILES: usize = 8;
 
 /// # Safety
 /// The product's memory is as [`super::gemm`] says; the machine has the kernel's instruction set.
@@ -75,17 +77,22 @@ where
     /// Of every phase the items that pack and those that compute.
     stages: Vec<[Deal; 2]>,
     done: AtomicUsize,
-    help: Help<Part>,
+    help: Help<Part<K::Packed>>,
 }
 
-/// Rows of a task from a block of the inner dimension on, or from one of its steps ([`super::ahead`]).
-pub struct Part {
+/// Rows and columns of a task from a block of the inner dimension on, or from one of its steps ([`super::ahead`]), whose columns are its own.
+#[derive(Clone)]
+pub struct Part<P> {
     /// Which one of its phase.
     pub task: usize,
     pub rows: Range<usize>,
+    pub columns: Range<usize>,
     pub block: usize,
-    /// Where the unfinished sums of these rows are, if there are any and another thread keeps them.
-    pub sums: Option<*mut f32>,
+    /// Where the unfinished sums are, if there are any and another thread keeps them.
+    pub sums: Option<Sums>,
+    /// The order of tiles, and the packed operand that is kept in it, if another thread has packed that of the last block, or step: panels from the first column
+    /// on, or strips from the first row on.
+    pub packed: Option<(Order, *mut P)>,
 }
 
 // SAFETY: items, and parts of items, write disjoint parts of the panels, of the sums and of dst, and read panels only after all were packed. The
@@ -114,7 +121,9 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                 });
                 computing.draw_all(thread, |task| {
                     self.wait_for(phase.computing.start);
-                    let part = Part { task, rows: self.rows_of(phase, task), block: phase.blocks.start, sums: None };
+                    let (columns, _) = self.columns_of(phase, task);
+                    let (rows, block) = (self.rows_of(phase, task), phase.blocks.start);
+                    let part = Part { task, rows, columns, block, sums: None, packed: None };
                     // SAFETY: the caller's promise.
                     unsafe { self.compute(phase, part, own) };
                     self.done.fetch_add(1, Ordering::Release);
@@ -122,10 +131,12 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             }
             // A part is given once all items are drawn, and its panels are complete then.
             while let Some(part) = self.help.take(is_done) {
+                own.keep_lent();
                 // SAFETY: the caller's promise.
                 unsafe { self.compute(last, part, own) };
                 self.help.finished();
             }
+            own.all_is_back();
             // SAFETY: after `enter`.
             unsafe { K::leave() };
         });
@@ -141,19 +152,53 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         self.stages.last().is_none_or(|[_, computing]| computing.is_drawn())
     }
 
-    /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the beginning of `block`. Its unfinished sums, of
-    /// `kept` panels, are at `sums`. These are this thread's until all is computed, so nothing is given while it may draw another item.
-    pub fn halve(&self, part: &mut Part, block: usize, sums: *mut f32, kept: usize) {
-        let strips = part.rows.len().div_ceil(K::MR);
-        if strips < LEAST_STRIPS || !self.is_drawn() {
+    /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the beginning of `block`. Its unfinished sums are at `sums`. These
+    /// are this thread's until all is computed, so nothing is given while it may draw another item.
+    pub fn halve(&self, part: &mut Part<K::Packed>, block: usize, sums: Sums) {
+        if part.rows.len().div_ceil(K::MR) < LEAST_STRIPS {
             return;
         }
-        let first = strips.div_ceil(2) * K::MR;
-        let middle = part.rows.start + first;
-        let sums = (kept > 0).then(|| sums.wrapping_add(first * kept * K::NR));
-        if self.help.give(|| Part { task: part.task, rows: middle..part.rows.end, block, sums }) {
-            part.rows.end = middle;
+        let begin = part.rows.start;
+        part.rows.end = self.keep(part.rows.clone(), K::MR, |rows| {
+            let sums = sums.of_all().then(|| sums.from((rows.start - begin, 0), (K::MR, K::NR)));
+            Part { rows, block, sums, packed: None, ..part.clone() }
+        });
+    }
+
+    /// As [`Crew::halve`] of `left` while the last block, or step, of a part is computed, in `order`, whose packed operand is kept at `packed`, from the part's first row
+    /// or column on, if tasks pack their own; then it is `lent`. Returns the end of what stays.
+    pub fn halve_rest(
+        &self,
+        part: &Part<K::Packed>,
+        (order, left): (Order, Range<usize>),
+        (block, sums): (usize, Sums),
+        packed: Option<*mut K::Packed>,
+        lent: &mut bool,
+    ) -> usize {
+        let (unit, across) = match order {
+            Order::ByStrips => (K::MR, part.columns.len().div_ceil(K::NR)),
+            Order::ByPanels => (K::NR, part.rows.len().div_ceil(K::MR)),
+        };
+        let units = left.len().div_ceil(unit);
+        if !self.help.is_wanted() || units < 2 || units * across < LEAST_TILES {
+            return left.end;
         }
+        self.keep(left, unit, |given| {
+            *lent = packed.is_some();
+            let (rows, columns) = match order {
+                Order::ByStrips => (given, part.columns.clone()),
+                Order::ByPanels => (part.rows.clone(), given),
+            };
+            let (down, right) = (rows.start - part.rows.start, columns.start - part.columns.start);
+            let sums = sums.of_all().then(|| sums.from((down, right), (K::MR, K::NR)));
+            Part { task: part.task, rows, columns, block, sums, packed: packed.map(|packed| (order, packed)) }
+        })
+    }
+
+    /// The end of what is kept of `all`, of which the second half, in whole units, is given to a thread that waits, if one does, as `part` says.
+    fn keep(&self, all: Range<usize>, unit: usize, part: impl FnOnce(Range<usize>) -> Part<K::Packed>) -> usize {
+        let middle = all.start + all.len().div_ceil(unit).div_ceil(2) * unit;
+        if self.is_drawn() && self.help.give(|| part(middle..all.end)) { middle } else { all.end }
     }
 
     /// Where the panels of a block of the phase begin; each is `k · NR` elements.

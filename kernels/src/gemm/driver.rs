@@ -70,6 +70,23 @@ pub struct Sums {
     pub panels: usize,
 }
 
+impl Sums {
+    /// A place for one tile after the other.
+    pub fn of_a_tile(at: *mut f32) -> Self {
+        Self { at, panels: 0 }
+    }
+
+    /// Whether every tile has a place.
+    pub fn of_all(self) -> bool {
+        self.panels > 0
+    }
+
+    /// Those from a row and a column on, of tiles of mr × nr.
+    pub fn from(self, (row, column): (usize, usize), (mr, nr): (usize, usize)) -> Self {
+        Self { at: self.at.wrapping_add(row * self.panels * nr + column * mr), ..self }
+    }
+}
+
 /// Which tiles of a region come one after the other: those of a strip, or those of a panel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
@@ -236,7 +253,8 @@ fn pieces((width, step): (usize, usize), k: usize, across_first: bool, piece: im
     }
 }
 
-/// Multiplies strips with panels, packs `beside` that what is to be, and finishes what is complete.
+/// Multiplies strips with panels, packs `beside` that what is to be, and finishes what is complete. Before each strip, or panel, `keep` is told the rows, or columns, that are left,
+/// and says where those end that are to be computed.
 ///
 /// # Safety
 /// Strips and panels hold the region, or will when they are used; the rest as [`super::crew::run`].
@@ -247,6 +265,7 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
     panels: &Panels<K::Packed>,
     sums: Sums,
     beside: &mut dyn Beside<E, K::Packed>,
+    keep: &mut dyn FnMut(Range<usize>) -> usize,
 ) {
     let &Target { dst: Mat(dst, row_stride, column_stride), first, plus, scale } = target;
     let unscaled = scale == 1.0;
@@ -256,10 +275,10 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
     let touches_dst = region.is_last || region.is_first && matches!(first, First::Old);
     let second = if K::NR * size_of::<C>() > LINE { LINE } else { 0 };
     let order = beside.order();
-    let (down, across) = (region.rows.len().div_ceil(K::MR), region.columns.len().div_ceil(K::NR));
-    let (outer, inner) = match order {
-        Order::ByStrips => (down, across),
-        Order::ByPanels => (across, down),
+    let (mut down, mut across) = (region.rows.len().div_ceil(K::MR), region.columns.len().div_ceil(K::NR));
+    let inner = match order {
+        Order::ByStrips => across,
+        Order::ByPanels => down,
     };
     let place = |o: usize, i: usize| match order {
         Order::ByStrips => (o, i),
@@ -279,11 +298,27 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
         sums.at.wrapping_add(tile * K::MR * K::NR)
     };
     let lines = Strips::<E, K::Packed>::lines(region.k, across);
-    for o in 0..outer {
+    let (mut all_rows, mut all_columns) = (region.rows.clone(), region.columns.clone());
+    for o in 0.. {
+        let outer = match order {
+            Order::ByStrips => {
+                all_rows.end = keep((all_rows.start + o * K::MR).min(all_rows.end)..all_rows.end);
+                down = all_rows.len().div_ceil(K::MR);
+                down
+            }
+            Order::ByPanels => {
+                all_columns.end = keep((all_columns.start + o * K::NR).min(all_columns.end)..all_columns.end);
+                across = all_columns.len().div_ceil(K::NR);
+                across
+            }
+        };
+        if o == outer {
+            break;
+        }
         for i in 0..inner {
             let (s, p) = place(o, i);
-            let rows = K::MR.min(region.rows.len() - s * K::MR);
-            let columns = K::NR.min(region.columns.len() - p * K::NR);
+            let rows = K::MR.min(all_rows.len() - s * K::MR);
+            let columns = K::NR.min(all_columns.len() - p * K::NR);
             let strip = strips.strip(s, rows, K::MR, region.k);
             let panel = panels.at.wrapping_add(panels.turns.place(p) * panels.len);
             let later = i + TILES_AHEAD;

@@ -66,12 +66,16 @@ impl<P> Help<P> {
         Self { waiting, ready, unfinished, parts: Mutex::new(Vec::new()) }
     }
 
+    /// Whether a thread waits.
+    #[inline(always)]
+    pub fn is_wanted(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) > 0
+    }
+
     /// Gives a part to a thread that waits, if one does; only a thread that computes gives.
     pub fn give(&self, part: impl FnOnce() -> P) -> bool {
         let claim = |waiting: usize| waiting.checked_sub(1);
-        if self.waiting.load(Ordering::Relaxed) == 0
-            || self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).is_err()
-        {
+        if !self.is_wanted() || self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).is_err() {
             return false;
         }
         self.unfinished.fetch_add(1, Ordering::Relaxed);
