@@ -91,3 +91,26 @@ pub fn with_own<R>(f: impl FnOnce(&mut Own) -> R) -> R {
 pub fn with_common<R>(f: impl FnOnce(&mut Common) -> R) -> R {
     lend(&COMMON, f)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_lent_is_not_written_until_all_is_back() {
+        let mut own = Own::default();
+        let lent = [own.strips.room::<f32>(64), own.panels.room(64)];
+        own.keep_lent();
+        assert_eq!([own.strips.room::<f32>(64), own.panels.room(64)], lent, "nothing was lent");
+        own.lent = true;
+        own.keep_lent();
+        let others = [own.strips.room::<f32>(64), own.panels.room(64)];
+        assert!(others.iter().all(|other| !lent.contains(other)));
+        own.lent = true;
+        own.keep_lent();
+        let third = own.panels.room::<f32>(64);
+        assert!(!lent.contains(&third) && !others.contains(&third));
+        own.all_is_back();
+        assert_eq!([own.strips.room::<f32>(64), own.panels.room(64)], lent);
+    }
+}
