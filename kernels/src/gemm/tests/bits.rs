@@ -29,7 +29,7 @@ fn any_number_of_threads<E: Elem<Acc = f32>>() {
             for threads in [2, 3, 7] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 // Who waits, and for how long, is different every time.
-                for _ in 0..4 {
+                for _ in 0..8 {
                     let together = pool.install(|| example.by(isa, Parallelism::Rayon(threads)));
                     let same = alone.iter().zip(&together).all(|(a, b)| a.to_bits() == b.to_bits());
                     assert!(same, "{:?} {isa:?} {shape:?} {lies:?}, {threads} threads", E::DTYPE);
