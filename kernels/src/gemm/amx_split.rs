@@ -15,9 +15,9 @@ use half::bf16;
 
 use super::Mat;
 use super::amx::copy;
+use super::chores::{Idle, Work};
 use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Pack, Strip, To, packed};
 use super::parts::{PART, Parts, UNITS, pack_pairs, pack_rows};
-use super::strips::{Idle, Work};
 use super::tiles::{FETCHING, STEP, of_tiles};
 use crate::float::Elem;
 

@@ -8,11 +8,10 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512;
+use super::chores::{Fetch, Idle, PackByShares, PackBySteps, Work};
 use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip, Thin, To};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{
-    Fetch, Idle, Layout, MR, NR, PackByShares, PackBySteps, Packed, Rows, Word, Work, any_tile, by_rows, thin, tiles,
-};
+use super::strips::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, thin, tiles};
 use crate::float::Elem;
 use crate::memory::{LINE, rows_crowd};
 

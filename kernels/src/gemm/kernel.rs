@@ -3,6 +3,8 @@
 
 use super::Mat;
 use crate::float::Elem;
+#[cfg(target_arch = "x86_64")]
+use crate::memory::LINE;
 
 /// Inner dimension that [`Kernel::pack_a`] and [`Kernel::pack_b`] take at a time, at most; panels are made of pieces of it.
 pub const PIECE: usize = 32;
@@ -50,20 +52,22 @@ pub enum To<E> {
 }
 
 impl<E> To<E> {
-    /// Has the lines of a row fetched, to be written.
+    /// Has the lines of row `r` of so many columns, at most two, fetched to be written.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub fn ask_for_row(self, r: usize) {
-        let (at, second) = match self {
-            Self::Sums(to, stride) => (to.wrapping_add(r * stride).cast::<u8>(), 64),
-            Self::Rounded { to, stride, .. } => (to.wrapping_add(r * stride).cast::<u8>(), 32 * size_of::<E>() - 64),
+    pub fn ask_for_row(self, r: usize, columns: usize) {
+        let (at, bytes) = match self {
+            Self::Sums(to, stride) => (to.wrapping_add(r * stride).cast::<u8>(), columns * size_of::<f32>()),
+            Self::Rounded { to, stride, .. } => (to.wrapping_add(r * stride).cast::<u8>(), columns * size_of::<E>()),
         };
-        // SAFETY: it is no access.
-        unsafe {
-            std::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags, readonly));
-            if second > 0 {
-                std::arch::asm!("prefetchw [{}]", in(reg) at.wrapping_add(second), options(nostack, preserves_flags, readonly));
-            }
+        // `_mm_prefetch` asks to write only where the compiler is told that every machine can.
+        let ask = |line: *mut u8| {
+            // SAFETY: it is no access, and machines that cannot ask to write, none of which has AVX-512, do nothing.
+            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly)) };
+        };
+        ask(at);
+        if bytes > LINE {
+            ask(at.wrapping_add(LINE));
         }
     }
 

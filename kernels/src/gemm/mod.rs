@@ -22,6 +22,8 @@ mod avx512;
 mod avx512bf16;
 mod beside;
 mod buffer;
+#[cfg(target_arch = "x86_64")]
+mod chores;
 mod crew;
 mod dispatch;
 mod double;
