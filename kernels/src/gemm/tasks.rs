@@ -34,9 +34,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let panels_across = part.columns.len().div_ceil(K::NR);
         // One tile's place, or a place for every tile.
         let kept = if blocks.count == 1 { 0 } else { panels_across };
-        let places = if kept == 0 { 1 } else { part.rows.len().div_ceil(K::MR) * kept };
-        let own_sums = own.sums.room(places * K::MR * K::NR);
-        let all_sums = part.sums.unwrap_or(Sums { at: own_sums, panels: kept });
+        let all_sums = self.sums_of(&part, kept, own);
         let some_rows = K::BLOCKING.mc.next_multiple_of(K::MR);
         let order = match part.packed {
             Some((order, _)) => order,
@@ -122,6 +120,15 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         }
     }
 
+    /// Where the unfinished sums of a part are: this thread's own, of which `kept` panels are kept, or none but a tile's, unless it got them with the part. Its own stay where they are then,
+    /// since those of a part that it gave lie there.
+    fn sums_of(&self, part: &Part<K::Packed>, kept: usize, own: &mut Own) -> Sums {
+        part.sums.unwrap_or_else(|| {
+            let places = if kept == 0 { 1 } else { part.rows.len().div_ceil(K::MR) * kept };
+            Sums { at: own.sums.room(places * K::MR * K::NR), panels: kept }
+        })
+    }
+
     /// Whether strips of blocks of `k` are not packed.
     fn reads_rows(&self, k: usize) -> bool {
         k.is_multiple_of(K::KQ) && K::reads_rows(self.a)
@@ -133,9 +140,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let (columns, _) = self.columns_of(phase, part.task);
         let steps = ahead::steps(&columns, K::NR, group, blocks);
         let kept = if blocks.count == 1 { 0 } else { group };
-        let places = if kept == 0 { 1 } else { part.rows.len().div_ceil(K::MR) * kept };
-        let own_sums = own.sums.room(places * K::MR * K::NR);
-        let sums = part.sums.unwrap_or(Sums { at: own_sums, panels: kept });
+        let sums = self.sums_of(&part, kept, own);
         let step_room = group * K::NR * blocks.len;
         let both_panels = own.panels.room::<K::Packed>(2 * step_room);
         let packed: [_; 2] = std::array::from_fn(|i| match part.packed {
@@ -217,10 +222,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             let sums = match self.sums {
                 // One tile's place, or a place for every tile.
                 None if blocks.count == 1 => Sums::of_a_tile(own.sums.room(K::MR * K::NR)),
-                None => {
-                    let own_sums = own.sums.room(strips * task_columns);
-                    part.sums.unwrap_or(Sums { at: own_sums, panels: panels_across })
-                }
+                None => self.sums_of(&some, panels_across, own),
                 Some(all) => {
                     let tile = first_row / K::MR * panels_in_phase + across * task_columns / K::NR;
                     Sums { at: all.wrapping_add(tile * K::MR * K::NR), panels: panels_in_phase }
