@@ -378,6 +378,20 @@ mod tests {
     }
 
     #[test]
+    fn rows_that_are_read_in_place_are_cut_before_columns_unless_they_are_few() {
+        let plan = |shape| Plan::new(shape, (14, 32), 2, ALONE, Packing::Panels, 2);
+        for shape in [(2048, 384, 384), (2048, 640, 384), (2048, 1152, 384)] {
+            let plan = plan(shape);
+            assert_eq!((plan.way, plan.task_rows), (Way::Alone, shape.0 / 2), "{shape:?}");
+        }
+        assert_eq!(
+            plan((512, 384, 384)).task_rows,
+            512,
+            "packing all panels twice costs more than reading so few rows twice"
+        );
+    }
+
+    #[test]
     fn tasks_that_pack_alone_cover_the_product_evenly_and_keep_their_sums_in_cache() {
         let mut alone = 0;
         for shape in [

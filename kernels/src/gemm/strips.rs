@@ -159,8 +159,8 @@ pub trait Word<E> {
     }
 }
 
-/// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `$add(sum, a, b)` multiplies and adds, each
-/// given as a vector of f32. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`; after each word
+/// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `M` multiplies, adds and
+/// rounds. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`; after each word
 /// a step of it.
 macro_rules! tiles {
     ($features:literal) => {
@@ -207,7 +207,7 @@ macro_rules! tiles {
                     read.lines().into_iter().for_each(crate::simd::ask_for);
                     added.lines().into_iter().for_each(crate::simd::ask_for);
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
-                    // Asked for two tiles ago, they have left L1, but not L2; while they come no later line is written either.
+                    // What was asked for two tiles ago has left L1 since, and stores wait for each other.
                     if 2 * r >= ROWS {
                         [2 * r - ROWS, 2 * r + 1 - ROWS].into_iter().for_each(|near| to.ask_for_row(near, NR));
                     }

@@ -81,7 +81,11 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                 };
                 let mut next = rows.end;
                 // Beside the first strip, or panel, the other operand is packed.
-                let (lent, first_of_all) = (&mut own.lent, [rows.start, columns.start][order as usize]);
+                let first_of_all = match order {
+                    Order::ByStrips => rows.start,
+                    Order::ByPanels => columns.start,
+                };
+                let lent = &mut own.lent;
                 let may_give = |at: usize| is_last && (!packs_beside || is_packed || at > first_of_all);
                 let mut keep = |left: Range<usize>| {
                     let all = match order {
@@ -168,7 +172,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             }
             let inner = blocks.range(step.block);
             let across = step.columns.len().div_ceil(K::NR);
-            let next = coming(i + 1, part.rows.len().div_ceil(K::MR) * across);
+            let mut next = coming(i + 1, part.rows.len().div_ceil(K::MR) * across);
             let following = match steps.get(i + 1) {
                 Some(next) => self.a.at(part.rows.start, blocks.range(next.block).start),
                 None => self.a.at(part.rows.end, 0),
@@ -191,11 +195,10 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             // SAFETY: the caller's promise.
             unsafe {
                 let strips = Strips::prepare::<K>(a, part.rows.len(), inner.len(), edge, following.0);
-                let mut none = Nothing;
-                let mut next = next;
+                let mut nothing = Nothing;
                 let beside: &mut dyn Beside<E, K::Packed> = match &mut next {
                     Some(next) => next,
-                    None => &mut none,
+                    None => &mut nothing,
                 };
                 compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, beside, &mut keep);
             }
