@@ -4,6 +4,7 @@
 //! threads. Which thread gets what is the same in every operation, as far as all are as fast ([`Deal`]).
 
 mod deal;
+mod linger;
 
 use std::marker::PhantomData;
 
@@ -22,7 +23,14 @@ pub fn threads() -> usize {
 /// Calls `f` with the number of each of `threads` threads of the current pool, on those that have nothing else to do: perhaps on one thread after the other,
 /// perhaps with the same number twice.
 pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
-    (0..threads).into_par_iter().with_max_len(1).for_each(|_| f(rayon::current_thread_index().unwrap_or(0)));
+    let caller = rayon::current_thread_index();
+    (0..threads).into_par_iter().with_max_len(1).for_each(|_| {
+        let thread = rayon::current_thread_index();
+        f(thread.unwrap_or(0));
+        if thread != caller {
+            linger::after_this_job();
+        }
+    });
 }
 
 /// Calls `f` for 0..n.
