@@ -35,11 +35,16 @@ pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
 
 /// Calls `f` for 0..n.
 pub fn for_each(n: usize, f: impl Fn(usize) + Sync) {
+    dealt(n, |deal, thread| deal.draw_all(thread, &f));
+}
+
+/// Has threads call `f`, which draws numbers of 0..n until there are none.
+pub fn dealt(n: usize, f: impl Fn(&Deal, usize) + Sync) {
     if n <= 1 || threads() == 1 {
-        (0..n).for_each(f);
+        f(&Deal::new(n, 1), 0);
     } else {
         let deal = Deal::new(n, threads());
-        on_threads(threads().min(n), |thread| deal.draw_all(thread, &f));
+        on_threads(threads().min(n), |thread| f(&deal, thread));
     }
 }
 

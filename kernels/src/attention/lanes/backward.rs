@@ -6,9 +6,9 @@ use std::ops::Range;
 
 use super::ahead::Ahead;
 use super::engine::{Corner, Engine, Left};
-use super::operands::{flip, if_pairs, paired, plain, turned};
+use super::operands::{flip, if_pairs, paired, turned};
 use super::tile::Tile;
-use super::weights::{KEYS, QUERIES, Weights, harden, inner_products};
+use super::weights::{KEYS, QUERIES, Weights, harden};
 use super::{BLOCK, LANES, WithEngine, with_engine};
 use crate::attention::buffers::{Rows, with_two_buffers};
 use crate::attention::{Call, Geometry, HeadShape};
@@ -61,11 +61,12 @@ impl WithEngine for Backward<'_> {
             }
         };
         let target = Shared(self.dqkv.cast::<K::Elem>());
-        par::for_each(b * shape.groups, |task| {
+        let tasks = b * shape.groups;
+        par::dealt(tasks, |deal, thread| {
             // SAFETY: the caller's promise; no two tasks write the same columns.
             unsafe {
                 K::enter();
-                pass.group::<K>(task, target);
+                pass.groups::<K>(|| deal.draw(thread), target);
                 K::leave();
             }
         });
@@ -94,6 +95,15 @@ struct Group<'a, T> {
     dv: &'a mut [f32],
     /// Whether `dk` and `dv` hold nothing yet.
     fresh: bool,
+}
+
+/// What is copied for a head.
+struct Copies<'a, T> {
+    /// `[n, width]`, as `dout`.
+    queries: &'a mut [T],
+    dout: &'a mut [T],
+    /// Σ dout·out
+    delta: &'a mut [f32],
 }
 
 /// One head.
@@ -129,87 +139,133 @@ impl<E: Lanes> Pass<'_, E> {
         [self.part(task, j), rows(self.out), rows(self.dout)]
     }
 
-    /// Has the rows asked for that head `j` of this group writes, and those that the next one reads: of this group, or the next one's first.
-    fn expect(&self, task: usize, j: usize, target: Shared<E>, ahead: &mut Ahead) {
-        let Geometry { s, b, shape } = self.call.geometry;
-        let keys = shape.heads_per_group;
-        let last = j + 1 == keys;
-        let written = std::iter::once(j).chain((keys..keys + 2).filter(|_| last));
-        written.for_each(|part| ahead.write(target.0, self.part(task, part), 0..s));
-        if !last {
-            self.of_head(task, j + 1).into_iter().for_each(|rows| ahead.read(rows, 0..s));
-        } else if task + 1 < b * shape.groups {
-            self.of_head(task + 1, 0).into_iter().for_each(|rows| ahead.read(rows, 0..s));
-            (keys..keys + 2).for_each(|part| ahead.read(self.part(task + 1, part), 0..s));
+    /// Has rows copied that head `j` of group `task` needs: those of the group, too, if it is its first.
+    ///
+    /// # Safety
+    /// As [`Ahead::copy`], for all of these places.
+    unsafe fn expect<K: Engine<Elem = E>>(
+        &self,
+        (task, j): (usize, usize),
+        [keys, values]: [&mut [K::Operand]; 2],
+        Copies { queries, dout, delta }: &mut Copies<K::Operand>,
+        ahead: &mut Ahead<K>,
+    ) {
+        let (s, of_group, width) = (self.call.geometry.s, self.call.geometry.shape.heads_per_group, self.call.width());
+        let [rows, out, rows_of_dout] = self.of_head(task, j);
+        // SAFETY: the caller's promise.
+        unsafe {
+            if j == 0 {
+                ahead.copy(self.part(task, of_group), s, keys, width);
+                ahead.copy(self.part(task, of_group + 1), s, values, width);
+            }
+            ahead.copy(rows, s, queries, width);
+            ahead.multiply([rows_of_dout, out], s, (dout, width), delta);
         }
     }
 
-    /// Writes the columns of group `task % groups` of sample `task / groups` in `dqkv`.
+    /// Writes the columns in `dqkv` of the groups that `draw` gives: group `task % groups` of sample `task / groups`.
     ///
     /// # Safety
     /// As [`Engine`]'s functions; no other task writes these columns.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn group<K: Engine<Elem = E>>(&self, task: usize, target: Shared<E>) {
+    unsafe fn groups<K: Engine<Elem = E>>(&self, draw: impl Fn() -> Option<usize>, target: Shared<E>) {
+        let Some(first) = draw() else { return };
         let Geometry { s, shape, .. } = self.call.geometry;
         let (width, of_group, scale) = (self.call.width(), shape.heads_per_group, self.call.scores.scale as f32);
-        let (batch, group) = (task / shape.groups, task % shape.groups);
         let n = s.next_multiple_of(BLOCK);
-        let first_keys = self.call.first_keys(batch, n);
         let (all, copy, tile) = (n * width, if_pairs::<K>(n * width), KEYS * QUERIES);
-        let operands = [all, all, all, all, copy, all, all, copy, copy, tile, tile, tile];
-        let numbers = [n, n, all, all, all, BLOCK * BLOCK, BLOCK * BLOCK];
-        let mut ahead = Ahead::new();
-        with_two_buffers::<K::Operand, f32, 12, 7, _>(
+        let operands = [all, all, all, all, all, all, all, all, copy, all, all, copy, copy, tile, tile, tile];
+        let numbers = [n, n, n, all, all, all, BLOCK * BLOCK, BLOCK * BLOCK];
+        with_two_buffers::<K::Operand, f32, 16, 8, _>(
             operands,
             numbers,
-            |[keys, values, queries, dout, keys_flipped, q_turned, do_turned, q_pairs, do_pairs, p, ds, ds_right],
-             [delta, lse, dk, dv, dq, scores, dp]| {
+            |[
+                mut keys,
+                mut values,
+                mut next_keys,
+                mut next_values,
+                queries,
+                dout,
+                next_queries,
+                next_dout,
+                keys_flipped,
+                q_turned,
+                do_turned,
+                q_pairs,
+                do_pairs,
+                p,
+                ds,
+                ds_right,
+            ],
+             [delta, next_delta, lse, dk, dv, dq, scores, dp]| {
+                let mut weights = Weights { scores, dp, p, ds, ds_right };
+                let mut copies = Copies { queries, dout, delta };
+                let mut next_copies = Copies { queries: next_queries, dout: next_dout, delta: next_delta };
+                let mut ahead = Ahead::<K>::new();
                 // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
                 unsafe {
-                    plain::<K>(self.part(task, of_group), s, 0, n, keys, width);
-                    plain::<K>(self.part(task, of_group + 1), s, 0, n, values, width);
-                    let mut weights = Weights { scores, dp, p, ds, ds_right };
-                    flip::<K>(paired::<K>(keys, n, width, q_pairs), n, width, keys_flipped);
-                    let mut of_keys = Group {
-                        keys: Left::plain::<K>(keys, width),
-                        values: Left::plain::<K>(values, width),
-                        keys_turned: Left::flipped::<K>(keys, keys_flipped, width),
-                        dk: &mut *dk,
-                        dv: &mut *dv,
-                        fresh: true,
-                    };
-                    for j in 0..of_group {
-                        let [rows, out, rows_of_dout] = self.of_head(task, j);
-                        plain::<K>(rows, s, 0, n, queries, width);
-                        plain::<K>(rows_of_dout, s, 0, n, dout, width);
-                        inner_products([rows_of_dout, out], s, delta);
-                        ahead.clear();
-                        self.expect(task, j, target, &mut ahead);
-                        ahead.deal(2 * blocks_seen(&first_keys));
-                        turned::<K>(queries, n, width, q_turned);
-                        turned::<K>(dout, n, width, do_turned);
-                        let head = group * of_group + j;
-                        let of_queries = &self.lse[(batch * shape.heads() + head) * s..][..s];
-                        // Of no query: its probabilities are none, whatever a slope adds to its scores.
-                        lse[s..].fill(f32::INFINITY);
-                        lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
-                        let mut of_queries = Head {
-                            tile: Tile::new(&self.call, batch, head, &first_keys),
-                            first_keys: &first_keys,
-                            queries_turned: q_turned,
-                            dout_turned: do_turned,
-                            queries: paired::<K>(queries, n, width, q_pairs),
-                            dout: paired::<K>(dout, n, width, do_pairs),
-                            dq: &mut *dq,
-                            lse: &*lse,
-                            delta: &*delta,
+                    self.expect((first, 0), [&mut *keys, &mut *values], &mut copies, &mut ahead);
+                    ahead.deal(s);
+                    ahead.finish();
+                }
+                let mut following = Some(first);
+                while let Some(task) = following {
+                    let (batch, group) = (task / shape.groups, task % shape.groups);
+                    let first_keys = self.call.first_keys(batch, n);
+                    // SAFETY: the caller's promise; the buffers have the lengths that are wanted. What is copied goes to buffers that are not used before.
+                    unsafe {
+                        flip::<K>(paired::<K>(keys, n, width, q_pairs), n, width, keys_flipped);
+                        let mut of_keys = Group {
+                            keys: Left::plain::<K>(keys, width),
+                            values: Left::plain::<K>(values, width),
+                            keys_turned: Left::flipped::<K>(keys, keys_flipped, width),
+                            dk: &mut *dk,
+                            dv: &mut *dv,
+                            fresh: true,
                         };
-                        self.head::<K>(&mut of_keys, &mut of_queries, &mut weights, &mut ahead);
-                        of_keys.fresh = false;
-                        self.store_turned(rows, of_queries.dq, scale, target);
+                        for j in 0..of_group {
+                            let is_last = j + 1 == of_group;
+                            if is_last {
+                                following = draw();
+                            }
+                            ahead.clear();
+                            let next = if is_last { following.map(|task| (task, 0)) } else { Some((task, j + 1)) };
+                            if let Some(next) = next {
+                                let of_group = [&mut *next_keys, &mut *next_values];
+                                self.expect(next, of_group, &mut next_copies, &mut ahead);
+                            }
+                            let written = std::iter::once(j).chain((of_group..of_group + 2).filter(|_| is_last));
+                            written.for_each(|part| ahead.write(target.0, self.part(task, part), 0..s));
+                            ahead.deal((2 + width / BLOCK) * blocks_seen(&first_keys) * K::ASKS);
+                            turned::<K>(copies.queries, n, width, q_turned);
+                            turned::<K>(copies.dout, n, width, do_turned);
+                            let head = group * of_group + j;
+                            let of_queries = &self.lse[(batch * shape.heads() + head) * s..][..s];
+                            // Of no query: its probabilities are none, whatever a slope adds to its scores.
+                            lse[s..].fill(f32::INFINITY);
+                            lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
+                            let mut of_queries = Head {
+                                tile: Tile::new(&self.call, batch, head, &first_keys),
+                                first_keys: &first_keys,
+                                queries_turned: q_turned,
+                                dout_turned: do_turned,
+                                queries: paired::<K>(copies.queries, n, width, q_pairs),
+                                dout: paired::<K>(copies.dout, n, width, do_pairs),
+                                dq: &mut *dq,
+                                lse: &*lse,
+                                delta: &*copies.delta,
+                            };
+                            self.head::<K>(&mut of_keys, &mut of_queries, &mut weights, &mut ahead);
+                            of_keys.fresh = false;
+                            ahead.finish();
+                            self.store_turned(self.part(task, j), of_queries.dq, scale, target);
+                            std::mem::swap(&mut copies, &mut next_copies);
+                        }
+                        self.store(self.part(task, of_group), of_keys.dk, scale, target);
+                        self.store(self.part(task, of_group + 1), of_keys.dv, 1.0, target);
                     }
-                    self.store(self.part(task, of_group), of_keys.dk, scale, target);
-                    self.store(self.part(task, of_group + 1), of_keys.dv, 1.0, target);
+                    std::mem::swap(&mut keys, &mut next_keys);
+                    std::mem::swap(&mut values, &mut next_values);
                 }
             },
         );
@@ -222,7 +278,7 @@ impl<E: Lanes> Pass<'_, E> {
         group: &mut Group<K::Operand>,
         head: &mut Head<K::Operand>,
         weights: &mut Weights<K::Operand>,
-        ahead: &mut Ahead,
+        ahead: &mut Ahead<K>,
     ) {
         let (first_keys, n) = (head.first_keys, head.first_keys.len());
         for key in (0..n).step_by(KEYS) {
@@ -245,7 +301,7 @@ impl<E: Lanes> Pass<'_, E> {
         group: &mut Group<K::Operand>,
         head: &mut Head<K::Operand>,
         weights: &mut Weights<K::Operand>,
-        ahead: &mut Ahead,
+        ahead: &mut Ahead<K>,
         keys: Range<usize>,
         queries: Range<usize>,
     ) {
@@ -262,14 +318,12 @@ impl<E: Lanes> Pass<'_, E> {
                 }
                 head.tile.turn_to(query);
                 for key in blocks(&seen) {
-                    ahead.ask();
                     let right = |of: &[K::Operand]| (of[query * width..].as_ptr(), BLOCK * K::GROUP);
                     let (scores, dp) = (weights.scores.as_mut_ptr(), weights.dp.as_mut_ptr());
                     let (keys_at, values_at) = (group.keys.from::<K>(key, 0), group.values.from::<K>(key, 0));
                     let corner = (key == query).then_some(Corner::Result);
-                    K::block(width, corner, keys_at, right(head.queries_turned), (scores, BLOCK), false);
-                    ahead.ask();
-                    K::block(width, corner, values_at, right(head.dout_turned), (dp, BLOCK), false);
+                    K::block(width, corner, keys_at, right(head.queries_turned), (scores, BLOCK), false, ahead);
+                    K::block(width, corner, values_at, right(head.dout_turned), (dp, BLOCK), false, ahead);
                     let scale = head.tile.tilt(key, weights.scores);
                     let harden = match (head.tile.is_edge(key, BLOCK), head.tile.drops()) {
                         (false, false) => harden::<K, false, false>,
@@ -290,7 +344,7 @@ impl<E: Lanes> Pass<'_, E> {
                 for row in (0..width).step_by(BLOCK) {
                     let to = (head.dq[query * width + row * BLOCK..].as_mut_ptr(), BLOCK);
                     let keys_at = group.keys_turned.from::<K>(row, seen.start);
-                    K::block(seen.len(), corner, keys_at, (ds, BLOCK * K::GROUP), to, !first);
+                    K::block(seen.len(), corner, keys_at, (ds, BLOCK * K::GROUP), to, !first, ahead);
                 }
             }
             // A tile's first queries are those that see its last key first.
@@ -309,8 +363,8 @@ impl<E: Lanes> Pass<'_, E> {
                         |of: &[K::Operand]| (of[seen.start * width + column * K::GROUP..].as_ptr(), width * K::GROUP);
                     let to = key * width + column;
                     let (dv, dk) = (group.dv[to..].as_mut_ptr(), group.dk[to..].as_mut_ptr());
-                    K::block(seen.len(), corner, left(weights.p), right(head.dout), (dv, width), !first);
-                    K::block(seen.len(), corner, left(weights.ds), right(head.queries), (dk, width), !first);
+                    K::block(seen.len(), corner, left(weights.p), right(head.dout), (dv, width), !first, ahead);
+                    K::block(seen.len(), corner, left(weights.ds), right(head.queries), (dk, width), !first, ahead);
                 }
             }
         }

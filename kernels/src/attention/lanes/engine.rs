@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::__m512;
 
+use super::ahead::Ahead;
 use super::{BLOCK, LANES};
 use crate::gemm::lanes::Lanes;
 use crate::host::HostElem;
@@ -83,12 +84,15 @@ pub trait Engine {
     const GROUP: usize;
     /// Of left operands; 32 is a multiple of it.
     const STEP: usize;
+    /// Of a block.
+    const ASKS: usize;
 
     /// Copies `n` elements of a row, and fills it up with zeros to `width`, a multiple of 32.
     unsafe fn row(from: *const Self::Elem, n: usize, to: *mut Self::Operand, width: usize);
 
     /// `c [32, 32] = a [32, inner] · b [inner, 32]`, plus the old `c` where `add`; the inner dimension is a multiple of 32. `b` is given
-    /// with the distance of its rows of GROUP · columns, `c` with that of its rows. Products with the corner may be left out.
+    /// with the distance of its rows of GROUP · columns, `c` with that of its rows. Products with the corner may be left out. Calls [`Ahead::ask`] ASKS times
+    /// in between.
     unsafe fn block(
         inner: usize,
         corner: Option<Corner>,
@@ -96,7 +100,9 @@ pub trait Engine {
         b: (*const Self::Operand, usize),
         c: (*mut f32, usize),
         add: bool,
-    );
+        ahead: &mut Ahead<Self>,
+    ) where
+        Self: Sized;
 
     /// What a probability is rounded to before it weighs values.
     unsafe fn round(p: __m512) -> __m512;
@@ -116,6 +122,7 @@ pub trait Engine {
 #[cfg(test)]
 mod tests {
     use super::{BLOCK, Corner, Engine, LANES, Left};
+    use crate::attention::lanes::ahead::Ahead;
     use crate::attention::lanes::pairs::Dot;
     use crate::attention::lanes::wide::Wide;
     use crate::float::{Elem, Float};
@@ -146,7 +153,15 @@ mod tests {
                     // SAFETY: the caller has looked at the machine; the operands have INNER elements of 32 rows and columns.
                     unsafe {
                         let a = Left::plain::<K>(&a, INNER);
-                        K::block(INNER, corner, a, (b.as_ptr(), BLOCK * K::GROUP), (c.as_mut_ptr(), BLOCK), add);
+                        K::block(
+                            INNER,
+                            corner,
+                            a,
+                            (b.as_ptr(), BLOCK * K::GROUP),
+                            (c.as_mut_ptr(), BLOCK),
+                            add,
+                            &mut Ahead::new(),
+                        );
                     }
                     c
                 };

@@ -109,7 +109,7 @@ impl<E: Lanes> Group<'_, E> {
     }
 
     /// Has the rows asked for that a tile of queries needs, once there are the keys and values before `copied`.
-    fn expect(&self, tile: usize, copied: usize, out: Shared<E>, ahead: &mut Ahead) {
+    fn expect<K: Engine<Elem = E>>(&self, tile: usize, copied: usize, out: Shared<E>, ahead: &mut Ahead<K>) {
         let Geometry { s, shape, .. } = self.call.geometry;
         let (query, keys) = (tile * BLOCK, copied.max(self.seen(tile)));
         let end = s.min(query + BLOCK);
@@ -140,7 +140,7 @@ impl<E: Lanes> Group<'_, E> {
         let end = (last + 1) * BLOCK;
         let (all, tile, pairs) = (end * width, BLOCK * width, if_pairs::<K>(end * width));
         let first_keys = self.call.first_keys(self.batch, end);
-        let mut ahead = Ahead::new();
+        let mut ahead = Ahead::<K>::new();
         with_two_buffers::<K::Operand, f32, 7, 2, _>(
             [all, all, pairs, pairs, tile, tile, KEYS * BLOCK],
             [KEYS * BLOCK, tile],
@@ -157,7 +157,7 @@ impl<E: Lanes> Group<'_, E> {
                     }
                     // At every product of [`Group::tile`].
                     let products = (end - seen) / BLOCK + (end - seen).div_ceil(KEYS) * (width / BLOCK);
-                    ahead.deal(of_group * products);
+                    ahead.deal(of_group * products * K::ASKS);
                     let from = copied.max(seen);
                     let (n, at) = (end - from, from * width);
                     copied = end;
@@ -199,7 +199,7 @@ impl<E: Lanes> Group<'_, E> {
         operands: Operands<K::Operand>,
         (scores, p): (&mut [f32], &mut [K::Operand]),
         gathered: &mut Gathered,
-        ahead: &mut Ahead,
+        ahead: &mut Ahead<K>,
     ) {
         let width = self.call.width();
         let mut tile = Tile::new(&self.call, self.batch, head, first_keys);
@@ -209,11 +209,10 @@ impl<E: Lanes> Group<'_, E> {
             // SAFETY: the caller's promise; a tile has 32 queries and up to KEYS keys, all below the end of the operands.
             unsafe {
                 for k in (0..keys).step_by(BLOCK) {
-                    ahead.ask();
                     let to = (scores.as_mut_ptr().add(k * BLOCK), BLOCK);
                     let queries = (operands.queries.as_ptr(), BLOCK * K::GROUP);
                     let corner = (key + k == query).then_some(Corner::Result);
-                    K::block(width, corner, operands.keys.from::<K>(key + k, 0), queries, to, false);
+                    K::block(width, corner, operands.keys.from::<K>(key + k, 0), queries, to, false, ahead);
                 }
                 let scores = &mut scores[..keys * BLOCK];
                 let scale = tile.tilt(key, scores);
@@ -226,10 +225,9 @@ impl<E: Lanes> Group<'_, E> {
                 soften(&tile, key, scores, scale, p, gathered);
                 let corner = (key + keys > query).then_some(Corner::Right);
                 for row in (0..width).step_by(BLOCK) {
-                    ahead.ask();
                     let to = (gathered.acc.as_mut_ptr().add(row * BLOCK), BLOCK);
                     let p = (p.as_ptr(), BLOCK * K::GROUP);
-                    K::block(keys, corner, operands.values.from::<K>(row, key), p, to, !gathered.fresh);
+                    K::block(keys, corner, operands.values.from::<K>(row, key), p, to, !gathered.fresh, ahead);
                 }
             }
             gathered.fresh = false;

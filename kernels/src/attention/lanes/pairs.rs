@@ -5,6 +5,7 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
+use super::ahead::Ahead;
 use super::engine::{Corner, Engine, Left, Span};
 use super::{BLOCK, LANES};
 use crate::gemm::tiles;
@@ -96,6 +97,8 @@ unsafe fn narrow([low, high]: [__m512; 2]) -> __m512i {
 impl Engine for Amx {
     of_pairs!();
 
+    const ASKS: usize = 1;
+
     #[inline]
     unsafe fn block(
         inner: usize,
@@ -105,9 +108,11 @@ impl Engine for Amx {
         (b, b_stride): (*const bf16, usize),
         (c, c_stride): (*mut f32, usize),
         add: bool,
+        ahead: &mut Ahead<Self>,
     ) {
         // SAFETY: the caller's promise.
         unsafe {
+            ahead.ask();
             asm!(
                 "test {add}, {add}",
                 "jz 3f",
@@ -174,6 +179,8 @@ impl Engine for Amx {
 impl Engine for Dot {
     of_pairs!();
 
+    const ASKS: usize = BLOCK / 8;
+
     #[inline]
     unsafe fn block(
         inner: usize,
@@ -182,11 +189,15 @@ impl Engine for Dot {
         b: (*const bf16, usize),
         (c, c_stride): (*mut f32, usize),
         add: bool,
+        ahead: &mut Ahead<Self>,
     ) {
         for r in (0..BLOCK).step_by(8) {
             let span = Span::new(inner, corner, r);
             // SAFETY: the caller's promise.
-            unsafe { strip::<8>(span, a.from::<Self>(r, 0), b, (c.add(r * c_stride), c_stride), add) };
+            unsafe {
+                ahead.ask();
+                strip::<8>(span, a.from::<Self>(r, 0), b, (c.add(r * c_stride), c_stride), add);
+            }
         }
     }
 }

@@ -6,7 +6,6 @@ use super::engine::Engine;
 use super::math::exp2;
 use super::tile::Tile;
 use super::{BLOCK, LANES};
-use crate::attention::buffers::Rows;
 use crate::gemm::lanes::{Lanes, first};
 
 /// Keys per tile.
@@ -26,26 +25,23 @@ pub struct Weights<'a, T> {
     pub ds_right: &'a mut [T],
 }
 
-/// The inner products of two parts' rows, with zeros beyond row `s`.
+/// The inner product of two rows of `n` elements.
 ///
 /// # Safety
-/// The machine has AVX-512.
+/// The machine has AVX-512; the elements can be read.
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn inner_products<E: Lanes>([a, b]: [Rows<E>; 2], s: usize, to: &mut [f32]) {
-    to[s..].fill(0.0);
-    for (position, to) in to[..s].iter_mut().enumerate() {
-        let (a, b) = (a.row(position), b.row(position));
-        let mut sum = _mm512_setzero_ps();
-        for column in (0..a.len()).step_by(LANES) {
-            let mask = first(a.len() - column);
-            // SAFETY: masked elements are not read.
-            unsafe {
-                let (a, b) = (E::load16(a.as_ptr().add(column), mask), E::load16(b.as_ptr().add(column), mask));
-                sum = _mm512_fmadd_ps(a, b, sum);
-            }
+pub unsafe fn inner_product<E: Lanes>([a, b]: [*const E; 2], n: usize) -> f32 {
+    let mut sum = _mm512_setzero_ps();
+    for column in (0..n).step_by(LANES) {
+        let mask = first(n - column);
+        // SAFETY: masked elements are not read.
+        unsafe {
+            let (a, b) = (E::load16(a.add(column), mask), E::load16(b.add(column), mask));
+            sum = _mm512_fmadd_ps(a, b, sum);
         }
-        *to = _mm512_reduce_add_ps(sum);
     }
+    _mm512_reduce_add_ps(sum)
 }
 
 /// Scores and gradients of probabilities of a block become (dropped) probabilities and gradients of scores, at `at` (key, query) in

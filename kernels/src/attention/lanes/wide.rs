@@ -4,6 +4,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::BLOCK;
+use super::ahead::Ahead;
 use super::engine::{Corner, Engine, Left, Span};
 use crate::gemm::lanes::{Lanes, first};
 
@@ -14,6 +15,7 @@ impl<E: Lanes> Engine for Wide<E> {
     type Operand = f32;
     const GROUP: usize = 1;
     const STEP: usize = 1;
+    const ASKS: usize = 3;
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
@@ -32,6 +34,7 @@ impl<E: Lanes> Engine for Wide<E> {
         b: (*const f32, usize),
         c: (*mut f32, usize),
         add: bool,
+        ahead: &mut Ahead<Self>,
     ) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -40,13 +43,16 @@ impl<E: Lanes> Engine for Wide<E> {
             if matches!(corner, None | Some(Corner::Right)) {
                 for r in [0, 11] {
                     let (span, a, c) = down(r);
+                    ahead.ask();
                     strip::<11>(span, a, b, c, add);
                 }
                 let (span, a, c) = down(22);
+                ahead.ask();
                 strip::<10>(span, a, b, c, add);
             } else {
                 for r in (0..BLOCK).step_by(8) {
                     let (span, a, c) = down(r);
+                    ahead.ask();
                     strip::<8>(span, a, b, c, add);
                 }
             }
