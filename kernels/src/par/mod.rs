@@ -8,8 +8,6 @@ mod linger;
 
 use std::marker::PhantomData;
 
-use rayon::prelude::*;
-
 pub use deal::Deal;
 
 /// Elements below which handing work to another thread costs more than it saves.
@@ -23,13 +21,26 @@ pub fn threads() -> usize {
 /// Calls `f` with the number of each of `threads` threads of the current pool, on those that have nothing else to do: perhaps on one thread after the other,
 /// perhaps with the same number twice.
 pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
-    let caller = rayon::current_thread_index();
-    (0..threads).into_par_iter().with_max_len(1).for_each(|_| {
-        let thread = rayon::current_thread_index();
-        f(thread.unwrap_or(0));
-        if thread != caller {
-            linger::after_this_job();
+    match rayon::current_thread_index() {
+        Some(caller) => on_those_of(caller, threads, &f),
+        None => rayon::scope(|_| on_those_of(rayon::current_thread_index().unwrap_or(0), threads, &f)),
+    }
+}
+
+/// As [`on_threads`], for the thread of the pool that has number `caller`.
+fn on_those_of(caller: usize, threads: usize, f: &(dyn Fn(usize) + Sync)) {
+    let _call = linger::Call::begin();
+    rayon::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(|_| {
+                let thread = rayon::current_thread_index().unwrap_or(caller);
+                f(thread);
+                if thread != caller {
+                    linger::after_this_job();
+                }
+            });
         }
+        f(caller);
     });
 }
 
