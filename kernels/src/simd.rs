@@ -149,6 +149,19 @@ pub fn ask_for<T>(address: *const T) {
     let _ = address;
 }
 
+/// As [`ask_for`], into the second level of cache alone: of such lines more can be on their way.
+#[inline(always)]
+pub fn ask_for_l2<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as in `ask_for`.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// As [`ask_for`], as much as `part` has, [`AHEAD`] bytes further. Nothing where that is more than a page, which would fill the queues of what
 /// is on its way, and which processors see coming by themselves.
 #[inline(always)]

@@ -1,5 +1,8 @@
-//! Attention of a few new tokens over the keys and values of all tokens so far: one task per (batch, head). Where there are none before them, as with a prompt, it is
-//! that of a sequence.
+//! Attention of a few new tokens over the keys and values of all tokens so far: one task per sample and group of heads, or some of its heads. Where there are none before
+//! them, as with a prompt, it is that of a sequence.
+//!
+//! A task goes over the cache once, some positions at a time, for all of its heads (the online softmax: Milakov & Gimelshein 2018): positions lie kilobytes apart, and to come
+//! to one, whose page the processor may have to look up, takes longer than what is computed with it.
 //!
 //! For generation; no gradient, no dropout. Pope et al. 2022 (multi-query attention with a key/value cache).
 
@@ -8,8 +11,9 @@ use candle_core::Tensor;
 use super::{Geometry, HeadShape, HostScores, Scores, attention, round, tilt};
 use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
+use crate::memory::LINE;
 use crate::par::{self, Shared};
-use crate::simd::{max, sum, sum2, vectorize};
+use crate::simd::{ask_for_l2, max, sum, sum2, vectorize};
 use crate::view::{View, expect_apart, expect_dtype, expect_shape, tensor};
 use crate::{Error, Result, on_gpu};
 
@@ -79,51 +83,159 @@ fn append<E: Elem>(packed: &[E], cache: &mut [E], starts: &[usize], geometry: Ge
     }
 }
 
+/// Positions computed at a time.
+const BLOCK: usize = 32;
+/// Positions whose values are added at a time.
+const TOGETHER: usize = 4;
+/// How many positions before its use memory is asked for.
+const AHEAD: usize = 16;
+
 fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geometry, scores: HostScores) -> Vec<E> {
     let Geometry { s, b, shape } = geometry;
-    let (heads, d) = (shape.heads(), shape.head_dim);
-    let mut out = vec![E::store(E::Acc::ZERO); s * b * heads * d];
+    let (d, of_group) = (shape.head_dim, shape.heads_per_group);
+    let mut out = vec![E::store(E::Acc::ZERO); s * b * shape.heads() * d];
     let rows = Shared(out.as_mut_ptr());
-    par::for_each(b * heads, |task| {
-        let (batch, head) = (task / heads, task % heads);
-        let (group, in_group) = (head / shape.heads_per_group, head % shape.heads_per_group);
-        let (scale, slope) = (E::Acc::of(scores.scale), scores.slope(head));
-        let mut weights = vec![E::Acc::ZERO; starts[batch] + s];
-        let mut acc = vec![E::Acc::ZERO; d];
+    // Threads that would have no group get some heads of one, and read as much for them.
+    let parts = par::threads().div_ceil((b * shape.groups).max(1)).clamp(1, of_group.max(1));
+    par::for_each(b * shape.groups * parts, |task| {
+        let (batch_group, part) = (task / parts, task % parts);
+        let (batch, group) = (batch_group / shape.groups, batch_group % shape.groups);
+        let in_group = part * of_group / parts..(part + 1) * of_group / parts;
+        let mut heads: Vec<_> = in_group.clone().map(|_| Gathered::<E>::new(d)).collect();
         for i in 0..s {
             let position = starts[batch] + i;
-            let q_at = geometry.qkv_at(batch, group, in_group) + i * geometry.qkv_stride();
-            let q = &packed[q_at..q_at + d];
-            let out_at = geometry.out_at(batch, head) + i * geometry.out_stride();
-            // SAFETY: only this task writes this head's columns of this sample.
-            let out = unsafe { std::slice::from_raw_parts_mut(rows.at(out_at), d) };
+            for (j, head) in in_group.clone().zip(&mut heads) {
+                let q_at = geometry.qkv_at(batch, group, j) + i * geometry.qkv_stride();
+                head.begin(&packed[q_at..q_at + d]);
+            }
             let first = scores.window.map_or(0, |window| (position + 1).saturating_sub(window));
-            let weights = &mut weights[..=position - first];
-            vectorize(
-                #[inline(always)]
-                || {
-                    for (key, weight) in (first..).zip(weights.iter_mut()) {
-                        let at = key_at(geometry, key, batch, group);
-                        *weight = scale * sum2(q, &cache[at..at + d], |q, k| q * k);
-                    }
-                    if let Some(slope) = slope {
-                        tilt(weights, slope, position, first);
-                    }
-                    let top = max(weights);
-                    weights.iter_mut().for_each(|w| *w = (*w - top).fast_exp());
-                    let norm = E::Acc::ONE / sum(weights, |w| w);
-                    round::<E>(weights);
-                    acc.fill(E::Acc::ZERO);
-                    for (key, &weight) in (first..).zip(weights.iter()) {
-                        let at = key_at(geometry, key, batch, group) + d;
-                        acc.iter_mut().zip(&cache[at..at + d]).for_each(|(acc, v)| *acc += weight * v.load());
-                    }
-                    out.iter_mut().zip(&acc).for_each(|(out, &acc)| *out = E::store(acc * norm));
-                },
-            );
+            for key in (first..=position).step_by(BLOCK) {
+                let keys = key..(key + BLOCK).min(position + 1);
+                let row = |key: usize| {
+                    let at = key_at(geometry, key, batch, group);
+                    cache[at..at + 2 * d].split_at(d)
+                };
+                vectorize(
+                    #[inline(always)]
+                    || {
+                        for (n, key) in keys.clone().enumerate() {
+                            if key + AHEAD <= position {
+                                let (ahead, _) = row(key + AHEAD);
+                                (0..2 * size_of_val(ahead)).step_by(LINE).for_each(|line| {
+                                    ask_for_l2(ahead.as_ptr().wrapping_byte_add(line));
+                                });
+                            }
+                            heads.iter_mut().for_each(|head| head.weights[n] = dot(&head.query, row(key).0));
+                        }
+                        for (j, head) in in_group.clone().zip(&mut heads) {
+                            let slope = scores.slope(group * of_group + j);
+                            head.soften(keys.len(), E::Acc::of(scores.scale), |weights| {
+                                if let Some(slope) = slope {
+                                    tilt(weights, slope, position, key);
+                                }
+                            });
+                        }
+                        for n in (0..keys.len()).step_by(TOGETHER) {
+                            let at = key + n;
+                            if n + TOGETHER <= keys.len() {
+                                let values: [_; TOGETHER] = std::array::from_fn(|i| row(at + i).1);
+                                heads.iter_mut().for_each(|head| head.add(n, values));
+                            } else {
+                                (at..keys.end).for_each(|key| {
+                                    heads.iter_mut().for_each(|head| head.add(key - keys.start, [row(key).1]));
+                                });
+                            }
+                        }
+                    },
+                );
+            }
+            for (j, head) in in_group.clone().zip(&heads) {
+                let at = geometry.out_at(batch, group * of_group + j) + i * geometry.out_stride();
+                // SAFETY: only this task writes this head's columns of this sample.
+                head.end(unsafe { std::slice::from_raw_parts_mut(rows.at(at), d) });
+            }
         }
     });
     out
+}
+
+/// What a query has gathered of the positions so far.
+struct Gathered<E: Elem> {
+    query: Vec<E>,
+    /// Of the present positions: scores, then e^(score − top), rounded.
+    weights: [E::Acc; BLOCK],
+    /// The largest score.
+    top: E::Acc,
+    /// Σ e^(score − top)
+    norm: E::Acc,
+    /// Σ e^(score − top) · value
+    sums: Vec<E::Acc>,
+}
+
+impl<E: Elem> Gathered<E> {
+    fn new(d: usize) -> Self {
+        let (top, norm) = (E::Acc::NEG_INFINITY, E::Acc::ZERO);
+        let query = vec![E::store(E::Acc::ZERO); d];
+        Self { query, weights: [E::Acc::ZERO; BLOCK], top, norm, sums: vec![E::Acc::ZERO; d] }
+    }
+
+    /// Forgets all for a new query.
+    fn begin(&mut self, query: &[E]) {
+        self.query.copy_from_slice(query);
+        (self.top, self.norm) = (E::Acc::NEG_INFINITY, E::Acc::ZERO);
+        self.sums.fill(E::Acc::ZERO);
+    }
+
+    /// Makes weights of the first `n` scores, and brings what was gathered before to the new largest one.
+    #[inline(always)]
+    fn soften(&mut self, n: usize, scale: E::Acc, tilt: impl FnOnce(&mut [E::Acc])) {
+        let weights = &mut self.weights[..n];
+        weights.iter_mut().for_each(|w| *w *= scale);
+        tilt(weights);
+        let top = max(weights);
+        if top > self.top {
+            let correction = (self.top - top).fast_exp();
+            self.top = top;
+            self.norm *= correction;
+            self.sums.iter_mut().for_each(|sum| *sum *= correction);
+        }
+        let top = self.top;
+        weights.iter_mut().for_each(|w| *w = (*w - top).fast_exp());
+        self.norm += sum(weights, |w| w);
+        round::<E>(weights);
+    }
+
+    /// Adds the values of the present positions from `n` on.
+    #[inline(always)]
+    fn add<const N: usize>(&mut self, n: usize, values: [&[E]; N]) {
+        let weights: [E::Acc; N] = std::array::from_fn(|i| self.weights[n + i]);
+        let d = self.sums.len();
+        let values = values.map(|value| &value[..d]);
+        for (c, sum) in self.sums.iter_mut().enumerate() {
+            for i in 0..N {
+                *sum += weights[i] * values[i][c].load();
+            }
+        }
+    }
+
+    fn end(&self, out: &mut [E]) {
+        let norm = E::Acc::ONE / self.norm;
+        out.iter_mut().zip(&self.sums).for_each(|(out, &sum)| *out = E::store(sum * norm));
+    }
+}
+
+/// The inner product of two rows.
+#[inline(always)]
+fn dot<E: Elem>(a: &[E], b: &[E]) -> E::Acc {
+    #[cfg(target_arch = "x86_64")]
+    if E::DTYPE == candle_core::DType::BF16 && crate::simd::Isa::detected() >= crate::simd::Isa::Avx512 {
+        // LLVM's own vectors of bf16 take twice as long.
+        let rows = [a, b].map(|row| row.as_ptr().cast::<half::bf16>());
+        // SAFETY: the machine has AVX-512, and E is bf16.
+        let product = unsafe { super::lanes::inner_product(rows, a.len().min(b.len())) };
+        return E::Acc::of(product.into());
+    }
+    sum2(a, b, |a, b| a * b)
 }
 
 #[cfg(test)]
@@ -146,20 +258,26 @@ mod tests {
 
     #[test]
     fn tokens_fed_in_any_portions_give_what_the_whole_sequence_gives() {
-        let shape = HeadShape { groups: 2, heads_per_group: 3, head_dim: 5 };
         let slopes = [0.5, 0.25, 0.125, 0.06, 0.03, 0.015];
-        let (s, b) = (11, 2);
+        // Of less and of more positions than are computed at a time.
+        let lengths: [(usize, usize, &[&[usize]]); 2] =
+            [(5, 11, &[&[11], &[4, 7], &[1; 11]]), (40, 71, &[&[71], &[34, 37], &[64, 1, 1, 1, 4], &[1; 71]])];
+        let b = 2;
         let dtypes = [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 1.6e-2), (DType::F16, 2e-3)];
-        for (dtype, tolerance) in dtypes {
+        for ((head_dim, s, portions), (dtype, tolerance)) in
+            lengths.into_iter().flat_map(|length| dtypes.into_iter().map(move |dtype| (length, dtype)))
+        {
+            let shape = HeadShape { groups: 2, heads_per_group: 3, head_dim };
             let qkv = values(&[s, b, shape.width()], dtype);
-            for (alibi, window) in [(None, None), (Some(&slopes[..]), None), (None, Some(3)), (Some(&slopes), Some(1))]
+            for (alibi, window) in
+                [(None, None), (Some(&slopes[..]), None), (None, Some(3)), (Some(&slopes), Some(1)), (None, Some(35))]
             {
                 let scores = Scores { alibi, window, ..Scores::from(0.4) };
                 let (whole, _) = attention(&qkv, shape, scores, None).unwrap();
-                for portions in [vec![11], vec![4, 7], vec![1; 11]] {
-                    let cache = Tensor::zeros((s, b, 2 * 2 * 5), dtype, &Device::Cpu).unwrap();
+                for &portions in portions {
+                    let cache = Tensor::zeros((s, b, 2 * 2 * head_dim), dtype, &Device::Cpu).unwrap();
                     let mut at = 0;
-                    for n in portions {
+                    for &n in portions {
                         let part = qkv.narrow(0, at, n).unwrap().contiguous().unwrap();
                         let out = attention_cached(&part, &cache, &[at, at], shape, scores).unwrap();
                         let expected = whole.narrow(0, at, n).unwrap();
@@ -167,6 +285,24 @@ mod tests {
                         at += n;
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn results_do_not_depend_on_how_heads_are_dealt_to_threads() {
+        let shape = HeadShape { groups: 2, heads_per_group: 5, head_dim: 24 };
+        for dtype in [DType::F32, DType::BF16] {
+            let with = |threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let cache = values(&[80, 1, 2 * 2 * 24], dtype);
+                let qkv = values(&[2, 1, shape.width()], dtype);
+                let out = pool.install(|| attention_cached(&qkv, &cache, &[75], shape, 0.5)).unwrap();
+                out.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            };
+            let one = with(1);
+            for threads in [2, 3, 8, 16] {
+                assert!(with(threads) == one, "{dtype:?}, {threads} threads");
             }
         }
     }
