@@ -236,6 +236,7 @@ impl<E: Lanes> Pass<'_, E> {
                             }
                             let written = std::iter::once(j).chain((of_group..of_group + 2).filter(|_| is_last));
                             written.for_each(|part| ahead.write(target.0, self.part(task, part), 0..s));
+                            // No more products than follow: those of dq and of dk and dv are as many where all of a tile is seen, else more.
                             ahead.deal((2 + width / BLOCK) * blocks_seen(&first_keys) * K::ASKS);
                             turned::<K>(copies.queries, n, width, q_turned);
                             turned::<K>(copies.dout, n, width, do_turned);
