@@ -139,24 +139,26 @@ pub const AHEAD: usize = 2048;
 /// Has the cache line at `address`, which may be anywhere, fetched, on machines that can be asked to.
 #[inline(always)]
 pub fn ask_for<T>(address: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: it is no access, and every x86-64 has the instruction.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(address.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = address;
+    ask::<true, T>(address);
 }
 
 /// As [`ask_for`], into the second level of cache alone: of such lines more can be on their way.
 #[inline(always)]
 pub fn ask_for_l2<T>(address: *const T) {
+    ask::<false, T>(address);
+}
+
+#[inline(always)]
+fn ask<const INTO_L1: bool, T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: as in `ask_for`.
+    // SAFETY: it is no access, and every x86-64 has the instruction.
     unsafe {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        if INTO_L1 {
+            _mm_prefetch::<_MM_HINT_T0>(address.cast());
+        } else {
+            _mm_prefetch::<_MM_HINT_T1>(address.cast());
+        }
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = address;

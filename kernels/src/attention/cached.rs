@@ -199,7 +199,8 @@ impl<E: Elem> Gathered<E> {
             self.norm *= correction;
             self.sums.iter_mut().for_each(|sum| *sum *= correction);
         }
-        let top = self.top;
+        // Of nothing but −∞ so far, which weighs nothing.
+        let top = if self.top == E::Acc::NEG_INFINITY { E::Acc::ZERO } else { self.top };
         weights.iter_mut().for_each(|w| *w = (*w - top).fast_exp());
         self.norm += sum(weights, |w| w);
         round::<E>(weights);
@@ -305,6 +306,20 @@ mod tests {
                 assert!(with(threads) == one, "{dtype:?}, {threads} threads");
             }
         }
+    }
+
+    #[test]
+    fn keys_of_endless_distance_weigh_nothing_wherever_they_are() {
+        let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 4 };
+        let qkv = (values(&[1, 1, 12], DType::F32).abs().unwrap() + 1.0).unwrap();
+        let (far, near) = (40, 30);
+        let others = values(&[near, 1, 8], DType::F32);
+        let attend = |far: usize| {
+            let cache = [(far, -f32::MAX), (1, 0.0)].map(|(n, of)| Tensor::full(of, (n, 1, 8), &Device::Cpu).unwrap());
+            let cache = Tensor::cat(&[&cache[0], &others, &cache[1]], 0).unwrap();
+            attention_cached(&qkv, &cache, &[far + near], shape, 1.0).unwrap()
+        };
+        assert!(difference(&attend(far), &attend(0)) < 1e-6);
     }
 
     #[test]

@@ -9,7 +9,6 @@
 //! an error of about 2⁻¹²⁶ at most for each, and subnormal numbers are 0. Infinities give NaN, and so do numbers from 2¹²⁸ − 2¹¹⁹ on.
 
 use std::arch::asm;
-use std::arch::x86_64::*;
 
 use half::bf16;
 
@@ -189,7 +188,7 @@ unsafe fn whole<E: Parts, W: Work>(
             (strip, panel) = (strip.wrapping_add(E::PARTS * PART), panel.wrapping_add(E::PARTS * PART));
             if step <= FETCHING {
                 for _ in 0..4 {
-                    next.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_T1>(line));
+                    next.lines().into_iter().for_each(crate::simd::ask_for_l2);
                 }
             }
             work.share();

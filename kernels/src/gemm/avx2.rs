@@ -155,7 +155,7 @@ unsafe fn thin_rows<const ROWS: usize, E: Elem<Acc = f32>>(
         let mut sums: [__m256; ROWS] = std::array::from_fn(|r| _mm256_loadu_ps(to.add(r * NR)));
         for i in (0..k).step_by(LANES) {
             for _ in 0..LANES * LANES * size_of::<E>() / LINE {
-                _mm_prefetch::<_MM_HINT_T1>(following);
+                crate::simd::ask_for_l2(following);
                 following = following.wrapping_add(LINE);
             }
             let mut a = a.add(i);

@@ -301,7 +301,7 @@ macro_rules! thin {
                 let mut sums: [__m512; ROWS] = std::array::from_fn(|r| _mm512_loadu_ps(to.add(r * NR)));
                 for i in (0..k).step_by(step) {
                     for _ in 0..16 * step * size_of::<E>() / LINE {
-                        _mm_prefetch::<_MM_HINT_T1>(following);
+                        crate::simd::ask_for_l2(following);
                         following = following.wrapping_add(LINE);
                     }
                     let words = W::along(b, column, columns, k - i);

@@ -10,6 +10,7 @@ use super::engine::Engine;
 use super::weights::inner_product;
 use crate::attention::buffers::Rows;
 use crate::memory::LINE;
+use crate::simd::ask_for;
 
 /// Rows that are soon read or written.
 pub struct Ahead<K: Engine> {
@@ -45,7 +46,7 @@ enum Then<K: Engine> {
     Written,
     /// It is copied to `to [rows, width]`.
     Copied { to: *mut K::Operand, width: usize },
-    /// As `Copied`, and so is its inner product with the row at `with`, of rows that lie as these do, to `product [rows]`.
+    /// As `Copied`; its inner product with the row at `with`, of rows that lie as these do, goes to `product [rows]`.
     Multiplied { to: *mut K::Operand, width: usize, with: *const K::Elem, product: *mut f32 },
 }
 
@@ -172,12 +173,10 @@ impl<K: Engine> Piece<K> {
         // SAFETY: fetching ahead is no access.
         unsafe {
             match self.then {
-                Then::Nothing => lines(self.at).for_each(|line| _mm_prefetch::<_MM_HINT_T0>(line)),
+                Then::Nothing => lines(self.at).for_each(ask_for),
                 Then::Written => lines(self.at).for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line)),
-                Then::Copied { .. } => lines(self.at).for_each(|line| _mm_prefetch::<_MM_HINT_T0>(line)),
-                Then::Multiplied { with, .. } => {
-                    lines(self.at).chain(lines(with)).for_each(|line| _mm_prefetch::<_MM_HINT_T0>(line))
-                }
+                Then::Copied { .. } => lines(self.at).for_each(ask_for),
+                Then::Multiplied { with, .. } => lines(self.at).chain(lines(with)).for_each(ask_for),
             }
         }
     }
