@@ -47,6 +47,7 @@ impl<'a, T: Copy> Unwritten<'a, T> {
     ///
     /// # Safety
     /// `f` must write as many elements as there are.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub unsafe fn by(self, f: impl FnOnce(*mut T)) -> &'a mut [T] {
         f(self.0.as_mut_ptr().cast());
