@@ -233,18 +233,21 @@ macro_rules! tiles {
                             _mm512_storeu_ps(to.add(16), sums[r][1]);
                         }
                     }
-                    To::Rounded { to, stride, add, .. } if add.is_null() => {
-                        for r in 0..ROWS {
-                            M::store(to.add(r * stride), sums[r]);
-                        }
-                    }
                     To::Rounded { to, stride, add, add_stride } => {
+                        // By way of memory, so that the loop around long roundings, which the compiler leaves one, does not keep the sums there all the time.
+                        let mut rows = [[0.0f32; NR]; ROWS];
                         for r in 0..ROWS {
-                            let add = add.add(r * add_stride);
-                            let [low, high] = sums[r];
-                            let low = _mm512_add_ps(E::load16(add, u16::MAX), low);
-                            let high = _mm512_add_ps(E::load16(add.add(16), u16::MAX), high);
-                            M::store(to.add(r * stride), [low, high]);
+                            _mm512_storeu_ps(rows[r].as_mut_ptr(), sums[r][0]);
+                            _mm512_storeu_ps(rows[r].as_mut_ptr().add(16), sums[r][1]);
+                        }
+                        for (r, row) in rows.iter().enumerate() {
+                            let mut row = [_mm512_loadu_ps(row.as_ptr()), _mm512_loadu_ps(row.as_ptr().add(16))];
+                            if !add.is_null() {
+                                let add = add.add(r * add_stride);
+                                row[0] = _mm512_add_ps(E::load16(add, u16::MAX), row[0]);
+                                row[1] = _mm512_add_ps(E::load16(add.add(16), u16::MAX), row[1]);
+                            }
+                            M::store(to.add(r * stride), row);
                         }
                     }
                 }
