@@ -12,6 +12,7 @@ use super::lanes::{Lanes, first, transpose, transposed};
 use super::strips::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, thin, tiles};
 use crate::float::Elem;
 use crate::memory::{LINE, rows_crowd};
+use crate::simd::is_intel;
 
 pub struct Avx512;
 
@@ -25,6 +26,10 @@ impl<E: Lanes> Kernel<E> for Avx512 {
     const KQ: usize = 1;
     const BLOCKING: Blocking =
         Blocking { kc: 768, once: 1024, mc: 252, nc: 256, nc_alone: 384, panels_alone: true, whole: 0, alone: 4 << 20 };
+
+    fn blocking() -> Blocking {
+        if is_intel() { Blocking { kc: 384, once: 768, ..<Self as Kernel<E>>::BLOCKING } } else { <Self as Kernel<E>>::BLOCKING }
+    }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.

@@ -27,7 +27,8 @@ const LEAST_TILES: usize = 8;
 pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Call<'_, E, C>) {
     let Call { shape, dst, start, plus, a, b, scale, threads } = call;
     let (m, n, k) = shape;
-    let threads = if 2 * m * n * k < K::BLOCKING.alone { 1 } else { threads };
+    let blocking = K::blocking();
+    let threads = if 2 * m * n * k < blocking.alone { 1 } else { threads };
     let packs_a = !(k.is_multiple_of(K::KQ) && K::reads_rows(a));
     let packing = match packs_a {
         true if beside::is_possible::<E, K>(a, b, k) => Packing::Beside,
@@ -35,7 +36,7 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
         false if ahead::pays::<E, K>(b, n * k, m) => Packing::Ahead,
         false => Packing::Panels,
     };
-    let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), K::BLOCKING, packing, threads);
+    let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), blocking, packing, threads);
     with_common(|Common { panels, sums, bias }| {
         let crew = Crew::<E, C, K> {
             rows: m,

@@ -172,6 +172,11 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     const KQ: usize;
     const BLOCKING: Blocking;
 
+    /// Sizes of blocks on this machine. No sum depends on them, only where it is put aside.
+    fn blocking() -> Blocking {
+        Self::BLOCKING
+    }
+
     /// Packs `rows` ≤ MR rows of `k` ≤ [`PIECE`] columns into a piece of a strip.
     ///
     /// # Safety

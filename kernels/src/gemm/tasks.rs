@@ -35,7 +35,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         // One tile's place, or a place for every tile.
         let kept = if blocks.count == 1 { 0 } else { panels_across };
         let all_sums = self.sums_of(&part, kept, own);
-        let some_rows = K::BLOCKING.mc.next_multiple_of(K::MR);
+        let some_rows = K::blocking().mc.next_multiple_of(K::MR);
         let order = match part.packed {
             Some((order, _)) => order,
             None if packs_beside => beside::order(part.rows.len(), part.columns.len()),
