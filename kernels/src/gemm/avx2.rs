@@ -214,21 +214,26 @@ unsafe fn along<E: Elem<Acc = f32>>(from: *const E, line: usize, lines: usize, e
             };
         }
     }
-    // Pairs, then fours within halves of vectors, then the halves.
-    let pairs: [__m256; LANES] = std::array::from_fn(|i| match (i / 2 * 2, i % 2) {
-        (i, 0) => _mm256_unpacklo_ps(x[i], x[i + 1]),
-        (i, _) => _mm256_unpackhi_ps(x[i], x[i + 1]),
-    });
-    let four = |i: usize, of: usize| match of {
-        0 => _mm256_shuffle_ps::<0x44>(pairs[i], pairs[i + 2]),
-        1 => _mm256_shuffle_ps::<0xee>(pairs[i], pairs[i + 2]),
-        2 => _mm256_shuffle_ps::<0x44>(pairs[i + 1], pairs[i + 3]),
-        _ => _mm256_shuffle_ps::<0xee>(pairs[i + 1], pairs[i + 3]),
-    };
-    std::array::from_fn(|i| match (i % 4, i / 4) {
-        (of, 0) => _mm256_permute2f128_ps::<0x20>(four(0, of), four(4, of)),
-        (of, _) => _mm256_permute2f128_ps::<0x31>(four(0, of), four(4, of)),
-    })
+    // Pairs, then fours within halves of vectors, then the halves. (Loops: closures within `from_fn` were called one by one, since that has not their
+    // instructions.)
+    let mut pairs = x;
+    for i in (0..LANES).step_by(2) {
+        (pairs[i], pairs[i + 1]) = (_mm256_unpacklo_ps(x[i], x[i + 1]), _mm256_unpackhi_ps(x[i], x[i + 1]));
+    }
+    let mut fours = pairs;
+    for i in (0..LANES).step_by(4) {
+        for half in 0..2 {
+            let (low, high) = (pairs[i + half], pairs[i + half + 2]);
+            fours[i + 2 * half] = _mm256_shuffle_ps::<0x44>(low, high);
+            fours[i + 2 * half + 1] = _mm256_shuffle_ps::<0xee>(low, high);
+        }
+    }
+    let mut lines = fours;
+    for i in 0..4 {
+        lines[i] = _mm256_permute2f128_ps::<0x20>(fours[i], fours[4 + i]);
+        lines[4 + i] = _mm256_permute2f128_ps::<0x31>(fours[i], fours[4 + i]);
+    }
+    lines
 }
 
 /// As [`pack::pack`]; what lies along the inner dimension in memory is transposed in registers.
