@@ -212,6 +212,15 @@ impl<E: Elem> Gathered<E> {
         let weights: [E::Acc; N] = std::array::from_fn(|i| self.weights[n + i]);
         let d = self.sums.len();
         let values = values.map(|value| &value[..d]);
+        #[cfg(target_arch = "x86_64")]
+        if E::DTYPE == candle_core::DType::F16 && crate::simd::Isa::detected() >= crate::simd::Isa::Avx512 {
+            // LLVM makes no vectors of these conversions: five times as long.
+            let (values, weights) = (values.map(|value| value.as_ptr().cast()), weights.map(|w| w.f64() as f32));
+            // SAFETY: the machine has AVX-512, E is f16, which is computed in f32, and every row has d elements.
+            return unsafe {
+                super::lanes::add_rows::<half::f16, N>(self.sums.as_mut_ptr().cast(), d, weights, values)
+            };
+        }
         for (c, sum) in self.sums.iter_mut().enumerate() {
             for i in 0..N {
                 *sum += weights[i] * values[i][c].load();
@@ -229,12 +238,24 @@ impl<E: Elem> Gathered<E> {
 #[inline(always)]
 fn dot<E: Elem>(a: &[E], b: &[E]) -> E::Acc {
     #[cfg(target_arch = "x86_64")]
-    if E::DTYPE == candle_core::DType::BF16 && crate::simd::Isa::detected() >= crate::simd::Isa::Avx512 {
-        // LLVM's own vectors of bf16 take twice as long.
-        let rows = [a, b].map(|row| row.as_ptr().cast::<half::bf16>());
-        // SAFETY: the machine has AVX-512, and E is bf16.
-        let product = unsafe { super::lanes::inner_product(rows, a.len().min(b.len())) };
-        return E::Acc::of(product.into());
+    if crate::simd::Isa::detected() >= crate::simd::Isa::Avx512 {
+        // LLVM's own vectors of bf16 take twice as long; of f16 it makes none.
+        let (rows, n) = ([a.as_ptr(), b.as_ptr()], a.len().min(b.len()));
+        // SAFETY: the machine has AVX-512, and E is the type that its name says.
+        let product = unsafe {
+            match E::DTYPE {
+                candle_core::DType::BF16 => {
+                    Some(super::lanes::inner_product::<half::bf16>(rows.map(<*const E>::cast), n))
+                }
+                candle_core::DType::F16 => {
+                    Some(super::lanes::inner_product::<half::f16>(rows.map(<*const E>::cast), n))
+                }
+                _ => None,
+            }
+        };
+        if let Some(product) = product {
+            return E::Acc::of(product.into());
+        }
     }
     sum2(a, b, |a, b| a * b)
 }
@@ -293,7 +314,7 @@ mod tests {
     #[test]
     fn results_do_not_depend_on_how_heads_are_dealt_to_threads() {
         let shape = HeadShape { groups: 2, heads_per_group: 5, head_dim: 24 };
-        for dtype in [DType::F32, DType::BF16] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
             let with = |threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let cache = values(&[80, 1, 2 * 2 * 24], dtype);

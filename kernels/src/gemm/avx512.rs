@@ -28,7 +28,11 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         Blocking { kc: 768, once: 1024, mc: 252, nc: 256, nc_alone: 384, panels_alone: true, whole: 0, alone: 4 << 20 };
 
     fn blocking() -> Blocking {
-        if is_intel() { Blocking { kc: 384, once: 768, ..<Self as Kernel<E>>::BLOCKING } } else { <Self as Kernel<E>>::BLOCKING }
+        if is_intel() {
+            Blocking { kc: 384, once: 768, ..<Self as Kernel<E>>::BLOCKING }
+        } else {
+            <Self as Kernel<E>>::BLOCKING
+        }
     }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {

@@ -72,4 +72,4 @@ impl Call<'_> {
 
 pub(super) use self::backward::{Tensors, backward};
 pub(super) use self::forward::forward;
-pub(super) use self::weights::inner_product;
+pub(super) use self::weights::{add_rows, inner_product};

@@ -44,6 +44,28 @@ pub unsafe fn inner_product<E: Lanes>([a, b]: [*const E; 2], n: usize) -> f32 {
     _mm512_reduce_add_ps(sum)
 }
 
+/// Adds `weights` times rows of `n` elements to `sums [n]`, one row after the other.
+///
+/// # Safety
+/// The machine has AVX-512; the elements can be read, and the sums written.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub unsafe fn add_rows<E: Lanes, const N: usize>(sums: *mut f32, n: usize, weights: [f32; N], rows: [*const E; N]) {
+    for column in (0..n).step_by(LANES) {
+        let mask = first(n - column);
+        // SAFETY: masked elements are neither read nor written.
+        unsafe {
+            let to = sums.add(column);
+            let mut sum = _mm512_maskz_loadu_ps(mask, to);
+            for i in 0..N {
+                let product = _mm512_mul_ps(_mm512_set1_ps(weights[i]), E::load16(rows[i].add(column), mask));
+                sum = _mm512_add_ps(sum, product);
+            }
+            _mm512_mask_storeu_ps(to, mask, sum);
+        }
+    }
+}
+
 /// Scores and gradients of probabilities of a block become (dropped) probabilities and gradients of scores, at `at` (key, query) in
 /// the tile; 0 for keys that a query does not see.
 ///
