@@ -6,8 +6,14 @@
 //!
 //! For generation; no gradient, no dropout. Pope et al. 2022 (multi-query attention with a key/value cache).
 
+#[cfg(target_arch = "x86_64")]
+use candle_core::DType;
 use candle_core::Tensor;
+#[cfg(target_arch = "x86_64")]
+use half::{bf16, f16};
 
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{add_rows, inner_product};
 use super::{Geometry, HeadShape, HostScores, Scores, attention, round, tilt};
 use crate::float::{Elem, Float, by_elem};
 use crate::host::with_slice_mut;
@@ -213,13 +219,11 @@ impl<E: Elem> Gathered<E> {
         let d = self.sums.len();
         let values = values.map(|value| &value[..d]);
         #[cfg(target_arch = "x86_64")]
-        if E::DTYPE == candle_core::DType::F16 && crate::simd::Isa::detected() >= crate::simd::Isa::Avx512 {
+        if E::DTYPE == DType::F16 && crate::simd::Isa::detected() >= crate::simd::Isa::Avx512 {
             // LLVM makes no vectors of these conversions: five times as long.
             let (values, weights) = (values.map(|value| value.as_ptr().cast()), weights.map(|w| w.f64() as f32));
             // SAFETY: the machine has AVX-512, E is f16, which is computed in f32, and every row has d elements.
-            return unsafe {
-                super::lanes::add_rows::<half::f16, N>(self.sums.as_mut_ptr().cast(), d, weights, values)
-            };
+            return unsafe { add_rows::<f16, N>(self.sums.as_mut_ptr().cast(), d, weights, values) };
         }
         for (c, sum) in self.sums.iter_mut().enumerate() {
             for i in 0..N {
@@ -238,24 +242,17 @@ impl<E: Elem> Gathered<E> {
 #[inline(always)]
 fn dot<E: Elem>(a: &[E], b: &[E]) -> E::Acc {
     #[cfg(target_arch = "x86_64")]
-    if crate::simd::Isa::detected() >= crate::simd::Isa::Avx512 {
+    if size_of::<E>() == 2 && crate::simd::Isa::detected() >= crate::simd::Isa::Avx512 {
         // LLVM's own vectors of bf16 take twice as long; of f16 it makes none.
         let (rows, n) = ([a.as_ptr(), b.as_ptr()], a.len().min(b.len()));
         // SAFETY: the machine has AVX-512, and E is the type that its name says.
         let product = unsafe {
             match E::DTYPE {
-                candle_core::DType::BF16 => {
-                    Some(super::lanes::inner_product::<half::bf16>(rows.map(<*const E>::cast), n))
-                }
-                candle_core::DType::F16 => {
-                    Some(super::lanes::inner_product::<half::f16>(rows.map(<*const E>::cast), n))
-                }
-                _ => None,
+                DType::BF16 => inner_product::<bf16>(rows.map(<*const E>::cast), n),
+                _ => inner_product::<f16>(rows.map(<*const E>::cast), n),
             }
         };
-        if let Some(product) = product {
-            return E::Acc::of(product.into());
-        }
+        return E::Acc::of(product.into());
     }
     sum2(a, b, |a, b| a * b)
 }

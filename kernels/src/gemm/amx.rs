@@ -24,16 +24,19 @@ pub struct Amx;
 impl Kernel<bf16> for Amx {
     type Packed = bf16;
     of_tiles!();
-    const BLOCKING: Blocking = Blocking {
-        kc: 384,
-        once: 384,
-        mc: 256,
-        nc: 512,
-        nc_alone: 512,
-        panels_alone: false,
-        whole: 5 << 18,
-        alone: 16 << 20,
-    };
+
+    fn blocking() -> Blocking {
+        Blocking {
+            kc: 384,
+            once: 384,
+            mc: 256,
+            nc: 512,
+            nc_alone: 512,
+            panels_alone: false,
+            whole: 5 << 18,
+            alone: 16 << 20,
+        }
+    }
 
     unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         // SAFETY: the caller's promise.

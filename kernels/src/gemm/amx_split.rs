@@ -25,8 +25,10 @@ pub struct AmxSplit;
 impl<E: Parts> Kernel<E> for AmxSplit {
     type Packed = E::Packed;
     of_tiles!();
-    const BLOCKING: Blocking =
-        Blocking { kc: 384, once: 384, mc: 256, nc: 384, nc_alone: 384, panels_alone: true, whole: 0, alone: 8 << 20 };
+
+    fn blocking() -> Blocking {
+        Blocking { kc: 384, once: 384, mc: 256, nc: 384, nc_alone: 384, panels_alone: true, whole: 0, alone: 8 << 20 }
+    }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut E::Packed) {
         // SAFETY: the caller's promise.

@@ -22,8 +22,10 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 1;
-    const BLOCKING: Blocking =
-        Blocking { kc: 256, once: 256, mc: 192, nc: 512, nc_alone: 512, panels_alone: false, whole: 0, alone: 2 << 20 };
+
+    fn blocking() -> Blocking {
+        Blocking { kc: 256, once: 256, mc: 192, nc: 512, nc_alone: 512, panels_alone: false, whole: 0, alone: 2 << 20 }
+    }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.

@@ -25,8 +25,10 @@ impl Kernel<bf16> for Avx512Bf16 {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 2;
-    const BLOCKING: Blocking =
-        Blocking { kc: 768, once: 1024, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 4 << 20 };
+
+    fn blocking() -> Blocking {
+        Blocking { kc: 768, once: 1024, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 4 << 20 }
+    }
 
     unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         // SAFETY: the caller's promise.

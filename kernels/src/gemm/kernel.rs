@@ -170,12 +170,9 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     const MR: usize;
     const NR: usize;
     const KQ: usize;
-    const BLOCKING: Blocking;
 
-    /// Sizes of blocks on this machine. No sum depends on them, only where it is put aside.
-    fn blocking() -> Blocking {
-        Self::BLOCKING
-    }
+    /// Sizes of blocks. Where they differ between machines of one instruction set, no sum depends on them: each goes on where it was put aside.
+    fn blocking() -> Blocking;
 
     /// Packs `rows` ≤ MR rows of `k` ≤ [`PIECE`] columns into a piece of a strip.
     ///

@@ -20,8 +20,10 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
     const MR: usize = MR;
     const NR: usize = NR;
     const KQ: usize = 1;
-    const BLOCKING: Blocking =
-        Blocking { kc: 256, once: 256, mc: 120, nc: 256, nc_alone: 256, panels_alone: false, whole: 0, alone: 1 << 20 };
+
+    fn blocking() -> Blocking {
+        Blocking { kc: 256, once: 256, mc: 120, nc: 256, nc_alone: 256, panels_alone: false, whole: 0, alone: 1 << 20 }
+    }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.

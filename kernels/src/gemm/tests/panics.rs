@@ -17,7 +17,10 @@ impl Kernel<f32> for Panicking {
     const MR: usize = 6;
     const NR: usize = 8;
     const KQ: usize = 1;
-    const BLOCKING: Blocking = Blocking { alone: 0, ..<Portable as Kernel<f32>>::BLOCKING };
+
+    fn blocking() -> Blocking {
+        Blocking { alone: 0, ..<Portable as Kernel<f32>>::blocking() }
+    }
 
     unsafe fn pack_a(a: Mat<*const f32>, rows: usize, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
