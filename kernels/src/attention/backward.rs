@@ -10,12 +10,15 @@ use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_Q, round, tilt};
 use crate::Result;
 use crate::float::{Elem, Float};
 use crate::gemm::Mat;
+use crate::gemm::near::Part;
 use crate::par::{self, Shared};
 use crate::simd::{sum2, vectorize};
 use crate::view::{View, tensor};
 
 /// Keys per tile; a multiple of 4, as masks want it. Fewer than forward's: two tiles of scores and all operands are to stay in L2.
 const TILE_K: usize = 64;
+const _: () =
+    assert!(TILE_K.is_multiple_of(TILE_Q), "the first tile of queries that sees keys begins no later than they do");
 
 pub(super) fn run<E: Elem>(
     op: &'static str,
@@ -169,19 +172,29 @@ impl<E: Elem> Pass<'_, E> {
     ) {
         let d = self.geometry.shape.head_dim;
         let mask = self.mask.map(|m| m.head(head.batch, head.head));
-        // Keys behind the last query are hidden from all of them, as are keys from queries before the first key.
-        let (m, seen) = (queries.len(), (queries.end.saturating_sub(keys.start)).min(keys.len()));
-        let first = keys.start.saturating_sub(queries.start);
-        if seen == 0 || first >= m {
-            return;
-        }
+        // Keys behind the last query are hidden from all of them; before the first one there are so many.
+        let (m, seen, before) = (queries.len(), (queries.end - keys.start).min(keys.len()), queries.start - keys.start);
         let row = queries.start * d;
         let operand = |of: &[E::Acc]| Mat(of[row..].as_ptr(), d, 1);
         let transposed = |of: &[E::Acc]| (of[keys.start * d..].as_ptr(), TILE_K);
         // SAFETY: a tile has m rows of the head's [s, d] and of p and ds; `seen` ≤ TILE_K keys are of a tile.
         unsafe {
-            product((m, seen, d), (p.as_mut_ptr(), TILE_K), false, operand(head.queries), transposed(group.keys_t));
-            product((m, seen, d), (ds.as_mut_ptr(), TILE_K), false, operand(head.dout), transposed(group.values_t));
+            product(
+                (m, seen, d),
+                Part::Columns(before),
+                (p.as_mut_ptr(), TILE_K),
+                false,
+                operand(head.queries),
+                transposed(group.keys_t),
+            );
+            product(
+                (m, seen, d),
+                Part::Columns(before),
+                (ds.as_mut_ptr(), TILE_K),
+                false,
+                operand(head.dout),
+                transposed(group.values_t),
+            );
         }
         vectorize(
             #[inline(always)]
@@ -192,16 +205,17 @@ impl<E: Elem> Pass<'_, E> {
                 }
             },
         );
-        let (count, row) = (m - first, (queries.start + first) * d);
-        let across = |of: &[E::Acc]| Mat(of[first * TILE_K..].as_ptr(), 1, TILE_K);
-        let to = keys.start * d;
+        let across = |of: &[E::Acc]| Mat(of.as_ptr(), 1, TILE_K);
+        let (to, by_keys) = (keys.start * d, (keys.len(), d, m));
         // SAFETY: as above; the group has keys.len() rows of its [s, d].
         unsafe {
-            let (weights, to_queries) = (Mat(ds.as_ptr(), TILE_K, 1), head.dq[queries.start * d..].as_mut_ptr());
-            product((m, d, seen), (to_queries, d), true, weights, (group.keys[to..].as_ptr(), d));
+            let (weights, to_queries) = (Mat(ds.as_ptr(), TILE_K, 1), head.dq[row..].as_mut_ptr());
+            let keys = (group.keys[to..].as_ptr(), d);
+            product((m, d, seen), Part::First(before), (to_queries, d), true, weights, keys);
             let (dk, dv) = (group.dk[to..].as_mut_ptr(), group.dv[to..].as_mut_ptr());
-            product((keys.len(), d, count), (dv, d), true, across(p), (head.dout[row..].as_ptr(), d));
-            product((keys.len(), d, count), (dk, d), true, across(ds), (head.queries[row..].as_ptr(), d));
+            let (dout, queries) = ((head.dout[row..].as_ptr(), d), (head.queries[row..].as_ptr(), d));
+            product(by_keys, Part::From(before), (dv, d), true, across(p), dout);
+            product(by_keys, Part::From(before), (dk, d), true, across(ds), queries);
         }
     }
 

@@ -10,6 +10,7 @@ use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_K, TILE_Q, round, t
 use crate::Result;
 use crate::float::{Elem, Float};
 use crate::gemm::Mat;
+use crate::gemm::near::Part;
 use crate::par::{self, Shared};
 use crate::simd::{max, sum, vectorize};
 use crate::view::{View, tensor};
@@ -48,6 +49,9 @@ fn fill<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) 
         head.forward(packed, (0..tiles).rev().skip(part).step_by(parts), out, lse);
     });
 }
+
+const _: () =
+    assert!(TILE_K.is_multiple_of(TILE_Q), "no tile of queries begins before the last tile of keys that it sees");
 
 /// One head of one sample.
 struct Head<'a> {
@@ -131,11 +135,13 @@ impl Head<'_> {
             // Keys behind the last query are hidden from all of them.
             let keys = (rows.end - first_key).min(TILE_K);
             let (m, p_at) = (rows.len(), p.as_mut_ptr());
+            // Keys before the first query; one more is seen by each of the others.
+            let before = rows.start - first_key;
             // SAFETY: queries, p and acc have m rows; keys_t has d rows of TILE_K, of which `keys` are of positions before the
             // sequence's end, as are as many rows of values.
             unsafe {
                 let q = Mat(operands.queries.as_ptr(), d, 1);
-                product((m, keys, d), (p_at, TILE_K), false, q, (keys_t.as_ptr(), TILE_K));
+                product((m, keys, d), Part::Columns(before), (p_at, TILE_K), false, q, (keys_t.as_ptr(), TILE_K));
             }
             vectorize(
                 #[inline(always)]
@@ -148,7 +154,14 @@ impl Head<'_> {
             // SAFETY: as above.
             unsafe {
                 let p = Mat(p.as_ptr(), TILE_K, 1);
-                product((m, d, keys), (gathered.acc.as_mut_ptr(), d), true, p, (values.as_ptr(), d));
+                product(
+                    (m, d, keys),
+                    Part::First(before),
+                    (gathered.acc.as_mut_ptr(), d),
+                    true,
+                    p,
+                    (values.as_ptr(), d),
+                );
             }
         }
         let kept = E::Acc::of(self.mask.map_or(1.0, |m| m.scale));

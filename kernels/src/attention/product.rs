@@ -1,24 +1,31 @@
 //! Products of the tiles of attention, on one thread.
 
 use ::gemm::Parallelism;
+use candle_core::DType;
 
 use crate::float::Float;
+use crate::gemm::near::{self, Part};
 use crate::gemm::{Mat, gemm};
 
-/// `dst [m, n] = a [m, k] · b [k, n]`, plus the old `dst` where `accumulate`. `dst` and `b` are given with the distance of their rows,
-/// whose elements are contiguous.
+/// As [`near::product`]; in f64, all of it.
 ///
 /// # Safety
-/// Every element of the three matrices can be read (`a`, `b`) or written (`dst`), `dst` apart from the others.
-#[inline]
+/// As [`near::product`].
 pub unsafe fn product<T: Float>(
     (m, n, k): (usize, usize, usize),
+    part: Part,
     dst: (*mut T, usize),
     accumulate: bool,
     a: Mat<*const T>,
     b: (*const T, usize),
 ) {
-    let (dst, b) = (Mat(dst.0, dst.1, 1), Mat(b.0, b.1, 1));
-    // SAFETY: the caller's promise.
-    unsafe { gemm::<T, T>((m, n, k), dst, accumulate, a, b, T::ONE, Parallelism::None) };
+    // SAFETY: the caller's promise; T is the type that its name says.
+    unsafe {
+        if T::DTYPE == DType::F32 {
+            near::product((m, n, k), part, (dst.0.cast(), dst.1), accumulate, a.cast(), (b.0.cast(), b.1));
+        } else {
+            let (dst, b) = (Mat(dst.0, dst.1, 1), Mat(b.0, b.1, 1));
+            gemm::<T, T>((m, n, k), dst, accumulate, a, b, T::ONE, Parallelism::None);
+        }
+    }
 }

@@ -4,10 +4,14 @@ use std::arch::x86_64::*;
 
 use candle_core::DType;
 
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, To, packed};
+use super::chores::{Fetch, Idle, Work};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, To};
+use super::layout::{Layout, Packed, Rows, of_six};
+use super::near::Near;
 use super::{Mat, pack};
 use crate::float::Elem;
-use crate::memory::LINE;
+use crate::memory::{LINE, rows_crowd};
+use crate::simd::ask_for;
 
 const MR: usize = 6;
 const NR: usize = 16;
@@ -24,7 +28,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
     const KQ: usize = 1;
 
     fn blocking() -> Blocking {
-        Blocking { kc: 256, once: 256, mc: 192, nc: 512, nc_alone: 512, panels_alone: false, whole: 0, alone: 2 << 20 }
+        Blocking { kc: 384, once: 384, mc: 192, nc: 512, nc_alone: 512, panels_alone: true, whole: 0, alone: 2 << 20 }
     }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
@@ -44,22 +48,34 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         panel: *const f32,
         from: (*const f32, usize),
         to: To<E>,
-        _: Ahead,
-        _: Option<Chore<E, f32>>,
+        ahead: Ahead,
+        chore: Option<Chore<E, f32>>,
     ) {
-        let (strip, to) = (packed(strip), to.sums());
-        // SAFETY: the caller's promise.
+        let (panel, to) = ((panel, NR), to.sums());
+        // SAFETY: the caller's promise; only f32 is read where it lies.
         unsafe {
-            match rows {
-                1 => tile::<1>(k, strip, panel, from, to),
-                2 => tile::<2>(k, strip, panel, from, to),
-                3 => tile::<3>(k, strip, panel, from, to),
-                4 => tile::<4>(k, strip, panel, from, to),
-                5 => tile::<5>(k, strip, panel, from, to),
-                _ => tile::<MR>(k, strip, panel, from, to),
+            match strip {
+                Strip::Rows(at, row) => {
+                    let strip = Rows(at.cast(), 4 * row);
+                    match chore {
+                        Some(Chore::Fetch(next, rows)) => {
+                            tile::<MR, Rows, _>(k, strip, panel, from, to, Asking(ahead, Fetch(next, rows)));
+                        }
+                        _ => tile::<MR, Rows, _>(k, strip, panel, from, to, Asking(ahead, Idle)),
+                    }
+                }
+                Strip::Packed(at) => {
+                    of_six!(rows, tile, (Packed<MR>, _), (k, Packed(at), panel, from, to, Asking(ahead, Idle)))
+                }
             }
         }
     }
+
+    fn reads_rows(Mat(_, row, column): Mat<*const E>) -> bool {
+        E::DTYPE == DType::F32 && column == 1 && !rows_crowd(4 * row)
+    }
+
+    const DOES_CHORES: bool = true;
 
     fn leaves_other_rows(_: usize) -> bool {
         true
@@ -85,14 +101,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
             // SAFETY: the caller's promise.
             unsafe {
                 let sums = sums.add(c);
-                match rows {
-                    1 => thin_rows::<1, E>(k, a, b, sums),
-                    2 => thin_rows::<2, E>(k, a, b, sums),
-                    3 => thin_rows::<3, E>(k, a, b, sums),
-                    4 => thin_rows::<4, E>(k, a, b, sums),
-                    5 => thin_rows::<5, E>(k, a, b, sums),
-                    _ => thin_rows::<MR, E>(k, a, b, sums),
-                }
+                of_six!(rows, thin_rows, (E), (k, a, b, sums));
             }
         }
     }
@@ -110,15 +119,43 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
     }
 }
 
+impl Near for Avx2 {
+    const MR: usize = MR;
+    const NR: usize = NR;
+
+    unsafe fn near(rows: usize, k: usize, a: Mat<*const f32>, b: (*const f32, usize), c: (*mut f32, usize), add: bool) {
+        let from = if add { c.0.cast_const() } else { std::ptr::null() };
+        // SAFETY: the caller's promise.
+        unsafe { of_six!(rows, tile, (Mat<*const f32>, _), (k, a, b, (from, c.1), c, Idle)) }
+    }
+}
+
+/// Asks for what comes next, and does a chore.
+struct Asking<W>(Ahead, W);
+
+impl<W: Work> Work for Asking<W> {
+    #[inline(always)]
+    unsafe fn share(&mut self) {
+        let Self(Ahead { written, read, .. }, work) = self;
+        read.lines().into_iter().for_each(ask_for);
+        written.lines().into_iter().for_each(ask_for);
+        // SAFETY: the caller's promise.
+        unsafe { work.share() };
+    }
+}
+
+/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null; all but the strip with the distance of their rows. Does a share of `work` for every row.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn tile<const ROWS: usize>(
+unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
     k: usize,
-    mut strip: *const f32,
-    mut panel: *const f32,
+    mut strip: L,
+    (mut panel, panel_row): (*const f32, usize),
     (from, from_stride): (*const f32, usize),
     (to, to_stride): (*mut f32, usize),
+    mut work: W,
 ) {
     let mut sums = [[_mm256_setzero_ps(); 2]; ROWS];
+    let (shares, mut left) = (if W::IS_NOTHING { 1 } else { ROWS }, k);
     // SAFETY: the caller's promise.
     unsafe {
         if !from.is_null() {
@@ -127,13 +164,18 @@ unsafe fn tile<const ROWS: usize>(
                 sums[r] = [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))];
             }
         }
-        for _ in 0..k {
-            let b = [_mm256_loadu_ps(panel), _mm256_loadu_ps(panel.add(8))];
-            for r in 0..ROWS {
-                let a = _mm256_broadcast_ss(&*strip.add(r));
-                sums[r] = [_mm256_fmadd_ps(a, b[0], sums[r][0]), _mm256_fmadd_ps(a, b[1], sums[r][1])];
+        for share in 0..shares {
+            work.share();
+            let now = if share + 1 < shares { k / shares } else { left };
+            left -= now;
+            for _ in 0..now {
+                let b = [_mm256_loadu_ps(panel), _mm256_loadu_ps(panel.add(8))];
+                for r in 0..ROWS {
+                    let a = _mm256_broadcast_ss(&*strip.row(r));
+                    sums[r] = [_mm256_fmadd_ps(a, b[0], sums[r][0]), _mm256_fmadd_ps(a, b[1], sums[r][1])];
+                }
+                (strip, panel) = (strip.next(), panel.wrapping_add(panel_row));
             }
-            (strip, panel) = (strip.add(MR), panel.add(NR));
         }
         for r in 0..ROWS {
             let to = to.add(r * to_stride);

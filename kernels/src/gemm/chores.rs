@@ -1,4 +1,4 @@
-//! What AVX-512's micro-kernels do between their products ([`super::kernel::Chore`]): packing what comes next, or asking for it.
+//! What micro-kernels of x86-64 do between their products ([`super::kernel::Chore`]): packing what comes next, or asking for it.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -15,6 +15,9 @@ const SHARES_AHEAD: usize = 2;
 
 /// What a tile does between its shares.
 pub trait Work {
+    /// Whether there is nothing to do.
+    const IS_NOTHING: bool = false;
+
     /// A share of it.
     ///
     /// # Safety
@@ -33,7 +36,9 @@ pub trait Work {
 /// Nothing.
 pub struct Idle;
 
-impl Work for Idle {}
+impl Work for Idle {
+    const IS_NOTHING: bool = true;
+}
 
 /// Rows of memory asked for.
 pub struct Fetch(pub Next, pub usize);

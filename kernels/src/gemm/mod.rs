@@ -32,6 +32,8 @@ mod help;
 mod kernel;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod lanes;
+mod layout;
+pub(crate) mod near;
 mod pack;
 #[cfg(target_arch = "x86_64")]
 mod parts;
@@ -61,7 +63,7 @@ use crate::simd::Isa;
 pub struct Mat<P>(pub P, pub usize, pub usize);
 
 impl<T> Mat<*const T> {
-    fn cast<U>(self) -> Mat<*const U> {
+    pub(crate) fn cast<U>(self) -> Mat<*const U> {
         Mat(self.0.cast(), self.1, self.2)
     }
 

@@ -5,6 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::lanes::Lanes;
+pub use super::layout::{Layout, Packed, Rows};
 
 pub const MR: usize = 14;
 pub const NR: usize = 32;
@@ -46,7 +47,7 @@ macro_rules! any_tile {
                 tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, Idle);
             }
             (Strip::Packed(strip), Some(Chore::Pack(pack))) if $rows == MR => {
-                let strip = Packed(strip.cast());
+                let strip = Packed::<MR>(strip.cast());
                 if PackBySteps::<$e, $word, NR>::fits(&pack, words) {
                     if pack.is_panel {
                         let work = PackBySteps::<$e, $word, NR>::new(pack);
@@ -77,46 +78,6 @@ macro_rules! any_tile {
     }};
 }
 pub(super) use any_tile;
-
-/// What a strip is made of: packed words, or rows in A.
-pub trait Layout: Copy {
-    /// Row `r` of the present word.
-    fn row(self, r: usize) -> *const f32;
-    /// At the words behind these.
-    fn next(self) -> Self;
-}
-
-/// Words of MR rows side by side.
-#[derive(Clone, Copy)]
-pub struct Packed(pub *const f32);
-
-/// Rows of A where they lie, and their distance in bytes.
-#[derive(Clone, Copy)]
-pub struct Rows(pub *const f32, pub usize);
-
-impl Layout for Packed {
-    #[inline(always)]
-    fn row(self, r: usize) -> *const f32 {
-        self.0.wrapping_add(r)
-    }
-
-    #[inline(always)]
-    fn next(self) -> Self {
-        Self(self.0.wrapping_add(MR))
-    }
-}
-
-impl Layout for Rows {
-    #[inline(always)]
-    fn row(self, r: usize) -> *const f32 {
-        self.0.wrapping_byte_add(r * self.1)
-    }
-
-    #[inline(always)]
-    fn next(self) -> Self {
-        Self(self.0.wrapping_add(1), self.1)
-    }
-}
 
 /// Sixteen words out of rows of memory of `E`.
 pub trait Word<E> {
@@ -174,7 +135,7 @@ macro_rules! tiles {
             ahead: Ahead,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { tile::<ROWS, E, M, _, _>(words, Packed(strip), panel, from, to, ahead, Idle) }
+            unsafe { tile::<ROWS, E, M, _, _>(words, Packed::<MR>(strip), panel, from, to, ahead, Idle) }
         }
 
         #[target_feature(enable = $features)]
