@@ -14,8 +14,8 @@ struct Panicking;
 
 impl Kernel<f32> for Panicking {
     type Packed = f32;
-    const MR: usize = 6;
-    const NR: usize = 8;
+    const MR: usize = <Portable as Kernel<f32>>::MR;
+    const NR: usize = <Portable as Kernel<f32>>::NR;
     const KQ: usize = 1;
 
     fn blocking() -> Blocking {
