@@ -10,7 +10,7 @@ use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_Q, round, tilt};
 use crate::Result;
 use crate::float::{Elem, Float};
 use crate::gemm::Mat;
-use crate::gemm::near::Part;
+use crate::gemm::near::Seen;
 use crate::par::{self, Shared};
 use crate::simd::{sum2, vectorize};
 use crate::view::{View, tensor};
@@ -179,22 +179,10 @@ impl<E: Elem> Pass<'_, E> {
         let transposed = |of: &[E::Acc]| (of[keys.start * d..].as_ptr(), TILE_K);
         // SAFETY: a tile has m rows of the head's [s, d] and of p and ds; `seen` ≤ TILE_K keys are of a tile.
         unsafe {
-            product(
-                (m, seen, d),
-                Part::Columns(before),
-                (p.as_mut_ptr(), TILE_K),
-                false,
-                operand(head.queries),
-                transposed(group.keys_t),
-            );
-            product(
-                (m, seen, d),
-                Part::Columns(before),
-                (ds.as_mut_ptr(), TILE_K),
-                false,
-                operand(head.dout),
-                transposed(group.values_t),
-            );
+            for (to, rows, turned) in [(&mut *p, head.queries, group.keys_t), (&mut *ds, head.dout, group.values_t)] {
+                let to = (to.as_mut_ptr(), TILE_K);
+                product((m, seen, d), Seen::Columns(before), to, false, operand(rows), transposed(turned));
+            }
         }
         vectorize(
             #[inline(always)]
@@ -211,11 +199,11 @@ impl<E: Elem> Pass<'_, E> {
         unsafe {
             let (weights, to_queries) = (Mat(ds.as_ptr(), TILE_K, 1), head.dq[row..].as_mut_ptr());
             let keys = (group.keys[to..].as_ptr(), d);
-            product((m, d, seen), Part::First(before), (to_queries, d), true, weights, keys);
+            product((m, d, seen), Seen::First(before), (to_queries, d), true, weights, keys);
             let (dk, dv) = (group.dk[to..].as_mut_ptr(), group.dv[to..].as_mut_ptr());
             let (dout, queries) = ((head.dout[row..].as_ptr(), d), (head.queries[row..].as_ptr(), d));
-            product(by_keys, Part::From(before), (dv, d), true, across(p), dout);
-            product(by_keys, Part::From(before), (dk, d), true, across(ds), queries);
+            product(by_keys, Seen::From(before), (dv, d), true, across(p), dout);
+            product(by_keys, Seen::From(before), (dk, d), true, across(ds), queries);
         }
     }
 

@@ -10,7 +10,7 @@ use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_K, TILE_Q, round, t
 use crate::Result;
 use crate::float::{Elem, Float};
 use crate::gemm::Mat;
-use crate::gemm::near::Part;
+use crate::gemm::near::Seen;
 use crate::par::{self, Shared};
 use crate::simd::{max, sum, vectorize};
 use crate::view::{View, tensor};
@@ -141,7 +141,7 @@ impl Head<'_> {
             // sequence's end, as are as many rows of values.
             unsafe {
                 let q = Mat(operands.queries.as_ptr(), d, 1);
-                product((m, keys, d), Part::Columns(before), (p_at, TILE_K), false, q, (keys_t.as_ptr(), TILE_K));
+                product((m, keys, d), Seen::Columns(before), (p_at, TILE_K), false, q, (keys_t.as_ptr(), TILE_K));
             }
             vectorize(
                 #[inline(always)]
@@ -153,15 +153,8 @@ impl Head<'_> {
             );
             // SAFETY: as above.
             unsafe {
-                let p = Mat(p.as_ptr(), TILE_K, 1);
-                product(
-                    (m, d, keys),
-                    Part::First(before),
-                    (gathered.acc.as_mut_ptr(), d),
-                    true,
-                    p,
-                    (values.as_ptr(), d),
-                );
+                let (p, acc) = (Mat(p.as_ptr(), TILE_K, 1), (gathered.acc.as_mut_ptr(), d));
+                product((m, d, keys), Seen::First(before), acc, true, p, (values.as_ptr(), d));
             }
         }
         let kept = E::Acc::of(self.mask.map_or(1.0, |m| m.scale));

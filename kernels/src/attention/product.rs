@@ -4,7 +4,7 @@ use ::gemm::Parallelism;
 use candle_core::DType;
 
 use crate::float::Float;
-use crate::gemm::near::{self, Part};
+use crate::gemm::near::{self, Seen};
 use crate::gemm::{Mat, gemm};
 
 /// As [`near::product`]; in f64, all of it.
@@ -13,7 +13,7 @@ use crate::gemm::{Mat, gemm};
 /// As [`near::product`].
 pub unsafe fn product<T: Float>(
     (m, n, k): (usize, usize, usize),
-    part: Part,
+    seen: Seen,
     dst: (*mut T, usize),
     accumulate: bool,
     a: Mat<*const T>,
@@ -22,7 +22,7 @@ pub unsafe fn product<T: Float>(
     // SAFETY: the caller's promise; T is the type that its name says.
     unsafe {
         if T::DTYPE == DType::F32 {
-            near::product((m, n, k), part, (dst.0.cast(), dst.1), accumulate, a.cast(), (b.0.cast(), b.1));
+            near::product((m, n, k), seen, (dst.0.cast(), dst.1), accumulate, a.cast(), (b.0.cast(), b.1));
         } else {
             let (dst, b) = (Mat(dst.0, dst.1, 1), Mat(b.0, b.1, 1));
             gemm::<T, T>((m, n, k), dst, accumulate, a, b, T::ONE, Parallelism::None);

@@ -1,5 +1,4 @@
 //! How a micro-kernel finds its rows of A.
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // elsewhere micro-kernels read packed rows alone
 
 use super::Mat;
 
@@ -16,6 +15,7 @@ pub trait Layout: Copy {
 pub struct Packed<const MR: usize>(pub *const f32);
 
 /// Rows of A where they lie, and their distance in bytes.
+#[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub struct Rows(pub *const f32, pub usize);
 
@@ -31,6 +31,7 @@ impl<const MR: usize> Layout for Packed<MR> {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
 impl Layout for Rows {
     #[inline(always)]
     fn row(self, r: usize) -> *const f32 {

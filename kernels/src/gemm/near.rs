@@ -29,9 +29,9 @@ const ROWS: usize = 6;
 /// Inner dimension of columns that are copied, since they are fewer than a tile's.
 const COPIED: usize = 64;
 
-/// What counts of a product with a tile on the diagonal; the rest may be left out.
+/// What queries see of a tile on the diagonal, and so what counts of a product with it; the rest may be left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum Seen {
     /// Of row r of the result, the first n + r + 1 columns; others may be anything.
     Columns(usize),
     /// Of row r of `a`, the first n + r + 1 elements; others are 0.
@@ -40,7 +40,7 @@ pub enum Part {
     From(usize),
 }
 
-impl Part {
+impl Seen {
     /// The first of `rows` of which something counts in the columns from `column` on.
     fn first_row(self, column: usize, rows: usize) -> usize {
         match self {
@@ -59,14 +59,14 @@ impl Part {
     }
 }
 
-/// `dst [m, n] = a [m, k] · b [k, n]`, of which `part` counts, plus the old `dst` where `accumulate`. `dst` and `b` are given with the distance of their rows,
+/// `dst [m, n] = a [m, k] · b [k, n]`, of which what is `seen` counts, plus the old `dst` where `accumulate`. `dst` and `b` are given with the distance of their rows,
 /// whose elements are contiguous.
 ///
 /// # Safety
 /// Every element of the three matrices can be read (`a`, `b`) or written (`dst`), `dst` apart from the others.
 pub unsafe fn product(
     shape: (usize, usize, usize),
-    part: Part,
+    seen: Seen,
     dst: (*mut f32, usize),
     accumulate: bool,
     a: Mat<*const f32>,
@@ -76,9 +76,9 @@ pub unsafe fn product(
     unsafe {
         #[cfg(target_arch = "x86_64")]
         if Isa::detected() >= Isa::Avx2 {
-            return by_tiles::<Avx2>(shape, part, dst, accumulate, a, b);
+            return by_tiles::<Avx2>(shape, seen, dst, accumulate, a, b);
         }
-        by_tiles::<Portable>(shape, part, dst, accumulate, a, b);
+        by_tiles::<Portable>(shape, seen, dst, accumulate, a, b);
     }
 }
 
@@ -86,7 +86,7 @@ pub unsafe fn product(
 /// As [`product`], and the machine has the instruction set.
 unsafe fn by_tiles<K: Near>(
     (m, n, k): (usize, usize, usize),
-    part: Part,
+    seen: Seen,
     (dst, stride): (*mut f32, usize),
     accumulate: bool,
     a: Mat<*const f32>,
@@ -95,9 +95,9 @@ unsafe fn by_tiles<K: Near>(
     const { assert!(K::MR <= ROWS && K::NR <= COLUMNS) };
     for column in (0..n).step_by(K::NR) {
         let count = K::NR.min(n - column);
-        for row in (part.first_row(column, m)..m).step_by(K::MR) {
+        for row in (seen.first_row(column, m)..m).step_by(K::MR) {
             let rows = row..m.min(row + K::MR);
-            let inner = part.inner(k, rows.clone());
+            let inner = seen.inner(k, rows.clone());
             let (rows, k, a) = (rows.len(), inner.len(), a.at(row, inner.start));
             // SAFETY: the caller's promise.
             unsafe {
@@ -157,14 +157,14 @@ mod tests {
     fn check<K: Near>() {
         for (m, n, k) in [(1, 1, 1), (6, 16, 64), (64, 128, 64), (64, 122, 80), (13, 7, 200), (61, 33, 61), (5, 24, 0)]
         {
-            for part in
-                [Part::Columns(3), Part::Columns(0), Part::First(0), Part::First(70), Part::From(0), Part::From(9)]
+            for seen in
+                [Seen::Columns(3), Seen::Columns(0), Seen::First(0), Seen::First(70), Seen::From(0), Seen::From(9)]
             {
                 for (accumulate, across) in [(false, false), (true, false), (false, true), (true, true)] {
-                    let counts = |r: usize, i: usize| match part {
-                        Part::Columns(_) => true,
-                        Part::First(before) => i <= before + r,
-                        Part::From(before) => i + before >= r,
+                    let counts = |r: usize, i: usize| match seen {
+                        Seen::Columns(_) => true,
+                        Seen::First(before) => i <= before + r,
+                        Seen::From(before) => i + before >= r,
                     };
                     // Rows, or columns, a little further apart than they are long.
                     let (row, column) = if across { (1, m + 2) } else { (k + 3, 1) };
@@ -175,7 +175,7 @@ mod tests {
                     // SAFETY: the callers have looked at the machine; the matrices are as long as said.
                     unsafe {
                         let (a, b) = (Mat(a.as_ptr(), row, column), (b.as_ptr(), n + 1));
-                        by_tiles::<K>((m, n, k), part, (c.as_mut_ptr(), n + 5), accumulate, a, b);
+                        by_tiles::<K>((m, n, k), seen, (c.as_mut_ptr(), n + 5), accumulate, a, b);
                     }
                     for at in 0..m * (n + 5) {
                         let (r, j) = (at / (n + 5), at % (n + 5));
@@ -184,10 +184,10 @@ mod tests {
                             true => (0..k).map(product).sum::<f32>() + if accumulate { old[at] } else { 0.0 },
                             false => old[at],
                         };
-                        let left_out = matches!(part, Part::Columns(before) if j < n && j > before + r);
+                        let left_out = matches!(seen, Seen::Columns(before) if j < n && j > before + r);
                         assert!(
                             left_out || c[at] == want,
-                            "{m} × {n} × {k}, {part:?}, {accumulate}: ({r}, {j}) is {} not {want}",
+                            "{m} × {n} × {k}, {seen:?}, {accumulate}: ({r}, {j}) is {} not {want}",
                             c[at]
                         );
                     }
