@@ -15,7 +15,7 @@ use half::bf16;
 use super::Mat;
 use super::amx::copy;
 use super::chores::{Idle, Work};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Pack, Strip, To, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Pack, SUMS_IN_PLACE, Strip, To, packed};
 use super::parts::{PART, Parts, UNITS, pack_pairs, pack_rows};
 use super::tiles::{FETCHING, STEP, of_tiles};
 use crate::float::Elem;
@@ -27,7 +27,18 @@ impl<E: Parts> Kernel<E> for AmxSplit {
     of_tiles!();
 
     fn blocking() -> Blocking {
-        Blocking { kc: 384, once: 384, mc: 256, nc: 384, nc_alone: 384, panels_alone: true, whole: 0, alone: 8 << 20 }
+        Blocking {
+            kc: 384,
+            once: 384,
+            mc: 256,
+            nc: 384,
+            nc_alone: 384,
+            panels_alone: true,
+            panels_ahead: true,
+            sums_in_place: SUMS_IN_PLACE,
+            whole: 0,
+            alone: 8 << 20,
+        }
     }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut E::Packed) {

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use candle_core::DType;
 
 use super::chores::{Fetch, Idle, Work};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, To};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, SUMS_IN_PLACE, Strip, Thin, To};
 use super::layout::{Layout, Packed, Rows, of_six};
 use super::near::Near;
 use super::{Mat, pack};
@@ -28,7 +28,18 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
     const KQ: usize = 1;
 
     fn blocking() -> Blocking {
-        Blocking { kc: 384, once: 384, mc: 192, nc: 512, nc_alone: 512, panels_alone: true, whole: 0, alone: 2 << 20 }
+        Blocking {
+            kc: 384,
+            once: 384,
+            mc: 192,
+            nc: 512,
+            nc_alone: 512,
+            panels_alone: true,
+            panels_ahead: true,
+            sums_in_place: SUMS_IN_PLACE,
+            whole: 0,
+            alone: 2 << 20,
+        }
     }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {

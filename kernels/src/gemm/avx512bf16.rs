@@ -9,7 +9,7 @@ use half::bf16;
 use super::Mat;
 use super::avx512;
 use super::chores::{Fetch, Idle, PackByShares, PackBySteps, Work};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, Strip, Thin, To};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, SUMS_IN_PLACE, Strip, Thin, To};
 use super::lanes::{Lanes, first, transpose, transposed};
 use super::strips::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, thin, tiles};
 use crate::float::Elem;
@@ -27,7 +27,18 @@ impl Kernel<bf16> for Avx512Bf16 {
     const KQ: usize = 2;
 
     fn blocking() -> Blocking {
-        Blocking { kc: 768, once: 1024, mc: 252, nc: 256, nc_alone: 512, panels_alone: true, whole: 0, alone: 4 << 20 }
+        Blocking {
+            kc: 768,
+            once: 1024,
+            mc: 252,
+            nc: 256,
+            nc_alone: 512,
+            panels_alone: true,
+            panels_ahead: true,
+            sums_in_place: SUMS_IN_PLACE,
+            whole: 0,
+            alone: 4 << 20,
+        }
     }
 
     unsafe fn pack_a(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {

@@ -31,9 +31,6 @@ const READ_COST: f64 = 0.25;
 const READER_COST: f64 = 0.4;
 /// Bytes of the panels of a step, of which there are two at a time, at most, unless one panel takes more.
 const STEP_BYTES: usize = 200 << 10;
-/// As `SUMS_ALONE`, where A is read in place, through the same cache, and panels are packed ahead or alone. (With twice as many, input gradients of 2048 rows
-/// lose 0.5 to 1%.)
-const SUMS_IN_PLACE: usize = 128 << 10;
 /// Tasks per thread from which on it does not matter whether all threads get as many.
 const MANY_TASKS: usize = 8;
 
@@ -138,7 +135,7 @@ impl Plan {
         let task_rows = mr * rows_per_task.unwrap_or(1);
 
         if packing == Packing::Ahead {
-            return Self::ahead((m, n), (mr, nr), size, blocks, threads);
+            return Self::ahead((m, n), (mr, nr), size, (blocks, blocking.sums_in_place), threads);
         }
         let packs_a = packing != Packing::Panels;
         if blocking.panels_alone || packs_a && blocks.count > 1 {
@@ -188,7 +185,7 @@ impl Plan {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
         let sums = match packing {
             Packing::Beside => SUMS_BESIDE,
-            Packing::Panels => SUMS_IN_PLACE,
+            Packing::Panels => blocking.sums_in_place,
             _ => SUMS_ALONE,
         };
         let mut best = (most, None);
@@ -229,11 +226,16 @@ impl Plan {
     }
 
     /// Tasks that pack panels ahead.
-    fn ahead((m, n): (usize, usize), (mr, nr): (usize, usize), size: usize, blocks: Blocks, threads: usize) -> Self {
+    fn ahead(
+        (m, n): (usize, usize),
+        (mr, nr): (usize, usize),
+        size: usize,
+        (blocks, sums): (Blocks, usize),
+        threads: usize,
+    ) -> Self {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
         let group = (STEP_BYTES / (nr * blocks.len * size)).clamp(1, panels);
-        let least_down =
-            if blocks.count == 1 { 1 } else { strips.div_ceil((SUMS_IN_PLACE / (group * nr * mr)).max(1)) };
+        let least_down = if blocks.count == 1 { 1 } else { strips.div_ceil((sums / (group * nr * mr)).max(1)) };
         let (mut least, mut tasks) = (f64::INFINITY, (mr, nr));
         for across in 1..=panels.min(MANY_TASKS * threads) {
             for down in least_down..=strips.min(least_down * MANY_TASKS * threads) {
@@ -288,9 +290,20 @@ fn equal_parts(n: usize, unit: usize, most: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gemm::kernel::SUMS_IN_PLACE;
 
-    const SHARED: Blocking =
-        Blocking { kc: 384, once: 384, mc: 252, nc: 256, nc_alone: 512, panels_alone: false, whole: 0, alone: 0 };
+    const SHARED: Blocking = Blocking {
+        kc: 384,
+        once: 384,
+        mc: 252,
+        nc: 256,
+        nc_alone: 512,
+        panels_alone: false,
+        panels_ahead: true,
+        sums_in_place: SUMS_IN_PLACE,
+        whole: 0,
+        alone: 0,
+    };
     /// Of a kernel whose tasks pack panels for themselves.
     const ALONE: Blocking = Blocking { panels_alone: true, ..SHARED };
 
@@ -357,7 +370,7 @@ mod tests {
                     let (kept, sums) = match plan.way {
                         Way::Beside => (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE),
                         Way::Ahead { group } => {
-                            (group * 32 * plan.blocks.len * 4 <= STEP_BYTES, rows * group * 32 <= SUMS_IN_PLACE)
+                            (group * 32 * plan.blocks.len * 4 <= STEP_BYTES, rows * group * 32 <= ALONE.sums_in_place)
                         }
                         way => panic!("{way:?}"),
                     };

@@ -1,6 +1,6 @@
 //! Micro-kernel in plain Rust, which the compiler vectorizes for SSE2 or NEON.
 
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, Thin, To, packed};
+use super::kernel::{Ahead, Blocking, Chore, Kernel, SUMS_IN_PLACE, Strip, Thin, To, packed};
 use super::layout::{Layout, Packed, of_six};
 use super::near::Near;
 use super::{Mat, pack};
@@ -25,7 +25,18 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
     const KQ: usize = 1;
 
     fn blocking() -> Blocking {
-        Blocking { kc: 256, once: 256, mc: 120, nc: 256, nc_alone: 256, panels_alone: false, whole: 0, alone: 1 << 20 }
+        Blocking {
+            kc: 256,
+            once: 256,
+            mc: 120,
+            nc: 256,
+            nc_alone: 256,
+            panels_alone: false,
+            panels_ahead: true,
+            sums_in_place: SUMS_IN_PLACE,
+            whole: 0,
+            alone: 1 << 20,
+        }
     }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {
