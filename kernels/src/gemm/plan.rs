@@ -405,6 +405,17 @@ mod tests {
     }
 
     #[test]
+    fn a_threads_rows_are_one_task_where_as_many_sums_may_be_unfinished() {
+        let plan = |sums_in_place| {
+            let blocking = Blocking { sums_in_place, ..ALONE };
+            Plan::new((2048, 384, 1536), (14, 32), 4, blocking, Packing::Panels, 2)
+        };
+        let (few, many) = (plan(SUMS_IN_PLACE), plan(400 << 10));
+        assert_eq!((many.way, many.task_rows, many.task_columns), (Way::Alone, 1024, 384));
+        assert_eq!(few.way, Way::Shared);
+    }
+
+    #[test]
     fn tasks_that_pack_alone_cover_the_product_evenly_and_keep_their_sums_in_cache() {
         let mut alone = 0;
         for shape in [
