@@ -10,7 +10,7 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512bf16::{pack_pairs, pairs_of};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, SUMS_IN_PLACE, Strip, To};
+use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, Next, Strip, To};
 use super::lanes::{first, transpose};
 use super::tiles::{FETCHING, STEP, WIDTH, of_tiles};
 use crate::float::Elem;
@@ -33,8 +33,7 @@ impl Kernel<bf16> for Amx {
             nc: 512,
             nc_alone: 512,
             panels_alone: false,
-            panels_ahead: true,
-            sums_in_place: SUMS_IN_PLACE,
+            in_place: InPlace::AHEAD,
             whole: 5 << 18,
             alone: 16 << 20,
         }

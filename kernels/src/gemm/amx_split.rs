@@ -15,7 +15,7 @@ use half::bf16;
 use super::Mat;
 use super::amx::copy;
 use super::chores::{Idle, Work};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, Next, Pack, SUMS_IN_PLACE, Strip, To, packed};
+use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, Next, Pack, Strip, To, packed};
 use super::parts::{PART, Parts, UNITS, pack_pairs, pack_rows};
 use super::tiles::{FETCHING, STEP, of_tiles};
 use crate::float::Elem;
@@ -34,8 +34,7 @@ impl<E: Parts> Kernel<E> for AmxSplit {
             nc: 384,
             nc_alone: 384,
             panels_alone: true,
-            panels_ahead: true,
-            sums_in_place: SUMS_IN_PLACE,
+            in_place: InPlace::AHEAD,
             whole: 0,
             alone: 8 << 20,
         }

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use candle_core::DType;
 
 use super::chores::{Fetch, Idle, Work};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, SUMS_IN_PLACE, Strip, Thin, To};
+use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, Strip, Thin, To};
 use super::layout::{Layout, Packed, Rows, of_six};
 use super::near::Near;
 use super::{Mat, pack};
@@ -35,8 +35,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
             nc: 512,
             nc_alone: 512,
             panels_alone: true,
-            panels_ahead: true,
-            sums_in_place: SUMS_IN_PLACE,
+            in_place: InPlace::AHEAD,
             whole: 0,
             alone: 2 << 20,
         }

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use super::Mat;
 use super::chores::{Fetch, Idle, PackByShares, PackBySteps, Work};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, SUMS_IN_PLACE, Strip, Thin, To};
+use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, PIECE, Strip, Thin, To};
 use super::lanes::{Lanes, first, transpose, transposed};
 use super::strips::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, thin, tiles};
 use crate::float::Elem;
@@ -33,18 +33,15 @@ impl<E: Lanes> Kernel<E> for Avx512 {
             nc: 256,
             nc_alone: 384,
             panels_alone: true,
-            panels_ahead: true,
-            sums_in_place: SUMS_IN_PLACE,
+            in_place: InPlace::AHEAD,
             whole: 0,
             alone: 4 << 20,
         };
         if !is_intel() {
             return zen;
         }
-        // Intel's cores lose 4 to 9% of weight gradients to longer blocks, AMD's gain from them (docs/benchmarks, bfc0c68 and 31c48f2). With a second-level cache of 2 MiB they lose
-        // 3 to 5% of forward products to reading A once for a few panels, and to packing more panels than those in use; and as much of long inner dimensions to packing panels once
-        // for fewer rows than a thread has.
-        Blocking { kc: 384, once: 768, panels_ahead: false, sums_in_place: 400 << 10, ..zen }
+        // Intel's cores lose 4 to 9% of weight gradients to longer blocks, AMD's gain from them (docs/benchmarks, bfc0c68 and 31c48f2).
+        Blocking { kc: 384, once: 768, in_place: InPlace::ALONE, ..zen }
     }
 
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut f32) {

@@ -9,7 +9,7 @@ use half::bf16;
 use super::Mat;
 use super::avx512;
 use super::chores::{Fetch, Idle, PackByShares, PackBySteps, Work};
-use super::kernel::{Ahead, Blocking, Chore, Kernel, PIECE, SUMS_IN_PLACE, Strip, Thin, To};
+use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, PIECE, Strip, Thin, To};
 use super::lanes::{Lanes, first, transpose, transposed};
 use super::strips::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, thin, tiles};
 use crate::float::Elem;
@@ -34,8 +34,7 @@ impl Kernel<bf16> for Avx512Bf16 {
             nc: 256,
             nc_alone: 512,
             panels_alone: true,
-            panels_ahead: true,
-            sums_in_place: SUMS_IN_PLACE,
+            in_place: InPlace::AHEAD,
             whole: 0,
             alone: 4 << 20,
         }

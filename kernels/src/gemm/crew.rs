@@ -33,7 +33,7 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
     let packing = match packs_a {
         true if beside::is_possible::<E, K>(a, b, k) => Packing::Beside,
         true => Packing::Both,
-        false if blocking.panels_ahead && ahead::pays::<E, K>(b, n * k, m) => Packing::Ahead,
+        false if blocking.in_place.packs_ahead && ahead::pays::<E, K>(b, n * k, m) => Packing::Ahead,
         false => Packing::Panels,
     };
     let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), blocking, packing, threads);

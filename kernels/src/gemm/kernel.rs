@@ -9,8 +9,22 @@ use crate::memory::LINE;
 /// Inner dimension that [`Kernel::pack_a`] and [`Kernel::pack_b`] take at a time, at most; panels are made of pieces of it.
 pub const PIECE: usize = 32;
 
-/// [`Blocking::sums_in_place`] beside a second-level cache of 1 MiB. (With twice as many, input gradients of 2048 rows lose 0.5 to 1% on Zen 4.)
-pub const SUMS_IN_PLACE: usize = 128 << 10;
+/// Tasks that read A where it lies, through the cache that panels and unfinished sums are in, too.
+#[derive(Clone, Copy, Debug)]
+pub struct InPlace {
+    /// Whether panels are packed ahead of their use, where that [pays](super::ahead::pays); else before it, by the task that uses them.
+    pub packs_ahead: bool,
+    /// Most unfinished sums of a task.
+    pub sums: usize,
+}
+
+impl InPlace {
+    /// Beside a second-level cache of 1 MiB. (With twice as many sums, input gradients of 2048 rows lose 0.5 to 1% on Zen 4.)
+    pub const AHEAD: Self = Self { packs_ahead: true, sums: 128 << 10 };
+    /// Beside one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is read once for each few: that, and packing between tiles, costs forward products there 3 to 5%. Fewer
+    /// sums are of fewer rows than a thread has, for each of which all panels are packed again: 2 to 4% of long inner dimensions (docs/benchmarks, 3496bfc).
+    pub const ALONE: Self = Self { packs_ahead: false, sums: 400 << 10 };
+}
 
 /// Sizes of blocks, after the levels of cache that hold them.
 #[derive(Clone, Copy, Debug)]
@@ -29,10 +43,7 @@ pub struct Blocking {
     /// Whether panels are packed by tasks themselves, too, where one block is the whole inner dimension or A is read in place, so that a panel is in
     /// the caches of the thread that uses it.
     pub panels_alone: bool,
-    /// Whether panels are packed ahead of their use, where that [pays](super::ahead::pays); else before it, by those that use them.
-    pub panels_ahead: bool,
-    /// Most unfinished sums of a task that reads A in place, through the same cache, and packs its panels alone or ahead.
-    pub sums_in_place: usize,
+    pub in_place: InPlace,
     /// Bytes of B that stay in L2 while strips go by: a task may have more than nc columns if those of the whole inner dimension
     /// take no more.
     pub whole: usize,

@@ -135,7 +135,7 @@ impl Plan {
         let task_rows = mr * rows_per_task.unwrap_or(1);
 
         if packing == Packing::Ahead {
-            return Self::ahead((m, n), (mr, nr), size, (blocks, blocking.sums_in_place), threads);
+            return Self::ahead((m, n), (mr, nr), size, (blocks, blocking.in_place.sums), threads);
         }
         let packs_a = packing != Packing::Panels;
         if blocking.panels_alone || packs_a && blocks.count > 1 {
@@ -185,7 +185,7 @@ impl Plan {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
         let sums = match packing {
             Packing::Beside => SUMS_BESIDE,
-            Packing::Panels => blocking.sums_in_place,
+            Packing::Panels => blocking.in_place.sums,
             _ => SUMS_ALONE,
         };
         let mut best = (most, None);
@@ -290,7 +290,7 @@ fn equal_parts(n: usize, unit: usize, most: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gemm::kernel::SUMS_IN_PLACE;
+    use crate::gemm::kernel::InPlace;
 
     const SHARED: Blocking = Blocking {
         kc: 384,
@@ -299,8 +299,7 @@ mod tests {
         nc: 256,
         nc_alone: 512,
         panels_alone: false,
-        panels_ahead: true,
-        sums_in_place: SUMS_IN_PLACE,
+        in_place: InPlace::AHEAD,
         whole: 0,
         alone: 0,
     };
@@ -370,7 +369,7 @@ mod tests {
                     let (kept, sums) = match plan.way {
                         Way::Beside => (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE),
                         Way::Ahead { group } => {
-                            (group * 32 * plan.blocks.len * 4 <= STEP_BYTES, rows * group * 32 <= ALONE.sums_in_place)
+                            (group * 32 * plan.blocks.len * 4 <= STEP_BYTES, rows * group * 32 <= ALONE.in_place.sums)
                         }
                         way => panic!("{way:?}"),
                     };
@@ -406,11 +405,9 @@ mod tests {
 
     #[test]
     fn a_threads_rows_are_one_task_where_as_many_sums_may_be_unfinished() {
-        let plan = |sums_in_place| {
-            let blocking = Blocking { sums_in_place, ..ALONE };
-            Plan::new((2048, 384, 1536), (14, 32), 4, blocking, Packing::Panels, 2)
-        };
-        let (few, many) = (plan(SUMS_IN_PLACE), plan(400 << 10));
+        let plan =
+            |in_place| Plan::new((2048, 384, 1536), (14, 32), 4, Blocking { in_place, ..ALONE }, Packing::Panels, 2);
+        let (few, many) = (plan(InPlace::AHEAD), plan(InPlace::ALONE));
         assert_eq!((many.way, many.task_rows, many.task_columns), (Way::Alone, 1024, 384));
         assert_eq!(few.way, Way::Shared);
     }

@@ -1,6 +1,6 @@
 //! Micro-kernel in plain Rust, which the compiler vectorizes for SSE2 or NEON.
 
-use super::kernel::{Ahead, Blocking, Chore, Kernel, SUMS_IN_PLACE, Strip, Thin, To, packed};
+use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, Strip, Thin, To, packed};
 use super::layout::{Layout, Packed, of_six};
 use super::near::Near;
 use super::{Mat, pack};
@@ -32,8 +32,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
             nc: 256,
             nc_alone: 256,
             panels_alone: false,
-            panels_ahead: true,
-            sums_in_place: SUMS_IN_PLACE,
+            in_place: InPlace::AHEAD,
             whole: 0,
             alone: 1 << 20,
         }
