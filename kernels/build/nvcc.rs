@@ -89,20 +89,36 @@ fn report(file: &Compiled) {
     }
 }
 
-/// Registers of each of the 384 threads of Hopper's kernels as they begin: all there are. One warpgroup then gives up all but 24, and two take 240: had they
-/// begun with fewer, they would wait for ever.
-const HOPPER_REGISTERS: &str = "168";
+/// Registers of each of the threads of Hopper's kernels as they begin: all that a multiprocessor has. One warpgroup then gives up all but 24, and the others take
+/// them: had they begun with fewer, they would wait for ever.
+fn registers(threads: u32) -> u32 {
+    65536 / threads / 8 * 8
+}
+
+/// Threads of a block: three warpgroups, or four.
+fn threads(kernel: &str) -> u32 {
+    if kernel.starts_with("attention_forward") && kernel.ends_with("_64") { 512 } else { 384 }
+}
 
 /// Refuses kernels that would hang.
 fn check_registers(file: &Compiled) -> Result<(), String> {
-    // ptxas info    : Used 168 registers, used 16 barriers
-    let used = file.messages.lines().filter_map(|line| line.split_once("Used ")?.1.split_once(" registers"));
-    match used.map(|(registers, _)| registers).find(|registers| *registers != HOPPER_REGISTERS) {
-        None => Ok(()),
-        Some(registers) => Err(format!(
-            "{}.cu: this nvcc has its kernels begin with {registers} registers a thread; they need {HOPPER_REGISTERS}, or would wait for ever.\n\
-             Build with nvcc 13.0 (tools/cuda/toolkit.sh makes one), and please report this.",
-            file.stem
-        )),
+    let mut kernel = "?";
+    for line in file.messages.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            kernel = rest.split('\'').next().unwrap_or("?");
+        }
+        // ptxas info    : Used 168 registers, used 16 barriers
+        let used = line.split_once("Used ").and_then(|(_, rest)| rest.split_once(" registers"));
+        let needed = registers(threads(kernel));
+        if let Some((used, _)) = used
+            && used.parse() != Ok(needed)
+        {
+            return Err(format!(
+                "{}.cu: this nvcc has {kernel} begin with {used} registers a thread; it needs {needed}, or would wait for ever.\n\
+                 Build with nvcc 13.0 (tools/cuda/toolkit.sh makes one), and please report this.",
+                file.stem
+            ));
+        }
     }
+    Ok(())
 }

@@ -8,7 +8,7 @@ struct Work : QueryWork<BOTH, ROWS> {
     uint32_t first_tile, end_tile;
 
     __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section)
-        : QueryWork(call, number, tiles, section), first_tile(begin(call)), end_tile(end(call)) {}
+        : QueryWork(call, number, tiles, section), first_tile(begin(call)), end_tile(end()) {}
 };
 
 /// The warp that has tiles for gradients of queries copied.

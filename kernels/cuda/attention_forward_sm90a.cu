@@ -1,24 +1,34 @@
 // Attention forward for Hopper, bf16 and f16, heads of 64 or 128 columns, without dropout (Shah et al. 2024, FlashAttention-3).
 //
-// A block has three warpgroups. A warp of the first has boxes of queries, keys and values copied, two tiles ahead; the other two
-// take 64 queries each, multiply asynchronously from shared memory, and take turns: while one's products run the other makes weights.
-// Within a warpgroup, too, the product with a tile's values runs beside that with the next tile's keys and its softmax. Blocks stay and take
-// one tile of queries after another, from the longest ones on, as long as there are any; the next tile's copies begin while the last one's
-// result is still written.
+// A warp of a block's first warpgroup has boxes of queries, keys and values copied, some tiles ahead; the other warpgroups, three for heads of
+// 64 columns and two for those of 128, take 64 queries each, multiply asynchronously from shared memory, and take turns: while one's products run
+// the others make weights, which takes narrow heads longer than their products do. Within a warpgroup, too, the product with a tile's values
+// runs beside that with the next tile's keys and its softmax. Blocks stay and take one tile of queries after another, from the longest ones on, as
+// long as there are any; the next tile's copies begin while the last one's result is still written.
 #include "softmax.cuh"
 #include "warpgroups.cuh"
 
 namespace {
 
-constexpr uint32_t QUERIES = 128, KEYS = 128, STAGES = 2;
+constexpr uint32_t KEYS = 128;
 /// Queries of a warpgroup.
 constexpr uint32_t OWN = 64;
-constexpr uint32_t THREADS = 384, CONSUMER_WARPS = 8;
+
+/// Of a block, by the columns of its heads; kernels/src/gpu/attention.rs has the same numbers.
+template <int DIM>
+struct Block {
+    /// Warpgroups that compute, and the registers of their threads: what the others have left of 65536.
+    static constexpr uint32_t CONSUMERS = DIM == 64 ? 3 : 2, REGISTERS = DIM == 64 ? 160 : 240;
+    static constexpr uint32_t THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
+    static constexpr uint32_t QUERIES = CONSUMERS * OWN, STAGES = DIM == 64 ? 4 : 2;
+    /// Rows of the boxes that are copied.
+    static constexpr uint32_t BOX = DIM == 64 ? 64 : 128;
+};
 
 /// Of a block, at multiples of 1024 bytes.
 template <int DIM>
 struct Shared {
-    static constexpr uint32_t TILE = Tile<KEYS, DIM>::BYTES;
+    static constexpr uint32_t STAGES = Block<DIM>::STAGES, TILE = Tile<KEYS, DIM>::BYTES, OF_QUERIES = Tile<Block<DIM>::QUERIES, DIM>::BYTES;
     unsigned char *queries, *out, *keys, *values;
     uint64_t *queries_full, *queries_empty, *keys_full, *keys_empty, *values_full, *values_empty;
     /// Which piece of work the queries are of.
@@ -26,8 +36,8 @@ struct Shared {
 
     __device__ __forceinline__ explicit Shared(unsigned char *memory) {
         queries = memory;
-        out = queries + TILE;
-        keys = out + TILE;
+        out = queries + OF_QUERIES;
+        keys = out + OF_QUERIES;
         values = keys + STAGES * TILE;
         queries_full = reinterpret_cast<uint64_t *>(values + STAGES * TILE);
         queries_empty = queries_full + 1;
@@ -39,13 +49,23 @@ struct Shared {
     }
 };
 
-using Work = QueryWork<QUERIES, KEYS>;
-
-/// Has a tile of a part of a group copied: queries, keys or values from position `first` on.
+/// A tile of queries of a head. Where their number is no multiple of a tile's, it is the first one that is not whole: it has the fewest keys to
+/// go over, and its last warpgroups nothing to do.
 template <int DIM>
+struct Work : QueryWork<Block<DIM>::QUERIES, KEYS> {
+    __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section)
+        : QueryWork<Block<DIM>::QUERIES, KEYS>(call, number, tiles, section) {
+        const uint32_t missing = tiles * Block<DIM>::QUERIES - (call.s + OWN - 1) / OWN * OWN;
+        this->end_query = min(this->first + Block<DIM>::QUERIES - missing, call.s);
+        this->first -= min(this->first, missing);
+    }
+};
+
+/// Has a tile of ROWS of a part of a group copied: queries, keys or values from position `first` on.
+template <int DIM, int ROWS>
 DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part, uint32_t sample, uint64_t *full) {
-    barrier_expect(full, Shared<DIM>::TILE);
-    copy_tile<KEYS, DIM>(to, map, first, part, sample, full);
+    barrier_expect(full, Tile<ROWS, DIM>::BYTES);
+    copy_tile<ROWS, DIM, Block<DIM>::BOX>(to, map, first, part, sample, full);
 }
 
 /// The warp that takes pieces of work and has everything copied. All of it, though one thread copies: what a warp has in common lies in uniform
@@ -54,7 +74,7 @@ template <int DIM>
 DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DIM> &shared, uint32_t *next, uint32_t tiles, uint32_t all,
                     uint32_t section) {
     const bool first = threadIdx.x == 0;
-    Turn<STAGES> turn;
+    Turn<Block<DIM>::STAGES> turn;
     for (uint32_t parity = 1;; parity ^= 1) {
         uint32_t number = 0;
         if (first) number = atomicAdd(next, 1u);
@@ -62,120 +82,171 @@ DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DI
         barrier_wait(shared.queries_empty, parity);
         if (first) *shared.number = number;
         if (number >= all) break;
-        const Work work(call, number, tiles, section);
+        const Work<DIM> work(call, number, tiles, section);
         const uint32_t of_group = call.heads_per_group, group = work.head / of_group, parts = group * (of_group + 2);
-        if (first) fetch<DIM>(shared.queries, map, work.first, parts + work.head % of_group, work.sample, shared.queries_full);
-        const uint32_t end = work.end(call);
+        if (first)
+            fetch<DIM, Block<DIM>::QUERIES>(shared.queries, map, work.first, parts + work.head % of_group, work.sample, shared.queries_full);
+        const uint32_t end = work.end();
+#pragma unroll 1
         for (uint32_t tile = work.begin(call); tile < end; tile++, turn.count++) {
             const uint32_t slot = turn.slot(), empty = turn.parity() ^ 1;
             barrier_wait(shared.keys_empty + slot, empty);
-            if (first) fetch<DIM>(shared.keys + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group, work.sample, shared.keys_full + slot);
+            if (first)
+                fetch<DIM, KEYS>(shared.keys + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group, work.sample, shared.keys_full + slot);
             barrier_wait(shared.values_empty + slot, empty);
-            if (first) fetch<DIM>(shared.values + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group + 1, work.sample, shared.values_full + slot);
+            if (first)
+                fetch<DIM, KEYS>(shared.values + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group + 1, work.sample,
+                                 shared.values_full + slot);
         }
     }
     if (first) barrier_arrive(shared.queries_full);
 }
 
-/// One of the two warpgroups that compute.
+/// One of the warpgroups that compute.
 template <class E, int DIM>
-DEVICE void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *out, float *lse, uint32_t tiles, uint32_t all, uint32_t section) {
-    constexpr uint32_t TILE = Shared<DIM>::TILE;
-    const uint32_t warp = threadIdx.x / 32 % 4, half = threadIdx.x / 128 - 1;
-    const uint32_t own_queries = shared_address(shared.queries) + half * OWN * SWIZZLED_ROW;
-    const uint32_t mine = 1 + half, other = 2 - half;
-    Turn<STAGES> turn;
-    if (half == 1) some_come(other, 256); // the first one begins
-    for (uint32_t taken = 0;; taken++) {
-        barrier_wait(shared.queries_full, taken % 2);
-        const uint32_t number = *shared.number;
-        if (number >= all) return;
-        const Work work(call, number, tiles, section);
-        const uint32_t own = work.first + half * OWN + warp * 16, last = min(work.first + QUERIES, call.s) - 1;
-        const uint32_t seen_by_all = first_key(call, work.sample, last);
+struct Consumer {
+    static constexpr uint32_t TILE = Shared<DIM>::TILE, QUERIES = Block<DIM>::QUERIES;
+    const Attention &call;
+    const Shared<DIM> &shared;
+    /// Which one, and its warp.
+    uint32_t which, warp;
+    Turn<Block<DIM>::STAGES> turn;
+    float gathered[1][DIM / 8][4], scores[1][KEYS / 8][4];
+    uint32_t weights[KEYS / 16][4];
+
+    __device__ __forceinline__ Consumer(const Attention &call, const Shared<DIM> &shared)
+        : call(call), shared(shared), which(uniform(threadIdx.x / 128) - 1), warp(uniform(threadIdx.x / 32 % 4)) {
+        if (which == Block<DIM>::CONSUMERS - 1) some_come(1, 256); // the first one begins
+    }
+
+    /// Every tile is a turn of every warpgroup, one after the other.
+    __device__ __forceinline__ void await_turn() { some_wait(1 + which, 256); }
+    __device__ __forceinline__ void end_turn() { some_come(which == Block<DIM>::CONSUMERS - 1 ? 1 : 2 + which, 256); }
+
+    /// Begins the scores of the present tile.
+    __device__ __forceinline__ void begin_scores() {
+        barrier_wait(shared.keys_full + turn.slot(), turn.parity());
+        await_turn();
+        products_begin();
+        multiply_rows<E, DIM, QUERIES, KEYS>(scores[0], shared_address(shared.queries) + which * OWN * SWIZZLED_ROW,
+                                             shared_address(shared.keys + turn.slot() * TILE));
+        products_commit();
+    }
+
+    /// Begins to gather the values of a tile.
+    __device__ __forceinline__ void begin_gathering(uint32_t slot, uint32_t parity) {
+        barrier_wait(shared.values_full + slot, parity);
+        products_touch(weights);
+        products_touch(gathered[0]);
+        products_begin();
+        multiply_weights<E, DIM, KEYS>(gathered[0], weights, shared_address(shared.values + slot * TILE));
+        products_commit();
+    }
+
+    __device__ __forceinline__ void end_gathering(uint32_t slot) {
+        products_wait<0>();
+        products_touch(gathered[0]);
+        release(shared.values_empty + slot);
+    }
+
+    /// Lets tiles go of which none of these queries sees anything, when they are there: earlier, the places' next tiles could be taken for them.
+    __device__ __forceinline__ void pass(uint32_t tiles) {
+#pragma unroll 1
+        for (; tiles > 0; tiles--, turn.count++) {
+            barrier_wait(shared.keys_full + turn.slot(), turn.parity());
+            await_turn();
+            end_turn();
+            release(shared.keys_empty + turn.slot());
+            barrier_wait(shared.values_full + turn.slot(), turn.parity());
+            release(shared.values_empty + turn.slot());
+        }
+    }
+
+    /// A piece of work of which these queries from `own` on, and at least one of them, are a part.
+    __device__ __forceinline__ void compute(const Work<DIM> &work, uint32_t own, uint16_t *out, float *lse) {
+        const uint32_t end_query = min(own + OWN, work.end_query), seen_by_all = uniform(first_key(call, work.sample, end_query - 1));
+        const uint32_t begin = uniform(work.begin(call)), first = uniform(first_key(call, work.sample, own) / KEYS), end = (end_query - 1) / KEYS + 1;
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
         Softmax<1> softmax;
-        float gathered[1][DIM / 8][4], scores[1][KEYS / 8][4], corrections[1][2];
-        uint32_t weights[KEYS / 16][4];
+        float corrections[1][2];
         softmax.clear();
         clear(gathered[0]);
-        // Some query of this warpgroup does not see all keys of a tile.
-        const auto is_edge = [&](uint32_t tile) { return (tile + 1) * KEYS > work.first + half * OWN + 1 || seen_by_all > tile * KEYS; };
+        const auto weigh = [&](uint32_t tile) {
+            products_touch(scores[0]);
+            release(shared.keys_empty + turn.slot());
+            // Some query of this warpgroup does not see all keys of the tile.
+            const bool edge = (tile + 1) * KEYS > own + 1 || seen_by_all > tile * KEYS;
+            softmax.step(call, slope, work.sample, own + warp * 16, tile * KEYS, edge, scores, corrections);
+        };
 
-        uint32_t tile = work.begin(call);
-        const uint32_t end = work.end(call);
-        barrier_wait(shared.keys_full + turn.slot(), turn.parity());
-        some_wait(mine, 256);
-        products_begin();
-        multiply_rows<E, DIM, QUERIES, KEYS>(scores[0], own_queries, shared_address(shared.keys + turn.slot() * TILE));
-        products_commit();
-        some_come(other, 256);
+        pass(first - begin);
+        begin_scores();
+        end_turn();
         products_wait<0>();
-        products_touch(scores[0]);
-        release(shared.keys_empty + turn.slot());
-        softmax.step(call, slope, work.sample, own, tile * KEYS, is_edge(tile), scores, corrections);
+        weigh(first);
         round_weights<E>(weights, scores[0]);
-        for (tile++; tile < end; tile++) {
+        for (uint32_t tile = first + 1; tile < end; tile++) {
             const uint32_t slot = turn.slot(), parity = turn.parity();
             turn.count++;
-            const uint32_t next = turn.slot();
-            barrier_wait(shared.keys_full + next, turn.parity());
-            some_wait(mine, 256);
-            products_begin();
-            multiply_rows<E, DIM, QUERIES, KEYS>(scores[0], own_queries, shared_address(shared.keys + next * TILE));
-            products_commit();
-            barrier_wait(shared.values_full + slot, parity);
-            products_touch(weights);
-            products_touch(gathered[0]);
-            products_begin();
-            multiply_weights<E, DIM, KEYS>(gathered[0], weights, shared_address(shared.values + slot * TILE));
-            products_commit();
-            some_come(other, 256);
+            begin_scores();
+            begin_gathering(slot, parity);
+            end_turn();
             products_wait<1>();
-            products_touch(scores[0]);
-            release(shared.keys_empty + next);
-            softmax.step(call, slope, work.sample, own, tile * KEYS, is_edge(tile), scores, corrections);
-            computed_before_wait(softmax.sums[0][0] + softmax.sums[0][1], own_queries);
-            products_wait<0>();
-            products_touch(gathered[0]);
-            release(shared.values_empty + slot);
+            weigh(tile);
+            computed_before_wait(softmax.sums[0][0] + softmax.sums[0][1], shared_address(shared.queries));
+            end_gathering(slot);
             correct(gathered, corrections);
             round_weights<E>(weights, scores[0]);
         }
         release(shared.queries_empty);
-        barrier_wait(shared.values_full + turn.slot(), turn.parity());
-        products_touch(weights);
-        products_touch(gathered[0]);
-        products_begin();
-        multiply_weights<E, DIM, KEYS>(gathered[0], weights, shared_address(shared.values + turn.slot() * TILE));
-        products_commit();
-        products_wait<0>();
-        products_touch(gathered[0]);
-        release(shared.values_empty + turn.slot());
+        const uint32_t slot = turn.slot();
+        begin_gathering(slot, turn.parity());
         turn.count++;
+        // Not so many that the last one would wait for the place of what is being gathered.
+        static_assert(QUERIES - OWN <= KEYS * (Block<DIM>::STAGES - 1), "tiles to pass while values are gathered");
+        pass(work.end() - end);
+        end_gathering(slot);
 
         float factors[1][2];
-        softmax.end(call, work.sample, work.head, own, 1.0f, lse, factors);
-        unsigned char *const rows = shared.out + (half * OWN + warp * 16) * SWIZZLED_ROW;
-        uint16_t *const to = out + out_at(call, work.sample, work.head) + own * out_stride(call);
-        store_warp<E, QUERIES, DIM>(to, out_stride(call), own < call.s ? call.s - own : 0, rows, gathered[0], factors[0]);
+        const uint32_t rows = own + warp * 16;
+        softmax.end(call, work.sample, work.head, rows, 1.0f, lse, factors);
+        uint16_t *const to = out + out_at(call, work.sample, work.head) + rows * out_stride(call);
+        store_warp<E, QUERIES, DIM>(to, out_stride(call), rows < call.s ? call.s - rows : 0,
+                                    shared.out + (which * OWN + warp * 16) * SWIZZLED_ROW, gathered[0], factors[0]);
     }
-}
+
+    __device__ __forceinline__ void consume(uint16_t *out, float *lse, uint32_t tiles, uint32_t all, uint32_t section) {
+        for (uint32_t taken = 0;; taken++) {
+            barrier_wait(shared.queries_full, taken % 2);
+            const uint32_t number = uniform(*shared.number);
+            if (number >= all) return;
+            const Work<DIM> work(call, number, tiles, section);
+            const uint32_t own = work.first + which * OWN;
+            if (own < work.end_query) {
+                compute(work, own, out, lse);
+            } else {
+                release(shared.queries_empty);
+                pass(work.end() - work.begin(call));
+            }
+        }
+    }
+};
 
 template <class E, int DIM>
 DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, float *lse, uint32_t *next, uint32_t section) {
     DYNAMIC_SHARED(memory);
     const Shared<DIM> shared(memory);
-    const uint32_t tiles = (call.s + QUERIES - 1) / QUERIES, all = tiles * call.groups * call.heads_per_group * call.b;
+    const uint32_t tiles = (call.s + Block<DIM>::QUERIES - 1) / Block<DIM>::QUERIES, all = tiles * call.groups * call.heads_per_group * call.b;
     if (threadIdx.x == 0) {
+        constexpr uint32_t WARPS = Block<DIM>::CONSUMER_WARPS;
         fetch_map(map);
         barrier_make(shared.queries_full, 1);
-        barrier_make(shared.queries_empty, CONSUMER_WARPS);
-        for (uint32_t slot = 0; slot < STAGES; slot++) {
+        barrier_make(shared.queries_empty, WARPS);
+        for (uint32_t slot = 0; slot < Block<DIM>::STAGES; slot++) {
             barrier_make(shared.keys_full + slot, 1);
-            barrier_make(shared.keys_empty + slot, CONSUMER_WARPS);
+            barrier_make(shared.keys_empty + slot, WARPS);
             barrier_make(shared.values_full + slot, 1);
-            barrier_make(shared.values_empty + slot, CONSUMER_WARPS);
+            barrier_make(shared.values_empty + slot, WARPS);
         }
         barriers_made();
     }
@@ -184,15 +255,15 @@ DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, 
         registers_give<24>();
         if (threadIdx.x < 32) produce<DIM>(call, map, shared, next, tiles, all, section);
     } else {
-        registers_take<240>();
-        consume<E, DIM>(call, shared, out, lse, tiles, all, section);
+        registers_take<Block<DIM>::REGISTERS>();
+        Consumer<E, DIM>(call, shared).consume(out, lse, tiles, all, section);
     }
 }
 
 } // namespace
 
 #define FORWARD(NAME, E, DIM)                                                                                                          \
-    KERNEL_BOUNDS(THREADS, 1, attention_forward_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap map, const Attention call,     \
+    KERNEL_BOUNDS(Block<DIM>::THREADS, 1, attention_forward_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap map, const Attention call,     \
                   uint16_t *out, float *lse, uint32_t *next, uint32_t section) {                                                       \
         forward<E, DIM>(call, &map, out, lse, next, section);                                                                          \
     }

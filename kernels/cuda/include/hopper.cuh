@@ -68,6 +68,9 @@ DEVICE void computed_before_wait(float sum, uint32_t shared) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(sum), "r"(shared) : "memory");
 }
 
+/// Keeps the compiler from making what depends on `value` earlier, where it would occupy registers from one piece of work to the next.
+DEVICE void made_here(uint32_t &value) { asm volatile("" : "+r"(value)); }
+
 /// Makes a barrier of `count` arrivals, by one thread; others see it after `barriers_made` and a barrier of the block.
 DEVICE void barrier_make(uint64_t *barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");

@@ -165,6 +165,7 @@ DEVICE void products_wait() {
 template <class T, int N>
 DEVICE void products_touch(T (&)[N][4]) {}
 DEVICE void computed_before_wait(float, uint32_t) {}
+DEVICE void made_here(uint32_t &) {}
 
 /// An element of an operand in shared memory by its descriptor (PTX ISA, "Matrix Descriptor Format" and "Strides"; canonical layouts with
 /// a swizzle of 128 bytes): element (row, k) of [rows, 16], or, transposed, of [16, rows], which lies row by row.

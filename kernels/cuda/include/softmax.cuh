@@ -34,13 +34,14 @@ struct Softmax {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const uint32_t row = query + m * 16 + g + half * 8, first = first_key(call, sample, row);
+                    // Relative to the thread's first key, so that those of its others are constants.
+                    const uint32_t row = query + m * 16 + g + half * 8, own = key + 2 * t;
+                    const int last = static_cast<int>(row - own), first = static_cast<int>(first_key(call, sample, row) - own);
 #pragma unroll
                     for (int n = 0; n < N; n++)
 #pragma unroll
                         for (int i = 0; i < 2; i++) {
-                            const uint32_t column = key + n * 8 + 2 * t + i;
-                            if (column > row || column < first) scores[m][n][2 * half + i] = -INFINITY;
+                            if (n * 8 + i > last || n * 8 + i < first) scores[m][n][2 * half + i] = -INFINITY;
                         }
                 }
         }

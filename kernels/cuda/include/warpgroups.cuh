@@ -11,16 +11,23 @@ struct Tile {
     static constexpr uint32_t BOX = ROWS * SWIZZLED_ROW, BYTES = DIM / 64 * BOX;
 };
 
-/// Begins to copy a tile of a tensor's columns, rows (from `first` on), parts and samples.
-template <int ROWS, int DIM>
+/// Begins to copy a tile of a tensor's columns, rows (from `first` on), parts and samples, in boxes of BOX rows.
+template <int ROWS, int DIM, int BOX = ROWS>
 DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part, uint32_t sample, uint64_t *full) {
+    static_assert(ROWS % BOX == 0 && BOX % 8 == 0, "boxes one after the other are as a single one");
 #pragma unroll
-    for (uint32_t box = 0; box < DIM / 64; box++) copy_box(to + box * Tile<ROWS, DIM>::BOX, map, box * 64, part, sample, first, full);
+    for (uint32_t box = 0; box < DIM / 64; box++)
+#pragma unroll
+        for (uint32_t row = 0; row < ROWS; row += BOX)
+            copy_box(to + box * Tile<ROWS, DIM>::BOX + row * SWIZZLED_ROW, map, box * 64, part, sample, first + row, full);
 }
 
+/// What all threads of a warp have alike. Saying so keeps it, and what is made of it, out of their registers.
+DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+
 /// The descriptor of a tile's operand. That of what lies some bytes behind it is this one plus a 16th of them, which leaves one addition
-/// between products where the address would take ten instructions. All threads have the same; saying so keeps it out of their registers.
-DEVICE uint64_t operand(uint32_t address, uint32_t next) { return descriptor(__shfl_sync(~0u, address, 0), next); }
+/// between products where the address would take ten instructions.
+DEVICE uint64_t operand(uint32_t address, uint32_t next) { return descriptor(uniform(address), next); }
 
 /// Bytes from a tile's beginning to its columns from 16 · k on.
 template <int ROWS, int DIM>
@@ -63,7 +70,8 @@ DEVICE void release(uint64_t *barrier) {
 /// warp uses, so that 16 bytes are written at once. The rows begin at a multiple of 1024 bytes.
 template <class E, int ROWS, int DIM>
 DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned char *rows, const float (&c)[DIM / 8][4], const float (&factors)[2]) {
-    const uint32_t lane = threadIdx.x % 32;
+    uint32_t lane = threadIdx.x % 32;
+    made_here(lane);
     __syncwarp();
 #pragma unroll
     for (uint32_t n = 0; n < DIM / 8; n++)
@@ -107,16 +115,17 @@ struct Place {
 /// A tile of QUERIES of a head, and the tiles of KEYS that they see, up to the one before `end`; the last tiles, which take longest, come first.
 template <uint32_t QUERIES, uint32_t KEYS>
 struct QueryWork {
-    uint32_t first, head, sample;
+    uint32_t first, end_query, head, sample;
 
     __device__ __forceinline__ QueryWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
         const uint32_t heads = call.groups * call.heads_per_group;
         const Place place(number, tiles, heads * call.b, section);
         first = (tiles - 1 - place.tile) * QUERIES;
+        end_query = min(first + QUERIES, call.s);
         head = place.which % heads;
         sample = place.which / heads;
     }
 
     __device__ __forceinline__ uint32_t begin(const Attention &call) const { return first_key(call, sample, first) / KEYS; }
-    __device__ __forceinline__ uint32_t end(const Attention &call) const { return (min(first + QUERIES, call.s) - 1) / KEYS + 1; }
+    __device__ __forceinline__ uint32_t end() const { return (end_query - 1) / KEYS + 1; }
 };

@@ -240,11 +240,32 @@ fn on_hopper(op: &'static str, gpu: &Gpu, prepared: &Prepared, geometry: Geometr
         && prepared.call.threshold == 0)
 }
 
-/// Queries of a block of the kernels for Hopper, or keys.
+/// Keys of a tile of forward for Hopper, and the queries, or keys, of a block of backward.
 const HOPPER_TILE: usize = 128;
 /// Queries of a tile of backward, and keys.
 const HOPPER_HALF: usize = 64;
 const HOPPER_THREADS: u32 = 384;
+
+/// `Block` of `cuda/attention_forward_sm90a.cu`.
+struct ForwardBlock {
+    threads: u32,
+    /// Queries of a tile.
+    queries: usize,
+    /// Tiles of keys that are in shared memory at once, and as many of values.
+    stages: usize,
+    /// Rows of the boxes that are copied.
+    boxes: usize,
+}
+
+impl ForwardBlock {
+    /// For heads of 64 columns or of 128.
+    fn new(head_dim: usize) -> Self {
+        match head_dim {
+            64 => Self { threads: 512, queries: 192, stages: 4, boxes: 64 },
+            _ => Self { threads: 384, queries: 128, stages: 2, boxes: 128 },
+        }
+    }
+}
 
 /// A packed tensor `[s, b, parts · d]` in boxes of `rows` positions.
 fn boxes(base: DevicePointer, dtype: DType, Geometry { s, b, shape }: Geometry, parts: usize, rows: usize) -> Boxes {
@@ -280,7 +301,7 @@ fn backward_on_hopper(
     ];
     for (file, heads, bytes) in kernels {
         let name = format!("{file}_{suffix}_{d}");
-        let order = Order::new(op, gpu, s, heads * b, bytes)?;
+        let order = Order::new(op, gpu, s.div_ceil(HOPPER_TILE), heads * b, bytes)?;
         gpu.launch(file, &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
             // SAFETY: the kernel's structures have these fields and no padding.
             unsafe { args.structure(&qkv).structure(&dout).structure(&prepared.call) }
@@ -301,10 +322,9 @@ struct Order {
 }
 
 impl Order {
-    /// Of tiles of `all` heads or groups of `s` positions each, which read `bytes` in common.
-    fn new(op: &'static str, gpu: &Gpu, s: usize, all: usize, bytes: usize) -> Result<Self> {
+    /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common.
+    fn new(op: &'static str, gpu: &Gpu, tiles: usize, all: usize, bytes: usize) -> Result<Self> {
         let properties = gpu.properties()?;
-        let tiles = s.div_ceil(HOPPER_TILE);
         let blocks = blocks(op, tiles * all, 1)?.min(properties.multiprocessors);
         // What a section reads is to fill half of the second-level cache, and its short tiles are to fill the time of its long ones on all
         // multiprocessors. All sections are alike, since a last one of a few long tiles would leave most multiprocessors without work.
@@ -327,15 +347,18 @@ fn forward_on_hopper(
     let Geometry { s, b, shape } = geometry;
     let (d, element) = (shape.head_dim, dtype.size_in_bytes());
     let parts = shape.groups * (shape.heads_per_group + 2);
-    let map = boxes(packed, dtype, geometry, parts, HOPPER_TILE).map(op)?;
-    let order = Order::new(op, gpu, s, b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
-    // Tiles of queries and outputs, two of keys and of values, ten barriers, and the number of the piece of work.
-    let shared = 6 * HOPPER_TILE * d * element + 10 * 8 + 4;
+    let block = ForwardBlock::new(d);
+    let map = boxes(packed, dtype, geometry, parts, block.boxes).map(op)?;
+    let tiles = s.div_ceil(block.queries);
+    let order = Order::new(op, gpu, tiles, b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
+    // Tiles of queries and outputs, some of keys and of values, two barriers of the queries and four of each stage, and the number of the piece of work.
+    let rows = 2 * block.queries + 2 * block.stages * HOPPER_TILE;
+    let shared = rows * d * element + (2 + 4 * block.stages) * 8 + 4;
     // The number of the next piece of work.
     let (counter, next) = gpu.output(1, DType::U32, op)?;
     super::reduce::zero(&counter, op)?;
     let name = format!("attention_forward_sm90a_{suffix}_{d}");
-    gpu.launch("attention_forward_sm90a", &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
+    gpu.launch("attention_forward_sm90a", &name, order.grid, block.threads, shared as u32, |args| {
         // SAFETY: the kernel's structures have these fields and no padding.
         unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).ptr(next).u32(order.section);
     })
