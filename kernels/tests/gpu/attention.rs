@@ -315,6 +315,13 @@ fn tiles_of_whole_warpgroups() {
     compare(320, 1, narrow(3), &How { documents: Some(vec![64, 128, 63]), ..How::default() });
     // More heads than one, and tiles behind the first: what a compiler once kept in the wrong registers from one tile to the next.
     compare(150, 2, shape(2, 2, 64), &How::default());
+    // Forward's tiles are of three warpgroups of queries where heads are narrow; the first one lacks what is missing to whole ones, which leaves warpgroups of it idle.
+    for s in [192, 193, 255] {
+        compare(s, 1, narrow(2), &How::default());
+    }
+    // Warpgroups begin and end at tiles of keys of their own.
+    compare(400, 1, narrow(1), &How { window: Some(20), ..How::default() });
+    compare(385, 1, wide(1), &How { documents: Some(vec![190, 3]), ..How::default() });
     for shape in [narrow(2), wide(1)] {
         other_documents_are_not_read(shape, DType::BF16);
     }
