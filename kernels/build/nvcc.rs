@@ -97,7 +97,7 @@ fn registers(threads: u32) -> u32 {
 
 /// Threads of a block: three warpgroups, or four.
 fn threads(kernel: &str) -> u32 {
-    if kernel.starts_with("attention_forward") && kernel.ends_with("_64") { 512 } else { 384 }
+    if kernel.ends_with("_64") && !kernel.starts_with("attention_dkdv") { 512 } else { 384 }
 }
 
 /// Refuses kernels that would hang.

@@ -9,7 +9,7 @@ struct KeyWork {
 
     __device__ __forceinline__ KeyWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
         const Place place(number, tiles, call.groups * call.b, section);
-        first = place.tile * BOTH;
+        first = place.tile * 2 * ROWS;
         group = place.which % call.groups;
         sample = place.which / call.groups;
         // From the first tile of queries that sees these keys to behind the last one that sees as far back.
@@ -18,7 +18,7 @@ struct KeyWork {
         uint32_t none = (call.s + ROWS - 1) / ROWS;
         while (end_tile < none) {
             const uint32_t middle = (end_tile + none) / 2;
-            if (first_key(call, sample, middle * ROWS) < first + BOTH) end_tile = middle + 1;
+            if (first_key(call, sample, middle * ROWS) < first + 2 * ROWS) end_tile = middle + 1;
             else none = middle;
         }
     }
@@ -26,12 +26,12 @@ struct KeyWork {
 
 /// The warp that has tiles for gradients of keys copied.
 template <int DIM>
-DEVICE void copy_work(const Attention &call, const Shared<DIM> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
+DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
                       const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
-    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
     const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
     Turn<STAGES> turn;
-    Turn<Shared<DIM>::STAYS> stay;
+    Turn<Shared<DIM, 2>::STAYS> stay;
     for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
         const KeyWork work(call, number, tiles, section);
         const uint32_t parts = work.group * (of_group + 2);
@@ -55,15 +55,15 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM> &shared, const Te
 
 /// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs.
 template <class E, int DIM>
-DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
     // What a tile adds runs beside what becomes of the next one's scores, and of narrow heads of the gradients of its weights; the results of wide
     // ones take the registers that those would need.
     constexpr bool BOTH_AHEAD = DIM == 64;
-    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
     const uint32_t half = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t of_group = call.heads_per_group;
     Turn<STAGES> turn;
-    Turn<Shared<DIM>::STAYS> stay;
+    Turn<Shared<DIM, 2>::STAYS> stay;
     for (;; stay.count++) {
         barrier_wait(shared.stay_full + stay.slot(), stay.parity());
         const uint32_t number = shared.numbers[stay.slot()];
@@ -195,6 +195,9 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM> &shared, 
 
 /// Gradients of keys and values, of a tile of keys of a group each.
 struct OfKeys {
+    /// Two sums and two tiles of weights want more registers than a third warpgroup would leave.
+    template <int DIM>
+    static constexpr uint32_t CONSUMERS = 2;
     /// Of the two counters of pieces of work.
     static constexpr uint32_t NUMBER = 0;
     /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp that writes statistics.
@@ -207,7 +210,7 @@ struct OfKeys {
     }
 
     template <class E, int DIM>
-    __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
+    __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
                                                    uint32_t section) {
         gradients_of_keys<E, DIM>(call, shared, dqkv, tiles, all, section);
     }

@@ -4,27 +4,29 @@
 namespace {
 
 /// A tile of queries of a head, and the tiles of keys that they see.
-struct Work : QueryWork<BOTH, ROWS> {
+template <uint32_t QUERIES>
+struct Work : QueryWork<QUERIES, ROWS> {
     uint32_t first_tile, end_tile;
 
     __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section)
-        : QueryWork(call, number, tiles, section), first_tile(begin(call)), end_tile(end()) {}
+        : QueryWork<QUERIES, ROWS>(call, number, tiles, section), first_tile(this->begin(call)), end_tile(this->end()) {}
 };
 
 /// The warp that has tiles for gradients of queries copied.
-template <int DIM>
-DEVICE void copy_work(const Attention &call, const Shared<DIM> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
+template <int DIM, uint32_t CONSUMERS>
+DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
                       const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
-    constexpr uint32_t TILE = Shared<DIM>::TILE;
+    using Block = Shared<DIM, CONSUMERS>;
+    constexpr uint32_t TILE = Block::TILE;
     const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
     Turn<STAGES> turn;
-    Turn<Shared<DIM>::STAYS> stay;
+    Turn<Block::STAYS> stay;
     for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
-        const Work work(call, number, tiles, section);
+        const Work<Block::ALL> work(call, number, tiles, section);
         const uint32_t parts = work.head / of_group * (of_group + 2);
         if (lane == 0) fetch_stay(shared, stay.slot(), qkv, parts + work.head % of_group, dout, work.head, work.first, work.sample);
-        for (uint32_t half = 0; half < 2; half++)
-            shared.statistics[stay.slot() * 2 + half].fill(call, lse, delta, work.sample, work.head, work.first + half * ROWS);
+        for (uint32_t which = 0; which < CONSUMERS; which++)
+            shared.statistics[stay.slot() * CONSUMERS + which].fill(call, lse, delta, work.sample, work.head, work.first + which * ROWS);
         barrier_arrive(shared.stay_full + stay.slot());
         for (uint32_t tile = work.first_tile; tile < work.end_tile; tile++, turn.count++) {
             const uint32_t slot = turn.slot();
@@ -40,23 +42,30 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM> &shared, const Te
 }
 
 /// Gradients of queries. The two kinds are queries and gradients of outputs, which stay, and keys and values.
-template <class E, int DIM>
-DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
-    constexpr uint32_t TILE = Shared<DIM>::TILE;
-    const uint32_t half = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+template <class E, int DIM, uint32_t CONSUMERS>
+DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
+    using Block = Shared<DIM, CONSUMERS>;
+    constexpr uint32_t TILE = Block::TILE;
+    const uint32_t which = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Turn<STAGES> turn;
-    Turn<Shared<DIM>::STAYS> stay;
+    Turn<Block::STAYS> stay;
     for (;; stay.count++) {
         barrier_wait(shared.stay_full + stay.slot(), stay.parity());
         const uint32_t number = shared.numbers[stay.slot()];
         if (number >= all) break;
-        const Work work(call, number, tiles, section);
-        const uint32_t tile_query = work.first + half * ROWS, own = tile_query + warp * 16;
-        unsigned char *const own_queries = shared.first_stay(stay.slot(), half);
-        const unsigned char *const own_douts = shared.second_stay(stay.slot(), half);
-        const Statistics &statistics = shared.statistics[stay.slot() * 2 + half];
+        const Work<Block::ALL> work(call, number, tiles, section);
+        const uint32_t tile_query = work.first + which * ROWS, own = tile_query + warp * 16;
+        if (tile_query >= work.end_query) { // of a tile that is not whole
+            for (uint32_t tile = work.first_tile; tile < work.end_tile; tile++) pass(shared, turn);
+            release(shared.stay_empty + stay.slot());
+            continue;
+        }
+        unsigned char *const own_queries = shared.first_stay(stay.slot(), which);
+        const unsigned char *const own_douts = shared.second_stay(stay.slot(), which);
+        const Statistics &statistics = shared.statistics[stay.slot() * CONSUMERS + which];
         const uint32_t seen_by_all = statistics.from[ROWS - 1];
-        // The last tile's keys are seen by the second warpgroup's queries alone.
+        // The first tiles' keys, and the last ones', may be seen by the other warpgroups' queries alone.
+        const uint32_t first_tile = statistics.from[0] / ROWS;
         const uint32_t end_tile = min(work.end_tile, tile_query / ROWS + 1);
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
         float lse_log2[2], of_query[2];
@@ -68,6 +77,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
             of_query[i] = statistics.delta[row];
             first_seen[i] = statistics.from[row];
         }
+        for (uint32_t tile = work.first_tile; tile < first_tile; tile++) pass(shared, turn);
         float dq[DIM / 8][4], scores[N][4], gradients[N][4];
         uint32_t slants[N / 2][4];
         clear(dq);
@@ -111,11 +121,11 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
         begin_scores<E>(shared, turn, own_queries, scores);
         begin_gradients<E>(shared, turn, own_douts, gradients);
         products_wait<1>();
-        weigh(work.first_tile);
+        weigh(first_tile);
         products_wait<0>();
         products_touch(gradients);
-        for (uint32_t tile = work.first_tile; tile + 1 < end_tile; tile++) {
-            round(tile == work.first_tile);
+        for (uint32_t tile = first_tile; tile + 1 < end_tile; tile++) {
+            round(tile == first_tile);
             const uint32_t slot = turn.slot();
             turn.count++;
             begin_scores<E>(shared, turn, own_queries, scores);
@@ -126,7 +136,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
             products_wait<1>(); // the gradients of weights
             products_touch(gradients);
         }
-        round(work.first_tile + 1 == end_tile);
+        round(first_tile + 1 == end_tile);
         products_begin();
         add(turn.slot());
         products_wait<0>();
@@ -135,7 +145,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
         turn.count++;
         for (uint32_t tile = end_tile; tile < work.end_tile; tile++) pass(shared, turn);
         const float scales[2] = {call.scale, call.scale};
-        some_wait(1 + half, 128); // the whole warpgroup has multiplied its queries
+        some_wait(1 + which, 128); // the whole warpgroup has multiplied its queries
         uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.head / call.heads_per_group, work.head % call.heads_per_group);
         store_warp<E, ROWS, DIM>(to, qkv_stride(call), own < call.s ? call.s - own : 0, own_queries + warp * 16 * SWIZZLED_ROW, dq, scales);
         before_copies();
@@ -145,6 +155,9 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM> &share
 
 /// Gradients of queries, of a tile of queries of a head each.
 struct OfQueries {
+    /// Of narrow heads three warpgroups have room, whose products then wait less for each other's weights.
+    template <int DIM>
+    static constexpr uint32_t CONSUMERS = DIM == 64 ? 3 : 2;
     /// Of the two counters of pieces of work.
     static constexpr uint32_t NUMBER = 1;
     /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp that writes statistics.
@@ -156,10 +169,10 @@ struct OfQueries {
         copy_work(args...);
     }
 
-    template <class E, int DIM>
-    __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
-                                                   uint32_t section) {
-        gradients_of_queries<E, DIM>(call, shared, dqkv, tiles, all, section);
+    template <class E, int DIM, uint32_t CONSUMERS>
+    __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles,
+                                                   uint32_t all, uint32_t section) {
+        gradients_of_queries<E>(call, shared, dqkv, tiles, all, section);
     }
 };
 

@@ -49,17 +49,8 @@ struct Shared {
     }
 };
 
-/// A tile of queries of a head. Where their number is no multiple of a tile's, it is the first one that is not whole: it has the fewest keys to
-/// go over, and its last warpgroups nothing to do.
 template <int DIM>
-struct Work : QueryWork<Block<DIM>::QUERIES, KEYS> {
-    __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section)
-        : QueryWork<Block<DIM>::QUERIES, KEYS>(call, number, tiles, section) {
-        const uint32_t missing = tiles * Block<DIM>::QUERIES - (call.s + OWN - 1) / OWN * OWN;
-        this->end_query = min(this->first + Block<DIM>::QUERIES - missing, call.s);
-        this->first -= min(this->first, missing);
-    }
-};
+using Work = QueryWork<Block<DIM>::QUERIES, KEYS>;
 
 /// Has a tile of ROWS of a part of a group copied: queries, keys or values from position `first` on.
 template <int DIM, int ROWS>

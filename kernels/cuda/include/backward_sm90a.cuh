@@ -2,7 +2,7 @@
 // columns, without dropout: the two passes of attention_backward.cu by asynchronous products of warpgroups and tensor copies (Shah et al. 2024,
 // FlashAttention-3).
 //
-// A block has three warpgroups. A warp of the first has tiles copied; the other two keep 64 rows each, of keys and values or of queries and
+// A warp of a block's first warpgroup has tiles copied; the others, two or three, keep 64 rows each, of keys and values or of queries and
 // gradients of outputs, and go over tiles of 64 rows of the others. Weights stay in registers as left operands. A tile's scores and
 // gradients of weights are multiplied before what the tile before it adds to the results, which then runs while the weights are made.
 // Blocks stay and take one piece of work after another, from the longest ones on, as long as there are any; where shared memory has room, what
@@ -12,9 +12,9 @@
 #include "attention.cuh"
 #include "warpgroups.cuh"
 
-/// Rows of every tile, and the two warpgroups' together.
-constexpr uint32_t ROWS = 64, BOTH = 128;
-constexpr uint32_t STAGES = 4, THREADS = 384, CONSUMER_WARPS = 8;
+/// Rows of every tile.
+constexpr uint32_t ROWS = 64;
+constexpr uint32_t STAGES = 4;
 /// Fragments of a tile of scores.
 constexpr uint32_t N = ROWS / 8;
 
@@ -39,11 +39,15 @@ struct Statistics {
 
 /// Of a block, at multiples of 1024 bytes: what stays, of each warpgroup, and what comes and goes, each in two kinds (queries or keys;
 /// gradients of outputs or values).
-template <int DIM>
+template <int DIM, uint32_t CONSUMERS_>
 struct Shared {
+    /// Warpgroups that compute, their rows together, and all threads.
+    static constexpr uint32_t CONSUMERS = CONSUMERS_, ALL = CONSUMERS * ROWS, THREADS = 128 * (1 + CONSUMERS);
     static constexpr uint32_t TILE = Tile<ROWS, DIM>::BYTES;
     /// Sets of what stays: the present one, and, for narrow heads, the next.
     static constexpr uint32_t STAYS = DIM == 64 ? 2 : 1;
+    /// Sets of statistics: of the tiles that come, or of those that stay.
+    static constexpr uint32_t STATISTICS = STAYS * CONSUMERS > STAGES ? STAYS * CONSUMERS : STAGES;
     unsigned char *stay, *first, *second;
     /// Of tiles of queries: those that come and go, or those that stay.
     Statistics *statistics;
@@ -53,10 +57,10 @@ struct Shared {
 
     __device__ __forceinline__ explicit Shared(unsigned char *memory) {
         stay = memory;
-        first = stay + STAYS * 4 * TILE;
+        first = stay + STAYS * 2 * CONSUMERS * TILE;
         second = first + STAGES * TILE;
         statistics = reinterpret_cast<Statistics *>(second + STAGES * TILE);
-        stay_full = reinterpret_cast<uint64_t *>(statistics + STAGES);
+        stay_full = reinterpret_cast<uint64_t *>(statistics + STATISTICS);
         stay_empty = stay_full + STAYS;
         full = stay_empty + STAYS;
         empty = full + STAGES;
@@ -64,19 +68,19 @@ struct Shared {
     }
 
     /// What stays of a warpgroup: of the first kind, and of the second.
-    __device__ __forceinline__ unsigned char *first_stay(uint32_t slot, uint32_t half) const { return stay + (slot * 4 + half) * TILE; }
-    __device__ __forceinline__ unsigned char *second_stay(uint32_t slot, uint32_t half) const { return stay + (slot * 4 + 2 + half) * TILE; }
+    __device__ __forceinline__ unsigned char *first_stay(uint32_t slot, uint32_t which) const { return stay + (slot * 2 * CONSUMERS + which) * TILE; }
+    __device__ __forceinline__ unsigned char *second_stay(uint32_t slot, uint32_t which) const { return first_stay(slot, CONSUMERS + which); }
 
     /// `stay_arrivals` complete what stays and `arrivals` a stage, besides their bytes.
     __device__ __forceinline__ void make_barriers(uint32_t stay_arrivals, uint32_t arrivals) const {
         if (threadIdx.x == 0) {
             for (uint32_t slot = 0; slot < STAYS; slot++) {
                 barrier_make(stay_full + slot, stay_arrivals);
-                barrier_make(stay_empty + slot, CONSUMER_WARPS);
+                barrier_make(stay_empty + slot, 4 * CONSUMERS);
             }
             for (uint32_t slot = 0; slot < STAGES; slot++) {
                 barrier_make(full + slot, arrivals);
-                barrier_make(empty + slot, CONSUMER_WARPS);
+                barrier_make(empty + slot, 4 * CONSUMERS);
             }
             barriers_made();
         }
@@ -85,8 +89,8 @@ struct Shared {
 };
 
 /// By a warp: takes the next piece of work, when there is room for what stays, and tells of it; false if there is none.
-template <int DIM>
-DEVICE bool take(const Shared<DIM> &shared, const Turn<Shared<DIM>::STAYS> &stay, uint32_t *next, uint32_t all, uint32_t &number) {
+template <class Shared>
+DEVICE bool take(const Shared &shared, const Turn<Shared::STAYS> &stay, uint32_t *next, uint32_t all, uint32_t &number) {
     const uint32_t lane = threadIdx.x % 32;
     if (lane == 0) number = atomicAdd(next, 1u);
     number = __shfl_sync(~0u, number, 0);
@@ -95,21 +99,21 @@ DEVICE bool take(const Shared<DIM> &shared, const Turn<Shared<DIM>::STAYS> &stay
     return number < all;
 }
 
-/// Has what stays for a tile copied: two kinds, of both warpgroups, from position `first` on.
-template <int DIM>
-DEVICE void fetch_stay(const Shared<DIM> &shared, uint32_t slot, const TensorMap *of_first, uint32_t first_part, const TensorMap *of_second,
+/// Has what stays for a tile copied: two kinds, of every warpgroup, from position `first` on.
+template <int DIM, uint32_t CONSUMERS>
+DEVICE void fetch_stay(const Shared<DIM, CONSUMERS> &shared, uint32_t slot, const TensorMap *of_first, uint32_t first_part, const TensorMap *of_second,
                        uint32_t second_part, uint32_t first, uint32_t sample) {
     uint64_t *const full = shared.stay_full + slot;
-    barrier_expect(full, 4 * Shared<DIM>::TILE);
-    for (uint32_t half = 0; half < 2; half++) {
-        copy_tile<ROWS, DIM>(shared.first_stay(slot, half), of_first, first + half * ROWS, first_part, sample, full);
-        copy_tile<ROWS, DIM>(shared.second_stay(slot, half), of_second, first + half * ROWS, second_part, sample, full);
+    barrier_expect(full, 2 * CONSUMERS * Tile<ROWS, DIM>::BYTES);
+    for (uint32_t which = 0; which < CONSUMERS; which++) {
+        copy_tile<ROWS, DIM>(shared.first_stay(slot, which), of_first, first + which * ROWS, first_part, sample, full);
+        copy_tile<ROWS, DIM>(shared.second_stay(slot, which), of_second, first + which * ROWS, second_part, sample, full);
     }
 }
 
 /// Lets a tile go of which this warpgroup's rows see nothing, when it is there: earlier, the place's next tile could be taken for it.
-template <int DIM>
-DEVICE void pass(const Shared<DIM> &shared, Turn<STAGES> &turn) {
+template <class Shared>
+DEVICE void pass(const Shared &shared, Turn<STAGES> &turn) {
     barrier_wait(shared.full + turn.slot(), turn.parity());
     release(shared.empty + turn.slot());
     turn.count++;
@@ -118,44 +122,45 @@ DEVICE void pass(const Shared<DIM> &shared, Turn<STAGES> &turn) {
 /// Begins a tile's scores when it is there: the 64 rows `stay` times those that came. Rows that stay are multiplied from shared memory: in
 /// registers they would be read half as often, for 3% of the time, but ptxas 13.0 gave such operands, of which only products in a loop read,
 /// the registers of others in the same loop.
-template <class E, int DIM>
-DEVICE void begin_scores(const Shared<DIM> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&scores)[N][4]) {
+template <class E, int DIM, uint32_t CONSUMERS>
+DEVICE void begin_scores(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&scores)[N][4]) {
     barrier_wait(shared.full + turn.slot(), turn.parity());
     products_touch(scores);
     products_begin();
-    multiply_rows<E, DIM, ROWS, ROWS>(scores, shared_address(stay), shared_address(shared.first + turn.slot() * Shared<DIM>::TILE));
+    multiply_rows<E, DIM, ROWS, ROWS>(scores, shared_address(stay), shared_address(shared.first + turn.slot() * Tile<ROWS, DIM>::BYTES));
     products_commit();
 }
 
 /// Begins the gradients of the same tile's weights.
-template <class E, int DIM>
-DEVICE void begin_gradients(const Shared<DIM> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&gradients)[N][4]) {
+template <class E, int DIM, uint32_t CONSUMERS>
+DEVICE void begin_gradients(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&gradients)[N][4]) {
     products_touch(gradients);
     products_begin();
-    multiply_rows<E, DIM, ROWS, ROWS>(gradients, shared_address(stay), shared_address(shared.second + turn.slot() * Shared<DIM>::TILE));
+    multiply_rows<E, DIM, ROWS, ROWS>(gradients, shared_address(stay), shared_address(shared.second + turn.slot() * Tile<ROWS, DIM>::BYTES));
     products_commit();
 }
 
-/// A kernel: PASS says how many pieces of work there are, has a warp copy what they need, and two warpgroups compute them.
+/// A kernel: PASS says how many pieces of work there are, has a warp copy what they need, and the other warpgroups compute them.
 template <class PASS, class E, int DIM>
 DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
                 uint32_t *next, uint32_t section) {
     DYNAMIC_SHARED(memory);
-    const Shared<DIM> shared(memory);
-    const uint32_t tiles = (call.s + BOTH - 1) / BOTH, all = tiles * PASS::heads(call) * call.b;
+    using Block = Shared<DIM, PASS::template CONSUMERS<DIM>>;
+    const Block shared(memory);
+    const uint32_t tiles = (call.s + Block::ALL - 1) / Block::ALL, all = tiles * PASS::heads(call) * call.b;
     shared.make_barriers(PASS::STAY_ARRIVALS, PASS::ARRIVALS);
     if (threadIdx.x < 128) {
         registers_give<24>();
         if (threadIdx.x < 32) PASS::produce(call, shared, qkv, dout, lse, delta, next + PASS::NUMBER, tiles, all, section);
     } else {
-        registers_take<240>();
+        registers_take<Block::CONSUMERS == 3 ? 160 : 240>();
         PASS::template consume<E>(call, shared, dqkv, tiles, all, section);
     }
 }
 
 /// Defines attention_NAME_sm90a_… of a pass, for every dtype and width.
 #define BACKWARD_OF(NAME, PASS, DTYPE, E, DIM)                                                                                              \
-    KERNEL_BOUNDS(THREADS, 1, attention_##NAME##_sm90a_##DTYPE##_##DIM, const __grid_constant__ TensorMap qkv,                             \
+    KERNEL_BOUNDS(128 * (1 + PASS::CONSUMERS<DIM>), 1, attention_##NAME##_sm90a_##DTYPE##_##DIM, const __grid_constant__ TensorMap qkv,                             \
                   const __grid_constant__ TensorMap dout, const Attention call, const float *lse, const float *delta, uint16_t *dqkv,      \
                   uint32_t *next, uint32_t section) {                                                                                      \
         run<PASS, E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section);                                                             \

@@ -112,16 +112,20 @@ struct Place {
     }
 };
 
-/// A tile of QUERIES of a head, and the tiles of KEYS that they see, up to the one before `end`; the last tiles, which take longest, come first.
+/// A tile of QUERIES of a head, of which a warpgroup has OWN, and the tiles of KEYS that they see, up to the one before `end`; the last tiles, which take
+/// longest, come first. Where queries do not fill whole tiles, it is the first one that lacks some: it has the fewest keys to go over, and its last
+/// warpgroups nothing to do.
 template <uint32_t QUERIES, uint32_t KEYS>
 struct QueryWork {
+    static constexpr uint32_t OWN = 64;
     uint32_t first, end_query, head, sample;
 
     __device__ __forceinline__ QueryWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
-        const uint32_t heads = call.groups * call.heads_per_group;
+        const uint32_t heads = call.groups * call.heads_per_group, missing = tiles * QUERIES - (call.s + OWN - 1) / OWN * OWN;
         const Place place(number, tiles, heads * call.b, section);
         first = (tiles - 1 - place.tile) * QUERIES;
-        end_query = min(first + QUERIES, call.s);
+        end_query = min(first + QUERIES - missing, call.s);
+        first -= min(first, missing);
         head = place.which % heads;
         sample = place.which / heads;
     }

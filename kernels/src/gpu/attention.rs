@@ -240,17 +240,20 @@ fn on_hopper(op: &'static str, gpu: &Gpu, prepared: &Prepared, geometry: Geometr
         && prepared.call.threshold == 0)
 }
 
-/// Keys of a tile of forward for Hopper, and the queries, or keys, of a block of backward.
-const HOPPER_TILE: usize = 128;
-/// Queries of a tile of backward, and keys.
-const HOPPER_HALF: usize = 64;
-const HOPPER_THREADS: u32 = 384;
+/// Rows of a warpgroup of the kernels for Hopper, and of a tile of backward.
+const HOPPER_ROWS: usize = 64;
+/// Keys of a tile of forward.
+const HOPPER_KEYS: usize = 128;
+
+/// Threads of a block of `consumers` warpgroups that compute, and one that has tiles copied.
+fn hopper_threads(consumers: usize) -> u32 {
+    128 * (1 + consumers as u32)
+}
 
 /// `Block` of `cuda/attention_forward_sm90a.cu`.
 struct ForwardBlock {
-    threads: u32,
-    /// Queries of a tile.
-    queries: usize,
+    /// Warpgroups that compute.
+    consumers: usize,
     /// Tiles of keys that are in shared memory at once, and as many of values.
     stages: usize,
     /// Rows of the boxes that are copied.
@@ -261,8 +264,8 @@ impl ForwardBlock {
     /// For heads of 64 columns or of 128.
     fn new(head_dim: usize) -> Self {
         match head_dim {
-            64 => Self { threads: 512, queries: 192, stages: 4, boxes: 64 },
-            _ => Self { threads: 384, queries: 128, stages: 2, boxes: 128 },
+            64 => Self { consumers: 3, stages: 4, boxes: 64 },
+            _ => Self { consumers: 2, stages: 2, boxes: 128 },
         }
     }
 }
@@ -272,6 +275,17 @@ fn boxes(base: DevicePointer, dtype: DType, Geometry { s, b, shape }: Geometry, 
     let (d, element) = (shape.head_dim, dtype.size_in_bytes());
     let strides = [1, parts, b * parts].map(|columns| columns * d * element);
     Boxes { base, dtype, dims: [d, parts, b, s], strides, rows: rows as u32 }
+}
+
+/// Bytes of `Shared` of `cuda/include/backward_sm90a.cuh`.
+fn backward_shared(consumers: usize, d: usize, element: usize) -> u32 {
+    const STAGES: usize = 4;
+    // Of narrow heads what stays does so for two pieces of work.
+    let stays = if d == 64 { 2 } else { 1 };
+    // Tiles of two kinds that stay, and that come in turns; three numbers for each query of a tile; barriers; and the numbers of the pieces of work.
+    let tiles = 2 * (stays * consumers + STAGES);
+    let statistics = (stays * consumers).max(STAGES) * 3 * HOPPER_ROWS * 4;
+    (tiles * HOPPER_ROWS * d * element + statistics + 2 * (stays + STAGES) * 8 + stays * 4) as u32
 }
 
 /// `cuda/attention_dkdv_sm90a.cu` and `cuda/attention_dq_sm90a.cu`.
@@ -286,23 +300,19 @@ fn backward_on_hopper(
     let Geometry { s, b, shape } = geometry;
     let (d, element) = (shape.head_dim, dtype.size_in_bytes());
     let parts = shape.groups * (shape.heads_per_group + 2);
-    let qkv = boxes(packed, dtype, geometry, parts, HOPPER_HALF).map(op)?;
-    let dout = boxes(douts, dtype, geometry, shape.heads(), HOPPER_HALF).map(op)?;
-    // Two tiles each of two kinds stay, of narrow heads for two pieces of work; four of two kinds come in turns; three numbers for each of four
-    // tiles' queries; barriers; and the numbers of the pieces of work.
-    let stays = if d == 64 { 2 } else { 1 };
-    let shared =
-        4 * (stays + 2) * HOPPER_HALF * d * element + 4 * 3 * HOPPER_HALF * 4 + (2 * stays + 2 * 4) * 8 + stays * 4;
+    let qkv = boxes(packed, dtype, geometry, parts, HOPPER_ROWS).map(op)?;
+    let dout = boxes(douts, dtype, geometry, shape.heads(), HOPPER_ROWS).map(op)?;
     let of_head = 2 * s * d * element;
     // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles of queries over the group's keys and values.
     let kernels = [
-        ("attention_dkdv_sm90a", shape.groups, of_head * shape.heads_per_group),
-        ("attention_dq_sm90a", shape.heads(), of_head / shape.heads_per_group),
+        ("attention_dkdv_sm90a", 2, shape.groups, of_head * shape.heads_per_group),
+        ("attention_dq_sm90a", if d == 64 { 3 } else { 2 }, shape.heads(), of_head / shape.heads_per_group),
     ];
-    for (file, heads, bytes) in kernels {
+    for (file, consumers, heads, bytes) in kernels {
         let name = format!("{file}_{suffix}_{d}");
-        let order = Order::new(op, gpu, s.div_ceil(HOPPER_TILE), heads * b, bytes)?;
-        gpu.launch(file, &name, order.grid, HOPPER_THREADS, shared as u32, |args| {
+        let order = Order::new(op, gpu, s.div_ceil(consumers * HOPPER_ROWS), heads * b, bytes)?;
+        let shared = backward_shared(consumers, d, element);
+        gpu.launch(file, &name, order.grid, hopper_threads(consumers), shared, |args| {
             // SAFETY: the kernel's structures have these fields and no padding.
             unsafe { args.structure(&qkv).structure(&dout).structure(&prepared.call) }
                 .ptr(lses)
@@ -349,16 +359,17 @@ fn forward_on_hopper(
     let parts = shape.groups * (shape.heads_per_group + 2);
     let block = ForwardBlock::new(d);
     let map = boxes(packed, dtype, geometry, parts, block.boxes).map(op)?;
-    let tiles = s.div_ceil(block.queries);
-    let order = Order::new(op, gpu, tiles, b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
+    let queries = block.consumers * HOPPER_ROWS;
+    let order =
+        Order::new(op, gpu, s.div_ceil(queries), b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
     // Tiles of queries and outputs, some of keys and of values, two barriers of the queries and four of each stage, and the number of the piece of work.
-    let rows = 2 * block.queries + 2 * block.stages * HOPPER_TILE;
+    let rows = 2 * queries + 2 * block.stages * HOPPER_KEYS;
     let shared = rows * d * element + (2 + 4 * block.stages) * 8 + 4;
     // The number of the next piece of work.
     let (counter, next) = gpu.output(1, DType::U32, op)?;
     super::reduce::zero(&counter, op)?;
     let name = format!("attention_forward_sm90a_{suffix}_{d}");
-    gpu.launch("attention_forward_sm90a", &name, order.grid, block.threads, shared as u32, |args| {
+    gpu.launch("attention_forward_sm90a", &name, order.grid, hopper_threads(block.consumers), shared as u32, |args| {
         // SAFETY: the kernel's structures have these fields and no padding.
         unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).ptr(next).u32(order.section);
     })
