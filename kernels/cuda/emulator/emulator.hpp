@@ -135,7 +135,7 @@ inline auto exchange(uint32_t mask, const char *what, const T &mine, F read) {
         meeting->what = what;
         open.push_back(meeting);
     }
-    if (std::strcmp(meeting->what, what) != 0)
+    if (meeting->what != what && std::strcmp(meeting->what, what) != 0)
         fail("lane %u of warp %u calls %s where others of its mask call %s", lane, warp, what, meeting->what);
     std::memcpy(meeting->values[lane], &mine, sizeof(T));
     meeting->arrived |= 1u << lane;

@@ -27,13 +27,10 @@ static inline bf16 emulator_bf16(float x) {
     return {static_cast<uint16_t>((u + 0x7fffu + (u >> 16 & 1)) >> 16)};
 }
 static inline float emulator_float(f16 x) {
-    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
-    if (exponent == 31) return emulator_bits<float>(sign | 0x7f800000u | mantissa << 13);
-    if (exponent == 0) {
-        const float value = static_cast<float>(mantissa) * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    return emulator_bits<float>(sign | (exponent + 112) << 23 | mantissa << 13);
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+    // As if exponents had f32's offset, then brought to it: exact, for subnormal numbers, too.
+    const uint32_t finite = emulator_bits<uint32_t>(emulator_bits<float>(magnitude) * 0x1p112f);
+    return emulator_bits<float>(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
 }
 static inline f16 emulator_f16(float x) {
     const uint32_t u = emulator_bits<uint32_t>(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffffu;

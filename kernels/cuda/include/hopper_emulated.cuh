@@ -167,21 +167,31 @@ DEVICE void products_touch(T (&)[N][4]) {}
 DEVICE void computed_before_wait(float, uint32_t) {}
 DEVICE void made_here(uint32_t &) {}
 
-/// An element of an operand in shared memory by its descriptor (PTX ISA, "Matrix Descriptor Format" and "Strides"; canonical layouts with
-/// a swizzle of 128 bytes): element (row, k) of [rows, 16], or, transposed, of [16, rows], which lies row by row.
+/// An operand in shared memory by its descriptor (PTX ISA, "Matrix Descriptor Format" and "Strides"; canonical layouts with a swizzle of 128 bytes).
 template <class E>
-DEVICE float emulated_element(uint64_t descriptor, bool transposed, uint32_t row, uint32_t k) {
-    const uint32_t start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
-    if (descriptor >> 62 != 1) emulator::fail("wgmma: only operands with a swizzle of 128 bytes are emulated");
-    uint32_t at = start;
-    if (transposed) at += row % 64 * 2 + row / 64 * leading + k % 8 * 128 + k / 8 * stride;
-    else at += k * 2 + row % 8 * 128 + row / 8 * stride;
-    at ^= (at >> 7 & 7) << 4;
-    if (at + 2 > emulator::block().shared_bytes) emulator::fail("wgmma: an operand behind shared memory");
-    uint16_t bits;
-    memcpy(&bits, emulator::dynamic_shared() + at, 2);
-    return E::unpack(bits).x;
-}
+class EmulatedOperand {
+    const unsigned char *const memory = emulator::dynamic_shared();
+    const uint32_t bytes = emulator::block().shared_bytes;
+    const uint32_t start, leading, stride;
+
+  public:
+    explicit EmulatedOperand(uint64_t descriptor)
+        : start((descriptor & 0x3FFF) << 4), leading((descriptor >> 16 & 0x3FFF) << 4), stride((descriptor >> 32 & 0x3FFF) << 4) {
+        if (descriptor >> 62 != 1) emulator::fail("wgmma: only operands with a swizzle of 128 bytes are emulated");
+    }
+
+    /// Element (row, k) of [rows, 16], or, transposed, of [16, rows], which lies row by row.
+    float at(bool transposed, uint32_t row, uint32_t k) const {
+        uint32_t at = start;
+        if (transposed) at += row % 64 * 2 + row / 64 * leading + k % 8 * 128 + k / 8 * stride;
+        else at += k * 2 + row % 8 * 128 + row / 8 * stride;
+        at ^= (at >> 7 & 7) << 4;
+        if (at + 2 > bytes) emulator::fail("wgmma: an operand behind shared memory");
+        uint16_t bits;
+        memcpy(&bits, memory + at, 2);
+        return E::unpack(bits).x;
+    }
+};
 
 template <class E, int N>
 struct Wgmma {
@@ -220,9 +230,10 @@ struct Wgmma {
         float(*const to)[4] = c;
         HopperState::of_block().own().back().push_back([=] {
             const uint32_t lane = emulator::thread().number % 32, warp = emulator::thread().number / 32 % 4;
+            const EmulatedOperand<E> of_a(a);
             float left[2][16];
             for (uint32_t half = 0; half < 2; half++)
-                for (uint32_t k = 0; k < 16; k++) left[half][k] = emulated_element<E>(a, false, 16 * warp + lane / 4 + 8 * half, k);
+                for (uint32_t k = 0; k < 16; k++) left[half][k] = of_a.at(false, 16 * warp + lane / 4 + 8 * half, k);
             apply<false>(to, left, b, accumulate);
         });
     }
@@ -230,11 +241,12 @@ struct Wgmma {
     template <bool TRANSPOSED>
     static void apply(float (*c)[4], const float (&left)[2][16], uint64_t b, bool accumulate) {
         const uint32_t t = emulator::thread().number % 4;
+        const EmulatedOperand<E> of_b(b);
         for (uint32_t n = 0; n < N / 8; n++)
             for (uint32_t i = 0; i < 2; i++) {
                 float sums[2] = {0.0f, 0.0f};
                 for (uint32_t k = 0; k < 16; k++) {
-                    const float right = emulated_element<E>(b, TRANSPOSED, 8 * n + 2 * t + i, k);
+                    const float right = of_b.at(TRANSPOSED, 8 * n + 2 * t + i, k);
                     sums[0] += left[0][k] * right;
                     sums[1] += left[1][k] * right;
                 }
