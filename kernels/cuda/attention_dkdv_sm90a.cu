@@ -113,8 +113,8 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             }
         };
         const auto add = [&](uint32_t slot) {
-            multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE));
-            multiply_weights<E, DIM, ROWS>(dk, slants, shared_address(shared.first + slot * TILE));
+            multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE), dk, slants,
+                                           shared_address(shared.first + slot * TILE));
             products_commit();
         };
         // The first tile's queries see the first warpgroup's keys alone.

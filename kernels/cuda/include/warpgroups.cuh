@@ -51,6 +51,18 @@ DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K
     for (uint32_t k = 0; k < K / 16; k++) Wgmma<E, DIM>::add_weighed(c, weights[k], right + k * 16 * SWIZZLED_ROW / 16);
 }
 
+/// Begins two of them, whose products alternate: none waits for the sums of the one before it.
+template <class E, int DIM, int K>
+DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4], uint32_t b, float (&other_c)[DIM / 8][4],
+                             const uint32_t (&other_weights)[K / 16][4], uint32_t other_b) {
+    const uint64_t right = operand(b, Tile<K, DIM>::BOX), other_right = operand(other_b, Tile<K, DIM>::BOX);
+#pragma unroll
+    for (uint32_t k = 0; k < K / 16; k++) {
+        Wgmma<E, DIM>::add_weighed(c, weights[k], right + k * 16 * SWIZZLED_ROW / 16);
+        Wgmma<E, DIM>::add_weighed(other_c, other_weights[k], other_right + k * 16 * SWIZZLED_ROW / 16);
+    }
+}
+
 /// Rounds what a product left to left operands of the next.
 template <class E, int N>
 DEVICE void round_weights(uint32_t (&weights)[N / 2][4], const float (&c)[N][4]) {
