@@ -110,6 +110,10 @@ void run(Block &b, Order order, uint64_t seed) {
                 for (uint32_t i = first; i < std::min(first + together, b.num_threads); i++) {
                     Thread &t = b.threads[turns[i]];
                     if (t.done) continue;
+                    if (t.ready && !t.ready(t.ready_of)) {
+                        own++;
+                        continue;
+                    }
                     b.current = &t;
                     switch_to(b.scheduler, t.context);
                     if (b.error[0]) return;
@@ -165,7 +169,7 @@ uint32_t barrier(uint32_t id, uint32_t count, uint32_t brought, const char *what
         barrier.count[barrier.generation % 2] = 0;
     } else {
         Barrier *of = &barrier;
-        wait_until([=] { return of->generation != generation; }, what);
+        wait_quietly([=] { return of->generation != generation; }, what);
     }
     return barrier.count[generation % 2];
 }
@@ -254,6 +258,7 @@ bool emulator_run_block(const Kernel *kernel, const uint32_t *grid, uint32_t num
         t.number = i;
         t.done = false;
         t.waits = nullptr;
+        t.ready = nullptr;
         t.copies.clear();
         prepare(t.context, t.stack, STACK, run_thread);
     }

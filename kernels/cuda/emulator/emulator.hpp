@@ -36,6 +36,9 @@ struct Thread {
     bool done = false;
     /// What it waits for; null while it can run.
     const char *waits = nullptr;
+    /// Whether what it waits for is there, if that can be asked without giving it its turn.
+    bool (*ready)(const void *) = nullptr;
+    const void *ready_of = nullptr;
     Context context;
     unsigned char *stack = nullptr;
     /// Copies from global to shared memory that were issued and need not have happened yet, by committed group; the last group is open.
@@ -112,6 +115,21 @@ inline void wait_until(F ready, const char *what) {
     self->waits = nullptr;
 }
 
+/// As `wait_until`, for a `ready` that only looks: the thread gets no turn before.
+template <class F>
+inline void wait_quietly(F ready, const char *what) {
+    if (ready()) return;
+    Block &b = block();
+    Thread *self = b.current;
+    self->waits = what;
+    self->ready_of = &ready;
+    self->ready = [](const void *of) { return (*static_cast<const F *>(of))(); };
+    yield();
+    self->ready = nullptr;
+    self->waits = nullptr;
+    b.progress++;
+}
+
 /// Has the lanes of `mask` meet, each with its value; then calls `read` with the values by lane.
 template <class T, class F>
 inline auto exchange(uint32_t mask, const char *what, const T &mine, F read) {
@@ -140,7 +158,7 @@ inline auto exchange(uint32_t mask, const char *what, const T &mine, F read) {
     std::memcpy(meeting->values[lane], &mine, sizeof(T));
     meeting->arrived |= 1u << lane;
     b.progress++;
-    wait_until([=] { return meeting->arrived == mask; }, what);
+    wait_quietly([=] { return meeting->arrived == mask; }, what);
     struct Values {
         const Meeting &m;
         T operator[](uint32_t from) const {
