@@ -31,10 +31,12 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &share
         for (uint32_t tile = work.first_tile; tile < work.end_tile; tile++, turn.count++) {
             const uint32_t slot = turn.slot();
             barrier_wait(shared.empty + slot, turn.parity() ^ 1);
-            if (lane != 0) continue;
-            barrier_expect(shared.full + slot, 2 * TILE);
-            copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, tile * ROWS, parts + of_group, work.sample, shared.full + slot);
-            copy_tile<ROWS, DIM>(shared.second + slot * TILE, qkv, tile * ROWS, parts + of_group + 1, work.sample, shared.full + slot);
+            if (lane == 0) {
+                barrier_expect(shared.full + slot, 2 * TILE);
+                copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, tile * ROWS, parts + of_group, work.sample, shared.full + slot);
+                copy_tile<ROWS, DIM>(shared.second + slot * TILE, qkv, tile * ROWS, parts + of_group + 1, work.sample, shared.full + slot);
+            }
+            __syncwarp(); // none waits for a phase that the first lane has left behind
         }
     }
     if (lane == 0) barrier_arrive(shared.stay_full + stay.slot());
@@ -64,8 +66,9 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         const unsigned char *const own_douts = shared.second_stay(stay.slot(), which);
         const Statistics &statistics = shared.statistics[stay.slot() * CONSUMERS + which];
         const uint32_t seen_by_all = statistics.from[ROWS - 1];
-        // The first tiles' keys, and the last ones', may be seen by the other warpgroups' queries alone.
-        const uint32_t first_tile = statistics.from[0] / ROWS;
+        // The first tiles' keys, and the last ones', may be seen by the other warpgroups' queries alone. No tile before those that are copied, should the
+        // table fall.
+        const uint32_t first_tile = max(work.first_tile, statistics.from[0] / ROWS);
         const uint32_t end_tile = min(work.end_tile, tile_query / ROWS + 1);
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
         float lse_log2[2], of_query[2];

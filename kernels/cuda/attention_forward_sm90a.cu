@@ -88,6 +88,7 @@ DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DI
             if (first)
                 fetch<DIM, KEYS>(shared.values + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group + 1, work.sample,
                                  shared.values_full + slot);
+            __syncwarp(); // none waits for a phase that the first thread has left behind
         }
     }
     if (first) barrier_arrive(shared.queries_full);
@@ -156,7 +157,9 @@ struct Consumer {
     /// A piece of work of which these queries from `own` on, and at least one of them, are a part.
     __device__ __forceinline__ void compute(const Work<DIM> &work, uint32_t own, uint16_t *out, float *lse) {
         const uint32_t end_query = min(own + OWN, work.end_query), seen_by_all = uniform(first_key(call, work.sample, end_query - 1));
-        const uint32_t begin = uniform(work.begin(call)), first = uniform(first_key(call, work.sample, own) / KEYS), end = (end_query - 1) / KEYS + 1;
+        const uint32_t begin = uniform(work.begin(call)), end = (end_query - 1) / KEYS + 1;
+        // No tile before those that are copied, should the table fall.
+        const uint32_t first = max(begin, uniform(first_key(call, work.sample, own) / KEYS));
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
         Softmax<1> softmax;
         float corrections[1][2];

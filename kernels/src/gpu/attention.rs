@@ -232,7 +232,7 @@ pub(crate) fn forward(
 fn on_hopper(op: &'static str, gpu: &Gpu, prepared: &Prepared, geometry: Geometry, dtype: DType) -> Result<bool> {
     let kernels = Kernels::chosen().map_err(|message| Error::gpu(op, message))?;
     Ok(kernels == Kernels::Hopper
-        && gpu.properties()?.capability.0 == 9
+        && gpu.properties()?.capability == (9, 0)
         && matches!(dtype, DType::BF16 | DType::F16)
         && matches!(geometry.shape.head_dim, 64 | 128)
         && geometry.s * geometry.b > 0

@@ -24,7 +24,7 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor, (rows, n): (usize, usize), op: &'stat
     let (dys, dbs) = (gpu.input(dy, dy.dtype(), op, "dy")?, gpu.inplace(db, DType::F32, op, "db")?);
     let vectors = in_vectors(n, dy.dtype(), &[Some(dys)]);
     let columns = LANES * if vectors { vector(dy.dtype()) } else { 1 };
-    let tiles = n.div_ceil(columns);
+    let tiles = n.div_ceil(columns).max(1);
     let share = rows.div_ceil((BLOCKS / tiles).max(1)).max(MIN_SHARE);
     let shares = rows.div_ceil(share);
     let (partials, to) = gpu.output((shares, n), DType::F32, op)?;
