@@ -22,6 +22,7 @@ mod signals;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use cli::{Request, Stop};
 use error::Error;
@@ -32,7 +33,7 @@ pub fn main() -> ExitCode {
     launch::adjust();
     launch::watch_supervisor();
     let code = catch_unwind(AssertUnwindSafe(|| {
-        run().unwrap_or_else(|error| {
+        run().and_then(|code| if code == 0 { printed().map(|()| 0) } else { Ok(code) }).unwrap_or_else(|error| {
             fault::report(&error);
             error.exit_code()
         })
@@ -68,7 +69,23 @@ fn run() -> error::Result<u8> {
     }
 }
 
-/// Prints a line; a reader that went away is no reason to stop.
+/// Why what was printed did not arrive.
+static UNPRINTED: OnceLock<std::io::Error> = OnceLock::new();
+
+/// Prints a line; a reader that went away is no reason to stop, nor is anything else, but the program then ends with an error.
 fn print_line(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
+    if let Err(error) = writeln!(std::io::stdout(), "{text}")
+        && error.kind() != std::io::ErrorKind::BrokenPipe
+    {
+        // The first one counts.
+        let _ = UNPRINTED.set(error);
+    }
+}
+
+/// An error if lines were lost.
+fn printed() -> error::Result<()> {
+    UNPRINTED.get().map_or(Ok(()), |error| {
+        let source = std::io::Error::new(error.kind(), error.to_string());
+        Err(Error::Io { action: "write to standard output".to_string(), source })
+    })
 }

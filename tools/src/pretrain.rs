@@ -149,6 +149,8 @@ fn run_rank(
     stop: &AtomicBool,
     trainer: &mut Option<Trainer>,
 ) -> Result<Outcome> {
+    // Before what only ranks with certain settings do together.
+    train::require_alike(&world, run, &datasets.fingerprint)?;
     // Ranks of a launcher have no supervisor that looked before.
     check_outputs(run, world.rank())?;
     // Before anything is written there.
@@ -181,10 +183,7 @@ fn run_rank(
 /// Puts files that go along with the run's checkpoints beside them: the tokenizer's, and what came with a Hugging Face model.
 fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result<()> {
     let tokenizer = datasets.tokenizer.as_ref();
-    // Where there are checkpoints, this run goes on from them (`preflight`), and what lies beside them is its own.
-    if let Some(tokenizer) = tokenizer
-        && !checkpoint::holds_any(save)?
-    {
+    if let Some(tokenizer) = tokenizer {
         tokenizer.refuse_to_replace(save)?;
     }
     let same_tokens = |folder: &Path| tokenizer.is_none_or(|tokenizer| tokenizer.lies_in(folder));

@@ -131,6 +131,13 @@ impl Check<'_> {
         });
     }
 
+    /// Losses are multiplied by it in f32.
+    fn a_loss_scale(&mut self, key: &str, value: f64) {
+        self.require(value > 0.0 && value <= f64::from(f32::MAX), |c| {
+            format!("{} must be a finite number above 0, and at most the largest of f32, 3.4e38", c.cite(key, value))
+        });
+    }
+
     /// `key = value` must be a multiple of the product of `factors`. Zeros are reported elsewhere.
     fn divides(&mut self, key: &str, value: usize, factors: &[(&str, usize)], advice: &str) {
         let Some(divisor) = factors.iter().try_fold(1usize, |product, &(_, factor)| product.checked_mul(factor)) else {
@@ -304,9 +311,10 @@ impl Check<'_> {
                 self.require(sizes.len() == num_virtual_stages, |_| {
                     format!("{cited} names {} stages, and there are {num_virtual_stages} ({stages})", sizes.len())
                 });
-                let sum: usize = sizes.iter().sum();
-                self.require(sum == num_layers, |c| {
-                    format!("{cited} deals {sum} layers, and {}", c.cite("num_layers", num_layers))
+                let sum = sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size));
+                self.require(sum == Some(num_layers), |c| {
+                    let dealt = sum.map_or("too many".to_string(), |sum| sum.to_string());
+                    format!("{cited} deals {dealt} layers, and {}", c.cite("num_layers", num_layers))
                 });
             }
             PartitionMethod::Uniform | PartitionMethod::Parameters | PartitionMethod::Flops => {
@@ -370,10 +378,10 @@ impl Check<'_> {
             format!("{} is a setting of bf16, and the run is in {}", c.cite("grad_reduce_in_bf16", true), t.precision)
         });
         match t.precision {
-            Precision::Fp16(LossScaling::Static(scale)) => self.above_zero("loss_scale", scale),
+            Precision::Fp16(LossScaling::Static(scale)) => self.a_loss_scale("loss_scale", scale),
             Precision::Fp16(LossScaling::Dynamic(d)) => {
-                self.above_zero("initial_loss_scale", d.initial);
-                self.above_zero("min_loss_scale", d.min);
+                self.a_loss_scale("initial_loss_scale", d.initial);
+                self.a_loss_scale("min_loss_scale", d.min);
                 self.require(d.min <= d.initial || d.min.is_nan() || d.initial.is_nan(), |c| {
                     format!("{} exceeds {}", c.cite("min_loss_scale", d.min), c.cite("initial_loss_scale", d.initial))
                 });
@@ -469,7 +477,7 @@ impl Check<'_> {
                 "{} changes nothing: {} has no positions that could begin anew; leave it out (reset_attention_mask keeps \
                  documents apart)",
                 c.cite("reset_position_ids", true),
-                c.cite("position_embedding_type", format_args!("{positions:?}"))
+                c.cite("position_embedding_type", format!("{positions:?}").to_lowercase())
             )
         });
         self.positive_steps("save_interval", run.checkpoint.save_interval);

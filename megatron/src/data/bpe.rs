@@ -15,6 +15,36 @@ const LARGEST_VOCABULARY: usize = 1 << 24;
 /// Pairs seen less often than this are not merged.
 const MIN_FREQUENCY: u64 = 2;
 
+/// Characters of a word that are looked at together: the trainer takes a time that grows with the square of a word's length.
+const LONGEST_WORD: usize = 1024;
+
+/// `text` in pieces without longer words, which GPT-2's pattern cuts where letters, digits, spaces and other characters meet.
+fn without_long_words(text: String) -> Vec<String> {
+    if text.len() <= LONGEST_WORD {
+        return vec![text];
+    }
+    let kind = |c: char| match c {
+        _ if c.is_alphabetic() => 0,
+        _ if c.is_numeric() => 1,
+        _ if c.is_whitespace() => 2,
+        _ => 3,
+    };
+    let (mut cuts, mut length, mut last) = (vec![0], 0, None);
+    for (at, c) in text.char_indices() {
+        length = if last == Some(kind(c)) { length + 1 } else { 1 };
+        last = Some(kind(c));
+        if length > LONGEST_WORD {
+            cuts.push(at);
+            length = 1;
+        }
+    }
+    if cuts.len() == 1 {
+        return vec![text];
+    }
+    cuts.push(text.len());
+    cuts.windows(2).map(|piece| text[piece[0]..piece[1]].to_string()).collect()
+}
+
 /// Trains a vocabulary of at most `vocab_size` tokens on `texts`, which are read one at a time; gives its `tokenizer.json`.
 pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<String>> + Send) -> Result<String> {
     // The trainer asks for memory for all of them at once.
@@ -46,13 +76,14 @@ pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<St
     let texts = texts.map_while(|text| match text {
         Ok(text) => {
             is_empty &= text.is_empty();
-            Some(text)
+            Some(without_long_words(text))
         }
         Err(error) => {
             unreadable = Some(error);
             None
         }
     });
+    let texts = texts.flatten();
     tokenizer.train(&mut trainer, texts).map_err(failed)?;
     match unreadable {
         Some(error) => Err(error),
@@ -60,5 +91,30 @@ pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<St
             Err(Error::config("there is no text to train a vocabulary on; give files that are not empty"))
         }
         None => tokenizer.to_string(false).map_err(failed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{LONGEST_WORD, train_bpe, without_long_words};
+
+    #[test]
+    fn only_words_that_are_too_long_are_cut() {
+        let usual = "Words, 12345 of them.  ".repeat(LONGEST_WORD);
+        assert_eq!(without_long_words(usual.clone()), [usual]);
+        let long = "é".repeat(2 * LONGEST_WORD + 3);
+        let pieces = without_long_words(format!("before {long} behind"));
+        assert_eq!(pieces.concat(), format!("before {long} behind"));
+        let lengths: Vec<usize> = pieces.iter().map(|piece| piece.chars().count()).collect();
+        assert_eq!(lengths, ["before ".len() + LONGEST_WORD, LONGEST_WORD, 3 + " behind".len()]);
+    }
+
+    /// With its square, as much text took minutes.
+    #[test]
+    fn one_word_of_a_megabyte_trains_a_vocabulary() {
+        let word: String =
+            (0..1_u32 << 20).map(|i| char::from(b'a' + (i.wrapping_mul(2654435761) >> 29) as u8)).collect();
+        let json = train_bpe(300, std::iter::once(Ok(word))).unwrap();
+        assert!(json.contains("\"merges\""));
     }
 }

@@ -117,8 +117,24 @@ pub fn open(
     }
     let opener = Opener::new(cfg, &prepared, split, seq_length, seed);
     let train = opener.source(TRAIN, requested.train)?;
-    let valid = opener.held_out(VALID, requested.valid)?;
-    let test = opener.held_out(TEST, requested.test)?;
+    let mut notes = Vec::new();
+    let mut held_out = |part: splits::Part, share: f64, requested: u64| -> Result<Option<Arc<dyn SampleSource>>> {
+        let source = opener.held_out(part, requested)?;
+        if let Err(why) = &source
+            && prepared.weights.is_some()
+            && share > 0.0
+            && requested > 0
+        {
+            // Of a blend one dataset that is too short is enough, though the others are not.
+            notes.push(format!(
+                "note: nothing is evaluated on {} data, since one dataset of the blend has too few: {why}",
+                part.0
+            ));
+        }
+        Ok(source.ok())
+    };
+    let valid = held_out(VALID, split[1], requested.valid)?;
+    let test = held_out(TEST, split[2], requested.test)?;
     let count = |source: &Option<Arc<dyn SampleSource>>| source.as_ref().map_or(0, |source| source.num_samples());
     let mut description = prepared.description;
     description.push(format!(
@@ -128,6 +144,7 @@ pub fn open(
         count(&test),
         cfg.split
     ));
+    description.append(&mut notes);
     let (tokenizer, fingerprint) = (prepared.tokenizer, prepared.fingerprint);
     Ok(Datasets { train, valid, test, tokenizer, document_ends, vocab_size, fingerprint, description })
 }

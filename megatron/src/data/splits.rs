@@ -117,11 +117,11 @@ impl<'a> Opener<'a> {
         })
     }
 
-    /// As [`Self::source`], but `None` where a dataset is too short, for splits that a run can do without.
-    pub fn held_out(&self, part: Part, requested: u64) -> Result<Option<Source>> {
+    /// As [`Self::source`], but `Err` of why there is none where a dataset is too short, for splits that a run can do without.
+    pub fn held_out(&self, part: Part, requested: u64) -> Result<std::result::Result<Source, Error>> {
         match self.source(part, requested) {
-            Ok(source) => Ok(Some(source)),
-            Err(Error::Data { .. }) if self.too_short(part)? => Ok(None),
+            Ok(source) => Ok(Ok(source)),
+            Err(error @ Error::Data { .. }) if self.too_short(part)? => Ok(Err(error)),
             Err(error) => Err(error),
         }
     }

@@ -232,7 +232,8 @@ impl Tokenizer {
         Err(Error::data(
             path,
             format!(
-                "is another tokenizer than this run's, {mine}, whose file goes there; save elsewhere, or move it away"
+                "is another tokenizer than this run's, {mine}, whose file goes there; save elsewhere, or move it away \
+                 (checkpoints beside it are of its tokens)"
             ),
         ))
     }

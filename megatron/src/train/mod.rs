@@ -15,6 +15,7 @@ mod run;
 mod state;
 mod trainer;
 
+pub use agreement::require as require_alike;
 pub use communicators::most_communicators;
 pub use flops::step_flops;
 pub use generate::{Length, Sampling};

@@ -1,6 +1,6 @@
 //! The training loop: steps, evaluation, checkpoints, and the reasons to stop.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use candle_core::{Device, Tensor};
 
@@ -69,7 +69,7 @@ fn is_due(iteration: u64, interval: Option<u64>) -> bool {
 
 impl Trainer {
     /// Resumes from `[checkpoint] load` if it holds a checkpoint, then trains to the end. `stop` may be set at any time, on any rank:
-    /// all ranks save and stop after the step in which one of them saw it. Whoever saves holds the folder's [`claim`](checkpoint::claim).
+    /// all ranks save and stop after the step, or within the evaluation, in which one of them saw it. Whoever saves holds the folder's [`claim`](checkpoint::claim).
     /// Collective over the world.
     ///
     /// # Errors
@@ -116,10 +116,10 @@ impl Trainer {
                 let what = "forward and backward of a microbatch are a CUDA graph from here on";
                 reporter.message(&format!("step {iteration}: {what}, of {operations} operations"));
             }
-            if due(self.config.logging.eval_interval) {
-                self.validate(reporter, metrics.as_mut())?;
+            let mut interrupted = self.is_told_to_stop(stop)?;
+            if !interrupted && due(self.config.logging.eval_interval) {
+                interrupted = !self.validate(stop, reporter, metrics.as_mut())?;
             }
-            let interrupted = self.sum_over_world(vec![f64::from(u8::from(stop.load(Ordering::SeqCst)))])?[0] > 0.0;
             if interrupted && let Some(step) = self.settle()? {
                 self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
             }
@@ -139,10 +139,13 @@ impl Trainer {
             reporter.profile(&profile);
         }
         if outcome == Outcome::Finished {
-            if !is_due(train_iters, self.config.logging.eval_interval) {
-                self.validate(reporter, metrics.as_mut())?;
+            let is_validated = is_due(train_iters, self.config.logging.eval_interval)
+                || self.validate(stop, reporter, metrics.as_mut())?;
+            if !is_validated
+                || !self.report_evaluation(self.test.as_ref(), ("test", 0), stop, reporter, metrics.as_mut())?
+            {
+                outcome = Outcome::Interrupted;
             }
-            self.report_evaluation(self.test.as_ref(), "test", 0, reporter, metrics.as_mut())?;
         }
         let (memory, reserved) = self.memory_by_rank()?;
         match reserved {
@@ -222,8 +225,14 @@ impl Trainer {
         Ok(self.progress.iteration)
     }
 
-    fn validate(&self, reporter: &mut dyn Reporter, metrics: Option<&mut MetricsWriter>) -> Result<()> {
-        self.report_evaluation(self.valid.as_ref(), "validation", self.validated(), reporter, metrics)
+    /// False if `stop` cut it short.
+    fn validate(
+        &self,
+        stop: &AtomicBool,
+        reporter: &mut dyn Reporter,
+        metrics: Option<&mut MetricsWriter>,
+    ) -> Result<bool> {
+        self.report_evaluation(self.valid.as_ref(), ("validation", self.validated()), stop, reporter, metrics)
     }
 
     /// The sample of the validation data with which this step's evaluation begins. Megatron's orders go on where the last evaluation ended
@@ -239,22 +248,21 @@ impl Trainer {
         }
     }
 
+    /// Evaluates a split from a sample on; false if `stop`, set on any rank, cut it short, which is then not reported.
     fn report_evaluation(
         &self,
         loader: Option<&Loader>,
-        split: &str,
-        first: u64,
+        (split, first): (&str, u64),
+        stop: &AtomicBool,
         reporter: &mut dyn Reporter,
         metrics: Option<&mut MetricsWriter>,
-    ) -> Result<()> {
-        let (Some(loader), iters) = (loader, self.config.logging.eval_iters) else { return Ok(()) };
-        if iters == 0 {
-            return Ok(());
-        }
-        let lm_loss = self.evaluate(loader, first, iters)?;
+    ) -> Result<bool> {
+        let (Some(loader), iters @ 1..) = (loader, self.config.logging.eval_iters) else { return Ok(true) };
+        let Some(lm_loss) = self.evaluate_until(loader, first, iters, stop)? else { return Ok(false) };
         let result = EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
         reporter.eval(&result);
-        metrics.map_or(Ok(()), |file| file.eval(&result))
+        metrics.map_or(Ok(()), |file| file.eval(&result))?;
+        Ok(true)
     }
 
     /// Largest memory of every rank so far, in bytes: of tensors (on the CPU resident), and reserved for them, where they are on GPUs.

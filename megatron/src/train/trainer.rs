@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use candle_core::{Device, Tensor};
@@ -9,7 +10,7 @@ use kernels::graph::can_record;
 use kernels::trace::{Kind, span};
 use serde::{Deserialize, Serialize};
 
-use super::agreement;
+use super::agreement::require as require_alike;
 use super::flops::step_flops;
 use super::inference::build_stage;
 use super::memory::peak_memory_of;
@@ -140,7 +141,7 @@ impl Trainer {
             )));
         }
         config.validate_cuda_graph()?;
-        agreement::require(&world, config, &sources.fingerprint)?;
+        require_alike(&world, config, &sources.fingerprint)?;
         let parallel = &config.parallel;
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
         let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
@@ -406,14 +407,34 @@ impl Trainer {
     /// # Errors
     /// If data cannot be read or a peer fails.
     pub fn evaluate(&self, loader: &Loader, first: u64, iters: u64) -> Result<f64> {
+        let loss = self.evaluate_until(loader, first, iters, &AtomicBool::new(false))?;
+        loss.ok_or_else(|| Error::config("internal error: an evaluation that nobody asked to stop stopped"))
+    }
+
+    /// As [`Trainer::evaluate`]; none if `stop` was set meanwhile, on any rank.
+    pub(super) fn evaluate_until(
+        &self,
+        loader: &Loader,
+        first: u64,
+        iters: u64,
+        stop: &AtomicBool,
+    ) -> Result<Option<f64>> {
         let (mut loss, mut tokens) = (0f64, 0f64);
         for iter in 0..iters {
+            if self.is_told_to_stop(stop)? {
+                return Ok(None);
+            }
             let batches =
                 loader.microbatches(first.saturating_add(iter * self.config.training.global_batch_size as u64))?;
             tokens += self.count_tokens(&batches)?;
             loss += self.stage.run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?.sum()?;
         }
-        Ok(self.sum_over_world(vec![self.loss_share(loss)])?[0] / tokens.max(1.0))
+        Ok(Some(self.sum_over_world(vec![self.loss_share(loss)])?[0] / tokens.max(1.0)))
+    }
+
+    /// Whether `stop` is set on any rank. Collective over the world.
+    pub(super) fn is_told_to_stop(&self, stop: &AtomicBool) -> Result<bool> {
+        Ok(self.sum_over_world(vec![f64::from(u8::from(stop.load(Ordering::SeqCst)))])?[0] > 0.0)
     }
 
     /// This rank's share of weights and optimizer state; over all ranks every logical element exactly once.

@@ -200,6 +200,7 @@ fn write_weights(manifest: &Manifest, model: &ModelConfig, shards: &[Vec<&Leavin
         let mut out = SafetensorsWriter::create(&folder.join(&name), stored)?;
         for Leaving { planned, dtype, bytes } in shard {
             let value = read(manifest, planned, *dtype)?;
+            refuse_overflow(&value, *dtype, &planned.theirs.join(", "))?;
             for part in planned.transform.to_theirs(value, &planned.spec.shape, dtype.size(), &qkv) {
                 out.write(&part)?;
             }
@@ -209,6 +210,17 @@ fn write_weights(manifest: &Manifest, model: &ModelConfig, shards: &[Vec<&Leavin
     }
     if shards.len() > 1 {
         write_json(&folder.join(INDEX), &json!({"metadata": {"total_size": total}, "weight_map": weight_map}))?;
+    }
+    Ok(())
+}
+
+/// f16 has no numbers beyond 65504.
+fn refuse_overflow(value: &[u8], dtype: Float, name: &str) -> Result<()> {
+    let is_infinite = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]) & 0x7fff == 0x7c00;
+    if dtype == Float::F16 && value.chunks_exact(2).any(is_infinite) {
+        return Err(Error::config(format!(
+            "{name} has numbers beyond 65504, the largest of fp16; export with --dtype bf16 or fp32"
+        )));
     }
     Ok(())
 }

@@ -83,7 +83,8 @@ pub struct PretrainArgs {
 ///
 /// Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, prefixes every line of output with
 /// the rank, forwards SIGINT, SIGTERM and SIGHUP as SIGTERM, and stops all ranks of this machine when one fails. Its exit code is that of the first rank
-/// that failed, or 128 + the signal that killed it.
+/// that failed, or 128 + the signal that killed it. Ranks that are asked to stop have 30 s to save; those that take longer are killed, which the exit code
+/// 137 tells.
 #[derive(Args, Clone, Debug)]
 pub struct LaunchArgs {
     /// Ranks on this machine
@@ -99,7 +100,7 @@ pub struct LaunchArgs {
     #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
     pub master_addr: String,
     /// Port where ranks meet [default: a free one on one machine, 29500 on several]
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub master_port: Option<u16>,
     /// The command, after `--`
     #[arg(last = true, required = true, value_name = "COMMAND")]

@@ -69,7 +69,7 @@ fn with_ranks(fault: &Fault, cause: &Failure, failures: &[Failure], started: usi
 fn hint(signal: i32) -> &'static str {
     match signal {
         libc::SIGKILL => " (by someone, or by the kernel because memory ran out: see `dmesg`)",
-        libc::SIGBUS => " (often a full /dev/shm: see `df /dev/shm`)",
+        libc::SIGBUS => " (a file was cut short while it was read, or no memory was left for what ranks share)",
         libc::SIGILL => " (the program was built for another processor)",
         libc::SIGSEGV | libc::SIGABRT => " (a bug; please report it with the command and the run file)",
         _ => "",

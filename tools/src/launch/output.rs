@@ -16,16 +16,24 @@ pub enum Stream {
 pub enum Event {
     /// A line without its end; longer ones come in pieces.
     Line { index: usize, stream: Stream, line: String },
-    /// The stream ended.
-    Closed,
+    /// The stream ended: everyone who could write to it has.
+    Closed { index: usize },
 }
 
 /// Bytes of the longest piece of a line that is kept in memory.
 const LONGEST: u64 = 1 << 16;
 
 /// Reads `source`, the `stream` of local rank `index`, to its end.
-pub fn forward(index: usize, stream: Stream, source: impl Read + Send + 'static, events: SyncSender<Event>) {
-    thread::spawn(move || {
+///
+/// # Errors
+/// If no thread can be started for it.
+pub fn forward(
+    index: usize,
+    stream: Stream,
+    source: impl Read + Send + 'static,
+    events: SyncSender<Event>,
+) -> std::io::Result<()> {
+    thread::Builder::new().spawn(move || {
         let mut source = BufReader::new(source);
         let mut bytes = Vec::new();
         loop {
@@ -41,8 +49,9 @@ pub fn forward(index: usize, stream: Stream, source: impl Read + Send + 'static,
             }
         }
         // The supervisor may have stopped listening.
-        let _ = events.send(Event::Closed);
-    });
+        let _ = events.send(Event::Closed { index });
+    })?;
+    Ok(())
 }
 
 /// Prints a line; a closed terminal or pipe is no reason to stop a run.

@@ -72,7 +72,7 @@ pub fn signal_group(child: &Child, signal: i32) {
 
 /// How `child` ended, if it has. What is left of its process group is killed first, while its id cannot have been given away.
 pub fn reap(child: &mut Child) -> io::Result<Option<Exit>> {
-    if !has_ended(child)? {
+    if how_ended(child)?.is_none() {
         return Ok(None);
     }
     signal_group(child, libc::SIGKILL);
@@ -83,8 +83,13 @@ pub fn reap(child: &mut Child) -> io::Result<Option<Exit>> {
     }))
 }
 
-/// Whether `child` has ended, leaving it to be reaped.
-fn has_ended(child: &Child) -> io::Result<bool> {
+/// Whether a signal ended `child`, leaving it to be reaped.
+pub fn died_of_a_signal(child: &Child) -> io::Result<bool> {
+    Ok(how_ended(child)?.is_some_and(|code| code != libc::CLD_EXITED))
+}
+
+/// How `child` ended, if it has, by `CLD_EXITED` and the like, leaving it to be reaped.
+fn how_ended(child: &Child) -> io::Result<Option<i32>> {
     // SAFETY: an all-zero siginfo_t is valid, and waitid writes to nothing else. WNOWAIT leaves the child waitable.
     let (result, info) = unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
@@ -95,7 +100,7 @@ fn has_ended(child: &Child) -> io::Result<bool> {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: waitid succeeded, so si_pid is set: to 0 if nothing has ended, else to the child.
-    Ok(unsafe { info.si_pid() } != 0)
+    Ok((unsafe { info.si_pid() } != 0).then_some(info.si_code))
 }
 
 /// The name of a signal, as `kill -l` lists it.

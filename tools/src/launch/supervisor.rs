@@ -12,7 +12,7 @@ use signal_hook::iterator::Signals;
 use super::failure::{Failure, cause, describe};
 use super::inherited::is_ignored;
 use super::output::{Event, Stream, forward, print};
-use super::process::{Exit, reap, signal_group, signal_name, spawn};
+use super::process::{Exit, died_of_a_signal, reap, signal_group, signal_name, spawn};
 use super::watch;
 use crate::error::{Error, Result};
 use crate::fault::{Fault, SUPERVISED};
@@ -129,6 +129,8 @@ impl Plan {
 /// A rank of this machine.
 struct Rank {
     child: Option<Child>,
+    /// Of its output: somebody may still write to them.
+    open_streams: usize,
     pid: u32,
     prefix: String,
     fault: Option<Fault>,
@@ -165,9 +167,7 @@ pub fn supervise(plan: &Plan) -> Result<u8> {
     let mut supervisor = Supervisor::start(plan)?;
     loop {
         supervisor.relay(TICK);
-        for signal in signals.pending() {
-            supervisor.interrupt(signal);
-        }
+        supervisor.interrupt_all(signals.pending());
         supervisor.reap()?;
         supervisor.enforce_deadlines();
         if supervisor.ranks.iter().all(|r| r.child.is_none()) {
@@ -181,12 +181,13 @@ struct Supervisor<'a> {
     plan: &'a Plan,
     ranks: Vec<Rank>,
     events: Receiver<Event>,
-    open_streams: usize,
     phase: Phase,
     /// The signal that ranks were asked to stop for, before any failed.
     stop: Option<i32>,
     /// Whether a rank ended because it was asked to. One that had finished when the signal came has done its work.
     cut_short: bool,
+    /// Whether ranks were killed because they did not stop in time.
+    overdue: bool,
     /// Local indices and ends of ranks that ended badly, in order.
     ended_badly: Vec<(usize, Exit)>,
 }
@@ -198,10 +199,10 @@ impl<'a> Supervisor<'a> {
             plan,
             ranks: Vec::new(),
             events,
-            open_streams: 0,
             phase: Phase::Running,
             stop: None,
             cut_short: false,
+            overdue: false,
             ended_badly: Vec::new(),
         };
         for index in 0..plan.local_ranks {
@@ -211,17 +212,26 @@ impl<'a> Supervisor<'a> {
                 action: format!("start rank {} ({})", plan.rank(index), command.get_program().to_string_lossy()),
                 source,
             })?;
+            let unread = |source| Error::Io {
+                action: format!(
+                    "start a thread that reads what rank {} prints (raise `ulimit -u`, or the container's limit of processes)",
+                    plan.rank(index)
+                ),
+                source,
+            };
+            let mut open_streams = 0;
             if let Some(stdout) = child.stdout.take() {
-                forward(index, Stream::Stdout, stdout, sender.clone());
-                started.open_streams += 1;
+                forward(index, Stream::Stdout, stdout, sender.clone()).map_err(unread)?;
+                open_streams += 1;
             }
             if let Some(stderr) = child.stderr.take() {
-                forward(index, Stream::Stderr, stderr, sender.clone());
-                started.open_streams += 1;
+                forward(index, Stream::Stderr, stderr, sender.clone()).map_err(unread)?;
+                open_streams += 1;
             }
             started.ranks.push(Rank {
                 pid: child.id(),
                 child: Some(child),
+                open_streams,
                 prefix: plan.prefix(index),
                 fault: None,
                 last_line: None,
@@ -253,9 +263,12 @@ impl<'a> Supervisor<'a> {
     }
 
     fn show(&mut self, event: Event) {
-        let Event::Line { index, stream, line } = event else {
-            self.open_streams -= 1;
-            return;
+        let (index, stream, line) = match event {
+            Event::Line { index, stream, line } => (index, stream, line),
+            Event::Closed { index } => {
+                self.ranks[index].open_streams -= 1;
+                return;
+            }
         };
         let rank = &mut self.ranks[index];
         if stream == Stream::Stderr {
@@ -268,6 +281,17 @@ impl<'a> Supervisor<'a> {
             }
         }
         print(stream, &rank.prefix, &line);
+    }
+
+    /// What came since the last look, in no known order. The first of them stops the run, and none of those that came with it is yet one of someone who does not
+    /// want to wait; SIGHUP comes after another (systemd, a terminal that closes), whose code the run ends with.
+    fn interrupt_all(&mut self, signals: impl Iterator<Item = i32>) {
+        let mut signals: Vec<i32> = signals.collect();
+        if matches!(self.phase, Phase::Running) {
+            signals.sort_by_key(|&signal| signal == SIGHUP);
+            signals.truncate(1);
+        }
+        signals.into_iter().for_each(|signal| self.interrupt(signal));
     }
 
     /// Passes a signal on as SIGTERM, which our ranks take as "save and stop". Of those that follow only SIGINT, from someone who does not want
@@ -302,6 +326,14 @@ impl<'a> Supervisor<'a> {
         for index in 0..self.ranks.len() {
             let rank = &mut self.ranks[index];
             let Some(child) = &mut rank.child else { continue };
+            // A script that is asked to stop dies of it; what it started may still save, and lives while it could say so.
+            let may_save = self.plan.stop_limit.is_some()
+                && matches!(self.phase, Phase::Stopping { .. })
+                && rank.told != Some(libc::SIGKILL)
+                && rank.open_streams > 0;
+            if may_save && died_of_a_signal(child).map_err(|e| wait_error(rank.pid, e))? {
+                continue;
+            }
             let Some(exit) = reap(child).map_err(|e| wait_error(rank.pid, e))? else { continue };
             rank.child = None;
             rank.exit = Some(exit);
@@ -327,7 +359,20 @@ impl<'a> Supervisor<'a> {
         match self.phase {
             Phase::Running => {}
             Phase::Stopping { since } => {
-                if self.plan.stop_limit.is_some_and(|limit| since.elapsed() > limit) {
+                if let Some(limit) = self.plan.stop_limit.filter(|limit| since.elapsed() > *limit) {
+                    if !self.overdue {
+                        self.overdue = true;
+                        let late: Vec<String> = (0..self.ranks.len())
+                            .filter(|&index| self.ranks[index].child.is_some())
+                            .map(|index| self.plan.rank(index).to_string())
+                            .collect();
+                        let message = format!(
+                            "rank {} did not stop within {} s of being asked to, and was killed; what was not saved by then is lost",
+                            late.join(", "),
+                            limit.as_secs()
+                        );
+                        print(Stream::Stderr, "error: ", &message);
+                    }
                     self.signal_all(libc::SIGKILL);
                 }
             }
@@ -348,12 +393,15 @@ impl<'a> Supervisor<'a> {
     /// Shows what is still in the pipes.
     fn drain(&mut self) {
         let until = Instant::now() + DRAIN;
-        while self.open_streams > 0 && Instant::now() < until {
+        while self.ranks.iter().any(|rank| rank.open_streams > 0) && Instant::now() < until {
             self.relay(TICK);
         }
     }
 
     fn conclude(&mut self) -> u8 {
+        if self.overdue {
+            return Exit::Signal(libc::SIGKILL).code();
+        }
         let failures: Vec<Failure> = self
             .ended_badly
             .iter()

@@ -59,7 +59,9 @@ impl Piece {
             Content::Paragraph(text, _) => Ok(vec![vec![text]; keys.len()]),
             Content::Row(texts) => Ok(texts),
             Content::Line(number, bytes) => {
-                let mut deserializer = serde_json::Deserializer::from_slice(&bytes);
+                // The mark that some editors begin files with.
+                let bytes = if number == 1 { bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes) } else { &bytes };
+                let mut deserializer = serde_json::Deserializer::from_slice(bytes);
                 let parsed = Fields(keys).deserialize(&mut deserializer).and_then(|texts| {
                     deserializer.end()?;
                     Ok(texts)
@@ -69,9 +71,12 @@ impl Piece {
                     let message = error.to_string();
                     let what = message.split(" at line 1 column").next().unwrap_or(&message);
                     let column = error.column();
-                    let advice = match not_json(&bytes, column) {
+                    let advice = match not_json(bytes, column) {
                         Some(name) => {
                             format!("; {name} is no JSON, though Python writes and reads it: write null instead")
+                        }
+                        None if what.contains("hex escape") || what.contains("surrogate") => {
+                            "; half of a surrogate pair is no character: leave it out, or write U+FFFD instead".into()
                         }
                         None => String::new(),
                     };

@@ -82,6 +82,25 @@ fn settings_that_contradict_the_model_are_refused_and_others_may_repeat_it() {
 }
 
 #[test]
+fn weights_beyond_fp16_are_not_exported_as_infinities() {
+    let dir = tempfile::tempdir().unwrap();
+    let (fixture, name) = (fixtures().join("llama-tiny"), "model.norm.weight");
+    std::fs::create_dir(dir.path().join("hf")).unwrap();
+    std::fs::copy(fixture.join("config.json"), dir.path().join("hf/config.json")).unwrap();
+    let mut tensors = candle_core::safetensors::load(fixture.join("model.safetensors"), &Device::Cpu).unwrap();
+    tensors.insert(name.into(), (&tensors[name] * 1e6).unwrap());
+    candle_core::safetensors::save(&tensors, dir.path().join("hf/model.safetensors")).unwrap();
+    let run = |words: &[&str]| megatron().current_dir(dir.path()).args(words).output().unwrap();
+    assert!(run(&["import", "hf", "checkpoint"]).status.success());
+    let output = run(&["export", "checkpoint", "out", "--dtype", "fp16"]);
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!([name, "65504", "bf16"].iter().all(|part| message.contains(part)), "{message}");
+    assert!(!dir.path().join("out").exists());
+    assert!(run(&["export", "checkpoint", "out", "--dtype", "bf16"]).status.success());
+}
+
+#[test]
 fn a_models_folder_is_no_place_for_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     let (fixture, folder) = (fixtures().join("llama-tiny"), dir.path().join("saved"));

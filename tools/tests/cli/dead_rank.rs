@@ -4,7 +4,7 @@ use std::fs;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-use crate::site::{RANKS, SOON, Site, ended, refused};
+use crate::site::{RANKS, SOON, Site, ended, free_port, refused};
 use crate::support::{kill, megatron, stderr, stdout, wait_for};
 
 const STEPS: u64 = 400;
@@ -199,6 +199,32 @@ fn one_rank_of_a_launcher_that_is_told_to_stop_stops_all_after_saving() {
         assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
     }
     resumes_bitwise(&site, "saved", &losses);
+}
+
+#[test]
+fn a_setting_of_some_ranks_alone_is_named_though_they_do_more_together() {
+    let site = Site::new();
+    for saves in 0..2 {
+        let port = free_port();
+        let flags = |rank| if (rank == 0) == (saves == 0) { &["--save=saved"][..] } else { &[] };
+        let ranks = (0..RANKS).map(|rank| site.rank(rank, port, flags(rank)).spawn().unwrap()).collect();
+        for output in ended(ranks, SOON) {
+            refused(&output, &["not started alike", "checkpoint.save"]);
+        }
+        assert!(!site.path("saved").exists());
+    }
+}
+
+#[test]
+fn a_run_that_is_told_to_stop_does_not_finish_its_evaluation() {
+    let site = Site::new();
+    let flags = ["--train-iters=1000", "--save=saved", "--eval-interval=5", "--eval-iters=100000"];
+    let supervisor = site.pretrain(&flags).spawn().unwrap();
+    site.wait_for_step(5);
+    kill(supervisor.id(), "TERM");
+    let output = ended(vec![supervisor], SOON).remove(0);
+    assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
+    assert_eq!(fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap().trim(), "5");
 }
 
 #[test]

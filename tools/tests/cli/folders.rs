@@ -163,6 +163,23 @@ fn another_tokenizer_is_not_replaced_where_there_are_no_checkpoints_yet() {
 }
 
 #[test]
+fn the_tokenizer_of_checkpoints_is_not_replaced_by_a_run_that_goes_on_with_another() {
+    let site = Site::new();
+    pretrain(&site, &["--save=saved", "--train-iters=1", "--tokenizer=train:270"]);
+    let theirs = fs::read_to_string(site.path("saved/tokenizer.json")).unwrap();
+    site.write("words.txt", &"other words than those ".repeat(200));
+    let train = ["tokenizer", "train", "--vocab-size=270", "--input=words.txt", "--output=other.json"];
+    let output = site.mark(megatron()).args(train).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let flags = ["--save=saved", "--load=saved", "--train-iters=2", "--tokenizer=other.json"];
+    let run = site.pretrain(&[&ALONE[..], &flags].concat()).output().unwrap();
+    refused(&run, &["saved/tokenizer.json", "another tokenizer", "save elsewhere"]);
+    assert_eq!(fs::read_to_string(site.path("saved/tokenizer.json")).unwrap(), theirs);
+    let log = pretrain(&site, &["--save=elsewhere", "--load=saved", "--train-iters=2", "--tokenizer=other.json"]);
+    assert!(log.contains("the tokenizer are not those"), "{log}");
+}
+
+#[test]
 fn a_models_tokenizer_lies_in_its_own_folder() {
     let site = Site::new();
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");

@@ -176,6 +176,53 @@ fn signals_that_schedulers_repeat_leave_ranks_the_time_to_save() {
 }
 
 #[test]
+fn a_hangup_that_comes_with_ctrl_c_leaves_ranks_the_time_to_save() {
+    for _ in 0..3 {
+        let folder = tempfile::tempdir().unwrap();
+        let script = format!(
+            "trap 'sleep 1; echo saved; exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+            folder.path().display()
+        );
+        let child = shells(1, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        pids(folder.path(), 1);
+        let both = format!("kill -INT {0}; kill -HUP {0}", child.id());
+        assert!(std::process::Command::new("sh").args(["-c", &both]).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(stdout(&output), "[0]: saved\n", "{}", stderr(&output));
+        assert_eq!(output.status.code(), Some(130));
+    }
+}
+
+#[test]
+fn what_a_script_started_may_still_save_when_the_script_dies_of_the_signal() {
+    let folder = tempfile::tempdir().unwrap();
+    let inner = "trap \"sleep 1; echo saved; exit 143\" TERM; echo $$ > $0/pid.$RANK; while :; do sleep 0.05; done";
+    let script = format!("sh -c '{inner}' {}; true", folder.path().display());
+    let child = shells(2, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    pids(folder.path(), 2);
+    kill(child.id(), "TERM");
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(stdout(&output).matches("saved").count(), 2, "{}", stderr(&output));
+    assert_eq!(output.status.code(), Some(143));
+}
+
+/// Half a minute.
+#[test]
+fn ranks_that_do_not_stop_in_time_are_killed_and_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        "[ $RANK = 1 ] && trap '' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+        folder.path().display()
+    );
+    let child = shells(2, &script).stderr(Stdio::piped()).spawn().unwrap();
+    pids(folder.path(), 2);
+    kill(child.id(), "TERM");
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(137));
+    assert!(stderr(&output).contains("error: rank 1 did not stop within 30 s"), "{}", stderr(&output));
+}
+
+#[test]
 fn ctrl_c_stops_a_run_at_once_that_sigterm_is_stopping() {
     let folder = tempfile::tempdir().unwrap();
     let script = format!("trap '' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 1; done", folder.path().display());

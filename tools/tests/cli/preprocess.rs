@@ -42,6 +42,10 @@ fn the_files_are_megatrons_byte_for_byte() {
     assert_eq!(names(&folder.path().join("out")), ["x_text_document.bin", "x_text_document.idx"]);
     assert_eq!(fs::read(folder.path().join("out/x_text_document.bin")).unwrap(), BIN);
     assert_eq!(fs::read(folder.path().join("out/x_text_document.idx")).unwrap(), IDX);
+    // As some editors begin files.
+    fs::write(folder.path().join("a.jsonl"), [b"\xef\xbb\xbf", LINES.as_bytes()].concat()).unwrap();
+    let (ok, said) = run(folder.path(), &[&words[..], &["--overwrite"]].concat());
+    assert!(ok && fs::read(folder.path().join("out/x_text_document.bin")).unwrap() == BIN, "{said}");
 }
 
 #[test]
@@ -93,6 +97,7 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
     fs::write(root.join("t.txt"), "text").unwrap();
     fs::write(root.join("p.parquet"), "PAR1").unwrap();
     fs::write(root.join("nan.jsonl"), "{\"score\": NaN, \"text\": \"a\"}\n").unwrap();
+    fs::write(root.join("surrogate.jsonl"), "{\"text\": \"\\ud800\"}\n").unwrap();
     fs::write(root.join("half.jsonl"), "{\"text\": \"a\", \"b\": \"\"}\n").unwrap();
     fs::write(root.join("none"), "").unwrap();
     assert!(std::process::Command::new("mkfifo").arg(root.join("pipe.jsonl")).status().unwrap().success());
@@ -107,6 +112,7 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
         (&["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "b"], &["t.txt", "without keys"]),
         (&["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "a"], &["names \"a\" twice"]),
         (&["--tokenizer", "byte", "--input", "nan.jsonl"], &["line 1, column 1", "NaN is no JSON", "null"]),
+        (&["--tokenizer", "byte", "--input", "surrogate.jsonl"], &["line 1", "half of a surrogate pair"]),
         (&["--tokenizer", "byte", "--input", "pipe.jsonl"], &["pipe.jsonl", "a pipe or a device"]),
         // The dataset of the one key is not left without the other's.
         (&["--tokenizer", "byte", "--input", "half.jsonl", "--json-keys", "text", "b"], &["x_b_document", "no text"]),

@@ -193,7 +193,7 @@ fn contradictions_are_refused() {
 
 #[test]
 fn settings_of_another_precision_are_refused() {
-    let contradictions: [(&[&str], &[&str]); 9] = [
+    let contradictions: [(&[&str], &[&str]); 10] = [
         (&["--bf16", "--fp16"], &["bf16 (--bf16) and fp16 (--fp16) set the same thing"]),
         (&["--loss-scale=128"], &["loss_scale (--loss-scale) is a setting of fp16", "the run is in fp32"]),
         (&["--bf16", "--hysteresis=2"], &["hysteresis (--hysteresis) is a setting of fp16", "the run is in bf16"]),
@@ -202,6 +202,7 @@ fn settings_of_another_precision_are_refused() {
             &["--fp16", "--loss-scale=128", "--loss-scale-window=5"],
             &["loss_scale_window (--loss-scale-window)", "loss_scale = 128 (--loss-scale) is fixed"],
         ),
+        (&["--fp16", "--loss-scale=1e39"], &["(--loss-scale)", "the largest of f32"]),
         (&["--fp16", "--loss-scale=0"], &["loss_scale = 0 (--loss-scale) must be a finite number above 0"]),
         (
             &["--fp16", "--initial-loss-scale=4", "--min-loss-scale=8"],

@@ -212,13 +212,18 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
     let (nonce, mut members) = join::join(&*store, info, me, left, options.on_wait)?;
     let deadline = Instant::now() + options.connect_timeout.min(CONNECTING);
     found_at.into_iter().for_each(|ip| add_address(&mut members, ip));
-    let elsewhere = members.iter().enumerate().find(|(_, m)| m.host != info.host || m.identity != members[0].identity);
+    let own = &members[info.rank];
+    let elsewhere = members.iter().enumerate().find(|(_, m)| m.host != own.host || m.identity != own.identity);
     let inbox = Arc::new(Inbox::new(info.world_size));
     let link: Box<dyn Link> = match (backend, elsewhere, listener) {
         (Backend::Local, Some((rank, member)), _) => {
+            let host = match member.host == info.host {
+                true => format!("{} too, but in another container or of another boot", member.host),
+                false => member.host.clone(),
+            };
             return Err(Error::config(format!(
-                "the local backend needs all ranks on one host, but rank {} is on {} and rank {rank} on {}; use tcp",
-                info.rank, info.host, member.host
+                "the local backend needs all ranks on one host, but rank {} is on {} and rank {rank} on {host}; use tcp",
+                info.rank, info.host
             )));
         }
         (Backend::Tcp, _, Some(listener)) | (Backend::Auto | Backend::Nccl, Some(_), Some(listener)) => {
