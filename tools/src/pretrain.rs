@@ -45,10 +45,12 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     ranks::check_device(resolved.distributed.device)?;
     ranks::check_graphs(resolved.distributed.device, &resolved.run)?;
     check_outputs(&resolved.run, 0)?;
-    for line in open_data(&mut resolved)?.description {
-        crate::print_line(&line);
-    }
-    train::preflight(&resolved.run)?;
+    let description = ranks::with_threads(1, || {
+        let description = open_data(&mut resolved)?.description;
+        train::preflight(&resolved.run)?;
+        Ok(description)
+    })?;
+    description.iter().for_each(|line| crate::print_line(line));
     // Ranks save when they are asked to stop, which takes as long as it takes.
     ranks::start(world_size, &resolved.distributed, None, advice(&resolved.run))
 }

@@ -115,7 +115,13 @@ fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instan
             }
         }
         if Instant::now() + pause >= deadline {
-            let how = format!("cannot be reached ({})", refusals.join("; "));
+            let tried = match refusals.is_empty() {
+                true => {
+                    "it offers no TCP address; are all ranks started with the same --distributed-backend?".to_string()
+                }
+                false => refusals.join("; "),
+            };
+            let how = format!("cannot be reached ({tried})");
             let operation = format!("connecting rank {rank} for {:.0} s", start.elapsed().as_secs_f64());
             return Err(Error::PeerLost { rank: to, how, operation });
         }

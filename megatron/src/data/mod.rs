@@ -120,15 +120,16 @@ pub fn open(
     let mut notes = Vec::new();
     let mut held_out = |part: splits::Part, share: f64, requested: u64| -> Result<Option<Arc<dyn SampleSource>>> {
         let source = opener.held_out(part, requested)?;
-        if let Err(why) = &source
+        if let Err(path) = source
             && prepared.weights.is_some()
             && share > 0.0
             && requested > 0
         {
             // Of a blend one dataset that is too short is enough, though the others are not.
             notes.push(format!(
-                "note: nothing is evaluated on {} data, since one dataset of the blend has too few: {why}",
-                part.0
+                "note: nothing is evaluated on {} data: there {} has fewer tokens than a sample; leave it out of the blend, or give it a larger split",
+                part.0,
+                path.display()
             ));
         }
         Ok(source.ok())

@@ -117,16 +117,16 @@ impl<'a> Opener<'a> {
         })
     }
 
-    /// As [`Self::source`], but `Err` of why there is none where a dataset is too short, for splits that a run can do without.
-    pub fn held_out(&self, part: Part, requested: u64) -> Result<std::result::Result<Source, Error>> {
+    /// As [`Self::source`], but `Err` of the first dataset that is too short where one is, for splits that a run can do without.
+    pub fn held_out(&self, part: Part, requested: u64) -> Result<std::result::Result<Source, &'a Path>> {
         match self.source(part, requested) {
             Ok(source) => Ok(Ok(source)),
-            Err(error @ Error::Data { .. }) if self.too_short(part)? => Ok(Err(error)),
+            Err(error @ Error::Data { .. }) => Ok(Err(self.too_short(part)?.ok_or(error)?)),
             Err(error) => Err(error),
         }
     }
 
-    fn too_short(&self, part: Part) -> Result<bool> {
+    fn too_short(&self, part: Part) -> Result<Option<&'a Path>> {
         let concatenated = self.weights.is_none() && !self.is_megatrons();
         let tokens = |dataset: &Arc<IndexedDataset>| -> Result<u64> {
             let stream = TokenStream::new(std::slice::from_ref(dataset), self.sequences(dataset, part))?;
@@ -135,14 +135,15 @@ impl<'a> Opener<'a> {
         if concatenated {
             let all = self.datasets.iter().map(|dataset| dataset.num_sequences()).sum();
             let stream = TokenStream::new(self.datasets, (part.1)(split_sequences(self.split, all)))?;
-            return Ok(stream.num_tokens() <= self.seq_length as u64);
+            let is_short = stream.num_tokens() <= self.seq_length as u64;
+            return Ok(self.datasets.first().filter(|_| is_short).map(|dataset| dataset.path()));
         }
         for dataset in self.datasets {
             if tokens(dataset)? <= self.seq_length as u64 {
-                return Ok(true);
+                return Ok(Some(dataset.path()));
             }
         }
-        Ok(false)
+        Ok(None)
     }
 
     fn is_megatrons(&self) -> bool {

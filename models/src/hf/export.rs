@@ -54,6 +54,9 @@ struct Leaving<'a> {
 /// If no Hugging Face family has the checkpoint's architecture, `out` is not empty, the checkpoint is damaged, or the system
 /// refuses. `out` appears whole or not at all.
 pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
+    // A link to an empty folder stays one, to the model.
+    let link = out.is_symlink().then(|| fs::canonicalize(out)).transpose().map_err(|e| Error::io("follow", out, e))?;
+    let out = link.as_deref().unwrap_or(out);
     let manifest = Manifest::read(&checkpoint::locate(path, None)?)?;
     let beside = checkpoint::beside(manifest.folder())?;
     let model: ModelConfig =

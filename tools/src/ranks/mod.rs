@@ -103,7 +103,11 @@ fn share_of_cores(ranks: usize) -> usize {
 }
 
 fn no_threads(threads: usize) -> impl FnOnce(rayon::ThreadPoolBuildError) -> Error {
-    move |e| Error::Launch(format!("cannot start {threads} compute threads: {e}"))
+    move |e| {
+        Error::Launch(format!(
+            "cannot start {threads} compute threads: {e}; raise `ulimit -u` or the container's limit of processes, or ask for fewer with RAYON_NUM_THREADS"
+        ))
+    }
 }
 
 /// What `work`, which comes before this rank knows the others, makes with a rank's share of this machine's cores; with all of them where the launcher did not
@@ -112,7 +116,15 @@ fn no_threads(threads: usize) -> impl FnOnce(rayon::ThreadPoolBuildError) -> Err
 /// # Errors
 /// Those of `work`; if threads cannot be started.
 pub fn before_meeting<T: Send>(place: &RankInfo, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-    let threads = share_of_cores(place.local_world_size.unwrap_or(1));
+    with_threads(place.local_world_size.unwrap_or(1), work)
+}
+
+/// Does `work` with threads for one of `ranks` ranks of this machine, which end with it.
+///
+/// # Errors
+/// Those of `work`; if threads cannot be started.
+pub fn with_threads<T: Send>(ranks: usize, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    let threads = share_of_cores(ranks);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(no_threads(threads))?;
     pool.install(work)
 }

@@ -97,7 +97,11 @@ fn weights_beyond_fp16_are_not_exported_as_infinities() {
     assert_eq!(output.status.code(), Some(2), "{message}");
     assert!([name, "65504", "bf16"].iter().all(|part| message.contains(part)), "{message}");
     assert!(!dir.path().join("out").exists());
+    // To where an empty folder is linked.
+    std::fs::create_dir(dir.path().join("empty")).unwrap();
+    std::os::unix::fs::symlink("empty", dir.path().join("out")).unwrap();
     assert!(run(&["export", "checkpoint", "out", "--dtype", "bf16"]).status.success());
+    assert!(dir.path().join("out").is_symlink() && dir.path().join("empty/config.json").is_file());
 }
 
 #[test]
