@@ -86,6 +86,10 @@ fn a_vocabulary_is_trained_used_and_trained_with() {
     let blend = ["--eval-iters", "0", "--data-path", "0.5", "x_text_document", "0.5", "x_text_document"];
     let (ok, said) = run(folder.path(), &[&model[..], &sizes[..], &data[..], &ends[..], &blend[..]].concat());
     assert!(ok && said.contains("lm loss"), "{said}");
+    // Of which nothing is left to evaluate.
+    let evaluated = [&["--split", "9999,1,0", "--eval-iters", "1"], &blend[2..]].concat();
+    let (ok, said) = run(folder.path(), &[&model[..], &sizes[..], &data[..], &ends[..], &evaluated[..]].concat());
+    assert!(ok && said.contains("nothing is evaluated on valid data: there x_text_document"), "{said}");
 }
 
 #[test]
