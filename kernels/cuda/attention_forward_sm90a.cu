@@ -11,15 +11,13 @@
 namespace {
 
 constexpr uint32_t KEYS = 128;
-/// Queries of a warpgroup.
-constexpr uint32_t OWN = 64;
 
 /// Of a block, by the columns of its heads; kernels/src/gpu/attention.rs has the same numbers.
 template <int DIM>
 struct Block {
-    /// Warpgroups that compute, and the registers of their threads: what the others have left of 65536.
-    static constexpr uint32_t CONSUMERS = DIM == 64 ? 3 : 2, REGISTERS = DIM == 64 ? 160 : 240;
-    static constexpr uint32_t THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
+    /// Warpgroups that compute.
+    static constexpr uint32_t CONSUMERS = DIM == 64 ? 3 : 2;
+    static constexpr uint32_t THREADS = 128 * (1 + CONSUMERS);
     static constexpr uint32_t QUERIES = CONSUMERS * OWN, STAGES = DIM == 64 ? 4 : 2;
     /// Rows of the boxes that are copied.
     static constexpr uint32_t BOX = DIM == 64 ? 64 : 128;
@@ -232,7 +230,7 @@ DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, 
     const Shared<DIM> shared(memory);
     const uint32_t tiles = (call.s + Block<DIM>::QUERIES - 1) / Block<DIM>::QUERIES, all = tiles * call.groups * call.heads_per_group * call.b;
     if (threadIdx.x == 0) {
-        constexpr uint32_t WARPS = Block<DIM>::CONSUMER_WARPS;
+        constexpr uint32_t WARPS = 4 * Block<DIM>::CONSUMERS;
         fetch_map(map);
         barrier_make(shared.queries_full, 1);
         barrier_make(shared.queries_empty, WARPS);
@@ -249,7 +247,7 @@ DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, 
         registers_give<24>();
         if (threadIdx.x < 32) produce<DIM>(call, map, shared, next, tiles, all, section);
     } else {
-        registers_take<Block<DIM>::REGISTERS>();
+        registers_take<REGISTERS<Block<DIM>::CONSUMERS>>();
         Consumer<E, DIM>(call, shared).consume(out, lse, tiles, all, section);
     }
 }

@@ -12,8 +12,8 @@
 #include "attention.cuh"
 #include "warpgroups.cuh"
 
-/// Rows of every tile.
-constexpr uint32_t ROWS = 64;
+/// Rows of every tile, those that come and go and those that stay.
+constexpr uint32_t ROWS = OWN;
 constexpr uint32_t STAGES = 4;
 /// Fragments of a tile of scores.
 constexpr uint32_t N = ROWS / 8;
@@ -41,8 +41,8 @@ struct Statistics {
 /// gradients of outputs or values).
 template <int DIM, uint32_t CONSUMERS_>
 struct Shared {
-    /// Warpgroups that compute, their rows together, and all threads.
-    static constexpr uint32_t CONSUMERS = CONSUMERS_, ALL = CONSUMERS * ROWS, THREADS = 128 * (1 + CONSUMERS);
+    /// Warpgroups that compute, and their rows together.
+    static constexpr uint32_t CONSUMERS = CONSUMERS_, ALL = CONSUMERS * OWN;
     static constexpr uint32_t TILE = Tile<ROWS, DIM>::BYTES;
     /// Sets of what stays: the present one, and, for narrow heads, the next.
     static constexpr uint32_t STAYS = DIM == 64 ? 2 : 1;
@@ -153,7 +153,7 @@ DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *do
         registers_give<24>();
         if (threadIdx.x < 32) PASS::produce(call, shared, qkv, dout, lse, delta, next + PASS::NUMBER, tiles, all, section);
     } else {
-        registers_take<Block::CONSUMERS == 3 ? 160 : 240>();
+        registers_take<REGISTERS<Block::CONSUMERS>>();
         PASS::template consume<E>(call, shared, dqkv, tiles, all, section);
     }
 }

@@ -6,6 +6,13 @@
 #include "attention.cuh"
 #include "hopper.cuh"
 
+/// Rows that a warpgroup has of what it computes.
+constexpr uint32_t OWN = 64;
+
+/// Registers of a thread of CONSUMERS warpgroups that compute: what the one that has tiles copied, with 24, leaves of 65536.
+template <uint32_t CONSUMERS>
+constexpr int REGISTERS = CONSUMERS == 3 ? 160 : 240;
+
 template <int ROWS, int DIM>
 struct Tile {
     static constexpr uint32_t BOX = ROWS * SWIZZLED_ROW, BYTES = DIM / 64 * BOX;
@@ -129,7 +136,6 @@ struct Place {
 /// warpgroups nothing to do.
 template <uint32_t QUERIES, uint32_t KEYS>
 struct QueryWork {
-    static constexpr uint32_t OWN = 64;
     uint32_t first, end_query, head, sample;
 
     __device__ __forceinline__ QueryWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {

@@ -6,13 +6,14 @@
 //! There are second kernels for Hopper, by its asynchronous products and tensor copies, which are used where they can be ([`Kernels`]); the
 //! environment variable `MEGATRON_ATTENTION=mma` has the others used there, too.
 
+mod hopper;
+
 use std::sync::OnceLock;
 
 use candle_core::{DType, Tensor};
 
 use super::launch::{blocks, blocks_y};
 use super::memory::suffix;
-use super::tensor_map::Boxes;
 use super::{DevicePointer, Gpu, THREADS};
 use crate::attention::{Geometry, Mask, Scores};
 use crate::device::constant;
@@ -201,8 +202,8 @@ pub(crate) fn forward(
     let (out, outs) = gpu.output((s, b, shape.heads() * shape.head_dim), dtype, op)?;
     let (lse, lses) = gpu.output((b, shape.heads(), s), DType::F32, op)?;
     let (gpu, prepared) = Prepared::new(op, qkv, geometry, scores, mask, &[packed, outs])?;
-    if on_hopper(op, &gpu, &prepared, geometry, dtype)? {
-        forward_on_hopper(op, &gpu, &prepared, geometry, (dtype, suffix), [packed, outs, lses])?;
+    if hopper::takes(op, &gpu, &prepared, geometry, dtype)? {
+        hopper::forward(op, &gpu, &prepared, geometry, (dtype, suffix), [packed, outs, lses])?;
         return Ok((out, lse));
     }
     let width = Width::new(shape.head_dim, dtype);
@@ -226,153 +227,6 @@ pub(crate) fn forward(
         unsafe { args.structure(&prepared.call) }.ptr(packed).ptr(outs).ptr(lses);
     })?;
     Ok((out, lse))
-}
-
-/// Whether a call is one for the kernels of Hopper.
-fn on_hopper(op: &'static str, gpu: &Gpu, prepared: &Prepared, geometry: Geometry, dtype: DType) -> Result<bool> {
-    let kernels = Kernels::chosen().map_err(|message| Error::gpu(op, message))?;
-    Ok(kernels == Kernels::Hopper
-        && gpu.properties()?.capability == (9, 0)
-        && matches!(dtype, DType::BF16 | DType::F16)
-        && matches!(geometry.shape.head_dim, 64 | 128)
-        && geometry.s * geometry.b > 0
-        && prepared.call.aligned == 1
-        && prepared.call.threshold == 0)
-}
-
-/// Rows of a warpgroup of the kernels for Hopper, and of a tile of backward.
-const HOPPER_ROWS: usize = 64;
-/// Keys of a tile of forward.
-const HOPPER_KEYS: usize = 128;
-
-/// Threads of a block of `consumers` warpgroups that compute, and one that has tiles copied.
-fn hopper_threads(consumers: usize) -> u32 {
-    128 * (1 + consumers as u32)
-}
-
-/// `Block` of `cuda/attention_forward_sm90a.cu`.
-struct ForwardBlock {
-    /// Warpgroups that compute.
-    consumers: usize,
-    /// Tiles of keys that are in shared memory at once, and as many of values.
-    stages: usize,
-    /// Rows of the boxes that are copied.
-    boxes: usize,
-}
-
-impl ForwardBlock {
-    /// For heads of 64 columns or of 128.
-    fn new(head_dim: usize) -> Self {
-        match head_dim {
-            64 => Self { consumers: 3, stages: 4, boxes: 64 },
-            _ => Self { consumers: 2, stages: 2, boxes: 128 },
-        }
-    }
-}
-
-/// A packed tensor `[s, b, parts · d]` in boxes of `rows` positions.
-fn boxes(base: DevicePointer, dtype: DType, Geometry { s, b, shape }: Geometry, parts: usize, rows: usize) -> Boxes {
-    let (d, element) = (shape.head_dim, dtype.size_in_bytes());
-    let strides = [1, parts, b * parts].map(|columns| columns * d * element);
-    Boxes { base, dtype, dims: [d, parts, b, s], strides, rows: rows as u32 }
-}
-
-/// Bytes of `Shared` of `cuda/include/backward_sm90a.cuh`.
-fn backward_shared(consumers: usize, d: usize, element: usize) -> u32 {
-    const STAGES: usize = 4;
-    // Of narrow heads what stays does so for two pieces of work.
-    let stays = if d == 64 { 2 } else { 1 };
-    // Tiles of two kinds that stay, and that come in turns; three numbers for each query of a tile; barriers; and the numbers of the pieces of work.
-    let tiles = 2 * (stays * consumers + STAGES);
-    let statistics = (stays * consumers).max(STAGES) * 3 * HOPPER_ROWS * 4;
-    (tiles * HOPPER_ROWS * d * element + statistics + 2 * (stays + STAGES) * 8 + stays * 4) as u32
-}
-
-/// `cuda/attention_dkdv_sm90a.cu` and `cuda/attention_dq_sm90a.cu`.
-fn backward_on_hopper(
-    op: &'static str,
-    gpu: &Gpu,
-    prepared: &Prepared,
-    geometry: Geometry,
-    (dtype, suffix): (DType, &str),
-    [douts, packed, lses, deltas, dpacked, next]: [DevicePointer; 6],
-) -> Result<()> {
-    let Geometry { s, b, shape } = geometry;
-    let (d, element) = (shape.head_dim, dtype.size_in_bytes());
-    let parts = shape.groups * (shape.heads_per_group + 2);
-    let qkv = boxes(packed, dtype, geometry, parts, HOPPER_ROWS).map(op)?;
-    let dout = boxes(douts, dtype, geometry, shape.heads(), HOPPER_ROWS).map(op)?;
-    let of_head = 2 * s * d * element;
-    // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles of queries over the group's keys and values.
-    let kernels = [
-        ("attention_dkdv_sm90a", 2, shape.groups, of_head * shape.heads_per_group),
-        ("attention_dq_sm90a", if d == 64 { 3 } else { 2 }, shape.heads(), of_head / shape.heads_per_group),
-    ];
-    for (file, consumers, heads, bytes) in kernels {
-        let name = format!("{file}_{suffix}_{d}");
-        let order = Order::new(op, gpu, s.div_ceil(consumers * HOPPER_ROWS), heads * b, bytes)?;
-        let shared = backward_shared(consumers, d, element);
-        gpu.launch(file, &name, order.grid, hopper_threads(consumers), shared, |args| {
-            // SAFETY: the kernel's structures have these fields and no padding.
-            unsafe { args.structure(&qkv).structure(&dout).structure(&prepared.call) }
-                .ptr(lses)
-                .ptr(deltas)
-                .ptr(dpacked)
-                .ptr(next)
-                .u32(order.section);
-        })?;
-    }
-    Ok(())
-}
-
-/// In which order blocks that stay for many tiles take them: `Place` of `cuda/include/warpgroups.cuh`.
-struct Order {
-    grid: [u32; 3],
-    section: u32,
-}
-
-impl Order {
-    /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common.
-    fn new(op: &'static str, gpu: &Gpu, tiles: usize, all: usize, bytes: usize) -> Result<Self> {
-        let properties = gpu.properties()?;
-        let blocks = blocks(op, tiles * all, 1)?.min(properties.multiprocessors);
-        // What a section reads is to fill half of the second-level cache, and its short tiles are to fill the time of its long ones on all
-        // multiprocessors. All sections are alike, since a last one of a few long tiles would leave most multiprocessors without work.
-        let cached = properties.l2 as usize / 2 / bytes.max(1);
-        let balanced = (4 * properties.multiprocessors as usize).div_ceil(tiles.max(1));
-        let sections = (all / cached.max(balanced).max(1)).max(1);
-        Ok(Self { grid: [blocks, 1, 1], section: all.div_ceil(sections).max(1) as u32 })
-    }
-}
-
-/// `cuda/attention_forward_sm90a.cu`.
-fn forward_on_hopper(
-    op: &'static str,
-    gpu: &Gpu,
-    prepared: &Prepared,
-    geometry: Geometry,
-    (dtype, suffix): (DType, &str),
-    [packed, outs, lses]: [DevicePointer; 3],
-) -> Result<()> {
-    let Geometry { s, b, shape } = geometry;
-    let (d, element) = (shape.head_dim, dtype.size_in_bytes());
-    let parts = shape.groups * (shape.heads_per_group + 2);
-    let block = ForwardBlock::new(d);
-    let map = boxes(packed, dtype, geometry, parts, block.boxes).map(op)?;
-    let queries = block.consumers * HOPPER_ROWS;
-    let order =
-        Order::new(op, gpu, s.div_ceil(queries), b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
-    // Tiles of queries and outputs, some of keys and of values, two barriers of the queries and four of each stage, and the number of the piece of work.
-    let rows = 2 * queries + 2 * block.stages * HOPPER_KEYS;
-    let shared = rows * d * element + (2 + 4 * block.stages) * 8 + 4;
-    // The number of the next piece of work.
-    let (counter, next) = gpu.output(1, DType::U32, op)?;
-    super::reduce::zero(&counter, op)?;
-    let name = format!("attention_forward_sm90a_{suffix}_{d}");
-    gpu.launch("attention_forward_sm90a", &name, order.grid, hopper_threads(block.consumers), shared as u32, |args| {
-        // SAFETY: the kernel's structures have these fields and no padding.
-        unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).ptr(next).u32(order.section);
-    })
 }
 
 /// As [`crate::attention::attention_backward`], whose shapes were checked.
@@ -403,9 +257,9 @@ pub(crate) fn backward(
         unsafe { args.structure(&prepared.call) }.ptr(douts).ptr(outs).ptr(deltas).ptr(next).u32(lanes as u32);
     })?;
 
-    if on_hopper(op, &gpu, &prepared, geometry, dtype)? {
+    if hopper::takes(op, &gpu, &prepared, geometry, dtype)? {
         let pointers = [douts, packed, lses, deltas, dpacked, next];
-        backward_on_hopper(op, &gpu, &prepared, geometry, (dtype, suffix), pointers)?;
+        hopper::backward(op, &gpu, &prepared, geometry, (dtype, suffix), pointers)?;
         return Ok(dqkv);
     }
     let width = Width::new(shape.head_dim, dtype);

@@ -3,10 +3,12 @@
 mod failure;
 mod inherited;
 mod output;
+mod plan;
 mod process;
 mod supervisor;
 mod watch;
 
 pub use inherited::{adjust, is_ignored};
-pub use supervisor::{Plan, STORE_SERVED, Style, supervise};
+pub use plan::{Plan, STORE_SERVED, Style};
+pub use supervisor::supervise;
 pub use watch::watch_supervisor;

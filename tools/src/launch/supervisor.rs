@@ -1,8 +1,7 @@
 //! Starts the ranks of this machine, relays their output and signals, and ends them together.
 
-use std::ffi::OsString;
 use std::io;
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -12,11 +11,10 @@ use signal_hook::iterator::Signals;
 use super::failure::{Failure, cause, describe};
 use super::inherited::is_ignored;
 use super::output::{Event, Stream, forward, print};
+use super::plan::{Plan, Style};
 use super::process::{Exit, died_of_a_signal, reap, signal_group, signal_name, spawn};
-use super::watch;
 use crate::error::{Error, Result};
-use crate::fault::{Fault, SUPERVISED};
-use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
+use crate::fault::Fault;
 
 /// How often ranks and signals are looked at while nothing is printed.
 const TICK: Duration = Duration::from_millis(20);
@@ -29,102 +27,6 @@ const DRAIN: Duration = Duration::from_millis(500);
 const STOPPED_BY_INT: i32 = 128 + SIGINT;
 const STOPPED_BY_TERM: i32 = 128 + SIGTERM;
 const STOPPED_BY_HUP: i32 = 128 + SIGHUP;
-
-/// Set for ranks whose supervisor serves the store at MASTER_ADDR:MASTER_PORT.
-pub const STORE_SERVED: &str = "MEGATRON_STORE_SERVED";
-
-/// How ranks' output is shown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Style {
-    /// Of one run: rank 0 writes to this process's standard output itself; other ranks' lines are prefixed `[rank N] `.
-    Run,
-    /// Of any command: every line is prefixed `[N]: `.
-    Command,
-}
-
-/// What to start, and how to treat it.
-#[derive(Clone, Debug)]
-pub struct Plan {
-    /// Program and arguments of every rank.
-    pub command: Vec<OsString>,
-    /// Ranks on this machine.
-    pub local_ranks: usize,
-    /// Machines, all with as many ranks.
-    pub nodes: usize,
-    /// Which of them this is.
-    pub node_rank: usize,
-    /// MASTER_ADDR and MASTER_PORT.
-    pub master: (String, u16),
-    /// Whether this process serves the store there, so that rank 0 does not.
-    pub serves_store: bool,
-    pub style: Style,
-    /// How long the other ranks may take to notice a failure by themselves.
-    pub self_end: Duration,
-    /// How long ranks may take to stop when asked to; as long as they need if `None`.
-    pub stop_limit: Option<Duration>,
-    /// What to do after a rank died.
-    pub advice: Option<String>,
-    /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on another host.
-    pub shares_gpus: bool,
-}
-
-impl Plan {
-    fn rank(&self, index: usize) -> usize {
-        self.node_rank * self.local_ranks + index
-    }
-
-    /// The command of local rank `index`, with torchrun's variables.
-    fn command(&self, index: usize) -> Result<Command> {
-        let (program, arguments) =
-            self.command.split_first().ok_or_else(|| Error::usage("no command to start; put it after `--`"))?;
-        let mut command = Command::new(program);
-        let numbers = [
-            ("RANK", self.rank(index)),
-            ("WORLD_SIZE", self.nodes * self.local_ranks),
-            ("LOCAL_RANK", index),
-            ("LOCAL_WORLD_SIZE", self.local_ranks),
-            ("GROUP_RANK", self.node_rank),
-            ("GROUP_WORLD_SIZE", self.nodes),
-            ("ROLE_RANK", self.rank(index)),
-            ("ROLE_WORLD_SIZE", self.nodes * self.local_ranks),
-            ("MASTER_PORT", usize::from(self.master.1)),
-        ];
-        command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
-        command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, watch::supervisor());
-        // Said of the port of whoever started this process; ranks use the one given here.
-        command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
-        if self.shares_gpus {
-            command.env("NCCL_HOSTID", format!("rank-{}", self.rank(index)));
-        }
-        if std::env::var_os(GPU_QUEUES).is_none() {
-            command.env(GPU_QUEUES, MOST_GPU_QUEUES.to_string());
-        }
-        if std::env::var_os(NCCL_CONNECTS_LATE).is_none() {
-            command.env(NCCL_CONNECTS_LATE, "0");
-        }
-        if self.serves_store {
-            command.env(STORE_SERVED, "1");
-        }
-        let threads = (std::thread::available_parallelism().map_or(1, usize::from) / self.local_ranks).max(1);
-        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
-            if std::env::var_os(name).is_none() {
-                command.env(name, threads.to_string());
-            }
-        }
-        let inherits = self.style == Style::Run && index == 0;
-        command.stdin(Stdio::null()).stderr(Stdio::piped());
-        command.stdout(if inherits { Stdio::inherit() } else { Stdio::piped() });
-        Ok(command)
-    }
-
-    fn prefix(&self, index: usize) -> String {
-        match self.style {
-            Style::Command => format!("[{}]: ", self.rank(index)),
-            Style::Run if index == 0 => String::new(),
-            Style::Run => format!("[rank {}] ", self.rank(index)),
-        }
-    }
-}
 
 /// A rank of this machine.
 struct Rank {
@@ -360,19 +262,7 @@ impl<'a> Supervisor<'a> {
             Phase::Running => {}
             Phase::Stopping { since } => {
                 if let Some(limit) = self.plan.stop_limit.filter(|limit| since.elapsed() > *limit) {
-                    if !self.overdue {
-                        self.overdue = true;
-                        let late: Vec<String> = (0..self.ranks.len())
-                            .filter(|&index| self.ranks[index].child.is_some())
-                            .map(|index| self.plan.rank(index).to_string())
-                            .collect();
-                        let message = format!(
-                            "rank {} did not stop within {} s of being asked to, and was killed; what was not saved by then is lost",
-                            late.join(", "),
-                            limit.as_secs()
-                        );
-                        print(Stream::Stderr, "error: ", &message);
-                    }
+                    self.tell_overdue(limit);
                     self.signal_all(libc::SIGKILL);
                 }
             }
@@ -388,6 +278,21 @@ impl<'a> Supervisor<'a> {
                 }
             }
         }
+    }
+
+    /// Names, once, the ranks that had `limit` to stop and still run.
+    fn tell_overdue(&mut self, limit: Duration) {
+        if std::mem::replace(&mut self.overdue, true) {
+            return;
+        }
+        let running = self.ranks.iter().enumerate().filter(|(_, rank)| rank.child.is_some());
+        let late: Vec<String> = running.map(|(index, _)| self.plan.rank(index).to_string()).collect();
+        let message = format!(
+            "rank {} did not stop within {} s of being asked to, and was killed; what was not saved by then is lost",
+            late.join(", "),
+            limit.as_secs()
+        );
+        print(Stream::Stderr, "error: ", &message);
     }
 
     /// Shows what is still in the pipes.

@@ -180,6 +180,14 @@ fn the_tokenizer_of_checkpoints_is_not_replaced_by_a_run_that_goes_on_with_anoth
 }
 
 #[test]
+fn a_result_that_could_not_be_printed_is_an_error() {
+    let site = saved();
+    let mut inspect = site.mark(megatron());
+    let output = inspect.args(["inspect", "saved"]).stdout(fs::File::create("/dev/full").unwrap()).output().unwrap();
+    refused(&output, &["write to standard output", "No space left"]);
+}
+
+#[test]
 fn a_models_tokenizer_lies_in_its_own_folder() {
     let site = Site::new();
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");

@@ -1,6 +1,6 @@
 //! The supervisor, seen from outside: what it sets, shows, forwards, and how it ends ranks.
 
-use std::process::{Output, Stdio};
+use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::support::{is_alive, kill, megatron, pids, shells, stderr, stdout, wait_for};
@@ -113,16 +113,20 @@ fn nothing_that_a_rank_started_is_left() {
     wait_for("the rank's child to die", || (!is_alive(pid)).then_some(()));
 }
 
+/// Ranks that do with SIGTERM what `trap` says, once all of them do.
+fn trapping(ranks: usize, trap: &str) -> Child {
+    let folder = tempfile::tempdir().unwrap();
+    let script =
+        format!("trap '{trap}' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done", folder.path().display());
+    let child = shells(ranks, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    pids(folder.path(), ranks);
+    child
+}
+
 #[test]
 fn sigint_and_sigterm_reach_ranks_as_sigterm() {
     for (signal, code) in [("INT", 130), ("TERM", 143)] {
-        let folder = tempfile::tempdir().unwrap();
-        let script = format!(
-            "trap 'echo saving; exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
-            folder.path().display()
-        );
-        let child = shells(2, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        pids(folder.path(), 2);
+        let child = trapping(2, "echo saving; exit 143");
         kill(child.id(), signal);
         let output = child.wait_with_output().unwrap();
         assert_eq!(stdout(&output).matches("saving").count(), 2);
@@ -132,21 +136,14 @@ fn sigint_and_sigterm_reach_ranks_as_sigterm() {
 
 #[test]
 fn ranks_that_end_well_after_a_signal_are_a_success() {
-    let folder = tempfile::tempdir().unwrap();
-    let script =
-        format!("trap 'exit 0' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done", folder.path().display());
-    let mut child = shells(2, &script).stderr(Stdio::null()).spawn().unwrap();
-    pids(folder.path(), 2);
+    let mut child = trapping(2, "exit 0");
     kill(child.id(), "TERM");
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
 #[test]
 fn a_second_signal_stops_at_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let script = format!("trap '' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 1; done", folder.path().display());
-    let mut child = shells(2, &script).stderr(Stdio::null()).spawn().unwrap();
-    pids(folder.path(), 2);
+    let mut child = trapping(2, "");
     kill(child.id(), "INT");
     std::thread::sleep(Duration::from_millis(200));
     assert!(child.try_wait().unwrap().is_none());
@@ -158,13 +155,7 @@ fn a_second_signal_stops_at_once() {
 fn signals_that_schedulers_repeat_leave_ranks_the_time_to_save() {
     // A scheduler repeats SIGTERM, systemd sends SIGHUP after it.
     for (first, more) in [("TERM", ["TERM", "HUP"]), ("HUP", ["TERM", "HUP"]), ("INT", ["TERM", "TERM"])] {
-        let folder = tempfile::tempdir().unwrap();
-        let script = format!(
-            "trap 'sleep 1; echo saved; exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
-            folder.path().display()
-        );
-        let child = shells(1, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        pids(folder.path(), 1);
+        let child = trapping(1, "sleep 1; echo saved; exit 143");
         kill(child.id(), first);
         for signal in more {
             std::thread::sleep(Duration::from_millis(200));
@@ -178,13 +169,7 @@ fn signals_that_schedulers_repeat_leave_ranks_the_time_to_save() {
 #[test]
 fn a_hangup_that_comes_with_ctrl_c_leaves_ranks_the_time_to_save() {
     for _ in 0..3 {
-        let folder = tempfile::tempdir().unwrap();
-        let script = format!(
-            "trap 'sleep 1; echo saved; exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
-            folder.path().display()
-        );
-        let child = shells(1, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        pids(folder.path(), 1);
+        let child = trapping(1, "sleep 1; echo saved; exit 143");
         let both = format!("kill -INT {0}; kill -HUP {0}", child.id());
         assert!(std::process::Command::new("sh").args(["-c", &both]).status().unwrap().success());
         let output = child.wait_with_output().unwrap();
@@ -224,10 +209,7 @@ fn ranks_that_do_not_stop_in_time_are_killed_and_named() {
 
 #[test]
 fn ctrl_c_stops_a_run_at_once_that_sigterm_is_stopping() {
-    let folder = tempfile::tempdir().unwrap();
-    let script = format!("trap '' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 1; done", folder.path().display());
-    let mut child = shells(1, &script).stderr(Stdio::null()).spawn().unwrap();
-    pids(folder.path(), 1);
+    let mut child = trapping(1, "");
     kill(child.id(), "TERM");
     std::thread::sleep(Duration::from_millis(200));
     kill(child.id(), "INT");
