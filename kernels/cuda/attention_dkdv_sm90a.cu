@@ -18,7 +18,7 @@ struct KeyWork {
         uint32_t none = (call.s + ROWS - 1) / ROWS;
         while (end_tile < none) {
             const uint32_t middle = (end_tile + none) / 2;
-            if (first_key(call, sample, middle * ROWS) < first + 2 * ROWS) end_tile = middle + 1;
+            if (uniform(first_key(call, sample, middle * ROWS)) < first + 2 * ROWS) end_tile = middle + 1;
             else none = middle;
         }
     }
@@ -60,13 +60,13 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
     // ones take the registers that those would need.
     constexpr bool BOTH_AHEAD = DIM == 64;
     constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
-    const uint32_t half = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t half = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t of_group = call.heads_per_group;
     Turn<STAGES> turn;
     Turn<Shared<DIM, 2>::STAYS> stay;
     for (;; stay.count++) {
         barrier_wait(shared.stay_full + stay.slot(), stay.parity());
-        const uint32_t number = shared.numbers[stay.slot()];
+        const uint32_t number = uniform(shared.numbers[stay.slot()]);
         if (number >= all) break;
         const KeyWork work(call, number, tiles, section);
         const uint32_t tile_key = work.first + half * ROWS, own = tile_key + warp * 16;
@@ -76,21 +76,25 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         clear(dk);
         clear(dv);
         uint32_t tile = 0, in_group = 0, before = 0;
-        // The scores of the tile whose turn it is become weights.
-        const auto weigh = [&] {
+        // What a thread has of its queries' statistics is asked for before the waits that come before its use.
+        const auto read = [&](float2 (&of)[N], const float *from) {
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++) of[n] = *reinterpret_cast<const float2 *>(from + n * 8 + 2 * t);
+        };
+        float2 lse_log2[N], delta[N];
+        // The scores of the tile whose turn it is become powers of two's exponents.
+        const auto lower = [&] {
             const Statistics &statistics = shared.statistics[turn.slot()];
             const uint32_t query = tile * ROWS;
             const float slope = call.slopes ? call.slopes[work.group * of_group + in_group] : 0.0f;
             // Some query of the tile does not see all of this warpgroup's keys.
-            const bool edge = tile_key + ROWS > query + 1 || statistics.from[ROWS - 1] > tile_key;
+            const bool edge = tile_key + ROWS > query + 1 || uniform(statistics.from[ROWS - 1]) > tile_key;
             products_touch(scores);
             const float scale = tilt<true>(call, slope, own, query, scores);
 #pragma unroll
-            for (uint32_t n = 0; n < N; n++) {
-                const float2 lse_log2 = *reinterpret_cast<const float2 *>(statistics.lse_log2 + n * 8 + 2 * t);
+            for (uint32_t n = 0; n < N; n++)
 #pragma unroll
-                for (uint32_t i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i] * scale - (i % 2 ? lse_log2.y : lse_log2.x));
-            }
+                for (uint32_t i = 0; i < 4; i++) scores[n][i] = scores[n][i] * scale - (i % 2 ? lse_log2[n].y : lse_log2[n].x);
             if (edge)
 #pragma unroll
                 for (uint32_t n = 0; n < N; n++) {
@@ -98,19 +102,22 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
 #pragma unroll
                     for (uint32_t i = 0; i < 4; i++) {
                         const uint32_t key = own + g + i / 2 * 8, at = query + n * 8 + 2 * t + i % 2;
-                        if (key > at || key < (i % 2 ? from.y : from.x)) scores[n][i] = 0.0f;
+                        if (key > at || key < (i % 2 ? from.y : from.x)) scores[n][i] = -INFINITY;
                     }
                 }
         };
+        // They become weights.
+        const auto weigh = [&] {
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++)
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i]);
+        };
         const auto slant = [&] {
-            const Statistics &statistics = shared.statistics[turn.slot()];
-            products_touch(gradients);
 #pragma unroll
-            for (uint32_t n = 0; n < N; n++) {
-                const float2 of_query = *reinterpret_cast<const float2 *>(statistics.delta + n * 8 + 2 * t);
+            for (uint32_t n = 0; n < N; n++)
 #pragma unroll
-                for (uint32_t i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - (i % 2 ? of_query.y : of_query.x));
-            }
+                for (uint32_t i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - (i % 2 ? delta[n].y : delta[n].x));
         };
         const auto add = [&](uint32_t slot) {
             multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE), dk, slants,
@@ -136,6 +143,8 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             if constexpr (!BOTH_AHEAD) {
                 begin_gradients<E>(shared, turn, own_values, gradients);
                 products_wait<0>();
+                products_touch(gradients);
+                read(delta, shared.statistics[turn.slot()].delta);
                 slant();
             }
             round_weights<E>(weights, scores);
@@ -151,27 +160,35 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         }
         enter();
         begin_scores<E>(shared, turn, own_keys, scores);
+        read(lse_log2, shared.statistics[turn.slot()].lse_log2);
         products_wait<0>();
-        weigh();
+        lower();
         if constexpr (BOTH_AHEAD) {
+            read(delta, shared.statistics[turn.slot()].delta);
             begin_gradients<E>(shared, turn, own_values, gradients);
             products_wait<0>();
-            slant();
+            products_touch(gradients);
         }
+        weigh();
+        if constexpr (BOTH_AHEAD) slant();
         // Nothing that registers hold but dk and dv is multiplied from one round of the loop to the next: the compiler then moves none of it.
         for (uint32_t step = 0; step + 1 < steps; step++) {
             round(step == 0);
             before = turn.slot();
             next();
             begin_scores<E>(shared, turn, own_keys, scores);
+            read(lse_log2, shared.statistics[turn.slot()].lse_log2);
             if constexpr (BOTH_AHEAD) begin_gradients<E>(shared, turn, own_values, gradients);
             add(before);
             products_wait<BOTH_AHEAD ? 2 : 1>(); // the scores
-            weigh();
+            lower();
             if constexpr (BOTH_AHEAD) {
-                products_wait<1>();
-                slant();
+                read(delta, shared.statistics[turn.slot()].delta);
+                products_wait<1>(); // the gradients of weights, whose arithmetic then takes turns with the exponentials
+                products_touch(gradients);
             }
+            weigh();
+            if constexpr (BOTH_AHEAD) slant();
         }
         round(steps == 1);
         products_begin();

@@ -9,7 +9,7 @@ struct Work : QueryWork<QUERIES, ROWS> {
     uint32_t first_tile, end_tile;
 
     __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section)
-        : QueryWork<QUERIES, ROWS>(call, number, tiles, section), first_tile(this->begin(call)), end_tile(this->end()) {}
+        : QueryWork<QUERIES, ROWS>(call, number, tiles, section), first_tile(uniform(this->begin(call))), end_tile(this->end()) {}
 };
 
 /// The warp that has tiles for gradients of queries copied.
@@ -48,12 +48,12 @@ template <class E, int DIM, uint32_t CONSUMERS>
 DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
     using Block = Shared<DIM, CONSUMERS>;
     constexpr uint32_t TILE = Block::TILE;
-    const uint32_t which = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t which = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Turn<STAGES> turn;
     Turn<Block::STAYS> stay;
     for (;; stay.count++) {
         barrier_wait(shared.stay_full + stay.slot(), stay.parity());
-        const uint32_t number = shared.numbers[stay.slot()];
+        const uint32_t number = uniform(shared.numbers[stay.slot()]);
         if (number >= all) break;
         const Work<Block::ALL> work(call, number, tiles, section);
         const uint32_t tile_query = work.first + which * ROWS, own = tile_query + warp * 16;
@@ -65,10 +65,10 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         unsigned char *const own_queries = shared.first_stay(stay.slot(), which);
         const unsigned char *const own_douts = shared.second_stay(stay.slot(), which);
         const Statistics &statistics = shared.statistics[stay.slot() * CONSUMERS + which];
-        const uint32_t seen_by_all = statistics.from[ROWS - 1];
+        const uint32_t seen_by_all = uniform(statistics.from[ROWS - 1]);
         // The first tiles' keys, and the last ones', may be seen by the other warpgroups' queries alone. No tile before those that are copied, should the
         // table fall.
-        const uint32_t first_tile = max(work.first_tile, statistics.from[0] / ROWS);
+        const uint32_t first_tile = max(work.first_tile, uniform(statistics.from[0]) / ROWS);
         const uint32_t end_tile = min(work.end_tile, tile_query / ROWS + 1);
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
         float lse_log2[2], of_query[2];
@@ -84,7 +84,8 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         float dq[DIM / 8][4], scores[N][4], gradients[N][4];
         uint32_t slants[N / 2][4];
         clear(dq);
-        const auto weigh = [&](uint32_t tile) {
+        // A tile's scores become powers of two's exponents.
+        const auto lower = [&](uint32_t tile) {
             const uint32_t key = tile * ROWS;
             const bool edge = key + ROWS > tile_query + 1 || seen_by_all > key;
             products_touch(scores);
@@ -92,7 +93,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
 #pragma unroll
             for (int n = 0; n < static_cast<int>(N); n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i] * scale - lse_log2[i / 2]);
+                for (int i = 0; i < 4; i++) scores[n][i] = scores[n][i] * scale - lse_log2[i / 2];
             if (edge)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -102,15 +103,20 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
 #pragma unroll
                         for (int j = 0; j < 2; j++) {
                             const uint32_t of = key + n * 8 + 2 * t + j;
-                            if (of > at || of < from) scores[n][2 * i + j] = 0.0f;
+                            if (of > at || of < from) scores[n][2 * i + j] = -INFINITY;
                         }
                 }
         };
-        const auto round = [&](bool first) {
+        // Exponentials, and what becomes of the gradients of weights, which takes turns with them.
+        const auto slant = [&] {
+            products_touch(gradients);
 #pragma unroll
             for (int n = 0; n < static_cast<int>(N); n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - of_query[i / 2]);
+                for (int i = 0; i < 4; i++) gradients[n][i] = exp2_fast(scores[n][i]) * (gradients[n][i] - of_query[i / 2]);
+        };
+        // When the tile before has added what it adds, slants become left operands.
+        const auto round = [&](bool first) {
             products_wait<0>();
             products_touch(dq);
             if (!first) release(shared.empty + turn.before());
@@ -124,9 +130,9 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         begin_scores<E>(shared, turn, own_queries, scores);
         begin_gradients<E>(shared, turn, own_douts, gradients);
         products_wait<1>();
-        weigh(first_tile);
+        lower(first_tile);
         products_wait<0>();
-        products_touch(gradients);
+        slant();
         for (uint32_t tile = first_tile; tile + 1 < end_tile; tile++) {
             round(tile == first_tile);
             const uint32_t slot = turn.slot();
@@ -135,9 +141,9 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
             begin_gradients<E>(shared, turn, own_douts, gradients);
             add(slot);
             products_wait<2>(); // the scores
-            weigh(tile + 1);
+            lower(tile + 1);
             products_wait<1>(); // the gradients of weights
-            products_touch(gradients);
+            slant();
         }
         round(first_tile + 1 == end_tile);
         products_begin();
