@@ -96,6 +96,8 @@ DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DI
 template <class E, int DIM>
 struct Consumer {
     static constexpr uint32_t TILE = Shared<DIM>::TILE, QUERIES = Block<DIM>::QUERIES;
+    // Narrow heads have gathered a tile's values by the time that the next one's maxima are known. Correcting and rounding then take turns with exponentials.
+    static constexpr bool GATHERED_SOON = DIM == 64;
     const Attention &call;
     const Shared<DIM> &shared;
     /// Which one, and its warp.
@@ -163,19 +165,19 @@ struct Consumer {
         float corrections[1][2];
         softmax.clear();
         clear(gathered[0]);
-        const auto weigh = [&](uint32_t tile) {
+        const auto raise = [&](uint32_t tile) {
             products_touch(scores[0]);
             release(shared.keys_empty + turn.slot());
             // Some query of this warpgroup does not see all keys of the tile.
             const bool edge = (tile + 1) * KEYS > own + 1 || seen_by_all > tile * KEYS;
-            softmax.step(call, slope, work.sample, own + warp * 16, tile * KEYS, edge, scores, corrections);
+            return softmax.raise(call, slope, work.sample, own + warp * 16, tile * KEYS, edge, scores, corrections);
         };
 
         pass(first - begin);
         begin_scores();
         end_turn();
         products_wait<0>();
-        weigh(first);
+        softmax.weigh(raise(first), scores, corrections);
         round_weights<E>(weights, scores[0]);
         for (uint32_t tile = first + 1; tile < end; tile++) {
             const uint32_t slot = turn.slot(), parity = turn.parity();
@@ -184,9 +186,16 @@ struct Consumer {
             begin_gathering(slot, parity);
             end_turn();
             products_wait<1>();
-            weigh(tile);
-            computed_before_wait(softmax.sums[0][0] + softmax.sums[0][1], shared_address(shared.queries));
-            end_gathering(slot);
+            const float scale = raise(tile);
+            if constexpr (GATHERED_SOON) {
+                computed_before_wait(softmax.maxima[0][0] + softmax.maxima[0][1], shared_address(shared.queries));
+                end_gathering(slot);
+                softmax.weigh(scale, scores, corrections);
+            } else {
+                softmax.weigh(scale, scores, corrections);
+                computed_before_wait(softmax.sums[0][0] + softmax.sums[0][1], shared_address(shared.queries));
+                end_gathering(slot);
+            }
             correct(gathered, corrections);
             round_weights<E>(weights, scores[0]);
         }

@@ -66,14 +66,15 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
         Operands<T, VECTORS> of = AHEAD ? next : load(row);
         if (AHEAD && row + step < last) next = load(row + step);
         const uint64_t start = static_cast<uint64_t>(row) * h;
-        const float mean = of.mean, rstd = of.rstd;
+        const float rstd = of.rstd;
+        const auto centered = [&](int p, int i) { return LAYER ? of.x[p][i] - of.mean : of.x[p][i]; };
         float along = 0.0f, across = 0.0f;
 #pragma unroll
         for (int p = 0; p < VECTORS; p++) {
             if ((thread + p * threads) * V < h) {
 #pragma unroll
                 for (int i = 0; i < V; i++) {
-                    const float normal = (of.x[p][i] - mean) * rstd, d = of.dy[p][i];
+                    const float normal = centered(p, i) * rstd, d = of.dy[p][i];
                     const float g = d * w[p][i];
                     dweight[p * V + i] += d * normal;
                     if (LAYER) dbias[p * V + i] += d;
@@ -91,18 +92,21 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
             along = over_warp<Add>(along);
             if (LAYER) across = over_warp<Add>(across);
         }
-        along *= inv_h;
-        across *= LAYER ? inv_h : 0.0f;
+        // What is left to do for an element is three operations: rstd·(g − mean(g) − x̂·mean(g·x̂)) = dy·(weight·rstd) − shift − (x − mean)·slope.
+        const float slope = along * inv_h * rstd * rstd, shift = LAYER ? across * inv_h * rstd : 0.0f;
+        const auto gradient = [&](int p, int i, float around) {
+            return of.dy[p][i] * (w[p][i] * rstd) + ((LAYER ? around - shift : around) - centered(p, i) * slope);
+        };
 #pragma unroll
         for (int p = 0; p < VECTORS; p++) {
             const uint32_t at = (thread + p * threads) * V;
             if (at < h) {
-                if (residual && LATE) of.around[p] = load_vector(residual + start + at);
-                store_vector(dx + start + at, Vector<T>::of([&](int i) {
-                                 const float normal = (of.x[p][i] - mean) * rstd, g = of.dy[p][i] * w[p][i];
-                                 const float d = rstd * (LAYER ? g - across - normal * along : g - normal * along);
-                                 return residual ? d + of.around[p][i] : d;
-                             }));
+                if (residual) {
+                    if (LATE) of.around[p] = load_vector(residual + start + at);
+                    store_vector(dx + start + at, Vector<T>::of([&](int i) { return gradient(p, i, of.around[p][i]); }));
+                } else {
+                    store_vector(dx + start + at, Vector<T>::of([&](int i) { return gradient(p, i, 0.0f); }));
+                }
             }
         }
     }

@@ -66,6 +66,11 @@ template <>
 DEVICE f16 from_float<f16>(float x) { return __float2half_rn(x); }
 #endif
 
+template <class T>
+constexpr bool IS_BF16 = false;
+template <>
+constexpr bool IS_BF16<bf16> = true;
+
 /// Elements of type T in the 16 bytes that a thread loads at once.
 template <class T>
 constexpr int VECTOR = 16 / sizeof(T);
@@ -75,7 +80,17 @@ template <class T>
 struct Vector {
     uint4 raw;
 
-    DEVICE float operator[](int i) const { return to_float(at(i)); }
+    DEVICE float operator[](int i) const {
+        if constexpr (IS_BF16<T>) {
+            // The second of a pair is where it has to be: taken out by itself it would be shifted there and back.
+            const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+            const uint32_t bits = i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16;
+            float value;
+            memcpy(&value, &bits, 4);
+            return value;
+        }
+        return to_float(at(i));
+    }
 
     DEVICE T at(int i) const {
         T value;

@@ -63,9 +63,9 @@ DEVICE void products_touch(uint32_t (&a)[N][4]) {
 }
 
 /// Has what `sum` is made of be computed before the wait that follows, beside the products. ptxas otherwise waits first, but not before a
-/// store that needs the sum. That store never happens: the sum is of weights, none of them negative.
+/// store that needs the sum. That store never happens: no addition gives this NaN, a signalling one.
 DEVICE void computed_before_wait(float sum, uint32_t shared) {
-    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(sum), "r"(shared) : "memory");
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fa00001; @p st.shared.u32 [%1], %0;}" ::"r"(__float_as_uint(sum)), "r"(shared) : "memory");
 }
 
 /// Keeps the compiler from making what depends on `value` earlier, where it would occupy registers from one piece of work to the next.

@@ -21,12 +21,12 @@ struct Softmax {
             }
     }
 
-    /// Turns products with 8 · N keys from `key` on into weights 2^(score − maximum), 0 for keys that a query does not see; what was gathered
-    /// for earlier keys is then to be multiplied by `corrections`. `query` is the warp's first one; `edge` says whether some of these
-    /// queries do not see all of these keys.
+    /// Looks at products with 8 · N keys from `key` on: what was gathered for earlier keys is then to be multiplied by `corrections`. Those with keys that a
+    /// query does not see become −∞. `query` is the warp's first one; `edge` says whether some of these queries do not see all of these keys. Gives the
+    /// factor that is left to apply.
     template <int N>
-    __device__ __forceinline__ void step(const Attention &call, float slope, uint32_t sample, uint32_t query, uint32_t key, bool edge,
-                                         float (&scores)[M][N][4], float (&corrections)[M][2]) {
+    __device__ __forceinline__ float raise(const Attention &call, float slope, uint32_t sample, uint32_t query, uint32_t key, bool edge,
+                                           float (&scores)[M][N][4], float (&corrections)[M][2]) {
         const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const float scale = tilt<false>(call, slope, query, key, scores);
         if (edge) {
@@ -54,22 +54,41 @@ struct Softmax {
                 for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                const float old = maxima[m][half], now = fmaxf(old, top * scale);
-                maxima[m][half] = now;
-                // A row that has seen nothing yet has the maximum −∞; its weights are to be 0.
-                const float reference = now == -INFINITY ? 0.0f : now, correction = exp2_fast(old - reference);
+                const float old = maxima[m][half];
+                maxima[m][half] = fmaxf(old, top * scale);
+                corrections[m][half] = exp2_fast(old - reference(m, half));
+            }
+        return scale;
+    }
+
+    /// Turns them into weights 2^(score − maximum), 0 for keys that a query does not see.
+    template <int N>
+    __device__ __forceinline__ void weigh(float scale, float (&scores)[M][N][4], const float (&corrections)[M][2]) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
                 float sum = 0.0f;
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        const float weight = exp2_fast(scores[m][n][2 * half + i] * scale - reference);
+                        const float weight = exp2_fast(scores[m][n][2 * half + i] * scale - reference(m, half));
                         scores[m][n][2 * half + i] = weight;
                         sum += weight;
                     }
-                sums[m][half] = sums[m][half] * correction + sum;
-                corrections[m][half] = correction;
+                sums[m][half] = sums[m][half] * corrections[m][half] + sum;
             }
+    }
+
+    /// A row that has seen nothing yet has the maximum −∞; its weights are to be 0.
+    __device__ __forceinline__ float reference(int m, int half) const { return maxima[m][half] == -INFINITY ? 0.0f : maxima[m][half]; }
+
+    /// Both.
+    template <int N>
+    __device__ __forceinline__ void step(const Attention &call, float slope, uint32_t sample, uint32_t query, uint32_t key, bool edge,
+                                         float (&scores)[M][N][4], float (&corrections)[M][2]) {
+        weigh(raise(call, slope, sample, query, key, edge, scores, corrections), scores, corrections);
     }
 
     /// When all keys were seen: writes log-sum-exps, and has `factors` be what is left to multiply with.

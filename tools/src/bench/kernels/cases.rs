@@ -12,6 +12,8 @@ use super::{KernelBench, Shape, Work};
 
 /// Elements of the flat ranges that the optimizer is timed on, at most; the time of a whole model follows by proportion.
 const FLAT: usize = 1 << 24;
+/// Elements of what stands for all gradients on a GPU, at most.
+const ALL_FLAT: usize = 1 << 28;
 
 /// Tokens that the next one of a text sees, with itself.
 const CACHED: usize = 4096;
@@ -209,7 +211,15 @@ impl KernelBench {
         let rule =
             AdamW { lr: 3e-4, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, step: 1, grad_scale: 1.0 };
         let weight = (self.dtype != DType::F32).then(|| self.randn(&[n])).transpose()?;
-        self.time("sum_of_squares", shape.clone(), calls, Work::Fp32(n), || reduce::sum_of_squares(&g))?;
+        if self.device.is_cpu() {
+            self.time("sum_of_squares", shape.clone(), calls, Work::Fp32(n), || reduce::sum_of_squares(&g))?;
+        } else {
+            // As a step does it: of all gradients at once, and the host does not wait.
+            let copies = params.div_ceil(n).min(ALL_FLAT / n);
+            let (all, count) = (Tensor::cat(&vec![&g; copies], 0)?, copies * n);
+            let calls = params as f64 / count as f64;
+            self.time("sum_of_squares", count.to_string(), calls, Work::Fp32(count), || reduce::total_of_squares(&[&all], all.device()))?;
+        }
         self.time("adamw", shape.clone(), calls, Work::Fp32(7 * n), || adamw(&p, weight.as_ref(), &g, &m, &v, &rule))?;
         let (m16, v16) = (m.to_dtype(DType::BF16)?, v.to_dtype(DType::BF16)?);
         self.time("adamw_moments_in_bf16", shape.clone(), 0.0, Work::Fp32(5 * n), || {
