@@ -7,6 +7,9 @@
 
 // What two kernels compute has the same bits in both: nothing here is left to the compiler to fuse or not.
 
+/// eˣ in two operations: __expf has three more, for results below the normal numbers, which are 0 here.
+DEVICE float exponential(float x) { return exp2_fast(__fmul_rn(x, LOG2_E)); }
+
 /// The largest of some numbers, and Σ exp(number − largest); of none, −∞ and 0.
 struct Online {
     float largest = -INFINITY, sum = 0.0f;
@@ -21,11 +24,11 @@ struct Online {
         for (int i = 0; i < N; i++) next = fmaxf(next, values[i]);
         const float from = base(next);
         if (next != largest) {
-            sum = __fmul_rn(sum, __expf(largest - from));
+            sum = __fmul_rn(sum, exponential(largest - from));
             largest = next;
         }
 #pragma unroll
-        for (int i = 0; i < N; i++) sum += __expf(values[i] - from);
+        for (int i = 0; i < N; i++) sum += exponential(values[i] - from);
     }
 };
 
@@ -77,7 +80,7 @@ DEVICE Row read_row(const T *l, uint32_t valid) {
     }
     const float largest = over_block<Max>(own.largest, slots[0]);
     // Where every logit is −∞, or one is +∞, the sum is no number.
-    const float mine = own.largest == -INFINITY ? own.sum : __fmul_rn(own.sum, __expf(own.largest - largest));
+    const float mine = own.largest == -INFINITY ? own.sum : __fmul_rn(own.sum, exponential(own.largest - largest));
     const float sum = over_block<Add>(mine, slots[1]);
     return {largest, valid > 0 && largest == -INFINITY ? NAN : sum};
 }
@@ -108,7 +111,7 @@ DEVICE void move_sums(float *sums, const float *own, const float *all, const uin
     const uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     // Of no column the sum is 0, and its maximum −∞.
-    if (own[row] > -INFINITY) sums[row] *= __expf(own[row] - all[row]);
+    if (own[row] > -INFINITY) sums[row] *= exponential(own[row] - all[row]);
     if (targets[row] >= first_column && targets[row] - first_column < valid) sums[rows + row] += own[row] - all[row];
 }
 
@@ -132,12 +135,17 @@ struct Gradient {
     float largest, factor, scale;
     uint32_t target, valid;
 
+    // exp(l − max) / sum_exp · scale
+    DEVICE float share(float logit) const { return exponential(logit - largest) * factor; }
+
     // Without branches, which would cost more than what they spare padding columns.
     DEVICE float operator()(float logit, uint32_t column) const {
-        const float p = __expf(logit - largest) * factor;
-        const float g = column == target ? __fsub_rn(p, scale) : p;
+        const float p = share(logit), g = column == target ? __fsub_rn(p, scale) : p;
         return column < valid ? g : 0.0f;
     }
+
+    // Whether `count` columns are neither the target nor padding, as nearly all are: then shares are all of it.
+    DEVICE bool plain(uint32_t column, uint32_t count) const { return column + count <= valid && target - column >= count; }
 };
 
 // The gradient of logits whose statistics are known. Rows are blockIdx.x, parts of a row blockIdx.y. May be in place.
@@ -155,7 +163,9 @@ DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const flo
         Vector<In> in[LOADS];
 #pragma unroll
         for (int i = 0; i < LOADS; i++) in[i] = load_own(l + i * VECTOR<In>);
-        store_vector(d, Vector<Out>::of([&](int i) { return of(in[i / VECTOR<In>][i % VECTOR<In>], at + i); }));
+        const auto logit = [&](int i) { return in[i / VECTOR<In>][i % VECTOR<In>]; };
+        store_vector(d, of.plain(at, V) ? Vector<Out>::of([&](int i) { return of.share(logit(i)); })
+                                        : Vector<Out>::of([&](int i) { return of(logit(i), at + i); }));
     } else {
         for (int i = 0; i < V && at + i < v; i++) d[i] = from_float<Out>(of(to_float(l[i]), at + i));
     }
@@ -202,7 +212,8 @@ DEVICE void row_at_once(const float *logits, const uint32_t *targets, const floa
         for (uint32_t f = 0; f < AGAIN; f++) {
             if (f >= left) break;
             const uint32_t at = column(left - 1 - f);
-            stream_four(d + at, Vector<Out>::of([&](int i) { return i < 4 ? of(in[f][i & 3], at + i) : 0.0f; }));
+            stream_four(d + at, of.plain(at, 4) ? Vector<Out>::of([&](int i) { return i < 4 ? of.share(in[f][i & 3]) : 0.0f; })
+                                                : Vector<Out>::of([&](int i) { return i < 4 ? of(in[f][i & 3], at + i) : 0.0f; }));
         }
     }
 }

@@ -4,7 +4,6 @@
 #include "mma.cuh"
 #include "philox.cuh"
 
-constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
 /// A call of attention; kernels/src/gpu/attention.rs has the same layout.

@@ -49,6 +49,22 @@ DEVICE float to_float(bf16 x) { return __bfloat162float(x); }
 DEVICE float to_float(f16 x) { return __half2float(x); }
 #endif
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
+/// 2ˣ to 2⁻²² relative; results below the normal numbers are 0.
+#ifdef EMULATED
+DEVICE float exp2_fast(float x) {
+    const float y = std::exp2(x);
+    return y < 0x1p-126f ? 0.0f : y;
+}
+#else
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
+
 /// `x` rounded to nearest even.
 template <class T>
 DEVICE T from_float(float x);

@@ -75,13 +75,6 @@ __device__ __forceinline__ void F16::mma(float (&c)[4], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// 2ˣ to 2⁻²² relative; results below the normal numbers are 0.
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 /// The address of shared memory as instructions take it.
 DEVICE uint32_t shared_address(const void *at) { return (uint32_t)__cvta_generic_to_shared(at); }
 
@@ -167,11 +160,6 @@ DEVICE void emulated_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
 
 void Bf16::mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emulated_mma<Bf16>(c, a, b0, b1); }
 void F16::mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emulated_mma<F16>(c, a, b0, b1); }
-
-DEVICE float exp2_fast(float x) {
-    const float y = std::exp2(x);
-    return y < 0x1p-126f ? 0.0f : y;
-}
 
 DEVICE void emulated_ldmatrix(uint32_t (&r)[4], const void *row, bool transposed) {
     if (reinterpret_cast<uintptr_t>(row) % 16) emulator::fail("ldmatrix: a row that is not aligned to 16 bytes");
