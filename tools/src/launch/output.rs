@@ -1,8 +1,11 @@
-//! What ranks print: read line by line by one thread per stream, handed to the supervisor in order of arrival.
+//! What ranks print: read line by line by one thread per stream, handed to the supervisor in order of arrival, printed by one more, so that the
+//! supervisor waits for nobody who reads.
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::sync::mpsc::SyncSender;
-use std::thread;
+use std::os::fd::AsFd;
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::thread::{self, JoinHandle};
 
 /// Which of a process's streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,11 +57,57 @@ pub fn forward(
     Ok(())
 }
 
-/// Prints a line; a closed terminal or pipe is no reason to stop a run.
-pub fn print(stream: Stream, prefix: &str, line: &str) {
-    let text = format!("{prefix}{line}\n");
-    let _ = match stream {
-        Stream::Stdout => std::io::stdout().lock().write_all(text.as_bytes()),
-        Stream::Stderr => std::io::stderr().lock().write_all(text.as_bytes()),
-    };
+/// Prints lines in order, on a thread of its own.
+pub struct Printer {
+    /// None once nothing more will come.
+    sender: Option<SyncSender<(Stream, String)>>,
+    thread: JoinHandle<()>,
+    /// What there was no room for, since whoever reads this program's output does not.
+    waiting: VecDeque<(Stream, String)>,
+}
+
+impl Printer {
+    /// # Errors
+    /// If no thread can be started, or there is no output.
+    pub fn start() -> std::io::Result<Self> {
+        let (sender, lines) = sync_channel::<(Stream, String)>(1024);
+        // Not by the standard library's streams, whose locks would be held while nobody reads: the program's end takes them.
+        let mut stdout = std::fs::File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
+        let mut stderr = std::fs::File::from(std::io::stderr().as_fd().try_clone_to_owned()?);
+        let thread = thread::Builder::new().spawn(move || {
+            for (stream, text) in lines {
+                // A closed terminal or pipe is no reason to stop a run.
+                let _ = match stream {
+                    Stream::Stdout => stdout.write_all(text.as_bytes()),
+                    Stream::Stderr => stderr.write_all(text.as_bytes()),
+                };
+            }
+        })?;
+        Ok(Self { sender: Some(sender), thread, waiting: VecDeque::new() })
+    }
+
+    /// Takes a line in any case; who has much to print looks at [`Self::is_stuck`] before.
+    pub fn print(&mut self, stream: Stream, prefix: &str, line: &str) {
+        self.waiting.push_back((stream, format!("{prefix}{line}\n")));
+        self.is_stuck();
+    }
+
+    /// Whether there is no room for more, as nobody reads.
+    pub fn is_stuck(&mut self) -> bool {
+        while let (Some(sender), Some(line)) = (&self.sender, self.waiting.pop_front()) {
+            if let Err(TrySendError::Full(line) | TrySendError::Disconnected(line)) = sender.try_send(line) {
+                self.waiting.push_front(line);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Whether all that it was given has been printed. Nothing more may come.
+    pub fn is_done(&mut self) -> bool {
+        if !self.is_stuck() {
+            self.sender = None;
+        }
+        self.thread.is_finished()
+    }
 }

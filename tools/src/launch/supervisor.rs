@@ -10,7 +10,7 @@ use signal_hook::iterator::Signals;
 
 use super::failure::{Failure, cause, describe};
 use super::inherited::is_ignored;
-use super::output::{Event, Stream, forward, print};
+use super::output::{Event, Printer, Stream, forward};
 use super::plan::{Plan, Style};
 use super::process::{Exit, died_of_a_signal, reap, signal_group, signal_name, spawn};
 use crate::error::{Error, Result};
@@ -22,6 +22,11 @@ const TICK: Duration = Duration::from_millis(20);
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// How long output of an ended rank may still be on its way.
 const DRAIN: Duration = Duration::from_millis(500);
+/// How long whoever asked the run to stop is kept waiting by someone who does not read what it printed.
+const UNREAD: Duration = Duration::from_secs(2);
+
+/// Advice where a thread could not be started.
+const MORE_PROCESSES: &str = "raise `ulimit -u`, or the container's limit of processes";
 
 /// The codes of ranks that stopped because they were asked to.
 const STOPPED_BY_INT: i32 = 128 + SIGINT;
@@ -73,8 +78,10 @@ pub fn supervise(plan: &Plan) -> Result<u8> {
         supervisor.reap()?;
         supervisor.enforce_deadlines();
         if supervisor.ranks.iter().all(|r| r.child.is_none()) {
-            supervisor.drain();
-            return Ok(supervisor.conclude());
+            supervisor.drain(&mut signals);
+            let code = supervisor.conclude();
+            supervisor.finish_printing(&mut signals);
+            return Ok(code);
         }
     }
 }
@@ -83,6 +90,9 @@ struct Supervisor<'a> {
     plan: &'a Plan,
     ranks: Vec<Rank>,
     events: Receiver<Event>,
+    printer: Printer,
+    /// Lines of ranks that were ending and that nobody was there to read.
+    unread: usize,
     phase: Phase,
     /// The signal that ranks were asked to stop for, before any failed.
     stop: Option<i32>,
@@ -97,10 +107,14 @@ struct Supervisor<'a> {
 impl<'a> Supervisor<'a> {
     fn start(plan: &'a Plan) -> Result<Self> {
         let (sender, events) = sync_channel(1024);
+        let printer = Printer::start()
+            .map_err(|source| Error::Io { action: format!("start a thread that prints ({MORE_PROCESSES})"), source })?;
         let mut started = Self {
             plan,
             ranks: Vec::new(),
             events,
+            printer,
+            unread: 0,
             phase: Phase::Running,
             stop: None,
             cut_short: false,
@@ -115,10 +129,7 @@ impl<'a> Supervisor<'a> {
                 source,
             })?;
             let unread = |source| Error::Io {
-                action: format!(
-                    "start a thread that reads what rank {} prints (raise `ulimit -u`, or the container's limit of processes)",
-                    plan.rank(index)
-                ),
+                action: format!("start a thread that reads what rank {} prints ({MORE_PROCESSES})", plan.rank(index)),
                 source,
             };
             let mut open_streams = 0;
@@ -144,11 +155,19 @@ impl<'a> Supervisor<'a> {
         Ok(started)
     }
 
-    /// Shows what ranks printed, waiting up to `patience` for the first line.
+    /// Shows what ranks printed, waiting up to `patience` for the first line. While nobody reads it, ranks wait with what they print, too, unless they are to
+    /// end, which they could not do while they wait.
     fn relay(&mut self, patience: Duration) {
+        if matches!(self.phase, Phase::Running) && self.printer.is_stuck() {
+            std::thread::sleep(patience);
+            return;
+        }
         let mut next = self.events.recv_timeout(patience);
         // Bounded, so that a flood of output does not keep signals and deaths from being seen.
         for _ in 0..1024 {
+            if matches!(self.phase, Phase::Running) && self.printer.is_stuck() {
+                break;
+            }
             match next {
                 Ok(event) => self.show(event),
                 Err(RecvTimeoutError::Timeout) => return,
@@ -182,7 +201,11 @@ impl<'a> Supervisor<'a> {
                 rank.last_line = Some(line.clone());
             }
         }
-        print(stream, &rank.prefix, &line);
+        if self.printer.is_stuck() && !matches!(self.phase, Phase::Running) {
+            self.unread += 1;
+        } else {
+            self.printer.print(stream, &rank.prefix, &line);
+        }
     }
 
     /// What came since the last look, in no known order. The first of them stops the run, and none of those that came with it is yet one of someone who does not
@@ -203,7 +226,7 @@ impl<'a> Supervisor<'a> {
             Phase::Running => {
                 if self.plan.style == Style::Run {
                     let note = format!("{}: saving and stopping; Ctrl-C now stops at once", signal_name(signal));
-                    print(Stream::Stderr, "", &note);
+                    self.printer.print(Stream::Stderr, "", &note);
                 }
                 self.signal_all(libc::SIGTERM);
                 self.stop = Some(signal);
@@ -292,14 +315,35 @@ impl<'a> Supervisor<'a> {
             late.join(", "),
             limit.as_secs()
         );
-        print(Stream::Stderr, "error: ", &message);
+        self.printer.print(Stream::Stderr, "error: ", &message);
     }
 
-    /// Shows what is still in the pipes.
-    fn drain(&mut self) {
-        let until = Instant::now() + DRAIN;
+    /// Shows what is still in the pipes. While somebody is slow to read it nothing of it is lost, unless a signal comes.
+    fn drain(&mut self, signals: &mut Signals) {
+        let mut until = Instant::now() + DRAIN;
         while self.ranks.iter().any(|rank| rank.open_streams > 0) && Instant::now() < until {
             self.relay(TICK);
+            self.interrupt_all(signals.pending());
+            if matches!(self.phase, Phase::Running) && self.printer.is_stuck() {
+                until = Instant::now() + DRAIN;
+            }
+        }
+    }
+
+    /// Waits until all is printed, but not for someone who does not read where somebody else wants the run to end.
+    fn finish_printing(&mut self, signals: &mut Signals) {
+        if self.unread > 0 {
+            let note = format!("{} lines of ranks are not shown: nobody read what was printed", self.unread);
+            self.printer.print(Stream::Stderr, "", &note);
+        }
+        let mut waited = Duration::ZERO;
+        while !self.printer.is_done() {
+            let asked = signals.pending().count() > 0;
+            if asked || self.stop.is_some() && waited >= UNREAD {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+            waited += Duration::from_millis(1);
         }
     }
 
@@ -321,8 +365,9 @@ impl<'a> Supervisor<'a> {
         }
         if let Some(cause) = cause(&failures) {
             let message = describe(&failures, self.ranks.len(), self.plan.advice.as_deref());
-            print(Stream::Stderr, "error: ", &message);
-            return cause.exit.code().max(1);
+            let code = cause.exit.code().max(1);
+            self.printer.print(Stream::Stderr, "error: ", &message);
+            return code;
         }
         0
     }

@@ -191,6 +191,33 @@ fn what_a_script_started_may_still_save_when_the_script_dies_of_the_signal() {
     assert_eq!(output.status.code(), Some(143));
 }
 
+/// Ranks print without end, and nobody reads: not even what says that they stop.
+#[test]
+fn ranks_save_and_stop_though_nobody_reads_what_they_print() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        "trap 'echo saving; echo > {0}/saved.$RANK; exit 143' TERM; echo $$ > {0}/pid.$RANK; while :; do echo 123456789; done",
+        folder.path().display()
+    );
+    let mut child = shells(2, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    pids(folder.path(), 2);
+    std::thread::sleep(Duration::from_millis(500)); // the pipes are full
+    kill(child.id(), "TERM");
+    let code = wait_for("the launcher to end", || child.try_wait().unwrap());
+    assert_eq!(code.code(), Some(143));
+    assert!(folder.path().join("saved.0").exists() && folder.path().join("saved.1").exists());
+}
+
+#[test]
+fn nothing_is_lost_on_someone_who_reads_late() {
+    let child = shells(2, "seq 200000").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_secs(2));
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(stdout(&output).lines().count(), 400000);
+    assert!(stdout(&output).ends_with("]: 200000\n"));
+}
+
 /// Half a minute.
 #[test]
 fn ranks_that_do_not_stop_in_time_are_killed_and_named() {

@@ -218,7 +218,9 @@ impl KernelBench {
             let copies = params.div_ceil(n).min(ALL_FLAT / n);
             let (all, count) = (Tensor::cat(&vec![&g; copies], 0)?, copies * n);
             let calls = params as f64 / count as f64;
-            self.time("sum_of_squares", count.to_string(), calls, Work::Fp32(count), || reduce::total_of_squares(&[&all], all.device()))?;
+            self.time("sum_of_squares", count.to_string(), calls, Work::Fp32(count), || {
+                reduce::total_of_squares(&[&all], all.device())
+            })?;
         }
         self.time("adamw", shape.clone(), calls, Work::Fp32(7 * n), || adamw(&p, weight.as_ref(), &g, &m, &v, &rule))?;
         let (m16, v16) = (m.to_dtype(DType::BF16)?, v.to_dtype(DType::BF16)?);
