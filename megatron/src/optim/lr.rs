@@ -81,6 +81,16 @@ impl LrSchedule {
         self.min_lr + coefficient * (self.max_lr - self.min_lr)
     }
 
+    /// The samples after which the rate stays at its lowest; none where it never gets there by itself.
+    pub fn end(&self) -> Option<u64> {
+        (!matches!(self.style, DecayStyle::Constant)).then_some(self.decay)
+    }
+
+    /// The rate from [`Self::end`] on.
+    pub fn lowest(&self) -> f64 {
+        self.min_lr
+    }
+
     /// Coefficient of a WSD schedule: 1 until the last `wsd_decay` samples.
     fn anneal(&self, samples: u64) -> f64 {
         let stable = self.decay - self.wsd_decay;

@@ -9,7 +9,7 @@ use super::metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 use super::profile::Profiler;
 use super::report::Reporter;
 use super::state;
-use super::trainer::Trainer;
+use super::trainer::{Progress, Trainer};
 use crate::comm::ReduceOp;
 use crate::config::{CheckpointConfig, DataloaderType, RunConfig};
 use crate::data::Loader;
@@ -214,7 +214,28 @@ impl Trainer {
                 "note: the data or the tokenizer are not those that the checkpoint was trained on; the loss may jump",
             );
         }
+        if let Some(note) = self.early_end_of_decay() {
+            reporter.message(&note);
+        }
         Ok(())
+    }
+
+    /// What to say of a learning rate whose decay, given in steps, is shorter than the run since the steps before had more samples.
+    fn early_end_of_decay(&self) -> Option<String> {
+        let Progress { iteration, consumed_samples, applied_samples, .. } = self.progress;
+        let training = &self.config.training;
+        let batch = training.global_batch_size as u64;
+        if consumed_samples == iteration.saturating_mul(batch) {
+            return None;
+        }
+        let total = applied_samples + training.train_iters.saturating_sub(iteration).saturating_mul(batch);
+        let end = self.lr.end().filter(|end| *end < total)?;
+        let when = if applied_samples < end { "ends before this run does" } else { "is over" };
+        Some(format!(
+            "note: the decay of the learning rate {when}, after {end} samples: steps so far had another global batch, {applied_samples} samples in \
+             all, and this run ends at {total}. What follows the decay trains at the lowest rate, {}; --lr-decay-samples {total} stretches it",
+            self.lr.lowest()
+        ))
     }
 
     fn save_and_report(&self, reporter: &mut dyn Reporter) -> Result<u64> {

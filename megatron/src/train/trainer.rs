@@ -87,7 +87,7 @@ pub struct Trainer {
     /// Under `enable_cuda_graph`.
     replay: Option<Replay>,
     optimizer: Optimizer,
-    lr: LrSchedule,
+    pub(super) lr: LrSchedule,
     loss_scaler: LossScaler,
     train: Loader,
     /// What a GPU's next step reads, and the samples consumed before it: read while the last one was computed.

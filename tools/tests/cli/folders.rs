@@ -52,6 +52,21 @@ fn a_run_resumes_from_one_checkpoints_folder() {
 }
 
 #[test]
+fn a_decay_that_smaller_batches_would_shorten_is_told() {
+    let site = saved(); // 16 samples
+    let smaller = ["--load=saved", "--save=other", "--global-batch-size=4", "--train-iters=8"];
+    let log = pretrain(&site, &smaller);
+    assert!(log.contains("the learning rate ends before this run does, after 32 samples"), "{log}");
+    assert!(log.contains("this run ends at 40"), "{log}");
+    fs::remove_dir_all(site.path("other")).unwrap();
+    let log = pretrain(&site, &[&smaller[..], &["--lr-decay-samples=40"]].concat());
+    assert!(log.contains("resumed from") && !log.contains("the learning rate"), "{log}");
+    fs::remove_dir_all(site.path("other")).unwrap();
+    let log = pretrain(&site, &["--load=saved", "--save=other", "--train-iters=3", "--lr-decay-iters=1"]);
+    assert!(log.contains("resumed from") && !log.contains("the learning rate"), "as it was asked for: {log}");
+}
+
+#[test]
 fn checkpoints_without_a_pointer_are_not_taken_for_none() {
     let site = saved();
     fs::remove_file(site.path("saved").join(POINTER)).unwrap();
