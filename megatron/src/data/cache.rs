@@ -2,8 +2,8 @@
 //!
 //! A lock is the operating system's (`flock`): it ends with the process that held it, however that died.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{BufWriter, Write};
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,7 +16,8 @@ const TEMPORARY: &str = ".tmp";
 /// What the names of cached files begin with: see who calls [`open_or_build`].
 const CACHED: [&str; 4] = ["blend-", "gpt-", "text-", "tokenizer-"];
 
-/// A file under a temporary name, which [`Self::commit`] renames. Dropped before, it leaves nothing behind.
+/// A file under a temporary name, which [`Self::commit`] renames. Dropped before, it leaves nothing behind; what a killed process leaves, the next one
+/// removes that makes a file of the same name: a lock tells whether somebody still writes it.
 #[derive(Debug)]
 pub(super) struct AtomicFile {
     path: PathBuf,
@@ -28,12 +29,29 @@ impl AtomicFile {
     pub fn create(path: &Path) -> Result<Self> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let name = path.file_name().ok_or_else(|| Error::data(path, "is no name of a file; give one"))?;
-        let mut temporary = name.to_owned();
-        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
-        temporary.push(format!(".{}.{number}{TEMPORARY}", std::process::id()));
-        let temporary = path.with_file_name(temporary);
-        let file = File::create(&temporary).map_err(|error| Error::io("create", &temporary, error))?;
-        Ok(Self { path: path.to_path_buf(), temporary, writer: Some(BufWriter::with_capacity(1 << 18, file)) })
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        remove_unfinished(folder, name.to_str());
+        loop {
+            let mut temporary = name.to_owned();
+            let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+            temporary.push(format!(".{}.{number}{TEMPORARY}", std::process::id()));
+            let temporary = path.with_file_name(temporary);
+            let file = match OpenOptions::new().write(true).create_new(true).open(&temporary) {
+                Ok(file) => file,
+                // Of a process that had this number, in another container perhaps.
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => continue,
+                Err(error) => return Err(Error::io("create", &temporary, error)),
+            };
+            match file.try_lock() {
+                // Who found it before it was locked may have removed it.
+                Ok(()) if !temporary.exists() => continue,
+                Err(TryLockError::WouldBlock) => continue,
+                // Where a file system knows no locks, nobody removes what is not locked.
+                Ok(()) | Err(TryLockError::Error(_)) => {}
+            }
+            let writer = Some(BufWriter::with_capacity(1 << 18, file));
+            return Ok(Self { path: path.to_path_buf(), temporary, writer });
+        }
     }
 
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -139,14 +157,29 @@ fn remove_leftovers(folder: &Path) {
     }
 }
 
-/// Whether a name is one that [`AtomicFile`] gives an unfinished file of a cache: `text-KEY.bin.PID.NUMBER.tmp`.
+/// Whether a name is that of an unfinished file of a cache.
 fn is_leftover(name: &str) -> bool {
-    let numbered = name.strip_suffix(TEMPORARY).and_then(|name| name.rsplit_once('.'));
-    let parts = numbered.and_then(|(name, number)| Some((name.rsplit_once('.')?, number)));
+    unfinished(name).is_some_and(|name| CACHED.iter().any(|kind| name.starts_with(kind)))
+}
+
+/// The name that a file is to have, if this is one that [`AtomicFile`] gives it before: `text-KEY.bin.PID.NUMBER.tmp`.
+fn unfinished(name: &str) -> Option<&str> {
+    let (name, number) = name.strip_suffix(TEMPORARY)?.rsplit_once('.')?;
+    let (name, pid) = name.rsplit_once('.')?;
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    parts.is_some_and(|((name, pid), number)| {
-        is_number(pid) && is_number(number) && CACHED.iter().any(|kind| name.starts_with(kind))
-    })
+    (is_number(pid) && is_number(number)).then_some(name)
+}
+
+/// Removes from `folder` what was to be `name`, and whose writer is gone.
+fn remove_unfinished(folder: &Path, name: Option<&str>) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if name.is_some()
+            && entry.file_name().to_str().and_then(unfinished) == name
+            && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok())
+        {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// A key made from content; equal content gives equal keys on every machine.
@@ -197,6 +230,21 @@ mod tests {
         file.write(b"abc").unwrap();
         drop(file);
         assert!(names(folder.path()).is_empty());
+    }
+
+    #[test]
+    fn what_a_killed_writer_left_of_a_file_goes_when_the_file_is_made_again() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["x.bin.123.0.tmp", "y.bin.123.0.tmp", "x.bin.a.0.tmp", "x.bin"] {
+            fs::write(folder.path().join(name), b"").unwrap();
+        }
+        let alive = AtomicFile::create(&folder.path().join("x.bin")).unwrap();
+        let before = names(folder.path());
+        assert!(!before.contains(&"x.bin.123.0.tmp".to_string()) && before.len() == 4, "{before:?}");
+        AtomicFile::create(&folder.path().join("x.bin")).unwrap().commit().unwrap();
+        assert_eq!(names(folder.path()), before, "one that is still written stays");
+        drop(alive);
+        assert_eq!(names(folder.path()), ["x.bin", "x.bin.a.0.tmp", "y.bin.123.0.tmp"]);
     }
 
     #[test]
