@@ -55,7 +55,8 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const
 
 /// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs.
 template <class E, int DIM>
-DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section,
+                              const Rotation &rotation) {
     // What a tile adds runs beside what becomes of the next one's scores, and of narrow heads of the gradients of its weights; the results of wide
     // ones take the registers that those would need.
     constexpr bool BOTH_AHEAD = DIM == 64;
@@ -203,6 +204,7 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         const uint32_t count = own < call.s ? call.s - own : 0;
         some_wait(1 + half, 128); // but the whole warpgroup has
         uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, of_group);
+        rotation.turn_back<DIM>(call, work.sample, own, dk);
         store_warp<E, ROWS, DIM>(to, qkv_stride(call), count, own_keys + warp * 16 * SWIZZLED_ROW, dk, scales);
         store_warp<E, ROWS, DIM>(to + call.head_dim, qkv_stride(call), count, own_values + warp * 16 * SWIZZLED_ROW, dv, ones);
         before_copies();
@@ -228,8 +230,8 @@ struct OfKeys {
 
     template <class E, int DIM>
     __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
-                                                   uint32_t section) {
-        gradients_of_keys<E, DIM>(call, shared, dqkv, tiles, all, section);
+                                                   uint32_t section, const Rotation &rotation) {
+        gradients_of_keys<E, DIM>(call, shared, dqkv, tiles, all, section, rotation);
     }
 };
 

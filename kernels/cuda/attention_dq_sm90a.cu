@@ -45,7 +45,8 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &share
 
 /// Gradients of queries. The two kinds are queries and gradients of outputs, which stay, and keys and values.
 template <class E, int DIM, uint32_t CONSUMERS>
-DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section,
+                                 const Rotation &rotation) {
     using Block = Shared<DIM, CONSUMERS>;
     constexpr uint32_t TILE = Block::TILE;
     const uint32_t which = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -156,6 +157,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         const float scales[2] = {call.scale, call.scale};
         some_wait(1 + which, 128); // the whole warpgroup has multiplied its queries
         uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.head / call.heads_per_group, work.head % call.heads_per_group);
+        rotation.turn_back<DIM>(call, work.sample, own, dq);
         store_warp<E, ROWS, DIM>(to, qkv_stride(call), own < call.s ? call.s - own : 0, own_queries + warp * 16 * SWIZZLED_ROW, dq, scales);
         before_copies();
         release(shared.stay_empty + stay.slot());
@@ -180,8 +182,8 @@ struct OfQueries {
 
     template <class E, int DIM, uint32_t CONSUMERS>
     __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles,
-                                                   uint32_t all, uint32_t section) {
-        gradients_of_queries<E>(call, shared, dqkv, tiles, all, section);
+                                                   uint32_t all, uint32_t section, const Rotation &rotation) {
+        gradients_of_queries<E>(call, shared, dqkv, tiles, all, section, rotation);
     }
 };
 

@@ -109,6 +109,41 @@ pub fn rope_positions(
     rotate_rows(qkv, table, shape, Positions::Rows(positions), inverse)
 }
 
+/// How the queries and keys of packed `qkv [s, b, …]` are rotated before they meet.
+#[derive(Clone, Copy)]
+pub struct Rotation<'a> {
+    pub table: &'a RopeTable,
+    /// Of every row, u32 `[s, b]`; without them row s has position s.
+    pub positions: Option<&'a Tensor>,
+}
+
+impl Rotation<'_> {
+    /// Rotates them in place; `inverse`: back.
+    ///
+    /// # Errors
+    /// As [`rope_inplace`] and [`rope_positions`].
+    pub fn turn(&self, qkv: &Tensor, shape: HeadShape, inverse: bool) -> Result<()> {
+        match self.positions {
+            Some(positions) => rope_positions(qkv, self.table, shape, positions, inverse),
+            None => rope_inplace(qkv, self.table, shape, 0, inverse),
+        }
+    }
+
+    /// Whether table and positions are those of `[s, b]` rows, so that turning them is no error.
+    #[cfg(gpu)]
+    pub(crate) fn fits(&self, s: usize, b: usize, shape: HeadShape) -> bool {
+        let half = shape.head_dim / 2;
+        let rows = match (self.table.cos.dims(), self.table.sin.dims()) {
+            (&[rows, h], &[rows2, h2]) if rows == rows2 && h == h2 && h == half => rows,
+            _ => return false,
+        };
+        match self.positions {
+            Some(positions) => rows > 0 && positions.dims() == [s, b] && positions.dtype() == DType::U32,
+            None => rows >= s,
+        }
+    }
+}
+
 /// Where the rows of `[s, b]` are in their sequences.
 #[derive(Clone, Copy)]
 pub(crate) enum Positions<'a> {

@@ -140,10 +140,43 @@ DEVICE void begin_gradients(const Shared<DIM, CONSUMERS> &shared, const Turn<STA
     products_commit();
 }
 
+/// What turns gradients of rotated queries and keys back (rope.cu): tables of [positions, DIM / 2], and the position of every row [s, b], or nullptr where
+/// row s has position s. Without tables nothing is turned.
+struct Rotation {
+    const float *cosines, *sines;
+    const uint32_t *positions;
+    /// The tables' last position, which those behind count as.
+    uint32_t last, unused;
+
+    /// A warp's 16 rows from `row` on.
+    template <int DIM>
+    __device__ __forceinline__ void turn_back(const Attention &call, uint32_t sample, uint32_t row, float (&c)[DIM / 8][4]) const {
+        if (!cosines) return;
+        const uint32_t lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+        for (uint32_t half = 0; half < 2; half++) {
+            const uint32_t own = row + lane / 4 + 8 * half;
+            if (own >= call.s) continue;
+            const size_t at = (size_t)min(positions ? positions[(size_t)own * call.b + sample] : own, last) * (DIM / 2) + 2 * t;
+#pragma unroll
+            for (uint32_t n = 0; n < DIM / 16; n++) {
+                const float2 cosine = *reinterpret_cast<const float2 *>(cosines + at + n * 8), sine = *reinterpret_cast<const float2 *>(sines + at + n * 8);
+#pragma unroll
+                for (uint32_t i = 0; i < 2; i++) {
+                    float &first = c[n][2 * half + i], &second = c[n + DIM / 16][2 * half + i];
+                    const float a = first, b = second, turn_cos = i ? cosine.y : cosine.x, turn_sin = i ? sine.y : sine.x;
+                    first = a * turn_cos + b * turn_sin;
+                    second = b * turn_cos - a * turn_sin;
+                }
+            }
+        }
+    }
+};
+
 /// A kernel: PASS says how many pieces of work there are, has a warp copy what they need, and the other warpgroups compute them.
 template <class PASS, class E, int DIM>
 DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
-                uint32_t *next, uint32_t section) {
+                uint32_t *next, uint32_t section, const Rotation &rotation) {
     DYNAMIC_SHARED(memory);
     using Block = Shared<DIM, PASS::template CONSUMERS<DIM>>;
     const Block shared(memory);
@@ -154,7 +187,7 @@ DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *do
         if (threadIdx.x < 32) PASS::produce(call, shared, qkv, dout, lse, delta, next + PASS::NUMBER, tiles, all, section);
     } else {
         registers_take<REGISTERS<Block::CONSUMERS>>();
-        PASS::template consume<E>(call, shared, dqkv, tiles, all, section);
+        PASS::template consume<E>(call, shared, dqkv, tiles, all, section, rotation);
     }
 }
 
@@ -162,8 +195,8 @@ DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *do
 #define BACKWARD_OF(NAME, PASS, DTYPE, E, DIM)                                                                                              \
     KERNEL_BOUNDS(128 * (1 + PASS::CONSUMERS<DIM>), 1, attention_##NAME##_sm90a_##DTYPE##_##DIM, const __grid_constant__ TensorMap qkv,                             \
                   const __grid_constant__ TensorMap dout, const Attention call, const float *lse, const float *delta, uint16_t *dqkv,      \
-                  uint32_t *next, uint32_t section) {                                                                                      \
-        run<PASS, E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section);                                                             \
+                  uint32_t *next, uint32_t section, const Rotation rotation) {                                                             \
+        run<PASS, E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section, rotation);                                                             \
     }
 #define BACKWARD(NAME, PASS)                \
     BACKWARD_OF(NAME, PASS, bf16, Bf16, 64)  \

@@ -21,7 +21,7 @@ use crate::{Error, Result, on_gpu, trace};
 use self::buffers::Rows;
 
 pub use self::cached::attention_cached;
-pub use crate::rope::{RopeTable, rope_at, rope_frequencies, rope_inplace, rope_positions};
+pub use crate::rope::{RopeTable, Rotation, rope_at, rope_frequencies, rope_inplace, rope_positions};
 
 /// Queries per tile.
 const TILE_Q: usize = 64;
@@ -222,8 +222,40 @@ pub fn attention_backward<'a>(
     lse: &Tensor,
     shape: HeadShape,
     scores: impl Into<Scores<'a>>,
-    dropout: Option<&AttentionDropout>,
+    dropout: Option<&AttentionDropout<'a>>,
 ) -> Result<Tensor> {
+    Ok(gradients([dout, qkv, out, lse], shape, scores.into(), dropout, None)?.0)
+}
+
+/// As [`attention_backward`], of `dout`, `qkv`, `out` and `lse`: the gradient of what was `qkv` before `rotation` turned its queries and keys. On GPUs of
+/// compute capability 9.0 it comes out of the same kernels, rounded once.
+///
+/// # Errors
+/// As [`attention`] and [`rope_inplace`].
+pub fn attention_backward_rotated<'a>(
+    tensors: [&Tensor; 4],
+    shape: HeadShape,
+    scores: impl Into<Scores<'a>>,
+    dropout: Option<&AttentionDropout<'a>>,
+    rotation: &Rotation,
+) -> Result<Tensor> {
+    let (dqkv, turned) = gradients(tensors, shape, scores.into(), dropout, Some(rotation))?;
+    if !turned {
+        rotation.turn(&dqkv, shape, true)?;
+    }
+    Ok(dqkv)
+}
+
+/// The gradient, and whether it was turned back already.
+fn gradients<'a>(
+    [dout, qkv, out, lse]: [&Tensor; 4],
+    shape: HeadShape,
+    scores: Scores<'a>,
+    dropout: Option<&AttentionDropout<'a>>,
+    #[cfg_attr(not(gpu), expect(unused_variables, reason = "kernels of CPUs leave it to another"))] rotation: Option<
+        &Rotation,
+    >,
+) -> Result<(Tensor, bool)> {
     let _span = trace::span("attention_backward", trace::Kind::Kernel)
         .work(5 * causal_products(qkv, shape), trace::bytes(&[qkv, qkv]));
     const OP: &str = "attention_backward";
@@ -232,15 +264,14 @@ pub fn attention_backward<'a>(
     expect_shape(OP, "dout", dout, &wide)?;
     expect_shape(OP, "out", out, &wide)?;
     expect_shape(OP, "lse", lse, &[b, shape.heads(), s])?;
-    let scores = scores.into();
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
     let geometry = Geometry { s, b, shape };
-    on_gpu!(qkv, attention::backward(OP, [dout, qkv, out, lse], geometry, scores, mask.as_ref()));
+    on_gpu!(qkv, attention::backward(OP, [dout, qkv, out, lse], geometry, scores, mask.as_ref(), rotation));
     let first_keys = scores.first_keys(OP)?;
     let scores = HostScores::new(scores, first_keys.as_deref(), s, OP)?;
     let call = Call { geometry, scores, mask: mask.as_ref() };
-    by_elem!(qkv, OP, E => backward::run::<E>(OP, dout, qkv, out, lse, call))
+    by_elem!(qkv, OP, E => backward::run::<E>(OP, dout, qkv, out, lse, call)).map(|dqkv| (dqkv, false))
 }
 
 /// Operations of the causal half of the product of all queries and keys: s² · d for every head and sample.

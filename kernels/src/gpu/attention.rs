@@ -17,6 +17,7 @@ use super::memory::suffix;
 use super::{DevicePointer, Gpu, THREADS};
 use crate::attention::{Geometry, Mask, Scores};
 use crate::device::constant;
+use crate::rope::Rotation;
 use crate::{Error, Result};
 
 /// The widest head that there are kernels for.
@@ -229,14 +230,15 @@ pub(crate) fn forward(
     Ok((out, lse))
 }
 
-/// As [`crate::attention::attention_backward`], whose shapes were checked.
+/// As [`crate::attention::attention_backward`], whose shapes were checked, and whether the gradients of rotated queries and keys were turned back.
 pub(crate) fn backward(
     op: &'static str,
     [dout, qkv, out, lse]: [&Tensor; 4],
     geometry: Geometry,
     scores: Scores,
     mask: Option<&Mask>,
-) -> Result<Tensor> {
+    rotation: Option<&Rotation>,
+) -> Result<(Tensor, bool)> {
     let Geometry { s, b, shape } = geometry;
     let (dtype, suffix) = (qkv.dtype(), suffix(qkv.dtype(), op)?);
     let gpu = Gpu::of(qkv, op)?;
@@ -259,8 +261,10 @@ pub(crate) fn backward(
 
     if hopper::takes(op, &gpu, &prepared, geometry, dtype)? {
         let pointers = [douts, packed, lses, deltas, dpacked, next];
-        hopper::backward(op, &gpu, &prepared, geometry, (dtype, suffix), pointers)?;
-        return Ok(dqkv);
+        let rotation = rotation.filter(|rotation| rotation.fits(s, b, shape));
+        let turn_back = rotation.map(|rotation| hopper::TurnBack::new(op, &gpu, rotation)).transpose()?.flatten();
+        hopper::backward(op, &gpu, &prepared, geometry, (dtype, suffix), pointers, turn_back)?;
+        return Ok((dqkv, turn_back.is_some()));
     }
     let width = Width::new(shape.head_dim, dtype);
     let square = width.square();
@@ -305,7 +309,7 @@ pub(crate) fn backward(
             unsafe { args.structure(&prepared.call) }.ptr(douts).ptr(packed).ptr(lses).ptr(deltas).ptr(dpacked);
         })?;
     }
-    Ok(dqkv)
+    Ok((dqkv, false))
 }
 
 /// As [`crate::attention::attention_cached`], whose arguments were checked.

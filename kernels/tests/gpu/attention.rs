@@ -5,7 +5,10 @@ use std::ops::Range;
 use crate::support::{Input, check};
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
-use kernels::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward, attention_cached};
+use kernels::attention::{
+    AttentionDropout, HeadShape, RopeTable, Rotation, Scores, attention, attention_backward,
+    attention_backward_rotated, attention_cached,
+};
 use kernels::dropout::{DropoutKey, step_and_samples};
 use kernels::philox::{fill_normal, stream_id};
 
@@ -64,6 +67,48 @@ fn compare(s: usize, b: usize, shape: HeadShape, how: &How) {
         let (out, lse) = attention(&t[0], shape, scores, dropout)?;
         let dqkv = attention_backward(&t[1], &t[0], &out, &lse, shape, scores, dropout)?;
         Ok(vec![out, lse, dqkv])
+    });
+}
+
+/// Gradients of queries and keys that were rotated before, as of rotating them back behind.
+#[track_caller]
+fn compare_rotated(s: usize, b: usize, shape: HeadShape, listed: bool) {
+    let qkv = Input::data("qkv", &[s, b, shape.width()]);
+    let dout = Input::data("dout", &[s, b, shape.heads() * shape.head_dim]);
+    let scale = 1.0 / (shape.head_dim as f64).sqrt();
+    check("attention of rotated heads", &[qkv, dout], |t| {
+        let device = t[0].device();
+        // Positions beyond those of a list are not there.
+        let table = RopeTable::new(if listed { 50 } else { s + 3 }, shape.head_dim, 1e4, t[0].dtype(), device)?;
+        let positions: Vec<u32> = (0..(s * b) as u32).map(|row| row * 7 % 50).collect();
+        let positions = listed.then(|| Tensor::from_vec(positions, (s, b), device)).transpose()?;
+        let (out, lse) = attention(&t[0], shape, scale, None)?;
+        let rotation = Rotation { table: &table, positions: positions.as_ref() };
+        Ok(vec![attention_backward_rotated([&t[1], &t[0], &out, &lse], shape, scale, None, &rotation)?])
+    });
+}
+
+#[test]
+fn gradients_of_rotated_heads_are_turned_back() {
+    for listed in [false, true] {
+        compare_rotated(150, 2, shape(1, 2, 64), listed);
+        compare_rotated(70, 1, shape(2, 1, 128), listed);
+    }
+    compare_rotated(20, 1, shape(1, 1, 16), true);
+}
+
+#[test]
+fn tables_that_do_not_fit_the_heads_are_refused() {
+    let (s, shape) = (8, shape(1, 1, 64));
+    check("attention", &[Input::data("qkv", &[s, 1, shape.width()])], |t| {
+        let (out, lse) = attention(&t[0], shape, 0.1, None)?;
+        for (positions, head_dim, part) in [(s - 1, 64, "exceed the table's 7"), (s, 32, "[positions, 32] is needed")] {
+            let table = RopeTable::new(positions, head_dim, 1e4, t[0].dtype(), t[0].device())?;
+            let rotation = Rotation { table: &table, positions: None };
+            let error = attention_backward_rotated([&out, &t[0], &out, &lse], shape, 0.1, None, &rotation).unwrap_err();
+            assert!(error.to_string().contains(part), "{error}");
+        }
+        Ok(vec![out])
     });
 }
 

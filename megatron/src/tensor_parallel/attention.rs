@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use kernels::attention::{AttentionDropout, HeadShape, RopeTable, Scores, rope_inplace, rope_positions};
+use kernels::attention::{AttentionDropout, HeadShape, RopeTable, Rotation, Scores};
 
 use super::context::{Ctx, DropoutSite};
 use super::layout::{FeatureSharded, Stream};
@@ -105,13 +105,8 @@ impl SelfAttention {
         Ok(kernels::attention::attention(qkv, self.shape(), self.scores(ctx), self.dropout(ctx).as_ref())?)
     }
 
-    fn rotate(&self, qkv: &Tensor, inverse: bool, ctx: &Ctx) -> Result<()> {
-        let Some(table) = &self.spec.rope else { return Ok(()) };
-        match &ctx.documents.positions {
-            Some(positions) => rope_positions(qkv, table, self.shape(), positions, inverse)?,
-            None => rope_inplace(qkv, table, self.shape(), 0, inverse)?,
-        }
-        Ok(())
+    fn rotation<'a>(&'a self, ctx: &'a Ctx) -> Option<Rotation<'a>> {
+        self.spec.rope.as_ref().map(|table| Rotation { table, positions: ctx.documents.positions.as_ref() })
     }
 
     /// The bias of the output projection, whose gradient the caller makes.
@@ -124,7 +119,9 @@ impl SelfAttention {
         let x = ctx.tp.enter(&input)?;
         let qkv = self.qkv.forward(&x, ctx)?.0;
         drop(x);
-        self.rotate(&qkv, false, ctx)?;
+        if let Some(rotation) = self.rotation(ctx) {
+            rotation.turn(&qkv, self.shape(), false)?;
+        }
         let (out, lse) = self.core(&qkv, ctx)?;
         let out = FeatureSharded(out);
         let y = self.proj.forward(&out, join, ctx)?;
@@ -163,17 +160,15 @@ impl SelfAttention {
         let dout = self.proj.backward_input(&dy, ctx)?;
         self.proj.backward_weight(&dy, &out, ctx)?;
         let dropout = self.dropout(ctx);
-        let dqkv = kernels::attention::attention_backward(
-            &dout.0,
-            &qkv,
-            &out.0,
-            &lse,
-            self.shape(),
-            self.scores(ctx),
-            dropout.as_ref(),
-        )?;
+        let (shape, scores, dropout) = (self.shape(), self.scores(ctx), dropout.as_ref());
+        let dqkv = match self.rotation(ctx) {
+            Some(rotation) => {
+                let tensors = [&dout.0, &qkv, &out.0, &lse];
+                kernels::attention::attention_backward_rotated(tensors, shape, scores, dropout, &rotation)?
+            }
+            None => kernels::attention::attention_backward(&dout.0, &qkv, &out.0, &lse, shape, scores, dropout)?,
+        };
         drop((qkv, out, dout, dy));
-        self.rotate(&dqkv, true, ctx)?;
         self.qkv.backward(&FeatureSharded(dqkv), &input, ctx)
     }
 

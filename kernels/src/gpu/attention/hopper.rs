@@ -4,10 +4,12 @@ use candle_core::DType;
 
 use super::{Kernels, Prepared};
 use crate::attention::Geometry;
+use crate::gpu::items::items;
 use crate::gpu::launch::blocks;
 use crate::gpu::reduce::zero;
 use crate::gpu::tensor_map::Boxes;
 use crate::gpu::{DevicePointer, Gpu};
+use crate::rope::Rotation;
 use crate::{Error, Result};
 
 /// Whether a call is one for the kernels of Hopper.
@@ -76,6 +78,29 @@ fn backward_shared(consumers: usize, d: usize, element: usize) -> u32 {
     (tiles * ROWS * d * element + statistics + 2 * (stays + STAGES) * 8 + stays * 4) as u32
 }
 
+/// `Rotation` of `cuda/include/backward_sm90a.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct TurnBack {
+    cosines: u64,
+    sines: u64,
+    positions: u64,
+    last: u32,
+    unused: u32,
+}
+
+impl TurnBack {
+    /// Of what fits; none if the tables do not lie where pairs of their elements can be read.
+    pub fn new(op: &'static str, gpu: &Gpu, Rotation { table, positions }: &Rotation) -> Result<Option<Self>> {
+        let positions = positions.map(|positions| gpu.input(positions, DType::U32, op, "positions")).transpose()?;
+        let cosines = gpu.input(&table.cos, DType::F32, op, "table")?.0;
+        let sines = gpu.input(&table.sin, DType::F32, op, "table")?.0;
+        let last = items(op, table.cos.dim(0)?.saturating_sub(1))?;
+        let turn_back = Self { cosines, sines, positions: positions.map_or(0, |at| at.0), last, unused: 0 };
+        Ok((cosines % 8 == 0 && sines % 8 == 0).then_some(turn_back))
+    }
+}
+
 /// `cuda/attention_dkdv_sm90a.cu` and `cuda/attention_dq_sm90a.cu`.
 pub(super) fn backward(
     op: &'static str,
@@ -84,7 +109,10 @@ pub(super) fn backward(
     geometry: Geometry,
     (dtype, suffix): (DType, &str),
     [douts, packed, lses, deltas, dpacked, next]: [DevicePointer; 6],
+    turn_back: Option<TurnBack>,
 ) -> Result<()> {
+    // Zeros: nothing is turned.
+    let turn_back = turn_back.unwrap_or_default();
     let Geometry { s, b, shape } = geometry;
     let (d, element) = (shape.head_dim, dtype.size_in_bytes());
     let parts = shape.groups * (shape.heads_per_group + 2);
@@ -108,6 +136,8 @@ pub(super) fn backward(
                 .ptr(dpacked)
                 .ptr(next)
                 .u32(order.section);
+            // SAFETY: the same of this one.
+            unsafe { args.structure(&turn_back) };
         })?;
     }
     Ok(())
