@@ -1,7 +1,9 @@
 //! The kernels, a method for each part of a model.
 
 use candle_core::{DType, Tensor};
-use kernels::attention::{RopeTable, attention, attention_backward, attention_cached, rope_inplace};
+use kernels::attention::{
+    RopeTable, Rotation, attention, attention_backward, attention_backward_rotated, attention_cached, rope_inplace,
+};
 use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
 use kernels::optimizer::{AdamW, adamw};
 use kernels::{activation, cross_entropy, embedding, linear, norm, reduce};
@@ -90,18 +92,27 @@ impl KernelBench {
         let product = micro_batch * heads.heads() * seq * seq * heads.head_dim;
         let calls = layers as f64;
         self.time("attention", shape.clone(), calls, Work::Flops(2 * product), || attention(&qkv, heads, scale, None))?;
-        self.time("attention_backward", shape, calls, Work::Flops(5 * product), || {
-            attention_backward(&out, &qkv, &out, &lse, heads, scale, None)
+        let work = Work::Flops(5 * product);
+        let table = llama.then(|| RopeTable::new(seq, heads.head_dim, 1e4, self.dtype, &self.device)).transpose()?;
+        let Some(table) = table else {
+            return self.time("attention_backward", shape, calls, work, || {
+                attention_backward(&out, &qkv, &out, &lse, heads, scale, None)
+            });
+        };
+        // On a GPU gradients are turned back by what makes them, if it can; on a CPU by a kernel of its own, which is timed apart.
+        let on_gpu = !self.device.is_cpu();
+        self.time("attention_backward", shape, calls, work, || {
+            let rotation = Rotation { table: &table, positions: None };
+            if on_gpu {
+                attention_backward_rotated([&out, &qkv, &out, &lse], heads, scale, None, &rotation)
+            } else {
+                attention_backward(&out, &qkv, &out, &lse, heads, scale, None)
+            }
         })?;
-        if llama {
-            let table = RopeTable::new(seq, heads.head_dim, 1e4, self.dtype, &self.device)?;
-            let rotated = qkv.elem_count() / (heads.heads_per_group + 2) * (heads.heads_per_group + 1);
-            let shape = format!("{}×{}", self.rows(), heads.width());
-            self.time("rope", shape, 2.0 * calls, Work::Elements(2 * rotated), || {
-                rope_inplace(&qkv, &table, heads, 0, false)
-            })?;
-        }
-        Ok(())
+        let rotated = qkv.elem_count() / (heads.heads_per_group + 2) * (heads.heads_per_group + 1);
+        let shape = format!("{}×{}", self.rows(), heads.width());
+        let times = if on_gpu { calls } else { 2.0 * calls };
+        self.time("rope", shape, times, Work::Elements(2 * rotated), || rope_inplace(&qkv, &table, heads, 0, false))
     }
 
     pub fn elementwise(&mut self) -> Result<()> {
