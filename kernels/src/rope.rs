@@ -56,6 +56,18 @@ impl RopeTable {
         };
         Ok(Self { cos: table(cos)?, sin: table(sin)? })
     }
+
+    /// Positions that it has, for heads of `head_dim` columns.
+    fn rows(&self, head_dim: usize) -> Result<usize> {
+        let half = head_dim / 2;
+        match (self.cos.dims(), self.sin.dims()) {
+            ([rows, h], [rows2, h2]) if rows == rows2 && h == h2 && 2 * h == head_dim => Ok(*rows),
+            (cos, sin) => {
+                let message = format!("the table has shapes {cos:?} and {sin:?} where [positions, {half}] is needed");
+                Err(Error::shape(OP, message))
+            }
+        }
+    }
 }
 
 /// base^(−2i/head_dim) for each pair i of a head.
@@ -132,11 +144,7 @@ impl Rotation<'_> {
     /// Whether table and positions are those of `[s, b]` rows, so that turning them is no error.
     #[cfg(gpu)]
     pub(crate) fn fits(&self, s: usize, b: usize, shape: HeadShape) -> bool {
-        let half = shape.head_dim / 2;
-        let rows = match (self.table.cos.dims(), self.table.sin.dims()) {
-            (&[rows, h], &[rows2, h2]) if rows == rows2 && h == h2 && h == half => rows,
-            _ => return false,
-        };
+        let Ok(rows) = self.table.rows(shape.head_dim) else { return false };
         match self.positions {
             Some(positions) => rows > 0 && positions.dims() == [s, b] && positions.dtype() == DType::U32,
             None => rows >= s,
@@ -158,13 +166,7 @@ fn rotate_rows(qkv: &Tensor, table: &RopeTable, shape: HeadShape, positions: Pos
     let _span = trace::moves("rope", &[qkv, qkv]);
     let d = shape.head_dim;
     let half = d / 2;
-    let rows = match (table.cos.dims(), table.sin.dims()) {
-        ([rows, h], [rows2, h2]) if rows == rows2 && h == h2 && 2 * h == d => *rows,
-        (cos, sin) => {
-            let message = format!("the table has shapes {cos:?} and {sin:?} where [positions, {half}] is needed");
-            return Err(Error::shape(OP, message));
-        }
-    };
+    let rows = table.rows(d)?;
     let (s, b, _) = qkv.dims3()?;
     if s * b == 0 {
         return Ok(());

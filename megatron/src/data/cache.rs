@@ -162,8 +162,8 @@ fn is_leftover(name: &str) -> bool {
     unfinished(name).is_some_and(|name| CACHED.iter().any(|kind| name.starts_with(kind)))
 }
 
-/// The name that a file is to have, if this is one that [`AtomicFile`] gives it before: `text-KEY.bin.PID.NUMBER.tmp`.
-fn unfinished(name: &str) -> Option<&str> {
+/// The name that something is to have, if this is one that it is given before: `text-KEY.bin.PID.NUMBER.tmp`.
+pub fn unfinished(name: &str) -> Option<&str> {
     let (name, number) = name.strip_suffix(TEMPORARY)?.rsplit_once('.')?;
     let (name, pid) = name.rsplit_once('.')?;
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());

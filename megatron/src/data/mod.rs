@@ -35,6 +35,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 pub use blend::Blend;
+pub use cache::unfinished;
 pub use cyclic::Cyclic;
 pub use documents::{DocumentEnds, Documents};
 pub use gpt_dataset::GptDataset;

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{Device, Tensor};
 use megatron::checkpoint::{self, Float, Manifest, SafetensorsWriter};
 use megatron::config::{ModelConfig, PositionEmbedding};
+use megatron::data::unfinished;
 use megatron::params::{Piece, ShardRef, StateKind};
 use megatron::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -151,12 +152,7 @@ fn temporary(out: &Path) -> Result<(PathBuf, Option<File>)> {
 
 /// Removes the folders that exports to `name` have left in `parent` when they were killed: those of [`temporary`] that nobody holds.
 fn remove_leftovers(parent: &Path, name: &str) {
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let is_leftover = |entry: &str| {
-        let numbers = entry.strip_prefix('.').and_then(|entry| entry.strip_prefix(name));
-        let numbers = numbers.and_then(|entry| entry.strip_prefix('.')?.strip_suffix(TEMPORARY)?.split_once('.'));
-        numbers.is_some_and(|(pid, attempt)| is_number(pid) && is_number(attempt))
-    };
+    let is_leftover = |entry: &str| entry.strip_prefix('.').and_then(unfinished) == Some(name);
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         if entry.file_name().to_str().is_some_and(is_leftover)
             && let Ok(folder) = File::open(entry.path())

@@ -89,18 +89,24 @@ impl Printer {
     /// Takes a line in any case; who has much to print looks at [`Self::is_stuck`] before.
     pub fn print(&mut self, stream: Stream, prefix: &str, line: &str) {
         self.waiting.push_back((stream, format!("{prefix}{line}\n")));
-        self.is_stuck();
+        self.hand_over();
     }
 
     /// Whether there is no room for more, as nobody reads.
     pub fn is_stuck(&mut self) -> bool {
-        while let (Some(sender), Some(line)) = (&self.sender, self.waiting.pop_front()) {
+        self.hand_over();
+        !self.waiting.is_empty()
+    }
+
+    /// Gives the thread what waits, as far as there is room.
+    fn hand_over(&mut self) {
+        let Some(sender) = &self.sender else { return };
+        while let Some(line) = self.waiting.pop_front() {
             if let Err(TrySendError::Full(line) | TrySendError::Disconnected(line)) = sender.try_send(line) {
                 self.waiting.push_front(line);
-                return true;
+                return;
             }
         }
-        false
     }
 
     /// Whether all that it was given has been printed. Nothing more may come.

@@ -336,14 +336,13 @@ impl<'a> Supervisor<'a> {
             let note = format!("{} lines of ranks are not shown: nobody read what was printed", self.unread);
             self.printer.print(Stream::Stderr, "", &note);
         }
-        let mut waited = Duration::ZERO;
+        let since = Instant::now();
         while !self.printer.is_done() {
             let asked = signals.pending().count() > 0;
-            if asked || self.stop.is_some() && waited >= UNREAD {
+            if asked || self.stop.is_some() && since.elapsed() >= UNREAD {
                 return;
             }
             std::thread::sleep(Duration::from_millis(1));
-            waited += Duration::from_millis(1);
         }
     }
 
