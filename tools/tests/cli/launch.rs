@@ -208,14 +208,18 @@ fn ranks_save_and_stop_though_nobody_reads_what_they_print() {
     assert!(folder.path().join("saved.0").exists() && folder.path().join("saved.1").exists());
 }
 
+/// Ranks that wait for the reader, and one that has ended long before.
 #[test]
 fn nothing_is_lost_on_someone_who_reads_late() {
-    let child = shells(2, "seq 200000").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    std::thread::sleep(Duration::from_secs(2));
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    assert_eq!(stdout(&output).lines().count(), 400000);
-    assert!(stdout(&output).ends_with("]: 200000\n"));
+    for (ranks, lines) in [(2, 200000), (1, 18000)] {
+        let script = format!("seq {lines}");
+        let child = shells(ranks, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(Duration::from_secs(2));
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert_eq!(stdout(&output).lines().count(), ranks * lines);
+        assert!(stdout(&output).ends_with(&format!("]: {lines}\n")));
+    }
 }
 
 /// Half a minute.
