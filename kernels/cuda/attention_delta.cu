@@ -3,10 +3,12 @@
 
 namespace {
 
-/// `lanes`, a power of two up to 32, have a row. `next` are the two numbers of pieces of work that the kernels behind this one count.
+/// `lanes`, a power of two up to 32, have a row. `next` are numbers that the kernels behind this one count in: as many as there are rows and two more, at most, are
+/// cleared for them.
 template <class T>
-DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t lanes) {
-    if (blockIdx.x == 0 && threadIdx.x < 2) next[threadIdx.x] = 0;
+DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t cleared, uint32_t lanes) {
+    const uint64_t threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+    for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < cleared; i += threads) next[i] = 0;
     const uint32_t lane = threadIdx.x % lanes, heads = call.groups * call.heads_per_group;
     const uint64_t rows = static_cast<uint64_t>(call.s) * call.b * heads;
     const uint64_t row = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes; // (position, sample, head)
@@ -33,7 +35,7 @@ DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to,
 } // namespace
 
 #define KERNELS(T, suffix)                                                                                                         \
-    KERNEL(attention_delta_##suffix, const Attention call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t lanes) { \
-        delta(call, dout, out, to, next, lanes);                                                                                         \
+    KERNEL(attention_delta_##suffix, const Attention call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t cleared, uint32_t lanes) { \
+        delta(call, dout, out, to, next, cleared, lanes);                                                                                         \
     }
 FOR_DTYPES(KERNELS)

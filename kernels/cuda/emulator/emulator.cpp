@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #if defined(__x86_64__)
 asm(R"(
@@ -38,6 +40,8 @@ namespace {
 
 constexpr size_t STACK = 256 << 10;
 constexpr size_t GUARD = 4096;
+/// How long a block may wait for another.
+constexpr auto PATIENCE = std::chrono::seconds(60);
 constexpr unsigned char POISON = 0xff;  // NaN in f32, bf16 and f16
 constexpr unsigned char UNTOUCHED = 0xa5;
 
@@ -96,10 +100,12 @@ void run(Block &b, Order order, uint64_t seed) {
     const bool ahead = order == Order::WarpByWarp;
     const uint32_t together = ahead ? 32 : b.num_threads;
     uint32_t running = b.num_threads;
+    auto alone = std::chrono::steady_clock::now();  // since when nothing in this block goes on
     while (running > 0) {
         if (order == Order::Shuffled)
             for (uint32_t i = b.num_threads; i > 1; i--) std::swap(turns[i - 1], turns[random.next() % i]);
         const uint64_t before = b.progress;
+        b.outside = false;
         running = 0;
         for (uint32_t first = 0; first < b.num_threads; first += together) {
             uint64_t seen;
@@ -122,7 +128,12 @@ void run(Block &b, Order order, uint64_t seed) {
             } while (ahead && own > 0 && b.progress != seen);
             running += own;
         }
-        if (running > 0 && b.progress == before) return describe_deadlock(b);
+        if (running == 0 || b.progress != before) {
+            alone = std::chrono::steady_clock::now();
+            continue;
+        }
+        if (!b.outside || std::chrono::steady_clock::now() - alone > PATIENCE) return describe_deadlock(b);
+        std::this_thread::yield();
     }
 }
 

@@ -6,7 +6,7 @@
 // barrier between the two gives other results, or the NaNs that shared memory is filled with before a block starts, in one order or another.
 //
 // A block runs on one thread of the system, different blocks on several. Kernels must not wait by spinning on memory without
-// `emulator::wait_until`, and blocks must not wait for each other.
+// `emulator::wait_until`, or, where they wait for another block, `emulator::wait_outside`. They must only wait for blocks that have begun.
 #pragma once
 
 #include <cmath>
@@ -75,6 +75,8 @@ struct Block {
     Context scheduler;
     /// Counts whatever lets some thread go on: if all wait and nothing is counted, they wait for ever.
     uint64_t progress = 0;
+    /// Whether a thread waits for another block.
+    bool outside = false;
     std::vector<std::vector<Meeting *>> meetings;  // of each warp, those that not everyone has left
     std::vector<Meeting *> free_meetings;
     Barrier barriers[16];
@@ -113,6 +115,13 @@ inline void wait_until(F ready, const char *what) {
     }
     if (self->waits) b.progress++;
     self->waits = nullptr;
+}
+
+/// As `wait_until`, where another block is to make it ready.
+template <class F>
+inline void wait_outside(F ready, const char *what) {
+    Block &b = block();
+    wait_until([&] { return ready() || (b.outside = true, false); }, what);
 }
 
 /// As `wait_until`, for a `ready` that only looks: the thread gets no turn before.

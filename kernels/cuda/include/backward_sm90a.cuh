@@ -71,12 +71,12 @@ struct Shared {
     __device__ __forceinline__ unsigned char *first_stay(uint32_t slot, uint32_t which) const { return stay + (slot * 2 * CONSUMERS + which) * TILE; }
     __device__ __forceinline__ unsigned char *second_stay(uint32_t slot, uint32_t which) const { return first_stay(slot, CONSUMERS + which); }
 
-    /// `stay_arrivals` complete what stays and `arrivals` a stage, besides their bytes.
-    __device__ __forceinline__ void make_barriers(uint32_t stay_arrivals, uint32_t arrivals) const {
+    /// `stay_arrivals` complete what stays and `arrivals` a stage, besides their bytes; what stays is let go by `readers` warps.
+    __device__ __forceinline__ void make_barriers(uint32_t stay_arrivals, uint32_t arrivals, uint32_t readers = 4 * CONSUMERS) const {
         if (threadIdx.x == 0) {
             for (uint32_t slot = 0; slot < STAYS; slot++) {
                 barrier_make(stay_full + slot, stay_arrivals);
-                barrier_make(stay_empty + slot, 4 * CONSUMERS);
+                barrier_make(stay_empty + slot, readers);
             }
             for (uint32_t slot = 0; slot < STAGES; slot++) {
                 barrier_make(full + slot, arrivals);

@@ -111,7 +111,7 @@ DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, u
                  : "memory");
 }
 
-/// Has copies that begin later see shared memory as this thread's own reads and writes have left it; others are told behind it.
+/// Has copies and products that begin later see shared memory as this thread's own reads and writes have left it; others are told behind it.
 DEVICE void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void fetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

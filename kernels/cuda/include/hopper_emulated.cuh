@@ -195,8 +195,10 @@ class EmulatedOperand {
 
 template <class E, int N>
 struct Wgmma {
-    static void assign(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply(c, a, b, false); }
-    static void add(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply(c, a, b, true); }
+    static void assign(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply<false>(c, a, b, false); }
+    static void add(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply<false>(c, a, b, true); }
+    static void assign_turned(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply<true>(c, a, b, false); }
+    static void add_turned(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply<true>(c, a, b, true); }
     static void add_weighed(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { multiply<true>(c, a, b, true); }
 
   private:
@@ -226,6 +228,7 @@ struct Wgmma {
         });
     }
 
+    template <bool TURNED>
     static void multiply(float (&c)[N / 8][4], uint64_t a, uint64_t b, bool accumulate) {
         float(*const to)[4] = c;
         HopperState::of_block().own().back().push_back([=] {
@@ -233,8 +236,8 @@ struct Wgmma {
             const EmulatedOperand<E> of_a(a);
             float left[2][16];
             for (uint32_t half = 0; half < 2; half++)
-                for (uint32_t k = 0; k < 16; k++) left[half][k] = of_a.at(false, 16 * warp + lane / 4 + 8 * half, k);
-            apply<false>(to, left, b, accumulate);
+                for (uint32_t k = 0; k < 16; k++) left[half][k] = of_a.at(TURNED, 16 * warp + lane / 4 + 8 * half, k);
+            apply<TURNED>(to, left, b, accumulate);
         });
     }
 

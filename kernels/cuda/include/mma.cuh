@@ -95,6 +95,12 @@ DEVICE void ldmatrix_transposed(uint32_t (&r)[4], const void *row) {
                  : "memory");
 }
 
+/// Writes what `ldmatrix` reads, the other way round; of Hopper and later.
+DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 /// Begins to copy 16 bytes from global to shared memory, or zeros where `valid` is false.
 DEVICE void copy_16(void *to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
@@ -176,6 +182,15 @@ DEVICE void emulated_ldmatrix(uint32_t (&r)[4], const void *row, bool transposed
 
 DEVICE void ldmatrix(uint32_t (&r)[4], const void *row) { emulated_ldmatrix(r, row, false); }
 DEVICE void ldmatrix_transposed(uint32_t (&r)[4], const void *row) { emulated_ldmatrix(r, row, true); }
+
+DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
+    if (reinterpret_cast<uintptr_t>(row) % 16) emulator::fail("stmatrix: a row that is not aligned to 16 bytes");
+    emulator::exchange(~0u, "stmatrix", static_cast<uint16_t *>(row), [&](auto rows) {
+        const uint32_t g = emulator::thread().number % 32 / 4, t = emulator::thread().number % 4;
+        for (uint32_t m = 0; m < 4; m++) memcpy(rows[8 * m + g] + 2 * t, r + m, 4);
+        return 0;
+    });
+}
 
 /// Copies land as late as they may, at the wait for them, so that who reads earlier finds what was there before.
 DEVICE void emulated_copy(void *to, const void *from, size_t bytes, bool valid) {

@@ -1,6 +1,6 @@
 // The instructions wgmma.mma_async of Hopper (sm_90a) that kernels use: products of 16 along k by the 128 threads of a warpgroup.
 // C [64, N] is fragments of each warp's 16 rows, as of mma.m16n8k16. A is [64, 16] by its descriptor, or such fragments in registers; B is
-// [N, 16] by its descriptor, or, for weights, [16, N].
+// [N, 16] by its descriptor, or, for weights, [16, N]; then A may be [16, 64], too.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@ struct Wgmma;
 
 // The operands behind C's are numbered from its number of registers on: A, one (R0) or four (R0 to R3), then B. What C held is read if READ
 // is "eq", and not if it is "ne". The flags: keep A's and B's signs (1, 1), then whether operands in shared memory are transposed.
-#define WGMMA_OF_TILES(TYPE, N, READ, R0, R1)                                                                                          \
+#define WGMMA_OF_TILES(TYPE, N, READ, R0, R1, TURNED)                                                                                  \
     asm volatile("{.reg .pred p; setp." READ ".b32 p, 0, 0;\n"                                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " OPERANDS_##N ", " R0 ", " R1 ", p, 1, 1, 0, 0;}"  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " OPERANDS_##N ", " R0 ", " R1 ", p, 1, 1, " TURNED ", " TURNED ";}"  \
                  : C_##N                                                                                                               \
                  : "l"(a), "l"(b))
 #define WGMMA_OF_REGISTERS(TYPE, N, R0, R1, R2, R3, R4)                                                                                \
@@ -39,11 +39,19 @@ struct Wgmma;
     struct Wgmma<E, N> {                                                                                                               \
         /* C = A · Bᵀ: what C held is not read. */                                                                                     \
         __device__ __forceinline__ static void assign(float (&c)[N / 8][4], uint64_t a, uint64_t b) {                                  \
-            WGMMA_OF_TILES(TYPE, N, "ne", R0, R1);                                                                                     \
+            WGMMA_OF_TILES(TYPE, N, "ne", R0, R1, "0");                                                                                \
         }                                                                                                                              \
         /* C += A · Bᵀ */                                                                                                              \
         __device__ __forceinline__ static void add(float (&c)[N / 8][4], uint64_t a, uint64_t b) {                                     \
-            WGMMA_OF_TILES(TYPE, N, "eq", R0, R1);                                                                                     \
+            WGMMA_OF_TILES(TYPE, N, "eq", R0, R1, "0");                                                                                \
+        }                                                                                                                              \
+        /* C = Aᵀ · B */                                                                                                               \
+        __device__ __forceinline__ static void assign_turned(float (&c)[N / 8][4], uint64_t a, uint64_t b) {                           \
+            WGMMA_OF_TILES(TYPE, N, "ne", R0, R1, "1");                                                                                \
+        }                                                                                                                              \
+        /* C += Aᵀ · B */                                                                                                              \
+        __device__ __forceinline__ static void add_turned(float (&c)[N / 8][4], uint64_t a, uint64_t b) {                              \
+            WGMMA_OF_TILES(TYPE, N, "eq", R0, R1, "1");                                                                                \
         }                                                                                                                              \
         /* C += A · B */                                                                                                               \
         __device__ __forceinline__ static void add_weighed(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {                 \

@@ -4,7 +4,7 @@
 //! narrower than its tile is padded in shared memory.
 //!
 //! There are second kernels for Hopper, by its asynchronous products and tensor copies, which are used where they can be ([`Kernels`]); the
-//! environment variable `MEGATRON_ATTENTION=mma` has the others used there, too.
+//! environment variable `MEGATRON_ATTENTION=mma` has the others used there, too, and `one-pass` has gradients of heads of 64 columns computed at once.
 
 mod hopper;
 
@@ -12,6 +12,7 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Tensor};
 
+use super::items::items;
 use super::launch::{blocks, blocks_y};
 use super::memory::suffix;
 use super::{DevicePointer, Gpu, THREADS};
@@ -36,10 +37,13 @@ pub enum Kernels {
     Mma,
     /// On Hopper, for heads of 64 or 128 columns without dropout, by `wgmma` and tensor copies; else [`Kernels::Mma`].
     Hopper,
+    /// As [`Kernels::Hopper`], but gradients of heads of 64 columns are computed in one pass rather than two, with sums of f32 of as many elements as the heads
+    /// in memory.
+    OnePass,
 }
 
 impl Kernels {
-    /// Those that `MEGATRON_ATTENTION` names, `mma` or `hopper`; without it, [`Kernels::Hopper`]. Read once.
+    /// Those that `MEGATRON_ATTENTION` names, `mma`, `hopper` or `one-pass`; without it, [`Kernels::Hopper`]. Read once.
     ///
     /// # Errors
     /// A message for the user if it names no kernels.
@@ -48,7 +52,8 @@ impl Kernels {
         let choose = || match std::env::var_os(VARIABLE).unwrap_or_default().to_string_lossy().as_ref() {
             "mma" => Ok(Self::Mma),
             "" | "hopper" => Ok(Self::Hopper),
-            other => Err(format!("{VARIABLE}={other} names no kernels; there are mma and hopper")),
+            "one-pass" => Ok(Self::OnePass),
+            other => Err(format!("{VARIABLE}={other} names no kernels; there are mma, hopper and one-pass")),
         };
         CHOSEN.get_or_init(choose).clone()
     }
@@ -249,21 +254,26 @@ pub(crate) fn backward(
     let (_delta, deltas) = gpu.output((b, shape.heads(), s), DType::F32, op)?;
     let (gpu, prepared) = Prepared::new(op, qkv, geometry, scores, mask, &[packed, douts, dpacked])?;
 
-    // Numbers of pieces of work, which the first kernel clears and those for Hopper count.
-    let (_next, next) = gpu.output(2, DType::U32, op)?;
+    // Numbers of pieces of work, which the first kernel clears and those for Hopper count, and of turns.
+    let on_hopper = hopper::takes(op, &gpu, &prepared, geometry, dtype)?;
+    let at_once = on_hopper && hopper::computes_gradients_at_once(op, geometry)?;
+    let cleared = 2 + if at_once { hopper::turns(geometry) } else { 0 };
+    let (_next, next) = gpu.output(cleared, DType::U32, op)?;
+    let cleared = items(op, cleared)?;
     let rows = s * b * shape.heads();
     let lanes = shape.head_dim.div_ceil(16 / dtype.size_in_bytes()).next_power_of_two().min(32);
     let grid = [blocks(op, rows, THREADS as usize / lanes)?, 1, 1];
     gpu.launch("attention_delta", &format!("attention_delta_{suffix}"), grid, THREADS, 0, |args| {
         // SAFETY: the kernel's structure has these fields and no padding.
-        unsafe { args.structure(&prepared.call) }.ptr(douts).ptr(outs).ptr(deltas).ptr(next).u32(lanes as u32);
+        unsafe { args.structure(&prepared.call) }.ptr(douts).ptr(outs).ptr(deltas).ptr(next).u32(cleared).u32(lanes as u32);
     })?;
 
-    if hopper::takes(op, &gpu, &prepared, geometry, dtype)? {
+    if on_hopper {
         let pointers = [douts, packed, lses, deltas, dpacked, next];
         let rotation = rotation.filter(|rotation| rotation.fits(s, b, shape));
         let turn_back = rotation.map(|rotation| hopper::TurnBack::new(op, &gpu, rotation)).transpose()?.flatten();
-        hopper::backward(op, &gpu, &prepared, geometry, (dtype, suffix), pointers, turn_back)?;
+        let backward = if at_once { hopper::backward_at_once } else { hopper::backward };
+        backward(op, &gpu, &prepared, geometry, (dtype, suffix), pointers, turn_back)?;
         return Ok((dqkv, turn_back.is_some()));
     }
     let width = Width::new(shape.head_dim, dtype);

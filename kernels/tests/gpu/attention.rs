@@ -389,15 +389,24 @@ fn tiles_of_whole_warpgroups() {
     compare(20, 1, shape(1, 1, 96), &How::default());
 }
 
-/// Kernels are chosen once by a process, so this runs the program again.
-#[test]
-fn kernels_for_every_gpu_agree_too() {
-    let tests = ["attention::", "--skip", "kernels_", "--skip", "tiles_of_whole_warpgroups"];
+/// Runs tests of this program with other kernels, which are chosen once by a process.
+#[track_caller]
+fn with_kernels(which: &str, tests: &[&str]) {
     let mut program = std::process::Command::new(std::env::current_exe().unwrap());
-    let output = program.args(tests).env("MEGATRON_ATTENTION", "mma").output().unwrap();
+    let output = program.args(tests).env("MEGATRON_ATTENTION", which).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     assert!(!said.contains("running 0 tests"), "the tests were not found");
+}
+
+#[test]
+fn kernels_for_every_gpu_agree_too() {
+    with_kernels("mma", &["attention::", "--skip", "kernels_", "--skip", "tiles_of_whole_warpgroups"]);
+}
+
+#[test]
+fn kernels_that_compute_all_gradients_at_once_agree_too() {
+    with_kernels("one-pass", &["attention::", "--skip", "kernels_", "--skip", "tokens_", "--skip", "caches_", "--skip", "samples_"]);
 }
 
 #[test]
@@ -406,7 +415,7 @@ fn kernels_that_are_not_there_are_named() {
     let mut program = std::process::Command::new(std::env::current_exe().unwrap());
     let output = program.args(test).env("MEGATRON_ATTENTION", "hoper").output().unwrap();
     let message = String::from_utf8_lossy(&output.stderr);
-    assert!(message.contains("MEGATRON_ATTENTION=hoper names no kernels; there are mma and hopper"), "{message}");
+    assert!(message.contains("MEGATRON_ATTENTION=hoper names no kernels; there are mma, hopper and one-pass"), "{message}");
 }
 
 /// Operations of the products per second, of the causal half alone: 4 · s² / 2 · d of each head forward, 2.5 times as many backward.

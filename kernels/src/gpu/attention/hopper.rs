@@ -12,6 +12,10 @@ use crate::gpu::{DevicePointer, Gpu};
 use crate::rope::Rotation;
 use crate::{Error, Result};
 
+fn chosen(op: &'static str) -> Result<Kernels> {
+    Kernels::chosen().map_err(|message| Error::gpu(op, message))
+}
+
 /// Whether a call is one for the kernels of Hopper.
 pub(super) fn takes(
     op: &'static str,
@@ -20,14 +24,23 @@ pub(super) fn takes(
     geometry: Geometry,
     dtype: DType,
 ) -> Result<bool> {
-    let kernels = Kernels::chosen().map_err(|message| Error::gpu(op, message))?;
-    Ok(kernels == Kernels::Hopper
+    Ok(chosen(op)? != Kernels::Mma
         && gpu.properties()?.capability == (9, 0)
         && matches!(dtype, DType::BF16 | DType::F16)
         && matches!(geometry.shape.head_dim, 64 | 128)
         && geometry.s * geometry.b > 0
         && prepared.call.aligned == 1
         && prepared.call.threshold == 0)
+}
+
+/// Whether gradients, which these kernels compute, come from `cuda/attention_backward_sm90a.cu`.
+pub(super) fn computes_gradients_at_once(op: &'static str, geometry: Geometry) -> Result<bool> {
+    Ok(chosen(op)? == Kernels::OnePass && geometry.shape.head_dim == 64)
+}
+
+/// Tiles of queries of all heads, each of which has turns there.
+pub(super) fn turns(Geometry { s, b, shape }: Geometry) -> usize {
+    s.div_ceil(ROWS) * shape.heads() * b
 }
 
 /// Rows of a warpgroup of the kernels for Hopper, and of a tile of backward.
@@ -99,6 +112,48 @@ impl TurnBack {
         let turn_back = Self { cosines, sines, positions: positions.map_or(0, |at| at.0), last, unused: 0 };
         Ok((cosines % 8 == 0 && sines % 8 == 0).then_some(turn_back))
     }
+}
+
+/// `cuda/attention_backward_sm90a.cu`.
+pub(super) fn backward_at_once(
+    op: &'static str,
+    gpu: &Gpu,
+    prepared: &Prepared,
+    geometry: Geometry,
+    (dtype, suffix): (DType, &str),
+    [douts, packed, lses, deltas, dpacked, next]: [DevicePointer; 6],
+    turn_back: Option<TurnBack>,
+) -> Result<()> {
+    const CONSUMERS: usize = 2;
+    const SLANTS: usize = 2;
+    const TURNS: usize = 4;
+    let turn_back = turn_back.unwrap_or_default();
+    let Geometry { s, b, shape } = geometry;
+    let (d, element) = (shape.head_dim, dtype.size_in_bytes());
+    let tile = ROWS * d;
+    let qkv = boxes(packed, dtype, geometry, shape.groups * (shape.heads_per_group + 2), ROWS).map(op)?;
+    let dout = boxes(douts, dtype, geometry, shape.heads(), ROWS).map(op)?;
+    // Sums of the gradients of queries, of which only tiles that see more than one tile of keys have any.
+    let (_sums, sums) = gpu.output((turns(geometry), tile), DType::F32, op)?;
+    // Queries, gradients of outputs, and the sums, which are twice as long.
+    let bytes = (2 * element + 4) * s * d * shape.heads_per_group;
+    let order = Order::new(op, gpu, s.div_ceil(CONSUMERS * ROWS), shape.groups * b, bytes)?;
+    // Besides what the kernel for keys alone has: slants, rows on their way to memory, and barriers.
+    let barriers = 2 * SLANTS + 3 * TURNS;
+    let shared = backward_shared(CONSUMERS, d, element) + ((2 * SLANTS + 1) * tile * element + 8 * barriers) as u32;
+    let name = format!("attention_backward_sm90a_{suffix}_{d}");
+    // The warpgroups that compute, and the one that multiplies their slants.
+    gpu.launch("attention_backward_sm90a", &name, order.grid, threads_of(CONSUMERS + 1), shared, |args| {
+        // SAFETY: the kernel's structures have these fields and no padding.
+        unsafe { args.structure(&qkv).structure(&dout).structure(&prepared.call) }
+            .ptr(lses)
+            .ptr(deltas)
+            .ptr(dpacked)
+            .ptr(next)
+            .u32(order.section);
+        // SAFETY: the same of this one.
+        unsafe { args.structure(&turn_back) }.ptr(sums);
+    })
 }
 
 /// `cuda/attention_dkdv_sm90a.cu` and `cuda/attention_dq_sm90a.cu`.

@@ -1,0 +1,244 @@
+// Gradients of keys and values for Hopper: what the kernel for these alone (attention_dkdv_sm90a.cu) and the one for all gradients at once
+// (attention_backward_sm90a.cu) share, pieces of work, the warp that has tiles copied, and the warpgroups that compute.
+#pragma once
+
+#include "backward_sm90a.cuh"
+
+/// A tile of keys of a group, and the tiles of queries that see some of them, which are the same for all heads. Those are taken from the last one to the
+/// first: tiles of keys that are begun at the same time then come to a tile of queries at the same time.
+struct KeyWork {
+    uint32_t first, group, sample, first_tile, end_tile;
+
+    __device__ __forceinline__ KeyWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
+        const Place place(number, tiles, call.groups * call.b, section);
+        first = place.tile * 2 * ROWS;
+        group = place.which % call.groups;
+        sample = place.which / call.groups;
+        // From the first tile of queries that sees these keys to behind the last one that sees as far back, whatever lies between: should the table of first
+        // keys fall, the other tiles of keys still wait for this one at exactly the tiles of queries that it takes.
+        first_tile = first / ROWS;
+        end_tile = first_tile + 1;
+        for (uint32_t end = (call.s + ROWS - 1) / ROWS; end > end_tile; end -= min(32u, end - end_tile)) {
+            const uint32_t tile = end - 1 - threadIdx.x % 32;
+            const bool is_later = tile >= end_tile && tile < end;
+            const uint32_t seeing = __ballot_sync(~0u, is_later && first_key(call, sample, tile * ROWS) < first + 2 * ROWS);
+            if (seeing) {
+                end_tile = uniform(end + 1 - __ffs(static_cast<int>(seeing)));
+                break;
+            }
+        }
+    }
+};
+
+/// The warp that has tiles for gradients of keys copied.
+template <int DIM>
+DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
+                      const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
+    constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
+    const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
+    Turn<STAGES> turn;
+    Turn<Shared<DIM, 2>::STAYS> stay;
+    for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
+        const KeyWork work(call, number, tiles, section);
+        const uint32_t parts = work.group * (of_group + 2);
+        if (lane == 0) fetch_stay(shared, stay.slot(), qkv, parts + of_group, qkv, parts + of_group + 1, work.first, work.sample);
+        for (uint32_t in_group = 0; in_group < of_group; in_group++)
+            for (uint32_t tile = work.end_tile; tile-- > work.first_tile; turn.count++) {
+                const uint32_t slot = turn.slot(), head = work.group * of_group + in_group, query = tile * ROWS;
+                uint64_t *const full = shared.full + slot;
+                barrier_wait(shared.empty + slot, turn.parity() ^ 1);
+                if (lane == 0) {
+                    barrier_expect(full, 2 * TILE);
+                    copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, query, parts + in_group, work.sample, full);
+                    copy_tile<ROWS, DIM>(shared.second + slot * TILE, dout, query, head, work.sample, full);
+                }
+                shared.statistics[slot].fill(call, lse, delta, work.sample, head, query);
+                barrier_arrive(full);
+            }
+    }
+    if (lane == 0) barrier_arrive(shared.stay_full + stay.slot());
+}
+
+/// Slants that nobody else wants. `count` is the number of a tile of queries, of all that the block takes.
+struct KeptSlants {
+    /// Hands over a warp's 16 rows of a tile's slants, rounded.
+    __device__ __forceinline__ void hand_over(uint32_t, uint32_t, const uint32_t (&)[N / 2][4]) const {}
+    /// Says that the warpgroup has none of a tile.
+    __device__ __forceinline__ void none(uint32_t) const {}
+    /// Waits until nobody multiplies keys any more for what was handed over, up to this tile.
+    __device__ __forceinline__ void wait_for_keys(uint32_t) const {}
+};
+
+/// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs. Slants, the gradients of scores by their
+/// weights, are handed to `others`.
+template <class E, int DIM, class Others>
+DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section,
+                              const Rotation &rotation, const Others &others) {
+    // What a tile adds runs beside what becomes of the next one's scores, and of narrow heads of the gradients of its weights; the results of wide
+    // ones take the registers that those would need.
+    constexpr bool BOTH_AHEAD = DIM == 64;
+    constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
+    const uint32_t half = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t of_group = call.heads_per_group;
+    Turn<STAGES> turn;
+    Turn<Shared<DIM, 2>::STAYS> stay;
+    for (;; stay.count++) {
+        barrier_wait(shared.stay_full + stay.slot(), stay.parity());
+        const uint32_t number = uniform(shared.numbers[stay.slot()]);
+        if (number >= all) break;
+        const KeyWork work(call, number, tiles, section);
+        const uint32_t tile_key = work.first + half * ROWS, own = tile_key + warp * 16;
+        unsigned char *const own_keys = shared.first_stay(stay.slot(), half), *const own_values = shared.second_stay(stay.slot(), half);
+        float dk[DIM / 8][4], dv[DIM / 8][4], scores[N][4], gradients[N][4];
+        uint32_t weights[N / 2][4], slants[N / 2][4];
+        clear(dk);
+        clear(dv);
+        uint32_t tile = 0, in_group = 0, before = 0;
+        // What a thread has of its queries' statistics is asked for before the waits that come before its use.
+        const auto read = [&](float2 (&of)[N], const float *from) {
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++) of[n] = *reinterpret_cast<const float2 *>(from + n * 8 + 2 * t);
+        };
+        float2 lse_log2[N], delta[N];
+        // The scores of the tile whose turn it is become powers of two's exponents.
+        const auto lower = [&] {
+            const Statistics &statistics = shared.statistics[turn.slot()];
+            const uint32_t query = tile * ROWS;
+            const float slope = call.slopes ? call.slopes[work.group * of_group + in_group] : 0.0f;
+            // Some query of the tile does not see all of this warpgroup's keys.
+            const bool edge = tile_key + ROWS > query + 1 || uniform(statistics.from[ROWS - 1]) > tile_key;
+            products_touch(scores);
+            const float scale = tilt<true>(call, slope, own, query, scores);
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++)
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) scores[n][i] = scores[n][i] * scale - (i % 2 ? lse_log2[n].y : lse_log2[n].x);
+            if (edge)
+#pragma unroll
+                for (uint32_t n = 0; n < N; n++) {
+                    const uint2 from = *reinterpret_cast<const uint2 *>(statistics.from + n * 8 + 2 * t);
+#pragma unroll
+                    for (uint32_t i = 0; i < 4; i++) {
+                        const uint32_t key = own + g + i / 2 * 8, at = query + n * 8 + 2 * t + i % 2;
+                        if (key > at || key < (i % 2 ? from.y : from.x)) scores[n][i] = -INFINITY;
+                    }
+                }
+        };
+        // They become weights.
+        const auto weigh = [&] {
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++)
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) scores[n][i] = exp2_fast(scores[n][i]);
+        };
+        const auto slant = [&] {
+#pragma unroll
+            for (uint32_t n = 0; n < N; n++)
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - (i % 2 ? delta[n].y : delta[n].x));
+        };
+        const auto add = [&](uint32_t slot) {
+            multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE), dk, slants,
+                                           shared_address(shared.first + slot * TILE));
+            products_commit();
+        };
+        // The first tile's queries, a head's last ones to come, see the first warpgroup's keys alone.
+        const uint32_t own_tile = work.first_tile + half;
+        const auto next = [&] {
+            turn.count++;
+            if (tile-- > own_tile) return;
+            if (half == 1) pass(shared, turn);
+            tile = work.end_tile - 1;
+            in_group++;
+        };
+        // The slants of the tile before this one, and word of those after it that this warpgroup passed over.
+        const auto hand_over = [&](uint32_t count) {
+            others.hand_over(count, half, slants);
+            if (turn.count > count + 1) others.none(count + 1);
+        };
+        // When the tile before has added what it adds, weights and slants become left operands.
+        const auto round = [&](bool first) {
+            products_wait<0>();
+            products_touch(dv);
+            products_touch(dk);
+            if (!first) release(shared.empty + before);
+            if constexpr (!BOTH_AHEAD) {
+                begin_gradients<E>(shared, turn, own_values, gradients);
+                products_wait<0>();
+                products_touch(gradients);
+                read(delta, shared.statistics[turn.slot()].delta);
+                slant();
+            }
+            round_weights<E>(weights, scores);
+            round_weights<E>(slants, gradients);
+            products_touch(weights);
+            products_touch(slants);
+        };
+        const uint32_t steps = (work.end_tile - own_tile) * of_group;
+        if (steps == 0) { // behind the sequence's end
+            for (uint32_t in_group = 0; in_group < of_group; in_group++) {
+                others.none(turn.count);
+                pass(shared, turn);
+            }
+            release(shared.stay_empty + stay.slot());
+            continue;
+        }
+        tile = work.end_tile - 1;
+        begin_scores<E>(shared, turn, own_keys, scores);
+        read(lse_log2, shared.statistics[turn.slot()].lse_log2);
+        products_wait<0>();
+        lower();
+        if constexpr (BOTH_AHEAD) {
+            read(delta, shared.statistics[turn.slot()].delta);
+            begin_gradients<E>(shared, turn, own_values, gradients);
+            products_wait<0>();
+            products_touch(gradients);
+        }
+        weigh();
+        if constexpr (BOTH_AHEAD) slant();
+        // Nothing that registers hold but dk and dv is multiplied from one round of the loop to the next: the compiler then moves none of it.
+        for (uint32_t step = 0; step + 1 < steps; step++) {
+            round(step == 0);
+            before = turn.slot();
+            const uint32_t count = turn.count;
+            next();
+            begin_scores<E>(shared, turn, own_keys, scores);
+            read(lse_log2, shared.statistics[turn.slot()].lse_log2);
+            if constexpr (BOTH_AHEAD) begin_gradients<E>(shared, turn, own_values, gradients);
+            add(before);
+            hand_over(count); // beside the products, which read the same registers
+            products_wait<BOTH_AHEAD ? 2 : 1>(); // the scores
+            lower();
+            if constexpr (BOTH_AHEAD) {
+                read(delta, shared.statistics[turn.slot()].delta);
+                products_wait<1>(); // the gradients of weights, whose arithmetic then takes turns with the exponentials
+                products_touch(gradients);
+            }
+            weigh();
+            if constexpr (BOTH_AHEAD) slant();
+        }
+        round(steps == 1);
+        products_begin();
+        before = turn.slot();
+        const uint32_t last = turn.count;
+        add(before);
+        others.hand_over(last, half, slants);
+        products_wait<0>();
+        products_touch(dk);
+        products_touch(dv);
+        release(shared.empty + before);
+        next();
+        if (turn.count > last + 1) others.none(last + 1);
+        // This warp's rows of keys and values are not needed any more: nobody else multiplies them.
+        const float scales[2] = {call.scale, call.scale}, ones[2] = {1.0f, 1.0f};
+        const uint32_t count = own < call.s ? call.s - own : 0;
+        some_wait(1 + half, 128); // but the whole warpgroup has
+        uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, of_group);
+        store_warp<E, ROWS, DIM>(to + call.head_dim, qkv_stride(call), count, own_values + warp * 16 * SWIZZLED_ROW, dv, ones);
+        rotation.turn_back<DIM>(call, work.sample, own, dk);
+        others.wait_for_keys(turn.count - 1);
+        store_warp<E, ROWS, DIM>(to, qkv_stride(call), count, own_keys + warp * 16 * SWIZZLED_ROW, dk, scales);
+        before_copies();
+        release(shared.stay_empty + stay.slot());
+    }
+}
