@@ -109,9 +109,12 @@ DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32
         const uint32_t number = uniform(shared.numbers[stay.slot()]);
         if (number >= all) break;
         const KeyWork work(call, number, tiles, section);
+        // The first key that a tile's queries see, which comes from memory where there are documents: asked for a tile ahead.
+        uint32_t next_from = first_key(call, work.sample, (work.end_tile - 1) * ROWS);
         for (uint32_t in_group = 0; in_group < call.heads_per_group; in_group++)
             for (uint32_t tile = work.end_tile; tile-- > work.first_tile; count++) {
-                const uint32_t from = uniform(first_key(call, work.sample, tile * ROWS));
+                const uint32_t from = uniform(next_from);
+                next_from = first_key(call, work.sample, ((tile > work.first_tile ? tile : work.end_tile) - 1) * ROWS);
                 each(stay.slot(), work, in_group, tile, count, from, Order(call, work, work.group * call.heads_per_group + in_group, tile, from));
             }
         release(shared.stay_empty + stay.slot());
@@ -140,13 +143,18 @@ DEVICE void tell_of_turns(const Attention &call, const Block &shared, uint32_t *
                       });
 }
 
-/// Begins C = slantsᵀ · keys, of K keys of tiles that follow each other.
+/// Computes C = slantsᵀ · keys, of K keys of tiles that follow each other.
 template <class E, uint32_t K>
 DEVICE void multiply_slants(float (&c)[DIM / 8][4], uint64_t slants, uint64_t keys) {
     constexpr uint32_t STEP = 16 * SWIZZLED_ROW / 16; // of a descriptor, for 16 rows
+    products_touch(c);
+    products_begin();
     Wgmma<E, DIM>::assign_turned(c, slants, keys);
 #pragma unroll
     for (uint32_t k = 1; k < K / 16; k++) Wgmma<E, DIM>::add_turned(c, slants + k * STEP, keys + k * STEP);
+    products_commit();
+    products_wait<0>();
+    products_touch(c);
 }
 
 /// Gradients of queries: what the block's keys have in them is added to `sums`, of every tile of queries as the threads of a warpgroup have it, and finished ones go
@@ -162,13 +170,8 @@ DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uin
         const uint32_t half = first_sees ? 0 : 1;
         const uint64_t slants = operand(shared_address(shared.slants_of(count, half)), Block::TILE);
         const uint64_t keys = operand(shared_address(shared.first_stay(stay, half)), Block::TILE);
-        products_touch(dq);
-        products_begin();
         if (first_sees && second_sees) multiply_slants<E, 2 * ROWS>(dq, slants, keys);
         else multiply_slants<E, ROWS>(dq, slants, keys);
-        products_commit();
-        products_wait<0>();
-        products_touch(dq);
         release(shared.slants_empty + count % SLANTS);
 
         const uint32_t slot = count % TURNS;

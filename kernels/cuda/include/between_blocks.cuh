@@ -16,7 +16,6 @@ DEVICE void wait_for_number(const uint32_t *number, uint32_t value) {
 
 /// Sets `number` for other blocks, behind all that this thread has written or was told of.
 DEVICE void set_number(uint32_t *number, uint32_t value) {
-    __threadfence();
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(number), "r"(value) : "memory");
 }
 
