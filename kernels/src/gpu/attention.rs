@@ -265,7 +265,13 @@ pub(crate) fn backward(
     let grid = [blocks(op, rows, THREADS as usize / lanes)?, 1, 1];
     gpu.launch("attention_delta", &format!("attention_delta_{suffix}"), grid, THREADS, 0, |args| {
         // SAFETY: the kernel's structure has these fields and no padding.
-        unsafe { args.structure(&prepared.call) }.ptr(douts).ptr(outs).ptr(deltas).ptr(next).u32(cleared).u32(lanes as u32);
+        unsafe { args.structure(&prepared.call) }
+            .ptr(douts)
+            .ptr(outs)
+            .ptr(deltas)
+            .ptr(next)
+            .u32(cleared)
+            .u32(lanes as u32);
     })?;
 
     if on_hopper {

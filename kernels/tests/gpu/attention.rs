@@ -406,7 +406,10 @@ fn kernels_for_every_gpu_agree_too() {
 
 #[test]
 fn kernels_that_compute_all_gradients_at_once_agree_too() {
-    with_kernels("one-pass", &["attention::", "--skip", "kernels_", "--skip", "tokens_", "--skip", "caches_", "--skip", "samples_"]);
+    with_kernels(
+        "one-pass",
+        &["attention::", "--skip", "kernels_", "--skip", "tokens_", "--skip", "caches_", "--skip", "samples_"],
+    );
 }
 
 #[test]
@@ -415,7 +418,10 @@ fn kernels_that_are_not_there_are_named() {
     let mut program = std::process::Command::new(std::env::current_exe().unwrap());
     let output = program.args(test).env("MEGATRON_ATTENTION", "hoper").output().unwrap();
     let message = String::from_utf8_lossy(&output.stderr);
-    assert!(message.contains("MEGATRON_ATTENTION=hoper names no kernels; there are mma, hopper and one-pass"), "{message}");
+    assert!(
+        message.contains("MEGATRON_ATTENTION=hoper names no kernels; there are mma, hopper and one-pass"),
+        "{message}"
+    );
 }
 
 /// Operations of the products per second, of the causal half alone: 4 · s² / 2 · d of each head forward, 2.5 times as many backward.

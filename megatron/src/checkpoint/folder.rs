@@ -14,6 +14,8 @@ const POINTER_TEMP: &str = ".latest_checkpointed_iteration.txt.tmp";
 const MAX_POINTER_BYTES: u64 = 64;
 /// Iterations that a message lists.
 const SHOWN_ITERATIONS: usize = 10;
+/// Other checkpoints that a message about a damaged one lists.
+const SHOWN_OTHERS: usize = 2;
 
 /// The checkpoint that the pointer names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -213,6 +215,18 @@ fn iterations(dir: &Path) -> Result<Vec<u64>> {
     found.sort_unstable();
     found.dedup();
     Ok(found)
+}
+
+/// What to do about a checkpoint `folder` that is damaged: use another one, such as those beside it, the latest first.
+pub(super) fn use_another(folder: &Path) -> String {
+    let beside = folder.parent().map_or_else(Vec::new, |dir| iterations(dir).unwrap_or_default());
+    let dir = folder.parent().unwrap_or(folder);
+    let others = beside.iter().rev().map(|&iteration| iteration_dir(dir, iteration)).filter(|other| other != folder);
+    let shown: Vec<String> = others.take(SHOWN_OTHERS).map(|other| other.display().to_string()).collect();
+    match shown.as_slice() {
+        [] => "use another checkpoint".into(),
+        shown => format!("use another checkpoint, such as {}", shown.join(" or ")),
+    }
 }
 
 /// Whether `dir` holds a checkpoint, though the pointer may name none.

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::block::{Block, blocks};
+use super::folder::use_another;
 use super::manifest::{Chunk, Manifest, TensorEntry, difference};
 use super::shard_file::ShardFile;
 use super::values::{Pair, check_shard, write_shared};
@@ -139,7 +140,8 @@ pub(super) fn read_chunk(file: &ShardFile, tensor: &TensorEntry, chunk: &Chunk, 
     if actual != *crc32c {
         let message = format!(
             "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, the manifest says \
-             {crc32c:08x}; use another checkpoint"
+             {crc32c:08x}; {}",
+            file.path().parent().map_or_else(String::new, use_another)
         );
         return Err(Error::checkpoint(file.path(), message));
     }

@@ -4,12 +4,14 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::block::{Block, blocks, check_cover, misfit, volume};
+use super::folder::use_another;
 use super::values::Float;
 use crate::params::StateKind;
 use crate::{Error, Result};
@@ -85,7 +87,7 @@ impl Manifest {
         let file = path.join(MANIFEST);
         let bytes = fs::read(&file).map_err(|e| Error::io("read", &file, e))?;
         let refuse = |message: String| Error::checkpoint(&file, message);
-        check_checksum(&bytes).map_err(refuse)?;
+        check_checksum(&bytes).map_err(|what| refuse(format!("{what}; {}", use_another(path))))?;
         #[derive(Deserialize)]
         struct Version {
             format_version: u32,
@@ -100,10 +102,16 @@ impl Manifest {
         manifest.validate().map_err(refuse)?;
         for (name, &expected) in &manifest.files {
             let file = path.join(name);
-            let size = fs::metadata(&file).map_err(|e| Error::io("find", &file, e))?.len();
+            let size = match fs::metadata(&file) {
+                Err(e) if e.kind() == ErrorKind::NotFound => {
+                    return Err(Error::checkpoint(&file, format!("is missing; {}", use_another(path))));
+                }
+                found => found.map_err(|e| Error::io("find", &file, e))?.len(),
+            };
             if size != expected {
                 let how = if size < expected { "truncated" } else { "changed" };
-                return Err(Error::checkpoint(&file, format!("is {how}: it has {size} bytes of {expected}")));
+                let message = format!("is {how}: it has {size} bytes of {expected}; {}", use_another(path));
+                return Err(Error::checkpoint(&file, message));
             }
         }
         Ok(manifest)
@@ -252,9 +260,7 @@ fn check_checksum(bytes: &[u8]) -> std::result::Result<(), String> {
         .ok_or("is not a manifest: its first line holds no checksum")?;
     let actual = crc32c::crc32c(body);
     if actual != recorded {
-        return Err(format!(
-            "is damaged: its contents have checksum {actual:08x}, not {recorded:08x}; use another checkpoint"
-        ));
+        return Err(format!("is damaged: its contents have checksum {actual:08x}, not {recorded:08x}"));
     }
     Ok(())
 }

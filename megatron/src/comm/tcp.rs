@@ -116,9 +116,7 @@ fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instan
         }
         if Instant::now() + pause >= deadline {
             let tried = match refusals.is_empty() {
-                true => {
-                    "it offers no TCP address; are all ranks started with the same --distributed-backend?".to_string()
-                }
+                true => "it is known by no address that leads there from here".to_string(),
                 false => refusals.join("; "),
             };
             let how = format!("cannot be reached ({tried})");

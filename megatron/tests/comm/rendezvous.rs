@@ -211,6 +211,31 @@ fn ranks_that_disagree_about_the_size_of_the_world_are_told_both() {
 }
 
 #[test]
+fn ranks_with_different_backends_are_told_both_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let rendezvous = Rendezvous::File { dir: dir.path().into() };
+    let join = |rank, backend| init(&info(rank, 2), &rendezvous, backend, options(30 * SECOND)).map(drop);
+    let told = std::thread::scope(|scope| {
+        let ranks = [scope.spawn(|| join(0, Backend::Tcp)), scope.spawn(|| join(1, Backend::Local))];
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    for result in told {
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains("--distributed-backend tcp but rank 1 with local"), "{message}");
+    }
+}
+
+#[test]
+fn a_program_that_is_silent_where_the_store_should_be_is_told_as_that() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
+    let message = init(&info(1, 2), &rendezvous, Backend::Auto, options(SECOND)).map(drop).unwrap_err().to_string();
+    assert!(message.contains("accepts connections, but says nothing for 5 s"), "{message}");
+    assert!(message.contains("choose a MASTER_PORT that no other program uses"), "{message}");
+}
+
+#[test]
 fn two_processes_with_one_rank_are_noticed() {
     let dir = tempfile::tempdir().unwrap();
     let told = meet(&[1, 1], 2, |_| Rendezvous::File { dir: dir.path().into() });

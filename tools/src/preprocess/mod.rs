@@ -124,7 +124,10 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
         let files = dataset_files(&dataset_prefix(&args.output_prefix, key));
         files.iter().try_for_each(|file| expect_free(file, &args.input, args.overwrite))?;
     }
-    create_folder(&args.output_prefix)?;
+    // A key may have a slash.
+    for key in &args.json_keys {
+        create_folder(&dataset_prefix(&args.output_prefix, key))?;
+    }
     let token_type = TokenType::for_vocabulary(tokenizer.vocab_size());
     let mut outputs = args
         .json_keys

@@ -47,7 +47,7 @@ fn a_shard_that_is_missing_truncated_or_flipped() {
         let mut flipped = whole.clone();
         flipped[whole.len() - 100] ^= 0x10;
         fs::write(&shard, flipped).unwrap();
-        both_refuse(&site, &[], &[&name, "damaged"]);
+        both_refuse(&site, &[], &[&name, "damaged", "use another checkpoint"]);
         fs::write(&shard, whole).unwrap();
     }
     site.succeed(&[&SAVE[..], &["--train-iters=3"]].concat());

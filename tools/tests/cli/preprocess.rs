@@ -70,6 +70,15 @@ fn workers_files_and_keys_change_no_token() {
 }
 
 #[test]
+fn a_key_may_have_a_slash() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("a.jsonl"), "{\"meta/text\": \"some words\"}\n").unwrap();
+    let input = ["preprocess", "--input", "a.jsonl", "--json-keys", "meta/text", "--tokenizer", "byte"];
+    let (ok, said) = run(folder.path(), &[&input[..], &["--output-prefix", "new/x"]].concat());
+    assert!(ok && folder.path().join("new/x_meta/text_document.bin").is_file(), "{said}");
+}
+
+#[test]
 fn a_vocabulary_is_trained_used_and_trained_with() {
     let folder = tempfile::tempdir().unwrap();
     let text = "the cat sat on the mat, and the dog sat on the cat.\n\n".repeat(200);

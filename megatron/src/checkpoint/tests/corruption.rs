@@ -68,7 +68,20 @@ fn an_edited_manifest_with_a_fitting_checksum_is_read() {
 fn a_missing_file_is_named() {
     let saved = Saved::new();
     fs::remove_file(saved.shard()).unwrap();
-    saved.check_refused(&["cannot find", "rank_00000.safetensors"]);
+    saved.check_refused(&["rank_00000.safetensors", "is missing; use another checkpoint"]);
+}
+
+#[test]
+fn others_beside_a_damaged_one_are_named() {
+    let saved = Saved::new();
+    let dir = saved.path.parent().unwrap();
+    for iteration in [9, 8, 7] {
+        save_small(dir, iteration);
+    }
+    fs::remove_file(saved.shard()).unwrap();
+    let message = Manifest::read(&saved.path).unwrap_err().to_string();
+    let beside = |iteration| dir.join(format!("iter_000000{iteration}")).display().to_string();
+    assert!(message.ends_with(&format!("such as {} or {}", beside(9), beside(8))), "{message}");
 }
 
 #[test]

@@ -2,6 +2,8 @@
 //!
 //! `torchrun`'s names (PyTorch Elastic): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
+use std::path::Path;
+
 use super::{RankInfo, Rendezvous};
 use crate::{Error, Result};
 
@@ -67,12 +69,13 @@ impl Rendezvous {
         Ok(Self::Tcp { host, port, is_host: rank == 0 })
     }
 
-    /// `tcp://HOST:PORT`, where rank 0 serves the store, or `file:///DIR`, a folder that all ranks share.
+    /// `tcp://HOST:PORT`, where rank 0 serves the store, or `file:///DIR`, a folder that all ranks share, from the root on.
     ///
     /// # Errors
     /// If `url` is neither.
     pub fn from_url(rank: usize, url: &str) -> Result<Self> {
-        if let Some(dir) = url.strip_prefix("file://").filter(|dir| !dir.is_empty()) {
+        // Ranks may have been started in different folders.
+        if let Some(dir) = url.strip_prefix("file://").filter(|dir| Path::new(dir).is_absolute()) {
             return Ok(Self::File { dir: dir.into() });
         }
         let address = url.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
@@ -145,7 +148,15 @@ mod tests {
         let tcp = Rendezvous::Tcp { host: "node0".into(), port: 1234, is_host: true };
         assert_eq!(Rendezvous::from_url(0, "tcp://node0:1234").unwrap(), tcp);
         assert_eq!(Rendezvous::from_url(1, "file:///a/b").unwrap(), Rendezvous::File { dir: "/a/b".into() });
-        for bad in ["node0:1234", "tcp://node0", "tcp://:1", "tcp://node0:0", "tcp://node0:70000", "file://"] {
+        for bad in [
+            "node0:1234",
+            "tcp://node0",
+            "tcp://:1",
+            "tcp://node0:0",
+            "tcp://node0:70000",
+            "file://",
+            "file://runs/meet",
+        ] {
             assert!(Rendezvous::from_url(0, bad).unwrap_err().to_string().contains(bad), "{bad}");
         }
     }

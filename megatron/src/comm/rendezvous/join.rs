@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::waiting::{Tell, Waiting, in_words};
-use super::{RankInfo, Store};
+use super::{Backend, RankInfo, Store};
 use crate::{Error, Result};
 
 /// What a rank says of itself.
@@ -20,6 +20,7 @@ pub(crate) struct Member {
     /// Fresh for every start of a rank.
     pub token: u64,
     pub world_size: usize,
+    pub backend: Backend,
     /// The machine's name.
     pub host: String,
     /// Equal for ranks that can share memory.
@@ -194,6 +195,13 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
                     info.world_size, member.world_size
                 ))));
             }
+            if member.backend != me.backend {
+                return Ok(Some(Verdict::Refused(format!(
+                    "rendezvous: rank 0 was started with --distributed-backend {} but rank {rank} with {}; start all \
+                     ranks with the same",
+                    me.backend, member.backend
+                ))));
+            }
         }
         if members.len() != info.world_size {
             waiting.tell(|| {
@@ -267,7 +275,7 @@ mod tests {
 
     fn member(token: u64) -> Member {
         let (host, identity) = ("here".into(), "here".into());
-        Member { token, world_size: 2, host, identity, pid: 1, addresses: vec![] }
+        Member { token, world_size: 2, backend: Backend::Auto, host, identity, pid: 1, addresses: vec![] }
     }
 
     #[test]

@@ -13,10 +13,13 @@ mod tcp_store;
 mod waiting;
 pub(super) mod wire;
 
+use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
 
 pub use self::file_store::FileStore;
 pub use self::host::name as this_host;
@@ -106,7 +109,8 @@ pub enum Rendezvous {
 const CONNECTING: Duration = Duration::from_secs(60);
 
 /// How ranks exchange messages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Backend {
     /// Shared memory if all ranks are on one host, TCP otherwise.
     #[default]
@@ -117,6 +121,17 @@ pub enum Backend {
     Tcp,
     /// As `Auto` for what is on the CPU; for tensors on GPUs NCCL is put beside it (`comm::nccl::world`).
     Nccl,
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.pad(match self {
+            Self::Auto => "auto",
+            Self::Local => "local",
+            Self::Tcp => "tcp",
+            Self::Nccl => "nccl",
+        })
+    }
 }
 
 /// The number in a store's value; 0 if there is none.
@@ -203,6 +218,7 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
     let me = Member {
         token: join::fresh(),
         world_size: info.world_size,
+        backend,
         host: info.host.clone(),
         identity: host::identity(),
         pid: std::process::id(),
@@ -276,7 +292,15 @@ mod tests {
 
     fn member(host: &str, addresses: &[&str]) -> Member {
         let addresses = addresses.iter().map(|address| address.to_string()).collect();
-        Member { token: 0, world_size: 3, host: host.into(), identity: host.into(), pid: 1, addresses }
+        Member {
+            token: 0,
+            world_size: 3,
+            backend: Backend::Auto,
+            host: host.into(),
+            identity: host.into(),
+            pid: 1,
+            addresses,
+        }
     }
 
     #[test]

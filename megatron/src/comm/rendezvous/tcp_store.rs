@@ -90,7 +90,17 @@ impl TcpStore {
     fn greet(stream: &mut TcpStream) -> io::Result<()> {
         stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
         stream.write_all(wire::GREETING)?;
-        wire::read_greeting(stream)
+        wire::read_greeting(stream).map_err(|e| match e.kind() {
+            // The system calls it a resource that is temporarily unavailable.
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                let seconds = GREETING_TIMEOUT.as_secs();
+                io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("it accepts connections, but says nothing for {seconds} s"),
+                )
+            }
+            _ => e,
+        })
     }
 
     /// This machine's address as seen on the way to the store.

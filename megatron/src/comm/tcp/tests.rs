@@ -1,6 +1,7 @@
 //! What becomes of connections whose callers gave up, and of ranks that leave.
 
 use super::*;
+use crate::comm::Backend;
 
 /// Two ranks that are connected, and what arrives at each.
 fn pair() -> [(TcpLink, Arc<Inbox>); 2] {
@@ -8,6 +9,7 @@ fn pair() -> [(TcpLink, Arc<Inbox>); 2] {
     let member = |listener: &Listener| Member {
         token: 0,
         world_size: 2,
+        backend: Backend::Tcp,
         host: "here".into(),
         identity: "here".into(),
         pid: 1,
@@ -96,8 +98,15 @@ fn connections_are_accepted_again_once_the_system_has_what_it_takes() {
 fn a_caller_that_gave_up_is_not_taken_for_one_that_connected() {
     let listener = Listener::bind(true).unwrap();
     let port = listener.address.port();
-    let member =
-        |addresses| Member { token: 0, world_size: 2, host: "here".into(), identity: "here".into(), pid: 1, addresses };
+    let member = |addresses| Member {
+        token: 0,
+        world_size: 2,
+        backend: Backend::Tcp,
+        host: "here".into(),
+        identity: "here".into(),
+        pid: 1,
+        addresses,
+    };
     let members = [member(vec![listener.at("127.0.0.1")]), member(vec![])];
     // Rank 1 called while rank 0 was held up, and closed before it was answered.
     let mut gone = connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap();
