@@ -1,6 +1,8 @@
 //! Attention, its gradient, and steps of generation.
 
 use std::ops::Range;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use crate::support::{Input, check};
 use candle_core::{DType, Device, Tensor};
@@ -389,12 +391,27 @@ fn tiles_of_whole_warpgroups() {
     compare(20, 1, shape(1, 1, 96), &How::default());
 }
 
-/// Runs tests of this program with other kernels, which are chosen once by a process.
+/// Runs tests of this program with other kernels, which are chosen once by a process. One that waits for ever is ended, and fails.
 #[track_caller]
 fn with_kernels(which: &str, tests: &[&str]) {
-    let mut program = std::process::Command::new(std::env::current_exe().unwrap());
-    let output = program.args(tests).env("MEGATRON_ATTENTION", which).output().unwrap();
+    // The emulator and the stand-ins take minutes.
+    let patience = Duration::from_secs(if multiprocessors() > 16 { 60 } else { 1800 });
+    let mut program = Command::new(std::env::current_exe().unwrap());
+    program.args(tests).env("MEGATRON_ATTENTION", which).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let (child, (told, ended)) = (program.spawn().unwrap(), std::sync::mpsc::channel());
+    let id = child.id();
+    let waiter = std::thread::spawn(move || {
+        let output = child.wait_with_output().unwrap();
+        let _ = told.send(());
+        output
+    });
+    let is_late = ended.recv_timeout(patience).is_err();
+    if is_late {
+        Command::new("kill").args(["-9", &id.to_string()]).status().unwrap();
+    }
+    let output = waiter.join().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
+    assert!(!is_late, "{which} has not ended after {patience:?}: {said}");
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     assert!(!said.contains("running 0 tests"), "the tests were not found");
 }
@@ -415,7 +432,7 @@ fn kernels_that_compute_all_gradients_at_once_agree_too() {
 #[test]
 fn kernels_that_are_not_there_are_named() {
     let test = ["attention::one_token_and_lengths_around_a_tile", "--exact", "--nocapture"];
-    let mut program = std::process::Command::new(std::env::current_exe().unwrap());
+    let mut program = Command::new(std::env::current_exe().unwrap());
     let output = program.args(test).env("MEGATRON_ATTENTION", "hoper").output().unwrap();
     let message = String::from_utf8_lossy(&output.stderr);
     assert!(
