@@ -4,7 +4,7 @@
 // Two warpgroups compute as in the former of those, and leave what they make of each tile of queries, its slants, in shared memory. A third one multiplies these
 // with the keys and adds that to sums in memory: those of a tile of queries, in the order of the tiles of keys, so that their bits are always the same. Whoever has the
 // last tile of keys that the queries see finishes the gradients. Waiting for one's turn, and telling the next of it, take as long as computing a tile does, so two
-// warps do nothing else.
+// warps, or three, do nothing else.
 #include "between_blocks.cuh"
 #include "gradients_of_keys.cuh"
 
@@ -12,11 +12,11 @@ namespace {
 
 constexpr int DIM = 64;
 /// Tiles of slants, of each warpgroup that makes them, that are in shared memory at once.
-constexpr uint32_t SLANTS = 2;
+constexpr uint32_t SLANTS = 4;
 /// Tiles of queries whose turns may be known ahead, or not yet told of.
 constexpr uint32_t TURNS = 4;
 /// Registers of the threads: of the warpgroup that has tiles copied, of those two, and of the third; 512 in all.
-constexpr int OF_COPIES = 32, OF_KEYS = 208, OF_QUERIES = 64;
+constexpr int OF_COPIES = 32, OF_KEYS = 200, OF_QUERIES = 80;
 
 /// Of a block, at multiples of 1024 bytes.
 struct Block : Shared<DIM, 2> {
@@ -50,8 +50,8 @@ struct Block : Shared<DIM, 2> {
                 barrier_make(told + slot, 1);
             }
         }
-        // What stays is let go by all warps but the one that has it copied, and one that does nothing.
-        Shared<DIM, 2>::make_barriers(1, 1 + 32, 4 * CONSUMERS + 4 + 2);
+        // What stays is let go by all warps but the one that has it copied.
+        Shared<DIM, 2>::make_barriers(1, 1 + 32, 4 * CONSUMERS + 4 + 3);
     }
 };
 static_assert(Block::SLANTS_BYTES % 1024 == 0 && Block::ROWS_BYTES % 1024 == 0, "tiles begin at multiples of 1024 bytes");
@@ -73,15 +73,12 @@ struct SharedSlants {
         for (uint32_t k = 0; k < N / 2; k++) stmatrix(tile + swizzled(row, 2 * k + lane / 16), slants[k]);
         before_copies();
         release(shared.slants_full + count % SLANTS);
+        products_begin(); // anew, behind branches
     }
 
     __device__ __forceinline__ void none(uint32_t count) const {
         wait_for_room(count);
         release(shared.slants_full + count % SLANTS);
-    }
-
-    __device__ __forceinline__ void wait_for_keys(uint32_t count) const {
-        barrier_wait(shared.slants_empty + count % SLANTS, count / SLANTS % 2);
     }
 };
 
@@ -111,12 +108,12 @@ DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32
         const KeyWork work(call, number, tiles, section);
         // The first key that a tile's queries see, which comes from memory where there are documents: asked for a tile ahead.
         uint32_t next_from = first_key(call, work.sample, (work.end_tile - 1) * ROWS);
-        for (uint32_t in_group = 0; in_group < call.heads_per_group; in_group++)
-            for (uint32_t tile = work.end_tile; tile-- > work.first_tile; count++) {
-                const uint32_t from = uniform(next_from);
-                next_from = first_key(call, work.sample, ((tile > work.first_tile ? tile : work.end_tile) - 1) * ROWS);
+        for (uint32_t tile = work.end_tile; tile-- > work.first_tile;) {
+            const uint32_t from = uniform(next_from);
+            next_from = first_key(call, work.sample, max(tile, 1u) * ROWS - ROWS);
+            for (uint32_t in_group = 0; in_group < call.heads_per_group; in_group++, count++)
                 each(stay.slot(), work, in_group, tile, count, from, Order(call, work, work.group * call.heads_per_group + in_group, tile, from));
-            }
+        }
         release(shared.stay_empty + stay.slot());
     }
 }
@@ -132,10 +129,12 @@ DEVICE void wait_for_turns(const Attention &call, const Block &shared, const uin
                       });
 }
 
-/// By a warp: tells the next one of each turn that is over.
-DEVICE void tell_of_turns(const Attention &call, const Block &shared, uint32_t *numbers, uint32_t tiles, uint32_t all, uint32_t section) {
+/// By a warp: tells the next one of turns that are over, of every other one: a fence takes about as long as a tile.
+DEVICE void tell_of_turns(const Attention &call, const Block &shared, uint32_t *numbers, uint32_t tiles, uint32_t all, uint32_t section, uint32_t which) {
+    static_assert(TURNS % 2 == 0, "a slot is always the same warp's");
     tiles_of_all_work(call, shared, tiles, all, section,
                       [&](uint32_t, const KeyWork &, uint32_t, uint32_t, uint32_t count, uint32_t, const Order &order) {
+                          if (count % 2 != which) return;
                           const uint32_t slot = count % TURNS;
                           barrier_wait(shared.added + slot, count / TURNS % 2);
                           if (threadIdx.x % 32 == 0 && order.counts() && !order.ends()) set_number(numbers + order.number, order.own + 1);
@@ -219,7 +218,7 @@ DEVICE void run_at_once(const Attention &call, const TensorMap *qkv, const Tenso
         const uint32_t warp = uniform(threadIdx.x / 32);
         if (warp == 0) copy_work<DIM>(call, shared, qkv, dout, lse, delta, next, tiles, all, section);
         else if (warp == 1) wait_for_turns(call, shared, numbers, tiles, all, section);
-        else if (warp == 2) tell_of_turns(call, shared, numbers, tiles, all, section);
+        else tell_of_turns(call, shared, numbers, tiles, all, section, warp % 2);
     } else if (warpgroup == 3) {
         registers_give<OF_QUERIES>();
         gradients_of_queries<E>(call, shared, dqkv, sums, tiles, all, section, rotation);

@@ -92,8 +92,9 @@ struct Shared {
 template <class Shared>
 DEVICE bool take(const Shared &shared, const Turn<Shared::STAYS> &stay, uint32_t *next, uint32_t all, uint32_t &number) {
     const uint32_t lane = threadIdx.x % 32;
-    if (lane == 0) number = atomicAdd(next, 1u);
-    number = __shfl_sync(~0u, number, 0);
+    uint32_t taken = 0;
+    if (lane == 0) taken = atomicAdd(next, 1u);
+    number = __shfl_sync(~0u, taken, 0);
     barrier_wait(shared.stay_empty + stay.slot(), stay.parity() ^ 1);
     if (lane == 0) shared.numbers[stay.slot()] = number;
     return number < all;

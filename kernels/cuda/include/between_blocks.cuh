@@ -6,12 +6,16 @@
 
 #ifndef EMULATED
 
-/// Waits until `number` is at least `value`; what its writer had written before is seen then.
+/// Waits until `number` is at least `value`; what its writer had written before is seen then. That empties the first-level cache, so nothing but the looks before
+/// and after the waiting do it.
 DEVICE void wait_for_number(const uint32_t *number, uint32_t value) {
-    uint32_t now;
-    do {
+    for (;;) {
+        uint32_t now;
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");
-    } while (now < value);
+        if (now >= value) return;
+        do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");
+        while (now < value);
+    }
 }
 
 /// Sets `number` for other blocks, behind all that this thread has written or was told of.

@@ -5,7 +5,7 @@
 #include "backward_sm90a.cuh"
 
 /// A tile of keys of a group, and the tiles of queries that see some of them, which are the same for all heads. Those are taken from the last one to the
-/// first: tiles of keys that are begun at the same time then come to a tile of queries at the same time.
+/// first, all heads' before the next: tiles of keys that are begun at the same time then come to each at the same time.
 struct KeyWork {
     uint32_t first, group, sample, first_tile, end_tile;
 
@@ -40,16 +40,17 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const
     Turn<Shared<DIM, 2>::STAYS> stay;
     for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
         const KeyWork work(call, number, tiles, section);
-        const uint32_t parts = work.group * (of_group + 2);
-        if (lane == 0) fetch_stay(shared, stay.slot(), qkv, parts + of_group, qkv, parts + of_group + 1, work.first, work.sample);
-        for (uint32_t in_group = 0; in_group < of_group; in_group++)
-            for (uint32_t tile = work.end_tile; tile-- > work.first_tile; turn.count++) {
-                const uint32_t slot = turn.slot(), head = work.group * of_group + in_group, query = tile * ROWS;
+        // A key and a value come behind the heads of each group.
+        const uint32_t end_head = (work.group + 1) * of_group, others = 2 * work.group;
+        if (lane == 0) fetch_stay(shared, stay.slot(), qkv, end_head + others, qkv, end_head + others + 1, work.first, work.sample);
+        for (uint32_t tile = work.end_tile; tile-- > work.first_tile;)
+            for (uint32_t head = end_head - of_group; head < end_head; head++, turn.count++) {
+                const uint32_t slot = turn.slot(), query = tile * ROWS;
                 uint64_t *const full = shared.full + slot;
                 barrier_wait(shared.empty + slot, turn.parity() ^ 1);
                 if (lane == 0) {
                     barrier_expect(full, 2 * TILE);
-                    copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, query, parts + in_group, work.sample, full);
+                    copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, query, head + others, work.sample, full);
                     copy_tile<ROWS, DIM>(shared.second + slot * TILE, dout, query, head, work.sample, full);
                 }
                 shared.statistics[slot].fill(call, lse, delta, work.sample, head, query);
@@ -65,8 +66,6 @@ struct KeptSlants {
     __device__ __forceinline__ void hand_over(uint32_t, uint32_t, const uint32_t (&)[N / 2][4]) const {}
     /// Says that the warpgroup has none of a tile.
     __device__ __forceinline__ void none(uint32_t) const {}
-    /// Waits until nobody multiplies keys any more for what was handed over, up to this tile.
-    __device__ __forceinline__ void wait_for_keys(uint32_t) const {}
 };
 
 /// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs. Slants, the gradients of scores by their
@@ -101,12 +100,18 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         };
         float2 lse_log2[N], delta[N];
         // The scores of the tile whose turn it is become powers of two's exponents.
+        uint32_t last_from = 0;
+        const auto read_scores = [&] {
+            const Statistics &statistics = shared.statistics[turn.slot()];
+            read(lse_log2, statistics.lse_log2);
+            last_from = statistics.from[ROWS - 1];
+        };
         const auto lower = [&] {
             const Statistics &statistics = shared.statistics[turn.slot()];
             const uint32_t query = tile * ROWS;
             const float slope = call.slopes ? call.slopes[work.group * of_group + in_group] : 0.0f;
             // Some query of the tile does not see all of this warpgroup's keys.
-            const bool edge = tile_key + ROWS > query + 1 || uniform(statistics.from[ROWS - 1]) > tile_key;
+            const bool edge = tile_key + ROWS > query + 1 || uniform(last_from) > tile_key;
             products_touch(scores);
             const float scale = tilt<true>(call, slope, own, query, scores);
 #pragma unroll
@@ -142,19 +147,19 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
                                            shared_address(shared.first + slot * TILE));
             products_commit();
         };
-        // The first tile's queries, a head's last ones to come, see the first warpgroup's keys alone.
-        const uint32_t own_tile = work.first_tile + half;
         const auto next = [&] {
             turn.count++;
-            if (tile-- > own_tile) return;
-            if (half == 1) pass(shared, turn);
-            tile = work.end_tile - 1;
-            in_group++;
+            if (++in_group < of_group) return;
+            in_group = 0;
+            tile--;
         };
-        // The slants of the tile before this one, and word of those after it that this warpgroup passed over.
-        const auto hand_over = [&](uint32_t count) {
-            others.hand_over(count, half, slants);
-            if (turn.count > count + 1) others.none(count + 1);
+        // The first tile's queries, the last ones to come, see the first warpgroup's keys alone.
+        const uint32_t own_tile = work.first_tile + half;
+        const auto pass_over = [&] {
+            for (uint32_t head = 0; half == 1 && head < of_group; head++) {
+                others.none(turn.count);
+                pass(shared, turn);
+            }
         };
         // When the tile before has added what it adds, weights and slants become left operands.
         const auto round = [&](bool first) {
@@ -176,16 +181,13 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         };
         const uint32_t steps = (work.end_tile - own_tile) * of_group;
         if (steps == 0) { // behind the sequence's end
-            for (uint32_t in_group = 0; in_group < of_group; in_group++) {
-                others.none(turn.count);
-                pass(shared, turn);
-            }
+            pass_over();
             release(shared.stay_empty + stay.slot());
             continue;
         }
         tile = work.end_tile - 1;
         begin_scores<E>(shared, turn, own_keys, scores);
-        read(lse_log2, shared.statistics[turn.slot()].lse_log2);
+        read_scores();
         products_wait<0>();
         lower();
         if constexpr (BOTH_AHEAD) {
@@ -203,10 +205,11 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             const uint32_t count = turn.count;
             next();
             begin_scores<E>(shared, turn, own_keys, scores);
-            read(lse_log2, shared.statistics[turn.slot()].lse_log2);
+            read_scores();
             if constexpr (BOTH_AHEAD) begin_gradients<E>(shared, turn, own_values, gradients);
+            // Beside the products that were begun, and before those that read the same registers.
+            others.hand_over(count, half, slants);
             add(before);
-            hand_over(count); // beside the products, which read the same registers
             products_wait<BOTH_AHEAD ? 2 : 1>(); // the scores
             lower();
             if constexpr (BOTH_AHEAD) {
@@ -219,25 +222,24 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         }
         round(steps == 1);
         products_begin();
+        others.hand_over(turn.count, half, slants);
         before = turn.slot();
-        const uint32_t last = turn.count;
+        products_begin();
         add(before);
-        others.hand_over(last, half, slants);
         products_wait<0>();
         products_touch(dk);
         products_touch(dv);
         release(shared.empty + before);
         next();
-        if (turn.count > last + 1) others.none(last + 1);
-        // This warp's rows of keys and values are not needed any more: nobody else multiplies them.
+        pass_over();
+        // This warp's rows of values are not needed any more: nobody else multiplies them. Keys may be.
         const float scales[2] = {call.scale, call.scale}, ones[2] = {1.0f, 1.0f};
         const uint32_t count = own < call.s ? call.s - own : 0;
-        some_wait(1 + half, 128); // but the whole warpgroup has
+        some_wait(1 + half, 128); // but the whole warpgroup has multiplied them
         uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, of_group);
         store_warp<E, ROWS, DIM>(to + call.head_dim, qkv_stride(call), count, own_values + warp * 16 * SWIZZLED_ROW, dv, ones);
         rotation.turn_back<DIM>(call, work.sample, own, dk);
-        others.wait_for_keys(turn.count - 1);
-        store_warp<E, ROWS, DIM>(to, qkv_stride(call), count, own_keys + warp * 16 * SWIZZLED_ROW, dk, scales);
+        store_warp<E, ROWS, DIM>(to, qkv_stride(call), count, own_values + warp * 16 * SWIZZLED_ROW, dk, scales);
         before_copies();
         release(shared.stay_empty + stay.slot());
     }

@@ -125,7 +125,7 @@ pub(super) fn backward_at_once(
     turn_back: Option<TurnBack>,
 ) -> Result<()> {
     const CONSUMERS: usize = 2;
-    const SLANTS: usize = 2;
+    const SLANTS: usize = 4;
     const TURNS: usize = 4;
     let turn_back = turn_back.unwrap_or_default();
     let Geometry { s, b, shape } = geometry;
@@ -137,7 +137,8 @@ pub(super) fn backward_at_once(
     let (_sums, sums) = gpu.output((turns(geometry), tile), DType::F32, op)?;
     // Queries, gradients of outputs, and the sums, which are twice as long.
     let bytes = (2 * element + 4) * s * d * shape.heads_per_group;
-    let order = Order::new(op, gpu, s.div_ceil(CONSUMERS * ROWS), shape.groups * b, bytes)?;
+    // Three pieces: sums that leave the second-level cache come back.
+    let order = Order::in_sections(op, gpu, s.div_ceil(CONSUMERS * ROWS), shape.groups * b, bytes, 3)?;
     // Besides what the kernel for keys alone has: slants, rows on their way to memory, and barriers.
     let barriers = 2 * SLANTS + 3 * TURNS;
     let shared = backward_shared(CONSUMERS, d, element) + ((2 * SLANTS + 1) * tile * element + 8 * barriers) as u32;
@@ -207,12 +208,17 @@ struct Order {
 impl Order {
     /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common.
     fn new(op: &'static str, gpu: &Gpu, tiles: usize, all: usize, bytes: usize) -> Result<Self> {
+        Self::in_sections(op, gpu, tiles, all, bytes, 4)
+    }
+
+    /// As above, where a section is to have so many pieces of work for each multiprocessor.
+    fn in_sections(op: &'static str, gpu: &Gpu, tiles: usize, all: usize, bytes: usize, pieces: usize) -> Result<Self> {
         let properties = gpu.properties()?;
         let blocks = blocks(op, tiles * all, 1)?.min(properties.multiprocessors);
         // What a section reads is to fill half of the second-level cache, and its short tiles are to fill the time of its long ones on all
         // multiprocessors. All sections are alike, since a last one of a few long tiles would leave most multiprocessors without work.
         let cached = properties.l2 as usize / 2 / bytes.max(1);
-        let balanced = (4 * properties.multiprocessors as usize).div_ceil(tiles.max(1));
+        let balanced = (pieces * properties.multiprocessors as usize).div_ceil(tiles.max(1));
         let sections = (all / cached.max(balanced).max(1)).max(1);
         Ok(Self { grid: [blocks, 1, 1], section: all.div_ceil(sections).max(1) as u32 })
     }
