@@ -221,7 +221,6 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             if constexpr (BOTH_AHEAD) slant();
         }
         round(steps == 1);
-        products_begin();
         others.hand_over(turn.count, half, slants);
         before = turn.slot();
         products_begin();
