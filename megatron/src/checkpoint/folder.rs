@@ -156,11 +156,26 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
 /// checkpoint and holds none, so that a run starts afresh.
 ///
 /// # Errors
-/// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose them.
+/// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose them. If there is a Hugging Face model: somebody wants to
+/// start from that.
 pub fn resumable(path: &Path) -> Result<Option<PathBuf>> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     // Only a save makes a folder of such a name: one that is missing or empty is a mistake.
-    if is_iteration(name) || holds_any(path)? { locate(path, None).map(Some) } else { Ok(None) }
+    if is_iteration(name) || holds_any(path)? {
+        return locate(path, None).map(Some);
+    }
+    let has = |entry: &fs::DirEntry| {
+        let name = entry.file_name();
+        name == "config.json" || Path::new(&name).extension().is_some_and(|extension| extension == "safetensors")
+    };
+    if fs::read_dir(path).is_ok_and(|entries| entries.flatten().any(|entry| has(&entry))) {
+        return Err(Error::checkpoint(
+            path,
+            "holds a Hugging Face model, no checkpoint; start from it by --init-from-hf, or make a checkpoint of it by \
+             `megatron import`",
+        ));
+    }
+    Ok(None)
 }
 
 /// A checkpoint in `dir`: the one that the pointer names, else any, finished or set aside.

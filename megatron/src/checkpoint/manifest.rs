@@ -85,7 +85,14 @@ impl Manifest {
     /// If it is missing, damaged, of another format version, inconsistent, or a file is missing or has another size.
     pub fn read(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
-        let bytes = fs::read(&file).map_err(|e| Error::io("read", &file, e))?;
+        let bytes = fs::read(&file).map_err(|e| match e.kind() {
+            ErrorKind::NotFound if is_megatron_lms(path) => Error::checkpoint(
+                path,
+                "is a checkpoint of Megatron-LM; convert it to Hugging Face's format there, and start from that by \
+                 --init-from-hf",
+            ),
+            _ => Error::io("read", &file, e),
+        })?;
         let refuse = |message: String| Error::checkpoint(&file, message);
         check_checksum(&bytes).map_err(|what| refuse(format!("{what}; {}", use_another(path))))?;
         #[derive(Deserialize)]
@@ -247,6 +254,12 @@ impl TensorEntry {
             format!("{:?} of {}", chunk.key, chunk.file)
         })
     }
+}
+
+/// Whether a folder holds what Megatron-LM saves: ranks' folders of its older format, or the metadata of PyTorch's distributed one.
+fn is_megatron_lms(path: &Path) -> bool {
+    let is_its = |name: &str| name.starts_with("mp_rank_") || [".metadata", "common.pt"].contains(&name);
+    fs::read_dir(path).is_ok_and(|entries| entries.flatten().any(|e| e.file_name().to_str().is_some_and(is_its)))
 }
 
 /// Checks the first line against the rest.

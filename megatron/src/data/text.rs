@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::cache::KeyHasher;
 use crate::{Error, Result};
 
-/// Extensions that are taken for text within folders: prose, then code, then settings. A file named by itself may have any.
+/// Extensions that are taken for text within folders: prose, then code, then settings. A file named by itself may have any but [`NO_TEXT_EXTENSIONS`].
 /// JSON, CSV and logs are left out because they are mostly data, and what a run writes must not become what it reads.
 pub const TEXT_EXTENSIONS: &[&str] = &[
     "txt", "text", "md", "markdown", "rst", "adoc", "org", "tex", //
@@ -20,6 +20,9 @@ pub const TEXT_EXTENSIONS: &[&str] = &[
     "php", "lua", "sh", "sql", "jl", "hs", "ml", "scala", "r", //
     "toml", "yaml", "yml",
 ];
+
+/// Extensions of files that hold text as records, a line of JSON each.
+const NO_TEXT_EXTENSIONS: &[&str] = &["jsonl", "ndjson"];
 
 /// Folders below a given one that are skipped wherever they lie.
 const SKIPPED_FOLDERS: &[&str] = &["target", "node_modules", "__pycache__"];
@@ -59,6 +62,14 @@ impl Corpus {
                 return Err(Error::data(path, "is neither a file nor a folder; give text files or folders of text"));
             }
             if meta.is_file() {
+                let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+                if NO_TEXT_EXTENSIONS.contains(&extension.to_lowercase().as_str()) {
+                    return Err(Error::data(
+                        path,
+                        "holds records, not text: a run would train on their syntax; make a dataset of one of their keys \
+                         by `megatron preprocess`, and give its prefix",
+                    ));
+                }
                 match read_text(path, &mut hasher)? {
                     Content::Text(bytes) => corpus.add(path.clone(), bytes),
                     Content::Empty => return Err(Error::data(path, "is empty; give a file with text")),

@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 
 use super::*;
-use crate::checkpoint::{beside, existing, resumable, same_folder};
+use crate::checkpoint::{Manifest, beside, existing, resumable, same_folder};
 
 const POINTER: &str = "latest_checkpointed_iteration.txt";
 
@@ -33,6 +33,22 @@ fn a_run_starts_afresh_only_where_there_is_no_checkpoint() {
     // Half of a checkpoint is not nothing.
     fs::remove_file(at("iter_0000020/manifest.json")).unwrap();
     assert!(resumable(dir.path()).is_err());
+}
+
+#[test]
+fn models_of_others_are_not_taken_for_no_checkpoint() {
+    for file in ["config.json", "model-00001-of-00002.safetensors"] {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join(file), "{}").unwrap();
+        assert!(message(resumable(dir.path()).unwrap_err()).contains("start from it by --init-from-hf"));
+    }
+    for file in ["mp_rank_00", ".metadata", "common.pt"] {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("iter_0000100").join(file)).unwrap();
+        fs::write(dir.path().join(POINTER), "100").unwrap();
+        let path = resumable(dir.path()).unwrap().unwrap();
+        assert!(message(Manifest::read(&path).unwrap_err()).contains("is a checkpoint of Megatron-LM"));
+    }
 }
 
 #[test]

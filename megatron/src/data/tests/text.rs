@@ -100,6 +100,9 @@ fn a_character_across_the_ends_of_reads_is_whole() {
 fn a_file_named_by_itself_may_have_any_extension() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(scan(write(folder.path(), "x.json", "{}")).unwrap().files().len(), 1);
+    // But for one that is sure to hold something else.
+    let message = scan(write(folder.path(), "x.jsonl", "{\"text\": \"words\"}\n")).map(drop).unwrap_err().to_string();
+    assert!(message.contains("x.jsonl") && message.contains("megatron preprocess"), "{message}");
 }
 
 #[test]

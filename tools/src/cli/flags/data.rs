@@ -10,7 +10,8 @@ use super::choice;
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Data: text and tokens, [data]")]
 pub struct DataFlags {
-    /// Text files, folders of text, or prefixes of indexed datasets (PREFIX.bin, PREFIX.idx); `0.7 A 0.3 B` blends by weights
+    /// Text files, folders of text, or prefixes of indexed datasets (PREFIX.bin, PREFIX.idx; of JSON lines, `preprocess` makes one); `0.7 A 0.3 B` blends
+    /// by weights
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data_path: Vec<String>,
     /// Weights of the training, validation and test data
@@ -47,10 +48,12 @@ pub struct CheckpointFlags {
     /// Steps between checkpoints [default: only at the end]
     #[arg(long, value_name = "N")]
     pub save_interval: Option<u64>,
-    /// Folder to resume from, or one iter_… folder in it; the run starts fresh where there is no checkpoint
+    /// Folder to resume from, or one iter_… folder in it; the run starts fresh where there is no checkpoint. The
+    /// architecture is to be given as it was
     #[arg(long, value_name = "DIR")]
     pub load: Option<PathBuf>,
-    /// Hugging Face folder to start from: the architecture comes from its config.json, the weights from its files
+    /// Hugging Face folder to start from: the architecture comes from its config.json, the weights from its files, and the tokenizer from its
+    /// tokenizer.json, unless another is given; --seq-length is to be given
     #[arg(long, value_name = "HF_DIR")]
     pub init_from_hf: Option<PathBuf>,
 }
