@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::cache::KeyHasher;
 use crate::{Error, Result};
 
-/// Extensions that are taken for text within folders: prose, then code, then settings. A file named by itself may have any but [`NO_TEXT_EXTENSIONS`].
+/// Extensions that are taken for text within folders: prose, then code, then settings. A file named by itself may have any but those of records (JSON lines).
 /// JSON, CSV and logs are left out because they are mostly data, and what a run writes must not become what it reads.
 pub const TEXT_EXTENSIONS: &[&str] = &[
     "txt", "text", "md", "markdown", "rst", "adoc", "org", "tex", //
