@@ -1,10 +1,10 @@
-// Gradients of queries, keys and values of attention at once, for Hopper, heads of 64 columns: scores and their weights are made once, where the two kernels
+// Gradients of queries, keys and values of attention in one pass, for Hopper, heads of 64 columns: scores and their weights are made once, where the two kernels
 // of attention_dkdv_sm90a.cu and attention_dq_sm90a.cu make them twice, so five products stand for seven.
 //
 // Two warpgroups compute as in the former of those, and leave what they make of each tile of queries, its slants, in shared memory. A third one multiplies these
 // with the keys and adds that to sums in memory: those of a tile of queries, in the order of the tiles of keys, so that their bits are always the same. Whoever has the
-// last tile of keys that the queries see finishes the gradients. Waiting for one's turn, and telling the next of it, take as long as computing a tile does, so two
-// warps, or three, do nothing else.
+// last tile of keys that the queries see finishes the gradients. Waiting for one's turn, and telling the next of it, take as long as computing a tile does, so three
+// warps do nothing else.
 #include "between_blocks.cuh"
 #include "gradients_of_keys.cuh"
 
@@ -204,7 +204,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uin
 }
 
 template <class E>
-DEVICE void run_at_once(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
+DEVICE void run_one_pass(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
                         uint32_t *next, uint32_t section, const Rotation &rotation, float4 *sums) {
     DYNAMIC_SHARED(memory);
     const Block shared(memory);
@@ -234,7 +234,7 @@ DEVICE void run_at_once(const Attention &call, const TensorMap *qkv, const Tenso
     KERNEL_BOUNDS(512, 1, attention_backward_sm90a_##DTYPE##_64, const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout,      \
                   const Attention call, const float *lse, const float *delta, uint16_t *dqkv, uint32_t *next, uint32_t section,                      \
                   const Rotation rotation, float4 *sums) {                                                                                           \
-        run_at_once<E>(call, &qkv, &dout, lse, delta, dqkv, next, section, rotation, sums);                                                          \
+        run_one_pass<E>(call, &qkv, &dout, lse, delta, dqkv, next, section, rotation, sums);                                                          \
     }
 KERNEL_OF(bf16, Bf16)
 KERNEL_OF(f16, F16)

@@ -1,4 +1,4 @@
-// Gradients of keys and values for Hopper: what the kernel for these alone (attention_dkdv_sm90a.cu) and the one for all gradients at once
+// Gradients of keys and values for Hopper: what the kernel for these alone (attention_dkdv_sm90a.cu) and the one for all gradients in one pass
 // (attention_backward_sm90a.cu) share, pieces of work, the warp that has tiles copied, and the warpgroups that compute.
 #pragma once
 

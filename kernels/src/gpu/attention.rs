@@ -256,8 +256,8 @@ pub(crate) fn backward(
 
     // Numbers of pieces of work, which the first kernel clears and those for Hopper count, and of turns.
     let on_hopper = hopper::takes(op, &gpu, &prepared, geometry, dtype)?;
-    let at_once = on_hopper && hopper::computes_gradients_at_once(op, geometry)?;
-    let cleared = 2 + if at_once { hopper::turns(geometry) } else { 0 };
+    let one_pass = on_hopper && hopper::takes_one_pass(op, geometry)?;
+    let cleared = 2 + if one_pass { hopper::turns(geometry) } else { 0 };
     let (_next, next) = gpu.output(cleared, DType::U32, op)?;
     let cleared = items(op, cleared)?;
     let rows = s * b * shape.heads();
@@ -278,8 +278,7 @@ pub(crate) fn backward(
         let pointers = [douts, packed, lses, deltas, dpacked, next];
         let rotation = rotation.filter(|rotation| rotation.fits(s, b, shape));
         let turn_back = rotation.map(|rotation| hopper::TurnBack::new(op, &gpu, rotation)).transpose()?.flatten();
-        let backward = if at_once { hopper::backward_at_once } else { hopper::backward };
-        backward(op, &gpu, &prepared, geometry, (dtype, suffix), pointers, turn_back)?;
+        hopper::backward(op, &gpu, &prepared, geometry, (dtype, suffix), pointers, turn_back, one_pass)?;
         return Ok((dqkv, turn_back.is_some()));
     }
     let width = Width::new(shape.head_dim, dtype);

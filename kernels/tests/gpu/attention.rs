@@ -422,7 +422,7 @@ fn kernels_for_every_gpu_agree_too() {
 }
 
 #[test]
-fn kernels_that_compute_all_gradients_at_once_agree_too() {
+fn kernels_of_one_pass_agree_too() {
     with_kernels(
         "one-pass",
         &["attention::", "--skip", "kernels_", "--skip", "tokens_", "--skip", "caches_", "--skip", "samples_"],

@@ -1,6 +1,6 @@
 //! Kernels for Hopper: `cuda/attention_*_sm90a.cu`.
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
 use super::{Kernels, Prepared};
 use crate::attention::Geometry;
@@ -33,8 +33,8 @@ pub(super) fn takes(
         && prepared.call.threshold == 0)
 }
 
-/// Whether gradients, which these kernels compute, come from `cuda/attention_backward_sm90a.cu`.
-pub(super) fn computes_gradients_at_once(op: &'static str, geometry: Geometry) -> Result<bool> {
+/// Whether gradients, which these kernels compute, are computed in one pass.
+pub(super) fn takes_one_pass(op: &'static str, geometry: Geometry) -> Result<bool> {
     Ok(chosen(op)? == Kernels::OnePass && geometry.shape.head_dim == 64)
 }
 
@@ -114,50 +114,56 @@ impl TurnBack {
     }
 }
 
-/// `cuda/attention_backward_sm90a.cu`.
-pub(super) fn backward_at_once(
-    op: &'static str,
-    gpu: &Gpu,
-    prepared: &Prepared,
-    geometry: Geometry,
-    (dtype, suffix): (DType, &str),
-    [douts, packed, lses, deltas, dpacked, next]: [DevicePointer; 6],
-    turn_back: Option<TurnBack>,
-) -> Result<()> {
-    const CONSUMERS: usize = 2;
-    const SLANTS: usize = 4;
-    const TURNS: usize = 4;
-    let turn_back = turn_back.unwrap_or_default();
-    let Geometry { s, b, shape } = geometry;
-    let (d, element) = (shape.head_dim, dtype.size_in_bytes());
-    let tile = ROWS * d;
-    let qkv = boxes(packed, dtype, geometry, shape.groups * (shape.heads_per_group + 2), ROWS).map(op)?;
-    let dout = boxes(douts, dtype, geometry, shape.heads(), ROWS).map(op)?;
-    // Sums of the gradients of queries, of which only tiles that see more than one tile of keys have any.
-    let (_sums, sums) = gpu.output((turns(geometry), tile), DType::F32, op)?;
-    // Queries, gradients of outputs, and the sums, which are twice as long.
-    let bytes = (2 * element + 4) * s * d * shape.heads_per_group;
-    // Three pieces: sums that leave the second-level cache come back.
-    let order = Order::in_sections(op, gpu, s.div_ceil(CONSUMERS * ROWS), shape.groups * b, bytes, 3)?;
-    // Besides what the kernel for keys alone has: slants, rows on their way to memory, and barriers.
-    let barriers = 2 * SLANTS + 3 * TURNS;
-    let shared = backward_shared(CONSUMERS, d, element) + ((2 * SLANTS + 1) * tile * element + 8 * barriers) as u32;
-    let name = format!("attention_backward_sm90a_{suffix}_{d}");
-    // The warpgroups that compute, and the one that multiplies their slants.
-    gpu.launch("attention_backward_sm90a", &name, order.grid, threads_of(CONSUMERS + 1), shared, |args| {
-        // SAFETY: the kernel's structures have these fields and no padding.
-        unsafe { args.structure(&qkv).structure(&dout).structure(&prepared.call) }
-            .ptr(lses)
-            .ptr(deltas)
-            .ptr(dpacked)
-            .ptr(next)
-            .u32(order.section);
-        // SAFETY: the same of this one.
-        unsafe { args.structure(&turn_back) }.ptr(sums);
-    })
+/// A kernel of backward.
+struct Pass {
+    file: &'static str,
+    /// Warpgroups that compute.
+    consumers: usize,
+    order: Order,
+    /// Bytes of a block's shared memory.
+    shared: u32,
+    /// Where gradients of queries are summed, if that is in memory.
+    sums: Option<DevicePointer>,
 }
 
-/// `cuda/attention_dkdv_sm90a.cu` and `cuda/attention_dq_sm90a.cu`.
+impl Pass {
+    /// `cuda/attention_dkdv_sm90a.cu` and `cuda/attention_dq_sm90a.cu`.
+    fn two(op: &'static str, gpu: &Gpu, Geometry { s, b, shape }: Geometry, element: usize) -> Result<Vec<Self>> {
+        let d = shape.head_dim;
+        let of_head = 2 * s * d * element;
+        // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles of queries over the group's keys and values.
+        let kernels = [
+            ("attention_dkdv_sm90a", 2, shape.groups, of_head * shape.heads_per_group),
+            ("attention_dq_sm90a", if d == 64 { 3 } else { 2 }, shape.heads(), of_head / shape.heads_per_group),
+        ];
+        let pass = |(file, consumers, heads, bytes)| {
+            let order = Order::new(op, gpu, s.div_ceil(consumers * ROWS), heads * b, bytes, 4)?;
+            Ok(Self { file, consumers, order, shared: backward_shared(consumers, d, element), sums: None })
+        };
+        kernels.into_iter().map(pass).collect()
+    }
+
+    /// `cuda/attention_backward_sm90a.cu`, with its sums.
+    fn one(op: &'static str, gpu: &Gpu, geometry: Geometry, element: usize) -> Result<(Self, Tensor)> {
+        const SLANTS: usize = 4;
+        const TURNS: usize = 4;
+        // Warpgroups that make slants; another one multiplies them.
+        const OF_KEYS: usize = 2;
+        let Geometry { s, b, shape } = geometry;
+        let (d, tile) = (shape.head_dim, ROWS * shape.head_dim);
+        let (sums, at) = gpu.output((turns(geometry), tile), DType::F32, op)?;
+        // Queries, gradients of outputs, and sums of f32. Smaller sections than elsewhere: sums that leave the second-level cache come back.
+        let bytes = (2 * element + 4) * s * d * shape.heads_per_group;
+        let order = Order::new(op, gpu, s.div_ceil(OF_KEYS * ROWS), shape.groups * b, bytes, 3)?;
+        // Besides what the kernel for keys alone has: slants, rows on their way to memory, and barriers.
+        let more = (2 * SLANTS + 1) * tile * element + (2 * SLANTS + 3 * TURNS) * 8;
+        let shared = backward_shared(OF_KEYS, d, element) + more as u32;
+        let pass = Self { file: "attention_backward_sm90a", consumers: OF_KEYS + 1, order, shared, sums: Some(at) };
+        Ok((pass, sums))
+    }
+}
+
+/// Gradients of queries, keys and values, in one pass or two.
 pub(super) fn backward(
     op: &'static str,
     gpu: &Gpu,
@@ -166,24 +172,22 @@ pub(super) fn backward(
     (dtype, suffix): (DType, &str),
     [douts, packed, lses, deltas, dpacked, next]: [DevicePointer; 6],
     turn_back: Option<TurnBack>,
+    one_pass: bool,
 ) -> Result<()> {
     // Zeros: nothing is turned.
     let turn_back = turn_back.unwrap_or_default();
-    let Geometry { s, b, shape } = geometry;
-    let (d, element) = (shape.head_dim, dtype.size_in_bytes());
-    let parts = shape.groups * (shape.heads_per_group + 2);
-    let qkv = boxes(packed, dtype, geometry, parts, ROWS).map(op)?;
+    let shape = geometry.shape;
+    let element = dtype.size_in_bytes();
+    let qkv = boxes(packed, dtype, geometry, shape.groups * (shape.heads_per_group + 2), ROWS).map(op)?;
     let dout = boxes(douts, dtype, geometry, shape.heads(), ROWS).map(op)?;
-    let of_head = 2 * s * d * element;
-    // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles of queries over the group's keys and values.
-    let kernels = [
-        ("attention_dkdv_sm90a", 2, shape.groups, of_head * shape.heads_per_group),
-        ("attention_dq_sm90a", if d == 64 { 3 } else { 2 }, shape.heads(), of_head / shape.heads_per_group),
-    ];
-    for (file, consumers, heads, bytes) in kernels {
-        let name = format!("{file}_{suffix}_{d}");
-        let order = Order::new(op, gpu, s.div_ceil(consumers * ROWS), heads * b, bytes)?;
-        let shared = backward_shared(consumers, d, element);
+    let (passes, _sums) = if one_pass {
+        let (pass, sums) = Pass::one(op, gpu, geometry, element)?;
+        (vec![pass], Some(sums))
+    } else {
+        (Pass::two(op, gpu, geometry, element)?, None)
+    };
+    for Pass { file, consumers, order, shared, sums } in passes {
+        let name = format!("{file}_{suffix}_{}", shape.head_dim);
         gpu.launch(file, &name, order.grid, threads_of(consumers), shared, |args| {
             // SAFETY: the kernel's structures have these fields and no padding.
             unsafe { args.structure(&qkv).structure(&dout).structure(&prepared.call) }
@@ -194,6 +198,9 @@ pub(super) fn backward(
                 .u32(order.section);
             // SAFETY: the same of this one.
             unsafe { args.structure(&turn_back) };
+            if let Some(sums) = sums {
+                args.ptr(sums);
+            }
         })?;
     }
     Ok(())
@@ -206,13 +213,9 @@ struct Order {
 }
 
 impl Order {
-    /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common.
-    fn new(op: &'static str, gpu: &Gpu, tiles: usize, all: usize, bytes: usize) -> Result<Self> {
-        Self::in_sections(op, gpu, tiles, all, bytes, 4)
-    }
-
-    /// As above, where a section is to have so many pieces of work for each multiprocessor.
-    fn in_sections(op: &'static str, gpu: &Gpu, tiles: usize, all: usize, bytes: usize, pieces: usize) -> Result<Self> {
+    /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common; a section has at least `pieces` of them for each multiprocessor, where
+    /// there are so many.
+    fn new(op: &'static str, gpu: &Gpu, tiles: usize, all: usize, bytes: usize, pieces: usize) -> Result<Self> {
         let properties = gpu.properties()?;
         let blocks = blocks(op, tiles * all, 1)?.min(properties.multiprocessors);
         // What a section reads is to fill half of the second-level cache, and its short tiles are to fill the time of its long ones on all
@@ -240,7 +243,7 @@ pub(super) fn forward(
     let map = boxes(packed, dtype, geometry, parts, block.boxes).map(op)?;
     let queries = block.consumers * ROWS;
     let order =
-        Order::new(op, gpu, s.div_ceil(queries), b * shape.heads(), 2 * s * d * element / shape.heads_per_group)?;
+        Order::new(op, gpu, s.div_ceil(queries), b * shape.heads(), 2 * s * d * element / shape.heads_per_group, 4)?;
     // Tiles of queries and outputs, some of keys and of values, two barriers of the queries and four of each stage, and the number of the piece of work.
     let rows = 2 * queries + 2 * block.stages * KEYS;
     let shared = rows * d * element + (2 + 4 * block.stages) * 8 + 4;

@@ -3,19 +3,15 @@
 use super::*;
 use crate::comm::Backend;
 
+fn member(addresses: Vec<String>) -> Member {
+    let here = || "here".to_string();
+    Member { token: 0, world_size: 2, backend: Backend::Tcp, host: here(), identity: here(), pid: 1, addresses }
+}
+
 /// Two ranks that are connected, and what arrives at each.
 fn pair() -> [(TcpLink, Arc<Inbox>); 2] {
     let listeners = [0, 1].map(|_| Listener::bind(true).unwrap());
-    let member = |listener: &Listener| Member {
-        token: 0,
-        world_size: 2,
-        backend: Backend::Tcp,
-        host: "here".into(),
-        identity: "here".into(),
-        pid: 1,
-        addresses: vec![listener.at("127.0.0.1")],
-    };
-    let members: Vec<Member> = listeners.iter().map(member).collect();
+    let members: Vec<Member> = listeners.iter().map(|listener| member(vec![listener.at("127.0.0.1")])).collect();
     let deadline = Instant::now() + Duration::from_secs(10);
     let connect = |(rank, listener)| {
         let (inbox, options) = (Arc::new(Inbox::new(2)), CommOptions::default());
@@ -98,15 +94,6 @@ fn connections_are_accepted_again_once_the_system_has_what_it_takes() {
 fn a_caller_that_gave_up_is_not_taken_for_one_that_connected() {
     let listener = Listener::bind(true).unwrap();
     let port = listener.address.port();
-    let member = |addresses| Member {
-        token: 0,
-        world_size: 2,
-        backend: Backend::Tcp,
-        host: "here".into(),
-        identity: "here".into(),
-        pid: 1,
-        addresses,
-    };
     let members = [member(vec![listener.at("127.0.0.1")]), member(vec![])];
     // Rank 1 called while rank 0 was held up, and closed before it was answered.
     let mut gone = connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap();
