@@ -151,6 +151,9 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
             Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 },
             Recompute::Full { method: RecomputeMethod::Block, num_layers: 1 },
         ]);
+        if r.chance(15) {
+            config.optimizer.offload_optimizer_nvme_path = Some(std::env::temp_dir());
+        }
         if config.parallel.world_size() <= 12 && config.validate().is_ok() {
             return config;
         }

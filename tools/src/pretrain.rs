@@ -31,7 +31,7 @@ pub fn run(settings: &Gathered) -> Result<u8> {
     match place {
         Some(place) => rank(resolved, &place),
         None if world_size == 1 => {
-            ranks::check_graphs(resolved.distributed.device, &resolved.run)?;
+            ranks::check_features(resolved.distributed.device, &resolved.run)?;
             check_outputs(&resolved.run, 0)?;
             rank(resolved, &RankInfo::alone())
         }
@@ -43,7 +43,7 @@ pub fn run(settings: &Gathered) -> Result<u8> {
 fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     ranks::check_number(&resolved.run.parallel)?;
     ranks::check_device(resolved.distributed.device)?;
-    ranks::check_graphs(resolved.distributed.device, &resolved.run)?;
+    ranks::check_features(resolved.distributed.device, &resolved.run)?;
     check_outputs(&resolved.run, 0)?;
     let description = ranks::with_threads(1, || {
         let description = open_data(&mut resolved)?.description;

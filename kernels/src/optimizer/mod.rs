@@ -7,6 +7,8 @@ mod dither;
 mod place;
 mod run;
 
+use std::ops::Range;
+
 use candle_core::{DType, Tensor};
 
 pub use self::dither::Dither;
@@ -140,6 +142,19 @@ impl Segment {
             return segments.iter().try_for_each(|s| s.dither.check(op));
         }
         Err(Error::shape(op, format!("segments of {total} elements of p, which has shape {:?}", t.dims())))
+    }
+
+    /// Those of the elements `part` of what `segments` are.
+    pub fn of_part(segments: &[Self], part: Range<usize>) -> Vec<Self> {
+        let mut end = 0;
+        let clip = |segment: &Self| {
+            let start = end;
+            end += segment.len;
+            let (first, last) = (start.max(part.start), end.min(part.end));
+            let dither = segment.dither.skip(first.saturating_sub(start));
+            (first < last).then(|| Self { len: last - first, dither, ..*segment })
+        };
+        segments.iter().filter_map(clip).collect()
     }
 
     pub(crate) fn decay(&self, weight_decay: f64) -> f64 {

@@ -210,6 +210,31 @@ fn moments_in_bf16_are_the_same_bits_in_every_cut() {
     }
 }
 
+/// As what is kept in a file comes to a step.
+#[test]
+fn a_step_on_parts_of_segments_is_the_step_on_all_of_them() {
+    let n = 10_000;
+    let rows = Dither { row: 40, column: 3, width: 70, pitch: 100, key: 9 };
+    let segments = [(17, false, Dither::default()), (6_000, true, rows), (n - 6_017, false, Dither::whole(5))]
+        .map(|(len, decays, dither)| Segment { len, decays, dither });
+    let run = |part: usize| {
+        let [p, g, m, v] = ["p", "g", "m", "v"].map(|name| randn(name, &[n]));
+        let t =
+            [cast(&p, DType::F32), cast(&g, DType::F32), cast(&m, DType::BF16), cast(&v.sqr().unwrap(), DType::BF16)];
+        for start in (0..n).step_by(part) {
+            let range = start..n.min(start + part);
+            let [p, g, m, v] = t.each_ref().map(|t| t.narrow(0, range.start, range.len()).unwrap());
+            let segments = Segment::of_part(&segments, range);
+            adamw_segments(&p, None, &g, &m, &v, &AdamW { step: 3, ..ADAM }, None, &segments).unwrap();
+        }
+        t.map(|t| values(&t))
+    };
+    let whole = run(n);
+    for part in [16, 17, 999, 6_017, n - 1] {
+        assert!(run(part) == whole, "parts of {part}");
+    }
+}
+
 #[test]
 fn states_of_other_dtypes_are_refused() {
     let [p, g, m] = [(); 3].map(|()| zeros(4, DType::F32));

@@ -94,14 +94,17 @@ impl fmt::Display for Float {
 }
 
 /// Calls `f` with the bytes of the elements `range` of a shard, in order, in as many calls as it takes: one where they are a tensor in host
-/// memory, bounded parts where they are copied from a device or made of halves.
+/// memory, bounded parts where they are copied from a device or a file or made of halves.
 ///
 /// # Errors
 /// If they cannot be read, or what `f` returns.
 pub(super) fn read_bytes(data: &Elements, range: Range<usize>, mut f: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     const OP: &str = "checkpoint-read";
     let whole = range.len().max(1);
-    let step = if first_tensor(data).device().is_cpu() { whole } else { STAGING_ELEMENTS };
+    let step = match data {
+        Elements::Tensor(tensor) | Elements::Halves { high: tensor, .. } if tensor.device().is_cpu() => whole,
+        _ => STAGING_ELEMENTS,
+    };
     for start in range.clone().step_by(step) {
         let part = start..range.end.min(start + step);
         match data {
@@ -117,6 +120,7 @@ pub(super) fn read_bytes(data: &Elements, range: Range<usize>, mut f: impl FnMut
             Elements::Halves { low: None, .. } => {
                 return Err(Error::config("internal error: half of a tensor's values was to be saved"));
             }
+            Elements::Filed(filed) => f(&filed.read_bytes(&part)?)?,
         }
     }
     Ok(())
@@ -160,7 +164,7 @@ pub(super) fn write_shared(data: &Elements, stored: &[u8], from: Float, pairs: &
     }
     match data {
         Elements::Tensor(data) => {
-            let (to, host) = (float_of(data)?, on_host(data, &hull)?);
+            let (to, host) = (float_of(data.dtype())?, on_host(data, &hull)?);
             kernels::host::with_bytes_mut(&host, OP, |bytes| {
                 for_each_run(pairs, hull.start, |run| copy_run(stored, from, bytes, to, run));
                 Ok(())
@@ -185,6 +189,18 @@ pub(super) fn write_shared(data: &Elements, stored: &[u8], from: Float, pairs: &
             put_back(high, &high_host, hull.start)?;
             let lows = low.as_ref().zip(low_host.as_ref());
             lows.map_or(Ok(()), |(low, host)| put_back(low, host, hull.start))
+        }
+        Elements::Filed(filed) => {
+            let (to, mut done) = (float_of(filed.dtype())?, Ok(()));
+            let mut bytes = Vec::new();
+            for_each_run(pairs, 0, |run| {
+                bytes.resize(run.len * to.size(), 0);
+                copy_run(stored, from, &mut bytes, to, Run { dst: 0, ..run });
+                if done.is_ok() {
+                    done = filed.write_bytes(run.dst, &bytes);
+                }
+            });
+            done
         }
     }
 }
@@ -231,24 +247,14 @@ pub(super) fn copy_run(src: &[u8], from: Float, dst: &mut [u8], to: Float, run: 
     }
 }
 
-/// The stored dtype of a tensor.
+/// The stored dtype of tensors of `dtype`.
 ///
 /// # Errors
-/// If checkpoints do not hold its dtype.
-pub(super) fn float_of(data: &Tensor) -> Result<Float> {
-    Float::of(data.dtype()).ok_or_else(|| {
-        Error::config(format!(
-            "checkpoints hold f32, bf16, f16 and f64, not tensors of dtype {}",
-            data.dtype().as_str()
-        ))
+/// If checkpoints do not hold it.
+fn float_of(dtype: DType) -> Result<Float> {
+    Float::of(dtype).ok_or_else(|| {
+        Error::config(format!("checkpoints hold f32, bf16, f16 and f64, not tensors of dtype {}", dtype.as_str()))
     })
-}
-
-/// A tensor of a shard's data that has as many elements as there are.
-fn first_tensor(data: &Elements) -> &Tensor {
-    match data {
-        Elements::Tensor(tensor) | Elements::Halves { high: tensor, .. } => tensor,
-    }
 }
 
 /// Checks that a shard's pieces lie in its logical tensor and in its data; returns the dtype that the data is stored in.
@@ -257,23 +263,24 @@ fn first_tensor(data: &Elements) -> &Tensor {
 /// Naming the tensor, if they do not, or if its data is not flat and contiguous or of another kind of dtype.
 pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
     let refuse = |message: String| Error::config(format!("{} ({}): {message}", shard.name, shard.kind));
-    let (dtype, low) = match &shard.data {
-        Elements::Tensor(tensor) => (float_of(tensor).map_err(|error| refuse(error.to_string()))?, None),
+    let stored = |dtype| float_of(dtype).map_err(|error| refuse(error.to_string()));
+    let (dtype, elements, tensors) = match &shard.data {
+        Elements::Tensor(tensor) => (stored(tensor.dtype())?, tensor.elem_count(), [Some(tensor), None]),
         Elements::Halves { high, low } => {
             let dtypes = (high.dtype(), low.as_ref().map_or(DType::I16, Tensor::dtype));
             if dtypes != (DType::BF16, DType::I16) {
                 return Err(refuse(format!("halves of values are bf16 and i16, not {dtypes:?}")));
             }
-            (Float::F32, low.as_ref())
+            let elements = low.as_ref().map_or(usize::MAX, Tensor::elem_count).min(high.elem_count());
+            (Float::F32, elements, [Some(high), low.as_ref()])
         }
+        Elements::Filed(filed) => (stored(filed.dtype())?, filed.len(), [None, None]),
     };
-    let first = first_tensor(&shard.data);
-    for tensor in [first].into_iter().chain(low) {
+    for tensor in tensors.into_iter().flatten() {
         if tensor.rank() != 1 || !tensor.is_contiguous() {
             return Err(refuse(format!("a shard's data is flat and contiguous, not of shape {:?}", tensor.dims())));
         }
     }
-    let elements = low.map_or(usize::MAX, Tensor::elem_count).min(first.elem_count());
     for piece in &shard.pieces {
         if let Some(why) = misfit(&shard.global_shape, &piece.offset, &piece.shape, &piece.flat) {
             return Err(refuse(why));

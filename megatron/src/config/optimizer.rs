@@ -1,6 +1,7 @@
 //! `[optimizer]`: the update rule and the learning-rate schedule.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
@@ -94,6 +95,9 @@ pub struct OptimizerConfig {
     /// What the second moment is kept in.
     #[serde(default)]
     pub exp_avg_sq_dtype: MomentDtype,
+    /// Folder on whose disk moments (SGD's momentum) are kept instead of in memory.
+    #[serde(default)]
+    pub offload_optimizer_nvme_path: Option<PathBuf>,
     pub sgd_momentum: f64,
     /// Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     pub clip_grad: f64,

@@ -4,6 +4,7 @@ mod loss_scale;
 mod lr;
 mod optimizer;
 mod ownership;
+mod state;
 
 pub use loss_scale::{LossScaler, LossScalerState};
 pub use lr::LrSchedule;

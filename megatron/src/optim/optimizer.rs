@@ -8,20 +8,12 @@ use kernels::clip::Verdict;
 use kernels::optimizer::{AdamW, Dither, Segment, Sgd, adamw_segments, sgd_segments};
 
 use super::ownership::{speaks_for, written_part};
+use super::state::{BucketState, Kept};
 use crate::Result;
 use crate::comm::{Group, Work};
 use crate::config::{MomentDtype, OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
 use crate::params::{Elements, Param, ParamStore, Piece, Role, ShardRef, StateKind, clip_pieces, overlap};
-
-/// Optimizer state of one bucket, over the range of it that this rank steps.
-struct BucketState {
-    range: Range<usize>,
-    /// Adam's first moment, or SGD's momentum.
-    first: Tensor,
-    /// Adam's second moment.
-    second: Option<Tensor>,
-}
 
 /// An update that is queued. Whether it changes anything the device decides; see [`Optimizer::settle`].
 #[must_use = "the optimizer has to learn whether the update was made"]
@@ -62,7 +54,7 @@ impl Optimizer {
     /// `sharded`: ZeRO-1; `seed`: of what rounds second moments in bf16.
     ///
     /// # Errors
-    /// If the state cannot be allocated.
+    /// If there is no room for the state, or it is to be in a file and the parameters are on a GPU.
     pub fn new(
         config: &OptimizerConfig,
         store: &ParamStore,
@@ -72,17 +64,15 @@ impl Optimizer {
         sharded: bool,
         seed: u64,
     ) -> Result<Self> {
-        let mut states = Vec::new();
-        for bucket in store.buckets() {
-            let range = if sharded { shard(bucket.len, dp.rank(), dp.size()) } else { 0..bucket.len };
-            let (dtype, device) = (bucket.grads.dtype(), bucket.grads.device());
-            let zeros =
-                |kept: MomentDtype| kernels::device::zeros("optimizer state", range.len(), kept.dtype(dtype), device);
-            let first = zeros(config.exp_avg_dtype)?;
-            let is_adam = config.kind == OptimizerKind::Adam;
-            let second = is_adam.then(|| zeros(config.exp_avg_sq_dtype)).transpose()?;
-            states.push(BucketState { first, second, range });
-        }
+        let cut = |len| if sharded { shard(len, dp.rank(), dp.size()) } else { 0..len };
+        let ranges = store.buckets().iter().map(|bucket| cut(bucket.len)).collect();
+        let (device, of) = (&store.options().device, store.options().main_grad_dtype());
+        let is_adam = config.kind == OptimizerKind::Adam;
+        let dtypes = (config.exp_avg_dtype.dtype(of), is_adam.then(|| config.exp_avg_sq_dtype.dtype(of)));
+        let states = match &config.offload_optimizer_nvme_path {
+            None => BucketState::in_memory(ranges, dtypes, device)?,
+            Some(folder) => BucketState::in_file(ranges, dtypes, folder)?,
+        };
         Ok(Self { config: config.clone(), states, tp, dp, pp, sharded, seed, steps: 0 })
     }
 
@@ -96,10 +86,9 @@ impl Optimizer {
         self.steps = steps;
     }
 
-    /// Bytes of optimizer state on this rank.
+    /// Bytes of memory of optimizer state on this rank.
     pub fn bytes(&self) -> usize {
-        let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-        self.states.iter().map(|s| size(&s.first) + s.second.as_ref().map_or(0, size)).sum()
+        self.states.iter().map(BucketState::bytes).sum()
     }
 
     /// The part of a parameter that this rank steps, as a range of its bucket.
@@ -150,12 +139,14 @@ impl Optimizer {
             shares = Self::gathered(&kernels::reduce::sum_in_order(&shares)?, &self.dp)?;
         }
         let verdict = Verdict::of(&shares, self.config.clip_grad, loss_scale)?;
+        // A GPU does all of it, and changes nothing, rather than wait for the verdict.
+        if verdict.known()?.is_some_and(|decided| !decided.applied) {
+            return Ok(Queued(verdict));
+        }
         for bucket in 0..store.buckets().len() {
             self.update(bucket, store, lr, &verdict)?;
         }
-        // A GPU gathers what has not changed rather than wait for the verdict.
-        let left_out = verdict.known()?.is_some_and(|decided| !decided.applied);
-        if self.sharded && !left_out {
+        if self.sharded {
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
                 let mine = bucket.weights.narrow(0, state.range.start, state.range.len())?;
                 self.dp.all_gather(&mine, &bucket.weights)
@@ -213,36 +204,37 @@ impl Optimizer {
         segments
     }
 
-    /// Steps this rank's range of a bucket, in one pass.
+    /// Steps this rank's range of a bucket, in one pass over memory.
     fn update(&self, bucket: usize, store: &ParamStore, lr: f64, verdict: &Verdict) -> Result<()> {
         let (segments, state, bucket) = (self.segments(bucket, store), &self.states[bucket], &store.buckets()[bucket]);
-        let weight = bucket.weights.narrow(0, state.range.start, state.range.len())?;
-        let (stepped, rounded) = match &bucket.master {
-            Some(master) => (&master.narrow(&state.range)?, Some(&weight)),
-            None => (&weight, None),
-        };
-        let grad = bucket.grads.narrow(&state.range)?;
         let weight_decay = self.config.weight_decay;
-        match &state.second {
-            Some(second) => {
-                let hyper = AdamW {
-                    lr,
-                    beta1: self.config.adam_beta1,
-                    beta2: self.config.adam_beta2,
-                    eps: self.config.adam_eps,
-                    weight_decay,
-                    // Every update before has been settled.
-                    step: self.steps + 1,
-                    grad_scale: 1.0,
-                };
-                adamw_segments(stepped, rounded, &grad, &state.first, second, &hyper, Some(verdict), &segments)?;
+        let adam = AdamW {
+            lr,
+            beta1: self.config.adam_beta1,
+            beta2: self.config.adam_beta2,
+            eps: self.config.adam_eps,
+            weight_decay,
+            // Every update before has been settled.
+            step: self.steps + 1,
+            grad_scale: 1.0,
+        };
+        let sgd = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale: 1.0 };
+        state.change(|part, first, second| {
+            let weight = bucket.weights.narrow(0, part.start, part.len())?;
+            let (stepped, rounded) = match &bucket.master {
+                Some(master) => (&master.narrow(part)?, Some(&weight)),
+                None => (&weight, None),
+            };
+            let grad = bucket.grads.narrow(part)?;
+            let segments = Segment::of_part(&segments, part.start - state.range.start..part.end - state.range.start);
+            match second {
+                Some(second) => {
+                    adamw_segments(stepped, rounded, &grad, first, second, &adam, Some(verdict), &segments)?;
+                }
+                None => sgd_segments(stepped, rounded, &grad, first, &sgd, Some(verdict), &segments)?,
             }
-            None => {
-                let hyper = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale: 1.0 };
-                sgd_segments(stepped, rounded, &grad, &state.first, &hyper, Some(verdict), &segments)?;
-            }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// This rank's share of weights and optimizer state as a checkpoint sees them. With `owned`, every logical
@@ -294,8 +286,8 @@ impl Optimizer {
                 }
             }
             let moments = if owned { written() } else { self.part(param) };
-            let part = |tensor: &Tensor, range: &Range<usize>| -> Result<Elements> {
-                Ok(tensor.narrow(0, range.start - state.range.start, range.len())?.into())
+            let part = |kept: &Kept, range: &Range<usize>| {
+                kept.part(&(range.start - state.range.start..range.end - state.range.start))
             };
             let first = if self.config.kind == OptimizerKind::Adam { StateKind::ExpAvg } else { StateKind::Momentum };
             push(first, moments.clone(), &|range| part(&state.first, range))?;

@@ -1,6 +1,7 @@
 //! Parameters: what they are regardless of layout ([`ParamSpec`]), how one rank's share lies in the whole
 //! ([`Piece`]), their first values, and the flat buckets they live in ([`ParamStore`]).
 
+mod filed;
 mod gradients;
 mod init;
 mod piece;
@@ -8,6 +9,7 @@ mod row_sums;
 mod spec;
 mod store;
 
+pub use filed::Filed;
 pub use gradients::GradientBuffer;
 pub use init::initial_values;
 pub use piece::{Elements, ParamShare, Piece, ShardRef, StateKind, clip_pieces};

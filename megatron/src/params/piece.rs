@@ -3,10 +3,11 @@
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use kernels::halves::join_value;
 use serde::{Deserialize, Serialize};
 
+use super::Filed;
 use crate::Result;
 
 /// A contiguous run of local elements that lies, in row-major order, in a box of a logical tensor.
@@ -86,7 +87,7 @@ pub struct ShardRef {
     pub data: Elements,
 }
 
-/// Elements on this rank: tensors of one dimension, contiguous, usually views of flat buffers.
+/// Elements on this rank: tensors of one dimension, contiguous, usually views of flat buffers, or what a file holds.
 #[derive(Clone, Debug)]
 pub enum Elements {
     Tensor(Tensor),
@@ -96,6 +97,7 @@ pub enum Elements {
         high: Tensor,
         low: Option<Tensor>,
     },
+    Filed(Filed),
 }
 
 impl Elements {
@@ -112,6 +114,11 @@ impl Elements {
                 let halves = high.to_vec1()?.into_iter().zip(low.to_vec1()?);
                 Ok(halves.map(|(high, low)| join_value(high, low)).collect())
             }
+            Self::Filed(filed) => {
+                let values = Tensor::zeros(filed.len(), filed.dtype(), &Device::Cpu)?;
+                filed.read(&values)?;
+                Ok(values.to_dtype(DType::F32)?.to_vec1()?)
+            }
         }
     }
 }
@@ -119,6 +126,12 @@ impl Elements {
 impl From<Tensor> for Elements {
     fn from(tensor: Tensor) -> Self {
         Self::Tensor(tensor)
+    }
+}
+
+impl From<Filed> for Elements {
+    fn from(filed: Filed) -> Self {
+        Self::Filed(filed)
     }
 }
 

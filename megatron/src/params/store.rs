@@ -143,6 +143,13 @@ pub struct StoreOptions {
     pub tp_rank: usize,
 }
 
+impl StoreOptions {
+    /// What gradients are summed in: fp32, or f64 of f64 models.
+    pub fn main_grad_dtype(&self) -> DType {
+        if self.dtype == DType::F64 { DType::F64 } else { DType::F32 }
+    }
+}
+
 /// Collects the parameters of the layers of one rank in forward order.
 #[derive(Debug, Default)]
 pub struct ParamsBuilder {
@@ -224,7 +231,7 @@ impl ParamsBuilder {
     /// If the device cannot hold them.
     pub fn build(self, options: &StoreOptions) -> Result<ParamStore> {
         let placement = self.place(options.bucket_size, options.dp, options.tp);
-        let grad_dtype = if options.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let grad_dtype = options.main_grad_dtype();
         let mut buckets = Vec::new();
         for PlacedBucket { params, len, tied } in placement.buckets {
             let held = params.iter().map(|id| &placement.params[id.0]).map(|p| p.offset..p.offset + p.numel);

@@ -85,13 +85,13 @@ pub fn run(args: &StepArgs, origins: BTreeMap<String, String>) -> Result<u8> {
     match place {
         Some(place) => rank(args, resolved, &place),
         None if world_size == 1 => {
-            ranks::check_graphs(resolved.distributed.device, &resolved.run)?;
+            ranks::check_features(resolved.distributed.device, &resolved.run)?;
             rank(args, resolved, &RankInfo::alone())
         }
         None => {
             ranks::check_number(&resolved.run.parallel)?;
             ranks::check_device(resolved.distributed.device)?;
-            ranks::check_graphs(resolved.distributed.device, &resolved.run)?;
+            ranks::check_features(resolved.distributed.device, &resolved.run)?;
             ranks::start(world_size, &resolved.distributed, Some(STOP_LIMIT), None)
         }
     }

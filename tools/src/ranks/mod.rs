@@ -162,12 +162,19 @@ pub fn on_gpus(choice: Choice) -> bool {
     choice != Choice::Cpu && kernels::device::gpus().is_ok_and(|gpus| gpus > 0)
 }
 
-/// Refuses a run that asks for CUDA graphs where there is no GPU, before ranks are started for it.
+/// Refuses a run that asks for what there is on GPUs only, or on CPUs, where it computes on the other, before ranks are started for it.
 ///
 /// # Errors
 /// If it does.
-pub fn check_graphs(choice: Choice, run: &RunConfig) -> Result<()> {
-    if run.training.enable_cuda_graph && !on_gpus(choice) {
+pub fn check_features(choice: Choice, run: &RunConfig) -> Result<()> {
+    let on_gpus = on_gpus(choice);
+    if on_gpus && run.optimizer.offload_optimizer_nvme_path.is_some() {
+        return Err(Error::usage(
+            "--offload-optimizer-nvme-path is there on CPUs, and this run computes on GPUs; leave it out: --exp-avg-dtype bf16 and \
+             --exp-avg-sq-dtype bf16 take half of the moments' memory, --use-distributed-optimizer cuts them over replicas",
+        ));
+    }
+    if run.training.enable_cuda_graph && !on_gpus {
         return Err(Error::usage(
             "--enable-cuda-graph records the work of a GPU, and this run computes on the CPU; leave it out, or compute on a GPU: \
              --device cuda in a program built with --features cuda (docs/gpu.md)",

@@ -190,6 +190,8 @@ fn outputs_that_cannot_be_written() {
         ("--metrics=folder", "folder"),
         ("--metrics=/proc/none/metrics.jsonl", "/proc/none"),
         ("--cache-dir=text.txt", "text.txt"),
+        ("--offload-optimizer-nvme-path=text.txt", "text.txt"),
+        ("--offload-optimizer-nvme-path=/proc/none", "/proc/none"),
     ] {
         both_refuse(&site, &[flag], &["cannot ", name]);
     }

@@ -1,5 +1,7 @@
 //! `[optimizer]`: the update rule and the learning-rate schedule.
 
+use std::path::PathBuf;
+
 use clap::Args;
 use megatron::config::{DecayStyle, MomentDtype, OptimizerKind, WsdDecayStyle};
 
@@ -68,7 +70,7 @@ pub struct OptimizerFlags {
     pub clip_grad: f64,
 }
 
-/// How the moments of Adam are kept.
+/// How the state of the optimizer is kept.
 #[derive(Args, Clone, Debug)]
 pub struct MomentFlags {
     /// What Adam's first moment is kept in; bf16 takes half of the memory
@@ -77,4 +79,7 @@ pub struct MomentFlags {
     /// What Adam's second moment is kept in; bf16 takes half of the memory, and is rounded stochastically
     #[arg(long, value_name = "DTYPE", default_value = "fp32", value_parser = choice::<MomentDtype>(&["fp32", "bf16"]))]
     pub exp_avg_sq_dtype: MomentDtype,
+    /// Keep Adam's moments (SGD's momentum) in nameless files on the disk of this folder, not in memory (on CPUs; as DeepSpeed's offload to NVMe)
+    #[arg(long, value_name = "DIR")]
+    pub offload_optimizer_nvme_path: Option<PathBuf>,
 }

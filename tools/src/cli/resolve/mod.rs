@@ -316,6 +316,7 @@ impl Resolver<'_> {
             adam_eps: o.adam_eps,
             exp_avg_dtype: o.moments.exp_avg_dtype,
             exp_avg_sq_dtype: o.moments.exp_avg_sq_dtype,
+            offload_optimizer_nvme_path: o.moments.offload_optimizer_nvme_path.clone(),
             sgd_momentum: o.sgd_momentum,
             clip_grad: o.clip_grad,
         })
