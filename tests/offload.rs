@@ -63,6 +63,10 @@ fn either_run_resumes_the_other_bitwise() {
             let resumed = train_from(&to, Some(&path), rest).unwrap();
             assert_eq!(resumed.losses, uninterrupted.losses[4..]);
             assert!(resumed.last == uninterrupted.last, "final state");
+            let stored = train_from(&from, Some(&path), 0).unwrap().last;
+            // Of another layout, whose shards come in several parts.
+            let alone = layout(to, 1, 1, 1);
+            assert!(train_from(&alone, Some(&path), 0).unwrap().last == stored, "what is loaded alone");
         }
     }
 }
