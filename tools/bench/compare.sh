@@ -12,6 +12,7 @@
 #   THREADS   threads of a run of one rank                           [cores]
 #   RANKS     ranks of the second comparison, 0: none                [2]
 #   LAYOUTS   how they work together here: dp, tp (with sp), pp; the peer is data parallel on the same global batch  [dp tp pp]
+#   FLAGS     more flags of steps here, e.g. --offload-optimizer-nvme-path target/offload
 #   COMPILE   1: also run torch.compile there (needs a C++ compiler); the faster one is the peer
 #   PYTHON    a Python that has torch; without it a virtual environment is made in target/bench-venv
 #   TORCH     what is installed there                                [torch numpy]
@@ -76,7 +77,8 @@ for preset in $presets; do for dtype in $dtypes; do
     for _ in $(seq "$rounds"); do
         key="$preset|$dtype|1 × $threads"
         peer=("$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --dtype "$dtype" --steps "$steps" --micro-batch-size "$micro")
-        ours=("$megatron" bench step --preset "$preset" "${precision[@]}" --steps "$steps")
+        # shellcheck disable=SC2206  # several flags
+        ours=("$megatron" bench step --preset "$preset" "${precision[@]}" --steps "$steps" ${FLAGS:-})
         measure "$key" eager "${peer[@]}" --threads "$threads"
         [ "${COMPILE:-0}" = 0 ] || measure "$key" compiled "${peer[@]}" --threads "$threads" --compile 1
         measure "$key" ours "${ours[@]}" --threads "$threads"
