@@ -28,12 +28,12 @@ pub fn run(launch: &LaunchArgs) -> Result<u8> {
         local_ranks: launch.nproc_per_node as usize,
         nodes: launch.nnodes as usize,
         node_rank: launch.node_rank as usize,
-        master: (launch.master_addr.clone(), port),
+        master: (launch.master_addr.clone().unwrap_or_else(|| "127.0.0.1".to_string()), port),
         serves_store: false,
         style: Style::Command,
         // Long enough for ranks that end of the same cause to say so.
         self_end: Duration::from_secs(1),
-        stop_limit: Some(Duration::from_secs(30)),
+        stop_limit: Some(Duration::from_secs(launch.grace_period.into())),
         advice: None,
         shares_gpus: crate::ranks::share_gpus(launch.nproc_per_node as usize, kernels::device::Choice::Auto),
     })

@@ -5,9 +5,14 @@
 
 use std::fs::{self, File, TryLockError};
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::comm::Group;
 use crate::{Error, Result};
+
+/// How long a file that one machine made may be unseen on another one.
+const MOST_DELAY: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
 /// The right to save into a folder, held until dropped. Rank 0 has the lock for all ranks.
 #[derive(Debug)]
@@ -15,19 +20,64 @@ pub struct Claim {
     _lock: Option<File>,
 }
 
-/// Claims `dir`, which is created if need be, for the run of `world`. Collective over `world`.
+/// Claims `dir`, which is created if need be, for the run of `world`, and sees to it that it is one folder for all ranks, which else the first save would
+/// find out. Collective over `world`.
 ///
 /// Where a file system knows no locks of folders (some network file systems), the claim is granted unseen.
 ///
 /// # Errors
-/// On every rank, if another run holds `dir`, or rank 0 cannot create or open it.
+/// On every rank, if another run holds `dir`, rank 0 cannot create it or write into it, or a rank does not see what rank 0 wrote.
 pub fn claim(dir: &Path, world: &Group) -> Result<Claim> {
     let mine = if world.rank() == 0 { lock(dir) } else { Ok(None) };
-    let refusal = mine.as_ref().err().map_or("", String::as_str);
-    let refusals = world.all_gather_bytes(refusal.as_bytes())?;
+    agree(dir, world, mine.as_ref().err())?;
+    let claim = Claim { _lock: mine.ok().flatten() };
+    if world.size() > 1 {
+        see_together(dir, world)?;
+    }
+    Ok(claim)
+}
+
+/// # Errors
+/// On every rank, if one does not see what rank 0 writes into `dir`.
+fn see_together(dir: &Path, world: &Group) -> Result<()> {
+    let mark = if world.rank() == 0 {
+        let mark = tempfile::Builder::new().prefix(".seen-by-all-ranks-").tempfile_in(dir);
+        mark.map(Some).map_err(|error| format!("cannot be written into: {error}"))
+    } else {
+        Ok(None)
+    };
+    agree(dir, world, mark.as_ref().err())?;
+    // Removed when this function ends: on rank 0 after all have looked.
+    let mark = mark.ok().flatten();
+    let name = mark.as_ref().and_then(|mark| mark.path().file_name()).unwrap_or_default();
+    let names = world.all_gather_bytes(name.as_encoded_bytes())?;
+    let is_seen = names.first().is_some_and(|name| appears(&dir.join(&*String::from_utf8_lossy(name))));
+    let refusal = format!(
+        "is not one folder for all ranks: rank {} does not see there what rank 0 writes; name one that all machines share",
+        world.rank()
+    );
+    agree(dir, world, (!is_seen).then_some(&refusal))
+}
+
+/// Whether a file is there, or soon is: network file systems may tell of it late.
+fn appears(path: &Path) -> bool {
+    let start = Instant::now();
+    while !path.exists() {
+        if start.elapsed() > MOST_DELAY {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+    true
+}
+
+/// # Errors
+/// On every rank, the first refusal of a rank, if there is one.
+fn agree(dir: &Path, world: &Group, refusal: Option<&String>) -> Result<()> {
+    let refusals = world.all_gather_bytes(refusal.map_or(&[], |refusal| refusal.as_bytes()))?;
     match refusals.iter().find(|refusal| !refusal.is_empty()) {
         Some(refusal) => Err(Error::checkpoint(dir, String::from_utf8_lossy(refusal))),
-        None => Ok(Claim { _lock: mine.ok().flatten() }),
+        None => Ok(()),
     }
 }
 
@@ -51,5 +101,39 @@ fn lock(dir: &Path) -> std::result::Result<Option<File>, String> {
                 .into())
         }
         Err(TryLockError::Error(_)) => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::threads;
+
+    /// Ranks claim a folder each, or all the same.
+    fn claims(dirs: &[&Path]) -> Vec<Result<Claim>> {
+        let world = threads::world(dirs.len());
+        thread::scope(|scope| {
+            let ranks: Vec<_> =
+                world.iter().zip(dirs).map(|(rank, dir)| scope.spawn(move || claim(dir, rank))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn a_folder_that_all_ranks_share_is_claimed_and_nothing_is_left_in_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("saved");
+        assert!(claims(&[&dir, &dir, &dir]).iter().all(Result::is_ok));
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn folders_of_the_same_name_on_several_machines_are_told_apart_on_every_rank() {
+        let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        for refused in claims(&[here.path(), here.path(), there.path()]) {
+            let message = refused.unwrap_err().to_string();
+            assert!(message.contains("is not one folder for all ranks: rank 2 does not see"), "{message}");
+        }
+        assert_eq!(fs::read_dir(here.path()).unwrap().count(), 0);
     }
 }

@@ -103,14 +103,14 @@ pub(super) struct CacheLock {
 impl CacheLock {
     /// Creates the folder if need be and waits for its lock. What a killed builder left is removed.
     pub fn acquire(folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder).map_err(|error| Error::io("create the cache folder", folder, error))?;
+        fs::create_dir_all(folder).map_err(|error| unusable(folder, &error))?;
         let path = folder.join(".lock");
         let file = OpenOptions::new()
             .create(true)
             .truncate(false)
             .write(true)
             .open(&path)
-            .map_err(|error| Error::io("open", &path, error))?;
+            .map_err(|error| unusable(folder, &error))?;
         // Where a file system knows no locks, several processes may do the same work; renames keep the result whole.
         let locked = match file.lock() {
             Ok(()) => true,
@@ -122,6 +122,11 @@ impl CacheLock {
         }
         Ok(Self { _file: file })
     }
+}
+
+fn unusable(folder: &Path, error: &std::io::Error) -> Error {
+    let message = format!("cannot be the cache's folder: {error}; name one that can be written into (cache_dir)");
+    Error::data(folder, message)
 }
 
 fn no_locks(error: &std::io::Error) -> bool {
@@ -136,6 +141,9 @@ pub(super) fn open_or_build<T>(
     open: impl Fn() -> Result<Option<T>>,
     build: impl FnOnce() -> Result<()>,
 ) -> Result<T> {
+    if fs::metadata(folder).is_ok_and(|there| !there.is_dir()) {
+        return Err(unusable(folder, &ErrorKind::NotADirectory.into()));
+    }
     if let Some(found) = open()? {
         return Ok(found);
     }

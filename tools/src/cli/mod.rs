@@ -4,6 +4,7 @@ mod convert;
 pub mod flags;
 mod layout;
 mod nearest;
+mod other_names;
 mod resolve;
 pub mod run_file;
 
@@ -83,8 +84,8 @@ pub struct PretrainArgs {
 ///
 /// Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, prefixes every line of output with
 /// the rank, forwards SIGINT, SIGTERM and SIGHUP as SIGTERM, and stops all ranks of this machine when one fails. Its exit code is that of the first rank
-/// that failed, or 128 + the signal that killed it. Ranks that are asked to stop have 30 s to save; those that take longer are killed, which the exit code
-/// 137 tells.
+/// that failed, or 128 + the signal that killed it. Ranks that are asked to stop have 30 s to save (--grace-period); those that take longer are killed,
+/// which the exit code 137 tells.
 #[derive(Args, Clone, Debug)]
 pub struct LaunchArgs {
     /// Ranks on this machine
@@ -96,12 +97,15 @@ pub struct LaunchArgs {
     /// Which of the machines this is, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub node_rank: u32,
-    /// Where rank 0 runs, as the other machines reach it
-    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
-    pub master_addr: String,
+    /// Where rank 0 runs, as the other machines reach it [default: 127.0.0.1 on one machine]
+    #[arg(long, value_name = "HOST")]
+    pub master_addr: Option<String>,
     /// Port where ranks meet [default: a free one on one machine, 29500 on several]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub master_port: Option<u16>,
+    /// Seconds that ranks have to save when they are asked to stop, before they are killed
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    pub grace_period: u32,
     /// The command, after `--`
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub command: Vec<OsString>,
@@ -167,7 +171,10 @@ fn command() -> clap::Command {
 /// # Errors
 /// [`Stop`] if there is something to print instead of something to do.
 pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
-    let matches = command().try_get_matches_from(words)?;
+    let matches = command().try_get_matches_from(words).map_err(|error| {
+        // Other commands have few flags, which nobody brings from elsewhere.
+        if words.get(1).is_some_and(|word| word == "pretrain") { other_names::explain(error) } else { error }
+    })?;
     let (cli, typed) = (Cli::from_arg_matches(&matches)?, matches.subcommand_matches("pretrain"));
     match (cli.command, typed) {
         (Command::Reshard(args), _) => {
@@ -210,6 +217,12 @@ fn check_launch(launch: &LaunchArgs) -> Result<()> {
         return Err(Error::usage(format!(
             "--node-rank {} must be below --nnodes {}; machines are counted from 0",
             launch.node_rank, launch.nnodes
+        )));
+    }
+    if launch.nnodes > 1 && launch.master_addr.is_none() {
+        return Err(Error::usage(format!(
+            "--nnodes {} needs --master-addr: the machine of --node-rank 0, by a name or address at which the others reach it",
+            launch.nnodes
         )));
     }
     Ok(())

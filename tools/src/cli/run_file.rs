@@ -11,6 +11,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::flags::{has_type, sections};
 use super::nearest::nearest;
+use super::other_names::instead_of;
 use crate::error::{Error, Result};
 
 /// One key of a run file.
@@ -118,6 +119,9 @@ fn setting(
     let Some(arg) = args.iter().find(|a| a.get_id() == id.as_str()) else {
         if let Some((owner, _)) = owner_of(sections, &id) {
             return Err(format!("`{key}` belongs under [{owner}], not under [{section}]"));
+        }
+        if let Some(instead) = instead_of(key) {
+            return Err(format!("unknown key `{key}` under [{section}]; {instead} (docs/migrating.md)"));
         }
         let hint = match nearest_key(sections, key) {
             Some((known, owner)) if owner == *section => format!("; did you mean `{known}`?"),

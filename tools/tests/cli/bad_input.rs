@@ -181,6 +181,20 @@ fn a_tokenizer_that_is_broken_or_does_not_fit_the_data() {
 }
 
 #[test]
+fn flags_of_other_programs_are_told_what_to_use_instead() {
+    for (flag, instead) in [
+        ("--use-flash-attn", "tip: leave it out: it is so here"),
+        ("--data-cache-path=x", "tip: use --cache-dir"),
+        ("--deepspeed", "tip: DeepSpeed's settings have flags here"),
+    ] {
+        let output = megatron().args(["pretrain", flag]).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{flag}");
+        let text = stderr(&output);
+        assert!(text.contains(instead) && !text.contains("as a value"), "{flag}: {text}");
+    }
+}
+
+#[test]
 fn outputs_that_cannot_be_written() {
     let site = Site::new();
     fs::create_dir(site.path("folder")).unwrap();
@@ -189,7 +203,8 @@ fn outputs_that_cannot_be_written() {
         ("--save=/proc/none", "/proc/none"),
         ("--metrics=folder", "folder"),
         ("--metrics=/proc/none/metrics.jsonl", "/proc/none"),
-        ("--cache-dir=text.txt", "text.txt"),
+        ("--cache-dir=text.txt", "(cache_dir)"),
+        ("--cache-dir=/proc/none", "(cache_dir)"),
         ("--offload-optimizer-nvme-path=text.txt", "text.txt"),
         ("--offload-optimizer-nvme-path=/proc/none", "/proc/none"),
     ] {

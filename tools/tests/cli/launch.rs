@@ -37,6 +37,13 @@ fn all_ranks_of_one_machine_meet_at_one_port() {
 }
 
 #[test]
+fn several_machines_need_to_know_where_they_meet() {
+    let output = megatron().args(["launch", "--nnodes=2", "--", "true"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("--nnodes 2 needs --master-addr"), "{}", stderr(&output));
+}
+
+#[test]
 fn threads_of_the_user_are_kept() {
     let output = shells(1, "echo $RAYON_NUM_THREADS").env("RAYON_NUM_THREADS", "17").output().unwrap();
     assert_eq!(stdout(&output), "[0]: 17\n");
@@ -222,7 +229,6 @@ fn nothing_is_lost_on_someone_who_reads_late() {
     }
 }
 
-/// Half a minute.
 #[test]
 fn ranks_that_do_not_stop_in_time_are_killed_and_named() {
     let folder = tempfile::tempdir().unwrap();
@@ -230,12 +236,14 @@ fn ranks_that_do_not_stop_in_time_are_killed_and_named() {
         "[ $RANK = 1 ] && trap '' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
         folder.path().display()
     );
-    let child = shells(2, &script).stderr(Stdio::piped()).spawn().unwrap();
+    let mut launch = megatron();
+    launch.args(["launch", "--nproc-per-node=2", "--grace-period=2", "--", "sh", "-c", &script]);
+    let child = launch.stderr(Stdio::piped()).spawn().unwrap();
     pids(folder.path(), 2);
     kill(child.id(), "TERM");
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(137));
-    assert!(stderr(&output).contains("error: rank 1 did not stop within 30 s"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("error: rank 1 did not stop within 2 s"), "{}", stderr(&output));
 }
 
 #[test]

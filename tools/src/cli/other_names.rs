@@ -1,0 +1,116 @@
+//! Flags of Megatron-LM's and DeepSpeed's that have another name here, need none, or have nothing here that does the same: what to do instead.
+
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+/// Names without dashes, and what is to be done. docs/migrating.md tells the same.
+const OTHER_NAMES: [(&[&str], &str); 17] = [
+    (
+        &["tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"],
+        "use --tokenizer FILE, a Hugging Face tokenizer.json (no SentencePiece .model), byte, or train:VOCAB",
+    ),
+    (&["data-cache-path"], "use --cache-dir"),
+    (&["train-data-path", "valid-data-path", "test-data-path"], "use --data-path and --split"),
+    (&["ddp-bucket-size"], "use --bucket-size"),
+    (&["recompute-activations", "checkpoint-activations"], "use --recompute-granularity selective"),
+    (&["use-rotary-position-embeddings"], "use --position-embedding-type rope"),
+    (&["cuda-graph-impl", "external-cuda-graph"], "use --enable-cuda-graph"),
+    (&["no-data-sharding"], "use --dataloader-type cyclic"),
+    (&["optimizer-cpu-offload"], "use --offload-optimizer-nvme-path DIR, which keeps moments in files (on CPUs)"),
+    (
+        &["use-checkpoint-args"],
+        "use the run file that the checkpoint was made with; `megatron inspect` shows the checkpoint's settings",
+    ),
+    (&["tensorboard-dir", "wandb-project", "wandb-exp-name"], "use --metrics FILE, which gets JSON lines"),
+    (
+        &[
+            "use-flash-attn",
+            "transformer-impl",
+            "use-mcore-models",
+            "accumulate-allreduce-grads-in-fp32",
+            "ckpt-format",
+            "num-workers",
+            "log-throughput",
+            "calculate-per-token-loss",
+            "use-legacy-models",
+            "attention-softmax-in-fp32",
+        ],
+        "leave it out: it is so here, or there is no choice",
+    ),
+    (
+        &["deepspeed", "deepspeed-config", "zero-stage"],
+        "DeepSpeed's settings have flags here, --use-distributed-optimizer for ZeRO-1",
+    ),
+    (&["num-experts", "expert-model-parallel-size", "moe-router-topk"], "mixtures of experts are not there"),
+    (&["fp8-format", "fp8-recipe"], "FP8 is not there; use --bf16"),
+    (&["rampup-batch-size"], "batches that grow are not there; use --global-batch-size"),
+    (
+        &["async-save", "finetune", "no-load-optim", "no-load-rng", "no-save-optim"],
+        "this is not there; to start from weights alone use --init-from-hf",
+    ),
+];
+
+/// What to do instead of a flag, or key of a run file, that is not there.
+pub fn instead_of(name: &str) -> Option<&'static str> {
+    let name = name.trim_start_matches('-').replace('_', "-");
+    let name = name.split('=').next().unwrap_or_default();
+    if name.starts_with("no-") && name.ends_with("-fusion") {
+        return Some("leave it out: kernels are fused where they can be");
+    }
+    OTHER_NAMES.iter().find(|(names, _)| names.contains(&name)).map(|(_, instead)| *instead)
+}
+
+/// `error` with what to do instead, where it is about such a flag.
+pub fn explain(mut error: clap::Error) -> clap::Error {
+    let unknown = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(name)) if error.kind() == ErrorKind::UnknownArgument => name,
+        _ => return error,
+    };
+    let Some(instead) = instead_of(unknown) else { return error };
+    let tip = StyledStr::from(format!("{instead} (docs/migrating.md)"));
+    for misleading in [ContextKind::SuggestedArg, ContextKind::SuggestedValue, ContextKind::TrailingArg] {
+        error.remove(misleading);
+    }
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::flags::sections;
+
+    #[test]
+    fn no_flag_of_ours_is_among_them() {
+        for (_, args) in sections() {
+            for arg in args {
+                let name = arg.get_id().as_str();
+                assert_eq!(instead_of(name), None, "{name}");
+            }
+        }
+    }
+
+    /// In docs/migrating.md's first column; `--no-…-fusion` and values aside.
+    #[test]
+    fn the_documentation_has_no_others() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/migrating.md");
+        let text = std::fs::read_to_string(path).unwrap();
+        let table = text.split("## ").find(|part| part.starts_with("Flags of other names")).unwrap();
+        let flags = table.lines().filter(|line| line.starts_with("| `--")).flat_map(|line| {
+            let names = line.split('|').nth(1).unwrap().split('`').skip(1).step_by(2);
+            names.filter(|name| !name.contains(['…', ' '])).map(str::to_string).collect::<Vec<_>>()
+        });
+        let flags: Vec<String> = flags.collect();
+        assert!(flags.len() > 15, "{flags:?}");
+        for flag in flags {
+            assert!(instead_of(&flag).is_some(), "{flag}");
+        }
+    }
+
+    #[test]
+    fn underscores_and_values_are_no_matter() {
+        assert!(instead_of("--use_flash_attn").is_some() && instead_of("--num-experts=8").is_some());
+        assert!(instead_of("no-masked-softmax-fusion").is_some());
+        assert_eq!(instead_of("--banana"), None);
+    }
+}
