@@ -10,7 +10,7 @@ use std::sync::Arc;
 use candle_core::Device;
 use kernels::gpu::emulated::{Counts, Order, run, take_counts};
 use kernels::trace::Recorder;
-use megatron::config::{Precision, RunConfig};
+use megatron::config::{MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig};
 use megatron::data::SampleSource;
 use megatron::train::Sources;
 use system_tests::draw::{Random, data, difference, model, seeds};
@@ -118,6 +118,27 @@ fn runs_drawn_at_random() {
 }
 
 /// Ranks whose tensors go through the host, as GPUs' do without NCCL.
+/// More than a part of it at a time, and several buckets of which each ends with a part of its own.
+#[test]
+fn state_that_is_elsewhere_between_steps_changes_no_bit() {
+    for (precision, kind, moments) in [
+        (Precision::Fp32, OptimizerKind::Adam, MomentDtype::Fp32),
+        (Precision::Bf16, OptimizerKind::Adam, MomentDtype::Bf16),
+        (Precision::Fp32, OptimizerKind::Sgd, MomentDtype::Fp32),
+    ] {
+        let mut plain = config(Style::Gpt2, 0.0, precision);
+        plain.parallel.bucket_size = 50_000;
+        let o = &mut plain.optimizer;
+        (o.kind, o.exp_avg_dtype, o.exp_avg_sq_dtype) = (kind, moments, moments);
+        let kept = train(&plain, Some(Order::Forward));
+        for offload in [OptimizerOffload::Cpu, OptimizerOffload::Nvme(std::env::temp_dir())] {
+            let mut config = plain.clone();
+            config.optimizer.offload = offload.clone();
+            assert_eq!(train(&config, Some(Order::Forward)), kept, "{precision} {kind:?} {offload:?}");
+        }
+    }
+}
+
 #[test]
 fn ranks_that_exchange_tensors_by_the_host_follow_one() {
     let mut one = config(Style::Llama, 0.0, Precision::Fp32);

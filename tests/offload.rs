@@ -2,14 +2,16 @@
 
 use std::env::temp_dir;
 
-use megatron::config::{DynamicLossScale, LossScaling, MomentDtype, OptimizerKind, Precision, RunConfig};
+use megatron::config::{
+    DynamicLossScale, LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig,
+};
 use system_tests::{Style, layout, save_after, tiny, train, train_from};
 
 const STEPS: usize = 8;
 
 fn offloaded(mut config: RunConfig) -> RunConfig {
     // Of files without names there is nothing to clean up.
-    config.optimizer.offload_optimizer_nvme_path = Some(temp_dir());
+    config.optimizer.offload = OptimizerOffload::Nvme(temp_dir());
     config
 }
 

@@ -14,7 +14,7 @@ mod validate;
 
 pub use data::{CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig};
 pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
-pub use optimizer::{DecayStyle, MomentDtype, OptimizerConfig, OptimizerKind, WsdDecayStyle};
+pub use optimizer::{DecayStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload, WsdDecayStyle};
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use precision::{DynamicLossScale, LossScaling, Precision};
 pub use sources::Sources;

@@ -68,6 +68,19 @@ impl fmt::Display for MomentDtype {
     }
 }
 
+/// Where the state of the optimizer is kept between steps.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerOffload {
+    /// In the memory of the parameters' device.
+    #[default]
+    None,
+    /// In the host's memory, of parameters on a GPU.
+    Cpu,
+    /// In files without names on the disk of this folder.
+    Nvme(PathBuf),
+}
+
 /// The optimizer of a run. Schedule lengths are in samples, so that they do not depend on the batch size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerConfig {
@@ -95,9 +108,9 @@ pub struct OptimizerConfig {
     /// What the second moment is kept in.
     #[serde(default)]
     pub exp_avg_sq_dtype: MomentDtype,
-    /// Folder on whose disk moments (SGD's momentum) are kept instead of in memory.
+    /// Where moments (SGD's momentum) are kept.
     #[serde(default)]
-    pub offload_optimizer_nvme_path: Option<PathBuf>,
+    pub offload: OptimizerOffload,
     pub sgd_momentum: f64,
     /// Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     pub clip_grad: f64,

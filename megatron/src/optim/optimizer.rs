@@ -54,7 +54,7 @@ impl Optimizer {
     /// `sharded`: ZeRO-1; `seed`: of what rounds second moments in bf16.
     ///
     /// # Errors
-    /// If there is no room for the state, or it is to be in a file and the parameters are on a GPU.
+    /// If there is no room for the state, or it is to be moved to the host's memory and is there.
     pub fn new(
         config: &OptimizerConfig,
         store: &ParamStore,
@@ -69,10 +69,7 @@ impl Optimizer {
         let (device, of) = (&store.options().device, store.options().main_grad_dtype());
         let is_adam = config.kind == OptimizerKind::Adam;
         let dtypes = (config.exp_avg_dtype.dtype(of), is_adam.then(|| config.exp_avg_sq_dtype.dtype(of)));
-        let states = match &config.offload_optimizer_nvme_path {
-            None => BucketState::in_memory(ranges, dtypes, device)?,
-            Some(folder) => BucketState::in_file(ranges, dtypes, folder)?,
-        };
+        let states = BucketState::zeros(ranges, dtypes, &config.offload, device)?;
         Ok(Self { config: config.clone(), states, tp, dp, pp, sharded, seed, steps: 0 })
     }
 
@@ -86,7 +83,7 @@ impl Optimizer {
         self.steps = steps;
     }
 
-    /// Bytes of memory of optimizer state on this rank.
+    /// Bytes of optimizer state on this rank's device.
     pub fn bytes(&self) -> usize {
         self.states.iter().map(BucketState::bytes).sum()
     }
@@ -219,7 +216,7 @@ impl Optimizer {
             grad_scale: 1.0,
         };
         let sgd = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale: 1.0 };
-        state.change(|part, first, second| {
+        state.change(&store.options().device, &mut |part, kept| {
             let weight = bucket.weights.narrow(0, part.start, part.len())?;
             let (stepped, rounded) = match &bucket.master {
                 Some(master) => (&master.narrow(part)?, Some(&weight)),
@@ -227,13 +224,11 @@ impl Optimizer {
             };
             let grad = bucket.grads.narrow(part)?;
             let segments = Segment::of_part(&segments, part.start - state.range.start..part.end - state.range.start);
-            match second {
-                Some(second) => {
-                    adamw_segments(stepped, rounded, &grad, first, second, &adam, Some(verdict), &segments)?;
-                }
-                None => sgd_segments(stepped, rounded, &grad, first, &sgd, Some(verdict), &segments)?,
-            }
-            Ok(())
+            let verdict = Some(verdict);
+            Ok(match kept.get(1) {
+                Some(second) => adamw_segments(stepped, rounded, &grad, &kept[0], second, &adam, verdict, &segments),
+                None => sgd_segments(stepped, rounded, &grad, &kept[0], &sgd, verdict, &segments),
+            }?)
         })
     }
 

@@ -1,17 +1,28 @@
-//! What an optimizer keeps of every element that it steps: in memory, or in a file, from which it comes a part at a time while a step is made.
+//! What an optimizer keeps of every element that it steps: where the parameters are, or in the host's memory or a file, from which it comes a part at a time
+//! while a step is made (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
 
+use std::collections::VecDeque;
 use std::ops::Range;
-use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
+use kernels::transfer::{Mark, fetch, mark, put, room};
+use rayon::iter::{IndexedParallelIterator, ParallelIterator};
+use rayon::slice::{ParallelSlice, ParallelSliceMut};
 
-use crate::Result;
+use crate::config::OptimizerOffload;
 use crate::params::{Elements, Filed};
+use crate::{Error, Result};
 
-/// Elements that come from a file at a time: with both moments in f32 2 MiB, which stay in caches until they are written back.
+/// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches until they are written back.
 const PART: usize = if cfg!(test) { 1 << 10 } else { 1 << 19 };
+/// Elements that go to a GPU at a time.
+const PART_ON_GPU: usize = if cfg!(any(test, feature = "emulated")) { 1 << 12 } else { 1 << 22 };
+/// Parts on a GPU at a time: one comes while the one before is stepped, or goes.
+const LANES: usize = 2;
 /// Parts ahead of the one at hand that the system is asked to read.
 const PARTS_AHEAD: usize = 16;
+/// Bytes that a thread copies at a time.
+const BLOCK: usize = 256 << 10;
 
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 pub(super) struct BucketState {
@@ -24,86 +35,166 @@ pub(super) struct BucketState {
 
 /// One value of each element of the range.
 pub(super) enum Kept {
-    Memory(Tensor),
+    /// Where the parameters are.
+    Here(Tensor),
+    Away(Away),
+}
+
+/// Values that come to the parameters' device a part at a time.
+pub(super) enum Away {
+    Host(Tensor),
     File(Filed),
 }
 
 /// The first moment's dtype, or the momentum's, and the second moment's.
 pub(super) type Dtypes = (DType, Option<DType>);
 
-impl BucketState {
-    /// Zeros on `device`, for each of `ranges`.
-    ///
-    /// # Errors
-    /// If there is no memory.
-    pub fn in_memory(ranges: Vec<Range<usize>>, (first, second): Dtypes, device: &Device) -> Result<Vec<Self>> {
-        let state = |range: Range<usize>| {
-            let zeros = |dtype| {
-                let zeros = kernels::device::zeros("optimizer state", range.len(), dtype, device)?;
-                Ok::<_, crate::Error>(Kept::Memory(zeros))
-            };
-            let (first, second) = (zeros(first)?, second.map(zeros).transpose()?);
-            Ok(Self { range, first, second })
-        };
-        ranges.into_iter().map(state).collect()
-    }
+/// Changes what is kept of a part of a bucket, Adam's first and second moment, or SGD's momentum.
+pub(super) type Step<'a> = dyn FnMut(&Range<usize>, &[Tensor]) -> Result<()> + 'a;
 
-    /// Zeros in a file on the disk of `folder`, for each of `ranges`.
+impl BucketState {
+    /// Zeros for each of `ranges` of parameters on `device`.
     ///
     /// # Errors
-    /// As [`Filed::zeros`].
-    pub fn in_file(ranges: Vec<Range<usize>>, (first, second): Dtypes, folder: &Path) -> Result<Vec<Self>> {
+    /// If there is no room, or state is to be moved to the host's memory from there.
+    pub fn zeros(
+        ranges: Vec<Range<usize>>,
+        (first, second): Dtypes,
+        offload: &OptimizerOffload,
+        device: &Device,
+    ) -> Result<Vec<Self>> {
         let of_range = |range: &Range<usize>| {
             let len = range.len();
             [Some(first), second].into_iter().flatten().map(move |dtype| (len, dtype))
         };
-        let mut filed = Filed::zeros(folder, &ranges.iter().flat_map(of_range).collect::<Vec<_>>())?.into_iter();
-        let mut next = || filed.next().map(Kept::File);
-        let state = |range| Some(Self { range, first: next()?, second: second.and_then(|_| next()) });
+        let parts: Vec<_> = ranges.iter().flat_map(of_range).collect();
+        let zeros = |&(len, dtype): &(usize, DType), device: &Device| {
+            Ok::<_, Error>(kernels::device::zeros("optimizer state", len, dtype, device)?)
+        };
+        let kept: Vec<Kept> = match offload {
+            OptimizerOffload::None => {
+                parts.iter().map(|part| zeros(part, device).map(Kept::Here)).collect::<Result<_>>()?
+            }
+            OptimizerOffload::Cpu if mark(device)?.is_none() => {
+                let device = kernels::device::name(device);
+                return Err(Error::config(format!(
+                    "optimizer_cpu_offload moves state from a GPU to the host's memory, and this run computes on {device}; leave it out, or \
+                     keep it in files: offload_optimizer_nvme_path"
+                )));
+            }
+            OptimizerOffload::Cpu => {
+                let host = |part| zeros(part, &Device::Cpu).map(|zeros| Kept::Away(Away::Host(zeros)));
+                parts.iter().map(host).collect::<Result<_>>()?
+            }
+            OptimizerOffload::Nvme(folder) => {
+                Filed::zeros(folder, &parts)?.into_iter().map(|filed| Kept::Away(Away::File(filed))).collect()
+            }
+        };
+        let mut kept = kept.into_iter();
+        let state = |range| Some(Self { range, first: kept.next()?, second: second.and_then(|_| kept.next()) });
         Ok(ranges.into_iter().filter_map(state).collect())
     }
 
-    /// Bytes of memory.
+    /// Bytes of the parameters' device.
     pub fn bytes(&self) -> usize {
         let bytes = |kept: &Kept| match kept {
-            Kept::Memory(t) => t.elem_count() * t.dtype().size_in_bytes(),
-            Kept::File(_) => 0,
+            Kept::Here(t) => t.elem_count() * t.dtype().size_in_bytes(),
+            Kept::Away(_) => 0,
         };
         bytes(&self.first) + self.second.as_ref().map_or(0, bytes)
     }
 
-    /// Calls `step` with parts of the range, which together are all of it, and what is kept of them, which it changes.
+    /// Calls `step` with parts of the range, which together are all of it, and what is kept of them on `device`, the parameters', which it changes. On a GPU
+    /// it is queued; where state is elsewhere, the host waits until all but the last parts are back.
     ///
     /// # Errors
-    /// What `step` returns, or if what is kept cannot be read or written.
-    pub fn change(&self, mut step: impl FnMut(&Range<usize>, &Tensor, Option<&Tensor>) -> Result<()>) -> Result<()> {
-        let (first, second) = match (&self.first, &self.second) {
-            (Kept::Memory(first), None) => return step(&self.range, first, None),
-            (Kept::Memory(first), Some(Kept::Memory(second))) => return step(&self.range, first, Some(second)),
-            (Kept::File(first), None) => (first, None),
-            (Kept::File(first), Some(Kept::File(second))) => (first, Some(second)),
-            _ => return Err(crate::Error::config("internal error: optimizer state in memory and in a file")),
-        };
-        let filed = || [Some(first), second].into_iter().flatten();
-        let room = |filed: &Filed| Tensor::zeros(PART.min(self.range.len()), filed.dtype(), &Device::Cpu);
-        let places = filed().map(room).collect::<candle_core::Result<Vec<_>>>()?;
-        filed().for_each(|filed| filed.ask_for(0..PARTS_AHEAD * PART));
-        for start in (0..self.range.len()).step_by(PART) {
-            let part = start..self.range.len().min(start + PART);
-            let later = start + PARTS_AHEAD * PART;
-            let here = places.iter().map(|place| place.narrow(0, 0, part.len()));
-            let here = here.collect::<candle_core::Result<Vec<_>>>()?;
-            for (filed, here) in filed().zip(&here) {
-                filed.ask_for(later..later + PART);
-                filed.narrow(&part)?.read(here)?;
+    /// What `step` returns, or if what is kept cannot be read, written or copied.
+    pub fn change(&self, device: &Device, step: &mut Step) -> Result<()> {
+        let away: Vec<&Away> = match (&self.first, &self.second) {
+            (Kept::Here(first), None) => return step(&self.range, std::slice::from_ref(first)),
+            (Kept::Here(first), Some(Kept::Here(second))) => {
+                return step(&self.range, &[first.clone(), second.clone()]);
             }
-            step(&(self.range.start + part.start..self.range.start + part.end), &here[0], here.get(1))?;
-            for (filed, here) in filed().zip(&here) {
-                filed.narrow(&part)?.write(here)?;
+            (Kept::Away(first), None) => vec![first],
+            (Kept::Away(first), Some(Kept::Away(second))) => vec![first, second],
+            _ => return Err(Error::config("internal error: one moment is with the parameters, the other is not")),
+        };
+        let first = self.range.start;
+        let mut step = |part: &Range<usize>, here: &[Tensor]| step(&(first + part.start..first + part.end), here);
+        if mark(device)?.is_some() {
+            self.change_on_gpu(device, &away, &mut step)
+        } else {
+            self.change_on_cpu(&away, &mut step)
+        }
+    }
+
+    fn change_on_cpu(&self, away: &[&Away], step: &mut Step) -> Result<()> {
+        let places = room_for(away, PART.min(self.range.len()), &Device::Cpu)?;
+        away.iter().for_each(|kept| kept.ask_for(0..PARTS_AHEAD * PART));
+        for part in parts(self.range.len(), PART) {
+            let here = first_of(&places, part.len())?;
+            let later = part.start + PARTS_AHEAD * PART;
+            for (kept, here) in away.iter().zip(&here) {
+                kept.ask_for(later..later + PART);
+                kept.read(&part, here)?;
+            }
+            step(&part, &here)?;
+            for (kept, here) in away.iter().zip(&here) {
+                kept.write(&part, here)?;
             }
         }
         Ok(())
     }
+
+    fn change_on_gpu(&self, device: &Device, away: &[&Away], step: &mut Step) -> Result<()> {
+        let now = || {
+            let mark = mark(device)?;
+            mark.ok_or_else(|| Error::config("internal error: a GPU whose work has no order"))
+        };
+        let back = |(part, here, done): (Range<usize>, Vec<Tensor>, Mark)| {
+            for (kept, here) in away.iter().zip(&here) {
+                kept.write(&part, fetch(here, &done)?.tensor())?;
+            }
+            Ok::<_, Error>(())
+        };
+        let lanes = (0..LANES).map(|_| room_for(away, PART_ON_GPU.min(self.range.len()), device));
+        let lanes = lanes.collect::<Result<Vec<_>>>()?;
+        away.iter().for_each(|kept| kept.ask_for(0..LANES * PART_ON_GPU));
+        let mut under_way = VecDeque::new();
+        for (part, lane) in parts(self.range.len(), PART_ON_GPU).zip(lanes.iter().cycle()) {
+            if under_way.len() == LANES
+                && let Some(first) = under_way.pop_front()
+            {
+                back(first)?;
+            }
+            let (here, free) = (first_of(lane, part.len())?, now()?);
+            let later = part.start + LANES * PART_ON_GPU;
+            for (kept, here) in away.iter().zip(&here) {
+                kept.ask_for(later..later + PART_ON_GPU);
+                let staged = room(here, &free)?;
+                kept.read(&part, staged.tensor())?;
+                put(staged, here, &free)?;
+            }
+            step(&part, &here)?;
+            under_way.push_back((part, here, now()?));
+        }
+        under_way.into_iter().try_for_each(back)
+    }
+}
+
+/// Parts of `len` elements, of `each` at most.
+fn parts(len: usize, each: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len).step_by(each).map(move |start| start..len.min(start + each))
+}
+
+/// A tensor of `len` elements for each of `away`.
+fn room_for(away: &[&Away], len: usize, device: &Device) -> Result<Vec<Tensor>> {
+    let room = |kept: &&Away| Ok(kernels::device::zeros("parts of optimizer state", len, kept.dtype(), device)?);
+    away.iter().map(room).collect()
+}
+
+fn first_of(places: &[Tensor], len: usize) -> Result<Vec<Tensor>> {
+    places.iter().map(|place| Ok(place.narrow(0, 0, len)?)).collect()
 }
 
 impl Kept {
@@ -113,10 +204,54 @@ impl Kept {
     /// If they are not among them.
     pub fn part(&self, part: &Range<usize>) -> Result<Elements> {
         Ok(match self {
-            Self::Memory(tensor) => tensor.narrow(0, part.start, part.len())?.into(),
-            Self::File(filed) => filed.narrow(part)?.into(),
+            Self::Here(tensor) | Self::Away(Away::Host(tensor)) => tensor.narrow(0, part.start, part.len())?.into(),
+            Self::Away(Away::File(filed)) => filed.narrow(part)?.into(),
         })
     }
+}
+
+impl Away {
+    fn dtype(&self) -> DType {
+        match self {
+            Self::Host(tensor) => tensor.dtype(),
+            Self::File(filed) => filed.dtype(),
+        }
+    }
+
+    /// Has the system read what is not in memory, without waiting.
+    fn ask_for(&self, part: Range<usize>) {
+        if let Self::File(filed) = self {
+            filed.ask_for(part);
+        }
+    }
+
+    /// Copies the elements `part` to `to`, on the host.
+    fn read(&self, part: &Range<usize>, to: &Tensor) -> Result<()> {
+        match self {
+            Self::Host(tensor) => copy_on_host(&tensor.narrow(0, part.start, part.len())?, to),
+            Self::File(filed) => filed.narrow(part)?.read(to),
+        }
+    }
+
+    /// Copies `from`, on the host, to the elements `part`.
+    fn write(&self, part: &Range<usize>, from: &Tensor) -> Result<()> {
+        match self {
+            Self::Host(tensor) => copy_on_host(from, &tensor.narrow(0, part.start, part.len())?),
+            Self::File(filed) => filed.narrow(part)?.write(from),
+        }
+    }
+}
+
+/// Copies equally many elements of one dtype between tensors of the host's memory, on all threads.
+fn copy_on_host(from: &Tensor, to: &Tensor) -> Result<()> {
+    const OP: &str = "optimizer-state";
+    let copied = kernels::host::with_bytes(from, OP, |from| {
+        kernels::host::with_bytes_mut(to, OP, |to| {
+            to.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK)).for_each(|(to, from)| to.copy_from_slice(from));
+            Ok(())
+        })
+    });
+    Ok(copied?)
 }
 
 #[cfg(test)]
@@ -130,7 +265,8 @@ mod tests {
     /// Adds an element's number to its first state, and doubles and increases the second.
     fn step(state: &BucketState) -> Vec<Range<usize>> {
         let mut parts = Vec::new();
-        let change = |part: &Range<usize>, first: &Tensor, second: Option<&Tensor>| {
+        let mut change = |part: &Range<usize>, kept: &[Tensor]| {
+            let (first, second) = (&kept[0], kept.get(1));
             parts.push(part.clone());
             if part.is_empty() {
                 return Ok(());
@@ -142,7 +278,7 @@ mod tests {
             }
             Ok(())
         };
-        state.change(change).unwrap();
+        state.change(&Device::Cpu, &mut change).unwrap();
         parts
     }
 
@@ -151,9 +287,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let ranges = vec![100..100 + 3 * PART + 7, 5..6, 9..9, PART..2 * PART];
         for second in [None, Some(DType::F32), Some(DType::BF16)] {
-            let dtypes = (DType::F32, second);
-            let kept = BucketState::in_memory(ranges.clone(), dtypes, &Device::Cpu).unwrap();
-            let filed = BucketState::in_file(ranges.clone(), dtypes, folder.path()).unwrap();
+            let zeros =
+                |offload| BucketState::zeros(ranges.clone(), (DType::F32, second), &offload, &Device::Cpu).unwrap();
+            let kept = zeros(OptimizerOffload::None);
+            let filed = zeros(OptimizerOffload::Nvme(folder.path().to_path_buf()));
             assert_eq!(filed.len(), ranges.len());
             for _ in 0..3 {
                 for (kept, filed) in kept.iter().zip(&filed) {
@@ -172,5 +309,12 @@ mod tests {
             assert_eq!(bytes, elements * (4 + second.map_or(0, |dtype| dtype.size_in_bytes())));
             assert_eq!(filed.iter().map(BucketState::bytes).sum::<usize>(), 0);
         }
+    }
+
+    #[test]
+    fn state_on_the_host_is_moved_nowhere_else_on_the_host() {
+        let zeros = BucketState::zeros(vec![0..4, 4..9], (DType::F32, None), &OptimizerOffload::Cpu, &Device::Cpu);
+        let refused = zeros.map(drop).unwrap_err().to_string();
+        assert!(refused.contains("optimizer_cpu_offload moves state from a GPU"), "{refused}");
     }
 }

@@ -4,7 +4,7 @@ use candle_core::Device;
 use kernels::device::{Memory, memory};
 
 use crate::Error;
-use crate::config::{MomentDtype, OptimizerKind, Precision, Recompute, RunConfig};
+use crate::config::{MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute, RunConfig};
 
 /// What a rank keeps from step to step: what it is, and its bytes.
 pub(super) type Kept = Vec<(&'static str, usize)>;
@@ -76,6 +76,9 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     if o.kind == OptimizerKind::Adam && [o.exp_avg_dtype, o.exp_avg_sq_dtype].contains(&MomentDtype::Fp32) {
         flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
     }
+    if o.offload == OptimizerOffload::None {
+        flags.push("--optimizer-cpu-offload (moments in the host's memory; longer steps)".into());
+    }
     flags.push(format!(
         "a larger --tensor-model-parallel-size (now {}) or --pipeline-model-parallel-size (now {}) on more GPUs",
         p.tensor_model_parallel_size, p.pipeline_model_parallel_size
@@ -116,6 +119,7 @@ mod tests {
             "--micro-batch-size (now 8)",
             "--recompute-granularity selective or full",
             "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+            "--optimizer-cpu-offload (moments in the host's memory",
             "--tensor-model-parallel-size (now 4)",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text:?}");
@@ -129,6 +133,7 @@ mod tests {
         config.training.recompute = Recompute::Selective;
         config.training.precision = Precision::Bf16;
         (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype) = (MomentDtype::Bf16, MomentDtype::Bf16);
+        config.optimizer.offload = OptimizerOffload::Cpu;
         let flags = advice(&config, false);
         assert_eq!(flags.len(), 2, "{flags:?}");
         assert!(flags[0].contains("full (now selective)"));

@@ -141,12 +141,6 @@ impl Trainer {
             )));
         }
         config.validate_cuda_graph()?;
-        if config.optimizer.offload_optimizer_nvme_path.is_some() && !device.is_cpu() {
-            return Err(Error::config(format!(
-                "offload_optimizer_nvme_path is there on CPUs, and this run computes on {}; leave it out",
-                kernels::device::name(device)
-            )));
-        }
         require_alike(&world, config, &sources.fingerprint)?;
         let parallel = &config.parallel;
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;

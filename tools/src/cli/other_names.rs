@@ -4,7 +4,7 @@ use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Names without dashes, and what is to be done. docs/migrating.md tells the same.
-const OTHER_NAMES: [(&[&str], &str); 17] = [
+const OTHER_NAMES: [(&[&str], &str); 16] = [
     (
         &["tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"],
         "use --tokenizer FILE, a Hugging Face tokenizer.json (no SentencePiece .model), byte, or train:VOCAB",
@@ -16,7 +16,6 @@ const OTHER_NAMES: [(&[&str], &str); 17] = [
     (&["use-rotary-position-embeddings"], "use --position-embedding-type rope"),
     (&["cuda-graph-impl", "external-cuda-graph"], "use --enable-cuda-graph"),
     (&["no-data-sharding"], "use --dataloader-type cyclic"),
-    (&["optimizer-cpu-offload"], "use --offload-optimizer-nvme-path DIR, which keeps moments in files (on CPUs)"),
     (
         &["use-checkpoint-args"],
         "use the run file that the checkpoint was made with; `megatron inspect` shows the checkpoint's settings",

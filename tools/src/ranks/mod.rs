@@ -9,7 +9,7 @@ use candle_core::Device;
 use kernels::device::Choice;
 use megatron::comm::rendezvous::StoreServer;
 use megatron::comm::{self, Backend, CommOptions, Group, RankInfo, Rendezvous, World};
-use megatron::config::{ParallelConfig, RunConfig};
+use megatron::config::{OptimizerOffload, ParallelConfig, RunConfig};
 
 pub use self::queues::{GPU_QUEUES, MOST_GPU_QUEUES};
 use self::queues::{Queues, overlaps};
@@ -168,10 +168,10 @@ pub fn on_gpus(choice: Choice) -> bool {
 /// If it does.
 pub fn check_features(choice: Choice, run: &RunConfig) -> Result<()> {
     let on_gpus = on_gpus(choice);
-    if on_gpus && run.optimizer.offload_optimizer_nvme_path.is_some() {
+    if run.optimizer.offload == OptimizerOffload::Cpu && !on_gpus {
         return Err(Error::usage(
-            "--offload-optimizer-nvme-path is there on CPUs, and this run computes on GPUs; leave it out: --exp-avg-dtype bf16 and \
-             --exp-avg-sq-dtype bf16 take half of the moments' memory, --use-distributed-optimizer cuts them over replicas",
+            "--optimizer-cpu-offload moves the optimizer's state from GPUs to the host's memory, and this run computes on the CPU, where it is; \
+             leave it out: --offload-optimizer-nvme-path keeps it in files, --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 take half of the memory",
         ));
     }
     if run.training.enable_cuda_graph && !on_gpus {

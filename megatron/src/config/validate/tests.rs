@@ -89,7 +89,7 @@ pub(crate) fn valid() -> RunConfig {
             adam_eps: 1e-8,
             exp_avg_dtype: Default::default(),
             exp_avg_sq_dtype: Default::default(),
-            offload_optimizer_nvme_path: None,
+            offload: Default::default(),
             sgd_momentum: 0.9,
             clip_grad: 1.0,
         },

@@ -9,7 +9,8 @@ use kernels::device::Choice;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling, OptimizerConfig,
-    ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RunConfig, Sources, TrainingConfig,
+    OptimizerOffload, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RunConfig, Sources,
+    TrainingConfig,
 };
 
 use models::hf::HfConfig;
@@ -301,6 +302,19 @@ impl Resolver<'_> {
                 self.sources.cite("lr_decay_style", "WSD")
             )));
         }
+        let moments = &o.moments;
+        let offload = match (moments.optimizer_cpu_offload, &moments.offload_optimizer_nvme_path) {
+            (false, None) => OptimizerOffload::None,
+            (true, None) => OptimizerOffload::Cpu,
+            (false, Some(folder)) => OptimizerOffload::Nvme(folder.clone()),
+            (true, Some(folder)) => {
+                return Err(Error::usage(format!(
+                    "{} and {} are two places for one state; leave one out",
+                    self.sources.cite("optimizer_cpu_offload", true),
+                    self.sources.cite("offload_optimizer_nvme_path", folder.display())
+                )));
+            }
+        };
         Ok(OptimizerConfig {
             kind: o.optimizer,
             lr: required.lr,
@@ -316,7 +330,7 @@ impl Resolver<'_> {
             adam_eps: o.adam_eps,
             exp_avg_dtype: o.moments.exp_avg_dtype,
             exp_avg_sq_dtype: o.moments.exp_avg_sq_dtype,
-            offload_optimizer_nvme_path: o.moments.offload_optimizer_nvme_path.clone(),
+            offload,
             sgd_momentum: o.sgd_momentum,
             clip_grad: o.clip_grad,
         })
