@@ -117,7 +117,6 @@ fn runs_drawn_at_random() {
     }
 }
 
-/// Ranks whose tensors go through the host, as GPUs' do without NCCL.
 /// More than a part of it at a time, and several buckets of which each ends with a part of its own.
 #[test]
 fn state_that_is_elsewhere_between_steps_changes_no_bit() {
@@ -139,6 +138,7 @@ fn state_that_is_elsewhere_between_steps_changes_no_bit() {
     }
 }
 
+/// Ranks whose tensors go through the host, as GPUs' do without NCCL.
 #[test]
 fn ranks_that_exchange_tensors_by_the_host_follow_one() {
     let mut one = config(Style::Llama, 0.0, Precision::Fp32);

@@ -14,6 +14,9 @@ use crate::{Error, Result};
 /// How long a file that one machine made may be unseen on another one.
 const MOST_DELAY: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
+/// What the name of a file begins with that rank 0 shows the others.
+const MARK: &str = ".seen-by-all-ranks-";
+
 /// The right to save into a folder, held until dropped. Rank 0 has the lock for all ranks.
 #[derive(Debug)]
 pub struct Claim {
@@ -41,15 +44,17 @@ pub fn claim(dir: &Path, world: &Group) -> Result<Claim> {
 /// On every rank, if one does not see what rank 0 writes into `dir`.
 fn see_together(dir: &Path, world: &Group) -> Result<()> {
     let mark = if world.rank() == 0 {
-        let mark = tempfile::Builder::new().prefix(".seen-by-all-ranks-").tempfile_in(dir);
-        mark.map(Some).map_err(|error| format!("cannot be written into: {error}"))
+        remove_marks(dir);
+        let mark = tempfile::Builder::new().prefix(MARK).tempfile_in(dir);
+        // Closed: some file systems show others no file that is open.
+        mark.map(|mark| Some(mark.into_temp_path())).map_err(|error| format!("cannot be written into: {error}"))
     } else {
         Ok(None)
     };
     agree(dir, world, mark.as_ref().err())?;
     // Removed when this function ends: on rank 0 after all have looked.
     let mark = mark.ok().flatten();
-    let name = mark.as_ref().and_then(|mark| mark.path().file_name()).unwrap_or_default();
+    let name = mark.as_ref().and_then(|mark| mark.file_name()).unwrap_or_default();
     let names = world.all_gather_bytes(name.as_encoded_bytes())?;
     let is_seen = names.first().is_some_and(|name| appears(&dir.join(&*String::from_utf8_lossy(name))));
     let refusal = format!(
@@ -57,6 +62,15 @@ fn see_together(dir: &Path, world: &Group) -> Result<()> {
         world.rank()
     );
     agree(dir, world, (!is_seen).then_some(&refusal))
+}
+
+/// Removes what a run left that was killed in the midst of this: of one that goes on, the lock is held.
+fn remove_marks(dir: &Path) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(MARK) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// Whether a file is there, or soon is: network file systems may tell of it late.

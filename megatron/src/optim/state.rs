@@ -6,11 +6,9 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use kernels::transfer::{Mark, fetch, mark, put, room};
-use rayon::iter::{IndexedParallelIterator, ParallelIterator};
-use rayon::slice::{ParallelSlice, ParallelSliceMut};
 
 use crate::config::OptimizerOffload;
-use crate::params::{Elements, Filed};
+use crate::params::{Elements, Filed, on_threads};
 use crate::{Error, Result};
 
 /// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches until they are written back.
@@ -155,19 +153,20 @@ impl BucketState {
             for (kept, here) in away.iter().zip(&here) {
                 kept.write(&part, fetch(here, &done)?.tensor())?;
             }
-            Ok::<_, Error>(())
+            Ok::<_, Error>(done)
         };
         let lanes = (0..LANES).map(|_| room_for(away, PART_ON_GPU.min(self.range.len()), device));
         let lanes = lanes.collect::<Result<Vec<_>>>()?;
         away.iter().for_each(|kept| kept.ask_for(0..LANES * PART_ON_GPU));
-        let mut under_way = VecDeque::new();
+        // When a lane may be written to: behind what made it, then behind the step of what it held. Copies go beside later steps.
+        let (mut free, mut under_way) = (now()?, VecDeque::new());
         for (part, lane) in parts(self.range.len(), PART_ON_GPU).zip(lanes.iter().cycle()) {
             if under_way.len() == LANES
                 && let Some(first) = under_way.pop_front()
             {
-                back(first)?;
+                free = back(first)?;
             }
-            let (here, free) = (first_of(lane, part.len())?, now()?);
+            let here = first_of(lane, part.len())?;
             let later = part.start + LANES * PART_ON_GPU;
             for (kept, here) in away.iter().zip(&here) {
                 kept.ask_for(later..later + PART_ON_GPU);
@@ -178,7 +177,7 @@ impl BucketState {
             step(&part, &here)?;
             under_way.push_back((part, here, now()?));
         }
-        under_way.into_iter().try_for_each(back)
+        under_way.into_iter().try_for_each(|part| back(part).map(drop))
     }
 }
 
@@ -247,8 +246,10 @@ fn copy_on_host(from: &Tensor, to: &Tensor) -> Result<()> {
     const OP: &str = "optimizer-state";
     let copied = kernels::host::with_bytes(from, OP, |from| {
         kernels::host::with_bytes_mut(to, OP, |to| {
-            to.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK)).for_each(|(to, from)| to.copy_from_slice(from));
-            Ok(())
+            on_threads(to.chunks_mut(BLOCK).zip(from.chunks(BLOCK)).collect(), |(to, from)| {
+                to.copy_from_slice(from);
+                Ok(())
+            })
         })
     });
     Ok(copied?)

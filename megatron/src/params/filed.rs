@@ -13,7 +13,7 @@ use candle_core::{DType, Tensor};
 use kernels::trace::kernel;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 
 use crate::{Error, Result};
 
@@ -141,7 +141,7 @@ impl Filed {
                 (part, rest) = rest.split_at_mut(len);
                 parts.push((at, part));
             }
-            done = parts.into_par_iter().try_for_each(|(at, part)| self.files.read(at, part));
+            done = on_threads(parts, |(at, part)| self.files.read(at, part));
             Ok(())
         })?;
         done.map_err(|error| self.failed("read optimizer state in", error))
@@ -157,9 +157,7 @@ impl Filed {
         let mut done = Ok(());
         kernels::host::with_bytes(from, OP, |bytes| {
             let parts: Vec<_> = blocks(at, bytes.len()).collect();
-            done = parts
-                .into_par_iter()
-                .try_for_each(|(start, len)| self.files.write(start, &bytes[start - at..start - at + len]));
+            done = on_threads(parts, |(start, len)| self.files.write(start, &bytes[start - at..start - at + len]));
             Ok(())
         })?;
         done.map_err(|error| self.failed("write optimizer state in", error))
@@ -221,12 +219,24 @@ impl Filed {
     }
 }
 
+/// Calls `f` with each of `parts`. Where a rank computes on one thread, that is the caller's, and the pool has another one, to which it would hand them.
+pub(crate) fn on_threads<T: Send, E: Send>(
+    parts: Vec<T>,
+    f: impl Fn(T) -> std::result::Result<(), E> + Send + Sync,
+) -> std::result::Result<(), E> {
+    if rayon::current_num_threads() == 1 {
+        parts.into_iter().try_for_each(f)
+    } else {
+        parts.into_par_iter().try_for_each(f)
+    }
+}
+
 /// Makes `file` `len` bytes long, with space for all of them where its file system can promise that.
 fn reserve(file: &File, len: u64) -> io::Result<()> {
     if len == 0 {
         return Ok(());
     }
-    match fallocate(file, FallocateFlags::empty(), 0, len) {
+    match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, len)) {
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(len),
         other => Ok(other?),
     }

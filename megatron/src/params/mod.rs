@@ -10,6 +10,7 @@ mod spec;
 mod store;
 
 pub use filed::Filed;
+pub(crate) use filed::on_threads;
 pub use gradients::GradientBuffer;
 pub use init::initial_values;
 pub use piece::{Elements, ParamShare, Piece, ShardRef, StateKind, clip_pieces};

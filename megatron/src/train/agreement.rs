@@ -9,7 +9,8 @@ use crate::config::RunConfig;
 use crate::{Error, Result};
 
 /// Settings that may differ between machines: where things are. What is in the data is compared by fingerprint.
-const LOCAL: [&str; 4] = ["data.data_path", "data.tokenizer", "data.cache_dir", "logging.metrics"];
+const LOCAL: [&str; 5] =
+    ["data.data_path", "data.tokenizer", "data.cache_dir", "logging.metrics", "optimizer.offload.nvme"];
 
 /// Returns if every rank of `world` has the same settings, data and program. Collective over `world`.
 ///

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::trainer::Progress;
 use crate::checkpoint::Manifest;
-use crate::config::{ModelConfig, OptimizerKind, ParallelConfig, Precision, RunConfig};
+use crate::config::{ModelConfig, OptimizerKind, OptimizerOffload, ParallelConfig, Precision, RunConfig};
 use crate::optim::LossScalerState;
 use crate::params::StateKind;
 use crate::{Error, Result};
@@ -181,6 +181,10 @@ pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Resul
 /// If one is not UTF-8, by its flag.
 pub fn require_utf8(config: &RunConfig) -> Result<()> {
     let RunConfig { checkpoint, logging, data, .. } = config;
+    let offload = match &config.optimizer.offload {
+        OptimizerOffload::Nvme(folder) => Some(folder.as_path()),
+        OptimizerOffload::None | OptimizerOffload::Cpu => None,
+    };
     let paths = [
         ("--save", checkpoint.save.as_deref()),
         ("--load", checkpoint.load.as_deref()),
@@ -188,6 +192,7 @@ pub fn require_utf8(config: &RunConfig) -> Result<()> {
         ("--metrics", logging.metrics.as_deref()),
         ("--profile-dir", logging.profile.as_ref().map(|profile| profile.dir.as_path())),
         ("--cache-dir", Some(data.cache_dir.as_path())),
+        ("--offload-optimizer-nvme-path", offload),
     ];
     let mut given = paths.into_iter().filter_map(|(flag, path)| Some((flag, path?)));
     match given.find(|(_, path)| path.to_str().is_none()) {

@@ -181,6 +181,18 @@ fn a_tokenizer_that_is_broken_or_does_not_fit_the_data() {
 }
 
 #[test]
+fn optimizer_state_that_cannot_be_elsewhere() {
+    let site = Site::new();
+    both_refuse(&site, &["--optimizer-cpu-offload", "--device=cpu"], &["this run computes on ", "leave it out"]);
+    let both = ["--optimizer-cpu-offload", "--offload-optimizer-nvme-path=state"];
+    both_refuse(
+        &site,
+        &both,
+        &["optimizer_cpu_offload = true (--optimizer-cpu-offload)", "are two places for one state"],
+    );
+}
+
+#[test]
 fn flags_of_other_programs_are_told_what_to_use_instead() {
     for (flag, instead) in [
         ("--use-flash-attn", "tip: leave it out: it is so here"),
