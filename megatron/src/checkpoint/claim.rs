@@ -137,6 +137,9 @@ mod tests {
     fn a_folder_that_all_ranks_share_is_claimed_and_nothing_is_left_in_it() {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("saved");
+        fs::create_dir(&dir).unwrap();
+        // Of a run that was killed as it looked.
+        fs::write(dir.join(format!("{MARK}abc")), "").unwrap();
         assert!(claims(&[&dir, &dir, &dir]).iter().all(Result::is_ok));
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
     }

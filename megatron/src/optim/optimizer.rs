@@ -8,7 +8,7 @@ use kernels::clip::Verdict;
 use kernels::optimizer::{AdamW, Dither, Segment, Sgd, adamw_segments, sgd_segments};
 
 use super::ownership::{speaks_for, written_part};
-use super::state::{BucketState, Kept};
+use super::state::BucketState;
 use crate::Result;
 use crate::comm::{Group, Work};
 use crate::config::{MomentDtype, OptimizerConfig, OptimizerKind};
@@ -67,9 +67,11 @@ impl Optimizer {
         let cut = |len| if sharded { shard(len, dp.rank(), dp.size()) } else { 0..len };
         let ranges = store.buckets().iter().map(|bucket| cut(bucket.len)).collect();
         let (device, of) = (&store.options().device, store.options().main_grad_dtype());
-        let is_adam = config.kind == OptimizerKind::Adam;
-        let dtypes = (config.exp_avg_dtype.dtype(of), is_adam.then(|| config.exp_avg_sq_dtype.dtype(of)));
-        let states = BucketState::zeros(ranges, dtypes, &config.offload, device)?;
+        let dtypes = match config.kind {
+            OptimizerKind::Adam => vec![config.exp_avg_dtype.dtype(of), config.exp_avg_sq_dtype.dtype(of)],
+            OptimizerKind::Sgd => vec![of],
+        };
+        let states = BucketState::zeros(ranges, &dtypes, &config.offload, device)?;
         Ok(Self { config: config.clone(), states, tp, dp, pp, sharded, seed, steps: 0 })
     }
 
@@ -281,13 +283,12 @@ impl Optimizer {
                 }
             }
             let moments = if owned { written() } else { self.part(param) };
-            let part = |kept: &Kept, range: &Range<usize>| {
-                kept.part(&(range.start - state.range.start..range.end - state.range.start))
+            let kinds: &[StateKind] = match self.config.kind {
+                OptimizerKind::Adam => &[StateKind::ExpAvg, StateKind::ExpAvgSq],
+                OptimizerKind::Sgd => &[StateKind::Momentum],
             };
-            let first = if self.config.kind == OptimizerKind::Adam { StateKind::ExpAvg } else { StateKind::Momentum };
-            push(first, moments.clone(), &|range| part(&state.first, range))?;
-            if let Some(second) = &state.second {
-                push(StateKind::ExpAvgSq, moments, &|range| part(second, range))?;
+            for (which, kind) in kinds.iter().enumerate() {
+                push(*kind, moments.clone(), &|range| state.part(which, range))?;
             }
         }
         Ok(shards)

@@ -25,81 +25,88 @@ const BLOCK: usize = 256 << 10;
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 pub(super) struct BucketState {
     pub range: Range<usize>,
-    /// Adam's first moment, or SGD's momentum.
-    pub first: Kept,
-    /// Adam's second moment.
-    pub second: Option<Kept>,
+    kept: Kept,
 }
 
-/// One value of each element of the range.
-pub(super) enum Kept {
+/// The values of each element of the range: Adam's first and second moment, or SGD's momentum.
+enum Kept {
     /// Where the parameters are.
-    Here(Tensor),
-    Away(Away),
+    Here(Vec<Tensor>),
+    Away(Vec<Away>),
 }
 
 /// Values that come to the parameters' device a part at a time.
-pub(super) enum Away {
+enum Away {
     Host(Tensor),
     File(Filed),
 }
 
-/// The first moment's dtype, or the momentum's, and the second moment's.
-pub(super) type Dtypes = (DType, Option<DType>);
-
-/// Changes what is kept of a part of a bucket, Adam's first and second moment, or SGD's momentum.
+/// Changes what is kept of a part of a bucket.
 pub(super) type Step<'a> = dyn FnMut(&Range<usize>, &[Tensor]) -> Result<()> + 'a;
 
 impl BucketState {
-    /// Zeros for each of `ranges` of parameters on `device`.
+    /// Zeros of each of `dtypes` for each of `ranges` of parameters on `device`.
     ///
     /// # Errors
     /// If there is no room, or state is to be moved to the host's memory from there.
     pub fn zeros(
         ranges: Vec<Range<usize>>,
-        (first, second): Dtypes,
+        dtypes: &[DType],
         offload: &OptimizerOffload,
         device: &Device,
     ) -> Result<Vec<Self>> {
-        let of_range = |range: &Range<usize>| {
-            let len = range.len();
-            [Some(first), second].into_iter().flatten().map(move |dtype| (len, dtype))
+        if *offload == OptimizerOffload::Cpu && mark(device)?.is_none() {
+            let device = kernels::device::name(device);
+            return Err(Error::config(format!(
+                "optimizer_cpu_offload moves state from a GPU to the host's memory, and this run computes on {device}; leave it out, or \
+                 keep it in files: offload_optimizer_nvme_path"
+            )));
+        }
+        let zeros = |range: &Range<usize>, device: &Device| {
+            let zeros = |&dtype| Ok(kernels::device::zeros("optimizer state", range.len(), dtype, device)?);
+            dtypes.iter().map(zeros).collect::<Result<Vec<_>>>()
         };
-        let parts: Vec<_> = ranges.iter().flat_map(of_range).collect();
-        let zeros = |&(len, dtype): &(usize, DType), device: &Device| {
-            Ok::<_, Error>(kernels::device::zeros("optimizer state", len, dtype, device)?)
-        };
-        let kept: Vec<Kept> = match offload {
-            OptimizerOffload::None => {
-                parts.iter().map(|part| zeros(part, device).map(Kept::Here)).collect::<Result<_>>()?
-            }
-            OptimizerOffload::Cpu if mark(device)?.is_none() => {
-                let device = kernels::device::name(device);
-                return Err(Error::config(format!(
-                    "optimizer_cpu_offload moves state from a GPU to the host's memory, and this run computes on {device}; leave it out, or \
-                     keep it in files: offload_optimizer_nvme_path"
-                )));
-            }
-            OptimizerOffload::Cpu => {
-                let host = |part| zeros(part, &Device::Cpu).map(|zeros| Kept::Away(Away::Host(zeros)));
-                parts.iter().map(host).collect::<Result<_>>()?
-            }
+        let filed = match offload {
             OptimizerOffload::Nvme(folder) => {
-                Filed::zeros(folder, &parts)?.into_iter().map(|filed| Kept::Away(Away::File(filed))).collect()
+                let parts = ranges.iter().flat_map(|range| dtypes.iter().map(|&dtype| (range.len(), dtype)));
+                Filed::zeros(folder, &parts.collect::<Vec<_>>())?
             }
+            OptimizerOffload::None | OptimizerOffload::Cpu => Vec::new(),
         };
-        let mut kept = kept.into_iter();
-        let state = |range| Some(Self { range, first: kept.next()?, second: second.and_then(|_| kept.next()) });
-        Ok(ranges.into_iter().filter_map(state).collect())
+        let mut filed = filed.into_iter().map(Away::File);
+        let state = |range| {
+            let kept = match offload {
+                OptimizerOffload::None => Kept::Here(zeros(&range, device)?),
+                OptimizerOffload::Cpu => Kept::Away(zeros(&range, &Device::Cpu)?.into_iter().map(Away::Host).collect()),
+                OptimizerOffload::Nvme(_) => Kept::Away(filed.by_ref().take(dtypes.len()).collect()),
+            };
+            Ok(Self { range, kept })
+        };
+        ranges.into_iter().map(state).collect()
     }
 
     /// Bytes of the parameters' device.
     pub fn bytes(&self) -> usize {
-        let bytes = |kept: &Kept| match kept {
-            Kept::Here(t) => t.elem_count() * t.dtype().size_in_bytes(),
+        match &self.kept {
+            Kept::Here(kept) => kept.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum(),
             Kept::Away(_) => 0,
-        };
-        bytes(&self.first) + self.second.as_ref().map_or(0, bytes)
+        }
+    }
+
+    /// Value number `which` of the elements `part` of the bucket.
+    ///
+    /// # Errors
+    /// If they are not in the range, or have no such value.
+    pub fn part(&self, which: usize, part: &Range<usize>) -> Result<Elements> {
+        let part = part.start.wrapping_sub(self.range.start)..part.end.wrapping_sub(self.range.start);
+        let none = || Error::config(format!("internal error: optimizer state has no value {which}"));
+        match &self.kept {
+            Kept::Here(kept) => narrowed(kept.get(which).ok_or_else(none)?, &part).map(Elements::from),
+            Kept::Away(away) => match away.get(which).ok_or_else(none)? {
+                Away::Host(tensor) => narrowed(tensor, &part).map(Elements::from),
+                Away::File(filed) => filed.narrow(&part).map(Elements::from),
+            },
+        }
     }
 
     /// Calls `step` with parts of the range, which together are all of it, and what is kept of them on `device`, the parameters', which it changes. On a GPU
@@ -108,25 +115,20 @@ impl BucketState {
     /// # Errors
     /// What `step` returns, or if what is kept cannot be read, written or copied.
     pub fn change(&self, device: &Device, step: &mut Step) -> Result<()> {
-        let away: Vec<&Away> = match (&self.first, &self.second) {
-            (Kept::Here(first), None) => return step(&self.range, std::slice::from_ref(first)),
-            (Kept::Here(first), Some(Kept::Here(second))) => {
-                return step(&self.range, &[first.clone(), second.clone()]);
-            }
-            (Kept::Away(first), None) => vec![first],
-            (Kept::Away(first), Some(Kept::Away(second))) => vec![first, second],
-            _ => return Err(Error::config("internal error: one moment is with the parameters, the other is not")),
+        let away = match &self.kept {
+            Kept::Here(kept) => return step(&self.range, kept),
+            Kept::Away(away) => away,
         };
         let first = self.range.start;
         let mut step = |part: &Range<usize>, here: &[Tensor]| step(&(first + part.start..first + part.end), here);
         if mark(device)?.is_some() {
-            self.change_on_gpu(device, &away, &mut step)
+            self.change_on_gpu(device, away, &mut step)
         } else {
-            self.change_on_cpu(&away, &mut step)
+            self.change_on_cpu(away, &mut step)
         }
     }
 
-    fn change_on_cpu(&self, away: &[&Away], step: &mut Step) -> Result<()> {
+    fn change_on_cpu(&self, away: &[Away], step: &mut Step) -> Result<()> {
         let places = room_for(away, PART.min(self.range.len()), &Device::Cpu)?;
         away.iter().for_each(|kept| kept.ask_for(0..PARTS_AHEAD * PART));
         for part in parts(self.range.len(), PART) {
@@ -144,7 +146,7 @@ impl BucketState {
         Ok(())
     }
 
-    fn change_on_gpu(&self, device: &Device, away: &[&Away], step: &mut Step) -> Result<()> {
+    fn change_on_gpu(&self, device: &Device, away: &[Away], step: &mut Step) -> Result<()> {
         let now = || {
             let mark = mark(device)?;
             mark.ok_or_else(|| Error::config("internal error: a GPU whose work has no order"))
@@ -187,8 +189,8 @@ fn parts(len: usize, each: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// A tensor of `len` elements for each of `away`.
-fn room_for(away: &[&Away], len: usize, device: &Device) -> Result<Vec<Tensor>> {
-    let room = |kept: &&Away| Ok(kernels::device::zeros("parts of optimizer state", len, kept.dtype(), device)?);
+fn room_for(away: &[Away], len: usize, device: &Device) -> Result<Vec<Tensor>> {
+    let room = |kept: &Away| Ok(kernels::device::zeros("parts of optimizer state", len, kept.dtype(), device)?);
     away.iter().map(room).collect()
 }
 
@@ -196,17 +198,8 @@ fn first_of(places: &[Tensor], len: usize) -> Result<Vec<Tensor>> {
     places.iter().map(|place| Ok(place.narrow(0, 0, len)?)).collect()
 }
 
-impl Kept {
-    /// The elements `part` of them.
-    ///
-    /// # Errors
-    /// If they are not among them.
-    pub fn part(&self, part: &Range<usize>) -> Result<Elements> {
-        Ok(match self {
-            Self::Here(tensor) | Self::Away(Away::Host(tensor)) => tensor.narrow(0, part.start, part.len())?.into(),
-            Self::Away(Away::File(filed)) => filed.narrow(part)?.into(),
-        })
-    }
+fn narrowed(tensor: &Tensor, part: &Range<usize>) -> Result<Tensor> {
+    Ok(tensor.narrow(0, part.start, part.len())?)
 }
 
 impl Away {
@@ -227,7 +220,7 @@ impl Away {
     /// Copies the elements `part` to `to`, on the host.
     fn read(&self, part: &Range<usize>, to: &Tensor) -> Result<()> {
         match self {
-            Self::Host(tensor) => copy_on_host(&tensor.narrow(0, part.start, part.len())?, to),
+            Self::Host(tensor) => copy_on_host(&narrowed(tensor, part)?, to),
             Self::File(filed) => filed.narrow(part)?.read(to),
         }
     }
@@ -235,7 +228,7 @@ impl Away {
     /// Copies `from`, on the host, to the elements `part`.
     fn write(&self, part: &Range<usize>, from: &Tensor) -> Result<()> {
         match self {
-            Self::Host(tensor) => copy_on_host(from, &tensor.narrow(0, part.start, part.len())?),
+            Self::Host(tensor) => copy_on_host(from, &narrowed(tensor, part)?),
             Self::File(filed) => filed.narrow(part)?.write(from),
         }
     }
@@ -259,8 +252,8 @@ fn copy_on_host(from: &Tensor, to: &Tensor) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn values(kept: &Kept, n: usize) -> Vec<f32> {
-        kept.part(&(0..n)).unwrap().to_f32().unwrap()
+    fn values(state: &BucketState, which: usize) -> Vec<f32> {
+        state.part(which, &state.range).unwrap().to_f32().unwrap()
     }
 
     /// Adds an element's number to its first state, and doubles and increases the second.
@@ -287,9 +280,8 @@ mod tests {
     fn what_is_in_a_file_changes_part_by_part_as_what_is_in_memory_does_at_once() {
         let folder = tempfile::tempdir().unwrap();
         let ranges = vec![100..100 + 3 * PART + 7, 5..6, 9..9, PART..2 * PART];
-        for second in [None, Some(DType::F32), Some(DType::BF16)] {
-            let zeros =
-                |offload| BucketState::zeros(ranges.clone(), (DType::F32, second), &offload, &Device::Cpu).unwrap();
+        for dtypes in [&[DType::F32][..], &[DType::F32, DType::F32], &[DType::F32, DType::BF16]] {
+            let zeros = |offload| BucketState::zeros(ranges.clone(), dtypes, &offload, &Device::Cpu).unwrap();
             let kept = zeros(OptimizerOffload::None);
             let filed = zeros(OptimizerOffload::Nvme(folder.path().to_path_buf()));
             assert_eq!(filed.len(), ranges.len());
@@ -299,22 +291,22 @@ mod tests {
                     assert_eq!(whole, std::slice::from_ref(&kept.range));
                     assert_eq!(parts.len(), kept.range.len().div_ceil(PART));
                     assert_eq!(parts.iter().map(Range::len).sum::<usize>(), kept.range.len());
-                    let n = kept.range.len();
-                    assert_eq!(values(&filed.first, n), values(&kept.first, n));
-                    let seconds = [filed, kept].map(|state| state.second.as_ref().map(|second| values(second, n)));
-                    assert!(seconds[0] == seconds[1] && seconds[0].is_some() == second.is_some());
+                    for which in 0..dtypes.len() {
+                        assert_eq!(values(filed, which), values(kept, which));
+                    }
+                    assert!([kept, filed].iter().all(|state| state.part(dtypes.len(), &state.range).is_err()));
                 }
             }
             let bytes: usize = kept.iter().map(BucketState::bytes).sum();
             let elements: usize = ranges.iter().map(Range::len).sum();
-            assert_eq!(bytes, elements * (4 + second.map_or(0, |dtype| dtype.size_in_bytes())));
+            assert_eq!(bytes, elements * dtypes.iter().map(|dtype| dtype.size_in_bytes()).sum::<usize>());
             assert_eq!(filed.iter().map(BucketState::bytes).sum::<usize>(), 0);
         }
     }
 
     #[test]
     fn state_on_the_host_is_moved_nowhere_else_on_the_host() {
-        let zeros = BucketState::zeros(vec![0..4, 4..9], (DType::F32, None), &OptimizerOffload::Cpu, &Device::Cpu);
+        let zeros = BucketState::zeros(vec![0..4, 4..9], &[DType::F32], &OptimizerOffload::Cpu, &Device::Cpu);
         let refused = zeros.map(drop).unwrap_err().to_string();
         assert!(refused.contains("optimizer_cpu_offload moves state from a GPU"), "{refused}");
     }

@@ -81,9 +81,13 @@ fn differences(ranks: &[Map<String, Value>]) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use serde_json::json;
 
     use super::*;
+    use crate::comm::threads;
+    use crate::config::{OptimizerOffload, valid};
 
     fn leaves(value: Value) -> Map<String, Value> {
         let mut leaves = Map::new();
@@ -106,5 +110,30 @@ mod tests {
     fn a_setting_that_one_rank_lacks_is_a_difference() {
         let (with, without) = (leaves(json!({"a": 1, "b": "x"})), leaves(json!({"a": 1})));
         assert_eq!(differences(&[with, without]), ["b is \"x\" on rank 0 and null on rank 1"]);
+    }
+
+    #[test]
+    fn machines_may_keep_things_in_other_folders_but_not_elsewhere() {
+        let agree = |offloads: [OptimizerOffload; 2]| {
+            let ranks = threads::world(2).into_iter().zip(offloads).enumerate();
+            thread::scope(|scope| {
+                let ranks: Vec<_> = ranks
+                    .map(|(rank, (world, offload))| {
+                        let mut config = valid();
+                        config.data.cache_dir = format!("cache-{rank}").into();
+                        config.optimizer.offload = offload;
+                        scope.spawn(move || require(&world, &config, "the same data"))
+                    })
+                    .collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<()>>>()
+            })
+        };
+        let nvme = |folder: &str| OptimizerOffload::Nvme(folder.into());
+        agree([nvme("/disk0"), nvme("/disk1")]).unwrap();
+        let refused = agree([nvme("/disk0"), OptimizerOffload::None]).unwrap_err().to_string();
+        assert!(
+            refused.contains("not started alike: optimizer.offload is null on rank 0 and \"none\" on rank 1"),
+            "{refused}"
+        );
     }
 }
