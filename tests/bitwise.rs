@@ -4,7 +4,7 @@ use kernels::trace::Recorder;
 use megatron::comm::CommOptions;
 use megatron::config::{PartitionMethod, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
 use system_tests::{
-    Run, Style, Tokens, interleave, layout, on_ranks_with, sources, tiny, train, train_overlapping, trainer,
+    Run, Style, Tokens, context, interleave, layout, on_ranks_with, sources, tiny, train, train_overlapping, trainer,
 };
 
 const STEPS: usize = 6;
@@ -165,6 +165,41 @@ fn pipelines_under_tensor_and_data_parallelism() {
         let cut = layout(plain.clone(), 2, 2, 2);
         same_bits(&format!("{name} 2·2·2"), &cut, &plain);
         same_bits(&format!("{name} 2·2·2 interleaved"), &interleave(cut, 4), &plain);
+    });
+}
+
+/// Sequences cut over cp, alone and beside every other axis: no schedule, recompute, ZeRO-1, bucket or early message changes a bit.
+#[test]
+fn context_parallelism_with_all_that_changes_no_bit() {
+    for_both(|name, plain| {
+        for (dp, cp, tp) in [(1, 2, 1), (1, 4, 1), (2, 2, 2)] {
+            let mut plain = context(layout(plain.clone(), dp, tp, 1), cp);
+            plain.parallel.sequence_parallel = tp > 1;
+            let expected = train(&plain, STEPS).unwrap();
+            let mut changed = vec![];
+            for (schedule, cut) in under_all_schedules(&context(layout(plain.clone(), dp, tp, 2), cp), 2) {
+                changed.push((format!("{schedule}, delayed"), delayed(cut.clone())));
+                changed.push((schedule.into(), cut));
+            }
+            for recompute in [Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 3 }, Recompute::Selective]
+            {
+                let mut again = plain.clone();
+                again.training.recompute = recompute;
+                changed.push((format!("{recompute:?}"), again));
+            }
+            for (zero, bucket_size) in [(true, 40_000_000), (true, 1), (false, 1000)] {
+                let mut sharded = plain.clone();
+                sharded.parallel.use_distributed_optimizer = zero;
+                sharded.parallel.overlap_grad_reduce = bucket_size < 40_000_000;
+                sharded.parallel.bucket_size = bucket_size;
+                changed.push((format!("zero {zero} bucket {bucket_size}"), sharded));
+            }
+            for (change, config) in changed {
+                let what = format!("{name} dp {dp} cp {cp} tp {tp} {change}");
+                same_runs(&what, &train(&config, STEPS).unwrap(), &expected);
+                same_runs(&format!("{what}, early"), &train_overlapping(&config, STEPS).unwrap(), &expected);
+            }
+        }
     });
 }
 

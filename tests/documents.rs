@@ -3,7 +3,9 @@
 use megatron::config::{DecayStyle, PositionEmbedding, RunConfig, SlidingWindow};
 use megatron::data::DocumentEnds;
 use megatron::train::Sources;
-use system_tests::{Run, Style, Tokens, interleave, largest_relative_difference, layout, sources, tiny, train_on};
+use system_tests::{
+    Run, Style, Tokens, context, interleave, largest_relative_difference, layout, sources, tiny, train_on,
+};
 
 const S: usize = 16;
 const STEPS: usize = 4;
@@ -76,17 +78,26 @@ fn packed_documents_train_as_each_alone_on_every_layout() {
         let mut packed = config(style, 4);
         change(&mut packed);
         let one = train_on(&data(true, true), &packed, None, STEPS).unwrap();
-        for (dp, tp, pp) in [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2)] {
-            let mut cut = layout(packed.clone(), dp, tp, pp);
+        for (dp, cp, tp, pp) in [
+            (1, 1, 1, 1),
+            (1, 1, 2, 1),
+            (1, 1, 1, 2),
+            (2, 1, 1, 1),
+            (1, 1, 2, 2),
+            (1, 2, 1, 1),
+            (1, 4, 1, 1),
+            (1, 2, 2, 2),
+        ] {
+            let mut cut = context(layout(packed.clone(), dp, tp, pp), cp);
             cut.parallel.sequence_parallel = tp > 1;
             if pp > 1 && tp > 1 {
                 cut = interleave(cut, 2);
             }
             let run = train_on(&data(true, true), &cut, None, STEPS).unwrap();
             let (loss, norm) = differences(&run, &alone);
-            println!("{name} {dp}·{tp}·{pp}: losses within {loss:.1e}, gradient norms within {norm:.1e}");
-            assert!(loss < TOLERANCES.0 && norm < TOLERANCES.1, "{name} {dp}·{tp}·{pp}: {loss:e}, {norm:e}");
-            if (dp, tp) == (1, 1) {
+            println!("{name} {dp}·{cp}·{tp}·{pp}: losses within {loss:.1e}, gradient norms within {norm:.1e}");
+            assert!(loss < TOLERANCES.0 && norm < TOLERANCES.1, "{name} {dp}·{cp}·{tp}·{pp}: {loss:e}, {norm:e}");
+            if (dp, cp, tp) == (1, 1, 1) {
                 assert_eq!((run.losses, run.grad_norms), (one.losses.clone(), one.grad_norms.clone()), "{name}: bits");
                 assert!(run.last == one.last, "{name}: bits of the state");
             }

@@ -10,7 +10,7 @@ use megatron::pipeline::{GradientListener, forward_only, generate};
 use megatron::tensor_parallel::Phase;
 use megatron::train::Trainer;
 use std::sync::Arc;
-use system_tests::{Style, Tokens, interleave, layout, on_ranks, sources, tiny, trainer};
+use system_tests::{Style, Tokens, context, interleave, layout, on_ranks, sources, tiny, trainer};
 
 struct Ignore;
 
@@ -49,7 +49,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         let t = &config.training;
         let batch = GlobalBatch::new(t.micro_batch_size, t.global_batch_size, groups.dp.rank(), groups.dp.size())?;
         let loader = Loader::new(source.clone(), batch, config.model.vocab_size, candle_core::Device::Cpu);
-        let loader = loader.with_documents(ends);
+        let loader = loader.with_documents(ends).with_part_of_sequences(groups.cp.rank(), groups.cp.size());
         let batches = loader.microbatches(0)?;
         let p = &config.parallel;
         let schedule = generate(
@@ -60,7 +60,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
             p.extra_warmup,
         )?;
         let embedding = groups.embedding.clone().filter(|_| !config.model.untie_embeddings_and_output_weights);
-        let mut reducer = GradientReducer::new(groups.tp.clone(), groups.dp.clone(), embedding, false, true);
+        let mut reducer = GradientReducer::new(groups.tp.clone(), groups.replicas.clone(), embedding, false, true);
         let factor = 1.0 / (t.global_batch_size * config.model.seq_length) as f64;
         reducer.begin(&stage.params)?;
         stage.run(&schedule, &batches, Phase::Train { step: 3 }, factor, &mut reducer)?;
@@ -90,7 +90,8 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
             let grad = stage.params.grad(id)?.flatten_all()?.to_vec1::<f64>()?;
             // Count every logical element once over the world.
             let replicated = param.spec.partition == megatron::params::Partition::Replicated;
-            let counts = param.role == Role::Primary && groups.dp.rank() == 0 && (!replicated || groups.tp.rank() == 0);
+            let first = groups.replicas.rank() == 0 && (!replicated || groups.tp.rank() == 0);
+            let counts = param.role == Role::Primary && first;
             if counts {
                 along += grad.iter().zip(&direction).map(|(g, d)| g * d).sum::<f64>();
             }
@@ -157,6 +158,17 @@ fn data_parallel_with_recompute() {
 }
 
 #[test]
+fn context_parallel_alone_and_within_all_others() {
+    for style in [Style::Gpt2, Style::Llama] {
+        check(context(model(style), 4));
+        let mut config = context(layout(model(style), 2, 2, 2), 2);
+        config.parallel.sequence_parallel = true;
+        config.training.recompute = Recompute::Selective;
+        check(config);
+    }
+}
+
+#[test]
 fn linear_biases_scaled_rotations_and_a_normalized_embedding() {
     let mut bloom = model(Style::Gpt2);
     bloom.model.position_embedding = PositionEmbedding::Alibi;
@@ -166,7 +178,7 @@ fn linear_biases_scaled_rotations_and_a_normalized_embedding() {
     llama.model.qkv_bias = true;
     for config in [bloom, llama] {
         check(config.clone());
-        let mut config = layout(config, 1, 2, 2);
+        let mut config = context(layout(config, 1, 2, 2), 2);
         config.parallel.sequence_parallel = true;
         check(config);
     }
@@ -180,7 +192,7 @@ fn documents_apart_and_a_sliding_window() {
         // Some token of the synthetic text, met about once a sample.
         let ends = DocumentEnds { token: 3, mask_loss: false, reset_positions: true, reset_attention: true };
         check_with(config.clone(), Some(ends));
-        let mut config = layout(config, 1, 2, 2);
+        let mut config = context(layout(config, 1, 2, 2), 2);
         config.parallel.sequence_parallel = true;
         check_with(config, Some(ends));
     }

@@ -1,20 +1,26 @@
 //! One loss curve on any layout: every cut of a run follows the single process, from bitwise the same initial weights.
 
-use system_tests::{Run, Style, interleave, largest_relative_difference, layout, tiny, train};
+use system_tests::{Run, Style, context, interleave, largest_relative_difference, layout, tiny, train};
 
-/// dp · tp · pp
-const LAYOUTS: [(usize, usize, usize); 11] = [
-    (2, 1, 1),
-    (4, 1, 1),
-    (1, 2, 1),
-    (1, 4, 1),
-    (1, 1, 2),
-    (1, 1, 4),
-    (2, 2, 1),
-    (2, 1, 2),
-    (1, 2, 2),
-    (2, 2, 2),
-    (1, 2, 4),
+/// dp · cp · tp · pp
+const LAYOUTS: [(usize, usize, usize, usize); 17] = [
+    (2, 1, 1, 1),
+    (4, 1, 1, 1),
+    (1, 1, 2, 1),
+    (1, 1, 4, 1),
+    (1, 1, 1, 2),
+    (1, 1, 1, 4),
+    (2, 1, 2, 1),
+    (2, 1, 1, 2),
+    (1, 1, 2, 2),
+    (2, 1, 2, 2),
+    (1, 1, 2, 4),
+    (1, 2, 1, 1),
+    (1, 4, 1, 1),
+    (1, 2, 2, 1),
+    (2, 2, 1, 1),
+    (1, 2, 1, 2),
+    (2, 2, 2, 2),
 ];
 const STEPS: usize = 30;
 /// Allowed relative difference; measured ones are about 1e-8 in losses and 1e-7 in gradient norms.
@@ -32,14 +38,14 @@ fn agree(what: &str, run: &Run, alone: &Run) {
 fn every_layout_follows_the_single_process(style: Style, dropout: f64) {
     let alone = train(&tiny(style, dropout), STEPS).unwrap();
     assert!(alone.losses[STEPS - 1] < alone.losses[0] - 0.2, "the model learns nothing: {:?}", alone.losses);
-    for (dp, tp, pp) in LAYOUTS {
-        let plain = layout(tiny(style, dropout), dp, tp, pp);
+    for (dp, cp, tp, pp) in LAYOUTS {
+        let plain = context(layout(tiny(style, dropout), dp, tp, pp), cp);
         let mut variants = vec![("", plain.clone())];
         if pp > 1 {
             variants.push((" interleaved", interleave(plain.clone(), 2)));
         }
         for (name, mut config) in variants {
-            let what = format!("{style:?} dropout {dropout} {dp}·{tp}·{pp}{name}");
+            let what = format!("{style:?} dropout {dropout} {dp}·{cp}·{tp}·{pp}{name}");
             agree(&what, &train(&config, STEPS).unwrap(), &alone);
             if tp > 1 {
                 config.parallel.sequence_parallel = true;

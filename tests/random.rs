@@ -16,12 +16,13 @@ const STEPS: usize = 5;
 /// Steps before the checkpoint.
 const SAVED: usize = 2;
 
-/// The same cut over tp and dp, with neither a pipeline nor what changes no bit.
+/// The same cut over tp, cp and dp, with neither a pipeline nor what changes no bit.
 fn without_pipeline(config: &RunConfig) -> RunConfig {
     let mut plain = config.clone();
     plain.training.recompute = Recompute::None;
     plain.parallel = ParallelConfig {
         tensor_model_parallel_size: config.parallel.tensor_model_parallel_size,
+        context_parallel_size: config.parallel.context_parallel_size,
         data_parallel_size: config.parallel.data_parallel_size,
         sequence_parallel: config.parallel.sequence_parallel,
         ..Default::default()

@@ -7,7 +7,8 @@ use megatron::checkpoint::{Manifest, latest};
 use megatron::config::{PartitionMethod, RunConfig, Sources as Origins};
 use models::SavedGpt;
 use system_tests::{
-    Style, Tokens, interleave, largest_relative_difference, layout, on_ranks, sources, tiny, train_from, trainer,
+    Style, Tokens, context, interleave, largest_relative_difference, layout, on_ranks, sources, tiny, train_from,
+    trainer,
 };
 
 fn data(config: &RunConfig) -> megatron::train::Sources {
@@ -63,7 +64,11 @@ fn readers(style: Style) -> Vec<RunConfig> {
     zero.parallel.bucket_size = 3000;
     let mut uneven = layout(base(), 1, 1, 3);
     uneven.parallel.partition = PartitionMethod::Explicit(vec![1, 5, 2]);
-    vec![layout(base(), 1, 4, 1), zero, interleave(layout(base(), 1, 2, 2), 2), uneven, layout(base(), 1, 1, 1)]
+    let mut of_parts = context(layout(base(), 2, 2, 1), 2);
+    of_parts.parallel.bucket_size = 3000;
+    let long = context(layout(base(), 1, 1, 2), 4);
+    let interleaved = interleave(layout(base(), 1, 2, 2), 2);
+    vec![layout(base(), 1, 4, 1), zero, of_parts, interleaved, long, uneven, layout(base(), 1, 1, 1)]
 }
 
 #[test]
@@ -91,7 +96,7 @@ fn a_round_of_layouts_gives_the_first_files_and_each_resumes_with_the_same_loss(
     let uninterrupted = train_from(&config, Some(&source), 5).unwrap();
     let mut path = source.clone();
     let mut round = readers(Style::Llama);
-    round.truncate(2); // 1·4·1 and 4·2·1
+    round.truncate(3); // dp 1 · tp 4, dp 4 · tp 2, and dp 2 · cp 2 · tp 2
     round.push(config);
     for (i, reader) in round.iter().enumerate() {
         path = reshard(&path, &dir.path().join(i.to_string()), reader);

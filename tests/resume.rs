@@ -2,8 +2,8 @@
 
 use megatron::config::RunConfig;
 use system_tests::{
-    Style, Tokens, interleave, largest_relative_difference, layout, on_ranks, save_after, sources, tiny, train,
-    train_from, trainer,
+    Style, Tokens, context, interleave, largest_relative_difference, layout, on_ranks, save_after, sources, tiny,
+    train, train_from, trainer,
 };
 
 fn writer(style: Style) -> RunConfig {
@@ -35,6 +35,8 @@ fn any_other_layout_follows_the_uninterrupted_run() {
         let layouts = [(1, 2, 1), (1, 1, 1), (1, 2, 4), (4, 1, 1)];
         let mut readers: Vec<_> = layouts.map(|(dp, tp, pp)| layout(tiny(style, 0.1), dp, tp, pp)).into();
         readers.push(interleave(layout(tiny(style, 0.1), 1, 2, 2), 2));
+        readers.push(context(layout(tiny(style, 0.1), 2, 1, 1), 4));
+        readers.push(context(layout(tiny(style, 0.1), 1, 2, 2), 2));
         for reader in readers {
             let resumed = train_from(&reader, Some(&path), 10).unwrap();
             let difference = largest_relative_difference(&resumed.losses, &uninterrupted.losses[10..]);
@@ -49,8 +51,10 @@ fn a_checkpoint_passed_through_other_layouts_is_the_same_bits() {
     let first = save_after(&writer(Style::Llama), 3, &dir.path().join("a"));
     let reference = train_from(&writer(Style::Llama), Some(&first), 0).unwrap().last;
     let mut path = first;
-    for (at, (dp, tp, pp)) in [(1, 4, 1), (4, 2, 1), (1, 1, 4), (2, 1, 2)].into_iter().enumerate() {
-        let config = layout(tiny(Style::Llama, 0.1), dp, tp, pp);
+    let layouts = [(1, 1, 4, 1), (4, 1, 2, 1), (2, 2, 1, 2), (1, 1, 1, 4), (1, 4, 1, 1), (2, 1, 1, 2)];
+    for (at, (dp, cp, tp, pp)) in layouts.into_iter().enumerate() {
+        let mut config = context(layout(tiny(Style::Llama, 0.1), dp, tp, pp), cp);
+        config.parallel.use_distributed_optimizer = cp > 1;
         let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let paths = on_ranks(config.parallel.world_size(), |world| {
             let mut trainer = trainer(&config, world, &data)?;

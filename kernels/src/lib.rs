@@ -34,6 +34,7 @@ mod output;
 mod par;
 pub mod philox;
 pub mod reduce;
+pub mod regroup;
 pub mod rope;
 mod rounding;
 mod simd;

@@ -7,8 +7,9 @@
 //! | [`config`] | what a run is made of, resolved and validated |
 //! | [`params`] | what a parameter is regardless of layout; initial values; flat buffers |
 //! | [`tensor_parallel`] | layers cut over tp, and the layouts of their activations |
+//! | [`context_parallel`] | sequences cut over cp: tokens exchanged for heads around attention |
 //! | [`pipeline`] | schedules as data, their simulator, the engine that runs them |
-//! | [`data_parallel`] | reduction of gradients over dp |
+//! | [`data_parallel`] | reduction of gradients over dp (and cp) |
 //! | [`optim`] | optimizers, clipping, learning-rate schedules |
 //! | [`checkpoint`] | one logical state on disk, whatever the layout |
 //! | [`data`] | text, tokens, datasets, samplers |
@@ -17,6 +18,7 @@
 pub mod checkpoint;
 pub mod comm;
 pub mod config;
+pub mod context_parallel;
 pub mod data;
 pub mod data_parallel;
 pub mod error;

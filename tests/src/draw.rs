@@ -120,6 +120,7 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
         let mut config = config.clone();
         let p = &mut config.parallel;
         p.tensor_model_parallel_size = r.one(&[1, 1, 2, 2, 3, 4]);
+        p.context_parallel_size = r.one(&[1, 1, 2, 2, 3, 4]);
         p.data_parallel_size = r.one(&[1, 1, 2, 3, 4]);
         p.pipeline_model_parallel_size = r.one(&[1, 2, 2, 3, 4]);
         p.sequence_parallel = p.tensor_model_parallel_size > 1 && r.chance(60);

@@ -115,6 +115,12 @@ pub fn layout(mut config: RunConfig, dp: usize, tp: usize, pp: usize) -> RunConf
     config
 }
 
+/// `config` with sequences cut over `cp` ranks.
+pub fn context(mut config: RunConfig, cp: usize) -> RunConfig {
+    config.parallel.context_parallel_size = cp;
+    config
+}
+
 /// `config` with `v` chunks per stage.
 pub fn interleave(mut config: RunConfig, v: usize) -> RunConfig {
     config.parallel.virtual_pipeline_size = v;

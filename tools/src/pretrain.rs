@@ -217,13 +217,14 @@ fn resumes(run: &RunConfig) -> megatron::Result<bool> {
 fn describe(run: &RunConfig, device: &Device) -> String {
     let (m, p, t) = (&run.model, &run.parallel, &run.training);
     format!(
-        "model: {:.1} M parameters in {} layers, vocabulary {} | {} on {} | tp {} · pp {} · dp {}{} | {} microbatches of {} · {} tokens",
+        "model: {:.1} M parameters in {} layers, vocabulary {} | {} on {} | tp {}{} · pp {} · dp {}{} | {} microbatches of {} · {} tokens",
         m.num_params() as f64 / 1e6,
         m.num_layers,
         m.vocab_size,
         t.precision,
         kernels::device::name(device),
         p.tensor_model_parallel_size,
+        if p.context_parallel_size > 1 { format!(" · cp {}", p.context_parallel_size) } else { String::new() },
         p.pipeline_model_parallel_size,
         p.data_parallel_size,
         if p.sequence_parallel && p.tensor_model_parallel_size > 1 { " · sequence parallel" } else { "" },

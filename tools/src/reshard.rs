@@ -85,10 +85,11 @@ pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8>
 
 /// A layout in a few words: `tp 2 · pp 1 · dp 4 · ZeRO-1`.
 pub fn describe_layout(p: &ParallelConfig) -> String {
-    let mut text = format!(
-        "tp {} · pp {} · dp {}",
-        p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
-    );
+    let mut text = format!("tp {}", p.tensor_model_parallel_size);
+    if p.context_parallel_size > 1 {
+        text.push_str(&format!(" · cp {}", p.context_parallel_size));
+    }
+    text.push_str(&format!(" · pp {} · dp {}", p.pipeline_model_parallel_size, p.data_parallel_size));
     if p.virtual_pipeline_size > 1 {
         text.push_str(&format!(" · {} virtual stages each", p.virtual_pipeline_size));
     }

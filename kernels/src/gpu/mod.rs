@@ -35,6 +35,7 @@ pub(crate) mod linear;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod reduce;
+pub(crate) mod regroup;
 pub(crate) mod rope;
 pub(crate) mod transfer;
 

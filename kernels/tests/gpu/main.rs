@@ -20,6 +20,7 @@ mod linear;
 mod norm;
 mod optimizer;
 mod reduce;
+mod regroup;
 mod rope;
 mod support;
 mod transfer;

@@ -11,5 +11,6 @@ mod linear;
 mod norm;
 mod optimizer;
 mod reduce;
+mod regroup;
 mod rope;
 mod storage;

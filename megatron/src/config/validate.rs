@@ -219,15 +219,10 @@ impl Check<'_> {
         self.size("context_parallel_size", p.context_parallel_size);
         self.size("data_parallel_size", p.data_parallel_size);
         self.positive("bucket_size", p.bucket_size);
-        self.require(p.context_parallel_size <= 1, |c| {
-            format!(
-                "{}: context parallelism is not available in this version; set it to 1",
-                c.cite("context_parallel_size", p.context_parallel_size)
-            )
-        });
+        let cp = p.context_parallel_size;
         let sizes = [
             ("tensor_model_parallel_size", tp),
-            ("context_parallel_size", p.context_parallel_size),
+            ("context_parallel_size", cp),
             ("pipeline_model_parallel_size", pp),
             ("data_parallel_size", p.data_parallel_size),
         ];
@@ -247,13 +242,31 @@ impl Check<'_> {
             "key/value heads are dealt to tensor-parallel ranks whole",
         );
         self.divides("ffn_hidden_size", m.ffn_hidden_size, &by_tp, "the MLP is cut evenly over tensor-parallel ranks");
-        if p.sequence_parallel {
+        let by_cp = ("context_parallel_size", cp);
+        if cp > 1 && tp > 0 && m.num_query_groups.is_multiple_of(tp) {
+            self.divides(
+                "num_query_groups",
+                m.num_query_groups,
+                &[("tensor_model_parallel_size", tp), by_cp],
+                "attention deals the key/value heads of a tensor-parallel rank to its context-parallel ranks whole",
+            );
+        }
+        if p.sequence_parallel && cp > 1 {
+            self.divides(
+                "seq_length",
+                m.seq_length,
+                &[("tensor_model_parallel_size", tp), by_cp],
+                "sequence_parallel cuts each context-parallel rank's part of a sample evenly over tensor-parallel ranks",
+            );
+        } else if p.sequence_parallel {
             self.divides(
                 "seq_length",
                 m.seq_length,
                 &by_tp,
                 "sequence_parallel cuts samples evenly over tensor-parallel ranks",
             );
+        } else if cp > 1 {
+            self.divides("seq_length", m.seq_length, &[by_cp], "samples are cut evenly over context-parallel ranks");
         }
         self.schedule(p);
         self.layers(p, m.num_layers, pp.saturating_mul(v));
@@ -403,9 +416,10 @@ impl Check<'_> {
         let graph = self.cite("enable_cuda_graph", true);
         let whole = "a graph holds the computation of one rank, and messages between ranks within it are not recorded; set it to 1";
         let both = p.overlap_grad_reduce && p.data_parallel_size > 1;
-        let (tp, pp) = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size);
+        let (tp, cp, pp) = (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size);
         for (holds, what, why) in [
             (tp <= 1, self.cite("tensor_model_parallel_size", tp), whole),
+            (cp <= 1, self.cite("context_parallel_size", cp), whole),
             (pp <= 1, self.cite("pipeline_model_parallel_size", pp), whole),
             (
                 !both,

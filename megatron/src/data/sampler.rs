@@ -3,6 +3,7 @@
 //! Source: Megatron-LM `legacy/data/data_samplers.py`: with c samples consumed, microbatch m of data-parallel rank r takes the
 //! samples c + m·(MBS·dp) + r·MBS + i, i < MBS. The samples of a step, c … c + GBS − 1, do not depend on how they are cut.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
@@ -55,18 +56,19 @@ impl GlobalBatch {
 /// The input of one forward pass of one replica.
 #[derive(Clone, Debug)]
 pub struct MicroBatch {
-    /// u32 `[s, b]`, sequence first.
+    /// u32 `[s/cp, b]`, sequence first.
     pub tokens: Tensor,
-    /// The token after each of `tokens`: u32 `[s, b]`.
+    /// The token after each of `tokens`: u32 `[s/cp, b]`.
     pub labels: Tensor,
-    /// 1 where a token's loss counts: f32 `[s, b]`.
+    /// 1 where a token's loss counts: f32 `[s/cp, b]`.
     pub loss_mask: Tensor,
-    /// How many tokens' losses count.
+    /// How many of these tokens' losses count.
     pub counted: f64,
     /// Index of each of the b samples within the step's global batch: 0 … GBS − 1.
     pub samples: Vec<u64>,
     /// [`kernels::dropout::step_and_samples`], in the microbatch that a CUDA graph reads.
     pub step_and_samples: Option<Tensor>,
+    /// Of whole sequences.
     pub documents: Documents,
 }
 
@@ -78,17 +80,25 @@ pub struct Loader {
     vocab_size: usize,
     device: Device,
     document_ends: Option<DocumentEnds>,
+    /// Which of how many equal parts of each sequence this rank has.
+    part: (usize, usize),
 }
 
 impl Loader {
     /// `vocab_size` is the model's, unpadded: larger token ids are refused.
     pub fn new(source: Arc<dyn SampleSource>, batch: GlobalBatch, vocab_size: usize, device: Device) -> Self {
-        Self { source, batch, vocab_size, device, document_ends: None }
+        Self { source, batch, vocab_size, device, document_ends: None, part: (0, 1) }
     }
 
     /// Heeds the ends of documents within samples.
     pub fn with_documents(mut self, ends: Option<DocumentEnds>) -> Self {
         self.document_ends = ends;
+        self
+    }
+
+    /// Gives of each sequence the tokens of context-parallel rank `rank` of `cp` alone.
+    pub fn with_part_of_sequences(mut self, rank: usize, cp: usize) -> Self {
+        self.part = (rank, cp);
         self
     }
 
@@ -137,12 +147,21 @@ impl Loader {
                 documents.add(ends, &row[..s], column, b);
             }
         }
+        let (rank, cp) = self.part;
+        if !s.is_multiple_of(cp) {
+            return Err(Error::config(format!(
+                "context parallelism cuts sequences evenly: {s} tokens do not divide by context_parallel_size {cp}"
+            )));
+        }
+        let length = s / cp;
+        let mine = rank * length * b..(rank + 1) * length * b;
+        let (tokens, labels, loss_mask) = (only(tokens, &mine), only(labels, &mine), only(loss_mask, &mine));
         // Here, since on a GPU the mask is read only by waiting for it.
         let counted = loss_mask.iter().map(|&m| f64::from(m)).sum();
         Ok(MicroBatch {
-            tokens: upload(tokens, (s, b), &self.device)?,
-            labels: upload(labels, (s, b), &self.device)?,
-            loss_mask: upload(loss_mask, (s, b), &self.device)?,
+            tokens: upload(tokens, (length, b), &self.device)?,
+            labels: upload(labels, (length, b), &self.device)?,
+            loss_mask: upload(loss_mask, (length, b), &self.device)?,
             counted,
             samples,
             step_and_samples: None,
@@ -161,4 +180,11 @@ impl Loader {
             ),
         )
     }
+}
+
+/// The elements `range` of `values`.
+fn only<T>(mut values: Vec<T>, range: &Range<usize>) -> Vec<T> {
+    values.truncate(range.end);
+    values.drain(..range.start);
+    values
 }

@@ -9,6 +9,7 @@ use kernels::trace::{Kind, span};
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
 use super::schedule::{Action, Payload, Schedule};
 use crate::comm::{Group, Work};
+use crate::context_parallel::ContextParallel;
 use crate::data::MicroBatch;
 use crate::params::{ParamId, ParamStore};
 use crate::tensor_parallel::{Ctx, Phase, TensorParallel, WeightGradients};
@@ -20,6 +21,7 @@ pub struct Stage {
     pub chunks: Vec<Chunk>,
     pub params: ParamStore,
     pub tp: TensorParallel,
+    pub cp: ContextParallel,
     pub pp: Group,
     pub hidden: usize,
     pub dtype: DType,
@@ -48,6 +50,7 @@ impl Stage {
         Ctx {
             params: &self.params,
             tp: &self.tp,
+            cp: &self.cp,
             tokens: &batch.tokens,
             labels: &batch.labels,
             loss_mask: &batch.loss_mask,

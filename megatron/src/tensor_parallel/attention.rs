@@ -1,7 +1,9 @@
-//! Causal grouped-query self-attention, heads cut over tp by key/value group (Shoeybi et al. 2019, Ainslie et al. 2023).
+//! Causal grouped-query self-attention, heads cut over tp, and for attention itself over cp, by key/value group (Shoeybi et al. 2019, Ainslie et al.
+//! 2023).
 //!
 //! The fused QKV projection's rows are grouped per key/value group, (query heads…, key, value), as Megatron-LM's are.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::Tensor;
@@ -51,9 +53,9 @@ pub struct SelfAttention {
 /// Activations of one microbatch.
 pub struct SavedAttention {
     input: Stream,
-    /// Rotated, packed.
+    /// Rotated, packed: all tokens' of the heads that are this rank's.
     qkv: Tensor,
-    /// Output `[s, b, heads/tp·d]` and log-sum-exp; `None` if they are computed again.
+    /// Output `[s, b, heads/(tp·cp)·d]` and log-sum-exp; `None` if they are computed again.
     core: Option<(Tensor, Tensor)>,
 }
 
@@ -78,31 +80,44 @@ impl SelfAttention {
         Self { qkv, proj, spec: spec.clone(), layer }
     }
 
-    fn shape(&self) -> HeadShape {
+    /// Of what a rank computes where heads are dealt to `ranks`.
+    fn shape(&self, ranks: usize) -> HeadShape {
         HeadShape {
-            groups: self.spec.groups / self.spec.tp,
+            groups: self.spec.groups / ranks,
             heads_per_group: self.spec.heads / self.spec.groups,
             head_dim: self.spec.head_dim,
         }
     }
 
-    fn scores<'a>(&'a self, ctx: &Ctx<'a>) -> Scores<'a> {
-        let heads = self.spec.heads / self.spec.tp;
-        let first = ctx.tp.rank() * heads;
-        let alibi = self.spec.alibi.as_ref().map(|slopes| &slopes[first..first + heads]);
+    /// Of the heads `heads` of the model.
+    fn scores<'a>(&'a self, heads: Range<usize>, ctx: &Ctx<'a>) -> Scores<'a> {
+        let alibi = self.spec.alibi.as_ref().map(|slopes| &slopes[heads]);
         let first_keys = ctx.documents.first_keys.as_ref();
         Scores { scale: 1.0 / (self.spec.head_dim as f64).sqrt(), alibi, window: self.spec.window, first_keys }
     }
 
     fn dropout<'a>(&self, ctx: &'a Ctx) -> Option<AttentionDropout<'a>> {
         let key = ctx.dropout_key(self.spec.dropout, self.layer, DropoutSite::AttentionWeights)?;
-        let first_head = ctx.tp.rank() * (self.spec.heads / self.spec.tp);
+        let first_head = self.heads(ctx).start;
         let (samples, step_and_samples) = (ctx.samples, ctx.step_and_samples);
         Some(AttentionDropout { p: self.spec.dropout, key, samples, first_head, step_and_samples })
     }
 
+    /// Ranks that a layer's heads are dealt to.
+    fn ranks(&self, ctx: &Ctx) -> usize {
+        self.spec.tp * ctx.cp.size()
+    }
+
+    /// The query heads of the model whose attention is this rank's: of those of its tp rank the part of its cp rank.
+    fn heads(&self, ctx: &Ctx) -> Range<usize> {
+        let count = self.spec.heads / self.ranks(ctx);
+        let first = (ctx.tp.rank() * ctx.cp.size() + ctx.cp.rank()) * count;
+        first..first + count
+    }
+
     fn core(&self, qkv: &Tensor, ctx: &Ctx) -> Result<(Tensor, Tensor)> {
-        Ok(kernels::attention::attention(qkv, self.shape(), self.scores(ctx), self.dropout(ctx).as_ref())?)
+        let (shape, scores) = (self.shape(self.ranks(ctx)), self.scores(self.heads(ctx), ctx));
+        Ok(kernels::attention::attention(qkv, shape, scores, self.dropout(ctx).as_ref())?)
     }
 
     fn rotation<'a>(&'a self, ctx: &'a Ctx) -> Option<Rotation<'a>> {
@@ -119,31 +134,35 @@ impl SelfAttention {
         let x = ctx.tp.enter(&input)?;
         let qkv = self.qkv.forward(&x, ctx)?.0;
         drop(x);
+        let qkv = ctx.cp.to_heads(qkv)?;
         if let Some(rotation) = self.rotation(ctx) {
-            rotation.turn(&qkv, self.shape(), false)?;
+            rotation.turn(&qkv, self.shape(self.ranks(ctx)), false)?;
         }
         let (out, lse) = self.core(&qkv, ctx)?;
-        let out = FeatureSharded(out);
-        let y = self.proj.forward(&out, join, ctx)?;
-        let core = (!self.spec.recompute_core).then_some((out.0, lse));
+        let core = (!self.spec.recompute_core).then(|| (out.clone(), lse));
+        let y = self.proj.forward(&FeatureSharded(ctx.cp.to_tokens(out)?), join, ctx)?;
         Ok((y, SavedAttention { input, qkv, core }))
     }
 
     /// Room for the keys and values of `positions` tokens of `batch` samples.
     pub fn cache(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Tensor> {
         let options = ctx.params.options();
-        let shape = self.shape();
+        let shape = self.shape(self.spec.tp);
         let width = shape.groups * 2 * shape.head_dim;
         Ok(Tensor::zeros((positions, batch, width), options.dtype, &options.device)?)
     }
 
-    /// As [`forward`](Self::forward), for the next tokens of each sample, which see those in the cache before them.
+    /// As [`forward`](Self::forward), for the next tokens of each sample, which see those in the cache before them. Every cp rank has all tokens
+    /// and computes the same.
     pub fn decode(&self, input: &Stream, cache: &Tensor, starts: &[usize], join: &Join, ctx: &Ctx) -> Result<Stream> {
         let qkv = self.qkv.forward(&ctx.tp.enter(input)?, ctx)?.0;
+        let (shape, heads) = (self.shape(self.spec.tp), self.spec.heads / self.spec.tp);
+        let first = ctx.tp.rank() * heads;
         if let Some(table) = &self.spec.rope {
-            kernels::attention::rope_at(&qkv, table, self.shape(), starts, false)?;
+            kernels::attention::rope_at(&qkv, table, shape, starts, false)?;
         }
-        let out = kernels::attention::attention_cached(&qkv, cache, starts, self.shape(), self.scores(ctx))?;
+        let scores = self.scores(first..first + heads, ctx);
+        let out = kernels::attention::attention_cached(&qkv, cache, starts, shape, scores)?;
         self.proj.forward(&FeatureSharded(out), join, ctx)
     }
 
@@ -156,20 +175,23 @@ impl SelfAttention {
             None => self.core(&qkv, ctx)?,
         };
         let dy = dy.finish()?;
-        let out = FeatureSharded(out);
         let dout = self.proj.backward_input(&dy, ctx)?;
-        self.proj.backward_weight(&dy, &out, ctx)?;
+        // Exchanged again, as it was for the projection: kept in both forms it would be kept twice.
+        self.proj.backward_weight(&dy, &FeatureSharded(ctx.cp.to_tokens(out.clone())?), ctx)?;
+        drop(dy);
+        let dout = ctx.cp.to_heads(dout.0)?;
         let dropout = self.dropout(ctx);
-        let (shape, scores, dropout) = (self.shape(), self.scores(ctx), dropout.as_ref());
+        let (shape, scores) = (self.shape(self.ranks(ctx)), self.scores(self.heads(ctx), ctx));
+        let dropout = dropout.as_ref();
         let dqkv = match self.rotation(ctx) {
             Some(rotation) => {
-                let tensors = [&dout.0, &qkv, &out.0, &lse];
+                let tensors = [&dout, &qkv, &out, &lse];
                 kernels::attention::attention_backward_rotated(tensors, shape, scores, dropout, &rotation)?
             }
-            None => kernels::attention::attention_backward(&dout.0, &qkv, &out.0, &lse, shape, scores, dropout)?,
+            None => kernels::attention::attention_backward(&dout, &qkv, &out, &lse, shape, scores, dropout)?,
         };
-        drop((qkv, out, dout, dy));
-        self.qkv.backward(&FeatureSharded(dqkv), &input, ctx)
+        drop((qkv, out, dout));
+        self.qkv.backward(&FeatureSharded(ctx.cp.to_tokens(dqkv)?), &input, ctx)
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {

@@ -1,12 +1,14 @@
 //! What a layer needs to know besides its input.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use candle_core::Tensor;
 use kernels::dropout::{Dropout, DropoutKey, Tokens};
 
 use super::mappings::TensorParallel;
 use crate::Result;
+use crate::context_parallel::ContextParallel;
 use crate::data::Documents;
 use crate::params::{ParamId, ParamStore};
 
@@ -23,11 +25,12 @@ pub enum Phase {
 pub struct Ctx<'a> {
     pub params: &'a ParamStore,
     pub tp: &'a TensorParallel,
-    /// u32 `[s, b]`.
+    pub cp: &'a ContextParallel,
+    /// u32 `[s/cp, b]`: this rank's part of each sequence.
     pub tokens: &'a Tensor,
-    /// u32 `[s, b]`.
+    /// u32 `[s/cp, b]`.
     pub labels: &'a Tensor,
-    /// f32 `[s, b]`.
+    /// f32 `[s/cp, b]`.
     pub loss_mask: &'a Tensor,
     /// Index of each of the b samples within the step's global batch.
     pub samples: &'a [u64],
@@ -36,7 +39,7 @@ pub struct Ctx<'a> {
     pub documents: &'a Documents,
     pub phase: Phase,
     pub seed: u64,
-    /// The gradient of what is minimized by every token's loss: `loss_mask` · loss scale / unmasked tokens of the global batch, f32 `[s, b]`
+    /// The gradient of what is minimized by every token's loss: `loss_mask` · loss scale / unmasked tokens of the global batch, f32 `[s/cp, b]`
     /// (f64 for f64). In training, where the head is. On the device, since a graph would repeat a number of the host's.
     pub loss_weights: Option<&'a Tensor>,
     /// Where products that make gradients of weights wait for their time; `None`: they are computed at once.
@@ -82,9 +85,16 @@ pub enum DropoutSite {
 }
 
 impl Ctx<'_> {
-    /// Tokens per sequence.
-    pub fn seq_length(&self) -> Result<usize> {
-        Ok(self.tokens.dim(0)?)
+    /// The positions, within whole sequences, of the residual stream's rows on this rank: a part of those of its cp rank where sequence
+    /// parallelism cuts them, too.
+    ///
+    /// # Errors
+    /// If sequence parallelism cannot cut them evenly.
+    pub fn stream_positions(&self) -> Result<Range<usize>> {
+        let part = self.tokens.dim(0)?;
+        let length = self.tp.stream_length(part)?;
+        let first = self.cp.offset(part) + self.tp.stream_offset(length);
+        Ok(first..first + length)
     }
 
     pub fn weight(&self, id: ParamId) -> &Tensor {
@@ -104,8 +114,8 @@ impl Ctx<'_> {
     /// Dropout of the residual stream.
     pub fn stream_dropout(&self, p: f64, layer: usize, site: DropoutSite) -> Result<Option<Dropout<'_>>> {
         let Some(key) = self.dropout_key(p, layer, site) else { return Ok(None) };
-        let seq_len = self.seq_length()?;
-        let seq_offset = self.tp.stream_offset(self.tp.stream_length(seq_len)?);
+        let seq_len = self.cp.whole_length(self.tokens.dim(0)?);
+        let seq_offset = self.stream_positions()?.start;
         let tokens = Tokens { samples: self.samples, seq_offset, seq_len, step_and_samples: self.step_and_samples };
         Ok(Some(Dropout { p, key, tokens }))
     }

@@ -91,16 +91,15 @@ impl Embedding {
         Self { word, position, norm, spec: spec.clone(), dropout }
     }
 
-    /// u32 `[s/tp or s, b]`: the position of every row of the residual stream.
+    /// u32 `[rows of the residual stream, b]`: the position of each.
     fn positions(&self, ctx: &Ctx) -> Result<Tensor> {
-        let (seq, batch) = ctx.tokens.dims2()?;
-        let length = ctx.tp.stream_length(seq)?;
-        let first = ctx.tp.stream_offset(length);
+        let (rows, batch) = (ctx.stream_positions()?, ctx.tokens.dim(1)?);
         if let Some(positions) = &ctx.documents.positions {
-            return Ok(positions.narrow(0, first, length)?);
+            return Ok(positions.narrow(0, rows.start, rows.len())?);
         }
-        let ids: Vec<u32> = (first..first + length).flat_map(|p| std::iter::repeat_n(p as u32, batch)).collect();
-        Ok(constant(ids, (length, batch), ctx.tokens.device())?)
+        let shape = (rows.len(), batch);
+        let ids: Vec<u32> = rows.flat_map(|p| std::iter::repeat_n(p as u32, batch)).collect();
+        Ok(constant(ids, shape, ctx.tokens.device())?)
     }
 
     /// Tokens → residual stream.

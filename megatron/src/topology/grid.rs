@@ -208,6 +208,16 @@ impl RankGrid {
         self.group_over(&[Axis::Cp, Axis::Dp], rank)
     }
 
+    /// A rank's index within its [`replica_group`](Self::replica_group): cp fastest.
+    pub fn replica(&self, rank: usize) -> usize {
+        self.index(Axis::Cp, rank) + self.cp * self.index(Axis::Dp, rank)
+    }
+
+    /// cp · dp: how many ranks have the same dense parameters.
+    pub fn num_replicas(&self) -> usize {
+        self.cp * self.dp
+    }
+
     /// First and last stage of `rank`'s pipeline, which share a tied embedding; `None` without a pipeline.
     pub fn embedding_group(&self, rank: usize) -> Option<Vec<usize>> {
         let pipeline = self.group(Axis::Pp, rank);

@@ -13,8 +13,12 @@ pub struct ProcessGroups {
     pub world: Group,
     /// Ranks that share each layer.
     pub tp: Group,
-    /// Replicas of this rank's parameters.
+    /// Ranks that share each sequence.
+    pub cp: Group,
+    /// Ranks that read different samples.
     pub dp: Group,
+    /// cp × dp: all ranks with this rank's parameters, over which gradients are summed and ZeRO cuts. Without context parallelism that is dp.
+    pub replicas: Group,
     /// Stages of this rank's pipeline.
     pub pp: Group,
     /// First and last stage of one pipeline, which share a tied embedding; `None` on other stages and without a pipeline.
@@ -42,20 +46,27 @@ impl ProcessGroups {
         let rank = world.rank();
         let axis = |name, axis| split(world.as_ref(), name, Some(grid.group(axis, rank)));
         let tp = required(axis("tp", Axis::Tp)?, "tp")?;
+        let cp = required(axis("cp", Axis::Cp)?, "cp")?;
         let dp = required(axis("dp", Axis::Dp)?, "dp")?;
+        // Apart from cp even where dp is 1, so that gradients on their way hold up no exchange of attention.
+        let replicas = match grid.size(Axis::Cp) {
+            1 => dp.clone(),
+            _ => required(split(world.as_ref(), "dp-cp", Some(grid.replica_group(rank)))?, "dp-cp")?,
+        };
         let pp = required(axis("pp", Axis::Pp)?, "pp")?;
         let embedding = match grid.embedding_group(rank) {
             None => None,
             Some(ranks) => split(world.as_ref(), "embedding", ranks.contains(&rank).then_some(ranks))?,
         };
-        Ok(Self { grid, rank, world, tp, dp, pp, embedding })
+        Ok(Self { grid, rank, world, tp, cp, dp, replicas, pp, embedding })
     }
 
     /// How many of `rank`'s groups have other ranks in them.
     pub fn num_shared(grid: &RankGrid, rank: usize) -> usize {
-        let axes = [Axis::Tp, Axis::Dp, Axis::Pp].map(|axis| grid.group(axis, rank));
+        let axes = [Axis::Tp, Axis::Cp, Axis::Dp, Axis::Pp].map(|axis| grid.group(axis, rank));
+        let replicas = (grid.size(Axis::Cp) > 1).then(|| grid.replica_group(rank));
         let embedding = grid.embedding_group(rank).filter(|ranks| ranks.contains(&rank));
-        let groups = axes.into_iter().chain(embedding);
+        let groups = axes.into_iter().chain(replicas).chain(embedding);
         usize::from(grid.world() > 1) + groups.filter(|ranks| ranks.len() > 1).count()
     }
 }
@@ -98,12 +109,16 @@ mod tests {
 
     #[test]
     fn communicators_have_the_members_and_order_of_the_grid() {
-        for (tp, dp, pp) in [(1, 1, 1), (2, 2, 2), (2, 1, 3), (1, 3, 1)] {
-            let grid = RankGrid::new(tp, 1, 1, dp, pp).unwrap();
+        for (tp, cp, dp, pp) in
+            [(1, 1, 1, 1), (2, 1, 2, 2), (2, 1, 1, 3), (1, 1, 3, 1), (2, 2, 2, 1), (1, 3, 1, 2), (1, 2, 3, 1)]
+        {
+            let grid = RankGrid::new(tp, cp, 1, dp, pp).unwrap();
             for (rank, groups) in all_groups(grid).iter().enumerate() {
                 let expected = [
                     ("tp", &groups.tp, grid.group(Axis::Tp, rank)),
+                    ("cp", &groups.cp, grid.group(Axis::Cp, rank)),
                     ("dp", &groups.dp, grid.group(Axis::Dp, rank)),
+                    (if cp == 1 { "dp" } else { "dp-cp" }, &groups.replicas, grid.replica_group(rank)),
                     ("pp", &groups.pp, grid.group(Axis::Pp, rank)),
                 ];
                 for (name, group, ranks) in expected {
@@ -111,8 +126,11 @@ mod tests {
                     assert_eq!(group.ranks()[group.rank()], rank, "{name} of {grid:?}");
                 }
                 assert_eq!((groups.rank, groups.world.rank()), (rank, rank));
-                let all = [&groups.world, &groups.tp, &groups.dp, &groups.pp];
-                let shared = all.into_iter().chain(&groups.embedding).filter(|group| group.size() > 1).count();
+                assert_eq!((groups.replicas.rank(), groups.replicas.size()), (grid.replica(rank), grid.num_replicas()));
+                let all = [&groups.world, &groups.tp, &groups.cp, &groups.dp, &groups.pp];
+                let replicas = Some(&groups.replicas).filter(|_| cp > 1);
+                let shared =
+                    all.into_iter().chain(replicas).chain(&groups.embedding).filter(|group| group.size() > 1).count();
                 assert_eq!(ProcessGroups::num_shared(&grid, rank), shared, "rank {rank} of {grid:?}");
             }
         }

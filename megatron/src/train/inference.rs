@@ -8,6 +8,7 @@ use super::model::{ModelBuilder, declare_stage};
 use super::trainer::NoGradients;
 use crate::comm::{Group, ReduceOp};
 use crate::config::{ModelConfig, ParallelConfig};
+use crate::context_parallel::ContextParallel;
 use crate::data::Loader;
 use crate::params::{Role, ShardRef, StateKind, StoreOptions};
 use crate::pipeline::{Stage, forward_only};
@@ -30,7 +31,7 @@ pub(super) fn build_stage(
         dtype,
         device: device.clone(),
         bucket_size: parallel.bucket_size,
-        dp: groups.dp.size(),
+        dp: groups.replicas.size(),
         tp: groups.tp.size(),
         tp_rank: groups.tp.rank(),
     })?;
@@ -38,6 +39,7 @@ pub(super) fn build_stage(
         chunks,
         params,
         tp: TensorParallel::new(groups.tp.clone(), parallel.sequence_parallel),
+        cp: ContextParallel::new(groups.cp.clone()),
         pp: groups.pp.clone(),
         hidden,
         dtype,

@@ -68,17 +68,18 @@ pub fn require_memory(config: &RunConfig) -> Result<()> {
     let vocab = (m.vocab_size as f64 / multiple).ceil() * multiple;
     let params = layers * (2.0 * hidden * ffn + attention) + vocab * hidden;
     let ranks = (p.tensor_model_parallel_size * p.pipeline_model_parallel_size) as f64;
-    // Weights, fp32 gradients, and the masters of 16-bit weights (what they lack of fp32, of bf16 ones), which ZeRO-1 cuts over dp.
+    // Weights, fp32 gradients, and the masters of 16-bit weights (what they lack of fp32, of bf16 ones), which ZeRO-1 cuts over dp and cp.
     let weight = config.training.precision.dtype().size_in_bytes() as f64;
     let master = match config.training.precision.dtype() {
         DType::BF16 => 2.0,
         DType::F16 => 4.0,
         _ => 0.0,
     };
-    let replicas = if p.use_distributed_optimizer { p.data_parallel_size as f64 } else { 1.0 };
+    let (dp, cp) = (p.data_parallel_size as f64, p.context_parallel_size as f64);
+    let replicas = if p.use_distributed_optimizer { dp * cp } else { 1.0 };
     // Positions are on every rank of a stage; and what a microbatch's first layer reads is there at once.
     let params = params / ranks + positions * hidden / p.pipeline_model_parallel_size as f64;
-    let tokens = config.training.micro_batch_size as f64 * m.seq_length as f64;
+    let tokens = config.training.micro_batch_size as f64 * m.seq_length as f64 / cp;
     let activations =
         tokens * hidden * weight / if p.sequence_parallel { p.tensor_model_parallel_size as f64 } else { 1.0 };
     let needed = params * (weight + 4.0 + master / replicas) + activations;

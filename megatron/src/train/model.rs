@@ -115,8 +115,8 @@ impl Layout {
     /// If the model cannot be cut this way.
     pub fn new(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Self> {
         let grid = RankGrid::from_config(parallel)?;
-        let (dp, tp) = (parallel.data_parallel_size, parallel.tensor_model_parallel_size);
-        let place = |stage| Ok(declare_stage(parallel, model, stage)?.1.place(parallel.bucket_size, dp, tp));
+        let (replicas, tp) = (grid.num_replicas(), parallel.tensor_model_parallel_size);
+        let place = |stage| Ok(declare_stage(parallel, model, stage)?.1.place(parallel.bucket_size, replicas, tp));
         let stages = (0..parallel.pipeline_model_parallel_size).map(place).collect::<Result<_>>()?;
         Ok(Self { grid, stages })
     }
@@ -129,8 +129,8 @@ impl Layout {
     /// What a rank writes of each parameter, and of each tensor of its optimizer state, in the order of its file.
     pub fn written(&self, rank: usize) -> Vec<ParamShare> {
         let at = self.grid.coords(rank);
-        let (tp, dp) = (self.grid.size(Axis::Tp), self.grid.size(Axis::Dp));
-        written(&self.stages[at.pp], (at.tp, tp), (at.dp, dp))
+        let replica = (self.grid.replica(rank), self.grid.num_replicas());
+        written(&self.stages[at.pp], (at.tp, self.grid.size(Axis::Tp)), replica)
     }
 }
 

@@ -147,16 +147,16 @@ impl Trainer {
         let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
         let (seed, dtype) = (config.training.seed, config.training.precision.dtype());
         let mut stage = build_stage(parallel, model, &groups, config.model.hidden_size, seed, dtype, device)?;
-        let (dp_rank, dp) = (groups.dp.rank(), groups.dp.size());
+        let (replica, replicas) = (groups.replicas.rank(), groups.replicas.size());
         let sharded = parallel.use_distributed_optimizer;
-        stage.params.keep_masters(|len| if sharded { shard(len, dp_rank, dp) } else { 0..len })?;
+        stage.params.keep_masters(|len| if sharded { shard(len, replica, replicas) } else { 0..len })?;
         stage.params.initialize(seed)?;
 
         let optimizer = Optimizer::new(
             &config.optimizer,
             &stage.params,
             groups.tp.clone(),
-            groups.dp.clone(),
+            groups.replicas.clone(),
             groups.pp.clone(),
             sharded,
             seed,
@@ -164,7 +164,7 @@ impl Trainer {
         let embedding = groups.embedding.clone().filter(|_| model.tied());
         let reducer = GradientReducer::new(
             groups.tp.clone(),
-            groups.dp.clone(),
+            groups.replicas.clone(),
             embedding,
             sharded,
             parallel.overlap_grad_reduce,
@@ -180,6 +180,7 @@ impl Trainer {
         let loader = |source: &Arc<dyn SampleSource>| {
             Loader::new(source.clone(), batch, config.model.vocab_size, device.clone())
                 .with_documents(sources.document_ends)
+                .with_part_of_sequences(groups.cp.rank(), groups.cp.size())
         };
         let m = batch.num_microbatches();
         let mut schedule = generate(parallel.schedule, pp, v, m, parallel.extra_warmup)?;
@@ -257,7 +258,7 @@ impl Trainer {
     fn count_tokens(&self, batches: &[MicroBatch]) -> Result<f64> {
         let count: f64 = batches.iter().map(|batch| batch.counted).sum();
         let count = Tensor::from_vec(vec![count], 1, &Device::Cpu)?;
-        self.groups.dp.all_reduce(&count, ReduceOp::Sum)?.wait()?;
+        self.groups.replicas.all_reduce(&count, ReduceOp::Sum)?.wait()?;
         Ok(count.to_vec1::<f64>()?[0])
     }
 

@@ -204,6 +204,9 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, device: &Device, meas
     let gib = measured.peak_memory / f64::from(1 << 30);
     let mut layout =
         format!("tp{}·pp{}·dp{}", p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size);
+    if p.context_parallel_size > 1 {
+        layout.push_str(&format!("·cp{}", p.context_parallel_size));
+    }
     let settings = [
         (p.sequence_parallel, "·sp"),
         (p.delay_wgrad_compute, "·delayed-wgrad"),

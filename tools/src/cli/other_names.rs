@@ -4,7 +4,7 @@ use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Names without dashes, and what is to be done. docs/migrating.md tells the same.
-const OTHER_NAMES: [(&[&str], &str); 16] = [
+const OTHER_NAMES: [(&[&str], &str); 17] = [
     (
         &["tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"],
         "use --tokenizer FILE, a Hugging Face tokenizer.json (no SentencePiece .model), byte, or train:VOCAB",
@@ -39,6 +39,10 @@ const OTHER_NAMES: [(&[&str], &str); 16] = [
     (
         &["deepspeed", "deepspeed-config", "zero-stage"],
         "DeepSpeed's settings have flags here, --use-distributed-optimizer for ZeRO-1",
+    ),
+    (
+        &["cp-comm-type", "hierarchical-context-parallel-sizes"],
+        "leave it out: context parallelism exchanges tokens for heads by all-to-all, which is Megatron's a2a",
     ),
     (&["num-experts", "expert-model-parallel-size", "moe-router-topk"], "mixtures of experts are not there"),
     (&["fp8-format", "fp8-recipe"], "FP8 is not there; use --bf16"),

@@ -118,7 +118,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 34] = [
+    let cases: [(Break, &str); 37] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -142,7 +142,22 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.model.num_layers = 3, "num_layers = 3 cannot fill 4 stages"),
         (|c| c.parallel.partition = PartitionMethod::Explicit(vec![4, 4]), "names 2 stages, and there are 4"),
         (|c| c.parallel.partition = PartitionMethod::Explicit(vec![2, 2, 2, 1]), "deals 7 layers, and num_layers = 8"),
-        (|c| c.parallel.context_parallel_size = 2, "context parallelism is not available"),
+        (
+            |c| c.parallel.context_parallel_size = 5,
+            "num_query_groups = 4 must be a multiple of 10 (the product of tensor_model_parallel_size = 2, context_parallel_size = 5)",
+        ),
+        (
+            |c| (c.parallel.context_parallel_size, c.model.seq_length, c.model.max_position_embeddings) = (4, 20, 20),
+            "seq_length = 20 must be a multiple of 8 (the product of tensor_model_parallel_size = 2, context_parallel_size = 4)",
+        ),
+        (
+            |c| {
+                (c.parallel.context_parallel_size, c.model.seq_length) = (4, 18);
+                c.parallel.sequence_parallel = false;
+            },
+            "seq_length = 18 must be a multiple of context_parallel_size = 4",
+        ),
+        (|c| c.parallel.context_parallel_size = 0, "context_parallel_size = 0 must be at least 1"),
         (|c| c.parallel.schedule = ScheduleKind::OneFOneB, "need pipeline_schedule = interleaved"),
         (|c| c.parallel.pipeline_model_parallel_size = 1, "needs at least 2 stages"),
         (|c| c.training.global_batch_size = 18, "global_batch_size = 18 must be a multiple of 4"),

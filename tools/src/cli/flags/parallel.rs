@@ -41,7 +41,7 @@ pub struct LayoutFlags {
     /// pp: stages of the pipeline
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub pipeline_model_parallel_size: usize,
-    /// cp: ranks that share each sequence; only 1 in this version
+    /// cp: ranks that share each sequence, and deal the heads of attention among them
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub context_parallel_size: usize,
     /// dp: replicas [default: WORLD_SIZE / (tp·cp·pp) under a launcher, else 1]

@@ -1,0 +1,23 @@
+//! Rows in another order.
+
+use crate::support::{Input, check};
+use kernels::regroup::swap_leading;
+
+/// Rows of less than a vector, of whole ones and of some and a rest; fewer items than a block does, and more.
+#[test]
+fn leading_dimensions_are_swapped() {
+    let shapes: [&[usize]; 9] = [
+        &[3, 2, 5],
+        &[2, 3, 4, 8],
+        &[5, 7, 64],
+        &[64, 4, 24],
+        &[4, 64, 24],
+        &[33, 3, 1],
+        &[1, 4, 3],
+        &[130, 2, 40],
+        &[0, 3, 2],
+    ];
+    for shape in shapes {
+        check("swap_leading", &[Input::data("x", shape)], |t| Ok(vec![swap_leading(&t[0])?]));
+    }
+}

@@ -1,0 +1,144 @@
+//! Context parallelism: each of cp ranks has one of cp equal parts of every sequence, and computes all that goes token by token on it
+//! alone. Attention, which does not, exchanges tokens for heads before and heads for tokens after: with a cp-th of the key/value groups a rank
+//! sees all tokens, and computes what one process would (Jacobs et al. 2023, "DeepSpeed Ulysses"; Megatron-LM's `--cp-comm-type a2a`).
+//!
+//! | forward | | backward |
+//! |---|---|---|
+//! | [`to_heads`](ContextParallel::to_heads) | `[s/cp, b, w]` → `[s, b, w/cp]` | [`to_tokens`](ContextParallel::to_tokens) |
+//! | [`to_tokens`](ContextParallel::to_tokens) | `[s, b, w]` → `[s/cp, b, cp·w]` | [`to_heads`](ContextParallel::to_heads) |
+//!
+//! A rank sends and receives (cp − 1)/cp of its part, however long the sequence. Parts are contiguous, and all ranks have the same share of
+//! the causal triangle, which heads are cut over, not queries.
+
+use candle_core::Tensor;
+use kernels::device::empty;
+use kernels::regroup::swap_leading;
+
+use crate::comm::Group;
+use crate::{Error, Result};
+
+/// One rank's place on the cp axis.
+#[derive(Clone)]
+pub struct ContextParallel {
+    group: Group,
+}
+
+impl ContextParallel {
+    pub fn new(group: Group) -> Self {
+        Self { group }
+    }
+
+    pub fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    pub fn size(&self) -> usize {
+        self.group.size()
+    }
+
+    /// Tokens of a sequence of which this rank has `part`.
+    pub fn whole_length(&self, part: usize) -> usize {
+        part * self.size()
+    }
+
+    /// The first position of this rank's `part` tokens.
+    pub fn offset(&self, part: usize) -> usize {
+        part * self.rank()
+    }
+
+    /// Tokens for heads: from all columns, `[s/cp, b, w]`, of this rank's tokens to this rank's columns, `[s, b, w/cp]`, of all tokens.
+    ///
+    /// # Errors
+    /// If columns do not divide by cp, or a peer fails.
+    pub fn to_heads(&self, x: Tensor) -> Result<Tensor> {
+        let cp = self.size();
+        if cp == 1 {
+            return Ok(x);
+        }
+        let (part, batch, width) = x.dims3()?;
+        if !width.is_multiple_of(cp) {
+            return Err(Error::config(format!(
+                "internal error: {width} columns of attention do not divide by cp {cp}"
+            )));
+        }
+        let by_rank = swap_leading(&x.reshape((part * batch, cp, width / cp))?)?;
+        drop(x);
+        // Of each rank, in order, its tokens: they are in order then.
+        let all = empty((part * cp, batch, width / cp), by_rank.dtype(), by_rank.device())?;
+        self.group.all_to_all(&by_rank, &all)?.wait()?;
+        Ok(all)
+    }
+
+    /// Heads for tokens: from this rank's columns, `[s, b, w]`, of all tokens to all columns, `[s/cp, b, cp·w]`, of this rank's tokens.
+    ///
+    /// # Errors
+    /// If tokens do not divide by cp, or a peer fails.
+    pub fn to_tokens(&self, x: Tensor) -> Result<Tensor> {
+        let cp = self.size();
+        if cp == 1 {
+            return Ok(x);
+        }
+        let (seq, batch, width) = x.dims3()?;
+        if !seq.is_multiple_of(cp) {
+            return Err(Error::config(format!("internal error: {seq} tokens of attention do not divide by cp {cp}")));
+        }
+        let part = seq / cp;
+        let by_rank = empty((cp, part * batch, width), x.dtype(), x.device())?;
+        self.group.all_to_all(&x, &by_rank)?.wait()?;
+        drop(x);
+        Ok(swap_leading(&by_rank)?.reshape((part, batch, cp * width))?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use candle_core::Device;
+
+    use super::*;
+    use crate::comm::threads;
+
+    /// Of each element of `[s, b, w]` its number.
+    fn numbered(s: usize, b: usize, w: usize) -> Tensor {
+        Tensor::arange(0f32, (s * b * w) as f32, &Device::Cpu).unwrap().reshape((s, b, w)).unwrap()
+    }
+
+    fn values(t: &Tensor) -> Vec<f32> {
+        t.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn tokens_are_exchanged_for_columns_and_back() {
+        for (cp, part, b, w) in [(1, 3, 2, 4), (2, 3, 2, 4), (3, 1, 1, 2), (4, 2, 3, 1)] {
+            let whole = numbered(part * cp, b, w * cp);
+            thread::scope(|scope| {
+                for group in threads::world(cp) {
+                    let whole = &whole;
+                    scope.spawn(move || {
+                        let cp = ContextParallel::new(group);
+                        assert_eq!((cp.whole_length(part), cp.offset(part)), (part * cp.size(), part * cp.rank()));
+                        let mine = whole.narrow(0, cp.offset(part), part).unwrap();
+                        let heads = cp.to_heads(mine.clone()).unwrap();
+                        let columns = whole.narrow(2, cp.rank() * w, w).unwrap().contiguous().unwrap();
+                        assert_eq!((heads.dims(), values(&heads)), (columns.dims(), values(&columns)));
+                        let tokens = cp.to_tokens(heads).unwrap();
+                        assert_eq!((tokens.dims(), values(&tokens)), (mine.dims(), values(&mine)));
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn what_does_not_divide_is_refused() {
+        thread::scope(|scope| {
+            for group in threads::world(2) {
+                scope.spawn(move || {
+                    let cp = ContextParallel::new(group);
+                    assert!(cp.to_heads(numbered(2, 1, 3)).is_err() && cp.to_tokens(numbered(3, 1, 2)).is_err());
+                });
+            }
+        });
+    }
+}
