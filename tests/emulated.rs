@@ -14,7 +14,7 @@ use megatron::config::{MomentDtype, OptimizerKind, OptimizerOffload, Precision, 
 use megatron::data::SampleSource;
 use megatron::train::Sources;
 use system_tests::draw::{Random, data, difference, model, seeds};
-use system_tests::{Style, Tokens, largest_relative_difference, layout, on_ranks, sources, tiny, trainer};
+use system_tests::{Style, Tokens, context, largest_relative_difference, layout, on_ranks, sources, tiny, trainer};
 
 const STEPS: usize = 3;
 
@@ -144,14 +144,14 @@ fn ranks_that_exchange_tensors_by_the_host_follow_one() {
     let mut one = config(Style::Llama, 0.0, Precision::Fp32);
     one.model.num_query_groups = 2;
     let want = train(&one, Some(Order::Forward));
-    for (dp, tp, pp) in [(2, 1, 1), (1, 2, 1), (1, 1, 2)] {
-        let mut config = layout(one.clone(), dp, tp, pp);
+    for (dp, cp, tp, pp) in [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)] {
+        let mut config = context(layout(one.clone(), dp, tp, pp), cp);
         config.parallel.use_distributed_optimizer = dp > 1;
         config.parallel.sequence_parallel = tp > 1;
         let got = train(&config, Some(Order::Forward));
         for (got, want) in got.iter().zip(&want) {
             let difference = largest_relative_difference(got, want);
-            assert!(difference < 2e-5, "dp {dp}, tp {tp}, pp {pp}: {got:?}, alone {want:?}");
+            assert!(difference < 2e-5, "dp {dp}, cp {cp}, tp {tp}, pp {pp}: {got:?}, alone {want:?}");
         }
     }
 }

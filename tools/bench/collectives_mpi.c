@@ -8,11 +8,12 @@
 
 enum { BATCHES = 5, FIRST_BATCH = 3, GROWTH = 4 };
 static int rank, ranks, part;
-static float *whole, *share;
+static float *whole, *other, *share;
 
 static void all_reduce(void) { MPI_Allreduce(MPI_IN_PLACE, whole, part * ranks, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }
 static void all_gather(void) { MPI_Allgather(share, part, MPI_FLOAT, whole, part, MPI_FLOAT, MPI_COMM_WORLD); }
 static void reduce_scatter(void) { MPI_Reduce_scatter_block(whole, share, part, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }
+static void all_to_all(void) { MPI_Alltoall(whole, part, MPI_FLOAT, other, part, MPI_FLOAT, MPI_COMM_WORLD); }
 
 static void there_and_back(void) {
     int count = part * ranks;
@@ -55,7 +56,7 @@ static double fastest(void (*call)(void), double seconds) {
 int main(int argc, char **argv) {
     struct { const char *name; void (*call)(void); double scale; } operations[] = {
         {"all_reduce", all_reduce, 1}, {"all_gather", all_gather, 1},
-        {"reduce_scatter", reduce_scatter, 1}, {"send/recv", there_and_back, 0.5}};
+        {"reduce_scatter", reduce_scatter, 1}, {"all_to_all", all_to_all, 1}, {"send/recv", there_and_back, 0.5}};
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
@@ -65,13 +66,15 @@ int main(int argc, char **argv) {
         part = (size + 4L * ranks - 1) / (4L * ranks);
         // Written, so that the memory is really there.
         whole = memset(malloc(4L * part * ranks), 1, 4L * part * ranks);
+        other = memset(malloc(4L * part * ranks), 1, 4L * part * ranks);
         share = memset(malloc(4L * part), 1, 4L * part);
         memset(whole, 0, 4L * part * ranks);
-        for (int o = 0; o < 4; o++) {
+        for (int o = 0; o < 5; o++) {
             double took = fastest(operations[o].call, seconds) * operations[o].scale;
             if (rank == 0) printf("%s %ld %f\n", operations[o].name, size, took * 1e6), fflush(stdout);
         }
         free(whole);
+        free(other);
         free(share);
     }
     MPI_Finalize();

@@ -47,6 +47,7 @@ def rank_main(rank, ranks, dtype, sizes, seconds, store):
     for size in sizes:
         part = -(-size // (ranks * dtype.itemsize))
         whole, share = torch.zeros(part * ranks, dtype=dtype), torch.zeros(part, dtype=dtype)
+        other = torch.zeros_like(whole)
 
         def there_and_back():
             if rank == 0:
@@ -60,6 +61,7 @@ def rank_main(rank, ranks, dtype, sizes, seconds, store):
             "all_reduce": (lambda: dist.all_reduce(whole), 1.0),
             "all_gather": (lambda: dist.all_gather_into_tensor(whole, share), 1.0),
             "reduce_scatter": (lambda: dist.reduce_scatter_tensor(share, whole), 1.0),
+            "all_to_all": (lambda: dist.all_to_all_single(other, whole), 1.0),
             "send/recv": (there_and_back, 0.5),
         }
         for name, (call, scale) in operations.items():

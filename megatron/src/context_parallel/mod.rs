@@ -10,7 +10,7 @@
 //! A rank sends and receives (cp − 1)/cp of its part, however long the sequence. Parts are contiguous, and all ranks have the same share of
 //! the causal triangle, which heads are cut over, not queries.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use kernels::device::empty;
 use kernels::regroup::swap_leading;
 
@@ -34,6 +34,19 @@ impl ContextParallel {
 
     pub fn size(&self) -> usize {
         self.group.size()
+    }
+
+    /// Exchanges a number with every peer, so that a transport which connects ranks for it does so now, and not amid the first step, beside a pipeline's
+    /// messages. All ranks call it.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn connect(&self, device: &Device) -> Result<()> {
+        if self.size() > 1 {
+            let numbers = Tensor::zeros(self.size(), DType::F32, device)?;
+            self.group.all_to_all(&numbers, &numbers.zeros_like()?)?.wait()?;
+        }
+        Ok(())
     }
 
     /// Tokens of a sequence of which this rank has `part`.
@@ -93,8 +106,6 @@ impl ContextParallel {
 #[cfg(test)]
 mod tests {
     use std::thread;
-
-    use candle_core::Device;
 
     use super::*;
     use crate::comm::threads;

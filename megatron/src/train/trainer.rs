@@ -185,6 +185,7 @@ impl Trainer {
         let m = batch.num_microbatches();
         let mut schedule = generate(parallel.schedule, pp, v, m, parallel.extra_warmup)?;
         let [sends, receives] = schedule.lanes(groups.pp.rank());
+        stage.cp.connect(device)?;
         groups.pp.connect(&sends, &receives)?;
         let early = groups.pp.overlaps();
         if parallel.delay_wgrad_compute {

@@ -135,3 +135,28 @@ fn all_gather_is_whole_in_place_or_elsewhere() {
         check(size, all, |_| expected.clone());
     }
 }
+
+#[test]
+fn all_to_all_transposes_the_parts_in_place_or_elsewhere() {
+    for (size, dtype) in [(2, DType::F32), (3, DType::BF16), (4, DType::U8)] {
+        let parts = |g: &Group| {
+            let exchange = |all: usize| {
+                let count = all / size * size;
+                let (input, apart) = (tensor(g.rank(), count, dtype), zeros(count, dtype));
+                g.all_to_all(&input, &apart)?.wait()?;
+                g.all_to_all(&input, &input)?.wait()?;
+                assert!(bytes(&input) == bytes(&apart), "{count} elements");
+                Ok(bytes(&apart))
+            };
+            counts(dtype, size).into_iter().map(exchange).collect::<Result<Vec<_>>>()
+        };
+        let whole = |rank: usize, all: usize| bytes(&tensor(rank, all / size * size, dtype));
+        check(size, parts, |rank| {
+            let of = |all: usize, peer: usize| {
+                let whole = whole(peer, all);
+                whole.chunks(whole.len() / size).nth(rank).unwrap().to_vec()
+            };
+            counts(dtype, size).map(|all| (0..size).flat_map(|peer| of(all, peer)).collect::<Vec<u8>>()).into()
+        });
+    }
+}

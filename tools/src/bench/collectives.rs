@@ -1,8 +1,8 @@
 //! `megatron bench collectives`: time and bandwidth of the operations between ranks.
 //!
 //! Sizes and bandwidths are those of NVIDIA's nccl-tests (its PERFORMANCE.md): the size is that of the larger buffer; bus bandwidth is
-//! what the slowest link carries, whatever the number of ranks: size / time · 2(n−1)/n for all_reduce, (n−1)/n for all_gather and
-//! reduce_scatter, 1 for send/recv.
+//! what the slowest link carries, whatever the number of ranks: size / time · 2(n−1)/n for all_reduce, (n−1)/n for all_gather,
+//! reduce_scatter and all_to_all, 1 for send/recv.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use crate::ranks::{self, Joined};
 use crate::report::table::{Table, significant};
 
 /// What is timed.
-const OPERATIONS: [&str; 4] = ["all_reduce", "all_gather", "reduce_scatter", "send/recv"];
+const OPERATIONS: [&str; 5] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send/recv"];
 /// Calls of the first batch that is not timed.
 const FIRST_BATCH: u64 = 3;
 /// How many times as many calls a batch may have as the one before, by whose time it is chosen.
@@ -31,7 +31,7 @@ const GROWTH: u64 = 4;
 /// data waiting and is done at once.
 const BATCHES: u32 = 5;
 
-/// Time all_reduce, all_gather, reduce_scatter and send/recv between ranks
+/// Time all_reduce, all_gather, reduce_scatter, all_to_all and send/recv between ranks
 ///
 /// Starts the ranks on this machine, or joins as one rank under a launcher.
 #[derive(Args, Clone, Debug)]
@@ -220,6 +220,7 @@ fn measure(args: &CollectivesArgs, world: &Group, device: &Device) -> Result<Vec
         let (dtype, width) = (args.dtype.dtype(), args.dtype.dtype().size_in_bytes());
         let part = (size.bytes / width).div_ceil(ranks);
         let (whole, share) = (buffer(part * ranks, dtype, device)?, buffer(part, dtype, device)?);
+        let other = buffer(part * ranks, dtype, device)?;
         let mut figure = |operation: &'static str, bus, scale, call: &dyn Fn() -> Result<()>| {
             if !operation.contains(&args.only) {
                 return Ok(());
@@ -229,10 +230,11 @@ fn measure(args: &CollectivesArgs, world: &Group, device: &Device) -> Result<Vec
             figures.push(Figure { operation, ranks, size: size.text.clone(), bytes, bus, timing });
             Ok::<_, Error>(())
         };
-        let [all_reduce, all_gather, reduce_scatter, send_recv] = OPERATIONS;
+        let [all_reduce, all_gather, reduce_scatter, all_to_all, send_recv] = OPERATIONS;
         figure(all_reduce, 2.0 * (n - 1.0) / n, 1.0, &|| world.all_reduce(&whole, ReduceOp::Sum)?.wait())?;
         figure(all_gather, (n - 1.0) / n, 1.0, &|| world.all_gather(&share, &whole)?.wait())?;
         figure(reduce_scatter, (n - 1.0) / n, 1.0, &|| world.reduce_scatter(&whole, &share, ReduceOp::Sum)?.wait())?;
+        figure(all_to_all, (n - 1.0) / n, 1.0, &|| world.all_to_all(&whole, &other)?.wait())?;
         // There and back again between the first two ranks; one way is half of it.
         figure(send_recv, 1.0, 0.5, &|| match world.rank() {
             0 => {
@@ -354,7 +356,7 @@ mod tests {
             milliseconds: 1,
         };
         let figures = on_threads(&args).unwrap();
-        assert_eq!(figures.len(), 8);
+        assert_eq!(figures.len(), 2 * OPERATIONS.len());
         assert!(figures.iter().all(|figure| figure.ranks == 3 && figure.timing.fastest() > 0.0));
         // The smallest buffer is rounded up to one f32 per rank.
         assert_eq!(figures[0].bytes, 12);

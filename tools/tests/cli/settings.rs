@@ -217,10 +217,14 @@ fn settings_of_another_precision_are_refused() {
 }
 
 #[test]
-fn what_this_version_lacks_is_refused() {
+fn context_parallelism_needs_heads_and_tokens_that_it_can_deal() {
     refused(
-        &pretrain("", "", &["--context-parallel-size=2"]),
-        &["context parallelism is not available in this version"],
+        &pretrain("", "", &["--context-parallel-size=3", "--tensor-model-parallel-size=2", "--num-attention-heads=4"]),
+        &["num_query_groups = 4", "must be a multiple of 6", "context_parallel_size = 3 (--context-parallel-size)"],
+    );
+    refused(
+        &pretrain("", "", &["--context-parallel-size=2", "--num-attention-heads=4", "--seq-length=15"]),
+        &["seq_length = 15 (--seq-length) must be a multiple of context_parallel_size = 2 (--context-parallel-size)"],
     );
 }
 

@@ -167,12 +167,12 @@ impl<'r, 'a> Direct<'r, 'a> {
         Ok(())
     }
 
-    /// Copies the first `len` bytes of `peer`'s tensor, not this rank's, to byte `to` of `t`; in pieces, so that others who write to the storage
+    /// Copies `len` bytes from byte `at` of `peer`'s tensor, not this rank's, to byte `to` of `t`; in pieces, so that others who write to the storage
     /// need not wait long.
-    fn copy(&self, peer: usize, len: usize, t: &Tensor, to: usize) -> Result<()> {
+    fn copy(&self, peer: usize, at: usize, len: usize, t: &Tensor, to: usize) -> Result<()> {
         for piece in pieces(len, PIECES) {
             let place = to + piece.start..to + piece.end;
-            with_bytes_mut(t, "receive", |all| Ok(self.read(peer, piece.start, &mut all[place])))??;
+            with_bytes_mut(t, "receive", |all| Ok(self.read(peer, at + piece.start, &mut all[place])))??;
         }
         Ok(())
     }
@@ -246,7 +246,7 @@ pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Resul
     }
     let Some(direct) = Direct::begin(rounds, input)? else { return Ok(false) };
     let me = direct.rounds.core.rank;
-    let copied = direct.peers().try_for_each(|peer| direct.copy(peer, len, output, peer * len));
+    let copied = direct.peers().try_for_each(|peer| direct.copy(peer, 0, len, output, peer * len));
     let copied = copied.and_then(|()| direct.take_own(input, 0, output, me * len, len));
     direct.meet(copied).map(|()| true)
 }
@@ -259,4 +259,19 @@ pub fn reduce_scatter(rounds: &mut Rounds, input: &Tensor, output: &Tensor, op: 
     let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
     let combined = direct.combine(input, me * part..(me + 1) * part, (output, 0), op, |_, _, _| Ok(()));
     direct.meet(combined).map(|()| true)
+}
+
+pub fn all_to_all(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Result<bool> {
+    let part = rounds.bytes() / rounds.core.size();
+    if part < from(rounds) {
+        return Ok(false);
+    }
+    // Peers read the input while this rank writes the output.
+    let apart = if share_storage(input, output) { Some(input.copy()?) } else { None };
+    let input = apart.as_ref().unwrap_or(input);
+    let Some(direct) = Direct::begin(rounds, input)? else { return Ok(false) };
+    let me = direct.rounds.core.rank;
+    let copied = direct.peers().try_for_each(|peer| direct.copy(peer, me * part, part, output, peer * part));
+    let copied = copied.and_then(|()| direct.take_own(input, me * part, output, me * part, part));
+    direct.meet(copied).map(|()| true)
 }

@@ -262,7 +262,10 @@ pub fn scatter(rounds: Rounds, input: Option<&Tensor>, output: &Tensor, root: us
     )
 }
 
-pub fn all_to_all(rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()> {
+pub fn all_to_all(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result<()> {
+    if direct::all_to_all(&mut rounds, input, output)? {
+        return Ok(());
+    }
     let (n, me) = (rounds.core.size(), rounds.core.rank);
     let part = rounds.bytes() / n;
     pipelined(
