@@ -49,11 +49,10 @@ fn holders(kept: &Kept, memory: Option<Memory>) -> String {
 fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     let (p, t) = (&config.parallel, &config.training);
     let mut flags = Vec::new();
-    if p.data_parallel_size > 1 && !p.use_distributed_optimizer {
-        flags.push(format!(
-            "--use-distributed-optimizer (cuts the optimizer's state over dp = {})",
-            p.data_parallel_size
-        ));
+    let (dp, cp) = (p.data_parallel_size, p.context_parallel_size);
+    if dp * cp > 1 && !p.use_distributed_optimizer {
+        let over = if cp > 1 { format!("dp · cp = {dp} · {cp}") } else { format!("dp = {dp}") };
+        flags.push(format!("--use-distributed-optimizer (cuts the optimizer's state over {over})"));
     }
     if !states {
         if p.tensor_model_parallel_size > 1 && !p.sequence_parallel {
@@ -67,6 +66,10 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
             Recompute::None => flags.push("--recompute-granularity selective or full".into()),
             Recompute::Selective => flags.push("--recompute-granularity full (now selective)".into()),
             Recompute::Full { .. } => {}
+        }
+        let heads = config.model.num_query_groups / p.tensor_model_parallel_size.max(1);
+        if heads > cp {
+            flags.push(format!("a larger --context-parallel-size (now {cp}; cuts sequences over more GPUs)"));
         }
     }
     if matches!(t.precision, Precision::Fp32) {
@@ -135,8 +138,11 @@ mod tests {
         (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype) = (MomentDtype::Bf16, MomentDtype::Bf16);
         config.optimizer.offload = OptimizerOffload::Cpu;
         let flags = advice(&config, false);
-        assert_eq!(flags.len(), 2, "{flags:?}");
+        assert_eq!(flags.len(), 3, "{flags:?}");
         assert!(flags[0].contains("full (now selective)"));
+        assert!(flags[1].contains("--context-parallel-size (now 1;"), "{flags:?}");
+        config.parallel.context_parallel_size = config.model.num_query_groups / config.parallel.tensor_model_parallel_size;
+        assert_eq!(advice(&config, false).len(), 2, "there are no more heads to deal");
         // While the rank is built, activations hold nothing.
         assert_eq!(advice(&config, true).len(), 1);
     }
