@@ -34,6 +34,7 @@ pub fn run(launch: &LaunchArgs) -> Result<u8> {
         // Long enough for ranks that end of the same cause to say so.
         self_end: Duration::from_secs(1),
         stop_limit: Some(Duration::from_secs(launch.grace_period.into())),
+        max_restarts: launch.max_restarts,
         advice: None,
         shares_gpus: crate::ranks::share_gpus(launch.nproc_per_node as usize, kernels::device::Choice::Auto),
     })

@@ -16,6 +16,7 @@ use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::inference::continuation::continued;
+use crate::launch::{MAX_RESTARTS, STORE_SERVED};
 use crate::ranks::{self, Joined};
 use crate::report;
 use crate::signals::StopSignal;
@@ -30,7 +31,7 @@ pub fn run(settings: &Gathered) -> Result<u8> {
     let world_size = resolved.run.parallel.world_size();
     match place {
         Some(place) => rank(resolved, &place),
-        None if world_size == 1 => {
+        None if world_size == 1 && resolved.distributed.max_restarts == 0 => {
             ranks::check_features(resolved.distributed.device, &resolved.run)?;
             check_outputs(&resolved.run, 0)?;
             rank(resolved, &RankInfo::alone())
@@ -53,6 +54,16 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     description.iter().for_each(|line| crate::print_line(line));
     // Ranks save when they are asked to stop, which takes as long as it takes.
     ranks::start(world_size, &resolved.distributed, None, advice(&resolved.run))
+}
+
+/// What to say where whoever started the ranks does not start them again as often as the run's settings ask for.
+fn not_started_again(max_restarts: u32, rank: usize) -> Option<String> {
+    let granted = std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
+    (rank == 0 && granted < max_restarts).then(|| {
+        format!(
+            "--max-restarts {max_restarts} is for ranks that `pretrain` starts; those of a launcher it starts again itself: `megatron launch` and torchrun              have a --max-restarts of their own (here: {granted})"
+        )
+    })
 }
 
 /// What to do after a rank died.
@@ -119,8 +130,12 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     // Until here there is nothing to save, and a signal just ends the process.
     let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
-    if place.world_size == 1 {
+    // Whoever starts ranks of its own has told it.
+    if place.world_size == 1 && std::env::var_os(STORE_SERVED).is_none() {
         datasets.description.iter().for_each(|line| reporter.message(line));
+    }
+    if let Some(note) = not_started_again(resolved.distributed.max_restarts, place.rank) {
+        reporter.message(&note);
     }
     if let Some(why) = ranks::issued_late(&resolved.distributed, &device, communicators) {
         reporter.message(&why);

@@ -141,7 +141,8 @@ mod tests {
         assert_eq!(flags.len(), 3, "{flags:?}");
         assert!(flags[0].contains("full (now selective)"));
         assert!(flags[1].contains("--context-parallel-size (now 1;"), "{flags:?}");
-        config.parallel.context_parallel_size = config.model.num_query_groups / config.parallel.tensor_model_parallel_size;
+        config.parallel.context_parallel_size =
+            config.model.num_query_groups / config.parallel.tensor_model_parallel_size;
         assert_eq!(advice(&config, false).len(), 2, "there are no more heads to deal");
         // While the rank is built, activations hold nothing.
         assert_eq!(advice(&config, true).len(), 1);

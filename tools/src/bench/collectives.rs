@@ -161,7 +161,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
         (Backend::Nccl, _) => (comm::Backend::Nccl, args.ranks),
     };
     let timeout = Duration::from_secs(600);
-    let distributed = Distributed { device: args.device, backend, overlap: None, timeout, rendezvous: None };
+    let distributed =
+        Distributed { device: args.device, backend, overlap: None, timeout, rendezvous: None, max_restarts: 0 };
     if args.backend == Backend::Nccl && args.device == Choice::Cpu {
         return Err(CliError::usage("--backend nccl is for tensors of GPUs: add --device cuda"));
     }

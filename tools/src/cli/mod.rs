@@ -106,6 +106,9 @@ pub struct LaunchArgs {
     /// Seconds that ranks have to save when they are asked to stop, before they are killed
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub grace_period: u32,
+    /// Times that all ranks of this machine are started again after one failed; of several machines each is given as many
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub max_restarts: u32,
     /// The command, after `--`
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub command: Vec<OsString>,

@@ -142,8 +142,14 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
     let mut found = args.find(dp)?;
     let world_size = found.parallel.world_size();
     let timeout = CommOptions::default().timeout;
-    let distributed =
-        Distributed { device: args.device, backend: Backend::Auto, overlap: None, timeout, rendezvous: None };
+    let distributed = Distributed {
+        device: args.device,
+        backend: Backend::Auto,
+        overlap: None,
+        timeout,
+        rendezvous: None,
+        max_restarts: 0,
+    };
     let place = match ranks::place()? {
         Some(place) if place.world_size == world_size => place,
         Some(place) => {

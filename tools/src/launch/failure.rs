@@ -16,6 +16,11 @@ pub struct Failure {
 }
 
 impl Failure {
+    /// Whether one of our ranks says that it cannot be started so: another try would say the same.
+    pub fn is_of_settings(&self) -> bool {
+        self.fault.is_some() && self.exit == Exit::Code(2)
+    }
+
     pub fn blames_a_peer(&self) -> bool {
         self.fault.as_ref().is_some_and(|f| f.blames_a_peer)
     }

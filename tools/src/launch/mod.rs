@@ -5,10 +5,11 @@ mod inherited;
 mod output;
 mod plan;
 mod process;
+mod restarts;
 mod supervisor;
 mod watch;
 
 pub use inherited::{adjust, is_ignored};
-pub use plan::{Plan, STORE_SERVED, Style};
-pub use supervisor::supervise;
+pub use plan::{MAX_RESTARTS, Plan, STORE_SERVED, Style};
+pub use restarts::supervise;
 pub use watch::watch_supervisor;

@@ -12,6 +12,11 @@ use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
 /// Set for ranks whose supervisor serves the store at MASTER_ADDR:MASTER_PORT.
 pub const STORE_SERVED: &str = "MEGATRON_STORE_SERVED";
 
+/// torchrun's variable: how often ranks may be started again.
+pub const MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
+/// torchrun's variable: how often they were.
+const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+
 /// How ranks' output is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
@@ -41,6 +46,8 @@ pub struct Plan {
     pub self_end: Duration,
     /// How long ranks may take to stop when asked to; as long as they need if `None`.
     pub stop_limit: Option<Duration>,
+    /// How often all ranks are started again after one failed.
+    pub max_restarts: u32,
     /// What to do after a rank died.
     pub advice: Option<String>,
     /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on another host.
@@ -53,11 +60,11 @@ impl Plan {
         self.node_rank * self.local_ranks + index
     }
 
-    /// The command of local rank `index`, with torchrun's variables.
+    /// The command of local rank `index`, with torchrun's variables, for ranks that were started again `restarts` times.
     ///
     /// # Errors
     /// If there is none.
-    pub fn command(&self, index: usize) -> Result<Command> {
+    pub fn command(&self, index: usize, restarts: u32) -> Result<Command> {
         let (program, arguments) =
             self.command.split_first().ok_or_else(|| Error::usage("no command to start; put it after `--`"))?;
         let mut command = Command::new(program);
@@ -73,6 +80,7 @@ impl Plan {
             ("MASTER_PORT", usize::from(self.master.1)),
         ];
         command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
+        command.env(MAX_RESTARTS, self.max_restarts.to_string()).env(RESTART_COUNT, restarts.to_string());
         command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, watch::supervisor());
         // Said of the port of whoever started this process; ranks use the one given here.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");

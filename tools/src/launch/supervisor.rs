@@ -1,4 +1,4 @@
-//! Starts the ranks of this machine, relays their output and signals, and ends them together.
+//! One round of the ranks of this machine: starts them, relays their output and signals, and ends them together.
 
 use std::io;
 use std::process::Child;
@@ -9,10 +9,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::failure::{Failure, cause, describe};
-use super::inherited::is_ignored;
 use super::output::{Event, Printer, Stream, forward};
 use super::plan::{Plan, Style};
 use super::process::{Exit, died_of_a_signal, reap, signal_group, signal_name, spawn};
+use super::restarts::End;
 use crate::error::{Error, Result};
 use crate::fault::Fault;
 
@@ -61,33 +61,30 @@ enum Phase {
     },
 }
 
-/// Runs `plan` to its end and returns the exit code to end with: 0, that of the first rank that failed (after printing why), or 128 + the
-/// signal that stopped the run.
+/// Runs the ranks of `plan`, which were started again `restarts` times before, to their end. Why they failed is printed.
 ///
 /// # Errors
 /// If a rank cannot be started.
-pub fn supervise(plan: &Plan) -> Result<u8> {
-    // `nohup` and the like have them ignored.
-    let listened = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
-    let mut signals =
-        Signals::new(listened).map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
-    let mut supervisor = Supervisor::start(plan)?;
+pub fn attempt(plan: &Plan, restarts: u32, signals: &mut Signals) -> Result<End> {
+    let mut supervisor = Supervisor::start(plan, restarts)?;
     loop {
         supervisor.relay(TICK);
         supervisor.interrupt_all(signals.pending());
         supervisor.reap()?;
         supervisor.enforce_deadlines();
         if supervisor.ranks.iter().all(|r| r.child.is_none()) {
-            supervisor.drain(&mut signals);
-            let code = supervisor.conclude();
-            supervisor.finish_printing(&mut signals);
-            return Ok(code);
+            supervisor.drain(signals);
+            let end = supervisor.conclude();
+            let asked = supervisor.finish_printing(signals);
+            return Ok(End { again: end.again && !asked, ..end });
         }
     }
 }
 
 struct Supervisor<'a> {
     plan: &'a Plan,
+    /// How often ranks were started again before.
+    restarts: u32,
     ranks: Vec<Rank>,
     events: Receiver<Event>,
     printer: Printer,
@@ -105,12 +102,13 @@ struct Supervisor<'a> {
 }
 
 impl<'a> Supervisor<'a> {
-    fn start(plan: &'a Plan) -> Result<Self> {
+    fn start(plan: &'a Plan, restarts: u32) -> Result<Self> {
         let (sender, events) = sync_channel(1024);
         let printer = Printer::start()
             .map_err(|source| Error::Io { action: format!("start a thread that prints ({MORE_PROCESSES})"), source })?;
         let mut started = Self {
             plan,
+            restarts,
             ranks: Vec::new(),
             events,
             printer,
@@ -122,7 +120,7 @@ impl<'a> Supervisor<'a> {
             ended_badly: Vec::new(),
         };
         for index in 0..plan.local_ranks {
-            let mut command = plan.command(index)?;
+            let mut command = plan.command(index, restarts)?;
             // On an error `started` is dropped, which kills the ranks before this one.
             let mut child = spawn(&mut command).map_err(|source| Error::Io {
                 action: format!("start rank {} ({})", plan.rank(index), command.get_program().to_string_lossy()),
@@ -330,8 +328,8 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Waits until all is printed, but not for someone who does not read where somebody else wants the run to end.
-    fn finish_printing(&mut self, signals: &mut Signals) {
+    /// Waits until all is printed, but not for someone who does not read where somebody else wants the run to end: whether a signal asked for that.
+    fn finish_printing(&mut self, signals: &mut Signals) -> bool {
         if self.unread > 0 {
             let note = format!("{} lines of ranks are not shown: nobody read what was printed", self.unread);
             self.printer.print(Stream::Stderr, "", &note);
@@ -340,15 +338,17 @@ impl<'a> Supervisor<'a> {
         while !self.printer.is_done() {
             let asked = signals.pending().count() > 0;
             if asked || self.stop.is_some() && since.elapsed() >= UNREAD {
-                return;
+                return asked;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
+        false
     }
 
-    fn conclude(&mut self) -> u8 {
+    fn conclude(&mut self) -> End {
+        let last = |code| End { code, again: false };
         if self.overdue {
-            return Exit::Signal(libc::SIGKILL).code();
+            return last(Exit::Signal(libc::SIGKILL).code());
         }
         let failures: Vec<Failure> = self
             .ended_badly
@@ -360,15 +360,20 @@ impl<'a> Supervisor<'a> {
             })
             .collect();
         if let Some(code) = self.stopped(&failures) {
-            return code;
+            return last(code);
         }
-        if let Some(cause) = cause(&failures) {
-            let message = describe(&failures, self.ranks.len(), self.plan.advice.as_deref());
-            let code = cause.exit.code().max(1);
-            self.printer.print(Stream::Stderr, "error: ", &message);
-            return code;
+        let Some(cause) = cause(&failures) else { return last(0) };
+        let most = self.plan.max_restarts;
+        let again = self.stop.is_none() && self.restarts < most && !cause.is_of_settings();
+        let advice = self.plan.advice.as_deref().filter(|_| !again);
+        let message = describe(&failures, self.ranks.len(), advice);
+        let code = cause.exit.code().max(1);
+        self.printer.print(Stream::Stderr, "error: ", &message);
+        if again {
+            let note = format!("starting all ranks again (restart {} of at most {most})", self.restarts + 1);
+            self.printer.print(Stream::Stderr, "", &note);
         }
-        0
+        End { code, again }
     }
 
     /// The code of a run that was stopped on request and did not fail.

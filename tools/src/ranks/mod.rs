@@ -77,6 +77,7 @@ pub fn start(
         style: Style::Run,
         self_end: Duration::from_secs(5),
         stop_limit,
+        max_restarts: distributed.max_restarts,
         advice,
         shares_gpus: share_gpus(ranks, distributed.device),
     })

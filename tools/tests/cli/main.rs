@@ -15,6 +15,7 @@ mod preprocess;
 mod pretrain;
 mod profile;
 mod reshard;
+mod restarts;
 mod settings;
 mod site;
 mod support;

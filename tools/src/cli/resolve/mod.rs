@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kernels::device::Choice;
+use megatron::checkpoint::same_folder;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling, OptimizerConfig,
@@ -42,6 +43,8 @@ pub struct Distributed {
     pub overlap: Option<bool>,
     pub timeout: Duration,
     pub rendezvous: Option<String>,
+    /// How often ranks are started again after one failed.
+    pub max_restarts: u32,
 }
 
 /// Resolves and validates; `launcher` is the place in a world that a launcher gave this process.
@@ -426,12 +429,21 @@ impl Resolver<'_> {
             Rendezvous::from_url(0, url)
                 .map_err(|_| Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR")))?;
         }
+        let c = &self.flags.checkpoint;
+        let goes_on = matches!((&c.save, &c.load), (Some(save), Some(load)) if same_folder(save, load));
+        if p.max_restarts > 0 && !goes_on {
+            return Err(Error::usage(format!(
+                "{} starts a run that failed again from its last checkpoint, which needs --save, and --load with the same folder",
+                self.sources.cite("max_restarts", p.max_restarts)
+            )));
+        }
         Ok(Distributed {
             device: p.device,
             backend: p.distributed_backend,
             overlap: p.overlap_communication,
             timeout,
             rendezvous: p.rdzv.clone(),
+            max_restarts: p.max_restarts,
         })
     }
 }

@@ -1,0 +1,65 @@
+//! Runs a plan until its ranks end well, are asked to stop, or have failed once more often than they may be started again.
+//!
+//! Source: torchrun's `--max-restarts` (torch/distributed/elastic/agent): the failure of any rank ends all of them, all are started again, and
+//! each such round is one of those allowed.
+
+use std::time::{Duration, Instant};
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::inherited::is_ignored;
+use super::plan::Plan;
+use super::process::Exit;
+use super::supervisor::attempt;
+use crate::error::{Error, Result};
+
+/// How a round of ranks ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct End {
+    /// The exit code to end with, if this is the end.
+    pub code: u8,
+    /// Whether ranks are to be started again.
+    pub again: bool,
+}
+
+/// From the end of the ranks on this machine to their start. On several machines the others' need time to end: those that were sooner would meet the store
+/// of the round before.
+const PAUSE: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(10)];
+/// How often signals are looked at meanwhile.
+const TICK: Duration = Duration::from_millis(20);
+
+/// Runs `plan` to its end and returns the exit code to end with: 0, that of the first rank that failed (after printing why), or 128 + the
+/// signal that stopped the run.
+///
+/// # Errors
+/// If a rank cannot be started.
+pub fn supervise(plan: &Plan) -> Result<u8> {
+    // `nohup` and the like have them ignored.
+    let listened = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
+    let mut signals =
+        Signals::new(listened).map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
+    let mut restarts = 0;
+    loop {
+        let End { code, again } = attempt(plan, restarts, &mut signals)?;
+        if !again {
+            return Ok(code);
+        }
+        if let Some(signal) = pause(PAUSE[usize::from(plan.nodes > 1)], &mut signals) {
+            return Ok(Exit::Signal(signal).code());
+        }
+        restarts += 1;
+    }
+}
+
+/// The signal that came meanwhile: there are no ranks that it would have to reach.
+fn pause(time: Duration, signals: &mut Signals) -> Option<i32> {
+    let since = Instant::now();
+    while since.elapsed() < time {
+        if let Some(signal) = signals.pending().next() {
+            return Some(signal);
+        }
+        std::thread::sleep(TICK);
+    }
+    None
+}
