@@ -2,7 +2,7 @@
 
 use kernels::trace::Recorder;
 use megatron::comm::CommOptions;
-use megatron::config::{PartitionMethod, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
+use megatron::config::{PartitionMethod, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
 use system_tests::{
     Run, Style, Tokens, context, interleave, layout, on_ranks_with, sources, tiny, train, train_overlapping, trainer,
 };
@@ -194,6 +194,11 @@ fn context_parallelism_with_all_that_changes_no_bit() {
                 sharded.parallel.bucket_size = bucket_size;
                 changed.push((format!("zero {zero} bucket {bucket_size}"), sharded));
             }
+            let mut narrow = plain.clone();
+            narrow.training.precision = Precision::Bf16;
+            let mut sharded = narrow.clone();
+            sharded.parallel.use_distributed_optimizer = true;
+            same_bits(&format!("{name} dp {dp} cp {cp} tp {tp} bf16 zero"), &sharded, &narrow);
             for (change, config) in changed {
                 let what = format!("{name} dp {dp} cp {cp} tp {tp} {change}");
                 same_runs(&what, &train(&config, STEPS).unwrap(), &expected);
@@ -320,4 +325,22 @@ fn zero_1_bucket_size_and_overlap() {
             }
         }
     });
+}
+
+/// What a rank keeps of 16-bit weights' masters: a share of dp · cp.
+#[test]
+fn zero_1_cuts_masters_over_every_replica() {
+    let masters = |zero: bool| {
+        let mut config = context(layout(tiny(Style::Llama, 0.0), 2, 1, 1), 2);
+        config.training.precision = Precision::Bf16;
+        config.parallel.use_distributed_optimizer = zero;
+        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let ranks = on_ranks_with(4, CommOptions::default(), |world| {
+            Ok(trainer(&config, world, &data)?.stage().params.bytes_by_kind())
+        });
+        let of = |kinds: &[(&str, usize); 3]| kinds.iter().find(|(kind, _)| *kind == "master weights").unwrap().1;
+        ranks.unwrap().iter().map(of).collect::<Vec<_>>()
+    };
+    let shares: Vec<_> = masters(true).iter().map(|bytes| 4 * bytes).collect();
+    assert_eq!(shares, masters(false));
 }

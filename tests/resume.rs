@@ -1,9 +1,10 @@
 //! Any checkpoint on any layout: saved under one cut, continued under another.
 
-use megatron::config::RunConfig;
+use megatron::config::{OptimizerKind, RunConfig, Takes};
+use megatron::params::StateKind;
 use system_tests::{
-    Style, Tokens, context, interleave, largest_relative_difference, layout, on_ranks, save_after, sources, tiny,
-    train, train_from, trainer,
+    Style, Tokens, assemble, context, interleave, largest_relative_difference, layout, on_ranks, save_after, shares,
+    sources, tiny, train, train_from, trainer,
 };
 
 fn writer(style: Style) -> RunConfig {
@@ -74,4 +75,55 @@ fn another_architecture_is_refused_by_name() {
     other.model.num_layers = 4;
     let error = train_from(&other, Some(&path), 1).unwrap_err().to_string();
     assert!(error.contains("num_layers is 8 there and 4 here"), "{error}");
+}
+
+/// `config`, which takes of a checkpoint what `takes` says.
+fn taking(mut config: RunConfig, takes: Takes) -> RunConfig {
+    config.checkpoint.takes = takes;
+    config
+}
+
+#[test]
+fn a_run_that_takes_weights_alone_is_a_run_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = save_after(&writer(Style::Llama), 10, dir.path());
+    let saved = train_from(&writer(Style::Llama), Some(&path), 0).unwrap().last;
+    // Nothing is left of the optimizer's state, so another optimizer may train them.
+    for kind in [OptimizerKind::Adam, OptimizerKind::Sgd] {
+        let mut config = taking(layout(tiny(Style::Llama, 0.1), 1, 2, 1), Takes::Weights);
+        config.optimizer.kind = kind;
+        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let ranks = on_ranks(2, |world| {
+            let mut trainer = trainer(&config, world, &data)?;
+            trainer.load(&path)?;
+            assert_eq!(trainer.progress(), Default::default());
+            let before = shares(&trainer)?;
+            trainer.step()?;
+            assert_eq!((trainer.progress().iteration, trainer.progress().consumed_samples), (1, 8));
+            Ok(before)
+        });
+        for ((name, kind), values) in assemble(ranks.unwrap()) {
+            match kind {
+                StateKind::Param => assert!(saved[&(name.clone(), kind)] == values, "{name}"),
+                _ => assert!(values.iter().all(|value| *value == 0.0), "{name} {kind:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn without_the_optimizers_state_a_run_goes_on_where_it_was_with_a_fresh_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = save_after(&writer(Style::Gpt2), 10, dir.path());
+    let uninterrupted = train(&writer(Style::Gpt2), 12).unwrap();
+    let resumed = train_from(&taking(writer(Style::Gpt2), Takes::WithoutOptimizer), Some(&path), 2).unwrap();
+    // The same samples, dropout and weights; then Adam's first step, as of a new run.
+    assert_eq!(resumed.losses[0], uninterrupted.losses[10]);
+    assert_ne!(resumed.losses[1], uninterrupted.losses[11]);
+    let mut sgd = writer(Style::Gpt2);
+    sgd.optimizer.kind = OptimizerKind::Sgd;
+    let error = train_from(&sgd, Some(&path), 1).unwrap_err().to_string();
+    assert!(error.contains("--no-load-optim") && error.contains("--finetune"), "{error}");
+    let resumed = train_from(&taking(sgd, Takes::WithoutOptimizer), Some(&path), 1).unwrap();
+    assert_eq!(resumed.losses[0], uninterrupted.losses[10]);
 }

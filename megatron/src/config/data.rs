@@ -40,6 +40,19 @@ pub struct DataConfig {
     pub cache_dir: PathBuf,
 }
 
+/// What a run takes from the checkpoint that it loads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Takes {
+    /// All: it goes on where the other stopped.
+    #[default]
+    All,
+    /// Weights and progress; the optimizer, and the loss scale, start afresh (Megatron-LM's `--no-load-optim`).
+    WithoutOptimizer,
+    /// Weights alone: it is a run of its own, from its first step on (`--finetune`).
+    Weights,
+}
+
 /// Where checkpoints go and come from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointConfig {
@@ -49,6 +62,9 @@ pub struct CheckpointConfig {
     pub save_interval: Option<u64>,
     /// Folder to resume from, or that of one checkpoint in it; starts fresh where there is none.
     pub load: Option<PathBuf>,
+    /// What is taken from `load`; where that is not all, a checkpoint has to be there.
+    #[serde(default)]
+    pub takes: Takes,
     /// Hugging Face folder to take the architecture and, where `load` holds no checkpoint, the weights from.
     #[serde(default)]
     pub init_from_hf: Option<PathBuf>,

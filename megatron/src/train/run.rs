@@ -11,7 +11,7 @@ use super::report::Reporter;
 use super::state;
 use super::trainer::{Progress, Trainer};
 use crate::comm::ReduceOp;
-use crate::config::{CheckpointConfig, DataloaderType, RunConfig};
+use crate::config::{CheckpointConfig, DataloaderType, RunConfig, Takes};
 use crate::data::Loader;
 use crate::{Error, Result, checkpoint};
 
@@ -33,13 +33,23 @@ pub enum Outcome {
 /// that this run does not continue, or a manifest cannot record a path of this run.
 pub fn preflight(config: &RunConfig) -> Result<()> {
     require_memory(config)?;
-    let CheckpointConfig { save, load, .. } = &config.checkpoint;
-    if let Some(dir) = load
-        && let Some(path) = checkpoint::resumable(dir)?
-    {
+    let CheckpointConfig { save, load, takes, .. } = &config.checkpoint;
+    let found = match load {
+        Some(dir) => checkpoint::resumable(dir)?,
+        None => None,
+    };
+    if *takes != Takes::All && found.is_none() {
+        let place = load.as_ref().map_or("--load is not given".into(), |dir| format!("{} holds none", dir.display()));
+        return Err(Error::config(format!(
+            "--finetune and --no-load-optim start from a checkpoint, and {place}; name one with --load, or leave them out"
+        )));
+    }
+    if let Some(path) = found {
         let manifest = checkpoint::Manifest::read(&path)?;
         state::from_json(&path, &manifest.state, config)?;
-        state::require_optimizer(&manifest, config.optimizer.kind)?;
+        if *takes == Takes::All {
+            state::require_optimizer(&manifest, config.optimizer.kind)?;
+        }
         if save.as_ref().is_some_and(|save| checkpoint::same_folder(save, &path)) {
             return Err(Error::checkpoint(
                 path,
@@ -49,7 +59,7 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
     }
     let Some(dir) = save else { return Ok(()) };
     state::require_utf8(config)?;
-    let continues = load.as_ref().is_some_and(|load| checkpoint::same_folder(load, dir));
+    let continues = *takes != Takes::Weights && load.as_ref().is_some_and(|load| checkpoint::same_folder(load, dir));
     if !continues && let Some(path) = checkpoint::existing(dir)? {
         return Err(Error::checkpoint(
             path,
@@ -201,7 +211,14 @@ impl Trainer {
             let left = samples.saturating_sub(consumed) / training.global_batch_size as u64;
             training.train_iters = self.progress.iteration + left;
         }
-        reporter.message(&format!("resumed from {} ({consumed} samples consumed)", path.display()));
+        let takes = self.config.checkpoint.takes;
+        reporter.message(&match takes {
+            Takes::All => format!("resumed from {} ({consumed} samples consumed)", path.display()),
+            Takes::WithoutOptimizer => {
+                format!("resumed from {} ({consumed} samples consumed), with a fresh optimizer", path.display())
+            }
+            Takes::Weights => format!("starting from the weights in {}", path.display()),
+        });
         let manifest = checkpoint::Manifest::read(&path)?;
         let precision = self.config.training.precision;
         if let Some(theirs) = state::precision(&manifest.state).filter(|theirs| theirs.dtype() != precision.dtype()) {
@@ -209,7 +226,8 @@ impl Trainer {
                 "note: the checkpoint was trained in {theirs}; this run goes on in {precision} from the same fp32 values"
             ));
         }
-        if state::data_fingerprint(&manifest.state).is_some_and(|theirs| theirs != self.fingerprint) {
+        let other_data = state::data_fingerprint(&manifest.state).is_some_and(|theirs| theirs != self.fingerprint);
+        if other_data && takes != Takes::Weights {
             reporter.message(
                 "note: the data or the tokenizer are not those that the checkpoint was trained on; the loss may jump",
             );

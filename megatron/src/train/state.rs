@@ -169,8 +169,8 @@ pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Resul
     Err(Error::checkpoint(
         manifest.folder(),
         format!(
-            "it holds the state of the optimizer {theirs}, and this run's is {ours}; resume it with --optimizer {theirs}, or start \
-             from its weights alone: megatron export, then --init-from-hf"
+            "it holds the state of the optimizer {theirs}, and this run's is {ours}; resume it with --optimizer {theirs}, or take \
+             its weights alone, with --no-load-optim (going on) or --finetune (from the first step)"
         ),
     ))
 }

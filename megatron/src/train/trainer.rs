@@ -18,7 +18,7 @@ use super::metrics::StepMetrics;
 use super::model::{ModelBuilder, costs};
 use super::out_of_memory::{Kept, explain};
 use crate::comm::{Group, ReduceOp};
-use crate::config::RunConfig;
+use crate::config::{RunConfig, Takes};
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::{GradientReducer, shard};
 use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued};
@@ -462,18 +462,27 @@ impl Trainer {
         Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
     }
 
-    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision wrote it.
+    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision wrote it, with what the configuration takes of it.
     ///
     /// # Errors
-    /// If the checkpoint is damaged or of another architecture or optimizer.
+    /// If the checkpoint is damaged or of another architecture or, if its state is taken, optimizer.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let manifest = checkpoint::Manifest::read(path)?;
-        let progress = super::state::from_json(path, &manifest.state, &self.config)?;
-        super::state::require_optimizer(&manifest, self.config.optimizer.kind)?;
-        if let Some(scaler) = super::state::loss_scaler(path, &manifest.state)? {
-            self.loss_scaler.restore(&scaler).map_err(|e| Error::checkpoint(path, e.to_string()))?;
-        }
+        let theirs = super::state::from_json(path, &manifest.state, &self.config)?;
+        let progress = match self.config.checkpoint.takes {
+            Takes::All => theirs,
+            Takes::WithoutOptimizer => Progress { updates: 0, ..theirs },
+            Takes::Weights => Progress::default(),
+        };
         let mut shards = self.optimizer.shards(&self.stage.params, false)?;
+        if self.config.checkpoint.takes == Takes::All {
+            super::state::require_optimizer(&manifest, self.config.optimizer.kind)?;
+            if let Some(scaler) = super::state::loss_scaler(path, &manifest.state)? {
+                self.loss_scaler.restore(&scaler).map_err(|e| Error::checkpoint(path, e.to_string()))?;
+            }
+        } else {
+            shards.retain(|shard| shard.kind == StateKind::Param);
+        }
         if manifest.tensors.iter().all(|tensor| tensor.kind == StateKind::Param) {
             // Weights alone, as imports write them; the optimizer starts afresh.
             shards.retain(|shard| shard.kind == StateKind::Param);

@@ -4,7 +4,7 @@ use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Names without dashes, and what is to be done. docs/migrating.md tells the same.
-const OTHER_NAMES: [(&[&str], &str); 17] = [
+const OTHER_NAMES: [(&[&str], &str); 18] = [
     (
         &["tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"],
         "use --tokenizer FILE, a Hugging Face tokenizer.json (no SentencePiece .model), byte, or train:VOCAB",
@@ -48,9 +48,10 @@ const OTHER_NAMES: [(&[&str], &str); 17] = [
     (&["fp8-format", "fp8-recipe"], "FP8 is not there; use --bf16"),
     (&["rampup-batch-size"], "batches that grow are not there; use --global-batch-size"),
     (
-        &["async-save", "finetune", "no-load-optim", "no-load-rng", "no-save-optim"],
-        "this is not there; to start from weights alone use --init-from-hf",
+        &["no-load-rng", "no-save-rng"],
+        "leave it out: random numbers are made of the seed and the step, and have no state",
     ),
+    (&["async-save", "no-save-optim"], "this is not there"),
 ];
 
 /// What to do instead of a flag, or key of a run file, that is not there.

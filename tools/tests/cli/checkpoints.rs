@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::site::{SOON, Site, ended, refused};
-use crate::support::{kill, stderr};
+use crate::support::{kill, stderr, stdout};
 
 const SAVE: [&str; 2] = ["--save=saved", "--load=saved"];
 
@@ -187,4 +187,33 @@ fn a_folder_that_becomes_unwritable_ends_the_run_at_the_next_checkpoint() {
     }
     assert_eq!(fs::read(site.path("other")).unwrap(), b"in the way");
     site.assert_nothing_left();
+}
+
+#[test]
+fn another_run_starts_from_the_weights_alone_and_saves_elsewhere() {
+    let site = saved();
+    let before = site.files();
+    let finetune = ["--load=saved", "--finetune"];
+    // Its own steps would replace the other run's.
+    let own = site.pretrain(&[&finetune[..], &["--save=saved"]].concat()).output().unwrap();
+    refused(&own, &["is there already and this run would overwrite it"]);
+    refused(
+        &site.pretrain(&["--load=none", "--finetune"]).output().unwrap(),
+        &["--finetune and --no-load-optim start from a checkpoint, and none holds none"],
+    );
+    for flag in ["--finetune", "--no-load-optim"] {
+        refused(&site.pretrain(&[flag]).output().unwrap(), &["= true (", flag, "has no effect without load"]);
+        refused(
+            &site.pretrain(&[flag, "--load=saved", "--save=saved", "--max-restarts=1"]).output().unwrap(),
+            &[flag, "max_restarts = 1 (--max-restarts)"],
+        );
+    }
+    site.assert_unchanged(&before);
+    let output = site.succeed(&[&finetune[..], &["--save=tuned", "--train-iters=3", "--no-load-optim"]].concat());
+    assert!(stdout(&output).contains("starting from the weights in saved/iter_0000002"), "{}", stdout(&output));
+    let steps: Vec<u64> = site.losses().into_iter().map(|(step, _)| step).collect();
+    assert_eq!(steps, [1, 2, 3]);
+    let output = site.succeed(&["--load=saved", "--no-load-optim", "--train-iters=3", "--optimizer=sgd"]);
+    assert!(stdout(&output).contains("(16 samples consumed), with a fresh optimizer"), "{}", stdout(&output));
+    assert_eq!(site.last_step(), 3);
 }

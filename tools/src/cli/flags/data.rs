@@ -52,6 +52,12 @@ pub struct CheckpointFlags {
     /// architecture is to be given as it was
     #[arg(long, value_name = "DIR")]
     pub load: Option<PathBuf>,
+    /// Take from --load the weights alone: a run of its own, from its first step on, that saves elsewhere
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub finetune: bool,
+    /// Take from --load weights and progress, but not the optimizer's state, nor the loss scale
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub no_load_optim: bool,
     /// Hugging Face folder to start from: the architecture comes from its config.json, the weights from its files, and the tokenizer from its
     /// tokenizer.json, unless another is given; --seq-length is to be given
     #[arg(long, value_name = "HF_DIR")]

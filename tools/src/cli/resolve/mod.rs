@@ -10,7 +10,7 @@ use megatron::checkpoint::same_folder;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling, OptimizerConfig,
-    OptimizerOffload, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RunConfig, Sources,
+    OptimizerOffload, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RunConfig, Sources, Takes,
     TrainingConfig,
 };
 
@@ -76,7 +76,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         data: r.data(),
         training,
         optimizer,
-        checkpoint: r.checkpoint(),
+        checkpoint: r.checkpoint()?,
         logging: r.logging(training_iters)?,
     };
     run.validate_with(&r.sources)?;
@@ -365,14 +365,33 @@ impl Resolver<'_> {
         }
     }
 
-    fn checkpoint(&self) -> CheckpointConfig {
+    fn checkpoint(&self) -> Result<CheckpointConfig> {
         let c = &self.flags.checkpoint;
-        CheckpointConfig {
+        let (takes, key) = match (c.finetune, c.no_load_optim) {
+            (true, _) => (Takes::Weights, "finetune"),
+            (false, true) => (Takes::WithoutOptimizer, "no_load_optim"),
+            (false, false) => (Takes::All, ""),
+        };
+        if takes != Takes::All && c.load.is_none() {
+            let cited = self.sources.cite(key, true);
+            return Err(Error::usage(format!(
+                "{cited} has no effect without load; name a checkpoint's folder with --load"
+            )));
+        }
+        if takes != Takes::All && self.flags.parallel.max_restarts > 0 {
+            return Err(Error::usage(format!(
+                "{} would take as little of this run's own checkpoints when it is started again, as {} asks for; make the first steps without restarts",
+                self.sources.cite(key, true),
+                self.sources.cite("max_restarts", self.flags.parallel.max_restarts)
+            )));
+        }
+        Ok(CheckpointConfig {
             save: c.save.clone(),
             save_interval: c.save_interval,
             load: c.load.clone(),
+            takes,
             init_from_hf: c.init_from_hf.clone(),
-        }
+        })
     }
 
     fn logging(&mut self, train_iters: u64) -> Result<LoggingConfig> {
