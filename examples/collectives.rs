@@ -11,7 +11,7 @@ fn rank(world: Group) -> Result<String> {
     // tp varies fastest, then dp, then pp: rank = tp + 2·dp + 4·pp.
     let groups = ProcessGroups::new(world, RankGrid::new(2, 1, 1, 2, 2)?)?;
     let mut line = format!("rank {}:", groups.rank);
-    for group in [&groups.tp, &groups.dp, &groups.pp] {
+    for group in [&groups.tp, &groups.replicas, &groups.pp] {
         let sum = Tensor::new(&[groups.rank as f32], &Device::Cpu)?;
         // Collectives run in the background; wait() completes them.
         let work = group.all_reduce(&sum, ReduceOp::Sum)?;

@@ -47,7 +47,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         let trainer = trainer(&config, world, &data)?;
         let (groups, stage) = (trainer.groups(), trainer.stage());
         let t = &config.training;
-        let batch = GlobalBatch::new(t.micro_batch_size, t.global_batch_size, groups.dp.rank(), groups.dp.size())?;
+        let batch = GlobalBatch::new(t.micro_batch_size, t.global_batch_size, groups.dp_rank(), groups.dp_size())?;
         let loader = Loader::new(source.clone(), batch, config.model.vocab_size, candle_core::Device::Cpu);
         let loader = loader.with_documents(ends).with_part_of_sequences(groups.cp.rank(), groups.cp.size());
         let batches = loader.microbatches(0)?;

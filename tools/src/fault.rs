@@ -27,6 +27,9 @@ pub struct Fault {
     pub message: String,
     /// Whether the rank failed only because another one did.
     pub blames_a_peer: bool,
+    /// Whether another try would end alike.
+    #[serde(default)]
+    pub comes_again: bool,
 }
 
 impl Fault {
@@ -51,7 +54,8 @@ impl Fault {
 
 /// Reports the error that ends this process.
 pub fn report(error: &Error) {
-    Fault { message: error.to_string(), blames_a_peer: error.blames_a_peer() }.write();
+    let (message, blames_a_peer) = (error.to_string(), error.blames_a_peer());
+    Fault { message, blames_a_peer, comes_again: error.comes_again() }.write();
 }
 
 /// Ends this process at once, as one that failed: destructors and what libraries do at a process's exit are left out. Of CUDA and NCCL these
@@ -66,7 +70,7 @@ pub fn leave(code: u8) -> ! {
 /// Turns panics, which are bugs of ours, into one line.
 pub fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {
-        Fault { message: describe(info), blames_a_peer: false }.write();
+        Fault { message: describe(info), blames_a_peer: false, comes_again: false }.write();
         if std::env::var_os("RUST_BACKTRACE").is_some_and(|v| v == "full") {
             let trace = std::backtrace::Backtrace::force_capture();
             let _ = writeln!(std::io::stderr(), "{trace}");
@@ -89,7 +93,7 @@ mod tests {
 
     #[test]
     fn a_fault_survives_its_line() {
-        let fault = Fault { message: "two\nlines and \"quotes\"".into(), blames_a_peer: true };
+        let fault = Fault { message: "two\nlines and \"quotes\"".into(), blames_a_peer: true, comes_again: true };
         let line = format!("{MARK}{}", serde_json::to_string(&fault).unwrap());
         assert!(!line.contains('\n'));
         assert_eq!(Fault::from_line(&line), Some(fault));

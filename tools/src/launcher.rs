@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::cli::LaunchArgs;
 use crate::error::{Error, Result};
-use crate::launch::{Plan, Style, supervise};
+use crate::launch::{Plan, Style, free_port, supervise};
 
 /// torchrun's port.
 const DEFAULT_PORT: u16 = 29500;
@@ -29,6 +29,7 @@ pub fn run(launch: &LaunchArgs) -> Result<u8> {
         nodes: launch.nnodes as usize,
         node_rank: launch.node_rank as usize,
         master: (launch.master_addr.clone().unwrap_or_else(|| "127.0.0.1".to_string()), port),
+        any_port: launch.master_port.is_none() && launch.nnodes == 1,
         serves_store: false,
         style: Style::Command,
         // Long enough for ranks that end of the same cause to say so.
@@ -38,17 +39,6 @@ pub fn run(launch: &LaunchArgs) -> Result<u8> {
         advice: None,
         shares_gpus: crate::ranks::share_gpus(launch.nproc_per_node as usize, kernels::device::Choice::Auto),
     })
-}
-
-/// A port that was free a moment ago.
-///
-/// # Errors
-/// If the loopback interface refuses to listen.
-fn free_port() -> Result<u16> {
-    TcpListener::bind(("127.0.0.1", 0))
-        .and_then(|listener| listener.local_addr())
-        .map(|address| address.port())
-        .map_err(|source| Error::Io { action: "find a free port on 127.0.0.1".to_string(), source })
 }
 
 fn refuse_port_in_use(port: u16) -> Result<()> {

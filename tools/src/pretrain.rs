@@ -16,7 +16,7 @@ use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::inference::continuation::continued;
-use crate::launch::{MAX_RESTARTS, STORE_SERVED};
+use crate::launch::{MAX_RESTARTS, OWN_RANKS};
 use crate::ranks::{self, Joined};
 use crate::report;
 use crate::signals::StopSignal;
@@ -61,7 +61,7 @@ fn not_started_again(max_restarts: u32, rank: usize) -> Option<String> {
     let granted = std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
     (rank == 0 && granted < max_restarts).then(|| {
         format!(
-            "--max-restarts {max_restarts} is for ranks that `pretrain` starts; those of a launcher it starts again itself: `megatron launch` and torchrun              have a --max-restarts of their own (here: {granted})"
+            "--max-restarts {max_restarts} is for ranks that `pretrain` starts; those of a launcher it starts again itself: `megatron launch` and torchrun have a --max-restarts of their own (here: {granted})"
         )
     })
 }
@@ -131,7 +131,7 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     // Whoever starts ranks of its own has told it.
-    if place.world_size == 1 && std::env::var_os(STORE_SERVED).is_none() {
+    if place.world_size == 1 && std::env::var_os(OWN_RANKS).is_none() {
         datasets.description.iter().for_each(|line| reporter.message(line));
     }
     if let Some(note) = not_started_again(resolved.distributed.max_restarts, place.rank) {

@@ -205,7 +205,11 @@ pub fn beside(path: &Path) -> Result<PathBuf> {
 
 /// Whether two paths name one folder, however they are written.
 pub fn same_folder(a: &Path, b: &Path) -> bool {
-    a == b || fs::canonicalize(a).is_ok_and(|a| fs::canonicalize(b).is_ok_and(|b| a == b))
+    // As they are written, too: neither may be there yet.
+    let written = |path: &Path| std::path::absolute(path).map(|path| path.components().collect::<PathBuf>());
+    a == b
+        || written(a).is_ok_and(|a| written(b).is_ok_and(|b| a == b))
+        || fs::canonicalize(a).is_ok_and(|a| fs::canonicalize(b).is_ok_and(|b| a == b))
 }
 
 /// Whether `name` is that of a finished checkpoint's folder.

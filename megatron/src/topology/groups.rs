@@ -15,9 +15,8 @@ pub struct ProcessGroups {
     pub tp: Group,
     /// Ranks that share each sequence.
     pub cp: Group,
-    /// Ranks that read different samples.
-    pub dp: Group,
-    /// cp × dp: all ranks with this rank's parameters, over which gradients are summed and ZeRO cuts. Without context parallelism that is dp.
+    /// cp × dp: all ranks with this rank's parameters, over which gradients are summed and ZeRO cuts; named dp without context parallelism. Those of dp
+    /// alone, which read different samples, exchange nothing ([`Self::dp_rank`]).
     pub replicas: Group,
     /// Stages of this rank's pipeline.
     pub pp: Group,
@@ -47,26 +46,32 @@ impl ProcessGroups {
         let axis = |name, axis| split(world.as_ref(), name, Some(grid.group(axis, rank)));
         let tp = required(axis("tp", Axis::Tp)?, "tp")?;
         let cp = required(axis("cp", Axis::Cp)?, "cp")?;
-        let dp = required(axis("dp", Axis::Dp)?, "dp")?;
         // Apart from cp even where dp is 1, so that gradients on their way hold up no exchange of attention.
-        let replicas = match grid.size(Axis::Cp) {
-            1 => dp.clone(),
-            _ => required(split(world.as_ref(), "dp-cp", Some(grid.replica_group(rank)))?, "dp-cp")?,
-        };
+        let name = if grid.size(Axis::Cp) == 1 { "dp" } else { "dp-cp" };
+        let replicas = required(split(world.as_ref(), name, Some(grid.replica_group(rank)))?, name)?;
         let pp = required(axis("pp", Axis::Pp)?, "pp")?;
         let embedding = match grid.embedding_group(rank) {
             None => None,
             Some(ranks) => split(world.as_ref(), "embedding", ranks.contains(&rank).then_some(ranks))?,
         };
-        Ok(Self { grid, rank, world, tp, cp, dp, replicas, pp, embedding })
+        Ok(Self { grid, rank, world, tp, cp, replicas, pp, embedding })
+    }
+
+    /// This rank's index among those that read different samples.
+    pub fn dp_rank(&self) -> usize {
+        self.grid.index(Axis::Dp, self.rank)
+    }
+
+    /// How many ranks read different samples.
+    pub fn dp_size(&self) -> usize {
+        self.grid.size(Axis::Dp)
     }
 
     /// How many of `rank`'s groups have other ranks in them.
     pub fn num_shared(grid: &RankGrid, rank: usize) -> usize {
-        let axes = [Axis::Tp, Axis::Cp, Axis::Dp, Axis::Pp].map(|axis| grid.group(axis, rank));
-        let replicas = (grid.size(Axis::Cp) > 1).then(|| grid.replica_group(rank));
+        let axes = [Axis::Tp, Axis::Cp, Axis::Pp].map(|axis| grid.group(axis, rank));
         let embedding = grid.embedding_group(rank).filter(|ranks| ranks.contains(&rank));
-        let groups = axes.into_iter().chain(replicas).chain(embedding);
+        let groups = axes.into_iter().chain([grid.replica_group(rank)]).chain(embedding);
         usize::from(grid.world() > 1) + groups.filter(|ranks| ranks.len() > 1).count()
     }
 }
@@ -117,7 +122,6 @@ mod tests {
                 let expected = [
                     ("tp", &groups.tp, grid.group(Axis::Tp, rank)),
                     ("cp", &groups.cp, grid.group(Axis::Cp, rank)),
-                    ("dp", &groups.dp, grid.group(Axis::Dp, rank)),
                     (if cp == 1 { "dp" } else { "dp-cp" }, &groups.replicas, grid.replica_group(rank)),
                     ("pp", &groups.pp, grid.group(Axis::Pp, rank)),
                 ];
@@ -127,10 +131,9 @@ mod tests {
                 }
                 assert_eq!((groups.rank, groups.world.rank()), (rank, rank));
                 assert_eq!((groups.replicas.rank(), groups.replicas.size()), (grid.replica(rank), grid.num_replicas()));
-                let all = [&groups.world, &groups.tp, &groups.cp, &groups.dp, &groups.pp];
-                let replicas = Some(&groups.replicas).filter(|_| cp > 1);
-                let shared =
-                    all.into_iter().chain(replicas).chain(&groups.embedding).filter(|group| group.size() > 1).count();
+                assert_eq!((groups.dp_rank(), groups.dp_size()), (grid.index(Axis::Dp, rank), dp));
+                let all = [&groups.world, &groups.tp, &groups.cp, &groups.replicas, &groups.pp];
+                let shared = all.into_iter().chain(&groups.embedding).filter(|group| group.size() > 1).count();
                 assert_eq!(ProcessGroups::num_shared(&grid, rank), shared, "rank {rank} of {grid:?}");
             }
         }

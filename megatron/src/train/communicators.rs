@@ -29,9 +29,10 @@ mod tests {
 
     #[test]
     fn groups_and_messages_of_the_busiest_stage_are_counted() {
-        let count = |tp, dp, pp, schedule| {
+        let count_of = |tp, cp, dp, pp, schedule| {
             most_communicators(&ParallelConfig {
                 tensor_model_parallel_size: tp,
+                context_parallel_size: cp,
                 pipeline_model_parallel_size: pp,
                 data_parallel_size: dp,
                 virtual_pipeline_size: if schedule == ScheduleKind::Interleaved { 2 } else { 1 },
@@ -41,6 +42,9 @@ mod tests {
             .unwrap()
         };
         use ScheduleKind::{Interleaved, OneFOneB};
+        let count = |tp, dp, pp, schedule| count_of(tp, 1, dp, pp, schedule);
+        assert_eq!(count_of(1, 2, 1, 1, OneFOneB), 3, "world, cp, and its ranks as replicas");
+        assert_eq!(count_of(2, 2, 2, 4, OneFOneB), 5 + 4, "world, tp, cp, replicas, pp, and messages both ways");
         assert_eq!(count(1, 1, 1, OneFOneB), 0);
         assert_eq!(count(1, 2, 1, OneFOneB), 2, "world, dp");
         assert_eq!(count(2, 1, 1, OneFOneB), 2, "world, tp");

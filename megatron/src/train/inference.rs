@@ -113,7 +113,7 @@ impl Inference {
         micro_batch_size: u64,
         progress: &mut dyn FnMut(u64),
     ) -> Result<(f64, f64)> {
-        let (rank, dp) = (self.groups.dp.rank() as u64, self.groups.dp.size() as u64);
+        let (rank, dp) = (self.groups.dp_rank() as u64, self.groups.dp_size() as u64);
         let schedule = forward_only(self.groups.pp.size(), self.stage.chunks.len(), 1)?;
         let (mut loss, mut tokens) = (0f64, 0f64);
         for first in (0..samples).step_by((micro_batch_size * dp) as usize) {

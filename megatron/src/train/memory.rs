@@ -89,7 +89,7 @@ pub fn require_memory(config: &RunConfig) -> Result<()> {
         return Err(Error::config(format!(
             "num_layers = {}, hidden_size = {}, ffn_hidden_size = {}, {} heads of kv_channels = {}, a vocabulary of {vocab} with its \
              padding and max_position_embeddings = {} make weights and gradients, with a microbatch of {} · {} tokens, of at least \
-             {:.1} GiB per rank (tensor_model_parallel_size = {} · pipeline_model_parallel_size = {}), and this machine \
+             {:.1} GiB per rank (tensor_model_parallel_size = {} · context_parallel_size = {cp} · pipeline_model_parallel_size = {}), and this machine \
              has {:.1} GiB of memory; make the model or the microbatch smaller, or cut the model over more machines",
             m.num_layers,
             m.hidden_size,

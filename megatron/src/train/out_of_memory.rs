@@ -68,7 +68,9 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
             Recompute::Full { .. } => {}
         }
         let heads = config.model.num_query_groups / p.tensor_model_parallel_size.max(1);
-        if heads > cp {
+        // As the next layout that can be cut so: twice as many ranks.
+        let divide = heads.is_multiple_of(2 * cp) && config.model.seq_length.is_multiple_of(2 * cp);
+        if divide && !t.enable_cuda_graph {
             flags.push(format!("a larger --context-parallel-size (now {cp}; cuts sequences over more GPUs)"));
         }
     }

@@ -174,8 +174,8 @@ impl Trainer {
         let batch = GlobalBatch::new(
             training.micro_batch_size,
             training.global_batch_size,
-            groups.dp.rank(),
-            groups.dp.size(),
+            groups.dp_rank(),
+            groups.dp_size(),
         )?;
         let loader = |source: &Arc<dyn SampleSource>| {
             Loader::new(source.clone(), batch, config.model.vocab_size, device.clone())

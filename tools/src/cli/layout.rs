@@ -57,7 +57,8 @@ impl LayoutResolver<'_> {
         let bucket_size = p.bucket_size.unwrap_or_else(|| {
             let (from, size) = match self.on_gpus {
                 true => {
-                    ("max(40,000,000, 1,000,000 · dp)", data_parallel_size.saturating_mul(1_000_000).max(40_000_000))
+                    let replicas = data_parallel_size.saturating_mul(p.context_parallel_size);
+                    ("max(40,000,000, 1,000,000 · dp · cp)", replicas.saturating_mul(1_000_000).max(40_000_000))
                 }
                 false => ("on CPUs", BUCKET_ON_CPUS),
             };

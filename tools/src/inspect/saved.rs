@@ -44,7 +44,9 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     let sizes = saved.tensor_parallel_sizes();
     let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
     let layers = saved.run.model.num_layers;
-    fact("fits", format!("tp {} · pp 1 to {layers} · any dp, with ZeRO-1 or without", sizes.join(", ")));
+    let groups = saved.run.model.num_query_groups;
+    let cp = if groups > 1 { format!(" · cp where tp · cp divides {groups}") } else { String::new() };
+    fact("fits", format!("tp {}{cp} · pp 1 to {layers} · any dp, with ZeRO-1 or without", sizes.join(", ")));
     let chunks: usize = saved.manifest.tensors.iter().map(|tensor| tensor.chunks.len()).sum();
     if verify {
         let bar = ByteBar::new("checking", saved.manifest.data_bytes());

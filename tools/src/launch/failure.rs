@@ -16,9 +16,10 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Whether one of our ranks says that it cannot be started so: another try would say the same.
-    pub fn is_of_settings(&self) -> bool {
-        self.fault.is_some() && self.exit == Exit::Code(2)
+    /// Whether one of our ranks says that it would end so again. What it says of settings may only hold until a GPU or a port is free where ranks with
+    /// the same settings ran before, so it counts of the `first` alone.
+    pub fn comes_again(&self, first: bool) -> bool {
+        self.fault.as_ref().is_some_and(|fault| fault.comes_again || first && self.exit == Exit::Code(2))
     }
 
     pub fn blames_a_peer(&self) -> bool {
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     fn said(rank: usize, message: &str, blames_a_peer: bool) -> Failure {
-        let fault = Some(Fault { message: message.to_string(), blames_a_peer });
+        let fault = Some(Fault { message: message.to_string(), blames_a_peer, comes_again: false });
         Failure { rank, pid: 100 + rank as u32, exit: Exit::Code(1), fault, last_line: None }
     }
 

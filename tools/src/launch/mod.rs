@@ -10,6 +10,6 @@ mod supervisor;
 mod watch;
 
 pub use inherited::{adjust, is_ignored};
-pub use plan::{MAX_RESTARTS, Plan, STORE_SERVED, Style};
-pub use restarts::supervise;
+pub use plan::{MAX_RESTARTS, OWN_RANKS, Plan, STORE_SERVED, Style};
+pub use restarts::{free_port, supervise};
 pub use watch::watch_supervisor;

@@ -12,6 +12,9 @@ use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
 /// Set for ranks whose supervisor serves the store at MASTER_ADDR:MASTER_PORT.
 pub const STORE_SERVED: &str = "MEGATRON_STORE_SERVED";
 
+/// Set for ranks that a command of ours starts for itself.
+pub const OWN_RANKS: &str = "MEGATRON_OWN_RANKS";
+
 /// torchrun's variable: how often ranks may be started again.
 pub const MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
 /// torchrun's variable: how often they were.
@@ -39,6 +42,8 @@ pub struct Plan {
     pub node_rank: usize,
     /// MASTER_ADDR and MASTER_PORT.
     pub master: (String, u16),
+    /// Whether any free port does.
+    pub any_port: bool,
     /// Whether this process serves the store there, so that rank 0 does not.
     pub serves_store: bool,
     pub style: Style,
@@ -93,6 +98,10 @@ impl Plan {
         if std::env::var_os(NCCL_CONNECTS_LATE).is_none() {
             command.env(NCCL_CONNECTS_LATE, "0");
         }
+        match self.style {
+            Style::Run => command.env(OWN_RANKS, "1"),
+            Style::Command => command.env_remove(OWN_RANKS),
+        };
         if self.serves_store {
             command.env(STORE_SERVED, "1");
         }

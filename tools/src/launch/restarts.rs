@@ -3,6 +3,7 @@
 //! Source: torchrun's `--max-restarts` (torch/distributed/elastic/agent): the failure of any rank ends all of them, all are started again, and
 //! each such round is one of those allowed.
 
+use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -39,9 +40,10 @@ pub fn supervise(plan: &Plan) -> Result<u8> {
     let listened = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
     let mut signals =
         Signals::new(listened).map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
+    let mut plan = plan.clone();
     let mut restarts = 0;
     loop {
-        let End { code, again } = attempt(plan, restarts, &mut signals)?;
+        let End { code, again } = attempt(&plan, restarts, &mut signals)?;
         if !again {
             return Ok(code);
         }
@@ -49,14 +51,30 @@ pub fn supervise(plan: &Plan) -> Result<u8> {
             return Ok(Exit::Signal(signal).code());
         }
         restarts += 1;
+        if plan.any_port {
+            // Another program may have taken the one before.
+            plan.master.1 = free_port()?;
+        }
     }
+}
+
+/// A port that was free a moment ago.
+///
+/// # Errors
+/// If the loopback interface refuses to listen.
+pub fn free_port() -> Result<u16> {
+    TcpListener::bind(("127.0.0.1", 0))
+        .and_then(|listener| listener.local_addr())
+        .map(|address| address.port())
+        .map_err(|source| Error::Io { action: "find a free port on 127.0.0.1".to_string(), source })
 }
 
 /// The signal that came meanwhile: there are no ranks that it would have to reach.
 fn pause(time: Duration, signals: &mut Signals) -> Option<i32> {
     let since = Instant::now();
     while since.elapsed() < time {
-        if let Some(signal) = signals.pending().next() {
+        // SIGHUP comes with another.
+        if let Some(signal) = signals.pending().min_by_key(|&signal| signal == SIGHUP) {
             return Some(signal);
         }
         std::thread::sleep(TICK);

@@ -93,6 +93,8 @@ struct Supervisor<'a> {
     phase: Phase,
     /// The signal that ranks were asked to stop for, before any failed.
     stop: Option<i32>,
+    /// Whether a signal came, before or after.
+    asked: bool,
     /// Whether a rank ended because it was asked to. One that had finished when the signal came has done its work.
     cut_short: bool,
     /// Whether ranks were killed because they did not stop in time.
@@ -115,6 +117,7 @@ impl<'a> Supervisor<'a> {
             unread: 0,
             phase: Phase::Running,
             stop: None,
+            asked: false,
             cut_short: false,
             overdue: false,
             ended_badly: Vec::new(),
@@ -220,6 +223,7 @@ impl<'a> Supervisor<'a> {
     /// Passes a signal on as SIGTERM, which our ranks take as "save and stop". Of those that follow only SIGINT, from someone who does not want
     /// to wait, kills: schedulers repeat SIGTERM, and systemd sends SIGHUP after it.
     fn interrupt(&mut self, signal: i32) {
+        self.asked = true;
         match self.phase {
             Phase::Running => {
                 if self.plan.style == Style::Run {
@@ -364,7 +368,7 @@ impl<'a> Supervisor<'a> {
         }
         let Some(cause) = cause(&failures) else { return last(0) };
         let most = self.plan.max_restarts;
-        let again = self.stop.is_none() && self.restarts < most && !cause.is_of_settings();
+        let again = !self.asked && self.restarts < most && !cause.comes_again(self.restarts == 0);
         let advice = self.plan.advice.as_deref().filter(|_| !again);
         let message = describe(&failures, self.ranks.len(), advice);
         let code = cause.exit.code().max(1);

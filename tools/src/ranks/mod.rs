@@ -73,6 +73,7 @@ pub fn start(
         nodes: 1,
         node_rank: 0,
         master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
+        any_port: false,
         serves_store: store.is_some(),
         style: Style::Run,
         self_end: Duration::from_secs(5),

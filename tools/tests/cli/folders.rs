@@ -99,7 +99,7 @@ fn a_folder_is_the_same_however_it_is_written() {
 fn what_keeps_a_run_from_resuming_or_saving_is_said_before_it_trains() {
     let site = saved();
     let resume = ["--load=saved", "--save=saved", "--train-iters=4"];
-    let advice = ["of the optimizer adam", "this run's is sgd", "--optimizer adam", "--init-from-hf"];
+    let advice = ["of the optimizer adam", "this run's is sgd", "--optimizer adam", "--no-load-optim", "--finetune"];
     pretrain_refused(&site, &[&resume[..], &["--optimizer=sgd"]].concat(), &advice);
     pretrain(&site, &["--save=momentum", "--train-iters=1", "--optimizer=sgd"]);
     pretrain_refused(&site, &["--load=momentum"], &["of the optimizer sgd", "this run's is adam"]);

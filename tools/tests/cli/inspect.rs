@@ -33,7 +33,7 @@ fn a_checkpoint_is_described_and_one_that_is_damaged_is_named() {
         "4 layers, hidden 16, 4 heads in 4 groups of width 4",
         "6 samples, 3 updates",
         "written by  tp 2 · pp 1 · dp 1",
-        "fits        tp 1, 2, 4 · pp 1 to 4 · any dp",
+        "fits        tp 1, 2, 4 · cp where tp · cp divides 4 · pp 1 to 4 · any dp",
         "whole       yes: every element is there once, and the checksums of all",
     ] {
         assert!(text.contains(part), "{part:?} is not in\n{text}");

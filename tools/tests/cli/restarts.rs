@@ -119,3 +119,41 @@ fn restarts_need_a_checkpoint_to_go_on_from() {
         );
     }
 }
+
+#[test]
+fn a_signal_that_comes_after_a_failure_is_heeded_too() {
+    let folder = tempfile::tempdir().unwrap();
+    // One has failed, and the other takes its time to end.
+    let script = format!(
+        "[ $RANK = 0 ] || exit 5; trap 'echo ending; sleep 1.5; exit 0' TERM; echo $$ >> {0}/started; echo x > {0}/up; while true; do sleep 0.1; done",
+        folder.path().display()
+    );
+    let started = || fs::read_to_string(folder.path().join("started")).unwrap_or_default().lines().count();
+    let mut command = launched(3, &script);
+    command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+    let supervisor = command.spawn().unwrap();
+    wait_for("a rank to start", || (started() == 1).then_some(()));
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    kill(supervisor.id(), "TERM");
+    let output = ended(vec![supervisor], SOON).remove(0);
+    assert_eq!((output.status.code(), restarts(&output), started()), (Some(5), 0, 1), "{}", stderr(&output));
+}
+
+#[test]
+fn settings_that_were_used_before_are_tried_again() {
+    let program = env!("CARGO_BIN_EXE_megatron");
+    let unusable = format!("{program} pretrain --data-path /nowhere --hidden-size 7");
+    let script = format!("case $TORCHELASTIC_RESTART_COUNT in 0) exit 5;; 1) exec {unusable};; esac");
+    let output = run(3, &script);
+    assert_eq!((output.status.code(), restarts(&output)), (Some(0), 2), "{}", stderr(&output));
+}
+
+#[test]
+fn a_run_that_diverges_would_do_so_again() {
+    let site = Site::new();
+    let diverging = ["--fp16", "--initial-loss-scale=65536", "--min-loss-scale=65536", "--hysteresis=1", "--lr=1e30"];
+    let again = ["--clip-grad=0", "--save=saved", "--load=./saved", "--save-interval=1", "--max-restarts=3"];
+    let output = site.pretrain(&[&diverging[..], &again].concat()).output().unwrap();
+    assert_eq!((output.status.code(), restarts(&output)), (Some(1), 0), "{}", stderr(&output));
+    assert!(stderr(&output).contains("loss scale"), "{}", stderr(&output));
+}

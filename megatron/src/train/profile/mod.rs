@@ -98,7 +98,7 @@ const MAIN: &str = "main";
 
 /// Where a rank lies, for readers of traces.
 fn label(groups: &ProcessGroups) -> String {
-    let (tp, pp, dp) = (groups.tp.rank(), groups.pp.rank(), groups.dp.rank());
+    let (tp, pp, dp) = (groups.tp.rank(), groups.pp.rank(), groups.dp_rank());
     let cp = if groups.cp.size() > 1 { format!(" · cp {}", groups.cp.rank()) } else { String::new() };
     format!("rank {} (tp {tp}{cp} · pp {pp} · dp {dp})", groups.world.rank())
 }

@@ -58,6 +58,10 @@ pub struct CheckpointFlags {
     /// Take from --load weights and progress, but not the optimizer's state, nor the loss scale
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub no_load_optim: bool,
+    /// Times that the ranks on this machine are started again after one failed, from the last checkpoint; needs --load with the folder of --save. Under a launcher that
+    /// is the launcher's to say
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub max_restarts: u32,
     /// Hugging Face folder to start from: the architecture comes from its config.json, the weights from its files, and the tokenizer from its
     /// tokenizer.json, unless another is given; --seq-length is to be given
     #[arg(long, value_name = "HF_DIR")]

@@ -27,10 +27,6 @@ pub struct ParallelFlags {
     /// A rank that waits longer than this for its peers ends the run
     #[arg(long, value_name = "MINUTES", default_value_t = 10.0)]
     pub distributed_timeout_minutes: f64,
-    /// Times that the ranks on this machine are started again after one failed, from the last checkpoint; needs --load with the folder of --save. Under a launcher that
-    /// is the launcher's to say
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub max_restarts: u32,
     /// Where ranks meet: tcp://HOST:PORT or file:///DIR [default: MASTER_ADDR and MASTER_PORT]
     #[arg(long, value_name = "URL")]
     pub rdzv: Option<String>,
@@ -78,7 +74,7 @@ pub struct LayoutFlags {
     /// Reduce gradient buckets while backward still runs
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub overlap_grad_reduce: bool,
-    /// Elements of a gradient bucket, at least [default: 2,000,000; on GPUs the larger of 40,000,000 and 1,000,000·dp]
+    /// Elements of a gradient bucket, at least [default: 2,000,000; on GPUs the larger of 40,000,000 and 1,000,000·dp·cp]
     #[arg(long, value_name = "N")]
     pub bucket_size: Option<usize>,
 }

@@ -378,11 +378,11 @@ impl Resolver<'_> {
                 "{cited} has no effect without load; name a checkpoint's folder with --load"
             )));
         }
-        if takes != Takes::All && self.flags.parallel.max_restarts > 0 {
+        if takes != Takes::All && c.max_restarts > 0 {
             return Err(Error::usage(format!(
                 "{} would take as little of this run's own checkpoints when it is started again, as {} asks for; make the first steps without restarts",
                 self.sources.cite(key, true),
-                self.sources.cite("max_restarts", self.flags.parallel.max_restarts)
+                self.sources.cite("max_restarts", c.max_restarts)
             )));
         }
         Ok(CheckpointConfig {
@@ -450,10 +450,10 @@ impl Resolver<'_> {
         }
         let c = &self.flags.checkpoint;
         let goes_on = matches!((&c.save, &c.load), (Some(save), Some(load)) if same_folder(save, load));
-        if p.max_restarts > 0 && !goes_on {
+        if c.max_restarts > 0 && !goes_on {
             return Err(Error::usage(format!(
                 "{} starts a run that failed again from its last checkpoint, which needs --save, and --load with the same folder",
-                self.sources.cite("max_restarts", p.max_restarts)
+                self.sources.cite("max_restarts", c.max_restarts)
             )));
         }
         Ok(Distributed {
@@ -462,7 +462,7 @@ impl Resolver<'_> {
             overlap: p.overlap_communication,
             timeout,
             rendezvous: p.rdzv.clone(),
-            max_restarts: p.max_restarts,
+            max_restarts: c.max_restarts,
         })
     }
 }
