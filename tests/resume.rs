@@ -120,6 +120,16 @@ fn without_the_optimizers_state_a_run_goes_on_where_it_was_with_a_fresh_one() {
     // The same samples, dropout and weights; then Adam's first step, as of a new run.
     assert_eq!(resumed.losses[0], uninterrupted.losses[10]);
     assert_ne!(resumed.losses[1], uninterrupted.losses[11]);
+    let config = taking(tiny(Style::Gpt2, 0.1), Takes::WithoutOptimizer);
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let progress = on_ranks(1, |world| {
+        let mut trainer = trainer(&config, world, &data)?;
+        trainer.load(&path)?;
+        Ok(trainer.progress())
+    });
+    // Adam corrects its moments by the number of updates that are in them.
+    let progress = progress.unwrap()[0];
+    assert_eq!((progress.iteration, progress.consumed_samples, progress.updates), (10, 80, 0));
     let mut sgd = writer(Style::Gpt2);
     sgd.optimizer.kind = OptimizerKind::Sgd;
     let error = train_from(&sgd, Some(&path), 1).unwrap_err().to_string();
