@@ -94,13 +94,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             sgd_momentum: 0.9,
             clip_grad: 1.0,
         },
-        checkpoint: CheckpointConfig {
-            save: None,
-            save_interval: None,
-            load: None,
-            takes: Default::default(),
-            init_from_hf: None,
-        },
+        checkpoint: CheckpointConfig::default(),
         logging: LoggingConfig {
             log_interval: 1,
             eval_interval: None,

@@ -11,7 +11,7 @@
 #   ROUNDS    runs of each, alternating; the median counts           [3]
 #   THREADS   threads of a run of one rank                           [cores]
 #   RANKS     ranks of the second comparison, 0: none                [2]
-#   LAYOUTS   how they work together here: dp, tp (with sp), pp; the peer is data parallel on the same global batch  [dp tp pp]
+#   LAYOUTS   how they work together here: dp, tp (with sp), pp, cp; the peer is data parallel on the same global batch  [dp tp pp]
 #   FLAGS     more flags of steps here, e.g. --offload-optimizer-nvme-path target/offload
 #   COMPILE   1: also run torch.compile there (needs a C++ compiler); the faster one is the peer
 #   PYTHON    a Python that has torch; without it a virtual environment is made in target/bench-venv
@@ -94,9 +94,10 @@ for preset in $presets; do for dtype in $dtypes; do
             case $layout in
                 dp) flags=(--data-parallel-size "$ranks" "${batch[@]}") ;;
                 tp) flags=(--tensor-model-parallel-size "$ranks" --sequence-parallel "${batch[@]}") ;;
+                cp) flags=(--context-parallel-size "$ranks" "${batch[@]}") ;;
                 # Microbatches enough to fill the pipeline.
                 pp) flags=(--pipeline-model-parallel-size "$ranks" "${batch[@]}" --micro-batch-size $((micro / 4 > 0 ? micro / 4 : 1)) "${stages[@]}") ;;
-                *) say "LAYOUTS: \"$layout\" is none of dp, tp, pp"; exit 2 ;;
+                *) say "LAYOUTS: \"$layout\" is none of dp, tp, pp, cp"; exit 2 ;;
             esac
             measure "$key" "$layout" "${ours[@]}" --threads "$each" "${flags[@]}"
         done

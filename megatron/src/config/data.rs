@@ -54,7 +54,7 @@ pub enum Takes {
 }
 
 /// Where checkpoints go and come from.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointConfig {
     /// Folder to write checkpoints to.
     pub save: Option<PathBuf>,

@@ -251,23 +251,10 @@ impl Check<'_> {
                 "attention deals the key/value heads of a tensor-parallel rank to its context-parallel ranks whole",
             );
         }
-        if p.sequence_parallel && cp > 1 {
-            self.divides(
-                "seq_length",
-                m.seq_length,
-                &[("tensor_model_parallel_size", tp), by_cp],
-                "sequence_parallel cuts each context-parallel rank's part of a sample evenly over tensor-parallel ranks",
-            );
-        } else if p.sequence_parallel {
-            self.divides(
-                "seq_length",
-                m.seq_length,
-                &by_tp,
-                "sequence_parallel cuts samples evenly over tensor-parallel ranks",
-            );
-        } else if cp > 1 {
-            self.divides("seq_length", m.seq_length, &[by_cp], "samples are cut evenly over context-parallel ranks");
-        }
+        // By sequence parallelism, too, each context-parallel rank's part is cut.
+        let cuts = [(p.sequence_parallel, by_tp[0]), (cp > 1, by_cp)];
+        let cuts: Vec<_> = cuts.into_iter().filter(|(cut, _)| *cut).map(|(_, by)| by).collect();
+        self.divides("seq_length", m.seq_length, &cuts, "every rank has an equal part of a sample");
         self.schedule(p);
         self.layers(p, m.num_layers, pp.saturating_mul(v));
     }

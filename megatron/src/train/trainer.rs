@@ -474,17 +474,16 @@ impl Trainer {
             Takes::WithoutOptimizer => Progress { updates: 0, ..theirs },
             Takes::Weights => Progress::default(),
         };
-        let mut shards = self.optimizer.shards(&self.stage.params, false)?;
-        if self.config.checkpoint.takes == Takes::All {
+        let takes_all = self.config.checkpoint.takes == Takes::All;
+        if takes_all {
             super::state::require_optimizer(&manifest, self.config.optimizer.kind)?;
             if let Some(scaler) = super::state::loss_scaler(path, &manifest.state)? {
                 self.loss_scaler.restore(&scaler).map_err(|e| Error::checkpoint(path, e.to_string()))?;
             }
-        } else {
-            shards.retain(|shard| shard.kind == StateKind::Param);
         }
-        if manifest.tensors.iter().all(|tensor| tensor.kind == StateKind::Param) {
-            // Weights alone, as imports write them; the optimizer starts afresh.
+        let mut shards = self.optimizer.shards(&self.stage.params, false)?;
+        if !takes_all || manifest.tensors.iter().all(|tensor| tensor.kind == StateKind::Param) {
+            // Imports write weights alone, too; the optimizer starts afresh.
             shards.retain(|shard| shard.kind == StateKind::Param);
         }
         manifest.load(&shards)?;
