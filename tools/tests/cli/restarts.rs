@@ -157,3 +157,18 @@ fn a_run_that_diverges_would_do_so_again() {
     assert_eq!((output.status.code(), restarts(&output)), (Some(1), 0), "{}", stderr(&output));
     assert!(stderr(&output).contains("loss scale"), "{}", stderr(&output));
 }
+
+#[test]
+fn ranks_of_a_launcher_are_told_whose_restarts_count() {
+    let site = Site::new();
+    for (granted, told) in [(0, true), (2, false)] {
+        let mut command = site.mark(megatron());
+        command.args(["launch", "--nproc-per-node=1", &format!("--max-restarts={granted}"), "--"]);
+        command.args([env!("CARGO_BIN_EXE_megatron"), "pretrain", "run.toml", "--train-iters=1", "--max-restarts=1"]);
+        command.args(["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"]);
+        let output = command.args([format!("--save=of{granted}"), format!("--load=of{granted}")]).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let text = stdout(&output);
+        assert_eq!(text.contains("--max-restarts 1 is for ranks that `pretrain` starts"), told, "{text}");
+    }
+}
