@@ -133,7 +133,7 @@ awk -F'|' '
         print "| preset | dtype | ranks × threads | here | peer | tokens/s | tokens/s here | GFLOP/s here | ratio | GiB | GiB here | memory |"
         print "| --- | --- | --: | --- | --- | --: | --: | --: | --: | --: | --: | --: |"
         num_peers = split("eager compiled", peers, " ")
-        num_here = split("ours dp tp pp", kinds, " ")
+        num_here = split("ours dp tp pp cp", kinds, " ")
         for (row = 1; row <= rows; row++) {
             key = order[row]
             # The faster peer is the one that counts.
