@@ -66,6 +66,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
         training: TrainingConfig {
             micro_batch_size: 1,
             global_batch_size: 8,
+            rampup: None,
             train_iters: 30,
             train_samples: None,
             exit_interval: None,

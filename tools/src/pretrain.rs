@@ -231,8 +231,9 @@ fn resumes(run: &RunConfig) -> megatron::Result<bool> {
 /// One line on what is trained and how it is cut.
 fn describe(run: &RunConfig, device: &Device) -> String {
     let (m, p, t) = (&run.model, &run.parallel, &run.training);
+    let of = |batch: usize| batch / (t.micro_batch_size * p.data_parallel_size);
     format!(
-        "model: {:.1} M parameters in {} layers, vocabulary {} | {} on {} | tp {}{} · pp {} · dp {}{} | {} microbatches of {} · {} tokens",
+        "model: {:.1} M parameters in {} layers, vocabulary {} | {} on {} | tp {}{} · pp {} · dp {}{} | {}{} microbatches of {} · {} tokens",
         m.num_params() as f64 / 1e6,
         m.num_layers,
         m.vocab_size,
@@ -243,7 +244,8 @@ fn describe(run: &RunConfig, device: &Device) -> String {
         p.pipeline_model_parallel_size,
         p.data_parallel_size,
         if p.sequence_parallel && p.tensor_model_parallel_size > 1 { " · sequence parallel" } else { "" },
-        t.global_batch_size / (t.micro_batch_size * p.data_parallel_size),
+        t.rampup.map_or(String::new(), |rampup| format!("{} to ", of(rampup.start))),
+        of(t.global_batch_size),
         t.micro_batch_size,
         m.seq_length,
     )

@@ -8,6 +8,7 @@ mod model;
 mod optimizer;
 mod parallel;
 mod precision;
+mod rampup;
 mod sources;
 mod training;
 mod validate;
@@ -17,6 +18,7 @@ pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, Slid
 pub use optimizer::{DecayStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload, WsdDecayStyle};
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use precision::{DynamicLossScale, LossScaling, Precision};
+pub use rampup::BatchSizeRampup;
 pub use sources::Sources;
 pub use training::{Recompute, RecomputeMethod, TrainingConfig};
 #[cfg(test)]

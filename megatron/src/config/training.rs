@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::Precision;
+use super::{BatchSizeRampup, Precision};
 
 /// How layers are grouped for full recompute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,8 +49,11 @@ impl Recompute {
 pub struct TrainingConfig {
     /// MBS: samples of one forward pass of one replica.
     pub micro_batch_size: usize,
-    /// GBS: samples of one step over all replicas.
+    /// GBS: samples of one step over all replicas, once a ramp-up is over.
     pub global_batch_size: usize,
+    /// How it grows until then.
+    #[serde(default)]
+    pub rampup: Option<BatchSizeRampup>,
     /// Steps of the whole run.
     pub train_iters: u64,
     /// Samples of the whole run, where its length was given so: a run that goes on with another global batch makes the steps that are left of them.

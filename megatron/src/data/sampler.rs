@@ -41,6 +41,14 @@ impl GlobalBatch {
         Ok(Self { micro_batch_size, global_batch_size, dp_rank, dp_size })
     }
 
+    /// A global batch of `global_batch_size` samples, cut alike.
+    ///
+    /// # Errors
+    /// As [`GlobalBatch::new`].
+    pub fn resized(&self, global_batch_size: usize) -> Result<Self> {
+        Self::new(self.micro_batch_size, global_batch_size, self.dp_rank, self.dp_size)
+    }
+
     /// M: microbatches of one replica in one step.
     pub fn num_microbatches(&self) -> usize {
         self.global_batch_size / (self.micro_batch_size * self.dp_size)
@@ -112,11 +120,16 @@ impl Loader {
     /// # Errors
     /// `Error::Data` where data cannot be read or has a token that the vocabulary does not.
     pub fn microbatches(&self, consumed_samples: u64) -> Result<Vec<MicroBatch>> {
-        (0..self.batch.num_microbatches()).map(|microbatch| self.microbatch(consumed_samples, microbatch)).collect()
+        self.microbatches_of(&self.batch, consumed_samples)
     }
 
-    fn microbatch(&self, consumed_samples: u64, microbatch: usize) -> Result<MicroBatch> {
-        self.read(consumed_samples, self.batch.samples(microbatch).collect())
+    /// As [`microbatches`](Self::microbatches), of a step with another global batch.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn microbatches_of(&self, batch: &GlobalBatch, consumed_samples: u64) -> Result<Vec<MicroBatch>> {
+        let microbatch = |microbatch| self.read(consumed_samples, batch.samples(microbatch).collect());
+        (0..batch.num_microbatches()).map(microbatch).collect()
     }
 
     /// The samples `consumed_samples + i` for each i of `samples`.

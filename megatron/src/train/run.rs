@@ -208,8 +208,7 @@ impl Trainer {
         // Steps made so far may have had another global batch.
         let training = &mut self.config.training;
         if let Some(samples) = training.train_samples {
-            let left = samples.saturating_sub(consumed) / training.global_batch_size as u64;
-            training.train_iters = self.progress.iteration + left;
+            training.train_iters = self.progress.iteration + training.steps_left(consumed, samples);
         }
         let takes = self.config.checkpoint.takes;
         reporter.message(&match takes {
@@ -243,7 +242,8 @@ impl Trainer {
         let Progress { iteration, consumed_samples, applied_samples, .. } = self.progress;
         let training = &self.config.training;
         let batch = training.global_batch_size as u64;
-        if consumed_samples == iteration.saturating_mul(batch) {
+        // Beside batches that grow, a decay is given in samples.
+        if consumed_samples == iteration.saturating_mul(batch) || training.rampup.is_some() {
             return None;
         }
         let total = applied_samples + training.train_iters.saturating_sub(iteration).saturating_mul(batch);

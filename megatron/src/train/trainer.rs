@@ -15,17 +15,16 @@ use super::flops::step_flops;
 use super::inference::build_stage;
 use super::memory::peak_memory_of;
 use super::metrics::StepMetrics;
-use super::model::{ModelBuilder, costs};
+use super::model::ModelBuilder;
 use super::out_of_memory::{Kept, explain};
+use super::schedules::Schedules;
 use crate::comm::{Group, ReduceOp};
 use crate::config::{RunConfig, Takes};
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::{GradientReducer, shard};
 use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued};
 use crate::params::{ParamId, ParamStore, ShardRef, StateKind};
-use crate::pipeline::{
-    GradientListener, Replay, Results, Schedule, Stage, delay_weight_gradients, forward_only, generate,
-};
+use crate::pipeline::{GradientListener, Replay, Results, Schedule, Stage, forward_only};
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Error, Result, checkpoint};
@@ -65,6 +64,7 @@ pub struct Progress {
 /// A step that is queued: what is known of it, and where the rest will be read.
 struct InFlight {
     iteration: u64,
+    global_batch_size: usize,
     consumed_samples: u64,
     consumed_tokens: u64,
     start: Instant,
@@ -81,7 +81,7 @@ pub struct Trainer {
     pub(super) config: RunConfig,
     pub(super) groups: ProcessGroups,
     stage: Stage,
-    schedule: Schedule,
+    schedules: Schedules,
     eval_schedule: Schedule,
     reducer: GradientReducer,
     /// Under `enable_cuda_graph`.
@@ -182,23 +182,21 @@ impl Trainer {
                 .with_documents(sources.document_ends)
                 .with_part_of_sequences(groups.cp.rank(), groups.cp.size())
         };
-        let m = batch.num_microbatches();
-        let mut schedule = generate(parallel.schedule, pp, v, m, parallel.extra_warmup)?;
-        let [sends, receives] = schedule.lanes(groups.pp.rank());
+        let early = groups.pp.overlaps();
+        let first = batch.resized(training.global_batch_size_at(0))?.num_microbatches();
+        let schedules = Schedules::new(parallel, model, training.recompute, early, first)?;
+        // However many microbatches there are, the kinds of messages are these.
+        let [sends, receives] = schedules.last().lanes(groups.pp.rank());
         stage.cp.connect(device)?;
         groups.pp.connect(&sends, &receives)?;
-        let early = groups.pp.overlaps();
-        if parallel.delay_wgrad_compute {
-            schedule = delay_weight_gradients(&schedule, &costs(parallel, model, training.recompute)?)?;
-        }
         if training.enable_cuda_graph {
             stage.params.clear_all_grads();
         }
         let drops = config.model.attention_dropout > 0.0 || config.model.hidden_dropout > 0.0;
-        let in_time = |schedule: Schedule| if early { schedule.receiving_early() } else { schedule };
+        let eval_schedule = forward_only(pp, v, batch.num_microbatches())?;
         Ok(Self {
-            eval_schedule: in_time(forward_only(pp, v, m)?),
-            schedule: in_time(schedule),
+            eval_schedule: if early { eval_schedule.receiving_early() } else { eval_schedule },
+            schedules,
             stage,
             reducer,
             replay: training.enable_cuda_graph.then(|| Replay::new(drops)),
@@ -241,8 +239,14 @@ impl Trainer {
         let consumed = self.progress.consumed_samples;
         match self.ahead.take().filter(|(first, _)| *first == consumed) {
             Some((_, batches)) => batches,
-            None => self.train.microbatches(consumed),
+            None => self.read(consumed),
         }
+    }
+
+    /// The microbatches of the step that follows `consumed` samples.
+    fn read(&self, consumed: u64) -> Result<Vec<MicroBatch>> {
+        let batch = self.train.batch().resized(self.config.training.global_batch_size_at(consumed))?;
+        self.train.microbatches_of(&batch, consumed)
     }
 
     /// Reads what the next step needs while a GPU computes this one; what keeps it from being read is the next step's error.
@@ -251,7 +255,7 @@ impl Trainer {
         if kernels::device::computes_ahead(&self.stage.device) && self.progress.iteration < training.train_iters {
             let _span = span("read data", Kind::Phase);
             let next = self.progress.consumed_samples;
-            self.ahead = Some((next, self.train.microbatches(next)));
+            self.ahead = Some((next, self.read(next)));
         }
     }
 
@@ -310,11 +314,12 @@ impl Trainer {
         let batches = self.next_batches()?;
         let tokens = self.count_tokens(&batches)?;
         drop(reading);
+        self.schedules.prepare(batches.len())?;
         let factor = if tokens > 0.0 { 1.0 / tokens } else { 0.0 };
         self.reducer.begin(&self.stage.params)?;
         let phase = Phase::Train { step: self.progress.iteration };
         let loss_scale = self.loss_scaler.scale();
-        let (stage, schedule, weight) = (&self.stage, &self.schedule, factor * loss_scale);
+        let (stage, schedule, weight) = (&self.stage, self.schedules.last(), factor * loss_scale);
         let losses = match &mut self.replay {
             Some(replay) => replay.run(stage, schedule, &batches, phase, weight, &mut self.reducer)?,
             None => stage.run(schedule, &batches, phase, weight, &mut self.reducer)?,
@@ -332,13 +337,14 @@ impl Trainer {
         };
         self.stage.params.release_grads();
         let results = losses.read_with(vec![update.verdict().clone()])?;
+        let global_batch_size = self.config.training.global_batch_size_at(self.progress.consumed_samples);
         self.progress.iteration += 1;
-        let samples = self.config.training.global_batch_size as u64;
-        self.progress.consumed_samples += samples;
-        self.progress.consumed_tokens += samples * self.config.model.seq_length as u64;
+        self.progress.consumed_samples += global_batch_size as u64;
+        self.progress.consumed_tokens += (global_batch_size * self.config.model.seq_length) as u64;
         let Progress { iteration, consumed_samples, consumed_tokens, .. } = self.progress;
         self.in_flight = Some(InFlight {
             iteration,
+            global_batch_size,
             consumed_samples,
             consumed_tokens,
             start,
@@ -367,7 +373,7 @@ impl Trainer {
         self.loss_scaler.update(!result.applied)?;
         let lm_loss = self.sum_over_world(vec![self.loss_share(loss)])?[0] * step.factor;
 
-        let gbs = self.config.training.global_batch_size;
+        let gbs = step.global_batch_size;
         let progress = &mut self.progress;
         progress.updates = self.optimizer.steps();
         if result.applied {

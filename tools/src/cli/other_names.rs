@@ -4,7 +4,7 @@ use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Names without dashes, and what is to be done. docs/migrating.md tells the same.
-const OTHER_NAMES: [(&[&str], &str); 18] = [
+const OTHER_NAMES: [(&[&str], &str); 17] = [
     (
         &["tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"],
         "use --tokenizer FILE, a Hugging Face tokenizer.json (no SentencePiece .model), byte, or train:VOCAB",
@@ -46,7 +46,6 @@ const OTHER_NAMES: [(&[&str], &str); 18] = [
     ),
     (&["num-experts", "expert-model-parallel-size", "moe-router-topk"], "mixtures of experts are not there"),
     (&["fp8-format", "fp8-recipe"], "FP8 is not there; use --bf16"),
-    (&["rampup-batch-size"], "batches that grow are not there; use --global-batch-size"),
     (
         &["no-load-rng", "no-save-rng"],
         "leave it out: random numbers are made of the seed and the step, and have no state",

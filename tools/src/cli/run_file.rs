@@ -131,11 +131,13 @@ fn setting(
         return Err(format!("unknown key `{key}` under [{section}]{hint}"));
     };
     let flag = id.replace('_', "-");
-    let words: Vec<String> = values(arg, value.get_ref())
-        .map_err(|expected| format!("`{key}` under [{section}] expects {expected}, not {}", show(value.get_ref())))?
-        .into_iter()
-        .map(|text| format!("--{flag}={text}"))
-        .collect();
+    let values = values(arg, value.get_ref())
+        .map_err(|expected| format!("`{key}` under [{section}] expects {expected}, not {}", show(value.get_ref())))?;
+    let all_at_once = arg.get_num_args().is_some_and(|number| number.min_values() > 1);
+    let words: Vec<String> = match all_at_once {
+        true => std::iter::once(format!("--{flag}")).chain(values).collect(),
+        false => values.into_iter().map(|text| format!("--{flag}={text}")).collect(),
+    };
     let mut line = vec!["file".to_string()];
     line.extend(words.iter().cloned());
     if let Err(refused) = Command::new("file").arg(arg.clone()).try_get_matches_from(line) {

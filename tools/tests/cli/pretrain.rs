@@ -167,6 +167,37 @@ fn samples_of_the_whole_run_and_tokens_are_counted_through_changes_of_batch_and_
     assert!(again.contains("nothing is left to train"), "{again}");
 }
 
+#[test]
+fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() {
+    let folder = folder();
+    let run = [
+        "--train-samples=50",
+        "--global-batch-size=8",
+        "--rampup-batch-size",
+        "2",
+        "2",
+        "12",
+        "--lr-decay-style=linear",
+    ];
+    let train = |flags: &[&str]| {
+        let output = pretrain(folder.path(), &[&run[..], flags].concat()).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        stdout(&output)
+    };
+    let first = train(&["--exit-interval=3"]);
+    assert!(first.contains("| 2 to 8 microbatches of 1 "), "{first}");
+    // Another layout goes on amid the growth, and says nothing of a learning rate whose decay is given in samples.
+    let second = train(&["--data-parallel-size=2"]);
+    assert!(!second.contains("note:"), "{second}");
+    assert_eq!(steps(folder.path(), "global_batch_size"), [2, 2, 4, 6, 8, 8, 8, 8]);
+    assert_eq!(steps(folder.path(), "consumed_samples"), [2, 4, 8, 14, 22, 30, 38, 46]);
+    assert!(train(&[]).contains("nothing is left to train"));
+
+    let refused = pretrain(folder.path(), &[&run[..], &["--lr-warmup-iters=2"]].concat()).output().unwrap();
+    let message = stderr(&refused);
+    assert!(refused.status.code() == Some(2) && message.contains("give lr_warmup_samples"), "{message}");
+}
+
 /// With a learning rate of next to nothing losses differ only where the samples do.
 #[test]
 fn validation_goes_on_through_the_data_in_megatrons_orders_and_begins_anew_in_ours() {

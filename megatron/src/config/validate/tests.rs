@@ -65,6 +65,7 @@ pub(crate) fn valid() -> RunConfig {
         training: TrainingConfig {
             micro_batch_size: 2,
             global_batch_size: 16,
+            rampup: None,
             train_iters: 10,
             train_samples: None,
             exit_interval: None,
@@ -217,6 +218,55 @@ fn every_broken_equation_is_named_with_its_numbers() {
         let message = run.validate().unwrap_err().to_string();
         assert!(message.contains(expected), "no {expected:?} in {message}");
     }
+}
+
+/// Every batch of a growth has to do for the layout; the valid run's needs multiples of 8 (2·2·2: mbs·dp, and pp microbatches of it).
+#[test]
+fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
+    let growing = |start, increment, samples| {
+        let mut run = valid();
+        run.training.global_batch_size = 64;
+        run.training.train_samples = Some(1000);
+        run.training.rampup = Some(BatchSizeRampup { start, increment, samples });
+        run
+    };
+    growing(8, 8, 100).validate().unwrap();
+    growing(16, 24, 1).validate().unwrap();
+    for (start, increment, samples, expected) in [
+        (0, 8, 100, "must each be at least 1"),
+        (8, 0, 100, "must each be at least 1"),
+        (8, 8, 0, "must each be at least 1"),
+        (
+            64,
+            8,
+            100,
+            "rampup_batch_size = 64 8 100 begins with 64 samples a step, which must be fewer than global_batch_size = 64",
+        ),
+        (
+            8,
+            24,
+            100,
+            "does not reach global_batch_size = 64: 64 − 8 must be a multiple of the increment, and 56 mod 24 = 8",
+        ),
+        (
+            4,
+            4,
+            100,
+            "must be multiples of 8 (micro_batch_size = 2, data_parallel_size = 2, pipeline_model_parallel_size = 2)",
+        ),
+        (16, 12, 100, "16 mod 8 = 0, 12 mod 8 = 4"),
+    ] {
+        let message = growing(start, increment, samples).validate().unwrap_err().to_string();
+        assert!(message.contains(expected), "no {expected:?} in {message}");
+    }
+    let mut in_steps = growing(8, 8, 100);
+    in_steps.training.train_samples = None;
+    let message = in_steps.validate().unwrap_err().to_string();
+    assert!(message.contains("train_iters = 10: give the run's length in samples"), "{message}");
+    // Without an interleaved schedule any number of microbatches will do.
+    let mut plain = growing(4, 4, 100);
+    (plain.parallel.schedule, plain.parallel.virtual_pipeline_size) = (ScheduleKind::OneFOneB, 1);
+    plain.validate().unwrap();
 }
 
 #[test]

@@ -14,6 +14,10 @@ pub struct TrainingFlags {
     /// GBS: samples of one step over all replicas [default: MBS·dp]
     #[arg(long, value_name = "N")]
     pub global_batch_size: Option<usize>,
+    /// Begin with START samples a step and add INCREMENT at a time, evenly over the first SAMPLES samples, up to --global-batch-size; the run's length is
+    /// then given by --train-samples
+    #[arg(long, num_args = 3, value_names = ["START", "INCREMENT", "SAMPLES"])]
+    pub rampup_batch_size: Vec<u64>,
     /// Steps of the whole run
     #[arg(long, value_name = "N")]
     pub train_iters: Option<u64>,

@@ -9,9 +9,9 @@ use kernels::device::Choice;
 use megatron::checkpoint::same_folder;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
-    CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling, OptimizerConfig,
-    OptimizerOffload, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RunConfig, Sources, Takes,
-    TrainingConfig,
+    BatchSizeRampup, CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling,
+    OptimizerConfig, OptimizerOffload, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RunConfig,
+    Sources, Takes, TrainingConfig,
 };
 
 use models::hf::HfConfig;
@@ -191,19 +191,11 @@ impl Resolver<'_> {
             self.derived("global_batch_size", t.global_batch_size, "micro_batch_size · data_parallel_size", || {
                 mbs.saturating_mul(parallel.data_parallel_size)
             });
-        let train_iters = match (t.train_iters, t.train_samples) {
-            (Some(steps), _) => steps,
-            (None, samples) => {
-                let samples = samples.unwrap_or(0);
-                let cited = self.sources.cite("train_samples", samples);
-                self.sources.record("train_iters", format!("{cited} / global_batch_size"));
-                samples / (global_batch_size as u64).max(1)
-            }
-        };
-        Ok(TrainingConfig {
+        let mut training = TrainingConfig {
             micro_batch_size: mbs,
             global_batch_size,
-            train_iters,
+            rampup: self.rampup()?,
+            train_iters: 0,
             train_samples: t.train_samples,
             exit_interval: t.exit_interval,
             seed: t.seed,
@@ -211,7 +203,42 @@ impl Resolver<'_> {
             precision: self.precision()?,
             grad_reduce_in_bf16: t.precision.grad_reduce_in_bf16,
             enable_cuda_graph: t.enable_cuda_graph,
-        })
+        };
+        training.train_iters = match (t.train_iters, t.train_samples) {
+            (Some(steps), _) => steps,
+            (None, samples) => {
+                let samples = samples.unwrap_or(0);
+                let cited = self.sources.cite("train_samples", samples);
+                self.sources.record("train_iters", format!("{cited} / global_batch_size"));
+                training.steps_left(0, samples)
+            }
+        };
+        Ok(training)
+    }
+
+    /// How the global batch grows. Lengths in steps say nothing then of how many samples they are.
+    fn rampup(&self) -> Result<Option<BatchSizeRampup>> {
+        let (given, o) = (&self.flags.training.rampup_batch_size, &self.flags.optimizer);
+        if given.is_empty() {
+            return Ok(None);
+        }
+        let shown = given.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
+        let cited = self.sources.cite("rampup_batch_size", shown);
+        let sizes = given.iter().map(|&n| usize::try_from(n)).collect::<std::result::Result<Vec<_>, _>>();
+        let (Ok([start, increment, _]), [_, _, samples]) = (sizes.as_deref(), given.as_slice()) else {
+            return Err(Error::usage(format!(
+                "{cited} must be three numbers: samples of the first steps, by how many they grow at a time, and samples after which they are whole"
+            )));
+        };
+        let in_steps =
+            [("lr_decay", o.lr_decay_iters), ("lr_warmup", o.lr_warmup_iters), ("lr_wsd_decay", o.lr_wsd_decay_iters)];
+        if let Some((name, Some(steps))) = in_steps.into_iter().find(|(_, steps)| steps.is_some()) {
+            return Err(Error::usage(format!(
+                "{} is a length in steps, whose number of samples changes with {cited}; give {name}_samples",
+                self.sources.cite(&format!("{name}_iters"), steps)
+            )));
+        }
+        Ok(Some(BatchSizeRampup { start: *start, increment: *increment, samples: *samples }))
     }
 
     fn precision(&self) -> Result<Precision> {
