@@ -78,9 +78,13 @@ fn no_schedule_changes_a_bit() {
     gpipe.parallel.schedule = ScheduleKind::Gpipe;
     delayed.parallel.delay_wgrad_compute = true;
     ahead.parallel.extra_warmup = 2;
-    for (name, config) in
-        [("1f1b", &cut), ("gpipe", &gpipe), ("delayed", &delayed), ("ahead", &ahead), ("interleaved", &interleave(cut.clone(), 2))]
-    {
+    for (name, config) in [
+        ("1f1b", &cut),
+        ("gpipe", &gpipe),
+        ("delayed", &delayed),
+        ("ahead", &ahead),
+        ("interleaved", &interleave(cut.clone(), 2)),
+    ] {
         same_bits(name, &train(config, STEPS).unwrap(), &plain);
     }
 }

@@ -12,12 +12,13 @@
 //! manifest also carries the trainer's own state as JSON that this module does not look into.
 //!
 //! A checkpoint appears whole or not at all ([`save`]): everything is written to `DIR/.iter_0000100.tmp`, synced, and
-//! renamed; the pointer moves last. Files are untrusted when read: a damaged one gives an error that names it.
+//! renamed; the pointer moves last. It may be written while training goes on ([`begin`]). Files are untrusted when read: a damaged one gives an error that names it.
 //! One run at a time may save into a folder ([`claim`]).
 
 #[cfg(target_endian = "big")]
 compile_error!("checkpoints are written as they lie in memory, which must be little-endian as safetensors is");
 
+mod background;
 mod block;
 mod claim;
 mod companions;
@@ -33,6 +34,7 @@ mod stream;
 mod tests;
 mod values;
 
+pub use background::{Saving, begin};
 pub use claim::{Claim, claim};
 pub use companions::Companions;
 pub use folder::{Latest, beside, existing, holds_any, iteration_dir, latest, locate, resumable, same_folder};

@@ -30,7 +30,25 @@ use crate::{Error, Result};
 /// was in `dir` before is untouched, and nothing is added.
 pub fn save(dir: &Path, iteration: u64, shards: &[ShardRef], state: &serde_json::Value, world: &Group) -> Result<()> {
     let names = Names::new(dir, iteration);
-    let Err(failure) = attempt(&names, iteration, shards, state, world) else { return Ok(()) };
+    let saved = prepare(&names, shards, world)
+        .and_then(|plan| complete(&names, iteration, state, write(plan, shards, &names.temp), world));
+    verdict(saved, &names, world)
+}
+
+/// Why a save came to nothing.
+pub(super) enum Failure {
+    /// Every rank knows.
+    Agreed(Error),
+    /// The ranks could not agree: one is lost.
+    Lost(Error),
+}
+
+/// What a save comes to, on every rank: after a failure the temporary folder is gone.
+pub(super) fn verdict<T>(result: std::result::Result<T, Failure>, names: &Names, world: &Group) -> Result<T> {
+    let failure = match result {
+        Ok(value) => return Ok(value),
+        Err(failure) => failure,
+    };
     if world.rank() == 0 {
         names.discard();
     }
@@ -44,31 +62,26 @@ pub fn save(dir: &Path, iteration: u64, shards: &[ShardRef], state: &serde_json:
     }
 }
 
-/// Why a save came to nothing.
-enum Failure {
-    /// Every rank knows.
-    Agreed(Error),
-    /// The ranks could not agree: one is lost.
-    Lost(Error),
+/// Makes the temporary folder, and the plan of this rank's file in it. Collective over `world`.
+pub(super) fn prepare(names: &Names, shards: &[ShardRef], world: &Group) -> std::result::Result<RankFile, Failure> {
+    let ready = plan(shards, world.rank())
+        .and_then(|plan| if world.rank() == 0 { names.prepare().map(|()| plan) } else { Ok(plan) });
+    let (plan, _) = agree(world, &names.target, ready.map(|plan| (plan, Vec::new())))?;
+    Ok(plan)
 }
 
-fn attempt(
+/// Lets the checkpoint appear once all ranks have `written` their files. Collective over `world`.
+pub(super) fn complete(
     names: &Names,
     iteration: u64,
-    shards: &[ShardRef],
     state: &serde_json::Value,
+    written: Result<Written>,
     world: &Group,
 ) -> std::result::Result<(), Failure> {
-    let root = world.rank() == 0;
-    let ready =
-        plan(shards, world.rank()).and_then(|plan| if root { names.prepare().map(|()| plan) } else { Ok(plan) });
-    let (plan, _) = agree(world, &names.target, ready.map(|plan| (plan, Vec::new())))?;
-
-    let written = write(plan, shards, &names.temp)
+    let written = written
         .and_then(|written| serde_json::to_vec(&written).map_err(|e| Error::checkpoint(&names.target, e.to_string())));
     let ((), written) = agree(world, &names.target, written.map(|json| ((), json)))?;
-
-    let committed = if root { commit(names, iteration, state, &written) } else { Ok(()) };
+    let committed = if world.rank() == 0 { commit(names, iteration, state, &written) } else { Ok(()) };
     agree(world, &names.target, committed.map(|()| ((), Vec::new())))?;
     Ok(())
 }
@@ -117,7 +130,8 @@ fn plan(shards: &[ShardRef], rank: usize) -> Result<RankFile> {
     Ok(RankFile::plan(rank, shards.iter().map(share).collect::<Result<_>>()?))
 }
 
-fn write(plan: RankFile, shards: &[ShardRef], folder: &Path) -> Result<Written> {
+/// Writes this rank's file.
+pub(super) fn write(plan: RankFile, shards: &[ShardRef], folder: &Path) -> Result<Written> {
     let content = |(item, &(shard, _)): (usize, &(usize, usize))| Content {
         data: &shards[shard].data,
         range: plan.piece(item).local_range(),

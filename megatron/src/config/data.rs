@@ -60,6 +60,9 @@ pub struct CheckpointConfig {
     pub save: Option<PathBuf>,
     /// Save every so many steps; the last step is always saved if `save` is given.
     pub save_interval: Option<u64>,
+    /// Checkpoints amid the run are written while training goes on, out of a copy of the state.
+    #[serde(default)]
+    pub async_save: bool,
     /// Folder to resume from, or that of one checkpoint in it; starts fresh where there is none.
     pub load: Option<PathBuf>,
     /// What is taken from `load`; where that is not all, a checkpoint has to be there.

@@ -8,9 +8,9 @@ mod training;
 use std::fmt::Display;
 
 use super::{
-    BatchSizeRampup, DecayStyle, LossScaling, ModelConfig, MomentDtype, OptimizerConfig, OptimizerKind, ParallelConfig,
-    PartitionMethod, PositionEmbedding, Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind,
-    Sources, TrainingConfig,
+    BatchSizeRampup, DecayStyle, LossScaling, ModelConfig, MomentDtype, OptimizerConfig, OptimizerKind,
+    OptimizerOffload, ParallelConfig, PartitionMethod, PositionEmbedding, Precision, Recompute, RecomputeMethod,
+    RopeScaling, RunConfig, ScheduleKind, Sources, TrainingConfig,
 };
 use crate::{Error, Result};
 
@@ -425,6 +425,21 @@ impl Check<'_> {
                 c.cite("save_interval", run.checkpoint.save_interval.unwrap_or(0))
             )
         });
+        self.require(!run.checkpoint.async_save || run.checkpoint.save_interval.is_some(), |c| {
+            format!(
+                "{} changes nothing: checkpoints amid the run are written while training goes on, and there are none; set save_interval",
+                c.cite("async_save", true)
+            )
+        });
+        if let (true, OptimizerOffload::Nvme(folder)) = (run.checkpoint.async_save, &run.optimizer.offload) {
+            self.require(false, |c| {
+                format!(
+                    "{} copies the optimizer's state in memory, which {} keeps it out of; leave one out",
+                    c.cite("async_save", true),
+                    c.cite("offload_optimizer_nvme_path", folder.display())
+                )
+            });
+        }
         self.positive_steps("log_interval", Some(run.logging.log_interval));
         self.positive_steps("eval_interval", run.logging.eval_interval);
         if let Some(profile) = &run.logging.profile {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use kernels::transfer::{Mark, fetch, mark, put, room};
 
 use crate::config::OptimizerOffload;
-use crate::params::{Elements, Filed, on_threads};
+use crate::params::{Elements, Filed, copy_on_host};
 use crate::{Error, Result};
 
 /// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches until they are written back.
@@ -19,8 +19,6 @@ const PART_ON_GPU: usize = if cfg!(any(test, feature = "emulated")) { 1 << 12 } 
 const LANES: usize = 2;
 /// Parts ahead of the one at hand that the system is asked to read.
 const PARTS_AHEAD: usize = 16;
-/// Bytes that a thread copies at a time.
-const BLOCK: usize = 256 << 10;
 
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 pub(super) struct BucketState {
@@ -232,20 +230,6 @@ impl Away {
             Self::File(filed) => filed.narrow(part)?.write(from),
         }
     }
-}
-
-/// Copies equally many elements of one dtype between tensors of the host's memory, on all threads.
-fn copy_on_host(from: &Tensor, to: &Tensor) -> Result<()> {
-    const OP: &str = "optimizer-state";
-    let copied = kernels::host::with_bytes(from, OP, |from| {
-        kernels::host::with_bytes_mut(to, OP, |to| {
-            on_threads(to.chunks_mut(BLOCK).zip(from.chunks(BLOCK)).collect(), |(to, from)| {
-                to.copy_from_slice(from);
-                Ok(())
-            })
-        })
-    });
-    Ok(copied?)
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ mod gradients;
 mod init;
 mod piece;
 mod row_sums;
+mod snapshot;
 mod spec;
 mod store;
 
@@ -14,6 +15,8 @@ pub(crate) use filed::on_threads;
 pub use gradients::GradientBuffer;
 pub use init::initial_values;
 pub use piece::{Elements, ParamShare, Piece, ShardRef, StateKind, clip_pieces};
+pub(crate) use snapshot::copy_on_host;
+pub use snapshot::snapshot;
 pub use spec::{Init, ParamSpec, Partition};
 pub(crate) use store::overlap;
 pub use store::{

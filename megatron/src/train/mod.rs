@@ -12,6 +12,7 @@ mod out_of_memory;
 mod profile;
 pub mod report;
 mod run;
+mod saving;
 mod schedules;
 mod state;
 mod trainer;

@@ -126,7 +126,10 @@ impl Trainer {
                 let what = "forward and backward of a microbatch are a CUDA graph from here on";
                 reporter.message(&format!("step {iteration}: {what}, of {operations} operations"));
             }
-            let mut interrupted = self.is_told_to_stop(stop)?;
+            let (mut interrupted, all_have_written) = self.meet(stop)?;
+            if all_have_written {
+                self.finish_and_report(reporter)?;
+            }
             if !interrupted && due(self.config.logging.eval_interval) {
                 interrupted = !self.validate(stop, reporter, metrics.as_mut())?;
             }
@@ -134,8 +137,10 @@ impl Trainer {
                 self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
             }
             let exit = due(self.config.training.exit_interval);
+            let ends = interrupted || exit || iteration == train_iters;
             if due(self.config.checkpoint.save_interval) || exit || interrupted {
-                saved_at = self.save_and_report(reporter)?;
+                // Behind the last step there is nothing to go on with.
+                saved_at = self.save_and_report(self.config.checkpoint.async_save && !ends, reporter)?;
             }
             if interrupted || exit {
                 outcome = if interrupted { Outcome::Interrupted } else { Outcome::ExitInterval };
@@ -143,8 +148,9 @@ impl Trainer {
             }
         }
         if saved_at != self.progress.iteration {
-            self.save_and_report(reporter)?;
+            self.save_and_report(false, reporter)?;
         }
+        self.finish_and_report(reporter)?;
         if let Some(profile) = profiler.finish(self)? {
             reporter.profile(&profile);
         }
@@ -256,12 +262,27 @@ impl Trainer {
         ))
     }
 
-    fn save_and_report(&self, reporter: &mut dyn Reporter) -> Result<u64> {
-        if let Some(dir) = &self.config.checkpoint.save {
-            let path = self.save(dir)?;
-            reporter.checkpoint(self.progress.iteration, &path);
+    /// Saves, or begins to, once an earlier checkpoint is written; the iteration that is saved.
+    fn save_and_report(&mut self, meanwhile: bool, reporter: &mut dyn Reporter) -> Result<u64> {
+        self.finish_and_report(reporter)?;
+        if let Some(dir) = self.config.checkpoint.save.clone() {
+            if meanwhile {
+                self.begin_save(&dir)?;
+            } else {
+                let path = self.save(&dir)?;
+                reporter.checkpoint(self.progress.iteration, &path);
+            }
         }
         Ok(self.progress.iteration)
+    }
+
+    /// Waits for the checkpoint that is being written, if there is one.
+    fn finish_and_report(&mut self, reporter: &mut dyn Reporter) -> Result<()> {
+        let saved = self.finish_save()?;
+        if let (Some(iteration), Some(dir)) = (saved, &self.config.checkpoint.save) {
+            reporter.checkpoint(iteration, &checkpoint::iteration_dir(dir, iteration));
+        }
+        Ok(())
     }
 
     /// False if `stop` cut it short.

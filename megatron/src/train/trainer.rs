@@ -1,6 +1,5 @@
 //! One rank's training: build, step, evaluate, save, resume.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -18,16 +17,17 @@ use super::metrics::StepMetrics;
 use super::model::ModelBuilder;
 use super::out_of_memory::{Kept, explain};
 use super::schedules::Schedules;
+use crate::checkpoint::Saving;
 use crate::comm::{Group, ReduceOp};
-use crate::config::{RunConfig, Takes};
+use crate::config::RunConfig;
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::{GradientReducer, shard};
 use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued};
-use crate::params::{ParamId, ParamStore, ShardRef, StateKind};
+use crate::params::{ParamId, ParamStore};
 use crate::pipeline::{GradientListener, Replay, Results, Schedule, Stage, forward_only};
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
-use crate::{Error, Result, checkpoint};
+use crate::{Error, Result};
 
 /// The data of a run.
 #[derive(Clone)]
@@ -62,7 +62,7 @@ pub struct Progress {
 }
 
 /// A step that is queued: what is known of it, and where the rest will be read.
-struct InFlight {
+pub(super) struct InFlight {
     iteration: u64,
     global_batch_size: usize,
     consumed_samples: u64,
@@ -80,20 +80,22 @@ struct InFlight {
 pub struct Trainer {
     pub(super) config: RunConfig,
     pub(super) groups: ProcessGroups,
-    stage: Stage,
+    pub(super) stage: Stage,
     schedules: Schedules,
     eval_schedule: Schedule,
     reducer: GradientReducer,
     /// Under `enable_cuda_graph`.
     replay: Option<Replay>,
-    optimizer: Optimizer,
+    pub(super) optimizer: Optimizer,
     pub(super) lr: LrSchedule,
-    loss_scaler: LossScaler,
+    pub(super) loss_scaler: LossScaler,
     train: Loader,
     /// What a GPU's next step reads, and the samples consumed before it: read while the last one was computed.
     ahead: Option<(u64, Result<Vec<MicroBatch>>)>,
     /// The last step, unless its results were read.
-    in_flight: Option<InFlight>,
+    pub(super) in_flight: Option<InFlight>,
+    /// A checkpoint that is being written meanwhile.
+    pub(super) saving: Option<Saving>,
     /// When results were read last.
     last_read: Option<Instant>,
     pub(super) valid: Option<Loader>,
@@ -206,6 +208,7 @@ impl Trainer {
             train: loader(&sources.train),
             ahead: None,
             in_flight: None,
+            saving: None,
             last_read: None,
             valid: sources.valid.as_ref().map(loader),
             test: sources.test.as_ref().map(loader),
@@ -441,61 +444,14 @@ impl Trainer {
     }
 
     /// Whether `stop` is set on any rank. Collective over the world.
-    pub(super) fn is_told_to_stop(&self, stop: &AtomicBool) -> Result<bool> {
-        Ok(self.sum_over_world(vec![f64::from(u8::from(stop.load(Ordering::SeqCst)))])?[0] > 0.0)
+    fn is_told_to_stop(&self, stop: &AtomicBool) -> Result<bool> {
+        Ok(self.meet(stop)?.0)
     }
 
-    /// This rank's share of weights and optimizer state; over all ranks every logical element exactly once.
-    ///
-    /// # Errors
-    /// If a view cannot be made.
-    pub fn owned_shards(&self) -> Result<Vec<ShardRef>> {
-        self.optimizer.shards(&self.stage.params, true)
-    }
-
-    /// Writes a checkpoint of the present state. Collective over the world.
-    ///
-    /// # Errors
-    /// If any rank cannot write, or the results of the last step were not read; nothing is overwritten then.
-    pub fn save(&self, dir: &Path) -> Result<PathBuf> {
-        if self.in_flight.is_some() {
-            return Err(Error::config("internal error: a checkpoint of a step whose results were not read"));
-        }
-        let shards = self.owned_shards()?;
-        let scaler = self.loss_scaler.state();
-        let state = super::state::to_json(&self.progress, &self.config, scaler.as_ref(), &self.fingerprint)?;
-        checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;
-        Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
-    }
-
-    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision wrote it, with what the configuration takes of it.
-    ///
-    /// # Errors
-    /// If the checkpoint is damaged or of another architecture or, if its state is taken, optimizer.
-    pub fn load(&mut self, path: &Path) -> Result<()> {
-        let manifest = checkpoint::Manifest::read(path)?;
-        let theirs = super::state::from_json(path, &manifest.state, &self.config)?;
-        let progress = match self.config.checkpoint.takes {
-            Takes::All => theirs,
-            Takes::WithoutOptimizer => Progress { updates: 0, ..theirs },
-            Takes::Weights => Progress::default(),
-        };
-        let takes_all = self.config.checkpoint.takes == Takes::All;
-        if takes_all {
-            super::state::require_optimizer(&manifest, self.config.optimizer.kind)?;
-            if let Some(scaler) = super::state::loss_scaler(path, &manifest.state)? {
-                self.loss_scaler.restore(&scaler).map_err(|e| Error::checkpoint(path, e.to_string()))?;
-            }
-        }
-        let mut shards = self.optimizer.shards(&self.stage.params, false)?;
-        if !takes_all || manifest.tensors.iter().all(|tensor| tensor.kind == StateKind::Param) {
-            // Imports write weights alone, too; the optimizer starts afresh.
-            shards.retain(|shard| shard.kind == StateKind::Param);
-        }
-        manifest.load(&shards)?;
-        self.optimizer.set_steps(progress.updates);
-        self.in_flight = None;
-        self.progress = progress;
-        Ok(())
+    /// Whether `stop` is set on any rank, and whether there is a checkpoint that all have written. Collective over the world.
+    pub(super) fn meet(&self, stop: &AtomicBool) -> Result<(bool, bool)> {
+        let mine = [stop.load(Ordering::SeqCst), self.is_saving()].map(|is| f64::from(u8::from(is)));
+        let ranks = self.sum_over_world(mine.to_vec())?;
+        Ok((ranks[0] > 0.0, self.saving.is_some() && ranks[1] == 0.0))
     }
 }

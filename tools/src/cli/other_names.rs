@@ -50,7 +50,7 @@ const OTHER_NAMES: [(&[&str], &str); 17] = [
         &["no-load-rng", "no-save-rng"],
         "leave it out: random numbers are made of the seed and the step, and have no state",
     ),
-    (&["async-save", "no-save-optim"], "this is not there"),
+    (&["no-save-optim"], "this is not there"),
 ];
 
 /// What to do instead of a flag, or key of a run file, that is not there.

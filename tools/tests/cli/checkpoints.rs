@@ -153,8 +153,9 @@ fn a_checkpoint_that_does_not_fit_leaves_the_last_one_as_it_was() {
     let tcp = "--distributed-backend=tcp";
     let flags = ["--save=saved", "--load=saved", "--save-interval=1", "--metrics=/dev/null", tcp];
     let supervised = vec![site.pretrain(&flags)];
+    let meanwhile = vec![site.pretrain(&[&flags[..], &["--async-save"]].concat())];
     let joined = (0..crate::site::RANKS).map(|rank| site.rank(rank, port, &flags)).collect();
-    for commands in [supervised, joined] {
+    for commands in [supervised, meanwhile, joined] {
         let children = commands.iter().map(|command| limited(&site, command, 64).spawn().unwrap()).collect();
         for output in ended(children, SOON) {
             refused(&output, &["saved/", "File too large"]);

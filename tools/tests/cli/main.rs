@@ -1,5 +1,6 @@
 //! The program, seen from outside.
 
+mod async_save;
 mod bad_input;
 mod bench;
 mod checkpoints;

@@ -1,5 +1,6 @@
 //! What the checkpoint tests share: a seeded random source, random models, random layouts of them.
 
+mod background;
 mod corruption;
 mod faults;
 mod layouts;

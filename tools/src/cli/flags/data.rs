@@ -48,6 +48,9 @@ pub struct CheckpointFlags {
     /// Steps between checkpoints [default: only at the end]
     #[arg(long, value_name = "N")]
     pub save_interval: Option<u64>,
+    /// Write checkpoints amid the run while training goes on, out of a copy of the state in the host's memory
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub async_save: bool,
     /// Folder to resume from, or one iter_… folder in it; the run starts fresh where there is no checkpoint. The
     /// architecture is to be given as it was
     #[arg(long, value_name = "DIR")]

@@ -415,6 +415,7 @@ impl Resolver<'_> {
         Ok(CheckpointConfig {
             save: c.save.clone(),
             save_interval: c.save_interval,
+            async_save: c.async_save,
             load: c.load.clone(),
             takes,
             init_from_hf: c.init_from_hf.clone(),

@@ -1,0 +1,105 @@
+//! What a trainer's checkpoints hold: written at once, or while training goes on, and read again.
+
+use std::path::{Path, PathBuf};
+
+use kernels::trace::{Kind, span};
+
+use super::state;
+use super::trainer::{Progress, Trainer};
+use crate::config::Takes;
+use crate::params::{ShardRef, StateKind};
+use crate::{Error, Result, checkpoint};
+
+impl Trainer {
+    /// This rank's share of weights and optimizer state; over all ranks every logical element exactly once.
+    ///
+    /// # Errors
+    /// If a view cannot be made.
+    pub fn owned_shards(&self) -> Result<Vec<ShardRef>> {
+        self.optimizer.shards(&self.stage.params, true)
+    }
+
+    /// Writes a checkpoint of the present state. Collective over the world.
+    ///
+    /// # Errors
+    /// If any rank cannot write, the results of the last step were not read, or another checkpoint is still being written; nothing is
+    /// overwritten then.
+    pub fn save(&self, dir: &Path) -> Result<PathBuf> {
+        let (shards, state) = self.to_save()?;
+        checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;
+        Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
+    }
+
+    /// Begins to write a checkpoint of the present state while training goes on; [`Trainer::finish_save`] lets it appear. Collective over
+    /// the world.
+    ///
+    /// # Errors
+    /// As [`Trainer::save`].
+    pub fn begin_save(&mut self, dir: &Path) -> Result<()> {
+        let (shards, state) = self.to_save()?;
+        let _span = span("copy the state", Kind::Phase);
+        let saving = checkpoint::begin(dir, self.progress.iteration, &shards, state, &self.groups.world)?;
+        self.saving = Some(saving);
+        Ok(())
+    }
+
+    /// Whether this rank is still writing what [`Trainer::begin_save`] began, so that [`Trainer::finish_save`] would wait.
+    pub fn is_saving(&self) -> bool {
+        self.saving.as_ref().is_some_and(|saving| !saving.is_written())
+    }
+
+    /// Waits for the checkpoint that is being written, if there is one, and lets it appear: its iteration. Collective over the world.
+    ///
+    /// # Errors
+    /// If any rank cannot write; earlier checkpoints are as they were then.
+    pub fn finish_save(&mut self) -> Result<Option<u64>> {
+        let Some(saving) = self.saving.take() else { return Ok(None) };
+        let iteration = saving.iteration();
+        saving.finish(&self.groups.world)?;
+        Ok(Some(iteration))
+    }
+
+    /// What a checkpoint of the present state holds.
+    fn to_save(&self) -> Result<(Vec<ShardRef>, serde_json::Value)> {
+        if self.in_flight.is_some() {
+            return Err(Error::config("internal error: a checkpoint of a step whose results were not read"));
+        }
+        if self.saving.is_some() {
+            return Err(Error::config("internal error: a checkpoint while another one is being written"));
+        }
+        let scaler = self.loss_scaler.state();
+        let state = state::to_json(&self.progress, &self.config, scaler.as_ref(), &self.fingerprint)?;
+        Ok((self.owned_shards()?, state))
+    }
+
+    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision wrote it, with what the configuration takes of it.
+    ///
+    /// # Errors
+    /// If the checkpoint is damaged or of another architecture or, if its state is taken, optimizer.
+    pub fn load(&mut self, path: &Path) -> Result<()> {
+        let manifest = checkpoint::Manifest::read(path)?;
+        let theirs = state::from_json(path, &manifest.state, &self.config)?;
+        let progress = match self.config.checkpoint.takes {
+            Takes::All => theirs,
+            Takes::WithoutOptimizer => Progress { updates: 0, ..theirs },
+            Takes::Weights => Progress::default(),
+        };
+        let takes_all = self.config.checkpoint.takes == Takes::All;
+        if takes_all {
+            state::require_optimizer(&manifest, self.config.optimizer.kind)?;
+            if let Some(scaler) = state::loss_scaler(path, &manifest.state)? {
+                self.loss_scaler.restore(&scaler).map_err(|e| Error::checkpoint(path, e.to_string()))?;
+            }
+        }
+        let mut shards = self.optimizer.shards(&self.stage.params, false)?;
+        if !takes_all || manifest.tensors.iter().all(|tensor| tensor.kind == StateKind::Param) {
+            // Imports write weights alone, too; the optimizer starts afresh.
+            shards.retain(|shard| shard.kind == StateKind::Param);
+        }
+        manifest.load(&shards)?;
+        self.optimizer.set_steps(progress.updates);
+        self.in_flight = None;
+        self.progress = progress;
+        Ok(())
+    }
+}
