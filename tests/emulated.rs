@@ -10,7 +10,7 @@ use std::sync::Arc;
 use candle_core::Device;
 use kernels::gpu::emulated::{Counts, Order, run, take_counts};
 use kernels::trace::Recorder;
-use megatron::config::{MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig};
+use megatron::config::{BatchSizeRampup, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig};
 use megatron::data::SampleSource;
 use megatron::train::Sources;
 use system_tests::draw::{Random, data, difference, model, seeds};
@@ -135,6 +135,47 @@ fn state_that_is_elsewhere_between_steps_changes_no_bit() {
             config.optimizer.offload = offload.clone();
             assert_eq!(train(&config, Some(Order::Forward)), kept, "{precision} {kind:?} {offload:?}");
         }
+    }
+}
+
+/// A step's samples are read while the one before is computed, whose batch may be another.
+#[test]
+fn batches_that_grow_are_read_ahead() {
+    let mut growing = config(Style::Gpt2, 0.1, Precision::Fp32);
+    growing.training.global_batch_size = 3;
+    growing.training.rampup = Some(BatchSizeRampup { start: 1, increment: 1, samples: 3 });
+    growing.training.train_samples = Some(100);
+    follows_the_cpu(&growing, 1e-5);
+}
+
+/// Where the state is a GPU's, and where it is in the host's memory between steps.
+#[test]
+fn a_checkpoint_that_is_written_meanwhile_is_that_of_the_state_as_it_was() {
+    for (precision, offload) in [
+        (Precision::Fp32, OptimizerOffload::None),
+        (Precision::Bf16, OptimizerOffload::None),
+        (Precision::Bf16, OptimizerOffload::Cpu),
+    ] {
+        let mut config = config(Style::Llama, 0.0, precision);
+        config.optimizer.offload = offload.clone();
+        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let dirs = [0; 2].map(|_| tempfile::tempdir().unwrap());
+        let ranks = on_ranks(1, |world| {
+            run(Order::Forward, || {
+                let mut trainer = trainer(&config, world, &data)?;
+                trainer.step()?;
+                trainer.save(dirs[0].path())?;
+                trainer.begin_save(dirs[1].path())?;
+                trainer.step()?;
+                trainer.finish_save()
+            })
+        });
+        assert_eq!(ranks.unwrap(), [Some(1)]);
+        let [at_once, meanwhile] = dirs.each_ref().map(|dir| {
+            let folder = dir.path().join("iter_0000001");
+            ["manifest.json", "rank_00000.safetensors"].map(|name| std::fs::read(folder.join(name)).unwrap())
+        });
+        assert!(at_once == meanwhile, "{precision} {offload:?}");
     }
 }
 
