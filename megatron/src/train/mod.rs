@@ -10,9 +10,11 @@ pub mod metrics;
 mod model;
 mod out_of_memory;
 mod profile;
+mod records;
 pub mod report;
 mod run;
 mod state;
+mod tensorboard;
 mod trainer;
 
 pub use agreement::require as require_alike;

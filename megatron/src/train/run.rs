@@ -5,8 +5,9 @@ use std::sync::atomic::AtomicBool;
 use candle_core::{Device, Tensor};
 
 use super::memory::{Peak, describe_memory, peak_memory_of, require_memory};
-use super::metrics::{EvalMetrics, MetricsWriter, StepMetrics};
+use super::metrics::{EvalMetrics, StepMetrics};
 use super::profile::Profiler;
+use super::records::Records;
 use super::report::Reporter;
 use super::state;
 use super::trainer::{Progress, Trainer};
@@ -87,17 +88,8 @@ impl Trainer {
     pub fn run(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
         self.resume(reporter)?;
         let lead = self.groups.world.rank() == 0;
-        let metrics_path = self.config.logging.metrics.clone().filter(|_| lead);
-        let mut metrics = match &metrics_path {
-            Some(path) => {
-                let (writer, aside) = MetricsWriter::open(path, self.progress.iteration)?;
-                if let Some(aside) = aside {
-                    reporter.message(&format!("{} is another run's and is {} now", path.display(), aside.display()));
-                }
-                Some(writer)
-            }
-            None => None,
-        };
+        let mut records =
+            if lead { Records::open(&self.config, &self.progress, reporter)? } else { Records::default() };
         let train_iters = self.config.training.train_iters;
         if self.progress.iteration >= train_iters {
             let done = self.progress.iteration;
@@ -120,7 +112,7 @@ impl Trainer {
             let steps = self.advance(reads_at_once)?;
             profiler.after();
             for step in steps {
-                self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
+                self.report_step(step, &mut memory, reporter, &mut records)?;
             }
             if let Some(operations) = self.take_recorded() {
                 let what = "forward and backward of a microbatch are a CUDA graph from here on";
@@ -128,14 +120,14 @@ impl Trainer {
             }
             let mut interrupted = self.is_told_to_stop(stop)?;
             if !interrupted && due(self.config.logging.eval_interval) {
-                interrupted = !self.validate(stop, reporter, metrics.as_mut())?;
+                interrupted = !self.validate(stop, reporter, &mut records)?;
             }
             if interrupted && let Some(step) = self.settle()? {
-                self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
+                self.report_step(step, &mut memory, reporter, &mut records)?;
             }
             let exit = due(self.config.training.exit_interval);
             if due(self.config.checkpoint.save_interval) || exit || interrupted {
-                saved_at = self.save_and_report(reporter)?;
+                saved_at = self.save_and_report(reporter, &mut records)?;
             }
             if interrupted || exit {
                 outcome = if interrupted { Outcome::Interrupted } else { Outcome::ExitInterval };
@@ -143,16 +135,16 @@ impl Trainer {
             }
         }
         if saved_at != self.progress.iteration {
-            self.save_and_report(reporter)?;
+            self.save_and_report(reporter, &mut records)?;
         }
         if let Some(profile) = profiler.finish(self)? {
             reporter.profile(&profile);
         }
         if outcome == Outcome::Finished {
             let is_validated = is_due(train_iters, self.config.logging.eval_interval)
-                || self.validate(stop, reporter, metrics.as_mut())?;
+                || self.validate(stop, reporter, &mut records)?;
             if !is_validated
-                || !self.report_evaluation(self.test.as_ref(), ("test", 0), stop, reporter, metrics.as_mut())?
+                || !self.report_evaluation(self.test.as_ref(), ("test", 0), stop, reporter, &mut records)?
             {
                 outcome = Outcome::Interrupted;
             }
@@ -165,9 +157,7 @@ impl Trainer {
             }
             None => reporter.message(&describe_memory("memory", &memory)),
         }
-        if let Some(file) = &mut metrics {
-            file.memory(self.progress.iteration, &memory)?;
-        }
+        records.finish(self.progress.iteration, &memory)?;
         Ok(outcome)
     }
 
@@ -185,7 +175,7 @@ impl Trainer {
         mut step: StepMetrics,
         memory: &mut Option<Peak>,
         reporter: &mut dyn Reporter,
-        metrics: Option<&mut MetricsWriter>,
+        records: &mut Records,
     ) -> Result<()> {
         step.memory = match *memory {
             Some(known) if !step.iteration.is_multiple_of(self.config.logging.log_interval.max(1)) => known,
@@ -193,7 +183,7 @@ impl Trainer {
         };
         *memory = Some(step.memory);
         reporter.step(&step);
-        metrics.map_or(Ok(()), |file| file.step(&step))
+        records.step(&step)
     }
 
     fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<()> {
@@ -256,8 +246,9 @@ impl Trainer {
         ))
     }
 
-    fn save_and_report(&self, reporter: &mut dyn Reporter) -> Result<u64> {
+    fn save_and_report(&self, reporter: &mut dyn Reporter, records: &mut Records) -> Result<u64> {
         if let Some(dir) = &self.config.checkpoint.save {
+            records.flush()?;
             let path = self.save(dir)?;
             reporter.checkpoint(self.progress.iteration, &path);
         }
@@ -265,13 +256,8 @@ impl Trainer {
     }
 
     /// False if `stop` cut it short.
-    fn validate(
-        &self,
-        stop: &AtomicBool,
-        reporter: &mut dyn Reporter,
-        metrics: Option<&mut MetricsWriter>,
-    ) -> Result<bool> {
-        self.report_evaluation(self.valid.as_ref(), ("validation", self.validated()), stop, reporter, metrics)
+    fn validate(&self, stop: &AtomicBool, reporter: &mut dyn Reporter, records: &mut Records) -> Result<bool> {
+        self.report_evaluation(self.valid.as_ref(), ("validation", self.validated()), stop, reporter, records)
     }
 
     /// The sample of the validation data with which this step's evaluation begins. Megatron's orders go on where the last evaluation ended
@@ -294,13 +280,14 @@ impl Trainer {
         (split, first): (&str, u64),
         stop: &AtomicBool,
         reporter: &mut dyn Reporter,
-        metrics: Option<&mut MetricsWriter>,
+        records: &mut Records,
     ) -> Result<bool> {
         let (Some(loader), iters @ 1..) = (loader, self.config.logging.eval_iters) else { return Ok(true) };
+        records.flush()?;
         let Some(lm_loss) = self.evaluate_until(loader, first, iters, stop)? else { return Ok(false) };
         let result = EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
         reporter.eval(&result);
-        metrics.map_or(Ok(()), |file| file.eval(&result))?;
+        records.eval(&result, self.progress.consumed_samples)?;
         Ok(true)
     }
 
