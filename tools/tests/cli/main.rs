@@ -19,3 +19,4 @@ mod restarts;
 mod settings;
 mod site;
 mod support;
+mod tensorboard;
