@@ -101,6 +101,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             eval_interval: None,
             eval_iters: 0,
             metrics: None,
+            tensorboard: None,
             prompt: None,
             prompt_tokens: 0,
             profile: None,

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use candle_core::Device;
 use megatron::checkpoint;
 use megatron::comm::{Group, RankInfo};
-use megatron::config::RunConfig;
+use megatron::config::{RunConfig, TensorboardConfig};
 use megatron::data::{self, Datasets, SampleCounts, TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Length, Outcome, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
@@ -84,7 +84,10 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
     }
     let metrics = run.logging.metrics.as_deref().filter(|_| rank == 0).and_then(Path::parent);
     let metrics = metrics.filter(|folder| !folder.as_os_str().is_empty());
-    for folder in [run.checkpoint.save.as_deref(), metrics].into_iter().flatten() {
+    let tensorboard = run.logging.tensorboard.as_ref().filter(|_| rank == 0);
+    let samples = tensorboard.map(TensorboardConfig::samples_dir);
+    let tensorboard = tensorboard.map(|tensorboard| tensorboard.dir.as_path());
+    for folder in [run.checkpoint.save.as_deref(), metrics, tensorboard, samples.as_deref()].into_iter().flatten() {
         std::fs::create_dir_all(folder)
             .and_then(|()| tempfile::tempfile_in(folder).map(drop))
             .map_err(|source| Error::Io { action: format!("write to the folder {}", folder.display()), source })?;

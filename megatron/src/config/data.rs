@@ -84,6 +84,9 @@ pub struct LoggingConfig {
     pub eval_iters: u64,
     /// File that receives one JSON object a step.
     pub metrics: Option<PathBuf>,
+    /// Event files for TensorBoard, if any.
+    #[serde(default)]
+    pub tensorboard: Option<TensorboardConfig>,
     /// Prompt continued at the end of the run.
     pub prompt: Option<String>,
     /// Tokens of the continuation.
@@ -91,6 +94,28 @@ pub struct LoggingConfig {
     /// Steps to record, if any.
     #[serde(default)]
     pub profile: Option<ProfileConfig>,
+}
+
+/// What TensorBoard gets to show of a run, under Megatron-LM's names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TensorboardConfig {
+    /// Folder of the curves over steps.
+    pub dir: PathBuf,
+    /// Steps between values of a curve.
+    pub log_interval: u64,
+    /// Perplexity beside the loss of evaluations.
+    pub log_validation_ppl: bool,
+    /// Time and throughput of a step: means over the steps between log lines.
+    pub log_timers: bool,
+    /// Largest memory of a rank so far.
+    pub log_memory: bool,
+}
+
+impl TensorboardConfig {
+    /// Folder of the curves over consumed samples.
+    pub fn samples_dir(&self) -> PathBuf {
+        self.dir.join("vs-samples")
+    }
 }
 
 /// Which steps of which ranks are recorded, and where the traces go.

@@ -441,6 +441,8 @@ impl Check<'_> {
             });
         }
         self.positive_steps("log_interval", Some(run.logging.log_interval));
+        let tensorboard = run.logging.tensorboard.as_ref().map(|tensorboard| tensorboard.log_interval);
+        self.positive_steps("tensorboard_log_interval", tensorboard);
         self.positive_steps("eval_interval", run.logging.eval_interval);
         if let Some(profile) = &run.logging.profile {
             self.require((1..profile.step_end).contains(&profile.step_start), |c| {

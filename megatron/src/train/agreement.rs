@@ -9,8 +9,14 @@ use crate::config::RunConfig;
 use crate::{Error, Result};
 
 /// Settings that may differ between machines: where things are. What is in the data is compared by fingerprint.
-const LOCAL: [&str; 5] =
-    ["data.data_path", "data.tokenizer", "data.cache_dir", "logging.metrics", "optimizer.offload.nvme"];
+const LOCAL: [&str; 6] = [
+    "data.data_path",
+    "data.tokenizer",
+    "data.cache_dir",
+    "logging.metrics",
+    "logging.tensorboard.dir",
+    "optimizer.offload.nvme",
+];
 
 /// Returns if every rank of `world` has the same settings, data and program. Collective over `world`.
 ///
@@ -87,7 +93,7 @@ mod tests {
 
     use super::*;
     use crate::comm::threads;
-    use crate::config::{OptimizerOffload, valid};
+    use crate::config::{OptimizerOffload, TensorboardConfig, valid};
 
     fn leaves(value: Value) -> Map<String, Value> {
         let mut leaves = Map::new();
@@ -121,6 +127,13 @@ mod tests {
                     .map(|(rank, (world, offload))| {
                         let mut config = valid();
                         config.data.cache_dir = format!("cache-{rank}").into();
+                        config.logging.tensorboard = Some(TensorboardConfig {
+                            dir: format!("board-{rank}").into(),
+                            log_interval: 1,
+                            log_validation_ppl: false,
+                            log_timers: false,
+                            log_memory: false,
+                        });
                         config.optimizer.offload = offload;
                         scope.spawn(move || require(&world, &config, "the same data"))
                     })

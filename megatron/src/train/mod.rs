@@ -10,11 +10,13 @@ pub mod metrics;
 mod model;
 mod out_of_memory;
 mod profile;
+mod records;
 pub mod report;
 mod run;
 mod saving;
 mod schedules;
 mod state;
+mod tensorboard;
 mod trainer;
 
 pub use agreement::require as require_alike;

@@ -5,8 +5,9 @@ use std::sync::atomic::AtomicBool;
 use candle_core::{Device, Tensor};
 
 use super::memory::{Peak, describe_memory, peak_memory_of, require_memory};
-use super::metrics::{EvalMetrics, MetricsWriter, StepMetrics};
+use super::metrics::{EvalMetrics, StepMetrics};
 use super::profile::Profiler;
+use super::records::Records;
 use super::report::Reporter;
 use super::state;
 use super::trainer::{Progress, Trainer};
@@ -87,17 +88,8 @@ impl Trainer {
     pub fn run(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
         self.resume(reporter)?;
         let lead = self.groups.world.rank() == 0;
-        let metrics_path = self.config.logging.metrics.clone().filter(|_| lead);
-        let mut metrics = match &metrics_path {
-            Some(path) => {
-                let (writer, aside) = MetricsWriter::open(path, self.progress.iteration)?;
-                if let Some(aside) = aside {
-                    reporter.message(&format!("{} is another run's and is {} now", path.display(), aside.display()));
-                }
-                Some(writer)
-            }
-            None => None,
-        };
+        let mut records =
+            if lead { Records::open(&self.config, &self.progress, reporter)? } else { Records::default() };
         let train_iters = self.config.training.train_iters;
         if self.progress.iteration >= train_iters {
             let done = self.progress.iteration;
@@ -120,7 +112,7 @@ impl Trainer {
             let steps = self.advance(reads_at_once)?;
             profiler.after();
             for step in steps {
-                self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
+                self.report_step(step, &mut memory, reporter, &mut records)?;
             }
             if let Some(operations) = self.take_recorded() {
                 let what = "forward and backward of a microbatch are a CUDA graph from here on";
@@ -131,16 +123,16 @@ impl Trainer {
                 self.finish_and_report(reporter)?;
             }
             if !interrupted && due(self.config.logging.eval_interval) {
-                interrupted = !self.validate(stop, reporter, metrics.as_mut())?;
+                interrupted = !self.validate(stop, reporter, &mut records)?;
             }
             if interrupted && let Some(step) = self.settle()? {
-                self.report_step(step, &mut memory, reporter, metrics.as_mut())?;
+                self.report_step(step, &mut memory, reporter, &mut records)?;
             }
             let exit = due(self.config.training.exit_interval);
             let ends = interrupted || exit || iteration == train_iters;
             if due(self.config.checkpoint.save_interval) || exit || interrupted {
                 // Behind the last step there is nothing to go on with.
-                saved_at = self.save_and_report(self.config.checkpoint.async_save && !ends, reporter)?;
+                saved_at = self.save_and_report(self.config.checkpoint.async_save && !ends, reporter, &mut records)?;
             }
             if interrupted || exit {
                 outcome = if interrupted { Outcome::Interrupted } else { Outcome::ExitInterval };
@@ -148,7 +140,7 @@ impl Trainer {
             }
         }
         if saved_at != self.progress.iteration {
-            self.save_and_report(false, reporter)?;
+            self.save_and_report(false, reporter, &mut records)?;
         }
         self.finish_and_report(reporter)?;
         if let Some(profile) = profiler.finish(self)? {
@@ -156,9 +148,9 @@ impl Trainer {
         }
         if outcome == Outcome::Finished {
             let is_validated = is_due(train_iters, self.config.logging.eval_interval)
-                || self.validate(stop, reporter, metrics.as_mut())?;
+                || self.validate(stop, reporter, &mut records)?;
             if !is_validated
-                || !self.report_evaluation(self.test.as_ref(), ("test", 0), stop, reporter, metrics.as_mut())?
+                || !self.report_evaluation(self.test.as_ref(), ("test", 0), stop, reporter, &mut records)?
             {
                 outcome = Outcome::Interrupted;
             }
@@ -171,9 +163,7 @@ impl Trainer {
             }
             None => reporter.message(&describe_memory("memory", &memory)),
         }
-        if let Some(file) = &mut metrics {
-            file.memory(self.progress.iteration, &memory)?;
-        }
+        records.finish(self.progress.iteration, &memory)?;
         Ok(outcome)
     }
 
@@ -191,7 +181,7 @@ impl Trainer {
         mut step: StepMetrics,
         memory: &mut Option<Peak>,
         reporter: &mut dyn Reporter,
-        metrics: Option<&mut MetricsWriter>,
+        records: &mut Records,
     ) -> Result<()> {
         step.memory = match *memory {
             Some(known) if !step.iteration.is_multiple_of(self.config.logging.log_interval.max(1)) => known,
@@ -199,7 +189,7 @@ impl Trainer {
         };
         *memory = Some(step.memory);
         reporter.step(&step);
-        metrics.map_or(Ok(()), |file| file.step(&step))
+        records.step(&step)
     }
 
     fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<()> {
@@ -263,9 +253,10 @@ impl Trainer {
     }
 
     /// Saves, or begins to, once an earlier checkpoint is written; the iteration that is saved.
-    fn save_and_report(&mut self, meanwhile: bool, reporter: &mut dyn Reporter) -> Result<u64> {
+    fn save_and_report(&mut self, meanwhile: bool, reporter: &mut dyn Reporter, records: &mut Records) -> Result<u64> {
         self.finish_and_report(reporter)?;
         if let Some(dir) = self.config.checkpoint.save.clone() {
+            records.flush()?;
             if meanwhile {
                 self.begin_save(&dir)?;
             } else {
@@ -286,13 +277,8 @@ impl Trainer {
     }
 
     /// False if `stop` cut it short.
-    fn validate(
-        &self,
-        stop: &AtomicBool,
-        reporter: &mut dyn Reporter,
-        metrics: Option<&mut MetricsWriter>,
-    ) -> Result<bool> {
-        self.report_evaluation(self.valid.as_ref(), ("validation", self.validated()), stop, reporter, metrics)
+    fn validate(&self, stop: &AtomicBool, reporter: &mut dyn Reporter, records: &mut Records) -> Result<bool> {
+        self.report_evaluation(self.valid.as_ref(), ("validation", self.validated()), stop, reporter, records)
     }
 
     /// The sample of the validation data with which this step's evaluation begins. Megatron's orders go on where the last evaluation ended
@@ -315,13 +301,14 @@ impl Trainer {
         (split, first): (&str, u64),
         stop: &AtomicBool,
         reporter: &mut dyn Reporter,
-        metrics: Option<&mut MetricsWriter>,
+        records: &mut Records,
     ) -> Result<bool> {
         let (Some(loader), iters @ 1..) = (loader, self.config.logging.eval_iters) else { return Ok(true) };
+        records.flush()?;
         let Some(lm_loss) = self.evaluate_until(loader, first, iters, stop)? else { return Ok(false) };
         let result = EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
         reporter.eval(&result);
-        metrics.map_or(Ok(()), |file| file.eval(&result))?;
+        records.eval(&result, self.progress.consumed_samples)?;
         Ok(true)
     }
 

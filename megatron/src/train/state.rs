@@ -190,6 +190,7 @@ pub fn require_utf8(config: &RunConfig) -> Result<()> {
         ("--load", checkpoint.load.as_deref()),
         ("--init-from-hf", checkpoint.init_from_hf.as_deref()),
         ("--metrics", logging.metrics.as_deref()),
+        ("--tensorboard-dir", logging.tensorboard.as_ref().map(|tensorboard| tensorboard.dir.as_path())),
         ("--profile-dir", logging.profile.as_ref().map(|profile| profile.dir.as_path())),
         ("--cache-dir", Some(data.cache_dir.as_path())),
         ("--offload-optimizer-nvme-path", offload),

@@ -4,7 +4,7 @@ use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Names without dashes, and what is to be done. docs/migrating.md tells the same.
-const OTHER_NAMES: [(&[&str], &str); 17] = [
+const OTHER_NAMES: [(&[&str], &str); 20] = [
     (
         &["tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"],
         "use --tokenizer FILE, a Hugging Face tokenizer.json (no SentencePiece .model), byte, or train:VOCAB",
@@ -20,7 +20,16 @@ const OTHER_NAMES: [(&[&str], &str); 17] = [
         &["use-checkpoint-args"],
         "use the run file that the checkpoint was made with; `megatron inspect` shows the checkpoint's settings",
     ),
-    (&["tensorboard-dir", "wandb-project", "wandb-exp-name"], "use --metrics FILE, which gets JSON lines"),
+    (&["wandb-project", "wandb-exp-name"], "use --metrics FILE, which gets JSON lines, or --tensorboard-dir"),
+    (
+        &["tensorboard-queue-size", "log-batch-size-to-tensorboard"],
+        "leave it out: the batch size is among the curves, which follow the run within a second",
+    ),
+    (
+        &["no-log-loss-scale-to-tensorboard", "no-log-learnig-rate-to-tensorboard"],
+        "leave it out: the learning rate is among the curves, and in fp16 the loss scale",
+    ),
+    (&["log-world-size-to-tensorboard", "log-params-norm", "log-num-zeros-in-grad"], "this is not there"),
     (
         &[
             "use-flash-attn",

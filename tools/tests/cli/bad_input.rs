@@ -210,11 +210,16 @@ fn flags_of_other_programs_are_told_what_to_use_instead() {
 fn outputs_that_cannot_be_written() {
     let site = Site::new();
     fs::create_dir(site.path("folder")).unwrap();
+    fs::create_dir(site.path("occupied")).unwrap();
+    site.write("occupied/vs-samples", "A file.");
     for (flag, name) in [
         ("--save=text.txt", "text.txt"),
         ("--save=/proc/none", "/proc/none"),
         ("--metrics=folder", "folder"),
         ("--metrics=/proc/none/metrics.jsonl", "/proc/none"),
+        ("--tensorboard-dir=text.txt", "text.txt"),
+        ("--tensorboard-dir=/proc/none", "write to the folder /proc/none"),
+        ("--tensorboard-dir=occupied", "write to the folder occupied/vs-samples"),
         ("--cache-dir=text.txt", "(cache_dir)"),
         ("--cache-dir=/proc/none", "(cache_dir)"),
         ("--offload-optimizer-nvme-path=text.txt", "text.txt"),

@@ -103,7 +103,11 @@ fn what_keeps_a_run_from_resuming_or_saving_is_said_before_it_trains() {
     pretrain_refused(&site, &[&resume[..], &["--optimizer=sgd"]].concat(), &advice);
     pretrain(&site, &["--save=momentum", "--train-iters=1", "--optimizer=sgd"]);
     pretrain_refused(&site, &["--load=momentum"], &["of the optimizer sgd", "this run's is adam"]);
-    for flags in [&["--save"][..], &["--save=elsewhere", "--offload-optimizer-nvme-path"]] {
+    for flags in [
+        &["--save"][..],
+        &["--save=elsewhere", "--offload-optimizer-nvme-path"],
+        &["--save=elsewhere", "--tensorboard-dir"],
+    ] {
         let mut command = site.pretrain(&ALONE);
         command.args(flags).arg(OsStr::from_bytes(b"b\xffd"));
         let output = command.output().unwrap();

@@ -20,3 +20,4 @@ mod restarts;
 mod settings;
 mod site;
 mod support;
+mod tensorboard;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::*;
 use crate::config::{
     CheckpointConfig, DataConfig, DataloaderType, DynamicLossScale, LoggingConfig, Normalization, SlidingWindow,
-    WsdDecayStyle,
+    TensorboardConfig, WsdDecayStyle,
 };
 
 /// A valid run of 2·1·2·2 (tp·cp·pp·dp) ranks.
@@ -100,6 +100,7 @@ pub(crate) fn valid() -> RunConfig {
             eval_interval: None,
             eval_iters: 1,
             metrics: None,
+            tensorboard: None,
             prompt: None,
             prompt_tokens: 1,
             profile: None,
@@ -119,7 +120,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 37] = [
+    let cases: [(Break, &str); 38] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -172,6 +173,18 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.data.split = "0,0,0".into(), "split = \"0,0,0\""),
         (|c| c.checkpoint.save_interval = Some(5), "save_interval = 5 has no folder"),
         (|c| c.logging.log_interval = 0, "log_interval = 0 must be at least 1"),
+        (
+            |c| {
+                c.logging.tensorboard = Some(TensorboardConfig {
+                    dir: "board".into(),
+                    log_interval: 0,
+                    log_validation_ppl: false,
+                    log_timers: false,
+                    log_memory: false,
+                });
+            },
+            "tensorboard_log_interval = 0 must be at least 1",
+        ),
         (|c| c.training.train_iters = 0, "train_iters = 0 leaves nothing to train"),
         (
             |c| {

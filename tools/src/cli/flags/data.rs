@@ -87,6 +87,21 @@ pub struct LoggingFlags {
     /// File that receives one JSON object a step. A run that starts anew moves an earlier run's aside, to FILE.1, FILE.2, …
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
+    /// Folder that receives event files for TensorBoard, with the curves that Megatron-LM draws; those over consumed samples are in DIR/vs-samples
+    #[arg(long, value_name = "DIR")]
+    pub tensorboard_dir: Option<PathBuf>,
+    /// Steps between values of TensorBoard's curves [default: 1]
+    #[arg(long, value_name = "N")]
+    pub tensorboard_log_interval: Option<u64>,
+    /// Show TensorBoard the perplexity of evaluations, too
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub log_validation_ppl_to_tensorboard: bool,
+    /// Show TensorBoard the seconds and TFLOP/s per rank of a step, every --log-interval steps, too
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub log_timers_to_tensorboard: bool,
+    /// Show TensorBoard the largest memory of a rank, too
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub log_memory_to_tensorboard: bool,
     /// Text to continue when training ends
     #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,

@@ -1,5 +1,6 @@
 //! From what was typed to a whole [`RunConfig`]: Megatron-LM's defaults, derived values, and contradictions.
 
+mod logging;
 mod model;
 
 use std::path::PathBuf;
@@ -9,9 +10,8 @@ use kernels::device::Choice;
 use megatron::checkpoint::same_folder;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
-    BatchSizeRampup, CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LoggingConfig, LossScaling,
-    OptimizerConfig, OptimizerOffload, ParallelConfig, Precision, ProfileConfig, Recompute, RecomputeMethod, RunConfig,
-    Sources, Takes, TrainingConfig,
+    BatchSizeRampup, CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LossScaling, OptimizerConfig,
+    OptimizerOffload, ParallelConfig, Precision, Recompute, RecomputeMethod, RunConfig, Sources, Takes, TrainingConfig,
 };
 
 use models::hf::HfConfig;
@@ -420,46 +420,6 @@ impl Resolver<'_> {
             takes,
             init_from_hf: c.init_from_hf.clone(),
         })
-    }
-
-    fn logging(&mut self, train_iters: u64) -> Result<LoggingConfig> {
-        let profile = self.profile(train_iters)?;
-        let l = &self.flags.logging;
-        Ok(LoggingConfig {
-            log_interval: l.log_interval,
-            eval_interval: l.eval_interval,
-            eval_iters: l.eval_iters,
-            metrics: l.metrics.clone(),
-            prompt: l.prompt.clone(),
-            prompt_tokens: l.prompt_tokens,
-            profile,
-        })
-    }
-
-    fn profile(&mut self, train_iters: u64) -> Result<Option<ProfileConfig>> {
-        let l = &self.flags.logging;
-        let given = [
-            ("profile_step_start", l.profile_step_start.is_some()),
-            ("profile_step_end", l.profile_step_end.is_some()),
-            ("profile_ranks", !l.profile_ranks.is_empty()),
-        ];
-        if !l.profile {
-            return match given.iter().find(|(_, given)| *given) {
-                Some((key, _)) => Err(Error::usage(format!(
-                    "{key} ({}) has no effect without profile",
-                    self.sources.of(key).unwrap_or("?")
-                ))),
-                None => Ok(None),
-            };
-        }
-        let (dir, ranks) = (l.profile_dir.clone(), l.profile_ranks.clone());
-        let (start, end) = (l.profile_step_start, l.profile_step_end);
-        // Megatron-LM's steps, where the run has as many.
-        let step_start = self.derived("profile_step_start", start, "10, or the last but one", || {
-            10.min(train_iters.saturating_sub(1)).max(1)
-        });
-        let step_end = self.derived("profile_step_end", end, "two steps on", || step_start.saturating_add(2));
-        Ok(Some(ProfileConfig { dir, step_start, step_end, ranks }))
     }
 
     fn distributed(&self) -> Result<Distributed> {

@@ -1,0 +1,74 @@
+//! What a run reports, and where to.
+
+use megatron::config::{LoggingConfig, ProfileConfig, TensorboardConfig};
+
+use super::Resolver;
+use crate::error::{Error, Result};
+
+impl Resolver<'_> {
+    pub(super) fn logging(&mut self, train_iters: u64) -> Result<LoggingConfig> {
+        let profile = self.profile(train_iters)?;
+        let l = &self.flags.logging;
+        Ok(LoggingConfig {
+            log_interval: l.log_interval,
+            eval_interval: l.eval_interval,
+            eval_iters: l.eval_iters,
+            metrics: l.metrics.clone(),
+            tensorboard: self.tensorboard()?,
+            prompt: l.prompt.clone(),
+            prompt_tokens: l.prompt_tokens,
+            profile,
+        })
+    }
+
+    fn tensorboard(&self) -> Result<Option<TensorboardConfig>> {
+        let l = &self.flags.logging;
+        let Some(dir) = l.tensorboard_dir.clone() else {
+            let given = [
+                ("tensorboard_log_interval", l.tensorboard_log_interval.is_some()),
+                ("log_validation_ppl_to_tensorboard", l.log_validation_ppl_to_tensorboard),
+                ("log_timers_to_tensorboard", l.log_timers_to_tensorboard),
+                ("log_memory_to_tensorboard", l.log_memory_to_tensorboard),
+            ];
+            return self.no_effect_without("tensorboard_dir", &given);
+        };
+        Ok(Some(TensorboardConfig {
+            dir,
+            log_interval: l.tensorboard_log_interval.unwrap_or(1),
+            log_validation_ppl: l.log_validation_ppl_to_tensorboard,
+            log_timers: l.log_timers_to_tensorboard,
+            log_memory: l.log_memory_to_tensorboard,
+        }))
+    }
+
+    /// None, or an error if one of `settings` is given, which mean something only where `key` is.
+    fn no_effect_without<T>(&self, key: &str, settings: &[(&str, bool)]) -> Result<Option<T>> {
+        match settings.iter().find(|(_, given)| *given) {
+            Some((setting, _)) => Err(Error::usage(format!(
+                "{setting} ({}) has no effect without {key}",
+                self.sources.of(setting).unwrap_or("?")
+            ))),
+            None => Ok(None),
+        }
+    }
+
+    fn profile(&mut self, train_iters: u64) -> Result<Option<ProfileConfig>> {
+        let l = &self.flags.logging;
+        let given = [
+            ("profile_step_start", l.profile_step_start.is_some()),
+            ("profile_step_end", l.profile_step_end.is_some()),
+            ("profile_ranks", !l.profile_ranks.is_empty()),
+        ];
+        if !l.profile {
+            return self.no_effect_without("profile", &given);
+        }
+        let (dir, ranks) = (l.profile_dir.clone(), l.profile_ranks.clone());
+        let (start, end) = (l.profile_step_start, l.profile_step_end);
+        // Megatron-LM's steps, where the run has as many.
+        let step_start = self.derived("profile_step_start", start, "10, or the last but one", || {
+            10.min(train_iters.saturating_sub(1)).max(1)
+        });
+        let step_end = self.derived("profile_step_end", end, "two steps on", || step_start.saturating_add(2));
+        Ok(Some(ProfileConfig { dir, step_start, step_end, ranks }))
+    }
+}
