@@ -131,7 +131,7 @@ impl Trainer {
             let exit = due(self.config.training.exit_interval);
             let ends = interrupted || exit || iteration == train_iters;
             if due(self.config.checkpoint.save_interval) || exit || interrupted {
-                // Behind the last step there is nothing to go on with.
+                // Behind the last step there is nothing to go on with, so that none is left to be waited for.
                 saved_at = self.save_and_report(self.config.checkpoint.async_save && !ends, reporter, &mut records)?;
             }
             if interrupted || exit {
@@ -142,7 +142,6 @@ impl Trainer {
         if saved_at != self.progress.iteration {
             self.save_and_report(false, reporter, &mut records)?;
         }
-        self.finish_and_report(reporter)?;
         if let Some(profile) = profiler.finish(self)? {
             reporter.profile(&profile);
         }
