@@ -170,15 +170,8 @@ fn samples_of_the_whole_run_and_tokens_are_counted_through_changes_of_batch_and_
 #[test]
 fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() {
     let folder = folder();
-    let run = [
-        "--train-samples=50",
-        "--global-batch-size=8",
-        "--rampup-batch-size",
-        "2",
-        "2",
-        "12",
-        "--lr-decay-style=linear",
-    ];
+    let growing = ["--train-samples=60", "--global-batch-size=8", "--rampup-batch-size", "2", "2", "30"];
+    let run = [&growing[..], &["--lr-decay-style=linear", "--lr-decay-samples=50"]].concat();
     let train = |flags: &[&str]| {
         let output = pretrain(folder.path(), &[&run[..], flags].concat()).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -189,8 +182,8 @@ fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() 
     // Another layout goes on amid the growth, and says nothing of a learning rate whose decay is given in samples.
     let second = train(&["--data-parallel-size=2"]);
     assert!(!second.contains("note:"), "{second}");
-    assert_eq!(steps(folder.path(), "global_batch_size"), [2, 2, 4, 6, 8, 8, 8, 8]);
-    assert_eq!(steps(folder.path(), "consumed_samples"), [2, 4, 8, 14, 22, 30, 38, 46]);
+    assert_eq!(steps(folder.path(), "global_batch_size"), [2, 2, 2, 2, 2, 4, 4, 4, 6, 6, 8, 8, 8]);
+    assert_eq!(steps(folder.path(), "consumed_samples"), [2, 4, 6, 8, 10, 14, 18, 22, 28, 34, 42, 50, 58]);
     assert!(train(&[]).contains("nothing is left to train"));
 
     let refused = pretrain(folder.path(), &[&run[..], &["--lr-warmup-iters=2"]].concat()).output().unwrap();
