@@ -3,6 +3,7 @@
 mod bad_input;
 mod bench;
 mod checkpoints;
+mod clusters;
 mod convert;
 mod dead_rank;
 mod folders;
