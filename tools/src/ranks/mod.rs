@@ -16,7 +16,7 @@ use self::queues::{Queues, overlaps};
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
 use crate::fault;
-use crate::launch::{Plan, STORE_SERVED, Style, supervise};
+use crate::launch::{Plan, Ranks, STORE_SERVED, Style, Work, supervise};
 
 /// More ranks on one machine are taken for a mistake.
 const MOST_RANKS: usize = 1024;
@@ -68,19 +68,23 @@ pub fn start(
     let mut command = vec![program.into_os_string()];
     command.extend(std::env::args_os().skip(1));
     supervise(&Plan {
-        command,
-        local_ranks: ranks,
-        nodes: 1,
-        node_rank: 0,
-        master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
-        any_port: false,
-        serves_store: store.is_some(),
-        style: Style::Run,
+        work: Work::Ranks(Ranks {
+            command,
+            local_ranks: ranks,
+            nodes: 1,
+            node_rank: 0,
+            master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
+            any_port: false,
+            serves_store: store.is_some(),
+            style: Style::Run,
+            shares_gpus: share_gpus(ranks, distributed.device),
+            variables: vec![],
+        }),
         self_end: Duration::from_secs(5),
         stop_limit,
         max_restarts: distributed.max_restarts,
         advice,
-        shares_gpus: share_gpus(ranks, distributed.device),
+        over_stdin: false,
     })
 }
 

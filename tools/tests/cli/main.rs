@@ -7,6 +7,7 @@ mod clusters;
 mod convert;
 mod dead_rank;
 mod folders;
+mod hostfile;
 mod inference;
 mod inspect;
 mod launch;
