@@ -129,7 +129,7 @@ impl Hosts {
     pub fn explain(&self, index: usize, exit: Exit, last_line: Option<&str>) -> Option<String> {
         let Host { name, destination, .. } = &self.hosts[index];
         let (ssh, program) = (self.ssh.to_string_lossy(), self.program.to_string_lossy());
-        let said = last_line.map_or(String::new(), |line| format!(": {line}"));
+        let said = last_line.map_or(String::new(), |line| format!(": {}", line.trim_end_matches('.')));
         let why = match exit {
             Exit::Code(NO_FOLDER) => format!(
                 "host {name} has no folder {}{said}; this command has to be given in a folder that all hosts have",
@@ -139,7 +139,7 @@ impl Hosts {
                 "host {name} cannot run {program}{said}; install this program there at the same path, or give its path with --remote-program"
             ),
             Exit::Code(SSH_FAILED) => format!(
-                "{ssh} to host {name} failed{said}; `{ssh} {destination} true` has to work without a password from here"
+                "{ssh} to host {name} failed or lost its connection{said}; `{ssh} {destination} true` has to work without a password from here"
             ),
             Exit::Signal(signal) => format!("{ssh} to host {name} was killed by {}{said}", signal_name(signal)),
             Exit::Code(_) => return None,

@@ -71,16 +71,20 @@ fn ranks_of_mpirun_train_together() {
 }
 
 #[test]
-fn a_script_of_sbatch_starts_its_own_ranks() {
-    let site = Site::new();
-    let mut variables = srun(0);
-    for of_a_step in ["SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"] {
-        variables.remove(of_a_step);
+fn a_shell_in_an_allocation_starts_its_own_ranks() {
+    let step = ["SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"];
+    let mut script_of_sbatch = srun(0);
+    script_of_sbatch.retain(|name, _| !step.contains(name));
+    let mut interactive_step_of_salloc = srun(0);
+    let one_task = [("SLURM_STEP_ID", "4294967290"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_STEP_TASKS_PER_NODE", "1")];
+    interactive_step_of_salloc.extend(one_task.map(|(name, value)| (name, value.to_string())));
+    for mut variables in [script_of_sbatch, interactive_step_of_salloc] {
+        let site = Site::new();
+        variables.insert("SLURM_NTASKS", "3".to_string());
+        let output = told(&site, variables).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert_eq!(site.last_step(), 20);
     }
-    variables.insert("SLURM_NTASKS", "3".to_string());
-    let output = told(&site, variables).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(site.last_step(), 20);
 }
 
 #[test]

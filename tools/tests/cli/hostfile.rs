@@ -208,10 +208,27 @@ fn a_host_that_cannot_start_its_ranks_is_named_with_what_to_do() {
     assert_eq!(output.status.code(), Some(255));
     refused(
         &output,
-        &["ssh to host down failed: ssh: connect to host down port 22: No route", "down true` has to work"],
+        &[
+            "ssh to host down failed or lost its connection: ssh: connect to host down port 22: No route",
+            "down true` has to work",
+        ],
     );
     fs::remove_file(machines.path().join("ssh")).unwrap();
     refused(&machines.run(&[], "true"), &["cannot start host h0 (", "/ssh): No such file"]);
+}
+
+#[test]
+fn a_host_starts_its_ranks_again_by_itself() {
+    let machines = Machines::new("h0 slots=2\n");
+    let output = machines
+        .run(&["--max-restarts=1"], "echo $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exit 5");
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(sorted_lines(&output), ["h0: [0]: 0", "h0: [0]: 1", "h0: [1]: 0", "h0: [1]: 1"]);
+    let text = stderr(&output);
+    assert!(text.contains("h0: error: rank ") && text.contains("h0: starting all ranks again (restart 1"), "{text}");
+    let output = machines.run(&["--max-restarts=1"], "exit 5");
+    assert_eq!(output.status.code(), Some(5));
+    assert!(stderr(&output).lines().last().unwrap().starts_with("error: rank "), "{}", stderr(&output));
 }
 
 #[test]
