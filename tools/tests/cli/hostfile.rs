@@ -190,6 +190,9 @@ fn no_rank_outlives_its_connection() {
     let (launcher, pids) = machines.waiting(4, &["--grace-period=1"], "while :; do sleep 0.05; done");
     let ssh: u32 = fs::read_to_string(machines.path().join("ssh.h1")).unwrap().trim().parse().unwrap();
     kill(ssh, "KILL");
+    // At once, and not only when the launcher is done with the other host.
+    wait_for_the_end_of(&pids[2..]);
+    assert!(is_alive(pids[0]));
     let output = ended(vec![launcher], 2 * SOON).remove(0);
     assert_eq!(output.status.code(), Some(137));
     refused(&output, &["/ssh to host h1 was killed by SIGKILL", "; the other hosts were stopped"]);
