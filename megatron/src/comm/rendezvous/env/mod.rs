@@ -55,7 +55,7 @@ enum Launcher {
 
 impl Launcher {
     /// The one nearest to this process. `mpirun` starts its helpers by `srun` in a Slurm job, one on each node, and ranks inherit what Slurm told those;
-    /// the other way round, `srun` tells its own tasks PMI_RANK, too, but nothing of MPI's local ranks.
+    /// the other way round, `srun` (with MpiDefault=pmi2) tells its own tasks PMI_RANK, too, shells among them, but nothing of MPI's local ranks.
     fn found(lookup: &impl Lookup) -> Option<Self> {
         let is_set = |name| lookup(name).is_some();
         if is_set("RANK") {
@@ -67,7 +67,7 @@ impl Launcher {
         } else if slurm::is_task(lookup) {
             Some(Self::Slurm)
         } else {
-            is_set("PMI_RANK").then_some(Self::Hydra)
+            (is_set("PMI_RANK") && !is_set("SLURM_JOB_ID")).then_some(Self::Hydra)
         }
     }
 

@@ -86,6 +86,8 @@ fn a_process_in_an_allocation_that_is_no_task_starts_its_own_ranks() {
         (&[("SLURM_PROCID", "")], "a shell by ssh"),
     ] {
         assert!(of(&SLURM, changes).unwrap().is_none(), "{why}");
+        let pmi2: Vec<_> = [("PMI_RANK", "0"), ("PMI_SIZE", "1")].into_iter().chain(SLURM).collect();
+        assert!(of(&pmi2, changes).unwrap().is_none(), "{why}, with MpiDefault=pmi2");
     }
 }
 
