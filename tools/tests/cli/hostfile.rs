@@ -2,10 +2,8 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
-use std::process::{Command, Output, Stdio};
-
-use tempfile::TempDir;
+use std::path::PathBuf;
+use std::process::{Command, Output};
 
 use crate::site::{RANKS, SOON, Site, ended, free_port, refused};
 use crate::support::{is_alive, kill, megatron, pids, stderr, stdout, wait_for};
@@ -24,31 +22,36 @@ wait $!
 
 const TWO: &str = "h0 slots=2\nh1 slots=2\n";
 
-/// A folder with a hostfile and that program.
+/// A folder with a hostfile and that program. What is started in it is marked, so that a test that failed leaves nothing running.
 struct Machines {
-    folder: TempDir,
+    site: Site,
 }
 
 impl Machines {
     fn new(hosts: &str) -> Self {
-        let machines = Self { folder: tempfile::tempdir().unwrap() };
-        fs::write(machines.folder.path().join("hosts"), hosts).unwrap();
-        let ssh = machines.folder.path().join("ssh");
-        fs::write(&ssh, SSH).unwrap();
-        fs::set_permissions(ssh, fs::Permissions::from_mode(0o755)).unwrap();
-        machines
+        let site = Site::new();
+        site.write("hosts", hosts);
+        site.write("ssh", SSH);
+        fs::set_permissions(site.path("ssh"), fs::Permissions::from_mode(0o755)).unwrap();
+        Self { site }
     }
 
-    fn path(&self) -> &Path {
-        self.folder.path()
+    fn path(&self) -> PathBuf {
+        self.site.path("hosts").parent().unwrap().to_path_buf()
     }
 
-    /// `megatron launch` of `command` on these hosts.
+    /// `megatron launch` of `command` on these hosts, at a port of its own unless `flags` name one.
     fn launch(&self, flags: &[&str], command: &[&str]) -> Command {
-        let mut launch = megatron();
-        launch.current_dir(self.path()).args(["launch", "--hostfile"]).arg(self.path().join("hosts"));
+        let port = format!("--master-port={}", free_port());
+        let names_one = flags.iter().any(|flag| flag.starts_with("--master-port"));
+        let more = if names_one { vec![] } else { vec![port.as_str()] };
+        self.launch_as_told(&[flags, &more].concat(), command)
+    }
+
+    fn launch_as_told(&self, flags: &[&str], command: &[&str]) -> Command {
+        let mut launch = self.site.mark(megatron());
+        launch.args(["launch", "--hostfile"]).arg(self.path().join("hosts"));
         launch.arg("--ssh-program").arg(self.path().join("ssh")).args(flags).arg("--").args(command);
-        launch.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         launch
     }
 
@@ -60,7 +63,7 @@ impl Machines {
     fn waiting(&self, ranks: usize, flags: &[&str], then: &str) -> (std::process::Child, Vec<u32>) {
         let script = format!("echo $$ > tmp.$RANK && mv tmp.$RANK pid.$RANK; {then}");
         let launcher = self.launch(flags, &["sh", "-c", &script]).spawn().unwrap();
-        let pids = pids(self.path(), ranks);
+        let pids = pids(&self.path(), ranks);
         (launcher, pids)
     }
 }
@@ -79,9 +82,10 @@ fn wait_for_the_end_of(pids: &[u32]) {
 fn every_slot_of_every_host_is_a_rank() {
     let machines = Machines::new(&format!("# four GPUs\n{TWO}"));
     let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR:$MASTER_PORT ${CUDA_VISIBLE_DEVICES-all} $PWD";
-    let output = machines.run(&["--ssh-port=2222", "--ssh-args=-A -o User=me"], script);
+    let flags = ["--ssh-port=2222", "--ssh-args=-A -o User=me"];
+    let output = machines.launch_as_told(&flags, &["sh", "-c", script]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    let folder = machines.path().display();
+    let folder = machines.path().display().to_string();
     let line = |host, rank| format!("h{host}: [{rank}]: {rank}/4 {}/2 {host} h0:29500 all {folder}", rank % 2);
     assert_eq!(sorted_lines(&output), [line(0, 0), line(0, 1), line(1, 2), line(1, 3)]);
     let asked = fs::read_to_string(machines.path().join("ssh.asked")).unwrap();
