@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Tensor};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use megatron::Result;
-use megatron::comm::rendezvous::{StoreServer, this_host};
+use megatron::comm::rendezvous::StoreServer;
 use megatron::comm::{Backend, CommOptions, Group, RankInfo, ReduceOp, Rendezvous, init, threads};
 
 const BACKENDS: [&str; 3] = ["threads", "local", "tcp"];
@@ -59,7 +59,7 @@ fn world(backend: &str) -> Result<Vec<Group>> {
     let port = server.address().port();
     let join = |rank| -> Result<Group> {
         let info =
-            RankInfo { rank, world_size: 2, local_rank: Some(rank), local_world_size: Some(2), host: this_host() };
+            RankInfo { rank, world_size: 2, local_rank: Some(rank), local_world_size: Some(2), ..RankInfo::alone() };
         let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
         let backend = if backend == "local" { Backend::Local } else { Backend::Tcp };
         Ok(init(&info, &rendezvous, backend, CommOptions::default())?.group)

@@ -13,6 +13,8 @@ use crate::error::Error;
 
 /// Set for ranks whose supervisor reads faults; tells who that is.
 pub const SUPERVISED: &str = "MEGATRON_SUPERVISED";
+/// The value of [`SUPERVISED`] for the supervisor of one of several machines: their launcher is at the other end of its standard streams.
+pub const OVER_STDIN: &str = "stdin";
 /// The exit code after a panic, as Rust's runtime has it.
 pub const PANICKED: u8 = 101;
 /// ASCII "record separator".
@@ -38,13 +40,18 @@ impl Fault {
         serde_json::from_str(line.strip_prefix(MARK)?).ok()
     }
 
+    /// The line that holds it.
+    pub fn to_line(&self) -> Option<String> {
+        serde_json::to_string(self).ok().map(|json| format!("{MARK}{json}"))
+    }
+
     fn write(&self) {
         // A process tells one reason: the first, which the others usually follow from.
         if REPORTED.swap(true, Ordering::SeqCst) {
             return;
         }
-        let line = match (std::env::var_os(SUPERVISED), serde_json::to_string(self)) {
-            (Some(_), Ok(json)) => format!("{MARK}{json}\n"),
+        let line = match (std::env::var_os(SUPERVISED), self.to_line()) {
+            (Some(_), Some(line)) => format!("{line}\n"),
             _ => format!("error: {}\n", self.message),
         };
         // If standard error is gone there is nobody left to tell.
@@ -94,7 +101,7 @@ mod tests {
     #[test]
     fn a_fault_survives_its_line() {
         let fault = Fault { message: "two\nlines and \"quotes\"".into(), blames_a_peer: true, comes_again: true };
-        let line = format!("{MARK}{}", serde_json::to_string(&fault).unwrap());
+        let line = fault.to_line().unwrap();
         assert!(!line.contains('\n'));
         assert_eq!(Fault::from_line(&line), Some(fault));
     }

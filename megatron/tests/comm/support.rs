@@ -18,7 +18,8 @@ pub fn options(timeout: Duration) -> CommOptions {
 
 /// Rank `rank` of `size`, all on this host.
 pub fn info(rank: usize, size: usize) -> RankInfo {
-    RankInfo { rank, world_size: size, local_rank: Some(rank), local_world_size: Some(size), host: "this-host".into() }
+    let here = RankInfo { host: "this-host".into(), ..RankInfo::alone() };
+    RankInfo { rank, world_size: size, local_rank: Some(rank), local_world_size: Some(size), ..here }
 }
 
 /// Runs `f` on one thread per rank and returns what each rank got. `local` ranks meet in a folder, `tcp` ones at a server.

@@ -172,8 +172,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     };
     if ranks.is_some_and(|ranks| ranks != place.world_size) || place.world_size < 2 {
         return Err(CliError::usage(format!(
-            "WORLD_SIZE = {} (environment) must be --ranks, and at least 2",
-            place.world_size
+            "{} = {} (environment) must be --ranks, and at least 2",
+            place.variables.world_size, place.world_size
         )));
     }
     // The world, and messages both ways.

@@ -96,26 +96,26 @@ impl LayoutResolver<'_> {
         ];
         let cited = sizes.map(|(key, size)| self.sources.cite(key, size)).join(" · ");
         let replica = sizes.iter().fold(1usize, |product, (_, size)| product.saturating_mul(*size));
-        let world = launcher.world_size;
+        let (name, world) = (launcher.variables.world_size, launcher.world_size);
         if replica == 0 || world % replica != 0 {
             let reason =
                 if replica == 0 { String::new() } else { format!(": {world} mod {replica} = {}", world % replica) };
             return Err(Error::usage(format!(
-                "WORLD_SIZE = {world} (environment) must be a multiple of {cited} = {replica}{reason}; start another \
+                "{name} = {world} (environment) must be a multiple of {cited} = {replica}{reason}; start another \
                  number of ranks or change the layout"
             )));
         }
         let derived = world / replica;
         match p.data_parallel_size {
             Some(given) if given != derived => Err(Error::usage(format!(
-                "{} does not fit: WORLD_SIZE = {world} (environment) / ({cited}) = {derived}; leave data_parallel_size out \
+                "{} does not fit: {name} = {world} (environment) / ({cited}) = {derived}; leave data_parallel_size out \
                  or start {} ranks",
                 self.sources.cite("data_parallel_size", given),
                 given.saturating_mul(replica)
             ))),
             Some(given) => Ok(given),
             None => {
-                self.sources.record("data_parallel_size", format!("WORLD_SIZE = {world} (environment) / {replica}"));
+                self.sources.record("data_parallel_size", format!("{name} = {world} (environment) / {replica}"));
                 Ok(derived)
             }
         }

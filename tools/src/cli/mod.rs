@@ -2,6 +2,7 @@
 
 mod convert;
 pub mod flags;
+mod launch;
 mod layout;
 mod nearest;
 mod other_names;
@@ -16,12 +17,13 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub use convert::{ExportArgs, ImportArgs};
+pub use launch::LaunchArgs;
 pub use layout::resolve_layout;
 pub use resolve::{Distributed, Resolved, default_cache, resolve};
 
 use crate::bench::{Bench, BenchArgs};
 use crate::doctor::DoctorArgs;
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::inference::evaluate::EvalArgs;
 use crate::inference::generate::GenerateArgs;
 use crate::inspect::InspectArgs;
@@ -57,7 +59,7 @@ pub enum Command {
 /// Pretrain a model on text
 ///
 /// Starts the tp·cp·pp·dp ranks of the run on this machine and supervises them. Under a launcher that sets RANK, WORLD_SIZE,
-/// MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`) it joins as that rank.
+/// MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`), under `srun` with several tasks and under `mpirun` (Open MPI, MPICH, Intel MPI) it joins as that rank.
 ///
 /// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in the sections named in
 /// brackets, and from flags, which override the file. Switches are turned off by `--flag=false`.
@@ -78,40 +80,6 @@ pub struct PretrainArgs {
     pub config: Option<PathBuf>,
     #[command(flatten)]
     pub flags: Flags,
-}
-
-/// Start any command once per rank, as torchrun does
-///
-/// Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, prefixes every line of output with
-/// the rank, forwards SIGINT, SIGTERM and SIGHUP as SIGTERM, and stops all ranks of this machine when one fails. Its exit code is that of the first rank
-/// that failed, or 128 + the signal that killed it. Ranks that are asked to stop have 30 s to save (--grace-period); those that take longer are killed,
-/// which the exit code 137 tells.
-#[derive(Args, Clone, Debug)]
-pub struct LaunchArgs {
-    /// Ranks on this machine
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub nproc_per_node: u32,
-    /// Machines
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
-    pub nnodes: u32,
-    /// Which of the machines this is, from 0
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub node_rank: u32,
-    /// Where rank 0 runs, as the other machines reach it [default: 127.0.0.1 on one machine]
-    #[arg(long, value_name = "HOST")]
-    pub master_addr: Option<String>,
-    /// Port where ranks meet [default: a free one on one machine, 29500 on several]
-    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
-    pub master_port: Option<u16>,
-    /// Seconds that ranks have to save when they are asked to stop, before they are killed
-    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
-    pub grace_period: u32,
-    /// Times that all ranks of this machine are started again after one failed; of several machines each is given as many
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub max_restarts: u32,
-    /// The command, after `--`
-    #[arg(last = true, required = true, value_name = "COMMAND")]
-    pub command: Vec<OsString>,
 }
 
 /// What was asked for.
@@ -176,7 +144,11 @@ fn command() -> clap::Command {
 pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     let matches = command().try_get_matches_from(words).map_err(|error| {
         // Other commands have few flags, which nobody brings from elsewhere.
-        if words.get(1).is_some_and(|word| word == "pretrain") { other_names::explain(error) } else { error }
+        match words.get(1).and_then(|word| word.to_str()) {
+            Some("pretrain") => other_names::explain(error, other_names::instead_of),
+            Some("launch") => other_names::explain(error, other_names::instead_of_launchers),
+            _ => error,
+        }
     })?;
     let (cli, typed) = (Cli::from_arg_matches(&matches)?, matches.subcommand_matches("pretrain"));
     match (cli.command, typed) {
@@ -192,7 +164,7 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         (Command::Import(args), _) => Ok(Request::Import(args)),
         (Command::Export(args), _) => Ok(Request::Export(args)),
         (Command::Launch(launch), _) => {
-            check_launch(&launch)?;
+            launch.check()?;
             Ok(Request::Launch(launch))
         }
         (Command::Preprocess(args), _) => Ok(Request::Preprocess(args)),
@@ -213,22 +185,6 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
             ))
         }
     }
-}
-
-fn check_launch(launch: &LaunchArgs) -> Result<()> {
-    if launch.node_rank >= launch.nnodes {
-        return Err(Error::usage(format!(
-            "--node-rank {} must be below --nnodes {}; machines are counted from 0",
-            launch.node_rank, launch.nnodes
-        )));
-    }
-    if launch.nnodes > 1 && launch.master_addr.is_none() {
-        return Err(Error::usage(format!(
-            "--nnodes {} needs --master-addr: the machine of --node-rank 0, by a name or address at which the others reach it",
-            launch.nnodes
-        )));
-    }
-    Ok(())
 }
 
 fn is_typed(matches: &ArgMatches, key: &str) -> bool {

@@ -62,18 +62,55 @@ const OTHER_NAMES: [(&[&str], &str); 20] = [
     (&["no-save-optim"], "this is not there"),
 ];
 
+/// The same of DeepSpeed's runner and torchrun, for `megatron launch`.
+const OTHER_LAUNCHERS: [(&[&str], &str); 10] = [
+    (&["num-gpus", "num-accelerators"], "use --nproc-per-node, or --include with a --hostfile"),
+    (&["num-nodes"], "use --include with the hosts of the --hostfile to take, or --nnodes"),
+    (
+        &["launcher"],
+        "leave it out: a --hostfile's ranks are started over ssh. Slurm and MPI start `megatron pretrain` itself: `srun megatron pretrain …`",
+    ),
+    (&["launcher-args"], "use --ssh-args"),
+    (&["no-ssh"], "start `megatron launch --nnodes N --node-rank I --master-addr HOST` on every machine"),
+    (
+        &["no-ssh-check", "force-multi", "no-python", "no-local-rank"],
+        "leave it out: it is so here, or there is no choice",
+    ),
+    (&["module"], "put the whole command after `--`: -- python -m MODULE"),
+    (&["rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone"], "use --master-addr and --master-port"),
+    (
+        &["elastic-training", "min-elastic-nodes", "max-elastic-nodes"],
+        "the number of machines is fixed; --max-restarts starts ranks again",
+    ),
+    (&["bind-cores-to-rank", "bind-core-list", "enable-each-rank-log", "save-pid", "autotuning"], "this is not there"),
+];
+
+/// What to do instead of a flag of another launcher.
+pub fn instead_of_launchers(name: &str) -> Option<&'static str> {
+    find(&OTHER_LAUNCHERS, &bare(name))
+}
+
+/// A name with dashes inside, and without a value.
+fn bare(name: &str) -> String {
+    let name = name.trim_start_matches('-').replace('_', "-");
+    name.split('=').next().unwrap_or_default().to_string()
+}
+
+fn find(table: &[(&[&str], &'static str)], name: &str) -> Option<&'static str> {
+    table.iter().find(|(names, _)| names.contains(&name)).map(|(_, instead)| *instead)
+}
+
 /// What to do instead of a flag, or key of a run file, that is not there.
 pub fn instead_of(name: &str) -> Option<&'static str> {
-    let name = name.trim_start_matches('-').replace('_', "-");
-    let name = name.split('=').next().unwrap_or_default();
+    let name = bare(name);
     if name.starts_with("no-") && name.ends_with("-fusion") {
         return Some("leave it out: kernels are fused where they can be");
     }
-    OTHER_NAMES.iter().find(|(names, _)| names.contains(&name)).map(|(_, instead)| *instead)
+    find(&OTHER_NAMES, &name)
 }
 
-/// `error` with what to do instead, where it is about such a flag.
-pub fn explain(mut error: clap::Error) -> clap::Error {
+/// `error` with what to do instead, where it is about a flag that `instead_of` knows.
+pub fn explain(mut error: clap::Error, instead_of: fn(&str) -> Option<&'static str>) -> clap::Error {
     let unknown = match error.get(ContextKind::InvalidArg) {
         Some(ContextValue::String(name)) if error.kind() == ErrorKind::UnknownArgument => name,
         _ => return error,
@@ -89,7 +126,10 @@ pub fn explain(mut error: clap::Error) -> clap::Error {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
+    use crate::cli::Cli;
     use crate::cli::flags::sections;
 
     #[test]
@@ -107,15 +147,26 @@ mod tests {
     fn the_documentation_has_no_others() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/migrating.md");
         let text = std::fs::read_to_string(path).unwrap();
-        let table = text.split("## ").find(|part| part.starts_with("Flags of other names")).unwrap();
-        let flags = table.lines().filter(|line| line.starts_with("| `--")).flat_map(|line| {
-            let names = line.split('|').nth(1).unwrap().split('`').skip(1).step_by(2);
-            names.filter(|name| !name.contains(['…', ' '])).map(str::to_string).collect::<Vec<_>>()
-        });
-        let flags: Vec<String> = flags.collect();
+        let flags_of = |title: &str| -> Vec<String> {
+            let table = text.split("## ").find(|part| part.starts_with(title)).unwrap();
+            let lines = table.lines().filter(|line| line.starts_with("| `--"));
+            let names = lines.flat_map(|line| line.split('|').nth(1).unwrap().split('`').skip(1).step_by(2));
+            names.filter(|name| !name.contains(['…', ' '])).map(str::to_string).collect()
+        };
+        let flags = flags_of("Flags of other names");
         assert!(flags.len() > 15, "{flags:?}");
         for flag in flags {
             assert!(instead_of(&flag).is_some(), "{flag}");
+        }
+        let launch = Cli::command().find_subcommand("launch").unwrap().clone();
+        let known = |flag: &str| launch.get_arguments().any(|arg| arg.get_long() == Some(&bare(flag)));
+        let flags = flags_of("Launchers");
+        for flag in &flags {
+            assert!(instead_of_launchers(flag).is_some() != known(flag), "{flag}");
+        }
+        for (names, _) in OTHER_LAUNCHERS {
+            let told = |name: &&str| flags.iter().any(|flag| bare(flag) == **name);
+            assert!(names.iter().all(told), "{names:?} are not in the documentation");
         }
     }
 

@@ -154,8 +154,8 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
         Some(place) if place.world_size == world_size => place,
         Some(place) => {
             return Err(Error::usage(format!(
-                "WORLD_SIZE = {} (environment) ranks were started, but tp · pp · dp = {world_size}",
-                place.world_size
+                "{} = {} (environment) ranks were started, but tp · pp · dp = {world_size}",
+                place.variables.world_size, place.world_size
             )));
         }
         None if world_size == 1 => RankInfo::alone(),

@@ -1,18 +1,58 @@
-//! From the ends of several ranks to the one message that names the cause.
+//! From the ends of several ranks to the one message that names the cause; and of several machines, whose supervisors tell that of their ranks.
+
+use std::fmt;
 
 use super::process::{Exit, signal_name};
 use crate::fault::Fault;
 
-/// A rank that ended badly. Kept in the order in which they ended.
+/// A process that a supervisor started.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Who {
+    Rank(usize),
+    /// A machine, by its supervisor.
+    Host(String),
+}
+
+impl fmt::Display for Who {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} {}", self.kind(), self.short())
+    }
+}
+
+impl Who {
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Rank(_) => "rank",
+            Self::Host(_) => "host",
+        }
+    }
+
+    fn short(&self) -> String {
+        match self {
+            Self::Rank(rank) => rank.to_string(),
+            Self::Host(name) => name.clone(),
+        }
+    }
+}
+
+/// Several of a kind: `rank 1, 3`.
+pub fn listed(who: &[Who]) -> String {
+    let names: Vec<String> = who.iter().map(Who::short).collect();
+    format!("{} {}", who.first().map_or("rank", Who::kind), names.join(", "))
+}
+
+/// A rank, or host, that ended badly. Kept in the order in which they ended.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    pub rank: usize,
+    pub who: Who,
     pub pid: u32,
     pub exit: Exit,
     /// What the rank itself said, if it is one of ours.
     pub fault: Option<Fault>,
     /// The last line of its standard error.
     pub last_line: Option<String>,
+    /// What its end tells where it could not say anything itself.
+    pub explanation: Option<String>,
 }
 
 impl Failure {
@@ -37,37 +77,39 @@ pub fn describe(failures: &[Failure], started: usize, advice: Option<&str>) -> S
     let Some(cause) = cause(failures) else {
         return "the run failed".to_string();
     };
+    let Failure { who, pid, .. } = cause;
     let message = match (&cause.fault, cause.exit) {
         (Some(fault), _) => with_ranks(fault, cause, failures, started),
+        (None, _) if let Some(explanation) = &cause.explanation => explanation.clone(),
         (None, Exit::Signal(signal)) => {
-            format!("rank {} (pid {}) was killed by {}{}", cause.rank, cause.pid, signal_name(signal), hint(signal))
+            format!("{who} (pid {pid}) was killed by {}{}", signal_name(signal), hint(signal))
         }
         (None, Exit::Code(code)) => {
             let last = cause.last_line.as_ref().map_or(String::new(), |line| format!("; its last line was: {line}"));
-            format!("rank {} (pid {}) exited with code {code}{last}", cause.rank, cause.pid)
+            format!("{who} (pid {pid}) exited with code {code}{last}")
         }
     };
     let died = cause.fault.is_none() && started > 1;
-    let stopped = if died { "; the other ranks were stopped" } else { "" };
+    let stopped = if died { format!("; the other {}s were stopped", who.kind()) } else { String::new() };
     let advice = advice.filter(|_| died).map_or(String::new(), |advice| format!(". {advice}"));
     format!("{message}{stopped}{advice}")
 }
 
 fn with_ranks(fault: &Fault, cause: &Failure, failures: &[Failure], started: usize) -> String {
-    let same: Vec<usize> = failures
+    let mut same: Vec<&Who> = failures
         .iter()
         .filter(|f| f.fault.as_ref().is_some_and(|other| other.message == fault.message))
-        .map(|f| f.rank)
+        .map(|f| &f.who)
         .collect();
+    let kind = cause.who.kind();
     match same.len() {
         0 | 1 if started == 1 => fault.message.clone(),
-        0 | 1 => format!("rank {}: {}", cause.rank, fault.message),
-        n if n == started => format!("{} (on all ranks)", fault.message),
+        0 | 1 => format!("{}: {}", cause.who, fault.message),
+        n if n == started => format!("{} (on all {kind}s)", fault.message),
         _ => {
-            let mut same = same;
             same.sort_unstable();
-            let same: Vec<String> = same.iter().map(usize::to_string).collect();
-            format!("{} (on ranks {})", fault.message, same.join(", "))
+            let same: Vec<String> = same.into_iter().map(Who::short).collect();
+            format!("{} (on {kind}s {})", fault.message, same.join(", "))
         }
     }
 }
@@ -88,11 +130,18 @@ mod tests {
 
     fn said(rank: usize, message: &str, blames_a_peer: bool) -> Failure {
         let fault = Some(Fault { message: message.to_string(), blames_a_peer, comes_again: false });
-        Failure { rank, pid: 100 + rank as u32, exit: Exit::Code(1), fault, last_line: None }
+        Failure { fault, exit: Exit::Code(1), ..killed(rank) }
     }
 
     fn killed(rank: usize) -> Failure {
-        Failure { rank, pid: 100 + rank as u32, exit: Exit::Signal(libc::SIGKILL), fault: None, last_line: None }
+        Failure {
+            who: Who::Rank(rank),
+            pid: 100 + rank as u32,
+            exit: Exit::Signal(libc::SIGKILL),
+            fault: None,
+            last_line: None,
+            explanation: None,
+        }
     }
 
     #[test]
@@ -102,6 +151,15 @@ mod tests {
         assert_eq!(describe(&two, 4, None), "disk full (on ranks 0, 1)");
         assert_eq!(describe(&two[..1], 4, None), "rank 1: disk full");
         assert_eq!(describe(&two[..1], 1, None), "disk full");
+    }
+
+    #[test]
+    fn hosts_are_called_by_their_names() {
+        let host = |name: &str, message: &str| Failure { who: Who::Host(name.to_string()), ..said(0, message, false) };
+        assert_eq!(describe(&[host("b", "rank 2: disk full")], 2, None), "host b: rank 2: disk full");
+        let unreachable = Failure { explanation: Some("ssh to host a failed".into()), fault: None, ..host("a", "") };
+        assert_eq!(describe(&[unreachable], 2, None), "ssh to host a failed; the other hosts were stopped");
+        assert_eq!(listed(&[Who::Rank(1), Who::Rank(3)]), "rank 1, 3");
     }
 
     #[test]

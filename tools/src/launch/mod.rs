@@ -1,15 +1,22 @@
 //! Starting and supervising ranks.
 
 mod failure;
+mod hostfile;
 mod inherited;
+mod local;
 mod output;
 mod plan;
 mod process;
+mod remote;
+mod requests;
 mod restarts;
 mod supervisor;
 mod watch;
 
+pub use hostfile::{Host, read as read_hostfile};
 pub use inherited::{adjust, is_ignored};
-pub use plan::{MAX_RESTARTS, OWN_RANKS, Plan, STORE_SERVED, Style};
+pub use local::Ranks;
+pub use plan::{MAX_RESTARTS, OWN_RANKS, Plan, STORE_SERVED, Style, Work};
+pub use remote::{Hosts, exported, is_here, is_loopback};
 pub use restarts::{free_port, supervise};
 pub use watch::watch_supervisor;

@@ -1,13 +1,13 @@
-//! What is started, and with which variables.
+//! What is started, and how it is treated.
 
-use std::ffi::OsString;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
-use super::watch;
-use crate::error::{Error, Result};
-use crate::fault::SUPERVISED;
-use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
+use super::failure::Who;
+use super::local::Ranks;
+use super::process::Exit;
+use super::remote::Hosts;
+use crate::error::Result;
 
 /// Set for ranks whose supervisor serves the store at MASTER_ADDR:MASTER_PORT.
 pub const STORE_SERVED: &str = "MEGATRON_STORE_SERVED";
@@ -18,7 +18,7 @@ pub const OWN_RANKS: &str = "MEGATRON_OWN_RANKS";
 /// torchrun's variable: how often ranks may be started again.
 pub const MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
 /// torchrun's variable: how often they were.
-const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 
 /// How ranks' output is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,97 +32,80 @@ pub enum Style {
 /// What to start, and how to treat it.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Program and arguments of every rank.
-    pub command: Vec<OsString>,
-    /// Ranks on this machine.
-    pub local_ranks: usize,
-    /// Machines, all with as many ranks.
-    pub nodes: usize,
-    /// Which of them this is.
-    pub node_rank: usize,
-    /// MASTER_ADDR and MASTER_PORT.
-    pub master: (String, u16),
-    /// Whether any free port does.
-    pub any_port: bool,
-    /// Whether this process serves the store there, so that rank 0 does not.
-    pub serves_store: bool,
-    pub style: Style,
-    /// How long the other ranks may take to notice a failure by themselves.
+    pub work: Work,
+    /// How long the others may take to notice a failure by themselves.
     pub self_end: Duration,
-    /// How long ranks may take to stop when asked to; as long as they need if `None`.
+    /// How long they may take to stop when asked to; as long as they need if `None`.
     pub stop_limit: Option<Duration>,
     /// How often all ranks are started again after one failed.
     pub max_restarts: u32,
     /// What to do after a rank died.
     pub advice: Option<String>,
-    /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on another host.
-    pub shares_gpus: bool,
+    /// Whether the launcher of several machines started this process, speaks to it over its standard input, and tells its user why ranks failed.
+    pub over_stdin: bool,
+}
+
+/// The processes of a plan.
+#[derive(Clone, Debug)]
+pub enum Work {
+    Ranks(Ranks),
+    /// A supervisor on each of several machines.
+    Hosts(Hosts),
+}
+
+impl Work {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Ranks(ranks) => ranks.local_ranks,
+            Self::Hosts(hosts) => hosts.hosts.len(),
+        }
+    }
+
+    /// Whether ranks are on other machines, too.
+    pub fn is_part(&self) -> bool {
+        matches!(self, Self::Ranks(ranks) if ranks.nodes > 1)
+    }
+
+    /// Whether these are the ranks of one run, whose output is the run's.
+    pub fn is_run(&self) -> bool {
+        matches!(self, Self::Ranks(ranks) if ranks.style == Style::Run)
+    }
+
+    /// Process `index`, as messages call it.
+    pub fn who(&self, index: usize) -> Who {
+        match self {
+            Self::Ranks(ranks) => Who::Rank(ranks.rank(index)),
+            Self::Hosts(hosts) => Who::Host(hosts.hosts[index].name.clone()),
+        }
+    }
+
+    /// What lines of process `index` begin with.
+    pub fn prefix(&self, index: usize) -> String {
+        match self {
+            Self::Ranks(ranks) => ranks.prefix(index),
+            Self::Hosts(hosts) => format!("{}: ", hosts.hosts[index].name),
+        }
+    }
+
+    /// Why process `index` ended so, where it could not say so itself and that tells.
+    pub fn explain(&self, index: usize, exit: Exit, last_line: Option<&str>) -> Option<String> {
+        match self {
+            Self::Ranks(_) => None,
+            Self::Hosts(hosts) => hosts.explain(index, exit, last_line),
+        }
+    }
 }
 
 impl Plan {
-    /// The rank of local rank `index`.
-    pub fn rank(&self, index: usize) -> usize {
-        self.node_rank * self.local_ranks + index
-    }
-
-    /// The command of local rank `index`, with torchrun's variables, for ranks that were started again `restarts` times.
+    /// The command of process `index`, for processes that were started again `restarts` times.
     ///
     /// # Errors
     /// If there is none.
     pub fn command(&self, index: usize, restarts: u32) -> Result<Command> {
-        let (program, arguments) =
-            self.command.split_first().ok_or_else(|| Error::usage("no command to start; put it after `--`"))?;
-        let mut command = Command::new(program);
-        let numbers = [
-            ("RANK", self.rank(index)),
-            ("WORLD_SIZE", self.nodes * self.local_ranks),
-            ("LOCAL_RANK", index),
-            ("LOCAL_WORLD_SIZE", self.local_ranks),
-            ("GROUP_RANK", self.node_rank),
-            ("GROUP_WORLD_SIZE", self.nodes),
-            ("ROLE_RANK", self.rank(index)),
-            ("ROLE_WORLD_SIZE", self.nodes * self.local_ranks),
-            ("MASTER_PORT", usize::from(self.master.1)),
-        ];
-        command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
-        command.env(MAX_RESTARTS, self.max_restarts.to_string()).env(RESTART_COUNT, restarts.to_string());
-        command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, watch::supervisor());
-        // Said of the port of whoever started this process; ranks use the one given here.
-        command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
-        if self.shares_gpus {
-            command.env("NCCL_HOSTID", format!("rank-{}", self.rank(index)));
-        }
-        if std::env::var_os(GPU_QUEUES).is_none() {
-            command.env(GPU_QUEUES, MOST_GPU_QUEUES.to_string());
-        }
-        if std::env::var_os(NCCL_CONNECTS_LATE).is_none() {
-            command.env(NCCL_CONNECTS_LATE, "0");
-        }
-        match self.style {
-            Style::Run => command.env(OWN_RANKS, "1"),
-            Style::Command => command.env_remove(OWN_RANKS),
-        };
-        if self.serves_store {
-            command.env(STORE_SERVED, "1");
-        }
-        let threads = (std::thread::available_parallelism().map_or(1, usize::from) / self.local_ranks).max(1);
-        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
-            if std::env::var_os(name).is_none() {
-                command.env(name, threads.to_string());
-            }
-        }
-        let inherits = self.style == Style::Run && index == 0;
-        command.stdin(Stdio::null()).stderr(Stdio::piped());
-        command.stdout(if inherits { Stdio::inherit() } else { Stdio::piped() });
-        Ok(command)
-    }
-
-    /// What its lines begin with.
-    pub fn prefix(&self, index: usize) -> String {
-        match self.style {
-            Style::Command => format!("[{}]: ", self.rank(index)),
-            Style::Run if index == 0 => String::new(),
-            Style::Run => format!("[rank {}] ", self.rank(index)),
+        match &self.work {
+            Work::Ranks(ranks) => ranks.command(index, restarts, self.max_restarts),
+            Work::Hosts(hosts) => Ok(hosts.command(index)),
         }
     }
 }

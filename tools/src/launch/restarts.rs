@@ -6,12 +6,11 @@
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::consts::SIGHUP;
 
-use super::inherited::is_ignored;
-use super::plan::Plan;
+use super::plan::{Plan, Work};
 use super::process::Exit;
+use super::requests::Requests;
 use super::supervisor::attempt;
 use crate::error::{Error, Result};
 
@@ -36,24 +35,23 @@ const TICK: Duration = Duration::from_millis(20);
 /// # Errors
 /// If a rank cannot be started.
 pub fn supervise(plan: &Plan) -> Result<u8> {
-    // `nohup` and the like have them ignored.
-    let listened = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
-    let mut signals =
-        Signals::new(listened).map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
+    let mut requests = Requests::listen(plan.over_stdin)?;
     let mut plan = plan.clone();
     let mut restarts = 0;
     loop {
-        let End { code, again } = attempt(&plan, restarts, &mut signals)?;
+        let End { code, again } = attempt(&plan, restarts, &mut requests)?;
         if !again {
             return Ok(code);
         }
-        if let Some(signal) = pause(PAUSE[usize::from(plan.nodes > 1)], &mut signals) {
+        if let Some(signal) = pause(PAUSE[usize::from(plan.work.is_part())], &mut requests) {
             return Ok(Exit::Signal(signal).code());
         }
         restarts += 1;
-        if plan.any_port {
+        if let Work::Ranks(ranks) = &mut plan.work
+            && ranks.any_port
+        {
             // Another program may have taken the one before.
-            plan.master.1 = free_port()?;
+            ranks.master.1 = free_port()?;
         }
     }
 }
@@ -70,11 +68,11 @@ pub fn free_port() -> Result<u16> {
 }
 
 /// The signal that came meanwhile: there are no ranks that it would have to reach.
-fn pause(time: Duration, signals: &mut Signals) -> Option<i32> {
+fn pause(time: Duration, requests: &mut Requests) -> Option<i32> {
     let since = Instant::now();
     while since.elapsed() < time {
         // SIGHUP comes with another.
-        if let Some(signal) = signals.pending().min_by_key(|&signal| signal == SIGHUP) {
+        if let Some(signal) = requests.pending().min_by_key(|&signal| signal == SIGHUP) {
             return Some(signal);
         }
         std::thread::sleep(TICK);

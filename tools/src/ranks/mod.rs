@@ -16,7 +16,7 @@ use self::queues::{Queues, overlaps};
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
 use crate::fault;
-use crate::launch::{Plan, STORE_SERVED, Style, supervise};
+use crate::launch::{Plan, Ranks, STORE_SERVED, Style, Work, supervise};
 
 /// More ranks on one machine are taken for a mistake.
 const MOST_RANKS: usize = 1024;
@@ -68,19 +68,23 @@ pub fn start(
     let mut command = vec![program.into_os_string()];
     command.extend(std::env::args_os().skip(1));
     supervise(&Plan {
-        command,
-        local_ranks: ranks,
-        nodes: 1,
-        node_rank: 0,
-        master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
-        any_port: false,
-        serves_store: store.is_some(),
-        style: Style::Run,
+        work: Work::Ranks(Ranks {
+            command,
+            local_ranks: ranks,
+            nodes: 1,
+            node_rank: 0,
+            master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
+            any_port: false,
+            serves_store: store.is_some(),
+            style: Style::Run,
+            shares_gpus: share_gpus(ranks, distributed.device),
+            variables: vec![],
+        }),
         self_end: Duration::from_secs(5),
         stop_limit,
         max_restarts: distributed.max_restarts,
         advice,
-        shares_gpus: share_gpus(ranks, distributed.device),
+        over_stdin: false,
     })
 }
 
@@ -208,8 +212,9 @@ pub fn join(
 ) -> Result<Joined> {
     let World { group, local_rank, local_world_size } = meet(place, distributed, communicators)?;
     let choice = distributed.device;
+    let sharers = sharers(&group.all_gather_bytes(own_cores().as_bytes())?, group.rank(), local_world_size);
     let open = || {
-        let threads = use_threads(threads, local_world_size)?;
+        let threads = use_threads(threads, sharers)?;
         let device = choice.open(local_rank).map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
         Ok((threads, device))
     };
@@ -218,6 +223,20 @@ pub fn join(
     check_alike(&group.all_gather_bytes(here.as_bytes())?)?;
     let world = over_gpus(group, distributed, &device)?;
     Ok(Joined { world, device, threads })
+}
+
+/// The cores that this process may run on, of this machine.
+fn own_cores() -> String {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let cores = status.lines().find(|line| line.starts_with("Cpus_allowed_list")).unwrap_or_default();
+    format!("{} {cores}", megatron::comm::rendezvous::this_host())
+}
+
+/// How many ranks share the cores of rank `rank`, where each has told its own. `srun` and `mpirun` may bind each to cores that the others do not use,
+/// of which every rank then takes all.
+fn sharers(cores: &[Vec<u8>], rank: usize, local_world_size: usize) -> usize {
+    // Machines may be called alike.
+    cores.iter().filter(|other| **other == cores[rank]).count().min(local_world_size)
 }
 
 const ON_GPU: &str = "a GPU";
@@ -239,7 +258,7 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
     if place.world_size == 1 {
         return Ok(World { group: comm::solo(), local_rank: place.local_rank.unwrap_or(0), local_world_size: 1 });
     }
-    let rendezvous = match (&distributed.rendezvous, Rendezvous::from_env(place.rank, environment)) {
+    let rendezvous = match (&distributed.rendezvous, Rendezvous::from_env(place, environment)) {
         (Some(url), _) => Rendezvous::from_url(place.rank, url)?,
         (None, Ok(Rendezvous::Tcp { host, port, .. })) if environment(STORE_SERVED).is_some() => {
             Rendezvous::Tcp { host, port, is_host: false }
@@ -337,7 +356,17 @@ mod tests {
 
     use megatron::comm::RankInfo;
 
-    use super::{ON_CPU, ON_GPU, check_alike, patience, use_threads};
+    use super::{ON_CPU, ON_GPU, check_alike, own_cores, patience, sharers, use_threads};
+
+    #[test]
+    fn ranks_that_are_bound_to_cores_of_their_own_share_them_with_nobody() {
+        assert!(own_cores().contains("Cpus_allowed_list"));
+        let told = |cores: [&str; 4], rank, local| sharers(&cores.map(|cores| cores.as_bytes().to_vec()), rank, local);
+        assert_eq!(told(["a 0-7"; 4], 1, 4), 4);
+        assert_eq!(told(["a 0-7"; 4], 1, 2), 2, "of machines called alike");
+        assert_eq!(told(["a 0-3", "a 4-7", "a 0-3", "a 4-7"], 2, 4), 2);
+        assert_eq!(told(["a 0-3", "a 4-7", "b 0-3", "b 4-7"], 2, 2), 1);
+    }
 
     #[test]
     fn ranks_of_several_machines_wait_for_each_other_as_long_as_in_the_run() {

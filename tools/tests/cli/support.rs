@@ -1,5 +1,6 @@
 //! Running the program and waiting for what it does.
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::Once;
@@ -21,11 +22,15 @@ fn hear_signals() {
 pub fn megatron() -> Command {
     hear_signals();
     let mut command = Command::new(env!("CARGO_BIN_EXE_megatron"));
-    for name in
-        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAYON_NUM_THREADS"]
-    {
+    let names =
+        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAYON_NUM_THREADS"];
+    let of_launchers = std::env::vars_os().map(|(name, _)| name).filter(|name| {
+        let name = name.to_string_lossy();
+        ["SLURM_", "OMPI_", "PMI_", "MPI_LOCAL"].iter().any(|prefix| name.starts_with(prefix))
+    });
+    names.into_iter().map(OsString::from).chain(of_launchers).for_each(|name| {
         command.env_remove(name);
-    }
+    });
     command
 }
 

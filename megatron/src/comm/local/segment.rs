@@ -197,7 +197,7 @@ impl Segment {
         // Two that write the same rings and windows would spoil the results of all.
         slot.pid.compare_exchange(0, this.pid, Ordering::AcqRel, Ordering::Acquire).map_err(|other| {
             Error::config(format!(
-                "another process (pid {other}) also joined as RANK={}; give every process a RANK of its own",
+                "another process (pid {other}) also joined as rank {}; give every process a rank of its own",
                 self.rank
             ))
         })?;
@@ -310,6 +310,6 @@ mod tests {
         let join = || Segment::join(std::process::id(), segment.fd().unwrap(), 1, 2, 7);
         let _joined = join().unwrap();
         let message = join().err().unwrap().to_string();
-        assert!(message.contains(&format!("pid {}", std::process::id())) && message.contains("RANK=1"), "{message}");
+        assert!(message.contains(&format!("pid {}", std::process::id())) && message.contains("rank 1"), "{message}");
     }
 }

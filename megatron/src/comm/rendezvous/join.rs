@@ -140,7 +140,7 @@ pub(crate) fn join(
             let members = read_members(store, nonce, info.world_size)?;
             // Another process may have taken this rank just before the verdict.
             if members[info.rank].token != me.token {
-                return Err(Error::config(twice(info.rank)));
+                return Err(Error::config(twice(info, info.rank)));
             }
             Ok((nonce, members))
         }
@@ -151,8 +151,9 @@ pub(crate) fn join(
     }
 }
 
-fn twice(rank: usize) -> String {
-    format!("rendezvous: another process also joined as RANK={rank}; give every process a RANK of its own")
+fn twice(info: &RankInfo, rank: usize) -> String {
+    let name = info.variables.rank;
+    format!("rendezvous: another process also joined as {name}={rank}; give every process a {name} of its own")
 }
 
 fn lead(joining: Joining) -> Result<(u64, Verdict)> {
@@ -178,7 +179,7 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
         // Said after the welcome, through which the second process hears of it, too.
         let replaced = answered.iter().find(|(rank, token)| welcomed.get(*rank).is_some_and(|there| there != *token));
         if let Some((rank, _)) = replaced {
-            return Ok(Some(Verdict::Refused(twice(*rank))));
+            return Ok(Some(Verdict::Refused(twice(info, *rank))));
         }
         // Only those who have answered are of this run; other cards may be old.
         let mut members = BTreeMap::new();
@@ -191,8 +192,10 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
         for (rank, member) in &members {
             if member.world_size != info.world_size {
                 return Ok(Some(Verdict::Refused(format!(
-                    "rendezvous: rank 0 was started with WORLD_SIZE={} but rank {rank} with WORLD_SIZE={}",
-                    info.world_size, member.world_size
+                    "rendezvous: rank 0 was started with {name}={} but rank {rank} with {name}={}",
+                    info.world_size,
+                    member.world_size,
+                    name = info.variables.world_size
                 ))));
             }
             if member.backend != me.backend {
@@ -242,7 +245,7 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
         }
         let there: Option<Member> = read(store, &card(info.rank))?;
         if there.is_some_and(|there| there.token != me.token) {
-            return Err(Error::config(twice(info.rank)));
+            return Err(Error::config(twice(info, info.rank)));
         }
         // From then on rank 0 tells who is missing.
         if joined.is_some() {

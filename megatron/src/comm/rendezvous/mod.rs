@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+pub use self::env::Variables;
 pub use self::file_store::FileStore;
 pub use self::host::name as this_host;
 pub(crate) use self::join::Member;
@@ -48,6 +49,8 @@ pub struct RankInfo {
     pub local_world_size: Option<usize>,
     /// Name of this host, as others can reach it; see [`this_host`].
     pub host: String,
+    /// What its numbers are called.
+    pub variables: Variables,
 }
 
 impl RankInfo {
@@ -56,19 +59,21 @@ impl RankInfo {
     /// # Errors
     /// If they do not; the message names each.
     pub fn validate(&self) -> Result<()> {
-        let Self { rank, world_size, local_rank, local_world_size, .. } = self;
+        let Self { rank, world_size, local_rank, local_world_size, variables: names, .. } = self;
+        let world = format!("{}={world_size}", names.world_size);
         if rank >= world_size {
-            return Err(Error::config(format!("RANK={rank} must be below WORLD_SIZE={world_size}")));
+            return Err(Error::config(format!("{}={rank} must be below {world}", names.rank)));
         }
-        if let Some(size) = local_world_size.filter(|size| size > world_size) {
-            return Err(Error::config(format!("LOCAL_WORLD_SIZE={size} must not exceed WORLD_SIZE={world_size}")));
+        let local_world = local_world_size.map(|size| format!("{}={size}", names.local_world_size));
+        if let (Some(size), Some(local_world)) = (local_world_size, &local_world)
+            && size > world_size
+        {
+            return Err(Error::config(format!("{local_world} must not exceed {world}")));
         }
-        let (most, name) = match local_world_size {
-            Some(size) => (size, "LOCAL_WORLD_SIZE"),
-            None => (world_size, "WORLD_SIZE"),
-        };
-        if let Some(local) = local_rank.filter(|local| local >= most) {
-            return Err(Error::config(format!("LOCAL_RANK={local} must be below {name}={most}")));
+        let most = local_world_size.unwrap_or(*world_size);
+        if let Some(local) = local_rank.filter(|local| *local >= most) {
+            let most = local_world.unwrap_or(world);
+            return Err(Error::config(format!("{}={local} must be below {most}", names.local_rank)));
         }
         Ok(())
     }
@@ -318,7 +323,8 @@ mod tests {
         let told = [(None, None), (Some(1), Some(2)), (Some(3), None), (None, Some(4))];
         let found = |rank| {
             told.map(|(local_rank, local_world_size)| {
-                RankInfo { rank, world_size: 5, local_rank, local_world_size, host: "a".into() }.local(&members)
+                let here = RankInfo { host: "a".into(), ..RankInfo::alone() };
+                RankInfo { rank, world_size: 5, local_rank, local_world_size, ..here }.local(&members)
             })
         };
         assert_eq!(found(2), [(1, 3), (1, 2), (3, 4), (1, 4)]);

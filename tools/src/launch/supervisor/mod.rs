@@ -1,17 +1,18 @@
-//! One round of the ranks of this machine: starts them, relays their output and signals, and ends them together.
+//! One round of the ranks of this machine, or of the supervisors of several: starts them, relays their output and signals, and ends them together.
+
+mod conclusion;
 
 use std::io;
 use std::process::Child;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL};
 
-use super::failure::{Failure, cause, describe};
 use super::output::{Event, Printer, Stream, forward};
-use super::plan::{Plan, Style};
+use super::plan::Plan;
 use super::process::{Exit, died_of_a_signal, reap, signal_group, signal_name, spawn};
+use super::requests::{Control, Requests};
 use super::restarts::End;
 use crate::error::{Error, Result};
 use crate::fault::Fault;
@@ -28,14 +29,11 @@ const UNREAD: Duration = Duration::from_secs(2);
 /// Advice where a thread could not be started.
 const MORE_PROCESSES: &str = "raise `ulimit -u`, or the container's limit of processes";
 
-/// The codes of ranks that stopped because they were asked to.
-const STOPPED_BY_INT: i32 = 128 + SIGINT;
-const STOPPED_BY_TERM: i32 = 128 + SIGTERM;
-const STOPPED_BY_HUP: i32 = 128 + SIGHUP;
-
-/// A rank of this machine.
+/// A rank of this machine, or the supervisor of another.
 struct Rank {
     child: Option<Child>,
+    /// Where the latter hears what signals would tell it.
+    control: Option<Control>,
     /// Of its output: somebody may still write to them.
     open_streams: usize,
     pid: u32,
@@ -65,17 +63,17 @@ enum Phase {
 ///
 /// # Errors
 /// If a rank cannot be started.
-pub fn attempt(plan: &Plan, restarts: u32, signals: &mut Signals) -> Result<End> {
+pub fn attempt(plan: &Plan, restarts: u32, requests: &mut Requests) -> Result<End> {
     let mut supervisor = Supervisor::start(plan, restarts)?;
     loop {
         supervisor.relay(TICK);
-        supervisor.interrupt_all(signals.pending());
+        supervisor.interrupt_all(requests.pending());
         supervisor.reap()?;
         supervisor.enforce_deadlines();
         if supervisor.ranks.iter().all(|r| r.child.is_none()) {
-            supervisor.drain(signals);
+            supervisor.drain(requests);
             let end = supervisor.conclude();
-            let asked = supervisor.finish_printing(signals);
+            let asked = supervisor.finish_printing(requests);
             return Ok(End { again: end.again && !asked, ..end });
         }
     }
@@ -122,15 +120,15 @@ impl<'a> Supervisor<'a> {
             overdue: false,
             ended_badly: Vec::new(),
         };
-        for index in 0..plan.local_ranks {
+        for index in 0..plan.work.len() {
             let mut command = plan.command(index, restarts)?;
             // On an error `started` is dropped, which kills the ranks before this one.
             let mut child = spawn(&mut command).map_err(|source| Error::Io {
-                action: format!("start rank {} ({})", plan.rank(index), command.get_program().to_string_lossy()),
+                action: format!("start {} ({})", plan.work.who(index), command.get_program().to_string_lossy()),
                 source,
             })?;
             let unread = |source| Error::Io {
-                action: format!("start a thread that reads what rank {} prints ({MORE_PROCESSES})", plan.rank(index)),
+                action: format!("start a thread that reads what {} prints ({MORE_PROCESSES})", plan.work.who(index)),
                 source,
             };
             let mut open_streams = 0;
@@ -144,9 +142,10 @@ impl<'a> Supervisor<'a> {
             }
             started.ranks.push(Rank {
                 pid: child.id(),
+                control: child.stdin.take().map(Control::new),
                 child: Some(child),
                 open_streams,
-                prefix: plan.prefix(index),
+                prefix: plan.work.prefix(index),
                 fault: None,
                 last_line: None,
                 told: None,
@@ -221,20 +220,22 @@ impl<'a> Supervisor<'a> {
     }
 
     /// Passes a signal on as SIGTERM, which our ranks take as "save and stop". Of those that follow only SIGINT, from someone who does not want
-    /// to wait, kills: schedulers repeat SIGTERM, and systemd sends SIGHUP after it.
+    /// to wait, kills: schedulers repeat SIGTERM, and systemd sends SIGHUP after it. The launcher of several machines asks for SIGKILL.
     fn interrupt(&mut self, signal: i32) {
         self.asked = true;
         match self.phase {
             Phase::Running => {
-                if self.plan.style == Style::Run {
+                if self.plan.work.is_run() {
                     let note = format!("{}: saving and stopping; Ctrl-C now stops at once", signal_name(signal));
                     self.printer.print(Stream::Stderr, "", &note);
                 }
-                self.signal_all(libc::SIGTERM);
+                self.signal_all(if signal == SIGKILL { SIGKILL } else { libc::SIGTERM });
                 self.stop = Some(signal);
                 self.phase = Phase::Stopping { since: Instant::now() };
             }
-            Phase::Stopping { .. } | Phase::Failing { .. } if signal == SIGINT => self.signal_all(libc::SIGKILL),
+            Phase::Stopping { .. } | Phase::Failing { .. } if matches!(signal, SIGINT | SIGKILL) => {
+                self.signal_all(libc::SIGKILL);
+            }
             Phase::Stopping { .. } | Phase::Failing { .. } => {}
         }
     }
@@ -243,7 +244,10 @@ impl<'a> Supervisor<'a> {
         for rank in &mut self.ranks {
             if let Some(child) = &rank.child {
                 rank.told = Some(signal);
-                signal_group(child, signal);
+                match &mut rank.control {
+                    Some(control) => control.tell(signal),
+                    None => signal_group(child, signal),
+                }
             }
         }
     }
@@ -263,6 +267,8 @@ impl<'a> Supervisor<'a> {
             }
             let Some(exit) = reap(child).map_err(|e| wait_error(rank.pid, e))? else { continue };
             rank.child = None;
+            // The end of its input ends what may still run there.
+            rank.control = None;
             rank.exit = Some(exit);
             let as_told = match exit {
                 Exit::Signal(signal) => rank.told == Some(signal),
@@ -283,6 +289,13 @@ impl<'a> Supervisor<'a> {
     }
 
     fn enforce_deadlines(&mut self) {
+        for rank in &self.ranks {
+            if let (Some(child), Some(control)) = (&rank.child, &rank.control)
+                && control.is_overdue()
+            {
+                signal_group(child, libc::SIGKILL);
+            }
+        }
         match self.phase {
             Phase::Running => {}
             Phase::Stopping { since } => {
@@ -305,27 +318,12 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Names, once, the ranks that had `limit` to stop and still run.
-    fn tell_overdue(&mut self, limit: Duration) {
-        if std::mem::replace(&mut self.overdue, true) {
-            return;
-        }
-        let running = self.ranks.iter().enumerate().filter(|(_, rank)| rank.child.is_some());
-        let late: Vec<String> = running.map(|(index, _)| self.plan.rank(index).to_string()).collect();
-        let message = format!(
-            "rank {} did not stop within {} s of being asked to, and was killed; what was not saved by then is lost",
-            late.join(", "),
-            limit.as_secs()
-        );
-        self.printer.print(Stream::Stderr, "error: ", &message);
-    }
-
     /// Shows what is still in the pipes. While somebody is slow to read it nothing of it is lost, unless a signal comes.
-    fn drain(&mut self, signals: &mut Signals) {
+    fn drain(&mut self, requests: &mut Requests) {
         let mut until = Instant::now() + DRAIN;
         while self.ranks.iter().any(|rank| rank.open_streams > 0) && Instant::now() < until {
             self.relay(TICK);
-            self.interrupt_all(signals.pending());
+            self.interrupt_all(requests.pending());
             if matches!(self.phase, Phase::Running) && self.printer.is_stuck() {
                 until = Instant::now() + DRAIN;
             }
@@ -333,14 +331,14 @@ impl<'a> Supervisor<'a> {
     }
 
     /// Waits until all is printed, but not for someone who does not read where somebody else wants the run to end: whether a signal asked for that.
-    fn finish_printing(&mut self, signals: &mut Signals) -> bool {
+    fn finish_printing(&mut self, requests: &mut Requests) -> bool {
         if self.unread > 0 {
             let note = format!("{} lines of ranks are not shown: nobody read what was printed", self.unread);
             self.printer.print(Stream::Stderr, "", &note);
         }
         let since = Instant::now();
         while !self.printer.is_done() {
-            let asked = signals.pending().count() > 0;
+            let asked = requests.pending().count() > 0;
             if asked || self.stop.is_some() && since.elapsed() >= UNREAD {
                 return asked;
             }
@@ -348,57 +346,18 @@ impl<'a> Supervisor<'a> {
         }
         false
     }
-
-    fn conclude(&mut self) -> End {
-        let last = |code| End { code, again: false };
-        if self.overdue {
-            return last(Exit::Signal(libc::SIGKILL).code());
-        }
-        let failures: Vec<Failure> = self
-            .ended_badly
-            .iter()
-            .map(|&(index, exit)| {
-                let rank = &self.ranks[index];
-                let (fault, last_line) = (rank.fault.clone(), rank.last_line.clone());
-                Failure { rank: self.plan.rank(index), pid: rank.pid, exit, fault, last_line }
-            })
-            .collect();
-        if let Some(code) = self.stopped(&failures) {
-            return last(code);
-        }
-        let Some(cause) = cause(&failures) else { return last(0) };
-        let most = self.plan.max_restarts;
-        let again = !self.asked && self.restarts < most && !cause.comes_again(self.restarts == 0);
-        let advice = self.plan.advice.as_deref().filter(|_| !again);
-        let message = describe(&failures, self.ranks.len(), advice);
-        let code = cause.exit.code().max(1);
-        self.printer.print(Stream::Stderr, "error: ", &message);
-        if again {
-            let note = format!("starting all ranks again (restart {} of at most {most})", self.restarts + 1);
-            self.printer.print(Stream::Stderr, "", &note);
-        }
-        End { code, again }
-    }
-
-    /// The code of a run that was stopped on request and did not fail.
-    fn stopped(&self, failures: &[Failure]) -> Option<u8> {
-        // A rank that was asked before it could listen died of it, and others miss it.
-        if let Some(signal) = self.stop.filter(|_| self.cut_short && failures.iter().all(Failure::blames_a_peer)) {
-            return Some(Exit::Signal(signal).code());
-        }
-        // Somebody else may have asked one of the ranks, here or on another machine: they saved, and say so by their codes.
-        let asked =
-            |rank: &Rank| matches!(rank.exit, Some(Exit::Code(0 | STOPPED_BY_INT | STOPPED_BY_TERM | STOPPED_BY_HUP)));
-        let well = self.ranks.iter().all(asked) && failures.iter().all(|f| f.fault.is_none());
-        failures.first().filter(|_| well).map(|first| first.exit.code())
-    }
 }
 
 impl Drop for Supervisor<'_> {
     fn drop(&mut self) {
         self.signal_all(libc::SIGKILL);
         for rank in &mut self.ranks {
+            // What runs at its other end ends with it.
+            let is_connection = rank.control.take().is_some();
             if let Some(child) = &mut rank.child {
+                if is_connection {
+                    signal_group(child, libc::SIGKILL);
+                }
                 let _ = child.wait();
             }
         }

@@ -1,0 +1,217 @@
+//! A rank's place in the world from the variables that launchers set.
+//!
+//! `torchrun`'s names (PyTorch Elastic): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; and those of Open MPI's `mpirun`, of
+//! MPICH's and Intel MPI's (hydra), and of Slurm's `srun` (`slurm`), where MASTER_ADDR and MASTER_PORT have defaults.
+
+mod slurm;
+
+use std::path::Path;
+
+use super::{RankInfo, Rendezvous};
+use crate::{Error, Result};
+
+/// Gives a variable's value by its name.
+trait Lookup: Fn(&str) -> Option<String> {}
+impl<F: Fn(&str) -> Option<String>> Lookup for F {}
+
+/// torchrun's port.
+const DEFAULT_PORT: usize = 29_500;
+
+/// The variables that told a rank its place, by which messages call its numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variables {
+    pub rank: &'static str,
+    pub world_size: &'static str,
+    pub local_rank: &'static str,
+    pub local_world_size: &'static str,
+}
+
+impl Variables {
+    /// torchrun's.
+    pub const TORCHRUN: Self =
+        Self { rank: "RANK", world_size: "WORLD_SIZE", local_rank: "LOCAL_RANK", local_world_size: "LOCAL_WORLD_SIZE" };
+    const OPEN_MPI: Self = Self {
+        rank: "OMPI_COMM_WORLD_RANK",
+        world_size: "OMPI_COMM_WORLD_SIZE",
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
+    };
+    const HYDRA: Self = Self {
+        rank: "PMI_RANK",
+        world_size: "PMI_SIZE",
+        local_rank: "MPI_LOCALRANKID",
+        local_world_size: "MPI_LOCALNRANKS",
+    };
+}
+
+/// Who started this process as a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Launcher {
+    Torchrun,
+    OpenMpi,
+    Hydra,
+    Slurm,
+}
+
+impl Launcher {
+    /// The one nearest to this process. `mpirun` starts its helpers by `srun` in a Slurm job, one on each node, and ranks inherit what Slurm told those;
+    /// the other way round, `srun` (with MpiDefault=pmi2) tells its own tasks PMI_RANK, too, shells among them, but nothing of MPI's local ranks.
+    fn found(lookup: &impl Lookup) -> Option<Self> {
+        let is_set = |name| lookup(name).is_some();
+        if is_set("RANK") {
+            Some(Self::Torchrun)
+        } else if is_set("OMPI_COMM_WORLD_RANK") {
+            Some(Self::OpenMpi)
+        } else if is_set("PMI_RANK") && is_set("MPI_LOCALRANKID") {
+            Some(Self::Hydra)
+        } else if slurm::is_task(lookup) {
+            Some(Self::Slurm)
+        } else {
+            (is_set("PMI_RANK") && !is_set("SLURM_JOB_ID")).then_some(Self::Hydra)
+        }
+    }
+
+    fn variables(self, lookup: &impl Lookup) -> Variables {
+        match self {
+            Self::Torchrun => Variables::TORCHRUN,
+            Self::OpenMpi => Variables::OPEN_MPI,
+            Self::Hydra => Variables::HYDRA,
+            Self::Slurm => Variables {
+                rank: "SLURM_PROCID",
+                world_size: slurm::tasks_variable(lookup),
+                local_rank: "SLURM_LOCALID",
+                local_world_size: slurm::tasks_per_node_variable(lookup),
+            },
+        }
+    }
+
+    /// What it is called, and the variable without which this process is no rank of it.
+    fn known_by(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Torchrun => ("torchrun", "RANK"),
+            Self::OpenMpi => ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK"),
+            Self::Hydra => ("MPICH's mpirun", "PMI_RANK"),
+            Self::Slurm => ("srun", "SLURM_STEP_ID"),
+        }
+    }
+}
+
+fn number(name: &str, value: &str) -> Result<usize> {
+    value.trim().parse().map_err(|_| Error::config(format!("{name}={value} is not a whole number")))
+}
+
+fn required(lookup: &impl Lookup, launcher: Launcher, name: &str) -> Result<String> {
+    lookup(name).ok_or_else(|| {
+        let (who, mark) = launcher.known_by();
+        Error::config(format!(
+            "{} is set but {name} is not; a launcher sets both (see {who}). Unset {mark} to start the ranks here",
+            launcher.variables(lookup).rank
+        ))
+    })
+}
+
+impl RankInfo {
+    /// This process's place in the world; `None` if no launcher made it a rank. `lookup` is given a variable's name.
+    ///
+    /// # Errors
+    /// If variables are missing, no numbers, or contradict each other; the message names each with its value.
+    pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let Some(launcher) = Launcher::found(&lookup) else { return Ok(None) };
+        let variables = launcher.variables(&lookup);
+        let rank = number(variables.rank, &required(&lookup, launcher, variables.rank)?)?;
+        let world_size = number(variables.world_size, &required(&lookup, launcher, variables.world_size)?)?;
+        let optional = |name| lookup(name).map(|value| number(name, &value)).transpose();
+        let local_world_size = match launcher {
+            Launcher::Slurm => slurm::tasks_here(&lookup)?,
+            _ => optional(variables.local_world_size)?,
+        };
+        let local_rank = optional(variables.local_rank)?;
+        let host = super::host::name();
+        let info = Self { rank, world_size, local_rank, local_world_size, host, variables };
+        info.validate()?;
+        Ok(Some(info))
+    }
+
+    /// The only rank of a world of one.
+    pub fn alone() -> Self {
+        Self {
+            rank: 0,
+            world_size: 1,
+            local_rank: Some(0),
+            local_world_size: Some(1),
+            host: super::host::name(),
+            variables: Variables::TORCHRUN,
+        }
+    }
+}
+
+/// `host` as the resolver takes it: an IPv6 address without the brackets that set it off from a port.
+fn bare(host: &str) -> String {
+    host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host).into()
+}
+
+fn no_address(info: &RankInfo, launcher: Launcher) -> Error {
+    let Variables { world_size: size, local_world_size: local, .. } = info.variables;
+    let here = info.local_world_size.map_or(format!("{local} is not set"), |here| format!("{local}={here}"));
+    let option = if launcher == Launcher::OpenMpi { "-x MASTER_ADDR=HOST" } else { "-genv MASTER_ADDR HOST" };
+    Error::config(format!(
+        "MASTER_ADDR is not set, and ranks are on several machines ({size}={}, {here}); give all of them the machine of rank 0, \
+         by a name or address at which the others reach it: mpirun {option}, or --rdzv tcp://HOST:PORT",
+        info.world_size
+    ))
+}
+
+impl Rendezvous {
+    /// MASTER_ADDR:MASTER_PORT, where rank 0 serves the store; the next port where torchrun's own agent has taken that
+    /// one (TORCHELASTIC_USE_AGENT_STORE). MPI and Slurm set neither: the address is then this machine where all ranks are on it, and else the first node
+    /// of a Slurm step; the port is 29500, and 15000 + the last four digits of the number of a Slurm job.
+    ///
+    /// # Errors
+    /// If a variable is missing that has no default, or is no port.
+    pub fn from_env(info: &RankInfo, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let launcher = Launcher::found(&lookup).unwrap_or(Launcher::Torchrun);
+        let host = match (lookup("MASTER_ADDR"), launcher) {
+            (Some(host), _) => host,
+            (None, Launcher::Torchrun) => required(&lookup, launcher, "MASTER_ADDR")?,
+            (None, _) if info.one_host() => "127.0.0.1".into(),
+            (None, Launcher::Slurm) => slurm::first_node(&lookup)?,
+            (None, Launcher::OpenMpi | Launcher::Hydra) => return Err(no_address(info, launcher)),
+        };
+        let host = bare(&host);
+        let port = match (lookup("MASTER_PORT"), launcher) {
+            (Some(port), _) => number("MASTER_PORT", &port)?,
+            (None, Launcher::Torchrun) => number("MASTER_PORT", &required(&lookup, launcher, "MASTER_PORT")?)?,
+            (None, Launcher::Slurm) => slurm::port(&lookup)?.unwrap_or(DEFAULT_PORT),
+            (None, Launcher::OpenMpi | Launcher::Hydra) => DEFAULT_PORT,
+        };
+        let agent = lookup("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        let usable = port.checked_add(usize::from(agent)).and_then(|port| u16::try_from(port).ok());
+        let port = usable.filter(|port| *port > 0).ok_or_else(|| {
+            let why = if agent { " (the port after it is used, since torchrun's agent has taken it)" } else { "" };
+            Error::config(format!("MASTER_PORT={port} is not a port{why}"))
+        })?;
+        Ok(Self::Tcp { host, port, is_host: info.rank == 0 })
+    }
+
+    /// `tcp://HOST:PORT`, where rank 0 serves the store, or `file:///DIR`, a folder that all ranks share, from the root on.
+    ///
+    /// # Errors
+    /// If `url` is neither.
+    pub fn from_url(rank: usize, url: &str) -> Result<Self> {
+        // Ranks may have been started in different folders.
+        if let Some(dir) = url.strip_prefix("file://").filter(|dir| Path::new(dir).is_absolute()) {
+            return Ok(Self::File { dir: dir.into() });
+        }
+        let address = url.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
+        let parsed = address.and_then(|(host, port)| Some((host, port.parse::<u16>().ok().filter(|port| *port > 0)?)));
+        match parsed {
+            Some((host, port)) if !bare(host).is_empty() => {
+                Ok(Self::Tcp { host: bare(host), port, is_host: rank == 0 })
+            }
+            _ => Err(Error::config(format!("rendezvous {url} must be tcp://HOST:PORT or file:///DIR"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,214 @@
+//! The machines of a run: DeepSpeed's hostfile, and what of it `--include` or `--exclude` select.
+//!
+//! Source: deepspeed/launcher/runner.py. A line is `HOST slots=N`; `#` begins a comment. A filter is `HOST[:SLOT,…]@…`, and a host without slots stands for
+//! all of its. Selected hosts keep the file's order, and slots the filter's.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use crate::error::{Error, Result};
+
+/// A machine and the slots of it that are used, one a rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Host {
+    /// As ssh takes it, with a user if the file names one.
+    pub destination: String,
+    /// Without the user.
+    pub name: String,
+    /// Numbers of GPUs.
+    pub slots: Vec<usize>,
+    /// How many there are in the file.
+    pub all: usize,
+}
+
+impl Host {
+    /// CUDA_VISIBLE_DEVICES and its value, where some of the slots are left out.
+    pub fn visible_devices(&self) -> Option<(OsString, OsString)> {
+        let numbers: Vec<String> = self.slots.iter().map(usize::to_string).collect();
+        let is_all = self.slots.iter().copied().eq(0..self.all);
+        (!is_all).then(|| ("CUDA_VISIBLE_DEVICES".into(), numbers.join(",").into()))
+    }
+}
+
+/// The hosts in `path`, of which a filter selects some.
+///
+/// # Errors
+/// If the file cannot be read or used, a filter names what is not in it, or hosts have different numbers of slots.
+pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result<Vec<Host>> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| Error::Io { action: format!("read the hostfile {}", path.display()), source })?;
+    let hosts = parse(&text).map_err(|why| Error::usage(format!("{}{why}", path.display())))?;
+    let hosts = match (include, exclude) {
+        (Some(filter), _) => select(&hosts, filter, true).map_err(|why| format!("--include {filter}: {why}")),
+        (None, Some(filter)) => select(&hosts, filter, false).map_err(|why| format!("--exclude {filter}: {why}")),
+        (None, None) => Ok(hosts),
+    };
+    let hosts = hosts.map_err(|why| Error::usage(format!("{why} ({})", path.display())))?;
+    refuse_uneven(&hosts).map_err(|why| Error::usage(format!("{why} ({})", path.display())))?;
+    Ok(hosts)
+}
+
+/// Errors go on where the file's name ends.
+fn parse(text: &str) -> std::result::Result<Vec<Host>, String> {
+    let mut hosts: Vec<Host> = vec![];
+    for (number, line) in text.lines().enumerate() {
+        let line = line.split('#').next().unwrap_or_default().trim();
+        if line.is_empty() {
+            continue;
+        }
+        let wrong = |why: String| format!(":{}: {why}", number + 1);
+        let host = parse_line(line).map_err(wrong)?;
+        if hosts.iter().any(|other| other.name == host.name) {
+            return Err(wrong(format!("{} is there twice; give all of its slots in one line", host.name)));
+        }
+        hosts.push(host);
+    }
+    if hosts.is_empty() { Err(" names no host; a line is `HOST slots=N`".to_string()) } else { Ok(hosts) }
+}
+
+fn parse_line(line: &str) -> std::result::Result<Host, String> {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let parsed = match words[..] {
+        [host, slots] => slots.strip_prefix("slots=").and_then(|slots| Some((host, slots.parse::<usize>().ok()?))),
+        _ => None,
+    };
+    let Some((destination, all)) = parsed else { return Err(format!("`{line}` is not of the form `HOST slots=N`")) };
+    let name = destination.rsplit('@').next().unwrap_or_default();
+    // ssh would take it for an option.
+    if name.is_empty() || destination.starts_with('-') {
+        return Err(format!("`{destination}` is no name of a host"));
+    }
+    if !(1..=4096).contains(&all) {
+        return Err(format!("slots={all} must be 1 to 4096; to leave {name} out, put # before its line"));
+    }
+    Ok(Host { destination: destination.to_string(), name: name.to_string(), slots: (0..all).collect(), all })
+}
+
+/// Those of `hosts` that `filter` names, or all others.
+fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Vec<Host>, String> {
+    let mut named: Vec<(&str, Vec<usize>)> = vec![];
+    for part in filter.split('@') {
+        let (name, list) = part.split_once(':').map_or((part, None), |(name, list)| (name, Some(list)));
+        let known = || hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ");
+        let Some(host) = hosts.iter().find(|host| host.name == name) else {
+            return Err(format!("there is no host `{name}`; there are {}", known()));
+        };
+        if named.iter().any(|(other, _)| *other == name) {
+            return Err(format!("{name} is named twice; give its slots as {name}:0,1"));
+        }
+        let mut slots = vec![];
+        for slot in list.map(|list| list.split(',')).into_iter().flatten() {
+            let number = slot.trim().parse().ok().filter(|number| *number < host.all);
+            let number =
+                number.ok_or_else(|| format!("{name} has no slot `{slot}`; its slots are 0 to {}", host.all - 1))?;
+            if slots.contains(&number) {
+                return Err(format!("slot {number} of {name} is named twice"));
+            }
+            slots.push(number);
+        }
+        named.push((name, if list.is_some() { slots } else { host.slots.clone() }));
+    }
+    let selected = hosts.iter().filter_map(|host| {
+        let named = named.iter().find(|(name, _)| *name == host.name).map(|(_, slots)| slots);
+        let slots: Vec<usize> = match (named, include) {
+            (Some(slots), true) => slots.clone(),
+            (None, true) => vec![],
+            (named, false) => {
+                host.slots.iter().copied().filter(|slot| !named.is_some_and(|named| named.contains(slot))).collect()
+            }
+        };
+        (!slots.is_empty()).then(|| Host { slots, ..host.clone() })
+    });
+    let selected: Vec<Host> = selected.collect();
+    if selected.is_empty() { Err("this leaves no host".to_string()) } else { Ok(selected) }
+}
+
+/// torchrun's variables, and GPUs by local rank, are for machines with as many ranks each.
+fn refuse_uneven(hosts: &[Host]) -> std::result::Result<(), String> {
+    let most = hosts.iter().map(|host| host.slots.len()).min().unwrap_or(0);
+    if hosts.iter().all(|host| host.slots.len() == most) {
+        return Ok(());
+    }
+    let counts: Vec<String> = hosts.iter().map(|host| format!("{} {}", host.name, host.slots.len())).collect();
+    let slots = |host: &Host| host.slots[..most].iter().map(usize::to_string).collect::<Vec<_>>().join(",");
+    let even: Vec<String> = hosts.iter().map(|host| format!("{}:{}", host.name, slots(host))).collect();
+    Err(format!(
+        "every host must have as many ranks as the others, but slots are: {}; take as many of each, as by --include {}",
+        counts.join(", "),
+        even.join("@")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: &str = "# two machines\nh0 slots=4\n\n  me@h1   slots=4  # spare: slot 3\n";
+
+    fn selected(filter: &str, include: bool) -> std::result::Result<Vec<(String, Vec<usize>)>, String> {
+        let hosts = select(&parse(FILE).unwrap(), filter, include)?;
+        Ok(hosts.into_iter().map(|host| (host.name, host.slots)).collect())
+    }
+
+    #[test]
+    fn lines_name_hosts_and_slots() {
+        let hosts = parse(FILE).unwrap();
+        let told: Vec<_> =
+            hosts.iter().map(|h| (h.destination.as_str(), h.name.as_str(), h.slots.as_slice())).collect();
+        assert_eq!(told, [("h0", "h0", &[0, 1, 2, 3][..]), ("me@h1", "h1", &[0, 1, 2, 3])]);
+        assert_eq!(hosts[0].visible_devices(), None);
+    }
+
+    #[test]
+    fn lines_that_cannot_be_used_are_told_with_their_number() {
+        for (text, expected) in [
+            ("", " names no host"),
+            ("# h0 slots=1", " names no host"),
+            ("h0 slots=1\nh1 lots=2", ":2: `h1 lots=2` is not of the form"),
+            ("h0", ":1: `h0` is not"),
+            ("h0 slots=1 max_slots=2", ":1: `h0 slots=1 max_slots=2` is not"),
+            ("h0 slots=0", ":1: slots=0 must be 1 to 4096; to leave h0 out"),
+            ("h0 slots=1\na@h0 slots=2", ":2: h0 is there twice"),
+            ("-oProxyCommand=x slots=1", ":1: `-oProxyCommand=x` is no name"),
+            ("a@ slots=1", ":1: `a@` is no name"),
+        ] {
+            let why = parse(text).unwrap_err();
+            assert!(why.starts_with(expected), "{text}: {why}");
+        }
+    }
+
+    #[test]
+    fn filters_take_hosts_and_slots_in_or_leave_them_out() {
+        let host = |name: &str, slots: &[usize]| (name.to_string(), slots.to_vec());
+        assert_eq!(selected("h1@h0:2,0", true).unwrap(), [host("h0", &[2, 0]), host("h1", &[0, 1, 2, 3])]);
+        assert_eq!(selected("h1", true).unwrap(), [host("h1", &[0, 1, 2, 3])]);
+        assert_eq!(selected("h1:3", false).unwrap(), [host("h0", &[0, 1, 2, 3]), host("h1", &[0, 1, 2])]);
+        assert_eq!(selected("h0", false).unwrap(), [host("h1", &[0, 1, 2, 3])]);
+        let hosts = select(&parse(FILE).unwrap(), "h0:2,0", true).unwrap();
+        assert_eq!(hosts[0].visible_devices().unwrap().1, "2,0");
+    }
+
+    #[test]
+    fn filters_that_name_what_is_not_there_are_refused() {
+        for (filter, include, expected) in [
+            ("h2", true, "there is no host `h2`; there are h0, h1"),
+            ("", true, "there is no host ``"),
+            ("h0:4", true, "h0 has no slot `4`; its slots are 0 to 3"),
+            ("h0:", false, "h0 has no slot ``"),
+            ("h0:0@h0:1", true, "h0 is named twice"),
+            ("h0:1,1", false, "slot 1 of h0 is named twice"),
+            ("h0@h1", false, "this leaves no host"),
+        ] {
+            let why = selected(filter, include).unwrap_err();
+            assert!(why.starts_with(expected), "{filter}: {why}");
+        }
+    }
+
+    #[test]
+    fn uneven_hosts_are_refused_with_an_even_choice() {
+        let hosts = select(&parse(FILE).unwrap(), "h1:1,2", false).unwrap();
+        let why = refuse_uneven(&hosts).unwrap_err();
+        assert!(why.contains("h0 4, h1 2") && why.contains("--include h0:0,1@h1:0,3"), "{why}");
+        assert!(refuse_uneven(&parse(FILE).unwrap()).is_ok());
+    }
+}

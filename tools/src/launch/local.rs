@@ -1,0 +1,103 @@
+//! The ranks of this machine: what is started, and with which variables.
+
+use std::ffi::OsString;
+use std::process::{Command, Stdio};
+
+use super::plan::{MAX_RESTARTS, OWN_RANKS, RESTART_COUNT, STORE_SERVED, Style};
+use super::watch;
+use crate::error::{Error, Result};
+use crate::fault::SUPERVISED;
+use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
+
+/// Ranks of this machine.
+#[derive(Clone, Debug)]
+pub struct Ranks {
+    /// Program and arguments of every rank.
+    pub command: Vec<OsString>,
+    /// Ranks on this machine.
+    pub local_ranks: usize,
+    /// Machines, all with as many ranks.
+    pub nodes: usize,
+    /// Which of them this is.
+    pub node_rank: usize,
+    /// MASTER_ADDR and MASTER_PORT.
+    pub master: (String, u16),
+    /// Whether any free port does.
+    pub any_port: bool,
+    /// Whether this process serves the store there, so that rank 0 does not.
+    pub serves_store: bool,
+    pub style: Style,
+    /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on another host.
+    pub shares_gpus: bool,
+    /// More variables of all ranks.
+    pub variables: Vec<(OsString, OsString)>,
+}
+
+impl Ranks {
+    /// The rank of local rank `index`.
+    pub fn rank(&self, index: usize) -> usize {
+        self.node_rank * self.local_ranks + index
+    }
+
+    /// The command of local rank `index`, with torchrun's variables, for ranks that were started again `restarts` times, of at most `max_restarts`.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn command(&self, index: usize, restarts: u32, max_restarts: u32) -> Result<Command> {
+        let (program, arguments) =
+            self.command.split_first().ok_or_else(|| Error::usage("no command to start; put it after `--`"))?;
+        let mut command = Command::new(program);
+        let numbers = [
+            ("RANK", self.rank(index)),
+            ("WORLD_SIZE", self.nodes * self.local_ranks),
+            ("LOCAL_RANK", index),
+            ("LOCAL_WORLD_SIZE", self.local_ranks),
+            ("GROUP_RANK", self.node_rank),
+            ("GROUP_WORLD_SIZE", self.nodes),
+            ("ROLE_RANK", self.rank(index)),
+            ("ROLE_WORLD_SIZE", self.nodes * self.local_ranks),
+            ("MASTER_PORT", usize::from(self.master.1)),
+        ];
+        command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
+        command.env(MAX_RESTARTS, max_restarts.to_string()).env(RESTART_COUNT, restarts.to_string());
+        command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, watch::supervisor());
+        // Said of the port of whoever started this process; ranks use the one given here.
+        command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
+        if self.shares_gpus {
+            command.env("NCCL_HOSTID", format!("rank-{}", self.rank(index)));
+        }
+        if std::env::var_os(GPU_QUEUES).is_none() {
+            command.env(GPU_QUEUES, MOST_GPU_QUEUES.to_string());
+        }
+        if std::env::var_os(NCCL_CONNECTS_LATE).is_none() {
+            command.env(NCCL_CONNECTS_LATE, "0");
+        }
+        match self.style {
+            Style::Run => command.env(OWN_RANKS, "1"),
+            Style::Command => command.env_remove(OWN_RANKS),
+        };
+        if self.serves_store {
+            command.env(STORE_SERVED, "1");
+        }
+        let threads = (std::thread::available_parallelism().map_or(1, usize::from) / self.local_ranks).max(1);
+        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
+            if std::env::var_os(name).is_none() {
+                command.env(name, threads.to_string());
+            }
+        }
+        let inherits = self.style == Style::Run && index == 0;
+        command.stdin(Stdio::null()).stderr(Stdio::piped());
+        command.stdout(if inherits { Stdio::inherit() } else { Stdio::piped() });
+        Ok(command)
+    }
+
+    /// What its lines begin with.
+    pub fn prefix(&self, index: usize) -> String {
+        match self.style {
+            Style::Command => format!("[{}]: ", self.rank(index)),
+            Style::Run if index == 0 => String::new(),
+            Style::Run => format!("[rank {}] ", self.rank(index)),
+        }
+    }
+}
