@@ -39,6 +39,9 @@ pub struct EvalArgs {
     /// dp: replicas that share the samples
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub data_parallel_size: u32,
+    /// cp: ranks that each have a part of every sample
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub context_parallel_size: u32,
     /// Where tokenized text is cached [default: the user's cache folder]
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
@@ -49,7 +52,8 @@ pub struct EvalArgs {
 /// # Errors
 /// If the checkpoint or the data cannot be used.
 pub fn run(args: &EvalArgs) -> Result<u8> {
-    on_ranks(&args.load, args.data_parallel_size as usize, |found, world| evaluate(args, &found, world))
+    let (cp, dp) = (args.context_parallel_size as usize, args.data_parallel_size as usize);
+    on_ranks(&args.load, cp, dp, |found, world| evaluate(args, &found, world))
 }
 
 fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
@@ -59,6 +63,12 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         return Err(Error::usage(format!(
             "--seq-length {seq_length} must be between 1 and the model's {} positions",
             model.max_position_embeddings
+        )));
+    }
+    let cp = found.parallel.context_parallel_size;
+    if !seq_length.is_multiple_of(cp) {
+        return Err(Error::usage(format!(
+            "--context-parallel-size {cp} does not divide the {seq_length} tokens of a sample; give another --seq-length"
         )));
     }
     let config = DataConfig {
@@ -75,7 +85,8 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     let lead = world.rank() == 0;
     let inference = load(found, world)?;
     let samples = source.num_samples();
-    let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, found.device.clone());
+    let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, found.device.clone())
+        .with_part_of_sequences(inference.groups.cp.rank(), cp);
     let bar = if lead { ProgressBar::new(samples) } else { ProgressBar::hidden() };
     bar.set_style(
         ProgressStyle::with_template("{wide_bar:.cyan/blue} {pos}/{len} samples, {eta} left")

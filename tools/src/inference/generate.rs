@@ -54,7 +54,7 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
     if !(args.top_p > 0.0 && args.top_p <= 1.0) {
         return Err(Error::usage(format!("--top-p {} must be above 0 and at most 1", args.top_p)));
     }
-    on_ranks(&args.load, 1, |found, world| generate(args, &found, world))
+    on_ranks(&args.load, 1, 1, |found, world| generate(args, &found, world))
 }
 
 fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {

@@ -70,7 +70,7 @@ struct Found {
 
 impl LoadArgs {
     /// Looks at the checkpoint and checks that its model can be cut as asked for.
-    fn find(&self, dp: usize) -> Result<Found> {
+    fn find(&self, cp: usize, dp: usize) -> Result<Found> {
         // What was trained in the folder of a Hugging Face model is meant, not what it started from.
         let (path, weights) = if self.load.join("config.json").is_file() && !checkpoint::holds_any(&self.load)? {
             (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
@@ -93,8 +93,15 @@ impl LoadArgs {
                 )));
             }
         }
+        if !model.num_query_groups.is_multiple_of(tp * cp) {
+            return Err(Error::usage(format!(
+                "--tensor-model-parallel-size {tp} · --context-parallel-size {cp} does not divide the model's query groups, {}",
+                model.num_query_groups
+            )));
+        }
         let parallel = ParallelConfig {
             tensor_model_parallel_size: tp,
+            context_parallel_size: cp,
             pipeline_model_parallel_size: pp,
             data_parallel_size: dp,
             bucket_size: usize::MAX,
@@ -138,8 +145,8 @@ fn trained_with(found: &Found) -> Result<Option<String>> {
 }
 
 /// Runs `body` on every rank of the layout: starts them, or joins as one of them.
-fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Result<()>) -> Result<u8> {
-    let mut found = args.find(dp)?;
+fn on_ranks(args: &LoadArgs, cp: usize, dp: usize, body: impl FnOnce(Found, Group) -> Result<()>) -> Result<u8> {
+    let mut found = args.find(cp, dp)?;
     let world_size = found.parallel.world_size();
     let timeout = CommOptions::default().timeout;
     let distributed = Distributed {
@@ -154,7 +161,7 @@ fn on_ranks(args: &LoadArgs, dp: usize, body: impl FnOnce(Found, Group) -> Resul
         Some(place) if place.world_size == world_size => place,
         Some(place) => {
             return Err(Error::usage(format!(
-                "{} = {} (environment) ranks were started, but tp · pp · dp = {world_size}",
+                "{} = {} (environment) ranks were started, but tp · cp · pp · dp = {world_size}",
                 place.variables.world_size, place.world_size
             )));
         }

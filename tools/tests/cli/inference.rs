@@ -34,8 +34,13 @@ fn text_and_loss_do_not_depend_on_the_layout() {
     assert!(texts[0].starts_with("the") && texts.iter().all(|text| *text == texts[0]), "{texts:?}");
     let losses = layouts.map(|layout| run(&site, &[&evaluate, layout].concat()));
     assert!(losses[0].contains("| loss ") && losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
-    let replicas = run(&site, &[&evaluate[..], &["--data-parallel-size=2", "--micro-batch-size=3"]].concat());
-    assert_eq!(replicas, losses[0]);
+    for layout in [
+        &["--data-parallel-size=2", "--micro-batch-size=3"][..],
+        &["--context-parallel-size=2", "--micro-batch-size=3"],
+        &["--context-parallel-size=2", "--data-parallel-size=2", "--pipeline-model-parallel-size=2"],
+    ] {
+        assert_eq!(run(&site, &[&evaluate, layout].concat()), losses[0], "{layout:?}");
+    }
     site.assert_nothing_left();
 }
 
@@ -106,6 +111,11 @@ fn what_cannot_be_used_is_named() {
         (vec!["generate", "--load=saved", prompt, "--tokenizer=none.json"], "none.json"),
         (vec!["eval", "--load=saved", "--data-path=missing.txt"], "missing.txt"),
         (vec!["eval", "--load=saved", "--data-path=text.txt", "--seq-length=99"], "16 positions"),
+        (
+            vec!["eval", "--load=saved", "--data-path=text.txt", "--seq-length=15", "--context-parallel-size=2"],
+            "--context-parallel-size 2 does not divide the 15 tokens",
+        ),
+        (vec!["eval", "--load=saved", "--data-path=text.txt", "--context-parallel-size=4"], "query groups, 2"),
     ] {
         let message = refused(&site, &words);
         assert!(message.contains(named) && message.starts_with("error: "), "{words:?}: {message}");
