@@ -328,3 +328,47 @@ fn row_major(shape: &[usize]) -> Vec<usize> {
     }
     strides
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tensor of these pieces: places and shapes.
+    fn check<const N: usize>(shape: [usize; N], pieces: &[([usize; N], [usize; N])]) -> Option<String> {
+        let item = Item { file: 0, start: 0, length: 0 };
+        let pieces =
+            pieces.iter().map(|(offset, shape)| Piece { offset: offset.to_vec(), shape: shape.to_vec(), item });
+        Stored { dtype: Some(Float::F32), shape: shape.to_vec(), pieces: pieces.collect() }.check_cover().err()
+    }
+
+    #[test]
+    fn pieces_cover_their_tensor_exactly() {
+        assert_eq!(check([2, 4], &[([0, 0], [1, 4]), ([1, 2], [1, 2]), ([1, 0], [1, 2])]), None);
+        let hole = check([2, 4], &[([0, 0], [1, 4]), ([1, 0], [1, 2])]).unwrap();
+        assert!(hole.contains("6 of its 8 elements"), "{hole}");
+        let twice = check([2, 4], &[([0, 0], [2, 3]), ([1, 1], [1, 2]), ([0, 3], [1, 1])]).unwrap();
+        assert!(twice.contains("[0, 0] and [1, 1] overlap"), "{twice}");
+        let outside = check([2, 4], &[([0, 0], [2, 3]), ([0, 3], [1, 2])]).unwrap();
+        assert!(outside.contains("not within [2, 4]"), "{outside}");
+        let far = check([2, 4], &[([usize::MAX, 0], [2, 4])]).unwrap();
+        assert!(far.contains("not within"), "{far}");
+    }
+
+    #[test]
+    fn a_box_is_put_together_from_pieces_of_any_strides() {
+        // 4 × 6, of which columns 2.. lie transposed in a piece behind 3 elements.
+        let whole: Vec<u8> = (0..24).collect();
+        let item = Item { file: 0, start: 0, length: 0 };
+        let left = Piece { offset: vec![0, 0], shape: vec![4, 2], item };
+        let right = Piece { offset: vec![0, 2], shape: vec![4, 4], item };
+        let left_bytes: Vec<u8> = whole.chunks(6).flat_map(|row| row[..2].to_vec()).collect();
+        let right_bytes: Vec<u8> =
+            vec![99; 3].into_iter().chain((0..16).map(|i| whole[(i % 4) * 6 + 2 + i / 4])).collect();
+        let (start, shape) = ([1, 1], [2, 4]);
+        let mut out = vec![0; 8];
+        Common::of(&left, &start, &shape).unwrap().copy(&left_bytes, 0, &[2, 1], &mut out, &shape, 1);
+        Common::of(&right, &start, &shape).unwrap().copy(&right_bytes, 3, &[1, 4], &mut out, &shape, 1);
+        assert_eq!(out, [7, 8, 9, 10, 13, 14, 15, 16]);
+        assert!(Common::of(&left, &[0, 2], &[4, 4]).is_none());
+    }
+}
