@@ -13,7 +13,7 @@ type Read<T> = std::result::Result<T, String>;
 const MOST_LAYERS: usize = 1 << 16;
 
 /// What must be absent, None, False, 0 or empty.
-const UNAVAILABLE: [&str; 31] = [
+const UNAVAILABLE: [&str; 30] = [
     "activation_func_clamp_value",
     "apply_layernorm_1p",
     "apply_residual_connection_post_layernorm",
@@ -37,7 +37,6 @@ const UNAVAILABLE: [&str; 31] = [
     "qk_l2_norm",
     "qk_layernorm",
     "quick_geglu",
-    "relu",
     "retro_add_retriever",
     "rotary_interleaved",
     "softmax_scale",

@@ -2,12 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use megatron::Result;
-use megatron::checkpoint::StreamWriter;
+use megatron::checkpoint::{StreamWriter, holds_any};
 use megatron::params::StateKind;
 use megatron::train::weights_only_state;
+use megatron::{Error, Result};
 
 use super::config::Vocabulary;
+use super::folder::is_megatron;
 use super::model::MegatronModel;
 use crate::hf::refuse_model_folder;
 
@@ -38,6 +39,10 @@ pub fn import(
     mut progress: impl FnMut(u64, u64),
 ) -> Result<Imported> {
     refuse_model_folder(checkpoints)?;
+    if is_megatron(checkpoints) && !holds_any(checkpoints)? {
+        let message = "holds what Megatron-LM wrote; name another folder for this program's checkpoints";
+        return Err(Error::checkpoint(checkpoints, message));
+    }
     let model = MegatronModel::open(folder, vocab_size)?;
     let tensors = model.parameters().map(|(name, shape, dtype)| (name.into(), StateKind::Param, shape.to_vec(), dtype));
     let total = model.parameters().map(|(_, shape, _)| shape.iter().product::<usize>() as u64).sum();
