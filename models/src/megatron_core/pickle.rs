@@ -171,12 +171,11 @@ impl<'a> Reader<'a> {
             }
             0x93 => {
                 let (name, module) = (self.pop()?, self.pop()?);
-                let (Node::Str(module), Node::Str(name)) = (&self.nodes[module as usize], &self.nodes[name as usize])
+                let (&Node::Str(module), &Node::Str(name)) = (&self.nodes[module as usize], &self.nodes[name as usize])
                 else {
                     return Err("a class has no name".into());
                 };
-                let global = Node::Global(*module, *name);
-                self.push(global)?;
+                self.push(Node::Global(module, name))?;
             }
             b'R' | 0x81 => {
                 let (arguments, class) = (self.pop()?, self.pop()?);
