@@ -242,7 +242,8 @@ fn other_formats_are_refused_with_what_to_do() {
     let pointer = dir.path().join("latest_checkpointed_iteration.txt");
     std::fs::write(&pointer, "100").unwrap();
     let legacy = read_all(dir.path()).unwrap_err();
-    assert!(legacy.contains("iter_0000100") && legacy.contains("--ckpt-convert-format torch_dist"), "{legacy}");
+    assert!(legacy.contains("iter_0000100") && legacy.contains("model_optim_rng.pt"), "{legacy}");
+    assert!(legacy.contains("--ckpt-convert-format torch_dist"), "{legacy}");
     std::fs::write(&pointer, "../elsewhere").unwrap();
     let lost = read_all(dir.path()).unwrap_err();
     assert!(lost.contains("neither an iteration nor release"), "{lost}");

@@ -188,3 +188,52 @@ pub fn extents(value: Value) -> Option<Vec<usize>> {
     let items = tuple.items()?;
     if items.len() > MAX_DIMS { None } else { items.map(Value::size).collect() }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// What asking for an f32 of `shape` says, of an archive with a 2 × 3 tensor of `class` with `strides`, in 6 elements.
+    fn ask(class: &str, strides: [u8; 2], bytes: usize, shape: &[usize]) -> Found<Strided> {
+        let [rows, columns] = strides;
+        let storage =
+            [&b"(X\x07\0\0\0storagectorch\n"[..], class.as_bytes(), b"\nX\x01\0\0\x007X\x03\0\0\0cpuK\x06tQ"].concat();
+        let sizes = [&b"K\0K\x02K\x03\x86K"[..], &[rows], b"K", &[columns], b"\x86\x89N"].concat();
+        let pickle = [&b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("[..], &storage, &sizes, b"tR."].concat();
+        let mut file = tempfile::tempfile().unwrap();
+        // Not at the beginning, as in a distributed checkpoint.
+        file.write_all(b"another").unwrap();
+        let mut zip = Vec::new();
+        let mut writer = zip::ZipWriter::new(io::Cursor::new(&mut zip));
+        for (name, content) in [("archive/data.pkl", &pickle[..]), ("archive/data/7", &vec![1; bytes])] {
+            writer.start_file(name, zip::write::SimpleFileOptions::default()).unwrap();
+            writer.write_all(content).unwrap();
+        }
+        writer.finish().unwrap();
+        file.write_all(&zip).unwrap();
+        file.write_all(b"behind").unwrap();
+        Archive::open(file, 7, zip.len() as u64)?.tensor(Float::F32, shape)
+    }
+
+    #[test]
+    fn a_tensor_is_the_one_that_was_asked_for_and_within_its_bytes() {
+        let tensor = ask("FloatStorage", [3, 1], 24, &[1, 2, 3]).unwrap();
+        assert_eq!((tensor.bytes.len(), tensor.offset, tensor.strides), (24, 0, vec![0, 3, 1]));
+        ask("FloatStorage", [1, 2], 24, &[2, 3]).unwrap();
+        for (what, why) in [
+            (ask("FloatStorage", [3, 1], 24, &[3, 2]), "shape [2, 3], where .metadata says [3, 2]"),
+            (ask("FloatStorage", [3, 1], 24, &[2, 2, 3]), "shape [2, 3]"),
+            (ask("FloatStorage", [3, 1], 24, &[3]), "shape [2, 3]"),
+            (ask("HalfStorage", [3, 1], 12, &[2, 3]), "holds a tensor of"),
+            (ask("LongStorage", [3, 1], 48, &[2, 3]), "does not hold a tensor"),
+            (ask("FloatStorage", [4, 1], 24, &[2, 3]), "not those of its tensor"),
+            (ask("FloatStorage", [3, 1], 20, &[2, 3]), "not those of its tensor"),
+            (ask("FloatStorage", [3, 1], 28, &[2, 3]), "24 at most"),
+        ] {
+            let message = what.err().unwrap_or_default();
+            assert!(message.contains(why), "{why}: {message}");
+        }
+    }
+}

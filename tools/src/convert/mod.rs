@@ -59,7 +59,9 @@ fn from_megatron(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Ve
     let (millions, path) = (done.elements as f64 / 1e6, done.path.display());
     let vocabulary = match done.vocabulary {
         Vocabulary::Given(size) => format!("its vocabulary: {size} tokens (--vocab-size)"),
-        Vocabulary::Recorded(size) => format!("its vocabulary: {size} tokens, as the checkpoint records"),
+        Vocabulary::Recorded(size) => {
+            format!("its vocabulary: {size} tokens, as the checkpoint records; --vocab-size names another number")
+        }
         Vocabulary::Padded(size) => format!(
             "its vocabulary: all {size} rows of the padded one, as the checkpoint does not know the tokenizer's tokens; --vocab-size names them"
         ),
