@@ -8,12 +8,9 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use megatron::checkpoint;
 use megatron::config::RunConfig;
-use megatron::data::{Documents, MicroBatch};
-use megatron::pipeline::Payload;
-use megatron::tensor_parallel::Phase;
-use megatron::tensor_parallel::layout::Stream;
 use megatron::train::Trainer;
 use models::hf::{ExportOptions, HfConfig, HfModel, copy_companions, export, import};
+use system_tests::logits::{LAYOUTS, assert_logits, logits};
 use system_tests::{Style, Tokens, layout, on_ranks, sources, tiny, trainer};
 
 const FAMILIES: [&str; 10] = [
@@ -28,10 +25,6 @@ const FAMILIES: [&str; 10] = [
     "qwen2-window",
     "bloom",
 ];
-/// dp · tp · pp
-const LAYOUTS: [(usize, usize, usize); 4] = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)];
-/// Absolute difference allowed to every logit.
-const TOLERANCE: f32 = 1e-4;
 const WHOLE: ExportOptions = ExportOptions { max_shard_size: u64::MAX, dtype: None };
 
 fn fixtures() -> PathBuf {
@@ -56,64 +49,16 @@ fn tensors(path: &Path) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap()
 }
 
-/// Logits `[S, V]` of `tokens`, on the last stage.
-fn logits(trainer: &Trainer, tokens: &[u32]) -> megatron::Result<Option<Vec<f32>>> {
-    let stage = trainer.stage();
-    let length = tokens.len();
-    let batch = MicroBatch {
-        tokens: Tensor::from_vec(tokens.to_vec(), (length, 1), &Device::Cpu)?,
-        labels: Tensor::zeros((length, 1), DType::U32, &Device::Cpu)?,
-        loss_mask: Tensor::zeros((length, 1), DType::F32, &Device::Cpu)?,
-        counted: 0.0,
-        samples: vec![0],
-        step_and_samples: None,
-        documents: Documents::default(),
-    };
-    let ctx = stage.ctx(&batch, Phase::Evaluate, None);
-    let rank = stage.pp.rank();
-    // The layers' forward as training runs it.
-    let chunk = &stage.chunks[0];
-    let mut x = match &chunk.embedding {
-        Some(embedding) => embedding.forward(&ctx)?.0,
-        None => {
-            let buffer = Tensor::zeros((length, 1, stage.hidden), DType::F32, &Device::Cpu)?;
-            stage.pp.recv(&buffer, rank - 1, Payload::Activation.tag())?.wait()?;
-            Stream(buffer)
-        }
-    };
-    for layer in &chunk.layers {
-        x = layer.forward(x, &ctx)?.0;
-    }
-    let Some(head) = &chunk.head else {
-        stage.pp.send(&x.0, rank + 1, Payload::Activation.tag())?.wait()?;
-        return Ok(None);
-    };
-    let rows = (0..length).map(|row| Ok(head.logits_at(&x, &[row], &ctx)?.flatten_all()?.to_vec1::<f32>()?));
-    Ok(Some(rows.collect::<megatron::Result<Vec<_>>>()?.concat()))
-}
-
-fn assert_close(what: &str, ours: &[f32], theirs: &[f32]) {
-    assert_eq!(ours.len(), theirs.len(), "{what}");
-    let worst = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-    println!("{what}: logits within {worst:.1e}");
-    assert!(worst < TOLERANCE, "{what}: a logit differs by {worst}");
-}
-
 /// Logits of the model in `folder` on every layout, its weights put in place by `load`.
 fn gives(folder: &Path, tokens: &[u32], expected: &[f32], load: impl Fn(&mut Trainer) -> megatron::Result<()> + Sync) {
     for cut in LAYOUTS {
-        let config = run(folder, tokens.len(), cut);
-        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, tokens.len()));
-        let all = on_ranks(config.parallel.world_size(), |world| {
-            let mut trainer = trainer(&config, world, &data)?;
-            load(&mut trainer)?;
-            logits(&trainer, tokens)
-        })
-        .unwrap();
-        assert!(all.iter().flatten().count() > 0);
-        for ours in all.iter().flatten() {
-            assert_close(&format!("{} {cut:?}", folder.display()), ours, expected);
-        }
+        assert_logits(
+            &format!("{} {cut:?}", folder.display()),
+            &run(folder, tokens.len(), cut),
+            tokens,
+            expected,
+            &load,
+        );
     }
 }
 

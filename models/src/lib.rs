@@ -1,8 +1,9 @@
-//! GPT-like models assembled from megatron's layers, and the Hugging Face families they come from and go to.
+//! GPT-like models assembled from megatron's layers, the Hugging Face families they come from and go to, and Megatron-LM's checkpoints.
 
 pub mod families;
 pub mod gpt;
 pub mod hf;
+pub mod megatron_core;
 pub mod saved;
 
 pub use gpt::Gpt;

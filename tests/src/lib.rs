@@ -1,6 +1,7 @@
 //! Runs small models on any layout inside one process: one thread per rank.
 
 pub mod draw;
+pub mod logits;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -8,6 +8,7 @@ use megatron::checkpoint::{Float, Manifest, ShardFile, StreamWriter};
 use megatron::data::{IndexedDataset, IndexedWriter, TokenType, Tokenizer};
 use megatron::params::StateKind;
 use models::hf::{HfConfig, HfFiles, HfModel};
+use models::megatron_core::MegatronModel;
 
 /// A parser under test.
 pub struct Target {
@@ -41,6 +42,28 @@ pub fn all() -> Vec<Target> {
         of("hf-config", configs, CONFIG, hf_config),
         of("hf-index", hf_indices, &["weight_map", "../", "model.safetensors"], hf_index),
         of("hf-weights", || vec![fixture("families/bloom/model.safetensors")], SAFETENSORS, hf_weights),
+        of(
+            "megatron-metadata",
+            || megatron_files(".metadata"),
+            METADATA,
+            |folder, input| {
+                megatron_model(folder, ".metadata", input);
+            },
+        ),
+        of(
+            "megatron-args",
+            || megatron_files("common.pt"),
+            ARGS,
+            |folder, input| megatron_model(folder, "common.pt", input),
+        ),
+        of(
+            "megatron-pieces",
+            || megatron_files("__0_0.distcp"),
+            &["PK\u{3}\u{4}", "archive/data/0"],
+            |folder, input| {
+                megatron_model(folder, "__0_0.distcp", input);
+            },
+        ),
         of("run-file", run_files, &["[model]", "[data]", "\"\"\"", "= [", "{", "'"], run_file),
         of("tokenizer", tokenizers, TOKENIZER, tokenizer),
         of(
@@ -71,6 +94,8 @@ pub fn all() -> Vec<Target> {
     ]
 }
 
+const METADATA: &[&str] = &["decoder.layers.", "offsets", "sizes", "chunks", "../", "float32", "\u{5d}", "."];
+const ARGS: &[&str] = &["num_layers", "padded_vocab_size", "qk_layernorm", "rope", "none", "."];
 const MANIFEST: &[&str] =
     &["\"chunks\":[", "\"offset\":[", "\"shape\":[", "\"flat\":{", "\"start\":", "rank_00000.safetensors", "../"];
 const SAFETENSORS: &[&str] = &["\"data_offsets\":[", "\"shape\":[", "\"dtype\":\"F32\"", "\"BF16\"", "__metadata__"];
@@ -220,6 +245,25 @@ fn hf_weights(folder: &Path, input: &[u8]) {
     write(&folder.join("model.safetensors"), input);
     if let Ok(model) = HfModel::open(folder) {
         (0..model.parameters().count()).for_each(|i| drop(model.read(i)));
+    }
+}
+
+/// A file of a checkpoint of Megatron-LM.
+fn megatron_file(name: &str) -> Vec<u8> {
+    fixture(&format!("megatron-core/gpt2-tp2/iter_0000005/{name}"))
+}
+
+fn megatron_files(name: &str) -> Vec<Vec<u8>> {
+    vec![megatron_file(name)]
+}
+
+fn megatron_model(folder: &Path, name: &str, input: &[u8]) {
+    for other in [".metadata", "metadata.json", "common.pt", "__0_0.distcp", "__1_0.distcp"] {
+        once(&folder.join(other), || megatron_file(other));
+    }
+    write(&folder.join(name), input);
+    if let Ok(model) = MegatronModel::open(folder, None) {
+        (0..model.parameters().count()).for_each(|at| drop(model.read(at)));
     }
 }
 

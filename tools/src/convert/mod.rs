@@ -1,12 +1,13 @@
-//! `megatron import` and `megatron export`: between checkpoints and Hugging Face folders.
+//! `megatron import` and `megatron export`: from Hugging Face folders and Megatron-LM's checkpoints to checkpoints, and to Hugging Face folders.
 
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use models::hf::{self, ExportOptions};
+use models::megatron_core::{self, Vocabulary};
 
 use crate::cli::{ExportArgs, ImportArgs};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Runs `import` and returns the exit code to end with.
 ///
@@ -17,19 +18,60 @@ pub fn import(args: &ImportArgs) -> Result<u8> {
     if let Ok(style) = ProgressStyle::with_template("{wide_bar} {percent}% {eta}") {
         bar.set_style(style);
     }
-    let done = hf::import(&args.from, &args.to, |elements, total| {
+    let progress = |elements, total| {
         bar.set_length(total);
         bar.set_position(elements);
-    });
+    };
+    let hugging_face = args.from.join(hf::CONFIG).exists();
+    let lines = match (hugging_face, args.vocab_size) {
+        (true, None) => from_hugging_face(args, progress),
+        (true, Some(_)) => Err(Error::usage(format!(
+            "--vocab-size is for checkpoints of Megatron-LM, and {} is a Hugging Face model, whose {} names it; leave it out",
+            args.from.display(),
+            hf::CONFIG
+        ))),
+        (false, _) if megatron_core::is_megatron(&args.from) => from_megatron(args, progress),
+        (false, _) => {
+            std::fs::read_dir(&args.from)
+                .map_err(|source| Error::Io { action: format!("list {}", args.from.display()), source })?;
+            Err(Error::usage(format!(
+                "{} is neither a Hugging Face model ({}) nor a checkpoint of Megatron-LM (latest_checkpointed_iteration.txt, or .metadata \
+                 in an iter_... folder): none of these files is there",
+                args.from.display(),
+                hf::CONFIG
+            )))
+        }
+    };
     bar.finish_and_clear();
-    let done = done?;
-    crate::print_line(&format!(
-        "imported a {} model of {:.1} M parameters as {}",
-        done.family,
-        done.elements as f64 / 1e6,
-        done.path.display()
-    ));
+    lines?.iter().for_each(|line| crate::print_line(line));
     Ok(0)
+}
+
+fn from_hugging_face(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Vec<String>> {
+    let done = hf::import(&args.from, &args.to, progress)?;
+    let (family, millions, path) = (done.family, done.elements as f64 / 1e6, done.path.display());
+    Ok(vec![format!("imported a {family} model of {millions:.1} M parameters as {path}")])
+}
+
+fn from_megatron(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Vec<String>> {
+    let done = megatron_core::import(&args.from, &args.to, args.vocab_size.map(|size| size as usize), progress)?;
+    let at = done.iteration.map_or(String::new(), |iteration| format!(", of iteration {iteration},"));
+    let (millions, path) = (done.elements as f64 / 1e6, done.path.display());
+    let vocabulary = match done.vocabulary {
+        Vocabulary::Given(size) => format!("its vocabulary: {size} tokens (--vocab-size)"),
+        Vocabulary::Recorded(size) => {
+            format!("its vocabulary: {size} tokens, as the checkpoint records; --vocab-size names another number")
+        }
+        Vocabulary::Padded(size) => format!(
+            "its vocabulary: all {size} rows of the padded one, as the checkpoint does not know the tokenizer's tokens; --vocab-size names them"
+        ),
+    };
+    let optimizer = match done.had_optimizer {
+        true => "its optimizer's state was left out: training starts with a fresh one, at step 0",
+        false => "training starts with a fresh optimizer, at step 0",
+    };
+    let imported = format!("imported a model of Megatron-LM{at} of {millions:.1} M parameters as {path}");
+    Ok(vec![imported, vocabulary, optimizer.into()])
 }
 
 /// Runs `export` and returns the exit code to end with.

@@ -191,3 +191,73 @@ fn import_and_export_go_there_and_back() {
     let missing = run(&["import", "nowhere", "other"]);
     assert!(!missing.status.success() && stderr(&missing).contains("nowhere"), "{}", stderr(&missing));
 }
+
+#[test]
+fn training_goes_on_from_a_checkpoint_of_megatron_lm_with_megatrons_loss() {
+    let dir = tempfile::tempdir().unwrap();
+    let fixture = fixtures().join("megatron-core/gpt2-tp2");
+    let expected = candle_core::safetensors::load(fixture.join("expected.safetensors"), &Device::Cpu).unwrap();
+    let tokens: Vec<i64> = expected["tokens"].to_vec1().unwrap();
+    let logits: Vec<Vec<f32>> = expected["logits"].to_vec2().unwrap();
+    let vocabulary = logits[0].len();
+    // A text of the tokens that Megatron's logits are of.
+    let words: serde_json::Map<_, _> = (0..vocabulary).map(|word| (format!("w{word}"), word.into())).collect();
+    let mut tokenizer: Value = serde_json::from_str(WORDS).unwrap();
+    (tokenizer["model"]["vocab"], tokenizer["model"]["unk_token"]) = (words.into(), "w0".into());
+    std::fs::write(dir.path().join("words.json"), tokenizer.to_string()).unwrap();
+    let text: Vec<String> = tokens.iter().map(|token| format!("w{token}")).collect();
+    std::fs::write(dir.path().join("text.txt"), format!("{} ", text.join(" ")).repeat(20)).unwrap();
+
+    let run = |words: &[&str]| megatron().current_dir(dir.path()).args(words).output().unwrap();
+    let output = run(&["import", &fixture.display().to_string(), "imported"]);
+    let message = stdout(&output);
+    assert!(output.status.success(), "{}", stderr(&output));
+    for part in
+        ["Megatron-LM, of iteration 5,", "imported/iter_0000000", "101 tokens, as the checkpoint records", "optimizer"]
+    {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    let flags = "pretrain --load imported --save saved --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 \
+                 --num-attention-heads 4 --seq-length 11 --max-position-embeddings 12 --attention-dropout 0 \
+                 --hidden-dropout 0 --data-path text.txt --tokenizer words.json --split 1,0,0 --dataloader-type sequential \
+                 --micro-batch-size 1 --global-batch-size 1 --train-iters 2 --lr 1e-4 --eval-iters 0 --metrics metrics.jsonl";
+    let output = run(&flags.split_whitespace().collect::<Vec<_>>());
+    assert!(output.status.success(), "{}", stderr(&output));
+    let metrics = std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
+    let first: Value = serde_json::from_str(metrics.lines().next().unwrap()).unwrap();
+    let losses = logits.iter().zip(&tokens[1..]).map(|(row, &next)| {
+        let total: f64 = row.iter().map(|logit| f64::from(*logit).exp()).sum();
+        total.ln() - f64::from(row[next as usize])
+    });
+    let theirs = losses.sum::<f64>() / (tokens.len() - 1) as f64;
+    let ours = first["lm_loss"].as_f64().unwrap();
+    assert!((ours - theirs).abs() < 1e-5, "{ours} here, {theirs} by Megatron's logits");
+}
+
+#[test]
+fn a_folder_that_is_no_model_is_told_what_was_looked_for_and_a_vocabulary_is_megatrons_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |words: &[&str]| megatron().current_dir(dir.path()).args(words).output().unwrap();
+    std::fs::create_dir(dir.path().join("empty")).unwrap();
+    let output = run(&["import", "empty", "to"]);
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    for part in ["empty", "config.json", "latest_checkpointed_iteration.txt", ".metadata"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    let model = fixtures().join("llama-tiny").display().to_string();
+    let output = run(&["import", &model, "to", "--vocab-size", "400"]);
+    assert!(output.status.code() == Some(2) && stderr(&output).contains("--vocab-size is for"), "{}", stderr(&output));
+    let checkpoint = fixtures().join("megatron-core/llama-tp2-pp2").display().to_string();
+    let output = run(&["import", &checkpoint, "to", "--vocab-size", "105"]);
+    assert!(output.status.code() == Some(1) && stderr(&output).contains("104 rows"), "{}", stderr(&output));
+    assert!(!dir.path().join("to").exists());
+    let output = run(&["import", &checkpoint, "to"]);
+    assert!(
+        stdout(&output).contains("all 104 rows") && stdout(&output).contains("--vocab-size"),
+        "{}",
+        stdout(&output)
+    );
+    let output = run(&["import", &checkpoint, "told", "--vocab-size", "101"]);
+    assert!(stdout(&output).contains("101 tokens (--vocab-size)"), "{}", stdout(&output));
+}

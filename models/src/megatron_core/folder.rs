@@ -1,0 +1,81 @@
+//! Folders of Megatron-LM's checkpoints: which checkpoint is meant, and whether its format is known.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use megatron::{Error, Result};
+use serde::Deserialize;
+
+use super::storage::METADATA;
+
+/// Which format a checkpoint has: `megatron/core/dist_checkpointing/core.py`.
+const FORMAT: &str = "metadata.json";
+const POINTER: &str = "latest_checkpointed_iteration.txt";
+const LEGACY: &str = "mp_rank_";
+/// Of a program's own checkpoints.
+const MANIFEST: &str = "manifest.json";
+const MAX_SMALL_BYTES: u64 = 1 << 16;
+const CONVERT: &str =
+    "convert it with Megatron-LM: --load it there with --ckpt-convert-format torch_dist --ckpt-convert-save DIR";
+
+/// Whether `folder` looks like a checkpoint of Megatron-LM, or a folder of them, of whichever format.
+pub fn is_megatron(folder: &Path) -> bool {
+    [METADATA, FORMAT, POINTER].iter().any(|name| folder.join(name).is_file()) || has_legacy(folder)
+}
+
+/// The folder of the checkpoint in `folder`: itself, or the one that its pointer names.
+///
+/// # Errors
+/// If there is none, or it is of another format than `torch_dist`; the message says what to do.
+pub(super) fn checkpoint_folder(folder: &Path) -> Result<PathBuf> {
+    let pointer = folder.join(POINTER);
+    let path = if pointer.is_file() && !folder.join(METADATA).exists() {
+        let text = small_file(&pointer)?;
+        let name = match text.trim().parse::<u64>() {
+            Ok(iteration) => format!("iter_{iteration:07}"),
+            Err(_) if text.trim() == "release" => "release".into(),
+            Err(_) => return Err(Error::checkpoint(&pointer, "names neither an iteration nor release")),
+        };
+        folder.join(name)
+    } else {
+        folder.to_path_buf()
+    };
+    let refuse = |why: String| Err(Error::checkpoint(&path, why));
+    if path.join(MANIFEST).exists() {
+        return refuse("is a checkpoint of this program, and needs no import; --load it".into());
+    }
+    if has_legacy(&path) {
+        return refuse(format!(
+            "has Megatron-LM's format torch (mp_rank_…/model_optim_rng.pt), which is not read; {CONVERT}"
+        ));
+    }
+    if !path.join(FORMAT).exists() {
+        let what = if path.join(METADATA).exists() { "torch_dcp or fsdp_dtensor" } else { "no format known here" };
+        return refuse(format!("has no {FORMAT}: it is of {what}, and torch_dist is read; {CONVERT}"));
+    }
+    let format: Format = serde_json::from_str(&small_file(&path.join(FORMAT))?).map_err(|e| {
+        Error::checkpoint(path.join(FORMAT), format!("does not say which format the checkpoint has: {e}"))
+    })?;
+    match format.sharded_backend.as_str() {
+        "torch_dist" => Ok(path),
+        other => refuse(format!("has the format {other}, and torch_dist is read; {CONVERT}")),
+    }
+}
+
+#[derive(Deserialize)]
+struct Format {
+    sharded_backend: String,
+}
+
+fn has_legacy(folder: &Path) -> bool {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name()).any(|name| name.to_string_lossy().starts_with(LEGACY))
+}
+
+fn small_file(path: &Path) -> Result<String> {
+    let size = fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len();
+    if size > MAX_SMALL_BYTES {
+        return Err(Error::checkpoint(path, format!("has {size} bytes, and {MAX_SMALL_BYTES} at most are sensible")));
+    }
+    fs::read_to_string(path).map_err(|e| Error::io("read", path, e))
+}

@@ -1,0 +1,178 @@
+//! A checkpoint of Megatron-LM as the parameters of a model, read one at a time.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use megatron::checkpoint::Float;
+use megatron::config::ModelConfig;
+use megatron::params::ParamSpec;
+use megatron::{Error, Result};
+
+use super::archive::Archive;
+use super::config::{Args, Vocabulary};
+use super::folder::checkpoint_folder;
+use super::pickle::Pickle;
+use super::storage::Storage;
+use crate::Gpt;
+use crate::saved::extents;
+
+const COMMON: &str = "common.pt";
+/// Arguments, and groups of the optimizer's parameters.
+const MAX_COMMON_BYTES: u64 = 64 << 20;
+const WORD_EMBEDDINGS: &str = "embedding.word_embeddings.weight";
+const OUTPUT_LAYER: &str = "output_layer.weight";
+const LAYERS: &str = "decoder.layers.";
+/// What normalization is called ahead of a product, where one kernel may do both: theirs, ours.
+const NORMS: [(&str, &str); 2] = [
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+];
+/// Differences that a message spells out.
+const SHOWN: usize = 8;
+
+/// The model in a checkpoint: every tensor is accounted for, and every parameter has its tensor.
+pub struct MegatronModel {
+    folder: PathBuf,
+    storage: Storage,
+    model: ModelConfig,
+    vocabulary: Vocabulary,
+    iteration: Option<usize>,
+    parameters: Vec<Planned>,
+}
+
+struct Planned {
+    spec: ParamSpec,
+    dtype: Float,
+    /// Their tensor, and the layer's index into it if it holds all layers.
+    key: String,
+    layer: Option<usize>,
+}
+
+impl MegatronModel {
+    /// Opens the checkpoint in `folder` (`…/iter_0000100`), or the latest of those in it. `vocab_size`: the tokenizer's tokens, which the
+    /// checkpoint may not know. Weights are not read yet.
+    ///
+    /// # Errors
+    /// If its format is another, it is damaged, or its model has what this program has not; messages name what is wrong.
+    pub fn open(folder: &Path, vocab_size: Option<usize>) -> Result<Self> {
+        let folder = checkpoint_folder(folder)?;
+        let path = folder.join(COMMON);
+        let refuse = |why: String| Error::checkpoint(&path, why);
+        let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+        let size = file.metadata().map_err(|e| Error::io("find", &path, e))?.len();
+        let bytes =
+            Archive::open(file, 0, size).and_then(|mut common| common.pickle(MAX_COMMON_BYTES)).map_err(refuse)?;
+        let common = Pickle::parse(&bytes).map_err(refuse)?;
+        let args = Args::of(common.root()).map_err(refuse)?;
+        let storage = Storage::open(&folder)?;
+        let words = storage.tensors().get(WORD_EMBEDDINGS).and_then(|words| words.shape.first());
+        let padded = *words.ok_or_else(|| Error::checkpoint(&folder, format!("{WORD_EMBEDDINGS} is missing")))?;
+        let (model, vocabulary) = args.model(padded, vocab_size).map_err(refuse)?;
+        let iteration = args.optional_int("iteration").map_err(refuse)?;
+        let parameters = plan(&model, padded, &storage).map_err(|why| Error::checkpoint(&folder, why))?;
+        Ok(Self { folder, storage, model, vocabulary, iteration, parameters })
+    }
+
+    /// Names, shapes and dtypes of the parameters, in forward order.
+    pub fn parameters(&self) -> impl Iterator<Item = (&str, &[usize], Float)> {
+        self.parameters.iter().map(|Planned { spec, dtype, .. }| (spec.name.as_str(), spec.shape.as_slice(), *dtype))
+    }
+
+    /// Reads the parameter at `index` of [`MegatronModel::parameters`]: global, unpadded, row-major, little-endian.
+    ///
+    /// # Errors
+    /// If a file is damaged or cannot be read.
+    pub fn read(&self, index: usize) -> Result<Vec<u8>> {
+        let Planned { spec, dtype, key, layer } = &self.parameters[index];
+        let stacked = layer.map(|_| 1);
+        let start: Vec<usize> = layer.iter().copied().chain(spec.shape.iter().map(|_| 0)).collect();
+        let shape: Vec<usize> = stacked.into_iter().chain(spec.shape.iter().copied()).collect();
+        self.storage.read(key, *dtype, &start, &shape)
+    }
+
+    /// The checkpoint's own folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The architecture.
+    pub fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    pub fn vocabulary(&self) -> Vocabulary {
+        self.vocabulary
+    }
+
+    /// At which it was saved, if it says.
+    pub fn iteration(&self) -> Option<usize> {
+        self.iteration
+    }
+
+    /// Whether it holds an optimizer's state, too.
+    pub fn has_optimizer(&self) -> bool {
+        self.storage.has_optimizer
+    }
+}
+
+/// Which tensor, or which layer of one, is which parameter.
+fn plan(model: &ModelConfig, padded: usize, storage: &Storage) -> std::result::Result<Vec<Planned>, String> {
+    let tensors = storage.tensors();
+    // Models too large for what is there are refused before anything of their size is made.
+    let largest = tensors.values().flat_map(|tensor| &tensor.shape).copied().max().unwrap_or(0);
+    if let Some(extent) = extents(model).into_iter().find(|&extent| extent > largest) {
+        return Err(format!(
+            "its args describe tensors with an extent of {extent}, and its tensors have {largest} at most"
+        ));
+    }
+    if model.num_layers > largest.max(tensors.len()) {
+        return Err(format!("its args describe {} layers, and its tensors hold fewer", model.num_layers));
+    }
+    let specs = Gpt::specs(model).map_err(|e| e.to_string())?;
+    let (mut parameters, mut used, mut problems) = (Vec::new(), BTreeSet::new(), Vec::new());
+    for spec in specs {
+        let (layer, stacked, own) = keys(&spec.name);
+        // All layers in one tensor, or a tensor of each.
+        let (key, layer) = if tensors.contains_key(&stacked) { (stacked, layer) } else { (own, None) };
+        let mut shape = spec.shape.clone();
+        if [WORD_EMBEDDINGS, OUTPUT_LAYER].contains(&key.as_str()) {
+            shape[0] = padded;
+        }
+        if layer.is_some() {
+            shape.insert(0, model.num_layers);
+        }
+        match tensors.get(&key) {
+            None => problems.push(format!("{key} is missing (for {})", spec.name)),
+            Some(stored) if stored.shape != shape => {
+                problems.push(format!("{key} has shape {:?}, its args make it {shape:?}", stored.shape));
+            }
+            Some(stored) => match stored.dtype {
+                None => problems.push(format!("{key} is of a dtype other than float32, bfloat16, float16")),
+                Some(dtype) => parameters.push(Planned { spec, dtype, key: key.clone(), layer }),
+            },
+        }
+        used.insert(key);
+    }
+    let unused = tensors.keys().filter(|key| !used.contains(*key));
+    problems.extend(unused.map(|key| format!("{key} belongs to no parameter")));
+    problems.dedup();
+    if problems.is_empty() {
+        return Ok(parameters);
+    }
+    let more = problems.len().saturating_sub(SHOWN);
+    problems.truncate(SHOWN);
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    Err(format!("its tensors are not those of the model that its args describe: {}{more}", problems.join("; ")))
+}
+
+/// A parameter's layer, and what its tensor is called if it holds all layers, and if it is of this one alone.
+fn keys(ours: &str) -> (Option<usize>, String, String) {
+    let split = ours.strip_prefix(LAYERS).and_then(|rest| rest.split_once('.'));
+    let Some((layer, part)) = split.and_then(|(layer, part)| Some((layer.parse().ok()?, part))) else {
+        return (None, ours.into(), ours.into());
+    };
+    let norm = NORMS.iter().find_map(|(theirs, ours)| Some(format!("{theirs}{}", part.strip_prefix(ours)?)));
+    let part = norm.unwrap_or_else(|| part.into());
+    (Some(layer), format!("{LAYERS}{part}"), format!("{LAYERS}{layer}.{part}"))
+}
