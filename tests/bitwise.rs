@@ -4,22 +4,15 @@ use kernels::trace::Recorder;
 use megatron::comm::CommOptions;
 use megatron::config::{PartitionMethod, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
 use system_tests::{
-    Run, Style, Tokens, context, interleave, layout, on_ranks_with, sources, tiny, train, train_overlapping, trainer,
+    Style, Tokens, assert_same_runs, context, interleave, layout, on_ranks_with, sources, tiny, train,
+    train_overlapping, trainer,
 };
 
 const STEPS: usize = 6;
 
 /// Trains both and compares every loss, gradient norm, weight and moment.
 fn same_bits(what: &str, changed: &RunConfig, plain: &RunConfig) {
-    same_runs(what, &train(changed, STEPS).unwrap(), &train(plain, STEPS).unwrap());
-}
-
-fn same_runs(what: &str, a: &Run, b: &Run) {
-    assert_eq!(a.losses, b.losses, "{what}: losses");
-    assert_eq!(a.grad_norms, b.grad_norms, "{what}: gradient norms");
-    for (key, value) in &b.last {
-        assert!(a.last[key] == *value, "{what}: {key:?}");
-    }
+    assert_same_runs(what, &train(changed, STEPS).unwrap(), &train(plain, STEPS).unwrap());
 }
 
 /// Both families, with dropout, so that masks are part of what is compared.
@@ -119,8 +112,8 @@ fn delayed_weight_gradients_with_recompute_and_early_receives() {
                 cut.training.recompute = recompute;
                 let what = format!("{name} {schedule} {recompute:?}");
                 let expected = train(&plain, STEPS).unwrap();
-                same_runs(&what, &train(&cut, STEPS).unwrap(), &expected);
-                same_runs(&format!("{what}, early"), &train_overlapping(&cut, STEPS).unwrap(), &expected);
+                assert_same_runs(&what, &train(&cut, STEPS).unwrap(), &expected);
+                assert_same_runs(&format!("{what}, early"), &train_overlapping(&cut, STEPS).unwrap(), &expected);
             }
         }
     });
@@ -201,8 +194,8 @@ fn context_parallelism_with_all_that_changes_no_bit() {
             same_bits(&format!("{name} dp {dp} cp {cp} tp {tp} bf16 zero"), &sharded, &narrow);
             for (change, config) in changed {
                 let what = format!("{name} dp {dp} cp {cp} tp {tp} {change}");
-                same_runs(&what, &train(&config, STEPS).unwrap(), &expected);
-                same_runs(&format!("{what}, early"), &train_overlapping(&config, STEPS).unwrap(), &expected);
+                assert_same_runs(&what, &train(&config, STEPS).unwrap(), &expected);
+                assert_same_runs(&format!("{what}, early"), &train_overlapping(&config, STEPS).unwrap(), &expected);
             }
         }
     });
@@ -227,7 +220,7 @@ fn communication_before_it_is_needed() {
                 for recompute in [Recompute::None, Recompute::Selective] {
                     cut.training.recompute = recompute;
                     let what = format!("{name} {dp}·{tp}·{pp} sp {sequence_parallel} {schedule} {recompute:?}");
-                    same_runs(&what, &train_overlapping(&cut, STEPS).unwrap(), &train(&cut, STEPS).unwrap());
+                    assert_same_runs(&what, &train_overlapping(&cut, STEPS).unwrap(), &train(&cut, STEPS).unwrap());
                 }
             }
         }

@@ -334,6 +334,19 @@ pub fn train_with(
     Ok(Run { losses, grad_norms, initial: assemble(initial), last: assemble(last) })
 }
 
+/// Compares every loss, gradient norm, weight and moment by its bits.
+///
+/// # Panics
+/// If one differs.
+pub fn assert_same_runs(what: &str, a: &Run, b: &Run) {
+    assert_eq!(a.losses, b.losses, "{what}: losses");
+    assert_eq!(a.grad_norms, b.grad_norms, "{what}: gradient norms");
+    assert!(a.last.keys().eq(b.last.keys()), "{what}: other tensors");
+    for (key, value) in &b.last {
+        assert!(a.last[key] == *value, "{what}: {key:?}");
+    }
+}
+
 /// Largest |a − b| / |b|.
 pub fn largest_relative_difference(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());

@@ -234,11 +234,10 @@ fn kept_length(file: &File, last: u64) -> std::io::Result<u64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn metrics(iteration: u64) -> StepMetrics {
-        StepMetrics {
+impl StepMetrics {
+    /// A step as tests have it.
+    pub(super) fn example(iteration: u64) -> Self {
+        Self {
             iteration,
             train_iters: 10,
             consumed_samples: 8 * iteration,
@@ -257,6 +256,11 @@ mod tests {
             memory: Peak { allocated: 1 << 20, reserved: None },
         }
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
 
     fn iterations(path: &Path) -> Vec<u64> {
         let text = std::fs::read_to_string(path).unwrap();
@@ -265,7 +269,7 @@ mod tests {
 
     #[test]
     fn non_finite_values_are_written_as_strings() {
-        let mut m = metrics(1);
+        let mut m = StepMetrics::example(1);
         m.lm_loss = f64::NAN;
         m.grad_norm = f64::INFINITY;
         let json = m.to_json();
@@ -275,7 +279,7 @@ mod tests {
 
     #[test]
     fn the_memory_of_a_gpu_is_what_tensors_held_and_what_was_taken_for_them() {
-        let mut m = metrics(1);
+        let mut m = StepMetrics::example(1);
         assert_eq!((&m.to_json()["memory"], m.to_json().get("memory_reserved")), (&json!(1 << 20), None));
         m.memory = Peak { allocated: 5, reserved: Some(8) };
         assert_eq!((&m.to_json()["memory"], &m.to_json()["memory_reserved"]), (&json!(5), &json!(8)));
@@ -293,10 +297,10 @@ mod tests {
         let path = folder.path().join("new/metrics.jsonl");
         let (mut writer, _) = MetricsWriter::open(&path, 0).unwrap();
         for i in 1..=5 {
-            writer.step(&metrics(i)).unwrap();
+            writer.step(&StepMetrics::example(i)).unwrap();
         }
         drop(writer);
-        MetricsWriter::open(&path, 3).unwrap().0.step(&metrics(4)).unwrap();
+        MetricsWriter::open(&path, 3).unwrap().0.step(&StepMetrics::example(4)).unwrap();
         assert_eq!(iterations(&path), [1, 2, 3, 4]);
     }
 
@@ -305,7 +309,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         std::fs::write(&path, "{\"iteration\":1}\n{\"iteration\":2").unwrap();
-        MetricsWriter::open(&path, 2).unwrap().0.step(&metrics(3)).unwrap();
+        MetricsWriter::open(&path, 2).unwrap().0.step(&StepMetrics::example(3)).unwrap();
         assert_eq!(iterations(&path), [1, 3]);
     }
 

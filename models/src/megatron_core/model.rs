@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use megatron::checkpoint::Float;
 use megatron::config::ModelConfig;
@@ -33,7 +33,6 @@ const SHOWN: usize = 8;
 
 /// The model in a checkpoint: every tensor is accounted for, and every parameter has its tensor.
 pub struct MegatronModel {
-    folder: PathBuf,
     storage: Storage,
     model: ModelConfig,
     vocabulary: Vocabulary,
@@ -71,7 +70,7 @@ impl MegatronModel {
         let (model, vocabulary) = args.model(padded, vocab_size).map_err(refuse)?;
         let iteration = args.optional_int("iteration").map_err(refuse)?;
         let parameters = plan(&model, padded, &storage).map_err(|why| Error::checkpoint(&folder, why))?;
-        Ok(Self { folder, storage, model, vocabulary, iteration, parameters })
+        Ok(Self { storage, model, vocabulary, iteration, parameters })
     }
 
     /// Names, shapes and dtypes of the parameters, in forward order.
@@ -89,11 +88,6 @@ impl MegatronModel {
         let start: Vec<usize> = layer.iter().copied().chain(spec.shape.iter().map(|_| 0)).collect();
         let shape: Vec<usize> = stacked.into_iter().chain(spec.shape.iter().copied()).collect();
         self.storage.read(key, *dtype, &start, &shape)
-    }
-
-    /// The checkpoint's own folder.
-    pub fn folder(&self) -> &Path {
-        &self.folder
     }
 
     /// The architecture.
