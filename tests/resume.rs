@@ -1,7 +1,12 @@
 //! Any checkpoint on any layout: saved under one cut, continued under another.
 
+use std::sync::{Arc, Mutex};
+
+use megatron::Result;
 use megatron::config::{OptimizerKind, RunConfig, Takes};
+use megatron::data::SampleSource;
 use megatron::params::StateKind;
+use megatron::train::Sources;
 use system_tests::{
     Style, Tokens, assemble, context, interleave, largest_relative_difference, layout, on_ranks, save_after, shares,
     sources, tiny, train, train_from, trainer,
@@ -75,6 +80,60 @@ fn another_architecture_is_refused_by_name() {
     other.model.num_layers = 4;
     let error = train_from(&other, Some(&path), 1).unwrap_err().to_string();
     assert!(error.contains("num_layers is 8 there and 4 here"), "{error}");
+}
+
+/// Writes down which samples are read.
+struct Watched(Tokens, Mutex<Vec<u64>>);
+
+impl SampleSource for Watched {
+    fn seq_length(&self) -> usize {
+        self.0.seq_length()
+    }
+
+    fn num_samples(&self) -> u64 {
+        self.0.num_samples()
+    }
+
+    fn sample(&self, index: u64, out: &mut [u32]) -> Result<()> {
+        self.1.lock().unwrap().push(index);
+        self.0.sample(index, out)
+    }
+}
+
+#[test]
+fn with_sequences_of_another_length_the_data_go_on_behind_the_tokens_that_were_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = save_after(&tiny(Style::Llama, 0.0), 3, dir.path());
+    let tokens = 3 * 8 * tiny(Style::Llama, 0.0).model.seq_length as u64;
+    for length in [8, 12, 16, 28, 64] {
+        let mut config = tiny(Style::Llama, 0.0);
+        (config.model.seq_length, config.model.max_position_embeddings) = (length, 64);
+        let train = Tokens::synthetic(config.model.vocab_size as u32, length);
+        let watched = Arc::new(Watched(train, Mutex::default()));
+        let data = Sources { train: watched.clone(), ..sources(Tokens { tokens: vec![0, 0], seq_length: 1 }) };
+        let steps = on_ranks(1, |world| {
+            let mut trainer = trainer(&config, world, &data)?;
+            trainer.load(&path)?;
+            trainer.step()?;
+            // Another run goes on from here with the same length.
+            trainer.save(&dir.path().join(length.to_string()))?;
+            trainer.step()
+        });
+        let step = steps.unwrap().remove(0);
+        assert_eq!((step.consumed_samples, step.consumed_tokens), (5 * 8, tokens + 2 * 8 * length as u64));
+        let read = watched.1.lock().unwrap().clone();
+        let first = tokens.div_ceil(length as u64);
+        assert_eq!(read, (first..first + 16).collect::<Vec<_>>(), "{length}");
+        watched.1.lock().unwrap().clear();
+        let saved = dir.path().join(format!("{length}/iter_0000004"));
+        on_ranks(1, |world| {
+            let mut trainer = trainer(&config, world, &data)?;
+            trainer.load(&saved)?;
+            trainer.step()
+        })
+        .unwrap();
+        assert_eq!(*watched.1.lock().unwrap(), read[8..], "{length}");
+    }
 }
 
 /// `config`, which takes of a checkpoint what `takes` says.

@@ -71,6 +71,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             train_iters: 30,
             train_samples: None,
             exit_interval: None,
+            max_nonfinite_steps: 10,
             seed: 1234,
             recompute: Recompute::None,
             precision: Precision::Fp32,

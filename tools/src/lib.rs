@@ -17,6 +17,7 @@ mod pretrain;
 mod ranks;
 mod report;
 mod reshard;
+mod rollback;
 mod signals;
 
 use std::io::Write;

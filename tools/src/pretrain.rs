@@ -19,6 +19,7 @@ use crate::inference::continuation::continued;
 use crate::launch::{MAX_RESTARTS, OWN_RANKS};
 use crate::ranks::{self, Joined};
 use crate::report;
+use crate::rollback;
 use crate::signals::StopSignal;
 
 /// Runs `pretrain` and returns the exit code to end with.
@@ -27,7 +28,8 @@ use crate::signals::StopSignal;
 /// If the settings or data cannot be used, or the run of this process failed.
 pub fn run(settings: &Gathered) -> Result<u8> {
     let place = ranks::place()?;
-    let resolved = resolve(settings, place.as_ref())?;
+    let mut resolved = resolve(settings, place.as_ref())?;
+    rollback::go_on_after_restart(&mut resolved.run)?;
     let world_size = resolved.run.parallel.world_size();
     match place {
         Some(place) => rank(resolved, &place),
@@ -53,7 +55,8 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     })?;
     description.iter().for_each(|line| crate::print_line(line));
     // Ranks save when they are asked to stop, which takes as long as it takes.
-    ranks::start(world_size, &resolved.distributed, None, advice(&resolved.run))
+    let variables = rollback::variables(&resolved);
+    ranks::start(world_size, &resolved.distributed, None, advice(&resolved.run), variables)
 }
 
 /// What to say where whoever started the ranks does not start them again as often as the run's settings ask for.
@@ -71,7 +74,8 @@ fn advice(run: &RunConfig) -> Option<String> {
     let save = run.checkpoint.save.as_ref()?;
     Some(match &run.checkpoint.load {
         Some(load) if checkpoint::same_folder(load, save) => {
-            format!("The same command goes on from the last checkpoint in {}", save.display())
+            let command = if run.checkpoint.ckpt_step.is_some() { "Without --ckpt-step the" } else { "The" };
+            format!("{command} same command goes on from the last checkpoint in {}", save.display())
         }
         _ => format!("With --load {} the run goes on from the last checkpoint there", save.display()),
     })
@@ -100,9 +104,8 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
 /// A run that resumes keeps the vocabulary it was trained with, even if the text that it was made from has changed.
 fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     let run = &mut resolved.run;
-    if let Some(load) = &run.checkpoint.load
-        && run.data.tokenizer.as_deref().is_some_and(|spec| spec.starts_with("train:"))
-        && let Some(path) = checkpoint::resumable(load)?
+    if run.data.tokenizer.as_deref().is_some_and(|spec| spec.starts_with("train:"))
+        && let Some(path) = checkpoint::to_load(&run.checkpoint)?
         && let file = checkpoint::beside(&path)?.join(TOKENIZER_FILE)
         && file.is_file()
     {
@@ -113,7 +116,7 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     {
         run.data.tokenizer = Some(folder.join(TOKENIZER_FILE).to_string_lossy().into_owned());
     }
-    let requested = SampleCounts::of(run);
+    let requested = SampleCounts { train: train::samples_to_read(run)?, ..SampleCounts::of(run) };
     let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested)?;
     run.model.vocab_size = datasets.vocab_size;
     // Before hours of training rather than after.
@@ -210,11 +213,10 @@ fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result
     if let Some(folder) = &run.checkpoint.init_from_hf {
         hf::copy_companions(folder, save, same_tokens(folder))?;
     }
-    if let Some(load) = &run.checkpoint.load
-        && !checkpoint::same_folder(load, save)
-        && let Some(path) = checkpoint::resumable(load)?
+    if let Some(path) = checkpoint::to_load(&run.checkpoint)?
+        && let beside = checkpoint::beside(&path)?
+        && !checkpoint::same_folder(&beside, save)
     {
-        let beside = checkpoint::beside(&path)?;
         hf::carry_companions(&beside, save, same_tokens(&beside))?;
     }
     if let Some(tokenizer) = tokenizer {
@@ -225,10 +227,7 @@ fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result
 
 /// Whether there is a checkpoint to go on from.
 fn resumes(run: &RunConfig) -> megatron::Result<bool> {
-    match &run.checkpoint.load {
-        Some(load) => Ok(checkpoint::resumable(load)?.is_some()),
-        None => Ok(false),
-    }
+    Ok(checkpoint::to_load(&run.checkpoint)?.is_some())
 }
 
 /// One line on what is trained and how it is cut.

@@ -8,7 +8,7 @@ use super::manifest::MANIFEST;
 use super::shard_file::{sync_folder, write_synced};
 use crate::{Error, Result};
 
-const POINTER: &str = "latest_checkpointed_iteration.txt";
+pub(super) const POINTER: &str = "latest_checkpointed_iteration.txt";
 const POINTER_TEMP: &str = ".latest_checkpointed_iteration.txt.tmp";
 /// Longer pointers are not iterations.
 const MAX_POINTER_BYTES: u64 = 64;
@@ -127,7 +127,10 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
     match iteration {
         Some(iteration) => {
             let folder = iteration_dir(path, iteration);
-            if is_one(&folder) { Ok(folder) } else { Err(Error::checkpoint(&folder, "is not there")) }
+            if is_one(&folder) {
+                return Ok(folder);
+            }
+            Err(Error::checkpoint(&folder, format!("is not there; {}", those_in(path)?)))
         }
         None => match latest(path)? {
             Some(latest) => Ok(latest.path),
@@ -138,18 +141,30 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
                 )),
                 [only] => Ok(iteration_dir(path, *only)),
                 all => {
-                    let shown: Vec<String> = all.iter().rev().take(SHOWN_ITERATIONS).map(u64::to_string).collect();
-                    let more = if all.len() > SHOWN_ITERATIONS { ", …" } else { "" };
                     let message = format!(
-                        "has no {POINTER}, and checkpoints of the iterations {}{more}; name the folder of one of them, or write its \
+                        "has no {POINTER}, and checkpoints of the iterations {}; name the folder of one of them, or write its \
                          number into that file",
-                        shown.join(", ")
+                        listed(all)
                     );
                     Err(Error::checkpoint(path, message))
                 }
             },
         },
     }
+}
+
+/// Iterations as a message lists them: the latest first, and not all of many.
+fn listed(iterations: &[u64]) -> String {
+    let shown: Vec<String> = iterations.iter().rev().take(SHOWN_ITERATIONS).map(u64::to_string).collect();
+    format!("{}{}", shown.join(", "), if iterations.len() > SHOWN_ITERATIONS { ", …" } else { "" })
+}
+
+/// What there is in `dir` instead of a checkpoint that is not.
+fn those_in(dir: &Path) -> Result<String> {
+    Ok(match iterations(dir)?.as_slice() {
+        [] => format!("{} holds no checkpoint", dir.display()),
+        all => format!("there are checkpoints of the iterations {}", listed(all)),
+    })
 }
 
 /// The folder of the checkpoint that a run given `path` goes on from, found as [`locate`] does; `None` where `path` is no
@@ -218,7 +233,10 @@ fn is_iteration(name: &str) -> bool {
 }
 
 /// The iterations of the finished checkpoints in `dir`, ascending.
-fn iterations(dir: &Path) -> Result<Vec<u64>> {
+///
+/// # Errors
+/// If `dir` cannot be listed.
+pub fn iterations(dir: &Path) -> Result<Vec<u64>> {
     let mut found = Vec::new();
     match fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -281,9 +299,8 @@ pub(super) fn any_checkpoint(dir: &Path) -> Result<Option<PathBuf>> {
 pub(super) fn refuse_checkpoint(dir: &Path) -> Result<()> {
     match any_checkpoint(dir)? {
         None => Ok(()),
-        Some(path) => {
-            Err(Error::checkpoint(&path, "is there already; write to a new folder, or remove what is in this one"))
-        }
+        // It may be what is read, so nobody is told to remove it.
+        Some(path) => Err(Error::checkpoint(&path, "is there already; write to a new folder")),
     }
 }
 

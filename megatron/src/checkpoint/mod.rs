@@ -20,6 +20,7 @@ compile_error!("checkpoints are written as they lie in memory, which must be lit
 
 mod background;
 mod block;
+mod choice;
 mod claim;
 mod companions;
 mod folder;
@@ -35,9 +36,12 @@ mod tests;
 mod values;
 
 pub use background::{Saving, begin};
+pub use choice::{Later, last_save, later, to_load};
 pub use claim::{Claim, claim};
 pub use companions::Companions;
-pub use folder::{Latest, beside, existing, holds_any, iteration_dir, latest, locate, resumable, same_folder};
+pub use folder::{
+    Latest, beside, existing, holds_any, iteration_dir, iterations, latest, locate, resumable, same_folder,
+};
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
 pub use reshard::reshard;

@@ -53,6 +53,19 @@ pub enum Takes {
     Weights,
 }
 
+/// Whose learning rate, schedule and weight decay a resumed run has, where they differ from the checkpoint's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SchedulerOf {
+    /// The run's, with a note for each that differs.
+    #[default]
+    RunNoted,
+    /// The run's, as was asked for (Megatron-LM's `--override-opt_param-scheduler`).
+    Run,
+    /// The checkpoint's (`--use-checkpoint-opt_param-scheduler`).
+    Checkpoint,
+}
+
 /// Where checkpoints go and come from.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointConfig {
@@ -65,6 +78,12 @@ pub struct CheckpointConfig {
     pub async_save: bool,
     /// Folder to resume from, or that of one checkpoint in it; starts fresh where there is none.
     pub load: Option<PathBuf>,
+    /// The iteration to resume from, rather than the latest in `load`.
+    #[serde(default)]
+    pub ckpt_step: Option<u64>,
+    /// Whose schedule a resumed run has.
+    #[serde(default)]
+    pub scheduler: SchedulerOf,
     /// What is taken from `load`; where that is not all, a checkpoint has to be there.
     #[serde(default)]
     pub takes: Takes,

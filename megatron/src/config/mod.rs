@@ -13,7 +13,9 @@ mod sources;
 mod training;
 mod validate;
 
-pub use data::{CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, Takes, TensorboardConfig};
+pub use data::{
+    CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, SchedulerOf, Takes, TensorboardConfig,
+};
 pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 pub use optimizer::{DecayStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload, WsdDecayStyle};
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};

@@ -56,6 +56,11 @@ impl LossScaler {
         self.dynamic.is_some()
     }
 
+    /// Whether the scale answers overflows by falling, at once or after a few.
+    pub fn may_fall(&self) -> bool {
+        self.dynamic.is_some_and(|dynamic| self.scale > dynamic.config.min)
+    }
+
     /// Adapts the scale to a step: whether its gradients overflowed.
     ///
     /// # Errors
@@ -167,7 +172,9 @@ mod tests {
     #[test]
     fn the_minimum_is_reached_and_then_an_overflow_is_an_error() {
         let mut scaler = scaler(DynamicLossScale { min: 3.0, ..SMALL });
+        assert!(scaler.may_fall());
         assert_eq!(scales(&mut scaler, "xx"), [4.0, 3.0]);
+        assert!(!scaler.may_fall());
         let error = scaler.update(true).unwrap_err().to_string();
         assert!(error.contains("already at its minimum, 3") && error.contains("bf16"), "{error}");
     }

@@ -85,6 +85,11 @@ impl Optimizer {
         self.steps = steps;
     }
 
+    /// Steps with another weight decay from here on.
+    pub fn set_weight_decay(&mut self, weight_decay: f64) {
+        self.config.weight_decay = weight_decay;
+    }
+
     /// Bytes of optimizer state on this rank's device.
     pub fn bytes(&self) -> usize {
         self.states.iter().map(BucketState::bytes).sum()

@@ -42,6 +42,8 @@ pub struct StepMetrics {
     pub skipped_iterations: u64,
     /// Steps so far whose loss was not finite.
     pub nan_iterations: u64,
+    /// Steps in a row, up to this one, whose loss or gradient was not finite; see [`Progress`](super::Progress).
+    pub nonfinite_in_a_row: u64,
     /// Largest memory of a rank so far.
     pub memory: Peak,
 }
@@ -148,6 +150,26 @@ impl MetricsWriter {
         Ok((Self { path: path.to_path_buf(), file: BufWriter::new(file) }, aside))
     }
 
+    /// Copies the file at `path`, if [`open`](Self::open) would remove steps after `resumed_iteration` from it, and tells where to.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn keep_whole(path: &Path, resumed_iteration: u64) -> Result<Option<PathBuf>> {
+        let Some(there) = path.metadata().ok().filter(|there| there.is_file() && there.len() > 0) else {
+            return Ok(None);
+        };
+        expect_metrics(path)?;
+        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let keep = kept_length(&file, resumed_iteration).map_err(|e| Error::io("read", path, e))?;
+        // What has nothing of this run's is moved aside as a whole.
+        if keep == 0 || keep == there.len() {
+            return Ok(None);
+        }
+        let copy = free_name(path);
+        std::fs::copy(path, &copy).map_err(|e| Error::io("write", &copy, e))?;
+        Ok(Some(copy))
+    }
+
     /// Appends the line of one step and hands it to the operating system.
     ///
     /// # Errors
@@ -203,17 +225,22 @@ fn expect_metrics(path: &Path) -> Result<()> {
     )))
 }
 
-/// Renames `path` to the first free one of `path.1`, `path.2`, … and returns that.
+/// Renames `path` to a free name and returns that.
 fn move_aside(path: &Path) -> Result<PathBuf> {
+    let free = free_name(path);
+    std::fs::rename(path, &free).map_err(|e| Error::io("move aside", path, e))?;
+    Ok(free)
+}
+
+/// The first free one of `path.1`, `path.2`, …
+fn free_name(path: &Path) -> PathBuf {
     let numbered = |number: u64| {
         let mut name = path.as_os_str().to_owned();
         name.push(format!(".{number}"));
         PathBuf::from(name)
     };
     let free = (1..).map(numbered).find(|name| std::fs::symlink_metadata(name).is_err());
-    let free = free.unwrap_or_else(|| numbered(0));
-    std::fs::rename(path, &free).map_err(|e| Error::io("move aside", path, e))?;
-    Ok(free)
+    free.unwrap_or_else(|| numbered(0))
 }
 
 /// Bytes of the leading complete lines whose iteration is at most `last`.
@@ -253,6 +280,7 @@ impl StepMetrics {
             skipped: false,
             skipped_iterations: 0,
             nan_iterations: 0,
+            nonfinite_in_a_row: 0,
             memory: Peak { allocated: 1 << 20, reserved: None },
         }
     }
@@ -302,6 +330,20 @@ mod tests {
         drop(writer);
         MetricsWriter::open(&path, 3).unwrap().0.step(&StepMetrics::example(4)).unwrap();
         assert_eq!(iterations(&path), [1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn what_a_run_that_goes_back_removes_is_kept_in_a_copy() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let text = "{\"iteration\":1}\n{\"iteration\":2}\n{\"iteration\":3}\n";
+        assert_eq!(MetricsWriter::keep_whole(&path, 2).unwrap(), None);
+        std::fs::write(&path, text).unwrap();
+        assert_eq!(MetricsWriter::keep_whole(&path, 3).unwrap(), None);
+        let copy = MetricsWriter::keep_whole(&path, 2).unwrap().unwrap();
+        assert_eq!(copy, folder.path().join("metrics.jsonl.1"));
+        assert_eq!(std::fs::read_to_string(copy).unwrap(), text);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
     }
 
     #[test]

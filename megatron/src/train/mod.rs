@@ -2,6 +2,7 @@
 
 mod agreement;
 mod communicators;
+mod divergence;
 mod flops;
 mod generate;
 mod inference;
@@ -12,6 +13,8 @@ mod out_of_memory;
 mod profile;
 mod records;
 pub mod report;
+mod resume;
+mod resume_notes;
 mod run;
 mod saving;
 mod schedules;
@@ -29,6 +32,7 @@ pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, Layout, ModelBuilder};
 pub use profile::{Ceilings, Profile, Profiler, SpanGroup, Summary, Total};
 pub use report::Reporter;
+pub use resume::samples_to_read;
 pub use run::{Outcome, preflight};
 pub use state::{SavedRun, saved_run, weights_only_state, with_parallel};
 pub use trainer::{Progress, Sources, Trainer};

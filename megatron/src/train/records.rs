@@ -15,13 +15,21 @@ pub struct Records {
 }
 
 impl Records {
-    /// Opens the files of a run that goes on after `done`.
+    /// Opens the files of a run that goes on after `done`, and, if it `goes_back`, leaves a later checkpoint behind.
     ///
     /// # Errors
     /// If one cannot be written to, or the file of metrics is one of something else.
-    pub fn open(run: &RunConfig, done: &Progress, reporter: &mut dyn Reporter) -> Result<Self> {
+    pub fn open(run: &RunConfig, done: &Progress, goes_back: bool, reporter: &mut dyn Reporter) -> Result<Self> {
         let mut records = Self::default();
         if let Some(path) = &run.logging.metrics {
+            if goes_back && let Some(copy) = MetricsWriter::keep_whole(path, done.iteration)? {
+                reporter.message(&format!(
+                    "{} goes on after step {}; with the steps that were made after it, it is {} now",
+                    path.display(),
+                    done.iteration,
+                    copy.display()
+                ));
+            }
             let (writer, aside) = MetricsWriter::open(path, done.iteration)?;
             if let Some(aside) = aside {
                 reporter.message(&format!("{} is another run's and is {} now", path.display(), aside.display()));

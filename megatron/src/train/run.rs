@@ -10,7 +10,7 @@ use super::profile::Profiler;
 use super::records::Records;
 use super::report::Reporter;
 use super::state;
-use super::trainer::{Progress, Trainer};
+use super::trainer::Trainer;
 use crate::comm::ReduceOp;
 use crate::config::{CheckpointConfig, DataloaderType, RunConfig, Takes};
 use crate::data::Loader;
@@ -35,23 +35,20 @@ pub enum Outcome {
 pub fn preflight(config: &RunConfig) -> Result<()> {
     require_memory(config)?;
     let CheckpointConfig { save, load, takes, .. } = &config.checkpoint;
-    let found = match load {
-        Some(dir) => checkpoint::resumable(dir)?,
-        None => None,
-    };
+    let found = checkpoint::to_load(&config.checkpoint)?;
     if *takes != Takes::All && found.is_none() {
         let place = load.as_ref().map_or("--load is not given".into(), |dir| format!("{} holds none", dir.display()));
         return Err(Error::config(format!(
             "--finetune and --no-load-optim start from a checkpoint, and {place}; name one with --load, or leave them out"
         )));
     }
-    if let Some(path) = found {
-        let manifest = checkpoint::Manifest::read(&path)?;
-        state::from_json(&path, &manifest.state, config)?;
+    if let Some(path) = &found {
+        let manifest = checkpoint::Manifest::read(path)?;
+        state::from_json(path, &manifest.state, config)?;
         if *takes == Takes::All {
             state::require_optimizer(&manifest, config.optimizer.kind)?;
         }
-        if save.as_ref().is_some_and(|save| checkpoint::same_folder(save, &path)) {
+        if save.as_ref().is_some_and(|save| checkpoint::same_folder(save, path)) {
             return Err(Error::checkpoint(
                 path,
                 "is one checkpoint's own folder; save into the one around it, or elsewhere",
@@ -60,21 +57,29 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
     }
     let Some(dir) = save else { return Ok(()) };
     state::require_utf8(config)?;
-    let continues = *takes != Takes::Weights && load.as_ref().is_some_and(|load| checkpoint::same_folder(load, dir));
+    // The folder around an earlier checkpoint is gone on with, too.
+    let lies_there = match &found {
+        Some(path) => checkpoint::same_folder(&checkpoint::beside(path)?, dir),
+        None => load.as_ref().is_some_and(|load| checkpoint::same_folder(load, dir)),
+    };
+    let continues = *takes != Takes::Weights && lies_there;
     if !continues && let Some(path) = checkpoint::existing(dir)? {
+        // Nobody is told to remove what is loaded.
+        let others = if lies_there {
+            String::new()
+        } else {
+            format!("; continue it with --load {0}, or remove the iter_… folders in {0}", dir.display())
+        };
         return Err(Error::checkpoint(
             path,
-            format!(
-                "is there already and this run would overwrite it; continue it with --load {0}, save elsewhere, or remove {0}",
-                dir.display()
-            ),
+            format!("is there already and this run would overwrite it; save elsewhere{others}"),
         ));
     }
     Ok(())
 }
 
 /// Whether step `iteration` is one of every `interval`.
-fn is_due(iteration: u64, interval: Option<u64>) -> bool {
+pub(super) fn is_due(iteration: u64, interval: Option<u64>) -> bool {
     interval.is_some_and(|n| n > 0 && iteration.is_multiple_of(n))
 }
 
@@ -84,12 +89,13 @@ impl Trainer {
     /// Collective over the world.
     ///
     /// # Errors
-    /// If data, a checkpoint or a peer fails.
+    /// If data, a checkpoint or a peer fails, or the run diverges.
     pub fn run(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
-        self.resume(reporter)?;
-        let lead = self.groups.world.rank() == 0;
-        let mut records =
-            if lead { Records::open(&self.config, &self.progress, reporter)? } else { Records::default() };
+        let goes_back = self.resume(reporter)?;
+        let mut records = match self.groups.world.rank() {
+            0 => Records::open(&self.config, &self.progress, goes_back, reporter)?,
+            _ => Records::default(),
+        };
         let train_iters = self.config.training.train_iters;
         if self.progress.iteration >= train_iters {
             let done = self.progress.iteration;
@@ -175,8 +181,11 @@ impl Trainer {
     }
 
     /// Reports a step; `memory` is the largest of a rank when that was asked last, if it was. Collective over the world.
+    ///
+    /// # Errors
+    /// If the step is one too many that was not finite; a checkpoint that is being written is finished before.
     fn report_step(
-        &self,
+        &mut self,
         mut step: StepMetrics,
         memory: &mut Option<Peak>,
         reporter: &mut dyn Reporter,
@@ -188,67 +197,14 @@ impl Trainer {
         };
         *memory = Some(step.memory);
         reporter.step(&step);
-        records.step(&step)
-    }
-
-    fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<()> {
-        preflight(&self.config)?;
-        let Some(dir) = self.config.checkpoint.load.clone() else { return Ok(()) };
-        let Some(path) = checkpoint::resumable(&dir)? else {
-            reporter.message(&format!("no checkpoint in {}: starting from initial weights", dir.display()));
-            return Ok(());
-        };
-        self.load(&path)?;
-        let consumed = self.progress.consumed_samples;
-        // Steps made so far may have had another global batch.
-        let training = &mut self.config.training;
-        if let Some(samples) = training.train_samples {
-            training.train_iters = self.progress.iteration + training.steps_left(consumed, samples);
-        }
-        let takes = self.config.checkpoint.takes;
-        reporter.message(&match takes {
-            Takes::All => format!("resumed from {} ({consumed} samples consumed)", path.display()),
-            Takes::WithoutOptimizer => {
-                format!("resumed from {} ({consumed} samples consumed), with a fresh optimizer", path.display())
+        records.step(&step)?;
+        match self.divergence(&step) {
+            None => Ok(()),
+            Some(diverged) => {
+                self.finish_and_report(reporter)?;
+                Err(diverged)
             }
-            Takes::Weights => format!("starting from the weights in {}", path.display()),
-        });
-        let manifest = checkpoint::Manifest::read(&path)?;
-        let precision = self.config.training.precision;
-        if let Some(theirs) = state::precision(&manifest.state).filter(|theirs| theirs.dtype() != precision.dtype()) {
-            reporter.message(&format!(
-                "note: the checkpoint was trained in {theirs}; this run goes on in {precision} from the same fp32 values"
-            ));
         }
-        let other_data = state::data_fingerprint(&manifest.state).is_some_and(|theirs| theirs != self.fingerprint);
-        if other_data && takes != Takes::Weights {
-            reporter.message(
-                "note: the data or the tokenizer are not those that the checkpoint was trained on; the loss may jump",
-            );
-        }
-        if let Some(note) = self.early_end_of_decay() {
-            reporter.message(&note);
-        }
-        Ok(())
-    }
-
-    /// What to say of a learning rate whose decay, given in steps, is shorter than the run since the steps before had more samples.
-    fn early_end_of_decay(&self) -> Option<String> {
-        let Progress { iteration, consumed_samples, applied_samples, .. } = self.progress;
-        let training = &self.config.training;
-        let batch = training.global_batch_size as u64;
-        // Beside batches that grow, a decay is given in samples.
-        if consumed_samples == iteration.saturating_mul(batch) || training.rampup.is_some() {
-            return None;
-        }
-        let total = applied_samples + training.train_iters.saturating_sub(iteration).saturating_mul(batch);
-        let end = self.lr.end().filter(|end| *end < total)?;
-        let when = if applied_samples < end { "ends before this run does" } else { "is over" };
-        Some(format!(
-            "note: the decay of the learning rate {when}, after {end} samples: steps so far had another global batch, {applied_samples} samples in \
-             all, and this run ends at {total}. What follows the decay trains at the lowest rate, {}; --lr-decay-samples {total} stretches it",
-            self.lr.lowest()
-        ))
     }
 
     /// Saves, or begins to, once an earlier checkpoint is written; the iteration that is saved.

@@ -6,7 +6,8 @@ use kernels::trace::{Kind, span};
 
 use super::state;
 use super::trainer::{Progress, Trainer};
-use crate::config::Takes;
+use crate::config::{SchedulerOf, Takes};
+use crate::optim::LrSchedule;
 use crate::params::{ShardRef, StateKind};
 use crate::{Error, Result, checkpoint};
 
@@ -22,10 +23,10 @@ impl Trainer {
     /// Writes a checkpoint of the present state. Collective over the world.
     ///
     /// # Errors
-    /// If any rank cannot write, the results of the last step were not read, or another checkpoint is still being written; nothing is
-    /// overwritten then.
+    /// If any rank cannot write, a parameter is not finite, the results of the last step were not read, or another checkpoint is still being
+    /// written; nothing is overwritten then.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
-        let (shards, state) = self.to_save()?;
+        let (shards, state) = self.to_save(dir)?;
         checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;
         Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
     }
@@ -36,7 +37,7 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::save`].
     pub fn begin_save(&mut self, dir: &Path) -> Result<()> {
-        let (shards, state) = self.to_save()?;
+        let (shards, state) = self.to_save(dir)?;
         let _span = span("copy the state", Kind::Phase);
         let saving = checkpoint::begin(dir, self.progress.iteration, &shards, state, &self.groups.world)?;
         self.saving = Some(saving);
@@ -59,8 +60,8 @@ impl Trainer {
         Ok(Some(iteration))
     }
 
-    /// What a checkpoint of the present state holds.
-    fn to_save(&self) -> Result<(Vec<ShardRef>, serde_json::Value)> {
+    /// What a checkpoint of the present state in `dir` is to hold. Collective over the world.
+    fn to_save(&self, dir: &Path) -> Result<(Vec<ShardRef>, serde_json::Value)> {
         if self.in_flight.is_some() {
             return Err(Error::config("internal error: a checkpoint of a step whose results were not read"));
         }
@@ -69,7 +70,9 @@ impl Trainer {
         }
         let scaler = self.loss_scaler.state();
         let state = state::to_json(&self.progress, &self.config, scaler.as_ref(), &self.fingerprint)?;
-        Ok((self.owned_shards()?, state))
+        let shards = self.owned_shards()?;
+        self.require_finite(&shards, dir)?;
+        Ok((shards, state))
     }
 
     /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision wrote it, with what the configuration takes of it.
@@ -84,6 +87,16 @@ impl Trainer {
             Takes::WithoutOptimizer => Progress { updates: 0, ..theirs },
             Takes::Weights => Progress::default(),
         };
+        if self.config.checkpoint.scheduler == SchedulerOf::Checkpoint
+            && self.config.checkpoint.takes != Takes::Weights
+            && let Some(theirs) = state::optimizer_settings(&manifest.state)
+        {
+            let damaged =
+                |e: serde_json::Error| Error::checkpoint(path, format!("its learning-rate schedule is unusable: {e}"));
+            self.config.optimizer = state::with_schedule(&self.config.optimizer, theirs).map_err(damaged)?;
+            self.lr = LrSchedule::new(&self.config.optimizer)?;
+            self.optimizer.set_weight_decay(self.config.optimizer.weight_decay);
+        }
         let takes_all = self.config.checkpoint.takes == Takes::All;
         if takes_all {
             state::require_optimizer(&manifest, self.config.optimizer.kind)?;
@@ -98,7 +111,7 @@ impl Trainer {
         }
         manifest.load(&shards)?;
         self.optimizer.set_steps(progress.updates);
-        self.in_flight = None;
+        (self.in_flight, self.ahead) = (None, None);
         self.progress = progress;
         Ok(())
     }

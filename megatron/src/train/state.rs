@@ -8,7 +8,9 @@ use serde_json::{Map, Value};
 
 use super::trainer::Progress;
 use crate::checkpoint::Manifest;
-use crate::config::{ModelConfig, OptimizerKind, OptimizerOffload, ParallelConfig, Precision, RunConfig};
+use crate::config::{
+    ModelConfig, OptimizerConfig, OptimizerKind, OptimizerOffload, ParallelConfig, Precision, RunConfig,
+};
 use crate::optim::LossScalerState;
 use crate::params::StateKind;
 use crate::{Error, Result};
@@ -52,6 +54,44 @@ pub fn precision(state: &Value) -> Option<Precision> {
     // Checkpoints that do not say it are from before there was another.
     let Some(value) = config.pointer("/training/precision") else { return Some(Precision::Fp32) };
     Precision::deserialize(value).ok()
+}
+
+/// The settings of the optimizer of the run that wrote a checkpoint; none for weights alone.
+pub fn optimizer_settings(state: &Value) -> Option<&Map<String, Value>> {
+    state.pointer("/config/optimizer")?.as_object()
+}
+
+/// Settings of the optimizer that are no part of what a learning-rate scheduler says: rate, schedule, weight decay.
+const NO_SCHEDULE: [&str; 9] = [
+    "kind",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "offload",
+    "sgd_momentum",
+    "clip_grad",
+];
+
+/// Whether a setting of the optimizer is part of the schedule.
+pub fn is_of_schedule(key: &str) -> bool {
+    !NO_SCHEDULE.contains(&key)
+}
+
+/// `ours` with the learning rate, schedule and weight decay of `theirs`, the settings of another run.
+///
+/// # Errors
+/// If they are none.
+pub fn with_schedule(ours: &OptimizerConfig, theirs: &Map<String, Value>) -> serde_json::Result<OptimizerConfig> {
+    let mut settings = serde_json::to_value(ours)?;
+    for (key, setting) in settings.as_object_mut().into_iter().flatten().filter(|(key, _)| is_of_schedule(key)) {
+        // Equal values stay as they are, to the bit.
+        if let Some(theirs) = theirs.get(key).filter(|theirs| !same(theirs, setting)) {
+            *setting = theirs.clone();
+        }
+    }
+    serde_json::from_value(settings)
 }
 
 /// The state of a checkpoint that holds weights alone: training starts at its first step.
@@ -211,7 +251,7 @@ pub fn data_fingerprint(state: &Value) -> Option<&str> {
 }
 
 /// Equality of settings; JSON may move a float by a unit in its last place.
-fn same(a: &Value, b: &Value) -> bool {
+pub fn same(a: &Value, b: &Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => (a - b).abs() <= 1e-12 * a.abs().max(b.abs()),
         _ => a == b,

@@ -10,6 +10,7 @@ use kernels::trace::{Kind, span};
 use serde::{Deserialize, Serialize};
 
 use super::agreement::require as require_alike;
+use super::divergence::at_step;
 use super::flops::step_flops;
 use super::inference::build_stage;
 use super::memory::peak_memory_of;
@@ -59,6 +60,18 @@ pub struct Progress {
     pub skipped_iterations: u64,
     /// Steps whose loss was not finite.
     pub nan_iterations: u64,
+    /// The last steps, as far as they had in a row a loss or a gradient that was not finite. Overflows that a loss scale answers by falling
+    /// neither count nor end the row.
+    #[serde(default)]
+    pub nonfinite_in_a_row: u64,
+}
+
+impl Progress {
+    /// The first sample of `seq_length` tokens that is not read yet. Where the length of sequences changed, it is the first one behind the
+    /// tokens that were read, so that none of these is in it.
+    pub fn data_position(&self, seq_length: usize) -> u64 {
+        self.consumed_tokens.div_ceil(seq_length.max(1) as u64)
+    }
 }
 
 /// A step that is queued: what is known of it, and where the rest will be read.
@@ -91,7 +104,7 @@ pub struct Trainer {
     pub(super) loss_scaler: LossScaler,
     train: Loader,
     /// What a GPU's next step reads, and the samples consumed before it: read while the last one was computed.
-    ahead: Option<(u64, Result<Vec<MicroBatch>>)>,
+    pub(super) ahead: Option<(u64, Result<Vec<MicroBatch>>)>,
     /// The last step, unless its results were read.
     pub(super) in_flight: Option<InFlight>,
     /// A checkpoint that is being written meanwhile.
@@ -242,14 +255,15 @@ impl Trainer {
         let consumed = self.progress.consumed_samples;
         match self.ahead.take().filter(|(first, _)| *first == consumed) {
             Some((_, batches)) => batches,
-            None => self.read(consumed),
+            None => self.read(),
         }
     }
 
-    /// The microbatches of the step that follows `consumed` samples.
-    fn read(&self, consumed: u64) -> Result<Vec<MicroBatch>> {
-        let batch = self.train.batch().resized(self.config.training.global_batch_size_at(consumed))?;
-        self.train.microbatches_of(&batch, consumed)
+    /// The microbatches of the step that follows what was consumed.
+    fn read(&self) -> Result<Vec<MicroBatch>> {
+        let global_batch_size = self.config.training.global_batch_size_at(self.progress.consumed_samples);
+        let batch = self.train.batch().resized(global_batch_size)?;
+        self.train.microbatches_of(&batch, self.progress.data_position(self.config.model.seq_length))
     }
 
     /// Reads what the next step needs while a GPU computes this one; what keeps it from being read is the next step's error.
@@ -257,8 +271,7 @@ impl Trainer {
         let training = &self.config.training;
         if kernels::device::computes_ahead(&self.stage.device) && self.progress.iteration < training.train_iters {
             let _span = span("read data", Kind::Phase);
-            let next = self.progress.consumed_samples;
-            self.ahead = Some((next, self.read(next)));
+            self.ahead = Some((self.progress.consumed_samples, self.read()));
         }
     }
 
@@ -373,7 +386,8 @@ impl Trainer {
         let Some(step) = self.in_flight.take() else { return Ok(None) };
         let (loss, read) = step.results.wait()?;
         let result = self.optimizer.settle(step.update, &read[0])?;
-        self.loss_scaler.update(!result.applied)?;
+        let is_answered = !result.applied && self.loss_scaler.may_fall();
+        self.loss_scaler.update(!result.applied).map_err(|error| at_step(step.iteration, error))?;
         let lm_loss = self.sum_over_world(vec![self.loss_share(loss)])?[0] * step.factor;
 
         let gbs = step.global_batch_size;
@@ -386,6 +400,11 @@ impl Trainer {
         }
         if !lm_loss.is_finite() {
             progress.nan_iterations += 1;
+        }
+        if result.applied && lm_loss.is_finite() {
+            progress.nonfinite_in_a_row = 0;
+        } else if !is_answered {
+            progress.nonfinite_in_a_row += 1;
         }
         // Steps overlap: each takes from the end of the one before.
         let now = Instant::now();
@@ -409,6 +428,7 @@ impl Trainer {
             skipped: !result.applied,
             skipped_iterations: progress.skipped_iterations,
             nan_iterations: progress.nan_iterations,
+            nonfinite_in_a_row: progress.nonfinite_in_a_row,
             memory: peak_memory_of(&self.stage.device),
         }))
     }

@@ -168,7 +168,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     }
     ranks::check_device(args.device)?;
     let Some(place) = place else {
-        return ranks::start(ranks.unwrap_or(2), &distributed, Some(STOP_LIMIT), None);
+        return ranks::start(ranks.unwrap_or(2), &distributed, Some(STOP_LIMIT), None, vec![]);
     };
     if ranks.is_some_and(|ranks| ranks != place.world_size) || place.world_size < 2 {
         return Err(CliError::usage(format!(

@@ -92,7 +92,7 @@ pub fn run(args: &StepArgs, origins: BTreeMap<String, String>) -> Result<u8> {
             ranks::check_number(&resolved.run.parallel)?;
             ranks::check_device(resolved.distributed.device)?;
             ranks::check_features(resolved.distributed.device, &resolved.run)?;
-            ranks::start(world_size, &resolved.distributed, Some(STOP_LIMIT), None)
+            ranks::start(world_size, &resolved.distributed, Some(STOP_LIMIT), None, vec![])
         }
     }
 }

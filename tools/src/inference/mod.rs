@@ -168,7 +168,7 @@ fn on_ranks(args: &LoadArgs, cp: usize, dp: usize, body: impl FnOnce(Found, Grou
         None if world_size == 1 => RankInfo::alone(),
         None => {
             ranks::check_device(args.device)?;
-            return ranks::start(world_size, &distributed, Some(Duration::from_secs(5)), None);
+            return ranks::start(world_size, &distributed, Some(Duration::from_secs(5)), None, vec![]);
         }
     };
     let communicators = train::most_communicators(&found.parallel)?;

@@ -2,6 +2,7 @@
 
 mod queues;
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::time::Duration;
 
@@ -57,6 +58,7 @@ pub fn start(
     distributed: &Distributed,
     stop_limit: Option<Duration>,
     advice: Option<String>,
+    variables: Vec<(OsString, OsString)>,
 ) -> Result<u8> {
     // Serving the store here rather than in rank 0 leaves no moment in which another program can take the port.
     let store = match distributed.rendezvous {
@@ -78,7 +80,7 @@ pub fn start(
             serves_store: store.is_some(),
             style: Style::Run,
             shares_gpus: share_gpus(ranks, distributed.device),
-            variables: vec![],
+            variables,
         }),
         self_end: Duration::from_secs(5),
         stop_limit,

@@ -178,6 +178,7 @@ mod tests {
             skipped: false,
             skipped_iterations: 0,
             nan_iterations: 0,
+            nonfinite_in_a_row: 0,
             memory: Peak::default(),
         }
     }

@@ -5,7 +5,8 @@ use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 
 use super::*;
-use crate::checkpoint::{Manifest, beside, existing, resumable, same_folder};
+use crate::checkpoint::{Later, Manifest, beside, existing, last_save, later, resumable, same_folder, to_load};
+use crate::config::CheckpointConfig;
 
 const POINTER: &str = "latest_checkpointed_iteration.txt";
 
@@ -86,4 +87,47 @@ fn links_and_dots_lead_to_what_lies_beside_a_checkpoint() {
     assert!(same_folder(&root.join("best"), &root.join("run/../run/iter_0000010")));
     assert!(same_folder(Path::new("missing"), Path::new("missing")));
     assert!(!same_folder(&root.join("run"), &one) && !same_folder(&root.join("missing"), &root));
+}
+
+#[test]
+fn a_step_that_is_asked_for_is_found_and_what_lies_beyond_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |step: u64| dir.path().join(format!("iter_{step:07}"));
+    let config = |load: PathBuf, ckpt_step| CheckpointConfig {
+        load: Some(load),
+        save: Some(dir.path().into()),
+        ckpt_step,
+        ..CheckpointConfig::default()
+    };
+    let whole = |ckpt_step| config(dir.path().into(), ckpt_step);
+    assert_eq!(to_load(&whole(None)).unwrap(), None);
+    assert!(message(to_load(&whole(Some(20))).unwrap_err()).contains("holds no checkpoint"));
+    for step in [10, 20, 30] {
+        save_small(dir.path(), step);
+    }
+    assert_eq!(to_load(&whole(None)).unwrap(), Some(at(30)));
+    assert_eq!(to_load(&whole(Some(20))).unwrap(), Some(at(20)));
+    let refusal = message(to_load(&whole(Some(25))).unwrap_err());
+    assert!(
+        refusal.contains("iter_0000025: is not there; there are checkpoints of the iterations 30, 20, 10"),
+        "{refusal}"
+    );
+    assert!(message(to_load(&config(at(10), Some(10))).unwrap_err()).contains("one iteration's folder"));
+
+    let beyond = Some(Later { latest: 30, iterations: vec![20, 30] });
+    assert_eq!(later(&config(at(10), None), &at(10), 10).unwrap(), beyond);
+    assert_eq!(later(&whole(None), &at(30), 30).unwrap(), None);
+    let elsewhere = CheckpointConfig { save: Some("elsewhere".into()), ..whole(Some(10)) };
+    assert_eq!(later(&elsewhere, &at(10), 10).unwrap(), None);
+}
+
+#[test]
+fn a_save_is_noticed_also_where_it_replaces_the_latest() {
+    let dir = tempfile::tempdir().unwrap();
+    let none = last_save(dir.path());
+    save_small(dir.path(), 10);
+    let first = last_save(dir.path());
+    assert_eq!(first, last_save(dir.path()));
+    save_small(dir.path(), 10);
+    assert!(none != first && first != last_save(dir.path()));
 }

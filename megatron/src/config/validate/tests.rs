@@ -69,6 +69,7 @@ pub(crate) fn valid() -> RunConfig {
             train_iters: 10,
             train_samples: None,
             exit_interval: None,
+            max_nonfinite_steps: 10,
             seed: 1,
             recompute: Recompute::None,
             precision: Precision::Fp32,

@@ -1,6 +1,6 @@
 //! `[training]`: batch, length, seed, recompute, precision.
 
-use clap::{Args, ValueEnum};
+use clap::{ArgAction, Args, ValueEnum};
 use megatron::config::RecomputeMethod;
 
 use super::choice;
@@ -27,6 +27,16 @@ pub struct TrainingFlags {
     /// Save and stop after the first step that is a multiple of this
     #[arg(long, value_name = "N")]
     pub exit_interval: Option<u64>,
+    /// End the run with an error after N steps in a row whose loss or gradient is not finite; 0 lets it go on. Overflows of --fp16 count
+    /// once its loss scale cannot fall any more
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub max_nonfinite_steps: u64,
+    /// End the run with an error at the first such step
+    #[arg(long, action = ArgAction::Set, default_value_t = false, overrides_with = "no_check_for_nan_in_loss_and_grad")]
+    pub check_for_nan_in_loss_and_grad: bool,
+    /// Go on after such a step, up to --max-nonfinite-steps in a row, as is the default
+    #[arg(long, action = ArgAction::Set, default_value_t = false, overrides_with = "check_for_nan_in_loss_and_grad")]
+    pub no_check_for_nan_in_loss_and_grad: bool,
     /// Every random number of the run is a function of this
     #[arg(long, value_name = "N", default_value_t = 1234)]
     pub seed: u64,

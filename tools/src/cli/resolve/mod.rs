@@ -11,7 +11,8 @@ use megatron::checkpoint::same_folder;
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     BatchSizeRampup, CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LossScaling, OptimizerConfig,
-    OptimizerOffload, ParallelConfig, Precision, Recompute, RecomputeMethod, RunConfig, Sources, Takes, TrainingConfig,
+    OptimizerOffload, ParallelConfig, Precision, Recompute, RecomputeMethod, RunConfig, SchedulerOf, Sources, Takes,
+    TrainingConfig,
 };
 
 use models::hf::HfConfig;
@@ -198,6 +199,7 @@ impl Resolver<'_> {
             train_iters: 0,
             train_samples: t.train_samples,
             exit_interval: t.exit_interval,
+            max_nonfinite_steps: self.max_nonfinite_steps()?,
             seed: t.seed,
             recompute: self.recompute(&t.recompute)?,
             precision: self.precision()?,
@@ -214,6 +216,22 @@ impl Resolver<'_> {
             }
         };
         Ok(training)
+    }
+
+    /// The steps in a row that end a run as diverged.
+    fn max_nonfinite_steps(&self) -> Result<u64> {
+        let t = &self.flags.training;
+        if !t.check_for_nan_in_loss_and_grad {
+            return Ok(t.max_nonfinite_steps);
+        }
+        if t.max_nonfinite_steps != 1 && self.sources.of("max_nonfinite_steps") != Some("default") {
+            return Err(Error::usage(format!(
+                "{} ends the run at the first step that is not finite, and {} does not; give one of them",
+                self.sources.cite("check_for_nan_in_loss_and_grad", true),
+                self.sources.cite("max_nonfinite_steps", t.max_nonfinite_steps)
+            )));
+        }
+        Ok(1)
     }
 
     /// How the global batch grows. Lengths in steps say nothing then of how many samples they are.
@@ -405,6 +423,12 @@ impl Resolver<'_> {
                 "{cited} has no effect without load; name a checkpoint's folder with --load"
             )));
         }
+        if let (Some(step), None) = (c.ckpt_step, &c.load) {
+            let cited = self.sources.cite("ckpt_step", step);
+            return Err(Error::usage(format!(
+                "{cited} has no effect without load; name the folder of the checkpoints with --load"
+            )));
+        }
         if takes != Takes::All && c.max_restarts > 0 {
             return Err(Error::usage(format!(
                 "{} would take as little of this run's own checkpoints when it is started again, as {} asks for; make the first steps without restarts",
@@ -417,9 +441,25 @@ impl Resolver<'_> {
             save_interval: c.save_interval,
             async_save: c.async_save,
             load: c.load.clone(),
+            ckpt_step: c.ckpt_step,
+            scheduler: self.scheduler()?,
             takes,
             init_from_hf: c.init_from_hf.clone(),
         })
+    }
+
+    fn scheduler(&self) -> Result<SchedulerOf> {
+        let o = &self.flags.optimizer;
+        match (o.override_opt_param_scheduler, o.use_checkpoint_opt_param_scheduler) {
+            (false, false) => Ok(SchedulerOf::RunNoted),
+            (true, false) => Ok(SchedulerOf::Run),
+            (false, true) => Ok(SchedulerOf::Checkpoint),
+            (true, true) => Err(Error::usage(format!(
+                "{} takes this run's schedule, and {} the checkpoint's; give one of them",
+                self.sources.cite("override_opt_param_scheduler", true),
+                self.sources.cite("use_checkpoint_opt_param_scheduler", true)
+            ))),
+        }
     }
 
     fn distributed(&self) -> Result<Distributed> {

@@ -1,0 +1,52 @@
+//! Which checkpoint a run goes on from, and which later ones it finds in the folder that it saves to.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::folder::{POINTER, beside, iterations, latest, locate, resumable, same_folder};
+use crate::Result;
+use crate::config::{CheckpointConfig, Takes};
+
+/// The folder of the checkpoint that a run of these settings goes on from; none where it starts afresh.
+///
+/// # Errors
+/// As [`resumable`], or if the one of `ckpt_step` is not there; the message has those that are.
+pub fn to_load(config: &CheckpointConfig) -> Result<Option<PathBuf>> {
+    match (&config.load, config.ckpt_step) {
+        (None, _) => Ok(None),
+        (Some(dir), None) => resumable(dir),
+        (Some(dir), Some(step)) => locate(dir, Some(step)).map(Some),
+    }
+}
+
+/// Checkpoints of a run that another one goes back on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Later {
+    /// The iteration of the latest, as the folder's pointer names it.
+    pub latest: u64,
+    /// The iterations beyond the one that is loaded, ascending.
+    pub iterations: Vec<u64>,
+}
+
+/// The checkpoints in the folder to save to that are beyond `iteration`, which is loaded from `path` in that folder; none where there are none.
+///
+/// # Errors
+/// If a folder cannot be listed.
+pub fn later(config: &CheckpointConfig, path: &Path, iteration: u64) -> Result<Option<Later>> {
+    let Some(dir) = config.save.as_ref().filter(|_| config.takes != Takes::Weights) else { return Ok(None) };
+    if !same_folder(&beside(path)?, dir) {
+        return Ok(None);
+    }
+    let iterations: Vec<u64> = iterations(dir)?.into_iter().filter(|other| *other > iteration).collect();
+    let latest = latest(dir)?.map_or(iteration, |latest| latest.iteration);
+    Ok((!iterations.is_empty()).then_some(Later { latest, iterations }))
+}
+
+/// What tells whether a checkpoint was saved into `dir` since this was asked last: each save makes the pointer anew.
+pub fn last_save(dir: &Path) -> String {
+    match fs::metadata(dir.join(POINTER)) {
+        Ok(pointer) => format!("{}.{}.{}", pointer.ino(), pointer.mtime(), pointer.mtime_nsec()),
+        Err(_) => "none".into(),
+    }
+}

@@ -1,0 +1,152 @@
+//! When a run counts as diverged: steps in a row that are not finite, or a parameter that is not, which no checkpoint holds.
+//!
+//! Every rank comes to the same verdict: a step's loss and gradient norm are the same on all of them, and what a rank finds in its
+//! parameters it tells the others.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::Tensor;
+use kernels::reduce::sums_of_squares;
+
+use super::metrics::StepMetrics;
+use super::trainer::Trainer;
+use crate::config::{LossScaling, Precision};
+use crate::params::{Elements, ShardRef, StateKind};
+use crate::{Error, Result, checkpoint};
+
+/// `error` with the step it is about, if it is about training that diverges.
+pub(super) fn at_step(iteration: u64, error: Error) -> Error {
+    match error {
+        Error::Diverged(what) => Error::Diverged(format!("step {iteration}: {what}")),
+        error => error,
+    }
+}
+
+impl Trainer {
+    /// Why the run ends after `step`, if it is one too many in a row whose loss or gradient is not finite.
+    pub(super) fn divergence(&self, step: &StepMetrics) -> Option<Error> {
+        let (limit, in_a_row) = (self.config.training.max_nonfinite_steps, step.nonfinite_in_a_row);
+        if limit == 0 || in_a_row < limit {
+            return None;
+        }
+        let first = step.iteration + 1 - in_a_row;
+        let steps = if in_a_row == 1 {
+            format!("step {first} is not finite")
+        } else {
+            format!("{in_a_row} steps in a row were not finite, the first of them step {first}")
+        };
+        Some(Error::Diverged(format!(
+            "training diverged: {steps} (max_nonfinite_steps = {limit}); step {}: loss {}, gradient norm {}. {}",
+            step.iteration,
+            step.lm_loss,
+            step.grad_norm,
+            self.what_to_try(first)
+        )))
+    }
+
+    /// What to do about a run whose step `first` was the first that went wrong.
+    fn what_to_try(&self, first: u64) -> String {
+        let saved = self.config.checkpoint.save.as_ref().and_then(|dir| {
+            let before = checkpoint::iterations(dir).ok()?.into_iter().rfind(|iteration| *iteration < first)?;
+            Some(format!("Go on from a checkpoint before it (--load {} --ckpt-step {before})", dir.display()))
+        });
+        let scale = match self.config.training.precision {
+            Precision::Fp16(LossScaling::Static(_)) => ", a smaller --loss-scale",
+            _ => "",
+        };
+        format!(
+            "{} with a lower --lr, a longer warm-up{scale} or a smaller --clip-grad: the same settings come to the same again",
+            saved.unwrap_or_else(|| "Start again".into())
+        )
+    }
+
+    /// Asserts that a checkpoint of `shards`, to be written to `dir`, would hold finite parameters alone. Collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::Diverged`] on every rank, with the first parameter that is not finite.
+    pub(super) fn require_finite(&self, shards: &[ShardRef], dir: &Path) -> Result<()> {
+        let mine = nonfinite(shards)?.unwrap_or_default();
+        let found = self.groups.world.all_gather_bytes(mine.as_bytes())?;
+        let Some(name) = found.iter().find(|name| !name.is_empty()) else { return Ok(()) };
+        let iteration = self.progress.iteration;
+        let earlier = match checkpoint::latest(dir) {
+            Ok(Some(latest)) => format!("the latest is still that of step {}", latest.iteration),
+            _ => "there is no earlier one".into(),
+        };
+        Err(Error::Diverged(format!(
+            "training diverged: after step {iteration} the parameter {} holds NaN or infinity. {} is not written, {earlier}. {}",
+            String::from_utf8_lossy(name),
+            checkpoint::iteration_dir(dir, iteration).display(),
+            self.what_to_try(iteration + 1 - self.progress.nonfinite_in_a_row.min(iteration))
+        )))
+    }
+}
+
+/// The name of the first parameter among `shards` that is not finite. In fp32 as they are saved: of bf16 weights with a low half the high one tells.
+fn nonfinite(shards: &[ShardRef]) -> Result<Option<&str>> {
+    let mut alike: BTreeMap<&str, (Vec<usize>, Vec<Tensor>)> = BTreeMap::new();
+    for (at, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.kind == StateKind::Param) {
+        let values = match &shard.data {
+            Elements::Tensor(values) | Elements::Halves { high: values, .. } => values.clone(),
+            Elements::Filed(filed) => {
+                let values = Tensor::zeros(filed.len(), filed.dtype(), &candle_core::Device::Cpu)?;
+                filed.read(&values)?;
+                values
+            }
+        };
+        let (places, tensors) = alike.entry(values.dtype().as_str()).or_default();
+        places.push(at);
+        tensors.push(values);
+    }
+    let mut first: Option<usize> = None;
+    // One reading of each dtype's; the squares of an fp32 have room in f64.
+    for (places, tensors) in alike.values() {
+        let sums = sums_of_squares(&tensors.iter().collect::<Vec<_>>())?;
+        let found = places.iter().zip(&sums).find(|(_, sum)| !sum.is_finite()).map(|(at, _)| *at);
+        first = first.into_iter().chain(found).min();
+    }
+    Ok(first.map(|at| shards[at].name.as_str()))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+    use half::{bf16, f16};
+
+    use super::*;
+
+    fn shard(name: &str, kind: StateKind, data: Elements) -> ShardRef {
+        ShardRef { name: name.into(), kind, global_shape: vec![2], pieces: vec![], data }
+    }
+
+    fn of<T: candle_core::WithDType>(values: [T; 2]) -> Elements {
+        Tensor::new(&values, &Device::Cpu).unwrap().into()
+    }
+
+    #[test]
+    fn the_first_parameter_that_is_not_finite_is_found_whatever_it_is_kept_in() {
+        let halves =
+            |high: bf16| Elements::Halves { high: Tensor::new(&[bf16::ONE, high], &Device::Cpu).unwrap(), low: None };
+        let fine = || {
+            vec![
+                shard("largest", StateKind::Param, of([f32::MAX, f32::MIN])),
+                shard("moment", StateKind::ExpAvg, of([f32::NAN, 0.0])),
+                shard("halves", StateKind::Param, halves(bf16::ONE)),
+            ]
+        };
+        assert_eq!(nonfinite(&fine()).unwrap(), None);
+        for broken in [
+            of([0.0, f32::NAN]),
+            of([f32::NEG_INFINITY, 0.0]),
+            of([f64::INFINITY, 0.0]),
+            of([f16::ONE, f16::NAN]),
+            halves(bf16::INFINITY),
+        ] {
+            let mut shards = fine();
+            shards.push(shard("broken", StateKind::Param, broken));
+            shards.push(shard("later", StateKind::Param, of([f32::NAN, 0.0])));
+            assert_eq!(nonfinite(&shards).unwrap(), Some("broken"));
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! How a run goes on from a checkpoint, and what it tells of that.
+
+use super::report::Reporter;
+use super::run::{is_due, preflight};
+use super::trainer::{Progress, Trainer};
+use super::{resume_notes, state};
+use crate::checkpoint::{self, Later};
+use crate::config::{RunConfig, Takes};
+use crate::{Error, Result};
+
+/// The samples that a run reads of its training data until its end. A run that went on with shorter sequences reads as many more as the tokens
+/// before make now; orders are drawn for all of them.
+///
+/// # Errors
+/// If the checkpoint it goes on from cannot be read.
+pub fn samples_to_read(config: &RunConfig) -> Result<u64> {
+    let samples = config.training.samples();
+    let Some(path) = checkpoint::to_load(&config.checkpoint)?.filter(|_| config.checkpoint.takes != Takes::Weights)
+    else {
+        return Ok(samples);
+    };
+    let progress = state::saved_run(&path, &checkpoint::Manifest::read(&path)?.state)?.progress;
+    let moved = progress.data_position(config.model.seq_length).saturating_sub(progress.consumed_samples);
+    Ok(samples.saturating_add(moved))
+}
+
+impl Trainer {
+    /// Loads the checkpoint that the run goes on from, if there is one, and reports what is to be known of it. Whether the run goes back: there
+    /// is a later checkpoint than the one it goes on from, which was passed by. Collective over the world.
+    pub(super) fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<bool> {
+        preflight(&self.config)?;
+        let Some(path) = checkpoint::to_load(&self.config.checkpoint)? else {
+            if let Some(dir) = &self.config.checkpoint.load {
+                reporter.message(&format!("no checkpoint in {}: starting from initial weights", dir.display()));
+            }
+            return Ok(false);
+        };
+        let given = self.config.clone();
+        self.load(&path)?;
+        let consumed = self.progress.consumed_samples;
+        // Steps made so far may have had another global batch.
+        let training = &mut self.config.training;
+        if let Some(samples) = training.train_samples {
+            training.train_iters = self.progress.iteration + training.steps_left(consumed, samples);
+        }
+        let takes = self.config.checkpoint.takes;
+        reporter.message(&match takes {
+            Takes::All => format!("resumed from {} ({consumed} samples consumed)", path.display()),
+            Takes::WithoutOptimizer => {
+                format!("resumed from {} ({consumed} samples consumed), with a fresh optimizer", path.display())
+            }
+            Takes::Weights => format!("starting from the weights in {}", path.display()),
+        });
+        let manifest = checkpoint::Manifest::read(&path)?;
+        let precision = self.config.training.precision;
+        if let Some(theirs) = state::precision(&manifest.state).filter(|theirs| theirs.dtype() != precision.dtype()) {
+            reporter.message(&format!(
+                "note: the checkpoint was trained in {theirs}; this run goes on in {precision} from the same fp32 values"
+            ));
+        }
+        if takes != Takes::Weights {
+            let other_data = state::data_fingerprint(&manifest.state).is_some_and(|theirs| theirs != self.fingerprint);
+            if other_data {
+                reporter.message(
+                    "note: the data or the tokenizer are not those that the checkpoint was trained on; the loss may jump",
+                );
+            }
+            let changed = resume_notes::changed(&manifest.state, &given, &self.progress)
+                .map_err(|e| Error::config(format!("cannot compare this run with the checkpoint: {e}")))?;
+            changed.iter().for_each(|note| reporter.message(note));
+        }
+        if let Some(note) = self.early_end_of_decay() {
+            reporter.message(&note);
+        }
+        let later = checkpoint::later(&self.config.checkpoint, &path, manifest.iteration)?;
+        if let Some(note) = later.as_ref().and_then(|later| self.replaces(later)) {
+            reporter.message(&note);
+        }
+        Ok(later.is_some_and(|later| later.latest > manifest.iteration))
+    }
+
+    /// What to say of checkpoints that lie before a run which goes back, since it comes by them.
+    fn replaces(&self, later: &Later) -> Option<String> {
+        let RunConfig { training, checkpoint, .. } = &self.config;
+        let now = self.progress.iteration;
+        let dir = checkpoint.save.as_ref()?;
+        let next = |interval: Option<u64>| interval.filter(|n| *n > 0).map(|n| (now / n + 1).saturating_mul(n));
+        let end = next(training.exit_interval).map_or(training.train_iters, |exit| exit.min(training.train_iters));
+        if end <= now {
+            return None;
+        }
+        let first = next(checkpoint.save_interval).map_or(end, |save| save.min(end));
+        let saves = |step: &u64| *step == end || *step < end && is_due(*step, checkpoint.save_interval);
+        let (replaced, kept): (Vec<u64>, Vec<u64>) = later.iterations.iter().copied().partition(saves);
+        let mut text = format!(
+            "note: {} has checkpoints of later steps than {now}, from which this run goes on: {}.",
+            dir.display(),
+            listed(&later.iterations)
+        );
+        if !replaced.is_empty() {
+            text += &format!(" It replaces {} when it saves the same {}.", listed(&replaced), steps(replaced.len()));
+        }
+        if !kept.is_empty() {
+            text += &format!(" It leaves {} as {}.", listed(&kept), if kept.len() == 1 { "it is" } else { "they are" });
+        }
+        if later.latest > now {
+            text += &format!(" {} is the latest until this run first saves, at step {first}.", later.latest);
+        }
+        Some(text)
+    }
+
+    /// What to say of a learning rate whose decay, given in steps, is shorter than the run since the steps before had more samples.
+    fn early_end_of_decay(&self) -> Option<String> {
+        let Progress { iteration, consumed_samples, applied_samples, .. } = self.progress;
+        let training = &self.config.training;
+        let batch = training.global_batch_size as u64;
+        // Beside batches that grow, a decay is given in samples.
+        if consumed_samples == iteration.saturating_mul(batch) || training.rampup.is_some() {
+            return None;
+        }
+        let total = applied_samples + training.train_iters.saturating_sub(iteration).saturating_mul(batch);
+        let end = self.lr.end().filter(|end| *end < total)?;
+        let when = if applied_samples < end { "ends before this run does" } else { "is over" };
+        Some(format!(
+            "note: the decay of the learning rate {when}, after {end} samples: steps so far had another global batch, {applied_samples} samples in \
+             all, and this run ends at {total}. What follows the decay trains at the lowest rate, {}; --lr-decay-samples {total} stretches it",
+            self.lr.lowest()
+        ))
+    }
+}
+
+fn steps(count: usize) -> &'static str {
+    if count == 1 { "step" } else { "steps" }
+}
+
+/// "A, B and C"; of many the first.
+fn listed(iterations: &[u64]) -> String {
+    const MOST: usize = 10;
+    let shown: Vec<String> = iterations.iter().take(MOST).map(u64::to_string).collect();
+    match shown.split_last() {
+        _ if iterations.len() > MOST => format!("{}, … (up to {})", shown.join(", "), iterations[iterations.len() - 1]),
+        Some((last, before @ [_, ..])) => format!("{} and {last}", before.join(", ")),
+        _ => shown.join(", "),
+    }
+}

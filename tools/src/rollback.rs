@@ -1,0 +1,51 @@
+//! `--ckpt-step` beside restarts: ranks that are started again go on from what the run has saved since, not from that step once more.
+
+use std::ffi::OsString;
+
+use megatron::checkpoint;
+use megatron::config::RunConfig;
+
+use crate::cli::Resolved;
+use crate::error::{Error, Result};
+use crate::launch::{MAX_RESTARTS, OWN_RANKS};
+
+/// Tells ranks what was saved last when their supervisor started.
+const LAST_SAVE: &str = "MEGATRON_LAST_SAVE";
+
+/// What ranks that may be started again have to know.
+pub fn variables(resolved: &Resolved) -> Vec<(OsString, OsString)> {
+    match (&resolved.run.checkpoint.save, resolved.run.checkpoint.ckpt_step) {
+        (Some(save), Some(_)) if resolved.distributed.max_restarts > 0 => {
+            vec![(LAST_SAVE.into(), checkpoint::last_save(save).into())]
+        }
+        _ => vec![],
+    }
+}
+
+/// Drops the step to go back to, once the run has saved a checkpoint of its own.
+///
+/// # Errors
+/// If a launcher may start the ranks again: they would go back each time.
+pub fn go_on_after_restart(run: &mut RunConfig) -> Result<()> {
+    let settings = &mut run.checkpoint;
+    let (Some(step), Some(save), Some(load)) = (settings.ckpt_step, &settings.save, &settings.load) else {
+        return Ok(());
+    };
+    if !checkpoint::same_folder(load, save) {
+        return Ok(());
+    }
+    if let Some(before) = std::env::var_os(LAST_SAVE) {
+        if before != OsString::from(checkpoint::last_save(save)) {
+            settings.ckpt_step = None;
+        }
+        return Ok(());
+    }
+    let restarts = std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
+    if restarts > 0 && std::env::var_os(OWN_RANKS).is_none() {
+        return Err(Error::usage(format!(
+            "--ckpt-step {step}: this launcher may start ranks again ({MAX_RESTARTS} = {restarts}), and each time they would go back to step \
+             {step}; give the launcher --max-restarts 0, or leave the ranks to `megatron pretrain` with its own --max-restarts"
+        )));
+    }
+    Ok(())
+}
