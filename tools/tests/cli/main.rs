@@ -14,6 +14,7 @@ mod inspect;
 mod launch;
 mod long_run;
 mod meeting;
+mod megatron_lines;
 mod preprocess;
 mod pretrain;
 mod profile;

@@ -32,6 +32,8 @@ pub struct Resolved {
     /// `--vocab-size`.
     pub vocab_size: Option<usize>,
     pub distributed: Distributed,
+    /// What the run says once, before it starts.
+    pub notes: Vec<String>,
 }
 
 /// How ranks meet and talk.
@@ -80,9 +82,17 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         logging: r.logging(training_iters)?,
     };
     run.validate_with(&r.sources)?;
-    let distributed = r.distributed()?;
+    let mut distributed = r.distributed()?;
+    let mut notes = gathered.notes.clone();
+    if distributed.backend == Backend::Nccl && !on_gpus {
+        notes.push(format!(
+            "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",
+            r.sources.cite("distributed_backend", "nccl")
+        ));
+        distributed.backend = Backend::Auto;
+    }
     let vocab_size = r.flags.model.vocab_size.or(r.hf.map(|hf| hf.model.vocab_size));
-    Ok(Resolved { run, vocab_size, distributed })
+    Ok(Resolved { run, vocab_size, distributed, notes })
 }
 
 /// Settings that have no default.
@@ -244,6 +254,8 @@ impl Resolver<'_> {
     fn precision(&self) -> Result<Precision> {
         let p = &self.flags.training.precision;
         self.at_most_one(&[("bf16", p.bf16), ("fp16", p.fp16)])?;
+        // Megatron-LM's and DeepSpeed's for a scale that adapts itself.
+        let loss_scale = p.loss_scale.filter(|scale| *scale != 0.0);
         let of_dynamic = [
             ("initial_loss_scale", p.initial_loss_scale.is_some()),
             ("min_loss_scale", p.min_loss_scale.is_some()),
@@ -251,7 +263,7 @@ impl Resolver<'_> {
             ("hysteresis", p.hysteresis.is_some()),
             ("consecutive_hysteresis", p.consecutive_hysteresis),
         ];
-        let mut scaling = [("loss_scale", p.loss_scale.is_some())].into_iter().chain(of_dynamic);
+        let mut scaling = [("loss_scale", loss_scale.is_some())].into_iter().chain(of_dynamic);
         if let Some((key, _)) = scaling.find(|(_, given)| *given && !p.fp16) {
             return Err(Error::usage(format!(
                 "{key} ({}) is a setting of fp16, and the run is in {}, which needs no loss scale; leave it out or add fp16 \
@@ -260,7 +272,7 @@ impl Resolver<'_> {
                 if p.bf16 { "bf16" } else { "fp32" }
             )));
         }
-        if let (Some(scale), Some((key, _))) = (p.loss_scale, of_dynamic.iter().find(|(_, given)| *given)) {
+        if let (Some(scale), Some((key, _))) = (loss_scale, of_dynamic.iter().find(|(_, given)| *given)) {
             return Err(Error::usage(format!(
                 "{key} ({}) is a setting of a loss scale that adapts itself, and {} is fixed; give one of them",
                 self.sources.of(key).unwrap_or("?"),
@@ -275,7 +287,7 @@ impl Resolver<'_> {
             hysteresis: p.hysteresis.unwrap_or(default.hysteresis),
             consecutive_hysteresis: p.consecutive_hysteresis,
         };
-        Ok(match (p.bf16, p.fp16, p.loss_scale) {
+        Ok(match (p.bf16, p.fp16, loss_scale) {
             (true, ..) => Precision::Bf16,
             (_, true, Some(scale)) => Precision::Fp16(LossScaling::Static(scale)),
             (_, true, None) => Precision::Fp16(LossScaling::Dynamic(dynamic)),
