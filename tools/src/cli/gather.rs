@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use clap::{ArgMatches, FromArgMatches};
 
 use super::flags::Flags;
-use super::other_names::{self, Verdict};
+use super::other_names::Verdict;
 use super::run_file::{self, RunFile, Setting};
 use super::words::Words;
 use super::{PretrainArgs, Stop, asks_for_help, command, is_typed, typed_origins};
@@ -19,8 +19,8 @@ pub struct Gathered {
     pub flags: Flags,
     /// By key: `--num-layers` or `run.toml:7`.
     pub origins: BTreeMap<String, String>,
-    /// What the run says once, before it starts: which flags it passes over.
-    pub notes: Vec<String>,
+    /// Flags and keys of Megatron-LM that change nothing here.
+    pub passed_over: Vec<String>,
 }
 
 /// Settings that say the same thing in different units; a run has one of each.
@@ -79,10 +79,9 @@ pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<
         false => pretrain_args(&words)?,
     };
 
-    let notes = other_names::passed_over(&passed_over).into_iter().collect();
     let mut origins = typed_origins(&typed, |_| true);
     if settings.is_empty() {
-        return Ok(Gathered { flags: args.flags, origins, notes });
+        return Ok(Gathered { flags: args.flags, origins, passed_over });
     }
     // The file's words go first, without those that a flag overrides, so that one parse sees every setting once.
     let mut merged = before.to_vec();
@@ -94,7 +93,7 @@ pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<
     }
     merged.extend_from_slice(&words[before.len()..]);
     let (args, _) = pretrain_args(&merged)?;
-    Ok(Gathered { flags: args.flags, origins, notes })
+    Ok(Gathered { flags: args.flags, origins, passed_over })
 }
 
 fn run_file_of(args: &PretrainArgs) -> Result<Option<PathBuf>> {
@@ -238,11 +237,8 @@ mod tests {
             ["--use-mcore-models", &path, "--cp-comm-type", "a2a", "p2p", "--timing-log-level=0", "--num_workers", "6"];
         let gathered = gathered(&[&words[..], &["--no-bias-gelu-fusion", "--lr", "0.5"]].concat());
         assert_eq!(gathered.flags.optimizer.lr, Some(0.5));
-        assert_eq!(
-            gathered.notes,
-            ["6 flags of Megatron-LM have no meaning here: --use-mcore-models, --cp-comm-type, --timing-log-level, \
-              --num_workers, --no-bias-gelu-fusion, transformer_impl"]
-        );
+        let names = ["--use-mcore-models", "--cp-comm-type", "--timing-log-level", "--num_workers"];
+        assert_eq!(gathered.passed_over, [&names[..], &["--no-bias-gelu-fusion", "transformer_impl"]].concat());
     }
 
     #[test]

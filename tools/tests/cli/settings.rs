@@ -220,11 +220,10 @@ fn contradictions_are_refused() {
 
 #[test]
 fn settings_of_another_precision_are_refused() {
-    let contradictions: [(&[&str], &[&str]); 10] = [
+    let contradictions: [(&[&str], &[&str]); 9] = [
         (&["--bf16", "--fp16"], &["bf16 (--bf16) and fp16 (--fp16) set the same thing"]),
         (&["--loss-scale=128"], &["loss_scale (--loss-scale) is a setting of fp16", "the run is in fp32"]),
-        (&["--bf16", "--hysteresis=2"], &["hysteresis (--hysteresis) is a setting of fp16", "the run is in bf16"]),
-        (&["--bf16", "--consecutive-hysteresis"], &["consecutive_hysteresis"]),
+        (&["--hysteresis=2"], &["hysteresis (--hysteresis) is a setting of fp16", "the run is in fp32"]),
         (
             &["--fp16", "--loss-scale=128", "--loss-scale-window=5"],
             &["loss_scale_window (--loss-scale-window)", "loss_scale = 128 (--loss-scale) is fixed"],
@@ -365,4 +364,19 @@ fn layouts_in_megatrons_words_are_those_of_the_partition() {
         &[stages, "--pipeline-partition=2,2", "--decoder-first-pipeline-num-layers=1"],
         &["pipeline_partition (--pipeline-partition)", "decoder_first_pipeline_num_layers", "give one of them"],
     );
+}
+
+/// Megatron-LM's scripts leave on the line what is read with another flag alone.
+#[test]
+fn settings_that_nothing_reads_are_passed_over_in_one_line() {
+    let flags = ["--bf16", "--initial-loss-scale=65536", "--hysteresis=2", "--no-load-optim", "--profile-step-start=4"];
+    let more = ["--log-timers-to-tensorboard", "--lr-warmup-samples=0", "--lr-warmup-fraction=0.5", "--train-iters=2"];
+    let output = pretrain("", "", &[&flags[..], &more, &["--use-flash-attn", "--log-interval=1"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    let names = "--use-flash-attn, --initial-loss-scale, --hysteresis, --no-load-optim, --profile-step-start, \
+                 --log-timers-to-tensorboard";
+    assert!(text.contains(&format!("6 flags of Megatron-LM have no meaning here: {names}\n")), "{text}");
+    // The fraction counts: the first step is half of the way up.
+    assert!(text.contains("learning rate: 1.000000E-03"), "{text}");
 }

@@ -151,7 +151,7 @@ pub const TABLE: &[Entry] = &[
     refuse(
         "it is the name of a part of Megatron-LM's configuration, whose settings have flags of their own",
         "attr checkpoint ddp dist finalize-model-grads-func fn grad-scale-func grad-sync-func inference logger model \
-         most-recent-k name no-sync-func param-sync-func predicate profiling rerun-state-machine rng scheduler straggler \
+         name no-sync-func param-sync-func predicate profiling rerun-state-machine rng scheduler straggler \
          timers train validation with-name-predicate",
     ),
 ];

@@ -9,5 +9,5 @@ pub const TABLE: &[Entry] = &[refuse(
      check-for-nan-in-loss check-for-nan-in-grad override-opt-param-scheduler use-checkpoint-opt-param-scheduler \
      ckpt-step exit-duration-in-mins exit-signal-handler exit-signal save-retain-interval skip-train \
      exit-on-missing-checkpoint start-weight-decay end-weight-decay weight-decay-incr-style lr-warmup-init \
-     iterations-to-skip use-checkpoint-args",
+     iterations-to-skip use-checkpoint-args most-recent-k",
 )];
