@@ -56,6 +56,8 @@ fn run() -> error::Result<u8> {
         Ok(Request::Import(args)) => convert::import(&args),
         Ok(Request::Export(args)) => convert::export(&args),
         Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
+        Ok(Request::Completions(args)) => Ok(cli::completions(&args)),
+        Ok(Request::Man(args)) => cli::man(&args),
         Ok(Request::Doctor(args)) => doctor::run(&args).map(|()| 0),
         Ok(Request::Reshard(args, origins)) => reshard::run(&args, &origins),
         Ok(Request::Inspect(args)) => inspect::run(&args),

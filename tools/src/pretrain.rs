@@ -53,7 +53,7 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
         train::preflight(&resolved.run)?;
         Ok(description)
     })?;
-    description.iter().for_each(|line| crate::print_line(line));
+    resolved.notes.iter().chain(&description).for_each(|line| crate::print_line(line));
     // Ranks save when they are asked to stop, which takes as long as it takes.
     let variables = rollback::variables(&resolved);
     ranks::start(world_size, &resolved.distributed, None, advice(&resolved.run), variables)
@@ -137,7 +137,11 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let stop = StopSignal::listen()?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     // Whoever starts ranks of its own has told it.
-    if place.world_size == 1 && std::env::var_os(OWN_RANKS).is_none() {
+    let started_elsewhere = std::env::var_os(OWN_RANKS).is_none();
+    if place.rank == 0 && started_elsewhere {
+        resolved.notes.iter().for_each(|line| reporter.message(line));
+    }
+    if place.world_size == 1 && started_elsewhere {
         datasets.description.iter().for_each(|line| reporter.message(line));
     }
     if let Some(note) = not_started_again(resolved.distributed.max_restarts, place.rank) {

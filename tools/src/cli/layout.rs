@@ -4,6 +4,7 @@ use megatron::comm::RankInfo;
 use megatron::config::{ParallelConfig, ScheduleKind, Sources};
 
 use super::flags::LayoutFlags;
+use super::partition::Split;
 use crate::error::{Error, Result};
 
 /// Least elements of a gradient bucket on CPUs. A bucket has memory only while its gradients are needed, and 8 MB move at full bandwidth.
@@ -34,7 +35,10 @@ impl LayoutResolver<'_> {
     fn parallel(&mut self, launcher: Option<&RankInfo>, num_layers: usize) -> Result<ParallelConfig> {
         let p = self.flags;
         let data_parallel_size = self.data_parallel_size(launcher)?;
-        let (virtual_pipeline_size, asked) = self.virtual_pipeline_size(num_layers)?;
+        let split = Split::of(p, self.sources)?;
+        let (virtual_pipeline_size, asked) = self.virtual_pipeline_size(num_layers, &split)?;
+        let partition =
+            split.partition(num_layers, p.pipeline_model_parallel_size, virtual_pipeline_size, self.sources)?;
         let schedule = match (p.pipeline_schedule, asked) {
             (None, _) if virtual_pipeline_size == 1 => ScheduleKind::OneFOneB,
             (None, _) => ScheduleKind::Interleaved,
@@ -74,7 +78,7 @@ impl LayoutResolver<'_> {
             schedule,
             delay_wgrad_compute: p.delay_wgrad_compute,
             extra_warmup: p.pipeline_extra_warmup,
-            partition: p.pipeline_partition.0.clone(),
+            partition,
             // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns it off, too.
             sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,
             use_distributed_optimizer: p.use_distributed_optimizer,
@@ -123,8 +127,26 @@ impl LayoutResolver<'_> {
 
     /// v, and the setting that asks for virtual stages: their number on each stage, or the layers of one, of which v = num_layers / (pp · layers per virtual stage)
     /// follows.
-    fn virtual_pipeline_size(&self, num_layers: usize) -> Result<(usize, Option<String>)> {
+    fn virtual_pipeline_size(&self, num_layers: usize, split: &Split) -> Result<(usize, Option<String>)> {
         let p = self.flags;
+        if let Some(found) = split.virtual_stages(p.pipeline_model_parallel_size, self.sources)? {
+            let given = [
+                ("num_layers_per_virtual_pipeline_stage", p.num_layers_per_virtual_pipeline_stage),
+                (
+                    "num_virtual_stages_per_pipeline_rank",
+                    p.num_virtual_stages_per_pipeline_rank.filter(|v| *v != found.0),
+                ),
+            ];
+            return match given.into_iter().find_map(|(key, value)| Some((key, value?))) {
+                Some((key, value)) => Err(Error::usage(format!(
+                    "{} has {} virtual stages on each stage, and {} says otherwise; leave one out",
+                    found.1,
+                    found.0,
+                    self.sources.cite(key, value)
+                ))),
+                None => Ok((found.0, (found.0 > 1).then_some(found.1))),
+            };
+        }
         let layers = p
             .num_layers_per_virtual_pipeline_stage
             .map(|layers| (layers, self.sources.cite("num_layers_per_virtual_pipeline_stage", layers)));
@@ -141,7 +163,8 @@ impl LayoutResolver<'_> {
             }
         };
         let per_round = per_stage.saturating_mul(p.pipeline_model_parallel_size);
-        if per_round == 0 || !num_layers.is_multiple_of(per_round) {
+        let counted = num_layers.saturating_add(split.counted_beside());
+        if per_round == 0 || !counted.is_multiple_of(per_round) {
             return Err(Error::usage(format!(
                 "{} must be a multiple of {} · {}; virtual stages have the same number of layers, unless \
                  num_virtual_stages_per_pipeline_rank and pipeline_partition say how many there are and what each has",
@@ -150,6 +173,6 @@ impl LayoutResolver<'_> {
                 cited
             )));
         }
-        Ok(((num_layers / per_round).max(1), Some(cited)))
+        Ok(((counted / per_round).max(1), Some(cited)))
     }
 }

@@ -1,22 +1,31 @@
-//! The command line: commands, and how `pretrain`'s settings are gathered from flags and a run file.
+//! The command line: commands, and what was asked for.
 
 mod convert;
 pub mod flags;
+mod gather;
+mod help;
 mod launch;
 mod layout;
 mod nearest;
 mod other_names;
+mod partition;
+mod problems;
 mod resolve;
 pub mod run_file;
+mod words;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub use convert::{ExportArgs, ImportArgs};
+pub use gather::Gathered;
+pub(crate) use gather::SAME_THING;
+pub use help::{CompletionsArgs, ManArgs, completions, man};
 pub use launch::LaunchArgs;
 pub use layout::resolve_layout;
 pub use resolve::{Distributed, Resolved, default_cache, resolve};
@@ -30,11 +39,13 @@ use crate::inspect::InspectArgs;
 use crate::preprocess::{PreprocessArgs, TokenizerArgs};
 use crate::reshard::ReshardArgs;
 use flags::Flags;
+use gather::gather;
+use words::Others;
 
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
 #[derive(Debug, Parser)]
-#[command(name = "megatron", version, arg_required_else_help = true, disable_help_subcommand = true)]
-#[command(after_help = "`megatron COMMAND --help` explains a command.")]
+#[command(name = "megatron", version, arg_required_else_help = true, args_override_self = true)]
+#[command(after_help = "`megatron COMMAND --help` or `megatron help COMMAND` explains a command.")]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
@@ -54,6 +65,8 @@ pub enum Command {
     Export(ExportArgs),
     Bench(BenchArgs),
     Doctor(DoctorArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
 }
 
 /// Pretrain a model on text
@@ -99,14 +112,8 @@ pub enum Request {
     /// With the origins of what was typed.
     Bench(Bench, BTreeMap<String, String>),
     Doctor(DoctorArgs),
-}
-
-/// The settings of `pretrain`, merged, with the origin of each that is not a default.
-#[derive(Clone, Debug)]
-pub struct Gathered {
-    pub flags: Flags,
-    /// By key: `--num-layers` or `run.toml:7`.
-    pub origins: BTreeMap<String, String>,
+    Completions(CompletionsArgs),
+    Man(ManArgs),
 }
 
 /// Why there is nothing to run.
@@ -129,7 +136,8 @@ impl From<Error> for Stop {
     }
 }
 
-fn command() -> clap::Command {
+/// The whole command line, as it is parsed and explained.
+pub fn command() -> clap::Command {
     Cli::command()
         .mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
         .mut_subcommand("reshard", |reshard| reshard.mut_args(flags::with_switches))
@@ -142,40 +150,51 @@ fn command() -> clap::Command {
 /// # Errors
 /// [`Stop`] if there is something to print instead of something to do.
 pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
-    let matches = command().try_get_matches_from(words).map_err(|error| {
-        // Other commands have few flags, which nobody brings from elsewhere.
-        match words.get(1).and_then(|word| word.to_str()) {
-            Some("pretrain") => other_names::explain(error, other_names::instead_of),
-            Some("launch") => other_names::explain(error, other_names::instead_of_launchers),
-            _ => error,
-        }
-    })?;
-    let (cli, typed) = (Cli::from_arg_matches(&matches)?, matches.subcommand_matches("pretrain"));
-    match (cli.command, typed) {
-        (Command::Reshard(args), _) => {
+    let (command, mut names) = (command(), Vec::new());
+    let mut innermost = &command;
+    while let Some(next) = words.get(1 + names.len()).and_then(|word| innermost.find_subcommand(word)) {
+        innermost = next;
+        names.push(next.get_name());
+    }
+    let (before, rest) = words.split_at((1 + names.len()).min(words.len()));
+    if names == ["pretrain"] {
+        let words = words::sort(innermost, rest, Others::Trainers);
+        return gather(before, words).map(|settings| Request::Pretrain(Box::new(settings)));
+    }
+    let mut known = before.to_vec();
+    if names.is_empty() {
+        known.extend_from_slice(rest);
+    } else {
+        let others = if names == ["launch"] { Others::Launchers } else { Others::None };
+        let words = words::sort(innermost, rest, others);
+        known.extend(words.own);
+        asks_for_help(&known)?;
+        words.problems.result()?;
+    }
+    let matches = command.try_get_matches_from(known)?;
+    let cli = Cli::from_arg_matches(&matches)?;
+    match cli.command {
+        Command::Reshard(args) => {
             let typed = matches.subcommand_matches("reshard");
             let origins = typed.map_or_else(BTreeMap::new, |typed| origins_of(typed, &flags::layout_args()));
             Ok(Request::Reshard(args, origins))
         }
-        (Command::Doctor(args), _) => Ok(Request::Doctor(args)),
-        (Command::Inspect(args), _) => Ok(Request::Inspect(args)),
-        (Command::Generate(args), _) => Ok(Request::Generate(args)),
-        (Command::Eval(args), _) => Ok(Request::Eval(args)),
-        (Command::Import(args), _) => Ok(Request::Import(args)),
-        (Command::Export(args), _) => Ok(Request::Export(args)),
-        (Command::Launch(launch), _) => {
+        Command::Doctor(args) => Ok(Request::Doctor(args)),
+        Command::Inspect(args) => Ok(Request::Inspect(args)),
+        Command::Generate(args) => Ok(Request::Generate(args)),
+        Command::Eval(args) => Ok(Request::Eval(args)),
+        Command::Import(args) => Ok(Request::Import(args)),
+        Command::Export(args) => Ok(Request::Export(args)),
+        Command::Launch(launch) => {
             launch.check()?;
             Ok(Request::Launch(launch))
         }
-        (Command::Preprocess(args), _) => Ok(Request::Preprocess(args)),
-        (Command::Tokenizer(args), _) => Ok(Request::Tokenizer(args)),
-        (Command::Pretrain(args), Some(typed)) => {
-            gather(words, *args, typed).map(|settings| Request::Pretrain(Box::new(settings)))
-        }
-        (Command::Pretrain(args), None) => {
-            Ok(Request::Pretrain(Box::new(Gathered { flags: args.flags, origins: BTreeMap::new() })))
-        }
-        (Command::Bench(args), _) => {
+        Command::Preprocess(args) => Ok(Request::Preprocess(args)),
+        Command::Tokenizer(args) => Ok(Request::Tokenizer(args)),
+        Command::Completions(args) => Ok(Request::Completions(args)),
+        Command::Man(args) => Ok(Request::Man(args)),
+        Command::Pretrain(_) => Err(Error::usage("internal error: `pretrain` is read elsewhere").into()),
+        Command::Bench(args) => {
             let step = matches.subcommand_matches("bench").and_then(|bench| bench.subcommand_matches("step"));
             Ok(Request::Bench(
                 args.what,
@@ -204,50 +223,14 @@ fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String> {
     typed.map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default()))).collect()
 }
 
-/// Settings that say the same thing in different units; a run has one of each.
-pub(crate) const SAME_THING: [&[&str]; 6] = [
-    &["train_iters", "train_samples"],
-    &["lr_decay_iters", "lr_decay_samples"],
-    &["lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"],
-    &["lr_wsd_decay_iters", "lr_wsd_decay_samples"],
-    &["check_for_nan_in_loss_and_grad", "no_check_for_nan_in_loss_and_grad"],
-    &["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"],
-];
-
-/// The settings that say what `key` says, itself among them.
-fn ways_to_say(key: &str) -> &'static [&'static str] {
-    SAME_THING.into_iter().find(|keys| keys.contains(&key)).unwrap_or_default()
-}
-
-/// Puts the run file's settings under those of the command line.
-fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::result::Result<Gathered, Stop> {
-    let mut origins = typed_origins(typed, |_| true);
-    let path = match (args.run_file, args.config) {
-        (Some(run_file), Some(config)) => {
-            return Err(Error::usage(format!(
-                "two run files: {} and --config {}; name one",
-                run_file.display(),
-                config.display()
-            ))
-            .into());
-        }
-        (Some(path), None) | (None, Some(path)) => path,
-        (None, None) => return Ok(Gathered { flags: args.flags, origins }),
-    };
-    let settings = run_file::read(&path)?;
-    // The file's words go first, without those that a flag overrides, so that one parse sees every setting once.
-    let (program_and_command, rest) = words.split_at(2);
-    let mut merged = program_and_command.to_vec();
-    let is_overridden = |key: &str| is_typed(typed, key) || ways_to_say(key).iter().any(|other| is_typed(typed, other));
-    for setting in settings.iter().filter(|s| !is_overridden(&s.key)) {
-        merged.extend(setting.words.iter().map(OsString::from));
-        origins.insert(setting.key.clone(), format!("{}:{}", path.display(), setting.line));
+/// What clap has to print, where help or the version is asked for: that comes before anything that is wrong.
+fn asks_for_help(words: &[OsString]) -> std::result::Result<(), Stop> {
+    if !words.iter().any(|word| ["--help", "-h", "--version", "-V"].iter().any(|known| word == known)) {
+        return Ok(());
     }
-    merged.extend_from_slice(rest);
-    let matches = command().try_get_matches_from(merged)?;
-    match Cli::from_arg_matches(&matches)?.command {
-        Command::Pretrain(args) => Ok(Gathered { flags: args.flags, origins }),
-        _ => Err(Error::usage("the run file turned `pretrain` into another command").into()),
+    match command().try_get_matches_from(words) {
+        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => Err(error.into()),
+        _ => Ok(()),
     }
 }
 
@@ -255,62 +238,8 @@ fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::re
 mod tests {
     use super::*;
 
-    fn gathered(words: &[&str]) -> Gathered {
-        let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
-        match parse(&words).unwrap() {
-            Request::Pretrain(gathered) => *gathered,
-            _ => unreachable!(),
-        }
-    }
-
-    fn run_file(text: &str) -> (tempfile::TempDir, String) {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("run.toml");
-        std::fs::write(&path, text).unwrap();
-        let path = path.display().to_string();
-        (folder, path)
-    }
-
     #[test]
     fn the_command_line_is_well_formed() {
         command().debug_assert();
-    }
-
-    #[test]
-    fn flags_override_the_run_file_which_overrides_defaults() {
-        let (_folder, path) = run_file("[optimizer]\nlr = 0.5\nadam_beta1 = 0.7\n");
-        let gathered = gathered(&[&path, "--lr", "0.25"]);
-        let optimizer = &gathered.flags.optimizer;
-        assert_eq!((optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2), (Some(0.25), 0.7, 0.999));
-        assert_eq!(gathered.origins["lr"], "--lr");
-        assert_eq!(gathered.origins["adam_beta1"], format!("{path}:3"));
-        assert!(!gathered.origins.contains_key("adam_beta2"));
-    }
-
-    #[test]
-    fn a_flag_overrides_what_the_run_file_says_in_another_unit() {
-        let (_folder, path) =
-            run_file("[training]\ntrain_iters = 5\n[optimizer]\nlr_warmup_iters = 2\nlr_decay_iters = 4\n");
-        let gathered = gathered(&[&path, "--train-samples", "80", "--lr-warmup-fraction=0.1"]);
-        let (training, optimizer) = (&gathered.flags.training, &gathered.flags.optimizer);
-        assert_eq!((training.train_iters, training.train_samples), (None, Some(80)));
-        assert_eq!((optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction), (None, Some(0.1)));
-        assert_eq!(optimizer.lr_decay_iters, Some(4));
-        assert!(!gathered.origins.contains_key("train_iters"));
-    }
-
-    #[test]
-    fn a_switch_of_the_run_file_is_turned_off_by_a_flag() {
-        let (_folder, path) = run_file("[model]\nswiglu = true\n");
-        assert!(gathered(&[&path]).flags.model.swiglu);
-        assert!(!gathered(&[&path, "--swiglu=false"]).flags.model.swiglu);
-        assert!(gathered(&["--swiglu"]).flags.model.swiglu);
-    }
-
-    #[test]
-    fn lists_of_a_flag_replace_those_of_the_run_file() {
-        let (_folder, path) = run_file("[data]\ndata_path = [\"a\", \"b\"]\n");
-        assert_eq!(gathered(&["--config", &path]).flags.data.data_path, ["a", "b"]);
-        assert_eq!(gathered(&["--config", &path, "--data-path", "c", "d"]).flags.data.data_path, ["c", "d"]);
     }
 }

@@ -1,12 +1,14 @@
 //! The known name that a user most likely meant.
 
-/// The name among `known` that is nearest to `typed`, if any is near enough to suggest.
+/// The name among `known` that is nearest to `typed`, if any is near enough to suggest: a slip or two of the fingers away, and not in the
+/// first letter. What is farther means something else.
 pub fn nearest<'a>(typed: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     known
         .into_iter()
         .map(|name| (strsim::damerau_levenshtein(typed, name), name))
         .min()
-        .filter(|(distance, name)| *distance <= typed.len().max(name.len()) / 3)
+        .filter(|(distance, name)| *distance <= (typed.len().max(name.len()) / 3).min(2))
+        .filter(|(distance, name)| *distance == 1 || typed.chars().next() == name.chars().next())
         .map(|(_, name)| name)
 }
 
@@ -21,6 +23,9 @@ mod tests {
 
     #[test]
     fn something_else_finds_nothing() {
-        assert_eq!(nearest("banana", ["hidden_size", "num_layers"]), None);
+        let known = ["hidden_size", "num_layers", "vocab_size", "rotary_base", "exit_interval"];
+        for typed in ["banana", "tp_size", "rotary_percent", "exit_signal_handler", "num_gpu_layers", ""] {
+            assert_eq!(nearest(typed, known), None, "{typed}");
+        }
     }
 }

@@ -11,7 +11,8 @@ use toml::de::{DeTable, DeValue};
 
 use super::flags::{has_type, sections};
 use super::nearest::nearest;
-use super::other_names::instead_of;
+use super::other_names::{self, Entry, Line, Verdict};
+use super::words::is_named;
 use crate::error::{Error, Result};
 
 /// One key of a run file.
@@ -25,11 +26,39 @@ pub struct Setting {
     pub words: Vec<String>,
 }
 
-/// Reads and checks the run file at `path`.
+impl Setting {
+    /// One that `word`, a flag with its value, says.
+    pub fn of(word: String, line: usize) -> Self {
+        let name = word.split('=').next().unwrap_or_default();
+        Self { key: name.trim_start_matches('-').replace('-', "_"), line, words: vec![word] }
+    }
+}
+
+/// A key of another program.
+#[derive(Debug)]
+pub struct OtherKey {
+    pub key: String,
+    pub line: usize,
+    pub values: Vec<String>,
+    pub entry: &'static Entry,
+}
+
+/// What a run file says.
+#[derive(Debug, Default)]
+pub struct RunFile {
+    pub settings: Vec<Setting>,
+    pub others: Vec<OtherKey>,
+    /// What cannot be used, by line.
+    pub problems: Vec<Problem>,
+    /// Everything that is set.
+    pub line: Line,
+}
+
+/// Reads the run file at `path`.
 ///
 /// # Errors
-/// If it cannot be read, is not TOML, or has an unknown section or key, or a value that the flag would refuse.
-pub fn read(path: &Path) -> Result<Vec<Setting>> {
+/// If it cannot be read, or is not TOML. What else is wrong is told together with what is wrong on the command line.
+pub fn read(path: &Path) -> Result<RunFile> {
     // Every rank reads it, and of a pipe only one could.
     if std::fs::metadata(path).is_ok_and(|meta| !meta.is_file()) {
         return Err(Error::usage(format!(
@@ -42,31 +71,74 @@ pub fn read(path: &Path) -> Result<Vec<Setting>> {
     parse(&text).map_err(|(line, message)| Error::RunFile { path: path.to_path_buf(), line, message })
 }
 
-type Problem = (usize, String);
+/// A line and what is wrong there.
+pub type Problem = (usize, String);
 
-fn parse(text: &str) -> std::result::Result<Vec<Setting>, Problem> {
+fn parse(text: &str) -> std::result::Result<RunFile, Problem> {
     let line_of = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
     let document = DeTable::parse(text)
         .map_err(|e| (line_of(e.span().map_or(0, |s| s.start)), format!("not valid TOML: {}", e.message())))?;
     let sections = sections();
-    let mut settings: Vec<Setting> = Vec::new();
+    let mut file = RunFile::default();
     for (name, value) in document.get_ref() {
         let line = line_of(name.span().start);
-        let section = find_section(&sections, name.get_ref(), value).map_err(|message| (line, message))?;
-        let DeValue::Table(table) = value.get_ref() else {
-            return Err((line, format!("`{}` must be a section: [{}]", name.get_ref(), name.get_ref())));
+        let found = find_section(&sections, name.get_ref(), value).and_then(|section| match value.get_ref() {
+            DeValue::Table(table) => Ok((section, table)),
+            _ => Err(format!("`{}` must be a section: [{}]", name.get_ref(), name.get_ref())),
+        });
+        let (section, table) = match found {
+            Ok(found) => found,
+            Err(message) => {
+                file.problems.push((line, message));
+                continue;
+            }
         };
         for (key, value) in table {
-            let line = line_of(key.span().start);
-            let setting = setting(&sections, section, key.get_ref(), value).map_err(|message| (line, message))?;
-            if let Some(twice) = settings.iter().find(|s| s.key == setting.0) {
-                return Err((line, format!("`{}` was already set in line {}", setting.0, twice.line)));
-            }
-            settings.push(Setting { key: setting.0, line, words: setting.1 });
+            file.add(&sections, section, key.get_ref(), value, line_of(key.span().start));
         }
     }
-    settings.sort_by_key(|s| s.line);
-    Ok(settings)
+    file.settings.sort_by_key(|s| s.line);
+    file.others.sort_by_key(|other| other.line);
+    file.problems.sort();
+    Ok(file)
+}
+
+impl RunFile {
+    fn add(
+        &mut self,
+        sections: &Sections,
+        section: &(&'static str, Vec<Arg>),
+        key: &str,
+        value: &Spanned<DeValue<'_>>,
+        line: usize,
+    ) {
+        let name = other_names::with_dashes(key);
+        let is_ours = sections.iter().any(|(_, args)| args.iter().any(|arg| is_named(arg, &name)));
+        if let (false, Some(entry)) = (is_ours, other_names::find(&name)) {
+            let values = texts(value.get_ref());
+            self.line.add(&name, &values);
+            return self.others.push(OtherKey { key: key.to_string(), line, values, entry });
+        }
+        match setting(sections, section, key, value) {
+            Ok((id, words)) => match self.settings.iter().find(|s| s.key == id) {
+                Some(twice) => self.problems.push((line, format!("`{id}` was already set in line {}", twice.line))),
+                None => {
+                    self.line.add(&id.replace('_', "-"), &texts(value.get_ref()));
+                    self.settings.push(Setting { key: id, line, words });
+                }
+            },
+            Err(message) => self.problems.push((line, message)),
+        }
+    }
+}
+
+/// The texts, numbers and truths in a value.
+fn texts(value: &DeValue<'_>) -> Vec<String> {
+    match value {
+        DeValue::Array(items) => items.iter().flat_map(|item| texts(item.get_ref())).collect(),
+        DeValue::String(x) => vec![x.to_string()],
+        other => vec![show(other)],
+    }
 }
 
 type Sections = [(&'static str, Vec<Arg>)];
@@ -84,11 +156,17 @@ fn find_section<'a>(
         return Ok(section);
     }
     if !value.get_ref().is_table() {
-        if let Some((owner, _)) = owner_of(sections, &name.replace('-', "_")) {
+        if let Some((owner, _)) = owner_of(sections, name) {
             return Err(format!("`{name}` stands outside of a section; it belongs under [{owner}]"));
+        }
+        if let Some(why) = refused(name) {
+            return Err(format!("`{name}`: {why}"));
         }
         let hint = nearest_key(sections, name).map(|(key, owner)| format!("; did you mean `{key}` under [{owner}]?"));
         return Err(format!("unknown key `{name}` outside of a section{}", hint.unwrap_or_default()));
+    }
+    if let Some(why) = refused(name) {
+        return Err(format!("unknown section [{name}]; {why}"));
     }
     let hint = match nearest(name, sections.iter().map(|(known, _)| *known)) {
         Some(known) => format!("did you mean [{known}]?"),
@@ -97,8 +175,17 @@ fn find_section<'a>(
     Err(format!("unknown section [{name}]; {hint}"))
 }
 
+/// Why a section, or key outside of one, of another program is refused.
+fn refused(name: &str) -> Option<&'static str> {
+    match other_names::find(&other_names::with_dashes(name))?.judge(&[], &Line::default()) {
+        Verdict::Refused(why) => Some(why),
+        _ => None,
+    }
+}
+
 fn owner_of<'a>(sections: &'a Sections, key: &str) -> Option<(&'static str, &'a Arg)> {
-    sections.iter().find_map(|(name, args)| args.iter().find(|a| a.get_id() == key).map(|arg| (*name, arg)))
+    let name = other_names::with_dashes(key);
+    sections.iter().find_map(|(owner, args)| args.iter().find(|arg| is_named(arg, &name)).map(|arg| (*owner, arg)))
 }
 
 fn nearest_key(sections: &Sections, key: &str) -> Option<(String, &'static str)> {
@@ -115,13 +202,10 @@ fn setting(
     key: &str,
     value: &Spanned<DeValue<'_>>,
 ) -> std::result::Result<(String, Vec<String>), String> {
-    let id = key.replace('-', "_");
-    let Some(arg) = args.iter().find(|a| a.get_id() == id.as_str()) else {
-        if let Some((owner, _)) = owner_of(sections, &id) {
+    let name = other_names::with_dashes(key);
+    let Some(arg) = args.iter().find(|arg| is_named(arg, &name)) else {
+        if let Some((owner, _)) = owner_of(sections, key) {
             return Err(format!("`{key}` belongs under [{owner}], not under [{section}]"));
-        }
-        if let Some(instead) = instead_of(key) {
-            return Err(format!("unknown key `{key}` under [{section}]; {instead} (docs/migrating.md)"));
         }
         let hint = match nearest_key(sections, key) {
             Some((known, owner)) if owner == *section => format!("; did you mean `{known}`?"),
@@ -130,7 +214,7 @@ fn setting(
         };
         return Err(format!("unknown key `{key}` under [{section}]{hint}"));
     };
-    let flag = id.replace('_', "-");
+    let (id, flag) = (arg.get_id().to_string(), arg.get_long().unwrap_or_default());
     let values = values(arg, value.get_ref())
         .map_err(|expected| format!("`{key}` under [{section}] expects {expected}, not {}", show(value.get_ref())))?;
     let all_at_once = arg.get_num_args().is_some_and(|number| number.min_values() > 1);
@@ -231,11 +315,16 @@ mod tests {
     use super::*;
 
     fn words(text: &str) -> Vec<String> {
-        parse(text).unwrap().into_iter().flat_map(|s| s.words).collect()
+        let file = parse(text).unwrap();
+        assert_eq!(file.problems, []);
+        file.settings.into_iter().flat_map(|s| s.words).collect()
     }
 
     fn problem(text: &str) -> (usize, String) {
-        parse(text).unwrap_err()
+        match parse(text) {
+            Ok(file) => file.problems[0].clone(),
+            Err(problem) => problem,
+        }
     }
 
     #[test]

@@ -15,6 +15,7 @@ mod inspect;
 mod launch;
 mod long_run;
 mod meeting;
+mod megatron_lines;
 mod preprocess;
 mod pretrain;
 mod profile;

@@ -35,7 +35,7 @@ pub struct DataFlags {
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub reset_attention_mask: bool,
     /// Where trained tokenizers and tokenized text are kept [default: ~/.cache/megatron, or as XDG_CACHE_HOME says]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", alias = "data-cache-path")]
     pub cache_dir: Option<PathBuf>,
 }
 
@@ -46,7 +46,7 @@ pub struct CheckpointFlags {
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
     /// Steps between checkpoints [default: only at the end]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", alias = "persistent-save-interval")]
     pub save_interval: Option<u64>,
     /// Write checkpoints amid the run while training goes on, out of a copy of the state in the host's memory
     #[arg(long, action = ArgAction::Set, default_value_t = false)]

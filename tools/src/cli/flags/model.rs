@@ -62,7 +62,7 @@ pub struct ModelFlags {
           value_parser = choice::<Normalization>(&["LayerNorm", "RMSNorm"]))]
     pub normalization: Normalization,
     /// Added to the variance before the square root
-    #[arg(long, value_name = "X", default_value_t = 1e-5)]
+    #[arg(long, value_name = "X", alias = "layernorm-epsilon", default_value_t = 1e-5)]
     pub norm_epsilon: f64,
     /// SwiGLU in the MLP instead of GELU
     #[arg(long, action = ArgAction::Set, default_value_t = false)]

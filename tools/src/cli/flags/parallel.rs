@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args};
 use kernels::device::Choice;
 use megatron::comm::Backend;
@@ -18,7 +18,8 @@ pub struct ParallelFlags {
     /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on its machine (`cuda`), or this one
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
-    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine, and NCCL for GPUs
+    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine, and NCCL for GPUs. CPUs have no `nccl`, and
+    /// take `auto` for it, as for Megatron-LM's `gloo`
     #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
     pub distributed_backend: Backend,
     /// Issue tensor-parallel collectives and pipeline receives before computation that does not need them [default: true over NCCL, else false]
@@ -51,7 +52,7 @@ pub struct LayoutFlags {
     #[arg(long, value_name = "N")]
     pub num_layers_per_virtual_pipeline_stage: Option<usize>,
     /// v: virtual stages of each stage, instead of the layers of one, of which there need not be equally many; selects the interleaved schedule
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", alias = "virtual-pipeline-model-parallel-size")]
     pub num_virtual_stages_per_pipeline_rank: Option<usize>,
     /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual stages]
     #[arg(long, value_name = "KIND", value_parser = choice::<ScheduleKind>(&["gpipe", "1f1b", "interleaved"]))]
@@ -65,6 +66,21 @@ pub struct LayoutFlags {
     /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`) or by operations (`flops`), or named, e.g. `3,4,4,3`
     #[arg(long, value_name = "uniform|parameters|flops|N,N,…", default_value = "uniform")]
     pub pipeline_partition: Partition,
+    /// Layers of the first stage; the stages for which nothing is said share the rest evenly
+    #[arg(long, value_name = "N", alias = "num-layers-in-first-pipeline-stage")]
+    pub decoder_first_pipeline_num_layers: Option<usize>,
+    /// Layers of the last stage
+    #[arg(long, value_name = "N", alias = "num-layers-in-last-pipeline-stage")]
+    pub decoder_last_pipeline_num_layers: Option<usize>,
+    /// Count the embedding as a layer where layers are shared evenly among stages
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub account_for_embedding_in_pipeline_split: bool,
+    /// Count the head and the loss as a layer there
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub account_for_loss_in_pipeline_split: bool,
+    /// Embedding, layers and loss of every stage, or virtual stage, in Megatron-LM's words: `Et*2|(tt|)*6L`
+    #[arg(long, value_name = "LAYOUT")]
+    pub pipeline_model_parallel_layout: Option<String>,
     /// Cut activations between tensor-parallel regions along the sequence; nothing where tp is 1
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub sequence_parallel: bool,
@@ -75,7 +91,7 @@ pub struct LayoutFlags {
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub overlap_grad_reduce: bool,
     /// Elements of a gradient bucket, at least [default: 2,000,000; on GPUs the larger of 40,000,000 and 1,000,000·dp·cp]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", alias = "ddp-bucket-size")]
     pub bucket_size: Option<usize>,
 }
 
@@ -103,7 +119,9 @@ impl FromStr for Partition {
 }
 
 fn backends() -> impl TypedValueParser<Value = Backend> {
-    PossibleValuesParser::new(["auto", "local", "tcp", "nccl"]).map(|name| match name.as_str() {
+    let gloo = PossibleValue::new("gloo").hide(true);
+    let shown = ["auto", "local", "tcp", "nccl"].map(PossibleValue::new);
+    PossibleValuesParser::new(shown.into_iter().chain([gloo])).map(|name| match name.as_str() {
         "local" => Backend::Local,
         "tcp" => Backend::Tcp,
         "nccl" => Backend::Nccl,

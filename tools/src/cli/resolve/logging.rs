@@ -3,25 +3,24 @@
 use megatron::config::{LoggingConfig, ProfileConfig, TensorboardConfig};
 
 use super::Resolver;
-use crate::error::{Error, Result};
 
 impl Resolver<'_> {
-    pub(super) fn logging(&mut self, train_iters: u64) -> Result<LoggingConfig> {
-        let profile = self.profile(train_iters)?;
+    pub(super) fn logging(&mut self, train_iters: u64) -> LoggingConfig {
+        let (profile, tensorboard) = (self.profile(train_iters), self.tensorboard());
         let l = &self.flags.logging;
-        Ok(LoggingConfig {
+        LoggingConfig {
             log_interval: l.log_interval,
             eval_interval: l.eval_interval,
             eval_iters: l.eval_iters,
             metrics: l.metrics.clone(),
-            tensorboard: self.tensorboard()?,
+            tensorboard,
             prompt: l.prompt.clone(),
             prompt_tokens: l.prompt_tokens,
             profile,
-        })
+        }
     }
 
-    fn tensorboard(&self) -> Result<Option<TensorboardConfig>> {
+    fn tensorboard(&mut self) -> Option<TensorboardConfig> {
         let l = &self.flags.logging;
         let Some(dir) = l.tensorboard_dir.clone() else {
             let given = [
@@ -30,29 +29,19 @@ impl Resolver<'_> {
                 ("log_timers_to_tensorboard", l.log_timers_to_tensorboard),
                 ("log_memory_to_tensorboard", l.log_memory_to_tensorboard),
             ];
-            return self.no_effect_without("tensorboard_dir", &given);
+            self.pass_over(&given);
+            return None;
         };
-        Ok(Some(TensorboardConfig {
+        Some(TensorboardConfig {
             dir,
             log_interval: l.tensorboard_log_interval.unwrap_or(1),
             log_validation_ppl: l.log_validation_ppl_to_tensorboard,
             log_timers: l.log_timers_to_tensorboard,
             log_memory: l.log_memory_to_tensorboard,
-        }))
+        })
     }
 
-    /// None, or an error if one of `settings` is given, which mean something only where `key` is.
-    fn no_effect_without<T>(&self, key: &str, settings: &[(&str, bool)]) -> Result<Option<T>> {
-        match settings.iter().find(|(_, given)| *given) {
-            Some((setting, _)) => Err(Error::usage(format!(
-                "{setting} ({}) has no effect without {key}",
-                self.sources.of(setting).unwrap_or("?")
-            ))),
-            None => Ok(None),
-        }
-    }
-
-    fn profile(&mut self, train_iters: u64) -> Result<Option<ProfileConfig>> {
+    fn profile(&mut self, train_iters: u64) -> Option<ProfileConfig> {
         let l = &self.flags.logging;
         let given = [
             ("profile_step_start", l.profile_step_start.is_some()),
@@ -60,7 +49,8 @@ impl Resolver<'_> {
             ("profile_ranks", !l.profile_ranks.is_empty()),
         ];
         if !l.profile {
-            return self.no_effect_without("profile", &given);
+            self.pass_over(&given);
+            return None;
         }
         let (dir, ranks) = (l.profile_dir.clone(), l.profile_ranks.clone());
         let (start, end) = (l.profile_step_start, l.profile_step_end);
@@ -69,6 +59,6 @@ impl Resolver<'_> {
             10.min(train_iters.saturating_sub(1)).max(1)
         });
         let step_end = self.derived("profile_step_end", end, "two steps on", || step_start.saturating_add(2));
-        Ok(Some(ProfileConfig { dir, step_start, step_end, ranks }))
+        Some(ProfileConfig { dir, step_start, step_end, ranks })
     }
 }

@@ -19,7 +19,7 @@ use models::hf::HfConfig;
 
 use super::flags::{Flags, Granularity, RecomputeFlags};
 use super::layout::resolve_layout;
-use super::{Gathered, SAME_THING};
+use super::{Gathered, SAME_THING, other_names};
 use crate::error::{Error, Result};
 
 /// Seconds of ten years, which is as good as no timeout.
@@ -33,6 +33,8 @@ pub struct Resolved {
     /// `--vocab-size`.
     pub vocab_size: Option<usize>,
     pub distributed: Distributed,
+    /// What the run says once, before it starts.
+    pub notes: Vec<String>,
 }
 
 /// How ranks meet and talk.
@@ -57,7 +59,8 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         Some(folder) => Some(HfConfig::read(folder)?),
         None => None,
     };
-    let mut r = Resolver { flags: &gathered.flags, sources: Sources::default(), hf };
+    let passed_over = gathered.passed_over.clone();
+    let mut r = Resolver { flags: &gathered.flags, sources: Sources::default(), hf, passed_over };
     r.record_origins(gathered);
     r.refuse_contradictions(gathered)?;
     let required = r.required()?;
@@ -78,12 +81,20 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         training,
         optimizer,
         checkpoint: r.checkpoint()?,
-        logging: r.logging(training_iters)?,
+        logging: r.logging(training_iters),
     };
     run.validate_with(&r.sources)?;
-    let distributed = r.distributed()?;
+    let mut distributed = r.distributed()?;
+    let mut notes: Vec<String> = other_names::passed_over(&r.passed_over).into_iter().collect();
+    if distributed.backend == Backend::Nccl && !on_gpus {
+        notes.push(format!(
+            "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",
+            r.sources.cite("distributed_backend", "nccl")
+        ));
+        distributed.backend = Backend::Auto;
+    }
     let vocab_size = r.flags.model.vocab_size.or(r.hf.map(|hf| hf.model.vocab_size));
-    Ok(Resolved { run, vocab_size, distributed })
+    Ok(Resolved { run, vocab_size, distributed, notes })
 }
 
 /// Settings that have no default.
@@ -101,6 +112,8 @@ struct Resolver<'a> {
     sources: Sources,
     /// What `init_from_hf` describes.
     hf: Option<HfConfig>,
+    /// What was given and changes nothing.
+    passed_over: Vec<String>,
 }
 
 impl Resolver<'_> {
@@ -112,6 +125,14 @@ impl Resolver<'_> {
         }
         for (key, origin) in &gathered.origins {
             self.sources.record(key, origin);
+        }
+    }
+
+    /// Notes those of `settings` that are given, which the run as it is does not read: Megatron-LM's scripts leave them on their lines.
+    fn pass_over(&mut self, settings: &[(&str, bool)]) {
+        for (key, _) in settings.iter().filter(|(_, given)| *given) {
+            let origin = self.sources.of(key).unwrap_or_default();
+            self.passed_over.push(if origin.starts_with("--") { origin } else { key }.to_string());
         }
     }
 
@@ -136,7 +157,14 @@ impl Resolver<'_> {
     }
 
     fn refuse_contradictions(&self, gathered: &Gathered) -> Result<()> {
-        let given = |key: &&'static str| (*key, gathered.origins.contains_key(*key));
+        let o = &gathered.flags.optimizer;
+        // As with Megatron-LM, whose defaults these are.
+        let no_warmup = |key: &str| match key {
+            "lr_warmup_iters" => o.lr_warmup_iters == Some(0),
+            "lr_warmup_samples" => o.lr_warmup_samples == Some(0),
+            _ => false,
+        };
+        let given = |key: &&'static str| (*key, gathered.origins.contains_key(*key) && !no_warmup(key));
         SAME_THING.iter().try_for_each(|keys| self.at_most_one(&keys.iter().map(given).collect::<Vec<_>>()))
     }
 
@@ -259,9 +287,11 @@ impl Resolver<'_> {
         Ok(Some(BatchSizeRampup { start: *start, increment: *increment, samples: *samples }))
     }
 
-    fn precision(&self) -> Result<Precision> {
+    fn precision(&mut self) -> Result<Precision> {
         let p = &self.flags.training.precision;
         self.at_most_one(&[("bf16", p.bf16), ("fp16", p.fp16)])?;
+        // Megatron-LM's and DeepSpeed's for a scale that adapts itself.
+        let loss_scale = p.loss_scale.filter(|scale| *scale != 0.0);
         let of_dynamic = [
             ("initial_loss_scale", p.initial_loss_scale.is_some()),
             ("min_loss_scale", p.min_loss_scale.is_some()),
@@ -269,16 +299,17 @@ impl Resolver<'_> {
             ("hysteresis", p.hysteresis.is_some()),
             ("consecutive_hysteresis", p.consecutive_hysteresis),
         ];
-        let mut scaling = [("loss_scale", p.loss_scale.is_some())].into_iter().chain(of_dynamic);
-        if let Some((key, _)) = scaling.find(|(_, given)| *given && !p.fp16) {
+        let scaling = [&[("loss_scale", loss_scale.is_some())][..], &of_dynamic].concat();
+        if p.bf16 {
+            self.pass_over(&scaling);
+        } else if let Some((key, _)) = scaling.iter().find(|(_, given)| *given && !p.fp16) {
             return Err(Error::usage(format!(
-                "{key} ({}) is a setting of fp16, and the run is in {}, which needs no loss scale; leave it out or add fp16 \
+                "{key} ({}) is a setting of fp16, and the run is in fp32, which needs no loss scale; leave it out or add fp16 \
                  = true",
-                self.sources.of(key).unwrap_or("?"),
-                if p.bf16 { "bf16" } else { "fp32" }
+                self.sources.of(key).unwrap_or("?")
             )));
         }
-        if let (Some(scale), Some((key, _))) = (p.loss_scale, of_dynamic.iter().find(|(_, given)| *given)) {
+        if let (true, Some(scale), Some((key, _))) = (p.fp16, loss_scale, of_dynamic.iter().find(|(_, given)| *given)) {
             return Err(Error::usage(format!(
                 "{key} ({}) is a setting of a loss scale that adapts itself, and {} is fixed; give one of them",
                 self.sources.of(key).unwrap_or("?"),
@@ -293,7 +324,7 @@ impl Resolver<'_> {
             hysteresis: p.hysteresis.unwrap_or(default.hysteresis),
             consecutive_hysteresis: p.consecutive_hysteresis,
         };
-        Ok(match (p.bf16, p.fp16, p.loss_scale) {
+        Ok(match (p.bf16, p.fp16, loss_scale) {
             (true, ..) => Precision::Bf16,
             (_, true, Some(scale)) => Precision::Fp16(LossScaling::Static(scale)),
             (_, true, None) => Precision::Fp16(LossScaling::Dynamic(dynamic)),
@@ -329,20 +360,23 @@ impl Resolver<'_> {
             self.sources.record("lr_decay", "default: the whole run");
             training.samples()
         });
-        let warmup =
-            match (self.samples("lr_warmup", o.lr_warmup_iters, o.lr_warmup_samples, gbs), o.lr_warmup_fraction) {
-                (Some(samples), _) => samples,
-                (None, Some(fraction)) if (0.0..1.0).contains(&fraction) => {
-                    let cited = self.sources.cite("lr_warmup_fraction", fraction);
-                    self.sources.record("lr_warmup", cited);
-                    (fraction * decay as f64) as u64
-                }
-                (None, Some(fraction)) => {
-                    let cited = self.sources.cite("lr_warmup_fraction", fraction);
-                    return Err(Error::usage(format!("{cited} must lie in [0, 1)")));
-                }
-                (None, None) => 0,
-            };
+        let warmup = |length: Option<u64>| length.filter(|length| *length > 0);
+        let warmup = match (
+            self.samples("lr_warmup", warmup(o.lr_warmup_iters), warmup(o.lr_warmup_samples), gbs),
+            o.lr_warmup_fraction,
+        ) {
+            (Some(samples), _) => samples,
+            (None, Some(fraction)) if (0.0..1.0).contains(&fraction) => {
+                let cited = self.sources.cite("lr_warmup_fraction", fraction);
+                self.sources.record("lr_warmup", cited);
+                (fraction * decay as f64) as u64
+            }
+            (None, Some(fraction)) => {
+                let cited = self.sources.cite("lr_warmup_fraction", fraction);
+                return Err(Error::usage(format!("{cited} must lie in [0, 1)")));
+            }
+            (None, None) => 0,
+        };
         let wsd = self.samples("lr_wsd_decay", o.lr_wsd_decay_iters, o.lr_wsd_decay_samples, gbs);
         if o.lr_decay_style == DecayStyle::Wsd && wsd.is_none() {
             return Err(Error::usage(format!(
@@ -410,9 +444,12 @@ impl Resolver<'_> {
         }
     }
 
-    fn checkpoint(&self) -> Result<CheckpointConfig> {
+    fn checkpoint(&mut self) -> Result<CheckpointConfig> {
         let c = &self.flags.checkpoint;
-        let (takes, key) = match (c.finetune, c.no_load_optim) {
+        if c.load.is_none() {
+            self.pass_over(&[("no_load_optim", c.no_load_optim)]);
+        }
+        let (takes, key) = match (c.finetune, c.no_load_optim && c.load.is_some()) {
             (true, _) => (Takes::Weights, "finetune"),
             (false, true) => (Takes::WithoutOptimizer, "no_load_optim"),
             (false, false) => (Takes::All, ""),

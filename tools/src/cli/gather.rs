@@ -1,0 +1,268 @@
+//! The settings of `pretrain`: those of its run file under those of its command line, and what becomes of other programs' flags.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use clap::{ArgMatches, FromArgMatches};
+
+use super::flags::Flags;
+use super::other_names::Verdict;
+use super::run_file::{self, RunFile, Setting};
+use super::words::Words;
+use super::{PretrainArgs, Stop, asks_for_help, command, is_typed, typed_origins};
+use crate::error::{Error, Result};
+
+/// The settings of `pretrain`, merged, with the origin of each that is not a default.
+#[derive(Clone, Debug)]
+pub struct Gathered {
+    pub flags: Flags,
+    /// By key: `--num-layers` or `run.toml:7`.
+    pub origins: BTreeMap<String, String>,
+    /// Flags and keys of Megatron-LM that change nothing here.
+    pub passed_over: Vec<String>,
+}
+
+/// Settings that say the same thing in different units; a run has one of each.
+pub(crate) const SAME_THING: [&[&str]; 6] = [
+    &["train_iters", "train_samples"],
+    &["lr_decay_iters", "lr_decay_samples"],
+    &["lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"],
+    &["lr_wsd_decay_iters", "lr_wsd_decay_samples"],
+    &["check_for_nan_in_loss_and_grad", "no_check_for_nan_in_loss_and_grad"],
+    &["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"],
+];
+
+/// The settings that say what `key` says, itself among them.
+fn ways_to_say(key: &str) -> &'static [&'static str] {
+    SAME_THING.into_iter().find(|keys| keys.contains(&key)).unwrap_or_default()
+}
+
+fn pretrain_args(words: &[OsString]) -> std::result::Result<(PretrainArgs, ArgMatches), clap::Error> {
+    let matches = command().try_get_matches_from(words)?;
+    let typed = matches.subcommand_matches("pretrain").cloned().unwrap_or_default();
+    Ok((PretrainArgs::from_arg_matches(&typed)?, typed))
+}
+
+/// Puts the run file's settings under those of the command line, whose words `before` name the command.
+pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<Gathered, Stop> {
+    let Words { own, others, mut line, mut problems } = sorted;
+    let mut words = [before, &own].concat();
+    asks_for_help(&words)?;
+    let parsed = pretrain_args(&words);
+    let path = match &parsed {
+        Ok((args, _)) => run_file_of(args)?,
+        Err(_) => None,
+    };
+    let file = path.as_deref().map_or_else(|| Ok(RunFile::default()), run_file::read)?;
+    let place = |at: usize| format!("{}:{at}", path.as_deref().unwrap_or(Path::new("run file")).display());
+    file.line.put_under(&mut line);
+
+    let (mut passed_over, mut settings) = (Vec::new(), file.settings);
+    for other in &others {
+        match other.judge(&line) {
+            Verdict::PassedOver => passed_over.push(other.shown.clone()),
+            Verdict::Refused(why) => problems.of_others(&other.with_values(), why),
+            Verdict::Words(instead) => words.extend(instead.into_iter().map(OsString::from)),
+        }
+    }
+    for other in &file.others {
+        match other.entry.judge(&other.values, &line) {
+            Verdict::PassedOver => passed_over.push(other.key.clone()),
+            Verdict::Refused(why) => problems.key_of_others(&place(other.line), &format!("`{}`: {why}", other.key)),
+            Verdict::Words(instead) => settings.extend(instead.into_iter().map(|word| Setting::of(word, other.line))),
+        }
+    }
+    file.problems.iter().for_each(|(at, message)| problems.key(&place(*at), message));
+    problems.result()?;
+    let (args, typed) = match words.len() == before.len() + own.len() {
+        true => parsed?,
+        false => pretrain_args(&words)?,
+    };
+
+    let mut origins = typed_origins(&typed, |_| true);
+    if settings.is_empty() {
+        return Ok(Gathered { flags: args.flags, origins, passed_over });
+    }
+    // The file's words go first, without those that a flag overrides, so that one parse sees every setting once.
+    let mut merged = before.to_vec();
+    let is_overridden =
+        |key: &str| is_typed(&typed, key) || ways_to_say(key).iter().any(|other| is_typed(&typed, other));
+    for setting in settings.iter().filter(|s| !is_overridden(&s.key)) {
+        merged.extend(setting.words.iter().map(OsString::from));
+        origins.insert(setting.key.clone(), place(setting.line));
+    }
+    merged.extend_from_slice(&words[before.len()..]);
+    let (args, _) = pretrain_args(&merged)?;
+    Ok(Gathered { flags: args.flags, origins, passed_over })
+}
+
+fn run_file_of(args: &PretrainArgs) -> Result<Option<PathBuf>> {
+    match (&args.run_file, &args.config) {
+        (Some(run_file), Some(config)) => Err(Error::usage(format!(
+            "two run files: {} and --config {}; name one",
+            run_file.display(),
+            config.display()
+        ))),
+        (path, None) | (None, path) => Ok(path.clone()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Request, parse};
+
+    fn gathered(words: &[&str]) -> Gathered {
+        let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
+        match parse(&words).unwrap() {
+            Request::Pretrain(gathered) => *gathered,
+            _ => unreachable!(),
+        }
+    }
+
+    fn run_file(text: &str) -> (tempfile::TempDir, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.toml");
+        std::fs::write(&path, text).unwrap();
+        let path = path.display().to_string();
+        (folder, path)
+    }
+
+    #[test]
+    fn flags_override_the_run_file_which_overrides_defaults() {
+        let (_folder, path) = run_file("[optimizer]\nlr = 0.5\nadam_beta1 = 0.7\n");
+        let gathered = gathered(&[&path, "--lr", "0.25"]);
+        let optimizer = &gathered.flags.optimizer;
+        assert_eq!((optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2), (Some(0.25), 0.7, 0.999));
+        assert_eq!(gathered.origins["lr"], "--lr");
+        assert_eq!(gathered.origins["adam_beta1"], format!("{path}:3"));
+        assert!(!gathered.origins.contains_key("adam_beta2"));
+    }
+
+    #[test]
+    fn a_flag_overrides_what_the_run_file_says_in_another_unit() {
+        let (_folder, path) =
+            run_file("[training]\ntrain_iters = 5\n[optimizer]\nlr_warmup_iters = 2\nlr_decay_iters = 4\n");
+        let gathered = gathered(&[&path, "--train-samples", "80", "--lr-warmup-fraction=0.1"]);
+        let (training, optimizer) = (&gathered.flags.training, &gathered.flags.optimizer);
+        assert_eq!((training.train_iters, training.train_samples), (None, Some(80)));
+        assert_eq!((optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction), (None, Some(0.1)));
+        assert_eq!(optimizer.lr_decay_iters, Some(4));
+        assert!(!gathered.origins.contains_key("train_iters"));
+    }
+
+    #[test]
+    fn a_switch_of_the_run_file_is_turned_off_by_a_flag() {
+        let (_folder, path) = run_file("[model]\nswiglu = true\n");
+        assert!(gathered(&[&path]).flags.model.swiglu);
+        assert!(!gathered(&[&path, "--swiglu=false"]).flags.model.swiglu);
+        assert!(gathered(&["--swiglu"]).flags.model.swiglu);
+    }
+
+    #[test]
+    fn lists_of_a_flag_replace_those_of_the_run_file() {
+        let (_folder, path) = run_file("[data]\ndata_path = [\"a\", \"b\"]\n");
+        assert_eq!(gathered(&["--config", &path]).flags.data.data_path, ["a", "b"]);
+        assert_eq!(gathered(&["--config", &path, "--data-path", "c", "d"]).flags.data.data_path, ["c", "d"]);
+    }
+
+    #[test]
+    fn the_last_of_a_repeated_flag_counts() {
+        let flags = gathered(&["--lr=1", "--bf16", "--lr", "2", "--bf16=false"]).flags;
+        assert_eq!((flags.optimizer.lr, flags.training.precision.bf16), (Some(2.0), false));
+        let words =
+            ["--data-path", "a", "b", "--profile-ranks=1", "--lr=1", "--data-path", "c", "d", "--profile-ranks", "2"];
+        let flags = gathered(&words).flags;
+        assert_eq!((flags.data.data_path, flags.logging.profile_ranks), (vec!["c".into(), "d".into()], vec![2]));
+        let flags = gathered(&["--rampup-batch-size", "1", "2", "3", "--rampup-batch-size", "4", "5", "6"]).flags;
+        assert_eq!(flags.training.rampup_batch_size, [4, 5, 6]);
+    }
+
+    #[test]
+    fn underscores_in_flags_are_dashes_in_every_command() {
+        assert_eq!(gathered(&["--num_layers=3", "--adam_beta1", "0.5"]).flags.model.num_layers, Some(3));
+        let words = ["megatron", "launch", "--nproc_per_node", "3", "--", "x", "--flag_of_another"].map(OsString::from);
+        match parse(&words).unwrap() {
+            Request::Launch(launch) => {
+                assert_eq!((launch.nproc_per_node, launch.command), (3, vec!["x".into(), "--flag_of_another".into()]));
+            }
+            _ => unreachable!(),
+        }
+        let words = ["megatron", "bench", "step", "--warm_up=1"].map(OsString::from);
+        assert!(message(&words).contains("--warm_up: no such flag"));
+    }
+
+    fn message(words: &[OsString]) -> String {
+        match parse(words).unwrap_err() {
+            Stop::Error(error) => error.to_string(),
+            Stop::Clap(error) => error.to_string(),
+        }
+    }
+
+    fn refused(words: &[&str]) -> String {
+        let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
+        message(&words)
+    }
+
+    #[test]
+    fn all_names_that_cannot_be_used_are_told_at_once() {
+        let (_folder, path) = run_file("[model]\nnum_layer = 4\nnum_experts = 8\n[training]\ntrain_batch_size = 8\n");
+        let text = refused(&[&path, "--hiden-size", "4", "--banana", "--moe-router-topk", "2", "--optimizer", "muon"]);
+        let parts = [
+            "--hiden-size: no such flag; did you mean --hidden-size?",
+            "--banana: no such flag; --help lists",
+            "--moe-router-topk 2: mixtures of experts are not there",
+            "--optimizer muon: optimizers other than",
+            "run.toml:2: unknown key `num_layer` under [model]; did you mean `num_layers`?",
+            "run.toml:3: `num_experts`: mixtures of experts are not there",
+            "run.toml:5: `train_batch_size`: use --global-batch-size",
+        ];
+        for part in parts {
+            assert!(text.contains(part), "no {part:?} in {text}");
+        }
+        assert_eq!(
+            refused(&["--lr-wramup-iters=3"]),
+            "--lr-wramup-iters: no such flag; did you mean --lr-warmup-iters?"
+        );
+        for (flag, instead) in [("--tp-size", "--tensor-model-parallel-size"), ("--num-train-epochs", "--train-iters")]
+        {
+            assert!(refused(&[flag, "2"]).starts_with(&format!("{flag} 2: use {instead}")), "{flag}");
+        }
+    }
+
+    #[test]
+    fn what_changes_nothing_is_passed_over_with_its_values() {
+        let (_folder, path) = run_file("[model]\ntransformer_impl = \"local\"\nswiglu = true\n");
+        let words =
+            ["--use-mcore-models", &path, "--cp-comm-type", "a2a", "p2p", "--timing-log-level=0", "--num_workers", "6"];
+        let gathered = gathered(&[&words[..], &["--no-bias-gelu-fusion", "--lr", "0.5"]].concat());
+        assert_eq!(gathered.flags.optimizer.lr, Some(0.5));
+        let names = ["--use-mcore-models", "--cp-comm-type", "--timing-log-level", "--num_workers"];
+        assert_eq!(gathered.passed_over, [&names[..], &["--no-bias-gelu-fusion", "transformer_impl"]].concat());
+    }
+
+    #[test]
+    fn flags_of_other_names_say_the_same_and_override_the_run_file() {
+        let (_folder, path) =
+            run_file("[data]\ndata_cache_path = \"a\"\n[training]\nrecompute_granularity = \"full\"\n");
+        let flags =
+            gathered(&[&path, "--recompute-activations", "--window-size", "15,0", "--layernorm_epsilon=1"]).flags;
+        assert_eq!(flags.data.cache_dir, Some("a".into()));
+        assert_eq!(flags.training.recompute.recompute_granularity, Some(crate::cli::flags::Granularity::Selective));
+        assert_eq!((flags.model.sliding_window, flags.model.norm_epsilon), (Some(16), 1.0));
+    }
+
+    #[test]
+    fn a_switch_with_a_word_behind_it_says_what_was_meant() {
+        let text = refused(&["--no-load-optim", "true", "--bf16", "False", "--use-flash-attn", "true"]);
+        for part in ["write --no-load-optim=true", "write --bf16=false", "write --use-flash-attn alone"] {
+            assert!(text.contains(part), "no {part:?} in {text}");
+        }
+    }
+
+    #[test]
+    fn help_comes_before_what_is_wrong() {
+        assert!(refused(&["--banana", "--help"]).contains("--num-layers <N>"));
+    }
+}

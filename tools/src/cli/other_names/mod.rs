@@ -1,0 +1,197 @@
+//! Flags of Megatron-LM's, DeepSpeed's, Hugging Face's and torchrun's that are none of this program's: what is to be done with each.
+//!
+//! One that cannot change a result here is passed over. One that could, or that asks for what is not there, is refused with the
+//! reason. A flag that has another name here is an alias in [`super::flags`] instead. docs/migrating.md tells the same.
+
+mod capabilities;
+mod files;
+mod launchers;
+mod model;
+mod parallel;
+mod pending;
+mod programs;
+mod reports;
+#[cfg(test)]
+mod tests;
+mod training;
+mod values;
+
+use std::collections::BTreeMap;
+
+pub use launchers::instead_of_launchers;
+pub use values::refused_value;
+
+/// How many words behind it a flag takes, as Megatron-LM's parser has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Takes {
+    Nothing,
+    One,
+    /// Up to the next flag.
+    Several,
+}
+
+/// What is to be done with some flags, and why.
+#[derive(Debug)]
+pub struct Entry {
+    /// Without dashes in front, between spaces; one that ends with `*` stands for all that begin so.
+    names: &'static str,
+    pub takes: Takes,
+    what: What,
+    because: &'static str,
+}
+
+#[derive(Debug)]
+enum What {
+    LeaveOut,
+    Refuse,
+    /// Left out with these values, refused with others.
+    Unless(&'static [&'static str]),
+    /// Refused where one of these flags is given, which is when it is read, and left out elsewhere.
+    With(&'static str),
+    /// A switch that is on unless another flag turns it off, which is the only way here.
+    On,
+    Judged(fn(&Given<'_>) -> Verdict),
+}
+
+/// What is to be done with a flag as it was given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It changes nothing here.
+    PassedOver,
+    /// With the reason.
+    Refused(&'static str),
+    /// These words say the same here.
+    Words(Vec<String>),
+}
+
+/// A flag as it was given, with the line it stands on.
+#[derive(Debug)]
+pub struct Given<'a> {
+    pub values: &'a [String],
+    pub line: &'a Line,
+    because: &'static str,
+}
+
+impl Given<'_> {
+    fn refused(&self) -> Verdict {
+        Verdict::Refused(self.because)
+    }
+}
+
+/// Everything that is given to a run, by name with dashes, with its values.
+#[derive(Clone, Debug, Default)]
+pub struct Line(BTreeMap<String, Vec<String>>);
+
+impl Line {
+    /// The last value counts.
+    pub fn add(&mut self, name: &str, values: &[String]) {
+        self.0.insert(name.to_string(), values.to_vec());
+    }
+
+    /// Adds all of this to `other`, where it says nothing yet.
+    pub fn put_under(self, other: &mut Self) {
+        self.0.into_iter().for_each(|(name, values)| {
+            other.0.entry(name).or_insert(values);
+        });
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.0.get(name).is_some_and(|values| values.first().is_none_or(|value| !is_off(value)))
+    }
+
+    pub fn value(&self, name: &str) -> Option<&str> {
+        self.0.get(name)?.first().map(String::as_str)
+    }
+}
+
+/// Whether `value` turns a switch off.
+pub fn is_off(value: &str) -> bool {
+    value.eq_ignore_ascii_case("false")
+}
+
+const fn leave_out(takes: Takes, because: &'static str, names: &'static str) -> Entry {
+    Entry { names, takes, what: What::LeaveOut, because }
+}
+
+/// Values are of no interest, since the run does not start.
+const fn refuse(because: &'static str, names: &'static str) -> Entry {
+    Entry { names, takes: Takes::Several, what: What::Refuse, because }
+}
+
+const fn unless(values: &'static [&'static str], because: &'static str, names: &'static str) -> Entry {
+    Entry { names, takes: Takes::Several, what: What::Unless(values), because }
+}
+
+const fn with(flags: &'static str, takes: Takes, because: &'static str, names: &'static str) -> Entry {
+    Entry { names, takes, what: What::With(flags), because }
+}
+
+const fn on(because: &'static str, names: &'static str) -> Entry {
+    Entry { names, takes: Takes::Nothing, what: What::On, because }
+}
+
+const fn judged(takes: Takes, judge: fn(&Given<'_>) -> Verdict, because: &'static str, names: &'static str) -> Entry {
+    Entry { names, takes, what: What::Judged(judge), because }
+}
+
+impl Entry {
+    pub fn judge(&self, values: &[String], line: &Line) -> Verdict {
+        let refused_if = |refused: bool| if refused { Verdict::Refused(self.because) } else { Verdict::PassedOver };
+        match self.what {
+            What::On => refused_if(values.first().is_some_and(|value| is_off(value))),
+            // `--switch=false`, or a run file's `switch = false`.
+            _ if matches!(values, [value] if is_off(value)) => Verdict::PassedOver,
+            What::LeaveOut => Verdict::PassedOver,
+            What::Refuse => Verdict::Refused(self.because),
+            What::Unless(known) => refused_if(!values.iter().all(|value| known.iter().any(|k| same_value(k, value)))),
+            What::With(flags) => refused_if(flags.split(' ').any(|flag| line.has(flag))),
+            What::Judged(judge) => judge(&Given { values, line, because: self.because }),
+        }
+    }
+}
+
+/// Whether two values are the same text or number.
+fn same_value(a: &str, b: &str) -> bool {
+    a == b || matches!((a.parse::<f64>(), b.parse::<f64>()), (Ok(a), Ok(b)) if a == b)
+}
+
+const TABLES: [&[Entry]; 8] = [
+    model::TABLE,
+    training::TABLE,
+    parallel::TABLE,
+    files::TABLE,
+    reports::TABLE,
+    capabilities::TABLE,
+    programs::TABLE,
+    pending::TABLE,
+];
+
+fn entries() -> impl Iterator<Item = &'static Entry> {
+    TABLES.into_iter().flatten()
+}
+
+/// What is known of a flag, or key of a run file, that is none of `pretrain`'s; by its name with dashes.
+pub fn find(name: &str) -> Option<&'static Entry> {
+    let exact = entries().find(|entry| entry.names.split_whitespace().any(|known| known == name));
+    exact.or_else(|| {
+        entries().find(|entry| {
+            let mut beginnings = entry.names.split_whitespace().filter_map(|known| known.strip_suffix('*'));
+            beginnings.any(|beginning| name.starts_with(beginning))
+        })
+    })
+}
+
+/// A name with dashes inside, without dashes in front.
+pub fn with_dashes(name: &str) -> String {
+    name.trim_start_matches('-').replace('_', "-")
+}
+
+/// The line that tells which flags a run passes over, if there are some.
+pub fn passed_over(flags: &[String]) -> Option<String> {
+    let what = match flags.len() {
+        0 => return None,
+        1 => "1 flag of Megatron-LM has no meaning here".to_string(),
+        n => format!("{n} flags of Megatron-LM have no meaning here"),
+    };
+    Some(format!("{what}: {}", flags.join(", ")))
+}

@@ -1,0 +1,156 @@
+//! The architecture, how it is computed, and its first weights.
+
+use super::Takes::{Nothing, One, Several};
+use super::{Entry, Given, Verdict, judged, leave_out, on, refuse, same_value, unless, with};
+
+pub const TABLE: &[Entry] = &[
+    leave_out(
+        Nothing,
+        "kernels are fused where they can be",
+        "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion \
+         no-gradient-accumulation-fusion no-gradient-reduce-div-fusion no-persist-layer-norm masked-softmax-fusion \
+         bias-activation-fusion bias-dropout-fusion apply-rope-fusion gradient-accumulation-fusion \
+         gradient-reduce-div-fusion persist-layer-norm memory-efficient-layer-norm fused-residual-rmsnorm \
+         fused-single-qkv-rope use-flashinfer-fused-rope cross-entropy-loss-fusion use-transformer-engine-op-fuser \
+         use-fused-weighted-squared-relu use-grouped-gemm-for-dense-mlp disable-jit-fuser",
+    ),
+    leave_out(
+        One,
+        "there is one implementation of every layer",
+        "cross-entropy-fusion-impl transformer-impl attention-backend flash-attention-version",
+    ),
+    leave_out(
+        Nothing,
+        "there is one implementation of every layer",
+        "use-mcore-models use-legacy-models enable-experimental export-te-mcore-model onnx-safe",
+    ),
+    leave_out(
+        Nothing,
+        "attention is fused, and its scores and softmax are in fp32",
+        "use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling",
+    ),
+    unless(&["local"], "layers that are written in Python are not there", "spec"),
+    // Activation functions.
+    judged(
+        Nothing,
+        exact_gelu,
+        "GELU by erf, which Megatron-LM computes then, is not there; leave it out for GELU by tanh",
+        "no-bias-gelu-fusion use-te-activation-func",
+    ),
+    leave_out(Nothing, "GELU is by tanh", "openai-gelu"),
+    refuse(
+        "activation functions other than GELU (by tanh) and SwiGLU are not there",
+        "squared-relu quick-geglu activation-func activation-func-clamp-value gated-linear-unit",
+    ),
+    unless(&["0"], "an offset in SwiGLU is not there", "glu-linear-offset"),
+    on("use --disable-bias-linear", "add-bias-linear"),
+    // Normalization.
+    refuse(
+        "normalization by weights that are kept less 1 is not there",
+        "apply-layernorm-1p layernorm-zero-centered-gamma",
+    ),
+    refuse(
+        "only residual connections around normalization are there (pre-LayerNorm)",
+        "apply-residual-connection-post-layernorm",
+    ),
+    refuse("normalization of queries and keys is not there", "qk-layernorm qk-l2-norm"),
+    with(
+        "qk-layernorm qk-l2-norm",
+        Nothing,
+        "normalization of queries and keys is not there",
+        "apply-wd-to-qk-layernorm",
+    ),
+    refuse("clipping of queries and keys is not there", "qk-clip"),
+    with("qk-clip", One, "clipping of queries and keys is not there", "qk-clip-*"),
+    // Positions.
+    judged(
+        Nothing,
+        |_| Verdict::Words(vec!["--position-embedding-type=rope".to_string()]),
+        "it is --position-embedding-type rope",
+        "use-rotary-position-embeddings",
+    ),
+    judged(Nothing, no_position_embedding, "use --position-embedding-type none", "no-position-embedding"),
+    judged(One, whole_heads, "rotary positions of a part of each head are not there", "rotary-percent"),
+    judged(Nothing, of_rope, "rotary positions of neighbouring elements are not there", "rotary-interleaved"),
+    judged(One, of_rope, "layers with and without rotary positions are not there", "no-rope-freq"),
+    unless(&["rope"], "YaRN is not there", "rope-type"),
+    leave_out(
+        One,
+        "it belongs to --position-embedding-type relative, which is not there",
+        "relative-attention-num-buckets relative-attention-max-distance",
+    ),
+    leave_out(Several, "it belongs to --position-embedding-type mrope, which is not there", "mrope-section"),
+    // Attention.
+    judged(
+        Several,
+        window,
+        "only windows of a query and the tokens before it are there: --window-size N,0, which is --sliding-window N + 1",
+        "window-size",
+    ),
+    with("window-size", One, "windows in some of the layers are not there", "window-attn-skip-freq"),
+    unless(&["vanilla"], "softmax with an offset is not there", "softmax-type"),
+    refuse("a scale of attention other than 1/√(width of a head) is not there", "softmax-scale"),
+    refuse("gates on the output of attention are not there", "attention-output-gate"),
+    refuse("sequences of differing lengths in a microbatch are not there", "variable-seq-lengths"),
+    // First weights.
+    leave_out(
+        Nothing,
+        "first weights are the same under every layout and on every device",
+        "use-cpu-initialization init-model-with-meta-device perform-initialization no-initialization",
+    ),
+    refuse("replicas begin alike", "data-parallel-random-init"),
+    refuse(
+        "first weights are normal with --init-method-std",
+        "init-method-xavier-uniform init-method output-layer-init-method embedding-init-method \
+         embedding-init-method-std",
+    ),
+    refuse("frozen layers are not there", "freeze-all-layers"),
+    // The same bits.
+    leave_out(
+        Nothing,
+        "a step has the same bits every time",
+        "deterministic-mode batch-invariant-mode te-rng-tracker use-te-rng-tracker inference-rng-tracker",
+    ),
+    leave_out(One, "a step has the same bits every time", "batch-invariant-backend"),
+];
+
+/// SwiGLU has no GELU.
+fn exact_gelu(given: &Given<'_>) -> Verdict {
+    if given.line.has("swiglu") { Verdict::PassedOver } else { given.refused() }
+}
+
+fn is_rope(given: &Given<'_>) -> bool {
+    given.line.value("position-embedding-type") == Some("rope") || given.line.has("use-rotary-position-embeddings")
+}
+
+/// Read with rotary positions alone.
+fn of_rope(given: &Given<'_>) -> Verdict {
+    if is_rope(given) { given.refused() } else { Verdict::PassedOver }
+}
+
+fn whole_heads(given: &Given<'_>) -> Verdict {
+    if given.values.iter().all(|value| same_value(value, "1")) { Verdict::PassedOver } else { of_rope(given) }
+}
+
+/// Megatron-LM takes it beside rotary positions alone, from the time when these were added to learned ones.
+fn no_position_embedding(given: &Given<'_>) -> Verdict {
+    match given.line.value("position-embedding-type") {
+        Some("rope" | "none" | "alibi") => Verdict::PassedOver,
+        _ if is_rope(given) => Verdict::PassedOver,
+        _ => given.refused(),
+    }
+}
+
+/// `(128,0)`, `128,0` or `128 0`: 128 tokens before a query, itself not counted.
+fn window(given: &Given<'_>) -> Verdict {
+    let text = given.values.join(" ");
+    let numbers: Vec<&str> = text.split(['(', ')', '[', ']', ',', ' ']).filter(|number| !number.is_empty()).collect();
+    match numbers.as_slice() {
+        ["-1", "0" | "-1"] => Verdict::PassedOver,
+        [before, "0"] => match before.parse::<usize>().ok().and_then(|before| before.checked_add(1)) {
+            Some(size) => Verdict::Words(vec![format!("--sliding-window={size}")]),
+            None => given.refused(),
+        },
+        _ => given.refused(),
+    }
+}

@@ -1,0 +1,68 @@
+//! Flags and keys of DeepSpeed, of Hugging Face's Trainer and of others: the one that says the same here.
+
+use super::{Entry, refuse};
+
+pub const TABLE: &[Entry] = &[
+    // DeepSpeed.
+    refuse(
+        "DeepSpeed's settings have flags here, --use-distributed-optimizer for ZeRO-1",
+        "deepspeed deepspeed-config",
+    ),
+    refuse(
+        "use --use-distributed-optimizer, which is ZeRO-1; ZeRO-2 and 3 are not there",
+        "zero-stage zero-optimization stage",
+    ),
+    refuse("use --optimizer-cpu-offload or --offload-optimizer-nvme-path", "offload-optimizer cpu-optimizer"),
+    refuse(
+        "weights are not moved away (ZeRO-3): --optimizer-cpu-offload and --offload-optimizer-nvme-path move the \
+         optimizer's state",
+        "offload-param cpu-offload-params remote-device",
+    ),
+    refuse("use --micro-batch-size", "train-micro-batch-size-per-gpu micro-batch-size-per-gpu"),
+    refuse("use --global-batch-size", "train-batch-size"),
+    refuse(
+        "it follows: --global-batch-size / (--micro-batch-size · replicas)",
+        "gradient-accumulation-steps gas num-microbatches",
+    ),
+    refuse("use --clip-grad", "gradient-clipping max-grad-norm"),
+    refuse("use --initial-loss-scale 2ⁿ", "initial-scale-power"),
+    refuse("use --log-interval", "steps-per-print logging-steps"),
+    refuse(
+        "use --recompute-granularity",
+        "deepspeed-activation-checkpointing activation-checkpointing \
+        gradient-checkpointing",
+    ),
+    // Sizes of a layout, in short.
+    refuse(
+        "use --tensor-model-parallel-size",
+        "tp-size tp tensor-parallel-size tensor-parallel tensor-parallel-degree",
+    ),
+    refuse(
+        "use --pipeline-model-parallel-size",
+        "pp-size pp pipe-parallel-size pipeline-parallel-size \
+        pipeline-parallel-degree",
+    ),
+    refuse("use --context-parallel-size", "cp-size cp context-parallel-degree"),
+    refuse("use --data-parallel-size", "dp-size dp data-parallel-degree"),
+    // Hugging Face's Trainer and its example scripts.
+    refuse("use --train-iters or --train-samples", "num-train-epochs max-steps num-epochs epochs training-steps"),
+    refuse("use --micro-batch-size", "per-device-train-batch-size"),
+    refuse("evaluation has the batches of training: --micro-batch-size and --eval-iters", "per-device-eval-batch-size"),
+    refuse("use --lr", "learning-rate"),
+    refuse("use --lr-decay-style", "lr-scheduler-type"),
+    refuse("use --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction", "warmup-steps warmup-ratio"),
+    refuse("use --adam-eps", "adam-epsilon"),
+    refuse("use --optimizer", "optim"),
+    refuse("use --save", "output-dir save-dir"),
+    refuse("use --save-interval", "save-steps save-strategy"),
+    refuse("use --eval-interval", "eval-steps eval-strategy evaluation-strategy"),
+    refuse("use --load", "resume-from-checkpoint"),
+    refuse("use --init-from-hf DIR", "model-name-or-path config-name"),
+    refuse("use --tokenizer", "tokenizer-name tokenizer-path tokenizer-name-or-path"),
+    refuse("use --data-path", "train-file dataset-name dataset train-dataset dataset-path"),
+    refuse("use --seq-length", "block-size max-seq-length max-length sequence-length seq-len"),
+    refuse("use --bf16 or --fp16", "torch-dtype dtype mixed-precision"),
+    refuse("use --tensorboard-dir or --metrics", "report-to logging-dir"),
+    refuse("use --rdzv, or the launcher's MASTER_ADDR and MASTER_PORT", "master-addr master-port dist-url"),
+    refuse("`megatron launch` has it, or `--data-parallel-size` starts replicas", "nproc-per-node nnodes node-rank"),
+];

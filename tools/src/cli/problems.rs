@@ -1,0 +1,72 @@
+//! Everything that is wrong with the names on a command line and in a run file, as one message.
+
+use crate::error::Error;
+
+/// What is wrong, in the order found.
+#[derive(Debug, Default)]
+pub struct Problems {
+    /// What is wrong with which flags: flags that are wrong alike share a line.
+    flags: Vec<(String, Vec<String>)>,
+    /// Of a run file, each with its place in front.
+    keys: Vec<String>,
+    /// Whether flags of other programs are among them.
+    others: bool,
+}
+
+impl Problems {
+    pub fn add(&mut self, flag: &str, why: &str) {
+        match self.flags.iter_mut().find(|(known, _)| known == why) {
+            Some((_, flags)) => flags.push(flag.to_string()),
+            None => self.flags.push((why.to_string(), vec![flag.to_string()])),
+        }
+    }
+
+    /// A flag of another program.
+    pub fn of_others(&mut self, flag: &str, why: &str) {
+        self.others = true;
+        self.add(flag, why);
+    }
+
+    /// A flag that nobody has, and the one that may be meant.
+    pub fn unknown(&mut self, flag: &str, nearest: Option<String>) {
+        match nearest {
+            Some(known) => self.add(flag, &format!("no such flag; did you mean {known}?")),
+            None => self.add(flag, "no such flag; --help lists those that there are"),
+        }
+    }
+
+    /// A key of a run file, or what stands for one.
+    pub fn key(&mut self, place: &str, message: &str) {
+        self.keys.push(format!("{place}: {message}"));
+    }
+
+    /// A key of another program.
+    pub fn key_of_others(&mut self, place: &str, message: &str) {
+        self.others = true;
+        self.key(place, message);
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.flags.is_empty() && self.keys.is_empty()
+    }
+
+    /// Nothing, or all of them as one error.
+    ///
+    /// # Errors
+    /// If there are some.
+    pub fn result(self) -> Result<(), Error> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let flags = self.flags.iter().map(|(why, flags)| format!("{}: {why}", flags.join(", ")));
+        let mut lines: Vec<String> = flags.chain(self.keys).collect();
+        if lines.len() > 1 {
+            lines.iter_mut().for_each(|line| line.insert_str(0, "  "));
+            lines.insert(0, "some settings cannot be used:".to_string());
+        }
+        if self.others {
+            lines.push("docs/migrating.md tells what becomes of other programs' flags".to_string());
+        }
+        Err(Error::usage(lines.join("\n")))
+    }
+}
