@@ -1,4 +1,5 @@
-//! `--ckpt-step` beside restarts: ranks that are started again go on from what the run has saved since, not from that step once more.
+//! `--ckpt-step` beside restarts: ranks that are started again go on from what the run has saved
+//! since, not from that step once more.
 
 use std::ffi::OsString;
 

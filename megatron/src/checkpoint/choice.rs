@@ -1,4 +1,5 @@
-//! Which checkpoint a run goes on from, and which later ones it finds in the folder that it saves to.
+//! Which checkpoint a run goes on from, and which later ones it finds in the folder that it saves
+//! to.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -8,7 +9,8 @@ use super::folder::{POINTER, beside, iterations, latest, locate, resumable, same
 use crate::Result;
 use crate::config::{CheckpointConfig, Takes};
 
-/// The folder of the checkpoint that a run of these settings goes on from; none where it starts afresh.
+/// The folder of the checkpoint that a run of these settings goes on from; none where it starts
+/// afresh.
 ///
 /// # Errors
 /// As [`resumable`], or if the one of `ckpt_step` is not there; the message has those that are.
@@ -29,7 +31,8 @@ pub struct Later {
     pub iterations: Vec<u64>,
 }
 
-/// The checkpoints in the folder to save to that are beyond `iteration`, which is loaded from `path` in that folder; none where there are none.
+/// The checkpoints in the folder to save to that are beyond `iteration`, which is loaded from
+/// `path` in that folder; none where there are none.
 ///
 /// # Errors
 /// If a folder cannot be listed.
@@ -43,7 +46,8 @@ pub fn later(config: &CheckpointConfig, path: &Path, iteration: u64) -> Result<O
     Ok((!iterations.is_empty()).then_some(Later { latest, iterations }))
 }
 
-/// What tells whether a checkpoint was saved into `dir` since this was asked last: each save makes the pointer anew.
+/// What tells whether a checkpoint was saved into `dir` since this was asked last: each save makes
+/// the pointer anew.
 pub fn last_save(dir: &Path) -> String {
     match fs::metadata(dir.join(POINTER)) {
         Ok(pointer) => format!("{}.{}.{}", pointer.ino(), pointer.mtime(), pointer.mtime_nsec()),

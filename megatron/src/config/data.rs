@@ -53,7 +53,8 @@ pub enum Takes {
     Weights,
 }
 
-/// Whose learning rate, schedule and weight decay a resumed run has, where they differ from the checkpoint's.
+/// Whose learning rate, schedule and weight decay a resumed run has, where they differ from the
+/// checkpoint's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SchedulerOf {

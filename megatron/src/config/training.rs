@@ -61,7 +61,8 @@ pub struct TrainingConfig {
     pub train_samples: Option<u64>,
     /// Stop after the step that is a multiple of this, after saving.
     pub exit_interval: Option<u64>,
-    /// The run ends with an error after so many steps in a row whose loss or gradient is not finite; 0: it goes on.
+    /// The run ends with an error after so many steps in a row whose loss or gradient is not
+    /// finite; 0: it goes on.
     #[serde(default)]
     pub max_nonfinite_steps: u64,
     /// Every random number of the run is a function of this.

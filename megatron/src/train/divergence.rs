@@ -1,7 +1,8 @@
-//! When a run counts as diverged: steps in a row that are not finite, or a parameter that is not, which no checkpoint holds.
+//! When a run counts as diverged: steps in a row that are not finite, or a parameter that is not,
+//! which no checkpoint holds.
 //!
-//! Every rank comes to the same verdict: a step's loss and gradient norm are the same on all of them, and what a rank finds in its
-//! parameters it tells the others.
+//! Every rank comes to the same verdict: a step's loss and gradient norm are the same on all of
+//! them, and what a rank finds in its parameters it tells the others.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,7 +25,8 @@ pub(super) fn at_step(iteration: u64, error: Error) -> Error {
 }
 
 impl Trainer {
-    /// Why the run ends after `step`, if it is one too many in a row whose loss or gradient is not finite.
+    /// Why the run ends after `step`, if it is one too many in a row whose loss or gradient is not
+    /// finite.
     pub(super) fn divergence(&self, step: &StepMetrics) -> Option<Error> {
         let (limit, in_a_row) = (self.config.training.max_nonfinite_steps, step.nonfinite_in_a_row);
         if limit == 0 || in_a_row < limit {
@@ -61,7 +63,8 @@ impl Trainer {
         )
     }
 
-    /// Asserts that a checkpoint of `shards`, to be written to `dir`, would hold finite parameters alone. Collective over the world.
+    /// Asserts that a checkpoint of `shards`, to be written to `dir`, would hold finite parameters
+    /// alone. Collective over the world.
     ///
     /// # Errors
     /// [`Error::Diverged`] on every rank, with the first parameter that is not finite.
@@ -83,7 +86,8 @@ impl Trainer {
     }
 }
 
-/// The name of the first parameter among `shards` that is not finite. In fp32 as they are saved: of bf16 weights with a low half the high one tells.
+/// The name of the first parameter among `shards` that is not finite. In fp32 as they are saved: of
+/// bf16 weights with a low half the high one tells.
 fn nonfinite(shards: &[ShardRef]) -> Result<Option<&str>> {
     let mut alike: BTreeMap<&str, (Vec<usize>, Vec<Tensor>)> = BTreeMap::new();
     for (at, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.kind == StateKind::Param) {

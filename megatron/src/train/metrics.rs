@@ -42,7 +42,8 @@ pub struct StepMetrics {
     pub skipped_iterations: u64,
     /// Steps so far whose loss was not finite.
     pub nan_iterations: u64,
-    /// Steps in a row, up to this one, whose loss or gradient was not finite; see [`Progress`](super::Progress).
+    /// Steps in a row, up to this one, whose loss or gradient was not finite; see
+    /// [`Progress`](super::Progress).
     pub nonfinite_in_a_row: u64,
     /// Largest memory of a rank so far.
     pub memory: Peak,
@@ -150,7 +151,8 @@ impl MetricsWriter {
         Ok((Self { path: path.to_path_buf(), file: BufWriter::new(file) }, aside))
     }
 
-    /// Copies the file at `path`, if [`open`](Self::open) would remove steps after `resumed_iteration` from it, and tells where to.
+    /// Copies the file at `path`, if [`open`](Self::open) would remove steps after
+    /// `resumed_iteration` from it, and tells where to.
     ///
     /// # Errors
     /// As [`open`](Self::open).

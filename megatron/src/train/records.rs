@@ -15,7 +15,8 @@ pub struct Records {
 }
 
 impl Records {
-    /// Opens the files of a run that goes on after `done`, and, if it `goes_back`, leaves a later checkpoint behind.
+    /// Opens the files of a run that goes on after `done`, and, if it `goes_back`, leaves a later
+    /// checkpoint behind.
     ///
     /// # Errors
     /// If one cannot be written to, or the file of metrics is one of something else.

@@ -8,8 +8,8 @@ use crate::checkpoint::{self, Later};
 use crate::config::{RunConfig, Takes};
 use crate::{Error, Result};
 
-/// The samples that a run reads of its training data until its end. A run that went on with shorter sequences reads as many more as the tokens
-/// before make now; orders are drawn for all of them.
+/// The samples that a run reads of its training data until its end. A run that went on with shorter
+/// sequences reads as many more as the tokens before make now; orders are drawn for all of them.
 ///
 /// # Errors
 /// If the checkpoint it goes on from cannot be read.
@@ -25,8 +25,9 @@ pub fn samples_to_read(config: &RunConfig) -> Result<u64> {
 }
 
 impl Trainer {
-    /// Loads the checkpoint that the run goes on from, if there is one, and reports what is to be known of it. Whether the run goes back: there
-    /// is a later checkpoint than the one it goes on from, which was passed by. Collective over the world.
+    /// Loads the checkpoint that the run goes on from, if there is one, and reports what is to be
+    /// known of it. Whether the run goes back: there is a later checkpoint than the one it goes on
+    /// from, which was passed by. Collective over the world.
     pub(super) fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<bool> {
         preflight(&self.config)?;
         let Some(path) = checkpoint::to_load(&self.config.checkpoint)? else {
@@ -109,7 +110,8 @@ impl Trainer {
         Some(text)
     }
 
-    /// What to say of a learning rate whose decay, given in steps, is shorter than the run since the steps before had more samples.
+    /// What to say of a learning rate whose decay, given in steps, is shorter than the run since
+    /// the steps before had more samples.
     fn early_end_of_decay(&self) -> Option<String> {
         let Progress { iteration, consumed_samples, applied_samples, .. } = self.progress;
         let training = &self.config.training;

@@ -1,7 +1,9 @@
-//! What a resumed run's settings change of the run that wrote the checkpoint: a note for each, with both values.
+//! What a resumed run's settings change of the run that wrote the checkpoint: a note for each, with
+//! both values.
 //!
-//! A checkpoint records the settings it was made with. What older ones do not have is not compared. Where the learning rate, its schedule
-//! and the weight decay come from is Megatron-LM's `OptimizerParamScheduler._check_and_set`, which ends the run where we note a change.
+//! A checkpoint records the settings it was made with. What older ones do not have is not compared.
+//! Where the learning rate, its schedule and the weight decay come from is Megatron-LM's
+//! `OptimizerParamScheduler._check_and_set`, which ends the run where we note a change.
 
 use serde_json::{Map, Value, json};
 
@@ -11,7 +13,8 @@ use crate::config::{DataloaderType, DecayStyle, OptimizerKind, RunConfig, Schedu
 use crate::data::parse_split;
 use crate::optim::LrSchedule;
 
-/// A note for each setting of `ours` that is another one than in a checkpoint's `state` and changes how training goes on after `progress`.
+/// A note for each setting of `ours` that is another one than in a checkpoint's `state` and changes
+/// how training goes on after `progress`.
 ///
 /// # Errors
 /// If the settings cannot be expressed in JSON.
@@ -112,7 +115,8 @@ const LENGTHS: [(&str, &str); 3] = [
     ("wsd_decay_samples", "the learning rate's annealing lasts"),
 ];
 
-/// The run's length and its batch, with what they do to the schedule. A length alone matters by that alone.
+/// The run's length and its batch, with what they do to the schedule. A length alone matters by
+/// that alone.
 fn length_and_batch(pair: &Pair<'_>, ours: &RunConfig) -> Vec<String> {
     let mut lengths = Vec::new();
     for (key, what) in LENGTHS.iter().filter(|(key, _)| pair.counts(key)) {
@@ -172,7 +176,8 @@ fn taken_lines(pair: &Pair<'_>) -> Vec<String> {
     pair.schedule().into_iter().map(line).collect()
 }
 
-/// What the changes come to: the rate of the next step by this run's schedule, and by the checkpoint's.
+/// What the changes come to: the rate of the next step by this run's schedule, and by the
+/// checkpoint's.
 fn next_rate(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Option<String> {
     let settings = pair.theirs.get("optimizer")?.as_object()?;
     let theirs = LrSchedule::new(&with_schedule(&ours.optimizer, settings).ok()?).ok()?;

@@ -183,7 +183,8 @@ impl Trainer {
     /// Reports a step; `memory` is the largest of a rank when that was asked last, if it was. Collective over the world.
     ///
     /// # Errors
-    /// If the step is one too many that was not finite; a checkpoint that is being written is finished before.
+    /// If the step is one too many that was not finite; a checkpoint that is being written is
+    /// finished before.
     fn report_step(
         &mut self,
         mut step: StepMetrics,

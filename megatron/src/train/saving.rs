@@ -23,8 +23,8 @@ impl Trainer {
     /// Writes a checkpoint of the present state. Collective over the world.
     ///
     /// # Errors
-    /// If any rank cannot write, a parameter is not finite, the results of the last step were not read, or another checkpoint is still being
-    /// written; nothing is overwritten then.
+    /// If any rank cannot write, a parameter is not finite, the results of the last step were not
+    /// read, or another checkpoint is still being written; nothing is overwritten then.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
         let (shards, state) = self.to_save(dir)?;
         checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;

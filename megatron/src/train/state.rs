@@ -61,7 +61,8 @@ pub fn optimizer_settings(state: &Value) -> Option<&Map<String, Value>> {
     state.pointer("/config/optimizer")?.as_object()
 }
 
-/// Settings of the optimizer that are no part of what a learning-rate scheduler says: rate, schedule, weight decay.
+/// Settings of the optimizer that are no part of what a learning-rate scheduler says: rate,
+/// schedule, weight decay.
 const NO_SCHEDULE: [&str; 9] = [
     "kind",
     "adam_beta1",
@@ -79,7 +80,8 @@ pub fn is_of_schedule(key: &str) -> bool {
     !NO_SCHEDULE.contains(&key)
 }
 
-/// `ours` with the learning rate, schedule and weight decay of `theirs`, the settings of another run.
+/// `ours` with the learning rate, schedule and weight decay of `theirs`, the settings of another
+/// run.
 ///
 /// # Errors
 /// If they are none.

@@ -60,15 +60,16 @@ pub struct Progress {
     pub skipped_iterations: u64,
     /// Steps whose loss was not finite.
     pub nan_iterations: u64,
-    /// The last steps, as far as they had in a row a loss or a gradient that was not finite. Overflows that a loss scale answers by falling
-    /// neither count nor end the row.
+    /// The last steps, as far as they had in a row a loss or a gradient that was not finite.
+    /// Overflows that a loss scale answers by falling neither count nor end the row.
     #[serde(default)]
     pub nonfinite_in_a_row: u64,
 }
 
 impl Progress {
-    /// The first sample of `seq_length` tokens that is not read yet. Where the length of sequences changed, it is the first one behind the
-    /// tokens that were read, so that none of these is in it.
+    /// The first sample of `seq_length` tokens that is not read yet. Where the length of sequences
+    /// changed, it is the first one behind the tokens that were read, so that none of these is in
+    /// it.
     pub fn data_position(&self, seq_length: usize) -> u64 {
         self.consumed_tokens.div_ceil(seq_length.max(1) as u64)
     }

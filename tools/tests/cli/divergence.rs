@@ -1,4 +1,5 @@
-//! Training that diverges: it ends with one message, and leaves the last good checkpoint the latest.
+//! Training that diverges: it ends with one message, and leaves the last good checkpoint the
+//! latest.
 
 use std::fs;
 

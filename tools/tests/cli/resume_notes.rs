@@ -27,11 +27,11 @@ fn resume(site: &Site, file: &str, flags: &[&str]) -> String {
     stdout(&site.succeed(&[&run[..], &["--load=saved", "--exit-interval=3", &metrics], flags].concat()))
 }
 
-/// `key` of step 3 in FILE.
-fn of_step_3(site: &Site, file: &str, key: &str) -> serde_json::Value {
+/// `key` of a step in FILE.
+fn of_step(step: u64, site: &Site, file: &str, key: &str) -> serde_json::Value {
     let text = std::fs::read_to_string(site.path(file)).unwrap();
     let steps = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    steps.filter(|step| step["iteration"] == 3).find_map(|step| step.get(key).cloned()).unwrap()
+    steps.filter(|line| line["iteration"] == step).find_map(|line| line.get(key).cloned()).unwrap()
 }
 
 #[test]
@@ -98,13 +98,13 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
 fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
     let site = half_way();
     resume(&site, "as-saved.jsonl", &[]);
-    let of_saved = |key: &str| of_step_3(&site, "as-saved.jsonl", key);
+    let of_saved = |key: &str| of_step(3, &site, "as-saved.jsonl", key);
     let other = ["--train-iters=40", "--lr=2e-3", "--weight-decay=0.5"];
 
     let log = resume(&site, "noted.jsonl", &other);
     assert_eq!(log.matches("note: ").count(), 3, "{log}");
     let rate = |value: serde_json::Value| format!("{:.3e}", value.as_f64().unwrap());
-    let (ours, theirs) = (rate(of_step_3(&site, "noted.jsonl", "learning_rate")), rate(of_saved("learning_rate")));
+    let (ours, theirs) = (rate(of_step(3, &site, "noted.jsonl", "learning_rate")), rate(of_saved("learning_rate")));
     assert!(
         log.contains(&format!("learning rate is {ours}; by the checkpoint's schedule it would be {theirs}")),
         "{log}"
@@ -113,19 +113,21 @@ fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
     let log = resume(&site, "ours.jsonl", &[&other[..], &["--override-opt_param-scheduler"]].concat());
     assert!(!log.contains("note: "), "{log}");
     assert!(log.contains("this run's lr, 0.002, overrides the checkpoint's, 0.001"), "{log}");
-    assert_eq!(rate(of_step_3(&site, "ours.jsonl", "learning_rate")), ours);
+    assert_eq!(rate(of_step(3, &site, "ours.jsonl", "learning_rate")), ours);
 
     let flags = [&other[..], &["--use-checkpoint-opt_param-scheduler", "--save=kept"]].concat();
     let log = resume(&site, "theirs.jsonl", &flags);
     assert!(!log.contains("note: "), "{log}");
     assert!(log.contains("the checkpoint's weight_decay, 0.01, is used instead of this run's, 0.5"), "{log}");
     for key in ["learning_rate", "lm_loss", "grad_norm"] {
-        assert_eq!(of_step_3(&site, "theirs.jsonl", key), of_saved(key), "{key}");
+        assert_eq!(of_step(3, &site, "theirs.jsonl", key), of_saved(key), "{key}");
     }
     // Weight decay, too: of the weights after that step the next loss is made.
     let next = ["--load=kept", "--exit-interval=4", "--metrics=next.jsonl"];
     let log = stdout(&site.succeed(&[&RUN[..], &next].concat()));
     assert!(!log.contains("note: "), "{log}");
+    site.succeed(&[&RUN[..], &["--load=saved", "--metrics=whole.jsonl"]].concat());
+    assert_eq!(of_step(4, &site, "next.jsonl", "lm_loss"), of_step(4, &site, "whole.jsonl", "lm_loss"));
 
     let both = ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"];
     refused(&site.pretrain(&both).output().unwrap(), &["give one of them", "(--use-checkpoint-opt-param-scheduler)"]);

@@ -55,7 +55,8 @@ pub struct CheckpointFlags {
     /// architecture is to be given as it was
     #[arg(long, value_name = "DIR")]
     pub load: Option<PathBuf>,
-    /// Resume from the checkpoint of step N in --load, rather than from the latest. A run that saves into the same folder replaces later ones
+    /// Resume from the checkpoint of step N in --load, rather than from the latest. A run that
+    /// saves into the same folder replaces later ones
     #[arg(long, value_name = "N")]
     pub ckpt_step: Option<u64>,
     /// Take from --load the weights alone: a run of its own, from its first step on, that saves elsewhere

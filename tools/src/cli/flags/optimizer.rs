@@ -60,11 +60,12 @@ pub struct OptimizerFlags {
     /// Added to the root of the second moment
     #[arg(long, value_name = "X", default_value_t = 1e-8)]
     pub adam_eps: f64,
-    /// In a resumed run, take the learning rate, its schedule and the weight decay that are given here, where the checkpoint has others; without
-    /// this flag so, too, but with a note for each
+    /// In a resumed run, take the learning rate, its schedule and the weight decay that are given
+    /// here, where the checkpoint has others; without this flag so, too, but with a note for each
     #[arg(long, alias = "override-opt_param-scheduler", action = ArgAction::Set, default_value_t = false)]
     pub override_opt_param_scheduler: bool,
-    /// In a resumed run, take the checkpoint's learning rate, schedule and weight decay instead of those that are given here
+    /// In a resumed run, take the checkpoint's learning rate, schedule and weight decay instead of
+    /// those that are given here
     #[arg(long, alias = "use-checkpoint-opt_param-scheduler", action = ArgAction::Set, default_value_t = false)]
     pub use_checkpoint_opt_param_scheduler: bool,
     #[command(flatten)]

@@ -27,8 +27,8 @@ pub struct TrainingFlags {
     /// Save and stop after the first step that is a multiple of this
     #[arg(long, value_name = "N")]
     pub exit_interval: Option<u64>,
-    /// End the run with an error after N steps in a row whose loss or gradient is not finite; 0 lets it go on. Overflows of --fp16 count
-    /// once its loss scale cannot fall any more
+    /// End the run with an error after N steps in a row whose loss or gradient is not finite; 0
+    /// lets it go on. Overflows of --fp16 count once its loss scale cannot fall any more
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub max_nonfinite_steps: u64,
     /// End the run with an error at the first such step
