@@ -6,7 +6,7 @@ use system_tests::{Style, Tokens, interleave, layout, on_ranks, sources, tiny, t
 
 const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 1 };
 const DRAWN: Sampling = Sampling { temperature: 1.0, top_k: 20, top_p: 0.95, seed: 1 };
-const LENGTH: Length = Length { tokens: 8, window: 16, end: None };
+const LENGTH: Length = Length { tokens: 8, window: 16, ends: Vec::new(), absent: Vec::new() };
 
 fn prompts() -> Vec<Vec<u32>> {
     vec![vec![5, 38, 67], vec![9], vec![1, 10, 73, 9, 66, 61]]
@@ -91,9 +91,16 @@ fn a_continuation_ends_at_its_end_token_and_at_the_window() {
     after_training(&tiny(Style::Gpt2, 0.0), |trainer| {
         let prompt = [vec![5, 38, 67]];
         let free = generate(trainer, &prompt, &LENGTH, &GREEDY).remove(0);
-        let ended = generate(trainer, &prompt, &Length { end: Some(free[2]), ..LENGTH }, &GREEDY).remove(0);
         let first = free.iter().position(|t| *t == free[2]).unwrap();
-        assert_eq!(ended, free[..first]);
+        // Any of several.
+        for ends in [vec![free[2]], vec![1000, free[2]], vec![free[2], 1000]] {
+            let ended = generate(trainer, &prompt, &Length { ends, ..LENGTH }, &GREEDY).remove(0);
+            assert_eq!(ended, free[..first]);
+        }
+        // One that is no token is passed over, here the likeliest, and what follows is a token.
+        let absent = vec![free[0] as usize..free[0] as usize + 1];
+        let others = generate(trainer, &prompt, &Length { absent, ..LENGTH }, &GREEDY).remove(0);
+        assert!(others.len() == free.len() && !others.contains(&free[0]), "{others:?}");
         let windowed = generate(trainer, &prompt, &Length { tokens: 100, ..LENGTH }, &GREEDY).remove(0);
         assert_eq!(windowed.len(), 13);
         let long = vec![vec![1; 16]];

@@ -58,6 +58,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             data_path: vec![],
             split: "969,30,1".into(),
             tokenizer: None,
+            tokenizer_options: Default::default(),
             dataloader_type: DataloaderType::Sequential,
             eod_mask_loss: false,
             reset_position_ids: false,

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use megatron::data::Cuts;
+
 use crate::cli::run_file;
 use crate::preprocess::documents::Pieces;
 use crate::preprocess::input::Input;
@@ -18,7 +20,7 @@ pub fn run_file(path: &Path) {
 pub fn documents(path: &Path) {
     let keys = ["text".to_string()];
     let Ok(input) = Input::new(path) else { return };
-    for piece in Pieces::new([input], &keys).take(MOST) {
+    for piece in Pieces::new([input], &keys, Cuts::anywhere()).take(MOST) {
         let Ok(piece) = piece else { return };
         let _ = piece.texts(&keys);
     }

@@ -16,6 +16,7 @@ use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::inference::continuation::continued;
+use crate::inference::ends::ends;
 use crate::launch::{MAX_RESTARTS, OWN_RANKS};
 use crate::ranks::{self, Joined};
 use crate::report;
@@ -191,7 +192,7 @@ fn run_rank(
     let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, device)?;
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
-    let trainer = trainer.insert(Trainer::new(run, &model, world, &sources, device)?);
+    let trainer = trainer.insert(Trainer::new(run, &model, world.clone(), &sources, device)?);
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
@@ -201,8 +202,15 @@ fn run_rank(
     reporter.message(&describe(run, device));
     let outcome = trainer.run(reporter, stop)?;
     if let (Outcome::Finished, Some(prompt)) = (outcome, &run.logging.prompt) {
-        let text = continue_prompt(trainer, run, tokenizer.as_ref(), prompt)?;
-        reporter.message(&format!("\n{prompt}{text}"));
+        match continue_prompt(trainer, run, tokenizer.as_ref(), prompt) {
+            Ok(text) => reporter.message(&format!("\n{prompt}{text}")),
+            // Training is done, and what it made is saved.
+            Err(error) => {
+                let note = format!("note: the run is finished, but its prompt could not be continued: {error}");
+                reporter.message(&note);
+                ranks::leave_others(&error, &world, device);
+            }
+        }
     }
     Ok(outcome)
 }
@@ -273,8 +281,13 @@ fn encode_prompt<'a>(
              --prompt out",
         )
     })?;
-    let tokens = tokenizer.encode(prompt)?;
-    let length = Length { tokens: run.logging.prompt_tokens, window: run.model.seq_length, end: tokenizer.eod() };
+    let tokens = tokenizer.encode_prompt(prompt)?;
+    let length = Length {
+        tokens: run.logging.prompt_tokens,
+        window: run.model.seq_length,
+        ends: ends(tokenizer, run.checkpoint.save.as_deref().or(run.checkpoint.init_from_hf.as_deref()))?,
+        absent: tokenizer.absent(run.model.vocab_size),
+    };
     length.check_prompt(&tokens).map_err(|error| Error::usage(format!("--prompt {prompt:?}: {error}")))?;
     Ok((tokens, tokenizer, length))
 }

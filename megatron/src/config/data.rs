@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::TokenizerOptions;
+
 /// In which order samples are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -25,8 +27,11 @@ pub struct DataConfig {
     pub data_path: Vec<String>,
     /// Weights of train, valid and test, e.g. `969,30,1`.
     pub split: String,
-    /// `byte`, the path of a `tokenizer.json`, or `train:VOCAB`. May be absent for indexed datasets.
+    /// `byte`, the path of a `tokenizer.json` or of GPT-2's `vocab.json`, `train:VOCAB`, or
+    /// `null:VOCAB`. May be absent for indexed datasets.
     pub tokenizer: Option<String>,
+    #[serde(default)]
+    pub tokenizer_options: TokenizerOptions,
     pub dataloader_type: DataloaderType,
     /// Leave out the loss at tokens that end documents.
     pub eod_mask_loss: bool,

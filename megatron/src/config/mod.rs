@@ -10,6 +10,7 @@ mod parallel;
 mod precision;
 mod rampup;
 mod sources;
+mod tokenizer;
 mod training;
 mod validate;
 
@@ -22,6 +23,7 @@ pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use precision::{DynamicLossScale, LossScaling, Precision};
 pub use rampup::BatchSizeRampup;
 pub use sources::Sources;
+pub use tokenizer::TokenizerOptions;
 pub use training::{Recompute, RecomputeMethod, TrainingConfig};
 #[cfg(test)]
 pub(crate) use validate::tests::valid;

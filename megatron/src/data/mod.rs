@@ -7,18 +7,23 @@
 //! Everything is a function of (files, seed, consumed samples), so there is no state to save and any rank can be asked for any
 //! sample.
 
+mod added;
+mod beside;
 mod blend;
 mod bpe;
 mod cache;
+pub mod cuts;
 mod cyclic;
 mod documents;
 #[doc(hidden)]
 pub mod fuzz;
+mod gpt2;
 mod gpt_dataset;
 mod index_file;
 pub mod indexed;
 pub mod indexed_writer;
 mod mt19937;
+pub mod parts;
 mod paths;
 pub mod sampler;
 pub mod source;
@@ -36,16 +41,18 @@ use std::sync::Arc;
 
 pub use blend::Blend;
 pub use cache::unfinished;
+pub use cuts::Cuts;
 pub use cyclic::Cyclic;
 pub use documents::{DocumentEnds, Documents};
 pub use gpt_dataset::GptDataset;
 pub use indexed::{IndexedDataset, TokenType};
 pub use indexed_writer::IndexedWriter;
+pub use parts::{Part, Parts};
 pub use sampler::{GlobalBatch, Loader, MicroBatch};
 pub use source::{SampleSource, Sequential, Shuffled, TokenStream};
 pub use split::{Split, parse_split, split_sequences};
 pub use splits::SampleCounts;
-pub use text::{Corpus, Paragraphs};
+pub use text::Corpus;
 pub use tokenizer::{TOKENIZER_FILE, Tokenizer};
 
 use crate::config::{DataConfig, DataloaderType};
@@ -231,7 +238,7 @@ fn prepare_text(cfg: &DataConfig, paths: &[PathBuf], weights: Option<Vec<f64>>) 
         ))
     })?;
     let corpus = Corpus::scan(paths, &cfg.cache_dir)?;
-    let tokenizer = Tokenizer::open(spec, Some(&corpus), &cfg.cache_dir)?;
+    let tokenizer = Tokenizer::open_with(spec, &cfg.tokenizer_options, Some(&corpus), &cfg.cache_dir)?;
     // Paths with weights are datasets of their own; without, their text is one.
     let corpora = match &weights {
         None => vec![corpus],
@@ -260,7 +267,7 @@ fn prepare_text(cfg: &DataConfig, paths: &[PathBuf], weights: Option<Vec<f64>>) 
 
 fn prepare_indexed(cfg: &DataConfig, prefixes: &[PathBuf], weights: Option<Vec<f64>>) -> Result<Prepared> {
     let tokenizer = match &cfg.tokenizer {
-        Some(spec) => Some(Tokenizer::open(spec, None, &cfg.cache_dir)?),
+        Some(spec) => Some(Tokenizer::open_with(spec, &cfg.tokenizer_options, None, &cfg.cache_dir)?),
         None => None,
     };
     let datasets =

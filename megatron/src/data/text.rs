@@ -1,15 +1,19 @@
 //! Text on disk: which files are documents, and their paragraphs.
 //!
-//! A file is a document and its paragraphs are the sequences of the dataset made of it, so that splits, which count
-//! sequences as Megatron's do, are finer than files. A paragraph ends after the blank lines that follow it; paragraphs laid
-//! end to end are the file.
+//! A file is a document and its paragraphs are, as nearly as its tokens can be cut there, the
+//! sequences of the dataset made of it, so that splits, which count sequences as Megatron's do, are
+//! finer than files. A paragraph ends after the blank lines that follow it; paragraphs laid end to
+//! end are the file.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::cache::KeyHasher;
+use super::cuts::Cuts;
+use super::parts::{Part, Parts};
 use crate::{Error, Result};
 
 /// Extensions that are taken for text within folders: prose, then code, then settings. A file named by itself may have any but those of records (JSON lines).
@@ -121,10 +125,12 @@ impl Corpus {
         &self.key
     }
 
-    /// Every paragraph of every document, in order; an error at the end if the text is no longer what was scanned.
-    pub fn paragraphs(&self) -> CorpusParagraphs<'_> {
-        CorpusParagraphs {
+    /// Every part of every document, in order; an error at the end if the text is no longer what
+    /// was scanned.
+    pub fn parts(&self, cuts: Arc<Cuts>) -> CorpusParts<'_> {
+        CorpusParts {
             corpus: self,
+            cuts,
             next_file: 0,
             current: None,
             hasher: KeyHasher::default(),
@@ -134,33 +140,34 @@ impl Corpus {
     }
 }
 
-/// Iterator over the paragraphs of a corpus.
-pub struct CorpusParagraphs<'a> {
+/// Iterator over the parts of a corpus.
+pub struct CorpusParts<'a> {
     corpus: &'a Corpus,
+    cuts: Arc<Cuts>,
     next_file: usize,
-    current: Option<Paragraphs>,
+    current: Option<Parts>,
     hasher: KeyHasher,
     /// Bytes of the current document so far.
     length: u64,
     ended: bool,
 }
 
-impl CorpusParagraphs<'_> {
-    fn read(&mut self) -> Result<Option<Paragraph>> {
+impl CorpusParts<'_> {
+    fn read(&mut self) -> Result<Option<Part>> {
         loop {
             if let Some(current) = &mut self.current
-                && let Some(paragraph) = current.read()?
+                && let Some(part) = current.read()?
             {
-                self.hasher.update(paragraph.text.as_bytes());
-                self.length += paragraph.text.len() as u64;
-                if paragraph.last {
+                self.hasher.update(part.text.as_bytes());
+                self.length += part.text.len() as u64;
+                if part.last {
                     end_file(&mut self.hasher, std::mem::take(&mut self.length));
                 }
-                return Ok(Some(paragraph));
+                return Ok(Some(part));
             }
             let Some(file) = self.corpus.files.get(self.next_file) else { break };
             self.next_file += 1;
-            self.current = Some(Paragraphs::open(file)?);
+            self.current = Some(Parts::of(Paragraphs::open(file)?, self.cuts.clone()));
         }
         if std::mem::take(&mut self.hasher).finish() != self.corpus.key {
             return Err(changed(&self.corpus.path));
@@ -169,8 +176,8 @@ impl CorpusParagraphs<'_> {
     }
 }
 
-impl Iterator for CorpusParagraphs<'_> {
-    type Item = Result<Paragraph>;
+impl Iterator for CorpusParts<'_> {
+    type Item = Result<Part>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.ended {

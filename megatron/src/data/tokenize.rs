@@ -4,24 +4,30 @@
 //! which others wait.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 
 use super::cache::{KeyHasher, open_or_build};
 use super::indexed::{IndexedDataset, TokenType};
 use super::indexed_writer::IndexedWriter;
-use super::text::{Corpus, Paragraph};
+use super::parts::Part;
+use super::text::Corpus;
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result};
 
 /// Bytes of text tokenized at a time.
 const BATCH: usize = 1 << 22;
+/// How text becomes sequences; what was made of it otherwise is made anew. 2: the ids are those of
+/// whole documents.
+const VERSION: &str = "2";
 
-/// The tokens of a corpus: a document per file, a sequence per paragraph, and the tokenizer's end of a document, if it has
-/// one, at the end of each last sequence.
+/// The tokens of a corpus: a document per file, a sequence per paragraph as nearly as tokens can be
+/// cut there, and the tokenizer's end of a document, if it has one, at the end of each last
+/// sequence.
 pub fn tokenized(corpus: &Corpus, tokenizer: &Tokenizer, cache_dir: &Path) -> Result<IndexedDataset> {
     let mut key = KeyHasher::default();
-    key.field(corpus.key().as_bytes()).field(tokenizer.key().as_bytes());
+    key.field(VERSION.as_bytes()).field(corpus.key().as_bytes()).field(tokenizer.key().as_bytes());
     let prefix = cache_dir.join(format!("text-{}", key.finish()));
     let open = || match IndexedDataset::open(&prefix) {
         Ok(dataset) => Ok(Some(dataset)),
@@ -34,12 +40,12 @@ pub fn tokenized(corpus: &Corpus, tokenizer: &Tokenizer, cache_dir: &Path) -> Re
 
 fn build(corpus: &Corpus, tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
     let mut writer = IndexedWriter::create(prefix, TokenType::for_vocabulary(tokenizer.vocab_size()))?;
-    let mut batch: Vec<Paragraph> = Vec::new();
+    let mut batch: Vec<Part> = Vec::new();
     let mut batch_bytes = 0;
-    for paragraph in corpus.paragraphs() {
-        let paragraph = paragraph?;
-        batch_bytes += paragraph.text.len();
-        batch.push(paragraph);
+    for part in corpus.parts(Arc::new(tokenizer.cuts())) {
+        let part = part?;
+        batch_bytes += part.text.len();
+        batch.push(part);
         if batch_bytes >= BATCH {
             add(&mut writer, tokenizer, &batch)?;
             batch.clear();
@@ -50,15 +56,21 @@ fn build(corpus: &Corpus, tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
     writer.finish()
 }
 
-fn add(writer: &mut IndexedWriter, tokenizer: &Tokenizer, batch: &[Paragraph]) -> Result<()> {
-    let encoded: Vec<Result<Vec<u32>>> = batch.par_iter().map(|paragraph| tokenizer.encode(&paragraph.text)).collect();
-    for (paragraph, tokens) in batch.iter().zip(encoded) {
-        let mut tokens = tokens?;
-        if paragraph.last {
-            tokens.extend(tokenizer.eod());
+fn add(writer: &mut IndexedWriter, tokenizer: &Tokenizer, batch: &[Part]) -> Result<()> {
+    let eod = tokenizer.eod().filter(|_| !tokenizer.ends_documents());
+    let encoded: Vec<Result<Vec<Vec<u32>>>> = batch.par_iter().map(|part| tokenizer.encode_part(part)).collect();
+    for (part, sequences) in batch.iter().zip(encoded) {
+        let mut sequences = sequences?;
+        if part.last
+            && let Some(last) = sequences.last_mut()
+        {
+            last.extend(eod);
         }
-        writer.add_sequence(&tokens)?;
-        if paragraph.last {
+        // Of white space that a tokenizer drops nothing is left.
+        for tokens in sequences.iter().filter(|tokens| !tokens.is_empty()) {
+            writer.add_sequence(tokens)?;
+        }
+        if part.last {
             writer.end_document();
         }
     }

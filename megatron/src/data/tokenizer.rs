@@ -3,13 +3,22 @@
 //! Byte-level BPE after Radford et al. 2019 (GPT-2); training and `tokenizer.json` are the `tokenizers` crate's.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
+use tokenizers::{Encoding, Token};
+
+use super::added::added;
+use super::beside::{self, ADDED_TOKENS, Beside, CONFIG_FILE};
 use super::bpe::train_bpe;
 use super::cache::{AtomicFile, KeyHasher, open_or_build};
+use super::cuts::{Cuts, steps};
+use super::gpt2;
+use super::parts::Part;
 use super::text::Corpus;
 use super::words::Words;
+use crate::config::TokenizerOptions;
 use crate::{Error, Result};
 
 /// Token that ends a document in vocabularies trained here.
@@ -20,13 +29,21 @@ const WELL_KNOWN_ENDS: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eo
 const BYTE_END: u32 = 256;
 /// The bytes and the end of a document.
 const SMALLEST_VOCABULARY: usize = BYTE_END as usize + 1;
+/// Stands for a text where it is asked what is put around one; no vocabulary has so many tokens.
+const A_TEXT: u32 = u32::MAX;
+/// How text is cut for vocabularies that are trained; those of before are trained anew.
+const VERSION: &str = "2";
 
-/// Text to token ids and back. Special tokens spelled out in a text are text: only the data pipeline ends documents.
+/// Text to token ids and back, as transformers' `tokenizer(text)` does: what puts tokens around a
+/// text by itself does so around a document, and special tokens spelled out in a text are those
+/// tokens, unless [`TokenizerOptions`] say otherwise.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     kind: Kind,
     vocab_size: usize,
     eod: Option<u32>,
+    /// Tokens before and behind a document.
+    around: [Vec<u32>; 2],
     name: String,
     key: String,
 }
@@ -34,50 +51,89 @@ pub struct Tokenizer {
 #[derive(Clone, Debug)]
 enum Kind {
     Byte,
+    /// Texts are numbers, which are the tokens.
+    Numbers,
     HuggingFace {
         inner: Arc<tokenizers::Tokenizer>,
         words: Option<Arc<Words>>,
         json: Arc<[u8]>,
-        /// What the file beside it called the end of a document.
+        /// What the files beside it called the end of a document.
         declared: Option<String>,
+        /// How this one takes text.
+        options: TokenizerOptions,
     },
 }
 
 /// A tokenizer's file beside checkpoints, as Hugging Face names it.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
-/// What says which token ends a document, beside it.
-const CONFIG_FILE: &str = "tokenizer_config.json";
 
 impl Tokenizer {
-    /// Opens what `--tokenizer` names: `byte`, `train:VOCAB`, or the path of a `tokenizer.json` or of its folder.
-    ///
-    /// A trained vocabulary is cached in `cache_dir` under the content of `corpus`; it is built by one process, for which
-    /// others wait.
+    /// As [`open_with`](Self::open_with) the options that the tokenizer has by itself.
     ///
     /// # Errors
-    /// `Error::Config` where the name makes no sense or `train:` is asked for without text, `Error::Data` where a file is unusable.
+    /// Those of `open_with`.
     pub fn open(spec: &str, corpus: Option<&Corpus>, cache_dir: &Path) -> Result<Self> {
+        Self::open_with(spec, &TokenizerOptions::default(), corpus, cache_dir)
+    }
+
+    /// Opens what `--tokenizer` names: `byte`, `train:VOCAB`, `null:VOCAB`, the path of a
+    /// `tokenizer.json` or of its folder, or that of GPT-2's `vocab.json` where the options name
+    /// its merges.
+    ///
+    /// A trained vocabulary is cached in `cache_dir` under the content of `corpus`; it is built by
+    /// one process, for which others wait.
+    ///
+    /// # Errors
+    /// `Error::Config` where the name makes no sense or `train:` is asked for without text,
+    /// `Error::Data` where a file is unusable.
+    pub fn open_with(
+        spec: &str,
+        options: &TokenizerOptions,
+        corpus: Option<&Corpus>,
+        cache_dir: &Path,
+    ) -> Result<Self> {
+        if let Some(merges) = &options.merge_file {
+            let vocab = Path::new(spec);
+            return Self::from_json(vocab, gpt2::tokenizer_json(vocab, merges)?, &Beside::default(), options);
+        }
         if spec == "byte" {
             return Ok(Self::byte());
         }
-        match spec.strip_prefix("train:") {
-            Some(vocab_size) => Self::train(spec, vocab_size, corpus, cache_dir),
-            None => Self::hugging_face(Path::new(spec)),
+        match (spec.strip_prefix("train:"), spec.strip_prefix("null:")) {
+            (Some(vocab_size), _) => Self::train(spec, vocab_size, options, corpus, cache_dir),
+            (_, Some(vocab_size)) => Self::numbers(spec, vocab_size),
+            _ => Self::hugging_face(Path::new(spec), options),
         }
     }
 
     /// Bytes are tokens 0 to 255; 256 ends a document.
     pub fn byte() -> Self {
-        Self {
-            kind: Kind::Byte,
-            vocab_size: BYTE_END as usize + 1,
-            eod: Some(BYTE_END),
-            name: "byte".into(),
-            key: "byte".into(),
-        }
+        Self::plain(Kind::Byte, BYTE_END, "byte")
     }
 
-    fn train(spec: &str, vocab_size: &str, corpus: Option<&Corpus>, cache_dir: &Path) -> Result<Self> {
+    /// Megatron-LM's `NullTokenizer`: texts are numbers below the vocabulary's, which ends a
+    /// document.
+    fn numbers(spec: &str, vocab_size: &str) -> Result<Self> {
+        let size = vocab_size.parse().ok().filter(|size| (1..1 << 31).contains(size)).ok_or_else(|| {
+            Error::config(format!(
+                "tokenizer \"{spec}\": \"{vocab_size}\" is no vocabulary size; give null:VOCAB, such as null:32000"
+            ))
+        })?;
+        Ok(Self::plain(Kind::Numbers, size, spec))
+    }
+
+    fn plain(kind: Kind, eod: u32, name: &str) -> Self {
+        let (vocab_size, around) = (eod as usize + 1, Default::default());
+        Self { kind, vocab_size, eod: Some(eod), around, name: name.into(), key: name.into() }
+    }
+
+    fn train(
+        spec: &str,
+        vocab_size: &str,
+        options: &TokenizerOptions,
+        corpus: Option<&Corpus>,
+        cache_dir: &Path,
+    ) -> Result<Self> {
         let size: usize = vocab_size.parse().map_err(|_| {
             Error::config(format!(
                 "tokenizer \"{spec}\": \"{vocab_size}\" is no vocabulary size; give train:VOCAB, such as train:4096"
@@ -95,16 +151,18 @@ impl Tokenizer {
                  the tokenizer.json they were made with"
             ))
         })?;
-        let path = cache_dir.join(format!("tokenizer-{size}-{}.json", corpus.key()));
+        let mut key = KeyHasher::default();
+        key.field(VERSION.as_bytes()).field(corpus.key().as_bytes());
+        let path = cache_dir.join(format!("tokenizer-{size}-{}.json", key.finish()));
         let open = || match path.exists() {
             // A damaged file is trained anew.
-            true => Ok(Self::hugging_face(&path).ok().filter(|tokenizer| tokenizer.vocab_size <= size)),
+            true => Ok(Self::hugging_face(&path, options).ok().filter(|tokenizer| tokenizer.vocab_size <= size)),
             false => Ok(None),
         };
         let mut tokenizer = open_or_build(cache_dir, open, || {
             let mut file = AtomicFile::create(&path)?;
-            let texts = corpus.paragraphs().map(|paragraph| paragraph.map(|paragraph| paragraph.text));
-            file.write(train_bpe(size, texts)?.as_bytes())?;
+            let parts = corpus.parts(Arc::new(Cuts::between_words()));
+            file.write(train_bpe(size, parts.map(|part| part.map(|part| part.text)))?.as_bytes())?;
             file.commit()
         })?;
         tokenizer.name = spec.into();
@@ -130,11 +188,14 @@ impl Tokenizer {
         let mut file = AtomicFile::create(path)?;
         file.write(train_bpe(vocab_size, texts)?.as_bytes())?;
         file.commit()?;
-        Self::hugging_face(path)
+        Self::hugging_face(path, &TokenizerOptions::default())
     }
 
-    fn hugging_face(given: &Path) -> Result<Self> {
-        let path = if given.is_dir() { given.join("tokenizer.json") } else { given.to_path_buf() };
+    fn hugging_face(given: &Path, options: &TokenizerOptions) -> Result<Self> {
+        let path = if given.is_dir() { given.join(TOKENIZER_FILE) } else { given.to_path_buf() };
+        if let Some(why) = beside::other_kind(given) {
+            return Err(Error::data(given, why));
+        }
         let bytes = fs::read(&path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Error::data(
                 &path,
@@ -142,11 +203,12 @@ impl Tokenizer {
             ),
             _ => Error::io("read the tokenizer", &path, error),
         })?;
+        Self::from_json(&path, bytes, &Beside::read(&path)?, options)
+    }
+
+    fn from_json(path: &Path, bytes: Vec<u8>, beside: &Beside, options: &TokenizerOptions) -> Result<Self> {
         let unusable = |error: &dyn std::fmt::Display| {
-            Error::data(
-                &path,
-                format!("is no usable tokenizer.json: {error}; copy it again, or give another tokenizer"),
-            )
+            Error::data(path, format!("is no usable tokenizer.json: {error}; copy it again, or give another tokenizer"))
         };
         // The library panics on some texts that are no JSON at all, so that is ruled out first.
         serde_json::from_slice::<serde_json::Value>(&bytes).map_err(|error| unusable(&error))?;
@@ -154,21 +216,27 @@ impl Tokenizer {
         // What a model's authors cut and pad for inference is not for training texts.
         inner.with_truncation(None).map_err(|error| unusable(&error))?;
         inner.with_padding(None);
-        inner.set_encode_special_tokens(true);
+        let given = beside.complete(&mut inner)?;
+        inner.set_encode_special_tokens(options.split_special_tokens);
         let largest = inner.get_vocab(true).into_values().max().ok_or_else(|| unusable(&"its vocabulary is empty"))?;
-        let declared = declared_end(&path)?;
-        let eod = end_of_document(&inner, declared.as_deref());
+        let around = match options.no_special_tokens {
+            true => Default::default(),
+            false => around(&inner).map_err(|error| unusable(&error))?,
+        };
+        let eod = end_of_document(&inner, beside.eos.as_deref());
         let mut key = KeyHasher::default();
-        key.field(&bytes).field(format!("{eod:?}").as_bytes());
+        key.field(&bytes).field(format!("{eod:?} {given:?} {around:?} {}", options.split_special_tokens).as_bytes());
         Ok(Self {
             kind: Kind::HuggingFace {
                 words: Words::of(&inner).map(Arc::new),
                 inner: Arc::new(inner),
                 json: bytes.into(),
-                declared,
+                declared: beside.eos.clone(),
+                options: TokenizerOptions { merge_file: None, ..options.clone() },
             },
             vocab_size: largest as usize + 1,
             eod,
+            around,
             name: path.display().to_string(),
             key: key.finish(),
         })
@@ -200,21 +268,22 @@ impl Tokenizer {
     /// # Errors
     /// If a file cannot be written.
     pub fn save_into(&self, dir: &Path) -> Result<()> {
-        let Kind::HuggingFace { inner, json, declared, .. } = &self.kind else { return Ok(()) };
+        let Kind::HuggingFace { inner, json, declared, options, .. } = &self.kind else { return Ok(()) };
         let path = dir.join(TOKENIZER_FILE);
         if !self.lies_in(dir) {
             write_whole(&path, json)?;
         }
-        let there = declared_end(&path);
-        if there.is_ok_and(|there| end_of_document(inner, there.as_deref()) == self.eod) {
+        let there = Self::hugging_face(&path, options);
+        if there.is_ok_and(|there| there.key == self.key) {
             return Ok(());
         }
         // Another tokenizer's, or none. What else it says, such as how a chat is written, stays.
         let path = path.with_file_name(CONFIG_FILE);
-        let config = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        let mut config: serde_json::Map<String, serde_json::Value> = config.unwrap_or_default();
+        let mut config = beside::object(&path).unwrap_or_default();
         let end = declared.clone().or_else(|| inner.id_to_token(self.eod?));
         config.insert("eos_token".into(), end.into());
+        // With them, no other file beside is asked.
+        config.insert(ADDED_TOKENS.into(), beside::listed(added(inner)));
         let text = serde_json::to_vec_pretty(&config).map_err(|error| Error::data(&path, error.to_string()))?;
         write_whole(&path, &text)
     }
@@ -225,7 +294,7 @@ impl Tokenizer {
     /// If it would.
     pub fn refuse_to_replace(&self, dir: &Path) -> Result<()> {
         let path = dir.join(TOKENIZER_FILE);
-        if matches!(self.kind, Kind::Byte) || !path.exists() || self.lies_in(dir) {
+        if matches!(self.kind, Kind::Byte | Kind::Numbers) || !path.exists() || self.lies_in(dir) {
             return Ok(());
         }
         let mine = &self.name;
@@ -241,7 +310,7 @@ impl Tokenizer {
     /// Whether the file in `dir` is this tokenizer's.
     pub fn lies_in(&self, dir: &Path) -> bool {
         match &self.kind {
-            Kind::Byte => false,
+            Kind::Byte | Kind::Numbers => false,
             Kind::HuggingFace { json, .. } => {
                 fs::read(dir.join(TOKENIZER_FILE)).is_ok_and(|there| there[..] == json[..])
             }
@@ -249,40 +318,174 @@ impl Tokenizer {
     }
 
     /// The tokens of a text, without any around it.
+    ///
+    /// # Errors
+    /// `Error::Data` where the vocabulary has none for it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
             Kind::Byte => Ok(text.bytes().map(u32::from).collect()),
+            Kind::Numbers => text.split_ascii_whitespace().map(|word| self.number(word)).collect(),
             Kind::HuggingFace { inner, words, .. } => {
                 let of_words = || words.as_ref().map_or(Ok(None), |words| words.encode(inner, text));
                 let encode = || inner.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec());
-                of_words().and_then(|tokens| tokens.map_or_else(encode, Ok)).map_err(|error| {
-                    Error::data(&self.name, format!("cannot encode a text: {error}; give another tokenizer"))
-                })
+                of_words().and_then(|tokens| tokens.map_or_else(encode, Ok)).map_err(|error| self.cannot_encode(&error))
             }
         }
     }
 
-    /// The text of tokens. Special tokens have none; bytes that are not UTF-8 become U+FFFD.
+    fn number(&self, word: &str) -> Result<u32> {
+        let number = word.parse().ok().filter(|&number| (number as usize) < self.vocab_size);
+        number.ok_or_else(|| {
+            Error::data(
+                &self.name,
+                format!(
+                    "takes text that is numbers below {}, with spaces between, not {word:?}; give another tokenizer",
+                    self.vocab_size
+                ),
+            )
+        })
+    }
+
+    fn cannot_encode(&self, error: &tokenizers::Error) -> Error {
+        Error::data(&self.name, format!("cannot encode a text: {error}; give another tokenizer"))
+    }
+
+    /// The tokens of a text that goes on: those of a document, but for what comes behind its text.
     ///
     /// # Errors
-    /// `Error::Data` where a token is not in the vocabulary.
-    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= self.vocab_size) {
-            let message = format!(
-                "token {token} is not in the vocabulary of {}; give the tokenizer of the data",
-                self.vocab_size
-            );
-            return Err(Error::data(&self.name, message));
+    /// Those of [`encode`](Self::encode).
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        Ok([&self.around[0][..], &self.encode(text)?].concat())
+    }
+
+    /// The tokens of a part of a document, in sequences that end where paragraphs do; laid end to
+    /// end, those of all parts are what one call on the whole document gives, with what the
+    /// tokenizer puts around a text.
+    ///
+    /// # Errors
+    /// Those of [`encode`](Self::encode).
+    pub fn encode_part(&self, part: &Part) -> Result<Vec<Vec<u32>>> {
+        let mut sequences = match part.before {
+            _ if !part.ends.is_empty() => self.encode_cut(&part.text, &part.ends)?,
+            Some(before) => vec![self.encode_behind(before, &part.text)?],
+            None => vec![self.encode(&part.text)?],
+        };
+        let [before, behind] = &self.around;
+        if part.first
+            && let Some(first) = sequences.first_mut()
+        {
+            first.splice(0..0, before.iter().copied());
         }
+        if part.last
+            && let Some(last) = sequences.last_mut()
+        {
+            last.extend(behind);
+        }
+        Ok(sequences)
+    }
+
+    /// The tokens of a text in sequences: the first token that begins at an end of a paragraph, or
+    /// behind it, begins the next.
+    fn encode_cut(&self, text: &str, ends: &[usize]) -> Result<Vec<Vec<u32>>> {
+        let Kind::HuggingFace { inner, .. } = &self.kind else { return Ok(vec![self.encode(text)?]) };
+        let encoding = inner.encode(text, false).map_err(|error| self.cannot_encode(&error))?;
+        let mut sequences = vec![Vec::new()];
+        let mut ends = ends.iter().peekable();
+        for (&id, &(start, _)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
+            let mut is_next = false;
+            while ends.next_if(|end| **end <= start).is_some() {
+                is_next = true;
+            }
+            if is_next {
+                sequences.push(Vec::new());
+            }
+            sequences.last_mut().into_iter().for_each(|sequence| sequence.push(id));
+        }
+        Ok(sequences)
+    }
+
+    /// The tokens of a text behind a character with which it has none in common: what is put before
+    /// texts is put before that.
+    fn encode_behind(&self, before: char, text: &str) -> Result<Vec<u32>> {
+        let (alone, mut all) = (self.encode(&before.to_string())?, self.encode(&format!("{before}{text}"))?);
+        if !all.starts_with(&alone) {
+            return Err(Error::data(
+                &self.name,
+                format!("takes {before:?} into tokens of what is behind it; this is a bug, report it"),
+            ));
+        }
+        Ok(all.split_off(alone.len()))
+    }
+
+    /// Whether a document's tokens end with the token that ends documents, without being told to.
+    pub fn ends_documents(&self) -> bool {
+        self.eod.is_some() && self.around[1].last().copied() == self.eod
+    }
+
+    /// Where documents can be cut into parts.
+    pub fn cuts(&self) -> Cuts {
+        match &self.kind {
+            Kind::Byte => Cuts::anywhere(),
+            Kind::Numbers => Cuts::behind_spaces(),
+            Kind::HuggingFace { inner, .. } => Cuts::of(inner),
+        }
+    }
+
+    /// Those of the ids below `vocab_size` that are no tokens here.
+    pub fn absent(&self, vocab_size: usize) -> Vec<Range<usize>> {
+        let is_absent = |id: usize| match &self.kind {
+            Kind::HuggingFace { inner, .. } => u32::try_from(id).ok().is_none_or(|id| inner.id_to_token(id).is_none()),
+            Kind::Byte | Kind::Numbers => id >= self.vocab_size,
+        };
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for id in (0..vocab_size).filter(|&id| is_absent(id)) {
+            match ranges.last_mut().filter(|range| range.end == id) {
+                Some(range) => range.end += 1,
+                None => ranges.push(id..id + 1),
+            }
+        }
+        ranges
+    }
+
+    /// The text of tokens. Special tokens have none, nor have ids that are no tokens; bytes that
+    /// are not UTF-8 become U+FFFD.
+    ///
+    /// # Errors
+    /// `Error::Data` where the decoder of the tokenizer fails.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         match &self.kind {
             Kind::Byte => {
                 let bytes: Vec<u8> = tokens.iter().filter_map(|&token| u8::try_from(token).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
+            Kind::Numbers => {
+                let numbers = tokens.iter().filter(|&&token| Some(token) < self.eod).map(u32::to_string);
+                Ok(numbers.collect::<Vec<_>>().join(" "))
+            }
             Kind::HuggingFace { inner, .. } => inner.decode(tokens, true).map_err(|error| {
                 Error::data(&self.name, format!("cannot decode tokens: {error}; give another tokenizer"))
             }),
         }
+    }
+}
+
+/// The tokens that a tokenizer puts before and behind a text.
+fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<[Vec<u32>; 2]> {
+    // The library panics on templates of tokens that they do not list, or of a second text.
+    for step in steps(tokenizer.get_post_processor()).unwrap_or_default() {
+        for piece in step["single"].as_array().into_iter().flatten() {
+            let token = piece["SpecialToken"]["id"].as_str();
+            if token.is_some_and(|token| step["special_tokens"].get(token).is_none()) || piece["Sequence"]["id"] == "B"
+            {
+                return Err(format!("its post_processor has a template with {piece}, which is not there").into());
+            }
+        }
+    }
+    let text = Encoding::from_tokens(vec![Token::new(A_TEXT, String::new(), (0, 0))], 0);
+    let all = tokenizer.post_process(text, None, true)?.get_ids().to_vec();
+    match all.split(|&id| id == A_TEXT).collect::<Vec<_>>().as_slice() {
+        [before, behind] => Ok([before.to_vec(), behind.to_vec()]),
+        parts => Err(format!("its post_processor gives a text {} times, not once", parts.len() - 1).into()),
     }
 }
 
@@ -299,18 +502,4 @@ fn end_of_document(vocabulary: &tokenizers::Tokenizer, declared: Option<&str>) -
         Some(token) => vocabulary.token_to_id(token),
         None => WELL_KNOWN_ENDS.iter().find_map(|token| vocabulary.token_to_id(token)),
     }
-}
-
-/// `eos_token` of the `tokenizer_config.json` beside a `tokenizer.json`.
-fn declared_end(tokenizer: &Path) -> Result<Option<String>> {
-    let path: PathBuf = tokenizer.with_file_name(CONFIG_FILE);
-    let bytes = match fs::read(&path) {
-        Ok(bytes) => bytes,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Error::io("read", &path, error)),
-    };
-    let config: serde_json::Value = serde_json::from_slice(&bytes)
-        .map_err(|error| Error::data(&path, format!("is no JSON: {error}; copy it again, or remove it")))?;
-    let token = &config["eos_token"];
-    Ok(token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned))
 }

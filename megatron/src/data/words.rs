@@ -15,10 +15,12 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::split::SplitPattern;
 use tokenizers::tokenizer::{Model, SplitDelimiterBehavior, Tokenizer};
-use tokenizers::{ModelWrapper, Result};
+use tokenizers::{AddedToken, ModelWrapper, Result};
+
+use super::added::{Texts, added};
 
 /// How GPT-2 cuts text into words.
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+pub(super) const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 /// How such expressions end: white space, but for the last character of it if a word follows. Only this needs to look ahead.
 const SPACES: &str = r"|\s+(?!\S)|\s+";
 /// The pattern of white space, beside the rest of the expression.
@@ -32,8 +34,10 @@ const MOST_WORDS: usize = 1 << 17;
 #[derive(Debug)]
 pub(super) struct Words {
     regex: Regex,
-    /// Tokens that are cut out before anything else.
-    added: Vec<String>,
+    /// Tokens that are cut out before anything else, and nothing with them.
+    plain: Texts,
+    /// Those that take white space along, stand between words alone, or are looked for later.
+    others: Texts,
     /// The character that stands for a byte in the vocabulary.
     letters: [char; 256],
     /// As many as there were ever threads at the same time.
@@ -73,10 +77,15 @@ impl Words {
         };
         // Other expressions that look ahead or behind are no regular ones, and are refused here.
         let regex = Regex::new_many(&[pattern.strip_suffix(SPACES)?, r"\s+"]).ok()?;
-        let added = tokenizer.get_added_tokens_decoder().into_values();
-        let added = added.filter(|token| !token.special && !token.content.is_empty());
-        let added = added.map(|token| token.content).collect();
-        Some(Self { regex, added, letters: letters(), memories: Mutex::default() })
+        let literal = tokenizer.get_encode_special_tokens();
+        let added = added(tokenizer).into_iter().filter(|(_, token)| !(literal && token.special));
+        let (plain, others): (Vec<_>, Vec<_>) = added.partition(|(_, token)| {
+            !(literal || token.normalized || token.single_word || token.lstrip || token.rstrip)
+        });
+        let texts =
+            |tokens: Vec<(u32, AddedToken)>| Texts::new(tokens.into_iter().map(|(id, token)| (token.content, id)));
+        let (plain, others) = (texts(plain)?, texts(others)?);
+        Some(Self { regex, plain, others, letters: letters(), memories: Mutex::default() })
     }
 
     /// The tokens of a text; `None` where it must be left to the tokenizer.
@@ -84,7 +93,7 @@ impl Words {
     /// # Errors
     /// Those of the model, where the vocabulary lacks bytes and what stands for them.
     pub(super) fn encode(&self, tokenizer: &Tokenizer, text: &str) -> Result<Option<Vec<u32>>> {
-        if self.added.iter().any(|token| text.contains(token)) {
+        if self.others.occur(text) {
             return Ok(None);
         }
         let Some(model) = bpe(tokenizer) else { return Ok(None) };
@@ -93,25 +102,39 @@ impl Words {
             words: HashMap::new(),
             tokens: Vec::new(),
         });
-        let tokens = self.encode_with(&mut memory, model, text);
+        // Three to four bytes a token are usual.
+        let mut tokens = Vec::with_capacity(text.len() / 3);
+        let all = self.encode_between(&mut memory, model, text, &mut tokens);
         self.memories().push(memory);
-        tokens
+        Ok(all?.then_some(tokens))
+    }
+
+    /// Encodes what lies between added tokens, each as if it were a text.
+    fn encode_between(&self, memory: &mut Memory, model: &BPE, text: &str, tokens: &mut Vec<u32>) -> Result<bool> {
+        let mut at = 0;
+        for (found, id) in self.plain.find(text) {
+            if !self.encode_with(memory, model, &text[at..found.start], tokens)? {
+                return Ok(false);
+            }
+            tokens.push(id);
+            at = found.end;
+        }
+        self.encode_with(memory, model, &text[at..], tokens)
     }
 
     fn memories(&self) -> std::sync::MutexGuard<'_, Vec<Memory>> {
         self.memories.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn encode_with(&self, memory: &mut Memory, model: &BPE, text: &str) -> Result<Option<Vec<u32>>> {
-        // Three to four bytes a token are usual.
-        let mut tokens = Vec::with_capacity(text.len() / 3);
+    /// False where that must be left to the tokenizer.
+    fn encode_with(&self, memory: &mut Memory, model: &BPE, text: &str, tokens: &mut Vec<u32>) -> Result<bool> {
         let mut at = 0;
         while at < text.len() {
             let input = Input::new(text).range(at..);
             let (start, end) = match self.regex.search_with(&mut memory.cache, &input) {
                 None => (text.len(), text.len()),
                 // An expression that matches nothing would never end.
-                Some(found) if found.is_empty() => return Ok(None),
+                Some(found) if found.is_empty() => return Ok(false),
                 Some(found) => {
                     let mut end = found.end();
                     if found.pattern() == IS_SPACE && end < text.len() {
@@ -127,12 +150,12 @@ impl Words {
             // What the expression leaves out is a word, too.
             for word in [&text[at..start], &text[start..end]] {
                 if !word.is_empty() {
-                    self.encode_word(memory, model, word, &mut tokens)?;
+                    self.encode_word(memory, model, word, tokens)?;
                 }
             }
             at = end;
         }
-        Ok(Some(tokens))
+        Ok(true)
     }
 
     fn encode_word(&self, memory: &mut Memory, model: &BPE, word: &str, tokens: &mut Vec<u32>) -> Result<()> {

@@ -9,9 +9,10 @@ use crate::config::RunConfig;
 use crate::{Error, Result};
 
 /// Settings that may differ between machines: where things are. What is in the data is compared by fingerprint.
-const LOCAL: [&str; 6] = [
+const LOCAL: [&str; 7] = [
     "data.data_path",
     "data.tokenizer",
+    "data.tokenizer_options.merge_file",
     "data.cache_dir",
     "logging.metrics",
     "logging.tensorboard.dir",

@@ -2,6 +2,9 @@
 //!
 //! Every rank of the model takes part and gets the same tokens. Top-p: Holtzman et al. 2020.
 
+use std::borrow::Cow;
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor};
 use kernels::device::empty;
 use kernels::host::with_slice;
@@ -24,15 +27,18 @@ pub struct Sampling {
     pub seed: u64,
 }
 
-/// How long a continuation gets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How long a continuation gets, and what it is not made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Length {
     /// New tokens at most.
     pub tokens: usize,
     /// Longest sequence the model takes, prompt included.
     pub window: usize,
-    /// Token that ends a continuation.
-    pub end: Option<u32>,
+    /// Tokens that end a continuation.
+    pub ends: Vec<u32>,
+    /// Rows of the vocabulary that are no tokens, in order: models pad theirs. They are never
+    /// drawn.
+    pub absent: Vec<Range<usize>>,
 }
 
 impl Length {
@@ -80,11 +86,13 @@ fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> 
 /// Those among which is drawn, with their weights, and the sum of these.
 fn likely(logits: &[f32], sampling: &Sampling, weight: impl Fn(usize) -> f64) -> (Vec<(usize, f64)>, f64) {
     if sampling.top_k == 0 && sampling.top_p >= 1.0 {
-        let all: Vec<(usize, f64)> = (0..logits.len()).map(|i| (i, weight(i))).collect();
+        let all = (0..logits.len()).filter(|&i| logits[i] > f32::NEG_INFINITY);
+        let all: Vec<(usize, f64)> = all.map(|i| (i, weight(i))).collect();
         let total = all.iter().map(|(_, weight)| weight).sum();
         return (all, total);
     }
-    let mut order: Vec<u64> = (0..logits.len()).map(|i| sort_key(logits[i], i)).collect();
+    let order = (0..logits.len()).filter(|&i| logits[i] > f32::NEG_INFINITY);
+    let mut order: Vec<u64> = order.map(|i| sort_key(logits[i], i)).collect();
     let index = |key: u64| (key & u64::from(u32::MAX)) as usize;
     if sampling.top_k > 0 && sampling.top_k < order.len() {
         order.select_nth_unstable(sampling.top_k);
@@ -123,13 +131,26 @@ fn sort_key(logit: f32, index: usize) -> u64 {
     u64::from(!rising) << 32 | index as u64
 }
 
+/// `logits` with those of rows that are no tokens so low that they are never drawn.
+fn without<'a>(logits: &'a [f32], absent: &[Range<usize>]) -> Cow<'a, [f32]> {
+    if absent.is_empty() {
+        return logits.into();
+    }
+    let mut kept = logits.to_vec();
+    for range in absent {
+        kept[range.start.min(logits.len())..range.end.min(logits.len())].fill(f32::NEG_INFINITY);
+    }
+    kept.into()
+}
+
 /// What stands for a token where none can be drawn; no vocabulary has so many.
 const UNDRAWN: u32 = u32::MAX;
 
-/// The token drawn from `logits`, or [`UNDRAWN`] where they are not finite: no order of these means anything.
-fn draw_finite(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> u32 {
+/// The token drawn from `logits`, none of those that are `absent`, or [`UNDRAWN`] where they are
+/// not finite: no order of these means anything.
+fn draw_finite(logits: &[f32], absent: &[Range<usize>], sampling: &Sampling, sample: usize, position: usize) -> u32 {
     match logits.iter().all(|logit| logit.is_finite()) {
-        true => draw(logits, sampling, sample, position) as u32,
+        true => draw(&without(logits, absent), sampling, sample, position) as u32,
         false => UNDRAWN,
     }
 }
@@ -199,11 +220,13 @@ impl<'a> Session<'a> {
 }
 
 impl Stage {
-    /// Continues each prompt until it has `length.tokens` new tokens, its end token, or fills the window. `on_token` hears of every
-    /// new token (sample, token) as it is drawn. Collective over the ranks of a model; all get the same tokens.
+    /// Continues each prompt until it has `length.tokens` new tokens, one that ends it, or fills
+    /// the window. `on_token` hears of every new token (sample, token) as it is drawn. Collective
+    /// over the ranks of a model; all get the same tokens.
     ///
     /// # Errors
-    /// If a prompt is empty or does not fit the window, logits are not finite, or a kernel or a peer fails.
+    /// If a prompt is empty or does not fit the window, logits are not finite, or a kernel or a
+    /// peer fails.
     pub fn generate(
         &self,
         prompts: &[Vec<u32>],
@@ -231,7 +254,7 @@ impl Stage {
             let drawn = match &logits {
                 Some(logits) => with_slice(logits, "draw", |all: &[f32]| {
                     let rows = all.chunks_exact(all.len() / batch).enumerate();
-                    Ok(rows.map(|(i, row)| draw_finite(row, sampling, i, lengths[i])).collect())
+                    Ok(rows.map(|(i, row)| draw_finite(row, &length.absent, sampling, i, lengths[i])).collect())
                 })?,
                 None => vec![0u32; batch],
             };
@@ -252,7 +275,7 @@ impl Stage {
                         i + 1
                     )));
                 }
-                if Some(next[i]) == length.end {
+                if length.ends.contains(&next[i]) {
                     open[i] = false;
                     continue;
                 }
@@ -336,11 +359,27 @@ mod tests {
     fn nothing_is_drawn_from_logits_that_are_not_finite() {
         for temperature in [0.0, 1.0] {
             let sampling = Sampling { temperature, ..PLAIN };
-            assert!(draw_finite(&[0.0, 1.0], &sampling, 0, 0) < 2);
+            assert!(draw_finite(&[0.0, 1.0], &[], &sampling, 0, 0) < 2);
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                assert_eq!(draw_finite(&[0.0, bad], &sampling, 0, 0), UNDRAWN);
+                assert_eq!(draw_finite(&[0.0, bad], &[], &sampling, 0, 0), UNDRAWN);
             }
         }
+    }
+
+    #[test]
+    fn rows_that_are_no_tokens_are_never_drawn() {
+        let logits = [9.0f32, 0.0, 8.0, 0.5, -1.0, 7.0];
+        let absent = [0..1, 2..3, 5..9];
+        let limits = [(1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 6, 0.999), (4.0, 0, 0.9), (0.0, 0, 1.0)];
+        for (temperature, top_k, top_p) in limits {
+            let sampling = Sampling { temperature, top_k, top_p, seed: 3 };
+            let drawn = (0..500).map(|position| draw_finite(&logits, &absent, &sampling, 0, position));
+            let drawn: std::collections::BTreeSet<u32> = drawn.collect();
+            let expected: &[u32] = if temperature == 0.0 { &[3] } else { &[1, 3, 4] };
+            assert_eq!(drawn.into_iter().collect::<Vec<_>>(), expected, "{sampling:?}");
+        }
+        // What they say is of no interest, as long as it is finite.
+        assert_eq!(draw_finite(&[f32::NAN, 0.0], &[0..1], &PLAIN, 0, 0), UNDRAWN);
     }
 
     #[test]

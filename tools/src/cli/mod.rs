@@ -138,7 +138,10 @@ impl From<Error> for Stop {
 
 /// The whole command line, as it is parsed and explained.
 pub fn command() -> clap::Command {
-    Cli::command()
+    let command = ["preprocess", "generate", "eval"].into_iter().fold(Cli::command(), |command, name| {
+        command.mut_subcommand(name, |subcommand| subcommand.mut_args(flags::with_switches))
+    });
+    command
         .mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
         .mut_subcommand("reshard", |reshard| reshard.mut_args(flags::with_switches))
         .mut_subcommand("inspect", |inspect| inspect.mut_args(flags::with_switches))

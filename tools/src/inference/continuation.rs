@@ -28,7 +28,7 @@ impl<'a> Continuation<'a> {
     /// The text that `token` adds, less what may still change (a character whose bytes are not all there).
     ///
     /// # Errors
-    /// If the token is not in the vocabulary.
+    /// If the tokenizer's decoder fails.
     pub fn add(&mut self, token: u32) -> Result<String> {
         self.tokens.push(token);
         let text = self.tokenizer.decode(&self.tokens)?;
@@ -38,7 +38,7 @@ impl<'a> Continuation<'a> {
     /// The text that was held back.
     ///
     /// # Errors
-    /// If a token is not in the vocabulary.
+    /// If the tokenizer's decoder fails.
     pub fn rest(mut self) -> Result<String> {
         let text = self.tokenizer.decode(&self.tokens)?;
         Ok(self.tell(text))
@@ -56,7 +56,7 @@ impl<'a> Continuation<'a> {
 /// The text of the tokens `new` behind those of `prompt`.
 ///
 /// # Errors
-/// If a token is not in the vocabulary.
+/// If the tokenizer's decoder fails.
 pub fn continued(tokenizer: &Tokenizer, prompt: &[u32], new: &[u32]) -> Result<String> {
     let mut continuation = Continuation::of(tokenizer, prompt)?;
     continuation.tokens.extend(new);
@@ -96,6 +96,16 @@ mod tests {
         let mut streamed = Continuation::of(&tokenizer, &[3]).unwrap();
         assert_eq!([4, 5, 6].map(|token| streamed.add(token).unwrap()), [" upon", " a", ","]);
         assert_eq!(streamed.rest().unwrap(), "");
+    }
+
+    /// A model's vocabulary may be larger than its tokenizer's.
+    #[test]
+    fn ids_that_are_no_tokens_have_no_text() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokenizer = sentencepiece(folder.path());
+        let mut streamed = Continuation::of(&tokenizer, &[3, 99]).unwrap();
+        assert_eq!([4, 7, 1 << 30, 5].map(|token| streamed.add(token).unwrap()), [" upon", "", "", " a"]);
+        assert_eq!(continued(&tokenizer, &[3], &[100, 4]).unwrap(), " upon");
     }
 
     #[test]

@@ -71,10 +71,12 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
             "--context-parallel-size {cp} does not divide the {seq_length} tokens of a sample; give another --seq-length"
         )));
     }
+    let (tokenizer, tokenizer_options) = args.load.tokenizer_name(found)?;
     let config = DataConfig {
         data_path: args.data_path.clone(),
         split: args.split.clone(),
-        tokenizer: args.load.tokenizer(found)?.map(|tokenizer| tokenizer.name().to_string()),
+        tokenizer,
+        tokenizer_options,
         dataloader_type: DataloaderType::Sequential,
         eod_mask_loss: false,
         reset_position_ids: false,

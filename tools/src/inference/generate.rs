@@ -8,6 +8,7 @@ use megatron::comm::Group;
 use megatron::train::{Length, Sampling};
 
 use super::continuation::{Continuation, continued};
+use super::ends::ends;
 use super::{Found, LoadArgs, load, on_ranks};
 use crate::error::{Error, Result};
 
@@ -69,9 +70,14 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
             found.model.vocab_size
         )));
     }
-    let prompts = args.prompt.iter().map(|text| tokenizer.encode(text)).collect::<megatron::Result<Vec<_>>>()?;
+    let prompts = args.prompt.iter().map(|text| tokenizer.encode_prompt(text)).collect::<megatron::Result<Vec<_>>>()?;
     let lead = world.rank() == 0;
-    let length = Length { tokens: args.num_tokens, window: found.model.max_position_embeddings, end: tokenizer.eod() };
+    let length = Length {
+        tokens: args.num_tokens,
+        window: found.model.max_position_embeddings,
+        ends: ends(&tokenizer, Some(&found.folder()?))?,
+        absent: tokenizer.absent(found.model.vocab_size),
+    };
     // Before weights are loaded, and a prompt printed.
     prompts.iter().try_for_each(|prompt| length.check_prompt(prompt))?;
     let inference = load(found, world)?;
@@ -89,7 +95,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     }
     let mut stream = Continuation::of(&tokenizer, &prompts[0])?;
     show(&args.prompt[0]);
-    // A token that the tokenizer does not know is an error at the end.
+    // A decoder that fails does so at the end, too.
     let mut on_token = |_, token| {
         speed.token();
         show(&stream.add(token).unwrap_or_default());

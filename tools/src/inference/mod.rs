@@ -1,9 +1,11 @@
 //! Commands that use a trained model: `megatron generate` and `megatron eval`.
 
 pub mod continuation;
+pub mod ends;
 pub mod evaluate;
 pub mod generate;
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -12,13 +14,14 @@ use clap::Args;
 use kernels::device::Choice;
 use megatron::checkpoint;
 use megatron::comm::{Backend, CommOptions, Group, RankInfo};
-use megatron::config::{ModelConfig, ParallelConfig, Recompute};
+use megatron::config::{ModelConfig, ParallelConfig, Recompute, TokenizerOptions};
 use megatron::data::{TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Inference, checkpoint_model};
 use models::Gpt;
 use models::hf::HfModel;
 
 use crate::cli::Distributed;
+use crate::cli::flags::{ChosenTokenizer, TokenizerFlags};
 use crate::error::{Error, Result};
 use crate::ranks::{self, Joined};
 
@@ -28,9 +31,8 @@ pub struct LoadArgs {
     /// Folder that `pretrain --save` wrote, one iter_… folder in it, or a Hugging Face model
     #[arg(long, value_name = "CKPT|HF_DIR")]
     pub load: PathBuf,
-    /// `byte` or a tokenizer.json [default: the one beside the checkpoint]
-    #[arg(long, value_name = "TOKENIZER")]
-    pub tokenizer: Option<String>,
+    #[command(flatten)]
+    pub tokenizer: TokenizerFlags,
     /// tp: ranks that share each layer
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub tensor_model_parallel_size: u32,
@@ -118,30 +120,59 @@ impl LoadArgs {
 
     /// The tokenizer asked for, or the one that the model was trained with.
     fn tokenizer(&self, found: &Found) -> Result<Option<Tokenizer>> {
-        let spec = match &self.tokenizer {
-            Some(spec) => Some(spec.clone()),
-            None => trained_with(found)?,
-        };
-        Ok(match spec {
-            Some(spec) => Some(Tokenizer::open(&spec, None, Path::new(""))?),
+        let (name, options) = self.tokenizer_name(found)?;
+        Ok(match name {
+            Some(name) => Some(Tokenizer::open_with(&name, &options, None, Path::new(""))?),
             None => None,
         })
     }
+
+    /// Its name, and how it takes text: as it did in training.
+    fn tokenizer_name(&self, found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
+        let ChosenTokenizer { name, options, note } = self.tokenizer.choose(None)?;
+        if let Some(note) = note {
+            // Nobody may be there to read it.
+            let _ = writeln!(std::io::stderr(), "{note}");
+        }
+        if name.is_some() {
+            return Ok((name, options));
+        }
+        let (name, trained) = trained_with(found)?;
+        let no_special_tokens = options.no_special_tokens || trained.no_special_tokens;
+        let split_special_tokens = options.split_special_tokens || trained.split_special_tokens;
+        Ok((name, TokenizerOptions { merge_file: None, no_special_tokens, split_special_tokens }))
+    }
 }
 
-/// The tokenizer that a model was trained with, as far as is known: `byte` if its run says so, else the file that lies with it.
-fn trained_with(found: &Found) -> Result<Option<String>> {
+/// The tokenizer that a model was trained with, as far as is known: one without a file if its run
+/// says so, else the file that lies with it; and how it took text.
+fn trained_with(found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
     let mut folders = vec![found.path.clone()];
+    let mut options = TokenizerOptions::default();
     if let Weights::Checkpoint = found.weights {
         // The files of another tokenizer, companions of a Hugging Face model, may lie beside bytes, which have none.
         let manifest = checkpoint::Manifest::read(&found.path)?;
-        if manifest.state.pointer("/config/data/tokenizer").is_some_and(|spec| spec == "byte") {
-            return Ok(Some("byte".into()));
+        let data = |key: &str| manifest.state.pointer(&format!("/config/data/{key}"));
+        let said = data("tokenizer_options").and_then(|said| serde_json::from_value(said.clone()).ok());
+        options = said.unwrap_or_default();
+        let name = data("tokenizer").and_then(|name| name.as_str());
+        if let Some(name) = name.filter(|name| *name == "byte" || name.starts_with("null:")) {
+            return Ok((Some(name.into()), options));
         }
         folders.insert(0, checkpoint::beside(&found.path)?);
     }
     let file = folders.into_iter().map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.is_file());
-    Ok(file.map(|file| file.display().to_string()))
+    Ok((file.map(|file| file.display().to_string()), options))
+}
+
+impl Found {
+    /// Where files lie that say more of the model.
+    fn folder(&self) -> Result<PathBuf> {
+        match self.weights {
+            Weights::Checkpoint => Ok(checkpoint::beside(&self.path)?),
+            Weights::HuggingFace(_) => Ok(self.path.clone()),
+        }
+    }
 }
 
 /// Runs `body` on every rank of the layout: starts them, or joins as one of them.

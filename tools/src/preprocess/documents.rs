@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use megatron::Error;
-use megatron::data::Paragraphs;
+use megatron::data::{Cuts, Part, Parts};
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::input::{Format, Input};
@@ -29,8 +29,7 @@ pub struct Piece {
 enum Content {
     /// A whole document of JSON and its line's number, from 1.
     Line(u64, Vec<u8>),
-    /// A paragraph and whether the document ends with it.
-    Paragraph(String, bool),
+    Part(Part),
     /// A whole document: the texts of each key.
     Row(Vec<Vec<String>>),
 }
@@ -40,23 +39,35 @@ impl Piece {
     pub fn len(&self) -> usize {
         match &self.content {
             Content::Line(_, bytes) => bytes.len(),
-            Content::Paragraph(text, _) => text.len(),
+            Content::Part(part) => part.text.len(),
             Content::Row(texts) => texts.iter().flatten().map(String::len).sum(),
         }
     }
 
     /// The document ends with this piece.
     pub fn is_last(&self) -> bool {
-        !matches!(self.content, Content::Paragraph(_, false))
+        !matches!(&self.content, Content::Part(part) if !part.last)
     }
 
-    /// The texts, each to become a sequence, of each of `keys`, which are those of [`Pieces`]. A paragraph is the text of every key.
+    /// As [`texts`](Self::texts), to be tokenized: each text of a line or a row is one by itself.
+    ///
+    /// # Errors
+    /// Those of `texts`.
+    pub fn parts(self, keys: &[String]) -> megatron::Result<Vec<Vec<Part>>> {
+        match self.content {
+            Content::Part(part) => Ok(vec![vec![part]; keys.len()]),
+            _ => Ok(self.texts(keys)?.into_iter().map(|texts| texts.into_iter().map(Part::whole).collect()).collect()),
+        }
+    }
+
+    /// The texts, each to become a sequence, of each of `keys`, which are those of [`Pieces`]. A
+    /// part of a text file is the text of every key.
     ///
     /// # Errors
     /// `Error::Data` where a line is no JSON object or a key of it is missing or no text.
     pub fn texts(self, keys: &[String]) -> megatron::Result<Vec<Vec<String>>> {
         match self.content {
-            Content::Paragraph(text, _) => Ok(vec![vec![text]; keys.len()]),
+            Content::Part(part) => Ok(vec![vec![part.text]; keys.len()]),
             Content::Row(texts) => Ok(texts),
             Content::Line(number, bytes) => {
                 // The mark that some editors begin files with.
@@ -101,19 +112,20 @@ fn not_json(line: &[u8], column: usize) -> Option<&'static str> {
 pub struct Pieces {
     inputs: VecDeque<Input>,
     keys: Vec<String>,
+    cuts: Arc<Cuts>,
     current: Option<(Arc<Path>, Reader)>,
 }
 
 enum Reader {
     Lines(Box<dyn BufRead + Send>, u64),
-    Paragraphs(Paragraphs),
+    Parts(Parts),
     Rows(Rows),
 }
 
 impl Pieces {
-    /// Those of `inputs`, for `keys`.
-    pub fn new(inputs: impl IntoIterator<Item = Input>, keys: &[String]) -> Self {
-        Self { inputs: inputs.into_iter().collect(), keys: keys.to_vec(), current: None }
+    /// Those of `inputs`, for `keys`; text files are cut where `cuts` allow it.
+    pub fn new(inputs: impl IntoIterator<Item = Input>, keys: &[String], cuts: Cuts) -> Self {
+        Self { inputs: inputs.into_iter().collect(), keys: keys.to_vec(), cuts: Arc::new(cuts), current: None }
     }
 
     fn read(&mut self) -> megatron::Result<Option<Piece>> {
@@ -121,9 +133,7 @@ impl Pieces {
             if let Some((path, reader)) = &mut self.current {
                 let content = match reader {
                     Reader::Lines(lines, number) => next_line(lines, number, path)?,
-                    Reader::Paragraphs(paragraphs) => {
-                        paragraphs.read()?.map(|paragraph| Content::Paragraph(paragraph.text, paragraph.last))
-                    }
+                    Reader::Parts(parts) => parts.read()?.map(Content::Part),
                     Reader::Rows(rows) => rows.read()?.map(Content::Row),
                 };
                 if let Some(content) = content {
@@ -133,7 +143,7 @@ impl Pieces {
             let Some(input) = self.inputs.pop_front() else { return Ok(None) };
             let reader = match input.format {
                 Format::JsonLines => Reader::Lines(input.open()?, 0),
-                Format::Text => Reader::Paragraphs(Paragraphs::new(&input.path, input.open()?)),
+                Format::Text => Reader::Parts(Parts::new(&input.path, input.open()?, self.cuts.clone())),
                 Format::Parquet => Reader::Rows(Rows::open(&input.path, &self.keys)?),
             };
             self.current = Some((input.path.into(), reader));
@@ -306,7 +316,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, content).unwrap();
-        Pieces::new([Input::new(&path).unwrap()], &["text".into()]).collect()
+        Pieces::new([Input::new(&path).unwrap()], &["text".into()], Cuts::anywhere()).collect()
     }
 
     #[test]
@@ -326,7 +336,8 @@ mod tests {
         let mut encoder = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
         std::io::copy(&mut std::io::repeat(b'a').take(LONGEST_LINE + 5), &mut encoder).unwrap();
         encoder.finish().unwrap();
-        let found: Vec<_> = Pieces::new([Input::new(&path).unwrap()], &["text".into()]).take(2).collect();
+        let found: Vec<_> =
+            Pieces::new([Input::new(&path).unwrap()], &["text".into()], Cuts::anywhere()).take(2).collect();
         let message = found[0].as_ref().unwrap_err().to_string();
         assert!(message.contains("line 1 has more than 64 MiB"), "{message}");
     }

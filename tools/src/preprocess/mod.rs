@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
-use megatron::data::{IndexedWriter, TokenType, Tokenizer};
+use megatron::data::{Cuts, IndexedWriter, Part, TokenType, Tokenizer};
 use rayon::prelude::*;
 
+use crate::cli::flags::{ChosenTokenizer, TokenizerFlags};
 use crate::error::{Error, Result};
 use crate::print_line;
 use documents::{Piece, Pieces};
@@ -22,12 +23,18 @@ use input::{Format, Input};
 
 /// Turn text into an indexed dataset for `--data-path`
 ///
-/// Reads JSON lines, of which every line is a document, text, of which every file is a document with paragraphs as its sequences,
-/// either plain or compressed with gzip or zstd, and Parquet, of which every row is a document. Writes PREFIX_KEY_document.bin and .idx for every key, byte for byte as Megatron-LM's
-/// preprocess_data does: tokens of 16 bits for vocabularies below 65,500, else of 32. A document without text is kept as an empty
-/// one. Memory grows by 12 bytes a document only, and the files appear when they are whole.
+/// Reads JSON lines, of which every line is a document, text, of which every file is a document
+/// with paragraphs as its sequences, either plain or compressed with gzip or zstd, and Parquet, of
+/// which every row is a document. Writes PREFIX_KEY_document.bin and .idx for every key, byte for
+/// byte as Megatron-LM's preprocess_data does: tokens of 16 bits for vocabularies below 65,500,
+/// else of 32. A document without text is kept as an empty one. Memory grows by 12 bytes a document
+/// only, and the files appear when they are whole.
 ///
-/// Special tokens spelled out in a text are text, and none are added but those of --append-eod.
+/// A document's tokens are those of one call of the tokenizer on the whole of it, as in
+/// transformers: special tokens spelled out in a text are those tokens, and what the tokenizer puts
+/// around a text by itself is there. What it puts behind it and --append-eod give one end of a
+/// document, not two. A text file that cannot be cut without changing a token is in memory as a
+/// whole.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --append-eod --output-prefix data/corpus
@@ -39,9 +46,11 @@ pub struct PreprocessArgs {
     /// Keys of the JSON objects, or columns, that hold text, each for a dataset of its own
     #[arg(long, value_name = "KEY", num_args = 1.., default_value = "text")]
     pub json_keys: Vec<String>,
-    /// `byte`, or a tokenizer.json or its folder
-    #[arg(long, value_name = "TOKENIZER")]
-    pub tokenizer: String,
+    #[command(flatten)]
+    pub tokenizer: TokenizerFlags,
+    /// Tokens of --tokenizer-type NullTokenizer
+    #[arg(long, value_name = "N")]
+    pub vocab_size: Option<usize>,
     /// End every document with the tokenizer's token for that
     #[arg(long)]
     pub append_eod: bool,
@@ -102,14 +111,18 @@ const AHEAD: usize = 1;
 /// If a file cannot be read or written, or holds no text.
 pub fn run(args: &PreprocessArgs) -> Result<u8> {
     let inputs = open_inputs(&args.input, &args.json_keys)?;
-    if args.tokenizer.starts_with("train:") {
+    let ChosenTokenizer { name, options, note } = args.tokenizer.choose(args.vocab_size)?;
+    let name =
+        name.ok_or_else(|| Error::usage("no tokenizer: give --tokenizer a tokenizer.json or its folder, or `byte`"))?;
+    if name.starts_with("train:") {
         return Err(Error::usage(format!(
-            "--tokenizer {}: train the vocabulary first, with `megatron tokenizer train`, and give its tokenizer.json",
-            args.tokenizer
+            "--tokenizer {name}: train the vocabulary first, with `megatron tokenizer train`, and give its tokenizer.json",
         )));
     }
-    let tokenizer = Tokenizer::open(&args.tokenizer, None, Path::new(""))?;
+    note.iter().for_each(|note| print_line(note));
+    let tokenizer = Tokenizer::open_with(&name, &options, None, Path::new(""))?;
     let eod = match (args.append_eod, tokenizer.eod()) {
+        (true, Some(_)) if tokenizer.ends_documents() => None,
         (false, _) => None,
         (true, Some(eod)) => Some(eod),
         (true, None) => {
@@ -142,7 +155,8 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
     let mut progress = Progress::new();
     let (sender, batches) = sync_channel(AHEAD);
     std::thread::scope(|scope| {
-        scope.spawn(move || send_batches(Pieces::new(inputs, &args.json_keys), &sender));
+        let pieces = Pieces::new(inputs, &args.json_keys, tokenizer.cuts());
+        scope.spawn(move || send_batches(pieces, &sender));
         // Dropped on an error, so that the reader stops.
         for batch in batches {
             let batch = batch?;
@@ -178,11 +192,12 @@ pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
     expect_free(&args.output, &args.input, args.overwrite)?;
     create_folder(&args.output)?;
     let keys = args.json_keys.clone();
-    let texts =
-        Pieces::new(inputs, &keys.clone()).flat_map(move |piece| match piece.and_then(|piece| piece.texts(&keys)) {
+    let texts = Pieces::new(inputs, &keys.clone(), Cuts::between_words()).flat_map(move |piece| {
+        match piece.and_then(|piece| piece.texts(&keys)) {
             Ok(texts) => texts.into_iter().flatten().map(Ok).collect(),
             Err(error) => vec![Err(error)],
-        });
+        }
+    });
     let tokenizer = Tokenizer::train_on(texts, args.vocab_size, &args.output)?;
     print_line(&format!("{}: {} tokens", args.output.display(), tokenizer.vocab_size()));
     Ok(0)
@@ -275,8 +290,11 @@ struct Encoded {
 
 fn encode(piece: Piece, keys: &[String], tokenizer: &Tokenizer) -> megatron::Result<Encoded> {
     let last = piece.is_last();
-    let sequences = |texts: Vec<String>| texts.iter().map(|text| tokenizer.encode(text)).collect();
-    let keys = piece.texts(keys)?.into_iter().map(sequences).collect::<megatron::Result<_>>()?;
+    let sequences = |parts: Vec<Part>| {
+        let encoded = parts.iter().map(|part| tokenizer.encode_part(part)).collect::<megatron::Result<Vec<_>>>();
+        encoded.map(|sequences| sequences.concat())
+    };
+    let keys = piece.parts(keys)?.into_iter().map(sequences).collect::<megatron::Result<_>>()?;
     Ok(Encoded { keys, last })
 }
 

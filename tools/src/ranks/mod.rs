@@ -309,6 +309,16 @@ pub fn failed_with_advice(error: Error, advice: Option<String>, world: &Group, d
     error
 }
 
+/// Tells the others that this rank takes part in nothing more, after something failed that came
+/// behind all that matters. A rank on a GPU does not return from here, as in [`failed`].
+pub fn leave_others(error: &Error, world: &Group, device: &Device) {
+    world.abort(&error.to_string());
+    if device.is_cuda() {
+        world.leave();
+        fault::leave(0);
+    }
+}
+
 fn over_nccl(distributed: &Distributed, on_gpus: bool) -> bool {
     on_gpus && matches!(distributed.backend, Backend::Auto | Backend::Nccl) && cfg!(feature = "nccl")
 }

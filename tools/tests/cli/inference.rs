@@ -133,3 +133,18 @@ fn hugging_face_models_are_read_as_they_are() {
     assert_eq!(run(&site, &["eval", &load, &data, "--tensor-model-parallel-size=2"]), alone);
     site.assert_nothing_left();
 }
+
+/// Models pad their vocabularies; rows that are no tokens are as likely as any other after so few
+/// steps.
+#[test]
+fn ids_that_the_tokenizer_does_not_have_are_never_drawn() {
+    let site = Site::new();
+    site.succeed(&["--save=saved", "--train-iters=1", "--vocab-size=2048"]);
+    let words = ["generate", "--load=saved", "--prompt=the", "--num-tokens=12", "--tensor-model-parallel-size=2"];
+    let output = site.mark(megatron()).args(words).output().unwrap();
+    let (text, said) = (stdout(&output), stderr(&output));
+    // Of bytes each is a character, if only the one that stands for what is none, or waits for
+    // others.
+    assert!(output.status.success() && text.trim_end().len() > "the".len() + 4, "{text:?}: {said}");
+    assert!(said.contains("11 more in"), "{said}");
+}

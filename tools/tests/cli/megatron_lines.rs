@@ -16,11 +16,7 @@ const SIZES: &str = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --
     --tensorboard-dir curves --save saved --load saved";
 
 /// Flags that are being built: they come out of here with `other_names/pending.rs`.
-const PENDING: [&str; 10] = [
-    "--tokenizer-type",
-    "--tokenizer-model",
-    "--vocab-file",
-    "--merge-file",
+const PENDING: [&str; 6] = [
     "--mock-data",
     "--log-params-norm",
     "--log-num-zeros-in-grad",

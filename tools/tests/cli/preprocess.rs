@@ -164,3 +164,91 @@ fn nothing_is_replaced_unless_asked_for_and_no_input_at_all() {
         "{said}"
     );
 }
+
+/// The tokens of a dataset of 16 bits.
+fn tokens(folder: &Path, prefix: &str) -> Vec<u16> {
+    let bytes = fs::read(folder.join(format!("{prefix}_text_document.bin"))).unwrap();
+    bytes.chunks_exact(2).map(|two| u16::from_le_bytes([two[0], two[1]])).collect()
+}
+
+fn tokenizer(name: &str) -> String {
+    format!("{}/../tests/fixtures/tokenizers/{name}.json", env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn a_text_has_the_same_tokens_in_a_text_file_and_in_json_lines() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let text = "Hello there.\n\nGeneral Kenobi.\n\n\n  the cat sat on the mat\r\n\r\nthen <s> they'll".repeat(50);
+    fs::write(root.join("two.txt"), &text).unwrap();
+    fs::write(root.join("two.jsonl"), serde_json::json!({"text": text}).to_string()).unwrap();
+    for name in ["gpt2", "llama3", "qwen2", "llama2", "mistral", "unigram", "t5", "bert"] {
+        let flags = ["--tokenizer", &tokenizer(name), "--overwrite", "--output-prefix"];
+        for file in ["two.txt", "two.jsonl"] {
+            let (ok, said) = run(root, &[&["preprocess", "--input", file], &flags[..], &[file]].concat());
+            assert!(ok, "{said}");
+        }
+        let (ids, expected) = (tokens(root, "two.txt"), tokens(root, "two.jsonl"));
+        assert!(!ids.is_empty() && ids == expected, "{name}: {} and {} tokens", ids.len(), expected.len());
+    }
+}
+
+#[test]
+fn a_document_has_what_its_tokenizer_puts_around_it_and_ends_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    fs::write(root.join("a.jsonl"), "{\"text\": \"the </s> cat\"}\n{\"text\": \"\"}\n").unwrap();
+    let of = |name: &str, flags: &[&str]| {
+        let words =
+            ["preprocess", "--input=a.jsonl", "--overwrite", "--output-prefix=x", "--tokenizer", &tokenizer(name)];
+        let (ok, said) = run(root, &[&words[..], flags].concat());
+        assert!(ok, "{said}");
+        tokens(root, "x")
+    };
+    // <s> is 1, </s> is 2; unigram's </s> is 1, and ends every text by itself.
+    let (llama, ended) = (of("llama2", &[]), of("llama2", &["--append-eod"]));
+    assert!(llama[0] == 1 && llama.ends_with(&[1]) && llama.contains(&2), "{llama:?}");
+    assert!(ended.ends_with(&[2, 1, 2]) && ended.len() == llama.len() + 2, "{ended:?}");
+    let bare = of("llama2", &["--tokenizer-hf-no-include-special-tokens", "--append-eod"]);
+    assert_eq!([&[1][..], &bare, &[1, 2]].concat(), ended, "without text a document has no end");
+    let literal = of("llama2", &["--split-special-tokens"]);
+    assert!(literal[0] == 1 && !literal.contains(&2) && literal.len() > llama.len(), "{literal:?}");
+    let unigram = of("unigram", &[]);
+    assert!(unigram.ends_with(&[1, 1]) && unigram == of("unigram", &["--append-eod"]), "{unigram:?}");
+}
+
+#[test]
+fn gpt2s_vocabulary_and_merges_are_a_tokenizer() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let json: serde_json::Value = serde_json::from_slice(&fs::read(tokenizer("gpt2")).unwrap()).unwrap();
+    fs::write(root.join("vocab.json"), json["model"]["vocab"].to_string()).unwrap();
+    let merges = json["model"]["merges"].as_array().unwrap().iter();
+    let merges: String =
+        merges.map(|pair| format!("{} {}\n", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())).collect();
+    fs::write(root.join("merges.txt"), format!("#version: 0.2\n{merges}")).unwrap();
+    fs::write(root.join("a.jsonl"), "{\"text\": \"Hello there.\\n\\nGeneral Kenobi\"}\n").unwrap();
+    let of = |flags: &[&str]| {
+        let words = ["preprocess", "--input=a.jsonl", "--append-eod", "--overwrite", "--output-prefix=x"];
+        let (ok, said) = run(root, &[&words[..], flags].concat());
+        assert!(ok, "{said}");
+        tokens(root, "x")
+    };
+    let files = ["--vocab-file=vocab.json", "--merge-file=merges.txt"];
+    let expected = of(&["--tokenizer", &tokenizer("gpt2")]);
+    assert_eq!(of(&files), expected);
+    assert_eq!(of(&[&files[..], &["--tokenizer-type=GPT2BPETokenizer"]].concat()), expected);
+    assert_eq!(of(&["--tokenizer-type=HuggingFaceTokenizer", "--tokenizer-model", &tokenizer("gpt2")]), expected);
+    // A model trained with them, and what it writes.
+    fs::write(root.join("t.txt"), "Hello there.\n\nGeneral Kenobi.\n\n".repeat(50)).unwrap();
+    let model = ["pretrain", "--num-layers=1", "--hidden-size=16", "--num-attention-heads=2", "--seq-length=16"];
+    let rest =
+        ["--micro-batch-size=1", "--train-iters=1", "--lr=1e-3", "--data-path=t.txt", "--cache-dir=c", "--save=s"];
+    let (ok, said) = run(root, &[&model[..], &rest, &files, &["--eval-iters=0"]].concat());
+    assert!(ok, "{said}");
+    let (ok, said) = run(root, &["generate", "--load=s", "--prompt=Hello", "--num-tokens=4"]);
+    assert!(ok && said.starts_with("Hello"), "{said}");
+    let numbers = ["--tokenizer-type=NullTokenizer", "--vocab-size=400", "--data-path=x_text_document", "--save=n"];
+    let (ok, said) = run(root, &[&model[..], &rest[..3], &numbers, &["--split=100,0,0", "--seq-length=8"]].concat());
+    assert!(ok && said.contains("vocabulary 401"), "{said}");
+}

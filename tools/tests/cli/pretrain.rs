@@ -237,3 +237,16 @@ fn a_killed_rank_is_named_and_ends_the_run() {
     assert!(text.contains("goes on from the last checkpoint in saved"), "{text}");
     assert!(!ranks.iter().any(|&pid| is_alive(pid)));
 }
+
+/// Weights so large that nothing can be drawn are found only once training is done.
+#[test]
+fn a_prompt_that_cannot_be_continued_does_not_fail_a_run_that_is_finished() {
+    let folder = folder();
+    let flags =
+        ["--lr=1e30", "--train-iters=1", "--prompt=A text", "--max-restarts=2", "--prompt-tokens=1", "--eval-iters=0"];
+    let output = pretrain(folder.path(), &flags).output().unwrap();
+    let (log, said) = (stdout(&output), stderr(&output));
+    assert!(output.status.success(), "{log}{said}");
+    assert!(log.contains("the run is finished, but its prompt could not be continued"), "{log}{said}");
+    assert!(folder.path().join("saved/iter_0000001").is_dir() && !said.contains("start"), "{said}");
+}

@@ -56,6 +56,7 @@ pub(crate) fn valid() -> RunConfig {
             data_path: vec!["text".into()],
             split: "969,30,1".into(),
             tokenizer: Some("byte".into()),
+            tokenizer_options: Default::default(),
             dataloader_type: DataloaderType::Shuffled,
             eod_mask_loss: false,
             reset_position_ids: false,

@@ -1,5 +1,6 @@
 //! Tests of the data pipeline, by concern.
 
+mod documents;
 mod indexed;
 mod megatron_data;
 mod open;

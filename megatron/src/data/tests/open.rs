@@ -14,6 +14,7 @@ fn config(paths: &[PathBuf], tokenizer: Option<&str>, cache: &Path) -> DataConfi
         data_path: paths.iter().map(|path| path.display().to_string()).collect(),
         split: "100,0,0".into(),
         tokenizer: tokenizer.map(str::to_owned),
+        tokenizer_options: Default::default(),
         dataloader_type: DataloaderType::Sequential,
         eod_mask_loss: false,
         reset_position_ids: false,
@@ -164,4 +165,19 @@ fn a_run_prepared_finds_its_caches() {
     let cached = names(&cache);
     assert_eq!(open(&cfg, 4, 1, None, COUNTS).unwrap().fingerprint, prepared.fingerprint);
     assert_eq!(names(&cache), cached);
+}
+
+/// So that a run that goes on with other ids than before says so.
+#[test]
+fn the_same_text_with_other_ids_has_another_fingerprint() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = write(folder.path(), "t.txt", "Hello <|endoftext|> there.\n\nGeneral Kenobi.".repeat(20));
+    let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tokenizers/gpt2.json");
+    let fingerprint = |literal: bool| {
+        let mut cfg = config(std::slice::from_ref(&text), Some(tokenizer), &folder.path().join("cache"));
+        cfg.tokenizer_options.split_special_tokens = literal;
+        prepare(&cfg).unwrap().fingerprint
+    };
+    assert_ne!(fingerprint(false), fingerprint(true));
+    assert_eq!(fingerprint(false), fingerprint(false));
 }

@@ -19,6 +19,7 @@ fn config(folder: &Path, entries: &[&str], order: DataloaderType) -> DataConfig 
         data_path: entries.iter().map(entry).collect(),
         split: "8,1,1".into(),
         tokenizer: None,
+        tokenizer_options: Default::default(),
         dataloader_type: order,
         eod_mask_loss: false,
         reset_position_ids: false,

@@ -1,11 +1,11 @@
 //! Text: what is read, and how it is cut.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::write;
 use crate::Error;
-use crate::data::Corpus;
-use crate::data::text::Paragraph;
+use crate::data::{Corpus, Cuts, Part};
 
 fn scan(path: impl Into<PathBuf>) -> crate::Result<Corpus> {
     Corpus::scan(&[path.into()], Path::new("no-cache"))
@@ -15,10 +15,15 @@ fn message(path: impl Into<PathBuf>) -> String {
     scan(path).unwrap_err().to_string()
 }
 
-fn paragraphs(content: &str) -> Vec<Paragraph> {
+/// Where tokens are bytes, paragraphs are cut where they end.
+fn bytes() -> Arc<Cuts> {
+    Arc::new(Cuts::anywhere())
+}
+
+fn paragraphs(content: &str) -> Vec<Part> {
     let folder = tempfile::tempdir().unwrap();
     let corpus = scan(write(folder.path(), "x.txt", content)).unwrap();
-    corpus.paragraphs().map(Result::unwrap).collect()
+    corpus.parts(bytes()).map(Result::unwrap).collect()
 }
 
 fn texts(content: &str) -> Vec<String> {
@@ -126,11 +131,11 @@ fn text_that_changes_while_it_is_read_is_an_error() {
     let corpus = scan(&path).unwrap();
     for content in ["one\n\nTWO", "one", ""] {
         std::fs::write(&path, content).unwrap();
-        let last = corpus.paragraphs().last().unwrap();
+        let last = corpus.parts(bytes()).last().unwrap();
         assert!(last.unwrap_err().to_string().contains("x.txt: changed while it was read"), "{content:?}");
     }
     std::fs::write(&path, "one\n\ntwo").unwrap();
-    assert!(corpus.paragraphs().all(|paragraph| paragraph.is_ok()));
+    assert!(corpus.parts(bytes()).all(|paragraph| paragraph.is_ok()));
 }
 
 #[test]

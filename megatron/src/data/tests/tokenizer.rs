@@ -1,9 +1,10 @@
 //! Tokenizers: round trips, training, and files that are none.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::{Random, names, write};
+use crate::config::TokenizerOptions;
 use crate::data::{Corpus, Tokenizer};
 
 const TEXT: &str =
@@ -36,7 +37,7 @@ fn a_trained_vocabulary_gives_every_text_back() {
     let cache = tempfile::tempdir().unwrap();
     let tokenizer = trained(300, cache.path(), TEXT);
     // Text it never saw, too: all bytes are tokens.
-    for text in [TEXT, "", " ", "\n\n", "漢字 <|endoftext|> \u{0} emoji 🦀", "  leading and trailing  "] {
+    for text in [TEXT, "", " ", "\n\n", "漢字 <|endofText|> \u{0} emoji 🦀", "  leading and trailing  "] {
         assert_eq!(tokenizer.decode(&tokenizer.encode(text).unwrap()).unwrap(), text);
     }
     assert!(tokenizer.vocab_size() > 257 && tokenizer.vocab_size() <= 300, "{}", tokenizer.vocab_size());
@@ -44,12 +45,18 @@ fn a_trained_vocabulary_gives_every_text_back() {
 }
 
 #[test]
-fn text_cannot_spell_the_end_of_a_document() {
+fn the_end_of_a_document_spelled_out_is_one_unless_text_is_taken_literally() {
     let cache = tempfile::tempdir().unwrap();
     let tokenizer = trained(300, cache.path(), TEXT);
     let eod = tokenizer.eod().unwrap();
-    assert!(!tokenizer.encode("a<|endoftext|>b").unwrap().contains(&eod));
+    assert_eq!(tokenizer.encode("a<|endoftext|>b").unwrap()[1], eod);
     assert_eq!(tokenizer.decode(&[eod]).unwrap(), "");
+    tokenizer.save_into(cache.path()).unwrap();
+    let options = TokenizerOptions { split_special_tokens: true, ..Default::default() };
+    let literal = Tokenizer::open_with(&cache.path().display().to_string(), &options, None, Path::new("")).unwrap();
+    let tokens = literal.encode("a<|endoftext|>b").unwrap();
+    assert!(!tokens.contains(&eod) && literal.decode(&tokens).unwrap() == "a<|endoftext|>b", "{tokens:?}");
+    assert_ne!(literal.key(), tokenizer.key(), "what one made of a text is not the other's");
 }
 
 #[test]
@@ -152,7 +159,9 @@ fn a_tokenizer_json_is_read_with_its_end_of_text_and_without_its_truncation() {
     // Token 5 exists, so the vocabulary has six, whatever lies between.
     assert_eq!((tokenizer.vocab_size(), tokenizer.eod()), (6, Some(3)));
     assert_eq!(tokenizer.encode("a b c a").unwrap(), [0, 5, 2, 0]);
-    assert!(tokenizer.decode(&[6]).unwrap_err().to_string().contains("token 6 is not in the vocabulary of 6"));
+    // Which has three holes.
+    assert_eq!(tokenizer.absent(9), [1..2, 4..5, 6..9]);
+    assert_eq!(tokenizer.decode(&[1, 0, 4, 6, u32::MAX]).unwrap(), "a", "ids that are no tokens have no text");
 }
 
 #[test]
@@ -199,5 +208,123 @@ fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
             tokenizer.save_into(to.path()).unwrap();
             assert_eq!(fs::read_to_string(to.path().join("tokenizer_config.json")).unwrap_or_default(), config);
         }
+    }
+}
+
+#[test]
+fn gpt2s_two_files_are_its_tokenizer() {
+    let folder = tempfile::tempdir().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(
+        &fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tokenizers/gpt2.json")).unwrap(),
+    )
+    .unwrap();
+    let model = &json["model"];
+    let vocab = write(folder.path(), "vocab.json", model["vocab"].to_string());
+    let pairs = model["merges"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|pair| format!("{} {}\n", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()));
+    let merges = write(folder.path(), "merges.txt", format!("#version: 0.2\n{}", pairs.collect::<String>()));
+    let whole = write(folder.path(), "tokenizer.json", json.to_string());
+    let open = |spec: &Path, merges: Option<&Path>| {
+        let options = TokenizerOptions { merge_file: merges.map(Path::to_path_buf), ..Default::default() };
+        Tokenizer::open_with(&spec.display().to_string(), &options, None, Path::new("no-cache"))
+    };
+    let (two, one) = (open(&vocab, Some(&merges)).unwrap(), open(&whole, None).unwrap());
+    let text = "Hello there.\n\nGeneral Kenobi <|endoftext|> they'll 漢字";
+    assert_eq!(two.encode(text).unwrap(), one.encode(text).unwrap());
+    assert_eq!((two.eod(), two.vocab_size()), (one.eod(), one.vocab_size()));
+    let saved = tempfile::tempdir().unwrap();
+    two.save_into(saved.path()).unwrap();
+    assert_eq!(open(saved.path(), None).unwrap().encode(text).unwrap(), one.encode(text).unwrap());
+    // Files that are others.
+    let bad = write(folder.path(), "bad.txt", "#version: 0.2\na b c\n");
+    for (vocab, merges, part) in [
+        (&vocab, Some(&bad), "bad.txt: line 2 is no pair"),
+        (&merges, Some(&merges), "merges.txt: is no JSON object"),
+        (&whole, Some(&merges), "tokenizer.json: is no vocabulary"),
+        (&folder.path().join("none.json"), Some(&merges), "none.json: does not exist; name GPT-2's vocab.json"),
+        (&vocab, Some(&folder.path().join("none.txt")), "none.txt: does not exist"),
+        (&vocab, None, "is a vocabulary without its merges"),
+    ] {
+        let message = open(vocab, merges.map(PathBuf::as_path)).unwrap_err().to_string();
+        assert!(message.contains(part), "{message}");
+    }
+}
+
+#[test]
+fn tokenizers_of_other_kinds_are_named_with_what_to_do() {
+    for (name, part) in [
+        ("tokenizer.model", "SentencePiece"),
+        ("vocab.json", "--vocab-file vocab.json --merge-file merges.txt"),
+        ("vocab.txt", "WordPiece"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let file = write(folder.path(), name, "{}");
+        for spec in [folder.path(), &file] {
+            let message = refusal(&spec.display().to_string());
+            assert!(message.contains(part) && message.contains("save_pretrained"), "{message}");
+        }
+        // Beside a tokenizer.json it is no matter.
+        write(folder.path(), "tokenizer.json", WORDS);
+        Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache")).unwrap();
+    }
+}
+
+#[test]
+fn numbers_are_tokens_where_there_is_no_vocabulary() {
+    let tokenizer = Tokenizer::open("null:50", None, Path::new("no-cache")).unwrap();
+    assert_eq!((tokenizer.vocab_size(), tokenizer.eod()), (51, Some(50)));
+    assert_eq!(tokenizer.encode("0 7\n49").unwrap(), [0, 7, 49]);
+    assert_eq!(tokenizer.decode(&[0, 7, 50, 49]).unwrap(), "0 7 49");
+    assert!(tokenizer.encode("a").unwrap_err().to_string().contains("numbers below 51"));
+    assert!(refusal("null:x").contains("null:32000"));
+}
+
+#[test]
+fn files_beside_a_tokenizer_that_cannot_be_right_are_refused_by_name() {
+    for (name, content, part) in [
+        (
+            "added_tokens.json",
+            r#"{"<new>": 9}"#,
+            "the id 9, but the next one behind the vocabulary of tokenizer.json is 4",
+        ),
+        ("added_tokens.json", r#"{"<new>": "x"}"#, "is no token with its id"),
+        ("tokenizer_config.json", r#"{"added_tokens_decoder": {"x": {"content": "<new>"}}}"#, "added_tokens_decoder.x"),
+        ("special_tokens_map.json", "[1", "is no JSON object"),
+        ("special_tokens_map.json", "[1]", "is no JSON object"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), "tokenizer.json", WORDS);
+        write(folder.path(), name, content);
+        let message = refusal(&folder.path().display().to_string());
+        assert!(message.contains(name) && message.contains(part), "{message}");
+    }
+}
+
+#[test]
+fn a_template_of_tokens_that_are_not_there_is_refused() {
+    let template = |single: &str| {
+        let processor = format!(
+            r#""post_processor": {{"type": "TemplateProcessing", "single": [{single}], "pair": [],
+                "special_tokens": {{"</s>": {{"id": "</s>", "ids": [3], "tokens": ["</s>"]}}}}}}"#
+        );
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), "tokenizer.json", WORDS.replace(r#""post_processor": null"#, &processor));
+        let opened = Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache"));
+        opened.and_then(|tokenizer| tokenizer.encode_prompt("a")).map_err(|error| error.to_string())
+    };
+    let (text, token) =
+        (r#"{"Sequence": {"id": "A", "type_id": 0}}"#, r#"{"SpecialToken": {"id": "</s>", "type_id": 0}}"#);
+    assert_eq!(template(&format!("{token}, {text}")).unwrap(), [3, 0]);
+    for (single, part) in [
+        (format!("{}, {text}", token.replace("</s>", "<x>")), "<x>"),
+        (format!("{text}, {}", text.replace('A', "B")), "Sequence"),
+        (format!("{text}, {text}"), "gives a text 2 times"),
+        (token.into(), "gives a text 0 times"),
+    ] {
+        let message = template(&single).unwrap_err();
+        assert!(message.contains(part) && message.contains("tokenizer.json"), "{message}");
     }
 }

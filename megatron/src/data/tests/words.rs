@@ -60,9 +60,7 @@ fn trained() -> serde_json::Value {
 }
 
 fn opened(json: &serde_json::Value) -> Tokenizer {
-    let mut tokenizer = Tokenizer::from_str(&json.to_string()).unwrap();
-    tokenizer.set_encode_special_tokens(true);
-    tokenizer
+    Tokenizer::from_str(&json.to_string()).unwrap()
 }
 
 fn split(pattern: &str) -> serde_json::Value {
@@ -73,16 +71,24 @@ fn split(pattern: &str) -> serde_json::Value {
     json
 }
 
-/// Random texts, of which `words` must encode as many as `all` says, and none differently than the crate.
+/// Random texts, of which `words` must encode as many as `all` says, and none differently than the
+/// crate, be special tokens text or not.
 fn compare(json: &serde_json::Value, all: bool) {
-    let tokenizer = opened(json);
-    let words = Words::of(&tokenizer).unwrap();
+    for literal in [false, true] {
+        let mut tokenizer = opened(json);
+        tokenizer.set_encode_special_tokens(literal);
+        compare_with(&tokenizer, all);
+    }
+}
+
+fn compare_with(tokenizer: &Tokenizer, all: bool) {
+    let words = Words::of(tokenizer).unwrap();
     let mut random = Random(7);
     let mut taken = 0;
     for _ in 0..2000 {
         let text: String = (0..random.below(24)).map(|_| PIECES[random.below(PIECES.len())]).collect();
         let expected = tokenizer.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
-        if let Some(tokens) = words.encode(&tokenizer, &text).unwrap() {
+        if let Some(tokens) = words.encode(tokenizer, &text).unwrap() {
             assert_eq!(tokens, expected, "{text:?}");
             taken += 1;
         }

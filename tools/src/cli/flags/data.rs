@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args};
 use megatron::config::DataloaderType;
 
-use super::choice;
+use super::{TokenizerFlags, choice};
 
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Data: text and tokens, [data]")]
@@ -17,9 +17,8 @@ pub struct DataFlags {
     /// Weights of the training, validation and test data
     #[arg(long, value_name = "T,V,T", default_value = "969,30,1")]
     pub split: String,
-    /// `byte`, a tokenizer.json, or `train:VOCAB` to train a BPE of that size on the data (cached)
-    #[arg(long, value_name = "TOKENIZER")]
-    pub tokenizer: Option<String>,
+    #[command(flatten)]
+    pub tokenizer: TokenizerFlags,
     /// Order in which samples are read: as they lie; `shuffled` anew every epoch; `single`, Megatron's GPTDataset sample by sample;
     /// or `cyclic`, those samples reshuffled every epoch as Megatron does with --no-data-sharding
     #[arg(long, value_name = "TYPE", default_value = "shuffled",

@@ -7,12 +7,13 @@ mod data;
 mod model;
 mod optimizer;
 mod parallel;
+mod tokenizer;
 mod training;
 
 use std::any::TypeId;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Arg, Args, Command};
+use clap::{Arg, ArgAction, Args, Command};
 use serde::de::DeserializeOwned;
 use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, StrDeserializer};
@@ -21,6 +22,7 @@ pub use data::{CheckpointFlags, DataFlags, LoggingFlags};
 pub use model::ModelFlags;
 pub use optimizer::{MomentFlags, OptimizerFlags};
 pub use parallel::{LayoutFlags, ParallelFlags};
+pub use tokenizer::{ChosenTokenizer, TokenizerFlags};
 pub use training::{Granularity, PrecisionFlags, RecomputeFlags, TrainingFlags};
 
 /// All settings of a run.
@@ -66,7 +68,8 @@ fn args_of<T: Args>() -> Vec<Arg> {
 
 /// Gives every boolean flag the form `--flag` or `--flag=true|false`, so that a flag can turn off what the run file turns on.
 pub fn with_switches(arg: Arg) -> Arg {
-    if !has_type::<bool>(&arg) {
+    // Of other commands some take no value.
+    if !has_type::<bool>(&arg) || !matches!(arg.get_action(), ArgAction::Set) {
         return arg;
     }
     arg.num_args(0..=1)

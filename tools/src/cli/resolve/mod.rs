@@ -17,7 +17,7 @@ use megatron::config::{
 
 use models::hf::HfConfig;
 
-use super::flags::{Flags, Granularity, RecomputeFlags};
+use super::flags::{ChosenTokenizer, Flags, Granularity, RecomputeFlags};
 use super::layout::resolve_layout;
 use super::{Gathered, SAME_THING, other_names};
 use crate::error::{Error, Result};
@@ -74,10 +74,12 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     let training = r.training(&required, &parallel)?;
     let optimizer = r.optimizer(&required, &training)?;
     let training_iters = training.train_iters;
+    let tokenizer = r.flags.data.tokenizer.choose(r.flags.model.vocab_size)?;
+    let is_null = tokenizer.name.as_deref().is_some_and(|name| name.starts_with("null:"));
     let run = RunConfig {
         model,
         parallel,
-        data: r.data(),
+        data: r.data(&tokenizer),
         training,
         optimizer,
         checkpoint: r.checkpoint()?,
@@ -86,6 +88,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     run.validate_with(&r.sources)?;
     let mut distributed = r.distributed()?;
     let mut notes: Vec<String> = other_names::passed_over(&r.passed_over).into_iter().collect();
+    notes.extend(tokenizer.note);
     if distributed.backend == Backend::Nccl && !on_gpus {
         notes.push(format!(
             "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",
@@ -93,7 +96,8 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         ));
         distributed.backend = Backend::Auto;
     }
-    let vocab_size = r.flags.model.vocab_size.or(r.hf.map(|hf| hf.model.vocab_size));
+    // Of Megatron-LM's NullTokenizer it is the tokens without the one that ends documents.
+    let vocab_size = r.flags.model.vocab_size.filter(|_| !is_null).or(r.hf.map(|hf| hf.model.vocab_size));
     Ok(Resolved { run, vocab_size, distributed, notes })
 }
 
@@ -430,12 +434,13 @@ impl Resolver<'_> {
         Some(length)
     }
 
-    fn data(&self) -> DataConfig {
+    fn data(&self, tokenizer: &ChosenTokenizer) -> DataConfig {
         let d = &self.flags.data;
         DataConfig {
             data_path: d.data_path.clone(),
             split: d.split.clone(),
-            tokenizer: d.tokenizer.clone(),
+            tokenizer: tokenizer.name.clone(),
+            tokenizer_options: tokenizer.options.clone(),
             dataloader_type: d.dataloader_type,
             eod_mask_loss: d.eod_mask_loss,
             reset_position_ids: d.reset_position_ids,

@@ -1,0 +1,58 @@
+//! Added tokens: texts that are tokens of their own wherever they stand, cut out before anything
+//! else is done.
+
+use std::ops::Range;
+
+use regex_automata::meta::Regex;
+use tokenizers::{AddedToken, Tokenizer};
+
+/// Some texts, all of which are looked for at once.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Texts {
+    /// `None`: there are none.
+    regex: Option<Regex>,
+    /// Bytes of the longest one.
+    longest: usize,
+    /// What belongs to each, such as the id of a token.
+    ids: Vec<u32>,
+}
+
+impl Texts {
+    /// `None` where there are so many that no expression holds them.
+    pub fn new(texts: impl IntoIterator<Item = (String, u32)>) -> Option<Self> {
+        let mut texts: Vec<(String, u32)> = texts.into_iter().filter(|(text, _)| !text.is_empty()).collect();
+        // Of several that begin at the same place, an expression takes the first.
+        texts.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
+        let escaped = |text: &str| text.chars().map(|c| format!("\\x{{{:X}}}", u32::from(c))).collect::<String>();
+        let patterns: Vec<String> = texts.iter().map(|(text, _)| escaped(text)).collect();
+        let regex = match patterns.is_empty() {
+            true => None,
+            false => Some(Regex::new_many(&patterns).ok()?),
+        };
+        let longest = texts.first().map_or(0, |(text, _)| text.len());
+        Some(Self { regex, longest, ids: texts.into_iter().map(|(_, id)| id).collect() })
+    }
+
+    /// Bytes of the longest one.
+    pub fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// Whether one of them is in `text`.
+    pub fn occur(&self, text: &str) -> bool {
+        self.regex.as_ref().is_some_and(|regex| regex.is_match(text))
+    }
+
+    /// Where they are in `text`, the first and longest ones, and what belongs to each.
+    pub fn find<'a>(&'a self, text: &'a str) -> impl Iterator<Item = (Range<usize>, u32)> + 'a {
+        let found = self.regex.as_ref().map(|regex| regex.find_iter(text));
+        found.into_iter().flatten().map(|found| (found.range(), self.ids[found.pattern().as_usize()]))
+    }
+}
+
+/// The added tokens of a tokenizer, with their ids, in the order of these.
+pub(super) fn added(tokenizer: &Tokenizer) -> Vec<(u32, AddedToken)> {
+    let mut tokens: Vec<(u32, AddedToken)> = tokenizer.get_added_tokens_decoder().into_iter().collect();
+    tokens.sort_by_key(|(id, _)| *id);
+    tokens
+}

@@ -1,0 +1,195 @@
+//! What lies beside a `tokenizer.json` and says more about its tokens.
+//!
+//! Source of what comes before what: transformers 5, `tokenization_utils_base.py`,
+//! `_from_pretrained`, and `TokenizersBackend.__init__`.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+use tokenizers::{AddedToken, Tokenizer};
+
+use crate::{Error, Result};
+
+/// What says which token ends a document.
+pub(super) const CONFIG_FILE: &str = "tokenizer_config.json";
+const SPECIAL_TOKENS_FILE: &str = "special_tokens_map.json";
+const ADDED_TOKENS_FILE: &str = "added_tokens.json";
+/// Added tokens by id, within the configuration. Where they are, the other two files are not read.
+pub(super) const ADDED_TOKENS: &str = "added_tokens_decoder";
+
+/// Tokens that have a meaning, each under its name.
+const NAMED: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+/// Lists of others; the first is the older name.
+const MORE: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
+
+/// What the files beside a tokenizer say.
+#[derive(Debug, Default)]
+pub(super) struct Beside {
+    /// What ends a document.
+    pub eos: Option<String>,
+    /// Tokens of texts, in the order of the ids they are said to have.
+    added: BTreeMap<u64, AddedToken>,
+    /// Where those are written.
+    source: PathBuf,
+    /// Tokens that have a meaning, or are special for another reason.
+    special: Vec<AddedToken>,
+}
+
+impl Beside {
+    /// Reads the files beside `tokenizer`; there may be none.
+    ///
+    /// # Errors
+    /// `Error::Data` where one of them is unusable.
+    pub fn read(tokenizer: &Path) -> Result<Self> {
+        let file = |name: &str| tokenizer.with_file_name(name);
+        let mut config = object(&file(CONFIG_FILE))?;
+        let mut found = Self { source: file(CONFIG_FILE), ..Self::default() };
+        let listed = config.remove(ADDED_TOKENS);
+        if listed.is_none() {
+            for (key, value) in object(&file(SPECIAL_TOKENS_FILE))? {
+                let more = |value: &Value| value.as_array().cloned().unwrap_or_default();
+                match config.get_mut(&key) {
+                    Some(there) if MORE.contains(&key.as_str()) => *there = [more(there), more(&value)].concat().into(),
+                    _ => drop(config.insert(key, value)),
+                }
+            }
+        }
+        let named = NAMED.iter().filter_map(|key| config.get(*key));
+        let more = MORE.iter().filter_map(|key| config.get(*key)?.as_array()).flatten();
+        found.special = named.chain(more).filter_map(|value| token(value, true)).collect();
+        found.eos = config.get("eos_token").and_then(|value| token(value, true)).map(|token| token.content);
+        let unusable = |path: &Path, what: &str| {
+            Error::data(path, format!("{what} is no token with its id; copy the file again, or remove it"))
+        };
+        match listed {
+            Some(listed) => {
+                for (id, value) in listed.as_object().into_iter().flatten() {
+                    let entry = id.parse().ok().zip(token(value, false).filter(|_| value.is_object()));
+                    let (id, token) = entry.ok_or_else(|| unusable(&found.source, &format!("{ADDED_TOKENS}.{id}")))?;
+                    found.added.insert(id, token);
+                }
+            }
+            None => {
+                found.source = file(ADDED_TOKENS_FILE);
+                for (content, id) in object(&found.source)? {
+                    let id = id.as_u64().ok_or_else(|| unusable(&found.source, &format!("{content:?}")))?;
+                    let special = found.special.iter().any(|token| token.content == content);
+                    found.added.insert(id, AddedToken::from(content, special));
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Gives `tokenizer` the tokens that it has not, and the others the properties that are written
+    /// here; what it was given.
+    ///
+    /// A token with a meaning that no file gives an id gets none: transformers would put it behind
+    /// the vocabulary, where a model has no embedding for it.
+    ///
+    /// # Errors
+    /// `Error::Data` where a token would have another id than is written.
+    pub fn complete(&self, tokenizer: &mut Tokenizer) -> Result<Vec<(u32, AddedToken)>> {
+        let unusable = |error: tokenizers::Error| {
+            Error::data(&self.source, format!("cannot be added to the vocabulary: {error}; copy the file again"))
+        };
+        let before = tokenizer.get_added_tokens_decoder();
+        // The vocabulary's own properties come before those that added_tokens.json does not write.
+        let in_config = self.source.ends_with(CONFIG_FILE);
+        let is_there = |id: Option<u32>| id.is_some_and(|id| before.contains_key(&id));
+        let with_ids = self.added.iter().map(|(&id, token)| (id, token, tokenizer.token_to_id(&token.content)));
+        let added: Vec<_> = with_ids.filter(|(.., there)| in_config || !is_there(*there)).collect();
+        tokenizer.add_tokens(added.iter().map(|(_, token, _)| (*token).clone())).map_err(unusable)?;
+        for (id, AddedToken { content, .. }, _) in added.iter().filter(|(.., there)| there.is_none()) {
+            let got = tokenizer.token_to_id(content);
+            if got.map(u64::from) != Some(*id) {
+                return Err(Error::data(
+                    &self.source,
+                    format!(
+                        "gives the token {content:?} the id {id}, but the next one behind the vocabulary of tokenizer.json is {}; copy \
+                         the files of the tokenizer again, all of them",
+                        got.unwrap_or_default()
+                    ),
+                ));
+            }
+        }
+        let there = tokenizer.get_added_tokens_decoder();
+        let special = self.special.iter().filter_map(|token| {
+            let id = tokenizer.token_to_id(&token.content)?;
+            Some(there.get(&id).unwrap_or(token).clone().special(true))
+        });
+        let special: Vec<AddedToken> = special.collect();
+        tokenizer.add_tokens(special).map_err(unusable)?;
+        let mut given = super::added::added(tokenizer);
+        given.retain(|(id, token)| before.get(id) != Some(token));
+        Ok(given)
+    }
+}
+
+/// The JSON object in a file; empty where there is no file.
+pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
+    let bytes = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
+        Err(error) => return Err(Error::io("read", path, error)),
+    };
+    serde_json::from_slice(&bytes)
+        .map_err(|error| Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it")))
+}
+
+/// A token that is written as its text or as an object.
+fn token(value: &Value, special: bool) -> Option<AddedToken> {
+    if let Some(content) = value.as_str() {
+        return Some(AddedToken::from(content, special));
+    }
+    let set = |key: &str| value[key] == true;
+    let special = special || set("special");
+    let token = AddedToken::from(value["content"].as_str()?, special);
+    let normalized = value["normalized"].as_bool().unwrap_or(!special);
+    let token = token.single_word(set("single_word")).lstrip(set("lstrip")).rstrip(set("rstrip"));
+    Some(token.normalized(normalized))
+}
+
+/// Added tokens as transformers writes them into a configuration.
+pub(super) fn listed(tokens: impl IntoIterator<Item = (u32, AddedToken)>) -> Value {
+    let entry = |(id, token): (u32, AddedToken)| {
+        let fields = serde_json::json!({
+            "content": token.content, "lstrip": token.lstrip, "normalized": token.normalized,
+            "rstrip": token.rstrip, "single_word": token.single_word, "special": token.special,
+        });
+        (id.to_string(), fields)
+    };
+    Value::Object(tokens.into_iter().map(entry).collect())
+}
+
+/// What a path is that names a tokenizer of another kind than `tokenizer.json`, and what to do.
+pub(super) fn other_kind(path: &Path) -> Option<String> {
+    const CONVERT: &str =
+        "python -c 'from transformers import AutoTokenizer as T; T.from_pretrained(\"DIR\").save_pretrained(\"OUT\")'";
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    let (there, place) = match path.is_dir() {
+        true if path.join(super::TOKENIZER_FILE).is_file() => return None,
+        true => (
+            ["tokenizer.model", "vocab.json", "vocab.txt"].into_iter().find(|name| path.join(name).is_file())?,
+            "holds ",
+        ),
+        false => (name.as_str(), "is "),
+    };
+    Some(match there {
+        "vocab.txt" => format!("{place}a WordPiece vocabulary without its tokenizer.json; make one: {CONVERT}"),
+        "vocab.json" => format!(
+            "{place}a vocabulary without its merges; GPT-2's is opened by --vocab-file vocab.json --merge-file merges.txt, and of others \
+             transformers makes a tokenizer.json: {CONVERT}"
+        ),
+        _ if there.ends_with(".model") => format!(
+            "{place}a SentencePiece model, which is not read; transformers makes a tokenizer.json of it: {CONVERT}"
+        ),
+        _ if there.ends_with(".tiktoken") => {
+            format!(
+                "{place}a tiktoken vocabulary, which is not read; transformers makes a tokenizer.json of it: {CONVERT}"
+            )
+        }
+        _ => return None,
+    })
+}

@@ -1,0 +1,51 @@
+//! GPT-2's byte-level BPE out of its two files, as Megatron-LM's `--vocab-file` and `--merge-file`
+//! name them.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::beside::object;
+use super::tokenizer::END_OF_TEXT;
+use crate::{Error, Result};
+
+/// The `tokenizer.json` that says what `vocab.json` and `merges.txt` say. Its `<|endoftext|>`, if
+/// there is one, ends documents.
+///
+/// # Errors
+/// If a file cannot be read or is another one.
+pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
+    if !vocab.is_file() {
+        return Err(Error::data(vocab, "does not exist; name GPT-2's vocab.json (--vocab-file)"));
+    }
+    let tokens = object(vocab)?;
+    if tokens.is_empty() || !tokens.values().all(Value::is_u64) {
+        return Err(Error::data(vocab, "is no vocabulary: an object of tokens and their ids; name GPT-2's vocab.json"));
+    }
+    let text = std::fs::read_to_string(merges).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Error::data(merges, "does not exist; name GPT-2's merges.txt (--merge-file)"),
+        _ => Error::io("read", merges, error),
+    })?;
+    let lines =
+        text.lines().enumerate().filter(|(i, line)| !(line.is_empty() || *i == 0 && line.starts_with("#version")));
+    let pair = |(i, line): (usize, &str)| match line.split_once(' ') {
+        Some((a, b)) if ![a, b].contains(&"") && !b.contains(' ') => Ok(json!([a, b])),
+        _ => Err(Error::data(
+            merges,
+            format!("line {} is no pair of tokens with a space between; name GPT-2's merges.txt", i + 1),
+        )),
+    };
+    let merges = lines.map(pair).collect::<Result<Vec<_>>>()?;
+    let end = tokens.get(END_OF_TEXT).map(|id| {
+        json!({"id": id, "content": END_OF_TEXT, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true})
+    });
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let mut model: Map<String, Value> = Map::new();
+    model.insert("type".into(), "BPE".into());
+    model.insert("vocab".into(), Value::Object(tokens));
+    model.insert("merges".into(), merges.into());
+    let tokenizer = json!({"version": "1.0", "added_tokens": end.into_iter().collect::<Vec<_>>(),
+        "pre_tokenizer": byte_level, "decoder": byte_level, "model": model});
+    serde_json::to_vec(&tokenizer).map_err(|error| Error::data(vocab, error.to_string()))
+}
