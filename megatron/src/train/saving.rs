@@ -6,6 +6,7 @@ use kernels::trace::{Kind, span};
 
 use super::state;
 use super::trainer::{Progress, Trainer};
+use crate::checkpoint::Claim;
 use crate::config::Takes;
 use crate::params::{ShardRef, StateKind};
 use crate::{Error, Result, checkpoint};
@@ -26,6 +27,7 @@ impl Trainer {
     /// overwritten then.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
         let (shards, state) = self.to_save()?;
+        self.require_folder(dir)?;
         checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;
         Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
     }
@@ -37,6 +39,7 @@ impl Trainer {
     /// As [`Trainer::save`].
     pub fn begin_save(&mut self, dir: &Path) -> Result<()> {
         let (shards, state) = self.to_save()?;
+        self.require_folder(dir)?;
         let _span = span("copy the state", Kind::Phase);
         let saving = checkpoint::begin(dir, self.progress.iteration, &shards, state, &self.groups.world)?;
         self.saving = Some(saving);
@@ -57,6 +60,19 @@ impl Trainer {
         let iteration = saving.iteration();
         saving.finish(&self.groups.world)?;
         Ok(Some(iteration))
+    }
+
+    /// Saves from here on only where `claim`, which is held until the trainer ends, was made.
+    pub fn hold(&mut self, claim: Claim) {
+        self.claim = Some(claim);
+    }
+
+    /// Refuses a folder that is not the claimed one any more. Collective over the world.
+    fn require_folder(&self, dir: &Path) -> Result<()> {
+        match self.claim.as_ref().filter(|claim| claim.is_of(dir)) {
+            Some(claim) => claim.require_in_place(&self.groups.world),
+            None => Ok(()),
+        }
     }
 
     /// What a checkpoint of the present state holds.

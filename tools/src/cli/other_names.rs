@@ -29,7 +29,7 @@ const OTHER_NAMES: [(&[&str], &str); 20] = [
         &["no-log-loss-scale-to-tensorboard", "no-log-learnig-rate-to-tensorboard"],
         "leave it out: the learning rate is among the curves, and in fp16 the loss scale",
     ),
-    (&["log-world-size-to-tensorboard", "log-params-norm", "log-num-zeros-in-grad"], "this is not there"),
+    (&["log-world-size-to-tensorboard"], "this is not there"),
     (
         &[
             "use-flash-attn",

@@ -23,3 +23,4 @@ mod settings;
 mod site;
 mod support;
 mod tensorboard;
+mod terminal;

@@ -2,6 +2,7 @@
 
 mod logging;
 mod model;
+mod without_effect;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -32,6 +33,8 @@ pub struct Resolved {
     /// `--vocab-size`.
     pub vocab_size: Option<usize>,
     pub distributed: Distributed,
+    /// What the user should know of the settings.
+    pub notes: Vec<String>,
 }
 
 /// How ranks meet and talk.
@@ -81,8 +84,9 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     };
     run.validate_with(&r.sources)?;
     let distributed = r.distributed()?;
+    let notes = r.without_effect(&run).into_iter().collect();
     let vocab_size = r.flags.model.vocab_size.or(r.hf.map(|hf| hf.model.vocab_size));
-    Ok(Resolved { run, vocab_size, distributed })
+    Ok(Resolved { run, vocab_size, distributed, notes })
 }
 
 /// Settings that have no default.
