@@ -155,8 +155,14 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
         let data = sources(Tokens::synthetic(203, config.model.seq_length));
         let alone = statistics(&config, &data).0;
         let zeros: Vec<f64> = alone.iter().map(|(_, zeros)| *zeros).collect();
-        // Of a tied matrix every row is in the head's products.
-        assert_eq!(zeros.iter().all(|zeros| *zeros > 0.0 && zeros % 32.0 == 0.0), style == Style::Llama, "{zeros:?}");
+        // Of a tied matrix every row is in the head's products; and what rounding leaves of the gradients of keys' biases, which attention does not
+        // depend on, may be zero in one order of summation and not in another.
+        let key_biases = if style == Style::Gpt2 { 8.0 * 16.0 } else { 0.0 };
+        let expected = |zeros: &f64| match style {
+            Style::Gpt2 => *zeros <= key_biases,
+            Style::Llama => *zeros > 0.0 && zeros % 32.0 == 0.0,
+        };
+        assert!(zeros.iter().all(expected), "{zeros:?}");
         for (dp, cp, tp, pp) in [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 2), (2, 2, 1, 1), (2, 1, 2, 2)] {
             for (precision, sharded, filed) in [
                 (Precision::Fp32, false, false),
@@ -177,7 +183,8 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
                 let last = numbers[2].0;
                 assert!((last - norm).abs() <= 1e-12 * norm, "{what}: {last} of parameters whose norm is {norm}");
                 if precision == Precision::Fp32 {
-                    assert_eq!(numbers.iter().map(|(_, zeros)| *zeros).collect::<Vec<_>>(), zeros, "{what}");
+                    let near = |(a, b): (&(f64, f64), &f64)| (a.1 - b).abs() <= key_biases;
+                    assert!(numbers.iter().zip(&zeros).all(near), "{what}: {numbers:?}, alone {zeros:?}");
                     assert!(numbers.iter().zip(&alone).all(|(a, b)| (a.0 / b.0 - 1.0).abs() < 1e-6), "{what}");
                 }
             }
