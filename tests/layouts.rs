@@ -1,6 +1,14 @@
 //! One loss curve on any layout: every cut of a run follows the single process, from bitwise the same initial weights.
 
-use system_tests::{Run, Style, context, interleave, largest_relative_difference, layout, tiny, train};
+use megatron::Result;
+use megatron::config::{LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig};
+use megatron::params::StateKind;
+use megatron::train::{Footprint, Sources};
+use models::Gpt;
+use system_tests::{
+    Run, Style, Tokens, assemble, context, interleave, largest_relative_difference, layout, on_ranks, shares, sources,
+    tiny, train, trainer,
+};
 
 /// dp · cp · tp · pp
 const LAYOUTS: [(usize, usize, usize, usize); 17] = [
@@ -73,4 +81,113 @@ fn llama_style() {
 #[test]
 fn llama_style_with_dropout() {
     every_layout_follows_the_single_process(Style::Llama, 0.1);
+}
+
+/// Weights, gradients, masters and moments of each rank, as they are there when nothing was trained yet.
+fn held(config: &RunConfig) -> Vec<(usize, [f64; 4])> {
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let ranks = on_ranks(config.parallel.world_size(), |world| {
+        let trainer = trainer(config, world, &data)?;
+        let bytes: Vec<f64> = trainer.kept().into_iter().map(|(_, bytes)| bytes as f64).collect();
+        Ok((trainer.groups().pp.rank(), bytes.try_into().unwrap()))
+    });
+    ranks.unwrap()
+}
+
+#[test]
+fn ranks_hold_what_was_counted_before() {
+    let fp16 = Precision::Fp16(LossScaling::Static(1.0));
+    for (style, precision) in [
+        (Style::Gpt2, Precision::Fp32),
+        (Style::Llama, Precision::Bf16),
+        (Style::Gpt2, fp16),
+        (Style::Llama, Precision::Fp64),
+    ] {
+        for (dp, cp, tp, pp) in [(1, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 2), (1, 1, 2, 4)] {
+            let mut config = context(layout(tiny(style, 0.0), dp, tp, pp), cp);
+            config.training.precision = precision;
+            config.parallel.use_distributed_optimizer = dp * cp > 1;
+            config.parallel.bucket_size = 3000;
+            if pp == 4 {
+                config.parallel.partition = megatron::config::PartitionMethod::Explicit(vec![1, 3, 3, 1]);
+                config.optimizer.kind = OptimizerKind::Sgd;
+            } else if pp == 2 {
+                config = interleave(config, 2);
+                config.optimizer.exp_avg_sq_dtype = MomentDtype::Bf16;
+            }
+            let counted = Footprint::of_stages(&config, &Gpt::outline_of(&config)).unwrap();
+            for (stage, held) in held(&config) {
+                let Footprint { weights, gradients, masters, moments, .. } = counted[stage];
+                assert_eq!(
+                    held,
+                    [weights, gradients, masters, moments],
+                    "{style:?} {precision} {dp}·{cp}·{tp}·{pp}, stage {stage}"
+                );
+            }
+        }
+    }
+}
+
+/// The norm of all parameters and the zeros of the gradient in each step, and the norm of the parameters put together in the end.
+fn statistics(config: &RunConfig, data: &Sources) -> (Vec<(f64, f64)>, f64) {
+    let mut config = config.clone();
+    (config.logging.log_params_norm, config.logging.log_num_zeros_in_grad) = (true, true);
+    let ranks = on_ranks(config.parallel.world_size(), |world| {
+        let mut trainer = trainer(&config, world, data)?;
+        let steps = (0..3).map(|_| trainer.step()).collect::<Result<Vec<_>>>()?;
+        let numbers = steps.iter().map(|step| (step.params_norm.unwrap(), step.num_zeros_in_grad.unwrap()));
+        Ok((numbers.collect::<Vec<_>>(), shares(&trainer)?))
+    });
+    let (mut numbers, shares): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();
+    assert!(numbers.iter().all(|rank| *rank == numbers[0]), "ranks disagree: {numbers:?}");
+    let state = assemble(shares);
+    let params = state.iter().filter(|((_, kind), _)| *kind == StateKind::Param).flat_map(|(_, values)| values);
+    (numbers.swap_remove(0), params.map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt())
+}
+
+#[test]
+fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_once() {
+    let folder = tempfile::tempdir().unwrap();
+    for style in [Style::Gpt2, Style::Llama] {
+        let mut config = tiny(style, 0.0);
+        // More tokens than a batch has, so that some rows of the embedding have no gradient; and padding rows.
+        config.model.vocab_size = 203;
+        let data = sources(Tokens::synthetic(203, config.model.seq_length));
+        let alone = statistics(&config, &data).0;
+        let zeros: Vec<f64> = alone.iter().map(|(_, zeros)| *zeros).collect();
+        // Of a tied matrix every row is in the head's products; and what rounding leaves of the gradients of keys' biases, which attention does not
+        // depend on, may be zero in one order of summation and not in another.
+        let key_biases = if style == Style::Gpt2 { 8.0 * 16.0 } else { 0.0 };
+        let expected = |zeros: &f64| match style {
+            Style::Gpt2 => *zeros <= key_biases,
+            Style::Llama => *zeros > 0.0 && zeros % 32.0 == 0.0,
+        };
+        assert!(zeros.iter().all(expected), "{zeros:?}");
+        for (dp, cp, tp, pp) in [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 2), (2, 2, 1, 1), (2, 1, 2, 2)] {
+            for (precision, sharded, filed) in [
+                (Precision::Fp32, false, false),
+                (Precision::Fp32, true, true),
+                (Precision::Bf16, true, false),
+                (Precision::Bf16, false, false),
+                (Precision::Fp16(LossScaling::Static(64.0)), true, false),
+            ] {
+                let mut config = context(layout(config.clone(), dp, tp, pp), cp);
+                config.training.precision = precision;
+                config.parallel.use_distributed_optimizer = sharded;
+                config.parallel.sequence_parallel = tp > 1;
+                if filed {
+                    config.optimizer.offload = OptimizerOffload::Nvme(folder.path().into());
+                }
+                let what = format!("{style:?} {precision} {dp}·{cp}·{tp}·{pp}");
+                let (numbers, norm) = statistics(&config, &data);
+                let last = numbers[2].0;
+                assert!((last - norm).abs() <= 1e-12 * norm, "{what}: {last} of parameters whose norm is {norm}");
+                if precision == Precision::Fp32 {
+                    let near = |(a, b): (&(f64, f64), &f64)| (a.1 - b).abs() <= key_biases;
+                    assert!(numbers.iter().zip(&zeros).all(near), "{what}: {numbers:?}, alone {zeros:?}");
+                    assert!(numbers.iter().zip(&alone).all(|(a, b)| (a.0 / b.0 - 1.0).abs() < 1e-6), "{what}");
+                }
+            }
+        }
+    }
 }

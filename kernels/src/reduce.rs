@@ -1,4 +1,4 @@
-//! Sums of squares in f64, and in-place arithmetic on (views of) flat buffers.
+//! Sums of squares in f64, counts, and in-place arithmetic on (views of) flat buffers.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -97,6 +97,38 @@ pub fn sum_in_order(values: &Tensor) -> Result<Tensor> {
     }
     let sum: f64 = View::<f64>::new(values, OP, "values")?.iter().fold(0.0, |sum, v| sum + v);
     Ok(Tensor::from_vec(vec![sum], 1, values.device())?)
+}
+
+/// Elements of a GPU's tensor that are compared at a time, which an f32 counts exactly.
+const COUNTED: usize = 1 << 22;
+
+/// How many elements are zero, of either sign. On a GPU it is waited for them.
+///
+/// # Errors
+/// If `x` is not contiguous or no float.
+pub fn count_zeros(x: &Tensor) -> Result<u64> {
+    let _span = trace::moves("count_zeros", &[x]);
+    const OP: &str = "count_zeros";
+    if !x.device().is_cpu() {
+        let x = x.flatten_all()?;
+        let count = |from: usize| {
+            let part = x.narrow(0, from, COUNTED.min(x.elem_count() - from))?;
+            let zeros = part.eq(&part.zeros_like()?)?.to_dtype(DType::F32)?;
+            Ok(zeros.sum_all()?.to_scalar::<f32>()? as u64)
+        };
+        return (0..x.elem_count()).step_by(COUNTED).map(count).sum();
+    }
+    by_elem!(x, OP, E => {
+        let x = View::<E>::new(x, OP, "x")?;
+        let blocks: Vec<&[E]> = x.chunks(BLOCK).collect();
+        let mut counts = vec![0u64; blocks.len()];
+        par::blocks(&mut counts, 16, |first, counts| vectorize(#[inline(always)] || {
+            for (count, block) in counts.iter_mut().zip(&blocks[first..]) {
+                *count = block.iter().map(|v| u64::from(v.load().f64() == 0.0)).sum();
+            }
+        }));
+        Ok(counts.iter().sum())
+    })
 }
 
 #[inline(always)]

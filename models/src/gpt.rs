@@ -8,13 +8,13 @@ use candle_core::{DType, Device};
 use kernels::attention::{RopeTable, rope_frequencies};
 use kernels::device::computes_ahead;
 use megatron::Result;
-use megatron::config::{ModelConfig, PositionEmbedding, Recompute};
+use megatron::config::{ModelConfig, PositionEmbedding, Recompute, RunConfig};
 use megatron::params::{ParamSpec, ParamsBuilder};
 use megatron::pipeline::{Chunk, ChunkCosts};
 use megatron::tensor_parallel::{
     AttentionSpec, BlockSpec, Embedding, Head, Layer, MlpSpec, NormSpec, TransformerLayer, VocabSpec,
 };
-use megatron::train::{Ends, ModelBuilder};
+use megatron::train::{Ends, LayerKept, ModelBuilder};
 
 /// Builds the chunks of a GPT.
 pub struct Gpt {
@@ -38,15 +38,6 @@ impl Gpt {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let sequence_parallel = sequence_parallel && tp > 1;
-        let norm = NormSpec {
-            hidden: config.hidden_size,
-            kind: config.normalization,
-            eps: config.norm_epsilon,
-            sequence_parallel,
-        };
-        // Megatron's and GPT-2's scaled initialization of the projections that write into the residual stream.
-        let output_init_std = config.init_method_std / (2.0 * config.num_layers as f64).sqrt();
         let rope = match config.position_embedding {
             PositionEmbedding::Rope => {
                 let positions = config.max_position_embeddings.max(config.seq_length);
@@ -58,6 +49,26 @@ impl Gpt {
             }
             PositionEmbedding::LearnedAbsolute | PositionEmbedding::Alibi | PositionEmbedding::None => None,
         };
+        Ok(Self::assemble(config, tp, sequence_parallel, recompute, rope, device))
+    }
+
+    fn assemble(
+        config: &ModelConfig,
+        tp: usize,
+        sequence_parallel: bool,
+        recompute: Recompute,
+        rope: Option<Arc<RopeTable>>,
+        device: &Device,
+    ) -> Self {
+        let sequence_parallel = sequence_parallel && tp > 1;
+        let norm = NormSpec {
+            hidden: config.hidden_size,
+            kind: config.normalization,
+            eps: config.norm_epsilon,
+            sequence_parallel,
+        };
+        // Megatron's and GPT-2's scaled initialization of the projections that write into the residual stream.
+        let output_init_std = config.init_method_std / (2.0 * config.num_layers as f64).sqrt();
         let alibi = (config.position_embedding == PositionEmbedding::Alibi)
             .then(|| alibi_slopes(config.num_attention_heads).into());
         let selective = recompute == Recompute::Selective;
@@ -98,7 +109,7 @@ impl Gpt {
             tp,
         };
         let block = BlockSpec { norm, attention, mlp, hidden_dropout: config.hidden_dropout };
-        Ok(Self { config: config.clone(), vocab, block, sequence_parallel, recompute })
+        Self { config: config.clone(), vocab, block, sequence_parallel, recompute }
     }
 }
 
@@ -108,12 +119,15 @@ impl Gpt {
     /// # Errors
     /// If the configuration makes no model.
     pub fn outline(config: &ModelConfig, tp: usize) -> Result<Self> {
-        let mut config = config.clone();
-        if config.position_embedding == PositionEmbedding::Rope {
-            // No parameter depends on the length of the rotary table.
-            (config.max_position_embeddings, config.seq_length) = (1, 1);
-        }
-        Self::new(&config, tp, false, Recompute::None, DType::F32, &Device::Cpu)
+        // No parameter depends on the rotary table.
+        Ok(Self::assemble(config, tp, false, Recompute::None, None, &Device::Cpu))
+    }
+
+    /// The model of a run, to ask what its ranks hold, not to compute with.
+    pub fn outline_of(run: &RunConfig) -> Self {
+        let RunConfig { model, parallel: p, training, .. } = run;
+        let tp = p.tensor_model_parallel_size;
+        Self::assemble(model, tp, p.sequence_parallel, training.recompute, None, &Device::Cpu)
     }
 
     /// The parameters of the whole model, in forward order, each once.
@@ -147,7 +161,8 @@ impl ModelBuilder for Gpt {
     }
 
     fn flops(&self) -> (Vec<u64>, u64) {
-        (vec![self.config.layer_flops(); self.config.num_layers], self.config.head_flops())
+        let layers = (0..self.config.num_layers).map(|layer| self.config.layer_flops(layer));
+        (layers.collect(), self.config.head_flops())
     }
 
     fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts) {
@@ -156,27 +171,38 @@ impl ModelBuilder for Gpt {
         let (q, kv) = (c.num_attention_heads * d, c.num_query_groups * d);
         let fc1 = if c.swiglu { 2 * f } else { f };
         let selective = self.recompute == Recompute::Selective;
-        let (attention, all) = (c.attention_flops(), c.layer_flops());
-        // Backward of attention has five products (scores again, and two gradients of each of two) for the two of forward.
-        let again = if selective { attention } else { 0 };
         let tp = self.block.attention.tp;
-        // The stream and what was normalized of it, twice; QKV, attention, both sides of the activation function.
-        let stream = if self.sequence_parallel { 4 * h / tp } else { 4 * h };
         // What a CPU never keeps counts as well: it is room for the operands of weight gradients that are delayed.
-        let recomputed = if selective { q + f } else { 0 };
-        let activations = stream + (2 * q + 2 * kv + fc1 + f - recomputed) / tp;
+        let activated = if selective { 0 } else { f / tp };
+        let activations = self.kept().all as usize + activated;
         // Gradients of the four products, and their inputs: whole where the stream is cut along the sequence.
         let operands = 4 * h + (2 * q + 2 * kv + fc1 + f) / tp;
-        let layer = ChunkCosts {
-            forward: all,
-            recompute: all - (h * f) as u64,
-            input_gradients: all - attention + attention * 5 / 2 + again,
-            weight_gradients: all - attention,
-            activations: activations as u64,
-            operands: operands as u64,
+        let layer = |layer: usize| {
+            let (attention, all) = (c.attention_flops(layer), c.layer_flops(layer));
+            // Backward of attention has five products (scores again, and two gradients of each of two) for the two of forward.
+            let again = if selective { attention } else { 0 };
+            ChunkCosts {
+                forward: all,
+                recompute: all - (h * f) as u64,
+                input_gradients: all - attention + attention * 5 / 2 + again,
+                weight_gradients: all - attention,
+                activations: activations as u64,
+                operands: operands as u64,
+            }
         };
         let head = ChunkCosts { forward: 3 * c.head_flops(), ..ChunkCosts::default() };
-        (vec![layer; c.num_layers], head)
+        ((0..c.num_layers).map(layer).collect(), head)
+    }
+
+    fn kept(&self) -> LayerKept {
+        let c = &self.config;
+        let (h, d, tp) = (c.hidden_size, c.head_dim, self.block.attention.tp);
+        let (q, kv) = (c.num_attention_heads * d, c.num_query_groups * d);
+        let fc1 = if c.swiglu { 2 * c.ffn_hidden_size } else { c.ffn_hidden_size };
+        let input = if self.sequence_parallel { h / tp } else { h };
+        let attention = if self.recompute == Recompute::Selective { 0 } else { q };
+        // The stream and what was normalized of it, twice; QKV, attention, what the activation function is applied to.
+        LayerKept { all: (4 * input + (q + 2 * kv + attention + fc1) / tp) as u64, input: input as u64 }
     }
 
     fn tied(&self) -> bool {

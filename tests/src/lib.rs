@@ -103,6 +103,8 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             log_interval: 1,
             eval_interval: None,
             eval_iters: 0,
+            log_params_norm: false,
+            log_num_zeros_in_grad: false,
             metrics: None,
             tensorboard: None,
             prompt: None,

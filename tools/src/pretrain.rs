@@ -1,5 +1,6 @@
 //! `megatron pretrain`: everything around the training loop.
 
+use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -8,18 +9,18 @@ use megatron::checkpoint;
 use megatron::comm::{Group, RankInfo};
 use megatron::config::{RunConfig, TensorboardConfig};
 use megatron::data::{self, Datasets, SampleCounts, TOKENIZER_FILE, Tokenizer};
-use megatron::train::{self, Length, Outcome, Reporter, Sampling, Sources, Trainer};
+use megatron::train::{self, Length, Outcome, RanksHere, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
 use models::hf::{self, HfModel};
 
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
-use crate::inference::continuation::continued;
+use crate::inference::continuation::{continued, cut_short};
 use crate::inference::ends::ends;
 use crate::launch::{MAX_RESTARTS, OWN_RANKS};
 use crate::ranks::{self, Joined};
-use crate::report;
+use crate::report::{self, count};
 use crate::rollback;
 use crate::signals::StopSignal;
 
@@ -51,6 +52,7 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     check_outputs(&resolved.run, 0)?;
     let description = ranks::with_threads(1, || {
         let description = open_data(&mut resolved)?.description;
+        require_memory(&resolved, RanksHere { ranks: 0..world_size, others: 0, on_gpus: false })?;
         train::preflight(&resolved.run)?;
         Ok(description)
     })?;
@@ -87,14 +89,23 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
     if let (Some(save), Some(_)) = (&run.checkpoint.save, &run.checkpoint.init_from_hf) {
         hf::refuse_model_folder(save)?;
     }
-    let metrics = run.logging.metrics.as_deref().filter(|_| rank == 0).and_then(Path::parent);
+    // A device or a pipe is written into, not beside.
+    let is_special = |path: &Path| path.metadata().is_ok_and(|there| !there.is_file() && !there.is_dir());
+    let metrics = run.logging.metrics.as_deref().filter(|path| rank == 0 && !is_special(path)).and_then(Path::parent);
     let metrics = metrics.filter(|folder| !folder.as_os_str().is_empty());
     let tensorboard = run.logging.tensorboard.as_ref().filter(|_| rank == 0);
     let samples = tensorboard.map(TensorboardConfig::samples_dir);
     let tensorboard = tensorboard.map(|tensorboard| tensorboard.dir.as_path());
-    for folder in [run.checkpoint.save.as_deref(), metrics, tensorboard, samples.as_deref()].into_iter().flatten() {
+    let profile = run.logging.profile.as_ref();
+    let profile = profile.filter(|profile| profile.ranks.is_empty() || profile.ranks.contains(&rank));
+    let profile = profile.map(|profile| profile.dir.as_path());
+    for folder in
+        [run.checkpoint.save.as_deref(), metrics, tensorboard, samples.as_deref(), profile].into_iter().flatten()
+    {
         std::fs::create_dir_all(folder)
-            .and_then(|()| tempfile::tempfile_in(folder).map(drop))
+            .and_then(|()| tempfile::tempfile_in(folder))
+            // On a full disk files can be made, but not filled.
+            .and_then(|mut file| file.write_all(&[0; 4096]).and_then(|()| file.sync_data()))
             .map_err(|source| Error::Io { action: format!("write to the folder {}", folder.display()), source })?;
     }
     Ok(())
@@ -127,10 +138,28 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     Ok(datasets)
 }
 
+/// Refuses a run whose ranks on this machine need more memory than it has.
+fn require_memory(resolved: &Resolved, here: RanksHere) -> Result<()> {
+    let on_gpus = ranks::on_gpus(resolved.distributed.device);
+    Ok(train::require_memory(&resolved.run, &RanksHere { on_gpus, ..here }, || Ok(Gpt::outline_of(&resolved.run)))?)
+}
+
+/// The ranks of the machine that the rank at `place` is on, as far as a launcher told.
+fn ranks_here(place: &RankInfo) -> RanksHere {
+    let count = place.local_world_size.unwrap_or(1);
+    let first = place.local_rank.and_then(|local| place.rank.checked_sub(local));
+    // As nearly all launchers deal them: in blocks.
+    match first.filter(|first| first.is_multiple_of(count.max(1))) {
+        Some(first) => RanksHere { ranks: first..first + count, others: 0, on_gpus: false },
+        None => RanksHere { ranks: place.rank..place.rank + 1, others: count.saturating_sub(1), on_gpus: false },
+    }
+}
+
 /// This process's part of the run.
 fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     kernels::memory::keep_freed();
     let datasets = ranks::before_meeting(place, || open_data(&mut resolved))?;
+    require_memory(&resolved, ranks_here(place))?;
     train::preflight(&resolved.run)?;
     let communicators = train::most_communicators(&resolved.run.parallel)?;
     let Joined { world, device, .. } = ranks::join(place, &resolved.distributed, None, communicators)?;
@@ -182,7 +211,7 @@ fn run_rank(
     // Ranks of a launcher have no supervisor that looked before.
     check_outputs(run, world.rank())?;
     // Before anything is written there.
-    let _claim = run.checkpoint.save.as_ref().map(|save| checkpoint::claim(save, &world)).transpose()?;
+    let claim = run.checkpoint.save.as_ref().map(|save| checkpoint::claim(save, &world)).transpose()?;
     if let (0, Some(save)) = (world.rank(), &run.checkpoint.save) {
         place_companions(run, save, &datasets)?;
     }
@@ -193,6 +222,7 @@ fn run_rank(
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
     let trainer = trainer.insert(Trainer::new(run, &model, world.clone(), &sources, device)?);
+    claim.into_iter().for_each(|claim| trainer.hold(claim));
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
@@ -203,7 +233,10 @@ fn run_rank(
     let outcome = trainer.run(reporter, stop)?;
     if let (Outcome::Finished, Some(prompt)) = (outcome, &run.logging.prompt) {
         match continue_prompt(trainer, run, tokenizer.as_ref(), prompt) {
-            Ok(text) => reporter.message(&format!("\n{prompt}{text}")),
+            Ok((text, note)) => {
+                reporter.message(&format!("\n{prompt}{text}"));
+                note.iter().for_each(|note| reporter.message(note));
+            }
             // Training is done, and what it made is saved.
             Err(error) => {
                 let note = format!("note: the run is finished, but its prompt could not be continued: {error}");
@@ -245,11 +278,11 @@ fn resumes(run: &RunConfig) -> megatron::Result<bool> {
 /// One line on what is trained and how it is cut.
 fn describe(run: &RunConfig, device: &Device) -> String {
     let (m, p, t) = (&run.model, &run.parallel, &run.training);
-    let of = |batch: usize| batch / (t.micro_batch_size * p.data_parallel_size);
+    let of = |batch: usize| (batch / (t.micro_batch_size * p.data_parallel_size)) as u64;
     format!(
-        "model: {:.1} M parameters in {} layers, vocabulary {} | {} on {} | tp {}{} · pp {} · dp {}{} | {}{} microbatches of {} · {} tokens",
+        "model: {:.1} M parameters in {}, vocabulary {} | {} on {} | tp {}{} · pp {} · dp {}{} | {}{} of {} · {}",
         m.num_params() as f64 / 1e6,
-        m.num_layers,
+        count(m.num_layers as u64, "layer"),
         m.vocab_size,
         t.precision,
         kernels::device::name(device),
@@ -259,9 +292,9 @@ fn describe(run: &RunConfig, device: &Device) -> String {
         p.data_parallel_size,
         if p.sequence_parallel && p.tensor_model_parallel_size > 1 { " · sequence parallel" } else { "" },
         t.rampup.map_or(String::new(), |rampup| format!("{} to ", of(rampup.start))),
-        of(t.global_batch_size),
+        count(of(t.global_batch_size), "microbatch"),
         t.micro_batch_size,
-        m.seq_length,
+        count(m.seq_length as u64, "token"),
     )
 }
 
@@ -292,9 +325,16 @@ fn encode_prompt<'a>(
     Ok((tokens, tokenizer, length))
 }
 
-fn continue_prompt(trainer: &Trainer, run: &RunConfig, tokenizer: Option<&Tokenizer>, prompt: &str) -> Result<String> {
+/// The text that continues the prompt, and what is to be said of its length.
+fn continue_prompt(
+    trainer: &Trainer,
+    run: &RunConfig,
+    tokenizer: Option<&Tokenizer>,
+    prompt: &str,
+) -> Result<(String, Option<String>)> {
     let (tokens, tokenizer, length) = encode_prompt(run, tokenizer, prompt)?;
     let sampling = Sampling { temperature: TEMPERATURE, top_k: TOP_K, top_p: 1.0, seed: run.training.seed };
     let new = trainer.stage().generate(std::slice::from_ref(&tokens), &length, &sampling, &mut |_, _| {})?;
-    continued(tokenizer, &tokens, &new.concat())
+    let new = new.concat();
+    Ok((continued(tokenizer, &tokens, &new)?, cut_short(tokens.len(), new.len(), &length)))
 }

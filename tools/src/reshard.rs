@@ -14,7 +14,7 @@ use models::SavedGpt;
 use crate::cli::flags::{self, LayoutFlags};
 use crate::cli::resolve_layout;
 use crate::error::Result;
-use crate::report::ByteBar;
+use crate::report::{ByteBar, count, duration};
 use crate::signals::StopSignal;
 
 /// Rewrite a checkpoint for another layout
@@ -71,14 +71,14 @@ pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8>
         return Ok(stop.exit_code());
     }
     crate::print_line(&format!(
-        "{} ({}) → {} ({}): {} in {} files, {:.1} s",
+        "{} ({}) → {} ({}): {} in {}, {}",
         path.display(),
         saved.run.parallel.as_ref().map_or("of no run".to_string(), describe_layout),
         checkpoint::iteration_dir(&args.to, saved.manifest.iteration).display(),
         describe_layout(&parallel),
         DecimalBytes(saved.manifest.data_bytes()),
-        parallel.world_size(),
-        start.elapsed().as_secs_f64()
+        count(parallel.world_size() as u64, "file"),
+        duration(start.elapsed().as_secs_f64())
     ));
     Ok(0)
 }

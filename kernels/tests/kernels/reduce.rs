@@ -2,7 +2,9 @@
 
 use crate::common::{DTYPES, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
-use kernels::reduce::{add_inplace, scale_inplace, sum_of_squares, sums_of_squares, total_of_squares, zero};
+use kernels::reduce::{
+    add_inplace, count_zeros, scale_inplace, sum_of_squares, sums_of_squares, total_of_squares, zero,
+};
 
 #[test]
 fn the_sum_of_squares_is_exact_to_f64() {
@@ -30,6 +32,26 @@ fn sums_of_squares_of_several_tensors_are_those_of_each_alone() {
     let total = total_of_squares(&tensors, &Device::Cpu).unwrap().to_vec1::<f64>().unwrap();
     assert_eq!(total, [alone.iter().fold(0.0, |sum, v| sum + v)]);
     assert!(sums_of_squares(&[]).unwrap().is_empty());
+}
+
+#[test]
+fn zeros_of_either_sign_are_counted_and_nothing_else() {
+    for n in [0, 1, 4097, 100_003] {
+        let value = |i: usize| match i % 5 {
+            0 => 0.0f32,
+            1 => -0.0,
+            2 => f32::NAN,
+            3 => 1e-7,
+            _ => -2.0,
+        };
+        let x = Tensor::from_vec((0..n).map(value).collect::<Vec<_>>(), n, &Device::Cpu).unwrap();
+        let want = (0..n).filter(|i| i % 5 < 2).count() as u64;
+        for (dtype, _) in DTYPES {
+            assert_eq!(count_zeros(&cast(&x, dtype)).unwrap(), want, "{n} of {dtype:?}");
+        }
+        let part = x.narrow(0, n / 2, n - n / 2).unwrap();
+        assert_eq!(count_zeros(&part).unwrap(), (n / 2..n).filter(|i| i % 5 < 2).count() as u64);
+    }
 }
 
 #[test]

@@ -4,7 +4,9 @@
 //! that holds it, however that dies.
 
 use std::fs::{self, File, TryLockError};
-use std::path::Path;
+use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,7 +22,39 @@ const MARK: &str = ".seen-by-all-ranks-";
 /// The right to save into a folder, held until dropped. Rank 0 has the lock for all ranks.
 #[derive(Debug)]
 pub struct Claim {
-    _lock: Option<File>,
+    dir: PathBuf,
+    /// The folder itself, wherever its path leads later; locked, unless the file system knows no locks.
+    folder: Option<File>,
+}
+
+impl Claim {
+    /// Whether `dir`, as it is written, is what was claimed.
+    pub fn is_of(&self, dir: &Path) -> bool {
+        self.dir == dir
+    }
+
+    /// Sees to it that the path still leads to the folder that was claimed: one that was moved or replaced meanwhile would mix two runs' checkpoints.
+    /// Collective over `world`.
+    ///
+    /// # Errors
+    /// On every rank, if it leads elsewhere, or nowhere.
+    pub fn require_in_place(&self, world: &Group) -> Result<()> {
+        let refusal = self.folder.as_ref().and_then(|folder| {
+            let there = fs::metadata(&self.dir).map(|there| (there.dev(), there.ino()));
+            let mine = folder.metadata().map(|mine| (mine.dev(), mine.ino()));
+            let what = match (mine, there) {
+                (Ok(mine), Ok(there)) if mine == there => return None,
+                (_, Err(error)) if error.kind() == ErrorKind::NotFound => "is gone",
+                (_, Err(_)) => "cannot be found any more",
+                _ => "is another folder now",
+            };
+            Some(format!(
+                "{what}: the folder that this run saves into was moved, removed or replaced while it went on, and nothing was saved to its place; \
+                 put it back, or go on from its last checkpoint with --load and --save where it is now"
+            ))
+        });
+        agree(&self.dir, world, refusal.as_ref())
+    }
 }
 
 /// Claims `dir`, which is created if need be, for the run of `world`, and sees to it that it is one folder for all ranks, which else the first save would
@@ -31,9 +65,9 @@ pub struct Claim {
 /// # Errors
 /// On every rank, if another run holds `dir`, rank 0 cannot create it or write into it, or a rank does not see what rank 0 wrote.
 pub fn claim(dir: &Path, world: &Group) -> Result<Claim> {
-    let mine = if world.rank() == 0 { lock(dir) } else { Ok(None) };
+    let mine = if world.rank() == 0 { lock(dir).map(Some) } else { Ok(None) };
     agree(dir, world, mine.as_ref().err())?;
-    let claim = Claim { _lock: mine.ok().flatten() };
+    let claim = Claim { dir: dir.to_path_buf(), folder: mine.ok().flatten() };
     if world.size() > 1 {
         see_together(dir, world)?;
     }
@@ -100,21 +134,20 @@ fn agree(dir: &Path, world: &Group, refusal: Option<&String>) -> Result<()> {
 /// # Errors
 /// As [`claim`].
 pub(super) fn claim_alone(dir: &Path) -> Result<Claim> {
-    let lock = lock(dir).map_err(|refusal| Error::checkpoint(dir, refusal))?;
-    Ok(Claim { _lock: lock })
+    let folder = lock(dir).map_err(|refusal| Error::checkpoint(dir, refusal))?;
+    Ok(Claim { dir: dir.to_path_buf(), folder: Some(folder) })
 }
 
-/// The lock of `dir`, or why this run may not save there; none where there are no locks.
-fn lock(dir: &Path) -> std::result::Result<Option<File>, String> {
+/// `dir`, locked where there are locks, or why this run may not save there.
+fn lock(dir: &Path) -> std::result::Result<File, String> {
     fs::create_dir_all(dir).map_err(|e| format!("cannot be created: {e}"))?;
     let folder = File::open(dir).map_err(|e| format!("cannot be opened: {e}"))?;
     match folder.try_lock() {
-        Ok(()) => Ok(Some(folder)),
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(folder),
         Err(TryLockError::WouldBlock) => {
             Err("is where another run saves at this moment; wait until it has ended or stop it, or save elsewhere"
                 .into())
         }
-        Err(TryLockError::Error(_)) => Ok(None),
     }
 }
 
@@ -142,6 +175,48 @@ mod tests {
         fs::write(dir.join(format!("{MARK}abc")), "").unwrap();
         assert!(claims(&[&dir, &dir, &dir]).iter().all(Result::is_ok));
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_folder_that_is_moved_removed_or_replaced_is_told_from_the_one_that_was_claimed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (dir, elsewhere) = (folder.path().join("saved"), folder.path().join("elsewhere"));
+        let world = threads::world(2);
+        thread::scope(|scope| {
+            let ranks: Vec<_> = world
+                .iter()
+                .map(|rank| {
+                    let (dir, elsewhere) = (&dir, &elsewhere);
+                    scope.spawn(move || {
+                        let claim = claim(dir, rank).unwrap();
+                        // Rank 0 does something to the folder, and both look.
+                        let told = |change: &dyn Fn()| {
+                            if rank.rank() == 0 {
+                                change();
+                            }
+                            claim.require_in_place(rank).err().map_or(String::new(), |error| error.to_string())
+                        };
+                        let moved = told(&|| fs::rename(dir, elsewhere).unwrap());
+                        let linked = told(&|| std::os::unix::fs::symlink(elsewhere, dir).unwrap());
+                        let replaced = told(&|| {
+                            fs::remove_file(dir).unwrap();
+                            fs::create_dir(dir).unwrap();
+                        });
+                        let back = told(&|| {
+                            fs::remove_dir(dir).unwrap();
+                            fs::rename(elsewhere, dir).unwrap();
+                        });
+                        [moved, linked, replaced, back]
+                    })
+                })
+                .collect();
+            for rank in ranks {
+                let [moved, linked, replaced, back] = rank.join().unwrap();
+                assert!(moved.contains("saved: is gone") && moved.contains("with --load and --save"), "{moved}");
+                assert!(replaced.contains("saved: is another folder now"), "{replaced}");
+                assert_eq!([linked, back], ["", ""]);
+            }
+        });
     }
 
     #[test]

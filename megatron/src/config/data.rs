@@ -107,6 +107,12 @@ pub struct LoggingConfig {
     pub eval_interval: Option<u64>,
     /// Global batches per evaluation.
     pub eval_iters: u64,
+    /// Beside log lines, the norm of all parameters (Megatron-LM's `--log-params-norm`).
+    #[serde(default)]
+    pub log_params_norm: bool,
+    /// Beside log lines, how many elements of the gradient are zero (`--log-num-zeros-in-grad`).
+    #[serde(default)]
+    pub log_num_zeros_in_grad: bool,
     /// File that receives one JSON object a step.
     pub metrics: Option<PathBuf>,
     /// Event files for TensorBoard, if any.

@@ -149,17 +149,25 @@ impl ModelConfig {
         (h * qkv + q * h + h * fc1 + f * h + norms + biases) as u64
     }
 
-    /// Multiplications of a layer's forward pass for a token: matrices, and the causal half of attention.
-    pub fn layer_flops(&self) -> u64 {
+    /// Pairs of a query and a key of a sample that meet in layer `layer`, from 0, without the half of a token and itself.
+    pub fn attention_pairs(&self, layer: usize) -> f64 {
+        let s = self.seq_length as f64;
+        let w = self.window(layer).map_or(s, |window| s.min(window as f64));
+        w * s - w * w / 2.0
+    }
+
+    /// Multiplications of the forward pass of layer `layer` for a token: matrices, and attention.
+    pub fn layer_flops(&self, layer: usize) -> u64 {
         let (h, f, d) = (self.hidden_size, self.ffn_hidden_size, self.head_dim);
         let (q, kv) = (self.num_attention_heads * d, self.num_query_groups * d);
         let mlp = if self.swiglu { 3 } else { 2 };
-        (h * (q + 2 * kv) + q * h + mlp * h * f) as u64 + self.attention_flops()
+        (h * (q + 2 * kv) + q * h + mlp * h * f) as u64 + self.attention_flops(layer)
     }
 
     /// Those of them that are attention's own: scores and weighted values.
-    pub fn attention_flops(&self) -> u64 {
-        (self.seq_length * self.num_attention_heads * self.head_dim) as u64
+    pub fn attention_flops(&self, layer: usize) -> u64 {
+        let keys = 2.0 * self.attention_pairs(layer) / self.seq_length.max(1) as f64;
+        (keys * (self.num_attention_heads * self.head_dim) as f64) as u64
     }
 
     /// Multiplications of the output matrix's forward pass for a token.

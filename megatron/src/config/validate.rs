@@ -440,7 +440,7 @@ impl Check<'_> {
                 )
             });
         }
-        self.positive_steps("log_interval", Some(run.logging.log_interval));
+        self.require(run.logging.log_interval > 0, |c| format!("{} must be at least 1", c.cite("log_interval", 0)));
         let tensorboard = run.logging.tensorboard.as_ref().map(|tensorboard| tensorboard.log_interval);
         self.positive_steps("tensorboard_log_interval", tensorboard);
         self.positive_steps("eval_interval", run.logging.eval_interval);

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use kernels::clip::Verdict;
 use kernels::optimizer::{AdamW, Dither, Segment, Sgd, adamw_segments, sgd_segments};
 
@@ -14,6 +14,9 @@ use crate::comm::{Group, Work};
 use crate::config::{MomentDtype, OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
 use crate::params::{Elements, Param, ParamStore, Piece, Role, ShardRef, StateKind, clip_pieces, overlap};
+
+/// Elements whose halves are joined at a time, on the host.
+const JOINED: usize = 1 << 20;
 
 /// An update that is queued. Whether it changes anything the device decides; see [`Optimizer::settle`].
 #[must_use = "the optimizer has to learn whether the update was made"]
@@ -118,6 +121,70 @@ impl Optimizer {
         });
         let counted = counted.collect::<Result<Vec<_>>>()?;
         Ok(kernels::reduce::total_of_squares(&counted.iter().collect::<Vec<_>>(), &store.options().device)?)
+    }
+
+    /// The elements of its bucket that this rank counts of a parameter: over all ranks every logical one once.
+    fn counted(&self, param: &Param) -> Range<usize> {
+        if !self.counts(param) {
+            return 0..0;
+        }
+        match (self.sharded, self.dp.rank()) {
+            (true, _) => self.part(param),
+            (false, 0) => param.range(),
+            (false, _) => 0..0,
+        }
+    }
+
+    /// This rank's share of the squared norm of the model's parameters, in fp32 where weights are 16-bit: over all ranks every logical parameter once.
+    /// On a GPU it is waited for.
+    ///
+    /// # Errors
+    /// If parameters cannot be read.
+    pub fn squared_params(&self, store: &ParamStore) -> Result<f64> {
+        let (mut tensors, mut squares) = (Vec::new(), 0.0);
+        for param in Self::stepped(store) {
+            let (part, bucket) = (self.counted(param), &store.buckets()[param.bucket]);
+            if part.is_empty() {
+                continue;
+            }
+            let weights = |part: &Range<usize>| bucket.weights.narrow(0, part.start, part.len());
+            match &bucket.master {
+                None => tensors.push(weights(&part)?),
+                Some(master) if bucket.weights.dtype() == DType::BF16 => {
+                    for start in part.clone().step_by(JOINED) {
+                        let some = start..part.end.min(start + JOINED);
+                        let halves = Elements::Halves { high: weights(&some)?, low: Some(master.narrow(&some)?) };
+                        let values = Tensor::from_vec(halves.to_f32()?, some.len(), &Device::Cpu)?;
+                        squares += kernels::reduce::sum_of_squares(&values)?;
+                    }
+                }
+                Some(master) => tensors.push(master.narrow(&part)?),
+            }
+        }
+        let tensors: Vec<&Tensor> = tensors.iter().collect();
+        let total = kernels::reduce::total_of_squares(&tensors, &store.options().device)?;
+        Ok(squares + total.to_vec1::<f64>()?[0])
+    }
+
+    /// How many elements of the model's main gradient are zero in this rank's share: over all ranks every logical element once, without padding.
+    /// On a GPU it is waited for.
+    ///
+    /// # Errors
+    /// If gradients cannot be read.
+    pub fn zeros_in_grad(&self, store: &ParamStore) -> Result<u64> {
+        let mut zeros = 0;
+        for param in Self::stepped(store) {
+            let part = self.counted(param);
+            if part.is_empty() {
+                continue;
+            }
+            let grads = store.buckets()[param.bucket].grads.narrow(&part)?;
+            for piece in clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset) {
+                let held = piece.local_range();
+                zeros += kernels::reduce::count_zeros(&grads.narrow(0, held.start, held.len())?)?;
+            }
+        }
+        Ok(zeros)
     }
 
     /// Everybody's `shares`, f64 `[n]` of each rank, one after the other, on the device. Added in this order, they are the same sum on every

@@ -1,7 +1,8 @@
 //! Floating-point operations of a training step, counted as Megatron-LM does.
 //!
-//! 6·B·S·\[L(h(q + 2kv) + q·h) + L·h·ffn·(3 SwiGLU | 2) + h·V_padded\] + 6·B·S²·L·q: matrix products forward and backward,
-//! the causal half of attention, recompute not counted; q and kv are projection widths.
+//! 6·B·S·\[L(h(q + 2kv) + q·h) + L·h·ffn·(3 SwiGLU | 2) + h·V_padded\] + 12·B·q·Σ pairs: matrix products forward and backward,
+//! recompute not counted; q and kv are projection widths. Pairs are the queries and keys of a layer that meet: S²/2, the causal half, and under a
+//! sliding window of W < S tokens W·S − W²/2. Documents that are kept apart count as one, as Megatron's.
 
 use crate::config::ModelConfig;
 
@@ -13,13 +14,14 @@ pub fn step_flops(model: &ModelConfig, samples: usize, padded_vocab: usize) -> f
     let kv = (model.num_query_groups * model.head_dim) as f64;
     let mlp = if model.swiglu { 3.0 } else { 2.0 };
     let linear = l * (h * (q + 2.0 * kv) + q * h) + l * h * f * mlp + h * padded_vocab as f64;
-    6.0 * b * s * linear + 6.0 * b * s * s * l * q
+    let pairs: f64 = (0..model.num_layers).map(|layer| model.attention_pairs(layer)).sum();
+    6.0 * b * s * linear + 12.0 * b * q * pairs
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Normalization, PositionEmbedding};
+    use crate::config::{Normalization, PositionEmbedding, SlidingWindow};
 
     #[test]
     fn a_hand_counted_model() {
@@ -49,6 +51,16 @@ mod tests {
             hidden_dropout: 0.0,
             init_method_std: 0.02,
         };
+        // A query and its own key are half a pair: the causal half of a square.
+        let window = |size, full_layers: &[usize]| {
+            let window = SlidingWindow { size, full_layers: full_layers.to_vec() };
+            step_flops(&ModelConfig { sliding_window: Some(window), ..model.clone() }, 3, 16)
+        };
+        let all = step_flops(&model, 3, 16);
+        assert_eq!([window(4, &[]), window(9, &[]), window(2, &[0, 1])], [all; 3]);
+        // 4²/2 pairs less the 2²/2 of queries and keys more than 2 apart, in one layer or two.
+        let apart = 12.0 * 3.0 * 8.0 * 2.0;
+        assert_eq!([window(2, &[1]), window(2, &[])], [all - apart, all - 2.0 * apart]);
         // per token: attention 8·(8+8) + 8·8 = 192 a layer, MLP 8·16·3 = 384 a layer, head 8·16 = 128
         let linear = 2.0 * (192.0 + 384.0) + 128.0;
         assert_eq!(step_flops(&model, 3, 16), 6.0 * 12.0 * linear + 6.0 * 3.0 * 16.0 * 2.0 * 8.0);

@@ -1,13 +1,19 @@
-//! Memory of this process.
+//! Memory of this process, and whether that of its machine suffices for a run.
 
-use candle_core::{DType, Device};
+use std::ops::Range;
 
-use crate::config::{PositionEmbedding, RunConfig};
+use candle_core::Device;
+
+use super::footprint::{Footprint, advice, of_ranks};
+use super::memory_limit::{MemoryLimit, kib, memory_limit};
+use super::model::ModelBuilder;
+use crate::config::{OptimizerOffload, RunConfig};
 use crate::{Error, Result};
 
 /// Largest resident set so far, in bytes (`VmHWM` of Linux's `/proc/self/status`); 0 where the system does not tell.
 pub fn peak_memory() -> u64 {
-    bytes("/proc/self/status", "VmHWM:")
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    kib(&status, "VmHWM:").unwrap_or(0)
 }
 
 /// The largest amounts of memory of a rank so far, in bytes.
@@ -41,76 +47,144 @@ pub fn describe_memory(what: &str, by_rank: &[u64]) -> String {
     }
 }
 
-/// The value of a line such as `VmHWM:    1234 kB`; 0 if there is none.
-fn bytes(file: &str, key: &str) -> u64 {
-    let text = std::fs::read_to_string(file).unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix(key));
-    let kib = line.and_then(|rest| rest.trim().strip_suffix("kB")).and_then(|kib| kib.trim().parse::<u64>().ok());
-    kib.unwrap_or(0) * 1024
+/// The ranks of a run that one machine has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RanksHere {
+    /// Those whose numbers are known.
+    pub ranks: Range<usize>,
+    /// How many more there are.
+    pub others: usize,
+    /// Whether they compute on GPUs, of whose memory nothing is known yet.
+    pub on_gpus: bool,
 }
 
-/// Refuses models of which one rank's weights and gradients alone exceed the machine's memory, before anything is
-/// allocated: the system would otherwise kill the run, or the machine, midway.
+/// Largest share of a model that a GPU is taken to have room for; more is wrong by typing.
+const LARGEST_ON_GPU: f64 = (1u64 << 44) as f64;
+
+/// Refuses a run whose ranks on this machine need more memory than it has, before anything is allocated: the system would otherwise
+/// kill the run, or the machine, midway. `model` is asked for once the sizes are known to be possible ones.
 ///
 /// # Errors
-/// Naming both numbers.
-pub fn require_memory(config: &RunConfig) -> Result<()> {
-    let (m, p) = (&config.model, &config.parallel);
-    // A lower bound, in floating point because sizes that are wrong by typing overflow integers.
-    let [layers, hidden, ffn] = [m.num_layers, m.hidden_size, m.ffn_hidden_size].map(|size| size as f64);
-    let [heads, groups, head_dim] = [m.num_attention_heads, m.num_query_groups, m.head_dim].map(|size| size as f64);
-    let positions = match m.position_embedding {
-        PositionEmbedding::LearnedAbsolute => m.max_position_embeddings as f64,
-        _ => 0.0,
+/// With what is needed, by what it is for, and which flags of this run would need less; also if the layout cannot cut the model.
+pub fn require_memory<M: ModelBuilder>(
+    config: &RunConfig,
+    here: &RanksHere,
+    model: impl FnOnce() -> Result<M>,
+) -> Result<()> {
+    let limit = match memory_limit() {
+        _ if here.on_gpus => MemoryLimit { bytes: LARGEST_ON_GPU as u64, by: "more than a GPU's memory" },
+        Some(limit) => limit,
+        None => return Ok(()),
     };
-    let attention = 2.0 * (heads + groups) * head_dim * hidden;
-    let multiple = m.make_vocab_size_divisible_by as f64 * p.tensor_model_parallel_size as f64;
-    let vocab = (m.vocab_size as f64 / multiple).ceil() * multiple;
-    let params = layers * (2.0 * hidden * ffn + attention) + vocab * hidden;
-    let ranks = (p.tensor_model_parallel_size * p.pipeline_model_parallel_size) as f64;
-    // Weights, fp32 gradients, and the masters of 16-bit weights (what they lack of fp32, of bf16 ones), which ZeRO-1 cuts over dp and cp.
-    let weight = config.training.precision.dtype().size_in_bytes() as f64;
-    let master = match config.training.precision.dtype() {
-        DType::BF16 => 2.0,
-        DType::F16 => 4.0,
-        _ => 0.0,
-    };
-    let (dp, cp) = (p.data_parallel_size as f64, p.context_parallel_size as f64);
-    let replicas = if p.use_distributed_optimizer { dp * cp } else { 1.0 };
-    // Positions are on every rank of a stage; and what a microbatch's first layer reads is there at once.
-    let params = params / ranks + positions * hidden / p.pipeline_model_parallel_size as f64;
-    let tokens = config.training.micro_batch_size as f64 * m.seq_length as f64 / cp;
-    let activations =
-        tokens * hidden * weight / if p.sequence_parallel { p.tensor_model_parallel_size as f64 } else { 1.0 };
-    let needed = params * (weight + 4.0 + master / replicas) + activations;
-    let there = bytes("/proc/meminfo", "MemTotal:") as f64;
-    if there > 0.0 && needed > there {
-        let gib = |bytes: f64| bytes / f64::from(1 << 30);
-        return Err(Error::config(format!(
-            "num_layers = {}, hidden_size = {}, ffn_hidden_size = {}, {} heads of kv_channels = {}, a vocabulary of {vocab} with its \
-             padding and max_position_embeddings = {} make weights and gradients, with a microbatch of {} · {} tokens, of at least \
-             {:.1} GiB per rank (tensor_model_parallel_size = {} · context_parallel_size = {cp} · pipeline_model_parallel_size = {}), and this machine \
-             has {:.1} GiB of memory; make the model or the microbatch smaller, or cut the model over more machines",
-            m.num_layers,
-            m.hidden_size,
-            m.ffn_hidden_size,
-            m.num_attention_heads,
-            m.head_dim,
-            m.max_position_embeddings,
-            config.training.micro_batch_size,
-            m.seq_length,
-            gib(needed),
-            p.tensor_model_parallel_size,
-            p.pipeline_model_parallel_size,
-            gib(there)
-        )));
+    let rough = Footprint::rough(config);
+    // One rank alone, by far.
+    if rough.total() > 4.0 * limit.bytes as f64 {
+        return Err(too_little(config, &[rough], limit));
     }
-    Ok(())
+    let mut stages = Footprint::of_stages(config, &model()?)?;
+    if here.on_gpus {
+        // Of a GPU's memory whoever allocates it tells; of the host's there is what was moved there.
+        let Some(limit) = memory_limit().filter(|_| config.optimizer.offload == OptimizerOffload::Cpu) else {
+            return Ok(());
+        };
+        stages.iter_mut().for_each(|stage| *stage = Footprint { moments: stage.moments, ..Footprint::default() });
+        return require(config, here, &stages, limit);
+    }
+    require(config, here, &stages, limit)
+}
+
+fn require(config: &RunConfig, here: &RanksHere, stages: &[Footprint], limit: MemoryLimit) -> Result<()> {
+    let mut ranks = of_ranks(config, stages, here.ranks.clone())?;
+    let least = stages.iter().copied().min_by(|a, b| a.total().total_cmp(&b.total())).unwrap_or_default();
+    ranks.extend(std::iter::repeat_n(least, here.others));
+    let needed: f64 = ranks.iter().map(Footprint::total).sum();
+    if needed > limit.bytes as f64 { Err(too_little(config, &ranks, limit)) } else { Ok(()) }
+}
+
+/// What is needed, as a table, and what helps.
+fn too_little(config: &RunConfig, ranks: &[Footprint], limit: MemoryLimit) -> Error {
+    let (m, p) = (&config.model, &config.parallel);
+    let gib = |bytes: f64| format!("{:.2}", bytes / f64::from(1 << 30));
+    let all = ranks.iter().fold(Footprint::default(), |sum, rank| sum + *rank);
+    let largest = ranks.iter().copied().max_by(|a, b| a.total().total_cmp(&b.total())).unwrap_or_default();
+    let who = if ranks.len() == 1 { "one rank".to_string() } else { format!("{} ranks", ranks.len()) };
+    let mut table = format!("  {:<12}{:>16}{:>16}\n", "GiB", "largest rank", who);
+    let lines = largest.parts().into_iter().zip(all.parts());
+    let lines = lines.map(|((what, largest), (_, all))| (what, largest, all));
+    for (what, largest, all) in lines.chain([("in all", largest.total(), all.total())]) {
+        table.push_str(&format!("  {what:<12}{:>16}{:>16}\n", gib(largest), gib(all)));
+    }
+    Error::config(format!(
+        "num_layers = {}, hidden_size = {}, ffn_hidden_size = {}, {} heads of kv_channels = {}, a vocabulary of {}, \
+         max_position_embeddings = {} and a microbatch of {} · {} tokens make {who} on this machine (tp {} · cp {} · pp {} · dp {}) \
+         need at least {} GiB of memory, and there are {} GiB ({}):\n{table}Less is needed with {}",
+        m.num_layers,
+        m.hidden_size,
+        m.ffn_hidden_size,
+        m.num_attention_heads,
+        m.head_dim,
+        m.vocab_size,
+        m.max_position_embeddings,
+        config.training.micro_batch_size,
+        m.seq_length,
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.data_parallel_size,
+        gib(all.total()),
+        gib(limit.bytes as f64),
+        limit.by,
+        advice(config, &all).join(", ")
+    ))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::describe_memory;
+    use super::*;
+    use crate::config::valid;
+
+    /// Two stages, of which the second needs twice as much.
+    #[test]
+    fn the_ranks_of_this_machine_are_counted_together_each_by_its_stage() {
+        let gib = f64::from(1 << 30);
+        let of = |weights: f64| Footprint { weights: weights * gib, ..Footprint::default() };
+        let (config, stages) = (valid(), [of(1.0), of(2.0)]);
+        let fits = |ranks: Range<usize>, others: usize, limit: u64| {
+            let here = RanksHere { ranks, others, on_gpus: false };
+            require(&config, &here, &stages, MemoryLimit { bytes: limit << 30, by: "physical memory" }).is_ok()
+        };
+        // Ranks 0 to 3 are of the first stage, ranks 4 to 7 of the second.
+        for (ranks, others, needed) in [(0..8, 0, 12), (0..4, 0, 4), (4..8, 0, 8), (3..5, 0, 3), (5..6, 3, 5)] {
+            assert!(fits(ranks.clone(), others, needed), "{ranks:?}");
+            assert!(!fits(ranks.clone(), others, needed - 1), "{ranks:?}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_has_each_part_of_the_largest_rank_and_of_all() {
+        let gib = f64::from(1 << 30);
+        let (small, large) = (
+            Footprint { moments: gib, ..Footprint::default() },
+            Footprint { moments: 2.5 * gib, weights: gib, ..Footprint::default() },
+        );
+        let limit = MemoryLimit { bytes: 2 << 30, by: "the limit of the control group" };
+        let mut config = valid();
+        config.parallel.use_distributed_optimizer = false;
+        let text = too_little(&config, &[small, large], limit).to_string();
+        let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        for line in [["moments", "2.50", "3.50"], ["weights", "1.00", "1.00"], ["masters", "0.00", "0.00"]] {
+            assert!(words.iter().any(|words| *words == line), "{line:?} is not in {text}");
+        }
+        for part in [
+            "2 ranks on this machine (tp 2 · cp 1 · pp 2 · dp 2) need at least 4.50 GiB of memory, and there are 2.00 GiB (the limit of the control group)",
+            "--use-distributed-optimizer",
+            "--bf16",
+            "--offload-optimizer-nvme-path",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in {text}");
+        }
+        assert!(!text.contains("recompute"), "{text}");
+    }
 
     #[test]
     fn the_memory_of_every_rank_is_named_and_of_many_the_extremes() {

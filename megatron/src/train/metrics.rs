@@ -1,6 +1,6 @@
 //! The numbers of a step, and the file of them: one JSON object a line.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
@@ -24,6 +24,10 @@ pub struct StepMetrics {
     pub lm_loss: f64,
     /// L2 norm of the gradient before clipping.
     pub grad_norm: f64,
+    /// L2 norm of all parameters after this step, of steps that it was asked for.
+    pub params_norm: Option<f64>,
+    /// Elements of the gradient that are zero, of steps that it was asked for.
+    pub num_zeros_in_grad: Option<f64>,
     /// Learning rate of this step.
     pub learning_rate: f64,
     /// Factor on the loss in fp16; 1 in other precisions.
@@ -101,6 +105,12 @@ impl StepMetrics {
             "nan_iterations": self.nan_iterations,
             "memory": self.memory.allocated,
         });
+        if let Some(norm) = self.params_norm {
+            object["params_norm"] = number(norm);
+        }
+        if let Some(zeros) = self.num_zeros_in_grad {
+            object["num_zeros_in_grad"] = json!(zeros as u64);
+        }
         if let Some(reserved) = self.memory.reserved {
             object["memory_reserved"] = json!(reserved);
         }
@@ -118,31 +128,25 @@ pub struct MetricsWriter {
 impl MetricsWriter {
     /// Opens `path` for a run that continues after `resumed_iteration` (0 for a fresh one). What a previous run wrote up to that
     /// step stays; later lines, and a line cut short by a crash, are removed. A fresh run moves another one's file aside, and tells where to.
+    /// As long as the writer lives, the file is its own: the lock is the operating system's.
     ///
     /// # Errors
-    /// If there is a file of something else, or the file or its folder cannot be created, read or written.
+    /// If a run that goes on writes the file, there is one of something else, or it or its folder cannot be created, read or written.
     pub fn open(path: &Path, resumed_iteration: u64) -> Result<(Self, Option<PathBuf>)> {
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
         }
-        let (mut keep, mut aside) = (0, None);
-        if path.metadata().is_ok_and(|there| there.is_file() && there.len() > 0) {
+        let (mut file, mut keep, mut aside) = (open_own(path)?, 0, None);
+        if file.metadata().is_ok_and(|there| there.is_file() && there.len() > 0) {
             expect_metrics(path)?;
             if resumed_iteration > 0 {
-                let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
                 keep = kept_length(&file, resumed_iteration).map_err(|e| Error::io("read", path, e))?;
             }
             if keep == 0 {
                 aside = Some(move_aside(path)?);
+                file = open_own(path)?;
             }
         }
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path)
-            .map_err(|e| Error::io("open", path, e))?;
         // A device or pipe (/dev/stdout) has no length to cut.
         if file.metadata().is_ok_and(|m| m.is_file()) {
             file.set_len(keep).map_err(|e| Error::io("truncate", path, e))?;
@@ -204,6 +208,21 @@ impl MetricsWriter {
     fn line(&mut self, value: &Value) -> Result<()> {
         writeln!(self.file, "{value}").and_then(|()| self.file.flush()).map_err(|e| Error::io("write", &self.path, e))
     }
+}
+
+/// Opens a file, which is made where it is missing, for one run alone. Network file systems may know no locks; then it is opened all the same.
+fn open_own(path: &Path) -> Result<File> {
+    let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
+    let file = options.map_err(|e| Error::io("open", path, e))?;
+    if file.metadata().is_ok_and(|there| there.is_file())
+        && let Err(TryLockError::WouldBlock) = file.try_lock()
+    {
+        return Err(Error::config(format!(
+            "metrics = {} is what another run writes at this moment; wait until it has ended or stop it, or give another name",
+            path.display()
+        )));
+    }
+    Ok(file)
 }
 
 /// Asserts that the file's first line is one of metrics, or what a crash left of one.
@@ -273,6 +292,8 @@ impl StepMetrics {
             consumed_tokens: 64 * iteration,
             lm_loss: 2.5,
             grad_norm: 1.0,
+            params_norm: None,
+            num_zeros_in_grad: None,
             learning_rate: 1e-3,
             loss_scale: 1.0,
             global_batch_size: 8,
@@ -383,6 +404,23 @@ mod tests {
             assert_eq!(aside, Some(folder.path().join(format!("metrics.jsonl.{number}"))));
             assert_eq!(std::fs::read_to_string(aside.unwrap()).unwrap(), text);
         }
+    }
+
+    #[test]
+    fn the_file_of_a_run_that_goes_on_is_not_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let (mut theirs, _) = MetricsWriter::open(&path, 0).unwrap();
+        for steps in 0..2 {
+            for resumed in [0, 1] {
+                let error = MetricsWriter::open(&path, resumed).unwrap_err().to_string();
+                assert!(error.contains("metrics.jsonl is what another run writes at this moment"), "{error}");
+            }
+            theirs.step(&StepMetrics::example(steps + 1)).unwrap();
+        }
+        assert_eq!(iterations(&path), [1, 2]);
+        drop(theirs);
+        MetricsWriter::open(&path, 2).unwrap();
     }
 
     #[test]

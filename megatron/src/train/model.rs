@@ -18,6 +18,15 @@ pub struct Ends {
     pub last: bool,
 }
 
+/// Elements that a rank keeps of a token between a layer's forward and its backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerKept {
+    /// Where nothing but what selective recompute leaves out is computed again.
+    pub all: u64,
+    /// The layer's input alone.
+    pub input: u64,
+}
+
 /// Builds one rank's share of a model.
 pub trait ModelBuilder {
     /// Parameters of every layer, for partitioning.
@@ -29,6 +38,8 @@ pub trait ModelBuilder {
     /// What the passes of every layer cost, without full recompute, and those of the head, which has no weight gradients of its own:
     /// they are made in its forward.
     fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts);
+    /// What a rank keeps of every token in a layer, at least.
+    fn kept(&self) -> LayerKept;
     /// Whether the output matrix is the token embedding.
     fn tied(&self) -> bool;
     /// Builds the chunk with these layers and declares its parameters in forward order.
@@ -48,7 +59,7 @@ pub(super) fn declare_stage(
     stage: usize,
 ) -> Result<(Vec<Chunk>, ParamsBuilder)> {
     let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
-    let layers = deal(parallel, model)?;
+    let layers = layers_of_chunks(parallel, model)?;
     let mut params = ParamsBuilder::default();
     let mut chunks = Vec::new();
     for chunk in 0..v {
@@ -61,7 +72,7 @@ pub(super) fn declare_stage(
 }
 
 /// The layers of each virtual stage.
-fn deal(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Vec<Range<usize>>> {
+pub(super) fn layers_of_chunks(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Vec<Range<usize>>> {
     let (layer_weights, (first_extra, last_extra)) = match parallel.partition {
         PartitionMethod::Flops => {
             let (layers, head) = model.flops();
@@ -79,7 +90,7 @@ fn deal(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Vec<Range
 /// If the layers cannot be dealt to the stages.
 pub(super) fn costs(parallel: &ParallelConfig, model: &dyn ModelBuilder, recompute: Recompute) -> Result<Costs> {
     let (layers, head) = model.costs();
-    let dealt = deal(parallel, model)?;
+    let dealt = layers_of_chunks(parallel, model)?;
     let last = dealt.len() - 1;
     let virtual_stages = dealt.into_iter().enumerate().map(|(stage, range)| {
         let mut sum = if stage == last { head } else { ChunkCosts::default() };
@@ -165,6 +176,10 @@ mod tests {
                 operands: 6 * times,
             };
             (vec![layer(1), layer(10), layer(100), layer(1000), layer(10_000)], ChunkCosts::default())
+        }
+
+        fn kept(&self) -> LayerKept {
+            unreachable!("costs have their own count of activations")
         }
 
         fn tied(&self) -> bool {

@@ -4,14 +4,16 @@ use super::metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 use super::report::Reporter;
 use super::tensorboard::{self, TensorboardWriter};
 use super::trainer::Progress;
-use crate::Result;
 use crate::config::RunConfig;
+use crate::{Error, Result};
 
 /// The files of metrics and events that one rank of a run owns, as far as they were asked for. The others' are none.
 #[derive(Debug, Default)]
 pub struct Records {
     metrics: Option<MetricsWriter>,
     tensorboard: Option<TensorboardWriter>,
+    /// What was given up, and why.
+    lost: Vec<String>,
 }
 
 impl Records {
@@ -50,43 +52,89 @@ impl Records {
     }
 
     /// Writes down a step.
-    ///
-    /// # Errors
-    /// If a file cannot be written, e.g. on a full disk.
-    pub fn step(&mut self, step: &StepMetrics) -> Result<()> {
-        if let Some(file) = &mut self.metrics {
-            file.step(step)?;
-        }
-        self.tensorboard.as_mut().map_or(Ok(()), |events| events.step(step))
+    pub fn step(&mut self, step: &StepMetrics, reporter: &mut dyn Reporter) {
+        self.each(reporter, step.iteration, |file| file.step(step), |events| events.step(step));
     }
 
     /// Writes down an evaluation that was made after `consumed_samples`.
-    ///
-    /// # Errors
-    /// If a file cannot be written, e.g. on a full disk.
-    pub fn eval(&mut self, result: &EvalMetrics, consumed_samples: u64) -> Result<()> {
-        if let Some(file) = &mut self.metrics {
-            file.eval(result)?;
-        }
-        self.tensorboard.as_mut().map_or(Ok(()), |events| events.eval(result, consumed_samples))
+    pub fn eval(&mut self, result: &EvalMetrics, consumed_samples: u64, reporter: &mut dyn Reporter) {
+        let of_events = |events: &mut TensorboardWriter| events.eval(result, consumed_samples);
+        self.each(reporter, result.iteration, |file| file.eval(result), of_events);
     }
 
-    /// Leaves nothing behind in memory, before what takes longer than a step.
-    ///
-    /// # Errors
-    /// If a file cannot be written, e.g. on a full disk.
-    pub fn flush(&mut self) -> Result<()> {
-        self.tensorboard.as_mut().map_or(Ok(()), TensorboardWriter::flush)
+    /// Leaves nothing behind in memory after step `iteration`, before what takes longer than a step.
+    pub fn flush(&mut self, iteration: u64, reporter: &mut dyn Reporter) {
+        self.each(reporter, iteration, |_| Ok(()), TensorboardWriter::flush);
     }
 
-    /// Writes down the end of the run, and the largest memory of each rank in bytes.
-    ///
-    /// # Errors
-    /// If a file cannot be written, e.g. on a full disk.
-    pub fn finish(&mut self, iteration: u64, memory_by_rank: &[u64]) -> Result<()> {
-        if let Some(file) = &mut self.metrics {
-            file.memory(iteration, memory_by_rank)?;
+    /// Writes down the end of the run, and the largest memory of each rank in bytes; tells again of what could not be written.
+    pub fn finish(&mut self, iteration: u64, memory_by_rank: &[u64], reporter: &mut dyn Reporter) {
+        self.each(reporter, iteration, |file| file.memory(iteration, memory_by_rank), TensorboardWriter::flush);
+        for lost in &self.lost {
+            reporter.message(&format!("note: {lost}"));
         }
-        self.flush()
+    }
+
+    /// Has the files written to. One that cannot be, as on a full disk, is given up, and the reporter tells so: a run that trains and
+    /// saves does not end for what it reports.
+    fn each(
+        &mut self,
+        reporter: &mut dyn Reporter,
+        iteration: u64,
+        of_metrics: impl FnOnce(&mut MetricsWriter) -> Result<()>,
+        of_events: impl FnOnce(&mut TensorboardWriter) -> Result<()>,
+    ) {
+        let mut give_up = |what: &str, error: Error| {
+            reporter.message(&format!("note: {error}; training goes on without {what}"));
+            self.lost.push(format!("{what} end before step {iteration}: {error}"));
+        };
+        if let Some(Err(error)) = self.metrics.as_mut().map(of_metrics) {
+            self.metrics = None;
+            give_up("metrics", error);
+        }
+        if let Some(Err(error)) = self.tensorboard.as_mut().map(of_events) {
+            self.tensorboard = None;
+            give_up("TensorBoard's events", error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::config::valid;
+    use crate::train::Profile;
+
+    /// Keeps what it is told.
+    #[derive(Default)]
+    struct Told(Vec<String>);
+
+    impl Reporter for Told {
+        fn start(&mut self, _: u64, _: u64) {}
+        fn step(&mut self, _: &StepMetrics) {}
+        fn eval(&mut self, _: &EvalMetrics) {}
+        fn checkpoint(&mut self, _: u64, _: &Path) {}
+        fn profile(&mut self, _: &Profile) {}
+        fn message(&mut self, text: &str) {
+            self.0.push(text.into());
+        }
+    }
+
+    #[test]
+    fn a_full_disk_is_told_when_it_happens_and_at_the_end_and_ends_nothing() {
+        let mut run = valid();
+        run.logging.metrics = Some("/dev/full".into());
+        let mut told = Told::default();
+        let mut records = Records::open(&run, &Progress::default(), &mut told).unwrap();
+        for iteration in 1..4 {
+            records.step(&StepMetrics::example(iteration), &mut told);
+        }
+        records.flush(3, &mut told);
+        assert_eq!(told.0.len(), 1);
+        assert!(told.0[0].starts_with("note: cannot write /dev/full: No space left on device"), "{:?}", told.0);
+        records.finish(3, &[1], &mut told);
+        assert!(told.0.len() == 2 && told.0[1].contains("metrics end before step 1"), "{:?}", told.0);
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 
 use candle_core::{Device, Tensor};
 
-use super::memory::{Peak, describe_memory, peak_memory_of, require_memory};
+use super::memory::{Peak, describe_memory, peak_memory_of};
 use super::metrics::{EvalMetrics, StepMetrics};
 use super::profile::Profiler;
 use super::records::Records;
@@ -27,13 +27,12 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// Finds, before any rank starts, what would keep a run from fitting into memory, loading its checkpoint or saving its own.
+/// Finds, before any rank starts, what would keep a run from loading its checkpoint or saving its own.
 ///
 /// # Errors
-/// If the model cannot fit, `load` holds a damaged checkpoint or one of another architecture or optimizer, or `save` holds a checkpoint
+/// If `load` holds a damaged checkpoint or one of another architecture or optimizer, or `save` holds a checkpoint
 /// that this run does not continue, or a manifest cannot record a path of this run.
 pub fn preflight(config: &RunConfig) -> Result<()> {
-    require_memory(config)?;
     let CheckpointConfig { save, load, takes, .. } = &config.checkpoint;
     let found = checkpoint::to_load(&config.checkpoint)?;
     if *takes != Takes::All && found.is_none() {
@@ -103,6 +102,9 @@ impl Trainer {
                 "nothing is left to train: the checkpoint is of step {done}, the run ends after {train_iters}"
             ));
         }
+        if let Some(note) = self.no_evaluation() {
+            reporter.message(&note);
+        }
         reporter.start(self.progress.iteration, train_iters);
         let mut saved_at = self.progress.iteration;
         let mut memory = None;
@@ -119,6 +121,9 @@ impl Trainer {
             profiler.after();
             for step in steps {
                 self.report_step(step, &mut memory, reporter, &mut records)?;
+            }
+            if profiler.ends_with(iteration) {
+                self.finish_profile(&mut profiler, reporter)?;
             }
             if let Some(operations) = self.take_recorded() {
                 let what = "forward and backward of a microbatch are a CUDA graph from here on";
@@ -148,9 +153,7 @@ impl Trainer {
         if saved_at != self.progress.iteration {
             self.save_and_report(false, reporter, &mut records)?;
         }
-        if let Some(profile) = profiler.finish(self)? {
-            reporter.profile(&profile);
-        }
+        self.finish_profile(&mut profiler, reporter)?;
         if outcome == Outcome::Finished {
             let is_validated = is_due(train_iters, self.config.logging.eval_interval)
                 || self.validate(stop, reporter, &mut records)?;
@@ -168,8 +171,15 @@ impl Trainer {
             }
             None => reporter.message(&describe_memory("memory", &memory)),
         }
-        records.finish(self.progress.iteration, &memory)?;
+        records.finish(self.progress.iteration, &memory, reporter);
         Ok(outcome)
+    }
+
+    fn finish_profile(&self, profiler: &mut Profiler, reporter: &mut dyn Reporter) -> Result<()> {
+        if let Some(profile) = profiler.finish(self)? {
+            reporter.profile(&profile);
+        }
+        Ok(())
     }
 
     /// Whether something follows step `iteration` that has to see its results.
@@ -198,7 +208,7 @@ impl Trainer {
         };
         *memory = Some(step.memory);
         reporter.step(&step);
-        records.step(&step)?;
+        records.step(&step, reporter);
         match self.divergence(&step) {
             None => Ok(()),
             Some(diverged) => {
@@ -212,7 +222,7 @@ impl Trainer {
     fn save_and_report(&mut self, meanwhile: bool, reporter: &mut dyn Reporter, records: &mut Records) -> Result<u64> {
         self.finish_and_report(reporter)?;
         if let Some(dir) = self.config.checkpoint.save.clone() {
-            records.flush()?;
+            records.flush(self.progress.iteration, reporter);
             if meanwhile {
                 self.begin_save(&dir)?;
             } else {
@@ -230,6 +240,18 @@ impl Trainer {
             reporter.checkpoint(iteration, &checkpoint::iteration_dir(dir, iteration));
         }
         Ok(())
+    }
+
+    /// What to say of evaluations that were asked for where there is nothing to evaluate.
+    fn no_evaluation(&self) -> Option<String> {
+        let logging = &self.config.logging;
+        let interval = logging.eval_interval?;
+        let why = match (logging.eval_iters, &self.valid) {
+            (0, _) => "--eval-iters is 0".to_string(),
+            (_, None) => format!("--split {} leaves less than a sample to validate", self.config.data.split),
+            _ => return None,
+        };
+        Some(format!("note: --eval-interval {interval} evaluates nothing: {why}"))
     }
 
     /// False if `stop` cut it short.
@@ -260,11 +282,11 @@ impl Trainer {
         records: &mut Records,
     ) -> Result<bool> {
         let (Some(loader), iters @ 1..) = (loader, self.config.logging.eval_iters) else { return Ok(true) };
-        records.flush()?;
+        records.flush(self.progress.iteration, reporter);
         let Some(lm_loss) = self.evaluate_until(loader, first, iters, stop)? else { return Ok(false) };
         let result = EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
         reporter.eval(&result);
-        records.eval(&result, self.progress.consumed_samples)?;
+        records.eval(&result, self.progress.consumed_samples, reporter);
         Ok(true)
     }
 

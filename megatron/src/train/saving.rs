@@ -6,6 +6,7 @@ use kernels::trace::{Kind, span};
 
 use super::state;
 use super::trainer::{Progress, Trainer};
+use crate::checkpoint::Claim;
 use crate::config::{SchedulerOf, Takes};
 use crate::optim::LrSchedule;
 use crate::params::{ShardRef, StateKind};
@@ -26,6 +27,7 @@ impl Trainer {
     /// If any rank cannot write, a parameter is not finite, the results of the last step were not
     /// read, or another checkpoint is still being written; nothing is overwritten then.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
+        self.require_folder(dir)?;
         let (shards, state) = self.to_save(dir)?;
         checkpoint::save(dir, self.progress.iteration, &shards, &state, &self.groups.world)?;
         Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
@@ -37,6 +39,7 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::save`].
     pub fn begin_save(&mut self, dir: &Path) -> Result<()> {
+        self.require_folder(dir)?;
         let (shards, state) = self.to_save(dir)?;
         let _span = span("copy the state", Kind::Phase);
         let saving = checkpoint::begin(dir, self.progress.iteration, &shards, state, &self.groups.world)?;
@@ -58,6 +61,19 @@ impl Trainer {
         let iteration = saving.iteration();
         saving.finish(&self.groups.world)?;
         Ok(Some(iteration))
+    }
+
+    /// Saves from here on only where `claim`, which is held until the trainer ends, was made.
+    pub fn hold(&mut self, claim: Claim) {
+        self.claim = Some(claim);
+    }
+
+    /// Refuses a folder that is not the claimed one any more. Collective over the world.
+    fn require_folder(&self, dir: &Path) -> Result<()> {
+        match self.claim.as_ref().filter(|claim| claim.is_of(dir)) {
+            Some(claim) => claim.require_in_place(&self.groups.world),
+            None => Ok(()),
+        }
     }
 
     /// What a checkpoint of the present state in `dir` is to hold. Collective over the world.

@@ -18,7 +18,7 @@ use super::metrics::StepMetrics;
 use super::model::ModelBuilder;
 use super::out_of_memory::{Kept, explain};
 use super::schedules::Schedules;
-use crate::checkpoint::Saving;
+use crate::checkpoint::{Claim, Saving};
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
@@ -86,6 +86,9 @@ pub(super) struct InFlight {
     factor: f64,
     learning_rate: f64,
     loss_scale: f64,
+    /// This rank's share of the parameters' squared norm, and of the zeros in the gradient, where they are asked for.
+    squared_params: Option<f64>,
+    zeros_in_grad: Option<u64>,
     update: Queued,
     results: Results,
 }
@@ -110,6 +113,8 @@ pub struct Trainer {
     pub(super) in_flight: Option<InFlight>,
     /// A checkpoint that is being written meanwhile.
     pub(super) saving: Option<Saving>,
+    /// Of the folder that is saved into, if anybody made one.
+    pub(super) claim: Option<Claim>,
     /// When results were read last.
     last_read: Option<Instant>,
     pub(super) valid: Option<Loader>,
@@ -223,6 +228,7 @@ impl Trainer {
             ahead: None,
             in_flight: None,
             saving: None,
+            claim: None,
             last_read: None,
             valid: sources.valid.as_ref().map(loader),
             test: sources.test.as_ref().map(loader),
@@ -320,7 +326,7 @@ impl Trainer {
     }
 
     /// Bytes that this rank keeps from step to step, by what they are.
-    fn kept(&self) -> Kept {
+    pub fn kept(&self) -> Kept {
         self.stage.params.bytes_by_kind().into_iter().chain([("optimizer state", self.optimizer.bytes())]).collect()
     }
 
@@ -352,6 +358,7 @@ impl Trainer {
             let _span = span("optimizer", Kind::Phase);
             self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?
         };
+        let (squared_params, zeros_in_grad) = self.statistics(self.progress.iteration + 1)?;
         self.stage.params.release_grads();
         let results = losses.read_with(vec![update.verdict().clone()])?;
         let global_batch_size = self.config.training.global_batch_size_at(self.progress.consumed_samples);
@@ -368,6 +375,8 @@ impl Trainer {
             factor,
             learning_rate,
             loss_scale,
+            squared_params,
+            zeros_in_grad,
             update,
             results,
         });
@@ -377,6 +386,19 @@ impl Trainer {
             known.extend(self.settle()?);
         }
         Ok(known)
+    }
+
+    /// This rank's share of what is told beside the log line of step `iteration`, whose update is made or queued.
+    fn statistics(&self, iteration: u64) -> Result<(Option<f64>, Option<u64>)> {
+        let (logging, params) = (&self.config.logging, &self.stage.params);
+        let intervals = [logging.log_interval, logging.tensorboard.as_ref().map_or(0, |board| board.log_interval)];
+        let mut intervals = intervals.into_iter().filter(|interval| *interval > 0);
+        if !intervals.any(|n| iteration.is_multiple_of(n)) && iteration != self.config.training.train_iters {
+            return Ok((None, None));
+        }
+        let squares = logging.log_params_norm.then(|| self.optimizer.squared_params(params)).transpose()?;
+        let zeros = logging.log_num_zeros_in_grad.then(|| self.optimizer.zeros_in_grad(params)).transpose()?;
+        Ok((squares, zeros))
     }
 
     /// Reads the results of the step in flight, if there is one: the one place where a GPU is waited for. Collective over the world.
@@ -389,7 +411,12 @@ impl Trainer {
         let result = self.optimizer.settle(step.update, &read[0])?;
         let is_answered = !result.applied && self.loss_scaler.may_fall();
         self.loss_scaler.update(!result.applied).map_err(|error| at_step(step.iteration, error))?;
-        let lm_loss = self.sum_over_world(vec![self.loss_share(loss)])?[0] * step.factor;
+        // All ranks or none have the others.
+        let shares = [Some(self.loss_share(loss)), step.squared_params, step.zeros_in_grad.map(|zeros| zeros as f64)];
+        let mut sums = self.sum_over_world(shares.into_iter().flatten().collect())?.into_iter();
+        let lm_loss = sums.next().unwrap_or(f64::NAN) * step.factor;
+        let params_norm = step.squared_params.and_then(|_| sums.next()).map(f64::sqrt);
+        let num_zeros_in_grad = step.zeros_in_grad.and_then(|_| sums.next());
 
         let gbs = step.global_batch_size;
         let progress = &mut self.progress;
@@ -420,6 +447,8 @@ impl Trainer {
             consumed_tokens: step.consumed_tokens,
             lm_loss,
             grad_norm: f64::from(result.grad_norm),
+            params_norm,
+            num_zeros_in_grad,
             learning_rate: step.learning_rate,
             loss_scale: step.loss_scale,
             global_batch_size: gbs,

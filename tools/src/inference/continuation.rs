@@ -4,8 +4,10 @@
 //! begins a text. So the prompt's tokens are always decoded along.
 
 use megatron::data::Tokenizer;
+use megatron::train::Length;
 
 use crate::error::Result;
+use crate::report::count;
 
 /// Tokens that follow a prompt, and how much of their text was told.
 pub struct Continuation<'a> {
@@ -61,6 +63,18 @@ pub fn continued(tokenizer: &Tokenizer, prompt: &[u32], new: &[u32]) -> Result<S
     let mut continuation = Continuation::of(tokenizer, prompt)?;
     continuation.tokens.extend(new);
     continuation.rest()
+}
+
+/// What to say of a continuation of `new` tokens that fills the model's positions before it has as many as were asked for.
+pub fn cut_short(prompt: usize, new: usize, length: &Length) -> Option<String> {
+    (new < length.tokens && prompt + new >= length.window).then(|| {
+        format!(
+            "note: the continuation ends after {} of {}: with the prompt's {prompt} they fill the model's {} positions",
+            count(new as u64, "token"),
+            length.tokens,
+            length.window
+        )
+    })
 }
 
 #[cfg(test)]

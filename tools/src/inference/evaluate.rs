@@ -11,6 +11,7 @@ use megatron::train::EvalMetrics;
 
 use super::{Found, LoadArgs, load, on_ranks};
 use crate::error::{Error, Result};
+use crate::report::count;
 
 /// Loss and perplexity of a trained model over a whole split
 ///
@@ -100,9 +101,11 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     if lead {
         let result = EvalMetrics { iteration: 0, split: args.part.clone(), lm_loss: loss };
         crate::print_line(&format!(
-            "{} {}: {samples} samples of {seq_length} tokens, {tokens} tokens | loss {loss:.6} | perplexity {:.4}",
+            "{} {}: {} of {seq_length} tokens, {} | loss {loss:.6} | perplexity {:.4}",
             found.path.display(),
             args.part,
+            count(samples, "sample"),
+            count(tokens as u64, "token"),
             result.perplexity()
         ));
     }

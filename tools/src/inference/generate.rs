@@ -7,10 +7,11 @@ use clap::Args;
 use megatron::comm::Group;
 use megatron::train::{Length, Sampling};
 
-use super::continuation::{Continuation, continued};
+use super::continuation::{Continuation, continued, cut_short};
 use super::ends::ends;
 use super::{Found, LoadArgs, load, on_ranks};
 use crate::error::{Error, Result};
+use crate::report::{count, duration};
 
 /// Continue prompts with a trained model
 ///
@@ -81,12 +82,18 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     // Before weights are loaded, and a prompt printed.
     prompts.iter().try_for_each(|prompt| length.check_prompt(prompt))?;
     let inference = load(found, world)?;
+    if lead && args.temperature == 0.0 && (args.top_k > 0 || args.top_p < 1.0) {
+        tell(Some(
+            "note: --top-k and --top-p change nothing at --temperature 0, which takes the likeliest token".into(),
+        ));
+    }
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     let mut speed = Speed::start(&prompts);
     if !lead || prompts.len() > 1 {
         let new = inference.stage.generate(&prompts, &length, &sampling, &mut |_, _| speed.token())?;
         for ((text, prompt), new) in args.prompt.iter().zip(&prompts).zip(new).filter(|_| lead) {
             crate::print_line(&format!("{text}{}\n", continued(&tokenizer, prompt, &new)?));
+            tell(cut_short(prompt.len(), new.len(), &length));
         }
         if lead {
             speed.tell();
@@ -100,8 +107,9 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
         speed.token();
         show(&stream.add(token).unwrap_or_default());
     };
-    inference.stage.generate(&prompts, &length, &sampling, &mut on_token)?;
+    let new = inference.stage.generate(&prompts, &length, &sampling, &mut on_token)?;
     show(&format!("{}\n", stream.rest()?));
+    tell(cut_short(prompts[0].len(), new[0].len(), &length));
     speed.tell();
     Ok(())
 }
@@ -132,13 +140,21 @@ impl Speed {
     fn tell(&self) {
         let Some((first, last)) = self.came else { return };
         let (prompts, others) = ((first - self.start).as_secs_f64(), (last - first).as_secs_f64());
-        let mut text = format!("{} tokens of prompts in {prompts:.2} s", self.prompts.1);
+        let of_prompts = count(self.prompts.1 as u64, "token");
+        let mut text = format!("{of_prompts} of prompts in {}", duration(prompts));
         let new = self.new.saturating_sub(self.prompts.0);
         if new > 0 && others > 0.0 {
-            text += &format!(", {new} more in {others:.2} s: {:.1} a second", new as f64 / others);
+            text += &format!(", {new} more in {}: {:.1} a second", duration(others), new as f64 / others);
         }
+        tell(Some(text));
+    }
+}
+
+/// Writes a line to stderr, if there is one.
+fn tell(line: Option<String>) {
+    if let Some(line) = line {
         // Nobody may be there to read it.
-        let _ = writeln!(std::io::stderr(), "{text}");
+        let _ = writeln!(std::io::stderr(), "{line}");
     }
 }
 

@@ -7,27 +7,63 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use megatron::train::{EvalMetrics, Profile, Reporter, StepMetrics};
 
 use super::profile::render;
+use super::window::Window;
 
-/// Shows steps on a terminal.
-pub struct Bar(ProgressBar);
+/// Shows steps on a terminal: a line every `log_interval` steps, which stays, and the bar below.
+pub struct Bar {
+    bar: ProgressBar,
+    log_interval: u64,
+    window: Window,
+}
+
+/// While steps are made, and afterwards, when there is nothing to wait for.
+const RUNNING: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg} · ETA {eta_precise}";
+const ENDED: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg}";
 
 impl Bar {
-    pub fn new() -> Self {
+    pub fn new(log_interval: u64) -> Self {
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::hidden());
-        let style = ProgressStyle::with_template("{wide_bar:.cyan/blue} {pos}/{len} {msg} ETA {eta_precise}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self(bar)
+        bar.set_style(style(RUNNING));
+        Self { bar, log_interval, window: Window::default() }
     }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}
+
+/// What stays on the terminal of some steps, of which `m` is the last.
+fn step_line(m: &StepMetrics, w: &Window) -> String {
+    let mut text = format!(
+        "step {}: loss {:.4} · learning rate {:.3e} · grad norm {:.3}",
+        m.iteration,
+        w.loss(),
+        m.learning_rate,
+        m.grad_norm
+    );
+    if let Some(zeros) = m.num_zeros_in_grad {
+        text.push_str(&format!(" · {zeros} zeros in the gradient"));
+    }
+    if let Some(norm) = m.params_norm {
+        text.push_str(&format!(" · params norm {norm:.3}"));
+    }
+    for (n, what) in [(w.skipped, "skipped"), (w.nan, "NaN")] {
+        if n > 0 {
+            text.push_str(&format!(" · {n} {what}"));
+        }
+    }
+    text.push_str(&format!(" · {} tokens/s", thousands(w.tokens_per_second())));
+    text
 }
 
 /// What stands beside the bar.
 fn summary(m: &StepMetrics) -> String {
-    let mut text = format!("loss {:.4} · {} tokens/s ·", m.lm_loss, thousands(m.tokens_per_second));
+    let mut text = format!("loss {:.4} · {} tokens/s", m.lm_loss, thousands(m.tokens_per_second));
     if m.skipped_iterations > 0 {
-        text.push_str(&format!(" {} skipped ·", m.skipped_iterations));
+        text.push_str(&format!(" · {} skipped", m.skipped_iterations));
     }
     if m.nan_iterations > 0 {
-        text.push_str(&format!(" {} NaN ·", m.nan_iterations));
+        text.push_str(&format!(" · {} NaN", m.nan_iterations));
     }
     text
 }
@@ -44,16 +80,19 @@ fn thousands(x: f64) -> String {
 
 impl Reporter for Bar {
     fn start(&mut self, done: u64, train_iters: u64) {
-        self.0.set_draw_target(ProgressDrawTarget::stdout());
-        self.0.set_length(train_iters);
-        self.0.set_position(done);
-        self.0.reset_eta();
-        self.0.enable_steady_tick(Duration::from_secs(1));
+        self.bar.set_draw_target(ProgressDrawTarget::stdout());
+        self.bar.set_length(train_iters);
+        self.bar.set_position(done);
+        self.bar.reset_eta();
+        self.bar.enable_steady_tick(Duration::from_secs(1));
     }
 
     fn step(&mut self, metrics: &StepMetrics) {
-        self.0.set_message(summary(metrics));
-        self.0.set_position(metrics.iteration);
+        if let Some(window) = self.window.add(metrics, self.log_interval) {
+            self.message(&step_line(metrics, &window));
+        }
+        self.bar.set_message(summary(metrics));
+        self.bar.set_position(metrics.iteration);
     }
 
     fn eval(&mut self, metrics: &EvalMetrics) {
@@ -70,14 +109,15 @@ impl Reporter for Bar {
     }
 
     fn message(&mut self, text: &str) {
-        self.0.suspend(|| crate::print_line(text));
+        self.bar.suspend(|| crate::print_line(text));
     }
 }
 
 impl Drop for Bar {
     fn drop(&mut self) {
-        // Leaves the last state on the screen.
-        self.0.abandon();
+        // Leaves the last state on the screen, of which an ETA is no part.
+        self.bar.set_style(style(ENDED));
+        self.bar.abandon();
     }
 }
 

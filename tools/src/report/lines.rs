@@ -1,6 +1,7 @@
 //! Megatron-LM's log lines, to the letter, because scripts parse them.
 //!
-//! Two departures: a loss that is not a number is printed rather than left out, and the time is UTC.
+//! Departures: a loss that is not a number is printed rather than left out, the time is UTC, throughputs below 1 have three digits, and
+//! what Megatron has no place for stands at the end of the line.
 
 use std::io::Write;
 use std::path::Path;
@@ -9,24 +10,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use megatron::train::{EvalMetrics, Peak, Profile, Reporter, StepMetrics};
 
 use super::profile::render;
+use super::window::Window;
 
 /// Prints a line every `log_interval` steps: means over these steps, as Megatron's.
 pub struct Lines<W> {
     out: W,
     log_interval: u64,
     window: Window,
-}
-
-/// Sums over the steps since the last line.
-#[derive(Default)]
-struct Window {
-    steps: u64,
-    loss: f64,
-    elapsed_ms: f64,
-    /// 10⁹ floating-point operations.
-    work: f64,
-    skipped: u64,
-    nan: u64,
 }
 
 impl<W: Write + Send> Lines<W> {
@@ -44,17 +34,8 @@ impl<W: Write + Send> Reporter for Lines<W> {
     fn start(&mut self, _done: u64, _train_iters: u64) {}
 
     fn step(&mut self, m: &StepMetrics) {
-        let w = &mut self.window;
-        w.steps += 1;
-        w.loss += m.lm_loss;
-        w.elapsed_ms += m.elapsed_ms;
-        w.work += m.tflops * m.elapsed_ms;
-        w.skipped += u64::from(m.skipped);
-        w.nan += u64::from(!m.lm_loss.is_finite());
-        if m.iteration.is_multiple_of(self.log_interval) || m.iteration == m.train_iters {
-            let line = step_line(&now(), m, w);
-            self.window = Window::default();
-            self.print(&line);
+        if let Some(window) = self.window.add(m, self.log_interval) {
+            self.print(&step_line(&now(), m, &window));
         }
     }
 
@@ -84,25 +65,36 @@ impl<W: Write + Send> Reporter for Lines<W> {
 }
 
 fn step_line(date: &str, m: &StepMetrics, w: &Window) -> String {
-    let steps = w.steps as f64;
-    let tflops = if w.elapsed_ms > 0.0 { w.work / w.elapsed_ms } else { 0.0 };
+    let zeros = m.num_zeros_in_grad.map(|zeros| format!(" num zeros: {zeros:.1} |")).unwrap_or_default();
+    let norm = m.params_norm.map(|norm| format!(" params norm: {} |", fixed(norm))).unwrap_or_default();
     format!(
         " [{date}] iteration {:8}/{:8} | consumed samples: {:12} | elapsed time per iteration (ms): {:.1} | throughput per GPU \
-         (TFLOP/s/GPU): {tflops:.1} | learning rate: {} | global batch size: {:5} | lm loss: {} | loss scale: {:.1} | grad \
-         norm: {} | number of skipped iterations: {:3} | number of nan iterations: {:3} |{}",
+         (TFLOP/s/GPU): {} | learning rate: {} | global batch size: {:5} | lm loss: {} | loss scale: {:.1} | grad \
+         norm: {} |{zeros}{norm} number of skipped iterations: {:3} | number of nan iterations: {:3} |{} tokens per second: {:.1} |",
         m.iteration,
         m.train_iters,
         m.consumed_samples,
-        w.elapsed_ms / steps,
+        w.elapsed_ms(),
+        throughput(w.tflops()),
         scientific(m.learning_rate),
         m.global_batch_size,
-        scientific(w.loss / steps),
+        scientific(w.loss()),
         m.loss_scale,
         fixed(m.grad_norm),
         w.skipped,
         w.nan,
         gpu_memory(m.memory),
+        w.tokens_per_second(),
     )
+}
+
+/// `%.1f`, as Megatron's, but for what that would leave nothing of: three digits of what a CPU does.
+fn throughput(tflops: f64) -> String {
+    if !(tflops > 0.0 && tflops < 1.0) {
+        return format!("{tflops:.1}");
+    }
+    let decimals = (2.0 - tflops.log10().floor()).clamp(1.0, 12.0) as usize;
+    format!("{tflops:.decimals$}")
 }
 
 /// The largest memory of a GPU so far, in GiB; Megatron has no place for it in this line. Nothing on the CPU.
@@ -169,6 +161,8 @@ mod tests {
             consumed_tokens: 2048 * iteration,
             lm_loss,
             grad_norm: 1.5,
+            params_norm: None,
+            num_zeros_in_grad: None,
             learning_rate: 1.5e-4,
             loss_scale: 1.0,
             global_batch_size: 32,
@@ -199,7 +193,7 @@ mod tests {
             " iteration        1/      10 | consumed samples:           32 | elapsed time per iteration (ms): 10.0 | \
              throughput per GPU (TFLOP/s/GPU): 2.0 | learning rate: 1.500000E-04 | global batch size:    32 | \
              lm loss: 1.094919E+01 | loss scale: 1.0 | grad norm: 1.500 | number of skipped iterations:   0 | \
-             number of nan iterations:   0 |\n"
+             number of nan iterations:   0 | tokens per second: 100.0 |\n"
         );
     }
 
@@ -208,8 +202,22 @@ mod tests {
         let mut metrics = metrics(1, 1.0);
         metrics.memory = Peak { allocated: 3 << 29, reserved: Some(2 << 30) };
         let line = lines(1, &[metrics]);
-        let end = " number of nan iterations:   0 | max allocated (GiB): 1.50 | max reserved (GiB): 2.00 |\n";
+        let end = " number of nan iterations:   0 | max allocated (GiB): 1.50 | max reserved (GiB): 2.00 | tokens per second: 100.0 |\n";
         assert!(line.ends_with(end), "{line}");
+    }
+
+    #[test]
+    fn statistics_that_were_asked_for_stand_where_megatron_has_them() {
+        let m = StepMetrics { params_norm: Some(12.3456), num_zeros_in_grad: Some(77.0), ..metrics(1, 1.0) };
+        let line = lines(1, &[m]);
+        let middle = "| grad norm: 1.500 | num zeros: 77.0 | params norm: 12.346 | number of skipped iterations:   0 |";
+        assert!(line.contains(middle), "{line}");
+    }
+
+    #[test]
+    fn what_a_cpu_does_has_digits() {
+        let texts = [0.0, 0.001234, 0.02, 0.5678, 1.26, 312.04, f64::NAN].map(throughput);
+        assert_eq!(texts, ["0.0", "0.00123", "0.0200", "0.568", "1.3", "312.0", "NaN"]);
     }
 
     #[test]

@@ -5,6 +5,8 @@ mod bytes;
 mod lines;
 pub mod profile;
 pub mod table;
+mod window;
+mod words;
 
 use std::io::IsTerminal;
 
@@ -12,13 +14,14 @@ use megatron::train::Reporter;
 use megatron::train::report::Silent;
 
 pub use bytes::ByteBar;
+pub use words::{count, duration};
 
 /// The reporter of `rank`. Rank 0 shows what there is to see, every `log_interval` steps.
 pub fn for_rank(rank: usize, log_interval: u64) -> Box<dyn Reporter> {
     if rank != 0 {
         Box::new(Silent)
     } else if std::io::stdout().is_terminal() {
-        Box::new(bar::Bar::new())
+        Box::new(bar::Bar::new(log_interval))
     } else {
         Box::new(lines::Lines::new(std::io::stdout(), log_interval))
     }

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use megatron::train::{Profile, SpanGroup, Summary, Total};
 
 use super::table::{Table, significant};
+use super::words::count;
 
 /// Kernels that are matrix products or attention; the rest is overhead to be kept small.
 const PRODUCTS: [&str; 5] = ["linear", "linear_dgrad", "linear_wgrad", "attention", "attention_backward"];
@@ -41,15 +42,14 @@ pub fn render(profile: &Profile) -> String {
     if ranks > 1 {
         let _ = write!(text, "\n{}", by_rank(profile));
     }
+    for failure in &profile.failures {
+        let _ = write!(text, "\nnote: {failure}");
+    }
     text
 }
 
 fn is_product(name: &str) -> bool {
     PRODUCTS.contains(&name)
-}
-
-fn count(n: u64, what: &str) -> String {
-    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
 fn percent(share: f64) -> String {
@@ -142,6 +142,7 @@ mod tests {
             ranks: (0..ranks).map(|rank| (rank, summary.clone())).collect(),
             ceilings: Ceilings { flops: 2e11, bytes: 2e10 },
             dtype: candle_core::DType::F32,
+            failures: Vec::new(),
         }
     }
 
@@ -155,6 +156,12 @@ mod tests {
         assert!(text.contains("everything else: 20.1%"), "{text}");
         assert!(text.contains("beside: all_reduce"), "{text}");
         assert!(!text.contains("| rank"), "{text}");
+    }
+
+    #[test]
+    fn traces_that_could_not_be_written_are_told() {
+        let profile = Profile { failures: vec!["cannot write profile/trace: No space left".into()], ..profile(1) };
+        assert!(render(&profile).ends_with("\nnote: cannot write profile/trace: No space left"));
     }
 
     #[test]

@@ -227,8 +227,7 @@ fn outputs_that_cannot_be_written() {
     ] {
         both_refuse(&site, &[flag], &["cannot ", name]);
     }
-    // A device that is always full.
-    both_refuse(&site, &["--metrics=/dev/full"], &["cannot write /dev/full", "No space left on device"]);
+    both_refuse(&site, &["--profile", "--profile-dir=text.txt"], &["cannot write to the folder text.txt"]);
 }
 
 #[test]
@@ -239,6 +238,25 @@ fn a_model_that_cannot_fit_into_memory() {
     for vocabulary in ["2000000000", "18446744073709551615"] {
         both_refuse(&site, &[&format!("--vocab-size={vocabulary}")], &["a vocabulary of ", "GiB of memory"]);
     }
+}
+
+/// One rank of it would fit.
+#[test]
+fn a_run_whose_ranks_cannot_fit_together() {
+    let site = Site::new();
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
+    let bytes = total.trim().trim_end_matches(" kB").parse::<f64>().unwrap() * 1024.0;
+    // 4 · 11 · hidden² parameters, of 16 bytes each with gradients and moments.
+    let hidden = (0.4 * bytes / 16.0 / 44.0).sqrt() as usize / 8 * 8;
+    let flags = [&format!("--hidden-size={hidden}")[..], "--pipeline-model-parallel-size=1", "--data-parallel-size=4"];
+    let flags = [&flags[..], &["--tensor-model-parallel-size=1", "--max-position-embeddings=16"]].concat();
+    let parts = ["4 ranks on this machine (tp 1 · cp 1 · pp 1 · dp 4) need at least", "physical memory", "moments"];
+    both_refuse(
+        &site,
+        &flags,
+        &[&parts[..], &["--use-distributed-optimizer (cuts masters and moments over 4"]].concat(),
+    );
 }
 
 #[test]

@@ -8,8 +8,8 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 
-use crate::site::{Site, refused};
-use crate::support::{megatron, stderr, stdout};
+use crate::site::{SOON, Site, ended, refused};
+use crate::support::{kill, megatron, stderr, stdout};
 
 /// One rank, so that a run takes no time.
 const ALONE: [&str; 2] = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"];
@@ -134,6 +134,48 @@ fn what_was_trained_in_a_models_folder_goes_before_the_model() {
     let output = site.mark(megatron()).args(evaluate).output().unwrap();
     refused(&output, &["2, 1", POINTER]);
     fs::write(site.path("saved").join(POINTER), pointer).unwrap();
+}
+
+#[test]
+fn a_folder_that_was_moved_under_a_run_is_saved_into_no_more_and_no_other_in_its_place() {
+    for flags in [&ALONE[..], &[][..], &[ALONE[0], ALONE[1], "--async-save"]] {
+        let site = Site::new();
+        let endless = ["--save=saved", "--save-interval=20", "--train-iters=1000000", "--lr=1e-5"];
+        let run = site.pretrain(&[flags, &endless].concat()).spawn().unwrap();
+        site.wait_for_step(45);
+        fs::rename(site.path("saved"), site.path("moved")).unwrap();
+        fs::create_dir(site.path("saved")).unwrap();
+        let output = ended(vec![run], SOON).remove(0);
+        refused(&output, &["saved: is another folder now", "put it back", "--load and --save where it is now"]);
+        assert_eq!(fs::read_dir(site.path("saved")).unwrap().count(), 0);
+        assert!(site.path("moved/iter_0000040").exists());
+        fs::remove_dir(site.path("saved")).unwrap();
+        site.assert_nothing_left();
+    }
+}
+
+#[test]
+fn metrics_of_a_run_that_goes_on_are_not_taken() {
+    let site = Site::new();
+    let run = site.pretrain(&[&ALONE[..], &["--train-iters=1000000"]].concat()).spawn().unwrap();
+    site.wait_for_step(3);
+    let second = site.pretrain(&[&ALONE[..], &["--train-iters=2"]].concat()).output().unwrap();
+    refused(&second, &["metrics = metrics.jsonl is what another run writes at this moment"]);
+    site.wait_for_step(site.last_step() + 3);
+    kill(run.id(), "TERM");
+    ended(vec![run], SOON);
+    pretrain(&site, &["--train-iters=2"]);
+    assert!(site.path("metrics.jsonl.1").exists());
+}
+
+/// `/dev/full` is a disk that has no room left.
+#[test]
+fn a_run_whose_metrics_cannot_be_written_trains_and_saves_and_says_so() {
+    let site = Site::new();
+    let log = pretrain(&site, &["--save=saved", "--train-iters=3", "--metrics=/dev/full"]);
+    assert_eq!(log.matches("note: cannot write /dev/full: No space left on device").count(), 1, "{log}");
+    assert!(log.contains("note: metrics end before step 1: cannot write /dev/full"), "{log}");
+    assert_eq!(fs::read_to_string(site.path("saved").join(POINTER)).unwrap().trim(), "3");
 }
 
 /// A tokenizer of three words, which no text of the site's is written in.

@@ -52,8 +52,28 @@ fn generation_says_how_fast_it_was_beside_its_text() {
         let words = ["generate", "--load=saved", "--num-tokens=8"];
         let output = site.mark(megatron()).args([&words, prompts].concat()).output().unwrap();
         let (said, new) = (stderr(&output), 7 * prompts.len());
-        assert!(output.status.success() && said.contains(&format!(" s, {new} more in ")), "{said}");
+        assert!(output.status.success() && said.contains(&format!("s, {new} more in ")), "{said}");
         assert!(said.contains(" tokens of prompts in ") && said.trim_end().ends_with(" a second"), "{said}");
+    }
+}
+
+#[test]
+fn a_continuation_that_the_models_positions_end_says_so() {
+    let site = Site::new();
+    let run = site.succeed(&["--save=saved", "--train-iters=2", "--prompt=a text", "--prompt-tokens=40"]);
+    let note =
+        "note: the continuation ends after 10 tokens of 40: with the prompt's 6 they fill the model's 16 positions";
+    assert!(stdout(&run).contains(note), "{}", stdout(&run));
+    for prompts in [&["--prompt=a text"][..], &["--prompt=a text", "--prompt=of"]] {
+        let said = |tokens: &str| {
+            let words = ["generate", "--load=saved", "--temperature=0", tokens];
+            let output = site.mark(megatron()).args([&words, prompts].concat()).output().unwrap();
+            stderr(&output)
+        };
+        let text = said("--num-tokens=40");
+        assert_eq!(text.matches("note: the continuation ends").count(), prompts.len(), "{text}");
+        assert!(text.contains(note), "{text}");
+        assert!(!said("--num-tokens=10").contains("note: "));
     }
 }
 

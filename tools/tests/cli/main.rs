@@ -27,3 +27,4 @@ mod settings;
 mod site;
 mod support;
 mod tensorboard;
+mod terminal;

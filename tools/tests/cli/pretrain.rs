@@ -220,6 +220,53 @@ fn validation_goes_on_through_the_data_in_megatrons_orders_and_begins_anew_in_ou
 }
 
 #[test]
+fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
+    for (flags, note) in [
+        (&["--eval-interval=2", "--eval-iters=0"][..], Some("--eval-interval 2 evaluates nothing: --eval-iters is 0")),
+        (&["--eval-interval=2", "--split=1,0,0"], Some("evaluates nothing: --split 1,0,0 leaves less than a sample")),
+        (&["--eval-interval=2"], None),
+        (
+            &["--sgd-momentum=0.5", "--prompt-tokens=9", "--lr-decay-style=constant", "--min-lr=1e-5"],
+            Some(
+                "note: without effect here: sgd_momentum (the optimizer is Adam); min_lr (lr_decay_style is constant); \
+                 prompt_tokens (there is no prompt)",
+            ),
+        ),
+        (&["--tensor-model-parallel-size=1", "--sequence-parallel"], Some("without effect here: sequence_parallel (")),
+    ] {
+        let folder = folder();
+        let output = pretrain(folder.path(), flags).output().unwrap();
+        let text = stdout(&output);
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert_eq!(text.matches("note: ").count(), usize::from(note.is_some()), "{flags:?}: {text}");
+        assert!(text.contains(note.unwrap_or_default()), "{flags:?}: {text}");
+    }
+}
+
+#[test]
+fn statistics_of_parameters_and_gradients_are_told_beside_log_lines() {
+    let folder = folder();
+    let flags = ["--log-params-norm", "--log-num-zeros-in-grad", "--log-interval=3", "--tensorboard-dir=board"];
+    let flags = [&flags[..], &["--tensorboard-log-interval=3"]].concat();
+    let output = pretrain(folder.path(), &flags).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    let lines: Vec<&str> = text.lines().filter(|line| line.contains("] iteration")).collect();
+    assert!(lines.len() == 2 && lines.iter().all(|line| line.contains(" | num zeros: ")), "{text}");
+    assert!(lines.iter().all(|line| line.contains(" | params norm: ")), "{text}");
+    let told = |line: &String| serde_json::from_str::<serde_json::Value>(line).unwrap();
+    let told = metrics(folder.path()).iter().map(told).collect::<Vec<_>>();
+    for key in ["params_norm", "num_zeros_in_grad"] {
+        assert_eq!(told.iter().map(|step| step[key].is_number()).collect::<Vec<_>>(), [false, false, true, true]);
+    }
+    let events = std::fs::read_dir(folder.path().join("board")).unwrap().map(|entry| entry.unwrap().path());
+    let events = std::fs::read(events.into_iter().find(|path| path.is_file()).unwrap()).unwrap();
+    for tag in ["params-norm", "num-zeros"] {
+        assert!(events.windows(tag.len()).any(|part| part == tag.as_bytes()), "{tag}");
+    }
+}
+
+#[test]
 fn a_killed_rank_is_named_and_ends_the_run() {
     let folder = folder();
     let child = pretrain(folder.path(), &["--train-iters=1000000"]).stdout(Stdio::null()).spawn().unwrap();

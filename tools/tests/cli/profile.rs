@@ -4,8 +4,8 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::site::{RANKS, Site};
-use crate::support::{stderr, stdout};
+use crate::site::{RANKS, SOON, Site, ended};
+use crate::support::{kill, stderr, stdout, wait_for};
 
 #[test]
 fn every_rank_leaves_a_trace_and_the_run_a_table() {
@@ -56,4 +56,21 @@ fn profile_settings_that_record_nothing_are_refused() {
         assert!(!output.status.success());
         assert!(stderr(&output).contains(needle), "{flags:?}: {}", stderr(&output));
     }
+}
+
+#[test]
+fn traces_are_written_when_the_last_recorded_step_is_made() {
+    let site = Site::new();
+    let flags = ["--profile", "--profile-dir=traces", "--train-iters=1000000", "--profile-step-start=2"];
+    let run = site.pretrain(&flags).spawn().unwrap();
+    wait_for("the traces", || {
+        (0..RANKS).all(|rank| site.path(&format!("traces/trace_rank_{rank:05}.json")).exists()).then_some(())
+    });
+    site.wait_for_step(20);
+    kill(run.id(), "TERM");
+    let output = ended(vec![run], SOON).remove(0);
+    let text = stdout(&output);
+    let (before, after) = text.split_once("profile: 2 steps").unwrap();
+    assert!(before.contains("] iteration        3/") && !before.contains("] iteration        5/"), "{text}");
+    assert!(after.contains("] iteration       19/") && !after.contains("profile: "), "{text}");
 }

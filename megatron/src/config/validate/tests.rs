@@ -101,6 +101,8 @@ pub(crate) fn valid() -> RunConfig {
             log_interval: 1,
             eval_interval: None,
             eval_iters: 1,
+            log_params_norm: false,
+            log_num_zeros_in_grad: false,
             metrics: None,
             tensorboard: None,
             prompt: None,

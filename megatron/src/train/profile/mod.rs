@@ -27,10 +27,13 @@ pub struct Profile {
     /// Of rank 0.
     pub ceilings: Ceilings,
     pub dtype: DType,
+    /// Why traces could not be written, of ranks where that is so.
+    pub failures: Vec<String>,
 }
 
 /// Records the steps of a run that its settings name.
 pub struct Profiler {
+    /// None where nothing is to be recorded any more.
     config: Option<ProfileConfig>,
     /// Of ranks that are profiled, from the first such step on.
     recorder: Option<Recorder>,
@@ -47,6 +50,11 @@ impl Profiler {
     /// Whether step `iteration`, from 1, is recorded on some rank.
     pub fn records(&self, iteration: u64) -> bool {
         self.config.as_ref().is_some_and(|c| (c.step_start..c.step_end).contains(&iteration))
+    }
+
+    /// Whether step `iteration` is the last one that is recorded.
+    pub fn ends_with(&self, iteration: u64) -> bool {
+        self.config.as_ref().is_some_and(|c| c.step_end == iteration + 1)
     }
 
     /// Called before the trainer's next step. On a GPU the times of what it computes are recorded.
@@ -68,28 +76,29 @@ impl Profiler {
         self.entered = None;
     }
 
-    /// Writes this rank's trace and returns, on rank 0, the profiles of all, unless there was nothing to record. Collective over the world.
+    /// Writes this rank's trace and returns, on rank 0, the profiles of all, unless there was nothing to record or it is done. Collective over the world.
     ///
     /// # Errors
-    /// If a file cannot be written or a peer fails.
+    /// If a peer fails, or the device. That a file cannot be written is part of the profile.
     pub fn finish(&mut self, trainer: &Trainer) -> Result<Option<Profile>> {
-        let Some(config) = &self.config else { return Ok(None) };
+        let Some(config) = self.config.take() else { return Ok(None) };
         let (groups, stage) = (&trainer.groups, trainer.stage());
         let rank = groups.world.rank();
-        let mine = match self.recorder.take() {
-            Some(recorder) => {
-                let events = recorder.take();
-                let path = config.dir.join(format!("trace_rank_{rank:05}.json"));
-                trace_file::write(&path, rank, &label(groups), &recorder, &events)?;
-                Some(Summary::of(&events, self.steps))
-            }
-            None => None,
-        };
+        let mine = self.recorder.take().map(|recorder| {
+            let events = recorder.take();
+            let path = config.dir.join(format!("trace_rank_{rank:05}.json"));
+            let written = trace_file::write(&path, rank, &label(groups), &recorder, &events);
+            (Summary::of(&events, self.steps), written.err().map(|error| error.to_string()))
+        });
         // Every rank measures while the others do, as every rank computes while the others do.
         groups.world.barrier()?;
         let ceilings = Ceilings::measure(stage.dtype, &stage.device)?;
-        let ranks = gather(&groups.world, &mine)?;
-        Ok((rank == 0).then(|| Profile { dir: config.dir.clone(), ranks, ceilings, dtype: stage.dtype }))
+        let (mut ranks, mut failures) = (Vec::new(), Vec::new());
+        for (rank, (summary, failure)) in gather(&groups.world, &mine)? {
+            ranks.push((rank, summary));
+            failures.extend(failure);
+        }
+        Ok((rank == 0).then(|| Profile { dir: config.dir, ranks, ceilings, dtype: stage.dtype, failures }))
     }
 }
 
@@ -103,14 +112,17 @@ fn label(groups: &ProcessGroups) -> String {
     format!("rank {} (tp {tp}{cp} · pp {pp} · dp {dp})", groups.world.rank())
 }
 
-/// The summaries of the ranks that have one.
-fn gather(world: &Group, mine: &Option<Summary>) -> Result<Vec<(usize, Summary)>> {
+/// A rank's profile, and why its trace could not be written.
+type Told = (Summary, Option<String>);
+
+/// What the ranks tell that recorded something.
+fn gather(world: &Group, mine: &Option<Told>) -> Result<Vec<(usize, Told)>> {
     let bytes = serde_json::to_vec(mine).map_err(|e| Error::config(format!("cannot describe a profile: {e}")))?;
     let mut all = Vec::new();
     for (rank, bytes) in world.all_gather_bytes(&bytes)?.iter().enumerate() {
-        let theirs: Option<Summary> = serde_json::from_slice(bytes)
+        let theirs: Option<Told> = serde_json::from_slice(bytes)
             .map_err(|e| Error::comm(format!("rank {rank} sent a profile that cannot be read: {e}")))?;
-        all.extend(theirs.map(|summary| (rank, summary)));
+        all.extend(theirs.map(|told| (rank, told)));
     }
     Ok(all)
 }

@@ -71,6 +71,8 @@ impl TensorboardWriter {
                 curves.push(("loss-scale", m.loss_scale));
             }
             curves.push(("grad-norm", m.grad_norm));
+            curves.extend(m.num_zeros_in_grad.map(|zeros| ("num-zeros", zeros)));
+            curves.extend(m.params_norm.map(|norm| ("params-norm", norm)));
             self.on_both_axes((m.iteration, m.consumed_samples), &curves)?;
             if self.settings.log_memory {
                 self.steps.scalars(m.iteration, &[("mem-max-allocated-bytes", m.memory.allocated as f64)])?;

@@ -87,6 +87,12 @@ pub struct LoggingFlags {
     /// one ended, as in Megatron-LM; else each has the same samples
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub eval_iters: u64,
+    /// Tell the norm of all parameters beside each log line, after its step
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub log_params_norm: bool,
+    /// Tell how many elements of the gradient are zero beside each log line
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub log_num_zeros_in_grad: bool,
     /// File that receives one JSON object a step. A run that starts anew moves an earlier run's aside, to FILE.1, FILE.2, …
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,

@@ -4,7 +4,7 @@ use super::{Entry, refuse};
 
 pub const TABLE: &[Entry] = &[refuse(
     "this is not there yet",
-    "mock-data log-params-norm log-num-zeros-in-grad exit-duration-in-mins exit-signal-handler exit-signal save-retain-interval skip-train \
+    "mock-data exit-duration-in-mins exit-signal-handler exit-signal save-retain-interval skip-train \
      exit-on-missing-checkpoint start-weight-decay end-weight-decay weight-decay-incr-style lr-warmup-init \
      iterations-to-skip use-checkpoint-args most-recent-k",
 )];

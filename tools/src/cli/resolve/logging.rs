@@ -12,6 +12,8 @@ impl Resolver<'_> {
             log_interval: l.log_interval,
             eval_interval: l.eval_interval,
             eval_iters: l.eval_iters,
+            log_params_norm: l.log_params_norm,
+            log_num_zeros_in_grad: l.log_num_zeros_in_grad,
             metrics: l.metrics.clone(),
             tensorboard,
             prompt: l.prompt.clone(),

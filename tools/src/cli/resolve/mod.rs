@@ -2,6 +2,7 @@
 
 mod logging;
 mod model;
+mod without_effect;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -89,6 +90,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     let mut distributed = r.distributed()?;
     let mut notes: Vec<String> = other_names::passed_over(&r.passed_over).into_iter().collect();
     notes.extend(tokenizer.note);
+    notes.extend(r.without_effect(&run));
     if distributed.backend == Backend::Nccl && !on_gpus {
         notes.push(format!(
             "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",

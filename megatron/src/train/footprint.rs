@@ -1,0 +1,271 @@
+//! What a run needs of memory, counted from its settings and the parameters of its stages; nothing is allocated for it.
+//!
+//! Weights, gradients, masters and moments are counted as they will be held. Of activations it is the least that has to be there at once: what
+//! layers keep of the microbatches that the schedule has in flight, without anything that is made and dropped within a layer.
+
+use std::ops::Range;
+
+use candle_core::DType;
+
+use super::model::{LayerKept, ModelBuilder, declare_stage, layers_of_chunks};
+use crate::Result;
+use crate::config::{OptimizerKind, OptimizerOffload, PositionEmbedding, Recompute, RunConfig};
+use crate::pipeline::{Action, generate};
+use crate::topology::RankGrid;
+
+/// Microbatches per stage that a schedule is looked at for: by then all but GPipe has as many in flight as ever.
+const MOST_MICROBATCHES: usize = 64;
+
+/// The bytes that a rank needs, by what they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Footprint {
+    pub weights: f64,
+    /// Main gradients.
+    pub gradients: f64,
+    /// What 16-bit weights lack of fp32.
+    pub masters: f64,
+    /// The optimizer's state, where it is in the memory that weights are in.
+    pub moments: f64,
+    /// What activations need at the same time as the rest, at least.
+    pub activations: f64,
+}
+
+impl Footprint {
+    /// The footprint of a rank of each pipeline stage: ranks of a stage need alike.
+    ///
+    /// # Errors
+    /// If the layout cannot cut the model.
+    pub fn of_stages(config: &RunConfig, model: &dyn ModelBuilder) -> Result<Vec<Self>> {
+        let p = &config.parallel;
+        let (pp, tp) = (p.pipeline_model_parallel_size, p.tensor_model_parallel_size);
+        let replicas = RankGrid::from_config(p)?.num_replicas();
+        let layers = layers_of_chunks(p, model)?;
+        let of_stage = |stage: usize| {
+            let placement = declare_stage(p, model, stage)?.1.place(p.bucket_size, replicas, tp);
+            let elements: usize = placement.buckets.iter().map(|bucket| bucket.len).sum();
+            let stepped = if p.use_distributed_optimizer { elements / replicas } else { elements };
+            let mut footprint = Self::of_parameters(config, elements as f64, stepped as f64);
+            let chunks = layers.iter().skip(stage).step_by(pp);
+            let kept = chunks.map(|layers| kept_of_microbatch(config, model.kept(), layers.len())).collect::<Vec<_>>();
+            footprint.activations = activations(config, stage, &kept, footprint.gradients)?;
+            Ok(footprint)
+        };
+        (0..pp).map(of_stage).collect()
+    }
+
+    /// The mean over the ranks of one replica, by the sizes of matrices alone: for sizes that are wrong by typing, which overflow integers.
+    pub(super) fn rough(config: &RunConfig) -> Self {
+        let (m, p) = (&config.model, &config.parallel);
+        let [layers, hidden, ffn] = [m.num_layers, m.hidden_size, m.ffn_hidden_size].map(|size| size as f64);
+        let [heads, groups, head_dim] = [m.num_attention_heads, m.num_query_groups, m.head_dim].map(|size| size as f64);
+        let positions = match m.position_embedding {
+            PositionEmbedding::LearnedAbsolute => m.max_position_embeddings as f64,
+            _ => 0.0,
+        };
+        let attention = 2.0 * (heads + groups) * head_dim * hidden;
+        let [tp, pp, cp] =
+            [p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size].map(|n| n as f64);
+        let parameters = layers * (2.0 * hidden * ffn + attention) + m.vocab_size as f64 * hidden;
+        // Positions are on every rank of a stage.
+        let elements = parameters / (tp * pp) + positions * hidden / pp;
+        let replicas = p.data_parallel_size as f64 * cp;
+        let stepped = if p.use_distributed_optimizer { elements / replicas } else { elements };
+        // What a microbatch's first layer reads.
+        let stream = hidden / if p.sequence_parallel { tp } else { 1.0 };
+        let activations = tokens(config) * stream * size_of(config.training.precision.dtype());
+        Self { activations, ..Self::of_parameters(config, elements, stepped) }
+    }
+
+    /// Of a rank with so many parameters, some of which it steps.
+    fn of_parameters(config: &RunConfig, elements: f64, stepped: f64) -> Self {
+        let (dtype, o) = (config.training.precision.dtype(), &config.optimizer);
+        let main = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let master = match dtype {
+            // The weights are the high halves.
+            DType::BF16 => 2.0,
+            DType::F16 => 4.0,
+            _ => 0.0,
+        };
+        let moments = match (&o.offload, o.kind) {
+            (OptimizerOffload::Nvme(_), _) => 0.0,
+            (_, OptimizerKind::Adam) => size_of(o.exp_avg_dtype.dtype(main)) + size_of(o.exp_avg_sq_dtype.dtype(main)),
+            (_, OptimizerKind::Sgd) => size_of(main),
+        };
+        Self {
+            weights: elements * size_of(dtype),
+            gradients: elements * size_of(main),
+            masters: stepped * master,
+            moments: stepped * moments,
+            activations: 0.0,
+        }
+    }
+
+    /// All of it, in bytes.
+    pub fn total(&self) -> f64 {
+        self.parts().iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Each part with its name.
+    pub fn parts(&self) -> [(&'static str, f64); 5] {
+        let Self { weights, gradients, masters, moments, activations } = *self;
+        [
+            ("weights", weights),
+            ("gradients", gradients),
+            ("masters", masters),
+            ("moments", moments),
+            ("activations", activations),
+        ]
+    }
+}
+
+impl std::ops::Add for Footprint {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            weights: self.weights + other.weights,
+            gradients: self.gradients + other.gradients,
+            masters: self.masters + other.masters,
+            moments: self.moments + other.moments,
+            activations: self.activations + other.activations,
+        }
+    }
+}
+
+/// The footprints of the ranks `ranks`, given those of each stage.
+pub(super) fn of_ranks(config: &RunConfig, stages: &[Footprint], ranks: Range<usize>) -> Result<Vec<Footprint>> {
+    let grid = RankGrid::from_config(&config.parallel)?;
+    Ok(ranks.filter(|&rank| rank < grid.world()).map(|rank| stages[grid.coords(rank).pp]).collect())
+}
+
+fn size_of(dtype: DType) -> f64 {
+    dtype.size_in_bytes() as f64
+}
+
+/// Tokens of a microbatch that a rank has.
+fn tokens(config: &RunConfig) -> f64 {
+    let cp = config.parallel.context_parallel_size.max(1) as f64;
+    config.training.micro_batch_size as f64 * config.model.seq_length as f64 / cp
+}
+
+/// Bytes that the `layers` layers of a chunk keep of a microbatch between forward and backward.
+fn kept_of_microbatch(config: &RunConfig, kept: LayerKept, layers: usize) -> f64 {
+    let segments = config.training.recompute.segments(layers).into_iter();
+    let elements = segments.map(|(segment, again)| if again { kept.input } else { kept.all * segment.len() as u64 });
+    elements.sum::<u64>() as f64 * tokens(config) * size_of(config.training.precision.dtype())
+}
+
+/// What activations of a step add, at most at a time, to the gradients that there are in the end. `kept`: bytes of a microbatch, by chunk.
+fn activations(config: &RunConfig, stage: usize, kept: &[f64], gradients: f64) -> Result<f64> {
+    let (p, t) = (&config.parallel, &config.training);
+    let (pp, v) = (p.pipeline_model_parallel_size, p.virtual_pipeline_size);
+    let microbatches = t.global_batch_size_at(0) / (t.micro_batch_size * p.data_parallel_size).max(1);
+    let schedule = generate(p.schedule, pp, v, microbatches.clamp(1, MOST_MICROBATCHES * pp), p.extra_warmup)?;
+    let (mut in_flight, mut most) = (0.0, 0f64);
+    let mut has_gradients = vec![false; v];
+    for action in &schedule.stages[stage] {
+        match *action {
+            Action::Forward { chunk, .. } => in_flight += kept[chunk],
+            Action::Backward { chunk, .. } => {
+                in_flight -= kept[chunk];
+                has_gradients[chunk] = true;
+            }
+            _ => {}
+        }
+        // Delayed products make gradients later than this schedule says.
+        let beside = !p.delay_wgrad_compute && has_gradients.iter().all(|has| *has);
+        most = most.max(in_flight + if beside { gradients } else { 0.0 });
+    }
+    Ok((most - gradients).max(0.0))
+}
+
+/// Flags that make the ranks of one machine need less, what costs least first.
+pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
+    let (p, t, o) = (&config.parallel, &config.training, &config.optimizer);
+    let (dp, replicas) = (p.data_parallel_size, p.data_parallel_size * p.context_parallel_size);
+    let mut flags = Vec::new();
+    if replicas > 1 && !p.use_distributed_optimizer {
+        flags.push(format!("--use-distributed-optimizer (cuts masters and moments over {replicas} replicas)"));
+    }
+    if dp > 1 {
+        flags.push(format!("a smaller --data-parallel-size (each of {dp} replicas has all weights and gradients)"));
+    }
+    if matches!(t.precision, crate::config::Precision::Fp32) {
+        flags.push("--bf16".into());
+    }
+    if !matches!(o.offload, OptimizerOffload::Nvme(_)) {
+        flags.push("--offload-optimizer-nvme-path DIR (moments in files)".into());
+    }
+    if all.moments > 0.0 && o.kind == OptimizerKind::Adam && size_of(o.exp_avg_sq_dtype.dtype(DType::F32)) > 2.0 {
+        flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
+    }
+    if all.activations > 0.1 * all.total() {
+        if !matches!(t.recompute, Recompute::Full { .. }) {
+            flags.push("--recompute-granularity full".into());
+        }
+        if t.micro_batch_size > 1 {
+            flags.push(format!("a smaller --micro-batch-size (now {})", t.micro_batch_size));
+        }
+    }
+    flags.push("a smaller model".into());
+    flags.push("ranks on more machines".into());
+    flags
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{MomentDtype, Precision, ScheduleKind, valid};
+
+    fn config() -> RunConfig {
+        let mut config = valid();
+        config.parallel.use_distributed_optimizer = false;
+        config
+    }
+
+    #[test]
+    fn a_parameter_takes_what_its_dtypes_take() {
+        let mut config = config();
+        let of = |config: &RunConfig| Footprint::of_parameters(config, 100.0, 50.0).parts().map(|(_, bytes)| bytes);
+        assert_eq!(of(&config), [400.0, 400.0, 0.0, 400.0, 0.0]);
+        config.training.precision = Precision::Bf16;
+        config.optimizer.exp_avg_sq_dtype = MomentDtype::Bf16;
+        assert_eq!(of(&config), [200.0, 400.0, 100.0, 300.0, 0.0]);
+        config.optimizer.offload = OptimizerOffload::Nvme("disk".into());
+        assert_eq!(of(&config)[3], 0.0);
+        config.training.precision = Precision::Fp64;
+        assert_eq!(of(&config), [800.0, 800.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn activations_are_those_in_flight_beside_the_gradients_that_are_there_then() {
+        let mut config = config();
+        let p = &mut config.parallel;
+        (p.schedule, p.virtual_pipeline_size, p.pipeline_model_parallel_size) = (ScheduleKind::OneFOneB, 1, 2);
+        (p.data_parallel_size, config.training.micro_batch_size) = (1, 1);
+        let mut of = |batch: usize, stage: usize, gradients: f64| {
+            config.training.global_batch_size = batch;
+            activations(&config, stage, &[10.0], gradients).unwrap()
+        };
+        // One microbatch: before its backward, when there are no gradients yet.
+        assert_eq!([of(1, 0, 3.0), of(1, 0, 30.0)], [7.0, 0.0]);
+        // The first stage runs a forward ahead; the last one has its gradients when the second microbatch comes.
+        assert_eq!([of(8, 0, 30.0), of(8, 1, 30.0)], [20.0, 10.0]);
+        assert_eq!(of(2, 0, 30.0), 10.0, "the second microbatch's, while the first one has made gradients");
+    }
+
+    #[test]
+    fn a_layer_that_is_computed_again_keeps_its_input_alone() {
+        let mut config = config();
+        config.parallel.context_parallel_size = 2;
+        let tokens = (config.training.micro_batch_size * config.model.seq_length / 2) as f64;
+        let mut of = |recompute| {
+            config.training.recompute = recompute;
+            kept_of_microbatch(&config, LayerKept { all: 100, input: 7 }, 5) / 4.0 / tokens
+        };
+        let full = |method, num_layers| Recompute::Full { method, num_layers };
+        use crate::config::RecomputeMethod::{Block, Uniform};
+        assert_eq!(of(Recompute::None), 500.0);
+        assert_eq!([of(full(Uniform, 1)), of(full(Uniform, 2)), of(full(Block, 2))], [35.0, 21.0, 314.0]);
+    }
+}

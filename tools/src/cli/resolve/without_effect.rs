@@ -1,0 +1,35 @@
+//! Settings that were given and change nothing, because of others.
+
+use megatron::config::{DecayStyle, OptimizerKind, PositionEmbedding, RunConfig};
+
+use super::Resolver;
+
+impl Resolver<'_> {
+    /// One line on all of them, if there are any. Those that a user surely did not mean so are refused elsewhere.
+    pub(super) fn without_effect(&self, run: &RunConfig) -> Option<String> {
+        let RunConfig { model, parallel: p, optimizer: o, logging, .. } = run;
+        let replicas = p.data_parallel_size * p.context_parallel_size;
+        let (sgd, wsd) = (o.kind == OptimizerKind::Sgd, o.decay_style == DecayStyle::Wsd);
+        let cases: [(bool, &str, &[&str]); 9] = [
+            (p.tensor_model_parallel_size == 1, "tensor_model_parallel_size is 1", &["sequence_parallel"]),
+            (replicas == 1, "there is one replica", &["use_distributed_optimizer", "overlap_grad_reduce"]),
+            (model.position_embedding != PositionEmbedding::Rope, "positions are not rotary", &["rotary_base"]),
+            (sgd, "the optimizer is SGD", &["adam_beta1", "adam_beta2", "adam_eps"]),
+            (!sgd, "the optimizer is Adam", &["sgd_momentum"]),
+            (o.decay_style == DecayStyle::Constant, "lr_decay_style is constant", &["min_lr"]),
+            (!wsd, "lr_decay_style is not WSD", &["lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"]),
+            (logging.prompt.is_none(), "there is no prompt", &["prompt_tokens"]),
+            (logging.profile.is_none(), "profile is off", &["profile_dir"]),
+        ];
+        let given = |key: &&&str| self.sources.of(key).is_some_and(|origin| !origin.starts_with("default"));
+        let idle: Vec<String> = cases
+            .iter()
+            .filter(|(is_so, ..)| *is_so)
+            .filter_map(|(_, why, keys)| {
+                let keys: Vec<&str> = keys.iter().filter(given).copied().collect();
+                (!keys.is_empty()).then(|| format!("{} ({why})", keys.join(", ")))
+            })
+            .collect();
+        (!idle.is_empty()).then(|| format!("note: without effect here: {}", idle.join("; ")))
+    }
+}
