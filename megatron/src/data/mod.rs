@@ -10,6 +10,7 @@
 mod blend;
 mod bpe;
 mod cache;
+mod checksums;
 mod cyclic;
 mod documents;
 #[doc(hidden)]

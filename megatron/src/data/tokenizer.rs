@@ -101,7 +101,7 @@ impl Tokenizer {
             true => Ok(Self::hugging_face(&path).ok().filter(|tokenizer| tokenizer.vocab_size <= size)),
             false => Ok(None),
         };
-        let mut tokenizer = open_or_build(cache_dir, open, || {
+        let mut tokenizer = open_or_build(cache_dir, &[&path], open, || {
             let mut file = AtomicFile::create(&path)?;
             let texts = corpus.paragraphs().map(|paragraph| paragraph.map(|paragraph| paragraph.text));
             file.write(train_bpe(size, texts)?.as_bytes())?;
