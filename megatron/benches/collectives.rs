@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Tensor};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use megatron::Result;
-use megatron::comm::rendezvous::StoreServer;
+use megatron::comm::rendezvous::{Clients, StoreServer};
 use megatron::comm::{Backend, CommOptions, Group, RankInfo, ReduceOp, Rendezvous, init, threads};
 
 const BACKENDS: [&str; 3] = ["threads", "local", "tcp"];
@@ -55,7 +55,7 @@ fn world(backend: &str) -> Result<Vec<Group>> {
     if backend == "threads" {
         return Ok(threads::world(2));
     }
-    let server = StoreServer::bind("127.0.0.1", 0, true)?;
+    let server = StoreServer::bind("127.0.0.1", 0, Clients { ranks: 2, one_host: true, ..Clients::default() })?;
     let port = server.address().port();
     let join = |rank| -> Result<Group> {
         let info =

@@ -25,7 +25,9 @@ pub mod error;
 pub mod optim;
 pub mod params;
 pub mod pipeline;
+pub mod private;
 pub mod tensor_parallel;
+pub mod text;
 pub mod topology;
 pub mod train;
 

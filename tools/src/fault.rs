@@ -59,6 +59,12 @@ impl Fault {
     }
 }
 
+/// Tells whoever looks at the run a line.
+pub fn tell(line: &str) {
+    // If standard error is gone there is nobody left to tell.
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 /// Reports the error that ends this process.
 pub fn report(error: &Error) {
     let (message, blames_a_peer) = (error.to_string(), error.blames_a_peer());

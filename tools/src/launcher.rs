@@ -5,12 +5,15 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::time::Duration;
 
+use megatron::comm::RUN_SECRET;
+
 use crate::cli::LaunchArgs;
 use crate::error::{Error, Result};
 use crate::fault::{OVER_STDIN, SUPERVISED};
 use crate::launch::{
     Host, Hosts, Plan, Ranks, Style, Work, exported, free_port, is_here, is_loopback, read_hostfile, supervise,
 };
+use crate::ranks::{secret, secret_or_new};
 
 /// torchrun's port, and DeepSpeed's.
 const DEFAULT_PORT: u16 = 29500;
@@ -57,6 +60,8 @@ fn here(launch: &LaunchArgs, variables: Vec<(OsString, OsString)>) -> Result<u8>
             master: (launch.master_addr.clone().unwrap_or_else(|| "127.0.0.1".to_string()), port),
             any_port: launch.master_port.is_none() && launch.nnodes == 1,
             serves_store: false,
+            // Of supervisors that were started one by one nobody can make it but who started them.
+            secret: if launch.nnodes > 1 { secret()? } else { secret_or_new()? },
             style: Style::Command,
             shares_gpus: crate::ranks::share_gpus(launch.nproc_per_node as usize, kernels::device::Choice::Auto),
             variables,
@@ -99,6 +104,7 @@ fn elsewhere(launch: &LaunchArgs, path: &Path, hosts: Vec<Host>) -> Result<u8> {
             program: program.into_os_string(),
             folder: found("the folder of this command", std::env::current_dir())?,
             exports,
+            secret: secret_or_new()?,
             options,
             command: launch.command.clone(),
         }),
@@ -138,6 +144,11 @@ fn named(exports: &[String]) -> Result<Vec<(OsString, OsString)>> {
         let (name, value) = export.split_once('=').map_or((export.as_str(), None), |(name, value)| (name, Some(value)));
         if name.is_empty() || !name.bytes().all(|byte| byte == b'_' || byte.is_ascii_alphanumeric()) {
             return Err(Error::usage(format!("--export {export}: must be NAME or NAME=VALUE")));
+        }
+        if name == RUN_SECRET {
+            return Err(Error::usage(format!(
+                "--export {name}: a command line is everybody's to read; leave it out: the secret goes to the other hosts by itself"
+            )));
         }
         let value = value.map(OsString::from).or_else(|| std::env::var_os(name));
         let unset = || Error::usage(format!("--export {export}: {name} is not set here; give --export {name}=VALUE"));

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::comm::Group;
+use crate::text::printable;
 use crate::{Error, Result};
 
 /// How long a file that one machine made may be unseen on another one.
@@ -124,7 +125,7 @@ fn appears(path: &Path) -> bool {
 fn agree(dir: &Path, world: &Group, refusal: Option<&String>) -> Result<()> {
     let refusals = world.all_gather_bytes(refusal.map_or(&[], |refusal| refusal.as_bytes()))?;
     match refusals.iter().find(|refusal| !refusal.is_empty()) {
-        Some(refusal) => Err(Error::checkpoint(dir, String::from_utf8_lossy(refusal))),
+        Some(refusal) => Err(Error::checkpoint(dir, printable(refusal))),
         None => Ok(()),
     }
 }

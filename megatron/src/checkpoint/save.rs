@@ -13,6 +13,7 @@ use super::shard_file::{self, Content, write_synced};
 use super::values::check_shard;
 use crate::comm::Group;
 use crate::params::ShardRef;
+use crate::text::printable;
 use crate::{Error, Result};
 
 /// Saves a checkpoint as `dir/iter_…` and points `dir` at it. Collective over `world`.
@@ -106,7 +107,7 @@ fn agree<T>(
             Some((&SUCCESS, message)) => messages.push(message.to_vec()),
             Some((_, why)) => {
                 let rank = world.ranks().get(rank).copied().unwrap_or(rank);
-                let why = String::from_utf8_lossy(why);
+                let why = printable(why);
                 let message = format!("was not saved because of rank {rank}: {why}; earlier checkpoints are intact");
                 return Err(Failure::Agreed(Error::checkpoint(target, message)));
             }

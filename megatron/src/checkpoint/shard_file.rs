@@ -4,7 +4,7 @@
 //! header, then the tensors' bytes without gaps. The crate's own functions want a file's tensors in memory at once.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{BufWriter, Read, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -14,6 +14,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::values::{Float, read_bytes};
 use crate::params::Elements;
+use crate::private::replace;
 use crate::{Error, Result};
 
 /// Bytes before the header.
@@ -255,12 +256,13 @@ pub(super) fn sync_folder(path: &Path) -> Result<()> {
     folder.sync_all().map_err(|e| Error::io("sync", path, e))
 }
 
-/// Writes a small file whole and syncs it.
+/// Writes a small file whole and syncs it. It is a new one: what lies there, which a killed run
+/// left or somebody put there, is removed and not written through.
 ///
 /// # Errors
 /// If the system refuses.
 pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
-    fs::write(path, bytes).map_err(|e| Error::io("write", path, e))?;
-    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+    let mut file = replace(path).map_err(|e| Error::io("create", path, e))?;
+    file.write_all(bytes).map_err(|e| Error::io("write", path, e))?;
     file.sync_all().map_err(|e| Error::io("sync", path, e))
 }

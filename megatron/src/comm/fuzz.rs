@@ -1,7 +1,10 @@
 //! What reads messages and is not public, for fuzzing (`tests/fuzz`).
 
+use std::io::{self, Read, Write};
+
 use super::message::{Call, Header, Op};
 use super::rendezvous::wire;
+use super::secret::{self, Secret};
 
 /// An encoded header.
 pub fn header() -> Vec<u8> {
@@ -18,10 +21,36 @@ pub fn headers(bytes: &[u8]) {
     }
 }
 
-/// Reads a store's greeting, and a request and a reply in what follows.
+/// Reads a store's greeting, what proves a caller and an answerer, and a request and a reply in
+/// what follows.
 pub fn store_messages(mut bytes: &[u8]) {
     if wire::read_greeting(&mut bytes).is_ok() {
+        let none = Secret::default();
+        let mut said = Said(bytes);
+        let _ = secret::introduce(&mut said, &none, wire::GREETING, |_| Ok(wire::GREETING.to_vec()));
+        let greeting = || Ok((wire::GREETING.to_vec(), wire::GREETING.to_vec()));
+        let mut said = Said(bytes);
+        let _ = secret::answer(&mut said, &none, |_| greeting()).and_then(|a| a.recognize(&mut said, &none));
         let _ = wire::read_request(&mut &*bytes);
         let _ = wire::read_reply(&mut bytes);
+    }
+}
+
+/// What another side has said that hears nothing.
+struct Said<'a>(&'a [u8]);
+
+impl Read for Said<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.0.read(bytes)
+    }
+}
+
+impl Write for Said<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }

@@ -13,6 +13,7 @@
 //! staging                tensors on GPUs, over these
 //! nccl                   tensors on GPUs, by NCCL; beside one of these (feature `nccl`)
 //! rendezvous             how ranks find each other; init() makes a world
+//! secret, lobby          who is of the run, and what strangers may cost it
 //! ```
 
 mod collectives;
@@ -23,6 +24,7 @@ mod executor;
 pub mod fuzz;
 mod group;
 mod inbox;
+mod lobby;
 mod local;
 mod message;
 #[cfg(feature = "nccl")]
@@ -31,6 +33,7 @@ mod operands;
 mod options;
 mod reduce;
 pub mod rendezvous;
+mod secret;
 mod staging;
 mod tcp;
 pub mod threads;
@@ -40,4 +43,5 @@ pub(crate) use inbox::lock;
 pub use local::Process;
 pub use options::CommOptions;
 pub use rendezvous::{Backend, RankInfo, Rendezvous, World, init};
+pub use secret::{RUN_SECRET, Secret};
 pub use threads::solo;

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use super::secret::Secret;
+
 /// Deadlines of communication, and its means.
 #[derive(Clone, Debug)]
 pub struct CommOptions {
@@ -15,8 +17,11 @@ pub struct CommOptions {
     pub remote_memory_access: bool,
     /// What [`crate::comm::Communicator::overlaps`] answers. It changes no bit.
     pub overlap: bool,
-    /// Where this rank says whom it waits for at the start, if that takes longer than ten seconds.
+    /// Where this rank says whom it waits for at the start, if that takes longer than ten seconds,
+    /// and whom it refused.
     pub on_wait: Option<fn(&str)>,
+    /// What the ranks prove to each other with that they are of one run.
+    pub secret: Secret,
 }
 
 impl Default for CommOptions {
@@ -28,6 +33,7 @@ impl Default for CommOptions {
             remote_memory_access: true,
             overlap: false,
             on_wait: None,
+            secret: Secret::default(),
         }
     }
 }

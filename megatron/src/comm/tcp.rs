@@ -14,8 +14,11 @@ use std::time::{Duration, Instant};
 use super::CommOptions;
 use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Inbox, Loss, lock};
+use super::lobby::{Lobby, Timed};
 use super::message::{Header, Message, Payload};
 use super::rendezvous::{Member, connect_once, is_loopback};
+use super::secret::{self, Secret, introduce};
+use crate::text::printable;
 use crate::{Error, Result};
 
 const MESSAGE: u8 = 1;
@@ -57,58 +60,76 @@ impl Listener {
         bind().map_err(|e: io::Error| Error::comm(format!("cannot listen for other ranks: {e}")))
     }
 
+    /// Where it listens.
+    #[cfg(test)]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
     /// The address under which this listener is found on `host`.
     pub fn at(&self, host: &str) -> String {
         format!("{host} {}", self.address.port())
     }
 }
 
-/// What the caller says once it has heard the answer. One that gave up meanwhile leaves a greeting behind that nobody stands for.
-const AGREED: u8 = 0x5a;
-
-/// What both sides of a new connection say: the run, who speaks, and to whom.
-fn greeting(nonce: u64, from: usize, to: usize) -> [u8; 24] {
-    let mut bytes = [0; 24];
+/// What both sides of a new connection say: the run, who speaks, and to whom. What proves it
+/// follows, of the caller once it has heard the answer: one that gave up meanwhile leaves a
+/// greeting behind that nobody stands for.
+fn greeting(nonce: u64, from: usize, to: usize) -> [u8; GREETING] {
+    let mut bytes = [0; GREETING];
     bytes[..8].copy_from_slice(&nonce.to_le_bytes());
     bytes[8..16].copy_from_slice(&(from as u64).to_le_bytes());
     bytes[16..].copy_from_slice(&(to as u64).to_le_bytes());
     bytes
 }
 
-fn hear(stream: &mut TcpStream) -> io::Result<[u8; 24]> {
-    stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
-    let mut heard = [0; 24];
+const GREETING: usize = 24;
+
+fn hear(stream: &mut impl Read) -> io::Result<[u8; GREETING]> {
+    let mut heard = [0; GREETING];
     stream.read_exact(&mut heard)?;
-    stream.set_read_timeout(None)?;
     Ok(heard)
 }
 
+/// This rank in a run.
+#[derive(Clone)]
+struct Me {
+    rank: usize,
+    nonce: u64,
+    secret: Secret,
+}
+
+impl Me {
+    /// Introduces this rank to rank `to` at the other end of `stream`.
+    fn greet(&self, stream: &TcpStream, to: usize) -> io::Result<()> {
+        let answer = greeting(self.nonce, to, self.rank);
+        let expect = |stream: &mut Timed| match hear(stream)? {
+            heard if heard == answer => Ok(heard.to_vec()),
+            _ => Err(io::Error::other("another program answered")),
+        };
+        let mut timed = Timed::new(stream, GREETING_TIMEOUT);
+        introduce(&mut timed, &self.secret, &greeting(self.nonce, self.rank, to), expect)?;
+        stream.set_read_timeout(None)
+    }
+}
+
 /// Connects to rank `to`, which listens at one of its addresses.
-fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instant) -> Result<TcpStream> {
-    let (me, peer) = (&members[rank], &members[to]);
-    let near = me.is_near(peer);
+fn call(me: &Me, to: usize, members: &[Member], deadline: Instant) -> Result<TcpStream> {
+    let peer = &members[to];
+    let places = || peer.addresses.iter().filter_map(|address| address.split_once(' '));
+    // Another machine's loopback address leads back here, where that machine has other addresses.
+    let tries_loopback = members[me.rank].is_near(peer) || places().all(|(host, _)| is_loopback(host));
     let start = Instant::now();
     let mut pause = Duration::from_millis(5);
     loop {
         let mut refusals = Vec::new();
-        for address in &peer.addresses {
-            let Some((host, port)) = address.split_once(' ').and_then(|(h, p)| Some((h, p.parse().ok()?))) else {
-                continue;
-            };
-            // Another machine's loopback address leads back here.
-            if !near && is_loopback(host) {
+        for (host, port) in places().filter_map(|(host, port)| Some((host, port.parse().ok()?))) {
+            if !tries_loopback && is_loopback(host) {
                 continue;
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            let met = connect_once(host, port, left.min(Duration::from_secs(3))).and_then(|mut stream| {
-                stream.write_all(&greeting(nonce, rank, to))?;
-                let heard = hear(&mut stream)?;
-                if heard != greeting(nonce, to, rank) {
-                    return Err(io::Error::other("another program answered"));
-                }
-                stream.write_all(&[AGREED])?;
-                Ok(stream)
-            });
+            let met = connect_once(host, port, left.min(Duration::from_secs(3)))
+                .and_then(|stream| me.greet(&stream, to).map(|()| stream));
             match met {
                 Ok(stream) => return Ok(stream),
                 Err(e) => refusals.push(format!("{host}:{port}: {e}")),
@@ -120,7 +141,7 @@ fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instan
                 false => refusals.join("; "),
             };
             let how = format!("cannot be reached ({tried})");
-            let operation = format!("connecting rank {rank} for {:.0} s", start.elapsed().as_secs_f64());
+            let operation = format!("connecting rank {} for {:.0} s", me.rank, start.elapsed().as_secs_f64());
             return Err(Error::PeerLost { rank: to, how, operation });
         }
         std::thread::sleep(pause);
@@ -130,13 +151,13 @@ fn call(rank: usize, to: usize, members: &[Member], nonce: u64, deadline: Instan
 
 /// Accepts connections until every rank above this one has connected.
 fn answer(
-    rank: usize,
+    me: &Me,
     streams: &mut [Option<TcpStream>],
-    nonce: u64,
     mut accept: impl FnMut() -> io::Result<TcpStream>,
     deadline: Instant,
 ) -> Result<()> {
-    let (start, size) = (Instant::now(), streams.len());
+    let (start, size, rank) = (Instant::now(), streams.len(), me.rank);
+    let lobby = Arc::new(Lobby::new(size));
     let missing = |streams: &[Option<TcpStream>]| -> Vec<usize> {
         (rank + 1..size).filter(|peer| streams[*peer].is_none()).collect()
     };
@@ -144,16 +165,19 @@ fn answer(
     while !missing(streams).is_empty() {
         let mut patience = Duration::from_millis(1);
         // Why the system gave out no connection, or could not have its caller heard.
-        let refusal = match accept() {
-            Ok(stream) => {
+        let accepted = accept().and_then(|stream| Ok((lobby.enter(&stream)?, stream)));
+        let refusal = match accepted {
+            Ok((number, stream)) => {
                 patience = Duration::ZERO;
-                let met = met.clone();
+                let (met, lobby, me) = (met.clone(), lobby.clone(), me.clone());
                 // By itself, so that who falls silent amid its introduction holds up nobody else. Ends by the deadline.
                 let greeting = std::thread::Builder::new().name("comm-greeting".into()).spawn(move || {
                     // Strangers are sent away; a rank that was cut off tries again.
-                    if let Ok(peer) = meet(stream, rank, nonce, size, deadline) {
+                    let peer = meet(&me, &stream, size, deadline, || lobby.heard(number));
+                    lobby.leave(number);
+                    if let Ok(peer) = peer {
                         // Not wanted any more once all are there.
-                        let _ = met.send(peer);
+                        let _ = met.send((peer, stream));
                     }
                 });
                 greeting.err()
@@ -173,6 +197,8 @@ fn answer(
             return Err(Error::Timeout { operation: "connecting over tcp".into(), missing: missing(streams), seconds });
         }
     }
+    // Strangers that still have not said who they are.
+    lobby.clear();
     Ok(())
 }
 
@@ -191,30 +217,27 @@ fn cannot_accept(error: &io::Error) -> Error {
     Error::comm(format!("cannot accept connections of other ranks: {error}{advice}"))
 }
 
-/// Hears out who called: a rank above this one, and its connection, once it has said that it heard the answer.
-fn meet(
-    mut stream: TcpStream,
-    rank: usize,
-    nonce: u64,
-    size: usize,
-    deadline: Instant,
-) -> io::Result<(usize, TcpStream)> {
+/// Hears out who called: a rank above this one, once it has proved itself, by which it also says
+/// that it heard the answer. `known` is called when only that is left.
+fn meet(me: &Me, stream: &TcpStream, size: usize, deadline: Instant, known: impl FnOnce()) -> io::Result<usize> {
+    let Me { rank, nonce, secret } = me;
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
-    let heard = hear(&mut stream)?;
-    let peer = (rank + 1..size).find(|peer| heard == greeting(nonce, *peer, rank));
-    let peer = peer.ok_or_else(|| io::Error::other("not a rank of this run"))?;
-    stream.write_all(&greeting(nonce, rank, peer))?;
-    // A rank of this run says so or closes. Not given up before: it would say so nevertheless, and take itself for connected.
-    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    stream.set_read_timeout(Some(left))?;
-    let mut agreed = [0];
-    stream.read_exact(&mut agreed)?;
+    let mut timed = Timed::new(stream, GREETING_TIMEOUT);
+    let mut peer = 0;
+    let answered = secret::answer(&mut timed, secret, |stream| {
+        let heard = hear(stream)?;
+        let found = (rank + 1..size).find(|peer| heard == greeting(*nonce, *peer, *rank));
+        peer = found.ok_or_else(|| io::Error::other("not a rank of this run"))?;
+        Ok((heard.to_vec(), greeting(*nonce, *rank, peer).to_vec()))
+    })?;
+    known();
+    // A rank of this run proves itself or closes. Not given up before: it would do so nevertheless,
+    // and take itself for connected.
+    timed.deadline = deadline.max(Instant::now() + Duration::from_millis(1));
+    answered.recognize(&mut timed, secret)?;
     stream.set_read_timeout(None)?;
-    if agreed != [AGREED] {
-        return Err(io::Error::other("no word that the answer was heard"));
-    }
-    Ok((peer, stream))
+    Ok(peer)
 }
 
 enum Frame {
@@ -281,11 +304,12 @@ impl TcpLink {
         options: &CommOptions,
     ) -> Result<Self> {
         let mut streams: Vec<Option<TcpStream>> = members.iter().map(|_| None).collect();
+        let me = Me { rank, nonce, secret: options.secret.clone() };
         for to in 0..rank {
-            streams[to] = Some(call(rank, to, members, nonce, deadline)?);
+            streams[to] = Some(call(&me, to, members, deadline)?);
         }
         let accept = || listener.listener.accept().map(|(stream, _)| stream);
-        answer(rank, &mut streams, nonce, accept, deadline)?;
+        answer(&me, &mut streams, accept, deadline)?;
         let waits = Arc::new(Mutex::new(vec![None; members.len()]));
         let peer = |(peer, stream): (usize, Option<TcpStream>)| {
             stream.map(|stream| Peer::start(peer, stream, inbox.clone(), waits.clone(), options)).transpose()
@@ -399,7 +423,7 @@ fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox, waits: &Waits) 
                 }
                 let mut reason = vec![0; len];
                 from.read_exact(&mut reason)?;
-                inbox.condemn(Loss { rank: lost, how: String::from_utf8_lossy(&reason).into_owned() });
+                inbox.condemn(Loss { rank: lost, how: printable(&reason) });
             }
             AWAITS => {
                 let awaited = read_u32(from)? as usize;

@@ -41,7 +41,7 @@ impl Blend {
         let path = cache_dir.join(format!("blend-{}.index", key.finish()));
         let open =
             || Ok(IndexFile::open(&path, 2)?.filter(|index| index.len(SOURCE) == size && index.len(SAMPLE) == size));
-        let index = open_or_build(cache_dir, open, || build(&weights, size, &path))?;
+        let index = open_or_build(cache_dir, &[&path], open, || build(&weights, size, &path))?;
         Ok(Self { sources, index })
     }
 

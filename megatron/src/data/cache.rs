@@ -1,6 +1,8 @@
 //! What caches need: files that appear whole or not at all, a lock between processes, and keys made from content.
 //!
-//! A lock is the operating system's (`flock`): it ends with the process that held it, however that died.
+//! What is cached is believed as far as its checksums hold, and only from a folder that nobody else
+//! can write into. A lock is the operating system's (`flock`): it ends with the process that held
+//! it, however that died.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{BufWriter, ErrorKind, Write};
@@ -9,10 +11,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sha2::{Digest, Sha256};
 
+use super::checksums;
+use crate::private::{create_folder, exposed, open_file, open_lock};
 use crate::{Error, Result};
 
 /// Suffix of files that are not finished.
 const TEMPORARY: &str = ".tmp";
+/// Extension of the checksums of what has another one.
+const SUMS: &str = "sums";
 /// What the names of cached files begin with: see who calls [`open_or_build`].
 const CACHED: [&str; 4] = ["blend-", "gpt-", "text-", "tokenizer-"];
 
@@ -103,14 +109,10 @@ pub(super) struct CacheLock {
 impl CacheLock {
     /// Creates the folder if need be and waits for its lock. What a killed builder left is removed.
     pub fn acquire(folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder).map_err(|error| unusable(folder, &error))?;
+        create_folder(folder).map_err(|error| unusable(folder, &error))?;
+        refuse_exposed(folder)?;
         let path = folder.join(".lock");
-        let file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&path)
-            .map_err(|error| unusable(folder, &error))?;
+        let file = open_lock(&path).map_err(|error| unusable(folder, &error))?;
         // Where a file system knows no locks, several processes may do the same work; renames keep the result whole.
         let locked = match file.lock() {
             Ok(()) => true,
@@ -129,29 +131,53 @@ fn unusable(folder: &Path, error: &std::io::Error) -> Error {
     Error::data(folder, message)
 }
 
+/// # Errors
+/// If others can put into `folder` what this run would believe.
+fn refuse_exposed(folder: &Path) -> Result<()> {
+    match exposed(folder) {
+        Ok(None) => Ok(()),
+        Ok(Some(why)) => {
+            let message = format!("cannot be the cache's folder: it {why}; or name another (cache_dir)");
+            Err(Error::data(folder, message))
+        }
+        // There is nothing yet.
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(unusable(folder, &error)),
+    }
+}
+
 fn no_locks(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::Unsupported || error.raw_os_error() == Some(libc::ENOLCK)
 }
 
 /// Opens what is cached or else builds it, once for all processes that share `folder`: the others wait, then open it.
 ///
-/// `open` gives `None` where there is nothing usable; `build` must leave something that it accepts.
+/// `open` gives `None` where there is nothing usable; `build` must leave `files`, which it accepts.
+/// Files that are not as they were built, by their checksums, are built anew.
+///
+/// # Errors
+/// Those of `open` and `build`; `Error::Data` where others can write into `folder`.
 pub(super) fn open_or_build<T>(
     folder: &Path,
+    files: &[&Path],
     open: impl Fn() -> Result<Option<T>>,
     build: impl FnOnce() -> Result<()>,
 ) -> Result<T> {
     if fs::metadata(folder).is_ok_and(|there| !there.is_dir()) {
         return Err(unusable(folder, &ErrorKind::NotADirectory.into()));
     }
-    if let Some(found) = open()? {
+    refuse_exposed(folder)?;
+    let sums = files.first().map_or_else(|| folder.to_path_buf(), |file| file.with_extension(SUMS));
+    let open_whole = || if checksums::hold(&sums, files)? { open() } else { Ok(None) };
+    if let Some(found) = open_whole()? {
         return Ok(found);
     }
     let _lock = CacheLock::acquire(folder)?;
-    if let Some(found) = open()? {
+    if let Some(found) = open_whole()? {
         return Ok(found);
     }
     build()?;
+    checksums::write(&sums, files)?;
     open()?.ok_or_else(|| Error::data(folder, "what was just cached here is gone; do not clean the cache during a run"))
 }
 
@@ -183,7 +209,7 @@ fn remove_unfinished(folder: &Path, name: Option<&str>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         if name.is_some()
             && entry.file_name().to_str().and_then(unfinished) == name
-            && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok())
+            && open_file(&entry.path()).is_ok_and(|file| file.try_lock().is_ok())
         {
             let _ = fs::remove_file(entry.path());
         }
@@ -268,6 +294,32 @@ mod tests {
         kept.iter().for_each(|name| fs::write(folder.path().join(name), b"").unwrap());
         let _lock = CacheLock::acquire(folder.path()).unwrap();
         assert_eq!(names(folder.path()), [&[".lock"][..], &kept[..]].concat());
+    }
+
+    #[test]
+    fn a_folder_that_others_can_write_into_is_no_cache() {
+        use std::os::unix::fs::PermissionsExt;
+        let outer = tempfile::tempdir().unwrap();
+        let folder = outer.path().join("cache");
+        let file = folder.join("gpt-0a.index");
+        let opened = || {
+            let open = || Ok(fs::read(&file).ok());
+            open_or_build(&folder, &[&file], open, || {
+                fs::write(&file, b"built").map_err(|e| Error::io("write", &file, e))
+            })
+        };
+        assert_eq!(opened().unwrap(), b"built");
+        assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700);
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
+        let message = opened().unwrap_err().to_string();
+        assert!(message.contains("can be written into by every user: `chmod go-w "), "{message}");
+        assert!(message.contains("or name another (cache_dir)"), "{message}");
+        // By way of a link, too, and where only its lock could be prepared.
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();
+        fs::remove_file(folder.join(".lock")).unwrap();
+        fs::remove_file(&file).unwrap();
+        std::os::unix::fs::symlink(outer.path().join("target"), folder.join(".lock")).unwrap();
+        assert!(opened().is_err() && !outer.path().join("target").exists());
     }
 
     #[test]

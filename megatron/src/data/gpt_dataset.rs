@@ -78,7 +78,8 @@ impl GptDataset {
                     && index.len(SHUFFLE) == plan.num_samples
             }))
         };
-        let index = open_or_build(cache_dir, open, || build(dataset, &sequences, &plan, seq_length, seed, &path))?;
+        let build = || build(dataset, &sequences, &plan, seq_length, seed, &path);
+        let index = open_or_build(cache_dir, &[&path], open, build)?;
         Ok(Self { dataset: dataset.clone(), seq_length, num_samples: plan.num_samples, index })
     }
 

@@ -1,7 +1,8 @@
 //! Cached arrays of integers in one file, written as a stream and read by positioned reads.
 //!
-//! The file: `MGTNIDX1`, u64 number of arrays, per array u64 bytes of an element and u64 elements, then the arrays, all
-//! little-endian. It appears whole or not at all, so its length is all that is checked; whoever reads an element checks that.
+//! The file: `MGTNIDX1`, u64 number of arrays, per array u64 bytes of an element and u64 elements,
+//! then the arrays, all little-endian. It appears whole or not at all, so its length is all that is
+//! checked here ([`super::checksums`] has the rest); whoever reads an element checks that.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

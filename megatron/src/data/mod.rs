@@ -12,6 +12,7 @@ mod beside;
 mod blend;
 mod bpe;
 mod cache;
+mod checksums;
 pub mod cuts;
 mod cyclic;
 mod documents;

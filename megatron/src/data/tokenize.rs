@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::cache::{KeyHasher, open_or_build};
-use super::indexed::{IndexedDataset, TokenType};
+use super::indexed::{IndexedDataset, TokenType, pair_paths};
 use super::indexed_writer::IndexedWriter;
 use super::parts::Part;
 use super::text::Corpus;
@@ -35,7 +35,8 @@ pub fn tokenized(corpus: &Corpus, tokenizer: &Tokenizer, cache_dir: &Path) -> Re
         Err(Error::Data { .. }) => Ok(None),
         Err(error) => Err(error),
     };
-    open_or_build(cache_dir, open, || build(corpus, tokenizer, &prefix))
+    let (bin, idx) = pair_paths(&prefix);
+    open_or_build(cache_dir, &[&idx, &bin], open, || build(corpus, tokenizer, &prefix))
 }
 
 fn build(corpus: &Corpus, tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {

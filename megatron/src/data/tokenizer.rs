@@ -159,7 +159,7 @@ impl Tokenizer {
             true => Ok(Self::hugging_face(&path, options).ok().filter(|tokenizer| tokenizer.vocab_size <= size)),
             false => Ok(None),
         };
-        let mut tokenizer = open_or_build(cache_dir, open, || {
+        let mut tokenizer = open_or_build(cache_dir, &[&path], open, || {
             let mut file = AtomicFile::create(&path)?;
             let parts = corpus.parts(Arc::new(Cuts::between_words()));
             file.write(train_bpe(size, parts.map(|part| part.map(|part| part.text)))?.as_bytes())?;

@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::comm::Group;
 use crate::config::RunConfig;
+use crate::text::printable;
 use crate::{Error, Result};
 
 /// Settings that may differ between machines: where things are. What is in the data is compared by fingerprint.
@@ -42,7 +43,7 @@ pub fn require(world: &Group, config: &RunConfig, fingerprint: &str) -> Result<(
     }
     Err(Error::config(format!(
         "the ranks were not started alike: {}; start every rank with the same flags, run file and data",
-        differences.join("; ")
+        printable(differences.join("; "))
     )))
 }
 

@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
 use std::time::{Duration, Instant};
 
-use megatron::comm::rendezvous::{FileStore, Store, StoreServer, TcpStore};
-use megatron::comm::{Backend, CommOptions, RankInfo, Rendezvous, init};
+use megatron::comm::rendezvous::{Clients, FileStore, Store, StoreServer, TcpStore};
+use megatron::comm::{Backend, CommOptions, RankInfo, Rendezvous, Secret, init};
 use megatron::{Error, Result};
 
 use crate::support::{info, options};
@@ -55,17 +55,28 @@ fn a_store_in_a_folder_keeps_values_and_counts() {
 
 #[test]
 fn a_store_over_tcp_keeps_values_and_counts() {
-    let server = StoreServer::bind("127.0.0.1", 0, true).unwrap();
-    let connect = || TcpStore::connect("127.0.0.1", server.address().port(), SECOND, None).unwrap();
-    check_store(&connect(), &connect());
+    let server = serve(Secret::default());
+    check_store(&connect(&server).unwrap(), &connect(&server).unwrap());
+}
+
+/// A store for two ranks of this machine.
+fn serve(secret: Secret) -> StoreServer {
+    StoreServer::bind("127.0.0.1", 0, Clients { ranks: 2, one_host: true, secret, ..Clients::default() }).unwrap()
+}
+
+/// A client that has no secret.
+fn connect(server: &StoreServer) -> Result<TcpStore> {
+    TcpStore::connect("127.0.0.1", server.address().port(), SECOND, &Secret::default(), None)
 }
 
 #[test]
 fn garbage_does_not_disturb_a_store() {
-    let server = StoreServer::bind("127.0.0.1", 0, true).unwrap();
-    let store = TcpStore::connect("127.0.0.1", server.address().port(), SECOND, None).unwrap();
-    let huge_key = [b"MGTSTOR1\x01".as_slice(), &[0xff; 64]].concat();
-    let huge_value = [b"MGTSTOR1\x01\x01\x00k".as_slice(), &[0xff; 64]].concat();
+    let server = serve(Secret::default());
+    let store = connect(&server).unwrap();
+    // A client without a secret, whose challenge is zeros; not so what it proves.
+    let greeting = [b"MGTSTOR2".as_slice(), &[0; 33]].concat();
+    let huge_key = [&greeting[..], b"\x01", &[0xff; 64]].concat();
+    let huge_value = [&greeting[..], b"\x01\x01\x00k", &[0xff; 64]].concat();
     for garbage in [b"GET / HTTP/1.1\r\n\r\n".as_slice(), &huge_key, &huge_value] {
         let mut stranger = TcpStream::connect(server.address()).unwrap();
         stranger.set_read_timeout(Some(10 * SECOND)).unwrap();
@@ -73,7 +84,7 @@ fn garbage_does_not_disturb_a_store() {
         let mut reply = Vec::new();
         // Closed by the server, with or without a reset.
         let _ = stranger.read_to_end(&mut reply);
-        assert!(reply.len() <= 8, "{reply:?}");
+        assert!(reply.len() <= 8 + 1 + 32 + 32, "{reply:?}");
     }
     store.set("k", b"v").unwrap();
     assert_eq!(store.get("k").unwrap().unwrap(), b"v");
@@ -166,7 +177,8 @@ fn rank_0_may_be_told_localhost_where_others_are_told_its_address() {
     let join = |rank: usize| {
         let (master, host) = places[rank];
         let master = if master.is_empty() { ip.to_string() } else { master.into() };
-        let info = RankInfo { host: host.into(), local_rank: None, local_world_size: None, ..info(rank, 3) };
+        let info =
+            RankInfo { host: host.into(), local_rank: None, local_world_size: None, in_pod: true, ..info(rank, 3) };
         let rendezvous = Rendezvous::Tcp { host: master, port, is_host: rank == 0 };
         let world = init(&info, &rendezvous, Backend::Auto, options(10 * SECOND))?;
         Ok((world.group.ranks().to_vec(), world.local_rank, world.local_world_size))
@@ -261,4 +273,132 @@ fn a_second_process_with_a_rank_that_has_answered_is_refused() {
             assert!(matches!(result, Err(Error::Config(m)) if m.contains("RANK=1")), "{told:?}");
         }
     }
+}
+
+/// `secret`, of 32 characters or more.
+fn secret(text: &str) -> Secret {
+    Secret::parse(&text.repeat(32)).unwrap()
+}
+
+/// As [`init`] of rank `rank` of 2, with a secret or without; what it is told by the way is counted
+/// in `REFUSED`.
+fn join_with(secret: Secret, rank: usize, rendezvous: Rendezvous, timeout: Duration) -> Result<()> {
+    let options = CommOptions { secret, on_wait: Some(hear), ..options(timeout) };
+    let world = init(&info(rank, 2), &rendezvous, Backend::Tcp, options)?;
+    world.group.barrier()
+}
+
+static HEARD: std::sync::Mutex<Vec<String>> = std::sync::Mutex::new(Vec::new());
+
+fn hear(line: &str) {
+    HEARD.lock().unwrap().push(line.into());
+}
+
+#[test]
+fn ranks_with_one_secret_meet_wherever_it_is() {
+    let (dir, port) = (tempfile::tempdir().unwrap(), free_port());
+    let file = |_| Rendezvous::File { dir: dir.path().into() };
+    let tcp = |rank| Rendezvous::Tcp { host: "localhost".into(), port, is_host: rank == 0 };
+    let rendezvous: [&(dyn Fn(usize) -> Rendezvous + Sync); 2] = [&file, &tcp];
+    for place in rendezvous {
+        std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| scope.spawn(move || join_with(secret("a"), rank, place(rank), 10 * SECOND)));
+            ranks.into_iter().for_each(|rank| rank.join().unwrap().unwrap());
+        });
+    }
+}
+
+#[test]
+fn a_rank_of_another_secret_is_told_and_takes_no_place_of_those_that_have_one() {
+    let [none, a, b] = [Secret::default(), secret("a"), secret("b")];
+    for (run, stranger, told) in [
+        (a.clone(), b, "it has another MEGATRON_RUN_SECRET"),
+        (a.clone(), none.clone(), "it has a MEGATRON_RUN_SECRET, and this process has none"),
+        (none, a, "it has no MEGATRON_RUN_SECRET, and this process has one"),
+    ] {
+        let (dir, port) = (tempfile::tempdir().unwrap(), free_port());
+        let file = |_| Rendezvous::File { dir: dir.path().into() };
+        let tcp = |rank| Rendezvous::Tcp { host: "localhost".into(), port, is_host: rank == 0 };
+        let rendezvous: [&(dyn Fn(usize) -> Rendezvous + Sync); 2] = [&file, &tcp];
+        for place in rendezvous {
+            std::thread::scope(|scope| {
+                let join = |secret: &Secret, rank| {
+                    let secret = secret.clone();
+                    scope.spawn(move || join_with(secret, rank, place(rank), 10 * SECOND))
+                };
+                let first = join(&run, 0);
+                // Told at once, and not when its patience ends.
+                let refused = join(&stranger, 1).join().unwrap();
+                let Err(Error::Config(message)) = refused else { panic!("{refused:?}") };
+                assert!(message.contains(told) && message.contains("give all ranks the same"), "{message}");
+                // The run waits for its own rank 1.
+                join(&run, 1).join().unwrap().unwrap();
+                first.join().unwrap().unwrap();
+            });
+        }
+        let reversed = match told {
+            told if told.contains("another") => told.to_string(),
+            told if told.contains(" no ") => "it has a MEGATRON_RUN_SECRET, and this process has none".into(),
+            _ => "it has no MEGATRON_RUN_SECRET, and this process has one".into(),
+        };
+        let heard = HEARD.lock().unwrap();
+        let of = |how: &str| heard.iter().filter(|line| line.contains(how) && line.contains(&reversed)).count();
+        assert!(of("to join was refused") >= 1 && of("to join as rank 1 was refused") >= 1, "{heard:?}");
+    }
+}
+
+#[test]
+fn idle_connections_in_any_number_keep_no_rank_from_the_store() {
+    let server = serve(secret("a"));
+    let port = server.address().port();
+    // More than there is room for; some have begun to introduce themselves.
+    let mut idle: Vec<TcpStream> = (0..300).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
+    idle.iter_mut().step_by(2).for_each(|stream| drop(stream.write_all(b"MGTS")));
+    let tcp = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
+    std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| {
+            let tcp = tcp.clone();
+            scope.spawn(move || join_with(secret("a"), rank, tcp, 10 * SECOND))
+        });
+        ranks.into_iter().for_each(|rank| rank.join().unwrap().unwrap());
+    });
+    // Ranks that have met need no store: it is gone, and all that was connected to it with it.
+    let deadline = Instant::now() + 10 * SECOND;
+    while TcpStream::connect_timeout(&server.address(), SECOND).is_ok() {
+        assert!(Instant::now() < deadline, "the store is still there");
+        std::thread::sleep(SECOND / 100);
+    }
+    for mut stream in idle {
+        stream.set_read_timeout(Some(10 * SECOND)).unwrap();
+        let closed = stream.read(&mut [0; 8]);
+        assert!(
+            matches!(closed, Ok(0)) || closed.as_ref().is_err_and(|e| e.kind() != std::io::ErrorKind::WouldBlock),
+            "{closed:?}"
+        );
+    }
+}
+
+#[test]
+fn a_silent_client_is_closed() {
+    let server = serve(Secret::default());
+    let mut silent = TcpStream::connect(server.address()).unwrap();
+    silent.set_read_timeout(Some(20 * SECOND)).unwrap();
+    assert_eq!(silent.read(&mut [0; 8]).unwrap(), 0);
+}
+
+#[test]
+fn a_folder_that_others_can_write_into_is_no_place_to_meet() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    let outer = tempfile::tempdir().unwrap();
+    let dir = outer.path().join("meet");
+    let store = FileStore::open(&dir).unwrap();
+    store.add("k", 1).unwrap();
+    let mode = |path: &std::path::Path| std::fs::metadata(path).unwrap().mode() & 0o777;
+    assert_eq!(mode(&dir), 0o700);
+    for entry in std::fs::read_dir(&dir).unwrap() {
+        assert_eq!(mode(&entry.unwrap().path()), 0o600);
+    }
+    std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let Err(Error::Config(message)) = FileStore::open(&dir).map(drop) else { panic!() };
+    assert!(message.contains("can be written into by every user") && message.contains("another folder"), "{message}");
 }

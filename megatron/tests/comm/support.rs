@@ -5,7 +5,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use kernels::host::with_bytes;
 use megatron::Result;
-use megatron::comm::rendezvous::StoreServer;
+use megatron::comm::rendezvous::{Clients, StoreServer};
 use megatron::comm::{Backend, CommOptions, Group, RankInfo, Rendezvous, init, threads};
 
 /// The backends that run with one thread per rank.
@@ -40,7 +40,8 @@ pub fn try_ranks_with<R: Send>(
     f: impl Fn(Group) -> Result<R> + Sync,
 ) -> Vec<Result<R>> {
     let dir = tempfile::tempdir().expect("a folder");
-    let server = StoreServer::bind("127.0.0.1", 0, true).expect("a server");
+    let server = StoreServer::bind("127.0.0.1", 0, Clients { ranks: size, one_host: true, ..Clients::default() })
+        .expect("a server");
     let (f, options, dir) = (&f, &options, dir.path().to_path_buf());
     let join = |rank: usize| -> Result<Group> {
         let (rendezvous, backend) = match backend {

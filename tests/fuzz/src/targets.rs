@@ -84,7 +84,7 @@ pub fn all() -> Vec<Target> {
             memory: MEMORY_OF_PAGES,
             ..of("parquet", parquets, &["PAR1", "text"], |folder, input| documents(folder, "a.parquet", input))
         },
-        of("store-messages", store_messages, &["MGTSTOR1"], |_, input| megatron::comm::fuzz::store_messages(input)),
+        of("store-messages", store_messages, &["MGTSTOR2"], |_, input| megatron::comm::fuzz::store_messages(input)),
         of(
             "rank-messages",
             || vec![megatron::comm::fuzz::header()],
@@ -320,5 +320,5 @@ fn documents(folder: &Path, name: &str, input: &[u8]) {
 
 /// A request and a reply of the store.
 fn store_messages() -> Vec<Vec<u8>> {
-    vec![b"MGTSTOR1\x01\x03\x00key\x02\x00\x00\x00ab".to_vec(), b"MGTSTOR1\x00\x02\x00\x00\x00ab".to_vec()]
+    vec![b"MGTSTOR2\x01\x03\x00key\x02\x00\x00\x00ab".to_vec(), b"MGTSTOR2\x00\x02\x00\x00\x00ab".to_vec()]
 }

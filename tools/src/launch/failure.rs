@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use megatron::text::printable;
+
 use super::process::{Exit, signal_name};
 use crate::fault::Fault;
 
@@ -85,7 +87,10 @@ pub fn describe(failures: &[Failure], started: usize, advice: Option<&str>) -> S
             format!("{who} (pid {pid}) was killed by {}{}", signal_name(signal), hint(signal))
         }
         (None, Exit::Code(code)) => {
-            let last = cause.last_line.as_ref().map_or(String::new(), |line| format!("; its last line was: {line}"));
+            let last = cause
+                .last_line
+                .as_ref()
+                .map_or(String::new(), |line| format!("; its last line was: {}", printable(line)));
             format!("{who} (pid {pid}) exited with code {code}{last}")
         }
     };

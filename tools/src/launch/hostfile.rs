@@ -1,9 +1,12 @@
 //! The machines of a run: DeepSpeed's hostfile, and what of it `--include` or `--exclude` select.
 //!
-//! Source: deepspeed/launcher/runner.py. A line is `HOST slots=N`; `#` begins a comment. A filter is `HOST[:SLOT,…]@…`, and a host without slots stands for
-//! all of its. Selected hosts keep the file's order, and slots the filter's.
+//! Source: deepspeed/launcher/runner.py. A line is `HOST slots=N`; `#` begins a comment. A filter
+//! is `HOST[:SLOT,…]@…`, and a host without slots stands for all of its. Selected hosts keep the
+//! file's order, and slots the filter's. An IPv6 address may be in brackets, which a filter needs
+//! where slots follow; a filter may name a host with the user that it has in the file.
 
 use std::ffi::OsString;
+use std::net::Ipv6Addr;
 use std::path::Path;
 
 use crate::error::{Error, Result};
@@ -51,6 +54,8 @@ pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result
 /// Errors go on where the file's name ends.
 fn parse(text: &str) -> std::result::Result<Vec<Host>, String> {
     let mut hosts: Vec<Host> = vec![];
+    // Editors of Windows mark UTF-8 so.
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     for (number, line) in text.lines().enumerate() {
         let line = line.split('#').next().unwrap_or_default().trim();
         if line.is_empty() {
@@ -72,23 +77,75 @@ fn parse_line(line: &str) -> std::result::Result<Host, String> {
         [host, slots] => slots.strip_prefix("slots=").and_then(|slots| Some((host, slots.parse::<usize>().ok()?))),
         _ => None,
     };
-    let Some((destination, all)) = parsed else { return Err(format!("`{line}` is not of the form `HOST slots=N`")) };
-    let name = destination.rsplit('@').next().unwrap_or_default();
+    let Some((written, all)) = parsed else { return Err(format!("`{line}` is not of the form `HOST slots=N`")) };
+    let (user, host) = written.rsplit_once('@').map_or((None, written), |(user, host)| (Some(user), host));
+    let name = bare(host);
     // ssh would take it for an option.
-    if name.is_empty() || destination.starts_with('-') {
-        return Err(format!("`{destination}` is no name of a host"));
+    if name.is_empty() || written.starts_with('-') {
+        return Err(format!("`{written}` is no name of a host"));
+    }
+    if name.contains([':', '[', ']']) && !is_ipv6(name) {
+        return Err(format!("`{written}` is no name of a host, nor an IPv6 address; a port is for --ssh-port"));
     }
     if !(1..=4096).contains(&all) {
         return Err(format!("slots={all} must be 1 to 4096; to leave {name} out, put # before its line"));
     }
-    Ok(Host { destination: destination.to_string(), name: name.to_string(), slots: (0..all).collect(), all })
+    let destination = user.map_or_else(|| name.to_string(), |user| format!("{user}@{name}"));
+    Ok(Host { destination, name: name.to_string(), slots: (0..all).collect(), all })
+}
+
+/// An address without the brackets that set it off from what follows; ssh takes none.
+fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host)
+}
+
+/// Whether `name` is an address of IPv6, with a zone perhaps (`fe80::1%eth0`).
+fn is_ipv6(name: &str) -> bool {
+    name.split('%').next().is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+}
+
+/// The parts of a filter, `HOST[:SLOT,…]@…`. A host's user is before an `@`, too: it is one where
+/// the file has that host with that user and no host of its name.
+fn parts(hosts: &[Host], filter: &str) -> Vec<String> {
+    let mut parts: Vec<String> = vec![];
+    let mut user: Option<&str> = None;
+    for part in filter.split('@') {
+        let name = split_slots(hosts, part).0;
+        match user.take() {
+            Some(user)
+                if hosts.iter().any(|host| host.name == name && host.destination == format!("{user}@{name}")) => {}
+            Some(other) => parts.push(other.to_string()),
+            None => {}
+        }
+        let is_user = |user: &str| {
+            let is_host = hosts.iter().any(|host| host.name == split_slots(hosts, user).0);
+            !is_host && hosts.iter().any(|host| host.destination == format!("{user}@{}", host.name))
+        };
+        if is_user(part) {
+            user = Some(part);
+        } else {
+            parts.push(part.to_string());
+        }
+    }
+    parts.extend(user.map(str::to_string));
+    parts
+}
+
+/// The host that a part of a filter names, and the list of its slots.
+fn split_slots<'a>(hosts: &[Host], part: &'a str) -> (&'a str, Option<&'a str>) {
+    // An address that stands alone has colons of its own.
+    if is_ipv6(bare(part)) || hosts.iter().any(|host| host.name == bare(part)) {
+        return (bare(part), None);
+    }
+    let after_brackets = part.strip_prefix('[').and_then(|rest| rest.split_once("]:"));
+    after_brackets.or_else(|| part.split_once(':')).map_or((part, None), |(name, list)| (name, Some(list)))
 }
 
 /// Those of `hosts` that `filter` names, or all others.
 fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Vec<Host>, String> {
-    let mut named: Vec<(&str, Vec<usize>)> = vec![];
-    for part in filter.split('@') {
-        let (name, list) = part.split_once(':').map_or((part, None), |(name, list)| (name, Some(list)));
+    let mut named: Vec<(String, Vec<usize>)> = vec![];
+    for part in parts(hosts, filter) {
+        let (name, list) = split_slots(hosts, &part);
         let known = || hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ");
         let Some(host) = hosts.iter().find(|host| host.name == name) else {
             return Err(format!("there is no host `{name}`; there are {}", known()));
@@ -106,7 +163,7 @@ fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Ve
             }
             slots.push(number);
         }
-        named.push((name, if list.is_some() { slots } else { host.slots.clone() }));
+        named.push((name.to_string(), if list.is_some() { slots } else { host.slots.clone() }));
     }
     let selected = hosts.iter().filter_map(|host| {
         let named = named.iter().find(|(name, _)| *name == host.name).map(|(_, slots)| slots);
@@ -131,7 +188,8 @@ fn refuse_uneven(hosts: &[Host]) -> std::result::Result<(), String> {
     }
     let counts: Vec<String> = hosts.iter().map(|host| format!("{} {}", host.name, host.slots.len())).collect();
     let slots = |host: &Host| host.slots[..most].iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-    let even: Vec<String> = hosts.iter().map(|host| format!("{}:{}", host.name, slots(host))).collect();
+    let name = |host: &Host| if is_ipv6(&host.name) { format!("[{}]", host.name) } else { host.name.clone() };
+    let even: Vec<String> = hosts.iter().map(|host| format!("{}:{}", name(host), slots(host))).collect();
     Err(format!(
         "every host must have as many ranks as the others, but slots are: {}; take as many of each, as by --include {}",
         counts.join(", "),
@@ -160,6 +218,30 @@ mod tests {
     }
 
     #[test]
+    fn a_byte_order_mark_is_no_part_of_a_name() {
+        assert_eq!(parse(&format!("\u{feff}{FILE}")).unwrap(), parse(FILE).unwrap());
+        assert_eq!(parse("\u{feff}h0 slots=1").unwrap()[0].name, "h0");
+    }
+
+    #[test]
+    fn addresses_of_ipv6_may_have_brackets() {
+        let hosts = parse("[fd00::1] slots=2\nme@[fd00::2] slots=2\nfe80::1%eth0 slots=2\n").unwrap();
+        let destinations: Vec<_> = hosts.iter().map(|host| host.destination.as_str()).collect();
+        assert_eq!(destinations, ["fd00::1", "me@fd00::2", "fe80::1%eth0"]);
+        for (filter, expected) in [
+            ("[fd00::1]:1", &[("fd00::1", &[1][..])][..]),
+            ("[fd00::1]@fe80::1%eth0", &[("fd00::1", &[0, 1]), ("fe80::1%eth0", &[0, 1])]),
+            ("fd00::1@me@[fd00::2]:0", &[("fd00::1", &[0, 1]), ("fd00::2", &[0])]),
+        ] {
+            let chosen = select(&hosts, filter, true).unwrap();
+            let chosen: Vec<_> = chosen.iter().map(|host| (host.name.as_str(), host.slots.as_slice())).collect();
+            assert_eq!(chosen, expected, "{filter}");
+        }
+        let uneven = refuse_uneven(&select(&hosts, "[fd00::1]:1", false).unwrap()).unwrap_err();
+        assert!(uneven.contains("--include [fd00::1]:0@[fd00::2]:0@[fe80::1%eth0]:0"), "{uneven}");
+    }
+
+    #[test]
     fn lines_that_cannot_be_used_are_told_with_their_number() {
         for (text, expected) in [
             ("", " names no host"),
@@ -171,6 +253,8 @@ mod tests {
             ("h0 slots=1\na@h0 slots=2", ":2: h0 is there twice"),
             ("-oProxyCommand=x slots=1", ":1: `-oProxyCommand=x` is no name"),
             ("a@ slots=1", ":1: `a@` is no name"),
+            ("h0:2222 slots=1", ":1: `h0:2222` is no name of a host, nor an IPv6 address; a port is for --ssh-port"),
+            ("[fd00::1]:2222 slots=1", ":1: `[fd00::1]:2222` is no name of a host, nor an IPv6"),
         ] {
             let why = parse(text).unwrap_err();
             assert!(why.starts_with(expected), "{text}: {why}");
@@ -184,6 +268,10 @@ mod tests {
         assert_eq!(selected("h1", true).unwrap(), [host("h1", &[0, 1, 2, 3])]);
         assert_eq!(selected("h1:3", false).unwrap(), [host("h0", &[0, 1, 2, 3]), host("h1", &[0, 1, 2])]);
         assert_eq!(selected("h0", false).unwrap(), [host("h1", &[0, 1, 2, 3])]);
+        // With the user that the file has.
+        assert_eq!(selected("me@h1:0,1", true).unwrap(), [host("h1", &[0, 1])]);
+        assert_eq!(selected("h0:0@me@h1", true).unwrap(), [host("h0", &[0]), host("h1", &[0, 1, 2, 3])]);
+        assert_eq!(selected("me@h1:0@h0", false).unwrap(), [host("h1", &[1, 2, 3])]);
         let hosts = select(&parse(FILE).unwrap(), "h0:2,0", true).unwrap();
         assert_eq!(hosts[0].visible_devices().unwrap().1, "2,0");
     }
@@ -193,6 +281,10 @@ mod tests {
         for (filter, include, expected) in [
             ("h2", true, "there is no host `h2`; there are h0, h1"),
             ("", true, "there is no host ``"),
+            ("you@h1", true, "there is no host `you`; there are h0, h1"),
+            ("me@h0", true, "there is no host `me`; there are h0, h1"),
+            ("h0@me", true, "there is no host `me`; there are h0, h1"),
+            ("me@me@h1", true, "there is no host `me`; there are h0, h1"),
             ("h0:4", true, "h0 has no slot `4`; its slots are 0 to 3"),
             ("h0:", false, "h0 has no slot ``"),
             ("h0:0@h0:1", true, "h0 is named twice"),

@@ -3,10 +3,13 @@
 use std::ffi::OsString;
 use std::process::{Command, Stdio};
 
+use megatron::comm::rendezvous::{Clients, StoreServer};
+use megatron::comm::{RUN_SECRET, Secret};
+
 use super::plan::{MAX_RESTARTS, OWN_RANKS, RESTART_COUNT, STORE_SERVED, Style};
 use super::watch;
 use crate::error::{Error, Result};
-use crate::fault::SUPERVISED;
+use crate::fault::{SUPERVISED, tell};
 use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
 
 /// Ranks of this machine.
@@ -24,8 +27,10 @@ pub struct Ranks {
     pub master: (String, u16),
     /// Whether any free port does.
     pub any_port: bool,
-    /// Whether this process serves the store there, so that rank 0 does not.
+    /// Whether this process serves the store there, at a port of its own, so that rank 0 does not.
     pub serves_store: bool,
+    /// What they prove to each other with that they are of this run.
+    pub secret: Secret,
     pub style: Style,
     /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on another host.
     pub shares_gpus: bool,
@@ -37,6 +42,22 @@ impl Ranks {
     /// The rank of local rank `index`.
     pub fn rank(&self, index: usize) -> usize {
         self.node_rank * self.local_ranks + index
+    }
+
+    /// Serves the store where they meet next, if that is for this process to do: here rather than
+    /// in rank 0 there is no moment in which another program can take the port.
+    ///
+    /// # Errors
+    /// If the loopback interface refuses to listen.
+    pub fn serve(&mut self) -> Result<Option<StoreServer>> {
+        if !self.serves_store {
+            return Ok(None);
+        }
+        let (ranks, secret) = (self.local_ranks, self.secret.clone());
+        let clients = Clients { ranks, one_host: true, in_pod: false, secret, tell: Some(tell) };
+        let store = StoreServer::bind("127.0.0.1", 0, clients)?;
+        self.master = ("127.0.0.1".into(), store.address().port());
+        Ok(Some(store))
     }
 
     /// The command of local rank `index`, with torchrun's variables, for ranks that were started again `restarts` times, of at most `max_restarts`.
@@ -77,6 +98,10 @@ impl Ranks {
             Style::Run => command.env(OWN_RANKS, "1"),
             Style::Command => command.env_remove(OWN_RANKS),
         };
+        if let Some(secret) = self.secret.reveal() {
+            // Whoever is not this user does not see the environment of its processes.
+            command.env(RUN_SECRET, secret);
+        }
         if self.serves_store {
             command.env(STORE_SERVED, "1");
         }

@@ -3,6 +3,9 @@
 use std::process::Command;
 use std::time::Duration;
 
+use megatron::comm::Secret;
+use megatron::comm::rendezvous::StoreServer;
+
 use super::failure::Who;
 use super::local::Ranks;
 use super::process::Exit;
@@ -59,6 +62,25 @@ impl Work {
         match self {
             Self::Ranks(ranks) => ranks.local_ranks,
             Self::Hosts(hosts) => hosts.hosts.len(),
+        }
+    }
+
+    /// What the ranks prove to each other with that they are of this run.
+    pub fn secret(&self) -> &Secret {
+        match self {
+            Self::Ranks(ranks) => &ranks.secret,
+            Self::Hosts(hosts) => &hosts.secret,
+        }
+    }
+
+    /// The store where the ranks of one round meet, if it is for this process to serve.
+    ///
+    /// # Errors
+    /// If the loopback interface refuses to listen.
+    pub fn serve(&mut self) -> Result<Option<StoreServer>> {
+        match self {
+            Self::Ranks(ranks) => ranks.serve(),
+            Self::Hosts(_) => Ok(None),
         }
     }
 

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use megatron::comm::rendezvous::this_host;
+use megatron::comm::{RUN_SECRET, Secret};
 
 use super::hostfile::Host;
 use super::process::{Exit, signal_name};
@@ -19,8 +20,9 @@ use crate::fault::{OVER_STDIN, SUPERVISED};
 const NAMES: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RAYON_NUM_THREADS"];
 /// The beginnings of others. DeepSpeed's runner has NCCL, PYTHON, MV2, UCX and MLFLOW.
 const PREFIXES: [&str; 7] = ["NCCL_", "UCX_", "MEGATRON_", "CUDA_", "RUST_", "PYTHON", "TORCH_"];
-/// Variables of this machine or of who started this process.
-const OWN: [&str; 4] = ["CUDA_VISIBLE_DEVICES", SUPERVISED, super::OWN_RANKS, super::STORE_SERVED];
+/// Variables of this machine or of who started this process, and the secret, which a command line
+/// would show to everybody.
+const OWN: [&str; 5] = ["CUDA_VISIBLE_DEVICES", SUPERVISED, super::OWN_RANKS, super::STORE_SERVED, RUN_SECRET];
 
 /// Exit codes of the line that ssh is given: our own for a folder that is not there, and those of `env`.
 const NO_FOLDER: i32 = 124;
@@ -41,6 +43,9 @@ pub struct Hosts {
     pub folder: PathBuf,
     /// Variables that are set there.
     pub exports: Vec<(OsString, OsString)>,
+    /// What the ranks prove to each other with that they are of this run. It goes over the
+    /// supervisors' standard input.
+    pub secret: Secret,
     /// Options of `megatron launch` that all hosts have in common.
     pub options: Vec<OsString>,
     /// What every rank runs.
@@ -198,8 +203,8 @@ mod tests {
         let host = Host { destination: "me@h".into(), name: "h".into(), slots: vec![0], all: 1 };
         let [ssh, program] = ["ssh", "/bin/true"].map(OsString::from);
         let (ssh_args, exports, options, command) = (vec![], vec![], vec![], vec!["x".into()]);
-        let mut hosts =
-            Hosts { hosts: vec![host], ssh, ssh_args, program, folder: "/no such".into(), exports, options, command };
+        let (folder, secret) = ("/no such".into(), Secret::default());
+        let mut hosts = Hosts { hosts: vec![host], ssh, ssh_args, program, folder, exports, secret, options, command };
         let run = |hosts: &Hosts| {
             let words: Vec<OsString> = hosts.command(0).get_args().map(OsStr::to_os_string).collect();
             assert_eq!(words[0], "me@h");
@@ -221,6 +226,7 @@ mod tests {
             "CUDA_DEVICE_MAX_CONNECTIONS",
             SUPERVISED,
             "MEGATRON_SIMD",
+            RUN_SECRET,
             "RANK",
         ];
         let exported = exported(here.into_iter().map(|name| (name.into(), "1".into())));

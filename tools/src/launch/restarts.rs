@@ -37,9 +37,20 @@ const TICK: Duration = Duration::from_millis(20);
 pub fn supervise(plan: &Plan) -> Result<u8> {
     let mut requests = Requests::listen(plan.over_stdin)?;
     let mut plan = plan.clone();
+    if plan.over_stdin
+        && let Work::Ranks(ranks) = &mut plan.work
+    {
+        match requests.secret()? {
+            Ok(secret) => ranks.secret = secret,
+            Err(signal) => return Ok(Exit::Signal(signal).code()),
+        }
+    }
     let mut restarts = 0;
     loop {
+        // Of this round alone: its ranks close it once they have met.
+        let store = plan.work.serve()?;
         let End { code, again } = attempt(&plan, restarts, &mut requests)?;
+        drop(store);
         if !again {
             return Ok(code);
         }

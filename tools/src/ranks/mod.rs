@@ -3,20 +3,20 @@
 mod queues;
 
 use std::ffi::OsString;
-use std::io::Write;
 use std::time::Duration;
 
 use candle_core::Device;
 use kernels::device::Choice;
-use megatron::comm::rendezvous::StoreServer;
-use megatron::comm::{self, Backend, CommOptions, Group, RankInfo, Rendezvous, World};
+use megatron::comm::rendezvous::ignored_world;
+use megatron::comm::{self, Backend, CommOptions, Group, RUN_SECRET, RankInfo, Rendezvous, Secret, World};
 use megatron::config::{OptimizerOffload, ParallelConfig, RunConfig};
+use megatron::text::printable;
 
 pub use self::queues::{GPU_QUEUES, MOST_GPU_QUEUES};
 use self::queues::{Queues, overlaps};
 use crate::cli::Distributed;
 use crate::error::{Error, Result};
-use crate::fault;
+use crate::fault::{self, tell};
 use crate::launch::{Plan, Ranks, STORE_SERVED, Style, Work, supervise};
 
 /// More ranks on one machine are taken for a mistake.
@@ -27,7 +27,29 @@ const MOST_RANKS: usize = 1024;
 /// # Errors
 /// If its variables are incomplete or contradict each other.
 pub fn place() -> Result<Option<RankInfo>> {
-    Ok(RankInfo::from_env(environment)?)
+    let place = RankInfo::from_env(environment)?;
+    if place.is_none() {
+        ignored_world(environment).iter().for_each(|note| tell(note));
+    }
+    Ok(place)
+}
+
+/// The secret of the run that a launcher made this process a rank of, or that whoever starts it
+/// handed on.
+///
+/// # Errors
+/// If it is none that can be used.
+pub fn secret() -> Result<Secret> {
+    Ok(Secret::from_env(environment)?)
+}
+
+/// As [`secret`]; a new one where nobody handed any on.
+///
+/// # Errors
+/// As [`secret`]; if the system has no randomness.
+pub fn secret_or_new() -> Result<Secret> {
+    let given = secret()?;
+    if given.is_none() { Ok(Secret::new()?) } else { Ok(given) }
 }
 
 /// Refuses a layout that is too much for one machine.
@@ -60,11 +82,6 @@ pub fn start(
     advice: Option<String>,
     variables: Vec<(OsString, OsString)>,
 ) -> Result<u8> {
-    // Serving the store here rather than in rank 0 leaves no moment in which another program can take the port.
-    let store = match distributed.rendezvous {
-        None => Some(StoreServer::bind("127.0.0.1", 0, true)?),
-        Some(_) => None,
-    };
     let program = std::env::current_exe()
         .map_err(|source| Error::Io { action: "find the program that is running".to_string(), source })?;
     let mut command = vec![program.into_os_string()];
@@ -75,9 +92,10 @@ pub fn start(
             local_ranks: ranks,
             nodes: 1,
             node_rank: 0,
-            master: ("127.0.0.1".to_string(), store.as_ref().map_or(0, |store| store.address().port())),
+            master: ("127.0.0.1".to_string(), 0),
             any_port: false,
-            serves_store: store.is_some(),
+            serves_store: distributed.rendezvous.is_none(),
+            secret: secret_or_new()?,
             style: Style::Run,
             shares_gpus: share_gpus(ranks, distributed.device),
             variables,
@@ -248,7 +266,7 @@ const ON_CPU: &str = "the CPU";
 /// transports. All find the same.
 fn check_alike(devices: &[Vec<u8>]) -> Result<()> {
     let Some(other) = devices.iter().position(|device| *device != devices[0]) else { return Ok(()) };
-    let [first, here] = [0, other].map(|rank| String::from_utf8_lossy(&devices[rank]));
+    let [first, here] = [0, other].map(|rank| printable(&devices[rank]));
     let without = if here == ON_CPU { other } else { 0 };
     Err(Error::usage(format!(
         "rank 0 computes on {first}, but rank {other} on {here}: give all ranks the same --device. Why rank {without} has no GPU, `megatron doctor` tells on its machine"
@@ -271,12 +289,16 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
     let queues = Queues::found(environment(GPU_QUEUES), communicators);
     let overlap = overlaps(distributed.overlap, over_nccl(distributed, on_gpus(distributed.device)), queues)?;
     let connect_timeout = patience(place, timeout);
+    let secret = secret()?;
+    if secret.is_none() && place.rank == 0 {
+        tell(&format!(
+            "note: the ranks of this run are not authenticated: any process that reaches them can take part in it. To end that, give all ranks one \
+             secret: `export {RUN_SECRET}=$(openssl rand -hex 32)` where they are started"
+        ));
+    }
     // Each process has a log of its own, or a supervisor that says which rank a line is of.
-    let on_wait: Option<fn(&str)> = Some(|line| {
-        // If standard error is gone there is nobody left to tell.
-        let _ = writeln!(std::io::stderr(), "{line}");
-    });
-    let options = CommOptions { timeout, connect_timeout, overlap, on_wait, ..CommOptions::default() };
+    let on_wait: Option<fn(&str)> = Some(tell);
+    let options = CommOptions { timeout, connect_timeout, overlap, on_wait, secret, ..CommOptions::default() };
     Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
 }
 

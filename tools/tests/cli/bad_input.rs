@@ -315,3 +315,18 @@ fn a_limit_of_file_sizes_that_is_too_low_is_named() {
     refused(&ended(vec![command.spawn().unwrap()], SOON)[0], &["shared memory", "ulimit -f"]);
     site.assert_nothing_left();
 }
+
+#[test]
+fn a_world_size_of_no_rank_is_told_and_with_an_address_refused() {
+    let site = Site::new();
+    let alone = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--train-iters=1"];
+    let output = site.pretrain(&alone).env("WORLD_SIZE", "8").output().unwrap();
+    let text = stderr(&output);
+    assert!(
+        output.status.success() && text.matches("note: WORLD_SIZE=8 is ignored: RANK is not set").count() == 1,
+        "{text}"
+    );
+    let output = site.pretrain(&alone).env("WORLD_SIZE", "8").env("MASTER_ADDR", "head").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    refused(&output, &["WORLD_SIZE=8 and MASTER_ADDR=head are set but RANK is not", "unset WORLD_SIZE"]);
+}

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
@@ -307,4 +307,24 @@ fn a_model_that_diverged_is_told_as_such() {
         refused(&output, &["logits after token 3 of prompt 1 are not finite"]);
     }
     site.assert_nothing_left();
+}
+
+#[test]
+fn without_a_home_the_cache_is_in_a_folder_of_this_user_alone() {
+    let site = Site::new();
+    site.edit("cache_dir = \"cache\"\n", "");
+    let run = || {
+        let flags = [&ALONE[..], &["--train-iters=1", "--metrics=m.jsonl"]].concat();
+        site.pretrain(&flags).env_remove("HOME").env_remove("XDG_CACHE_HOME").output().unwrap()
+    };
+    let output = run();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let [cache] = &fs::read_dir(site.path("tmp")).unwrap().map(|e| e.unwrap().path()).collect::<Vec<_>>()[..] else {
+        panic!()
+    };
+    assert!(cache.file_name().unwrap().to_str().unwrap().starts_with("megatron-"), "{}", cache.display());
+    assert_eq!(fs::metadata(cache).unwrap().permissions().mode() & 0o777, 0o700);
+    // As somebody else could have prepared it.
+    fs::set_permissions(cache, fs::Permissions::from_mode(0o777)).unwrap();
+    refused(&run(), &["cannot be the cache's folder", "can be written into by every user", "cache_dir"]);
 }

@@ -8,11 +8,13 @@ use std::process::{Command, Output};
 use crate::site::{RANKS, SOON, Site, ended, free_port, refused};
 use crate::support::{is_alive, kill, megatron, pids, stderr, stdout, wait_for};
 
-/// Skips options, notes host and options, and runs the line with an environment and a session of its own, as sshd does: what ends this script does not end that.
+/// Skips options, notes host, options and line, and runs the line with an environment and a session
+/// of its own, as sshd does: what ends this script does not end that.
 const SSH: &str = r#"#!/bin/sh
 options=
 while :; do case $1 in -[op]) options="$options $1 $2"; shift 2;; -*) options="$options $1"; shift;; *) break;; esac; done
 echo "$1$options" >> "$0.asked"
+echo "$2" >> "$0.lines"
 echo $$ > "$0.$1"
 [ "$1" = down ] && { echo "ssh: connect to host down port 22: No route to host" >&2; exit 255; }
 exec 3<&0
@@ -128,6 +130,33 @@ fn variables_that_matter_go_along() {
     assert_eq!(stdout(&output), "h0: [0]: INFO,3,a b,unset,it's $5,/of/the/user\n", "{}", stderr(&output));
     refused(&machines.run(&["--export=NO_SUCH"], "true"), &["NO_SUCH is not set here", "--export NO_SUCH=VALUE"]);
     refused(&machines.run(&["--export=a b=c"], "true"), &["must be NAME or NAME=VALUE"]);
+}
+
+#[test]
+fn the_runs_secret_reaches_all_hosts_and_no_command_line() {
+    let machines = Machines::new(TWO);
+    let script = "echo $MEGATRON_RUN_SECRET";
+    // Made for the run, and the user's own.
+    for given in [None, Some("0123456789abcdef0123456789abcdef")] {
+        let mut launch = machines.launch(&[], &["sh", "-c", script]);
+        launch.envs(given.map(|secret| ("MEGATRON_RUN_SECRET", secret)));
+        let output = launch.output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let secrets: Vec<String> = sorted_lines(&output).iter().map(|l| l.rsplit(' ').next().unwrap().into()).collect();
+        assert!(
+            secrets.len() == 4 && secrets[0].len() >= 32 && secrets.iter().all(|s| *s == secrets[0]),
+            "{secrets:?}"
+        );
+        assert_eq!(given.unwrap_or(&secrets[0]), secrets[0]);
+        let lines = fs::read_to_string(machines.path().join("ssh.lines")).unwrap();
+        assert!(lines.contains(script) && !lines.contains(&secrets[0]), "{lines}");
+    }
+    for export in ["--export=MEGATRON_RUN_SECRET", "--export=MEGATRON_RUN_SECRET=x"] {
+        refused(
+            &machines.run(&[export], "true"),
+            &["--export MEGATRON_RUN_SECRET", "goes to the other hosts by itself"],
+        );
+    }
 }
 
 #[test]

@@ -37,6 +37,26 @@ fn all_ranks_of_one_machine_meet_at_one_port() {
 }
 
 #[test]
+fn ranks_of_one_run_get_one_secret_that_no_other_run_has() {
+    let secrets = |launch: &mut std::process::Command| -> Vec<String> {
+        let text = stdout(&launch.output().unwrap());
+        text.lines().map(|line| line.split_once(": ").unwrap().1.to_string()).collect()
+    };
+    let script = "echo $MEGATRON_RUN_SECRET";
+    let [first, second] = [secrets(&mut shells(2, script)), secrets(&mut shells(2, script))];
+    assert!(first.len() == 2 && first[0].len() == 64 && first[0] == first[1], "{first:?}");
+    assert_ne!(first, second);
+    let own = "0123456789abcdef0123456789abcdef";
+    assert_eq!(secrets(shells(2, script).env("MEGATRON_RUN_SECRET", own)), [own, own]);
+    // Of supervisors that were started one by one, whoever started them makes it.
+    let words = ["launch", "--nnodes=2", "--node-rank=1", "--master-addr=head", "--", "sh", "-c", script];
+    assert_eq!(secrets(megatron().args(words)), [""]);
+    let output = shells(2, script).env("MEGATRON_RUN_SECRET", "short").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("MEGATRON_RUN_SECRET has 5 characters"), "{}", stderr(&output));
+}
+
+#[test]
 fn several_machines_need_to_know_where_they_meet() {
     let output = megatron().args(["launch", "--nnodes=2", "--", "true"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

@@ -7,10 +7,13 @@ use std::process::{Child, Command};
 use crate::site::{RANKS, SOON, Site, ended, free_port, refused};
 use crate::support::stderr;
 
-/// Rank `rank` of the site's run, which knows nothing of machines.
+const SECRET: &str = "MEGATRON_RUN_SECRET";
+
+/// Rank `rank` of the site's run, which knows nothing of machines, but the secret.
 fn rank(site: &Site, rank: usize, port: u16, flags: &[&str]) -> Command {
     let mut command = site.rank(rank, port, flags);
     command.env_remove("LOCAL_RANK").env_remove("LOCAL_WORLD_SIZE").arg("--distributed-timeout-minutes=0.5");
+    command.env(SECRET, "a".repeat(32));
     command
 }
 
@@ -27,6 +30,67 @@ fn rank_and_world_size_are_enough() {
     let port = free_port();
     succeeded((0..RANKS).map(|r| rank(&site, r, port, &[]).spawn().unwrap()).collect());
     assert_eq!(site.losses(), expected);
+    site.assert_nothing_left();
+}
+
+#[test]
+fn ranks_that_were_handed_no_secret_run_and_rank_0_says_so_in_one_line() {
+    for (name, changed) in [("torchrun", true), ("a launcher with a secret", false)] {
+        let (site, port) = (Site::new(), free_port());
+        let start = |r| {
+            let mut rank = rank(&site, r, port, &["--train-iters=1"]);
+            if changed { rank.env_remove(SECRET) } else { &mut rank }.spawn().unwrap()
+        };
+        let outputs = ended((0..RANKS).map(start).collect(), 3 * SOON);
+        for (r, output) in outputs.iter().enumerate() {
+            let text = stderr(output);
+            let notes = text.matches("note: the ranks of this run are not authenticated").count();
+            assert_eq!(notes, usize::from(changed && r == 0), "{name}, rank {r}: {text}");
+            assert!(output.status.success() && (notes == 0 || text.contains("export MEGATRON_RUN_SECRET=")), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_of_another_secret_ends_at_once_and_the_run_waits_for_its_own() {
+    let (site, port) = (Site::new(), free_port());
+    let mut ranks: Vec<Child> = [0, 2, 3].map(|r| rank(&site, r, port, &[]).spawn().unwrap()).into();
+    let mut told = BufReader::new(ranks[0].stderr.take().unwrap()).lines();
+    for (secret, why) in [(Some("b".repeat(32)), "another MEGATRON_RUN_SECRET"), (None, "this process has none")] {
+        let mut stranger = rank(&site, 1, port, &[]);
+        match secret {
+            Some(secret) => stranger.env(SECRET, secret),
+            None => stranger.env_remove(SECRET),
+        };
+        refused(
+            &ended(vec![stranger.spawn().unwrap()], SOON)[0],
+            &["refuses this rank: it has a", why, "give all ranks"],
+        );
+        // Rank 0 may say before, whom it waits for.
+        let line = told.by_ref().map(Result::unwrap).find(|line| line.contains("was refused")).unwrap();
+        assert!(line.starts_with("a process at 127.0.0.1 that wanted to join was refused: it has "), "{line}");
+    }
+    ranks.push(rank(&site, 1, port, &[]).spawn().unwrap());
+    succeeded(ranks);
+}
+
+/// The port where the ranks of a supervised run met.
+fn port(rank: u32) -> u16 {
+    let environment = std::fs::read(format!("/proc/{rank}/environ")).unwrap();
+    let port = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(b"MASTER_PORT=")).unwrap();
+    String::from_utf8_lossy(port).parse().unwrap()
+}
+
+#[test]
+fn ranks_that_have_met_leave_no_port_open_nor_their_supervisor() {
+    let site = Site::new();
+    let supervisor = site.pretrain(&["--train-iters=1000000", "--log-interval=1000000"]).spawn().unwrap();
+    let ranks = site.supervised_ranks();
+    site.wait_for_step(1);
+    let address = ("127.0.0.1", port(ranks[0]));
+    assert!(std::net::TcpStream::connect(address).is_err(), "{address:?}");
+    crate::support::kill(supervisor.id(), "INT");
+    ended(vec![supervisor], SOON);
     site.assert_nothing_left();
 }
 

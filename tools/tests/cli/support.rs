@@ -22,13 +22,13 @@ fn hear_signals() {
 pub fn megatron() -> Command {
     hear_signals();
     let mut command = Command::new(env!("CARGO_BIN_EXE_megatron"));
-    let names =
-        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAYON_NUM_THREADS"];
+    let own = ["RAYON_NUM_THREADS", "MEGATRON_RUN_SECRET"];
+    let of_torchrun = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
     let of_launchers = std::env::vars_os().map(|(name, _)| name).filter(|name| {
         let name = name.to_string_lossy();
         ["SLURM_", "OMPI_", "PMI_", "MPI_LOCAL"].iter().any(|prefix| name.starts_with(prefix))
     });
-    names.into_iter().map(OsString::from).chain(of_launchers).for_each(|name| {
+    own.into_iter().chain(of_torchrun).map(OsString::from).chain(of_launchers).for_each(|name| {
         command.env_remove(name);
     });
     command

@@ -4,8 +4,9 @@
 //! has touched costs nothing.
 #![allow(unsafe_code)]
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::os::fd::FromRawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
@@ -37,6 +38,8 @@ pub fn unnamed(len: usize) -> std::io::Result<(File, MmapRaw)> {
     }
     // SAFETY: `fd` was just created and belongs to nobody else.
     let file = unsafe { File::from_raw_fd(fd) };
+    // For this user alone, as `/proc` shows its descriptor to others, too.
+    file.set_permissions(Permissions::from_mode(0o600))?;
     file.set_len(len as u64)?;
     let map = MmapOptions::new().len(len).map_raw(&file)?;
     Ok((file, map))

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
@@ -16,6 +17,7 @@ use super::arena::{Arena, unnamed};
 use super::process::Process;
 use super::side::Side;
 use crate::comm::inbox::Loss;
+use crate::text::printable;
 use crate::{Error, Result};
 
 const SLOT: usize = 64;
@@ -124,7 +126,11 @@ impl Segment {
             ))
         };
         let file = File::options().read(true).write(true).open(&path).map_err(|e| refused(e.to_string()))?;
-        let len = file.metadata().map_err(|e| refused(e.to_string()))?.len();
+        let there = file.metadata().map_err(|e| refused(e.to_string()))?;
+        if there.uid() != crate::private::user() {
+            return Err(refused(format!("it belongs to another user ({})", there.uid())));
+        }
+        let len = there.len();
         if len != total_bytes(size) as u64 {
             return Err(refused(format!("it has {len} bytes, not the {} of a world of {size}", total_bytes(size))));
         }
@@ -296,7 +302,7 @@ impl Segment {
         let len = (facts.reason_len.load(Ordering::Relaxed) as usize).min(REASON);
         let reason: Vec<u8> = facts.reason[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
         let rank = facts.verdict_rank.load(Ordering::Relaxed) as usize;
-        Some(Loss { rank, how: String::from_utf8_lossy(&reason).into_owned() })
+        Some(Loss { rank, how: printable(&reason) })
     }
 }
 

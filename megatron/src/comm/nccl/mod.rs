@@ -99,7 +99,7 @@ pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
     let ready = version().map(|_| ()).map_err(|e| e.to_string());
     for (rank, said) in host.all_gather_bytes(ready.err().unwrap_or_default().as_bytes())?.iter().enumerate() {
         if !said.is_empty() {
-            return Err(Error::comm(format!("rank {rank}: {}", String::from_utf8_lossy(said))));
+            return Err(Error::comm(format!("rank {rank}: {}", crate::text::printable(said))));
         }
     }
     let connect = || {

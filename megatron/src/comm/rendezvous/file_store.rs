@@ -1,14 +1,18 @@
 //! A store in a folder that all ranks share: a file per key.
 
-use std::fs::{self, File};
-use std::io::ErrorKind;
+use std::fs::{self, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::Store;
+use super::{Store, wire};
+use crate::private::{create_folder, exposed, open_file, open_lock};
 use crate::{Error, Result};
 
-/// Keys are files of a folder, written under another name and renamed, so that readers see all of a value or nothing.
+/// Keys are files of a folder, written under another name and renamed, so that readers see all of a
+/// value or nothing. The folder is this user's alone: who can write into it takes part in the run,
+/// or ends it.
 pub struct FileStore {
     dir: PathBuf,
     written: AtomicU64,
@@ -18,10 +22,16 @@ impl FileStore {
     /// Opens the store in `dir`, which is created if needed.
     ///
     /// # Errors
-    /// If the folder cannot be created.
+    /// If the folder cannot be created, or others can write into it.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let dir = dir.as_ref().to_path_buf();
-        fs::create_dir_all(&dir).map_err(|e| Error::io("create", &dir, e))?;
+        create_folder(&dir).map_err(|e| Error::io("create", &dir, e))?;
+        if let Some(why) = exposed(&dir).map_err(|e| Error::io("look at", &dir, e))? {
+            let dir = dir.display();
+            return Err(Error::config(format!(
+                "rendezvous: the folder {dir} {why}, or name another folder for ranks to meet in"
+            )));
+        }
         Ok(Self { dir, written: AtomicU64::new(0) })
     }
 
@@ -50,18 +60,27 @@ impl FileStore {
 
 impl Store for FileStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let number = self.written.fetch_add(1, Ordering::Relaxed);
         let host = super::host::name();
-        let temporary = self.dir.join(format!(".new-{host}-{}-{:p}-{number}", std::process::id(), self));
-        fs::write(&temporary, value).map_err(|e| Error::io("write", &temporary, e))?;
+        let (temporary, mut file) = loop {
+            let number = self.written.fetch_add(1, Ordering::Relaxed);
+            let temporary = self.dir.join(format!(".new-{host}-{}-{:p}-{number}", std::process::id(), self));
+            match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary) {
+                Ok(file) => break (temporary, file),
+                // Of a process that had this name and was killed.
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(Error::io("create", &temporary, e)),
+            }
+        };
+        file.write_all(value).map_err(|e| Error::io("write", &temporary, e))?;
         let path = self.path(key);
         fs::rename(&temporary, &path).map_err(|e| Error::io("create", &path, e))
     }
 
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         let path = self.path(key);
-        match fs::read(&path) {
-            Ok(value) => Ok(Some(value)),
+        let mut value = Vec::new();
+        match open_file(&path).and_then(|file| file.take(wire::MAX_VALUE as u64).read_to_end(&mut value)) {
+            Ok(_) => Ok(Some(value)),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(Error::io("read", path, e)),
         }
@@ -69,7 +88,7 @@ impl Store for FileStore {
 
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
         let path = self.dir.join(".lock");
-        let file = File::create(&path).map_err(|e| Error::io("create", &path, e))?;
+        let file = open_lock(&path).map_err(|e| Error::io("create", &path, e))?;
         // Unlocked when the file is closed, also by a process that is killed.
         file.lock().map_err(|e| Error::io("lock", &path, e))?;
         let sum = super::number(key, self.get(key)?.as_deref())?.wrapping_add(amount);

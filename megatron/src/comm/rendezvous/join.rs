@@ -1,8 +1,10 @@
 //! How ranks agree on who takes part, through any store, even one that holds the keys of an earlier run.
 //!
-//! Every rank writes a card with a fresh token. Rank 0 welcomes each under a fresh nonce, with the token it saw; a rank that
-//! finds its own token there knows that the nonce is of this run, and says so. When all have, rank 0 publishes the
-//! members. What is written is small however many ranks there are: a store bounds its values.
+//! Every rank writes a card with a fresh token. Rank 0 welcomes each under a fresh nonce, with the
+//! token it saw; a rank that finds its own token there knows that the nonce is of this run, and
+//! says so. When all have, rank 0 publishes the members. What is written is small however many
+//! ranks there are: a store bounds its values. All of it is sealed with the run's secret
+//! ([`Sealed`]); a rank whose card is sealed with another one, or is not, hears why it is refused.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -10,8 +12,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use super::sealed::{Found, Sealed};
 use super::waiting::{Tell, Waiting, in_words};
 use super::{Backend, RankInfo, Store};
+use crate::comm::secret::{Mismatch, ONE_SECRET};
+use crate::text::printable;
 use crate::{Error, Result};
 
 /// What a rank says of itself.
@@ -35,6 +40,14 @@ pub(crate) struct Member {
 struct Welcome {
     nonce: u64,
     token: u64,
+}
+
+/// What rank 0 tells a rank of another secret, or without one where it has one, or the other way
+/// round: in the open.
+#[derive(Serialize, Deserialize)]
+struct Refusal {
+    token: u64,
+    why: String,
 }
 
 /// Members in one value of the store, which has room for as many with long names and addresses.
@@ -77,6 +90,15 @@ fn welcome(rank: usize) -> String {
     format!("welcome/{rank}")
 }
 
+fn refusal(rank: usize) -> String {
+    format!("refused/{rank}")
+}
+
+/// What a rank says that has heard why it was refused.
+fn heard(rank: usize) -> String {
+    format!("heard/{rank}")
+}
+
 fn verdict(nonce: u64) -> String {
     format!("{nonce:x}/verdict")
 }
@@ -106,6 +128,10 @@ fn read_members(store: &dyn Store, nonce: u64, size: usize) -> Result<Vec<Member
     for index in 0..size.div_ceil(PART) {
         members.extend(read::<Vec<Member>>(store, &part(nonce, index))?.unwrap_or_default());
     }
+    for member in &mut members {
+        member.host = printable(&member.host);
+        member.addresses.iter_mut().for_each(|address| *address = printable(&*address));
+    }
     if members.len() == size {
         return Ok(members);
     }
@@ -114,7 +140,7 @@ fn read_members(store: &dyn Store, nonce: u64, size: usize) -> Result<Vec<Member
 
 /// A rank that meets the others.
 struct Joining<'a> {
-    store: &'a dyn Store,
+    store: &'a Sealed,
     info: &'a RankInfo,
     me: &'a Member,
     timeout: Duration,
@@ -126,7 +152,7 @@ struct Joining<'a> {
 /// # Errors
 /// If a rank does not appear in time (each is named), ranks contradict each other, or two processes are the same rank.
 pub(crate) fn join(
-    store: &dyn Store,
+    store: &Sealed,
     info: &RankInfo,
     me: Member,
     timeout: Duration,
@@ -144,7 +170,7 @@ pub(crate) fn join(
             }
             Ok((nonce, members))
         }
-        Verdict::Refused(why) => Err(Error::config(why)),
+        Verdict::Refused(why) => Err(Error::config(printable(why))),
         Verdict::Missing { ranks, seconds } => {
             Err(Error::Timeout { operation: "rendezvous".into(), missing: ranks, seconds })
         }
@@ -161,16 +187,21 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
     let (start, nonce) = (Instant::now(), fresh());
     // The tokens of those who were welcomed.
     let mut welcomed = BTreeMap::new();
+    let mut strangers = Strangers::default();
     // The tokens of those who have answered, all of this run.
     let mut answered = BTreeMap::from([(0, me.token)]);
     let ruling = super::store::poll(timeout, || {
-        let mut cards = BTreeMap::new();
+        let mut cards: BTreeMap<usize, Member> = BTreeMap::new();
         for key in store.list("join/")? {
             let rank = key.strip_prefix("join/").and_then(|rank| rank.parse::<usize>().ok());
-            if let (Some(rank), Some(member)) = (rank, read::<Member>(store, &key)?) {
-                cards.insert(rank, member);
+            let Some(rank) = rank else { continue };
+            match store.look(&key)? {
+                Found::Ours(card) => cards.extend(serde_json::from_slice(&card).ok().map(|member| (rank, member))),
+                Found::Strange(mismatch, card) => strangers.refuse(store, rank, mismatch, &card)?,
+                Found::Nothing => {}
             }
         }
+        strangers.listen(store, &waiting)?;
         for (&rank, &Member { token, .. }) in &cards {
             if welcomed.insert(rank, token) != Some(token) {
                 put(store, &welcome(rank), &Welcome { nonce, token })?;
@@ -232,6 +263,39 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
     Ok((nonce, ruling))
 }
 
+/// Those whose cards are not of this run's secret: processes of another run, or cards that an
+/// earlier one left in a folder.
+#[derive(Default)]
+struct Strangers {
+    /// The tokens of those that were told, and why.
+    refused: BTreeMap<usize, (u64, Mismatch)>,
+    /// Whether one has heard it, which no card of an earlier run does, and that was said here.
+    told: bool,
+}
+
+impl Strangers {
+    fn refuse(&mut self, store: &Sealed, rank: usize, how: Mismatch, card: &[u8]) -> Result<()> {
+        let Ok(Member { token, .. }) = serde_json::from_slice(card) else { return Ok(()) };
+        if self.refused.insert(rank, (token, how)) == Some((token, how)) {
+            return Ok(());
+        }
+        let why = format!("rendezvous: rank 0 refuses rank {rank}: {}; {ONE_SECRET}", how.reversed());
+        put(store.open(), &refusal(rank), &Refusal { token, why })
+    }
+
+    /// Says that one was refused, once it is known that it lives.
+    fn listen(&mut self, store: &Sealed, waiting: &Waiting) -> Result<()> {
+        for (&rank, &(token, how)) in self.refused.iter().filter(|_| !self.told) {
+            if read::<u64>(store.open(), &heard(rank))? == Some(token) {
+                self.told = true;
+                waiting.say(&format!("a process that wanted to join as rank {rank} was refused: {how}; {ONE_SECRET}"));
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
 fn follow(joining: Joining) -> Result<(u64, Verdict)> {
     let Joining { store, info, me, timeout, mut waiting } = joining;
     let start = Instant::now();
@@ -246,6 +310,11 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
         let there: Option<Member> = read(store, &card(info.rank))?;
         if there.is_some_and(|there| there.token != me.token) {
             return Err(Error::config(twice(info, info.rank)));
+        }
+        let refusal: Option<Refusal> = read(store.open(), &refusal(info.rank))?;
+        if let Some(Refusal { why, .. }) = refusal.filter(|there| there.token == me.token) {
+            put(store.open(), &heard(info.rank), &me.token)?;
+            return Err(Error::config(printable(why)));
         }
         // From then on rank 0 tells who is missing.
         if joined.is_some() {
@@ -273,8 +342,13 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{FileStore, StoreServer, TcpStore};
+    use super::super::{Clients, FileStore, StoreServer, TcpStore};
     use super::*;
+    use crate::comm::secret::Secret;
+
+    fn sealed(store: impl Store + 'static) -> Sealed {
+        Sealed::new(Box::new(store), Secret::default())
+    }
 
     fn member(token: u64) -> Member {
         let (host, identity) = ("here".into(), "here".into());
@@ -284,7 +358,7 @@ mod tests {
     #[test]
     fn a_rank_whose_place_went_to_another_process_does_not_take_part() {
         let dir = tempfile::tempdir().unwrap();
-        let store = FileStore::open(dir.path()).unwrap();
+        let store = sealed(FileStore::open(dir.path()).unwrap());
         let info = RankInfo { rank: 1, world_size: 2, ..RankInfo::alone() };
         // The other's card, answer and verdict came between two looks of this rank.
         put(&store, &welcome(1), &Welcome { nonce: 7, token: 11 }).unwrap();
@@ -299,8 +373,9 @@ mod tests {
     #[test]
     fn thousands_of_ranks_meet() {
         const SIZE: usize = 6000;
-        let server = StoreServer::bind("127.0.0.1", 0, true).unwrap();
-        let connect = || TcpStore::connect("127.0.0.1", server.address().port(), Duration::from_secs(5), None).unwrap();
+        let server = StoreServer::bind("127.0.0.1", 0, Clients::default()).unwrap();
+        let (port, secret) = (server.address().port(), Secret::default());
+        let connect = || sealed(TcpStore::connect("127.0.0.1", port, Duration::from_secs(5), &secret, None).unwrap());
         let card_of = |rank: usize| Member {
             world_size: SIZE,
             host: format!("worker-{rank}.training.svc.cluster.local"),

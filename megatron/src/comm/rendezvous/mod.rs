@@ -7,6 +7,7 @@ mod env;
 mod file_store;
 pub(crate) mod host;
 mod join;
+mod sealed;
 mod server;
 mod store;
 mod tcp_store;
@@ -21,11 +22,12 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-pub use self::env::Variables;
+pub use self::env::{Variables, ignored_world};
 pub use self::file_store::FileStore;
 pub use self::host::name as this_host;
 pub(crate) use self::join::Member;
-pub use self::server::StoreServer;
+use self::sealed::Sealed;
+pub use self::server::{Clients, StoreServer};
 pub use self::store::Store;
 pub use self::tcp_store::TcpStore;
 pub(crate) use self::tcp_store::connect_once;
@@ -36,6 +38,7 @@ use super::group::EndpointGroup;
 use super::inbox::{Inbox, Loss};
 use super::local::{LocalLink, Segment};
 use super::tcp::{Listener, TcpLink};
+use crate::text::printable;
 use crate::{Error, Result};
 
 /// A rank's place in the world.
@@ -51,6 +54,9 @@ pub struct RankInfo {
     pub host: String,
     /// What its numbers are called.
     pub variables: Variables,
+    /// Whether this is a pod of Kubernetes, where an operator may have told rank 0 that MASTER_ADDR
+    /// is `localhost`, and the others its name.
+    pub in_pod: bool,
 }
 
 impl RankInfo {
@@ -142,8 +148,8 @@ impl fmt::Display for Backend {
 /// The number in a store's value; 0 if there is none.
 fn number(key: &str, value: Option<&[u8]>) -> Result<i64> {
     let Some(value) = value else { return Ok(0) };
-    let text = String::from_utf8_lossy(value);
-    text.parse().map_err(|_| Error::comm(format!("rendezvous key {key} holds no number but {text:.40}")))
+    let text = printable(value);
+    text.parse().map_err(|_| Error::comm(format!("rendezvous key {} holds no number but {text:.40}", printable(key))))
 }
 
 /// Whether `host` means every machine to itself: a literal, since names of a machine may resolve to a loopback address.
@@ -153,7 +159,7 @@ pub(super) fn is_loopback(host: &str) -> bool {
 
 /// The store, the process's part in serving it, and a listener with the addresses others may reach it at.
 struct Meeting {
-    store: Box<dyn Store>,
+    store: Sealed,
     _server: Option<StoreServer>,
     listener: Option<Listener>,
     addresses: Vec<String>,
@@ -163,13 +169,16 @@ struct Meeting {
 
 fn meet(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: &CommOptions) -> Result<Meeting> {
     let mut hosts = vec![info.host.clone()];
-    let (mut loopback, mut found_at) = (false, None);
+    // Nobody on another machine need reach this rank.
+    let mut loopback = info.one_host();
+    let mut found_at = None;
     let (store, server): (Box<dyn Store>, _) = match rendezvous {
         Rendezvous::Tcp { host, port, is_host } => {
-            let server = if *is_host { Some(StoreServer::bind(host, *port, info.one_host())?) } else { None };
-            let store = TcpStore::connect(host, *port, options.connect_timeout, options.on_wait)?;
-            loopback = is_loopback(host) && info.one_host();
-            found_at = store.peer_ip().filter(|ip| !ip.is_loopback());
+            let serve = || StoreServer::bind(host, *port, Clients::of(info, options));
+            let server = if *is_host { Some(serve()?) } else { None };
+            let store = TcpStore::connect(host, *port, options.connect_timeout, &options.secret, options.on_wait)?;
+            loopback |= is_loopback(host) && !info.in_pod;
+            found_at = store.peer_ip().filter(|ip| !loopback && !ip.is_loopback());
             if *is_host && info.rank == 0 {
                 hosts.insert(0, host.clone());
             }
@@ -180,12 +189,15 @@ fn meet(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: &Co
         }
         Rendezvous::File { dir } => (Box::new(FileStore::open(dir)?), None),
     };
-    if !loopback {
+    let store = Sealed::new(store, options.secret.clone());
+    if loopback {
+        hosts.clear();
+    } else {
         // All of the above may mean this machine to itself alone.
         let own = host::addresses().into_iter().map(|ip| ip.to_string());
         hosts.extend(own.filter(|ip| !hosts.contains(ip)).collect::<Vec<_>>());
     }
-    hosts.push("127.0.0.1".into());
+    hosts.extend(["127.0.0.1", "::1"].map(String::from));
     let listener = if backend == Backend::Local { None } else { Some(Listener::bind(loopback)?) };
     let addresses = match &listener {
         Some(listener) => hosts.iter().map(|host| listener.at(host)).collect(),
@@ -230,7 +242,7 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
         addresses,
     };
     let left = deadline.saturating_duration_since(Instant::now());
-    let (nonce, mut members) = join::join(&*store, info, me, left, options.on_wait)?;
+    let (nonce, mut members) = join::join(&store, info, me, left, options.on_wait)?;
     let deadline = Instant::now() + options.connect_timeout.min(CONNECTING);
     found_at.into_iter().for_each(|ip| add_address(&mut members, ip));
     let own = &members[info.rank];
@@ -250,12 +262,16 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
         (Backend::Tcp, _, Some(listener)) | (Backend::Auto | Backend::Nccl, Some(_), Some(listener)) => {
             Box::new(TcpLink::connect(info.rank, &members, nonce, listener, inbox.clone(), deadline, &options)?)
         }
-        _ => Box::new(LocalLink::new(Arc::new(share(&*store, info, nonce, deadline)?), options.timeout)),
+        _ => Box::new(LocalLink::new(Arc::new(share(&store, info, nonce, deadline)?), options.timeout)),
     };
     let endpoint = Endpoint::new(info.rank, options, inbox, link);
     let group = EndpointGroup::world(Arc::new(endpoint), info.world_size);
     // Nobody needs the store any more once all have arrived here.
     group.barrier()?;
+    if info.rank == 0 {
+        // It may be closed already, by who serves it.
+        let _ = store.close();
+    }
     let (local_rank, local_world_size) = info.local(&members);
     Ok(World { group, local_rank, local_world_size })
 }
@@ -285,7 +301,7 @@ fn share(store: &dyn Store, info: &RankInfo, nonce: u64, deadline: Instant) -> R
         return Ok(segment);
     }
     let place = store.wait(&key, left())?.ok_or_else(|| late(vec![0]))?;
-    let place = String::from_utf8_lossy(&place).into_owned();
+    let place = printable(&place);
     let parsed = place.split_once(' ').and_then(|(pid, fd)| Some((pid.parse().ok()?, fd.parse().ok()?)));
     let (pid, fd) = parsed.ok_or_else(|| Error::comm(format!("rendezvous key {key} holds {place:.40}")))?;
     Segment::join(pid, fd, info.rank, info.world_size, nonce)
@@ -332,17 +348,19 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_knows_its_machine_as_localhost_tells_others_its_addresses() {
+    fn a_rank_that_knows_its_machine_as_localhost_tells_others_its_addresses_in_a_pod_alone() {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let rendezvous = Rendezvous::Tcp { host: "localhost".into(), port, is_host: true };
         let own: Vec<String> = host::addresses().iter().map(IpAddr::to_string).collect();
-        for one_host in [false, true] {
-            let info = RankInfo { world_size: 2, local_world_size: one_host.then_some(2), ..RankInfo::alone() };
+        for (one_host, in_pod) in [(false, true), (true, true), (true, false), (false, false)] {
+            let local_world_size = one_host.then_some(2);
+            let info = RankInfo { world_size: 2, local_world_size, in_pod, ..RankInfo::alone() };
             let meeting = meet(&info, &rendezvous, Backend::Auto, &CommOptions::default()).unwrap();
             let told = |ip: &String| meeting.addresses.iter().any(|address| address.starts_with(&format!("{ip} ")));
-            assert!(own.iter().all(|ip| told(ip) != one_host), "{own:?}, {:?}", meeting.addresses);
-            let server = meeting._server.as_ref().unwrap().address();
-            assert_eq!(server.ip().is_loopback(), one_host, "{server}");
+            let is_private = one_host || !in_pod;
+            assert!(own.iter().all(|ip| told(ip) != is_private), "{own:?}, {:?}", meeting.addresses);
+            let addresses = [meeting._server.as_ref().unwrap().address(), meeting.listener.as_ref().unwrap().address()];
+            assert_eq!(addresses.map(|address| address.ip().is_loopback()), [is_private; 2], "{addresses:?}");
         }
     }
 

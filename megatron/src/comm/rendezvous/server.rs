@@ -1,6 +1,8 @@
 //! Serves a store over TCP; one process of a run, rank 0 or its launcher, does.
 //!
-//! Whatever connects is served by a thread of its own and untrusted: greetings are timed, lengths, keys and connections bounded.
+//! Whatever connects is served by a thread of its own and untrusted until it has proved that it has
+//! the run's secret: greetings are timed, lengths, keys and connections bounded. Where the run has
+//! no secret, everybody who speaks the protocol is a rank.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -11,14 +13,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::tcp_store::resolve;
+use super::waiting::Tell;
 use super::wire::{self, Request};
-use super::{is_loopback, number};
+use super::{RankInfo, is_loopback, number};
+use crate::comm::CommOptions;
 use crate::comm::inbox::lock;
+use crate::comm::lobby::{Lobby, Timed};
+use crate::comm::secret::{self, Mismatch, ONE_SECRET, Secret, mismatch};
 use crate::{Error, Result};
 
 /// Bytes that all keys and values may take.
 const CAPACITY: usize = 256 << 20;
-const MAX_CONNECTIONS: usize = 16 << 10;
+/// How long a client may take to introduce itself.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait for a key in one request.
 const MAX_WAIT: Duration = Duration::from_secs(10);
 /// How long clients get to finish when the server is dropped.
@@ -30,44 +37,81 @@ struct Entries {
     bytes: usize,
 }
 
-#[derive(Default)]
+/// Whom a store serves.
+#[derive(Clone, Debug, Default)]
+pub struct Clients {
+    /// How many.
+    pub ranks: usize,
+    /// Whether all of them are known to be on this machine.
+    pub one_host: bool,
+    /// As [`RankInfo::in_pod`].
+    pub in_pod: bool,
+    /// What they prove themselves with.
+    pub secret: Secret,
+    /// Hears of those that cannot.
+    pub tell: Option<Tell>,
+}
+
+impl Clients {
+    /// The ranks of a run of which `info` is one.
+    pub(super) fn of(info: &RankInfo, options: &CommOptions) -> Self {
+        Self {
+            ranks: info.world_size,
+            one_host: info.one_host(),
+            in_pod: info.in_pod,
+            secret: options.secret.clone(),
+            tell: options.on_wait,
+        }
+    }
+}
+
 struct Shared {
+    clients: Clients,
+    address: SocketAddr,
     entries: Mutex<Entries>,
     changed: Condvar,
     stop: AtomicBool,
-    connections: Mutex<BTreeMap<u64, TcpStream>>,
+    lobby: Lobby,
+    /// How those differed that were refused and told of.
+    told: Mutex<Vec<Mismatch>>,
 }
 
 /// A running store. Dropping it closes the port and every connection.
 pub struct StoreServer {
-    address: SocketAddr,
     shared: Arc<Shared>,
     acceptor: Option<JoinHandle<()>>,
 }
 
 impl StoreServer {
-    /// Listens where those find it who were told `host`, and who are all on this machine if `one_host`; port 0 takes a free one.
+    /// Listens where `clients` find it, who were told `host`; port 0 takes a free one.
     ///
     /// # Errors
     /// If the port is taken, or `host` is an address that this machine cannot listen at.
-    pub fn bind(host: &str, port: u16, one_host: bool) -> Result<Self> {
-        let listener = listen(host, port, one_host)?;
+    pub fn bind(host: &str, port: u16, clients: Clients) -> Result<Self> {
+        let listener = listen(host, port, &clients)?;
         let lost = |e| Error::comm(format!("rendezvous: cannot serve {host}:{port}: {e}"));
-        let address = listener.local_addr().map_err(lost)?;
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared {
+            address: listener.local_addr().map_err(lost)?,
+            entries: Mutex::default(),
+            changed: Condvar::new(),
+            stop: AtomicBool::new(false),
+            lobby: Lobby::new(clients.ranks),
+            told: Mutex::default(),
+            clients,
+        });
         let accepting = shared.clone();
         let acceptor = std::thread::Builder::new().name("store".into());
-        let acceptor = acceptor.spawn(move || accepting.accept(&listener)).map_err(lost)?;
-        Ok(Self { address, shared, acceptor: Some(acceptor) })
+        let acceptor = acceptor.spawn(move || accepting.accept(listener)).map_err(lost)?;
+        Ok(Self { shared, acceptor: Some(acceptor) })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.shared.address
     }
 }
 
-fn listen(host: &str, port: u16, one_host: bool) -> Result<TcpListener> {
+fn listen(host: &str, port: u16, clients: &Clients) -> Result<TcpListener> {
     let refuse = |e: io::Error| {
         Error::config(match e.kind() {
             io::ErrorKind::AddrInUse => format!(
@@ -77,7 +121,7 @@ fn listen(host: &str, port: u16, one_host: bool) -> Result<TcpListener> {
             _ => format!("rendezvous: cannot listen on {host}:{port}: {e}; check MASTER_ADDR and MASTER_PORT"),
         })
     };
-    let addresses = reachable(host, port, one_host).map_err(refuse)?;
+    let addresses = reachable(host, port, clients).map_err(refuse)?;
     match TcpListener::bind(&addresses[..]) {
         // The address leads to this machine through a translated address: listen on all of its own.
         Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(&all(port)[..]).map_err(refuse),
@@ -90,33 +134,33 @@ fn all(port: u16) -> [SocketAddr; 2] {
     [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
 }
 
-/// Where to listen so that whoever was told `host`, or what this machine is called elsewhere, gets here.
+/// Where to listen so that whoever was told `host` gets here, and as few others as can be: at the
+/// addresses that it has here.
 ///
-/// A name is no word on where others find it: many systems give a machine's own name a loopback address (`127.0.1.1`, Debian), it may have
-/// one on each of several networks, or none yet (a Kubernetes service is known some time after its pod starts), and Kubeflow's PyTorchJob
-/// calls rank 0's machine `localhost` to itself.
-fn reachable(host: &str, port: u16, one_host: bool) -> io::Result<Vec<SocketAddr>> {
-    let is_private = if is_loopback(host) { one_host } else { host.parse::<IpAddr>().is_ok() };
-    if is_private { resolve(host, port) } else { Ok(all(port).to_vec()) }
+/// Of a name these say nothing where others are on other machines and it is a loopback address
+/// (Debian gives a machine's own name `127.0.1.1`) or there is none yet (a Kubernetes service is
+/// known some time after its pod starts). In a pod, which has interfaces of its own, `localhost`
+/// says nothing either: Kubeflow's PyTorchJob calls rank 0's machine so to itself.
+fn reachable(host: &str, port: u16, clients: &Clients) -> io::Result<Vec<SocketAddr>> {
+    let is_literal = host.parse::<IpAddr>().is_ok();
+    if is_loopback(host) || is_literal {
+        let is_told_otherwise = is_loopback(host) && clients.in_pod && !clients.one_host;
+        return if is_told_otherwise { Ok(all(port).to_vec()) } else { resolve(host, port) };
+    }
+    let found = resolve(host, port).unwrap_or_default();
+    let leads_here = |address: &SocketAddr| clients.one_host || !address.ip().is_loopback();
+    let tells = !clients.in_pod && !found.is_empty() && found.iter().all(leads_here);
+    Ok(if tells { found } else { all(port).to_vec() })
 }
 
 impl Drop for StoreServer {
     fn drop(&mut self) {
         let deadline = Instant::now() + LINGER;
-        while !lock(&self.shared.connections).is_empty() && Instant::now() < deadline {
+        while !self.shared.lobby.is_empty() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(2));
         }
-        self.shared.stop.store(true, Ordering::Release);
-        for stream in lock(&self.shared.connections).values() {
-            // A connection that is closed already needs no closing.
-            let _ = stream.shutdown(Shutdown::Both);
-        }
-        let mut wake = self.address;
-        if wake.ip().is_unspecified() {
-            wake.set_ip(if wake.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
-        }
-        // Wakes the acceptor, which then sees `stop`. If even this fails it stays until the process ends.
-        if TcpStream::connect_timeout(&wake, LINGER).is_ok() {
+        // If even this fails it stays until the process ends.
+        if self.shared.stop() {
             let _ = self.acceptor.take().map(JoinHandle::join);
         }
     }
@@ -137,10 +181,10 @@ fn turn_away(mut stream: TcpStream) {
 }
 
 impl Shared {
-    fn accept(self: &Arc<Self>, listener: &TcpListener) {
+    fn accept(self: &Arc<Self>, listener: TcpListener) {
         // A descriptor to accept with once there is no other, so that whoever calls hears why it is not served.
         let mut spare = listener.try_clone().ok();
-        for number in 0.. {
+        loop {
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(e) => {
@@ -157,40 +201,71 @@ impl Shared {
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
-            let Ok(copy) = stream.try_clone() else {
+            let Ok(number) = self.lobby.enter(&stream) else {
                 turn_away(stream);
                 continue;
             };
-            let mut connections = lock(&self.connections);
-            if connections.len() >= MAX_CONNECTIONS {
-                drop(connections);
-                turn_away(stream);
-                continue;
-            }
-            connections.insert(number, copy);
-            drop(connections);
             let shared = self.clone();
             let serving = std::thread::Builder::new().name("store-client".into()).spawn(move || {
                 // Ends with the connection; a client that misbehaves is dropped and learns it from that.
-                let _ = shared.serve(stream);
-                lock(&shared.connections).remove(&number);
+                let is_last = shared.serve(stream, number).unwrap_or(false);
+                shared.lobby.leave(number);
+                if is_last {
+                    shared.stop();
+                }
             });
             if serving.is_err() {
-                lock(&self.connections).remove(&number);
+                self.lobby.leave(number);
             }
         }
     }
 
-    fn serve(&self, mut stream: TcpStream) -> io::Result<()> {
+    /// Closes the port and every connection; returns whether the port is closed, or about to be.
+    fn stop(&self) -> bool {
+        let was_stopped = self.stop.swap(true, Ordering::AcqRel);
+        self.lobby.clear();
+        let mut wake = self.address;
+        if wake.ip().is_unspecified() {
+            wake.set_ip(if wake.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
+        }
+        // Wakes the acceptor, which then sees `stop`.
+        was_stopped || TcpStream::connect_timeout(&wake, LINGER).is_ok()
+    }
+
+    /// Serves a client until it leaves; returns whether it said that nobody needs the store any
+    /// more.
+    fn serve(&self, mut stream: TcpStream, number: u64) -> io::Result<bool> {
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-        wire::read_greeting(&mut stream)?;
-        stream.write_all(wire::GREETING)?;
+        let mut timed = Timed::new(&stream, GREETING_TIMEOUT);
+        let secret = &self.clients.secret;
+        let greeting = || wire::GREETING.to_vec();
+        secret::answer(&mut timed, secret, |stream| wire::read_greeting(stream).map(|()| (greeting(), greeting())))
+            .and_then(|answered| answered.recognize(&mut timed, secret))
+            .inspect_err(|e| self.tell_of(&stream, e))?;
         stream.set_read_timeout(None)?;
         loop {
+            self.lobby.heard(number);
             let request = wire::read_request(&mut stream)?;
+            let is_last = request.operation == wire::CLOSE;
             let (status, value) = self.answer(request);
             wire::write_reply(&mut stream, status, &value)?;
+            if is_last {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Tells of a client that does not have the run's secret: once for each way in which it does
+    /// not.
+    fn tell_of(&self, stream: &TcpStream, error: &io::Error) {
+        let (Some(tell), Some(mismatch)) = (self.clients.tell, mismatch(error)) else { return };
+        let mut told = lock(&self.told);
+        if !told.contains(&mismatch) {
+            told.push(mismatch);
+            let who = stream.peer_addr().map_or_else(|_| "somewhere".into(), |address| address.ip().to_string());
+            tell(&format!(
+                "a process at {who} that wanted to join was refused: {mismatch}; if it is a rank, {ONE_SECRET}"
+            ));
         }
     }
 
@@ -233,6 +308,7 @@ impl Shared {
                     entries = self.changed.wait_timeout(entries, left).unwrap_or_else(PoisonError::into_inner).0;
                 }
             }
+            wire::CLOSE => {}
             _ => return refuse("unknown operation"),
         }
         (wire::OK, vec![])
@@ -256,26 +332,43 @@ impl Entries {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_name_is_served_on_all_interfaces() {
-        // Whatever its addresses are here, if it has any.
-        for host in ["node0", "job-master-0.job.svc", &super::super::this_host()] {
-            assert_eq!(reachable(host, 7, true).unwrap(), all(7), "{host}");
-        }
-        let address = SocketAddr::new("192.0.2.1".parse().unwrap(), 7);
-        assert_eq!(reachable("192.0.2.1", 7, false).unwrap(), [address]);
+    fn clients(one_host: bool, in_pod: bool) -> Clients {
+        Clients { ranks: 2, one_host, in_pod, ..Clients::default() }
+    }
+
+    fn at(ip: &str) -> SocketAddr {
+        SocketAddr::new(ip.parse().unwrap(), 7)
     }
 
     #[test]
-    fn the_loopback_interface_is_enough_for_ranks_of_one_machine_alone() {
-        let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), 7);
+    fn a_name_whose_addresses_here_say_nothing_is_served_on_all_interfaces() {
+        assert_eq!(reachable("job-master-0.invalid", 7, &clients(false, false)).unwrap(), all(7));
+        let here = super::super::this_host();
+        assert_eq!(reachable(&here, 7, &clients(false, true)).unwrap(), all(7), "in a pod");
+        let found = resolve(&here, 7).unwrap_or_default();
+        let lead_here = !found.is_empty() && found.iter().all(|address| !address.ip().is_loopback());
+        let expected = if lead_here { found } else { all(7).to_vec() };
+        assert_eq!(reachable(&here, 7, &clients(false, false)).unwrap(), expected);
+    }
+
+    #[test]
+    fn an_address_is_served_alone() {
+        for in_pod in [false, true] {
+            assert_eq!(reachable("192.0.2.1", 7, &clients(false, in_pod)).unwrap(), [at("192.0.2.1")]);
+        }
+    }
+
+    #[test]
+    fn a_loopback_address_is_served_alone_but_in_a_pod_whose_operator_may_have_told_others_another() {
         for (host, ip) in [("localhost", "127.0.0.1"), ("127.0.1.1", "127.0.1.1"), ("::1", "::1")] {
-            let private = reachable(host, 7, true).unwrap();
-            assert!(
-                private.contains(&at(ip)) && private.iter().all(|address| address.ip().is_loopback()),
-                "{host}: {private:?}"
-            );
-            assert_eq!(reachable(host, 7, false).unwrap(), all(7), "{host}");
+            for (one_host, in_pod) in [(true, false), (false, false), (true, true)] {
+                let private = reachable(host, 7, &clients(one_host, in_pod)).unwrap();
+                assert!(
+                    private.contains(&at(ip)) && private.iter().all(|address| address.ip().is_loopback()),
+                    "{host}: {private:?}"
+                );
+            }
+            assert_eq!(reachable(host, 7, &clients(false, true)).unwrap(), all(7), "{host}");
         }
     }
 
@@ -284,7 +377,9 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let serving = std::thread::spawn(move || turn_away(listener.accept().unwrap().0));
-        let refused = super::super::TcpStore::connect("127.0.0.1", port, Duration::from_secs(5), None).err().unwrap();
+        let refused =
+            super::super::TcpStore::connect("127.0.0.1", port, Duration::from_secs(5), &Secret::default(), None);
+        let refused = refused.err().unwrap();
         serving.join().unwrap();
         let message = refused.to_string();
         assert!(message.contains("ulimit -n") && !message.contains("MASTER_PORT"), "{message}");

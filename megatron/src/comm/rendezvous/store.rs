@@ -30,6 +30,14 @@ pub trait Store: Send + Sync {
     /// As [`Store::set`].
     fn list(&self, prefix: &str) -> Result<Vec<String>>;
 
+    /// Says that nobody needs the store any more. One that is served, elsewhere perhaps, ends.
+    ///
+    /// # Errors
+    /// As [`Store::set`].
+    fn close(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The value of `key` as soon as it has one; `None` if it has none within `timeout`.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! A rank's connection to a store served over TCP.
 
-use std::io::{self, Write};
+use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -9,6 +9,9 @@ use super::waiting::{Tell, Waiting};
 use super::wire::{self, Request};
 use super::{Store, number};
 use crate::comm::inbox::lock;
+use crate::comm::lobby::Timed;
+use crate::comm::secret::{ONE_SECRET, Secret, introduce};
+use crate::text::printable;
 use crate::{Error, Result};
 
 /// How long the other side may take to introduce itself.
@@ -50,13 +53,13 @@ impl TcpStore {
     /// Connects to the store at `host:port`, which may not be up yet, within `timeout`; `tell` hears of it if that takes long.
     ///
     /// # Errors
-    /// If nothing listens there in time, or something else than a store.
-    pub fn connect(host: &str, port: u16, timeout: Duration, tell: Option<Tell>) -> Result<Self> {
+    /// If nothing listens there in time, or something else than a store, or one of another secret.
+    pub fn connect(host: &str, port: u16, timeout: Duration, secret: &Secret, tell: Option<Tell>) -> Result<Self> {
         let mut waiting = Waiting::new(tell);
         let address = format!("{host}:{port}");
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(5);
-        let mut stream = loop {
+        let stream = loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match connect_once(host, port, left.min(Duration::from_secs(5))) {
                 Ok(stream) => break stream,
@@ -74,7 +77,10 @@ impl TcpStore {
             }
             pause = (pause * 2).min(Duration::from_millis(500));
         };
-        Self::greet(&mut stream).map_err(|e| match e.kind() {
+        Self::greet(&stream, secret).map_err(|e| match e.kind() {
+            io::ErrorKind::PermissionDenied => {
+                Error::config(format!("rendezvous: the store at {address} refuses this rank: {e}; {ONE_SECRET}"))
+            }
             io::ErrorKind::QuotaExceeded => Error::comm(format!(
                 "rendezvous: the store at {address} turned this rank away: {e}; raise the limit of open files \
                  (`ulimit -n`) where rank 0 or the launcher starts"
@@ -87,10 +93,10 @@ impl TcpStore {
         Ok(Self { address, stream: Mutex::new(stream) })
     }
 
-    fn greet(stream: &mut TcpStream) -> io::Result<()> {
-        stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
-        stream.write_all(wire::GREETING)?;
-        wire::read_greeting(stream).map_err(|e| match e.kind() {
+    fn greet(stream: &TcpStream, secret: &Secret) -> io::Result<()> {
+        let mut timed = Timed::new(stream, GREETING_TIMEOUT);
+        let hear = |stream: &mut Timed| wire::read_greeting(stream).map(|()| wire::GREETING.to_vec());
+        introduce(&mut timed, secret, wire::GREETING, hear).map_err(|e| match e.kind() {
             // The system calls it a resource that is temporarily unavailable.
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
                 let seconds = GREETING_TIMEOUT.as_secs();
@@ -124,11 +130,9 @@ impl TcpStore {
         match exchange() {
             Ok((wire::OK, value)) => Ok(Some(value)),
             Ok((wire::NONE, _)) => Ok(None),
-            Ok((_, why)) => Err(Error::comm(format!(
-                "rendezvous store {}: key {key}: {}",
-                self.address,
-                String::from_utf8_lossy(&why)
-            ))),
+            Ok((_, why)) => {
+                Err(Error::comm(format!("rendezvous store {}: key {key}: {}", self.address, printable(&why))))
+            }
             Err(e) => Err(Error::comm(format!(
                 "rendezvous store {}: {e}; the process that serves it (rank 0 or the launcher) may have ended",
                 self.address
@@ -154,6 +158,10 @@ impl Store for TcpStore {
         let keys = self.ask(wire::LIST, prefix, &[], Duration::ZERO)?.unwrap_or_default();
         let keys = keys.split(|byte| *byte == 0).filter(|key| !key.is_empty());
         Ok(keys.map(|key| String::from_utf8_lossy(key).into_owned()).collect())
+    }
+
+    fn close(&self) -> Result<()> {
+        self.ask(wire::CLOSE, "", &[], Duration::ZERO).map(drop)
     }
 
     fn wait(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {

@@ -24,6 +24,11 @@ impl Waiting {
         Self { tell, begun: Instant::now(), next: FIRST }
     }
 
+    /// Says `line` at once.
+    pub fn say(&self, line: &str) {
+        self.tell.into_iter().for_each(|tell| tell(line));
+    }
+
     /// Tells `what` it is, if that is due.
     pub fn tell(&mut self, what: impl FnOnce() -> String) {
         let waited = self.begun.elapsed();

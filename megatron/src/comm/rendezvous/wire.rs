@@ -1,12 +1,13 @@
 //! The store's protocol: requests and replies, with every length bounded.
 //!
-//! A connection starts with [`GREETING`] from both sides. A request is an operation, a key (u16 length) and a value
-//! (u32 length); a reply is a status and a value. Integers are little-endian.
+//! A connection starts with [`GREETING`] from both sides, each followed by what proves that both
+//! are of one run ([`super::super::secret`]). A request is an operation, a key (u16 length) and a
+//! value (u32 length); a reply is a status and a value. Integers are little-endian.
 
 use std::io::{self, Read, Write};
 
 /// What both sides say first; anything else is another program.
-pub(in crate::comm) const GREETING: &[u8; 8] = b"MGTSTOR1";
+pub(in crate::comm) const GREETING: &[u8; 8] = b"MGTSTOR2";
 /// What a store says instead that cannot serve one more.
 pub(in crate::comm) const FULL: &[u8; 8] = b"MGTFULL1";
 /// Longest key in bytes.
@@ -21,6 +22,8 @@ pub(in crate::comm) const ADD: u8 = 3;
 pub(in crate::comm) const LIST: u8 = 4;
 /// The value is the milliseconds to wait, u32.
 pub(in crate::comm) const WAIT: u8 = 5;
+/// Nobody needs the store any more.
+pub(in crate::comm) const CLOSE: u8 = 6;
 
 pub(in crate::comm) const OK: u8 = 0;
 pub(in crate::comm) const NONE: u8 = 1;

@@ -40,10 +40,19 @@ fn accept(listener: &Listener) -> io::Result<TcpStream> {
     Ok(listener.listener.accept()?.0)
 }
 
-/// What rank `from` of run 7 has said to rank 0 once it only has to agree.
+/// Rank `rank` of run 7, whose ranks have no secret.
+fn me(rank: usize) -> Me {
+    Me { rank, nonce: 7, secret: Secret::default() }
+}
+
+fn connect(port: u16) -> TcpStream {
+    connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap()
+}
+
+/// What rank `from` of run 7 has said to rank 0 once it only has to prove itself.
 fn introduced(from: usize, port: u16) -> TcpStream {
-    let mut stream = connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap();
-    stream.write_all(&greeting(7, from, 0)).unwrap();
+    let mut stream = connect(port);
+    stream.write_all(&[&greeting(7, from, 0)[..], &[0; 33]].concat()).unwrap();
     stream
 }
 
@@ -54,18 +63,15 @@ fn a_rank_that_freezes_while_it_introduces_itself_holds_up_no_other_and_is_named
     let deadline = Instant::now() + Duration::from_secs(2);
     let mut streams = vec![None, None, None, None];
     // One says nothing at all, and rank 1 nothing more after its greeting.
-    let _silent = connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap();
+    let _silent = connect(port);
     let _frozen = introduced(1, port);
     let result = std::thread::scope(|scope| {
         let others = [3, 2].map(|rank| {
-            let mut stream = introduced(rank, port);
-            scope.spawn(move || {
-                assert_eq!(hear(&mut stream).unwrap(), greeting(7, 0, rank));
-                stream.write_all(&[AGREED]).unwrap();
-            })
+            let stream = connect(port);
+            scope.spawn(move || me(rank).greet(&stream, 0).map(|()| stream).unwrap())
         });
-        let result = answer(0, &mut streams, 7, || accept(&listener), deadline);
-        others.into_iter().for_each(|other| other.join().unwrap());
+        let result = answer(&me(0), &mut streams, || accept(&listener), deadline);
+        others.into_iter().for_each(|other| drop(other.join().unwrap()));
         result
     });
     let Err(Error::Timeout { missing, .. }) = result else { panic!("{result:?}") };
@@ -74,18 +80,66 @@ fn a_rank_that_freezes_while_it_introduces_itself_holds_up_no_other_and_is_named
 }
 
 #[test]
+fn a_process_without_the_runs_secret_is_no_rank_and_takes_no_ranks_place() {
+    let secret = Secret::new().unwrap();
+    let listener = Listener::bind(true).unwrap();
+    let port = listener.address.port();
+    let mut streams = vec![None, None];
+    // Both know the run's nonce, and one begins before the rank and ends after it.
+    let (early, frozen) = (connect(port), introduced(1, port));
+    let refused = Me { secret: Secret::new().unwrap(), ..me(1) };
+    std::thread::scope(|scope| {
+        let stranger = scope.spawn(|| refused.greet(&early, 0).unwrap_err());
+        let rank = scope.spawn(|| {
+            let why = stranger.join().unwrap();
+            assert_eq!(secret::mismatch(&why), Some(secret::Mismatch::Different));
+            let stream = connect(port);
+            Me { secret: secret.clone(), ..me(1) }.greet(&stream, 0).unwrap();
+            (&stream).write_all(b"x").unwrap();
+            stream
+        });
+        let accept = || accept(&listener);
+        let deadline = Instant::now() + Duration::from_secs(10);
+        answer(&Me { secret: secret.clone(), ..me(0) }, &mut streams, accept, deadline).unwrap();
+        drop((rank.join().unwrap(), frozen));
+    });
+    let mut heard = [0];
+    streams[1].as_mut().unwrap().read_exact(&mut heard).unwrap();
+    assert_eq!(&heard, b"x");
+}
+
+#[test]
+fn idle_connections_in_any_number_keep_no_rank_out() {
+    let listener = Listener::bind(true).unwrap();
+    let port = listener.address.port();
+    let mut streams = vec![None, None];
+    std::thread::scope(|scope| {
+        let (connected, idle) = std::sync::mpsc::channel();
+        let caller = scope.spawn(move || {
+            // As many of them as four times the room for strangers, all before the rank.
+            (0..4 * super::super::lobby::RESERVE).for_each(|_| connected.send(connect(port)).unwrap());
+            let stream = connect(port);
+            me(1).greet(&stream, 0).map(|()| stream).unwrap()
+        });
+        answer(&me(0), &mut streams, || accept(&listener), Instant::now() + Duration::from_secs(20)).unwrap();
+        drop((caller.join().unwrap(), idle));
+    });
+    assert!(streams[1].is_some());
+}
+
+#[test]
 fn connections_are_accepted_again_once_the_system_has_what_it_takes() {
     let listener = Listener::bind(true).unwrap();
     let mut streams = vec![None, None];
-    let mut caller = introduced(1, listener.address.port());
-    caller.write_all(&[AGREED]).unwrap();
+    let caller = connect(listener.address.port());
+    let caller = std::thread::spawn(move || me(1).greet(&caller, 0).map(|()| caller));
     let mut errors = vec![libc::EMFILE, libc::EINTR, libc::ECONNABORTED];
     let mut calls = || errors.pop().map_or_else(|| accept(&listener), |code| Err(io::Error::from_raw_os_error(code)));
-    answer(0, &mut streams, 7, &mut calls, Instant::now() + Duration::from_secs(10)).unwrap();
-    assert!(streams[1].is_some());
+    answer(&me(0), &mut streams, &mut calls, Instant::now() + Duration::from_secs(10)).unwrap();
+    assert!(streams[1].is_some() && caller.join().unwrap().is_ok());
     // If it never has, no other rank is to blame.
     let refuse = || Err(io::Error::from_raw_os_error(libc::EMFILE));
-    let result = answer(0, &mut [None, None], 7, refuse, Instant::now() + Duration::from_millis(50));
+    let result = answer(&me(0), &mut [None, None], refuse, Instant::now() + Duration::from_millis(50));
     let message = result.unwrap_err().to_string();
     assert!(message.contains("ulimit -n"), "{message}");
 }
@@ -96,14 +150,12 @@ fn a_caller_that_gave_up_is_not_taken_for_one_that_connected() {
     let port = listener.address.port();
     let members = [member(vec![listener.at("127.0.0.1")]), member(vec![])];
     // Rank 1 called while rank 0 was held up, and closed before it was answered.
-    let mut gone = connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap();
-    gone.write_all(&greeting(7, 1, 0)).unwrap();
-    drop(gone);
+    drop(introduced(1, port));
     let deadline = Instant::now() + Duration::from_secs(10);
     let mut streams = vec![None, None];
     let mut caller = std::thread::scope(|scope| {
-        let caller = scope.spawn(|| call(1, 0, &members, 7, deadline).unwrap());
-        answer(0, &mut streams, 7, || accept(&listener), deadline).unwrap();
+        let caller = scope.spawn(|| call(&me(1), 0, &members, deadline).unwrap());
+        answer(&me(0), &mut streams, || accept(&listener), deadline).unwrap();
         // Without the third word the abandoned connection would have been answered, and this call never.
         drop(listener);
         caller.join().unwrap()

@@ -70,11 +70,18 @@ fn a_damaged_cache_is_made_anew() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "text/a.txt", "abcdef");
     open_bytes(folder.path());
-    for suffix in [".idx", ".bin"] {
+    for suffix in [".idx", ".bin", ".sums"] {
         let cache = folder.path().join("cache");
         let name = names(&cache).into_iter().find(|name| name.ends_with(suffix)).unwrap();
-        fs::OpenOptions::new().write(true).open(cache.join(name)).unwrap().set_len(5).unwrap();
-        assert_eq!(sample(&*open_bytes(folder.path()).train, 0), [97, 98, 99, 100]);
+        let path = cache.join(name);
+        let whole = fs::read(&path).unwrap();
+        // Cut short, and with another bit: of the first token, in `.bin`.
+        let flipped = [&[whole[0] ^ 1], &whole[1..]].concat();
+        for damaged in [&whole[..5], &flipped] {
+            fs::write(&path, damaged).unwrap();
+            assert_eq!(sample(&*open_bytes(folder.path()).train, 0), [97, 98, 99, 100]);
+            assert_eq!(fs::read(&path).unwrap(), whole, "{suffix}");
+        }
     }
 }
 
@@ -91,7 +98,7 @@ fn ranks_that_start_at_once_all_get_the_same_and_leave_no_halves() {
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     assert!(prints.iter().all(|print| print == &prints[0]));
-    assert_eq!(names(&cache).len(), 4, "lock, tokenizer, bin and idx: {:?}", names(&cache));
+    assert_eq!(names(&cache).len(), 6, "lock, tokenizer, bin and idx, and two files of checksums: {:?}", names(&cache));
 }
 
 #[test]

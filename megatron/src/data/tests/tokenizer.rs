@@ -75,6 +75,20 @@ fn training_is_deterministic() {
 }
 
 #[test]
+fn a_cached_vocabulary_that_was_changed_is_trained_anew() {
+    let cache = tempfile::tempdir().unwrap();
+    trained(300, cache.path(), TEXT);
+    let path = cache.path().join(names(cache.path()).into_iter().find(|name| name.ends_with(".json")).unwrap());
+    let whole = fs::read_to_string(&path).unwrap();
+    // Still a tokenizer, of other bytes.
+    let changed = whole.replacen("<|endoftext|>", "<|endofsong|>", 1);
+    assert_ne!(changed, whole);
+    fs::write(&path, changed).unwrap();
+    trained(300, cache.path(), TEXT);
+    assert_eq!(fs::read_to_string(&path).unwrap(), whole);
+}
+
+#[test]
 fn a_trained_vocabulary_is_cached_by_size_and_content() {
     let cache = tempfile::tempdir().unwrap();
     trained(300, cache.path(), TEXT);
@@ -83,7 +97,8 @@ fn a_trained_vocabulary_is_cached_by_size_and_content() {
     assert_eq!(names(cache.path()), first);
     trained(301, cache.path(), TEXT);
     trained(300, cache.path(), "another text, another text");
-    assert_eq!(names(cache.path()).len(), first.len() + 2);
+    // Two vocabularies and their checksums.
+    assert_eq!(names(cache.path()).len(), first.len() + 4);
 }
 
 #[test]

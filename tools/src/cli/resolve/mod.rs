@@ -16,6 +16,7 @@ use megatron::config::{
     TrainingConfig,
 };
 
+use megatron::private::user;
 use models::hf::HfConfig;
 
 use super::flags::{ChosenTokenizer, Flags, Granularity, RecomputeFlags};
@@ -539,11 +540,12 @@ impl Resolver<'_> {
     }
 }
 
-/// The user's cache folder as the XDG Base Directory Specification finds it.
+/// The user's cache folder as the XDG Base Directory Specification finds it. Who has no folder gets
+/// one in that of temporary files, which has the user's number in its name; whether it is the
+/// user's own is found out where it is used, as of every cache.
 pub fn default_cache() -> PathBuf {
     let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     folder("XDG_CACHE_HOME")
         .or_else(|| folder("HOME").map(|home| home.join(".cache")))
-        .unwrap_or_else(std::env::temp_dir)
-        .join("megatron")
+        .map_or_else(|| std::env::temp_dir().join(format!("megatron-{}", user())), |folder| folder.join("megatron"))
 }

@@ -142,7 +142,7 @@ impl<'a> Supervisor<'a> {
             }
             started.ranks.push(Rank {
                 pid: child.id(),
-                control: child.stdin.take().map(Control::new),
+                control: child.stdin.take().map(|input| Control::new(input, plan.work.secret())),
                 child: Some(child),
                 open_streams,
                 prefix: plan.work.prefix(index),

@@ -8,6 +8,7 @@ mod slurm;
 use std::path::Path;
 
 use super::{RankInfo, Rendezvous};
+use crate::text::printable;
 use crate::{Error, Result};
 
 /// Gives a variable's value by its name.
@@ -110,12 +111,34 @@ fn required(lookup: &impl Lookup, launcher: Launcher, name: &str) -> Result<Stri
     })
 }
 
+/// WORLD_SIZE, where it says that there are ranks and nothing says which of them this process is.
+fn world_without_rank(lookup: &impl Lookup) -> Option<String> {
+    let size = lookup("WORLD_SIZE").filter(|size| size.trim() != "1")?;
+    Launcher::found(lookup).is_none().then_some(size)
+}
+
+/// What to tell where WORLD_SIZE is set and means nothing.
+pub fn ignored_world(lookup: impl Fn(&str) -> Option<String>) -> Option<String> {
+    let size = world_without_rank(&lookup)?;
+    Some(format!(
+        "note: WORLD_SIZE={} is ignored: RANK is not set, so that no launcher made this process a rank; the ranks are started here",
+        printable(size)
+    ))
+}
+
 impl RankInfo {
     /// This process's place in the world; `None` if no launcher made it a rank. `lookup` is given a variable's name.
     ///
     /// # Errors
     /// If variables are missing, no numbers, or contradict each other; the message names each with its value.
     pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        if let (Some(size), Some(address)) = (world_without_rank(&lookup), lookup("MASTER_ADDR")) {
+            // Each of many such processes would begin the whole run, and all save into one folder.
+            return Err(Error::config(format!(
+                "WORLD_SIZE={size} and MASTER_ADDR={address} are set but RANK is not; a launcher sets all of them (see torchrun). Set RANK, or \
+                 unset WORLD_SIZE to start the ranks here"
+            )));
+        }
         let Some(launcher) = Launcher::found(&lookup) else { return Ok(None) };
         let variables = launcher.variables(&lookup);
         let rank = number(variables.rank, &required(&lookup, launcher, variables.rank)?)?;
@@ -127,7 +150,8 @@ impl RankInfo {
         };
         let local_rank = optional(variables.local_rank)?;
         let host = super::host::name();
-        let info = Self { rank, world_size, local_rank, local_world_size, host, variables };
+        let in_pod = lookup("KUBERNETES_SERVICE_HOST").is_some();
+        let info = Self { rank, world_size, local_rank, local_world_size, host, variables, in_pod };
         info.validate()?;
         Ok(Some(info))
     }
@@ -141,6 +165,7 @@ impl RankInfo {
             local_world_size: Some(1),
             host: super::host::name(),
             variables: Variables::TORCHRUN,
+            in_pod: false,
         }
     }
 }

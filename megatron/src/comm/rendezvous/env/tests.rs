@@ -178,6 +178,25 @@ fn without_a_launcher_there_is_no_rank() {
 }
 
 #[test]
+fn a_world_size_without_a_rank_is_told_or_refused_where_others_may_be_told_the_same() {
+    let told = |changes: &[(&str, &str)]| {
+        let lookup = |name: &str| changes.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+        RankInfo::from_env(lookup).map(|place| (place.is_some(), ignored_world(lookup)))
+    };
+    let (is_rank, note) = told(&[("WORLD_SIZE", "8"), ("MASTER_PORT", "1")]).unwrap();
+    assert!(!is_rank && note.unwrap().contains("WORLD_SIZE=8 is ignored: RANK is not set"));
+    let refusal = told(&[("WORLD_SIZE", "8"), ("MASTER_ADDR", "a")]).unwrap_err().to_string();
+    assert!(refusal.contains("WORLD_SIZE=8 and MASTER_ADDR=a are set but RANK is not"), "{refusal}");
+    // A world of one is what this is; MPI's and Slurm's ranks, and torchrun's, have their numbers.
+    assert_eq!(told(&[("WORLD_SIZE", "1"), ("MASTER_ADDR", "a")]).unwrap(), (false, None));
+    assert_eq!(told(&[]).unwrap(), (false, None));
+    for variables in [&TORCHRUN[..], &HYDRA] {
+        let both: Vec<_> = variables.iter().copied().chain([("WORLD_SIZE", "8"), ("MASTER_ADDR", "a")]).collect();
+        assert_eq!(told(&both).unwrap(), (true, None));
+    }
+}
+
+#[test]
 fn urls_name_a_port_or_a_folder() {
     let tcp = Rendezvous::Tcp { host: "node0".into(), port: 1234, is_host: true };
     assert_eq!(Rendezvous::from_url(0, "tcp://node0:1234").unwrap(), tcp);
