@@ -127,7 +127,7 @@ mod tests {
         let mut run = valid();
         run.logging.metrics = Some("/dev/full".into());
         let mut told = Told::default();
-        let mut records = Records::open(&run, &Progress::default(), &mut told).unwrap();
+        let mut records = Records::open(&run, &Progress::default(), false, &mut told).unwrap();
         for iteration in 1..4 {
             records.step(&StepMetrics::example(iteration), &mut told);
         }
