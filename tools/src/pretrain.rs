@@ -16,7 +16,7 @@ use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::inference::continuation::continued;
-use crate::launch::{MAX_RESTARTS, OWN_RANKS};
+use crate::launch::{self, MAX_RESTARTS, OWN_RANKS};
 use crate::ranks::{self, Joined};
 use crate::report;
 use crate::rollback;
@@ -30,6 +30,11 @@ pub fn run(settings: &Gathered) -> Result<u8> {
     let place = ranks::place()?;
     let mut resolved = resolve(settings, place.as_ref())?;
     rollback::go_on_after_restart(&mut resolved.run)?;
+    if let Some(recorded) = &settings.recorded
+        && place.as_ref().is_none_or(|place| place.rank == 0 && std::env::var_os(OWN_RANKS).is_none())
+    {
+        crate::print_line(&describe_recorded(&recorded.origin(), &resolved.run));
+    }
     let world_size = resolved.run.parallel.world_size();
     match place {
         Some(place) => rank(resolved, &place),
@@ -40,6 +45,15 @@ pub fn run(settings: &Gathered) -> Result<u8> {
         }
         None => start_ranks(resolved, world_size),
     }
+}
+
+/// Tells that settings are a checkpoint's, and where this run saves, which nobody may have said.
+fn describe_recorded(origin: &str, run: &RunConfig) -> String {
+    let saves = match &run.checkpoint.save {
+        Some(save) => format!("checkpoints go to {}", save.display()),
+        None => "nothing is saved without --save".to_string(),
+    };
+    format!("settings that are not given are those of {origin}; {saves}")
 }
 
 /// Starts this program once per rank. Whatever can be wrong without ranks is found here, once.
@@ -117,13 +131,28 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
         run.data.tokenizer = Some(folder.join(TOKENIZER_FILE).to_string_lossy().into_owned());
     }
     let requested = SampleCounts { train: train::samples_to_read(run)?, ..SampleCounts::of(run) };
-    let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested)?;
+    let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested);
+    let datasets = datasets.map_err(|error| explain_missing(error, resolved.data_of.as_deref()))?;
     run.model.vocab_size = datasets.vocab_size;
     // Before hours of training rather than after.
     if let Some(prompt) = &run.logging.prompt {
         encode_prompt(run, datasets.tokenizer.as_ref(), prompt)?;
     }
     Ok(datasets)
+}
+
+/// `error` with what to do where `checkpoint` named data or a tokenizer that are not there.
+fn explain_missing(error: megatron::Error, checkpoint: Option<&Path>) -> megatron::Error {
+    match (error, checkpoint) {
+        (megatron::Error::Data { path, message }, Some(checkpoint)) if !path.exists() => megatron::Error::data(
+            path,
+            format!(
+                "{message}. That is what {} records: start in the folder in which that run was started, or give --data-path (--tokenizer) anew",
+                checkpoint.display()
+            ),
+        ),
+        (error, _) => error,
+    }
 }
 
 /// This process's part of the run.
@@ -157,8 +186,8 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
         ranks::failed_with_advice(error, advice, &world, &device)
     };
     Ok(match outcome.map_err(failed)? {
-        Outcome::Finished | Outcome::ExitInterval => 0,
-        Outcome::Interrupted => stop.exit_code(),
+        Outcome::Finished | Outcome::ExitInterval | Outcome::ExitDuration => 0,
+        Outcome::Interrupted => stop.exit_code_of_run(&world),
     })
 }
 
@@ -195,6 +224,7 @@ fn run_rank(
         reporter.message(&format!("starting from the weights in {}", folder.display()));
     }
     reporter.message(&describe(run, device));
+    trainer.count_minutes_from(launch::started());
     let outcome = trainer.run(reporter, stop)?;
     if let (Outcome::Finished, Some(prompt)) = (outcome, &run.logging.prompt) {
         let text = continue_prompt(trainer, run, tokenizer.as_ref(), prompt)?;

@@ -2,6 +2,7 @@
 
 mod convert;
 pub mod flags;
+mod from_checkpoint;
 mod launch;
 mod layout;
 mod nearest;
@@ -17,6 +18,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub use convert::{ExportArgs, ImportArgs};
+pub use from_checkpoint::Recorded;
 pub use launch::LaunchArgs;
 pub use layout::resolve_layout;
 pub use resolve::{Distributed, Resolved, default_cache, resolve};
@@ -30,6 +32,7 @@ use crate::inspect::InspectArgs;
 use crate::preprocess::{PreprocessArgs, TokenizerArgs};
 use crate::reshard::ReshardArgs;
 use flags::Flags;
+use run_file::Setting;
 
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
 #[derive(Debug, Parser)]
@@ -64,7 +67,7 @@ pub enum Command {
 /// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in the sections named in
 /// brackets, and from flags, which override the file. Switches are turned off by `--flag=false`.
 ///
-/// Ctrl-C, SIGTERM or SIGHUP saves a checkpoint (if --save is set) and stops; Ctrl-C after that stops at once.
+/// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops; Ctrl-C after that stops at once.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
@@ -105,8 +108,10 @@ pub enum Request {
 #[derive(Clone, Debug)]
 pub struct Gathered {
     pub flags: Flags,
-    /// By key: `--num-layers` or `run.toml:7`.
+    /// By key: `--num-layers`, `run.toml:7`, or `saved/iter_0000100`.
     pub origins: BTreeMap<String, String>,
+    /// The checkpoint that says what flags and run file do not, if one does.
+    pub recorded: Option<Recorded>,
 }
 
 /// Why there is nothing to run.
@@ -173,7 +178,7 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
             gather(words, *args, typed).map(|settings| Request::Pretrain(Box::new(settings)))
         }
         (Command::Pretrain(args), None) => {
-            Ok(Request::Pretrain(Box::new(Gathered { flags: args.flags, origins: BTreeMap::new() })))
+            Ok(Request::Pretrain(Box::new(Gathered { flags: args.flags, origins: BTreeMap::new(), recorded: None })))
         }
         (Command::Bench(args), _) => {
             let step = matches.subcommand_matches("bench").and_then(|bench| bench.subcommand_matches("step"));
@@ -219,10 +224,16 @@ fn ways_to_say(key: &str) -> &'static [&'static str] {
     SAME_THING.into_iter().find(|keys| keys.contains(&key)).unwrap_or_default()
 }
 
-/// Puts the run file's settings under those of the command line.
+/// Whether `key` names data where the flags name others: made-up ones or the user's.
+fn is_other_source(key: &str, flags: &Flags) -> bool {
+    let data = &flags.data;
+    key == "data_path" && data.mock_data || key == "mock_data" && !data.data_path.is_empty()
+}
+
+/// Puts the run file's settings under those of the command line, and a checkpoint's under both.
 fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::result::Result<Gathered, Stop> {
-    let mut origins = typed_origins(typed, |_| true);
-    let path = match (args.run_file, args.config) {
+    let typed_origins = typed_origins(typed, |_| true);
+    let path = match (&args.run_file, &args.config) {
         (Some(run_file), Some(config)) => {
             return Err(Error::usage(format!(
                 "two run files: {} and --config {}; name one",
@@ -231,23 +242,57 @@ fn gather(words: &[OsString], args: PretrainArgs, typed: &ArgMatches) -> std::re
             ))
             .into());
         }
-        (Some(path), None) | (None, Some(path)) => path,
-        (None, None) => return Ok(Gathered { flags: args.flags, origins }),
+        (Some(path), None) | (None, Some(path)) => Some(path.clone()),
+        (None, None) => None,
     };
-    let settings = run_file::read(&path)?;
-    // The file's words go first, without those that a flag overrides, so that one parse sees every setting once.
-    let (program_and_command, rest) = words.split_at(2);
-    let mut merged = program_and_command.to_vec();
-    let is_overridden = |key: &str| is_typed(typed, key) || ways_to_say(key).iter().any(|other| is_typed(typed, other));
-    for setting in settings.iter().filter(|s| !is_overridden(&s.key)) {
-        merged.extend(setting.words.iter().map(OsString::from));
-        origins.insert(setting.key.clone(), format!("{}:{}", path.display(), setting.line));
+    let mut layers = Layers { words, typed: typed_origins, file: Vec::new(), checkpoint: Vec::new() };
+    if let Some(path) = &path {
+        let typed = |key: &str| layers.typed.contains_key(key);
+        let is_overridden = |key: &str| {
+            let is_said = typed(key) || ways_to_say(key).iter().any(|other| typed(other));
+            is_said || is_other_source(key, &args.flags)
+        };
+        let settings = run_file::read(path)?.into_iter().filter(|setting| !is_overridden(&setting.key));
+        layers.file = settings.map(|setting| (format!("{}:{}", path.display(), setting.line), setting)).collect();
     }
-    merged.extend_from_slice(rest);
-    let matches = command().try_get_matches_from(merged)?;
-    match Cli::from_arg_matches(&matches)?.command {
-        Command::Pretrain(args) => Ok(Gathered { flags: args.flags, origins }),
-        _ => Err(Error::usage("the run file turned `pretrain` into another command").into()),
+    let gathered = match path {
+        Some(_) => layers.merged()?,
+        None => Gathered { flags: args.flags, origins: layers.typed.clone(), recorded: None },
+    };
+    let has_world = crate::ranks::place()?.is_some();
+    let Some((recorded, settings)) = from_checkpoint::beneath(&gathered, path.is_some(), has_world)? else {
+        return Ok(gathered);
+    };
+    let origin = recorded.origin();
+    layers.checkpoint = settings.into_iter().map(|setting| (origin.clone(), setting)).collect();
+    Ok(Gathered { recorded: Some(recorded), ..layers.merged()? })
+}
+
+/// What is said of a run, the last of which counts: by a checkpoint, by the run file, on the command line. No setting is in two of them.
+struct Layers<'a> {
+    words: &'a [OsString],
+    typed: BTreeMap<String, String>,
+    /// Each setting with its origin.
+    file: Vec<(String, Setting)>,
+    checkpoint: Vec<(String, Setting)>,
+}
+
+impl Layers<'_> {
+    /// All of them as one command line, so that one parse sees every setting once.
+    fn merged(&self) -> std::result::Result<Gathered, Stop> {
+        let mut origins = self.typed.clone();
+        let (program_and_command, rest) = self.words.split_at(2);
+        let mut merged = program_and_command.to_vec();
+        for (origin, setting) in self.checkpoint.iter().chain(&self.file) {
+            merged.extend(setting.words.iter().map(OsString::from));
+            origins.insert(setting.key.clone(), origin.clone());
+        }
+        merged.extend_from_slice(rest);
+        let matches = command().try_get_matches_from(merged)?;
+        match Cli::from_arg_matches(&matches)?.command {
+            Command::Pretrain(args) => Ok(Gathered { flags: args.flags, origins, recorded: None }),
+            _ => Err(Error::usage("the run file turned `pretrain` into another command").into()),
+        }
     }
 }
 

@@ -16,10 +16,7 @@ const OTHER_NAMES: [(&[&str], &str); 20] = [
     (&["use-rotary-position-embeddings"], "use --position-embedding-type rope"),
     (&["cuda-graph-impl", "external-cuda-graph"], "use --enable-cuda-graph"),
     (&["no-data-sharding"], "use --dataloader-type cyclic"),
-    (
-        &["use-checkpoint-args"],
-        "use the run file that the checkpoint was made with; `megatron inspect` shows the checkpoint's settings",
-    ),
+    (&["save-total-limit"], "use --most-recent-k"),
     (&["wandb-project", "wandb-exp-name"], "use --metrics FILE, which gets JSON lines, or --tensorboard-dir"),
     (
         &["tensorboard-queue-size", "log-batch-size-to-tensorboard"],

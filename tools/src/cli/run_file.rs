@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 pub struct Setting {
     /// The flag's id: its name in snake_case.
     pub key: String,
+    pub section: &'static str,
     /// Line in the file, from 1.
     pub line: usize,
     /// The same setting as words of a command line, e.g. `--num-layers=4`.
@@ -42,9 +43,11 @@ pub fn read(path: &Path) -> Result<Vec<Setting>> {
     parse(&text).map_err(|(line, message)| Error::RunFile { path: path.to_path_buf(), line, message })
 }
 
-type Problem = (usize, String);
+/// A line, and what is wrong there.
+pub(super) type Problem = (usize, String);
 
-fn parse(text: &str) -> std::result::Result<Vec<Setting>, Problem> {
+/// Reads the text of a run file.
+pub(super) fn parse(text: &str) -> std::result::Result<Vec<Setting>, Problem> {
     let line_of = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
     let document = DeTable::parse(text)
         .map_err(|e| (line_of(e.span().map_or(0, |s| s.start)), format!("not valid TOML: {}", e.message())))?;
@@ -62,7 +65,7 @@ fn parse(text: &str) -> std::result::Result<Vec<Setting>, Problem> {
             if let Some(twice) = settings.iter().find(|s| s.key == setting.0) {
                 return Err((line, format!("`{}` was already set in line {}", setting.0, twice.line)));
             }
-            settings.push(Setting { key: setting.0, line, words: setting.1 });
+            settings.push(Setting { key: setting.0, section: section.0, line, words: setting.1 });
         }
     }
     settings.sort_by_key(|s| s.line);
@@ -150,7 +153,7 @@ fn setting(
 fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, String> {
     let is_list = matches!(arg.get_action(), ArgAction::Append);
     let is_bool = has_type::<bool>(arg);
-    let is_integer = has_type::<usize>(arg) || has_type::<u64>(arg);
+    let is_integer = has_type::<usize>(arg) || has_type::<u64>(arg) || has_type::<i64>(arg);
     let is_number = has_type::<f64>(arg);
     match value {
         DeValue::Boolean(x) if is_bool => Ok(vec![x.to_string()]),

@@ -63,7 +63,10 @@ fn a_decay_that_smaller_batches_would_shorten_is_told() {
     assert!(log.contains("resumed from") && !log.contains("the decay of the learning rate"), "{log}");
     fs::remove_dir_all(site.path("other")).unwrap();
     let log = pretrain(&site, &["--load=saved", "--save=other", "--train-iters=3", "--lr-decay-iters=1"]);
-    assert!(log.contains("resumed from") && !log.contains("the decay of the learning rate"), "as it was asked for: {log}");
+    assert!(
+        log.contains("resumed from") && !log.contains("the decay of the learning rate"),
+        "as it was asked for: {log}"
+    );
 }
 
 #[test]
