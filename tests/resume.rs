@@ -1,12 +1,15 @@
 //! Any checkpoint on any layout: saved under one cut, continued under another.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use megatron::Result;
-use megatron::config::{OptimizerKind, RunConfig, Takes};
+use megatron::config::{IncreaseStyle, OptimizerKind, RunConfig, Takes, WeightDecayIncrease};
 use megatron::data::SampleSource;
 use megatron::params::StateKind;
-use megatron::train::Sources;
+use megatron::train::report::Silent;
+use megatron::train::{Outcome, Sources};
 use system_tests::{
     Style, Tokens, assemble, context, interleave, largest_relative_difference, layout, on_ranks, save_after, shares,
     sources, tiny, train, train_from, trainer,
@@ -195,4 +198,45 @@ fn without_the_optimizers_state_a_run_goes_on_where_it_was_with_a_fresh_one() {
     assert!(error.contains("--no-load-optim") && error.contains("--finetune"), "{error}");
     let resumed = train_from(&taking(sgd, Takes::WithoutOptimizer), Some(&path), 1).unwrap();
     assert_eq!(resumed.losses[0], uninterrupted.losses[10]);
+}
+
+#[test]
+fn a_weight_decay_that_grows_goes_on_bitwise_on_every_layout() {
+    let dir = tempfile::tempdir().unwrap();
+    let grow = |mut config: RunConfig, style| {
+        config.optimizer.weight_decay_increase =
+            Some(WeightDecayIncrease { start: 0.0, end: 10.0, style, samples: 100 });
+        (config.optimizer.warmup_init, config.optimizer.warmup_samples) = (5e-4, 240);
+        config
+    };
+    for style in [IncreaseStyle::Linear, IncreaseStyle::Cosine] {
+        let config = grow(writer(Style::Llama), style);
+        let uninterrupted = train(&config, 16).unwrap();
+        let path = save_after(&config, 6, dir.path());
+        // Data and pipeline parallelism change no bit.
+        for reader in [config.clone(), grow(layout(tiny(Style::Llama, 0.1), 2, 1, 4), style)] {
+            let resumed = train_from(&reader, Some(&path), 10).unwrap();
+            assert_eq!(resumed.losses, uninterrupted.losses[6..], "{style:?}");
+            assert!(resumed.last == uninterrupted.last, "{style:?}: final state differs");
+        }
+        let constant = train(&writer(Style::Llama), 16).unwrap();
+        assert_ne!(constant.losses[3..], uninterrupted.losses[3..16]);
+    }
+}
+
+#[test]
+fn the_time_of_one_rank_that_is_over_ends_the_run_on_all_after_the_same_step() {
+    let mut config = layout(tiny(Style::Gpt2, 0.1), 2, 1, 2);
+    config.training.exit_duration_in_mins = Some(30.0);
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let ranks = on_ranks(4, |world| {
+        let late = world.rank() == 2;
+        let mut trainer = trainer(&config, world, &data)?;
+        if late {
+            let an_hour = Duration::from_secs(3600);
+            trainer.count_minutes_from(Instant::now().checked_sub(an_hour).expect("the machine runs for so long"));
+        }
+        Ok((trainer.run(&mut Silent, &AtomicBool::new(false))?, trainer.progress().iteration))
+    });
+    assert_eq!(ranks.unwrap(), [(Outcome::ExitDuration, 1); 4]);
 }

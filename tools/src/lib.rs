@@ -31,6 +31,7 @@ use error::Error;
 /// The program: reads the command line, and returns the code to end with if it has done its work.
 pub fn main() -> ExitCode {
     fault::install_panic_hook();
+    launch::started();
     launch::adjust();
     launch::watch_supervisor();
     let code = catch_unwind(AssertUnwindSafe(|| {

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::fault;
 use crate::inference::continuation::{continued, cut_short};
 use crate::inference::ends::ends;
-use crate::launch::{MAX_RESTARTS, OWN_RANKS};
+use crate::launch::{self, MAX_RESTARTS, OWN_RANKS};
 use crate::ranks::{self, Joined};
 use crate::report::{self, count};
 use crate::rollback;
@@ -32,6 +32,11 @@ pub fn run(settings: &Gathered) -> Result<u8> {
     let place = ranks::place()?;
     let mut resolved = resolve(settings, place.as_ref())?;
     rollback::go_on_after_restart(&mut resolved.run)?;
+    if let Some(recorded) = &settings.recorded
+        && place.as_ref().is_none_or(|place| place.rank == 0 && std::env::var_os(OWN_RANKS).is_none())
+    {
+        crate::print_line(&describe_recorded(&recorded.origin(), &resolved.run));
+    }
     let world_size = resolved.run.parallel.world_size();
     match place {
         Some(place) => rank(resolved, &place),
@@ -42,6 +47,15 @@ pub fn run(settings: &Gathered) -> Result<u8> {
         }
         None => start_ranks(resolved, world_size),
     }
+}
+
+/// Tells that settings are a checkpoint's, and where this run saves, which nobody may have said.
+fn describe_recorded(origin: &str, run: &RunConfig) -> String {
+    let saves = match &run.checkpoint.save {
+        Some(save) => format!("checkpoints go to {}", save.display()),
+        None => "nothing is saved without --save".to_string(),
+    };
+    format!("settings that are not given are those of {origin}; {saves}")
 }
 
 /// Starts this program once per rank. Whatever can be wrong without ranks is found here, once.
@@ -129,7 +143,8 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
         run.data.tokenizer = Some(folder.join(TOKENIZER_FILE).to_string_lossy().into_owned());
     }
     let requested = SampleCounts { train: train::samples_to_read(run)?, ..SampleCounts::of(run) };
-    let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested)?;
+    let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested);
+    let datasets = datasets.map_err(|error| explain_missing(error, resolved.data_of.as_deref()))?;
     run.model.vocab_size = datasets.vocab_size;
     // Before hours of training rather than after.
     if let Some(prompt) = &run.logging.prompt {
@@ -152,6 +167,20 @@ fn ranks_here(place: &RankInfo) -> RanksHere {
     match first.filter(|first| first.is_multiple_of(count.max(1))) {
         Some(first) => RanksHere { ranks: first..first + count, others: 0, on_gpus: false },
         None => RanksHere { ranks: place.rank..place.rank + 1, others: count.saturating_sub(1), on_gpus: false },
+    }
+}
+
+/// `error` with what to do where `checkpoint` named data or a tokenizer that are not there.
+fn explain_missing(error: megatron::Error, checkpoint: Option<&Path>) -> megatron::Error {
+    match (error, checkpoint) {
+        (megatron::Error::Data { path, message }, Some(checkpoint)) if !path.exists() => megatron::Error::data(
+            path,
+            format!(
+                "{message}. That is what {} records: start in the folder in which that run was started, or give --data-path (--tokenizer) anew",
+                checkpoint.display()
+            ),
+        ),
+        (error, _) => error,
     }
 }
 
@@ -191,8 +220,8 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
         ranks::failed_with_advice(error, advice, &world, &device)
     };
     Ok(match outcome.map_err(failed)? {
-        Outcome::Finished | Outcome::ExitInterval => 0,
-        Outcome::Interrupted => stop.exit_code(),
+        Outcome::Finished | Outcome::ExitInterval | Outcome::ExitDuration => 0,
+        Outcome::Interrupted => stop.exit_code_of_run(&world),
     })
 }
 
@@ -230,6 +259,7 @@ fn run_rank(
         reporter.message(&format!("starting from the weights in {}", folder.display()));
     }
     reporter.message(&describe(run, device));
+    trainer.count_minutes_from(launch::started());
     let outcome = trainer.run(reporter, stop)?;
     if let (Outcome::Finished, Some(prompt)) = (outcome, &run.logging.prompt) {
         match continue_prompt(trainer, run, tokenizer.as_ref(), prompt) {

@@ -1,13 +1,14 @@
-//! SIGINT, SIGTERM and SIGHUP in a rank: a flag that the training loop reads between steps.
+//! The signals that stop a run, in a rank: a flag that the training loop reads between steps.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use megatron::comm::Group;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 
 use crate::error::{Error, Result};
-use crate::launch::is_ignored;
+use crate::launch::{STOP_SIGNALS, is_ignored};
 
 /// What the signals so far ask for.
 #[derive(Clone, Debug)]
@@ -18,14 +19,14 @@ pub struct StopSignal {
 }
 
 impl StopSignal {
-    /// Takes SIGINT, SIGTERM and SIGHUP, unless they are ignored, as wishes to stop; SIGINT after one of them ends the process at once.
+    /// Takes [`STOP_SIGNALS`], unless they are ignored, as wishes to stop; SIGINT after one of them ends the process at once.
     ///
     /// # Errors
     /// If the operating system refuses.
     pub fn listen() -> Result<Self> {
         let stop = Self { flag: Arc::default(), signal: Arc::default() };
         let register = || -> std::io::Result<()> {
-            let signals = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
+            let signals = STOP_SIGNALS.into_iter().filter(|signal| !is_ignored(*signal));
             let signals: Vec<i32> = signals.collect();
             if signals.contains(&SIGINT) {
                 // Actions run in the order of registration: the first SIGINT finds the flag not yet set.
@@ -44,13 +45,26 @@ impl StopSignal {
         Ok(stop)
     }
 
-    /// The exit code of a run that was stopped: 128 + the signal.
+    /// The exit code of a process that was stopped: 128 + the signal.
     pub fn exit_code(&self) -> u8 {
+        128 + self.signal().unwrap_or(SIGTERM as u8)
+    }
+
+    /// That of a run: the signal is the one of whichever rank it came to, alike on all, so that a script that looks at the code of any of them knows.
+    /// Collective over `world`.
+    pub fn exit_code_of_run(&self, world: &Group) -> u8 {
+        // SIGTERM is also how a supervisor passes another one on.
+        let mine = self.signal().unwrap_or(0);
+        let all = world.all_gather_bytes(&[mine]).unwrap_or_else(|_| vec![vec![mine]]);
+        let told = all.iter().filter_map(|signal| signal.first().copied()).filter(|signal| *signal != 0);
+        128 + told.min_by_key(|signal| i32::from(*signal) == SIGTERM).unwrap_or(SIGTERM as u8)
+    }
+
+    /// What this rank was stopped by, if it was told.
+    fn signal(&self) -> Option<u8> {
         match self.signal.load(Ordering::SeqCst) {
-            0 if self.flag.load(Ordering::SeqCst) => 128 + SIGHUP as u8,
-            // Another rank was told.
-            0 => 128 + SIGTERM as u8,
-            signal => 128 + signal as u8,
+            0 => self.flag.load(Ordering::SeqCst).then_some(SIGHUP as u8),
+            signal => Some(signal as u8),
         }
     }
 }

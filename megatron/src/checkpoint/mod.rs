@@ -13,7 +13,7 @@
 //!
 //! A checkpoint appears whole or not at all ([`save`]): everything is written to `DIR/.iter_0000100.tmp`, synced, and
 //! renamed; the pointer moves last. It may be written while training goes on ([`begin`]). Files are untrusted when read: a damaged one gives an error that names it.
-//! One run at a time may save into a folder ([`claim`]).
+//! One run at a time may save into a folder ([`claim`]), and older checkpoints may go when a newer one is there ([`remove_old`]).
 
 #[cfg(target_endian = "big")]
 compile_error!("checkpoints are written as they lie in memory, which must be little-endian as safetensors is");
@@ -28,6 +28,7 @@ mod load;
 mod manifest;
 mod rank_file;
 mod reshard;
+mod retention;
 mod save;
 mod shard_file;
 mod stream;
@@ -45,6 +46,7 @@ pub use folder::{
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
 pub use reshard::reshard;
+pub use retention::remove_old;
 pub use save::save;
 pub use shard_file::{SafetensorsWriter, ShardFile};
 pub use stream::StreamWriter;

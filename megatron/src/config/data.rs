@@ -43,6 +43,9 @@ pub struct DataConfig {
     pub reset_attention_mask: bool,
     /// Where trained tokenizers and tokenized text are cached.
     pub cache_dir: PathBuf,
+    /// Made-up tokens in place of `data_path`.
+    #[serde(default)]
+    pub mock: bool,
 }
 
 /// What a run takes from the checkpoint that it loads.
@@ -72,6 +75,25 @@ pub enum SchedulerOf {
     Checkpoint,
 }
 
+/// Which of a run's checkpoints stay once a newer one is complete; all, where nothing is set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Retention {
+    /// Those of steps that are multiples of this stay.
+    pub interval: Option<u64>,
+    /// So many of the latest stay; of others, where `interval` alone is set, the latest.
+    pub most_recent: Option<u64>,
+}
+
+impl Retention {
+    /// Whether the checkpoint of step `iteration` stays beside `newer` newer ones. The newest always does.
+    pub fn keeps(&self, iteration: u64, newer: u64) -> bool {
+        let Self { interval, most_recent } = *self;
+        let is_multiple = interval.is_some_and(|interval| interval > 0 && iteration.is_multiple_of(interval));
+        let all = interval.is_none() && most_recent.is_none();
+        all || is_multiple || newer < most_recent.unwrap_or(1).max(1)
+    }
+}
+
 /// Where checkpoints go and come from.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointConfig {
@@ -82,6 +104,9 @@ pub struct CheckpointConfig {
     /// Checkpoints amid the run are written while training goes on, out of a copy of the state.
     #[serde(default)]
     pub async_save: bool,
+    /// Which of those in `save` stay.
+    #[serde(default)]
+    pub retention: Retention,
     /// Folder to resume from, or that of one checkpoint in it; starts fresh where there is none.
     pub load: Option<PathBuf>,
     /// The iteration to resume from, rather than the latest in `load`.
@@ -90,6 +115,9 @@ pub struct CheckpointConfig {
     /// Whose schedule a resumed run has.
     #[serde(default)]
     pub scheduler: SchedulerOf,
+    /// Where there is none, the run ends with an error instead.
+    #[serde(default)]
+    pub exit_on_missing_checkpoint: bool,
     /// What is taken from `load`; where that is not all, a checkpoint has to be there.
     #[serde(default)]
     pub takes: Takes,

@@ -15,10 +15,14 @@ mod training;
 mod validate;
 
 pub use data::{
-    CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, SchedulerOf, Takes, TensorboardConfig,
+    CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, Retention, SchedulerOf, Takes,
+    TensorboardConfig,
 };
 pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
-pub use optimizer::{DecayStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload, WsdDecayStyle};
+pub use optimizer::{
+    DecayStyle, IncreaseStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload, WeightDecayIncrease,
+    WsdDecayStyle,
+};
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use precision::{DynamicLossScale, LossScaling, Precision};
 pub use rampup::BatchSizeRampup;

@@ -39,6 +39,23 @@ pub enum WsdDecayStyle {
     MinusSqrt,
 }
 
+/// How a weight decay grows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum IncreaseStyle {
+    Linear,
+    Cosine,
+}
+
+/// A weight decay that grows from `start` to `end` over `samples` samples.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WeightDecayIncrease {
+    pub start: f64,
+    pub end: f64,
+    pub style: IncreaseStyle,
+    pub samples: u64,
+}
+
 /// What a moment of AdamW's is kept in between steps, which are computed in fp32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -92,13 +109,19 @@ pub struct OptimizerConfig {
     pub decay_style: DecayStyle,
     /// Samples until `min_lr` is reached, warm-up included.
     pub decay_samples: u64,
-    /// Samples over which the learning rate rises linearly from 0.
+    /// Samples over which the learning rate rises linearly from `warmup_init`.
     pub warmup_samples: u64,
+    /// Learning rate at which the warm-up begins.
+    #[serde(default)]
+    pub warmup_init: f64,
     /// Samples of the final annealing of a WSD schedule.
     pub wsd_decay_samples: u64,
     pub wsd_decay_style: WsdDecayStyle,
     /// Decoupled weight decay of parameters of two or more dimensions.
     pub weight_decay: f64,
+    /// One that grows during the run, in its place.
+    #[serde(default)]
+    pub weight_decay_increase: Option<WeightDecayIncrease>,
     pub adam_beta1: f64,
     pub adam_beta2: f64,
     pub adam_eps: f64,

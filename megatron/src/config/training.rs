@@ -65,6 +65,15 @@ pub struct TrainingConfig {
     /// finite; 0: it goes on.
     #[serde(default)]
     pub max_nonfinite_steps: u64,
+    /// Stop after the step in which so many minutes since the program's start have passed, after saving.
+    #[serde(default)]
+    pub exit_duration_in_mins: Option<f64>,
+    /// Steps, from 1, whose samples are passed over: nothing is computed and nothing updated.
+    #[serde(default)]
+    pub iterations_to_skip: Vec<u64>,
+    /// Evaluate, and make no step.
+    #[serde(default)]
+    pub skip_train: bool,
     /// Every random number of the run is a function of this.
     pub seed: u64,
     pub recompute: Recompute,

@@ -3,7 +3,9 @@
 //! Each error prints the equation with every number and where each came from, and what to change. All that is wrong is
 //! reported at once.
 
+mod ends;
 mod training;
+mod weight_decay;
 
 use std::fmt::Display;
 
@@ -361,7 +363,11 @@ impl Check<'_> {
         self.require(o.min_lr <= o.lr || o.lr.is_nan(), |c| {
             format!("{} exceeds {}", c.cite("min_lr", o.min_lr), c.cite("lr", o.lr))
         });
-        self.non_negative("weight_decay", o.weight_decay);
+        self.non_negative("lr_warmup_init", o.warmup_init);
+        self.require(o.warmup_init <= o.lr || o.lr.is_nan() || o.warmup_init.is_nan(), |c| {
+            format!("{} exceeds {}", c.cite("lr_warmup_init", o.warmup_init), c.cite("lr", o.lr))
+        });
+        self.weight_decay(o);
         self.non_negative("clip_grad", o.clip_grad);
         match o.kind {
             OptimizerKind::Adam => {
@@ -378,9 +384,9 @@ impl Check<'_> {
                 }
             }
         }
-        self.require(o.warmup_samples == 0 || o.warmup_samples < o.decay_samples, |c| {
+        self.require(o.warmup_samples <= o.decay_samples, |c| {
             format!(
-                "the warm-up of {} samples ({}) must end before the decay does, after {} samples ({})",
+                "the warm-up of {} samples ({}) must end when the decay does, after {} samples ({}), or before",
                 o.warmup_samples,
                 c.sources.of("lr_warmup").unwrap_or("warmup_samples"),
                 o.decay_samples,
@@ -401,7 +407,14 @@ impl Check<'_> {
     }
 
     fn files(&mut self, run: &RunConfig) {
-        self.require(!run.data.data_path.is_empty(), |_| "data_path names no data".to_string());
+        self.require(!run.data.data_path.is_empty() || run.data.mock, |_| "data_path names no data".to_string());
+        self.require(run.data.data_path.is_empty() || !run.data.mock, |c| {
+            format!(
+                "{} and {} are two sources of data; leave one out",
+                c.cite("mock_data", true),
+                c.cite("data_path", run.data.data_path.join(" "))
+            )
+        });
         self.require(crate::data::parse_split(&run.data.split).is_ok(), |c| {
             format!(
                 "{} must be up to three numbers, train,valid,test, not negative and not all 0",
@@ -431,6 +444,8 @@ impl Check<'_> {
                 c.cite("async_save", true)
             )
         });
+        self.retention(&run.checkpoint);
+        self.skipped_training(run);
         if let (true, OptimizerOffload::Nvme(folder)) = (run.checkpoint.async_save, &run.optimizer.offload) {
             self.require(false, |c| {
                 format!(

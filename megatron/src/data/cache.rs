@@ -20,7 +20,7 @@ const TEMPORARY: &str = ".tmp";
 /// Extension of the checksums of what has another one.
 const SUMS: &str = "sums";
 /// What the names of cached files begin with: see who calls [`open_or_build`].
-const CACHED: [&str; 4] = ["blend-", "gpt-", "text-", "tokenizer-"];
+const CACHED: [&str; 5] = ["blend-", "gpt-", "mock-", "text-", "tokenizer-"];
 
 /// A file under a temporary name, which [`Self::commit`] renames. Dropped before, it leaves nothing behind; what a killed process leaves, the next one
 /// removes that makes a file of the same name: a lock tells whether somebody still writes it.

@@ -23,6 +23,7 @@ mod gpt_dataset;
 mod index_file;
 pub mod indexed;
 pub mod indexed_writer;
+mod mock;
 mod mt19937;
 pub mod parts;
 mod paths;
@@ -118,9 +119,9 @@ pub fn open(
     requested: SampleCounts,
 ) -> Result<Datasets> {
     let split = parse_split(&cfg.split)?;
-    let prepared = prepare(cfg)?;
+    let prepared = if cfg.mock { mock::prepare(cfg, vocab_size)? } else { prepare(cfg)? };
     let vocab_size = agreed_vocabulary(prepared.tokenizer.as_ref(), vocab_size)?;
-    let document_ends = document_ends(cfg, prepared.tokenizer.as_ref())?;
+    let document_ends = document_ends(cfg, prepared.tokenizer.as_ref(), vocab_size)?;
     if prepared.weights.is_some() && requested.train == 0 {
         return Err(weights_without_samples());
     }
@@ -188,14 +189,15 @@ fn weights_without_samples() -> Error {
 }
 
 /// What ends documents, if a setting asks for it.
-fn document_ends(cfg: &DataConfig, tokenizer: Option<&Tokenizer>) -> Result<Option<DocumentEnds>> {
+fn document_ends(cfg: &DataConfig, tokenizer: Option<&Tokenizer>, vocab_size: usize) -> Result<Option<DocumentEnds>> {
     let settings = [
         ("eod_mask_loss", cfg.eod_mask_loss),
         ("reset_position_ids", cfg.reset_position_ids),
         ("reset_attention_mask", cfg.reset_attention_mask),
     ];
     let Some((setting, _)) = settings.into_iter().find(|(_, set)| *set) else { return Ok(None) };
-    let token = tokenizer.and_then(Tokenizer::eod).ok_or_else(|| {
+    let made_up = cfg.mock.then(|| mock::end_of_documents(tokenizer, vocab_size));
+    let token = tokenizer.and_then(Tokenizer::eod).or(made_up).ok_or_else(|| {
         Error::config(match tokenizer {
             Some(tokenizer) => format!(
                 "{setting}: the tokenizer {} has no token that ends documents; name it as eos_token in the \

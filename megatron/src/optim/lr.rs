@@ -8,7 +8,7 @@ use std::f64::consts::PI;
 use crate::config::{DecayStyle, OptimizerConfig, WsdDecayStyle};
 use crate::{Error, Result};
 
-/// A learning-rate schedule: linear warm-up from 0, then one of the decay styles down to the minimum.
+/// A learning-rate schedule: linear warm-up, from 0 unless told otherwise, then one of the decay styles down to the minimum.
 #[derive(Clone, Debug)]
 pub struct LrSchedule {
     max_lr: f64,
@@ -16,6 +16,7 @@ pub struct LrSchedule {
     style: DecayStyle,
     decay: u64,
     warmup: u64,
+    warmup_init: f64,
     wsd_decay: u64,
     wsd_style: WsdDecayStyle,
 }
@@ -24,17 +25,20 @@ impl LrSchedule {
     /// The schedule of a run.
     ///
     /// # Errors
-    /// If a rate is negative or not finite, min_lr > lr, or the lengths leave no room for each other.
+    /// If a rate is negative or not finite, min_lr or the warm-up's first rate > lr, or the lengths leave no room for each other.
     pub fn new(config: &OptimizerConfig) -> Result<Self> {
-        let &OptimizerConfig { lr, min_lr, decay_style, decay_samples, warmup_samples, .. } = config;
+        let &OptimizerConfig { lr, min_lr, decay_style, decay_samples, warmup_samples, warmup_init, .. } = config;
         let &OptimizerConfig { wsd_decay_samples, wsd_decay_style, .. } = config;
         if !lr.is_finite() || !min_lr.is_finite() || min_lr < 0.0 || min_lr > lr {
             return Err(Error::config(format!("lr = {lr} and min-lr = {min_lr} must satisfy 0 ≤ min-lr ≤ lr")));
         }
-        if decay_style != DecayStyle::Constant && warmup_samples >= decay_samples {
+        if !(0.0..=lr).contains(&warmup_init) {
+            return Err(Error::config(format!("lr-warmup-init = {warmup_init} must lie between 0 and lr = {lr}")));
+        }
+        if decay_style != DecayStyle::Constant && (warmup_samples > decay_samples || decay_samples == 0) {
             return Err(Error::config(format!(
-                "the warm-up of {warmup_samples} samples must be shorter than the decay of {decay_samples} samples, \
-                 which includes it; shorten lr-warmup or lengthen lr-decay"
+                "the warm-up of {warmup_samples} samples must not be longer than the decay of {decay_samples} samples, \
+                 which includes it and has at least one; shorten lr-warmup or lengthen lr-decay"
             )));
         }
         let room = decay_samples.saturating_sub(warmup_samples);
@@ -50,16 +54,17 @@ impl LrSchedule {
             style: decay_style,
             decay: decay_samples,
             warmup: warmup_samples,
+            warmup_init,
             wsd_decay: wsd_decay_samples,
             wsd_style: wsd_decay_style,
         })
     }
 
     /// The learning rate of the next step, when earlier applied (not skipped) steps consumed `samples`. The k-th applied
-    /// step, counted from 0, uses samples = k·GBS: with a warm-up the first step's rate is 0.
+    /// step, counted from 0, uses samples = k·GBS: with a warm-up the first step's rate is the warm-up's first, 0.
     pub fn lr_at(&self, samples: u64) -> f64 {
         if self.warmup > 0 && samples <= self.warmup {
-            return self.max_lr * samples as f64 / self.warmup as f64;
+            return self.warmup_init + (self.max_lr - self.warmup_init) * samples as f64 / self.warmup as f64;
         }
         if self.style == DecayStyle::Constant {
             return self.max_lr;
@@ -125,9 +130,11 @@ mod tests {
             decay_style,
             decay_samples: 1000,
             warmup_samples: 100,
+            warmup_init: 0.0,
             wsd_decay_samples: 400,
             wsd_decay_style: WsdDecayStyle::Linear,
             weight_decay: 0.1,
+            weight_decay_increase: None,
             adam_beta1: 0.9,
             adam_beta2: 0.95,
             adam_eps: 1e-8,
@@ -218,14 +225,30 @@ mod tests {
     }
 
     #[test]
+    fn a_warm_up_begins_at_the_rate_that_it_is_given() {
+        let config = OptimizerConfig { warmup_init: 0.2, ..config(DecayStyle::Linear) };
+        assert_curve(&config, &[(0, 0.2), (25, 0.4), (100, 1.0), (550, 0.55)]);
+    }
+
+    #[test]
+    fn a_warm_up_may_be_as_long_as_the_decay() {
+        let styles = [DecayStyle::Linear, DecayStyle::Cosine, DecayStyle::InverseSquareRoot, DecayStyle::Wsd];
+        for style in styles {
+            let config = OptimizerConfig { warmup_samples: 1000, wsd_decay_samples: 0, ..config(style) };
+            assert_curve(&config, &[(0, 0.0), (500, 0.5), (1000, 1.0), (1001, 0.1)]);
+        }
+    }
+
+    #[test]
     fn lengths_and_rates_that_contradict_each_other_are_refused() {
         let refused = |config: OptimizerConfig| LrSchedule::new(&config).expect_err("must be refused").to_string();
         let linear = || config(DecayStyle::Linear);
         assert!(refused(OptimizerConfig { min_lr: 2.0, ..linear() }).contains("min-lr = 2"));
         assert!(refused(OptimizerConfig { lr: f64::NAN, ..linear() }).contains("lr = NaN"));
         assert!(
-            refused(OptimizerConfig { warmup_samples: 1000, ..linear() }).contains("shorter than the decay of 1000")
+            refused(OptimizerConfig { warmup_samples: 1001, ..linear() }).contains("longer than the decay of 1000")
         );
+        assert!(refused(OptimizerConfig { warmup_init: 1.5, ..linear() }).contains("lr-warmup-init = 1.5"));
         assert!(
             refused(OptimizerConfig { wsd_decay_samples: 901, ..config(DecayStyle::Wsd) }).contains("1000 − 100 = 900")
         );

@@ -29,6 +29,13 @@ impl Queued {
     }
 }
 
+/// What schedules say of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rates {
+    pub learning_rate: f64,
+    pub weight_decay: f64,
+}
+
 /// What a step did.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepResult {
@@ -203,7 +210,7 @@ impl Optimizer {
     ///
     /// # Errors
     /// If a peer fails.
-    pub fn step(&self, store: &ParamStore, lr: f64, loss_scale: f64) -> Result<Queued> {
+    pub fn step(&self, store: &ParamStore, rates: Rates, loss_scale: f64) -> Result<Queued> {
         // In order of rank over tp × pp, by groups that are there anyway: a communicator of NCCL's takes memory and queues.
         let mut shares = Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
         if self.sharded && self.dp.size() > 1 {
@@ -215,7 +222,7 @@ impl Optimizer {
             return Ok(Queued(verdict));
         }
         for bucket in 0..store.buckets().len() {
-            self.update(bucket, store, lr, &verdict)?;
+            self.update(bucket, store, rates, &verdict)?;
         }
         if self.sharded {
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
@@ -276,9 +283,9 @@ impl Optimizer {
     }
 
     /// Steps this rank's range of a bucket, in one pass over memory.
-    fn update(&self, bucket: usize, store: &ParamStore, lr: f64, verdict: &Verdict) -> Result<()> {
+    fn update(&self, bucket: usize, store: &ParamStore, rates: Rates, verdict: &Verdict) -> Result<()> {
+        let Rates { learning_rate: lr, weight_decay } = rates;
         let (segments, state, bucket) = (self.segments(bucket, store), &self.states[bucket], &store.buckets()[bucket]);
-        let weight_decay = self.config.weight_decay;
         let adam = AdamW {
             lr,
             beta1: self.config.adam_beta1,

@@ -51,6 +51,16 @@ impl Records {
         Ok(records)
     }
 
+    /// Opens the file of metrics of a run that makes no step, behind what is there. Curves of TensorBoard are left as they are.
+    ///
+    /// # Errors
+    /// As [`Records::open`].
+    pub fn append(run: &RunConfig) -> Result<Self> {
+        let all = u64::MAX;
+        let metrics = run.logging.metrics.as_ref().map(|path| MetricsWriter::open(path, all)).transpose()?;
+        Ok(Self { metrics: metrics.map(|(writer, _)| writer), ..Self::default() })
+    }
+
     /// Writes down a step.
     pub fn step(&mut self, step: &StepMetrics, reporter: &mut dyn Reporter) {
         self.each(reporter, step.iteration, |file| file.step(step), |events| events.step(step));

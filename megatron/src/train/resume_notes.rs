@@ -92,6 +92,8 @@ fn flag(key: &str) -> &str {
         "warmup_samples" => "lr_warmup_samples",
         "wsd_decay_samples" => "lr_wsd_decay_samples",
         "wsd_decay_style" => "lr_wsd_decay_style",
+        "warmup_init" => "lr_warmup_init",
+        "weight_decay_increase" => "weight_decay_incr_style",
         // Others have their flags' names.
         key => key,
     }

@@ -10,7 +10,7 @@ use super::profile::Profiler;
 use super::records::Records;
 use super::report::Reporter;
 use super::state;
-use super::trainer::Trainer;
+use super::trainer::{Met, Trainer};
 use crate::comm::ReduceOp;
 use crate::config::{CheckpointConfig, DataloaderType, RunConfig, Takes};
 use crate::data::Loader;
@@ -23,6 +23,8 @@ pub enum Outcome {
     Finished,
     /// `exit_interval` was reached.
     ExitInterval,
+    /// `exit_duration_in_mins` was reached.
+    ExitDuration,
     /// A signal asked for it; the state was saved if the run saves at all.
     Interrupted,
 }
@@ -40,6 +42,12 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
         return Err(Error::config(format!(
             "--finetune and --no-load-optim start from a checkpoint, and {place}; name one with --load, or leave them out"
         )));
+    }
+    if let (true, None, Some(dir)) = (config.checkpoint.exit_on_missing_checkpoint, &found, load) {
+        return Err(Error::checkpoint(
+            dir,
+            "holds no checkpoint, and --exit-on-missing-checkpoint lets no run start afresh; check the path of --load, or leave that out",
+        ));
     }
     if let Some(path) = &found {
         let manifest = checkpoint::Manifest::read(path)?;
@@ -91,6 +99,9 @@ impl Trainer {
     /// If data, a checkpoint or a peer fails, or the run diverges.
     pub fn run(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
         let goes_back = self.resume(reporter)?;
+        if self.config.training.skip_train {
+            return self.evaluate_only(reporter, stop);
+        }
         let mut records = match self.groups.world.rank() {
             0 => Records::open(&self.config, &self.progress, goes_back, reporter)?,
             _ => Records::default(),
@@ -117,7 +128,8 @@ impl Trainer {
             // A profile shows steps one by one.
             let reads_at_once =
                 self.reads_at_once(iteration) || [0, 1].map(|n| profiler.records(iteration + n)).contains(&true);
-            let steps = self.advance(reads_at_once)?;
+            let skips = self.skips_next();
+            let steps = if skips { self.skip()? } else { self.advance(reads_at_once)? };
             profiler.after();
             for step in steps {
                 self.report_step(step, &mut memory, reporter, &mut records)?;
@@ -125,28 +137,37 @@ impl Trainer {
             if profiler.ends_with(iteration) {
                 self.finish_profile(&mut profiler, reporter)?;
             }
+            if skips {
+                reporter.message(&format!("step {iteration} is skipped, as --iterations-to-skip asks"));
+            }
             if let Some(operations) = self.take_recorded() {
                 let what = "forward and backward of a microbatch are a CUDA graph from here on";
                 reporter.message(&format!("step {iteration}: {what}, of {operations} operations"));
             }
-            let (mut interrupted, all_have_written) = self.meet(stop)?;
-            if all_have_written {
+            let Met { stop: mut interrupted, written, overdue } = self.meet(stop)?;
+            if written {
                 self.finish_and_report(reporter)?;
             }
             if !interrupted && due(self.config.logging.eval_interval) {
                 interrupted = !self.validate(stop, reporter, &mut records)?;
             }
-            if interrupted && let Some(step) = self.settle()? {
+            if (interrupted || overdue)
+                && let Some(step) = self.settle()?
+            {
                 self.report_step(step, &mut memory, reporter, &mut records)?;
             }
-            let exit = due(self.config.training.exit_interval);
+            let exit = overdue || due(self.config.training.exit_interval);
             let ends = interrupted || exit || iteration == train_iters;
             if due(self.config.checkpoint.save_interval) || exit || interrupted {
                 // Behind the last step there is nothing to go on with, so that none is left to be waited for.
                 saved_at = self.save_and_report(self.config.checkpoint.async_save && !ends, reporter, &mut records)?;
             }
             if interrupted || exit {
-                outcome = if interrupted { Outcome::Interrupted } else { Outcome::ExitInterval };
+                outcome = match (interrupted, overdue) {
+                    (true, _) => Outcome::Interrupted,
+                    (false, true) => Outcome::ExitDuration,
+                    (false, false) => Outcome::ExitInterval,
+                };
                 break;
             }
         }
@@ -228,6 +249,7 @@ impl Trainer {
             } else {
                 let path = self.save(&dir)?;
                 reporter.checkpoint(self.progress.iteration, &path);
+                self.remove_old_checkpoints(self.progress.iteration, reporter);
             }
         }
         Ok(self.progress.iteration)
@@ -238,6 +260,7 @@ impl Trainer {
         let saved = self.finish_save()?;
         if let (Some(iteration), Some(dir)) = (saved, &self.config.checkpoint.save) {
             reporter.checkpoint(iteration, &checkpoint::iteration_dir(dir, iteration));
+            self.remove_old_checkpoints(iteration, reporter);
         }
         Ok(())
     }
@@ -255,7 +278,12 @@ impl Trainer {
     }
 
     /// False if `stop` cut it short.
-    fn validate(&self, stop: &AtomicBool, reporter: &mut dyn Reporter, records: &mut Records) -> Result<bool> {
+    pub(super) fn validate(
+        &self,
+        stop: &AtomicBool,
+        reporter: &mut dyn Reporter,
+        records: &mut Records,
+    ) -> Result<bool> {
         self.report_evaluation(self.valid.as_ref(), ("validation", self.validated()), stop, reporter, records)
     }
 
@@ -273,7 +301,7 @@ impl Trainer {
     }
 
     /// Evaluates a split from a sample on; false if `stop`, set on any rank, cut it short, which is then not reported.
-    fn report_evaluation(
+    pub(super) fn report_evaluation(
         &self,
         loader: Option<&Loader>,
         (split, first): (&str, u64),

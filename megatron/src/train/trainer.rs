@@ -23,7 +23,7 @@ use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::{GradientReducer, shard};
-use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued};
+use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued, Rates, weight_decay_at};
 use crate::params::{ParamId, ParamStore};
 use crate::pipeline::{GradientListener, Replay, Results, Schedule, Stage, forward_only};
 use crate::tensor_parallel::Phase;
@@ -117,10 +117,22 @@ pub struct Trainer {
     pub(super) claim: Option<Claim>,
     /// When results were read last.
     last_read: Option<Instant>,
+    /// From when on the run's minutes are counted.
+    started: Instant,
     pub(super) valid: Option<Loader>,
     pub(super) test: Option<Loader>,
     pub(super) progress: Progress,
     pub(super) fingerprint: String,
+}
+
+/// What ranks tell each other after a step.
+pub(super) struct Met {
+    /// One of them was asked to stop.
+    pub stop: bool,
+    /// There is a checkpoint that all have written.
+    pub written: bool,
+    /// For one of them the time of `exit_duration_in_mins` is over.
+    pub overdue: bool,
 }
 
 /// Ignores gradients: evaluation has none.
@@ -230,6 +242,7 @@ impl Trainer {
             saving: None,
             claim: None,
             last_read: None,
+            started: Instant::now(),
             valid: sources.valid.as_ref().map(loader),
             test: sources.test.as_ref().map(loader),
             progress: Progress::default(),
@@ -237,6 +250,11 @@ impl Trainer {
             config: config.clone(),
             groups,
         })
+    }
+
+    /// Counts the minutes of `exit_duration_in_mins` from the program's start instead of this trainer's.
+    pub fn count_minutes_from(&mut self, start: Instant) {
+        self.started = start;
     }
 
     pub fn progress(&self) -> Progress {
@@ -354,9 +372,10 @@ impl Trainer {
         // Whether the step before was made decides on this one's learning rate and Adam's count.
         let mut known = Vec::from_iter(self.settle()?);
         let learning_rate = self.lr.lr_at(self.progress.applied_samples);
+        let weight_decay = weight_decay_at(&self.config.optimizer, self.progress.applied_samples);
         let update = {
             let _span = span("optimizer", Kind::Phase);
-            self.optimizer.step(&self.stage.params, learning_rate, loss_scale)?
+            self.optimizer.step(&self.stage.params, Rates { learning_rate, weight_decay }, loss_scale)?
         };
         let (squared_params, zeros_in_grad) = self.statistics(self.progress.iteration + 1)?;
         self.stage.params.release_grads();
@@ -495,13 +514,15 @@ impl Trainer {
 
     /// Whether `stop` is set on any rank. Collective over the world.
     fn is_told_to_stop(&self, stop: &AtomicBool) -> Result<bool> {
-        Ok(self.meet(stop)?.0)
+        Ok(self.meet(stop)?.stop)
     }
 
-    /// Whether `stop` is set on any rank, and whether there is a checkpoint that all have written. Collective over the world.
-    pub(super) fn meet(&self, stop: &AtomicBool) -> Result<(bool, bool)> {
-        let mine = [stop.load(Ordering::SeqCst), self.is_saving()].map(|is| f64::from(u8::from(is)));
+    /// What the ranks know together: see [`Met`]. Collective over the world.
+    pub(super) fn meet(&self, stop: &AtomicBool) -> Result<Met> {
+        let limit = self.config.training.exit_duration_in_mins;
+        let overdue = limit.is_some_and(|minutes| self.started.elapsed().as_secs_f64() > minutes * 60.0);
+        let mine = [stop.load(Ordering::SeqCst), self.is_saving(), overdue].map(|is| f64::from(u8::from(is)));
         let ranks = self.sum_over_world(mine.to_vec())?;
-        Ok((ranks[0] > 0.0, self.saving.is_some() && ranks[1] == 0.0))
+        Ok(Met { stop: ranks[0] > 0.0, written: self.saving.is_some() && ranks[1] == 0.0, overdue: ranks[2] > 0.0 })
     }
 }

@@ -150,7 +150,12 @@ mod tests {
     use crate::cli::{Gathered, resolve};
 
     fn model(preset: Preset) -> ModelConfig {
-        let gathered = Gathered { flags: preset.flags(1).unwrap(), origins: BTreeMap::new(), passed_over: Vec::new() };
+        let gathered = Gathered {
+            flags: preset.flags(1).unwrap(),
+            origins: BTreeMap::new(),
+            passed_over: Vec::new(),
+            recorded: None,
+        };
         let resolved = resolve(&gathered, None).unwrap();
         ModelConfig { vocab_size: resolved.vocab_size.unwrap(), ..resolved.run.model }
     }

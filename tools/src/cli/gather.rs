@@ -7,20 +7,23 @@ use std::path::{Path, PathBuf};
 use clap::{ArgMatches, FromArgMatches};
 
 use super::flags::Flags;
+use super::from_checkpoint::{self, Recorded};
 use super::other_names::Verdict;
 use super::run_file::{self, RunFile, Setting};
 use super::words::Words;
-use super::{PretrainArgs, Stop, asks_for_help, command, is_typed, typed_origins};
+use super::{PretrainArgs, Stop, asks_for_help, command, typed_origins};
 use crate::error::{Error, Result};
 
 /// The settings of `pretrain`, merged, with the origin of each that is not a default.
 #[derive(Clone, Debug)]
 pub struct Gathered {
     pub flags: Flags,
-    /// By key: `--num-layers` or `run.toml:7`.
+    /// By key: `--num-layers`, `run.toml:7`, or `saved/iter_0000100`.
     pub origins: BTreeMap<String, String>,
     /// Flags and keys of Megatron-LM that change nothing here.
     pub passed_over: Vec<String>,
+    /// The checkpoint that says what flags and run file do not, if one does.
+    pub recorded: Option<Recorded>,
 }
 
 /// Settings that say the same thing in different units; a run has one of each.
@@ -34,7 +37,7 @@ pub(crate) const SAME_THING: [&[&str]; 6] = [
 ];
 
 /// The settings that say what `key` says, itself among them.
-fn ways_to_say(key: &str) -> &'static [&'static str] {
+pub(super) fn ways_to_say(key: &str) -> &'static [&'static str] {
     SAME_THING.into_iter().find(|keys| keys.contains(&key)).unwrap_or_default()
 }
 
@@ -44,7 +47,14 @@ fn pretrain_args(words: &[OsString]) -> std::result::Result<(PretrainArgs, ArgMa
     Ok((PretrainArgs::from_arg_matches(&typed)?, typed))
 }
 
-/// Puts the run file's settings under those of the command line, whose words `before` name the command.
+/// Whether `key` names data where the flags name others: made-up ones or the user's.
+pub(super) fn is_other_source(key: &str, flags: &Flags) -> bool {
+    let data = &flags.data;
+    key == "data_path" && data.mock_data || key == "mock_data" && !data.data_path.is_empty()
+}
+
+/// Puts the run file's settings under those of the command line, whose words `before` name the
+/// command, and a checkpoint's under both.
 pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<Gathered, Stop> {
     let Words { own, others, mut line, mut problems } = sorted;
     let mut words = [before, &own].concat();
@@ -80,21 +90,48 @@ pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<
         false => pretrain_args(&words)?,
     };
 
-    let mut origins = typed_origins(&typed, |_| true);
-    if settings.is_empty() {
-        return Ok(Gathered { flags: args.flags, origins, passed_over });
+    let typed = typed_origins(&typed, |_| true);
+    let is_overridden = |key: &str| {
+        let is_said = typed.contains_key(key) || ways_to_say(key).iter().any(|other| typed.contains_key(*other));
+        is_said || is_other_source(key, &args.flags)
+    };
+    let kept = settings.into_iter().filter(|setting| !is_overridden(&setting.key));
+    let file: Vec<_> = kept.map(|setting| (place(setting.line), setting)).collect();
+    let mut layers = Layers { before, words: &words[before.len()..], typed, file, checkpoint: Vec::new() };
+    let gathered = Gathered { passed_over, ..layers.merged()? };
+    let has_world = crate::ranks::place()?.is_some();
+    let Some((recorded, settings)) = from_checkpoint::beneath(&gathered, path.is_some(), has_world)? else {
+        return Ok(gathered);
+    };
+    let origin = recorded.origin();
+    layers.checkpoint = settings.into_iter().map(|setting| (origin.clone(), setting)).collect();
+    Ok(Gathered { recorded: Some(recorded), passed_over: gathered.passed_over, ..layers.merged()? })
+}
+
+/// What is said of a run, the last of which counts: by a checkpoint, by the run file, on the command
+/// line. No setting is in two of them.
+struct Layers<'a> {
+    before: &'a [OsString],
+    words: &'a [OsString],
+    typed: BTreeMap<String, String>,
+    /// Each setting with its origin.
+    file: Vec<(String, Setting)>,
+    checkpoint: Vec<(String, Setting)>,
+}
+
+impl Layers<'_> {
+    /// All of them as one command line, so that one parse sees every setting once.
+    fn merged(&self) -> std::result::Result<Gathered, Stop> {
+        let mut origins = self.typed.clone();
+        let mut merged = self.before.to_vec();
+        for (origin, setting) in self.checkpoint.iter().chain(&self.file) {
+            merged.extend(setting.words.iter().map(OsString::from));
+            origins.insert(setting.key.clone(), origin.clone());
+        }
+        merged.extend_from_slice(self.words);
+        let (args, _) = pretrain_args(&merged)?;
+        Ok(Gathered { flags: args.flags, origins, passed_over: Vec::new(), recorded: None })
     }
-    // The file's words go first, without those that a flag overrides, so that one parse sees every setting once.
-    let mut merged = before.to_vec();
-    let is_overridden =
-        |key: &str| is_typed(&typed, key) || ways_to_say(key).iter().any(|other| is_typed(&typed, other));
-    for setting in settings.iter().filter(|s| !is_overridden(&s.key)) {
-        merged.extend(setting.words.iter().map(OsString::from));
-        origins.insert(setting.key.clone(), place(setting.line));
-    }
-    merged.extend_from_slice(&words[before.len()..]);
-    let (args, _) = pretrain_args(&merged)?;
-    Ok(Gathered { flags: args.flags, origins, passed_over })
 }
 
 fn run_file_of(args: &PretrainArgs) -> Result<Option<PathBuf>> {

@@ -2,6 +2,7 @@
 
 mod convert;
 pub mod flags;
+mod from_checkpoint;
 mod gather;
 mod help;
 mod launch;
@@ -77,7 +78,7 @@ pub enum Command {
 /// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in the sections named in
 /// brackets, and from flags, which override the file. Switches are turned off by `--flag=false`.
 ///
-/// Ctrl-C, SIGTERM or SIGHUP saves a checkpoint (if --save is set) and stops; Ctrl-C after that stops at once.
+/// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops; Ctrl-C after that stops at once.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:

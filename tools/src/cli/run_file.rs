@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 pub struct Setting {
     /// The flag's id: its name in snake_case.
     pub key: String,
+    pub section: &'static str,
     /// Line in the file, from 1.
     pub line: usize,
     /// The same setting as words of a command line, e.g. `--num-layers=4`.
@@ -30,7 +31,9 @@ impl Setting {
     /// One that `word`, a flag with its value, says.
     pub fn of(word: String, line: usize) -> Self {
         let name = word.split('=').next().unwrap_or_default();
-        Self { key: name.trim_start_matches('-').replace('-', "_"), line, words: vec![word] }
+        let key = name.trim_start_matches('-').replace('-', "_");
+        let section = owner_of(&sections(), &key).map_or("", |(section, _)| section);
+        Self { key, section, line, words: vec![word] }
     }
 }
 
@@ -74,7 +77,8 @@ pub fn read(path: &Path) -> Result<RunFile> {
 /// A line and what is wrong there.
 pub type Problem = (usize, String);
 
-fn parse(text: &str) -> std::result::Result<RunFile, Problem> {
+/// Reads the text of a run file.
+pub(super) fn parse(text: &str) -> std::result::Result<RunFile, Problem> {
     let line_of = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
     let document = DeTable::parse(text)
         .map_err(|e| (line_of(e.span().map_or(0, |s| s.start)), format!("not valid TOML: {}", e.message())))?;
@@ -124,7 +128,7 @@ impl RunFile {
                 Some(twice) => self.problems.push((line, format!("`{id}` was already set in line {}", twice.line))),
                 None => {
                     self.line.add(&id.replace('_', "-"), &texts(value.get_ref()));
-                    self.settings.push(Setting { key: id, line, words });
+                    self.settings.push(Setting { key: id, section: section.0, line, words });
                 }
             },
             Err(message) => self.problems.push((line, message)),
@@ -234,7 +238,7 @@ fn setting(
 fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, String> {
     let is_list = matches!(arg.get_action(), ArgAction::Append);
     let is_bool = has_type::<bool>(arg);
-    let is_integer = has_type::<usize>(arg) || has_type::<u64>(arg);
+    let is_integer = has_type::<usize>(arg) || has_type::<u64>(arg) || has_type::<i64>(arg);
     let is_number = has_type::<f64>(arg);
     match value {
         DeValue::Boolean(x) if is_bool => Ok(vec![x.to_string()]),

@@ -83,6 +83,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         reset_position_ids: false,
         reset_attention_mask: false,
         cache_dir: args.cache_dir.clone().unwrap_or_else(crate::cli::default_cache),
+        mock: false,
     };
     let source = data::open_part(&config, seq_length, model.vocab_size, &args.part)?;
     let lead = world.rank() == 0;

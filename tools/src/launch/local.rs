@@ -7,7 +7,7 @@ use megatron::comm::rendezvous::{Clients, StoreServer};
 use megatron::comm::{RUN_SECRET, Secret};
 
 use super::plan::{MAX_RESTARTS, OWN_RANKS, RESTART_COUNT, STORE_SERVED, Style};
-use super::watch;
+use super::{started, watch};
 use crate::error::{Error, Result};
 use crate::fault::{SUPERVISED, tell};
 use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
@@ -82,6 +82,7 @@ impl Ranks {
         command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
         command.env(MAX_RESTARTS, max_restarts.to_string()).env(RESTART_COUNT, restarts.to_string());
         command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, watch::supervisor());
+        command.env(started::STARTED_AT, started::for_ranks());
         // Said of the port of whoever started this process; ranks use the one given here.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));

@@ -10,6 +10,7 @@ mod process;
 mod remote;
 mod requests;
 mod restarts;
+mod started;
 mod supervisor;
 mod watch;
 
@@ -18,5 +19,7 @@ pub use inherited::{adjust, is_ignored};
 pub use local::Ranks;
 pub use plan::{MAX_RESTARTS, OWN_RANKS, Plan, STORE_SERVED, Style, Work};
 pub use remote::{Hosts, exported, is_here, is_loopback};
+pub use requests::STOP_SIGNALS;
 pub use restarts::{free_port, supervise};
+pub use started::started;
 pub use watch::watch_supervisor;

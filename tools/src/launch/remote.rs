@@ -22,7 +22,8 @@ const NAMES: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RAYON_N
 const PREFIXES: [&str; 7] = ["NCCL_", "UCX_", "MEGATRON_", "CUDA_", "RUST_", "PYTHON", "TORCH_"];
 /// Variables of this machine or of who started this process, and the secret, which a command line
 /// would show to everybody.
-const OWN: [&str; 5] = ["CUDA_VISIBLE_DEVICES", SUPERVISED, super::OWN_RANKS, super::STORE_SERVED, RUN_SECRET];
+const OWN: [&str; 6] =
+    ["CUDA_VISIBLE_DEVICES", SUPERVISED, super::OWN_RANKS, super::STORE_SERVED, super::started::STARTED_AT, RUN_SECRET];
 
 /// Exit codes of the line that ssh is given: our own for a folder that is not there, and those of `env`.
 const NO_FOLDER: i32 = 124;

@@ -12,11 +12,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use megatron::comm::Secret;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
 use super::inherited::is_ignored;
 use crate::error::{Error, Result};
+
+/// The signals that ask a run to save and stop. The last two, which else would kill it, are schedulers' warnings: `sbatch --signal=USR1@120`.
+pub const STOP_SIGNALS: [i32; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
+
+/// Whether `code` is that of a rank that one of [`STOP_SIGNALS`] stopped.
+pub fn is_stopped(code: i32) -> bool {
+    STOP_SIGNALS.iter().any(|signal| code == 128 + signal)
+}
 
 /// The words, and the signals that they stand for.
 const WORDS: [(&str, i32); 2] = [("stop", SIGTERM), ("kill", SIGKILL)];
@@ -50,14 +58,14 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Hears SIGINT, SIGTERM and SIGHUP from now on, and standard input if `over_stdin`, the end of which is as SIGHUP.
+    /// Hears [`STOP_SIGNALS`] from now on, and standard input if `over_stdin`, the end of which is as SIGHUP.
     ///
     /// # Errors
     /// If the operating system refuses.
     pub fn listen(over_stdin: bool) -> Result<Self> {
         let failed = |source| Error::Io { action: "listen for signals".to_string(), source };
         // `nohup` and the like have them ignored.
-        let listened = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
+        let listened = STOP_SIGNALS.into_iter().filter(|signal| !is_ignored(*signal));
         let signals = Signals::new(listened).map_err(failed)?;
         let words = over_stdin.then(listen_to_words).transpose().map_err(failed)?;
         Ok(Self { signals, words })

@@ -15,9 +15,6 @@ const SIZES: &str = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --
     --micro-batch-size 1 --global-batch-size 4 --split 90,5,5 --eval-iters 1 --tokenizer byte --cache-dir cache \
     --tensorboard-dir curves --save saved --load saved";
 
-/// Flags that are being built: they come out of here with `other_names/pending.rs`.
-const PENDING: [&str; 4] = ["--mock-data", "--save-retain-interval", "--exit-duration-in-mins", "--lr-warmup-init"];
-
 /// Lines that start, each with more sizes.
 const START: [(&str, &str); 10] = [
     ("gpt/gpt3_mcore_reruns_disable", "--num-layers 2 --num-query-groups 2 --ffn-hidden-size 64 --kv-channels 8"),
@@ -71,9 +68,6 @@ fn words(name: &str) -> Vec<String> {
     let lines: Map<String, Value> = serde_json::from_str(LINES).unwrap();
     let mut words = Vec::new();
     for (flag, value) in lines[name].as_object().unwrap() {
-        if PENDING.contains(&flag.as_str()) {
-            continue;
-        }
         words.push(flag.clone());
         match value {
             Value::Bool(true) => {}

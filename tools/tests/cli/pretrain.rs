@@ -297,3 +297,60 @@ fn a_prompt_that_cannot_be_continued_does_not_fail_a_run_that_is_finished() {
     assert!(log.contains("the run is finished, but its prompt could not be continued"), "{log}{said}");
     assert!(folder.path().join("saved/iter_0000001").is_dir() && !said.contains("start"), "{said}");
 }
+
+#[test]
+fn steps_that_are_skipped_pass_their_samples_over_and_update_nothing() {
+    let folder = folder();
+    let train = |flags: &[&str]| {
+        let flags = [
+            &["--train-iters=6", "--lr-warmup-iters=5", "--lr-decay-iters=6", "--iterations-to-skip", "3", "4"],
+            flags,
+        ]
+        .concat();
+        let output = pretrain(folder.path(), &flags).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        stdout(&output)
+    };
+    // Step 4 is that with which the run goes on, on another layout.
+    let first = train(&["--exit-interval=3"]);
+    assert!(first.contains("step 3 is skipped, as --iterations-to-skip asks"), "{first}");
+    assert_eq!(saved_iteration(folder.path()), "3");
+    train(&["--tensor-model-parallel-size=1"]);
+    assert_eq!(steps(folder.path(), "iteration"), [1, 2, 5, 6]);
+    assert_eq!(steps(folder.path(), "consumed_samples"), [1, 2, 5, 6]);
+    assert_eq!(steps(folder.path(), "skipped_iterations"), [0, 0, 2, 2]);
+    let rates: Vec<f64> = metrics(folder.path())
+        .iter()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["learning_rate"].as_f64().unwrap())
+        .collect();
+    // The warm-up is over steps that are made.
+    assert!(
+        rates.iter().zip([0.0, 0.2, 0.4, 0.6]).all(|(rate, share)| (rate - share * 1e-3).abs() < 1e-12),
+        "{rates:?}"
+    );
+}
+
+#[test]
+fn made_up_data_are_the_same_on_every_layout() {
+    let losses = |flags: &[&str]| {
+        let folder = folder();
+        let flags = [&["--mock-data", "--global-batch-size=4", "--data-parallel-size=2"], flags].concat();
+        let output = pretrain(folder.path(), &flags).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let lines = metrics(folder.path());
+        lines
+            .iter()
+            .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["lm_loss"].to_string())
+            .collect::<Vec<_>>()
+    };
+    let (tp, order) = ("--tensor-model-parallel-size=1", "--dataloader-type=single");
+    let expected = losses(&[tp, order]);
+    assert_eq!((expected.len(), &losses(&[tp, order, "--pipeline-model-parallel-size=2"])), (4, &expected));
+    let folder = folder();
+    let both = pretrain(folder.path(), &["--mock-data", "--data-path=text.txt"]).output().unwrap();
+    let message = stderr(&both);
+    assert!(
+        message.contains("mock_data = true (--mock-data) and data_path = text.txt (--data-path) are two sources"),
+        "{message}"
+    );
+}

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 fn hear_signals() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        for signal in [libc::SIGINT, libc::SIGHUP, libc::SIGTERM] {
+        for signal in [libc::SIGINT, libc::SIGHUP, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2] {
             // SAFETY: no handler is installed.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
         }

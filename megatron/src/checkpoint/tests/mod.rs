@@ -6,6 +6,7 @@ mod faults;
 mod layouts;
 mod paths;
 mod reshard;
+mod retention;
 
 use std::path::Path;
 use std::thread;

@@ -4,9 +4,20 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::config::{
-    CheckpointConfig, DataConfig, DataloaderType, DynamicLossScale, LoggingConfig, Normalization, SlidingWindow,
-    TensorboardConfig, WsdDecayStyle,
+    CheckpointConfig, DataConfig, DataloaderType, DynamicLossScale, IncreaseStyle, LoggingConfig, Normalization,
+    Retention, SlidingWindow, TensorboardConfig, WeightDecayIncrease, WsdDecayStyle,
 };
+
+fn increase(config: &mut RunConfig, start: f64, end: f64) {
+    let style = IncreaseStyle::Linear;
+    config.optimizer.weight_decay_increase = Some(WeightDecayIncrease { start, end, style, samples: 160 });
+}
+
+fn retain(config: &mut RunConfig, interval: u64) {
+    let retention = Retention { interval: Some(interval), most_recent: None };
+    (config.checkpoint.save, config.checkpoint.save_interval) = (Some("saved".into()), Some(6));
+    config.checkpoint.retention = retention;
+}
 
 /// A valid run of 2·1·2·2 (tp·cp·pp·dp) ranks.
 pub(crate) fn valid() -> RunConfig {
@@ -62,6 +73,7 @@ pub(crate) fn valid() -> RunConfig {
             reset_position_ids: false,
             reset_attention_mask: false,
             cache_dir: PathBuf::from("cache"),
+            mock: false,
         },
         training: TrainingConfig {
             micro_batch_size: 2,
@@ -71,6 +83,9 @@ pub(crate) fn valid() -> RunConfig {
             train_samples: None,
             exit_interval: None,
             max_nonfinite_steps: 10,
+            exit_duration_in_mins: None,
+            iterations_to_skip: vec![],
+            skip_train: false,
             seed: 1,
             recompute: Recompute::None,
             precision: Precision::Fp32,
@@ -84,9 +99,11 @@ pub(crate) fn valid() -> RunConfig {
             decay_style: DecayStyle::Cosine,
             decay_samples: 160,
             warmup_samples: 16,
+            warmup_init: 0.0,
             wsd_decay_samples: 0,
             wsd_decay_style: WsdDecayStyle::Linear,
             weight_decay: 0.01,
+            weight_decay_increase: None,
             adam_beta1: 0.9,
             adam_beta2: 0.999,
             adam_eps: 1e-8,
@@ -124,7 +141,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 38] = [
+    let cases: [(Break, &str); 49] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -173,7 +190,21 @@ fn every_broken_equation_is_named_with_its_numbers() {
         ),
         (|c| c.training.micro_batch_size = 0, "micro_batch_size = 0 must be at least 1"),
         (|c| c.optimizer.min_lr = 1.0, "min_lr = 1 exceeds lr = 0.001"),
-        (|c| c.optimizer.warmup_samples = 160, "the warm-up of 160 samples"),
+        (|c| c.optimizer.warmup_samples = 161, "the warm-up of 161 samples"),
+        (|c| c.optimizer.warmup_init = 1.0, "lr_warmup_init = 1 exceeds lr = 0.001"),
+        (|c| increase(c, 0.2, 0.1), "start_weight_decay = 0.2 exceeds end_weight_decay = 0.1"),
+        (|c| increase(c, -0.1, 0.1), "start_weight_decay = -0.1 must be a finite number that is not negative"),
+        (|c| c.data.mock = true, "mock_data = true and data_path = text are two sources of data"),
+        (|c| c.data.data_path.clear(), "data_path names no data"),
+        (|c| c.training.exit_duration_in_mins = Some(0.0), "exit_duration_in_mins = 0 must be a finite number above 0"),
+        (|c| c.training.iterations_to_skip = vec![3, 0], "iterations_to_skip = 0: steps are counted from 1"),
+        (
+            |c| (c.training.skip_train, c.logging.eval_iters) = (true, 0),
+            "skip_train = true leaves the evaluation, and eval_iters = 0 turns that off",
+        ),
+        (|c| c.checkpoint.retention.most_recent = Some(2), "most_recent_k = 2 keeps checkpoints, and none are saved"),
+        (|c| retain(c, 0), "save_retain_interval = 0 must be at least 1"),
+        (|c| retain(c, 9), "save_retain_interval = 9 must be a multiple of save_interval = 6: 9 mod 6 = 3"),
         (|c| c.data.split = "0,0,0".into(), "split = \"0,0,0\""),
         (|c| c.checkpoint.save_interval = Some(5), "save_interval = 5 has no folder"),
         (|c| c.logging.log_interval = 0, "log_interval = 0 must be at least 1"),

@@ -20,6 +20,7 @@ fn config(paths: &[PathBuf], tokenizer: Option<&str>, cache: &Path) -> DataConfi
         reset_position_ids: false,
         reset_attention_mask: false,
         cache_dir: cache.to_path_buf(),
+        mock: false,
     }
 }
 
@@ -187,4 +188,31 @@ fn the_same_text_with_other_ids_has_another_fingerprint() {
     };
     assert_ne!(fingerprint(false), fingerprint(true));
     assert_eq!(fingerprint(false), fingerprint(false));
+}
+
+#[test]
+fn made_up_data_are_the_same_everywhere_and_documents_of_any_vocabulary() {
+    let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mock = |folder: &Path, tokenizer: Option<&str>, vocab_size: Option<usize>| {
+        let cfg = DataConfig { mock: true, split: "90,5,5".into(), ..config(&[], tokenizer, folder) };
+        open(&cfg, 64, 1, vocab_size, COUNTS)
+    };
+    let (first, second) = (mock(here.path(), None, Some(50)).unwrap(), mock(there.path(), None, Some(50)).unwrap());
+    assert_eq!((first.vocab_size, &first.fingerprint), (50, &second.fingerprint));
+    for (a, b) in [(&first.train, &second.train), (&first.valid.unwrap(), &second.valid.unwrap())] {
+        for index in 0..20 {
+            let tokens = sample(&**a, index);
+            assert_eq!(tokens, sample(&**b, index));
+            // They count up, around the end of the vocabulary, and begin anew where a document has ended.
+            let steps =
+                tokens.windows(2).all(|two| two[1] == (two[0] + 1) % 50 || two[0] == 49 && two[1] == 1 || two[1] == 49);
+            assert!(steps, "{tokens:?}");
+        }
+    }
+    assert_eq!(mock(here.path(), Some("byte"), None).unwrap().vocab_size, 257);
+    let ends = DataConfig { mock: true, eod_mask_loss: true, ..config(&[], None, here.path()) };
+    assert_eq!(open(&ends, 64, 1, Some(50), COUNTS).unwrap().document_ends.unwrap().token, 49);
+    let refused = |result: crate::Result<Datasets>| result.err().unwrap().to_string();
+    assert!(refused(mock(here.path(), None, None)).contains("give its size with --vocab-size"));
+    assert!(refused(mock(here.path(), Some("train:300"), None)).contains("needs text to train on"));
 }

@@ -25,6 +25,7 @@ fn config(folder: &Path, entries: &[&str], order: DataloaderType) -> DataConfig 
         reset_position_ids: false,
         reset_attention_mask: false,
         cache_dir: folder.join("cache"),
+        mock: false,
     }
 }
 

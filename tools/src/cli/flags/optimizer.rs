@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{ArgAction, Args};
+use clap::{ArgAction, Args, ValueEnum};
 use megatron::config::{DecayStyle, MomentDtype, OptimizerKind, WsdDecayStyle};
 
 use super::choice;
@@ -29,7 +29,7 @@ pub struct OptimizerFlags {
     /// The same in samples
     #[arg(long, value_name = "N")]
     pub lr_decay_samples: Option<u64>,
-    /// Steps over which the learning rate rises from 0 [default: 0]
+    /// Steps over which the learning rate rises, from 0 or --lr-warmup-init [default: 0]
     #[arg(long, value_name = "N")]
     pub lr_warmup_iters: Option<u64>,
     /// The same in samples
@@ -38,6 +38,9 @@ pub struct OptimizerFlags {
     /// The same as a fraction of the decay's length
     #[arg(long, value_name = "X")]
     pub lr_warmup_fraction: Option<f64>,
+    /// Learning rate that the warm-up begins at
+    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    pub lr_warmup_init: f64,
     /// Steps of the final annealing of a WSD schedule
     #[arg(long, value_name = "N")]
     pub lr_wsd_decay_iters: Option<u64>,
@@ -51,6 +54,15 @@ pub struct OptimizerFlags {
     /// Decoupled weight decay of parameters of two or more dimensions
     #[arg(long, value_name = "X", default_value_t = 0.01)]
     pub weight_decay: f64,
+    /// Weight decay at the start, where --weight-decay-incr-style is not constant
+    #[arg(long, value_name = "X")]
+    pub start_weight_decay: Option<f64>,
+    /// Weight decay at the end of the run
+    #[arg(long, value_name = "X")]
+    pub end_weight_decay: Option<f64>,
+    /// How the weight decay grows over the run, from --start-weight-decay to --end-weight-decay; constant: it is --weight-decay
+    #[arg(long, value_name = "STYLE", value_enum, default_value = "constant")]
+    pub weight_decay_incr_style: IncreaseStyle,
     /// Decay of the first moment
     #[arg(long, value_name = "X", default_value_t = 0.9)]
     pub adam_beta1: f64,
@@ -76,6 +88,14 @@ pub struct OptimizerFlags {
     /// Largest gradient norm; larger gradients are scaled down to it, 0 turns this off
     #[arg(long, value_name = "X", default_value_t = 1.0)]
     pub clip_grad: f64,
+}
+
+/// How the weight decay grows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum IncreaseStyle {
+    Constant,
+    Linear,
+    Cosine,
 }
 
 /// How the state of the optimizer is kept.

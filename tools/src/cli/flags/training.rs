@@ -37,6 +37,14 @@ pub struct TrainingFlags {
     /// Go on after such a step, up to --max-nonfinite-steps in a row, as is the default
     #[arg(long, action = ArgAction::Set, default_value_t = false, overrides_with = "check_for_nan_in_loss_and_grad")]
     pub no_check_for_nan_in_loss_and_grad: bool,
+    #[command(flatten)]
+    pub ends: EndFlags,
+    /// Pass over the samples of these steps, counted from 1: nothing is updated, and schedules do not advance
+    #[arg(long, value_name = "STEP", num_args = 1..)]
+    pub iterations_to_skip: Vec<u64>,
+    /// Evaluate on the validation and test data, and make no step; nothing is saved
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub skip_train: bool,
     /// Every random number of the run is a function of this
     #[arg(long, value_name = "N", default_value_t = 1234)]
     pub seed: u64,
@@ -47,6 +55,20 @@ pub struct TrainingFlags {
     pub enable_cuda_graph: bool,
     #[command(flatten)]
     pub precision: PrecisionFlags,
+}
+
+/// When a run ends before its last step.
+#[derive(Args, Clone, Debug)]
+pub struct EndFlags {
+    /// Save and stop after the step in which this many minutes since the program's start have passed
+    #[arg(long, value_name = "MINUTES")]
+    pub exit_duration_in_mins: Option<f64>,
+    /// Save and stop on signals. It is always so: SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2, to any rank or to who started them, end a run that way
+    #[arg(long, action = ArgAction::Set, default_value_t = true)]
+    pub exit_signal_handler: bool,
+    /// The signal to save and stop on, one of those that always do
+    #[arg(long, value_name = "SIGNAL", value_parser = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])]
+    pub exit_signal: Option<String>,
 }
 
 /// What is computed again in backward.

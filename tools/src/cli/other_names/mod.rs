@@ -8,7 +8,6 @@ mod files;
 mod launchers;
 mod model;
 mod parallel;
-mod pending;
 mod programs;
 mod reports;
 #[cfg(test)]
@@ -155,7 +154,7 @@ fn same_value(a: &str, b: &str) -> bool {
     a == b || matches!((a.parse::<f64>(), b.parse::<f64>()), (Ok(a), Ok(b)) if a == b)
 }
 
-const TABLES: [&[Entry]; 8] = [
+const TABLES: [&[Entry]; 7] = [
     model::TABLE,
     training::TABLE,
     parallel::TABLE,
@@ -163,7 +162,6 @@ const TABLES: [&[Entry]; 8] = [
     reports::TABLE,
     capabilities::TABLE,
     programs::TABLE,
-    pending::TABLE,
 ];
 
 fn entries() -> impl Iterator<Item = &'static Entry> {

@@ -1,5 +1,6 @@
 //! From what was typed to a whole [`RunConfig`]: Megatron-LM's defaults, derived values, and contradictions.
 
+mod ends;
 mod logging;
 mod model;
 mod without_effect;
@@ -8,12 +9,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kernels::device::Choice;
-use megatron::checkpoint::same_folder;
+use megatron::checkpoint::{resumable, same_folder};
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
     BatchSizeRampup, CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LossScaling, OptimizerConfig,
-    OptimizerOffload, ParallelConfig, Precision, Recompute, RecomputeMethod, RunConfig, SchedulerOf, Sources, Takes,
-    TrainingConfig,
+    OptimizerOffload, ParallelConfig, Precision, Recompute, RecomputeMethod, Retention, RunConfig, SchedulerOf,
+    Sources, Takes, TrainingConfig,
 };
 
 use megatron::private::user;
@@ -37,6 +38,8 @@ pub struct Resolved {
     pub distributed: Distributed,
     /// What the run says once, before it starts.
     pub notes: Vec<String>,
+    /// The checkpoint that names data or tokenizer, where nothing else does.
+    pub data_of: Option<PathBuf>,
 }
 
 /// How ranks meet and talk.
@@ -65,11 +68,15 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     let mut r = Resolver { flags: &gathered.flags, sources: Sources::default(), hf, passed_over };
     r.record_origins(gathered);
     r.refuse_contradictions(gathered)?;
-    let required = r.required()?;
-    let model = match &r.hf {
+    let required = r.required(gathered)?;
+    let mut model = match &r.hf {
         Some(_) => r.model_from_hf(gathered, required.seq_length)?,
         None => r.model(&required)?,
     };
+    if let (Some(recorded), None) = (&gathered.recorded, &r.hf) {
+        recorded
+            .complete(&mut model, |key| gathered.origins.get(key).is_some_and(|origin| *origin != recorded.origin()));
+    }
     let flags = &gathered.flags.parallel;
     let on_gpus = crate::ranks::on_gpus(flags.device);
     let parallel = resolve_layout(&flags.layout, &mut r.sources, launcher, model.num_layers, on_gpus)?;
@@ -101,7 +108,11 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     }
     // Of Megatron-LM's NullTokenizer it is the tokens without the one that ends documents.
     let vocab_size = r.flags.model.vocab_size.filter(|_| !is_null).or(r.hf.map(|hf| hf.model.vocab_size));
-    Ok(Resolved { run, vocab_size, distributed, notes })
+    let data_of = gathered.recorded.as_ref().filter(|recorded| {
+        ["data_path", "tokenizer"].iter().any(|key| gathered.origins.get(*key) == Some(&recorded.origin()))
+    });
+    let data_of = data_of.map(|recorded| recorded.path.clone());
+    Ok(Resolved { run, vocab_size, distributed, notes, data_of })
 }
 
 /// Settings that have no default.
@@ -175,10 +186,10 @@ impl Resolver<'_> {
         SAME_THING.iter().try_for_each(|keys| self.at_most_one(&keys.iter().map(given).collect::<Vec<_>>()))
     }
 
-    fn required(&self) -> Result<Required> {
+    fn required(&self, gathered: &Gathered) -> Result<Required> {
         let (m, t, o) = (&self.flags.model, &self.flags.training, &self.flags.optimizer);
         let steps = t.train_iters.or(t.train_samples);
-        let data = (!self.flags.data.data_path.is_empty()).then_some(());
+        let data = (!self.flags.data.data_path.is_empty() || self.flags.data.mock_data).then_some(());
         let hf = self.hf.as_ref().map(|hf| &hf.model);
         let num_layers = m.num_layers.or(hf.map(|hf| hf.num_layers));
         let hidden_size = m.hidden_size.or(hf.map(|hf| hf.hidden_size));
@@ -214,13 +225,26 @@ impl Resolver<'_> {
         let hint = swallowed.map_or(String::new(), |path| {
             format!("; if {path} is the run file, put it before --data-path, which takes every word that follows")
         });
+        let recorded = match (&gathered.recorded, &self.flags.checkpoint.load) {
+            (Some(recorded), _) => format!(
+                "; the checkpoint {} does not record {}, as one that was imported or is of an early version",
+                recorded.path.display(),
+                recorded.lacks.join(" ")
+            ),
+            (None, Some(load)) if resumable(load)?.is_some() => {
+                format!("; with --use-checkpoint-args the checkpoint in {} tells them", load.display())
+            }
+            (None, Some(load)) => format!("; {} holds no checkpoint that would tell them", load.display()),
+            (None, None) => String::new(),
+        };
         Err(Error::usage(format!(
-            "not set: {}. Set them in a run file, or by the flags of the same names{hint}",
+            "not set: {}. Set them in a run file, or by the flags of the same names{hint}{recorded}",
             missing.join(", ")
         )))
     }
 
     fn training(&mut self, required: &Required, parallel: &ParallelConfig) -> Result<TrainingConfig> {
+        self.exit_signal()?;
         let t = &self.flags.training;
         let mbs = required.micro_batch_size;
         let global_batch_size =
@@ -235,6 +259,9 @@ impl Resolver<'_> {
             train_samples: t.train_samples,
             exit_interval: t.exit_interval,
             max_nonfinite_steps: self.max_nonfinite_steps()?,
+            exit_duration_in_mins: t.ends.exit_duration_in_mins,
+            iterations_to_skip: t.iterations_to_skip.clone(),
+            skip_train: t.skip_train,
             seed: t.seed,
             recompute: self.recompute(&t.recompute)?,
             precision: self.precision()?,
@@ -373,14 +400,14 @@ impl Resolver<'_> {
             o.lr_warmup_fraction,
         ) {
             (Some(samples), _) => samples,
-            (None, Some(fraction)) if (0.0..1.0).contains(&fraction) => {
+            (None, Some(fraction)) if (0.0..=1.0).contains(&fraction) => {
                 let cited = self.sources.cite("lr_warmup_fraction", fraction);
                 self.sources.record("lr_warmup", cited);
                 (fraction * decay as f64) as u64
             }
             (None, Some(fraction)) => {
                 let cited = self.sources.cite("lr_warmup_fraction", fraction);
-                return Err(Error::usage(format!("{cited} must lie in [0, 1)")));
+                return Err(Error::usage(format!("{cited} must lie in [0, 1]")));
             }
             (None, None) => 0,
         };
@@ -411,9 +438,11 @@ impl Resolver<'_> {
             decay_style: o.lr_decay_style,
             decay_samples: decay,
             warmup_samples: warmup,
+            warmup_init: o.lr_warmup_init,
             wsd_decay_samples: wsd.unwrap_or(0),
             wsd_decay_style: o.lr_wsd_decay_style,
             weight_decay: o.weight_decay,
+            weight_decay_increase: self.weight_decay_increase(training.samples())?,
             adam_beta1: o.adam_beta1,
             adam_beta2: o.adam_beta2,
             adam_eps: o.adam_eps,
@@ -449,6 +478,7 @@ impl Resolver<'_> {
             reset_position_ids: d.reset_position_ids,
             reset_attention_mask: d.reset_attention_mask,
             cache_dir: d.cache_dir.clone().unwrap_or_else(default_cache),
+            mock: d.mock_data,
         }
     }
 
@@ -481,13 +511,17 @@ impl Resolver<'_> {
                 self.sources.cite("max_restarts", c.max_restarts)
             )));
         }
+        // Megatron-LM's command lines name --save beside --skip-train, which saves nothing.
+        let saves = !self.flags.training.skip_train;
         Ok(CheckpointConfig {
-            save: c.save.clone(),
-            save_interval: c.save_interval,
-            async_save: c.async_save,
+            save: c.save.clone().filter(|_| saves),
+            save_interval: c.save_interval.filter(|_| saves),
+            async_save: c.async_save && saves,
+            retention: if saves { self.retention()? } else { Retention::default() },
             load: c.load.clone(),
             ckpt_step: c.ckpt_step,
             scheduler: self.scheduler()?,
+            exit_on_missing_checkpoint: c.exit_on_missing_checkpoint,
             takes,
             init_from_hf: c.init_from_hf.clone(),
         })

@@ -2,19 +2,13 @@
 
 use std::time::Duration;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-
 use super::{Rank, Supervisor};
 use crate::fault::Fault;
 use crate::launch::failure::{Failure, Who, cause, describe, listed};
 use crate::launch::output::Stream;
 use crate::launch::process::Exit;
+use crate::launch::requests::is_stopped;
 use crate::launch::restarts::End;
-
-/// The codes of ranks that stopped because they were asked to.
-const STOPPED_BY_INT: i32 = 128 + SIGINT;
-const STOPPED_BY_TERM: i32 = 128 + SIGTERM;
-const STOPPED_BY_HUP: i32 = 128 + SIGHUP;
 
 impl Supervisor<'_> {
     /// Names, once, the ranks that had `limit` to stop and still run.
@@ -82,8 +76,7 @@ impl Supervisor<'_> {
             return Some(Exit::Signal(signal).code());
         }
         // Somebody else may have asked one of the ranks, here or on another machine: they saved, and say so by their codes.
-        let asked =
-            |rank: &Rank| matches!(rank.exit, Some(Exit::Code(0 | STOPPED_BY_INT | STOPPED_BY_TERM | STOPPED_BY_HUP)));
+        let asked = |rank: &Rank| matches!(rank.exit, Some(Exit::Code(code)) if code == 0 || is_stopped(code));
         let well = self.ranks.iter().all(asked) && failures.iter().all(|f| f.fault.is_none());
         failures.first().filter(|_| well).map(|first| first.exit.code())
     }

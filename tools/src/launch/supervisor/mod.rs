@@ -12,7 +12,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL};
 use super::output::{Event, Printer, Stream, forward};
 use super::plan::Plan;
 use super::process::{Exit, died_of_a_signal, reap, signal_group, signal_name, spawn};
-use super::requests::{Control, Requests};
+use super::requests::{Control, Requests, is_stopped};
 use super::restarts::End;
 use crate::error::{Error, Result};
 use crate::fault::Fault;
@@ -272,7 +272,8 @@ impl<'a> Supervisor<'a> {
             rank.exit = Some(exit);
             let as_told = match exit {
                 Exit::Signal(signal) => rank.told == Some(signal),
-                Exit::Code(code) => rank.told.is_some() && code == 128 + libc::SIGTERM,
+                // A scheduler may have told it, too.
+                Exit::Code(code) => rank.told.is_some() && is_stopped(code),
             };
             // One that is killed because others failed may have hung instead.
             let killed = exit == Exit::Signal(libc::SIGKILL) && matches!(self.phase, Phase::Failing { .. });

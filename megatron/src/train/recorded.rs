@@ -1,0 +1,61 @@
+//! The settings that a checkpoint records of the run that wrote it.
+
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::state::saved_run;
+use crate::Result;
+use crate::config::{
+    CheckpointConfig, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig,
+};
+
+/// Settings by section, as far as the checkpoint has them: one that was imported has its model alone, one of an earlier version may lack a section.
+#[derive(Clone, Debug)]
+pub struct RecordedRun {
+    pub model: ModelConfig,
+    pub parallel: Option<ParallelConfig>,
+    pub data: Option<DataConfig>,
+    pub training: Option<TrainingConfig>,
+    pub optimizer: Option<OptimizerConfig>,
+    pub checkpoint: Option<CheckpointConfig>,
+    pub logging: Option<LoggingConfig>,
+}
+
+impl RecordedRun {
+    /// Reads them from the state in the manifest of the checkpoint at `path`.
+    ///
+    /// # Errors
+    /// If the state has no model.
+    pub fn read(path: &Path, state: &Value) -> Result<Self> {
+        let model = saved_run(path, state)?.model;
+        Ok(Self {
+            model,
+            parallel: section(state, "parallel"),
+            data: section(state, "data"),
+            training: section(state, "training"),
+            optimizer: section(state, "optimizer"),
+            checkpoint: section(state, "checkpoint"),
+            logging: section(state, "logging"),
+        })
+    }
+
+    /// The sections that are not there.
+    pub fn lacks(&self) -> Vec<&'static str> {
+        let sections = [
+            ("[parallel]", self.parallel.is_none()),
+            ("[data]", self.data.is_none()),
+            ("[training]", self.training.is_none()),
+            ("[optimizer]", self.optimizer.is_none()),
+            ("[checkpoint]", self.checkpoint.is_none()),
+            ("[logging]", self.logging.is_none()),
+        ];
+        sections.into_iter().filter_map(|(name, is_missing)| is_missing.then_some(name)).collect()
+    }
+}
+
+/// Through the type, so that settings that are newer than the checkpoint have their defaults.
+fn section<T: DeserializeOwned>(state: &Value, name: &str) -> Option<T> {
+    state.pointer(&format!("/config/{name}")).and_then(|value| T::deserialize(value).ok())
+}

@@ -1,0 +1,32 @@
+//! Old checkpoints go when a newer one is complete (`--save-retain-interval`, `--most-recent-k`).
+
+use super::report::Reporter;
+use super::trainer::Trainer;
+use crate::checkpoint;
+use crate::config::Retention;
+
+impl Trainer {
+    /// Removes, on rank 0, the checkpoints that do not stay beside that of step `newest`, which is complete. What cannot be removed stays, and is told
+    /// of: training needs the room, if at all, at the next save.
+    pub(super) fn remove_old_checkpoints(&self, newest: u64, reporter: &mut dyn Reporter) {
+        let config = &self.config.checkpoint;
+        let Some(dir) = config.save.as_ref().filter(|_| config.retention != Retention::default()) else { return };
+        if self.groups.world.rank() != 0 {
+            return;
+        }
+        // One that is named by its step would be loaded by the same command again.
+        let loaded = config.load.as_ref().map(|load| match config.ckpt_step {
+            Some(step) => checkpoint::iteration_dir(load, step),
+            None => load.clone(),
+        });
+        match checkpoint::remove_old(dir, newest, &config.retention, loaded.as_deref()) {
+            Ok(removed) if removed.is_empty() => {}
+            Ok(removed) => {
+                let steps: Vec<String> = removed.iter().map(u64::to_string).collect();
+                let s = if steps.len() > 1 { "s" } else { "" };
+                reporter.message(&format!("removed the checkpoint{s} of step{s} {}", steps.join(", ")));
+            }
+            Err(error) => reporter.message(&format!("note: an old checkpoint could not be removed: {error}")),
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! A checkpoint in place of a run file: the settings that it records, as the run file that would say them.
+
+mod text;
+
+use std::path::{Path, PathBuf};
+
+use megatron::checkpoint::{self, Manifest};
+use megatron::config::{CheckpointConfig, ModelConfig, RopeScaling};
+use megatron::data::TOKENIZER_FILE;
+use megatron::train::RecordedRun;
+
+use super::Gathered;
+use super::gather::{is_other_source, ways_to_say};
+use super::run_file::{self, Setting};
+use crate::error::{Error, Result};
+use text::{Places, text_of};
+
+/// Where the settings of a run come from that neither flags nor a run file say.
+#[derive(Clone, Debug)]
+pub struct Recorded {
+    /// The checkpoint's folder.
+    pub path: PathBuf,
+    pub model: ModelConfig,
+    /// Sections that it does not record.
+    pub lacks: Vec<&'static str>,
+}
+
+impl Recorded {
+    /// What messages cite for its settings.
+    pub fn origin(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    /// What of the model no setting can say.
+    pub fn complete(&self, model: &mut ModelConfig, is_given: impl Fn(&str) -> bool) {
+        let theirs = &self.model;
+        if !is_given("sliding_window") {
+            model.sliding_window.clone_from(&theirs.sliding_window);
+        }
+        let of_scaling = ["rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"];
+        if matches!(theirs.rope_scaling, RopeScaling::Llama3 { .. }) && !of_scaling.into_iter().any(is_given) {
+            model.rope_scaling = theirs.rope_scaling;
+        }
+    }
+}
+
+/// Settings of which each run has one at least.
+const REQUIRED: [&[&str]; 8] = [
+    &["num_layers"],
+    &["hidden_size"],
+    &["num_attention_heads"],
+    &["seq_length"],
+    &["data_path", "mock_data"],
+    &["micro_batch_size"],
+    &["train_iters", "train_samples"],
+    &["lr"],
+];
+
+/// The layout: a run has its own as a whole, or the checkpoint's.
+const LAYOUT: [&str; 11] = [
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_schedule",
+    "pipeline_partition",
+    "pipeline_extra_warmup",
+    "delay_wgrad_compute",
+    "sequence_parallel",
+];
+
+/// Settings of a loss scale that adapts itself.
+const DYNAMIC: [&str; 5] =
+    ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "consecutive_hysteresis"];
+
+/// Where one of the first settings is given, the second ones are not the checkpoint's either.
+const TOGETHER: [(&[&str], &[&str]); 10] = [
+    (&LAYOUT, &LAYOUT),
+    (&["bf16", "fp16"], &["bf16", "fp16", "loss_scale", "grad_reduce_in_bf16"]),
+    (&["bf16", "fp16", "loss_scale"], &DYNAMIC),
+    (&DYNAMIC, &["loss_scale"]),
+    (&["recompute_granularity"], &["recompute_method", "recompute_num_layers"]),
+    (&["weight_decay_incr_style"], &["start_weight_decay", "end_weight_decay"]),
+    (
+        &["rotary_seq_len_interpolation_factor", "use_rope_scaling"],
+        &["rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"],
+    ),
+    (&["check_for_nan_in_loss_and_grad", "no_check_for_nan_in_loss_and_grad"], &["max_nonfinite_steps"]),
+    (&["optimizer_cpu_offload"], &["offload_optimizer_nvme_path"]),
+    (&["offload_optimizer_nvme_path"], &["optimizer_cpu_offload"]),
+];
+
+/// What the checkpoint says beneath `gathered`, if it is to be asked: where --use-checkpoint-args says so, or there is no run file and something is missing.
+/// `has_world`: a launcher has made the world, so that the number of replicas follows.
+///
+/// # Errors
+/// If there is a checkpoint and it cannot be read.
+pub fn beneath(gathered: &Gathered, has_run_file: bool, has_world: bool) -> Result<Option<(Recorded, Vec<Setting>)>> {
+    let flags = &gathered.flags.checkpoint;
+    let given = |key: &str| gathered.origins.contains_key(key);
+    let is_missing = REQUIRED.iter().any(|keys| !keys.iter().any(|key| given(key)));
+    let restarts = !has_run_file && is_missing && flags.init_from_hf.is_none();
+    if flags.use_checkpoint_args && flags.load.is_none() {
+        return Err(Error::usage(format!(
+            "use_checkpoint_args ({}) has no effect without load; name a checkpoint's folder with --load",
+            gathered.origins.get("use_checkpoint_args").map_or("default", String::as_str)
+        )));
+    }
+    let Some(load) = flags.load.as_deref().filter(|_| flags.use_checkpoint_args || restarts) else {
+        return Ok(None);
+    };
+    let source = CheckpointConfig { load: flags.load.clone(), ckpt_step: flags.ckpt_step, ..Default::default() };
+    let Some(path) = checkpoint::to_load(&source)? else { return Ok(None) };
+    let manifest = Manifest::read(&path)?;
+    let run = RecordedRun::read(&path, &manifest.state)?;
+    let save = save_folder(gathered, load, &path);
+    let saves = save.is_some() || flags.save.is_some();
+    let tokenizer = checkpoint::beside(&path)?.join(TOKENIZER_FILE);
+    let tokenizer = Some(tokenizer.as_path()).filter(|file| file.is_file());
+    let places = Places { save, saves, continues: !flags.finetune, tokenizer };
+    let unusable = |(_, message): run_file::Problem| {
+        megatron::Error::checkpoint(&path, format!("what it records of its run cannot be used: {message}"))
+    };
+    let file = run_file::parse(&text_of(&run, &places)?).map_err(unusable)?;
+    if let Some(problem) = file.problems.into_iter().next() {
+        return Err(unusable(problem).into());
+    }
+    let mut settings = file.settings;
+    settings.retain(|setting| {
+        let key = setting.key.as_str();
+        let is_said = ways_to_say(key).iter().any(|other| given(other)) || given(key);
+        let goes_with =
+            TOGETHER.iter().any(|(those, these)| these.contains(&key) && those.iter().any(|key| given(key)));
+        let of_hf = flags.init_from_hf.is_some() && setting.section == "model" && key != "seq_length";
+        !is_said
+            && !goes_with
+            && !is_other_source(key, &gathered.flags)
+            && !of_hf
+            && !(has_world && key == "data_parallel_size")
+    });
+    Ok(Some((Recorded { path, lacks: run.lacks(), model: run.model }, settings)))
+}
+
+/// Where a run goes on saving that names no folder: where its checkpoints are. One that starts from the weights alone, or from one checkpoint
+/// that is named, has to name it.
+fn save_folder<'a>(gathered: &Gathered, load: &'a Path, path: &Path) -> Option<&'a Path> {
+    let checkpoint = &gathered.flags.checkpoint;
+    (checkpoint.save.is_none() && !checkpoint.finetune && load != path).then_some(load)
+}
+
+#[cfg(test)]
+mod tests;
