@@ -58,10 +58,11 @@ const RUNS: [&str; 7] = [
      --start-weight-decay=0 --end-weight-decay=0.1 --weight-decay-incr-style=cosine --optimizer-cpu-offload",
     "--data-path=x --train-iters=10 --adam-beta1=0.8 --adam-beta2=0.95 --adam-eps=1e-10 --exp-avg-dtype=bf16 --exp-avg-sq-dtype=bf16 \
      --offload-optimizer-nvme-path=/tmp --split=8,1,1 --dataloader-type=single --eod-mask-loss --reset-position-ids --reset-attention-mask \
-     --cache-dir=cache --lr-warmup-fraction=1",
+     --cache-dir=cache --lr-warmup-fraction=1 --vocab-file=vocab.json --merge-file=merges.txt --split-special-tokens \
+     --tokenizer-hf-no-include-special-tokens",
     "--data-path=x --train-iters=10 --save=saved --save-interval=2 --async-save --save-retain-interval=4 --most-recent-k=2 --log-interval=5 \
      --eval-interval=3 --eval-iters=7 --metrics=metrics.jsonl --tensorboard-dir=board --tensorboard-log-interval=2 \
-     --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard --prompt=x --prompt-tokens=9",
+     --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard --log-params-norm --log-num-zeros-in-grad --prompt=x --prompt-tokens=9",
 ];
 
 #[test]
@@ -80,6 +81,13 @@ fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
     let said: BTreeSet<String> = RUNS.into_iter().flat_map(|words| said(words).1).map(|setting| setting.key).collect();
     let in_other_words = [
         "group_query_attention",
+        "tokenizer_type",
+        "tokenizer_model",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
         "num_layers_per_virtual_pipeline_stage",
         "lr_decay_iters",
         "lr_warmup_iters",

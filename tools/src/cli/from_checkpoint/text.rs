@@ -171,12 +171,19 @@ impl Text {
             self.put("mock_data", true);
         }
         self.text("split", &d.split);
-        match (&d.tokenizer, places.tokenizer) {
+        let options = &d.tokenizer_options;
+        match (&d.tokenizer, places.tokenizer, &options.merge_file) {
             // The copy goes where the checkpoint goes.
-            (Some(spec), Some(copy)) if spec != "byte" => self.path("tokenizer", copy)?,
-            (Some(spec), _) => self.text("tokenizer", spec),
-            (None, _) => {}
+            (Some(spec), Some(copy), _) if spec != "byte" => self.path("tokenizer", copy)?,
+            (Some(vocab), _, Some(merges)) => {
+                self.text("vocab_file", vocab);
+                self.path("merge_file", merges)?;
+            }
+            (Some(spec), ..) => self.text("tokenizer", spec),
+            (None, ..) => {}
         }
+        self.put("tokenizer_hf_no_include_special_tokens", options.no_special_tokens);
+        self.put("split_special_tokens", options.split_special_tokens);
         self.choice("dataloader_type", &d.dataloader_type);
         self.put("eod_mask_loss", d.eod_mask_loss);
         self.put("reset_position_ids", d.reset_position_ids);
@@ -294,6 +301,8 @@ impl Text {
         self.put("log_interval", l.log_interval);
         self.put_some("eval_interval", l.eval_interval);
         self.put("eval_iters", l.eval_iters);
+        self.put("log_params_norm", l.log_params_norm);
+        self.put("log_num_zeros_in_grad", l.log_num_zeros_in_grad);
         l.prompt.iter().for_each(|prompt| self.text("prompt", prompt));
         self.put("prompt_tokens", l.prompt_tokens);
         if !places.continues {
