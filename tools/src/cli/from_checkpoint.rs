@@ -57,7 +57,7 @@ const REQUIRED: [&[&str]; 8] = [
 ];
 
 /// The layout: a run has its own as a whole, or the checkpoint's.
-const LAYOUT: [&str; 11] = [
+const LAYOUT: [&str; 16] = [
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
@@ -66,6 +66,11 @@ const LAYOUT: [&str; 11] = [
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_schedule",
     "pipeline_partition",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
     "pipeline_extra_warmup",
     "delay_wgrad_compute",
     "sequence_parallel",
