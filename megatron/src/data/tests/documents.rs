@@ -17,7 +17,7 @@ use crate::data::{Corpus, Cuts, Part, Parts, Tokenizer, tokenize};
 
 /// What texts are made of: whatever a tokenizer may see in a line's end, in white space, and in
 /// what it cuts out first.
-const PIECES: [&str; 58] = [
+const PIECES: [&str; 62] = [
     " ",
     " ",
     " ",
@@ -54,6 +54,8 @@ const PIECES: [&str; 58] = [
     "\u{301}",
     "漢字",
     "🦀",
+    "🦀🦀",
+    "½½",
     "\u{fffd}",
     "\u{212a}",
     "¨",
@@ -65,6 +67,8 @@ const PIECES: [&str; 58] = [
     ",",
     "/",
     "//",
+    ".\n/",
+    "x \n\ny",
     "<|endoftext|>",
     "<|im_start|>",
     "<s>",
