@@ -14,17 +14,19 @@ pub struct Bar {
     bar: ProgressBar,
     log_interval: u64,
     window: Window,
+    /// Whether a step was made, so that the time that is left is known.
+    runs: bool,
 }
 
-/// While steps are made, and afterwards, when there is nothing to wait for.
+/// While steps are made; and before and afterwards, when no time that is left is known or there is none.
 const RUNNING: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg} · ETA {eta_precise}";
-const ENDED: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg}";
+const AT_REST: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg}";
 
 impl Bar {
     pub fn new(log_interval: u64) -> Self {
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::hidden());
-        bar.set_style(style(RUNNING));
-        Self { bar, log_interval, window: Window::default() }
+        bar.set_style(style(AT_REST));
+        Self { bar, log_interval, window: Window::default(), runs: false }
     }
 }
 
@@ -91,6 +93,9 @@ impl Reporter for Bar {
         if let Some(window) = self.window.add(metrics, self.log_interval) {
             self.message(&step_line(metrics, &window));
         }
+        if !std::mem::replace(&mut self.runs, true) {
+            self.bar.set_style(style(RUNNING));
+        }
         self.bar.set_message(summary(metrics));
         self.bar.set_position(metrics.iteration);
     }
@@ -116,7 +121,7 @@ impl Reporter for Bar {
 impl Drop for Bar {
     fn drop(&mut self) {
         // Leaves the last state on the screen, of which an ETA is no part.
-        self.bar.set_style(style(ENDED));
+        self.bar.set_style(style(AT_REST));
         self.bar.abandon();
     }
 }

@@ -52,14 +52,15 @@ fn shown(site: &Site, flags: &[&str], stops: bool) -> String {
 
 #[test]
 fn lines_of_losses_stay_above_the_bar_which_ends_without_a_time_that_is_left() {
-    let site = Site::new();
     for (flags, stops) in [(&["--train-iters=7"][..], false), (&["--train-iters=1000000"], true)] {
+        let site = Site::new();
         let text = shown(&site, &[flags, &["--log-interval=3"]].concat(), stops);
         let lines: Vec<&str> = text.lines().filter(|line| line.contains("step 3: loss ")).collect();
         assert!(lines.len() == 1 && lines[0].contains(" tokens/s") && lines[0].contains("grad norm"), "{text:?}");
         assert!(!text.contains("step 4: loss"), "{text:?}");
         assert_eq!(text.contains("step 7: loss"), !stops, "{text:?}");
         assert!(text.contains(" · ETA "), "{text:?}");
+        assert!(!text.contains("  · ETA"), "nothing is known before the first step: {text:?}");
         let last = text.trim_end().rsplit(['\r', '\n']).find(|part| part.contains("tokens/s")).unwrap();
         assert!(last.contains(if stops { "/1000000 loss" } else { "7/7 loss" }) && !last.contains("ETA"), "{text:?}");
     }
