@@ -13,7 +13,7 @@ use super::inbox::lock;
 pub(crate) const RESERVE: usize = 64;
 
 /// Connections that are being served. One that there is no room for takes the place of the one that
-/// has been silent for longest, of those that have not said who they are first: whoever only holds
+/// has been silent for longest, of those that said least of who they are: whoever only holds
 /// connections open keeps nobody out.
 pub(crate) struct Lobby {
     most: usize,
@@ -28,8 +28,19 @@ struct Guests {
 
 struct Guest {
     stream: TcpStream,
-    is_known: bool,
+    standing: Standing,
     heard: Instant,
+}
+
+/// What is known of a connection's other side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Standing {
+    /// Nothing.
+    Silent,
+    /// It speaks the protocol, and has not proved yet who it is.
+    Introduced,
+    /// Who it is.
+    Known,
 }
 
 impl Lobby {
@@ -46,7 +57,7 @@ impl Lobby {
         let stream = stream.try_clone()?;
         let mut guests = lock(&self.guests);
         if guests.inside.len() >= self.most {
-            let longest = guests.inside.iter().min_by_key(|(_, guest)| (guest.is_known, guest.heard));
+            let longest = guests.inside.iter().min_by_key(|(_, guest)| (guest.standing, guest.heard));
             if let Some(guest) = longest.map(|(number, _)| *number).and_then(|number| guests.inside.remove(&number)) {
                 // Whoever serves it finds it closed. One that is closed already needs no closing.
                 let _ = guest.stream.shutdown(Shutdown::Both);
@@ -54,14 +65,14 @@ impl Lobby {
         }
         let number = guests.next;
         guests.next += 1;
-        guests.inside.insert(number, Guest { stream, is_known: false, heard: Instant::now() });
+        guests.inside.insert(number, Guest { stream, standing: Standing::Silent, heard: Instant::now() });
         Ok(number)
     }
 
-    /// Connection `number` has said something by which it is known.
-    pub fn heard(&self, number: u64) {
+    /// Connection `number` has said something, by which it is of `standing`.
+    pub fn heard(&self, number: u64, standing: Standing) {
         if let Some(guest) = lock(&self.guests).inside.get_mut(&number) {
-            (guest.is_known, guest.heard) = (true, Instant::now());
+            (guest.standing, guest.heard) = (standing, Instant::now());
         }
     }
 
@@ -135,17 +146,23 @@ mod tests {
     }
 
     #[test]
-    fn one_more_takes_the_place_of_the_stranger_that_has_been_silent_for_longest() {
+    fn one_more_takes_the_place_of_the_one_that_said_least_and_has_been_silent_for_longest() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let lobby = Lobby { most: 3, ..Lobby::new(0) };
         let pairs = [0; 5].map(|_| pair(&listener));
         let numbers: Vec<u64> = pairs[..3].iter().map(|[_, there]| lobby.enter(there).unwrap()).collect();
-        lobby.heard(numbers[0]);
-        lobby.enter(&pairs[3][1]).unwrap();
-        assert_eq!(pairs.each_ref().map(|[here, _]| is_closed(here)), [false, true, false, false, false]);
-        lobby.leave(numbers[2]);
+        // The first two have spoken, and of these one has proved who it is.
+        lobby.heard(numbers[0], Standing::Known);
+        lobby.heard(numbers[1], Standing::Introduced);
+        let closed = || pairs.each_ref().map(|[here, _]| is_closed(here));
+        let fourth = lobby.enter(&pairs[3][1]).unwrap();
+        assert_eq!(closed(), [false, false, true, false, false]);
+        lobby.heard(fourth, Standing::Known);
+        let fifth = lobby.enter(&pairs[4][1]).unwrap();
+        assert_eq!(closed(), [false, true, true, false, false]);
+        lobby.leave(fifth);
         lobby.enter(&pairs[4][1]).unwrap();
-        assert_eq!(pairs.each_ref().map(|[here, _]| is_closed(here)), [false, true, false, false, false]);
+        assert_eq!(closed(), [false, true, true, false, false], "there was room");
         lobby.clear();
         assert!(lobby.is_empty() && is_closed(&pairs[0][0]) && is_closed(&pairs[4][0]));
     }

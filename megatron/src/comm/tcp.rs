@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::CommOptions;
 use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Inbox, Loss, lock};
-use super::lobby::{Lobby, Timed};
+use super::lobby::{Lobby, Standing, Timed};
 use super::message::{Header, Message, Payload};
 use super::rendezvous::{Member, connect_once, is_loopback};
 use super::secret::{self, Secret, introduce};
@@ -173,7 +173,7 @@ fn answer(
                 // By itself, so that who falls silent amid its introduction holds up nobody else. Ends by the deadline.
                 let greeting = std::thread::Builder::new().name("comm-greeting".into()).spawn(move || {
                     // Strangers are sent away; a rank that was cut off tries again.
-                    let peer = meet(&me, &stream, size, deadline, || lobby.heard(number));
+                    let peer = meet(&me, &stream, size, deadline, || lobby.heard(number, Standing::Introduced));
                     lobby.leave(number);
                     if let Ok(peer) = peer {
                         // Not wanted any more once all are there.
@@ -218,8 +218,8 @@ fn cannot_accept(error: &io::Error) -> Error {
 }
 
 /// Hears out who called: a rank above this one, once it has proved itself, by which it also says
-/// that it heard the answer. `known` is called when only that is left.
-fn meet(me: &Me, stream: &TcpStream, size: usize, deadline: Instant, known: impl FnOnce()) -> io::Result<usize> {
+/// that it heard the answer. `introduced` is called when only that is left.
+fn meet(me: &Me, stream: &TcpStream, size: usize, deadline: Instant, introduced: impl FnOnce()) -> io::Result<usize> {
     let Me { rank, nonce, secret } = me;
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
@@ -231,7 +231,7 @@ fn meet(me: &Me, stream: &TcpStream, size: usize, deadline: Instant, known: impl
         peer = found.ok_or_else(|| io::Error::other("not a rank of this run"))?;
         Ok((heard.to_vec(), greeting(*nonce, *rank, peer).to_vec()))
     })?;
-    known();
+    introduced();
     // A rank of this run proves itself or closes. Not given up before: it would do so nevertheless,
     // and take itself for connected.
     timed.deadline = deadline.max(Instant::now() + Duration::from_millis(1));

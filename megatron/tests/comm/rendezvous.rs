@@ -379,6 +379,28 @@ fn idle_connections_in_any_number_keep_no_rank_from_the_store() {
 }
 
 #[test]
+fn strangers_that_connect_all_the_time_keep_no_rank_from_the_store() {
+    for _ in 0..10 {
+        let server = serve(secret("a"));
+        let (address, done) = (server.address(), std::sync::atomic::AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut held = std::collections::VecDeque::new();
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    held.extend(TcpStream::connect_timeout(&address, SECOND));
+                    held.drain(..held.len().saturating_sub(200));
+                }
+            });
+            let tcp = || Rendezvous::Tcp { host: "127.0.0.1".into(), port: address.port(), is_host: false };
+            let ranks = [0, 1].map(|rank| scope.spawn(move || join_with(secret("a"), rank, tcp(), 20 * SECOND)));
+            let results = ranks.map(|rank| rank.join().unwrap());
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(results.iter().all(Result::is_ok), "{results:?}");
+        });
+    }
+}
+
+#[test]
 fn a_silent_client_is_closed() {
     let server = serve(Secret::default());
     let mut silent = TcpStream::connect(server.address()).unwrap();

@@ -18,7 +18,7 @@ use super::wire::{self, Request};
 use super::{RankInfo, is_loopback, number};
 use crate::comm::CommOptions;
 use crate::comm::inbox::lock;
-use crate::comm::lobby::{Lobby, Timed};
+use crate::comm::lobby::{Lobby, Standing, Timed};
 use crate::comm::secret::{self, Mismatch, ONE_SECRET, Secret, mismatch};
 use crate::{Error, Result};
 
@@ -240,12 +240,17 @@ impl Shared {
         let secret = &self.clients.secret;
         let greeting = || wire::GREETING.to_vec();
         secret::answer(&mut timed, secret, |stream| wire::read_greeting(stream).map(|()| (greeting(), greeting())))
-            .and_then(|answered| answered.recognize(&mut timed, secret))
+            .and_then(|answered| {
+                self.lobby.heard(number, Standing::Introduced);
+                answered.recognize(&mut timed, secret)
+            })
             .inspect_err(|e| self.tell_of(&stream, e))?;
+        self.lobby.heard(number, Standing::Known);
+        stream.write_all(&[wire::WELCOME])?;
         stream.set_read_timeout(None)?;
         loop {
-            self.lobby.heard(number);
             let request = wire::read_request(&mut stream)?;
+            self.lobby.heard(number, Standing::Known);
             let is_last = request.operation == wire::CLOSE;
             let (status, value) = self.answer(request);
             wire::write_reply(&mut stream, status, &value)?;

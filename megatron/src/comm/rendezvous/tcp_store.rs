@@ -1,6 +1,6 @@
 //! A rank's connection to a store served over TCP.
 
-use std::io;
+use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -16,6 +16,8 @@ use crate::{Error, Result};
 
 /// How long the other side may take to introduce itself.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a store may close new connections, as one does where strangers make many.
+const BUSY: Duration = Duration::from_secs(10);
 /// Longest single wait on the server; longer ones are asked for again.
 const WAIT_STEP: Duration = Duration::from_secs(1);
 /// How much longer than asked for a reply may take.
@@ -49,6 +51,12 @@ pub(crate) fn connect_once(host: &str, port: u16, patience: Duration) -> io::Res
     Err(last)
 }
 
+/// Whether the other side closed the connection before it had said what it had to.
+fn was_closed(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
+}
+
 impl TcpStore {
     /// Connects to the store at `host:port`, which may not be up yet, within `timeout`; `tell` hears of it if that takes long.
     ///
@@ -59,10 +67,18 @@ impl TcpStore {
         let address = format!("{host}:{port}");
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(5);
-        let stream = loop {
+        // Until when a connection that is closed amid the greeting is one of too many.
+        let mut busy = None;
+        loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match connect_once(host, port, left.min(Duration::from_secs(5))) {
-                Ok(stream) => break stream,
+                Ok(stream) => match Self::greet(&stream, secret) {
+                    Ok(()) => return Ok(Self { address, stream: Mutex::new(stream) }),
+                    Err(e) if was_closed(&e) && Instant::now() < *busy.get_or_insert_with(|| Instant::now() + BUSY) => {
+                        std::thread::sleep(pause.min(left));
+                    }
+                    Err(e) => return Err(Self::refused(&address, &e)),
+                },
                 Err(e) if left <= pause => {
                     return Err(Error::comm(format!(
                         "rendezvous: cannot reach {address} within {:.0} s: {e}; check that rank 0 runs and that \
@@ -76,8 +92,11 @@ impl TcpStore {
                 }
             }
             pause = (pause * 2).min(Duration::from_millis(500));
-        };
-        Self::greet(&stream, secret).map_err(|e| match e.kind() {
+        }
+    }
+
+    fn refused(address: &str, e: &io::Error) -> Error {
+        match e.kind() {
             io::ErrorKind::PermissionDenied => {
                 Error::config(format!("rendezvous: the store at {address} refuses this rank: {e}; {ONE_SECRET}"))
             }
@@ -89,14 +108,14 @@ impl TcpStore {
                 "rendezvous: {address} does not answer as a rendezvous store: {e}; choose a MASTER_PORT that no other \
                  program uses"
             )),
-        })?;
-        Ok(Self { address, stream: Mutex::new(stream) })
+        }
     }
 
     fn greet(stream: &TcpStream, secret: &Secret) -> io::Result<()> {
         let mut timed = Timed::new(stream, GREETING_TIMEOUT);
         let hear = |stream: &mut Timed| wire::read_greeting(stream).map(|()| wire::GREETING.to_vec());
-        introduce(&mut timed, secret, wire::GREETING, hear).map_err(|e| match e.kind() {
+        let greeted = introduce(&mut timed, secret, wire::GREETING, hear).and_then(|()| timed.read_exact(&mut [0]));
+        greeted.and_then(|()| stream.set_read_timeout(None)).map_err(|e| match e.kind() {
             // The system calls it a resource that is temporarily unavailable.
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
                 let seconds = GREETING_TIMEOUT.as_secs();

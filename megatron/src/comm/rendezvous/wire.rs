@@ -10,6 +10,8 @@ use std::io::{self, Read, Write};
 pub(in crate::comm) const GREETING: &[u8; 8] = b"MGTSTOR2";
 /// What a store says instead that cannot serve one more.
 pub(in crate::comm) const FULL: &[u8; 8] = b"MGTFULL1";
+/// What a store says to a client that it has recognized, and will not close for a stranger.
+pub(in crate::comm) const WELCOME: u8 = 0x5a;
 /// Longest key in bytes.
 pub(in crate::comm) const MAX_KEY: usize = 1024;
 /// Longest value in bytes.
