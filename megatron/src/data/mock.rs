@@ -30,7 +30,9 @@ pub(super) fn prepare(cfg: &DataConfig, vocab_size: Option<usize>) -> Result<Pre
             "tokenizer \"{spec}\" needs text to train on, and --mock-data has none; give --vocab-size instead, or another tokenizer"
         )));
     }
-    let tokenizer = cfg.tokenizer.as_deref().map(|spec| Tokenizer::open(spec, None, &cfg.cache_dir)).transpose()?;
+    let tokenizer = cfg.tokenizer.as_deref();
+    let tokenizer = tokenizer.map(|spec| Tokenizer::open_with(spec, &cfg.tokenizer_options, None, &cfg.cache_dir));
+    let tokenizer = tokenizer.transpose()?;
     let vocab_size = tokenizer.as_ref().map(Tokenizer::vocab_size).or(vocab_size).ok_or_else(|| {
         Error::config("--mock-data makes up tokens of a vocabulary; give its size with --vocab-size, or a --tokenizer")
     })?;

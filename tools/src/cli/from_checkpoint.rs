@@ -81,7 +81,7 @@ const DYNAMIC: [&str; 5] =
     ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "consecutive_hysteresis"];
 
 /// Where one of the first settings is given, the second ones are not the checkpoint's either.
-const TOGETHER: [(&[&str], &[&str]); 10] = [
+const TOGETHER: [(&[&str], &[&str]); 11] = [
     (&LAYOUT, &LAYOUT),
     (&["bf16", "fp16"], &["bf16", "fp16", "loss_scale", "grad_reduce_in_bf16"]),
     (&["bf16", "fp16", "loss_scale"], &DYNAMIC),
@@ -93,6 +93,10 @@ const TOGETHER: [(&[&str], &[&str]); 10] = [
         &["rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"],
     ),
     (&["check_for_nan_in_loss_and_grad", "no_check_for_nan_in_loss_and_grad"], &["max_nonfinite_steps"]),
+    (
+        &["tokenizer", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"],
+        &["tokenizer", "vocab_file", "merge_file"],
+    ),
     (&["optimizer_cpu_offload"], &["offload_optimizer_nvme_path"]),
     (&["offload_optimizer_nvme_path"], &["optimizer_cpu_offload"]),
 ];

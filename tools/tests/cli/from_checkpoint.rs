@@ -40,6 +40,8 @@ fn a_run_goes_on_as_its_run_file_would_have_it() {
         "{log}"
     );
     assert!(log.contains("tp 2 · pp 2 · dp 1"), "{log}");
+    // All settings are the checkpoint's: nobody gave those that have no effect.
+    assert!(!log.contains("without effect"), "{log}");
     assert_eq!((site.losses().len(), site.losses()), (4, whole.losses()));
     assert!(site.path("saved/iter_0000004").is_dir());
     // Under a launcher, which says how many ranks there are; moved, with a tokenizer of its own.
@@ -86,6 +88,9 @@ fn what_is_missing_is_named() {
     let parts = ["text.txt: does not exist", "That is what saved/iter_0000002 records", "--data-path"];
     refused(&pretrain(&site, &["--load=saved"]).output().unwrap(), &parts);
     fs::write(site.path("text.txt"), text).unwrap();
+    // A tokenizer that is given, in whatever words, comes before the one that is recorded.
+    let other = ["--load=saved", "--vocab-file=other.json", "--merge-file=other.txt"];
+    refused(&pretrain(&site, &other).output().unwrap(), &["other.json"]);
     let none = ["not set: num_layers", "none holds no checkpoint that would tell them"];
     refused(&pretrain(&site, &["--load=none"]).output().unwrap(), &none);
     refused(

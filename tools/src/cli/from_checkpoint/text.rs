@@ -174,7 +174,9 @@ impl Text {
         let options = &d.tokenizer_options;
         match (&d.tokenizer, places.tokenizer, &options.merge_file) {
             // The copy goes where the checkpoint goes.
-            (Some(spec), Some(copy), _) if spec != "byte" => self.path("tokenizer", copy)?,
+            (Some(spec), Some(copy), _) if spec != "byte" && !spec.starts_with("null:") => {
+                self.path("tokenizer", copy)?;
+            }
             (Some(vocab), _, Some(merges)) => {
                 self.text("vocab_file", vocab);
                 self.path("merge_file", merges)?;

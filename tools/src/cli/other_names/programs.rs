@@ -55,6 +55,7 @@ pub const TABLE: &[Entry] = &[
     refuse("use --optimizer", "optim"),
     refuse("use --save", "output-dir save-dir"),
     refuse("use --save-interval", "save-steps save-strategy"),
+    refuse("use --most-recent-k", "save-total-limit"),
     refuse("use --eval-interval", "eval-steps eval-strategy evaluation-strategy"),
     refuse("use --load", "resume-from-checkpoint"),
     refuse("use --init-from-hf DIR", "model-name-or-path config-name"),

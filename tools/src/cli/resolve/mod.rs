@@ -98,7 +98,11 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     let mut distributed = r.distributed()?;
     let mut notes: Vec<String> = other_names::passed_over(&r.passed_over).into_iter().collect();
     notes.extend(tokenizer.note);
-    notes.extend(r.without_effect(&run));
+    if r.flags.data.mock_data && !r.flags.data.data_path.is_empty() {
+        let mock = r.sources.cite("mock_data", true);
+        notes.push(format!("note: {mock} makes data up; data_path is not read"));
+    }
+    notes.extend(r.without_effect(&run, gathered.recorded.as_ref()));
     if distributed.backend == Backend::Nccl && !on_gpus {
         notes.push(format!(
             "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",
@@ -469,7 +473,8 @@ impl Resolver<'_> {
     fn data(&self, tokenizer: &ChosenTokenizer) -> DataConfig {
         let d = &self.flags.data;
         DataConfig {
-            data_path: d.data_path.clone(),
+            // As in Megatron-LM made-up data come first.
+            data_path: if d.mock_data { Vec::new() } else { d.data_path.clone() },
             split: d.split.clone(),
             tokenizer: tokenizer.name.clone(),
             tokenizer_options: tokenizer.options.clone(),

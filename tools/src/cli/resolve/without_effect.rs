@@ -3,10 +3,13 @@
 use megatron::config::{DecayStyle, OptimizerKind, PositionEmbedding, RunConfig};
 
 use super::Resolver;
+use crate::cli::from_checkpoint::Recorded;
 
 impl Resolver<'_> {
     /// One line on all of them, if there are any. Those that a user surely did not mean so are refused elsewhere.
-    pub(super) fn without_effect(&self, run: &RunConfig) -> Option<String> {
+    pub(super) fn without_effect(&self, run: &RunConfig, recorded: Option<&Recorded>) -> Option<String> {
+        // A checkpoint says all settings.
+        let recorded = recorded.map(Recorded::origin);
         let RunConfig { model, parallel: p, optimizer: o, logging, .. } = run;
         let replicas = p.data_parallel_size * p.context_parallel_size;
         let (sgd, wsd) = (o.kind == OptimizerKind::Sgd, o.decay_style == DecayStyle::Wsd);
@@ -21,7 +24,8 @@ impl Resolver<'_> {
             (logging.prompt.is_none(), "there is no prompt", &["prompt_tokens"]),
             (logging.profile.is_none(), "profile is off", &["profile_dir"]),
         ];
-        let given = |key: &&&str| self.sources.of(key).is_some_and(|origin| !origin.starts_with("default"));
+        let is_given = |origin: &str| !origin.starts_with("default") && recorded.as_deref() != Some(origin);
+        let given = |key: &&&str| self.sources.of(key).is_some_and(is_given);
         let idle: Vec<String> = cases
             .iter()
             .filter(|(is_so, ..)| *is_so)
