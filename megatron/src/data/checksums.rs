@@ -4,7 +4,6 @@
 //! holds `MGTNSUM1`, then of each file its u64 bytes and the CRC-32C of every block, then the
 //! CRC-32C of all that; little-endian.
 
-use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
