@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use megatron::checkpoint;
 use megatron::config::RunConfig;
 use megatron::train::Trainer;
-use models::hf::{ExportOptions, HfConfig, HfModel, copy_companions, export, import};
+use models::hf::{CONFIG, ExportOptions, HfConfig, HfModel, copy_companions, export, import};
 use system_tests::logits::{LAYOUTS, assert_logits, logits};
 use system_tests::{Style, Tokens, layout, on_ranks, sources, tiny, trainer};
 
@@ -341,7 +341,7 @@ fn models_that_are_too_large_for_their_files_are_refused_before_they_are_made() 
     // Of which an MLP four times as wide is a size, too.
     let most = i32::MAX / 4;
     for (changes, why) in [
-        (&[("n_layer", 65536)][..], "65536 layers, and the files hold"),
+        (&[("n_layer", 65536)][..], "65536 layers, where there are"),
         (&[("n_head", most), ("hidden_size", most)], "an extent of "),
         (&[("vocab_size", 1000)], "config.json makes it [1000, 32]"),
     ] {
@@ -396,4 +396,109 @@ fn an_index_that_leaves_its_folder_or_lies_is_refused() {
     let moved = copy(&|text| text.replacen("model-00005-of-00005", "model-00004-of-00005", 1)).unwrap();
     assert!(moved.contains("lm_head.weight"), "{moved}");
     assert!(copy(&|_| "{".into()).unwrap().contains("no index"));
+}
+
+#[test]
+fn a_vocabulary_of_another_size_keeps_its_rows_and_new_ones_are_the_same_on_every_layout() {
+    for name in ["gpt2", "llama2", "qwen2"] {
+        let tokens = expected(name).0;
+        let theirs = HfConfig::read(&family(name)).unwrap().model;
+        let (theirs, init_std) = (theirs.vocab_size, theirs.init_method_std as f32);
+        let model = HfModel::open(&family(name)).unwrap();
+        for vocab_size in [theirs + 37, theirs - 3] {
+            let mut states = Vec::new();
+            for cut in LAYOUTS {
+                let dir = tempfile::tempdir().unwrap();
+                let mut config = run(&family(name), tokens.len(), cut);
+                config.model.vocab_size = vocab_size;
+                let data = sources(Tokens::synthetic(vocab_size.min(theirs) as u32, tokens.len()));
+                let ranks = cut.0 * cut.1 * cut.2;
+                on_ranks(ranks, |world| {
+                    let trainer = trainer(&config, world, &data)?;
+                    assert!(model.load_into(&trainer.stage().params).is_err() || cut.2 > 1, "{name}: not asked for");
+                    model.load_resized_into(&trainer.stage().params, config.training.seed)?;
+                    trainer.save(&dir.path().join("checkpoint"))
+                })
+                .unwrap();
+                copy_companions(&family(name), &dir.path().join("checkpoint"), true).unwrap();
+                export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &WHOLE).unwrap();
+                let exported = HfConfig::read(&dir.path().join("hf")).unwrap();
+                assert_eq!(exported.model.vocab_size, vocab_size);
+                // The rest of the configuration stays.
+                assert_eq!(
+                    exported.json.get("bos_token_id"),
+                    HfConfig::read(&family(name)).unwrap().json.get("bos_token_id")
+                );
+                states.push(contents(&dir.path().join("hf")));
+            }
+            assert!(states.iter().all(|state| *state == states[0]), "{name}: layouts differ");
+            let before = contents(&family(name));
+            for (tensor, (_, shape, bytes)) in &states[0] {
+                let (_, old_shape, old) = &before[tensor];
+                let same = bytes.len().min(old.len());
+                assert!(bytes[..same] == old[..same], "{name}: {tensor} changed");
+                assert!(shape == old_shape || shape[0] == vocab_size && old_shape[0] == theirs, "{name}: {tensor}");
+                let most = 8.0 * init_std;
+                let drawn = bytes[same..].chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).abs());
+                assert!(
+                    drawn.clone().all(|x| x < most) && (same == bytes.len() || drawn.sum::<f32>() > 0.0),
+                    "{name}: {tensor}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn another_base_and_another_context_are_in_the_exported_config_and_the_rest_is_what_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    copied("llama3-bf16", &dir.path().join("model"));
+    let model = dir.path().join("model");
+    let text = std::fs::read_to_string(model.join(CONFIG)).unwrap();
+    let original: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&text).unwrap();
+    for rope in [serde_json::json!({}), serde_json::json!({"rope_type": "default", "rope_theta": 5e5})] {
+        let mut json = original.clone();
+        json.remove("rope_scaling");
+        json.insert("rope_parameters".into(), rope.clone());
+        std::fs::write(model.join(CONFIG), serde_json::Value::from(json).to_string()).unwrap();
+        let save = tempfile::tempdir().unwrap();
+        let mut config = run(&model, 16, (1, 1, 1));
+        config.model.rotary_base = 2.5e6;
+        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, 16));
+        on_ranks(1, |world| trainer(&config, world, &data)?.save(save.path())).unwrap();
+        copy_companions(&model, save.path(), true).unwrap();
+        let out = save.path().join("out");
+        export(save.path(), &out, &WHOLE).unwrap();
+        let exported = HfConfig::read(&out).unwrap();
+        assert_eq!(exported.model.rotary_base, 2.5e6, "{rope}");
+        assert_eq!(exported.json.get("eos_token_id"), original.get("eos_token_id"));
+    }
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_refused_by_name() {
+    for (value, what) in [(f32::NAN, "NaN"), (f32::INFINITY, "infinity"), (f32::NEG_INFINITY, "infinity")] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let dir = tempfile::tempdir().unwrap();
+            copied("llama2", &dir.path().join("model"));
+            let name = "model.layers.1.mlp.up_proj.weight";
+            let mut all = tensors(&dir.path().join("model/model.safetensors"));
+            all.values_mut().for_each(|tensor| *tensor = tensor.to_dtype(dtype).unwrap());
+            let mut values = vec![0.5f32; all[name].elem_count()];
+            *values.last_mut().unwrap() = value;
+            let shape = all[name].shape().clone();
+            let broken = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            all.insert(name.into(), broken);
+            candle_core::safetensors::save(&all, dir.path().join("model/model.safetensors")).unwrap();
+            let to = dir.path().join("to");
+            let why = import(&dir.path().join("model"), &to, |_, _| ()).unwrap_err().to_string();
+            assert!(why.contains(name) && why.contains(what), "{why}");
+            assert!(!checkpoint::holds_any(&to).unwrap());
+            let config = run(&dir.path().join("model"), 16, (1, 1, 1));
+            let data = sources(Tokens::synthetic(config.model.vocab_size as u32, 16));
+            let model = HfModel::open(&dir.path().join("model")).unwrap();
+            let loaded = on_ranks(1, |world| model.load_into(&trainer(&config, world, &data)?.stage().params));
+            assert!(loaded.unwrap_err().to_string().contains(name));
+        }
+    }
 }

@@ -22,6 +22,7 @@ pub mod context_parallel;
 pub mod data;
 pub mod data_parallel;
 pub mod error;
+pub mod files;
 pub mod optim;
 pub mod params;
 pub mod pipeline;

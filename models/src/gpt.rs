@@ -26,7 +26,8 @@ pub struct Gpt {
 }
 
 impl Gpt {
-    /// `tp` and `sequence_parallel`: how layers are cut. The dtype and device are those of the model's parameters.
+    /// `tp` and `sequence_parallel`: how layers are cut. Sequences have `config.seq_length` tokens
+    /// at most. The dtype and device are those of the model's parameters.
     ///
     /// # Errors
     /// If the rotary table cannot be made.
@@ -40,12 +41,11 @@ impl Gpt {
     ) -> Result<Self> {
         let rope = match config.position_embedding {
             PositionEmbedding::Rope => {
-                let positions = config.max_position_embeddings.max(config.seq_length);
                 let frequencies = rope_frequencies(config.head_dim, config.rotary_base);
                 let frequencies: Vec<f64> = frequencies.into_iter().map(|f| config.rope_scaling.apply(f)).collect();
                 // Angles do not survive 16 bits.
                 let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-                Some(Arc::new(RopeTable::with_frequencies(positions, &frequencies, dtype, device)?))
+                Some(Arc::new(RopeTable::with_frequencies(config.seq_length, &frequencies, dtype, device)?))
             }
             PositionEmbedding::LearnedAbsolute | PositionEmbedding::Alibi | PositionEmbedding::None => None,
         };

@@ -13,6 +13,8 @@ use crate::hf::{COMPANIONS, ORIGIN_CONFIG};
 
 /// More ranks are taken for a mistake.
 const MOST_RANKS: usize = 1 << 16;
+const MOST_POSITIONS: usize = 1 << 31;
+const MOST_PADDING: usize = 1 << 16;
 
 /// A checkpoint whose tensors are those of the model it names.
 pub struct SavedGpt {
@@ -22,6 +24,8 @@ pub struct SavedGpt {
 
 impl SavedGpt {
     /// Reads what the checkpoint in folder `path` (`…/iter_0000100`) says of itself; no tensors.
+    /// Nothing that is as large as the manifest merely claims is made, so this is the way to the
+    /// model of a checkpoint.
     ///
     /// # Errors
     /// If it is damaged, not a training run's, or not of the model that it names.
@@ -36,13 +40,12 @@ impl SavedGpt {
     pub fn new(manifest: Manifest) -> Result<Self> {
         let path = manifest.folder();
         let run = saved_run(path, &manifest.state)?;
-        // Models too large for what is there are refused before anything of their size is made.
         let model = &run.model;
-        let largest = manifest.tensors.iter().filter(|t| t.numel() > 0).flat_map(|t| &t.shape).max().copied();
-        let too_large = extents(model).iter().any(|&extent| extent > largest.unwrap_or(0));
-        if too_large || model.num_layers > manifest.tensors.len() {
-            return Err(Error::checkpoint(path, "its manifest names a model that its tensors are too small for"));
-        }
+        let params = manifest.tensors.iter().filter(|tensor| tensor.kind == StateKind::Param && tensor.numel() > 0);
+        let largest = params.clone().flat_map(|tensor| &tensor.shape).max().copied().unwrap_or(0);
+        bounded(model, largest, params.count()).map_err(|why| {
+            Error::checkpoint(path, format!("its manifest names a model that its tensors are too small for: {why}"))
+        })?;
         ParallelConfig::default()
             .validate_with(model, &Sources::default())
             .map_err(|e| Error::checkpoint(path, format!("its manifest names an impossible model: {e}")))?;
@@ -96,8 +99,32 @@ impl SavedGpt {
     }
 }
 
+/// Refuses a model that cannot be what is there, tensors whose extents are `largest` at most and
+/// which are of `layers` layers at most, before anything of its size is made. Settings that no
+/// tensor has the size of have limits of their own.
+///
+/// # Errors
+/// A sentence naming the size.
+pub(crate) fn bounded(model: &ModelConfig, largest: usize, layers: usize) -> std::result::Result<(), String> {
+    if model.num_layers > layers {
+        return Err(format!("{} layers, where there are {layers} at most", model.num_layers));
+    }
+    if let Some(extent) = extents(model).into_iter().find(|&extent| extent > largest) {
+        return Err(format!("tensors with an extent of {extent}, where there are none of more than {largest}"));
+    }
+    let positions = model.seq_length.max(model.max_position_embeddings);
+    if positions > MOST_POSITIONS {
+        return Err(format!("sequences of {positions} tokens; more than {MOST_POSITIONS} are taken for a mistake"));
+    }
+    let multiple = model.make_vocab_size_divisible_by;
+    if multiple > MOST_PADDING {
+        return Err(format!("a vocabulary padded to {multiple}; more than {MOST_PADDING} are taken for a mistake"));
+    }
+    Ok(())
+}
+
 /// What some tensor of the model is at least as long as in one dimension.
-pub(crate) fn extents(model: &ModelConfig) -> Vec<usize> {
+fn extents(model: &ModelConfig) -> Vec<usize> {
     let mut extents = vec![
         model.hidden_size,
         model.ffn_hidden_size,

@@ -11,15 +11,15 @@ use candle_core::{DType, Device, Tensor};
 use megatron::config::Recompute;
 use megatron::data::{Documents, MicroBatch};
 use megatron::tensor_parallel::Phase;
-use megatron::train::{Inference, checkpoint_model};
+use megatron::train::Inference;
 use megatron::{Error, Result, checkpoint, comm};
-use models::Gpt;
+use models::{Gpt, SavedGpt};
 use system_tests::{Style, layout, tiny};
 
 fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
     let (dtype, device) = (DType::F32, Device::Cpu);
     let folder = checkpoint::locate(folder, None)?;
-    let config = checkpoint_model(&folder)?;
+    let config = SavedGpt::open(&folder)?.run.model;
     let model = Gpt::new(&config, 1, false, Recompute::None, dtype, &device)?;
     let parallel = layout(tiny(Style::Gpt2, 0.0), 1, 1, 1).parallel;
     let inference = Inference::new(&config, &model, &parallel, comm::solo(), dtype, &device)?;

@@ -7,11 +7,11 @@ use std::sync::atomic::AtomicBool;
 use candle_core::Device;
 use megatron::checkpoint;
 use megatron::comm::{Group, RankInfo};
-use megatron::config::{RunConfig, TensorboardConfig};
+use megatron::config::{ModelConfig, RunConfig, TensorboardConfig};
 use megatron::data::{self, Datasets, SampleCounts, TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Length, Outcome, RanksHere, Reporter, Sampling, Sources, Trainer};
 use models::Gpt;
-use models::hf::{self, HfModel};
+use models::hf::{self, HfConfig, HfFiles, HfModel};
 
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
@@ -130,15 +130,21 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
 /// A run that resumes keeps the vocabulary it was trained with, even if the text that it was made from has changed.
 fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     let run = &mut resolved.run;
+    if let Some(folder) = &run.checkpoint.init_from_hf
+        && !resumes(run)?
+    {
+        // Before anything is made that is as large as its config.json claims.
+        HfModel::check(&HfConfig::read(folder)?, &HfFiles::open(folder)?)?;
+    }
     if run.data.tokenizer.as_deref().is_some_and(|spec| spec.starts_with("train:"))
         && let Some(path) = checkpoint::to_load(&run.checkpoint)?
         && let file = checkpoint::beside(&path)?.join(TOKENIZER_FILE)
-        && file.is_file()
+        && file.exists()
     {
         run.data.tokenizer = Some(file.to_string_lossy().into_owned());
     }
     if let (Some(folder), None) = (&run.checkpoint.init_from_hf, &run.data.tokenizer)
-        && folder.join(TOKENIZER_FILE).is_file()
+        && folder.join(TOKENIZER_FILE).exists()
     {
         run.data.tokenizer = Some(folder.join(TOKENIZER_FILE).to_string_lossy().into_owned());
     }
@@ -255,8 +261,14 @@ fn run_rank(
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
-        HfModel::open(folder)?.load_into(&trainer.stage().params)?;
-        reporter.message(&format!("starting from the weights in {}", folder.display()));
+        let origin = HfModel::open(folder)?;
+        origin.load_resized_into(&trainer.stage().params, run.training.seed)?;
+        origin.config.note().iter().for_each(|note| reporter.message(note));
+        reporter.message(&format!(
+            "starting from the weights in {}{}",
+            folder.display(),
+            resized(&run.model, origin.model())
+        ));
     }
     reporter.message(&describe(run, device));
     trainer.count_minutes_from(launch::started());
@@ -278,6 +290,17 @@ fn run_rank(
     Ok(outcome)
 }
 
+/// What was done to the weights' vocabulary, if its size is another.
+fn resized(model: &ModelConfig, origin: &ModelConfig) -> String {
+    match (model.vocab_size, origin.vocab_size) {
+        (here, there) if here > there => {
+            format!("; its vocabulary has {there} tokens, and those up to {here} begin with random weights")
+        }
+        (here, there) if here < there => format!("; of its vocabulary of {there} tokens the first {here} are kept"),
+        _ => String::new(),
+    }
+}
+
 /// Puts files that go along with the run's checkpoints beside them: the tokenizer's, and what came with a Hugging Face model.
 fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result<()> {
     let tokenizer = datasets.tokenizer.as_ref();
@@ -285,8 +308,17 @@ fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result
         tokenizer.refuse_to_replace(save)?;
     }
     let same_tokens = |folder: &Path| tokenizer.is_none_or(|tokenizer| tokenizer.lies_in(folder));
-    if let Some(folder) = &run.checkpoint.init_from_hf {
-        hf::copy_companions(folder, save, same_tokens(folder))?;
+    // What the tokenizer was opened with holds, rather than what another folder has of the same
+    // tokens.
+    let own = tokenizer.and_then(|tokenizer| Some((tokenizer, Path::new(tokenizer.name()).parent()?)));
+    let own = own.filter(|(tokenizer, folder)| tokenizer.lies_in(folder)).map(|(_, folder)| folder);
+    let model = run.checkpoint.init_from_hf.as_deref();
+    let apart = own.filter(|own| model.is_none_or(|model| !checkpoint::same_folder(own, model)));
+    if let Some(folder) = apart {
+        hf::copy_tokenizer(folder, save, model.is_none())?;
+    }
+    if let Some(folder) = model {
+        hf::copy_companions(folder, save, apart.is_none() && same_tokens(folder))?;
     }
     if let Some(path) = checkpoint::to_load(&run.checkpoint)?
         && let beside = checkpoint::beside(&path)?

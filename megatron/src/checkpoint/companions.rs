@@ -2,10 +2,22 @@
 
 use std::fs;
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::shard_file::{sync_folder, write_synced};
-use crate::{Error, Result};
+use crate::{Error, Result, files};
+
+/// Of a tokenizer for all languages, in its longest spelling.
+const MAX_BYTES: u64 = 256 << 20;
+
+/// A file, if it is there.
+fn read(path: &Path) -> Result<Option<Vec<u8>>> {
+    match files::read(path, MAX_BYTES) {
+        Ok(contents) => Ok(Some(contents)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io("read", path, error)),
+    }
+}
 
 /// Small files on their way beside a checkpoint. They are in memory, so that it does not matter where they came from.
 pub struct Companions(Vec<Companion>);
@@ -26,15 +38,8 @@ impl Companions {
     pub fn read(pairs: impl IntoIterator<Item = (PathBuf, PathBuf)>) -> Result<Self> {
         let mut companions = Vec::new();
         for (from, to) in pairs {
-            if !from.is_file() {
-                continue;
-            }
-            let contents = fs::read(&from).map_err(|e| Error::io("read", &from, e))?;
-            let there = match fs::read(&to) {
-                Ok(there) => Some(there),
-                Err(error) if error.kind() == ErrorKind::NotFound => None,
-                Err(error) => return Err(Error::io("read", &to, error)),
-            };
+            let Some(contents) = read(&from)? else { continue };
+            let there = read(&to)?;
             // Also where both are one file.
             if there.as_ref() != Some(&contents) {
                 companions.push(Companion { from, to, contents, replaces: there.is_some() });

@@ -1,12 +1,13 @@
 //! Names in a checkpoint folder, the pointer to the latest checkpoint, and how one appears whole or not at all.
 
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use super::foreign::Found;
 use super::manifest::MANIFEST;
 use super::shard_file::{sync_folder, write_synced};
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 pub(super) const POINTER: &str = "latest_checkpointed_iteration.txt";
 const POINTER_TEMP: &str = ".latest_checkpointed_iteration.txt.tmp";
@@ -115,7 +116,7 @@ pub fn iteration_dir(dir: &Path, iteration: u64) -> PathBuf {
 /// # Errors
 /// If there is no such checkpoint. Where there are several and no pointer, it names their iterations.
 pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
-    let is_one = |folder: &Path| folder.join(MANIFEST).is_file();
+    let is_one = |folder: &Path| folder.join(MANIFEST).exists();
     if is_one(path) {
         return match iteration {
             None => Ok(path.to_path_buf()),
@@ -137,7 +138,12 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
             None => match iterations(path)?.as_slice() {
                 [] => Err(Error::checkpoint(
                     path,
-                    format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}"),
+                    match Found::at(path) {
+                        None | Some(Found::Ours) => {
+                            format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}")
+                        }
+                        Some(found) => found.advice(path),
+                    },
                 )),
                 [only] => Ok(iteration_dir(path, *only)),
                 all => {
@@ -171,26 +177,20 @@ fn those_in(dir: &Path) -> Result<String> {
 /// checkpoint and holds none, so that a run starts afresh.
 ///
 /// # Errors
-/// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose them. If there is a Hugging Face model: somebody wants to
-/// start from that.
+/// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose them. If there is a model of another
+/// program: somebody wants to start from that.
 pub fn resumable(path: &Path) -> Result<Option<PathBuf>> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     // Only a save makes a folder of such a name: one that is missing or empty is a mistake.
     if is_iteration(name) || holds_any(path)? {
         return locate(path, None).map(Some);
     }
-    let has = |entry: &fs::DirEntry| {
-        let name = entry.file_name();
-        name == "config.json" || Path::new(&name).extension().is_some_and(|extension| extension == "safetensors")
-    };
-    if fs::read_dir(path).is_ok_and(|entries| entries.flatten().any(|entry| has(&entry))) {
-        return Err(Error::checkpoint(
-            path,
-            "holds a Hugging Face model, no checkpoint; start from it by --init-from-hf, or make a checkpoint of it by \
-             `megatron import`",
-        ));
+    match Found::at(path) {
+        Some(found @ (Found::HuggingFace | Found::Adapter | Found::MegatronLm | Found::DeepSpeed)) => {
+            Err(Error::checkpoint(path, found.advice(path)))
+        }
+        Some(Found::Missing | Found::File | Found::Ours) | None => Ok(None),
     }
-    Ok(None)
 }
 
 /// A checkpoint in `dir`: the one that the pointer names, else any, finished or set aside.
@@ -245,7 +245,7 @@ pub fn iterations(dir: &Path) -> Result<Vec<u64>> {
             for entry in entries {
                 let name = entry.map_err(|e| Error::io("list", dir, e))?.file_name();
                 let iteration = name.to_str().and_then(|name| name.strip_prefix("iter_")?.parse().ok());
-                found.extend(iteration.filter(|&iteration| iteration_dir(dir, iteration).join(MANIFEST).is_file()));
+                found.extend(iteration.filter(|&iteration| iteration_dir(dir, iteration).join(MANIFEST).exists()));
             }
         }
     }
@@ -318,14 +318,16 @@ fn hidden(name: &str) -> Option<(u64, &str)> {
 /// If the pointer is not an iteration, names a checkpoint that is not there, or cannot be read.
 pub fn latest(dir: &Path) -> Result<Option<Latest>> {
     let pointer = dir.join(POINTER);
-    let mut text = Vec::new();
-    match File::open(&pointer).and_then(|file| file.take(MAX_POINTER_BYTES).read_to_end(&mut text)) {
-        Ok(_) => {}
+    let text = match files::read(&pointer, MAX_POINTER_BYTES) {
+        Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(Error::io("read", &pointer, error)),
-    }
+    };
     let text = String::from_utf8_lossy(&text);
     let iteration: u64 = text.trim().parse().map_err(|_| {
+        if Found::at(dir) == Some(Found::MegatronLm) {
+            return Error::checkpoint(dir, Found::MegatronLm.advice(dir));
+        }
         let message = format!("should hold the number of an iteration, but holds {:?}; write one into it", text.trim());
         Error::checkpoint(&pointer, message)
     })?;

@@ -12,13 +12,16 @@ use serde::{Deserialize, Serialize};
 
 use super::block::{Block, blocks, check_cover, misfit, volume};
 use super::folder::use_another;
+use super::foreign::Found;
 use super::values::Float;
 use crate::params::StateKind;
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 /// The version of the format this program writes, and the only one it reads.
 pub const FORMAT_VERSION: u32 = 1;
 pub(super) const MANIFEST: &str = "manifest.json";
+/// Of the largest models, over thousands of ranks.
+const MAX_MANIFEST_BYTES: u64 = 4 << 30;
 const CHECKSUM_LINE: &str = "{\"manifest_crc32c\":\"";
 /// Differences that a message about an unfit checkpoint spells out.
 const SHOWN_DIFFERENCES: usize = 5;
@@ -85,12 +88,11 @@ impl Manifest {
     /// If it is missing, damaged, of another format version, inconsistent, or a file is missing or has another size.
     pub fn read(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
-        let bytes = fs::read(&file).map_err(|e| match e.kind() {
-            ErrorKind::NotFound if is_megatron_lms(path) => Error::checkpoint(
-                path,
-                "is a checkpoint of Megatron-LM; convert it to Hugging Face's format there, and start from that by \
-                 --init-from-hf",
-            ),
+        let bytes = files::read(&file, MAX_MANIFEST_BYTES).map_err(|e| match e.kind() {
+            ErrorKind::NotFound => match Found::at(path) {
+                None | Some(Found::Ours) => Error::io("read", &file, e),
+                Some(found) => Error::checkpoint(path, found.advice(path)),
+            },
             _ => Error::io("read", &file, e),
         })?;
         let refuse = |message: String| Error::checkpoint(&file, message);
@@ -254,12 +256,6 @@ impl TensorEntry {
             format!("{:?} of {}", chunk.key, chunk.file)
         })
     }
-}
-
-/// Whether a folder holds what Megatron-LM saves: ranks' folders of its older format, or the metadata of PyTorch's distributed one.
-fn is_megatron_lms(path: &Path) -> bool {
-    let is_its = |name: &str| name.starts_with("mp_rank_") || [".metadata", "common.pt"].contains(&name);
-    fs::read_dir(path).is_ok_and(|entries| entries.flatten().any(|e| e.file_name().to_str().is_some_and(is_its)))
 }
 
 /// Checks the first line against the rest.

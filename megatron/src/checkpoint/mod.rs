@@ -24,6 +24,7 @@ mod choice;
 mod claim;
 mod companions;
 mod folder;
+mod foreign;
 mod load;
 mod manifest;
 mod rank_file;
@@ -43,6 +44,7 @@ pub use companions::Companions;
 pub use folder::{
     Latest, beside, existing, holds_any, iteration_dir, iterations, latest, locate, resumable, same_folder,
 };
+pub use foreign::{Found, could_be_of_the_hub};
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
 pub use reshard::reshard;

@@ -15,7 +15,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use super::values::{Float, read_bytes};
 use crate::params::Elements;
 use crate::private::replace;
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 /// Bytes before the header.
 const LENGTH_BYTES: u64 = 8;
@@ -167,7 +167,7 @@ impl ShardFile {
     /// # Errors
     /// If it cannot be read, or is not a whole safetensors file.
     pub fn open(path: &Path) -> Result<Self> {
-        let mut file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let mut file = files::open_binary(path).map_err(|e| Error::io("open", path, e))?;
         let size = file.metadata().map_err(|e| Error::io("inspect", path, e))?.len();
         let damaged = |what: String| Error::checkpoint(path, format!("not a whole safetensors file: {what}"));
         let mut length = [0; LENGTH_BYTES as usize];

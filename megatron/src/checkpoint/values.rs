@@ -29,6 +29,11 @@ pub enum Float {
     F64,
 }
 
+/// The largest of some elements by `of`.
+fn magnitude<const N: usize, T: Ord + Default>(bytes: &[u8], of: impl Fn([u8; N]) -> T) -> T {
+    bytes.as_chunks().0.iter().map(|element| of(*element)).max().unwrap_or_default()
+}
+
 impl Float {
     /// The stored dtype for tensors of `dtype`, if checkpoints can hold them.
     pub fn of(dtype: DType) -> Option<Self> {
@@ -47,6 +52,23 @@ impl Float {
             Self::Bf16 | Self::F16 => 2,
             Self::F32 => 4,
             Self::F64 => 8,
+        }
+    }
+
+    /// What is no number among elements, which lie in `bytes` little-endian: "NaN" or "infinity",
+    /// if there is any.
+    pub fn non_number(self, bytes: &[u8]) -> Option<&'static str> {
+        // The largest of their magnitudes, which are ordered as their bits are.
+        let (largest, infinity) = match self {
+            Self::F16 => (magnitude(bytes, |b| u16::from_le_bytes(b) & 0x7fff).into(), 0x7c00),
+            Self::Bf16 => (magnitude(bytes, |b| u16::from_le_bytes(b) & 0x7fff).into(), 0x7f80),
+            Self::F32 => (magnitude(bytes, |b| u32::from_le_bytes(b) & (u32::MAX >> 1)).into(), 0x7f80_0000),
+            Self::F64 => (magnitude(bytes, |b| u64::from_le_bytes(b) & (u64::MAX >> 1)), 0x7ff << 52),
+        };
+        match largest {
+            _ if largest < infinity => None,
+            _ if largest == infinity => Some("infinity"),
+            _ => Some("NaN"),
         }
     }
 

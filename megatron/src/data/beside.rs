@@ -9,10 +9,12 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 use tokenizers::{AddedToken, Tokenizer};
 
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 /// What says which token ends a document.
 pub(super) const CONFIG_FILE: &str = "tokenizer_config.json";
+/// Of a vocabulary for all languages, in its longest spelling.
+pub(super) const MAX_FILE_BYTES: u64 = 256 << 20;
 const SPECIAL_TOKENS_FILE: &str = "special_tokens_map.json";
 const ADDED_TOKENS_FILE: &str = "added_tokens.json";
 /// Added tokens by id, within the configuration. Where they are, the other two files are not read.
@@ -129,7 +131,7 @@ impl Beside {
 
 /// The JSON object in a file; empty where there is no file.
 pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
-    let bytes = match std::fs::read(path) {
+    let bytes = match files::read(path, MAX_FILE_BYTES) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
         Err(error) => return Err(Error::io("read", path, error)),
@@ -169,7 +171,7 @@ pub(super) fn other_kind(path: &Path) -> Option<String> {
         "python -c 'from transformers import AutoTokenizer as T; T.from_pretrained(\"DIR\").save_pretrained(\"OUT\")'";
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
     let (there, place) = match path.is_dir() {
-        true if path.join(super::TOKENIZER_FILE).is_file() => return None,
+        true if path.join(super::TOKENIZER_FILE).exists() => return None,
         true => (
             ["tokenizer.model", "vocab.json", "vocab.txt"].into_iter().find(|name| path.join(name).is_file())?,
             "holds ",

@@ -4,8 +4,7 @@
 //! holds `MGTNSUM1`, then of each file its u64 bytes and the CRC-32C of every block, then the
 //! CRC-32C of all that; little-endian.
 
-use std::fs::File;
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -26,7 +25,7 @@ fn of(files: &[&Path]) -> Result<Vec<u8>> {
     let mut sums = MAGIC.to_vec();
     for path in files {
         let read = |error| Error::io("read", *path, error);
-        let file = File::open(path).map_err(read)?;
+        let file = crate::files::open(path).map_err(read)?;
         let len = file.metadata().map_err(read)?.len();
         let sum = |block: u64| -> std::io::Result<u32> {
             let start = block * BLOCK;
@@ -60,12 +59,11 @@ pub(super) fn write(path: &Path, files: &[&Path]) -> Result<()> {
 /// # Errors
 /// If the system refuses to read what is there.
 pub(super) fn hold(path: &Path, files: &[&Path]) -> Result<bool> {
-    let mut expected = Vec::new();
-    match File::open(path).and_then(|file| file.take(MOST).read_to_end(&mut expected)) {
-        Ok(_) => {}
+    let expected = match crate::files::read(path, MOST) {
+        Ok(expected) => expected,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(Error::io("read", path, error)),
-    }
+    };
     match of(files) {
         Ok(sums) => Ok(sums == expected),
         // Gone, or shorter than it was a moment ago.

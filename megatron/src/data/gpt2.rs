@@ -15,14 +15,14 @@ use crate::{Error, Result};
 /// # Errors
 /// If a file cannot be read or is another one.
 pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
-    if !vocab.is_file() {
+    if !vocab.exists() {
         return Err(Error::data(vocab, "does not exist; name GPT-2's vocab.json (--vocab-file)"));
     }
     let tokens = object(vocab)?;
     if tokens.is_empty() || !tokens.values().all(Value::is_u64) {
         return Err(Error::data(vocab, "is no vocabulary: an object of tokens and their ids; name GPT-2's vocab.json"));
     }
-    let text = std::fs::read_to_string(merges).map_err(|error| match error.kind() {
+    let text = crate::files::read_text(merges, super::beside::MAX_FILE_BYTES).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::data(merges, "does not exist; name GPT-2's merges.txt (--merge-file)"),
         _ => Error::io("read", merges, error),
     })?;

@@ -43,7 +43,7 @@ pub(super) struct IndexFile {
 impl IndexFile {
     /// `None` where there is no file, or none of `num_arrays` arrays that is whole.
     pub fn open(path: &Path, num_arrays: usize) -> Result<Option<Self>> {
-        let file = match File::open(path) {
+        let file = match crate::files::open(path) {
             Ok(file) => file,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(Error::io("open", path, error)),

@@ -370,7 +370,7 @@ fn damaged(path: &Path, what: &str) -> Error {
 }
 
 fn open_file(path: &Path, other: &Path) -> Result<(File, u64)> {
-    let file = File::open(path).map_err(|error| match error.kind() {
+    let file = crate::files::open_binary(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::data(
             path,
             format!("does not exist; an indexed dataset is a pair of files, this one and {}", other.display()),

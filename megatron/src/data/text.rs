@@ -6,7 +6,7 @@
 //! end are the file.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -209,7 +209,7 @@ pub struct Paragraphs {
 
 impl Paragraphs {
     fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Error::io("open", path, error))?;
+        let file = crate::files::open(path).map_err(|error| Error::io("open", path, error))?;
         let reader = BufReader::with_capacity(1 << 18, file);
         Ok(Self { path: path.to_path_buf(), reader: Box::new(reader), ahead: Vec::new(), no_text: changed })
     }
@@ -318,7 +318,7 @@ enum Content {
 
 /// Reads a file, and adds it to `key` if it is text.
 fn read_text(path: &Path, key: &mut KeyHasher) -> Result<Content> {
-    let mut file = File::open(path).map_err(|error| Error::io("open", path, error))?;
+    let mut file = crate::files::open(path).map_err(|error| Error::io("open", path, error))?;
     let mut hasher = key.clone();
     let mut buffer = vec![0u8; 1 << 18];
     // Bytes at the front of the buffer that begin a character cut by the end of the last read.

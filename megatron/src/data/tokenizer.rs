@@ -2,7 +2,6 @@
 //!
 //! Byte-level BPE after Radford et al. 2019 (GPT-2); training and `tokenizer.json` are the `tokenizers` crate's.
 
-use std::fs;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -18,6 +17,7 @@ use super::gpt2;
 use super::parts::Part;
 use super::text::Corpus;
 use super::words::Words;
+use crate::checkpoint::could_be_of_the_hub;
 use crate::config::TokenizerOptions;
 use crate::{Error, Result};
 
@@ -196,11 +196,15 @@ impl Tokenizer {
         if let Some(why) = beside::other_kind(given) {
             return Err(Error::data(given, why));
         }
-        let bytes = fs::read(&path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => Error::data(
-                &path,
-                "does not exist; a tokenizer is `byte`, `train:VOCAB`, or the path of a Hugging Face tokenizer.json",
-            ),
+        let bytes = crate::files::read(&path, beside::MAX_FILE_BYTES).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => {
+                let mut message =
+                    "does not exist; a tokenizer is `byte`, `train:VOCAB`, or the path of a Hugging Face tokenizer.json".to_owned();
+                if could_be_of_the_hub(given) && !given.exists() {
+                    message += &format!(" (`hf download {} tokenizer.json tokenizer_config.json --local-dir DIR` fetches one)", given.display());
+                }
+                Error::data(&path, message)
+            }
             _ => Error::io("read the tokenizer", &path, error),
         })?;
         Self::from_json(&path, bytes, &Beside::read(&path)?, options)
@@ -311,9 +315,8 @@ impl Tokenizer {
     pub fn lies_in(&self, dir: &Path) -> bool {
         match &self.kind {
             Kind::Byte | Kind::Numbers => false,
-            Kind::HuggingFace { json, .. } => {
-                fs::read(dir.join(TOKENIZER_FILE)).is_ok_and(|there| there[..] == json[..])
-            }
+            Kind::HuggingFace { json, .. } => crate::files::read(&dir.join(TOKENIZER_FILE), beside::MAX_FILE_BYTES)
+                .is_ok_and(|there| there[..] == json[..]),
         }
     }
 

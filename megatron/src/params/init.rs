@@ -4,14 +4,19 @@
 
 use kernels::philox::{fill_normal, stream_id};
 
-use super::{Init, ParamSpec};
+use super::{Init, ParamSpec, Piece};
 
 /// The initial values of the share of tp rank `rank` of `tp`, in fp32, row-major; padding rows are zero.
 pub fn initial_values(spec: &ParamSpec, rank: usize, tp: usize, seed: u64) -> Vec<f32> {
     let numel = spec.local_shape(tp).iter().product();
+    initial_values_of(spec, &spec.pieces(rank, tp), numel, seed)
+}
+
+/// The same of a share of `numel` elements that consists of `pieces`.
+pub fn initial_values_of(spec: &ParamSpec, pieces: &[Piece], numel: usize, seed: u64) -> Vec<f32> {
     let mut values = vec![0f32; numel];
     let stream = stream_id(&spec.name);
-    for piece in spec.pieces(rank, tp) {
+    for piece in pieces {
         match spec.init {
             Init::Zeros => {}
             Init::Ones => values[piece.local..piece.local + piece.flat.len()].fill(1.0),

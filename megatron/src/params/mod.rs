@@ -13,7 +13,7 @@ mod store;
 pub use filed::Filed;
 pub(crate) use filed::on_threads;
 pub use gradients::GradientBuffer;
-pub use init::initial_values;
+pub use init::{initial_values, initial_values_of};
 pub use piece::{Elements, ParamShare, Piece, ShardRef, StateKind, clip_pieces};
 pub(crate) use snapshot::copy_on_host;
 pub use snapshot::snapshot;

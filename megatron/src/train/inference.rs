@@ -14,7 +14,7 @@ use crate::params::{Role, ShardRef, StateKind, StoreOptions};
 use crate::pipeline::{Stage, forward_only};
 use crate::tensor_parallel::{Phase, TensorParallel};
 use crate::topology::{ProcessGroups, RankGrid};
-use crate::{Error, Result, checkpoint};
+use crate::{Result, checkpoint};
 
 /// One rank's layers and their weights, not yet initialized.
 pub(super) fn build_stage(
@@ -46,17 +46,6 @@ pub(super) fn build_stage(
         device: device.clone(),
         seed,
     })
-}
-
-/// The model that the checkpoint in folder `path` (one `iter_…`) holds.
-///
-/// # Errors
-/// If the checkpoint is damaged or says nothing of a model.
-pub fn checkpoint_model(path: &Path) -> Result<ModelConfig> {
-    let manifest = checkpoint::Manifest::read(path)?;
-    let model = manifest.state.get("model").cloned().unwrap_or_default();
-    serde_json::from_value(model)
-        .map_err(|e| Error::checkpoint(path, format!("its manifest does not describe a model of this version: {e}")))
 }
 
 /// One rank's share of a model, to generate and evaluate.

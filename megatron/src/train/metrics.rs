@@ -231,7 +231,7 @@ fn expect_metrics(path: &Path) -> Result<()> {
     const STARTS: [&[u8]; 3] = [b"{\"consumed_samples\"", b"{\"eval\"", b"{\"iteration\""];
     const LONGEST: u64 = 1 << 16;
     let mut line = Vec::new();
-    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+    let file = crate::files::open(path).map_err(|e| Error::io("open", path, e))?;
     // Lines of other files may be long.
     let read = BufReader::new(file).take(LONGEST).read_until(b'\n', &mut line);
     let read = read.map_err(|e| Error::io("read", path, e))? as u64;

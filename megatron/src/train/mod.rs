@@ -33,7 +33,7 @@ pub use communicators::most_communicators;
 pub use flops::step_flops;
 pub use footprint::Footprint;
 pub use generate::{Length, Sampling};
-pub use inference::{Inference, checkpoint_model};
+pub use inference::Inference;
 pub use memory::{Peak, RanksHere, peak_memory, peak_memory_of, require_memory};
 pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, LayerKept, Layout, ModelBuilder};

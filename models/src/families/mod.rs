@@ -87,8 +87,8 @@ const fn rule(ours: &'static str, theirs: &'static [&'static str], transform: Tr
 
 /// The output matrix, whose name has no prefix.
 pub const LM_HEAD: &str = "lm_head.weight";
-const OUTPUT_LAYER: &str = "output_layer.weight";
-const WORD_EMBEDDINGS: &str = "embedding.word_embeddings.weight";
+pub(crate) const OUTPUT_LAYER: &str = "output_layer.weight";
+pub(crate) const WORD_EMBEDDINGS: &str = "embedding.word_embeddings.weight";
 
 /// A parameter and the tensors of a file that make it up.
 #[derive(Clone, Debug)]

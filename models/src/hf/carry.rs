@@ -25,17 +25,31 @@ fn place_absent(pairs: impl Iterator<Item = (PathBuf, PathBuf)>) -> Result<()> {
     Companions::read(pairs.filter(|(_, to)| !to.exists()))?.place()
 }
 
+/// Copies the files about tokens in `folder`, which the run's tokenizer was opened in, beside the
+/// checkpoints in `checkpoints`, and if the run has no model's folder (`alone`), the settings of
+/// generation. Beside checkpoints that are there already files that are there stay.
+///
+/// # Errors
+/// As [`copy_companions`].
+pub fn copy_tokenizer(folder: &Path, checkpoints: &Path, alone: bool) -> Result<()> {
+    let names = COMPANIONS.into_iter().filter(|name| alone || *name != GENERATION_CONFIG);
+    place(names.map(|name| (folder.join(name), checkpoints.join(name))), checkpoints)
+}
+
 /// Copies what goes along with the Hugging Face model in `folder` beside the checkpoints in `checkpoints`, the files about tokens if they are
 /// of the run's tokenizer (`with_tokenizer`). Beside checkpoints that are there already, so of a run that goes on, files that are there stay.
 ///
 /// # Errors
 /// If there is no checkpoint yet and another file is where one goes, or the system refuses. Nothing is replaced.
 pub fn copy_companions(folder: &Path, checkpoints: &Path, with_tokenizer: bool) -> Result<()> {
-    let all = companions((folder, CONFIG), checkpoints, with_tokenizer);
+    place(companions((folder, CONFIG), checkpoints, with_tokenizer), checkpoints)
+}
+
+fn place(pairs: impl Iterator<Item = (PathBuf, PathBuf)>, checkpoints: &Path) -> Result<()> {
     if checkpoint::holds_any(checkpoints)? {
-        return place_absent(all);
+        return place_absent(pairs);
     }
-    let companions = Companions::read(all)?;
+    let companions = Companions::read(pairs)?;
     companions.refuse_to_replace()?;
     companions.place()
 }

@@ -12,18 +12,21 @@ use megatron::checkpoint::{self, Float, Manifest, SafetensorsWriter};
 use megatron::config::{ModelConfig, PositionEmbedding};
 use megatron::data::unfinished;
 use megatron::params::{Piece, ShardRef, StateKind};
-use megatron::{Error, Result};
+use megatron::{Error, Result, files};
 use serde_json::{Map, Value, json};
 
 use super::config::{CONFIG, HfConfig, family_of, to_json};
 use super::files::{INDEX, SINGLE};
 use super::model::candle_dtype;
-use super::{COMPANIONS, GENERATION_CONFIG, ORIGIN_CONFIG};
-use crate::Gpt;
+use super::tokenizer::{self, Taken};
+use super::{GENERATION_CONFIG, ORIGIN_CONFIG};
 use crate::families::{Family, Planned, QkvShape};
+use crate::{Gpt, SavedGpt};
 
 /// How the name of a folder ends that is not finished.
 const TEMPORARY: &str = ".tmp";
+
+const MAX_GENERATION_CONFIG: u64 = 16 << 20;
 
 /// How to export.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +43,8 @@ pub struct Exported {
     pub family: Family,
     pub files: usize,
     pub bytes: u64,
+    /// What does not work with it, and what does.
+    pub note: Option<String>,
 }
 
 /// One parameter on its way out.
@@ -60,17 +65,11 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
     let out = link.as_deref().unwrap_or(out);
     let manifest = Manifest::read(&checkpoint::locate(path, None)?)?;
     let beside = checkpoint::beside(manifest.folder())?;
-    let model: ModelConfig =
-        manifest
-            .state
-            .get("model")
-            .and_then(|model| serde_json::from_value(model.clone()).ok())
-            .ok_or_else(|| Error::checkpoint(manifest.folder(), "its manifest's state has no valid model"))?;
+    let SavedGpt { manifest, run } = SavedGpt::new(manifest)?;
+    let model = run.model;
     let origin = origin(&beside, &model)?;
     let family = origin.as_ref().map_or_else(|| family_of(&model), |origin| Ok(origin.family))?;
-    let specs = Gpt::specs(&model)?;
-    manifest.check_matches(specs.iter().map(|s| (s.name.as_str(), StateKind::Param, s.shape.as_slice())))?;
-    let plan = family.plan(&specs).map_err(|why| Error::checkpoint(manifest.folder(), why))?;
+    let plan = family.plan(&Gpt::specs(&model)?).map_err(|why| Error::checkpoint(manifest.folder(), why))?;
 
     let leaving: Vec<Leaving> = plan
         .iter()
@@ -84,25 +83,26 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
     let shards = shards(&leaving, options.max_shard_size);
 
     let (temp, _lock) = temporary(out)?;
-    let result = (|| {
+    let result: Result<Option<String>> = (|| {
         write_weights(&manifest, &model, &shards, &temp)?;
         let dtype = leaving.iter().max_by_key(|leaving| leaving.bytes).map_or(Float::F32, |leaving| leaving.dtype);
-        write_descriptions(&beside, &model, family, origin, dtype, &temp)?;
+        let note = write_descriptions(&manifest.state, &beside, &model, family, origin, dtype, &temp)?;
         // An empty folder may stand in the place of the new one.
         let _ = fs::remove_dir(out);
-        fs::rename(&temp, out).map_err(|e| Error::io("create", out, e))
+        fs::rename(&temp, out).map_err(|e| Error::io("create", out, e))?;
+        Ok(note)
     })();
     if result.is_err() {
         let _ = fs::remove_dir_all(&temp);
     }
-    result?;
-    Ok(Exported { family, files: shards.len(), bytes: leaving.iter().map(|leaving| leaving.bytes).sum() })
+    let bytes = leaving.iter().map(|leaving| leaving.bytes).sum();
+    Ok(Exported { family, files: shards.len(), bytes, note: result? })
 }
 
 /// The configuration of the folder that the weights were once imported from, if it still is that of the model.
 fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     let path = beside.join(ORIGIN_CONFIG);
-    if !path.is_file() {
+    if !path.exists() {
         return Ok(None);
     }
     let origin = HfConfig::read_file(&path)?;
@@ -110,6 +110,9 @@ fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     let learned = model.position_embedding == PositionEmbedding::LearnedAbsolute;
     let meaning = |m: &ModelConfig| ModelConfig {
         seq_length: 0,
+        // What may be chosen beside --init-from-hf.
+        vocab_size: 0,
+        rotary_base: 0.0,
         max_position_embeddings: if learned { m.max_position_embeddings } else { 0 },
         make_vocab_size_divisible_by: 0,
         attention_dropout: 0.0,
@@ -155,6 +158,7 @@ fn remove_leftovers(parent: &Path, name: &str) {
     let is_leftover = |entry: &str| entry.strip_prefix('.').and_then(unfinished) == Some(name);
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         if entry.file_name().to_str().is_some_and(is_leftover)
+            && entry.file_type().is_ok_and(|kind| kind.is_dir())
             && let Ok(folder) = File::open(entry.path())
             && folder.try_lock().is_ok()
         {
@@ -240,20 +244,32 @@ fn read(manifest: &Manifest, planned: &Planned, dtype: Float) -> Result<Vec<u8>>
     Ok(kernels::host::with_bytes(&data, "export", |bytes| Ok(bytes.to_vec()))?)
 }
 
+/// Everything but the weights. Returns what is to be said of it.
 fn write_descriptions(
+    state: &Value,
     beside: &Path,
     model: &ModelConfig,
     family: Family,
     origin: Option<HfConfig>,
     dtype: Float,
     folder: &Path,
-) -> Result<()> {
+) -> Result<Option<String>> {
     let mut config = match origin {
         Some(HfConfig { model: original, mut json, .. }) => {
             // A context that was extended in training.
             if model.max_position_embeddings > original.max_position_embeddings {
                 let name = if family == Family::Bloom { "seq_length" } else { "max_position_embeddings" };
                 json.insert(name.into(), model.max_position_embeddings.into());
+            }
+            json.insert("vocab_size".into(), model.vocab_size.into());
+            if model.rotary_base != original.rotary_base {
+                json.insert("rope_theta".into(), model.rotary_base.into());
+                for name in ["rope_parameters", "rope_scaling"] {
+                    // Where it is there, it counts rather than the other.
+                    if let Some(theta) = json.get_mut(name).and_then(|rope| rope.get_mut("rope_theta")) {
+                        *theta = model.rotary_base.into();
+                    }
+                }
             }
             json
         }
@@ -275,23 +291,36 @@ fn write_descriptions(
         Float::F64 => "float64",
     };
     config.insert(name.into(), dtype.into());
-    let tokens = ["bos_token_id", "eos_token_id", "pad_token_id"].into_iter();
-    let mut generation: Map<String, Value> = tokens
-        .filter_map(|token| Some((token.to_string(), config.get(token).filter(|id| !id.is_null())?.clone())))
-        .collect();
-    generation.insert("_from_model_config".into(), true.into());
+    let taken = Taken::of(state);
+    let tokens = tokenizer::write(taken, beside, folder, family, model)?;
+    tokens.name_in(&mut config);
+    // Where there are none, or of another tokenizer than bytes, they follow from the rest.
+    let came = if taken.bytes { None } else { generation_config(beside)? };
+    let mut generation = came.unwrap_or_else(|| {
+        let names = ["bos_token_id", "eos_token_id", "pad_token_id"].into_iter();
+        let ids =
+            names.filter_map(|name| Some((name.to_string(), config.get(name).filter(|id| !id.is_null())?.clone())));
+        ids.chain([("_from_model_config".to_string(), true.into())]).collect()
+    });
+    tokens.name_in(&mut generation);
     write_json(&folder.join(CONFIG), &config.into())?;
     write_json(&folder.join(GENERATION_CONFIG), &generation.into())?;
-    for name in COMPANIONS {
-        let (from, to) = (beside.join(name), folder.join(name));
-        if from.is_file() {
-            fs::copy(&from, &to).map_err(|e| Error::io("write", &to, e))?;
-        }
-    }
-    Ok(())
+    Ok(tokens.note)
 }
 
-fn write_json(path: &Path, value: &Value) -> Result<()> {
+/// The settings of generation that came with the weights or the tokenizer.
+fn generation_config(beside: &Path) -> Result<Option<Map<String, Value>>> {
+    let path = beside.join(GENERATION_CONFIG);
+    match files::read(&path, MAX_GENERATION_CONFIG) {
+        Ok(bytes) => serde_json::from_slice(&bytes)
+            .map(Some)
+            .map_err(|e| Error::checkpoint(&path, format!("is no JSON object: {e}; copy it again, or remove it"))),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io("read", &path, error)),
+    }
+}
+
+pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
     let mut text = serde_json::to_string_pretty(value).map_err(|e| Error::checkpoint(path, e.to_string()))?;
     text.push('\n');
     fs::write(path, text).map_err(|e| Error::io("write", path, e))

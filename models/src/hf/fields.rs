@@ -1,6 +1,8 @@
 //! The fields of a `config.json`, each read once, so that those nobody read can be refused by name.
 //!
-//! Fields that every configuration of `transformers` may carry and that no result depends on: `configuration_utils.py`.
+//! Null and `{}` count as absent. Fields that no result depends on are passed over: silently those
+//! that every configuration of `transformers` may carry (`configuration_utils.py`), with a word
+//! those that other programs leave there.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +10,7 @@ use serde_json::{Map, Value};
 
 type Read<T> = std::result::Result<T, String>;
 
-/// Names, bookkeeping, and settings of generation.
+/// Names, bookkeeping, and settings of generation, as transformers itself writes them.
 const HARMLESS: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -61,6 +63,70 @@ const HARMLESS: &[&str] = &[
     "use_cache",
 ];
 
+/// What other programs and older versions leave there: names, notes, and how a program computes the
+/// same.
+const INERT: &[&str] = &[
+    "_commit_hash",
+    "_flash_attn_2_enabled",
+    "attn_implementation",
+    "author",
+    "base_model",
+    "base_model_name_or_path",
+    "classifier_dropout",
+    "datasets",
+    "description",
+    "fused_mlp",
+    "fused_rmsnorm",
+    "is_decoder",
+    "language",
+    "library_name",
+    "license",
+    "low_cpu_mem_usage",
+    "max_sequence_length",
+    "max_seq_length",
+    "model_max_length",
+    "model_name",
+    "multiple_of",
+    "name",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "pipeline_tag",
+    "pretraining_tp",
+    "remove_invalid_values",
+    "return_dict_in_generate",
+    "tags",
+    "torchscript",
+    "transformers.js_config",
+    "use_bfloat16",
+    "use_flash_attention",
+    "use_flash_attention_2",
+    "use_flash_attn",
+    "use_return_dict",
+];
+/// Beginnings and ends of more such names: a tool's own notes, heads that no language model has,
+/// versions, tokens of generation.
+const INERT_STARTS: [&str; 2] = ["unsloth_", "summary_"];
+const INERT_ENDS: [&str; 2] = ["_version", "_token_id"];
+
+/// Fields that change the result, but not with this value.
+const NEUTRAL: &[(&str, f64)] = &[
+    ("attn_pdrop", 0.0),
+    ("embd_pdrop", 0.0),
+    ("embedding_multiplier", 1.0),
+    ("hidden_dropout", 0.0),
+    ("logit_scale", 1.0),
+    ("logits_scaling", 1.0),
+    ("num_experts", 0.0),
+    ("num_local_experts", 0.0),
+    ("num_nextn_predict_layers", 0.0),
+    ("partial_rotary_factor", 1.0),
+    ("resid_pdrop", 0.0),
+    ("residual_multiplier", 1.0),
+    ("rotary_pct", 1.0),
+];
+
 /// A JSON object whose fields are read by name.
 pub struct Fields<'a> {
     map: &'a Map<String, Value>,
@@ -72,18 +138,16 @@ impl<'a> Fields<'a> {
         Self { map, seen: HARMLESS.iter().map(|name| name.to_string()).collect() }
     }
 
-    pub fn has(&self, name: &str) -> bool {
-        self.map.contains_key(name)
+    /// Whether the field is there and null, which says more than nothing where a family's own
+    /// default is a value.
+    pub fn is_null(&self, name: &str) -> bool {
+        self.map.get(name).is_some_and(Value::is_null)
     }
 
-    /// A field of any type; read from here on.
+    /// A field of any type, unless it is null or `{}`; read from here on.
     pub fn take(&mut self, name: &str) -> Option<&'a Value> {
         self.seen.insert(name.to_string());
-        self.map.get(name)
-    }
-
-    fn value(&mut self, name: &str) -> Option<&'a Value> {
-        self.take(name).filter(|value| !value.is_null())
+        self.map.get(name).filter(|value| !is_absent(value))
     }
 
     /// Fields that no result depends on.
@@ -92,7 +156,7 @@ impl<'a> Fields<'a> {
     }
 
     pub fn optional_int(&mut self, name: &str) -> Read<Option<usize>> {
-        let Some(value) = self.value(name) else { return Ok(None) };
+        let Some(value) = self.take(name) else { return Ok(None) };
         // Larger numbers are no sizes of a model and would only overflow.
         let int = value.as_u64().and_then(|v| u32::try_from(v).ok()).filter(|v| *v < 1 << 31);
         int.map(|v| Some(v as usize)).ok_or_else(|| format!("{name} is {value}, not a whole number of a model's size"))
@@ -112,7 +176,7 @@ impl<'a> Fields<'a> {
     }
 
     pub fn optional_float(&mut self, name: &str) -> Read<Option<f64>> {
-        let Some(value) = self.value(name) else { return Ok(None) };
+        let Some(value) = self.take(name) else { return Ok(None) };
         value.as_f64().map(Some).ok_or_else(|| format!("{name} is {value}, not a number"))
     }
 
@@ -121,7 +185,7 @@ impl<'a> Fields<'a> {
     }
 
     pub fn bool(&mut self, name: &str, default: bool) -> Read<bool> {
-        let Some(value) = self.value(name) else { return Ok(default) };
+        let Some(value) = self.take(name) else { return Ok(default) };
         value.as_bool().ok_or_else(|| format!("{name} is {value}, neither true nor false"))
     }
 
@@ -134,7 +198,7 @@ impl<'a> Fields<'a> {
 
     /// A name that must be one of `allowed`.
     pub fn must(&mut self, name: &str, default: Value, allowed: &[&str]) -> Read<()> {
-        let value = self.value(name).unwrap_or(&default);
+        let value = self.take(name).unwrap_or(&default);
         match value.as_str() {
             Some(text) if allowed.contains(&text) => Ok(()),
             _ => Err(format!("{name} {value} is not available; available are {}", allowed.join(", "))),
@@ -157,22 +221,55 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Ends the reading. A field that says nothing (null, false, empty) may be there unread.
+    /// Refuses weights that are not stored as the numbers that they stand for.
+    pub fn refuse_quantized(&mut self) -> Read<()> {
+        for name in ["quantization_config", "compression_config"] {
+            let Some(value) = self.take(name) else { continue };
+            let off = |key: &str| value.get(key).is_none_or(|on| *on == Value::Bool(false));
+            let method = value.get("quant_method").and_then(Value::as_str).unwrap_or("unnamed");
+            // What bitsandbytes leaves behind where it did nothing.
+            if !(method == "bitsandbytes" && off("load_in_4bit") && off("load_in_8bit")) {
+                return Err(format!(
+                    "has {name} (method {method}): its weights are quantized, and only whole ones are read; take the model that \
+                     it was made from, or dequantize it with transformers"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the reading; returns the fields that were passed over and that transformers itself does
+    /// not write. One that says nothing (null, false, empty) may be there unread.
     ///
     /// # Errors
-    /// Naming the fields that are not known.
-    pub fn finish(self) -> Read<()> {
+    /// Naming the fields that are not known and could change the result.
+    pub fn finish(self) -> Read<Vec<String>> {
         let silent = |value: &Value| match value {
-            Value::Null | Value::Bool(false) => true,
+            Value::Bool(false) => true,
             Value::Array(list) => list.is_empty(),
-            Value::Object(map) => map.is_empty(),
-            _ => false,
+            value => is_absent(value),
         };
         let unread = self.map.iter().filter(|(name, value)| !self.seen.contains(*name) && !silent(value));
-        let unread: Vec<String> = unread.map(|(name, value)| format!("{name} = {value}")).collect();
-        if unread.is_empty() {
-            return Ok(());
+        let (inert, unknown): (Vec<_>, Vec<_>) = unread.partition(|(name, value)| is_inert(name, value));
+        if unknown.is_empty() {
+            return Ok(inert.into_iter().map(|(name, _)| name.clone()).collect());
         }
-        Err(format!("sets what is not known here: {}; remove fields that no result depends on", unread.join(", ")))
+        let unknown: Vec<String> = unknown.into_iter().map(|(name, value)| format!("{name} = {value}")).collect();
+        Err(format!(
+            "sets what is not known here and could change the result: {}; remove fields that no result depends on",
+            unknown.join(", ")
+        ))
     }
+}
+
+fn is_absent(value: &Value) -> bool {
+    value.is_null() || value.as_object().is_some_and(Map::is_empty)
+}
+
+/// Whether no result depends on an unread field.
+fn is_inert(name: &str, value: &Value) -> bool {
+    INERT.contains(&name)
+        || INERT_STARTS.iter().any(|start| name.starts_with(start))
+        || INERT_ENDS.iter().any(|end| name.ends_with(end))
+        || NEUTRAL.iter().any(|(neutral, number)| *neutral == name && value.as_f64() == Some(*number))
 }

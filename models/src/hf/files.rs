@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
-use megatron::checkpoint::{Float, ShardFile};
-use megatron::{Error, Result};
+use megatron::checkpoint::{Float, Found, ShardFile};
+use megatron::{Error, Result, files};
 use serde::Deserialize;
 
 use crate::families::Tensors;
@@ -15,6 +15,30 @@ use crate::families::Tensors;
 pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 const MAX_INDEX_BYTES: u64 = 256 << 20;
+
+/// What a folder has in the place of safetensors.
+fn no_weights(folder: &Path) -> String {
+    if let Some(found @ (Found::DeepSpeed | Found::Adapter | Found::MegatronLm | Found::Missing)) = Found::at(folder) {
+        return found.advice(folder);
+    }
+    let names =
+        std::fs::read_dir(folder).into_iter().flatten().flatten().filter_map(|e| e.file_name().into_string().ok());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    let with = |start: &str, end: &str| names.iter().find(|name| name.starts_with(start) && name.ends_with(end));
+    if let Some(name) = with("pytorch_model", ".bin").or(with("pytorch_model", ".json")) {
+        return format!(
+            "has its weights in PyTorch's own format ({name}), a program that is not run here; write them as safetensors with \
+             transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), with the tokenizer likewise, and name NEW"
+        );
+    }
+    if let Some(name) = with("consolidated", "").or(with("", ".pth")).or(with("", ".gguf")) {
+        return format!(
+            "has its weights in a format that is not read ({name}); take the model's folder in the format of transformers, with {SINGLE}"
+        );
+    }
+    format!("holds neither {SINGLE} nor {INDEX}")
+}
 
 /// A tensor's bytes as they are in a file.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,21 +69,17 @@ impl HfFiles {
     /// If there are none, one is damaged, or the index and the files disagree.
     pub fn open(folder: &Path) -> Result<Self> {
         let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
-        if single.is_file() {
+        if single.exists() {
             return Self::of(folder, vec![ShardFile::open(&single)?]);
         }
-        if index.is_file() {
+        if index.exists() {
             return Self::sharded(folder, &index);
         }
-        Err(Error::checkpoint(folder, format!("holds neither {SINGLE} nor {INDEX}")))
+        Err(Error::checkpoint(folder, no_weights(folder)))
     }
 
     fn sharded(folder: &Path, path: &Path) -> Result<Self> {
-        let size = std::fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len();
-        if size > MAX_INDEX_BYTES {
-            return Err(Error::checkpoint(path, format!("has {size} bytes, which no index has")));
-        }
-        let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+        let bytes = files::read(path, MAX_INDEX_BYTES).map_err(|e| Error::io("read", path, e))?;
         let index: Index =
             serde_json::from_slice(&bytes).map_err(|e| Error::checkpoint(path, format!("is no index: {e}")))?;
         let mut names: Vec<&String> = index.weight_map.values().collect();

@@ -18,6 +18,8 @@ pub struct Imported {
     /// The checkpoint's own folder.
     pub path: PathBuf,
     pub family: Family,
+    /// What was passed over in its configuration.
+    pub note: Option<String>,
     /// Parameters in elements, a tied matrix counted once.
     pub elements: u64,
 }
@@ -44,7 +46,7 @@ pub fn import(folder: &Path, checkpoints: &Path, mut progress: impl FnMut(u64, u
     }
     companions.place()?;
     let path = writer.finish(&weights_only_state(model.model())?)?;
-    Ok(Imported { path, family: model.config.family, elements: total })
+    Ok(Imported { path, family: model.config.family, note: model.config.note(), elements: total })
 }
 
 /// Asserts that `checkpoints` is not the folder of a Hugging Face model, with whose files checkpoints and theirs would mix.

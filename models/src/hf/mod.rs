@@ -8,8 +8,9 @@ mod fields;
 mod files;
 mod import;
 mod model;
+mod tokenizer;
 
-pub use carry::{carry_companions, copy_companions};
+pub use carry::{carry_companions, copy_companions, copy_tokenizer};
 pub use config::{CONFIG, HfConfig, family_of, to_json};
 pub use export::{ExportOptions, Exported, export};
 pub use files::HfFiles;

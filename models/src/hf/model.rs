@@ -6,14 +6,14 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use megatron::checkpoint::Float;
 use megatron::config::ModelConfig;
-use megatron::params::{ParamStore, Role};
+use megatron::params::{ParamStore, Role, initial_values_of};
 use megatron::{Error, Result};
 
 use super::config::HfConfig;
 use super::files::HfFiles;
 use crate::Gpt;
-use crate::families::{LM_HEAD, Plan, Planned, QkvShape};
-use crate::saved::extents;
+use crate::families::{LM_HEAD, OUTPUT_LAYER, Plan, Planned, QkvShape, WORD_EMBEDDINGS};
+use crate::saved::bounded;
 
 /// Extents that a message about the tensor in question is worth.
 const SMALL_EXTENT: usize = 1 << 20;
@@ -72,6 +72,14 @@ impl HfModel {
         plan(config, files).map(drop)
     }
 
+    /// Reads all weights, for what is wrong with them.
+    ///
+    /// # Errors
+    /// As [`HfModel::read`].
+    pub fn verify(&self) -> Result<()> {
+        (0..self.parameters.len()).try_for_each(|at| self.read(at).map(drop))
+    }
+
     /// Names, shapes and dtypes of the parameters, in forward order.
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &[usize], Float)> {
         self.parameters.iter().map(|parameter| {
@@ -83,10 +91,22 @@ impl HfModel {
     /// Reads the parameter at `index` of [`HfModel::parameters`].
     ///
     /// # Errors
-    /// If a file cannot be read.
+    /// If a file cannot be read, or a tensor holds NaN or infinity.
     pub fn read(&self, index: usize) -> Result<Raw> {
         let Planned { spec, theirs, transform } = &self.parameters[index];
-        let tensors = theirs.iter().map(|name| self.files.read(name)).collect::<Result<Vec<_>>>()?;
+        let read = |name: &String| {
+            let tensor = self.files.read(name)?;
+            match tensor.dtype.non_number(&tensor.bytes) {
+                None => Ok(tensor),
+                Some(what) => Err(Error::checkpoint(
+                    self.files.folder(),
+                    format!(
+                        "{name} holds {what}: training broke there, or the file was damaged; take another version of the model"
+                    ),
+                )),
+            }
+        };
+        let tensors = theirs.iter().map(read).collect::<Result<Vec<_>>>()?;
         let dtype = tensors.first().map_or(Float::F32, |tensor| tensor.dtype);
         let parts = tensors.into_iter().map(|tensor| tensor.bytes).collect();
         let bytes = transform.to_ours(parts, &spec.shape, dtype.size(), &self.qkv);
@@ -96,27 +116,47 @@ impl HfModel {
     /// Fills the parameters that a rank holds, reading only those, one at a time.
     ///
     /// # Errors
-    /// If `store` has a parameter that the folder has not, or in another shape, or a file cannot be read.
+    /// If `store` has a parameter that the folder has not, or in another shape, a file cannot be read, or a tensor holds NaN or infinity.
     pub fn load_into(&self, store: &ParamStore) -> Result<()> {
+        self.fill(store, None)
+    }
+
+    /// The same for a model whose vocabulary may have another size: rows that are not there are
+    /// left out, and those that the folder has not are what a run of this `seed` begins with, so
+    /// the same on every layout.
+    ///
+    /// # Errors
+    /// As [`HfModel::load_into`].
+    pub fn load_resized_into(&self, store: &ParamStore, seed: u64) -> Result<()> {
+        self.fill(store, Some(seed))
+    }
+
+    fn fill(&self, store: &ParamStore, resized: Option<u64>) -> Result<()> {
         let index: HashMap<&str, usize> = self.parameters().enumerate().map(|(at, (name, ..))| (name, at)).collect();
         for (_, param) in store.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
             let spec = &param.spec;
             let refuse = |message: String| Error::checkpoint(self.files.folder(), message);
             let at = *index.get(spec.name.as_str()).ok_or_else(|| refuse(format!("has nothing for {}", spec.name)))?;
             let Raw { dtype, shape, bytes } = self.read(at)?;
-            if shape != spec.shape {
+            let resized = resized.filter(|_| [WORD_EMBEDDINGS, OUTPUT_LAYER].contains(&spec.name.as_str()));
+            if shape != spec.shape && (resized.is_none() || shape[1..] != spec.shape[1..]) {
                 return Err(refuse(format!("{} has shape {shape:?} there and {:?} here", spec.name, spec.shape)));
             }
             let value = Tensor::from_raw_buffer(&bytes, candle_dtype(dtype), &shape, &Device::Cpu)?;
             drop(bytes);
-            let mut local = vec![0f32; param.numel];
-            for piece in &param.pieces {
+            let mut local = match resized {
+                Some(seed) if shape[0] < spec.shape[0] => initial_values_of(spec, &param.pieces, param.numel, seed),
+                _ => vec![0f32; param.numel],
+            };
+            for piece in param.pieces.iter().filter(|piece| piece.offset[0] < shape[0]) {
                 let mut cut = value.clone();
                 for (dim, (start, len)) in piece.offset.iter().zip(&piece.shape).enumerate() {
-                    cut = cut.narrow(dim, *start, *len)?;
+                    // Rows that are not there are the last ones.
+                    cut = cut.narrow(dim, *start, (*len).min(shape[dim] - start))?;
                 }
                 let values = cut.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-                local[piece.local..piece.local + piece.flat.len()].copy_from_slice(&values[piece.flat.clone()]);
+                let held = piece.flat.start..piece.flat.end.min(values.len());
+                local[piece.local..piece.local + held.len()].copy_from_slice(&values[held]);
             }
             store.assign(param, local)?;
         }
@@ -133,18 +173,10 @@ impl HfModel {
 fn plan(config: &HfConfig, files: &HfFiles) -> Result<Plan> {
     let (model, held) = (&config.model, files.tensors());
     let refuse = |why: String| Error::checkpoint(files.folder(), why);
-    // Models too large for what is there are refused before anything of their size is made.
-    if model.num_layers > held.len() {
-        let (layers, tensors) = (model.num_layers, held.len());
-        return Err(refuse(format!("config.json describes {layers} layers, and the files hold {tensors} tensors")));
-    }
     let largest = held.values().filter(|(_, shape)| !shape.contains(&0)).flat_map(|(_, shape)| shape).max();
-    let bound = largest.map_or(SMALL_EXTENT, |&extent| extent.max(SMALL_EXTENT));
-    if let Some(extent) = extents(model).into_iter().find(|&extent| extent > bound) {
-        return Err(refuse(format!(
-            "config.json describes tensors with an extent of {extent}, and the files hold none"
-        )));
-    }
+    let largest = largest.map_or(SMALL_EXTENT, |&extent| extent.max(SMALL_EXTENT));
+    bounded(model, largest, held.len())
+        .map_err(|why| refuse(format!("config.json describes a model that is not in the files: {why}")))?;
     let plan = config.family.plan_file(&Gpt::specs(model)?, &QkvShape::of(model), held);
     plan.map_err(refuse)
 }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use megatron::{Error, Result};
+use megatron::{Error, Result, files};
 use serde::Deserialize;
 
 use super::storage::METADATA;
@@ -20,7 +20,7 @@ const CONVERT: &str =
 
 /// Whether `folder` looks like a checkpoint of Megatron-LM, or a folder of them, of whichever format.
 pub fn is_megatron(folder: &Path) -> bool {
-    [METADATA, FORMAT, POINTER].iter().any(|name| folder.join(name).is_file()) || has_legacy(folder)
+    [METADATA, FORMAT, POINTER].iter().any(|name| folder.join(name).exists()) || has_legacy(folder)
 }
 
 /// The folder of the checkpoint in `folder`: itself, or the one that its pointer names.
@@ -29,7 +29,7 @@ pub fn is_megatron(folder: &Path) -> bool {
 /// If there is none, or it is of another format than `torch_dist`; the message says what to do.
 pub(super) fn checkpoint_folder(folder: &Path) -> Result<PathBuf> {
     let pointer = folder.join(POINTER);
-    let path = if pointer.is_file() && !folder.join(METADATA).exists() {
+    let path = if pointer.exists() && !folder.join(METADATA).exists() {
         let text = small_file(&pointer)?;
         let name = match text.trim().parse::<u64>() {
             Ok(iteration) => format!("iter_{iteration:07}"),
@@ -73,9 +73,5 @@ fn has_legacy(folder: &Path) -> bool {
 }
 
 fn small_file(path: &Path) -> Result<String> {
-    let size = fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len();
-    if size > MAX_SMALL_BYTES {
-        return Err(Error::checkpoint(path, format!("has {size} bytes, and {MAX_SMALL_BYTES} at most are sensible")));
-    }
-    fs::read_to_string(path).map_err(|e| Error::io("read", path, e))
+    files::read_text(path, MAX_SMALL_BYTES).map_err(|e| Error::io("read", path, e))
 }

@@ -1,13 +1,12 @@
 //! A checkpoint of Megatron-LM as the parameters of a model, read one at a time.
 
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::path::Path;
 
 use megatron::checkpoint::Float;
 use megatron::config::ModelConfig;
 use megatron::params::ParamSpec;
-use megatron::{Error, Result};
+use megatron::{Error, Result, files};
 
 use super::archive::Archive;
 use super::config::{Args, Vocabulary};
@@ -15,7 +14,7 @@ use super::folder::checkpoint_folder;
 use super::pickle::Pickle;
 use super::storage::Storage;
 use crate::Gpt;
-use crate::saved::extents;
+use crate::saved::bounded;
 
 const COMMON: &str = "common.pt";
 /// Arguments, and groups of the optimizer's parameters.
@@ -58,7 +57,7 @@ impl MegatronModel {
         let folder = checkpoint_folder(folder)?;
         let path = folder.join(COMMON);
         let refuse = |why: String| Error::checkpoint(&path, why);
-        let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+        let file = files::open_binary(&path).map_err(|e| Error::io("open", &path, e))?;
         let size = file.metadata().map_err(|e| Error::io("find", &path, e))?.len();
         let bytes =
             Archive::open(file, 0, size).and_then(|mut common| common.pickle(MAX_COMMON_BYTES)).map_err(refuse)?;
@@ -81,13 +80,23 @@ impl MegatronModel {
     /// Reads the parameter at `index` of [`MegatronModel::parameters`]: global, unpadded, row-major, little-endian.
     ///
     /// # Errors
-    /// If a file is damaged or cannot be read.
+    /// If a file is damaged or cannot be read, or a tensor holds NaN or infinity.
     pub fn read(&self, index: usize) -> Result<Vec<u8>> {
         let Planned { spec, dtype, key, layer } = &self.parameters[index];
         let stacked = layer.map(|_| 1);
         let start: Vec<usize> = layer.iter().copied().chain(spec.shape.iter().map(|_| 0)).collect();
         let shape: Vec<usize> = stacked.into_iter().chain(spec.shape.iter().copied()).collect();
-        self.storage.read(key, *dtype, &start, &shape)
+        let bytes = self.storage.read(key, *dtype, &start, &shape)?;
+        match dtype.non_number(&bytes) {
+            None => Ok(bytes),
+            Some(what) => Err(Error::checkpoint(
+                self.storage.folder(),
+                format!(
+                    "{key} holds {what} (in {}): training broke before it was saved; take an earlier checkpoint",
+                    spec.name
+                ),
+            )),
+        }
     }
 
     /// The architecture.
@@ -113,16 +122,10 @@ impl MegatronModel {
 /// Which tensor, or which layer of one, is which parameter.
 fn plan(model: &ModelConfig, padded: usize, storage: &Storage) -> std::result::Result<Vec<Planned>, String> {
     let tensors = storage.tensors();
-    // Models too large for what is there are refused before anything of their size is made.
     let largest = tensors.values().flat_map(|tensor| &tensor.shape).copied().max().unwrap_or(0);
-    if let Some(extent) = extents(model).into_iter().find(|&extent| extent > largest) {
-        return Err(format!(
-            "its args describe tensors with an extent of {extent}, and its tensors have {largest} at most"
-        ));
-    }
-    if model.num_layers > largest.max(tensors.len()) {
-        return Err(format!("its args describe {} layers, and its tensors hold fewer", model.num_layers));
-    }
+    // All layers may be in one tensor.
+    bounded(model, largest, largest.max(tensors.len()))
+        .map_err(|why| format!("its args describe a model that its tensors are too small for: {why}"))?;
     let specs = Gpt::specs(model).map_err(|e| e.to_string())?;
     let (mut parameters, mut used, mut problems) = (Vec::new(), BTreeSet::new(), Vec::new());
     for spec in specs {

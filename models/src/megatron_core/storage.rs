@@ -3,11 +3,10 @@
 //! `torch/distributed/checkpoint/{metadata,filesystem}.py`; `megatron/core/dist_checkpointing/strategies/torch.py`.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 
 use megatron::checkpoint::Float;
-use megatron::{Error, Result};
+use megatron::{Error, Result, files};
 
 use super::archive::{Archive, extents};
 use super::pickle::{Pickle, Value};
@@ -61,20 +60,17 @@ impl Storage {
     /// If it is missing or damaged, a file is missing or too short, or pieces do not cover their tensor exactly.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join(METADATA);
-        let size = std::fs::metadata(&path).map_err(|e| Error::io("find", &path, e))?.len();
-        if size > MAX_METADATA_BYTES {
-            return Err(Error::checkpoint(
-                &path,
-                format!("has {size} bytes, and {MAX_METADATA_BYTES} at most are read"),
-            ));
-        }
-        let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, e))?;
+        let bytes = files::read(&path, MAX_METADATA_BYTES).map_err(|e| Error::io("read", &path, e))?;
         let pickle = Pickle::parse(&bytes).map_err(|why| Error::checkpoint(&path, why))?;
         let mut storage =
             Self { folder: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new(), has_optimizer: false };
         storage.read_metadata(pickle.root()).map_err(|why| Error::checkpoint(&path, why))?;
         storage.check_files()?;
         Ok(storage)
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 
     pub fn tensors(&self) -> &BTreeMap<String, Stored> {
@@ -183,7 +179,7 @@ impl Storage {
         for piece in &stored.pieces {
             let Some(common) = Common::of(piece, start, shape) else { continue };
             let path = &self.files[piece.item.file];
-            let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+            let file = files::open_binary(path).map_err(|e| Error::io("open", path, e))?;
             let tensor = Archive::open(file, piece.item.start, piece.item.length)
                 .and_then(|mut archive| archive.tensor(dtype, &piece.shape));
             let tensor = tensor.map_err(|why| {

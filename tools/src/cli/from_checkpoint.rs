@@ -4,10 +4,11 @@ mod text;
 
 use std::path::{Path, PathBuf};
 
-use megatron::checkpoint::{self, Manifest};
+use megatron::checkpoint;
 use megatron::config::{CheckpointConfig, ModelConfig, RopeScaling};
 use megatron::data::TOKENIZER_FILE;
 use megatron::train::RecordedRun;
+use models::SavedGpt;
 
 use super::Gathered;
 use super::gather::{is_other_source, ways_to_say};
@@ -122,12 +123,11 @@ pub fn beneath(gathered: &Gathered, has_run_file: bool, has_world: bool) -> Resu
     };
     let source = CheckpointConfig { load: flags.load.clone(), ckpt_step: flags.ckpt_step, ..Default::default() };
     let Some(path) = checkpoint::to_load(&source)? else { return Ok(None) };
-    let manifest = Manifest::read(&path)?;
-    let run = RecordedRun::read(&path, &manifest.state)?;
+    let run = RecordedRun::read(&path, &SavedGpt::open(&path)?.manifest.state)?;
     let save = save_folder(gathered, load, &path);
     let saves = save.is_some() || flags.save.is_some();
     let tokenizer = checkpoint::beside(&path)?.join(TOKENIZER_FILE);
-    let tokenizer = Some(tokenizer.as_path()).filter(|file| file.is_file());
+    let tokenizer = Some(tokenizer.as_path()).filter(|file| file.exists());
     let places = Places { save, saves, continues: !flags.finetune, tokenizer };
     let unusable = |(_, message): run_file::Problem| {
         megatron::Error::checkpoint(&path, format!("what it records of its run cannot be used: {message}"))

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Command};
+use megatron::files;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
@@ -14,6 +15,9 @@ use super::nearest::nearest;
 use super::other_names::{self, Entry, Line, Verdict};
 use super::words::is_named;
 use crate::error::{Error, Result};
+
+/// Of a file of settings.
+const MAX_BYTES: u64 = 16 << 20;
 
 /// One key of a run file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,14 +66,8 @@ pub struct RunFile {
 /// # Errors
 /// If it cannot be read, or is not TOML. What else is wrong is told together with what is wrong on the command line.
 pub fn read(path: &Path) -> Result<RunFile> {
-    // Every rank reads it, and of a pipe only one could.
-    if std::fs::metadata(path).is_ok_and(|meta| !meta.is_file()) {
-        return Err(Error::usage(format!(
-            "the run file {} is no file but a folder, pipe or device; give a file",
-            path.display()
-        )));
-    }
-    let text = std::fs::read_to_string(path)
+    // A pipe is refused: every rank reads it, and only one could.
+    let text = files::read_text(path, MAX_BYTES)
         .map_err(|source| Error::Io { action: format!("read the run file {}", path.display()), source })?;
     parse(&text).map_err(|(line, message)| Error::RunFile { path: path.to_path_buf(), line, message })
 }

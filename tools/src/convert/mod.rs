@@ -3,6 +3,7 @@
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use megatron::checkpoint::Found;
 use models::hf::{self, ExportOptions};
 use models::megatron_core::{self, Vocabulary};
 
@@ -30,17 +31,18 @@ pub fn import(args: &ImportArgs) -> Result<u8> {
             args.from.display(),
             hf::CONFIG
         ))),
-        (false, _) if megatron_core::is_megatron(&args.from) => from_megatron(args, progress),
-        (false, _) => {
-            std::fs::read_dir(&args.from)
-                .map_err(|source| Error::Io { action: format!("list {}", args.from.display()), source })?;
-            Err(Error::usage(format!(
+        (false, _) => match Found::at(&args.from) {
+            Some(found @ (Found::Missing | Found::File | Found::Adapter | Found::DeepSpeed)) => {
+                Err(Error::usage(format!("{} {}", args.from.display(), found.advice(&args.from))))
+            }
+            _ if megatron_core::is_megatron(&args.from) => from_megatron(args, progress),
+            _ => Err(Error::usage(format!(
                 "{} is neither a Hugging Face model ({}) nor a checkpoint of Megatron-LM (latest_checkpointed_iteration.txt, or .metadata \
                  in an iter_... folder): none of these files is there",
                 args.from.display(),
                 hf::CONFIG
-            )))
-        }
+            ))),
+        },
     };
     bar.finish_and_clear();
     lines?.iter().for_each(|line| crate::print_line(line));
@@ -50,7 +52,8 @@ pub fn import(args: &ImportArgs) -> Result<u8> {
 fn from_hugging_face(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Vec<String>> {
     let done = hf::import(&args.from, &args.to, progress)?;
     let (family, millions, path) = (done.family, done.elements as f64 / 1e6, done.path.display());
-    Ok(vec![format!("imported a {family} model of {millions:.1} M parameters as {path}")])
+    let imported = format!("imported a {family} model of {millions:.1} M parameters as {path}");
+    Ok(done.note.clone().into_iter().chain([imported]).collect())
 }
 
 fn from_megatron(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Vec<String>> {
@@ -88,5 +91,6 @@ pub fn export(args: &ExportArgs) -> Result<u8> {
         args.to.display(),
         done.bytes as f64 / 1e6
     ));
+    done.note.iter().for_each(|note| crate::print_line(&format!("note: {note}")));
     Ok(0)
 }

@@ -8,6 +8,8 @@ use serde_json::Value;
 
 use crate::error::Result;
 
+/// Of a file of settings.
+const MAX_BYTES: u64 = 16 << 20;
 /// Where they are named; as in transformers, the first file there is says all.
 const FILES: [&str; 3] = ["generation_config.json", "hf_config.json", "config.json"];
 
@@ -18,8 +20,8 @@ const FILES: [&str; 3] = ["generation_config.json", "hf_config.json", "config.js
 pub fn ends(tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Vec<u32>> {
     let mut ends: Vec<u32> = tokenizer.eod().into_iter().collect();
     let files = FILES.iter().filter_map(|name| Some(folder?.join(name)));
-    let Some(file) = files.into_iter().find(|file| file.is_file()) else { return Ok(ends) };
-    let bytes = std::fs::read(&file).map_err(|error| megatron::Error::io("read", &file, error))?;
+    let Some(file) = files.into_iter().find(|file| file.exists()) else { return Ok(ends) };
+    let bytes = megatron::files::read(&file, MAX_BYTES).map_err(|error| megatron::Error::io("read", &file, error))?;
     let config: Value = serde_json::from_slice(&bytes)
         .map_err(|error| megatron::Error::data(&file, format!("is no JSON: {error}; copy it again, or remove it")))?;
     let named = match &config["eos_token_id"] {

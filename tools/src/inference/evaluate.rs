@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use candle_core::DType;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use megatron::comm::Group;
@@ -87,7 +88,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     };
     let source = data::open_part(&config, seq_length, model.vocab_size, &args.part)?;
     let lead = world.rank() == 0;
-    let inference = load(found, world)?;
+    let inference = load(found, world, seq_length)?;
     let samples = source.num_samples();
     let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, found.device.clone())
         .with_part_of_sequences(inference.groups.cp.rank(), cp);
@@ -109,6 +110,14 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
             count(tokens as u64, "token"),
             result.perplexity()
         ));
+    }
+    if !loss.is_finite() {
+        return Err(megatron::Error::Diverged(format!(
+            "the loss is {loss}: weights in {} hold NaN or infinity, or numbers overflow{}; evaluate an earlier checkpoint",
+            found.path.display(),
+            if found.dtype == DType::F16 { " fp16 (try --bf16)" } else { "" }
+        ))
+        .into());
     }
     Ok(())
 }

@@ -81,7 +81,8 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     };
     // Before weights are loaded, and a prompt printed.
     prompts.iter().try_for_each(|prompt| length.check_prompt(prompt))?;
-    let inference = load(found, world)?;
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let inference = load(found, world, longest.saturating_add(length.tokens).min(length.window))?;
     if lead && args.temperature == 0.0 && (args.top_k > 0 || args.top_p < 1.0) {
         tell(Some(
             "note: --top-k and --top-p change nothing at --temperature 0, which takes the likeliest token".into(),
@@ -151,7 +152,7 @@ impl Speed {
 }
 
 /// Writes a line to stderr, if there is one.
-fn tell(line: Option<String>) {
+pub(super) fn tell(line: Option<String>) {
     if let Some(line) = line {
         // Nobody may be there to read it.
         let _ = writeln!(std::io::stderr(), "{line}");

@@ -16,9 +16,9 @@ use megatron::checkpoint;
 use megatron::comm::{Backend, CommOptions, Group, RankInfo};
 use megatron::config::{ModelConfig, ParallelConfig, Recompute, TokenizerOptions};
 use megatron::data::{TOKENIZER_FILE, Tokenizer};
-use megatron::train::{self, Inference, checkpoint_model};
-use models::Gpt;
+use megatron::train::{self, Inference};
 use models::hf::HfModel;
+use models::{Gpt, SavedGpt};
 
 use crate::cli::Distributed;
 use crate::cli::flags::{ChosenTokenizer, TokenizerFlags};
@@ -74,13 +74,13 @@ impl LoadArgs {
     /// Looks at the checkpoint and checks that its model can be cut as asked for.
     fn find(&self, cp: usize, dp: usize) -> Result<Found> {
         // What was trained in the folder of a Hugging Face model is meant, not what it started from.
-        let (path, weights) = if self.load.join("config.json").is_file() && !checkpoint::holds_any(&self.load)? {
+        let (path, weights) = if self.load.join("config.json").exists() && !checkpoint::holds_any(&self.load)? {
             (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
         } else {
             (checkpoint::locate(&self.load, None)?, Weights::Checkpoint)
         };
         let model = match &weights {
-            Weights::Checkpoint => checkpoint_model(&path)?,
+            Weights::Checkpoint => SavedGpt::open(&path)?.run.model,
             Weights::HuggingFace(folder) => folder.model().clone(),
         };
         let (tp, pp) = (self.tensor_model_parallel_size as usize, self.pipeline_model_parallel_size as usize);
@@ -161,7 +161,7 @@ fn trained_with(found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
         }
         folders.insert(0, checkpoint::beside(&found.path)?);
     }
-    let file = folders.into_iter().map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.is_file());
+    let file = folders.into_iter().map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.exists());
     Ok((file.map(|file| file.display().to_string()), options))
 }
 
@@ -210,12 +210,17 @@ fn on_ranks(args: &LoadArgs, cp: usize, dp: usize, body: impl FnOnce(Found, Grou
     Ok(0)
 }
 
-/// Loads this rank's share of the weights.
-fn load(found: &Found, world: Group) -> Result<Inference> {
+/// Loads this rank's share of the weights, for sequences of at most `seq_length` tokens: the model
+/// may claim any length.
+fn load(found: &Found, world: Group, seq_length: usize) -> Result<Inference> {
+    let config = ModelConfig { seq_length, ..found.model.clone() };
+    if let (0, Weights::HuggingFace(folder)) = (world.rank(), &found.weights) {
+        generate::tell(folder.config.note());
+    }
     let (dtype, device) = (found.dtype, found.device.clone());
     let tp = found.parallel.tensor_model_parallel_size;
-    let model = Gpt::new(&found.model, tp, false, Recompute::None, dtype, &device)?;
-    let inference = Inference::new(&found.model, &model, &found.parallel, world, dtype, &device)?;
+    let model = Gpt::new(&config, tp, false, Recompute::None, dtype, &device)?;
+    let inference = Inference::new(&config, &model, &found.parallel, world, dtype, &device)?;
     match &found.weights {
         Weights::Checkpoint => inference.load(&found.path)?,
         Weights::HuggingFace(folder) => folder.load_into(&inference.stage.params)?,

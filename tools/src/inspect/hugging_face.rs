@@ -1,13 +1,11 @@
 //! What a Hugging Face model's folder holds. Only headers are read; nothing in the files is trusted.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use indicatif::{DecimalBytes, HumanCount};
-use megatron::Error;
 use megatron::checkpoint::{Float, ShardFile};
+use megatron::{Error, files};
 use models::hf::{CONFIG, HfConfig, HfFiles, HfModel};
 use serde_json::Value;
 
@@ -44,7 +42,7 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         return Ok(());
     }
     let config = path.join(CONFIG);
-    let config = if config.is_file() {
+    let config = if config.exists() {
         describe(&config)?
     } else {
         fact("family", format!("unknown: there is no {CONFIG}"));
@@ -53,8 +51,12 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     let files = HfFiles::open(path)?;
     let held = files.tensors().clone();
     if let Some(config) = config {
-        let family = config.family;
-        let possible = if verify { HfModel::with(config, files).map(drop) } else { HfModel::check(&config, &files) };
+        let (family, note) = (config.family, config.note());
+        let possible = if verify {
+            HfModel::with(config, files).and_then(|model| model.verify())
+        } else {
+            HfModel::check(&config, &files)
+        };
         if let Err(error) = possible {
             fact("import", format!("not possible: {error}"));
             tensors(&held);
@@ -62,6 +64,9 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
             return Err(Error::checkpoint(path, why).into());
         }
         fact("import", format!("possible, as {family:?}"));
+        if let Some(note) = note {
+            fact("", note);
+        }
     }
     tensors(&held);
     fact("whole", "headers describe every byte of the files, and an index, if there is one, every tensor");
@@ -74,7 +79,7 @@ pub fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
-        if path.extension().is_some_and(|extension| extension == "safetensors") && path.is_file() {
+        if path.extension().is_some_and(|extension| extension == "safetensors") && !path.is_dir() {
             files.push(path);
         }
     }
@@ -84,12 +89,7 @@ pub fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// The family and the settings; returns those of a model that this program can import.
 fn describe(path: &Path) -> Result<Option<HfConfig>> {
-    let mut text = Vec::new();
-    let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-    file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(|e| Error::io("read", path, e))?;
-    if text.len() as u64 > MAX_CONFIG_BYTES {
-        return Err(Error::checkpoint(path, format!("is longer than {}", DecimalBytes(MAX_CONFIG_BYTES))).into());
-    }
+    let text = files::read(path, MAX_CONFIG_BYTES).map_err(|e| Error::io("read", path, e))?;
     let refuse = |e: serde_json::Error| Error::checkpoint(path, format!("is not a configuration: {e}"));
     let config: serde_json::Map<String, Value> = serde_json::from_slice(&text).map_err(refuse)?;
     let setting = |key: &str| config.get(key).filter(|value| !value.is_null()).map(Value::to_string);

@@ -11,6 +11,9 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
+/// Of a list of machines.
+const MAX_BYTES: u64 = 16 << 20;
+
 /// A machine and the slots of it that are used, one a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
@@ -38,7 +41,7 @@ impl Host {
 /// # Errors
 /// If the file cannot be read or used, a filter names what is not in it, or hosts have different numbers of slots.
 pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result<Vec<Host>> {
-    let text = std::fs::read_to_string(path)
+    let text = megatron::files::read_text(path, MAX_BYTES)
         .map_err(|source| Error::Io { action: format!("read the hostfile {}", path.display()), source })?;
     let hosts = parse(&text).map_err(|why| Error::usage(format!("{}{why}", path.display())))?;
     let hosts = match (include, exclude) {

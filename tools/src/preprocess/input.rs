@@ -103,7 +103,7 @@ impl Input {
                 "is no file but a pipe or a device, which cannot be read twice; write it to a file",
             ));
         }
-        let file = File::open(path).map_err(unreadable)?;
+        let file = megatron::files::open_binary(path).map_err(unreadable)?;
         Ok(BufReader::with_capacity(BUFFER, file))
     }
 }

@@ -261,3 +261,175 @@ fn a_folder_that_is_no_model_is_told_what_was_looked_for_and_a_vocabulary_is_meg
     let output = run(&["import", &checkpoint, "told", "--vocab-size", "101"]);
     assert!(stdout(&output).contains("101 tokens (--vocab-size)"), "{}", stdout(&output));
 }
+
+/// A copy of a fixture.
+fn copied(name: &str, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixtures().join(name).join(file), to.join(file)).unwrap();
+    }
+}
+
+#[test]
+fn a_hugging_face_model_begins_with_another_vocabulary_base_and_context() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |words: &[&str]| megatron().current_dir(dir.path()).args(words).output().unwrap();
+    let overrides = ["--vocab-size=600", "--rotary-base=500000", "--max-position-embeddings=4096", "--exit-interval=1"];
+    let output = pretrain(dir.path(), "llama-tiny", &overrides);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let said = stdout(&output) + &stderr(&output);
+    assert!(said.contains("vocabulary 600") && said.contains("up to 600 begin with random weights"), "{said}");
+    assert!(run(&["export", "saved", "hf"]).status.success());
+    let config: Value = serde_json::from_slice(&std::fs::read(dir.path().join("hf/config.json")).unwrap()).unwrap();
+    let shown =
+        [&config["vocab_size"], &config["rope_theta"], &config["max_position_embeddings"]].map(Value::to_string);
+    assert_eq!(shown, ["600", "500000.0", "4096"]);
+    // The same line goes on.
+    let more = [&overrides[..3], &["--load=saved", "--exit-interval=2"]].concat();
+    let output = pretrain(dir.path(), "llama-tiny", &more);
+    assert!(output.status.success() && !stdout(&output).contains("random weights"), "{}", stderr(&output));
+    for (name, flags, why) in [
+        ("gpt2-tiny", &["--max-position-embeddings=4096"][..], "which it has learned"),
+        ("gpt2-tiny", &["--rotary-base=500000"], "rotary_base"),
+        ("llama-tiny", &["--vocab-size=100", "--tokenizer=byte"], "257 tokens"),
+    ] {
+        let output = pretrain(dir.path(), name, flags);
+        let message = stderr(&output);
+        assert!(!output.status.success() && message.contains(why), "{why}: {message}");
+    }
+}
+
+#[test]
+fn what_is_given_in_a_models_place_is_named_with_the_command_that_helps() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let file = |name: &str, text: &str| {
+        std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
+        std::fs::write(at(name), text).unwrap();
+    };
+    copied("llama-tiny", &at("hf"));
+    let run = |words: &str| megatron().current_dir(dir.path()).args(words.split(' ')).output().unwrap();
+    assert!(run("import hf ours").status.success());
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 548105171\n";
+    copied("llama-tiny", &at("lfs"));
+    file("lfs/model.safetensors", pointer);
+    copied("llama-tiny", &at("lfs-config"));
+    file("lfs-config/config.json", pointer);
+    file("lfs-tokenizer/tokenizer.json", pointer);
+    copied("llama-tiny", &at("pickle"));
+    std::fs::rename(at("pickle/model.safetensors"), at("pickle/pytorch_model.bin")).unwrap();
+    file("deepspeed/latest", "global_step5");
+    file("deepspeed/zero_to_fp32.py", "");
+    file("deepspeed/global_step5/mp_rank_00_model_states.pt", "");
+    file("adapter/adapter_config.json", "{}");
+    file("adapter/adapter_model.safetensors", "");
+    file("text.txt", &"text ".repeat(2000));
+    let fixture = fixtures().join("megatron-core/gpt2-tp2").display().to_string();
+    let train = "pretrain --seq-length 64 --tokenizer byte --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 \
+                 --data-path text.txt --cache-dir cache --eval-iters 0";
+    let sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 1";
+    for (words, parts) in [
+        ("import gpt2 new", &["gpt2 does not exist", "hf download gpt2 --local-dir"][..]),
+        ("import Qwen/Qwen2-0.5B new", &["hf download Qwen/Qwen2-0.5B"]),
+        (&format!("{train} --init-from-hf gpt2"), &["hf download gpt2"]),
+        ("generate --load gpt2 --prompt a", &["hf download gpt2"]),
+        ("import lfs new", &["model.safetensors", "git lfs pull"]),
+        ("import lfs-config new", &["config.json", "git lfs pull"]),
+        ("generate --load ours --prompt a --tokenizer lfs-tokenizer", &["tokenizer.json", "git lfs pull"]),
+        ("import pickle new", &["pytorch_model.bin", "save_pretrained"]),
+        (&format!("{train} --init-from-hf pickle"), &["pytorch_model.bin", "save_pretrained"]),
+        ("import deepspeed new", &["DeepSpeed", "zero_to_fp32.py"]),
+        (&format!("{train} --init-from-hf deepspeed"), &["DeepSpeed", "zero_to_fp32.py"]),
+        (&format!("{train} {sizes} --load deepspeed"), &["DeepSpeed", "zero_to_fp32.py"]),
+        ("export deepspeed new", &["DeepSpeed", "zero_to_fp32.py"]),
+        ("import adapter new", &["LoRA", "merge_and_unload"]),
+        ("import ours new", &["is a checkpoint of this program", "--load"]),
+        (&format!("{train} --init-from-hf ours"), &["is a checkpoint of this program", "--load"]),
+        (&format!("{train} {sizes} --load {fixture}"), &["Megatron-LM", "megatron import"]),
+        (&format!("{train} --init-from-hf {fixture}"), &["Megatron-LM", "megatron import"]),
+        (&format!("generate --load {fixture} --prompt a"), &["Megatron-LM", "megatron import"]),
+        (&format!("{train} {sizes} --load hf"), &["Hugging Face model", "--init-from-hf"]),
+        ("export hf new", &["Hugging Face model", "--init-from-hf"]),
+    ] {
+        let output = run(words);
+        let message = stderr(&output);
+        assert!(!output.status.success(), "{words}");
+        for part in parts {
+            assert!(message.contains(part), "{words}: {part}: {message}");
+        }
+        assert!(!at("new").exists() || std::fs::read_dir(at("new")).unwrap().next().is_none(), "{words}");
+    }
+}
+
+#[test]
+fn an_evaluation_that_gives_no_number_ends_badly() {
+    let dir = tempfile::tempdir().unwrap();
+    copied("llama-tiny", &dir.path().join("hf"));
+    // Numbers that overflow on their way.
+    let path = dir.path().join("hf/model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    let norm = tensors.get_mut("model.norm.weight").unwrap();
+    *norm = (&*norm * 1e38).unwrap();
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    std::fs::write(dir.path().join("text.txt"), "text ".repeat(2000)).unwrap();
+    let words = "eval --load hf --tokenizer byte --data-path text.txt --cache-dir cache --seq-length 32";
+    let output = megatron().current_dir(dir.path()).args(words.split(' ')).output().unwrap();
+    let message = stderr(&output);
+    assert!(output.status.code() == Some(1) && message.contains("the loss is"), "{}{message}", stdout(&output));
+}
+
+/// What `--tokenizer FOLDER` brings.
+#[test]
+fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let run = |words: &str| megatron().current_dir(dir.path()).args(words.split(' ')).output().unwrap();
+    std::fs::create_dir(at("tokens")).unwrap();
+    let tokenizer = WORDS.replace(
+        "\"added_tokens\": []",
+        r#""added_tokens": [{"id": 3, "content": "<e>", "single_word": false,
+        "lstrip": false, "rstrip": false, "normalized": false, "special": true}]"#,
+    );
+    let config = r#"{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>", "bos_token": "a", "chat_template": "{{ x }}"}"#;
+    let given = [
+        ("tokenizer.json", tokenizer.as_str()),
+        ("tokenizer_config.json", config),
+        ("special_tokens_map.json", r#"{"eos_token": "<e>"}"#),
+        ("added_tokens.json", r#"{"<e>": 3}"#),
+        ("chat_template.jinja", "{{ x }}"),
+        ("generation_config.json", r#"{"eos_token_id": [2, 3], "temperature": 0.5}"#),
+    ];
+    given.iter().for_each(|(name, text)| std::fs::write(at("tokens").join(name), text).unwrap());
+    std::fs::write(at("text.txt"), "a b ".repeat(2000)).unwrap();
+    let train = "pretrain --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --micro-batch-size 1 \
+                 --global-batch-size 1 --train-iters 1 --lr 1e-3 --data-path text.txt --cache-dir cache --eval-iters 0";
+    let output = run(&format!("{train} --tokenizer tokens --save saved"));
+    assert!(output.status.success(), "{}", stderr(&output));
+    let output = run("export saved hf");
+    assert!(output.status.success() && !stdout(&output).contains("note"), "{}", stderr(&output));
+    let json = |path: &str| -> Value { serde_json::from_slice(&std::fs::read(at(path)).unwrap()).unwrap() };
+    for folder in ["saved", "hf"] {
+        for (name, text) in &given[..5] {
+            assert_eq!(std::fs::read_to_string(at(folder).join(name)).unwrap(), *text, "{folder}/{name}");
+        }
+    }
+    assert_eq!(json("hf/generation_config.json")["eos_token_id"], serde_json::json!([2, 3]));
+    assert_eq!(json("hf/generation_config.json")["temperature"], 0.5);
+    assert_eq!(
+        (&json("hf/config.json")["eos_token_id"], &json("hf/config.json")["bos_token_id"]),
+        (&3.into(), &0.into())
+    );
+    // A folder of checkpoints that has another's is left as it is.
+    let output = run(&format!("{train} --tokenizer byte --save bytes"));
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(run("export bytes hf-bytes").status.success());
+    let made = json("hf-bytes/tokenizer_config.json");
+    assert_eq!(
+        (&made["tokenizer_class"], &made["eos_token"]),
+        (&"PreTrainedTokenizerFast".into(), &"<|endoftext|>".into())
+    );
+    for file in ["config.json", "generation_config.json"] {
+        let ids = json(&format!("hf-bytes/{file}"));
+        assert_eq!((&ids["eos_token_id"], &ids["bos_token_id"]), (&256.into(), &256.into()), "{file}");
+    }
+}

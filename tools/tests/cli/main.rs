@@ -27,6 +27,7 @@ mod resume_notes;
 mod rollback;
 mod settings;
 mod site;
+mod strangers_files;
 mod support;
 mod tensorboard;
 mod terminal;

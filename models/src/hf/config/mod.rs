@@ -9,8 +9,9 @@ mod write;
 
 use std::path::{Path, PathBuf};
 
+use megatron::checkpoint::Found;
 use megatron::config::{ModelConfig, ParallelConfig, Sources};
-use megatron::{Error, Result};
+use megatron::{Error, Result, files};
 use serde_json::{Map, Value};
 
 pub use self::write::{family_of, to_json};
@@ -29,6 +30,8 @@ pub struct HfConfig {
     pub model: ModelConfig,
     /// The file as it is.
     pub json: Map<String, Value>,
+    /// Fields of other programs that no result depends on.
+    passed_over: Vec<String>,
     path: PathBuf,
 }
 
@@ -38,7 +41,12 @@ impl HfConfig {
     /// # Errors
     /// If it cannot be read, or describes something that this program does not build; the message names the field.
     pub fn read(folder: &Path) -> Result<Self> {
-        Self::read_file(&folder.join(CONFIG))
+        let path = folder.join(CONFIG);
+        match Found::at(folder).filter(|_| !path.exists()) {
+            // What has no configuration is missing that, and says so.
+            None | Some(Found::HuggingFace) => Self::read_file(&path),
+            Some(found) => Err(Error::checkpoint(folder, found.advice(folder))),
+        }
     }
 
     /// Reads a file that holds what a `config.json` does.
@@ -46,11 +54,7 @@ impl HfConfig {
     /// # Errors
     /// As [`HfConfig::read`].
     pub fn read_file(path: &Path) -> Result<Self> {
-        let size = std::fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len();
-        if size > MAX_CONFIG_BYTES {
-            return Err(Error::checkpoint(path, format!("has {size} bytes, which no config.json has")));
-        }
-        let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+        let bytes = files::read(path, MAX_CONFIG_BYTES).map_err(|e| Error::io("read", path, e))?;
         let json = serde_json::from_slice(&bytes).map_err(|e| Error::checkpoint(path, format!("is no config: {e}")))?;
         Self::from_json(path, json)
     }
@@ -60,15 +64,22 @@ impl HfConfig {
     /// # Errors
     /// As [`HfConfig::read`].
     pub fn from_json(path: &Path, json: Map<String, Value>) -> Result<Self> {
-        let (family, model) = understand(&json).map_err(|why| Error::checkpoint(path, why))?;
+        let (family, model, passed_over) = understand(&json).map_err(|why| Error::checkpoint(path, why))?;
         ParallelConfig::default()
             .validate_with(&model, &names(family))
             .map_err(|e| Error::checkpoint(path, format!("describes an impossible model: {e}")))?;
-        Ok(Self { family, model, json, path: path.to_path_buf() })
+        Ok(Self { family, model, json, passed_over, path: path.to_path_buf() })
     }
 
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// A line on the fields that were passed over, if there were any.
+    pub fn note(&self) -> Option<String> {
+        let passed_over = self.passed_over.join(", ");
+        (!passed_over.is_empty())
+            .then(|| format!("{} sets what changes no result here: {passed_over}", self.path.display()))
     }
 }
 
@@ -101,7 +112,8 @@ fn names(family: Family) -> Sources {
     names
 }
 
-fn understand(json: &Map<String, Value>) -> std::result::Result<(Family, ModelConfig), String> {
+/// The family, the model, and the fields that were passed over.
+fn understand(json: &Map<String, Value>) -> std::result::Result<(Family, ModelConfig, Vec<String>), String> {
     let known = || Family::ALL.map(Family::architecture).join(", ");
     let model_type = json.get("model_type").and_then(Value::as_str).ok_or("names no model_type")?;
     let family = Family::ALL.into_iter().find(|family| family.model_type() == model_type);
@@ -113,12 +125,13 @@ fn understand(json: &Map<String, Value>) -> std::result::Result<(Family, ModelCo
         }
     }
     let mut fields = Fields::new(json);
+    fields.refuse_quantized()?;
     let model = match family {
         Family::Gpt2 => read::gpt2(&mut fields)?,
         Family::Llama | Family::Mistral | Family::Qwen2 => read::llama(&mut fields, family)?,
         Family::Bloom => read::bloom(&mut fields)?,
     };
-    fields.finish()?;
+    let passed_over = fields.finish()?;
     if model.vocab_size == 0 {
         return Err("describes a vocabulary without tokens".into());
     }
@@ -131,5 +144,5 @@ fn understand(json: &Map<String, Value>) -> std::result::Result<(Family, ModelCo
             model.num_attention_heads, model.num_query_groups
         ));
     }
-    Ok((family, model))
+    Ok((family, model, passed_over))
 }

@@ -1,7 +1,7 @@
 //! From a family's fields to a [`ModelConfig`].
 
 use megatron::config::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::families::Family;
 use crate::hf::fields::Fields;
@@ -28,15 +28,7 @@ pub(super) fn gpt2(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
     if embedding != residual {
         return Err(format!("embd_pdrop {embedding} and resid_pdrop {residual} differ; one dropout serves both here"));
     }
-    f.ignore(&[
-        "n_ctx",
-        "reorder_and_upcast_attn",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-    ]);
+    f.ignore(&["n_ctx", "reorder_and_upcast_attn"]);
     Ok(ModelConfig {
         num_layers: num_layers(f, &["n_layer", "num_hidden_layers"])?,
         hidden_size: hidden,
@@ -127,9 +119,12 @@ fn num_layers(f: &mut Fields, names: &[&str]) -> std::result::Result<usize, Stri
 /// The attention's window and the layers that have none.
 fn sliding_window(f: &mut Fields, family: Family, layers: usize) -> std::result::Result<Option<SlidingWindow>, String> {
     let mut size = match family {
-        // What `MistralConfig` and `Qwen2Config` assume where the field is absent; null is none.
-        Family::Mistral | Family::Qwen2 if !f.has("sliding_window") => Some(4096),
-        Family::Mistral | Family::Qwen2 => f.optional_int("sliding_window")?,
+        // What `MistralConfig` and `Qwen2Config` assume where the field is absent; null is none to
+        // them.
+        Family::Mistral | Family::Qwen2 => {
+            let default = if f.is_null("sliding_window") { None } else { Some(4096) };
+            f.optional_int("sliding_window")?.or(default)
+        }
         _ => None,
     };
     let mut full_layers = Vec::new();
@@ -160,7 +155,7 @@ fn sliding_window(f: &mut Fields, family: Family, layers: usize) -> std::result:
             }
             full_layers = listed;
         }
-        None | Some(Value::Null) => {}
+        None => {}
         Some(other) => return Err(format!("layer_types is {other}, not a list")),
     }
     Ok(size.filter(|_| full_layers.len() < layers).map(|size| SlidingWindow { size, full_layers }))
@@ -171,13 +166,23 @@ fn rope(f: &mut Fields) -> std::result::Result<(f64, RopeScaling), String> {
     let outer = f.float("rope_theta", 10_000.0)?;
     let mut found = None;
     for name in ["rope_parameters", "rope_scaling"] {
-        match f.take(name) {
-            None | Some(Value::Null) => {}
-            Some(Value::Object(map)) => found = Some((name, map)),
+        let this = match f.take(name) {
+            None => continue,
+            Some(Value::Object(map)) => rope_of(name, map, outer)?,
             Some(other) => return Err(format!("{name} is {other}, not an object")),
+        };
+        // Versions of transformers take one or the other.
+        if found.is_some_and(|other| other != this) {
+            return Err(
+                "rope_parameters and rope_scaling say different things; remove the one that does not hold".into()
+            );
         }
+        found = Some(this);
     }
-    let Some((name, map)) = found else { return Ok((outer, RopeScaling::None)) };
+    Ok(found.unwrap_or((outer, RopeScaling::None)))
+}
+
+fn rope_of(name: &str, map: &Map<String, Value>, outer: f64) -> std::result::Result<(f64, RopeScaling), String> {
     let mut inner = Fields::new(map);
     let base = inner.float("rope_theta", outer)?;
     inner.must_number("partial_rotary_factor", 1.0)?;
@@ -203,6 +208,7 @@ fn rope(f: &mut Fields) -> std::result::Result<(f64, RopeScaling), String> {
         }
         other => return Err(format!("{name} of type {other:?} is not known; known are default, linear, llama3")),
     };
+    inner.ignore(&["original_max_position_embeddings"]); // of other types, a note
     inner.finish().map_err(|why| format!("{name}: {why}"))?;
     Ok((base, scaling))
 }

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::*;
 
 fn read(json: Value) -> std::result::Result<(Family, ModelConfig), String> {
-    understand(json.as_object().unwrap())
+    understand(json.as_object().unwrap()).map(|(family, model, _)| (family, model))
 }
 
 fn llama() -> Value {
@@ -62,7 +62,20 @@ fn what_would_change_the_result_is_refused_by_name() {
         (with(llama(), "rope_scaling", json!({"type": "dynamic", "factor": 2.0})), "dynamic"),
         (with(llama(), "rope_scaling", json!({"rope_type": "linear"})), "factor"),
         (with(llama(), "rope_scaling", json!({"rope_type": "linear", "factor": 2, "beta": 3})), "beta"),
-        (with(llama(), "quantization_config", json!({"bits": 4})), "quantization_config"),
+        (
+            with(llama(), "quantization_config", json!({"quant_method": "gptq", "bits": 4})),
+            "method gptq): its weights are",
+        ),
+        (with(llama(), "unheard_of", json!("x")), "could change the result: unheard_of = \"x\""),
+        (with(llama(), "partial_rotary_factor", json!(0.5)), "partial_rotary_factor"),
+        (
+            with(
+                with(llama(), "rope_scaling", json!({"type": "linear", "factor": 2})),
+                "rope_parameters",
+                json!({"factor": 3, "rope_type": "linear"}),
+            ),
+            "rope_parameters and rope_scaling",
+        ),
         (with(llama(), "num_key_value_heads", json!(3)), "num_key_value_heads"),
         (with(llama(), "hidden_size", json!("64")), "hidden_size"),
         (with(llama(), "layer_types", json!(["linear_attention", "full_attention"])), "linear_attention"),
@@ -151,4 +164,84 @@ fn layers_have_the_windows_that_the_family_gives_them() {
     assert_eq!(windows(with(unsaid.clone(), "sliding_window", Value::Null)), [None; 2]);
     unsaid.as_object_mut().unwrap().remove("sliding_window");
     assert_eq!(windows(unsaid), [None, Some(4096)]);
+}
+
+#[test]
+fn null_and_an_empty_object_count_as_absent_for_every_field() {
+    let mut full = llama();
+    full["rope_theta"] = json!(5e5);
+    let qwen2 = json!({"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128,
+        "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 100});
+    let gpt2 =
+        json!({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100});
+    let bloom = json!({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100});
+    let fields = [
+        "rope_scaling",
+        "rope_parameters",
+        "rope_theta",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "attention_bias",
+        "mlp_bias",
+        "layer_types",
+        "n_inner",
+        "activation_function",
+        "attention_dropout",
+        "initializer_range",
+        "pretraining_tp",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+        "layer_norm_epsilon",
+        "scale_attn_weights",
+        "architectures",
+        "use_sliding_window",
+        "max_window_layers",
+        "quantization_config",
+        "seq_length",
+        "n_ctx",
+        "unheard_of",
+    ];
+    for base in [full.clone(), mistral(), qwen2, gpt2, bloom] {
+        for field in fields {
+            let mut without = base.clone();
+            without.as_object_mut().unwrap().remove(field);
+            let expected = read(without).unwrap();
+            for nothing in [Value::Null, json!({})] {
+                assert_eq!(read(with(base.clone(), field, nothing.clone())).unwrap(), expected, "{field} {nothing}");
+            }
+        }
+    }
+    // Beside the other spelling, which holds.
+    let both =
+        with(with(llama(), "rope_parameters", json!({"rope_theta": 5e5, "type": null})), "rope_scaling", json!({}));
+    assert_eq!(read(both).unwrap().1.rotary_base, 5e5);
+    assert_eq!(read(with(full, "rope_scaling", json!({"rope_type": {}}))).unwrap().1.rotary_base, 5e5);
+}
+
+#[test]
+fn fields_that_change_no_result_are_passed_over_and_those_of_other_programs_are_named() {
+    let noted =
+        |json: Value| HfConfig::from_json(Path::new("config.json"), json.as_object().unwrap().clone()).unwrap().note();
+    let mut plain = llama();
+    for field in ["_name_or_path", "transformers_version", "dtype", "task_specific_params", "auto_map", "eos_token_id"]
+    {
+        plain[field] = json!("any");
+    }
+    assert_eq!(noted(plain.clone()), None);
+    let theirs = [
+        ("unsloth_version", json!("2025.1")),
+        ("unsloth_fixed", json!(true)),
+        ("summary_type", json!("cls_index")),
+        ("image_token_id", json!(7)),
+        ("num_labels", json!(2)),
+        ("resid_pdrop", json!(0.0)),
+        ("partial_rotary_factor", json!(1.0)),
+    ];
+    for (field, value) in theirs {
+        let note = noted(with(plain.clone(), field, value)).unwrap();
+        assert_eq!(note, format!("config.json sets what changes no result here: {field}"));
+    }
+    let idle = json!({"quant_method": "bitsandbytes", "load_in_4bit": false, "load_in_8bit": false});
+    assert_eq!(noted(with(plain, "quantization_config", idle)), None);
 }

@@ -1,18 +1,21 @@
 //! The architecture: as set, or as a Hugging Face folder describes it.
 
-use megatron::config::{ModelConfig, RopeScaling, SlidingWindow};
+use megatron::config::{ModelConfig, PositionEmbedding, RopeScaling, SlidingWindow};
 
 use super::{Required, Resolver};
 use crate::cli::Gathered;
 use crate::error::{Error, Result};
 
 impl Resolver<'_> {
-    /// The architecture of `init_from_hf`. Settings that were given may repeat it, and may choose what is training's: the length
-    /// of samples, dropout, padding.
+    /// The architecture of `init_from_hf`. Settings that were given may repeat it, and may choose
+    /// what is training's (the length of samples, dropout, padding) and what weights are made to
+    /// fit: the vocabulary's size, the base of rotary frequencies, and, where positions are
+    /// relative, the longest sequence.
     pub(super) fn model_from_hf(&mut self, gathered: &Gathered, seq_length: usize) -> Result<ModelConfig> {
         let Some(hf) = self.hf.clone() else { return Err(Error::usage("internal error: no init_from_hf")) };
         let (m, origin) = (&self.flags.model, hf.path().display().to_string());
         let mut model = hf.model.clone();
+        self.override_hf(&mut model, gathered)?;
         let given = |key: &str| gathered.origins.contains_key(key);
         let scaling = if given("rotary_seq_len_interpolation_factor") || given("use_rope_scaling") {
             Some(self.rope_scaling()?)
@@ -69,7 +72,6 @@ impl Resolver<'_> {
                 here("untie_embeddings_and_output_weights", m.untie_embeddings_and_output_weights.to_string()),
                 model.untie_embeddings_and_output_weights.to_string(),
             ),
-            ("vocab_size", text(m.vocab_size), model.vocab_size.to_string()),
         ];
         let mut contradictions = Vec::new();
         for (key, given, theirs) in settings {
@@ -83,7 +85,8 @@ impl Resolver<'_> {
         }
         if !contradictions.is_empty() {
             return Err(Error::usage(format!(
-                "contradicting {origin}: {}; leave out what describes the architecture",
+                "contradicting {origin}: {}; leave out what describes the architecture (--vocab-size and, where positions are relative, \
+                 --max-position-embeddings and --rotary-base may differ)",
                 contradictions.join(", ")
             )));
         }
@@ -97,6 +100,27 @@ impl Resolver<'_> {
         }
         model.vocab_size = 0; // until the data are opened
         Ok(model)
+    }
+
+    /// Changes a Hugging Face model as far as its weights serve for another one.
+    fn override_hf(&self, model: &mut ModelConfig, gathered: &Gathered) -> Result<()> {
+        let m = &self.flags.model;
+        if model.position_embedding == PositionEmbedding::Rope && gathered.origins.contains_key("rotary_base") {
+            model.rotary_base = m.rotary_base;
+        }
+        if let Some(positions) = m.max_position_embeddings {
+            if model.position_embedding == PositionEmbedding::LearnedAbsolute
+                && positions != model.max_position_embeddings
+            {
+                return Err(Error::usage(format!(
+                    "{}, and the model has {} positions, which it has learned: its weights are of these alone",
+                    self.sources.cite("max_position_embeddings", positions),
+                    model.max_position_embeddings
+                )));
+            }
+            model.max_position_embeddings = positions;
+        }
+        Ok(())
     }
 
     pub(super) fn model(&mut self, required: &Required) -> Result<ModelConfig> {

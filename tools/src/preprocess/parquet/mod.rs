@@ -52,7 +52,7 @@ impl Rows {
     /// # Errors
     /// `Error::Data` where it is no whole Parquet file, or a column is missing or no text.
     pub fn open(path: &Path, keys: &[String]) -> megatron::Result<Self> {
-        let file = File::open(path).map_err(|error| Error::io("open", path, error))?;
+        let file = megatron::files::open_binary(path).map_err(|error| Error::io("open", path, error))?;
         let read = |error| Error::io("read", path, error);
         let size = file.metadata().map_err(|error| Error::io("inspect", path, error))?.len();
         let damaged =

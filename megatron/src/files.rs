@@ -1,0 +1,165 @@
+//! Files that are opened by name: regular ones only, and, where they are read whole, of a sensible
+//! size.
+//!
+//! A pipe in a file's place would wait for whoever writes to it, and a device may never end.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Error, ErrorKind, Read, Result};
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+/// What a file of git's large-file storage begins with as long as the file itself was not fetched.
+const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+/// Longer files are no pointers.
+const LONGEST_POINTER: u64 = 1024;
+
+/// Opens a regular file for reading.
+///
+/// # Errors
+/// If it cannot be opened, or is a folder, pipe, socket or device.
+pub fn open(path: &Path) -> Result<File> {
+    open_with(path, OpenOptions::new().read(true))
+}
+
+/// Opens a regular file with `options`, which may create it.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_with(path: &Path, options: &mut OpenOptions) -> Result<File> {
+    // Before it is opened, which whoever writes to a pipe would notice.
+    if let Ok(there) = path.metadata() {
+        require_regular(&there)?;
+    }
+    let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
+    // Another file may have taken its place.
+    require_regular(&file.metadata()?)?;
+    Ok(file)
+}
+
+/// Opens a regular file that is no text: [`open`], and what git's large-file storage leaves in its
+/// place is refused.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_binary(path: &Path) -> Result<File> {
+    let file = open(path)?;
+    let mut start = [0; POINTER.len()];
+    let is_short = file.metadata()?.len() <= LONGEST_POINTER;
+    if is_short && file.read_exact_at(&mut start, 0).is_ok() {
+        refuse_pointer(&start)?;
+    }
+    Ok(file)
+}
+
+/// Reads a regular file of at most `most` bytes whole.
+///
+/// # Errors
+/// As [`open`], or if it is longer, or what git's large-file storage leaves in its place.
+pub fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
+    let file = open(path)?;
+    let too_long = |bytes: u64| {
+        let message = format!("it has {bytes} bytes, and {most} at most are sensible for what it should be");
+        Error::new(ErrorKind::FileTooLarge, message)
+    };
+    let length = file.metadata()?.len();
+    if length > most {
+        return Err(too_long(length));
+    }
+    let mut bytes = Vec::with_capacity(length as usize);
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > most {
+        return Err(too_long(bytes.len() as u64));
+    }
+    refuse_pointer(&bytes)?;
+    Ok(bytes)
+}
+
+/// As [`read`], of a file that is text.
+///
+/// # Errors
+/// As there, or if it is not UTF-8.
+pub fn read_text(path: &Path, most: u64) -> Result<String> {
+    let not_utf8 = |_| Error::new(ErrorKind::InvalidData, "it is not UTF-8");
+    String::from_utf8(read(path, most)?).map_err(not_utf8)
+}
+
+fn require_regular(there: &std::fs::Metadata) -> Result<()> {
+    let kind = there.file_type();
+    let what = match kind {
+        _ if kind.is_file() => return Ok(()),
+        _ if kind.is_dir() => return Err(Error::new(ErrorKind::IsADirectory, "it is a folder, and a file is needed")),
+        _ if kind.is_fifo() => "a pipe",
+        _ if kind.is_socket() => "a socket",
+        _ => "a device",
+    };
+    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, and a regular file is needed")))
+}
+
+fn refuse_pointer(start: &[u8]) -> Result<()> {
+    if !start.starts_with(POINTER) {
+        return Ok(());
+    }
+    let message = "it is a pointer of git's large-file storage (LFS), not the file itself; fetch that with `git lfs pull` in its \
+                   folder";
+    Err(Error::new(ErrorKind::InvalidData, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn only_regular_files_are_opened_and_nothing_waits_for_a_pipe() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        let _socket = UnixListener::bind(at("socket")).unwrap();
+        fs::write(at("file"), "text").unwrap();
+        std::os::unix::fs::symlink(at("pipe"), at("link")).unwrap();
+        std::os::unix::fs::symlink(at("file"), at("good")).unwrap();
+        for (path, what) in [
+            (at("pipe"), "a pipe"),
+            (at("link"), "a pipe"),
+            (at("socket"), "a socket"),
+            (folder.path().to_path_buf(), "a folder"),
+            ("/dev/zero".into(), "a device"),
+        ] {
+            let errors = [
+                open(&path).unwrap_err(),
+                open_binary(&path).unwrap_err(),
+                read(&path, u64::MAX).unwrap_err(),
+                open_with(&path, OpenOptions::new().write(true).create(true)).unwrap_err(),
+            ];
+            errors.iter().for_each(|error| assert!(error.to_string().contains(what), "{}: {error}", path.display()));
+        }
+        assert_eq!(read_text(&at("good"), 4).unwrap(), "text");
+        assert_eq!(read(&at("none"), 4).unwrap_err().kind(), ErrorKind::NotFound);
+        open_with(&at("new"), OpenOptions::new().write(true).create_new(true)).unwrap();
+    }
+
+    #[test]
+    fn what_is_read_whole_is_of_a_sensible_size() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        File::create(&path).unwrap().set_len(1 << 40).unwrap();
+        let error = read(&path, 1 << 20).unwrap_err().to_string();
+        assert!(error.contains("1099511627776 bytes, and 1048576 at most"), "{error}");
+        // Longer than it says.
+        assert!(read(Path::new("/proc/self/status"), 10).unwrap_err().to_string().contains("10 at most"));
+        assert!(read_text(Path::new("/proc/self/status"), 1 << 20).unwrap().contains("VmRSS"));
+    }
+
+    #[test]
+    fn a_pointer_of_large_file_storage_is_told_for_what_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        fs::write(&path, "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n").unwrap();
+        for error in [read(&path, 1 << 20).map(drop).unwrap_err(), open_binary(&path).map(drop).unwrap_err()] {
+            assert!(error.to_string().contains("`git lfs pull`"), "{error}");
+        }
+        open(&path).unwrap();
+    }
+}

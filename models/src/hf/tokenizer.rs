@@ -1,0 +1,414 @@
+//! The files about tokens of an exported model, from which transformers' `AutoTokenizer` makes the
+//! tokens of training.
+//!
+//! What came is carried as it is. What was made here, and what says too little, is completed:
+//! without a `tokenizer_class`, `AutoTokenizer` takes the one of the model's type, and several of
+//! these build a pipeline of their own around the vocabulary (`transformers` 5:
+//! `models/auto/tokenization_auto.py`, `tokenization_{gpt2,qwen2,llama}.py`).
+
+use std::path::Path;
+
+use megatron::checkpoint::Companions;
+use megatron::config::ModelConfig;
+use megatron::data::{TOKENIZER_FILE, Tokenizer};
+use megatron::{Error, Result, files};
+use serde_json::{Map, Value, json};
+
+use super::export::write_json;
+use super::{COMPANIONS, GENERATION_CONFIG};
+use crate::families::Family;
+
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const SPECIAL_TOKENS: &str = "special_tokens_map.json";
+/// Of a vocabulary for all languages, in its longest spelling.
+const MAX_BYTES: u64 = 256 << 20;
+/// The class that takes a `tokenizer.json` as it is, in versions 4 and 5.
+const AS_IT_IS: &str = "PreTrainedTokenizerFast";
+/// What ends documents of bytes, as it is spelled in vocabularies trained here.
+const END_OF_TEXT: &str = "<|endoftext|>";
+/// Tokens that begin a text, and that fill one up, in well-known vocabularies.
+const WELL_KNOWN_BEGINNINGS: [&str; 3] = ["<|begin_of_text|>", "<s>", "<bos>"];
+const WELL_KNOWN_PADDINGS: [&str; 4] = ["<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"];
+/// How `Qwen2Tokenizer` cuts words.
+const QWEN2_WORDS: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// What the files say of tokens.
+#[derive(Debug, Default)]
+pub(super) struct Tokens {
+    pub eos: Option<u32>,
+    pub bos: Option<u32>,
+    pub pad: Option<u32>,
+    /// Why `AutoTokenizer` makes other tokens nevertheless, and what works.
+    pub note: Option<String>,
+}
+
+/// How a run took text, by a checkpoint's state.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Taken {
+    /// Bytes were the tokens.
+    pub bytes: bool,
+    /// Special tokens spelled out in a text were text.
+    literal: bool,
+    /// Nothing was put around a text.
+    bare: bool,
+}
+
+impl Taken {
+    pub fn of(state: &Value) -> Self {
+        let is =
+            |option: &str| state.pointer(&format!("/config/data/tokenizer_options/{option}")) == Some(&true.into());
+        let bytes = state.pointer("/config/data/tokenizer").is_some_and(|spec| spec == "byte");
+        Self { bytes, literal: bytes || is("split_special_tokens"), bare: is("no_special_tokens") }
+    }
+}
+
+/// Puts the files about tokens that lie in `beside` into `folder`, or those of bytes.
+///
+/// # Errors
+/// If one cannot be read or written, or is no JSON.
+pub(super) fn write(taken: Taken, beside: &Path, folder: &Path, family: Family, model: &ModelConfig) -> Result<Tokens> {
+    if taken.bytes {
+        // Files beside it are of another tokenizer.
+        write_json(&folder.join(TOKENIZER_FILE), &bytes_json())?;
+    } else {
+        let names = COMPANIONS.into_iter().filter(|name| *name != GENERATION_CONFIG);
+        Companions::read(names.map(|name| (beside.join(name), folder.join(name))))?.place()?;
+    }
+    let path = folder.join(TOKENIZER_FILE);
+    if !path.exists() {
+        return Ok(Tokens::default());
+    }
+    let json = object(&path)?;
+    let eod = Tokenizer::open(&path.display().to_string(), None, Path::new(""))?.eod();
+    let vocabulary = Vocabulary(&json);
+    let config_path = folder.join(TOKENIZER_CONFIG);
+    let (came, map) = (object(&config_path)?, object(&folder.join(SPECIAL_TOKENS))?);
+    let mut config = came.clone();
+    if taken.literal {
+        config.insert("split_special_tokens".into(), true.into());
+    }
+    complete(&mut config, &map, &vocabulary, eod, model);
+    let note = choose_class(&mut config, family, &json);
+    if config != came {
+        write_json(&config_path, &config.clone().into())?;
+    }
+    let around = taken.bare && json.get("post_processor").is_some_and(|around| !around.is_null());
+    let bare = around
+        .then(|| "training put no tokens around a text, as tokenizer(text, add_special_tokens=False) does".into());
+    let notes: Vec<String> = note.into_iter().chain(bare).collect();
+    let id = |name: &str| vocabulary.id(&spelling(config.get(name).or(map.get(name))?)?);
+    let note = (!notes.is_empty()).then(|| notes.join("; "));
+    Ok(Tokens { eos: eod.or(id("eos_token")), bos: id("bos_token"), pad: id("pad_token"), note })
+}
+
+/// Says which tokens begin, end and fill up a text, where nothing says so.
+fn complete(
+    config: &mut Map<String, Value>,
+    map: &Map<String, Value>,
+    vocabulary: &Vocabulary,
+    eod: Option<u32>,
+    model: &ModelConfig,
+) {
+    let bare = config.get("tokenizer_class").is_none();
+    let says = |config: &Map<String, Value>, name: &str| config.contains_key(name) || map.contains_key(name);
+    let end = eod.and_then(|id| vocabulary.spelling(id));
+    if let Some(end) = &end
+        && !says(config, "eos_token")
+    {
+        config.insert("eos_token".into(), end.clone().into());
+    }
+    if !bare {
+        return;
+    }
+    let known =
+        |names: &[&str]| names.iter().find(|name| vocabulary.id(name).is_some()).map(|name| (*name).to_string());
+    let others = [("bos_token", known(&WELL_KNOWN_BEGINNINGS)), ("pad_token", known(&WELL_KNOWN_PADDINGS))];
+    for (name, token) in others {
+        // What ends a document stands before the next one, too.
+        if let Some(token) = token.or(end.clone())
+            && !says(config, name)
+        {
+            config.insert(name.into(), token.into());
+        }
+    }
+    let unknown = vocabulary.0.get("model").and_then(|model| model.get("unk_token")).cloned().unwrap_or_default();
+    for (name, value) in [
+        ("unk_token", unknown),
+        ("model_max_length", model.max_position_embeddings.into()),
+        ("clean_up_tokenization_spaces", false.into()),
+    ] {
+        if !says(config, name) {
+            config.insert(name.into(), value);
+        }
+    }
+}
+
+/// Has `AutoTokenizer` take the `tokenizer.json` as it is where a class of the model's type, or the
+/// one named, would build another pipeline; says so where none can be named.
+fn choose_class(config: &mut Map<String, Value>, family: Family, json: &Map<String, Value>) -> Option<String> {
+    let named =
+        config.get("tokenizer_class").and_then(Value::as_str).map(|class| class.trim_end_matches("Fast").to_owned());
+    if named.is_none_or(|class| !builds(&class, json)) {
+        config.insert("tokenizer_class".into(), AS_IT_IS.into());
+    }
+    // Whatever is named.
+    (family == Family::Qwen2 && !builds("Qwen2Tokenizer", json)).then(|| {
+        format!(
+            "AutoTokenizer of transformers 5 builds Qwen2's own tokenizer for every model of type qwen2, which gives other tokens than \
+             this model's; {AS_IT_IS}.from_pretrained(DIR) gives the right ones, as AutoTokenizer of version 4 does"
+        )
+    })
+}
+
+/// Whether a class of transformers, if it builds a pipeline of its own, builds that of `json`.
+fn builds(class: &str, json: &Map<String, Value>) -> bool {
+    let part = |name: &str| json.get(name).unwrap_or(&Value::Null);
+    let normalizer = part("normalizer").get("type").and_then(Value::as_str);
+    let words = part("pre_tokenizer");
+    let model = part("model");
+    let plain = |name: &str| model.get(name).is_none_or(|value| [Value::Null, json!(false), json!("")].contains(value));
+    let is_bpe = model.get("type").and_then(Value::as_str) == Some("BPE");
+    let byte_level = is_bpe
+        && ["byte_fallback", "ignore_merges", "fuse_unk", "continuing_subword_prefix"].iter().all(|name| plain(name));
+    let cuts = |words: &Value, by_regex: bool| {
+        let is = |name: &str, default: bool| words.get(name).and_then(Value::as_bool).unwrap_or(default);
+        words["type"] == "ByteLevel" && is("use_regex", true) == by_regex && !is("add_prefix_space", true)
+    };
+    match class {
+        "GPT2Tokenizer" => byte_level && normalizer.is_none() && cuts(words, true),
+        "Qwen2Tokenizer" => {
+            let parts = words["pretokenizers"].as_array().map_or(&[][..], Vec::as_slice);
+            let in_two = |parts: &[Value]| {
+                let [split, bytes] = parts else { return false };
+                split["type"] == "Split"
+                    && split["pattern"]["Regex"] == QWEN2_WORDS
+                    && split["behavior"] == "Isolated"
+                    && split["invert"] != true
+                    && cuts(bytes, false)
+            };
+            byte_level && normalizer == Some("NFC") && in_two(parts)
+        }
+        // With ▁ for spaces, in whichever of the two ways.
+        "LlamaTokenizer" => {
+            is_bpe && (words["type"] == "Metaspace" || words.is_null() && normalizer == Some("Sequence"))
+        }
+        _ => true,
+    }
+}
+
+/// The tokens in a `tokenizer.json`.
+struct Vocabulary<'a>(&'a Map<String, Value>);
+
+impl Vocabulary<'_> {
+    fn added(&self) -> impl Iterator<Item = (u32, &str)> {
+        let added = self.0.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
+        added.filter_map(|token| Some((u32::try_from(token["id"].as_u64()?).ok()?, token["content"].as_str()?)))
+    }
+
+    fn id(&self, spelling: &str) -> Option<u32> {
+        let added = self.added().find(|(_, content)| *content == spelling).map(|(id, _)| id);
+        added.or_else(|| match self.0.get("model")?.get("vocab")? {
+            Value::Object(ids) => u32::try_from(ids.get(spelling)?.as_u64()?).ok(),
+            // Unigram's.
+            Value::Array(pieces) => pieces.iter().position(|piece| piece[0] == spelling).map(|id| id as u32),
+            _ => None,
+        })
+    }
+
+    fn spelling(&self, id: u32) -> Option<String> {
+        let added = self.added().find(|(added, _)| *added == id).map(|(_, content)| content.to_owned());
+        added.or_else(|| match self.0.get("model")?.get("vocab")? {
+            Value::Object(ids) => {
+                ids.iter().find(|(_, value)| value.as_u64() == Some(id.into())).map(|(token, _)| token.clone())
+            }
+            Value::Array(pieces) => pieces.get(id as usize)?[0].as_str().map(str::to_owned),
+            _ => None,
+        })
+    }
+}
+
+/// A token as configurations write it: its spelling, or an object with that.
+fn spelling(token: &Value) -> Option<String> {
+    token.as_str().or_else(|| token.get("content")?.as_str()).map(str::to_owned)
+}
+
+/// The object in a file; an empty one where there is no file.
+fn object(path: &Path) -> Result<Map<String, Value>> {
+    match files::read(path, MAX_BYTES) {
+        Ok(bytes) => serde_json::from_slice(&bytes)
+            .map_err(|error| Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it"))),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Map::new()),
+        Err(error) => Err(Error::io("read", path, error)),
+    }
+}
+
+/// A `tokenizer.json` of bytes: each is a token of its own number, and the last token ends a
+/// document.
+fn bytes_json() -> Value {
+    // The characters that byte-level vocabularies write bytes as: themselves, if they can be seen,
+    // others from 256 on.
+    let seen = |byte: &u32| matches!(*byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let mut unseen = 256..;
+    let written = (0u32..256).map(|byte| if seen(&byte) { byte } else { unseen.next().unwrap_or(byte) });
+    let vocab: Map<String, Value> =
+        written.enumerate().filter_map(|(id, code)| Some((char::from_u32(code)?.to_string(), id.into()))).collect();
+    let words = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [{
+            "id": vocab.len(), "content": END_OF_TEXT, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            "special": true
+        }],
+        "normalizer": null,
+        "pre_tokenizer": words,
+        "post_processor": null,
+        "decoder": words,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null,
+            "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": []
+        }
+    })
+}
+
+/// The ids of a configuration under `name`: one or several.
+fn ids(config: &Map<String, Value>, name: &str) -> Vec<u64> {
+    match config.get(name) {
+        Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).collect(),
+        Some(value) => value.as_u64().into_iter().collect(),
+        None => Vec::new(),
+    }
+}
+
+impl Tokens {
+    /// Puts the ids into a `config.json` or `generation_config.json` that knows none, or those of
+    /// another tokenizer.
+    pub fn name_in(&self, config: &mut Map<String, Value>) {
+        let is_anothers = self.eos.is_some_and(|eos| !ids(config, "eos_token_id").contains(&eos.into()));
+        if let (true, Some(eos)) = (is_anothers, self.eos) {
+            config.insert("eos_token_id".into(), eos.into());
+        }
+        for (name, id) in [("bos_token_id", self.bos), ("pad_token_id", self.pad.filter(|pad| Some(*pad) != self.eos))]
+        {
+            if let Some(id) = id
+                && (is_anothers || ids(config, name).is_empty())
+            {
+                config.insert(name.into(), id.into());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The files of an export of a model with `files` beside its checkpoint.
+    fn exported(family: Family, state: Value, given: &[(&str, &Value)]) -> (tempfile::TempDir, Tokens) {
+        let (beside, folder) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        for (name, value) in given {
+            write_json(&beside.path().join(name), value).unwrap();
+        }
+        let json = json!({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 300});
+        let config =
+            super::super::HfConfig::from_json(Path::new("config.json"), json.as_object().unwrap().clone()).unwrap();
+        let tokens = write(Taken::of(&state), beside.path(), folder.path(), family, &config.model).unwrap();
+        (folder, tokens)
+    }
+
+    fn config(folder: &tempfile::TempDir) -> Value {
+        object(&folder.path().join(TOKENIZER_CONFIG)).unwrap().into()
+    }
+
+    #[test]
+    fn bytes_get_a_tokenizer_of_bytes_whatever_lies_beside() {
+        let (folder, tokens) = exported(
+            Family::Llama,
+            json!({"config": {"data": {"tokenizer": "byte"}}}),
+            &[("chat_template.jinja", &json!("x")), (TOKENIZER_FILE, &json!({}))],
+        );
+        assert_eq!((tokens.eos, tokens.bos, tokens.pad), (Some(256), Some(256), Some(256)));
+        let tokenizer = Tokenizer::open(folder.path().to_str().unwrap(), None, Path::new("")).unwrap();
+        let text = "Bytes\n\n of é, 漢 \u{0}\u{1f600}\tand  spaces.";
+        assert_eq!(tokenizer.encode(text).unwrap(), Tokenizer::byte().encode(text).unwrap());
+        let config = config(&folder);
+        assert_eq!((&config["tokenizer_class"], &config["eos_token"]), (&json!(AS_IT_IS), &json!(END_OF_TEXT)));
+        // No spelling in a text is a token.
+        assert_eq!((&config["split_special_tokens"], &config["model_max_length"]), (&json!(true), &json!(32)));
+        assert!(!folder.path().join("chat_template.jinja").exists());
+    }
+
+    #[test]
+    fn a_bare_tokenizer_is_taken_as_it_is_and_gets_its_special_tokens() {
+        let mut json = bytes_json();
+        json["added_tokens"].as_array_mut().unwrap().push(json!({
+            "id": 257, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true
+        }));
+        let (folder, tokens) = exported(Family::Gpt2, json!({}), &[(TOKENIZER_FILE, &json)]);
+        assert_eq!((tokens.eos, tokens.bos, tokens.pad, tokens.note), (Some(256), Some(257), Some(256), None));
+        let config = config(&folder);
+        assert_eq!((&config["tokenizer_class"], &config["bos_token"]), (&json!(AS_IT_IS), &json!("<s>")));
+        // It builds another pipeline, and takes no advice.
+        let (_, tokens) = exported(Family::Qwen2, json!({}), &[(TOKENIZER_FILE, &json)]);
+        assert!(tokens.note.unwrap().contains("PreTrainedTokenizerFast.from_pretrained"));
+    }
+
+    #[test]
+    fn what_came_whole_is_carried_as_it_is_and_a_class_that_builds_another_pipeline_is_replaced() {
+        let whole = json!({"tokenizer_class": "GPT2Tokenizer", "eos_token": {"content": END_OF_TEXT}, "bos_token": null, "chat_template": "{{ x }}"});
+        let given = [(TOKENIZER_FILE, &bytes_json()), (TOKENIZER_CONFIG, &whole)];
+        let (folder, tokens) = exported(Family::Llama, json!({}), &given);
+        assert_eq!((config(&folder), tokens.eos, tokens.bos), (whole.clone(), Some(256), None));
+        let mut other = bytes_json();
+        other["pre_tokenizer"]["use_regex"] = false.into();
+        let (folder, _) = exported(Family::Gpt2, json!({}), &[(TOKENIZER_FILE, &other), (TOKENIZER_CONFIG, &whole)]);
+        assert_eq!(
+            (&config(&folder)["tokenizer_class"], &config(&folder)["chat_template"]),
+            (&json!(AS_IT_IS), &json!("{{ x }}"))
+        );
+        // What ends a document may be said elsewhere.
+        let map = json!({"eos_token": "a"});
+        let (folder, tokens) = exported(Family::Gpt2, json!({}), &[(TOKENIZER_FILE, &other), (SPECIAL_TOKENS, &map)]);
+        assert_eq!(config(&folder).get("eos_token"), None);
+        assert!(tokens.eos.is_some());
+    }
+
+    #[test]
+    fn how_a_run_took_text_is_said() {
+        let mut json = bytes_json();
+        json["post_processor"] = json!({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {}});
+        let options = json!({"split_special_tokens": true, "no_special_tokens": true});
+        let state = json!({"config": {"data": {"tokenizer": "x", "tokenizer_options": options}}});
+        let (folder, tokens) = exported(Family::Gpt2, state, &[(TOKENIZER_FILE, &json)]);
+        assert_eq!(config(&folder)["split_special_tokens"], true);
+        assert!(tokens.note.unwrap().contains("add_special_tokens=False"));
+    }
+
+    #[test]
+    fn qwen2s_own_pipeline_is_known() {
+        let mut json = bytes_json();
+        json["normalizer"] = json!({"type": "NFC"});
+        json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}]});
+        let (_, tokens) = exported(Family::Qwen2, json!({}), &[(TOKENIZER_FILE, &json)]);
+        assert_eq!(tokens.note, None);
+    }
+
+    #[test]
+    fn configurations_name_the_tokenizers_tokens_unless_they_do() {
+        let tokens = Tokens { eos: Some(7), bos: Some(1), pad: Some(7), note: None };
+        let named = |config: Value| {
+            let mut config = config.as_object().unwrap().clone();
+            tokens.name_in(&mut config);
+            Value::from(config)
+        };
+        assert_eq!(named(json!({"eos_token_id": null})), json!({"eos_token_id": 7, "bos_token_id": 1}));
+        let several = json!({"eos_token_id": [5, 7], "bos_token_id": 2, "pad_token_id": 0});
+        assert_eq!(named(several.clone()), several);
+        assert_eq!(named(json!({"eos_token_id": 9, "bos_token_id": 2})), json!({"eos_token_id": 7, "bos_token_id": 1}));
+    }
+}
