@@ -98,7 +98,7 @@ fn a_continuation_ends_at_its_end_token_and_at_the_window() {
             assert_eq!(ended, free[..first]);
         }
         // One that is no token is passed over, here the likeliest, and what follows is a token.
-        let absent = vec![free[0] as usize..free[0] as usize + 1];
+        let absent: Vec<_> = std::iter::once(free[0] as usize..free[0] as usize + 1).collect();
         let others = generate(trainer, &prompt, &Length { absent, ..LENGTH }, &GREEDY).remove(0);
         assert!(others.len() == free.len() && !others.contains(&free[0]), "{others:?}");
         let windowed = generate(trainer, &prompt, &Length { tokens: 100, ..LENGTH }, &GREEDY).remove(0);

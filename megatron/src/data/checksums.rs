@@ -85,7 +85,7 @@ mod tests {
         let files = [a.as_path(), &b];
         assert!(!hold(&sums, &files).unwrap());
         // More than a block, and nothing.
-        let long: Vec<u8> = (0..BLOCK + 5).map(|i| (i * i >> 5) as u8).collect();
+        let long: Vec<u8> = (0..BLOCK + 5).map(|i| ((i * i) >> 5) as u8).collect();
         std::fs::write(&a, &long).unwrap();
         std::fs::write(&b, b"").unwrap();
         write(&sums, &files).unwrap();

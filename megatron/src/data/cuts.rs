@@ -164,7 +164,7 @@ fn between_words(before: &str, (a, b): (char, char), behind: &str, prefix: bool,
     }
     if b.is_whitespace() {
         let last = &behind[b.len_utf8()..];
-        return last.chars().next().is_some_and(|c| !c.is_whitespace() && !(digits && c.is_numeric()));
+        return last.chars().next().is_some_and(|c| !(c.is_whitespace() || digits && c.is_numeric()));
     }
     // A space that is put before a part would make them two.
     let is_single = before.chars().nth_back(1).is_none_or(|c| !c.is_whitespace());

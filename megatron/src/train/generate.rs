@@ -379,7 +379,7 @@ mod tests {
             assert_eq!(drawn.into_iter().collect::<Vec<_>>(), expected, "{sampling:?}");
         }
         // What they say is of no interest, as long as it is finite.
-        assert_eq!(draw_finite(&[f32::NAN, 0.0], &[0..1], &PLAIN, 0, 0), UNDRAWN);
+        assert_eq!(draw_finite(&[f32::NAN, 0.0], std::slice::from_ref(&(0..1)), &PLAIN, 0, 0), UNDRAWN);
     }
 
     #[test]

@@ -143,11 +143,8 @@ pub fn beneath(gathered: &Gathered, has_run_file: bool, has_world: bool) -> Resu
         let goes_with =
             TOGETHER.iter().any(|(those, these)| these.contains(&key) && those.iter().any(|key| given(key)));
         let of_hf = flags.init_from_hf.is_some() && setting.section == "model" && key != "seq_length";
-        !is_said
-            && !goes_with
-            && !is_other_source(key, &gathered.flags)
-            && !of_hf
-            && !(has_world && key == "data_parallel_size")
+        let is_of_world = has_world && key == "data_parallel_size";
+        !(is_said || goes_with || is_other_source(key, &gathered.flags) || of_hf || is_of_world)
     });
     Ok(Some((Recorded { path, lacks: run.lacks(), model: run.model }, settings)))
 }

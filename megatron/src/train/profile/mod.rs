@@ -98,7 +98,7 @@ impl Profiler {
             ranks.push((rank, summary));
             failures.extend(failure);
         }
-        Ok((rank == 0).then(|| Profile { dir: config.dir, ranks, ceilings, dtype: stage.dtype, failures }))
+        Ok((rank == 0).then_some(Profile { dir: config.dir, ranks, ceilings, dtype: stage.dtype, failures }))
     }
 }
 
