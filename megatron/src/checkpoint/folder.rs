@@ -142,6 +142,11 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
                         None | Some(Found::Ours) => {
                             format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}")
                         }
+                        Some(Found::Missing)
+                            if path.file_name().and_then(|name| name.to_str()).is_some_and(is_iteration) =>
+                        {
+                            "holds no checkpoint: it does not exist".into()
+                        }
                         Some(found) => found.advice(path),
                     },
                 )),

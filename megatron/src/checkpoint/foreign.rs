@@ -62,7 +62,9 @@ impl Found {
         if any(&megatrons) || pointed.any(|name| Self::at(&path.join(name)) == Some(Self::MegatronLm)) {
             return Some(Self::MegatronLm);
         }
-        if any(&|name| name.ends_with(".safetensors") || name.starts_with("pytorch_model")) {
+        // Files of ranks without a manifest are half of a checkpoint of this program.
+        let models = |name: &str| name.ends_with(".safetensors") && !name.starts_with("rank_");
+        if any(&|name| models(name) || name.starts_with("pytorch_model")) {
             return Some(Self::HuggingFace);
         }
         holds_any(path).is_ok_and(|holds| holds).then_some(Self::Ours)

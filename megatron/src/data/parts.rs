@@ -94,7 +94,13 @@ impl Parts {
     }
 
     fn read_paragraph(&mut self) -> Result<()> {
-        match self.paragraphs.read()? {
+        let read = self.paragraphs.read().inspect_err(|_| {
+            // What was read before the error is no document.
+            self.held.clear();
+            self.ends.clear();
+            self.all_read = true;
+        });
+        match read? {
             Some(paragraph) => {
                 self.held.push_str(&paragraph.text);
                 self.all_read = paragraph.last;

@@ -99,7 +99,7 @@ pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<
     let file: Vec<_> = kept.map(|setting| (place(setting.line), setting)).collect();
     let mut layers = Layers { before, words: &words[before.len()..], typed, file, checkpoint: Vec::new() };
     let gathered = Gathered { passed_over, ..layers.merged()? };
-    let has_world = crate::ranks::place()?.is_some();
+    let has_world = crate::ranks::is_in_world()?;
     let Some((recorded, settings)) = from_checkpoint::beneath(&gathered, path.is_some(), has_world)? else {
         return Ok(gathered);
     };

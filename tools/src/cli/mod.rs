@@ -21,7 +21,7 @@ use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, ArgAction, ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub use convert::{ExportArgs, ImportArgs};
 pub use gather::Gathered;
@@ -140,7 +140,10 @@ impl From<Error> for Stop {
 /// The whole command line, as it is parsed and explained.
 pub fn command() -> clap::Command {
     let command = ["preprocess", "generate", "eval"].into_iter().fold(Cli::command(), |command, name| {
-        command.mut_subcommand(name, |subcommand| subcommand.mut_args(flags::with_switches))
+        // Their own switches take no value.
+        let shared =
+            |arg: Arg| if matches!(arg.get_action(), ArgAction::Set) { flags::with_switches(arg) } else { arg };
+        command.mut_subcommand(name, |subcommand| subcommand.mut_args(shared))
     });
     command
         .mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))

@@ -34,6 +34,14 @@ pub fn place() -> Result<Option<RankInfo>> {
     Ok(place)
 }
 
+/// Whether a launcher made this process a rank of a world.
+///
+/// # Errors
+/// As [`place`].
+pub fn is_in_world() -> Result<bool> {
+    Ok(RankInfo::from_env(environment)?.is_some())
+}
+
 /// The secret of the run that a launcher made this process a rank of, or that whoever starts it
 /// handed on.
 ///

@@ -172,7 +172,9 @@ fn a_tokenizer_that_is_broken_or_does_not_fit_the_data() {
     fs::write(site.path("data.bin"), bin).unwrap();
     fs::remove_file(site.path("metrics.jsonl")).unwrap();
     let flags = ["--data-path=data", "--train-iters=2000"];
-    for children in [vec![site.pretrain(&flags).spawn().unwrap()], site.ranks(&flags)] {
+    // One after the other: both write the same file of metrics.
+    for by_launcher in [false, true] {
+        let children = if by_launcher { site.ranks(&flags) } else { vec![site.pretrain(&flags).spawn().unwrap()] };
         for output in ended(children, SOON) {
             refused(&output, &["data.bin", "600"]);
         }

@@ -184,7 +184,7 @@ fn a_folder_that_becomes_unwritable_ends_the_run_at_the_next_checkpoint() {
     fs::remove_dir(site.path("other")).unwrap();
     site.write("other", "in the way");
     for output in ended(vec![child], SOON * 6) {
-        refused(&output, &["other", "File exists"]);
+        refused(&output, &["other", "is another folder now"]);
     }
     assert_eq!(fs::read(site.path("other")).unwrap(), b"in the way");
     site.assert_nothing_left();

@@ -40,7 +40,7 @@ const TEXT: &str = "--data-path text.txt --split 1,0,0 --cache-dir cache";
 #[test]
 fn a_pipe_in_the_place_of_any_file_is_refused_at_once() {
     let site = Site::new();
-    site.succeed(&["--save=saved", "--train-iters=1", "--tokenizer=train:300"]);
+    site.succeed(&["--save=saved", "--train-iters=1", "--tokenizer=train:300", "--num-query-groups=4"]);
     copy(&fixture("families/mistral-sharded"), &site.path("sharded"));
     copy(&fixture("llama-tiny"), &site.path("whole"));
     copy(&fixture("megatron-core/gpt2-tp2"), &site.path("megatron"));

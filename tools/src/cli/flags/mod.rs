@@ -13,7 +13,7 @@ mod training;
 use std::any::TypeId;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Arg, ArgAction, Args, Command};
+use clap::{Arg, Args, Command};
 use serde::de::DeserializeOwned;
 use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, StrDeserializer};
@@ -68,8 +68,7 @@ fn args_of<T: Args>() -> Vec<Arg> {
 
 /// Gives every boolean flag the form `--flag` or `--flag=true|false`, so that a flag can turn off what the run file turns on.
 pub fn with_switches(arg: Arg) -> Arg {
-    // Of other commands some take no value.
-    if !has_type::<bool>(&arg) || !matches!(arg.get_action(), ArgAction::Set) {
+    if !has_type::<bool>(&arg) {
         return arg;
     }
     arg.num_args(0..=1)

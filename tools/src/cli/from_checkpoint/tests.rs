@@ -65,11 +65,18 @@ const RUNS: [&str; 7] = [
      --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard --log-params-norm --log-num-zeros-in-grad --prompt=x --prompt-tokens=9",
 ];
 
+/// The words of a setting as a user types them: a list once, since the last one counts.
+fn as_typed(words: Vec<String>) -> Vec<String> {
+    let Some((flag, _)) = words[0].split_once('=').filter(|_| words.len() > 1) else { return words };
+    let value = |word: &String| word.split_once('=').map_or_else(|| word.clone(), |(_, value)| value.to_string());
+    std::iter::once(flag.to_string()).chain(words.iter().map(value)).collect()
+}
+
 #[test]
 fn what_a_checkpoint_says_makes_the_run_that_wrote_it() {
     for words in RUNS {
         let (run, settings) = said(words);
-        let again: Vec<String> = settings.into_iter().flat_map(|setting| setting.words).collect();
+        let again: Vec<String> = settings.into_iter().flat_map(|setting| as_typed(setting.words)).collect();
         let [first, second] = [run, resolved(&again)].map(|run| serde_json::to_value(run).unwrap());
         assert_eq!(first, second, "{words}");
     }
