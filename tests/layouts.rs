@@ -83,7 +83,8 @@ fn llama_style_with_dropout() {
     every_layout_follows_the_single_process(Style::Llama, 0.1);
 }
 
-/// Weights, gradients, masters and moments of each rank, as they are there when nothing was trained yet.
+/// Weights, gradients, masters and moments of each rank, as they are there when nothing was trained
+/// yet.
 fn held(config: &RunConfig) -> Vec<(usize, [f64; 4])> {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     let ranks = on_ranks(config.parallel.world_size(), |world| {
@@ -128,7 +129,8 @@ fn ranks_hold_what_was_counted_before() {
     }
 }
 
-/// The norm of all parameters and the zeros of the gradient in each step, and the norm of the parameters put together in the end.
+/// The norm of all parameters and the zeros of the gradient in each step, and the norm of the
+/// parameters put together in the end.
 fn statistics(config: &RunConfig, data: &Sources) -> (Vec<(f64, f64)>, f64) {
     let mut config = config.clone();
     (config.logging.log_params_norm, config.logging.log_num_zeros_in_grad) = (true, true);
@@ -150,13 +152,15 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
     let folder = tempfile::tempdir().unwrap();
     for style in [Style::Gpt2, Style::Llama] {
         let mut config = tiny(style, 0.0);
-        // More tokens than a batch has, so that some rows of the embedding have no gradient; and padding rows.
+        // More tokens than a batch has, so that some rows of the embedding have no gradient; and
+        // padding rows.
         config.model.vocab_size = 203;
         let data = sources(Tokens::synthetic(203, config.model.seq_length));
         let alone = statistics(&config, &data).0;
         let zeros: Vec<f64> = alone.iter().map(|(_, zeros)| *zeros).collect();
-        // Of a tied matrix every row is in the head's products; and what rounding leaves of the gradients of keys' biases, which attention does not
-        // depend on, may be zero in one order of summation and not in another.
+        // Of a tied matrix every row is in the head's products; and what rounding leaves of the
+        // gradients of keys' biases, which attention does not depend on, may be zero in one order
+        // of summation and not in another.
         let key_biases = if style == Style::Gpt2 { 8.0 * 16.0 } else { 0.0 };
         let expected = |zeros: &f64| match style {
             Style::Gpt2 => *zeros <= key_biases,

@@ -67,7 +67,8 @@ impl Gpt {
             eps: config.norm_epsilon,
             sequence_parallel,
         };
-        // Megatron's and GPT-2's scaled initialization of the projections that write into the residual stream.
+        // Megatron's and GPT-2's scaled initialization of the projections that write into the
+        // residual stream.
         let output_init_std = config.init_method_std / (2.0 * config.num_layers as f64).sqrt();
         let alibi = (config.position_embedding == PositionEmbedding::Alibi)
             .then(|| alibi_slopes(config.num_attention_heads).into());
@@ -179,7 +180,8 @@ impl ModelBuilder for Gpt {
         let operands = 4 * h + (2 * q + 2 * kv + fc1 + f) / tp;
         let layer = |layer: usize| {
             let (attention, all) = (c.attention_flops(layer), c.layer_flops(layer));
-            // Backward of attention has five products (scores again, and two gradients of each of two) for the two of forward.
+            // Backward of attention has five products (scores again, and two gradients of each of
+            // two) for the two of forward.
             let again = if selective { attention } else { 0 };
             ChunkCosts {
                 forward: all,
@@ -201,7 +203,8 @@ impl ModelBuilder for Gpt {
         let fc1 = if c.swiglu { 2 * c.ffn_hidden_size } else { c.ffn_hidden_size };
         let input = if self.sequence_parallel { h / tp } else { h };
         let attention = if self.recompute == Recompute::Selective { 0 } else { q };
-        // The stream and what was normalized of it, twice; QKV, attention, what the activation function is applied to.
+        // The stream and what was normalized of it, twice; QKV, attention, what the activation
+        // function is applied to.
         LayerKept { all: (4 * input + (q + 2 * kv + attention + fc1) / tp) as u64, input: input as u64 }
     }
 

@@ -19,7 +19,8 @@ pub struct StopSignal {
 }
 
 impl StopSignal {
-    /// Takes [`STOP_SIGNALS`], unless they are ignored, as wishes to stop; SIGINT after one of them ends the process at once.
+    /// Takes [`STOP_SIGNALS`], unless they are ignored, as wishes to stop; SIGINT after one of them
+    /// ends the process at once.
     ///
     /// # Errors
     /// If the operating system refuses.
@@ -50,8 +51,8 @@ impl StopSignal {
         128 + self.signal().unwrap_or(SIGTERM as u8)
     }
 
-    /// That of a run: the signal is the one of whichever rank it came to, alike on all, so that a script that looks at the code of any of them knows.
-    /// Collective over `world`.
+    /// That of a run: the signal is the one of whichever rank it came to, alike on all, so that a
+    /// script that looks at the code of any of them knows. Collective over `world`.
     pub fn exit_code_of_run(&self, world: &Group) -> u8 {
         // SIGTERM is also how a supervisor passes another one on.
         let mine = self.signal().unwrap_or(0);

@@ -24,7 +24,8 @@ const MARK: &str = ".seen-by-all-ranks-";
 #[derive(Debug)]
 pub struct Claim {
     dir: PathBuf,
-    /// The folder itself, wherever its path leads later; locked, unless the file system knows no locks.
+    /// The folder itself, wherever its path leads later; locked, unless the file system knows no
+    /// locks.
     folder: Option<File>,
 }
 
@@ -34,8 +35,8 @@ impl Claim {
         self.dir == dir
     }
 
-    /// Sees to it that the path still leads to the folder that was claimed: one that was moved or replaced meanwhile would mix two runs' checkpoints.
-    /// Collective over `world`.
+    /// Sees to it that the path still leads to the folder that was claimed: one that was moved or
+    /// replaced meanwhile would mix two runs' checkpoints. Collective over `world`.
     ///
     /// # Errors
     /// On every rank, if it leads elsewhere, or nowhere.

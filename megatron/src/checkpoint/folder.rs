@@ -182,8 +182,8 @@ fn those_in(dir: &Path) -> Result<String> {
 /// checkpoint and holds none, so that a run starts afresh.
 ///
 /// # Errors
-/// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose them. If there is a model of another
-/// program: somebody wants to start from that.
+/// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose
+/// them. If there is a model of another program: somebody wants to start from that.
 pub fn resumable(path: &Path) -> Result<Option<PathBuf>> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     // Only a save makes a folder of such a name: one that is missing or empty is a mistake.

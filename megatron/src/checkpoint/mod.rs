@@ -11,9 +11,11 @@
 //! Nothing in it says tp, pp or dp: loading intersects what a rank wants with what the chunks hold ([`load`]). The
 //! manifest also carries the trainer's own state as JSON that this module does not look into.
 //!
-//! A checkpoint appears whole or not at all ([`save`]): everything is written to `DIR/.iter_0000100.tmp`, synced, and
-//! renamed; the pointer moves last. It may be written while training goes on ([`begin`]). Files are untrusted when read: a damaged one gives an error that names it.
-//! One run at a time may save into a folder ([`claim`]), and older checkpoints may go when a newer one is there ([`remove_old`]).
+//! A checkpoint appears whole or not at all ([`save`]): everything is written to
+//! `DIR/.iter_0000100.tmp`, synced, and renamed; the pointer moves last. It may be written while
+//! training goes on ([`begin`]). Files are untrusted when read: a damaged one gives an error that
+//! names it. One run at a time may save into a folder ([`claim`]), and older checkpoints may go
+//! when a newer one is there ([`remove_old`]).
 
 #[cfg(target_endian = "big")]
 compile_error!("checkpoints are written as they lie in memory, which must be little-endian as safetensors is");

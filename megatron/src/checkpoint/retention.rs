@@ -1,6 +1,7 @@
 //! Which checkpoints of a run stay: older ones are removed once a newer one is there for good.
 //!
-//! Source: Megatron-LM's `--save-retain-interval` and `--most-recent-k` (`training/checkpointing.py`).
+//! Source: Megatron-LM's `--save-retain-interval` and `--most-recent-k`
+//! (`training/checkpointing.py`).
 
 use std::fs;
 use std::io::ErrorKind;
@@ -10,11 +11,12 @@ use super::folder::{Names, iterations, latest, same_folder};
 use crate::config::Retention;
 use crate::{Error, Result};
 
-/// Removes from `dir` those checkpoints older than that of step `newest` that `retention` does not keep, but not the one in `loaded`, and returns
-/// their steps. For one process, that of rank 0.
+/// Removes from `dir` those checkpoints older than that of step `newest` that `retention` does not
+/// keep, but not the one in `loaded`, and returns their steps. For one process, that of rank 0.
 ///
-/// Nothing is removed unless the pointer names `newest`, which [`super::save`] has made durable. A checkpoint gets the name of an unfinished one
-/// before anything of it is gone, so that what a crash leaves is taken for none, and the next save removes it.
+/// Nothing is removed unless the pointer names `newest`, which [`super::save`] has made durable. A
+/// checkpoint gets the name of an unfinished one before anything of it is gone, so that what a
+/// crash leaves is taken for none, and the next save removes it.
 ///
 /// # Errors
 /// If the folder cannot be read, or a checkpoint cannot be removed.

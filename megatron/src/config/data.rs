@@ -85,7 +85,8 @@ pub struct Retention {
 }
 
 impl Retention {
-    /// Whether the checkpoint of step `iteration` stays beside `newer` newer ones. The newest always does.
+    /// Whether the checkpoint of step `iteration` stays beside `newer` newer ones. The newest
+    /// always does.
     pub fn keeps(&self, iteration: u64, newer: u64) -> bool {
         let Self { interval, most_recent } = *self;
         let is_multiple = interval.is_some_and(|interval| interval > 0 && iteration.is_multiple_of(interval));

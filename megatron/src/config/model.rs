@@ -149,7 +149,8 @@ impl ModelConfig {
         (h * qkv + q * h + h * fc1 + f * h + norms + biases) as u64
     }
 
-    /// Pairs of a query and a key of a sample that meet in layer `layer`, from 0, without the half of a token and itself.
+    /// Pairs of a query and a key of a sample that meet in layer `layer`, from 0, without the half
+    /// of a token and itself.
     pub fn attention_pairs(&self, layer: usize) -> f64 {
         let s = self.seq_length as f64;
         let w = self.window(layer).map_or(s, |window| s.min(window as f64));

@@ -65,7 +65,8 @@ pub struct TrainingConfig {
     /// finite; 0: it goes on.
     #[serde(default)]
     pub max_nonfinite_steps: u64,
-    /// Stop after the step in which so many minutes since the program's start have passed, after saving.
+    /// Stop after the step in which so many minutes since the program's start have passed, after
+    /// saving.
     #[serde(default)]
     pub exit_duration_in_mins: Option<f64>,
     /// Steps, from 1, whose samples are passed over: nothing is computed and nothing updated.

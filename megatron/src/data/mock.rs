@@ -1,7 +1,8 @@
 //! Made-up tokens (`--mock-data`), for trying and timing runs without any data.
 //!
-//! Source: Megatron-LM `core/datasets/gpt_dataset.py`, `MockGPTLowLevelDataset`: documents of random lengths below 4096 that count up from 1 and end
-//! as documents do. Here they are an indexed dataset in the cache, so that every order and setting of real ones works on them; it has fewer
+//! Source: Megatron-LM `core/datasets/gpt_dataset.py`, `MockGPTLowLevelDataset`: documents of
+//! random lengths below 4096 that count up from 1 and end as documents do. Here they are an indexed
+//! dataset in the cache, so that every order and setting of real ones works on them; it has fewer
 //! documents, whose lengths are drawn by another generator.
 
 use std::path::Path;
@@ -20,10 +21,12 @@ const DOCUMENTS: u64 = 4096;
 /// Tokens of a document, its end included, are fewer.
 const LENGTHS: u64 = 4096;
 
-/// The tokenizer, if one is given, and the dataset for its vocabulary, or else for one of `vocab_size` tokens, the last of which ends documents.
+/// The tokenizer, if one is given, and the dataset for its vocabulary, or else for one of
+/// `vocab_size` tokens, the last of which ends documents.
 ///
 /// # Errors
-/// `Error::Config` where nothing says how large the vocabulary is, or the tokenizer is to be trained on the data.
+/// `Error::Config` where nothing says how large the vocabulary is, or the tokenizer is to be
+/// trained on the data.
 pub(super) fn prepare(cfg: &DataConfig, vocab_size: Option<usize>) -> Result<Prepared> {
     if let Some(spec) = cfg.tokenizer.as_deref().filter(|spec| spec.starts_with("train:")) {
         return Err(Error::config(format!(

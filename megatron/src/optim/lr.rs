@@ -8,7 +8,8 @@ use std::f64::consts::PI;
 use crate::config::{DecayStyle, OptimizerConfig, WsdDecayStyle};
 use crate::{Error, Result};
 
-/// A learning-rate schedule: linear warm-up, from 0 unless told otherwise, then one of the decay styles down to the minimum.
+/// A learning-rate schedule: linear warm-up, from 0 unless told otherwise, then one of the decay
+/// styles down to the minimum.
 #[derive(Clone, Debug)]
 pub struct LrSchedule {
     max_lr: f64,
@@ -25,7 +26,8 @@ impl LrSchedule {
     /// The schedule of a run.
     ///
     /// # Errors
-    /// If a rate is negative or not finite, min_lr or the warm-up's first rate > lr, or the lengths leave no room for each other.
+    /// If a rate is negative or not finite, min_lr or the warm-up's first rate > lr, or the lengths
+    /// leave no room for each other.
     pub fn new(config: &OptimizerConfig) -> Result<Self> {
         let &OptimizerConfig { lr, min_lr, decay_style, decay_samples, warmup_samples, warmup_init, .. } = config;
         let &OptimizerConfig { wsd_decay_samples, wsd_decay_style, .. } = config;
@@ -60,8 +62,9 @@ impl LrSchedule {
         })
     }
 
-    /// The learning rate of the next step, when earlier applied (not skipped) steps consumed `samples`. The k-th applied
-    /// step, counted from 0, uses samples = k·GBS: with a warm-up the first step's rate is the warm-up's first, 0.
+    /// The learning rate of the next step, when earlier applied (not skipped) steps consumed
+    /// `samples`. The k-th applied step, counted from 0, uses samples = k·GBS: with a warm-up the
+    /// first step's rate is the warm-up's first, 0.
     pub fn lr_at(&self, samples: u64) -> f64 {
         if self.warmup > 0 && samples <= self.warmup {
             return self.warmup_init + (self.max_lr - self.warmup_init) * samples as f64 / self.warmup as f64;

@@ -130,7 +130,8 @@ impl Optimizer {
         Ok(kernels::reduce::total_of_squares(&counted.iter().collect::<Vec<_>>(), &store.options().device)?)
     }
 
-    /// The elements of its bucket that this rank counts of a parameter: over all ranks every logical one once.
+    /// The elements of its bucket that this rank counts of a parameter: over all ranks every
+    /// logical one once.
     fn counted(&self, param: &Param) -> Range<usize> {
         if !self.counts(param) {
             return 0..0;
@@ -142,8 +143,8 @@ impl Optimizer {
         }
     }
 
-    /// This rank's share of the squared norm of the model's parameters, in fp32 where weights are 16-bit: over all ranks every logical parameter once.
-    /// On a GPU it is waited for.
+    /// This rank's share of the squared norm of the model's parameters, in fp32 where weights are
+    /// 16-bit: over all ranks every logical parameter once. On a GPU it is waited for.
     ///
     /// # Errors
     /// If parameters cannot be read.
@@ -173,8 +174,8 @@ impl Optimizer {
         Ok(squares + total.to_vec1::<f64>()?[0])
     }
 
-    /// How many elements of the model's main gradient are zero in this rank's share: over all ranks every logical element once, without padding.
-    /// On a GPU it is waited for.
+    /// How many elements of the model's main gradient are zero in this rank's share: over all ranks
+    /// every logical element once, without padding. On a GPU it is waited for.
     ///
     /// # Errors
     /// If gradients cannot be read.

@@ -9,7 +9,8 @@ use super::trainer::Trainer;
 use crate::{Error, Result};
 
 impl Trainer {
-    /// Evaluates what was loaded on the validation and the test data, as is done behind the last step. Nothing is saved. Collective over the world.
+    /// Evaluates what was loaded on the validation and the test data, as is done behind the last
+    /// step. Nothing is saved. Collective over the world.
     pub(super) fn evaluate_only(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
         if self.valid.is_none() && self.test.is_none() {
             return Err(Error::config(

@@ -1,8 +1,9 @@
 //! Floating-point operations of a training step, counted as Megatron-LM does.
 //!
-//! 6·B·S·\[L(h(q + 2kv) + q·h) + L·h·ffn·(3 SwiGLU | 2) + h·V_padded\] + 12·B·q·Σ pairs: matrix products forward and backward,
-//! recompute not counted; q and kv are projection widths. Pairs are the queries and keys of a layer that meet: S²/2, the causal half, and under a
-//! sliding window of W < S tokens W·S − W²/2. Documents that are kept apart count as one, as Megatron's.
+//! 6·B·S·\[L(h(q + 2kv) + q·h) + L·h·ffn·(3 SwiGLU | 2) + h·V_padded\] + 12·B·q·Σ pairs: matrix
+//! products forward and backward, recompute not counted; q and kv are projection widths. Pairs are
+//! the queries and keys of a layer that meet: S²/2, the causal half, and under a sliding window of
+//! W < S tokens W·S − W²/2. Documents that are kept apart count as one, as Megatron's.
 
 use crate::config::ModelConfig;
 

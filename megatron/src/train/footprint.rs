@@ -1,7 +1,9 @@
-//! What a run needs of memory, counted from its settings and the parameters of its stages; nothing is allocated for it.
+//! What a run needs of memory, counted from its settings and the parameters of its stages; nothing
+//! is allocated for it.
 //!
-//! Weights, gradients, masters and moments are counted as they will be held. Of activations it is the least that has to be there at once: what
-//! layers keep of the microbatches that the schedule has in flight, without anything that is made and dropped within a layer.
+//! Weights, gradients, masters and moments are counted as they will be held. Of activations it is
+//! the least that has to be there at once: what layers keep of the microbatches that the schedule
+//! has in flight, without anything that is made and dropped within a layer.
 
 use std::ops::Range;
 
@@ -13,7 +15,8 @@ use crate::config::{OptimizerKind, OptimizerOffload, PositionEmbedding, Recomput
 use crate::pipeline::{Action, generate};
 use crate::topology::RankGrid;
 
-/// Microbatches per stage that a schedule is looked at for: by then all but GPipe has as many in flight as ever.
+/// Microbatches per stage that a schedule is looked at for: by then all but GPipe has as many in
+/// flight as ever.
 const MOST_MICROBATCHES: usize = 64;
 
 /// The bytes that a rank needs, by what they are.
@@ -53,7 +56,8 @@ impl Footprint {
         (0..pp).map(of_stage).collect()
     }
 
-    /// The mean over the ranks of one replica, by the sizes of matrices alone: for sizes that are wrong by typing, which overflow integers.
+    /// The mean over the ranks of one replica, by the sizes of matrices alone: for sizes that are
+    /// wrong by typing, which overflow integers.
     pub(super) fn rough(config: &RunConfig) -> Self {
         let (m, p) = (&config.model, &config.parallel);
         let [layers, hidden, ffn] = [m.num_layers, m.hidden_size, m.ffn_hidden_size].map(|size| size as f64);
@@ -155,7 +159,8 @@ fn kept_of_microbatch(config: &RunConfig, kept: LayerKept, layers: usize) -> f64
     elements.sum::<u64>() as f64 * tokens(config) * size_of(config.training.precision.dtype())
 }
 
-/// What activations of a step add, at most at a time, to the gradients that there are in the end. `kept`: bytes of a microbatch, by chunk.
+/// What activations of a step add, at most at a time, to the gradients that there are in the end.
+/// `kept`: bytes of a microbatch, by chunk.
 fn activations(config: &RunConfig, stage: usize, kept: &[f64], gradients: f64) -> Result<f64> {
     let (p, t) = (&config.parallel, &config.training);
     let (pp, v) = (p.pipeline_model_parallel_size, p.virtual_pipeline_size);
@@ -249,7 +254,8 @@ mod tests {
         };
         // One microbatch: before its backward, when there are no gradients yet.
         assert_eq!([of(1, 0, 3.0), of(1, 0, 30.0)], [7.0, 0.0]);
-        // The first stage runs a forward ahead; the last one has its gradients when the second microbatch comes.
+        // The first stage runs a forward ahead; the last one has its gradients when the second
+        // microbatch comes.
         assert_eq!([of(8, 0, 30.0), of(8, 1, 30.0)], [20.0, 10.0]);
         assert_eq!(of(2, 0, 30.0), 10.0, "the second microbatch's, while the first one has made gradients");
     }

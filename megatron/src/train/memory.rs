@@ -61,11 +61,13 @@ pub struct RanksHere {
 /// Largest share of a model that a GPU is taken to have room for; more is wrong by typing.
 const LARGEST_ON_GPU: f64 = (1u64 << 44) as f64;
 
-/// Refuses a run whose ranks on this machine need more memory than it has, before anything is allocated: the system would otherwise
-/// kill the run, or the machine, midway. `model` is asked for once the sizes are known to be possible ones.
+/// Refuses a run whose ranks on this machine need more memory than it has, before anything is
+/// allocated: the system would otherwise kill the run, or the machine, midway. `model` is asked for
+/// once the sizes are known to be possible ones.
 ///
 /// # Errors
-/// With what is needed, by what it is for, and which flags of this run would need less; also if the layout cannot cut the model.
+/// With what is needed, by what it is for, and which flags of this run would need less; also if the
+/// layout cannot cut the model.
 pub fn require_memory<M: ModelBuilder>(
     config: &RunConfig,
     here: &RanksHere,
@@ -77,13 +79,14 @@ pub fn require_memory<M: ModelBuilder>(
         None => return Ok(()),
     };
     let rough = Footprint::rough(config);
-    // One rank alone, by far.
-    if rough.total() > 4.0 * limit.bytes as f64 {
+    // One rank alone, by far: what sizes of this kind are made of is not even to be listed.
+    if rough.total() > 64.0 * limit.bytes as f64 {
         return Err(too_little(config, &[rough], limit));
     }
     let mut stages = Footprint::of_stages(config, &model()?)?;
     if here.on_gpus {
-        // Of a GPU's memory whoever allocates it tells; of the host's there is what was moved there.
+        // Of a GPU's memory whoever allocates it tells; of the host's there is what was moved
+        // there.
         let Some(limit) = memory_limit().filter(|_| config.optimizer.offload == OptimizerOffload::Cpu) else {
             return Ok(());
         };

@@ -131,7 +131,8 @@ impl MetricsWriter {
     /// As long as the writer lives, the file is its own: the lock is the operating system's.
     ///
     /// # Errors
-    /// If a run that goes on writes the file, there is one of something else, or it or its folder cannot be created, read or written.
+    /// If a run that goes on writes the file, there is one of something else, or it or its folder
+    /// cannot be created, read or written.
     pub fn open(path: &Path, resumed_iteration: u64) -> Result<(Self, Option<PathBuf>)> {
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
@@ -210,7 +211,8 @@ impl MetricsWriter {
     }
 }
 
-/// Opens a file, which is made where it is missing, for one run alone. Network file systems may know no locks; then it is opened all the same.
+/// Opens a file, which is made where it is missing, for one run alone. Network file systems may
+/// know no locks; then it is opened all the same.
 fn open_own(path: &Path) -> Result<File> {
     let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
     let file = options.map_err(|e| Error::io("open", path, e))?;

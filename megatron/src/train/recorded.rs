@@ -11,7 +11,8 @@ use crate::config::{
     CheckpointConfig, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig,
 };
 
-/// Settings by section, as far as the checkpoint has them: one that was imported has its model alone, one of an earlier version may lack a section.
+/// Settings by section, as far as the checkpoint has them: one that was imported has its model
+/// alone, one of an earlier version may lack a section.
 #[derive(Clone, Debug)]
 pub struct RecordedRun {
     pub model: ModelConfig,

@@ -51,7 +51,8 @@ impl Records {
         Ok(records)
     }
 
-    /// Opens the file of metrics of a run that makes no step, behind what is there. Curves of TensorBoard are left as they are.
+    /// Opens the file of metrics of a run that makes no step, behind what is there. Curves of
+    /// TensorBoard are left as they are.
     ///
     /// # Errors
     /// As [`Records::open`].
@@ -72,12 +73,14 @@ impl Records {
         self.each(reporter, result.iteration, |file| file.eval(result), of_events);
     }
 
-    /// Leaves nothing behind in memory after step `iteration`, before what takes longer than a step.
+    /// Leaves nothing behind in memory after step `iteration`, before what takes longer than a
+    /// step.
     pub fn flush(&mut self, iteration: u64, reporter: &mut dyn Reporter) {
         self.each(reporter, iteration, |_| Ok(()), TensorboardWriter::flush);
     }
 
-    /// Writes down the end of the run, and the largest memory of each rank in bytes; tells again of what could not be written.
+    /// Writes down the end of the run, and the largest memory of each rank in bytes; tells again of
+    /// what could not be written.
     pub fn finish(&mut self, iteration: u64, memory_by_rank: &[u64], reporter: &mut dyn Reporter) {
         self.each(reporter, iteration, |file| file.memory(iteration, memory_by_rank), TensorboardWriter::flush);
         for lost in &self.lost {
@@ -85,8 +88,8 @@ impl Records {
         }
     }
 
-    /// Has the files written to. One that cannot be, as on a full disk, is given up, and the reporter tells so: a run that trains and
-    /// saves does not end for what it reports.
+    /// Has the files written to. One that cannot be, as on a full disk, is given up, and the
+    /// reporter tells so: a run that trains and saves does not end for what it reports.
     fn each(
         &mut self,
         reporter: &mut dyn Reporter,

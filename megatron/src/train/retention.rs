@@ -6,8 +6,9 @@ use crate::checkpoint;
 use crate::config::Retention;
 
 impl Trainer {
-    /// Removes, on rank 0, the checkpoints that do not stay beside that of step `newest`, which is complete. What cannot be removed stays, and is told
-    /// of: training needs the room, if at all, at the next save.
+    /// Removes, on rank 0, the checkpoints that do not stay beside that of step `newest`, which is
+    /// complete. What cannot be removed stays, and is told of: training needs the room, if at all,
+    /// at the next save.
     pub(super) fn remove_old_checkpoints(&self, newest: u64, reporter: &mut dyn Reporter) {
         let config = &self.config.checkpoint;
         let Some(dir) = config.save.as_ref().filter(|_| config.retention != Retention::default()) else { return };

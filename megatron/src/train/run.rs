@@ -29,11 +29,13 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// Finds, before any rank starts, what would keep a run from loading its checkpoint or saving its own.
+/// Finds, before any rank starts, what would keep a run from loading its checkpoint or saving its
+/// own.
 ///
 /// # Errors
-/// If `load` holds a damaged checkpoint or one of another architecture or optimizer, or `save` holds a checkpoint
-/// that this run does not continue, or a manifest cannot record a path of this run.
+/// If `load` holds a damaged checkpoint or one of another architecture or optimizer, or `save`
+/// holds a checkpoint that this run does not continue, or a manifest cannot record a path of this
+/// run.
 pub fn preflight(config: &RunConfig) -> Result<()> {
     let CheckpointConfig { save, load, takes, .. } = &config.checkpoint;
     let found = checkpoint::to_load(&config.checkpoint)?;

@@ -12,7 +12,8 @@ impl Trainer {
         self.config.training.iterations_to_skip.contains(&(self.progress.iteration + 1))
     }
 
-    /// Passes the samples of the next step over, and returns the metrics of the step before, if they were not read yet. Collective over the world.
+    /// Passes the samples of the next step over, and returns the metrics of the step before, if
+    /// they were not read yet. Collective over the world.
     pub(super) fn skip(&mut self) -> Result<Vec<StepMetrics>> {
         let before = Vec::from_iter(self.settle()?);
         let samples = self.config.training.global_batch_size_at(self.progress.consumed_samples);

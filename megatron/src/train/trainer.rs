@@ -86,7 +86,8 @@ pub(super) struct InFlight {
     factor: f64,
     learning_rate: f64,
     loss_scale: f64,
-    /// This rank's share of the parameters' squared norm, and of the zeros in the gradient, where they are asked for.
+    /// This rank's share of the parameters' squared norm, and of the zeros in the gradient, where
+    /// they are asked for.
     squared_params: Option<f64>,
     zeros_in_grad: Option<u64>,
     update: Queued,
@@ -252,7 +253,8 @@ impl Trainer {
         })
     }
 
-    /// Counts the minutes of `exit_duration_in_mins` from the program's start instead of this trainer's.
+    /// Counts the minutes of `exit_duration_in_mins` from the program's start instead of this
+    /// trainer's.
     pub fn count_minutes_from(&mut self, start: Instant) {
         self.started = start;
     }
@@ -407,7 +409,8 @@ impl Trainer {
         Ok(known)
     }
 
-    /// This rank's share of what is told beside the log line of step `iteration`, whose update is made or queued.
+    /// This rank's share of what is told beside the log line of step `iteration`, whose update is
+    /// made or queued.
     fn statistics(&self, iteration: u64) -> Result<(Option<f64>, Option<u64>)> {
         let (logging, params) = (&self.config.logging, &self.stage.params);
         let intervals = [logging.log_interval, logging.tensorboard.as_ref().map_or(0, |board| board.log_interval)];

@@ -380,7 +380,7 @@ fn idle_connections_in_any_number_keep_no_rank_from_the_store() {
 
 #[test]
 fn strangers_that_connect_all_the_time_keep_no_rank_from_the_store() {
-    for _ in 0..10 {
+    for _ in 0..5 {
         let server = serve(secret("a"));
         let (address, done) = (server.address(), std::sync::atomic::AtomicBool::new(false));
         std::thread::scope(|scope| {

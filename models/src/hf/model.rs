@@ -116,7 +116,8 @@ impl HfModel {
     /// Fills the parameters that a rank holds, reading only those, one at a time.
     ///
     /// # Errors
-    /// If `store` has a parameter that the folder has not, or in another shape, a file cannot be read, or a tensor holds NaN or infinity.
+    /// If `store` has a parameter that the folder has not, or in another shape, a file cannot be
+    /// read, or a tensor holds NaN or infinity.
     pub fn load_into(&self, store: &ParamStore) -> Result<()> {
         self.fill(store, None)
     }

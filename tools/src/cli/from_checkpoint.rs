@@ -1,4 +1,5 @@
-//! A checkpoint in place of a run file: the settings that it records, as the run file that would say them.
+//! A checkpoint in place of a run file: the settings that it records, as the run file that would
+//! say them.
 
 mod text;
 
@@ -102,8 +103,9 @@ const TOGETHER: [(&[&str], &[&str]); 11] = [
     (&["offload_optimizer_nvme_path"], &["optimizer_cpu_offload"]),
 ];
 
-/// What the checkpoint says beneath `gathered`, if it is to be asked: where --use-checkpoint-args says so, or there is no run file and something is missing.
-/// `has_world`: a launcher has made the world, so that the number of replicas follows.
+/// What the checkpoint says beneath `gathered`, if it is to be asked: where --use-checkpoint-args
+/// says so, or there is no run file and something is missing. `has_world`: a launcher has made the
+/// world, so that the number of replicas follows.
 ///
 /// # Errors
 /// If there is a checkpoint and it cannot be read.
@@ -149,8 +151,8 @@ pub fn beneath(gathered: &Gathered, has_run_file: bool, has_world: bool) -> Resu
     Ok(Some((Recorded { path, lacks: run.lacks(), model: run.model }, settings)))
 }
 
-/// Where a run goes on saving that names no folder: where its checkpoints are. One that starts from the weights alone, or from one checkpoint
-/// that is named, has to name it.
+/// Where a run goes on saving that names no folder: where its checkpoints are. One that starts from
+/// the weights alone, or from one checkpoint that is named, has to name it.
 fn save_folder<'a>(gathered: &Gathered, load: &'a Path, path: &Path) -> Option<&'a Path> {
     let checkpoint = &gathered.flags.checkpoint;
     (checkpoint.save.is_none() && !checkpoint.finetune && load != path).then_some(load)

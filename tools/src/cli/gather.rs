@@ -1,4 +1,5 @@
-//! The settings of `pretrain`: those of its run file under those of its command line, and what becomes of other programs' flags.
+//! The settings of `pretrain`: those of its run file under those of its command line, and what
+//! becomes of other programs' flags.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -108,8 +109,8 @@ pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<
     Ok(Gathered { recorded: Some(recorded), passed_over: gathered.passed_over, ..layers.merged()? })
 }
 
-/// What is said of a run, the last of which counts: by a checkpoint, by the run file, on the command
-/// line. No setting is in two of them.
+/// What is said of a run, the last of which counts: by a checkpoint, by the run file, on the
+/// command line. No setting is in two of them.
 struct Layers<'a> {
     before: &'a [OsString],
     words: &'a [OsString],

@@ -78,7 +78,8 @@ pub enum Command {
 /// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in the sections named in
 /// brackets, and from flags, which override the file. Switches are turned off by `--flag=false`.
 ///
-/// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops; Ctrl-C after that stops at once.
+/// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops;
+/// Ctrl-C after that stops at once.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
@@ -230,7 +231,8 @@ fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String> {
     typed.map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default()))).collect()
 }
 
-/// What clap has to print, where help or the version is asked for: that comes before anything that is wrong.
+/// What clap has to print, where help or the version is asked for: that comes before anything that
+/// is wrong.
 fn asks_for_help(words: &[OsString]) -> std::result::Result<(), Stop> {
     if !words.iter().any(|word| ["--help", "-h", "--version", "-V"].iter().any(|known| word == known)) {
         return Ok(());

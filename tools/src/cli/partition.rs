@@ -117,7 +117,8 @@ impl Split {
     }
 }
 
-/// `first` and `last` layers on the stages at the ends, the rest evenly on the others, and a stage's evenly on its virtual stages.
+/// `first` and `last` layers on the stages at the ends, the rest evenly on the others, and a
+/// stage's evenly on its virtual stages.
 fn ends(
     first: Option<usize>,
     last: Option<usize>,
@@ -153,8 +154,9 @@ fn ends(
     Ok((0..pp * v).map(|stage| of_stages[stage % pp] / v).collect())
 }
 
-/// The layers of each stage of a layout such as `Et*2|(tt|)*6L`: E embedding, t a layer, L the loss, `|` between stages, `*` repeats the
-/// letter or the parenthesis before it, commas are for the eye.
+/// The layers of each stage of a layout such as `Et*2|(tt|)*6L`: E embedding, t a layer, L the
+/// loss, `|` between stages, `*` repeats the letter or the parenthesis before it, commas are for
+/// the eye.
 fn layout(text: &str) -> std::result::Result<Vec<usize>, String> {
     let letters: Vec<char> = text.chars().filter(|c| !c.is_whitespace() && *c != ',').collect();
     let mut at = 0;

@@ -64,7 +64,8 @@ pub struct RunFile {
 /// Reads the run file at `path`.
 ///
 /// # Errors
-/// If it cannot be read, or is not TOML. What else is wrong is told together with what is wrong on the command line.
+/// If it cannot be read, or is not TOML. What else is wrong is told together with what is wrong on
+/// the command line.
 pub fn read(path: &Path) -> Result<RunFile> {
     // A pipe is refused: every rank reads it, and only one could.
     let text = files::read_text(path, MAX_BYTES)

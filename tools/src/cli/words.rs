@@ -1,7 +1,8 @@
-//! The words of a command line, before they are parsed: what argparse's habits and other programs' flags make of them.
+//! The words of a command line, before they are parsed: what argparse's habits and other programs'
+//! flags make of them.
 //!
-//! `--flag_name` is `--flag-name`. Of a list that is given twice the last counts. Flags that are none of the command's are taken out, to be
-//! passed over or refused, all at once.
+//! `--flag_name` is `--flag-name`. Of a list that is given twice the last counts. Flags that are
+//! none of the command's are taken out, to be passed over or refused, all at once.
 
 use std::ffi::{OsStr, OsString};
 

@@ -65,7 +65,8 @@ pub fn continued(tokenizer: &Tokenizer, prompt: &[u32], new: &[u32]) -> Result<S
     continuation.rest()
 }
 
-/// What to say of a continuation of `new` tokens that fills the model's positions before it has as many as were asked for.
+/// What to say of a continuation of `new` tokens that fills the model's positions before it has as
+/// many as were asked for.
 pub fn cut_short(prompt: usize, new: usize, length: &Length) -> Option<String> {
     (new < length.tokens && prompt + new >= length.window).then(|| {
         format!(

@@ -18,7 +18,8 @@ use signal_hook::iterator::Signals;
 use super::inherited::is_ignored;
 use crate::error::{Error, Result};
 
-/// The signals that ask a run to save and stop. The last two, which else would kill it, are schedulers' warnings: `sbatch --signal=USR1@120`.
+/// The signals that ask a run to save and stop. The last two, which else would kill it, are
+/// schedulers' warnings: `sbatch --signal=USR1@120`.
 pub const STOP_SIGNALS: [i32; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
 
 /// Whether `code` is that of a rank that one of [`STOP_SIGNALS`] stopped.
@@ -58,7 +59,8 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Hears [`STOP_SIGNALS`] from now on, and standard input if `over_stdin`, the end of which is as SIGHUP.
+    /// Hears [`STOP_SIGNALS`] from now on, and standard input if `over_stdin`, the end of which is
+    /// as SIGHUP.
     ///
     /// # Errors
     /// If the operating system refuses.

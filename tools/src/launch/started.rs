@@ -1,4 +1,5 @@
-//! When the run began. Ranks count from their supervisor's start, also those that were started again: so does whoever gave the run its time.
+//! When the run began. Ranks count from their supervisor's start, also those that were started
+//! again: so does whoever gave the run its time.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};

@@ -18,7 +18,8 @@ pub struct Bar {
     runs: bool,
 }
 
-/// While steps are made; and before and afterwards, when no time that is left is known or there is none.
+/// While steps are made; and before and afterwards, when no time that is left is known or there is
+/// none.
 const RUNNING: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg} · ETA {eta_precise}";
 const AT_REST: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg}";
 

@@ -1,7 +1,8 @@
 //! Megatron-LM's log lines, to the letter, because scripts parse them.
 //!
-//! Departures: a loss that is not a number is printed rather than left out, the time is UTC, throughputs below 1 have three digits, and
-//! what Megatron has no place for stands at the end of the line.
+//! Departures: a loss that is not a number is printed rather than left out, the time is UTC,
+//! throughputs below 1 have three digits, and what Megatron has no place for stands at the end of
+//! the line.
 
 use std::io::Write;
 use std::path::Path;
@@ -88,7 +89,8 @@ fn step_line(date: &str, m: &StepMetrics, w: &Window) -> String {
     )
 }
 
-/// `%.1f`, as Megatron's, but for what that would leave nothing of: three digits of what a CPU does.
+/// `%.1f`, as Megatron's, but for what that would leave nothing of: three digits of what a CPU
+/// does.
 fn throughput(tflops: f64) -> String {
     if !(tflops > 0.0 && tflops < 1.0) {
         return format!("{tflops:.1}");

@@ -16,7 +16,8 @@ pub struct Window {
 }
 
 impl Window {
-    /// Adds a step. If a line is due after it, every `log_interval` steps and after the last one, the steps for the line; then it begins anew.
+    /// Adds a step. If a line is due after it, every `log_interval` steps and after the last one,
+    /// the steps for the line; then it begins anew.
     pub fn add(&mut self, m: &StepMetrics, log_interval: u64) -> Option<Self> {
         self.steps += 1;
         self.loss += m.lm_loss;

@@ -1,4 +1,5 @@
-//! How runs end before their last step, what of their checkpoints is left, and runs that make no step.
+//! How runs end before their last step, what of their checkpoints is left, and runs that make no
+//! step.
 
 use std::fs;
 use std::process::Output;
@@ -13,7 +14,8 @@ fn saved_step(site: &Site) -> u64 {
     pointer.trim().parse().unwrap()
 }
 
-/// Asserts that a run ended with `code`, for no other reason than a signal, and saved its last step.
+/// Asserts that a run ended with `code`, for no other reason than a signal, and saved its last
+/// step.
 fn stopped(site: &Site, outputs: &[Output], code: i32) {
     for output in outputs {
         assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
@@ -25,7 +27,8 @@ fn stopped(site: &Site, outputs: &[Output], code: i32) {
 
 #[test]
 fn schedulers_warnings_save_and_end_a_run_whoever_they_come_to() {
-    // As Slurm sends them: to all processes of a step; or only to those that `--signal` or somebody names.
+    // As Slurm sends them: to all processes of a step; or only to those that `--signal` or somebody
+    // names.
     for (to_supervisor, to_ranks) in [(true, 0..0), (false, 2..3), (true, 0..RANKS)] {
         let site = Site::new();
         let flags = [&ENDLESS[..], &["--exit-signal-handler", "--exit-signal=SIGUSR1"]].concat();

@@ -60,7 +60,8 @@ fn what_is_given_comes_first_and_a_layout_is_given_as_a_whole() {
     let log = succeed(&site, &["--load=saved", "--data-parallel-size=2", "--lr=0.5", "--fp16"]);
     assert!(log.contains("tp 1 · pp 1 · dp 2") && log.contains("| fp16 on "), "{log}");
     assert!(log.contains("learning rate: 5.0"), "{log}");
-    // The run file comes before the checkpoint: 0.25 falls to 0 from sample 24 to 64, and 32 are read.
+    // The run file comes before the checkpoint: 0.25 falls to 0 from sample 24 to 64, and 32 are
+    // read.
     fs::write(site.path("part.toml"), "[optimizer]\nlr = 0.25\n[training]\ntrain_iters = 8\n").unwrap();
     let log = succeed(&site, &["part.toml", "--load=saved", "--use-checkpoint-args", "--exit-interval=6"]);
     assert!(log.contains("| bf16 on ") || log.contains("| fp16 on "), "{log}");

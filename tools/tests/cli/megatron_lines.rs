@@ -1,6 +1,8 @@
-//! Megatron-LM's own command lines, of its functional tests: they start, or are refused for what is not there.
+//! Megatron-LM's own command lines, of its functional tests: they start, or are refused for what is
+//! not there.
 //!
-//! The lines in fixtures/megatron/command_lines.json are as in Megatron-LM d98e8a64. Later flags override their paths and sizes.
+//! The lines in fixtures/megatron/command_lines.json are as in Megatron-LM d98e8a64. Later flags
+//! override their paths and sizes.
 
 use std::process::Output;
 

@@ -341,7 +341,8 @@ fn a_damaged_checkpoint_is_named_once_before_ranks_start() {
     assert!(text.contains("iter_0000007/manifest.json") && !text.contains("rank"), "{text}");
 }
 
-/// A loss scale of 0 adapts itself, gloo is the CPUs' transport, and nccl is for GPUs: as Megatron-LM's users write them.
+/// A loss scale of 0 adapts itself, gloo is the CPUs' transport, and nccl is for GPUs: as
+/// Megatron-LM's users write them.
 #[test]
 fn values_of_megatron_lm_are_understood() {
     let flags = ["--train-iters=1", "--fp16", "--loss-scale=0", "--initial-loss-scale=8", "--device=cpu"];

@@ -28,7 +28,8 @@ fn terminal() -> (File, File) {
     (keys, screen)
 }
 
-/// What appears on a terminal that `flags` are trained on, until the run ends or, if `stops`, was told to stop.
+/// What appears on a terminal that `flags` are trained on, until the run ends or, if `stops`, was
+/// told to stop.
 fn shown(site: &Site, flags: &[&str], stops: bool) -> String {
     let (mut keys, screen) = terminal();
     let flags = [&["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"], flags].concat();

@@ -203,7 +203,8 @@ fn made_up_data_are_the_same_everywhere_and_documents_of_any_vocabulary() {
         for index in 0..20 {
             let tokens = sample(&**a, index);
             assert_eq!(tokens, sample(&**b, index));
-            // They count up, around the end of the vocabulary, and begin anew where a document has ended.
+            // They count up, around the end of the vocabulary, and begin anew where a document has
+            // ended.
             let steps =
                 tokens.windows(2).all(|two| two[1] == (two[0] + 1) % 50 || two[0] == 49 && two[1] == 1 || two[1] == 49);
             assert!(steps, "{tokens:?}");

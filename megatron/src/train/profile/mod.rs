@@ -76,7 +76,8 @@ impl Profiler {
         self.entered = None;
     }
 
-    /// Writes this rank's trace and returns, on rank 0, the profiles of all, unless there was nothing to record or it is done. Collective over the world.
+    /// Writes this rank's trace and returns, on rank 0, the profiles of all, unless there was
+    /// nothing to record or it is done. Collective over the world.
     ///
     /// # Errors
     /// If a peer fails, or the device. That a file cannot be written is part of the profile.

@@ -14,7 +14,8 @@ pub struct DataFlags {
     /// by weights
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data_path: Vec<String>,
-    /// Train on made-up tokens instead, alike on every machine; --vocab-size or --tokenizer says of how many there are
+    /// Train on made-up tokens instead, alike on every machine; --vocab-size or --tokenizer says of
+    /// how many there are
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub mock_data: bool,
     /// Weights of the training, validation and test data
@@ -53,22 +54,25 @@ pub struct CheckpointFlags {
     /// Write checkpoints amid the run while training goes on, out of a copy of the state in the host's memory
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub async_save: bool,
-    /// Keep the checkpoints of steps that are multiples of N; others are removed once a newer one is complete
+    /// Keep the checkpoints of steps that are multiples of N; others are removed once a newer one
+    /// is complete
     #[arg(long, value_name = "N")]
     pub save_retain_interval: Option<u64>,
-    /// Keep the N latest checkpoints, and those of --save-retain-interval; others are removed once a newer one is complete. -1 keeps all
+    /// Keep the N latest checkpoints, and those of --save-retain-interval; others are removed once
+    /// a newer one is complete. -1 keeps all
     #[arg(long, value_name = "N", default_value_t = -1)]
     pub most_recent_k: i64,
-    /// Folder to resume from, or one iter_… folder in it; the run starts fresh where there is no checkpoint. Without a run file, what is not given is
-    /// as the checkpoint says
+    /// Folder to resume from, or one iter_… folder in it; the run starts fresh where there is no
+    /// checkpoint. Without a run file, what is not given is as the checkpoint says
     #[arg(long, value_name = "DIR")]
     pub load: Option<PathBuf>,
     /// Resume from the checkpoint of step N in --load, rather than from the latest. A run that
     /// saves into the same folder replaces later ones
     #[arg(long, value_name = "N")]
     pub ckpt_step: Option<u64>,
-    /// Take what neither flags nor the run file say from the checkpoint in --load: architecture, data, batch, optimizer and all; the layout, unless
-    /// some of it is given. The run goes on saving into the folder of --load, unless --save is given
+    /// Take what neither flags nor the run file say from the checkpoint in --load: architecture,
+    /// data, batch, optimizer and all; the layout, unless some of it is given. The run goes on
+    /// saving into the folder of --load, unless --save is given
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub use_checkpoint_args: bool,
     /// End with an error, rather than start fresh, where --load holds no checkpoint

@@ -76,7 +76,8 @@ pub struct ModelFlags {
     /// An output matrix of its own rather than the token embedding
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub untie_embeddings_and_output_weights: bool,
-    /// Tokens in the vocabulary, if the data come without a tokenizer, or another number than a model of --init-from-hf has [default: the tokenizer's, or that model's]
+    /// Tokens in the vocabulary, if the data come without a tokenizer, or another number than a
+    /// model of --init-from-hf has [default: the tokenizer's, or that model's]
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<usize>,
     /// The vocabulary is padded to a multiple of this times the tensor parallel size; padding changes no result

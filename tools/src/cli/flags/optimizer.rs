@@ -60,7 +60,8 @@ pub struct OptimizerFlags {
     /// Weight decay at the end of the run
     #[arg(long, value_name = "X")]
     pub end_weight_decay: Option<f64>,
-    /// How the weight decay grows over the run, from --start-weight-decay to --end-weight-decay; constant: it is --weight-decay
+    /// How the weight decay grows over the run, from --start-weight-decay to --end-weight-decay;
+    /// constant: it is --weight-decay
     #[arg(long, value_name = "STYLE", value_enum, default_value = "constant")]
     pub weight_decay_incr_style: IncreaseStyle,
     /// Decay of the first moment

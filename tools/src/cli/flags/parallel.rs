@@ -18,8 +18,9 @@ pub struct ParallelFlags {
     /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on its machine (`cuda`), or this one
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
-    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are on one machine, and NCCL for GPUs. CPUs have no `nccl`, and
-    /// take `auto` for it, as for Megatron-LM's `gloo`
+    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are
+    /// on one machine, and NCCL for GPUs. CPUs have no `nccl`, and take `auto` for it, as for
+    /// Megatron-LM's `gloo`
     #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
     pub distributed_backend: Backend,
     /// Issue tensor-parallel collectives and pipeline receives before computation that does not need them [default: true over NCCL, else false]
@@ -78,7 +79,8 @@ pub struct LayoutFlags {
     /// Count the head and the loss as a layer there
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub account_for_loss_in_pipeline_split: bool,
-    /// Embedding, layers and loss of every stage, or virtual stage, in Megatron-LM's words: `Et*2|(tt|)*6L`
+    /// Embedding, layers and loss of every stage, or virtual stage, in Megatron-LM's words:
+    /// `Et*2|(tt|)*6L`
     #[arg(long, value_name = "LAYOUT")]
     pub pipeline_model_parallel_layout: Option<String>,
     /// Cut activations between tensor-parallel regions along the sequence; nothing where tp is 1

@@ -39,7 +39,8 @@ pub struct TrainingFlags {
     pub no_check_for_nan_in_loss_and_grad: bool,
     #[command(flatten)]
     pub ends: EndFlags,
-    /// Pass over the samples of these steps, counted from 1: nothing is updated, and schedules do not advance
+    /// Pass over the samples of these steps, counted from 1: nothing is updated, and schedules do
+    /// not advance
     #[arg(long, value_name = "STEP", num_args = 1..)]
     pub iterations_to_skip: Vec<u64>,
     /// Evaluate on the validation and test data, and make no step; nothing is saved
@@ -60,10 +61,12 @@ pub struct TrainingFlags {
 /// When a run ends before its last step.
 #[derive(Args, Clone, Debug)]
 pub struct EndFlags {
-    /// Save and stop after the step in which this many minutes since the program's start have passed
+    /// Save and stop after the step in which this many minutes since the program's start have
+    /// passed
     #[arg(long, value_name = "MINUTES")]
     pub exit_duration_in_mins: Option<f64>,
-    /// Save and stop on signals. It is always so: SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2, to any rank or to who started them, end a run that way
+    /// Save and stop on signals. It is always so: SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2, to
+    /// any rank or to who started them, end a run that way
     #[arg(long, action = ArgAction::Set, default_value_t = true)]
     pub exit_signal_handler: bool,
     /// The signal to save and stop on, one of those that always do

@@ -25,7 +25,8 @@ pub struct Places<'a> {
     pub tokenizer: Option<&'a Path>,
 }
 
-/// The text of the run file. What a section leaves to its defaults, which may depend on others, is left to them.
+/// The text of the run file. What a section leaves to its defaults, which may depend on others, is
+/// left to them.
 ///
 /// # Errors
 /// If a path is not UTF-8, as TOML is.

@@ -1,4 +1,5 @@
-//! Kinds of models and of training that are not there: the flags that ask for them, and those that are read with these alone.
+//! Kinds of models and of training that are not there: the flags that ask for them, and those that
+//! are read with these alone.
 
 use super::Takes::{Nothing, One, Several};
 use super::{Entry, leave_out, refuse, unless, with};

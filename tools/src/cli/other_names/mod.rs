@@ -1,7 +1,9 @@
-//! Flags of Megatron-LM's, DeepSpeed's, Hugging Face's and torchrun's that are none of this program's: what is to be done with each.
+//! Flags of Megatron-LM's, DeepSpeed's, Hugging Face's and torchrun's that are none of this
+//! program's: what is to be done with each.
 //!
-//! One that cannot change a result here is passed over. One that could, or that asks for what is not there, is refused with the
-//! reason. A flag that has another name here is an alias in [`super::flags`] instead. docs/migrating.md tells the same.
+//! One that cannot change a result here is passed over. One that could, or that asks for what is
+//! not there, is refused with the reason. A flag that has another name here is an alias in
+//! [`super::flags`] instead. docs/migrating.md tells the same.
 
 mod capabilities;
 mod files;
@@ -32,7 +34,8 @@ pub enum Takes {
 /// What is to be done with some flags, and why.
 #[derive(Debug)]
 pub struct Entry {
-    /// Without dashes in front, between spaces; one that ends with `*` stands for all that begin so.
+    /// Without dashes in front, between spaces; one that ends with `*` stands for all that begin
+    /// so.
     names: &'static str,
     pub takes: Takes,
     what: What,
@@ -168,7 +171,8 @@ fn entries() -> impl Iterator<Item = &'static Entry> {
     TABLES.into_iter().flatten()
 }
 
-/// What is known of a flag, or key of a run file, that is none of `pretrain`'s; by its name with dashes.
+/// What is known of a flag, or key of a run file, that is none of `pretrain`'s; by its name with
+/// dashes.
 pub fn find(name: &str) -> Option<&'static Entry> {
     let exact = entries().find(|entry| entry.names.split_whitespace().any(|known| known == name));
     exact.or_else(|| {

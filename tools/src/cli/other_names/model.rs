@@ -132,7 +132,8 @@ fn whole_heads(given: &Given<'_>) -> Verdict {
     if given.values.iter().all(|value| same_value(value, "1")) { Verdict::PassedOver } else { of_rope(given) }
 }
 
-/// Megatron-LM takes it beside rotary positions alone, from the time when these were added to learned ones.
+/// Megatron-LM takes it beside rotary positions alone, from the time when these were added to
+/// learned ones.
 fn no_position_embedding(given: &Given<'_>) -> Verdict {
     match given.line.value("position-embedding-type") {
         Some("rope" | "none" | "alibi") => Verdict::PassedOver,

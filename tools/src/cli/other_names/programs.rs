@@ -1,4 +1,5 @@
-//! Flags and keys of DeepSpeed, of Hugging Face's Trainer and of others: the one that says the same here.
+//! Flags and keys of DeepSpeed, of Hugging Face's Trainer and of others: the one that says the same
+//! here.
 
 use super::{Entry, refuse};
 

@@ -118,7 +118,8 @@ fn a_value_decides_where_only_some_change_nothing() {
     }
 }
 
-/// The flags in the first column of the tables under `title` of docs/migrating.md, by heading of the table's second column.
+/// The flags in the first column of the tables under `title` of docs/migrating.md, by heading of
+/// the table's second column.
 fn documented(title: &str) -> Vec<(String, String)> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/migrating.md");
     let text = std::fs::read_to_string(path).unwrap();

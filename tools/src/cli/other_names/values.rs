@@ -17,7 +17,8 @@ const VALUES: [(&str, &str, &str); 5] = [
     ("dataloader-type", "external", "data that a program of your own reads are not there"),
 ];
 
-/// Why `value` of a flag of this program is refused, if Megatron-LM has it; by the flag's name with dashes.
+/// Why `value` of a flag of this program is refused, if Megatron-LM has it; by the flag's name with
+/// dashes.
 pub fn refused_value(flag: &str, value: &str) -> Option<&'static str> {
     let known = VALUES.iter().find(|(name, values, _)| *name == flag && values.split(' ').any(|known| known == value));
     known.map(|(_, _, because)| *because)

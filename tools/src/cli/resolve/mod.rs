@@ -150,7 +150,8 @@ impl Resolver<'_> {
         }
     }
 
-    /// Notes those of `settings` that are given, which the run as it is does not read: Megatron-LM's scripts leave them on their lines.
+    /// Notes those of `settings` that are given, which the run as it is does not read:
+    /// Megatron-LM's scripts leave them on their lines.
     fn pass_over(&mut self, settings: &[(&str, bool)]) {
         for (key, _) in settings.iter().filter(|(_, given)| *given) {
             let origin = self.sources.of(key).unwrap_or_default();

@@ -6,7 +6,8 @@ use super::Resolver;
 use crate::cli::from_checkpoint::Recorded;
 
 impl Resolver<'_> {
-    /// One line on all of them, if there are any. Those that a user surely did not mean so are refused elsewhere.
+    /// One line on all of them, if there are any. Those that a user surely did not mean so are
+    /// refused elsewhere.
     pub(super) fn without_effect(&self, run: &RunConfig, recorded: Option<&Recorded>) -> Option<String> {
         // A checkpoint says all settings.
         let recorded = recorded.map(Recorded::origin);
