@@ -307,7 +307,12 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
     // Each process has a log of its own, or a supervisor that says which rank a line is of.
     let on_wait: Option<fn(&str)> = Some(tell);
     let options = CommOptions { timeout, connect_timeout, overlap, on_wait, secret, ..CommOptions::default() };
-    Ok(comm::init(place, &rendezvous, distributed.backend, options)?)
+    // NCCL joins once all have told their devices, so that ranks without a GPU are named by those.
+    let backend = match distributed.backend {
+        Backend::Nccl => Backend::Auto,
+        other => other,
+    };
+    Ok(comm::init(place, &rendezvous, backend, options)?)
 }
 
 /// How long this rank waits for the others at the start of a run whose operations have `timeout`. On several machines data are opened on each,
