@@ -1,6 +1,6 @@
 //! What must not change a bit: schedule, virtual stages, recompute, ZeRO-1, bucket size, overlap.
 
-use kernels::trace::Recorder;
+use kernels::tensor::trace::Recorder;
 use megatron::comm::CommOptions;
 use megatron::config::{PartitionMethod, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
 use system_tests::{

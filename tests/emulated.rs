@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use candle_core::Device;
-use kernels::gpu::emulated::{Counts, Order, run, take_counts};
-use kernels::trace::Recorder;
+use kernels::tensor::gpu::emulated::{Counts, Order, run, take_counts};
+use kernels::tensor::trace::Recorder;
 use megatron::config::{BatchSizeRampup, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig};
 use megatron::data::SampleSource;
 use megatron::train::Sources;

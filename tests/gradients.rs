@@ -104,7 +104,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
 
         let step = |by: f64| -> megatron::Result<()> {
             for (weight, direction) in &moves {
-                kernels::reduce::add_inplace(weight, &direction.affine(by, 0.0)?)?;
+                kernels::ops::reduce::add_inplace(weight, &direction.affine(by, 0.0)?)?;
             }
             Ok(())
         };

@@ -6,7 +6,7 @@
 //! ```
 
 use candle_core::Device;
-use kernels::device::Choice;
+use kernels::tensor::device::Choice;
 use megatron::config::{
     DynamicLossScale, LossScaling, PositionEmbedding, Precision, Recompute, RecomputeMethod, RunConfig,
 };

@@ -9,7 +9,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use kernels::gpu::emulated::{Metered, Order, limit_memory, run};
+use kernels::tensor::gpu::emulated::{Metered, Order, limit_memory, run};
 use megatron::Error;
 use megatron::config::RunConfig;
 use megatron::train::StepMetrics;

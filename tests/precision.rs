@@ -212,7 +212,7 @@ fn poison(trainer: &Trainer) -> megatron::Result<(Tensor, Tensor)> {
     let mut norms = trainer.stage().params.iter().map(|(_, p)| p).filter(|p| p.spec.name.ends_with("layernorm.weight"));
     let element = norms.next().expect("every stage has layers").weight.narrow(0, 3, 1)?;
     let before = element.copy()?;
-    kernels::reduce::copy(&element, &Tensor::new(&[f32::INFINITY], element.device())?.to_dtype(element.dtype())?)?;
+    kernels::ops::reduce::copy(&element, &Tensor::new(&[f32::INFINITY], element.device())?.to_dtype(element.dtype())?)?;
     Ok((element, before))
 }
 
@@ -234,7 +234,7 @@ fn an_overflow_on_one_rank_is_skipped_on_all_and_follows_the_rule() {
                 let restore = if poisoned { Some(poison(trainer)?) } else { None };
                 let step = trainer.step()?;
                 if let Some((element, before)) = restore {
-                    kernels::reduce::copy(&element, &before)?;
+                    kernels::ops::reduce::copy(&element, &before)?;
                 }
                 assert_eq!(step.skipped, c == 'x');
                 assert_eq!(step.grad_norm.is_finite(), c == '.');

@@ -4,11 +4,12 @@
 
 use candle_core::{DType, Device, Tensor};
 use criterion::{Criterion, Throughput};
-use kernels::attention::{AttentionDropout, HeadShape, RopeTable, attention, attention_backward, rope_inplace};
-use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward};
-use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
-use kernels::philox::fill_normal;
-use kernels::{Result, activation, cross_entropy, embedding, linear, norm, reduce};
+use kernels::Result;
+use kernels::ops::attention::{AttentionDropout, HeadShape, RopeTable, attention, attention_backward, rope_inplace};
+use kernels::ops::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward};
+use kernels::ops::optimizer::{AdamW, Sgd, adamw, sgd};
+use kernels::ops::{activation, cross_entropy, embedding, linear, norm, reduce};
+use kernels::tensor::philox::fill_normal;
 
 const S: usize = 512;
 const B: usize = 4;

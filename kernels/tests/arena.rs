@@ -4,8 +4,8 @@
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kernels::arena::{at_the_end, outside};
-use kernels::memory::{LINE, LineAligned, keep_freed};
+use kernels::tensor::allocator::{LINE, LineAligned, keep_freed};
+use kernels::tensor::arena::{at_the_end, outside};
 
 #[global_allocator]
 static ALLOCATOR: LineAligned = LineAligned;

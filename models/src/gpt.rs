@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use kernels::attention::{RopeTable, rope_frequencies};
-use kernels::device::computes_ahead;
+use kernels::ops::attention::{RopeTable, rope_frequencies};
+use kernels::tensor::device::computes_ahead;
 use megatron::Result;
 use megatron::config::{ModelConfig, PositionEmbedding, Recompute, RunConfig};
 use megatron::params::{ParamSpec, ParamsBuilder};

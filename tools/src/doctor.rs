@@ -64,14 +64,14 @@ impl Report {
 
     #[cfg(not(feature = "cuda"))]
     fn gpus(&mut self, _args: &DoctorArgs) {
-        if let Err(error) = kernels::device::gpus() {
+        if let Err(error) = kernels::tensor::device::gpus() {
             self.line("gpus", error.to_string());
         }
     }
 
     #[cfg(feature = "cuda")]
     fn gpus(&mut self, args: &DoctorArgs) {
-        use kernels::gpu::survey::{compiled, survey};
+        use kernels::ops::survey::{compiled, survey};
         let files: Vec<&str> = compiled().iter().map(|(file, _)| *file).collect();
         let bytes: usize = compiled().iter().map(|(_, bytes)| bytes).sum();
         self.line(
@@ -106,7 +106,7 @@ impl Report {
                 self.line("  reads directly", if peers.is_empty() { "no other".to_string() } else { peers.join(", ") });
             }
             if !args.quick {
-                let speeds = kernels::gpu::open(i).and_then(|device| kernels::gpu::survey::measure(&device));
+                let speeds = kernels::tensor::gpu::open(i).and_then(|device| kernels::ops::survey::measure(&device));
                 self.line(
                     "  measured",
                     match speeds {

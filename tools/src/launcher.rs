@@ -63,7 +63,10 @@ fn here(launch: &LaunchArgs, variables: Vec<(OsString, OsString)>) -> Result<u8>
             // Of supervisors that were started one by one nobody can make it but who started them.
             secret: if launch.nnodes > 1 { secret()? } else { secret_or_new()? },
             style: Style::Command,
-            shares_gpus: crate::ranks::share_gpus(launch.nproc_per_node as usize, kernels::device::Choice::Auto),
+            shares_gpus: crate::ranks::share_gpus(
+                launch.nproc_per_node as usize,
+                kernels::tensor::device::Choice::Auto,
+            ),
             variables,
         }),
         // Long enough for ranks that end of the same cause to say so.

@@ -1,6 +1,6 @@
 //! The `megatron` program.
 
-use kernels::huge_pages::HugePages;
+use kernels::tensor::huge_pages::HugePages;
 
 #[global_allocator]
 static ALLOCATOR: HugePages = HugePages;

@@ -192,7 +192,7 @@ fn explain_missing(error: megatron::Error, checkpoint: Option<&Path>) -> megatro
 
 /// This process's part of the run.
 fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
-    kernels::memory::keep_freed();
+    kernels::tensor::allocator::keep_freed();
     let datasets = ranks::before_meeting(place, || open_data(&mut resolved))?;
     require_memory(&resolved, ranks_here(place))?;
     train::preflight(&resolved.run)?;
@@ -347,7 +347,7 @@ fn describe(run: &RunConfig, device: &Device) -> String {
         count(m.num_layers as u64, "layer"),
         m.vocab_size,
         t.precision,
-        kernels::device::name(device),
+        kernels::tensor::device::name(device),
         p.tensor_model_parallel_size,
         if p.context_parallel_size > 1 { format!(" · cp {}", p.context_parallel_size) } else { String::new() },
         p.pipeline_model_parallel_size,

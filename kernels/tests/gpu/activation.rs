@@ -1,7 +1,9 @@
 //! GELU and SwiGLU.
 
 use crate::support::{Input, check};
-use kernels::activation::{gelu, gelu_backward, gelu_backward_again, swiglu, swiglu_backward, swiglu_backward_again};
+use kernels::ops::activation::{
+    gelu, gelu_backward, gelu_backward_again, swiglu, swiglu_backward, swiglu_backward_again,
+};
 
 #[test]
 fn gelu_and_its_gradient() {

@@ -7,12 +7,12 @@ use std::time::Duration;
 use crate::support::{Input, check};
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
-use kernels::attention::{
+use kernels::ops::attention::{
     AttentionDropout, HeadShape, RopeTable, Rotation, Scores, attention, attention_backward,
     attention_backward_rotated, attention_cached,
 };
-use kernels::dropout::{DropoutKey, step_and_samples};
-use kernels::philox::{fill_normal, stream_id};
+use kernels::ops::dropout::{DropoutKey, step_and_samples};
+use kernels::tensor::philox::{fill_normal, stream_id};
 
 const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };
 const SAMPLES: [u64; 2] = [7, 1 << 40];
@@ -339,7 +339,7 @@ fn heads_that_are_too_wide_are_refused_by_name() {
 /// Of the GPU that the tests run on.
 #[cfg(all(feature = "cuda", not(feature = "emulated")))]
 fn multiprocessors() -> usize {
-    kernels::gpu::survey::survey().unwrap().gpus[0].multiprocessors as usize
+    kernels::ops::survey::survey().unwrap().gpus[0].multiprocessors as usize
 }
 
 /// As the emulator has.
@@ -447,7 +447,7 @@ fn kernels_that_are_not_there_are_named() {
 #[ignore = "a measurement: attention::speed --exact --ignored --nocapture, with and without MEGATRON_ATTENTION=mma"]
 fn speed() {
     use candle_core::DType;
-    let device = kernels::gpu::open(0).unwrap();
+    let device = kernels::tensor::gpu::open(0).unwrap();
     for (s, head_dim) in [(4096, 128), (8192, 128), (16384, 128), (4096, 64), (16384, 64)] {
         let (shape, b) = (shape(16, 1, head_dim), 16384 / s);
         let random =

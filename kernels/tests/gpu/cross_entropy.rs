@@ -2,7 +2,7 @@
 
 use crate::support::{Input, check, check_with, runs};
 use candle_core::{DType, Device, Tensor};
-use kernels::cross_entropy::{
+use kernels::ops::cross_entropy::{
     add_losses, cross_entropy_at_once, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics,
 };
 

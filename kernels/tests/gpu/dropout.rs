@@ -2,7 +2,7 @@
 
 use crate::support::{Input, check, runs};
 use candle_core::{DType, Device, Tensor};
-use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward, step_and_samples};
+use kernels::ops::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward, step_and_samples};
 
 const KEY: DropoutKey = DropoutKey { seed: 5 << 40 | 77, step: (1 << 35) + 3, layer: 4, site: 9 };
 

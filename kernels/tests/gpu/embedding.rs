@@ -1,7 +1,7 @@
 //! Rows of an embedding, and the gradient of its weight.
 
 use crate::support::{Input, check};
-use kernels::embedding::{embedding, embedding_backward};
+use kernels::ops::embedding::{embedding, embedding_backward};
 
 #[test]
 fn rows_are_looked_up_and_others_are_zero() {

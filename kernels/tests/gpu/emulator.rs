@@ -1,8 +1,8 @@
 //! The emulator itself: what it must find in kernels that are wrong, by `cuda/emulator_cases.cu`.
 
 use candle_core::{DType, Device, Tensor};
-use kernels::gpu::Gpu;
-use kernels::gpu::emulated::{Order, run};
+use kernels::tensor::gpu::Gpu;
+use kernels::tensor::gpu::emulated::{Order, run};
 
 const FILE: &str = "emulator_cases";
 

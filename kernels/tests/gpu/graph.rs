@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Device, Tensor};
 use kernels::Error;
-use kernels::activation::gelu;
-use kernels::device::{Choice, constant, to_host, upload};
-use kernels::embedding::embedding;
-use kernels::graph::record;
-use kernels::reduce::{add_inplace, copy, scale_inplace};
+use kernels::ops::activation::gelu;
+use kernels::ops::embedding::embedding;
+use kernels::ops::reduce::{add_inplace, copy, scale_inplace};
+use kernels::tensor::device::{Choice, constant, to_host, upload};
+use kernels::tensor::graph::record;
 
 fn gpu() -> Device {
     Choice::Cuda(Some(0)).open(0).unwrap()

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use crate::support::{Input, check, check_with};
-use kernels::linear::{
+use kernels::ops::linear::{
     linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu, linear_into,
     linear_to_f32, linear_wgrad, linear_wgrad_into,
 };

@@ -3,7 +3,7 @@
 use crate::support::{Input, check};
 use candle_core::{DType, Tensor};
 use kernels::Result;
-use kernels::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
+use kernels::ops::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
 
 const EPS: f64 = 1e-5;
 

@@ -3,10 +3,10 @@
 use crate::support::{Input, check, runs};
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
-use kernels::device::{to_host, zeros};
-use kernels::halves::{join_value, split, split_value};
-use kernels::optimizer::{AdamW, Dither, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
-use kernels::reduce::{cast, copy};
+use kernels::ops::halves::{join_value, split, split_value};
+use kernels::ops::optimizer::{AdamW, Dither, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
+use kernels::ops::reduce::{cast, copy};
+use kernels::tensor::device::{to_host, zeros};
 
 const ADAM: AdamW =
     AdamW { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, grad_scale: 0.25 };
@@ -218,7 +218,7 @@ fn the_factor_of_a_verdict_is_that_of_the_rule_and_a_step_it_is_against_changes_
     for (run, ()) in runs(|device| {
         let fill = |add: f64| Tensor::arange(0f32, 5000.0, device).unwrap().affine(1e-3, add).unwrap();
         let verdict = |share: f64, scale: f64| {
-            kernels::clip::Verdict::of(&Tensor::new(&[share], device).unwrap(), 0.0, scale).unwrap()
+            kernels::ops::clip::Verdict::of(&Tensor::new(&[share], device).unwrap(), 0.0, scale).unwrap()
         };
         let bits = |t: &Tensor| t.to_device(&Device::Cpu).unwrap().to_vec1::<f32>().unwrap();
         let g = fill(-2.0);

@@ -2,12 +2,12 @@
 
 use crate::support::{Input, check, runs};
 use candle_core::{DType, Device, Tensor};
-use kernels::clip::Verdict;
-use kernels::device::to_host;
-use kernels::linear::bias_grad;
-use kernels::reduce::{
+use kernels::ops::clip::Verdict;
+use kernels::ops::linear::bias_grad;
+use kernels::ops::reduce::{
     add_inplace, cast, copy, scale_inplace, sum_in_order, sum_of_squares, sums_of_squares, total_of_squares, zero,
 };
+use kernels::tensor::device::to_host;
 
 /// Less than a vector, whole vectors, a block's worth and more, each with and without a rest.
 const SIZES: [usize; 8] = [1, 7, 64, 1001, 4096, 7173, 8192, 9005];

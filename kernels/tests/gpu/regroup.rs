@@ -1,7 +1,7 @@
 //! Rows in another order.
 
 use crate::support::{Input, check};
-use kernels::regroup::swap_leading;
+use kernels::ops::regroup::swap_leading;
 
 /// Rows of less than a vector, of whole ones and of some and a rest; fewer items than a block does, and more.
 #[test]

@@ -3,7 +3,7 @@
 use crate::support::{Input, check};
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
-use kernels::attention::{HeadShape, RopeTable, rope_at, rope_inplace, rope_positions};
+use kernels::ops::attention::{HeadShape, RopeTable, rope_at, rope_inplace, rope_positions};
 
 const SHAPES: [HeadShape; 5] = [
     HeadShape { groups: 2, heads_per_group: 3, head_dim: 64 },

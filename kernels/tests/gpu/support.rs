@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
-use kernels::philox::{fill_normal, stream_id};
+use kernels::tensor::philox::{fill_normal, stream_id};
 
 /// The dtypes that GPUs have kernels for, with the relative error (L2) they may have.
 const DTYPES: [(DType, f64); 3] = [(DType::F32, 1e-5), (DType::BF16, 1e-2), (DType::F16, 2e-3)];
@@ -125,14 +125,15 @@ fn relative_error(a: &[f64], b: &[f64]) -> f64 {
 /// Ways to run a case that must give the same bits: in different orders of threads and blocks when emulated, twice on a GPU.
 #[cfg(feature = "emulated")]
 pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
-    use kernels::gpu::emulated::{Order, run};
+    use kernels::tensor::gpu::emulated::{Order, run};
     let orders = [Order::Forward, Order::Backward, Order::Shuffled(1), Order::WarpByWarp];
     orders.map(|order| (format!("{order:?}"), run(order, || f(&Device::Cpu)))).into()
 }
 
 #[cfg(all(feature = "cuda", not(feature = "emulated")))]
 pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
-    let device = kernels::gpu::open(0).expect("these tests need a GPU; without one, run them with --features emulated");
+    let device =
+        kernels::tensor::gpu::open(0).expect("these tests need a GPU; without one, run them with --features emulated");
     ["once", "again"].map(|name| (name.to_string(), f(&device))).into()
 }
 

@@ -2,9 +2,9 @@
 
 use crate::support::runs;
 use candle_core::{DType, Device, Tensor};
-use kernels::device::{constant, empty, to_host, upload, zeros};
-use kernels::reduce::scale_inplace;
-use kernels::transfer::{fetch, mark, put, room};
+use kernels::ops::reduce::scale_inplace;
+use kernels::tensor::device::{constant, empty, to_host, upload, zeros};
+use kernels::tensor::transfer::{fetch, mark, put, room};
 
 fn values(t: &Tensor) -> Vec<f32> {
     t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
@@ -83,9 +83,9 @@ fn values_are_uploaded_in_the_streams_order_and_constants_found_again() {
                 (&[10, 100][..], list)
             );
             let constants = [0, 1].map(|_| constant(vec![round, 7, 8, 9], (2, 2), device).unwrap());
-            assert!(kernels::device::same_elements(&constants[0], &constants[1]));
+            assert!(kernels::tensor::device::same_elements(&constants[0], &constants[1]));
             let other = constant(vec![round, 7, 8, 10], (2, 2), device).unwrap();
-            assert!(!kernels::device::same_elements(&constants[0], &other));
+            assert!(!kernels::tensor::device::same_elements(&constants[0], &other));
             assert_eq!(to_host(&other).unwrap().to_vec2::<u32>().unwrap(), [[round, 7], [8, 10]]);
         }
         upload(vec![1f32; 5], 6, device).unwrap_err();

@@ -2,7 +2,9 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu};
 use candle_core::{DType, Tensor};
-use kernels::activation::{gelu, gelu_backward, gelu_backward_again, swiglu, swiglu_backward, swiglu_backward_again};
+use kernels::ops::activation::{
+    gelu, gelu_backward, gelu_backward_again, swiglu, swiglu_backward, swiglu_backward_again,
+};
 
 /// The last one's rows would crowd a cache, so those of results lie apart.
 const SHAPES: [[usize; 3]; 4] = [[1, 1, 2], [7, 3, 34], [40, 2, 1000], [9, 2, 4096]];

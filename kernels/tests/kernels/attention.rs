@@ -5,8 +5,8 @@ use std::process::Command;
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn};
 use candle_core::{D, DType, Device, Tensor};
 use kernels::Isa;
-use kernels::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward};
-use kernels::dropout::DropoutKey;
+use kernels::ops::attention::{AttentionDropout, HeadShape, Scores, attention, attention_backward};
+use kernels::ops::dropout::DropoutKey;
 
 const PLAIN: Scores = Scores { scale: 1.0, alibi: None, window: None, first_keys: None };
 const KEY: DropoutKey = DropoutKey { seed: 11, step: 3, layer: 2, site: 1 };

@@ -1,7 +1,7 @@
 //! What the tests of all kernels share: inputs, candle's autograd as the oracle, comparison, thread pools.
 
 use candle_core::{DType, Device, Tensor, Var};
-use kernels::philox::{fill_normal, stream_id};
+use kernels::tensor::philox::{fill_normal, stream_id};
 
 /// The dtypes of every kernel, with the relative error they may have against an f64 reference.
 pub const DTYPES: [(DType, f64); 2] = [(DType::F64, 1e-11), (DType::F32, 2e-5)];

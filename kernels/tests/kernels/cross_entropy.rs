@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, ids, oracle, randn, values};
 use candle_core::{D, DType, Device, Tensor};
-use kernels::cross_entropy::{cross_entropy_backward, rebase, row_statistics};
+use kernels::ops::cross_entropy::{cross_entropy_backward, rebase, row_statistics};
 
 /// Token losses and the gradient of Σ scale·loss, over a vocabulary cut into `parts` equal parts of which columns
 /// from `vocab` on are padding.

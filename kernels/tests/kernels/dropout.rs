@@ -2,8 +2,8 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
-use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward};
-use kernels::philox::philox4x32;
+use kernels::ops::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward};
+use kernels::tensor::philox::philox4x32;
 
 const KEY: DropoutKey = DropoutKey { seed: 5, step: 1, layer: 0, site: 0 };
 

@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, ids, oracle, randn};
 use candle_core::{DType, Device, Tensor};
-use kernels::embedding::{embedding, embedding_backward};
+use kernels::ops::embedding::{embedding, embedding_backward};
 
 #[test]
 fn lookup_and_its_gradient_agree_with_autograd() {

@@ -7,12 +7,13 @@ use std::process::Command;
 
 use crate::common::{bits, cast, ids, randn};
 use candle_core::{DType, Device, Tensor};
-use kernels::attention::{AttentionDropout, HeadShape, RopeTable, attention, rope_inplace};
-use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
-use kernels::linear::bias_grad;
-use kernels::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
-use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
-use kernels::{Isa, activation, cross_entropy, embedding, reduce};
+use kernels::Isa;
+use kernels::ops::attention::{AttentionDropout, HeadShape, RopeTable, attention, rope_inplace};
+use kernels::ops::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
+use kernels::ops::linear::bias_grad;
+use kernels::ops::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
+use kernels::ops::optimizer::{AdamW, Sgd, adamw, sgd};
+use kernels::ops::{activation, cross_entropy, embedding, reduce};
 
 const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 const S: usize = 23;

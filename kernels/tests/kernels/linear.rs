@@ -2,8 +2,8 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu};
 use candle_core::{DType, Device, Tensor};
-use kernels::activation::gelu;
-use kernels::linear::{
+use kernels::ops::activation::gelu;
+use kernels::ops::linear::{
     bias_grad, linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_gelu_again, linear_dgrad_into,
     linear_gelu, linear_into, linear_to_f32, linear_wgrad, linear_wgrad_into,
 };

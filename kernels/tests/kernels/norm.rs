@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn};
 use candle_core::{D, DType, Tensor};
-use kernels::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
+use kernels::ops::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
 
 const EPS: f64 = 1e-5;
 const SHAPES: [[usize; 3]; 4] = [[1, 1, 1], [3, 2, 7], [50, 3, 33], [5, 1, 100]];

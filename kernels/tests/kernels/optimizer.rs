@@ -3,8 +3,8 @@
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::optim::{Optimizer, ParamsAdamW};
-use kernels::halves::{join_value, split};
-use kernels::optimizer::{AdamW, Dither, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
+use kernels::ops::halves::{join_value, split};
+use kernels::ops::optimizer::{AdamW, Dither, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
 
 const ADAM: AdamW = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
 

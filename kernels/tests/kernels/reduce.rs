@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
-use kernels::reduce::{
+use kernels::ops::reduce::{
     add_inplace, count_zeros, scale_inplace, sum_of_squares, sums_of_squares, total_of_squares, zero,
 };
 

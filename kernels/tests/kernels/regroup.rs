@@ -2,7 +2,7 @@
 
 use crate::common::{assert_same_on_any_threads, bits, cast, randn};
 use candle_core::{DType, Device, Tensor};
-use kernels::regroup::swap_leading;
+use kernels::ops::regroup::swap_leading;
 
 #[test]
 fn leading_dimensions_are_swapped_bit_for_bit() {

@@ -2,7 +2,7 @@
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn, values};
 use candle_core::{D, DType, Device, Tensor};
-use kernels::attention::{HeadShape, RopeTable, rope_at, rope_inplace, rope_positions};
+use kernels::ops::attention::{HeadShape, RopeTable, rope_at, rope_inplace, rope_positions};
 
 const SHAPE: HeadShape = HeadShape { groups: 2, heads_per_group: 3, head_dim: 10 };
 const OFFSET: usize = 4;

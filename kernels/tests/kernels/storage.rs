@@ -3,11 +3,11 @@
 
 use crate::common::{bits, cast, ids, randn};
 use candle_core::{DType, Device, Tensor};
-use kernels::attention::{HeadShape, RopeTable, rope_inplace};
-use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward};
-use kernels::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
-use kernels::optimizer::{AdamW, Sgd, adamw, sgd};
-use kernels::{activation, cross_entropy, embedding, reduce};
+use kernels::ops::attention::{HeadShape, RopeTable, rope_inplace};
+use kernels::ops::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward};
+use kernels::ops::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
+use kernels::ops::optimizer::{AdamW, Sgd, adamw, sgd};
+use kernels::ops::{activation, cross_entropy, embedding, reduce};
 
 const DTYPES: [DType; 2] = [DType::BF16, DType::F16];
 /// Rows that make several blocks and a remainder, of a width that makes vectors and a remainder.

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
-use kernels::halves::{join_value, split_value};
-use kernels::host::{with_slice, with_slice_mut};
+use kernels::ops::halves::{join_value, split_value};
+use kernels::tensor::host::{with_slice, with_slice_mut};
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
@@ -131,7 +131,7 @@ pub(super) fn read_bytes(data: &Elements, range: Range<usize>, mut f: impl FnMut
         let part = start..range.end.min(start + step);
         match data {
             Elements::Tensor(data) => {
-                kernels::host::with_bytes(&on_host(data, &part)?, OP, |bytes| Ok(f(bytes)))??;
+                kernels::tensor::host::with_bytes(&on_host(data, &part)?, OP, |bytes| Ok(f(bytes)))??;
             }
             Elements::Halves { high, low: Some(low) } => {
                 let (high, low) = (on_host(high, &part)?, on_host(low, &part)?);
@@ -187,7 +187,7 @@ pub(super) fn write_shared(data: &Elements, stored: &[u8], from: Float, pairs: &
     match data {
         Elements::Tensor(data) => {
             let (to, host) = (float_of(data.dtype())?, on_host(data, &hull)?);
-            kernels::host::with_bytes_mut(&host, OP, |bytes| {
+            kernels::tensor::host::with_bytes_mut(&host, OP, |bytes| {
                 for_each_run(pairs, hull.start, |run| copy_run(stored, from, bytes, to, run));
                 Ok(())
             })?;

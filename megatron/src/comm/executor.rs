@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kernels::trace::{Kind, span};
+use kernels::tensor::trace::{Kind, span};
 
 use super::communicator::Work;
 use super::inbox::lock;

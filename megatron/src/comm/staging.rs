@@ -3,11 +3,11 @@
 //! A tensor is taken over when its operation is issued ([`issued`]): the copy to the host is behind what was queued before, and goes on while
 //! later work is computed. The rest runs where the operation does, on the group's thread, so it holds up neither the rank nor other groups;
 //! what is queued once the operation was waited for is behind the copy back. The host's side is locked memory that is used again
-//! ([`kernels::transfer`]).
+//! ([`kernels::tensor::transfer`]).
 
 use candle_core::{Device, Tensor};
-use kernels::device::same_elements;
-use kernels::transfer::{Mark, fetch, mark, put, room};
+use kernels::tensor::device::same_elements;
+use kernels::tensor::transfer::{Mark, fetch, mark, put, room};
 
 use crate::Result;
 
@@ -52,7 +52,7 @@ pub fn from_to(
     let (from, to) = (&input.tensor, &output.tensor);
     if size == 1 && input.at.is_some() && from.device().same_device(to.device()) {
         if !same_elements(from, to) {
-            kernels::reduce::copy(to, from)?;
+            kernels::ops::reduce::copy(to, from)?;
         }
         return Ok(());
     }
@@ -86,7 +86,7 @@ pub fn between(
             None => {
                 let result = Tensor::zeros(output.tensor.shape(), output.tensor.dtype(), &Device::Cpu)?;
                 f(from, Some(&result))?;
-                Ok(kernels::reduce::copy(&output.tensor, &result)?)
+                Ok(kernels::ops::reduce::copy(&output.tensor, &result)?)
             }
         },
     }

@@ -11,8 +11,8 @@
 //! the causal triangle, which heads are cut over, not queries.
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::empty;
-use kernels::regroup::swap_leading;
+use kernels::ops::regroup::swap_leading;
+use kernels::tensor::device::empty;
 
 use crate::comm::Group;
 use crate::{Error, Result};

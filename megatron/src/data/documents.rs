@@ -4,7 +4,7 @@
 //! belongs to it; the next one is the first of the next document.
 
 use candle_core::{Device, Tensor};
-use kernels::device::upload;
+use kernels::tensor::device::upload;
 
 use crate::Result;
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use kernels::device::upload;
+use kernels::tensor::device::upload;
 
 use super::documents::{DocumentEnds, Documents, Tables};
 use super::source::SampleSource;
@@ -74,7 +74,7 @@ pub struct MicroBatch {
     pub counted: f64,
     /// Index of each of the b samples within the step's global batch: 0 … GBS − 1.
     pub samples: Vec<u64>,
-    /// [`kernels::dropout::step_and_samples`], in the microbatch that a CUDA graph reads.
+    /// [`kernels::ops::dropout::step_and_samples`], in the microbatch that a CUDA graph reads.
     pub step_and_samples: Option<Tensor>,
     /// Of whole sequences.
     pub documents: Documents,

@@ -73,7 +73,7 @@ impl GradientReducer {
         for InFlight { work, convert } in self.in_flight.drain(..) {
             work.wait()?;
             if let Some((from, to)) = convert {
-                kernels::reduce::cast(&to, &from)?;
+                kernels::ops::reduce::cast(&to, &from)?;
             }
         }
         Ok(())
@@ -91,8 +91,8 @@ impl GradientReducer {
         let mine = if self.scatter { shard(bucket.len, self.dp.rank(), self.dp.size()) } else { 0..bucket.len };
         let (grads, part) = (bucket.grads.all()?, bucket.grads.narrow(&mine)?);
         let (from, to) = if self.in_bf16 {
-            let from = kernels::device::empty(bucket.len, DType::BF16, grads.device())?;
-            kernels::reduce::cast(&from, &grads)?;
+            let from = kernels::tensor::device::empty(bucket.len, DType::BF16, grads.device())?;
+            kernels::ops::reduce::cast(&from, &grads)?;
             let to = from.narrow(0, mine.start, mine.len())?;
             (from, to)
         } else {
@@ -126,7 +126,7 @@ impl GradientReducer {
         let mut at = 0;
         for grad in partial {
             let len = grad.elem_count();
-            kernels::reduce::copy(&grad, &joined.narrow(0, at, len)?.reshape(grad.shape())?)?;
+            kernels::ops::reduce::copy(&grad, &joined.narrow(0, at, len)?.reshape(grad.shape())?)?;
             at += len;
         }
         Ok(())
@@ -205,7 +205,7 @@ mod tests {
         for (step, overlap) in [false, false, true, true].into_iter().enumerate() {
             let mut reducer = GradientReducer::new(solo(), solo(), None, false, overlap);
             for bucket in store.buckets() {
-                kernels::reduce::copy(
+                kernels::ops::reduce::copy(
                     &bucket.grads.all().unwrap(),
                     &full(f32::NAN, (1, bucket.len)).flatten_all().unwrap(),
                 )
@@ -218,7 +218,7 @@ mod tests {
             for _ in 0..=step {
                 store.add_weight_grad(output, &full(1.0, (1, 4)), &full(10.0, (1, 2))).unwrap();
                 store.add_weight_grad(product, &full(1.0, (1, 4)), &full(2.0, (1, 2))).unwrap();
-                kernels::reduce::add_inplace(&store.grad(sum).unwrap(), &full(3.0, (4, 2))).unwrap();
+                kernels::ops::reduce::add_inplace(&store.grad(sum).unwrap(), &full(3.0, (4, 2))).unwrap();
                 store.add_embedding_grad(word, &full(1.0, (3, 2)), &ids, 0).unwrap();
             }
             let announced = [unused, output, sum, product, word];

@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::clip::Verdict;
-use kernels::optimizer::{AdamW, Dither, Segment, Sgd, adamw_segments, sgd_segments};
+use kernels::ops::clip::Verdict;
+use kernels::ops::optimizer::{AdamW, Dither, Segment, Sgd, adamw_segments, sgd_segments};
 
 use super::ownership::{speaks_for, written_part};
 use super::state::BucketState;
@@ -127,7 +127,7 @@ impl Optimizer {
             store.buckets()[param.bucket].grads.narrow(&part)
         });
         let counted = counted.collect::<Result<Vec<_>>>()?;
-        Ok(kernels::reduce::total_of_squares(&counted.iter().collect::<Vec<_>>(), &store.options().device)?)
+        Ok(kernels::ops::reduce::total_of_squares(&counted.iter().collect::<Vec<_>>(), &store.options().device)?)
     }
 
     /// The elements of its bucket that this rank counts of a parameter: over all ranks every
@@ -163,14 +163,14 @@ impl Optimizer {
                         let some = start..part.end.min(start + JOINED);
                         let halves = Elements::Halves { high: weights(&some)?, low: Some(master.narrow(&some)?) };
                         let values = Tensor::from_vec(halves.to_f32()?, some.len(), &Device::Cpu)?;
-                        squares += kernels::reduce::sum_of_squares(&values)?;
+                        squares += kernels::ops::reduce::sum_of_squares(&values)?;
                     }
                 }
                 Some(master) => tensors.push(master.narrow(&part)?),
             }
         }
         let tensors: Vec<&Tensor> = tensors.iter().collect();
-        let total = kernels::reduce::total_of_squares(&tensors, &store.options().device)?;
+        let total = kernels::ops::reduce::total_of_squares(&tensors, &store.options().device)?;
         Ok(squares + total.to_vec1::<f64>()?[0])
     }
 
@@ -189,7 +189,7 @@ impl Optimizer {
             let grads = store.buckets()[param.bucket].grads.narrow(&part)?;
             for piece in clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset) {
                 let held = piece.local_range();
-                zeros += kernels::reduce::count_zeros(&grads.narrow(0, held.start, held.len())?)?;
+                zeros += kernels::ops::reduce::count_zeros(&grads.narrow(0, held.start, held.len())?)?;
             }
         }
         Ok(zeros)
@@ -215,7 +215,7 @@ impl Optimizer {
         // In order of rank over tp × pp, by groups that are there anyway: a communicator of NCCL's takes memory and queues.
         let mut shares = Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
         if self.sharded && self.dp.size() > 1 {
-            shares = Self::gathered(&kernels::reduce::sum_in_order(&shares)?, &self.dp)?;
+            shares = Self::gathered(&kernels::ops::reduce::sum_in_order(&shares)?, &self.dp)?;
         }
         let verdict = Verdict::of(&shares, self.config.clip_grad, loss_scale)?;
         // A GPU does all of it, and changes nothing, rather than wait for the verdict.

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::transfer::{Mark, fetch, mark, put, room};
+use kernels::tensor::transfer::{Mark, fetch, mark, put, room};
 
 use crate::config::OptimizerOffload;
 use crate::params::{Elements, Filed, copy_on_host};
@@ -54,14 +54,14 @@ impl BucketState {
         device: &Device,
     ) -> Result<Vec<Self>> {
         if *offload == OptimizerOffload::Cpu && mark(device)?.is_none() {
-            let device = kernels::device::name(device);
+            let device = kernels::tensor::device::name(device);
             return Err(Error::config(format!(
                 "optimizer_cpu_offload moves state from a GPU to the host's memory, and this run computes on {device}; leave it out, or \
                  keep it in files: offload_optimizer_nvme_path"
             )));
         }
         let zeros = |range: &Range<usize>, device: &Device| {
-            let zeros = |&dtype| Ok(kernels::device::zeros("optimizer state", range.len(), dtype, device)?);
+            let zeros = |&dtype| Ok(kernels::tensor::device::zeros("optimizer state", range.len(), dtype, device)?);
             dtypes.iter().map(zeros).collect::<Result<Vec<_>>>()
         };
         let filed = match offload {
@@ -188,7 +188,7 @@ fn parts(len: usize, each: usize) -> impl Iterator<Item = Range<usize>> {
 
 /// A tensor of `len` elements for each of `away`.
 fn room_for(away: &[Away], len: usize, device: &Device) -> Result<Vec<Tensor>> {
-    let room = |kept: &Away| Ok(kernels::device::zeros("parts of optimizer state", len, kept.dtype(), device)?);
+    let room = |kept: &Away| Ok(kernels::tensor::device::zeros("parts of optimizer state", len, kept.dtype(), device)?);
     away.iter().map(room).collect()
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use kernels::trace::kernel;
+use kernels::tensor::trace::kernel;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 use rustix::io::{Errno, retry_on_intr};
@@ -134,7 +134,7 @@ impl Filed {
         let at = self.first_byte_of(to)?;
         let _span = kernel("read_state", 0, to.elem_count() * self.dtype.size_in_bytes());
         let mut done = Ok(());
-        kernels::host::with_bytes_mut(to, OP, |bytes| {
+        kernels::tensor::host::with_bytes_mut(to, OP, |bytes| {
             let (mut rest, mut parts) = (bytes, Vec::new());
             for (at, len) in blocks(at, rest.len()) {
                 let part;
@@ -155,7 +155,7 @@ impl Filed {
         let at = self.first_byte_of(from)?;
         let _span = kernel("write_state", 0, from.elem_count() * self.dtype.size_in_bytes());
         let mut done = Ok(());
-        kernels::host::with_bytes(from, OP, |bytes| {
+        kernels::tensor::host::with_bytes(from, OP, |bytes| {
             let parts: Vec<_> = blocks(at, bytes.len()).collect();
             done = on_threads(parts, |(start, len)| self.files.write(start, &bytes[start - at..start - at + len]));
             Ok(())

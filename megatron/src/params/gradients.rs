@@ -11,9 +11,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
-use kernels::arena::at_the_end;
-use kernels::device::{computes_ahead, empty, zeros};
-use kernels::embedding::embedding_backward;
+use kernels::ops::embedding::embedding_backward;
+use kernels::tensor::arena::at_the_end;
+use kernels::tensor::device::{computes_ahead, empty, zeros};
 
 use super::{Param, ParamId, ParamStore, Role};
 use crate::Result;
@@ -64,7 +64,7 @@ impl GradientBuffer {
         }
         let grads = at_the_end(|| empty(self.len, self.dtype, &self.device))?;
         for gap in &self.gaps {
-            kernels::reduce::zero(&grads.narrow(0, gap.start, gap.len())?)?;
+            kernels::ops::reduce::zero(&grads.narrow(0, gap.start, gap.len())?)?;
         }
         Ok(memory.insert(grads).clone())
     }
@@ -146,7 +146,7 @@ impl ParamStore {
                 _ = param.stale.end()
             }
             if let Some(grad) = param.second_use.as_ref().filter(|_| !written_over) {
-                kernels::reduce::zero(grad)?;
+                kernels::ops::reduce::zero(grad)?;
             }
         }
         for bucket in self.buckets() {
@@ -154,7 +154,7 @@ impl ParamStore {
             let mut end = 0;
             for next in large.map(Param::range).chain(std::iter::once(bucket.len..bucket.len)) {
                 if next.start > end {
-                    kernels::reduce::zero(&bucket.grads.narrow(&(end..next.start))?)?;
+                    kernels::ops::reduce::zero(&bucket.grads.narrow(&(end..next.start))?)?;
                 }
                 end = next.end;
             }
@@ -177,7 +177,7 @@ impl ParamStore {
     pub fn grad(&self, id: ParamId) -> Result<Tensor> {
         let grad = self.place_of_grad(id)?;
         if self.param(id).stale.end() {
-            kernels::reduce::zero(&grad)?;
+            kernels::ops::reduce::zero(&grad)?;
         }
         Ok(grad)
     }
@@ -206,7 +206,7 @@ impl ParamStore {
     pub fn add_weight_grad(&self, id: ParamId, dy: &Tensor, x: &Tensor) -> Result<()> {
         let grad = self.place_of_grad(id)?;
         let is_first = self.param(id).stale.end();
-        let add = if is_first { kernels::linear::linear_wgrad_into } else { kernels::linear::linear_wgrad };
+        let add = if is_first { kernels::ops::linear::linear_wgrad_into } else { kernels::ops::linear::linear_wgrad };
         Ok(add(dy, x, &grad)?)
     }
 
@@ -231,7 +231,7 @@ impl ParamStore {
             return lock(sums).add_to(&self.grad(id)?);
         }
         for (other, _) in self.iter().filter(|(_, p)| p.role == Role::TiedUse(id)) {
-            kernels::reduce::add_inplace(&self.grad(id)?, &self.grad(other)?)?;
+            kernels::ops::reduce::add_inplace(&self.grad(id)?, &self.grad(other)?)?;
         }
         Ok(())
     }
@@ -259,7 +259,10 @@ mod tests {
         for _ in 0..3 {
             drop(Tensor::full(f32::NAN, len, &Device::Cpu).unwrap());
             let all = buffer.all().unwrap();
-            assert!(kernels::device::same_elements(&all, &buffer.all().unwrap()), "one memory until it is released");
+            assert!(
+                kernels::tensor::device::same_elements(&all, &buffer.all().unwrap()),
+                "one memory until it is released"
+            );
             let mut values = all.to_vec1::<f32>().unwrap();
             held.iter().for_each(|range| values[range.clone()].fill(0.0));
             assert_eq!(values, vec![0.0; len]);

@@ -2,7 +2,7 @@
 //!
 //! Source of the distribution: Radford et al. 2019 (N(0, 0.02), output projections scaled by 1/√(2·layers)).
 
-use kernels::philox::{fill_normal, stream_id};
+use kernels::tensor::philox::{fill_normal, stream_id};
 
 use super::{Init, ParamSpec, Piece};
 

@@ -3,9 +3,9 @@
 //! of the rows that are named rather than of a second gradient of the matrix.
 
 use candle_core::{Device, Tensor};
-use kernels::device::zeros;
-use kernels::embedding::embedding_backward;
-use kernels::host::with_slice;
+use kernels::ops::embedding::embedding_backward;
+use kernels::tensor::device::zeros;
+use kernels::tensor::host::with_slice;
 
 use crate::Result;
 
@@ -32,7 +32,7 @@ impl RowSums {
     /// If the buffer cannot be written.
     pub fn clear(&mut self) -> Result<()> {
         if let Some(sums) = &self.sums {
-            kernels::reduce::zero(&sums.narrow(0, 0, self.rows.len())?)?;
+            kernels::ops::reduce::zero(&sums.narrow(0, 0, self.rows.len())?)?;
         }
         for row in self.rows.drain(..) {
             self.places[row as usize] = NONE;
@@ -55,7 +55,7 @@ impl RowSums {
             let wanted = self.rows.len().max(2 * room).max(LEAST).min(rows.max(1));
             let larger = zeros("main gradients", (wanted, columns), like.dtype(), like.device())?;
             if let Some(sums) = &self.sums {
-                kernels::reduce::copy(&larger.narrow(0, 0, room)?, sums)?;
+                kernels::ops::reduce::copy(&larger.narrow(0, 0, room)?, sums)?;
             }
             self.sums = Some(larger);
         }

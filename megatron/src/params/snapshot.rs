@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
-use kernels::transfer::{Mark, fetch, mark};
+use kernels::tensor::transfer::{Mark, fetch, mark};
 
 use super::{Elements, ShardRef, on_threads};
 use crate::{Error, Result};
@@ -35,7 +35,7 @@ impl Elements {
 
 /// A copy of a contiguous tensor of one dimension, on the host.
 fn copy(tensor: &Tensor) -> Result<Tensor> {
-    let copy = kernels::device::empty(tensor.shape(), tensor.dtype(), &Device::Cpu)?;
+    let copy = kernels::tensor::device::empty(tensor.shape(), tensor.dtype(), &Device::Cpu)?;
     match mark(tensor.device())? {
         None => copy_on_host(tensor, &copy)?,
         Some(mark) => {
@@ -54,8 +54,8 @@ fn copy_from_gpu(tensor: &Tensor, copy: &Tensor, part: Range<usize>, now: &Mark)
 /// Copies equally many elements of one dtype between tensors of the host's memory, on all threads.
 pub(crate) fn copy_on_host(from: &Tensor, to: &Tensor) -> Result<()> {
     const OP: &str = "copy";
-    let copied = kernels::host::with_bytes(from, OP, |from| {
-        kernels::host::with_bytes_mut(to, OP, |to| {
+    let copied = kernels::tensor::host::with_bytes(from, OP, |from| {
+        kernels::tensor::host::with_bytes_mut(to, OP, |to| {
             on_threads(to.chunks_mut(BLOCK).zip(from.chunks(BLOCK)).collect(), |(to, from)| {
                 to.copy_from_slice(from);
                 Ok(())

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::{computes_ahead, zeros};
+use kernels::tensor::device::{computes_ahead, zeros};
 
 use super::gradients::{GradientBuffer, Stale};
 use super::row_sums::RowSums;
@@ -81,7 +81,7 @@ pub struct Bucket {
 pub struct Master {
     /// The elements of the bucket that this rank steps.
     pub range: Range<usize>,
-    /// `[range.len()]`, of fp16 weights. Of bf16 weights, which are the high halves, the low ones ([`kernels::halves`], i16).
+    /// `[range.len()]`, of fp16 weights. Of bf16 weights, which are the high halves, the low ones ([`kernels::ops::halves`], i16).
     pub values: Tensor,
 }
 
@@ -343,18 +343,18 @@ impl ParamStore {
     pub fn assign(&self, param: &Param, values: Vec<f32>) -> Result<()> {
         let source = Tensor::from_vec(values, param.numel, &self.options.device)?;
         let Some(master) = &self.buckets[param.bucket].master else {
-            kernels::reduce::cast(&param.weight, &source)?;
+            kernels::ops::reduce::cast(&param.weight, &source)?;
             return Ok(());
         };
         for (part, kept) in master.parts(param.range()) {
             let from = source.narrow(0, part.start - param.offset, part.len())?;
             let weight = self.buckets[param.bucket].weights.narrow(0, part.start, part.len())?;
             if self.options.dtype == DType::BF16 {
-                kernels::halves::split(&from, &weight, kept.then(|| master.narrow(&part)).transpose()?.as_ref())?;
+                kernels::ops::halves::split(&from, &weight, kept.then(|| master.narrow(&part)).transpose()?.as_ref())?;
             } else {
-                kernels::reduce::cast(&weight, &from)?;
+                kernels::ops::reduce::cast(&weight, &from)?;
                 if kept {
-                    kernels::reduce::copy(&master.narrow(&part)?, &from)?;
+                    kernels::ops::reduce::copy(&master.narrow(&part)?, &from)?;
                 }
             }
         }

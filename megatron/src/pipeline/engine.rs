@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::{Reading, empty, read_later};
-use kernels::trace::{Kind, span};
+use kernels::tensor::device::{Reading, empty, read_later};
+use kernels::tensor::trace::{Kind, span};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
 use super::schedule::{Action, Payload, Schedule};

@@ -8,11 +8,11 @@
 //! move.
 
 use candle_core::{DType, Tensor};
-use kernels::device::empty;
-use kernels::dropout::step_and_samples;
-use kernels::graph::{Graph, record};
-use kernels::reduce::copy;
-use kernels::trace::Recorder;
+use kernels::ops::dropout::step_and_samples;
+use kernels::ops::reduce::copy;
+use kernels::tensor::device::empty;
+use kernels::tensor::graph::{Graph, record};
+use kernels::tensor::trace::Recorder;
 
 use super::engine::{GradientListener, Losses, Stage};
 use super::generators::one_f_one_b;

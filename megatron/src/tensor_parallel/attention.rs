@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use kernels::attention::{AttentionDropout, HeadShape, RopeTable, Rotation, Scores};
+use kernels::ops::attention::{AttentionDropout, HeadShape, RopeTable, Rotation, Scores};
 
 use super::context::{Ctx, DropoutSite};
 use super::layout::{FeatureSharded, Stream};
@@ -117,7 +117,7 @@ impl SelfAttention {
 
     fn core(&self, qkv: &Tensor, ctx: &Ctx) -> Result<(Tensor, Tensor)> {
         let (shape, scores) = (self.shape(self.ranks(ctx)), self.scores(self.heads(ctx), ctx));
-        Ok(kernels::attention::attention(qkv, shape, scores, self.dropout(ctx).as_ref())?)
+        Ok(kernels::ops::attention::attention(qkv, shape, scores, self.dropout(ctx).as_ref())?)
     }
 
     fn rotation<'a>(&'a self, ctx: &'a Ctx) -> Option<Rotation<'a>> {
@@ -159,10 +159,10 @@ impl SelfAttention {
         let (shape, heads) = (self.shape(self.spec.tp), self.spec.heads / self.spec.tp);
         let first = ctx.tp.rank() * heads;
         if let Some(table) = &self.spec.rope {
-            kernels::attention::rope_at(&qkv, table, shape, starts, false)?;
+            kernels::ops::attention::rope_at(&qkv, table, shape, starts, false)?;
         }
         let scores = self.scores(first..first + heads, ctx);
-        let out = kernels::attention::attention_cached(&qkv, cache, starts, shape, scores)?;
+        let out = kernels::ops::attention::attention_cached(&qkv, cache, starts, shape, scores)?;
         self.proj.forward(&FeatureSharded(out), join, ctx)
     }
 
@@ -186,9 +186,9 @@ impl SelfAttention {
         let dqkv = match self.rotation(ctx) {
             Some(rotation) => {
                 let tensors = [&dout, &qkv, &out, &lse];
-                kernels::attention::attention_backward_rotated(tensors, shape, scores, dropout, &rotation)?
+                kernels::ops::attention::attention_backward_rotated(tensors, shape, scores, dropout, &rotation)?
             }
-            None => kernels::attention::attention_backward(&dout, &qkv, &out, &lse, shape, scores, dropout)?,
+            None => kernels::ops::attention::attention_backward(&dout, &qkv, &out, &lse, shape, scores, dropout)?,
         };
         drop((qkv, out, dout));
         self.qkv.backward(&FeatureSharded(ctx.cp.to_tokens(dqkv)?), &input, ctx)

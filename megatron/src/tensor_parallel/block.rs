@@ -1,8 +1,8 @@
 //! The transformer layer, pre-norm: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))) (Radford et al. 2019).
 
 use candle_core::Tensor;
-use kernels::dropout::dropout_backward;
-use kernels::norm::NormStats;
+use kernels::ops::dropout::dropout_backward;
+use kernels::ops::norm::NormStats;
 
 use super::attention::{AttentionSpec, SavedAttention, SelfAttention};
 use super::context::{Ctx, DropoutSite};

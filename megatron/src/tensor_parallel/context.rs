@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use candle_core::Tensor;
-use kernels::dropout::{Dropout, DropoutKey, Tokens};
+use kernels::ops::dropout::{Dropout, DropoutKey, Tokens};
 
 use super::mappings::TensorParallel;
 use crate::Result;
@@ -139,6 +139,6 @@ impl Ctx<'_> {
 
     /// Accumulates a bias's gradient, the sum of `dy` over rows.
     pub fn bias_grad(&self, dy: &Tensor, id: ParamId) -> Result<()> {
-        Ok(kernels::linear::bias_grad(dy, &self.params.grad(id)?)?)
+        Ok(kernels::ops::linear::bias_grad(dy, &self.params.grad(id)?)?)
     }
 }

@@ -5,7 +5,7 @@
 //! Padding columns take no part.
 
 use candle_core::Tensor;
-use kernels::cross_entropy::{
+use kernels::ops::cross_entropy::{
     add_losses, cross_entropy_at_once, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics,
 };
 

@@ -2,9 +2,9 @@
 //! Radford et al. 2019; Le Scao et al. 2022).
 
 use candle_core::Tensor;
-use kernels::device::{constant, upload};
-use kernels::dropout::{bias_dropout_add, dropout_backward};
-use kernels::norm::NormStats;
+use kernels::ops::dropout::{bias_dropout_add, dropout_backward};
+use kernels::ops::norm::NormStats;
+use kernels::tensor::device::{constant, upload};
 
 use super::context::{Ctx, DropoutSite};
 use super::layout::{Partial, Stream};
@@ -117,11 +117,11 @@ impl Embedding {
 
     fn embed(&self, positions: &Tensor, ctx: &Ctx) -> Result<(Stream, SavedEmbedding)> {
         let first = self.spec.first_row(ctx.tp.rank());
-        let local = kernels::embedding::embedding(ctx.tokens, ctx.weight(self.word), first)?;
+        let local = kernels::ops::embedding::embedding(ctx.tokens, ctx.weight(self.word), first)?;
         let x = ctx.tp.exit(Partial(local))?;
         if let Some(position) = self.position {
-            let rows = kernels::embedding::embedding(positions, ctx.weight(position), 0)?;
-            kernels::reduce::add_inplace(&x.0, &rows)?;
+            let rows = kernels::ops::embedding::embedding(positions, ctx.weight(position), 0)?;
+            kernels::ops::reduce::add_inplace(&x.0, &rows)?;
         }
         let (x, saved) = match &self.norm {
             Some(norm) => {
@@ -148,7 +148,7 @@ impl Embedding {
             _ => dy,
         };
         if let Some(position) = self.position {
-            kernels::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, &ctx.params.grad(position)?)?;
+            kernels::ops::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, &ctx.params.grad(position)?)?;
         }
         let whole = ctx.tp.exit_backward(&dx)?;
         let first = self.spec.first_row(ctx.tp.rank());

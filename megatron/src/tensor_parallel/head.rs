@@ -4,9 +4,9 @@
 //! that the logits of a microbatch are never whole in memory. Training's backward of this layer is therefore part of its forward.
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::{empty, upload};
-use kernels::linear::{linear_dgrad_into, linear_into, linear_to_f32};
-use kernels::memory::rows_crowd;
+use kernels::ops::linear::{linear_dgrad_into, linear_into, linear_to_f32};
+use kernels::tensor::allocator::rows_crowd;
+use kernels::tensor::device::{empty, upload};
 
 use super::context::{Ctx, Phase};
 use super::cross_entropy::{Targets, VocabParallelCrossEntropy};

@@ -5,8 +5,8 @@
 use std::cell::OnceCell;
 
 use candle_core::Tensor;
-use kernels::device::empty;
-use kernels::dropout::{Dropout, bias_dropout_add};
+use kernels::ops::dropout::{Dropout, bias_dropout_add};
+use kernels::tensor::device::empty;
 
 use super::context::Ctx;
 use super::layout::{FeatureSharded, Partial, Replicated, Stream};
@@ -70,13 +70,13 @@ impl ColumnParallelLinear {
     /// `[s, b, in]` → `[s, b, out/tp]`.
     pub fn forward(&self, x: &Replicated, ctx: &Ctx) -> Result<FeatureSharded> {
         let bias = self.bias.map(|id| ctx.weight(id));
-        Ok(FeatureSharded(kernels::linear::linear(&x.0, ctx.weight(self.weight), bias)?))
+        Ok(FeatureSharded(kernels::ops::linear::linear(&x.0, ctx.weight(self.weight), bias)?))
     }
 
     /// As [`forward`](Self::forward), and GELU of it.
     pub fn forward_gelu(&self, x: &Replicated, ctx: &Ctx) -> Result<(FeatureSharded, FeatureSharded)> {
         let bias = self.bias.map(|id| ctx.weight(id));
-        let (h, y) = kernels::linear::linear_gelu(&x.0, ctx.weight(self.weight), bias)?;
+        let (h, y) = kernels::ops::linear::linear_gelu(&x.0, ctx.weight(self.weight), bias)?;
         Ok((FeatureSharded(h), FeatureSharded(y)))
     }
 
@@ -86,7 +86,7 @@ impl ColumnParallelLinear {
     /// Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication` (Korthikanti et al. 2022).
     pub fn backward(&self, dy: &FeatureSharded, input: &Stream, ctx: &Ctx) -> Result<Stream> {
         let x = ctx.tp.begin_enter(input)?;
-        let dx = Partial(kernels::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?);
+        let dx = Partial(kernels::ops::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?);
         let x = x.finish()?;
         let dx = ctx.tp.begin_enter_backward(dx)?;
         ctx.weight_grad(&dy.0, &x.0, self.weight)?;
@@ -145,10 +145,10 @@ impl RowParallelLinear {
         let (weight, bias) = (ctx.weight(self.weight), self.bias.map(|id| ctx.weight(id)));
         let (residual, dropout) = (&join.residual.0, join.dropout.as_ref());
         if let Some(y) = join.place()? {
-            kernels::linear::linear_add_into(&x.0, weight, bias, residual, y)?;
+            kernels::ops::linear::linear_add_into(&x.0, weight, bias, residual, y)?;
             return Ok(Stream(y.clone()));
         }
-        let y = ctx.tp.exit(Partial(kernels::linear::linear(&x.0, weight, None)?))?;
+        let y = ctx.tp.exit(Partial(kernels::ops::linear::linear(&x.0, weight, None)?))?;
         Ok(Stream(bias_dropout_add(&y.0, bias, Some(residual), dropout)?))
     }
 
@@ -158,17 +158,17 @@ impl RowParallelLinear {
 
     /// Gradient of the input.
     pub fn backward_input(&self, dy: &Replicated, ctx: &Ctx) -> Result<FeatureSharded> {
-        Ok(FeatureSharded(kernels::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?))
+        Ok(FeatureSharded(kernels::ops::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?))
     }
 
     /// Gradient of `h` where the input is GELU of it.
     pub fn backward_input_gelu(&self, dy: &Replicated, h: &Tensor, ctx: &Ctx) -> Result<FeatureSharded> {
-        Ok(FeatureSharded(kernels::linear::linear_dgrad_gelu(&dy.0, ctx.weight(self.weight), h)?))
+        Ok(FeatureSharded(kernels::ops::linear::linear_dgrad_gelu(&dy.0, ctx.weight(self.weight), h)?))
     }
 
     /// As [`backward_input_gelu`](Self::backward_input_gelu), and the input again.
     pub fn backward_input_gelu_again(&self, dy: &Replicated, h: &Tensor, ctx: &Ctx) -> Result<[FeatureSharded; 2]> {
-        Ok(kernels::linear::linear_dgrad_gelu_again(&dy.0, ctx.weight(self.weight), h)?.map(FeatureSharded))
+        Ok(kernels::ops::linear::linear_dgrad_gelu_again(&dy.0, ctx.weight(self.weight), h)?.map(FeatureSharded))
     }
 
     /// Gradient of the weight.

@@ -11,7 +11,7 @@
 //! Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2.2 (g and ḡ).
 
 use candle_core::Tensor;
-use kernels::device::empty;
+use kernels::tensor::device::empty;
 
 use super::layout::{Partial, Replicated, Stream};
 use crate::comm::{Group, ReduceOp, Work};

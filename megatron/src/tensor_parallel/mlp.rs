@@ -1,7 +1,7 @@
 //! The MLP: column-parallel, activation, row-parallel (Shoeybi et al. 2019 §3; SwiGLU: Shazeer 2020).
 
 use candle_core::Tensor;
-use kernels::device::computes_ahead;
+use kernels::tensor::device::computes_ahead;
 
 use super::context::Ctx;
 use super::layout::{FeatureSharded, Replicated, Stream};
@@ -65,7 +65,7 @@ impl Mlp {
     }
 
     fn activate(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(if self.swiglu { kernels::activation::swiglu(x)? } else { kernels::activation::gelu(x)? })
+        Ok(if self.swiglu { kernels::ops::activation::swiglu(x)? } else { kernels::ops::activation::gelu(x)? })
     }
 
     /// The bias of the output projection, whose gradient the caller makes.
@@ -137,7 +137,7 @@ impl Mlp {
             return self.fc2.backward_input_gelu(dy, hidden, ctx);
         }
         let dactivated = self.fc2.backward_input(dy, ctx)?.0;
-        Ok(FeatureSharded(kernels::activation::swiglu_backward(&dactivated, hidden)?))
+        Ok(FeatureSharded(kernels::ops::activation::swiglu_backward(&dactivated, hidden)?))
     }
 
     /// As [`backward_activation`](Self::backward_activation), and the activation function's result, made in the same pass.
@@ -146,7 +146,7 @@ impl Mlp {
             return self.fc2.backward_input_gelu_again(dy, hidden, ctx);
         }
         let dactivated = self.fc2.backward_input(dy, ctx)?.0;
-        Ok(kernels::activation::swiglu_backward_again(&dactivated, hidden)?.map(FeatureSharded))
+        Ok(kernels::ops::activation::swiglu_backward_again(&dactivated, hidden)?.map(FeatureSharded))
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {

@@ -3,7 +3,7 @@
 //! Works on each rank's part of the stream; under sequence parallelism its weight gradients are partial over tp.
 
 use candle_core::Tensor;
-use kernels::norm::NormStats;
+use kernels::ops::norm::NormStats;
 
 use super::context::Ctx;
 use super::layout::Stream;
@@ -49,8 +49,8 @@ impl Norm {
     pub fn forward(&self, x: &Stream, ctx: &Ctx) -> Result<(Stream, NormStats)> {
         let weight = ctx.weight(self.weight);
         let (y, stats) = match self.bias {
-            Some(bias) => kernels::norm::layer_norm(&x.0, weight, ctx.weight(bias), self.eps)?,
-            None => kernels::norm::rms_norm(&x.0, weight, self.eps)?,
+            Some(bias) => kernels::ops::norm::layer_norm(&x.0, weight, ctx.weight(bias), self.eps)?,
+            None => kernels::ops::norm::rms_norm(&x.0, weight, self.eps)?,
         };
         Ok((Stream(y), stats))
     }
@@ -84,9 +84,9 @@ impl Norm {
         let dx = match self.bias {
             Some(bias) => {
                 let dbias = ctx.params.grad(bias)?;
-                kernels::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, &dweight, &dbias, around)?
+                kernels::ops::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, &dweight, &dbias, around)?
             }
-            None => kernels::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, &dweight, around)?,
+            None => kernels::ops::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, &dweight, around)?,
         };
         Ok(Stream(dx))
     }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::Tensor;
-use kernels::reduce::sums_of_squares;
+use kernels::ops::reduce::sums_of_squares;
 
 use super::metrics::StepMetrics;
 use super::trainer::Trainer;

@@ -6,9 +6,9 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::empty;
-use kernels::host::with_slice;
-use kernels::philox::philox4x32;
+use kernels::tensor::device::empty;
+use kernels::tensor::host::with_slice;
+use kernels::tensor::philox::philox4x32;
 
 use crate::data::{Documents, MicroBatch};
 use crate::pipeline::{Payload, Stage};

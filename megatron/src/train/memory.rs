@@ -27,7 +27,7 @@ pub struct Peak {
 
 /// The largest amounts so far of a rank that computes on `device`.
 pub fn peak_memory_of(device: &Device) -> Peak {
-    match kernels::device::memory(device) {
+    match kernels::tensor::device::memory(device) {
         Some(memory) => Peak { allocated: memory.peak_used, reserved: Some(memory.peak_reserved) },
         None => Peak { allocated: peak_memory(), reserved: None },
     }

@@ -1,7 +1,7 @@
 //! What to say, and to do, when a device's memory is used up.
 
 use candle_core::Device;
-use kernels::device::{Memory, memory};
+use kernels::tensor::device::{Memory, memory};
 
 use crate::Error;
 use crate::config::{MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute, RunConfig};
@@ -15,7 +15,7 @@ pub(super) fn explain(error: Error, config: &RunConfig, device: &Device, kept: &
     let (known, told) = match &error {
         Error::Kernel(kernels::Error::OutOfMemory { memory, .. }) => (*memory, memory.is_some()),
         Error::Kernel(error) if error.is_out_of_memory() => (None, false),
-        Error::Candle(error) if kernels::error::names_out_of_memory(error) => (None, false),
+        Error::Candle(error) if kernels::tensor::error::names_out_of_memory(error) => (None, false),
         _ => return error,
     };
     let mut text = error.to_string();

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use kernels::trace::{Kind, span};
+use kernels::tensor::trace::{Kind, span};
 
 use super::state;
 use super::trainer::{Progress, Trainer};

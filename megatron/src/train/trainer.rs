@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use candle_core::{Device, Tensor};
-use kernels::graph::can_record;
-use kernels::trace::{Kind, span};
+use kernels::tensor::graph::can_record;
+use kernels::tensor::trace::{Kind, span};
 use serde::{Deserialize, Serialize};
 
 use super::agreement::require as require_alike;
@@ -171,7 +171,7 @@ impl Trainer {
         if config.training.enable_cuda_graph && !can_record(device) {
             return Err(Error::config(format!(
                 "enable_cuda_graph records the work of a GPU, and this run computes on {}; leave it out, or compute on a GPU",
-                kernels::device::name(device)
+                kernels::tensor::device::name(device)
             )));
         }
         config.validate_cuda_graph()?;
@@ -296,7 +296,8 @@ impl Trainer {
     /// Reads what the next step needs while a GPU computes this one; what keeps it from being read is the next step's error.
     fn read_ahead(&mut self) {
         let training = &self.config.training;
-        if kernels::device::computes_ahead(&self.stage.device) && self.progress.iteration < training.train_iters {
+        if kernels::tensor::device::computes_ahead(&self.stage.device) && self.progress.iteration < training.train_iters
+        {
             let _span = span("read data", Kind::Phase);
             self.ahead = Some((self.progress.consumed_samples, self.read()));
         }
@@ -402,7 +403,7 @@ impl Trainer {
             results,
         });
         self.read_ahead();
-        let may_wait = kernels::device::computes_ahead(&self.stage.device) && !self.loss_scaler.adapts();
+        let may_wait = kernels::tensor::device::computes_ahead(&self.stage.device) && !self.loss_scaler.adapts();
         if at_once || !may_wait {
             known.extend(self.settle()?);
         }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
-use kernels::host::with_bytes;
+use kernels::tensor::host::with_bytes;
 use megatron::Result;
 use megatron::comm::{CommOptions, Group, ReduceOp};
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::host::with_bytes;
+use kernels::tensor::host::with_bytes;
 use megatron::Result;
 use megatron::comm::rendezvous::{Clients, StoreServer};
 use megatron::comm::{Backend, CommOptions, Group, RankInfo, Rendezvous, init, threads};

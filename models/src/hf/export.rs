@@ -241,7 +241,7 @@ fn read(manifest: &Manifest, planned: &Planned, dtype: Float) -> Result<Vec<u8>>
         pieces: vec![piece],
         data: data.clone().into(),
     }])?;
-    Ok(kernels::host::with_bytes(&data, "export", |bytes| Ok(bytes.to_vec()))?)
+    Ok(kernels::tensor::host::with_bytes(&data, "export", |bytes| Ok(bytes.to_vec()))?)
 }
 
 /// Everything but the weights. Returns what is to be said of it.

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use clap::{Args, ValueEnum};
-use kernels::device::{Choice, seconds};
-use kernels::host::with_bytes_mut;
+use kernels::tensor::device::{Choice, seconds};
+use kernels::tensor::host::with_bytes_mut;
 use megatron::comm::{self, Communicator, Group, ReduceOp, threads};
 use megatron::{Error, Result};
 
@@ -143,7 +143,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
         )));
     }
     // Tensors in memory as a training process has them: on huge pages, where the system gives those.
-    kernels::memory::keep_freed();
+    kernels::tensor::allocator::keep_freed();
     let place = ranks::place()?;
     let (backend, ranks) = match (args.backend, &place) {
         (Backend::Threads, Some(_)) => {

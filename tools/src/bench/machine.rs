@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use clap::Args;
-use kernels::linear::linear;
+use kernels::ops::linear::linear;
 use kernels::peak::Instruction;
-use kernels::philox::fill_normal;
+use kernels::tensor::philox::fill_normal;
 use rayon::prelude::*;
 
 use super::timing::{peak, repeat};

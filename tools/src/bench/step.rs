@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use clap::Args;
-use kernels::philox::philox4x32;
+use kernels::tensor::philox::philox4x32;
 use megatron::comm::{Group, RankInfo, ReduceOp};
 use megatron::config::{Recompute, RunConfig};
 use megatron::data::SampleSource;
@@ -125,7 +125,7 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
 
 /// This rank's part.
 fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
-    kernels::memory::keep_freed();
+    kernels::tensor::allocator::keep_freed();
     let Resolved { mut run, vocab_size, distributed, .. } = resolved;
     run.model.vocab_size = vocab_size.unwrap_or(args.preset.shape().vocab);
     let communicators = train::most_communicators(&run.parallel)?;
@@ -220,8 +220,11 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, device: &Device, meas
     if p.extra_warmup > 0 {
         layout.push_str(&format!("·extra-warmup{}", p.extra_warmup));
     }
-    let (kind, on) =
-        if device.is_cpu() { ("cpu", String::new()) } else { ("cuda", format!("; {}", kernels::device::name(device))) };
+    let (kind, on) = if device.is_cpu() {
+        ("cpu", String::new())
+    } else {
+        ("cuda", format!("; {}", kernels::tensor::device::name(device)))
+    };
     crate::print_line(&format!("{}{on}", machine_line()));
     crate::print_line(&format!(
         "megatron {} {kind} {} {} layout={layout} world={} threads={threads} params={:.1}M tokens_per_second={rate:.0} \

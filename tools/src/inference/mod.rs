@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device};
 use clap::Args;
-use kernels::device::Choice;
+use kernels::tensor::device::Choice;
 use megatron::checkpoint;
 use megatron::comm::{Backend, CommOptions, Group, RankInfo};
 use megatron::config::{ModelConfig, ParallelConfig, Recompute, TokenizerOptions};

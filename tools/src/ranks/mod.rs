@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use candle_core::Device;
-use kernels::device::Choice;
+use kernels::tensor::device::Choice;
 use megatron::comm::rendezvous::ignored_world;
 use megatron::comm::{self, Backend, CommOptions, Group, RUN_SECRET, RankInfo, Rendezvous, Secret, World};
 use megatron::config::{OptimizerOffload, ParallelConfig, RunConfig};
@@ -125,7 +125,7 @@ pub fn share_gpus(ranks: usize, device: Choice) -> bool {
     match device {
         Choice::Cpu => false,
         Choice::Cuda(Some(_)) => ranks > 1,
-        Choice::Auto | Choice::Cuda(None) => kernels::device::gpus().is_ok_and(|gpus| gpus > 0 && ranks > gpus),
+        Choice::Auto | Choice::Cuda(None) => kernels::tensor::device::gpus().is_ok_and(|gpus| gpus > 0 && ranks > gpus),
     }
 }
 
@@ -186,14 +186,14 @@ pub fn use_threads(threads: Option<usize>, ranks: usize) -> Result<usize> {
 /// If there is none.
 pub fn check_device(choice: Choice) -> Result<()> {
     if matches!(choice, Choice::Cuda(_)) {
-        kernels::device::gpus().map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
+        kernels::tensor::device::gpus().map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
     }
     Ok(())
 }
 
 /// Whether ranks of this machine that were told `choice` compute on GPUs.
 pub fn on_gpus(choice: Choice) -> bool {
-    choice != Choice::Cpu && kernels::device::gpus().is_ok_and(|gpus| gpus > 0)
+    choice != Choice::Cpu && kernels::tensor::device::gpus().is_ok_and(|gpus| gpus > 0)
 }
 
 /// Refuses a run that asks for what there is on GPUs only, or on CPUs, where it computes on the other, before ranks are started for it.

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Storage, Tensor};
-use kernels::host::{with_bytes, with_bytes_mut};
+use kernels::tensor::host::{with_bytes, with_bytes_mut};
 
 use super::rounds::Rounds;
 use super::{pieces, slice};

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use kernels::host::with_bytes;
+use kernels::tensor::host::with_bytes;
 
 use crate::Result;
 use crate::comm::ReduceOp;

@@ -5,7 +5,7 @@
 use std::sync::MutexGuard;
 
 use candle_core::Tensor;
-use kernels::host::with_bytes;
+use kernels::tensor::host::with_bytes;
 
 use crate::Result;
 use crate::comm::group::{Core, width};

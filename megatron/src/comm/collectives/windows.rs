@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 use candle_core::Tensor;
-use kernels::host::with_bytes_mut;
+use kernels::tensor::host::with_bytes_mut;
 
 use super::rounds::Rounds;
 use super::{direct, pieces, slice};

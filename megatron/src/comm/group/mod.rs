@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use candle_core::{DType, Tensor};
-use kernels::host::with_bytes;
-use kernels::trace::{Kind, Recorder, span};
+use kernels::tensor::host::with_bytes;
+use kernels::tensor::trace::{Kind, Recorder, span};
 
 pub(crate) use self::core::Core;
 use self::receive::Receive;

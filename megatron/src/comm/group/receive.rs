@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use kernels::host::with_bytes_mut;
+use kernels::tensor::host::with_bytes_mut;
 
 use super::core::Core;
 use crate::comm::communicator::Pending;

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
-use kernels::stream;
+use kernels::tensor::nontemporal;
 
 /// Bytes of a copy from which on it may be stored past the caches. What is smaller the reader finds in caches too often.
 const FROM: usize = 16 << 10;
@@ -58,7 +58,7 @@ pub fn copy_out(to: &mut [u8], from: &[u8]) {
     }
     let (past_caches, start) = (WAYS.next(), Instant::now());
     if past_caches {
-        stream::copy(to, from);
+        nontemporal::copy(to, from);
     } else {
         to.copy_from_slice(from);
     }

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtr, DriverError};
-use kernels::gpu::DevicePointer;
-use kernels::trace::{Kind, span};
+use kernels::tensor::gpu::DevicePointer;
+use kernels::tensor::trace::{Kind, span};
 
 use super::library::{Comm, Failed, Operation};
 use super::watchdog::{ASK, VERDICT, Watchdog};

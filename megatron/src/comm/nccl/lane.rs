@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
-use kernels::gpu::DevicePointer;
+use kernels::tensor::gpu::DevicePointer;
 
 use super::core::{Core, driver};
 use super::library::{Comm, ID_BYTES, Operation};

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use candle_core::DType;
 use cudarc::driver::{CudaContext, CudaStream};
 use cudarc::nccl::sys;
-use kernels::gpu::DevicePointer;
+use kernels::tensor::gpu::DevicePointer;
 
 use crate::Error;
 use crate::comm::ReduceOp;
@@ -86,7 +86,7 @@ fn text(result: sys::ncclResult_t) -> String {
 /// # Errors
 /// If there is no NCCL on this machine.
 pub fn version() -> Result<i32> {
-    if !kernels::gpu::missing_libraries(&["nccl"]).is_empty() {
+    if !kernels::tensor::gpu::missing_libraries(&["nccl"]).is_empty() {
         return Err(Failed::Here("NCCL (libnccl.so.2) not found; set LD_LIBRARY_PATH to where it is".to_string()));
     }
     let mut version = 0;

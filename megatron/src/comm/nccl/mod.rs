@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use cudarc::driver::{CudaContext, CudaStream};
-use kernels::gpu::{DevicePointer, Gpu};
+use kernels::tensor::gpu::{DevicePointer, Gpu};
 
 use self::core::Core;
 use self::lane::Lane;
@@ -175,7 +175,7 @@ impl NcclGroup {
         let (from, to) = (self.used(input, what)?, self.used(output, what)?);
         let Some(core) = &self.core else {
             if from.at != to.at {
-                kernels::reduce::copy(output, input)?;
+                kernels::ops::reduce::copy(output, input)?;
             }
             return Ok(Work::done());
         };

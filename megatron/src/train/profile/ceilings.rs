@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use kernels::device::seconds;
-use kernels::linear::linear;
-use kernels::reduce::copy;
+use kernels::ops::linear::linear;
+use kernels::ops::reduce::copy;
+use kernels::tensor::device::seconds;
 
 use crate::{Error, Result};
 

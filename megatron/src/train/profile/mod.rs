@@ -7,7 +7,7 @@ mod trace_file;
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
-use kernels::trace::{Entered, Recorder};
+use kernels::tensor::trace::{Entered, Recorder};
 
 pub use self::ceilings::Ceilings;
 pub use self::summary::{SpanGroup, Summary, Total};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kernels::trace::{Event, Kind};
+use kernels::tensor::trace::{Event, Kind};
 use serde::{Deserialize, Serialize};
 
 /// What the spans of one name sum to.

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use kernels::trace::{Event, Kind, Recorder};
+use kernels::tensor::trace::{Event, Kind, Recorder};
 use serde_json::{Value, json};
 
 use super::write_file;

@@ -1,12 +1,12 @@
 //! The kernels, a method for each part of a model.
 
 use candle_core::{DType, Tensor};
-use kernels::attention::{
+use kernels::ops::attention::{
     RopeTable, Rotation, attention, attention_backward, attention_backward_rotated, attention_cached, rope_inplace,
 };
-use kernels::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
-use kernels::optimizer::{AdamW, adamw};
-use kernels::{activation, cross_entropy, embedding, linear, norm, reduce};
+use kernels::ops::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add};
+use kernels::ops::optimizer::{AdamW, adamw};
+use kernels::ops::{activation, cross_entropy, embedding, linear, norm, reduce};
 use megatron::Result;
 use megatron::tensor_parallel::logits_room;
 

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use clap::{Args, ValueEnum};
-use kernels::attention::HeadShape;
-use kernels::device::{self, Choice};
-use kernels::memory::rows_apart;
+use kernels::Isa;
+use kernels::ops::attention::HeadShape;
+use kernels::ops::{linear, reduce};
 use kernels::peak::Instruction;
-use kernels::philox::fill_normal;
-use kernels::{Isa, linear, reduce};
+use kernels::tensor::allocator::rows_apart;
+use kernels::tensor::device::{self, Choice};
+use kernels::tensor::philox::fill_normal;
 use megatron::Result;
 
 use super::preset::{Preset, Shape};
@@ -92,7 +93,7 @@ impl Storage {
 pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     let mut shape = args.preset.shape();
     shape.micro_batch = args.micro_batch_size.unwrap_or(shape.micro_batch);
-    kernels::memory::keep_freed();
+    kernels::tensor::allocator::keep_freed();
     let threads = ranks::use_threads(args.threads, 1)?;
     let dtype = args.dtype.dtype();
     let device = args.device.open(0).map_err(|e| Error::usage(format!("--device {}: {e}", args.device)))?;

@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args};
-use kernels::device::Choice;
+use kernels::tensor::device::Choice;
 use megatron::comm::Backend;
 use megatron::config::{PartitionMethod, ScheduleKind};
 

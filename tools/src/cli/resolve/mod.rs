@@ -8,7 +8,7 @@ mod without_effect;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kernels::device::Choice;
+use kernels::tensor::device::Choice;
 use megatron::checkpoint::{resumable, same_folder};
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{

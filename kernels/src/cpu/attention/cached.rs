@@ -1,0 +1,373 @@
+//! Attention of a few new tokens over the keys and values of all tokens so far: one task per sample and group of heads, or some of its heads. Where there are none before
+//! them, as with a prompt, it is that of a sequence.
+//!
+//! A task goes over the cache once, some positions at a time, for all of its heads (the online softmax: Milakov & Gimelshein 2018): positions lie kilobytes apart, and to come
+//! to one, whose page the processor may have to look up, takes longer than what is computed with it.
+//!
+//! For generation; no gradient, no dropout. Pope et al. 2022 (multi-query attention with a key/value cache).
+
+#[cfg(target_arch = "x86_64")]
+use candle_core::DType;
+use candle_core::Tensor;
+#[cfg(target_arch = "x86_64")]
+use half::{bf16, f16};
+
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{add_rows, inner_product};
+use super::{Geometry, HeadShape, HostScores, Scores, attention, round, tilt};
+use crate::tensor::allocator::LINE;
+use crate::tensor::element::{Elem, Float, by_elem};
+use crate::tensor::host::with_slice_mut;
+use crate::tensor::parallel::{self, Shared};
+use crate::tensor::simd::{ask_for_l2, max, sum, sum2, vectorize};
+use crate::tensor::view::{View, expect_apart, expect_dtype, expect_shape, tensor};
+use crate::{Error, Result, on_gpu};
+
+/// Appends the keys and values of `qkv [n, b, width]` (rotated) to `cache [positions, b, groups·2·head_dim]` and gives
+/// each new query's attention over the positions up to its own: `[n, b, heads·head_dim]`. Sample i's first new token has position
+/// `starts[i]`; what the cache holds from there on is replaced.
+///
+/// # Errors
+/// If shapes, dtypes or [`Scores`] do not fit or these name first keys, the cache is too short, or `qkv` is no float.
+pub fn attention_cached<'a>(
+    qkv: &Tensor,
+    cache: &Tensor,
+    starts: &[usize],
+    shape: HeadShape,
+    scores: impl Into<Scores<'a>>,
+) -> Result<Tensor> {
+    const OP: &str = "attention_cached";
+    let (s, b) = shape.check(qkv, OP)?;
+    let positions = cache.dim(0)?;
+    expect_shape(OP, "cache", cache, &[positions, b, shape.groups * 2 * shape.head_dim])?;
+    expect_dtype(OP, cache, qkv.dtype())?;
+    if starts.len() != b || starts.iter().any(|start| start.checked_add(s).is_none_or(|end| end > positions)) {
+        let message =
+            format!("{s} tokens from positions {starts:?} on, of {b} samples, in a cache of {positions} positions");
+        return Err(Error::shape(OP, message));
+    }
+    let scores = scores.into();
+    scores.check(s, b, shape, OP)?;
+    if scores.first_keys.is_some() {
+        return Err(Error::shape(OP, "first keys of a sequence say nothing of what the cache holds"));
+    }
+    let geometry = Geometry { s, b, shape };
+    on_gpu!(qkv, attention::cached(OP, qkv, cache, starts, geometry, scores));
+    expect_apart(OP, "cache", cache, &[qkv])?;
+    let from_the_start = starts.iter().all(|&start| start == 0).then_some(scores);
+    let scores = HostScores::new(scores, None, s, OP)?;
+    by_elem!(qkv, OP, E => {
+        let packed = View::<E>::new(qkv, OP, "qkv")?;
+        with_slice_mut::<E, _>(cache, OP, |cache| {
+            append(&packed, cache, starts, geometry);
+            if let Some(scores) = from_the_start {
+                return attention(qkv, shape, scores, None).map(|(out, _)| out);
+            }
+            tensor(attend(&packed, cache, starts, geometry, scores), (s, b, shape.heads() * shape.head_dim), qkv)
+        })
+    })
+}
+
+/// Offset in the cache of a group's key at a position.
+fn key_at(geometry: Geometry, position: usize, batch: usize, group: usize) -> usize {
+    let Geometry { b, shape, .. } = geometry;
+    ((position * b + batch) * shape.groups + group) * 2 * shape.head_dim
+}
+
+fn append<E: Elem>(packed: &[E], cache: &mut [E], starts: &[usize], geometry: Geometry) {
+    let Geometry { s, shape, .. } = geometry;
+    let pair = 2 * shape.head_dim;
+    for (batch, start) in starts.iter().enumerate() {
+        for i in 0..s {
+            for group in 0..shape.groups {
+                // Key and value follow each other in both.
+                let from = geometry.qkv_at(batch, group, shape.heads_per_group) + i * geometry.qkv_stride();
+                let to = key_at(geometry, start + i, batch, group);
+                cache[to..to + pair].copy_from_slice(&packed[from..from + pair]);
+            }
+        }
+    }
+}
+
+/// Positions computed at a time.
+const BLOCK: usize = 32;
+/// Positions whose values are added at a time.
+const TOGETHER: usize = 4;
+/// How many positions before its use memory is asked for.
+const AHEAD: usize = 16;
+
+fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geometry, scores: HostScores) -> Vec<E> {
+    let Geometry { s, b, shape } = geometry;
+    let (d, of_group) = (shape.head_dim, shape.heads_per_group);
+    let mut out = vec![E::store(E::Acc::ZERO); s * b * shape.heads() * d];
+    let rows = Shared(out.as_mut_ptr());
+    // Threads that would have no group get some heads of one, and read as much for them.
+    let parts = parallel::threads().div_ceil((b * shape.groups).max(1)).clamp(1, of_group.max(1));
+    parallel::for_each(b * shape.groups * parts, |task| {
+        let (batch_group, part) = (task / parts, task % parts);
+        let (batch, group) = (batch_group / shape.groups, batch_group % shape.groups);
+        let in_group = part * of_group / parts..(part + 1) * of_group / parts;
+        let mut heads: Vec<_> = in_group.clone().map(|_| Gathered::<E>::new(d)).collect();
+        for i in 0..s {
+            let position = starts[batch] + i;
+            for (j, head) in in_group.clone().zip(&mut heads) {
+                let q_at = geometry.qkv_at(batch, group, j) + i * geometry.qkv_stride();
+                head.begin(&packed[q_at..q_at + d]);
+            }
+            let first = scores.window.map_or(0, |window| (position + 1).saturating_sub(window));
+            for key in (first..=position).step_by(BLOCK) {
+                let keys = key..(key + BLOCK).min(position + 1);
+                let row = |key: usize| {
+                    let at = key_at(geometry, key, batch, group);
+                    cache[at..at + 2 * d].split_at(d)
+                };
+                vectorize(
+                    #[inline(always)]
+                    || {
+                        for (n, key) in keys.clone().enumerate() {
+                            if key + AHEAD <= position {
+                                let (ahead, _) = row(key + AHEAD);
+                                (0..2 * size_of_val(ahead)).step_by(LINE).for_each(|line| {
+                                    ask_for_l2(ahead.as_ptr().wrapping_byte_add(line));
+                                });
+                            }
+                            heads.iter_mut().for_each(|head| head.weights[n] = dot(&head.query, row(key).0));
+                        }
+                        for (j, head) in in_group.clone().zip(&mut heads) {
+                            let slope = scores.slope(group * of_group + j);
+                            head.soften(keys.len(), E::Acc::of(scores.scale), |weights| {
+                                if let Some(slope) = slope {
+                                    tilt(weights, slope, position, key);
+                                }
+                            });
+                        }
+                        for n in (0..keys.len()).step_by(TOGETHER) {
+                            let at = key + n;
+                            if n + TOGETHER <= keys.len() {
+                                let values: [_; TOGETHER] = std::array::from_fn(|i| row(at + i).1);
+                                heads.iter_mut().for_each(|head| head.add(n, values));
+                            } else {
+                                (at..keys.end).for_each(|key| {
+                                    heads.iter_mut().for_each(|head| head.add(key - keys.start, [row(key).1]));
+                                });
+                            }
+                        }
+                    },
+                );
+            }
+            for (j, head) in in_group.clone().zip(&heads) {
+                let at = geometry.out_at(batch, group * of_group + j) + i * geometry.out_stride();
+                // SAFETY: only this task writes this head's columns of this sample.
+                head.end(unsafe { std::slice::from_raw_parts_mut(rows.at(at), d) });
+            }
+        }
+    });
+    out
+}
+
+/// What a query has gathered of the positions so far.
+struct Gathered<E: Elem> {
+    query: Vec<E>,
+    /// Of the present positions: scores, then e^(score − top), rounded.
+    weights: [E::Acc; BLOCK],
+    /// The largest score.
+    top: E::Acc,
+    /// Σ e^(score − top)
+    norm: E::Acc,
+    /// Σ e^(score − top) · value
+    sums: Vec<E::Acc>,
+}
+
+impl<E: Elem> Gathered<E> {
+    fn new(d: usize) -> Self {
+        let (top, norm) = (E::Acc::NEG_INFINITY, E::Acc::ZERO);
+        let query = vec![E::store(E::Acc::ZERO); d];
+        Self { query, weights: [E::Acc::ZERO; BLOCK], top, norm, sums: vec![E::Acc::ZERO; d] }
+    }
+
+    /// Forgets all for a new query.
+    fn begin(&mut self, query: &[E]) {
+        self.query.copy_from_slice(query);
+        (self.top, self.norm) = (E::Acc::NEG_INFINITY, E::Acc::ZERO);
+        self.sums.fill(E::Acc::ZERO);
+    }
+
+    /// Makes weights of the first `n` scores, and brings what was gathered before to the new largest one.
+    #[inline(always)]
+    fn soften(&mut self, n: usize, scale: E::Acc, tilt: impl FnOnce(&mut [E::Acc])) {
+        let weights = &mut self.weights[..n];
+        weights.iter_mut().for_each(|w| *w *= scale);
+        tilt(weights);
+        let top = max(weights);
+        if top > self.top {
+            let correction = (self.top - top).fast_exp();
+            self.top = top;
+            self.norm *= correction;
+            self.sums.iter_mut().for_each(|sum| *sum *= correction);
+        }
+        // Of nothing but −∞ so far, which weighs nothing.
+        let top = if self.top == E::Acc::NEG_INFINITY { E::Acc::ZERO } else { self.top };
+        weights.iter_mut().for_each(|w| *w = (*w - top).fast_exp());
+        self.norm += sum(weights, |w| w);
+        round::<E>(weights);
+    }
+
+    /// Adds the values of the present positions from `n` on.
+    #[inline(always)]
+    fn add<const N: usize>(&mut self, n: usize, values: [&[E]; N]) {
+        let weights: [E::Acc; N] = std::array::from_fn(|i| self.weights[n + i]);
+        let d = self.sums.len();
+        let values = values.map(|value| &value[..d]);
+        #[cfg(target_arch = "x86_64")]
+        if E::DTYPE == DType::F16 && crate::tensor::simd::Isa::detected() >= crate::tensor::simd::Isa::Avx512 {
+            // LLVM makes no vectors of these conversions: five times as long.
+            let (values, weights) = (values.map(|value| value.as_ptr().cast()), weights.map(|w| w.f64() as f32));
+            // SAFETY: the machine has AVX-512, E is f16, which is computed in f32, and every row has d elements.
+            return unsafe { add_rows::<f16, N>(self.sums.as_mut_ptr().cast(), d, weights, values) };
+        }
+        for (c, sum) in self.sums.iter_mut().enumerate() {
+            for i in 0..N {
+                *sum += weights[i] * values[i][c].load();
+            }
+        }
+    }
+
+    fn end(&self, out: &mut [E]) {
+        let norm = E::Acc::ONE / self.norm;
+        out.iter_mut().zip(&self.sums).for_each(|(out, &sum)| *out = E::store(sum * norm));
+    }
+}
+
+/// The inner product of two rows.
+#[inline(always)]
+fn dot<E: Elem>(a: &[E], b: &[E]) -> E::Acc {
+    #[cfg(target_arch = "x86_64")]
+    if size_of::<E>() == 2 && crate::tensor::simd::Isa::detected() >= crate::tensor::simd::Isa::Avx512 {
+        // LLVM's own vectors of bf16 take twice as long; of f16 it makes none.
+        let (rows, n) = ([a.as_ptr(), b.as_ptr()], a.len().min(b.len()));
+        // SAFETY: the machine has AVX-512, and E is the type that its name says.
+        let product = unsafe {
+            match E::DTYPE {
+                DType::BF16 => inner_product::<bf16>(rows.map(<*const E>::cast), n),
+                _ => inner_product::<f16>(rows.map(<*const E>::cast), n),
+            }
+        };
+        return E::Acc::of(product.into());
+    }
+    sum2(a, b, |a, b| a * b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::attention::attention;
+    use candle_core::{DType, Device};
+
+    /// A deterministic spread of values.
+    fn values(shape: &[usize], dtype: DType) -> Tensor {
+        let n: usize = shape.iter().product();
+        let v: Vec<f64> = (0..n).map(|i| ((i * 2_654_435_761) % 1000) as f64 / 500.0 - 1.0).collect();
+        Tensor::from_vec(v, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    fn difference(a: &Tensor, b: &Tensor) -> f64 {
+        let d = (a - b).unwrap().abs().unwrap().to_dtype(DType::F64).unwrap();
+        d.flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+    }
+
+    #[test]
+    fn tokens_fed_in_any_portions_give_what_the_whole_sequence_gives() {
+        let slopes = [0.5, 0.25, 0.125, 0.06, 0.03, 0.015];
+        // Of less and of more positions than are computed at a time.
+        let lengths: [(usize, usize, &[&[usize]]); 2] =
+            [(5, 11, &[&[11], &[4, 7], &[1; 11]]), (40, 71, &[&[71], &[34, 37], &[64, 1, 1, 1, 4], &[1; 71]])];
+        let b = 2;
+        let dtypes = [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 1.6e-2), (DType::F16, 2e-3)];
+        for ((head_dim, s, portions), (dtype, tolerance)) in
+            lengths.into_iter().flat_map(|length| dtypes.into_iter().map(move |dtype| (length, dtype)))
+        {
+            let shape = HeadShape { groups: 2, heads_per_group: 3, head_dim };
+            let qkv = values(&[s, b, shape.width()], dtype);
+            for (alibi, window) in
+                [(None, None), (Some(&slopes[..]), None), (None, Some(3)), (Some(&slopes), Some(1)), (None, Some(35))]
+            {
+                let scores = Scores { alibi, window, ..Scores::from(0.4) };
+                let (whole, _) = attention(&qkv, shape, scores, None).unwrap();
+                for &portions in portions {
+                    let cache = Tensor::zeros((s, b, 2 * 2 * head_dim), dtype, &Device::Cpu).unwrap();
+                    let mut at = 0;
+                    for &n in portions {
+                        let part = qkv.narrow(0, at, n).unwrap().contiguous().unwrap();
+                        let out = attention_cached(&part, &cache, &[at, at], shape, scores).unwrap();
+                        let expected = whole.narrow(0, at, n).unwrap();
+                        assert!(difference(&out, &expected) < tolerance);
+                        at += n;
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn results_do_not_depend_on_how_heads_are_dealt_to_threads() {
+        let shape = HeadShape { groups: 2, heads_per_group: 5, head_dim: 24 };
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let with = |threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let cache = values(&[80, 1, 2 * 2 * 24], dtype);
+                let qkv = values(&[2, 1, shape.width()], dtype);
+                let out = pool.install(|| attention_cached(&qkv, &cache, &[75], shape, 0.5)).unwrap();
+                out.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            };
+            let one = with(1);
+            for threads in [2, 3, 8, 16] {
+                assert!(with(threads) == one, "{dtype:?}, {threads} threads");
+            }
+        }
+    }
+
+    #[test]
+    fn keys_of_endless_distance_weigh_nothing_wherever_they_are() {
+        let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 4 };
+        let qkv = (values(&[1, 1, 12], DType::F32).abs().unwrap() + 1.0).unwrap();
+        let (far, near) = (40, 30);
+        let others = values(&[near, 1, 8], DType::F32);
+        let attend = |far: usize| {
+            let cache = [(far, -f32::MAX), (1, 0.0)].map(|(n, of)| Tensor::full(of, (n, 1, 8), &Device::Cpu).unwrap());
+            let cache = Tensor::cat(&[&cache[0], &others, &cache[1]], 0).unwrap();
+            attention_cached(&qkv, &cache, &[far + near], shape, 1.0).unwrap()
+        };
+        assert!(difference(&attend(far), &attend(0)) < 1e-6);
+    }
+
+    #[test]
+    fn samples_may_be_at_different_positions() {
+        let shape = HeadShape { groups: 1, heads_per_group: 2, head_dim: 4 };
+        let qkv = values(&[6, 2, shape.width()], DType::F64);
+        let (whole, _) = attention(&qkv, shape, 0.5, None).unwrap();
+        let cache = Tensor::zeros((6, 2, 8), DType::F64, &Device::Cpu).unwrap();
+        // Both prompts are fed padded to 4 tokens; the second sample's real prompt has 2.
+        attention_cached(&qkv.narrow(0, 0, 4).unwrap().contiguous().unwrap(), &cache, &[0, 0], shape, 0.5).unwrap();
+        let next = |sample: usize, position: usize| qkv.narrow(0, position, 1).unwrap().narrow(1, sample, 1).unwrap();
+        let new = Tensor::cat(&[next(0, 4), next(1, 2)], 1).unwrap().contiguous().unwrap();
+        let out = attention_cached(&new, &cache, &[4, 2], shape, 0.5).unwrap();
+        let expected = |sample: usize, position: usize| {
+            whole.narrow(0, position, 1).unwrap().narrow(1, sample, 1).unwrap().contiguous().unwrap()
+        };
+        assert!(difference(&out.narrow(1, 0, 1).unwrap().contiguous().unwrap(), &expected(0, 4)) < 1e-12);
+        assert!(difference(&out.narrow(1, 1, 1).unwrap().contiguous().unwrap(), &expected(1, 2)) < 1e-12);
+    }
+
+    #[test]
+    fn a_full_cache_is_refused() {
+        let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 4 };
+        let cache = Tensor::zeros((3, 1, 8), DType::F32, &Device::Cpu).unwrap();
+        let beyond = [usize::MAX, usize::MAX - 1];
+        for start in beyond {
+            let error = attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[start], shape, 0.5).unwrap_err();
+            assert!(error.to_string().contains("2 tokens from positions"), "{error}");
+        }
+        let error = attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[2], shape, 0.5).unwrap_err();
+        assert!(error.to_string().contains("cache of 3 positions"), "{error}");
+    }
+}

@@ -1,0 +1,159 @@
+//! Panels packed ahead: while a task multiplies strips of A, read where they lie, with a few panels of B, the next few are packed, a piece before every
+//! so many tiles, out of memory that the tiles before it have asked for. That pays where packing waits for memory: where panels are columns that have to be
+//! turned, so that a piece is lines of many rows, and above all where B is too large for the caches.
+
+use std::ops::Range;
+
+use super::Mat;
+use super::beside::Beside;
+use super::driver::{Order, pack_panels};
+use super::kernel::{Chore, Kernel, Next, PIECE};
+use super::plan::Blocks;
+use crate::tensor::allocator::LINE;
+use crate::tensor::element::Elem;
+
+/// Bytes of a B that is not in the caches when its product begins. Of smaller ones in 16 bits, whose pieces are half as many lines, packing ahead costs
+/// more than it saves (1 to 2% of a product of 2048 rows), since A is read once for every step.
+const FAR: usize = 4 << 20;
+/// Rows, at most, of a product in 16 bits that is over so soon that waiting for B, which other products have driven out of the nearest caches, is a good part of it (on Zen 4 a
+/// pipeline's microbatches of 512 rows gain 1% of a step; with 1024 it depends on the shape). Products of less than a strip, as when text is continued, were not measured.
+const FEW_ROWS: usize = 512;
+
+/// Whether panels of B, of so many elements, are better packed ahead than before their task, in a product of so many rows.
+pub fn pays<E: Elem<Acc = f32>, K: Kernel<E>>(b: Mat<*const E>, elements: usize, rows: usize) -> bool {
+    let pays_in_16_bits = || elements * size_of::<E>() >= FAR || (K::MR..=FEW_ROWS).contains(&rows);
+    K::DOES_CHORES && b.2 != 1 && (size_of::<E>() == size_of::<f32>() || pays_in_16_bits())
+}
+
+/// A step of a task: some panels of one block of the inner dimension.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    pub columns: Range<usize>,
+    pub block: usize,
+}
+
+/// The steps of a task of these `columns`: of a first panel and then of `group` panels of `nr` columns each, at most, all blocks. So only one panel is packed before any
+/// product is computed.
+pub fn steps(columns: &Range<usize>, nr: usize, group: usize, blocks: Blocks) -> Vec<Step> {
+    let first = columns.len().min(nr);
+    let rest = (columns.len() - first).div_ceil(nr);
+    let each = rest.div_ceil(rest.div_ceil(group).max(1)).max(1) * nr;
+    let begins = std::iter::once(0).chain((first..columns.len()).step_by(each));
+    let groups = begins.map(|begin| begin..(begin + if begin == 0 { first } else { each }).min(columns.len()));
+    groups
+        .flat_map(|group| {
+            let columns = columns.start + group.start..columns.start + group.end;
+            (0..blocks.count).map(move |block| Step { columns: columns.clone(), block })
+        })
+        .collect()
+}
+
+/// The panels of a step that are packed while another one is computed.
+pub struct Coming<E, K: Kernel<E>>
+where
+    E: Elem<Acc = f32>,
+{
+    /// B from the step's first row and column on.
+    b: Mat<*const E>,
+    columns: usize,
+    k: usize,
+    to: *mut K::Packed,
+    /// Pieces that are packed, of those that there are.
+    packed: usize,
+    pieces: usize,
+    /// Tiles that were computed since a piece was packed, and of those that there will be in all.
+    since: usize,
+    computed: usize,
+    tiles: usize,
+}
+
+impl<E: Elem<Acc = f32>, K: Kernel<E>> Coming<E, K> {
+    /// `columns` columns of `k` rows of `b`, while `tiles` tiles are computed.
+    pub fn new(b: Mat<*const E>, columns: usize, k: usize, to: *mut K::Packed, tiles: usize) -> Self {
+        let pieces = columns.div_ceil(K::NR) * k.div_ceil(PIECE);
+        Self { b, columns, k, to, packed: 0, pieces, since: 0, computed: 0, tiles }
+    }
+
+    /// Packs all at once.
+    ///
+    /// # Safety
+    /// As [`Kernel::pack_b`].
+    pub unsafe fn at_once(self) {
+        // SAFETY: the caller's promise.
+        unsafe { pack_panels::<E, K>(self.b, self.columns, self.k, self.to) }
+    }
+
+    /// Panel and first row of a piece.
+    fn place(&self, piece: usize) -> (usize, usize) {
+        let each = self.k.div_ceil(PIECE);
+        (piece / each, piece % each * PIECE)
+    }
+
+    unsafe fn pack(&self, piece: usize) {
+        let (p, i) = self.place(piece);
+        let columns = K::NR.min(self.columns - p * K::NR);
+        let to = self.to.wrapping_add(p * K::NR * self.k.next_multiple_of(K::KQ) + i * K::NR);
+        // SAFETY: the caller's promise.
+        unsafe { K::pack_b(self.b.at(i, p * K::NR), columns, PIECE.min(self.k - i), to) }
+    }
+
+    /// What of the next piece a tile of MR shares asks for, and how many of its columns in a share.
+    fn ahead(&self) -> Option<Chore<E, K::Packed>> {
+        if self.packed == self.pieces {
+            return None;
+        }
+        let (p, i) = self.place(self.packed);
+        let Mat(at, _, column) = self.b.at(i, p * K::NR);
+        let second = if PIECE * size_of::<E>() > LINE { LINE } else { 0 };
+        let share = K::NR.div_ceil(K::MR * (self.tiles / self.pieces).max(1));
+        let first = self.since * K::MR * share;
+        if first >= K::NR {
+            return None;
+        }
+        let next = Next { at: at.wrapping_add(first * column).cast(), row: column * size_of::<E>(), second };
+        Some(Chore::Fetch(next, share))
+    }
+}
+
+impl<E: Elem<Acc = f32>, K: Kernel<E>> Beside<E, K::Packed> for Coming<E, K> {
+    fn order(&self) -> Order {
+        Order::ByStrips
+    }
+
+    unsafe fn tile(&mut self, _: usize, _: (usize, usize)) -> Option<Chore<E, K::Packed>> {
+        self.computed += 1;
+        self.since += 1;
+        let due = self.pieces * self.computed / self.tiles;
+        while self.packed < due {
+            // SAFETY: the caller's promise.
+            unsafe { self.pack(self.packed) };
+            (self.packed, self.since) = (self.packed + 1, 0);
+        }
+        self.ahead()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_cover_columns_and_blocks_once_and_begin_with_one_panel() {
+        for (n, k, group) in [(1, 1, 1), (32, 400, 4), (33, 400, 4), (1152, 384, 4), (8192, 384, 6), (390, 3000, 5)] {
+            let (columns, blocks) = (7..7 + n, Blocks::new(k, 384, 384));
+            let steps = steps(&columns, 32, group, blocks);
+            assert_eq!(steps[0].columns, 7..7 + n.min(32));
+            let (mut next, mut cells) = (7, 0);
+            for (i, step) in steps.iter().enumerate() {
+                assert_eq!(step.block, i % blocks.count);
+                assert!(!step.columns.is_empty() && step.columns.len() <= group * 32);
+                if step.block == 0 {
+                    assert_eq!(step.columns.start, next);
+                    next = step.columns.end;
+                }
+                cells += step.columns.len();
+            }
+            assert_eq!((next, cells), (7 + n, n * blocks.count));
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! Packing beside products, of both operands: while a task multiplies one strip of A with all of its panels of B, the next strip is packed between the shares of its
+//! micro-kernels, a few words at a time, so that nobody waits for memory; or the other way round.
+
+use std::ops::Range;
+
+use super::Mat;
+use super::driver::{Order, Panels, Strips, Turns, pack_panels, pack_strips};
+use super::kernel::{Chore, Kernel, Pack};
+use crate::tensor::element::Elem;
+
+/// Strips, or panels, that there is room for of the operand that is packed one by one: the one in use, and the next.
+const SLOTS: usize = 2;
+
+/// Whether the kernel packs these operands beside its products.
+pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(a: Mat<*const E>, b: Mat<*const E>, k: usize) -> bool {
+    K::DOES_CHORES && K::packs_beside(a) && K::packs_beside(b.t()) && k.is_multiple_of(K::KQ)
+}
+
+/// In which order a task of so many rows and columns takes its tiles: the shorter operand is packed whole, and kept, while the first strip, or panel,
+/// of the longer one is used.
+pub fn order(rows: usize, columns: usize) -> Order {
+    if rows >= columns { Order::ByStrips } else { Order::ByPanels }
+}
+
+/// Elements of the memory for strips, and for panels, of tasks of `rows` × `columns` and blocks of `k`, computed in an order.
+pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(rows: usize, columns: usize, k: usize, order: Order) -> [usize; 2] {
+    let (strips, panels) = (rows.div_ceil(K::MR), columns.div_ceil(K::NR));
+    let (strips, panels) = match order {
+        Order::ByStrips => (SLOTS, panels),
+        Order::ByPanels => (strips, SLOTS),
+    };
+    [strips * K::MR * k, panels * K::NR * k]
+}
+
+/// One of the two operands of a block.
+struct Side<E, P> {
+    /// The block's rows of A, or columns of B as rows.
+    from: Mat<*const E>,
+    /// How many.
+    width: usize,
+    /// Those of a strip, or a panel.
+    unit: usize,
+    packed: *mut P,
+    is_panel: bool,
+    /// Whether all of it was packed before.
+    is_packed: bool,
+}
+
+impl<E, P> Side<E, P> {
+    fn units(&self) -> usize {
+        self.width.div_ceil(self.unit)
+    }
+
+    /// Packing of the part `inner` of strip or panel `i`, if there is one, into slot `slot` of `k` elements a row.
+    fn part(&self, i: usize, slot: usize, k: usize, inner: Range<usize>) -> Option<Pack<E, P>> {
+        let (row, column) = if inner.end == k { ((i + 1) * self.unit, 0) } else { (i * self.unit, inner.end) };
+        (i < self.units() && !inner.is_empty()).then(|| Pack {
+            from: self.from.at(i * self.unit, inner.start),
+            following: self.from.at(row, column).0,
+            width: self.unit.min(self.width - i * self.unit),
+            k: inner.len(),
+            to: self.packed.wrapping_add(slot * self.unit * k + inner.start * self.unit),
+            is_panel: self.is_panel,
+        })
+    }
+}
+
+/// What is packed while a region is computed.
+pub trait Beside<E, P> {
+    /// In which order the region's tiles are taken.
+    fn order(&self) -> Order;
+
+    /// Before tile `inner` of `tiles` of strip, or panel, `outer`, in that order: packs what is due, and says what the kernel does while it
+    /// computes the tile.
+    ///
+    /// # Safety
+    /// Operands can be read, and their packed form written.
+    unsafe fn tile(&mut self, outer: usize, inner: (usize, usize)) -> Option<Chore<E, P>>;
+}
+
+/// Nothing to pack.
+pub struct Nothing;
+
+impl<E, P> Beside<E, P> for Nothing {
+    fn order(&self) -> Order {
+        Order::ByStrips
+    }
+
+    unsafe fn tile(&mut self, _: usize, _: (usize, usize)) -> Option<Chore<E, P>> {
+        None
+    }
+}
+
+/// Both operands of a block of a task, packed while they are used.
+pub struct Both<E, P> {
+    strips: Side<E, P>,
+    panels: Side<E, P>,
+    /// Length of the block, a multiple of KQ.
+    k: usize,
+    /// Of which the kernel's words consist.
+    kq: usize,
+    order: Order,
+}
+
+impl<E: Elem<Acc = f32>, P: Copy> Both<E, P> {
+    /// Of `rows` rows of A and `columns` columns of B, from the matrices' first elements on; `kept` says that the operand that is kept was
+    /// packed before.
+    pub fn new<K: Kernel<E, Packed = P>>(
+        (a, rows): (Mat<*const E>, usize),
+        (b, columns): (Mat<*const E>, usize),
+        k: usize,
+        (strips, panels): (*mut P, *mut P),
+        order: Order,
+        kept: bool,
+    ) -> Self {
+        let by_strips = matches!(order, Order::ByStrips);
+        let side = |from, width, unit, packed, is_panel| {
+            let is_packed = kept && by_strips == is_panel;
+            Side { from, width, unit, packed, is_panel, is_packed }
+        };
+        Self {
+            strips: side(a, rows, K::MR, strips, false),
+            panels: side(b.t(), columns, K::NR, panels, true),
+            k,
+            kq: K::KQ,
+            order,
+        }
+    }
+
+    /// Packs what the first tile needs.
+    ///
+    /// # Safety
+    /// As [`Kernel::pack_a`] and [`Kernel::pack_b`], for all of the block.
+    pub unsafe fn begin<K: Kernel<E, Packed = P>>(&self) -> (Strips<E, P>, Panels<P>) {
+        let Self { strips, panels, k, order, .. } = self;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if !strips.is_packed {
+                pack_strips::<E, K>(strips.from, K::MR.min(strips.width), *k, strips.packed);
+            }
+            if !panels.is_packed {
+                pack_panels::<E, K>(panels.from.t(), K::NR.min(panels.width), *k, panels.packed);
+            }
+        }
+        let (some, all) = (Turns::of(SLOTS), Turns::ALL);
+        let [strip_turns, panel_turns] = match order {
+            Order::ByStrips => [some, all],
+            Order::ByPanels => [all, some],
+        };
+        (Strips::packed(strips.packed, strip_turns), Panels { at: panels.packed, len: K::NR * k, turns: panel_turns })
+    }
+}
+
+impl<E, P> Beside<E, P> for Both<E, P> {
+    fn order(&self) -> Order {
+        self.order
+    }
+
+    unsafe fn tile(&mut self, outer: usize, (inner, tiles): (usize, usize)) -> Option<Chore<E, P>> {
+        self.pack(outer, (inner, tiles)).map(Chore::Pack)
+    }
+}
+
+impl<E, P> Both<E, P> {
+    /// What is packed beside tile `inner` of `tiles` of strip, or panel, `outer`.
+    fn pack(&self, outer: usize, (inner, tiles): (usize, usize)) -> Option<Pack<E, P>> {
+        let Self { strips, panels, k, kq, order } = self;
+        let (some, kept) = match order {
+            Order::ByStrips => (strips, panels),
+            Order::ByPanels => (panels, strips),
+        };
+        let next = outer + 1;
+        let packs_kept = outer == 0 && !kept.is_packed;
+        if packs_kept && inner + 1 < tiles {
+            return kept.part(inner + 1, inner + 1, *k, 0..*k);
+        }
+        // All of it beside the last tile, or a part beside each.
+        let each = if packs_kept { *k } else { k.div_ceil(tiles).next_multiple_of(*kq) };
+        let first = if packs_kept { 0 } else { inner * each };
+        some.part(next, next % SLOTS, *k, first.min(*k)..(first + each).min(*k))
+    }
+}

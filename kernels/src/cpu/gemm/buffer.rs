@@ -1,0 +1,116 @@
+//! Memory of panels and of unfinished sums, which each thread keeps from one product to the next.
+
+use std::cell::Cell;
+use std::thread::LocalKey;
+
+use crate::tensor::arena;
+
+/// A cache line, so that panels are aligned for every vector and tile load.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Memory without a value, aligned to cache lines.
+#[derive(Default)]
+pub struct Buffer(Vec<Line>);
+
+impl Buffer {
+    /// Room for `n` elements of `T`, holding whatever it holds.
+    pub fn room<T: Copy>(&mut self, n: usize) -> *mut T {
+        let lines = (n * size_of::<T>()).div_ceil(size_of::<Line>());
+        if lines > self.0.capacity() {
+            self.0 = Vec::new(); // free first, so that growing needs no room for both
+            arena::outside(|| self.0.reserve_exact(lines));
+        }
+        self.0.as_mut_ptr().cast()
+    }
+}
+
+/// What a thread needs for its part of a product.
+#[derive(Default)]
+pub struct Own {
+    /// Strips of A.
+    pub strips: Buffer,
+    /// Panels of B, where a thread packs them alone.
+    pub panels: Buffer,
+    /// Unfinished sums.
+    pub sums: Buffer,
+    /// Whether others read these strips or panels, so that nothing may be written there before the product is computed.
+    pub lent: bool,
+    /// Strips and panels that were lent.
+    aside: Vec<[Buffer; 2]>,
+}
+
+impl Own {
+    /// Before strips and panels are written: those that are lent stay where they are.
+    pub fn keep_lent(&mut self) {
+        if std::mem::take(&mut self.lent) {
+            self.aside.push([std::mem::take(&mut self.strips), std::mem::take(&mut self.panels)]);
+        }
+    }
+
+    /// Once nobody reads what was lent.
+    pub fn all_is_back(&mut self) {
+        self.lent = false;
+        if let Some([strips, panels]) = self.aside.drain(..).next() {
+            (self.strips, self.panels) = (strips, panels);
+        }
+    }
+}
+
+/// What the threads of a product share.
+#[derive(Default)]
+pub struct Common {
+    /// Panels of B.
+    pub panels: Buffer,
+    /// Unfinished sums, where they outlast a piece of B.
+    pub sums: Buffer,
+    /// The bias in f32.
+    pub bias: Buffer,
+}
+
+thread_local! {
+    static OWN: Cell<Option<Box<Own>>> = const { Cell::new(None) };
+    static COMMON: Cell<Option<Box<Common>>> = const { Cell::new(None) };
+}
+
+/// A call within `f` gets a value of its own.
+fn lend<T: Default, R>(kept: &'static LocalKey<Cell<Option<Box<T>>>>, f: impl FnOnce(&mut T) -> R) -> R {
+    let mut value = kept.take().unwrap_or_default();
+    let result = f(&mut value);
+    kept.set(Some(value));
+    result
+}
+
+/// Lends this thread's own buffers.
+pub fn with_own<R>(f: impl FnOnce(&mut Own) -> R) -> R {
+    lend(&OWN, f)
+}
+
+/// Lends the buffers that this thread shares with those that help it.
+pub fn with_common<R>(f: impl FnOnce(&mut Common) -> R) -> R {
+    lend(&COMMON, f)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_lent_is_not_written_until_all_is_back() {
+        let mut own = Own::default();
+        let lent = [own.strips.room::<f32>(64), own.panels.room(64)];
+        own.keep_lent();
+        assert_eq!([own.strips.room::<f32>(64), own.panels.room(64)], lent, "nothing was lent");
+        own.lent = true;
+        own.keep_lent();
+        let others = [own.strips.room::<f32>(64), own.panels.room(64)];
+        assert!(others.iter().all(|other| !lent.contains(other)));
+        own.lent = true;
+        own.keep_lent();
+        let third = own.panels.room::<f32>(64);
+        assert!(!lent.contains(&third) && !others.contains(&third));
+        own.all_is_back();
+        assert_eq!([own.strips.room::<f32>(64), own.panels.room(64)], lent);
+    }
+}

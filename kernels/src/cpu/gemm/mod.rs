@@ -1,0 +1,237 @@
+//! Matrix multiplication of our own, blocked as in Goto and van de Geijn 2008 (*Anatomy of high-performance matrix
+//! multiplication*) with micro-kernels per instruction set as in BLIS (Van Zee and van de Geijn 2015).
+//!
+//! [`gemm`] takes strided operands in any storage type and sums in f32 (f64 for f64); its result is in the storage type or in
+//! f32.
+//!
+//! An element's terms are summed in the same order wherever it lies: blocks of the inner dimension depend on its length
+//! alone. So results depend neither on the number of threads nor on how rows or columns were cut into several products.
+//! bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal numbers for 0, in operands and sums, as the instructions do. On AMX f32 and f16 are multiplied
+//! as sums of bf16 (`amx_split`), as exactly as by FMA but for the smallest numbers.
+
+mod ahead;
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_split;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512bf16;
+mod beside;
+mod buffer;
+#[cfg(target_arch = "x86_64")]
+mod chores;
+mod crew;
+mod dispatch;
+mod double;
+mod driver;
+mod help;
+mod kernel;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod lanes;
+mod layout;
+pub(crate) mod near;
+mod pack;
+#[cfg(target_arch = "x86_64")]
+mod parts;
+pub mod peak;
+mod plan;
+mod portable;
+#[cfg(target_arch = "x86_64")]
+mod strips;
+mod tasks;
+#[cfg(test)]
+mod tests;
+mod thin;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod tiles;
+
+use ::gemm::Parallelism;
+use candle_core::DType;
+
+use self::dispatch::WithKernel;
+use self::kernel::Kernel;
+use crate::tensor::element::{Elem, Float};
+use crate::tensor::parallel;
+use crate::tensor::simd::Isa;
+
+/// A matrix in memory: pointer to element (0, 0), row stride, column stride.
+#[derive(Clone, Copy, Debug)]
+pub struct Mat<P>(pub P, pub usize, pub usize);
+
+impl<T> Mat<*const T> {
+    pub(crate) fn cast<U>(self) -> Mat<*const U> {
+        Mat(self.0.cast(), self.1, self.2)
+    }
+
+    /// The transpose.
+    pub fn t(self) -> Self {
+        Self(self.0, self.2, self.1)
+    }
+
+    /// The matrix whose element (0, 0) is this one's (`row`, `column`); need not be one that may be read.
+    fn at(self, row: usize, column: usize) -> Self {
+        Self(self.0.wrapping_add(row * self.1 + column * self.2), self.1, self.2)
+    }
+}
+
+/// What a product is added to.
+#[derive(Clone, Copy, Debug)]
+pub enum Start<'a, E> {
+    /// Nothing: the destination is overwritten, whatever it holds.
+    Zero,
+    /// The destination's old values.
+    Old,
+    /// This row, of as many elements as the destination has columns; the scale must be 1.
+    Bias(&'a [E]),
+}
+
+impl<'a, E> Start<'a, E> {
+    /// The same elements under another name of their type; only the number of elements is kept for a type of another size.
+    fn cast<U>(self) -> Start<'a, U> {
+        match self {
+            Self::Zero => Start::Zero,
+            Self::Old => Start::Old,
+            // SAFETY: callers name the elements' own type again before they read them.
+            Self::Bias(bias) => Start::Bias(unsafe { std::slice::from_raw_parts(bias.as_ptr().cast(), bias.len()) }),
+        }
+    }
+}
+
+/// Whether to accumulate.
+impl<E> From<bool> for Start<'_, E> {
+    fn from(accumulate: bool) -> Self {
+        if accumulate { Self::Old } else { Self::Zero }
+    }
+}
+
+/// All threads of the current pool, or none besides the caller.
+pub fn all_threads() -> Parallelism {
+    match parallel::threads() {
+        1 => Parallelism::None,
+        n => Parallelism::Rayon(n),
+    }
+}
+
+/// `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start` says.
+///
+/// # Safety
+/// Every element of the three matrices must lie in memory that may be read (`a`, `b`) or written (`dst`) for the call,
+/// `dst` apart from the others.
+pub unsafe fn gemm<'a, E: Elem, C: Elem<Acc = E::Acc>>(
+    shape: (usize, usize, usize),
+    dst: Mat<*mut C>,
+    start: impl Into<Start<'a, E>>,
+    a: Mat<*const E>,
+    b: Mat<*const E>,
+    scale: E::Acc,
+    threads: Parallelism,
+) {
+    // SAFETY: the caller's promise; the machine has what was detected.
+    unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), None, a, b, scale, threads) }
+}
+
+/// As [`gemm`] with a scale of 1, plus a matrix of `dst`'s shape with contiguous columns and the given distance of its rows: rounded once, with the product.
+///
+/// # Safety
+/// As [`gemm`], also for `plus`.
+pub unsafe fn gemm_plus<'a, E: Elem, C: Elem<Acc = E::Acc>>(
+    shape: (usize, usize, usize),
+    dst: Mat<*mut C>,
+    start: impl Into<Start<'a, E>>,
+    plus: (*const C, usize),
+    a: Mat<*const E>,
+    b: Mat<*const E>,
+    threads: Parallelism,
+) {
+    // SAFETY: the caller's promise; the machine has what was detected.
+    unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), Some(plus), a, b, E::Acc::ONE, threads) }
+}
+
+/// # Safety
+/// As [`gemm`], and the machine must have the instruction set.
+unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
+    isa: Isa,
+    shape: (usize, usize, usize),
+    dst: Mat<*mut C>,
+    start: Start<'_, E>,
+    plus: Option<(*const C, usize)>,
+    a: Mat<*const E>,
+    b: Mat<*const E>,
+    scale: E::Acc,
+    threads: Parallelism,
+) {
+    if let Start::Bias(bias) = start {
+        assert_eq!(bias.len(), shape.1, "a bias must have an element for every column");
+    }
+    let (m, n, _) = shape;
+    if m == 0 || n == 0 {
+        return;
+    }
+    if E::DTYPE == DType::F64 {
+        let (Mat(dst, row, column), start, scale) = (dst, start.cast(), scale.f64());
+        let dst = Mat(dst.cast::<f64>(), row, column);
+        // SAFETY: the caller's promise; E and C are f64.
+        return unsafe {
+            double::gemm(shape, dst, start, a.cast(), b.cast(), scale, threads);
+            if let Some((plus, stride)) = plus {
+                double::add(shape, dst, (plus.cast(), stride));
+            }
+        };
+    }
+    let threads = match threads {
+        Parallelism::None => 1,
+        Parallelism::Rayon(_) => parallel::threads(),
+    };
+    let call = Call { shape, dst, start, plus, a, b, scale: scale.f64() as f32, threads };
+    // SAFETY: the caller's promise.
+    unsafe { dispatch::with_kernel::<E, C, _>(isa, call.cast::<u8, u8>()) }
+}
+
+/// A product of at least one element: `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start` and `plus` say, for `shape` (m, n, k).
+pub struct Call<'a, E, C> {
+    pub shape: (usize, usize, usize),
+    pub dst: Mat<*mut C>,
+    pub start: Start<'a, E>,
+    /// A matrix of dst's shape, whose columns are contiguous, and the distance of its rows.
+    pub plus: Option<(*const C, usize)>,
+    pub a: Mat<*const E>,
+    pub b: Mat<*const E>,
+    pub scale: f32,
+    pub threads: usize,
+}
+
+impl<'a, E, C> Call<'a, E, C> {
+    /// The same under other names of the types ([`Start::cast`]).
+    fn cast<F, D>(self) -> Call<'a, F, D> {
+        let Self { shape, dst: Mat(dst, row, column), start, plus, a, b, scale, threads } = self;
+        let plus = plus.map(|(at, stride)| (at.cast(), stride));
+        Call {
+            shape,
+            dst: Mat(dst.cast(), row, column),
+            start: start.cast(),
+            plus,
+            a: a.cast(),
+            b: b.cast(),
+            scale,
+            threads,
+        }
+    }
+}
+
+impl WithKernel for Call<'_, u8, u8> {
+    unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(self) {
+        // E and C are the types there were.
+        let call = self.cast::<E, C>();
+        // SAFETY: the caller's promise.
+        unsafe {
+            match thin::fits::<E, C, K>(&call) {
+                true => thin::run::<E, C, K>(call),
+                false => crew::run::<E, C, K>(call),
+            }
+        }
+    }
+}

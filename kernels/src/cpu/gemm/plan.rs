@@ -1,0 +1,454 @@
+//! How a product is cut: blocks of the inner dimension, phases that share panels of B, and tasks of a phase.
+
+use std::ops::Range;
+
+use super::beside;
+use super::driver::Order;
+use super::kernel::{Blocking, PIECE};
+
+/// Bytes of B's panels that are made and used at a time, about: what the last level of cache holds beside other things.
+const PANEL_BYTES: usize = 8 << 20;
+/// Columns that a phase has at least, if there are so many, so that each strip of A is packed for many columns.
+const PHASE_COLUMNS: usize = 1024;
+/// Panels, or strips, that are packed together: where they lie side by side in rows, rows are read in pieces long enough for the hardware to
+/// fetch ahead.
+pub const TOGETHER: usize = 8;
+/// Unfinished sums of a task whose thread packs all of it alone, at most: half of a second-level cache of 2 MiB. (With one of 1 MiB, half
+/// as many made no difference.)
+const SUMS_ALONE: usize = 256 << 10;
+/// What it costs to pack an element into panels that threads share, which are not in the thread's caches, and of A, where cache lines are
+/// cut at strips, for one packed into panels that stay in L2 (measured on Sapphire Rapids: 21, 10 and 7 cycles a line).
+const SHARED_COST: f64 = 3.0;
+const STRIP_COST: f64 = 1.5;
+/// As `SUMS_ALONE`, of tasks that pack beside their products, which need less of that cache for operands.
+const SUMS_BESIDE: usize = 320 << 10;
+/// What it costs to pack an element beside products, of the operand that is packed little by little; of the other one as much as alone.
+const BESIDE_COST: f64 = 0.25;
+/// What it costs to read an element of A where it lies, out of the thread's caches, while it is multiplied: little, since it is fetched ahead.
+const READ_COST: f64 = 0.25;
+/// What it costs besides, once for every thread that reads it: rows of A, and of what is computed from them, are best left to the thread that made them (on Zen 4 products
+/// cut by rows although each thread has to pack all panels are 1 to 3% faster than those cut by columns).
+const READER_COST: f64 = 0.4;
+/// Bytes of the panels of a step, of which there are two at a time, at most, unless one panel takes more.
+const STEP_BYTES: usize = 200 << 10;
+/// Tasks per thread from which on it does not matter whether all threads get as many.
+const MANY_TASKS: usize = 8;
+
+/// The inner dimension of length `k` in blocks of equal length, the last one shorter. Depends on nothing but `k` and the kernel's blocking, since
+/// it decides the order of summation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Blocks {
+    pub k: usize,
+    pub len: usize,
+    pub count: usize,
+}
+
+impl Blocks {
+    /// Blocks of at most `kc`, or one of at most `once`.
+    pub fn new(k: usize, kc: usize, once: usize) -> Self {
+        let count = if k <= once { 1 } else { k.div_ceil(kc) };
+        let len = k.div_ceil(count).next_multiple_of(PIECE).max(PIECE);
+        Self { k, len, count: k.div_ceil(len).max(1) }
+    }
+
+    pub fn range(&self, block: usize) -> Range<usize> {
+        block * self.len..((block + 1) * self.len).min(self.k)
+    }
+}
+
+/// What has to be packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// B: strips of A are read where they lie.
+    Panels,
+    /// B, and the kernel asks for memory that is packed soon.
+    Ahead,
+    /// Both operands.
+    Both,
+    /// Both, and the kernel can do so beside its products.
+    Beside,
+}
+
+/// Columns × blocks of B whose panels are in memory together. First they are packed, then they are used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Phase {
+    pub columns: Range<usize>,
+    pub blocks: Range<usize>,
+    /// Numbers of the items that pack (by block, then by group of panels), among the items of all phases.
+    pub packing: Range<usize>,
+    /// Numbers of the items that compute (by rows, then by columns).
+    pub computing: Range<usize>,
+}
+
+/// How tasks come by what is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Panels are packed by all threads, before tasks that use them.
+    Shared,
+    /// Tasks are of the whole inner dimension and pack all that they need, block by block.
+    Alone,
+    /// As `Alone`, beside the products ([`super::beside`]).
+    Beside,
+    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their use ([`super::ahead`]).
+    Ahead { group: usize },
+}
+
+#[derive(Debug)]
+pub struct Plan {
+    pub blocks: Blocks,
+    pub phases: Vec<Phase>,
+    /// Rows of a task, a multiple of MR where panels are shared.
+    pub task_rows: usize,
+    /// Columns of a task, a multiple of NR.
+    pub task_columns: usize,
+    pub way: Way,
+    /// Whether the panels of a task, of all blocks, stay in L2 together.
+    pub is_short: bool,
+    /// Columns of the widest phase, a multiple of NR.
+    pub phase_columns: usize,
+    /// Elements of the panels of the largest phase.
+    pub panel_elements: usize,
+}
+
+impl Plan {
+    /// For tiles of `mr` × `nr` and packed elements of `size` bytes.
+    pub fn new(
+        (m, n, k): (usize, usize, usize),
+        (mr, nr): (usize, usize),
+        size: usize,
+        blocking: Blocking,
+        packing: Packing,
+        threads: usize,
+    ) -> Self {
+        let blocks = Blocks::new(k, blocking.kc, blocking.once);
+        let budget = PANEL_BYTES / size;
+        let columns = equal_parts(n, nr, (budget / (blocks.count * blocks.len)).max(PHASE_COLUMNS));
+        let together = equal_parts(blocks.count, 1, (budget / (columns * blocks.len)).max(1));
+        let whole = blocking.whole / (size * blocks.count * blocks.len) / nr * nr;
+        let task_columns = equal_parts(columns, nr, blocking.nc.max(whole));
+        let tasks_across = columns.div_ceil(task_columns);
+        let strips = m.div_ceil(mr);
+        let rows_per_task = (1..=strips)
+            .skip(m.div_ceil(blocking.mc.max(mr)).max(1) - 1)
+            .map(|tasks| strips.div_ceil(tasks))
+            .find(|&each| is_even(strips.div_ceil(each) * tasks_across, threads));
+        let task_rows = mr * rows_per_task.unwrap_or(1);
+
+        if packing == Packing::Ahead {
+            return Self::ahead((m, n), (mr, nr), size, (blocks, blocking.in_place.sums), threads);
+        }
+        let packs_a = packing != Packing::Panels;
+        if blocking.panels_alone || packs_a && blocks.count > 1 {
+            let strip = if packs_a { STRIP_COST } else { READ_COST };
+            let shared = SHARED_COST * n as f64
+                + strip * (m * tasks_across * n.div_ceil(columns)) as f64
+                + if packs_a { 0.0 } else { READER_COST * m as f64 };
+            if let Some(plan) = Self::alone((m, n), (mr, nr), blocks, blocking, threads, packing, (strip, shared)) {
+                return plan;
+            }
+        }
+
+        let mut phases = Vec::new();
+        let mut item = 0;
+        for first in (0..n).step_by(columns) {
+            for block in (0..blocks.count).step_by(together) {
+                let columns = first..(first + columns).min(n);
+                let blocks = block..(block + together).min(blocks.count);
+                let packed = item + columns.len().div_ceil(nr * TOGETHER) * blocks.len();
+                let computed = packed + m.div_ceil(task_rows) * columns.len().div_ceil(task_columns);
+                phases.push(Phase { columns, blocks, packing: item..packed, computing: packed..computed });
+                item = computed;
+            }
+        }
+        Self {
+            blocks,
+            phases,
+            task_rows,
+            task_columns,
+            way: Way::Shared,
+            is_short: task_columns <= whole,
+            phase_columns: columns,
+            panel_elements: columns * together * blocks.len,
+        }
+    }
+
+    /// Tasks that pack alone, if a cut of them costs less than `most` for each of the inner dimension, where a row of A costs `strip`.
+    fn alone(
+        (m, n): (usize, usize),
+        (mr, nr): (usize, usize),
+        blocks: Blocks,
+        blocking: Blocking,
+        threads: usize,
+        packing: Packing,
+        (strip, most): (f64, f64),
+    ) -> Option<Self> {
+        let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
+        let sums = match packing {
+            Packing::Beside => SUMS_BESIDE,
+            Packing::Panels => blocking.in_place.sums,
+            _ => SUMS_ALONE,
+        };
+        let mut best = (most, None);
+        for across in 1..=panels {
+            let columns = panels.div_ceil(across) * nr;
+            if packing != Packing::Beside && columns > blocking.nc_alone.max(nr) {
+                continue;
+            }
+            for down in 1..=strips {
+                let rows = strips.div_ceil(down) * mr;
+                let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
+                let (panels, strips) = ((n * down) as f64, strip * (m * across) as f64);
+                // What stays packed, and what it costs to pack.
+                let (kept, cost) = match (packing, beside::order(rows, columns)) {
+                    (Packing::Beside, Order::ByStrips) => (columns, panels + BESIDE_COST * strips),
+                    (Packing::Beside, Order::ByPanels) => (rows, BESIDE_COST * panels + strips),
+                    (Packing::Panels, _) => {
+                        let readers = threads.div_ceil(down).min(across);
+                        (columns, panels + strips + READER_COST * (m * readers) as f64)
+                    }
+                    _ => (columns, panels + strips),
+                };
+                // More tasks down cost more, but for an operand that is no longer the one that is kept, or threads that no longer share rows.
+                let least = if packing == Packing::Beside { BESIDE_COST * panels } else { panels + strips };
+                if least >= best.0 {
+                    break;
+                }
+                if kept > blocking.nc_alone.max(nr) || cost >= best.0 {
+                    continue;
+                }
+                if is_even(down * across, threads) && (blocks.count == 1 || rows * columns <= sums) {
+                    best = (cost, Some((rows, columns)));
+                }
+            }
+        }
+        let way = if packing == Packing::Beside { Way::Beside } else { Way::Alone };
+        Some(Self::of_whole((m, n), nr, blocks, way, best.1?))
+    }
+
+    /// Tasks that pack panels ahead.
+    fn ahead(
+        (m, n): (usize, usize),
+        (mr, nr): (usize, usize),
+        size: usize,
+        (blocks, sums): (Blocks, usize),
+        threads: usize,
+    ) -> Self {
+        let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
+        let group = (STEP_BYTES / (nr * blocks.len * size)).clamp(1, panels);
+        let least_down = if blocks.count == 1 { 1 } else { strips.div_ceil((sums / (group * nr * mr)).max(1)) };
+        let (mut least, mut tasks) = (f64::INFINITY, (mr, nr));
+        for across in 1..=panels.min(MANY_TASKS * threads) {
+            for down in least_down..=strips.min(least_down * MANY_TASKS * threads) {
+                let (rows, columns) = (strips.div_ceil(down) * mr, panels.div_ceil(across) * nr);
+                let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
+                let cost = BESIDE_COST * (n * down) as f64 + READ_COST * (m * across) as f64;
+                if is_even(down * across, threads) && cost < least {
+                    (least, tasks) = (cost, (rows, columns));
+                }
+            }
+        }
+        Self::of_whole((m, n), nr, blocks, Way::Ahead { group }, tasks)
+    }
+
+    /// Tasks of `rows` × `columns` and the whole inner dimension.
+    fn of_whole((m, n): (usize, usize), nr: usize, blocks: Blocks, way: Way, (rows, columns): (usize, usize)) -> Self {
+        let down = m.div_ceil(rows);
+        let tasks = down * n.div_ceil(columns);
+        Self {
+            blocks,
+            phases: vec![Phase { columns: 0..n, blocks: 0..blocks.count, packing: 0..0, computing: 0..tasks }],
+            // Equal to a row: an edge of a few rows in each costs less than a strip more in some.
+            task_rows: m.div_ceil(down),
+            task_columns: columns,
+            way,
+            is_short: false,
+            phase_columns: n.next_multiple_of(nr),
+            panel_elements: 0,
+        }
+    }
+
+    /// Whether the inner dimension is in several phases.
+    pub fn sums_outlast_phases(&self) -> bool {
+        self.phases.iter().any(|phase| phase.blocks.len() < self.blocks.count)
+    }
+
+    pub fn items(&self) -> usize {
+        self.phases.last().map_or(0, |phase| phase.computing.end)
+    }
+}
+
+/// Whether all threads get as many tasks, or so many that it does not matter.
+fn is_even(tasks: usize, threads: usize) -> bool {
+    tasks.is_multiple_of(threads) || tasks >= MANY_TASKS * threads
+}
+
+/// The size of equal parts of `n`, of at most `most` each, that are multiples of `unit`.
+fn equal_parts(n: usize, unit: usize, most: usize) -> usize {
+    n.div_ceil(n.div_ceil(most.max(unit)).max(1)).next_multiple_of(unit).max(unit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::gemm::kernel::InPlace;
+
+    const SHARED: Blocking = Blocking {
+        kc: 384,
+        once: 384,
+        mc: 252,
+        nc: 256,
+        nc_alone: 512,
+        panels_alone: false,
+        in_place: InPlace::AHEAD,
+        whole: 0,
+        alone: 0,
+    };
+    /// Of a kernel whose tasks pack panels for themselves.
+    const ALONE: Blocking = Blocking { panels_alone: true, ..SHARED };
+
+    #[test]
+    fn blocks_cover_the_inner_dimension_and_none_is_longer_than_asked() {
+        for k in 0..3000 {
+            let blocks = Blocks::new(k, 512, 704);
+            assert!(blocks.len.is_multiple_of(PIECE) && if k <= 704 { blocks.count == 1 } else { blocks.len <= 512 });
+            let mut next = 0;
+            for block in 0..blocks.count {
+                let range = blocks.range(block);
+                assert!(range.start == next && (k == 0 || !range.is_empty()));
+                next = range.end;
+            }
+            assert_eq!(next, k);
+        }
+    }
+
+    #[test]
+    fn phases_cover_all_columns_and_blocks_and_keep_to_the_panels_memory() {
+        for shape in [(1, 1, 1), (2048, 384, 1152), (1024, 50304, 768), (1024, 768, 50304), (7, 3000, 9000)] {
+            for threads in [1, 2, 3, 7, 64] {
+                let plan = Plan::new(shape, (14, 32), 4, SHARED, Packing::Panels, threads);
+                let mut cells = 0;
+                let mut item = 0;
+                for phase in &plan.phases {
+                    cells += phase.columns.len() * phase.blocks.len();
+                    let padded = phase.columns.len().next_multiple_of(32);
+                    assert!(padded * phase.blocks.len() * plan.blocks.len <= plan.panel_elements);
+                    assert_eq!(phase.packing.start, item);
+                    assert_eq!(phase.computing.start, phase.packing.end);
+                    item = phase.computing.end;
+                }
+                assert_eq!(cells, shape.1 * plan.blocks.count);
+                assert!(plan.panel_elements * 4 <= 2 * PANEL_BYTES, "{shape:?}: {}", plan.panel_elements);
+            }
+        }
+    }
+
+    #[test]
+    fn two_threads_get_as_many_tasks_each_unless_there_are_many() {
+        for shape in [(2048, 384, 384), (2048, 1152, 384), (1152, 384, 2048), (768, 768, 1024)] {
+            let plan = Plan::new(shape, (14, 32), 4, SHARED, Packing::Panels, 2);
+            let tasks = plan.phases[0].computing.len();
+            assert!(tasks.is_multiple_of(2) || tasks >= 16, "{shape:?}: {tasks}");
+        }
+    }
+
+    #[test]
+    fn tasks_that_pack_beside_and_ahead_cover_the_product_evenly_and_keep_their_sums_in_cache() {
+        for shape in [(1152, 384, 2048), (384, 1536, 2048), (8192, 384, 512), (3072, 768, 1024), (2048, 1152, 384)] {
+            for threads in [1, 2, 3, 7] {
+                for packing in [Packing::Beside, Packing::Ahead] {
+                    let plan = Plan::new(shape, (14, 32), 4, ALONE, packing, threads);
+                    let (rows, columns) = (plan.task_rows, plan.task_columns);
+                    let tasks = shape.0.div_ceil(rows) * shape.1.div_ceil(columns);
+                    assert_eq!(plan.items(), tasks, "{shape:?}");
+                    assert!(tasks.is_multiple_of(threads) || tasks >= 8 * threads, "{shape:?}: {tasks}");
+                    assert!(
+                        rows == shape.0.div_ceil(shape.0.div_ceil(rows)),
+                        "{shape:?}: {rows} rows are no equal part"
+                    );
+                    assert!(columns.is_multiple_of(32));
+                    let (kept, sums) = match plan.way {
+                        Way::Beside => (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE),
+                        Way::Ahead { group } => {
+                            (group * 32 * plan.blocks.len * 4 <= STEP_BYTES, rows * group * 32 <= ALONE.in_place.sums)
+                        }
+                        way => panic!("{way:?}"),
+                    };
+                    assert!(kept && (sums || plan.blocks.count == 1), "{shape:?}, {threads} threads: {plan:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn long_inner_dimensions_beside_few_columns_are_cut_so_that_no_panel_is_packed_twice() {
+        let plan = |shape| Plan::new(shape, (14, 32), 4, ALONE, Packing::Panels, 2);
+        let logits = plan((512, 384, 8192));
+        assert_eq!((logits.way, logits.items()), (Way::Alone, 2));
+        assert!(logits.task_rows >= 512 && logits.task_columns == 192);
+        // Sums of half of 2048 rows and 192 columns would not stay in L2.
+        assert_eq!(plan((2048, 384, 1536)).way, Way::Shared);
+    }
+
+    #[test]
+    fn rows_that_are_read_in_place_are_cut_before_columns_unless_they_are_few() {
+        let plan = |shape| Plan::new(shape, (14, 32), 2, ALONE, Packing::Panels, 2);
+        for shape in [(2048, 384, 384), (2048, 640, 384), (2048, 1152, 384)] {
+            let plan = plan(shape);
+            assert_eq!((plan.way, plan.task_rows), (Way::Alone, shape.0 / 2), "{shape:?}");
+        }
+        assert_eq!(
+            plan((512, 384, 384)).task_rows,
+            512,
+            "packing all panels twice costs more than reading so few rows twice"
+        );
+    }
+
+    #[test]
+    fn a_threads_rows_are_one_task_where_as_many_sums_may_be_unfinished() {
+        let plan =
+            |in_place| Plan::new((2048, 384, 1536), (14, 32), 4, Blocking { in_place, ..ALONE }, Packing::Panels, 2);
+        let (few, many) = (plan(InPlace::AHEAD), plan(InPlace::ALONE));
+        assert_eq!((many.way, many.task_rows, many.task_columns), (Way::Alone, 1024, 384));
+        assert_eq!(few.way, Way::Shared);
+    }
+
+    #[test]
+    fn tasks_that_pack_alone_cover_the_product_evenly_and_keep_their_sums_in_cache() {
+        let mut alone = 0;
+        for shape in [
+            (1152, 384, 2048),
+            (384, 1536, 2048),
+            (8192, 384, 2048),
+            (768, 768, 1024),
+            (50304, 768, 1024),
+            (65, 33, 4000),
+            (2048, 1152, 384),
+            (512, 8192, 384),
+        ] {
+            for threads in [1, 2, 3, 7] {
+                let plan = Plan::new(
+                    shape,
+                    (14, 32),
+                    4,
+                    ALONE,
+                    if shape.2 > 384 { Packing::Both } else { Packing::Panels },
+                    threads,
+                );
+                if plan.way == Way::Shared {
+                    let once = plan.blocks.count == 1;
+                    assert!(!once || threads > 2, "{shape:?}: panels of one block are packed by those who use them");
+                    continue;
+                }
+                alone += 1;
+                let tasks = shape.0.div_ceil(plan.task_rows) * shape.1.div_ceil(plan.task_columns);
+                assert_eq!(plan.items(), tasks, "{shape:?}");
+                assert!(tasks.is_multiple_of(threads) || tasks >= 8 * threads, "{shape:?}: {tasks}");
+                let keeps_sums = plan.blocks.count > 1;
+                assert!(!keeps_sums || plan.task_rows * plan.task_columns <= SUMS_ALONE, "{shape:?}");
+                assert!(plan.task_columns <= ALONE.nc_alone);
+                assert!(plan.task_columns.is_multiple_of(32));
+            }
+        }
+        assert!(alone >= 8, "{alone}");
+    }
+}

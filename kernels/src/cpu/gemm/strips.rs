@@ -1,0 +1,293 @@
+//! The micro-kernel that AVX-512 and AVX-512 BF16 share: 14 × 32, 28 sums, two vectors of B and a broadcast word of A in 32 registers.
+//!
+//! A word is what a lane of B is multiplied with: an f32, or a pair of bf16 along the inner dimension.
+
+use std::arch::x86_64::*;
+
+use super::lanes::Lanes;
+pub use super::layout::{Layout, Packed, Rows};
+
+pub const MR: usize = 14;
+pub const NR: usize = 32;
+
+/// Calls `$tile::<ROWS, $e, $word>` for `$rows` rows.
+macro_rules! by_rows {
+    ($rows:expr, $e:ty, $word:ty, $tile:ident $args:tt) => {
+        match $rows {
+            1 => $tile::<1, $e, $word> $args,
+            2 => $tile::<2, $e, $word> $args,
+            3 => $tile::<3, $e, $word> $args,
+            4 => $tile::<4, $e, $word> $args,
+            5 => $tile::<5, $e, $word> $args,
+            6 => $tile::<6, $e, $word> $args,
+            7 => $tile::<7, $e, $word> $args,
+            8 => $tile::<8, $e, $word> $args,
+            9 => $tile::<9, $e, $word> $args,
+            10 => $tile::<10, $e, $word> $args,
+            11 => $tile::<11, $e, $word> $args,
+            12 => $tile::<12, $e, $word> $args,
+            13 => $tile::<13, $e, $word> $args,
+            _ => $tile::<14, $e, $word> $args,
+        }
+    };
+}
+pub(super) use by_rows;
+
+/// [`super::kernel::Kernel::tile`] of whatever strip and chore, where `$word` makes words of `$e`.
+macro_rules! any_tile {
+    ($rows:expr, $strip:expr, $chore:expr, $e:ty, $word:ty, ($words:expr, $panel:expr, $from:expr, $to:expr, $ahead:expr)) => {{
+        let (words, panel, from, to, ahead) = ($words, $panel, $from, $to, $ahead);
+        match ($strip, $chore) {
+            (Strip::Rows(strip, row), Some(Chore::Fetch(next, rows))) => {
+                let strip = Rows(strip.cast(), row * size_of::<$e>());
+                tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, Fetch(next, rows));
+            }
+            (Strip::Rows(strip, row), _) => {
+                let strip = Rows(strip.cast(), row * size_of::<$e>());
+                tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, Idle);
+            }
+            (Strip::Packed(strip), Some(Chore::Pack(pack))) if $rows == MR => {
+                let strip = Packed::<MR>(strip.cast());
+                if PackBySteps::<$e, $word, NR>::fits(&pack, words) {
+                    if pack.is_panel {
+                        let work = PackBySteps::<$e, $word, NR>::new(pack);
+                        tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
+                    } else {
+                        let work = PackBySteps::<$e, $word, MR>::new(pack);
+                        tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
+                    }
+                } else if pack.is_panel {
+                    let work = PackByShares::<$e, $word, NR>::new(pack, MR);
+                    tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
+                } else {
+                    let work = PackByShares::<$e, $word, MR>::new(pack, MR);
+                    tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
+                }
+            }
+            (Strip::Packed(strip), chore) => {
+                if let Some(Chore::Pack(pack)) = chore {
+                    if pack.is_panel {
+                        at_once(PackByShares::<$e, $word, NR>::new(pack, 1));
+                    } else {
+                        at_once(PackByShares::<$e, $word, MR>::new(pack, 1));
+                    }
+                }
+                by_rows!($rows, $e, $word, packed_tile(words, strip.cast(), panel, from, to, ahead));
+            }
+        }
+    }};
+}
+pub(super) use any_tile;
+
+/// Sixteen words out of rows of memory of `E`.
+pub trait Word<E> {
+    /// Rows of memory that make a word.
+    const ROWS: usize;
+
+    /// Words of the rows at `from` and, where there are two, `row` elements behind it; 0 where `mask` does not select.
+    ///
+    /// # Safety
+    /// The machine has the kernel's instruction set; what `mask` selects can be read.
+    unsafe fn words(from: *const E, row: usize, mask: u16) -> __m512i;
+
+    /// Words along up to sixteen lines of memory that lie `line` elements apart, of which so many `elements` are left: register i of the result
+    /// holds the i-th word of every line, and 0 for missing lines and behind the last element.
+    ///
+    /// # Safety
+    /// As [`Word::words`], for those elements.
+    unsafe fn along(from: *const E, line: usize, lines: usize, elements: usize) -> [__m512i; 16];
+
+    /// `sum + a · b`, as tiles multiply and add words.
+    ///
+    /// # Safety
+    /// The machine has the kernel's instruction set.
+    unsafe fn multiply(sum: __m512, a: __m512, b: __m512) -> __m512;
+
+    /// Writes thirty-two elements, rounded.
+    ///
+    /// # Safety
+    /// The machine has the kernel's instruction set; the elements can be written.
+    #[inline(always)]
+    unsafe fn store(to: *mut E, [low, high]: [__m512; 2])
+    where
+        E: Lanes,
+    {
+        // SAFETY: the caller's promise.
+        unsafe {
+            E::store16(to, u16::MAX, low);
+            E::store16(to.add(16), u16::MAX, high);
+        }
+    }
+}
+
+/// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `M` multiplies, adds and
+/// rounds. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`; after each word
+/// a step of it.
+macro_rules! tiles {
+    ($features:literal) => {
+        #[inline(always)]
+        unsafe fn packed_tile<const ROWS: usize, E: Lanes, M: Word<E>>(
+            words: usize,
+            strip: *const f32,
+            panel: *const f32,
+            from: (*const f32, usize),
+            to: To<E>,
+            ahead: Ahead,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe { tile::<ROWS, E, M, _, _>(words, Packed::<MR>(strip), panel, from, to, ahead, Idle) }
+        }
+
+        #[target_feature(enable = $features)]
+        unsafe fn at_once<W: Work>(mut work: W) {
+            // SAFETY: the caller's promise.
+            unsafe { work.share() }
+        }
+
+        #[target_feature(enable = $features)]
+        unsafe fn tile<const ROWS: usize, E: Lanes, M: Word<E>, L: Layout, W: Work>(
+            words: usize,
+            mut strip: L,
+            mut panel: *const f32,
+            (from, from_stride): (*const f32, usize),
+            to: To<E>,
+            Ahead { mut read, mut added, mut written }: Ahead,
+            mut work: W,
+        ) {
+            let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+            let (share, mut left) = (words / ROWS, words);
+            // SAFETY: the caller's promise; fetching ahead is no access.
+            unsafe {
+                if !from.is_null() {
+                    for r in 0..ROWS {
+                        let from = from.add(r * from_stride);
+                        sums[r] = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))];
+                    }
+                }
+                for r in 0..ROWS {
+                    read.lines().into_iter().for_each(crate::tensor::simd::ask_for);
+                    added.lines().into_iter().for_each(crate::tensor::simd::ask_for);
+                    written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
+                    // What was asked for two tiles ago has left L1 since, and stores wait for each other.
+                    if 2 * r >= ROWS {
+                        [2 * r - ROWS, 2 * r + 1 - ROWS].into_iter().for_each(|near| to.ask_for_row(near, NR));
+                    }
+                    work.share();
+                    let now = if r + 1 < ROWS { share } else { left };
+                    left -= now;
+                    for _ in 0..now {
+                        let b = [_mm512_loadu_ps(panel), _mm512_loadu_ps(panel.add(16))];
+                        for r in 0..ROWS {
+                            // Rows of pairs may begin between words.
+                            let a = _mm512_set1_ps(strip.row(r).read_unaligned());
+                            sums[r] = [M::multiply(sums[r][0], a, b[0]), M::multiply(sums[r][1], a, b[1])];
+                        }
+                        (strip, panel) = (strip.next(), panel.add(NR));
+                        work.step();
+                    }
+                }
+                match to {
+                    To::Sums(to, stride) => {
+                        for r in 0..ROWS {
+                            let to = to.add(r * stride);
+                            _mm512_storeu_ps(to, sums[r][0]);
+                            _mm512_storeu_ps(to.add(16), sums[r][1]);
+                        }
+                    }
+                    To::Rounded { to, stride, add, add_stride } => {
+                        // By way of memory, so that the loop around long roundings, which the compiler leaves one, does not keep the sums there all the time.
+                        let mut rows = [[0.0f32; NR]; ROWS];
+                        for r in 0..ROWS {
+                            _mm512_storeu_ps(rows[r].as_mut_ptr(), sums[r][0]);
+                            _mm512_storeu_ps(rows[r].as_mut_ptr().add(16), sums[r][1]);
+                        }
+                        for (r, row) in rows.iter().enumerate() {
+                            let mut row = [_mm512_loadu_ps(row.as_ptr()), _mm512_loadu_ps(row.as_ptr().add(16))];
+                            if !add.is_null() {
+                                let add = add.add(r * add_stride);
+                                row[0] = _mm512_add_ps(E::load16(add, u16::MAX), row[0]);
+                                row[1] = _mm512_add_ps(E::load16(add.add(16), u16::MAX), row[1]);
+                            }
+                            M::store(to.add(r * stride), row);
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+pub(super) use tiles;
+
+/// Defines `thin`: [`super::kernel::Kernel::thin`] of columns of which `W` makes words. Sums of sixteen columns, sixteen words of those and a
+/// broadcast word of A are in registers.
+macro_rules! thin {
+    ($features:literal) => {
+        #[inline(always)]
+        unsafe fn thin<E, W: Word<E>>(
+            rows: usize,
+            columns: usize,
+            k: usize,
+            a: Rows,
+            (b, column): (*const E, usize),
+            sums: *mut f32,
+        ) {
+            for c in (0..columns).step_by(16) {
+                let b = (b.wrapping_add(c * column), column, columns - c);
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let sums = sums.add(c);
+                    match rows {
+                        1 => thin_rows::<1, E, W>(k, a, b, sums),
+                        2 => thin_rows::<2, E, W>(k, a, b, sums),
+                        3 => thin_rows::<3, E, W>(k, a, b, sums),
+                        4 => thin_rows::<4, E, W>(k, a, b, sums),
+                        5 => thin_rows::<5, E, W>(k, a, b, sums),
+                        6 => thin_rows::<6, E, W>(k, a, b, sums),
+                        7 => thin_rows::<7, E, W>(k, a, b, sums),
+                        _ => thin_rows::<8, E, W>(k, a, b, sums),
+                    }
+                }
+            }
+        }
+
+        /// Of up to sixteen columns. Memory behind them is asked for, line by line, as it lies.
+        #[target_feature(enable = $features)]
+        unsafe fn thin_rows<const ROWS: usize, E, W: Word<E>>(
+            k: usize,
+            mut a: Rows,
+            (mut b, column, columns): (*const E, usize, usize),
+            to: *mut f32,
+        ) {
+            let step = 16 * W::ROWS;
+            let mut following = b.wrapping_add(16 * column).cast::<i8>();
+            // SAFETY: the caller's promise; fetching ahead is no access.
+            unsafe {
+                let mut sums: [__m512; ROWS] = std::array::from_fn(|r| _mm512_loadu_ps(to.add(r * NR)));
+                for i in (0..k).step_by(step) {
+                    for _ in 0..16 * step * size_of::<E>() / LINE {
+                        crate::tensor::simd::ask_for_l2(following);
+                        following = following.wrapping_add(LINE);
+                    }
+                    let words = W::along(b, column, columns, k - i);
+                    let mut multiply = |word: __m512i| {
+                        for r in 0..ROWS {
+                            let a = _mm512_set1_ps(a.row(r).read_unaligned());
+                            sums[r] = W::multiply(sums[r], a, _mm512_castsi512_ps(word));
+                        }
+                        a = a.next();
+                    };
+                    if k - i >= step {
+                        words.into_iter().for_each(&mut multiply);
+                    } else {
+                        words.into_iter().take((k - i).div_ceil(W::ROWS)).for_each(&mut multiply);
+                    }
+                    b = b.wrapping_add(step);
+                }
+                for r in 0..ROWS {
+                    _mm512_storeu_ps(to.add(r * NR), sums[r]);
+                }
+            }
+        }
+    };
+}
+pub(super) use thin;

@@ -1,0 +1,271 @@
+//! What a thread does for a task: the loops over blocks of the inner dimension and what is packed for each, one function for each [`Way`].
+
+use std::ops::Range;
+
+use super::ahead::{self, Coming};
+use super::beside::{self, Beside, Both, Nothing};
+use super::buffer::Own;
+use super::crew::{Crew, Part};
+use super::driver::{Order, Panels, Region, Strips, Sums, compute_region, pack_panels};
+use super::kernel::Kernel;
+use super::plan::{Phase, Plan, Way};
+use crate::tensor::element::Elem;
+
+impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
+    /// A part of a task, or all of it.
+    ///
+    /// # Safety
+    /// As [`super::crew::run`], within [`Kernel::enter`].
+    pub unsafe fn compute(&self, phase: &Phase, part: Part<K::Packed>, own: &mut Own) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.plan.way {
+                Way::Shared => self.compute_packed(phase, part, own),
+                Way::Alone => self.block_by_block(part, false, own),
+                Way::Beside => self.block_by_block(part, true, own),
+                Way::Ahead { group } => self.step_by_step(phase, part, group, own),
+            }
+        }
+    }
+
+    /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there, before the products or beside them.
+    unsafe fn block_by_block(&self, mut part: Part<K::Packed>, packs_beside: bool, own: &mut Own) {
+        let blocks = self.plan.blocks;
+        let panels_across = part.columns.len().div_ceil(K::NR);
+        // One tile's place, or a place for every tile.
+        let kept = if blocks.count == 1 { 0 } else { panels_across };
+        let all_sums = self.sums_of(&part, kept, own);
+        let some_rows = K::blocking().mc.next_multiple_of(K::MR);
+        let order = match part.packed {
+            Some((order, _)) => order,
+            None if packs_beside => beside::order(part.rows.len(), part.columns.len()),
+            None => Order::ByStrips,
+        };
+        let [strips, panels] = if packs_beside {
+            beside::room::<E, K>(part.rows.len(), part.columns.len(), blocks.len, order)
+        } else {
+            let rows = some_rows.min(part.rows.len().next_multiple_of(K::MR));
+            [rows * blocks.len, panels_across * K::NR * blocks.len]
+        };
+        let (mut strips, mut panels) = (own.strips.room(strips), own.panels.room(panels));
+        match part.packed {
+            Some((Order::ByStrips, packed)) => panels = packed,
+            Some((Order::ByPanels, packed)) => strips = packed,
+            None => (),
+        }
+        let mut is_packed = part.packed.is_some();
+        for block in part.block..blocks.count {
+            if !is_packed {
+                self.halve(&mut part, block, all_sums);
+            }
+            let inner = blocks.range(block);
+            let k = inner.len().next_multiple_of(K::KQ);
+            let b = self.b.at(inner.start, part.columns.start);
+            if !packs_beside && !is_packed {
+                // SAFETY: the caller's promise.
+                unsafe { pack_panels::<E, K>(b, part.columns.len(), inner.len(), panels) };
+            }
+            let (begin, is_last) = (part.rows.start, block + 1 == blocks.count);
+            // So many rows as are packed at once.
+            let together = if packs_beside || self.reads_rows(k) { part.rows.len() } else { some_rows };
+            let mut first = begin;
+            while first < part.rows.end {
+                let rows = first..(first + together).min(part.rows.end);
+                let a = self.a.at(first, inner.start);
+                let columns = part.columns.clone();
+                let region = Region { rows: rows.clone(), columns: columns.clone(), k, is_first: block == 0, is_last };
+                let sums = all_sums.from((first - begin, 0), (K::MR, K::NR));
+                let packed = match order {
+                    Order::ByStrips => panels,
+                    Order::ByPanels => strips,
+                };
+                let mut next = rows.end;
+                // Beside the first strip, or panel, the other operand is packed.
+                let first_of_all = match order {
+                    Order::ByStrips => rows.start,
+                    Order::ByPanels => columns.start,
+                };
+                let lent = &mut own.lent;
+                let may_give = |at: usize| is_last && (!packs_beside || is_packed || at > first_of_all);
+                let mut keep = |left: Range<usize>| {
+                    let all = match order {
+                        Order::ByStrips => left.start..part.rows.end,
+                        Order::ByPanels => left.clone(),
+                    };
+                    if !may_give(left.start) {
+                        return left.end;
+                    }
+                    let end = self.halve_rest(&part, (order, all), (block, all_sums), Some(packed), lent);
+                    match order {
+                        Order::ByStrips => part.rows.end = end,
+                        Order::ByPanels => part.columns.end = end,
+                    }
+                    next = next.min(part.rows.end);
+                    left.end.min(end)
+                };
+                // SAFETY: the caller's promise.
+                unsafe {
+                    if packs_beside {
+                        let (a, b, to) = ((a, rows.len()), (b, columns.len()), (strips, panels));
+                        let mut both = Both::new::<K>(a, b, k, to, order, is_packed);
+                        let (strips, panels) = both.begin::<K>();
+                        compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut both, &mut keep);
+                    } else {
+                        let following = self.a.at(rows.end, inner.start);
+                        let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), strips, following.0);
+                        let panels = Panels::whole(panels, K::NR * k);
+                        let beside = &mut Nothing;
+                        compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, beside, &mut keep);
+                    }
+                }
+                first = next;
+            }
+            is_packed = false;
+        }
+    }
+
+    /// Where the unfinished sums of a part are: this thread's own, of which `kept` panels are kept, or none but a tile's, unless it got them with the part. Its own stay where they are then,
+    /// since those of a part that it gave lie there.
+    fn sums_of(&self, part: &Part<K::Packed>, kept: usize, own: &mut Own) -> Sums {
+        part.sums.unwrap_or_else(|| {
+            let places = if kept == 0 { 1 } else { part.rows.len().div_ceil(K::MR) * kept };
+            Sums { at: own.sums.room(places * K::MR * K::NR), panels: kept }
+        })
+    }
+
+    /// Whether strips of blocks of `k` are not packed.
+    fn reads_rows(&self, k: usize) -> bool {
+        k.is_multiple_of(K::KQ) && K::reads_rows(self.a)
+    }
+
+    /// Step by step: panels of the next step are packed while those of the present one are used.
+    unsafe fn step_by_step(&self, phase: &Phase, mut part: Part<K::Packed>, group: usize, own: &mut Own) {
+        let blocks = self.plan.blocks;
+        let (columns, _) = self.columns_of(phase, part.task);
+        let steps = ahead::steps(&columns, K::NR, group, blocks);
+        let kept = if blocks.count == 1 { 0 } else { group };
+        let sums = self.sums_of(&part, kept, own);
+        let step_room = group * K::NR * blocks.len;
+        let both_panels = own.panels.room::<K::Packed>(2 * step_room);
+        let packed: [_; 2] = std::array::from_fn(|i| match part.packed {
+            Some((_, packed)) => packed,
+            None => both_panels.wrapping_add(i * step_room),
+        });
+        // A is read in place, but for rows that make no whole strip.
+        let edge = own.strips.room(K::MR * blocks.len);
+        let coming = |i: usize, tiles: usize| {
+            let step = steps.get(i)?;
+            let inner = blocks.range(step.block);
+            let b = self.b.at(inner.start, step.columns.start);
+            Some(Coming::<E, K>::new(b, step.columns.len(), inner.len(), packed[i % 2], tiles))
+        };
+        if part.packed.is_none()
+            && let Some(first) = coming(part.block, 1)
+        {
+            // SAFETY: the caller's promise.
+            unsafe { first.at_once() };
+        }
+        for (i, step) in steps.iter().enumerate().skip(part.block) {
+            let is_last = i + 1 == steps.len();
+            if part.packed.is_none() {
+                self.halve(&mut part, i, sums);
+            }
+            let inner = blocks.range(step.block);
+            let across = step.columns.len().div_ceil(K::NR);
+            let mut next = coming(i + 1, part.rows.len().div_ceil(K::MR) * across);
+            let following = match steps.get(i + 1) {
+                Some(next) => self.a.at(part.rows.start, blocks.range(next.block).start),
+                None => self.a.at(part.rows.end, 0),
+            };
+            let region = Region {
+                rows: part.rows.clone(),
+                columns: step.columns.clone(),
+                k: inner.len(),
+                is_first: step.block == 0,
+                is_last: step.block + 1 == blocks.count,
+            };
+            let a = self.a.at(part.rows.start, inner.start);
+            let panels = Panels::whole(packed[i % 2], K::NR * inner.len());
+            let whole = Part { columns: step.columns.clone(), ..part.clone() };
+            let lent = &mut own.lent;
+            let mut keep = |left: Range<usize>| match is_last {
+                true => self.halve_rest(&whole, (Order::ByStrips, left), (i, sums), Some(packed[i % 2]), lent),
+                false => left.end,
+            };
+            // SAFETY: the caller's promise.
+            unsafe {
+                let strips = Strips::prepare::<K>(a, part.rows.len(), inner.len(), edge, following.0);
+                let mut nothing = Nothing;
+                let beside: &mut dyn Beside<E, K::Packed> = match &mut next {
+                    Some(next) => next,
+                    None => &mut nothing,
+                };
+                compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, beside, &mut keep);
+            }
+        }
+    }
+
+    /// Of the blocks of the phase, whose panels are packed.
+    unsafe fn compute_packed(&self, phase: &Phase, mut part: Part<K::Packed>, own: &mut Own) {
+        let Plan { blocks, task_columns, .. } = self.plan;
+        let (columns, across) = self.columns_of(phase, part.task);
+        let (panels_across, panels_in_phase) = (columns.len().div_ceil(K::NR), phase.columns.len().div_ceil(K::NR));
+        // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay there too. Columns of A are packed
+        // for many strips at a time.
+        let by_strips = self.sums.is_none() && self.plan.is_short && self.a.2 == 1;
+        while !part.rows.is_empty() {
+            let first_row = part.rows.start;
+            if by_strips {
+                self.halve(&mut part, phase.blocks.start, Sums::of_a_tile(std::ptr::null_mut()));
+            }
+            let end = if by_strips { (first_row + K::MR).min(part.rows.end) } else { part.rows.end };
+            let mut some = Part { rows: first_row..end, ..part.clone() };
+            let strips = some.rows.len().next_multiple_of(K::MR);
+            let to = own.strips.room(strips * blocks.len);
+            let sums = match self.sums {
+                // One tile's place, or a place for every tile.
+                None if blocks.count == 1 => Sums::of_a_tile(own.sums.room(K::MR * K::NR)),
+                None => self.sums_of(&some, panels_across, own),
+                Some(all) => {
+                    let tile = first_row / K::MR * panels_in_phase + across * task_columns / K::NR;
+                    Sums { at: all.wrapping_add(tile * K::MR * K::NR), panels: panels_in_phase }
+                }
+            };
+            for block in part.block..phase.blocks.end {
+                if !by_strips {
+                    self.halve(&mut some, block, sums);
+                }
+                let rows = some.rows.clone();
+                let inner = blocks.range(block);
+                let k = inner.len().next_multiple_of(K::KQ);
+                let panels = self.panels_of(phase, block).wrapping_add(across * task_columns * k);
+                let a = self.a.at(rows.start, inner.start);
+                let region = Region {
+                    rows: rows.clone(),
+                    columns: columns.clone(),
+                    k,
+                    is_first: block == 0,
+                    is_last: block + 1 == blocks.count,
+                };
+                let following = if block + 1 < phase.blocks.end {
+                    self.a.at(rows.start, blocks.range(block + 1).start)
+                } else {
+                    self.a.at(rows.end, blocks.range(phase.blocks.start).start)
+                };
+                // Panels are everybody's, and stay.
+                let (may_give, lent) = (!by_strips && block + 1 == phase.blocks.end, &mut own.lent);
+                let mut keep = |left: Range<usize>| match may_give {
+                    true => self.halve_rest(&some, (Order::ByStrips, left), (block, sums), None, lent),
+                    false => left.end,
+                };
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), to, following.0);
+                    let panels = Panels::whole(panels, K::NR * k);
+                    compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut Nothing, &mut keep);
+                }
+            }
+            part.rows.start = end;
+        }
+    }
+}

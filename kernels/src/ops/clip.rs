@@ -1,0 +1,135 @@
+//! Clipping by the norm of the whole gradient, and leaving a step out where that is not finite: decided where the gradients are.
+//!
+//! On a GPU the norm, the factor and the decision stay in the device's memory, where the optimizer's kernels find them; the host reads them
+//! when the step has ended, together with the loss.
+
+use candle_core::{DType, Tensor};
+
+use crate::tensor::device::{empty, to_host};
+use crate::tensor::host::with_slice_mut;
+use crate::tensor::trace;
+use crate::tensor::view::{View, expect_dtype};
+use crate::{Error, Result};
+
+/// What a step makes of its gradients. On their device.
+#[derive(Clone, Debug)]
+pub struct Verdict(Tensor);
+
+/// A verdict's numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Decided {
+    /// Norm of the gradient before clipping, without the loss scale.
+    pub norm: f32,
+    /// Factor on the gradient: clips it and takes the loss scale away.
+    pub factor: f32,
+    /// Whether parameters change: the norm is finite.
+    pub applied: bool,
+}
+
+impl Verdict {
+    /// On gradients that are `loss_scale` times the loss's, from shares of the squared norm, f64 `[n]`, which are added in order. With a
+    /// positive `max_norm` the factor is Megatron's: max_norm / (norm + 1e-6), if that is less than one.
+    ///
+    /// # Errors
+    /// If `shares` is not contiguous or not of f64.
+    pub fn of(shares: &Tensor, max_norm: f64, loss_scale: f64) -> Result<Self> {
+        const OP: &str = "verdict";
+        let _span = trace::moves(OP, &[shares]);
+        expect_dtype(OP, shares, DType::F64)?;
+        #[cfg(gpu)]
+        if crate::tensor::gpu::computes(shares.device()) {
+            return crate::cuda::reduce::judge(shares, max_norm as f32, loss_scale, OP).map(Self);
+        }
+        let total: f64 = View::<f64>::new(shares, OP, "shares")?.iter().fold(0.0, |sum, share| sum + share);
+        let norm = (total.sqrt() / loss_scale) as f32;
+        let max_norm = max_norm as f32;
+        let ratio = max_norm / (norm + 1e-6);
+        let clip = if max_norm > 0.0 && ratio < 1.0 { ratio } else { 1.0 };
+        let factor = (f64::from(clip) / loss_scale) as f32;
+        let values = empty(3, DType::F32, shares.device())?;
+        with_slice_mut::<f32, _>(&values, OP, |to| {
+            to.copy_from_slice(&[norm, factor, f32::from(u8::from(norm.is_finite()))]);
+            Ok(())
+        })?;
+        Ok(Self(values))
+    }
+
+    /// f32 `[3]` on the device: what [`Verdict::read`] reads.
+    pub fn values(&self) -> &Tensor {
+        &self.0
+    }
+
+    /// The numbers, of [`Verdict::values`] on the host.
+    ///
+    /// # Errors
+    /// If these are other values.
+    pub fn read(values: &Tensor) -> Result<Decided> {
+        match *values.to_vec1::<f32>()? {
+            [norm, factor, applied] => Ok(Decided { norm, factor, applied: applied != 0.0 }),
+            _ => Err(Error::shape("verdict", format!("{} values are no verdict", values.elem_count()))),
+        }
+    }
+
+    /// The numbers where nobody has to wait for them: on the CPU.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn known(&self) -> Result<Option<Decided>> {
+        #[cfg(gpu)]
+        if crate::tensor::gpu::computes(self.0.device()) {
+            return Ok(None);
+        }
+        self.decided().map(Some)
+    }
+
+    /// The numbers. Waits for the device.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn decided(&self) -> Result<Decided> {
+        Self::read(&to_host(&self.0)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    fn decided(shares: &[f64], max_norm: f64, loss_scale: f64) -> Decided {
+        let shares = Tensor::new(shares, &Device::Cpu).unwrap();
+        Verdict::of(&shares, max_norm, loss_scale).unwrap().decided().unwrap()
+    }
+
+    #[test]
+    fn a_norm_beyond_the_largest_is_clipped_as_megatron_does() {
+        let clip = 1.0f32 / (5.0f32 + 1e-6);
+        assert_eq!(decided(&[9.0, 16.0], 1.0, 1.0), Decided { norm: 5.0, factor: clip, applied: true });
+        assert_eq!(decided(&[9.0, 16.0], 6.0, 1.0), Decided { norm: 5.0, factor: 1.0, applied: true });
+        assert_eq!(decided(&[9.0, 16.0], 0.0, 1.0), Decided { norm: 5.0, factor: 1.0, applied: true });
+    }
+
+    #[test]
+    fn the_loss_scale_is_taken_from_norm_and_gradients() {
+        assert_eq!(decided(&[9.0, 16.0], 6.0, 4.0), Decided { norm: 1.25, factor: 0.25, applied: true });
+        let clip = f64::from(1.0f32 / (1.25f32 + 1e-6));
+        assert_eq!(decided(&[25.0], 1.0, 4.0).factor, (clip / 4.0) as f32);
+    }
+
+    #[test]
+    fn a_norm_that_is_not_finite_is_against_the_step() {
+        for (share, norm) in [(f64::NAN, f32::NAN), (f64::INFINITY, f32::INFINITY), (1e80, f32::INFINITY)] {
+            let decided = decided(&[1.0, share], 1.0, 1.0);
+            assert!(
+                !decided.applied && (decided.norm == norm || norm.is_nan() && decided.norm.is_nan()),
+                "{decided:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn shares_of_another_dtype_are_refused() {
+        Verdict::of(&Tensor::new(&[1f32], &Device::Cpu).unwrap(), 1.0, 1.0).unwrap_err();
+    }
+}

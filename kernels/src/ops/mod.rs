@@ -1,0 +1,19 @@
+//! The operations: shapes are checked, a device is chosen, nothing is computed here.
+//!
+//! [`cpu`](crate::cpu) and [`cuda`](crate::cuda) compute.
+
+pub mod activation;
+pub mod clip;
+pub mod cross_entropy;
+pub mod dropout;
+pub mod embedding;
+pub mod halves;
+pub mod linear;
+pub mod norm;
+pub mod reduce;
+pub mod regroup;
+pub mod rope;
+#[cfg(feature = "cuda")]
+pub mod survey;
+
+pub use crate::cpu::{attention, optimizer};

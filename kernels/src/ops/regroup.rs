@@ -1,0 +1,42 @@
+//! Rows in another order: what ranks exchange when one has some columns of every row, and then every column of some rows.
+
+use candle_core::Tensor;
+
+use crate::tensor::device::empty;
+use crate::tensor::host::{with_bytes, with_bytes_mut};
+use crate::tensor::{parallel, trace};
+use crate::{Error, Result, on_gpu};
+
+/// `[a, b, …]` → `[b, a, …]`, bit for bit: `y[j, i] = x[i, j]`.
+///
+/// # Errors
+/// If `x` has fewer than two dimensions, is not contiguous, or is of a dtype that results do not have.
+pub fn swap_leading(x: &Tensor) -> Result<Tensor> {
+    const OP: &str = "swap_leading";
+    let [a, b, rest @ ..] = x.dims() else {
+        return Err(Error::shape(OP, format!("{:?} has no two dimensions to swap", x.dims())));
+    };
+    let (a, b) = (*a, *b);
+    let shape = [&[b, a], rest].concat();
+    if a == 1 || b == 1 {
+        return Ok(x.reshape(shape)?);
+    }
+    let _span = trace::moves("regroup", &[x, x]);
+    on_gpu!(x, regroup::swap_leading(x, a, b, shape, OP));
+    let y = empty(shape, x.dtype(), x.device())?;
+    let row = rest.iter().product::<usize>() * x.dtype().size_in_bytes();
+    with_bytes(x, OP, |x| {
+        with_bytes_mut(&y, OP, |y| {
+            if row > 0 {
+                parallel::blocks(y, parallel::rows_per_block(row) * row, |start, y| {
+                    for (at, y) in (start / row..).zip(y.chunks_mut(row)) {
+                        let from = (at % a * b + at / a) * row;
+                        y.copy_from_slice(&x[from..from + row]);
+                    }
+                });
+            }
+            Ok(())
+        })
+    })?;
+    Ok(y)
+}

@@ -1,0 +1,20 @@
+//! What computation stands on: element types, devices, views, memory, threads, random numbers, spans of time.
+
+pub mod allocator;
+pub mod arena;
+pub mod device;
+pub(crate) mod element;
+pub mod error;
+#[cfg(gpu)]
+pub mod gpu;
+pub mod graph;
+pub mod host;
+pub mod huge_pages;
+pub mod nontemporal;
+pub(crate) mod output;
+pub(crate) mod parallel;
+pub mod philox;
+pub(crate) mod simd;
+pub mod trace;
+pub mod transfer;
+pub(crate) mod view;

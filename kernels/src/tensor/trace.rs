@@ -1,0 +1,391 @@
+//! Timed spans of what a thread does: phases of a step, kernels, collectives, waits.
+//!
+//! Nothing is recorded unless a [`Recorder`] is entered on the thread; a span then costs two clock readings, and otherwise a
+//! look at a thread-local. Spans of one thread nest.
+//!
+//! A thread that entered with a GPU ([`Recorder::enter_on`]) records when that computes what a span queues, rather than when it is queued: by
+//! times that the device notes in passing, and that are read when the recording has ended. Nobody waits for it in between.
+
+use std::cell::{Cell, RefCell};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use candle_core::{Device, Tensor};
+
+#[cfg(gpu)]
+use crate::tensor::gpu::{Gpu, Timestamp};
+
+/// What a span is an instance of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// A part of a step that holds other spans, e.g. a forward pass.
+    Phase,
+    /// An operation of this crate.
+    Kernel,
+    /// A collective operation or message, where its bytes are moved.
+    Communication,
+    /// Waiting for another rank.
+    Wait,
+}
+
+/// A span that ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    pub name: &'static str,
+    pub kind: Kind,
+    /// Which of the recorder's threads, from 0 in the order they first entered.
+    pub thread: usize,
+    /// Since the recorder was made.
+    pub start: Duration,
+    pub length: Duration,
+    /// Floating-point operations of the span itself, as usually counted for it; 0 if that is not what it is for.
+    pub flops: u64,
+    /// Bytes that the operation must at least read and write, or put on the wire.
+    pub bytes: u64,
+    /// Microbatch and chunk, for passes of a pipeline.
+    pub place: Option<(usize, usize)>,
+}
+
+/// What a recorder's threads share.
+struct Shared {
+    begin: Instant,
+    begin_unix: Duration,
+    /// Names of the threads that entered.
+    threads: Mutex<Vec<String>>,
+    events: Mutex<Vec<Event>>,
+}
+
+/// Collects the spans of the threads that entered it.
+#[derive(Clone)]
+pub struct Recorder(Arc<Shared>);
+
+impl Default for Recorder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Recorder {
+    /// An empty recorder, whose clock starts now.
+    pub fn new() -> Self {
+        Self(Arc::new(Shared {
+            begin: Instant::now(),
+            begin_unix: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
+            threads: Mutex::default(),
+            events: Mutex::default(),
+        }))
+    }
+
+    /// The recorder that the present thread records to, if any: to be entered on another thread that works for it.
+    pub fn current() -> Option<Self> {
+        RECORDING.get().then(|| LOCAL.with_borrow(|local| local.as_ref().map(|l| Self(l.shared.clone())))).flatten()
+    }
+
+    /// Records the present thread's spans until the guard is dropped. A thread of the name `name` that entered before
+    /// continues its track.
+    pub fn enter(&self, name: &str) -> Entered {
+        let mut threads = lock(&self.0.threads);
+        let thread = threads.iter().position(|known| known == name).unwrap_or_else(|| {
+            threads.push(name.to_string());
+            threads.len() - 1
+        });
+        drop(threads);
+        let local = Local {
+            shared: self.0.clone(),
+            thread,
+            events: Vec::new(),
+            #[cfg(gpu)]
+            clock: None,
+        };
+        let before = LOCAL.replace(Some(local));
+        RECORDING.set(true);
+        Entered { before }
+    }
+
+    /// As [`Recorder::enter`], with the times of what `device` computes if it is a GPU, which is then waited for.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn enter_on(&self, name: &str, device: &Device) -> crate::Result<Entered> {
+        let entered = self.enter(name);
+        #[cfg(gpu)]
+        if crate::tensor::gpu::computes(device) {
+            let clock = Clock::start(device, self.0.begin)?;
+            LOCAL.with_borrow_mut(|local| {
+                if let Some(local) = local {
+                    local.clock = Some(clock);
+                }
+            });
+        }
+        let _ = device;
+        Ok(entered)
+    }
+
+    /// Seconds between the Unix epoch and the recorder's zero.
+    pub fn begin_unix(&self) -> Duration {
+        self.0.begin_unix
+    }
+
+    /// Names of the threads that entered, by [`Event::thread`].
+    pub fn threads(&self) -> Vec<String> {
+        lock(&self.0.threads).clone()
+    }
+
+    /// Takes what was recorded, by start; of two spans with one start, the outer first. Threads that are still inside contribute what they recorded before.
+    pub fn take(&self) -> Vec<Event> {
+        let mut events = std::mem::take(&mut *lock(&self.0.events));
+        // Spans end before those around them: of two with the same times, which a GPU's clock gives, the later one is the outer.
+        events.reverse();
+        events.sort_by_key(|e| (e.thread, e.start, std::cmp::Reverse(e.length)));
+        events
+    }
+}
+
+/// The recording of one thread.
+struct Local {
+    shared: Arc<Shared>,
+    thread: usize,
+    events: Vec<Event>,
+    #[cfg(gpu)]
+    clock: Option<Clock>,
+}
+
+/// The clock of a GPU, and what is to be read from it.
+#[cfg(gpu)]
+struct Clock {
+    gpu: Gpu,
+    /// A time of the device's, and what the recorder's clock showed then.
+    zero: Timestamp,
+    at: Duration,
+    /// Events, and when the device began and ended them.
+    taken: Vec<(usize, Timestamp, Timestamp)>,
+}
+
+#[cfg(gpu)]
+impl Clock {
+    fn start(device: &Device, begin: Instant) -> crate::Result<Self> {
+        let gpu = Gpu::on(device, "trace")?;
+        let zero = gpu.timestamp()?;
+        zero.wait()?;
+        Ok(Self { gpu, zero, at: begin.elapsed(), taken: Vec::new() })
+    }
+
+    /// Gives events the device's times. Both ends are taken from the same zero, so that rounding keeps what is nested so.
+    fn read(&self, events: &mut [Event]) -> crate::Result<()> {
+        for (event, start, end) in &self.taken {
+            let (start, end) = (start.since(&self.zero)?, end.since(&self.zero)?);
+            (events[*event].start, events[*event].length) = (self.at + start, end.saturating_sub(start));
+        }
+        Ok(())
+    }
+}
+
+thread_local! {
+    static RECORDING: Cell<bool> = const { Cell::new(false) };
+    static LOCAL: RefCell<Option<Local>> = const { RefCell::new(None) };
+}
+
+/// While it lives, its thread records.
+#[must_use = "recording ends when this is dropped"]
+pub struct Entered {
+    before: Option<Local>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        RECORDING.set(self.before.is_some());
+        if let Some(local) = LOCAL.replace(self.before.take()) {
+            #[cfg(gpu)]
+            let local = {
+                let mut local = local;
+                // A device that fails says so where its results are wanted; the host's times are left then.
+                let read = local.clock.as_ref().map(|clock| clock.read(&mut local.events));
+                drop(read);
+                local
+            };
+            lock(&local.shared.events).extend(local.events);
+        }
+    }
+}
+
+/// A span that lasts until it is dropped.
+#[must_use = "a span ends when it is dropped"]
+pub struct Span(Option<Open>);
+
+struct Open {
+    name: &'static str,
+    kind: Kind,
+    start: Instant,
+    /// The same on a GPU.
+    #[cfg(gpu)]
+    there: Option<Timestamp>,
+    flops: u64,
+    bytes: u64,
+    place: Option<(usize, usize)>,
+}
+
+/// Begins a span on this thread.
+#[inline]
+pub fn span(name: &'static str, kind: Kind) -> Span {
+    if !RECORDING.get() {
+        return Span(None);
+    }
+    Span(Some(Open {
+        name,
+        kind,
+        start: Instant::now(),
+        #[cfg(gpu)]
+        there: LOCAL.with_borrow(|local| timestamp(local.as_ref()?)),
+        flops: 0,
+        bytes: 0,
+        place: None,
+    }))
+}
+
+/// The time on the thread's GPU, if it records that.
+#[cfg(gpu)]
+fn timestamp(local: &Local) -> Option<Timestamp> {
+    local.clock.as_ref().and_then(|clock| clock.gpu.timestamp().ok())
+}
+
+/// Begins the span of a kernel that computes `flops` operations and touches `bytes` bytes.
+#[inline]
+pub fn kernel(name: &'static str, flops: usize, bytes: usize) -> Span {
+    span(name, Kind::Kernel).work(flops, bytes)
+}
+
+/// Begins the span of a kernel that reads or writes these tensors, each once.
+#[inline]
+pub(crate) fn moves(name: &'static str, tensors: &[&Tensor]) -> Span {
+    if !RECORDING.get() {
+        return Span(None);
+    }
+    kernel(name, 0, bytes(tensors))
+}
+
+/// Begins the span of a product of `rows`, each multiplied with a whole `matrix`.
+#[inline]
+pub(crate) fn product(name: &'static str, rows: &Tensor, matrix: &Tensor) -> Span {
+    if !RECORDING.get() {
+        return Span(None);
+    }
+    let num_rows = rows.elem_count() / rows.dims().last().copied().unwrap_or(1).max(1);
+    kernel(name, 2 * num_rows * matrix.elem_count(), bytes(&[rows, matrix]))
+}
+
+/// Bytes of all elements.
+pub(crate) fn bytes(tensors: &[&Tensor]) -> usize {
+    tensors.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
+}
+
+impl Span {
+    /// Says how much work it is.
+    #[inline]
+    pub fn work(mut self, flops: usize, bytes: usize) -> Self {
+        if let Some(open) = &mut self.0 {
+            (open.flops, open.bytes) = (flops as u64, bytes as u64);
+        }
+        self
+    }
+
+    /// Says which pass of a pipeline it is.
+    #[inline]
+    pub fn at(mut self, microbatch: usize, chunk: usize) -> Self {
+        if let Some(open) = &mut self.0 {
+            open.place = Some((microbatch, chunk));
+        }
+        self
+    }
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        let Some(open) = self.0.take() else { return };
+        let end = Instant::now();
+        LOCAL.with_borrow_mut(|local| {
+            let Some(local) = local else { return };
+            #[cfg(gpu)]
+            if let Some((start, end)) = open.there.zip(timestamp(local))
+                && let Some(clock) = &mut local.clock
+            {
+                clock.taken.push((local.events.len(), start, end));
+            }
+            local.events.push(Event {
+                name: open.name,
+                kind: open.kind,
+                thread: local.thread,
+                start: open.start.saturating_duration_since(local.shared.begin),
+                length: end - open.start,
+                flops: open.flops,
+                bytes: open.bytes,
+                place: open.place,
+            });
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_recorded_outside() {
+        drop(span("before", Kind::Phase));
+        let recorder = Recorder::new();
+        drop(recorder.enter("main"));
+        drop(span("after", Kind::Phase));
+        assert!(recorder.take().is_empty());
+        assert!(Recorder::current().is_none());
+    }
+
+    #[test]
+    fn spans_nest_and_carry_their_work() {
+        let recorder = Recorder::new();
+        let entered = recorder.enter("main");
+        {
+            let _outer = span("forward", Kind::Phase).at(3, 1);
+            let _inner = kernel("linear", 10, 20);
+        }
+        drop(entered);
+        let events = recorder.take();
+        assert_eq!(events.iter().map(|e| e.name).collect::<Vec<_>>(), ["forward", "linear"]);
+        let (outer, inner) = (&events[0], &events[1]);
+        assert!(outer.start <= inner.start && inner.start + inner.length <= outer.start + outer.length);
+        assert_eq!((outer.place, inner.flops, inner.bytes), (Some((3, 1)), 10, 20));
+        assert!(recorder.take().is_empty());
+    }
+
+    #[test]
+    fn another_thread_has_a_track_of_its_own_and_continues_it() {
+        let recorder = Recorder::new();
+        let _entered = recorder.enter("main");
+        let handed = Recorder::current().expect("the thread records");
+        std::thread::spawn(move || {
+            for _ in 0..2 {
+                let _entered = handed.enter("comm");
+                drop(span("all_reduce", Kind::Communication));
+            }
+        })
+        .join()
+        .expect("no panic");
+        assert_eq!(recorder.threads(), ["main", "comm"]);
+        assert_eq!(recorder.take().iter().map(|e| e.thread).collect::<Vec<_>>(), [1, 1]);
+    }
+
+    #[test]
+    fn entering_within_another_recording_returns_to_it() {
+        let (outer, inner) = (Recorder::new(), Recorder::new());
+        let entered = outer.enter("main");
+        let nested = inner.enter("main");
+        drop(span("inside", Kind::Phase));
+        drop(nested);
+        drop(span("outside", Kind::Phase));
+        drop(entered);
+        assert_eq!(inner.take().iter().map(|e| e.name).collect::<Vec<_>>(), ["inside"]);
+        assert_eq!(outer.take().iter().map(|e| e.name).collect::<Vec<_>>(), ["outside"]);
+    }
+}
