@@ -7,6 +7,7 @@ use crate::tensor::gpu::items::{in_vectors, items, variant, vector};
 use crate::tensor::gpu::launch::{blocks, blocks_y};
 use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{DevicePointer, Gpu, THREADS};
+use crate::tensor::view::rows_of;
 
 const FILE: &str = "columns";
 /// Threads of a block that lie next to each other in a row.
@@ -19,7 +20,8 @@ const BLOCKS: usize = 396;
 const MIN_SHARE: usize = 64;
 
 /// `db [n] += Σ rows of dy [rows, n]`.
-pub fn bias_grad(dy: &Tensor, db: &Tensor, (rows, n): (usize, usize), op: &'static str) -> Result<()> {
+pub fn bias_grad(dy: &Tensor, db: &Tensor, op: &'static str) -> Result<()> {
+    let (rows, n) = rows_of(dy, op)?;
     let (gpu, suffix) = (Gpu::of(dy, op)?, suffix(dy.dtype(), op)?);
     let (dys, dbs) = (gpu.input(dy, dy.dtype(), op, "dy")?, gpu.inplace(db, DType::F32, op, "db")?);
     let vectors = in_vectors(n, dy.dtype(), &[Some(dys)]);

@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::Result;
+use crate::tensor::arguments::cross_entropy::{Columns, Rows};
 use crate::tensor::gpu::items::{in_vectors, items, variant, vector};
 use crate::tensor::gpu::launch::{blocks, blocks_y};
 use crate::tensor::gpu::memory::suffix;
@@ -15,14 +16,6 @@ const FILE: &str = "cross_entropy";
 const ROW_THREADS: usize = 512;
 /// Bytes of rows that a multiprocessor's blocks may be at, if they are several: a hundred of them share a second-level cache of 50 MB.
 const BYTES_AT_ONCE: usize = 256 << 10;
-
-/// This rank's columns.
-#[derive(Clone, Copy)]
-pub struct Columns {
-    pub first: usize,
-    /// Those that are no padding.
-    pub valid: usize,
-}
 
 impl Columns {
     /// First and number as kernels compare them: no target is beyond u32.
@@ -96,16 +89,6 @@ pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor, op: &'static str
     gpu.launch(FILE, "add_losses", [1, 1, 1], THREADS, 0, |args| {
         args.ptr(to).ptr(from).ptr(weights).u32(rows);
     })
-}
-
-/// Statistics of all ranks, targets, and the rows' scales.
-#[derive(Clone, Copy)]
-pub struct Rows<'a> {
-    pub max: &'a Tensor,
-    pub sum_exp: &'a Tensor,
-    pub targets: &'a Tensor,
-    /// dL/d(token loss)
-    pub row_scale: &'a Tensor,
 }
 
 /// The gradient of `logits` in their place, or written to `into`, of the same shape and another storage, where that is given: then `logits`

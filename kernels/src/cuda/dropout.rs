@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::Result;
-use crate::ops::dropout::Mask;
+use crate::tensor::arguments::dropout::Mask;
 use crate::tensor::gpu::items::{Divider, in_vectors, items, variant, vector};
 use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::memory::suffix;

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use super::columns::add_shares;
 use crate::Result;
-use crate::ops::norm::{Backward, NormStats};
+use crate::tensor::arguments::norm::{Backward, NormStats};
 use crate::tensor::gpu::items::{in_vectors, items};
 use crate::tensor::gpu::launch::{blocks, blocks_y};
 use crate::tensor::gpu::memory::suffix;

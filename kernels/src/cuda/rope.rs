@@ -3,8 +3,8 @@
 use candle_core::{DType, Tensor};
 
 use crate::Result;
-use crate::ops::attention::HeadShape;
-use crate::ops::rope::{Positions, RopeTable};
+use crate::tensor::arguments::attention::HeadShape;
+use crate::tensor::arguments::rope::{Positions, RopeTable};
 use crate::tensor::device::constant;
 use crate::tensor::gpu::items::{Divider, in_vectors, items, variant, vector};
 use crate::tensor::gpu::launch::blocks;

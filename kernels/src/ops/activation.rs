@@ -4,50 +4,10 @@
 
 use candle_core::Tensor;
 
-use crate::tensor::element::{Elem, Float, by_elem};
-use crate::tensor::output::{self, Unwritten};
-use crate::tensor::simd::vectorize;
-use crate::tensor::view::{View, expect_shape, rows_of, with_last};
-use crate::tensor::{parallel, trace};
-use crate::{Error, Result, on_gpu};
-
-/// 1 / (1 + e⁻ˣ)
-#[inline(always)]
-fn sigmoid<T: Float>(x: T) -> T {
-    sigmoid_of_bits(x * T::of(-std::f64::consts::LOG2_E))
-}
-
-/// 1 / (1 + 2ᶻ): a sigmoid of what was scaled by −log₂ e
-#[inline(always)]
-fn sigmoid_of_bits<T: Float>(z: T) -> T {
-    T::ONE / (T::ONE + z.fast_exp2())
-}
-
-/// GELU is x times the sigmoid of u = 2·√(2/π)·(x + 0.044715·x³), which is (1 + tanh(u/2))/2.
-const GELU: f64 = 2.0 * 0.797_884_560_802_865_4; // √(2/π)
-const GELU_CUBIC: f64 = GELU * 0.044715;
-
-/// x², or as much as serves its readers: from |x| = 22 on the sigmoid of u is 0 or 1 (in f64, too), and u′, which grows with x², must not overflow, since it is
-/// multiplied by 0 there. So gradients are finite for inputs up to ±10³⁶ (PyTorch's up to ±10¹⁹).
-#[inline(always)]
-fn gelu_square<T: Float>(x: T) -> T {
-    let (square, enough) = (x * x, T::of(500.0));
-    if enough < square { enough } else { square }
-}
-
-/// The sigmoid of u, given x and x².
-#[inline(always)]
-fn gelu_sigmoid<T: Float>(x: T, square: T) -> T {
-    let (linear, cubic) = (T::of(-GELU * std::f64::consts::LOG2_E), T::of(-GELU_CUBIC * std::f64::consts::LOG2_E));
-    sigmoid_of_bits(x * square.fused(cubic, linear))
-}
-
-/// The gradient of x, given x², the sigmoid of u, and the gradient of GELU: dy·(s + x·s·(1 − s)·u′).
-#[inline(always)]
-fn gelu_gradient<T: Float>(dy: T, x: T, square: T, s: T) -> T {
-    let slope = x * square.fused(T::of(3.0 * GELU_CUBIC), T::of(GELU));
-    dy * s * slope.fused(T::ONE - s, T::ONE)
-}
+use crate::tensor::element::by_elem;
+use crate::tensor::trace;
+use crate::tensor::view::{expect_shape, rows_of, with_last};
+use crate::{Error, Result, cpu, on_gpu};
 
 /// `y = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³)))`, elementwise.
 ///
@@ -57,25 +17,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     let _span = trace::moves("gelu", &[x, x]);
     const OP: &str = "gelu";
     on_gpu!(x, activation::gelu(x, OP));
-    by_elem!(x, OP, E => {
-        let xs = View::<E>::new(x, OP, "x")?;
-        let xs: &[E] = &xs;
-        output::for_products(x.dims(), parallel::GRAIN, x, |start, y| gelu_line(&xs[start..], y))
-    })
-}
-
-fn gelu_line<'a, E: Elem>(x: &[E], y: Unwritten<'a, E>) -> &'a mut [E] {
-    vectorize(
-        #[inline(always)]
-        || {
-            y.each(
-                [x],
-                [],
-                #[inline(always)]
-                |[x], []| x * gelu_sigmoid(x, x * x),
-            )
-        },
-    )
+    by_elem!(x, OP, E => cpu::activation::gelu::<E>(x, OP))
 }
 
 /// The gradient of `x` of [`gelu`].
@@ -87,28 +29,7 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     const OP: &str = "gelu_backward";
     expect_shape(OP, "dy", dy, x.dims())?;
     on_gpu!(x, activation::gelu_backward(dy, x, OP));
-    by_elem!(x, OP, E => {
-        let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
-        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-        output::for_products(x.dims(), parallel::GRAIN, x, |start, dx| gelu_backward_line(&xs[start..], &dys[start..], dx))
-    })
-}
-
-fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Unwritten<'a, E>) -> &'a mut [E] {
-    vectorize(
-        #[inline(always)]
-        || {
-            dx.each(
-                [x, dy],
-                [],
-                #[inline(always)]
-                |[x, dy], []| {
-                    let square = gelu_square(x);
-                    gelu_gradient(dy, x, square, gelu_sigmoid(x, square))
-                },
-            )
-        },
-    )
+    by_elem!(x, OP, E => cpu::activation::gelu_backward::<E>(dy, x, OP))
 }
 
 /// The gradient of `x` of [`gelu`], and `gelu(x)` again, bit for bit: for a backward whose forward did not keep it.
@@ -121,32 +42,7 @@ pub fn gelu_backward_again(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
     let _span = trace::moves(OP, &[dy, x, x, x]);
     on_gpu!(x, activation::gelu_backward_again(dy, x, OP));
     let (_, width) = rows_of(x, OP)?;
-    by_elem!(x, OP, E => {
-        let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
-        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-        output::rows_for_products(&x.dims()[..x.rank() - 1], width, x, |row, results| {
-            let row = row * width..(row + 1) * width;
-            gelu_backward_again_line(&xs[row.clone()], &dys[row], results)
-        })
-    })
-}
-
-fn gelu_backward_again_line<'a, E: Elem>(x: &[E], dy: &[E], results: [Unwritten<'a, E>; 2]) -> [&'a mut [E]; 2] {
-    vectorize(
-        #[inline(always)]
-        || {
-            Unwritten::all(
-                results,
-                [x, dy],
-                #[inline(always)]
-                |[x, dy]| {
-                    let square = gelu_square(x);
-                    let s = gelu_sigmoid(x, square);
-                    [gelu_gradient(dy, x, square, s), x * s]
-                },
-            )
-        },
-    )
+    by_elem!(x, OP, E => cpu::activation::gelu_backward_again::<E>(dy, x, width, OP))
 }
 
 fn halves(x: &Tensor, op: &'static str) -> Result<usize> {
@@ -169,30 +65,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "swiglu";
     let f = halves(x, OP)?;
     on_gpu!(x, activation::swiglu(x, f, OP));
-    by_elem!(x, OP, E => {
-        let xs = View::<E>::new(x, OP, "x")?;
-        let xs: &[E] = &xs;
-        output::for_products(&with_last(x, f), parallel::rows_per_block(f) * f, x, |start, y| {
-            y.parts(f, |at, y| {
-                let (gate, up) = xs[2 * (start + at)..][..2 * f].split_at(f);
-                swiglu_line(gate, up, y)
-            })
-        })
-    })
-}
-
-fn swiglu_line<'a, E: Elem>(gate: &[E], up: &[E], y: Unwritten<'a, E>) -> &'a mut [E] {
-    vectorize(
-        #[inline(always)]
-        || {
-            y.each(
-                [gate, up],
-                [],
-                #[inline(always)]
-                |[gate, up], []| gate * sigmoid(gate) * up,
-            )
-        },
-    )
+    by_elem!(x, OP, E => cpu::activation::swiglu::<E>(x, f, OP))
 }
 
 /// The gradient of `x` of [`swiglu`], `[.., 2f]`.
@@ -205,42 +78,7 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     let f = halves(x, OP)?;
     expect_shape(OP, "dy", dy, &with_last(x, f))?;
     on_gpu!(x, activation::swiglu_backward(dy, x, f, OP));
-    by_elem!(x, OP, E => {
-        let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
-        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-        output::for_products(x.dims(), parallel::rows_per_block(f) * 2 * f, x, |start, dx| {
-            dx.parts(2 * f, |at, dx| {
-                let row = start + at;
-                let ((gate, up), dy) = (xs[row..][..2 * f].split_at(f), &dys[row / 2..][..f]);
-                dx.halves(f, |dgate, dup| swiglu_backward_line([gate, up, dy], dgate, dup))
-            })
-        })
-    })
-}
-
-fn swiglu_backward_line<'a, E: Elem>(
-    operands: [&[E]; 3],
-    dgate: Unwritten<'a, E>,
-    dup: Unwritten<'a, E>,
-) -> (&'a mut [E], &'a mut [E]) {
-    vectorize(
-        #[inline(always)]
-        || {
-            dgate.both(
-                dup,
-                operands,
-                #[inline(always)]
-                |[gate, up, dy]| swiglu_gradients(gate, up, dy, sigmoid(gate)),
-            )
-        },
-    )
-}
-
-/// Those of gate and up, given the sigmoid of the gate.
-#[inline(always)]
-fn swiglu_gradients<T: Float>(gate: T, up: T, dy: T, s: T) -> [T; 2] {
-    let through = dy * s;
-    [through * up * gate.fused(T::ONE - s, T::ONE), through * gate]
+    by_elem!(x, OP, E => cpu::activation::swiglu_backward::<E>(dy, x, f, OP))
 }
 
 /// The gradient of `x` of [`swiglu`], and `swiglu(x)` again, bit for bit: for a backward whose forward did not keep it.
@@ -253,30 +91,5 @@ pub fn swiglu_backward_again(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
     let f = halves(x, OP)?;
     expect_shape(OP, "dy", dy, &with_last(x, f))?;
     on_gpu!(x, activation::swiglu_backward_again(dy, x, f, OP));
-    by_elem!(x, OP, E => {
-        let (xs, dys) = (View::<E>::new(x, OP, "x")?, View::<E>::new(dy, OP, "dy")?);
-        let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-        output::rows_for_products(&x.dims()[..x.rank() - 1], f, x, |row, results| {
-            let ((gate, up), dy) = (xs[row * 2 * f..][..2 * f].split_at(f), &dys[row * f..][..f]);
-            swiglu_backward_again_line([gate, up, dy], results)
-        })
-    })
-}
-
-fn swiglu_backward_again_line<'a, E: Elem>(operands: [&[E]; 3], results: [Unwritten<'a, E>; 3]) -> [&'a mut [E]; 3] {
-    vectorize(
-        #[inline(always)]
-        || {
-            Unwritten::all(
-                results,
-                operands,
-                #[inline(always)]
-                |[gate, up, dy]| {
-                    let s = sigmoid(gate);
-                    let [dgate, dup] = swiglu_gradients(gate, up, dy, s);
-                    [dgate, dup, gate * s * up]
-                },
-            )
-        },
-    )
+    by_elem!(x, OP, E => cpu::activation::swiglu_backward_again::<E>(dy, x, f, OP))
 }

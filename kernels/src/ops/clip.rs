@@ -5,11 +5,10 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::tensor::device::{empty, to_host};
-use crate::tensor::host::with_slice_mut;
+use crate::tensor::device::to_host;
 use crate::tensor::trace;
-use crate::tensor::view::{View, expect_dtype};
-use crate::{Error, Result};
+use crate::tensor::view::expect_dtype;
+use crate::{Error, Result, cpu};
 
 /// What a step makes of its gradients. On their device.
 #[derive(Clone, Debug)]
@@ -40,18 +39,7 @@ impl Verdict {
         if crate::tensor::gpu::computes(shares.device()) {
             return crate::cuda::reduce::judge(shares, max_norm as f32, loss_scale, OP).map(Self);
         }
-        let total: f64 = View::<f64>::new(shares, OP, "shares")?.iter().fold(0.0, |sum, share| sum + share);
-        let norm = (total.sqrt() / loss_scale) as f32;
-        let max_norm = max_norm as f32;
-        let ratio = max_norm / (norm + 1e-6);
-        let clip = if max_norm > 0.0 && ratio < 1.0 { ratio } else { 1.0 };
-        let factor = (f64::from(clip) / loss_scale) as f32;
-        let values = empty(3, DType::F32, shares.device())?;
-        with_slice_mut::<f32, _>(&values, OP, |to| {
-            to.copy_from_slice(&[norm, factor, f32::from(u8::from(norm.is_finite()))]);
-            Ok(())
-        })?;
-        Ok(Self(values))
+        cpu::clip::judge(shares, max_norm as f32, loss_scale, OP).map(Self)
     }
 
     /// f32 `[3]` on the device: what [`Verdict::read`] reads.

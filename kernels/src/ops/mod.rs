@@ -3,6 +3,7 @@
 //! [`cpu`](crate::cpu) and [`cuda`](crate::cuda) compute.
 
 pub mod activation;
+pub mod attention;
 pub mod clip;
 pub mod cross_entropy;
 pub mod dropout;
@@ -10,10 +11,9 @@ pub mod embedding;
 pub mod halves;
 pub mod linear;
 pub mod norm;
+pub mod optimizer;
 pub mod reduce;
 pub mod regroup;
 pub mod rope;
 #[cfg(feature = "cuda")]
 pub mod survey;
-
-pub use crate::cpu::{attention, optimizer};

@@ -4,20 +4,10 @@ use candle_core::{DType, Device, Tensor};
 
 #[cfg(gpu)]
 use crate::tensor::device::to_host;
-use crate::tensor::element::{Elem, Float, by_elem};
-use crate::tensor::host::{with_bytes, with_bytes_mut, with_slice_mut};
-use crate::tensor::output::Unwritten;
-use crate::tensor::simd::{AHEAD, ask_for, vectorize};
-use crate::tensor::view::{View, copied, expect_dtype, expect_elements, same_storage};
-use crate::tensor::{nontemporal, parallel, trace};
-use crate::{Error, Result, on_gpu};
-
-/// Elements per partial sum.
-const BLOCK: usize = 4096;
-/// Elements that are cast at a time, by way of the L1 cache.
-const CAST: usize = 1024;
-/// Independent sums within a block.
-const SUMS: usize = 16;
+use crate::tensor::element::by_elem;
+use crate::tensor::trace;
+use crate::tensor::view::{View, expect_dtype, expect_elements, same_storage};
+use crate::{Error, Result, cpu, on_gpu};
 
 /// Σ x² in f64: fixed blocks of 4096 elements, combined in order with compensation (Neumaier 1974). NaN and infinity
 /// show in the result.
@@ -38,23 +28,7 @@ pub fn sums_of_squares(xs: &[&Tensor]) -> Result<Vec<f64>> {
     let Some(&first) = xs.first() else { return Ok(Vec::new()) };
     expect_alike(xs, OP)?;
     on_gpu!(first, reduce::sums_of_squares(xs, OP).and_then(|sums| Ok(to_host(&sums)?.to_vec1()?)));
-    by_elem!(first, OP, E => {
-        let views = xs.iter().map(|x| View::<E>::new(x, OP, "x")).collect::<Result<Vec<_>>>()?;
-        let blocks: Vec<&[E]> = views.iter().flat_map(|x| x.chunks(BLOCK)).collect();
-        let mut partials = vec![0.0; blocks.len()];
-        parallel::blocks(&mut partials, 16, |first, partials| vectorize(#[inline(always)] || {
-            for (partial, block) in partials.iter_mut().zip(&blocks[first..]) {
-                *partial = block_sum(block);
-            }
-        }));
-        let mut partials = &partials[..];
-        let sum = |x: &View<E>| {
-            let (own, rest) = partials.split_at(x.len().div_ceil(BLOCK));
-            partials = rest;
-            compensated_sum(own)
-        };
-        Ok(views.iter().map(sum).collect())
-    })
+    by_elem!(first, OP, E => cpu::reduce::sums_of_squares::<E>(xs, OP))
 }
 
 /// # Errors
@@ -119,50 +93,7 @@ pub fn count_zeros(x: &Tensor) -> Result<u64> {
         };
         return (0..x.elem_count()).step_by(COUNTED).map(count).sum();
     }
-    by_elem!(x, OP, E => {
-        let x = View::<E>::new(x, OP, "x")?;
-        let blocks: Vec<&[E]> = x.chunks(BLOCK).collect();
-        let mut counts = vec![0u64; blocks.len()];
-        parallel::blocks(&mut counts, 16, |first, counts| vectorize(#[inline(always)] || {
-            for (count, block) in counts.iter_mut().zip(&blocks[first..]) {
-                *count = block.iter().map(|v| u64::from(v.load().f64() == 0.0)).sum();
-            }
-        }));
-        Ok(counts.iter().sum())
-    })
-}
-
-#[inline(always)]
-fn block_sum<E: Elem>(x: &[E]) -> f64 {
-    let mut acc = [0.0f64; SUMS];
-    let chunks = x.chunks_exact(SUMS);
-    let rest = chunks.remainder();
-    for c in chunks {
-        ask_for(c.as_ptr().wrapping_byte_add(AHEAD));
-        for l in 0..SUMS {
-            let v = c[l].load().f64();
-            acc[l] += v * v;
-        }
-    }
-    for (acc, v) in acc.iter_mut().zip(rest) {
-        let v = v.load().f64();
-        *acc += v * v;
-    }
-    acc.chunks_exact(4).map(|a| (a[0] + a[1]) + (a[2] + a[3])).sum()
-}
-
-/// The sum of `values` in order, with the rounding error of every addition added at the end.
-fn compensated_sum(values: &[f64]) -> f64 {
-    let (mut total, mut error) = (0.0f64, 0.0);
-    for &v in values {
-        let next = total + v;
-        // Knuth's two-sum: what the addition lost.
-        let shadow = next - total;
-        error += (total - (next - shadow)) + (v - shadow);
-        total = next;
-    }
-    // An infinite total has a NaN for its error.
-    if total.is_finite() { total + error } else { total }
+    by_elem!(x, OP, E => cpu::reduce::count_zeros::<E>(x, OP))
 }
 
 /// `dst += src`, elementwise; both may be views of one storage.
@@ -175,27 +106,7 @@ pub fn add_inplace(dst: &Tensor, src: &Tensor) -> Result<()> {
     expect_elements(OP, "src", src, dst.elem_count())?;
     expect_dtype(OP, src, dst.dtype())?;
     on_gpu!(dst, reduce::add(dst, src, OP));
-    by_elem!(dst, OP, E => {
-        if same_storage(dst, src) {
-            let src = copied::<E>(src, OP, "src")?;
-            add::<E>(dst, &src, OP)
-        } else {
-            let src = View::<E>::new(src, OP, "src")?;
-            add::<E>(dst, &src, OP)
-        }
-    })
-}
-
-fn add<E: Elem>(dst: &Tensor, src: &[E], op: &'static str) -> Result<()> {
-    with_slice_mut::<E, _>(dst, op, |dst| {
-        parallel::blocks(dst, parallel::GRAIN, |start, dst| {
-            vectorize(
-                #[inline(always)]
-                || dst.iter_mut().zip(&src[start..]).for_each(|(d, s)| *d = E::store(d.load() + s.load())),
-            );
-        });
-        Ok(())
-    })
+    by_elem!(dst, OP, E => cpu::reduce::add_inplace::<E>(dst, src, OP))
 }
 
 /// `t *= factor`; for 16-bit `t`, with `factor` rounded to f32.
@@ -206,13 +117,7 @@ pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
     let _span = trace::moves("scale_inplace", &[t, t]);
     const OP: &str = "scale_inplace";
     on_gpu!(t, reduce::scale(t, factor, OP));
-    by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
-        let factor = <E as Elem>::Acc::of(factor);
-        parallel::blocks(t, parallel::GRAIN, |_, t| vectorize(#[inline(always)] || {
-            t.iter_mut().for_each(|v| *v = E::store(v.load() * factor));
-        }));
-        Ok(())
-    }))
+    by_elem!(t, OP, E => cpu::reduce::scale_inplace::<E>(t, factor, OP))
 }
 
 /// `t = 0`.
@@ -223,15 +128,8 @@ pub fn zero(t: &Tensor) -> Result<()> {
     let _span = trace::moves("zero", &[t]);
     const OP: &str = "zero";
     on_gpu!(t, reduce::zero(t, OP));
-    by_elem!(t, OP, E => with_slice_mut::<E, _>(t, OP, |t| {
-        let past_caches = size_of_val(t) >= BEYOND_CACHES;
-        parallel::blocks(t, parallel::GRAIN, |_, t| if past_caches { nontemporal::zeros(t) } else { t.fill(E::store(<E as Elem>::Acc::ZERO)) });
-        Ok(())
-    }))
+    by_elem!(t, OP, E => cpu::reduce::zero::<E>(t, OP))
 }
-
-/// Bytes that no cache keeps until they are read again.
-const BEYOND_CACHES: usize = 64 << 20;
 
 /// `dst = src` in the dtype of `dst`, rounded to nearest, ties to even; values beyond its range become infinite.
 ///
@@ -248,20 +146,7 @@ pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
         return Err(Error::shape(OP, "dst and src share one storage"));
     }
     on_gpu!(dst, reduce::cast(dst, src, OP));
-    by_elem!(src, OP, S => {
-        let src = View::<S>::new(src, OP, "src")?;
-        let src: &[S] = &src;
-        by_elem!(dst, OP, D => with_slice_mut::<D, _>(dst, OP, |dst| {
-            parallel::blocks(dst, parallel::GRAIN, |start, dst| {
-                let mut buffer = S::buffer(CAST);
-                for (dst, src) in dst.chunks_mut(CAST).zip(src[start..].chunks(CAST)) {
-                    let wide = S::widened(&src[..dst.len()], &mut buffer);
-                    vectorize(#[inline(always)] || Float::narrow_all(wide, Unwritten::over(dst)));
-                }
-            });
-            Ok(())
-        }))
-    })
+    by_elem!(src, OP, S => cpu::reduce::cast::<S>(dst, src, OP))
 }
 
 /// `dst = src`, bit for bit; the shapes may differ, the elements' number and dtype may not.
@@ -277,10 +162,5 @@ pub fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
         return Err(Error::shape(OP, "dst and src share one storage"));
     }
     on_gpu!(dst, reduce::copy(dst, src, OP));
-    with_bytes(src, OP, |src| {
-        with_bytes_mut(dst, OP, |dst| {
-            dst.copy_from_slice(src);
-            Ok(())
-        })
-    })
+    cpu::reduce::copy(dst, src, OP)
 }

@@ -2,10 +2,8 @@
 
 use candle_core::Tensor;
 
-use crate::tensor::device::empty;
-use crate::tensor::host::{with_bytes, with_bytes_mut};
-use crate::tensor::{parallel, trace};
-use crate::{Error, Result, on_gpu};
+use crate::tensor::trace;
+use crate::{Error, Result, cpu, on_gpu};
 
 /// `[a, b, …]` → `[b, a, …]`, bit for bit: `y[j, i] = x[i, j]`.
 ///
@@ -23,20 +21,5 @@ pub fn swap_leading(x: &Tensor) -> Result<Tensor> {
     }
     let _span = trace::moves("regroup", &[x, x]);
     on_gpu!(x, regroup::swap_leading(x, a, b, shape, OP));
-    let y = empty(shape, x.dtype(), x.device())?;
-    let row = rest.iter().product::<usize>() * x.dtype().size_in_bytes();
-    with_bytes(x, OP, |x| {
-        with_bytes_mut(&y, OP, |y| {
-            if row > 0 {
-                parallel::blocks(y, parallel::rows_per_block(row) * row, |start, y| {
-                    for (at, y) in (start / row..).zip(y.chunks_mut(row)) {
-                        let from = (at % a * b + at / a) * row;
-                        y.copy_from_slice(&x[from..from + row]);
-                    }
-                });
-            }
-            Ok(())
-        })
-    })?;
-    Ok(y)
+    cpu::regroup::swap_leading(x, a, b, shape, OP)
 }

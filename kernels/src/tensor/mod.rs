@@ -2,6 +2,7 @@
 
 pub mod allocator;
 pub mod arena;
+pub(crate) mod arguments;
 pub mod device;
 pub(crate) mod element;
 pub mod error;

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::dither::Words;
-use crate::ops::halves;
+use crate::cpu::halves;
+use crate::tensor::arguments::dither::Words;
 use crate::tensor::element::{Elem, Float};
 
 /// A place of one value.

@@ -4,8 +4,8 @@ use candle_core::DType;
 use half::bf16;
 
 use super::place::{Parameters, Place, State};
-use super::{Dither, Maybe, Operands, Segment};
 use crate::Result;
+use crate::tensor::arguments::optimizer::{Dither, Maybe, Operands, Segment};
 use crate::tensor::element::{Float, by_elem};
 use crate::tensor::host::{HostElem, with_slice_mut};
 use crate::tensor::output::Unwritten;

@@ -4,8 +4,8 @@ use candle_core::{DType, Tensor};
 
 use super::{Kernels, Prepared};
 use crate::cuda::reduce::zero;
-use crate::ops::attention::Geometry;
-use crate::ops::rope::Rotation;
+use crate::tensor::arguments::attention::Geometry;
+use crate::tensor::arguments::rope::Rotation;
 use crate::tensor::gpu::items::items;
 use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::tensor_map::Boxes;

@@ -12,8 +12,8 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Tensor};
 
-use crate::ops::attention::{Geometry, Mask, Scores};
-use crate::ops::rope::Rotation;
+use crate::tensor::arguments::attention::{Geometry, Mask, Scores};
+use crate::tensor::arguments::rope::Rotation;
 use crate::tensor::device::constant;
 use crate::tensor::gpu::items::items;
 use crate::tensor::gpu::launch::{blocks, blocks_y};
@@ -194,7 +194,7 @@ fn weights(square: usize, tiles: usize) -> u32 {
     (tiles * square * (square + 1) * 4) as u32
 }
 
-/// As [`crate::ops::attention::attention`].
+/// As [`crate::tensor::arguments::attention::attention`].
 pub(crate) fn forward(
     op: &'static str,
     qkv: &Tensor,
@@ -236,7 +236,7 @@ pub(crate) fn forward(
     Ok((out, lse))
 }
 
-/// As [`crate::ops::attention::attention_backward`], whose shapes were checked, and whether the gradients of rotated queries and keys were turned back.
+/// As [`crate::tensor::arguments::attention::attention_backward`], whose shapes were checked, and whether the gradients of rotated queries and keys were turned back.
 pub(crate) fn backward(
     op: &'static str,
     [dout, qkv, out, lse]: [&Tensor; 4],
@@ -328,7 +328,7 @@ pub(crate) fn backward(
     Ok((dqkv, false))
 }
 
-/// As [`crate::ops::attention::attention_cached`], whose arguments were checked.
+/// As [`crate::tensor::arguments::attention::attention_cached`], whose arguments were checked.
 pub(crate) fn cached(
     op: &'static str,
     qkv: &Tensor,

@@ -48,7 +48,7 @@ impl Dither {
 
     /// The words of the first elements, and of how many, at most `len`, and at least one if it is not 0.
     #[inline(always)]
-    pub(super) fn words(&self, len: usize) -> (usize, Words) {
+    pub(crate) fn words(&self, len: usize) -> (usize, Words) {
         let first = self.row.wrapping_add(self.column);
         let n = (self.width - self.column).min((1 << 32) - (first & 0xFFFF_FFFF));
         // What they have in common goes into the key.
@@ -58,7 +58,7 @@ impl Dither {
 
     /// # Errors
     /// If the range begins beyond its row.
-    pub(super) fn check(&self, op: &'static str) -> Result<()> {
+    pub(crate) fn check(&self, op: &'static str) -> Result<()> {
         let Self { column, width, .. } = self;
         if column >= width {
             return Err(Error::shape(op, format!("a range that begins at element {column} of a row of {width}")));
@@ -69,7 +69,7 @@ impl Dither {
 
 /// The random words of neighbouring elements of a row.
 #[derive(Clone, Copy)]
-pub(super) struct Words {
+pub(crate) struct Words {
     key: u32,
     first: u32,
 }

@@ -1,0 +1,24 @@
+//! What the backward pass of a norm reads and adds to.
+
+use candle_core::Tensor;
+
+/// What backward needs of forward, per row: `[rows]` each, in f32 (f64 for f64 inputs).
+#[derive(Clone, Debug)]
+pub struct NormStats {
+    /// The mean; RMSNorm has none.
+    pub mean: Option<Tensor>,
+    /// 1 / √(variance + eps), or of the mean square.
+    pub rstd: Tensor,
+}
+
+/// What backward reads and adds to.
+pub(crate) struct Backward<'a> {
+    pub dy: &'a Tensor,
+    pub x: &'a Tensor,
+    pub stats: &'a NormStats,
+    pub weight: &'a Tensor,
+    pub dweight: &'a Tensor,
+    pub dbias: Option<&'a Tensor>,
+    /// Added to the gradient of `x`.
+    pub residual: Option<&'a Tensor>,
+}
