@@ -91,9 +91,13 @@ unsafe fn store<E: Parts>(numbers: [__m512; 2], to: *mut bf16) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn store_pairs<E: Parts>(even: __m512, odd: __m512, to: *mut bf16) {
+    const FIRST_OR_SECOND_AND_THIRD: i32 = 0xf8;
+    let high_half = _mm512_set1_epi32(!0xffff);
     let parts = parts_of::<E>(even, odd);
     for (p, &[even, odd]) in parts.iter().enumerate().take(E::PARTS) {
-        let pairs = _mm512_or_si512(_mm512_srli_epi32::<16>(even), odd);
+        // The last part of a number below 2⁻¹⁰² is subnormal and has bits in its low half, too. They are less than 2⁻¹³³.
+        let even = _mm512_srli_epi32::<16>(even);
+        let pairs = _mm512_ternarylogic_epi32::<FIRST_OR_SECOND_AND_THIRD>(even, odd, high_half);
         // SAFETY: the caller's promise.
         unsafe { _mm512_store_si512(to.add(p * PART).cast(), pairs) };
     }

@@ -66,6 +66,38 @@ fn subnormal_operands_count_or_are_zero() {
     }
 }
 
+/// The outputs of GELU reach down to the smallest numbers, beside ordinary ones.
+#[test]
+fn tiny_operands_do_not_reach_their_neighbours() {
+    let (m, n, k) = (34, 45, 70);
+    let mixed = |seed: u64, len: usize| -> Vec<f32> {
+        let scale = |i: usize| 2f32.powi(-(((i * 7 + i / 5) % 40) as i32 + 60)) * 2f32.powi(-60);
+        numbers::<f32>(len, seed).iter().enumerate().map(|(i, &x)| if i % 3 == 0 { x } else { x * scale(i) }).collect()
+    };
+    let (a, b) = (mixed(1, m * k), mixed(2, k * n));
+    let exact = |r: usize, c: usize| -> f64 { (0..k).map(|i| f64::from(a[r * k + i]) * f64::from(b[i * n + c])).sum() };
+    let transposed = |values: &[f32], rows: usize, columns: usize| -> Vec<f32> {
+        (0..rows * columns).map(|i| values[i % rows * columns + i / rows]).collect()
+    };
+    let (a_turned, b_turned) = (transposed(&a, m, k), transposed(&b, k, n));
+    for isa in available() {
+        for lie in 0..4 {
+            let left = if lie & 1 == 0 { Mat(a.as_ptr(), k, 1) } else { Mat(a_turned.as_ptr(), 1, m) };
+            let right = if lie & 2 == 0 { Mat(b.as_ptr(), n, 1) } else { Mat(b_turned.as_ptr(), 1, k) };
+            let mut c = vec![7f32; m * n];
+            let to = Mat(c.as_mut_ptr(), n, 1);
+            // SAFETY: the vectors have the shapes.
+            unsafe {
+                gemm_on::<f32, f32>(isa, (m, n, k), to, Start::Zero, None, left, right, 1.0, Parallelism::None);
+            }
+            for (i, &got) in c.iter().enumerate() {
+                let want = exact(i / n, i % n);
+                assert!((f64::from(got) - want).abs() < 1e-4, "{isa:?}, {lie}: {got:e} for {want:e}");
+            }
+        }
+    }
+}
+
 /// Relative to the sum of the terms' magnitudes: the root of the mean square, and the largest error.
 fn errors(isa: Isa, (m, n, k): (usize, usize, usize), a: &[f32], b: &[f32]) -> (f64, f64) {
     let (mut squares, mut most) = (0f64, 0f64);
