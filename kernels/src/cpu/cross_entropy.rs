@@ -3,12 +3,13 @@
 use candle_core::{DType, Tensor};
 
 use crate::Result;
+use crate::cpu::lanes::{max, sum_of};
 use crate::tensor::arguments::cross_entropy::{Columns, Rows};
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::host::with_slice_mut;
 use crate::tensor::output::Unwritten;
 use crate::tensor::parallel;
-use crate::tensor::simd::{max, sum_of, vectorize};
+use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, copied, expect_dtype, expect_elements, rows_of, tensor};
 
 fn target_ids(targets: &Tensor, rows: usize, op: &'static str) -> Result<Vec<u32>> {

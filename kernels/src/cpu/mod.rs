@@ -9,6 +9,7 @@ pub mod dropout;
 pub mod embedding;
 pub(crate) mod gemm;
 pub mod halves;
+pub mod lanes;
 pub mod linear;
 pub mod norm;
 pub mod optimizer;

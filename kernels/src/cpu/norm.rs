@@ -4,11 +4,12 @@ use candle_core::{Tensor, WithDType};
 
 use super::columns::{ROW_BLOCK, accumulate};
 use crate::Result;
+use crate::cpu::lanes::{sum, tree};
 use crate::tensor::arguments::norm::{Backward, NormStats};
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::output::{self, Unwritten};
 use crate::tensor::parallel;
-use crate::tensor::simd::{LANES, ask_ahead_of, sum, tree, vectorize};
+use crate::tensor::simd::{LANES, ask_ahead_of, vectorize};
 use crate::tensor::view::{View, copied, expect_dtype, rows_of, tensor};
 
 /// A parameter, widened.

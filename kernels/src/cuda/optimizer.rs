@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::Result;
-use crate::ops::clip::Verdict;
+use crate::tensor::arguments::clip::Verdict;
 use crate::tensor::arguments::optimizer::{AdamRule, AdamW, Dither, Operands, Segment, Sgd};
 use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::memory::suffix;

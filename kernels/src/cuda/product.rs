@@ -194,7 +194,7 @@ impl Product {
             // The sum of nothing, which cuBLASLt does not take.
             let plain = matches!(self.epilogue, Epilogue::None) && self.residual.is_none();
             if plain && !self.accumulate {
-                super::reduce::zero_elements(gpu, self.y, rows * columns, self.y_dtype.size_in_bytes(), "linear")?;
+                gpu.zero(self.y, rows * columns, self.y_dtype.size_in_bytes(), "linear")?;
             }
             return Ok(plain);
         }

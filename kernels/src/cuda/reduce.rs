@@ -3,20 +3,11 @@
 use candle_core::{DType, Tensor};
 
 use crate::Result;
+use crate::tensor::gpu::flat::{FILE, grid};
 use crate::tensor::gpu::items::items;
-use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{DevicePointer, Gpu, THREADS};
 use crate::tensor::view::same_storage;
-
-const FILE: &str = "flat";
-/// Vectors of 16 bytes that a thread of `cuda/flat.cu` does.
-const UNROLL: usize = 4;
-
-/// A grid over `n` elements, `vector` of which a thread does at a time.
-fn grid(op: &'static str, n: usize, vector: usize) -> Result<[u32; 3]> {
-    Ok([blocks(op, n, THREADS as usize * UNROLL * vector)?, 1, 1])
-}
 
 /// `dst += src`, of equal dtypes and sizes.
 pub fn add(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
@@ -48,14 +39,7 @@ pub fn scale(t: &Tensor, factor: f64, op: &'static str) -> Result<()> {
 pub fn zero(t: &Tensor, op: &'static str) -> Result<()> {
     let (gpu, dtype) = (Gpu::of(t, op)?, t.dtype());
     let to = gpu.inplace(t, dtype, op, "tensor")?;
-    zero_elements(&gpu, to, t.elem_count(), dtype.size_in_bytes(), op)
-}
-
-/// Sets `n` elements of `size` bytes to zero.
-pub(super) fn zero_elements(gpu: &Gpu, to: DevicePointer, n: usize, size: usize, op: &'static str) -> Result<()> {
-    gpu.launch(FILE, &format!("zero_{size}"), grid(op, n, 16 / size)?, THREADS, 0, |args| {
-        args.ptr(to).count(n);
-    })
+    gpu.zero(to, t.elem_count(), dtype.size_in_bytes(), op)
 }
 
 /// `dst = src`, bit for bit, of equal dtypes and sizes in two storages.

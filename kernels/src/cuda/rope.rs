@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use crate::Result;
 use crate::tensor::arguments::attention::HeadShape;
 use crate::tensor::arguments::rope::{Positions, RopeTable};
-use crate::tensor::device::constant;
+use crate::tensor::constants::constant;
 use crate::tensor::gpu::items::{Divider, in_vectors, items, variant, vector};
 use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::memory::suffix;

@@ -5,25 +5,10 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::tensor::device::to_host;
+pub use crate::tensor::arguments::clip::{Decided, Verdict};
 use crate::tensor::trace;
 use crate::tensor::view::expect_dtype;
-use crate::{Error, Result, cpu};
-
-/// What a step makes of its gradients. On their device.
-#[derive(Clone, Debug)]
-pub struct Verdict(Tensor);
-
-/// A verdict's numbers.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Decided {
-    /// Norm of the gradient before clipping, without the loss scale.
-    pub norm: f32,
-    /// Factor on the gradient: clips it and takes the loss scale away.
-    pub factor: f32,
-    /// Whether parameters change: the norm is finite.
-    pub applied: bool,
-}
+use crate::{Result, cpu};
 
 impl Verdict {
     /// On gradients that are `loss_scale` times the loss's, from shares of the squared norm, f64 `[n]`, which are added in order. With a
@@ -40,42 +25,6 @@ impl Verdict {
             return crate::cuda::reduce::judge(shares, max_norm as f32, loss_scale, OP).map(Self);
         }
         cpu::clip::judge(shares, max_norm as f32, loss_scale, OP).map(Self)
-    }
-
-    /// f32 `[3]` on the device: what [`Verdict::read`] reads.
-    pub fn values(&self) -> &Tensor {
-        &self.0
-    }
-
-    /// The numbers, of [`Verdict::values`] on the host.
-    ///
-    /// # Errors
-    /// If these are other values.
-    pub fn read(values: &Tensor) -> Result<Decided> {
-        match *values.to_vec1::<f32>()? {
-            [norm, factor, applied] => Ok(Decided { norm, factor, applied: applied != 0.0 }),
-            _ => Err(Error::shape("verdict", format!("{} values are no verdict", values.elem_count()))),
-        }
-    }
-
-    /// The numbers where nobody has to wait for them: on the CPU.
-    ///
-    /// # Errors
-    /// If they cannot be read.
-    pub fn known(&self) -> Result<Option<Decided>> {
-        #[cfg(gpu)]
-        if crate::tensor::gpu::computes(self.0.device()) {
-            return Ok(None);
-        }
-        self.decided().map(Some)
-    }
-
-    /// The numbers. Waits for the device.
-    ///
-    /// # Errors
-    /// What the device says.
-    pub fn decided(&self) -> Result<Decided> {
-        Self::read(&to_host(&self.0)?)
     }
 }
 

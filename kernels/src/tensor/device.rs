@@ -7,6 +7,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Shape, Tensor};
 use half::{bf16, f16};
 
+pub use crate::tensor::device_memory::Memory;
 use crate::tensor::element::Elem;
 use crate::tensor::host::HostElem;
 use crate::tensor::output::anything;
@@ -127,7 +128,7 @@ fn open_gpu(_ordinal: usize) -> Result<Device> {
 /// If `t` is not contiguous, or what the driver says.
 pub fn to_host(t: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "emulated")]
-    crate::tensor::gpu::emulated::waited();
+    crate::tensor::emulation::waited();
     #[cfg(feature = "cuda")]
     if t.device().is_cuda() {
         if t.elem_count() * t.dtype().size_in_bytes() > LOCKED {
@@ -167,7 +168,7 @@ impl Reading {
     /// If a tensor is not contiguous or on another device, or what the driver says.
     pub fn wait(self) -> Result<Vec<Tensor>> {
         #[cfg(feature = "emulated")]
-        crate::tensor::gpu::emulated::waited();
+        crate::tensor::emulation::waited();
         let read = |t: &Tensor| match &self.at {
             Some(at) => Ok(fetch(t, at)?.tensor().force_contiguous()?),
             None => Ok(t.clone()),
@@ -187,7 +188,7 @@ const LOCKED: usize = 64 << 20;
 pub fn upload<T: HostElem>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     #[cfg(feature = "emulated")]
     if crate::tensor::gpu::computes(device) {
-        crate::tensor::gpu::emulated::uploaded();
+        crate::tensor::emulation::uploaded();
     }
     #[cfg(feature = "cuda")]
     if device.is_cuda() && std::mem::size_of_val(values.as_slice()) <= LOCKED {
@@ -206,18 +207,6 @@ pub fn upload<T: HostElem>(values: Vec<T>, shape: impl Into<Shape>, device: &Dev
         return Ok(tensor);
     }
     Ok(Tensor::from_vec(values, shape.into(), device)?)
-}
-
-/// As [`upload`], to be read only: on a GPU the same values asked for again are the tensor that is there already.
-///
-/// # Errors
-/// As [`upload`].
-pub fn constant(values: Vec<u32>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
-    #[cfg(gpu)]
-    if crate::tensor::gpu::computes(device) {
-        return crate::tensor::gpu::constants::get(values, shape.into(), device);
-    }
-    upload(values, shape, device)
 }
 
 /// A tensor for a result that is written before it is read: of floats it holds whatever was in its memory.
@@ -249,44 +238,13 @@ pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
 pub fn zeros(what: &'static str, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     #[cfg(gpu)]
     if crate::tensor::gpu::computes(device) && matches!(dtype, DType::F32 | DType::BF16 | DType::F16 | DType::I16) {
-        let (tensor, _) = crate::tensor::gpu::Gpu::on(device, what)?.output(shape, dtype, what)?;
-        crate::cuda::reduce::zero(&tensor, what)?;
+        let gpu = crate::tensor::gpu::Gpu::on(device, what)?;
+        let (tensor, to) = gpu.output(shape, dtype, what)?;
+        gpu.zero(to, tensor.elem_count(), dtype.size_in_bytes(), what)?;
         return Ok(tensor);
     }
     let _ = what;
     Ok(Tensor::zeros(shape, dtype, device)?)
-}
-
-/// A GPU's memory, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Memory {
-    /// What tensors of this process hold.
-    pub used: u64,
-    /// What the process has taken for its tensors: freed memory is kept for the next ones.
-    pub reserved: u64,
-    /// The largest `used` so far.
-    pub peak_used: u64,
-    /// The largest `reserved` so far.
-    pub peak_reserved: u64,
-    /// What nobody has taken of the device's.
-    pub free: u64,
-    /// All of the device's.
-    pub total: u64,
-}
-
-impl fmt::Display for Memory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
-        let Self { used, reserved, free, total, .. } = *self;
-        let kept = gib(reserved.saturating_sub(used));
-        write!(
-            f,
-            "{} of {} are free, tensors of this process hold {}, its pool keeps {kept} more",
-            gib(free),
-            gib(total),
-            gib(used)
-        )
-    }
 }
 
 /// The memory of a GPU; nothing for the CPU, or where the driver does not tell. Does not wait for the device.

@@ -1,6 +1,6 @@
 //! The error of every kernel.
 
-use crate::tensor::device::Memory;
+use crate::tensor::device_memory::Memory;
 
 fn state(memory: &Option<Memory>) -> String {
     memory.map_or_else(|| "the device says no more".into(), |memory| memory.to_string())

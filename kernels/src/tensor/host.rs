@@ -46,7 +46,7 @@ pub(crate) fn rows(layout: &Layout, op: &'static str, what: &'static str) -> Res
 /// If `t` is not contiguous, not of dtype `T`, or not on the CPU.
 pub fn with_slice<T: WithDType, R>(t: &Tensor, op: &'static str, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
     #[cfg(feature = "emulated")]
-    crate::tensor::gpu::emulated::touched(op);
+    crate::tensor::emulation::touched(op);
     let (storage, layout) = t.storage_and_layout();
     let range = range(layout, op)?;
     match &*storage {
@@ -142,7 +142,7 @@ fn lend<T: HostElem, R>(
     f: impl FnOnce(&mut [T], usize) -> Result<R>,
 ) -> Result<R> {
     #[cfg(feature = "emulated")]
-    crate::tensor::gpu::emulated::touched(op);
+    crate::tensor::emulation::touched(op);
     if t.elem_count() == 0 {
         // candle refuses to lend what it takes for elements in one place.
         return with_slice::<T, _>(t, op, |_| Ok(())).and_then(|()| f(&mut [], t.dims().last().copied().unwrap_or(1)));

@@ -3,8 +3,12 @@
 pub mod allocator;
 pub mod arena;
 pub(crate) mod arguments;
+pub mod constants;
 pub mod device;
+pub mod device_memory;
 pub(crate) mod element;
+#[cfg(feature = "emulated")]
+pub(crate) mod emulation;
 pub mod error;
 #[cfg(gpu)]
 pub mod gpu;

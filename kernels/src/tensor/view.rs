@@ -48,7 +48,7 @@ impl<'a, T: HostElem> View<'a, T> {
             return Err(Error::Device { op, device: format!("{:?}", t.device().location()) });
         }
         #[cfg(feature = "emulated")]
-        crate::tensor::gpu::emulated::touched(op);
+        crate::tensor::emulation::touched(op);
         let (storage, layout) = t.storage_and_layout();
         let (range, distance) = place(layout)?;
         Ok((Self { storage, range, elem: PhantomData }, distance))

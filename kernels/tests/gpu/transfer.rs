@@ -3,7 +3,8 @@
 use crate::support::runs;
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::reduce::scale_inplace;
-use kernels::tensor::device::{constant, empty, to_host, upload, zeros};
+use kernels::tensor::constants::constant;
+use kernels::tensor::device::{empty, to_host, upload, zeros};
 use kernels::tensor::transfer::{fetch, mark, put, room};
 
 fn values(t: &Tensor) -> Vec<f32> {

@@ -4,7 +4,8 @@
 use candle_core::Tensor;
 use kernels::ops::dropout::{bias_dropout_add, dropout_backward};
 use kernels::ops::norm::NormStats;
-use kernels::tensor::device::{constant, upload};
+use kernels::tensor::constants::constant;
+use kernels::tensor::device::upload;
 
 use super::context::{Ctx, DropoutSite};
 use super::layout::{Partial, Stream};

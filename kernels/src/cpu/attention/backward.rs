@@ -10,9 +10,10 @@ use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_Q, round, tilt};
 use crate::Result;
 use crate::cpu::gemm::Mat;
 use crate::cpu::gemm::near::Seen;
+use crate::cpu::lanes::sum2;
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::parallel::{self, Shared};
-use crate::tensor::simd::{sum2, vectorize};
+use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, tensor};
 
 /// Keys per tile; a multiple of 4, as masks want it. Fewer than forward's: two tiles of scores and all operands are to stay in L2.

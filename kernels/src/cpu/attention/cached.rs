@@ -16,11 +16,12 @@ use half::{bf16, f16};
 use super::lanes::{add_rows, inner_product};
 use super::{Geometry, HostScores, Scores, round, tilt};
 use crate::Result;
+use crate::cpu::lanes::{max, sum, sum2};
 use crate::tensor::allocator::LINE;
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::host::with_slice_mut;
 use crate::tensor::parallel::{self, Shared};
-use crate::tensor::simd::{ask_for_l2, max, sum, sum2, vectorize};
+use crate::tensor::simd::{ask_for_l2, vectorize};
 use crate::tensor::view::{View, tensor};
 
 /// See [`attention_cached`](crate::tensor::arguments::attention::attention_cached).

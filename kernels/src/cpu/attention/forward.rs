@@ -10,9 +10,10 @@ use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_K, TILE_Q, round, t
 use crate::Result;
 use crate::cpu::gemm::Mat;
 use crate::cpu::gemm::near::Seen;
+use crate::cpu::lanes::{max, sum};
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::parallel::{self, Shared};
-use crate::tensor::simd::{max, sum, vectorize};
+use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, tensor};
 
 pub(super) fn run<E: Elem>(op: &'static str, qkv: &Tensor, call: Call) -> Result<(Tensor, Tensor)> {

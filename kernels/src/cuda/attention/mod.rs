@@ -14,7 +14,7 @@ use candle_core::{DType, Tensor};
 
 use crate::tensor::arguments::attention::{Geometry, Mask, Scores};
 use crate::tensor::arguments::rope::Rotation;
-use crate::tensor::device::constant;
+use crate::tensor::constants::constant;
 use crate::tensor::gpu::items::items;
 use crate::tensor::gpu::launch::{blocks, blocks_y};
 use crate::tensor::gpu::memory::suffix;

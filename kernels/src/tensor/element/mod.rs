@@ -2,14 +2,16 @@
 
 mod exponential;
 mod rounding;
+pub(in crate::tensor) mod unwritten;
 
 use std::ops::Neg;
 
 use half::{bf16, f16};
 
-use crate::tensor::element::rounding::{store_bf16, store_f16};
+use self::rounding::{store_bf16, store_f16};
+pub use self::unwritten::Unwritten;
+use self::unwritten::staged;
 use crate::tensor::host::HostElem;
-use crate::tensor::output::{Unwritten, staged};
 use crate::tensor::simd::vectorize;
 
 /// An element type that kernels compute in.
@@ -129,7 +131,7 @@ impl Float for f64 {
 /// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`], compute there, and round
 /// once when they store; statistics and gradients of parameters stay in `Acc`.
 ///
-/// Results of elementwise functions are written by [`crate::tensor::output::Unwritten::each`], which widens in registers and rounds many at once. Loops
+/// Results of elementwise functions are written by [`Unwritten::each`], which widens in registers and rounds many at once. Loops
 /// that change values in place are written for slices of `Acc` alone. [`Elem::widened`] and [`Elem::update`] give them those: of f32 and f64 the
 /// slices themselves, of 16-bit types converted ones in buffers that stay in the L1 cache.
 pub trait Elem: HostElem {

@@ -3,8 +3,8 @@
 
 use half::{bf16, f16};
 
-use crate::tensor::element::Elem;
-use crate::tensor::output::Unwritten;
+use super::Elem;
+use super::Unwritten;
 #[cfg(target_arch = "x86_64")]
 use crate::tensor::simd::Isa;
 use crate::tensor::simd::vectorize;
@@ -139,9 +139,9 @@ mod x86 {
 mod tests {
     use half::{bf16, f16};
 
+    use super::Unwritten;
     use super::{store_bf16, store_f16};
     use crate::tensor::element::Elem;
-    use crate::tensor::output::Unwritten;
 
     fn bits(values: &[f32]) -> Vec<u16> {
         let mut out = vec![bf16::ZERO; values.len()];

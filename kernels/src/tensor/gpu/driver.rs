@@ -12,7 +12,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtr, DriverError,
 
 use super::loaded::{Loaded, with_loaded};
 use super::{Args, DevicePointer, Properties};
-use crate::tensor::device::Memory;
+use crate::tensor::device_memory::Memory;
 use crate::{Error, Result};
 
 pub(super) fn runs_here(t: &Tensor) -> bool {

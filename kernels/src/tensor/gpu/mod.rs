@@ -8,6 +8,7 @@
 pub(crate) mod driver;
 #[cfg(feature = "emulated")]
 pub mod emulated;
+pub(crate) mod flat;
 pub(crate) mod items;
 pub(crate) mod launch;
 #[cfg(all(feature = "cuda", target_arch = "x86_64"))]
@@ -17,7 +18,6 @@ mod loaded;
 pub(crate) mod memory;
 pub(crate) mod tensor_map;
 
-pub(crate) mod constants;
 #[cfg(feature = "cuda")]
 pub(crate) mod graph;
 pub(crate) mod transfer;

@@ -1,0 +1,35 @@
+//! How much memory a GPU has, and has left.
+
+use std::fmt;
+
+/// A GPU's memory, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// What tensors of this process hold.
+    pub used: u64,
+    /// What the process has taken for its tensors: freed memory is kept for the next ones.
+    pub reserved: u64,
+    /// The largest `used` so far.
+    pub peak_used: u64,
+    /// The largest `reserved` so far.
+    pub peak_reserved: u64,
+    /// What nobody has taken of the device's.
+    pub free: u64,
+    /// All of the device's.
+    pub total: u64,
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
+        let Self { used, reserved, free, total, .. } = *self;
+        let kept = gib(reserved.saturating_sub(used));
+        write!(
+            f,
+            "{} of {} are free, tensors of this process hold {}, its pool keeps {kept} more",
+            gib(free),
+            gib(total),
+            gib(used)
+        )
+    }
+}
