@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use crate::Result;
 use crate::tensor::element::{Elem, Float};
-use crate::tensor::output::{self, Unwritten};
+use crate::tensor::output::{self, Uninit};
 use crate::tensor::parallel;
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, with_last};
@@ -54,7 +54,7 @@ pub fn gelu<E: Elem>(x: &Tensor, op: &'static str) -> Result<Tensor> {
     output::for_products(x.dims(), parallel::GRAIN, x, |start, y| gelu_line(&xs[start..], y))
 }
 
-fn gelu_line<'a, E: Elem>(x: &[E], y: Unwritten<'a, E>) -> &'a mut [E] {
+fn gelu_line<'a, E: Elem>(x: &[E], y: Uninit<'a, E>) -> &'a mut [E] {
     vectorize(
         #[inline(always)]
         || {
@@ -74,7 +74,7 @@ pub fn gelu_backward<E: Elem>(dy: &Tensor, x: &Tensor, op: &'static str) -> Resu
     output::for_products(x.dims(), parallel::GRAIN, x, |start, dx| gelu_backward_line(&xs[start..], &dys[start..], dx))
 }
 
-fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Unwritten<'a, E>) -> &'a mut [E] {
+fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Uninit<'a, E>) -> &'a mut [E] {
     vectorize(
         #[inline(always)]
         || {
@@ -91,20 +91,25 @@ fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Unwritten<'a, E>) -> &
     )
 }
 
-pub fn gelu_backward_again<E: Elem>(dy: &Tensor, x: &Tensor, width: usize, op: &'static str) -> Result<[Tensor; 2]> {
+pub fn gelu_backward_recompute<E: Elem>(
+    dy: &Tensor,
+    x: &Tensor,
+    width: usize,
+    op: &'static str,
+) -> Result<[Tensor; 2]> {
     let (xs, dys) = (View::<E>::new(x, op, "x")?, View::<E>::new(dy, op, "dy")?);
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
     output::rows_for_products(&x.dims()[..x.rank() - 1], width, x, |row, results| {
         let row = row * width..(row + 1) * width;
-        gelu_backward_again_line(&xs[row.clone()], &dys[row], results)
+        gelu_backward_recompute_line(&xs[row.clone()], &dys[row], results)
     })
 }
 
-fn gelu_backward_again_line<'a, E: Elem>(x: &[E], dy: &[E], results: [Unwritten<'a, E>; 2]) -> [&'a mut [E]; 2] {
+fn gelu_backward_recompute_line<'a, E: Elem>(x: &[E], dy: &[E], results: [Uninit<'a, E>; 2]) -> [&'a mut [E]; 2] {
     vectorize(
         #[inline(always)]
         || {
-            Unwritten::all(
+            Uninit::all(
                 results,
                 [x, dy],
                 #[inline(always)]
@@ -129,7 +134,7 @@ pub fn swiglu<E: Elem>(x: &Tensor, f: usize, op: &'static str) -> Result<Tensor>
     })
 }
 
-fn swiglu_line<'a, E: Elem>(gate: &[E], up: &[E], y: Unwritten<'a, E>) -> &'a mut [E] {
+fn swiglu_line<'a, E: Elem>(gate: &[E], up: &[E], y: Uninit<'a, E>) -> &'a mut [E] {
     vectorize(
         #[inline(always)]
         || {
@@ -157,8 +162,8 @@ pub fn swiglu_backward<E: Elem>(dy: &Tensor, x: &Tensor, f: usize, op: &'static 
 
 fn swiglu_backward_line<'a, E: Elem>(
     operands: [&[E]; 3],
-    dgate: Unwritten<'a, E>,
-    dup: Unwritten<'a, E>,
+    dgate: Uninit<'a, E>,
+    dup: Uninit<'a, E>,
 ) -> (&'a mut [E], &'a mut [E]) {
     vectorize(
         #[inline(always)]
@@ -180,20 +185,20 @@ fn swiglu_gradients<T: Float>(gate: T, up: T, dy: T, s: T) -> [T; 2] {
     [through * up * gate.fused(T::ONE - s, T::ONE), through * gate]
 }
 
-pub fn swiglu_backward_again<E: Elem>(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<[Tensor; 2]> {
+pub fn swiglu_backward_recompute<E: Elem>(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<[Tensor; 2]> {
     let (xs, dys) = (View::<E>::new(x, op, "x")?, View::<E>::new(dy, op, "dy")?);
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
     output::rows_for_products(&x.dims()[..x.rank() - 1], f, x, |row, results| {
         let ((gate, up), dy) = (xs[row * 2 * f..][..2 * f].split_at(f), &dys[row * f..][..f]);
-        swiglu_backward_again_line([gate, up, dy], results)
+        swiglu_backward_recompute_line([gate, up, dy], results)
     })
 }
 
-fn swiglu_backward_again_line<'a, E: Elem>(operands: [&[E]; 3], results: [Unwritten<'a, E>; 3]) -> [&'a mut [E]; 3] {
+fn swiglu_backward_recompute_line<'a, E: Elem>(operands: [&[E]; 3], results: [Uninit<'a, E>; 3]) -> [&'a mut [E]; 3] {
     vectorize(
         #[inline(always)]
         || {
-            Unwritten::all(
+            Uninit::all(
                 results,
                 operands,
                 #[inline(always)]

@@ -6,7 +6,7 @@ use crate::Result;
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::host::with_slice_mut;
 use crate::tensor::parallel;
-use crate::tensor::simd::{LANES, ask_for, vectorize};
+use crate::tensor::simd::{LANES, prefetch, vectorize};
 use crate::tensor::view::{View, expect_dtype, rows_of};
 
 /// Rows per partial sum of a reduction over rows; fixed, so that results do not depend on the number of threads.
@@ -52,7 +52,7 @@ fn add_rows<E: Elem, const R: usize>(acc: &mut [E::Acc], rows: [&[E]; R], ahead:
     for (i, block) in blocks.iter_mut().enumerate() {
         let mut sums = *block;
         for (row, _) in rows {
-            ask_for(row[i].as_ptr().wrapping_add(ahead));
+            prefetch(row[i].as_ptr().wrapping_add(ahead));
             for l in 0..LANES {
                 sums[l] += row[i][l].load();
             }

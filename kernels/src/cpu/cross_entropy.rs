@@ -7,7 +7,7 @@ use crate::cpu::lanes::{max, sum_of};
 use crate::tensor::arguments::cross_entropy::{Columns, Rows};
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::host::with_slice_mut;
-use crate::tensor::output::Unwritten;
+use crate::tensor::output::Uninit;
 use crate::tensor::parallel;
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, copied, expect_dtype, expect_elements, rows_of, tensor};
@@ -79,7 +79,7 @@ fn softmax_line<E: Elem>(l: &[E::Acc], m: E::Acc, factor: E::Acc, out: &mut [E])
     vectorize(
         #[inline(always)]
         || {
-            Unwritten::over(out).each(
+            Uninit::over(out).each(
                 [],
                 [l],
                 #[inline(always)]

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use crate::Result;
 use crate::tensor::arguments::dropout::Mask;
 use crate::tensor::element::{Elem, Float};
-use crate::tensor::output::{self, Unwritten};
+use crate::tensor::output::{self, Uninit};
 use crate::tensor::parallel;
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, rows_of, tensor};
@@ -48,7 +48,7 @@ fn add_line<'a, E: Elem>(
     residual: Option<&[E]>,
     mask: Option<(&Mask, usize, E::Acc)>,
     (random, factors): (&mut [u32], &mut [E::Acc]),
-    y: Unwritten<'a, E>,
+    y: Uninit<'a, E>,
 ) -> &'a mut [E] {
     vectorize(
         #[inline(always)]

@@ -7,9 +7,9 @@ use crate::Result;
 use crate::cpu::lanes::{sum, tree};
 use crate::tensor::arguments::norm::{Backward, NormStats};
 use crate::tensor::element::{Elem, Float};
-use crate::tensor::output::{self, Unwritten};
+use crate::tensor::output::{self, Uninit};
 use crate::tensor::parallel;
-use crate::tensor::simd::{LANES, ask_ahead_of, vectorize};
+use crate::tensor::simd::{LANES, prefetch_ahead, vectorize};
 use crate::tensor::view::{View, copied, expect_dtype, rows_of, tensor};
 
 /// A parameter, widened.
@@ -33,11 +33,11 @@ pub fn forward<E: Elem>(
     let mut stats = vec![[E::Acc::ZERO; 2]; rows];
     let (inv_h, eps) = (E::Acc::of(1.0 / h as f64), E::Acc::of(eps));
     let block = parallel::rows_per_block(h);
-    let y = output::blocks2(rows * h, block * h, &mut stats, block, |i, y: Unwritten<'_, E>, stats| {
+    let y = output::blocks2(rows * h, block * h, &mut stats, block, |i, y: Uninit<'_, E>, stats| {
         let mut stats = stats.iter_mut();
         y.parts(h, |at, y| {
             let x = &xs[i * block * h + at..][..h];
-            ask_ahead_of(x);
+            prefetch_ahead(x);
             let (y, row) = forward_line(x, &weight, bias.as_deref(), (inv_h, eps), y);
             if let Some(stats) = stats.next() {
                 *stats = row;
@@ -56,7 +56,7 @@ fn forward_line<'a, E: Elem>(
     weight: &[E::Acc],
     bias: Option<&[E::Acc]>,
     (inv_h, eps): (E::Acc, E::Acc),
-    y: Unwritten<'a, E>,
+    y: Uninit<'a, E>,
 ) -> (&'a mut [E], [E::Acc; 2]) {
     vectorize(
         #[inline(always)]
@@ -94,7 +94,7 @@ pub fn backward<E: Elem>(op: &'static str, of: &Backward) -> Result<Tensor> {
         let (dweight, dbias) = partial.split_at_mut(h);
         dx.parts(h, |at, dx| {
             let at = i * ROW_BLOCK * h + at;
-            [Some(xs), Some(dys), residual].into_iter().flatten().for_each(|t| ask_ahead_of(&t[at..at + h]));
+            [Some(xs), Some(dys), residual].into_iter().flatten().for_each(|t| prefetch_ahead(&t[at..at + h]));
             let row = Row {
                 x: &xs[at..at + h],
                 dy: &dys[at..at + h],
@@ -131,7 +131,7 @@ impl<E: Elem> Row<'_, E> {
         dweight: &mut [E::Acc],
         dbias: &mut [E::Acc],
         residual: Option<&[E]>,
-        dx: Unwritten<'a, E>,
+        dx: Uninit<'a, E>,
     ) -> &'a mut [E] {
         vectorize(
             #[inline(always)]

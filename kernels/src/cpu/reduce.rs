@@ -5,8 +5,8 @@ use candle_core::Tensor;
 use crate::Result;
 use crate::tensor::element::{Elem, Float, by_elem};
 use crate::tensor::host::{with_bytes, with_bytes_mut, with_slice_mut};
-use crate::tensor::output::Unwritten;
-use crate::tensor::simd::{AHEAD, ask_for, vectorize};
+use crate::tensor::output::Uninit;
+use crate::tensor::simd::{AHEAD, prefetch, vectorize};
 use crate::tensor::view::{View, copied, same_storage};
 use crate::tensor::{nontemporal, parallel};
 
@@ -65,7 +65,7 @@ fn block_sum<E: Elem>(x: &[E]) -> f64 {
     let chunks = x.chunks_exact(SUMS);
     let rest = chunks.remainder();
     for c in chunks {
-        ask_for(c.as_ptr().wrapping_byte_add(AHEAD));
+        prefetch(c.as_ptr().wrapping_byte_add(AHEAD));
         for l in 0..SUMS {
             let v = c[l].load().f64();
             acc[l] += v * v;
@@ -150,7 +150,7 @@ pub fn cast<S: Elem>(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()>
             let mut buffer = S::buffer(CAST);
             for (dst, src) in dst.chunks_mut(CAST).zip(src[start..].chunks(CAST)) {
                 let wide = S::widened(&src[..dst.len()], &mut buffer);
-                vectorize(#[inline(always)] || Float::narrow_all(wide, Unwritten::over(dst)));
+                vectorize(#[inline(always)] || Float::narrow_all(wide, Uninit::over(dst)));
             }
         });
         Ok(())

@@ -49,7 +49,7 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor
 }
 
 /// A kernel each: neither is bound by arithmetic.
-pub fn gelu_backward_again(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<[Tensor; 2]> {
+pub fn gelu_backward_recompute(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<[Tensor; 2]> {
     Ok([gelu_backward(dy, x, op)?, gelu(x, op)?])
 }
 
@@ -95,7 +95,7 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> R
     Ok(dx)
 }
 
-/// As [`gelu_backward_again`].
-pub fn swiglu_backward_again(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<[Tensor; 2]> {
+/// As [`gelu_backward_recompute`].
+pub fn swiglu_backward_recompute(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<[Tensor; 2]> {
     Ok([swiglu_backward(dy, x, f, op)?, swiglu(x, f, op)?])
 }

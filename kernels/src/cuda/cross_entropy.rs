@@ -121,7 +121,7 @@ pub fn backward(logits: &Tensor, into: Option<&Tensor>, of: Rows, columns: Colum
 
 /// Sums `[2, rows]` and gradient of rows that no other rank has a part of, as [`row_statistics`] and then [`backward`] make them; none, where
 /// there is no kernel for that, with nothing done: of logits that are not f32, or not in vectors.
-pub fn at_once(
+pub fn fused(
     logits: &Tensor,
     into: Option<&Tensor>,
     targets: &Tensor,
@@ -151,7 +151,7 @@ pub fn at_once(
     let (sums, sum) = gpu.output((2, rows), DType::F32, op)?;
     let resident = (BYTES_AT_ONCE / (v * size_of::<f32>()).max(1)).clamp(1, 3);
     let ((first, valid), row_count, width) = (columns.counts(op)?, items(op, rows)?, items(op, v)?);
-    let kernel = format!("cross_entropy_at_once{resident}_{suffix}");
+    let kernel = format!("cross_entropy_fused{resident}_{suffix}");
     gpu.launch(FILE, &kernel, [row_count, 1, 1], row_threads(v, DType::F32), 0, |args| {
         args.ptr(from).ptr(ts).ptr(scale).ptr(to).ptr(sum).u32(row_count).u32(width).u32(first).u32(valid);
     })?;

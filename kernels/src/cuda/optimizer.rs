@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use crate::Result;
 use crate::tensor::arguments::clip::Verdict;
-use crate::tensor::arguments::optimizer::{AdamRule, AdamW, Dither, Operands, Segment, Sgd};
+use crate::tensor::arguments::optimizer::{AdamRule, AdamW, Operands, Segment, Sgd, StochasticRounding};
 use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{Args, Gpu, THREADS};
@@ -24,7 +24,7 @@ struct Segments {
     unused: u32,
 }
 
-/// `Dither` of `cuda/include/dither.cuh`.
+/// `StochasticRounding` of `cuda/include/dither.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Numbers {
@@ -36,8 +36,8 @@ struct Numbers {
     unused: u32,
 }
 
-impl From<Dither> for Numbers {
-    fn from(Dither { key, row, column, width, pitch }: Dither) -> Self {
+impl From<StochasticRounding> for Numbers {
+    fn from(StochasticRounding { key, row, column, width, pitch }: StochasticRounding) -> Self {
         Self { row, column, width, pitch, key, unused: 0 }
     }
 }
@@ -74,7 +74,7 @@ pub fn adamw(
 ) -> Result<()> {
     let rule = |segment: &Segment| AdamRule::<f32>::new(h, segment);
     let AdamRule { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, .. } =
-        rule(&Segment { len: 0, decays: true, dither: Dither::default() });
+        rule(&Segment { len: 0, decays: true, dither: StochasticRounding::default() });
     let adam = Adam { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size };
     let segments: Vec<_> = segments.iter().map(|s| (s.len, rule(s).keep, s.dither)).collect();
     // SAFETY: laid out as in C, and as the kernel's; without padding.
@@ -95,7 +95,9 @@ pub fn sgd(of: &Operands, h: &Sgd, verdict: Option<&Verdict>, segments: &[Segmen
 
 /// Those of each launch: up to [`SEGMENTS`], whose elements together threads' steps divide where that can be, so that the next launch has them in
 /// vectors, too.
-fn chunks(mut segments: &[(usize, f32, Dither)]) -> impl Iterator<Item = &[(usize, f32, Dither)]> {
+fn chunks(
+    mut segments: &[(usize, f32, StochasticRounding)],
+) -> impl Iterator<Item = &[(usize, f32, StochasticRounding)]> {
     std::iter::from_fn(move || {
         let most = segments.len().min(SEGMENTS);
         let mut end = 0;
@@ -117,7 +119,7 @@ fn step(
     names: [&'static str; 2],
     kernel: &str,
     verdict: Option<&Verdict>,
-    segments: &[(usize, f32, Dither)],
+    segments: &[(usize, f32, StochasticRounding)],
     op: &'static str,
     rule: impl Fn(&mut Args),
 ) -> Result<()> {

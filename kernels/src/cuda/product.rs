@@ -156,7 +156,7 @@ fn data_type(dtype: DType) -> Result<sys::cudaDataType> {
 
 /// The largest power of two, up to 256, that an address is a multiple of.
 fn alignment(at: DevicePointer) -> u32 {
-    1 << at.0.trailing_zeros().min(8)
+    1 << at.address().trailing_zeros().min(8)
 }
 
 impl Product {
@@ -437,7 +437,7 @@ impl Products {
 }
 
 fn pointer(at: DevicePointer) -> *const c_void {
-    at.0 as *const c_void
+    at.address() as *const c_void
 }
 
 /// # Safety

@@ -73,7 +73,7 @@ pub fn cast(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
     })
 }
 
-/// The halves of f32 `values` ([`crate::ops::halves`]), of equal sizes.
+/// The halves of f32 `values` ([`crate::ops::remainders`]), of equal sizes.
 pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>, op: &'static str) -> Result<()> {
     let (gpu, n) = (Gpu::of(high, op)?, values.elem_count());
     let (from, highs) = (gpu.input(values, DType::F32, op, "values")?, gpu.inplace(high, DType::BF16, op, "high")?);

@@ -36,13 +36,13 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// As [`gelu_backward`].
-pub fn gelu_backward_again(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
-    const OP: &str = "gelu_backward_again";
+pub fn gelu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
+    const OP: &str = "gelu_backward_recompute";
     expect_shape(OP, "dy", dy, x.dims())?;
     let _span = trace::moves(OP, &[dy, x, x, x]);
-    on_gpu!(x, activation::gelu_backward_again(dy, x, OP));
+    on_gpu!(x, activation::gelu_backward_recompute(dy, x, OP));
     let (_, width) = rows_of(x, OP)?;
-    by_elem!(x, OP, E => cpu::activation::gelu_backward_again::<E>(dy, x, width, OP))
+    by_elem!(x, OP, E => cpu::activation::gelu_backward_recompute::<E>(dy, x, width, OP))
 }
 
 fn halves(x: &Tensor, op: &'static str) -> Result<usize> {
@@ -85,11 +85,11 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// As [`swiglu_backward`].
-pub fn swiglu_backward_again(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
-    const OP: &str = "swiglu_backward_again";
+pub fn swiglu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
+    const OP: &str = "swiglu_backward_recompute";
     let _span = trace::moves(OP, &[dy, x, x, dy]);
     let f = halves(x, OP)?;
     expect_shape(OP, "dy", dy, &with_last(x, f))?;
-    on_gpu!(x, activation::swiglu_backward_again(dy, x, f, OP));
-    by_elem!(x, OP, E => cpu::activation::swiglu_backward_again::<E>(dy, x, f, OP))
+    on_gpu!(x, activation::swiglu_backward_recompute(dy, x, f, OP));
+    by_elem!(x, OP, E => cpu::activation::swiglu_backward_recompute::<E>(dy, x, f, OP))
 }

@@ -2,7 +2,7 @@
 //!
 //! Shoeybi et al. 2019 (Megatron-LM), §3. [`row_statistics`] of every rank; the max of all ranks' maxima, to which [`rebase`]
 //! moves the sums; the sum of all ranks' sums. Then the token's loss is ln(Σ exp) − (target − max), and the gradient needs no
-//! collective. Where one rank has the whole vocabulary, [`cross_entropy_at_once`] makes both without asking anyone in between.
+//! collective. Where one rank has the whole vocabulary, [`cross_entropy_fused`] makes both without asking anyone in between.
 //! Statistics are f32 (f64 for f64 logits), whatever the logits are stored in.
 
 use candle_core::Tensor;
@@ -131,7 +131,7 @@ pub fn cross_entropy_backward_into(
 ///
 /// # Errors
 /// As [`cross_entropy_backward_into`].
-pub fn cross_entropy_at_once(
+pub fn cross_entropy_fused(
     logits: &Tensor,
     dlogits: Option<&Tensor>,
     targets: &Tensor,
@@ -141,14 +141,14 @@ pub fn cross_entropy_at_once(
 ) -> Result<Tensor> {
     #[cfg(gpu)]
     if crate::tensor::gpu::runs_here(logits) {
-        const OP: &str = "cross_entropy_at_once";
+        const OP: &str = "cross_entropy_fused";
         dims(logits, valid, OP)?;
         if let Some(dlogits) = dlogits {
             expect_shape(OP, "dlogits", dlogits, logits.dims())?;
             expect_apart(OP, "dlogits", dlogits, &[logits])?;
         }
         let columns = Columns { first: first_column, valid };
-        let done = crate::cuda::cross_entropy::at_once(logits, dlogits, targets, row_scale, columns, OP)?;
+        let done = crate::cuda::cross_entropy::fused(logits, dlogits, targets, row_scale, columns, OP)?;
         if let Some(sums) = done {
             return Ok(sums);
         }

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::activation::{gelu, gelu_backward, gelu_backward_again};
+use super::activation::{gelu, gelu_backward, gelu_backward_recompute};
 use crate::tensor::element::by_elem;
 use crate::tensor::trace;
 use crate::tensor::view::{expect_apart, expect_dtype, expect_elements, expect_shape, rows_of, with_last};
@@ -159,8 +159,8 @@ pub fn linear_dgrad_gelu(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<Tensor> 
 ///
 /// # Errors
 /// As [`linear_dgrad_gelu`].
-pub fn linear_dgrad_gelu_again(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<[Tensor; 2]> {
-    gelu_backward_again(&linear_dgrad(dy, w)?, h)
+pub fn linear_dgrad_gelu_recompute(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<[Tensor; 2]> {
+    gelu_backward_recompute(&linear_dgrad(dy, w)?, h)
 }
 
 /// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw` is f32 for 16-bit operands. On a CPU the

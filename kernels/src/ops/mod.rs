@@ -8,12 +8,12 @@ pub mod clip;
 pub mod cross_entropy;
 pub mod dropout;
 pub mod embedding;
-pub mod halves;
 pub mod linear;
 pub mod norm;
 pub mod optimizer;
 pub mod reduce;
 pub mod regroup;
+pub mod remainders;
 pub mod rope;
 #[cfg(feature = "cuda")]
 pub mod survey;

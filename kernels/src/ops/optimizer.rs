@@ -6,8 +6,8 @@
 use candle_core::{DType, Tensor};
 
 use super::clip::Verdict;
-use super::halves;
-pub use crate::tensor::arguments::optimizer::{AdamW, Dither, Segment, Sgd};
+use super::remainders;
+pub use crate::tensor::arguments::optimizer::{AdamW, Segment, Sgd, StochasticRounding};
 use crate::tensor::arguments::optimizer::{Maybe, Operands};
 use crate::tensor::trace;
 use crate::tensor::view::{expect_elements, same_storage};
@@ -20,7 +20,7 @@ impl Operands<'_> {
         if self.in_halves() {
             let high = weight
                 .ok_or_else(|| Error::shape(op, "p of dtype i16 is half of parameters: weight is wanted, too"))?;
-            halves::check(op, high, Some(p))?;
+            remainders::check(op, high, Some(p))?;
         }
         let mut seen = vec![p];
         if !p.is_contiguous() {
@@ -81,7 +81,7 @@ impl Segment {
 /// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long, contiguous, in four storages. Where
 /// `weight` is given, in a storage of its own and of any float dtype, it gets the new parameters, rounded. Where `p` is of dtype i16, it and
 /// bf16 `weight` are the [`halves`] of f32 parameters, which both change. Beside f32 gradients `m` and `v` may each be bf16: then `m` is rounded to the nearest,
-/// and `v` stochastically ([`Dither`]); the step itself goes by what they were before they were rounded.
+/// and `v` stochastically ([`StochasticRounding`]); the step itself goes by what they were before they were rounded.
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.

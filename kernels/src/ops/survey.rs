@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use cudarc::cublaslt;
 use cudarc::driver::{DriverError, result, sys};
 
-use super::{Gpu, driver, modules};
 use crate::ops::linear::linear_into;
+use crate::tensor::gpu::{Gpu, driver, modules};
 use crate::tensor::philox::fill_normal;
 use crate::{Error, Result};
 

@@ -1,4 +1,4 @@
-//! Results, allocated without being zeroed first and written block by block ([`Unwritten`]).
+//! Results, allocated without being zeroed first and written block by block ([`Uninit`]).
 
 use std::mem::MaybeUninit;
 
@@ -6,8 +6,8 @@ use candle_core::Tensor;
 
 use crate::Result;
 use crate::tensor::allocator::rows_apart;
-pub use crate::tensor::element::Unwritten;
-use crate::tensor::element::unwritten::{check, place};
+pub use crate::tensor::element::Uninit;
+use crate::tensor::element::uninit::{check, place};
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::parallel;
 use crate::tensor::view::tensor;
@@ -33,7 +33,7 @@ pub fn anything<E: Elem>(n: usize) -> Vec<E> {
 pub fn blocks<T: Copy + Send>(
     n: usize,
     block: usize,
-    f: impl for<'r> Fn(usize, Unwritten<'r, T>) -> &'r mut [T] + Sync,
+    f: impl for<'r> Fn(usize, Uninit<'r, T>) -> &'r mut [T] + Sync,
 ) -> Vec<T> {
     let mut data = Vec::with_capacity(n);
     parallel::blocks(&mut data.spare_capacity_mut()[..n], block, |start, part| check(part, |out| f(start, out)));
@@ -48,7 +48,7 @@ pub fn for_products<E: Elem>(
     dims: &[usize],
     block: usize,
     like: &Tensor,
-    f: impl for<'r> Fn(usize, Unwritten<'r, E>) -> &'r mut [E] + Sync,
+    f: impl for<'r> Fn(usize, Uninit<'r, E>) -> &'r mut [E] + Sync,
 ) -> Result<Tensor> {
     let (leading, width) = match dims {
         [leading @ .., width] if rows_apart(*width, size_of::<E>()) > *width => (leading, *width),
@@ -72,7 +72,7 @@ pub fn rows_for_products<E: Elem, const K: usize>(
     leading: &[usize],
     width: usize,
     like: &Tensor,
-    f: impl for<'r> Fn(usize, [Unwritten<'r, E>; K]) -> [&'r mut [E]; K] + Sync,
+    f: impl for<'r> Fn(usize, [Uninit<'r, E>; K]) -> [&'r mut [E]; K] + Sync,
 ) -> Result<[Tensor; 2]> {
     let rows = leading.iter().product::<usize>();
     let widths = [(K - 1) * width, width];
@@ -85,12 +85,12 @@ pub fn rows_for_products<E: Elem, const K: usize>(
         for (r, (a, b)) in a.chunks_mut(aparts[0]).zip(b.chunks_mut(aparts[1])).enumerate() {
             let ((a, after_a), (b, after_b)) = (a.split_at_mut(widths[0]), b.split_at_mut(width));
             for between in [after_a, after_b] {
-                Unwritten(between).write(std::iter::repeat(E::store(E::Acc::ZERO)));
+                Uninit(between).write(std::iter::repeat(E::store(E::Acc::ZERO)));
             }
             let mut sections = a.chunks_mut(width.max(1)).chain([b]);
             let sections: [&mut [MaybeUninit<E>]; K] = std::array::from_fn(|_| sections.next().unwrap_or_default());
             let places = sections.each_ref().map(|section| place(section));
-            let written = f(block * in_block + r, sections.map(Unwritten));
+            let written = f(block * in_block + r, sections.map(Uninit));
             assert_eq!(written.map(|section| place(section)), places, "a kernel left a part of its results unwritten");
         }
     });
@@ -112,7 +112,7 @@ pub fn blocks2<T: Copy + Send, B: Send>(
     block: usize,
     b: &mut [B],
     block_b: usize,
-    f: impl for<'r> Fn(usize, Unwritten<'r, T>, &mut [B]) -> &'r mut [T] + Sync,
+    f: impl for<'r> Fn(usize, Uninit<'r, T>, &mut [B]) -> &'r mut [T] + Sync,
 ) -> Vec<T> {
     assert_eq!(n.div_ceil(block.max(1)), b.len().div_ceil(block_b.max(1)), "both have the same number of blocks");
     let mut data = Vec::with_capacity(n);

@@ -142,13 +142,13 @@ pub const AHEAD: usize = 2048;
 
 /// Has the cache line at `address`, which may be anywhere, fetched, on machines that can be asked to.
 #[inline(always)]
-pub fn ask_for<T>(address: *const T) {
+pub fn prefetch<T>(address: *const T) {
     ask::<true, T>(address);
 }
 
-/// As [`ask_for`], into the second level of cache alone: of such lines more can be on their way.
+/// As [`prefetch`], into the second level of cache alone: of such lines more can be on their way.
 #[inline(always)]
-pub fn ask_for_l2<T>(address: *const T) {
+pub fn prefetch_l2<T>(address: *const T) {
     ask::<false, T>(address);
 }
 
@@ -168,14 +168,14 @@ fn ask<const INTO_L1: bool, T>(address: *const T) {
     let _ = address;
 }
 
-/// As [`ask_for`], as much as `part` has, [`AHEAD`] bytes further. Nothing where that is more than a page, which would fill the queues of what
+/// As [`prefetch`], as much as `part` has, [`AHEAD`] bytes further. Nothing where that is more than a page, which would fill the queues of what
 /// is on its way, and which processors see coming by themselves.
 #[inline(always)]
-pub fn ask_ahead_of<T>(part: &[T]) {
+pub fn prefetch_ahead<T>(part: &[T]) {
     const PAGE: usize = 4096;
     let first = part.as_ptr().wrapping_byte_add(AHEAD);
     if size_of_val(part) <= PAGE {
-        (0..size_of_val(part)).step_by(LINE).for_each(|at| ask_for(first.wrapping_byte_add(at)));
+        (0..size_of_val(part)).step_by(LINE).for_each(|at| prefetch(first.wrapping_byte_add(at)));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::support::{Input, check};
 use kernels::ops::activation::{
-    gelu, gelu_backward, gelu_backward_again, swiglu, swiglu_backward, swiglu_backward_again,
+    gelu, gelu_backward, gelu_backward_recompute, swiglu, swiglu_backward, swiglu_backward_recompute,
 };
 
 #[test]
@@ -12,7 +12,7 @@ fn gelu_and_its_gradient() {
         check("gelu", std::slice::from_ref(&x), |t| Ok(vec![gelu(&t[0])?]));
         let operands = [dy, x];
         check("gelu_backward", &operands, |t| Ok(vec![gelu_backward(&t[0], &t[1])?]));
-        check("gelu_backward_again", &operands, |t| Ok(gelu_backward_again(&t[0], &t[1])?.to_vec()));
+        check("gelu_backward_recompute", &operands, |t| Ok(gelu_backward_recompute(&t[0], &t[1])?.to_vec()));
     }
 }
 
@@ -23,7 +23,7 @@ fn gelu_and_its_gradient_far_from_zero() {
     check("gelu", std::slice::from_ref(&x), |t| Ok(vec![gelu(&t[0])?]));
     check("gelu_backward", &[dy, x], |t| Ok(vec![gelu_backward(&t[0], &t[1])?]));
     let (x, dy) = (Input::wide("x", &[3, 40]).times(1e25), Input::wide("dy", &[3, 40]));
-    check("gelu_backward_again", &[dy, x], |t| Ok(gelu_backward_again(&t[0], &t[1])?.to_vec()));
+    check("gelu_backward_recompute", &[dy, x], |t| Ok(gelu_backward_recompute(&t[0], &t[1])?.to_vec()));
 }
 
 #[test]
@@ -34,7 +34,7 @@ fn swiglu_and_its_gradient() {
         check("swiglu", std::slice::from_ref(&x), |t| Ok(vec![swiglu(&t[0])?]));
         let operands = [dy, x];
         check("swiglu_backward", &operands, |t| Ok(vec![swiglu_backward(&t[0], &t[1])?]));
-        check("swiglu_backward_again", &operands, |t| Ok(swiglu_backward_again(&t[0], &t[1])?.to_vec()));
+        check("swiglu_backward_recompute", &operands, |t| Ok(swiglu_backward_recompute(&t[0], &t[1])?.to_vec()));
     }
 }
 

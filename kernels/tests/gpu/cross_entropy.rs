@@ -3,7 +3,7 @@
 use crate::support::{Input, check, check_with, runs};
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::cross_entropy::{
-    add_losses, cross_entropy_at_once, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics,
+    add_losses, cross_entropy_backward, cross_entropy_backward_into, cross_entropy_fused, rebase, row_statistics,
 };
 
 /// Rows, columns, of which real ones, and the first column's id; targets are below 1000.
@@ -72,9 +72,9 @@ fn losses_and_gradients_of_whole_rows_are_made_at_once() {
     for (rows, v, valid, first) in whole_rows() {
         let wide = Input::wide("logits", &[rows, v]).times(4.0);
         let [_, targets, scale] = inputs(rows, v);
-        check("cross_entropy_at_once", &[wide, targets, scale, Input::data("to", &[rows, v])], |t| {
-            let into = cross_entropy_at_once(&t[0], Some(&t[3]), &t[1], &t[2], first, valid)?;
-            let inplace = cross_entropy_at_once(&t[0], None, &t[1], &t[2], first, valid)?;
+        check("cross_entropy_fused", &[wide, targets, scale, Input::data("to", &[rows, v])], |t| {
+            let into = cross_entropy_fused(&t[0], Some(&t[3]), &t[1], &t[2], first, valid)?;
+            let inplace = cross_entropy_fused(&t[0], None, &t[1], &t[2], first, valid)?;
             Ok(vec![into, t[3].clone(), inplace, t[0].clone()])
         });
     }
@@ -98,7 +98,7 @@ fn at_once_gives_the_bits_of_statistics_and_backward() {
             let (max, sums) = row_statistics(&logits, &targets, first, valid).unwrap();
             let sum_exp = sums.get(0).unwrap();
             cross_entropy_backward_into(&apart, &logits, &max, &sum_exp, &targets, &scale, first, valid).unwrap();
-            let own = cross_entropy_at_once(&logits, Some(&at_once), &targets, &scale, first, valid).unwrap();
+            let own = cross_entropy_fused(&logits, Some(&at_once), &targets, &scale, first, valid).unwrap();
             [(sums, apart), (own, at_once)].map(|(sums, gradient)| [bits(&sums), bits(&gradient)])
         }) {
             assert!(apart == at_once, "{run}: {rows} rows of {v} in {dtype:?}");

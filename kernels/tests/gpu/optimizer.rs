@@ -3,9 +3,9 @@
 use crate::support::{Input, check, runs};
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
-use kernels::ops::halves::{join_value, split, split_value};
-use kernels::ops::optimizer::{AdamW, Dither, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
+use kernels::ops::optimizer::{AdamW, Segment, Sgd, StochasticRounding, adamw, adamw_segments, sgd, sgd_segments};
 use kernels::ops::reduce::{cast, copy};
+use kernels::ops::remainders::{join_value, split, split_value};
 use kernels::tensor::device::{to_host, zeros};
 
 const ADAM: AdamW =
@@ -51,12 +51,12 @@ fn sgd_steps_and_rounds() {
 }
 
 /// Of a whole parameter, of one cut by columns, and of one of more elements than 32 bits count.
-fn dither(i: usize) -> Dither {
-    let whole = Dither::whole(Dither::key(5, "weight", i as u64));
+fn dither(i: usize) -> StochasticRounding {
+    let whole = StochasticRounding::whole(StochasticRounding::key(5, "weight", i as u64));
     match i % 3 {
         0 => whole,
-        1 => Dither { row: 40, column: 2, width: 5, pitch: 17, ..whole },
-        _ => Dither { row: (7 << 32) - 3, ..whole },
+        1 => StochasticRounding { row: 40, column: 2, width: 5, pitch: 17, ..whole },
+        _ => StochasticRounding { row: (7 << 32) - 3, ..whole },
     }
 }
 
@@ -196,7 +196,7 @@ fn operands_that_do_not_fit_are_the_errors_of_the_cpu() {
     for (_, message) in runs(|device| {
         let t = |n: usize| Tensor::zeros(n, DType::F32, device).unwrap();
         let (p, g, m, v) = (t(8), t(8), t(8), t(8));
-        let segments = [Segment { len: 7, decays: true, dither: Dither::default() }];
+        let segments = [Segment { len: 7, decays: true, dither: StochasticRounding::default() }];
         [
             adamw(&p, None, &t(7), &m, &v, &ADAM).unwrap_err().to_string(),
             adamw(&p, None, &g, &p, &v, &ADAM).unwrap_err().to_string(),
@@ -214,7 +214,7 @@ fn operands_that_do_not_fit_are_the_errors_of_the_cpu() {
 
 #[test]
 fn the_factor_of_a_verdict_is_that_of_the_rule_and_a_step_it_is_against_changes_nothing() {
-    let segments = [Segment { len: 5000, decays: true, dither: Dither::default() }];
+    let segments = [Segment { len: 5000, decays: true, dither: StochasticRounding::default() }];
     for (run, ()) in runs(|device| {
         let fill = |add: f64| Tensor::arange(0f32, 5000.0, device).unwrap().affine(1e-3, add).unwrap();
         let verdict = |share: f64, scale: f64| {

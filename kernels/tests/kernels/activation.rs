@@ -3,7 +3,7 @@
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu};
 use candle_core::{DType, Tensor};
 use kernels::ops::activation::{
-    gelu, gelu_backward, gelu_backward_again, swiglu, swiglu_backward, swiglu_backward_again,
+    gelu, gelu_backward, gelu_backward_recompute, swiglu, swiglu_backward, swiglu_backward_recompute,
 };
 
 /// The last one's rows would crowd a cache, so those of results lie apart.
@@ -51,8 +51,11 @@ fn what_backward_makes_again_has_the_bits_that_forward_had() {
             let [x, dy] = [wide("x", &shape), randn("dy", &shape)].map(|t| cast(&t, dtype));
             let half = cast(&randn("half", &narrow), dtype);
             let pairs = [
-                (gelu_backward_again(&dy, &x).unwrap(), [gelu_backward(&dy, &x).unwrap(), gelu(&x).unwrap()]),
-                (swiglu_backward_again(&half, &x).unwrap(), [swiglu_backward(&half, &x).unwrap(), swiglu(&x).unwrap()]),
+                (gelu_backward_recompute(&dy, &x).unwrap(), [gelu_backward(&dy, &x).unwrap(), gelu(&x).unwrap()]),
+                (
+                    swiglu_backward_recompute(&half, &x).unwrap(),
+                    [swiglu_backward(&half, &x).unwrap(), swiglu(&x).unwrap()],
+                ),
             ];
             for (again, [dx, y]) in pairs {
                 assert_eq!([bits(&again[0]), bits(&again[1])], [bits(&dx), bits(&y)], "{dtype:?} {shape:?}");
@@ -60,8 +63,8 @@ fn what_backward_makes_again_has_the_bits_that_forward_had() {
         }
     }
     let x = randn("x", &[3, 6]);
-    assert!(gelu_backward_again(&randn("dy", &[3, 3]), &x).is_err());
-    assert!(swiglu_backward_again(&x, &x).is_err());
+    assert!(gelu_backward_recompute(&randn("dy", &[3, 3]), &x).is_err());
+    assert!(swiglu_backward_recompute(&x, &x).is_err());
 }
 
 #[test]
@@ -78,8 +81,8 @@ fn rows_that_would_crowd_a_cache_lie_a_line_further_apart() {
                 (swiglu_backward(&dy, &x).unwrap(), 2 * width),
             ];
             let again = [
-                (gelu_backward_again(&dy, &half).unwrap(), [width, width]),
-                (swiglu_backward_again(&dy, &x).unwrap(), [2 * width, width]),
+                (gelu_backward_recompute(&dy, &half).unwrap(), [width, width]),
+                (swiglu_backward_recompute(&dy, &x).unwrap(), [2 * width, width]),
             ];
             let again = again.into_iter().flat_map(|(results, widths)| results.into_iter().zip(widths));
             for (y, width) in results.into_iter().chain(again) {
@@ -132,7 +135,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
                 swiglu(&x).unwrap(),
                 swiglu_backward(&dy, &x).unwrap(),
             ];
-            let again = [gelu_backward_again(&x, &x).unwrap(), swiglu_backward_again(&dy, &x).unwrap()];
+            let again = [gelu_backward_recompute(&x, &x).unwrap(), swiglu_backward_recompute(&dy, &x).unwrap()];
             all.into_iter().chain(again.into_iter().flatten()).collect()
         });
     }

@@ -4,8 +4,8 @@ use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::activation::gelu;
 use kernels::ops::linear::{
-    bias_grad, linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_gelu_again, linear_dgrad_into,
-    linear_gelu, linear_into, linear_to_f32, linear_wgrad, linear_wgrad_into,
+    bias_grad, linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_gelu_recompute,
+    linear_dgrad_into, linear_gelu, linear_into, linear_to_f32, linear_wgrad, linear_wgrad_into,
 };
 
 const SHAPES: [(usize, usize, usize, usize); 5] =
@@ -52,7 +52,7 @@ fn layers_with_gelu_agree_with_autograd() {
             assert_close("y", &y, &tanh_gelu(&h), tolerance);
             assert_close("dh", &linear_dgrad_gelu(&dy, &next, &cast(&h, dtype)).unwrap(), &grads[0], tolerance);
             assert_eq!(bits(&y), bits(&gelu(&hidden).unwrap()));
-            let [dh, again] = linear_dgrad_gelu_again(&dy, &next, &hidden).unwrap();
+            let [dh, again] = linear_dgrad_gelu_recompute(&dy, &next, &hidden).unwrap();
             assert_eq!(bits(&dh), bits(&linear_dgrad_gelu(&dy, &next, &hidden).unwrap()));
             assert_eq!(bits(&again), bits(&y));
         }

@@ -3,8 +3,8 @@
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::optim::{Optimizer, ParamsAdamW};
-use kernels::ops::halves::{join_value, split};
-use kernels::ops::optimizer::{AdamW, Dither, Segment, Sgd, adamw, adamw_segments, sgd, sgd_segments};
+use kernels::ops::optimizer::{AdamW, Segment, Sgd, StochasticRounding, adamw, adamw_segments, sgd, sgd_segments};
+use kernels::ops::remainders::{join_value, split};
 
 const ADAM: AdamW = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
 
@@ -120,7 +120,8 @@ fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
             [(); 6].map(|()| zeros(n, DType::F32)),
             Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 },
         );
-        let segments = [n / 3, n - n / 3].map(|len| Segment { len, decays: len == n / 3, dither: Dither::default() });
+        let segments =
+            [n / 3, n - n / 3].map(|len| Segment { len, decays: len == n / 3, dither: StochasticRounding::default() });
         for step in 1..=3 {
             let (g, rule) = (cast(&gradient(step, n), DType::F32), AdamW { step, ..ADAM });
             let [m, v, buf, other_m, other_v, other_buf] = &states;
@@ -178,7 +179,7 @@ fn second_moments_in_bf16_come_in_the_mean_to_where_those_in_f32_come() {
 fn moments_in_bf16_are_the_same_bits_in_every_cut() {
     let (rows, columns, cut) = (40, 1000, 300);
     let n = rows * columns;
-    let whole = Dither::whole(Dither::key(7, "weight", 3));
+    let whole = StochasticRounding::whole(StochasticRounding::key(7, "weight", 3));
     let run = |t: &[Tensor; 4], segments: &[Segment]| {
         let [p, g, m, v] = t;
         adamw_segments(p, None, g, m, v, &AdamW { step: 3, ..ADAM }, None, segments).unwrap();
@@ -196,14 +197,14 @@ fn moments_in_bf16_are_the_same_bits_in_every_cut() {
     let halves = [0..17_777, 17_777..n].map(|range| Segment {
         len: range.len(),
         decays: true,
-        dither: Dither { column: range.start as u64, ..whole },
+        dither: StochasticRounding { column: range.start as u64, ..whole },
     });
     run(&ranges, &halves);
     assert!(values(&ranges[3]) == values(&want[3]));
 
     let part = |t: &Tensor| t.narrow(1, cut, columns - cut).unwrap().contiguous().unwrap();
     let columns_of = flat(make().map(|t| part(&t)));
-    let dither = Dither { row: cut as u64, width: (columns - cut) as u64, pitch: columns as u64, ..whole };
+    let dither = StochasticRounding { row: cut as u64, width: (columns - cut) as u64, pitch: columns as u64, ..whole };
     run(&columns_of, &[Segment { len: rows * (columns - cut), decays: true, dither }]);
     for (got, want) in columns_of.iter().zip(&want) {
         assert!(values(got) == values(&part(&want.reshape((rows, columns)).unwrap()).flatten_all().unwrap()));
@@ -214,9 +215,13 @@ fn moments_in_bf16_are_the_same_bits_in_every_cut() {
 #[test]
 fn a_step_on_parts_of_segments_is_the_step_on_all_of_them() {
     let n = 10_000;
-    let rows = Dither { row: 40, column: 3, width: 70, pitch: 100, key: 9 };
-    let segments = [(17, false, Dither::default()), (6_000, true, rows), (n - 6_017, false, Dither::whole(5))]
-        .map(|(len, decays, dither)| Segment { len, decays, dither });
+    let rows = StochasticRounding { row: 40, column: 3, width: 70, pitch: 100, key: 9 };
+    let segments = [
+        (17, false, StochasticRounding::default()),
+        (6_000, true, rows),
+        (n - 6_017, false, StochasticRounding::whole(5)),
+    ]
+    .map(|(len, decays, dither)| Segment { len, decays, dither });
     let run = |part: usize| {
         let [p, g, m, v] = ["p", "g", "m", "v"].map(|name| randn(name, &[n]));
         let t =
@@ -245,7 +250,11 @@ fn states_of_other_dtypes_are_refused() {
         .unwrap_err();
     let wide = zeros(4, DType::F64);
     adamw(&wide, None, &wide.copy().unwrap(), &zeros(4, DType::BF16), &wide.copy().unwrap(), &ADAM).unwrap_err();
-    let beyond = Segment { len: 4, decays: true, dither: Dither { column: 4, width: 4, ..Dither::default() } };
+    let beyond = Segment {
+        len: 4,
+        decays: true,
+        dither: StochasticRounding { column: 4, width: 4, ..StochasticRounding::default() },
+    };
     let error = adamw_segments(&p, None, &g, &m, &zeros(4, DType::F32), &ADAM, None, &[beyond]).unwrap_err();
     assert!(error.to_string().contains("element 4 of a row of 4"), "{error}");
 }
@@ -278,7 +287,8 @@ fn operands_that_do_not_fit_are_errors_rather_than_deadlocks() {
     // Of a transposed tensor segments would be parts of a copy.
     let p = randn("p", &[4, 6]).t().unwrap();
     let [g, m, v] = [(); 3].map(|()| Tensor::ones((6, 4), DType::F64, &Device::Cpu).unwrap());
-    let segment = |len| Segment { len, decays: true, dither: Dither::whole(Dither::key(0, "p", 1)) };
+    let segment =
+        |len| Segment { len, decays: true, dither: StochasticRounding::whole(StochasticRounding::key(0, "p", 1)) };
     for segments in [vec![segment(24)], vec![segment(10), segment(14)]] {
         let refused = adamw_segments(&p, None, &g, &m, &v, &ADAM, None, &segments).unwrap_err().to_string();
         assert!(refused.contains("contiguous"), "{refused}");

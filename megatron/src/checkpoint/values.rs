@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
-use kernels::ops::halves::{join_value, split_value};
+use kernels::ops::remainders::{join_value, split_value};
 use kernels::tensor::host::{with_slice, with_slice_mut};
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};

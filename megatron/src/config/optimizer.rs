@@ -62,7 +62,7 @@ pub struct WeightDecayIncrease {
 pub enum MomentDtype {
     #[default]
     Fp32,
-    /// The first moment is rounded to the nearest, the second stochastically, alike in every layout ([`kernels::ops::optimizer::Dither`]).
+    /// The first moment is rounded to the nearest, the second stochastically, alike in every layout ([`kernels::ops::optimizer::StochasticRounding`]).
     Bf16,
 }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::clip::Verdict;
-use kernels::ops::optimizer::{AdamW, Dither, Segment, Sgd, adamw_segments, sgd_segments};
+use kernels::ops::optimizer::{AdamW, Segment, Sgd, StochasticRounding, adamw_segments, sgd_segments};
 
 use super::ownership::{speaks_for, written_part};
 use super::state::BucketState;
@@ -253,7 +253,7 @@ impl Optimizer {
     fn segments(&self, bucket: usize, store: &ParamStore) -> Vec<Segment> {
         let range = &self.states[bucket].range;
         let mut segments: Vec<Segment> = Vec::new();
-        let mut push = |len: usize, decays: bool, dither: Dither| match segments.last_mut() {
+        let mut push = |len: usize, decays: bool, dither: StochasticRounding| match segments.last_mut() {
             Some(last) if (last.decays, last.dither) == (decays, dither) => last.len += len,
             _ => segments.push(Segment { len, decays, dither }),
         };
@@ -266,19 +266,19 @@ impl Optimizer {
             }
             let decays = param.spec.weight_decay;
             if is_dithered {
-                let key = Dither::key(self.seed, &param.spec.name, self.steps + 1);
+                let key = StochasticRounding::key(self.seed, &param.spec.name, self.steps + 1);
                 for piece in clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset) {
                     let local = piece.local_range();
-                    push(part.start + local.start - at, decays, Dither::default());
+                    push(part.start + local.start - at, decays, StochasticRounding::default());
                     push(local.len(), decays, dither(key, &piece, &param.spec.shape));
                     at = part.start + local.end;
                 }
             }
-            push(part.end - at, decays, Dither::default());
+            push(part.end - at, decays, StochasticRounding::default());
             at = part.end;
         }
         // Padding is 0, and so are its gradients: a step leaves it so.
-        push(range.end - at, false, Dither::default());
+        push(range.end - at, false, StochasticRounding::default());
         segments.retain(|segment| segment.len > 0);
         segments
     }
@@ -377,11 +377,13 @@ impl Optimizer {
 
 /// How the elements of a piece of a tensor of shape `global` are rounded: by their numbers in it, row-major. The piece's box is whole in all dimensions but the
 /// first and the last.
-fn dither(key: u32, piece: &Piece, global: &[usize]) -> Dither {
-    let (Some(&width), Some(&pitch)) = (piece.shape.last(), global.last()) else { return Dither::whole(key) };
+fn dither(key: u32, piece: &Piece, global: &[usize]) -> StochasticRounding {
+    let (Some(&width), Some(&pitch)) = (piece.shape.last(), global.last()) else {
+        return StochasticRounding::whole(key);
+    };
     let strides = global.iter().enumerate().map(|(d, _)| global[d + 1..].iter().product::<usize>());
     let first: usize = piece.offset.iter().zip(strides).map(|(offset, stride)| offset * stride).sum();
-    Dither {
+    StochasticRounding {
         key,
         row: (first + piece.flat.start / width * pitch) as u64,
         column: (piece.flat.start % width) as u64,

@@ -128,12 +128,12 @@ impl BucketState {
 
     fn change_on_cpu(&self, away: &[Away], step: &mut Step) -> Result<()> {
         let places = room_for(away, PART.min(self.range.len()), &Device::Cpu)?;
-        away.iter().for_each(|kept| kept.ask_for(0..PARTS_AHEAD * PART));
+        away.iter().for_each(|kept| kept.prefetch(0..PARTS_AHEAD * PART));
         for part in parts(self.range.len(), PART) {
             let here = first_of(&places, part.len())?;
             let later = part.start + PARTS_AHEAD * PART;
             for (kept, here) in away.iter().zip(&here) {
-                kept.ask_for(later..later + PART);
+                kept.prefetch(later..later + PART);
                 kept.read(&part, here)?;
             }
             step(&part, &here)?;
@@ -157,7 +157,7 @@ impl BucketState {
         };
         let lanes = (0..LANES).map(|_| room_for(away, PART_ON_GPU.min(self.range.len()), device));
         let lanes = lanes.collect::<Result<Vec<_>>>()?;
-        away.iter().for_each(|kept| kept.ask_for(0..LANES * PART_ON_GPU));
+        away.iter().for_each(|kept| kept.prefetch(0..LANES * PART_ON_GPU));
         // When a lane may be written to: behind what made it, then behind the step of what it held. Copies go beside later steps.
         let (mut free, mut under_way) = (now()?, VecDeque::new());
         for (part, lane) in parts(self.range.len(), PART_ON_GPU).zip(lanes.iter().cycle()) {
@@ -169,7 +169,7 @@ impl BucketState {
             let here = first_of(lane, part.len())?;
             let later = part.start + LANES * PART_ON_GPU;
             for (kept, here) in away.iter().zip(&here) {
-                kept.ask_for(later..later + PART_ON_GPU);
+                kept.prefetch(later..later + PART_ON_GPU);
                 let staged = room(here, &free)?;
                 kept.read(&part, staged.tensor())?;
                 put(staged, here, &free)?;
@@ -209,9 +209,9 @@ impl Away {
     }
 
     /// Has the system read what is not in memory, without waiting.
-    fn ask_for(&self, part: Range<usize>) {
+    fn prefetch(&self, part: Range<usize>) {
         if let Self::File(filed) = self {
-            filed.ask_for(part);
+            filed.prefetch(part);
         }
     }
 

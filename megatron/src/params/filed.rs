@@ -188,7 +188,7 @@ impl Filed {
     }
 
     /// Has the system read the elements `range`, as far as there are so many, without waiting for them.
-    pub fn ask_for(&self, range: Range<usize>) {
+    pub fn prefetch(&self, range: Range<usize>) {
         let range = range.start.min(self.len)..range.end.min(self.len);
         let size = self.dtype.size_in_bytes();
         for (at, len) in blocks(self.at + range.start * size, range.len() * size) {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::ops::halves::join_value;
+use kernels::ops::remainders::join_value;
 use serde::{Deserialize, Serialize};
 
 use super::Filed;
@@ -91,7 +91,7 @@ pub struct ShardRef {
 #[derive(Clone, Debug)]
 pub enum Elements {
     Tensor(Tensor),
-    /// fp32 values as [`kernels::ops::halves`]. Without the low ones there is nothing to save; what is loaded is rounded as the high halves are, so
+    /// fp32 values as [`kernels::ops::remainders`]. Without the low ones there is nothing to save; what is loaded is rounded as the high halves are, so
     /// that ranks which hold one another's weights agree.
     Halves {
         high: Tensor,

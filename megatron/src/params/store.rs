@@ -81,7 +81,7 @@ pub struct Bucket {
 pub struct Master {
     /// The elements of the bucket that this rank steps.
     pub range: Range<usize>,
-    /// `[range.len()]`, of fp16 weights. Of bf16 weights, which are the high halves, the low ones ([`kernels::ops::halves`], i16).
+    /// `[range.len()]`, of fp16 weights. Of bf16 weights, which are the high halves, the low ones ([`kernels::ops::remainders`], i16).
     pub values: Tensor,
 }
 
@@ -350,7 +350,11 @@ impl ParamStore {
             let from = source.narrow(0, part.start - param.offset, part.len())?;
             let weight = self.buckets[param.bucket].weights.narrow(0, part.start, part.len())?;
             if self.options.dtype == DType::BF16 {
-                kernels::ops::halves::split(&from, &weight, kept.then(|| master.narrow(&part)).transpose()?.as_ref())?;
+                kernels::ops::remainders::split(
+                    &from,
+                    &weight,
+                    kept.then(|| master.narrow(&part)).transpose()?.as_ref(),
+                )?;
             } else {
                 kernels::ops::reduce::cast(&weight, &from)?;
                 if kept {

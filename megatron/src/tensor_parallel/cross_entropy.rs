@@ -6,7 +6,7 @@
 
 use candle_core::Tensor;
 use kernels::ops::cross_entropy::{
-    add_losses, cross_entropy_at_once, cross_entropy_backward, cross_entropy_backward_into, rebase, row_statistics,
+    add_losses, cross_entropy_backward, cross_entropy_backward_into, cross_entropy_fused, rebase, row_statistics,
 };
 
 use super::context::Ctx;
@@ -110,7 +110,7 @@ impl VocabParallelCrossEntropy {
         }
         let (rounded, labels) = (rounded.map(|to| &to.0), &targets.labels);
         let (first, valid) = (self.spec.first_row(0), self.spec.valid_rows(0));
-        let parts = cross_entropy_at_once(&logits.0, rounded, labels, targets.weights()?, first, valid)?;
+        let parts = cross_entropy_fused(&logits.0, rounded, labels, targets.weights()?, first, valid)?;
         Ok(add_losses(loss_sum, &parts, &targets.mask)?)
     }
 }

@@ -168,7 +168,7 @@ impl RowParallelLinear {
 
     /// As [`backward_input_gelu`](Self::backward_input_gelu), and the input again.
     pub fn backward_input_gelu_again(&self, dy: &Replicated, h: &Tensor, ctx: &Ctx) -> Result<[FeatureSharded; 2]> {
-        Ok(kernels::ops::linear::linear_dgrad_gelu_again(&dy.0, ctx.weight(self.weight), h)?.map(FeatureSharded))
+        Ok(kernels::ops::linear::linear_dgrad_gelu_recompute(&dy.0, ctx.weight(self.weight), h)?.map(FeatureSharded))
     }
 
     /// Gradient of the weight.

@@ -146,7 +146,7 @@ impl Mlp {
             return self.fc2.backward_input_gelu_again(dy, hidden, ctx);
         }
         let dactivated = self.fc2.backward_input(dy, ctx)?.0;
-        Ok(kernels::ops::activation::swiglu_backward_again(&dactivated, hidden)?.map(FeatureSharded))
+        Ok(kernels::ops::activation::swiglu_backward_recompute(&dactivated, hidden)?.map(FeatureSharded))
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {

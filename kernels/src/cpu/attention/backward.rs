@@ -9,7 +9,7 @@ use super::product::product;
 use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_Q, round, tilt};
 use crate::Result;
 use crate::cpu::gemm::Mat;
-use crate::cpu::gemm::near::Seen;
+use crate::cpu::gemm::unpacked::CausalPart;
 use crate::cpu::lanes::sum2;
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::parallel::{self, Shared};
@@ -182,7 +182,7 @@ impl<E: Elem> Pass<'_, E> {
         unsafe {
             for (to, rows, turned) in [(&mut *p, head.queries, group.keys_t), (&mut *ds, head.dout, group.values_t)] {
                 let to = (to.as_mut_ptr(), TILE_K);
-                product((m, seen, d), Seen::Columns(before), to, false, operand(rows), transposed(turned));
+                product((m, seen, d), CausalPart::Columns(before), to, false, operand(rows), transposed(turned));
             }
         }
         vectorize(
@@ -200,11 +200,11 @@ impl<E: Elem> Pass<'_, E> {
         unsafe {
             let (weights, to_queries) = (Mat(ds.as_ptr(), TILE_K, 1), head.dq[row..].as_mut_ptr());
             let keys = (group.keys[to..].as_ptr(), d);
-            product((m, d, seen), Seen::First(before), (to_queries, d), true, weights, keys);
+            product((m, d, seen), CausalPart::First(before), (to_queries, d), true, weights, keys);
             let (dk, dv) = (group.dk[to..].as_mut_ptr(), group.dv[to..].as_mut_ptr());
             let (dout, queries) = ((head.dout[row..].as_ptr(), d), (head.queries[row..].as_ptr(), d));
-            product(by_keys, Seen::From(before), (dv, d), true, across(p), dout);
-            product(by_keys, Seen::From(before), (dk, d), true, across(ds), queries);
+            product(by_keys, CausalPart::From(before), (dv, d), true, across(p), dout);
+            product(by_keys, CausalPart::From(before), (dk, d), true, across(ds), queries);
         }
     }
 

@@ -21,7 +21,7 @@ use crate::tensor::allocator::LINE;
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::host::with_slice_mut;
 use crate::tensor::parallel::{self, Shared};
-use crate::tensor::simd::{ask_for_l2, vectorize};
+use crate::tensor::simd::{prefetch_l2, vectorize};
 use crate::tensor::view::{View, tensor};
 
 /// See [`attention_cached`](crate::tensor::arguments::attention::attention_cached).
@@ -107,7 +107,7 @@ fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geomet
                             if key + AHEAD <= position {
                                 let (ahead, _) = row(key + AHEAD);
                                 (0..2 * size_of_val(ahead)).step_by(LINE).for_each(|line| {
-                                    ask_for_l2(ahead.as_ptr().wrapping_byte_add(line));
+                                    prefetch_l2(ahead.as_ptr().wrapping_byte_add(line));
                                 });
                             }
                             heads.iter_mut().for_each(|head| head.weights[n] = dot(&head.query, row(key).0));

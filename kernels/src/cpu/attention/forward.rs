@@ -9,7 +9,7 @@ use super::product::product;
 use super::{Call, Geometry, HeadMask, HostScores, Mask, TILE_K, TILE_Q, round, tilt};
 use crate::Result;
 use crate::cpu::gemm::Mat;
-use crate::cpu::gemm::near::Seen;
+use crate::cpu::gemm::unpacked::CausalPart;
 use crate::cpu::lanes::{max, sum};
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::parallel::{self, Shared};
@@ -142,7 +142,7 @@ impl Head<'_> {
             // sequence's end, as are as many rows of values.
             unsafe {
                 let q = Mat(operands.queries.as_ptr(), d, 1);
-                product((m, keys, d), Seen::Columns(before), (p_at, TILE_K), false, q, (keys_t.as_ptr(), TILE_K));
+                product((m, keys, d), CausalPart::Columns(before), (p_at, TILE_K), false, q, (keys_t.as_ptr(), TILE_K));
             }
             vectorize(
                 #[inline(always)]
@@ -155,7 +155,7 @@ impl Head<'_> {
             // SAFETY: as above.
             unsafe {
                 let (p, acc) = (Mat(p.as_ptr(), TILE_K, 1), (gathered.acc.as_mut_ptr(), d));
-                product((m, d, keys), Seen::First(before), acc, true, p, (values.as_ptr(), d));
+                product((m, d, keys), CausalPart::First(before), acc, true, p, (values.as_ptr(), d));
             }
         }
         let kept = E::Acc::of(self.mask.map_or(1.0, |m| m.scale));

@@ -3,17 +3,17 @@
 use ::gemm::Parallelism;
 use candle_core::DType;
 
-use crate::cpu::gemm::near::{self, Seen};
+use crate::cpu::gemm::unpacked::{self, CausalPart};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::tensor::element::Float;
 
-/// As [`near::product`]; in f64, all of it.
+/// As [`unpacked::product`]; in f64, all of it.
 ///
 /// # Safety
-/// As [`near::product`].
+/// As [`unpacked::product`].
 pub unsafe fn product<T: Float>(
     (m, n, k): (usize, usize, usize),
-    seen: Seen,
+    seen: CausalPart,
     dst: (*mut T, usize),
     accumulate: bool,
     a: Mat<*const T>,
@@ -22,7 +22,7 @@ pub unsafe fn product<T: Float>(
     // SAFETY: the caller's promise; T is the type that its name says.
     unsafe {
         if T::DTYPE == DType::F32 {
-            near::product((m, n, k), seen, (dst.0.cast(), dst.1), accumulate, a.cast(), (b.0.cast(), b.1));
+            unpacked::product((m, n, k), seen, (dst.0.cast(), dst.1), accumulate, a.cast(), (b.0.cast(), b.1));
         } else {
             let (dst, b) = (Mat(dst.0, dst.1, 1), Mat(b.0, b.1, 1));
             gemm::<T, T>((m, n, k), dst, accumulate, a, b, T::ONE, Parallelism::None);

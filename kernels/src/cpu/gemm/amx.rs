@@ -9,12 +9,12 @@ use std::arch::x86_64::*;
 use half::bf16;
 
 use super::Mat;
+use super::amx_tiles::{FETCHING, STEP, WIDTH, of_tiles};
 use super::avx512bf16::{pack_pairs, pairs_of};
-use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, Next, Strip, To};
+use super::kernel::{Ahead, Blocking, InPlace, Interleaved, Kernel, Next, Strip, To};
 use super::lanes::{first, transpose};
-use super::tiles::{FETCHING, STEP, WIDTH, of_tiles};
 use crate::tensor::element::Elem;
-use crate::tensor::simd::ask_for;
+use crate::tensor::simd::prefetch;
 
 const MR: usize = WIDTH;
 const NR: usize = WIDTH;
@@ -67,7 +67,7 @@ impl Kernel<bf16> for Amx {
         from: (*const f32, usize),
         to: To<bf16>,
         ahead: Ahead,
-        _: Option<Chore<bf16, bf16>>,
+        _: Option<Interleaved<bf16, bf16>>,
     ) {
         let to = to.sums();
         if k == 0 {
@@ -330,7 +330,7 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
         } else if row == 1 && rows == MR && k == STEP {
             // The next piece along the inner dimension is packed after those of the other strips.
             for i in STEP..2 * STEP {
-                ask_for(from.wrapping_add(i * column));
+                prefetch(from.wrapping_add(i * column));
             }
             for r in (0..MR).step_by(8) {
                 let lines = transposed_words(from.add(r).cast(), 2 * column);

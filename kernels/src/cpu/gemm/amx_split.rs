@@ -1,11 +1,11 @@
-//! AMX for wider types: f32 as sums of three bf16, f16 of two ([`super::parts`]); micro-kernel of 32 × 32, two by two tiles, 32 of the inner dimension per step.
+//! AMX for wider types: f32 as sums of three bf16, f16 of two ([`super::bf16_split`]); micro-kernel of 32 × 32, two by two tiles, 32 of the inner dimension per step.
 //!
 //! Products of bf16 are exact in f32. Of the nine products of the parts of two f32 six are summed; those left out are at most 2⁻²⁴ of the whole, as rounding a
 //! product to f32 is, and of either sign. TDPBF16PS adds up 32 products before it adds them to what there is, so sums are rounded less often than by FMA of f32,
 //! and come out closer to the exact ones (`tests`: sums of f32 by AMX). After Henry, Tang and Heinecke 2019, *Leveraging the bfloat16 artificial intelligence
 //! datatype for higher-precision computations*. Of two f16 all four products are summed.
 //!
-//! Parts, and products of parts, that are subnormal count as 0 (Intel SDM, TDPBF16PS): numbers below 2⁻¹⁰³, and terms of sums below 2⁻¹⁰², may lose their last bits,
+//! SplitBf16, and products of parts, that are subnormal count as 0 (Intel SDM, TDPBF16PS): numbers below 2⁻¹⁰³, and terms of sums below 2⁻¹⁰², may lose their last bits,
 //! an error of about 2⁻¹²⁶ at most for each, and subnormal numbers are 0. Infinities give NaN, and so do numbers from 2¹²⁸ − 2¹¹⁹ on.
 
 use std::arch::asm;
@@ -14,15 +14,15 @@ use half::bf16;
 
 use super::Mat;
 use super::amx::copy;
-use super::chores::{Idle, Work};
-use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, Next, Pack, Strip, To, packed};
-use super::parts::{PART, Parts, UNITS, pack_pairs, pack_rows};
-use super::tiles::{FETCHING, STEP, of_tiles};
+use super::amx_tiles::{FETCHING, STEP, of_tiles};
+use super::bf16_split::{PART, SplitBf16, UNITS, pack_pairs, pack_rows};
+use super::interleave::{Idle, Work};
+use super::kernel::{Ahead, Blocking, InPlace, Interleaved, Kernel, Next, Pack, Strip, To, packed};
 use crate::tensor::element::Elem;
 
 pub struct AmxSplit;
 
-impl<E: Parts> Kernel<E> for AmxSplit {
+impl<E: SplitBf16> Kernel<E> for AmxSplit {
     type Packed = E::Packed;
     of_tiles!();
 
@@ -64,20 +64,20 @@ impl<E: Parts> Kernel<E> for AmxSplit {
         from: (*const f32, usize),
         to: To<E>,
         ahead: Ahead,
-        chore: Option<Chore<E, E::Packed>>,
+        interleaved: Option<Interleaved<E, E::Packed>>,
     ) {
         let (strip, panel, to) = (packed(strip).cast(), panel.cast(), to.sums());
         let steps = k / STEP;
         let is_whole = rows > 16 && steps > 0;
         // SAFETY: the caller's promise.
         unsafe {
-            match chore {
-                Some(Chore::Pack(pack)) if is_whole => {
+            match interleaved {
+                Some(Interleaved::Pack(pack)) if is_whole => {
                     let work = PackByShares::new(pack, steps);
                     return whole::<E, _>(steps, strip, panel, from, to, ahead.written, work);
                 }
-                Some(Chore::Pack(pack)) => PackByShares::new(pack, 1).share(),
-                Some(Chore::Fetch(..)) | None => (),
+                Some(Interleaved::Pack(pack)) => PackByShares::new(pack, 1).share(),
+                Some(Interleaved::Fetch(..)) | None => (),
             }
             if is_whole {
                 whole::<E, _>(steps, strip, panel, from, to, ahead.written, Idle);
@@ -163,7 +163,7 @@ macro_rules! from_memory {
 /// As [`Kernel::tile`] of more than sixteen rows and at least one step, after each of which a share of `work` is done. Tiles keep their values from one block of
 /// assembly to the next: the compiler knows of no use for them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn whole<E: Parts, W: Work>(
+unsafe fn whole<E: SplitBf16, W: Work>(
     steps: usize,
     mut strip: *const bf16,
     mut panel: *const bf16,
@@ -200,7 +200,7 @@ unsafe fn whole<E: Parts, W: Work>(
             (strip, panel) = (strip.wrapping_add(E::PARTS * PART), panel.wrapping_add(E::PARTS * PART));
             if step <= FETCHING {
                 for _ in 0..4 {
-                    next.lines().into_iter().for_each(crate::tensor::simd::ask_for_l2);
+                    next.lines().into_iter().for_each(crate::tensor::simd::prefetch_l2);
                 }
             }
             work.share();
@@ -224,7 +224,7 @@ unsafe fn whole<E: Parts, W: Work>(
 }
 
 /// As [`whole`], of sixteen rows, in the same order, so that an element has the same bits: parts of the rows in tiles 2 to 4, one of the columns in 6 and 7.
-unsafe fn upper_half<E: Parts>(
+unsafe fn upper_half<E: SplitBf16>(
     steps: usize,
     mut strip: *const bf16,
     mut panel: *const bf16,
@@ -303,7 +303,7 @@ struct PackByShares<E> {
     share: usize,
 }
 
-impl<E: Parts> PackByShares<E> {
+impl<E: SplitBf16> PackByShares<E> {
     fn new(pack: Pack<E, E::Packed>, shares: usize) -> Self {
         let Pack { from, width, k, following, to, is_panel } = pack;
         let units = k / STEP * UNITS;
@@ -311,7 +311,7 @@ impl<E: Parts> PackByShares<E> {
     }
 }
 
-impl<E: Parts> Work for PackByShares<E> {
+impl<E: SplitBf16> Work for PackByShares<E> {
     #[inline(always)]
     unsafe fn share(&mut self) {
         let end = (self.unit + self.share).min(self.units);

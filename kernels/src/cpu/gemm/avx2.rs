@@ -4,14 +4,14 @@ use std::arch::x86_64::*;
 
 use candle_core::DType;
 
-use super::chores::{Fetch, Idle, Work};
-use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, Strip, Thin, To};
+use super::interleave::{Fetch, Idle, Work};
+use super::kernel::{Ahead, Blocking, InPlace, Interleaved, Kernel, Skinny, Strip, To};
 use super::layout::{Layout, Packed, Rows, of_six};
-use super::near::Near;
+use super::unpacked::Unpacked;
 use super::{Mat, pack};
 use crate::tensor::allocator::{LINE, rows_crowd};
 use crate::tensor::element::Elem;
-use crate::tensor::simd::ask_for;
+use crate::tensor::simd::prefetch;
 
 const MR: usize = 6;
 const NR: usize = 16;
@@ -59,7 +59,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         from: (*const f32, usize),
         to: To<E>,
         ahead: Ahead,
-        chore: Option<Chore<E, f32>>,
+        interleaved: Option<Interleaved<E, f32>>,
     ) {
         let (panel, to) = ((panel, NR), to.sums());
         // SAFETY: the caller's promise; only f32 is read where it lies.
@@ -67,8 +67,8 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
             match strip {
                 Strip::Rows(at, row) => {
                     let strip = Rows(at.cast(), 4 * row);
-                    match chore {
-                        Some(Chore::Fetch(next, rows)) => {
+                    match interleaved {
+                        Some(Interleaved::Fetch(next, rows)) => {
                             tile::<MR, Rows, _>(k, strip, panel, from, to, Asking(ahead, Fetch(next, rows)));
                         }
                         _ => tile::<MR, Rows, _>(k, strip, panel, from, to, Asking(ahead, Idle)),
@@ -91,14 +91,14 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         true
     }
 
-    const THIN: Thin = Thin::InPlace;
+    const THIN: Skinny = Skinny::InPlace;
 
     unsafe fn pack_row(a: Mat<*const E>, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
         unsafe { vector_pack::<E, 1>(a, 1, k, to) }
     }
 
-    unsafe fn thin(
+    unsafe fn skinny(
         rows: usize,
         columns: usize,
         k: usize,
@@ -129,7 +129,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
     }
 }
 
-impl Near for Avx2 {
+impl Unpacked for Avx2 {
     const MR: usize = MR;
     const NR: usize = NR;
 
@@ -140,15 +140,15 @@ impl Near for Avx2 {
     }
 }
 
-/// Asks for what comes next, and does a chore.
+/// Asks for what comes next, and does a interleaved.
 struct Asking<W>(Ahead, W);
 
 impl<W: Work> Work for Asking<W> {
     #[inline(always)]
     unsafe fn share(&mut self) {
         let Self(Ahead { written, read, .. }, work) = self;
-        read.lines().into_iter().for_each(ask_for);
-        written.lines().into_iter().for_each(ask_for);
+        read.lines().into_iter().for_each(prefetch);
+        written.lines().into_iter().for_each(prefetch);
         // SAFETY: the caller's promise.
         unsafe { work.share() };
     }
@@ -195,7 +195,7 @@ unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
     }
 }
 
-/// [`Kernel::thin`] of up to eight columns. Memory behind them is asked for, line by line, as it lies.
+/// [`Kernel::skinny`] of up to eight columns. Memory behind them is asked for, line by line, as it lies.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn thin_rows<const ROWS: usize, E: Elem<Acc = f32>>(
     k: usize,
@@ -209,7 +209,7 @@ unsafe fn thin_rows<const ROWS: usize, E: Elem<Acc = f32>>(
         let mut sums: [__m256; ROWS] = std::array::from_fn(|r| _mm256_loadu_ps(to.add(r * NR)));
         for i in (0..k).step_by(LANES) {
             for _ in 0..LANES * LANES * size_of::<E>() / LINE {
-                crate::tensor::simd::ask_for_l2(following);
+                crate::tensor::simd::prefetch_l2(following);
                 following = following.wrapping_add(LINE);
             }
             let mut a = a.add(i);

@@ -1,4 +1,4 @@
-//! AVX-512: FMA of f32 by the micro-kernel of [`super::strips`].
+//! AVX-512: FMA of f32 by the micro-kernel of [`super::avx512_common`].
 
 use std::arch::x86_64::*;
 
@@ -6,10 +6,10 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::Mat;
-use super::chores::{Fetch, Idle, PackByShares, PackBySteps, Work};
-use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, PIECE, Strip, Thin, To};
+use super::avx512_common::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, skinny, tiles};
+use super::interleave::{Fetch, Idle, PackByShares, PackBySteps, Work};
+use super::kernel::{Ahead, Blocking, InPlace, Interleaved, Kernel, PIECE, Skinny, Strip, To};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, thin, tiles};
 use crate::tensor::allocator::{LINE, rows_crowd};
 use crate::tensor::element::Elem;
 use crate::tensor::simd::is_intel;
@@ -17,7 +17,7 @@ use crate::tensor::simd::is_intel;
 pub struct Avx512;
 
 tiles!("avx512f,avx512bw,avx512dq,avx512vl");
-thin!("avx512f,avx512bw,avx512dq,avx512vl");
+skinny!("avx512f,avx512bw,avx512dq,avx512vl");
 
 impl<E: Lanes> Kernel<E> for Avx512 {
     type Packed = f32;
@@ -84,24 +84,24 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         from: (*const f32, usize),
         to: To<E>,
         ahead: Ahead,
-        chore: Option<Chore<E, f32>>,
+        interleaved: Option<Interleaved<E, f32>>,
     ) {
         // SAFETY: the caller's promise; only f32 is read where it lies.
-        unsafe { any_tile!(rows, strip, chore, E, Line, (k, panel, from, to, ahead)) }
+        unsafe { any_tile!(rows, strip, interleaved, E, Line, (k, panel, from, to, ahead)) }
     }
 
     fn leaves_other_rows(_: usize) -> bool {
         true
     }
 
-    const THIN: Thin = Thin::InPlace;
+    const THIN: Skinny = Skinny::InPlace;
 
     unsafe fn pack_row(a: Mat<*const E>, k: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
         unsafe { pack::<E, 1>(a, 1, k, to) }
     }
 
-    unsafe fn thin(
+    unsafe fn skinny(
         rows: usize,
         columns: usize,
         k: usize,
@@ -110,7 +110,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         sums: *mut f32,
     ) {
         // SAFETY: the caller's promise.
-        unsafe { thin::<E, Line>(rows, columns, k, Rows(a, 4 * row), b, sums) }
+        unsafe { skinny::<E, Line>(rows, columns, k, Rows(a, 4 * row), b, sums) }
     }
 
     unsafe fn finish<C: Elem<Acc = f32>>(

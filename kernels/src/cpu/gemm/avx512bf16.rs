@@ -1,4 +1,4 @@
-//! AVX-512 BF16: products of pairs along the inner dimension, by the micro-kernel of [`super::strips`].
+//! AVX-512 BF16: products of pairs along the inner dimension, by the micro-kernel of [`super::avx512_common`].
 //!
 //! The instructions take subnormal numbers for 0 (Intel SDM, VDPBF16PS, VCVTNEPS2BF16), whatever MXCSR says.
 
@@ -8,17 +8,17 @@ use half::bf16;
 
 use super::Mat;
 use super::avx512;
-use super::chores::{Fetch, Idle, PackByShares, PackBySteps, Work};
-use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, PIECE, Strip, Thin, To};
+use super::avx512_common::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, skinny, tiles};
+use super::interleave::{Fetch, Idle, PackByShares, PackBySteps, Work};
+use super::kernel::{Ahead, Blocking, InPlace, Interleaved, Kernel, PIECE, Skinny, Strip, To};
 use super::lanes::{Lanes, first, transpose, transposed};
-use super::strips::{Layout, MR, NR, Packed, Rows, Word, any_tile, by_rows, thin, tiles};
 use crate::tensor::allocator::{LINE, rows_crowd};
 use crate::tensor::element::Elem;
 
 pub struct Avx512Bf16;
 
 tiles!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
-thin!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+skinny!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 
 impl Kernel<bf16> for Avx512Bf16 {
     type Packed = bf16;
@@ -80,24 +80,24 @@ impl Kernel<bf16> for Avx512Bf16 {
         from: (*const f32, usize),
         to: To<bf16>,
         ahead: Ahead,
-        chore: Option<Chore<bf16, bf16>>,
+        interleaved: Option<Interleaved<bf16, bf16>>,
     ) {
         // SAFETY: the caller's promise.
-        unsafe { any_tile!(rows, strip, chore, bf16, Pair, (k / 2, panel.cast(), from, to, ahead)) }
+        unsafe { any_tile!(rows, strip, interleaved, bf16, Pair, (k / 2, panel.cast(), from, to, ahead)) }
     }
 
     fn leaves_other_rows(_: usize) -> bool {
         true
     }
 
-    const THIN: Thin = Thin::InPlace;
+    const THIN: Skinny = Skinny::InPlace;
 
     unsafe fn pack_row(a: Mat<*const bf16>, k: usize, to: *mut bf16) {
         // SAFETY: the caller's promise.
         unsafe { pack_pairs::<1>(a, 1, k, to) }
     }
 
-    unsafe fn thin(
+    unsafe fn skinny(
         rows: usize,
         columns: usize,
         k: usize,
@@ -106,7 +106,7 @@ impl Kernel<bf16> for Avx512Bf16 {
         sums: *mut f32,
     ) {
         // SAFETY: the caller's promise.
-        unsafe { thin::<bf16, Pair>(rows, columns, k, Rows(a.cast(), 2 * row), b, sums) }
+        unsafe { skinny::<bf16, Pair>(rows, columns, k, Rows(a.cast(), 2 * row), b, sums) }
     }
 
     unsafe fn finish<C: Elem<Acc = f32>>(

@@ -28,7 +28,7 @@ impl Buffer {
 
 /// What a thread needs for its part of a product.
 #[derive(Default)]
-pub struct Own {
+pub struct ThreadBuffers {
     /// Strips of A.
     pub strips: Buffer,
     /// Panels of B, where a thread packs them alone.
@@ -41,7 +41,7 @@ pub struct Own {
     aside: Vec<[Buffer; 2]>,
 }
 
-impl Own {
+impl ThreadBuffers {
     /// Before strips and panels are written: those that are lent stay where they are.
     pub fn keep_lent(&mut self) {
         if std::mem::take(&mut self.lent) {
@@ -60,7 +60,7 @@ impl Own {
 
 /// What the threads of a product share.
 #[derive(Default)]
-pub struct Common {
+pub struct SharedBuffers {
     /// Panels of B.
     pub panels: Buffer,
     /// Unfinished sums, where they outlast a piece of B.
@@ -70,8 +70,8 @@ pub struct Common {
 }
 
 thread_local! {
-    static OWN: Cell<Option<Box<Own>>> = const { Cell::new(None) };
-    static COMMON: Cell<Option<Box<Common>>> = const { Cell::new(None) };
+    static OWN: Cell<Option<Box<ThreadBuffers>>> = const { Cell::new(None) };
+    static COMMON: Cell<Option<Box<SharedBuffers>>> = const { Cell::new(None) };
 }
 
 /// A call within `f` gets a value of its own.
@@ -83,12 +83,12 @@ fn lend<T: Default, R>(kept: &'static LocalKey<Cell<Option<Box<T>>>>, f: impl Fn
 }
 
 /// Lends this thread's own buffers.
-pub fn with_own<R>(f: impl FnOnce(&mut Own) -> R) -> R {
+pub fn with_thread_buffers<R>(f: impl FnOnce(&mut ThreadBuffers) -> R) -> R {
     lend(&OWN, f)
 }
 
 /// Lends the buffers that this thread shares with those that help it.
-pub fn with_common<R>(f: impl FnOnce(&mut Common) -> R) -> R {
+pub fn with_shared_buffers<R>(f: impl FnOnce(&mut SharedBuffers) -> R) -> R {
     lend(&COMMON, f)
 }
 
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn what_is_lent_is_not_written_until_all_is_back() {
-        let mut own = Own::default();
+        let mut own = ThreadBuffers::default();
         let lent = [own.strips.room::<f32>(64), own.panels.room(64)];
         own.keep_lent();
         assert_eq!([own.strips.room::<f32>(64), own.panels.room(64)], lent, "nothing was lent");

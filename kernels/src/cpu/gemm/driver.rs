@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use candle_core::DType;
 
-use super::beside::Beside;
 use super::buffer::Buffer;
 use super::kernel::{Ahead, Kernel, Next, PIECE, Strip, To};
+use super::overlap::Overlap;
 use super::plan::TOGETHER;
 use super::{Mat, Start};
 use crate::tensor::allocator::LINE;
 use crate::tensor::element::Elem;
-use crate::tensor::simd::ask_for;
+use crate::tensor::simd::prefetch;
 
 /// How many tiles ahead of its use the memory of sums is fetched.
 const TILES_AHEAD: usize = 2;
@@ -209,7 +209,7 @@ pub unsafe fn pack_panels<E: Elem<Acc = f32>, K: Kernel<E>>(
             for next in c + step..(c + 2 * step).min(columns) {
                 (0..PIECE * size_of::<E>())
                     .step_by(LINE)
-                    .for_each(|line| ask_for(b.at(i, next).0.wrapping_byte_add(line)));
+                    .for_each(|line| prefetch(b.at(i, next).0.wrapping_byte_add(line)));
             }
         }
         let (b, columns, to) = (b.at(i, c), step.min(columns - c), to.wrapping_add(c * padded + i * K::NR));
@@ -257,14 +257,14 @@ fn pieces((width, step): (usize, usize), k: usize, across_first: bool, piece: im
 /// and says where those end that are to be computed.
 ///
 /// # Safety
-/// Strips and panels hold the region, or will when they are used; the rest as [`super::crew::run`].
+/// Strips and panels hold the region, or will when they are used; the rest as [`super::workers::run`].
 pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
     target: &Target<C>,
     region: &Region,
     strips: &Strips<E, K::Packed>,
     panels: &Panels<K::Packed>,
     sums: Sums,
-    beside: &mut dyn Beside<E, K::Packed>,
+    packing: &mut dyn Overlap<E, K::Packed>,
     keep: &mut dyn FnMut(Range<usize>) -> usize,
 ) {
     let &Target { dst: Mat(dst, row_stride, column_stride), first, plus, scale } = target;
@@ -274,7 +274,7 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
     let rounds = as_it_is && !in_place && K::ROUNDS && C::DTYPE == E::DTYPE && region.is_last;
     let touches_dst = region.is_last || region.is_first && matches!(first, First::Old);
     let second = if K::NR * size_of::<C>() > LINE { LINE } else { 0 };
-    let order = beside.order();
+    let order = packing.order();
     let (mut down, mut across) = (region.rows.len().div_ceil(K::MR), region.columns.len().div_ceil(K::NR));
     let inner = match order {
         Order::ByStrips => across,
@@ -335,10 +335,10 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                 None => Next::nothing(panel.cast()),
             };
             if plus.is_some() && !K::ASKS_FOR_ADDED {
-                (0..K::MR).for_each(|_| added.lines().into_iter().for_each(ask_for));
+                (0..K::MR).for_each(|_| added.lines().into_iter().for_each(prefetch));
             }
             // SAFETY: the caller's promise.
-            let chore = unsafe { beside.tile(o, (i, inner)) };
+            let interleaved = unsafe { packing.tile(o, (i, inner)) };
             let read = strips.ahead(strip, s + 1 == down, K::MR, lines, p);
             let ahead = Ahead { written, added, read };
             // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere in between.
@@ -366,7 +366,7 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                 } else {
                     To::Sums(sums.0, sums.1)
                 };
-                K::tile(rows, region.k, strip, panel, from, tile_to, ahead, chore);
+                K::tile(rows, region.k, strip, panel, from, tile_to, ahead, interleaved);
                 if region.is_last && !in_place && !rounds {
                     let to = Mat(to, row_stride, column_stride);
                     let old = matches!(first, First::Old) && !unscaled;

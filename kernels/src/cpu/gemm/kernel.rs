@@ -1,5 +1,5 @@
 //! What an instruction set brings: a micro-kernel, and the panels it reads.
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only micro-kernels of x86-64 ask for memory, or do chores
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only micro-kernels of x86-64 ask for memory, or do interleaved
 
 use super::Mat;
 #[cfg(target_arch = "x86_64")]
@@ -12,16 +12,16 @@ pub const PIECE: usize = 32;
 /// Tasks that read A where it lies, through the cache that panels and unfinished sums are in, too.
 #[derive(Clone, Copy, Debug)]
 pub struct InPlace {
-    /// Whether panels are packed ahead of their use, where that [pays](super::ahead::pays); else before it, by the task that uses them.
+    /// Whether panels are packed ahead of their use, where that [pays](super::lookahead::pays); else before it, by the task that uses them.
     pub packs_ahead: bool,
     /// Most unfinished sums of a task.
     pub sums: usize,
 }
 
 impl InPlace {
-    /// Beside a second-level cache of 1 MiB. (With twice as many sums, input gradients of 2048 rows lose 0.5 to 1% on Zen 4.)
+    /// Overlap a second-level cache of 1 MiB. (With twice as many sums, input gradients of 2048 rows lose 0.5 to 1% on Zen 4.)
     pub const AHEAD: Self = Self { packs_ahead: true, sums: 128 << 10 };
-    /// Beside one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is read once for each few: that, and packing between tiles, costs forward products there 3 to 5%. Fewer
+    /// Overlap one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is read once for each few: that, and packing between tiles, costs forward products there 3 to 5%. Fewer
     /// sums are of fewer rows than a thread has, for each of which all panels are packed again: 2 to 4% of long inner dimensions (docs/benchmarks, 3496bfc).
     pub const ALONE: Self = Self { packs_ahead: false, sums: 400 << 10 };
 }
@@ -99,11 +99,11 @@ impl<E> To<E> {
     }
 }
 
-/// How a kernel computes products of few rows whose columns lie in memory one behind the other ([`super::thin`]).
+/// How a kernel computes products of few rows whose columns lie in memory one behind the other ([`super::skinny`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Thin {
+pub enum Skinny {
     AsOthers,
-    /// By [`Kernel::thin`].
+    /// By [`Kernel::skinny`].
     InPlace,
     /// By [`Kernel::tile`], piece by piece of a panel.
     ByPieces,
@@ -122,7 +122,7 @@ pub struct Ahead {
 
 /// What [`Kernel::tile`] does while it computes, where [`Kernel::DOES_CHORES`].
 #[derive(Clone, Copy, Debug)]
-pub enum Chore<E, P> {
+pub enum Interleaved<E, P> {
     Pack(Pack<E, P>),
     /// Asks for memory that will be packed, so many rows in each of MR shares of the tile; for strips that are not packed.
     Fetch(Next, usize),
@@ -234,10 +234,10 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// Whether [`Kernel::tile`] asks for [`Ahead::added`], between its products: asked for all at once, some thirty lines hold the products up.
     const ASKS_FOR_ADDED: bool = false;
 
-    /// Whether [`Kernel::tile`] does chores.
+    /// Whether [`Kernel::tile`] does interleaved.
     const DOES_CHORES: bool = false;
 
-    /// Whether, where it does chores, it packs these rows of A, or columns of B as rows.
+    /// Whether, where it does interleaved, it packs these rows of A, or columns of B as rows.
     fn packs_beside(_: Mat<*const E>) -> bool {
         false
     }
@@ -259,7 +259,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         from: (*const f32, usize),
         to: To<E>,
         ahead: Ahead,
-        chore: Option<Chore<E, Self::Packed>>,
+        interleaved: Option<Interleaved<E, Self::Packed>>,
     );
 
     /// Whether [`Kernel::tile`] reads and writes no row from `rows` on.
@@ -279,9 +279,9 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     );
 
     /// How products of few rows are computed.
-    const THIN: Thin = Thin::AsOthers;
+    const THIN: Skinny = Skinny::AsOthers;
 
-    /// Writes `k` ≤ [`PIECE`] elements of a row of A as [`Kernel::thin`] reads them, with zeros up to a multiple of KQ.
+    /// Writes `k` ≤ [`PIECE`] elements of a row of A as [`Kernel::skinny`] reads them, with zeros up to a multiple of KQ.
     ///
     /// # Safety
     /// As [`Kernel::pack_a`], for one row.
@@ -289,13 +289,13 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         unreachable!("the kernel did not say that it reads columns")
     }
 
-    /// `sums [rows, columns] += rows · columns` for up to [`THIN`](super::thin::ROWS) rows and NR columns of `k` elements each, both where they lie, with terms in the order
+    /// `sums [rows, columns] += rows · columns` for up to [`THIN`](super::skinny::ROWS) rows and NR columns of `k` elements each, both where they lie, with terms in the order
     /// of [`Kernel::tile`]: rows as [`Kernel::pack_row`] writes them, `a.1` packed elements apart, and columns `b.1` elements apart. Rows of `sums` are NR
     /// apart.
     ///
     /// # Safety
     /// The machine has the instruction set, and the memory is as said.
-    unsafe fn thin(
+    unsafe fn skinny(
         _rows: usize,
         _columns: usize,
         _k: usize,

@@ -9,45 +9,45 @@
 //! bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal numbers for 0, in operands and sums, as the instructions do. On AMX f32 and f16 are multiplied
 //! as sums of bf16 (`amx_split`), as exactly as by FMA but for the smallest numbers.
 
-mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod amx_split;
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod amx_tiles;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(target_arch = "x86_64")]
-mod avx512bf16;
-mod beside;
-mod buffer;
+mod avx512_common;
 #[cfg(target_arch = "x86_64")]
-mod chores;
-mod crew;
+mod avx512bf16;
+#[cfg(target_arch = "x86_64")]
+mod bf16_split;
+mod buffer;
 mod dispatch;
-mod double;
 mod driver;
-mod help;
+mod f64;
+#[cfg(target_arch = "x86_64")]
+mod interleave;
 mod kernel;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod lanes;
 mod layout;
-pub(crate) mod near;
+mod lookahead;
+mod overlap;
 mod pack;
-#[cfg(target_arch = "x86_64")]
-mod parts;
 pub mod peak;
 mod plan;
 mod portable;
-#[cfg(target_arch = "x86_64")]
-mod strips;
-mod tasks;
+mod skinny;
+mod strategies;
 #[cfg(test)]
 mod tests;
-mod thin;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod tiles;
+pub(crate) mod unpacked;
+mod work_sharing;
+mod workers;
 
 use ::gemm::Parallelism;
 use candle_core::DType;
@@ -176,9 +176,9 @@ unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
         let dst = Mat(dst.cast::<f64>(), row, column);
         // SAFETY: the caller's promise; E and C are f64.
         return unsafe {
-            double::gemm(shape, dst, start, a.cast(), b.cast(), scale, threads);
+            f64::gemm(shape, dst, start, a.cast(), b.cast(), scale, threads);
             if let Some((plus, stride)) = plus {
-                double::add(shape, dst, (plus.cast(), stride));
+                f64::add(shape, dst, (plus.cast(), stride));
             }
         };
     }
@@ -228,9 +228,9 @@ impl WithKernel for Call<'_, u8, u8> {
         let call = self.cast::<E, C>();
         // SAFETY: the caller's promise.
         unsafe {
-            match thin::fits::<E, C, K>(&call) {
-                true => thin::run::<E, C, K>(call),
-                false => crew::run::<E, C, K>(call),
+            match skinny::fits::<E, C, K>(&call) {
+                true => skinny::run::<E, C, K>(call),
+                false => workers::run::<E, C, K>(call),
             }
         }
     }

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use super::beside;
 use super::driver::Order;
 use super::kernel::{Blocking, PIECE};
+use super::overlap;
 
 /// Bytes of B's panels that are made and used at a time, about: what the last level of cache holds beside other things.
 const PANEL_BYTES: usize = 8 << 20;
@@ -63,10 +63,10 @@ pub enum Packing {
     Panels,
     /// B, and the kernel asks for memory that is packed soon.
     Ahead,
-    /// Both operands.
-    Both,
-    /// Both, and the kernel can do so beside its products.
-    Beside,
+    /// OverlapBoth operands.
+    OverlapBoth,
+    /// OverlapBoth, and the kernel can do so beside its products.
+    Overlap,
 }
 
 /// Columns × blocks of B whose panels are in memory together. First they are packed, then they are used.
@@ -82,14 +82,14 @@ pub struct Phase {
 
 /// How tasks come by what is packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Strategy {
     /// Panels are packed by all threads, before tasks that use them.
     Shared,
     /// Tasks are of the whole inner dimension and pack all that they need, block by block.
     Alone,
     /// As `Alone`, beside the products ([`super::beside`]).
-    Beside,
-    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their use ([`super::ahead`]).
+    Overlap,
+    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their use ([`super::lookahead`]).
     Ahead { group: usize },
 }
 
@@ -101,7 +101,7 @@ pub struct Plan {
     pub task_rows: usize,
     /// Columns of a task, a multiple of NR.
     pub task_columns: usize,
-    pub way: Way,
+    pub way: Strategy,
     /// Whether the panels of a task, of all blocks, stay in L2 together.
     pub is_short: bool,
     /// Columns of the widest phase, a multiple of NR.
@@ -165,7 +165,7 @@ impl Plan {
             phases,
             task_rows,
             task_columns,
-            way: Way::Shared,
+            way: Strategy::Shared,
             is_short: task_columns <= whole,
             phase_columns: columns,
             panel_elements: columns * together * blocks.len,
@@ -184,14 +184,14 @@ impl Plan {
     ) -> Option<Self> {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
         let sums = match packing {
-            Packing::Beside => SUMS_BESIDE,
+            Packing::Overlap => SUMS_BESIDE,
             Packing::Panels => blocking.in_place.sums,
             _ => SUMS_ALONE,
         };
         let mut best = (most, None);
         for across in 1..=panels {
             let columns = panels.div_ceil(across) * nr;
-            if packing != Packing::Beside && columns > blocking.nc_alone.max(nr) {
+            if packing != Packing::Overlap && columns > blocking.nc_alone.max(nr) {
                 continue;
             }
             for down in 1..=strips {
@@ -199,9 +199,9 @@ impl Plan {
                 let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
                 let (panels, strips) = ((n * down) as f64, strip * (m * across) as f64);
                 // What stays packed, and what it costs to pack.
-                let (kept, cost) = match (packing, beside::order(rows, columns)) {
-                    (Packing::Beside, Order::ByStrips) => (columns, panels + BESIDE_COST * strips),
-                    (Packing::Beside, Order::ByPanels) => (rows, BESIDE_COST * panels + strips),
+                let (kept, cost) = match (packing, overlap::order(rows, columns)) {
+                    (Packing::Overlap, Order::ByStrips) => (columns, panels + BESIDE_COST * strips),
+                    (Packing::Overlap, Order::ByPanels) => (rows, BESIDE_COST * panels + strips),
                     (Packing::Panels, _) => {
                         let readers = threads.div_ceil(down).min(across);
                         (columns, panels + strips + READER_COST * (m * readers) as f64)
@@ -209,7 +209,7 @@ impl Plan {
                     _ => (columns, panels + strips),
                 };
                 // More tasks down cost more, but for an operand that is no longer the one that is kept, or threads that no longer share rows.
-                let least = if packing == Packing::Beside { BESIDE_COST * panels } else { panels + strips };
+                let least = if packing == Packing::Overlap { BESIDE_COST * panels } else { panels + strips };
                 if least >= best.0 {
                     break;
                 }
@@ -221,7 +221,7 @@ impl Plan {
                 }
             }
         }
-        let way = if packing == Packing::Beside { Way::Beside } else { Way::Alone };
+        let way = if packing == Packing::Overlap { Strategy::Overlap } else { Strategy::Alone };
         Some(Self::of_whole((m, n), nr, blocks, way, best.1?))
     }
 
@@ -247,11 +247,17 @@ impl Plan {
                 }
             }
         }
-        Self::of_whole((m, n), nr, blocks, Way::Ahead { group }, tasks)
+        Self::of_whole((m, n), nr, blocks, Strategy::Ahead { group }, tasks)
     }
 
     /// Tasks of `rows` × `columns` and the whole inner dimension.
-    fn of_whole((m, n): (usize, usize), nr: usize, blocks: Blocks, way: Way, (rows, columns): (usize, usize)) -> Self {
+    fn of_whole(
+        (m, n): (usize, usize),
+        nr: usize,
+        blocks: Blocks,
+        way: Strategy,
+        (rows, columns): (usize, usize),
+    ) -> Self {
         let down = m.div_ceil(rows);
         let tasks = down * n.div_ceil(columns);
         Self {
@@ -355,7 +361,7 @@ mod tests {
     fn tasks_that_pack_beside_and_ahead_cover_the_product_evenly_and_keep_their_sums_in_cache() {
         for shape in [(1152, 384, 2048), (384, 1536, 2048), (8192, 384, 512), (3072, 768, 1024), (2048, 1152, 384)] {
             for threads in [1, 2, 3, 7] {
-                for packing in [Packing::Beside, Packing::Ahead] {
+                for packing in [Packing::Overlap, Packing::Ahead] {
                     let plan = Plan::new(shape, (14, 32), 4, ALONE, packing, threads);
                     let (rows, columns) = (plan.task_rows, plan.task_columns);
                     let tasks = shape.0.div_ceil(rows) * shape.1.div_ceil(columns);
@@ -367,8 +373,8 @@ mod tests {
                     );
                     assert!(columns.is_multiple_of(32));
                     let (kept, sums) = match plan.way {
-                        Way::Beside => (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE),
-                        Way::Ahead { group } => {
+                        Strategy::Overlap => (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE),
+                        Strategy::Ahead { group } => {
                             (group * 32 * plan.blocks.len * 4 <= STEP_BYTES, rows * group * 32 <= ALONE.in_place.sums)
                         }
                         way => panic!("{way:?}"),
@@ -383,10 +389,10 @@ mod tests {
     fn long_inner_dimensions_beside_few_columns_are_cut_so_that_no_panel_is_packed_twice() {
         let plan = |shape| Plan::new(shape, (14, 32), 4, ALONE, Packing::Panels, 2);
         let logits = plan((512, 384, 8192));
-        assert_eq!((logits.way, logits.items()), (Way::Alone, 2));
+        assert_eq!((logits.way, logits.items()), (Strategy::Alone, 2));
         assert!(logits.task_rows >= 512 && logits.task_columns == 192);
         // Sums of half of 2048 rows and 192 columns would not stay in L2.
-        assert_eq!(plan((2048, 384, 1536)).way, Way::Shared);
+        assert_eq!(plan((2048, 384, 1536)).way, Strategy::Shared);
     }
 
     #[test]
@@ -394,7 +400,7 @@ mod tests {
         let plan = |shape| Plan::new(shape, (14, 32), 2, ALONE, Packing::Panels, 2);
         for shape in [(2048, 384, 384), (2048, 640, 384), (2048, 1152, 384)] {
             let plan = plan(shape);
-            assert_eq!((plan.way, plan.task_rows), (Way::Alone, shape.0 / 2), "{shape:?}");
+            assert_eq!((plan.way, plan.task_rows), (Strategy::Alone, shape.0 / 2), "{shape:?}");
         }
         assert_eq!(
             plan((512, 384, 384)).task_rows,
@@ -408,8 +414,8 @@ mod tests {
         let plan =
             |in_place| Plan::new((2048, 384, 1536), (14, 32), 4, Blocking { in_place, ..ALONE }, Packing::Panels, 2);
         let (few, many) = (plan(InPlace::AHEAD), plan(InPlace::ALONE));
-        assert_eq!((many.way, many.task_rows, many.task_columns), (Way::Alone, 1024, 384));
-        assert_eq!(few.way, Way::Shared);
+        assert_eq!((many.way, many.task_rows, many.task_columns), (Strategy::Alone, 1024, 384));
+        assert_eq!(few.way, Strategy::Shared);
     }
 
     #[test]
@@ -431,10 +437,10 @@ mod tests {
                     (14, 32),
                     4,
                     ALONE,
-                    if shape.2 > 384 { Packing::Both } else { Packing::Panels },
+                    if shape.2 > 384 { Packing::OverlapBoth } else { Packing::Panels },
                     threads,
                 );
-                if plan.way == Way::Shared {
+                if plan.way == Strategy::Shared {
                     let once = plan.blocks.count == 1;
                     assert!(!once || threads > 2, "{shape:?}: panels of one block are packed by those who use them");
                     continue;

@@ -1,8 +1,8 @@
 //! Micro-kernel in plain Rust, which the compiler vectorizes for SSE2 or NEON.
 
-use super::kernel::{Ahead, Blocking, Chore, InPlace, Kernel, Strip, Thin, To, packed};
+use super::kernel::{Ahead, Blocking, InPlace, Interleaved, Kernel, Skinny, Strip, To, packed};
 use super::layout::{Layout, Packed, of_six};
-use super::near::Near;
+use super::unpacked::Unpacked;
 use super::{Mat, pack};
 use crate::tensor::element::Elem;
 
@@ -56,7 +56,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
         from: (*const f32, usize),
         to: To<E>,
         _: Ahead,
-        _: Option<Chore<E, f32>>,
+        _: Option<Interleaved<E, f32>>,
     ) {
         let (strip, panel, to) = (Packed::<MR>(packed(strip)), (panel, NR), to.sums());
         // SAFETY: the caller's promise.
@@ -67,7 +67,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
         true
     }
 
-    const THIN: Thin = Thin::ByPieces;
+    const THIN: Skinny = Skinny::ByPieces;
 
     unsafe fn finish<C: Elem<Acc = f32>>(
         sums: *const f32,
@@ -82,7 +82,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
     }
 }
 
-impl Near for Portable {
+impl Unpacked for Portable {
     const MR: usize = MR;
     const NR: usize = NR;
 

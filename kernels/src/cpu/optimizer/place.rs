@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use half::bf16;
 
-use crate::cpu::halves;
-use crate::tensor::arguments::dither::Words;
+use crate::cpu::remainders;
+use crate::tensor::arguments::stochastic_rounding::Words;
 use crate::tensor::element::{Elem, Float};
 
 /// A place of one value.
@@ -30,12 +30,12 @@ impl<T: Float> Place<T> for &mut T {
 impl Place<f32> for (&mut bf16, &mut i16) {
     #[inline(always)]
     fn get(&self) -> f32 {
-        halves::join_value(*self.0, *self.1)
+        remainders::join_value(*self.0, *self.1)
     }
 
     #[inline(always)]
     fn set(&mut self, value: f32) {
-        (*self.0, *self.1) = halves::split_value(value);
+        (*self.0, *self.1) = remainders::split_value(value);
     }
 }
 

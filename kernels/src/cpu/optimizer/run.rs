@@ -5,10 +5,10 @@ use half::bf16;
 
 use super::place::{Parameters, Place, State};
 use crate::Result;
-use crate::tensor::arguments::optimizer::{Dither, Maybe, Operands, Segment};
+use crate::tensor::arguments::optimizer::{Maybe, Operands, Segment, StochasticRounding};
 use crate::tensor::element::{Float, by_elem};
 use crate::tensor::host::{HostElem, with_slice_mut};
-use crate::tensor::output::Unwritten;
+use crate::tensor::output::Uninit;
 use crate::tensor::parallel;
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::View;
@@ -63,7 +63,7 @@ fn step_whole<T: Float, A: State<T> + HostElem, B: State<T> + HostElem, R: Rule<
                 Some(weight) => by_elem!(weight, op, W => with_slice_mut::<W, _>(weight, op, |weight| {
                     run((p, weight, &g, first, second), segment, |at, p, weight, g, first, second| {
                         step_block(rule, at, &mut *p, g, first, second);
-                        T::narrow_all(p, Unwritten::over(weight));
+                        T::narrow_all(p, Uninit::over(weight));
                     })
                 })),
             })
@@ -104,7 +104,7 @@ fn lend<T: HostElem>(t: Maybe, op: &'static str, f: impl FnOnce(&mut [T]) -> Res
 #[inline(always)]
 fn step_block<T, A: State<T>, B: State<T>>(
     rule: &impl Rule<T>,
-    mut dither: Dither,
+    mut dither: StochasticRounding,
     mut p: impl Parameters<T>,
     g: &[T],
     first: &mut [A],
@@ -135,7 +135,7 @@ type Slices<'a, P, W, T, A, B> = (&'a mut [P], &'a mut [W], &'a [T], &'a mut [A]
 fn run<P: Send, W: Send, T: Float, A: Send, B: Send>(
     (p, weight, g, first, second): Slices<P, W, T, A, B>,
     segment: &Segment,
-    step: impl Fn(Dither, &mut [P], &mut [W], &[T], &mut [A], &mut [B]) + Sync,
+    step: impl Fn(StochasticRounding, &mut [P], &mut [W], &[T], &mut [A], &mut [B]) + Sync,
 ) -> Result<()> {
     let inputs = p.chunks_mut(parallel::GRAIN).zip(g.chunks(parallel::GRAIN));
     let mut blocks: Vec<_> = inputs.zip(parts(weight)).zip(parts(first).zip(parts(second))).collect();

@@ -7,14 +7,14 @@
 //! [`at_the_end`] of the last one: activations are then a pile that shrinks from its end, gradients one that grows towards it, and what is free lies between them in one piece.
 //! Gradients of the sizes that activations leave behind, but for a bias more, would fit none of their holes.
 
-mod holes;
+mod free_list;
 
 use std::alloc::Layout;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use self::holes::{Holes, Place};
+use self::free_list::{FreeList, Place};
 use crate::tensor::allocator::LINE;
 
 /// Blocks from this size on lie in the arena.
@@ -24,7 +24,7 @@ const LARGE: usize = 256 << 10;
 static BEGIN: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
 static LEN: AtomicUsize = AtomicUsize::new(0);
 /// What of it is free. None of the blocks that this needs itself is large.
-static HOLES: Mutex<Holes> = Mutex::new(Holes::new());
+static FREE: Mutex<FreeList> = Mutex::new(FreeList::new());
 
 /// Where blocks lie.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -62,8 +62,8 @@ pub fn outside<T>(f: impl FnOnce() -> T) -> T {
     at(At::Outside, f)
 }
 
-fn holes() -> MutexGuard<'static, Holes> {
-    HOLES.lock().unwrap_or_else(PoisonError::into_inner)
+fn free_list() -> MutexGuard<'static, FreeList> {
+    FREE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Reserves address space, as much as the machine has memory, for the large blocks of this process from now on. What does not fit lies on the heap, and everything where
@@ -71,7 +71,7 @@ fn holes() -> MutexGuard<'static, Holes> {
 ///
 /// Memory is taken when a block is written to, on huge pages where the system has them, and kept for the next block.
 pub fn open() {
-    let mut holes = holes();
+    let mut holes = free_list();
     if LEN.load(Ordering::Relaxed) != 0 || address_space_is_limited() {
         return;
     }
@@ -120,7 +120,8 @@ pub fn take(layout: Layout) -> Option<(*mut u8, usize)> {
         return None;
     }
     let room = room(layout.size())?;
-    let Place { begin, used } = if AT.get() == At::End { holes().take_last(room) } else { holes().take_first(room) }?;
+    let Place { begin, used } =
+        if AT.get() == At::End { free_list().take_last(room) } else { free_list().take_first(room) }?;
     // SAFETY: the place lies within the arena.
     Some((unsafe { BEGIN.load(Ordering::Relaxed).add(begin) }, used.min(layout.size())))
 }
@@ -143,7 +144,7 @@ pub fn holds(block: *mut u8) -> bool {
 pub unsafe fn give(block: *mut u8, size: usize) -> bool {
     match (offset(block), room(size)) {
         (Some(begin), Some(room)) => {
-            holes().give(begin, room);
+            free_list().give(begin, room);
             true
         }
         _ => false,
@@ -161,9 +162,9 @@ pub unsafe fn resize(block: *mut u8, old: usize, new: usize) -> bool {
     }
     match room.checked_sub(old) {
         Some(0) => true,
-        Some(more) => holes().extend(begin + old, more).is_some(),
+        Some(more) => free_list().extend(begin + old, more).is_some(),
         None => {
-            holes().give(begin + room, old - room);
+            free_list().give(begin + room, old - room);
             true
         }
     }

@@ -3,8 +3,8 @@
 pub mod attention;
 pub mod clip;
 pub mod cross_entropy;
-pub mod dither;
 pub mod dropout;
 pub mod norm;
 pub mod optimizer;
 pub mod rope;
+pub mod stochastic_rounding;

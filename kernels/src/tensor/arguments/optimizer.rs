@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-pub use super::dither::Dither;
+pub use super::stochastic_rounding::StochasticRounding;
 use crate::tensor::element::Float;
 
 /// One step's settings of AdamW.
@@ -62,13 +62,17 @@ pub struct Segment {
     /// Whether the step's weight decay is theirs.
     pub decays: bool,
     /// How their second moments are rounded, where these are bf16.
-    pub dither: Dither,
+    pub dither: StochasticRounding,
 }
 
 impl Segment {
     /// All of `t`, which is a parameter of its own.
     pub(crate) fn all(t: &Tensor, step: u64) -> [Self; 1] {
-        [Self { len: t.elem_count(), decays: true, dither: Dither::whole(Dither::key(0, "", step)) }]
+        [Self {
+            len: t.elem_count(),
+            decays: true,
+            dither: StochasticRounding::whole(StochasticRounding::key(0, "", step)),
+        }]
     }
 
     /// Those of the elements `part` of what `segments` are.

@@ -2,15 +2,15 @@
 
 mod exponential;
 mod rounding;
-pub(in crate::tensor) mod unwritten;
+pub(in crate::tensor) mod uninit;
 
 use std::ops::Neg;
 
 use half::{bf16, f16};
 
 use self::rounding::{store_bf16, store_f16};
-pub use self::unwritten::Unwritten;
-use self::unwritten::staged;
+pub use self::uninit::Uninit;
+use self::uninit::staged;
 use crate::tensor::host::HostElem;
 use crate::tensor::simd::vectorize;
 
@@ -33,7 +33,7 @@ pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
     fn of(v: f64) -> Self;
     fn f64(self) -> f64;
     /// The nearest values of a storage type to `wide`, of which there are as many as elements, each rounded once.
-    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Unwritten<'a, E>) -> &'a mut [E];
+    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Uninit<'a, E>) -> &'a mut [E];
 }
 
 impl Float for f32 {
@@ -77,7 +77,7 @@ impl Float for f32 {
     }
 
     #[inline(always)]
-    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Unwritten<'a, E>) -> &'a mut [E] {
+    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Uninit<'a, E>) -> &'a mut [E] {
         E::of_f32s(wide, out)
     }
 }
@@ -123,7 +123,7 @@ impl Float for f64 {
     }
 
     #[inline(always)]
-    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Unwritten<'a, E>) -> &'a mut [E] {
+    fn narrow_all<'a, E: Elem>(wide: &[Self], out: Uninit<'a, E>) -> &'a mut [E] {
         out.write(wide.iter().map(|&v| E::of_f64(v)))
     }
 }
@@ -131,7 +131,7 @@ impl Float for f64 {
 /// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`], compute there, and round
 /// once when they store; statistics and gradients of parameters stay in `Acc`.
 ///
-/// Results of elementwise functions are written by [`Unwritten::each`], which widens in registers and rounds many at once. Loops
+/// Results of elementwise functions are written by [`Uninit::each`], which widens in registers and rounds many at once. Loops
 /// that change values in place are written for slices of `Acc` alone. [`Elem::widened`] and [`Elem::update`] give them those: of f32 and f64 the
 /// slices themselves, of 16-bit types converted ones in buffers that stay in the L1 cache.
 pub trait Elem: HostElem {
@@ -143,13 +143,13 @@ pub trait Elem: HostElem {
     /// The nearest value, ties to even; NaN stays NaN.
     fn of_f64(v: f64) -> Self;
     /// Writes the nearest value to each of `wide`, of which there are as many as elements, as [`Elem::store`] rounds.
-    fn of_f32s<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self];
+    fn of_f32s<'a>(wide: &[f32], out: Uninit<'a, Self>) -> &'a mut [Self];
     /// Writes [`Elem::store`] of each of `wide`, of which there are as many as elements.
-    fn store_all<'a>(wide: &[Self::Acc], out: Unwritten<'a, Self>) -> &'a mut [Self];
+    fn store_all<'a>(wide: &[Self::Acc], out: Uninit<'a, Self>) -> &'a mut [Self];
     /// Has `outs`, equally long, written by `f` in `Acc`, part by part, and rounds. `f` gets the number of the first element of its part.
     fn written<'a, const K: usize>(
-        outs: [Unwritten<'a, Self>; K],
-        f: impl for<'r> FnMut(usize, [Unwritten<'r, Self::Acc>; K]) -> [&'r mut [Self::Acc]; K],
+        outs: [Uninit<'a, Self>; K],
+        f: impl for<'r> FnMut(usize, [Uninit<'r, Self::Acc>; K]) -> [&'r mut [Self::Acc]; K],
     ) -> [&'a mut [Self]; K];
     /// Elements that the loops below are given at a time, where elements are independent of each other.
     const STAGE: usize;
@@ -177,7 +177,7 @@ macro_rules! computed_in_itself {
             }
 
             #[inline(always)]
-            fn of_f32s<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+            fn of_f32s<'a>(wide: &[f32], out: Uninit<'a, Self>) -> &'a mut [Self] {
                 out.write(wide.iter().map(|&v| v as Self))
             }
 
@@ -187,14 +187,14 @@ macro_rules! computed_in_itself {
             }
 
             #[inline(always)]
-            fn store_all<'a>(wide: &[Self], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+            fn store_all<'a>(wide: &[Self], out: Uninit<'a, Self>) -> &'a mut [Self] {
                 out.copy(wide)
             }
 
             #[inline(always)]
             fn written<'a, const K: usize>(
-                outs: [Unwritten<'a, Self>; K],
-                mut f: impl for<'r> FnMut(usize, [Unwritten<'r, Self>; K]) -> [&'r mut [Self]; K],
+                outs: [Uninit<'a, Self>; K],
+                mut f: impl for<'r> FnMut(usize, [Uninit<'r, Self>; K]) -> [&'r mut [Self]; K],
             ) -> [&'a mut [Self]; K] {
                 f(0, outs)
             }
@@ -235,7 +235,7 @@ fn rounded_to_odd(v: f64) -> f32 {
 macro_rules! computed_in_f32 {
     () => {
         #[inline(always)]
-        fn of_f32s<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+        fn of_f32s<'a>(wide: &[f32], out: Uninit<'a, Self>) -> &'a mut [Self] {
             Self::store_all(wide, out)
         }
 
@@ -246,8 +246,8 @@ macro_rules! computed_in_f32 {
 
         #[inline(always)]
         fn written<'a, const K: usize>(
-            outs: [Unwritten<'a, Self>; K],
-            f: impl for<'r> FnMut(usize, [Unwritten<'r, f32>; K]) -> [&'r mut [f32]; K],
+            outs: [Uninit<'a, Self>; K],
+            f: impl for<'r> FnMut(usize, [Uninit<'r, f32>; K]) -> [&'r mut [f32]; K],
         ) -> [&'a mut [Self]; K] {
             staged(outs, f)
         }
@@ -271,7 +271,7 @@ macro_rules! computed_in_f32 {
             let n = values.len();
             Self::widened(values, buffer);
             f(&mut buffer[..n]);
-            Self::store_all(&buffer[..n], Unwritten::over(values));
+            Self::store_all(&buffer[..n], Uninit::over(values));
         }
     };
 }
@@ -294,7 +294,7 @@ impl Elem for bf16 {
         Self::from_bits(if v.is_nan() { quiet } else { rounded } as u16)
     }
 
-    fn store_all<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+    fn store_all<'a>(wide: &[f32], out: Uninit<'a, Self>) -> &'a mut [Self] {
         store_bf16(wide, out)
     }
 
@@ -337,7 +337,7 @@ impl Elem for f16 {
         Self::from_bits((value | (bits >> 16) & 0x8000) as u16)
     }
 
-    fn store_all<'a>(wide: &[f32], out: Unwritten<'a, Self>) -> &'a mut [Self] {
+    fn store_all<'a>(wide: &[f32], out: Uninit<'a, Self>) -> &'a mut [Self] {
         store_f16(wide, out)
     }
 

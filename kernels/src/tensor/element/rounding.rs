@@ -4,13 +4,13 @@
 use half::{bf16, f16};
 
 use super::Elem;
-use super::Unwritten;
+use super::Uninit;
 #[cfg(target_arch = "x86_64")]
 use crate::tensor::simd::Isa;
 use crate::tensor::simd::vectorize;
 
 /// Writes [`Elem::store`] of each of `wide`, bit for bit.
-pub fn store_bf16<'a>(wide: &[f32], out: Unwritten<'a, bf16>) -> &'a mut [bf16] {
+pub fn store_bf16<'a>(wide: &[f32], out: Uninit<'a, bf16>) -> &'a mut [bf16] {
     #[cfg(target_arch = "x86_64")]
     if Isa::detected() >= Isa::Avx512Bf16 {
         assert_eq!(wide.len(), out.len(), "a kernel rounds another number of values than its result has");
@@ -24,7 +24,7 @@ pub fn store_bf16<'a>(wide: &[f32], out: Unwritten<'a, bf16>) -> &'a mut [bf16] 
 }
 
 /// Writes [`Elem::store`] of each of `wide`, bit for bit.
-pub fn store_f16<'a>(wide: &[f32], out: Unwritten<'a, f16>) -> &'a mut [f16] {
+pub fn store_f16<'a>(wide: &[f32], out: Uninit<'a, f16>) -> &'a mut [f16] {
     #[cfg(target_arch = "x86_64")]
     {
         assert_eq!(wide.len(), out.len(), "a kernel rounds another number of values than its result has");
@@ -139,13 +139,13 @@ mod x86 {
 mod tests {
     use half::{bf16, f16};
 
-    use super::Unwritten;
+    use super::Uninit;
     use super::{store_bf16, store_f16};
     use crate::tensor::element::Elem;
 
     fn bits(values: &[f32]) -> Vec<u16> {
         let mut out = vec![bf16::ZERO; values.len()];
-        store_bf16(values, Unwritten::over(&mut out)).iter().map(|v| v.to_bits()).collect()
+        store_bf16(values, Uninit::over(&mut out)).iter().map(|v| v.to_bits()).collect()
     }
 
     fn want(values: &[f32]) -> Vec<u16> {
@@ -188,7 +188,7 @@ mod tests {
 
     fn bits_f16(values: &[f32]) -> Vec<u16> {
         let mut out = vec![f16::ZERO; values.len()];
-        store_f16(values, Unwritten::over(&mut out)).iter().map(|v| v.to_bits()).collect()
+        store_f16(values, Uninit::over(&mut out)).iter().map(|v| v.to_bits()).collect()
     }
 
     fn want_f16(values: &[f32]) -> Vec<u16> {

@@ -1,14 +1,14 @@
 //! Splitting work over rayon's threads: inline where there is one thread or little to do.
 //!
 //! Cuts depend on sizes alone, or the pieces are independent of each other; so no result depends on the number of
-//! threads. Which thread gets what is the same in every operation, as far as all are as fast ([`Deal`]).
+//! threads. Which thread gets what is the same in every operation, as far as all are as fast ([`WorkQueue`]).
 
-mod deal;
-mod linger;
+mod queue;
+mod spin;
 
 use std::marker::PhantomData;
 
-pub use deal::Deal;
+pub use queue::WorkQueue;
 
 /// Elements below which handing work to another thread costs more than it saves.
 pub const GRAIN: usize = 16 * 1024;
@@ -29,14 +29,14 @@ pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
 
 /// As [`on_threads`], for the thread of the pool that has number `caller`.
 fn on_those_of(caller: usize, threads: usize, f: &(dyn Fn(usize) + Sync)) {
-    let _call = linger::Call::begin();
+    let _call = spin::Call::begin();
     rayon::scope(|scope| {
         for _ in 1..threads {
             scope.spawn(|_| {
                 let thread = rayon::current_thread_index().unwrap_or(caller);
                 f(thread);
                 if thread != caller {
-                    linger::after_this_job();
+                    spin::after_job();
                 }
             });
         }
@@ -46,16 +46,16 @@ fn on_those_of(caller: usize, threads: usize, f: &(dyn Fn(usize) + Sync)) {
 
 /// Calls `f` for 0..n.
 pub fn for_each(n: usize, f: impl Fn(usize) + Sync) {
-    dealt(n, |deal, thread| deal.draw_all(thread, &f));
+    with_queue(n, |queue, thread| queue.take_all(thread, &f));
 }
 
 /// Has threads call `f`, which draws numbers of 0..n until there are none.
-pub fn dealt(n: usize, f: impl Fn(&Deal, usize) + Sync) {
+pub fn with_queue(n: usize, f: impl Fn(&WorkQueue, usize) + Sync) {
     if n <= 1 || threads() == 1 {
-        f(&Deal::new(n, 1), 0);
+        f(&WorkQueue::new(n, 1), 0);
     } else {
-        let deal = Deal::new(n, threads());
-        on_threads(threads().min(n), |thread| f(&deal, thread));
+        let queue = WorkQueue::new(n, threads());
+        on_threads(threads().min(n), |thread| f(&queue, thread));
     }
 }
 

@@ -101,7 +101,7 @@ struct Layout {
 fn halves(values: &Tensor) -> Elements {
     let empty = |dtype| Tensor::zeros(values.dims(), dtype, &Device::Cpu).unwrap();
     let (high, low) = (empty(DType::BF16), empty(DType::I16));
-    kernels::ops::halves::split(values, &high, Some(&low)).unwrap();
+    kernels::ops::remainders::split(values, &high, Some(&low)).unwrap();
     Elements::Halves { high, low: Some(low) }
 }
 

@@ -203,8 +203,8 @@ impl KernelBench {
             DType::F32 => (None, Work::Fp32(2 * n)),
             _ => (Some(&dlogits), Work::Elements(3 * n)),
         };
-        self.time("cross_entropy_at_once", shape, 1.0, work, || {
-            cross_entropy::cross_entropy_at_once(&logits, into, &ids, &ones, 0, vocab)
+        self.time("cross_entropy_fused", shape, 1.0, work, || {
+            cross_entropy::cross_entropy_fused(&logits, into, &ids, &ones, 0, vocab)
         })
     }
 

@@ -4,9 +4,9 @@ use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-use super::ahead::Ahead;
 use super::engine::{Corner, Engine, Left};
 use super::operands::{flip, if_pairs, paired, turned};
+use super::prefetch::Prefetcher;
 use super::tile::Tile;
 use super::weights::{KEYS, QUERIES, Weights, harden};
 use super::{BLOCK, LANES, WithEngine, with_engine};
@@ -62,11 +62,11 @@ impl WithEngine for Backward<'_> {
         };
         let target = Shared(self.dqkv.cast::<K::Elem>());
         let tasks = b * shape.groups;
-        parallel::dealt(tasks, |deal, thread| {
+        parallel::with_queue(tasks, |spread, thread| {
             // SAFETY: the caller's promise; no two tasks write the same columns.
             unsafe {
                 K::enter();
-                pass.groups::<K>(|| deal.draw(thread), target);
+                pass.groups::<K>(|| spread.take(thread), target);
                 K::leave();
             }
         });
@@ -142,13 +142,13 @@ impl<E: Lanes> Pass<'_, E> {
     /// Has rows copied that head `j` of group `task` needs: those of the group, too, if it is its first.
     ///
     /// # Safety
-    /// As [`Ahead::copy`], for all of these places.
+    /// As [`Prefetcher::copy`], for all of these places.
     unsafe fn expect<K: Engine<Elem = E>>(
         &self,
         (task, j): (usize, usize),
         [keys, values]: [&mut [K::Operand]; 2],
         Copies { queries, dout, delta }: &mut Copies<K::Operand>,
-        ahead: &mut Ahead<K>,
+        ahead: &mut Prefetcher<K>,
     ) {
         let (s, of_group, width) = (self.call.geometry.s, self.call.geometry.shape.heads_per_group, self.call.width());
         let [rows, out, rows_of_dout] = self.of_head(task, j);
@@ -201,11 +201,11 @@ impl<E: Lanes> Pass<'_, E> {
                 let mut weights = Weights { scores, dp, p, ds, ds_right };
                 let mut copies = Copies { queries, dout, delta };
                 let mut next_copies = Copies { queries: next_queries, dout: next_dout, delta: next_delta };
-                let mut ahead = Ahead::<K>::new();
+                let mut ahead = Prefetcher::<K>::new();
                 // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
                 unsafe {
                     self.expect((first, 0), [&mut *keys, &mut *values], &mut copies, &mut ahead);
-                    ahead.deal(s);
+                    ahead.spread(s);
                     ahead.finish();
                 }
                 let mut following = Some(first);
@@ -237,7 +237,7 @@ impl<E: Lanes> Pass<'_, E> {
                             let written = std::iter::once(j).chain((of_group..of_group + 2).filter(|_| is_last));
                             written.for_each(|part| ahead.write(target.0, self.part(task, part), 0..s));
                             // No more products than follow: those of dq and of dk and dv are as many where all of a tile is seen, else more.
-                            ahead.deal((2 + width / BLOCK) * blocks_seen(&first_keys) * K::ASKS);
+                            ahead.spread((2 + width / BLOCK) * blocks_seen(&first_keys) * K::ASKS);
                             turned::<K>(copies.queries, n, width, q_turned);
                             turned::<K>(copies.dout, n, width, do_turned);
                             let head = group * of_group + j;
@@ -279,7 +279,7 @@ impl<E: Lanes> Pass<'_, E> {
         group: &mut Group<K::Operand>,
         head: &mut Head<K::Operand>,
         weights: &mut Weights<K::Operand>,
-        ahead: &mut Ahead<K>,
+        ahead: &mut Prefetcher<K>,
     ) {
         let (first_keys, n) = (head.first_keys, head.first_keys.len());
         for key in (0..n).step_by(KEYS) {
@@ -302,7 +302,7 @@ impl<E: Lanes> Pass<'_, E> {
         group: &mut Group<K::Operand>,
         head: &mut Head<K::Operand>,
         weights: &mut Weights<K::Operand>,
-        ahead: &mut Ahead<K>,
+        ahead: &mut Prefetcher<K>,
         keys: Range<usize>,
         queries: Range<usize>,
     ) {

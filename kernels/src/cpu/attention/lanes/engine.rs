@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::__m512;
 
-use super::ahead::Ahead;
+use super::prefetch::Prefetcher;
 use super::{BLOCK, LANES};
 use crate::cpu::gemm::lanes::Lanes;
 use crate::tensor::host::HostElem;
@@ -91,7 +91,7 @@ pub trait Engine {
     unsafe fn row(from: *const Self::Elem, n: usize, to: *mut Self::Operand, width: usize);
 
     /// `c [32, 32] = a [32, inner] · b [inner, 32]`, plus the old `c` where `add`; the inner dimension is a multiple of 32. `b` is given
-    /// with the distance of its rows of GROUP · columns, `c` with that of its rows. Products with the corner may be left out. Calls [`Ahead::ask`] ASKS times
+    /// with the distance of its rows of GROUP · columns, `c` with that of its rows. Products with the corner may be left out. Calls [`Prefetcher::ask`] ASKS times
     /// in between.
     unsafe fn block(
         inner: usize,
@@ -100,7 +100,7 @@ pub trait Engine {
         b: (*const Self::Operand, usize),
         c: (*mut f32, usize),
         add: bool,
-        ahead: &mut Ahead<Self>,
+        ahead: &mut Prefetcher<Self>,
     ) where
         Self: Sized;
 
@@ -122,8 +122,8 @@ pub trait Engine {
 #[cfg(test)]
 mod tests {
     use super::{BLOCK, Corner, Engine, LANES, Left};
-    use crate::cpu::attention::lanes::ahead::Ahead;
     use crate::cpu::attention::lanes::pairs::Dot;
+    use crate::cpu::attention::lanes::prefetch::Prefetcher;
     use crate::cpu::attention::lanes::wide::Wide;
     use crate::tensor::element::{Elem, Float};
     use crate::tensor::simd::Isa;
@@ -160,7 +160,7 @@ mod tests {
                             (b.as_ptr(), BLOCK * K::GROUP),
                             (c.as_mut_ptr(), BLOCK),
                             add,
-                            &mut Ahead::new(),
+                            &mut Prefetcher::new(),
                         );
                     }
                     c

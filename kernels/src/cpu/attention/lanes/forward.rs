@@ -4,10 +4,10 @@ use std::arch::x86_64::*;
 use std::f32::consts::LN_2;
 use std::ops::Range;
 
-use super::ahead::Ahead;
 use super::engine::{Corner, Engine, Left};
 use super::math::{exp2, ln};
 use super::operands::{flip, if_pairs, paired, plain, turned};
+use super::prefetch::Prefetcher;
 use super::tile::Tile;
 use super::{BLOCK, LANES, WithEngine, with_engine};
 use crate::cpu::attention::buffers::{Rows, with_two_buffers};
@@ -109,7 +109,7 @@ impl<E: Lanes> Group<'_, E> {
     }
 
     /// Has the rows asked for that a tile of queries needs, once there are the keys and values before `copied`.
-    fn expect<K: Engine<Elem = E>>(&self, tile: usize, copied: usize, out: Shared<E>, ahead: &mut Ahead<K>) {
+    fn expect<K: Engine<Elem = E>>(&self, tile: usize, copied: usize, out: Shared<E>, ahead: &mut Prefetcher<K>) {
         let Geometry { s, shape, .. } = self.call.geometry;
         let (query, keys) = (tile * BLOCK, copied.max(self.seen(tile)));
         let end = s.min(query + BLOCK);
@@ -140,7 +140,7 @@ impl<E: Lanes> Group<'_, E> {
         let end = (last + 1) * BLOCK;
         let (all, tile, pairs) = (end * width, BLOCK * width, if_pairs::<K>(end * width));
         let first_keys = self.call.first_keys(self.batch, end);
-        let mut ahead = Ahead::<K>::new();
+        let mut ahead = Prefetcher::<K>::new();
         with_two_buffers::<K::Operand, f32, 7, 2, _>(
             [all, all, pairs, pairs, tile, tile, KEYS * BLOCK],
             [KEYS * BLOCK, tile],
@@ -157,7 +157,7 @@ impl<E: Lanes> Group<'_, E> {
                     }
                     // At every product of [`Group::tile`].
                     let products = (end - seen) / BLOCK + (end - seen).div_ceil(KEYS) * (width / BLOCK);
-                    ahead.deal(of_group * products * K::ASKS);
+                    ahead.spread(of_group * products * K::ASKS);
                     let from = copied.max(seen);
                     let (n, at) = (end - from, from * width);
                     copied = end;
@@ -199,7 +199,7 @@ impl<E: Lanes> Group<'_, E> {
         operands: Operands<K::Operand>,
         (scores, p): (&mut [f32], &mut [K::Operand]),
         gathered: &mut Gathered,
-        ahead: &mut Ahead<K>,
+        ahead: &mut Prefetcher<K>,
     ) {
         let width = self.call.width();
         let mut tile = Tile::new(&self.call, self.batch, head, first_keys);

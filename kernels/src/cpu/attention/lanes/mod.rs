@@ -5,13 +5,13 @@
 //! All products are of blocks of 32 × 32 that an [`Engine`] computes: by FMA of f32, or of pairs of bf16 with sums in f32.
 //! As in other products of bf16, subnormal numbers then count as 0.
 
-mod ahead;
 mod backward;
 mod engine;
 mod forward;
 mod math;
 mod operands;
 mod pairs;
+mod prefetch;
 mod tile;
 mod weights;
 mod wide;

@@ -5,10 +5,10 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use super::ahead::Ahead;
 use super::engine::{Corner, Engine, Left, Span};
+use super::prefetch::Prefetcher;
 use super::{BLOCK, LANES};
-use crate::cpu::gemm::tiles;
+use crate::cpu::gemm::amx_tiles;
 
 /// Tiles of 16 × 16 sums, 32 of the inner dimension a step.
 pub struct Amx;
@@ -108,7 +108,7 @@ impl Engine for Amx {
         (b, b_stride): (*const bf16, usize),
         (c, c_stride): (*mut f32, usize),
         add: bool,
-        ahead: &mut Ahead<Self>,
+        ahead: &mut Prefetcher<Self>,
     ) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -166,13 +166,13 @@ impl Engine for Amx {
     #[inline]
     unsafe fn enter() {
         // SAFETY: AMX is detected with the operating system's permission only.
-        unsafe { tiles::configure() }
+        unsafe { amx_tiles::configure() }
     }
 
     #[inline]
     unsafe fn leave() {
         // SAFETY: the caller's promise; no tile is in use.
-        unsafe { tiles::release() }
+        unsafe { amx_tiles::release() }
     }
 }
 
@@ -189,7 +189,7 @@ impl Engine for Dot {
         b: (*const bf16, usize),
         (c, c_stride): (*mut f32, usize),
         add: bool,
-        ahead: &mut Ahead<Self>,
+        ahead: &mut Prefetcher<Self>,
     ) {
         for r in (0..BLOCK).step_by(8) {
             let span = Span::new(inner, corner, r);

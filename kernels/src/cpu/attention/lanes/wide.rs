@@ -4,8 +4,8 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::BLOCK;
-use super::ahead::Ahead;
 use super::engine::{Corner, Engine, Left, Span};
+use super::prefetch::Prefetcher;
 use crate::cpu::gemm::lanes::{Lanes, first};
 
 pub struct Wide<E>(PhantomData<E>);
@@ -34,7 +34,7 @@ impl<E: Lanes> Engine for Wide<E> {
         b: (*const f32, usize),
         c: (*mut f32, usize),
         add: bool,
-        ahead: &mut Ahead<Self>,
+        ahead: &mut Prefetcher<Self>,
     ) {
         // SAFETY: the caller's promise.
         unsafe {

@@ -3,7 +3,7 @@
 use ::gemm::Parallelism;
 use half::{bf16, f16};
 
-use super::super::{Mat, Start, gemm_on, help};
+use super::super::{Mat, Start, gemm_on, work_sharing};
 use super::{Example, Lie, available, mat, numbers};
 use crate::tensor::element::Elem;
 
@@ -62,11 +62,15 @@ fn given_rows<E: Elem<Acc = f32>>() {
             let example = Example::<E, f32>::new(shape, (lies, "old", 1.0));
             let whole = example.by(isa, Parallelism::None);
             for waiting in [1, 2, 5] {
-                help::GIVEN.set(0);
-                help::SEEMING.set(waiting);
+                work_sharing::GIVEN.set(0);
+                work_sharing::SEEMING.set(waiting);
                 let halved = example.by(isa, Parallelism::None);
-                help::SEEMING.set(0);
-                assert!(help::GIVEN.get() > 0, "{isa:?} {shape:?} {lies:?}: nothing was given of {:?}", E::DTYPE);
+                work_sharing::SEEMING.set(0);
+                assert!(
+                    work_sharing::GIVEN.get() > 0,
+                    "{isa:?} {shape:?} {lies:?}: nothing was given of {:?}",
+                    E::DTYPE
+                );
                 let same = whole.iter().zip(&halved).all(|(a, b)| a.to_bits() == b.to_bits());
                 assert!(same, "{isa:?} {shape:?} {lies:?}, {waiting} waiting, {:?}", E::DTYPE);
             }

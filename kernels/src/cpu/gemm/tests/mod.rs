@@ -2,7 +2,7 @@
 
 mod bits;
 #[cfg(target_arch = "x86_64")]
-mod chores;
+mod interleave;
 mod panics;
 mod special;
 

@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::super::kernel::{Ahead, Blocking, Chore, Kernel, Strip, To};
+use super::super::kernel::{Ahead, Blocking, Interleaved, Kernel, Strip, To};
 use super::super::portable::Portable;
-use super::super::{Call, Mat, Start, crew};
+use super::super::{Call, Mat, Start, workers};
 use super::numbers;
 use crate::tensor::element::Elem;
 
@@ -40,12 +40,12 @@ impl Kernel<f32> for Panicking {
         from: (*const f32, usize),
         to: To<f32>,
         ahead: Ahead,
-        chore: Option<Chore<f32, f32>>,
+        interleaved: Option<Interleaved<f32, f32>>,
     ) {
         static CALLED: AtomicBool = AtomicBool::new(false);
         assert!(CALLED.swap(true, Ordering::Relaxed), "on purpose");
         // SAFETY: the caller's promise.
-        unsafe { Portable::tile(rows, k, strip, panel, from, to, ahead, chore) }
+        unsafe { Portable::tile(rows, k, strip, panel, from, to, ahead, interleaved) }
     }
 
     fn leaves_other_rows(rows: usize) -> bool {
@@ -78,7 +78,7 @@ fn a_thread_that_panics_leaves_nobody_waiting() {
             let (shape, start, plus) = ((300, 300, 40), Start::Zero, None);
             let call = Call { shape, dst, start, plus, a, b, scale: 1.0, threads: 2 };
             // SAFETY: a is [300, 40], b [40, 300] and dst [300, 300]; the kernel needs no instruction set.
-            unsafe { crew::run::<f32, f32, Panicking>(call) }
+            unsafe { workers::run::<f32, f32, Panicking>(call) }
         });
     }
     let name = "gemm::tests::panics::a_thread_that_panics_leaves_nobody_waiting";

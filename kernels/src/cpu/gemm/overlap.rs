@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::Mat;
 use super::driver::{Order, Panels, Strips, Turns, pack_panels, pack_strips};
-use super::kernel::{Chore, Kernel, Pack};
+use super::kernel::{Interleaved, Kernel, Pack};
 use crate::tensor::element::Elem;
 
 /// Strips, or panels, that there is room for of the operand that is packed one by one: the one in use, and the next.
@@ -66,7 +66,7 @@ impl<E, P> Side<E, P> {
 }
 
 /// What is packed while a region is computed.
-pub trait Beside<E, P> {
+pub trait Overlap<E, P> {
     /// In which order the region's tiles are taken.
     fn order(&self) -> Order;
 
@@ -75,24 +75,24 @@ pub trait Beside<E, P> {
     ///
     /// # Safety
     /// Operands can be read, and their packed form written.
-    unsafe fn tile(&mut self, outer: usize, inner: (usize, usize)) -> Option<Chore<E, P>>;
+    unsafe fn tile(&mut self, outer: usize, inner: (usize, usize)) -> Option<Interleaved<E, P>>;
 }
 
 /// Nothing to pack.
-pub struct Nothing;
+pub struct NoOverlap;
 
-impl<E, P> Beside<E, P> for Nothing {
+impl<E, P> Overlap<E, P> for NoOverlap {
     fn order(&self) -> Order {
         Order::ByStrips
     }
 
-    unsafe fn tile(&mut self, _: usize, _: (usize, usize)) -> Option<Chore<E, P>> {
+    unsafe fn tile(&mut self, _: usize, _: (usize, usize)) -> Option<Interleaved<E, P>> {
         None
     }
 }
 
-/// Both operands of a block of a task, packed while they are used.
-pub struct Both<E, P> {
+/// OverlapBoth operands of a block of a task, packed while they are used.
+pub struct OverlapBoth<E, P> {
     strips: Side<E, P>,
     panels: Side<E, P>,
     /// Length of the block, a multiple of KQ.
@@ -102,7 +102,7 @@ pub struct Both<E, P> {
     order: Order,
 }
 
-impl<E: Elem<Acc = f32>, P: Copy> Both<E, P> {
+impl<E: Elem<Acc = f32>, P: Copy> OverlapBoth<E, P> {
     /// Of `rows` rows of A and `columns` columns of B, from the matrices' first elements on; `kept` says that the operand that is kept was
     /// packed before.
     pub fn new<K: Kernel<E, Packed = P>>(
@@ -151,17 +151,17 @@ impl<E: Elem<Acc = f32>, P: Copy> Both<E, P> {
     }
 }
 
-impl<E, P> Beside<E, P> for Both<E, P> {
+impl<E, P> Overlap<E, P> for OverlapBoth<E, P> {
     fn order(&self) -> Order {
         self.order
     }
 
-    unsafe fn tile(&mut self, outer: usize, (inner, tiles): (usize, usize)) -> Option<Chore<E, P>> {
-        self.pack(outer, (inner, tiles)).map(Chore::Pack)
+    unsafe fn tile(&mut self, outer: usize, (inner, tiles): (usize, usize)) -> Option<Interleaved<E, P>> {
+        self.pack(outer, (inner, tiles)).map(Interleaved::Pack)
     }
 }
 
-impl<E, P> Both<E, P> {
+impl<E, P> OverlapBoth<E, P> {
     /// What is packed beside tile `inner` of `tiles` of strip, or panel, `outer`.
     fn pack(&self, outer: usize, (inner, tiles): (usize, usize)) -> Option<Pack<E, P>> {
         let Self { strips, panels, k, kq, order } = self;

@@ -1,21 +1,21 @@
 //! The threads of a product, and what each of them computes.
 //!
-//! Threads draw numbered items ([`Deal`]): of each phase first those that pack B, then those that compute tasks, for which a thread packs A
+//! Threads draw numbered items ([`WorkQueue`]): of each phase first those that pack B, then those that compute tasks, for which a thread packs A
 //! by itself. Who draws an item waits until the items of all earlier stages are done; those are in the hands of threads that
 //! run, so a thread that comes late, or not at all, holds up nobody, and a product costs one fork and join. Once all items are drawn, threads
-//! that have none help those that do ([`Help`]).
+//! that have none help those that do ([`WorkSharing`]).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::buffer::{Common, with_common, with_own};
+use super::buffer::{SharedBuffers, with_shared_buffers, with_thread_buffers};
 use super::driver::{First, Order, Sums, Target, pack_panels};
-use super::help::{Help, or_end_process, wait_until};
 use super::kernel::Kernel;
 use super::plan::{Packing, Phase, Plan, TOGETHER};
-use super::{Call, Mat, ahead, beside};
+use super::work_sharing::{WorkSharing, or_end_process, wait_until};
+use super::{Call, Mat, lookahead, overlap};
 use crate::tensor::element::Elem;
-use crate::tensor::parallel::{self, Deal};
+use crate::tensor::parallel::{self, WorkQueue};
 
 /// Fewest strips of a task that are cut in two: who gets a half may have to pack panels for it, which costs as much as two strips.
 const LEAST_STRIPS: usize = 8;
@@ -31,14 +31,14 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
     let threads = if 2 * m * n * k < blocking.alone { 1 } else { threads };
     let packs_a = !(k.is_multiple_of(K::KQ) && K::reads_rows(a));
     let packing = match packs_a {
-        true if beside::is_possible::<E, K>(a, b, k) => Packing::Beside,
-        true => Packing::Both,
-        false if blocking.in_place.packs_ahead && ahead::pays::<E, K>(b, n * k, m) => Packing::Ahead,
+        true if overlap::is_possible::<E, K>(a, b, k) => Packing::Overlap,
+        true => Packing::OverlapBoth,
+        false if blocking.in_place.packs_ahead && lookahead::pays::<E, K>(b, n * k, m) => Packing::Ahead,
         false => Packing::Panels,
     };
     let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), blocking, packing, threads);
-    with_common(|Common { panels, sums, bias }| {
-        let crew = Crew::<E, C, K> {
+    with_shared_buffers(|SharedBuffers { panels, sums, bias }| {
+        let crew = Workers::<E, C, K> {
             rows: m,
             a,
             b,
@@ -48,11 +48,11 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
             stages: plan
                 .phases
                 .iter()
-                .map(|phase| [&phase.packing, &phase.computing].map(|items| Deal::new(items.len(), threads)))
+                .map(|phase| [&phase.packing, &phase.computing].map(|items| WorkQueue::new(items.len(), threads)))
                 .collect(),
             plan,
             done: AtomicUsize::new(0),
-            help: Help::new(),
+            sharing: WorkSharing::new(),
         };
         if threads == 1 {
             crew.work(0);
@@ -63,7 +63,7 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
 }
 
 /// What the threads of a product share.
-pub struct Crew<E, C, K: Kernel<E>>
+pub struct Workers<E, C, K: Kernel<E>>
 where
     E: Elem<Acc = f32>,
 {
@@ -76,12 +76,12 @@ where
     /// Where sums outlast a phase: those of all tasks.
     pub sums: Option<*mut f32>,
     /// Of every phase the items that pack and those that compute.
-    stages: Vec<[Deal; 2]>,
+    stages: Vec<[WorkQueue; 2]>,
     done: AtomicUsize,
-    help: Help<Part<K::Packed>>,
+    sharing: WorkSharing<Part<K::Packed>>,
 }
 
-/// Rows and columns of a task from a block of the inner dimension on, or from one of its steps ([`super::ahead`]), whose columns are its own.
+/// Rows and columns of a task from a block of the inner dimension on, or from one of its steps ([`super::lookahead`]), whose columns are its own.
 #[derive(Clone)]
 pub struct Part<P> {
     /// Which one of its phase.
@@ -98,9 +98,9 @@ pub struct Part<P> {
 
 // SAFETY: items, and parts of items, write disjoint parts of the panels, of the sums and of dst, and read panels only after all were packed. The
 // sums of a part stay where they are until every part is computed.
-unsafe impl<E: Elem<Acc = f32>, C, K: Kernel<E>> Sync for Crew<E, C, K> {}
+unsafe impl<E: Elem<Acc = f32>, C, K: Kernel<E>> Sync for Workers<E, C, K> {}
 
-impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
+impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
     /// Takes items until there are none, then parts of others' items until all is computed.
     fn work(&self, thread: usize) {
         let items = self.plan.items();
@@ -109,18 +109,18 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         if is_done() {
             return;
         }
-        with_own(|own| {
+        with_thread_buffers(|own| {
             // SAFETY: the machine has the instruction set; `leave` follows.
             unsafe { K::enter() };
             for (phase, [packing, computing]) in self.plan.phases.iter().zip(&self.stages) {
                 // Once items of earlier stages are done, panels are free to write, or complete.
-                packing.draw_all(thread, |item| {
+                packing.take_all(thread, |item| {
                     self.wait_for(phase.packing.start);
                     // SAFETY: the caller's promise.
                     unsafe { self.pack(phase, item) };
                     self.done.fetch_add(1, Ordering::Release);
                 });
-                computing.draw_all(thread, |task| {
+                computing.take_all(thread, |task| {
                     self.wait_for(phase.computing.start);
                     let (columns, _) = self.columns_of(phase, task);
                     let (rows, block) = (self.rows_of(phase, task), phase.blocks.start);
@@ -131,11 +131,11 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                 });
             }
             // A part is given once all items are drawn, and its panels are complete then.
-            while let Some(part) = self.help.take(is_done) {
+            while let Some(part) = self.sharing.take(is_done) {
                 own.keep_lent();
                 // SAFETY: the caller's promise.
                 unsafe { self.compute(last, part, own) };
-                self.help.finished();
+                self.sharing.finished();
             }
             own.all_is_back();
             // SAFETY: after `enter`.
@@ -149,8 +149,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     }
 
     /// Whether no thread will draw another item.
-    fn is_drawn(&self) -> bool {
-        self.stages.last().is_none_or(|[_, computing]| computing.is_drawn())
+    fn is_empty(&self) -> bool {
+        self.stages.last().is_none_or(|[_, computing]| computing.is_empty())
     }
 
     /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the beginning of `block`. Its unfinished sums are at `sums`. These
@@ -166,7 +166,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         });
     }
 
-    /// As [`Crew::halve`] of `left` while the last block, or step, of a part is computed, in `order`, whose packed operand is kept at `packed`, from the part's first row
+    /// As [`Workers::halve`] of `left` while the last block, or step, of a part is computed, in `order`, whose packed operand is kept at `packed`, from the part's first row
     /// or column on, if tasks pack their own; then it is `lent`. Returns the end of what stays.
     pub fn halve_rest(
         &self,
@@ -181,7 +181,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             Order::ByPanels => (K::NR, part.rows.len().div_ceil(K::MR)),
         };
         let units = left.len().div_ceil(unit);
-        if !self.help.is_wanted() || units < 2 || units * across < LEAST_TILES {
+        if !self.sharing.is_wanted() || units < 2 || units * across < LEAST_TILES {
             return left.end;
         }
         self.keep(left, unit, |given| {
@@ -199,7 +199,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     /// The end of what is kept of `all`, of which the second half, in whole units, is given to a thread that waits, if one does, as `part` says.
     fn keep(&self, all: Range<usize>, unit: usize, part: impl FnOnce(Range<usize>) -> Part<K::Packed>) -> usize {
         let middle = all.start + all.len().div_ceil(unit).div_ceil(2) * unit;
-        if self.is_drawn() && self.help.give(|| part(middle..all.end)) { middle } else { all.end }
+        if self.is_empty() && self.sharing.give(|| part(middle..all.end)) { middle } else { all.end }
     }
 
     /// Where the panels of a block of the phase begin; each is `k · NR` elements.

@@ -6,16 +6,16 @@
 
 use std::ops::Range;
 
-use super::buffer::{Buffer, with_common, with_own};
+use super::buffer::{Buffer, with_shared_buffers, with_thread_buffers};
 use super::driver::{First, Target, pack_strips};
-use super::kernel::{Ahead, Kernel, Next, PIECE, Strip, Thin, To};
+use super::kernel::{Ahead, Kernel, Next, PIECE, Skinny, Strip, To};
 use super::{Call, Mat, Start};
 use crate::tensor::allocator::LINE;
 use crate::tensor::element::Elem;
 use crate::tensor::parallel;
-use crate::tensor::simd::ask_for;
+use crate::tensor::simd::prefetch;
 
-/// Most rows of a thin product. Beyond some forty packing pays.
+/// Most rows of a skinny product. Beyond some forty packing pays.
 const MOST_ROWS: usize = 32;
 /// Rows that are computed at a time; the others find B in L2. (More at a time, out of pieces of panels packed in L1, took up to 1.9 times as long.)
 pub const ROWS: usize = 8;
@@ -30,19 +30,19 @@ const SUMS: usize = 512;
 /// Whether [`run`] computes the product.
 pub fn fits<E: Elem<Acc = f32>, C, K: Kernel<E>>(call: &Call<'_, E, C>) -> bool {
     let most = match K::THIN {
-        Thin::AsOthers => 0,
-        Thin::InPlace => MOST_ROWS,
-        Thin::ByPieces => K::MR,
+        Skinny::AsOthers => 0,
+        Skinny::InPlace => MOST_ROWS,
+        Skinny::ByPieces => K::MR,
     };
     let (rows, ..) = call.shape;
     rows <= most && call.dst.2 == 1 && call.b.1 == 1 && !matches!(call.start, Start::Old)
 }
 
 /// # Safety
-/// As [`super::crew::run`]; the product [`fits`].
+/// As [`super::workers::run`]; the product [`fits`].
 pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Call<'_, E, C>) {
     let Call { shape: (m, n, k), dst, start, plus, a, b, scale, threads } = call;
-    with_common(|common| {
+    with_shared_buffers(|common| {
         // SAFETY: the caller's promise.
         let a = unsafe { rows_of::<E, K>(a, m, k, &mut common.panels) };
         let product = Product::<E, C, K> {
@@ -64,7 +64,7 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
     });
 }
 
-/// The rows of A as [`Kernel::thin`] reads them, and their distance: where they lie if that is so already, otherwise in `memory`; or a strip, where
+/// The rows of A as [`Kernel::skinny`] reads them, and their distance: where they lie if that is so already, otherwise in `memory`; or a strip, where
 /// tiles are computed.
 ///
 /// # Safety
@@ -76,11 +76,12 @@ unsafe fn rows_of<E: Elem<Acc = f32>, K: Kernel<E>>(
     memory: &mut Buffer,
 ) -> (*const K::Packed, usize) {
     let Mat(at, row, column) = a;
-    if K::THIN == Thin::InPlace && column == 1 && k.is_multiple_of(K::KQ) && size_of::<E>() == size_of::<K::Packed>() {
+    if K::THIN == Skinny::InPlace && column == 1 && k.is_multiple_of(K::KQ) && size_of::<E>() == size_of::<K::Packed>()
+    {
         return (at.cast(), row);
     }
     let padded = k.next_multiple_of(K::KQ);
-    if K::THIN == Thin::ByPieces {
+    if K::THIN == Skinny::ByPieces {
         let strip = memory.room::<K::Packed>(K::MR * padded);
         // SAFETY: the caller's promise, and there is room for a strip.
         unsafe { pack_strips::<E, K>(a, m, k, strip) };
@@ -138,8 +139,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
                     let (a, a_row) = self.a;
                     let (a, b) = ((a.add(r * a_row), a_row), (self.b.0.add(c * self.b.1), self.b.1));
                     match K::THIN {
-                        Thin::ByPieces => by_pieces::<E, K>(rows, columns, self.k, a.0, b, sums.as_mut_ptr()),
-                        _ => K::thin(rows, columns, self.k, a, b, sums.as_mut_ptr()),
+                        Skinny::ByPieces => by_pieces::<E, K>(rows, columns, self.k, a.0, b, sums.as_mut_ptr()),
+                        _ => K::skinny(rows, columns, self.k, a, b, sums.as_mut_ptr()),
                     }
                     let add = plus.map_or((std::ptr::null(), 0), |(at, stride)| (at.add(r * stride + c), stride));
                     K::finish(sums.as_ptr(), rows, columns, (dst.add(r * row + c), row), scale, add);
@@ -149,7 +150,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
     }
 }
 
-/// As [`Kernel::thin`], of a packed strip and, out of pieces of a panel that are packed in L1, of columns.
+/// As [`Kernel::skinny`], of a packed strip and, out of pieces of a panel that are packed in L1, of columns.
 ///
 /// # Safety
 /// As there; sums have MR rows.
@@ -164,12 +165,12 @@ unsafe fn by_pieces<E: Elem<Acc = f32>, K: Kernel<E>>(
     let nothing = Next::nothing(sums.cast());
     let nothing = Ahead { written: nothing, added: nothing, read: nothing };
     let mut following = b.wrapping_add(K::NR * column);
-    with_own(|own| {
+    with_thread_buffers(|own| {
         let panel = own.panels.room::<K::Packed>(K::NR * PIECE);
         for i in (0..k).step_by(PIECE) {
             // Memory behind these columns, as it lies.
             for _ in 0..K::NR * PIECE * size_of::<E>() / LINE {
-                ask_for(following);
+                prefetch(following);
                 following = following.wrapping_add(LINE / size_of::<E>());
             }
             let (k, strip) = (PIECE.min(k - i), Strip::Packed(strip.wrapping_add(i * K::MR)));

@@ -9,10 +9,10 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::Mat;
+use super::amx_tiles::{STEP, WIDTH};
 use super::lanes::{Lanes, first, transpose};
-use super::tiles::{STEP, WIDTH};
 use crate::tensor::element::Float;
-use crate::tensor::simd::ask_for;
+use crate::tensor::simd::prefetch;
 
 /// Elements of one part of a piece.
 pub const PART: usize = WIDTH * STEP;
@@ -22,19 +22,19 @@ pub const UNITS: usize = 8;
 const TURNED: usize = UNITS / 2;
 
 /// Storage types that are sums of bf16.
-pub trait Parts: Lanes {
+pub trait SplitBf16: Lanes {
     /// Two or three.
     const PARTS: usize;
     /// All parts of a number, for their size; a piece has first all high ones, then the next.
     type Packed: Copy;
 }
 
-impl Parts for f32 {
+impl SplitBf16 for f32 {
     const PARTS: usize = 3;
     type Packed = [bf16; 3];
 }
 
-impl Parts for f16 {
+impl SplitBf16 for f16 {
     const PARTS: usize = 2;
     type Packed = [bf16; 2];
 }
@@ -53,7 +53,7 @@ fn take(numbers: &mut __m512) -> __m512i {
 /// The parts of twice sixteen numbers, as f32. What is left for the last one has 8 bits at most.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn parts_of<E: Parts>(mut first: __m512, mut second: __m512) -> [[__m512i; 2]; 3] {
+fn parts_of<E: SplitBf16>(mut first: __m512, mut second: __m512) -> [[__m512i; 2]; 3] {
     let mut parts = [[_mm512_setzero_si512(); 2]; 3];
     for part in parts.iter_mut().take(E::PARTS - 1) {
         *part = [take(&mut first), take(&mut second)];
@@ -76,7 +76,7 @@ const HIGH_HALVES: [i16; 32] = {
 /// Stores the parts of 32 numbers, each at its place in a piece.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn store<E: Parts>(numbers: [__m512; 2], to: *mut bf16) {
+unsafe fn store<E: SplitBf16>(numbers: [__m512; 2], to: *mut bf16) {
     let parts = parts_of::<E>(numbers[0], numbers[1]);
     // SAFETY: the caller's promise; a table of as many words as a vector has.
     unsafe {
@@ -90,7 +90,7 @@ unsafe fn store<E: Parts>(numbers: [__m512; 2], to: *mut bf16) {
 /// As [`store`], of sixteen pairs of numbers, the even ones in the low halves of words.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn store_pairs<E: Parts>(even: __m512, odd: __m512, to: *mut bf16) {
+unsafe fn store_pairs<E: SplitBf16>(even: __m512, odd: __m512, to: *mut bf16) {
     const FIRST_OR_SECOND_AND_THIRD: i32 = 0xf8;
     let high_half = _mm512_set1_epi32(!0xffff);
     let parts = parts_of::<E>(even, odd);
@@ -109,7 +109,7 @@ unsafe fn store_pairs<E: Parts>(even: __m512, odd: __m512, to: *mut bf16) {
 /// # Safety
 /// The machine has AVX-512; `a` can be read, `to` has room for a piece and begins a cache line.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn pack_rows<E: Parts>(
+pub unsafe fn pack_rows<E: SplitBf16>(
     a: Mat<*const E>,
     rows: usize,
     k: usize,
@@ -156,7 +156,7 @@ pub unsafe fn pack_rows<E: Parts>(
 /// # Safety
 /// As [`pack_rows`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn pack_pairs<E: Parts>(
+pub unsafe fn pack_pairs<E: SplitBf16>(
     m: Mat<*const E>,
     width: usize,
     k: usize,
@@ -217,7 +217,7 @@ unsafe fn part_of_row<E: Lanes>(from: *const E, row: usize, i: usize, k: usize, 
     let at = from.wrapping_add(row + i);
     // SAFETY: the caller's promise; what a mask does not select is not read.
     unsafe {
-        ask_for(at.wrapping_byte_add(ahead));
+        prefetch(at.wrapping_byte_add(ahead));
         E::load16(at, first(k.saturating_sub(i)))
     }
 }
@@ -235,7 +235,7 @@ unsafe fn part_of_column<E: Lanes>(
     let at = from.wrapping_add(i * column);
     // SAFETY: as in `part_of_row`.
     unsafe {
-        ask_for(at.wrapping_byte_add(ahead));
+        prefetch(at.wrapping_byte_add(ahead));
         E::load16(at, if i < k { mask } else { 0 })
     }
 }
@@ -270,7 +270,7 @@ mod tests {
     use crate::tensor::simd::Isa;
 
     /// The parts of a number, as a piece of a strip holds them.
-    fn parts<E: Parts>(x: E) -> Vec<f32> {
+    fn parts<E: SplitBf16>(x: E) -> Vec<f32> {
         #[repr(align(64))]
         struct Piece([bf16; 3 * PART]);
         let mut piece = Piece([bf16::ZERO; 3 * PART]);

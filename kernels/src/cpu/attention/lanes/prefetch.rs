@@ -10,10 +10,10 @@ use super::engine::Engine;
 use super::weights::inner_product;
 use crate::cpu::attention::buffers::Rows;
 use crate::tensor::allocator::LINE;
-use crate::tensor::simd::ask_for;
+use crate::tensor::simd::prefetch;
 
 /// Rows that are soon read or written.
-pub struct Ahead<K: Engine> {
+pub struct Prefetcher<K: Engine> {
     pieces: Vec<Piece<K>>,
     /// Rows asked for at a time.
     share: usize,
@@ -50,7 +50,7 @@ enum Then<K: Engine> {
     Multiplied { to: *mut K::Operand, width: usize, with: *const K::Elem, product: *mut f32 },
 }
 
-impl<K: Engine> Ahead<K> {
+impl<K: Engine> Prefetcher<K> {
     pub fn new() -> Self {
         Self { pieces: Vec::new(), share: 1, asked: Cursor::default(), copied: Cursor::default(), ready: 0 }
     }
@@ -80,10 +80,10 @@ impl<K: Engine> Ahead<K> {
         self.add(rows.elements.as_ptr(), rows, 0..s, Then::Copied { to, width });
     }
 
-    /// As [`Ahead::copy`], and the inner products of its rows with those of `with` to `products [n]`; the others become zeros.
+    /// As [`Prefetcher::copy`], and the inner products of its rows with those of `with` to `products [n]`; the others become zeros.
     ///
     /// # Safety
-    /// As [`Ahead::copy`], of `products` and the other tensor, too.
+    /// As [`Prefetcher::copy`], of `products` and the other tensor, too.
     pub unsafe fn multiply(
         &mut self,
         [rows, with]: [Rows<K::Elem>; 2],
@@ -111,8 +111,8 @@ impl<K: Engine> Ahead<K> {
         }
     }
 
-    /// Deals the rows evenly over `calls` calls of [`Ahead::ask`]. The last of them copies none that it asks for.
-    pub fn deal(&mut self, calls: usize) {
+    /// Deals the rows evenly over `calls` calls of [`Prefetcher::ask`]. The last of them copies none that it asks for.
+    pub fn spread(&mut self, calls: usize) {
         let rows: usize = self.pieces.iter().map(|piece| piece.rows).sum();
         self.share = rows.div_ceil(calls.saturating_sub(1).max(1)).max(1);
     }
@@ -140,7 +140,7 @@ impl<K: Engine> Ahead<K> {
     /// Copies all that is left.
     ///
     /// # Safety
-    /// As [`Ahead::ask`].
+    /// As [`Prefetcher::ask`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub unsafe fn finish(&mut self) {
         while self.copied.piece < self.pieces.len() {
@@ -173,10 +173,10 @@ impl<K: Engine> Piece<K> {
         // SAFETY: fetching ahead is no access.
         unsafe {
             match self.then {
-                Then::Nothing => lines(self.at).for_each(ask_for),
+                Then::Nothing => lines(self.at).for_each(prefetch),
                 Then::Written => lines(self.at).for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line)),
-                Then::Copied { .. } => lines(self.at).for_each(ask_for),
-                Then::Multiplied { with, .. } => lines(self.at).chain(lines(with)).for_each(ask_for),
+                Then::Copied { .. } => lines(self.at).for_each(prefetch),
+                Then::Multiplied { with, .. } => lines(self.at).chain(lines(with)).for_each(prefetch),
             }
         }
     }
@@ -234,14 +234,14 @@ mod tests {
             for asked in [0, 1, 2, 100] {
                 let places = || vec![K::Operand::store(7.0); n * width];
                 let (mut copied, mut multiplied, mut products) = (places(), places(), vec![7.0; n]);
-                let mut ahead = Ahead::<K>::new();
+                let mut ahead = Prefetcher::<K>::new();
                 // SAFETY: the caller has looked at the machine; the vectors outlive what is done with them.
                 unsafe {
                     ahead.copy(b, s, &mut copied, width);
                     ahead.read(a, 0..s);
                     ahead.multiply([a, b], s, (&mut multiplied, width), &mut products);
                     ahead.write(elements.as_ptr(), a, 0..s);
-                    ahead.deal(calls);
+                    ahead.spread(calls);
                     (0..asked).for_each(|_| ahead.ask());
                     ahead.finish();
                 }

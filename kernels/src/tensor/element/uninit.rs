@@ -1,17 +1,17 @@
 //! Elements of results that hold nothing yet.
 //!
-//! Whoever fills a result gets it as [`Unwritten`] and has to hand back the same memory as a plain slice. Only the methods here
+//! Whoever fills a result gets it as [`Uninit`] and has to hand back the same memory as a plain slice. Only the methods here
 //! turn one into the other, and each writes every element; so no element is read before it was written.
 
 use std::mem::MaybeUninit;
 
 use super::{Elem, Float};
-use crate::tensor::simd::{AHEAD, LANES, ask_for};
+use crate::tensor::simd::{AHEAD, LANES, prefetch};
 
 /// Elements of a result that hold nothing yet.
-pub struct Unwritten<'a, T>(pub(in crate::tensor) &'a mut [MaybeUninit<T>]);
+pub struct Uninit<'a, T>(pub(in crate::tensor) &'a mut [MaybeUninit<T>]);
 
-impl<'a, T: Copy> Unwritten<'a, T> {
+impl<'a, T: Copy> Uninit<'a, T> {
     /// As results whose old values nobody reads.
     #[inline(always)]
     pub fn over(values: &'a mut [T]) -> Self {
@@ -58,7 +58,7 @@ impl<'a, T: Copy> Unwritten<'a, T> {
 
     /// Has every part of `width` elements (of fewer the last) written by `f`, which also gets the number of its first element.
     #[inline(always)]
-    pub fn parts(self, width: usize, mut f: impl for<'r> FnMut(usize, Unwritten<'r, T>) -> &'r mut [T]) -> &'a mut [T] {
+    pub fn parts(self, width: usize, mut f: impl for<'r> FnMut(usize, Uninit<'r, T>) -> &'r mut [T]) -> &'a mut [T] {
         let width = width.clamp(1, self.0.len().max(1));
         for (i, part) in self.0.chunks_mut(width).enumerate() {
             check(part, |out| f(i * width, out));
@@ -72,12 +72,12 @@ impl<'a, T: Copy> Unwritten<'a, T> {
     pub fn halves(
         self,
         middle: usize,
-        f: impl for<'r> FnOnce(Unwritten<'r, T>, Unwritten<'r, T>) -> (&'r mut [T], &'r mut [T]),
+        f: impl for<'r> FnOnce(Uninit<'r, T>, Uninit<'r, T>) -> (&'r mut [T], &'r mut [T]),
     ) -> &'a mut [T] {
         {
             let (left, right) = self.0.split_at_mut(middle);
             let places = [place(left), place(right)];
-            let (left, right) = f(Unwritten(left), Unwritten(right));
+            let (left, right) = f(Uninit(left), Uninit(right));
             assert_eq!([place(left), place(right)], places, "a kernel left a part of its result unwritten");
         }
         // SAFETY: both halves were handed back written.
@@ -85,7 +85,7 @@ impl<'a, T: Copy> Unwritten<'a, T> {
     }
 }
 
-impl<'a, E: Elem> Unwritten<'a, E> {
+impl<'a, E: Elem> Uninit<'a, E> {
     /// Writes `f` of the elements at the same place of `stored`, widened, and of `wide`, rounded once.
     ///
     /// Goes by blocks of [`LANES`] elements, which LLVM turns into whole vectors however long `f` is; what is left is a block filled up with
@@ -101,7 +101,7 @@ impl<'a, E: Elem> Unwritten<'a, E> {
         written
     }
 
-    /// As [`Unwritten::each`], `K` results at once.
+    /// As [`Uninit::each`], `K` results at once.
     #[inline(always)]
     pub fn all<const K: usize, const N: usize>(
         results: [Self; K],
@@ -113,11 +113,11 @@ impl<'a, E: Elem> Unwritten<'a, E> {
         each_of(results, stored, [], |s, []| f(s))
     }
 
-    /// As [`Unwritten::each`], two results at once.
+    /// As [`Uninit::each`], two results at once.
     #[inline(always)]
     pub fn both<const N: usize>(
         self,
-        other: Unwritten<'a, E>,
+        other: Uninit<'a, E>,
         stored: [&[E]; N],
         f: impl Fn([E::Acc; N]) -> [E::Acc; 2],
     ) -> (&'a mut [E], &'a mut [E]) {
@@ -130,7 +130,7 @@ impl<'a, E: Elem> Unwritten<'a, E> {
 /// Writes results, equally long, by blocks.
 #[inline(always)]
 fn each_of<'a, E: Elem, const K: usize, const N: usize, const M: usize>(
-    outs: [Unwritten<'a, E>; K],
+    outs: [Uninit<'a, E>; K],
     stored: [&[E]; N],
     wide: [&[E::Acc]; M],
     f: impl Fn([E::Acc; N], [E::Acc; M]) -> [E::Acc; K],
@@ -146,7 +146,7 @@ fn each_of<'a, E: Elem, const K: usize, const N: usize, const M: usize>(
             let whole = n - n % LANES;
             let mut at = 0;
             while at < whole {
-                stored.iter().for_each(|s| ask_for(s.as_ptr().wrapping_add(at).wrapping_byte_add(AHEAD)));
+                stored.iter().for_each(|s| prefetch(s.as_ptr().wrapping_add(at).wrapping_byte_add(AHEAD)));
                 let values = of_block::<E, K, N, M>(stored.map(|s| block(s, at)), wide.map(|w| block(w, at)), &f);
                 for (out, values) in outs.iter_mut().zip(&values) {
                     out.0[at..at + LANES].write_copy_of_slice(values);
@@ -195,14 +195,14 @@ struct Stage([MaybeUninit<f32>; STAGE]);
 /// computed, although it reads them again, and the chain of operations that each waits for is shorter.
 #[inline(always)]
 pub fn staged<'a, E: Elem<Acc = f32>, const K: usize>(
-    mut outs: [Unwritten<'a, E>; K],
-    mut f: impl for<'r> FnMut(usize, [Unwritten<'r, f32>; K]) -> [&'r mut [f32]; K],
+    mut outs: [Uninit<'a, E>; K],
+    mut f: impl for<'r> FnMut(usize, [Uninit<'r, f32>; K]) -> [&'r mut [f32]; K],
 ) -> [&'a mut [E]; K] {
     let mut buffers = [const { Stage([MaybeUninit::uninit(); STAGE]) }; K];
     let n = outs[0].len();
     for at in (0..n).step_by(STAGE) {
         let end = n.min(at + STAGE);
-        let wide = f(at, buffers.each_mut().map(|buffer| Unwritten(&mut buffer.0[..end - at])));
+        let wide = f(at, buffers.each_mut().map(|buffer| Uninit(&mut buffer.0[..end - at])));
         for (out, wide) in outs.iter_mut().zip(wide) {
             check(&mut out.0[at..end], |out| E::store_all(wide, out));
         }
@@ -235,9 +235,9 @@ pub(in crate::tensor) fn place<T>(slice: &[T]) -> (usize, usize) {
 
 /// Has `out` written by `f`.
 #[inline(always)]
-pub(in crate::tensor) fn check<T>(out: &mut [MaybeUninit<T>], f: impl for<'r> FnOnce(Unwritten<'r, T>) -> &'r mut [T]) {
+pub(in crate::tensor) fn check<T>(out: &mut [MaybeUninit<T>], f: impl for<'r> FnOnce(Uninit<'r, T>) -> &'r mut [T]) {
     let want = place(out);
-    let written = f(Unwritten(out));
+    let written = f(Uninit(out));
     // A plain slice of this very memory can only have come from a method that wrote it.
     assert_eq!(place(written), want, "a kernel left a part of its result unwritten");
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 ///
 /// Parts depend on nothing but n and the number of threads, so of operations that follow each other a thread gets the same rows, as far as all threads are as
 /// fast: it finds in its caches what it wrote before, and writes what no other core has read (which takes several times as long where cores share no cache).
-pub struct Deal {
+pub struct WorkQueue {
     n: usize,
     /// Of every part, how many were drawn, or more.
     drawn: Box<[Line]>,
@@ -17,13 +17,13 @@ pub struct Deal {
 #[repr(align(128))]
 struct Line(AtomicUsize);
 
-impl Deal {
+impl WorkQueue {
     pub fn new(n: usize, threads: usize) -> Self {
         Self { n, drawn: (0..threads.max(1)).map(|_| Line(AtomicUsize::new(0))).collect() }
     }
 
     /// The next number for a thread; `None` once all are drawn.
-    pub fn draw(&self, thread: usize) -> Option<usize> {
+    pub fn take(&self, thread: usize) -> Option<usize> {
         let parts = self.drawn.len();
         (thread..thread + parts).find_map(|part| {
             let part = part % parts;
@@ -37,14 +37,14 @@ impl Deal {
     }
 
     /// Calls `f` with numbers until none is left.
-    pub fn draw_all(&self, thread: usize, mut f: impl FnMut(usize)) {
-        while let Some(i) = self.draw(thread) {
+    pub fn take_all(&self, thread: usize, mut f: impl FnMut(usize)) {
+        while let Some(i) = self.take(thread) {
             f(i);
         }
     }
 
     /// Whether every number was drawn.
-    pub fn is_drawn(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         (0..self.drawn.len()).all(|part| self.drawn[part].0.load(Ordering::Relaxed) >= self.part(part).len())
     }
 
@@ -61,34 +61,37 @@ mod tests {
     #[test]
     fn every_number_is_drawn_once_whoever_draws() {
         for (n, threads) in [(0, 1), (1, 4), (7, 2), (64, 3), (1000, 7)] {
-            let (deal, counts) = (Deal::new(n, threads), (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>());
+            let (queue, counts) = (WorkQueue::new(n, threads), (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>());
             std::thread::scope(|scope| {
                 for thread in 0..threads {
-                    let (deal, counts) = (&deal, &counts);
+                    let (queue, counts) = (&queue, &counts);
                     scope.spawn(move || {
-                        deal.draw_all(thread, |i| {
+                        queue.take_all(thread, |i| {
                             counts[i].fetch_add(1, Ordering::Relaxed);
                         })
                     });
                 }
             });
-            assert!(deal.is_drawn() && counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{n}, {threads}");
+            assert!(
+                queue.is_empty() && counts.iter().all(|count| count.load(Ordering::Relaxed) == 1),
+                "{n}, {threads}"
+            );
         }
     }
 
     #[test]
     fn a_thread_keeps_to_its_part_until_that_is_drawn() {
-        let deal = Deal::new(10, 3);
-        let drawn = |thread, n| (0..n).map(|_| deal.draw(thread).unwrap()).collect::<Vec<_>>();
+        let queue = WorkQueue::new(10, 3);
+        let drawn = |thread, n| (0..n).map(|_| queue.take(thread).unwrap()).collect::<Vec<_>>();
         assert_eq!(drawn(1, 3), [3, 4, 5]);
         assert_eq!(drawn(0, 1), [0]);
-        assert!(!deal.is_drawn());
+        assert!(!queue.is_empty());
         // Then it takes what others have not come to yet, of the next part first.
         assert_eq!(drawn(1, 5), [6, 7, 8, 9, 1]);
-        assert!(!deal.is_drawn());
+        assert!(!queue.is_empty());
         assert_eq!(drawn(1, 1), [2]);
-        assert!(deal.is_drawn() && (0..3).all(|thread| deal.draw(thread).is_none()));
+        assert!(queue.is_empty() && (0..3).all(|thread| queue.take(thread).is_none()));
         // Whoever has no part of its own takes from others'.
-        assert_eq!(Deal::new(2, 2).draw(5), Some(1));
+        assert_eq!(WorkQueue::new(2, 2).take(5), Some(1));
     }
 }

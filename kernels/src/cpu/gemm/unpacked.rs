@@ -11,7 +11,7 @@ use super::portable::Portable;
 use crate::tensor::simd::Isa;
 
 /// A micro-kernel that reads operands where they lie.
-pub trait Near {
+pub trait Unpacked {
     /// Most rows of a tile.
     const MR: usize;
     /// Columns of a tile, at most [`COLUMNS`].
@@ -31,7 +31,7 @@ const COPIED: usize = 64;
 
 /// What queries see of a tile on the diagonal, and so what counts of a product with it; the rest may be left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Seen {
+pub enum CausalPart {
     /// Of row r of the result, the first n + r + 1 columns; others may be anything.
     Columns(usize),
     /// Of row r of `a`, the first n + r + 1 elements; others are 0.
@@ -40,7 +40,7 @@ pub enum Seen {
     From(usize),
 }
 
-impl Seen {
+impl CausalPart {
     /// The first of `rows` of which something counts in the columns from `column` on.
     fn first_row(self, column: usize, rows: usize) -> usize {
         match self {
@@ -66,7 +66,7 @@ impl Seen {
 /// Every element of the three matrices can be read (`a`, `b`) or written (`dst`), `dst` apart from the others.
 pub unsafe fn product(
     shape: (usize, usize, usize),
-    seen: Seen,
+    seen: CausalPart,
     dst: (*mut f32, usize),
     accumulate: bool,
     a: Mat<*const f32>,
@@ -84,9 +84,9 @@ pub unsafe fn product(
 
 /// # Safety
 /// As [`product`], and the machine has the instruction set.
-unsafe fn by_tiles<K: Near>(
+unsafe fn by_tiles<K: Unpacked>(
     (m, n, k): (usize, usize, usize),
-    seen: Seen,
+    seen: CausalPart,
     (dst, stride): (*mut f32, usize),
     accumulate: bool,
     a: Mat<*const f32>,
@@ -112,11 +112,11 @@ unsafe fn by_tiles<K: Near>(
     }
 }
 
-/// As [`Near::near`], of fewer columns, by way of copies of them and of their sums.
+/// As [`Unpacked::near`], of fewer columns, by way of copies of them and of their sums.
 ///
 /// # Safety
-/// As [`Near::near`].
-unsafe fn narrow<K: Near>(
+/// As [`Unpacked::near`].
+unsafe fn narrow<K: Unpacked>(
     (rows, columns, k): (usize, usize, usize),
     a: Mat<*const f32>,
     (b, b_row): (*const f32, usize),
@@ -154,17 +154,22 @@ mod tests {
         (0..n).map(|i| (i * 37 % 23) as f32 - 11.0).collect()
     }
 
-    fn check<K: Near>() {
+    fn check<K: Unpacked>() {
         for (m, n, k) in [(1, 1, 1), (6, 16, 64), (64, 128, 64), (64, 122, 80), (13, 7, 200), (61, 33, 61), (5, 24, 0)]
         {
-            for seen in
-                [Seen::Columns(3), Seen::Columns(0), Seen::First(0), Seen::First(70), Seen::From(0), Seen::From(9)]
-            {
+            for seen in [
+                CausalPart::Columns(3),
+                CausalPart::Columns(0),
+                CausalPart::First(0),
+                CausalPart::First(70),
+                CausalPart::From(0),
+                CausalPart::From(9),
+            ] {
                 for (accumulate, across) in [(false, false), (true, false), (false, true), (true, true)] {
                     let counts = |r: usize, i: usize| match seen {
-                        Seen::Columns(_) => true,
-                        Seen::First(before) => i <= before + r,
-                        Seen::From(before) => i + before >= r,
+                        CausalPart::Columns(_) => true,
+                        CausalPart::First(before) => i <= before + r,
+                        CausalPart::From(before) => i + before >= r,
                     };
                     // Rows, or columns, a little further apart than they are long.
                     let (row, column) = if across { (1, m + 2) } else { (k + 3, 1) };
@@ -184,7 +189,7 @@ mod tests {
                             true => (0..k).map(product).sum::<f32>() + if accumulate { old[at] } else { 0.0 },
                             false => old[at],
                         };
-                        let left_out = matches!(seen, Seen::Columns(before) if j < n && j > before + r);
+                        let left_out = matches!(seen, CausalPart::Columns(before) if j < n && j > before + r);
                         assert!(
                             left_out || c[at] == want,
                             "{m} × {n} × {k}, {seen:?}, {accumulate}: ({r}, {j}) is {} not {want}",

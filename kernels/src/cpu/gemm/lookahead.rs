@@ -5,9 +5,9 @@
 use std::ops::Range;
 
 use super::Mat;
-use super::beside::Beside;
 use super::driver::{Order, pack_panels};
-use super::kernel::{Chore, Kernel, Next, PIECE};
+use super::kernel::{Interleaved, Kernel, Next, PIECE};
+use super::overlap::Overlap;
 use super::plan::Blocks;
 use crate::tensor::allocator::LINE;
 use crate::tensor::element::Elem;
@@ -49,7 +49,7 @@ pub fn steps(columns: &Range<usize>, nr: usize, group: usize, blocks: Blocks) ->
 }
 
 /// The panels of a step that are packed while another one is computed.
-pub struct Coming<E, K: Kernel<E>>
+pub struct NextPanels<E, K: Kernel<E>>
 where
     E: Elem<Acc = f32>,
 {
@@ -67,7 +67,7 @@ where
     tiles: usize,
 }
 
-impl<E: Elem<Acc = f32>, K: Kernel<E>> Coming<E, K> {
+impl<E: Elem<Acc = f32>, K: Kernel<E>> NextPanels<E, K> {
     /// `columns` columns of `k` rows of `b`, while `tiles` tiles are computed.
     pub fn new(b: Mat<*const E>, columns: usize, k: usize, to: *mut K::Packed, tiles: usize) -> Self {
         let pieces = columns.div_ceil(K::NR) * k.div_ceil(PIECE);
@@ -98,7 +98,7 @@ impl<E: Elem<Acc = f32>, K: Kernel<E>> Coming<E, K> {
     }
 
     /// What of the next piece a tile of MR shares asks for, and how many of its columns in a share.
-    fn ahead(&self) -> Option<Chore<E, K::Packed>> {
+    fn ahead(&self) -> Option<Interleaved<E, K::Packed>> {
         if self.packed == self.pieces {
             return None;
         }
@@ -111,16 +111,16 @@ impl<E: Elem<Acc = f32>, K: Kernel<E>> Coming<E, K> {
             return None;
         }
         let next = Next { at: at.wrapping_add(first * column).cast(), row: column * size_of::<E>(), second };
-        Some(Chore::Fetch(next, share))
+        Some(Interleaved::Fetch(next, share))
     }
 }
 
-impl<E: Elem<Acc = f32>, K: Kernel<E>> Beside<E, K::Packed> for Coming<E, K> {
+impl<E: Elem<Acc = f32>, K: Kernel<E>> Overlap<E, K::Packed> for NextPanels<E, K> {
     fn order(&self) -> Order {
         Order::ByStrips
     }
 
-    unsafe fn tile(&mut self, _: usize, _: (usize, usize)) -> Option<Chore<E, K::Packed>> {
+    unsafe fn tile(&mut self, _: usize, _: (usize, usize)) -> Option<Interleaved<E, K::Packed>> {
         self.computed += 1;
         self.since += 1;
         let due = self.pieces * self.computed / self.tiles;

@@ -33,12 +33,12 @@ macro_rules! by_rows {
 }
 pub(super) use by_rows;
 
-/// [`super::kernel::Kernel::tile`] of whatever strip and chore, where `$word` makes words of `$e`.
+/// [`super::kernel::Kernel::tile`] of whatever strip and interleaved, where `$word` makes words of `$e`.
 macro_rules! any_tile {
-    ($rows:expr, $strip:expr, $chore:expr, $e:ty, $word:ty, ($words:expr, $panel:expr, $from:expr, $to:expr, $ahead:expr)) => {{
+    ($rows:expr, $strip:expr, $interleaved:expr, $e:ty, $word:ty, ($words:expr, $panel:expr, $from:expr, $to:expr, $ahead:expr)) => {{
         let (words, panel, from, to, ahead) = ($words, $panel, $from, $to, $ahead);
-        match ($strip, $chore) {
-            (Strip::Rows(strip, row), Some(Chore::Fetch(next, rows))) => {
+        match ($strip, $interleaved) {
+            (Strip::Rows(strip, row), Some(Interleaved::Fetch(next, rows))) => {
                 let strip = Rows(strip.cast(), row * size_of::<$e>());
                 tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, Fetch(next, rows));
             }
@@ -46,7 +46,7 @@ macro_rules! any_tile {
                 let strip = Rows(strip.cast(), row * size_of::<$e>());
                 tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, Idle);
             }
-            (Strip::Packed(strip), Some(Chore::Pack(pack))) if $rows == MR => {
+            (Strip::Packed(strip), Some(Interleaved::Pack(pack))) if $rows == MR => {
                 let strip = Packed::<MR>(strip.cast());
                 if PackBySteps::<$e, $word, NR>::fits(&pack, words) {
                     if pack.is_panel {
@@ -64,8 +64,8 @@ macro_rules! any_tile {
                     tile::<MR, $e, $word, _, _>(words, strip, panel, from, to, ahead, work);
                 }
             }
-            (Strip::Packed(strip), chore) => {
-                if let Some(Chore::Pack(pack)) = chore {
+            (Strip::Packed(strip), interleaved) => {
+                if let Some(Interleaved::Pack(pack)) = interleaved {
                     if pack.is_panel {
                         at_once(PackByShares::<$e, $word, NR>::new(pack, 1));
                     } else {
@@ -165,8 +165,8 @@ macro_rules! tiles {
                     }
                 }
                 for r in 0..ROWS {
-                    read.lines().into_iter().for_each(crate::tensor::simd::ask_for);
-                    added.lines().into_iter().for_each(crate::tensor::simd::ask_for);
+                    read.lines().into_iter().for_each(crate::tensor::simd::prefetch);
+                    added.lines().into_iter().for_each(crate::tensor::simd::prefetch);
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
                     // What was asked for two tiles ago has left L1 since, and stores wait for each other.
                     if 2 * r >= ROWS {
@@ -218,12 +218,12 @@ macro_rules! tiles {
 }
 pub(super) use tiles;
 
-/// Defines `thin`: [`super::kernel::Kernel::thin`] of columns of which `W` makes words. Sums of sixteen columns, sixteen words of those and a
+/// Defines `skinny`: [`super::kernel::Kernel::skinny`] of columns of which `W` makes words. Sums of sixteen columns, sixteen words of those and a
 /// broadcast word of A are in registers.
-macro_rules! thin {
+macro_rules! skinny {
     ($features:literal) => {
         #[inline(always)]
-        unsafe fn thin<E, W: Word<E>>(
+        unsafe fn skinny<E, W: Word<E>>(
             rows: usize,
             columns: usize,
             k: usize,
@@ -265,7 +265,7 @@ macro_rules! thin {
                 let mut sums: [__m512; ROWS] = std::array::from_fn(|r| _mm512_loadu_ps(to.add(r * NR)));
                 for i in (0..k).step_by(step) {
                     for _ in 0..16 * step * size_of::<E>() / LINE {
-                        crate::tensor::simd::ask_for_l2(following);
+                        crate::tensor::simd::prefetch_l2(following);
                         following = following.wrapping_add(LINE);
                     }
                     let words = W::along(b, column, columns, k - i);
@@ -290,4 +290,4 @@ macro_rules! thin {
         }
     };
 }
-pub(super) use thin;
+pub(super) use skinny;

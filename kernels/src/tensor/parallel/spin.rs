@@ -7,10 +7,10 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 /// How long a thread looks for work before it may sleep: a multiple of what a step spends between operations, and little beside what waits for disks and users.
-const PATIENCE: Duration = Duration::from_millis(1);
+const SPIN_TIME: Duration = Duration::from_millis(1);
 
 thread_local! {
-    static LINGERS: Cell<bool> = const { Cell::new(false) };
+    static SPINS: Cell<bool> = const { Cell::new(false) };
     /// Operations for whose end this thread waits, or will.
     static CALLS: Cell<usize> = const { Cell::new(0) };
 }
@@ -37,38 +37,38 @@ fn is_free() -> bool {
 }
 
 /// Has the calling thread of the pool stay awake once it has finished its job, which must not be one that waits for others.
-pub fn after_this_job() {
+pub fn after_job() {
     let here = rayon::current_thread_index();
-    if here.is_some() && !LINGERS.get() && is_free() {
+    if here.is_some() && !SPINS.get() && is_free() {
         // Another thread, which waits for a job, may take this one meanwhile.
         rayon::spawn(move || {
             if rayon::current_thread_index() == here && is_free() {
-                linger();
+                spin();
             }
         });
     }
 }
 
 /// Runs the pool's jobs until there have been none for a while.
-fn linger() {
-    LINGERS.set(true);
+fn spin() {
+    SPINS.set(true);
     let mut idle_since = Instant::now();
-    while stay() || idle_since.elapsed() < PATIENCE {
+    while spin_forever() || idle_since.elapsed() < SPIN_TIME {
         match rayon::yield_now() {
             Some(rayon::Yield::Executed) => idle_since = Instant::now(),
             _ => std::thread::yield_now(),
         }
     }
-    LINGERS.set(false);
+    SPINS.set(false);
 }
 
 #[cfg(test)]
-static STAY: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+static SPIN_FOREVER: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
 
-/// Whether threads linger without end.
-fn stay() -> bool {
+/// Whether threads spin without end.
+fn spin_forever() -> bool {
     #[cfg(test)]
-    return STAY.load(std::sync::atomic::Ordering::Relaxed);
+    return SPIN_FOREVER.load(std::sync::atomic::Ordering::Relaxed);
     #[cfg(not(test))]
     false
 }
@@ -79,14 +79,14 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    use super::STAY;
+    use super::SPIN_FOREVER;
     use crate::tensor::parallel;
 
     /// Pools, and operations that each caller calls on one.
     const ROUNDS: usize = 40;
     const OPERATIONS: usize = 3;
 
-    /// How many parts of operations threads of a new pool do, which linger without end. Operations are called by so many threads outside of the pool, or by one
+    /// How many parts of operations threads of a new pool do, which spin without end. Operations are called by so many threads outside of the pool, or by one
     /// within.
     fn parts_done(threads: usize, callers: Option<usize>) -> usize {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -99,7 +99,7 @@ mod tests {
                 parts.fetch_add(1, Ordering::Relaxed);
             })
         };
-        STAY.store(true, Ordering::Relaxed);
+        SPIN_FOREVER.store(true, Ordering::Relaxed);
         match callers {
             None => pool.install(|| (0..OPERATIONS).for_each(|_| one())),
             Some(callers) => std::thread::scope(|scope| {
@@ -108,7 +108,7 @@ mod tests {
                 }
             }),
         }
-        STAY.store(false, Ordering::Relaxed);
+        SPIN_FOREVER.store(false, Ordering::Relaxed);
         parts.into_inner()
     }
 
@@ -126,7 +126,7 @@ mod tests {
         });
         for (threads, callers) in CASES {
             let parts: usize = ended.recv_timeout(Duration::from_secs(60)).unwrap_or_else(|_| {
-                STAY.store(false, Ordering::Relaxed);
+                SPIN_FOREVER.store(false, Ordering::Relaxed);
                 panic!("{threads} threads, {callers:?} callers: one that waits lingers");
             });
             assert_eq!(

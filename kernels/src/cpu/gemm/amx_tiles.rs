@@ -12,12 +12,12 @@ pub const FETCHING: usize = WIDTH / 4;
 /// Of [`super::kernel::Kernel`], what does not depend on what tiles are multiplied with.
 macro_rules! of_tiles {
     () => {
-        const MR: usize = $crate::cpu::gemm::tiles::WIDTH;
-        const NR: usize = $crate::cpu::gemm::tiles::WIDTH;
-        const KQ: usize = $crate::cpu::gemm::tiles::STEP;
+        const MR: usize = $crate::cpu::gemm::amx_tiles::WIDTH;
+        const NR: usize = $crate::cpu::gemm::amx_tiles::WIDTH;
+        const KQ: usize = $crate::cpu::gemm::amx_tiles::STEP;
 
         fn leaves_other_rows(rows: usize) -> bool {
-            rows == 16 || rows == $crate::cpu::gemm::tiles::WIDTH
+            rows == 16 || rows == $crate::cpu::gemm::amx_tiles::WIDTH
         }
 
         unsafe fn finish<C: Elem<Acc = f32>>(
@@ -34,12 +34,12 @@ macro_rules! of_tiles {
 
         unsafe fn enter() {
             // SAFETY: AMX is detected with the operating system's permission only.
-            unsafe { $crate::cpu::gemm::tiles::configure() }
+            unsafe { $crate::cpu::gemm::amx_tiles::configure() }
         }
 
         unsafe fn leave() {
             // SAFETY: the caller's promise; no tile is in use.
-            unsafe { $crate::cpu::gemm::tiles::release() }
+            unsafe { $crate::cpu::gemm::amx_tiles::release() }
         }
     };
 }

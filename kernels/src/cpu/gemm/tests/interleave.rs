@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::super::Mat;
 use super::super::buffer::Buffer;
 use super::super::driver::{pack_panels, pack_strips};
-use super::super::kernel::{Ahead, Chore, Kernel, Next, Pack, Strip, To};
+use super::super::kernel::{Ahead, Interleaved, Kernel, Next, Pack, Strip, To};
 use super::numbers;
 use crate::tensor::element::Elem;
 use crate::tensor::simd::Isa;
@@ -18,7 +18,7 @@ fn zeros<P: Copy>(memory: &mut Buffer, n: usize) -> *mut P {
     room
 }
 
-/// Beside tiles of an inner dimension as long as what is packed, and of a longer one; `k`, that of the tile, is not a multiple of its shares. `lies` say
+/// Overlap tiles of an inner dimension as long as what is packed, and of a longer one; `k`, that of the tile, is not a multiple of its shares. `lies` say
 /// whether rows of the operand are contiguous.
 fn check<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, lies: &[bool]) {
     let half = (k / 2).next_multiple_of(K::KQ);
@@ -54,7 +54,7 @@ fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &
                         let ahead = Ahead { written: next, added: next, read: next };
                         let strip = Strip::Packed(nothing.cast_const());
                         K::enter();
-                        K::tile(rows, tile, strip, nothing, from, to, ahead, Some(Chore::Pack(pack)));
+                        K::tile(rows, tile, strip, nothing, from, to, ahead, Some(Interleaved::Pack(pack)));
                         K::leave();
                         let bytes = size * size_of::<K::Packed>();
                         [got, want].map(|p| std::slice::from_raw_parts(p.cast_const().cast::<u8>(), bytes))

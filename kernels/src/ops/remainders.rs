@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Tensor};
 
-pub use crate::cpu::halves::{join_value, split_value};
+pub use crate::cpu::remainders::{join_value, split_value};
 use crate::tensor::trace;
 use crate::tensor::view::{expect_dtype, expect_elements, same_storage};
 use crate::{Error, Result, cpu, on_gpu};
@@ -26,7 +26,7 @@ pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>) -> Result<()>
         return Err(Error::shape(OP, "values share their storage with a half"));
     }
     on_gpu!(high, reduce::split(values, high, low, OP));
-    cpu::halves::split(values, high, low, OP)
+    cpu::remainders::split(values, high, low, OP)
 }
 
 /// # Errors

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// Free ranges, in offsets from the arena's beginning. No two touch.
 #[derive(Debug)]
-pub struct Holes {
+pub struct FreeList {
     /// Lengths by where they begin. The last one reaches the arena's end, unless the arena is all but full.
     by_begin: BTreeMap<usize, usize>,
     /// What lies beyond has never been lent.
@@ -19,7 +19,7 @@ pub struct Place {
     pub used: usize,
 }
 
-impl Holes {
+impl FreeList {
     pub const fn new() -> Self {
         Self { by_begin: BTreeMap::new(), lent_up_to: 0 }
     }
@@ -81,8 +81,8 @@ impl Holes {
 mod tests {
     use super::*;
 
-    fn holes(len: usize) -> Holes {
-        let mut holes = Holes::new();
+    fn free_list(len: usize) -> FreeList {
+        let mut holes = FreeList::new();
         holes.give(0, len);
         holes
     }
@@ -92,8 +92,8 @@ mod tests {
     }
 
     /// Blocks of 100, 10, 50, 10, 70, 10, of which the first, third and fifth were given back.
-    fn with_holes() -> Holes {
-        let mut holes = holes(1000);
+    fn with_holes() -> FreeList {
+        let mut holes = free_list(1000);
         let blocks = [100, 10, 50, 10, 70, 10].map(|len| (holes.take_first(len).unwrap().begin, len));
         for (begin, len) in [blocks[0], blocks[2], blocks[4]] {
             holes.give(begin, len);
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn holes_beside_each_other_become_one() {
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
-            let mut holes = holes(35);
+            let mut holes = free_list(35);
             let blocks = [10, 10, 10].map(|len| holes.take_first(len).unwrap().begin);
             order.into_iter().for_each(|i| holes.give(blocks[i], 10));
             assert_eq!(begin(holes.take_first(35)), Some(0), "{order:?}");
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_block_grows_into_the_hole_behind_it() {
-        let mut holes = holes(30);
+        let mut holes = free_list(30);
         assert_eq!(begin(holes.take_first(10)), Some(0));
         assert_eq!(holes.extend(10, 21), None);
         assert_eq!(holes.extend(10, 15), Some(Place { begin: 10, used: 0 }));
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn what_was_never_lent_is_known() {
-        let mut holes = holes(100);
+        let mut holes = free_list(100);
         assert_eq!(holes.take_first(20), Some(Place { begin: 0, used: 0 }));
         holes.give(0, 20);
         assert_eq!(holes.take_first(50), Some(Place { begin: 0, used: 20 }));

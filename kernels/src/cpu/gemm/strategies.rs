@@ -1,35 +1,35 @@
-//! What a thread does for a task: the loops over blocks of the inner dimension and what is packed for each, one function for each [`Way`].
+//! What a thread does for a task: the loops over blocks of the inner dimension and what is packed for each, one function for each [`Strategy`].
 
 use std::ops::Range;
 
-use super::ahead::{self, Coming};
-use super::beside::{self, Beside, Both, Nothing};
-use super::buffer::Own;
-use super::crew::{Crew, Part};
+use super::buffer::ThreadBuffers;
 use super::driver::{Order, Panels, Region, Strips, Sums, compute_region, pack_panels};
 use super::kernel::Kernel;
-use super::plan::{Phase, Plan, Way};
+use super::lookahead::{self, NextPanels};
+use super::overlap::{self, NoOverlap, Overlap, OverlapBoth};
+use super::plan::{Phase, Plan, Strategy};
+use super::workers::{Part, Workers};
 use crate::tensor::element::Elem;
 
-impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
+impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
     /// A part of a task, or all of it.
     ///
     /// # Safety
-    /// As [`super::crew::run`], within [`Kernel::enter`].
-    pub unsafe fn compute(&self, phase: &Phase, part: Part<K::Packed>, own: &mut Own) {
+    /// As [`super::workers::run`], within [`Kernel::enter`].
+    pub unsafe fn compute(&self, phase: &Phase, part: Part<K::Packed>, own: &mut ThreadBuffers) {
         // SAFETY: the caller's promise.
         unsafe {
             match self.plan.way {
-                Way::Shared => self.compute_packed(phase, part, own),
-                Way::Alone => self.block_by_block(part, false, own),
-                Way::Beside => self.block_by_block(part, true, own),
-                Way::Ahead { group } => self.step_by_step(phase, part, group, own),
+                Strategy::Shared => self.compute_packed(phase, part, own),
+                Strategy::Alone => self.block_by_block(part, false, own),
+                Strategy::Overlap => self.block_by_block(part, true, own),
+                Strategy::Ahead { group } => self.step_by_step(phase, part, group, own),
             }
         }
     }
 
     /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there, before the products or beside them.
-    unsafe fn block_by_block(&self, mut part: Part<K::Packed>, packs_beside: bool, own: &mut Own) {
+    unsafe fn block_by_block(&self, mut part: Part<K::Packed>, overlaps: bool, own: &mut ThreadBuffers) {
         let blocks = self.plan.blocks;
         let panels_across = part.columns.len().div_ceil(K::NR);
         // One tile's place, or a place for every tile.
@@ -38,11 +38,11 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
         let some_rows = K::blocking().mc.next_multiple_of(K::MR);
         let order = match part.packed {
             Some((order, _)) => order,
-            None if packs_beside => beside::order(part.rows.len(), part.columns.len()),
+            None if overlaps => overlap::order(part.rows.len(), part.columns.len()),
             None => Order::ByStrips,
         };
-        let [strips, panels] = if packs_beside {
-            beside::room::<E, K>(part.rows.len(), part.columns.len(), blocks.len, order)
+        let [strips, panels] = if overlaps {
+            overlap::room::<E, K>(part.rows.len(), part.columns.len(), blocks.len, order)
         } else {
             let rows = some_rows.min(part.rows.len().next_multiple_of(K::MR));
             [rows * blocks.len, panels_across * K::NR * blocks.len]
@@ -61,13 +61,13 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             let inner = blocks.range(block);
             let k = inner.len().next_multiple_of(K::KQ);
             let b = self.b.at(inner.start, part.columns.start);
-            if !packs_beside && !is_packed {
+            if !overlaps && !is_packed {
                 // SAFETY: the caller's promise.
                 unsafe { pack_panels::<E, K>(b, part.columns.len(), inner.len(), panels) };
             }
             let (begin, is_last) = (part.rows.start, block + 1 == blocks.count);
             // So many rows as are packed at once.
-            let together = if packs_beside || self.reads_rows(k) { part.rows.len() } else { some_rows };
+            let together = if overlaps || self.reads_rows(k) { part.rows.len() } else { some_rows };
             let mut first = begin;
             while first < part.rows.end {
                 let rows = first..(first + together).min(part.rows.end);
@@ -80,13 +80,13 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                     Order::ByPanels => strips,
                 };
                 let mut next = rows.end;
-                // Beside the first strip, or panel, the other operand is packed.
+                // Overlap the first strip, or panel, the other operand is packed.
                 let first_of_all = match order {
                     Order::ByStrips => rows.start,
                     Order::ByPanels => columns.start,
                 };
                 let lent = &mut own.lent;
-                let may_give = |at: usize| is_last && (!packs_beside || is_packed || at > first_of_all);
+                let may_give = |at: usize| is_last && (!overlaps || is_packed || at > first_of_all);
                 let mut keep = |left: Range<usize>| {
                     let all = match order {
                         Order::ByStrips => left.start..part.rows.end,
@@ -105,17 +105,17 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                 };
                 // SAFETY: the caller's promise.
                 unsafe {
-                    if packs_beside {
+                    if overlaps {
                         let (a, b, to) = ((a, rows.len()), (b, columns.len()), (strips, panels));
-                        let mut both = Both::new::<K>(a, b, k, to, order, is_packed);
+                        let mut both = OverlapBoth::new::<K>(a, b, k, to, order, is_packed);
                         let (strips, panels) = both.begin::<K>();
                         compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut both, &mut keep);
                     } else {
                         let following = self.a.at(rows.end, inner.start);
                         let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), strips, following.0);
                         let panels = Panels::whole(panels, K::NR * k);
-                        let beside = &mut Nothing;
-                        compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, beside, &mut keep);
+                        let packing = &mut NoOverlap;
+                        compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, packing, &mut keep);
                     }
                 }
                 first = next;
@@ -126,7 +126,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
 
     /// Where the unfinished sums of a part are: this thread's own, of which `kept` panels are kept, or none but a tile's, unless it got them with the part. Its own stay where they are then,
     /// since those of a part that it gave lie there.
-    fn sums_of(&self, part: &Part<K::Packed>, kept: usize, own: &mut Own) -> Sums {
+    fn sums_of(&self, part: &Part<K::Packed>, kept: usize, own: &mut ThreadBuffers) -> Sums {
         part.sums.unwrap_or_else(|| {
             let places = if kept == 0 { 1 } else { part.rows.len().div_ceil(K::MR) * kept };
             Sums { at: own.sums.room(places * K::MR * K::NR), panels: kept }
@@ -139,10 +139,10 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
     }
 
     /// Step by step: panels of the next step are packed while those of the present one are used.
-    unsafe fn step_by_step(&self, phase: &Phase, mut part: Part<K::Packed>, group: usize, own: &mut Own) {
+    unsafe fn step_by_step(&self, phase: &Phase, mut part: Part<K::Packed>, group: usize, own: &mut ThreadBuffers) {
         let blocks = self.plan.blocks;
         let (columns, _) = self.columns_of(phase, part.task);
-        let steps = ahead::steps(&columns, K::NR, group, blocks);
+        let steps = lookahead::steps(&columns, K::NR, group, blocks);
         let kept = if blocks.count == 1 { 0 } else { group };
         let sums = self.sums_of(&part, kept, own);
         let step_room = group * K::NR * blocks.len;
@@ -157,7 +157,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             let step = steps.get(i)?;
             let inner = blocks.range(step.block);
             let b = self.b.at(inner.start, step.columns.start);
-            Some(Coming::<E, K>::new(b, step.columns.len(), inner.len(), packed[i % 2], tiles))
+            Some(NextPanels::<E, K>::new(b, step.columns.len(), inner.len(), packed[i % 2], tiles))
         };
         if part.packed.is_none()
             && let Some(first) = coming(part.block, 1)
@@ -195,18 +195,18 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
             // SAFETY: the caller's promise.
             unsafe {
                 let strips = Strips::prepare::<K>(a, part.rows.len(), inner.len(), edge, following.0);
-                let mut nothing = Nothing;
-                let beside: &mut dyn Beside<E, K::Packed> = match &mut next {
+                let mut nothing = NoOverlap;
+                let packing: &mut dyn Overlap<E, K::Packed> = match &mut next {
                     Some(next) => next,
                     None => &mut nothing,
                 };
-                compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, beside, &mut keep);
+                compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, packing, &mut keep);
             }
         }
     }
 
     /// Of the blocks of the phase, whose panels are packed.
-    unsafe fn compute_packed(&self, phase: &Phase, mut part: Part<K::Packed>, own: &mut Own) {
+    unsafe fn compute_packed(&self, phase: &Phase, mut part: Part<K::Packed>, own: &mut ThreadBuffers) {
         let Plan { blocks, task_columns, .. } = self.plan;
         let (columns, across) = self.columns_of(phase, part.task);
         let (panels_across, panels_in_phase) = (columns.len().div_ceil(K::NR), phase.columns.len().div_ceil(K::NR));
@@ -262,7 +262,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Crew<E, C, K> {
                 unsafe {
                     let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), to, following.0);
                     let panels = Panels::whole(panels, K::NR * k);
-                    compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut Nothing, &mut keep);
+                    compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut NoOverlap, &mut keep);
                 }
             }
             part.rows.start = end;

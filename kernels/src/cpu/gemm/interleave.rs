@@ -1,16 +1,16 @@
-//! What micro-kernels of x86-64 do between their products ([`super::kernel::Chore`]): packing what comes next, or asking for it.
+//! What micro-kernels of x86-64 do between their products ([`super::kernel::Interleaved`]): packing what comes next, or asking for it.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::Mat;
+use super::avx512_common::Word;
 use super::kernel::{Next, Pack};
 use super::lanes::first;
-use super::strips::Word;
 use crate::tensor::allocator::LINE;
-use crate::tensor::simd::ask_for;
+use crate::tensor::simd::prefetch;
 
-/// How many shares of a chore before its use memory is asked for.
+/// How many shares of a interleaved before its use memory is asked for.
 const SHARES_AHEAD: usize = 2;
 
 /// What a tile does between its shares.
@@ -47,7 +47,7 @@ impl Work for Fetch {
     #[inline(always)]
     unsafe fn share(&mut self) {
         for _ in 0..self.1 {
-            self.0.lines().into_iter().for_each(ask_for);
+            self.0.lines().into_iter().for_each(prefetch);
         }
     }
 }
@@ -79,10 +79,10 @@ impl<E, W: Word<E>, const R: usize> Packer<E, W, R> {
         unsafe {
             for r in 0..W::ROWS {
                 let ahead = self.from.wrapping_add((ahead * W::ROWS + r) * self.row);
-                (0..R).step_by(line).for_each(|at| ask_for(ahead.wrapping_add(at)));
+                (0..R).step_by(line).for_each(|at| prefetch(ahead.wrapping_add(at)));
                 // Strips may begin anywhere in a line.
                 if !R.is_multiple_of(line) {
-                    ask_for(ahead.wrapping_add(R - 1));
+                    prefetch(ahead.wrapping_add(R - 1));
                 }
             }
             for (i, &mask) in self.masks.iter().enumerate().take(R.div_ceil(16)) {

@@ -1,4 +1,4 @@
-//! fp32 values in halves of 16 bits: see [`ops::halves`](crate::ops::halves).
+//! fp32 values in halves of 16 bits: see [`ops::remainders`](crate::ops::remainders).
 
 use candle_core::Tensor;
 use half::bf16;

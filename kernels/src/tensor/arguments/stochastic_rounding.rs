@@ -9,8 +9,8 @@ use crate::{Error, Result};
 ///
 /// The range is a part, from some element on, of a box of the parameter, row by row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Dither {
-    /// See [`Dither::key`].
+pub struct StochasticRounding {
+    /// See [`StochasticRounding::key`].
     pub key: u32,
     /// The number of the first element of the row in which the range begins.
     pub row: u64,
@@ -22,13 +22,13 @@ pub struct Dither {
     pub pitch: u64,
 }
 
-impl Default for Dither {
+impl Default for StochasticRounding {
     fn default() -> Self {
         Self::whole(0)
     }
 }
 
-impl Dither {
+impl StochasticRounding {
     /// Of a parameter that is not cut.
     pub fn whole(key: u32) -> Self {
         Self { key, row: 0, column: 0, width: u64::MAX, pitch: 0 }
@@ -97,7 +97,7 @@ fn mixed(mut x: u32) -> u32 {
 mod tests {
     use super::*;
 
-    fn all_words(mut dither: Dither, len: usize) -> Vec<u32> {
+    fn all_words(mut dither: StochasticRounding, len: usize) -> Vec<u32> {
         let mut words = Vec::new();
         while words.len() < len {
             let (n, some) = dither.words(len - words.len());
@@ -110,10 +110,10 @@ mod tests {
     /// A matrix of 7 × 10, whole, and columns 4 to 6 of it, from any element on.
     #[test]
     fn an_element_has_the_same_word_in_every_cut() {
-        let key = Dither::key(1, "weight", 5);
-        let whole = all_words(Dither::whole(key), 70);
+        let key = StochasticRounding::key(1, "weight", 5);
+        let whole = all_words(StochasticRounding::whole(key), 70);
         for begin in 0..21 {
-            let cut = Dither { key, row: 4, column: 0, width: 3, pitch: 10 }.skip(begin);
+            let cut = StochasticRounding { key, row: 4, column: 0, width: 3, pitch: 10 }.skip(begin);
             let want: Vec<u32> = (begin..21).map(|i| whole[i / 3 * 10 + 4 + i % 3]).collect();
             assert_eq!(all_words(cut, 21 - begin), want, "from {begin}");
         }
@@ -121,11 +121,11 @@ mod tests {
 
     #[test]
     fn words_beyond_four_billion_elements_are_others() {
-        let far = Dither::whole(7).skip(usize::MAX / 2 + 1).skip((1 << 32) - 5);
+        let far = StochasticRounding::whole(7).skip(usize::MAX / 2 + 1).skip((1 << 32) - 5);
         let words = all_words(far, 10);
-        let near = all_words(Dither::whole(7).skip((1 << 32) - 5), 10);
+        let near = all_words(StochasticRounding::whole(7).skip((1 << 32) - 5), 10);
         assert!(words.iter().zip(&near).all(|(a, b)| a != b) && words[..5] != words[5..]);
-        assert_ne!(near[5..], all_words(Dither::whole(7), 5));
+        assert_ne!(near[5..], all_words(StochasticRounding::whole(7), 5));
     }
 
     /// Mean, and products of neighbours, of steps and of the two 16-bit halves, are those of independent uniform numbers.
@@ -133,7 +133,7 @@ mod tests {
     fn words_look_random() {
         const N: usize = 1 << 16;
         let uniform = |step| -> Vec<f64> {
-            let words = all_words(Dither::whole(Dither::key(3, "w", step)), N);
+            let words = all_words(StochasticRounding::whole(StochasticRounding::key(3, "w", step)), N);
             words.iter().map(|word| f64::from(word & 0xFFFF) / 65536.0 - 0.5).collect()
         };
         let (now, next) = (uniform(1), uniform(2));

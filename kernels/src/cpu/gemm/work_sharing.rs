@@ -1,7 +1,7 @@
 //! What a thread of a product that has nothing left to do gets from those that have.
 //!
 //! Threads of a machine that does other things, too, are not equally fast, and tasks are few where each has to pack operands of its own. So who
-//! still has rows to compute gives half of them away once another thread waits. Nothing is given, or paid for, while all have tasks.
+//! still has rows to compute gives half of them away once another thread waits. NoOverlap is given, or paid for, while all have tasks.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -39,24 +39,24 @@ pub fn or_end_process(work: impl FnOnce()) {
 
 #[cfg(test)]
 thread_local! {
-    /// Parts that this thread gave away.
+    /// SplitBf16 that this thread gave away.
     pub static GIVEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
     /// Threads that seem to wait from the beginning for parts of products of this thread. What it gives to them it takes itself in the end.
     pub static SEEMING: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// Parts given away.
-pub struct Help<P> {
+/// SplitBf16 given away.
+pub struct WorkSharing<P> {
     /// Threads that wait, but for those to whom a part was given.
     waiting: AtomicUsize,
-    /// Parts that nobody has taken.
+    /// SplitBf16 that nobody has taken.
     ready: AtomicUsize,
-    /// Parts given that are not computed.
+    /// SplitBf16 given that are not computed.
     unfinished: AtomicUsize,
     parts: Mutex<Vec<P>>,
 }
 
-impl<P> Help<P> {
+impl<P> WorkSharing<P> {
     pub fn new() -> Self {
         #[cfg(test)]
         let waiting = SEEMING.get();
@@ -115,21 +115,21 @@ mod tests {
 
     #[test]
     fn nothing_is_given_while_nobody_waits() {
-        let help = Help::new();
-        assert!(!help.give(|| -> usize { panic!("a part was made for nobody") }));
-        assert_eq!(help.take(|| true), None);
+        let sharing = WorkSharing::new();
+        assert!(!sharing.give(|| -> usize { panic!("a part was made for nobody") }));
+        assert_eq!(sharing.take(|| true), None);
     }
 
     /// Threads halve ranges as long as others wait; in the end every number was counted once, and all threads came back.
     #[test]
     fn every_part_is_computed_once_before_any_thread_leaves() {
         for threads in 1..6 {
-            let help: Help<std::ops::Range<usize>> = Help::new();
+            let sharing: WorkSharing<std::ops::Range<usize>> = WorkSharing::new();
             let (done, count) = (AtomicUsize::new(0), AtomicUsize::new(0));
             let compute = |mut part: std::ops::Range<usize>| {
                 while !part.is_empty() {
                     let middle = part.start + part.len() / 2;
-                    if part.len() > 1 && help.give(|| middle..part.end) {
+                    if part.len() > 1 && sharing.give(|| middle..part.end) {
                         part.end = middle;
                     }
                     count.fetch_add(part.start, Ordering::Relaxed);
@@ -138,15 +138,15 @@ mod tests {
             };
             std::thread::scope(|scope| {
                 for thread in 0..threads {
-                    let (help, done, count, compute) = (&help, &done, &count, &compute);
+                    let (sharing, done, count, compute) = (&sharing, &done, &count, &compute);
                     scope.spawn(move || {
                         if thread == 0 {
                             compute(0..20_000);
                             done.fetch_add(1, Ordering::Release);
                         }
-                        while let Some(part) = help.take(|| done.load(Ordering::Acquire) == 1) {
+                        while let Some(part) = sharing.take(|| done.load(Ordering::Acquire) == 1) {
                             compute(part);
-                            help.finished();
+                            sharing.finished();
                         }
                         assert_eq!(count.load(Ordering::Relaxed), 19_999 * 10_000, "{threads} threads");
                     });
