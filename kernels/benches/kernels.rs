@@ -71,6 +71,8 @@ fn activations(c: &mut Criterion) -> Result<()> {
     let n = S * B * 4 * H;
     time(c, "gelu", bytes(2 * n), || activation::gelu(&x))?;
     time(c, "gelu_backward", bytes(3 * n), || activation::gelu_backward(&x, &x))?;
+    time(c, "squared_relu", bytes(2 * n), || activation::squared_relu(&x))?;
+    time(c, "squared_relu_backward", bytes(3 * n), || activation::squared_relu_backward(&x, &x))?;
     time(c, "swiglu", bytes(3 * n / 2), || activation::swiglu(&x))?;
     time(c, "swiglu_backward", bytes(5 * n / 2), || activation::swiglu_backward(&half, &x))?;
     let (x, bias) = (randn(&[S, B, H])?, randn(&[H])?);

@@ -1,4 +1,5 @@
-// GELU (Hendrycks & Gimpel 2016, tanh approximation) and SwiGLU (Shazeer 2020), forward and backward.
+// GELU (Hendrycks & Gimpel 2016, tanh approximation), ReLU, squared ReLU (So et al. 2021) and SwiGLU (Shazeer 2020), forward
+// and backward.
 //
 // Bound by memory: a thread loads 16 bytes of each operand, computes in f32, and rounds once.
 #include "device.cuh"
@@ -20,12 +21,29 @@ struct Gelu {
     }
 };
 
+// NaN stays NaN.
+struct Relu {
+    DEVICE static float value(float x) { return x < 0.0f ? 0.0f : x; }
+    DEVICE static float gradient(float dy, float x) { return x <= 0.0f ? 0.0f : dy; }
+};
+
+struct SquaredRelu {
+    DEVICE static float value(float x) {
+        x = Relu::value(x);
+        return x * x;
+    }
+    DEVICE static float gradient(float dy, float x) {
+        x = Relu::value(x);
+        return dy * (x + x);
+    }
+};
+
 // A thread has this many vectors of each operand in flight.
 constexpr int UNROLL = 2;
 
 // y may be x.
-template <class T>
-DEVICE void gelu(const T *x, T *y, uint64_t n) {
+template <class Activation, class T>
+DEVICE void forward(const T *x, T *y, uint64_t n) {
     constexpr int V = VECTOR<T>;
     const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x) * V;
     const uint64_t step = static_cast<uint64_t>(blockDim.x) * V;
@@ -35,16 +53,16 @@ DEVICE void gelu(const T *x, T *y, uint64_t n) {
         for (int u = 0; u < UNROLL; u++) in[u] = load_own(x + first + u * step);
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
-            store_vector(y + first + u * step, Vector<T>::of([&](int i) { return Gelu::value(in[u][i]); }));
+            store_vector(y + first + u * step, Vector<T>::of([&](int i) { return Activation::value(in[u][i]); }));
         return;
     }
     for (int u = 0; u < UNROLL; u++)
-        for (uint64_t i = first + u * step; i < first + u * step + V && i < n; i++) y[i] = from_float<T>(Gelu::value(to_float(x[i])));
+        for (uint64_t i = first + u * step; i < first + u * step + V && i < n; i++) y[i] = from_float<T>(Activation::value(to_float(x[i])));
 }
 
 // dx may be dy.
-template <class T>
-DEVICE void gelu_backward(const T *dy, const T *x, T *dx, uint64_t n) {
+template <class Activation, class T>
+DEVICE void backward(const T *dy, const T *x, T *dx, uint64_t n) {
     constexpr int V = VECTOR<T>;
     const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x) * V;
     const uint64_t step = static_cast<uint64_t>(blockDim.x) * V;
@@ -57,12 +75,12 @@ DEVICE void gelu_backward(const T *dy, const T *x, T *dx, uint64_t n) {
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
-            store_vector(dx + first + u * step, Vector<T>::of([&](int i) { return Gelu::gradient(up[u][i], in[u][i]); }));
+            store_vector(dx + first + u * step, Vector<T>::of([&](int i) { return Activation::gradient(up[u][i], in[u][i]); }));
         return;
     }
     for (int u = 0; u < UNROLL; u++)
         for (uint64_t i = first + u * step; i < first + u * step + V && i < n; i++)
-            dx[i] = from_float<T>(Gelu::gradient(to_float(dy[i]), to_float(x[i])));
+            dx[i] = from_float<T>(Activation::gradient(to_float(dy[i]), to_float(x[i])));
 }
 
 struct Swiglu {
@@ -108,9 +126,14 @@ DEVICE void swiglu_backward(const T *dy, const T *x, T *dx, uint64_t f) {
     }
 }
 
+#define OF(Activation, name, T, suffix)                                                                                 \
+    KERNEL(name##_##suffix, const T *x, T *y, uint64_t n) { forward<Activation>(x, y, n); }                             \
+    KERNEL(name##_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t n) { backward<Activation>(dy, x, dx, n); }
+
 #define KERNELS(T, suffix)                                                                                              \
-    KERNEL(gelu_##suffix, const T *x, T *y, uint64_t n) { gelu(x, y, n); }                                              \
-    KERNEL(gelu_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t n) { gelu_backward(dy, x, dx, n); }         \
+    OF(Gelu, gelu, T, suffix)                                                                                           \
+    OF(Relu, relu, T, suffix)                                                                                           \
+    OF(SquaredRelu, squared_relu, T, suffix)                                                                            \
     KERNEL(swiglu_##suffix, const T *x, T *y, uint64_t f) { swiglu(x, y, f); }                                          \
     KERNEL(swiglu_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t f) { swiglu_backward(dy, x, dx, f); }
 FOR_DTYPES(KERNELS)

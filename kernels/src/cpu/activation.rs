@@ -1,4 +1,4 @@
-//! GELU and SwiGLU, and their gradients, elementwise.
+//! Activations and their gradients, elementwise: an [`Activation`] each; and SwiGLU.
 
 use candle_core::Tensor;
 
@@ -48,50 +48,113 @@ fn gelu_gradient<T: Float>(dy: T, x: T, square: T, s: T) -> T {
     dy * s * slope.fused(T::ONE - s, T::ONE)
 }
 
-pub fn gelu<E: Elem>(x: &Tensor, op: &'static str) -> Result<Tensor> {
+/// An elementwise activation, in the type that elements are computed in.
+pub trait Activation {
+    fn value<T: Float>(x: T) -> T;
+    /// The gradient of `x`, of that of the value.
+    fn gradient<T: Float>(dy: T, x: T) -> T;
+    /// Both, with the bits that each has by itself.
+    #[inline(always)]
+    fn gradient_and_value<T: Float>(dy: T, x: T) -> [T; 2] {
+        [Self::gradient(dy, x), Self::value(x)]
+    }
+}
+
+/// Its tanh approximation (Hendrycks & Gimpel 2016).
+pub struct Gelu;
+
+impl Activation for Gelu {
+    #[inline(always)]
+    fn value<T: Float>(x: T) -> T {
+        x * gelu_sigmoid(x, x * x)
+    }
+
+    #[inline(always)]
+    fn gradient<T: Float>(dy: T, x: T) -> T {
+        let square = gelu_square(x);
+        gelu_gradient(dy, x, square, gelu_sigmoid(x, square))
+    }
+
+    #[inline(always)]
+    fn gradient_and_value<T: Float>(dy: T, x: T) -> [T; 2] {
+        let square = gelu_square(x);
+        let s = gelu_sigmoid(x, square);
+        [gelu_gradient(dy, x, square, s), x * s]
+    }
+}
+
+/// max(x, 0); of NaN, NaN.
+pub struct Relu;
+
+impl Activation for Relu {
+    #[inline(always)]
+    fn value<T: Float>(x: T) -> T {
+        if x < T::ZERO { T::ZERO } else { x }
+    }
+
+    #[inline(always)]
+    fn gradient<T: Float>(dy: T, x: T) -> T {
+        if x <= T::ZERO { T::ZERO } else { dy }
+    }
+}
+
+/// max(x, 0)² (So et al. 2021, Primer).
+pub struct SquaredRelu;
+
+impl Activation for SquaredRelu {
+    #[inline(always)]
+    fn value<T: Float>(x: T) -> T {
+        let x = Relu::value(x);
+        x * x
+    }
+
+    #[inline(always)]
+    fn gradient<T: Float>(dy: T, x: T) -> T {
+        let x = Relu::value(x);
+        dy * (x + x)
+    }
+}
+
+/// `A` of every element.
+pub fn forward<E: Elem, A: Activation>(x: &Tensor, op: &'static str) -> Result<Tensor> {
     let xs = View::<E>::new(x, op, "x")?;
     let xs: &[E] = &xs;
-    output::for_products(x.dims(), parallel::GRAIN, x, |start, y| gelu_line(&xs[start..], y))
+    output::for_products(x.dims(), parallel::GRAIN, x, |start, y| {
+        vectorize(
+            #[inline(always)]
+            || {
+                y.each(
+                    [&xs[start..]],
+                    [],
+                    #[inline(always)]
+                    |[x], []| A::value(x),
+                )
+            },
+        )
+    })
 }
 
-fn gelu_line<'a, E: Elem>(x: &[E], y: Uninit<'a, E>) -> &'a mut [E] {
-    vectorize(
-        #[inline(always)]
-        || {
-            y.each(
-                [x],
-                [],
-                #[inline(always)]
-                |[x], []| x * gelu_sigmoid(x, x * x),
-            )
-        },
-    )
-}
-
-pub fn gelu_backward<E: Elem>(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor> {
+/// The gradient of `x` of [`forward`].
+pub fn backward<E: Elem, A: Activation>(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor> {
     let (xs, dys) = (View::<E>::new(x, op, "x")?, View::<E>::new(dy, op, "dy")?);
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
-    output::for_products(x.dims(), parallel::GRAIN, x, |start, dx| gelu_backward_line(&xs[start..], &dys[start..], dx))
+    output::for_products(x.dims(), parallel::GRAIN, x, |start, dx| {
+        vectorize(
+            #[inline(always)]
+            || {
+                dx.each(
+                    [&xs[start..], &dys[start..]],
+                    [],
+                    #[inline(always)]
+                    |[x, dy], []| A::gradient(dy, x),
+                )
+            },
+        )
+    })
 }
 
-fn gelu_backward_line<'a, E: Elem>(x: &[E], dy: &[E], dx: Uninit<'a, E>) -> &'a mut [E] {
-    vectorize(
-        #[inline(always)]
-        || {
-            dx.each(
-                [x, dy],
-                [],
-                #[inline(always)]
-                |[x, dy], []| {
-                    let square = gelu_square(x);
-                    gelu_gradient(dy, x, square, gelu_sigmoid(x, square))
-                },
-            )
-        },
-    )
-}
-
-pub fn gelu_backward_recompute<E: Elem>(
+/// The gradient of `x` of [`forward`], and what that returned. `width` is that of the rows.
+pub fn backward_recompute<E: Elem, A: Activation>(
     dy: &Tensor,
     x: &Tensor,
     width: usize,
@@ -101,26 +164,19 @@ pub fn gelu_backward_recompute<E: Elem>(
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
     output::rows_for_products(&x.dims()[..x.rank() - 1], width, x, |row, results| {
         let row = row * width..(row + 1) * width;
-        gelu_backward_recompute_line(&xs[row.clone()], &dys[row], results)
+        let operands = [&xs[row.clone()], &dys[row]];
+        vectorize(
+            #[inline(always)]
+            || {
+                Uninit::all(
+                    results,
+                    operands,
+                    #[inline(always)]
+                    |[x, dy]| A::gradient_and_value(dy, x),
+                )
+            },
+        )
     })
-}
-
-fn gelu_backward_recompute_line<'a, E: Elem>(x: &[E], dy: &[E], results: [Uninit<'a, E>; 2]) -> [&'a mut [E]; 2] {
-    vectorize(
-        #[inline(always)]
-        || {
-            Uninit::all(
-                results,
-                [x, dy],
-                #[inline(always)]
-                |[x, dy]| {
-                    let square = gelu_square(x);
-                    let s = gelu_sigmoid(x, square);
-                    [gelu_gradient(dy, x, square, s), x * s]
-                },
-            )
-        },
-    )
 }
 
 pub fn swiglu<E: Elem>(x: &Tensor, f: usize, op: &'static str) -> Result<Tensor> {

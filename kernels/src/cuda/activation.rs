@@ -1,4 +1,4 @@
-//! GELU and SwiGLU on a GPU: `cuda/activation.cu`.
+//! Activations on a GPU: `cuda/activation.cu`.
 
 use candle_core::{DType, Tensor};
 
@@ -17,17 +17,19 @@ fn vector(dtype: DType) -> usize {
     16 / dtype.size_in_bytes().max(1)
 }
 
-pub fn gelu(x: &Tensor, op: &'static str) -> Result<Tensor> {
+/// The activation that kernels call `name`.
+pub fn forward(name: &str, x: &Tensor, op: &'static str) -> Result<Tensor> {
     let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
     let xs = gpu.input(x, dtype, op, "x")?;
     let (y, ys) = gpu.output(x.dims(), dtype, op)?;
-    launch_gelu(&gpu, xs, ys, x.elem_count(), dtype, op)?;
+    launch(&gpu, name, xs, ys, x.elem_count(), dtype, op)?;
     Ok(y)
 }
 
 /// Writes `n` elements at `y`, which may be `x`.
-pub fn launch_gelu(
+pub fn launch(
     gpu: &Gpu,
+    name: &str,
     x: DevicePointer,
     y: DevicePointer,
     n: usize,
@@ -35,34 +37,36 @@ pub fn launch_gelu(
     op: &'static str,
 ) -> Result<()> {
     let grid = [blocks(op, n, THREADS as usize * vector(dtype) * UNROLL)?, 1, 1];
-    gpu.launch(FILE, &format!("gelu_{}", suffix(dtype, op)?), grid, THREADS, 0, |args| {
+    gpu.launch(FILE, &format!("{name}_{}", suffix(dtype, op)?), grid, THREADS, 0, |args| {
         args.ptr(x).ptr(y).count(n);
     })
 }
 
-pub fn gelu_backward(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor> {
+/// The gradient of `x` of [`forward`].
+pub fn backward(name: &str, dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor> {
     let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
     let (dys, xs) = (gpu.input(dy, dtype, op, "dy")?, gpu.input(x, dtype, op, "x")?);
     let (dx, dxs) = gpu.output(x.dims(), dtype, op)?;
-    launch_gelu_backward(&gpu, [dys, xs, dxs], x.elem_count(), dtype, op)?;
+    launch_backward(&gpu, name, [dys, xs, dxs], x.elem_count(), dtype, op)?;
     Ok(dx)
 }
 
 /// A kernel each: neither is bound by arithmetic.
-pub fn gelu_backward_recompute(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<[Tensor; 2]> {
-    Ok([gelu_backward(dy, x, op)?, gelu(x, op)?])
+pub fn backward_recompute(name: &str, dy: &Tensor, x: &Tensor, op: &'static str) -> Result<[Tensor; 2]> {
+    Ok([backward(name, dy, x, op)?, forward(name, x, op)?])
 }
 
 /// Writes `n` elements at `dx`, which may be `dy`.
-pub fn launch_gelu_backward(
+pub fn launch_backward(
     gpu: &Gpu,
+    name: &str,
     [dy, x, dx]: [DevicePointer; 3],
     n: usize,
     dtype: DType,
     op: &'static str,
 ) -> Result<()> {
     let grid = [blocks(op, n, THREADS as usize * vector(dtype) * UNROLL)?, 1, 1];
-    gpu.launch(FILE, &format!("gelu_backward_{}", suffix(dtype, op)?), grid, THREADS, 0, |args| {
+    gpu.launch(FILE, &format!("{name}_backward_{}", suffix(dtype, op)?), grid, THREADS, 0, |args| {
         args.ptr(dy).ptr(x).ptr(dx).count(n);
     })
 }
@@ -95,7 +99,7 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> R
     Ok(dx)
 }
 
-/// As [`gelu_backward_recompute`].
+/// As [`backward_recompute`].
 pub fn swiglu_backward_recompute(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<[Tensor; 2]> {
     Ok([swiglu_backward(dy, x, f, op)?, swiglu(x, f, op)?])
 }

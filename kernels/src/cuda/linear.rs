@@ -161,7 +161,7 @@ pub fn forward_gelu(
     let biases = bias.map(|bias| gpu.input(bias, dtype, op, "bias")).transpose()?;
     let (hidden, before) = gpu.output(with_last(x, n), dtype, op)?;
     let (y, ys) = gpu.output(with_last(x, n), dtype, op)?;
-    let gelu = || activation::launch_gelu(&gpu, before, ys, rows * n, dtype, op);
+    let gelu = || activation::launch(&gpu, "gelu", before, ys, rows * n, dtype, op);
     let operands: Vec<DevicePointer> = [before, ys].into_iter().chain(biases).collect();
     if takes_gelu(dtype, n, &operands) {
         let epilogue = biases.map_or(Epilogue::None, Epilogue::Bias);
@@ -191,7 +191,7 @@ pub fn dgrad_gelu(
     let before = gpu.input(hidden, dtype, op, "hidden")?;
     let (dx, dxs) = gpu.output(with_last(dy, k), dtype, op)?;
     // In place: each element is read by the thread that writes it.
-    let gelu = || activation::launch_gelu_backward(&gpu, [dxs, before, dxs], rows * k, dtype, op);
+    let gelu = || activation::launch_backward(&gpu, "gelu", [dxs, before, dxs], rows * k, dtype, op);
     if takes_gelu(dtype, k, &[before, dxs]) {
         let apart = times_weight([dys, ws, dxs], [rows, k, n], dtype);
         let fused = Product { epilogue: Epilogue::GeluBackward { before }, ..apart };

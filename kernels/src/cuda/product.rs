@@ -463,10 +463,10 @@ unsafe fn point(
     // SAFETY: both attributes are pointers.
     unsafe {
         if let Some(bias) = epilogue.bias() {
-            set(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.0)?;
+            set(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address())?;
         }
         if let Some(before) = epilogue.before() {
-            set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &before.0)?;
+            set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &before.address())?;
         }
     }
     Ok(())

@@ -1,8 +1,9 @@
-//! GELU and SwiGLU.
+//! GELU, ReLU, squared ReLU and SwiGLU.
 
 use crate::support::{Input, check};
 use kernels::ops::activation::{
-    gelu, gelu_backward, gelu_backward_recompute, swiglu, swiglu_backward, swiglu_backward_recompute,
+    gelu, gelu_backward, gelu_backward_recompute, relu, relu_backward, relu_backward_recompute, squared_relu,
+    squared_relu_backward, squared_relu_backward_recompute, swiglu, swiglu_backward, swiglu_backward_recompute,
 };
 
 #[test]
@@ -13,6 +14,20 @@ fn gelu_and_its_gradient() {
         let operands = [dy, x];
         check("gelu_backward", &operands, |t| Ok(vec![gelu_backward(&t[0], &t[1])?]));
         check("gelu_backward_recompute", &operands, |t| Ok(gelu_backward_recompute(&t[0], &t[1])?.to_vec()));
+    }
+}
+
+#[test]
+fn relu_and_squared_relu_and_their_gradients() {
+    for shape in [vec![1], vec![2, 3, 688], vec![5, 1, 1023]] {
+        let (x, dy) = (Input::data("x", &shape), Input::data("dy", &shape));
+        check("relu", std::slice::from_ref(&x), |t| Ok(vec![relu(&t[0])?]));
+        check("squared_relu", std::slice::from_ref(&x), |t| Ok(vec![squared_relu(&t[0])?]));
+        let operands = [dy, x];
+        check("relu_backward", &operands, |t| Ok(vec![relu_backward(&t[0], &t[1])?]));
+        check("squared_relu_backward", &operands, |t| Ok(vec![squared_relu_backward(&t[0], &t[1])?]));
+        check("relu, recomputed", &operands, |t| Ok(relu_backward_recompute(&t[0], &t[1])?.to_vec()));
+        check("squared_relu, recomputed", &operands, |t| Ok(squared_relu_backward_recompute(&t[0], &t[1])?.to_vec()));
     }
 }
 

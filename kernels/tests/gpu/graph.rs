@@ -5,7 +5,8 @@ use kernels::Error;
 use kernels::ops::activation::gelu;
 use kernels::ops::embedding::embedding;
 use kernels::ops::reduce::{add_inplace, copy, scale_inplace};
-use kernels::tensor::device::{Choice, constant, to_host, upload};
+use kernels::tensor::constants::constant;
+use kernels::tensor::device::{Choice, to_host, upload};
 use kernels::tensor::graph::record;
 
 fn gpu() -> Device {

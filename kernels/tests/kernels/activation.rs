@@ -1,10 +1,45 @@
-//! GELU and SwiGLU against candle's.
+//! Activations against candle's.
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu};
 use candle_core::{DType, Tensor};
+use kernels::Result;
 use kernels::ops::activation::{
-    gelu, gelu_backward, gelu_backward_recompute, swiglu, swiglu_backward, swiglu_backward_recompute,
+    gelu, gelu_backward, gelu_backward_recompute, relu, relu_backward, relu_backward_recompute, squared_relu,
+    squared_relu_backward, squared_relu_backward_recompute, swiglu, swiglu_backward, swiglu_backward_recompute,
 };
+
+/// Forward, backward, backward with the forward's result, and candle's.
+struct Case {
+    name: &'static str,
+    forward: fn(&Tensor) -> Result<Tensor>,
+    backward: fn(&Tensor, &Tensor) -> Result<Tensor>,
+    recompute: fn(&Tensor, &Tensor) -> Result<[Tensor; 2]>,
+    candle: fn(&Tensor) -> Tensor,
+}
+
+const ELEMENTWISE: [Case; 3] = [
+    Case {
+        name: "gelu",
+        forward: gelu,
+        backward: gelu_backward,
+        recompute: gelu_backward_recompute,
+        candle: tanh_gelu,
+    },
+    Case {
+        name: "relu",
+        forward: relu,
+        backward: relu_backward,
+        recompute: relu_backward_recompute,
+        candle: |x| x.relu().unwrap(),
+    },
+    Case {
+        name: "squared_relu",
+        forward: squared_relu,
+        backward: squared_relu_backward,
+        recompute: squared_relu_backward_recompute,
+        candle: |x| x.relu().unwrap().sqr().unwrap(),
+    },
+];
 
 /// The last one's rows would crowd a cache, so those of results lie apart.
 const SHAPES: [[usize; 3]; 4] = [[1, 1, 2], [7, 3, 34], [40, 2, 1000], [9, 2, 4096]];
@@ -14,14 +49,16 @@ fn wide(name: &str, shape: &[usize]) -> Tensor {
 }
 
 #[test]
-fn gelu_and_its_gradient_agree_with_autograd() {
+fn activations_and_their_gradients_agree_with_autograd() {
     for shape in SHAPES {
         let (x, dy) = (wide("x", &shape), randn("dy", &shape));
-        let (y, grads) = oracle(&[&x], &dy, |t| tanh_gelu(&t[0]));
-        for (dtype, tolerance) in DTYPES {
-            let (x, dy) = (cast(&x, dtype), cast(&dy, dtype));
-            assert_close("y", &gelu(&x).unwrap(), &y, tolerance);
-            assert_close("dx", &gelu_backward(&dy, &x).unwrap(), &grads[0], tolerance);
+        for Case { name, forward, backward, candle, .. } in ELEMENTWISE {
+            let (y, grads) = oracle(&[&x], &dy, |t| candle(&t[0]));
+            for (dtype, tolerance) in DTYPES {
+                let (x, dy) = (cast(&x, dtype), cast(&dy, dtype));
+                assert_close(name, &forward(&x).unwrap(), &y, tolerance);
+                assert_close(name, &backward(&dy, &x).unwrap(), &grads[0], tolerance);
+            }
         }
     }
 }
@@ -50,14 +87,15 @@ fn what_backward_makes_again_has_the_bits_that_forward_had() {
         for (dtype, _) in DTYPES {
             let [x, dy] = [wide("x", &shape), randn("dy", &shape)].map(|t| cast(&t, dtype));
             let half = cast(&randn("half", &narrow), dtype);
-            let pairs = [
-                (gelu_backward_recompute(&dy, &x).unwrap(), [gelu_backward(&dy, &x).unwrap(), gelu(&x).unwrap()]),
-                (
-                    swiglu_backward_recompute(&half, &x).unwrap(),
-                    [swiglu_backward(&half, &x).unwrap(), swiglu(&x).unwrap()],
-                ),
-            ];
-            for (again, [dx, y]) in pairs {
+            let elementwise = ELEMENTWISE.map(|of| {
+                let apart = [(of.backward)(&dy, &x).unwrap(), (of.forward)(&x).unwrap()];
+                ((of.recompute)(&dy, &x).unwrap(), apart)
+            });
+            let swiglu = (
+                swiglu_backward_recompute(&half, &x).unwrap(),
+                [swiglu_backward(&half, &x).unwrap(), swiglu(&x).unwrap()],
+            );
+            for (again, [dx, y]) in elementwise.into_iter().chain([swiglu]) {
                 assert_eq!([bits(&again[0]), bits(&again[1])], [bits(&dx), bits(&y)], "{dtype:?} {shape:?}");
             }
         }
@@ -118,9 +156,23 @@ fn activations_of_nan_are_nan() {
             gelu_backward(&one, &x).unwrap(),
             swiglu(&x).unwrap(),
             swiglu_backward(&one_of_two, &x).unwrap(),
+            relu(&x).unwrap(),
+            squared_relu(&x).unwrap(),
+            squared_relu_backward(&one, &x).unwrap(),
         ];
         assert!(results.iter().all(|y| crate::common::values(y).iter().all(|v| v.is_nan())), "{:x}", nan.to_bits());
     }
+}
+
+#[test]
+fn relu_is_nothing_at_zero_and_below() {
+    let x = Tensor::new(&[-2f32, -0.0, 0.0, 3.0], &candle_core::Device::Cpu).unwrap();
+    let dy = Tensor::new(&[5f32, 5.0, 5.0, 5.0], x.device()).unwrap();
+    let numbers = |t: Result<Tensor>| t.unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!(numbers(relu(&x)), [0.0, 0.0, 0.0, 3.0]);
+    assert_eq!(numbers(relu_backward(&dy, &x)), [0.0, 0.0, 0.0, 5.0]);
+    assert_eq!(numbers(squared_relu(&x)), [0.0, 0.0, 0.0, 9.0]);
+    assert_eq!(numbers(squared_relu_backward(&dy, &x)), [0.0, 0.0, 0.0, 30.0]);
 }
 
 #[test]
@@ -134,6 +186,8 @@ fn results_do_not_depend_on_the_number_of_threads() {
                 gelu_backward(&x, &x).unwrap(),
                 swiglu(&x).unwrap(),
                 swiglu_backward(&dy, &x).unwrap(),
+                squared_relu(&x).unwrap(),
+                squared_relu_backward(&x, &x).unwrap(),
             ];
             let again = [gelu_backward_recompute(&x, &x).unwrap(), swiglu_backward_recompute(&dy, &x).unwrap()];
             all.into_iter().chain(again.into_iter().flatten()).collect()
