@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::fault;
 use crate::inference::continuation::{continued, cut_short};
 use crate::inference::ends::ends;
+use crate::inference::tokenizer_of;
 use crate::launch::{self, MAX_RESTARTS, OWN_RANKS};
 use crate::ranks::{self, Joined};
 use crate::report::{self, count};
@@ -148,6 +149,18 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     {
         run.data.tokenizer = Some(folder.join(TOKENIZER_FILE).to_string_lossy().into_owned());
     }
+    if run.data.tokenizer.is_none()
+        && let Some(path) = checkpoint::to_load(&run.checkpoint)?
+        && let (Some(name), trained) = tokenizer_of(&path)?
+    {
+        resolved.notes.push(format!(
+            "note: no --tokenizer is given: {name} is taken, which the checkpoint in {} goes with",
+            path.display()
+        ));
+        run.data.tokenizer_options.no_special_tokens |= trained.no_special_tokens;
+        run.data.tokenizer_options.split_special_tokens |= trained.split_special_tokens;
+        run.data.tokenizer = Some(name);
+    }
     let requested = SampleCounts { train: train::samples_to_read(run)?, ..SampleCounts::of(run) };
     let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested);
     let datasets = datasets.map_err(|error| explain_missing(error, resolved.data_of.as_deref()))?;
@@ -206,8 +219,10 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     if place.rank == 0 && started_elsewhere {
         resolved.notes.iter().for_each(|line| reporter.message(line));
     }
-    if place.world_size == 1 && started_elsewhere {
-        datasets.description.iter().for_each(|line| reporter.message(line));
+    if place.rank == 0 && started_elsewhere {
+        let lines = datasets.description.iter();
+        let told = lines.filter(|line| place.world_size == 1 || line.starts_with("note: "));
+        told.for_each(|line| reporter.message(line));
     }
     if let Some(note) = not_started_again(resolved.distributed.max_restarts, place.rank) {
         reporter.message(&note);

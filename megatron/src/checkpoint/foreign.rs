@@ -103,6 +103,9 @@ impl Found {
     }
 }
 
+/// Endings of files, which no model's name on the hub has.
+const FILE_ENDINGS: [&str; 8] = ["json", "txt", "toml", "model", "tiktoken", "bin", "safetensors", "gguf"];
+
 /// Whether a path reads as a model's name on the hub: `gpt2`, `Qwen/Qwen2-0.5B`.
 pub fn could_be_of_the_hub(path: &Path) -> bool {
     let is_name = |part: Component| match part {
@@ -111,7 +114,8 @@ pub fn could_be_of_the_hub(path: &Path) -> bool {
             .is_some_and(|part| part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))),
         _ => false,
     };
-    (1..=2).contains(&path.components().count()) && path.components().all(is_name)
+    let is_file = path.extension().is_some_and(|ending| FILE_ENDINGS.iter().any(|known| ending == *known));
+    !is_file && (1..=2).contains(&path.components().count()) && path.components().all(is_name)
 }
 
 #[cfg(test)]
@@ -154,9 +158,14 @@ mod tests {
             assert_eq!(folder(name, files), found, "{files:?}");
         }
         assert_eq!(Found::at(&dir.path().join("k/notes.txt")), Some(Found::File));
-        for (path, is_name) in
-            [("gpt2", true), ("Qwen/Qwen2-0.5B", true), ("/a/b", false), ("a/b/c", false), ("../a", false)]
-        {
+        for (path, is_name) in [
+            ("gpt2", true),
+            ("Qwen/Qwen2-0.5B", true),
+            ("/a/b", false),
+            ("a/b/c", false),
+            ("../a", false),
+            ("a.json", false),
+        ] {
             assert_eq!(could_be_of_the_hub(Path::new(path)), is_name, "{path}");
         }
         assert!(Found::Missing.advice(Path::new("gpt2")).contains("`hf download gpt2 --local-dir DIR`"));

@@ -3,7 +3,7 @@
 //! Source of what comes before what: transformers 5, `tokenization_utils_base.py`,
 //! `_from_pretrained`, and `TokenizersBackend.__init__`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -25,11 +25,27 @@ const NAMED: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "p
 /// Lists of others; the first is the older name.
 const MORE: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 
+/// A setting of a class of transformers, and where `tokenizer.json` has it: the part of the
+/// pipeline, and its key there.
+type Twice = (&'static str, &'static str, &'static str);
+/// Source: transformers 4, `__init__` of `PreTrainedTokenizerFast` and `BertTokenizerFast`, which
+/// take the setting, as do some classes of 5.
+const SAID_TWICE: [Twice; 4] = [
+    ("add_prefix_space", "pre_tokenizer", "add_prefix_space"),
+    ("do_lower_case", "normalizer", "lowercase"),
+    ("strip_accents", "normalizer", "strip_accents"),
+    ("tokenize_chinese_chars", "normalizer", "handle_chinese_chars"),
+];
+
 /// What the files beside a tokenizer say.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
     /// What ends a document.
     pub eos: Option<String>,
+    /// Special tokens spelled out in a text are text.
+    pub literal: bool,
+    /// What it says of texts that `tokenizer.json` says, too.
+    said_twice: Vec<(&'static Twice, bool)>,
     /// Tokens of texts, in the order of the ids they are said to have.
     added: BTreeMap<u64, AddedToken>,
     /// Where those are written.
@@ -61,6 +77,9 @@ impl Beside {
         let more = MORE.iter().filter_map(|key| config.get(*key)?.as_array()).flatten();
         found.special = named.chain(more).filter_map(|value| token(value, true)).collect();
         found.eos = config.get("eos_token").and_then(|value| token(value, true)).map(|token| token.content);
+        found.literal = config.get("split_special_tokens").is_some_and(|value| value == true);
+        let said = |twice: &'static Twice| Some((twice, config.get(twice.0)?.as_bool()?));
+        found.said_twice = SAID_TWICE.iter().filter_map(said).collect();
         let unusable = |path: &Path, what: &str| {
             Error::data(path, format!("{what} is no token with its id; copy the file again, or remove it"))
         };
@@ -88,7 +107,7 @@ impl Beside {
     /// here; what it was given.
     ///
     /// A token with a meaning that no file gives an id gets none: transformers would put it behind
-    /// the vocabulary, where a model has no embedding for it.
+    /// the vocabulary, where a model has no embedding for it. [`Self::notes`] tell of it.
     ///
     /// # Errors
     /// `Error::Data` where a token would have another id than is written.
@@ -127,6 +146,44 @@ impl Beside {
         given.retain(|(id, token)| before.get(id) != Some(token));
         Ok(given)
     }
+
+    /// What is not as these files say, of `tokenizer` that was completed and its file at `path`,
+    /// which is `json`.
+    pub fn notes(&self, path: &Path, json: &Value, tokenizer: &Tokenizer) -> Vec<String> {
+        let mut notes = Vec::new();
+        let special = self.special.iter().map(|token| &token.content);
+        let absent: BTreeSet<_> = special.filter(|token| tokenizer.token_to_id(token).is_none()).collect();
+        if !absent.is_empty() {
+            let absent: Vec<String> = absent.into_iter().map(|token| format!("{token:?}")).collect();
+            notes.push(format!(
+                "note: {} has not the special tokens {} that are named beside it; they are left out, where transformers adds \
+                 them behind the vocabulary (its save_pretrained writes a tokenizer.json with them)",
+                path.display(),
+                absent.join(", ")
+            ));
+        }
+        for ((setting, part, key), said) in &self.said_twice {
+            if let Some(other) = step_says(&json[*part], key).filter(|other| other != said) {
+                notes.push(format!(
+                    "note: {} says {setting} {said} and {} says {other}, which is taken; some classes of transformers take the first",
+                    path.with_file_name(CONFIG_FILE).display(),
+                    path.display()
+                ));
+            }
+        }
+        notes
+    }
+}
+
+/// What a step of a part of a `tokenizer.json` says under `key`, if one does.
+fn step_says(part: &Value, key: &str) -> Option<bool> {
+    let steps = ["pretokenizers", "normalizers"].into_iter().find_map(|steps| part[steps].as_array());
+    let mut steps = steps.map_or(std::slice::from_ref(part), Vec::as_slice).iter();
+    steps.find_map(|step| match step.get(key)? {
+        // Accents go with upper case, unless it is said.
+        Value::Null => step.get("lowercase")?.as_bool(),
+        value => value.as_bool(),
+    })
 }
 
 /// The JSON object in a file; empty where there is no file.

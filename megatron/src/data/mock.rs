@@ -41,13 +41,14 @@ pub(super) fn prepare(cfg: &DataConfig, vocab_size: Option<usize>) -> Result<Pre
     })?;
     let eod = end_of_documents(tokenizer.as_ref(), vocab_size);
     let dataset = Arc::new(dataset(vocab_size, eod, &cfg.cache_dir)?);
-    let description = vec![format!(
+    let mut description = vec![format!(
         "made-up data: {} documents, {} tokens of a vocabulary of {vocab_size}",
         dataset.num_documents(),
         dataset.num_tokens()
     )];
-    let datasets = vec![dataset];
-    Ok(Prepared { fingerprint: fingerprint(&datasets, None)?, tokenizer, datasets, weights: None, description })
+    description.extend(tokenizer.iter().flat_map(Tokenizer::notes).cloned());
+    let (datasets, names) = (vec![dataset], vec!["--mock-data".into()]);
+    Ok(Prepared { fingerprint: fingerprint(&datasets, None)?, tokenizer, datasets, names, weights: None, description })
 }
 
 /// The token that ends made-up documents.

@@ -85,6 +85,8 @@ pub struct Datasets {
 pub struct Prepared {
     pub tokenizer: Option<Tokenizer>,
     pub datasets: Vec<Arc<IndexedDataset>>,
+    /// What the user calls each of them, or a part of it.
+    pub names: Vec<PathBuf>,
     /// The datasets' shares of the samples, if the data path gave any.
     pub weights: Option<Vec<f64>>,
     pub fingerprint: String,
@@ -147,9 +149,17 @@ pub fn open(
     let valid = held_out(VALID, split[1], requested.valid)?;
     let test = held_out(TEST, split[2], requested.test)?;
     let count = |source: &Option<Arc<dyn SampleSource>>| source.as_ref().map_or(0, |source| source.num_samples());
+    let lacks = |share: f64, source: &Option<_>| share > 0.0 && source.is_none() && prepared.weights.is_none();
+    let (no_valid, no_test) = (lacks(split[1], &valid), lacks(split[2], &test));
+    // Test data alone are hardly missed.
+    let why = if no_test && !no_valid { format!(" {}", opener.dealt()) } else { String::new() };
+    if no_valid {
+        let dealt = opener.dealt();
+        notes.push(format!("note: too little for a sample of validation data: --split {} {dealt}", cfg.split));
+    }
     let mut description = prepared.description;
     description.push(format!(
-        "samples of {seq_length} tokens: {} to train, {} to validate, {} to test (split {})",
+        "samples of {seq_length} tokens: {} to train, {} to validate, {} to test (split {}{why})",
         train.num_samples(),
         count(&valid),
         count(&test),
@@ -161,11 +171,16 @@ pub fn open(
 }
 
 /// Opens one part of the split, `train`, `valid` or `test`, of which every sample is read once, in order; the others may be empty. As [`open`]
-/// otherwise.
+/// otherwise. With what a user may not expect of the tokenizer.
 ///
 /// # Errors
 /// Those of [`open`], of this part.
-pub fn open_part(cfg: &DataConfig, seq_length: usize, vocab_size: usize, part: &str) -> Result<Arc<dyn SampleSource>> {
+pub fn open_part(
+    cfg: &DataConfig,
+    seq_length: usize,
+    vocab_size: usize,
+    part: &str,
+) -> Result<(Arc<dyn SampleSource>, Vec<String>)> {
     let split = parse_split(&cfg.split)?;
     let prepared = prepare(cfg)?;
     agreed_vocabulary(prepared.tokenizer.as_ref(), Some(vocab_size))?;
@@ -178,7 +193,8 @@ pub fn open_part(cfg: &DataConfig, seq_length: usize, vocab_size: usize, part: &
         .ok_or_else(|| Error::config(format!("a split has no part {part}; its parts are train, valid and test")))?;
     let cfg = DataConfig { dataloader_type: DataloaderType::Sequential, ..cfg.clone() };
     let opener = Opener::new(&cfg, &prepared, split, seq_length, 0);
-    opener.source(part, 0)
+    let notes = prepared.tokenizer.as_ref().map_or(Vec::new(), |tokenizer| tokenizer.notes().to_vec());
+    Ok((opener.source(part, 0)?, notes))
 }
 
 fn weights_without_samples() -> Error {
@@ -199,11 +215,7 @@ fn document_ends(cfg: &DataConfig, tokenizer: Option<&Tokenizer>, vocab_size: us
     let made_up = cfg.mock.then(|| mock::end_of_documents(tokenizer, vocab_size));
     let token = tokenizer.and_then(Tokenizer::eod).or(made_up).ok_or_else(|| {
         Error::config(match tokenizer {
-            Some(tokenizer) => format!(
-                "{setting}: the tokenizer {} has no token that ends documents; name it as eos_token in the \
-                 tokenizer_config.json beside it, or leave {setting} out",
-                tokenizer.name()
-            ),
+            Some(tokenizer) => format!("{setting}: {}, or leave {setting} out", tokenizer.lacks_eod()),
             None => format!(
                 "{setting}: indexed datasets do not say which token ends documents; give --tokenizer with the tokenizer they \
                  were made with"
@@ -263,9 +275,10 @@ fn prepare_text(cfg: &DataConfig, paths: &[PathBuf], weights: Option<Vec<f64>>) 
         ));
         datasets.push(Arc::new(dataset));
     }
-    description.push(format!("tokenizer {} with {} tokens", tokenizer.name(), tokenizer.vocab_size()));
+    description.extend(describe(&tokenizer));
     let fingerprint = fingerprint(&datasets, weights.as_deref())?;
-    Ok(Prepared { fingerprint, tokenizer: Some(tokenizer), datasets, weights, description })
+    let names = paths[..datasets.len()].to_vec();
+    Ok(Prepared { fingerprint, tokenizer: Some(tokenizer), datasets, names, weights, description })
 }
 
 fn prepare_indexed(cfg: &DataConfig, prefixes: &[PathBuf], weights: Option<Vec<f64>>) -> Result<Prepared> {
@@ -288,9 +301,15 @@ fn prepare_indexed(cfg: &DataConfig, prefixes: &[PathBuf], weights: Option<Vec<f
         })
         .collect();
     if let Some(tokenizer) = &tokenizer {
-        description.push(format!("tokenizer {} with {} tokens", tokenizer.name(), tokenizer.vocab_size()));
+        description.extend(describe(tokenizer));
     }
-    Ok(Prepared { fingerprint: fingerprint(&datasets, weights.as_deref())?, tokenizer, datasets, weights, description })
+    let (fingerprint, names) = (fingerprint(&datasets, weights.as_deref())?, prefixes.to_vec());
+    Ok(Prepared { fingerprint, tokenizer, datasets, names, weights, description })
+}
+
+fn describe(tokenizer: &Tokenizer) -> impl Iterator<Item = String> {
+    let line = format!("tokenizer {} with {} tokens", tokenizer.name(), tokenizer.vocab_size());
+    std::iter::once(line).chain(tokenizer.notes().to_vec())
 }
 
 /// A hash of sizes and of the ends of each dataset, enough to notice that a path holds other tokens than before.

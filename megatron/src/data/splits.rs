@@ -3,7 +3,7 @@
 //! Source of sizes: Megatron-LM `core/datasets/blended_megatron_dataset_builder.py` (0.16.1).
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Prepared;
@@ -46,6 +46,8 @@ type Source = Arc<dyn SampleSource>;
 /// All that the samples of a split depend on besides the split.
 pub(super) struct Opener<'a> {
     pub datasets: &'a [Arc<IndexedDataset>],
+    /// What messages call each of them.
+    pub names: &'a [PathBuf],
     pub weights: Option<&'a [f64]>,
     pub order: DataloaderType,
     pub split: [f64; 3],
@@ -64,6 +66,7 @@ impl<'a> Opener<'a> {
     pub fn new(cfg: &'a DataConfig, prepared: &'a Prepared, split: [f64; 3], seq_length: usize, seed: u64) -> Self {
         Self {
             datasets: &prepared.datasets,
+            names: &prepared.names,
             weights: prepared.weights.as_deref(),
             order: cfg.dataloader_type,
             split,
@@ -78,6 +81,16 @@ impl<'a> Opener<'a> {
     /// # Errors
     /// `Error::Data` where one of the datasets is too short for a sample, `Error::Config` where an order cannot be drawn.
     pub fn source(&self, part: Part, requested: u64) -> Result<Source> {
+        self.cut(part, requested).map_err(|error| match (error, self.too_short(part)) {
+            (Error::Data { message, .. }, Ok(Some(name))) => {
+                let dealt = if self.weights.is_none() { format!(": --split {}", self.dealt()) } else { String::new() };
+                Error::data(name, format!("{message}{dealt}"))
+            }
+            (error, _) => error,
+        })
+    }
+
+    fn cut(&self, part: Part, requested: u64) -> Result<Source> {
         // Orders are drawn for one sample at least, so that a split that is not read yet can be described.
         let requested = requested.max(1);
         let source = match (self.order, self.weights) {
@@ -119,7 +132,7 @@ impl<'a> Opener<'a> {
 
     /// As [`Self::source`], but `Err` of the first dataset that is too short where one is, for splits that a run can do without.
     pub fn held_out(&self, part: Part, requested: u64) -> Result<std::result::Result<Source, &'a Path>> {
-        match self.source(part, requested) {
+        match self.cut(part, requested) {
             Ok(source) => Ok(Ok(source)),
             Err(error @ Error::Data { .. }) => Ok(Err(self.too_short(part)?.ok_or(error)?)),
             Err(error) => Err(error),
@@ -127,23 +140,55 @@ impl<'a> Opener<'a> {
     }
 
     fn too_short(&self, part: Part) -> Result<Option<&'a Path>> {
-        let concatenated = self.weights.is_none() && !self.is_megatrons();
         let tokens = |dataset: &Arc<IndexedDataset>| -> Result<u64> {
             let stream = TokenStream::new(std::slice::from_ref(dataset), self.sequences(dataset, part))?;
             Ok(stream.num_tokens())
         };
-        if concatenated {
+        if self.concatenates() {
             let all = self.datasets.iter().map(|dataset| dataset.num_sequences()).sum();
             let stream = TokenStream::new(self.datasets, (part.1)(split_sequences(self.split, all)))?;
             let is_short = stream.num_tokens() <= self.seq_length as u64;
-            return Ok(self.datasets.first().filter(|_| is_short).map(|dataset| dataset.path()));
+            return Ok(self.datasets.first().filter(|_| is_short).map(|_| self.name(0)));
         }
-        for dataset in self.datasets {
+        for (index, dataset) in self.datasets.iter().enumerate() {
             if tokens(dataset)? <= self.seq_length as u64 {
-                return Ok(Some(dataset.path()));
+                return Ok(Some(self.name(index)));
             }
         }
         Ok(None)
+    }
+
+    fn name(&self, index: usize) -> &'a Path {
+        self.names.get(index).map_or_else(|| self.datasets[index].path(), PathBuf::as_path)
+    }
+
+    /// What the split deals and how it fell, to tell why a part has little: the end of a sentence
+    /// on the split.
+    pub fn dealt(&self) -> String {
+        let of = |number: fn(&IndexedDataset) -> u64| self.datasets.iter().map(|dataset| number(dataset)).sum();
+        let (all, documents): (u64, u64) = (of(IndexedDataset::num_sequences), of(IndexedDataset::num_documents));
+        let what = if all == documents { "documents" } else { "paragraphs (sequences)" };
+        let count = |part: Part| -> u64 {
+            let of = |all| (part.1)(split_sequences(self.split, all)).count() as u64;
+            match self.concatenates() {
+                true => of(all),
+                false => self.datasets.iter().map(|dataset| of(dataset.num_sequences())).sum(),
+            }
+        };
+        let counts = [TRAIN, VALID, TEST].map(|part| (part.0, count(part)));
+        match counts.iter().find(|(_, count)| *count == all) {
+            Some((part, _)) if all == 1 => format!("deals whole {what}, and there is 1: all of it goes to {part}"),
+            Some((part, _)) => format!("deals whole {what}, and there are {all}: all of them go to {part}"),
+            None => {
+                let [train, valid, test] = counts.map(|(part, count)| format!("{count} to {part}"));
+                format!("deals whole {what}, and there are {all}: {train}, {valid}, {test}")
+            }
+        }
+    }
+
+    /// Whether the datasets are cut as one.
+    fn concatenates(&self) -> bool {
+        self.weights.is_none() && !self.is_megatrons()
     }
 
     fn is_megatrons(&self) -> bool {

@@ -46,6 +46,8 @@ pub struct Tokenizer {
     around: [Vec<u32>; 2],
     name: String,
     key: String,
+    /// What a user may not expect of it.
+    notes: Vec<String>,
 }
 
 #[derive(Clone, Debug)]
@@ -59,6 +61,8 @@ enum Kind {
         json: Arc<[u8]>,
         /// What the files beside it called the end of a document.
         declared: Option<String>,
+        /// Whether they take text literally.
+        declared_literal: bool,
         /// How this one takes text.
         options: TokenizerOptions,
     },
@@ -124,7 +128,7 @@ impl Tokenizer {
 
     fn plain(kind: Kind, eod: u32, name: &str) -> Self {
         let (vocab_size, around) = (eod as usize + 1, Default::default());
-        Self { kind, vocab_size, eod: Some(eod), around, name: name.into(), key: name.into() }
+        Self { kind, vocab_size, eod: Some(eod), around, name: name.into(), key: name.into(), notes: Vec::new() }
     }
 
     fn train(
@@ -215,13 +219,15 @@ impl Tokenizer {
             Error::data(path, format!("is no usable tokenizer.json: {error}; copy it again, or give another tokenizer"))
         };
         // The library panics on some texts that are no JSON at all, so that is ruled out first.
-        serde_json::from_slice::<serde_json::Value>(&bytes).map_err(|error| unusable(&error))?;
+        let json = serde_json::from_slice::<serde_json::Value>(&bytes).map_err(|error| unusable(&error))?;
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| unusable(&error))?;
         // What a model's authors cut and pad for inference is not for training texts.
         inner.with_truncation(None).map_err(|error| unusable(&error))?;
         inner.with_padding(None);
         let given = beside.complete(&mut inner)?;
-        inner.set_encode_special_tokens(options.split_special_tokens);
+        let notes = beside.notes(path, &json, &inner);
+        let literal = options.split_special_tokens || beside.literal;
+        inner.set_encode_special_tokens(literal);
         let largest = inner.get_vocab(true).into_values().max().ok_or_else(|| unusable(&"its vocabulary is empty"))?;
         let around = match options.no_special_tokens {
             true => Default::default(),
@@ -229,13 +235,14 @@ impl Tokenizer {
         };
         let eod = end_of_document(&inner, beside.eos.as_deref());
         let mut key = KeyHasher::default();
-        key.field(&bytes).field(format!("{eod:?} {given:?} {around:?} {}", options.split_special_tokens).as_bytes());
+        key.field(&bytes).field(format!("{eod:?} {given:?} {around:?} {literal}").as_bytes());
         Ok(Self {
             kind: Kind::HuggingFace {
                 words: Words::of(&inner).map(Arc::new),
                 inner: Arc::new(inner),
                 json: bytes.into(),
                 declared: beside.eos.clone(),
+                declared_literal: beside.literal,
                 options: TokenizerOptions { merge_file: None, ..options.clone() },
             },
             vocab_size: largest as usize + 1,
@@ -243,6 +250,7 @@ impl Tokenizer {
             around,
             name: path.display().to_string(),
             key: key.finish(),
+            notes,
         })
     }
 
@@ -254,6 +262,30 @@ impl Tokenizer {
     /// The token that ends a document, if the vocabulary has one.
     pub fn eod(&self) -> Option<u32> {
         self.eod
+    }
+
+    /// Why a setting that needs [`eod`](Self::eod) cannot be used where there is none, and what to do.
+    pub fn lacks_eod(&self) -> String {
+        let declared = match &self.kind {
+            Kind::HuggingFace { declared, .. } => declared.as_deref(),
+            Kind::Byte | Kind::Numbers => None,
+        };
+        let name = &self.name;
+        match declared {
+            Some(token) => format!(
+                "the vocabulary of {name} has no {token:?}, which is named beside it as eos_token, the token that ends \
+                 documents; take a tokenizer.json that has it, such as transformers' save_pretrained writes, or name another"
+            ),
+            None => format!(
+                "the tokenizer {name} has no token that ends documents; name it as eos_token in the tokenizer_config.json \
+                 beside it"
+            ),
+        }
+    }
+
+    /// Lines on what a user may not expect of it.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// What the tokenizer was opened as.
@@ -272,7 +304,9 @@ impl Tokenizer {
     /// # Errors
     /// If a file cannot be written.
     pub fn save_into(&self, dir: &Path) -> Result<()> {
-        let Kind::HuggingFace { inner, json, declared, options, .. } = &self.kind else { return Ok(()) };
+        let Kind::HuggingFace { inner, json, declared, declared_literal, options, .. } = &self.kind else {
+            return Ok(());
+        };
         let path = dir.join(TOKENIZER_FILE);
         if !self.lies_in(dir) {
             write_whole(&path, json)?;
@@ -286,6 +320,10 @@ impl Tokenizer {
         let mut config = beside::object(&path).unwrap_or_default();
         let end = declared.clone().or_else(|| inner.id_to_token(self.eod?));
         config.insert("eos_token".into(), end.into());
+        match declared_literal {
+            true => drop(config.insert("split_special_tokens".into(), true.into())),
+            false => drop(config.remove("split_special_tokens")),
+        }
         // With them, no other file beside is asked.
         config.insert(ADDED_TOKENS.into(), beside::listed(added(inner)));
         let text = serde_json::to_vec_pretty(&config).map_err(|error| Error::data(&path, error.to_string()))?;

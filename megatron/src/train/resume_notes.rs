@@ -162,7 +162,7 @@ fn schedule_notes(pair: &Pair<'_>) -> Vec<String> {
     others.map(|(key, a, b)| format!("note: {key} is {} here and {} in the checkpoint", show(b), show(a))).collect()
 }
 
-/// As Megatron-LM says it under `--override-opt_param-scheduler`.
+/// As Megatron-LM says it under `--override-opt-param-scheduler`.
 fn overriding_lines(pair: &Pair<'_>) -> Vec<String> {
     let line = |(key, theirs, ours): (&str, &Value, &Value)| {
         format!("this run's {key}, {}, overrides the checkpoint's, {}", show(ours), show(theirs))
@@ -170,7 +170,7 @@ fn overriding_lines(pair: &Pair<'_>) -> Vec<String> {
     pair.schedule().into_iter().map(line).collect()
 }
 
-/// As Megatron-LM says it under `--use-checkpoint-opt_param-scheduler`.
+/// As Megatron-LM says it under `--use-checkpoint-opt-param-scheduler`.
 fn taken_lines(pair: &Pair<'_>) -> Vec<String> {
     let line = |(key, theirs, ours): (&str, &Value, &Value)| {
         format!("the checkpoint's {key}, {}, is used instead of this run's, {}", show(theirs), show(ours))
@@ -191,7 +191,7 @@ fn next_rate(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Option<S
         format!("the next step's learning rate is {ours:.3e}; by the checkpoint's schedule it would be {theirs:.3e}. ")
     };
     Some(format!(
-        "{rates}--use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, --override-opt_param-scheduler confirms this run's"
+        "{rates}--use-checkpoint-opt-param-scheduler keeps the checkpoint's schedule, --override-opt-param-scheduler confirms this run's"
     ))
 }
 

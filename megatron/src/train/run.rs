@@ -273,7 +273,10 @@ impl Trainer {
         let interval = logging.eval_interval?;
         let why = match (logging.eval_iters, &self.valid) {
             (0, _) => "--eval-iters is 0".to_string(),
-            (_, None) => format!("--split {} leaves less than a sample to validate", self.config.data.split),
+            (_, None) => format!(
+                "--split {} leaves less than a sample to validate; it deals whole documents, of text files whole paragraphs",
+                self.config.data.split
+            ),
             _ => return None,
         };
         Some(format!("note: --eval-interval {interval} evaluates nothing: {why}"))

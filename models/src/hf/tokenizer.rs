@@ -79,7 +79,14 @@ pub(super) fn write(taken: Taken, beside: &Path, folder: &Path, family: Family, 
     if !path.exists() {
         return Ok(Tokens::default());
     }
-    let json = object(&path)?;
+    let mut json = object(&path)?;
+    let around = json.get("post_processor").unwrap_or(&Value::Null);
+    let alone = without_tokens(around);
+    let removes = taken.bare && alone != *around;
+    if removes {
+        json.insert("post_processor".into(), alone);
+        write_json(&path, &json.clone().into())?;
+    }
     let eod = Tokenizer::open(&path.display().to_string(), None, Path::new(""))?.eod();
     let vocabulary = Vocabulary(&json);
     let config_path = folder.join(TOKENIZER_CONFIG);
@@ -88,18 +95,40 @@ pub(super) fn write(taken: Taken, beside: &Path, folder: &Path, family: Family, 
     if taken.literal {
         config.insert("split_special_tokens".into(), true.into());
     }
+    if removes {
+        // By which some classes of transformers build one.
+        config.extend(["add_bos_token", "add_eos_token"].map(|key| (key.into(), false.into())));
+    }
     complete(&mut config, &map, &vocabulary, eod, model);
     let note = choose_class(&mut config, family, &json);
     if config != came {
         write_json(&config_path, &config.clone().into())?;
     }
-    let around = taken.bare && json.get("post_processor").is_some_and(|around| !around.is_null());
-    let bare = around
-        .then(|| "training put no tokens around a text, as tokenizer(text, add_special_tokens=False) does".into());
+    let bare = removes.then(|| {
+        format!(
+            "training put no tokens around a text, and {TOKENIZER_FILE} was written without the template that puts them there"
+        )
+    });
     let notes: Vec<String> = note.into_iter().chain(bare).collect();
     let id = |name: &str| vocabulary.id(&spelling(config.get(name).or(map.get(name))?)?);
     let note = (!notes.is_empty()).then(|| notes.join("; "));
     Ok(Tokens { eos: eod.or(id("eos_token")), bos: id("bos_token"), pad: id("pad_token"), note })
+}
+
+/// A post-processor without those of its steps that put tokens around a text.
+fn without_tokens(processor: &Value) -> Value {
+    let keeps = |step: &Value| step["type"] == "ByteLevel";
+    match processor["processors"].as_array() {
+        Some(steps) => {
+            let kept: Vec<Value> = steps.iter().filter(|step| keeps(step)).cloned().collect();
+            if kept.len() == steps.len() {
+                return processor.clone();
+            }
+            if kept.is_empty() { Value::Null } else { json!({"type": "Sequence", "processors": kept}) }
+        }
+        None if keeps(processor) => processor.clone(),
+        None => Value::Null,
+    }
 }
 
 /// Says which tokens begin, end and fill up a text, where nothing says so.
@@ -378,13 +407,34 @@ mod tests {
     #[test]
     fn how_a_run_took_text_is_said() {
         let mut json = bytes_json();
-        json["post_processor"] = json!({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {}});
-        let options = json!({"split_special_tokens": true, "no_special_tokens": true});
-        let state = json!({"config": {"data": {"tokenizer": "x", "tokenizer_options": options}}});
-        let (folder, tokens) = exported(Family::Gpt2, state, &[(TOKENIZER_FILE, &json)]);
-        assert_eq!(config(&folder)["split_special_tokens"], true);
-        assert!(tokens.note.unwrap().contains("add_special_tokens=False"));
+        let (end, text) = (
+            json!({"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}),
+            json!({"Sequence": {"id": "A", "type_id": 0}}),
+        );
+        let template = json!({"type": "TemplateProcessing", "single": [end, text], "pair": [],
+            "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [256], "tokens": [END_OF_TEXT]}}});
+        let offsets = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+        let all = json!({"type": "Sequence", "processors": [offsets, template]});
+        let mut of = |options: Value, processor: &Value| {
+            json["post_processor"] = processor.clone();
+            let state = json!({"config": {"data": {"tokenizer": "x", "tokenizer_options": options}}});
+            let (folder, tokens) = exported(Family::Gpt2, state, &[(TOKENIZER_FILE, &json)]);
+            let tokenizer = Tokenizer::open(folder.path().to_str().unwrap(), None, Path::new("")).unwrap();
+            (config(&folder), tokens.note, tokenizer.encode_prompt("a<|endoftext|>").unwrap())
+        };
+        let literal: Vec<u32> = b"a<|endoftext|>".iter().map(|&byte| byte.into()).collect();
+        for processor in [&template, &all] {
+            let (config, note, tokens) =
+                of(json!({"split_special_tokens": true, "no_special_tokens": true}), processor);
+            assert_eq!((&config["split_special_tokens"], &config["add_bos_token"]), (&json!(true), &json!(false)));
+            assert!(note.unwrap().contains("without the template"));
+            assert_eq!(tokens, literal, "as in training");
+            let (config, note, tokens) = of(json!({}), processor);
+            assert_eq!((config.get("add_bos_token"), note, tokens), (None, None, vec![256, 97, 256]));
+        }
+        // There is nothing to leave out.
+        let (config, note, tokens) = of(json!({"no_special_tokens": true}), &offsets);
+        assert_eq!((config.get("add_bos_token"), note, tokens), (None, None, vec![97, 256]));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use megatron::checkpoint::Float;
 
 /// Turn a Hugging Face model or a checkpoint of Megatron-LM into a checkpoint
@@ -42,7 +43,7 @@ pub struct ExportArgs {
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = byte_size)]
     pub max_shard_size: u64,
     /// Dtype of the weights: fp32, bf16, fp16 [default: as they are stored]
-    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    #[arg(long, value_name = "DTYPE", value_parser = dtypes())]
     pub dtype: Option<Float>,
 }
 
@@ -68,18 +69,34 @@ fn byte_size(text: &str) -> std::result::Result<u64, String> {
         .ok_or_else(|| "a size is a whole number and a unit, such as 5GB or 500MiB".to_string())
 }
 
-fn dtype(text: &str) -> std::result::Result<Float, String> {
-    match text {
-        "fp32" | "float32" | "f32" => Ok(Float::F32),
-        "bf16" | "bfloat16" => Ok(Float::Bf16),
-        "fp16" | "float16" | "f16" => Ok(Float::F16),
-        _ => Err("known are fp32, bf16, fp16".to_string()),
-    }
+/// Each dtype with its other names, so that a shell completes the first.
+fn dtypes() -> impl TypedValueParser<Value = Float> {
+    let known: [(&str, &[&str]); 3] =
+        [("fp32", &["float32", "f32"]), ("bf16", &["bfloat16"]), ("fp16", &["float16", "f16"])];
+    let known = known.map(|(name, others)| PossibleValue::new(name).aliases(others.iter().copied()));
+    PossibleValuesParser::new(known).map(|name| match name.as_str() {
+        "fp32" | "float32" | "f32" => Float::F32,
+        "bf16" | "bfloat16" => Float::Bf16,
+        _ => Float::F16,
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shells_complete_dtypes() {
+        let known: Vec<_> = dtypes().possible_values().unwrap().map(|value| value.get_name().to_string()).collect();
+        assert_eq!(known, ["fp32", "bf16", "fp16"]);
+        let command = clap::Command::new("x").arg(clap::Arg::new("y").value_parser(dtypes()));
+        for (word, dtype) in
+            [("float32", Float::F32), ("bfloat16", Float::Bf16), ("bf16", Float::Bf16), ("f16", Float::F16)]
+        {
+            let matches = command.clone().try_get_matches_from(["x", word]).unwrap();
+            assert!(matches.get_one::<Float>("y") == Some(&dtype), "{word}");
+        }
+    }
 
     #[test]
     fn sizes_have_units() {

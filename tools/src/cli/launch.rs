@@ -68,7 +68,7 @@ pub struct LaunchArgs {
     /// Where this program is on the hosts [default: where it is here]
     #[arg(long, value_name = "PATH", requires = "hostfile")]
     pub remote_program: Option<PathBuf>,
-    /// The command, after `--`
+    /// The command: from the first word on that is no flag of these, or after `--`
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub command: Vec<OsString>,
 }

@@ -173,7 +173,11 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     if names.is_empty() {
         known.extend_from_slice(rest);
     } else {
-        let others = if names == ["launch"] { Others::Launchers } else { Others::None };
+        let others = match names[..] {
+            ["launch"] => Others::Launchers,
+            ["generate"] => Others::Generators,
+            _ => Others::None,
+        };
         let words = words::sort(innermost, rest, others);
         known.extend(words.own);
         asks_for_help(&known)?;

@@ -17,8 +17,10 @@ use super::problems::Problems;
 pub enum Others {
     /// Those of programs that train.
     Trainers,
-    /// Those of programs that start ranks.
+    /// Those of programs that start ranks, whose line ends with a command.
     Launchers,
+    /// Those of programs that continue texts.
+    Generators,
     None,
 }
 
@@ -79,7 +81,17 @@ impl<'a> Sorter<'a> {
                     self.sorted.own.extend_from_slice(std::mem::take(&mut self.rest));
                 }
                 Some(flag) => self.flag(flag),
-                None => self.sorted.own.push(word.clone()),
+                None => {
+                    // As with torchrun, the command begins at the first word that is no flag's.
+                    let begins_command = self.others == Others::Launchers && !is_short_flag(word);
+                    if begins_command {
+                        self.sorted.own.push("--".into());
+                    }
+                    self.sorted.own.push(word.clone());
+                    if begins_command {
+                        self.sorted.own.extend_from_slice(std::mem::take(&mut self.rest));
+                    }
+                }
             }
         }
     }
@@ -106,13 +118,19 @@ impl<'a> Sorter<'a> {
             }
             Others::Launchers => {
                 if let Some(instead) = other_names::instead_of_launchers(&name) {
+                    self.take(Takes::One);
+                    return self.sorted.problems.of_others(&shown, instead);
+                }
+            }
+            Others::Generators => {
+                if let Some(instead) = other_names::instead_of_generators(&name) {
                     self.take(Takes::Several);
                     return self.sorted.problems.of_others(&shown, instead);
                 }
             }
             Others::None => {}
         }
-        self.take(Takes::Several);
+        self.take(if self.others == Others::Launchers { Takes::One } else { Takes::Several });
         let known = self.command.get_arguments().filter(|arg| !arg.is_hide_set()).filter_map(Arg::get_long);
         self.sorted.problems.unknown(&shown, nearest(&name, known).map(|known| format!("--{known}")));
     }
@@ -144,7 +162,9 @@ impl<'a> Sorter<'a> {
             Some(value) => format!("--{long}={value}").into(),
             None => format!("--{long}").into(),
         });
-        if attached.is_none() && arg.is_allow_hyphen_values_set() {
+        let takes_word =
+            self.others == Others::Launchers && !is_switch && self.rest.first().is_some_and(|w| !is_flag(w));
+        if attached.is_none() && (arg.is_allow_hyphen_values_set() || takes_word) {
             self.keep(1);
         } else if attached.is_none() && is_list(arg) {
             self.keep(values.len());
@@ -224,6 +244,10 @@ impl<'a> Sorter<'a> {
         self.sorted.problems.add(&format!("{flag} {next}"), &format!("a switch takes no word behind it; {what}"));
         self.rest = &self.rest[1..];
     }
+}
+
+fn is_short_flag(word: &OsStr) -> bool {
+    word.to_str().is_some_and(|text| text.starts_with('-'))
 }
 
 fn is_flag(word: &OsStr) -> bool {

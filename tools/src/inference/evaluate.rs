@@ -5,12 +5,14 @@ use std::path::PathBuf;
 use candle_core::DType;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use megatron::checkpoint::Manifest;
 use megatron::comm::Group;
 use megatron::config::{DataConfig, DataloaderType};
 use megatron::data::{self, GlobalBatch, Loader};
 use megatron::train::EvalMetrics;
 
-use super::{Found, LoadArgs, load, on_ranks};
+use super::generate::tell;
+use super::{Found, LoadArgs, Weights, load, on_ranks};
 use crate::error::{Error, Result};
 use crate::report::count;
 
@@ -23,10 +25,10 @@ use crate::report::count;
 pub struct EvalArgs {
     #[command(flatten)]
     pub load: LoadArgs,
-    /// Text files, folders of text, or indexed-dataset prefixes
-    #[arg(long, value_name = "PATH", required = true, num_args = 1..)]
+    /// Text files, folders of text, or indexed-dataset prefixes [default: those that the checkpoint was trained on]
+    #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data_path: Vec<String>,
-    /// Weights of train, valid and test
+    /// Weights of train, valid and test, by which whole documents are dealt (of text files, paragraphs)
     #[arg(long, value_name = "A,B,C", default_value = "100,0,0")]
     pub split: String,
     /// Which part of the split to evaluate
@@ -73,9 +75,16 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
             "--context-parallel-size {cp} does not divide the {seq_length} tokens of a sample; give another --seq-length"
         )));
     }
+    let data_path = match &args.data_path[..] {
+        [] => recorded_data(found)?,
+        given => given.to_vec(),
+    };
+    if world.rank() == 0 && args.data_path.is_empty() {
+        tell(Some(format!("note: no --data-path is given: that of training is taken, {}", data_path.join(" "))));
+    }
     let (tokenizer, tokenizer_options) = args.load.tokenizer_name(found)?;
     let config = DataConfig {
-        data_path: args.data_path.clone(),
+        data_path,
         split: args.split.clone(),
         tokenizer,
         tokenizer_options,
@@ -86,8 +95,9 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         cache_dir: args.cache_dir.clone().unwrap_or_else(crate::cli::default_cache),
         mock: false,
     };
-    let source = data::open_part(&config, seq_length, model.vocab_size, &args.part)?;
+    let (source, notes) = data::open_part(&config, seq_length, model.vocab_size, &args.part)?;
     let lead = world.rank() == 0;
+    notes.into_iter().filter(|_| lead).for_each(|note| tell(Some(note)));
     let inference = load(found, world, seq_length)?;
     let samples = source.num_samples();
     let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, found.device.clone())
@@ -120,4 +130,19 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         .into());
     }
     Ok(())
+}
+
+/// The data path that a checkpoint's run had.
+fn recorded_data(found: &Found) -> Result<Vec<String>> {
+    let recorded = match found.weights {
+        Weights::Checkpoint => Manifest::read(&found.path)?.state.pointer("/config/data/data_path").cloned(),
+        Weights::HuggingFace(_) => None,
+    };
+    let recorded = recorded.and_then(|paths| serde_json::from_value(paths).ok());
+    recorded.filter(|paths: &Vec<String>| !paths.is_empty()).ok_or_else(|| {
+        Error::usage(format!(
+            "no data: {} does not record any; give --data-path text files, folders of text, or the prefixes of indexed datasets",
+            found.path.display()
+        ))
+    })
 }

@@ -73,6 +73,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     }
     let prompts = args.prompt.iter().map(|text| tokenizer.encode_prompt(text)).collect::<megatron::Result<Vec<_>>>()?;
     let lead = world.rank() == 0;
+    tokenizer.notes().iter().filter(|_| lead).for_each(|note| tell(Some(note.clone())));
     let length = Length {
         tokens: args.num_tokens,
         window: found.model.max_position_embeddings,

@@ -144,25 +144,35 @@ impl LoadArgs {
     }
 }
 
-/// The tokenizer that a model was trained with, as far as is known: one without a file if its run
-/// says so, else the file that lies with it; and how it took text.
 fn trained_with(found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
-    let mut folders = vec![found.path.clone()];
-    let mut options = TokenizerOptions::default();
-    if let Weights::Checkpoint = found.weights {
-        // The files of another tokenizer, companions of a Hugging Face model, may lie beside bytes, which have none.
-        let manifest = checkpoint::Manifest::read(&found.path)?;
-        let data = |key: &str| manifest.state.pointer(&format!("/config/data/{key}"));
-        let said = data("tokenizer_options").and_then(|said| serde_json::from_value(said.clone()).ok());
-        options = said.unwrap_or_default();
-        let name = data("tokenizer").and_then(|name| name.as_str());
-        if let Some(name) = name.filter(|name| *name == "byte" || name.starts_with("null:")) {
-            return Ok((Some(name.into()), options));
-        }
-        folders.insert(0, checkpoint::beside(&found.path)?);
+    match found.weights {
+        Weights::Checkpoint => tokenizer_of(&found.path),
+        Weights::HuggingFace(_) => Ok((tokenizer_in([found.path.clone()]), TokenizerOptions::default())),
     }
+}
+
+/// The tokenizer that the model of a checkpoint was trained with, as far as is known: one without a
+/// file if its run says so, else the file that lies with it; and how it took text.
+///
+/// # Errors
+/// If the checkpoint cannot be read.
+pub fn tokenizer_of(path: &Path) -> Result<(Option<String>, TokenizerOptions)> {
+    // The files of another tokenizer, companions of a Hugging Face model, may lie beside bytes, which have none.
+    let manifest = checkpoint::Manifest::read(path)?;
+    let data = |key: &str| manifest.state.pointer(&format!("/config/data/{key}"));
+    let said = data("tokenizer_options").and_then(|said| serde_json::from_value(said.clone()).ok());
+    let options = said.unwrap_or_default();
+    let name = data("tokenizer").and_then(|name| name.as_str());
+    if let Some(name) = name.filter(|name| *name == "byte" || name.starts_with("null:")) {
+        return Ok((Some(name.into()), options));
+    }
+    Ok((tokenizer_in([checkpoint::beside(path)?, path.to_path_buf()]), options))
+}
+
+/// The `tokenizer.json` in the first of the folders that has one.
+fn tokenizer_in(folders: impl IntoIterator<Item = PathBuf>) -> Option<String> {
     let file = folders.into_iter().map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.exists());
-    Ok((file.map(|file| file.display().to_string()), options))
+    file.map(|file| file.display().to_string())
 }
 
 impl Found {

@@ -1,16 +1,21 @@
 //! The ranks of this machine: what is started, and with which variables.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::io;
 use std::process::{Command, Stdio};
 
 use megatron::comm::rendezvous::{Clients, StoreServer};
 use megatron::comm::{RUN_SECRET, Secret};
 
+use super::failure::Who;
 use super::plan::{MAX_RESTARTS, OWN_RANKS, RESTART_COUNT, STORE_SERVED, Style};
 use super::{started, watch};
 use crate::error::{Error, Result};
 use crate::fault::{SUPERVISED, tell};
 use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
+
+/// What this program is called.
+const OWN_NAME: &str = "megatron";
 
 /// Ranks of this machine.
 #[derive(Clone, Debug)]
@@ -67,7 +72,7 @@ impl Ranks {
     pub fn command(&self, index: usize, restarts: u32, max_restarts: u32) -> Result<Command> {
         let (program, arguments) =
             self.command.split_first().ok_or_else(|| Error::usage("no command to start; put it after `--`"))?;
-        let mut command = Command::new(program);
+        let mut command = Command::new(meant(program));
         let numbers = [
             ("RANK", self.rank(index)),
             ("WORLD_SIZE", self.nodes * self.local_ranks),
@@ -126,4 +131,31 @@ impl Ranks {
             Style::Run => format!("[rank {}] ", self.rank(index)),
         }
     }
+}
+
+/// The program that a word names: this one where it is called as this one is and no other is on the
+/// `PATH`.
+fn meant(word: &OsStr) -> OsString {
+    match std::env::current_exe() {
+        Ok(own) if word == OWN_NAME && !is_on_path(word) => own.into_os_string(),
+        _ => word.to_os_string(),
+    }
+}
+
+fn is_on_path(name: &OsStr) -> bool {
+    std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(name).is_file()))
+}
+
+/// The error of a program that could not be started.
+pub fn not_started(who: &Who, program: &OsStr, source: io::Error) -> Error {
+    let name = program.to_string_lossy();
+    if source.kind() != io::ErrorKind::NotFound || name.contains('/') {
+        return Error::Io { action: format!("start {who} ({name})"), source };
+    }
+    let is_ours = crate::cli::command().find_subcommand(program).is_some();
+    let advice = match is_ours {
+        true => format!("; a command of this program is `{OWN_NAME} {name} …`"),
+        false => "; give its path".to_string(),
+    };
+    Error::Launch(format!("cannot start {who}: there is no program {name} on the PATH{advice}"))
 }

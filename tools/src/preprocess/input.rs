@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use flate2::bufread::MultiGzDecoder;
 use megatron::Error;
+use megatron::data::Corpus;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
@@ -47,12 +48,27 @@ pub struct Input {
 }
 
 impl Input {
+    /// The files that a path names: itself, or, of a folder, those that are text, as `pretrain` reads
+    /// it.
+    ///
+    /// # Errors
+    /// `Error::Data` where a file is missing or of a format that is not read, or the folder holds no
+    /// text.
+    pub fn of(path: &Path) -> megatron::Result<Vec<Self>> {
+        if !path.is_dir() {
+            return Ok(vec![Self::new(path)?]);
+        }
+        let text = Corpus::scan(&[path.to_path_buf()], Path::new(""))?;
+        Ok(text.files().iter().map(|file| Self { path: file.clone(), format: Format::Text }).collect())
+    }
+
     /// Tells the format of a file that must exist.
     ///
     /// # Errors
     /// `Error::Data` where the file is missing or of a format that is not read.
     pub fn new(path: &Path) -> megatron::Result<Self> {
-        let input = Self { path: path.to_path_buf(), format: format(path)? };
+        let (format, is_told) = format(path);
+        let input = Self { path: path.to_path_buf(), format };
         let mut file = input.buffered()?;
         let start = file.fill_buf().map_err(|error| Error::io("read", path, error))?;
         if input.format == Format::Parquet {
@@ -65,8 +81,21 @@ impl Input {
         }
         match REFUSED.iter().find(|(magic, _)| start.starts_with(magic)) {
             Some((_, why)) => Err(Error::data(path, *why)),
+            None if !is_told && input.begins_with_record()? => Err(Error::data(
+                path,
+                "has a name that does not tell what it holds, and begins with a JSON object; call it .jsonl (a JSON object \
+                 on each line) or .txt (text), with .gz or .zst after that if it is compressed",
+            )),
             None => Ok(input),
         }
+    }
+
+    /// Whether the first line is a JSON object.
+    fn begins_with_record(&self) -> megatron::Result<bool> {
+        let mut content = self.open()?;
+        let start = content.fill_buf().map_err(|error| Error::io("read", &self.path, error))?;
+        let line = start.split(|&byte| byte == b'\n').next().unwrap_or_default();
+        Ok(serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(line).is_ok())
     }
 
     /// The content, decompressed.
@@ -108,19 +137,40 @@ impl Input {
     }
 }
 
-/// The format that a file's name tells, without the ending of its compression.
-fn format(path: &Path) -> megatron::Result<Format> {
+/// A file in a folder, or below, that holds records, which are not read there.
+pub fn records_in(folder: &Path) -> Option<PathBuf> {
+    // What cannot be listed is an error of whoever reads the text.
+    for entry in std::fs::read_dir(folder).ok()?.flatten() {
+        let (path, is_hidden) = (entry.path(), entry.file_name().as_encoded_bytes().starts_with(b"."));
+        let found = match format(&path) {
+            _ if is_hidden => None,
+            // Links are not followed, which may be loops.
+            _ if entry.file_type().is_ok_and(|kind| kind.is_dir()) => records_in(&path),
+            // JSON is mostly settings.
+            (Format::JsonLines | Format::Parquet, _) if !bare_name(&path).ends_with(".json") => Some(path),
+            _ => None,
+        };
+        if found.is_some() {
+            return found;
+        }
+    }
+    None
+}
+
+/// A file's name in lower case, without the ending of its compression.
+fn bare_name(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-    let bare = [".gz", ".zst", ".zstd"].iter().find_map(|ending| name.strip_suffix(ending)).unwrap_or(&name);
-    match bare.rsplit_once('.').map(|(_, ending)| ending) {
-        Some("jsonl" | "json" | "ndjson") => Ok(Format::JsonLines),
-        Some("txt" | "text") => Ok(Format::Text),
-        Some("parquet") => Ok(Format::Parquet),
-        _ => Err(Error::data(
-            path,
-            "has a name that does not tell what it holds; call it .jsonl (a JSON object on each line) or .txt (text), \
-             with .gz or .zst after that if it is compressed, or .parquet",
-        )),
+    let bare = [".gz", ".zst", ".zstd"].iter().find_map(|ending| name.strip_suffix(ending)).map(str::to_string);
+    bare.unwrap_or(name)
+}
+
+/// The format that a file's name tells, and whether it does: what has another name is text.
+fn format(path: &Path) -> (Format, bool) {
+    match bare_name(path).rsplit_once('.').map(|(_, ending)| ending) {
+        Some("jsonl" | "json" | "ndjson") => (Format::JsonLines, true),
+        Some("parquet") => (Format::Parquet, true),
+        Some("txt" | "text") => (Format::Text, true),
+        _ => (Format::Text, false),
     }
 }
 
@@ -272,16 +322,40 @@ mod tests {
             ("a.parquet", &b"text"[..], "PAR1"),
             ("a.parquet.gz", &[0x1f, 0x8b], "unpack"),
             ("a.jsonl", b"PAR1....", ".parquet"),
-            ("a.txt.bz2", b"BZh9", ".jsonl"),
+            ("a.txt.bz2", b"BZh9", "bzip2"),
             ("a.txt", b"BZh9", "bzip2"),
             ("a.jsonl", b"\xfd7zXZ\0", "xz"),
-            ("a", b"", ".jsonl"),
-            ("a.csv.gz", b"", ".txt"),
+            ("a", b"{\"text\": 1}\n", ".jsonl"),
+            ("a.md.gz", &gzip(b"{\"text\": 1}"), ".jsonl"),
         ] {
             let message = read(name, content).unwrap_err().to_string();
             assert!(message.contains(name) && message.contains(part), "{message}");
         }
-        let message = Input::new(Path::new("/nowhere/a.txt")).unwrap_err().to_string();
-        assert!(message.contains("/nowhere/a.txt: does not exist"), "{message}");
+        for path in ["/nowhere/a.txt", "/nowhere/a.md", "/nowhere/a"] {
+            let message = Input::of(Path::new(path)).unwrap_err().to_string();
+            assert!(message.contains(&format!("{path}: does not exist")), "{message}");
+        }
+    }
+
+    #[test]
+    fn text_of_any_name_and_folders_of_it_are_read_as_in_training() {
+        for name in ["README.md", "a", "a.rs.gz", "a.csv"] {
+            assert_eq!(read(name, b"{text}").unwrap(), b"{text}");
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, content: &str| std::fs::write(folder.path().join(name), content).unwrap();
+        std::fs::create_dir(folder.path().join("c")).unwrap();
+        for name in ["b.txt", "a.md", "c/d.rs", "settings.json", ".hidden.txt"] {
+            write(name, "x");
+        }
+        write("empty.md", "");
+        let names = |inputs: Vec<Input>| -> Vec<String> {
+            let bare = |input: Input| input.path.strip_prefix(folder.path()).unwrap().display().to_string();
+            inputs.into_iter().map(bare).collect()
+        };
+        assert_eq!(names(Input::of(folder.path()).unwrap()), ["a.md", "b.txt", "c/d.rs"]);
+        assert_eq!(records_in(folder.path()), None);
+        write("c/e.jsonl.gz", "");
+        assert_eq!(records_in(folder.path()), Some(folder.path().join("c/e.jsonl.gz")));
     }
 }

@@ -19,7 +19,7 @@ use crate::cli::flags::{ChosenTokenizer, TokenizerFlags};
 use crate::error::{Error, Result};
 use crate::print_line;
 use documents::{Piece, Pieces};
-use input::{Format, Input};
+use input::{Format, Input, records_in};
 
 /// Turn text into an indexed dataset for `--data-path`
 ///
@@ -40,8 +40,9 @@ use input::{Format, Input};
   megatron preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --append-eod --output-prefix data/corpus
   megatron pretrain run.toml --data-path data/corpus_text_document --tokenizer tokenizer.json")]
 pub struct PreprocessArgs {
-    /// Files to read, in this order: .jsonl, .json (a JSON object on each line) or .txt, with .gz or .zst if compressed; .parquet
-    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    /// Files to read, in this order: .jsonl, .json (a JSON object on each line), .parquet, or text of any other name, with .gz or .zst
+    /// if compressed; or folders of text, as --data-path of `pretrain` takes them
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub input: Vec<PathBuf>,
     /// Keys of the JSON objects, or columns, that hold text, each for a dataset of its own
     #[arg(long, value_name = "KEY", num_args = 1.., default_value = "text")]
@@ -86,8 +87,8 @@ pub struct TrainArgs {
     /// Tokens of the vocabulary, at most; 257 at least
     #[arg(long, value_name = "N")]
     pub vocab_size: usize,
-    /// Files to read, as for `preprocess`
-    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    /// Files and folders to read, as for `preprocess`
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub input: Vec<PathBuf>,
     /// Keys of the JSON objects that hold text
     #[arg(long, value_name = "KEY", num_args = 1.., default_value = "text")]
@@ -121,21 +122,18 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
     }
     note.iter().for_each(|note| print_line(note));
     let tokenizer = Tokenizer::open_with(&name, &options, None, Path::new(""))?;
+    tokenizer.notes().iter().for_each(|note| print_line(note));
     let eod = match (args.append_eod, tokenizer.eod()) {
         (true, Some(_)) if tokenizer.ends_documents() => None,
         (false, _) => None,
         (true, Some(eod)) => Some(eod),
         (true, None) => {
-            return Err(Error::usage(format!(
-                "--append-eod: the tokenizer {} has no token that ends documents; name it as eos_token in the \
-                 tokenizer_config.json beside it",
-                tokenizer.name()
-            )));
+            return Err(Error::usage(format!("--append-eod: {}", tokenizer.lacks_eod())));
         }
     };
     for key in &args.json_keys {
         let files = dataset_files(&dataset_prefix(&args.output_prefix, key));
-        files.iter().try_for_each(|file| expect_free(file, &args.input, args.overwrite))?;
+        files.iter().try_for_each(|file| expect_free(file, &inputs, args.overwrite))?;
     }
     // A key may have a slash.
     for key in &args.json_keys {
@@ -189,7 +187,7 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
 pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
     let TokenizerCommand::Train(args) = &args.what;
     let inputs = open_inputs(&args.input, &args.json_keys)?;
-    expect_free(&args.output, &args.input, args.overwrite)?;
+    expect_free(&args.output, &inputs, args.overwrite)?;
     create_folder(&args.output)?;
     let keys = args.json_keys.clone();
     let texts = Pieces::new(inputs, &keys.clone(), Cuts::between_words()).flat_map(move |piece| {
@@ -204,7 +202,13 @@ pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
 }
 
 fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
-    let inputs = paths.iter().map(|path| Input::new(path)).collect::<megatron::Result<Vec<_>>>()?;
+    for records in paths.iter().filter_map(|path| records_in(path)) {
+        print_line(&format!(
+            "note: of a folder only text is read, not {} and the like; name such files",
+            records.display()
+        ));
+    }
+    let inputs = paths.iter().map(|path| Input::of(path)).collect::<megatron::Result<Vec<_>>>()?.concat();
     if let Some((i, key)) = keys.iter().enumerate().find(|(i, key)| keys[..*i].contains(key)) {
         return Err(Error::usage(format!("--json-keys names \"{key}\" twice, the second time as key {}", i + 1)));
     }
@@ -235,9 +239,9 @@ fn dataset_files(prefix: &Path) -> [PathBuf; 2] {
 }
 
 /// Asserts that an output replaces nothing that was not to be replaced, and no input at all.
-fn expect_free(output: &Path, inputs: &[PathBuf], overwrite: bool) -> Result<()> {
+fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
     let Ok(there) = std::fs::canonicalize(output) else { return Ok(()) };
-    if inputs.iter().any(|input| std::fs::canonicalize(input).is_ok_and(|input| input == there)) {
+    if inputs.iter().any(|input| std::fs::canonicalize(&input.path).is_ok_and(|input| input == there)) {
         return Err(Error::usage(format!(
             "{} is an input and cannot be the output, too; name another",
             output.display()

@@ -106,6 +106,7 @@ fn text_that_is_missing_empty_short_or_binary() {
         ("missing.txt", "does not exist"),
         ("empty.txt", "is empty"),
         ("folder", "holds no text"),
+        ("short.txt", "error: short.txt: the train split has"),
         ("short.txt", "tokens, but one sample takes 17"),
         ("binary.txt", "is no text"),
     ];
@@ -205,6 +206,10 @@ fn flags_of_other_programs_are_told_what_to_use_instead() {
         assert_eq!(output.status.code(), Some(2), "{flag}");
         let text = stderr(&output);
         assert!(text.contains(instead) && text.contains("docs/migrating.md"), "{flag}: {text}");
+    }
+    for name in ["--max-new-tokens", "--num-tokens-to-generate", "--max-length", "--max_tokens"] {
+        let output = megatron().args(["generate", "--load=x", "--prompt=a", name, "5"]).output().unwrap();
+        assert_eq!((output.status.code(), stderr(&output).contains("use --num-tokens")), (Some(2), true), "{name}");
     }
 }
 

@@ -428,6 +428,32 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
         (&made["tokenizer_class"], &made["eos_token"]),
         (&"PreTrainedTokenizerFast".into(), &"<|endoftext|>".into())
     );
+    // And with training's ids for special tokens that are spelled out, though by default those are special.
+    std::fs::write(at("special.txt"), "a <e> b <|endoftext|> ".repeat(20)).unwrap();
+    let evaluated = |load: &str| {
+        let output = run(&format!("eval --load {load} --data-path special.txt --cache-dir cache"));
+        assert!(output.status.success(), "{}", stderr(&output));
+        stdout(&output).split(" train: ").nth(1).unwrap().split(" | ").next().unwrap().to_string()
+    };
+    assert_eq!(evaluated("hf-bytes"), evaluated("bytes"));
+    let output = run(&format!("{train} --tokenizer tokens --split-special-tokens --save literal"));
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(run("export literal hf-literal").status.success());
+    assert_eq!(evaluated("hf-literal"), evaluated("literal"));
+    assert_ne!(evaluated("literal"), evaluated("saved"));
+    // What import puts beside its checkpoint is the tokenizer, and is asked how it takes text.
+    assert!(run("import hf-literal imported").status.success());
+    let flags = "--finetune --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --save tuned";
+    let output = run(&format!("pretrain --load imported {flags} --data-path special.txt --cache-dir cache"));
+    let said = stdout(&output);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(said.contains("note: no --tokenizer is given: imported/tokenizer.json is taken"), "{said}");
+    assert_eq!(evaluated("tuned"), evaluated("literal"));
+    // Without data the run's.
+    let output = run("eval --load tuned --cache-dir cache");
+    assert!(output.status.success() && stderr(&output).contains("that of training is taken, special.txt"));
+    let output = run("eval --load hf-literal --cache-dir cache");
+    assert!(!output.status.success() && stderr(&output).contains("give --data-path"), "{}", stderr(&output));
     for file in ["config.json", "generation_config.json"] {
         let ids = json(&format!("hf-bytes/{file}"));
         assert_eq!((&ids["eos_token_id"], &ids["bos_token_id"]), (&256.into(), &256.into()), "{file}");

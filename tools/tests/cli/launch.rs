@@ -57,6 +57,40 @@ fn ranks_of_one_run_get_one_secret_that_no_other_run_has() {
 }
 
 #[test]
+fn the_command_begins_at_the_first_word_that_is_no_flag_of_the_launchers() {
+    let script = "echo $RANK $*";
+    for flags in
+        [&["--nproc-per-node", "1", "--max-restarts=0"][..], &["--nproc_per_node=1", "--grace-period", "9"], &[]]
+    {
+        let command = ["sh", "-c", script, "x", "--num-layers", "2", "--", "--nproc-per-node", "3"];
+        let output = megatron().arg("launch").args(flags).args(command).output().unwrap();
+        assert_eq!(stdout(&output), "[0]: 0 --num-layers 2 -- --nproc-per-node 3\n", "{}", stderr(&output));
+    }
+    // What is wrong before it is told alone.
+    let words = ["launch", "--standalone", "--nprocs", "2", "sh", "--num-layers", "2"];
+    let said = stderr(&megatron().args(words).output().unwrap());
+    assert!(said.contains("--standalone") && said.contains("--nprocs: no such flag"), "{said}");
+    assert!(!said.contains("--num-layers"), "{said}");
+}
+
+#[test]
+fn this_program_is_found_where_it_is_not_on_the_path() {
+    let of = |command: &[&str]| {
+        let output = megatron().env("PATH", "/nowhere").args(["launch", "--"]).args(command).output().unwrap();
+        (output.status.success(), stdout(&output) + &stderr(&output))
+    };
+    let (ok, said) = of(&["megatron", "--version"]);
+    assert!(ok && said.starts_with("[0]: megatron "), "{said}");
+    for (command, advice) in [
+        ("pretrain", "there is no program pretrain on the PATH; a command of this program is `megatron pretrain …`"),
+        ("python3", "there is no program python3 on the PATH; give its path"),
+    ] {
+        let (ok, said) = of(&[command, "x.toml"]);
+        assert!(!ok && said.contains(advice), "{said}");
+    }
+}
+
+#[test]
 fn several_machines_need_to_know_where_they_meet() {
     let output = megatron().args(["launch", "--nnodes=2", "--", "true"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

@@ -102,6 +102,33 @@ fn a_vocabulary_is_trained_used_and_trained_with() {
 }
 
 #[test]
+fn text_of_any_name_and_folders_are_read_as_training_reads_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    fs::create_dir(root.join("docs")).unwrap();
+    for name in ["README.md", "docs/a.md", "docs/b.rs"] {
+        fs::write(root.join(name), "the cat sat on the mat.\n\n".repeat(50)).unwrap();
+    }
+    for (input, documents) in [("README.md", "1 documents"), ("docs", "2 documents")] {
+        let output = ["--output-prefix", input, "--tokenizer", "byte"];
+        let (ok, said) = run(root, &[&["preprocess", "--input", input], &output[..]].concat());
+        assert!(ok && said.contains(documents), "{said}");
+        let vocabulary = ["tokenizer", "train", "--vocab-size", "300", "--overwrite", "--input", input];
+        let (ok, said) = run(root, &vocabulary);
+        assert!(ok, "{said}");
+    }
+    let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "300", "--input", "none.md"]);
+    assert!(!ok && said.contains("none.md: does not exist"), "{said}");
+    // The token that ends documents is named, but is none.
+    fs::write(root.join("tokenizer_config.json"), r#"{"eos_token": "<|new|>"}"#).unwrap();
+    let words =
+        ["preprocess", "--input", "docs", "--append-eod", "--tokenizer", "tokenizer.json", "--output-prefix", "x"];
+    let (ok, said) = run(root, &words);
+    assert!(!ok && said.contains("tokenizer.json has no \"<|new|>\", which is named beside it as eos_token"), "{said}");
+    assert!(said.contains("note: tokenizer.json has not the special tokens \"<|new|>\""), "{said}");
+}
+
+#[test]
 fn what_cannot_be_done_is_said_and_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();

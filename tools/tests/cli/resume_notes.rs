@@ -103,6 +103,7 @@ fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
 
     let log = resume(&site, "noted.jsonl", &other);
     assert_eq!(log.matches("note: ").count(), 3, "{log}");
+    assert!(log.contains("--use-checkpoint-opt-param-scheduler keeps"), "as --help has it: {log}");
     let rate = |value: serde_json::Value| format!("{:.3e}", value.as_f64().unwrap());
     let (ours, theirs) = (rate(of_step(3, &site, "noted.jsonl", "learning_rate")), rate(of_saved("learning_rate")));
     assert!(

@@ -142,6 +142,7 @@ fn blends_are_megatrons() {
     for expected in &fixture.blends {
         let opener = Opener {
             datasets: &datasets,
+            names: &[],
             weights: expected.weights.as_deref(),
             order: DataloaderType::Single,
             split: parse_split(&fixture.split).unwrap(),

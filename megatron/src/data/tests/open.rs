@@ -163,6 +163,45 @@ fn data_and_settings_that_do_not_fit_are_refused_with_advice() {
     case(&[&prefix], None, 0, Some(10), &["seq_length is 0"]);
 }
 
+/// A dataset's documents are dealt whole, of text files paragraphs.
+#[test]
+fn a_part_that_gets_too_little_is_told_with_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let whole = write(root, "whole.txt", "0123456789");
+    let cut = write(root, "cut.txt", "01234\n\n01234\n\n01234\n\n");
+    for order in [DataloaderType::Sequential, DataloaderType::Shuffled, DataloaderType::Single] {
+        let of = |path: &PathBuf, split: &str| {
+            let base = config(std::slice::from_ref(path), Some("byte"), &root.join("cache"));
+            let cfg = DataConfig { split: split.into(), dataloader_type: order, ..base };
+            open(&cfg, 4, 1, None, COUNTS).map(|data| data.description.join("\n"))
+        };
+        for (path, split, told, is_note) in [
+            (
+                &whole,
+                "9,1",
+                "validation data: --split 9,1 deals whole documents, and there is 1: all of it goes to train",
+                true,
+            ),
+            (&whole, "1", "0 to validate, 0 to test (split 1)", false),
+            (
+                &cut,
+                "9,1,1",
+                "(split 9,1,1 deals whole paragraphs (sequences), and there are 3: 2 to train, 1 to valid, 0 to test)",
+                false,
+            ),
+            (&cut, "2,1", "(split 2,1)", false),
+        ] {
+            let found = of(path, split).unwrap();
+            assert!(found.contains(told) && found.contains("note: ") == is_note, "{order:?} {split}: {found}");
+        }
+        // What the user named, rather than what was made of it.
+        let message = of(&whole, "0,1").err().unwrap().to_string();
+        assert!(message.contains("whole.txt: the train split has 0 tokens"), "{message}");
+        assert!(message.contains("there is 1: all of it goes to valid"), "{message}");
+    }
+}
+
 #[test]
 fn a_run_prepared_finds_its_caches() {
     let folder = tempfile::tempdir().unwrap();

@@ -189,6 +189,63 @@ fn the_configuration_beside_it_says_which_token_ends_a_document() {
     }
 }
 
+#[test]
+fn the_configuration_beside_it_says_whether_text_is_taken_literally() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write(folder.path(), "tokenizer.json", WORDS);
+    let open = |path: &Path, literal: bool| {
+        let options = TokenizerOptions { split_special_tokens: literal, ..Default::default() };
+        Tokenizer::open_with(&path.display().to_string(), &options, None, Path::new("no-cache")).unwrap()
+    };
+    let by_flag = open(&path, true);
+    write(folder.path(), "tokenizer_config.json", r#"{"split_special_tokens": true}"#);
+    let by_file = open(&path, false);
+    assert_eq!(by_file.encode("a </s>").unwrap(), by_flag.encode("a </s>").unwrap());
+    assert_eq!(by_file.key(), by_flag.key());
+    // What is written elsewhere of the same tokens says so, too, and no more than is so.
+    let other = tempfile::tempdir().unwrap();
+    by_file.save_into(other.path()).unwrap();
+    assert_eq!(open(other.path(), false).key(), by_flag.key());
+    write(folder.path(), "tokenizer_config.json", "{}");
+    let not = open(&path, false);
+    assert_ne!(not.encode("a </s>").unwrap(), by_flag.encode("a </s>").unwrap());
+    not.save_into(other.path()).unwrap();
+    assert_eq!(open(other.path(), false).key(), not.key());
+}
+
+#[test]
+fn what_is_said_beside_it_and_is_not_so_is_told() {
+    let words = WORDS.replace(
+        r#"{"type": "Whitespace"}"#,
+        r#"{"type": "Sequence", "pretokenizers": [{"type": "Whitespace"},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}"#,
+    );
+    let words = words.replace(
+        r#""normalizer": null"#,
+        r#""normalizer": {"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
+            "strip_accents": null, "lowercase": true}"#,
+    );
+    for (config, told) in [
+        (r#"{"eos_token": "</s>", "add_prefix_space": false, "do_lower_case": true, "strip_accents": true}"#, None),
+        (r#"{"do_lower_case": null, "tokenize_chinese_chars": true, "pad_token": null}"#, None),
+        (r#"{"eos_token": "<|new|>"}"#, Some("has not the special tokens \"<|new|>\"")),
+        (r#"{"pad_token": "<p>", "additional_special_tokens": ["<q>", "b"]}"#, Some("tokens \"<p>\", \"<q>\" that")),
+        (r#"{"add_prefix_space": true}"#, Some("add_prefix_space true and")),
+        (r#"{"do_lower_case": false}"#, Some("do_lower_case false and")),
+        (r#"{"strip_accents": false}"#, Some("strip_accents false and")),
+        (r#"{"tokenize_chinese_chars": false}"#, Some("tokenize_chinese_chars false and")),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), "tokenizer.json", &words);
+        write(folder.path(), "tokenizer_config.json", config);
+        let tokenizer = Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache")).unwrap();
+        let notes = tokenizer.notes();
+        assert_eq!(notes.len(), usize::from(told.is_some()), "{config}: {notes:?}");
+        assert!(notes.iter().zip(told).all(|(note, part)| note.contains(part)), "{config}: {notes:?}");
+        assert_eq!(tokenizer.lacks_eod().contains("no \"<|new|>\", which is named"), config.contains("<|new|>"));
+    }
+}
+
 /// Companions of another model, or none, may lie where a tokenizer is saved.
 #[test]
 fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {

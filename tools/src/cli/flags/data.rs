@@ -18,7 +18,8 @@ pub struct DataFlags {
     /// how many there are
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub mock_data: bool,
-    /// Weights of the training, validation and test data
+    /// Weights of the training, validation and test data. Whole documents are dealt, of text files
+    /// whole paragraphs: a dataset of one document all goes to one of the three
     #[arg(long, value_name = "T,V,T", default_value = "969,30,1")]
     pub split: String,
     #[command(flatten)]

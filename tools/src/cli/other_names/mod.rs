@@ -20,6 +20,7 @@ mod values;
 use std::collections::BTreeMap;
 
 pub use launchers::instead_of_launchers;
+pub use programs::instead_of_generators;
 pub use values::refused_value;
 
 /// How many words behind it a flag takes, as Megatron-LM's parser has it.

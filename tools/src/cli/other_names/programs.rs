@@ -68,3 +68,31 @@ pub const TABLE: &[Entry] = &[
     refuse("use --rdzv, or the launcher's MASTER_ADDR and MASTER_PORT", "master-addr master-port dist-url"),
     refuse("`megatron launch` has it, or `--data-parallel-size` starts replicas", "nproc-per-node nnodes node-rank"),
 ];
+
+/// Flags of programs that continue texts, for `megatron generate`: Megatron-LM's, Hugging Face's, vLLM's and
+/// llama.cpp's. Names without dashes, and what says the same.
+const GENERATORS: [(&[&str], &str); 6] = [
+    (
+        &[
+            "max-new-tokens",
+            "num-tokens-to-generate",
+            "tokens-to-generate",
+            "max-length",
+            "max-tokens",
+            "num-new-tokens",
+            "out-seq-length",
+            "n-predict",
+        ],
+        "use --num-tokens",
+    ),
+    (&["prompts", "text", "input-text"], "use --prompt, once for each text"),
+    (&["model", "model-name-or-path", "model-path", "checkpoint", "ckpt"], "use --load"),
+    (&["greedy", "do-sample", "no-sample"], "--temperature 0 takes the likeliest token, above 0 it is drawn"),
+    (&["tp-size", "tp", "tensor-parallel-size"], "use --tensor-model-parallel-size"),
+    (&["random-seed"], "use --seed"),
+];
+
+/// What to do instead of a flag of another program that continues texts; by its name with dashes.
+pub fn instead_of_generators(name: &str) -> Option<&'static str> {
+    GENERATORS.iter().find(|(names, _)| names.contains(&name)).map(|(_, instead)| *instead)
+}

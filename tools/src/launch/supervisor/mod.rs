@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL};
 
+use super::local::not_started;
 use super::output::{Event, Printer, Stream, forward};
 use super::plan::Plan;
 use super::process::{Exit, died_of_a_signal, reap, signal_group, signal_name, spawn};
@@ -123,10 +124,8 @@ impl<'a> Supervisor<'a> {
         for index in 0..plan.work.len() {
             let mut command = plan.command(index, restarts)?;
             // On an error `started` is dropped, which kills the ranks before this one.
-            let mut child = spawn(&mut command).map_err(|source| Error::Io {
-                action: format!("start {} ({})", plan.work.who(index), command.get_program().to_string_lossy()),
-                source,
-            })?;
+            let mut child = spawn(&mut command)
+                .map_err(|source| not_started(&plan.work.who(index), command.get_program(), source))?;
             let unread = |source| Error::Io {
                 action: format!("start a thread that reads what {} prints ({MORE_PROCESSES})", plan.work.who(index)),
                 source,
