@@ -36,6 +36,30 @@ pub fn open_with(path: &Path, options: &mut OpenOptions) -> Result<File> {
     Ok(file)
 }
 
+/// Opens a file to write to it, with `options`: a regular one, or a device of characters such as
+/// `/dev/null`, which takes what it gets.
+///
+/// # Errors
+/// As [`open`], but for such devices.
+pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
+    if is_character_device(path) { options.open(path) } else { open_with(path, options) }
+}
+
+/// Refuses what [`open_to_write`] would refuse, if something is there.
+///
+/// # Errors
+/// If it is.
+pub fn check_to_write(path: &Path) -> Result<()> {
+    match path.metadata() {
+        Ok(there) if !there.file_type().is_char_device() => require_regular(&there),
+        _ => Ok(()),
+    }
+}
+
+fn is_character_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|there| there.file_type().is_char_device())
+}
+
 /// Opens a regular file that is no text: [`open`], and what git's large-file storage leaves in its
 /// place is refused.
 ///
@@ -138,6 +162,14 @@ mod tests {
         assert_eq!(read_text(&at("good"), 4).unwrap(), "text");
         assert_eq!(read(&at("none"), 4).unwrap_err().kind(), ErrorKind::NotFound);
         open_with(&at("new"), OpenOptions::new().write(true).create_new(true)).unwrap();
+        // Devices of characters take what is written to them, and nothing else does that is no file.
+        for (path, is_fine) in
+            [("pipe", false), ("socket", false), ("file", true), ("later", true), ("/dev/null", true)]
+        {
+            assert_eq!(check_to_write(&at(path)).is_ok(), is_fine, "{path}");
+            let opened = open_to_write(&at(path), OpenOptions::new().write(true).create(true));
+            assert_eq!(opened.is_ok(), is_fine, "{path}");
+        }
     }
 
     #[test]

@@ -74,6 +74,7 @@ fn here(launch: &LaunchArgs, variables: Vec<(OsString, OsString)>) -> Result<u8>
         stop_limit: Some(Duration::from_secs(launch.grace_period.into())),
         max_restarts: launch.max_restarts,
         advice: None,
+        saves: false,
         over_stdin: std::env::var_os(SUPERVISED).is_some_and(|supervisor| supervisor == OVER_STDIN),
     })
 }
@@ -116,6 +117,7 @@ fn elsewhere(launch: &LaunchArgs, path: &Path, hosts: Vec<Host>) -> Result<u8> {
         stop_limit: Some(Duration::from_secs(launch.grace_period.into()) + SLOWER),
         max_restarts: 0,
         advice: None,
+        saves: false,
         over_stdin: false,
     })
 }

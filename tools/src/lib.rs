@@ -69,7 +69,11 @@ fn run() -> error::Result<u8> {
         Err(Stop::Clap(error)) if error.use_stderr() && std::env::var_os(fault::SUPERVISED).is_some() => {
             Err(Error::usage(error.to_string().trim_start_matches("error: ").trim_end()))
         }
-        Err(Stop::Clap(error)) => error.exit(),
+        // Help and versions go to standard output.
+        Err(Stop::Clap(error)) => {
+            error.print().and_then(|()| std::io::stdout().flush()).unwrap_or_else(unprinted);
+            Ok(error.exit_code() as u8)
+        }
     }
 }
 
@@ -78,9 +82,17 @@ static UNPRINTED: OnceLock<std::io::Error> = OnceLock::new();
 
 /// Prints a line; a reader that went away is no reason to stop, nor is anything else, but the program then ends with an error.
 fn print_line(text: &str) {
-    if let Err(error) = writeln!(std::io::stdout(), "{text}")
-        && error.kind() != std::io::ErrorKind::BrokenPipe
-    {
+    writeln!(std::io::stdout(), "{text}").unwrap_or_else(unprinted);
+}
+
+/// Prints a part of a line at once, otherwise as [`print_line`].
+fn print_part(text: &str) {
+    let mut out = std::io::stdout();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).unwrap_or_else(unprinted);
+}
+
+fn unprinted(error: std::io::Error) {
+    if error.kind() != std::io::ErrorKind::BrokenPipe {
         // The first one counts.
         let _ = UNPRINTED.set(error);
     }

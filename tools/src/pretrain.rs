@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use candle_core::Device;
-use megatron::checkpoint;
 use megatron::comm::{Group, RankInfo};
 use megatron::config::{ModelConfig, RunConfig, TensorboardConfig};
 use megatron::data::{self, Datasets, SampleCounts, TOKENIZER_FILE, Tokenizer};
 use megatron::train::{self, Length, Outcome, RanksHere, Reporter, Sampling, Sources, Trainer};
+use megatron::{checkpoint, files};
 use models::Gpt;
 use models::hf::{self, HfConfig, HfFiles, HfModel};
 
@@ -54,6 +54,7 @@ pub fn run(settings: &Gathered) -> Result<u8> {
 fn describe_recorded(origin: &str, run: &RunConfig) -> String {
     let saves = match &run.checkpoint.save {
         Some(save) => format!("checkpoints go to {}", save.display()),
+        None if run.training.skip_train => "nothing is saved under --skip-train".to_string(),
         None => "nothing is saved without --save".to_string(),
     };
     format!("settings that are not given are those of {origin}; {saves}")
@@ -104,9 +105,14 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
     if let (Some(save), Some(_)) = (&run.checkpoint.save, &run.checkpoint.init_from_hf) {
         hf::refuse_model_folder(save)?;
     }
-    // A device or a pipe is written into, not beside.
+    let metrics = run.logging.metrics.as_deref().filter(|_| rank == 0);
+    if let Some(path) = metrics {
+        let action = || format!("write metrics to {} (--metrics)", path.display());
+        files::check_to_write(path).map_err(|source| Error::Io { action: action(), source })?;
+    }
+    // A device is written into, not beside.
     let is_special = |path: &Path| path.metadata().is_ok_and(|there| !there.is_file() && !there.is_dir());
-    let metrics = run.logging.metrics.as_deref().filter(|path| rank == 0 && !is_special(path)).and_then(Path::parent);
+    let metrics = metrics.filter(|path| !is_special(path)).and_then(Path::parent);
     let metrics = metrics.filter(|folder| !folder.as_os_str().is_empty());
     let tensorboard = run.logging.tensorboard.as_ref().filter(|_| rank == 0);
     let samples = tensorboard.map(TensorboardConfig::samples_dir);
@@ -212,17 +218,16 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let communicators = train::most_communicators(&resolved.run.parallel)?;
     let Joined { world, device, .. } = ranks::join(place, &resolved.distributed, None, communicators)?;
     // Until here there is nothing to save, and a signal just ends the process.
-    let stop = StopSignal::listen()?;
+    let does = if resolved.run.checkpoint.save.is_some() { "saving and stopping" } else { "stopping" };
+    // A supervisor has said it already.
+    let says = place.rank == 0 && std::env::var_os(fault::SUPERVISED).is_none();
+    let stop = StopSignal::listen(says.then_some(does))?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
     // Whoever starts ranks of its own has told it.
     let started_elsewhere = std::env::var_os(OWN_RANKS).is_none();
     if place.rank == 0 && started_elsewhere {
         resolved.notes.iter().for_each(|line| reporter.message(line));
-    }
-    if place.rank == 0 && started_elsewhere {
-        let lines = datasets.description.iter();
-        let told = lines.filter(|line| place.world_size == 1 || line.starts_with("note: "));
-        told.for_each(|line| reporter.message(line));
+        datasets.description.iter().for_each(|line| reporter.message(line));
     }
     if let Some(note) = not_started_again(resolved.distributed.max_restarts, place.rank) {
         reporter.message(&note);
@@ -242,7 +247,10 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     };
     Ok(match outcome.map_err(failed)? {
         Outcome::Finished | Outcome::ExitInterval | Outcome::ExitDuration => 0,
-        Outcome::Interrupted => stop.exit_code_of_run(&world),
+        Outcome::Interrupted => {
+            stop.tell();
+            stop.exit_code_of_run(&world)
+        }
     })
 }
 
@@ -288,6 +296,9 @@ fn run_rank(
     reporter.message(&describe(run, device));
     trainer.count_minutes_from(launch::started());
     let outcome = trainer.run(reporter, stop)?;
+    if outcome == Outcome::Interrupted {
+        reporter.message(&stopped(run, trainer.progress().iteration));
+    }
     if let (Outcome::Finished, Some(prompt)) = (outcome, &run.logging.prompt) {
         match continue_prompt(trainer, run, tokenizer.as_ref(), prompt) {
             Ok((text, note)) => {
@@ -303,6 +314,18 @@ fn run_rank(
         }
     }
     Ok(outcome)
+}
+
+/// Where a run stopped that was told to, and what is left of it.
+fn stopped(run: &RunConfig, step: u64) -> String {
+    let folder = run.checkpoint.save.as_ref().map(|save| checkpoint::iteration_dir(save, step));
+    let saved = match folder.filter(|folder| folder.exists()) {
+        Some(folder) => format!("saved in {}", folder.display()),
+        None if run.training.skip_train => "nothing is saved under --skip-train".into(),
+        None if run.checkpoint.save.is_none() => "nothing is saved without --save".into(),
+        None => "nothing new is saved".into(),
+    };
+    format!("stopped at step {step}; {saved}")
 }
 
 /// What was done to the weights' vocabulary, if its size is another.

@@ -60,7 +60,7 @@ pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8>
     let parallel = resolve_layout(&args.layout, &mut sources, None, saved.run.model.num_layers, false)?;
     saved.fits(&parallel, &sources)?;
 
-    let stop = StopSignal::listen()?;
+    let stop = StopSignal::listen(None)?;
     let bar = ByteBar::new("resharding", saved.manifest.data_bytes());
     let done = saved.reshard(&args.to, &parallel, &sources, &mut |bytes| {
         bar.add(bytes);

@@ -1,14 +1,17 @@
 //! The signals that stop a run, in a rank: a flag that the training loop reads between steps.
 
+use std::io::{IsTerminal, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use megatron::comm::Group;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
+use signal_hook::low_level::pipe;
 
 use crate::error::{Error, Result};
-use crate::launch::{STOP_SIGNALS, is_ignored};
+use crate::launch::{STOP_SIGNALS, is_ignored, signal_name};
 
 /// What the signals so far ask for.
 #[derive(Clone, Debug)]
@@ -16,16 +19,20 @@ pub struct StopSignal {
     /// Set once the run shall save and stop.
     pub flag: Arc<AtomicBool>,
     signal: Arc<AtomicUsize>,
+    /// What they bring about, where this process is to say it, and whether it has.
+    does: Option<&'static str>,
+    told: Arc<AtomicBool>,
 }
 
 impl StopSignal {
     /// Takes [`STOP_SIGNALS`], unless they are ignored, as wishes to stop; SIGINT after one of them
-    /// ends the process at once.
+    /// ends the process at once. The first is answered by a line on stderr, of what it brings about
+    /// (`does`), at once: a step may take long.
     ///
     /// # Errors
     /// If the operating system refuses.
-    pub fn listen() -> Result<Self> {
-        let stop = Self { flag: Arc::default(), signal: Arc::default() };
+    pub fn listen(does: Option<&'static str>) -> Result<Self> {
+        let stop = Self { flag: Arc::default(), signal: Arc::default(), does, told: Arc::default() };
         let register = || -> std::io::Result<()> {
             let signals = STOP_SIGNALS.into_iter().filter(|signal| !is_ignored(*signal));
             let signals: Vec<i32> = signals.collect();
@@ -33,17 +40,48 @@ impl StopSignal {
                 // Actions run in the order of registration: the first SIGINT finds the flag not yet set.
                 flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&stop.flag))?;
             }
-            for signal in signals {
+            for &signal in &signals {
                 // systemd sends SIGHUP after another, which is what the run was stopped by.
                 if signal != SIGHUP {
                     flag::register_usize(signal, Arc::clone(&stop.signal), signal as usize)?;
                 }
                 flag::register(signal, Arc::clone(&stop.flag))?;
             }
+            if does.is_some() {
+                stop.tell_at_once(&signals)?;
+            }
             Ok(())
         };
         register().map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
         Ok(stop)
+    }
+
+    /// Starts a thread that says what the first of `signals` brings about.
+    fn tell_at_once(&self, signals: &[i32]) -> std::io::Result<()> {
+        let (mut woken, waker) = UnixStream::pair()?;
+        for &signal in signals {
+            pipe::register(signal, waker.try_clone()?)?;
+        }
+        let stop = self.clone();
+        std::thread::Builder::new().name("signals".into()).spawn(move || {
+            if woken.read(&mut [0]).is_ok_and(|bytes| bytes > 0) {
+                stop.tell();
+            }
+        })?;
+        Ok(())
+    }
+
+    /// Says what the signal that came brings about, if that was not said yet.
+    pub fn tell(&self) {
+        if let (Some(does), Some(signal)) = (self.does, self.signal())
+            && !self.told.swap(true, Ordering::SeqCst)
+        {
+            // Over the bar of a terminal, which is drawn again.
+            let start = if std::io::stderr().is_terminal() { "\r\x1b[2K" } else { "" };
+            let signal = signal_name(signal.into());
+            // Nobody may be there to read it.
+            let _ = writeln!(std::io::stderr(), "{start}{signal}: {does}; Ctrl-C now stops at once");
+        }
     }
 
     /// The exit code of a process that was stopped: 128 + the signal.

@@ -11,8 +11,9 @@ use candle_core::Tensor;
 use kernels::ops::reduce::sums_of_squares;
 
 use super::metrics::StepMetrics;
+use super::state;
 use super::trainer::Trainer;
-use crate::config::{LossScaling, Precision};
+use crate::config::{LossScaling, Precision, Takes};
 use crate::params::{Elements, ShardRef, StateKind};
 use crate::{Error, Result, checkpoint};
 
@@ -49,18 +50,43 @@ impl Trainer {
 
     /// What to do about a run whose step `first` was the first that went wrong.
     fn what_to_try(&self, first: u64) -> String {
-        let saved = self.config.checkpoint.save.as_ref().and_then(|dir| {
-            let before = checkpoint::iterations(dir).ok()?.into_iter().rfind(|iteration| *iteration < first)?;
+        let config = &self.config.checkpoint;
+        // Of weights alone the run has begun.
+        let loaded = checkpoint::to_load(config).ok().flatten().filter(|_| config.takes != Takes::Weights);
+        let around = loaded.and_then(|folder| checkpoint::beside(&folder).ok());
+        let saved = config.save.clone().into_iter().chain(around).find_map(|dir| {
+            let is_good =
+                |iteration: &u64| *iteration < first && state::is_healthy(&checkpoint::iteration_dir(&dir, *iteration));
+            let before = checkpoint::iterations(&dir).ok()?.into_iter().rfind(is_good)?;
             Some(format!("Go on from a checkpoint before it (--load {} --ckpt-step {before})", dir.display()))
         });
         let scale = match self.config.training.precision {
             Precision::Fp16(LossScaling::Static(_)) => ", a smaller --loss-scale",
             _ => "",
         };
+        let clip = match self.config.optimizer.clip_grad {
+            0.0 => "clipped gradients (--clip-grad 1)",
+            _ => "a smaller --clip-grad",
+        };
         format!(
-            "{} with a lower --lr, a longer warm-up{scale} or a smaller --clip-grad: the same settings come to the same again",
+            "{} with a lower --lr, a longer warm-up{scale} or {clip}: the same settings come to the same again",
             saved.unwrap_or_else(|| "Start again".into())
         )
+    }
+
+    /// Whether the last steps were not finite, so that what is saved now would take the place of the
+    /// last good checkpoint as the latest.
+    pub(super) fn is_amid_nonfinite_steps(&self) -> bool {
+        self.progress.nonfinite_in_a_row > 0
+    }
+
+    /// What to say of a checkpoint that is not saved in `dir` for that.
+    pub(super) fn not_saved(&self, dir: &Path) -> String {
+        let latest = match checkpoint::latest(dir) {
+            Ok(Some(latest)) => format!("the latest is still that of step {}", latest.iteration),
+            _ => "there is none yet".into(),
+        };
+        format!("step {}: no checkpoint is saved while steps are not finite; {latest}", self.progress.iteration)
     }
 
     /// Asserts that a checkpoint of `shards`, to be written to `dir`, would hold finite parameters

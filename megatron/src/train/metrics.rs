@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::memory::Peak;
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 /// One training step, as every rank knows it.
 #[derive(Clone, Debug, PartialEq)]
@@ -148,7 +148,7 @@ impl MetricsWriter {
                 file = open_own(path)?;
             }
         }
-        // A device or pipe (/dev/stdout) has no length to cut.
+        // A device (/dev/null) has no length to cut.
         if file.metadata().is_ok_and(|m| m.is_file()) {
             file.set_len(keep).map_err(|e| Error::io("truncate", path, e))?;
             file.seek(std::io::SeekFrom::Start(keep)).map_err(|e| Error::io("seek in", path, e))?;
@@ -214,8 +214,10 @@ impl MetricsWriter {
 /// Opens a file, which is made where it is missing, for one run alone. Network file systems may
 /// know no locks; then it is opened all the same.
 fn open_own(path: &Path) -> Result<File> {
-    let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
-    let file = options.map_err(|e| Error::io("open", path, e))?;
+    let mut options = OpenOptions::new();
+    // Not a pipe: a full one would hold the run up, also where it is told to stop.
+    let file = files::open_to_write(path, options.read(true).write(true).create(true).truncate(false));
+    let file = file.map_err(|e| Error::io("open", path, e))?;
     if file.metadata().is_ok_and(|there| there.is_file())
         && let Err(TryLockError::WouldBlock) = file.try_lock()
     {
@@ -233,7 +235,7 @@ fn expect_metrics(path: &Path) -> Result<()> {
     const STARTS: [&[u8]; 3] = [b"{\"consumed_samples\"", b"{\"eval\"", b"{\"iteration\""];
     const LONGEST: u64 = 1 << 16;
     let mut line = Vec::new();
-    let file = crate::files::open(path).map_err(|e| Error::io("open", path, e))?;
+    let file = files::open(path).map_err(|e| Error::io("open", path, e))?;
     // Lines of other files may be long.
     let read = BufReader::new(file).take(LONGEST).read_until(b'\n', &mut line);
     let read = read.map_err(|e| Error::io("read", path, e))? as u64;

@@ -101,8 +101,23 @@ impl Trainer {
         if !replaced.is_empty() {
             text += &format!(" It replaces {} when it saves the same {}.", listed(&replaced), steps(replaced.len()));
         }
-        if !kept.is_empty() {
-            text += &format!(" It leaves {} as {}.", listed(&kept), if kept.len() == 1 { "it is" } else { "they are" });
+        // Beside the newest, which this run saves at its end, retention looks at all that are older.
+        let saved_after = |step: u64| match checkpoint.save_interval {
+            Some(interval @ 1..) => end.div_ceil(interval) - step / interval,
+            _ => 1,
+        };
+        let stays = |step: &u64| {
+            let between = kept.iter().filter(|other| *other > step && **other < end).count() as u64;
+            *step > end || checkpoint.retention.keeps(*step, saved_after(*step) + between)
+        };
+        let (left, removed): (Vec<u64>, Vec<u64>) = kept.iter().copied().partition(stays);
+        if !left.is_empty() {
+            text += &format!(" It leaves {} as {}.", listed(&left), if left.len() == 1 { "it is" } else { "they are" });
+        }
+        if !removed.is_empty() {
+            let flag =
+                if checkpoint.retention.most_recent.is_some() { "--most-recent-k" } else { "--save-retain-interval" };
+            text += &format!(" As older ones, {flag} removes {} once later steps are saved.", listed(&removed));
         }
         if later.latest > now {
             text += &format!(" {} is the latest until this run first saves, at step {first}.", later.latest);

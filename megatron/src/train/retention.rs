@@ -1,6 +1,7 @@
 //! Old checkpoints go when a newer one is complete (`--save-retain-interval`, `--most-recent-k`).
 
 use super::report::Reporter;
+use super::state;
 use super::trainer::Trainer;
 use crate::checkpoint;
 use crate::config::Retention;
@@ -8,11 +9,12 @@ use crate::config::Retention;
 impl Trainer {
     /// Removes, on rank 0, the checkpoints that do not stay beside that of step `newest`, which is
     /// complete. What cannot be removed stays, and is told of: training needs the room, if at all,
-    /// at the next save.
+    /// at the next save. While steps are not finite all stay: a run that diverges goes on from one
+    /// of before.
     pub(super) fn remove_old_checkpoints(&self, newest: u64, reporter: &mut dyn Reporter) {
         let config = &self.config.checkpoint;
         let Some(dir) = config.save.as_ref().filter(|_| config.retention != Retention::default()) else { return };
-        if self.groups.world.rank() != 0 {
+        if self.groups.world.rank() != 0 || self.is_amid_nonfinite_steps() {
             return;
         }
         // One that is named by its step would be loaded by the same command again.
@@ -20,7 +22,7 @@ impl Trainer {
             Some(step) => checkpoint::iteration_dir(load, step),
             None => load.clone(),
         });
-        match checkpoint::remove_old(dir, newest, &config.retention, loaded.as_deref()) {
+        match checkpoint::remove_old(dir, newest, &config.retention, loaded.as_deref(), state::is_healthy) {
             Ok(removed) if removed.is_empty() => {}
             Ok(removed) => {
                 let steps: Vec<String> = removed.iter().map(u64::to_string).collect();

@@ -120,6 +120,7 @@ impl Trainer {
         }
         reporter.start(self.progress.iteration, train_iters);
         let mut saved_at = self.progress.iteration;
+        let mut withheld = false;
         let mut memory = None;
         let mut outcome = Outcome::Finished;
         let mut profiler = Profiler::new(self.config.logging.profile.as_ref());
@@ -160,7 +161,15 @@ impl Trainer {
             }
             let exit = overdue || due(self.config.training.exit_interval);
             let ends = interrupted || exit || iteration == train_iters;
-            if due(self.config.checkpoint.save_interval) || exit || interrupted {
+            let saves = due(self.config.checkpoint.save_interval) && self.config.checkpoint.save.is_some();
+            let withholds = saves && !ends && self.is_amid_nonfinite_steps();
+            if withholds && !withheld {
+                self.finish_and_report(reporter)?;
+                self.config.checkpoint.save.iter().for_each(|dir| reporter.message(&self.not_saved(dir)));
+            }
+            // One line for all steps in a row.
+            withheld = self.is_amid_nonfinite_steps() && (withheld || withholds);
+            if (saves && !withholds) || exit || interrupted {
                 // Behind the last step there is nothing to go on with, so that none is left to be waited for.
                 saved_at = self.save_and_report(self.config.checkpoint.async_save && !ends, reporter, &mut records)?;
             }

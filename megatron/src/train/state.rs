@@ -15,6 +15,13 @@ use crate::optim::LossScalerState;
 use crate::params::StateKind;
 use crate::{Error, Result};
 
+/// Whether the checkpoint in `folder` can be read and was not saved amid steps that were not finite.
+pub fn is_healthy(folder: &Path) -> bool {
+    Manifest::read(folder).is_ok_and(|manifest| {
+        manifest.state.pointer("/progress/nonfinite_in_a_row").and_then(Value::as_u64).unwrap_or(0) == 0
+    })
+}
+
 /// The state of a run as stored in a manifest.
 ///
 /// # Errors

@@ -103,14 +103,14 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
         return Ok(());
     }
     let mut stream = Continuation::of(&tokenizer, &prompts[0])?;
-    show(&args.prompt[0]);
+    crate::print_part(&args.prompt[0]);
     // A decoder that fails does so at the end, too.
     let mut on_token = |_, token| {
         speed.token();
-        show(&stream.add(token).unwrap_or_default());
+        crate::print_part(&stream.add(token).unwrap_or_default());
     };
     let new = inference.stage.generate(&prompts, &length, &sampling, &mut on_token)?;
-    show(&format!("{}\n", stream.rest()?));
+    crate::print_part(&format!("{}\n", stream.rest()?));
     tell(cut_short(prompts[0].len(), new[0].len(), &length));
     speed.tell();
     Ok(())
@@ -158,11 +158,4 @@ pub(super) fn tell(line: Option<String>) {
         // Nobody may be there to read it.
         let _ = writeln!(std::io::stderr(), "{line}");
     }
-}
-
-/// Prints a part of a text at once.
-fn show(text: &str) {
-    let mut out = std::io::stdout();
-    // A reader that went away is no reason to fail.
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }

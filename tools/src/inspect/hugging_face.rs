@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use indicatif::{DecimalBytes, HumanCount};
 use megatron::checkpoint::{Float, ShardFile};
 use megatron::{Error, files};
-use models::hf::{CONFIG, HfConfig, HfFiles, HfModel};
+use models::hf::{COMPANIONS, CONFIG, HfConfig, HfFiles, HfModel};
 use serde_json::Value;
 
 use super::{fact, short};
@@ -42,12 +42,17 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         return Ok(());
     }
     let config = path.join(CONFIG);
-    let config = if config.exists() {
+    // A link that leads nowhere is there, too, and cannot be read.
+    let config = if is_listed(&config) {
         describe(&config)?
     } else {
         fact("family", format!("unknown: there is no {CONFIG}"));
         None
     };
+    // Import takes them along.
+    for file in COMPANIONS.map(|name| path.join(name)).iter().filter(|file| is_listed(file)) {
+        files::open_binary(file).map_err(|e| Error::io("open", file, e))?;
+    }
     let files = HfFiles::open(path)?;
     let held = files.tensors().clone();
     if let Some(config) = config {
@@ -71,6 +76,11 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     tensors(&held);
     fact("whole", "headers describe every byte of the files, and an index, if there is one, every tensor");
     Ok(())
+}
+
+/// Whether there is something of this name, if only a link that leads nowhere.
+fn is_listed(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
 }
 
 /// The safetensors files in a folder.

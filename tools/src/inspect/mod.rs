@@ -91,11 +91,40 @@ fn kind(path: &Path) -> Result<Kind> {
     if let Some(prefix) = prefixes.iter().find(is_pair) {
         return Ok(Kind::Dataset(prefix.clone()));
     }
+    if !path.exists() {
+        return Err(Error::usage(format!(
+            "{} does not exist, and there is no indexed dataset with this prefix (a .bin and an .idx file)",
+            path.display()
+        )));
+    }
+    let datasets = datasets_in(path);
+    if !datasets.is_empty() {
+        return Err(Error::usage(format!(
+            "{} is a folder that indexed datasets are in; name the prefix of one: {}",
+            path.display(),
+            datasets.join(", ")
+        )));
+    }
     Err(Error::usage(format!(
         "{} is neither a checkpoint (manifest.json or latest_checkpointed_iteration.txt in a folder), nor an indexed dataset \
          (a .bin and an .idx file with this prefix), nor a Hugging Face model (config.json or .safetensors files in a folder)",
         path.display()
     )))
+}
+
+/// The prefixes of the indexed datasets in a folder, at most as many as a message has room for.
+fn datasets_in(folder: &Path) -> Vec<String> {
+    const MOST: usize = 10;
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let indices = entries.filter(|path| path.extension().is_some_and(|extension| extension == "idx"));
+    let pairs = indices.filter(|index| index.with_extension("bin").exists());
+    let mut prefixes: Vec<String> = pairs.map(|index| index.with_extension("").display().to_string()).collect();
+    prefixes.sort();
+    if prefixes.len() > MOST {
+        prefixes.truncate(MOST);
+        prefixes.push("…".into());
+    }
+    prefixes
 }
 
 /// Prints one fact: a name, and what is known.
@@ -135,8 +164,17 @@ mod tests {
         for given in ["a.b", "a.b.bin", "a.b.idx"] {
             assert_eq!(kind(&at(given)).unwrap(), Kind::Dataset(at("a.b")));
         }
-        for nothing in ["a", "a.c", "", "missing"] {
-            assert!(kind(&at(nothing)).unwrap_err().to_string().contains("neither"));
+        std::fs::create_dir(at("empty")).unwrap();
+        let prefix = at("a.b").display().to_string();
+        for (nothing, why) in [
+            ("a", "does not exist"),
+            ("a.c", "does not exist"),
+            ("missing", "does not exist"),
+            ("empty", "neither"),
+            ("", &format!("name the prefix of one: {prefix}")),
+        ] {
+            let error = kind(&at(nothing)).unwrap_err().to_string();
+            assert!(error.contains(why), "{nothing}: {error}");
         }
     }
 

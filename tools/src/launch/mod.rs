@@ -18,6 +18,7 @@ pub use hostfile::{Host, read as read_hostfile};
 pub use inherited::{adjust, is_ignored};
 pub use local::Ranks;
 pub use plan::{MAX_RESTARTS, OWN_RANKS, Plan, STORE_SERVED, Style, Work};
+pub use process::signal_name;
 pub use remote::{Hosts, exported, is_here, is_loopback};
 pub use requests::STOP_SIGNALS;
 pub use restarts::{free_port, supervise};

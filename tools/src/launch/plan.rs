@@ -44,6 +44,8 @@ pub struct Plan {
     pub max_restarts: u32,
     /// What to do after a rank died.
     pub advice: Option<String>,
+    /// Whether ranks that are asked to stop save first, as far as this process knows.
+    pub saves: bool,
     /// Whether the launcher of several machines started this process, speaks to it over its standard input, and tells its user why ranks failed.
     pub over_stdin: bool,
 }
@@ -87,11 +89,6 @@ impl Work {
     /// Whether ranks are on other machines, too.
     pub fn is_part(&self) -> bool {
         matches!(self, Self::Ranks(ranks) if ranks.nodes > 1)
-    }
-
-    /// Whether these are the ranks of one run, whose output is the run's.
-    pub fn is_run(&self) -> bool {
-        matches!(self, Self::Ranks(ranks) if ranks.style == Style::Run)
     }
 
     /// Process `index`, as messages call it.

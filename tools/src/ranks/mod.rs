@@ -111,6 +111,8 @@ pub fn start(
         self_end: Duration::from_secs(5),
         stop_limit,
         max_restarts: distributed.max_restarts,
+        // Only of a run that saves there is something to advise.
+        saves: advice.is_some(),
         advice,
         over_stdin: false,
     })

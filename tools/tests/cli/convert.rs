@@ -288,6 +288,9 @@ fn a_hugging_face_model_begins_with_another_vocabulary_base_and_context() {
     let more = [&overrides[..3], &["--load=saved", "--exit-interval=2"]].concat();
     let output = pretrain(dir.path(), "llama-tiny", &more);
     assert!(output.status.success() && !stdout(&output).contains("random weights"), "{}", stderr(&output));
+    // Notes of settings without effect are about those that were given.
+    let output = pretrain(dir.path(), "gpt2-tiny", &["--train-iters=1", "--save=other"]);
+    assert!(output.status.success() && !stdout(&output).contains("without effect"), "{}", stdout(&output));
     for (name, flags, why) in [
         ("gpt2-tiny", &["--max-position-embeddings=4096"][..], "which it has learned"),
         ("gpt2-tiny", &["--rotary-base=500000"], "rotary_base"),

@@ -188,6 +188,52 @@ fn a_supervised_run_that_is_told_to_stop_saves_and_resumes_bitwise() {
 }
 
 #[test]
+fn a_run_says_what_a_signal_does_and_where_it_stopped() {
+    let alone = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"];
+    let launched = |site: &Site, flags: &[&str]| {
+        let program = env!("CARGO_BIN_EXE_megatron");
+        let mut command = site.mark(megatron());
+        command.args(["launch", &format!("--nproc-per-node={RANKS}"), "--", program, "pretrain", "run.toml"]);
+        command.args(flags);
+        command
+    };
+    let cases: [(&str, &dyn Fn(&Site, &[&str]) -> std::process::Command); 3] = [
+        ("alone", &|site, flags| site.pretrain(&[flags, &alone].concat())),
+        ("supervised", &|site, flags| site.pretrain(flags)),
+        ("launched", &launched),
+    ];
+    for (who, start) in cases {
+        for saves in [true, false] {
+            let site = Site::new();
+            let flags = ["--train-iters=1000000", "--save=saved"];
+            let run = start(&site, if saves { &flags } else { &flags[..1] }).spawn().unwrap();
+            site.wait_for_step(3);
+            kill(run.id(), "INT");
+            let output = ended(vec![run], SOON).remove(0);
+            assert_eq!(output.status.code(), Some(130), "{who}: {}", stderr(&output));
+            // `launch` does not know what it started.
+            let does = if saves && who != "launched" { "saving and stopping" } else { "stopping" };
+            let line = format!("SIGINT: {does}; Ctrl-C now stops at once\n");
+            assert_eq!(
+                (stderr(&output).matches("SIG").count(), stderr(&output).matches(&line).count()),
+                (1, 1),
+                "{who}"
+            );
+            let (text, step) = (stdout(&output), site.last_step());
+            let end = match saves {
+                true => format!("stopped at step {step}; saved in saved/iter_{step:07}\n"),
+                false => format!("stopped at step {step}; nothing is saved without --save\n"),
+            };
+            assert_eq!(text.matches(&end).count(), 1, "{who}: no {end:?} in {text}");
+            // What a run is told once at its start, however it was started.
+            for part in ["samples of 16 tokens: ", " tokens in cache/", "model: "] {
+                assert_eq!(text.matches(part).count(), 1, "{who}: {part:?} in {text}");
+            }
+        }
+    }
+}
+
+#[test]
 fn one_rank_of_a_launcher_that_is_told_to_stop_stops_all_after_saving() {
     let (site, losses) = site();
     let flags = saving("saved", 100_000);

@@ -33,10 +33,37 @@ fn it_ends_after_ten_steps_in_a_row_on_any_layout_and_is_not_started_again() {
         refused(&output, &parts);
         assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
         assert!(!stderr(&output).contains("starting all ranks again"), "{}", stderr(&output));
-        // The weights of all steps before are finite.
-        assert_eq!((site.last_step(), latest(&site).as_str()), (11, "10"));
+        // The weights of all steps are finite, but nothing good comes of those after the first.
+        assert_eq!((site.last_step(), latest(&site).as_str()), (11, "1"));
+        let log = stdout(&output);
+        let line = "step 2: no checkpoint is saved while steps are not finite; the latest is still that of step 1";
+        assert_eq!((log.matches(line).count(), log.matches("no checkpoint is saved").count()), (1, 1), "{log}");
         site.assert_nothing_left();
     }
+}
+
+#[test]
+fn good_checkpoints_stay_while_a_run_diverges() {
+    for retention in
+        [&["--most-recent-k=1"][..], &["--save-retain-interval=100"], &["--most-recent-k=2", "--async-save"]]
+    {
+        let site = Site::new();
+        site.succeed(&["--save=saved", "--save-interval=1", "--train-iters=3"]);
+        let flags = ["--lr=1e30", "--save=saved", "--load=saved", "--save-interval=1", "--clip-grad=0"];
+        // Ends amid the steps that are not finite, and is saved.
+        site.succeed(&[&flags[..], retention, &["--exit-interval=8"]].concat());
+        let output = site.pretrain(&[&flags[..], retention, &["--max-nonfinite-steps=6"]].concat()).output().unwrap();
+        refused(&output, &["--load saved --ckpt-step 4", "clipped gradients (--clip-grad 1)"]);
+        assert!(site.path("saved/iter_0000004/manifest.json").exists(), "{retention:?}");
+        assert_eq!(latest(&site), "8", "{retention:?}");
+    }
+    // What is loaded from another folder is named, too, and no checkpoint of weights that are begun with.
+    let site = Site::new();
+    site.succeed(&["--save=base", "--train-iters=3"]);
+    let flags = [&DIVERGING[..], &["--load=base"]].concat();
+    refused(&site.pretrain(&flags).output().unwrap(), &["--load base --ckpt-step 3"]);
+    let flags = [&flags[..], &["--finetune"]].concat();
+    refused(&site.pretrain(&flags).output().unwrap(), &["Start again with a lower --lr"]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 
 use crate::site::{SOON, Site, ended, refused};
-use crate::support::{kill, megatron, stderr, stdout};
+use crate::support::{kill, megatron, pipe, stderr, stdout};
 
 /// One rank, so that a run takes no time.
 const ALONE: [&str; 2] = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"];
@@ -178,6 +178,17 @@ fn a_run_whose_metrics_cannot_be_written_trains_and_saves_and_says_so() {
     assert_eq!(fs::read_to_string(site.path("saved").join(POINTER)).unwrap().trim(), "3");
 }
 
+/// Nobody reads this one, so that a full one would hold the run up.
+#[test]
+fn a_pipe_in_the_place_of_metrics_is_refused() {
+    let site = Site::new();
+    pipe(&site.path("pipe"));
+    for flags in [&["--metrics=pipe"][..], &["--metrics=pipe", ALONE[0], ALONE[1]]] {
+        let run = site.pretrain(flags).spawn().unwrap();
+        refused(&ended(vec![run], SOON).remove(0), &["write metrics to pipe (--metrics)", "it is a pipe"]);
+    }
+}
+
 /// A tokenizer of three words, which no text of the site's is written in.
 const FOREIGN: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
   "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
@@ -248,9 +259,21 @@ fn the_tokenizer_of_checkpoints_is_not_replaced_by_a_run_that_goes_on_with_anoth
 #[test]
 fn a_result_that_could_not_be_printed_is_an_error() {
     let site = saved();
-    let mut inspect = site.mark(megatron());
-    let output = inspect.args(["inspect", "saved"]).stdout(fs::File::create("/dev/full").unwrap()).output().unwrap();
-    refused(&output, &["write to standard output", "No space left"]);
+    for words in [
+        "inspect saved",
+        "generate --load saved --prompt a --num-tokens 2",
+        "--help",
+        "help pretrain",
+        "pretrain -h",
+        "--version",
+        "completions bash",
+    ] {
+        let mut command = site.mark(megatron());
+        let full = fs::File::create("/dev/full").unwrap();
+        let output = command.args(words.split(' ')).stdout(full).output().unwrap();
+        refused(&output, &["write to standard output", "No space left"]);
+        assert_eq!(output.status.code(), Some(1), "{words}");
+    }
 }
 
 #[test]

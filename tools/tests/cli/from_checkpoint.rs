@@ -76,6 +76,9 @@ fn one_checkpoint_and_one_whose_weights_are_taken_say_that_nothing_is_saved() {
     assert!(log.contains("nothing is saved without --save"), "{log}");
     let log = succeed(&site, &["--load=saved", "--finetune", "--exit-interval=1"]);
     assert!(log.contains("nothing is saved without --save") && log.contains("starting from the weights"), "{log}");
+    let evaluated = ["--load=saved", "--save=elsewhere", "--skip-train", "--eval-iters=1", "--metrics=/dev/null"];
+    let log = succeed(&site, &evaluated);
+    assert!(log.contains("nothing is saved under --skip-train") && !log.contains("without --save"), "{log}");
     site.assert_unchanged(&before);
     succeed(&site, &["--load=saved", "--finetune", "--exit-interval=1", "--save=tuned"]);
     assert!(site.path("tuned/iter_0000001").is_dir());

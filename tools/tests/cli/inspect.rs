@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use megatron::data::{IndexedWriter, TokenType};
 
 use crate::reshard::{succeed, trained};
-use crate::support::{megatron, stderr, stdout};
+use crate::support::{megatron, pipe, stderr, stdout};
 
 fn inspected(folder: &Path, args: &[&str]) -> String {
     stdout(&succeed(megatron().current_dir(folder).arg("inspect").args(args)))
@@ -180,6 +180,29 @@ fn a_hugging_face_folder_that_import_refuses_is_not_called_whole() {
 }
 
 #[test]
+fn a_hugging_face_folder_with_files_that_cannot_be_read_is_not_called_whole() {
+    let link = |path: &Path| std::os::unix::fs::symlink(path.file_name().unwrap(), path).unwrap();
+    let cases: [(&str, &dyn Fn(&Path)); 4] = [
+        ("config.json", &link),
+        ("tokenizer.json", &pipe),
+        ("tokenizer_config.json", &|path| fs::create_dir(path).unwrap()),
+        ("tokenizer.model", &link),
+    ];
+    for (name, make) in cases {
+        let folder = hugging_face();
+        let path = folder.path().join(name);
+        if path.exists() {
+            fs::remove_file(&path).unwrap();
+        }
+        make(&path);
+        for args in [&["."][..], &[".", "--verify=false"]] {
+            let text = refused(folder.path(), args);
+            assert!(text.contains(name) && !text.contains("whole"), "{name}: {text}");
+        }
+    }
+}
+
+#[test]
 fn hostile_hugging_face_files_are_refused_by_name() {
     let (embedding, norm) = ("model.embed_tokens.weight", "model.norm.weight");
     for (files, why) in [
@@ -208,8 +231,7 @@ fn hostile_hugging_face_files_are_refused_by_name() {
 #[test]
 fn a_path_that_is_nothing_known_says_what_was_looked_for() {
     let folder = tempfile::tempdir().unwrap();
-    for path in [".", "missing"] {
-        let text = refused(folder.path(), &[path]);
-        assert!(text.contains("neither a checkpoint") && text.contains("nor a Hugging Face model"), "{text}");
-    }
+    let text = refused(folder.path(), &["."]);
+    assert!(text.contains("neither a checkpoint") && text.contains("nor a Hugging Face model"), "{text}");
+    assert!(refused(folder.path(), &["missing"]).contains("missing does not exist"));
 }

@@ -188,7 +188,18 @@ fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() 
 
     let refused = pretrain(folder.path(), &[&run[..], &["--lr-warmup-iters=2"]].concat()).output().unwrap();
     let message = stderr(&refused);
-    assert!(refused.status.code() == Some(2) && message.contains("give lr_warmup_samples"), "{message}");
+    assert!(refused.status.code() == Some(2) && message.contains("--lr-warmup-samples instead of"), "{message}");
+    // All at once, and with the flags that are to be changed.
+    let in_steps = ["--train-iters=20", "--lr-decay-iters=20", "--lr-warmup-iters=0", "--global-batch-size=8"];
+    let flags = [&in_steps[..], &["--rampup-batch-size", "2", "2", "40"]].concat();
+    let message = stderr(&pretrain(folder.path(), &flags).output().unwrap());
+    for part in [
+        "steps have different numbers of samples, so lengths are given in samples: ",
+        "--train-samples instead of train_iters = 20 (--train-iters), ",
+        "--lr-decay-samples instead of lr_decay_iters = 20 (--lr-decay-iters)\n",
+    ] {
+        assert!(message.contains(part), "no {part:?} in {message}");
+    }
 }
 
 /// With a learning rate of next to nothing losses differ only where the samples do.
@@ -233,6 +244,10 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
             ),
         ),
         (&["--tensor-model-parallel-size=1", "--sequence-parallel"], Some("without effect here: sequence_parallel (")),
+        (
+            &["--iterations-to-skip", "2", "99", "101"],
+            Some("without effect here: iterations_to_skip 99 101 (the run ends after step "),
+        ),
     ] {
         let folder = folder();
         let output = pretrain(folder.path(), flags).output().unwrap();

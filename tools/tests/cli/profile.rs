@@ -5,7 +5,7 @@ use std::fs;
 use serde_json::Value;
 
 use crate::site::{RANKS, SOON, Site, ended};
-use crate::support::{kill, stderr, stdout, wait_for};
+use crate::support::{kill, pipe, stderr, stdout, wait_for};
 
 #[test]
 fn every_rank_leaves_a_trace_and_the_run_a_table() {
@@ -43,6 +43,17 @@ fn only_the_ranks_asked_for_are_recorded() {
     assert!(output.status.success(), "{}", stderr(&output));
     let files: Vec<_> = fs::read_dir(site.path("traces")).unwrap().map(|f| f.unwrap().file_name()).collect();
     assert_eq!(files, ["trace_rank_00001.json"]);
+}
+
+#[test]
+fn a_pipe_in_the_place_of_a_trace_holds_nothing_up() {
+    let site = Site::new();
+    fs::create_dir(site.path("traces")).unwrap();
+    pipe(&site.path("traces/trace_rank_00001.json"));
+    let run = site.pretrain(&["--profile", "--profile-dir=traces", "--train-iters=4"]).spawn().unwrap();
+    let output = ended(vec![run], SOON).remove(0);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stdout(&output).contains("trace_rank_00001.json: it is a pipe"), "{}", stdout(&output));
 }
 
 #[test]

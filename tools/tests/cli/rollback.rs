@@ -50,6 +50,25 @@ fn a_run_goes_back_and_says_what_it_will_replace_and_when() {
 }
 
 #[test]
+fn what_retention_will_remove_is_not_said_to_stay() {
+    for (retention, said, left) in [
+        (&["--most-recent-k=2"][..], "As older ones, --most-recent-k removes 6 once", &[8, 10][..]),
+        (&["--most-recent-k=3"], "It leaves 6 and 8 as they are.", &[6, 8, 10]),
+        (&["--save-retain-interval=5"], "As older ones, --save-retain-interval removes 6 and 8 once", &[5, 10]),
+        (&["--save-retain-interval=5", "--train-iters=5"], "It leaves 6 and 8 as they are.", &[5, 6, 8]),
+    ] {
+        let site = saved();
+        let flags = ["--load=saved", "--ckpt-step=4", "--save=saved", "--train-iters=10", "--lr-decay-iters=8"];
+        let interval = if retention[0].starts_with("--save") { &["--save-interval=5"][..] } else { &[] };
+        let log = stdout(&site.succeed(&[&flags[..], interval, retention].concat()));
+        assert!(log.contains(said), "no {said:?} in {log}");
+        let there = |step: &u64| site.path(&format!("saved/iter_{step:07}")).exists();
+        let found: Vec<u64> = (5..=10).filter(there).collect();
+        assert_eq!(found, left, "{retention:?}: {log}");
+    }
+}
+
+#[test]
 fn a_step_that_is_not_there_is_refused_with_those_that_are() {
     let site = saved();
     let before = site.files();
@@ -61,6 +80,10 @@ fn a_step_that_is_not_there_is_refused_with_those_that_are() {
     }
     for (flags, part) in [
         (&["--ckpt-step=4"][..], "ckpt_step = 4 (--ckpt-step) has no effect without load"),
+        (
+            &["--exit-on-missing-checkpoint"],
+            "exit_on_missing_checkpoint = true (--exit-on-missing-checkpoint) has no effect without load",
+        ),
         (&["--ckpt-step=4", "--load=new"], "new holds no checkpoint"),
         (&["--ckpt-step=4", "--load=saved/iter_0000002"], "is one iteration's folder"),
     ] {

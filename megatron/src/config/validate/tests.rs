@@ -310,7 +310,10 @@ fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
     let mut in_steps = growing(8, 8, 100);
     in_steps.training.train_samples = None;
     let message = in_steps.validate().unwrap_err().to_string();
-    assert!(message.contains("train_iters = 10: give the run's length in samples"), "{message}");
+    assert!(
+        message.contains("give the run's length in samples, train_samples instead of train_iters = 10"),
+        "{message}"
+    );
     // Without an interleaved schedule any number of microbatches will do.
     let mut plain = growing(4, 4, 100);
     (plain.parallel.schedule, plain.parallel.virtual_pipeline_size) = (ScheduleKind::OneFOneB, 1);

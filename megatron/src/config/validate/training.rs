@@ -77,7 +77,7 @@ impl Check<'_> {
         });
         self.require(t.train_samples.is_some(), |c| {
             format!(
-                "{cited} lets steps differ in their number of samples, and {}: give the run's length in samples, train_samples",
+                "with {cited} steps have different numbers of samples: give the run's length in samples, train_samples instead of {}",
                 c.cite("train_iters", t.train_iters)
             )
         });

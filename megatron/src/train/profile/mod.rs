@@ -4,6 +4,8 @@ mod ceilings;
 mod summary;
 mod trace_file;
 
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
@@ -15,7 +17,7 @@ use super::trainer::Trainer;
 use crate::comm::Group;
 use crate::config::ProfileConfig;
 use crate::topology::ProcessGroups;
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 /// What all profiled ranks did.
 #[derive(Clone, Debug, PartialEq)]
@@ -133,5 +135,6 @@ fn write_file(path: &Path, text: &[u8]) -> Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
     }
-    std::fs::write(path, text).map_err(|e| Error::io("write", path, e))
+    let file = files::open_to_write(path, OpenOptions::new().write(true).create(true).truncate(true));
+    file.and_then(|mut file| file.write_all(text)).map_err(|e| Error::io("write", path, e))
 }

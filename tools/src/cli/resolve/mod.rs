@@ -102,7 +102,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         let mock = r.sources.cite("mock_data", true);
         notes.push(format!("note: {mock} makes data up; data_path is not read"));
     }
-    notes.extend(r.without_effect(&run, gathered.recorded.as_ref()));
+    notes.extend(r.without_effect(&run, gathered));
     if distributed.backend == Backend::Nccl && !on_gpus {
         notes.push(format!(
             "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",
@@ -315,12 +315,24 @@ impl Resolver<'_> {
                 "{cited} must be three numbers: samples of the first steps, by how many they grow at a time, and samples after which they are whole"
             )));
         };
-        let in_steps =
-            [("lr_decay", o.lr_decay_iters), ("lr_warmup", o.lr_warmup_iters), ("lr_wsd_decay", o.lr_wsd_decay_iters)];
-        if let Some((name, Some(steps))) = in_steps.into_iter().find(|(_, steps)| steps.is_some()) {
+        let in_steps = [
+            ("train", self.flags.training.train_iters),
+            ("lr_decay", o.lr_decay_iters),
+            // Megatron-LM's default is none.
+            ("lr_warmup", o.lr_warmup_iters.filter(|steps| *steps > 0)),
+            ("lr_wsd_decay", o.lr_wsd_decay_iters),
+        ];
+        let in_steps: Vec<String> = in_steps
+            .into_iter()
+            .filter_map(|(name, steps)| {
+                let flag = format!("--{}-samples", name.replace('_', "-"));
+                Some(format!("{flag} instead of {}", self.sources.cite(&format!("{name}_iters"), steps?)))
+            })
+            .collect();
+        if !in_steps.is_empty() {
             return Err(Error::usage(format!(
-                "{} is a length in steps, whose number of samples changes with {cited}; give {name}_samples",
-                self.sources.cite(&format!("{name}_iters"), steps)
+                "with {cited} steps have different numbers of samples, so lengths are given in samples: {}",
+                in_steps.join(", ")
             )));
         }
         Ok(Some(BatchSizeRampup { start: *start, increment: *increment, samples: *samples }))
@@ -506,6 +518,12 @@ impl Resolver<'_> {
         }
         if let (Some(step), None) = (c.ckpt_step, &c.load) {
             let cited = self.sources.cite("ckpt_step", step);
+            return Err(Error::usage(format!(
+                "{cited} has no effect without load; name the folder of the checkpoints with --load"
+            )));
+        }
+        if c.exit_on_missing_checkpoint && c.load.is_none() {
+            let cited = self.sources.cite("exit_on_missing_checkpoint", true);
             return Err(Error::usage(format!(
                 "{cited} has no effect without load; name the folder of the checkpoints with --load"
             )));

@@ -3,14 +3,15 @@
 use megatron::config::{DecayStyle, OptimizerKind, PositionEmbedding, RunConfig};
 
 use super::Resolver;
+use crate::cli::Gathered;
 use crate::cli::from_checkpoint::Recorded;
 
 impl Resolver<'_> {
     /// One line on all of them, if there are any. Those that a user surely did not mean so are
     /// refused elsewhere.
-    pub(super) fn without_effect(&self, run: &RunConfig, recorded: Option<&Recorded>) -> Option<String> {
+    pub(super) fn without_effect(&self, run: &RunConfig, gathered: &Gathered) -> Option<String> {
         // A checkpoint says all settings.
-        let recorded = recorded.map(Recorded::origin);
+        let recorded = gathered.recorded.as_ref().map(Recorded::origin);
         let RunConfig { model, parallel: p, optimizer: o, logging, .. } = run;
         let replicas = p.data_parallel_size * p.context_parallel_size;
         let (sgd, wsd) = (o.kind == OptimizerKind::Sgd, o.decay_style == DecayStyle::Wsd);
@@ -25,9 +26,9 @@ impl Resolver<'_> {
             (logging.prompt.is_none(), "there is no prompt", &["prompt_tokens"]),
             (logging.profile.is_none(), "profile is off", &["profile_dir"]),
         ];
-        let is_given = |origin: &str| !origin.starts_with("default") && recorded.as_deref() != Some(origin);
-        let given = |key: &&&str| self.sources.of(key).is_some_and(is_given);
-        let idle: Vec<String> = cases
+        let is_given = |key: &str| gathered.origins.get(key).is_some_and(|origin| recorded.as_ref() != Some(origin));
+        let given = |key: &&&str| is_given(key);
+        let mut idle: Vec<String> = cases
             .iter()
             .filter(|(is_so, ..)| *is_so)
             .filter_map(|(_, why, keys)| {
@@ -35,6 +36,12 @@ impl Resolver<'_> {
                 (!keys.is_empty()).then(|| format!("{} ({why})", keys.join(", ")))
             })
             .collect();
+        let end = run.training.train_iters;
+        let beyond = run.training.iterations_to_skip.iter().filter(|step| **step > end);
+        let beyond: Vec<String> = beyond.map(u64::to_string).collect();
+        if is_given("iterations_to_skip") && !beyond.is_empty() {
+            idle.push(format!("iterations_to_skip {} (the run ends after step {end})", beyond.join(" ")));
+        }
         (!idle.is_empty()).then(|| format!("note: without effect here: {}", idle.join("; ")))
     }
 }

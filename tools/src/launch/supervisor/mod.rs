@@ -224,8 +224,10 @@ impl<'a> Supervisor<'a> {
         self.asked = true;
         match self.phase {
             Phase::Running => {
-                if self.plan.work.is_run() {
-                    let note = format!("{}: saving and stopping; Ctrl-C now stops at once", signal_name(signal));
+                // One on another machine is told by the launcher, which has said it.
+                if !self.plan.over_stdin {
+                    let does = if self.plan.saves { "saving and stopping" } else { "stopping" };
+                    let note = format!("{}: {does}; Ctrl-C now stops at once", signal_name(signal));
                     self.printer.print(Stream::Stderr, "", &note);
                 }
                 self.signal_all(if signal == SIGKILL { SIGKILL } else { libc::SIGTERM });
