@@ -7,7 +7,37 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Crates with their folders (or files) from the ground up; those in one group do not know each other.
-const CRATES: [(&str, &[&[&str]]); 1] = [("kernels", &[&["tensor"], &["cpu", "cuda"], &["ops"]])];
+const CRATES: [(&str, &[&[&str]]); 4] = [
+    ("kernels", &[&["tensor"], &["cpu", "cuda"], &["ops"]]),
+    (
+        "megatron",
+        &[
+            &["error", "files", "private", "text"],
+            &["comm"],
+            &["params", "config"],
+            &["topology", "checkpoint", "data", "context_parallel"],
+            &["tensor_parallel"],
+            &["pipeline"],
+            &["data_parallel"],
+            &["optim"],
+            &["train"],
+        ],
+    ),
+    ("models", &[&["bounds", "families", "gpt"], &["hf"], &["saved"], &["megatron_core"]]),
+    (
+        "tools",
+        &[
+            &["error", "report"],
+            &["fault"],
+            &["launch"],
+            &["ranks", "signals"],
+            &["cli"],
+            &["inference"],
+            &["commands"],
+            &["fuzz"],
+        ],
+    ),
+];
 
 /// What a crate's root offers to all of its files.
 const ROOT: [&str; 2] = ["lib", "main"];

@@ -6,7 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Component, Path};
 
 /// What a file of git's large-file storage begins with as long as the file itself was not fetched.
 const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
@@ -126,6 +126,21 @@ fn refuse_pointer(start: &[u8]) -> Result<()> {
     let message = "it is a pointer of git's large-file storage (LFS), not the file itself; fetch that with `git lfs pull` in its \
                    folder";
     Err(Error::new(ErrorKind::InvalidData, message))
+}
+
+/// Endings of files, which no model's name on the hub has.
+const FILE_ENDINGS: [&str; 8] = ["json", "txt", "toml", "model", "tiktoken", "bin", "safetensors", "gguf"];
+
+/// Whether a path reads as a model's name on the hub: `gpt2`, `Qwen/Qwen2-0.5B`.
+pub fn could_be_of_the_hub(path: &Path) -> bool {
+    let is_name = |part: Component| match part {
+        Component::Normal(part) => part
+            .to_str()
+            .is_some_and(|part| part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))),
+        _ => false,
+    };
+    let is_file = path.extension().is_some_and(|ending| FILE_ENDINGS.iter().any(|known| ending == *known));
+    !is_file && (1..=2).contains(&path.components().count()) && path.components().all(is_name)
 }
 
 #[cfg(test)]

@@ -3,19 +3,17 @@
 use std::path::Path;
 
 use megatron::checkpoint::{self, Manifest};
-use megatron::config::{ModelConfig, ParallelConfig, PositionEmbedding, Sources};
+use megatron::config::{ModelConfig, ParallelConfig, Sources};
 use megatron::params::StateKind;
 use megatron::train::{Layout, SavedRun, saved_run, with_parallel};
 use megatron::{Error, Result};
 
 use crate::Gpt;
+use crate::bounds::bounded;
 use crate::hf::{COMPANIONS, ORIGIN_CONFIG};
 
 /// More ranks are taken for a mistake.
 const MOST_RANKS: usize = 1 << 16;
-const MOST_POSITIONS: usize = 1 << 31;
-const MOST_PADDING: usize = 1 << 16;
-
 /// A checkpoint whose tensors are those of the model it names.
 pub struct SavedGpt {
     pub manifest: Manifest,
@@ -97,44 +95,4 @@ impl SavedGpt {
         };
         (1..=self.run.model.num_query_groups).filter(fits).collect()
     }
-}
-
-/// Refuses a model that cannot be what is there, tensors whose extents are `largest` at most and
-/// which are of `layers` layers at most, before anything of its size is made. Settings that no
-/// tensor has the size of have limits of their own.
-///
-/// # Errors
-/// A sentence naming the size.
-pub(crate) fn bounded(model: &ModelConfig, largest: usize, layers: usize) -> std::result::Result<(), String> {
-    if model.num_layers > layers {
-        return Err(format!("{} layers, where there are {layers} at most", model.num_layers));
-    }
-    if let Some(extent) = extents(model).into_iter().find(|&extent| extent > largest) {
-        return Err(format!("tensors with an extent of {extent}, where there are none of more than {largest}"));
-    }
-    let positions = model.seq_length.max(model.max_position_embeddings);
-    if positions > MOST_POSITIONS {
-        return Err(format!("sequences of {positions} tokens; more than {MOST_POSITIONS} are taken for a mistake"));
-    }
-    let multiple = model.make_vocab_size_divisible_by;
-    if multiple > MOST_PADDING {
-        return Err(format!("a vocabulary padded to {multiple}; more than {MOST_PADDING} are taken for a mistake"));
-    }
-    Ok(())
-}
-
-/// What some tensor of the model is at least as long as in one dimension.
-fn extents(model: &ModelConfig) -> Vec<usize> {
-    let mut extents = vec![
-        model.hidden_size,
-        model.ffn_hidden_size,
-        model.num_attention_heads,
-        model.num_query_groups,
-        model.head_dim,
-        model.vocab_size,
-    ];
-    if model.position_embedding == PositionEmbedding::LearnedAbsolute {
-        extents.push(model.max_position_embeddings);
-    }
-    extents
 }

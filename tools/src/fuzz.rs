@@ -5,8 +5,8 @@ use std::path::Path;
 use megatron::data::Cuts;
 
 use crate::cli::run_file;
-use crate::preprocess::documents::Pieces;
-use crate::preprocess::input::Input;
+use crate::commands::preprocess::documents::Pieces;
+use crate::commands::preprocess::input::Input;
 
 /// Documents that are read of one input: a few bytes may be any number of empty ones.
 const MOST: usize = 2000;

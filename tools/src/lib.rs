@@ -1,23 +1,15 @@
 //! The `megatron` program, as a library so that its parsers can be fuzzed.
 
-mod bench;
 mod cli;
-mod convert;
-mod doctor;
+mod commands;
 mod error;
 mod fault;
 #[doc(hidden)]
 pub mod fuzz;
 mod inference;
-mod inspect;
 mod launch;
-mod launcher;
-mod preprocess;
-mod pretrain;
 mod ranks;
 mod report;
-mod reshard;
-mod rollback;
 mod signals;
 
 use std::io::Write;
@@ -25,7 +17,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::OnceLock;
 
-use cli::{Request, Stop};
+use cli::Stop;
+use commands::Request;
 use error::Error;
 
 /// The program: reads the command line, and returns the code to end with if it has done its work.
@@ -49,21 +42,21 @@ pub fn main() -> ExitCode {
 fn run() -> error::Result<u8> {
     kernels::Isa::requested().map_err(Error::usage)?;
     let words: Vec<_> = std::env::args_os().collect();
-    match cli::parse(&words) {
-        Ok(Request::Pretrain(settings)) => pretrain::run(&settings),
-        Ok(Request::Launch(launch)) => launcher::run(&launch),
-        Ok(Request::Preprocess(args)) => preprocess::run(&args),
-        Ok(Request::Tokenizer(args)) => preprocess::run_tokenizer(&args),
-        Ok(Request::Import(args)) => convert::import(&args),
-        Ok(Request::Export(args)) => convert::export(&args),
-        Ok(Request::Bench(bench, origins)) => bench::run(&bench, origins),
-        Ok(Request::Completions(args)) => Ok(cli::completions(&args)),
-        Ok(Request::Man(args)) => cli::man(&args),
-        Ok(Request::Doctor(args)) => doctor::run(&args).map(|()| 0),
-        Ok(Request::Reshard(args, origins)) => reshard::run(&args, &origins),
-        Ok(Request::Inspect(args)) => inspect::run(&args),
-        Ok(Request::Generate(args)) => inference::generate::run(&args),
-        Ok(Request::Eval(args)) => inference::evaluate::run(&args),
+    match commands::parse(&words) {
+        Ok(Request::Pretrain(settings)) => commands::pretrain::run(&settings),
+        Ok(Request::Launch(launch)) => commands::launch::run(&launch),
+        Ok(Request::Preprocess(args)) => commands::preprocess::run(&args),
+        Ok(Request::Tokenizer(args)) => commands::preprocess::run_tokenizer(&args),
+        Ok(Request::Import(args)) => commands::convert::import(&args),
+        Ok(Request::Export(args)) => commands::convert::export(&args),
+        Ok(Request::Bench(bench, origins)) => commands::bench::run(&bench, origins),
+        Ok(Request::Completions(args)) => Ok(commands::completions::completions(&args)),
+        Ok(Request::Man(args)) => commands::completions::man(&args),
+        Ok(Request::Doctor(args)) => commands::doctor::run(&args).map(|()| 0),
+        Ok(Request::Reshard(args, origins)) => commands::reshard::run(&args, &origins),
+        Ok(Request::Inspect(args)) => commands::inspect::run(&args),
+        Ok(Request::Generate(args)) => commands::generate::run(&args),
+        Ok(Request::Eval(args)) => commands::eval::run(&args),
         Err(Stop::Error(error)) => Err(error),
         // Under a supervisor, the usage errors of all ranks become one message.
         Err(Stop::Clap(error)) if error.use_stderr() && std::env::var_os(fault::SUPERVISED).is_some() => {

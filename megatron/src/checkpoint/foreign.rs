@@ -1,10 +1,11 @@
 //! What a path is that is not what was asked for, in words that name it and the command that helps.
 
 use std::fs;
-use std::path::{Component, Path};
+use std::path::Path;
 
 use super::folder::holds_any;
 use super::manifest::MANIFEST;
+use crate::files::could_be_of_the_hub;
 
 /// What DeepSpeed puts beside its checkpoints to make one file of weights of them.
 const ZERO_TO_FP32: &str = "zero_to_fp32.py";
@@ -101,21 +102,6 @@ impl Found {
             ),
         }
     }
-}
-
-/// Endings of files, which no model's name on the hub has.
-const FILE_ENDINGS: [&str; 8] = ["json", "txt", "toml", "model", "tiktoken", "bin", "safetensors", "gguf"];
-
-/// Whether a path reads as a model's name on the hub: `gpt2`, `Qwen/Qwen2-0.5B`.
-pub fn could_be_of_the_hub(path: &Path) -> bool {
-    let is_name = |part: Component| match part {
-        Component::Normal(part) => part
-            .to_str()
-            .is_some_and(|part| part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))),
-        _ => false,
-    };
-    let is_file = path.extension().is_some_and(|ending| FILE_ENDINGS.iter().any(|known| ending == *known));
-    !is_file && (1..=2).contains(&path.components().count()) && path.components().all(is_name)
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ pub use companions::Companions;
 pub use folder::{
     Latest, beside, existing, holds_any, iteration_dir, iterations, latest, locate, resumable, same_folder,
 };
-pub use foreign::{Found, could_be_of_the_hub};
+pub use foreign::Found;
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
 pub use reshard::reshard;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::TokenizerOptions;
+use crate::{Error, Result};
 
 /// In which order samples are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -188,4 +189,32 @@ pub struct ProfileConfig {
     pub step_end: u64,
     /// Empty: all.
     pub ranks: Vec<usize>,
+}
+
+/// Weights of train, valid and test; missing ones are 0. They sum to 1.
+///
+/// # Errors
+/// `Error::Config` unless `text` is one to three finite, non-negative, comma-separated numbers that are not all 0.
+pub fn parse_split(text: &str) -> Result<[f64; 3]> {
+    let wrong = |why: String| {
+        Error::config(format!(
+            "split \"{text}\" {why}; give the weights of train, valid and test as numbers, for example 969,30,1"
+        ))
+    };
+    let fields: Vec<&str> = text.split(',').map(str::trim).collect();
+    if fields.len() > 3 {
+        return Err(wrong(format!("has {} weights rather than at most three", fields.len())));
+    }
+    let mut weights = [0.0; 3];
+    for (weight, field) in weights.iter_mut().zip(&fields) {
+        *weight = field.parse::<f64>().map_err(|_| wrong(format!("has \"{field}\" where a number belongs")))?;
+        if !weight.is_finite() || *weight < 0.0 {
+            return Err(wrong(format!("has the weight {field}, which is negative or not finite")));
+        }
+    }
+    let sum: f64 = weights.iter().sum();
+    if !(sum > 0.0 && sum.is_finite()) {
+        return Err(wrong(format!("has weights that sum to {sum}")));
+    }
+    Ok(weights.map(|weight| weight / sum))
 }

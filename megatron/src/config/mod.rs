@@ -14,6 +14,7 @@ mod tokenizer;
 mod training;
 mod validate;
 
+pub use data::parse_split;
 pub use data::{
     CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, Retention, SchedulerOf, Takes,
     TensorboardConfig,

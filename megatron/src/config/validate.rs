@@ -415,7 +415,7 @@ impl Check<'_> {
                 c.cite("data_path", run.data.data_path.join(" "))
             )
         });
-        self.require(crate::data::parse_split(&run.data.split).is_ok(), |c| {
+        self.require(super::parse_split(&run.data.split).is_ok(), |c| {
             format!(
                 "{} must be up to three numbers, train,valid,test, not negative and not all 0",
                 c.cite("split", format_args!("{:?}", run.data.split))

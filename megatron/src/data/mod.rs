@@ -52,12 +52,12 @@ pub use indexed_writer::IndexedWriter;
 pub use parts::{Part, Parts};
 pub use sampler::{GlobalBatch, Loader, MicroBatch};
 pub use source::{SampleSource, Sequential, Shuffled, TokenStream};
-pub use split::{Split, parse_split, split_sequences};
+pub use split::{Split, split_sequences};
 pub use splits::SampleCounts;
 pub use text::Corpus;
 pub use tokenizer::{TOKENIZER_FILE, Tokenizer};
 
-use crate::config::{DataConfig, DataloaderType};
+use crate::config::{DataConfig, DataloaderType, parse_split};
 use crate::{Error, Result};
 use paths::{DataPaths, Kind};
 use splits::{Opener, TEST, TRAIN, VALID};

@@ -5,42 +5,12 @@
 
 use std::ops::Range;
 
-use crate::{Error, Result};
-
 /// Sequences of a corpus that belong to each split.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
     pub train: Range<u64>,
     pub valid: Range<u64>,
     pub test: Range<u64>,
-}
-
-/// Weights of train, valid and test; missing ones are 0. They sum to 1.
-///
-/// # Errors
-/// `Error::Config` unless `text` is one to three finite, non-negative, comma-separated numbers that are not all 0.
-pub fn parse_split(text: &str) -> Result<[f64; 3]> {
-    let wrong = |why: String| {
-        Error::config(format!(
-            "split \"{text}\" {why}; give the weights of train, valid and test as numbers, for example 969,30,1"
-        ))
-    };
-    let fields: Vec<&str> = text.split(',').map(str::trim).collect();
-    if fields.len() > 3 {
-        return Err(wrong(format!("has {} weights rather than at most three", fields.len())));
-    }
-    let mut weights = [0.0; 3];
-    for (weight, field) in weights.iter_mut().zip(&fields) {
-        *weight = field.parse::<f64>().map_err(|_| wrong(format!("has \"{field}\" where a number belongs")))?;
-        if !weight.is_finite() || *weight < 0.0 {
-            return Err(wrong(format!("has the weight {field}, which is negative or not finite")));
-        }
-    }
-    let sum: f64 = weights.iter().sum();
-    if !(sum > 0.0 && sum.is_finite()) {
-        return Err(wrong(format!("has weights that sum to {sum}")));
-    }
-    Ok(weights.map(|weight| weight / sum))
 }
 
 /// Cuts `num_sequences` by normalized weights.
@@ -57,6 +27,7 @@ pub fn split_sequences(weights: [f64; 3], num_sequences: u64) -> Split {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::parse_split;
 
     fn bounds(text: &str, n: u64) -> [u64; 4] {
         let split = split_sequences(parse_split(text).unwrap(), n);

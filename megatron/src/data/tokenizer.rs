@@ -17,8 +17,8 @@ use super::gpt2;
 use super::parts::Part;
 use super::text::Corpus;
 use super::words::Words;
-use crate::checkpoint::could_be_of_the_hub;
 use crate::config::TokenizerOptions;
+use crate::files::could_be_of_the_hub;
 use crate::{Error, Result};
 
 /// Token that ends a document in vocabularies trained here.

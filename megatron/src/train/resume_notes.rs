@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 
 use super::state::{is_of_schedule, same, with_schedule};
 use super::trainer::Progress;
+use crate::config::parse_split;
 use crate::config::{DataloaderType, DecayStyle, OptimizerKind, RunConfig, SchedulerOf};
-use crate::data::parse_split;
 use crate::optim::LrSchedule;
 
 /// A note for each setting of `ours` that is another one than in a checkpoint's `state` and changes

@@ -12,8 +12,8 @@ use megatron::{Error, Result};
 use super::config::HfConfig;
 use super::files::HfFiles;
 use crate::Gpt;
+use crate::bounds::bounded;
 use crate::families::{LM_HEAD, OUTPUT_LAYER, Plan, Planned, QkvShape, WORD_EMBEDDINGS};
-use crate::saved::bounded;
 
 /// Extents that a message about the tensor in question is worth.
 const SMALL_EXTENT: usize = 1 << 20;

@@ -14,7 +14,7 @@ use super::folder::checkpoint_folder;
 use super::pickle::Pickle;
 use super::storage::Storage;
 use crate::Gpt;
-use crate::saved::bounded;
+use crate::bounds::bounded;
 
 const COMMON: &str = "common.pt";
 /// Arguments, and groups of the optimizer's parameters.

@@ -12,7 +12,7 @@ use super::from_checkpoint::{self, Recorded};
 use super::other_names::Verdict;
 use super::run_file::{self, RunFile, Setting};
 use super::words::Words;
-use super::{PretrainArgs, Stop, asks_for_help, command, typed_origins};
+use super::{PretrainArgs, Stop, asks_for_help, typed_origins};
 use crate::error::{Error, Result};
 
 /// The settings of `pretrain`, merged, with the origin of each that is not a default.
@@ -42,8 +42,11 @@ pub(super) fn ways_to_say(key: &str) -> &'static [&'static str] {
     SAME_THING.into_iter().find(|keys| keys.contains(&key)).unwrap_or_default()
 }
 
-fn pretrain_args(words: &[OsString]) -> std::result::Result<(PretrainArgs, ArgMatches), clap::Error> {
-    let matches = command().try_get_matches_from(words)?;
+fn pretrain_args(
+    command: &clap::Command,
+    words: &[OsString],
+) -> std::result::Result<(PretrainArgs, ArgMatches), clap::Error> {
+    let matches = command.clone().try_get_matches_from(words)?;
     let typed = matches.subcommand_matches("pretrain").cloned().unwrap_or_default();
     Ok((PretrainArgs::from_arg_matches(&typed)?, typed))
 }
@@ -56,11 +59,11 @@ pub(super) fn is_other_source(key: &str, flags: &Flags) -> bool {
 
 /// Puts the run file's settings under those of the command line, whose words `before` name the
 /// command, and a checkpoint's under both.
-pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<Gathered, Stop> {
+pub fn gather(command: &clap::Command, before: &[OsString], sorted: Words) -> std::result::Result<Gathered, Stop> {
     let Words { own, others, mut line, mut problems } = sorted;
     let mut words = [before, &own].concat();
-    asks_for_help(&words)?;
-    let parsed = pretrain_args(&words);
+    asks_for_help(command, &words)?;
+    let parsed = pretrain_args(command, &words);
     let path = match &parsed {
         Ok((args, _)) => run_file_of(args)?,
         Err(_) => None,
@@ -88,7 +91,7 @@ pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<
     problems.result()?;
     let (args, typed) = match words.len() == before.len() + own.len() {
         true => parsed?,
-        false => pretrain_args(&words)?,
+        false => pretrain_args(command, &words)?,
     };
 
     let typed = typed_origins(&typed, |_| true);
@@ -98,7 +101,7 @@ pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<
     };
     let kept = settings.into_iter().filter(|setting| !is_overridden(&setting.key));
     let file: Vec<_> = kept.map(|setting| (place(setting.line), setting)).collect();
-    let mut layers = Layers { before, words: &words[before.len()..], typed, file, checkpoint: Vec::new() };
+    let mut layers = Layers { command, before, words: &words[before.len()..], typed, file, checkpoint: Vec::new() };
     let gathered = Gathered { passed_over, ..layers.merged()? };
     let has_world = crate::ranks::is_in_world()?;
     let Some((recorded, settings)) = from_checkpoint::beneath(&gathered, path.is_some(), has_world)? else {
@@ -112,6 +115,8 @@ pub(super) fn gather(before: &[OsString], sorted: Words) -> std::result::Result<
 /// What is said of a run, the last of which counts: by a checkpoint, by the run file, on the
 /// command line. No setting is in two of them.
 struct Layers<'a> {
+    /// The whole command line, as it is parsed.
+    command: &'a clap::Command,
     before: &'a [OsString],
     words: &'a [OsString],
     typed: BTreeMap<String, String>,
@@ -130,7 +135,7 @@ impl Layers<'_> {
             origins.insert(setting.key.clone(), origin.clone());
         }
         merged.extend_from_slice(self.words);
-        let (args, _) = pretrain_args(&merged)?;
+        let (args, _) = pretrain_args(self.command, &merged)?;
         Ok(Gathered { flags: args.flags, origins, passed_over: Vec::new(), recorded: None })
     }
 }
@@ -149,7 +154,7 @@ fn run_file_of(args: &PretrainArgs) -> Result<Option<PathBuf>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{Request, parse};
+    use crate::commands::{Request, parse};
 
     fn gathered(words: &[&str]) -> Gathered {
         let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();

@@ -2,8 +2,6 @@
 
 pub mod continuation;
 pub mod ends;
-pub mod evaluate;
-pub mod generate;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -20,9 +18,9 @@ use megatron::train::{self, Inference};
 use models::hf::HfModel;
 use models::{Gpt, SavedGpt};
 
-use crate::cli::Distributed;
 use crate::cli::flags::{ChosenTokenizer, TokenizerFlags};
 use crate::error::{Error, Result};
+use crate::ranks::Distributed;
 use crate::ranks::{self, Joined};
 
 /// What both commands load, and over which ranks.
@@ -54,20 +52,20 @@ pub struct LoadArgs {
 }
 
 /// Weights that were looked at, but not loaded.
-enum Weights {
+pub enum Weights {
     /// In an `iter_…` folder.
     Checkpoint,
     HuggingFace(Box<HfModel>),
 }
 
 /// A model that was looked at, but not loaded.
-struct Found {
-    path: PathBuf,
-    weights: Weights,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    dtype: DType,
-    device: Device,
+pub struct Found {
+    pub path: PathBuf,
+    pub weights: Weights,
+    pub model: ModelConfig,
+    pub parallel: ParallelConfig,
+    pub dtype: DType,
+    pub device: Device,
 }
 
 impl LoadArgs {
@@ -119,7 +117,7 @@ impl LoadArgs {
     }
 
     /// The tokenizer asked for, or the one that the model was trained with.
-    fn tokenizer(&self, found: &Found) -> Result<Option<Tokenizer>> {
+    pub fn tokenizer(&self, found: &Found) -> Result<Option<Tokenizer>> {
         let (name, options) = self.tokenizer_name(found)?;
         Ok(match name {
             Some(name) => Some(Tokenizer::open_with(&name, &options, None, Path::new(""))?),
@@ -128,7 +126,7 @@ impl LoadArgs {
     }
 
     /// Its name, and how it takes text: as it did in training.
-    fn tokenizer_name(&self, found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
+    pub fn tokenizer_name(&self, found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
         let ChosenTokenizer { name, options, note } = self.tokenizer.choose(None)?;
         if let Some(note) = note {
             // Nobody may be there to read it.
@@ -177,7 +175,7 @@ fn tokenizer_in(folders: impl IntoIterator<Item = PathBuf>) -> Option<String> {
 
 impl Found {
     /// Where files lie that say more of the model.
-    fn folder(&self) -> Result<PathBuf> {
+    pub fn folder(&self) -> Result<PathBuf> {
         match self.weights {
             Weights::Checkpoint => Ok(checkpoint::beside(&self.path)?),
             Weights::HuggingFace(_) => Ok(self.path.clone()),
@@ -186,7 +184,7 @@ impl Found {
 }
 
 /// Runs `body` on every rank of the layout: starts them, or joins as one of them.
-fn on_ranks(args: &LoadArgs, cp: usize, dp: usize, body: impl FnOnce(Found, Group) -> Result<()>) -> Result<u8> {
+pub fn on_ranks(args: &LoadArgs, cp: usize, dp: usize, body: impl FnOnce(Found, Group) -> Result<()>) -> Result<u8> {
     let mut found = args.find(cp, dp)?;
     let world_size = found.parallel.world_size();
     let timeout = CommOptions::default().timeout;
@@ -222,10 +220,10 @@ fn on_ranks(args: &LoadArgs, cp: usize, dp: usize, body: impl FnOnce(Found, Grou
 
 /// Loads this rank's share of the weights, for sequences of at most `seq_length` tokens: the model
 /// may claim any length.
-fn load(found: &Found, world: Group, seq_length: usize) -> Result<Inference> {
+pub fn load(found: &Found, world: Group, seq_length: usize) -> Result<Inference> {
     let config = ModelConfig { seq_length, ..found.model.clone() };
     if let (0, Weights::HuggingFace(folder)) = (world.rank(), &found.weights) {
-        generate::tell(folder.config.note());
+        folder.config.note().iter().for_each(|note| crate::fault::tell(note));
     }
     let (dtype, device) = (found.dtype, found.device.clone());
     let tp = found.parallel.tensor_model_parallel_size;

@@ -12,7 +12,33 @@ use super::plan::{MAX_RESTARTS, OWN_RANKS, RESTART_COUNT, STORE_SERVED, Style};
 use super::{started, watch};
 use crate::error::{Error, Result};
 use crate::fault::{SUPERVISED, tell};
-use crate::ranks::{GPU_QUEUES, MOST_GPU_QUEUES, NCCL_CONNECTS_LATE};
+
+/// The commands' names.
+pub const COMMANDS: [&str; 14] = [
+    "pretrain",
+    "generate",
+    "eval",
+    "reshard",
+    "inspect",
+    "launch",
+    "preprocess",
+    "tokenizer",
+    "import",
+    "export",
+    "bench",
+    "doctor",
+    "completions",
+    "man",
+];
+
+/// How many hardware queues CUDA gives a process. Streams that share one run what is queued on them in the order issued, so a receive that waits
+/// for its message would hold up the computation that other ranks wait for.
+pub const GPU_QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// As many as CUDA has.
+pub const MOST_GPU_QUEUES: usize = 32;
+/// Unless this is 0, NCCL (2.22 and later) connects ranks for each of its algorithms when an operation first takes it: amid a step, in which they may be at
+/// different operations, instead of when the group is made.
+pub const NCCL_CONNECTS_LATE: &str = "NCCL_RUNTIME_CONNECT";
 
 /// What this program is called.
 const OWN_NAME: &str = "megatron";
@@ -152,7 +178,7 @@ pub fn not_started(who: &Who, program: &OsStr, source: io::Error) -> Error {
     if source.kind() != io::ErrorKind::NotFound || name.contains('/') {
         return Error::Io { action: format!("start {who} ({name})"), source };
     }
-    let is_ours = crate::cli::command().find_subcommand(program).is_some();
+    let is_ours = COMMANDS.iter().any(|command| program == *command);
     let advice = match is_ours {
         true => format!("; a command of this program is `{OWN_NAME} {name} …`"),
         false => "; give its path".to_string(),

@@ -16,7 +16,9 @@ mod watch;
 
 pub use hostfile::{Host, read as read_hostfile};
 pub use inherited::{adjust, is_ignored};
-pub use local::Ranks;
+#[cfg(test)]
+pub use local::COMMANDS;
+pub use local::{GPU_QUEUES, MOST_GPU_QUEUES, Ranks};
 pub use plan::{MAX_RESTARTS, OWN_RANKS, Plan, STORE_SERVED, Style, Work};
 pub use process::signal_name;
 pub use remote::{Hosts, exported, is_here, is_loopback};

@@ -12,12 +12,23 @@ use megatron::comm::{self, Backend, CommOptions, Group, RUN_SECRET, RankInfo, Re
 use megatron::config::{OptimizerOffload, ParallelConfig, RunConfig};
 use megatron::text::printable;
 
-pub use self::queues::{GPU_QUEUES, MOST_GPU_QUEUES};
 use self::queues::{Queues, overlaps};
-use crate::cli::Distributed;
 use crate::error::{Error, Result};
 use crate::fault::{self, tell};
-use crate::launch::{Plan, Ranks, STORE_SERVED, Style, Work, supervise};
+use crate::launch::{GPU_QUEUES, Plan, Ranks, STORE_SERVED, Style, Work, supervise};
+
+/// How ranks meet and talk.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Distributed {
+    pub device: Choice,
+    pub backend: Backend,
+    /// Whether communication is issued before it is needed; `None`: where that pays.
+    pub overlap: Option<bool>,
+    pub timeout: Duration,
+    pub rendezvous: Option<String>,
+    /// How often ranks are started again after one failed.
+    pub max_restarts: u32,
+}
 
 /// More ranks on one machine are taken for a mistake.
 const MOST_RANKS: usize = 1024;
@@ -117,10 +128,6 @@ pub fn start(
         over_stdin: false,
     })
 }
-
-/// Unless this is 0, NCCL (2.22 and later) connects ranks for each of its algorithms when an operation first takes it: amid a step, in which they may be at
-/// different operations, instead of when the group is made.
-pub const NCCL_CONNECTS_LATE: &str = "NCCL_RUNTIME_CONNECT";
 
 /// Whether some of `ranks` on this machine compute on the same GPU.
 pub fn share_gpus(ranks: usize, device: Choice) -> bool {

@@ -1,12 +1,8 @@
 //! The hardware queues of a GPU, without enough of which nothing may be issued before it is needed.
 
 use crate::error::{Error, Result};
+use crate::launch::{GPU_QUEUES, MOST_GPU_QUEUES};
 
-/// How many hardware queues CUDA gives a process. Streams that share one run what is queued on them in the order issued, so a receive that waits
-/// for its message would hold up the computation that other ranks wait for.
-pub const GPU_QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// As many as CUDA has.
-pub const MOST_GPU_QUEUES: usize = 32;
 /// What CUDA takes where nothing is set.
 const DEFAULT_GPU_QUEUES: usize = 8;
 /// Streams of a communicator: the one that operations are queued on, and two of NCCL's (`ncclSharedResources`).

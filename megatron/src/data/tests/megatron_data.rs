@@ -9,10 +9,11 @@ use sha2::{Digest, Sha256};
 
 use super::dataset;
 use crate::config::DataloaderType;
+use crate::config::parse_split;
 use crate::data::blend::Blend;
 use crate::data::mt19937::torch_permutation;
 use crate::data::splits::{Opener, TEST, TRAIN, VALID};
-use crate::data::{GptDataset, IndexedDataset, SampleSource, TokenType, parse_split, split_sequences};
+use crate::data::{GptDataset, IndexedDataset, SampleSource, TokenType, split_sequences};
 
 #[derive(Deserialize)]
 struct Fixture {

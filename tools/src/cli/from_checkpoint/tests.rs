@@ -5,7 +5,8 @@ use megatron::config::RunConfig;
 
 use super::*;
 use crate::cli::flags::sections;
-use crate::cli::{Request, parse, resolve};
+use crate::cli::resolve;
+use crate::commands::{Request, parse};
 
 /// What a run needs, in words of a command line.
 const LEAST: &str =

@@ -4,9 +4,9 @@ use clap::CommandFactory;
 
 use super::launchers::OTHER_LAUNCHERS;
 use super::*;
-use crate::cli::Cli;
 use crate::cli::flags::sections;
 use crate::cli::words::is_named;
+use crate::commands::Cli;
 
 /// Megatron-LM's names, as the file's first line says.
 const NAMES: &str = include_str!("../../../tests/fixtures/megatron/flags.txt");

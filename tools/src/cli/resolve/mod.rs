@@ -8,7 +8,6 @@ mod without_effect;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kernels::tensor::device::Choice;
 use megatron::checkpoint::{resumable, same_folder};
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
@@ -24,6 +23,7 @@ use super::flags::{ChosenTokenizer, Flags, Granularity, RecomputeFlags};
 use super::layout::resolve_layout;
 use super::{Gathered, SAME_THING, other_names};
 use crate::error::{Error, Result};
+use crate::ranks::Distributed;
 
 /// Seconds of ten years, which is as good as no timeout.
 const LONGEST_TIMEOUT: f64 = 10.0 * 365.0 * 24.0 * 3600.0;
@@ -40,19 +40,6 @@ pub struct Resolved {
     pub notes: Vec<String>,
     /// The checkpoint that names data or tokenizer, where nothing else does.
     pub data_of: Option<PathBuf>,
-}
-
-/// How ranks meet and talk.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Distributed {
-    pub device: Choice,
-    pub backend: Backend,
-    /// Whether communication is issued before it is needed; `None`: where that pays.
-    pub overlap: Option<bool>,
-    pub timeout: Duration,
-    pub rendezvous: Option<String>,
-    /// How often ranks are started again after one failed.
-    pub max_restarts: u32,
 }
 
 /// Resolves and validates; `launcher` is the place in a world that a launcher gave this process.

@@ -1,5 +1,7 @@
 //! `megatron import` and `megatron export`: from Hugging Face folders and Megatron-LM's checkpoints to checkpoints, and to Hugging Face folders.
 
+mod args;
+
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -7,7 +9,7 @@ use megatron::checkpoint::Found;
 use models::hf::{self, ExportOptions};
 use models::megatron_core::{self, Vocabulary};
 
-use crate::cli::{ExportArgs, ImportArgs};
+pub use self::args::{ExportArgs, ImportArgs};
 use crate::error::{Error, Result};
 
 /// Runs `import` and returns the exit code to end with.

@@ -10,9 +10,9 @@ use megatron::params::StateKind;
 use models::SavedGpt;
 
 use super::{fact, short};
+use crate::commands::reshard::describe_layout;
 use crate::error::Result;
 use crate::report::ByteBar;
-use crate::reshard::describe_layout;
 
 /// Prints what the checkpoint in folder `path` (`…/iter_0000100`) holds; with `verify`, reads all of it.
 pub fn inspect(path: &Path, verify: bool) -> Result<()> {

@@ -1,5 +1,7 @@
 //! `megatron pretrain`: everything around the training loop.
 
+mod rollback;
+
 use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -22,7 +24,6 @@ use crate::inference::tokenizer_of;
 use crate::launch::{self, MAX_RESTARTS, OWN_RANKS};
 use crate::ranks::{self, Joined};
 use crate::report::{self, count};
-use crate::rollback;
 use crate::signals::StopSignal;
 
 /// Runs `pretrain` and returns the exit code to end with.

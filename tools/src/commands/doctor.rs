@@ -3,7 +3,7 @@
 use clap::Args;
 use kernels::Isa;
 
-use crate::bench::{ceilings, machine_line};
+use crate::commands::bench::{ceilings, machine_line};
 use crate::error::Result;
 use crate::report::table::significant;
 

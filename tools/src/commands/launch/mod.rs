@@ -1,5 +1,7 @@
 //! `megatron launch`: any command, once per rank, on this machine or on those of a hostfile.
 
+mod args;
+
 use std::ffi::OsString;
 use std::net::TcpListener;
 use std::path::Path;
@@ -7,7 +9,7 @@ use std::time::Duration;
 
 use megatron::comm::RUN_SECRET;
 
-use crate::cli::LaunchArgs;
+pub use self::args::LaunchArgs;
 use crate::error::{Error, Result};
 use crate::fault::{OVER_STDIN, SUPERVISED};
 use crate::launch::{

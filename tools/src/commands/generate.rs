@@ -1,16 +1,16 @@
 //! `megatron generate`: continues prompts.
 
-use std::io::Write;
 use std::time::Instant;
 
 use clap::Args;
 use megatron::comm::Group;
 use megatron::train::{Length, Sampling};
 
-use super::continuation::{Continuation, continued, cut_short};
-use super::ends::ends;
-use super::{Found, LoadArgs, load, on_ranks};
 use crate::error::{Error, Result};
+use crate::fault::tell;
+use crate::inference::continuation::{Continuation, continued, cut_short};
+use crate::inference::ends::ends;
+use crate::inference::{Found, LoadArgs, load, on_ranks};
 use crate::report::{count, duration};
 
 /// Continue prompts with a trained model
@@ -73,7 +73,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     }
     let prompts = args.prompt.iter().map(|text| tokenizer.encode_prompt(text)).collect::<megatron::Result<Vec<_>>>()?;
     let lead = world.rank() == 0;
-    tokenizer.notes().iter().filter(|_| lead).for_each(|note| tell(Some(note.clone())));
+    tokenizer.notes().iter().filter(|_| lead).for_each(|note| tell(note));
     let length = Length {
         tokens: args.num_tokens,
         window: found.model.max_position_embeddings,
@@ -85,9 +85,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let inference = load(found, world, longest.saturating_add(length.tokens).min(length.window))?;
     if lead && args.temperature == 0.0 && (args.top_k > 0 || args.top_p < 1.0) {
-        tell(Some(
-            "note: --top-k and --top-p change nothing at --temperature 0, which takes the likeliest token".into(),
-        ));
+        tell("note: --top-k and --top-p change nothing at --temperature 0, which takes the likeliest token");
     }
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     let mut speed = Speed::start(&prompts);
@@ -95,7 +93,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
         let new = inference.stage.generate(&prompts, &length, &sampling, &mut |_, _| speed.token())?;
         for ((text, prompt), new) in args.prompt.iter().zip(&prompts).zip(new).filter(|_| lead) {
             crate::print_line(&format!("{text}{}\n", continued(&tokenizer, prompt, &new)?));
-            tell(cut_short(prompt.len(), new.len(), &length));
+            cut_short(prompt.len(), new.len(), &length).iter().for_each(|note| tell(note));
         }
         if lead {
             speed.tell();
@@ -111,7 +109,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     };
     let new = inference.stage.generate(&prompts, &length, &sampling, &mut on_token)?;
     crate::print_part(&format!("{}\n", stream.rest()?));
-    tell(cut_short(prompts[0].len(), new[0].len(), &length));
+    cut_short(prompts[0].len(), new[0].len(), &length).iter().for_each(|note| tell(note));
     speed.tell();
     Ok(())
 }
@@ -148,14 +146,6 @@ impl Speed {
         if new > 0 && others > 0.0 {
             text += &format!(", {new} more in {}: {:.1} a second", duration(others), new as f64 / others);
         }
-        tell(Some(text));
-    }
-}
-
-/// Writes a line to stderr, if there is one.
-pub(super) fn tell(line: Option<String>) {
-    if let Some(line) = line {
-        // Nobody may be there to read it.
-        let _ = writeln!(std::io::stderr(), "{line}");
+        tell(&text);
     }
 }

@@ -11,9 +11,9 @@ use megatron::config::{DataConfig, DataloaderType};
 use megatron::data::{self, GlobalBatch, Loader};
 use megatron::train::EvalMetrics;
 
-use super::generate::tell;
-use super::{Found, LoadArgs, Weights, load, on_ranks};
 use crate::error::{Error, Result};
+use crate::fault::tell;
+use crate::inference::{Found, LoadArgs, Weights, load, on_ranks};
 use crate::report::count;
 
 /// Loss and perplexity of a trained model over a whole split
@@ -80,7 +80,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         given => given.to_vec(),
     };
     if world.rank() == 0 && args.data_path.is_empty() {
-        tell(Some(format!("note: no --data-path is given: that of training is taken, {}", data_path.join(" "))));
+        tell(&format!("note: no --data-path is given: that of training is taken, {}", data_path.join(" ")));
     }
     let (tokenizer, tokenizer_options) = args.load.tokenizer_name(found)?;
     let config = DataConfig {
@@ -97,7 +97,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     };
     let (source, notes) = data::open_part(&config, seq_length, model.vocab_size, &args.part)?;
     let lead = world.rank() == 0;
-    notes.into_iter().filter(|_| lead).for_each(|note| tell(Some(note)));
+    notes.into_iter().filter(|_| lead).for_each(|note| tell(&note));
     let inference = load(found, world, seq_length)?;
     let samples = source.num_samples();
     let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, found.device.clone())

@@ -16,8 +16,8 @@ use megatron::{Error, Result};
 
 use super::timing::Timing;
 use super::{STOP_LIMIT, machine_line};
-use crate::cli::Distributed;
 use crate::error::{Error as CliError, Result as CliResult};
+use crate::ranks::Distributed;
 use crate::ranks::{self, Joined};
 use crate::report::table::{Table, significant};
 
