@@ -35,13 +35,20 @@ fn main() -> Result<()> {
     cut.parallel.sequence_parallel = true;
     cut.parallel.use_distributed_optimizer = true;
 
-    let train_data: Arc<dyn SampleSource> = Arc::new(Tokens::synthetic(101, alone.model.seq_length));
-    let sources =
-        Sources { train: train_data, valid: None, test: None, document_ends: None, fingerprint: String::new() };
+    let train_data: Arc<dyn SampleSource> =
+        Arc::new(Tokens::synthetic(101, alone.model.seq_length));
+    let sources = Sources {
+        train: train_data,
+        valid: None,
+        test: None,
+        document_ends: None,
+        fingerprint: String::new(),
+    };
     let single = train(&alone, megatron::comm::solo(), &sources)?;
     let world = threads::world(cut.parallel.world_size());
     let ranks: Vec<Result<Vec<f64>>> = std::thread::scope(|scope| {
-        let handles: Vec<_> = world.into_iter().map(|rank| scope.spawn(|| train(&cut, rank, &sources))).collect();
+        let handles: Vec<_> =
+            world.into_iter().map(|rank| scope.spawn(|| train(&cut, rank, &sources))).collect();
         handles.into_iter().filter_map(|handle| handle.join().ok()).collect()
     });
     let eight = ranks.into_iter().collect::<Result<Vec<_>>>()?.swap_remove(0);

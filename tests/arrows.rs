@@ -43,12 +43,18 @@ const CRATES: [(&str, &[&[&str]]); 4] = [
 const ROOT: [&str; 2] = ["lib", "main"];
 
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
-    let mut entries: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let mut entries: Vec<_> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     entries.sort();
     for path in entries {
         match path.is_dir() {
             true if !path.ends_with("tests") => sources(&path, found),
-            false if path.extension().is_some_and(|ext| ext == "rs") && !path.ends_with("tests.rs") => found.push(path),
+            false
+                if path.extension().is_some_and(|ext| ext == "rs")
+                    && !path.ends_with("tests.rs") =>
+            {
+                found.push(path)
+            }
             _ => {}
         }
     }
@@ -57,7 +63,10 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
 /// The code of a file: without comments and the tests at its end.
 fn code(text: &str) -> String {
     let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
-    text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+    text.lines()
+        .map(|line| line.split("//").next().unwrap_or_default())
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 /// The names that follow `crate::` in `code`, also within braces, and the lines they are in.
@@ -129,7 +138,9 @@ fn every_arrow_between_folders_points_down() {
             );
             let text = fs::read_to_string(&file).unwrap();
             all.extend(
-                wrong(folder, &text, floors).into_iter().map(|what| format!("{name}/src/{}, {what}", inside.display())),
+                wrong(folder, &text, floors)
+                    .into_iter()
+                    .map(|what| format!("{name}/src/{}, {what}", inside.display())),
             );
         }
     }
@@ -139,11 +150,17 @@ fn every_arrow_between_folders_points_down() {
 #[test]
 fn an_arrow_that_points_up_is_seen() {
     let floors: &[&[&str]] = &[&["ground"], &["left", "right"], &["top"]];
-    let up =
-        "use crate::ground::a;\nuse crate::{Error, top::{b, c}, right};\n// crate::top\nfn f() { crate::top::g() }";
+    let up = "use crate::ground::a;\nuse crate::{Error, top::{b, c}, right};\n// crate::top\nfn f() { crate::top::g() }";
     let seen = wrong("left", up, floors);
     assert_eq!(seen.len(), 3, "{seen:?}");
     assert!(seen[0].starts_with("line 2: left may not use top"), "{seen:?}");
     assert!(wrong("top", up, floors).is_empty());
-    assert!(wrong("left", "use crate::left::a;\n#[cfg(test)]\nmod tests { use crate::top::b; }", floors).is_empty());
+    assert!(
+        wrong(
+            "left",
+            "use crate::left::a;\n#[cfg(test)]\nmod tests { use crate::top::b; }",
+            floors
+        )
+        .is_empty()
+    );
 }

@@ -2,10 +2,12 @@
 
 use kernels::tensor::trace::Recorder;
 use megatron::comm::CommOptions;
-use megatron::config::{PartitionMethod, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
+use megatron::config::{
+    PartitionMethod, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind,
+};
 use system_tests::{
-    Style, Tokens, assert_same_runs, context, interleave, layout, on_ranks_with, sources, tiny, train,
-    train_overlapping, trainer,
+    Style, Tokens, assert_same_runs, context, interleave, layout, on_ranks_with, sources, tiny,
+    train, train_overlapping, trainer,
 };
 
 const STEPS: usize = 6;
@@ -92,7 +94,11 @@ fn delayed_weight_gradients_with_zero_1_and_overlap() {
                 cut.parallel.use_distributed_optimizer = zero;
                 cut.parallel.bucket_size = bucket_size;
                 cut.parallel.overlap_grad_reduce = true;
-                same_bits(&format!("{name} {schedule} zero {zero} bucket {bucket_size}"), &cut, &plain);
+                same_bits(
+                    &format!("{name} {schedule} zero {zero} bucket {bucket_size}"),
+                    &cut,
+                    &plain,
+                );
             }
         }
     });
@@ -113,7 +119,11 @@ fn delayed_weight_gradients_with_recompute_and_early_receives() {
                 let what = format!("{name} {schedule} {recompute:?}");
                 let expected = train(&plain, STEPS).unwrap();
                 assert_same_runs(&what, &train(&cut, STEPS).unwrap(), &expected);
-                assert_same_runs(&format!("{what}, early"), &train_overlapping(&cut, STEPS).unwrap(), &expected);
+                assert_same_runs(
+                    &format!("{what}, early"),
+                    &train_overlapping(&cut, STEPS).unwrap(),
+                    &expected,
+                );
             }
         }
     });
@@ -128,7 +138,12 @@ fn spans(config: &RunConfig, letter: impl Fn(&str) -> Option<char> + Sync) -> Ve
         let entered = recorder.enter("rank");
         trainer.step()?;
         drop(entered);
-        Ok(recorder.take().iter().filter(|e| e.thread == 0).filter_map(|e| letter(e.name)).collect())
+        Ok(recorder
+            .take()
+            .iter()
+            .filter(|e| e.thread == 0)
+            .filter_map(|e| letter(e.name))
+            .collect())
     });
     ranks.unwrap()
 }
@@ -170,12 +185,16 @@ fn context_parallelism_with_all_that_changes_no_bit() {
             plain.parallel.sequence_parallel = tp > 1;
             let expected = train(&plain, STEPS).unwrap();
             let mut changed = vec![];
-            for (schedule, cut) in under_all_schedules(&context(layout(plain.clone(), dp, tp, 2), cp), 2) {
+            for (schedule, cut) in
+                under_all_schedules(&context(layout(plain.clone(), dp, tp, 2), cp), 2)
+            {
                 changed.push((format!("{schedule}, delayed"), delayed(cut.clone())));
                 changed.push((schedule.into(), cut));
             }
-            for recompute in [Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 3 }, Recompute::Selective]
-            {
+            for recompute in [
+                Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 3 },
+                Recompute::Selective,
+            ] {
                 let mut again = plain.clone();
                 again.training.recompute = recompute;
                 changed.push((format!("{recompute:?}"), again));
@@ -195,7 +214,11 @@ fn context_parallelism_with_all_that_changes_no_bit() {
             for (change, config) in changed {
                 let what = format!("{name} dp {dp} cp {cp} tp {tp} {change}");
                 assert_same_runs(&what, &train(&config, STEPS).unwrap(), &expected);
-                assert_same_runs(&format!("{what}, early"), &train_overlapping(&config, STEPS).unwrap(), &expected);
+                assert_same_runs(
+                    &format!("{what}, early"),
+                    &train_overlapping(&config, STEPS).unwrap(),
+                    &expected,
+                );
             }
         }
     });
@@ -205,9 +228,13 @@ fn context_parallelism_with_all_that_changes_no_bit() {
 #[test]
 fn communication_before_it_is_needed() {
     for_both(|name, plain| {
-        for ((dp, tp, pp), sequence_parallel) in
-            [((1, 1, 4), false), ((1, 2, 1), false), ((1, 2, 1), true), ((1, 4, 2), true), ((2, 2, 2), true)]
-        {
+        for ((dp, tp, pp), sequence_parallel) in [
+            ((1, 1, 4), false),
+            ((1, 2, 1), false),
+            ((1, 2, 1), true),
+            ((1, 4, 2), true),
+            ((2, 2, 2), true),
+        ] {
             let mut cut = layout(plain.clone(), dp, tp, pp);
             cut.parallel.sequence_parallel = sequence_parallel;
             let mut variants = vec![("1f1b", cut.clone())];
@@ -219,8 +246,14 @@ fn communication_before_it_is_needed() {
             for (schedule, mut cut) in variants {
                 for recompute in [Recompute::None, Recompute::Selective] {
                     cut.training.recompute = recompute;
-                    let what = format!("{name} {dp}·{tp}·{pp} sp {sequence_parallel} {schedule} {recompute:?}");
-                    assert_same_runs(&what, &train_overlapping(&cut, STEPS).unwrap(), &train(&cut, STEPS).unwrap());
+                    let what = format!(
+                        "{name} {dp}·{tp}·{pp} sp {sequence_parallel} {schedule} {recompute:?}"
+                    );
+                    assert_same_runs(
+                        &what,
+                        &train_overlapping(&cut, STEPS).unwrap(),
+                        &train(&cut, STEPS).unwrap(),
+                    );
                 }
             }
         }
@@ -246,7 +279,12 @@ fn products_and_waits(overlap: bool) -> String {
             "wait for a collective" => Some('.'),
             _ => None,
         };
-        Ok(recorder.take().iter().filter(|e| e.thread == 0).filter_map(|e| letter(e.name)).collect())
+        Ok(recorder
+            .take()
+            .iter()
+            .filter(|e| e.thread == 0)
+            .filter_map(|e| letter(e.name))
+            .collect())
     });
     ranks.unwrap().remove(0)
 }
@@ -264,7 +302,8 @@ fn collectives_of_backward_run_beside_its_products() {
 #[test]
 fn no_output_of_a_recomputed_segment_is_made_again() {
     let mut config = tiny(Style::Llama, 0.0);
-    (config.model.num_layers, config.training.global_batch_size) = (3, config.training.micro_batch_size);
+    (config.model.num_layers, config.training.global_batch_size) =
+        (3, config.training.micro_batch_size);
     config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 };
     let ranks = spans(&config, |name| match name {
         "forward" => Some('F'),
@@ -282,9 +321,11 @@ fn no_output_of_a_recomputed_segment_is_made_again() {
 fn recompute() {
     for_both(|name, plain| {
         let plain = layout(plain, 1, 2, 2);
-        for (method, num_layers) in
-            [(RecomputeMethod::Uniform, 1), (RecomputeMethod::Uniform, 3), (RecomputeMethod::Block, 2)]
-        {
+        for (method, num_layers) in [
+            (RecomputeMethod::Uniform, 1),
+            (RecomputeMethod::Uniform, 3),
+            (RecomputeMethod::Block, 2),
+        ] {
             let mut changed = plain.clone();
             changed.training.recompute = Recompute::Full { method, num_layers };
             same_bits(&format!("{name} full {method:?} {num_layers}"), &changed, &plain);
@@ -313,7 +354,9 @@ fn zero_1_bucket_size_and_overlap() {
                 changed.parallel.use_distributed_optimizer = zero;
                 changed.parallel.bucket_size = bucket_size;
                 changed.parallel.overlap_grad_reduce = overlap;
-                let what = format!("{name} {dp}·{tp}·{pp} zero {zero} bucket {bucket_size} overlap {overlap}");
+                let what = format!(
+                    "{name} {dp}·{tp}·{pp} zero {zero} bucket {bucket_size} overlap {overlap}"
+                );
                 same_bits(&what, &changed, &plain);
             }
         }
@@ -327,11 +370,14 @@ fn zero_1_cuts_masters_over_every_replica() {
         let mut config = context(layout(tiny(Style::Llama, 0.0), 2, 1, 1), 2);
         config.training.precision = Precision::Bf16;
         config.parallel.use_distributed_optimizer = zero;
-        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let data =
+            sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let ranks = on_ranks_with(4, CommOptions::default(), |world| {
             Ok(trainer(&config, world, &data)?.stage().params.bytes_by_kind())
         });
-        let of = |kinds: &[(&str, usize); 3]| kinds.iter().find(|(kind, _)| *kind == "master weights").unwrap().1;
+        let of = |kinds: &[(&str, usize); 3]| {
+            kinds.iter().find(|(kind, _)| *kind == "master weights").unwrap().1
+        };
         ranks.unwrap().iter().map(of).collect::<Vec<_>>()
     };
     let shares: Vec<_> = masters(true).iter().map(|bytes| 4 * bytes).collect();

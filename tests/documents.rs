@@ -4,7 +4,8 @@ use megatron::config::{DecayStyle, PositionEmbedding, RunConfig, SlidingWindow};
 use megatron::data::DocumentEnds;
 use megatron::train::Sources;
 use system_tests::{
-    Run, Style, Tokens, context, interleave, largest_relative_difference, layout, sources, tiny, train_on,
+    Run, Style, Tokens, context, interleave, largest_relative_difference, layout, sources, tiny,
+    train_on,
 };
 
 const S: usize = 16;
@@ -38,7 +39,12 @@ fn data(packed: bool, reset: bool) -> Sources {
         tokens.extend(document);
     }
     tokens.push(END); // the last label
-    let ends = DocumentEnds { token: END, mask_loss: true, reset_positions: reset, reset_attention: reset };
+    let ends = DocumentEnds {
+        token: END,
+        mask_loss: true,
+        reset_positions: reset,
+        reset_attention: reset,
+    };
     Sources { document_ends: Some(ends), ..sources(Tokens { tokens, seq_length: S }) }
 }
 
@@ -65,7 +71,11 @@ fn styles() -> Vec<(&'static str, Change, Style)> {
         ("gpt2", |_| (), Style::Gpt2),
         ("llama", |_| (), Style::Llama),
         ("bloom", |c| c.model.position_embedding = PositionEmbedding::Alibi, Style::Gpt2),
-        ("window", |c| c.model.sliding_window = Some(SlidingWindow { size: 4, full_layers: vec![1, 6] }), Style::Llama),
+        (
+            "window",
+            |c| c.model.sliding_window = Some(SlidingWindow { size: 4, full_layers: vec![1, 6] }),
+            Style::Llama,
+        ),
     ]
 }
 
@@ -95,10 +105,19 @@ fn packed_documents_train_as_each_alone_on_every_layout() {
             }
             let run = train_on(&data(true, true), &cut, None, STEPS).unwrap();
             let (loss, norm) = differences(&run, &alone);
-            println!("{name} {dp}·{cp}·{tp}·{pp}: losses within {loss:.1e}, gradient norms within {norm:.1e}");
-            assert!(loss < TOLERANCES.0 && norm < TOLERANCES.1, "{name} {dp}·{cp}·{tp}·{pp}: {loss:e}, {norm:e}");
+            println!(
+                "{name} {dp}·{cp}·{tp}·{pp}: losses within {loss:.1e}, gradient norms within {norm:.1e}"
+            );
+            assert!(
+                loss < TOLERANCES.0 && norm < TOLERANCES.1,
+                "{name} {dp}·{cp}·{tp}·{pp}: {loss:e}, {norm:e}"
+            );
             if (dp, cp, tp) == (1, 1, 1) {
-                assert_eq!((run.losses, run.grad_norms), (one.losses.clone(), one.grad_norms.clone()), "{name}: bits");
+                assert_eq!(
+                    (run.losses, run.grad_norms),
+                    (one.losses.clone(), one.grad_norms.clone()),
+                    "{name}: bits"
+                );
                 assert!(run.last == one.last, "{name}: bits of the state");
             }
         }
@@ -126,7 +145,8 @@ fn each_setting_does_its_part() {
         train_on(&data, &config(style, 4), None, 1).unwrap().losses[0]
     };
     for style in [Style::Gpt2, Style::Llama] {
-        let all = [(false, false), (true, false), (false, true), (true, true)].map(|(p, a)| loss(style, p, a));
+        let all = [(false, false), (true, false), (false, true), (true, true)]
+            .map(|(p, a)| loss(style, p, a));
         let apart = |a: f64, b: f64| (a - b).abs() > 1e-4;
         assert!(apart(all[0], all[1]) && apart(all[0], all[2]), "{style:?}: {all:?}");
         // Rotary positions are relative: within a document, where it begins does not matter.

@@ -10,11 +10,15 @@ use std::sync::Arc;
 use candle_core::Device;
 use kernels::tensor::gpu::emulated::{Counts, Order, run, take_counts};
 use kernels::tensor::trace::Recorder;
-use megatron::config::{BatchSizeRampup, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig};
+use megatron::config::{
+    BatchSizeRampup, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig,
+};
 use megatron::data::SampleSource;
 use megatron::train::Sources;
 use system_tests::draw::{Random, data, difference, model, seeds};
-use system_tests::{Style, Tokens, context, largest_relative_difference, layout, on_ranks, sources, tiny, trainer};
+use system_tests::{
+    Style, Tokens, context, largest_relative_difference, layout, on_ranks, sources, tiny, trainer,
+};
 
 const STEPS: usize = 3;
 
@@ -31,7 +35,11 @@ fn config(style: Style, dropout: f64, precision: Precision) -> RunConfig {
 
 /// Losses and gradient norms of a run, on the emulator if an order is given.
 fn train(config: &RunConfig, order: Option<Order>) -> [Vec<f64>; 2] {
-    train_on(&sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length)), config, order)
+    train_on(
+        &sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length)),
+        config,
+        order,
+    )
 }
 
 fn train_on(data: &Sources, config: &RunConfig, order: Option<Order>) -> [Vec<f64>; 2] {
@@ -56,7 +64,10 @@ fn follows_the_cpu(config: &RunConfig, tolerance: f64) {
     let emulated = train(config, Some(Order::Forward));
     for (what, (got, want)) in ["losses", "gradient norms"].iter().zip(emulated.iter().zip(&cpu)) {
         let difference = largest_relative_difference(got, want);
-        assert!(difference < tolerance, "{what} differ by {difference:e}: {got:?}, on the CPU {want:?}");
+        assert!(
+            difference < tolerance,
+            "{what} differ by {difference:e}: {got:?}, on the CPU {want:?}"
+        );
     }
     assert!(cpu[0] != emulated[0], "losses are the CPU's bit for bit: nothing was emulated");
     for order in [Order::Backward, Order::Shuffled(5), Order::WarpByWarp] {
@@ -107,12 +118,18 @@ fn runs_drawn_at_random() {
         let data = data(r, &mut config);
         println!("seed {seed}: {:?}\n{:?}\n{:?}", config.model, config.training, config.optimizer);
         config.validate().unwrap();
-        let (cpu, emulated) = (train_on(&data, &config, None), train_on(&data, &config, Some(Order::Shuffled(seed))));
+        let (cpu, emulated) =
+            (train_on(&data, &config, None), train_on(&data, &config, Some(Order::Shuffled(seed))));
         let (losses, norms) = tolerances(config.training.precision);
         for (what, tolerance, at) in [("losses", losses, 0), ("gradient norms", norms, 1)] {
             let difference = difference(&emulated[at], &cpu[at]);
             println!("  {what} within {difference:.1e}");
-            assert!(difference <= tolerance, "seed {seed}, {what}: {:?}, on the CPU {:?}", emulated[at], cpu[at]);
+            assert!(
+                difference <= tolerance,
+                "seed {seed}, {what}: {:?}, on the CPU {:?}",
+                emulated[at],
+                cpu[at]
+            );
         }
     }
 }
@@ -133,7 +150,11 @@ fn state_that_is_elsewhere_between_steps_changes_no_bit() {
         for offload in [OptimizerOffload::Cpu, OptimizerOffload::Nvme(std::env::temp_dir())] {
             let mut config = plain.clone();
             config.optimizer.offload = offload.clone();
-            assert_eq!(train(&config, Some(Order::Forward)), kept, "{precision} {kind:?} {offload:?}");
+            assert_eq!(
+                train(&config, Some(Order::Forward)),
+                kept,
+                "{precision} {kind:?} {offload:?}"
+            );
         }
     }
 }
@@ -158,7 +179,8 @@ fn a_checkpoint_that_is_written_meanwhile_is_that_of_the_state_as_it_was() {
     ] {
         let mut config = config(Style::Llama, 0.0, precision);
         config.optimizer.offload = offload.clone();
-        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let data =
+            sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let dirs = [0; 2].map(|_| tempfile::tempdir().unwrap());
         let ranks = on_ranks(1, |world| {
             run(Order::Forward, || {
@@ -173,7 +195,8 @@ fn a_checkpoint_that_is_written_meanwhile_is_that_of_the_state_as_it_was() {
         assert_eq!(ranks.unwrap(), [Some(1)]);
         let [at_once, meanwhile] = dirs.each_ref().map(|dir| {
             let folder = dir.path().join("iter_0000001");
-            ["manifest.json", "rank_00000.safetensors"].map(|name| std::fs::read(folder.join(name)).unwrap())
+            ["manifest.json", "rank_00000.safetensors"]
+                .map(|name| std::fs::read(folder.join(name)).unwrap())
         });
         assert!(at_once == meanwhile, "{precision} {offload:?}");
     }
@@ -192,7 +215,10 @@ fn ranks_that_exchange_tensors_by_the_host_follow_one() {
         let got = train(&config, Some(Order::Forward));
         for (got, want) in got.iter().zip(&want) {
             let difference = largest_relative_difference(got, want);
-            assert!(difference < 2e-5, "dp {dp}, cp {cp}, tp {tp}, pp {pp}: {got:?}, alone {want:?}");
+            assert!(
+                difference < 2e-5,
+                "dp {dp}, cp {cp}, tp {tp}, pp {pp}: {got:?}, alone {want:?}"
+            );
         }
     }
 }
@@ -240,8 +266,10 @@ impl SampleSource for Torn {
 #[test]
 fn data_that_cannot_be_read_ahead_ends_the_step_that_needs_it() {
     let config = config(Style::Llama, 0.0, Precision::Fp32);
-    let mut data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
-    data.train = Arc::new(Torn { whole: data.train, from: 2 * config.training.global_batch_size as u64 });
+    let mut data =
+        sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    data.train =
+        Arc::new(Torn { whole: data.train, from: 2 * config.training.global_batch_size as u64 });
     let steps = on_ranks(1, |world| {
         run(Order::Forward, || {
             let mut trainer = trainer(&config, world, &data)?;
@@ -259,14 +287,20 @@ fn nothing_of_a_step_is_read_before_all_of_it_is_queued() {
     let fp16 = Precision::Fp16(megatron::config::LossScaling::Static(1024.0));
     for precision in [Precision::Fp32, Precision::Bf16, fp16] {
         for style in [Style::Gpt2, Style::Llama] {
-            let mut config = config(style, if matches!(style, Style::Gpt2) { 0.1 } else { 0.0 }, precision);
+            let mut config =
+                config(style, if matches!(style, Style::Gpt2) { 0.1 } else { 0.0 }, precision);
             config.training.micro_batch_size = 1;
             let counts = third_step(&config);
             let what = format!("{style:?} in {precision}: {counts:?}");
-            assert_eq!((counts.waits, counts.launches), (1, counts.launches_before_last_wait), "{what}");
+            assert_eq!(
+                (counts.waits, counts.launches),
+                (1, counts.launches_before_last_wait),
+                "{what}"
+            );
             // Tokens, labels and mask of two microbatches: positions and samples are there since the first step.
             assert_eq!(counts.uploads, 2 * 3, "{what}");
-            let other: Vec<_> = counts.on_the_host.iter().filter(|op| !op.starts_with("linear")).collect();
+            let other: Vec<_> =
+                counts.on_the_host.iter().filter(|op| !op.starts_with("linear")).collect();
             assert!(other.is_empty(), "{what}");
         }
     }
@@ -279,16 +313,19 @@ fn results_are_read_once_forward_and_backward_of_the_next_step_are_queued() {
     let fp16 = Precision::Fp16(megatron::config::LossScaling::Dynamic(adapts));
     for (precision, lag) in [(Precision::Bf16, 1), (fp16, 0)] {
         let config = config(Style::Llama, 0.0, precision);
-        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let data =
+            sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let ranks = on_ranks(1, |world| {
             run(Order::Forward, || {
                 let mut trainer = trainer(&config, world, &data)?;
                 trainer.step()?;
                 trainer.advance(false)?;
                 take_counts();
-                let read: Vec<u64> = trainer.advance(false)?.iter().map(|step| step.iteration).collect();
+                let read: Vec<u64> =
+                    trainer.advance(false)?.iter().map(|step| step.iteration).collect();
                 let counts = take_counts();
-                let refused = (lag == 1).then(|| trainer.save(std::path::Path::new("unused")).unwrap_err().to_string());
+                let refused = (lag == 1)
+                    .then(|| trainer.save(std::path::Path::new("unused")).unwrap_err().to_string());
                 Ok((read, counts, refused, trainer.settle()?.map(|step| step.iteration)))
             })
         });
@@ -298,7 +335,10 @@ fn results_are_read_once_forward_and_backward_of_the_next_step_are_queued() {
             assert_eq!((counts.launches, left), (counts.launches_before_last_wait, None));
         } else {
             let behind = counts.launches - counts.launches_before_last_wait;
-            assert!(behind > 0 && behind < counts.launches / 4, "the optimizer alone comes after: {counts:?}");
+            assert!(
+                behind > 0 && behind < counts.launches / 4,
+                "the optimizer alone comes after: {counts:?}"
+            );
             assert_eq!(left, Some(3));
             assert!(refused.unwrap().contains("results were not read"));
         }
@@ -324,11 +364,19 @@ fn a_profile_has_the_devices_times_and_waits_for_none_within_a_step() {
     });
     let counts = ranks.unwrap().remove(0);
     let events = recorder.take();
-    assert_eq!((counts.waits, counts.launches), (1, counts.launches_before_last_wait), "{counts:?}");
+    assert_eq!(
+        (counts.waits, counts.launches),
+        (1, counts.launches_before_last_wait),
+        "{counts:?}"
+    );
     assert_eq!(counts.timestamps, 2 * events.len() as u64, "a span without the device's times");
     let step = &events[0];
     assert_eq!(step.name, "step");
-    assert!(events.iter().all(|e| e.start >= step.start && e.start + e.length <= step.start + step.length));
+    assert!(
+        events
+            .iter()
+            .all(|e| e.start >= step.start && e.start + e.length <= step.start + step.length)
+    );
     for name in ["forward", "backward", "attention", "layer_norm", "adamw", "linear", "verdict"] {
         assert!(events.iter().any(|e| e.name == name), "no {name}");
     }

@@ -50,7 +50,12 @@ fn tensors(path: &Path) -> HashMap<String, Tensor> {
 }
 
 /// Logits of the model in `folder` on every layout, its weights put in place by `load`.
-fn gives(folder: &Path, tokens: &[u32], expected: &[f32], load: impl Fn(&mut Trainer) -> megatron::Result<()> + Sync) {
+fn gives(
+    folder: &Path,
+    tokens: &[u32],
+    expected: &[f32],
+    load: impl Fn(&mut Trainer) -> megatron::Result<()> + Sync,
+) {
     for cut in LAYOUTS {
         assert_logits(
             &format!("{} {cut:?}", folder.display()),
@@ -72,12 +77,14 @@ fn expected(name: &str) -> (Vec<u32>, Vec<f32>) {
 fn contents(folder: &Path) -> HashMap<String, (String, Vec<usize>, Vec<u8>)> {
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut all = HashMap::new();
-    for path in files.filter(|p| p.to_string_lossy().ends_with(".safetensors") && !p.ends_with("expected.safetensors"))
-    {
+    for path in files.filter(|p| {
+        p.to_string_lossy().ends_with(".safetensors") && !p.ends_with("expected.safetensors")
+    }) {
         let bytes = std::fs::read(path).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         for (name, view) in file.tensors() {
-            let tensor = (format!("{:?}", view.dtype()), view.shape().to_vec(), view.data().to_vec());
+            let tensor =
+                (format!("{:?}", view.dtype()), view.shape().to_vec(), view.data().to_vec());
             assert!(all.insert(name, tensor).is_none());
         }
     }
@@ -97,8 +104,13 @@ fn every_family_gives_the_logits_of_transformers_on_every_layout() {
 fn the_oracle_models_give_the_logits_of_transformers_on_every_layout() {
     for name in ["gpt2-tiny", "llama-tiny"] {
         let folder = fixtures().join(name);
-        let logits = tensors(&folder.join("logits.safetensors"))["logits"].flatten_all().unwrap().to_vec1().unwrap();
-        let dataset = megatron::data::IndexedDataset::open(folder.join("data_text_document")).unwrap();
+        let logits = tensors(&folder.join("logits.safetensors"))["logits"]
+            .flatten_all()
+            .unwrap()
+            .to_vec1()
+            .unwrap();
+        let dataset =
+            megatron::data::IndexedDataset::open(folder.join("data_text_document")).unwrap();
         let tokens = &dataset.read_sequence(0).unwrap()[..64];
         let model = HfModel::open(&folder).unwrap();
         gives(&folder, tokens, &logits, |trainer| model.load_into(&trainer.stage().params));
@@ -135,7 +147,8 @@ fn import_and_export_return_every_byte_of_every_tensor() {
 
 #[test]
 fn a_model_trained_under_tp_pp_and_zero_exports_with_the_logits_it_has() {
-    for name in ["gpt2", "llama-linear-biased", "mistral-window", "qwen2", "qwen2-window", "bloom"] {
+    for name in ["gpt2", "llama-linear-biased", "mistral-window", "qwen2", "qwen2-window", "bloom"]
+    {
         let dir = tempfile::tempdir().unwrap();
         let (tokens, before) = expected(name);
         let mut config = run(&family(name), tokens.len(), (2, 2, 2));
@@ -154,7 +167,10 @@ fn a_model_trained_under_tp_pp_and_zero_exports_with_the_logits_it_has() {
         })
         .unwrap();
         let trained = all.into_iter().flatten().next().unwrap();
-        assert!(trained.iter().zip(&before).any(|(a, b)| (a - b).abs() > 0.01), "{name} did not train");
+        assert!(
+            trained.iter().zip(&before).any(|(a, b)| (a - b).abs() > 0.01),
+            "{name} did not train"
+        );
         // Once described by the model alone, once by the configuration it came with.
         for out in ["bare", "with-origin"] {
             let out = dir.path().join(out);
@@ -172,8 +188,10 @@ fn export_converts_to_the_dtype_asked_for() {
     import(&family("llama2"), &dir.path().join("checkpoint"), |_, _| ()).unwrap();
     let options = ExportOptions { dtype: Some(checkpoint::Float::Bf16), ..WHOLE };
     export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &options).unwrap();
-    let (ours, theirs) =
-        (tensors(&dir.path().join("hf/model.safetensors")), tensors(&family("llama2").join("model.safetensors")));
+    let (ours, theirs) = (
+        tensors(&dir.path().join("hf/model.safetensors")),
+        tensors(&family("llama2").join("model.safetensors")),
+    );
     for (name, theirs) in theirs {
         let rounded = theirs.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap();
         assert_eq!(ours[&name].dtype(), DType::BF16);
@@ -195,7 +213,10 @@ fn copied(name: &str, to: &Path) {
 /// Files of a folder and what is in them.
 fn files(folder: &Path) -> HashMap<PathBuf, Vec<u8>> {
     let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    paths.filter(|path| path.is_file()).map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+    paths
+        .filter(|path| path.is_file())
+        .map(|path| (path.clone(), std::fs::read(path).unwrap()))
+        .collect()
 }
 
 #[test]
@@ -210,7 +231,10 @@ fn import_changes_no_file_that_is_there() {
     for to in [&model, &link, &there] {
         let before = files(to);
         let why = import(&model, to, |_, _| ()).unwrap_err().to_string();
-        assert!(why.contains("folder of a Hugging Face model") && why.contains("name another one"), "{why}");
+        assert!(
+            why.contains("folder of a Hugging Face model") && why.contains("name another one"),
+            "{why}"
+        );
         assert_eq!(files(to), before);
         assert!(!checkpoint::holds_any(to).unwrap());
     }
@@ -221,12 +245,17 @@ fn import_changes_no_file_that_is_there() {
         std::fs::write(to.join(other), "another").unwrap();
         let why = import(&model, &to, |_, _| ()).unwrap_err().to_string();
         assert!(why.contains(other) && why.contains("move this file away"), "{why}");
-        let left: Vec<_> = std::fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!((left, std::fs::read(to.join(other)).unwrap()), (vec![other.into()], b"another".to_vec()));
+        let left: Vec<_> =
+            std::fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(
+            (left, std::fs::read(to.join(other)).unwrap()),
+            (vec![other.into()], b"another".to_vec())
+        );
     }
     // Of one and the same file nothing is copied.
     let before = files(&model);
-    std::fs::write(model.join("hf_config.json"), std::fs::read(model.join("config.json")).unwrap()).unwrap();
+    std::fs::write(model.join("hf_config.json"), std::fs::read(model.join("config.json")).unwrap())
+        .unwrap();
     copy_companions(&model, &link, true).unwrap();
     assert!(before.iter().all(|(path, bytes)| std::fs::read(path).unwrap() == *bytes));
     // An import that was not finished may be repeated.
@@ -245,7 +274,8 @@ fn export_leaves_what_lies_beside_its_folder_alone() {
     std::fs::write(mine.join("notes"), "mine").unwrap();
     export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &WHOLE).unwrap();
     assert_eq!(std::fs::read(mine.join("notes")).unwrap(), b"mine");
-    let mut names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let mut names: Vec<_> =
+        std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, [".hf.tmp", "checkpoint", "hf"]);
 }
@@ -262,8 +292,11 @@ fn export_removes_what_a_killed_one_left_and_nothing_that_is_written() {
     let written = std::fs::File::open(dir.path().join(".hf.98.0.tmp")).unwrap();
     written.try_lock().unwrap();
     export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &WHOLE).unwrap();
-    let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    let mut names: Vec<String> = entries.filter(|name| !["hf", "checkpoint"].contains(&name.as_str())).collect();
+    let entries = std::fs::read_dir(dir.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> =
+        entries.filter(|name| !["hf", "checkpoint"].contains(&name.as_str())).collect();
     names.sort();
     let mut kept = kept.to_vec();
     kept.sort();
@@ -317,8 +350,10 @@ fn tensors_that_are_missing_left_over_or_of_another_shape_are_named() {
     let name = "model.layers.1.mlp.up_proj.weight";
     let why = refusal("llama2", |all| drop(all.remove(name))).unwrap();
     assert!(why.contains(name) && why.contains("missing"), "{why}");
-    let why = refusal("llama2", |all| drop(all.insert("model.layers.2.mlp.up_proj.weight".into(), zeros(&[48, 32]))))
-        .unwrap();
+    let why = refusal("llama2", |all| {
+        drop(all.insert("model.layers.2.mlp.up_proj.weight".into(), zeros(&[48, 32])))
+    })
+    .unwrap();
     assert!(why.contains("model.layers.2.mlp.up_proj.weight belongs to no parameter"), "{why}");
     let why = refusal("llama2", |all| drop(all.insert(name.into(), zeros(&[32, 48])))).unwrap();
     assert!(why.contains("[32, 48]") && why.contains("[48, 32]"), "{why}");
@@ -327,8 +362,10 @@ fn tensors_that_are_missing_left_over_or_of_another_shape_are_named() {
     let half = zeros(&[48, 32]).to_dtype(DType::F16).unwrap();
     let why = refusal("llama2", |all| drop(all.insert(name.into(), half))).unwrap();
     assert!(why.contains(name) && why.contains("dtypes"), "{why}");
-    let why =
-        refusal("llama2", |all| drop(all.insert(name.into(), zeros(&[48, 32]).to_dtype(DType::U8).unwrap()))).unwrap();
+    let why = refusal("llama2", |all| {
+        drop(all.insert(name.into(), zeros(&[48, 32]).to_dtype(DType::U8).unwrap()))
+    })
+    .unwrap();
     assert!(why.contains(name) && why.contains("dtype"), "{why}");
 }
 
@@ -337,7 +374,8 @@ fn models_that_are_too_large_for_their_files_are_refused_before_they_are_made() 
     let dir = tempfile::tempdir().unwrap();
     copied("bloom", dir.path());
     let path = dir.path().join("config.json");
-    let original: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let original: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     // Of which an MLP four times as wide is a size, too.
     let most = i32::MAX / 4;
     for (changes, why) in [
@@ -348,7 +386,8 @@ fn models_that_are_too_large_for_their_files_are_refused_before_they_are_made() 
         let mut config = original.clone();
         changes.iter().for_each(|&(key, value)| config[key] = value.into());
         std::fs::write(&path, config.to_string()).unwrap();
-        let message = HfModel::open(dir.path()).err().map(|error| error.to_string()).unwrap_or_default();
+        let message =
+            HfModel::open(dir.path()).err().map(|error| error.to_string()).unwrap_or_default();
         assert!(message.contains(why), "{changes:?}: {message}");
     }
 }
@@ -357,24 +396,39 @@ fn models_that_are_too_large_for_their_files_are_refused_before_they_are_made() 
 fn one_file_is_taken_before_an_index_as_transformers_does() {
     let dir = tempfile::tempdir().unwrap();
     copied("llama2", dir.path());
-    std::fs::write(dir.path().join("model.safetensors.index.json"), r#"{"weight_map": {"a": "gone.safetensors"}}"#)
-        .unwrap();
+    std::fs::write(
+        dir.path().join("model.safetensors.index.json"),
+        r#"{"weight_map": {"a": "gone.safetensors"}}"#,
+    )
+    .unwrap();
     HfModel::open(dir.path()).unwrap();
 }
 
 #[test]
 fn masks_and_a_repeated_tied_matrix_are_ignored_and_another_matrix_is_not() {
-    assert_eq!(refusal("gpt2", |all| drop(all.insert("transformer.h.0.attn.bias".into(), zeros(&[1, 1, 4, 4])))), None);
+    assert_eq!(
+        refusal("gpt2", |all| drop(
+            all.insert("transformer.h.0.attn.bias".into(), zeros(&[1, 1, 4, 4]))
+        )),
+        None
+    );
     let words = "transformer.wte.weight";
-    assert_eq!(refusal("gpt2", |all| drop(all.insert("lm_head.weight".into(), all[words].clone()))), None);
-    let why = refusal("gpt2", |all| drop(all.insert("lm_head.weight".into(), zeros(&[101, 32])))).unwrap();
+    assert_eq!(
+        refusal("gpt2", |all| drop(all.insert("lm_head.weight".into(), all[words].clone()))),
+        None
+    );
+    let why = refusal("gpt2", |all| drop(all.insert("lm_head.weight".into(), zeros(&[101, 32]))))
+        .unwrap();
     assert!(why.contains("lm_head.weight") && why.contains("tie_word_embeddings"), "{why}");
 }
 
 #[test]
 fn files_of_a_bare_model_have_names_without_prefix() {
     let stripped = |all: &mut HashMap<String, Tensor>| {
-        *all = all.drain().map(|(name, t)| (name.trim_start_matches("transformer.").to_string(), t)).collect();
+        *all = all
+            .drain()
+            .map(|(name, t)| (name.trim_start_matches("transformer.").to_string(), t))
+            .collect();
     };
     assert_eq!(refusal("bloom", stripped), None);
     assert_eq!(refusal("gpt2", stripped), None);
@@ -391,9 +445,11 @@ fn an_index_that_leaves_its_folder_or_lies_is_refused() {
         HfModel::open(dir.path()).err().map(|error| error.to_string())
     };
     assert_eq!(copy(&|text| text.to_string()), None);
-    let outside = copy(&|text| text.replacen("model-00005-of-00005", "../model-00005-of-00005", 1)).unwrap();
+    let outside =
+        copy(&|text| text.replacen("model-00005-of-00005", "../model-00005-of-00005", 1)).unwrap();
     assert!(outside.contains("own folder"), "{outside}");
-    let moved = copy(&|text| text.replacen("model-00005-of-00005", "model-00004-of-00005", 1)).unwrap();
+    let moved =
+        copy(&|text| text.replacen("model-00005-of-00005", "model-00004-of-00005", 1)).unwrap();
     assert!(moved.contains("lm_head.weight"), "{moved}");
     assert!(copy(&|_| "{".into()).unwrap().contains("no index"));
 }
@@ -415,7 +471,10 @@ fn a_vocabulary_of_another_size_keeps_its_rows_and_new_ones_are_the_same_on_ever
                 let ranks = cut.0 * cut.1 * cut.2;
                 on_ranks(ranks, |world| {
                     let trainer = trainer(&config, world, &data)?;
-                    assert!(model.load_into(&trainer.stage().params).is_err() || cut.2 > 1, "{name}: not asked for");
+                    assert!(
+                        model.load_into(&trainer.stage().params).is_err() || cut.2 > 1,
+                        "{name}: not asked for"
+                    );
                     model.load_resized_into(&trainer.stage().params, config.training.seed)?;
                     trainer.save(&dir.path().join("checkpoint"))
                 })
@@ -437,11 +496,17 @@ fn a_vocabulary_of_another_size_keeps_its_rows_and_new_ones_are_the_same_on_ever
                 let (_, old_shape, old) = &before[tensor];
                 let same = bytes.len().min(old.len());
                 assert!(bytes[..same] == old[..same], "{name}: {tensor} changed");
-                assert!(shape == old_shape || shape[0] == vocab_size && old_shape[0] == theirs, "{name}: {tensor}");
-                let most = 8.0 * init_std;
-                let drawn = bytes[same..].chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).abs());
                 assert!(
-                    drawn.clone().all(|x| x < most) && (same == bytes.len() || drawn.sum::<f32>() > 0.0),
+                    shape == old_shape || shape[0] == vocab_size && old_shape[0] == theirs,
+                    "{name}: {tensor}"
+                );
+                let most = 8.0 * init_std;
+                let drawn = bytes[same..]
+                    .chunks(4)
+                    .map(|b| f32::from_le_bytes(b.try_into().unwrap()).abs());
+                assert!(
+                    drawn.clone().all(|x| x < most)
+                        && (same == bytes.len() || drawn.sum::<f32>() > 0.0),
                     "{name}: {tensor}"
                 );
             }
@@ -456,7 +521,9 @@ fn another_base_and_another_context_are_in_the_exported_config_and_the_rest_is_w
     let model = dir.path().join("model");
     let text = std::fs::read_to_string(model.join(CONFIG)).unwrap();
     let original: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&text).unwrap();
-    for rope in [serde_json::json!({}), serde_json::json!({"rope_type": "default", "rope_theta": 5e5})] {
+    for rope in
+        [serde_json::json!({}), serde_json::json!({"rope_type": "default", "rope_theta": 5e5})]
+    {
         let mut json = original.clone();
         json.remove("rope_scaling");
         json.insert("rope_parameters".into(), rope.clone());
@@ -477,7 +544,9 @@ fn another_base_and_another_context_are_in_the_exported_config_and_the_rest_is_w
 
 #[test]
 fn weights_that_are_no_numbers_are_refused_by_name() {
-    for (value, what) in [(f32::NAN, "NaN"), (f32::INFINITY, "infinity"), (f32::NEG_INFINITY, "infinity")] {
+    for (value, what) in
+        [(f32::NAN, "NaN"), (f32::INFINITY, "infinity"), (f32::NEG_INFINITY, "infinity")]
+    {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let dir = tempfile::tempdir().unwrap();
             copied("llama2", &dir.path().join("model"));
@@ -487,9 +556,11 @@ fn weights_that_are_no_numbers_are_refused_by_name() {
             let mut values = vec![0.5f32; all[name].elem_count()];
             *values.last_mut().unwrap() = value;
             let shape = all[name].shape().clone();
-            let broken = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let broken =
+                Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
             all.insert(name.into(), broken);
-            candle_core::safetensors::save(&all, dir.path().join("model/model.safetensors")).unwrap();
+            candle_core::safetensors::save(&all, dir.path().join("model/model.safetensors"))
+                .unwrap();
             let to = dir.path().join("to");
             let why = import(&dir.path().join("model"), &to, |_, _| ()).unwrap_err().to_string();
             assert!(why.contains(name) && why.contains(what), "{why}");
@@ -497,7 +568,9 @@ fn weights_that_are_no_numbers_are_refused_by_name() {
             let config = run(&dir.path().join("model"), 16, (1, 1, 1));
             let data = sources(Tokens::synthetic(config.model.vocab_size as u32, 16));
             let model = HfModel::open(&dir.path().join("model")).unwrap();
-            let loaded = on_ranks(1, |world| model.load_into(&trainer(&config, world, &data)?.stage().params));
+            let loaded = on_ranks(1, |world| {
+                model.load_into(&trainer(&config, world, &data)?.stage().params)
+            });
             assert!(loaded.unwrap_err().to_string().contains(name));
         }
     }

@@ -12,10 +12,17 @@ fn prompts() -> Vec<Vec<u32>> {
     vec![vec![5, 38, 67], vec![9], vec![1, 10, 73, 9, 66, 61]]
 }
 
-fn generate(trainer: &Trainer, prompts: &[Vec<u32>], length: &Length, sampling: &Sampling) -> Vec<Vec<u32>> {
+fn generate(
+    trainer: &Trainer,
+    prompts: &[Vec<u32>],
+    length: &Length,
+    sampling: &Sampling,
+) -> Vec<Vec<u32>> {
     let mut heard = vec![Vec::new(); prompts.len()];
-    let new =
-        trainer.stage().generate(prompts, length, sampling, &mut |sample, token| heard[sample].push(token)).unwrap();
+    let new = trainer
+        .stage()
+        .generate(prompts, length, sampling, &mut |sample, token| heard[sample].push(token))
+        .unwrap();
     assert_eq!(new, heard);
     new
 }
@@ -36,15 +43,23 @@ fn after_training<T: Send>(config: &RunConfig, body: impl Fn(&Trainer) -> T + Sy
 #[test]
 fn the_cache_changes_no_token() {
     let window = Some(SlidingWindow { size: 3, full_layers: vec![2] });
-    for (style, sliding_window) in [(Style::Gpt2, None), (Style::Llama, None), (Style::Llama, window)] {
+    for (style, sliding_window) in
+        [(Style::Gpt2, None), (Style::Llama, None), (Style::Llama, window)]
+    {
         let mut config = tiny(style, 0.0);
         config.model.sliding_window = sliding_window;
         after_training(&config, |trainer| {
             for prompt in prompts() {
-                let cached = generate(trainer, std::slice::from_ref(&prompt), &LENGTH, &GREEDY).remove(0);
+                let cached =
+                    generate(trainer, std::slice::from_ref(&prompt), &LENGTH, &GREEDY).remove(0);
                 let mut grown = prompt;
                 for token in cached {
-                    let next = generate(trainer, &[grown.clone()], &Length { tokens: 1, ..LENGTH }, &GREEDY);
+                    let next = generate(
+                        trainer,
+                        &[grown.clone()],
+                        &Length { tokens: 1, ..LENGTH },
+                        &GREEDY,
+                    );
                     assert_eq!(next, [[token]], "{style:?} after {grown:?}");
                     grown.push(token);
                 }
@@ -101,10 +116,15 @@ fn a_continuation_ends_at_its_end_token_and_at_the_window() {
         let absent: Vec<_> = std::iter::once(free[0] as usize..free[0] as usize + 1).collect();
         let others = generate(trainer, &prompt, &Length { absent, ..LENGTH }, &GREEDY).remove(0);
         assert!(others.len() == free.len() && !others.contains(&free[0]), "{others:?}");
-        let windowed = generate(trainer, &prompt, &Length { tokens: 100, ..LENGTH }, &GREEDY).remove(0);
+        let windowed =
+            generate(trainer, &prompt, &Length { tokens: 100, ..LENGTH }, &GREEDY).remove(0);
         assert_eq!(windowed.len(), 13);
         let long = vec![vec![1; 16]];
-        let error = trainer.stage().generate(&long, &LENGTH, &GREEDY, &mut |_, _| {}).unwrap_err().to_string();
+        let error = trainer
+            .stage()
+            .generate(&long, &LENGTH, &GREEDY, &mut |_, _| {})
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("16 tokens"), "{error}");
     });
 }

@@ -24,10 +24,14 @@ impl GradientListener for Ignore {
 fn loss(trainer: &Trainer, config: &RunConfig, loader: &Loader) -> megatron::Result<f64> {
     let p = &config.parallel;
     let batches = loader.microbatches(0)?;
-    let schedule = forward_only(p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
+    let schedule =
+        forward_only(p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
     // Dropout masks are a function of the step: evaluating with the training phase repeats them. The schedule has no
     // backward, so what forward keeps is dropped.
-    let sum = trainer.stage().run(&schedule, &batches, Phase::Train { step: 3 }, 0.0, &mut Ignore)?.sum()?;
+    let sum = trainer
+        .stage()
+        .run(&schedule, &batches, Phase::Train { step: 3 }, 0.0, &mut Ignore)?
+        .sum()?;
     let groups = trainer.groups();
     let mine = if groups.tp.rank() == 0 { sum } else { 0.0 };
     let total = candle_core::Tensor::from_vec(vec![mine], 1, &candle_core::Device::Cpu)?;
@@ -47,9 +51,16 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         let trainer = trainer(&config, world, &data)?;
         let (groups, stage) = (trainer.groups(), trainer.stage());
         let t = &config.training;
-        let batch = GlobalBatch::new(t.micro_batch_size, t.global_batch_size, groups.dp_rank(), groups.dp_size())?;
-        let loader = Loader::new(source.clone(), batch, config.model.vocab_size, candle_core::Device::Cpu);
-        let loader = loader.with_documents(ends).with_part_of_sequences(groups.cp.rank(), groups.cp.size());
+        let batch = GlobalBatch::new(
+            t.micro_batch_size,
+            t.global_batch_size,
+            groups.dp_rank(),
+            groups.dp_size(),
+        )?;
+        let loader =
+            Loader::new(source.clone(), batch, config.model.vocab_size, candle_core::Device::Cpu);
+        let loader =
+            loader.with_documents(ends).with_part_of_sequences(groups.cp.rank(), groups.cp.size());
         let batches = loader.microbatches(0)?;
         let p = &config.parallel;
         let schedule = generate(
@@ -59,8 +70,15 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
             batches.len(),
             p.extra_warmup,
         )?;
-        let embedding = groups.embedding.clone().filter(|_| !config.model.untie_embeddings_and_output_weights);
-        let mut reducer = GradientReducer::new(groups.tp.clone(), groups.replicas.clone(), embedding, false, true);
+        let embedding =
+            groups.embedding.clone().filter(|_| !config.model.untie_embeddings_and_output_weights);
+        let mut reducer = GradientReducer::new(
+            groups.tp.clone(),
+            groups.replicas.clone(),
+            embedding,
+            false,
+            true,
+        );
         let factor = 1.0 / (t.global_batch_size * config.model.seq_length) as f64;
         reducer.begin(&stage.params)?;
         stage.run(&schedule, &batches, Phase::Train { step: 3 }, factor, &mut reducer)?;
@@ -70,7 +88,8 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         // so the direction is a function of the logical element.
         let mut along = 0f64;
         let mut moves = Vec::new();
-        for (id, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
+        for (id, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_)))
+        {
             let shape = param.weight.dims().to_vec();
             let mut direction = vec![0f64; param.numel];
             for piece in &param.pieces {
@@ -83,7 +102,9 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
                         rest /= piece.shape[d];
                         stride *= param.spec.shape[d];
                     }
-                    let hash = global.wrapping_mul(0x9E37_79B9).wrapping_add(param.spec.name.len() * 7919) % 1000;
+                    let hash =
+                        global.wrapping_mul(0x9E37_79B9).wrapping_add(param.spec.name.len() * 7919)
+                            % 1000;
                     direction[piece.local + n] = hash as f64 / 500.0 - 1.0;
                 }
             }
@@ -95,7 +116,8 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
             if counts {
                 along += grad.iter().zip(&direction).map(|(g, d)| g * d).sum::<f64>();
             }
-            let direction = candle_core::Tensor::from_vec(direction, shape, &candle_core::Device::Cpu)?;
+            let direction =
+                candle_core::Tensor::from_vec(direction, shape, &candle_core::Device::Cpu)?;
             moves.push((param.weight.clone(), direction));
         }
         let along = candle_core::Tensor::from_vec(vec![along], 1, &candle_core::Device::Cpu)?;
@@ -115,7 +137,11 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         let down = loss(&trainer, &config, &loader)?;
         let numeric = (up - down) / (2.0 * h);
         let difference = ((analytic - numeric) / numeric).abs();
-        assert!(difference < 1e-6, "{:?}: gradient along a direction {analytic}, by differences {numeric}", p);
+        assert!(
+            difference < 1e-6,
+            "{:?}: gradient along a direction {analytic}, by differences {numeric}",
+            p
+        );
         Ok(())
     })
     .unwrap();
@@ -150,7 +176,8 @@ fn tensor_sequence_and_interleaved_pipeline_parallel() {
 fn data_parallel_with_recompute() {
     for style in [Style::Gpt2, Style::Llama] {
         let mut config = layout(model(style), 2, 2, 1);
-        config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 };
+        config.training.recompute =
+            Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 };
         check(config.clone());
         config.training.recompute = Recompute::Selective;
         check(config);
@@ -190,7 +217,12 @@ fn documents_apart_and_a_sliding_window() {
         let mut config = model(style);
         config.model.sliding_window = Some(SlidingWindow { size: 5, full_layers: vec![2] });
         // Some token of the synthetic text, met about once a sample.
-        let ends = DocumentEnds { token: 3, mask_loss: false, reset_positions: true, reset_attention: true };
+        let ends = DocumentEnds {
+            token: 3,
+            mask_loss: false,
+            reset_positions: true,
+            reset_attention: true,
+        };
         check_with(config.clone(), Some(ends));
         let mut config = context(layout(config, 1, 2, 2), 2);
         config.parallel.sequence_parallel = true;

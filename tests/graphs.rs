@@ -8,7 +8,8 @@
 use candle_core::Device;
 use kernels::tensor::device::Choice;
 use megatron::config::{
-    DynamicLossScale, LossScaling, PositionEmbedding, Precision, Recompute, RecomputeMethod, RunConfig,
+    DynamicLossScale, LossScaling, PositionEmbedding, Precision, Recompute, RecomputeMethod,
+    RunConfig,
 };
 use megatron::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch};
 use megatron::train::{Sources, Trainer};
@@ -53,12 +54,23 @@ type Step = (u64, u64, f64, f64, bool);
 /// A run's steps, and those of them that recorded a graph.
 fn train(config: &RunConfig, device: &Device) -> Result<(Vec<Step>, Vec<usize>)> {
     let mut trainer = trainer(config, device)?;
-    let batch = GlobalBatch::new(config.training.micro_batch_size, config.training.global_batch_size, 0, 1)?;
+    let batch = GlobalBatch::new(
+        config.training.micro_batch_size,
+        config.training.global_batch_size,
+        0,
+        1,
+    )?;
     let held_out = Loader::new(data(config).train, batch, config.model.vocab_size, device.clone());
     let (mut steps, mut recorded) = (Vec::new(), Vec::new());
     for i in 1..=STEPS {
         let m = trainer.step()?;
-        steps.push((m.lm_loss.to_bits(), m.grad_norm.to_bits(), m.learning_rate, m.loss_scale, m.skipped));
+        steps.push((
+            m.lm_loss.to_bits(),
+            m.grad_norm.to_bits(),
+            m.learning_rate,
+            m.loss_scale,
+            m.skipped,
+        ));
         recorded.extend(trainer.take_recorded().map(|_| i));
         if i == 5 {
             trainer.evaluate(&held_out, 0, 1)?;
@@ -85,17 +97,25 @@ fn the_same_with_graphs(config: &RunConfig) -> Vec<Step> {
 #[track_caller]
 fn changes(what: &str, values: impl Iterator<Item = f64>) {
     let values: Vec<f64> = values.collect();
-    assert!(values[1..].iter().all(|value| *value != values[0]), "{what} would not be missed: {values:?}");
+    assert!(
+        values[1..].iter().all(|value| *value != values[0]),
+        "{what} would not be missed: {values:?}"
+    );
 }
 
 #[test]
 fn learning_rates_and_numbers_of_unmasked_tokens_are_those_of_the_step() {
     let config = config(Style::Gpt2, Precision::Fp32);
-    let loader = Loader::new(data(&config).train, GlobalBatch::new(1, 3, 0, 1).unwrap(), 101, Device::Cpu);
+    let loader =
+        Loader::new(data(&config).train, GlobalBatch::new(1, 3, 0, 1).unwrap(), 101, Device::Cpu);
     let loader = loader.with_documents(data(&config).document_ends);
-    let counted = |step| loader.microbatches(3 * step).unwrap().iter().map(|batch| batch.counted).sum();
+    let counted =
+        |step| loader.microbatches(3 * step).unwrap().iter().map(|batch| batch.counted).sum();
     let counts: Vec<f64> = (2..STEPS as u64).map(counted).collect();
-    assert!(counts.iter().any(|count| *count != counts[0]), "a stale number would not be missed: {counts:?}");
+    assert!(
+        counts.iter().any(|count| *count != counts[0]),
+        "a stale number would not be missed: {counts:?}"
+    );
     let steps = the_same_with_graphs(&config);
     changes("a stale learning rate", steps[2..].iter().map(|step| step.2));
 }
@@ -103,8 +123,14 @@ fn learning_rates_and_numbers_of_unmasked_tokens_are_those_of_the_step() {
 #[test]
 fn loss_scales_are_those_of_the_step() {
     // Doubled after every step that does not overflow, halved after one that does.
-    let scale = DynamicLossScale { initial: 65536.0, window: 1, hysteresis: 1, ..DynamicLossScale::default() };
-    let steps = the_same_with_graphs(&config(Style::Llama, Precision::Fp16(LossScaling::Dynamic(scale))));
+    let scale = DynamicLossScale {
+        initial: 65536.0,
+        window: 1,
+        hysteresis: 1,
+        ..DynamicLossScale::default()
+    };
+    let steps =
+        the_same_with_graphs(&config(Style::Llama, Precision::Fp16(LossScaling::Dynamic(scale))));
     changes("a stale loss scale", steps[2..].iter().map(|step| step.3));
 }
 
@@ -123,10 +149,16 @@ fn documents_lie_where_they_do_in_the_microbatch() {
             (config.data.reset_position_ids, config.data.reset_attention_mask) = (reset, reset);
             config
         };
-        let batches = Loader::new(data(&apart(true)).train, GlobalBatch::new(1, 3, 0, 1).unwrap(), 101, Device::Cpu);
+        let batches = Loader::new(
+            data(&apart(true)).train,
+            GlobalBatch::new(1, 3, 0, 1).unwrap(),
+            101,
+            Device::Cpu,
+        );
         let batches = batches.with_documents(data(&apart(true)).document_ends);
         let tables = |step: u64| {
-            let first_keys = |batch: MicroBatch| batch.documents.first_keys.unwrap().to_vec2::<u32>().unwrap();
+            let first_keys =
+                |batch: MicroBatch| batch.documents.first_keys.unwrap().to_vec2::<u32>().unwrap();
             batches.microbatches(3 * step).unwrap().into_iter().map(first_keys).collect::<Vec<_>>()
         };
         let recorded = tables(2).remove(0);
@@ -141,13 +173,16 @@ fn documents_lie_where_they_do_in_the_microbatch() {
 #[test]
 fn masks_of_dropout_are_those_of_the_step_and_its_samples() {
     let learned = PositionEmbedding::LearnedAbsolute;
-    for (precision, positions) in
-        [(Precision::Bf16, learned), (Precision::Fp32, learned), (Precision::Bf16, PositionEmbedding::Alibi)]
-    {
+    for (precision, positions) in [
+        (Precision::Bf16, learned),
+        (Precision::Fp32, learned),
+        (Precision::Bf16, PositionEmbedding::Alibi),
+    ] {
         let mut config = config(Style::Gpt2, precision);
         config.model.position_embedding = positions;
         (config.model.attention_dropout, config.model.hidden_dropout) = (0.3, 0.2);
-        config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 1 };
+        config.training.recompute =
+            Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 1 };
         let dropped = the_same_with_graphs(&config);
         (config.model.attention_dropout, config.model.hidden_dropout) = (0.0, 0.0);
         let device = Choice::Cuda(Some(0)).open(0).unwrap();
@@ -174,13 +209,22 @@ fn a_gpu_is_a_step_ahead_of_what_is_read() {
         let mut steps = Vec::new();
         for i in 1..=STEPS {
             let read = trainer.advance(i == STEPS).unwrap();
-            let (first, last) = (read.first().map(|m| m.iteration), read.last().map(|m| m.iteration));
+            let (first, last) =
+                (read.first().map(|m| m.iteration), read.last().map(|m| m.iteration));
             let expected = if i == STEPS { STEPS } else { i - 1 } as u64;
-            assert_eq!((first, last), if i == 1 { (None, None) } else { (Some(i as u64 - 1), Some(expected)) });
-            steps.extend(
-                read.into_iter()
-                    .map(|m| (m.lm_loss.to_bits(), m.grad_norm.to_bits(), m.learning_rate, m.loss_scale, m.skipped)),
+            assert_eq!(
+                (first, last),
+                if i == 1 { (None, None) } else { (Some(i as u64 - 1), Some(expected)) }
             );
+            steps.extend(read.into_iter().map(|m| {
+                (
+                    m.lm_loss.to_bits(),
+                    m.grad_norm.to_bits(),
+                    m.learning_rate,
+                    m.loss_scale,
+                    m.skipped,
+                )
+            }));
         }
         assert_eq!(steps, want);
     }

@@ -1,13 +1,15 @@
 //! One loss curve on any layout: every cut of a run follows the single process, from bitwise the same initial weights.
 
 use megatron::Result;
-use megatron::config::{LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig};
+use megatron::config::{
+    LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig,
+};
 use megatron::params::StateKind;
 use megatron::train::{Footprint, Sources};
 use models::Gpt;
 use system_tests::{
-    Run, Style, Tokens, assemble, context, interleave, largest_relative_difference, layout, on_ranks, shares, sources,
-    tiny, train, trainer,
+    Run, Style, Tokens, assemble, context, interleave, largest_relative_difference, layout,
+    on_ranks, shares, sources, tiny, train, trainer,
 };
 
 /// dp · cp · tp · pp
@@ -39,13 +41,27 @@ fn agree(what: &str, run: &Run, alone: &Run) {
     let loss = largest_relative_difference(&run.losses, &alone.losses);
     let norm = largest_relative_difference(&run.grad_norms, &alone.grad_norms);
     println!("{what}: losses within {loss:.1e}, gradient norms within {norm:.1e}");
-    assert!(loss <= TOLERANCE, "{what}: losses differ by {loss:e}\n{:?}\n{:?}", run.losses, alone.losses);
-    assert!(norm <= 1e-3, "{what}: gradient norms differ by {norm:e}\n{:?}\n{:?}", run.grad_norms, alone.grad_norms);
+    assert!(
+        loss <= TOLERANCE,
+        "{what}: losses differ by {loss:e}\n{:?}\n{:?}",
+        run.losses,
+        alone.losses
+    );
+    assert!(
+        norm <= 1e-3,
+        "{what}: gradient norms differ by {norm:e}\n{:?}\n{:?}",
+        run.grad_norms,
+        alone.grad_norms
+    );
 }
 
 fn every_layout_follows_the_single_process(style: Style, dropout: f64) {
     let alone = train(&tiny(style, dropout), STEPS).unwrap();
-    assert!(alone.losses[STEPS - 1] < alone.losses[0] - 0.2, "the model learns nothing: {:?}", alone.losses);
+    assert!(
+        alone.losses[STEPS - 1] < alone.losses[0] - 0.2,
+        "the model learns nothing: {:?}",
+        alone.losses
+    );
     for (dp, cp, tp, pp) in LAYOUTS {
         let plain = context(layout(tiny(style, dropout), dp, tp, pp), cp);
         let mut variants = vec![("", plain.clone())];
@@ -110,7 +126,8 @@ fn ranks_hold_what_was_counted_before() {
             config.parallel.use_distributed_optimizer = dp * cp > 1;
             config.parallel.bucket_size = 3000;
             if pp == 4 {
-                config.parallel.partition = megatron::config::PartitionMethod::Explicit(vec![1, 3, 3, 1]);
+                config.parallel.partition =
+                    megatron::config::PartitionMethod::Explicit(vec![1, 3, 3, 1]);
                 config.optimizer.kind = OptimizerKind::Sgd;
             } else if pp == 2 {
                 config = interleave(config, 2);
@@ -137,13 +154,17 @@ fn statistics(config: &RunConfig, data: &Sources) -> (Vec<(f64, f64)>, f64) {
     let ranks = on_ranks(config.parallel.world_size(), |world| {
         let mut trainer = trainer(&config, world, data)?;
         let steps = (0..3).map(|_| trainer.step()).collect::<Result<Vec<_>>>()?;
-        let numbers = steps.iter().map(|step| (step.params_norm.unwrap(), step.num_zeros_in_grad.unwrap()));
+        let numbers =
+            steps.iter().map(|step| (step.params_norm.unwrap(), step.num_zeros_in_grad.unwrap()));
         Ok((numbers.collect::<Vec<_>>(), shares(&trainer)?))
     });
     let (mut numbers, shares): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();
     assert!(numbers.iter().all(|rank| *rank == numbers[0]), "ranks disagree: {numbers:?}");
     let state = assemble(shares);
-    let params = state.iter().filter(|((_, kind), _)| *kind == StateKind::Param).flat_map(|(_, values)| values);
+    let params = state
+        .iter()
+        .filter(|((_, kind), _)| *kind == StateKind::Param)
+        .flat_map(|(_, values)| values);
     (numbers.swap_remove(0), params.map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt())
 }
 
@@ -167,7 +188,9 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
             Style::Llama => *zeros > 0.0 && zeros % 32.0 == 0.0,
         };
         assert!(zeros.iter().all(expected), "{zeros:?}");
-        for (dp, cp, tp, pp) in [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 2), (2, 2, 1, 1), (2, 1, 2, 2)] {
+        for (dp, cp, tp, pp) in
+            [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 2), (2, 2, 1, 1), (2, 1, 2, 2)]
+        {
             for (precision, sharded, filed) in [
                 (Precision::Fp32, false, false),
                 (Precision::Fp32, true, true),
@@ -185,11 +208,20 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
                 let what = format!("{style:?} {precision} {dp}·{cp}·{tp}·{pp}");
                 let (numbers, norm) = statistics(&config, &data);
                 let last = numbers[2].0;
-                assert!((last - norm).abs() <= 1e-12 * norm, "{what}: {last} of parameters whose norm is {norm}");
+                assert!(
+                    (last - norm).abs() <= 1e-12 * norm,
+                    "{what}: {last} of parameters whose norm is {norm}"
+                );
                 if precision == Precision::Fp32 {
                     let near = |(a, b): (&(f64, f64), &f64)| (a.1 - b).abs() <= key_biases;
-                    assert!(numbers.iter().zip(&zeros).all(near), "{what}: {numbers:?}, alone {zeros:?}");
-                    assert!(numbers.iter().zip(&alone).all(|(a, b)| (a.0 / b.0 - 1.0).abs() < 1e-6), "{what}");
+                    assert!(
+                        numbers.iter().zip(&zeros).all(near),
+                        "{what}: {numbers:?}, alone {zeros:?}"
+                    );
+                    assert!(
+                        numbers.iter().zip(&alone).all(|(a, b)| (a.0 / b.0 - 1.0).abs() < 1e-6),
+                        "{what}"
+                    );
                 }
             }
         }

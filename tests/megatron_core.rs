@@ -23,7 +23,9 @@ fn fixture(name: &str) -> PathBuf {
 }
 
 fn expected(name: &str) -> (Vec<u32>, Vec<f32>) {
-    let expected = candle_core::safetensors::load(fixture(name).join("expected.safetensors"), &Device::Cpu).unwrap();
+    let expected =
+        candle_core::safetensors::load(fixture(name).join("expected.safetensors"), &Device::Cpu)
+            .unwrap();
     let tokens = expected["tokens"].to_dtype(DType::U32).unwrap().to_vec1().unwrap();
     (tokens, expected["logits"].flatten_all().unwrap().to_vec1().unwrap())
 }
@@ -45,7 +47,9 @@ fn an_imported_checkpoint_gives_megatrons_logits_on_every_layout() {
         let model = MegatronModel::open(&fixture(name), Some(VOCABULARY)).unwrap().model().clone();
         for cut in LAYOUTS {
             let what = format!("{name} {cut:?}");
-            assert_logits(&what, &run(&model, cut), &tokens, &logits, &|trainer| trainer.load(&imported.path));
+            assert_logits(&what, &run(&model, cut), &tokens, &logits, &|trainer| {
+                trainer.load(&imported.path)
+            });
         }
     }
 }
@@ -56,7 +60,10 @@ fn tensors_keep_their_dtype_and_a_vocabulary_its_unpadded_size() {
     assert!(opened("qwen2-bf16", None).parameters().all(|(.., dtype)| dtype == Float::Bf16));
     assert!(opened("llama-tp2-pp2", None).parameters().all(|(.., dtype)| dtype == Float::F32));
     let padded = opened("llama-tp2-pp2", None);
-    assert_eq!((padded.vocabulary(), padded.model().vocab_size), (Vocabulary::Padded(PADDED), PADDED));
+    assert_eq!(
+        (padded.vocabulary(), padded.model().vocab_size),
+        (Vocabulary::Padded(PADDED), PADDED)
+    );
     assert_eq!(opened("gpt2-tp2", None).vocabulary(), Vocabulary::Recorded(VOCABULARY));
     let given = opened("llama-tp2-pp2", Some(VOCABULARY));
     assert_eq!(given.vocabulary(), Vocabulary::Given(VOCABULARY));
@@ -68,12 +75,16 @@ fn tensors_keep_their_dtype_and_a_vocabulary_its_unpadded_size() {
 
 #[test]
 fn an_imported_model_is_exported_to_hugging_face() {
-    for (name, family) in [("llama-tp2-pp2", Family::Llama), ("gpt2-tp2", Family::Gpt2), ("qwen2-bf16", Family::Qwen2)]
-    {
+    for (name, family) in [
+        ("llama-tp2-pp2", Family::Llama),
+        ("gpt2-tp2", Family::Gpt2),
+        ("qwen2-bf16", Family::Qwen2),
+    ] {
         let dir = tempfile::tempdir().unwrap();
         import(&fixture(name), &dir.path().join("imported"), None, |_, _| ()).unwrap();
         let options = ExportOptions { max_shard_size: u64::MAX, dtype: None };
-        let exported = export(&dir.path().join("imported"), &dir.path().join("hf"), &options).unwrap();
+        let exported =
+            export(&dir.path().join("imported"), &dir.path().join("hf"), &options).unwrap();
         assert_eq!(exported.family, family);
     }
 }
@@ -107,7 +118,8 @@ fn refusal(name: &str, damage: impl FnOnce(&Path)) -> String {
 fn replace(path: &Path, old: &str, new: &str) {
     assert_eq!(old.len(), new.len());
     let mut bytes = std::fs::read(path).unwrap();
-    let places: Vec<usize> = (0..bytes.len()).filter(|&at| bytes[at..].starts_with(old.as_bytes())).collect();
+    let places: Vec<usize> =
+        (0..bytes.len()).filter(|&at| bytes[at..].starts_with(old.as_bytes())).collect();
     assert!(!places.is_empty(), "{old}");
     places.iter().for_each(|&at| bytes[at..at + new.len()].copy_from_slice(new.as_bytes()));
     std::fs::write(path, bytes).unwrap();
@@ -115,13 +127,18 @@ fn replace(path: &Path, old: &str, new: &str) {
 
 #[test]
 fn files_that_are_missing_cut_off_or_damaged_are_named() {
-    let gone = refusal("llama-tp2-pp2", |folder| std::fs::remove_file(folder.join("__1_0.distcp")).unwrap());
+    let gone = refusal("llama-tp2-pp2", |folder| {
+        std::fs::remove_file(folder.join("__1_0.distcp")).unwrap()
+    });
     assert!(gone.contains("__1_0.distcp") && gone.contains("cannot find"), "{gone}");
     let cut = refusal("llama-tp2-pp2", |folder| {
         let file = std::fs::File::options().write(true).open(folder.join("__2_0.distcp")).unwrap();
         file.set_len(20_000).unwrap();
     });
-    assert!(cut.contains("__2_0.distcp") && cut.contains("20000 bytes") && cut.contains("cut off"), "{cut}");
+    assert!(
+        cut.contains("__2_0.distcp") && cut.contains("20000 bytes") && cut.contains("cut off"),
+        "{cut}"
+    );
     for file in [".metadata", "common.pt"] {
         let gone = refusal("gpt2-tp2", |folder| std::fs::remove_file(folder.join(file)).unwrap());
         assert!(gone.contains(file), "{gone}");
@@ -145,7 +162,10 @@ fn no_flipped_bit_of_data_changes_a_weight_unnoticed() {
         match read_all(&folder) {
             Ok(read) => assert!(read == whole, "byte {at}"),
             Err(why) => {
-                assert!(why.contains("__1_0.distcp") && why.contains("what it has of"), "byte {at}: {why}");
+                assert!(
+                    why.contains("__1_0.distcp") && why.contains("what it has of"),
+                    "byte {at}: {why}"
+                );
                 noticed += 1;
             }
         }
@@ -161,12 +181,16 @@ fn a_flipped_byte_of_metadata_does_no_harm() {
     let path = folder.join(".metadata");
     let good = std::fs::read(&path).unwrap();
     let mut refused = 0;
-    for (at, mask) in (0..good.len()).step_by(17).zip([0x01, 0x80, 0xff, 0x20].into_iter().cycle()) {
+    for (at, mask) in (0..good.len()).step_by(17).zip([0x01, 0x80, 0xff, 0x20].into_iter().cycle())
+    {
         let mut damaged = good.clone();
         damaged[at] ^= mask;
         std::fs::write(&path, damaged).unwrap();
         match read_all(&folder) {
-            Ok(read) => assert_eq!(read.iter().map(Vec::len).sum::<usize>(), whole.iter().map(Vec::len).sum::<usize>()),
+            Ok(read) => assert_eq!(
+                read.iter().map(Vec::len).sum::<usize>(),
+                whole.iter().map(Vec::len).sum::<usize>()
+            ),
             Err(_) => refused += 1,
         }
     }
@@ -190,7 +214,8 @@ fn tensors_that_are_missing_left_over_or_of_another_dtype_are_named() {
     let why = renamed("__3_0.distcp", "../_0.distcp");
     assert!(why.contains("own folder"), "{why}");
     // Pieces that are another tensor's.
-    let why = refusal("qwen2-bf16", |folder| replace(&folder.join(".metadata"), "bfloat16", "float32."));
+    let why =
+        refusal("qwen2-bf16", |folder| replace(&folder.join(".metadata"), "bfloat16", "float32."));
     assert!(why.contains("dtype"), "{why}");
 }
 
@@ -209,8 +234,13 @@ fn recommon(folder: &Path, change: impl FnOnce(&mut Vec<u8>)) {
 
 #[test]
 fn arguments_that_are_missing_or_not_available_or_of_another_model_are_refused() {
-    let why = refusal("llama-tp2-pp2", |folder| recommon(folder, |pickle| *pickle = b"\x80\x02}.".to_vec()));
-    assert!(why.contains("common.pt") && why.contains("has no args") && why.contains("NeMo"), "{why}");
+    let why = refusal("llama-tp2-pp2", |folder| {
+        recommon(folder, |pickle| *pickle = b"\x80\x02}.".to_vec())
+    });
+    assert!(
+        why.contains("common.pt") && why.contains("has no args") && why.contains("NeMo"),
+        "{why}"
+    );
     let why = refusal("llama-tp2-pp2", |folder| {
         recommon(folder, |pickle| {
             let at = pickle.windows(12).position(|part| part == b"qk_layernorm").unwrap();
@@ -221,7 +251,11 @@ fn arguments_that_are_missing_or_not_available_or_of_another_model_are_refused()
     });
     assert!(why.contains("qk_layernorm = True"), "{why}");
     let why = refusal("llama-tp2-pp2", |folder| {
-        std::fs::copy(fixture("qwen2-bf16").join("iter_0000005/common.pt"), folder.join("common.pt")).unwrap();
+        std::fs::copy(
+            fixture("qwen2-bf16").join("iter_0000005/common.pt"),
+            folder.join("common.pt"),
+        )
+        .unwrap();
     });
     assert!(why.contains("its args make it"), "{why}");
 }
@@ -230,12 +264,20 @@ fn arguments_that_are_missing_or_not_available_or_of_another_model_are_refused()
 fn other_formats_are_refused_with_what_to_do() {
     let other = |format: &str| {
         refusal("gpt2-tp2", |folder| {
-            std::fs::write(folder.join("metadata.json"), format!(r#"{{"sharded_backend": "{format}"}}"#)).unwrap();
+            std::fs::write(
+                folder.join("metadata.json"),
+                format!(r#"{{"sharded_backend": "{format}"}}"#),
+            )
+            .unwrap();
         })
     };
     assert_eq!(other("torch_dist"), "");
-    assert!(other("zarr").contains("format zarr") && other("zarr").contains("--ckpt-convert-format torch_dist"));
-    let none = refusal("gpt2-tp2", |folder| std::fs::remove_file(folder.join("metadata.json")).unwrap());
+    assert!(
+        other("zarr").contains("format zarr")
+            && other("zarr").contains("--ckpt-convert-format torch_dist")
+    );
+    let none =
+        refusal("gpt2-tp2", |folder| std::fs::remove_file(folder.join("metadata.json")).unwrap());
     assert!(none.contains("torch_dcp") && none.contains("--ckpt-convert-format"), "{none}");
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(dir.path().join("iter_0000100/mp_rank_00")).unwrap();

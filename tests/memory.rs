@@ -49,7 +49,8 @@ fn meter() -> Metered {
 fn config() -> RunConfig {
     let mut config = tiny(Style::Llama, 0.0);
     let model = &mut config.model;
-    (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.vocab_size) = (2, 128, 512, 2000);
+    (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.vocab_size) =
+        (2, 128, 512, 2000);
     (model.num_attention_heads, model.num_query_groups, model.head_dim) = (2, 1, 64);
     (config.training.micro_batch_size, config.training.global_batch_size) = (4, 4);
     config
@@ -104,6 +105,9 @@ fn the_peak_is_reported_and_too_little_memory_explained() {
     // While the model is built, after main gradients, which come first, before weights: nothing is to be gained from fewer activations.
     let text = step(6_500_000, ENOUGH).unwrap_err().to_string();
     assert!(text.starts_with("weights: no memory on the GPU"), "{text}");
-    assert!(text.contains("--tensor-model-parallel-size") && !text.contains("--micro-batch-size"), "{text}");
+    assert!(
+        text.contains("--tensor-model-parallel-size") && !text.contains("--micro-batch-size"),
+        "{text}"
+    );
     limit_memory(None);
 }

@@ -2,7 +2,10 @@
 
 use megatron::config::{MomentDtype, Precision, Recompute, RunConfig, ScheduleKind};
 use megatron::params::StateKind;
-use system_tests::{Run, Style, interleave, largest_relative_difference, layout, save_after, tiny, train, train_from};
+use system_tests::{
+    Run, Style, interleave, largest_relative_difference, layout, save_after, tiny, train,
+    train_from,
+};
 
 const STEPS: usize = 30;
 
@@ -23,7 +26,11 @@ fn in_fp32(mut config: RunConfig) -> RunConfig {
 /// Of the elements of a kind of state, the share that differ by more than `tolerance`.
 fn share_apart(a: &Run, b: &Run, kind: StateKind, tolerance: f32) -> f64 {
     let of = |run: &Run| {
-        run.last.iter().filter(|((_, of), _)| *of == kind).flat_map(|(_, v)| v.clone()).collect::<Vec<f32>>()
+        run.last
+            .iter()
+            .filter(|((_, of), _)| *of == kind)
+            .flat_map(|(_, v)| v.clone())
+            .collect::<Vec<f32>>()
     };
     let (a, b) = (of(a), of(b));
     assert!(!a.is_empty() && a.len() == b.len());
@@ -39,10 +46,18 @@ fn losses_follow_those_with_moments_in_fp32() {
             let wide = train(&in_fp32(model(style, precision)), STEPS).unwrap();
             let difference = largest_relative_difference(&narrow.losses, &wide.losses);
             println!("{style:?} {precision}: losses within {difference:.1e}");
-            assert!(narrow.losses != wide.losses && difference < 0.003, "{style:?} {precision}: {difference:e}");
+            assert!(
+                narrow.losses != wide.losses && difference < 0.003,
+                "{style:?} {precision}: {difference:e}"
+            );
             for moment in [StateKind::ExpAvg, StateKind::ExpAvgSq] {
                 let is_bf16 = |value: &f32| value.to_bits() & 0xffff == 0;
-                assert!(narrow.last.iter().all(|((_, kind), v)| *kind != moment || v.iter().all(is_bf16)));
+                assert!(
+                    narrow
+                        .last
+                        .iter()
+                        .all(|((_, kind), v)| *kind != moment || v.iter().all(is_bf16))
+                );
             }
         }
     }
@@ -55,14 +70,19 @@ fn every_layout_rounds_alike() {
     for style in [Style::Gpt2, Style::Llama] {
         let plain = model(style, Precision::Fp32);
         let alone = train(&plain, STEPS).unwrap();
-        for (dp, tp, pp, zero) in [(4, 1, 1, true), (1, 2, 1, false), (1, 4, 1, false), (2, 2, 2, true)] {
+        for (dp, tp, pp, zero) in
+            [(4, 1, 1, true), (1, 2, 1, false), (1, 4, 1, false), (2, 2, 2, true)]
+        {
             let mut config = layout(plain.clone(), dp, tp, pp);
             config.parallel.use_distributed_optimizer = zero;
             let run = train(&config, STEPS).unwrap();
             let what = format!("{style:?} {dp}·{tp}·{pp} zero {zero}");
             let difference = largest_relative_difference(&run.losses, &alone.losses);
             let apart = share_apart(&run, &alone, StateKind::ExpAvgSq, 1e-3);
-            println!("{what}: losses within {difference:.1e}, {:.2}% of second moments apart", 100.0 * apart);
+            println!(
+                "{what}: losses within {difference:.1e}, {:.2}% of second moments apart",
+                100.0 * apart
+            );
             assert!(difference < 1e-4, "{what}: losses differ by {difference:e}");
             assert!(apart < 0.05, "{what}: {:.1}% of second moments differ", 100.0 * apart);
         }
@@ -77,7 +97,9 @@ fn pipelines_zero_1_buckets_and_recompute_change_no_bit() {
             let alone = train(&plain, 6).unwrap();
             let mut variants = vec![interleave(layout(plain.clone(), dp, tp, 2), 2)];
             variants[0].training.recompute = Recompute::Selective;
-            for (zero, bucket_size, overlap) in [(true, 1000, true), (true, 40_000_000, false), (false, 1, true)] {
+            for (zero, bucket_size, overlap) in
+                [(true, 1000, true), (true, 40_000_000, false), (false, 1, true)]
+            {
                 let mut cut = layout(plain.clone(), dp, tp, 2);
                 cut.parallel.schedule = ScheduleKind::Gpipe;
                 cut.parallel.use_distributed_optimizer = zero;

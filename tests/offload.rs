@@ -3,7 +3,8 @@
 use std::env::temp_dir;
 
 use megatron::config::{
-    DynamicLossScale, LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig,
+    DynamicLossScale, LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision,
+    RunConfig,
 };
 use system_tests::{Style, layout, save_after, tiny, train, train_from};
 
@@ -20,15 +21,18 @@ fn variants() -> Vec<RunConfig> {
     let plain = tiny(Style::Gpt2, 0.1);
     let mut variants = Vec::new();
     // The first steps overflow, and are skipped.
-    let fp16 =
-        Precision::Fp16(LossScaling::Dynamic(DynamicLossScale { initial: f64::from(1 << 24), ..Default::default() }));
+    let fp16 = Precision::Fp16(LossScaling::Dynamic(DynamicLossScale {
+        initial: f64::from(1 << 24),
+        ..Default::default()
+    }));
     for precision in [Precision::Fp32, Precision::Fp64, Precision::Bf16, fp16] {
         let mut config = plain.clone();
         config.training.precision = precision;
         variants.push(config);
     }
     let mut narrow = variants[2].clone();
-    (narrow.optimizer.exp_avg_dtype, narrow.optimizer.exp_avg_sq_dtype) = (MomentDtype::Bf16, MomentDtype::Bf16);
+    (narrow.optimizer.exp_avg_dtype, narrow.optimizer.exp_avg_sq_dtype) =
+        (MomentDtype::Bf16, MomentDtype::Bf16);
     let mut sgd = plain;
     (sgd.optimizer.kind, sgd.optimizer.lr) = (OptimizerKind::Sgd, 0.05);
     variants.extend([narrow, sgd]);
@@ -38,13 +42,21 @@ fn variants() -> Vec<RunConfig> {
 #[test]
 fn state_in_files_changes_no_bit() {
     for plain in variants() {
-        for (dp, tp, pp, zero) in [(1, 1, 1, false), (2, 1, 1, true), (2, 2, 2, true), (1, 2, 1, false)] {
+        for (dp, tp, pp, zero) in
+            [(1, 1, 1, false), (2, 1, 1, true), (2, 2, 2, true), (1, 2, 1, false)]
+        {
             let mut config = layout(plain.clone(), dp, tp, pp);
             config.parallel.use_distributed_optimizer = zero;
-            let what = format!("{} {:?} {dp}·{tp}·{pp}", config.training.precision, config.optimizer.kind);
-            let (kept, filed) = (train(&config, STEPS).unwrap(), train(&offloaded(config.clone()), STEPS).unwrap());
+            let what =
+                format!("{} {:?} {dp}·{tp}·{pp}", config.training.precision, config.optimizer.kind);
+            let (kept, filed) =
+                (train(&config, STEPS).unwrap(), train(&offloaded(config.clone()), STEPS).unwrap());
             let skipped = filed.grad_norms.iter().filter(|norm| !norm.is_finite()).count();
-            let expected = if matches!(config.training.precision, Precision::Fp16(_)) { 1..STEPS } else { 0..1 };
+            let expected = if matches!(config.training.precision, Precision::Fp16(_)) {
+                1..STEPS
+            } else {
+                0..1
+            };
             assert!(expected.contains(&skipped), "{what}: {skipped} steps were skipped");
             assert_eq!(filed.losses, kept.losses, "{what}");
             assert!(filed.last == kept.last, "{what}: final state");
@@ -60,7 +72,9 @@ fn either_run_resumes_the_other_bitwise() {
         saved.parallel.use_distributed_optimizer = true;
         let uninterrupted = train(&saved, STEPS).unwrap();
         let rest = STEPS - 4;
-        for (from, to) in [(offloaded(saved.clone()), saved.clone()), (saved.clone(), offloaded(saved.clone()))] {
+        for (from, to) in
+            [(offloaded(saved.clone()), saved.clone()), (saved.clone(), offloaded(saved.clone()))]
+        {
             let path = save_after(&from, 4, dir.path());
             let resumed = train_from(&to, Some(&path), rest).unwrap();
             assert_eq!(resumed.losses, uninterrupted.losses[4..]);
@@ -68,7 +82,10 @@ fn either_run_resumes_the_other_bitwise() {
             let stored = train_from(&from, Some(&path), 0).unwrap().last;
             // Of another layout, whose shards come in several parts.
             let alone = layout(to, 1, 1, 1);
-            assert!(train_from(&alone, Some(&path), 0).unwrap().last == stored, "what is loaded alone");
+            assert!(
+                train_from(&alone, Some(&path), 0).unwrap().last == stored,
+                "what is loaded alone"
+            );
         }
     }
 }

@@ -60,7 +60,8 @@ fn follows_pytorch(style: Style, dp: usize, tp: usize, pp: usize) {
     let expected = expected(style);
     let config = layout(config(style, &expected["settings"]), dp, tp, pp);
     let dataset = IndexedDataset::open(folder(style).join("data_text_document")).unwrap();
-    let stream = Tokens { tokens: dataset.read_sequence(0).unwrap(), seq_length: config.model.seq_length };
+    let stream =
+        Tokens { tokens: dataset.read_sequence(0).unwrap(), seq_length: config.model.seq_length };
     let data = sources(stream);
     let initial = HfModel::open(&folder(style)).unwrap();
     let last = HfModel::open(&folder(style).join("final")).unwrap();
@@ -94,7 +95,12 @@ fn follows_pytorch(style: Style, dp: usize, tp: usize, pp: usize) {
 }
 
 fn weights(trainer: &megatron::train::Trainer) -> megatron::Result<Vec<Vec<f32>>> {
-    trainer.stage().params.iter().map(|(_, p)| Ok(p.weight.flatten_all()?.to_vec1::<f32>()?)).collect()
+    trainer
+        .stage()
+        .params
+        .iter()
+        .map(|(_, p)| Ok(p.weight.flatten_all()?.to_vec1::<f32>()?))
+        .collect()
 }
 
 #[test]

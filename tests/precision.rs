@@ -3,17 +3,24 @@
 use std::path::Path;
 
 use candle_core::{DType, Tensor};
-use megatron::config::{DynamicLossScale, LossScaling, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind};
+use megatron::config::{
+    DynamicLossScale, LossScaling, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind,
+};
 use megatron::train::Trainer;
 use system_tests::{
-    Run, State, Style, Tokens, assemble, interleave, largest_relative_difference, layout, on_ranks, save_after, shares,
-    sources, tiny, train, train_from, trainer,
+    Run, State, Style, Tokens, assemble, interleave, largest_relative_difference, layout, on_ranks,
+    save_after, shares, sources, tiny, train, train_from, trainer,
 };
 
 const STEPS: usize = 30;
 const FP16: Precision = Precision::Fp16(LossScaling::Dynamic(DYNAMIC));
-const DYNAMIC: DynamicLossScale =
-    DynamicLossScale { initial: 65_536.0, min: 1.0, window: 1000, hysteresis: 2, consecutive_hysteresis: false };
+const DYNAMIC: DynamicLossScale = DynamicLossScale {
+    initial: 65_536.0,
+    min: 1.0,
+    window: 1000,
+    hysteresis: 2,
+    consecutive_hysteresis: false,
+};
 
 fn model(style: Style, dropout: f64, precision: Precision) -> RunConfig {
     let mut config = tiny(style, dropout);
@@ -33,7 +40,10 @@ fn losses_follow_those_of_fp32() {
         let fp32 = train(&model(style, 0.1, Precision::Fp32), STEPS).unwrap();
         for precision in [Precision::Bf16, FP16] {
             let run = train(&model(style, 0.1, precision), STEPS).unwrap();
-            assert!(run.initial == fp32.initial, "{style:?} {precision}: first values are drawn in fp32");
+            assert!(
+                run.initial == fp32.initial,
+                "{style:?} {precision}: first values are drawn in fp32"
+            );
             let difference = largest_relative_difference(&run.losses, &fp32.losses);
             println!("{style:?} {precision}: losses within {difference:.1e} of fp32");
             assert!(difference < 0.01, "{style:?} {precision}: losses differ by {difference:e}");
@@ -43,7 +53,9 @@ fn losses_follow_those_of_fp32() {
 
 #[test]
 fn every_layout_follows_the_single_process() {
-    for (style, precision) in [(Style::Gpt2, Precision::Bf16), (Style::Llama, Precision::Bf16), (Style::Llama, FP16)] {
+    for (style, precision) in
+        [(Style::Gpt2, Precision::Bf16), (Style::Llama, Precision::Bf16), (Style::Llama, FP16)]
+    {
         let plain = model(style, 0.1, precision);
         let alone = train(&plain, STEPS).unwrap();
         for (dp, tp, pp) in [(4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 2)] {
@@ -55,7 +67,10 @@ fn every_layout_follows_the_single_process() {
                 assert!(run.initial == alone.initial, "{what}: initial weights differ");
                 let difference = largest_relative_difference(&run.losses, &alone.losses);
                 println!("{what}: losses within {difference:.1e}");
-                assert!(difference < tolerance(precision), "{what}: losses differ by {difference:e}");
+                assert!(
+                    difference < tolerance(precision),
+                    "{what}: losses differ by {difference:e}"
+                );
             }
         }
     }
@@ -82,13 +97,20 @@ fn pipelines_and_recompute_change_no_bit() {
             gpipe.parallel.schedule = ScheduleKind::Gpipe;
             variants.push(("gpipe", gpipe));
         }
-        for recompute in [Recompute::Selective, Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 3 }] {
+        for recompute in [
+            Recompute::Selective,
+            Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 3 },
+        ] {
             let mut changed = plain.clone();
             changed.training.recompute = recompute;
             variants.push(("recompute", changed));
         }
         for (name, config) in variants {
-            same_bits(&format!("{style:?} {precision} {name}"), &train(&config, 6).unwrap(), &alone);
+            same_bits(
+                &format!("{style:?} {precision} {name}"),
+                &train(&config, 6).unwrap(),
+                &alone,
+            );
         }
     }
 }
@@ -100,12 +122,16 @@ fn zero_1_buckets_and_overlap_change_no_bit() {
             let mut plain = layout(model(Style::Gpt2, 0.1, Precision::Bf16), dp, tp, pp);
             plain.training.grad_reduce_in_bf16 = in_bf16;
             let expected = train(&plain, 6).unwrap();
-            for (zero, bucket_size, overlap) in [(true, 40_000_000, false), (false, 1000, true), (true, 1000, true)] {
+            for (zero, bucket_size, overlap) in
+                [(true, 40_000_000, false), (false, 1000, true), (true, 1000, true)]
+            {
                 let mut changed = plain.clone();
                 changed.parallel.use_distributed_optimizer = zero;
                 changed.parallel.bucket_size = bucket_size;
                 changed.parallel.overlap_grad_reduce = overlap;
-                let what = format!("{dp}·{tp}·{pp} zero {zero} bucket {bucket_size} overlap {overlap} bf16 {in_bf16}");
+                let what = format!(
+                    "{dp}·{tp}·{pp} zero {zero} bucket {bucket_size} overlap {overlap} bf16 {in_bf16}"
+                );
                 same_bits(&what, &train(&changed, 6).unwrap(), &expected);
             }
         }
@@ -119,12 +145,18 @@ fn gradients_summed_in_bf16_messages_follow_those_in_fp32() {
     rounded.training.grad_reduce_in_bf16 = true;
     let (plain, rounded) = (train(&plain, STEPS).unwrap(), train(&rounded, STEPS).unwrap());
     assert!(plain.grad_norms != rounded.grad_norms, "the messages were not of bf16");
-    assert!(largest_relative_difference(&rounded.losses, &plain.losses) < tolerance(Precision::Bf16));
+    assert!(
+        largest_relative_difference(&rounded.losses, &plain.losses) < tolerance(Precision::Bf16)
+    );
 }
 
-fn each_rank<T: Send>(config: &RunConfig, body: impl Fn(&mut Trainer) -> megatron::Result<T> + Sync) -> Vec<T> {
+fn each_rank<T: Send>(
+    config: &RunConfig,
+    body: impl Fn(&mut Trainer) -> megatron::Result<T> + Sync,
+) -> Vec<T> {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
-    on_ranks(config.parallel.world_size(), |world| body(&mut trainer(config, world, &data)?)).unwrap()
+    on_ranks(config.parallel.world_size(), |world| body(&mut trainer(config, world, &data)?))
+        .unwrap()
 }
 
 #[test]
@@ -138,7 +170,10 @@ fn the_same_layout_continues_bitwise() {
             let path = save_after(&config, 6, dir.path());
             let resumed = train_from(&config, Some(&path), 6).unwrap();
             assert_eq!(resumed.losses, uninterrupted.losses[6..]);
-            assert!(resumed.last == uninterrupted.last, "{precision} zero {zero}: final state differs");
+            assert!(
+                resumed.last == uninterrupted.last,
+                "{precision} zero {zero}: final state differs"
+            );
         }
     }
 }
@@ -196,8 +231,11 @@ fn require_rounded(trainer: &Trainer) -> megatron::Result<()> {
 
 #[test]
 fn another_precision_goes_on_with_the_curve() {
-    for (from, to) in [(Precision::Fp32, Precision::Bf16), (Precision::Bf16, Precision::Fp32), (Precision::Bf16, FP16)]
-    {
+    for (from, to) in [
+        (Precision::Fp32, Precision::Bf16),
+        (Precision::Bf16, Precision::Fp32),
+        (Precision::Bf16, FP16),
+    ] {
         let dir = tempfile::tempdir().unwrap();
         let uninterrupted = train(&model(Style::Llama, 0.0, from), 20).unwrap();
         let path = save_after(&model(Style::Llama, 0.0, from), 10, dir.path());
@@ -209,10 +247,18 @@ fn another_precision_goes_on_with_the_curve() {
 
 /// Makes one element of a normalization on this rank infinite, and returns what to put back.
 fn poison(trainer: &Trainer) -> megatron::Result<(Tensor, Tensor)> {
-    let mut norms = trainer.stage().params.iter().map(|(_, p)| p).filter(|p| p.spec.name.ends_with("layernorm.weight"));
+    let mut norms = trainer
+        .stage()
+        .params
+        .iter()
+        .map(|(_, p)| p)
+        .filter(|p| p.spec.name.ends_with("layernorm.weight"));
     let element = norms.next().expect("every stage has layers").weight.narrow(0, 3, 1)?;
     let before = element.copy()?;
-    kernels::ops::reduce::copy(&element, &Tensor::new(&[f32::INFINITY], element.device())?.to_dtype(element.dtype())?)?;
+    kernels::ops::reduce::copy(
+        &element,
+        &Tensor::new(&[f32::INFINITY], element.device())?.to_dtype(element.dtype())?,
+    )?;
     Ok((element, before))
 }
 
@@ -221,7 +267,9 @@ fn an_overflow_on_one_rank_is_skipped_on_all_and_follows_the_rule() {
     // x: a rank's gradients overflow. As in DeepSpeed with a window of 2 and a hysteresis of 2.
     let steps = ".x.x...x";
     let scales = [1024.0, 1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0];
-    for (dp, tp, pp, zero) in [(1, 1, 1, false), (2, 1, 2, true), (2, 1, 2, false), (1, 2, 2, false)] {
+    for (dp, tp, pp, zero) in
+        [(1, 1, 1, false), (2, 1, 2, true), (2, 1, 2, false), (1, 2, 2, false)]
+    {
         let dynamic = DynamicLossScale { initial: 1024.0, window: 2, ..DYNAMIC };
         let precision = Precision::Fp16(LossScaling::Dynamic(dynamic));
         let mut config = layout(model(Style::Llama, 0.0, precision), dp, tp, pp);
@@ -243,7 +291,11 @@ fn an_overflow_on_one_rank_is_skipped_on_all_and_follows_the_rule() {
                     (now.iteration, now.updates),
                     (progress.iteration + 1, progress.updates + u64::from(c == '.'))
                 );
-                assert_eq!(shares(trainer)? == before, c == 'x', "weights and moments change with applied steps alone");
+                assert_eq!(
+                    shares(trainer)? == before,
+                    c == 'x',
+                    "weights and moments change with applied steps alone"
+                );
                 seen.push(step.loss_scale);
             }
             Ok((seen, trainer.progress().skipped_iterations, shares(trainer)?))

@@ -2,8 +2,8 @@
 
 use megatron::config::{BatchSizeRampup, RunConfig, ScheduleKind};
 use system_tests::{
-    Style, Tokens, assert_same_runs, context, interleave, largest_relative_difference, layout, save_after, sources,
-    tiny, train, train_from, trainer,
+    Style, Tokens, assert_same_runs, context, interleave, largest_relative_difference, layout,
+    save_after, sources, tiny, train, train_from, trainer,
 };
 
 /// Steps of 4, 4, 4, 4, 8, 8, 12, 12, 16 … samples.
@@ -50,16 +50,31 @@ fn every_layout_follows_one_process() {
         let alone = train(&growing(style), STEPS).unwrap();
         let cut = |dp, tp, pp| layout(growing(style), dp, tp, pp);
         let mut delayed = cut(2, 1, 2);
-        (delayed.parallel.delay_wgrad_compute, delayed.parallel.use_distributed_optimizer) = (true, true);
+        (delayed.parallel.delay_wgrad_compute, delayed.parallel.use_distributed_optimizer) =
+            (true, true);
         // Interleaved schedules need a multiple of pp microbatches, here 2 in the first steps.
-        let layouts =
-            [cut(4, 1, 1), cut(1, 2, 1), cut(2, 2, 2), delayed, interleave(cut(2, 1, 2), 2), context(cut(2, 1, 1), 2)];
+        let layouts = [
+            cut(4, 1, 1),
+            cut(1, 2, 1),
+            cut(2, 2, 2),
+            delayed,
+            interleave(cut(2, 1, 2), 2),
+            context(cut(2, 1, 1), 2),
+        ];
         for config in layouts {
             let run = train(&config, STEPS).unwrap();
             let difference = largest_relative_difference(&run.losses, &alone.losses);
-            assert!(difference <= 1e-4, "{style:?} {:?}: losses differ by {difference:e}", config.parallel);
+            assert!(
+                difference <= 1e-4,
+                "{style:?} {:?}: losses differ by {difference:e}",
+                config.parallel
+            );
             let difference = largest_relative_difference(&run.grad_norms, &alone.grad_norms);
-            assert!(difference <= 1e-3, "{style:?} {:?}: norms differ by {difference:e}", config.parallel);
+            assert!(
+                difference <= 1e-3,
+                "{style:?} {:?}: norms differ by {difference:e}",
+                config.parallel
+            );
         }
     }
 }

@@ -52,7 +52,10 @@ fn allowed(plain: &RunConfig, data: &TrainSources, alone: &Run) -> (f64, f64) {
     exact.training.precision = Precision::Fp32;
     let exact = train_on(data, &exact, None, STEPS).unwrap();
     let off = |a: &[f64], b: &[f64]| 3.0 * difference(a, b);
-    (losses.max(off(&alone.losses, &exact.losses)), norms.max(off(&alone.grad_norms, &exact.grad_norms)))
+    (
+        losses.max(off(&alone.losses, &exact.losses)),
+        norms.max(off(&alone.grad_norms, &exact.grad_norms)),
+    )
 }
 
 fn close(what: &str, (losses, norms): (f64, f64), run: (&[f64], &[f64]), alone: (&[f64], &[f64])) {
@@ -116,7 +119,11 @@ fn one(seed: u64) {
     let resharded = tempfile::tempdir().unwrap();
     let path = if r.chance(50) {
         let saved = SavedGpt::open(&path).unwrap();
-        assert!(saved.reshard(resharded.path(), &second.parallel, &Sources::default(), &mut |_| true).unwrap());
+        assert!(
+            saved
+                .reshard(resharded.path(), &second.parallel, &Sources::default(), &mut |_| true)
+                .unwrap()
+        );
         latest(resharded.path()).unwrap().unwrap().path
     } else {
         path

@@ -7,8 +7,8 @@ use megatron::checkpoint::{Manifest, latest};
 use megatron::config::{PartitionMethod, RunConfig, Sources as Origins};
 use models::SavedGpt;
 use system_tests::{
-    Style, Tokens, context, interleave, largest_relative_difference, layout, on_ranks, sources, tiny, train_from,
-    trainer,
+    Style, Tokens, context, interleave, largest_relative_difference, layout, on_ranks, sources,
+    tiny, train_from, trainer,
 };
 
 fn data(config: &RunConfig) -> megatron::train::Sources {
@@ -54,7 +54,11 @@ fn reshard(from: &Path, dir: &Path, config: &RunConfig) -> PathBuf {
 /// The files of a checkpoint but for the manifest, by name.
 fn shards(path: &Path) -> BTreeMap<String, Vec<u8>> {
     let manifest = Manifest::read(path).unwrap();
-    manifest.files.keys().map(|name| (name.clone(), std::fs::read(path.join(name)).unwrap())).collect()
+    manifest
+        .files
+        .keys()
+        .map(|name| (name.clone(), std::fs::read(path.join(name)).unwrap()))
+        .collect()
 }
 
 fn readers(style: Style) -> Vec<RunConfig> {
@@ -68,7 +72,15 @@ fn readers(style: Style) -> Vec<RunConfig> {
     of_parts.parallel.bucket_size = 3000;
     let long = context(layout(base(), 1, 1, 2), 4);
     let interleaved = interleave(layout(base(), 1, 2, 2), 2);
-    vec![layout(base(), 1, 4, 1), zero, of_parts, interleaved, long, uneven, layout(base(), 1, 1, 1)]
+    vec![
+        layout(base(), 1, 4, 1),
+        zero,
+        of_parts,
+        interleaved,
+        long,
+        uneven,
+        layout(base(), 1, 1, 1),
+    ]
 }
 
 #[test]
@@ -79,8 +91,13 @@ fn the_files_of_every_rank_are_those_that_a_run_of_the_layout_saves() {
         for (i, reader) in readers(style).iter().enumerate() {
             let expected = saved_by_ranks(reader, &source, &dir.path().join(format!("saved{i}")));
             let path = reshard(&source, &dir.path().join(format!("resharded{i}")), reader);
-            assert!(shards(&path) == shards(&expected), "{style:?} {:?}: files differ", reader.parallel);
-            let (ours, theirs) = (Manifest::read(&path).unwrap(), Manifest::read(&expected).unwrap());
+            assert!(
+                shards(&path) == shards(&expected),
+                "{style:?} {:?}: files differ",
+                reader.parallel
+            );
+            let (ours, theirs) =
+                (Manifest::read(&path).unwrap(), Manifest::read(&expected).unwrap());
             assert_eq!(ours.tensors, theirs.tensors);
             assert_eq!(ours.state["config"]["parallel"], theirs.state["config"]["parallel"]);
             assert_eq!(ours.state["progress"], theirs.state["progress"]);
@@ -101,7 +118,11 @@ fn a_round_of_layouts_gives_the_first_files_and_each_resumes_with_the_same_loss(
     for (i, reader) in round.iter().enumerate() {
         path = reshard(&path, &dir.path().join(i.to_string()), reader);
         let resumed = train_from(reader, Some(&path), 5).unwrap();
-        assert!(resumed.initial == uninterrupted.initial, "{:?}: the state differs", reader.parallel);
+        assert!(
+            resumed.initial == uninterrupted.initial,
+            "{:?}: the state differs",
+            reader.parallel
+        );
         let difference = largest_relative_difference(&resumed.losses, &uninterrupted.losses);
         assert!(difference <= 1e-4, "{:?}: losses differ by {difference:e}", reader.parallel);
     }
@@ -113,8 +134,10 @@ fn layouts_that_do_not_divide_the_model_are_refused_with_the_equation() {
     let dir = tempfile::tempdir().unwrap();
     let saved = SavedGpt::open(&first(Style::Gpt2, &dir.path().join("first"))).unwrap();
     assert_eq!(saved.tensor_parallel_sizes(), [1, 2, 4]);
-    for (tp, pp, why) in [(3, 1, "num_attention_heads = 8 must be a multiple"), (1, 9, "num_layers = 8 cannot fill 9")]
-    {
+    for (tp, pp, why) in [
+        (3, 1, "num_attention_heads = 8 must be a multiple"),
+        (1, 9, "num_layers = 8 cannot fill 9"),
+    ] {
         let config = layout(tiny(Style::Gpt2, 0.0), 1, tp, pp);
         let to = dir.path().join("to");
         let refused = saved.reshard(&to, &config.parallel, &Origins::default(), &mut |_| true);
@@ -141,7 +164,8 @@ fn a_manifest_that_names_another_model_is_refused() {
         let body = body.replace(from, to);
         let first = format!("{{\"manifest_crc32c\":\"{:08x}\",\n", crc32c::crc32c(body.as_bytes()));
         std::fs::write(&file, first + &body).unwrap();
-        let message = SavedGpt::open(&path).err().map(|error| error.to_string()).unwrap_or_default();
+        let message =
+            SavedGpt::open(&path).err().map(|error| error.to_string()).unwrap_or_default();
         assert!(message.contains(why), "{to}: {message:?}");
     }
 }

@@ -11,8 +11,8 @@ use megatron::params::StateKind;
 use megatron::train::report::Silent;
 use megatron::train::{Outcome, Sources};
 use system_tests::{
-    Style, Tokens, assemble, context, interleave, largest_relative_difference, layout, on_ranks, save_after, shares,
-    sources, tiny, train, train_from, trainer,
+    Style, Tokens, assemble, context, interleave, largest_relative_difference, layout, on_ranks,
+    save_after, shares, sources, tiny, train, train_from, trainer,
 };
 
 fn writer(style: Style) -> RunConfig {
@@ -42,14 +42,20 @@ fn any_other_layout_follows_the_uninterrupted_run() {
         let uninterrupted = train(&writer(style), 20).unwrap();
         let path = save_after(&writer(style), 10, dir.path());
         let layouts = [(1, 2, 1), (1, 1, 1), (1, 2, 4), (4, 1, 1)];
-        let mut readers: Vec<_> = layouts.map(|(dp, tp, pp)| layout(tiny(style, 0.1), dp, tp, pp)).into();
+        let mut readers: Vec<_> =
+            layouts.map(|(dp, tp, pp)| layout(tiny(style, 0.1), dp, tp, pp)).into();
         readers.push(interleave(layout(tiny(style, 0.1), 1, 2, 2), 2));
         readers.push(context(layout(tiny(style, 0.1), 2, 1, 1), 4));
         readers.push(context(layout(tiny(style, 0.1), 1, 2, 2), 2));
         for reader in readers {
             let resumed = train_from(&reader, Some(&path), 10).unwrap();
-            let difference = largest_relative_difference(&resumed.losses, &uninterrupted.losses[10..]);
-            assert!(difference <= 1e-4, "{style:?} {:?}: losses differ by {difference:e}", reader.parallel);
+            let difference =
+                largest_relative_difference(&resumed.losses, &uninterrupted.losses[10..]);
+            assert!(
+                difference <= 1e-4,
+                "{style:?} {:?}: losses differ by {difference:e}",
+                reader.parallel
+            );
         }
     }
 }
@@ -60,11 +66,13 @@ fn a_checkpoint_passed_through_other_layouts_is_the_same_bits() {
     let first = save_after(&writer(Style::Llama), 3, &dir.path().join("a"));
     let reference = train_from(&writer(Style::Llama), Some(&first), 0).unwrap().last;
     let mut path = first;
-    let layouts = [(1, 1, 4, 1), (4, 1, 2, 1), (2, 2, 1, 2), (1, 1, 1, 4), (1, 4, 1, 1), (2, 1, 1, 2)];
+    let layouts =
+        [(1, 1, 4, 1), (4, 1, 2, 1), (2, 2, 1, 2), (1, 1, 1, 4), (1, 4, 1, 1), (2, 1, 1, 2)];
     for (at, (dp, cp, tp, pp)) in layouts.into_iter().enumerate() {
         let mut config = context(layout(tiny(Style::Llama, 0.1), dp, tp, pp), cp);
         config.parallel.use_distributed_optimizer = cp > 1;
-        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let data =
+            sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let paths = on_ranks(config.parallel.world_size(), |world| {
             let mut trainer = trainer(&config, world, &data)?;
             trainer.load(&path)?;
@@ -113,7 +121,10 @@ fn with_sequences_of_another_length_the_data_go_on_behind_the_tokens_that_were_r
         (config.model.seq_length, config.model.max_position_embeddings) = (length, 64);
         let train = Tokens::synthetic(config.model.vocab_size as u32, length);
         let watched = Arc::new(Watched(train, Mutex::default()));
-        let data = Sources { train: watched.clone(), ..sources(Tokens { tokens: vec![0, 0], seq_length: 1 }) };
+        let data = Sources {
+            train: watched.clone(),
+            ..sources(Tokens { tokens: vec![0, 0], seq_length: 1 })
+        };
         let steps = on_ranks(1, |world| {
             let mut trainer = trainer(&config, world, &data)?;
             trainer.load(&path)?;
@@ -123,7 +134,10 @@ fn with_sequences_of_another_length_the_data_go_on_behind_the_tokens_that_were_r
             trainer.step()
         });
         let step = steps.unwrap().remove(0);
-        assert_eq!((step.consumed_samples, step.consumed_tokens), (5 * 8, tokens + 2 * 8 * length as u64));
+        assert_eq!(
+            (step.consumed_samples, step.consumed_tokens),
+            (5 * 8, tokens + 2 * 8 * length as u64)
+        );
         let read = watched.1.lock().unwrap().clone();
         let first = tokens.div_ceil(length as u64);
         assert_eq!(read, (first..first + 16).collect::<Vec<_>>(), "{length}");
@@ -154,7 +168,8 @@ fn a_run_that_takes_weights_alone_is_a_run_of_its_own() {
     for kind in [OptimizerKind::Adam, OptimizerKind::Sgd] {
         let mut config = taking(layout(tiny(Style::Llama, 0.1), 1, 2, 1), Takes::Weights);
         config.optimizer.kind = kind;
-        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let data =
+            sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let ranks = on_ranks(2, |world| {
             let mut trainer = trainer(&config, world, &data)?;
             trainer.load(&path)?;
@@ -178,7 +193,8 @@ fn without_the_optimizers_state_a_run_goes_on_where_it_was_with_a_fresh_one() {
     let dir = tempfile::tempdir().unwrap();
     let path = save_after(&writer(Style::Gpt2), 10, dir.path());
     let uninterrupted = train(&writer(Style::Gpt2), 12).unwrap();
-    let resumed = train_from(&taking(writer(Style::Gpt2), Takes::WithoutOptimizer), Some(&path), 2).unwrap();
+    let resumed =
+        train_from(&taking(writer(Style::Gpt2), Takes::WithoutOptimizer), Some(&path), 2).unwrap();
     // The same samples, dropout and weights; then Adam's first step, as of a new run.
     assert_eq!(resumed.losses[0], uninterrupted.losses[10]);
     assert_ne!(resumed.losses[1], uninterrupted.losses[11]);
@@ -234,7 +250,9 @@ fn the_time_of_one_rank_that_is_over_ends_the_run_on_all_after_the_same_step() {
         let mut trainer = trainer(&config, world, &data)?;
         if late {
             let an_hour = Duration::from_secs(3600);
-            trainer.count_minutes_from(Instant::now().checked_sub(an_hour).expect("the machine runs for so long"));
+            trainer.count_minutes_from(
+                Instant::now().checked_sub(an_hour).expect("the machine runs for so long"),
+            );
         }
         Ok((trainer.run(&mut Silent, &AtomicBool::new(false))?, trainer.progress().iteration))
     });

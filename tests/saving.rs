@@ -3,13 +3,16 @@
 use std::path::Path;
 
 use megatron::config::{DynamicLossScale, LossScaling, Precision, RunConfig};
-use system_tests::{Style, Tokens, context, layout, on_ranks, sources, tiny, train, train_from, trainer};
+use system_tests::{
+    Style, Tokens, context, layout, on_ranks, sources, tiny, train, train_from, trainer,
+};
 
 /// Names and bytes of the files in a folder.
 fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
-    let mut files: Vec<_> =
-        entries.map(|e| (e.file_name().into_string().unwrap(), std::fs::read(e.path()).unwrap())).collect();
+    let mut files: Vec<_> = entries
+        .map(|e| (e.file_name().into_string().unwrap(), std::fs::read(e.path()).unwrap()))
+        .collect();
     files.sort();
     files
 }
@@ -17,11 +20,14 @@ fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
 /// Runs whose state is kept in every way there is: whole and cut by ZeRO-1, fp32, in halves, and with fp32 masters.
 fn configs() -> Vec<RunConfig> {
     let mut configs = Vec::new();
-    for precision in
-        [Precision::Fp32, Precision::Bf16, Precision::Fp16(LossScaling::Dynamic(DynamicLossScale::default()))]
-    {
+    for precision in [
+        Precision::Fp32,
+        Precision::Bf16,
+        Precision::Fp16(LossScaling::Dynamic(DynamicLossScale::default())),
+    ] {
         for sharded in [false, true] {
-            let mut config = context(layout(tiny(Style::Llama, 0.1), 2, 1, 2), if sharded { 2 } else { 1 });
+            let mut config =
+                context(layout(tiny(Style::Llama, 0.1), 2, 1, 2), if sharded { 2 } else { 1 });
             config.training.precision = precision;
             config.parallel.use_distributed_optimizer = sharded;
             configs.push(config);
@@ -33,9 +39,13 @@ fn configs() -> Vec<RunConfig> {
 #[test]
 fn steps_made_meanwhile_change_neither_the_checkpoint_nor_themselves() {
     for config in configs() {
-        let what = format!("{:?}, ZeRO-1 {}", config.training.precision, config.parallel.use_distributed_optimizer);
+        let what = format!(
+            "{:?}, ZeRO-1 {}",
+            config.training.precision, config.parallel.use_distributed_optimizer
+        );
         let dirs = [0; 2].map(|_| tempfile::tempdir().unwrap());
-        let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+        let data =
+            sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let losses = on_ranks(config.parallel.world_size(), |world| {
             let mut trainer = trainer(&config, world, &data)?;
             let mut losses = Vec::new();

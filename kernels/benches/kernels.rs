@@ -5,7 +5,9 @@
 use candle_core::{DType, Device, Tensor};
 use criterion::{Criterion, Throughput};
 use kernels::Result;
-use kernels::ops::attention::{AttentionDropout, HeadShape, RopeTable, attention, attention_backward, rope_inplace};
+use kernels::ops::attention::{
+    AttentionDropout, HeadShape, RopeTable, attention, attention_backward, rope_inplace,
+};
 use kernels::ops::dropout::{Dropout, DropoutKey, Tokens, bias_dropout_add, dropout_backward};
 use kernels::ops::optimizer::{AdamW, Sgd, adamw, sgd};
 use kernels::ops::{activation, cross_entropy, embedding, linear, norm, reduce};
@@ -31,7 +33,12 @@ fn ids(shape: (usize, usize)) -> Result<Tensor> {
 }
 
 /// Times `f`, whose `work` is floating-point operations (`Elements`) or bytes moved.
-fn time<R>(c: &mut Criterion, name: &str, work: Throughput, f: impl Fn() -> Result<R>) -> Result<()> {
+fn time<R>(
+    c: &mut Criterion,
+    name: &str,
+    work: Throughput,
+    f: impl Fn() -> Result<R>,
+) -> Result<()> {
     f()?; // refused inputs are reported, not timed
     let mut group = c.benchmark_group("kernels");
     group.throughput(work).sample_size(10).bench_function(name, |bench| bench.iter(&f));
@@ -61,9 +68,13 @@ fn norms(c: &mut Criterion) -> Result<()> {
     let (_, layer) = norm::layer_norm(&x, &w, &bias, 1e-5)?;
     let (_, rms) = norm::rms_norm(&x, &w, 1e-5)?;
     time(c, "layer_norm", bytes(2 * n), || norm::layer_norm(&x, &w, &bias, 1e-5))?;
-    time(c, "layer_norm_backward", bytes(3 * n), || norm::layer_norm_backward(&dy, &x, &layer, &w, &dw, &db, None))?;
+    time(c, "layer_norm_backward", bytes(3 * n), || {
+        norm::layer_norm_backward(&dy, &x, &layer, &w, &dw, &db, None)
+    })?;
     time(c, "rms_norm", bytes(2 * n), || norm::rms_norm(&x, &w, 1e-5))?;
-    time(c, "rms_norm_backward", bytes(3 * n), || norm::rms_norm_backward(&dy, &x, &rms, &w, &dw, None))
+    time(c, "rms_norm_backward", bytes(3 * n), || {
+        norm::rms_norm_backward(&dy, &x, &rms, &w, &dw, None)
+    })
 }
 
 fn activations(c: &mut Criterion) -> Result<()> {
@@ -83,15 +94,25 @@ fn activations(c: &mut Criterion) -> Result<()> {
     };
     let n = S * B * H;
     time(c, "bias_add", bytes(3 * n), || bias_dropout_add(&x, Some(&bias), Some(&x), None))?;
-    time(c, "bias_dropout_add", bytes(3 * n), || bias_dropout_add(&x, Some(&bias), Some(&x), Some(&dropout)))?;
+    time(c, "bias_dropout_add", bytes(3 * n), || {
+        bias_dropout_add(&x, Some(&bias), Some(&x), Some(&dropout))
+    })?;
     time(c, "dropout_backward", bytes(2 * n), || dropout_backward(&x, &dropout))
 }
 
 fn attentions(c: &mut Criterion) -> Result<()> {
     let shape = HeadShape { groups: 12, heads_per_group: 1, head_dim: 64 };
     let qkv = randn(&[S, B, shape.width()])?;
-    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &SAMPLES, first_head: 0, step_and_samples: None };
-    let flops = |products: usize| Throughput::Elements((products * B * shape.heads() * S * S * shape.head_dim) as u64);
+    let dropout = AttentionDropout {
+        p: 0.1,
+        key: KEY,
+        samples: &SAMPLES,
+        first_head: 0,
+        step_and_samples: None,
+    };
+    let flops = |products: usize| {
+        Throughput::Elements((products * B * shape.heads() * S * S * shape.head_dim) as u64)
+    };
     let (out, lse) = attention(&qkv, shape, 0.125, None)?;
     time(c, "attention", flops(2), || attention(&qkv, shape, 0.125, None))?;
     time(c, "attention_dropout", flops(2), || attention(&qkv, shape, 0.125, Some(&dropout)))?;
@@ -106,7 +127,9 @@ fn vocabulary(c: &mut Criterion) -> Result<()> {
     let (ids, w, dy) = (ids((S, B))?, randn(&[VOCAB, H])?, randn(&[S, B, H])?);
     let dw = w.zeros_like()?;
     time(c, "embedding", bytes(2 * S * B * H), || embedding::embedding(&ids, &w, 0))?;
-    time(c, "embedding_backward", bytes(3 * S * B * H), || embedding::embedding_backward(&dy, &ids, 0, &dw))?;
+    time(c, "embedding_backward", bytes(3 * S * B * H), || {
+        embedding::embedding_backward(&dy, &ids, 0, &dw)
+    })?;
     let (logits, ones) = (randn(&[S, B, VOCAB])?, randn(&[S * B])?.ones_like()?);
     let n = logits.elem_count();
     let (max, _) = cross_entropy::row_statistics(&logits, &ids, 0, VOCAB)?;
@@ -121,7 +144,15 @@ fn optimizers(c: &mut Criterion) -> Result<()> {
     let (p, g, m) = (randn(&[n])?, randn(&[n])?, randn(&[n])?.zeros_like()?);
     let v = m.zeros_like()?;
     let (adam_rule, sgd_rule) = (
-        AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 },
+        AdamW {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            step: 1,
+            grad_scale: 1.0,
+        },
         Sgd { lr: 1e-3, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 },
     );
     time(c, "adamw", bytes(7 * n), || adamw(&p, None, &g, &m, &v, &adam_rule))?;

@@ -25,21 +25,39 @@ pub fn build() -> Result<(), String> {
             "-Wextra",
             "-Wno-unknown-pragmas",
         ]);
-        command.args(["-Wno-unused-function", "-Wno-unused-variable", "-Wno-psabi", "-x", "c++", "-DEMULATED"]);
+        command.args([
+            "-Wno-unused-function",
+            "-Wno-unused-variable",
+            "-Wno-psabi",
+            "-x",
+            "c++",
+            "-DEMULATED",
+        ]);
         command.arg(format!("-DEMULATED_KERNELS=emulated_{stem}"));
-        command.arg("-I").arg(sources::dir().join("include")).arg("-c").arg(file).arg("-o").arg(object);
+        command
+            .arg("-I")
+            .arg(sources::dir().join("include"))
+            .arg("-c")
+            .arg(file)
+            .arg("-o")
+            .arg(object);
         command
     })?;
     let library = sources::out_dir().join("libkernels_emulated.a");
     let _ = fs::remove_file(&library);
-    let archive = Command::new("ar").arg("crs").arg(&library).args(compiled.iter().map(|file| &file.object)).status();
+    let archive = Command::new("ar")
+        .arg("crs")
+        .arg(&library)
+        .args(compiled.iter().map(|file| &file.object))
+        .status();
     if !archive.as_ref().is_ok_and(std::process::ExitStatus::success) {
         return Err(format!("ar could not write {}: {archive:?}", library.display()));
     }
     println!("cargo::rustc-link-search=native={}", sources::out_dir().display());
     println!("cargo::rustc-link-lib=static=kernels_emulated");
     println!("cargo::rustc-link-lib=dylib=stdc++");
-    let stems: Vec<&str> = compiled.iter().map(|file| file.stem.as_str()).filter(|stem| *stem != "emulator").collect();
+    let stems: Vec<&str> =
+        compiled.iter().map(|file| file.stem.as_str()).filter(|stem| *stem != "emulator").collect();
     let mut modules = String::from("use super::emulated::List;\n\nunsafe extern \"C\" {\n");
     for stem in &stems {
         let _ = writeln!(modules, "    safe static emulated_{stem}: List;");
@@ -50,7 +68,11 @@ pub fn build() -> Result<(), String> {
     }
     modules.push_str("];\n");
     for file in &compiled {
-        for line in file.messages.lines().filter(|line| line.contains("warning:") || line.contains("error:")) {
+        for line in file
+            .messages
+            .lines()
+            .filter(|line| line.contains("warning:") || line.contains("error:"))
+        {
             println!("cargo::warning={line}");
         }
     }
@@ -59,8 +81,11 @@ pub fn build() -> Result<(), String> {
 
 /// A C++ compiler, and what it says about its version.
 fn find() -> Result<(PathBuf, String), String> {
-    let candidates: Vec<PathBuf> =
-        env::var_os("CXX").into_iter().map(PathBuf::from).chain(["g++", "c++", "clang++"].map(PathBuf::from)).collect();
+    let candidates: Vec<PathBuf> = env::var_os("CXX")
+        .into_iter()
+        .map(PathBuf::from)
+        .chain(["g++", "c++", "clang++"].map(PathBuf::from))
+        .collect();
     for compiler in candidates {
         if let Ok(output) = Command::new(&compiler).arg("--version").output()
             && output.status.success()

@@ -65,7 +65,13 @@ const LIBRARIES: &[Library] = &[
         status: 11, // NVRTC_ERROR_INTERNAL_ERROR
     },
     // NCCL's header need not be there to build: its functions are few.
-    Library { name: "nccl", soname: |_| "libnccl.so.2".into(), prefixes: &["nccl"], headers: &[], status: 2 },
+    Library {
+        name: "nccl",
+        soname: |_| "libnccl.so.2".into(),
+        prefixes: &["nccl"],
+        headers: &[],
+        status: 2,
+    },
 ];
 
 const NCCL: &[&str] = &[
@@ -114,7 +120,8 @@ const NCCL: &[&str] = &[
 /// Writes the table in assembly (`libraries.s`) and in Rust (`libraries.rs`).
 pub fn build(nvcc: &Path, version: &str) -> Result<(), String> {
     let include = include_dir(nvcc)?;
-    let major = version.split("release ").nth(1).and_then(|rest| rest.split('.').next()).unwrap_or("13");
+    let major =
+        version.split("release ").nth(1).and_then(|rest| rest.split('.').next()).unwrap_or("13");
     let mut functions: Vec<(usize, String)> = Vec::new();
     let mut known = BTreeSet::new();
     for (at, library) in LIBRARIES.iter().enumerate() {
@@ -127,7 +134,9 @@ pub fn build(nvcc: &Path, version: &str) -> Result<(), String> {
             let text = fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
             names.extend(functions_in(&String::from_utf8_lossy(&text), library.prefixes));
         }
-        functions.extend(names.into_iter().filter(|name| known.insert(name.clone())).map(|name| (at, name)));
+        functions.extend(
+            names.into_iter().filter(|name| known.insert(name.clone())).map(|name| (at, name)),
+        );
     }
     // cudarc has the linker look for NCCL, which need not be there: an empty library (a linker's script without a command) is as good.
     write("libnccl.so", "/* empty */\n")?;
@@ -139,17 +148,26 @@ pub fn build(nvcc: &Path, version: &str) -> Result<(), String> {
 /// Where the toolkit of this nvcc has its headers.
 fn include_dir(nvcc: &Path) -> Result<PathBuf, String> {
     let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(PathBuf::from);
-    let on_path = env::var_os("PATH").map(|path| env::split_paths(&path).collect::<Vec<_>>()).unwrap_or_default();
+    let on_path = env::var_os("PATH")
+        .map(|path| env::split_paths(&path).collect::<Vec<_>>())
+        .unwrap_or_default();
     let beside = [nvcc.parent().map(Path::to_path_buf)].into_iter().flatten().chain(on_path);
     // bin/nvcc → its toolkit.
     let beside = beside
         .filter(|bin| bin.join("nvcc").exists())
         .filter_map(|bin| Some(fs::canonicalize(bin).ok()?.parent()?.into()));
     let roots: Vec<PathBuf> = homes.chain(beside).collect();
-    let candidates = roots.iter().flat_map(|root| [root.join("include"), root.join("targets/x86_64-linux/include")]);
-    let found = candidates.into_iter().find(|dir| dir.join("cuda.h").exists() && dir.join("cublasLt.h").exists());
+    let candidates = roots
+        .iter()
+        .flat_map(|root| [root.join("include"), root.join("targets/x86_64-linux/include")]);
+    let found = candidates
+        .into_iter()
+        .find(|dir| dir.join("cuda.h").exists() && dir.join("cublasLt.h").exists());
     found.ok_or_else(|| {
-        format!("found no cuda.h and cublasLt.h beside {} (roots: {roots:?}); set CUDA_HOME", nvcc.display())
+        format!(
+            "found no cuda.h and cublasLt.h beside {} (roots: {roots:?}); set CUDA_HOME",
+            nvcc.display()
+        )
     })
 }
 
@@ -159,7 +177,8 @@ fn functions_in<'a>(text: &'a str, prefixes: &'a [&str]) -> impl Iterator<Item =
     identifiers
         .filter(|word| {
             let rest = prefixes.iter().find_map(|prefix| word.strip_prefix(prefix));
-            rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_uppercase())) && !word.ends_with("_t")
+            rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_uppercase()))
+                && !word.ends_with("_t")
         })
         .map(str::to_string)
 }
@@ -168,9 +187,15 @@ fn functions_in<'a>(text: &'a str, prefixes: &'a [&str]) -> impl Iterator<Item =
 fn assembly(functions: &[(usize, String)]) -> String {
     let mut text = String::from(".section .text.gpu_libraries,\"ax\",@progbits\n");
     for (i, (_, name)) in functions.iter().enumerate() {
-        let _ =
-            writeln!(text, ".globl {name}\n.type {name},@function\n{name}: jmpq *gpu_library_entries+{}(%rip)", 8 * i);
-        let _ = writeln!(text, "{FIRST}{i}: pushq ${i}\njmp gpu_library_resolve_first\n.size {name}, .-{name}");
+        let _ = writeln!(
+            text,
+            ".globl {name}\n.type {name},@function\n{name}: jmpq *gpu_library_entries+{}(%rip)",
+            8 * i
+        );
+        let _ = writeln!(
+            text,
+            "{FIRST}{i}: pushq ${i}\njmp gpu_library_resolve_first\n.size {name}, .-{name}"
+        );
     }
     // Everything that a caller may have passed in registers is kept over the search.
     text.push_str("gpu_library_resolve_first:\n");
@@ -213,7 +238,10 @@ fn table(functions: &[(usize, String)], major: &str, include: &Path) -> String {
         let _ = writeln!(text, "    ({library}, c{name:?}),");
     }
     let root = include.parent().unwrap_or(include).display().to_string();
-    let _ = writeln!(text, "];\n\n/// Of the toolkit that this was built with.\npub const TOOLKIT: &CStr = c{root:?};");
+    let _ = writeln!(
+        text,
+        "];\n\n/// Of the toolkit that this was built with.\npub const TOOLKIT: &CStr = c{root:?};"
+    );
     text
 }
 

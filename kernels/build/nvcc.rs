@@ -7,8 +7,11 @@ use std::{env, fmt::Write};
 use crate::sources::{self, Compiled};
 
 /// Code for these is in every fatbin; files that end in `_sm90a` are for Hopper alone.
-const EVERYWHERE: &[&str] =
-    &["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80"];
+const EVERYWHERE: &[&str] = &[
+    "arch=compute_80,code=sm_80",
+    "arch=compute_90a,code=sm_90a",
+    "arch=compute_80,code=compute_80",
+];
 const HOPPER: &[&str] = &["arch=compute_90a,code=sm_90a"];
 
 const HOW_TO_GET: &str = "The feature `cuda` needs NVIDIA's CUDA toolkit, version 13.\n\
@@ -35,8 +38,9 @@ pub fn build() -> Result<(), String> {
         command
     })?;
     // Images hold words of 8 bytes, where `include_bytes` promises nothing.
-    let mut modules =
-        String::from("#[repr(C, align(64))]\nstruct Aligned<T>(T);\n\npub static MODULES: &[(&str, &[u8])] = &[\n");
+    let mut modules = String::from(
+        "#[repr(C, align(64))]\nstruct Aligned<T>(T);\n\npub static MODULES: &[(&str, &[u8])] = &[\n",
+    );
     for file in &compiled {
         report(file);
         if file.stem.ends_with("_sm90a") {
@@ -55,7 +59,10 @@ pub fn build() -> Result<(), String> {
 
 /// nvcc, and what it says about its version.
 fn find() -> Result<(PathBuf, String), String> {
-    let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(|home| Path::new(&home).join("bin/nvcc"));
+    let homes = ["CUDA_HOME", "CUDA_PATH"]
+        .iter()
+        .filter_map(env::var_os)
+        .map(|home| Path::new(&home).join("bin/nvcc"));
     let candidates: Vec<PathBuf> =
         homes.chain([PathBuf::from("nvcc"), PathBuf::from("/usr/local/cuda/bin/nvcc")]).collect();
     for nvcc in &candidates {
@@ -80,7 +87,9 @@ fn report(file: &Compiled) {
             (kernel, code) = (quoted.next().unwrap_or("?"), quoted.nth(1).unwrap_or("?"));
         }
         // 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-        if line.contains("bytes stack frame") && line.split(',').any(|part| !part.trim_start().starts_with("0 bytes")) {
+        if line.contains("bytes stack frame")
+            && line.split(',').any(|part| !part.trim_start().starts_with("0 bytes"))
+        {
             println!("cargo::warning={}.cu: {kernel} for {code}: {}", file.stem, line.trim());
         }
         if line.contains("warning") || line.contains("(C75") {

@@ -29,8 +29,11 @@ pub fn out_dir() -> PathBuf {
 /// Files of `dir` with one of these extensions, sorted.
 pub fn files(dir: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, String> {
     let entries = fs::read_dir(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
-    let mut files: Vec<PathBuf> = entries.filter_map(Result::ok).map(|entry| entry.path()).collect();
-    files.retain(|path| path.extension().and_then(OsStr::to_str).is_some_and(|e| extensions.contains(&e)));
+    let mut files: Vec<PathBuf> =
+        entries.filter_map(Result::ok).map(|entry| entry.path()).collect();
+    files.retain(|path| {
+        path.extension().and_then(OsStr::to_str).is_some_and(|e| extensions.contains(&e))
+    });
     files.sort();
     Ok(files)
 }
@@ -58,7 +61,11 @@ pub fn compile(
     let headers = headers.finish();
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
-    let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1).clamp(1, files.len().max(1));
+    let jobs = env::var("NUM_JOBS")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(1)
+        .clamp(1, files.len().max(1));
     thread::scope(|scope| {
         for _ in 0..jobs {
             scope.spawn(|| {
@@ -84,7 +91,8 @@ fn compile_one(
 ) -> Result<Compiled, String> {
     let stem = stem(file);
     let object = out_dir().join(format!("{stem}.{extension}"));
-    let (stamp_file, messages_file) = (object.with_extension("stamp"), object.with_extension("messages"));
+    let (stamp_file, messages_file) =
+        (object.with_extension("stamp"), object.with_extension("messages"));
     let mut command = command(file, &object);
     let mut stamp = DefaultHasher::new();
     (headers, read(file)?, format!("{command:?}")).hash(&mut stamp);
@@ -93,12 +101,21 @@ fn compile_one(
         let messages = fs::read_to_string(&messages_file).unwrap_or_default();
         return Ok(Compiled { stem, object, messages });
     }
-    let output = command.output().map_err(|e| format!("{}: {e}", command.get_program().to_string_lossy()))?;
-    let messages = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    let output = command
+        .output()
+        .map_err(|e| format!("{}: {e}", command.get_program().to_string_lossy()))?;
+    let messages =
+        String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
-        return Err(format!("{} does not compile ({}):\n{messages}", file.display(), output.status));
+        return Err(format!(
+            "{} does not compile ({}):\n{messages}",
+            file.display(),
+            output.status
+        ));
     }
-    let write = |path: &Path, text: &str| fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()));
+    let write = |path: &Path, text: &str| {
+        fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
+    };
     write(&messages_file, &messages)?;
     write(&stamp_file, &stamp)?;
     Ok(Compiled { stem, object, messages: messages.into_owned() })

@@ -38,7 +38,10 @@ fn blocks_lie_where_the_first_large_enough_was_and_at_the_end_those_that_stay() 
     drop((a, b));
     let stays = at_the_end(|| block(3 * MB));
     let comes = block(3 * MB);
-    assert!((b_begins + 4 * MB..b_begins + 8 * MB).contains(&begin(&stays)), "at the end of b's place");
+    assert!(
+        (b_begins + 4 * MB..b_begins + 8 * MB).contains(&begin(&stays)),
+        "at the end of b's place"
+    );
     assert_eq!(begin(&comes), a_begins, "at the beginning of a's");
     let too_large = at_the_end(|| block(12 * MB));
     assert!(begin(&too_large) > begin(&last), "behind all");
@@ -91,11 +94,20 @@ fn blocks_hold_what_they_held_when_they_grow_and_shrink_within_the_arena_into_it
                 unsafe {
                     let at = LineAligned.alloc(layout);
                     let behind = block(2 * MB);
-                    std::slice::from_raw_parts_mut(at, size).iter_mut().enumerate().for_each(|(i, b)| *b = value(i));
+                    std::slice::from_raw_parts_mut(at, size)
+                        .iter_mut()
+                        .enumerate()
+                        .for_each(|(i, b)| *b = value(i));
                     let at = LineAligned.realloc(at, layout, other);
-                    assert!(at.addr().is_multiple_of(align) && (other < 4096 || at.addr().is_multiple_of(LINE)));
+                    assert!(
+                        at.addr().is_multiple_of(align)
+                            && (other < 4096 || at.addr().is_multiple_of(LINE))
+                    );
                     let kept = std::slice::from_raw_parts(at, size.min(other));
-                    assert!(kept.iter().enumerate().all(|(i, &b)| b == value(i)), "{size} -> {other}, {align}");
+                    assert!(
+                        kept.iter().enumerate().all(|(i, &b)| b == value(i)),
+                        "{size} -> {other}, {align}"
+                    );
                     drop(behind);
                     LineAligned.dealloc(at, Layout::from_size_align(other, align).unwrap());
                 }

@@ -55,11 +55,20 @@ fn world(backend: &str) -> Result<Vec<Group>> {
     if backend == "threads" {
         return Ok(threads::world(2));
     }
-    let server = StoreServer::bind("127.0.0.1", 0, Clients { ranks: 2, one_host: true, ..Clients::default() })?;
+    let server = StoreServer::bind(
+        "127.0.0.1",
+        0,
+        Clients { ranks: 2, one_host: true, ..Clients::default() },
+    )?;
     let port = server.address().port();
     let join = |rank| -> Result<Group> {
-        let info =
-            RankInfo { rank, world_size: 2, local_rank: Some(rank), local_world_size: Some(2), ..RankInfo::alone() };
+        let info = RankInfo {
+            rank,
+            world_size: 2,
+            local_rank: Some(rank),
+            local_world_size: Some(2),
+            ..RankInfo::alone()
+        };
         let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
         let backend = if backend == "local" { Backend::Local } else { Backend::Tcp };
         Ok(init(&info, &rendezvous, backend, CommOptions::default())?.group)
@@ -82,7 +91,10 @@ fn bench(c: &mut Criterion) {
         let other = std::thread::spawn(move || follow(&second, &received));
         for operation in OPERATIONS {
             let mut group = c.benchmark_group(format!("{operation}/{backend}"));
-            group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(300));
+            group
+                .sample_size(10)
+                .measurement_time(Duration::from_secs(1))
+                .warm_up_time(Duration::from_millis(300));
             for (name, bytes) in SIZES {
                 group.throughput(Throughput::Bytes(bytes as u64));
                 group.bench_function(BenchmarkId::from_parameter(name), |b| {

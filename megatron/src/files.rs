@@ -82,7 +82,8 @@ pub fn open_binary(path: &Path) -> Result<File> {
 pub fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     let file = open(path)?;
     let too_long = |bytes: u64| {
-        let message = format!("it has {bytes} bytes, and {most} at most are sensible for what it should be");
+        let message =
+            format!("it has {bytes} bytes, and {most} at most are sensible for what it should be");
         Error::new(ErrorKind::FileTooLarge, message)
     };
     let length = file.metadata()?.len();
@@ -111,7 +112,9 @@ fn require_regular(there: &std::fs::Metadata) -> Result<()> {
     let kind = there.file_type();
     let what = match kind {
         _ if kind.is_file() => return Ok(()),
-        _ if kind.is_dir() => return Err(Error::new(ErrorKind::IsADirectory, "it is a folder, and a file is needed")),
+        _ if kind.is_dir() => {
+            return Err(Error::new(ErrorKind::IsADirectory, "it is a folder, and a file is needed"));
+        }
         _ if kind.is_fifo() => "a pipe",
         _ if kind.is_socket() => "a socket",
         _ => "a device",
@@ -129,17 +132,19 @@ fn refuse_pointer(start: &[u8]) -> Result<()> {
 }
 
 /// Endings of files, which no model's name on the hub has.
-const FILE_ENDINGS: [&str; 8] = ["json", "txt", "toml", "model", "tiktoken", "bin", "safetensors", "gguf"];
+const FILE_ENDINGS: [&str; 8] =
+    ["json", "txt", "toml", "model", "tiktoken", "bin", "safetensors", "gguf"];
 
 /// Whether a path reads as a model's name on the hub: `gpt2`, `Qwen/Qwen2-0.5B`.
 pub fn could_be_of_the_hub(path: &Path) -> bool {
     let is_name = |part: Component| match part {
-        Component::Normal(part) => part
-            .to_str()
-            .is_some_and(|part| part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))),
+        Component::Normal(part) => part.to_str().is_some_and(|part| {
+            part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+        }),
         _ => false,
     };
-    let is_file = path.extension().is_some_and(|ending| FILE_ENDINGS.iter().any(|known| ending == *known));
+    let is_file =
+        path.extension().is_some_and(|ending| FILE_ENDINGS.iter().any(|known| ending == *known));
     !is_file && (1..=2).contains(&path.components().count()) && path.components().all(is_name)
 }
 
@@ -154,7 +159,14 @@ mod tests {
     fn only_regular_files_are_opened_and_nothing_waits_for_a_pipe() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            at("pipe"),
+            rustix::fs::FileType::Fifo,
+            0o600.into(),
+            0,
+        )
+        .unwrap();
         let _socket = UnixListener::bind(at("socket")).unwrap();
         fs::write(at("file"), "text").unwrap();
         std::os::unix::fs::symlink(at("pipe"), at("link")).unwrap();
@@ -172,15 +184,21 @@ mod tests {
                 read(&path, u64::MAX).unwrap_err(),
                 open_with(&path, OpenOptions::new().write(true).create(true)).unwrap_err(),
             ];
-            errors.iter().for_each(|error| assert!(error.to_string().contains(what), "{}: {error}", path.display()));
+            errors.iter().for_each(|error| {
+                assert!(error.to_string().contains(what), "{}: {error}", path.display())
+            });
         }
         assert_eq!(read_text(&at("good"), 4).unwrap(), "text");
         assert_eq!(read(&at("none"), 4).unwrap_err().kind(), ErrorKind::NotFound);
         open_with(&at("new"), OpenOptions::new().write(true).create_new(true)).unwrap();
         // Devices of characters take what is written to them, and nothing else does that is no file.
-        for (path, is_fine) in
-            [("pipe", false), ("socket", false), ("file", true), ("later", true), ("/dev/null", true)]
-        {
+        for (path, is_fine) in [
+            ("pipe", false),
+            ("socket", false),
+            ("file", true),
+            ("later", true),
+            ("/dev/null", true),
+        ] {
             assert_eq!(check_to_write(&at(path)).is_ok(), is_fine, "{path}");
             let opened = open_to_write(&at(path), OpenOptions::new().write(true).create(true));
             assert_eq!(opened.is_ok(), is_fine, "{path}");
@@ -195,7 +213,12 @@ mod tests {
         let error = read(&path, 1 << 20).unwrap_err().to_string();
         assert!(error.contains("1099511627776 bytes, and 1048576 at most"), "{error}");
         // Longer than it says.
-        assert!(read(Path::new("/proc/self/status"), 10).unwrap_err().to_string().contains("10 at most"));
+        assert!(
+            read(Path::new("/proc/self/status"), 10)
+                .unwrap_err()
+                .to_string()
+                .contains("10 at most")
+        );
         assert!(read_text(Path::new("/proc/self/status"), 1 << 20).unwrap().contains("VmRSS"));
     }
 
@@ -203,8 +226,14 @@ mod tests {
     fn a_pointer_of_large_file_storage_is_told_for_what_it_is() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
-        fs::write(&path, "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n").unwrap();
-        for error in [read(&path, 1 << 20).map(drop).unwrap_err(), open_binary(&path).map(drop).unwrap_err()] {
+        fs::write(
+            &path,
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n",
+        )
+        .unwrap();
+        for error in
+            [read(&path, 1 << 20).map(drop).unwrap_err(), open_binary(&path).map(drop).unwrap_err()]
+        {
             assert!(error.to_string().contains("`git lfs pull`"), "{error}");
         }
         open(&path).unwrap();

@@ -40,15 +40,22 @@ pub fn exposed(folder: &Path) -> io::Result<Option<String>> {
     let who = if by_all { "every user" } else { "its group" };
     // Of folders such as `/tmp` that is what they are for.
     let is_shared = by_all && there.mode() & 0o1000 != 0;
-    let remedy =
-        if is_shared { "name a folder in it".into() } else { format!("`chmod go-w {}` ends that", folder.display()) };
+    let remedy = if is_shared {
+        "name a folder in it".into()
+    } else {
+        format!("`chmod go-w {}` ends that", folder.display())
+    };
     Ok((by_group || by_all).then(|| format!("can be written into by {who}: {remedy}")))
 }
 
 /// Whether `owner` is this user, or the system's, who can do all.
 fn is_own(owner: u32, folder: &Path) -> bool {
     // On some network file systems this user is another one.
-    let there = || tempfile::tempfile_in(folder).and_then(|file| file.metadata()).is_ok_and(|file| file.uid() == owner);
+    let there = || {
+        tempfile::tempfile_in(folder)
+            .and_then(|file| file.metadata())
+            .is_ok_and(|file| file.uid() == owner)
+    };
     owner == user() || owner == 0 || there()
 }
 
@@ -64,7 +71,13 @@ fn is_own_group(folder: &fs::Metadata) -> bool {
 /// # Errors
 /// If the system refuses, also where `path` is a link.
 pub fn open_lock(path: &Path) -> io::Result<File> {
-    OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).custom_flags(HERE).open(path)
+    OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .mode(0o600)
+        .custom_flags(HERE)
+        .open(path)
 }
 
 /// Opens the file `path` to read it; no link, and nothing that would have to be waited for.
@@ -73,7 +86,11 @@ pub fn open_lock(path: &Path) -> io::Result<File> {
 /// If the system refuses, or it is no regular file.
 pub fn open_file(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(HERE).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no regular file")) }
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        Err(io::Error::other("it is no regular file"))
+    }
 }
 
 /// Creates the file `path`, in place of what was left there, for writing: it is a new one, whoever
@@ -102,7 +119,9 @@ mod tests {
         create_folder(&folder).unwrap();
         assert_eq!(fs::metadata(&folder).unwrap().mode() & 0o777, 0o700);
         assert_eq!(exposed(&folder).unwrap(), None);
-        for (mode, remedy) in [(0o777, "`chmod go-w "), (0o1777, "name a folder in it"), (0o702, "`chmod go-w ")] {
+        for (mode, remedy) in
+            [(0o777, "`chmod go-w "), (0o1777, "name a folder in it"), (0o702, "`chmod go-w ")]
+        {
             fs::set_permissions(&folder, fs::Permissions::from_mode(mode)).unwrap();
             let why = exposed(&folder).unwrap().unwrap();
             assert!(why.contains("by every user") && why.contains(remedy), "{mode:o}: {why}");
@@ -137,11 +156,17 @@ mod tests {
         let [target, link] = ["target", "link"].map(|name| folder.path().join(name));
         fs::write(&target, "kept").unwrap();
         symlink(&target, &link).unwrap();
-        assert!(open_lock(&link).is_err() && open_file(&link).is_err() && open_file(&target).is_ok());
+        assert!(
+            open_lock(&link).is_err() && open_file(&link).is_err() && open_file(&target).is_ok()
+        );
         io::Write::write_all(&mut replace(&link).unwrap(), b"new").unwrap();
         let pipe = folder.path().join("pipe");
-        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+            .unwrap();
         assert!(open_lock(&pipe).is_err() && open_file(&pipe).is_err());
-        assert_eq!([fs::read(&target).unwrap(), fs::read(&link).unwrap()], [b"kept".to_vec(), b"new".to_vec()]);
+        assert_eq!(
+            [fs::read(&target).unwrap(), fs::read(&link).unwrap()],
+            [b"kept".to_vec(), b"new".to_vec()]
+        );
     }
 }

@@ -19,6 +19,9 @@ mod tests {
 
     #[test]
     fn a_terminal_finds_nothing_to_act_on() {
-        assert_eq!(printable("ä\u{1b}[2J\nb\u{9b}c\u{202e}d\0"), "ä\u{fffd}[2J b\u{fffd}c\u{fffd}d\u{fffd}");
+        assert_eq!(
+            printable("ä\u{1b}[2J\nb\u{9b}c\u{202e}d\0"),
+            "ä\u{fffd}[2J b\u{fffd}c\u{fffd}d\u{fffd}"
+        );
     }
 }

@@ -12,20 +12,30 @@ const MOST_PADDING: usize = 1 << 16;
 ///
 /// # Errors
 /// A sentence naming the size.
-pub(crate) fn bounded(model: &ModelConfig, largest: usize, layers: usize) -> std::result::Result<(), String> {
+pub(crate) fn bounded(
+    model: &ModelConfig,
+    largest: usize,
+    layers: usize,
+) -> std::result::Result<(), String> {
     if model.num_layers > layers {
         return Err(format!("{} layers, where there are {layers} at most", model.num_layers));
     }
     if let Some(extent) = extents(model).into_iter().find(|&extent| extent > largest) {
-        return Err(format!("tensors with an extent of {extent}, where there are none of more than {largest}"));
+        return Err(format!(
+            "tensors with an extent of {extent}, where there are none of more than {largest}"
+        ));
     }
     let positions = model.seq_length.max(model.max_position_embeddings);
     if positions > MOST_POSITIONS {
-        return Err(format!("sequences of {positions} tokens; more than {MOST_POSITIONS} are taken for a mistake"));
+        return Err(format!(
+            "sequences of {positions} tokens; more than {MOST_POSITIONS} are taken for a mistake"
+        ));
     }
     let multiple = model.make_vocab_size_divisible_by;
     if multiple > MOST_PADDING {
-        return Err(format!("a vocabulary padded to {multiple}; more than {MOST_PADDING} are taken for a mistake"));
+        return Err(format!(
+            "a vocabulary padded to {multiple}; more than {MOST_PADDING} are taken for a mistake"
+        ));
     }
     Ok(())
 }

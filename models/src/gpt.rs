@@ -12,7 +12,8 @@ use megatron::config::{ModelConfig, PositionEmbedding, Recompute, RunConfig};
 use megatron::params::{ParamSpec, ParamsBuilder};
 use megatron::pipeline::{Chunk, ChunkCosts};
 use megatron::tensor_parallel::{
-    AttentionSpec, BlockSpec, Embedding, Head, Layer, MlpSpec, NormSpec, TransformerLayer, VocabSpec,
+    AttentionSpec, BlockSpec, Embedding, Head, Layer, MlpSpec, NormSpec, TransformerLayer,
+    VocabSpec,
 };
 use megatron::train::{Ends, LayerKept, ModelBuilder};
 
@@ -42,12 +43,20 @@ impl Gpt {
         let rope = match config.position_embedding {
             PositionEmbedding::Rope => {
                 let frequencies = rope_frequencies(config.head_dim, config.rotary_base);
-                let frequencies: Vec<f64> = frequencies.into_iter().map(|f| config.rope_scaling.apply(f)).collect();
+                let frequencies: Vec<f64> =
+                    frequencies.into_iter().map(|f| config.rope_scaling.apply(f)).collect();
                 // Angles do not survive 16 bits.
                 let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-                Some(Arc::new(RopeTable::with_frequencies(config.seq_length, &frequencies, dtype, device)?))
+                Some(Arc::new(RopeTable::with_frequencies(
+                    config.seq_length,
+                    &frequencies,
+                    dtype,
+                    device,
+                )?))
             }
-            PositionEmbedding::LearnedAbsolute | PositionEmbedding::Alibi | PositionEmbedding::None => None,
+            PositionEmbedding::LearnedAbsolute
+            | PositionEmbedding::Alibi
+            | PositionEmbedding::None => None,
         };
         Ok(Self::assemble(config, tp, sequence_parallel, recompute, rope, device))
     }
@@ -205,7 +214,10 @@ impl ModelBuilder for Gpt {
         let attention = if self.recompute == Recompute::Selective { 0 } else { q };
         // The stream and what was normalized of it, twice; QKV, attention, what the activation
         // function is applied to.
-        LayerKept { all: (4 * input + (q + 2 * kv + attention + fc1) / tp) as u64, input: input as u64 }
+        LayerKept {
+            all: (4 * input + (q + 2 * kv + attention + fc1) / tp) as u64,
+            input: input as u64,
+        }
     }
 
     fn tied(&self) -> bool {
@@ -217,7 +229,14 @@ impl ModelBuilder for Gpt {
             let positions = (self.config.position_embedding == PositionEmbedding::LearnedAbsolute)
                 .then_some(self.config.max_position_embeddings);
             let norm = self.config.embed_layernorm.then_some(&self.block.norm);
-            Embedding::declare(&self.vocab, positions, norm, self.config.hidden_dropout, self.sequence_parallel, params)
+            Embedding::declare(
+                &self.vocab,
+                positions,
+                norm,
+                self.config.hidden_dropout,
+                self.sequence_parallel,
+                params,
+            )
         });
         let layers = layers
             .map(|layer| {
@@ -237,7 +256,10 @@ mod tests {
 
     #[test]
     fn slopes_of_a_power_of_two_are_geometric_and_others_fill_in_between() {
-        assert_eq!(alibi_slopes(8), [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]);
+        assert_eq!(
+            alibi_slopes(8),
+            [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
+        );
         assert_eq!(alibi_slopes(1), [1.0 / 256.0]);
         let six = alibi_slopes(6);
         assert_eq!(six[..4], alibi_slopes(4));

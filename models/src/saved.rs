@@ -39,17 +39,24 @@ impl SavedGpt {
         let path = manifest.folder();
         let run = saved_run(path, &manifest.state)?;
         let model = &run.model;
-        let params = manifest.tensors.iter().filter(|tensor| tensor.kind == StateKind::Param && tensor.numel() > 0);
+        let params = manifest
+            .tensors
+            .iter()
+            .filter(|tensor| tensor.kind == StateKind::Param && tensor.numel() > 0);
         let largest = params.clone().flat_map(|tensor| &tensor.shape).max().copied().unwrap_or(0);
         bounded(model, largest, params.count()).map_err(|why| {
-            Error::checkpoint(path, format!("its manifest names a model that its tensors are too small for: {why}"))
+            Error::checkpoint(
+                path,
+                format!("its manifest names a model that its tensors are too small for: {why}"),
+            )
         })?;
-        ParallelConfig::default()
-            .validate_with(model, &Sources::default())
-            .map_err(|e| Error::checkpoint(path, format!("its manifest names an impossible model: {e}")))?;
+        ParallelConfig::default().validate_with(model, &Sources::default()).map_err(|e| {
+            Error::checkpoint(path, format!("its manifest names an impossible model: {e}"))
+        })?;
         let specs = Gpt::specs(model)?;
-        manifest
-            .check_matches(specs.iter().map(|spec| (spec.name.as_str(), StateKind::Param, spec.shape.as_slice())))?;
+        manifest.check_matches(
+            specs.iter().map(|spec| (spec.name.as_str(), StateKind::Param, spec.shape.as_slice())),
+        )?;
         Ok(Self { manifest, run })
     }
 
@@ -61,7 +68,9 @@ impl SavedGpt {
         parallel.validate_with(&self.run.model, sources)?;
         let world = parallel.world_size();
         if world > MOST_RANKS {
-            return Err(Error::config(format!("{world} ranks are more than the {MOST_RANKS} that a layout may have")));
+            return Err(Error::config(format!(
+                "{world} ranks are more than the {MOST_RANKS} that a layout may have"
+            )));
         }
         Ok(())
     }

@@ -43,17 +43,21 @@ fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
     for layer in &chunk.layers {
         x = layer.forward(x, &ctx)?.0;
     }
-    let rows: Result<Vec<_>> = (0..length).map(|row| Ok(head.logits_at(&x, &[row], &ctx)?.flatten_all()?)).collect();
+    let rows: Result<Vec<_>> =
+        (0..length).map(|row| Ok(head.logits_at(&x, &[row], &ctx)?.flatten_all()?)).collect();
     Ok(Tensor::stack(&rows?, 0)?)
 }
 
 fn main() -> Result<()> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let [folder, tokens, out] = words.as_slice() else {
-        return Err(Error::config("usage: logits CHECKPOINT TOKENS.safetensors LOGITS.safetensors"));
+        return Err(Error::config(
+            "usage: logits CHECKPOINT TOKENS.safetensors LOGITS.safetensors",
+        ));
     };
     let held = candle_core::safetensors::load(tokens, &Device::Cpu)?;
-    let tokens = held.get("tokens").ok_or_else(|| Error::config("there is no tensor called tokens"))?;
+    let tokens =
+        held.get("tokens").ok_or_else(|| Error::config("there is no tensor called tokens"))?;
     let logits = logits(Path::new(folder), tokens)?;
     Ok(candle_core::safetensors::save(&HashMap::from([("logits", logits)]), out)?)
 }

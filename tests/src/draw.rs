@@ -64,7 +64,11 @@ pub fn model(r: &mut Random) -> RunConfig {
         PositionEmbedding::None,
     ]);
     if m.position_embedding == PositionEmbedding::Rope {
-        m.rope_scaling = r.one(&[RopeScaling::None, RopeScaling::Linear { factor: 2.5 }, RopeScaling::llama3(8.0)]);
+        m.rope_scaling = r.one(&[
+            RopeScaling::None,
+            RopeScaling::Linear { factor: 2.5 },
+            RopeScaling::llama3(8.0),
+        ]);
     }
     if r.chance(25) {
         let full_layers = (0..m.num_layers).filter(|_| r.chance(30)).collect();
@@ -91,7 +95,10 @@ pub fn model(r: &mut Random) -> RunConfig {
         Precision::Fp32,
         Precision::Fp32,
         Precision::Bf16,
-        Precision::Fp16(LossScaling::Dynamic(DynamicLossScale { initial: 4096.0, ..Default::default() })),
+        Precision::Fp16(LossScaling::Dynamic(DynamicLossScale {
+            initial: 4096.0,
+            ..Default::default()
+        })),
     ]);
     let o = &mut config.optimizer;
     o.kind = r.one(&[OptimizerKind::Adam, OptimizerKind::Adam, OptimizerKind::Sgd]);
@@ -99,7 +106,8 @@ pub fn model(r: &mut Random) -> RunConfig {
     o.adam_eps = 1e-5;
     o.lr = if o.kind == OptimizerKind::Adam { 1e-3 } else { 0.05 };
     o.clip_grad = r.one(&[0.0, 0.1, 1.0, 100.0]);
-    if o.kind == OptimizerKind::Adam && config.training.precision != Precision::Fp64 && r.chance(30) {
+    if o.kind == OptimizerKind::Adam && config.training.precision != Precision::Fp64 && r.chance(30)
+    {
         (o.exp_avg_dtype, o.exp_avg_sq_dtype) = r.one(&[
             (MomentDtype::Bf16, MomentDtype::Fp32),
             (MomentDtype::Fp32, MomentDtype::Bf16),
@@ -128,14 +136,19 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
         p.overlap_grad_reduce = r.chance(50);
         p.bucket_size = r.one(&[1, 100, 1000, 40_000_000]);
         if p.pipeline_model_parallel_size > 1 {
-            p.schedule = r.one(&[ScheduleKind::Gpipe, ScheduleKind::OneFOneB, ScheduleKind::Interleaved]);
+            p.schedule =
+                r.one(&[ScheduleKind::Gpipe, ScheduleKind::OneFOneB, ScheduleKind::Interleaved]);
             p.delay_wgrad_compute = r.chance(40);
             match p.schedule {
                 ScheduleKind::Interleaved => p.virtual_pipeline_size = r.one(&[2, 3, 4]),
                 ScheduleKind::OneFOneB => p.extra_warmup = r.one(&[0, 0, 1, 3]),
                 ScheduleKind::Gpipe => {}
             }
-            p.partition = r.one(&[PartitionMethod::Uniform, PartitionMethod::Parameters, PartitionMethod::Flops]);
+            p.partition = r.one(&[
+                PartitionMethod::Uniform,
+                PartitionMethod::Parameters,
+                PartitionMethod::Flops,
+            ]);
             if r.chance(25) {
                 p.partition = PartitionMethod::Explicit(dealt(
                     r,
@@ -177,8 +190,10 @@ pub fn data(r: &mut Random, config: &mut RunConfig) -> Sources {
         let ends = DocumentEnds {
             token: 1,
             mask_loss: r.chance(50),
-            reset_positions: !matches!(m.position_embedding, PositionEmbedding::Alibi | PositionEmbedding::None)
-                && r.chance(50),
+            reset_positions: !matches!(
+                m.position_embedding,
+                PositionEmbedding::Alibi | PositionEmbedding::None
+            ) && r.chance(50),
             reset_attention: r.chance(50),
         };
         config.data.eod_mask_loss = ends.mask_loss;

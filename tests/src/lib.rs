@@ -36,7 +36,11 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             head_dim: 4,
             seq_length: 16,
             max_position_embeddings: 16,
-            position_embedding: if gpt2 { PositionEmbedding::LearnedAbsolute } else { PositionEmbedding::Rope },
+            position_embedding: if gpt2 {
+                PositionEmbedding::LearnedAbsolute
+            } else {
+                PositionEmbedding::Rope
+            },
             rotary_base: 10_000.0,
             rope_scaling: RopeScaling::None,
             sliding_window: None,
@@ -156,7 +160,11 @@ impl Tokens {
             state ^= state << 13;
             state ^= state >> 7;
             state ^= state << 17;
-            token = if state.is_multiple_of(4) { (state >> 32) as u32 % vocab } else { (token * 7 + 3) % vocab };
+            token = if state.is_multiple_of(4) {
+                (state >> 32) as u32 % vocab
+            } else {
+                (token * 7 + 3) % vocab
+            };
             token
         });
         Self { tokens: tokens.collect(), seq_length }
@@ -181,7 +189,13 @@ impl SampleSource for Tokens {
 
 /// Sources that all read `train`.
 pub fn sources(train: Tokens) -> Sources {
-    Sources { train: Arc::new(train), valid: None, test: None, document_ends: None, fingerprint: String::new() }
+    Sources {
+        train: Arc::new(train),
+        valid: None,
+        test: None,
+        document_ends: None,
+        fingerprint: String::new(),
+    }
 }
 
 /// Runs `body` on every rank of a world of threads; results in rank order.
@@ -205,7 +219,9 @@ pub fn on_ranks_with<T: Send>(
         };
         let results: Vec<Result<T>> = handles.into_iter().map(join).collect();
         // The cause, rather than a peer's report that another rank left.
-        let cause = results.iter().position(|r| matches!(r, Err(e) if !matches!(e, Error::PeerLost { .. })));
+        let cause = results
+            .iter()
+            .position(|r| matches!(r, Err(e) if !matches!(e, Error::PeerLost { .. })));
         match cause {
             Some(at) => results.into_iter().nth(at).into_iter().collect(),
             None => results.into_iter().collect(),
@@ -230,7 +246,10 @@ pub type Shares = Vec<(String, StateKind, Vec<usize>, Vec<Piece>, Vec<f32>)>;
 /// The shares of one rank.
 pub fn shares(trainer: &Trainer) -> Result<Shares> {
     let shards = trainer.owned_shards()?;
-    shards.into_iter().map(|s| Ok((s.name, s.kind, s.global_shape, s.pieces, s.data.to_f32()?))).collect()
+    shards
+        .into_iter()
+        .map(|s| Ok((s.name, s.kind, s.global_shape, s.pieces, s.data.to_f32()?)))
+        .collect()
 }
 
 /// Puts the shares of all ranks together; panics where an element is missing or given twice.
@@ -306,7 +325,12 @@ pub fn train_overlapping(config: &RunConfig, steps: usize) -> Result<Run> {
 }
 
 /// Trains `steps` steps on `data`, from a checkpoint if one is given.
-pub fn train_on(data: &Sources, config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -> Result<Run> {
+pub fn train_on(
+    data: &Sources,
+    config: &RunConfig,
+    checkpoint: Option<&Path>,
+    steps: usize,
+) -> Result<Run> {
     train_with(CommOptions::default(), data, config, checkpoint, steps)
 }
 
@@ -333,8 +357,13 @@ pub fn train_with(
     })?;
     let numbers = ranks[0].0.clone();
     // By bits: the norm of gradients that overflow is not a number.
-    let bits = |numbers: &[(f64, f64)]| numbers.iter().map(|(l, n)| (l.to_bits(), n.to_bits())).collect::<Vec<_>>();
-    assert!(ranks.iter().all(|r| bits(&r.0) == bits(&numbers)), "ranks disagree on loss or gradient norm");
+    let bits = |numbers: &[(f64, f64)]| {
+        numbers.iter().map(|(l, n)| (l.to_bits(), n.to_bits())).collect::<Vec<_>>()
+    };
+    assert!(
+        ranks.iter().all(|r| bits(&r.0) == bits(&numbers)),
+        "ranks disagree on loss or gradient norm"
+    );
     let (mut initial, mut last) = (Vec::new(), Vec::new());
     for (_, i, l) in ranks {
         initial.push(i);

@@ -51,7 +51,8 @@ pub fn logits(trainer: &Trainer, tokens: &[u32]) -> Result<Option<Vec<f32>>> {
         stage.pp.send(&x.0, rank + 1, Payload::Activation.tag())?.wait()?;
         return Ok(None);
     };
-    let rows = (0..length).map(|row| Ok(head.logits_at(&x, &[row], &ctx)?.flatten_all()?.to_vec1::<f32>()?));
+    let rows = (0..length)
+        .map(|row| Ok(head.logits_at(&x, &[row], &ctx)?.flatten_all()?.to_vec1::<f32>()?));
     Ok(Some(rows.collect::<Result<Vec<_>>>()?.concat()))
 }
 

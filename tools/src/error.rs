@@ -46,6 +46,9 @@ impl Error {
 
     /// Whether this rank failed only because another one did. The supervisor then looks further for the cause.
     pub fn blames_a_peer(&self) -> bool {
-        matches!(self, Self::Run(megatron::Error::PeerLost { .. } | megatron::Error::Timeout { .. }))
+        matches!(
+            self,
+            Self::Run(megatron::Error::PeerLost { .. } | megatron::Error::Timeout { .. })
+        )
     }
 }

@@ -106,7 +106,11 @@ mod tests {
 
     #[test]
     fn a_fault_survives_its_line() {
-        let fault = Fault { message: "two\nlines and \"quotes\"".into(), blames_a_peer: true, comes_again: true };
+        let fault = Fault {
+            message: "two\nlines and \"quotes\"".into(),
+            blames_a_peer: true,
+            comes_again: true,
+        };
         let line = fault.to_line().unwrap();
         assert!(!line.contains('\n'));
         assert_eq!(Fault::from_line(&line), Some(fault));

@@ -28,10 +28,12 @@ pub fn main() -> ExitCode {
     launch::adjust();
     launch::watch_supervisor();
     let code = catch_unwind(AssertUnwindSafe(|| {
-        run().and_then(|code| if code == 0 { printed().map(|()| 0) } else { Ok(code) }).unwrap_or_else(|error| {
-            fault::report(&error);
-            error.exit_code()
-        })
+        run()
+            .and_then(|code| if code == 0 { printed().map(|()| 0) } else { Ok(code) })
+            .unwrap_or_else(|error| {
+                fault::report(&error);
+                error.exit_code()
+            })
     }));
     match code.unwrap_or(fault::PANICKED) {
         0 => ExitCode::SUCCESS,
@@ -59,7 +61,9 @@ fn run() -> error::Result<u8> {
         Ok(Request::Eval(args)) => commands::eval::run(&args),
         Err(Stop::Error(error)) => Err(error),
         // Under a supervisor, the usage errors of all ranks become one message.
-        Err(Stop::Clap(error)) if error.use_stderr() && std::env::var_os(fault::SUPERVISED).is_some() => {
+        Err(Stop::Clap(error))
+            if error.use_stderr() && std::env::var_os(fault::SUPERVISED).is_some() =>
+        {
             Err(Error::usage(error.to_string().trim_start_matches("error: ").trim_end()))
         }
         // Help and versions go to standard output.

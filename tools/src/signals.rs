@@ -32,7 +32,8 @@ impl StopSignal {
     /// # Errors
     /// If the operating system refuses.
     pub fn listen(does: Option<&'static str>) -> Result<Self> {
-        let stop = Self { flag: Arc::default(), signal: Arc::default(), does, told: Arc::default() };
+        let stop =
+            Self { flag: Arc::default(), signal: Arc::default(), does, told: Arc::default() };
         let register = || -> std::io::Result<()> {
             let signals = STOP_SIGNALS.into_iter().filter(|signal| !is_ignored(*signal));
             let signals: Vec<i32> = signals.collect();
@@ -52,7 +53,8 @@ impl StopSignal {
             }
             Ok(())
         };
-        register().map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
+        register()
+            .map_err(|source| Error::Io { action: "listen for signals".to_string(), source })?;
         Ok(stop)
     }
 
@@ -80,7 +82,8 @@ impl StopSignal {
             let start = if std::io::stderr().is_terminal() { "\r\x1b[2K" } else { "" };
             let signal = signal_name(signal.into());
             // Nobody may be there to read it.
-            let _ = writeln!(std::io::stderr(), "{start}{signal}: {does}; Ctrl-C now stops at once");
+            let _ =
+                writeln!(std::io::stderr(), "{start}{signal}: {does}; Ctrl-C now stops at once");
         }
     }
 
@@ -95,7 +98,8 @@ impl StopSignal {
         // SIGTERM is also how a supervisor passes another one on.
         let mine = self.signal().unwrap_or(0);
         let all = world.all_gather_bytes(&[mine]).unwrap_or_else(|_| vec![vec![mine]]);
-        let told = all.iter().filter_map(|signal| signal.first().copied()).filter(|signal| *signal != 0);
+        let told =
+            all.iter().filter_map(|signal| signal.first().copied()).filter(|signal| *signal != 0);
         128 + told.min_by_key(|signal| i32::from(*signal) == SIGTERM).unwrap_or(SIGTERM as u8)
     }
 

@@ -37,7 +37,8 @@ fn gelu_square<T: Float>(x: T) -> T {
 /// The sigmoid of u, given x and x².
 #[inline(always)]
 fn gelu_sigmoid<T: Float>(x: T, square: T) -> T {
-    let (linear, cubic) = (T::of(-GELU * std::f64::consts::LOG2_E), T::of(-GELU_CUBIC * std::f64::consts::LOG2_E));
+    let (linear, cubic) =
+        (T::of(-GELU * std::f64::consts::LOG2_E), T::of(-GELU_CUBIC * std::f64::consts::LOG2_E));
     sigmoid_of_bits(x * square.fused(cubic, linear))
 }
 
@@ -135,7 +136,11 @@ pub fn forward<E: Elem, A: Activation>(x: &Tensor, op: &'static str) -> Result<T
 }
 
 /// The gradient of `x` of [`forward`].
-pub fn backward<E: Elem, A: Activation>(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor> {
+pub fn backward<E: Elem, A: Activation>(
+    dy: &Tensor,
+    x: &Tensor,
+    op: &'static str,
+) -> Result<Tensor> {
     let (xs, dys) = (View::<E>::new(x, op, "x")?, View::<E>::new(dy, op, "dy")?);
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
     output::for_products(x.dims(), parallel::GRAIN, x, |start, dx| {
@@ -204,7 +209,12 @@ fn swiglu_line<'a, E: Elem>(gate: &[E], up: &[E], y: Uninit<'a, E>) -> &'a mut [
     )
 }
 
-pub fn swiglu_backward<E: Elem>(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<Tensor> {
+pub fn swiglu_backward<E: Elem>(
+    dy: &Tensor,
+    x: &Tensor,
+    f: usize,
+    op: &'static str,
+) -> Result<Tensor> {
     let (xs, dys) = (View::<E>::new(x, op, "x")?, View::<E>::new(dy, op, "dy")?);
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
     output::for_products(x.dims(), parallel::rows_per_block(f) * 2 * f, x, |start, dx| {
@@ -241,7 +251,12 @@ fn swiglu_gradients<T: Float>(gate: T, up: T, dy: T, s: T) -> [T; 2] {
     [through * up * gate.fused(T::ONE - s, T::ONE), through * gate]
 }
 
-pub fn swiglu_backward_recompute<E: Elem>(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<[Tensor; 2]> {
+pub fn swiglu_backward_recompute<E: Elem>(
+    dy: &Tensor,
+    x: &Tensor,
+    f: usize,
+    op: &'static str,
+) -> Result<[Tensor; 2]> {
     let (xs, dys) = (View::<E>::new(x, op, "x")?, View::<E>::new(dy, op, "dy")?);
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
     output::rows_for_products(&x.dims()[..x.rank() - 1], f, x, |row, results| {
@@ -250,7 +265,10 @@ pub fn swiglu_backward_recompute<E: Elem>(dy: &Tensor, x: &Tensor, f: usize, op:
     })
 }
 
-fn swiglu_backward_recompute_line<'a, E: Elem>(operands: [&[E]; 3], results: [Uninit<'a, E>; 3]) -> [&'a mut [E]; 3] {
+fn swiglu_backward_recompute_line<'a, E: Elem>(
+    operands: [&[E]; 3],
+    results: [Uninit<'a, E>; 3],
+) -> [&'a mut [E]; 3] {
     vectorize(
         #[inline(always)]
         || {

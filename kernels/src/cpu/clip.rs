@@ -9,7 +9,8 @@ use crate::tensor::view::View;
 
 /// Norm, factor, and whether the step is applied: f32 `[3]`, from shares of the squared norm.
 pub fn judge(shares: &Tensor, max_norm: f32, loss_scale: f64, op: &'static str) -> Result<Tensor> {
-    let total: f64 = View::<f64>::new(shares, op, "shares")?.iter().fold(0.0, |sum, share| sum + share);
+    let total: f64 =
+        View::<f64>::new(shares, op, "shares")?.iter().fold(0.0, |sum, share| sum + share);
     let norm = (total.sqrt() / loss_scale) as f32;
     let ratio = max_norm / (norm + 1e-6);
     let clip = if max_norm > 0.0 && ratio < 1.0 { ratio } else { 1.0 };

@@ -18,7 +18,12 @@ fn target_ids(targets: &Tensor, rows: usize, op: &'static str) -> Result<Vec<u32
     copied(targets, op, "targets")
 }
 
-fn per_row<T: Float>(t: &Tensor, rows: usize, op: &'static str, what: &'static str) -> Result<Vec<T>> {
+fn per_row<T: Float>(
+    t: &Tensor,
+    rows: usize,
+    op: &'static str,
+    what: &'static str,
+) -> Result<Vec<T>> {
     expect_elements(op, what, t, rows)?;
     copied(t, op, what)
 }
@@ -125,7 +130,8 @@ pub fn rebase<T: Float>(
     let rows = max.elem_count();
     let targets = target_ids(targets, rows, op)?;
 
-    let (own, all) = (per_row::<T>(own_max, rows, op, "own_max")?, per_row::<T>(max, rows, op, "max")?);
+    let (own, all) =
+        (per_row::<T>(own_max, rows, op, "own_max")?, per_row::<T>(max, rows, op, "max")?);
     with_slice_mut::<T, _>(sums, op, |sums| {
         let (totals, target_logits) = sums.split_at_mut(rows);
         for row in 0..rows {
@@ -141,13 +147,20 @@ pub fn rebase<T: Float>(
     })
 }
 
-pub fn add_losses<T: Float>(total: &Tensor, sums: &Tensor, mask: &Tensor, op: &'static str) -> Result<()> {
+pub fn add_losses<T: Float>(
+    total: &Tensor,
+    sums: &Tensor,
+    mask: &Tensor,
+    op: &'static str,
+) -> Result<()> {
     let rows = mask.elem_count();
 
     let (sums, mask) = (copied::<T>(sums, op, "sums")?, copied::<f32>(mask, op, "mask")?);
     let (sum_exp, target) = sums.split_at(rows);
     with_slice_mut::<f64, _>(total, op, |total| {
-        for ((sum_exp, target), mask) in sum_exp.iter().zip(target).zip(mask).filter(|(_, mask)| *mask != 0.0) {
+        for ((sum_exp, target), mask) in
+            sum_exp.iter().zip(target).zip(mask).filter(|(_, mask)| *mask != 0.0)
+        {
             total[0] += (Float::ln(*sum_exp) - *target).f64() * f64::from(mask);
         }
         Ok(())
@@ -190,7 +203,12 @@ fn gradients<T: Float>(
     Ok((0..rows).map(row).collect())
 }
 
-pub fn backward<E: Elem>(logits: &Tensor, of: Rows, columns: Columns, op: &'static str) -> Result<()> {
+pub fn backward<E: Elem>(
+    logits: &Tensor,
+    of: Rows,
+    columns: Columns,
+    op: &'static str,
+) -> Result<()> {
     let (rows, v) = rows_of(logits, op)?;
     let valid = columns.valid;
     let rows = gradients::<E::Acc>(op, of, rows, columns)?;

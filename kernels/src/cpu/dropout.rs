@@ -66,10 +66,14 @@ fn add_line<'a, E: Elem>(
                 *factor = if word < mask.threshold { E::Acc::ZERO } else { scale };
             }
             // What is dropped is 0 even where it was not finite.
-            let keep = |v: E::Acc, factor: E::Acc| if factor > E::Acc::ZERO { v * factor } else { E::Acc::ZERO };
+            let keep = |v: E::Acc, factor: E::Acc| {
+                if factor > E::Acc::ZERO { v * factor } else { E::Acc::ZERO }
+            };
             let factors = &*factors;
             match (bias, residual) {
-                (Some(b), Some(r)) => y.each([x, r], [b, factors], |[x, r], [b, f]| keep(x + b, f) + r),
+                (Some(b), Some(r)) => {
+                    y.each([x, r], [b, factors], |[x, r], [b, f]| keep(x + b, f) + r)
+                }
                 (Some(b), None) => y.each([x], [b, factors], |[x], [b, f]| keep(x + b, f)),
                 (None, Some(r)) => y.each([x, r], [factors], |[x, r], [f]| keep(x, f) + r),
                 (None, None) => y.each([x], [factors], |[x], [f]| keep(x, f)),

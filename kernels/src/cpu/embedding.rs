@@ -19,7 +19,12 @@ fn local(id: u32, first_row: usize, rows: usize) -> Option<usize> {
     (id as usize).checked_sub(first_row).filter(|&row| row < rows)
 }
 
-pub fn forward<E: Elem>(ids: &Tensor, weight: &Tensor, first_row: usize, op: &'static str) -> Result<Tensor> {
+pub fn forward<E: Elem>(
+    ids: &Tensor,
+    weight: &Tensor,
+    first_row: usize,
+    op: &'static str,
+) -> Result<Tensor> {
     let (rows, h) = weight.dims2()?;
 
     let (ids_view, w) = (View::<u32>::new(ids, op, "ids")?, View::<E>::new(weight, op, "weight")?);
@@ -63,7 +68,12 @@ pub fn backward<E: Elem>(
                         if let Some(row) = local(id, first_row, rows) {
                             // SAFETY: row < rows and own.end ≤ h, so the range lies in dweight [rows, h]; tasks own other
                             // columns, so no two write one element.
-                            let dw = unsafe { std::slice::from_raw_parts_mut(dw.at(row * h + own.start), own.len()) };
+                            let dw = unsafe {
+                                std::slice::from_raw_parts_mut(
+                                    dw.at(row * h + own.start),
+                                    own.len(),
+                                )
+                            };
                             for (dw, dy) in dw.iter_mut().zip(&dy[own.clone()]) {
                                 *dw += dy.load();
                             }

@@ -106,13 +106,23 @@ pub fn into<E: Elem>(
     })
 }
 
-fn with_slice_mut_of<T: Elem>(t: &Tensor, op: &'static str, f: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+fn with_slice_mut_of<T: Elem>(
+    t: &Tensor,
+    op: &'static str,
+    f: impl FnOnce(&mut [T]) -> Result<()>,
+) -> Result<()> {
     expect_dtype(op, t, T::DTYPE)?;
     with_slice_mut(t, op, f)
 }
 
 /// Writes all of `dx`, which has room for `rows · k` elements.
-fn write_dgrad<E: Elem>(dy: &Tensor, w: &Tensor, [rows, k, n]: [usize; 3], dx: *mut E, op: &'static str) -> Result<()> {
+fn write_dgrad<E: Elem>(
+    dy: &Tensor,
+    w: &Tensor,
+    [rows, k, n]: [usize; 3],
+    dx: *mut E,
+    op: &'static str,
+) -> Result<()> {
     let ((dy, dy_row), w) = (View::<E>::rows(dy, op, "dy")?, View::<E>::new(w, op, "weight")?);
     let (a, b) = (Mat(dy.as_ptr(), dy_row, 1), Mat(w.as_ptr(), k, 1));
     // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k]; the rows of dy lie as far apart as they say.
@@ -120,18 +130,35 @@ fn write_dgrad<E: Elem>(dy: &Tensor, w: &Tensor, [rows, k, n]: [usize; 3], dx: *
     Ok(())
 }
 
-pub fn dgrad<E: Elem>(dy: &Tensor, w: &Tensor, dims: [usize; 3], op: &'static str) -> Result<Tensor> {
+pub fn dgrad<E: Elem>(
+    dy: &Tensor,
+    w: &Tensor,
+    dims: [usize; 3],
+    op: &'static str,
+) -> Result<Tensor> {
     let [rows, k, _] = dims;
 
     let dx = written(rows * k, |dx| write_dgrad::<E>(dy, w, dims, dx, op))?;
     tensor(dx, with_last(dy, k), dy)
 }
 
-pub fn dgrad_into<E: Elem>(dy: &Tensor, w: &Tensor, dims: [usize; 3], dx: &Tensor, op: &'static str) -> Result<()> {
+pub fn dgrad_into<E: Elem>(
+    dy: &Tensor,
+    w: &Tensor,
+    dims: [usize; 3],
+    dx: &Tensor,
+    op: &'static str,
+) -> Result<()> {
     with_slice_mut::<E, _>(dx, op, |dx| write_dgrad::<E>(dy, w, dims, dx.as_mut_ptr(), op))
 }
 
-pub fn wgrad<E: Elem>(dy: &Tensor, x: &Tensor, dw: &Tensor, add: bool, op: &'static str) -> Result<()> {
+pub fn wgrad<E: Elem>(
+    dy: &Tensor,
+    x: &Tensor,
+    dw: &Tensor,
+    add: bool,
+    op: &'static str,
+) -> Result<()> {
     let ((rows, n), (_, k)) = (rows_of(dy, op)?, rows_of(x, op)?);
 
     let ((dy, dy_row), (x, x_row)) = (View::<E>::rows(dy, op, "dy")?, View::<E>::rows(x, op, "x")?);

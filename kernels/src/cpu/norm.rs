@@ -33,18 +33,19 @@ pub fn forward<E: Elem>(
     let mut stats = vec![[E::Acc::ZERO; 2]; rows];
     let (inv_h, eps) = (E::Acc::of(1.0 / h as f64), E::Acc::of(eps));
     let block = parallel::rows_per_block(h);
-    let y = output::blocks2(rows * h, block * h, &mut stats, block, |i, y: Uninit<'_, E>, stats| {
-        let mut stats = stats.iter_mut();
-        y.parts(h, |at, y| {
-            let x = &xs[i * block * h + at..][..h];
-            prefetch_ahead(x);
-            let (y, row) = forward_line(x, &weight, bias.as_deref(), (inv_h, eps), y);
-            if let Some(stats) = stats.next() {
-                *stats = row;
-            }
-            y
-        })
-    });
+    let y =
+        output::blocks2(rows * h, block * h, &mut stats, block, |i, y: Uninit<'_, E>, stats| {
+            let mut stats = stats.iter_mut();
+            y.parts(h, |at, y| {
+                let x = &xs[i * block * h + at..][..h];
+                prefetch_ahead(x);
+                let (y, row) = forward_line(x, &weight, bias.as_deref(), (inv_h, eps), y);
+                if let Some(stats) = stats.next() {
+                    *stats = row;
+                }
+                y
+            })
+        });
     let column = |c: usize| tensor(stats.iter().map(|s| s[c]).collect::<Vec<E::Acc>>(), rows, x);
     let mean = if bias.is_some() { Some(column(0)?) } else { None };
     Ok((tensor(y, x.dims(), x)?, NormStats { mean, rstd: column(1)? }))
@@ -94,7 +95,10 @@ pub fn backward<E: Elem>(op: &'static str, of: &Backward) -> Result<Tensor> {
         let (dweight, dbias) = partial.split_at_mut(h);
         dx.parts(h, |at, dx| {
             let at = i * ROW_BLOCK * h + at;
-            [Some(xs), Some(dys), residual].into_iter().flatten().for_each(|t| prefetch_ahead(&t[at..at + h]));
+            [Some(xs), Some(dys), residual]
+                .into_iter()
+                .flatten()
+                .for_each(|t| prefetch_ahead(&t[at..at + h]));
             let row = Row {
                 x: &xs[at..at + h],
                 dy: &dys[at..at + h],
@@ -139,7 +143,9 @@ impl<E: Elem> Row<'_, E> {
                 let &Self { x, dy, weight, mean, rstd, inv_h } = self;
                 let [along, across] = self.sums(dweight, dbias).map(|sum| sum * inv_h);
                 let across = if dbias.is_empty() { E::Acc::ZERO } else { across };
-                let dx_of = |dy: E::Acc, x: E::Acc, w: E::Acc| rstd * (dy * w - across - (x - mean) * rstd * along);
+                let dx_of = |dy: E::Acc, x: E::Acc, w: E::Acc| {
+                    rstd * (dy * w - across - (x - mean) * rstd * along)
+                };
                 match residual {
                     Some(r) => dx.each([r, dy, x], [weight], |[r, dy, x], [w]| dx_of(dy, x, w) + r),
                     None => dx.each([dy, x], [weight], |[dy, x], [w]| dx_of(dy, x, w)),

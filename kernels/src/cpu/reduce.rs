@@ -107,7 +107,11 @@ fn add<E: Elem>(dst: &Tensor, src: &[E], op: &'static str) -> Result<()> {
         parallel::blocks(dst, parallel::GRAIN, |start, dst| {
             vectorize(
                 #[inline(always)]
-                || dst.iter_mut().zip(&src[start..]).for_each(|(d, s)| *d = E::store(d.load() + s.load())),
+                || {
+                    dst.iter_mut()
+                        .zip(&src[start..])
+                        .for_each(|(d, s)| *d = E::store(d.load() + s.load()))
+                },
             );
         });
         Ok(())

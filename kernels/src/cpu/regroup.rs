@@ -8,7 +8,13 @@ use crate::tensor::host::{with_bytes, with_bytes_mut};
 use crate::tensor::parallel;
 
 /// `[a, b, …]` → `shape`, `[b, a, …]`.
-pub fn swap_leading(x: &Tensor, a: usize, b: usize, shape: Vec<usize>, op: &'static str) -> Result<Tensor> {
+pub fn swap_leading(
+    x: &Tensor,
+    a: usize,
+    b: usize,
+    shape: Vec<usize>,
+    op: &'static str,
+) -> Result<Tensor> {
     let row = shape[2..].iter().product::<usize>() * x.dtype().size_in_bytes();
     let y = empty(shape, x.dtype(), x.device())?;
     with_bytes(x, op, |x| {

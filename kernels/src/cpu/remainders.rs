@@ -33,7 +33,11 @@ pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>, op: &'static 
             parallel::blocks(high, parallel::GRAIN, |start, high| {
                 vectorize(
                     #[inline(always)]
-                    || high.iter_mut().zip(&values[start..]).for_each(|(high, value)| *high = split_value(*value).0),
+                    || {
+                        high.iter_mut()
+                            .zip(&values[start..])
+                            .for_each(|(high, value)| *high = split_value(*value).0)
+                    },
                 );
             });
             Ok(())
@@ -61,8 +65,14 @@ mod tests {
 
     #[test]
     fn halves_lose_nothing_and_the_high_one_is_the_nearest() {
-        let patterns =
-            (0..=u32::MAX).step_by(40_503).chain([0, 0x8000, 0x1_8000, 0x7f7f_8000, 0x7f7f_ffff, 0x7f80_0000]);
+        let patterns = (0..=u32::MAX).step_by(40_503).chain([
+            0,
+            0x8000,
+            0x1_8000,
+            0x7f7f_8000,
+            0x7f7f_ffff,
+            0x7f80_0000,
+        ]);
         for bits in patterns.flat_map(|bits| [bits, bits ^ 1 << 31]) {
             let value = f32::from_bits(bits);
             let (high, low) = split_value(value);
@@ -72,7 +82,8 @@ mod tests {
             }
             assert_eq!(join_value(high, low).to_bits(), bits);
             let tie = bits & 0xffff == 0x8000;
-            let nearest = if tie { bf16::from_bits((bits >> 16) as u16 + 1) } else { bf16::from_f32(value) };
+            let nearest =
+                if tie { bf16::from_bits((bits >> 16) as u16 + 1) } else { bf16::from_f32(value) };
             assert_eq!(high.to_bits(), nearest.to_bits(), "{bits:x}");
         }
     }

@@ -25,7 +25,9 @@ pub fn rotate_rows<E: Elem>(
     let (s, b, _) = qkv.dims3()?;
     let positions: Vec<usize> = match positions {
         Positions::Offsets(offsets) => (0..s * b).map(|row| row / b + offsets[row % b]).collect(),
-        Positions::Rows(rows) => copied::<u32>(rows, op, "positions")?.iter().map(|&p| p as usize).collect(),
+        Positions::Rows(rows) => {
+            copied::<u32>(rows, op, "positions")?.iter().map(|&p| p as usize).collect()
+        }
     };
     let range = range_of(&positions, table.rows(d)?, op)?;
 
@@ -42,7 +44,9 @@ pub fn rotate_rows<E: Elem>(
                 let at = position * half..(position + 1) * half;
                 let (cos, sin) = (&cos[at.clone()], &sin[at]);
                 for group in row.chunks_exact_mut((shape.heads_per_group + 2) * d) {
-                    E::update(&mut group[..rotated], &mut buffer, |heads| rotate_heads(heads, cos, sin, sign));
+                    E::update(&mut group[..rotated], &mut buffer, |heads| {
+                        rotate_heads(heads, cos, sin, sign)
+                    });
                 }
             }
         });

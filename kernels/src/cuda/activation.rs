@@ -52,7 +52,12 @@ pub fn backward(name: &str, dy: &Tensor, x: &Tensor, op: &'static str) -> Result
 }
 
 /// A kernel each: neither is bound by arithmetic.
-pub fn backward_recompute(name: &str, dy: &Tensor, x: &Tensor, op: &'static str) -> Result<[Tensor; 2]> {
+pub fn backward_recompute(
+    name: &str,
+    dy: &Tensor,
+    x: &Tensor,
+    op: &'static str,
+) -> Result<[Tensor; 2]> {
     Ok([backward(name, dy, x, op)?, forward(name, x, op)?])
 }
 
@@ -100,6 +105,11 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> R
 }
 
 /// As [`backward_recompute`].
-pub fn swiglu_backward_recompute(dy: &Tensor, x: &Tensor, f: usize, op: &'static str) -> Result<[Tensor; 2]> {
+pub fn swiglu_backward_recompute(
+    dy: &Tensor,
+    x: &Tensor,
+    f: usize,
+    op: &'static str,
+) -> Result<[Tensor; 2]> {
     Ok([swiglu_backward(dy, x, f, op)?, swiglu(x, f, op)?])
 }

@@ -32,9 +32,16 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor, op: &'static str) -> Result<()> {
     let (partials, to) = gpu.output((shares, n), DType::F32, op)?;
     let grid = [blocks(op, n, columns)?, blocks_y(op, shares, 1)?, 1];
     let (rows, width, share) = (items(op, rows)?, items(op, n)?, items(op, share)?);
-    gpu.launch(FILE, &format!("column_sums{}_{suffix}", variant(vectors)), grid, THREADS, 0, |args| {
-        args.ptr(dys).ptr(to).u32(rows).u32(width).u32(share);
-    })?;
+    gpu.launch(
+        FILE,
+        &format!("column_sums{}_{suffix}", variant(vectors)),
+        grid,
+        THREADS,
+        0,
+        |args| {
+            args.ptr(dys).ptr(to).u32(rows).u32(width).u32(share);
+        },
+    )?;
     add_shares(&gpu, &partials, dbs, None, n, op)
 }
 

@@ -30,7 +30,13 @@ fn targets_of(gpu: &Gpu, targets: &Tensor, rows: usize, op: &'static str) -> Res
     gpu.input(targets, DType::U32, op, "targets")
 }
 
-fn per_row(gpu: &Gpu, t: &Tensor, rows: usize, op: &'static str, what: &'static str) -> Result<DevicePointer> {
+fn per_row(
+    gpu: &Gpu,
+    t: &Tensor,
+    rows: usize,
+    op: &'static str,
+    what: &'static str,
+) -> Result<DevicePointer> {
     expect_elements(op, what, t, rows)?;
     gpu.input(t, DType::F32, op, what)
 }
@@ -50,7 +56,8 @@ pub fn row_statistics(
     let (gpu, dtype, suffix) = (Gpu::of(logits, op)?, logits.dtype(), suffix(logits.dtype(), op)?);
     let (rows, v) = rows_of(logits, op)?;
     let (ls, ts) = (gpu.input(logits, dtype, op, "logits")?, targets_of(&gpu, targets, rows, op)?);
-    let ((max, maxs), (sums, sum)) = (gpu.output(rows, DType::F32, op)?, gpu.output((2, rows), DType::F32, op)?);
+    let ((max, maxs), (sums, sum)) =
+        (gpu.output(rows, DType::F32, op)?, gpu.output((2, rows), DType::F32, op)?);
     let vectors = in_vectors(v, dtype, &[Some(ls)]);
     let threads = row_threads(v, dtype);
     let (first, valid) = columns.counts(op)?;
@@ -73,7 +80,8 @@ pub fn rebase(
 ) -> Result<()> {
     let (gpu, rows) = (Gpu::of(sums, op)?, max.elem_count());
     let ts = targets_of(&gpu, targets, rows, op)?;
-    let (own, all) = (per_row(&gpu, own_max, rows, op, "own_max")?, per_row(&gpu, max, rows, op, "max")?);
+    let (own, all) =
+        (per_row(&gpu, own_max, rows, op, "own_max")?, per_row(&gpu, max, rows, op, "max")?);
     let to = gpu.inplace(sums, DType::F32, op, "sums")?;
     let ((first, valid), count) = (columns.counts(op)?, items(op, rows)?);
     gpu.launch(FILE, "rebase", [blocks(op, rows, THREADS as usize)?, 1, 1], THREADS, 0, |args| {
@@ -84,7 +92,8 @@ pub fn rebase(
 /// `total` is one element, `sums` `[2, rows]`, `mask` of as many rows.
 pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor, op: &'static str) -> Result<()> {
     let (gpu, rows) = (Gpu::of(sums, op)?, items(op, mask.elem_count())?);
-    let (from, weights) = (gpu.input(sums, DType::F32, op, "sums")?, gpu.input(mask, DType::F32, op, "mask")?);
+    let (from, weights) =
+        (gpu.input(sums, DType::F32, op, "sums")?, gpu.input(mask, DType::F32, op, "mask")?);
     let to = gpu.inplace(total, DType::F64, op, "total")?;
     gpu.launch(FILE, "add_losses", [1, 1, 1], THREADS, 0, |args| {
         args.ptr(to).ptr(from).ptr(weights).u32(rows);
@@ -93,11 +102,18 @@ pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor, op: &'static str
 
 /// The gradient of `logits` in their place, or written to `into`, of the same shape and another storage, where that is given: then `logits`
 /// are f32.
-pub fn backward(logits: &Tensor, into: Option<&Tensor>, of: Rows, columns: Columns, op: &'static str) -> Result<()> {
+pub fn backward(
+    logits: &Tensor,
+    into: Option<&Tensor>,
+    of: Rows,
+    columns: Columns,
+    op: &'static str,
+) -> Result<()> {
     let gpu = Gpu::of(logits, op)?;
     let (rows, v) = rows_of(logits, op)?;
     let dtype = into.unwrap_or(logits).dtype();
-    let (ts, max) = (targets_of(&gpu, of.targets, rows, op)?, per_row(&gpu, of.max, rows, op, "max")?);
+    let (ts, max) =
+        (targets_of(&gpu, of.targets, rows, op)?, per_row(&gpu, of.max, rows, op, "max")?);
     let sum_exp = per_row(&gpu, of.sum_exp, rows, op, "sum_exp")?;
     let scale = per_row(&gpu, of.row_scale, rows, op, "row_scale")?;
     let (from, to, kernel) = match into {
@@ -115,7 +131,15 @@ pub fn backward(logits: &Tensor, into: Option<&Tensor>, of: Rows, columns: Colum
     let grid = [blocks(op, rows, 1)?, blocks_y(op, v, THREADS as usize * vector(dtype))?, 1];
     let kernel = format!("{kernel}{}_{}", variant(vectors), suffix(dtype, op)?);
     gpu.launch(FILE, &kernel, grid, THREADS, 0, |args| {
-        args.ptr(from).ptr(to).ptr(max).ptr(sum_exp).ptr(ts).ptr(scale).u32(width).u32(first).u32(valid);
+        args.ptr(from)
+            .ptr(to)
+            .ptr(max)
+            .ptr(sum_exp)
+            .ptr(ts)
+            .ptr(scale)
+            .u32(width)
+            .u32(first)
+            .u32(valid);
     })
 }
 
@@ -141,19 +165,30 @@ pub fn fused(
             let ls = gpu.inplace(logits, DType::F32, op, "logits")?;
             (ls, ls)
         }
-        Some(into) => (gpu.input(logits, DType::F32, op, "logits")?, gpu.inplace(into, dtype, op, "dlogits")?),
+        Some(into) => {
+            (gpu.input(logits, DType::F32, op, "logits")?, gpu.inplace(into, dtype, op, "dlogits")?)
+        }
     };
     if !in_vectors(v, dtype, &[Some(from), Some(to)]) {
         return Ok(None);
     }
     let _span = trace::moves(op, &[logits, into.unwrap_or(logits)]);
-    let (ts, scale) = (targets_of(&gpu, targets, rows, op)?, per_row(&gpu, row_scale, rows, op, "row_scale")?);
+    let (ts, scale) =
+        (targets_of(&gpu, targets, rows, op)?, per_row(&gpu, row_scale, rows, op, "row_scale")?);
     let (sums, sum) = gpu.output((2, rows), DType::F32, op)?;
     let resident = (BYTES_AT_ONCE / (v * size_of::<f32>()).max(1)).clamp(1, 3);
     let ((first, valid), row_count, width) = (columns.counts(op)?, items(op, rows)?, items(op, v)?);
     let kernel = format!("cross_entropy_fused{resident}_{suffix}");
     gpu.launch(FILE, &kernel, [row_count, 1, 1], row_threads(v, DType::F32), 0, |args| {
-        args.ptr(from).ptr(ts).ptr(scale).ptr(to).ptr(sum).u32(row_count).u32(width).u32(first).u32(valid);
+        args.ptr(from)
+            .ptr(ts)
+            .ptr(scale)
+            .ptr(to)
+            .ptr(sum)
+            .u32(row_count)
+            .u32(width)
+            .u32(first)
+            .u32(valid);
     })?;
     Ok(Some(sums))
 }

@@ -106,7 +106,8 @@ pub fn launch_add(
     let per_row = h.div_ceil(if vectors { vector(dtype) } else { 4 });
     let count = items(op, rows * per_row)?;
     let batch = mask.map_or(1, |mask| mask.tokens.samples.len().max(1));
-    let (per_row, by_batch, width) = (Divider::new(op, per_row)?, Divider::new(op, batch)?, items(op, h)?);
+    let (per_row, by_batch, width) =
+        (Divider::new(op, per_row)?, Divider::new(op, batch)?, items(op, h)?);
     let kernel = format!("bias_dropout_add{}_{suffix}", variant(vectors));
     let grid = [blocks(op, count as usize, THREADS as usize)?, 1, 1];
     let launch = |samples: Samples| {
@@ -121,7 +122,8 @@ pub fn launch_add(
     };
     let mask = mask.filter(|mask| mask.threshold > 0);
     let on_device = mask.and_then(|mask| mask.tokens.step_and_samples);
-    let on_device = on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
+    let on_device =
+        on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
     match (mask, on_device) {
         (None, _) => launch(Samples::none())?,
         (Some(mask), Some(at)) => launch(Samples::on_device(mask, at))?,

@@ -50,7 +50,11 @@ fn times_weight_transposed(
 }
 
 /// `dy · w`, `dy` of `rows` rows and `w` [n, k], all of `dtype`, into `dx`.
-fn times_weight([dy, w, dx]: [DevicePointer; 3], [rows, k, n]: [usize; 3], dtype: DType) -> Product {
+fn times_weight(
+    [dy, w, dx]: [DevicePointer; 3],
+    [rows, k, n]: [usize; 3],
+    dtype: DType,
+) -> Product {
     Product {
         a: Operand { at: dy, dtype, rows, columns: n, transposed: false },
         b: Operand { at: w, dtype, rows: n, columns: k, transposed: false },
@@ -63,7 +67,12 @@ fn times_weight([dy, w, dx]: [DevicePointer; 3], [rows, k, n]: [usize; 3], dtype
 }
 
 fn none(op: &'static str, [rows, n, k]: [usize; 3]) -> Error {
-    Error::gpu(op, format!("cuBLASLt has no algorithm for a product [{rows}, {k}] · [{k}, {n}] of these operands"))
+    Error::gpu(
+        op,
+        format!(
+            "cuBLASLt has no algorithm for a product [{rows}, {k}] · [{k}, {n}] of these operands"
+        ),
+    )
 }
 
 /// `x · wᵀ + bias` of dtype `y_dtype`, new or into `into`. Shapes were checked.
@@ -123,10 +132,21 @@ pub fn forward_add(
     let suffix = suffix(dtype, op)?;
     let (xs, ws) = (gpu.input(x, dtype, op, "x")?, gpu.input(w, dtype, op, "weight")?);
     let bias = bias.map(|bias| gpu.input(bias, dtype, op, "bias")).transpose()?;
-    let (around, ys) = (gpu.input(residual, dtype, op, "residual")?, gpu.inplace(y, dtype, op, "y")?);
+    let (around, ys) =
+        (gpu.input(residual, dtype, op, "residual")?, gpu.inplace(y, dtype, op, "y")?);
     let plain = times_weight_transposed([xs, ws, ys], [rows, k, n], dtype, dtype, Epilogue::None);
     // In place: each element is read by the thread that writes it.
-    let add = || dropout::launch_add(&gpu, [ys; 2], [bias, Some(around)], (rows, n), None, (dtype, suffix), op);
+    let add = || {
+        dropout::launch_add(
+            &gpu,
+            [ys; 2],
+            [bias, Some(around)],
+            (rows, n),
+            None,
+            (dtype, suffix),
+            op,
+        )
+    };
     if k > 0 && bias.into_iter().chain([around, ys]).all(is_aligned) {
         let epilogue = bias.map_or(Epilogue::None, Epilogue::Bias);
         let fused = Product { epilogue, residual: Some(around), ..plain };
@@ -143,7 +163,9 @@ pub fn forward_add(
 /// Whether cuBLASLt may apply GELU, or its gradient, to results of `n` columns: rows of GELU's argument are multiples of 16 bytes. f32 is left
 /// to the kernels, whose error is known.
 fn takes_gelu(dtype: DType, n: usize, operands: &[DevicePointer]) -> bool {
-    matches!(dtype, DType::BF16 | DType::F16) && n.is_multiple_of(8) && operands.iter().all(|at| is_aligned(*at))
+    matches!(dtype, DType::BF16 | DType::F16)
+        && n.is_multiple_of(8)
+        && operands.iter().all(|at| is_aligned(*at))
 }
 
 /// `h = x · wᵀ + bias` and `gelu(h)`. Shapes were checked.
@@ -191,7 +213,8 @@ pub fn dgrad_gelu(
     let before = gpu.input(hidden, dtype, op, "hidden")?;
     let (dx, dxs) = gpu.output(with_last(dy, k), dtype, op)?;
     // In place: each element is read by the thread that writes it.
-    let gelu = || activation::launch_backward(&gpu, "gelu", [dxs, before, dxs], rows * k, dtype, op);
+    let gelu =
+        || activation::launch_backward(&gpu, "gelu", [dxs, before, dxs], rows * k, dtype, op);
     if takes_gelu(dtype, k, &[before, dxs]) {
         let apart = times_weight([dys, ws, dxs], [rows, k, n], dtype);
         let fused = Product { epilogue: Epilogue::GeluBackward { before }, ..apart };

@@ -86,7 +86,12 @@ pub fn forward(
     let (y, ys) = gpu.output(x.dims(), dtype, op)?;
     let (rstd, rstds) = gpu.output(rows, DType::F32, op)?;
     let mean = bias.map(|_| gpu.output(rows, DType::F32, op)).transpose()?;
-    let cut = Cut::new(h, in_vectors(h, dtype, &[Some(xs), Some(ws), bs, Some(ys)]), &[8, 16, 24, 32, 64], 16384);
+    let cut = Cut::new(
+        h,
+        in_vectors(h, dtype, &[Some(xs), Some(ws), bs, Some(ys)]),
+        &[8, 16, 24, 32, 64],
+        16384,
+    );
     let per_block = if let Cut::Warp(_) = cut { WARPS as usize / 32 } else { 1 };
     let norm = if bias.is_some() { "layer_norm" } else { "rms_norm" };
     let grid = [blocks(op, rows, per_block)?, 1, 1];
@@ -110,12 +115,14 @@ pub fn backward(of: &Backward, op: &'static str) -> Result<Tensor> {
     let ws = gpu.input(of.weight, dtype, op, "weight")?;
     let residual = of.residual.map(|r| gpu.input(r, dtype, op, "residual")).transpose()?;
     let rstd = gpu.input(&of.stats.rstd, DType::F32, op, "rstd")?;
-    let mean = of.stats.mean.as_ref().map(|mean| gpu.input(mean, DType::F32, op, "mean")).transpose()?;
+    let mean =
+        of.stats.mean.as_ref().map(|mean| gpu.input(mean, DType::F32, op, "mean")).transpose()?;
     let dweight = gpu.inplace(of.dweight, DType::F32, op, "dweight")?;
     let dbias = of.dbias.map(|dbias| gpu.inplace(dbias, DType::F32, op, "dbias")).transpose()?;
     let (dx, dxs) = gpu.output(x.dims(), dtype, op)?;
     let vectors = in_vectors(h, dtype, &[Some(dys), Some(xs), Some(ws), residual, Some(dxs)]);
-    let cut = Cut::new(h, vectors, &[8, 16, 24, 32], if dtype == DType::F32 { 8192 } else { 16384 });
+    let cut =
+        Cut::new(h, vectors, &[8, 16, 24, 32], if dtype == DType::F32 { 8192 } else { 16384 });
     let share = cut.share(rows);
     let shares = rows.div_ceil(share);
     let width = if mean.is_some() { 2 * h } else { h };
@@ -129,15 +136,36 @@ pub fn backward(of: &Backward, op: &'static str) -> Result<Tensor> {
     const FILE: &str = "norm_backward";
     if cut == Cut::Any {
         gpu.launch(FILE, &kernel, [row_count, 1, 1], cut.threads(), 0, |args| {
-            args.ptr(dys).ptr(xs).optional(mean).ptr(rstd).ptr(ws).optional(residual).ptr(dxs).u32(h_count);
+            args.ptr(dys)
+                .ptr(xs)
+                .optional(mean)
+                .ptr(rstd)
+                .ptr(ws)
+                .optional(residual)
+                .ptr(dxs)
+                .u32(h_count);
         })?;
         let grid = [blocks(op, h, THREADS as usize)?, blocks_y(op, shares, 1)?, 1];
         gpu.launch(FILE, &format!("{norm}_parameters_any_{suffix}"), grid, THREADS, 0, |args| {
-            args.ptr(dys).ptr(xs).optional(mean).ptr(rstd).ptr(to).u32(row_count).u32(h_count).u32(share);
+            args.ptr(dys)
+                .ptr(xs)
+                .optional(mean)
+                .ptr(rstd)
+                .ptr(to)
+                .u32(row_count)
+                .u32(h_count)
+                .u32(share);
         })?;
     } else {
         gpu.launch(FILE, &kernel, [blocks(op, shares, 1)?, 1, 1], cut.threads(), 0, |args| {
-            args.ptr(dys).ptr(xs).optional(mean).ptr(rstd).ptr(ws).optional(residual).ptr(dxs).ptr(to);
+            args.ptr(dys)
+                .ptr(xs)
+                .optional(mean)
+                .ptr(rstd)
+                .ptr(ws)
+                .optional(residual)
+                .ptr(dxs)
+                .ptr(to);
             args.u32(row_count).u32(h_count).u32(share);
         })?;
     }

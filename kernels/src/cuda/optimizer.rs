@@ -4,7 +4,9 @@ use candle_core::{DType, Tensor};
 
 use crate::Result;
 use crate::tensor::arguments::clip::Verdict;
-use crate::tensor::arguments::optimizer::{AdamRule, AdamW, Operands, Segment, Sgd, StochasticRounding};
+use crate::tensor::arguments::optimizer::{
+    AdamRule, AdamW, Operands, Segment, Sgd, StochasticRounding,
+};
 use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{Args, Gpu, THREADS};
@@ -73,9 +75,25 @@ pub fn adamw(
     op: &'static str,
 ) -> Result<()> {
     let rule = |segment: &Segment| AdamRule::<f32>::new(h, segment);
-    let AdamRule { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, .. } =
-        rule(&Segment { len: 0, decays: true, dither: StochasticRounding::default() });
-    let adam = Adam { grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size };
+    let AdamRule {
+        grad_scale,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        inv_sqrt_correction2,
+        eps,
+        step_size,
+        ..
+    } = rule(&Segment { len: 0, decays: true, dither: StochasticRounding::default() });
+    let adam = Adam {
+        grad_scale,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        inv_sqrt_correction2,
+        eps,
+        step_size,
+    };
     let segments: Vec<_> = segments.iter().map(|s| (s.len, rule(s).keep, s.dither)).collect();
     // SAFETY: laid out as in C, and as the kernel's; without padding.
     step(of, ["m", "v"], "adamw", verdict, &segments, op, |args| unsafe {
@@ -84,9 +102,16 @@ pub fn adamw(
 }
 
 /// As [`adamw`].
-pub fn sgd(of: &Operands, h: &Sgd, verdict: Option<&Verdict>, segments: &[Segment], op: &'static str) -> Result<()> {
+pub fn sgd(
+    of: &Operands,
+    h: &Sgd,
+    verdict: Option<&Verdict>,
+    segments: &[Segment],
+    op: &'static str,
+) -> Result<()> {
     let sgd = Momentum { grad_scale: h.grad_scale, lr: h.lr as f32, momentum: h.momentum as f32 };
-    let segments: Vec<_> = segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32, s.dither)).collect();
+    let segments: Vec<_> =
+        segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32, s.dither)).collect();
     // SAFETY: as above.
     step(of, ["buf", ""], "sgd", verdict, &segments, op, |args| unsafe {
         args.structure(&sgd);
@@ -126,24 +151,32 @@ fn step(
     let gpu = Gpu::of(of.p, op)?;
     let (kept, size) = if of.in_halves() { (DType::I16, 2) } else { (DType::F32, 4) };
     let (p, g) = (gpu.inplace(of.p, kept, op, "p")?, gpu.input(of.g, DType::F32, op, "g")?);
-    let inplace = |t: &Tensor, name| gpu.inplace(t, t.dtype(), op, name).map(|at| (at, t.dtype().size_in_bytes()));
+    let inplace = |t: &Tensor, name| {
+        gpu.inplace(t, t.dtype(), op, name).map(|at| (at, t.dtype().size_in_bytes()))
+    };
     // The operands' check has seen the dtypes of states.
     let (first, first_size) = inplace(of.first, names[0])?;
     let second = of.second.map(|t| inplace(t, names[1])).transpose()?;
     let weight = of.weight.map(|t| inplace(t, "weight")).transpose()?;
-    let (narrow_first, narrow_second) = (first_size == 2, second.is_some_and(|(_, size)| size == 2));
+    let (narrow_first, narrow_second) =
+        (first_size == 2, second.is_some_and(|(_, size)| size == 2));
     let verdict = verdict.map(|v| gpu.input(v.values(), DType::F32, op, "verdict")).transpose()?;
     let weights = match of.weight {
         Some(_) if of.in_halves() => "halves",
         Some(weight) => suffix(weight.dtype(), op)?,
         None => "none",
     };
-    let states = [(narrow_first, "_m16"), (narrow_second, "_v16")].map(|(narrow, of)| if narrow { of } else { "" });
+    let states = [(narrow_first, "_m16"), (narrow_second, "_v16")]
+        .map(|(narrow, of)| if narrow { of } else { "" });
     let kernel = format!("{kernel}_{weights}{}", states.concat());
     let mut at = 0;
     for segments in chunks(segments) {
-        let mut table =
-            Segments { ends: [0; SEGMENTS], decay: [0.0; SEGMENTS], count: segments.len() as u32, unused: 0 };
+        let mut table = Segments {
+            ends: [0; SEGMENTS],
+            decay: [0.0; SEGMENTS],
+            count: segments.len() as u32,
+            unused: 0,
+        };
         let mut dithers = [Numbers::default(); SEGMENTS];
         let mut n = 0;
         for (i, &(len, decay, dither)) in segments.iter().enumerate() {

@@ -162,8 +162,11 @@ fn alignment(at: DevicePointer) -> u32 {
 impl Product {
     /// Rows and columns of the result, and what is summed over.
     fn dims(&self) -> [usize; 3] {
-        let [rows, inner] =
-            if self.a.transposed { [self.a.columns, self.a.rows] } else { [self.a.rows, self.a.columns] };
+        let [rows, inner] = if self.a.transposed {
+            [self.a.columns, self.a.rows]
+        } else {
+            [self.a.rows, self.a.columns]
+        };
         let columns = if self.b.transposed { self.b.rows } else { self.b.columns };
         [rows, columns, inner]
     }
@@ -176,8 +179,15 @@ impl Product {
             dtypes: [self.a.dtype, self.b.dtype, self.y_dtype],
             epilogue: self.epilogue.kind() as u32,
             residual: self.residual.is_some(),
-            alignments: [Some(self.a.at), Some(self.b.at), Some(self.y), bias, before, self.residual]
-                .map(|at| at.map_or(256, alignment)),
+            alignments: [
+                Some(self.a.at),
+                Some(self.b.at),
+                Some(self.y),
+                bias,
+                before,
+                self.residual,
+            ]
+            .map(|at| at.map_or(256, alignment)),
         }
     }
 
@@ -206,7 +216,8 @@ impl Product {
             return Ok(true);
         }
         let capturing = is_capturing(gpu.stream())?;
-        let Some(plan) = products.plan(gpu, self, TUNING.load(Ordering::Relaxed) && !capturing)? else {
+        let Some(plan) = products.plan(gpu, self, TUNING.load(Ordering::Relaxed) && !capturing)?
+        else {
             return Ok(false);
         };
         products.queue(self, &plan, &plan.algorithm, self.y).map_err(failed("queueing"))?;
@@ -235,14 +246,18 @@ impl Product {
         let capturing = is_capturing(gpu.stream())?;
         let measure = TUNING.load(Ordering::Relaxed) && !capturing;
         let fused = products.plan(gpu, self, measure)?;
-        let plain = if measure && fused.is_some() { products.plan(gpu, apart, measure)? } else { None };
+        let plain =
+            if measure && fused.is_some() { products.plan(gpu, apart, measure)? } else { None };
         let pays = match (&fused, &plain) {
             (None, _) => false,
             (Some(_), None) => true,
             (Some(fused), Some(plain)) => {
-                let time = |product: &Self, plan: &Plan| products.measure(product, plan, &plan.algorithm, product.y);
+                let time = |product: &Self, plan: &Plan| {
+                    products.measure(product, plan, &plan.algorithm, product.y)
+                };
                 // One that cannot run does not pay.
-                time(self, fused).unwrap_or(f32::INFINITY) < time(apart, plain)? + products.time(rest)?
+                time(self, fused).unwrap_or(f32::INFINITY)
+                    < time(apart, plain)? + products.time(rest)?
             }
         };
         if !capturing {
@@ -258,7 +273,8 @@ impl Product {
 /// Whether a graph is being captured on the stream, so that nothing may wait for it.
 fn is_capturing(stream: &CudaStream) -> Result<bool> {
     // SAFETY: the stream exists.
-    let status = unsafe { driver::stream::is_capturing(stream.cu_stream()) }.map_err(driver_failed)?;
+    let status =
+        unsafe { driver::stream::is_capturing(stream.cu_stream()) }.map_err(driver_failed)?;
     Ok(status != cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
@@ -278,7 +294,13 @@ impl Products {
         let handle = lt::create_handle().map_err(failed("creating a handle"))?;
         // SAFETY: a workspace is written before it is read.
         let workspace = unsafe { stream.alloc::<u8>(WORKSPACE) }.map_err(driver_failed)?;
-        let products = Self { stream: stream.clone(), handle, workspace, plans: HashMap::new(), pays: HashMap::new() };
+        let products = Self {
+            stream: stream.clone(),
+            handle,
+            workspace,
+            plans: HashMap::new(),
+            pays: HashMap::new(),
+        };
         all.push(Arc::new(Mutex::new(products)));
         Ok(all[all.len() - 1].clone())
     }
@@ -293,7 +315,8 @@ impl Products {
     ) -> std::result::Result<(), lt::CublasError> {
         use cudarc::driver::DevicePtr;
         let plus = product.residual.unwrap_or(y);
-        let (alpha, beta) = (1.0_f32, if product.accumulate || product.residual.is_some() { 1.0_f32 } else { 0.0 });
+        let (alpha, beta) =
+            (1.0_f32, if product.accumulate || product.residual.is_some() { 1.0_f32 } else { 0.0 });
         let [b, a, c] = plan.layouts;
         let (workspace, _) = self.workspace.device_ptr(&self.stream);
         // SAFETY: operands are of the sizes that the layouts say, which the operations have checked; the stream's products use the workspace
@@ -350,7 +373,11 @@ impl Products {
                 *time += self.measure(product, &plan, &proposal.algo, y).unwrap_or(f32::INFINITY);
             }
         }
-        let best = proposals.iter().zip(times).filter(|(_, time)| time.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1));
+        let best = proposals
+            .iter()
+            .zip(times)
+            .filter(|(_, time)| time.is_finite())
+            .min_by(|a, b| a.1.total_cmp(&b.1));
         let best = best.map(|(proposal, time)| {
             plan.algorithm = proposal.algo;
             time / ROUNDS as f32
@@ -379,11 +406,21 @@ impl Products {
                 lt::set_matmul_pref_attribute(preference, attribute, at, size).map_err(&asking)
             };
             let workspace = WORKSPACE as u64;
-            set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &|| (std::ptr::from_ref(&workspace).cast(), 8))?;
-            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &|| (std::ptr::from_ref(&of_b).cast(), 4))?;
-            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &|| (std::ptr::from_ref(&of_a).cast(), 4))?;
-            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &|| (std::ptr::from_ref(&of_c).cast(), 4))?;
-            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &|| (std::ptr::from_ref(&of_y).cast(), 4))?;
+            set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &|| {
+                (std::ptr::from_ref(&workspace).cast(), 8)
+            })?;
+            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &|| {
+                (std::ptr::from_ref(&of_b).cast(), 4)
+            })?;
+            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &|| {
+                (std::ptr::from_ref(&of_a).cast(), 4)
+            })?;
+            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &|| {
+                (std::ptr::from_ref(&of_c).cast(), 4)
+            })?;
+            set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &|| {
+                (std::ptr::from_ref(&of_y).cast(), 4)
+            })?;
             let status = sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
                 description,
@@ -403,11 +440,13 @@ impl Products {
             status
         };
         match status {
-            sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS | sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => {}
+            sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
+            | sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => {}
             status => return Err(asking(lt::CublasError(status))),
         }
         found.retain(|proposal: &sys::cublasLtMatmulHeuristicResult_t| {
-            proposal.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && proposal.workspaceSize <= WORKSPACE
+            proposal.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
+                && proposal.workspaceSize <= WORKSPACE
         });
         Ok(found)
     }
@@ -425,7 +464,11 @@ impl Products {
 
     /// Milliseconds of what `queue` queues.
     fn time(&self, queue: &dyn Fn() -> Result<()>) -> Result<f32> {
-        let event = || self.stream.record_event(Some(cu::CUevent_flags::CU_EVENT_DEFAULT)).map_err(driver_failed);
+        let event = || {
+            self.stream
+                .record_event(Some(cu::CUevent_flags::CU_EVENT_DEFAULT))
+                .map_err(driver_failed)
+        };
         queue()?;
         let before = event()?;
         for _ in 0..REPEATS {
@@ -448,7 +491,14 @@ unsafe fn set<T>(
     value: &T,
 ) -> std::result::Result<(), lt::CublasError> {
     // SAFETY: the caller's promise.
-    unsafe { lt::set_matmul_desc_attribute(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>()) }
+    unsafe {
+        lt::set_matmul_desc_attribute(
+            description,
+            attribute,
+            std::ptr::from_ref(value).cast(),
+            size_of::<T>(),
+        )
+    }
 }
 
 /// Tells a description where an epilogue's operands are.
@@ -475,26 +525,39 @@ unsafe fn point(
 type Description = (sys::cublasLtMatmulDesc_t, [sys::cublasLtMatrixLayout_t; 3]);
 
 /// The product and its matrices as cuBLASLt sees them: transposed, the second operand first.
-fn describe(product: &Product, describing: &impl Fn(lt::CublasError) -> Error) -> Result<Description> {
+fn describe(
+    product: &Product,
+    describing: &impl Fn(lt::CublasError) -> Error,
+) -> Result<Description> {
     use sys::cublasLtMatmulDescAttributes_t as D;
     let [rows, columns, _] = product.dims();
     let single = sys::cudaDataType::CUDA_R_32F;
-    let description =
-        lt::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, single).map_err(describing)?;
+    let description = lt::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, single)
+        .map_err(describing)?;
     let layout = |operand: &Operand| {
         let (width, height) = (operand.columns as u64, operand.rows as u64);
-        lt::create_matrix_layout(data_type(operand.dtype)?, width, height, width as i64).map_err(describing)
+        lt::create_matrix_layout(data_type(operand.dtype)?, width, height, width as i64)
+            .map_err(describing)
     };
-    let y = lt::create_matrix_layout(data_type(product.y_dtype)?, columns as u64, rows as u64, columns as i64);
+    let y = lt::create_matrix_layout(
+        data_type(product.y_dtype)?,
+        columns as u64,
+        rows as u64,
+        columns as i64,
+    );
     let layouts = [layout(&product.b)?, layout(&product.a)?, y.map_err(describing)?];
     let operation = |transposed| i32::from(transposed); // CUBLAS_OP_N, CUBLAS_OP_T
     // SAFETY: the description exists; each attribute has the type that it is documented to have.
     unsafe {
-        set(description, D::CUBLASLT_MATMUL_DESC_TRANSA, &operation(product.b.transposed)).map_err(describing)?;
-        set(description, D::CUBLASLT_MATMUL_DESC_TRANSB, &operation(product.a.transposed)).map_err(describing)?;
-        set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &product.epilogue.kind()).map_err(describing)?;
+        set(description, D::CUBLASLT_MATMUL_DESC_TRANSA, &operation(product.b.transposed))
+            .map_err(describing)?;
+        set(description, D::CUBLASLT_MATMUL_DESC_TRANSB, &operation(product.a.transposed))
+            .map_err(describing)?;
+        set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &product.epilogue.kind())
+            .map_err(describing)?;
         if product.epilogue.before().is_some() {
-            set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(columns as i64)).map_err(describing)?;
+            set(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(columns as i64))
+                .map_err(describing)?;
         }
         point(description, product.epilogue).map_err(describing)?;
     }

@@ -15,7 +15,8 @@ pub fn add(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
     let (n, size) = (dst.elem_count(), dtype.size_in_bytes());
     let (to, from) = (gpu.inplace(dst, dtype, op, "dst")?, gpu.input(src, dtype, op, "src")?);
     // What another thread overwrites has to be read before.
-    let overlap = same_storage(dst, src) && to.address().abs_diff(from.address()) < (n * size) as u64;
+    let overlap =
+        same_storage(dst, src) && to.address().abs_diff(from.address()) < (n * size) as u64;
     let kept = if overlap { Some(gpu.output(n, dtype, op)?) } else { None };
     if let Some((_, kept)) = &kept {
         copy_bytes(&gpu, *kept, from, n, size, op)?;
@@ -30,9 +31,16 @@ pub fn add(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
 pub fn scale(t: &Tensor, factor: f64, op: &'static str) -> Result<()> {
     let (gpu, dtype, suffix) = (Gpu::of(t, op)?, t.dtype(), suffix(t.dtype(), op)?);
     let (to, n) = (gpu.inplace(t, dtype, op, "tensor")?, t.elem_count());
-    gpu.launch(FILE, &format!("scale_{suffix}"), grid(op, n, 16 / dtype.size_in_bytes())?, THREADS, 0, |args| {
-        args.ptr(to).f32(factor as f32).count(n);
-    })
+    gpu.launch(
+        FILE,
+        &format!("scale_{suffix}"),
+        grid(op, n, 16 / dtype.size_in_bytes())?,
+        THREADS,
+        0,
+        |args| {
+            args.ptr(to).f32(factor as f32).count(n);
+        },
+    )
 }
 
 /// `t = 0`.
@@ -67,7 +75,8 @@ pub fn cast(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
     let gpu = Gpu::of(dst, op)?;
     let (from, to) = (suffix(src.dtype(), op)?, suffix(dst.dtype(), op)?);
     let n = dst.elem_count();
-    let (dsts, srcs) = (gpu.inplace(dst, dst.dtype(), op, "dst")?, gpu.input(src, src.dtype(), op, "src")?);
+    let (dsts, srcs) =
+        (gpu.inplace(dst, dst.dtype(), op, "dst")?, gpu.input(src, src.dtype(), op, "src")?);
     gpu.launch(FILE, &format!("cast_{from}_{to}"), grid(op, n, 8)?, THREADS, 0, |args| {
         args.ptr(dsts).ptr(srcs).count(n);
     })
@@ -76,7 +85,8 @@ pub fn cast(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
 /// The halves of f32 `values` ([`crate::ops::remainders`]), of equal sizes.
 pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>, op: &'static str) -> Result<()> {
     let (gpu, n) = (Gpu::of(high, op)?, values.elem_count());
-    let (from, highs) = (gpu.input(values, DType::F32, op, "values")?, gpu.inplace(high, DType::BF16, op, "high")?);
+    let (from, highs) =
+        (gpu.input(values, DType::F32, op, "values")?, gpu.inplace(high, DType::BF16, op, "high")?);
     let lows = low.map(|low| gpu.inplace(low, DType::I16, op, "low")).transpose()?;
     gpu.launch(FILE, "split_halves", grid(op, n, 4)?, THREADS, 0, |args| {
         args.ptr(highs).optional(lows).ptr(from).count(n);
@@ -144,11 +154,18 @@ pub fn sums_of_squares(xs: &[&Tensor], op: &'static str) -> Result<Tensor> {
         }
         let num_blocks = items(op, total)?;
         let (_partials, partials) = gpu.output(total, DType::F64, op)?;
-        gpu.launch("squares", &format!("sum_of_squares_{suffix}"), [num_blocks, 1, 1], THREADS, 0, |args| {
-            // SAFETY: laid out as in C, and as the kernel's; without padding.
-            unsafe { args.structure(&table) };
-            args.ptr(partials);
-        })?;
+        gpu.launch(
+            "squares",
+            &format!("sum_of_squares_{suffix}"),
+            [num_blocks, 1, 1],
+            THREADS,
+            0,
+            |args| {
+                // SAFETY: laid out as in C, and as the kernel's; without padding.
+                unsafe { args.structure(&table) };
+                args.ptr(partials);
+            },
+        )?;
         gpu.launch("squares", "add_squares", [xs.len() as u32, 1, 1], THREADS, 0, |args| {
             // SAFETY: as above.
             unsafe { args.structure(&table) };

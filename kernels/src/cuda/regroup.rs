@@ -11,7 +11,13 @@ use crate::tensor::gpu::{Gpu, THREADS};
 const UNROLL: usize = 4;
 
 /// `y[j, i] = x[i, j]` of rows of `[a, b, …]`; `shape` is the result's.
-pub fn swap_leading(x: &Tensor, a: usize, b: usize, shape: Vec<usize>, op: &'static str) -> Result<Tensor> {
+pub fn swap_leading(
+    x: &Tensor,
+    a: usize,
+    b: usize,
+    shape: Vec<usize>,
+    op: &'static str,
+) -> Result<Tensor> {
     let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
     let from = gpu.input(x, dtype, op, "x")?;
     let (y, to) = gpu.output(shape, dtype, op)?;

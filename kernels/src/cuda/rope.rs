@@ -47,11 +47,13 @@ pub fn rotate(
         Positions::Rows(rows) => (0, Some(rows.clone())),
         Positions::Offsets([first, rest @ ..]) if rest.iter().all(|o| o == first) => (*first, None),
         Positions::Offsets(offsets) => {
-            let list: Vec<u32> = (0..s * b).map(|row| (row / b + offsets[row % b]) as u32).collect();
+            let list: Vec<u32> =
+                (0..s * b).map(|row| (row / b + offsets[row % b]) as u32).collect();
             (0, Some(constant(list, s * b, qkv.device())?))
         }
     };
-    let listed = list.as_ref().map(|list| gpu.input(list, DType::U32, op, "positions")).transpose()?;
+    let listed =
+        list.as_ref().map(|list| gpu.input(list, DType::U32, op, "positions")).transpose()?;
     let vectors = in_vectors(half, dtype, &[Some(qkvs), Some(cos), Some(sin)]);
     let parts = if vectors { half / vector(dtype) } else { half };
     let per_row = shape.groups * (shape.heads_per_group + 1) * parts;

@@ -4,7 +4,9 @@
 
 use candle_core::Tensor;
 
-pub use super::rope::{RopeTable, Rotation, rope_at, rope_frequencies, rope_inplace, rope_positions};
+pub use super::rope::{
+    RopeTable, Rotation, rope_at, rope_frequencies, rope_inplace, rope_positions,
+};
 pub use crate::tensor::arguments::attention::{AttentionDropout, HeadShape, Scores};
 use crate::tensor::arguments::attention::{Geometry, Mask};
 use crate::tensor::element::by_elem;
@@ -26,8 +28,8 @@ pub fn attention<'a>(
     scores: impl Into<Scores<'a>>,
     dropout: Option<&AttentionDropout>,
 ) -> Result<(Tensor, Tensor)> {
-    let _span =
-        trace::span("attention", trace::Kind::Kernel).work(2 * causal_products(qkv, shape), trace::bytes(&[qkv, qkv]));
+    let _span = trace::span("attention", trace::Kind::Kernel)
+        .work(2 * causal_products(qkv, shape), trace::bytes(&[qkv, qkv]));
     const OP: &str = "attention";
     let (s, b) = shape.check(qkv, OP)?;
     let scores = scores.into();
@@ -80,9 +82,8 @@ fn gradients<'a>(
     shape: HeadShape,
     scores: Scores<'a>,
     dropout: Option<&AttentionDropout<'a>>,
-    #[cfg_attr(not(gpu), expect(unused_variables, reason = "kernels of CPUs leave it to another"))] rotation: Option<
-        &Rotation,
-    >,
+    #[cfg_attr(not(gpu), expect(unused_variables, reason = "kernels of CPUs leave it to another"))]
+    rotation: Option<&Rotation>,
 ) -> Result<(Tensor, bool)> {
     let _span = trace::span("attention_backward", trace::Kind::Kernel)
         .work(5 * causal_products(qkv, shape), trace::bytes(&[qkv, qkv]));
@@ -95,7 +96,10 @@ fn gradients<'a>(
     scores.check(s, b, shape, OP)?;
     let mask = Mask::new(dropout, b, OP)?;
     let geometry = Geometry { s, b, shape };
-    on_gpu!(qkv, attention::backward(OP, [dout, qkv, out, lse], geometry, scores, mask.as_ref(), rotation));
+    on_gpu!(
+        qkv,
+        attention::backward(OP, [dout, qkv, out, lse], geometry, scores, mask.as_ref(), rotation)
+    );
     let tensors = [dout, qkv, out, lse];
     let dqkv = by_elem!(qkv, OP, E => cpu::attention::backward::<E>(tensors, geometry, scores, mask.as_ref(), OP))?;
     Ok((dqkv, false))
@@ -119,15 +123,21 @@ pub fn attention_cached<'a>(
     let positions = cache.dim(0)?;
     expect_shape(OP, "cache", cache, &[positions, b, shape.groups * 2 * shape.head_dim])?;
     expect_dtype(OP, cache, qkv.dtype())?;
-    if starts.len() != b || starts.iter().any(|start| start.checked_add(s).is_none_or(|end| end > positions)) {
-        let message =
-            format!("{s} tokens from positions {starts:?} on, of {b} samples, in a cache of {positions} positions");
+    if starts.len() != b
+        || starts.iter().any(|start| start.checked_add(s).is_none_or(|end| end > positions))
+    {
+        let message = format!(
+            "{s} tokens from positions {starts:?} on, of {b} samples, in a cache of {positions} positions"
+        );
         return Err(Error::shape(OP, message));
     }
     let scores = scores.into();
     scores.check(s, b, shape, OP)?;
     if scores.first_keys.is_some() {
-        return Err(Error::shape(OP, "first keys of a sequence say nothing of what the cache holds"));
+        return Err(Error::shape(
+            OP,
+            "first keys of a sequence say nothing of what the cache holds",
+        ));
     }
     let geometry = Geometry { s, b, shape };
     on_gpu!(qkv, attention::cached(OP, qkv, cache, starts, geometry, scores));

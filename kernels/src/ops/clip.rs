@@ -42,24 +42,39 @@ mod tests {
     #[test]
     fn a_norm_beyond_the_largest_is_clipped_as_megatron_does() {
         let clip = 1.0f32 / (5.0f32 + 1e-6);
-        assert_eq!(decided(&[9.0, 16.0], 1.0, 1.0), Decided { norm: 5.0, factor: clip, applied: true });
-        assert_eq!(decided(&[9.0, 16.0], 6.0, 1.0), Decided { norm: 5.0, factor: 1.0, applied: true });
-        assert_eq!(decided(&[9.0, 16.0], 0.0, 1.0), Decided { norm: 5.0, factor: 1.0, applied: true });
+        assert_eq!(
+            decided(&[9.0, 16.0], 1.0, 1.0),
+            Decided { norm: 5.0, factor: clip, applied: true }
+        );
+        assert_eq!(
+            decided(&[9.0, 16.0], 6.0, 1.0),
+            Decided { norm: 5.0, factor: 1.0, applied: true }
+        );
+        assert_eq!(
+            decided(&[9.0, 16.0], 0.0, 1.0),
+            Decided { norm: 5.0, factor: 1.0, applied: true }
+        );
     }
 
     #[test]
     fn the_loss_scale_is_taken_from_norm_and_gradients() {
-        assert_eq!(decided(&[9.0, 16.0], 6.0, 4.0), Decided { norm: 1.25, factor: 0.25, applied: true });
+        assert_eq!(
+            decided(&[9.0, 16.0], 6.0, 4.0),
+            Decided { norm: 1.25, factor: 0.25, applied: true }
+        );
         let clip = f64::from(1.0f32 / (1.25f32 + 1e-6));
         assert_eq!(decided(&[25.0], 1.0, 4.0).factor, (clip / 4.0) as f32);
     }
 
     #[test]
     fn a_norm_that_is_not_finite_is_against_the_step() {
-        for (share, norm) in [(f64::NAN, f32::NAN), (f64::INFINITY, f32::INFINITY), (1e80, f32::INFINITY)] {
+        for (share, norm) in
+            [(f64::NAN, f32::NAN), (f64::INFINITY, f32::INFINITY), (1e80, f32::INFINITY)]
+        {
             let decided = decided(&[1.0, share], 1.0, 1.0);
             assert!(
-                !decided.applied && (decided.norm == norm || norm.is_nan() && decided.norm.is_nan()),
+                !decided.applied
+                    && (decided.norm == norm || norm.is_nan() && decided.norm.is_nan()),
                 "{decided:?}"
             );
         }

@@ -95,7 +95,8 @@ pub fn cross_entropy_backward(
     let _span = trace::moves("cross_entropy_backward", &[logits, logits]);
     const OP: &str = "cross_entropy_backward";
     dims(logits, valid, OP)?;
-    let (of, columns) = (Rows { max, sum_exp, targets, row_scale }, Columns { first: first_column, valid });
+    let (of, columns) =
+        (Rows { max, sum_exp, targets, row_scale }, Columns { first: first_column, valid });
     on_gpu!(logits, cross_entropy::backward(logits, None, of, columns, OP));
     by_elem!(logits, OP, E => cpu::cross_entropy::backward::<E>(logits, of, columns, OP))
 }
@@ -120,7 +121,8 @@ pub fn cross_entropy_backward_into(
     dims(logits, valid, OP)?;
     expect_shape(OP, "dlogits", dlogits, logits.dims())?;
     expect_apart(OP, "dlogits", dlogits, &[logits])?;
-    let (of, columns) = (Rows { max, sum_exp, targets, row_scale }, Columns { first: first_column, valid });
+    let (of, columns) =
+        (Rows { max, sum_exp, targets, row_scale }, Columns { first: first_column, valid });
     on_gpu!(dlogits, cross_entropy::backward(logits, Some(dlogits), of, columns, OP));
     by_elem!(dlogits, OP, E => cpu::cross_entropy::backward_into::<E>(dlogits, logits, of, columns, OP))
 }
@@ -148,7 +150,8 @@ pub fn cross_entropy_fused(
             expect_apart(OP, "dlogits", dlogits, &[logits])?;
         }
         let columns = Columns { first: first_column, valid };
-        let done = crate::cuda::cross_entropy::fused(logits, dlogits, targets, row_scale, columns, OP)?;
+        let done =
+            crate::cuda::cross_entropy::fused(logits, dlogits, targets, row_scale, columns, OP)?;
         if let Some(sums) = done {
             return Ok(sums);
         }
@@ -156,8 +159,19 @@ pub fn cross_entropy_fused(
     let (max, sums) = row_statistics(logits, targets, first_column, valid)?;
     let sum_exp = sums.get(0)?;
     match dlogits {
-        None => cross_entropy_backward(logits, &max, &sum_exp, targets, row_scale, first_column, valid)?,
-        Some(to) => cross_entropy_backward_into(to, logits, &max, &sum_exp, targets, row_scale, first_column, valid)?,
+        None => {
+            cross_entropy_backward(logits, &max, &sum_exp, targets, row_scale, first_column, valid)?
+        }
+        Some(to) => cross_entropy_backward_into(
+            to,
+            logits,
+            &max,
+            &sum_exp,
+            targets,
+            row_scale,
+            first_column,
+            valid,
+        )?,
     }
     Ok(sums)
 }

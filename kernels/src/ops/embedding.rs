@@ -10,7 +10,9 @@ use crate::{Error, Result, cpu, on_gpu};
 fn table_dims(weight: &Tensor, op: &'static str) -> Result<(usize, usize)> {
     match weight.dims() {
         &[rows, h] if h > 0 => Ok((rows, h)),
-        dims => Err(Error::shape(op, format!("weight has shape {dims:?} where [rows, h] is needed"))),
+        dims => {
+            Err(Error::shape(op, format!("weight has shape {dims:?} where [rows, h] is needed")))
+        }
     }
 }
 
@@ -38,7 +40,12 @@ fn bytes_of_backward(dy: &Tensor, dweight: &Tensor) -> usize {
 ///
 /// # Errors
 /// As [`embedding`].
-pub fn embedding_backward(dy: &Tensor, ids: &Tensor, first_row: usize, dweight: &Tensor) -> Result<()> {
+pub fn embedding_backward(
+    dy: &Tensor,
+    ids: &Tensor,
+    first_row: usize,
+    dweight: &Tensor,
+) -> Result<()> {
     let _span = trace::kernel("embedding_backward", 0, bytes_of_backward(dy, dweight));
     const OP: &str = "embedding_backward";
     let (_, h) = table_dims(dweight, OP)?;

@@ -5,7 +5,9 @@ use candle_core::Tensor;
 use super::activation::{gelu, gelu_backward, gelu_backward_recompute};
 use crate::tensor::element::by_elem;
 use crate::tensor::trace;
-use crate::tensor::view::{expect_apart, expect_dtype, expect_elements, expect_shape, rows_of, with_last};
+use crate::tensor::view::{
+    expect_apart, expect_dtype, expect_elements, expect_shape, rows_of, with_last,
+};
 use crate::{Error, Result, cpu, on_cuda, on_gpu};
 
 fn weight_dims(w: &Tensor, op: &'static str) -> Result<(usize, usize)> {
@@ -15,11 +17,20 @@ fn weight_dims(w: &Tensor, op: &'static str) -> Result<(usize, usize)> {
     }
 }
 
-fn expect_forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, op: &'static str) -> Result<[usize; 3]> {
+fn expect_forward(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    op: &'static str,
+) -> Result<[usize; 3]> {
     let (rows, k) = rows_of(x, op)?;
     let (n, wk) = weight_dims(w, op)?;
     if k != wk {
-        let message = format!("x has shape {:?} and weight {:?}; their last dimensions must agree", x.dims(), w.dims());
+        let message = format!(
+            "x has shape {:?} and weight {:?}; their last dimensions must agree",
+            x.dims(),
+            w.dims()
+        );
         return Err(Error::shape(op, message));
     }
     if let Some(bias) = bias {
@@ -46,7 +57,13 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
 ///
 /// # Errors
 /// As [`linear`], or if `residual` or `y` has another shape or dtype.
-pub fn linear_add_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, residual: &Tensor, y: &Tensor) -> Result<()> {
+pub fn linear_add_into(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    residual: &Tensor,
+    y: &Tensor,
+) -> Result<()> {
     let _span = trace::product("linear", x, w);
     const OP: &str = "linear_add_into";
     let dims = expect_forward(x, w, bias, OP)?;
@@ -66,7 +83,10 @@ pub fn linear_add_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, residual: 
 /// # Errors
 /// As [`linear`].
 pub fn linear_gelu(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
-    on_cuda!(x, linear::forward_gelu(x, w, bias, expect_forward(x, w, bias, "linear_gelu")?, "linear_gelu"));
+    on_cuda!(
+        x,
+        linear::forward_gelu(x, w, bias, expect_forward(x, w, bias, "linear_gelu")?, "linear_gelu")
+    );
     let h = linear(x, w, bias)?;
     let y = gelu(&h)?;
     Ok((h, y))
@@ -97,7 +117,10 @@ pub fn linear_into(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, y: &Tensor) ->
     on_cuda!(x, linear::forward_into(x, w, bias, dims, y, OP));
     expect_apart(OP, "y", y, &[x, w])?;
     if !y.is_contiguous() && rows_of(y, OP)? != (dims[0], dims[2]) {
-        let message = format!("y has shape {:?} and rows that lie apart; they must be those of the result", y.dims());
+        let message = format!(
+            "y has shape {:?} and rows that lie apart; they must be those of the result",
+            y.dims()
+        );
         return Err(Error::shape(OP, message));
     }
     by_elem!(x, OP, E => cpu::linear::into::<E>(x, w, bias, dims, y, OP))
@@ -107,7 +130,11 @@ fn expect_dgrad(dy: &Tensor, w: &Tensor, op: &'static str) -> Result<[usize; 3]>
     let (rows, n) = rows_of(dy, op)?;
     let (wn, k) = weight_dims(w, op)?;
     if n != wn {
-        let message = format!("dy has shape {:?} and weight {:?}; last must equal first", dy.dims(), w.dims());
+        let message = format!(
+            "dy has shape {:?} and weight {:?}; last must equal first",
+            dy.dims(),
+            w.dims()
+        );
         return Err(Error::shape(op, message));
     }
     Ok([rows, k, n])
@@ -184,7 +211,11 @@ fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, add: bool, op: &'static str) -> R
     let _span = trace::product("linear_wgrad", dy, dw);
     let ((rows, n), (x_rows, k)) = (rows_of(dy, op)?, rows_of(x, op)?);
     if rows != x_rows {
-        let message = format!("dy has shape {:?} and x {:?}; they must have as many rows", dy.dims(), x.dims());
+        let message = format!(
+            "dy has shape {:?} and x {:?}; they must have as many rows",
+            dy.dims(),
+            x.dims()
+        );
         return Err(Error::shape(op, message));
     }
     expect_shape(op, "dw", dw, &[n, k])?;

@@ -13,7 +13,12 @@ use crate::{Error, Result, cpu, on_gpu};
 ///
 /// # Errors
 /// If shapes contradict each other, dtypes differ or are no floats, or an operand is not contiguous.
-pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<(Tensor, NormStats)> {
+pub fn layer_norm(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, NormStats)> {
     let _span = trace::moves("layer_norm", &[x, x]);
     const OP: &str = "layer_norm";
     expect_parameters(OP, x, [Some(weight), Some(bias)])?;
@@ -82,7 +87,12 @@ pub fn rms_norm_backward(
     by_elem!(x, OP, T => cpu::norm::backward::<T>(OP, &of))
 }
 
-fn moves_of_backward(name: &'static str, dy: &Tensor, x: &Tensor, residual: Option<&Tensor>) -> trace::Span {
+fn moves_of_backward(
+    name: &'static str,
+    dy: &Tensor,
+    x: &Tensor,
+    residual: Option<&Tensor>,
+) -> trace::Span {
     match residual {
         Some(residual) => trace::moves(name, &[dy, x, x, residual]),
         None => trace::moves(name, &[dy, x, x]),

@@ -18,15 +18,18 @@ impl Operands<'_> {
     fn check(&self, op: &'static str, names: [&'static str; 2], may_be_narrow: bool) -> Result<()> {
         let &Self { p, weight, g, first, second } = self;
         if self.in_halves() {
-            let high = weight
-                .ok_or_else(|| Error::shape(op, "p of dtype i16 is half of parameters: weight is wanted, too"))?;
+            let high = weight.ok_or_else(|| {
+                Error::shape(op, "p of dtype i16 is half of parameters: weight is wanted, too")
+            })?;
             remainders::check(op, high, Some(p))?;
         }
         let mut seen = vec![p];
         if !p.is_contiguous() {
             return Err(Error::NotContiguous { op, what: "p" });
         }
-        for (name, t) in [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)] {
+        for (name, t) in
+            [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)]
+        {
             let Some(t) = t else { continue };
             // Segments are views of the flattened tensor, which of others would be a copy.
             if !t.is_contiguous() {
@@ -38,7 +41,10 @@ impl Operands<'_> {
                 return Err(Error::DType { op, dtype: t.dtype() });
             }
             if seen.iter().any(|other| same_storage(other, t)) {
-                return Err(Error::shape(op, format!("{name} shares its storage with another operand")));
+                return Err(Error::shape(
+                    op,
+                    format!("{name} shares its storage with another operand"),
+                ));
             }
             seen.push(t);
         }
@@ -49,7 +55,11 @@ impl Operands<'_> {
     ///
     /// # Errors
     /// What `f` returns.
-    fn by_segment(&self, segments: &[Segment], f: impl Fn(&Segment, Operands) -> Result<()>) -> Result<()> {
+    fn by_segment(
+        &self,
+        segments: &[Segment],
+        f: impl Fn(&Segment, Operands) -> Result<()>,
+    ) -> Result<()> {
         if let [segment] = segments {
             return f(segment, *self);
         }
@@ -59,7 +69,16 @@ impl Operands<'_> {
             let maybe = |t: Maybe| t.map(part).transpose();
             let (p, weight, g) = (part(self.p)?, maybe(self.weight)?, part(self.g)?);
             let (first, second) = (part(self.first)?, maybe(self.second)?);
-            f(segment, Operands { p: &p, weight: weight.as_ref(), g: &g, first: &first, second: second.as_ref() })?;
+            f(
+                segment,
+                Operands {
+                    p: &p,
+                    weight: weight.as_ref(),
+                    g: &g,
+                    first: &first,
+                    second: second.as_ref(),
+                },
+            )?;
             start += segment.len;
         }
         Ok(())
@@ -74,7 +93,10 @@ impl Segment {
         if total == t.elem_count() {
             return segments.iter().try_for_each(|s| s.dither.check(op));
         }
-        Err(Error::shape(op, format!("segments of {total} elements of p, which has shape {:?}", t.dims())))
+        Err(Error::shape(
+            op,
+            format!("segments of {total} elements of p, which has shape {:?}", t.dims()),
+        ))
     }
 }
 
@@ -85,7 +107,14 @@ impl Segment {
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
-pub fn adamw(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, m: &Tensor, v: &Tensor, h: &AdamW) -> Result<()> {
+pub fn adamw(
+    p: &Tensor,
+    weight: Option<&Tensor>,
+    g: &Tensor,
+    m: &Tensor,
+    v: &Tensor,
+    h: &AdamW,
+) -> Result<()> {
     adamw_segments(p, weight, g, m, v, h, None, &Segment::all(p, h.step))
 }
 
@@ -120,9 +149,17 @@ pub fn adamw_segments(
 
 /// A span of a step that reads and writes `p`, reads or writes `others`, and writes `weight`, or reads and writes it as the high half of
 /// parameters.
-fn moves(name: &'static str, p: &Tensor, weight: Option<&Tensor>, others: &[&Tensor]) -> trace::Span {
+fn moves(
+    name: &'static str,
+    p: &Tensor,
+    weight: Option<&Tensor>,
+    others: &[&Tensor],
+) -> trace::Span {
     let weights = weight.into_iter().chain(weight.filter(|_| p.dtype() == DType::I16));
-    trace::moves(name, &[p, p].into_iter().chain(weights).chain(others.iter().copied()).collect::<Vec<_>>())
+    trace::moves(
+        name,
+        &[p, p].into_iter().chain(weights).chain(others.iter().copied()).collect::<Vec<_>>(),
+    )
 }
 
 /// The factor on the gradients of a step on the CPU; none if it is not to be made.

@@ -35,7 +35,8 @@ pub fn sums_of_squares(xs: &[&Tensor]) -> Result<Vec<f64>> {
 /// If tensors lie on different devices or differ in dtype.
 fn expect_alike(xs: &[&Tensor], op: &'static str) -> Result<()> {
     let Some(&first) = xs.first() else { return Ok(()) };
-    let other = xs.iter().find(|x| x.dtype() != first.dtype() || !x.device().same_device(first.device()));
+    let other =
+        xs.iter().find(|x| x.dtype() != first.dtype() || !x.device().same_device(first.device()));
     let Some(other) = other else { return Ok(()) };
     let place = |t: &Tensor| format!("{:?} on {:?}", t.dtype(), t.device().location());
     Err(Error::shape(op, format!("one tensor is {}, another {}", place(first), place(other))))
@@ -54,7 +55,10 @@ pub fn total_of_squares(xs: &[&Tensor], device: &Device) -> Result<Tensor> {
     #[cfg(gpu)]
     if crate::tensor::gpu::runs_here(xs[0]) {
         let _span = trace::moves("sum_of_squares", xs);
-        return crate::cuda::reduce::sum_in_order(&crate::cuda::reduce::sums_of_squares(xs, OP)?, OP);
+        return crate::cuda::reduce::sum_in_order(
+            &crate::cuda::reduce::sums_of_squares(xs, OP)?,
+            OP,
+        );
     }
     sum_in_order(&Tensor::from_vec(sums_of_squares(xs)?, xs.len(), device)?)
 }

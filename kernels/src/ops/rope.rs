@@ -33,10 +33,19 @@ pub fn rope_inplace(
 ///
 /// # Errors
 /// As [`rope_inplace`]; also if there is not one offset a sample.
-pub fn rope_at(qkv: &Tensor, table: &RopeTable, shape: HeadShape, offsets: &[usize], inverse: bool) -> Result<()> {
+pub fn rope_at(
+    qkv: &Tensor,
+    table: &RopeTable,
+    shape: HeadShape,
+    offsets: &[usize],
+    inverse: bool,
+) -> Result<()> {
     let (_, b) = shape.check(qkv, OP)?;
     if offsets.len() != b {
-        return Err(Error::shape(OP, format!("{} position offsets for {b} samples", offsets.len())));
+        return Err(Error::shape(
+            OP,
+            format!("{} position offsets for {b} samples", offsets.len()),
+        ));
     }
     rotate_rows(qkv, table, shape, Positions::Offsets(offsets), inverse)
 }
@@ -73,7 +82,13 @@ impl Rotation<'_> {
 }
 
 /// Rotates the rows to their positions.
-fn rotate_rows(qkv: &Tensor, table: &RopeTable, shape: HeadShape, positions: Positions, inverse: bool) -> Result<()> {
+fn rotate_rows(
+    qkv: &Tensor,
+    table: &RopeTable,
+    shape: HeadShape,
+    positions: Positions,
+    inverse: bool,
+) -> Result<()> {
     let _span = trace::moves("rope", &[qkv, qkv]);
     let d = shape.head_dim;
     let rows = table.rows(d)?;

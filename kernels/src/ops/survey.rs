@@ -59,7 +59,9 @@ pub fn survey() -> Result<Survey> {
     let mut version = 0;
     // SAFETY: one result.
     unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(failed)?;
-    let devices = (0..count).map(|i| result::device::get(i as c_int).map_err(failed)).collect::<Result<Vec<_>>>()?;
+    let devices = (0..count)
+        .map(|i| result::device::get(i as c_int).map_err(failed))
+        .collect::<Result<Vec<_>>>()?;
     let gpus = devices.iter().map(|&device| {
         // SAFETY: the device exists.
         let attribute = |a| unsafe { result::device::get_attribute(device, a) }.map_err(failed);
@@ -133,20 +135,32 @@ fn copies(device: &Device, bytes: usize) -> Result<impl FnMut(usize) -> Result<(
         let _alive = &target;
         let seconds = seconds(&gpu, times, || {
             // SAFETY: both are as long as what is copied, and live.
-            unsafe { result::memcpy_dtod_async(to.address(), from.address(), bytes, gpu.stream().cu_stream()) }
-                .map_err(failed)
+            unsafe {
+                result::memcpy_dtod_async(
+                    to.address(),
+                    from.address(),
+                    bytes,
+                    gpu.stream().cu_stream(),
+                )
+            }
+            .map_err(failed)
         })?;
         Ok((seconds, 2.0 * bytes as f64))
     })
 }
 
 /// Products of square matrices of normal deviates, since a GPU's clock depends on what it multiplies: their operations.
-fn products(device: &Device, dtype: DType, edge: usize) -> Result<impl FnMut(usize) -> Result<(f64, f64)>> {
+fn products(
+    device: &Device,
+    dtype: DType,
+    edge: usize,
+) -> Result<impl FnMut(usize) -> Result<(f64, f64)>> {
     // Made once and repeated.
     let block = (edge * edge).min(1 << 20);
     let mut values = vec![0_f32; block];
     fill_normal(&mut values, 1, 0, 0, 1.0);
-    let block_of = Tensor::from_vec(values, block, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+    let block_of =
+        Tensor::from_vec(values, block, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
     let x = Tensor::cat(&vec![&block_of; edge * edge / block], 0)?.reshape((edge, edge))?;
     let y = x.zeros_like()?;
     let gpu = Gpu::of(&x, "measure")?;
@@ -158,7 +172,8 @@ fn products(device: &Device, dtype: DType, edge: usize) -> Result<impl FnMut(usi
 
 /// Of one of `times` operations, after one that is not counted.
 fn seconds(gpu: &Gpu, times: usize, mut queue: impl FnMut() -> Result<()>) -> Result<f64> {
-    let event = || gpu.stream().record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed);
+    let event =
+        || gpu.stream().record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed);
     queue()?;
     let before = event()?;
     for _ in 0..times {

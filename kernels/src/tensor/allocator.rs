@@ -42,7 +42,11 @@ impl LineAligned {
             return None;
         }
         let room = if layout.size() < APART_FROM { LINE } else { LINE + APART };
-        Layout::from_size_align(layout.size().checked_add(room)?, align_of::<usize>().max(layout.align())).ok()
+        Layout::from_size_align(
+            layout.size().checked_add(room)?,
+            align_of::<usize>().max(layout.align()),
+        )
+        .ok()
     }
 
     /// The first line in a block of the system's, which remembers the block; null for null.
@@ -94,7 +98,10 @@ unsafe impl GlobalAlloc for LineAligned {
         }
         // SAFETY: the caller's promise.
         unsafe {
-            Self::around(layout).map_or_else(|| System.alloc(layout), |around| Self::first_line(System.alloc(around)))
+            Self::around(layout).map_or_else(
+                || System.alloc(layout),
+                |around| Self::first_line(System.alloc(around)),
+            )
         }
     }
 
@@ -188,7 +195,12 @@ mod tests {
                 let layout = Layout::from_size_align(size, align).unwrap();
                 let check = |at: *mut u8, size: usize| {
                     assert!(
-                        !at.is_null() && at.addr().is_multiple_of(if size >= LARGE { align.max(LINE) } else { align })
+                        !at.is_null()
+                            && at.addr().is_multiple_of(if size >= LARGE {
+                                align.max(LINE)
+                            } else {
+                                align
+                            })
                     );
                 };
                 // SAFETY: blocks are used within their sizes and freed once, with the layouts they have then.

@@ -40,7 +40,8 @@ mod kept {
 
     pub fn get(values: Vec<u32>, shape: Shape, device: &Device) -> Result<Tensor> {
         let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = kept.iter().rposition(|k| k.values == values && k.tensor.device().same_device(device));
+        let found =
+            kept.iter().rposition(|k| k.values == values && k.tensor.device().same_device(device));
         let this = match found {
             Some(at) => kept.remove(at),
             None => {
@@ -52,8 +53,11 @@ mod kept {
         crate::tensor::gpu::graph::keep(&this.tensor);
         let tensor = this.tensor.reshape(shape)?;
         kept.push(this);
-        let mut of_device =
-            kept.iter().enumerate().filter(|(_, k)| k.tensor.device().same_device(device)).map(|(at, _)| at);
+        let mut of_device = kept
+            .iter()
+            .enumerate()
+            .filter(|(_, k)| k.tensor.device().same_device(device))
+            .map(|(at, _)| at);
         if let Some(oldest) = of_device.next().filter(|_| of_device.count() >= MOST) {
             kept.remove(oldest);
         }

@@ -71,7 +71,9 @@ impl Choice {
                 let count = gpus()?;
                 match ordinal.unwrap_or(local_rank % count.max(1)) {
                     ordinal if ordinal < count => open_gpu(ordinal),
-                    ordinal => Err(unavailable(format!("there is no GPU {ordinal}: this machine has {count}"))),
+                    ordinal => Err(unavailable(format!(
+                        "there is no GPU {ordinal}: this machine has {count}"
+                    ))),
                 }
             }
         }
@@ -185,7 +187,11 @@ const LOCKED: usize = 64 << 20;
 ///
 /// # Errors
 /// If they are not as many as `shape` has elements, or there is no memory.
-pub fn upload<T: HostElem>(values: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+pub fn upload<T: HostElem>(
+    values: Vec<T>,
+    shape: impl Into<Shape>,
+    device: &Device,
+) -> Result<Tensor> {
     #[cfg(feature = "emulated")]
     if crate::tensor::gpu::computes(device) {
         crate::tensor::emulation::uploaded();
@@ -197,11 +203,17 @@ pub fn upload<T: HostElem>(values: Vec<T>, shape: impl Into<Shape>, device: &Dev
         let gpu = crate::tensor::gpu::Gpu::on(device, OP)?;
         let (tensor, to) = gpu.output(shape, T::DTYPE, OP)?;
         if tensor.elem_count() != values.len() {
-            return Err(Error::shape(OP, format!("{} values for shape {:?}", values.len(), tensor.dims())));
+            return Err(Error::shape(
+                OP,
+                format!("{} values for shape {:?}", values.len(), tensor.dims()),
+            ));
         }
         // SAFETY: every HostElem is a plain number without padding; any byte of it may be read.
         let bytes = unsafe {
-            std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), std::mem::size_of_val(values.as_slice()))
+            std::slice::from_raw_parts(
+                values.as_ptr().cast::<u8>(),
+                std::mem::size_of_val(values.as_slice()),
+            )
         };
         crate::tensor::gpu::transfer::upload(&gpu, bytes, to)?;
         return Ok(tensor);
@@ -235,9 +247,16 @@ pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
 ///
 /// # Errors
 /// As [`empty`]; names `what`.
-pub fn zeros(what: &'static str, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+pub fn zeros(
+    what: &'static str,
+    shape: impl Into<Shape>,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
     #[cfg(gpu)]
-    if crate::tensor::gpu::computes(device) && matches!(dtype, DType::F32 | DType::BF16 | DType::F16 | DType::I16) {
+    if crate::tensor::gpu::computes(device)
+        && matches!(dtype, DType::F32 | DType::BF16 | DType::F16 | DType::I16)
+    {
         let gpu = crate::tensor::gpu::Gpu::on(device, what)?;
         let (tensor, to) = gpu.output(shape, dtype, what)?;
         gpu.zero(to, tensor.elem_count(), dtype.size_in_bytes(), what)?;
@@ -303,7 +322,8 @@ pub fn name(device: &Device) -> String {
 
 /// Whether two tensors are the same elements of one storage.
 pub fn same_elements(a: &Tensor, b: &Tensor) -> bool {
-    crate::tensor::view::same_storage(a, b) && a.layout().start_offset() == b.layout().start_offset()
+    crate::tensor::view::same_storage(a, b)
+        && a.layout().start_offset() == b.layout().start_offset()
 }
 
 #[cfg(test)]

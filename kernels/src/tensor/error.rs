@@ -28,7 +28,10 @@ pub enum Error {
     #[error("GPU kernel {kernel}: {message}")]
     Gpu { kernel: String, message: String },
     /// The device has no memory left for a result.
-    #[error("{op}: no memory on the GPU for {bytes} bytes (a tensor {shape:?} of {dtype:?}): {}", state(memory))]
+    #[error(
+        "{op}: no memory on the GPU for {bytes} bytes (a tensor {shape:?} of {dtype:?}): {}",
+        state(memory)
+    )]
     OutOfMemory {
         op: &'static str,
         bytes: usize,

@@ -34,7 +34,8 @@ pub fn record<E: From<Error>>(
     #[cfg(not(feature = "cuda"))]
     {
         let _ = f;
-        Err(Error::Device { op: "recording a graph", device: format!("{:?}", device.location()) }.into())
+        Err(Error::Device { op: "recording a graph", device: format!("{:?}", device.location()) }
+            .into())
     }
 }
 

@@ -24,7 +24,11 @@ fn range(layout: &Layout, op: &'static str) -> Result<std::ops::Range<usize>> {
 
 /// As [`range`], and the distance of rows, of a contiguous tensor, or of one whose rows, over all leading dimensions, are contiguous and lie
 /// equally far apart: then what lies between them is in the range, too.
-pub(crate) fn rows(layout: &Layout, op: &'static str, what: &'static str) -> Result<(std::ops::Range<usize>, usize)> {
+pub(crate) fn rows(
+    layout: &Layout,
+    op: &'static str,
+    what: &'static str,
+) -> Result<(std::ops::Range<usize>, usize)> {
     if let Some((start, end)) = layout.contiguous_offsets() {
         return Ok((start..end, layout.dims().last().copied().unwrap_or(1)));
     }
@@ -44,7 +48,11 @@ pub(crate) fn rows(layout: &Layout, op: &'static str, what: &'static str) -> Res
 ///
 /// # Errors
 /// If `t` is not contiguous, not of dtype `T`, or not on the CPU.
-pub fn with_slice<T: WithDType, R>(t: &Tensor, op: &'static str, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
+pub fn with_slice<T: WithDType, R>(
+    t: &Tensor,
+    op: &'static str,
+    f: impl FnOnce(&[T]) -> Result<R>,
+) -> Result<R> {
     #[cfg(feature = "emulated")]
     crate::tensor::emulation::touched(op);
     let (storage, layout) = t.storage_and_layout();
@@ -145,9 +153,16 @@ fn lend<T: HostElem, R>(
     crate::tensor::emulation::touched(op);
     if t.elem_count() == 0 {
         // candle refuses to lend what it takes for elements in one place.
-        return with_slice::<T, _>(t, op, |_| Ok(())).and_then(|()| f(&mut [], t.dims().last().copied().unwrap_or(1)));
+        return with_slice::<T, _>(t, op, |_| Ok(()))
+            .and_then(|()| f(&mut [], t.dims().last().copied().unwrap_or(1)));
     }
-    let lend = Lend { elem: PhantomData::<T>, op, apart, f: RefCell::new(Some(f)), out: RefCell::new(None) };
+    let lend = Lend {
+        elem: PhantomData::<T>,
+        op,
+        apart,
+        f: RefCell::new(Some(f)),
+        out: RefCell::new(None),
+    };
     t.inplace_op1(&lend)?;
     lend.out.into_inner().unwrap_or_else(|| Err(Error::shape(op, "storage was not lent")))
 }
@@ -197,7 +212,11 @@ macro_rules! by_dtype {
 ///
 /// # Errors
 /// As [`with_slice`].
-pub fn with_bytes<R>(t: &Tensor, op: &'static str, f: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
+pub fn with_bytes<R>(
+    t: &Tensor,
+    op: &'static str,
+    f: impl FnOnce(&[u8]) -> Result<R>,
+) -> Result<R> {
     by_dtype!(t, op, T => with_slice::<T, R>(t, op, |s| {
         // SAFETY: every HostElem is a plain number without padding; any byte of it may be read.
         f(unsafe { std::slice::from_raw_parts(s.as_ptr().cast::<u8>(), std::mem::size_of_val(s)) })
@@ -208,7 +227,11 @@ pub fn with_bytes<R>(t: &Tensor, op: &'static str, f: impl FnOnce(&[u8]) -> Resu
 ///
 /// # Errors
 /// As [`with_slice_mut`].
-pub fn with_bytes_mut<R>(t: &Tensor, op: &'static str, f: impl FnOnce(&mut [u8]) -> Result<R>) -> Result<R> {
+pub fn with_bytes_mut<R>(
+    t: &Tensor,
+    op: &'static str,
+    f: impl FnOnce(&mut [u8]) -> Result<R>,
+) -> Result<R> {
     by_dtype!(t, op, T => with_slice_mut::<T, R>(t, op, |s| {
         // SAFETY: every HostElem is a plain number: any bit pattern is a valid value.
         f(unsafe { std::slice::from_raw_parts_mut(s.as_mut_ptr().cast::<u8>(), std::mem::size_of_val(s)) })
@@ -228,9 +251,12 @@ mod tests {
         let refused = with_slice_mut::<f32, ()>(&left, "test", |_| panic!("lent")).unwrap_err();
         assert!(matches!(refused, Error::NotContiguous { op: "test", .. }), "{refused}");
         // From its first to its last element, with what lies between the rows.
-        let lent = with_rows_mut::<f32, _>(&left, "test", |all, apart| Ok((all.to_vec(), apart))).unwrap();
+        let lent =
+            with_rows_mut::<f32, _>(&left, "test", |all, apart| Ok((all.to_vec(), apart))).unwrap();
         assert_eq!(lent, ((0..10).map(|i| i as f32).collect(), 4));
-        assert!(with_rows_mut::<f32, ()>(&left.t().unwrap(), "test", |_, _| panic!("lent")).is_err());
+        assert!(
+            with_rows_mut::<f32, ()>(&left.t().unwrap(), "test", |_, _| panic!("lent")).is_err()
+        );
         with_slice_mut::<f32, _>(&all.get(1).unwrap(), "test", |row| {
             row.fill(0.);
             Ok(())

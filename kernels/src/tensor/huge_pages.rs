@@ -62,7 +62,9 @@ mod linux {
         // SAFETY: asks where the heap ends.
         let end = unsafe { libc::sbrk(0) }.addr();
         let heap = (&raw const ASKED).addr()..end;
-        if let Some(pages) = to_ask(block.addr()..block.addr() + len, heap, ASKED.load(Ordering::Relaxed)) {
+        if let Some(pages) =
+            to_ask(block.addr()..block.addr() + len, heap, ASKED.load(Ordering::Relaxed))
+        {
             if pages.end == end {
                 ASKED.fetch_max(end, Ordering::Relaxed);
             }

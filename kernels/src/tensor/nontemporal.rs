@@ -74,7 +74,10 @@ mod tests {
         for (start, len) in [(0, 40), (1, 0), (1, 3), (2, 33), (5, 16)] {
             let mut to = [1_f32; 64];
             zeros(&mut to[start..start + len]);
-            assert!((0..64).all(|i| (to[i] == 0.) == (start..start + len).contains(&i)), "{start} {len}");
+            assert!(
+                (0..64).all(|i| (to[i] == 0.) == (start..start + len).contains(&i)),
+                "{start} {len}"
+            );
         }
     }
 }

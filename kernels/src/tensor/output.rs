@@ -36,7 +36,9 @@ pub fn blocks<T: Copy + Send>(
     f: impl for<'r> Fn(usize, Uninit<'r, T>) -> &'r mut [T] + Sync,
 ) -> Vec<T> {
     let mut data = Vec::with_capacity(n);
-    parallel::blocks(&mut data.spare_capacity_mut()[..n], block, |start, part| check(part, |out| f(start, out)));
+    parallel::blocks(&mut data.spare_capacity_mut()[..n], block, |start, part| {
+        check(part, |out| f(start, out))
+    });
     // SAFETY: `check` saw every block written, and the blocks are all of the first n elements.
     unsafe { data.set_len(n) };
     data
@@ -59,7 +61,10 @@ pub fn for_products<E: Elem>(
     let data = blocks(rows * apart, (block / width).max(1) * apart, |start, block| {
         block.parts(apart, |at, row| {
             row.halves(width, |row, between| {
-                (f((start + at) / apart * width, row), between.write(std::iter::repeat(E::store(E::Acc::ZERO))))
+                (
+                    f((start + at) / apart * width, row),
+                    between.write(std::iter::repeat(E::store(E::Acc::ZERO))),
+                )
             })
         })
     });
@@ -78,29 +83,47 @@ pub fn rows_for_products<E: Elem, const K: usize>(
     let widths = [(K - 1) * width, width];
     let aparts = widths.map(|width| rows_apart(width, size_of::<E>()).max(1));
     let [mut a, mut b] = aparts.map(|apart| Vec::with_capacity(rows * apart));
-    let (spare_a, spare_b) =
-        (&mut a.spare_capacity_mut()[..rows * aparts[0]], &mut b.spare_capacity_mut()[..rows * aparts[1]]);
+    let (spare_a, spare_b) = (
+        &mut a.spare_capacity_mut()[..rows * aparts[0]],
+        &mut b.spare_capacity_mut()[..rows * aparts[1]],
+    );
     let in_block = parallel::rows_per_block(widths[0]);
-    parallel::blocks2(spare_a, in_block * aparts[0], spare_b, in_block * aparts[1], |block, a, b| {
-        for (r, (a, b)) in a.chunks_mut(aparts[0]).zip(b.chunks_mut(aparts[1])).enumerate() {
-            let ((a, after_a), (b, after_b)) = (a.split_at_mut(widths[0]), b.split_at_mut(width));
-            for between in [after_a, after_b] {
-                Uninit(between).write(std::iter::repeat(E::store(E::Acc::ZERO)));
+    parallel::blocks2(
+        spare_a,
+        in_block * aparts[0],
+        spare_b,
+        in_block * aparts[1],
+        |block, a, b| {
+            for (r, (a, b)) in a.chunks_mut(aparts[0]).zip(b.chunks_mut(aparts[1])).enumerate() {
+                let ((a, after_a), (b, after_b)) =
+                    (a.split_at_mut(widths[0]), b.split_at_mut(width));
+                for between in [after_a, after_b] {
+                    Uninit(between).write(std::iter::repeat(E::store(E::Acc::ZERO)));
+                }
+                let mut sections = a.chunks_mut(width.max(1)).chain([b]);
+                let sections: [&mut [MaybeUninit<E>]; K] =
+                    std::array::from_fn(|_| sections.next().unwrap_or_default());
+                let places = sections.each_ref().map(|section| place(section));
+                let written = f(block * in_block + r, sections.map(Uninit));
+                assert_eq!(
+                    written.map(|section| place(section)),
+                    places,
+                    "a kernel left a part of its results unwritten"
+                );
             }
-            let mut sections = a.chunks_mut(width.max(1)).chain([b]);
-            let sections: [&mut [MaybeUninit<E>]; K] = std::array::from_fn(|_| sections.next().unwrap_or_default());
-            let places = sections.each_ref().map(|section| place(section));
-            let written = f(block * in_block + r, sections.map(Uninit));
-            assert_eq!(written.map(|section| place(section)), places, "a kernel left a part of its results unwritten");
-        }
-    });
+        },
+    );
     // SAFETY: all rows of both were written, and what is between them.
     unsafe {
         a.set_len(rows * aparts[0]);
         b.set_len(rows * aparts[1]);
     }
     let narrow = |data, i: usize| -> Result<Tensor> {
-        Ok(tensor(data, [leading, &[aparts[i]]].concat(), like)?.narrow(leading.len(), 0, widths[i])?)
+        Ok(tensor(data, [leading, &[aparts[i]]].concat(), like)?.narrow(
+            leading.len(),
+            0,
+            widths[i],
+        )?)
     };
     Ok([narrow(a, 0)?, narrow(b, 1)?])
 }
@@ -114,7 +137,11 @@ pub fn blocks2<T: Copy + Send, B: Send>(
     block_b: usize,
     f: impl for<'r> Fn(usize, Uninit<'r, T>, &mut [B]) -> &'r mut [T] + Sync,
 ) -> Vec<T> {
-    assert_eq!(n.div_ceil(block.max(1)), b.len().div_ceil(block_b.max(1)), "both have the same number of blocks");
+    assert_eq!(
+        n.div_ceil(block.max(1)),
+        b.len().div_ceil(block_b.max(1)),
+        "both have the same number of blocks"
+    );
     let mut data = Vec::with_capacity(n);
     parallel::blocks2(&mut data.spare_capacity_mut()[..n], block, b, block_b, |i, part, b| {
         check(part, |out| f(i, out, b))

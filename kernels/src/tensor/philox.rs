@@ -17,7 +17,8 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
         let p0 = u64::from(MULTIPLIERS[0]) * u64::from(c0);
         let p1 = u64::from(MULTIPLIERS[1]) * u64::from(c2);
-        (c0, c1, c2, c3) = ((p1 >> 32) as u32 ^ c1 ^ k0, p1 as u32, (p0 >> 32) as u32 ^ c3 ^ k1, p0 as u32);
+        (c0, c1, c2, c3) =
+            ((p1 >> 32) as u32 ^ c1 ^ k0, p1 as u32, (p0 >> 32) as u32 ^ c3 ^ k1, p0 as u32);
         k0 = k0.wrapping_add(WEYL[0]);
         k1 = k1.wrapping_add(WEYL[1]);
     }
@@ -64,7 +65,8 @@ impl WordRow {
         for l in 0..LANES {
             blocks[l] = u64::from(first_block.wrapping_add(l as u32));
         }
-        let [c0, c1, c2, c3] = philox_lanes([wide(self.a), wide(self.b), blocks, wide(self.d)], self.key);
+        let [c0, c1, c2, c3] =
+            philox_lanes([wide(self.a), wide(self.b), blocks, wide(self.d)], self.key);
         for (l, out) in out.chunks_exact_mut(4).enumerate() {
             out.copy_from_slice(&[c0[l] as u32, c1[l] as u32, c2[l] as u32, c3[l] as u32]);
         }
@@ -94,7 +96,9 @@ fn philox_lanes(counter: [[u64; LANES]; 4], key: [u32; 2]) -> [[u64; LANES]; 4] 
 
 /// The stream of a parameter: FNV-1a (64 bits) of its name.
 pub fn stream_id(name: &str) -> u64 {
-    name.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
+    name.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+    })
 }
 
 /// Fills `out` with draws from N(0, std²); the value of an element depends on `seed`, `stream` and its global index
@@ -161,7 +165,9 @@ fn ln(x: f64) -> f64 {
     // The mantissa lies in [√½, √2): borrow one from the exponent where it would be below.
     let low = (x.to_bits() & MANTISSA) < (SQRT_HALF_BITS & MANTISSA);
     let exponent = (shifted >> 52) as i32 - i32::from(low);
-    let m = f64::from_bits((x.to_bits() & MANTISSA) | if low { 0x3FF0_0000_0000_0000 } else { 0x3FE0_0000_0000_0000 });
+    let m = f64::from_bits(
+        (x.to_bits() & MANTISSA) | if low { 0x3FF0_0000_0000_0000 } else { 0x3FE0_0000_0000_0000 },
+    );
     let s = (m - 1.0) / (m + 1.0);
     let s2 = s * s;
     let mut sum = 1.0 / 23.0;
@@ -197,9 +203,16 @@ mod tests {
     #[test]
     fn philox_agrees_with_the_published_vectors() {
         // Random123's kat_vectors.
-        assert_eq!(philox4x32([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
-        assert_eq!(philox4x32([!0; 4], [!0; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
-        let (counter, key) = ([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]);
+        assert_eq!(
+            philox4x32([0; 4], [0; 2]),
+            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
+        );
+        assert_eq!(
+            philox4x32([!0; 4], [!0; 2]),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
+        let (counter, key) =
+            ([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]);
         assert_eq!(philox4x32(counter, key), [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]);
     }
 
@@ -217,7 +230,12 @@ mod tests {
     fn logarithm_and_circle_agree_with_the_library() {
         for i in (0..1 << 32).step_by(9973).chain([(1u64 << 32) - 1]) {
             let u = (i as f64 + 0.5) / 4_294_967_296.0;
-            assert!((ln(u) - u.ln()).abs() <= 1e-15 * u.ln().abs().max(0.1), "ln {u}: {} {}", ln(u), u.ln());
+            assert!(
+                (ln(u) - u.ln()).abs() <= 1e-15 * u.ln().abs().max(0.1),
+                "ln {u}: {} {}",
+                ln(u),
+                u.ln()
+            );
             let ((sin, cos), (s, c)) = (sin_cos_of_turn(u), (std::f64::consts::TAU * u).sin_cos());
             assert!((sin - s).abs() < 1e-14 && (cos - c).abs() < 1e-14, "turn {u}: {sin} {cos}");
         }
@@ -231,11 +249,16 @@ mod tests {
         for (i, &got) in out.iter().enumerate() {
             let index = first + i as u64;
             let ([c0, c1], [s0, s1]) = (words(index / 4), words(stream));
-            let w = philox4x32([c0, c1, s0, s1], words(seed)).map(|w| (f64::from(w) + 0.5) / 4_294_967_296.0);
+            let w = philox4x32([c0, c1, s0, s1], words(seed))
+                .map(|w| (f64::from(w) + 0.5) / 4_294_967_296.0);
             let (u, v) = if index % 4 < 2 { (w[0], w[1]) } else { (w[2], w[3]) };
             let (sin, cos) = (std::f64::consts::TAU * v).sin_cos();
-            let want = 0.5 * (-2.0 * u.ln()).sqrt() * if index.is_multiple_of(2) { cos } else { sin };
-            assert!((f64::from(got) - want).abs() <= 1e-7 * want.abs() + 1e-14, "element {i}: {got}, want {want}");
+            let want =
+                0.5 * (-2.0 * u.ln()).sqrt() * if index.is_multiple_of(2) { cos } else { sin };
+            assert!(
+                (f64::from(got) - want).abs() <= 1e-7 * want.abs() + 1e-14,
+                "element {i}: {got}, want {want}"
+            );
         }
     }
 
@@ -256,7 +279,11 @@ mod tests {
         fill_normal(&mut x, 1, stream_id("weight"), 0, 2.0);
         let moment = |k: i32| x.iter().map(|&v| f64::from(v).powi(k)).sum::<f64>() / x.len() as f64;
         // Standard errors: 2/√n, 4·√2/√n, 16·√96/√n with √n = 1024.
-        assert!(moment(1).abs() < 0.01 && (moment(2) - 4.0).abs() < 0.03 && (moment(4) - 48.0).abs() < 0.8);
+        assert!(
+            moment(1).abs() < 0.01
+                && (moment(2) - 4.0).abs() < 0.03
+                && (moment(4) - 48.0).abs() < 0.8
+        );
         let lag = x.windows(2).map(|w| f64::from(w[0] * w[1])).sum::<f64>() / x.len() as f64;
         assert!(lag.abs() < 0.02, "neighbours correlate: {lag}");
     }

@@ -58,18 +58,25 @@ impl Isa {
     /// # Errors
     /// A message for the user if it names no instruction set, or one that this machine does not have.
     pub fn requested() -> std::result::Result<Option<Isa>, String> {
-        let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(None) };
+        let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else {
+            return Ok(None);
+        };
         Isa::parse(&value.to_string_lossy(), Isa::supported()).map(Some)
     }
 
     fn parse(value: &str, supported: Isa) -> std::result::Result<Isa, String> {
-        let names =
-            |last: Isa| Isa::ALL.iter().filter(|&&i| i <= last).map(|i| i.name()).collect::<Vec<_>>().join(", ");
+        let names = |last: Isa| {
+            Isa::ALL.iter().filter(|&&i| i <= last).map(|i| i.name()).collect::<Vec<_>>().join(", ")
+        };
         match Isa::ALL.into_iter().find(|isa| isa.name() == value) {
-            None => Err(format!("{VARIABLE}={value} names no instruction set; there are {}", names(Isa::Amx))),
-            Some(isa) if isa > supported => {
-                Err(format!("{VARIABLE}={value} is more than kernels can use on this machine: {}", names(supported)))
-            }
+            None => Err(format!(
+                "{VARIABLE}={value} names no instruction set; there are {}",
+                names(Isa::Amx)
+            )),
+            Some(isa) if isa > supported => Err(format!(
+                "{VARIABLE}={value} is more than kernels can use on this machine: {}",
+                names(supported)
+            )),
             Some(isa) => Ok(isa),
         }
     }
@@ -77,7 +84,9 @@ impl Isa {
 
 #[cfg(target_arch = "x86_64")]
 fn machine() -> Isa {
-    let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+    let avx2 = is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c");
     let avx512 = is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
@@ -103,7 +112,8 @@ pub fn is_intel() -> bool {
     static ANSWER: OnceLock<bool> = OnceLock::new();
     *ANSWER.get_or_init(|| {
         let vendor = std::arch::x86_64::__cpuid(0);
-        [vendor.ebx, vendor.edx, vendor.ecx] == [*b"Genu", *b"ineI", *b"ntel"].map(u32::from_le_bytes)
+        [vendor.ebx, vendor.edx, vendor.ecx]
+            == [*b"Genu", *b"ineI", *b"ntel"].map(u32::from_le_bytes)
     })
 }
 
@@ -229,8 +239,14 @@ mod tests {
     #[test]
     fn an_instruction_set_that_is_unknown_or_missing_is_refused_with_those_there_are() {
         let unknown = Isa::parse("sse9", Isa::Avx2).unwrap_err();
-        assert!(unknown.contains("MEGATRON_SIMD=sse9") && unknown.contains("portable, avx2, avx512"), "{unknown}");
+        assert!(
+            unknown.contains("MEGATRON_SIMD=sse9") && unknown.contains("portable, avx2, avx512"),
+            "{unknown}"
+        );
         let missing = Isa::parse("amx", Isa::Avx2).unwrap_err();
-        assert!(missing.contains("MEGATRON_SIMD=amx") && missing.ends_with("machine: portable, avx2"), "{missing}");
+        assert!(
+            missing.contains("MEGATRON_SIMD=amx") && missing.ends_with("machine: portable, avx2"),
+            "{missing}"
+        );
     }
 }

@@ -82,7 +82,10 @@ impl Recorder {
 
     /// The recorder that the present thread records to, if any: to be entered on another thread that works for it.
     pub fn current() -> Option<Self> {
-        RECORDING.get().then(|| LOCAL.with_borrow(|local| local.as_ref().map(|l| Self(l.shared.clone())))).flatten()
+        RECORDING
+            .get()
+            .then(|| LOCAL.with_borrow(|local| local.as_ref().map(|l| Self(l.shared.clone()))))
+            .flatten()
     }
 
     /// Records the present thread's spans until the guard is dropped. A thread of the name `name` that entered before
@@ -178,7 +181,8 @@ impl Clock {
     fn read(&self, events: &mut [Event]) -> crate::Result<()> {
         for (event, start, end) in &self.taken {
             let (start, end) = (start.since(&self.zero)?, end.since(&self.zero)?);
-            (events[*event].start, events[*event].length) = (self.at + start, end.saturating_sub(start));
+            (events[*event].start, events[*event].length) =
+                (self.at + start, end.saturating_sub(start));
         }
         Ok(())
     }
@@ -354,7 +358,9 @@ mod tests {
         let events = recorder.take();
         assert_eq!(events.iter().map(|e| e.name).collect::<Vec<_>>(), ["forward", "linear"]);
         let (outer, inner) = (&events[0], &events[1]);
-        assert!(outer.start <= inner.start && inner.start + inner.length <= outer.start + outer.length);
+        assert!(
+            outer.start <= inner.start && inner.start + inner.length <= outer.start + outer.length
+        );
         assert_eq!((outer.place, inner.flops, inner.bytes), (Some((3, 1)), 10, 20));
         assert!(recorder.take().is_empty());
     }

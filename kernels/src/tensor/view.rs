@@ -22,7 +22,8 @@ impl<'a, T: HostElem> View<'a, T> {
     /// If `t`, named `what` in messages of `op`, is not contiguous, not of type `T`, or not on the CPU.
     pub fn new(t: &'a Tensor, op: &'static str, what: &'static str) -> Result<Self> {
         Self::of(t, op, |layout| {
-            let (start, end) = layout.contiguous_offsets().ok_or(Error::NotContiguous { op, what })?;
+            let (start, end) =
+                layout.contiguous_offsets().ok_or(Error::NotContiguous { op, what })?;
             Ok((start..end, ()))
         })
         .map(|(view, ())| view)
@@ -79,7 +80,12 @@ pub fn same_storage(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// Refuses a result, `what`, in the storage of an operand, whose lending for reading it would wait for.
-pub fn expect_apart(op: &'static str, what: &str, result: &Tensor, operands: &[&Tensor]) -> Result<()> {
+pub fn expect_apart(
+    op: &'static str,
+    what: &str,
+    result: &Tensor,
+    operands: &[&Tensor],
+) -> Result<()> {
     if operands.iter().any(|operand| same_storage(result, operand)) {
         return Err(Error::shape(op, format!("{what} shares its storage with an operand")));
     }
@@ -94,9 +100,10 @@ pub fn tensor<T: HostElem>(data: Vec<T>, shape: impl Into<Shape>, like: &Tensor)
 /// Rows and width of `t` with its leading dimensions flattened.
 pub fn rows_of(t: &Tensor, op: &'static str) -> Result<(usize, usize)> {
     match t.dims() {
-        [] | [.., 0] => {
-            Err(Error::shape(op, format!("shape {:?} where a last dimension of at least 1 is needed", t.dims())))
-        }
+        [] | [.., 0] => Err(Error::shape(
+            op,
+            format!("shape {:?} where a last dimension of at least 1 is needed", t.dims()),
+        )),
         [leading @ .., width] => Ok((leading.iter().product(), *width)),
     }
 }
@@ -125,7 +132,10 @@ pub fn expect_elements(op: &'static str, what: &str, t: &Tensor, want: usize) ->
     if t.elem_count() == want {
         return Ok(());
     }
-    Err(Error::shape(op, format!("{what} has shape {:?} where {want} elements are needed", t.dims())))
+    Err(Error::shape(
+        op,
+        format!("{what} has shape {:?} where {want} elements are needed", t.dims()),
+    ))
 }
 
 /// # Errors

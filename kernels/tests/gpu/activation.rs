@@ -2,8 +2,9 @@
 
 use crate::support::{Input, check};
 use kernels::ops::activation::{
-    gelu, gelu_backward, gelu_backward_recompute, relu, relu_backward, relu_backward_recompute, squared_relu,
-    squared_relu_backward, squared_relu_backward_recompute, swiglu, swiglu_backward, swiglu_backward_recompute,
+    gelu, gelu_backward, gelu_backward_recompute, relu, relu_backward, relu_backward_recompute,
+    squared_relu, squared_relu_backward, squared_relu_backward_recompute, swiglu, swiglu_backward,
+    swiglu_backward_recompute,
 };
 
 #[test]
@@ -13,7 +14,9 @@ fn gelu_and_its_gradient() {
         check("gelu", std::slice::from_ref(&x), |t| Ok(vec![gelu(&t[0])?]));
         let operands = [dy, x];
         check("gelu_backward", &operands, |t| Ok(vec![gelu_backward(&t[0], &t[1])?]));
-        check("gelu_backward_recompute", &operands, |t| Ok(gelu_backward_recompute(&t[0], &t[1])?.to_vec()));
+        check("gelu_backward_recompute", &operands, |t| {
+            Ok(gelu_backward_recompute(&t[0], &t[1])?.to_vec())
+        });
     }
 }
 
@@ -25,9 +28,15 @@ fn relu_and_squared_relu_and_their_gradients() {
         check("squared_relu", std::slice::from_ref(&x), |t| Ok(vec![squared_relu(&t[0])?]));
         let operands = [dy, x];
         check("relu_backward", &operands, |t| Ok(vec![relu_backward(&t[0], &t[1])?]));
-        check("squared_relu_backward", &operands, |t| Ok(vec![squared_relu_backward(&t[0], &t[1])?]));
-        check("relu, recomputed", &operands, |t| Ok(relu_backward_recompute(&t[0], &t[1])?.to_vec()));
-        check("squared_relu, recomputed", &operands, |t| Ok(squared_relu_backward_recompute(&t[0], &t[1])?.to_vec()));
+        check("squared_relu_backward", &operands, |t| {
+            Ok(vec![squared_relu_backward(&t[0], &t[1])?])
+        });
+        check("relu, recomputed", &operands, |t| {
+            Ok(relu_backward_recompute(&t[0], &t[1])?.to_vec())
+        });
+        check("squared_relu, recomputed", &operands, |t| {
+            Ok(squared_relu_backward_recompute(&t[0], &t[1])?.to_vec())
+        });
     }
 }
 
@@ -38,7 +47,9 @@ fn gelu_and_its_gradient_far_from_zero() {
     check("gelu", std::slice::from_ref(&x), |t| Ok(vec![gelu(&t[0])?]));
     check("gelu_backward", &[dy, x], |t| Ok(vec![gelu_backward(&t[0], &t[1])?]));
     let (x, dy) = (Input::wide("x", &[3, 40]).times(1e25), Input::wide("dy", &[3, 40]));
-    check("gelu_backward_recompute", &[dy, x], |t| Ok(gelu_backward_recompute(&t[0], &t[1])?.to_vec()));
+    check("gelu_backward_recompute", &[dy, x], |t| {
+        Ok(gelu_backward_recompute(&t[0], &t[1])?.to_vec())
+    });
 }
 
 #[test]
@@ -49,7 +60,9 @@ fn swiglu_and_its_gradient() {
         check("swiglu", std::slice::from_ref(&x), |t| Ok(vec![swiglu(&t[0])?]));
         let operands = [dy, x];
         check("swiglu_backward", &operands, |t| Ok(vec![swiglu_backward(&t[0], &t[1])?]));
-        check("swiglu_backward_recompute", &operands, |t| Ok(swiglu_backward_recompute(&t[0], &t[1])?.to_vec()));
+        check("swiglu_backward_recompute", &operands, |t| {
+            Ok(swiglu_backward_recompute(&t[0], &t[1])?.to_vec())
+        });
     }
 }
 

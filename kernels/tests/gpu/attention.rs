@@ -60,11 +60,17 @@ fn compare(s: usize, b: usize, shape: HeadShape, how: &How) {
         window: how.window,
         first_keys: None,
     };
-    let dropout =
-        AttentionDropout { p: how.dropout, key: KEY, samples: &SAMPLES[..b], first_head: 2, step_and_samples: None };
+    let dropout = AttentionDropout {
+        p: how.dropout,
+        key: KEY,
+        samples: &SAMPLES[..b],
+        first_head: 2,
+        step_and_samples: None,
+    };
     let dropout = (how.dropout > 0.0).then_some(&dropout);
     check("attention", &[qkv, dout], |t| {
-        let first_keys = first_keys.as_ref().map(|keys| keys.to_device(t[0].device())).transpose()?;
+        let first_keys =
+            first_keys.as_ref().map(|keys| keys.to_device(t[0].device())).transpose()?;
         let scores = Scores { first_keys: first_keys.as_ref(), ..scores };
         let (out, lse) = attention(&t[0], shape, scores, dropout)?;
         let dqkv = attention_backward(&t[1], &t[0], &out, &lse, shape, scores, dropout)?;
@@ -81,12 +87,24 @@ fn compare_rotated(s: usize, b: usize, shape: HeadShape, listed: bool) {
     check("attention of rotated heads", &[qkv, dout], |t| {
         let device = t[0].device();
         // Positions beyond those of a list are not there.
-        let table = RopeTable::new(if listed { 50 } else { s + 3 }, shape.head_dim, 1e4, t[0].dtype(), device)?;
+        let table = RopeTable::new(
+            if listed { 50 } else { s + 3 },
+            shape.head_dim,
+            1e4,
+            t[0].dtype(),
+            device,
+        )?;
         let positions: Vec<u32> = (0..(s * b) as u32).map(|row| row * 7 % 50).collect();
         let positions = listed.then(|| Tensor::from_vec(positions, (s, b), device)).transpose()?;
         let (out, lse) = attention(&t[0], shape, scale, None)?;
         let rotation = Rotation { table: &table, positions: positions.as_ref() };
-        Ok(vec![attention_backward_rotated([&t[1], &t[0], &out, &lse], shape, scale, None, &rotation)?])
+        Ok(vec![attention_backward_rotated(
+            [&t[1], &t[0], &out, &lse],
+            shape,
+            scale,
+            None,
+            &rotation,
+        )?])
     });
 }
 
@@ -104,10 +122,14 @@ fn tables_that_do_not_fit_the_heads_are_refused() {
     let (s, shape) = (8, shape(1, 1, 64));
     check("attention", &[Input::data("qkv", &[s, 1, shape.width()])], |t| {
         let (out, lse) = attention(&t[0], shape, 0.1, None)?;
-        for (positions, head_dim, part) in [(s - 1, 64, "exceed the table's 7"), (s, 32, "[positions, 32] is needed")] {
+        for (positions, head_dim, part) in
+            [(s - 1, 64, "exceed the table's 7"), (s, 32, "[positions, 32] is needed")]
+        {
             let table = RopeTable::new(positions, head_dim, 1e4, t[0].dtype(), t[0].device())?;
             let rotation = Rotation { table: &table, positions: None };
-            let error = attention_backward_rotated([&out, &t[0], &out, &lse], shape, 0.1, None, &rotation).unwrap_err();
+            let error =
+                attention_backward_rotated([&out, &t[0], &out, &lse], shape, 0.1, None, &rotation)
+                    .unwrap_err();
             assert!(error.to_string().contains(part), "{error}");
         }
         Ok(vec![out])
@@ -141,8 +163,18 @@ fn heads_of_other_widths_are_padded() {
 fn queries_see_no_further_than_their_window_and_their_document() {
     compare(130, 1, shape(1, 1, 64), &How { window: Some(3), ..How::default() });
     compare(150, 1, shape(1, 1, 64), &How { window: Some(70), ..How::default() });
-    compare(100, 2, shape(1, 1, 64), &How { documents: Some(vec![1, 30, 2, 61, 7]), ..How::default() });
-    compare(130, 1, shape(1, 1, 128), &How { window: Some(50), documents: Some(vec![64, 66]), ..How::default() });
+    compare(
+        100,
+        2,
+        shape(1, 1, 64),
+        &How { documents: Some(vec![1, 30, 2, 61, 7]), ..How::default() },
+    );
+    compare(
+        130,
+        1,
+        shape(1, 1, 128),
+        &How { window: Some(50), documents: Some(vec![64, 66]), ..How::default() },
+    );
 }
 
 /// Normal deviates `[s, b, width]`, and NaN at these positions.
@@ -165,22 +197,27 @@ fn other_documents_are_not_read(shape: HeadShape, dtype: DType) {
     let first_keys = first_keys(&[TILE], s, b);
     let second = |nan: &[Range<usize>], device: &Device| {
         let qkv = with_nan("qkv", [s, b, shape.width()], nan, dtype).to_device(device)?;
-        let dout = with_nan("dout", [s, b, shape.heads() * shape.head_dim], nan, dtype).to_device(device)?;
+        let dout = with_nan("dout", [s, b, shape.heads() * shape.head_dim], nan, dtype)
+            .to_device(device)?;
         let first_keys = first_keys.to_device(device)?;
         let scores = Scores { first_keys: Some(&first_keys), ..Scores::from(0.1) };
         let (out, lse) = attention(&qkv, shape, scores, None)?;
         let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, scores, None)?;
         let bits = |t: &Tensor, dim: usize| -> Result<Vec<u64>> {
-            let part = t.narrow(dim, TILE, TILE)?.contiguous()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+            let part = t
+                .narrow(dim, TILE, TILE)?
+                .contiguous()?
+                .to_device(&Device::Cpu)?
+                .to_dtype(DType::F64)?;
             let values: Vec<f64> = part.flatten_all()?.to_vec1()?;
             assert!(values.iter().all(|v| v.is_finite()), "{shape:?} {dtype:?}: not finite");
             Ok(values.into_iter().map(f64::to_bits).collect())
         };
         Ok::<_, kernels::Error>([bits(&out, 0)?, bits(&lse, 2)?, bits(&dqkv, 0)?])
     };
-    for (run, (clean, poisoned)) in
-        crate::support::runs(|device| (second(&[], device).unwrap(), second(&[0..TILE, 2 * TILE..s], device).unwrap()))
-    {
+    for (run, (clean, poisoned)) in crate::support::runs(|device| {
+        (second(&[], device).unwrap(), second(&[0..TILE, 2 * TILE..s], device).unwrap())
+    }) {
         assert!(clean == poisoned, "{run}: {shape:?} {dtype:?}");
     }
 }
@@ -188,7 +225,10 @@ fn other_documents_are_not_read(shape: HeadShape, dtype: DType) {
 #[test]
 fn tiles_outside_of_a_document_are_left_out() {
     for head_dim in [64, 96, 128, 256] {
-        other_documents_are_not_read(shape(1, if head_dim == 64 { 2 } else { 1 }, head_dim), DType::BF16);
+        other_documents_are_not_read(
+            shape(1, if head_dim == 64 { 2 } else { 1 }, head_dim),
+            DType::BF16,
+        );
     }
     other_documents_are_not_read(shape(1, 1, 64), DType::F32);
 }
@@ -199,23 +239,33 @@ fn a_query_sees_itself_whatever_the_table_says() {
     for head_dim in [64, 96, 128, 256] {
         let (shape, s) = (shape(1, 2, head_dim), 400);
         for (run, [own, wrong, falling]) in crate::support::runs(|device| {
-            let qkv = with_nan("qkv", [s, 1, shape.width()], &[], DType::BF16).to_device(device).unwrap();
-            let dout = with_nan("dout", [s, 1, shape.heads() * head_dim], &[], DType::BF16).to_device(device).unwrap();
+            let qkv =
+                with_nan("qkv", [s, 1, shape.width()], &[], DType::BF16).to_device(device).unwrap();
+            let dout = with_nan("dout", [s, 1, shape.heads() * head_dim], &[], DType::BF16)
+                .to_device(device)
+                .unwrap();
             // One query that sees no other, whose tile's later queries see all.
             let falls = (0..s as u32).map(|query| if query == 256 { query } else { 0 }).collect();
             let tables = [(0..s as u32).collect(), vec![u32::MAX; s], falls];
             tables.map(|table: Vec<u32>| {
-                let table = Tensor::from_vec(table, (1, s), &Device::Cpu).unwrap().to_device(device).unwrap();
+                let table = Tensor::from_vec(table, (1, s), &Device::Cpu)
+                    .unwrap()
+                    .to_device(device)
+                    .unwrap();
                 let scores = Scores { first_keys: Some(&table), ..Scores::from(0.1) };
                 let (out, lse) = attention(&qkv, shape, scores, None).unwrap();
-                let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, scores, None).unwrap();
+                let dqkv =
+                    attention_backward(&dout, &qkv, &out, &lse, shape, scores, None).unwrap();
                 [out, dqkv].map(|t| {
                     let t = t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
                     t.flatten_all().unwrap().to_vec1::<f32>().unwrap()
                 })
             })
         }) {
-            assert!(own == wrong && falling.iter().flatten().all(|v| v.is_finite()), "{run}: {shape:?}");
+            assert!(
+                own == wrong && falling.iter().flatten().all(|v| v.is_finite()),
+                "{run}: {shape:?}"
+            );
         }
     }
 }
@@ -241,19 +291,33 @@ fn dropout_reads_step_and_samples_on_the_device_instead_of_the_hosts() {
         let (s, b, shape) = (40, 2, shape(1, 2, head_dim));
         for (run, [there, here, other]) in crate::support::runs(|device| {
             let both = step_and_samples(KEY.step, &SAMPLES[..b], device).unwrap();
-            let given =
-                AttentionDropout { p: 0.3, key: KEY, samples: &SAMPLES[..b], first_head: 2, step_and_samples: None };
-            let wrong = AttentionDropout { key: DropoutKey { step: KEY.step + 1, ..KEY }, samples: &[50, 60], ..given };
-            let data = |what, width| with_nan(what, [s, b, width], &[], dtype).to_device(device).unwrap();
+            let given = AttentionDropout {
+                p: 0.3,
+                key: KEY,
+                samples: &SAMPLES[..b],
+                first_head: 2,
+                step_and_samples: None,
+            };
+            let wrong = AttentionDropout {
+                key: DropoutKey { step: KEY.step + 1, ..KEY },
+                samples: &[50, 60],
+                ..given
+            };
+            let data =
+                |what, width| with_nan(what, [s, b, width], &[], dtype).to_device(device).unwrap();
             let (qkv, dout) = (data("qkv", shape.width()), data("dout", shape.heads() * head_dim));
-            [&AttentionDropout { step_and_samples: Some(&both), ..wrong }, &given, &wrong].map(|dropout| {
-                let (out, lse) = attention(&qkv, shape, 0.2, Some(dropout)).unwrap();
-                let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(dropout)).unwrap();
-                [out, dqkv].map(|t| {
-                    let wide = t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
-                    wide.flatten_all().unwrap().to_vec1::<f64>().unwrap()
-                })
-            })
+            [&AttentionDropout { step_and_samples: Some(&both), ..wrong }, &given, &wrong].map(
+                |dropout| {
+                    let (out, lse) = attention(&qkv, shape, 0.2, Some(dropout)).unwrap();
+                    let dqkv =
+                        attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(dropout))
+                            .unwrap();
+                    [out, dqkv].map(|t| {
+                        let wide = t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+                        wide.flatten_all().unwrap().to_vec1::<f64>().unwrap()
+                    })
+                },
+            )
         }) {
             assert!(there == here && here != other, "{run} {head_dim} {dtype:?}");
         }
@@ -273,9 +337,18 @@ fn scales_need_not_be_positive() {
 }
 
 /// Tokens in these portions through a cache.
-fn in_portions(qkv: &Tensor, portions: &[usize], shape: HeadShape, scores: Scores) -> Result<Vec<Tensor>> {
+fn in_portions(
+    qkv: &Tensor,
+    portions: &[usize],
+    shape: HeadShape,
+    scores: Scores,
+) -> Result<Vec<Tensor>> {
     let (positions, b, _) = qkv.dims3()?;
-    let cache = Tensor::zeros((positions, b, 2 * shape.groups * shape.head_dim), qkv.dtype(), qkv.device())?;
+    let cache = Tensor::zeros(
+        (positions, b, 2 * shape.groups * shape.head_dim),
+        qkv.dtype(),
+        qkv.device(),
+    )?;
     let (mut at, mut outs) = (0, Vec::new());
     for &n in portions {
         let part = qkv.narrow(0, at, n)?.contiguous()?;
@@ -317,7 +390,8 @@ fn long_caches_are_read_in_pieces() {
 #[test]
 fn samples_may_be_at_different_positions() {
     let shape = shape(1, 2, 64);
-    let (prompt, next) = (Input::data("qkv", &[5, 2, shape.width()]), Input::data("next", &[1, 2, shape.width()]));
+    let (prompt, next) =
+        (Input::data("qkv", &[5, 2, shape.width()]), Input::data("next", &[1, 2, shape.width()]));
     check("attention_cached", &[prompt, next], |t| {
         let cache = Tensor::zeros((6, 2, 2 * shape.head_dim), t[0].dtype(), t[0].device())?;
         attention_cached(&t[0], &cache, &[0, 0], shape, 0.2)?;
@@ -356,7 +430,12 @@ fn tiles_of_whole_warpgroups() {
     compare(65, 2, shape(2, 1, 64), &How::default());
     compare(129, 1, wide(2), &How::default());
     let documents = Some(vec![1, 30, 2, 61, 7, 128]);
-    compare(257, 1, narrow(2), &How { alibi: true, window: Some(100), documents: documents.clone(), ..How::default() });
+    compare(
+        257,
+        1,
+        narrow(2),
+        &How { alibi: true, window: Some(100), documents: documents.clone(), ..How::default() },
+    );
     // Several groups of several heads, several samples; whole tiles of queries and of keys, and one row more.
     compare(128, 2, shape(2, 2, 64), &How::default());
     compare(193, 2, shape(2, 2, 128), &How { documents, ..How::default() });
@@ -397,7 +476,11 @@ fn with_kernels(which: &str, tests: &[&str]) {
     // The emulator and the stand-ins take minutes.
     let patience = Duration::from_secs(if multiprocessors() > 16 { 60 } else { 1800 });
     let mut program = Command::new(std::env::current_exe().unwrap());
-    program.args(tests).env("MEGATRON_ATTENTION", which).stdout(Stdio::piped()).stderr(Stdio::piped());
+    program
+        .args(tests)
+        .env("MEGATRON_ATTENTION", which)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let (child, (told, ended)) = (program.spawn().unwrap(), std::sync::mpsc::channel());
     let id = child.id();
     let waiter = std::thread::spawn(move || {
@@ -418,14 +501,27 @@ fn with_kernels(which: &str, tests: &[&str]) {
 
 #[test]
 fn kernels_for_every_gpu_agree_too() {
-    with_kernels("mma", &["attention::", "--skip", "kernels_", "--skip", "tiles_of_whole_warpgroups"]);
+    with_kernels(
+        "mma",
+        &["attention::", "--skip", "kernels_", "--skip", "tiles_of_whole_warpgroups"],
+    );
 }
 
 #[test]
 fn kernels_of_one_pass_agree_too() {
     with_kernels(
         "one-pass",
-        &["attention::", "--skip", "kernels_", "--skip", "tokens_", "--skip", "caches_", "--skip", "samples_"],
+        &[
+            "attention::",
+            "--skip",
+            "kernels_",
+            "--skip",
+            "tokens_",
+            "--skip",
+            "caches_",
+            "--skip",
+            "samples_",
+        ],
     );
 }
 
@@ -436,7 +532,9 @@ fn kernels_that_are_not_there_are_named() {
     let output = program.args(test).env("MEGATRON_ATTENTION", "hoper").output().unwrap();
     let message = String::from_utf8_lossy(&output.stderr);
     assert!(
-        message.contains("MEGATRON_ATTENTION=hoper names no kernels; there are mma, hopper and one-pass"),
+        message.contains(
+            "MEGATRON_ATTENTION=hoper names no kernels; there are mma, hopper and one-pass"
+        ),
         "{message}"
     );
 }
@@ -450,8 +548,12 @@ fn speed() {
     let device = kernels::tensor::gpu::open(0).unwrap();
     for (s, head_dim) in [(4096, 128), (8192, 128), (16384, 128), (4096, 64), (16384, 64)] {
         let (shape, b) = (shape(16, 1, head_dim), 16384 / s);
-        let random =
-            |width: usize| Tensor::randn(0.0_f32, 1.0, (s, b, width), &device).unwrap().to_dtype(DType::BF16).unwrap();
+        let random = |width: usize| {
+            Tensor::randn(0.0_f32, 1.0, (s, b, width), &device)
+                .unwrap()
+                .to_dtype(DType::BF16)
+                .unwrap()
+        };
         let (qkv, dout) = (random(shape.width()), random(shape.heads() * head_dim));
         let scale = 1.0 / (head_dim as f64).sqrt();
         let (out, lse) = attention(&qkv, shape, scale, None).unwrap();
@@ -467,10 +569,14 @@ fn speed() {
             measure(20)
         };
         let forward = seconds(&|| drop(attention(&qkv, shape, scale, None).unwrap()));
-        let backward = seconds(&|| drop(attention_backward(&dout, &qkv, &out, &lse, shape, scale, None).unwrap()));
+        let backward = seconds(&|| {
+            drop(attention_backward(&dout, &qkv, &out, &lse, shape, scale, None).unwrap())
+        });
         let operations = 2.0 * (s * s * head_dim * shape.heads() * b) as f64;
         let rate = |operations: f64, seconds: f64| operations / seconds / 1e12;
         let (forward, backward) = (rate(operations, forward), rate(2.5 * operations, backward));
-        println!("| {s} tokens, d {head_dim} | forward {forward:.0} TFLOP/s | backward {backward:.0} TFLOP/s |");
+        println!(
+            "| {s} tokens, d {head_dim} | forward {forward:.0} TFLOP/s | backward {backward:.0} TFLOP/s |"
+        );
     }
 }

@@ -7,7 +7,13 @@ use kernels::tensor::gpu::emulated::{Order, run};
 const FILE: &str = "emulator_cases";
 
 /// Launches a kernel with parameters (float *out, uint32_t n), a block of `threads`; what it wrote.
-fn launch(name: &str, order: Order, blocks: u32, threads: u32, shared: u32) -> kernels::Result<Vec<f32>> {
+fn launch(
+    name: &str,
+    order: Order,
+    blocks: u32,
+    threads: u32,
+    shared: u32,
+) -> kernels::Result<Vec<f32>> {
     let like = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
     run(order, || {
         let gpu = Gpu::of(&like, "test")?;
@@ -25,7 +31,8 @@ const ORDERS: [Order; 4] = [Order::Forward, Order::Backward, Order::Shuffled(7),
 #[track_caller]
 fn assert_fails(name: &str, shared: u32, message: &str) {
     for order in ORDERS {
-        let error = launch(name, order, 1, 64, shared).expect_err("a kernel that is wrong").to_string();
+        let error =
+            launch(name, order, 1, 64, shared).expect_err("a kernel that is wrong").to_string();
         assert!(error.contains(message), "{name}: {error}");
     }
 }
@@ -35,7 +42,10 @@ fn sums_by_shuffles_barriers_and_votes_are_right_in_every_order() {
     for order in ORDERS {
         for threads in [32, 64, 256, 1024] {
             let sum = (threads * (threads - 1) / 2) as f32;
-            assert_eq!(launch("block_sum", order, 3, threads, 4 * 32).unwrap(), vec![sum; 3 * threads as usize]);
+            assert_eq!(
+                launch("block_sum", order, 3, threads, 4 * 32).unwrap(),
+                vec![sum; 3 * threads as usize]
+            );
         }
     }
 }
@@ -60,8 +70,14 @@ fn named_barriers_join_parts_of_a_block() {
 fn a_missing_barrier_shows() {
     let results = ORDERS.map(|order| launch("missing_barrier", order, 1, 64, 0).unwrap());
     let right: Vec<f32> = (0..64).map(|i| ((i + 1) % 64) as f32).collect();
-    assert!(results.iter().any(|got| *got != right), "all orders gave what a barrier would have given");
-    assert!(results.iter().flatten().any(|v| v.is_nan()), "shared memory holds NaN before it is written");
+    assert!(
+        results.iter().any(|got| *got != right),
+        "all orders gave what a barrier would have given"
+    );
+    assert!(
+        results.iter().flatten().any(|v| v.is_nan()),
+        "shared memory holds NaN before it is written"
+    );
 }
 
 #[test]
@@ -96,6 +112,7 @@ fn wrong_arguments_are_an_error() {
         let error = launch(wide).expect_err("other parameters").to_string();
         assert!(error.contains("its parameters have [8, 4]"), "{error}");
     }
-    let error = gpu.launch(FILE, "nothing", grid, 32, 0, |_| ()).expect_err("no such kernel").to_string();
+    let error =
+        gpu.launch(FILE, "nothing", grid, 32, 0, |_| ()).expect_err("no such kernel").to_string();
     assert!(error.contains("no such kernel in cuda/emulator_cases.cu"), "{error}");
 }

@@ -55,7 +55,8 @@ fn nothing_is_computed_while_it_is_recorded() {
 #[test]
 fn lists_found_by_their_values_stay_as_long_as_the_graph_that_reads_them() {
     let device = gpu();
-    let table = tensor(&(0..64).map(|v| v as f32).collect::<Vec<_>>(), &device).reshape((32, 2)).unwrap();
+    let table =
+        tensor(&(0..64).map(|v| v as f32).collect::<Vec<_>>(), &device).reshape((32, 2)).unwrap();
     let picked = tensor(&[0.0; 6], &device).reshape((3, 2)).unwrap();
     let body = || copy(&picked, &embedding(&constant(vec![7, 30, 2], 3, &device)?, &table, 0)?);
     body().unwrap();
@@ -72,7 +73,10 @@ fn lists_found_by_their_values_stay_as_long_as_the_graph_that_reads_them() {
 fn values_of_the_host_are_refused_and_the_device_goes_on() {
     let device = gpu();
     let x = tensor(&[1.0; 10], &device);
-    let error = record(&device, || upload(vec![1f32; 10], 10, &device).map(drop)).err().unwrap().to_string();
+    let error = record(&device, || upload(vec![1f32; 10], 10, &device).map(drop))
+        .err()
+        .unwrap()
+        .to_string();
     assert!(error.contains("values of the host cannot be part of a graph"), "{error}");
     let error = record(&device, || to_host(&x).map(drop)).err().unwrap().to_string();
     assert!(error.contains("values of the host cannot be part of a graph"), "{error}");
@@ -83,10 +87,14 @@ fn values_of_the_host_are_refused_and_the_device_goes_on() {
 #[test]
 fn copies_of_the_host_are_found_past_the_crates_own_functions() {
     let device = gpu();
-    let error = record(&device, || Tensor::new(&[1f32, 2.0], &device).map(drop).map_err(Error::from));
+    let error =
+        record(&device, || Tensor::new(&[1f32, 2.0], &device).map(drop).map_err(Error::from));
     let error = error.err().unwrap().to_string();
     // The driver may refuse to record them by itself.
-    assert!(error.contains("a copy of the host's memory was recorded") || error.contains("CAPTURE"), "{error}");
+    assert!(
+        error.contains("a copy of the host's memory was recorded") || error.contains("CAPTURE"),
+        "{error}"
+    );
 }
 
 #[test]

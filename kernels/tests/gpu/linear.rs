@@ -4,8 +4,8 @@ use candle_core::DType;
 
 use crate::support::{Input, check, check_with};
 use kernels::ops::linear::{
-    linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu, linear_into,
-    linear_to_f32, linear_wgrad, linear_wgrad_into,
+    linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_into, linear_gelu,
+    linear_into, linear_to_f32, linear_wgrad, linear_wgrad_into,
 };
 
 /// Rows, k, n: small, odd, and multiples of what tensor cores take.
@@ -32,8 +32,13 @@ fn forward_with_and_without_a_bias() {
 fn a_residual_is_added() {
     for ([s, b], k, n) in DIMS {
         let (x, w) = (Input::data("x", &[s, b, k]), Input::data("w", &[n, k]).times(0.1));
-        let joined =
-            [x, w, Input::data("residual", &[s, b, n]), Input::data("y", &[s, b, n]), Input::data("bias", &[n])];
+        let joined = [
+            x,
+            w,
+            Input::data("residual", &[s, b, n]),
+            Input::data("y", &[s, b, n]),
+            Input::data("bias", &[n]),
+        ];
         check("linear_add_into", &joined[..4], |t| {
             linear_add_into(&t[0], &t[1], None, &t[2], &t[3])?;
             Ok(vec![t[3].clone()])
@@ -60,7 +65,9 @@ fn gelu_of_a_layer_and_its_gradient() {
             Ok(vec![h, y])
         });
         let (dy, h) = (Input::data("dy", &[s, b, n]), Input::data("h", &[s, b, k]));
-        check("linear_dgrad_gelu", &[dy, w, h], |t| Ok(vec![linear_dgrad_gelu(&t[0], &t[1], &t[2])?]));
+        check("linear_dgrad_gelu", &[dy, w, h], |t| {
+            Ok(vec![linear_dgrad_gelu(&t[0], &t[1], &t[2])?])
+        });
     }
 }
 
@@ -70,7 +77,9 @@ fn results_in_f32_are_not_rounded() {
     for ([s, b], k, n) in DIMS {
         let (x, w) = (Input::data("x", &[s, b, k]), Input::data("w", &[n, k]).times(0.1));
         let with_bias = [x.clone(), w.clone(), Input::data("bias", &[n])];
-        check_with("linear_to_f32", &with_bias, &exact, |t| Ok(vec![linear_to_f32(&t[0], &t[1], Some(&t[2]))?]));
+        check_with("linear_to_f32", &with_bias, &exact, |t| {
+            Ok(vec![linear_to_f32(&t[0], &t[1], Some(&t[2]))?])
+        });
         check_with("linear_into f32", &[x, w, Input::wide("y", &[s, b, n])], &exact, |t| {
             linear_into(&t[0], &t[1], None, &t[2])?;
             Ok(vec![t[2].clone()])
@@ -95,7 +104,11 @@ fn input_gradients() {
 fn weight_gradients_accumulate_unrounded() {
     let exact = [(DType::F32, 1e-5), (DType::BF16, 1e-5), (DType::F16, 1e-5)];
     for ([s, b], k, n) in DIMS {
-        let inputs = [Input::data("dy", &[s, b, n]), Input::data("x", &[s, b, k]), Input::wide("dw", &[n, k])];
+        let inputs = [
+            Input::data("dy", &[s, b, n]),
+            Input::data("x", &[s, b, k]),
+            Input::wide("dw", &[n, k]),
+        ];
         check_with("linear_wgrad", &inputs, &exact, |t| {
             linear_wgrad(&t[0], &t[1], &t[2])?;
             linear_wgrad(&t[0], &t[1], &t[2])?;
@@ -112,7 +125,8 @@ fn weight_gradients_accumulate_unrounded() {
 #[test]
 fn weight_gradients_of_nothing_are_zeros() {
     let exact = [(DType::F32, 1e-9), (DType::BF16, 1e-9), (DType::F16, 1e-9)];
-    let inputs = [Input::data("dy", &[0, 1, 5]), Input::data("x", &[0, 1, 7]), Input::wide("dw", &[5, 7])];
+    let inputs =
+        [Input::data("dy", &[0, 1, 5]), Input::data("x", &[0, 1, 7]), Input::wide("dw", &[5, 7])];
     check_with("linear_wgrad_into", &inputs, &exact, |t| {
         linear_wgrad_into(&t[0], &t[1], &t[2])?;
         Ok(vec![t[2].clone()])

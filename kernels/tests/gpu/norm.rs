@@ -51,7 +51,8 @@ const BACKWARD: [[usize; 3]; 15] = [
 fn forward_and_statistics() {
     for shape in FORWARD {
         let h = shape[2];
-        let inputs = [Input::data("x", &shape).times(3.0), Input::data("w", &[h]), Input::data("b", &[h])];
+        let inputs =
+            [Input::data("x", &shape).times(3.0), Input::data("w", &[h]), Input::data("b", &[h])];
         check("layer_norm", &inputs, |t| {
             let (y, stats) = layer_norm(&t[0], &t[1], &t[2], EPS)?;
             Ok(vec![y, stats.mean.unwrap()])
@@ -62,7 +63,9 @@ fn forward_and_statistics() {
             Ok(vec![y, stats.rstd])
         });
         if h > 1 {
-            check("layer_norm's rstd", &inputs, |t| Ok(vec![layer_norm(&t[0], &t[1], &t[2], EPS)?.1.rstd]));
+            check("layer_norm's rstd", &inputs, |t| {
+                Ok(vec![layer_norm(&t[0], &t[1], &t[2], EPS)?.1.rstd])
+            });
         }
     }
 }
@@ -115,7 +118,8 @@ fn the_gradient_around_the_norm_is_added() {
 fn gradients_of_weight_and_bias_may_be_views_of_one_buffer() {
     for shape in [[9, 2, 64], [3, 1, 13]] {
         let h = shape[2];
-        let flat = [Input::data("x", &shape), Input::data("w", &[h]), Input::wide("flat", &[2 * h])];
+        let flat =
+            [Input::data("x", &shape), Input::data("w", &[h]), Input::wide("flat", &[2 * h])];
         check("layer_norm_backward", &flat, |t| {
             let (dw, db) = (t[2].narrow(0, 0, h)?, t[2].narrow(0, h, h)?);
             let (_, stats) = layer_norm(&t[0], &t[1], &t[1], EPS)?;
@@ -147,7 +151,11 @@ fn wrong_shapes_and_dtypes_are_the_errors_of_the_cpu() {
         ]
         .join("\n")
     }) {
-        let wanted = ["weight has shape [4] where [8]", "does not support dtype F32", "needs a contiguous x"];
+        let wanted = [
+            "weight has shape [4] where [8]",
+            "does not support dtype F32",
+            "needs a contiguous x",
+        ];
         let wanted = wanted.iter().chain(&["does not support dtype BF16", "those of rms_norm"]);
         for (line, want) in message.lines().zip(wanted) {
             assert!(line.contains(want), "{line}: {want}");

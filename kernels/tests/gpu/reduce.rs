@@ -5,7 +5,8 @@ use candle_core::{DType, Device, Tensor};
 use kernels::ops::clip::Verdict;
 use kernels::ops::linear::bias_grad;
 use kernels::ops::reduce::{
-    add_inplace, cast, copy, scale_inplace, sum_in_order, sum_of_squares, sums_of_squares, total_of_squares, zero,
+    add_inplace, cast, copy, scale_inplace, sum_in_order, sum_of_squares, sums_of_squares,
+    total_of_squares, zero,
 };
 use kernels::tensor::device::to_host;
 
@@ -14,8 +15,16 @@ const SIZES: [usize; 8] = [1, 7, 64, 1001, 4096, 7173, 8192, 9005];
 
 #[test]
 fn columns_are_summed_into_the_bias_gradient() {
-    let shapes =
-        [[1, 1, 1], [5, 1, 7], [33, 2, 64], [150, 1, 24], [9, 3, 264], [70, 1, 1001], [0, 2, 16], [30_000, 1, 8]];
+    let shapes = [
+        [1, 1, 1],
+        [5, 1, 7],
+        [33, 2, 64],
+        [150, 1, 24],
+        [9, 3, 264],
+        [70, 1, 1001],
+        [0, 2, 16],
+        [30_000, 1, 8],
+    ];
     for shape in shapes {
         check("bias_grad", &[Input::data("dy", &shape), Input::wide("db", &shape[2..])], |t| {
             bias_grad(&t[0], &t[1])?;
@@ -74,21 +83,35 @@ fn copies_are_bit_for_bit() {
 
 #[test]
 fn casts_round_to_nearest_even_as_the_cpu_does() {
-    let special = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, 3e38, 70_000.0, 65_519.9, 6e-8, 1.003_906_3, 1e-40];
+    let special = [
+        0.0,
+        -0.0,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        3e38,
+        70_000.0,
+        65_519.9,
+        6e-8,
+        1.003_906_3,
+        1e-40,
+    ];
     let dtypes = [DType::F32, DType::BF16, DType::F16];
     for n in [3, 2048, 2051, 5000] {
         let value = |i: usize| special.get(i).copied().unwrap_or((i as f32 - 900.0) * 0.013_7);
         let values: Vec<f32> = (0..n).map(value).collect();
         for (from, to) in dtypes.iter().flat_map(|from| dtypes.map(|to| (*from, to))) {
             let bits = |device: &Device| {
-                let src = Tensor::from_vec(values.clone(), n, device).unwrap().to_dtype(from).unwrap();
+                let src =
+                    Tensor::from_vec(values.clone(), n, device).unwrap().to_dtype(from).unwrap();
                 let flat = Tensor::ones(n + 2, to, device).unwrap();
                 cast(&flat.narrow(0, 1, n).unwrap(), &src).unwrap();
                 let wide = flat.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
                 let whole = Tensor::ones(n, to, device).unwrap();
                 cast(&whole, &src).unwrap();
                 let whole = whole.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
-                let bits = |t: Tensor| t.to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+                let bits = |t: Tensor| {
+                    t.to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>()
+                };
                 (bits(wide), bits(whole))
             };
             let want = bits(&Device::Cpu);
@@ -105,11 +128,18 @@ fn sums_of_squares_are_those_of_f64_wherever_tensors_lie() {
     let make = |device: &Device, dtype: DType, offset: usize| -> Vec<Tensor> {
         let value = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 1e6 - 8.0;
         let one = |n: usize| {
-            let flat = Tensor::from_vec((0..n as u32).map(value).collect::<Vec<f32>>(), n, &Device::Cpu).unwrap();
+            let flat =
+                Tensor::from_vec((0..n as u32).map(value).collect::<Vec<f32>>(), n, &Device::Cpu)
+                    .unwrap();
             // The driver gives no memory of no bytes.
             let before = if n == 0 { offset.max(1) } else { offset };
             let pad = Tensor::full(f32::NAN, before, &Device::Cpu).unwrap();
-            let flat = Tensor::cat(&[&pad, &flat], 0).unwrap().to_dtype(dtype).unwrap().to_device(device).unwrap();
+            let flat = Tensor::cat(&[&pad, &flat], 0)
+                .unwrap()
+                .to_dtype(dtype)
+                .unwrap()
+                .to_device(device)
+                .unwrap();
             flat.narrow(0, offset, n).unwrap()
         };
         // More tensors than one launch takes.
@@ -127,9 +157,16 @@ fn sums_of_squares_are_those_of_f64_wherever_tensors_lie() {
                 sums
             }) {
                 for (got, want) in got.iter().zip(&want) {
-                    assert!((got - want).abs() <= 1e-14 * want, "{dtype:?}, {run}: {got}, want {want}");
+                    assert!(
+                        (got - want).abs() <= 1e-14 * want,
+                        "{dtype:?}, {run}: {got}, want {want}"
+                    );
                 }
-                assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{dtype:?}, {run}, offset {offset}");
+                assert_eq!(
+                    first.get_or_insert_with(|| got.clone()),
+                    &got,
+                    "{dtype:?}, {run}, offset {offset}"
+                );
             }
         }
     }
@@ -173,11 +210,13 @@ fn shares_are_added_in_order_and_judged_bit_for_bit_as_on_the_cpu() {
     for n in [1, 2, 255, 256, 257, 1000] {
         let results = |device: &Device| {
             let shares = shares(n, device);
-            let sum = to_host(&sum_in_order(&shares).unwrap()).unwrap().to_vec1::<f64>().unwrap()[0];
-            let judged = [(1.0, 1.0), (0.0, 3.0), (1e30, 65536.0), (0.37, 1.1)].map(|(max_norm, scale)| {
-                let decided = Verdict::of(&shares, max_norm, scale).unwrap().decided().unwrap();
-                (decided.norm.to_bits(), decided.factor.to_bits(), decided.applied)
-            });
+            let sum =
+                to_host(&sum_in_order(&shares).unwrap()).unwrap().to_vec1::<f64>().unwrap()[0];
+            let judged =
+                [(1.0, 1.0), (0.0, 3.0), (1e30, 65536.0), (0.37, 1.1)].map(|(max_norm, scale)| {
+                    let decided = Verdict::of(&shares, max_norm, scale).unwrap().decided().unwrap();
+                    (decided.norm.to_bits(), decided.factor.to_bits(), decided.applied)
+                });
             (sum.to_bits(), judged)
         };
         let want = results(&Device::Cpu);

@@ -19,7 +19,8 @@ fn rows_turn_by_their_positions_and_back() {
         for (s, b, offset) in [(5, 2, 3), (1, 1, 0), (7, 3, 0)] {
             for inverse in [false, true] {
                 check("rope", &[Input::data("qkv", &[s, b, shape.width()])], |t| {
-                    let table = RopeTable::new(16, shape.head_dim, 1e4, t[0].dtype(), t[0].device())?;
+                    let table =
+                        RopeTable::new(16, shape.head_dim, 1e4, t[0].dtype(), t[0].device())?;
                     rope_inplace(&t[0], &table, shape, offset, inverse)?;
                     Ok(vec![t[0].clone()])
                 });
@@ -64,12 +65,18 @@ fn a_position_beyond_the_table_is_its_last() {
     let turned = |device: &Device, positions: [u32; 2]| -> Result<Vec<f32>> {
         let qkv = Tensor::ones((2, 1, shape.width()), DType::F32, device)?;
         let table = RopeTable::new(8, shape.head_dim, 1e4, DType::F32, device)?;
-        rope_positions(&qkv, &table, shape, &Tensor::new(&positions, device)?.reshape((2, 1))?, false)?;
+        rope_positions(
+            &qkv,
+            &table,
+            shape,
+            &Tensor::new(&positions, device)?.reshape((2, 1))?,
+            false,
+        )?;
         Ok(qkv.flatten_all()?.to_vec1()?)
     };
-    for (run, (beyond, last)) in
-        crate::support::runs(|device| (turned(device, [3, 1 << 31]).unwrap(), turned(device, [3, 7]).unwrap()))
-    {
+    for (run, (beyond, last)) in crate::support::runs(|device| {
+        (turned(device, [3, 1 << 31]).unwrap(), turned(device, [3, 7]).unwrap())
+    }) {
         assert_eq!(beyond, last, "{run}");
     }
 }

@@ -62,7 +62,12 @@ impl Input {
         if let Kind::Ids(bound) = self.kind {
             let hash = stream_id(self.name) as u32 | 1;
             let value = |i: u32| (i.wrapping_mul(2_654_435_761).wrapping_add(hash) >> 7) % bound;
-            return Tensor::from_vec((0..n as u32).map(value).collect(), self.shape.as_slice(), &Device::Cpu).unwrap();
+            return Tensor::from_vec(
+                (0..n as u32).map(value).collect(),
+                self.shape.as_slice(),
+                &Device::Cpu,
+            )
+            .unwrap();
         }
         let mut values = vec![0.0; n];
         fill_normal(&mut values, 1234, stream_id(self.name), 0, self.scale);
@@ -95,7 +100,8 @@ impl Placed {
         let middle = values.flatten_all().unwrap().to_dtype(dtype).unwrap();
         // The driver gives no memory of no bytes.
         let behind = if n == 0 { offset.max(1) } else { offset };
-        let around = Tensor::cat(&[pad(offset), middle, pad(behind)], 0).unwrap().to_device(device).unwrap();
+        let around =
+            Tensor::cat(&[pad(offset), middle, pad(behind)], 0).unwrap().to_device(device).unwrap();
         let tensor = around.narrow(0, offset, n).unwrap().reshape(values.dims()).unwrap();
         Self { around, tensor, offset }
     }
@@ -107,12 +113,22 @@ impl Placed {
         }
         let all = values(&self.around);
         let (before, after) = (&all[..self.offset], &all[all.len() - self.offset..]);
-        assert!(before.iter().chain(after).all(|v| v.is_nan()), "{what}: written beside an operand");
+        assert!(
+            before.iter().chain(after).all(|v| v.is_nan()),
+            "{what}: written beside an operand"
+        );
     }
 }
 
 fn values(t: &Tensor) -> Vec<f64> {
-    t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    t.to_device(&Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F64)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap()
 }
 
 /// ‖a − b‖ / ‖b‖; NaN if one is.
@@ -132,8 +148,8 @@ pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
 
 #[cfg(all(feature = "cuda", not(feature = "emulated")))]
 pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
-    let device =
-        kernels::tensor::gpu::open(0).expect("these tests need a GPU; without one, run them with --features emulated");
+    let device = kernels::tensor::gpu::open(0)
+        .expect("these tests need a GPU; without one, run them with --features emulated");
     ["once", "again"].map(|name| (name.to_string(), f(&device))).into()
 }
 
@@ -145,9 +161,15 @@ pub fn check(case: &str, inputs: &[Input], f: impl Fn(&[Tensor]) -> Result<Vec<T
 
 /// As [`check`] for these dtypes, each with the relative error it may have.
 #[track_caller]
-pub fn check_with(case: &str, inputs: &[Input], dtypes: &[(DType, f64)], f: impl Fn(&[Tensor]) -> Result<Vec<Tensor>>) {
+pub fn check_with(
+    case: &str,
+    inputs: &[Input],
+    dtypes: &[(DType, f64)],
+    f: impl Fn(&[Tensor]) -> Result<Vec<Tensor>>,
+) {
     for &(dtype, tolerance) in dtypes {
-        let shapes: Vec<String> = inputs.iter().map(|i| format!("{} {:?}", i.name, i.shape)).collect();
+        let shapes: Vec<String> =
+            inputs.iter().map(|i| format!("{} {:?}", i.name, i.shape)).collect();
         let what = format!("{case}({}) in {dtype:?}", shapes.join(", "));
         let wide: Vec<Tensor> = inputs.iter().map(|input| input.values(dtype)).collect();
         let on_cpu = |tested: DType| {
@@ -162,7 +184,9 @@ pub fn check_with(case: &str, inputs: &[Input], dtypes: &[(DType, f64)], f: impl
         for offset in OFFSETS {
             let what = format!("{what}, operands {offset} elements into a storage");
             let results = runs(|device| {
-                let place = |(input, t): (&Input, &Tensor)| Placed::new(t, input.dtype(dtype), offset, device);
+                let place = |(input, t): (&Input, &Tensor)| {
+                    Placed::new(t, input.dtype(dtype), offset, device)
+                };
                 let placed: Vec<Placed> = inputs.iter().zip(&wide).map(place).collect();
                 let tensors: Vec<Tensor> = placed.iter().map(|p| p.tensor.clone()).collect();
                 let outputs = f(&tensors).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -176,14 +200,22 @@ pub fn check_with(case: &str, inputs: &[Input], dtypes: &[(DType, f64)], f: impl
                     assert_eq!(got.dims(), want.dims(), "{what}: shape of result {i}");
                     assert_eq!(got.dtype(), alike[i].dtype(), "{what}: dtype of result {i}");
                     let error = relative_error(&values(got), &values(want));
-                    assert!(error < tolerance, "{what}, {run}: result {i} has error {error:.2e} of {tolerance:.0e}");
+                    assert!(
+                        error < tolerance,
+                        "{what}, {run}: result {i} has error {error:.2e} of {tolerance:.0e}"
+                    );
                 }
-                let own: Vec<Vec<u64>> =
-                    outputs.iter().map(|t| values(t).iter().map(|v| v.to_bits()).collect()).collect();
+                let own: Vec<Vec<u64>> = outputs
+                    .iter()
+                    .map(|t| values(t).iter().map(|v| v.to_bits()).collect())
+                    .collect();
                 match &bits {
                     None => bits = Some((run, own)),
                     Some((first, bits)) => {
-                        assert!(*bits == own, "{what}: bits of runs \"{first}\" and \"{run}\" differ")
+                        assert!(
+                            *bits == own,
+                            "{what}: bits of runs \"{first}\" and \"{run}\" differ"
+                        )
                     }
                 }
             }

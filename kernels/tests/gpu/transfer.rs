@@ -8,7 +8,14 @@ use kernels::tensor::device::{empty, to_host, upload, zeros};
 use kernels::tensor::transfer::{fetch, mark, put, room};
 
 fn values(t: &Tensor) -> Vec<f32> {
-    t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    t.to_device(&Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F32)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap()
 }
 
 #[test]
@@ -30,11 +37,15 @@ fn views_are_fetched_and_put_where_they_lie() {
             }
             let here = mark(device).unwrap().unwrap();
             let filled = room(&part, &here).unwrap();
-            filled.tensor().slice_set(&Tensor::ones((8, 5), dtype, &Device::Cpu).unwrap(), 0, 0).unwrap();
+            filled
+                .tensor()
+                .slice_set(&Tensor::ones((8, 5), dtype, &Device::Cpu).unwrap(), 0, 0)
+                .unwrap();
             put(filled, &part, &here).unwrap();
             values(&all)
         }) {
-            let want: Vec<f32> = (0..100).map(|v| if (13..53).contains(&v) { 1.0 } else { v as f32 }).collect();
+            let want: Vec<f32> =
+                (0..100).map(|v| if (13..53).contains(&v) { 1.0 } else { v as f32 }).collect();
             assert_eq!(got, want, "{dtype:?}, {run}");
         }
     }
@@ -65,8 +76,10 @@ fn operands_that_do_not_fit_are_refused() {
         let here = mark(device).unwrap().unwrap();
         let t = Tensor::zeros((4, 6), DType::F32, device).unwrap();
         fetch(&t.t().unwrap(), &here).map(drop).unwrap_err();
-        put(fetch(&t, &here).unwrap(), &Tensor::zeros(23, DType::F32, device).unwrap(), &here).unwrap_err();
-        put(fetch(&t, &here).unwrap(), &Tensor::zeros(24, DType::BF16, device).unwrap(), &here).unwrap_err();
+        put(fetch(&t, &here).unwrap(), &Tensor::zeros(23, DType::F32, device).unwrap(), &here)
+            .unwrap_err();
+        put(fetch(&t, &here).unwrap(), &Tensor::zeros(24, DType::BF16, device).unwrap(), &here)
+            .unwrap_err();
     }) {
         assert!(!run.is_empty());
     }

@@ -1,11 +1,14 @@
 //! Activations against candle's.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu};
+use crate::common::{
+    DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu,
+};
 use candle_core::{DType, Tensor};
 use kernels::Result;
 use kernels::ops::activation::{
-    gelu, gelu_backward, gelu_backward_recompute, relu, relu_backward, relu_backward_recompute, squared_relu,
-    squared_relu_backward, squared_relu_backward_recompute, swiglu, swiglu_backward, swiglu_backward_recompute,
+    gelu, gelu_backward, gelu_backward_recompute, relu, relu_backward, relu_backward_recompute,
+    squared_relu, squared_relu_backward, squared_relu_backward_recompute, swiglu, swiglu_backward,
+    swiglu_backward_recompute,
 };
 
 /// Forward, backward, backward with the forward's result, and candle's.
@@ -96,7 +99,11 @@ fn what_backward_makes_again_has_the_bits_that_forward_had() {
                 [swiglu_backward(&half, &x).unwrap(), swiglu(&x).unwrap()],
             );
             for (again, [dx, y]) in elementwise.into_iter().chain([swiglu]) {
-                assert_eq!([bits(&again[0]), bits(&again[1])], [bits(&dx), bits(&y)], "{dtype:?} {shape:?}");
+                assert_eq!(
+                    [bits(&again[0]), bits(&again[1])],
+                    [bits(&dx), bits(&y)],
+                    "{dtype:?} {shape:?}"
+                );
             }
         }
     }
@@ -122,10 +129,15 @@ fn rows_that_would_crowd_a_cache_lie_a_line_further_apart() {
                 (gelu_backward_recompute(&dy, &half).unwrap(), [width, width]),
                 (swiglu_backward_recompute(&dy, &x).unwrap(), [2 * width, width]),
             ];
-            let again = again.into_iter().flat_map(|(results, widths)| results.into_iter().zip(widths));
+            let again =
+                again.into_iter().flat_map(|(results, widths)| results.into_iter().zip(widths));
             for (y, width) in results.into_iter().chain(again) {
                 let apart = if width * size % 4096 == 0 { width + 64 / size } else { width };
-                assert_eq!((y.dims(), y.stride()), (&[3, 5, width][..], &[5 * apart, apart, 1][..]), "{dtype:?}");
+                assert_eq!(
+                    (y.dims(), y.stride()),
+                    (&[3, 5, width][..], &[5 * apart, apart, 1][..]),
+                    "{dtype:?}"
+                );
             }
         }
     }
@@ -133,16 +145,24 @@ fn rows_that_would_crowd_a_cache_lie_a_line_further_apart() {
 
 #[test]
 fn activations_are_finite_far_from_zero() {
-    let x = Tensor::new(&[-1e4f32, -100.0, -90.0, 90.0, 100.0, 1e4], &candle_core::Device::Cpu).unwrap();
+    let x = Tensor::new(&[-1e4f32, -100.0, -90.0, 90.0, 100.0, 1e4], &candle_core::Device::Cpu)
+        .unwrap();
     let one = x.ones_like().unwrap();
     assert_eq!(gelu(&x).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 90.0, 100.0, 1e4]);
-    assert_eq!(gelu_backward(&one, &x).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+    assert_eq!(
+        gelu_backward(&one, &x).unwrap().to_vec1::<f32>().unwrap(),
+        [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    );
     // u′ overflows for the larger ones, x² for the last; the sigmoid of u is 0 or 1 there.
     let far = Tensor::new(&[-1e36f32, -1e20, -2e13, 2e13, 1e20, 1e36], x.device()).unwrap();
     assert_eq!(gelu(&far).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 2e13, 1e20, 1e36]);
-    assert_eq!(gelu_backward(&one, &far).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+    assert_eq!(
+        gelu_backward(&one, &far).unwrap().to_vec1::<f32>().unwrap(),
+        [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    );
     let pair = x.reshape((3, 2)).unwrap();
-    let dx = swiglu_backward(&one.narrow(0, 0, 3).unwrap().reshape((3, 1)).unwrap(), &pair).unwrap();
+    let dx =
+        swiglu_backward(&one.narrow(0, 0, 3).unwrap().reshape((3, 1)).unwrap(), &pair).unwrap();
     assert!(crate::common::values(&dx).iter().all(|v| v.is_finite()));
 }
 
@@ -150,7 +170,8 @@ fn activations_are_finite_far_from_zero() {
 fn activations_of_nan_are_nan() {
     for nan in [f32::NAN, -f32::NAN, f32::from_bits(0x7fc0_0001), f32::from_bits(0x7f80_01ff)] {
         let x = Tensor::full(nan, (2, 2), &candle_core::Device::Cpu).unwrap();
-        let (one, one_of_two) = (x.ones_like().unwrap(), Tensor::ones((2, 1), DType::F32, x.device()).unwrap());
+        let (one, one_of_two) =
+            (x.ones_like().unwrap(), Tensor::ones((2, 1), DType::F32, x.device()).unwrap());
         let results = [
             gelu(&x).unwrap(),
             gelu_backward(&one, &x).unwrap(),
@@ -160,7 +181,11 @@ fn activations_of_nan_are_nan() {
             squared_relu(&x).unwrap(),
             squared_relu_backward(&one, &x).unwrap(),
         ];
-        assert!(results.iter().all(|y| crate::common::values(y).iter().all(|v| v.is_nan())), "{:x}", nan.to_bits());
+        assert!(
+            results.iter().all(|y| crate::common::values(y).iter().all(|v| v.is_nan())),
+            "{:x}",
+            nan.to_bits()
+        );
     }
 }
 
@@ -189,7 +214,10 @@ fn results_do_not_depend_on_the_number_of_threads() {
                 squared_relu(&x).unwrap(),
                 squared_relu_backward(&x, &x).unwrap(),
             ];
-            let again = [gelu_backward_recompute(&x, &x).unwrap(), swiglu_backward_recompute(&dy, &x).unwrap()];
+            let again = [
+                gelu_backward_recompute(&x, &x).unwrap(),
+                swiglu_backward_recompute(&dy, &x).unwrap(),
+            ];
             all.into_iter().chain(again.into_iter().flatten()).collect()
         });
     }

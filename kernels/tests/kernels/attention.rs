@@ -35,7 +35,12 @@ fn plain(qkv: &Tensor, shape: HeadShape, how: Scores, mask: Option<&Tensor>) -> 
     let part = |first, len, copies| {
         let part = packed.narrow(3, first, len).unwrap();
         let part = part.broadcast_as((s, b, groups, len * copies, d)).unwrap();
-        part.reshape((s, b, groups * n, d)).unwrap().permute((1, 2, 0, 3)).unwrap().contiguous().unwrap()
+        part.reshape((s, b, groups * n, d))
+            .unwrap()
+            .permute((1, 2, 0, 3))
+            .unwrap()
+            .contiguous()
+            .unwrap()
     };
     let (q, k, v) = (part(0, n, 1), part(n, 1, n), part(n + 1, 1, n));
     let scores = (q.matmul(&k.t().unwrap().contiguous().unwrap()).unwrap() * how.scale).unwrap();
@@ -67,7 +72,10 @@ fn plain(qkv: &Tensor, shape: HeadShape, how: Scores, mask: Option<&Tensor>) -> 
 
 fn compare(s: usize, b: usize, shape: HeadShape, how: Scores, dropout: Option<&AttentionDropout>) {
     let scale = Scores { scale: 1.3 / (shape.head_dim as f64).sqrt(), ..how };
-    let (qkv, dout) = (randn("qkv", &[s, b, shape.width()]), randn("dout", &[s, b, shape.heads() * shape.head_dim]));
+    let (qkv, dout) = (
+        randn("qkv", &[s, b, shape.width()]),
+        randn("dout", &[s, b, shape.heads() * shape.head_dim]),
+    );
     let mask = dropout.map(|d| mask_of(d, s, b, shape.heads()));
     let (want, grads) = oracle(&[&qkv], &dout, |t| plain(&t[0], shape, scale, mask.as_ref()).0);
     let (_, want_lse) = plain(&qkv, shape, scale, None);
@@ -91,7 +99,9 @@ fn mask_of(dropout: &AttentionDropout, s: usize, b: usize, heads: usize) -> Tens
     }
     let qkv = Tensor::from_vec(qkv, (s, b, heads * 3 * s), &Device::Cpu).unwrap();
     let (out, _) = attention(&qkv, shape, 1.0, Some(dropout)).unwrap();
-    let count = Tensor::from_vec((1..=s).map(|q| q as f64).collect::<Vec<_>>(), (s, 1, 1, 1), &Device::Cpu).unwrap();
+    let count =
+        Tensor::from_vec((1..=s).map(|q| q as f64).collect::<Vec<_>>(), (s, 1, 1, 1), &Device::Cpu)
+            .unwrap();
     let out = out.reshape((s, b, heads, s)).unwrap().broadcast_mul(&count).unwrap();
     out.permute((1, 2, 0, 3)).unwrap().contiguous().unwrap()
 }
@@ -109,17 +119,25 @@ fn on_16_bit_tensors_they_agree_with_plain_attention_of_the_same_values() {
     for (dtype, tolerance) in [(DType::BF16, 8e-3), (DType::F16, 1e-3)] {
         for (s, b, shape) in cases() {
             let narrow = |name, width| cast(&randn(name, &[s, b, width]), dtype);
-            let (qkv, dout) = (narrow("qkv", shape.width()), narrow("dout", shape.heads() * shape.head_dim));
+            let (qkv, dout) =
+                (narrow("qkv", shape.width()), narrow("dout", shape.heads() * shape.head_dim));
             let how = Scores { scale: 1.0 / (shape.head_dim as f64).sqrt(), ..PLAIN };
             let samples = [7, 1 << 40];
-            let dropout =
-                AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2, step_and_samples: None };
+            let dropout = AttentionDropout {
+                p: 0.3,
+                key: KEY,
+                samples: &samples[..b],
+                first_head: 2,
+                step_and_samples: None,
+            };
             for dropout in [None, Some(&dropout)] {
                 let mask = dropout.map(|d| mask_of(d, s, b, shape.heads()));
                 let (wide, wide_dout) = (cast(&qkv, DType::F64), cast(&dout, DType::F64));
-                let (want, grads) = oracle(&[&wide], &wide_dout, |t| plain(&t[0], shape, how, mask.as_ref()).0);
+                let (want, grads) =
+                    oracle(&[&wide], &wide_dout, |t| plain(&t[0], shape, how, mask.as_ref()).0);
                 let (out, lse) = attention(&qkv, shape, how, dropout).unwrap();
-                let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, how, dropout).unwrap();
+                let dqkv =
+                    attention_backward(&dout, &qkv, &out, &lse, shape, how, dropout).unwrap();
                 assert_eq!((out.dtype(), lse.dtype(), dqkv.dtype()), (dtype, DType::F32, dtype));
                 assert_close("out", &out, &want, tolerance);
                 assert_close("lse", &lse, &plain(&wide, shape, how, None).1, 2e-5);
@@ -138,8 +156,13 @@ fn with_linear_biases_they_agree_with_plain_attention() {
         // The further back, the larger: past the end of the sequence beyond all numbers.
         let rising: Vec<f64> = slopes.iter().map(|slope| -slope).collect();
         compare(s, b, shape, Scores { alibi: Some(&rising), ..PLAIN }, None);
-        let dropout =
-            AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2, step_and_samples: None };
+        let dropout = AttentionDropout {
+            p: 0.3,
+            key: KEY,
+            samples: &[7, 1 << 40][..b],
+            first_head: 2,
+            step_and_samples: None,
+        };
         compare(s, b, shape, how, Some(&dropout));
     }
 }
@@ -153,7 +176,13 @@ fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
             b,
             shape,
             PLAIN,
-            Some(&AttentionDropout { p: 0.3, key: KEY, samples: &samples[..b], first_head: 2, step_and_samples: None }),
+            Some(&AttentionDropout {
+                p: 0.3,
+                key: KEY,
+                samples: &samples[..b],
+                first_head: 2,
+                step_and_samples: None,
+            }),
         );
     }
 }
@@ -181,8 +210,13 @@ fn starts_of(lengths: &[usize], skip: usize, s: usize) -> Vec<u32> {
 fn queries_see_no_further_than_their_window_and_their_document() {
     for (s, b, shape) in cases() {
         let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
-        let dropout =
-            AttentionDropout { p: 0.3, key: KEY, samples: &[7, 1 << 40][..b], first_head: 2, step_and_samples: None };
+        let dropout = AttentionDropout {
+            p: 0.3,
+            key: KEY,
+            samples: &[7, 1 << 40][..b],
+            first_head: 2,
+            step_and_samples: None,
+        };
         for window in [None, Some(1), Some(3), Some(64), Some(129)] {
             for lengths in [None, Some(&[1usize, 30, 2, 61, 7, 128][..]), Some(&[64, 128])] {
                 let first_keys = lengths.map(|lengths| first_keys(lengths, s, b));
@@ -199,7 +233,10 @@ fn documents_side_by_side_are_as_each_alone() {
     let shape = HeadShape { groups: 2, heads_per_group: 2, head_dim: 8 };
     let lengths = [128, 1, 77, 200, 50];
     let s = lengths.iter().sum();
-    let (qkv, dout) = (randn("qkv", &[s, 1, shape.width()]), randn("dout", &[s, 1, shape.heads() * shape.head_dim]));
+    let (qkv, dout) = (
+        randn("qkv", &[s, 1, shape.width()]),
+        randn("dout", &[s, 1, shape.heads() * shape.head_dim]),
+    );
     let first_keys = first_keys(&lengths, s, 1);
     let how = Scores { scale: 0.4, first_keys: Some(&first_keys), ..PLAIN };
     let (out, lse) = attention(&qkv, shape, how, None).unwrap();
@@ -224,7 +261,8 @@ fn a_hidden_key_may_even_be_no_number() {
     qkv[20 * 12 + 5] = f64::NAN; // of the first document
     let qkv = Tensor::from_vec(qkv, (150, 1, 12), &Device::Cpu).unwrap();
     let first_keys = first_keys(&[40, 110], 150, 1);
-    let (out, _) = attention(&qkv, shape, Scores { first_keys: Some(&first_keys), ..PLAIN }, None).unwrap();
+    let (out, _) =
+        attention(&qkv, shape, Scores { first_keys: Some(&first_keys), ..PLAIN }, None).unwrap();
     for (i, v) in crate::common::values(&out).iter().enumerate() {
         assert_eq!(v.is_nan(), (20..40).contains(&(i / 4)), "position {}", i / 4);
     }
@@ -232,9 +270,11 @@ fn a_hidden_key_may_even_be_no_number() {
 
 #[test]
 fn dropout_keeps_the_right_fraction_scaled() {
-    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0], first_head: 0, step_and_samples: None };
+    let dropout =
+        AttentionDropout { p: 0.1, key: KEY, samples: &[0], first_head: 0, step_and_samples: None };
     let mask = mask_of(&dropout, 200, 1, 2).flatten_all().unwrap().to_vec1::<f64>().unwrap();
-    let visible: Vec<f64> = (0..mask.len()).filter(|i| i % 200 <= i / 200 % 200).map(|i| mask[i]).collect();
+    let visible: Vec<f64> =
+        (0..mask.len()).filter(|i| i % 200 <= i / 200 % 200).map(|i| mask[i]).collect();
     let kept = visible.iter().filter(|&&m| m > 0.0).count();
     assert!(visible.iter().all(|&m| m == 0.0 || (m - 1.0 / 0.9).abs() < 1e-9));
     let fraction = kept as f64 / visible.len() as f64;
@@ -255,7 +295,10 @@ fn the_mask_depends_on_sample_and_global_head_not_on_how_they_are_cut() {
     for head in 0..4 {
         for (i, sample) in [3, 9].into_iter().enumerate() {
             let cut = mask(&[sample], 4 + head, 1);
-            assert_eq!(bits(&whole.narrow(0, i, 1).unwrap().narrow(1, head, 1).unwrap()), bits(&cut));
+            assert_eq!(
+                bits(&whole.narrow(0, i, 1).unwrap().narrow(1, head, 1).unwrap()),
+                bits(&cut)
+            );
         }
     }
     assert_ne!(bits(&mask(&[3], 4, 1)), bits(&mask(&[3], 5, 1)));
@@ -265,7 +308,8 @@ fn the_mask_depends_on_sample_and_global_head_not_on_how_they_are_cut() {
 
 #[test]
 fn the_mask_of_a_query_does_not_depend_on_the_length_of_the_sequence() {
-    let dropout = AttentionDropout { p: 0.5, key: KEY, samples: &[3], first_head: 0, step_and_samples: None };
+    let dropout =
+        AttentionDropout { p: 0.5, key: KEY, samples: &[3], first_head: 0, step_and_samples: None };
     let (long, short) = (mask_of(&dropout, 200, 1, 1), mask_of(&dropout, 77, 1, 1));
     assert_eq!(bits(&long.narrow(2, 0, 77).unwrap().narrow(3, 0, 77).unwrap()), bits(&short));
 }
@@ -301,10 +345,17 @@ fn results_do_not_depend_on_the_number_of_threads() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let qkv = cast(&randn("qkv", &[s, b, shape.width()]), dtype);
         let dout = cast(&randn("dout", &[s, b, shape.heads() * shape.head_dim]), dtype);
-        let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[0, 1], first_head: 0, step_and_samples: None };
+        let dropout = AttentionDropout {
+            p: 0.1,
+            key: KEY,
+            samples: &[0, 1],
+            first_head: 0,
+            step_and_samples: None,
+        };
         assert_same_on_any_threads(|| {
             let (out, lse) = attention(&qkv, shape, 0.2, Some(&dropout)).unwrap();
-            let dqkv = attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(&dropout)).unwrap();
+            let dqkv =
+                attention_backward(&dout, &qkv, &out, &lse, shape, 0.2, Some(&dropout)).unwrap();
             vec![out, lse, dqkv]
         });
     }
@@ -321,9 +372,13 @@ fn all_of_this_holds_on_every_instruction_set() {
         for isa in others {
             scope.spawn(move || {
                 let mut program = Command::new(std::env::current_exe().unwrap());
-                let output = program.arg("attention::").env("MEGATRON_SIMD", isa.name()).output().unwrap();
+                let output =
+                    program.arg("attention::").env("MEGATRON_SIMD", isa.name()).output().unwrap();
                 let text = String::from_utf8_lossy(&output.stdout);
-                assert!(output.status.success() && text.contains("test result: ok. "), "{isa:?}: {text}");
+                assert!(
+                    output.status.success() && text.contains("test result: ok. "),
+                    "{isa:?}: {text}"
+                );
             });
         }
     });
@@ -358,15 +413,27 @@ fn shapes_that_contradict_are_errors_that_name_them() {
     let message = attention(&randn("qkv", &[3, 1, 30]), shape, 1.0, None).unwrap_err().to_string();
     assert!(message.contains("[3, 1, 30]") && message.contains("= 32"), "{message}");
     let qkv = randn("qkv", &[3, 1, 32]);
-    let dropout = AttentionDropout { p: 0.1, key: KEY, samples: &[1, 2], first_head: 0, step_and_samples: None };
-    assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("2 samples"));
-    let dropout = AttentionDropout { p: 1.0, key: KEY, samples: &[1], first_head: 0, step_and_samples: None };
-    assert!(attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("[0, 1)"));
+    let dropout = AttentionDropout {
+        p: 0.1,
+        key: KEY,
+        samples: &[1, 2],
+        first_head: 0,
+        step_and_samples: None,
+    };
+    assert!(
+        attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("2 samples")
+    );
+    let dropout =
+        AttentionDropout { p: 1.0, key: KEY, samples: &[1], first_head: 0, step_and_samples: None };
+    assert!(
+        attention(&qkv, shape, 1.0, Some(&dropout)).unwrap_err().to_string().contains("[0, 1)")
+    );
     let refused = |how: Scores| attention(&qkv, shape, how, None).unwrap_err().to_string();
     assert!(refused(Scores { alibi: Some(&[0.5]), ..PLAIN }).contains("1 slopes for 4"));
     assert!(refused(Scores { window: Some(0), ..PLAIN }).contains("window of 0"));
     let refused_keys = |first_keys: &[u32]| {
-        let first_keys = Tensor::from_slice(first_keys, (1, first_keys.len()), &Device::Cpu).unwrap();
+        let first_keys =
+            Tensor::from_slice(first_keys, (1, first_keys.len()), &Device::Cpu).unwrap();
         refused(Scores { first_keys: Some(&first_keys), ..PLAIN })
     };
     assert!(refused_keys(&[0, 0]).contains("first keys has shape [1, 2]"));

@@ -17,8 +17,9 @@ pub fn randn(name: &str, shape: &[usize]) -> Tensor {
 pub fn ids(name: &str, shape: &[usize], bound: u32) -> Tensor {
     let n = shape.iter().product::<usize>();
     let hash = stream_id(name) as u32 | 1;
-    let values: Vec<u32> =
-        (0..n as u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(hash) >> 7) % bound).collect();
+    let values: Vec<u32> = (0..n as u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(hash) >> 7) % bound)
+        .collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
@@ -47,7 +48,11 @@ pub fn bits(t: &Tensor) -> Vec<u64> {
 }
 
 /// Value of `f` and the gradients of Σ f·`dy` by candle's autograd, in f64.
-pub fn oracle(inputs: &[&Tensor], dy: &Tensor, f: impl Fn(&[Tensor]) -> Tensor) -> (Tensor, Vec<Tensor>) {
+pub fn oracle(
+    inputs: &[&Tensor],
+    dy: &Tensor,
+    f: impl Fn(&[Tensor]) -> Tensor,
+) -> (Tensor, Vec<Tensor>) {
     let vars: Vec<Var> = inputs.iter().map(|t| Var::from_tensor(t).unwrap()).collect();
     let y = f(&vars.iter().map(|v| v.as_tensor().clone()).collect::<Vec<_>>());
     let grads = (&y * dy).unwrap().sum_all().unwrap().backward().unwrap();

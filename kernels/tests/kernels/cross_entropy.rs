@@ -1,21 +1,32 @@
 //! Cross entropy, assembled from its pieces as ranks do, against candle's operations.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, ids, oracle, randn, values};
+use crate::common::{
+    DTYPES, assert_close, assert_same_on_any_threads, cast, ids, oracle, randn, values,
+};
 use candle_core::{D, DType, Device, Tensor};
 use kernels::ops::cross_entropy::{cross_entropy_backward, rebase, row_statistics};
 
 /// Token losses and the gradient of Σ scale·loss, over a vocabulary cut into `parts` equal parts of which columns
 /// from `vocab` on are padding.
-fn assembled(logits: &Tensor, targets: &Tensor, scale: &Tensor, vocab: usize, parts: usize) -> (Tensor, Tensor) {
+fn assembled(
+    logits: &Tensor,
+    targets: &Tensor,
+    scale: &Tensor,
+    vocab: usize,
+    parts: usize,
+) -> (Tensor, Tensor) {
     let width = logits.dim(D::Minus1).unwrap() / parts;
     let cut: Vec<(Tensor, usize, usize)> = (0..parts)
         .map(|i| {
-            let part = logits.narrow(D::Minus1, i * width, width).unwrap().force_contiguous().unwrap();
+            let part =
+                logits.narrow(D::Minus1, i * width, width).unwrap().force_contiguous().unwrap();
             (part, i * width, vocab.saturating_sub(i * width).min(width))
         })
         .collect();
-    let statistics: Vec<_> =
-        cut.iter().map(|(part, first, valid)| row_statistics(part, targets, *first, *valid).unwrap()).collect();
+    let statistics: Vec<_> = cut
+        .iter()
+        .map(|(part, first, valid)| row_statistics(part, targets, *first, *valid).unwrap())
+        .collect();
     let mut max = statistics[0].0.clone();
     for (own, _) in &statistics[1..] {
         max = max.maximum(own).unwrap();
@@ -42,10 +53,14 @@ fn check(vocab: usize, padded: usize, parts: usize) {
         let max = real.max_keepdim(1).unwrap().detach();
         let shifted = real.broadcast_sub(&max).unwrap();
         let target = shifted.gather(&targets.reshape((s * b, 1)).unwrap(), 1).unwrap();
-        (shifted.exp().unwrap().sum_keepdim(1).unwrap().log().unwrap() - target).unwrap().squeeze(1).unwrap()
+        (shifted.exp().unwrap().sum_keepdim(1).unwrap().log().unwrap() - target)
+            .unwrap()
+            .squeeze(1)
+            .unwrap()
     });
     for (dtype, tolerance) in DTYPES {
-        let (loss, grad) = assembled(&cast(&logits, dtype), &targets, &cast(&scale, dtype), vocab, parts);
+        let (loss, grad) =
+            assembled(&cast(&logits, dtype), &targets, &cast(&scale, dtype), vocab, parts);
         assert_close("loss", &loss, &want, tolerance);
         assert_close("gradient", &grad, &grads[0], tolerance);
     }
@@ -70,7 +85,8 @@ fn a_vocabulary_cut_over_ranks_gives_the_same_loss_and_gradient() {
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     let logits = cast(&randn("logits", &[70, 1, 1003]), DType::F32);
-    let (targets, scale) = (ids("targets", &[70, 1], 1000), cast(&randn("scale", &[70]), DType::F32));
+    let (targets, scale) =
+        (ids("targets", &[70, 1], 1000), cast(&randn("scale", &[70]), DType::F32));
     assert_same_on_any_threads(|| {
         let (loss, grad) = assembled(&logits, &targets, &scale, 1000, 1);
         vec![loss, grad]
@@ -94,7 +110,9 @@ fn a_nan_logit_makes_its_row_nan() {
 
 #[test]
 fn more_valid_columns_than_there_are_is_an_error() {
-    let message = row_statistics(&randn("logits", &[3, 4]), &ids("t", &[3], 4), 0, 5).unwrap_err().to_string();
+    let message = row_statistics(&randn("logits", &[3, 4]), &ids("t", &[3], 4), 0, 5)
+        .unwrap_err()
+        .to_string();
     assert!(message.contains("5 valid") && message.contains("[3, 4]"), "{message}");
 }
 

@@ -8,12 +8,17 @@ use kernels::tensor::philox::philox4x32;
 const KEY: DropoutKey = DropoutKey { seed: 5, step: 1, layer: 0, site: 0 };
 
 fn dropout(samples: &[u64], seq_offset: usize, seq_len: usize) -> Dropout<'_> {
-    Dropout { p: 0.25, key: KEY, tokens: Tokens { samples, seq_offset, seq_len, step_and_samples: None } }
+    Dropout {
+        p: 0.25,
+        key: KEY,
+        tokens: Tokens { samples, seq_offset, seq_len, step_and_samples: None },
+    }
 }
 
 /// 1/(1−p) where kept, 0 where dropped.
 fn mask(s: usize, h: usize, dropout: &Dropout) -> Tensor {
-    let ones = Tensor::ones((s, dropout.tokens.samples.len(), h), DType::F64, &Device::Cpu).unwrap();
+    let ones =
+        Tensor::ones((s, dropout.tokens.samples.len(), h), DType::F64, &Device::Cpu).unwrap();
     bias_dropout_add(&ones, None, None, Some(dropout)).unwrap()
 }
 
@@ -31,7 +36,12 @@ fn value_is_residual_plus_dropped_sum_and_backward_drops_the_same() {
         let y = bias_dropout_add(&x, Some(&bias), None, Some(&dropout)).unwrap();
         assert_close("y without residual", &y, &want, tolerance);
         let y = bias_dropout_add(&x, None, Some(&residual_), None).unwrap();
-        assert_close("y without dropout", &y, &(cast(&x, DType::F64) + &residual).unwrap(), tolerance);
+        assert_close(
+            "y without dropout",
+            &y,
+            &(cast(&x, DType::F64) + &residual).unwrap(),
+            tolerance,
+        );
         let dx = dropout_backward(&residual_, &dropout).unwrap();
         assert_close("dx", &dx, &(&residual * &mask).unwrap(), tolerance);
     }
@@ -52,7 +62,10 @@ fn a_mask_does_not_depend_on_how_sequence_and_batch_are_cut() {
     for (first, len) in [(0, 8), (8, 8), (5, 3)] {
         for b in 0..3 {
             let part = mask(len, 10, &dropout(&samples[b..=b], first, 16));
-            assert_eq!(bits(&whole.narrow(0, first, len).unwrap().narrow(1, b, 1).unwrap()), bits(&part));
+            assert_eq!(
+                bits(&whole.narrow(0, first, len).unwrap().narrow(1, b, 1).unwrap()),
+                bits(&part)
+            );
         }
     }
 }
@@ -83,7 +96,8 @@ fn an_element_is_dropped_by_the_documented_word() {
     let derived = philox4x32([1, 0, 0, 0], [!5, !0]);
     for (i, m) in mask.iter().enumerate() {
         let token = 2 * 16 + 3;
-        let word = philox4x32([token, 0, i as u32 / 4, derived[2]], [derived[0], derived[1]])[i % 4];
+        let word =
+            philox4x32([token, 0, i as u32 / 4, derived[2]], [derived[0], derived[1]])[i % 4];
         assert_eq!(*m == 0.0, word < 1 << 30);
     }
 }

@@ -1,14 +1,17 @@
 //! Embedding lookup against candle's, whole and cut over ranks.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, ids, oracle, randn};
+use crate::common::{
+    DTYPES, assert_close, assert_same_on_any_threads, bits, cast, ids, oracle, randn,
+};
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::embedding::{embedding, embedding_backward};
 
 #[test]
 fn lookup_and_its_gradient_agree_with_autograd() {
     let (w, ids, dy) = (randn("w", &[11, 7]), ids("ids", &[9, 4], 11), randn("dy", &[9, 4, 7]));
-    let (y, grads) =
-        oracle(&[&w], &dy, |t| t[0].index_select(&ids.flatten_all().unwrap(), 0).unwrap().reshape((9, 4, 7)).unwrap());
+    let (y, grads) = oracle(&[&w], &dy, |t| {
+        t[0].index_select(&ids.flatten_all().unwrap(), 0).unwrap().reshape((9, 4, 7)).unwrap()
+    });
     for (dtype, tolerance) in DTYPES {
         let (w, dy) = (cast(&w, dtype), cast(&dy, dtype));
         let dw = w.zeros_like().unwrap();
@@ -38,7 +41,8 @@ fn the_parts_of_a_cut_vocabulary_add_up_to_the_whole() {
 #[test]
 fn gradients_accumulate() {
     let (ids, dy) = (ids("ids", &[6], 3), randn("dy", &[6, 2]));
-    let (once, twice) = (Tensor::zeros((3, 2), DType::F64, &Device::Cpu).unwrap(), randn("start", &[3, 2]));
+    let (once, twice) =
+        (Tensor::zeros((3, 2), DType::F64, &Device::Cpu).unwrap(), randn("start", &[3, 2]));
     let start = twice.copy().unwrap();
     embedding_backward(&dy, &ids, 0, &once).unwrap();
     embedding_backward(&dy, &ids, 0, &twice).unwrap();

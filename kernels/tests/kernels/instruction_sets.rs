@@ -23,7 +23,8 @@ const B: usize = 3;
 /// ends of exp's range.
 fn view(name: &str, shape: &[usize], dtype: DType, wild: bool) -> Tensor {
     const TAME: [f64; 4] = [1e-40, -6e-8, 0.0, -0.0];
-    const WILD: [f64; 8] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 3e38, -3e38, 88.7, -87.4, 65_520.0];
+    const WILD: [f64; 8] =
+        [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 3e38, -3e38, 88.7, -87.4, 65_520.0];
     let n: usize = shape.iter().product();
     let mut values = crate::common::values(&randn(name, &[n + 3]));
     for (i, v) in values.iter_mut().enumerate() {
@@ -39,7 +40,10 @@ fn view(name: &str, shape: &[usize], dtype: DType, wild: bool) -> Tensor {
 
 /// FNV-1a of the bits of `results`; all NaNs count as one, since which of two operands' NaNs survives is the compiler's choice.
 fn hash(results: &[Tensor]) -> u64 {
-    let words = results.iter().flat_map(bits).map(|b| if f64::from_bits(b).is_nan() { u64::MAX } else { b });
+    let words = results
+        .iter()
+        .flat_map(bits)
+        .map(|b| if f64::from_bits(b).is_nan() { u64::MAX } else { b });
     words.fold(0xCBF2_9CE4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01B3))
 }
 
@@ -47,7 +51,8 @@ fn hash(results: &[Tensor]) -> u64 {
 /// where it keeps key j.
 fn weights_kept(dropout: &AttentionDropout, dtype: DType) -> kernels::Result<Tensor> {
     let s = 70;
-    let (b, shape) = (dropout.samples.len(), HeadShape { groups: 2, heads_per_group: 1, head_dim: s });
+    let (b, shape) =
+        (dropout.samples.len(), HeadShape { groups: 2, heads_per_group: 1, head_dim: s });
     let mut qkv = vec![0f32; s * b * shape.width()];
     for (position, row) in qkv.chunks_exact_mut(b * shape.width()).enumerate() {
         row.chunks_exact_mut(3 * s).for_each(|head| head[2 * s + position] = 1.0);
@@ -83,17 +88,23 @@ fn digest() -> kernels::Result<Vec<String>> {
         line("rms_norm", &[y, rms_norm_backward(&dy, &x, &stats, &w, &dw, None)?, stats.rstd, dw]);
 
         // Rows that are rounded in several parts.
-        let (x, w) = (view("long x", &[5, 1, 601], dtype, wild), view("long w", &[601], dtype, false));
+        let (x, w) =
+            (view("long x", &[5, 1, 601], dtype, wild), view("long w", &[601], dtype, false));
         let (dw, db) = (zeros(&[601]), zeros(&[601]));
         let (y, stats) = layer_norm(&x, &w, &w, 1e-5)?;
-        line("long layer_norm", &[y, layer_norm_backward(&x, &x, &stats, &w, &dw, &db, None)?, dw, db]);
+        line(
+            "long layer_norm",
+            &[y, layer_norm_backward(&x, &x, &stats, &w, &dw, &db, None)?, dw, db],
+        );
         let x = act("x");
         let db = zeros(&[h]);
         bias_grad(&x, &db)?;
         line("bias_grad", &[db]);
 
-        let tokens = Tokens { samples: &[3, 1, 4], seq_offset: 5, seq_len: 100, step_and_samples: None };
-        let dropout = Dropout { p: 0.3, key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 }, tokens };
+        let tokens =
+            Tokens { samples: &[3, 1, 4], seq_offset: 5, seq_len: 100, step_and_samples: None };
+        let dropout =
+            Dropout { p: 0.3, key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 }, tokens };
         line(
             "bias_dropout_add",
             &[
@@ -105,7 +116,10 @@ fn digest() -> kernels::Result<Vec<String>> {
 
         let (rows, dtable) = (ids("tokens", &[S, B], 30), zeros(&[20, h]));
         embedding::embedding_backward(&dy, &rows, 4, &dtable)?;
-        line("embedding", &[embedding::embedding(&rows, &view("table", &[20, h], dtype, wild), 4)?, dtable]);
+        line(
+            "embedding",
+            &[embedding::embedding(&rows, &view("table", &[20, h], dtype, wild), 4)?, dtable],
+        );
 
         let shape = HeadShape { groups: 1, heads_per_group: 3, head_dim: 26 };
         let qkv = view("qkv", &[S, B, shape.width()], dtype, wild);
@@ -127,14 +141,32 @@ fn digest() -> kernels::Result<Vec<String>> {
         let (max, sums) = cross_entropy::row_statistics(&logits, &targets, 0, v)?;
         let (sum_exp, scale) = (sums.get(0)?, view("scale", &[S * B], wide, false));
         let (written, f32_logits) = (logits.zeros_like()?, view("logits", &[S * B, h], wide, wild));
-        cross_entropy::cross_entropy_backward_into(&written, &f32_logits, &max, &sum_exp, &targets, &scale, 0, v)?;
+        cross_entropy::cross_entropy_backward_into(
+            &written,
+            &f32_logits,
+            &max,
+            &sum_exp,
+            &targets,
+            &scale,
+            0,
+            v,
+        )?;
         cross_entropy::cross_entropy_backward(&logits, &max, &sum_exp, &targets, &scale, 0, v)?;
         line("cross_entropy", &[max, sums, logits, written]);
 
         let flat = |name: &str, dtype| view(name, &[1003], dtype, wild);
-        let (p, g, m, v) = (flat("p", wide), flat("g", wide), flat("m", wide), flat("v", wide).sqr()?);
+        let (p, g, m, v) =
+            (flat("p", wide), flat("g", wide), flat("m", wide), flat("v", wide).sqr()?);
         let weight = flat("weight", dtype);
-        let rule = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, grad_scale: 0.5 };
+        let rule = AdamW {
+            lr: 0.1,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            step: 3,
+            grad_scale: 0.5,
+        };
         adamw(&p, Some(&weight), &g, &m, &v, &rule)?;
         line("adamw", &[p.copy()?, weight.copy()?, m.copy()?, v.copy()?]);
         if wide == DType::F32 {
@@ -142,7 +174,13 @@ fn digest() -> kernels::Result<Vec<String>> {
             adamw(&p, Some(&weight), &g, &m, &v, &rule)?;
             line("adamw, moments in bf16", &[p.copy()?, m, v]);
         }
-        sgd(&p, Some(&weight), &g, &m, &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 })?;
+        sgd(
+            &p,
+            Some(&weight),
+            &g,
+            &m,
+            &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 },
+        )?;
         line("sgd", &[p, weight, m]);
 
         let (a, b) = (flat("a", dtype), flat("b", dtype));
@@ -170,10 +208,12 @@ fn every_instruction_set_gives_the_bits_of_the_portable_code() {
     let run = |isa: Isa| {
         let program = std::env::current_exe().unwrap();
         let args = ["--exact", "instruction_sets::print_digest", "--ignored", "--nocapture"];
-        let output = Command::new(program).args(args).env("MEGATRON_SIMD", isa.name()).output().unwrap();
+        let output =
+            Command::new(program).args(args).env("MEGATRON_SIMD", isa.name()).output().unwrap();
         assert!(output.status.success(), "{isa:?}: {}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8(output.stdout).unwrap();
-        let lines: Vec<String> = text.lines().filter(|l| l.contains("digest ")).map(str::to_string).collect();
+        let lines: Vec<String> =
+            text.lines().filter(|l| l.contains("digest ")).map(str::to_string).collect();
         assert!(lines.len() > 50, "{isa:?} printed {} lines", lines.len());
         lines
     };

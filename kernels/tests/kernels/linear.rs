@@ -1,18 +1,23 @@
 //! Linear layers against candle's matmul and autograd.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu};
+use crate::common::{
+    DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu,
+};
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::activation::gelu;
 use kernels::ops::linear::{
-    bias_grad, linear, linear_add_into, linear_dgrad, linear_dgrad_gelu, linear_dgrad_gelu_recompute,
-    linear_dgrad_into, linear_gelu, linear_into, linear_to_f32, linear_wgrad, linear_wgrad_into,
+    bias_grad, linear, linear_add_into, linear_dgrad, linear_dgrad_gelu,
+    linear_dgrad_gelu_recompute, linear_dgrad_into, linear_gelu, linear_into, linear_to_f32,
+    linear_wgrad, linear_wgrad_into,
 };
 
 const SHAPES: [(usize, usize, usize, usize); 5] =
     [(1, 1, 1, 1), (3, 2, 5, 7), (33, 3, 65, 17), (1, 9, 130, 64), (70, 2, 16, 96)];
 
 fn reference(x: &Tensor, w: &Tensor, bias: &Tensor, dy: &Tensor) -> (Tensor, Vec<Tensor>) {
-    oracle(&[x, w, bias], dy, |t| t[0].broadcast_matmul(&t[1].t().unwrap()).unwrap().broadcast_add(&t[2]).unwrap())
+    oracle(&[x, w, bias], dy, |t| {
+        t[0].broadcast_matmul(&t[1].t().unwrap()).unwrap().broadcast_add(&t[2]).unwrap()
+    })
 }
 
 #[test]
@@ -28,7 +33,11 @@ fn forward_and_gradients_agree_with_autograd() {
             bias_grad(&dy, &db).unwrap();
             let fresh = (w.ones_like().unwrap() * f64::NAN).unwrap();
             linear_wgrad_into(&dy, &x, &fresh).unwrap();
-            assert_eq!(bits(&fresh), bits(&dw), "in the place of what was there, and added to zeros");
+            assert_eq!(
+                bits(&fresh),
+                bits(&dw),
+                "in the place of what was there, and added to zeros"
+            );
             assert_close("y", &linear(&x, &w, Some(&bias)).unwrap(), &y, tolerance);
             assert_close("dx", &linear_dgrad(&dy, &w).unwrap(), &grads[0], tolerance);
             assert_close("dw", &dw, &grads[1], tolerance);
@@ -44,13 +53,20 @@ fn layers_with_gelu_agree_with_autograd() {
         let (x, w, bias) = (randn("x", &[s, b, k]), randn("w", &[n, k]), randn("bias", &[n]));
         let (dy, next) = (randn("dy", &[s, b, k]), randn("next", &[k, n]));
         let h = linear(&x, &w, Some(&bias)).unwrap();
-        let (_, grads) = oracle(&[&h, &next], &dy, |t| tanh_gelu(&t[0]).broadcast_matmul(&t[1].t().unwrap()).unwrap());
+        let (_, grads) = oracle(&[&h, &next], &dy, |t| {
+            tanh_gelu(&t[0]).broadcast_matmul(&t[1].t().unwrap()).unwrap()
+        });
         for (dtype, tolerance) in DTYPES {
             let [x, w, bias, dy, next] = [&x, &w, &bias, &dy, &next].map(|t| cast(t, dtype));
             let (hidden, y) = linear_gelu(&x, &w, Some(&bias)).unwrap();
             assert_close("h", &hidden, &h, tolerance);
             assert_close("y", &y, &tanh_gelu(&h), tolerance);
-            assert_close("dh", &linear_dgrad_gelu(&dy, &next, &cast(&h, dtype)).unwrap(), &grads[0], tolerance);
+            assert_close(
+                "dh",
+                &linear_dgrad_gelu(&dy, &next, &cast(&h, dtype)).unwrap(),
+                &grads[0],
+                tolerance,
+            );
             assert_eq!(bits(&y), bits(&gelu(&hidden).unwrap()));
             let [dh, again] = linear_dgrad_gelu_recompute(&dy, &next, &hidden).unwrap();
             assert_eq!(bits(&dh), bits(&linear_dgrad_gelu(&dy, &next, &hidden).unwrap()));
@@ -63,8 +79,12 @@ fn layers_with_gelu_agree_with_autograd() {
 #[test]
 fn a_residual_is_added_to_the_product_and_its_bias() {
     for (s, b, k, n) in SHAPES {
-        let (x, w, bias, residual) =
-            (randn("x", &[s, b, k]), randn("w", &[n, k]), randn("bias", &[n]), randn("r", &[s, b, n]));
+        let (x, w, bias, residual) = (
+            randn("x", &[s, b, k]),
+            randn("w", &[n, k]),
+            randn("bias", &[n]),
+            randn("r", &[s, b, n]),
+        );
         let sum = |bias: Option<&Tensor>| (linear(&x, &w, bias).unwrap() + &residual).unwrap();
         for (dtype, tolerance) in DTYPES {
             let [x, w, b, r] = [&x, &w, &bias, &residual].map(|t| cast(t, dtype));
@@ -75,10 +95,19 @@ fn a_residual_is_added_to_the_product_and_its_bias() {
             }
         }
         let other = randn("other", &[s, b, n + 1]);
-        assert!(linear_add_into(&x, &w, None, &other, &residual).is_err(), "a residual of another shape");
-        assert!(linear_add_into(&x, &w, None, &residual, &other).is_err(), "a result of another shape");
+        assert!(
+            linear_add_into(&x, &w, None, &other, &residual).is_err(),
+            "a residual of another shape"
+        );
+        assert!(
+            linear_add_into(&x, &w, None, &residual, &other).is_err(),
+            "a result of another shape"
+        );
         let narrow = cast(&residual, DType::BF16);
-        assert!(linear_add_into(&x, &w, None, &narrow, &residual).is_err(), "a residual of another dtype");
+        assert!(
+            linear_add_into(&x, &w, None, &narrow, &residual).is_err(),
+            "a residual of another dtype"
+        );
     }
 }
 
@@ -115,9 +144,12 @@ fn a_bias_gradient_adds_rows_in_a_fixed_order() {
         let db = Tensor::zeros(n, DType::F32, dy.device()).unwrap();
         bias_grad(&dy, &db).unwrap();
         let dy = dy.to_vec2::<f32>().unwrap();
-        let sum = |column: usize, rows: &[Vec<f32>]| rows.iter().fold(0.0f32, |sum, row| sum + row[column]);
-        let want: Vec<f32> =
-            (0..n).map(|column| dy.chunks(64).map(|rows| sum(column, rows)).fold(0.0, |a, b| a + b)).collect();
+        let sum = |column: usize, rows: &[Vec<f32>]| {
+            rows.iter().fold(0.0f32, |sum, row| sum + row[column])
+        };
+        let want: Vec<f32> = (0..n)
+            .map(|column| dy.chunks(64).map(|rows| sum(column, rows)).fold(0.0, |a, b| a + b))
+            .collect();
         assert_eq!(db.to_vec1::<f32>().unwrap(), want);
     }
 }
@@ -125,15 +157,26 @@ fn a_bias_gradient_adds_rows_in_a_fixed_order() {
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     for (s, b, k, n) in [(100, 2, 300, 257), (64, 4, 64, 1000), (300, 1, 7, 130)] {
-        let [x, w, bias, dy] = [randn("x", &[s, b, k]), randn("w", &[n, k]), randn("b", &[n]), randn("dy", &[s, b, n])]
-            .map(|t| cast(&t, DType::F32));
+        let [x, w, bias, dy] = [
+            randn("x", &[s, b, k]),
+            randn("w", &[n, k]),
+            randn("b", &[n]),
+            randn("dy", &[s, b, n]),
+        ]
+        .map(|t| cast(&t, DType::F32));
         assert_same_on_any_threads(|| {
             let (dw, db) = (w.zeros_like().unwrap(), bias.zeros_like().unwrap());
             linear_wgrad(&dy, &x, &dw).unwrap();
             bias_grad(&dy, &db).unwrap();
             let joined = dy.zeros_like().unwrap();
             linear_add_into(&x, &w, Some(&bias), &dy, &joined).unwrap();
-            vec![linear(&x, &w, Some(&bias)).unwrap(), joined, linear_dgrad(&dy, &w).unwrap(), dw, db]
+            vec![
+                linear(&x, &w, Some(&bias)).unwrap(),
+                joined,
+                linear_dgrad(&dy, &w).unwrap(),
+                dw,
+                db,
+            ]
         });
     }
 }
@@ -146,11 +189,19 @@ fn wrong_operands_are_errors_that_name_both_shapes() {
     let message = linear_wgrad(&randn("dy", &[2, 3, 6]), &x, &w).unwrap_err().to_string();
     assert!(message.contains("[6, 5]") && message.contains("[6, 4]"), "{message}");
     let whole = cast(&x.flatten(0, 1).unwrap(), DType::I64);
-    assert_eq!(linear(&whole, &whole, None).unwrap_err().to_string(), "linear does not support dtype I64");
+    assert_eq!(
+        linear(&whole, &whole, None).unwrap_err().to_string(),
+        "linear does not support dtype I64"
+    );
     let mixed = linear(&x, &cast(&randn("w", &[6, 4]), DType::F32), None).unwrap_err().to_string();
     assert_eq!(mixed, "linear does not support dtype F32");
     let strided = x.transpose(0, 1).unwrap();
-    assert!(linear(&strided, &randn("w", &[6, 4]), None).unwrap_err().to_string().contains("contiguous x"));
+    assert!(
+        linear(&strided, &randn("w", &[6, 4]), None)
+            .unwrap_err()
+            .to_string()
+            .contains("contiguous x")
+    );
 }
 
 /// 16-bit storage types, with the relative error of rounding to them.
@@ -160,7 +211,8 @@ const NARROW: [(DType, f64); 2] = [(DType::BF16, 1.0 / 256.0), (DType::F16, 1.0 
 fn sixteen_bit_results_are_rounded_once_and_gradients_of_parameters_stay_in_f32() {
     for (s, b, k, n) in SHAPES {
         for (dtype, unit) in NARROW {
-            let names = [("x", vec![s, b, k]), ("w", vec![n, k]), ("bias", vec![n]), ("dy", vec![s, b, n])];
+            let names =
+                [("x", vec![s, b, k]), ("w", vec![n, k]), ("bias", vec![n]), ("dy", vec![s, b, n])];
             let [x, w, bias, dy] = names.map(|(name, shape)| cast(&randn(name, &shape), dtype));
             let exact = [&x, &w, &bias, &dy].map(|t| cast(t, DType::F64));
             let (y, grads) = reference(&exact[0], &exact[1], &exact[2], &exact[3]);
@@ -169,7 +221,8 @@ fn sixteen_bit_results_are_rounded_once_and_gradients_of_parameters_stay_in_f32(
             let logits = linear_to_f32(&x, &w, Some(&bias)).unwrap();
             assert_eq!(logits.dtype(), DType::F32);
             assert_close("logits", &logits, &y, 2e-5);
-            let [dw, db] = [vec![n, k], vec![n]].map(|shape| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap());
+            let [dw, db] = [vec![n, k], vec![n]]
+                .map(|shape| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap());
             linear_wgrad(&dy, &x, &dw).unwrap();
             bias_grad(&dy, &db).unwrap();
             assert_close("dw", &dw, &(&grads[1] + 1.0).unwrap(), 2e-5);
@@ -182,8 +235,8 @@ fn sixteen_bit_results_are_rounded_once_and_gradients_of_parameters_stay_in_f32(
 fn results_may_go_into_views_and_are_the_same_there() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
         let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-        let [x, w, dy] =
-            [("x", [10, 9]), ("w", [7, 9]), ("dy", [10, 7])].map(|(name, shape)| cast(&randn(name, &shape), dtype));
+        let [x, w, dy] = [("x", [10, 9]), ("w", [7, 9]), ("dy", [10, 7])]
+            .map(|(name, shape)| cast(&randn(name, &shape), dtype));
         let (y, logits) = (linear(&x, &w, None).unwrap(), linear_to_f32(&x, &w, None).unwrap());
         for want in [y, logits] {
             let flat = Tensor::ones((12, 7), want.dtype(), &Device::Cpu).unwrap();
@@ -213,11 +266,15 @@ fn a_contiguous_result_may_have_any_shape_and_one_with_gaps_only_that_of_the_res
         let y = room.narrow(0, 64, 64).unwrap().reshape(shape).unwrap();
         linear_into(&x, &w, None, &y).unwrap();
         assert_eq!(bits(&y), want);
-        let others = (room.sum_all().unwrap() - y.sum_all().unwrap()).unwrap().to_scalar::<f32>().unwrap();
+        let others =
+            (room.sum_all().unwrap() - y.sum_all().unwrap()).unwrap().to_scalar::<f32>().unwrap();
         assert!((others - 128.0).abs() < 1e-3, "{others}");
     }
     for (rows, width) in [(2, 32), (8, 8)] {
-        let y = Tensor::ones((rows, width + 3), DType::F32, &Device::Cpu).unwrap().narrow(1, 0, width).unwrap();
+        let y = Tensor::ones((rows, width + 3), DType::F32, &Device::Cpu)
+            .unwrap()
+            .narrow(1, 0, width)
+            .unwrap();
         let refused = linear_into(&x, &w, None, &y).unwrap_err().to_string();
         assert!(refused.contains(&format!("[{rows}, {width}]")), "{refused}");
     }
@@ -225,7 +282,8 @@ fn a_contiguous_result_may_have_any_shape_and_one_with_gaps_only_that_of_the_res
 
 #[test]
 fn a_result_in_the_storage_of_an_operand_is_refused_rather_than_waited_for() {
-    let (flat, w) = (cast(&randn("flat", &[24, 8]), DType::F32), cast(&randn("w", &[8, 8]), DType::F32));
+    let (flat, w) =
+        (cast(&randn("flat", &[24, 8]), DType::F32), cast(&randn("w", &[8, 8]), DType::F32));
     let [a, b, c] = [0, 8, 16].map(|at| flat.narrow(0, at, 8).unwrap());
     let refusals = [
         linear_into(&a, &w, None, &b),
@@ -258,9 +316,13 @@ fn rows_of_results_and_of_their_gradients_may_lie_apart() {
             let within = |t: &Tensor| t.narrow(0, 1, 70).unwrap().narrow(1, 3, 1024).unwrap();
             linear_into(&x, &w, None, &within(&room)).unwrap();
             assert_eq!(bits(&within(&room).contiguous().unwrap()), bits(&want));
-            let others = cast(&room, DType::F64).sum_all().unwrap() - cast(&want, DType::F64).sum_all().unwrap();
+            let others = cast(&room, DType::F64).sum_all().unwrap()
+                - cast(&want, DType::F64).sum_all().unwrap();
             let others = others.unwrap().to_scalar::<f64>().unwrap();
-            assert!((others - (72 * 1100 - 70 * 1024) as f64).abs() < 1e-6, "what lies between was written: {others}");
+            assert!(
+                (others - (72 * 1100 - 70 * 1024) as f64).abs() < 1e-6,
+                "what lies between was written: {others}"
+            );
         }
         let apart = Tensor::cat(&[&dy, &dy.narrow(1, 0, 40).unwrap()], 1).unwrap();
         let apart = apart.narrow(1, 0, 1024).unwrap();
@@ -280,10 +342,14 @@ fn rows_of_results_and_of_their_gradients_may_lie_apart() {
             wider.reshape((rows / 7, 7, width + apart)).unwrap().narrow(2, 0, width).unwrap()
         };
         let whole = |t: &Tensor| shaped(t, 0).contiguous().unwrap();
-        assert_eq!(bits(&linear(&shaped(&x, 5), &w, None).unwrap()), bits(&linear(&whole(&x), &w, None).unwrap()));
+        assert_eq!(
+            bits(&linear(&shaped(&x, 5), &w, None).unwrap()),
+            bits(&linear(&whole(&x), &w, None).unwrap())
+        );
         let sums = [(whole(&dy), whole(&x)), (shaped(&dy, 40), shaped(&x, 5))].map(|(dy, x)| {
             let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-            let [dw, db] = [&[1024, 33][..], &[1024]].map(|dims| Tensor::ones(dims, wide, &Device::Cpu).unwrap());
+            let [dw, db] = [&[1024, 33][..], &[1024]]
+                .map(|dims| Tensor::ones(dims, wide, &Device::Cpu).unwrap());
             linear_wgrad(&dy, &x, &dw).unwrap();
             bias_grad(&dy, &db).unwrap();
             (bits(&dw), bits(&db))

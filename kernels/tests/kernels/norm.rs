@@ -16,7 +16,10 @@ fn layer_norm_oracle(t: &[Tensor]) -> Tensor {
 
 fn rms_norm_oracle(t: &[Tensor]) -> Tensor {
     let mean_square = t[0].sqr().unwrap().mean_keepdim(D::Minus1).unwrap();
-    t[0].broadcast_div(&(mean_square + EPS).unwrap().sqrt().unwrap()).unwrap().broadcast_mul(&t[1]).unwrap()
+    t[0].broadcast_div(&(mean_square + EPS).unwrap().sqrt().unwrap())
+        .unwrap()
+        .broadcast_mul(&t[1])
+        .unwrap()
 }
 
 #[test]
@@ -24,7 +27,8 @@ fn layer_norm_and_its_gradients_agree_with_autograd() {
     for shape in SHAPES {
         let h = shape[2];
         let (x, dy) = ((randn("x", &shape) + 3.0).unwrap(), randn("dy", &shape));
-        let (x, w, bias) = (cast(&cast(&x, DType::F32), DType::F64), randn("w", &[h]), randn("bias", &[h]));
+        let (x, w, bias) =
+            (cast(&cast(&x, DType::F32), DType::F64), randn("w", &[h]), randn("bias", &[h]));
         let (y, grads) = oracle(&[&x, &w, &bias], &dy, layer_norm_oracle);
         for (dtype, tolerance) in DTYPES {
             let [x, w, bias, dy] = [&x, &w, &bias, &dy].map(|t| cast(t, dtype));
@@ -63,7 +67,8 @@ fn rms_norm_and_its_gradients_agree_with_autograd() {
 
 #[test]
 fn gradients_of_weight_and_bias_may_be_views_of_one_buffer_and_accumulate() {
-    let (x, w, bias, dy) = (randn("x", &[9, 2, 6]), randn("w", &[6]), randn("b", &[6]), randn("dy", &[9, 2, 6]));
+    let (x, w, bias, dy) =
+        (randn("x", &[9, 2, 6]), randn("w", &[6]), randn("b", &[6]), randn("dy", &[9, 2, 6]));
     let flat = Tensor::ones(12, DType::F64, x.device()).unwrap();
     let (dw, db) = (flat.narrow(0, 0, 6).unwrap(), flat.narrow(0, 6, 6).unwrap());
     let (_, stats) = layer_norm(&x, &w, &bias, EPS).unwrap();
@@ -77,9 +82,11 @@ fn gradients_of_weight_and_bias_may_be_views_of_one_buffer_and_accumulate() {
 fn results_do_not_depend_on_the_number_of_threads() {
     let shape = [333, 2, 97];
     let [x, w, bias, dy] =
-        [randn("x", &shape), randn("w", &[97]), randn("b", &[97]), randn("dy", &shape)].map(|t| cast(&t, DType::F32));
+        [randn("x", &shape), randn("w", &[97]), randn("b", &[97]), randn("dy", &shape)]
+            .map(|t| cast(&t, DType::F32));
     assert_same_on_any_threads(|| {
-        let (dw, db, dw_rms) = (w.zeros_like().unwrap(), w.zeros_like().unwrap(), w.zeros_like().unwrap());
+        let (dw, db, dw_rms) =
+            (w.zeros_like().unwrap(), w.zeros_like().unwrap(), w.zeros_like().unwrap());
         let (y, stats) = layer_norm(&x, &w, &bias, EPS).unwrap();
         let dx = layer_norm_backward(&dy, &x, &stats, &w, &dw, &db, None).unwrap();
         let (y_rms, stats) = rms_norm(&x, &w, EPS).unwrap();
@@ -92,17 +99,32 @@ fn results_do_not_depend_on_the_number_of_threads() {
 fn statistics_of_the_other_norm_are_refused() {
     let (x, w) = (randn("x", &[2, 2, 4]), randn("w", &[4]));
     let (_, rms) = rms_norm(&x, &w, EPS).unwrap();
-    assert!(layer_norm_backward(&x, &x, &rms, &w, &w, &w, None).unwrap_err().to_string().contains("rms_norm"));
+    assert!(
+        layer_norm_backward(&x, &x, &rms, &w, &w, &w, None)
+            .unwrap_err()
+            .to_string()
+            .contains("rms_norm")
+    );
     let (_, layer) = layer_norm(&x, &w, &w, EPS).unwrap();
-    assert!(rms_norm_backward(&x, &x, &layer, &w, &w, None).unwrap_err().to_string().contains("layer_norm"));
+    assert!(
+        rms_norm_backward(&x, &x, &layer, &w, &w, None)
+            .unwrap_err()
+            .to_string()
+            .contains("layer_norm")
+    );
 }
 
 #[test]
 fn the_gradient_around_the_norm_is_added_to_its_own() {
     let shape = [40, 2, 37];
-    let [x, w, bias, dy, around] =
-        [randn("x", &shape), randn("w", &[37]), randn("b", &[37]), randn("dy", &shape), randn("around", &shape)]
-            .map(|t| cast(&t, DType::F32));
+    let [x, w, bias, dy, around] = [
+        randn("x", &shape),
+        randn("w", &[37]),
+        randn("b", &[37]),
+        randn("dy", &shape),
+        randn("around", &shape),
+    ]
+    .map(|t| cast(&t, DType::F32));
     let (dw, db) = (w.zeros_like().unwrap(), w.zeros_like().unwrap());
     let (_, stats) = layer_norm(&x, &w, &bias, EPS).unwrap();
     let dx = layer_norm_backward(&dy, &x, &stats, &w, &dw, &db, None).unwrap();

@@ -3,10 +3,20 @@
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::optim::{Optimizer, ParamsAdamW};
-use kernels::ops::optimizer::{AdamW, Segment, Sgd, StochasticRounding, adamw, adamw_segments, sgd, sgd_segments};
+use kernels::ops::optimizer::{
+    AdamW, Segment, Sgd, StochasticRounding, adamw, adamw_segments, sgd, sgd_segments,
+};
 use kernels::ops::remainders::{join_value, split};
 
-const ADAM: AdamW = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
+const ADAM: AdamW = AdamW {
+    lr: 0.01,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    step: 1,
+    grad_scale: 1.0,
+};
 
 fn gradient(step: u64, n: usize) -> Tensor {
     randn(&format!("g{step}"), &[n])
@@ -21,7 +31,13 @@ fn ten_adamw_steps_agree_with_candle_nn() {
     let n = 37;
     let start = randn("p", &[n]);
     let var = candle_core::Var::from_tensor(&start).unwrap();
-    let params = ParamsAdamW { lr: ADAM.lr, beta1: ADAM.beta1, beta2: ADAM.beta2, eps: ADAM.eps, weight_decay: 0.1 };
+    let params = ParamsAdamW {
+        lr: ADAM.lr,
+        beta1: ADAM.beta1,
+        beta2: ADAM.beta2,
+        eps: ADAM.eps,
+        weight_decay: 0.1,
+    };
     let mut reference = candle_nn::AdamW::new(vec![var.clone()], params).unwrap();
     for step in 1..=10 {
         let loss = (var.as_tensor() * gradient(step, n)).unwrap().sum_all().unwrap();
@@ -31,7 +47,8 @@ fn ten_adamw_steps_agree_with_candle_nn() {
         let p = cast(&start, dtype).copy().unwrap();
         let (m, v) = (zeros(n, dtype), zeros(n, dtype));
         for step in 1..=10 {
-            adamw(&p, None, &cast(&gradient(step, n), dtype), &m, &v, &AdamW { step, ..ADAM }).unwrap();
+            adamw(&p, None, &cast(&gradient(step, n), dtype), &m, &v, &AdamW { step, ..ADAM })
+                .unwrap();
         }
         assert_close("p", &p, var.as_tensor(), tolerance);
     }
@@ -95,7 +112,14 @@ fn results_do_not_depend_on_the_number_of_threads() {
         let p = cast(&randn("p", &[n]), DType::F32);
         let (m, v, buf) = (zeros(n, DType::F32), zeros(n, DType::F32), zeros(n, DType::F32));
         adamw(&p, None, &g, &m, &v, &ADAM).unwrap();
-        sgd(&p, None, &g, &buf, &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 }).unwrap();
+        sgd(
+            &p,
+            None,
+            &g,
+            &buf,
+            &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 },
+        )
+        .unwrap();
         vec![p, m, v, buf]
     });
 }
@@ -120,19 +144,28 @@ fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
             [(); 6].map(|()| zeros(n, DType::F32)),
             Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 },
         );
-        let segments =
-            [n / 3, n - n / 3].map(|len| Segment { len, decays: len == n / 3, dither: StochasticRounding::default() });
+        let segments = [n / 3, n - n / 3].map(|len| Segment {
+            len,
+            decays: len == n / 3,
+            dither: StochasticRounding::default(),
+        });
         for step in 1..=3 {
             let (g, rule) = (cast(&gradient(step, n), DType::F32), AdamW { step, ..ADAM });
             let [m, v, buf, other_m, other_v, other_buf] = &states;
             adamw_segments(&p, None, &g, m, v, &rule, None, &segments).unwrap();
-            adamw_segments(&kept.1, Some(&kept.0), &g, other_m, other_v, &rule, None, &segments).unwrap();
+            adamw_segments(&kept.1, Some(&kept.0), &g, other_m, other_v, &rule, None, &segments)
+                .unwrap();
             sgd_segments(&p, None, &g, buf, &sgd_rule, None, &segments).unwrap();
-            sgd_segments(&kept.1, Some(&kept.0), &g, other_buf, &sgd_rule, None, &segments).unwrap();
+            sgd_segments(&kept.1, Some(&kept.0), &g, other_buf, &sgd_rule, None, &segments)
+                .unwrap();
         }
-        let bits = |t: &Tensor| t.to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        let bits = |t: &Tensor| {
+            t.to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>()
+        };
         assert!(joined(&kept) == bits(&p));
-        assert!(states[..3].iter().zip(&states[3..]).all(|(whole, halved)| bits(whole) == bits(halved)));
+        assert!(
+            states[..3].iter().zip(&states[3..]).all(|(whole, halved)| bits(whole) == bits(halved))
+        );
         let rounded = halves(n);
         split(&p, &rounded.0, None).unwrap();
         assert!(bits(&cast(&kept.0, DType::F32)) == bits(&cast(&rounded.0, DType::F32)));
@@ -143,18 +176,27 @@ fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
 #[test]
 fn moments_in_bf16_are_roundings_of_those_of_a_step_in_f32() {
     for n in [1, 17, 50_001] {
-        for (first, second) in [(DType::BF16, DType::F32), (DType::F32, DType::BF16), (DType::BF16, DType::BF16)] {
+        for (first, second) in
+            [(DType::BF16, DType::F32), (DType::F32, DType::BF16), (DType::BF16, DType::BF16)]
+        {
             let p = cast(&randn("p", &[n]), DType::F32);
-            let (m, v) = (cast(&randn("m", &[n]), first), cast(&randn("v", &[n]).sqr().unwrap(), second));
+            let (m, v) =
+                (cast(&randn("m", &[n]), first), cast(&randn("v", &[n]).sqr().unwrap(), second));
             let g = cast(&gradient(1, n), DType::F32);
-            let [want_p, want_m, want_v] = [&p, &m, &v].map(|t| cast(t, DType::F32).copy().unwrap());
+            let [want_p, want_m, want_v] =
+                [&p, &m, &v].map(|t| cast(t, DType::F32).copy().unwrap());
             let weight = zeros(n, DType::BF16);
             adamw(&p, Some(&weight), &g, &m, &v, &ADAM).unwrap();
             adamw(&want_p, None, &g, &want_m, &want_v, &ADAM).unwrap();
-            assert!(values(&p) == values(&want_p) && values(&weight) == values(&cast(&p, DType::BF16)));
+            assert!(
+                values(&p) == values(&want_p) && values(&weight) == values(&cast(&p, DType::BF16))
+            );
             assert!(values(&m) == values(&cast(&want_m, first)));
             for (v, want) in values(&v).into_iter().zip(values(&want_v)) {
-                assert!(if second == DType::F32 { v == want } else { (v - want).abs() <= want / 128.0 }, "{v} {want}");
+                assert!(
+                    if second == DType::F32 { v == want } else { (v - want).abs() <= want / 128.0 },
+                    "{v} {want}"
+                );
             }
         }
     }
@@ -164,7 +206,11 @@ fn moments_in_bf16_are_roundings_of_those_of_a_step_in_f32() {
 #[test]
 fn second_moments_in_bf16_come_in_the_mean_to_where_those_in_f32_come() {
     let (n, steps) = (4096, 1500);
-    let (p, m, v) = (zeros(n, DType::F32), zeros(n, DType::BF16), Tensor::full(0.25f32, n, &Device::Cpu).unwrap());
+    let (p, m, v) = (
+        zeros(n, DType::F32),
+        zeros(n, DType::BF16),
+        Tensor::full(0.25f32, n, &Device::Cpu).unwrap(),
+    );
     let (v, g) = (cast(&v, DType::BF16), Tensor::ones(n, DType::F32, &Device::Cpu).unwrap());
     for step in 1..=steps {
         adamw(&p, None, &g, &m, &v, &AdamW { step, beta2: 0.999, ..ADAM }).unwrap();
@@ -204,10 +250,18 @@ fn moments_in_bf16_are_the_same_bits_in_every_cut() {
 
     let part = |t: &Tensor| t.narrow(1, cut, columns - cut).unwrap().contiguous().unwrap();
     let columns_of = flat(make().map(|t| part(&t)));
-    let dither = StochasticRounding { row: cut as u64, width: (columns - cut) as u64, pitch: columns as u64, ..whole };
+    let dither = StochasticRounding {
+        row: cut as u64,
+        width: (columns - cut) as u64,
+        pitch: columns as u64,
+        ..whole
+    };
     run(&columns_of, &[Segment { len: rows * (columns - cut), decays: true, dither }]);
     for (got, want) in columns_of.iter().zip(&want) {
-        assert!(values(got) == values(&part(&want.reshape((rows, columns)).unwrap()).flatten_all().unwrap()));
+        assert!(
+            values(got)
+                == values(&part(&want.reshape((rows, columns)).unwrap()).flatten_all().unwrap())
+        );
     }
 }
 
@@ -224,13 +278,18 @@ fn a_step_on_parts_of_segments_is_the_step_on_all_of_them() {
     .map(|(len, decays, dither)| Segment { len, decays, dither });
     let run = |part: usize| {
         let [p, g, m, v] = ["p", "g", "m", "v"].map(|name| randn(name, &[n]));
-        let t =
-            [cast(&p, DType::F32), cast(&g, DType::F32), cast(&m, DType::BF16), cast(&v.sqr().unwrap(), DType::BF16)];
+        let t = [
+            cast(&p, DType::F32),
+            cast(&g, DType::F32),
+            cast(&m, DType::BF16),
+            cast(&v.sqr().unwrap(), DType::BF16),
+        ];
         for start in (0..n).step_by(part) {
             let range = start..n.min(start + part);
             let [p, g, m, v] = t.each_ref().map(|t| t.narrow(0, range.start, range.len()).unwrap());
             let segments = Segment::of_part(&segments, range);
-            adamw_segments(&p, None, &g, &m, &v, &AdamW { step: 3, ..ADAM }, None, &segments).unwrap();
+            adamw_segments(&p, None, &g, &m, &v, &AdamW { step: 3, ..ADAM }, None, &segments)
+                .unwrap();
         }
         t.map(|t| values(&t))
     };
@@ -246,16 +305,24 @@ fn states_of_other_dtypes_are_refused() {
     for (m, v) in [(&m, DType::F16), (&m, DType::F64)] {
         adamw(&p, None, &g, m, &zeros(4, v), &ADAM).unwrap_err();
     }
-    sgd(&p, None, &g, &zeros(4, DType::BF16), &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 })
-        .unwrap_err();
+    sgd(
+        &p,
+        None,
+        &g,
+        &zeros(4, DType::BF16),
+        &Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 },
+    )
+    .unwrap_err();
     let wide = zeros(4, DType::F64);
-    adamw(&wide, None, &wide.copy().unwrap(), &zeros(4, DType::BF16), &wide.copy().unwrap(), &ADAM).unwrap_err();
+    adamw(&wide, None, &wide.copy().unwrap(), &zeros(4, DType::BF16), &wide.copy().unwrap(), &ADAM)
+        .unwrap_err();
     let beyond = Segment {
         len: 4,
         decays: true,
         dither: StochasticRounding { column: 4, width: 4, ..StochasticRounding::default() },
     };
-    let error = adamw_segments(&p, None, &g, &m, &zeros(4, DType::F32), &ADAM, None, &[beyond]).unwrap_err();
+    let error = adamw_segments(&p, None, &g, &m, &zeros(4, DType::F32), &ADAM, None, &[beyond])
+        .unwrap_err();
     assert!(error.to_string().contains("element 4 of a row of 4"), "{error}");
 }
 
@@ -279,18 +346,34 @@ fn halves_that_do_not_fit_are_refused() {
 fn operands_that_do_not_fit_are_errors_rather_than_deadlocks() {
     let (p, g, flat) = (randn("p", &[4]), gradient(1, 4), zeros(8, DType::F64));
     let (m, v) = (flat.narrow(0, 0, 4).unwrap(), flat.narrow(0, 4, 4).unwrap());
-    assert!(adamw(&p, None, &g, &m, &v, &ADAM).unwrap_err().to_string().contains("v shares its storage"));
+    assert!(
+        adamw(&p, None, &g, &m, &v, &ADAM)
+            .unwrap_err()
+            .to_string()
+            .contains("v shares its storage")
+    );
     let v = zeros(4, DType::F64);
-    assert!(adamw(&p, None, &gradient(1, 5), &m, &v, &ADAM).unwrap_err().to_string().contains("[5]"));
-    assert!(adamw(&p, None, &g, &m, &v, &AdamW { step: 0, ..ADAM }).unwrap_err().to_string().contains("step 0"));
+    assert!(
+        adamw(&p, None, &gradient(1, 5), &m, &v, &ADAM).unwrap_err().to_string().contains("[5]")
+    );
+    assert!(
+        adamw(&p, None, &g, &m, &v, &AdamW { step: 0, ..ADAM })
+            .unwrap_err()
+            .to_string()
+            .contains("step 0")
+    );
 
     // Of a transposed tensor segments would be parts of a copy.
     let p = randn("p", &[4, 6]).t().unwrap();
     let [g, m, v] = [(); 3].map(|()| Tensor::ones((6, 4), DType::F64, &Device::Cpu).unwrap());
-    let segment =
-        |len| Segment { len, decays: true, dither: StochasticRounding::whole(StochasticRounding::key(0, "p", 1)) };
+    let segment = |len| Segment {
+        len,
+        decays: true,
+        dither: StochasticRounding::whole(StochasticRounding::key(0, "p", 1)),
+    };
     for segments in [vec![segment(24)], vec![segment(10), segment(14)]] {
-        let refused = adamw_segments(&p, None, &g, &m, &v, &ADAM, None, &segments).unwrap_err().to_string();
+        let refused =
+            adamw_segments(&p, None, &g, &m, &v, &ADAM, None, &segments).unwrap_err().to_string();
         assert!(refused.contains("contiguous"), "{refused}");
     }
 }

@@ -3,7 +3,8 @@
 use crate::common::{DTYPES, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::reduce::{
-    add_inplace, count_zeros, scale_inplace, sum_of_squares, sums_of_squares, total_of_squares, zero,
+    add_inplace, count_zeros, scale_inplace, sum_of_squares, sums_of_squares, total_of_squares,
+    zero,
 };
 
 #[test]
@@ -81,9 +82,16 @@ fn nan_and_infinity_show_in_the_sum() {
 fn in_place_arithmetic_changes_the_view_and_nothing_else() {
     let flat = Tensor::ones(10, DType::F32, &Device::Cpu).unwrap();
     scale_inplace(&flat.narrow(0, 1, 3).unwrap(), 3.0).unwrap();
-    add_inplace(&flat.narrow(0, 3, 2).unwrap(), &Tensor::new(&[10.0f32, 20.0], &Device::Cpu).unwrap()).unwrap();
+    add_inplace(
+        &flat.narrow(0, 3, 2).unwrap(),
+        &Tensor::new(&[10.0f32, 20.0], &Device::Cpu).unwrap(),
+    )
+    .unwrap();
     zero(&flat.narrow(0, 8, 1).unwrap()).unwrap();
-    assert_eq!(flat.to_vec1::<f32>().unwrap(), [1.0, 3.0, 3.0, 13.0, 21.0, 1.0, 1.0, 1.0, 0.0, 1.0]);
+    assert_eq!(
+        flat.to_vec1::<f32>().unwrap(),
+        [1.0, 3.0, 3.0, 13.0, 21.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    );
 }
 
 #[test]
@@ -116,5 +124,10 @@ fn a_view_larger_than_caches_becomes_zero_and_nothing_beside_it() {
     let all = Tensor::ones(n + 4, DType::BF16, &Device::Cpu).unwrap();
     zero(&all.narrow(0, 3, n).unwrap()).unwrap();
     let values = all.to_vec1::<half::bf16>().unwrap();
-    assert!(values.iter().enumerate().all(|(i, v)| v.to_f32() == if (3..n + 3).contains(&i) { 0.0 } else { 1.0 }));
+    assert!(
+        values
+            .iter()
+            .enumerate()
+            .all(|(i, v)| v.to_f32() == if (3..n + 3).contains(&i) { 0.0 } else { 1.0 })
+    );
 }

@@ -23,7 +23,11 @@ fn leading_dimensions_are_swapped_bit_for_bit() {
             let want = x.transpose(0, 1).unwrap().contiguous().unwrap();
             let got = swap_leading(&x).unwrap();
             assert_eq!((got.dims(), bits(&got)), (want.dims(), bits(&want)), "{shape:?} {dtype:?}");
-            assert_eq!(bits(&swap_leading(&got).unwrap()), bits(&x), "{shape:?} {dtype:?} and back");
+            assert_eq!(
+                bits(&swap_leading(&got).unwrap()),
+                bits(&x),
+                "{shape:?} {dtype:?} and back"
+            );
         }
     }
 }
@@ -34,8 +38,14 @@ fn a_view_is_read_where_it_lies() {
     let view = around.narrow(0, 2, 5).unwrap();
     let want = view.transpose(0, 1).unwrap().contiguous().unwrap();
     assert_eq!(bits(&swap_leading(&view).unwrap()), bits(&want));
-    assert!(swap_leading(&around.narrow(1, 0, 2).unwrap()).is_err(), "rows that lie apart are no flat range");
-    assert!(swap_leading(&Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap()).is_err(), "one dimension has no other");
+    assert!(
+        swap_leading(&around.narrow(1, 0, 2).unwrap()).is_err(),
+        "rows that lie apart are no flat range"
+    );
+    assert!(
+        swap_leading(&Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap()).is_err(),
+        "one dimension has no other"
+    );
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! Rotary embedding against candle's operations and its own inverse.
 
-use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn, values};
+use crate::common::{
+    DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn, values,
+};
 use candle_core::{D, DType, Device, Tensor};
 use kernels::ops::attention::{HeadShape, RopeTable, rope_at, rope_inplace, rope_positions};
 
@@ -17,7 +19,8 @@ fn reference(qkv: &Tensor, table: &RopeTable) -> Tensor {
     let HeadShape { groups, heads_per_group: n, head_dim: d } = SHAPE;
     let packed = qkv.reshape((s, b, groups, n + 2, d)).unwrap();
     let turned = packed.narrow(3, 0, n + 1).unwrap();
-    let (first, second) = (turned.narrow(4, 0, d / 2).unwrap(), turned.narrow(4, d / 2, d / 2).unwrap());
+    let (first, second) =
+        (turned.narrow(4, 0, d / 2).unwrap(), turned.narrow(4, d / 2, d / 2).unwrap());
     let rotated = Tensor::cat(&[&second.neg().unwrap(), &first], D::Minus1).unwrap();
     let twice = |t: &Tensor| {
         let t = t.narrow(0, OFFSET, s).unwrap();
@@ -25,7 +28,10 @@ fn reference(qkv: &Tensor, table: &RopeTable) -> Tensor {
     };
     let cos = turned.broadcast_mul(&twice(&table.cos)).unwrap();
     let turned = (cos + rotated.broadcast_mul(&twice(&table.sin)).unwrap()).unwrap();
-    Tensor::cat(&[&turned, &packed.narrow(3, n + 1, 1).unwrap()], 3).unwrap().reshape((s, b, width)).unwrap()
+    Tensor::cat(&[&turned, &packed.narrow(3, n + 1, 1).unwrap()], 3)
+        .unwrap()
+        .reshape((s, b, width))
+        .unwrap()
 }
 
 #[test]
@@ -48,8 +54,11 @@ fn positions_may_be_given_row_by_row() {
     let (s, b) = (9, 2);
     let whole = randn("qkv", &[s, b, SHAPE.width()]);
     // Sample 0 begins anew at row 4; sample 1 goes on from 7.
-    let positions: Vec<u32> = (0..s as u32).flat_map(|i| [if i < 4 { i } else { i - 4 }, 7 + i]).collect();
-    let rows = |positions: &[u32]| Tensor::from_slice(positions, (positions.len() / b, b), &Device::Cpu).unwrap();
+    let positions: Vec<u32> =
+        (0..s as u32).flat_map(|i| [if i < 4 { i } else { i - 4 }, 7 + i]).collect();
+    let rows = |positions: &[u32]| {
+        Tensor::from_slice(positions, (positions.len() / b, b), &Device::Cpu).unwrap()
+    };
     let given = whole.copy().unwrap();
     rope_positions(&given, &table(DType::F64), SHAPE, &rows(&positions), false).unwrap();
     for (first, rows, offsets) in [(0, 4, [0, 7]), (4, 5, [0, 11])] {
@@ -60,7 +69,9 @@ fn positions_may_be_given_row_by_row() {
     rope_positions(&given, &table(DType::F64), SHAPE, &rows(&positions), true).unwrap();
     assert_close("turned back", &given, &whole, 1e-14);
     let refused = |positions: &[u32]| {
-        rope_positions(&whole, &table(DType::F64), SHAPE, &rows(positions), false).unwrap_err().to_string()
+        rope_positions(&whole, &table(DType::F64), SHAPE, &rows(positions), false)
+            .unwrap_err()
+            .to_string()
     };
     assert!(refused(&positions[2..]).contains("positions has shape [8, 2]"));
     let mut beyond = positions.clone();
@@ -72,7 +83,9 @@ fn positions_may_be_given_row_by_row() {
 fn frequencies_fall_geometrically_from_one() {
     let table = table(DType::F64);
     let want: Vec<f64> = (0..64)
-        .flat_map(|p| (0..5).map(move |i| (f64::from(p) * 10_000f64.powf(-2.0 * f64::from(i) / 10.0)).cos()))
+        .flat_map(|p| {
+            (0..5).map(move |i| (f64::from(p) * 10_000f64.powf(-2.0 * f64::from(i) / 10.0)).cos())
+        })
         .collect();
     values(&table.cos).iter().zip(want).for_each(|(got, want)| assert!((got - want).abs() < 1e-12));
 }
@@ -99,9 +112,15 @@ fn results_do_not_depend_on_the_number_of_threads() {
 
 #[test]
 fn positions_beyond_the_table_are_an_error() {
-    let message = rope_inplace(&randn("qkv", &[61, 1, SHAPE.width()]), &table(DType::F64), SHAPE, 4, false)
-        .unwrap_err()
-        .to_string();
+    let message =
+        rope_inplace(&randn("qkv", &[61, 1, SHAPE.width()]), &table(DType::F64), SHAPE, 4, false)
+            .unwrap_err()
+            .to_string();
     assert!(message.contains("positions 4 to 64 exceed the table's 64"), "{message}");
-    assert!(RopeTable::new(4, 5, 1e4, DType::F32, &Device::Cpu).unwrap_err().to_string().contains("odd"));
+    assert!(
+        RopeTable::new(4, 5, 1e4, DType::F32, &Device::Cpu)
+            .unwrap_err()
+            .to_string()
+            .contains("odd")
+    );
 }

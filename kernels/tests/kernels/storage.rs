@@ -27,7 +27,10 @@ fn assert_rounds_once(inputs: &[Tensor], kernel: impl Fn(&[Tensor]) -> kernels::
         assert_eq!((results.len(), statistics.len()), (want.len(), want_statistics.len()));
         for (i, (got, want)) in results.iter().zip(&want).enumerate() {
             assert_eq!((got.dtype(), got.dims()), (dtype, want.dims()));
-            assert!(bits(got) == bits(&cast(want, dtype)), "{dtype:?}: result {i} is not the rounded one of f32");
+            assert!(
+                bits(got) == bits(&cast(want, dtype)),
+                "{dtype:?}: result {i} is not the rounded one of f32"
+            );
         }
         for (i, (got, want)) in statistics.iter().zip(&want_statistics).enumerate() {
             assert_eq!(got.dtype(), DType::F32);
@@ -85,7 +88,8 @@ fn activations_round_once() {
 fn dropout_rounds_once_and_drops_the_same_elements() {
     let samples = [3, 1, 4];
     let tokens = Tokens { samples: &samples, seq_offset: 5, seq_len: 1000, step_and_samples: None };
-    let dropout = Dropout { p: 0.3, key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 }, tokens };
+    let dropout =
+        Dropout { p: 0.3, key: DropoutKey { seed: 1, step: 2, layer: 3, site: 4 }, tokens };
     let inputs = [randn("x", &SHAPE), randn("residual", &SHAPE), randn("b", &[SHAPE[2]])];
     assert_rounds_once(&inputs, |t| {
         let [x, residual, bias] = t else { unreachable!() };
@@ -127,12 +131,15 @@ fn rope_rounds_once() {
 #[test]
 fn cross_entropy_rounds_once() {
     let (rows, v, first, valid) = (33, 700, 100, 690);
-    let (targets, scale) = (ids("targets", &[rows], 900), cast(&randn("scale", &[rows]), DType::F32));
+    let (targets, scale) =
+        (ids("targets", &[rows], 900), cast(&randn("scale", &[rows]), DType::F32));
     assert_rounds_once(&[randn("logits", &[rows, v])], |t| {
         let (max, sums) = cross_entropy::row_statistics(&t[0], &targets, first, valid)?;
         let sum_exp = sums.narrow(0, 0, 1)?.flatten_all()?;
         let gradient = t[0].copy()?;
-        cross_entropy::cross_entropy_backward(&gradient, &max, &sum_exp, &targets, &scale, first, valid)?;
+        cross_entropy::cross_entropy_backward(
+            &gradient, &max, &sum_exp, &targets, &scale, first, valid,
+        )?;
         Ok((vec![gradient], vec![max, sums]))
     });
 }
@@ -140,22 +147,26 @@ fn cross_entropy_rounds_once() {
 #[test]
 fn a_gradient_of_f32_logits_is_written_in_16_bits_rounded_once() {
     let (rows, v, first, valid) = (33, 700, 100, 690);
-    let (targets, scale) = (ids("targets", &[rows], 900), cast(&randn("scale", &[rows]), DType::F32));
+    let (targets, scale) =
+        (ids("targets", &[rows], 900), cast(&randn("scale", &[rows]), DType::F32));
     let logits = cast(&randn("logits", &[rows, v]), DType::F32);
     let (max, sums) = cross_entropy::row_statistics(&logits, &targets, first, valid).unwrap();
     let sum_exp = sums.narrow(0, 0, 1).unwrap().flatten_all().unwrap();
     let gradient = |dtype| {
         // Over what another chunk left there.
         let dlogits = cast(&randn("old", &[rows, v]), dtype);
-        cross_entropy::cross_entropy_backward_into(&dlogits, &logits, &max, &sum_exp, &targets, &scale, first, valid)
-            .unwrap();
+        cross_entropy::cross_entropy_backward_into(
+            &dlogits, &logits, &max, &sum_exp, &targets, &scale, first, valid,
+        )
+        .unwrap();
         dlogits
     };
     let wide = gradient(DType::F32);
     for dtype in DTYPES {
         assert_eq!(bits(&gradient(dtype)), bits(&cast(&wide, dtype)));
     }
-    cross_entropy::cross_entropy_backward(&logits, &max, &sum_exp, &targets, &scale, first, valid).unwrap();
+    cross_entropy::cross_entropy_backward(&logits, &max, &sum_exp, &targets, &scale, first, valid)
+        .unwrap();
     assert_eq!(bits(&wide), bits(&logits), "in place and elsewhere");
 }
 
@@ -175,8 +186,19 @@ fn in_place_arithmetic_rounds_once() {
 
 #[test]
 fn casts_agree_with_the_reference_conversions_and_stay_in_their_view() {
-    let special = [0.0, -0.0, f64::INFINITY, f64::NEG_INFINITY, 1e300, 70_000.0, 65_519.9, 6e-8, 1.0 + 1.0 / 256.0];
-    let values: Vec<f64> = crate::common::values(&randn("x", &[40_000])).into_iter().chain(special).collect();
+    let special = [
+        0.0,
+        -0.0,
+        f64::INFINITY,
+        f64::NEG_INFINITY,
+        1e300,
+        70_000.0,
+        65_519.9,
+        6e-8,
+        1.0 + 1.0 / 256.0,
+    ];
+    let values: Vec<f64> =
+        crate::common::values(&randn("x", &[40_000])).into_iter().chain(special).collect();
     let n = values.len();
     let exact = Tensor::from_vec(values, n, &Device::Cpu).unwrap();
     let all = [DType::F32, DType::F64, DType::BF16, DType::F16];
@@ -186,8 +208,16 @@ fn casts_agree_with_the_reference_conversions_and_stay_in_their_view() {
         reduce::cast(&flat.narrow(0, 1, n).unwrap(), &src).unwrap();
         // candle rounds bf16 to f16 and back through f32, as here; of f64 it drops 32 bits before it rounds to 16, so that goes through f32, too,
         // in which these numbers lie on the same side of all middles.
-        let reference = if from == DType::F64 && to.size_in_bytes() == 2 { cast(&src, DType::F32) } else { src };
-        assert_eq!(bits(&flat.narrow(0, 1, n).unwrap()), bits(&cast(&reference, to)), "{from:?} to {to:?}");
+        let reference = if from == DType::F64 && to.size_in_bytes() == 2 {
+            cast(&src, DType::F32)
+        } else {
+            src
+        };
+        assert_eq!(
+            bits(&flat.narrow(0, 1, n).unwrap()),
+            bits(&cast(&reference, to)),
+            "{from:?} to {to:?}"
+        );
         let ends = crate::common::values(&flat);
         assert_eq!((ends[0], ends[n + 1]), (1.0, 1.0), "beyond the view");
     }
@@ -216,7 +246,15 @@ fn f64_is_rounded_to_16_bits_once() {
 #[test]
 fn an_optimizer_step_rounds_its_parameters_to_the_weights() {
     let n = 50_003;
-    let adam = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 0.5 };
+    let adam = AdamW {
+        lr: 0.1,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        step: 1,
+        grad_scale: 0.5,
+    };
     let momentum = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 };
     for dtype in DTYPES {
         let g = cast(&randn("g", &[n]), DType::F32);
@@ -234,7 +272,11 @@ fn an_optimizer_step_rounds_its_parameters_to_the_weights() {
             let weight = flat.narrow(0, 1, n).unwrap();
             let p = step(Some(&weight), use_adam);
             assert_eq!(bits(&weight), bits(&cast(&p, dtype)));
-            assert_eq!(bits(&p), bits(&step(None, use_adam)), "weights change nothing about the step");
+            assert_eq!(
+                bits(&p),
+                bits(&step(None, use_adam)),
+                "weights change nothing about the step"
+            );
         }
     }
 }

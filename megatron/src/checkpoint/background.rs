@@ -37,7 +37,9 @@ pub fn begin(
     let plan = verdict(prepare(&names, shards, world), &names, world)?;
     let writer = snapshot(shards).and_then(|copies| {
         let folder = names.temp.clone();
-        let writing = thread::Builder::new().name("checkpoint".into()).spawn(move || write(plan, &copies, &folder));
+        let writing = thread::Builder::new()
+            .name("checkpoint".into())
+            .spawn(move || write(plan, &copies, &folder));
         writing.map_err(|source| Error::io("start a thread to write", &names.target, source))
     });
     Ok(Saving { names, iteration, state, writer: Some(writer) })
@@ -51,7 +53,9 @@ impl Saving {
 
     /// Whether this rank has nothing left to write, so that [`Saving::finish`] does not wait for it.
     pub fn is_written(&self) -> bool {
-        self.writer.as_ref().is_none_or(|writer| writer.as_ref().map_or(true, JoinHandle::is_finished))
+        self.writer
+            .as_ref()
+            .is_none_or(|writer| writer.as_ref().map_or(true, JoinHandle::is_finished))
     }
 
     /// Waits until every rank has written, and lets the checkpoint appear. Collective over `world`.
@@ -60,13 +64,20 @@ impl Saving {
     /// As [`super::save`].
     pub fn finish(mut self, world: &Group) -> Result<()> {
         let written = self.wait();
-        verdict(complete(&self.names, self.iteration, &self.state, written, world), &self.names, world)
+        verdict(
+            complete(&self.names, self.iteration, &self.state, written, world),
+            &self.names,
+            world,
+        )
     }
 
     fn wait(&mut self) -> Result<Written> {
-        let internal = |what: &str| Error::checkpoint(&self.names.target, format!("internal error: {what}"));
+        let internal =
+            |what: &str| Error::checkpoint(&self.names.target, format!("internal error: {what}"));
         match self.writer.take() {
-            Some(Ok(writer)) => writer.join().unwrap_or_else(|_| Err(internal("the thread that wrote it panicked"))),
+            Some(Ok(writer)) => {
+                writer.join().unwrap_or_else(|_| Err(internal("the thread that wrote it panicked")))
+            }
             Some(Err(error)) => Err(error),
             None => Err(internal("it was finished twice")),
         }

@@ -29,23 +29,41 @@ pub(super) fn volume(shape: &[usize]) -> Option<usize> {
 }
 
 /// Why (`offset`, `shape`, `flat`) is not a part of a tensor of shape `global`; `None` if it is one.
-pub(super) fn misfit(global: &[usize], offset: &[usize], shape: &[usize], flat: &Range<usize>) -> Option<String> {
+pub(super) fn misfit(
+    global: &[usize],
+    offset: &[usize],
+    shape: &[usize],
+    flat: &Range<usize>,
+) -> Option<String> {
     if offset.len() != global.len() || shape.len() != global.len() {
-        return Some(format!("a box at {offset:?} of shape {shape:?} has another rank than the tensor's {global:?}"));
+        return Some(format!(
+            "a box at {offset:?} of shape {shape:?} has another rank than the tensor's {global:?}"
+        ));
     }
-    let inside = (0..global.len()).all(|d| offset[d].checked_add(shape[d]).is_some_and(|end| end <= global[d]));
+    let inside = (0..global.len())
+        .all(|d| offset[d].checked_add(shape[d]).is_some_and(|end| end <= global[d]));
     if !inside {
-        return Some(format!("a box at {offset:?} of shape {shape:?} leaves the tensor's {global:?}"));
+        return Some(format!(
+            "a box at {offset:?} of shape {shape:?} leaves the tensor's {global:?}"
+        ));
     }
     match volume(shape) {
         Some(volume) if flat.start <= flat.end && flat.end <= volume => None,
-        _ => Some(format!("elements {}..{} are not in a box of shape {shape:?}", flat.start, flat.end)),
+        _ => Some(format!(
+            "elements {}..{} are not in a box of shape {shape:?}",
+            flat.start, flat.end
+        )),
     }
 }
 
 /// The flat range `flat` of the box at `offset` of shape `shape`, as at most 2·d − 1 full boxes; the range's first
 /// element is at `start` in the data.
-pub(super) fn blocks(offset: &[usize], shape: &[usize], flat: Range<usize>, start: usize) -> Vec<Block> {
+pub(super) fn blocks(
+    offset: &[usize],
+    shape: &[usize],
+    flat: Range<usize>,
+    start: usize,
+) -> Vec<Block> {
     let mut blocks = Vec::new();
     let mut at = flat.start;
     while at < flat.end {
@@ -60,7 +78,11 @@ pub(super) fn blocks(offset: &[usize], shape: &[usize], flat: Range<usize>, star
             dim -= 1;
             slice = next;
         }
-        let mut block = Block { offset: offset.to_vec(), shape: shape.to_vec(), start: start + (at - flat.start) };
+        let mut block = Block {
+            offset: offset.to_vec(),
+            shape: shape.to_vec(),
+            start: start + (at - flat.start),
+        };
         let mut len = 1;
         if dim > 0 {
             let mut rest = at / slice;
@@ -102,7 +124,8 @@ impl Block {
     /// Whether any element of the tensor is in both blocks.
     pub fn overlaps(&self, other: &Block) -> bool {
         let apart = |d: usize| {
-            self.offset[d] + self.shape[d] <= other.offset[d] || other.offset[d] + other.shape[d] <= self.offset[d]
+            self.offset[d] + self.shape[d] <= other.offset[d]
+                || other.offset[d] + other.shape[d] <= self.offset[d]
         };
         !(0..self.offset.len()).any(apart)
     }
@@ -114,7 +137,8 @@ impl Block {
 
     /// The place in the data of the element at `index` of the tensor.
     fn place(&self, index: &[usize]) -> usize {
-        let within = (0..index.len()).fold(0, |at, d| at * self.shape[d] + (index[d] - self.offset[d]));
+        let within =
+            (0..index.len()).fold(0, |at, d| at * self.shape[d] + (index[d] - self.offset[d]));
         self.start + within
     }
 
@@ -123,7 +147,10 @@ impl Block {
         let Some((offset, shape)) = self.intersection(other) else { return };
         // Trailing dimensions that both blocks hold whole are contiguous in both, and so is the dimension before them.
         let mut inner = shape.len();
-        while inner > 0 && shape[inner - 1] == self.shape[inner - 1] && shape[inner - 1] == other.shape[inner - 1] {
+        while inner > 0
+            && shape[inner - 1] == self.shape[inner - 1]
+            && shape[inner - 1] == other.shape[inner - 1]
+        {
             inner -= 1;
         }
         let outer = inner.saturating_sub(1);
@@ -131,7 +158,9 @@ impl Block {
         let mut index = offset.clone();
         loop {
             f(Run { src: self.place(&index), dst: other.place(&index), len });
-            let Some(d) = (0..outer).rev().find(|&d| index[d] + 1 < offset[d] + shape[d]) else { return };
+            let Some(d) = (0..outer).rev().find(|&d| index[d] + 1 < offset[d] + shape[d]) else {
+                return;
+            };
             index[d] += 1;
             index[d + 1..outer].copy_from_slice(&offset[d + 1..outer]);
         }
@@ -142,18 +171,26 @@ impl Block {
 ///
 /// # Errors
 /// A sentence saying what overlaps, or how many elements nothing covers.
-pub(super) fn check_cover(numel: usize, blocks: &[Block], owner: impl Fn(usize) -> String) -> Result<(), String> {
+pub(super) fn check_cover(
+    numel: usize,
+    blocks: &[Block],
+    owner: impl Fn(usize) -> String,
+) -> Result<(), String> {
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by(|&a, &b| blocks[a].offset.cmp(&blocks[b].offset));
     let mut open: Vec<usize> = Vec::new(); // blocks that reach the current index of dimension 0
     let mut covered = 0usize;
     for &i in &order {
         let first = blocks[i].offset.first().copied().unwrap_or(0);
-        open.retain(|&j| blocks[j].offset.first().map_or(1, |offset| offset + blocks[j].shape[0]) > first);
+        open.retain(|&j| {
+            blocks[j].offset.first().map_or(1, |offset| offset + blocks[j].shape[0]) > first
+        });
         if let Some(&j) = open.iter().find(|&&j| blocks[i].intersection(&blocks[j]).is_some()) {
             let (offset, shape) = blocks[i].intersection(&blocks[j]).unwrap_or_default();
             let (a, b) = (owner(j.min(i)), owner(j.max(i)));
-            return Err(format!("the elements at {offset:?} of shape {shape:?} are in both {a} and {b}"));
+            return Err(format!(
+                "the elements at {offset:?} of shape {shape:?} are in both {a} and {b}"
+            ));
         }
         open.push(i);
         covered = covered.saturating_add(volume(&blocks[i].shape).unwrap_or(usize::MAX));
@@ -192,9 +229,15 @@ mod tests {
     /// A box of more than half of each extent in most cases, so that two of them share several indices of several
     /// dimensions.
     fn random_box(random: &mut Random, global: &[usize]) -> (Vec<usize>, Vec<usize>) {
-        let cut = |random: &mut Random, extent: usize| random.below(extent).min(random.below(extent)).min(extent / 2);
+        let cut = |random: &mut Random, extent: usize| {
+            random.below(extent).min(random.below(extent)).min(extent / 2)
+        };
         let offset: Vec<usize> = global.iter().map(|&extent| cut(random, extent)).collect();
-        let shape = offset.iter().zip(global).map(|(&o, &extent)| extent - o - cut(random, extent - o)).collect();
+        let shape = offset
+            .iter()
+            .zip(global)
+            .map(|(&o, &extent)| extent - o - cut(random, extent - o))
+            .collect();
         (offset, shape)
     }
 
@@ -252,7 +295,11 @@ mod tests {
     #[test]
     fn a_partition_covers_and_a_hole_or_an_overlap_is_named() {
         let owner = |i: usize| format!("block {i}");
-        let rows = |from: usize, to: usize| Block { offset: vec![from, 0], shape: vec![to - from, 3], start: 0 };
+        let rows = |from: usize, to: usize| Block {
+            offset: vec![from, 0],
+            shape: vec![to - from, 3],
+            start: 0,
+        };
         assert_eq!(check_cover(12, &[rows(2, 4), rows(0, 2)], owner), Ok(()));
         let hole = check_cover(12, &[rows(0, 1), rows(2, 4)], owner).unwrap_err();
         assert!(hole.contains("nothing holds 3 of its 12"), "{hole}");

@@ -37,11 +37,14 @@ pub struct Later {
 /// # Errors
 /// If a folder cannot be listed.
 pub fn later(config: &CheckpointConfig, path: &Path, iteration: u64) -> Result<Option<Later>> {
-    let Some(dir) = config.save.as_ref().filter(|_| config.takes != Takes::Weights) else { return Ok(None) };
+    let Some(dir) = config.save.as_ref().filter(|_| config.takes != Takes::Weights) else {
+        return Ok(None);
+    };
     if !same_folder(&beside(path)?, dir) {
         return Ok(None);
     }
-    let iterations: Vec<u64> = iterations(dir)?.into_iter().filter(|other| *other > iteration).collect();
+    let iterations: Vec<u64> =
+        iterations(dir)?.into_iter().filter(|other| *other > iteration).collect();
     let latest = latest(dir)?.map_or(iteration, |latest| latest.iteration);
     Ok((!iterations.is_empty()).then_some(Later { latest, iterations }))
 }

@@ -83,7 +83,8 @@ fn see_together(dir: &Path, world: &Group) -> Result<()> {
         remove_marks(dir);
         let mark = tempfile::Builder::new().prefix(MARK).tempfile_in(dir);
         // Closed: some file systems show others no file that is open.
-        mark.map(|mark| Some(mark.into_temp_path())).map_err(|error| format!("cannot be written into: {error}"))
+        mark.map(|mark| Some(mark.into_temp_path()))
+            .map_err(|error| format!("cannot be written into: {error}"))
     } else {
         Ok(None)
     };
@@ -92,7 +93,8 @@ fn see_together(dir: &Path, world: &Group) -> Result<()> {
     let mark = mark.ok().flatten();
     let name = mark.as_ref().and_then(|mark| mark.file_name()).unwrap_or_default();
     let names = world.all_gather_bytes(name.as_encoded_bytes())?;
-    let is_seen = names.first().is_some_and(|name| appears(&dir.join(&*String::from_utf8_lossy(name))));
+    let is_seen =
+        names.first().is_some_and(|name| appears(&dir.join(&*String::from_utf8_lossy(name))));
     let refusal = format!(
         "is not one folder for all ranks: rank {} does not see there what rank 0 writes; name one that all machines share",
         world.rank()
@@ -162,8 +164,11 @@ mod tests {
     fn claims(dirs: &[&Path]) -> Vec<Result<Claim>> {
         let world = threads::world(dirs.len());
         thread::scope(|scope| {
-            let ranks: Vec<_> =
-                world.iter().zip(dirs).map(|(rank, dir)| scope.spawn(move || claim(dir, rank))).collect();
+            let ranks: Vec<_> = world
+                .iter()
+                .zip(dirs)
+                .map(|(rank, dir)| scope.spawn(move || claim(dir, rank)))
+                .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     }
@@ -196,7 +201,10 @@ mod tests {
                             if rank.rank() == 0 {
                                 change();
                             }
-                            claim.require_in_place(rank).err().map_or(String::new(), |error| error.to_string())
+                            claim
+                                .require_in_place(rank)
+                                .err()
+                                .map_or(String::new(), |error| error.to_string())
                         };
                         let moved = told(&|| fs::rename(dir, elsewhere).unwrap());
                         let linked = told(&|| std::os::unix::fs::symlink(elsewhere, dir).unwrap());
@@ -214,7 +222,10 @@ mod tests {
                 .collect();
             for rank in ranks {
                 let [moved, linked, replaced, back] = rank.join().unwrap();
-                assert!(moved.contains("saved: is gone") && moved.contains("with --load and --save"), "{moved}");
+                assert!(
+                    moved.contains("saved: is gone") && moved.contains("with --load and --save"),
+                    "{moved}"
+                );
                 assert!(replaced.contains("saved: is another folder now"), "{replaced}");
                 assert_eq!([linked, back], ["", ""]);
             }
@@ -226,7 +237,10 @@ mod tests {
         let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         for refused in claims(&[here.path(), here.path(), there.path()]) {
             let message = refused.unwrap_err().to_string();
-            assert!(message.contains("is not one folder for all ranks: rank 2 does not see"), "{message}");
+            assert!(
+                message.contains("is not one folder for all ranks: rank 2 does not see"),
+                "{message}"
+            );
         }
         assert_eq!(fs::read_dir(here.path()).unwrap().count(), 0);
     }

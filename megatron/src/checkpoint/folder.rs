@@ -40,7 +40,8 @@ pub(super) struct Names {
 
 impl Names {
     pub fn new(dir: &Path, iteration: u64) -> Self {
-        let path = |prefix: &str, suffix: &str| dir.join(format!("{prefix}iter_{iteration:07}{suffix}"));
+        let path =
+            |prefix: &str, suffix: &str| dir.join(format!("{prefix}iter_{iteration:07}{suffix}"));
         let (target, temp, aside) = (path("", ""), path(".", ".tmp"), path(".", ".old"));
         Self { dir: dir.to_path_buf(), iteration, target, temp, aside }
     }
@@ -61,7 +62,8 @@ impl Names {
             if suffix == "old" && !target.exists() {
                 fs::rename(&path, &target).map_err(|e| Error::io("restore", &target, e))?;
             } else {
-                let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+                let removed =
+                    if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
                 removed.map_err(|e| Error::io("remove", &path, e))?;
             }
         }
@@ -83,12 +85,15 @@ impl Names {
         write_synced(&pointer_temp, format!("{}\n", self.iteration).as_bytes())?;
         let replaces = self.target.exists();
         if replaces {
-            fs::rename(&self.target, &self.aside).map_err(|e| Error::io("set aside", &self.target, e))?;
+            fs::rename(&self.target, &self.aside)
+                .map_err(|e| Error::io("set aside", &self.target, e))?;
         }
         let moved = fs::rename(&self.temp, &self.target)
             .map_err(|e| Error::io("create", &self.target, e))
             .and_then(|()| sync_folder(&self.dir))
-            .and_then(|()| fs::rename(&pointer_temp, &pointer).map_err(|e| Error::io("update", &pointer, e)));
+            .and_then(|()| {
+                fs::rename(&pointer_temp, &pointer).map_err(|e| Error::io("update", &pointer, e))
+            });
         if let Err(error) = moved {
             // Back to where everything was; a failure here leaves what the next save cleans up.
             let _ = fs::rename(&self.target, &self.temp);
@@ -120,9 +125,10 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
     if is_one(path) {
         return match iteration {
             None => Ok(path.to_path_buf()),
-            Some(_) => {
-                Err(Error::checkpoint(path, "is one iteration's folder; name the folder around it, or no iteration"))
-            }
+            Some(_) => Err(Error::checkpoint(
+                path,
+                "is one iteration's folder; name the folder around it, or no iteration",
+            )),
         };
     }
     match iteration {
@@ -143,7 +149,10 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
                             format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}")
                         }
                         Some(Found::Missing)
-                            if path.file_name().and_then(|name| name.to_str()).is_some_and(is_iteration) =>
+                            if path
+                                .file_name()
+                                .and_then(|name| name.to_str())
+                                .is_some_and(is_iteration) =>
                         {
                             "holds no checkpoint: it does not exist".into()
                         }
@@ -166,7 +175,8 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
 
 /// Iterations as a message lists them: the latest first, and not all of many.
 fn listed(iterations: &[u64]) -> String {
-    let shown: Vec<String> = iterations.iter().rev().take(SHOWN_ITERATIONS).map(u64::to_string).collect();
+    let shown: Vec<String> =
+        iterations.iter().rev().take(SHOWN_ITERATIONS).map(u64::to_string).collect();
     format!("{}{}", shown.join(", "), if iterations.len() > SHOWN_ITERATIONS { ", …" } else { "" })
 }
 
@@ -191,9 +201,9 @@ pub fn resumable(path: &Path) -> Result<Option<PathBuf>> {
         return locate(path, None).map(Some);
     }
     match Found::at(path) {
-        Some(found @ (Found::HuggingFace | Found::Adapter | Found::MegatronLm | Found::DeepSpeed)) => {
-            Err(Error::checkpoint(path, found.advice(path)))
-        }
+        Some(
+            found @ (Found::HuggingFace | Found::Adapter | Found::MegatronLm | Found::DeepSpeed),
+        ) => Err(Error::checkpoint(path, found.advice(path))),
         Some(Found::Missing | Found::File | Found::Ours) | None => Ok(None),
     }
 }
@@ -216,7 +226,11 @@ pub fn existing(dir: &Path) -> Result<Option<PathBuf>> {
 pub fn beside(path: &Path) -> Result<PathBuf> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if let Some(parent) = path.parent().filter(|_| is_iteration(name)) {
-        return Ok(if parent.as_os_str().is_empty() { PathBuf::from(".") } else { parent.to_path_buf() });
+        return Ok(if parent.as_os_str().is_empty() {
+            PathBuf::from(".")
+        } else {
+            parent.to_path_buf()
+        });
     }
     // `.`, or a link of another name: what is around it says nothing.
     let real = fs::canonicalize(path).map_err(|e| Error::io("find", path, e))?;
@@ -226,7 +240,8 @@ pub fn beside(path: &Path) -> Result<PathBuf> {
 /// Whether two paths name one folder, however they are written.
 pub fn same_folder(a: &Path, b: &Path) -> bool {
     // As they are written, too: neither may be there yet.
-    let written = |path: &Path| std::path::absolute(path).map(|path| path.components().collect::<PathBuf>());
+    let written =
+        |path: &Path| std::path::absolute(path).map(|path| path.components().collect::<PathBuf>());
     a == b
         || written(a).is_ok_and(|a| written(b).is_ok_and(|b| a == b))
         || fs::canonicalize(a).is_ok_and(|a| fs::canonicalize(b).is_ok_and(|b| a == b))
@@ -249,8 +264,12 @@ pub fn iterations(dir: &Path) -> Result<Vec<u64>> {
         Ok(entries) => {
             for entry in entries {
                 let name = entry.map_err(|e| Error::io("list", dir, e))?.file_name();
-                let iteration = name.to_str().and_then(|name| name.strip_prefix("iter_")?.parse().ok());
-                found.extend(iteration.filter(|&iteration| iteration_dir(dir, iteration).join(MANIFEST).exists()));
+                let iteration =
+                    name.to_str().and_then(|name| name.strip_prefix("iter_")?.parse().ok());
+                found
+                    .extend(iteration.filter(|&iteration| {
+                        iteration_dir(dir, iteration).join(MANIFEST).exists()
+                    }));
             }
         }
     }
@@ -263,8 +282,13 @@ pub fn iterations(dir: &Path) -> Result<Vec<u64>> {
 pub(super) fn use_another(folder: &Path) -> String {
     let beside = folder.parent().map_or_else(Vec::new, |dir| iterations(dir).unwrap_or_default());
     let dir = folder.parent().unwrap_or(folder);
-    let others = beside.iter().rev().map(|&iteration| iteration_dir(dir, iteration)).filter(|other| other != folder);
-    let shown: Vec<String> = others.take(SHOWN_OTHERS).map(|other| other.display().to_string()).collect();
+    let others = beside
+        .iter()
+        .rev()
+        .map(|&iteration| iteration_dir(dir, iteration))
+        .filter(|other| other != folder);
+    let shown: Vec<String> =
+        others.take(SHOWN_OTHERS).map(|other| other.display().to_string()).collect();
     match shown.as_slice() {
         [] => "use another checkpoint".into(),
         shown => format!("use another checkpoint, such as {}", shown.join(" or ")),
@@ -333,7 +357,10 @@ pub fn latest(dir: &Path) -> Result<Option<Latest>> {
         if Found::at(dir) == Some(Found::MegatronLm) {
             return Error::checkpoint(dir, Found::MegatronLm.advice(dir));
         }
-        let message = format!("should hold the number of an iteration, but holds {:?}; write one into it", text.trim());
+        let message = format!(
+            "should hold the number of an iteration, but holds {:?}; write one into it",
+            text.trim()
+        );
         Error::checkpoint(&pointer, message)
     })?;
     let names = Names::new(dir, iteration);

@@ -47,7 +47,9 @@ impl Found {
             return Some(Self::Adapter);
         }
         // A trainer's checkpoint may be both; what weights it has counts.
-        let weights = |name: &str| [".safetensors", ".bin", ".pth", ".gguf"].iter().any(|end| name.ends_with(end));
+        let weights = |name: &str| {
+            [".safetensors", ".bin", ".pth", ".gguf"].iter().any(|end| name.ends_with(end))
+        };
         let deepspeed = |name: &str| {
             let of_ranks = name.starts_with("zero_pp_rank_") || name.ends_with("_model_states.pt");
             name == ZERO_TO_FP32 || of_ranks || name.starts_with("global_step")
@@ -58,9 +60,13 @@ impl Found {
         if any(&|name| name == "config.json") {
             return Some(Self::HuggingFace);
         }
-        let megatrons = |name: &str| name.starts_with("mp_rank_") || [".metadata", "common.pt"].contains(&name);
-        let mut pointed = names.iter().filter(|name| name.starts_with("iter_") || *name == "release");
-        if any(&megatrons) || pointed.any(|name| Self::at(&path.join(name)) == Some(Self::MegatronLm)) {
+        let megatrons =
+            |name: &str| name.starts_with("mp_rank_") || [".metadata", "common.pt"].contains(&name);
+        let mut pointed =
+            names.iter().filter(|name| name.starts_with("iter_") || *name == "release");
+        if any(&megatrons)
+            || pointed.any(|name| Self::at(&path.join(name)) == Some(Self::MegatronLm))
+        {
             return Some(Self::MegatronLm);
         }
         // Files of ranks without a manifest are half of a checkpoint of this program.
@@ -125,7 +131,11 @@ mod tests {
             ("c", &["config.json", "model.safetensors"], Some(Found::HuggingFace)),
             ("d", &["pytorch_model.bin"], Some(Found::HuggingFace)),
             ("e", &["adapter_config.json", "adapter_model.safetensors"], Some(Found::Adapter)),
-            ("f", &["latest_checkpointed_iteration.txt", "iter_0000005/.metadata"], Some(Found::MegatronLm)),
+            (
+                "f",
+                &["latest_checkpointed_iteration.txt", "iter_0000005/.metadata"],
+                Some(Found::MegatronLm),
+            ),
             (
                 "g",
                 &["latest_checkpointed_iteration.txt", "release/mp_rank_00/model_optim_rng.pt"],
@@ -133,11 +143,20 @@ mod tests {
             ),
             (
                 "h",
-                &["latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt", "config.json"],
+                &[
+                    "latest",
+                    "zero_to_fp32.py",
+                    "global_step5/mp_rank_00_model_states.pt",
+                    "config.json",
+                ],
                 Some(Found::DeepSpeed),
             ),
             ("i", &["global_step5/x"], Some(Found::DeepSpeed)),
-            ("j", &["zero_to_fp32.py", "global_step5/x", "config.json", "model.safetensors"], Some(Found::HuggingFace)),
+            (
+                "j",
+                &["zero_to_fp32.py", "global_step5/x", "config.json", "model.safetensors"],
+                Some(Found::HuggingFace),
+            ),
             ("k", &["notes.txt"], None),
             ("l", &["iter_0000005/common.pt", "x.safetensors"], Some(Found::MegatronLm)),
         ] {
@@ -154,6 +173,8 @@ mod tests {
         ] {
             assert_eq!(could_be_of_the_hub(Path::new(path)), is_name, "{path}");
         }
-        assert!(Found::Missing.advice(Path::new("gpt2")).contains("`hf download gpt2 --local-dir DIR`"));
+        assert!(
+            Found::Missing.advice(Path::new("gpt2")).contains("`hf download gpt2 --local-dir DIR`")
+        );
     }
 }

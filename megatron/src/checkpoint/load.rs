@@ -44,8 +44,12 @@ impl Manifest {
     /// # Errors
     /// Naming the first chunk that is damaged or cannot be read.
     pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Result<()> {
-        let chunks = self.tensors.iter().flat_map(|tensor| tensor.chunks.iter().map(move |chunk| (tensor, chunk)));
-        let mut jobs: Vec<Job> = chunks.map(|(tensor, chunk)| Job { tensor, chunk, targets: Vec::new() }).collect();
+        let chunks = self
+            .tensors
+            .iter()
+            .flat_map(|tensor| tensor.chunks.iter().map(move |chunk| (tensor, chunk)));
+        let mut jobs: Vec<Job> =
+            chunks.map(|(tensor, chunk)| Job { tensor, chunk, targets: Vec::new() }).collect();
         self.read_chunks(&mut jobs, |_, bytes| {
             progress(bytes.len() as u64);
             Ok(())
@@ -63,9 +67,16 @@ impl Manifest {
         for (i, shard) in shards.iter().enumerate() {
             check_shard(shard)?;
             let key = (shard.name.as_str(), shard.kind);
-            differences.extend(difference(index.get(&key).copied(), &shard.name, shard.kind, &shard.global_shape));
+            differences.extend(difference(
+                index.get(&key).copied(),
+                &shard.name,
+                shard.kind,
+                &shard.global_shape,
+            ));
             let pieces = shard.pieces.iter();
-            let boxes = pieces.flat_map(|piece| blocks(&piece.offset, &piece.shape, piece.flat.clone(), piece.local));
+            let boxes = pieces.flat_map(|piece| {
+                blocks(&piece.offset, &piece.shape, piece.flat.clone(), piece.local)
+            });
             wanted.entry(key).or_default().push((i, boxes.collect()));
         }
         self.refuse_differences(&differences)?;
@@ -84,7 +95,8 @@ impl Manifest {
                         .filter(|(stored, wanted)| stored.shared(wanted) > 0)
                         .map(|(stored, wanted)| (stored.clone(), wanted.clone()))
                         .collect();
-                    filled[*shard] += pairs.iter().map(|(stored, wanted)| stored.shared(wanted)).sum::<usize>();
+                    filled[*shard] +=
+                        pairs.iter().map(|(stored, wanted)| stored.shared(wanted)).sum::<usize>();
                     if !pairs.is_empty() {
                         targets.push((*shard, pairs));
                     }
@@ -97,7 +109,10 @@ impl Manifest {
         for (shard, filled) in shards.iter().zip(filled) {
             let wanted: usize = shard.pieces.iter().map(|piece| piece.flat.len()).sum();
             if filled != wanted {
-                let message = format!("holds {filled} of the {wanted} elements of {} ({})", shard.name, shard.kind);
+                let message = format!(
+                    "holds {filled} of the {wanted} elements of {} ({})",
+                    shard.name, shard.kind
+                );
                 return Err(Error::checkpoint(&self.folder, message));
             }
         }
@@ -110,7 +125,11 @@ impl Manifest {
     }
 
     /// Reads each job's chunk, file by file, checks it, and hands its bytes to `f`.
-    fn read_chunks(&self, jobs: &mut [Job], mut f: impl FnMut(&Job, &[u8]) -> Result<()>) -> Result<()> {
+    fn read_chunks(
+        &self,
+        jobs: &mut [Job],
+        mut f: impl FnMut(&Job, &[u8]) -> Result<()>,
+    ) -> Result<()> {
         jobs.sort_by(|Job { chunk: a, .. }, Job { chunk: b, .. }| {
             (&a.file, &a.key, a.start).cmp(&(&b.file, &b.key, b.start))
         });
@@ -134,7 +153,12 @@ impl Manifest {
 ///
 /// # Errors
 /// If they cannot be read, or are not what was written.
-pub(super) fn read_chunk(file: &ShardFile, tensor: &TensorEntry, chunk: &Chunk, bytes: &mut [u8]) -> Result<()> {
+pub(super) fn read_chunk(
+    file: &ShardFile,
+    tensor: &TensorEntry,
+    chunk: &Chunk,
+    bytes: &mut [u8],
+) -> Result<()> {
     let Chunk { key, start, flat, crc32c, .. } = chunk;
     let actual = file.read_into(key, tensor.dtype, *start..*start + flat.len(), bytes)?;
     if actual != *crc32c {

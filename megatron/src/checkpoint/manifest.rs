@@ -104,7 +104,9 @@ impl Manifest {
         let json = |e: serde_json::Error| refuse(format!("is not a manifest: {e}"));
         let Version { format_version } = serde_json::from_slice(&bytes).map_err(json)?;
         if format_version != FORMAT_VERSION {
-            return Err(refuse(format!("has format version {format_version}; this program reads {FORMAT_VERSION}")));
+            return Err(refuse(format!(
+                "has format version {format_version}; this program reads {FORMAT_VERSION}"
+            )));
         }
         let mut manifest: Self = serde_json::from_slice(&bytes).map_err(json)?;
         manifest.folder = path.to_path_buf();
@@ -113,13 +115,17 @@ impl Manifest {
             let file = path.join(name);
             let size = match fs::metadata(&file) {
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    return Err(Error::checkpoint(&file, format!("is missing; {}", use_another(path))));
+                    return Err(Error::checkpoint(
+                        &file,
+                        format!("is missing; {}", use_another(path)),
+                    ));
                 }
                 found => found.map_err(|e| Error::io("find", &file, e))?.len(),
             };
             if size != expected {
                 let how = if size < expected { "truncated" } else { "changed" };
-                let message = format!("is {how}: it has {size} bytes of {expected}; {}", use_another(path));
+                let message =
+                    format!("is {how}: it has {size} bytes of {expected}; {}", use_another(path));
                 return Err(Error::checkpoint(&file, message));
             }
         }
@@ -139,7 +145,8 @@ impl Manifest {
     /// The manifest as it is written.
     pub(super) fn to_bytes(&self) -> serde_json::Result<Vec<u8>> {
         // One line per tensor, so that manifests can be read and compared by eye.
-        let tensors: Vec<String> = self.tensors.iter().map(serde_json::to_string).collect::<serde_json::Result<_>>()?;
+        let tensors: Vec<String> =
+            self.tensors.iter().map(serde_json::to_string).collect::<serde_json::Result<_>>()?;
         let body = format!(
             "\"format_version\":{},\n\"iteration\":{},\n\"state\":{},\n\"files\":{},\n\"tensors\":[\n{}\n]}}\n",
             self.format_version,
@@ -148,15 +155,19 @@ impl Manifest {
             serde_json::to_string(&self.files)?,
             tensors.join(",\n"),
         );
-        Ok(format!("{CHECKSUM_LINE}{:08x}\",\n{body}", crc32c::crc32c(body.as_bytes())).into_bytes())
+        Ok(format!("{CHECKSUM_LINE}{:08x}\",\n{body}", crc32c::crc32c(body.as_bytes()))
+            .into_bytes())
     }
 
     /// Checks everything that can be checked without files.
     pub(super) fn validate(&self) -> std::result::Result<(), String> {
         for file in self.files.keys() {
             let mut parts = Path::new(file).components();
-            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(name)), None) if name == file.as_str()) {
-                return Err(format!("names {file:?}, which is not a file in the checkpoint's own folder"));
+            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(name)), None) if name == file.as_str())
+            {
+                return Err(format!(
+                    "names {file:?}, which is not a file in the checkpoint's own folder"
+                ));
             }
         }
         let mut seen = BTreeSet::new();
@@ -191,9 +202,12 @@ impl Manifest {
             kinds.insert(kind);
             differences.extend(difference(held.remove(&(name, kind)), name, kind, shape));
         }
-        let mut surplus: Vec<_> = held.into_keys().filter(|(_, kind)| kinds.contains(kind)).collect();
+        let mut surplus: Vec<_> =
+            held.into_keys().filter(|(_, kind)| kinds.contains(kind)).collect();
         surplus.sort_unstable();
-        differences.extend(surplus.iter().map(|(name, kind)| format!("it has {name} ({kind}), the model has not")));
+        differences.extend(
+            surplus.iter().map(|(name, kind)| format!("it has {name} ({kind}), the model has not")),
+        );
         self.refuse_differences(&differences)
     }
 
@@ -207,18 +221,27 @@ impl Manifest {
             0 => String::new(),
             more => format!("; and {more} more differences"),
         };
-        let message = format!("does not fit the model: {}{more}; is it of another architecture?", shown.join("; "));
+        let message = format!(
+            "does not fit the model: {}{more}; is it of another architecture?",
+            shown.join("; ")
+        );
         Err(Error::checkpoint(&self.folder, message))
     }
 }
 
 /// How an entry differs from what is wanted.
-pub(super) fn difference(entry: Option<&TensorEntry>, name: &str, kind: StateKind, shape: &[usize]) -> Option<String> {
+pub(super) fn difference(
+    entry: Option<&TensorEntry>,
+    name: &str,
+    kind: StateKind,
+    shape: &[usize],
+) -> Option<String> {
     match entry {
         None => Some(format!("it lacks {name} ({kind})")),
-        Some(entry) if entry.shape != shape => {
-            Some(format!("{name} ({kind}) has shape {:?} in it and {shape:?} in the model", entry.shape))
-        }
+        Some(entry) if entry.shape != shape => Some(format!(
+            "{name} ({kind}) has shape {:?} in it and {shape:?} in the model",
+            entry.shape
+        )),
         Some(_) => None,
     }
 }
@@ -235,18 +258,29 @@ impl TensorEntry {
     }
 
     fn validate(&self, files: &BTreeMap<String, u64>) -> std::result::Result<(), String> {
-        let numel = volume(&self.shape).filter(|numel| numel.checked_mul(self.dtype.size()).is_some());
-        let numel = numel.ok_or_else(|| format!("no machine holds a tensor of shape {:?}", self.shape))?;
+        let numel =
+            volume(&self.shape).filter(|numel| numel.checked_mul(self.dtype.size()).is_some());
+        let numel =
+            numel.ok_or_else(|| format!("no machine holds a tensor of shape {:?}", self.shape))?;
         let mut boxes = Vec::new();
         let mut owners = Vec::new(); // the chunk of each box
         for (i, chunk) in self.chunks.iter().enumerate() {
             if let Some(why) = misfit(&self.shape, &chunk.offset, &chunk.shape, &chunk.flat) {
                 return Err(why);
             }
-            let end = chunk.start.checked_add(chunk.flat.len()).and_then(|end| end.checked_mul(self.dtype.size()));
-            let size = files.get(&chunk.file).ok_or_else(|| format!("is in {:?}, which is not listed", chunk.file))?;
+            let end = chunk
+                .start
+                .checked_add(chunk.flat.len())
+                .and_then(|end| end.checked_mul(self.dtype.size()));
+            let size = files
+                .get(&chunk.file)
+                .ok_or_else(|| format!("is in {:?}, which is not listed", chunk.file))?;
             if end.is_none_or(|end| end as u64 > *size) {
-                return Err(format!("a chunk of {} elements reaches past the end of {}", chunk.flat.len(), chunk.file));
+                return Err(format!(
+                    "a chunk of {} elements reaches past the end of {}",
+                    chunk.flat.len(),
+                    chunk.file
+                ));
             }
             boxes.extend(chunk.blocks());
             owners.resize(boxes.len(), i);
@@ -260,7 +294,8 @@ impl TensorEntry {
 
 /// Checks the first line against the rest.
 fn check_checksum(bytes: &[u8]) -> std::result::Result<(), String> {
-    let line = bytes.iter().position(|&b| b == b'\n').ok_or("is not a manifest: it has no second line")?;
+    let line =
+        bytes.iter().position(|&b| b == b'\n').ok_or("is not a manifest: it has no second line")?;
     let (line, body) = (&bytes[..line], &bytes[line + 1..]);
     let recorded = std::str::from_utf8(line)
         .ok()
@@ -269,7 +304,9 @@ fn check_checksum(bytes: &[u8]) -> std::result::Result<(), String> {
         .ok_or("is not a manifest: its first line holds no checksum")?;
     let actual = crc32c::crc32c(body);
     if actual != recorded {
-        return Err(format!("is damaged: its contents have checksum {actual:08x}, not {recorded:08x}"));
+        return Err(format!(
+            "is damaged: its contents have checksum {actual:08x}, not {recorded:08x}"
+        ));
     }
     Ok(())
 }

@@ -18,7 +18,9 @@
 //! when a newer one is there ([`remove_old`]).
 
 #[cfg(target_endian = "big")]
-compile_error!("checkpoints are written as they lie in memory, which must be little-endian as safetensors is");
+compile_error!(
+    "checkpoints are written as they lie in memory, which must be little-endian as safetensors is"
+);
 
 mod background;
 mod block;
@@ -44,7 +46,8 @@ pub use choice::{Later, last_save, later, to_load};
 pub use claim::{Claim, claim};
 pub use companions::Companions;
 pub use folder::{
-    Latest, beside, existing, holds_any, iteration_dir, iterations, latest, locate, resumable, same_folder,
+    Latest, beside, existing, holds_any, iteration_dir, iterations, latest, locate, resumable,
+    same_folder,
 };
 pub use foreign::Found;
 pub use load::{load, verify};

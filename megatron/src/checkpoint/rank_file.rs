@@ -49,7 +49,8 @@ impl RankFile {
     pub fn plan(rank: usize, shares: Vec<Share>) -> Self {
         let mut sources: Vec<(usize, usize)> = Vec::new();
         for (i, share) in shares.iter().enumerate() {
-            let pieces = share.pieces.iter().enumerate().filter(|(_, piece)| !piece.flat.is_empty());
+            let pieces =
+                share.pieces.iter().enumerate().filter(|(_, piece)| !piece.flat.is_empty());
             sources.extend(pieces.map(|(p, _)| (i, p)));
         }
         sources.sort_by_key(|&(share, _)| Reverse(shares[share].dtype.size()));

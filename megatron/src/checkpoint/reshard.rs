@@ -58,7 +58,8 @@ pub fn reshard(
     let _claim = claim_alone(dir)?;
     refuse_checkpoint(dir)?;
     let beside = beside(source.folder())?;
-    let companions = Companions::read(companions.iter().map(|name| (beside.join(name), dir.join(name))))?;
+    let companions =
+        Companions::read(companions.iter().map(|name| (beside.join(name), dir.join(name))))?;
     companions.refuse_to_replace()?;
     let names = Names::new(dir, source.iteration);
     names.prepare()?;
@@ -88,9 +89,19 @@ fn plan(source: &Manifest, ranks: Vec<Vec<ParamShare>>) -> Result<Vec<RankFile>>
         for ParamShare { name, global_shape: shape, pieces } in params {
             let held = kinds.get(name.as_str());
             let param = held.and_then(|held| held.get(&StateKind::Param)).copied();
-            source.refuse_differences(&Vec::from_iter(difference(param, &name, StateKind::Param, &shape)))?;
+            source.refuse_differences(&Vec::from_iter(difference(
+                param,
+                &name,
+                StateKind::Param,
+                &shape,
+            )))?;
             for (&kind, tensor) in held.into_iter().flatten() {
-                source.refuse_differences(&Vec::from_iter(difference(Some(tensor), &name, kind, &shape)))?;
+                source.refuse_differences(&Vec::from_iter(difference(
+                    Some(tensor),
+                    &name,
+                    kind,
+                    &shape,
+                )))?;
                 let (name, shape, pieces) = (name.clone(), shape.clone(), pieces.clone());
                 shares.push(Share { name, kind, shape, dtype: tensor.dtype, pieces });
             }
@@ -163,7 +174,8 @@ fn convert(
             .map(|_| {
                 let jobs = Arc::clone(&jobs);
                 scope.spawn(move || {
-                    write_all(&jobs, paths, buffers, failed).inspect_err(|_| failed.store(true, Ordering::SeqCst))
+                    write_all(&jobs, paths, buffers, failed)
+                        .inspect_err(|_| failed.store(true, Ordering::SeqCst))
                 })
             })
             .collect();
@@ -183,7 +195,8 @@ fn convert(
                 });
                 for target in targets {
                     let piece = files[target.rank].piece(target.item);
-                    let (bytes, crc32c) = stored.gather(&mut open, &piece.offset, &piece.shape, &target.flat)?;
+                    let (bytes, crc32c) =
+                        stored.gather(&mut open, &piece.offset, &piece.shape, &target.flat)?;
                     let len = bytes.len() as u64;
                     if sender.send(Job { target, bytes, crc32c }).is_err() {
                         return Ok(true); // the writer failed, and says why
@@ -199,10 +212,14 @@ fn convert(
         drop(sender);
         let mut checksums: Vec<Vec<Vec<u32>>> = files
             .iter()
-            .map(|file| (0..file.items.len()).map(|item| vec![0; file.chunks(item).count()]).collect())
+            .map(|file| {
+                (0..file.items.len()).map(|item| vec![0; file.chunks(item).count()]).collect()
+            })
             .collect();
         let written = writers.into_iter().map(|writer| {
-            for (target, crc32c) in writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))? {
+            for (target, crc32c) in
+                writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?
+            {
                 checksums[target.rank][target.item][target.chunk] = crc32c;
             }
             Ok(())
@@ -226,7 +243,11 @@ fn convert(
 fn create(path: &Path, plan: &RankFile) -> Result<u64> {
     let preamble = preamble(&plan.items).map_err(|message| Error::checkpoint(path, message))?;
     let data: usize = plan.items.iter().map(|item| item.len * item.dtype.size()).sum();
-    let file = File::options().write(true).create_new(true).open(path).map_err(|e| Error::io("create", path, e))?;
+    let file = File::options()
+        .write(true)
+        .create_new(true)
+        .open(path)
+        .map_err(|e| Error::io("create", path, e))?;
     file.write_all_at(&preamble, 0)
         .and_then(|()| file.set_len((preamble.len() + data) as u64))
         .map_err(|e| Error::io("write", path, e))?;
@@ -303,14 +324,17 @@ impl<'a> Stored<'a> {
         flat: &Range<usize>,
     ) -> Result<(Buffer, Option<u32>)> {
         let tensor = self.tensor;
-        let same = |chunk: &&Chunk| chunk.flat == *flat && chunk.offset == offset && chunk.shape == shape;
+        let same =
+            |chunk: &&Chunk| chunk.flat == *flat && chunk.offset == offset && chunk.shape == shape;
         if let Some(chunk) = tensor.chunks.iter().find(same) {
             return Ok((open.read(tensor, chunk)?, Some(chunk.crc32c)));
         }
         let wanted = blocks(offset, shape, flat.clone(), 0);
         let mut bytes = open.buffers.take(flat.len() * tensor.dtype.size());
         for i in 0..tensor.chunks.len() {
-            let pairs = self.blocks[i].iter().flat_map(|stored| wanted.iter().map(move |wanted| (stored, wanted)));
+            let pairs = self.blocks[i]
+                .iter()
+                .flat_map(|stored| wanted.iter().map(move |wanted| (stored, wanted)));
             let pairs: Vec<_> = pairs.filter(|(stored, wanted)| stored.overlaps(wanted)).collect();
             if pairs.is_empty() {
                 continue;
@@ -343,7 +367,10 @@ impl<'a> Stored<'a> {
         self.kept_bytes += chunk.len();
         self.kept.insert(i, (self.now, chunk));
         while self.kept_bytes > CACHE_BYTES {
-            let Some(oldest) = self.kept.iter().min_by_key(|(_, (used, _))| used).map(|(&i, _)| i) else { return };
+            let Some(oldest) = self.kept.iter().min_by_key(|(_, (used, _))| used).map(|(&i, _)| i)
+            else {
+                return;
+            };
             self.kept_bytes -= self.kept.remove(&oldest).map_or(0, |(_, chunk)| chunk.len());
         }
     }
@@ -408,11 +435,15 @@ impl Buffers {
 impl<'a> OpenFiles<'a> {
     /// The bytes of a chunk, checked.
     fn read(&mut self, tensor: &TensorEntry, chunk: &'a Chunk) -> Result<Buffer> {
-        let file =
-            match self.files.iter().position(|(name, _)| *name == chunk.file).and_then(|at| self.files.remove(at)) {
-                Some((_, file)) => file,
-                None => ShardFile::open(&self.folder.join(&chunk.file))?,
-            };
+        let file = match self
+            .files
+            .iter()
+            .position(|(name, _)| *name == chunk.file)
+            .and_then(|at| self.files.remove(at))
+        {
+            Some((_, file)) => file,
+            None => ShardFile::open(&self.folder.join(&chunk.file))?,
+        };
         let mut bytes = self.buffers.take(chunk.flat.len() * tensor.dtype.size());
         let read = read_chunk(&file, tensor, chunk, bytes.as_mut());
         self.files.push_back((&chunk.file, file));

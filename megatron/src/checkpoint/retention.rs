@@ -52,10 +52,13 @@ pub fn remove_old(
 
 fn remove(names: &Names) -> Result<()> {
     match fs::remove_dir_all(&names.temp) {
-        Err(error) if error.kind() != ErrorKind::NotFound => return Err(Error::io("remove", &names.temp, error)),
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(Error::io("remove", &names.temp, error));
+        }
         _ => {}
     }
-    fs::rename(&names.target, &names.temp).map_err(|error| Error::io("remove", &names.target, error))?;
+    fs::rename(&names.target, &names.temp)
+        .map_err(|error| Error::io("remove", &names.target, error))?;
     // Of a link this is the link alone.
     fs::remove_dir_all(&names.temp).map_err(|error| Error::io("remove", &names.temp, error))
 }

@@ -29,10 +29,17 @@ use crate::{Error, Result};
 /// # Errors
 /// The same verdict on every rank: the failing rank returns its own reason, the others which rank failed and why. What
 /// was in `dir` before is untouched, and nothing is added.
-pub fn save(dir: &Path, iteration: u64, shards: &[ShardRef], state: &serde_json::Value, world: &Group) -> Result<()> {
+pub fn save(
+    dir: &Path,
+    iteration: u64,
+    shards: &[ShardRef],
+    state: &serde_json::Value,
+    world: &Group,
+) -> Result<()> {
     let names = Names::new(dir, iteration);
-    let saved = prepare(&names, shards, world)
-        .and_then(|plan| complete(&names, iteration, state, write(plan, shards, &names.temp), world));
+    let saved = prepare(&names, shards, world).and_then(|plan| {
+        complete(&names, iteration, state, write(plan, shards, &names.temp), world)
+    });
     verdict(saved, &names, world)
 }
 
@@ -45,7 +52,11 @@ pub(super) enum Failure {
 }
 
 /// What a save comes to, on every rank: after a failure the temporary folder is gone.
-pub(super) fn verdict<T>(result: std::result::Result<T, Failure>, names: &Names, world: &Group) -> Result<T> {
+pub(super) fn verdict<T>(
+    result: std::result::Result<T, Failure>,
+    names: &Names,
+    world: &Group,
+) -> Result<T> {
     let failure = match result {
         Ok(value) => return Ok(value),
         Err(failure) => failure,
@@ -64,7 +75,11 @@ pub(super) fn verdict<T>(result: std::result::Result<T, Failure>, names: &Names,
 }
 
 /// Makes the temporary folder, and the plan of this rank's file in it. Collective over `world`.
-pub(super) fn prepare(names: &Names, shards: &[ShardRef], world: &Group) -> std::result::Result<RankFile, Failure> {
+pub(super) fn prepare(
+    names: &Names,
+    shards: &[ShardRef],
+    world: &Group,
+) -> std::result::Result<RankFile, Failure> {
     let ready = plan(shards, world.rank())
         .and_then(|plan| if world.rank() == 0 { names.prepare().map(|()| plan) } else { Ok(plan) });
     let (plan, _) = agree(world, &names.target, ready.map(|plan| (plan, Vec::new())))?;
@@ -79,10 +94,12 @@ pub(super) fn complete(
     written: Result<Written>,
     world: &Group,
 ) -> std::result::Result<(), Failure> {
-    let written = written
-        .and_then(|written| serde_json::to_vec(&written).map_err(|e| Error::checkpoint(&names.target, e.to_string())));
+    let written = written.and_then(|written| {
+        serde_json::to_vec(&written).map_err(|e| Error::checkpoint(&names.target, e.to_string()))
+    });
     let ((), written) = agree(world, &names.target, written.map(|json| ((), json)))?;
-    let committed = if world.rank() == 0 { commit(names, iteration, state, &written) } else { Ok(()) };
+    let committed =
+        if world.rank() == 0 { commit(names, iteration, state, &written) } else { Ok(()) };
     agree(world, &names.target, committed.map(|()| ((), Vec::new())))?;
     Ok(())
 }
@@ -108,10 +125,16 @@ fn agree<T>(
             Some((_, why)) => {
                 let rank = world.ranks().get(rank).copied().unwrap_or(rank);
                 let why = printable(why);
-                let message = format!("was not saved because of rank {rank}: {why}; earlier checkpoints are intact");
+                let message = format!(
+                    "was not saved because of rank {rank}: {why}; earlier checkpoints are intact"
+                );
                 return Err(Failure::Agreed(Error::checkpoint(target, message)));
             }
-            None => return Err(Failure::Lost(Error::comm(format!("rank {rank} sent an empty message")))),
+            None => {
+                return Err(Failure::Lost(Error::comm(format!(
+                    "rank {rank} sent an empty message"
+                ))));
+            }
         }
     }
     Ok((value, messages))
@@ -138,14 +161,22 @@ pub(super) fn write(plan: RankFile, shards: &[ShardRef], folder: &Path) -> Resul
         range: plan.piece(item).local_range(),
     };
     let contents: Vec<_> = plan.sources.iter().enumerate().map(content).collect();
-    let (bytes, checksums) = shard_file::write(&folder.join(&plan.file), &plan.items, &contents, CHUNK_ELEMENTS)?;
+    let (bytes, checksums) =
+        shard_file::write(&folder.join(&plan.file), &plan.items, &contents, CHUNK_ELEMENTS)?;
     Ok(plan.written(bytes, &checksums))
 }
 
 /// Puts together what the ranks say they have written, and moves it into place.
-fn commit(names: &Names, iteration: u64, state: &serde_json::Value, written: &[Vec<u8>]) -> Result<()> {
+fn commit(
+    names: &Names,
+    iteration: u64,
+    state: &serde_json::Value,
+    written: &[Vec<u8>],
+) -> Result<()> {
     let parse = |(rank, json): (usize, &Vec<u8>)| {
-        let refuse = |e| Error::checkpoint(&names.target, format!("rank {rank} sent no list of tensors: {e}"));
+        let refuse = |e| {
+            Error::checkpoint(&names.target, format!("rank {rank} sent no list of tensors: {e}"))
+        };
         serde_json::from_slice::<Written>(json).map_err(refuse)
     };
     let written = written.iter().enumerate().map(parse).collect::<Result<_>>()?;
@@ -156,7 +187,12 @@ fn commit(names: &Names, iteration: u64, state: &serde_json::Value, written: &[V
 ///
 /// # Errors
 /// If the files do not make a whole, or the system refuses. Everything is as before then, but for the temporary folder.
-pub(super) fn finish(names: &Names, iteration: u64, state: &serde_json::Value, written: Vec<Written>) -> Result<()> {
+pub(super) fn finish(
+    names: &Names,
+    iteration: u64,
+    state: &serde_json::Value,
+    written: Vec<Written>,
+) -> Result<()> {
     let refuse = |message: String| Error::checkpoint(&names.target, message);
     let mut files = BTreeMap::new();
     let mut tensors: BTreeMap<_, (usize, TensorEntry)> = BTreeMap::new(); // with the first rank that has a share of it
@@ -172,7 +208,12 @@ pub(super) fn finish(names: &Names, iteration: u64, state: &serde_json::Value, w
                     if (&known.shape, known.dtype) != (&tensor.shape, tensor.dtype) {
                         return Err(refuse(format!(
                             "{} ({}) is {} {:?} to rank {first} and {} {:?} to rank {rank}",
-                            known.name, known.kind, known.dtype, known.shape, tensor.dtype, tensor.shape
+                            known.name,
+                            known.kind,
+                            known.dtype,
+                            known.shape,
+                            tensor.dtype,
+                            tensor.shape
                         )));
                     }
                     known.chunks.extend(tensor.chunks);
@@ -182,8 +223,17 @@ pub(super) fn finish(names: &Names, iteration: u64, state: &serde_json::Value, w
     }
     let tensors = tensors.into_values().map(|(_, tensor)| tensor).collect();
     let folder = names.target.clone();
-    let manifest = Manifest { format_version: FORMAT_VERSION, iteration, state: state.clone(), files, tensors, folder };
-    manifest.validate().map_err(|why| refuse(format!("the ranks' shards do not make a whole: {why}")))?;
+    let manifest = Manifest {
+        format_version: FORMAT_VERSION,
+        iteration,
+        state: state.clone(),
+        files,
+        tensors,
+        folder,
+    };
+    manifest
+        .validate()
+        .map_err(|why| refuse(format!("the ranks' shards do not make a whole: {why}")))?;
     let bytes = manifest.to_bytes().map_err(|e| refuse(e.to_string()))?;
     write_synced(&names.temp.join(MANIFEST), &bytes)?;
     names.commit()

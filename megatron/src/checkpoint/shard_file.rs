@@ -54,7 +54,11 @@ pub(super) fn write(
 ) -> Result<(u64, Vec<Vec<u32>>)> {
     let preamble = preamble(items).map_err(|message| Error::checkpoint(path, message))?;
     let failed = |source| Error::io("write", path, source);
-    let file = File::options().write(true).create_new(true).open(path).map_err(|e| Error::io("create", path, e))?;
+    let file = File::options()
+        .write(true)
+        .create_new(true)
+        .open(path)
+        .map_err(|e| Error::io("create", path, e))?;
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
     out.write_all(&preamble).map_err(failed)?;
     let mut size = preamble.len() as u64;
@@ -85,7 +89,11 @@ pub(super) fn preamble(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
     let mut at = 0;
     for item in items {
         let end = at + item.len * item.dtype.size();
-        let info = TensorInfo { dtype: item.dtype.safetensors(), shape: item.shape.clone(), data_offsets: (at, end) };
+        let info = TensorInfo {
+            dtype: item.dtype.safetensors(),
+            shape: item.shape.clone(),
+            data_offsets: (at, end),
+        };
         tensors.push((item.key.clone(), info));
         at = end;
     }
@@ -110,7 +118,10 @@ impl SafetensorsWriter {
     ///
     /// # Errors
     /// If the file exists or cannot be written.
-    pub fn create<'a>(path: &Path, tensors: impl Iterator<Item = (&'a str, Float, &'a [usize])>) -> Result<Self> {
+    pub fn create<'a>(
+        path: &Path,
+        tensors: impl Iterator<Item = (&'a str, Float, &'a [usize])>,
+    ) -> Result<Self> {
         let item = |(key, dtype, shape): (&str, Float, &[usize])| Item {
             key: key.to_string(),
             dtype,
@@ -119,7 +130,11 @@ impl SafetensorsWriter {
         };
         let items: Vec<Item> = tensors.map(item).collect();
         let preamble = preamble(&items).map_err(|message| Error::checkpoint(path, message))?;
-        let file = File::options().write(true).create_new(true).open(path).map_err(|e| Error::io("create", path, e))?;
+        let file = File::options()
+            .write(true)
+            .create_new(true)
+            .open(path)
+            .map_err(|e| Error::io("create", path, e))?;
         let data: usize = items.iter().map(|item| item.len * item.dtype.size()).sum();
         let promised = (preamble.len() + data) as u64;
         let out = BufWriter::with_capacity(BUFFER_BYTES, file);
@@ -143,10 +158,12 @@ impl SafetensorsWriter {
     /// If the system refuses, or more or fewer bytes were written than the tensors have.
     pub fn finish(self) -> Result<u64> {
         if self.size != self.promised {
-            let message = format!("internal error: {} bytes were written of {}", self.size, self.promised);
+            let message =
+                format!("internal error: {} bytes were written of {}", self.size, self.promised);
             return Err(Error::checkpoint(&self.path, message));
         }
-        let file = self.out.into_inner().map_err(|e| Error::io("write", &self.path, e.into_error()))?;
+        let file =
+            self.out.into_inner().map_err(|e| Error::io("write", &self.path, e.into_error()))?;
         file.sync_all().map_err(|e| Error::io("sync", &self.path, e))?;
         Ok(self.size)
     }
@@ -169,7 +186,8 @@ impl ShardFile {
     pub fn open(path: &Path) -> Result<Self> {
         let mut file = files::open_binary(path).map_err(|e| Error::io("open", path, e))?;
         let size = file.metadata().map_err(|e| Error::io("inspect", path, e))?.len();
-        let damaged = |what: String| Error::checkpoint(path, format!("not a whole safetensors file: {what}"));
+        let damaged =
+            |what: String| Error::checkpoint(path, format!("not a whole safetensors file: {what}"));
         let mut length = [0; LENGTH_BYTES as usize];
         if size < LENGTH_BYTES {
             return Err(damaged(format!("it has only {size} bytes")));
@@ -182,7 +200,8 @@ impl ShardFile {
         }
         let mut header = vec![0; length as usize];
         file.read_exact(&mut header).map_err(read)?;
-        let metadata: Metadata = serde_json::from_slice(&header).map_err(|e| damaged(format!("its header: {e}")))?;
+        let metadata: Metadata =
+            serde_json::from_slice(&header).map_err(|e| damaged(format!("its header: {e}")))?;
         let data = LENGTH_BYTES + length;
         if metadata.data_len() as u64 != size - data {
             let expected = metadata.data_len() as u64 + data;
@@ -193,8 +212,11 @@ impl ShardFile {
 
     /// Names, stored dtypes and shapes of its tensors, by name; no dtype where it is none that checkpoints hold.
     pub fn tensors(&self) -> BTreeMap<String, (Option<Float>, Vec<usize>)> {
-        let float =
-            |dtype| [Float::F32, Float::Bf16, Float::F16, Float::F64].into_iter().find(|f| f.safetensors() == dtype);
+        let float = |dtype| {
+            [Float::F32, Float::Bf16, Float::F16, Float::F64]
+                .into_iter()
+                .find(|f| f.safetensors() == dtype)
+        };
         let tensors = self.metadata.tensors().into_iter();
         tensors.map(|(name, info)| (name, (float(info.dtype), info.shape.clone()))).collect()
     }
@@ -219,7 +241,13 @@ impl ShardFile {
     ///
     /// # Errors
     /// As [`Self::read`].
-    pub(super) fn read_into(&self, key: &str, dtype: Float, elements: Range<usize>, bytes: &mut [u8]) -> Result<u32> {
+    pub(super) fn read_into(
+        &self,
+        key: &str,
+        dtype: Float,
+        elements: Range<usize>,
+        bytes: &mut [u8],
+    ) -> Result<u32> {
         let mut at = self.place(key, dtype, &elements)?;
         let mut crc32c = 0;
         for part in bytes.chunks_mut(CACHED_BYTES) {
@@ -233,15 +261,21 @@ impl ShardFile {
     /// Where `elements` of a tensor begin in the file.
     fn place(&self, key: &str, dtype: Float, elements: &Range<usize>) -> Result<u64> {
         let refuse = |message: String| Error::checkpoint(&self.path, message);
-        let info = self.metadata.info(key).ok_or_else(|| refuse(format!("has no tensor {key:?}")))?;
+        let info =
+            self.metadata.info(key).ok_or_else(|| refuse(format!("has no tensor {key:?}")))?;
         if info.dtype != dtype.safetensors() {
-            return Err(refuse(format!("tensor {key:?} is {:?}, the manifest says {dtype}", info.dtype)));
+            return Err(refuse(format!(
+                "tensor {key:?} is {:?}, the manifest says {dtype}",
+                info.dtype
+            )));
         }
         let (begin, end) = info.data_offsets;
         let held = (end - begin) / dtype.size();
         if elements.start > elements.end || elements.end > held {
             let Range { start, end } = elements;
-            return Err(refuse(format!("tensor {key:?} has {held} elements, the manifest wants {start}..{end}")));
+            return Err(refuse(format!(
+                "tensor {key:?} has {held} elements, the manifest wants {start}..{end}"
+            )));
         }
         Ok(self.data + (begin + elements.start * dtype.size()) as u64)
     }

@@ -37,14 +37,23 @@ impl StreamWriter {
         tensors: impl IntoIterator<Item = (String, StateKind, Vec<usize>, Float)>,
     ) -> Result<Self> {
         let names = Names::new(dir, iteration);
-        let entry = |(name, kind, shape, dtype)| TensorEntry { name, kind, shape, dtype, chunks: Vec::new() };
+        let entry = |(name, kind, shape, dtype)| TensorEntry {
+            name,
+            kind,
+            shape,
+            dtype,
+            chunks: Vec::new(),
+        };
         let tensors: Vec<TensorEntry> = tensors.into_iter().map(entry).collect();
         let claim = claim_alone(dir)?;
         refuse_checkpoint(dir)?;
         names.prepare()?;
         let mut writer = Self { _claim: claim, names, iteration, tensors, written: 0, out: None };
         let keys: Vec<String> = writer.tensors.iter().map(key).collect();
-        let stored = keys.iter().zip(&writer.tensors).map(|(key, t)| (key.as_str(), t.dtype, t.shape.as_slice()));
+        let stored = keys
+            .iter()
+            .zip(&writer.tensors)
+            .map(|(key, t)| (key.as_str(), t.dtype, t.shape.as_slice()));
         writer.out = Some(SafetensorsWriter::create(&writer.names.temp.join(FILE), stored)?);
         Ok(writer)
     }
@@ -55,11 +64,19 @@ impl StreamWriter {
     /// If the system refuses, or the number of bytes is not the tensor's.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let (Some(tensor), Some(out)) = (self.tensors.get_mut(self.written), &mut self.out) else {
-            return Err(Error::checkpoint(&self.names.target, "internal error: a tensor too many was written"));
+            return Err(Error::checkpoint(
+                &self.names.target,
+                "internal error: a tensor too many was written",
+            ));
         };
         let numel: usize = tensor.shape.iter().product();
         if bytes.len() != numel * tensor.dtype.size() {
-            let message = format!("internal error: {} bytes are not {} {:?}", bytes.len(), tensor.dtype, tensor.shape);
+            let message = format!(
+                "internal error: {} bytes are not {} {:?}",
+                bytes.len(),
+                tensor.dtype,
+                tensor.shape
+            );
             return Err(Error::checkpoint(&self.names.target, message));
         }
         for (i, part) in bytes.chunks(CHUNK_ELEMENTS * tensor.dtype.size()).enumerate() {
@@ -85,13 +102,22 @@ impl StreamWriter {
     /// If the system refuses or a tensor is missing; what was there before is untouched then.
     pub fn finish(mut self, state: &serde_json::Value) -> Result<PathBuf> {
         let refuse = |message: String| Error::checkpoint(&self.names.target, message);
-        let out = self.out.take().ok_or_else(|| refuse("internal error: it was finished twice".into()))?;
+        let out = self
+            .out
+            .take()
+            .ok_or_else(|| refuse("internal error: it was finished twice".into()))?;
         let files = BTreeMap::from([(FILE.to_string(), out.finish()?)]);
         let mut tensors = std::mem::take(&mut self.tensors);
         tensors.sort_by(|a, b| (&a.name, a.kind).cmp(&(&b.name, b.kind)));
         let (iteration, folder) = (self.iteration, self.names.target.clone());
-        let manifest =
-            Manifest { format_version: FORMAT_VERSION, iteration, state: state.clone(), files, tensors, folder };
+        let manifest = Manifest {
+            format_version: FORMAT_VERSION,
+            iteration,
+            state: state.clone(),
+            files,
+            tensors,
+            folder,
+        };
         manifest.validate().map_err(|why| refuse(format!("internal error: {why}")))?;
         let bytes = manifest.to_bytes().map_err(|e| refuse(e.to_string()))?;
         write_synced(&self.names.temp.join(MANIFEST), &bytes)?;
@@ -124,7 +150,9 @@ mod tests {
     fn a_streamed_checkpoint_is_found_and_loads() {
         let dir = tempfile::tempdir().unwrap();
         let tensors = [("a", vec![2, 3], Float::F32), ("b", vec![4], Float::Bf16)];
-        let entries = tensors.clone().map(|(name, shape, dtype)| (name.to_string(), StateKind::Param, shape, dtype));
+        let entries = tensors
+            .clone()
+            .map(|(name, shape, dtype)| (name.to_string(), StateKind::Param, shape, dtype));
         let mut writer = StreamWriter::create(dir.path(), 7, entries).unwrap();
         let a: Vec<u8> = (0..6).flat_map(|i| (i as f32).to_le_bytes()).collect();
         writer.write(&a).unwrap();

@@ -62,8 +62,12 @@ impl Float {
         let (largest, infinity) = match self {
             Self::F16 => (magnitude(bytes, |b| u16::from_le_bytes(b) & 0x7fff).into(), 0x7c00),
             Self::Bf16 => (magnitude(bytes, |b| u16::from_le_bytes(b) & 0x7fff).into(), 0x7f80),
-            Self::F32 => (magnitude(bytes, |b| u32::from_le_bytes(b) & (u32::MAX >> 1)).into(), 0x7f80_0000),
-            Self::F64 => (magnitude(bytes, |b| u64::from_le_bytes(b) & (u64::MAX >> 1)), 0x7ff << 52),
+            Self::F32 => {
+                (magnitude(bytes, |b| u32::from_le_bytes(b) & (u32::MAX >> 1)).into(), 0x7f80_0000)
+            }
+            Self::F64 => {
+                (magnitude(bytes, |b| u64::from_le_bytes(b) & (u64::MAX >> 1)), 0x7ff << 52)
+            }
         };
         match largest {
             _ if largest < infinity => None,
@@ -120,18 +124,28 @@ impl fmt::Display for Float {
 ///
 /// # Errors
 /// If they cannot be read, or what `f` returns.
-pub(super) fn read_bytes(data: &Elements, range: Range<usize>, mut f: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+pub(super) fn read_bytes(
+    data: &Elements,
+    range: Range<usize>,
+    mut f: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
     const OP: &str = "checkpoint-read";
     let whole = range.len().max(1);
     let step = match data {
-        Elements::Tensor(tensor) | Elements::Halves { high: tensor, .. } if tensor.device().is_cpu() => whole,
+        Elements::Tensor(tensor) | Elements::Halves { high: tensor, .. }
+            if tensor.device().is_cpu() =>
+        {
+            whole
+        }
         _ => STAGING_ELEMENTS,
     };
     for start in range.clone().step_by(step) {
         let part = start..range.end.min(start + step);
         match data {
             Elements::Tensor(data) => {
-                kernels::tensor::host::with_bytes(&on_host(data, &part)?, OP, |bytes| Ok(f(bytes)))??;
+                kernels::tensor::host::with_bytes(&on_host(data, &part)?, OP, |bytes| {
+                    Ok(f(bytes))
+                })??;
             }
             Elements::Halves { high, low: Some(low) } => {
                 let (high, low) = (on_host(high, &part)?, on_host(low, &part)?);
@@ -140,7 +154,9 @@ pub(super) fn read_bytes(data: &Elements, range: Range<usize>, mut f: impl FnMut
                 })??;
             }
             Elements::Halves { low: None, .. } => {
-                return Err(Error::config("internal error: half of a tensor's values was to be saved"));
+                return Err(Error::config(
+                    "internal error: half of a tensor's values was to be saved",
+                ));
             }
             Elements::Filed(filed) => f(&filed.read_bytes(&part)?)?,
         }
@@ -163,7 +179,9 @@ fn read_joined(high: &[bf16], low: &[i16], f: &mut impl FnMut(&[u8]) -> Result<(
     let mut bytes = Vec::new();
     for (high, low) in high.chunks(JOINED_ELEMENTS).zip(low.chunks(JOINED_ELEMENTS)) {
         bytes.clear();
-        bytes.extend(high.iter().zip(low).flat_map(|(high, low)| join_value(*high, *low).to_le_bytes()));
+        bytes.extend(
+            high.iter().zip(low).flat_map(|(high, low)| join_value(*high, *low).to_le_bytes()),
+        );
         f(&bytes)?;
     }
     Ok(())
@@ -176,7 +194,12 @@ pub(super) type Pair = (Block, Block);
 ///
 /// # Errors
 /// If they cannot be written.
-pub(super) fn write_shared(data: &Elements, stored: &[u8], from: Float, pairs: &[Pair]) -> Result<()> {
+pub(super) fn write_shared(
+    data: &Elements,
+    stored: &[u8],
+    from: Float,
+    pairs: &[Pair],
+) -> Result<()> {
     const OP: &str = "checkpoint-load";
     // The elements between the first and the last written one.
     let mut hull = Range { start: usize::MAX, end: 0 };
@@ -198,7 +221,12 @@ pub(super) fn write_shared(data: &Elements, stored: &[u8], from: Float, pairs: &
                 for_each_run(pairs, hull.start, |run| {
                     let to = run.dst..run.dst + run.len;
                     let low = low.as_deref_mut().map(|low| &mut low[to.clone()]);
-                    split_run(&stored[run.src * from.size()..][..run.len * from.size()], from, &mut high[to], low);
+                    split_run(
+                        &stored[run.src * from.size()..][..run.len * from.size()],
+                        from,
+                        &mut high[to],
+                        low,
+                    );
                 });
                 Ok(())
             };
@@ -244,7 +272,11 @@ fn split_run(stored: &[u8], from: Float, high: &mut [bf16], low: Option<&mut [i1
     });
     let mut halves = values.map(split_value);
     match low {
-        Some(low) => high.iter_mut().zip(low).zip(halves).for_each(|((high, low), halves)| (*high, *low) = halves),
+        Some(low) => high
+            .iter_mut()
+            .zip(low)
+            .zip(halves)
+            .for_each(|((high, low), halves)| (*high, *low) = halves),
         None => high.iter_mut().zip(&mut halves).for_each(|(high, halves)| *high = halves.0),
     }
 }
@@ -275,7 +307,10 @@ pub(super) fn copy_run(src: &[u8], from: Float, dst: &mut [u8], to: Float, run: 
 /// If checkpoints do not hold it.
 fn float_of(dtype: DType) -> Result<Float> {
     Float::of(dtype).ok_or_else(|| {
-        Error::config(format!("checkpoints hold f32, bf16, f16 and f64, not tensors of dtype {}", dtype.as_str()))
+        Error::config(format!(
+            "checkpoints hold f32, bf16, f16 and f64, not tensors of dtype {}",
+            dtype.as_str()
+        ))
     })
 }
 
@@ -284,23 +319,30 @@ fn float_of(dtype: DType) -> Result<Float> {
 /// # Errors
 /// Naming the tensor, if they do not, or if its data is not flat and contiguous or of another kind of dtype.
 pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
-    let refuse = |message: String| Error::config(format!("{} ({}): {message}", shard.name, shard.kind));
+    let refuse =
+        |message: String| Error::config(format!("{} ({}): {message}", shard.name, shard.kind));
     let stored = |dtype| float_of(dtype).map_err(|error| refuse(error.to_string()));
     let (dtype, elements, tensors) = match &shard.data {
-        Elements::Tensor(tensor) => (stored(tensor.dtype())?, tensor.elem_count(), [Some(tensor), None]),
+        Elements::Tensor(tensor) => {
+            (stored(tensor.dtype())?, tensor.elem_count(), [Some(tensor), None])
+        }
         Elements::Halves { high, low } => {
             let dtypes = (high.dtype(), low.as_ref().map_or(DType::I16, Tensor::dtype));
             if dtypes != (DType::BF16, DType::I16) {
                 return Err(refuse(format!("halves of values are bf16 and i16, not {dtypes:?}")));
             }
-            let elements = low.as_ref().map_or(usize::MAX, Tensor::elem_count).min(high.elem_count());
+            let elements =
+                low.as_ref().map_or(usize::MAX, Tensor::elem_count).min(high.elem_count());
             (Float::F32, elements, [Some(high), low.as_ref()])
         }
         Elements::Filed(filed) => (stored(filed.dtype())?, filed.len(), [None, None]),
     };
     for tensor in tensors.into_iter().flatten() {
         if tensor.rank() != 1 || !tensor.is_contiguous() {
-            return Err(refuse(format!("a shard's data is flat and contiguous, not of shape {:?}", tensor.dims())));
+            return Err(refuse(format!(
+                "a shard's data is flat and contiguous, not of shape {:?}",
+                tensor.dims()
+            )));
         }
     }
     for piece in &shard.pieces {
@@ -309,7 +351,9 @@ pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
         }
         if piece.local.checked_add(piece.flat.len()).is_none_or(|end| end > elements) {
             let (len, local) = (piece.flat.len(), piece.local);
-            return Err(refuse(format!("{len} elements from {local} on are not in data of {elements}")));
+            return Err(refuse(format!(
+                "{len} elements from {local} on are not in data of {elements}"
+            )));
         }
     }
     Ok(dtype)
@@ -329,7 +373,13 @@ mod tests {
             from.write(f64::from(*value), bytes);
         }
         let data = Tensor::zeros(values.len(), to, &Device::Cpu).unwrap();
-        write_shared(&data.clone().into(), &stored, from, &[(line(values.len()), line(values.len()))]).unwrap();
+        write_shared(
+            &data.clone().into(),
+            &stored,
+            from,
+            &[(line(values.len()), line(values.len()))],
+        )
+        .unwrap();
         data.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
     }
 
@@ -359,7 +409,8 @@ mod tests {
     fn the_same_dtype_keeps_every_bit() {
         let bits = 0x7fa0_0001u32; // a signalling NaN with a payload
         let data = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
-        write_shared(&data.clone().into(), &bits.to_le_bytes(), Float::F32, &[(line(1), line(1))]).unwrap();
+        write_shared(&data.clone().into(), &bits.to_le_bytes(), Float::F32, &[(line(1), line(1))])
+            .unwrap();
         assert_eq!(data.to_vec1::<f32>().unwrap()[0].to_bits(), bits);
     }
 }

@@ -16,7 +16,11 @@ pub(crate) const LOOKS: usize = 5;
 
 /// Where the chains of waiting ranks end that begin with `missing`, in a world of `size`; a rank itself if it waits in a circle.
 /// `awaited` says whom a rank waits for.
-pub(crate) fn ends_of_chains(missing: Vec<usize>, size: usize, awaited: impl Fn(usize) -> Option<usize>) -> Vec<usize> {
+pub(crate) fn ends_of_chains(
+    missing: Vec<usize>,
+    size: usize,
+    awaited: impl Fn(usize) -> Option<usize>,
+) -> Vec<usize> {
     let end = |first: usize| {
         let mut chain = std::iter::successors(Some(first), |rank| awaited(*rank)).take(size + 1);
         chain.find(|rank| awaited(*rank).is_none()).unwrap_or(first)
@@ -111,7 +115,12 @@ impl Endpoint {
     }
 
     /// Waits for a message of world rank `src`. `deadline` is asked again at every tick, so it may move.
-    pub fn recv(&self, src: usize, key: Key, deadline: impl Fn() -> Instant) -> Result<Message, Failure> {
+    pub fn recv(
+        &self,
+        src: usize,
+        key: Key,
+        deadline: impl Fn() -> Instant,
+    ) -> Result<Message, Failure> {
         let pulls = self.link.pulls() && src != self.rank;
         loop {
             let patience = deadline().saturating_duration_since(Instant::now()).min(TICK);

@@ -91,7 +91,9 @@ impl Shared {
         state.running = true;
         drop(state);
         let result = catch_unwind(AssertUnwindSafe(|| job(number))).unwrap_or_else(|_| {
-            Err(Error::comm("a collective panicked; this is a defect of the runtime, please report it"))
+            Err(Error::comm(
+                "a collective panicked; this is a defect of the runtime, please report it",
+            ))
         });
         let mut state = lock(&self.state);
         state.complete(result);
@@ -146,7 +148,11 @@ impl Shared {
                 seen = state.submitted;
                 let patience = if number.is_some() { GRACE } else { pause };
                 pause = (pause * 2).min(PATIENCE);
-                state = self.work.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner).0;
+                state = self
+                    .work
+                    .wait_timeout(state, patience)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
             }
         }
     }
@@ -161,14 +167,22 @@ impl Executor {
     ///
     /// # Errors
     /// If the worker thread cannot be started.
-    pub fn submit(&self, name: &str, job: impl FnOnce(u64) -> Result<()> + Send + 'static) -> Result<Work> {
+    pub fn submit(
+        &self,
+        name: &str,
+        job: impl FnOnce(u64) -> Result<()> + Send + 'static,
+    ) -> Result<Work> {
         let job: Job = Box::new(job);
         let mut state = lock(&self.0.state);
         if state.worker.is_none() {
             let shared = self.0.clone();
-            let started = std::thread::Builder::new().name(format!("comm-{name}")).spawn(move || shared.work());
+            let started = std::thread::Builder::new()
+                .name(format!("comm-{name}"))
+                .spawn(move || shared.work());
             state.worker =
-                Some(started.map_err(|e| Error::comm(format!("group {name}: cannot start its thread: {e}")))?);
+                Some(started.map_err(|e| {
+                    Error::comm(format!("group {name}: cannot start its thread: {e}"))
+                })?);
         }
         let number = state.submitted;
         state.queue.push_back(job);
@@ -233,7 +247,11 @@ mod tests {
     const LONG: Duration = Duration::from_secs(10);
 
     /// Jobs that tell as the how-manieth they were submitted and as the how-manieth they run; those for which `fails` end with an error.
-    fn submit(executor: &Executor, count: u64, fails: impl Fn(u64) -> bool) -> (Vec<Work>, Receiver<(u64, u64)>) {
+    fn submit(
+        executor: &Executor,
+        count: u64,
+        fails: impl Fn(u64) -> bool,
+    ) -> (Vec<Work>, Receiver<(u64, u64)>) {
         let (tell, told) = channel();
         let one = |i| {
             let (tell, fails) = (tell.clone(), fails(i));
@@ -267,7 +285,8 @@ mod tests {
     fn a_failure_is_told_to_whoever_waits_for_that_operation_alone() {
         let executor = Executor::default();
         let (works, _told) = submit(&executor, 4, |i| i % 2 == 1);
-        let results: Vec<_> = works.into_iter().rev().map(|work| work.wait().map_err(|e| e.to_string())).collect();
+        let results: Vec<_> =
+            works.into_iter().rev().map(|work| work.wait().map_err(|e| e.to_string())).collect();
         assert!(results[0].as_ref().is_err_and(|e| e.ends_with("number 3")), "{results:?}");
         assert!(results[2].as_ref().is_err_and(|e| e.ends_with("number 1")), "{results:?}");
         assert!(results[1].is_ok() && results[3].is_ok());

@@ -27,10 +27,12 @@ pub fn store_messages(mut bytes: &[u8]) {
     if wire::read_greeting(&mut bytes).is_ok() {
         let none = Secret::default();
         let mut said = Said(bytes);
-        let _ = secret::introduce(&mut said, &none, wire::GREETING, |_| Ok(wire::GREETING.to_vec()));
+        let _ =
+            secret::introduce(&mut said, &none, wire::GREETING, |_| Ok(wire::GREETING.to_vec()));
         let greeting = || Ok((wire::GREETING.to_vec(), wire::GREETING.to_vec()));
         let mut said = Said(bytes);
-        let _ = secret::answer(&mut said, &none, |_| greeting()).and_then(|a| a.recognize(&mut said, &none));
+        let _ = secret::answer(&mut said, &none, |_| greeting())
+            .and_then(|a| a.recognize(&mut said, &none));
         let _ = wire::read_request(&mut &*bytes);
         let _ = wire::read_reply(&mut bytes);
     }

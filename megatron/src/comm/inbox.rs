@@ -62,16 +62,21 @@ impl Source {
     fn take(&mut self, key: Key) -> Option<Message> {
         match key {
             Key::Collective { group } => self.collectives.get_mut(&group)?.pop_front(),
-            Key::Tagged { group, tag, index } => self.tagged.get_mut(&(group, tag))?.waiting.remove(&index),
+            Key::Tagged { group, tag, index } => {
+                self.tagged.get_mut(&(group, tag))?.waiting.remove(&index)
+            }
         }
     }
 
     fn holds(&self, key: Key) -> bool {
         match key {
-            Key::Collective { group } => self.collectives.get(&group).is_some_and(|queue| !queue.is_empty()),
-            Key::Tagged { group, tag, index } => {
-                self.tagged.get(&(group, tag)).is_some_and(|tagged| tagged.waiting.contains_key(&index))
+            Key::Collective { group } => {
+                self.collectives.get(&group).is_some_and(|queue| !queue.is_empty())
             }
+            Key::Tagged { group, tag, index } => self
+                .tagged
+                .get(&(group, tag))
+                .is_some_and(|tagged| tagged.waiting.contains_key(&index)),
         }
     }
 }
@@ -159,10 +164,17 @@ impl Inbox {
             }
             if let Some((loss, since)) = lock(&self.verdict).clone() {
                 // Others may tell that a rank is gone before its own last words are here.
-                if pulls || loss.rank != src || guard.lost.is_some() || since.elapsed() >= LAST_WORDS {
+                if pulls
+                    || loss.rank != src
+                    || guard.lost.is_some()
+                    || since.elapsed() >= LAST_WORDS
+                {
                     return Look::Lost(loss);
                 }
-                guard = changed.wait_timeout(guard, LAST_WORDS / 10).unwrap_or_else(PoisonError::into_inner).0;
+                guard = changed
+                    .wait_timeout(guard, LAST_WORDS / 10)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
                 continue;
             }
             if let Some(how) = &guard.lost {

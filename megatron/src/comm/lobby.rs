@@ -57,15 +57,20 @@ impl Lobby {
         let stream = stream.try_clone()?;
         let mut guests = lock(&self.guests);
         if guests.inside.len() >= self.most {
-            let longest = guests.inside.iter().min_by_key(|(_, guest)| (guest.standing, guest.heard));
-            if let Some(guest) = longest.map(|(number, _)| *number).and_then(|number| guests.inside.remove(&number)) {
+            let longest =
+                guests.inside.iter().min_by_key(|(_, guest)| (guest.standing, guest.heard));
+            if let Some(guest) =
+                longest.map(|(number, _)| *number).and_then(|number| guests.inside.remove(&number))
+            {
                 // Whoever serves it finds it closed. One that is closed already needs no closing.
                 let _ = guest.stream.shutdown(Shutdown::Both);
             }
         }
         let number = guests.next;
         guests.next += 1;
-        guests.inside.insert(number, Guest { stream, standing: Standing::Silent, heard: Instant::now() });
+        guests
+            .inside
+            .insert(number, Guest { stream, standing: Standing::Silent, heard: Instant::now() });
         Ok(number)
     }
 
@@ -150,7 +155,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let lobby = Lobby { most: 3, ..Lobby::new(0) };
         let pairs = [0; 5].map(|_| pair(&listener));
-        let numbers: Vec<u64> = pairs[..3].iter().map(|[_, there]| lobby.enter(there).unwrap()).collect();
+        let numbers: Vec<u64> =
+            pairs[..3].iter().map(|[_, there]| lobby.enter(there).unwrap()).collect();
         // The first two have spoken, and of these one has proved who it is.
         lobby.heard(numbers[0], Standing::Known);
         lobby.heard(numbers[1], Standing::Introduced);
@@ -182,6 +188,9 @@ mod tests {
             drop(there);
             result
         });
-        assert!(matches!(heard.unwrap_err().kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock));
+        assert!(matches!(
+            heard.unwrap_err().kind(),
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock
+        ));
     }
 }

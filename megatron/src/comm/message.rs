@@ -59,7 +59,8 @@ impl Op {
     }
 }
 
-const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+const DTYPES: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
 const REDUCTIONS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
 
@@ -98,7 +99,13 @@ impl Call {
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.op == Op::SendRecv {
-            return write!(f, "message of {}×{} with tag {}", self.dtype.as_str(), self.count, self.tag);
+            return write!(
+                f,
+                "message of {}×{} with tag {}",
+                self.dtype.as_str(),
+                self.count,
+                self.tag
+            );
         }
         write!(f, "{} #{}", self.op.name(), self.seq)?;
         match self.reduce {
@@ -158,7 +165,10 @@ impl Header {
     /// registers without a wait.
     pub fn words(&self) -> Words {
         let mut words = Words::default();
-        words.iter_mut().zip(self.encode().as_chunks().0).for_each(|(word, bytes)| *word = u64::from_ne_bytes(*bytes));
+        words
+            .iter_mut()
+            .zip(self.encode().as_chunks().0)
+            .for_each(|(word, bytes)| *word = u64::from_ne_bytes(*bytes));
         words
     }
 
@@ -168,7 +178,10 @@ impl Header {
     /// If they are none.
     pub fn from_words(words: &Words) -> Result<Self> {
         let mut bytes = [0; Self::BYTES];
-        bytes.chunks_exact_mut(8).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
+        bytes
+            .chunks_exact_mut(8)
+            .zip(words)
+            .for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
         Self::decode(&bytes)
     }
 
@@ -177,10 +190,14 @@ impl Header {
     /// # Errors
     /// If the bytes are not a header.
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self> {
-        let u32_at = |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
+        let u32_at =
+            |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
         let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
-        let garbage =
-            || Error::comm("a message between ranks does not start with a header; is another program connected?");
+        let garbage = || {
+            Error::comm(
+                "a message between ranks does not start with a header; is another program connected?",
+            )
+        };
         if u32_at(0) != MAGIC || u64_at(40) > MAX_PAYLOAD {
             return Err(garbage());
         }
@@ -188,7 +205,8 @@ impl Header {
         let dtype = *DTYPES.get(usize::from(bytes[5])).ok_or_else(garbage)?;
         let root = Some(u32_at(32)).filter(|root| *root != u32::MAX);
         let reduce = REDUCTIONS.get(usize::from(bytes[6])).copied();
-        let call = Call { op, seq: u64_at(16), dtype, count: u64_at(24), reduce, root, tag: u32_at(36) };
+        let call =
+            Call { op, seq: u64_at(16), dtype, count: u64_at(24), reduce, root, tag: u32_at(36) };
         Ok(Self { group: u64_at(8), phase: bytes[7], call, len: u64_at(40) })
     }
 }
@@ -222,11 +240,15 @@ impl Message {
         if header.call.op != Op::SendRecv || header.phase != Self::IN_HEAP {
             return Ok(Self::whole(header, payload));
         }
-        let offset = payload.as_slice().try_into().ok().map(|bytes| u64::from_le_bytes(bytes) as usize);
+        let offset =
+            payload.as_slice().try_into().ok().map(|bytes| u64::from_le_bytes(bytes) as usize);
         let len = (header.call.count as usize).checked_mul(header.call.dtype.size_in_bytes());
-        let block = offset.zip(len).and_then(|(offset, len)| Block::open(&arena.heap_memory(src), offset, len));
-        let block =
-            block.ok_or_else(|| Error::comm(format!("a {} lies outside of its sender's memory", header.call)))?;
+        let block = offset
+            .zip(len)
+            .and_then(|(offset, len)| Block::open(&arena.heap_memory(src), offset, len));
+        let block = block.ok_or_else(|| {
+            Error::comm(format!("a {} lies outside of its sender's memory", header.call))
+        })?;
         Ok(Self { header, payload, block: Some(block) })
     }
 }

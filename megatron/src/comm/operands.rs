@@ -12,17 +12,33 @@ fn elements(t: &Tensor) -> String {
 }
 
 /// Checks that `large` holds `size` times the elements of `small`, of the same dtype.
-pub fn check_parts(operation: impl Fn() -> String, size: usize, small: &Tensor, large: &Tensor) -> Result<()> {
+pub fn check_parts(
+    operation: impl Fn() -> String,
+    size: usize,
+    small: &Tensor,
+    large: &Tensor,
+) -> Result<()> {
     if small.dtype() == large.dtype() && small.elem_count() * size == large.elem_count() {
         return Ok(());
     }
-    Err(Error::comm(format!("{}: {} is not {size} parts of {}", operation(), elements(large), elements(small))))
+    Err(Error::comm(format!(
+        "{}: {} is not {size} parts of {}",
+        operation(),
+        elements(large),
+        elements(small)
+    )))
 }
 
 /// Checks that `input` and `output` of an all_to_all are alike and divide into `size` parts.
-pub fn check_exchange(operation: impl Fn() -> String, size: usize, input: &Tensor, output: &Tensor) -> Result<()> {
+pub fn check_exchange(
+    operation: impl Fn() -> String,
+    size: usize,
+    input: &Tensor,
+    output: &Tensor,
+) -> Result<()> {
     let count = input.elem_count();
-    if output.elem_count() == count && output.dtype() == input.dtype() && count.is_multiple_of(size) {
+    if output.elem_count() == count && output.dtype() == input.dtype() && count.is_multiple_of(size)
+    {
         return Ok(());
     }
     Err(Error::comm(format!(

@@ -189,7 +189,11 @@ pub(crate) fn reduce_in_place<'a>(
     op: ReduceOp,
 ) -> Result<()> {
     if !copy.is_empty() && copy.len() != inout.len() {
-        return Err(Error::comm(format!("cannot combine {} bytes into a copy of {}", inout.len(), copy.len())));
+        return Err(Error::comm(format!(
+            "cannot combine {} bytes into a copy of {}",
+            inout.len(),
+            copy.len()
+        )));
     }
     let (mut few, mut many, mut count) = ([None; FEW], Vec::new(), 0);
     for part in parts {
@@ -206,9 +210,18 @@ pub(crate) fn reduce_in_place<'a>(
     reduce(if many.is_empty() { &few[..count] } else { &many }, inout, copy, dtype, op)
 }
 
-fn reduce(parts: &[Part], out: &mut [u8], copy: &mut [u8], dtype: DType, op: ReduceOp) -> Result<()> {
+fn reduce(
+    parts: &[Part],
+    out: &mut [u8],
+    copy: &mut [u8],
+    dtype: DType,
+    op: ReduceOp,
+) -> Result<()> {
     if parts.is_empty() || parts.iter().flatten().any(|part| part.len() != out.len()) {
-        return Err(Error::comm(format!("cannot combine parts of unequal lengths into {} bytes", out.len())));
+        return Err(Error::comm(format!(
+            "cannot combine parts of unequal lengths into {} bytes",
+            out.len()
+        )));
     }
     match dtype {
         DType::U8 => fold_by::<u8>(parts, out, copy, op),
@@ -218,7 +231,12 @@ fn reduce(parts: &[Part], out: &mut [u8], copy: &mut [u8], dtype: DType, op: Red
         DType::F16 => fold_by::<f16>(parts, out, copy, op),
         DType::F32 => fold_by::<f32>(parts, out, copy, op),
         DType::F64 => fold_by::<f64>(parts, out, copy, op),
-        dtype => return Err(Error::comm(format!("elements of dtype {} cannot be combined", dtype.as_str()))),
+        dtype => {
+            return Err(Error::comm(format!(
+                "elements of dtype {} cannot be combined",
+                dtype.as_str()
+            )));
+        }
     }
     Ok(())
 }
@@ -240,7 +258,8 @@ mod tests {
         // (1e8 + -1e8) + 1 = 1, but 1e8 + (-1e8 + 1) = 0 in f32.
         let parts = [bytes(&[1e8; 3]), bytes(&[-1e8; 3]), bytes(&[1.0; 3])];
         let mut out = vec![0; 12];
-        reduce_bytes(parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, ReduceOp::Sum).unwrap();
+        reduce_bytes(parts.each_ref().map(|p| &p[..]), &mut out, DType::F32, ReduceOp::Sum)
+            .unwrap();
         assert_eq!(f32s(&out), [1.0; 3]);
     }
 
@@ -281,16 +300,22 @@ mod tests {
     #[test]
     fn in_place_the_result_is_the_same_and_its_copy_too() {
         let len = 2 * BLOCK + 2 * VECTOR + 5;
-        let parts: Vec<_> =
-            (0..3).map(|r| bytes(&(0..len).map(|i| 0.1 * (i + 7 * r) as f32).collect::<Vec<_>>())).collect();
+        let parts: Vec<_> = (0..3)
+            .map(|r| bytes(&(0..len).map(|i| 0.1 * (i + 7 * r) as f32).collect::<Vec<_>>()))
+            .collect();
         let mut expected = vec![0; 4 * len];
-        reduce_bytes(parts.iter().map(|part| &part[..]), &mut expected, DType::F32, ReduceOp::Sum).unwrap();
+        reduce_bytes(parts.iter().map(|part| &part[..]), &mut expected, DType::F32, ReduceOp::Sum)
+            .unwrap();
         for own in 0..3 {
             let (mut inout, mut copy) = (parts[own].clone(), vec![0; 4 * len]);
-            let parts = || parts.iter().enumerate().map(move |(r, part)| (r != own).then_some(&part[..]));
+            let parts =
+                || parts.iter().enumerate().map(move |(r, part)| (r != own).then_some(&part[..]));
             reduce_in_place(parts(), &mut inout, &mut copy, DType::F32, ReduceOp::Sum).unwrap();
             assert!(inout == expected && copy == expected, "own part {own}");
-            assert!(reduce_in_place(parts(), &mut inout, &mut copy[4..], DType::F32, ReduceOp::Sum).is_err());
+            assert!(
+                reduce_in_place(parts(), &mut inout, &mut copy[4..], DType::F32, ReduceOp::Sum)
+                    .is_err()
+            );
         }
     }
 
@@ -299,8 +324,13 @@ mod tests {
         for count in [FEW, FEW + 1, 2 * FEW + 3] {
             let parts: Vec<_> = (0..count).map(|r| bytes(&[1.0 / (r + 1) as f32])).collect();
             let mut out = vec![0; 4];
-            reduce_bytes(parts.iter().map(|part| &part[..]), &mut out, DType::F32, ReduceOp::Sum).unwrap();
-            assert_eq!(f32s(&out)[0], (0..count).map(|r| 1.0 / (r + 1) as f32).sum::<f32>(), "{count}");
+            reduce_bytes(parts.iter().map(|part| &part[..]), &mut out, DType::F32, ReduceOp::Sum)
+                .unwrap();
+            assert_eq!(
+                f32s(&out)[0],
+                (0..count).map(|r| 1.0 / (r + 1) as f32).sum::<f32>(),
+                "{count}"
+            );
         }
     }
 

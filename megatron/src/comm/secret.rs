@@ -91,7 +91,8 @@ impl Secret {
     /// # Errors
     /// If the system has none.
     pub fn new() -> Result<Self> {
-        let bytes = random::<32>().map_err(|e| Error::comm(format!("cannot make a secret for the run: {e}")))?;
+        let bytes = random::<32>()
+            .map_err(|e| Error::comm(format!("cannot make a secret for the run: {e}")))?;
         let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         Ok(Self(Some(digits.into())))
     }
@@ -110,7 +111,9 @@ impl Secret {
             )));
         }
         if text.contains(|c: char| c.is_whitespace() || c.is_control()) {
-            return Err(Error::config(format!("{RUN_SECRET} is not one word; a secret is: {remedy}")));
+            return Err(Error::config(format!(
+                "{RUN_SECRET} is not one word; a secret is: {remedy}"
+            )));
         }
         Ok(Self(Some(text.into())))
     }
@@ -137,7 +140,8 @@ impl Secret {
     fn mac(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
         // No key is too short or too long for HMAC, so this cannot fail.
         let key = self.0.as_deref().unwrap_or_default().as_bytes();
-        let mut mac = Hmac::<Sha256>::new_from_slice(key).unwrap_or_else(|_| Hmac::new(&Default::default()));
+        let mut mac =
+            Hmac::<Sha256>::new_from_slice(key).unwrap_or_else(|_| Hmac::new(&Default::default()));
         for part in [purpose.as_bytes()].iter().chain(parts) {
             mac.update(&(part.len() as u64).to_le_bytes());
             mac.update(part);
@@ -237,7 +241,8 @@ impl Answered {
     pub fn recognize(&self, stream: &mut impl Read, secret: &Secret) -> io::Result<()> {
         let proof: [u8; PROOF] = read_array(stream)?;
         secret.compare(self.said[1] == [1])?;
-        if !secret.verify(CALLER, &self.said.iter().map(Vec::as_slice).collect::<Vec<_>>(), &proof) {
+        if !secret.verify(CALLER, &self.said.iter().map(Vec::as_slice).collect::<Vec<_>>(), &proof)
+        {
             return Err(Mismatch::Different.into());
         }
         Ok(())
@@ -258,10 +263,12 @@ mod tests {
     fn meet(caller: &Secret, answerer: &Secret) -> [io::Result<()>; 2] {
         let (mut here, mut there) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            let called =
-                scope.spawn(move || introduce(&mut here, caller, b"call", |s| read_array::<4>(s).map(Into::into)));
+            let called = scope.spawn(move || {
+                introduce(&mut here, caller, b"call", |s| read_array::<4>(s).map(Into::into))
+            });
             let hear = |s: &mut UnixStream| Ok((read_array::<4>(s)?.to_vec(), b"back".to_vec()));
-            let answered = answer(&mut there, answerer, hear).and_then(|a| a.recognize(&mut there, answerer));
+            let answered =
+                answer(&mut there, answerer, hear).and_then(|a| a.recognize(&mut there, answerer));
             [called.join().unwrap(), answered]
         })
     }
@@ -291,12 +298,16 @@ mod tests {
         let (secret, said) = (secret("a"), |challenge: u8| {
             vec![vec![1], vec![1], vec![7; PROOF], vec![2], vec![1], vec![challenge; PROOF]]
         });
-        let parts = |said: &[Vec<u8>]| said.iter().map(Vec::as_slice).map(<[u8]>::to_vec).collect::<Vec<_>>();
-        let overheard = secret.proof(CALLER, &parts(&said(1)).iter().map(Vec::as_slice).collect::<Vec<_>>());
+        let parts = |said: &[Vec<u8>]| {
+            said.iter().map(Vec::as_slice).map(<[u8]>::to_vec).collect::<Vec<_>>()
+        };
+        let overheard =
+            secret.proof(CALLER, &parts(&said(1)).iter().map(Vec::as_slice).collect::<Vec<_>>());
         assert!(Answered { said: said(1) }.recognize(&mut &overheard[..], &secret).is_ok());
         assert!(Answered { said: said(2) }.recognize(&mut &overheard[..], &secret).is_err());
         // Nor does the answerer's own, sent back.
-        let own = secret.proof(ANSWERER, &parts(&said(1)).iter().map(Vec::as_slice).collect::<Vec<_>>());
+        let own =
+            secret.proof(ANSWERER, &parts(&said(1)).iter().map(Vec::as_slice).collect::<Vec<_>>());
         assert!(Answered { said: said(1) }.recognize(&mut &own[..], &secret).is_err());
     }
 

@@ -84,7 +84,8 @@ pub fn between(
             }
             // A storage of its own, since the operation may not write what it reads.
             None => {
-                let result = Tensor::zeros(output.tensor.shape(), output.tensor.dtype(), &Device::Cpu)?;
+                let result =
+                    Tensor::zeros(output.tensor.shape(), output.tensor.dtype(), &Device::Cpu)?;
                 f(from, Some(&result))?;
                 Ok(kernels::ops::reduce::copy(&output.tensor, &result)?)
             }

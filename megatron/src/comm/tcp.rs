@@ -118,7 +118,8 @@ fn call(me: &Me, to: usize, members: &[Member], deadline: Instant) -> Result<Tcp
     let peer = &members[to];
     let places = || peer.addresses.iter().filter_map(|address| address.split_once(' '));
     // Another machine's loopback address leads back here, where that machine has other addresses.
-    let tries_loopback = members[me.rank].is_near(peer) || places().all(|(host, _)| is_loopback(host));
+    let tries_loopback =
+        members[me.rank].is_near(peer) || places().all(|(host, _)| is_loopback(host));
     let start = Instant::now();
     let mut pause = Duration::from_millis(5);
     loop {
@@ -141,7 +142,8 @@ fn call(me: &Me, to: usize, members: &[Member], deadline: Instant) -> Result<Tcp
                 false => refusals.join("; "),
             };
             let how = format!("cannot be reached ({tried})");
-            let operation = format!("connecting rank {} for {:.0} s", me.rank, start.elapsed().as_secs_f64());
+            let operation =
+                format!("connecting rank {} for {:.0} s", me.rank, start.elapsed().as_secs_f64());
             return Err(Error::PeerLost { rank: to, how, operation });
         }
         std::thread::sleep(pause);
@@ -171,15 +173,18 @@ fn answer(
                 patience = Duration::ZERO;
                 let (met, lobby, me) = (met.clone(), lobby.clone(), me.clone());
                 // By itself, so that who falls silent amid its introduction holds up nobody else. Ends by the deadline.
-                let greeting = std::thread::Builder::new().name("comm-greeting".into()).spawn(move || {
-                    // Strangers are sent away; a rank that was cut off tries again.
-                    let peer = meet(&me, &stream, size, deadline, || lobby.heard(number, Standing::Introduced));
-                    lobby.leave(number);
-                    if let Ok(peer) = peer {
-                        // Not wanted any more once all are there.
-                        let _ = met.send((peer, stream));
-                    }
-                });
+                let greeting =
+                    std::thread::Builder::new().name("comm-greeting".into()).spawn(move || {
+                        // Strangers are sent away; a rank that was cut off tries again.
+                        let peer = meet(&me, &stream, size, deadline, || {
+                            lobby.heard(number, Standing::Introduced)
+                        });
+                        lobby.leave(number);
+                        if let Ok(peer) = peer {
+                            // Not wanted any more once all are there.
+                            let _ = met.send((peer, stream));
+                        }
+                    });
                 greeting.err()
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => None,
@@ -194,7 +199,11 @@ fn answer(
                 return Err(cannot_accept(&e));
             }
             let seconds = start.elapsed().as_secs_f64();
-            return Err(Error::Timeout { operation: "connecting over tcp".into(), missing: missing(streams), seconds });
+            return Err(Error::Timeout {
+                operation: "connecting over tcp".into(),
+                missing: missing(streams),
+                seconds,
+            });
         }
     }
     // Strangers that still have not said who they are.
@@ -211,7 +220,9 @@ fn passes(error: &io::Error) -> bool {
 
 fn cannot_accept(error: &io::Error) -> Error {
     let advice = match error.raw_os_error() {
-        Some(libc::EMFILE | libc::ENFILE) => "; raise the limit of open files (`ulimit -n`) where this rank starts",
+        Some(libc::EMFILE | libc::ENFILE) => {
+            "; raise the limit of open files (`ulimit -n`) where this rank starts"
+        }
         _ => "",
     };
     Error::comm(format!("cannot accept connections of other ranks: {error}{advice}"))
@@ -219,7 +230,13 @@ fn cannot_accept(error: &io::Error) -> Error {
 
 /// Hears out who called: a rank above this one, once it has proved itself, by which it also says
 /// that it heard the answer. `introduced` is called when only that is left.
-fn meet(me: &Me, stream: &TcpStream, size: usize, deadline: Instant, introduced: impl FnOnce()) -> io::Result<usize> {
+fn meet(
+    me: &Me,
+    stream: &TcpStream,
+    size: usize,
+    deadline: Instant,
+    introduced: impl FnOnce(),
+) -> io::Result<usize> {
     let Me { rank, nonce, secret } = me;
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
@@ -312,10 +329,13 @@ impl TcpLink {
         answer(&me, &mut streams, accept, deadline)?;
         let waits = Arc::new(Mutex::new(vec![None; members.len()]));
         let peer = |(peer, stream): (usize, Option<TcpStream>)| {
-            stream.map(|stream| Peer::start(peer, stream, inbox.clone(), waits.clone(), options)).transpose()
+            stream
+                .map(|stream| Peer::start(peer, stream, inbox.clone(), waits.clone(), options))
+                .transpose()
         };
         let peers: io::Result<_> = streams.into_iter().enumerate().map(peer).collect();
-        let peers = peers.map_err(|e| Error::comm(format!("cannot set up a connection between ranks: {e}")))?;
+        let peers = peers
+            .map_err(|e| Error::comm(format!("cannot set up a connection between ranks: {e}")))?;
         Ok(Self { peers, inbox, rank, waits })
     }
 }
@@ -395,7 +415,8 @@ fn write_frame(to: &mut impl Write, frame: Frame) -> io::Result<()> {
 
 /// Moves what arrives into the inbox until the peer says farewell.
 fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox, waits: &Waits) -> io::Result<()> {
-    let garbage = |e: &dyn std::fmt::Display| io::Error::new(io::ErrorKind::InvalidData, e.to_string());
+    let garbage =
+        |e: &dyn std::fmt::Display| io::Error::new(io::ErrorKind::InvalidData, e.to_string());
     let read_u32 = |from: &mut dyn Read| {
         let mut bytes = [0; 4];
         from.read_exact(&mut bytes).map(|()| u32::from_le_bytes(bytes))
@@ -465,7 +486,8 @@ impl Link for TcpLink {
     fn awaits(&self, src: usize) {
         let now = Instant::now();
         let mut waits = lock(&self.waits);
-        if waits[self.rank].is_some_and(|(awaited, said)| awaited == src && now < said + SAY_AGAIN) {
+        if waits[self.rank].is_some_and(|(awaited, said)| awaited == src && now < said + SAY_AGAIN)
+        {
             return;
         }
         waits[self.rank] = Some((src, now));

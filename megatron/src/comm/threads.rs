@@ -71,7 +71,8 @@ pub fn world(size: usize) -> Vec<Group> {
 
 /// As [`world`], with other than the default options.
 pub fn world_with(size: usize, options: CommOptions) -> Vec<Group> {
-    let inboxes: Arc<Vec<Arc<Inbox>>> = Arc::new((0..size).map(|_| Arc::new(Inbox::new(size))).collect());
+    let inboxes: Arc<Vec<Arc<Inbox>>> =
+        Arc::new((0..size).map(|_| Arc::new(Inbox::new(size))).collect());
     // Without that memory everything goes as messages.
     let mut arenas = Arena::of_threads(size).unwrap_or_default().into_iter();
     let group = |rank: usize| {

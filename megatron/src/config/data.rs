@@ -90,7 +90,8 @@ impl Retention {
     /// always does.
     pub fn keeps(&self, iteration: u64, newer: u64) -> bool {
         let Self { interval, most_recent } = *self;
-        let is_multiple = interval.is_some_and(|interval| interval > 0 && iteration.is_multiple_of(interval));
+        let is_multiple =
+            interval.is_some_and(|interval| interval > 0 && iteration.is_multiple_of(interval));
         let all = interval.is_none() && most_recent.is_none();
         all || is_multiple || newer < most_recent.unwrap_or(1).max(1)
     }
@@ -207,7 +208,9 @@ pub fn parse_split(text: &str) -> Result<[f64; 3]> {
     }
     let mut weights = [0.0; 3];
     for (weight, field) in weights.iter_mut().zip(&fields) {
-        *weight = field.parse::<f64>().map_err(|_| wrong(format!("has \"{field}\" where a number belongs")))?;
+        *weight = field
+            .parse::<f64>()
+            .map_err(|_| wrong(format!("has \"{field}\" where a number belongs")))?;
         if !weight.is_finite() || *weight < 0.0 {
             return Err(wrong(format!("has the weight {field}, which is negative or not finite")));
         }

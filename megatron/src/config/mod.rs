@@ -16,13 +16,13 @@ mod validate;
 
 pub use data::parse_split;
 pub use data::{
-    CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, Retention, SchedulerOf, Takes,
-    TensorboardConfig,
+    CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, Retention,
+    SchedulerOf, Takes, TensorboardConfig,
 };
 pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 pub use optimizer::{
-    DecayStyle, IncreaseStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload, WeightDecayIncrease,
-    WsdDecayStyle,
+    DecayStyle, IncreaseStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload,
+    WeightDecayIncrease, WsdDecayStyle,
 };
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use precision::{DynamicLossScale, LossScaling, Precision};

@@ -26,13 +26,23 @@ pub enum RopeScaling {
     Linear { factor: f64 },
     /// Llama 3.1's: frequencies whose wavelength exceeds `original_max_position` / `low_freq_factor` are divided by `factor`,
     /// those below `original_max_position` / `high_freq_factor` stay, and between the two it blends.
-    Llama3 { factor: f64, low_freq_factor: f64, high_freq_factor: f64, original_max_position: usize },
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_max_position: usize,
+    },
 }
 
 impl RopeScaling {
     /// Llama 3's with the constants that Megatron-LM fixes.
     pub fn llama3(factor: f64) -> Self {
-        Self::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position: 8192 }
+        Self::Llama3 {
+            factor,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position: 8192,
+        }
     }
 
     /// The frequency in place of `frequency` (radians per position).
@@ -40,7 +50,12 @@ impl RopeScaling {
         match *self {
             Self::None => frequency,
             Self::Linear { factor } => frequency / factor,
-            Self::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_max_position } => {
+            Self::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position,
+            } => {
                 let turns = original_max_position as f64 * frequency / std::f64::consts::TAU;
                 if turns < low {
                     frequency / factor
@@ -132,7 +147,10 @@ impl ModelConfig {
 
     /// Tokens that a query of layer `layer` (from 0) sees at most, if there is a limit.
     pub fn window(&self, layer: usize) -> Option<usize> {
-        self.sliding_window.as_ref().filter(|window| !window.full_layers.contains(&layer)).map(|window| window.size)
+        self.sliding_window
+            .as_ref()
+            .filter(|window| !window.full_layers.contains(&layer))
+            .map(|window| window.size)
     }
 
     /// Parameters of one transformer layer.
@@ -198,8 +216,11 @@ impl ModelConfig {
     /// Parameters of the model, a tied matrix counted once.
     pub fn num_params(&self) -> u64 {
         let (first, last) = self.end_params();
-        let twice =
-            if self.untie_embeddings_and_output_weights { 0 } else { (self.vocab_size * self.hidden_size) as u64 };
+        let twice = if self.untie_embeddings_and_output_weights {
+            0
+        } else {
+            (self.vocab_size * self.hidden_size) as u64
+        };
         self.layer_params() * self.num_layers as u64 + first + last - twice
     }
 }

@@ -67,6 +67,12 @@ pub struct DynamicLossScale {
 
 impl Default for DynamicLossScale {
     fn default() -> Self {
-        Self { initial: 65_536.0, min: 1.0, window: 1000, hysteresis: 2, consecutive_hysteresis: false }
+        Self {
+            initial: 65_536.0,
+            min: 1.0,
+            window: 1000,
+            hysteresis: 2,
+            consecutive_hysteresis: false,
+        }
     }
 }

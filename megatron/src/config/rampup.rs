@@ -33,7 +33,8 @@ impl BatchSizeRampup {
 impl TrainingConfig {
     /// GBS of the step that follows `consumed` samples.
     pub fn global_batch_size_at(&self, consumed: u64) -> usize {
-        self.rampup.map_or(self.global_batch_size, |rampup| rampup.at(consumed, self.global_batch_size))
+        self.rampup
+            .map_or(self.global_batch_size, |rampup| rampup.at(consumed, self.global_batch_size))
     }
 
     /// Steps that a run which has consumed `consumed` of `samples` samples still has; what is left of them in the end is less than a step's.
@@ -56,7 +57,8 @@ impl TrainingConfig {
     /// How many steps from `consumed` samples on have the same global batch, at most `most`: batches grow, so halving finds it.
     fn steps_alike(&self, consumed: u64, most: u64) -> u64 {
         let batch = self.global_batch_size_at(consumed);
-        let is_alike = |steps: u64| self.global_batch_size_at(consumed + steps * batch as u64) == batch;
+        let is_alike =
+            |steps: u64| self.global_batch_size_at(consumed + steps * batch as u64) == batch;
         if is_alike(most) {
             return most;
         }
@@ -88,7 +90,9 @@ mod tests {
     fn batches_grow_as_megatrons_do() {
         let training = ramp(16, 8, 300, 64);
         // Six increments of 50 samples each.
-        for (consumed, batch) in [(0, 16), (49, 16), (50, 24), (99, 24), (100, 32), (249, 48), (250, 56), (299, 56)] {
+        for (consumed, batch) in
+            [(0, 16), (49, 16), (50, 24), (99, 24), (100, 32), (249, 48), (250, 56), (299, 56)]
+        {
             assert_eq!(training.global_batch_size_at(consumed), batch, "after {consumed} samples");
         }
         for consumed in [300, 301, 10_000] {
@@ -100,15 +104,22 @@ mod tests {
     fn without_it_every_step_has_the_whole_batch() {
         let training = TrainingConfig { rampup: None, global_batch_size: 64, ..valid().training };
         assert_eq!([0, 1, 1000].map(|consumed| training.global_batch_size_at(consumed)), [64; 3]);
-        assert_eq!([0, 63, 64, 127, 128].map(|samples| training.steps_left(0, samples)), [0, 0, 1, 1, 2]);
+        assert_eq!(
+            [0, 63, 64, 127, 128].map(|samples| training.steps_left(0, samples)),
+            [0, 0, 1, 1, 2]
+        );
         assert_eq!(training.steps_left(100, 60), 0);
     }
 
     #[test]
     fn steps_are_counted_as_if_they_were_made() {
-        for (start, increment, samples, whole) in
-            [(16, 8, 300, 64), (1, 1, 1000, 7), (4, 4, 3, 64), (8, 24, 1001, 32), (32, 32, 1 << 14, 256)]
-        {
+        for (start, increment, samples, whole) in [
+            (16, 8, 300, 64),
+            (1, 1, 1000, 7),
+            (4, 4, 3, 64),
+            (8, 24, 1001, 32),
+            (32, 32, 1 << 14, 256),
+        ] {
             let training = ramp(start, increment, samples, whole);
             for all in [0, 1, 15, 16, 17, 300, 301, 999, 4000, 1 << 15] {
                 for first in [0, 5, 160, 3000] {
@@ -117,7 +128,12 @@ mod tests {
                         consumed += training.global_batch_size_at(consumed) as u64;
                         steps += 1;
                     }
-                    assert_eq!(training.steps_left(first, all), steps, "{:?}: {first} to {all}", training.rampup);
+                    assert_eq!(
+                        training.steps_left(first, all),
+                        steps,
+                        "{:?}: {first} to {all}",
+                        training.rampup
+                    );
                 }
             }
         }

@@ -34,7 +34,10 @@ impl Recompute {
         match self {
             Self::Full { method: RecomputeMethod::Uniform, num_layers } => {
                 let length = num_layers.max(1);
-                (0..layers).step_by(length).map(|at| (at..(at + length).min(layers), true)).collect()
+                (0..layers)
+                    .step_by(length)
+                    .map(|at| (at..(at + length).min(layers), true))
+                    .collect()
             }
             Self::Full { method: RecomputeMethod::Block, num_layers } => {
                 (0..layers).map(|at| (at..at + 1, at < num_layers)).collect()
@@ -89,6 +92,7 @@ pub struct TrainingConfig {
 impl TrainingConfig {
     /// Samples that the whole run reads.
     pub fn samples(&self) -> u64 {
-        self.train_samples.unwrap_or_else(|| self.train_iters.saturating_mul(self.global_batch_size as u64))
+        self.train_samples
+            .unwrap_or_else(|| self.train_iters.saturating_mul(self.global_batch_size as u64))
     }
 }

@@ -10,9 +10,9 @@ mod weight_decay;
 use std::fmt::Display;
 
 use super::{
-    BatchSizeRampup, DecayStyle, LossScaling, ModelConfig, MomentDtype, OptimizerConfig, OptimizerKind,
-    OptimizerOffload, ParallelConfig, PartitionMethod, PositionEmbedding, Precision, Recompute, RecomputeMethod,
-    RopeScaling, RunConfig, ScheduleKind, Sources, TrainingConfig,
+    BatchSizeRampup, DecayStyle, LossScaling, ModelConfig, MomentDtype, OptimizerConfig,
+    OptimizerKind, OptimizerOffload, ParallelConfig, PartitionMethod, PositionEmbedding, Precision,
+    Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, Sources, TrainingConfig,
 };
 use crate::{Error, Result};
 
@@ -54,7 +54,8 @@ impl RunConfig {
 
     /// Microbatches per step and replica: GBS / (MBS·dp).
     pub fn num_microbatches(&self) -> usize {
-        self.training.global_batch_size / (self.training.micro_batch_size * self.parallel.data_parallel_size)
+        self.training.global_batch_size
+            / (self.training.micro_batch_size * self.parallel.data_parallel_size)
     }
 }
 
@@ -87,7 +88,11 @@ impl Check<'_> {
         match self.problems.as_slice() {
             [] => Ok(()),
             [one] => Err(Error::config(one.clone())),
-            many => Err(Error::config(format!("{} settings are wrong:\n  - {}", many.len(), many.join("\n  - ")))),
+            many => Err(Error::config(format!(
+                "{} settings are wrong:\n  - {}",
+                many.len(),
+                many.join("\n  - ")
+            ))),
         }
     }
 
@@ -109,7 +114,9 @@ impl Check<'_> {
     /// A size of a model, a batch or a layout: at least 1, and small enough for products of a few to be numbers.
     fn size(&mut self, key: &str, value: usize) {
         self.positive(key, value);
-        self.require(value <= LARGEST, |c| format!("{} must be at most {LARGEST}", c.cite(key, value)));
+        self.require(value <= LARGEST, |c| {
+            format!("{} must be at most {LARGEST}", c.cite(key, value))
+        });
     }
 
     fn positive_steps(&mut self, key: &str, value: Option<u64>) {
@@ -120,7 +127,9 @@ impl Check<'_> {
 
     /// `value` lies in [0, 1); used for probabilities and momenta.
     fn fraction(&mut self, key: &str, value: f64) {
-        self.require((0.0..1.0).contains(&value), |c| format!("{} must lie in [0, 1)", c.cite(key, value)));
+        self.require((0.0..1.0).contains(&value), |c| {
+            format!("{} must lie in [0, 1)", c.cite(key, value))
+        });
     }
 
     fn non_negative(&mut self, key: &str, value: f64) {
@@ -138,13 +147,18 @@ impl Check<'_> {
     /// Losses are multiplied by it in f32.
     fn a_loss_scale(&mut self, key: &str, value: f64) {
         self.require(value > 0.0 && value <= f64::from(f32::MAX), |c| {
-            format!("{} must be a finite number above 0, and at most the largest of f32, 3.4e38", c.cite(key, value))
+            format!(
+                "{} must be a finite number above 0, and at most the largest of f32, 3.4e38",
+                c.cite(key, value)
+            )
         });
     }
 
     /// `key = value` must be a multiple of the product of `factors`. Zeros are reported elsewhere.
     fn divides(&mut self, key: &str, value: usize, factors: &[(&str, usize)], advice: &str) {
-        let Some(divisor) = factors.iter().try_fold(1usize, |product, &(_, factor)| product.checked_mul(factor)) else {
+        let Some(divisor) =
+            factors.iter().try_fold(1usize, |product, &(_, factor)| product.checked_mul(factor))
+        else {
             self.problems.push(format!("the product of {} is too large", self.cite_all(factors)));
             return;
         };
@@ -190,14 +204,21 @@ impl Check<'_> {
         );
         if m.position_embedding == PositionEmbedding::Rope {
             self.require(m.head_dim.is_multiple_of(2), |c| {
-                format!("{} must be even for rotary positions, which rotate pairs", c.cite("kv_channels", m.head_dim))
+                format!(
+                    "{} must be even for rotary positions, which rotate pairs",
+                    c.cite("kv_channels", m.head_dim)
+                )
             });
             self.above_zero("rotary_base", m.rotary_base);
         }
-        if let RopeScaling::Linear { factor } | RopeScaling::Llama3 { factor, .. } = m.rope_scaling {
+        if let RopeScaling::Linear { factor } | RopeScaling::Llama3 { factor, .. } = m.rope_scaling
+        {
             self.above_zero("rope_scaling_factor", factor);
             self.require(m.position_embedding == PositionEmbedding::Rope, |c| {
-                format!("{} scales rotary positions, which the model has not", c.cite("rope_scaling_factor", factor))
+                format!(
+                    "{} scales rotary positions, which the model has not",
+                    c.cite("rope_scaling_factor", factor)
+                )
             });
         }
         if let Some(window) = &m.sliding_window {
@@ -217,7 +238,8 @@ impl Check<'_> {
     }
 
     fn parallel(&mut self, p: &ParallelConfig, m: &ModelConfig) {
-        let (tp, pp, v) = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_pipeline_size);
+        let (tp, pp, v) =
+            (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_pipeline_size);
         self.size("tensor_model_parallel_size", tp);
         self.size("pipeline_model_parallel_size", pp);
         self.size("context_parallel_size", p.context_parallel_size);
@@ -231,7 +253,9 @@ impl Check<'_> {
             ("data_parallel_size", p.data_parallel_size),
         ];
         let world = sizes.iter().try_fold(1usize, |product, &(_, size)| product.checked_mul(size));
-        self.require(world.is_some(), |c| format!("the product of {} is too large", c.cite_all(&sizes)));
+        self.require(world.is_some(), |c| {
+            format!("the product of {} is too large", c.cite_all(&sizes))
+        });
         let by_tp = [("tensor_model_parallel_size", tp)];
         self.divides(
             "num_attention_heads",
@@ -245,7 +269,12 @@ impl Check<'_> {
             &by_tp,
             "key/value heads are dealt to tensor-parallel ranks whole",
         );
-        self.divides("ffn_hidden_size", m.ffn_hidden_size, &by_tp, "the MLP is cut evenly over tensor-parallel ranks");
+        self.divides(
+            "ffn_hidden_size",
+            m.ffn_hidden_size,
+            &by_tp,
+            "the MLP is cut evenly over tensor-parallel ranks",
+        );
         let by_cp = ("context_parallel_size", cp);
         if cp > 1 && tp > 0 && m.num_query_groups.is_multiple_of(tp) {
             self.divides(
@@ -269,7 +298,9 @@ impl Check<'_> {
             format!(
                 "{} virtual stages per stage ({}) need pipeline_schedule = interleaved",
                 p.virtual_pipeline_size,
-                c.sources.of("num_layers_per_virtual_pipeline_stage").unwrap_or("virtual_pipeline_size")
+                c.sources
+                    .of("num_layers_per_virtual_pipeline_stage")
+                    .unwrap_or("virtual_pipeline_size")
             )
         });
         self.require(!interleaved || p.pipeline_model_parallel_size > 1, |c| {
@@ -310,15 +341,23 @@ impl Check<'_> {
         );
         match &p.partition {
             PartitionMethod::Explicit(sizes) => {
-                let cited =
-                    self.cite("pipeline_partition", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
+                let cited = self.cite(
+                    "pipeline_partition",
+                    sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(","),
+                );
                 self.require(sizes.len() == num_virtual_stages, |_| {
-                    format!("{cited} names {} stages, and there are {num_virtual_stages} ({stages})", sizes.len())
+                    format!(
+                        "{cited} names {} stages, and there are {num_virtual_stages} ({stages})",
+                        sizes.len()
+                    )
                 });
                 let sum = sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size));
                 self.require(sum == Some(num_layers), |c| {
                     let dealt = sum.map_or("too many".to_string(), |sum| sum.to_string());
-                    format!("{cited} deals {dealt} layers, and {}", c.cite("num_layers", num_layers))
+                    format!(
+                        "{cited} deals {dealt} layers, and {}",
+                        c.cite("num_layers", num_layers)
+                    )
                 });
             }
             PartitionMethod::Uniform | PartitionMethod::Parameters | PartitionMethod::Flops => {
@@ -342,7 +381,8 @@ impl Check<'_> {
         let graph = self.cite("enable_cuda_graph", true);
         let whole = "a graph holds the computation of one rank, and messages between ranks within it are not recorded; set it to 1";
         let both = p.overlap_grad_reduce && p.data_parallel_size > 1;
-        let (tp, cp, pp) = (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size);
+        let (tp, cp, pp) =
+            (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size);
         for (holds, what, why) in [
             (tp <= 1, self.cite("tensor_model_parallel_size", tp), whole),
             (cp <= 1, self.cite("context_parallel_size", cp), whole),
@@ -353,7 +393,9 @@ impl Check<'_> {
                 "gradients are reduced during backward, which is in the graph as a whole; leave it out",
             ),
         ] {
-            self.require(holds, |_| format!("{what} does not go with {graph}: {why}, or leave out enable_cuda_graph"));
+            self.require(holds, |_| {
+                format!("{what} does not go with {graph}: {why}, or leave out enable_cuda_graph")
+            });
         }
     }
 
@@ -377,9 +419,14 @@ impl Check<'_> {
             }
             OptimizerKind::Sgd => {
                 self.fraction("sgd_momentum", o.sgd_momentum);
-                for (key, dtype) in [("exp_avg_dtype", o.exp_avg_dtype), ("exp_avg_sq_dtype", o.exp_avg_sq_dtype)] {
+                for (key, dtype) in
+                    [("exp_avg_dtype", o.exp_avg_dtype), ("exp_avg_sq_dtype", o.exp_avg_sq_dtype)]
+                {
                     self.require(dtype == MomentDtype::Fp32, |c| {
-                        format!("{} is of Adam's moments, and the optimizer is SGD", c.cite(key, dtype))
+                        format!(
+                            "{} is of Adam's moments, and the optimizer is SGD",
+                            c.cite(key, dtype)
+                        )
                     });
                 }
             }
@@ -407,7 +454,9 @@ impl Check<'_> {
     }
 
     fn files(&mut self, run: &RunConfig) {
-        self.require(!run.data.data_path.is_empty() || run.data.mock, |_| "data_path names no data".to_string());
+        self.require(!run.data.data_path.is_empty() || run.data.mock, |_| {
+            "data_path names no data".to_string()
+        });
         self.require(run.data.data_path.is_empty() || !run.data.mock, |c| {
             format!(
                 "{} and {} are two sources of data; leave one out",
@@ -422,7 +471,8 @@ impl Check<'_> {
             )
         });
         let positions = run.model.position_embedding;
-        let embedded = matches!(positions, PositionEmbedding::LearnedAbsolute | PositionEmbedding::Rope);
+        let embedded =
+            matches!(positions, PositionEmbedding::LearnedAbsolute | PositionEmbedding::Rope);
         self.require(embedded || !run.data.reset_position_ids, |c| {
             format!(
                 "{} changes nothing: {} has no positions that could begin anew; leave it out (reset_attention_mask keeps \
@@ -432,12 +482,15 @@ impl Check<'_> {
             )
         });
         self.positive_steps("save_interval", run.checkpoint.save_interval);
-        self.require(run.checkpoint.save_interval.is_none() || run.checkpoint.save.is_some(), |c| {
-            format!(
-                "{} has no folder to save to; set save",
-                c.cite("save_interval", run.checkpoint.save_interval.unwrap_or(0))
-            )
-        });
+        self.require(
+            run.checkpoint.save_interval.is_none() || run.checkpoint.save.is_some(),
+            |c| {
+                format!(
+                    "{} has no folder to save to; set save",
+                    c.cite("save_interval", run.checkpoint.save_interval.unwrap_or(0))
+                )
+            },
+        );
         self.require(!run.checkpoint.async_save || run.checkpoint.save_interval.is_some(), |c| {
             format!(
                 "{} changes nothing: checkpoints amid the run are written while training goes on, and there are none; set save_interval",
@@ -446,7 +499,9 @@ impl Check<'_> {
         });
         self.retention(&run.checkpoint);
         self.skipped_training(run);
-        if let (true, OptimizerOffload::Nvme(folder)) = (run.checkpoint.async_save, &run.optimizer.offload) {
+        if let (true, OptimizerOffload::Nvme(folder)) =
+            (run.checkpoint.async_save, &run.optimizer.offload)
+        {
             self.require(false, |c| {
                 format!(
                     "{} copies the optimizer's state in memory, which {} keeps it out of; leave one out",
@@ -455,8 +510,11 @@ impl Check<'_> {
                 )
             });
         }
-        self.require(run.logging.log_interval > 0, |c| format!("{} must be at least 1", c.cite("log_interval", 0)));
-        let tensorboard = run.logging.tensorboard.as_ref().map(|tensorboard| tensorboard.log_interval);
+        self.require(run.logging.log_interval > 0, |c| {
+            format!("{} must be at least 1", c.cite("log_interval", 0))
+        });
+        let tensorboard =
+            run.logging.tensorboard.as_ref().map(|tensorboard| tensorboard.log_interval);
         self.positive_steps("tensorboard_log_interval", tensorboard);
         self.positive_steps("eval_interval", run.logging.eval_interval);
         if let Some(profile) = &run.logging.profile {

@@ -93,7 +93,9 @@ impl ContextParallel {
         }
         let (seq, batch, width) = x.dims3()?;
         if !seq.is_multiple_of(cp) {
-            return Err(Error::config(format!("internal error: {seq} tokens of attention do not divide by cp {cp}")));
+            return Err(Error::config(format!(
+                "internal error: {seq} tokens of attention do not divide by cp {cp}"
+            )));
         }
         let part = seq / cp;
         let by_rank = empty((cp, part * batch, width), x.dtype(), x.device())?;
@@ -128,11 +130,18 @@ mod tests {
                     let whole = &whole;
                     scope.spawn(move || {
                         let cp = ContextParallel::new(group);
-                        assert_eq!((cp.whole_length(part), cp.offset(part)), (part * cp.size(), part * cp.rank()));
+                        assert_eq!(
+                            (cp.whole_length(part), cp.offset(part)),
+                            (part * cp.size(), part * cp.rank())
+                        );
                         let mine = whole.narrow(0, cp.offset(part), part).unwrap();
                         let heads = cp.to_heads(mine.clone()).unwrap();
-                        let columns = whole.narrow(2, cp.rank() * w, w).unwrap().contiguous().unwrap();
-                        assert_eq!((heads.dims(), values(&heads)), (columns.dims(), values(&columns)));
+                        let columns =
+                            whole.narrow(2, cp.rank() * w, w).unwrap().contiguous().unwrap();
+                        assert_eq!(
+                            (heads.dims(), values(&heads)),
+                            (columns.dims(), values(&columns))
+                        );
                         let tokens = cp.to_tokens(heads).unwrap();
                         assert_eq!((tokens.dims(), values(&tokens)), (mine.dims(), values(&mine)));
                     });
@@ -147,7 +156,10 @@ mod tests {
             for group in threads::world(2) {
                 scope.spawn(move || {
                     let cp = ContextParallel::new(group);
-                    assert!(cp.to_heads(numbered(2, 1, 3)).is_err() && cp.to_tokens(numbered(3, 1, 2)).is_err());
+                    assert!(
+                        cp.to_heads(numbered(2, 1, 3)).is_err()
+                            && cp.to_tokens(numbered(3, 1, 2)).is_err()
+                    );
                 });
             }
         });

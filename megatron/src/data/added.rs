@@ -20,10 +20,13 @@ pub(super) struct Texts {
 impl Texts {
     /// `None` where there are so many that no expression holds them.
     pub fn new(texts: impl IntoIterator<Item = (String, u32)>) -> Option<Self> {
-        let mut texts: Vec<(String, u32)> = texts.into_iter().filter(|(text, _)| !text.is_empty()).collect();
+        let mut texts: Vec<(String, u32)> =
+            texts.into_iter().filter(|(text, _)| !text.is_empty()).collect();
         // Of several that begin at the same place, an expression takes the first.
         texts.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
-        let escaped = |text: &str| text.chars().map(|c| format!("\\x{{{:X}}}", u32::from(c))).collect::<String>();
+        let escaped = |text: &str| {
+            text.chars().map(|c| format!("\\x{{{:X}}}", u32::from(c))).collect::<String>()
+        };
         let patterns: Vec<String> = texts.iter().map(|(text, _)| escaped(text)).collect();
         let regex = match patterns.is_empty() {
             true => None,
@@ -46,13 +49,17 @@ impl Texts {
     /// Where they are in `text`, the first and longest ones, and what belongs to each.
     pub fn find<'a>(&'a self, text: &'a str) -> impl Iterator<Item = (Range<usize>, u32)> + 'a {
         let found = self.regex.as_ref().map(|regex| regex.find_iter(text));
-        found.into_iter().flatten().map(|found| (found.range(), self.ids[found.pattern().as_usize()]))
+        found
+            .into_iter()
+            .flatten()
+            .map(|found| (found.range(), self.ids[found.pattern().as_usize()]))
     }
 }
 
 /// The added tokens of a tokenizer, with their ids, in the order of these.
 pub(super) fn added(tokenizer: &Tokenizer) -> Vec<(u32, AddedToken)> {
-    let mut tokens: Vec<(u32, AddedToken)> = tokenizer.get_added_tokens_decoder().into_iter().collect();
+    let mut tokens: Vec<(u32, AddedToken)> =
+        tokenizer.get_added_tokens_decoder().into_iter().collect();
     tokens.sort_by_key(|(id, _)| *id);
     tokens
 }

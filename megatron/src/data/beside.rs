@@ -21,7 +21,8 @@ const ADDED_TOKENS_FILE: &str = "added_tokens.json";
 pub(super) const ADDED_TOKENS: &str = "added_tokens_decoder";
 
 /// Tokens that have a meaning, each under its name.
-const NAMED: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+const NAMED: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 /// Lists of others; the first is the older name.
 const MORE: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 
@@ -68,7 +69,9 @@ impl Beside {
             for (key, value) in object(&file(SPECIAL_TOKENS_FILE))? {
                 let more = |value: &Value| value.as_array().cloned().unwrap_or_default();
                 match config.get_mut(&key) {
-                    Some(there) if MORE.contains(&key.as_str()) => *there = [more(there), more(&value)].concat().into(),
+                    Some(there) if MORE.contains(&key.as_str()) => {
+                        *there = [more(there), more(&value)].concat().into()
+                    }
                     _ => drop(config.insert(key, value)),
                 }
             }
@@ -76,25 +79,33 @@ impl Beside {
         let named = NAMED.iter().filter_map(|key| config.get(*key));
         let more = MORE.iter().filter_map(|key| config.get(*key)?.as_array()).flatten();
         found.special = named.chain(more).filter_map(|value| token(value, true)).collect();
-        found.eos = config.get("eos_token").and_then(|value| token(value, true)).map(|token| token.content);
+        found.eos =
+            config.get("eos_token").and_then(|value| token(value, true)).map(|token| token.content);
         found.literal = config.get("split_special_tokens").is_some_and(|value| value == true);
         let said = |twice: &'static Twice| Some((twice, config.get(twice.0)?.as_bool()?));
         found.said_twice = SAID_TWICE.iter().filter_map(said).collect();
         let unusable = |path: &Path, what: &str| {
-            Error::data(path, format!("{what} is no token with its id; copy the file again, or remove it"))
+            Error::data(
+                path,
+                format!("{what} is no token with its id; copy the file again, or remove it"),
+            )
         };
         match listed {
             Some(listed) => {
                 for (id, value) in listed.as_object().into_iter().flatten() {
-                    let entry = id.parse().ok().zip(token(value, false).filter(|_| value.is_object()));
-                    let (id, token) = entry.ok_or_else(|| unusable(&found.source, &format!("{ADDED_TOKENS}.{id}")))?;
+                    let entry =
+                        id.parse().ok().zip(token(value, false).filter(|_| value.is_object()));
+                    let (id, token) = entry
+                        .ok_or_else(|| unusable(&found.source, &format!("{ADDED_TOKENS}.{id}")))?;
                     found.added.insert(id, token);
                 }
             }
             None => {
                 found.source = file(ADDED_TOKENS_FILE);
                 for (content, id) in object(&found.source)? {
-                    let id = id.as_u64().ok_or_else(|| unusable(&found.source, &format!("{content:?}")))?;
+                    let id = id
+                        .as_u64()
+                        .ok_or_else(|| unusable(&found.source, &format!("{content:?}")))?;
                     let special = found.special.iter().any(|token| token.content == content);
                     found.added.insert(id, AddedToken::from(content, special));
                 }
@@ -113,16 +124,26 @@ impl Beside {
     /// `Error::Data` where a token would have another id than is written.
     pub fn complete(&self, tokenizer: &mut Tokenizer) -> Result<Vec<(u32, AddedToken)>> {
         let unusable = |error: tokenizers::Error| {
-            Error::data(&self.source, format!("cannot be added to the vocabulary: {error}; copy the file again"))
+            Error::data(
+                &self.source,
+                format!("cannot be added to the vocabulary: {error}; copy the file again"),
+            )
         };
         let before = tokenizer.get_added_tokens_decoder();
         // The vocabulary's own properties come before those that added_tokens.json does not write.
         let in_config = self.source.ends_with(CONFIG_FILE);
         let is_there = |id: Option<u32>| id.is_some_and(|id| before.contains_key(&id));
-        let with_ids = self.added.iter().map(|(&id, token)| (id, token, tokenizer.token_to_id(&token.content)));
+        let with_ids = self
+            .added
+            .iter()
+            .map(|(&id, token)| (id, token, tokenizer.token_to_id(&token.content)));
         let added: Vec<_> = with_ids.filter(|(.., there)| in_config || !is_there(*there)).collect();
-        tokenizer.add_tokens(added.iter().map(|(_, token, _)| (*token).clone())).map_err(unusable)?;
-        for (id, AddedToken { content, .. }, _) in added.iter().filter(|(.., there)| there.is_none()) {
+        tokenizer
+            .add_tokens(added.iter().map(|(_, token, _)| (*token).clone()))
+            .map_err(unusable)?;
+        for (id, AddedToken { content, .. }, _) in
+            added.iter().filter(|(.., there)| there.is_none())
+        {
             let got = tokenizer.token_to_id(content);
             if got.map(u64::from) != Some(*id) {
                 return Err(Error::data(
@@ -152,9 +173,11 @@ impl Beside {
     pub fn notes(&self, path: &Path, json: &Value, tokenizer: &Tokenizer) -> Vec<String> {
         let mut notes = Vec::new();
         let special = self.special.iter().map(|token| &token.content);
-        let absent: BTreeSet<_> = special.filter(|token| tokenizer.token_to_id(token).is_none()).collect();
+        let absent: BTreeSet<_> =
+            special.filter(|token| tokenizer.token_to_id(token).is_none()).collect();
         if !absent.is_empty() {
-            let absent: Vec<String> = absent.into_iter().map(|token| format!("{token:?}")).collect();
+            let absent: Vec<String> =
+                absent.into_iter().map(|token| format!("{token:?}")).collect();
             notes.push(format!(
                 "note: {} has not the special tokens {} that are named beside it; they are left out, where transformers adds \
                  them behind the vocabulary (its save_pretrained writes a tokenizer.json with them)",
@@ -177,7 +200,8 @@ impl Beside {
 
 /// What a step of a part of a `tokenizer.json` says under `key`, if one does.
 fn step_says(part: &Value, key: &str) -> Option<bool> {
-    let steps = ["pretokenizers", "normalizers"].into_iter().find_map(|steps| part[steps].as_array());
+    let steps =
+        ["pretokenizers", "normalizers"].into_iter().find_map(|steps| part[steps].as_array());
     let mut steps = steps.map_or(std::slice::from_ref(part), Vec::as_slice).iter();
     steps.find_map(|step| match step.get(key)? {
         // Accents go with upper case, unless it is said.
@@ -193,8 +217,9 @@ pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
         Err(error) => return Err(Error::io("read", path, error)),
     };
-    serde_json::from_slice(&bytes)
-        .map_err(|error| Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it")))
+    serde_json::from_slice(&bytes).map_err(|error| {
+        Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it"))
+    })
 }
 
 /// A token that is written as its text or as an object.
@@ -224,19 +249,22 @@ pub(super) fn listed(tokens: impl IntoIterator<Item = (u32, AddedToken)>) -> Val
 
 /// What a path is that names a tokenizer of another kind than `tokenizer.json`, and what to do.
 pub(super) fn other_kind(path: &Path) -> Option<String> {
-    const CONVERT: &str =
-        "python -c 'from transformers import AutoTokenizer as T; T.from_pretrained(\"DIR\").save_pretrained(\"OUT\")'";
+    const CONVERT: &str = "python -c 'from transformers import AutoTokenizer as T; T.from_pretrained(\"DIR\").save_pretrained(\"OUT\")'";
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
     let (there, place) = match path.is_dir() {
         true if path.join(super::TOKENIZER_FILE).exists() => return None,
         true => (
-            ["tokenizer.model", "vocab.json", "vocab.txt"].into_iter().find(|name| path.join(name).is_file())?,
+            ["tokenizer.model", "vocab.json", "vocab.txt"]
+                .into_iter()
+                .find(|name| path.join(name).is_file())?,
             "holds ",
         ),
         false => (name.as_str(), "is "),
     };
     Some(match there {
-        "vocab.txt" => format!("{place}a WordPiece vocabulary without its tokenizer.json; make one: {CONVERT}"),
+        "vocab.txt" => {
+            format!("{place}a WordPiece vocabulary without its tokenizer.json; make one: {CONVERT}")
+        }
         "vocab.json" => format!(
             "{place}a vocabulary without its merges; GPT-2's is opened by --vocab-file vocab.json --merge-file merges.txt, and of others \
              transformers makes a tokenizer.json: {CONVERT}"

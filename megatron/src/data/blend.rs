@@ -26,8 +26,17 @@ pub struct Blend {
 
 impl Blend {
     /// `size` samples of `sources` by `weights`, which are normalized. The order is cached in `cache_dir`.
-    pub fn open(sources: Vec<Arc<dyn SampleSource>>, weights: &[f64], size: u64, cache_dir: &Path) -> Result<Self> {
-        if sources.is_empty() || sources.len() != weights.len() || sources.len() > MOST_SOURCES || size == 0 {
+    pub fn open(
+        sources: Vec<Arc<dyn SampleSource>>,
+        weights: &[f64],
+        size: u64,
+        cache_dir: &Path,
+    ) -> Result<Self> {
+        if sources.is_empty()
+            || sources.len() != weights.len()
+            || sources.len() > MOST_SOURCES
+            || size == 0
+        {
             let (sources, weights) = (sources.len(), weights.len());
             return Err(Error::config(format!(
                 "a blend of {size} samples of {sources} sources by {weights} weights cannot be made; give up to \
@@ -39,8 +48,10 @@ impl Blend {
         key.field(&size.to_le_bytes());
         weights.iter().for_each(|weight| key.update(&weight.to_bits().to_le_bytes()));
         let path = cache_dir.join(format!("blend-{}.index", key.finish()));
-        let open =
-            || Ok(IndexFile::open(&path, 2)?.filter(|index| index.len(SOURCE) == size && index.len(SAMPLE) == size));
+        let open = || {
+            Ok(IndexFile::open(&path, 2)?
+                .filter(|index| index.len(SOURCE) == size && index.len(SAMPLE) == size))
+        };
         let index = open_or_build(cache_dir, &[&path], open, || build(&weights, size, &path))?;
         Ok(Self { sources, index })
     }
@@ -155,7 +166,10 @@ mod tests {
         for (i, source) in sources(&weights, 5000).into_iter().enumerate() {
             counts[source] += 1.0;
             let share = |(count, weight): (&f64, &f64)| (count - weight * (i + 1) as f64).abs();
-            assert!(counts.iter().zip(&weights).map(share).all(|off| off < 2.0), "after {i}: {counts:?}");
+            assert!(
+                counts.iter().zip(&weights).map(share).all(|off| off < 2.0),
+                "after {i}: {counts:?}"
+            );
         }
     }
 

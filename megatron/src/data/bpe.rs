@@ -5,7 +5,9 @@
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, TokenizerBuilder};
-use tokenizers::{decoders::DecoderWrapper, normalizers::NormalizerWrapper, processors::PostProcessorWrapper};
+use tokenizers::{
+    decoders::DecoderWrapper, normalizers::NormalizerWrapper, processors::PostProcessorWrapper,
+};
 
 use super::tokenizer::END_OF_TEXT;
 use crate::{Error, Result};
@@ -46,7 +48,10 @@ fn without_long_words(text: String) -> Vec<String> {
 }
 
 /// Trains a vocabulary of at most `vocab_size` tokens on `texts`, which are read one at a time; gives its `tokenizer.json`.
-pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<String>> + Send) -> Result<String> {
+pub(super) fn train_bpe(
+    vocab_size: usize,
+    texts: impl Iterator<Item = Result<String>> + Send,
+) -> Result<String> {
     // The trainer asks for memory for all of them at once.
     if vocab_size > LARGEST_VOCABULARY {
         return Err(Error::config(format!(
@@ -57,13 +62,18 @@ pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<St
         Error::config(format!("training a tokenizer of {vocab_size} tokens failed: {error}"))
     };
     let byte_level = ByteLevel::new(false, true, true);
-    let mut tokenizer =
-        TokenizerBuilder::<BPE, NormalizerWrapper, ByteLevel, PostProcessorWrapper, DecoderWrapper>::new()
-            .with_model(BPE::default())
-            .with_pre_tokenizer(Some(byte_level))
-            .with_decoder(Some(byte_level.into()))
-            .build()
-            .map_err(failed)?;
+    let mut tokenizer = TokenizerBuilder::<
+        BPE,
+        NormalizerWrapper,
+        ByteLevel,
+        PostProcessorWrapper,
+        DecoderWrapper,
+    >::new()
+    .with_model(BPE::default())
+    .with_pre_tokenizer(Some(byte_level))
+    .with_decoder(Some(byte_level.into()))
+    .build()
+    .map_err(failed)?;
     let mut trainer = BpeTrainer::builder()
         .vocab_size(vocab_size)
         .min_frequency(MIN_FREQUENCY)
@@ -87,9 +97,9 @@ pub(super) fn train_bpe(vocab_size: usize, texts: impl Iterator<Item = Result<St
     tokenizer.train(&mut trainer, texts).map_err(failed)?;
     match unreadable {
         Some(error) => Err(error),
-        None if is_empty => {
-            Err(Error::config("there is no text to train a vocabulary on; give files that are not empty"))
-        }
+        None if is_empty => Err(Error::config(
+            "there is no text to train a vocabulary on; give files that are not empty",
+        )),
         None => tokenizer.to_string(false).map_err(failed),
     }
 }
@@ -112,8 +122,9 @@ mod tests {
     /// With its square, as much text took minutes.
     #[test]
     fn one_word_of_a_megabyte_trains_a_vocabulary() {
-        let word: String =
-            (0..1_u32 << 20).map(|i| char::from(b'a' + (i.wrapping_mul(2654435761) >> 29) as u8)).collect();
+        let word: String = (0..1_u32 << 20)
+            .map(|i| char::from(b'a' + (i.wrapping_mul(2654435761) >> 29) as u8))
+            .collect();
         let json = train_bpe(300, std::iter::once(Ok(word))).unwrap();
         assert!(json.contains("\"merges\""));
     }

@@ -34,8 +34,10 @@ pub(super) struct AtomicFile {
 impl AtomicFile {
     pub fn create(path: &Path) -> Result<Self> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
-        let name = path.file_name().ok_or_else(|| Error::data(path, "is no name of a file; give one"))?;
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let name =
+            path.file_name().ok_or_else(|| Error::data(path, "is no name of a file; give one"))?;
+        let folder =
+            path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         remove_unfinished(folder, name.to_str());
         loop {
             let mut temporary = name.to_owned();
@@ -62,7 +64,9 @@ impl AtomicFile {
 
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match &mut self.writer {
-            Some(writer) => writer.write_all(bytes).map_err(|error| Error::io("write", &self.temporary, error)),
+            Some(writer) => {
+                writer.write_all(bytes).map_err(|error| Error::io("write", &self.temporary, error))
+            }
             None => Ok(()),
         }
     }
@@ -127,7 +131,9 @@ impl CacheLock {
 }
 
 fn unusable(folder: &Path, error: &std::io::Error) -> Error {
-    let message = format!("cannot be the cache's folder: {error}; name one that can be written into (cache_dir)");
+    let message = format!(
+        "cannot be the cache's folder: {error}; name one that can be written into (cache_dir)"
+    );
     Error::data(folder, message)
 }
 
@@ -137,7 +143,8 @@ fn refuse_exposed(folder: &Path) -> Result<()> {
     match exposed(folder) {
         Ok(None) => Ok(()),
         Ok(Some(why)) => {
-            let message = format!("cannot be the cache's folder: it {why}; or name another (cache_dir)");
+            let message =
+                format!("cannot be the cache's folder: it {why}; or name another (cache_dir)");
             Err(Error::data(folder, message))
         }
         // There is nothing yet.
@@ -178,7 +185,12 @@ pub(super) fn open_or_build<T>(
     }
     build()?;
     checksums::write(&sums, files)?;
-    open()?.ok_or_else(|| Error::data(folder, "what was just cached here is gone; do not clean the cache during a run"))
+    open()?.ok_or_else(|| {
+        Error::data(
+            folder,
+            "what was just cached here is gone; do not clean the cache during a run",
+        )
+    })
 }
 
 /// Removes unfinished files of the cache. Only the holder of the lock writes those, so they are nobody's; other files may be a user's.
@@ -274,7 +286,10 @@ mod tests {
         }
         let alive = AtomicFile::create(&folder.path().join("x.bin")).unwrap();
         let before = names(folder.path());
-        assert!(!before.contains(&"x.bin.123.0.tmp".to_string()) && before.len() == 4, "{before:?}");
+        assert!(
+            !before.contains(&"x.bin.123.0.tmp".to_string()) && before.len() == 4,
+            "{before:?}"
+        );
         AtomicFile::create(&folder.path().join("x.bin")).unwrap().commit().unwrap();
         assert_eq!(names(folder.path()), before, "one that is still written stays");
         drop(alive);
@@ -284,13 +299,22 @@ mod tests {
     #[test]
     fn the_next_holder_of_the_lock_removes_what_a_killed_builder_left() {
         let folder = tempfile::tempdir().unwrap();
-        for name in
-            ["text-0a.bin.123.0.tmp", "text-0a.idx.123.1.tmp", "tokenizer-300-0a.json.7.0.tmp", "gpt-0a.index.9.12.tmp"]
-        {
+        for name in [
+            "text-0a.bin.123.0.tmp",
+            "text-0a.idx.123.1.tmp",
+            "tokenizer-300-0a.json.7.0.tmp",
+            "gpt-0a.index.9.12.tmp",
+        ] {
             fs::write(folder.path().join(name), b"half").unwrap();
         }
         // A cache's folder may be anybody's, too: of these none is the cache's.
-        let kept = ["corpus.bin.123.0.tmp", "notes.tmp", "text-0a.bin", "text-of-mine.1.tmp", "text-of-mine.a.1.tmp"];
+        let kept = [
+            "corpus.bin.123.0.tmp",
+            "notes.tmp",
+            "text-0a.bin",
+            "text-of-mine.1.tmp",
+            "text-of-mine.a.1.tmp",
+        ];
         kept.iter().for_each(|name| fs::write(folder.path().join(name), b"").unwrap());
         let _lock = CacheLock::acquire(folder.path()).unwrap();
         assert_eq!(names(folder.path()), [&[".lock"][..], &kept[..]].concat());

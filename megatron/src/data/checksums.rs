@@ -33,8 +33,11 @@ fn of(files: &[&Path]) -> Result<Vec<u8>> {
             file.read_exact_at(&mut bytes, start)?;
             Ok(crc32c::crc32c(&bytes))
         };
-        let blocks: Vec<u32> =
-            (0..len.div_ceil(BLOCK)).into_par_iter().map(sum).collect::<std::io::Result<_>>().map_err(read)?;
+        let blocks: Vec<u32> = (0..len.div_ceil(BLOCK))
+            .into_par_iter()
+            .map(sum)
+            .collect::<std::io::Result<_>>()
+            .map_err(read)?;
         sums.extend_from_slice(&len.to_le_bytes());
         blocks.iter().for_each(|sum| sums.extend_from_slice(&sum.to_le_bytes()));
     }
@@ -67,7 +70,9 @@ pub(super) fn hold(path: &Path, files: &[&Path]) -> Result<bool> {
     match of(files) {
         Ok(sums) => Ok(sums == expected),
         // Gone, or shorter than it was a moment ago.
-        Err(Error::Io { source, .. }) if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::UnexpectedEof) => {
+        Err(Error::Io { source, .. })
+            if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::UnexpectedEof) =>
+        {
             Ok(false)
         }
         Err(error) => Err(error),

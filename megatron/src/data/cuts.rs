@@ -112,11 +112,15 @@ impl Cuts {
     /// `whole`: it ends where the document does.
     pub fn allow(&self, text: &str, at: usize, whole: bool) -> bool {
         let (before, behind) = text.split_at(at);
-        let (Some(a), Some(b)) = (before.chars().next_back(), behind.chars().next()) else { return false };
+        let (Some(a), Some(b)) = (before.chars().next_back(), behind.chars().next()) else {
+            return false;
+        };
         let allowed = match &self.rule {
             Rule::Anywhere => return true,
             Rule::Never => false,
-            Rule::Gpt2 { prefix, digits } => between_words(before, (a, b), behind, *prefix, *digits),
+            Rule::Gpt2 { prefix, digits } => {
+                between_words(before, (a, b), behind, *prefix, *digits)
+            }
             Rule::Lines { slashes } => between_lines((a, b), behind, *slashes),
             Rule::Space => matches!(a, ' ' | '\n' | '\t' | '\r'),
             Rule::Characters(characters) => characters.allow(a, b),
@@ -139,7 +143,8 @@ impl Cuts {
         if behind.len() < needed && !whole {
             return true;
         }
-        let start = before.floor_char_boundary(before.len().saturating_sub(spaces_before + longest));
+        let start =
+            before.floor_char_boundary(before.len().saturating_sub(spaces_before + longest));
         let end = behind.ceil_char_boundary(needed.min(behind.len()));
         self.added.occur(&[&before[start..], &behind[..end]].concat())
     }
@@ -158,13 +163,22 @@ fn spaces(text: &str) -> Option<&str> {
 /// they end before white space, before the last of several characters of it, and behind a single
 /// one that is no space. Where digits are cut out first, what is before them is seen as the end of
 /// a text.
-fn between_words(before: &str, (a, b): (char, char), behind: &str, prefix: bool, digits: bool) -> bool {
+fn between_words(
+    before: &str,
+    (a, b): (char, char),
+    behind: &str,
+    prefix: bool,
+    digits: bool,
+) -> bool {
     if !a.is_whitespace() {
         return b.is_whitespace();
     }
     if b.is_whitespace() {
         let last = &behind[b.len_utf8()..];
-        return last.chars().next().is_some_and(|c| !(c.is_whitespace() || digits && c.is_numeric()));
+        return last
+            .chars()
+            .next()
+            .is_some_and(|c| !(c.is_whitespace() || digits && c.is_numeric()));
     }
     // A space that is put before a part would make them two.
     let is_single = before.chars().nth_back(1).is_none_or(|c| !c.is_whitespace());
@@ -202,7 +216,10 @@ impl Pairs {
         let ModelWrapper::BPE(bpe) = model else { return None };
         let is_empty = |affix: &Option<String>| affix.as_ref().is_none_or(String::is_empty);
         // A whole text that is a token would be one without being merged.
-        if bpe.ignore_merges || !is_empty(&bpe.continuing_subword_prefix) || !is_empty(&bpe.end_of_word_suffix) {
+        if bpe.ignore_merges
+            || !is_empty(&bpe.continuing_subword_prefix)
+            || !is_empty(&bpe.end_of_word_suffix)
+        {
             return None;
         }
         let vocab = bpe.get_vocab();
@@ -254,23 +271,42 @@ impl Rule {
             ["ByteLevel"] if is(0, "use_regex") && only(&["NFC"]) => {
                 Some(Self::Gpt2 { prefix: is(0, "add_prefix_space"), digits: false })
             }
-            ["Digits", "ByteLevel"] if is(1, "use_regex") && !is(1, "add_prefix_space") && only(&["NFC"]) => {
+            ["Digits", "ByteLevel"]
+                if is(1, "use_regex") && !is(1, "add_prefix_space") && only(&["NFC"]) =>
+            {
                 Some(Self::Gpt2 { prefix: false, digits: true })
             }
-            ["Split", "ByteLevel"] if !is(1, "use_regex") && !is(1, "add_prefix_space") && only(&["NFC"]) => {
+            ["Split", "ByteLevel"]
+                if !is(1, "use_regex") && !is(1, "add_prefix_space") && only(&["NFC"]) =>
+            {
                 let split = &pre_tokenizers[0];
                 let isolates = split["behavior"] == "Isolated" && split["invert"] == false;
-                split["pattern"]["Regex"].as_str().filter(|_| isolates).and_then(Self::of_expression)
+                split["pattern"]["Regex"]
+                    .as_str()
+                    .filter(|_| isolates)
+                    .and_then(Self::of_expression)
             }
             ["BertPreTokenizer" | "Whitespace" | "WhitespaceSplit", rest @ ..]
                 if rest.iter().all(|kind| ["Punctuation", "Digits"].contains(kind))
-                    && only(&["BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD"]) =>
+                    && only(&[
+                        "BertNormalizer",
+                        "Lowercase",
+                        "StripAccents",
+                        "NFC",
+                        "NFD",
+                        "NFKC",
+                        "NFKD",
+                    ]) =>
             {
                 Some(Self::Space)
             }
             ["Metaspace"] if normalizers.is_empty() => {
                 let space = pre_tokenizers[0]["replacement"].as_str().and_then(one_character)?;
-                Self::of_characters(Characters { space, words: is(0, "split"), pairs: Pairs::of(model) })
+                Self::of_characters(Characters {
+                    space,
+                    words: is(0, "split"),
+                    pairs: Pairs::of(model),
+                })
             }
             [] => {
                 let space = space_of(&normalizers)?;
@@ -288,7 +324,9 @@ impl Rule {
         const CONTRACTIONS: &str = "(?i:'s|'t|'re|'ve|'m|'ll|'d)";
         const SPACES: &str = r"|\s*[\r\n]+|\s+(?!\S)|\s+";
         let words = |digits: &str| {
-            format!(r"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{SPACES}")
+            format!(
+                r"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{SPACES}"
+            )
         };
         let (upper, lower) = (r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]");
         let sign = r"[^\r\n\p{L}\p{N}]?";
@@ -297,7 +335,10 @@ impl Rule {
         );
         match pattern {
             GPT2 => Some(Self::Gpt2 { prefix: false, digits: false }),
-            _ if [r"\p{N}{1,3}", r"\p{N}", r"\p{N}+"].iter().any(|digits| pattern == words(digits)) => {
+            _ if [r"\p{N}{1,3}", r"\p{N}", r"\p{N}+"]
+                .iter()
+                .any(|digits| pattern == words(digits)) =>
+            {
                 Some(Self::Lines { slashes: false })
             }
             _ if pattern == gpt4o => Some(Self::Lines { slashes: true }),
@@ -309,7 +350,8 @@ impl Rule {
 /// What a normalizer, a pre-tokenizer or a post-processor does, one thing after another.
 pub(super) fn steps(of: Option<&impl serde::Serialize>) -> Option<Vec<Value>> {
     fn flatten(value: Value, steps: &mut Vec<Value>) {
-        let lists = ["normalizers", "pretokenizers", "processors"].map(|key| value[key].as_array().cloned());
+        let lists = ["normalizers", "pretokenizers", "processors"]
+            .map(|key| value[key].as_array().cloned());
         match lists.into_iter().flatten().next() {
             Some(list) => list.into_iter().for_each(|value| flatten(value, steps)),
             None => steps.push(value),

@@ -40,7 +40,8 @@ impl Cyclic {
             Some((of, order)) if *of == epoch => order.clone(),
             _ => {
                 // `manual_seed` keeps the low 32 bits, and `new` saw that the number of samples has no more.
-                let order: Arc<[u32]> = torch_permutation(self.source.num_samples() as u32, epoch as u32).into();
+                let order: Arc<[u32]> =
+                    torch_permutation(self.source.num_samples() as u32, epoch as u32).into();
                 *kept = Some((epoch, order.clone()));
                 order
             }

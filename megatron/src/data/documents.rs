@@ -54,9 +54,13 @@ pub(super) struct Tables {
 impl Tables {
     /// Of a microbatch of `b` samples of `s` tokens, to be filled by [`add`](Self::add).
     pub(super) fn new(ends: Option<DocumentEnds>, s: usize, b: usize) -> Self {
-        let room =
-            |needed: fn(&DocumentEnds) -> bool| ends.as_ref().filter(|ends| needed(ends)).map(|_| vec![0; s * b]);
-        Self { positions: room(|ends| ends.reset_positions), first_keys: room(|ends| ends.reset_attention) }
+        let room = |needed: fn(&DocumentEnds) -> bool| {
+            ends.as_ref().filter(|ends| needed(ends)).map(|_| vec![0; s * b])
+        };
+        Self {
+            positions: room(|ends| ends.reset_positions),
+            first_keys: room(|ends| ends.reset_attention),
+        }
     }
 
     /// Finds the documents of sample `column` of `b`, whose inputs are `tokens`.
@@ -77,7 +81,12 @@ impl Tables {
 
     /// Brings them to where the layers are computed.
     pub(super) fn upload(self, s: usize, b: usize, device: &Device) -> Result<Documents> {
-        let tensor = |table: Option<Vec<u32>>, shape| table.map(|table| upload(table, shape, device)).transpose();
-        Ok(Documents { positions: tensor(self.positions, (s, b))?, first_keys: tensor(self.first_keys, (b, s))? })
+        let tensor = |table: Option<Vec<u32>>, shape| {
+            table.map(|table| upload(table, shape, device)).transpose()
+        };
+        Ok(Documents {
+            positions: tensor(self.positions, (s, b))?,
+            first_keys: tensor(self.first_keys, (b, s))?,
+        })
     }
 }

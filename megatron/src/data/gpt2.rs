@@ -20,19 +20,32 @@ pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
     }
     let tokens = object(vocab)?;
     if tokens.is_empty() || !tokens.values().all(Value::is_u64) {
-        return Err(Error::data(vocab, "is no vocabulary: an object of tokens and their ids; name GPT-2's vocab.json"));
+        return Err(Error::data(
+            vocab,
+            "is no vocabulary: an object of tokens and their ids; name GPT-2's vocab.json",
+        ));
     }
-    let text = crate::files::read_text(merges, super::beside::MAX_FILE_BYTES).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => Error::data(merges, "does not exist; name GPT-2's merges.txt (--merge-file)"),
-        _ => Error::io("read", merges, error),
-    })?;
-    let lines =
-        text.lines().enumerate().filter(|(i, line)| !(line.is_empty() || *i == 0 && line.starts_with("#version")));
+    let text =
+        crate::files::read_text(merges, super::beside::MAX_FILE_BYTES).map_err(
+            |error| match error.kind() {
+                std::io::ErrorKind::NotFound => {
+                    Error::data(merges, "does not exist; name GPT-2's merges.txt (--merge-file)")
+                }
+                _ => Error::io("read", merges, error),
+            },
+        )?;
+    let lines = text
+        .lines()
+        .enumerate()
+        .filter(|(i, line)| !(line.is_empty() || *i == 0 && line.starts_with("#version")));
     let pair = |(i, line): (usize, &str)| match line.split_once(' ') {
         Some((a, b)) if ![a, b].contains(&"") && !b.contains(' ') => Ok(json!([a, b])),
         _ => Err(Error::data(
             merges,
-            format!("line {} is no pair of tokens with a space between; name GPT-2's merges.txt", i + 1),
+            format!(
+                "line {} is no pair of tokens with a space between; name GPT-2's merges.txt",
+                i + 1
+            ),
         )),
     };
     let merges = lines.map(pair).collect::<Result<Vec<_>>>()?;

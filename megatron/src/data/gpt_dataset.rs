@@ -63,10 +63,17 @@ impl GptDataset {
             key.update(&(length as u32).to_le_bytes());
             num_tokens = num_tokens.saturating_add(length);
         })?;
-        let plan = Plan::new(num_tokens, seq_length, requested)
-            .map_err(|message| Error::data(dataset.path(), format!("the {name} split {message}")))?;
-        for word in [sequences.start, sequences.end, seq_length as u64, plan.epochs, seed.into(), plan.separate.into()]
-        {
+        let plan = Plan::new(num_tokens, seq_length, requested).map_err(|message| {
+            Error::data(dataset.path(), format!("the {name} split {message}"))
+        })?;
+        for word in [
+            sequences.start,
+            sequences.end,
+            seq_length as u64,
+            plan.epochs,
+            seed.into(),
+            plan.separate.into(),
+        ] {
             key.field(&word.to_le_bytes());
         }
         let path = cache_dir.join(format!("gpt-{}.index", key.finish()));
@@ -97,7 +104,10 @@ impl GptDataset {
         let to = to.unwrap_or(length);
         let count = to.checked_sub(from).filter(|&count| to <= length && count <= out.len() as u64);
         let count = count.ok_or_else(|| self.index.damaged())? as usize;
-        self.dataset.read_tokens(byte + from * self.dataset.token_type().size() as u64, &mut out[..count])?;
+        self.dataset.read_tokens(
+            byte + from * self.dataset.token_type().size() as u64,
+            &mut out[..count],
+        )?;
         Ok(count)
     }
 }
@@ -115,7 +125,9 @@ impl SampleSource for GptDataset {
     fn sample(&self, index: u64, out: &mut [u32]) -> Result<()> {
         if out.len() != self.seq_length + 1 {
             let (given, needed) = (out.len(), self.seq_length + 1);
-            return Err(Error::config(format!("a buffer of {given} tokens was given for a sample of {needed}")));
+            return Err(Error::config(format!(
+                "a buffer of {given} tokens was given for a sample of {needed}"
+            )));
         }
         let [run] = self.index.get(SHUFFLE, index % self.num_samples)?;
         let [first, mut from, last, end] = match run < self.num_samples {
@@ -149,7 +161,11 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(tokens: u64, seq_length: usize, requested: Option<u64>) -> std::result::Result<Self, String> {
+    fn new(
+        tokens: u64,
+        seq_length: usize,
+        requested: Option<u64>,
+    ) -> std::result::Result<Self, String> {
         let s = seq_length as u64;
         if s == 0 || tokens == 0 {
             return Err(format!(
@@ -157,8 +173,10 @@ impl Plan {
             ));
         }
         let requested = requested.unwrap_or(0);
-        let too_many = || format!("cannot count {requested} samples of {seq_length} tokens; ask for fewer");
-        let needed = requested.checked_mul(s).and_then(|n| n.checked_add(1)).ok_or_else(too_many)?;
+        let too_many =
+            || format!("cannot count {requested} samples of {seq_length} tokens; ask for fewer");
+        let needed =
+            requested.checked_mul(s).and_then(|n| n.checked_add(1)).ok_or_else(too_many)?;
         let epochs = needed.div_ceil(tokens);
         let total = epochs.checked_mul(tokens).ok_or_else(too_many)?;
         let num_samples = (total - 1) / s;
@@ -172,7 +190,12 @@ impl Plan {
         let num_before_last = (total - tokens).saturating_sub(1) / s;
         let from_last = requested.saturating_sub(num_before_last);
         let threshold = (SEPARATE_BELOW * ((tokens - 1) / s) as f64) as u64;
-        Ok(Self { epochs, num_samples, num_before_last, separate: epochs > 1 && from_last < threshold })
+        Ok(Self {
+            epochs,
+            num_samples,
+            num_before_last,
+            separate: epochs > 1 && from_last < threshold,
+        })
     }
 }
 
@@ -188,8 +211,9 @@ fn build(
     let mut lengths = Vec::new();
     dataset.for_each_length(sequences.clone(), |length| lengths.push(length))?;
     let mut random = Mt19937::new(seed);
-    let documents = document_index(sequences, plan, &mut random)
-        .ok_or_else(|| Error::data(dataset.path(), beyond_memory(plan, sequences.end - sequences.start)))?;
+    let documents = document_index(sequences, plan, &mut random).ok_or_else(|| {
+        Error::data(dataset.path(), beyond_memory(plan, sequences.end - sequences.start))
+    })?;
     let count = documents.len() as u64;
     let largest_length = lengths.iter().copied().max().unwrap_or(0);
     let mut writer = IndexWriter::create(
@@ -204,7 +228,9 @@ fn build(
         writer.push(document.into())?;
     }
     let first = sequences.start;
-    let length_at = |at: usize| documents.get(at).map(|&document| lengths[(u64::from(document) - first) as usize]);
+    let length_at = |at: usize| {
+        documents.get(at).map(|&document| lengths[(u64::from(document) - first) as usize])
+    };
     for_each_start(length_at, seq_length as u64, plan.num_samples, |document, offset| {
         writer.push(document)?;
         writer.push(offset)
@@ -221,8 +247,9 @@ fn build(
         Some(())
     };
     for range in [0..cut, cut..plan.num_samples] {
-        shuffled(range, &mut order, &mut random)
-            .ok_or_else(|| Error::data(dataset.path(), beyond_memory(plan, sequences.end - sequences.start)))?;
+        shuffled(range, &mut order, &mut random).ok_or_else(|| {
+            Error::data(dataset.path(), beyond_memory(plan, sequences.end - sequences.start))
+        })?;
         for &run in &order {
             writer.push(run.into())?;
         }
@@ -299,9 +326,18 @@ mod tests {
     /// Vectors of Megatron's `helpers.build_sample_idx`.
     #[test]
     fn samples_begin_where_megatrons_do() {
-        assert_eq!(starts(&[5, 3, 9, 4], &[0, 1, 2, 3], 4), [(0, 0), (0, 4), (2, 0), (2, 4), (2, 8), (3, 3)]);
-        assert_eq!(starts(&[5, 3, 9, 4], &[2, 0, 3, 1], 4), [(0, 0), (0, 4), (0, 8), (1, 3), (2, 2), (3, 2)]);
-        assert_eq!(starts(&[5, 3, 9, 2], &[2, 0, 3, 1], 4), [(0, 0), (0, 4), (0, 8), (1, 3), (3, 0)]);
+        assert_eq!(
+            starts(&[5, 3, 9, 4], &[0, 1, 2, 3], 4),
+            [(0, 0), (0, 4), (2, 0), (2, 4), (2, 8), (3, 3)]
+        );
+        assert_eq!(
+            starts(&[5, 3, 9, 4], &[2, 0, 3, 1], 4),
+            [(0, 0), (0, 4), (0, 8), (1, 3), (2, 2), (3, 2)]
+        );
+        assert_eq!(
+            starts(&[5, 3, 9, 2], &[2, 0, 3, 1], 4),
+            [(0, 0), (0, 4), (0, 8), (1, 3), (3, 0)]
+        );
         assert_eq!(starts(&[5, 3], &[1, 0, 0, 1], 4), [(0, 0), (1, 1), (2, 0), (2, 4)]);
     }
 
@@ -313,7 +349,10 @@ mod tests {
     #[test]
     fn epochs_are_the_fewest_that_give_the_samples_and_one_label() {
         let epochs = |requested| Plan::new(100, 10, requested).unwrap().epochs;
-        assert_eq!((epochs(None), epochs(Some(0)), epochs(Some(9)), epochs(Some(10))), (1, 1, 1, 2));
+        assert_eq!(
+            (epochs(None), epochs(Some(0)), epochs(Some(9)), epochs(Some(10))),
+            (1, 1, 1, 2)
+        );
         assert_eq!((epochs(Some(19)), epochs(Some(20))), (2, 3));
     }
 
@@ -326,10 +365,14 @@ mod tests {
 
     #[test]
     fn too_little_and_too_much_are_refused() {
-        assert!(Plan::new(10, 10, None).unwrap_err().contains("has 10 tokens, but one sample takes 11"));
+        assert!(
+            Plan::new(10, 10, None).unwrap_err().contains("has 10 tokens, but one sample takes 11")
+        );
         assert!(Plan::new(0, 10, Some(5)).unwrap_err().contains("has 0 tokens"));
         assert!(Plan::new(10, 10, Some(1)).is_ok());
         assert!(Plan::new(1 << 40, 1 << 20, Some(1 << 60)).unwrap_err().contains("cannot count"));
-        assert!(Plan::new(u64::MAX - 1, 1, Some(u64::MAX - 1)).unwrap_err().contains("cannot count"));
+        assert!(
+            Plan::new(u64::MAX - 1, 1, Some(u64::MAX - 1)).unwrap_err().contains("cannot count")
+        );
     }
 }

@@ -62,7 +62,8 @@ impl IndexFile {
             next = next.and_then(|first| first.checked_add(shape.bytes()?));
         }
         let widths = arrays.iter().all(|(shape, _)| matches!(shape.width, 2 | 4 | 8));
-        let whole = &header[..8] == MAGIC && words[0] == num_arrays as u64 && widths && next == Some(len);
+        let whole =
+            &header[..8] == MAGIC && words[0] == num_arrays as u64 && widths && next == Some(len);
         Ok(whole.then(|| Self { path: path.to_path_buf(), file, arrays }))
     }
 
@@ -79,18 +80,26 @@ impl IndexFile {
         }
         let mut bytes = [[0u8; 8]; COUNT];
         let bytes = &mut bytes.as_flattened_mut()[..COUNT * width as usize];
-        self.file.read_exact_at(bytes, start + first * width).map_err(|error| match error.kind() {
-            std::io::ErrorKind::UnexpectedEof => self.damaged(),
-            _ => Error::io("read", &self.path, error),
+        self.file.read_exact_at(bytes, start + first * width).map_err(|error| {
+            match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => self.damaged(),
+                _ => Error::io("read", &self.path, error),
+            }
         })?;
         let mut values = [0; COUNT];
-        values.iter_mut().zip(bytes.chunks_exact(width as usize)).for_each(|(value, b)| *value = little_endian(b));
+        values
+            .iter_mut()
+            .zip(bytes.chunks_exact(width as usize))
+            .for_each(|(value, b)| *value = little_endian(b));
         Ok(values)
     }
 
     /// The error of an index that contradicts itself or its data.
     pub fn damaged(&self) -> Error {
-        Error::data(&self.path, "is damaged or was replaced during the run; remove it, it is made anew")
+        Error::data(
+            &self.path,
+            "is damaged or was replaced during the run; remove it, it is made anew",
+        )
     }
 }
 
@@ -138,7 +147,8 @@ impl IndexWriter {
 mod tests {
     use super::*;
 
-    const SHAPES: [Shape; 3] = [Shape { width: 4, len: 2 }, Shape { width: 8, len: 0 }, Shape { width: 8, len: 3 }];
+    const SHAPES: [Shape; 3] =
+        [Shape { width: 4, len: 2 }, Shape { width: 8, len: 0 }, Shape { width: 8, len: 3 }];
 
     fn written(folder: &Path) -> PathBuf {
         let path = folder.join("x");
@@ -156,7 +166,11 @@ mod tests {
         let file = IndexFile::open(&written(folder.path()), 3).unwrap().unwrap();
         assert_eq!(file.get::<2>(0, 0).unwrap(), [1, u64::from(u32::MAX)]);
         assert_eq!((file.len(1), file.get::<2>(2, 1).unwrap()), (0, [u64::MAX, 5]));
-        assert!(file.get::<2>(0, 1).is_err() && file.get::<1>(1, 0).is_err() && file.get::<1>(2, u64::MAX).is_err());
+        assert!(
+            file.get::<2>(0, 1).is_err()
+                && file.get::<1>(1, 0).is_err()
+                && file.get::<1>(2, u64::MAX).is_err()
+        );
     }
 
     #[test]

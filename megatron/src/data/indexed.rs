@@ -50,7 +50,9 @@ impl TokenType {
     }
 
     fn from_code(code: u8) -> Option<Self> {
-        [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16].into_iter().find(|t| t.code() == code)
+        [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16]
+            .into_iter()
+            .find(|t| t.code() == code)
     }
 
     /// Bytes of one token.
@@ -115,7 +117,10 @@ impl IndexedDataset {
         dataset.check_sequences(bin_len)?;
         dataset.check_boundaries()?;
         if dataset.num_tokens == 0 {
-            return Err(Error::data(&dataset.bin_path, "holds no tokens; preprocess a text that is not empty"));
+            return Err(Error::data(
+                &dataset.bin_path,
+                "holds no tokens; preprocess a text that is not empty",
+            ));
         }
         Ok(dataset)
     }
@@ -178,8 +183,17 @@ impl IndexedDataset {
     }
 
     /// Lengths in tokens of a range of sequences, in order, a chunk at a time.
-    pub fn for_each_length(&self, sequences: std::ops::Range<u64>, mut each: impl FnMut(u64)) -> Result<()> {
-        self.require(sequences.end <= self.num_sequences, "sequence", sequences.end, self.num_sequences + 1)?;
+    pub fn for_each_length(
+        &self,
+        sequences: std::ops::Range<u64>,
+        mut each: impl FnMut(u64),
+    ) -> Result<()> {
+        self.require(
+            sequences.end <= self.num_sequences,
+            "sequence",
+            sequences.end,
+            self.num_sequences + 1,
+        )?;
         let most = sequences.end.saturating_sub(sequences.start).min(CHUNK as u64 / 4);
         let mut buffer = vec![0; 4 * most as usize];
         let mut next = sequences.start;
@@ -187,7 +201,9 @@ impl IndexedDataset {
             let count = (sequences.end - next).min(most);
             let bytes = &mut buffer[..count as usize * 4];
             read_at(&self.idx, &self.idx_path, HEADER + 4 * next, bytes)?;
-            bytes.chunks_exact(4).for_each(|b| each(u32::from_le_bytes([b[0], b[1], b[2], b[3]]).into()));
+            bytes
+                .chunks_exact(4)
+                .for_each(|b| each(u32::from_le_bytes([b[0], b[1], b[2], b[3]]).into()));
             next += count;
         }
         Ok(())
@@ -209,7 +225,9 @@ impl IndexedDataset {
                 TokenType::U16 => u16::from_le_bytes([b[0], b[1]]).into(),
                 TokenType::I16 => i16::from_le_bytes([b[0], b[1]]).into(),
                 TokenType::I32 => i32::from_le_bytes([b[0], b[1], b[2], b[3]]).into(),
-                TokenType::I64 => i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]),
+                TokenType::I64 => {
+                    i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]])
+                }
             };
             *token = u32::try_from(value).unwrap_or_else(|_| {
                 bad.get_or_insert((i, value));
@@ -238,7 +256,8 @@ impl IndexedDataset {
         // A file without gaps is one run of tokens; sequences are often short.
         let runs = if self.contiguous { 1 } else { self.num_sequences };
         for run in 0..runs {
-            let (length, offset) = if self.contiguous { (self.num_tokens, 0) } else { self.sequence(run)? };
+            let (length, offset) =
+                if self.contiguous { (self.num_tokens, 0) } else { self.sequence(run)? };
             let mut done = 0;
             while done < length {
                 let count = (length - done).min(buffer.len() as u64);
@@ -263,13 +282,20 @@ impl IndexedDataset {
             let lengths = &mut lengths[..count as usize * 4];
             let offsets = &mut offsets[..count as usize * 8];
             read_at(&self.idx, &self.idx_path, HEADER + 4 * next, lengths)?;
-            read_at(&self.idx, &self.idx_path, HEADER + 4 * self.num_sequences + 8 * next, offsets)?;
+            read_at(
+                &self.idx,
+                &self.idx_path,
+                HEADER + 4 * self.num_sequences + 8 * next,
+                offsets,
+            )?;
             for (i, (l, o)) in lengths.chunks_exact(4).zip(offsets.chunks_exact(8)).enumerate() {
                 let length = i32::from_le_bytes([l[0], l[1], l[2], l[3]]);
                 let offset = i64::from_le_bytes([o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]]);
                 let sequence = next + i as u64;
                 let (Ok(tokens), Ok(start)) = (u64::try_from(length), u64::try_from(offset)) else {
-                    return Err(self.damaged(format!("sequence {sequence} has length {length} at byte {offset}")));
+                    return Err(self.damaged(format!(
+                        "sequence {sequence} has length {length} at byte {offset}"
+                    )));
                 };
                 // No overflow: tokens < 2^31 and size ≤ 8, start < 2^63.
                 let end = start + tokens * size;
@@ -318,7 +344,10 @@ impl IndexedDataset {
             for (i, b) in bytes.chunks_exact(8).enumerate() {
                 let boundary = u64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]);
                 let entry = next + i as u64;
-                if boundary < previous || boundary > self.num_sequences || (entry == 0 && boundary != 0) {
+                if boundary < previous
+                    || boundary > self.num_sequences
+                    || (entry == 0 && boundary != 0)
+                {
                     return Err(self.damaged(format!(
                         "document boundary {entry} is sequence {boundary}, after {previous} and with {} sequences",
                         self.num_sequences
@@ -351,7 +380,10 @@ impl IndexedDataset {
         if holds {
             return Ok(());
         }
-        Err(Error::data(&self.idx_path, format!("{what} {index} was asked for, but there are {count}")))
+        Err(Error::data(
+            &self.idx_path,
+            format!("{what} {index} was asked for, but there are {count}"),
+        ))
     }
 }
 
@@ -373,13 +405,19 @@ fn open_file(path: &Path, other: &Path) -> Result<(File, u64)> {
     let file = crate::files::open_binary(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::data(
             path,
-            format!("does not exist; an indexed dataset is a pair of files, this one and {}", other.display()),
+            format!(
+                "does not exist; an indexed dataset is a pair of files, this one and {}",
+                other.display()
+            ),
         ),
         _ => Error::io("open", path, error),
     })?;
     let meta = file.metadata().map_err(|error| Error::io("inspect", path, error))?;
     if !meta.is_file() {
-        return Err(Error::data(path, "is not a regular file; give the prefix of an indexed dataset"));
+        return Err(Error::data(
+            path,
+            "is not a regular file; give the prefix of an indexed dataset",
+        ));
     }
     if meta.len() == 0 {
         return Err(Error::data(path, "is empty; copy it again or make the dataset anew"));
@@ -391,7 +429,10 @@ fn read_at(file: &File, path: &Path, offset: u64, bytes: &mut [u8]) -> Result<()
     file.read_exact_at(bytes, offset).map_err(|error| match error.kind() {
         std::io::ErrorKind::UnexpectedEof => Error::data(
             path,
-            format!("ends before byte {}; it was truncated, copy it again", offset.saturating_add(bytes.len() as u64)),
+            format!(
+                "ends before byte {}; it was truncated, copy it again",
+                offset.saturating_add(bytes.len() as u64)
+            ),
         ),
         _ => Error::io("read", path, error),
     })
@@ -408,7 +449,9 @@ impl Header {
         if len < HEADER {
             return Err(Error::data(
                 path,
-                format!("is truncated: it has {len} bytes, the header alone has {HEADER}; copy it again"),
+                format!(
+                    "is truncated: it has {len} bytes, the header alone has {HEADER}; copy it again"
+                ),
             ));
         }
         let mut bytes = [0u8; HEADER as usize];
@@ -427,7 +470,10 @@ impl Header {
         if u64_at(9) != VERSION {
             return Err(Error::data(
                 path,
-                format!("is of version {}, but only version {VERSION} is known; make the dataset anew", u64_at(9)),
+                format!(
+                    "is of version {}, but only version {VERSION} is known; make the dataset anew",
+                    u64_at(9)
+                ),
             ));
         }
         let token_type = TokenType::from_code(bytes[17]).ok_or_else(|| {
@@ -442,9 +488,16 @@ impl Header {
         let (num_sequences, num_boundaries) = (u64_at(18), u64_at(26));
         let expected = num_sequences
             .checked_mul(12)
-            .and_then(|sequences| num_boundaries.checked_mul(8)?.checked_add(sequences)?.checked_add(HEADER))
+            .and_then(|sequences| {
+                num_boundaries.checked_mul(8)?.checked_add(sequences)?.checked_add(HEADER)
+            })
             .ok_or_else(|| {
-                damaged(path, &format!("it claims {num_sequences} sequences and {num_boundaries} document entries"))
+                damaged(
+                    path,
+                    &format!(
+                        "it claims {num_sequences} sequences and {num_boundaries} document entries"
+                    ),
+                )
             })?;
         if expected != len {
             return Err(Error::data(

@@ -26,7 +26,15 @@ impl IndexedWriter {
     pub fn create(prefix: impl AsRef<Path>, token_type: TokenType) -> Result<Self> {
         let (bin_path, idx_path) = pair_paths(prefix.as_ref());
         let bin = AtomicFile::create(&bin_path)?;
-        Ok(Self { bin, bin_path, idx_path, token_type, lengths: Vec::new(), boundaries: vec![0], buffer: Vec::new() })
+        Ok(Self {
+            bin,
+            bin_path,
+            idx_path,
+            token_type,
+            lengths: Vec::new(),
+            boundaries: vec![0],
+            buffer: Vec::new(),
+        })
     }
 
     /// Appends a sequence to the current document.
@@ -44,13 +52,17 @@ impl IndexedWriter {
         if let Some(token) = tokens.iter().find(|&&token| token > self.token_type.max()) {
             return Err(Error::data(
                 &self.bin_path,
-                format!("token {token} does not fit the type {:?}; choose a wider type", self.token_type),
+                format!(
+                    "token {token} does not fit the type {:?}; choose a wider type",
+                    self.token_type
+                ),
             ));
         }
         self.buffer.clear();
         for &token in tokens {
             // A token fits its type, so the low bytes are the whole number.
-            self.buffer.extend_from_slice(&u64::from(token).to_le_bytes()[..self.token_type.size()]);
+            self.buffer
+                .extend_from_slice(&u64::from(token).to_le_bytes()[..self.token_type.size()]);
         }
         self.bin.write(&self.buffer)?;
         self.lengths.push(length);

@@ -34,7 +34,8 @@ pub(super) fn prepare(cfg: &DataConfig, vocab_size: Option<usize>) -> Result<Pre
         )));
     }
     let tokenizer = cfg.tokenizer.as_deref();
-    let tokenizer = tokenizer.map(|spec| Tokenizer::open_with(spec, &cfg.tokenizer_options, None, &cfg.cache_dir));
+    let tokenizer = tokenizer
+        .map(|spec| Tokenizer::open_with(spec, &cfg.tokenizer_options, None, &cfg.cache_dir));
     let tokenizer = tokenizer.transpose()?;
     let vocab_size = tokenizer.as_ref().map(Tokenizer::vocab_size).or(vocab_size).ok_or_else(|| {
         Error::config("--mock-data makes up tokens of a vocabulary; give its size with --vocab-size, or a --tokenizer")
@@ -48,12 +49,21 @@ pub(super) fn prepare(cfg: &DataConfig, vocab_size: Option<usize>) -> Result<Pre
     )];
     description.extend(tokenizer.iter().flat_map(Tokenizer::notes).cloned());
     let (datasets, names) = (vec![dataset], vec!["--mock-data".into()]);
-    Ok(Prepared { fingerprint: fingerprint(&datasets, None)?, tokenizer, datasets, names, weights: None, description })
+    Ok(Prepared {
+        fingerprint: fingerprint(&datasets, None)?,
+        tokenizer,
+        datasets,
+        names,
+        weights: None,
+        description,
+    })
 }
 
 /// The token that ends made-up documents.
 pub(super) fn end_of_documents(tokenizer: Option<&Tokenizer>, vocab_size: usize) -> u32 {
-    tokenizer.and_then(Tokenizer::eod).unwrap_or(u32::try_from(vocab_size.saturating_sub(1)).unwrap_or(u32::MAX))
+    tokenizer
+        .and_then(Tokenizer::eod)
+        .unwrap_or(u32::try_from(vocab_size.saturating_sub(1)).unwrap_or(u32::MAX))
 }
 
 fn dataset(vocab_size: usize, eod: u32, cache_dir: &Path) -> Result<IndexedDataset> {

@@ -130,7 +130,10 @@ pub fn open(
     let opener = Opener::new(cfg, &prepared, split, seq_length, seed);
     let train = opener.source(TRAIN, requested.train)?;
     let mut notes = Vec::new();
-    let mut held_out = |part: splits::Part, share: f64, requested: u64| -> Result<Option<Arc<dyn SampleSource>>> {
+    let mut held_out = |part: splits::Part,
+                        share: f64,
+                        requested: u64|
+     -> Result<Option<Arc<dyn SampleSource>>> {
         let source = opener.held_out(part, requested)?;
         if let Err(path) = source
             && prepared.weights.is_some()
@@ -148,14 +151,21 @@ pub fn open(
     };
     let valid = held_out(VALID, split[1], requested.valid)?;
     let test = held_out(TEST, split[2], requested.test)?;
-    let count = |source: &Option<Arc<dyn SampleSource>>| source.as_ref().map_or(0, |source| source.num_samples());
-    let lacks = |share: f64, source: &Option<_>| share > 0.0 && source.is_none() && prepared.weights.is_none();
+    let count = |source: &Option<Arc<dyn SampleSource>>| {
+        source.as_ref().map_or(0, |source| source.num_samples())
+    };
+    let lacks = |share: f64, source: &Option<_>| {
+        share > 0.0 && source.is_none() && prepared.weights.is_none()
+    };
     let (no_valid, no_test) = (lacks(split[1], &valid), lacks(split[2], &test));
     // Test data alone are hardly missed.
     let why = if no_test && !no_valid { format!(" {}", opener.dealt()) } else { String::new() };
     if no_valid {
         let dealt = opener.dealt();
-        notes.push(format!("note: too little for a sample of validation data: --split {} {dealt}", cfg.split));
+        notes.push(format!(
+            "note: too little for a sample of validation data: --split {} {dealt}",
+            cfg.split
+        ));
     }
     let mut description = prepared.description;
     description.push(format!(
@@ -167,7 +177,16 @@ pub fn open(
     ));
     description.append(&mut notes);
     let (tokenizer, fingerprint) = (prepared.tokenizer, prepared.fingerprint);
-    Ok(Datasets { train, valid, test, tokenizer, document_ends, vocab_size, fingerprint, description })
+    Ok(Datasets {
+        train,
+        valid,
+        test,
+        tokenizer,
+        document_ends,
+        vocab_size,
+        fingerprint,
+        description,
+    })
 }
 
 /// Opens one part of the split, `train`, `valid` or `test`, of which every sample is read once, in order; the others may be empty. As [`open`]
@@ -187,13 +206,16 @@ pub fn open_part(
     if prepared.weights.is_some() {
         return Err(weights_without_samples());
     }
-    let part = [TRAIN, VALID, TEST]
-        .into_iter()
-        .find(|(name, _)| *name == part)
-        .ok_or_else(|| Error::config(format!("a split has no part {part}; its parts are train, valid and test")))?;
+    let part =
+        [TRAIN, VALID, TEST].into_iter().find(|(name, _)| *name == part).ok_or_else(|| {
+            Error::config(format!(
+                "a split has no part {part}; its parts are train, valid and test"
+            ))
+        })?;
     let cfg = DataConfig { dataloader_type: DataloaderType::Sequential, ..cfg.clone() };
     let opener = Opener::new(&cfg, &prepared, split, seq_length, 0);
-    let notes = prepared.tokenizer.as_ref().map_or(Vec::new(), |tokenizer| tokenizer.notes().to_vec());
+    let notes =
+        prepared.tokenizer.as_ref().map_or(Vec::new(), |tokenizer| tokenizer.notes().to_vec());
     Ok((opener.source(part, 0)?, notes))
 }
 
@@ -205,7 +227,11 @@ fn weights_without_samples() -> Error {
 }
 
 /// What ends documents, if a setting asks for it.
-fn document_ends(cfg: &DataConfig, tokenizer: Option<&Tokenizer>, vocab_size: usize) -> Result<Option<DocumentEnds>> {
+fn document_ends(
+    cfg: &DataConfig,
+    tokenizer: Option<&Tokenizer>,
+    vocab_size: usize,
+) -> Result<Option<DocumentEnds>> {
     let settings = [
         ("eod_mask_loss", cfg.eod_mask_loss),
         ("reset_position_ids", cfg.reset_position_ids),
@@ -245,7 +271,11 @@ fn agreed_vocabulary(tokenizer: Option<&Tokenizer>, vocab_size: Option<usize>) -
     }
 }
 
-fn prepare_text(cfg: &DataConfig, paths: &[PathBuf], weights: Option<Vec<f64>>) -> Result<Prepared> {
+fn prepare_text(
+    cfg: &DataConfig,
+    paths: &[PathBuf],
+    weights: Option<Vec<f64>>,
+) -> Result<Prepared> {
     let spec = cfg.tokenizer.as_deref().ok_or_else(|| {
         Error::config(format!(
             "{} is text and needs a tokenizer; give --tokenizer byte, a tokenizer.json, or train:VOCAB",
@@ -253,7 +283,8 @@ fn prepare_text(cfg: &DataConfig, paths: &[PathBuf], weights: Option<Vec<f64>>) 
         ))
     })?;
     let corpus = Corpus::scan(paths, &cfg.cache_dir)?;
-    let tokenizer = Tokenizer::open_with(spec, &cfg.tokenizer_options, Some(&corpus), &cfg.cache_dir)?;
+    let tokenizer =
+        Tokenizer::open_with(spec, &cfg.tokenizer_options, Some(&corpus), &cfg.cache_dir)?;
     // Paths with weights are datasets of their own; without, their text is one.
     let corpora = match &weights {
         None => vec![corpus],
@@ -281,13 +312,21 @@ fn prepare_text(cfg: &DataConfig, paths: &[PathBuf], weights: Option<Vec<f64>>) 
     Ok(Prepared { fingerprint, tokenizer: Some(tokenizer), datasets, names, weights, description })
 }
 
-fn prepare_indexed(cfg: &DataConfig, prefixes: &[PathBuf], weights: Option<Vec<f64>>) -> Result<Prepared> {
+fn prepare_indexed(
+    cfg: &DataConfig,
+    prefixes: &[PathBuf],
+    weights: Option<Vec<f64>>,
+) -> Result<Prepared> {
     let tokenizer = match &cfg.tokenizer {
-        Some(spec) => Some(Tokenizer::open_with(spec, &cfg.tokenizer_options, None, &cfg.cache_dir)?),
+        Some(spec) => {
+            Some(Tokenizer::open_with(spec, &cfg.tokenizer_options, None, &cfg.cache_dir)?)
+        }
         None => None,
     };
-    let datasets =
-        prefixes.iter().map(|prefix| Ok(Arc::new(IndexedDataset::open(prefix)?))).collect::<Result<Vec<_>>>()?;
+    let datasets = prefixes
+        .iter()
+        .map(|prefix| Ok(Arc::new(IndexedDataset::open(prefix)?)))
+        .collect::<Result<Vec<_>>>()?;
     let mut description: Vec<_> = datasets
         .iter()
         .map(|dataset| {

@@ -83,10 +83,14 @@ impl Parts {
             return Ok(self.take(self.held.len(), true).map(|part| Part { ends, ..part }));
         }
         loop {
-            while !self.all_read && self.ends.front().is_none_or(|end| self.held.len() < end + self.cuts.ahead()) {
+            while !self.all_read
+                && self.ends.front().is_none_or(|end| self.held.len() < end + self.cuts.ahead())
+            {
                 self.read_paragraph()?;
             }
-            let Some(end) = self.ends.pop_front() else { return Ok(self.take(self.held.len(), true)) };
+            let Some(end) = self.ends.pop_front() else {
+                return Ok(self.take(self.held.len(), true));
+            };
             if let Some(at) = self.near(end) {
                 return Ok(self.take(at, false));
             }
@@ -120,7 +124,9 @@ impl Parts {
         let blank = text[..end].trim_end().len().max(end.saturating_sub(BLANK)).max(1);
         let limit = self.ends.front().copied().unwrap_or(text.len()).min(end.saturating_add(NEAR));
         let places = (blank..=end).rev().chain(end + 1..limit);
-        places.filter(|&at| text.is_char_boundary(at)).find(|&at| self.cuts.allow(text, at, self.all_read))
+        places
+            .filter(|&at| text.is_char_boundary(at))
+            .find(|&at| self.cuts.allow(text, at, self.all_read))
     }
 
     fn take(&mut self, at: usize, last: bool) -> Option<Part> {

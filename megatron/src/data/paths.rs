@@ -106,12 +106,16 @@ mod tests {
 
     fn taken(entries: &[&str]) -> Result<(Option<Vec<f64>>, Vec<String>)> {
         let entries: Vec<String> = entries.iter().map(|entry| entry.to_string()).collect();
-        take_weights(&entries).map(|(weights, paths)| (weights, paths.into_iter().map(str::to_owned).collect()))
+        take_weights(&entries)
+            .map(|(weights, paths)| (weights, paths.into_iter().map(str::to_owned).collect()))
     }
 
     #[test]
     fn weights_and_paths_alternate() {
-        assert_eq!(taken(&["0.7", "A", "3", "B"]).unwrap(), (Some(vec![0.7, 3.0]), vec!["A".into(), "B".into()]));
+        assert_eq!(
+            taken(&["0.7", "A", "3", "B"]).unwrap(),
+            (Some(vec![0.7, 3.0]), vec!["A".into(), "B".into()])
+        );
         assert_eq!(taken(&["A", "B"]).unwrap(), (None, vec!["A".into(), "B".into()]));
         // A path may be called as a number is, where a weight comes before it.
         assert_eq!(taken(&["1", "2"]).unwrap(), (Some(vec![1.0]), vec!["2".into()]));

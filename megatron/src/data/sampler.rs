@@ -25,9 +25,16 @@ pub struct GlobalBatch {
 impl GlobalBatch {
     /// # Errors
     /// `Error::Config` unless GBS is a positive multiple of MBS·dp and the rank lies within dp.
-    pub fn new(micro_batch_size: usize, global_batch_size: usize, dp_rank: usize, dp_size: usize) -> Result<Self> {
+    pub fn new(
+        micro_batch_size: usize,
+        global_batch_size: usize,
+        dp_rank: usize,
+        dp_size: usize,
+    ) -> Result<Self> {
         let per_microbatch = micro_batch_size.checked_mul(dp_size).filter(|&product| product > 0);
-        if global_batch_size == 0 || per_microbatch.is_none_or(|product| !global_batch_size.is_multiple_of(product)) {
+        if global_batch_size == 0
+            || per_microbatch.is_none_or(|product| !global_batch_size.is_multiple_of(product))
+        {
             return Err(Error::config(format!(
                 "global_batch_size {global_batch_size} is not a positive multiple of micro_batch_size {micro_batch_size} \
                  · data_parallel_size {dp_size}"
@@ -94,7 +101,12 @@ pub struct Loader {
 
 impl Loader {
     /// `vocab_size` is the model's, unpadded: larger token ids are refused.
-    pub fn new(source: Arc<dyn SampleSource>, batch: GlobalBatch, vocab_size: usize, device: Device) -> Self {
+    pub fn new(
+        source: Arc<dyn SampleSource>,
+        batch: GlobalBatch,
+        vocab_size: usize,
+        device: Device,
+    ) -> Self {
         Self { source, batch, vocab_size, device, document_ends: None, part: (0, 1) }
     }
 
@@ -127,8 +139,13 @@ impl Loader {
     ///
     /// # Errors
     /// As there.
-    pub fn microbatches_of(&self, batch: &GlobalBatch, consumed_samples: u64) -> Result<Vec<MicroBatch>> {
-        let microbatch = |microbatch| self.read(consumed_samples, batch.samples(microbatch).collect());
+    pub fn microbatches_of(
+        &self,
+        batch: &GlobalBatch,
+        consumed_samples: u64,
+    ) -> Result<Vec<MicroBatch>> {
+        let microbatch =
+            |microbatch| self.read(consumed_samples, batch.samples(microbatch).collect());
         (0..batch.num_microbatches()).map(microbatch).collect()
     }
 
@@ -139,14 +156,16 @@ impl Loader {
     pub fn read(&self, consumed_samples: u64, samples: Vec<u64>) -> Result<MicroBatch> {
         let s = self.source.seq_length();
         let b = samples.len();
-        let (mut tokens, mut labels, mut loss_mask) = (vec![0u32; s * b], vec![0u32; s * b], vec![1f32; s * b]);
+        let (mut tokens, mut labels, mut loss_mask) =
+            (vec![0u32; s * b], vec![0u32; s * b], vec![1f32; s * b]);
         let mut documents = Tables::new(self.document_ends, s, b);
         let masked = self.document_ends.filter(|ends| ends.mask_loss).map(|ends| ends.token);
         let mut row = vec![0u32; s + 1];
         for (column, sample) in samples.iter().enumerate() {
             let index = consumed_samples + sample;
             self.source.sample(index, &mut row)?;
-            if let Some(position) = row.iter().position(|&token| token as usize >= self.vocab_size) {
+            if let Some(position) = row.iter().position(|&token| token as usize >= self.vocab_size)
+            {
                 return Err(self.misfit(row[position], position, index));
             }
             for position in 0..s {
@@ -168,7 +187,8 @@ impl Loader {
         }
         let length = s / cp;
         let mine = rank * length * b..(rank + 1) * length * b;
-        let (tokens, labels, loss_mask) = (only(tokens, &mine), only(labels, &mine), only(loss_mask, &mine));
+        let (tokens, labels, loss_mask) =
+            (only(tokens, &mine), only(labels, &mine), only(loss_mask, &mine));
         // Here, since on a GPU the mask is read only by waiting for it.
         let counted = loss_mask.iter().map(|&m| f64::from(m)).sum();
         Ok(MicroBatch {

@@ -41,7 +41,8 @@ struct Segment {
 
 impl Segment {
     fn new(dataset: Arc<IndexedDataset>, sequences: Range<u64>) -> Result<Self> {
-        let first_byte = if sequences.is_empty() { 0 } else { dataset.sequence(sequences.start)?.1 };
+        let first_byte =
+            if sequences.is_empty() { 0 } else { dataset.sequence(sequences.start)?.1 };
         let mut num_tokens = 0u64;
         let mut starts = Vec::new();
         let contiguous = dataset.is_contiguous();
@@ -67,7 +68,10 @@ impl Segment {
             let skip = start - starts[at];
             let count = length.saturating_sub(skip).min(out.len() as u64);
             if count == 0 {
-                return Err(Error::data(self.dataset.path(), "changed while it was read; start again"));
+                return Err(Error::data(
+                    self.dataset.path(),
+                    "changed while it was read; start again",
+                ));
             }
             let (head, tail) = out.split_at_mut(count as usize);
             self.dataset.read_tokens(offset + skip * size, head)?;
@@ -92,7 +96,10 @@ impl TokenStream {
         let mut first = 0;
         for dataset in datasets {
             let end = first + dataset.num_sequences();
-            let (from, to) = (sequences.start.clamp(first, end) - first, sequences.end.clamp(first, end) - first);
+            let (from, to) = (
+                sequences.start.clamp(first, end) - first,
+                sequences.end.clamp(first, end) - first,
+            );
             if from < to {
                 segments.push(Segment::new(dataset.clone(), from..to)?);
             }
@@ -110,7 +117,8 @@ impl TokenStream {
     /// Reads tokens from token `start` of the stream on.
     pub fn read(&self, start: u64, mut out: &mut [u32]) -> Result<()> {
         if start.checked_add(out.len() as u64).is_none_or(|end| end > self.num_tokens) {
-            let message = format!("tokens from {start} on were asked for, but there are {}", self.num_tokens);
+            let message =
+                format!("tokens from {start} on were asked for, but there are {}", self.num_tokens);
             return Err(Error::data(self.path(), message));
         }
         let mut first = 0;
@@ -177,7 +185,9 @@ impl SampleSource for Sequential {
     fn sample(&self, index: u64, out: &mut [u32]) -> Result<()> {
         if out.len() != self.seq_length + 1 {
             let (given, needed) = (out.len(), self.seq_length + 1);
-            return Err(Error::config(format!("a buffer of {given} tokens was given for a sample of {needed}")));
+            return Err(Error::config(format!(
+                "a buffer of {given} tokens was given for a sample of {needed}"
+            )));
         }
         self.stream.read(index % self.num_samples * self.seq_length as u64, out)
     }

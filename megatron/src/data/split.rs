@@ -69,7 +69,10 @@ mod tests {
     fn bad_weights_are_refused_with_advice() {
         for text in ["", "a,b,c", "1,2,3,4", "-1,2,3", "0,0,0", "nan,1,1", "inf,1,1", "1,,2"] {
             let message = parse_split(text).unwrap_err().to_string();
-            assert!(message.contains(&format!("\"{text}\"")) && message.contains("969,30,1"), "{message}");
+            assert!(
+                message.contains(&format!("\"{text}\"")) && message.contains("969,30,1"),
+                "{message}"
+            );
         }
     }
 }

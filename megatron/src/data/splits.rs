@@ -29,7 +29,8 @@ impl SampleCounts {
     pub fn of(run: &RunConfig) -> Self {
         let samples = |steps: u64| steps.saturating_mul(run.training.global_batch_size as u64);
         let (iters, eval) = (run.training.train_iters, &run.logging);
-        let evaluations = 1 + eval.eval_interval.and_then(|interval| iters.checked_div(interval)).unwrap_or(0);
+        let evaluations =
+            1 + eval.eval_interval.and_then(|interval| iters.checked_div(interval)).unwrap_or(0);
         Self {
             train: run.training.samples(),
             valid: samples(evaluations.saturating_mul(eval.eval_iters)),
@@ -63,7 +64,13 @@ pub(super) const VALID: Part = ("valid", |split| split.valid);
 pub(super) const TEST: Part = ("test", |split| split.test);
 
 impl<'a> Opener<'a> {
-    pub fn new(cfg: &'a DataConfig, prepared: &'a Prepared, split: [f64; 3], seq_length: usize, seed: u64) -> Self {
+    pub fn new(
+        cfg: &'a DataConfig,
+        prepared: &'a Prepared,
+        split: [f64; 3],
+        seq_length: usize,
+        seed: u64,
+    ) -> Self {
         Self {
             datasets: &prepared.datasets,
             names: &prepared.names,
@@ -83,7 +90,11 @@ impl<'a> Opener<'a> {
     pub fn source(&self, part: Part, requested: u64) -> Result<Source> {
         self.cut(part, requested).map_err(|error| match (error, self.too_short(part)) {
             (Error::Data { message, .. }, Ok(Some(name))) => {
-                let dealt = if self.weights.is_none() { format!(": --split {}", self.dealt()) } else { String::new() };
+                let dealt = if self.weights.is_none() {
+                    format!(": --split {}", self.dealt())
+                } else {
+                    String::new()
+                };
                 Error::data(name, format!("{message}{dealt}"))
             }
             (error, _) => error,
@@ -96,26 +107,45 @@ impl<'a> Opener<'a> {
         let source = match (self.order, self.weights) {
             (DataloaderType::Sequential | DataloaderType::Shuffled, None) => {
                 let all = self.datasets.iter().map(|dataset| dataset.num_sequences()).sum();
-                self.in_order(TokenStream::new(self.datasets, (part.1)(split_sequences(self.split, all)))?, part)?
+                self.in_order(
+                    TokenStream::new(self.datasets, (part.1)(split_sequences(self.split, all)))?,
+                    part,
+                )?
             }
             (DataloaderType::Sequential | DataloaderType::Shuffled, Some(weights)) => {
                 let open = |dataset: &Arc<IndexedDataset>, _| {
-                    let stream = TokenStream::new(std::slice::from_ref(dataset), self.sequences(dataset, part))?;
+                    let stream = TokenStream::new(
+                        std::slice::from_ref(dataset),
+                        self.sequences(dataset, part),
+                    )?;
                     self.in_order(stream, part)
                 };
                 self.blended(weights, requested, open)?
             }
             (DataloaderType::Single | DataloaderType::Cyclic, weights) => {
                 let open = |dataset: &Arc<IndexedDataset>, requested| -> Result<Source> {
-                    let (s, seed, sequences) = (self.seq_length, self.seed, self.sequences(dataset, part));
-                    let source = GptDataset::open(dataset, sequences, s, requested, seed, self.cache_dir, part.0)?;
+                    let (s, seed, sequences) =
+                        (self.seq_length, self.seed, self.sequences(dataset, part));
+                    let source = GptDataset::open(
+                        dataset,
+                        sequences,
+                        s,
+                        requested,
+                        seed,
+                        self.cache_dir,
+                        part.0,
+                    )?;
                     Ok(Arc::new(source))
                 };
                 match (self.datasets, weights) {
                     ([dataset], None) => open(dataset, Some(requested))?,
                     (datasets, None) => {
-                        let sources = datasets.iter().map(|dataset| open(dataset, None)).collect::<Result<Vec<_>>>()?;
-                        let sizes: Vec<u64> = sources.iter().map(|source| source.num_samples()).collect();
+                        let sources = datasets
+                            .iter()
+                            .map(|dataset| open(dataset, None))
+                            .collect::<Result<Vec<_>>>()?;
+                        let sizes: Vec<u64> =
+                            sources.iter().map(|source| source.num_samples()).collect();
                         let weights: Vec<f64> = sizes.iter().map(|&size| size as f64).collect();
                         let size = requested.min(sizes.iter().sum());
                         Arc::new(Blend::open(sources, &weights, size, self.cache_dir)?)
@@ -131,7 +161,11 @@ impl<'a> Opener<'a> {
     }
 
     /// As [`Self::source`], but `Err` of the first dataset that is too short where one is, for splits that a run can do without.
-    pub fn held_out(&self, part: Part, requested: u64) -> Result<std::result::Result<Source, &'a Path>> {
+    pub fn held_out(
+        &self,
+        part: Part,
+        requested: u64,
+    ) -> Result<std::result::Result<Source, &'a Path>> {
         match self.cut(part, requested) {
             Ok(source) => Ok(Ok(source)),
             Err(error @ Error::Data { .. }) => Ok(Err(self.too_short(part)?.ok_or(error)?)),
@@ -141,12 +175,14 @@ impl<'a> Opener<'a> {
 
     fn too_short(&self, part: Part) -> Result<Option<&'a Path>> {
         let tokens = |dataset: &Arc<IndexedDataset>| -> Result<u64> {
-            let stream = TokenStream::new(std::slice::from_ref(dataset), self.sequences(dataset, part))?;
+            let stream =
+                TokenStream::new(std::slice::from_ref(dataset), self.sequences(dataset, part))?;
             Ok(stream.num_tokens())
         };
         if self.concatenates() {
             let all = self.datasets.iter().map(|dataset| dataset.num_sequences()).sum();
-            let stream = TokenStream::new(self.datasets, (part.1)(split_sequences(self.split, all)))?;
+            let stream =
+                TokenStream::new(self.datasets, (part.1)(split_sequences(self.split, all)))?;
             let is_short = stream.num_tokens() <= self.seq_length as u64;
             return Ok(self.datasets.first().filter(|_| is_short).map(|_| self.name(0)));
         }
@@ -165,8 +201,11 @@ impl<'a> Opener<'a> {
     /// What the split deals and how it fell, to tell why a part has little: the end of a sentence
     /// on the split.
     pub fn dealt(&self) -> String {
-        let of = |number: fn(&IndexedDataset) -> u64| self.datasets.iter().map(|dataset| number(dataset)).sum();
-        let (all, documents): (u64, u64) = (of(IndexedDataset::num_sequences), of(IndexedDataset::num_documents));
+        let of = |number: fn(&IndexedDataset) -> u64| {
+            self.datasets.iter().map(|dataset| number(dataset)).sum()
+        };
+        let (all, documents): (u64, u64) =
+            (of(IndexedDataset::num_sequences), of(IndexedDataset::num_documents));
         let what = if all == documents { "documents" } else { "paragraphs (sequences)" };
         let count = |part: Part| -> u64 {
             let of = |all| (part.1)(split_sequences(self.split, all)).count() as u64;
@@ -177,8 +216,12 @@ impl<'a> Opener<'a> {
         };
         let counts = [TRAIN, VALID, TEST].map(|part| (part.0, count(part)));
         match counts.iter().find(|(_, count)| *count == all) {
-            Some((part, _)) if all == 1 => format!("deals whole {what}, and there is 1: all of it goes to {part}"),
-            Some((part, _)) => format!("deals whole {what}, and there are {all}: all of them go to {part}"),
+            Some((part, _)) if all == 1 => {
+                format!("deals whole {what}, and there is 1: all of it goes to {part}")
+            }
+            Some((part, _)) => {
+                format!("deals whole {what}, and there are {all}: all of them go to {part}")
+            }
             None => {
                 let [train, valid, test] = counts.map(|(part, count)| format!("{count} to {part}"));
                 format!("deals whole {what}, and there are {all}: {train}, {valid}, {test}")
@@ -220,7 +263,9 @@ impl<'a> Opener<'a> {
             .datasets
             .iter()
             .zip(&weights)
-            .map(|(dataset, weight)| open(dataset, Some((share(weight) * (1.0 + SURPLUS)).ceil() as u64)))
+            .map(|(dataset, weight)| {
+                open(dataset, Some((share(weight) * (1.0 + SURPLUS)).ceil() as u64))
+            })
             .collect::<Result<Vec<_>>>()?;
         let size = weights.iter().map(|weight| share(weight) as u64).sum();
         Ok(Arc::new(Blend::open(sources, &weights, size, self.cache_dir)?))

@@ -20,8 +20,8 @@ use crate::{Error, Result};
 /// JSON, CSV and logs are left out because they are mostly data, and what a run writes must not become what it reads.
 pub const TEXT_EXTENSIONS: &[&str] = &[
     "txt", "text", "md", "markdown", "rst", "adoc", "org", "tex", //
-    "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "kt", "swift", "js", "jsx", "ts", "tsx", "rb",
-    "php", "lua", "sh", "sql", "jl", "hs", "ml", "scala", "r", //
+    "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "kt", "swift", "js",
+    "jsx", "ts", "tsx", "rb", "php", "lua", "sh", "sql", "jl", "hs", "ml", "scala", "r", //
     "toml", "yaml", "yml",
 ];
 
@@ -63,10 +63,14 @@ impl Corpus {
         for path in paths {
             let meta = fs::metadata(path).map_err(|error| Error::io("open", path, error))?;
             if !meta.is_dir() && !meta.is_file() {
-                return Err(Error::data(path, "is neither a file nor a folder; give text files or folders of text"));
+                return Err(Error::data(
+                    path,
+                    "is neither a file nor a folder; give text files or folders of text",
+                ));
             }
             if meta.is_file() {
-                let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+                let extension =
+                    path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
                 if NO_TEXT_EXTENSIONS.contains(&extension.to_lowercase().as_str()) {
                     return Err(Error::data(
                         path,
@@ -76,14 +80,20 @@ impl Corpus {
                 }
                 match read_text(path, &mut hasher)? {
                     Content::Text(bytes) => corpus.add(path.clone(), bytes),
-                    Content::Empty => return Err(Error::data(path, "is empty; give a file with text")),
+                    Content::Empty => {
+                        return Err(Error::data(path, "is empty; give a file with text"));
+                    }
                     Content::Binary(why) => {
-                        return Err(Error::data(path, format!("is no text: {why}; give UTF-8 text")));
+                        return Err(Error::data(
+                            path,
+                            format!("is no text: {why}; give UTF-8 text"),
+                        ));
                     }
                 }
                 continue;
             }
-            let mut walk = Walk { except: except.as_deref(), visited: BTreeSet::new(), files: Vec::new() };
+            let mut walk =
+                Walk { except: except.as_deref(), visited: BTreeSet::new(), files: Vec::new() };
             walk.folder(path)?;
             let before = corpus.files.len();
             for file in walk.files {
@@ -211,12 +221,18 @@ impl Paragraphs {
     fn open(path: &Path) -> Result<Self> {
         let file = crate::files::open(path).map_err(|error| Error::io("open", path, error))?;
         let reader = BufReader::with_capacity(1 << 18, file);
-        Ok(Self { path: path.to_path_buf(), reader: Box::new(reader), ahead: Vec::new(), no_text: changed })
+        Ok(Self {
+            path: path.to_path_buf(),
+            reader: Box::new(reader),
+            ahead: Vec::new(),
+            no_text: changed,
+        })
     }
 
     /// The paragraphs of what `reader` gives; `path` is what errors name.
     pub fn new(path: &Path, reader: Box<dyn BufRead + Send>) -> Self {
-        let no_text = |path: &Path| Error::data(path, "is no text: it is not UTF-8; convert it to UTF-8");
+        let no_text =
+            |path: &Path| Error::data(path, "is no text: it is not UTF-8; convert it to UTF-8");
         Self { path: path.to_path_buf(), reader, ahead: Vec::new(), no_text }
     }
 
@@ -262,12 +278,18 @@ fn between_words(bytes: &[u8], start: usize) -> usize {
     let line = &bytes[start..bytes.len() - 1];
     let after_space = line.iter().rposition(u8::is_ascii_whitespace).map(|at| start + at + 1);
     let is_first_byte = |byte: &u8| byte & 0xc0 != 0x80;
-    after_space.or_else(|| bytes.iter().rposition(is_first_byte)).filter(|&at| at > 0).unwrap_or(bytes.len() - 1)
+    after_space
+        .or_else(|| bytes.iter().rposition(is_first_byte))
+        .filter(|&at| at > 0)
+        .unwrap_or(bytes.len() - 1)
 }
 
 /// The error of text that is not what it was when it was scanned.
 fn changed(path: &Path) -> Error {
-    Error::data(path, "changed while it was read; leave the text alone until the run has started, and start again")
+    Error::data(
+        path,
+        "changed while it was read; leave the text alone until the run has started, and start again",
+    )
 }
 
 /// Collects the files of folders.
@@ -281,10 +303,14 @@ struct Walk<'a> {
 impl Walk<'_> {
     fn folder(&mut self, folder: &Path) -> Result<()> {
         let real = fs::canonicalize(folder).map_err(|error| Error::io("resolve", folder, error))?;
-        if self.except == Some(&real) || !self.visited.insert(real) || folder.join(CHECKPOINT_MARK).exists() {
+        if self.except == Some(&real)
+            || !self.visited.insert(real)
+            || folder.join(CHECKPOINT_MARK).exists()
+        {
             return Ok(());
         }
-        let entries = fs::read_dir(folder).and_then(|entries| entries.collect::<std::io::Result<Vec<_>>>());
+        let entries =
+            fs::read_dir(folder).and_then(|entries| entries.collect::<std::io::Result<Vec<_>>>());
         let mut entries = entries.map_err(|error| Error::io("list", folder, error))?;
         entries.sort_by_key(fs::DirEntry::file_name);
         for entry in entries {
@@ -306,7 +332,8 @@ impl Walk<'_> {
 }
 
 fn has_text_extension(path: &Path) -> bool {
-    let extension = path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
+    let extension =
+        path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
     extension.is_some_and(|extension| TEXT_EXTENSIONS.contains(&extension.as_str()))
 }
 
@@ -345,7 +372,10 @@ fn read_text(path: &Path, key: &mut KeyHasher) -> Result<Content> {
                 buffer.copy_within(rest, 0);
             }
             Err(error) => {
-                return Ok(Content::Binary(format!("byte {} is not UTF-8", first + error.valid_up_to() as u64)));
+                return Ok(Content::Binary(format!(
+                    "byte {} is not UTF-8",
+                    first + error.valid_up_to() as u64
+                )));
             }
         }
         if read == 0 {

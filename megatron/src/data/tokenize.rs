@@ -25,7 +25,11 @@ const VERSION: &str = "2";
 /// The tokens of a corpus: a document per file, a sequence per paragraph as nearly as tokens can be
 /// cut there, and the tokenizer's end of a document, if it has one, at the end of each last
 /// sequence.
-pub fn tokenized(corpus: &Corpus, tokenizer: &Tokenizer, cache_dir: &Path) -> Result<IndexedDataset> {
+pub fn tokenized(
+    corpus: &Corpus,
+    tokenizer: &Tokenizer,
+    cache_dir: &Path,
+) -> Result<IndexedDataset> {
     let mut key = KeyHasher::default();
     key.field(VERSION.as_bytes()).field(corpus.key().as_bytes()).field(tokenizer.key().as_bytes());
     let prefix = cache_dir.join(format!("text-{}", key.finish()));
@@ -40,7 +44,8 @@ pub fn tokenized(corpus: &Corpus, tokenizer: &Tokenizer, cache_dir: &Path) -> Re
 }
 
 fn build(corpus: &Corpus, tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
-    let mut writer = IndexedWriter::create(prefix, TokenType::for_vocabulary(tokenizer.vocab_size()))?;
+    let mut writer =
+        IndexedWriter::create(prefix, TokenType::for_vocabulary(tokenizer.vocab_size()))?;
     let mut batch: Vec<Part> = Vec::new();
     let mut batch_bytes = 0;
     for part in corpus.parts(Arc::new(tokenizer.cuts())) {
@@ -59,7 +64,8 @@ fn build(corpus: &Corpus, tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
 
 fn add(writer: &mut IndexedWriter, tokenizer: &Tokenizer, batch: &[Part]) -> Result<()> {
     let eod = tokenizer.eod().filter(|_| !tokenizer.ends_documents());
-    let encoded: Vec<Result<Vec<Vec<u32>>>> = batch.par_iter().map(|part| tokenizer.encode_part(part)).collect();
+    let encoded: Vec<Result<Vec<Vec<u32>>>> =
+        batch.par_iter().map(|part| tokenizer.encode_part(part)).collect();
     for (part, sequences) in batch.iter().zip(encoded) {
         let mut sequences = sequences?;
         if part.last

@@ -98,7 +98,12 @@ impl Tokenizer {
     ) -> Result<Self> {
         if let Some(merges) = &options.merge_file {
             let vocab = Path::new(spec);
-            return Self::from_json(vocab, gpt2::tokenizer_json(vocab, merges)?, &Beside::default(), options);
+            return Self::from_json(
+                vocab,
+                gpt2::tokenizer_json(vocab, merges)?,
+                &Beside::default(),
+                options,
+            );
         }
         if spec == "byte" {
             return Ok(Self::byte());
@@ -128,7 +133,15 @@ impl Tokenizer {
 
     fn plain(kind: Kind, eod: u32, name: &str) -> Self {
         let (vocab_size, around) = (eod as usize + 1, Default::default());
-        Self { kind, vocab_size, eod: Some(eod), around, name: name.into(), key: name.into(), notes: Vec::new() }
+        Self {
+            kind,
+            vocab_size,
+            eod: Some(eod),
+            around,
+            name: name.into(),
+            key: name.into(),
+            notes: Vec::new(),
+        }
     }
 
     fn train(
@@ -160,7 +173,9 @@ impl Tokenizer {
         let path = cache_dir.join(format!("tokenizer-{size}-{}.json", key.finish()));
         let open = || match path.exists() {
             // A damaged file is trained anew.
-            true => Ok(Self::hugging_face(&path, options).ok().filter(|tokenizer| tokenizer.vocab_size <= size)),
+            true => Ok(Self::hugging_face(&path, options)
+                .ok()
+                .filter(|tokenizer| tokenizer.vocab_size <= size)),
             false => Ok(None),
         };
         let mut tokenizer = open_or_build(cache_dir, &[&path], open, || {
@@ -214,13 +229,25 @@ impl Tokenizer {
         Self::from_json(&path, bytes, &Beside::read(&path)?, options)
     }
 
-    fn from_json(path: &Path, bytes: Vec<u8>, beside: &Beside, options: &TokenizerOptions) -> Result<Self> {
+    fn from_json(
+        path: &Path,
+        bytes: Vec<u8>,
+        beside: &Beside,
+        options: &TokenizerOptions,
+    ) -> Result<Self> {
         let unusable = |error: &dyn std::fmt::Display| {
-            Error::data(path, format!("is no usable tokenizer.json: {error}; copy it again, or give another tokenizer"))
+            Error::data(
+                path,
+                format!(
+                    "is no usable tokenizer.json: {error}; copy it again, or give another tokenizer"
+                ),
+            )
         };
         // The library panics on some texts that are no JSON at all, so that is ruled out first.
-        let json = serde_json::from_slice::<serde_json::Value>(&bytes).map_err(|error| unusable(&error))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| unusable(&error))?;
+        let json = serde_json::from_slice::<serde_json::Value>(&bytes)
+            .map_err(|error| unusable(&error))?;
+        let mut inner =
+            tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| unusable(&error))?;
         // What a model's authors cut and pad for inference is not for training texts.
         inner.with_truncation(None).map_err(|error| unusable(&error))?;
         inner.with_padding(None);
@@ -228,7 +255,11 @@ impl Tokenizer {
         let notes = beside.notes(path, &json, &inner);
         let literal = options.split_special_tokens || beside.literal;
         inner.set_encode_special_tokens(literal);
-        let largest = inner.get_vocab(true).into_values().max().ok_or_else(|| unusable(&"its vocabulary is empty"))?;
+        let largest = inner
+            .get_vocab(true)
+            .into_values()
+            .max()
+            .ok_or_else(|| unusable(&"its vocabulary is empty"))?;
         let around = match options.no_special_tokens {
             true => Default::default(),
             false => around(&inner).map_err(|error| unusable(&error))?,
@@ -304,7 +335,8 @@ impl Tokenizer {
     /// # Errors
     /// If a file cannot be written.
     pub fn save_into(&self, dir: &Path) -> Result<()> {
-        let Kind::HuggingFace { inner, json, declared, declared_literal, options, .. } = &self.kind else {
+        let Kind::HuggingFace { inner, json, declared, declared_literal, options, .. } = &self.kind
+        else {
             return Ok(());
         };
         let path = dir.join(TOKENIZER_FILE);
@@ -326,7 +358,8 @@ impl Tokenizer {
         }
         // With them, no other file beside is asked.
         config.insert(ADDED_TOKENS.into(), beside::listed(added(inner)));
-        let text = serde_json::to_vec_pretty(&config).map_err(|error| Error::data(&path, error.to_string()))?;
+        let text = serde_json::to_vec_pretty(&config)
+            .map_err(|error| Error::data(&path, error.to_string()))?;
         write_whole(&path, &text)
     }
 
@@ -353,8 +386,10 @@ impl Tokenizer {
     pub fn lies_in(&self, dir: &Path) -> bool {
         match &self.kind {
             Kind::Byte | Kind::Numbers => false,
-            Kind::HuggingFace { json, .. } => crate::files::read(&dir.join(TOKENIZER_FILE), beside::MAX_FILE_BYTES)
-                .is_ok_and(|there| there[..] == json[..]),
+            Kind::HuggingFace { json, .. } => {
+                crate::files::read(&dir.join(TOKENIZER_FILE), beside::MAX_FILE_BYTES)
+                    .is_ok_and(|there| there[..] == json[..])
+            }
         }
     }
 
@@ -367,9 +402,13 @@ impl Tokenizer {
             Kind::Byte => Ok(text.bytes().map(u32::from).collect()),
             Kind::Numbers => text.split_ascii_whitespace().map(|word| self.number(word)).collect(),
             Kind::HuggingFace { inner, words, .. } => {
-                let of_words = || words.as_ref().map_or(Ok(None), |words| words.encode(inner, text));
-                let encode = || inner.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec());
-                of_words().and_then(|tokens| tokens.map_or_else(encode, Ok)).map_err(|error| self.cannot_encode(&error))
+                let of_words =
+                    || words.as_ref().map_or(Ok(None), |words| words.encode(inner, text));
+                let encode =
+                    || inner.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec());
+                of_words()
+                    .and_then(|tokens| tokens.map_or_else(encode, Ok))
+                    .map_err(|error| self.cannot_encode(&error))
             }
         }
     }
@@ -428,7 +467,9 @@ impl Tokenizer {
     /// The tokens of a text in sequences: the first token that begins at an end of a paragraph, or
     /// behind it, begins the next.
     fn encode_cut(&self, text: &str, ends: &[usize]) -> Result<Vec<Vec<u32>>> {
-        let Kind::HuggingFace { inner, .. } = &self.kind else { return Ok(vec![self.encode(text)?]) };
+        let Kind::HuggingFace { inner, .. } = &self.kind else {
+            return Ok(vec![self.encode(text)?]);
+        };
         let encoding = inner.encode(text, false).map_err(|error| self.cannot_encode(&error))?;
         let mut sequences = vec![Vec::new()];
         let mut ends = ends.iter().peekable();
@@ -448,11 +489,14 @@ impl Tokenizer {
     /// The tokens of a text behind a character with which it has none in common: what is put before
     /// texts is put before that.
     fn encode_behind(&self, before: char, text: &str) -> Result<Vec<u32>> {
-        let (alone, mut all) = (self.encode(&before.to_string())?, self.encode(&format!("{before}{text}"))?);
+        let (alone, mut all) =
+            (self.encode(&before.to_string())?, self.encode(&format!("{before}{text}"))?);
         if !all.starts_with(&alone) {
             return Err(Error::data(
                 &self.name,
-                format!("takes {before:?} into tokens of what is behind it; this is a bug, report it"),
+                format!(
+                    "takes {before:?} into tokens of what is behind it; this is a bug, report it"
+                ),
             ));
         }
         Ok(all.split_off(alone.len()))
@@ -475,7 +519,9 @@ impl Tokenizer {
     /// Those of the ids below `vocab_size` that are no tokens here.
     pub fn absent(&self, vocab_size: usize) -> Vec<Range<usize>> {
         let is_absent = |id: usize| match &self.kind {
-            Kind::HuggingFace { inner, .. } => u32::try_from(id).ok().is_none_or(|id| inner.id_to_token(id).is_none()),
+            Kind::HuggingFace { inner, .. } => {
+                u32::try_from(id).ok().is_none_or(|id| inner.id_to_token(id).is_none())
+            }
             Kind::Byte | Kind::Numbers => id >= self.vocab_size,
         };
         let mut ranges: Vec<Range<usize>> = Vec::new();
@@ -496,15 +542,20 @@ impl Tokenizer {
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         match &self.kind {
             Kind::Byte => {
-                let bytes: Vec<u8> = tokens.iter().filter_map(|&token| u8::try_from(token).ok()).collect();
+                let bytes: Vec<u8> =
+                    tokens.iter().filter_map(|&token| u8::try_from(token).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
             Kind::Numbers => {
-                let numbers = tokens.iter().filter(|&&token| Some(token) < self.eod).map(u32::to_string);
+                let numbers =
+                    tokens.iter().filter(|&&token| Some(token) < self.eod).map(u32::to_string);
                 Ok(numbers.collect::<Vec<_>>().join(" "))
             }
             Kind::HuggingFace { inner, .. } => inner.decode(tokens, true).map_err(|error| {
-                Error::data(&self.name, format!("cannot decode tokens: {error}; give another tokenizer"))
+                Error::data(
+                    &self.name,
+                    format!("cannot decode tokens: {error}; give another tokenizer"),
+                )
             }),
         }
     }
@@ -516,9 +567,13 @@ fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<[Vec<u32>; 2]
     for step in steps(tokenizer.get_post_processor()).unwrap_or_default() {
         for piece in step["single"].as_array().into_iter().flatten() {
             let token = piece["SpecialToken"]["id"].as_str();
-            if token.is_some_and(|token| step["special_tokens"].get(token).is_none()) || piece["Sequence"]["id"] == "B"
+            if token.is_some_and(|token| step["special_tokens"].get(token).is_none())
+                || piece["Sequence"]["id"] == "B"
             {
-                return Err(format!("its post_processor has a template with {piece}, which is not there").into());
+                return Err(format!(
+                    "its post_processor has a template with {piece}, which is not there"
+                )
+                .into());
             }
         }
     }
@@ -526,7 +581,10 @@ fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<[Vec<u32>; 2]
     let all = tokenizer.post_process(text, None, true)?.get_ids().to_vec();
     match all.split(|&id| id == A_TEXT).collect::<Vec<_>>().as_slice() {
         [before, behind] => Ok([before.to_vec(), behind.to_vec()]),
-        parts => Err(format!("its post_processor gives a text {} times, not once", parts.len() - 1).into()),
+        parts => {
+            Err(format!("its post_processor gives a text {} times, not once", parts.len() - 1)
+                .into())
+        }
     }
 }
 

@@ -20,7 +20,8 @@ use tokenizers::{AddedToken, ModelWrapper, Result};
 use super::added::{Texts, added};
 
 /// How GPT-2 cuts text into words.
-pub(super) const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+pub(super) const GPT2: &str =
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 /// How such expressions end: white space, but for the last character of it if a word follows. Only this needs to look ahead.
 const SPACES: &str = r"|\s+(?!\S)|\s+";
 /// The pattern of white space, beside the rest of the expression.
@@ -62,12 +63,18 @@ impl Words {
             return None;
         }
         let pattern = match tokenizer.get_pre_tokenizer()? {
-            PreTokenizerWrapper::ByteLevel(bytes) if adds_no_space(bytes) && bytes.use_regex => GPT2,
+            PreTokenizerWrapper::ByteLevel(bytes) if adds_no_space(bytes) && bytes.use_regex => {
+                GPT2
+            }
             PreTokenizerWrapper::Sequence(steps) => match steps.as_ref() {
                 [PreTokenizerWrapper::Split(split), PreTokenizerWrapper::ByteLevel(bytes)] => {
                     let cuts = split.behavior == SplitDelimiterBehavior::Isolated && !split.invert;
                     match &split.pattern {
-                        SplitPattern::Regex(pattern) if cuts && adds_no_space(bytes) && !bytes.use_regex => pattern,
+                        SplitPattern::Regex(pattern)
+                            if cuts && adds_no_space(bytes) && !bytes.use_regex =>
+                        {
+                            pattern
+                        }
                         _ => return None,
                     }
                 }
@@ -82,8 +89,9 @@ impl Words {
         let (plain, others): (Vec<_>, Vec<_>) = added.partition(|(_, token)| {
             !(literal || token.normalized || token.single_word || token.lstrip || token.rstrip)
         });
-        let texts =
-            |tokens: Vec<(u32, AddedToken)>| Texts::new(tokens.into_iter().map(|(id, token)| (token.content, id)));
+        let texts = |tokens: Vec<(u32, AddedToken)>| {
+            Texts::new(tokens.into_iter().map(|(id, token)| (token.content, id)))
+        };
         let (plain, others) = (texts(plain)?, texts(others)?);
         Some(Self { regex, plain, others, letters: letters(), memories: Mutex::default() })
     }
@@ -110,7 +118,13 @@ impl Words {
     }
 
     /// Encodes what lies between added tokens, each as if it were a text.
-    fn encode_between(&self, memory: &mut Memory, model: &BPE, text: &str, tokens: &mut Vec<u32>) -> Result<bool> {
+    fn encode_between(
+        &self,
+        memory: &mut Memory,
+        model: &BPE,
+        text: &str,
+        tokens: &mut Vec<u32>,
+    ) -> Result<bool> {
         let mut at = 0;
         for (found, id) in self.plain.find(text) {
             if !self.encode_with(memory, model, &text[at..found.start], tokens)? {
@@ -127,7 +141,13 @@ impl Words {
     }
 
     /// False where that must be left to the tokenizer.
-    fn encode_with(&self, memory: &mut Memory, model: &BPE, text: &str, tokens: &mut Vec<u32>) -> Result<bool> {
+    fn encode_with(
+        &self,
+        memory: &mut Memory,
+        model: &BPE,
+        text: &str,
+        tokens: &mut Vec<u32>,
+    ) -> Result<bool> {
         let mut at = 0;
         while at < text.len() {
             let input = Input::new(text).range(at..);
@@ -139,7 +159,8 @@ impl Words {
                     let mut end = found.end();
                     if found.pattern() == IS_SPACE && end < text.len() {
                         // A word follows, and takes the last character with it, unless that is the only one.
-                        let last = text[found.range()].chars().next_back().map_or(0, char::len_utf8);
+                        let last =
+                            text[found.range()].chars().next_back().map_or(0, char::len_utf8);
                         if found.len() > last {
                             end -= last;
                         }
@@ -158,7 +179,13 @@ impl Words {
         Ok(true)
     }
 
-    fn encode_word(&self, memory: &mut Memory, model: &BPE, word: &str, tokens: &mut Vec<u32>) -> Result<()> {
+    fn encode_word(
+        &self,
+        memory: &mut Memory,
+        model: &BPE,
+        word: &str,
+        tokens: &mut Vec<u32>,
+    ) -> Result<()> {
         if let Some(&(first, count)) = memory.words.get(word) {
             tokens.extend_from_slice(&memory.tokens[first as usize..][..count as usize]);
             return Ok(());
@@ -172,7 +199,9 @@ impl Words {
                 memory.tokens.clear();
             }
             // A word has no more tokens than letters, so these are far from 2^32.
-            memory.words.insert(word.into(), (memory.tokens.len() as u32, (tokens.len() - first) as u32));
+            memory
+                .words
+                .insert(word.into(), (memory.tokens.len() as u32, (tokens.len() - first) as u32));
             memory.tokens.extend_from_slice(&tokens[first..]);
         }
         Ok(())

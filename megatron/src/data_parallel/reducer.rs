@@ -40,8 +40,23 @@ struct InFlight {
 }
 
 impl GradientReducer {
-    pub fn new(tp: Group, dp: Group, embedding: Option<Group>, scatter: bool, overlap: bool) -> Self {
-        Self { tp, dp, embedding, scatter, overlap, missing: Vec::new(), in_flight: Vec::new(), in_bf16: false }
+    pub fn new(
+        tp: Group,
+        dp: Group,
+        embedding: Option<Group>,
+        scatter: bool,
+        overlap: bool,
+    ) -> Self {
+        Self {
+            tp,
+            dp,
+            embedding,
+            scatter,
+            overlap,
+            missing: Vec::new(),
+            in_flight: Vec::new(),
+            in_bf16: false,
+        }
     }
 
     /// Sums over dp in messages of bf16, half the size: every rank's gradient is rounded before, and their sum after.
@@ -66,7 +81,10 @@ impl GradientReducer {
     pub fn finish(&mut self, store: &ParamStore) -> Result<()> {
         for (i, bucket) in store.buckets().iter().enumerate() {
             // Under overlap those are left of which no layer has announced some gradient, alike on all replicas.
-            if !self.overlap || bucket.tied || self.missing.get(i).is_none_or(|&missing| missing > 0) {
+            if !self.overlap
+                || bucket.tied
+                || self.missing.get(i).is_none_or(|&missing| missing > 0)
+            {
                 self.reduce(bucket, store)?;
             }
         }
@@ -88,7 +106,11 @@ impl GradientReducer {
         if self.dp.size() == 1 {
             return Ok(());
         }
-        let mine = if self.scatter { shard(bucket.len, self.dp.rank(), self.dp.size()) } else { 0..bucket.len };
+        let mine = if self.scatter {
+            shard(bucket.len, self.dp.rank(), self.dp.size())
+        } else {
+            0..bucket.len
+        };
         let (grads, part) = (bucket.grads.all()?, bucket.grads.narrow(&mine)?);
         let (from, to) = if self.in_bf16 {
             let from = kernels::tensor::device::empty(bucket.len, DType::BF16, grads.device())?;
@@ -120,7 +142,8 @@ impl GradientReducer {
             [grad] => return self.tp.all_reduce(grad, ReduceOp::Sum)?.wait(),
             _ => (),
         }
-        let flat = partial.iter().map(|g| g.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
+        let flat =
+            partial.iter().map(|g| g.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
         let joined = Tensor::cat(&flat, 0)?;
         self.tp.all_reduce(&joined, ReduceOp::Sum)?.wait()?;
         let mut at = 0;
@@ -194,11 +217,18 @@ mod tests {
     fn a_step_ends_with_the_sums_of_its_own_gradients() {
         let device = Device::Cpu;
         let mut params = ParamsBuilder::default();
-        let [word, product, sum, unused] = [("word", Some("word")), ("product", None), ("sum", None), ("unused", None)]
-            .map(|(name, tie)| params.declare(spec(name, tie)));
+        let [word, product, sum, unused] =
+            [("word", Some("word")), ("product", None), ("sum", None), ("unused", None)]
+                .map(|(name, tie)| params.declare(spec(name, tie)));
         let output = params.declare_tied(spec("word", Some("word")));
-        let options =
-            StoreOptions { dtype: DType::F32, device: device.clone(), bucket_size: 1, dp: 1, tp: 1, tp_rank: 0 };
+        let options = StoreOptions {
+            dtype: DType::F32,
+            device: device.clone(),
+            bucket_size: 1,
+            dp: 1,
+            tp: 1,
+            tp_rank: 0,
+        };
         let store = params.build(&options).unwrap();
         let full = |value: f32, shape: (usize, usize)| Tensor::full(value, shape, &device).unwrap();
         let ids = Tensor::new(&[3u32, 1, 3], &device).unwrap();
@@ -218,7 +248,8 @@ mod tests {
             for _ in 0..=step {
                 store.add_weight_grad(output, &full(1.0, (1, 4)), &full(10.0, (1, 2))).unwrap();
                 store.add_weight_grad(product, &full(1.0, (1, 4)), &full(2.0, (1, 2))).unwrap();
-                kernels::ops::reduce::add_inplace(&store.grad(sum).unwrap(), &full(3.0, (4, 2))).unwrap();
+                kernels::ops::reduce::add_inplace(&store.grad(sum).unwrap(), &full(3.0, (4, 2)))
+                    .unwrap();
                 store.add_embedding_grad(word, &full(1.0, (3, 2)), &ids, 0).unwrap();
             }
             let announced = [unused, output, sum, product, word];
@@ -231,7 +262,11 @@ mod tests {
                 values(&store.buckets()[param.bucket].grads.narrow(&param.range()).unwrap())
             });
             let rows = [10.0, 10.0, 11.0, 11.0, 10.0, 10.0, 12.0, 12.0].map(|value| value * times);
-            assert_eq!(got, [rows, [2.0 * times; 8], [3.0 * times; 8], [0.0; 8]], "step {step}, overlap {overlap}");
+            assert_eq!(
+                got,
+                [rows, [2.0 * times; 8], [3.0 * times; 8], [0.0; 8]],
+                "step {step}, overlap {overlap}"
+            );
         }
     }
 }

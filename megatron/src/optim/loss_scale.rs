@@ -40,9 +40,16 @@ impl LossScaler {
             Precision::Fp16(LossScaling::Static(scale)) => Self { scale, dynamic: None },
             Precision::Fp16(LossScaling::Dynamic(config)) => Self {
                 scale: config.initial,
-                dynamic: Some(Dynamic { config, iteration: 0, last_overflow: None, hysteresis: config.hysteresis }),
+                dynamic: Some(Dynamic {
+                    config,
+                    iteration: 0,
+                    last_overflow: None,
+                    hysteresis: config.hysteresis,
+                }),
             },
-            Precision::Fp64 | Precision::Fp32 | Precision::Bf16 => Self { scale: 1.0, dynamic: None },
+            Precision::Fp64 | Precision::Fp32 | Precision::Bf16 => {
+                Self { scale: 1.0, dynamic: None }
+            }
         }
     }
 
@@ -66,7 +73,10 @@ impl LossScaler {
     /// # Errors
     /// If they did though the scale is the least allowed.
     pub fn update(&mut self, overflow: bool) -> Result<()> {
-        let Some(Dynamic { config, iteration, last_overflow, hysteresis }) = &mut self.dynamic else { return Ok(()) };
+        let Some(Dynamic { config, iteration, last_overflow, hysteresis }) = &mut self.dynamic
+        else {
+            return Ok(());
+        };
         if overflow {
             if *hysteresis > 1 {
                 *hysteresis -= 1;
@@ -112,10 +122,14 @@ impl LossScaler {
     /// If the state holds no scale.
     pub fn restore(&mut self, state: &LossScalerState) -> Result<()> {
         let Some(dynamic) = &mut self.dynamic else { return Ok(()) };
-        let scale = state.scale.parse().ok().filter(|scale: &f64| scale.is_finite() && *scale > 0.0);
-        let scale = scale.ok_or_else(|| Error::config(format!("{:?} is no loss scale", state.scale)))?;
+        let scale =
+            state.scale.parse().ok().filter(|scale: &f64| scale.is_finite() && *scale > 0.0);
+        let scale =
+            scale.ok_or_else(|| Error::config(format!("{:?} is no loss scale", state.scale)))?;
         if state.last_overflow.is_some_and(|last| last >= state.iteration) {
-            return Err(Error::config("the last overflow of its loss scale lies after its last step"));
+            return Err(Error::config(
+                "the last overflow of its loss scale lies after its last step",
+            ));
         }
         self.scale = scale;
         dynamic.iteration = state.iteration;
@@ -142,8 +156,13 @@ mod tests {
         steps.chars().map(step).collect()
     }
 
-    const SMALL: DynamicLossScale =
-        DynamicLossScale { initial: 8.0, min: 1.0, window: 2, hysteresis: 1, consecutive_hysteresis: false };
+    const SMALL: DynamicLossScale = DynamicLossScale {
+        initial: 8.0,
+        min: 1.0,
+        window: 2,
+        hysteresis: 1,
+        consecutive_hysteresis: false,
+    };
 
     // The expected scales of these tests are what DeepSpeed's DynamicLossScaler has after `update_scale` of each step.
 

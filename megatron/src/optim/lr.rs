@@ -29,15 +29,29 @@ impl LrSchedule {
     /// If a rate is negative or not finite, min_lr or the warm-up's first rate > lr, or the lengths
     /// leave no room for each other.
     pub fn new(config: &OptimizerConfig) -> Result<Self> {
-        let &OptimizerConfig { lr, min_lr, decay_style, decay_samples, warmup_samples, warmup_init, .. } = config;
+        let &OptimizerConfig {
+            lr,
+            min_lr,
+            decay_style,
+            decay_samples,
+            warmup_samples,
+            warmup_init,
+            ..
+        } = config;
         let &OptimizerConfig { wsd_decay_samples, wsd_decay_style, .. } = config;
         if !lr.is_finite() || !min_lr.is_finite() || min_lr < 0.0 || min_lr > lr {
-            return Err(Error::config(format!("lr = {lr} and min-lr = {min_lr} must satisfy 0 ≤ min-lr ≤ lr")));
+            return Err(Error::config(format!(
+                "lr = {lr} and min-lr = {min_lr} must satisfy 0 ≤ min-lr ≤ lr"
+            )));
         }
         if !(0.0..=lr).contains(&warmup_init) {
-            return Err(Error::config(format!("lr-warmup-init = {warmup_init} must lie between 0 and lr = {lr}")));
+            return Err(Error::config(format!(
+                "lr-warmup-init = {warmup_init} must lie between 0 and lr = {lr}"
+            )));
         }
-        if decay_style != DecayStyle::Constant && (warmup_samples > decay_samples || decay_samples == 0) {
+        if decay_style != DecayStyle::Constant
+            && (warmup_samples > decay_samples || decay_samples == 0)
+        {
             return Err(Error::config(format!(
                 "the warm-up of {warmup_samples} samples must not be longer than the decay of {decay_samples} samples, \
                  which includes it and has at least one; shorten lr-warmup or lengthen lr-decay"
@@ -67,7 +81,8 @@ impl LrSchedule {
     /// first step's rate is the warm-up's first, 0.
     pub fn lr_at(&self, samples: u64) -> f64 {
         if self.warmup > 0 && samples <= self.warmup {
-            return self.warmup_init + (self.max_lr - self.warmup_init) * samples as f64 / self.warmup as f64;
+            return self.warmup_init
+                + (self.max_lr - self.warmup_init) * samples as f64 / self.warmup as f64;
         }
         if self.style == DecayStyle::Constant {
             return self.max_lr;
@@ -78,7 +93,8 @@ impl LrSchedule {
         let ratio = (samples - self.warmup) as f64 / (self.decay - self.warmup) as f64;
         let coefficient = match self.style {
             DecayStyle::InverseSquareRoot => {
-                let lr = self.max_lr * (self.warmup.max(1) as f64).sqrt() / (samples.max(1) as f64).sqrt();
+                let lr = self.max_lr * (self.warmup.max(1) as f64).sqrt()
+                    / (samples.max(1) as f64).sqrt();
                 return lr.max(self.min_lr);
             }
             DecayStyle::Constant => 1.0,
@@ -179,13 +195,19 @@ mod tests {
     #[test]
     fn linear_falls_from_the_end_of_the_warm_up_to_the_minimum() {
         // 550 is half of the way from 100 to 1000: 0.1 + 0.5 · 0.9.
-        assert_curve(&config(DecayStyle::Linear), &[(325, 0.775), (550, 0.55), (1000, 0.1), (1001, 0.1)]);
+        assert_curve(
+            &config(DecayStyle::Linear),
+            &[(325, 0.775), (550, 0.55), (1000, 0.1), (1001, 0.1)],
+        );
     }
 
     #[test]
     fn cosine_is_half_a_wave() {
         // cos 60° = 1/2 a third of the way: 0.1 + 0.9 · 0.75; two thirds: 0.1 + 0.9 · 0.25.
-        assert_curve(&config(DecayStyle::Cosine), &[(400, 0.775), (550, 0.55), (700, 0.325), (1000, 0.1), (5000, 0.1)]);
+        assert_curve(
+            &config(DecayStyle::Cosine),
+            &[(400, 0.775), (550, 0.55), (700, 0.325), (1000, 0.1), (5000, 0.1)],
+        );
     }
 
     #[test]
@@ -194,7 +216,8 @@ mod tests {
         assert_curve(&config(DecayStyle::InverseSquareRoot), &curve);
         let floored = OptimizerConfig { min_lr: 0.4, ..config(DecayStyle::InverseSquareRoot) };
         assert_curve(&floored, &[(400, 0.5), (900, 0.4)]);
-        let without_warmup = OptimizerConfig { warmup_samples: 0, ..config(DecayStyle::InverseSquareRoot) };
+        let without_warmup =
+            OptimizerConfig { warmup_samples: 0, ..config(DecayStyle::InverseSquareRoot) };
         assert_curve(&without_warmup, &[(0, 1.0), (1, 1.0), (4, 0.5)]);
     }
 
@@ -210,7 +233,13 @@ mod tests {
             let config = OptimizerConfig { wsd_decay_style: style, ..config(DecayStyle::Wsd) };
             assert_curve(
                 &config,
-                &[(101, 1.0), (600, 1.0), (quarter, 0.1 + 0.9 * coefficient), (1000, 0.1), (1001, 0.1)],
+                &[
+                    (101, 1.0),
+                    (600, 1.0),
+                    (quarter, 0.1 + 0.9 * coefficient),
+                    (1000, 0.1),
+                    (1001, 0.1),
+                ],
             );
         }
     }
@@ -235,25 +264,38 @@ mod tests {
 
     #[test]
     fn a_warm_up_may_be_as_long_as_the_decay() {
-        let styles = [DecayStyle::Linear, DecayStyle::Cosine, DecayStyle::InverseSquareRoot, DecayStyle::Wsd];
+        let styles = [
+            DecayStyle::Linear,
+            DecayStyle::Cosine,
+            DecayStyle::InverseSquareRoot,
+            DecayStyle::Wsd,
+        ];
         for style in styles {
-            let config = OptimizerConfig { warmup_samples: 1000, wsd_decay_samples: 0, ..config(style) };
+            let config =
+                OptimizerConfig { warmup_samples: 1000, wsd_decay_samples: 0, ..config(style) };
             assert_curve(&config, &[(0, 0.0), (500, 0.5), (1000, 1.0), (1001, 0.1)]);
         }
     }
 
     #[test]
     fn lengths_and_rates_that_contradict_each_other_are_refused() {
-        let refused = |config: OptimizerConfig| LrSchedule::new(&config).expect_err("must be refused").to_string();
+        let refused = |config: OptimizerConfig| {
+            LrSchedule::new(&config).expect_err("must be refused").to_string()
+        };
         let linear = || config(DecayStyle::Linear);
         assert!(refused(OptimizerConfig { min_lr: 2.0, ..linear() }).contains("min-lr = 2"));
         assert!(refused(OptimizerConfig { lr: f64::NAN, ..linear() }).contains("lr = NaN"));
         assert!(
-            refused(OptimizerConfig { warmup_samples: 1001, ..linear() }).contains("longer than the decay of 1000")
+            refused(OptimizerConfig { warmup_samples: 1001, ..linear() })
+                .contains("longer than the decay of 1000")
         );
-        assert!(refused(OptimizerConfig { warmup_init: 1.5, ..linear() }).contains("lr-warmup-init = 1.5"));
         assert!(
-            refused(OptimizerConfig { wsd_decay_samples: 901, ..config(DecayStyle::Wsd) }).contains("1000 − 100 = 900")
+            refused(OptimizerConfig { warmup_init: 1.5, ..linear() })
+                .contains("lr-warmup-init = 1.5")
+        );
+        assert!(
+            refused(OptimizerConfig { wsd_decay_samples: 901, ..config(DecayStyle::Wsd) })
+                .contains("1000 − 100 = 900")
         );
     }
 }

@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::clip::Verdict;
-use kernels::ops::optimizer::{AdamW, Segment, Sgd, StochasticRounding, adamw_segments, sgd_segments};
+use kernels::ops::optimizer::{
+    AdamW, Segment, Sgd, StochasticRounding, adamw_segments, sgd_segments,
+};
 
 use super::ownership::{speaks_for, written_part};
 use super::state::BucketState;
@@ -13,7 +15,9 @@ use crate::Result;
 use crate::comm::{Group, Work};
 use crate::config::{MomentDtype, OptimizerConfig, OptimizerKind};
 use crate::data_parallel::shard;
-use crate::params::{Elements, Param, ParamStore, Piece, Role, ShardRef, StateKind, clip_pieces, overlap};
+use crate::params::{
+    Elements, Param, ParamStore, Piece, Role, ShardRef, StateKind, clip_pieces, overlap,
+};
 
 /// Elements whose halves are joined at a time, on the host.
 const JOINED: usize = 1 << 20;
@@ -78,7 +82,9 @@ impl Optimizer {
         let ranges = store.buckets().iter().map(|bucket| cut(bucket.len)).collect();
         let (device, of) = (&store.options().device, store.options().main_grad_dtype());
         let dtypes = match config.kind {
-            OptimizerKind::Adam => vec![config.exp_avg_dtype.dtype(of), config.exp_avg_sq_dtype.dtype(of)],
+            OptimizerKind::Adam => {
+                vec![config.exp_avg_dtype.dtype(of), config.exp_avg_sq_dtype.dtype(of)]
+            }
             OptimizerKind::Sgd => vec![of],
         };
         let states = BucketState::zeros(ranges, &dtypes, &config.offload, device)?;
@@ -127,7 +133,10 @@ impl Optimizer {
             store.buckets()[param.bucket].grads.narrow(&part)
         });
         let counted = counted.collect::<Result<Vec<_>>>()?;
-        Ok(kernels::ops::reduce::total_of_squares(&counted.iter().collect::<Vec<_>>(), &store.options().device)?)
+        Ok(kernels::ops::reduce::total_of_squares(
+            &counted.iter().collect::<Vec<_>>(),
+            &store.options().device,
+        )?)
     }
 
     /// The elements of its bucket that this rank counts of a parameter: over all ranks every
@@ -161,7 +170,10 @@ impl Optimizer {
                 Some(master) if bucket.weights.dtype() == DType::BF16 => {
                     for start in part.clone().step_by(JOINED) {
                         let some = start..part.end.min(start + JOINED);
-                        let halves = Elements::Halves { high: weights(&some)?, low: Some(master.narrow(&some)?) };
+                        let halves = Elements::Halves {
+                            high: weights(&some)?,
+                            low: Some(master.narrow(&some)?),
+                        };
                         let values = Tensor::from_vec(halves.to_f32()?, some.len(), &Device::Cpu)?;
                         squares += kernels::ops::reduce::sum_of_squares(&values)?;
                     }
@@ -187,9 +199,12 @@ impl Optimizer {
                 continue;
             }
             let grads = store.buckets()[param.bucket].grads.narrow(&part)?;
-            for piece in clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset) {
+            for piece in
+                clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset)
+            {
                 let held = piece.local_range();
-                zeros += kernels::ops::reduce::count_zeros(&grads.narrow(0, held.start, held.len())?)?;
+                zeros +=
+                    kernels::ops::reduce::count_zeros(&grads.narrow(0, held.start, held.len())?)?;
             }
         }
         Ok(zeros)
@@ -213,7 +228,8 @@ impl Optimizer {
     /// If a peer fails.
     pub fn step(&self, store: &ParamStore, rates: Rates, loss_scale: f64) -> Result<Queued> {
         // In order of rank over tp × pp, by groups that are there anyway: a communicator of NCCL's takes memory and queues.
-        let mut shares = Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
+        let mut shares =
+            Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
         if self.sharded && self.dp.size() > 1 {
             shares = Self::gathered(&kernels::ops::reduce::sum_in_order(&shares)?, &self.dp)?;
         }
@@ -253,10 +269,11 @@ impl Optimizer {
     fn segments(&self, bucket: usize, store: &ParamStore) -> Vec<Segment> {
         let range = &self.states[bucket].range;
         let mut segments: Vec<Segment> = Vec::new();
-        let mut push = |len: usize, decays: bool, dither: StochasticRounding| match segments.last_mut() {
-            Some(last) if (last.decays, last.dither) == (decays, dither) => last.len += len,
-            _ => segments.push(Segment { len, decays, dither }),
-        };
+        let mut push =
+            |len: usize, decays: bool, dither: StochasticRounding| match segments.last_mut() {
+                Some(last) if (last.decays, last.dither) == (decays, dither) => last.len += len,
+                _ => segments.push(Segment { len, decays, dither }),
+            };
         let is_dithered = self.config.exp_avg_sq_dtype == MomentDtype::Bf16;
         let mut at = range.start;
         for param in store.buckets()[bucket].params.iter().map(|id| store.param(*id)) {
@@ -267,7 +284,9 @@ impl Optimizer {
             let decays = param.spec.weight_decay;
             if is_dithered {
                 let key = StochasticRounding::key(self.seed, &param.spec.name, self.steps + 1);
-                for piece in clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset) {
+                for piece in
+                    clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset)
+                {
                     let local = piece.local_range();
                     push(part.start + local.start - at, decays, StochasticRounding::default());
                     push(local.len(), decays, dither(key, &piece, &param.spec.shape));
@@ -284,9 +303,16 @@ impl Optimizer {
     }
 
     /// Steps this rank's range of a bucket, in one pass over memory.
-    fn update(&self, bucket: usize, store: &ParamStore, rates: Rates, verdict: &Verdict) -> Result<()> {
+    fn update(
+        &self,
+        bucket: usize,
+        store: &ParamStore,
+        rates: Rates,
+        verdict: &Verdict,
+    ) -> Result<()> {
         let Rates { learning_rate: lr, weight_decay } = rates;
-        let (segments, state, bucket) = (self.segments(bucket, store), &self.states[bucket], &store.buckets()[bucket]);
+        let (segments, state, bucket) =
+            (self.segments(bucket, store), &self.states[bucket], &store.buckets()[bucket]);
         let adam = AdamW {
             lr,
             beta1: self.config.adam_beta1,
@@ -305,10 +331,15 @@ impl Optimizer {
                 None => (&weight, None),
             };
             let grad = bucket.grads.narrow(part)?;
-            let segments = Segment::of_part(&segments, part.start - state.range.start..part.end - state.range.start);
+            let segments = Segment::of_part(
+                &segments,
+                part.start - state.range.start..part.end - state.range.start,
+            );
             let verdict = Some(verdict);
             Ok(match kept.get(1) {
-                Some(second) => adamw_segments(stepped, rounded, &grad, &kept[0], second, &adam, verdict, &segments),
+                Some(second) => adamw_segments(
+                    stepped, rounded, &grad, &kept[0], second, &adam, verdict, &segments,
+                ),
                 None => sgd_segments(stepped, rounded, &grad, &kept[0], &sgd, verdict, &segments),
             }?)
         })
@@ -329,21 +360,26 @@ impl Optimizer {
             let bucket = &store.buckets()[param.bucket];
             let state = &self.states[param.bucket];
             let whole = param.range();
-            let written = || written_part(whole.clone(), bucket.len, self.dp.rank(), self.dp.size());
-            let mut push =
-                |kind, range: Range<usize>, data: &dyn Fn(&Range<usize>) -> Result<Elements>| -> Result<()> {
-                    let pieces = clip_pieces(&param.pieces, range.start - whole.start..range.end - whole.start);
-                    if range.is_empty() || pieces.is_empty() {
-                        return Ok(());
-                    }
-                    let (name, global_shape) = (param.spec.name.clone(), param.spec.shape.clone());
-                    shards.push(ShardRef { name, kind, global_shape, pieces, data: data(&range)? });
-                    Ok(())
-                };
+            let written =
+                || written_part(whole.clone(), bucket.len, self.dp.rank(), self.dp.size());
+            let mut push = |kind,
+                            range: Range<usize>,
+                            data: &dyn Fn(&Range<usize>) -> Result<Elements>|
+             -> Result<()> {
+                let pieces =
+                    clip_pieces(&param.pieces, range.start - whole.start..range.end - whole.start);
+                if range.is_empty() || pieces.is_empty() {
+                    return Ok(());
+                }
+                let (name, global_shape) = (param.spec.name.clone(), param.spec.shape.clone());
+                shards.push(ShardRef { name, kind, global_shape, pieces, data: data(&range)? });
+                Ok(())
+            };
             let weights = |range: &Range<usize>| bucket.weights.narrow(0, range.start, range.len());
             match &bucket.master {
                 Some(master) if bucket.weights.dtype() == DType::BF16 => {
-                    for (part, kept) in master.parts(if owned { written() } else { whole.clone() }) {
+                    for (part, kept) in master.parts(if owned { written() } else { whole.clone() })
+                    {
                         push(StateKind::Param, part, &|part| {
                             let low = kept.then(|| master.narrow(part)).transpose()?;
                             Ok(Elements::Halves { high: weights(part)?, low })
@@ -351,7 +387,8 @@ impl Optimizer {
                     }
                 }
                 Some(master) => {
-                    let range = if owned { written() } else { overlap(whole.clone(), &master.range) };
+                    let range =
+                        if owned { written() } else { overlap(whole.clone(), &master.range) };
                     push(StateKind::Param, range, &|range| Ok(master.narrow(range)?.into()))?;
                     if !owned {
                         push(StateKind::Param, whole.clone(), &|range| Ok(weights(range)?.into()))?;
@@ -382,7 +419,8 @@ fn dither(key: u32, piece: &Piece, global: &[usize]) -> StochasticRounding {
         return StochasticRounding::whole(key);
     };
     let strides = global.iter().enumerate().map(|(d, _)| global[d + 1..].iter().product::<usize>());
-    let first: usize = piece.offset.iter().zip(strides).map(|(offset, stride)| offset * stride).sum();
+    let first: usize =
+        piece.offset.iter().zip(strides).map(|(offset, stride)| offset * stride).sum();
     StochasticRounding {
         key,
         row: (first + piece.flat.start / width * pitch) as u64,

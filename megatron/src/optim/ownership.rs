@@ -5,7 +5,9 @@
 use std::ops::Range;
 
 use crate::data_parallel::shard;
-use crate::params::{ParamShare, ParamSpec, Partition, PlacedParam, Placement, Role, clip_pieces, overlap};
+use crate::params::{
+    ParamShare, ParamSpec, Partition, PlacedParam, Placement, Role, clip_pieces, overlap,
+};
 
 /// Whether tp rank `tp_rank` speaks for the parameter among its tie group and the tp ranks that hold the same.
 pub(super) fn speaks_for(spec: &ParamSpec, role: Role, tp_rank: usize) -> bool {
@@ -14,20 +16,34 @@ pub(super) fn speaks_for(spec: &ParamSpec, role: Role, tp_rank: usize) -> bool {
 
 /// The part of a parameter, which lies at `whole` of a bucket of `bucket_len` elements, that replica `dp_rank` of `dp`
 /// writes, as a range of the bucket. Replicas share the work of writing, whether or not their state is cut.
-pub(super) fn written_part(whole: Range<usize>, bucket_len: usize, dp_rank: usize, dp: usize) -> Range<usize> {
+pub(super) fn written_part(
+    whole: Range<usize>,
+    bucket_len: usize,
+    dp_rank: usize,
+    dp: usize,
+) -> Range<usize> {
     overlap(whole, &shard(bucket_len, dp_rank, dp))
 }
 
 /// What the rank at (`tp_rank`, `dp_rank`) of the stage with this placement writes, in the order of its file: the
 /// parameters of which `Optimizer::shards` gives owned shards.
-pub fn written(placement: &Placement, (tp_rank, tp): (usize, usize), (dp_rank, dp): (usize, usize)) -> Vec<ParamShare> {
+pub fn written(
+    placement: &Placement,
+    (tp_rank, tp): (usize, usize),
+    (dp_rank, dp): (usize, usize),
+) -> Vec<ParamShare> {
     let of_param = |PlacedParam { spec, role, bucket, offset, numel }: &PlacedParam| {
         if !speaks_for(spec, *role, tp_rank) {
             return None;
         }
-        let part = written_part(*offset..offset + numel, placement.buckets[*bucket].len, dp_rank, dp);
+        let part =
+            written_part(*offset..offset + numel, placement.buckets[*bucket].len, dp_rank, dp);
         let pieces = clip_pieces(&spec.pieces(tp_rank, tp), part.start - offset..part.end - offset);
-        (!pieces.is_empty()).then(|| ParamShare { name: spec.name.clone(), global_shape: spec.shape.clone(), pieces })
+        (!pieces.is_empty()).then(|| ParamShare {
+            name: spec.name.clone(),
+            global_shape: spec.shape.clone(),
+            pieces,
+        })
     };
     placement.params.iter().filter_map(of_param).collect()
 }

@@ -61,12 +61,16 @@ impl BucketState {
             )));
         }
         let zeros = |range: &Range<usize>, device: &Device| {
-            let zeros = |&dtype| Ok(kernels::tensor::device::zeros("optimizer state", range.len(), dtype, device)?);
+            let zeros = |&dtype| {
+                Ok(kernels::tensor::device::zeros("optimizer state", range.len(), dtype, device)?)
+            };
             dtypes.iter().map(zeros).collect::<Result<Vec<_>>>()
         };
         let filed = match offload {
             OptimizerOffload::Nvme(folder) => {
-                let parts = ranges.iter().flat_map(|range| dtypes.iter().map(|&dtype| (range.len(), dtype)));
+                let parts = ranges
+                    .iter()
+                    .flat_map(|range| dtypes.iter().map(|&dtype| (range.len(), dtype)));
                 Filed::zeros(folder, &parts.collect::<Vec<_>>())?
             }
             OptimizerOffload::None | OptimizerOffload::Cpu => Vec::new(),
@@ -75,8 +79,12 @@ impl BucketState {
         let state = |range| {
             let kept = match offload {
                 OptimizerOffload::None => Kept::Here(zeros(&range, device)?),
-                OptimizerOffload::Cpu => Kept::Away(zeros(&range, &Device::Cpu)?.into_iter().map(Away::Host).collect()),
-                OptimizerOffload::Nvme(_) => Kept::Away(filed.by_ref().take(dtypes.len()).collect()),
+                OptimizerOffload::Cpu => {
+                    Kept::Away(zeros(&range, &Device::Cpu)?.into_iter().map(Away::Host).collect())
+                }
+                OptimizerOffload::Nvme(_) => {
+                    Kept::Away(filed.by_ref().take(dtypes.len()).collect())
+                }
             };
             Ok(Self { range, kept })
         };
@@ -86,7 +94,9 @@ impl BucketState {
     /// Bytes of the parameters' device.
     pub fn bytes(&self) -> usize {
         match &self.kept {
-            Kept::Here(kept) => kept.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum(),
+            Kept::Here(kept) => {
+                kept.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
+            }
             Kept::Away(_) => 0,
         }
     }
@@ -96,10 +106,14 @@ impl BucketState {
     /// # Errors
     /// If they are not in the range, or have no such value.
     pub fn part(&self, which: usize, part: &Range<usize>) -> Result<Elements> {
-        let part = part.start.wrapping_sub(self.range.start)..part.end.wrapping_sub(self.range.start);
-        let none = || Error::config(format!("internal error: optimizer state has no value {which}"));
+        let part =
+            part.start.wrapping_sub(self.range.start)..part.end.wrapping_sub(self.range.start);
+        let none =
+            || Error::config(format!("internal error: optimizer state has no value {which}"));
         match &self.kept {
-            Kept::Here(kept) => narrowed(kept.get(which).ok_or_else(none)?, &part).map(Elements::from),
+            Kept::Here(kept) => {
+                narrowed(kept.get(which).ok_or_else(none)?, &part).map(Elements::from)
+            }
             Kept::Away(away) => match away.get(which).ok_or_else(none)? {
                 Away::Host(tensor) => narrowed(tensor, &part).map(Elements::from),
                 Away::File(filed) => filed.narrow(&part).map(Elements::from),
@@ -118,7 +132,9 @@ impl BucketState {
             Kept::Away(away) => away,
         };
         let first = self.range.start;
-        let mut step = |part: &Range<usize>, here: &[Tensor]| step(&(first + part.start..first + part.end), here);
+        let mut step = |part: &Range<usize>, here: &[Tensor]| {
+            step(&(first + part.start..first + part.end), here)
+        };
         if mark(device)?.is_some() {
             self.change_on_gpu(device, away, &mut step)
         } else {
@@ -188,7 +204,9 @@ fn parts(len: usize, each: usize) -> impl Iterator<Item = Range<usize>> {
 
 /// A tensor of `len` elements for each of `away`.
 fn room_for(away: &[Away], len: usize, device: &Device) -> Result<Vec<Tensor>> {
-    let room = |kept: &Away| Ok(kernels::tensor::device::zeros("parts of optimizer state", len, kept.dtype(), device)?);
+    let room = |kept: &Away| {
+        Ok(kernels::tensor::device::zeros("parts of optimizer state", len, kept.dtype(), device)?)
+    };
     away.iter().map(room).collect()
 }
 
@@ -265,7 +283,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let ranges = vec![100..100 + 3 * PART + 7, 5..6, 9..9, PART..2 * PART];
         for dtypes in [&[DType::F32][..], &[DType::F32, DType::F32], &[DType::F32, DType::BF16]] {
-            let zeros = |offload| BucketState::zeros(ranges.clone(), dtypes, &offload, &Device::Cpu).unwrap();
+            let zeros = |offload| {
+                BucketState::zeros(ranges.clone(), dtypes, &offload, &Device::Cpu).unwrap()
+            };
             let kept = zeros(OptimizerOffload::None);
             let filed = zeros(OptimizerOffload::Nvme(folder.path().to_path_buf()));
             assert_eq!(filed.len(), ranges.len());
@@ -278,19 +298,31 @@ mod tests {
                     for which in 0..dtypes.len() {
                         assert_eq!(values(filed, which), values(kept, which));
                     }
-                    assert!([kept, filed].iter().all(|state| state.part(dtypes.len(), &state.range).is_err()));
+                    assert!(
+                        [kept, filed]
+                            .iter()
+                            .all(|state| state.part(dtypes.len(), &state.range).is_err())
+                    );
                 }
             }
             let bytes: usize = kept.iter().map(BucketState::bytes).sum();
             let elements: usize = ranges.iter().map(Range::len).sum();
-            assert_eq!(bytes, elements * dtypes.iter().map(|dtype| dtype.size_in_bytes()).sum::<usize>());
+            assert_eq!(
+                bytes,
+                elements * dtypes.iter().map(|dtype| dtype.size_in_bytes()).sum::<usize>()
+            );
             assert_eq!(filed.iter().map(BucketState::bytes).sum::<usize>(), 0);
         }
     }
 
     #[test]
     fn state_on_the_host_is_moved_nowhere_else_on_the_host() {
-        let zeros = BucketState::zeros(vec![0..4, 4..9], &[DType::F32], &OptimizerOffload::Cpu, &Device::Cpu);
+        let zeros = BucketState::zeros(
+            vec![0..4, 4..9],
+            &[DType::F32],
+            &OptimizerOffload::Cpu,
+            &Device::Cpu,
+        );
         let refused = zeros.map(drop).unwrap_err().to_string();
         assert!(refused.contains("optimizer_cpu_offload moves state from a GPU"), "{refused}");
     }

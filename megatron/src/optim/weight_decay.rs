@@ -27,24 +27,37 @@ mod tests {
 
     fn assert_curve(style: IncreaseStyle, points: &[(u64, f64)]) {
         let mut config = valid().optimizer;
-        config.weight_decay_increase = Some(WeightDecayIncrease { start: 0.1, end: 0.5, style, samples: 400 });
+        config.weight_decay_increase =
+            Some(WeightDecayIncrease { start: 0.1, end: 0.5, style, samples: 400 });
         for &(samples, expected) in points {
             let decay = weight_decay_at(&config, samples);
-            assert!((decay - expected).abs() < 1e-12, "{style:?} at {samples}: {decay}, not {expected}");
+            assert!(
+                (decay - expected).abs() < 1e-12,
+                "{style:?} at {samples}: {decay}, not {expected}"
+            );
         }
     }
 
     #[test]
     fn it_grows_from_start_to_end_and_stays_there() {
-        assert_curve(IncreaseStyle::Linear, &[(0, 0.1), (100, 0.2), (200, 0.3), (400, 0.5), (401, 0.5)]);
+        assert_curve(
+            IncreaseStyle::Linear,
+            &[(0, 0.1), (100, 0.2), (200, 0.3), (400, 0.5), (401, 0.5)],
+        );
         // cos 60° and cos 45°, from the far end of the half wave.
         let quarter = 0.1 + 0.4 * 0.5 * (1.0 - 0.5f64.sqrt());
-        assert_curve(IncreaseStyle::Cosine, &[(0, 0.1), (100, quarter), (200, 0.3), (400, 0.5), (u64::MAX, 0.5)]);
+        assert_curve(
+            IncreaseStyle::Cosine,
+            &[(0, 0.1), (100, quarter), (200, 0.3), (400, 0.5), (u64::MAX, 0.5)],
+        );
     }
 
     #[test]
     fn it_is_the_same_all_along_without_an_increase() {
         let config = valid().optimizer;
-        assert_eq!([0, 7, u64::MAX].map(|samples| weight_decay_at(&config, samples)), [config.weight_decay; 3]);
+        assert_eq!(
+            [0, 7, u64::MAX].map(|samples| weight_decay_at(&config, samples)),
+            [config.weight_decay; 3]
+        );
     }
 }

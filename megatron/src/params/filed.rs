@@ -48,7 +48,8 @@ impl Files {
         fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, error))?;
         let each = len.div_ceil(BLOCK).div_ceil(FILES) * BLOCK;
         let file = || {
-            let file = tempfile::tempfile_in(folder).map_err(|error| Error::io("create a file in", folder, error))?;
+            let file = tempfile::tempfile_in(folder)
+                .map_err(|error| Error::io("create a file in", folder, error))?;
             reserve(&file, each as u64).map_err(|error| {
                 Error::config(format!(
                     "{}: no room for {:.2} GiB of optimizer state: {error}; free some, or name a folder on another disk",
@@ -58,7 +59,10 @@ impl Files {
             })?;
             Ok(file)
         };
-        Ok(Self { files: (0..FILES).map(|_| file()).collect::<Result<_>>()?, folder: folder.to_path_buf() })
+        Ok(Self {
+            files: (0..FILES).map(|_| file()).collect::<Result<_>>()?,
+            folder: folder.to_path_buf(),
+        })
     }
 
     /// The file that holds byte `at`, and where in it.
@@ -81,7 +85,9 @@ impl Files {
 /// The parts of `len` bytes from byte `at` on that lie in a block each: their first bytes, and lengths.
 fn blocks(at: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let first = (BLOCK - at % BLOCK).min(len);
-    let later = (at + first..at + len).step_by(BLOCK).map(move |start| (start, BLOCK.min(at + len - start)));
+    let later = (at + first..at + len)
+        .step_by(BLOCK)
+        .map(move |start| (start, BLOCK.min(at + len - start)));
     std::iter::once((at, first)).filter(|&(_, len)| len > 0).chain(later)
 }
 
@@ -101,7 +107,10 @@ impl Filed {
             })
             .collect();
         let files = Arc::new(Files::zeros(folder, end)?);
-        Ok(places.into_iter().map(|(at, len, dtype)| Self { files: files.clone(), dtype, at, len }).collect())
+        Ok(places
+            .into_iter()
+            .map(|(at, len, dtype)| Self { files: files.clone(), dtype, at, len })
+            .collect())
     }
 
     pub fn dtype(&self) -> DType {
@@ -157,7 +166,9 @@ impl Filed {
         let mut done = Ok(());
         kernels::tensor::host::with_bytes(from, OP, |bytes| {
             let parts: Vec<_> = blocks(at, bytes.len()).collect();
-            done = on_threads(parts, |(start, len)| self.files.write(start, &bytes[start - at..start - at + len]));
+            done = on_threads(parts, |(start, len)| {
+                self.files.write(start, &bytes[start - at..start - at + len])
+            });
             Ok(())
         })?;
         done.map_err(|error| self.failed("write optimizer state in", error))
@@ -171,7 +182,9 @@ impl Filed {
         let at = self.byte(range)?;
         let mut bytes = vec![0; range.len() * self.dtype.size_in_bytes()];
         let mut parts = blocks(at, bytes.len());
-        let read = parts.try_for_each(|(start, len)| self.files.read(start, &mut bytes[start - at..start - at + len]));
+        let read = parts.try_for_each(|(start, len)| {
+            self.files.read(start, &mut bytes[start - at..start - at + len])
+        });
         read.map_err(|error| self.failed("read optimizer state in", error))?;
         Ok(bytes)
     }
@@ -183,7 +196,9 @@ impl Filed {
     pub fn write_bytes(&self, first: usize, bytes: &[u8]) -> Result<()> {
         let at = self.byte(&(first..first + bytes.len() / self.dtype.size_in_bytes()))?;
         let mut parts = blocks(at, bytes.len());
-        let written = parts.try_for_each(|(start, len)| self.files.write(start, &bytes[start - at..start - at + len]));
+        let written = parts.try_for_each(|(start, len)| {
+            self.files.write(start, &bytes[start - at..start - at + len])
+        });
         written.map_err(|error| self.failed("write optimizer state in", error))
     }
 
@@ -209,7 +224,10 @@ impl Filed {
     fn first_byte_of(&self, tensor: &Tensor) -> Result<usize> {
         if tensor.dtype() != self.dtype {
             let dtypes = (tensor.dtype().as_str(), self.dtype.as_str());
-            return Err(Error::config(format!("internal error: a tensor of {} for a file of {}", dtypes.0, dtypes.1)));
+            return Err(Error::config(format!(
+                "internal error: a tensor of {} for a file of {}",
+                dtypes.0, dtypes.1
+            )));
         }
         self.byte(&(0..tensor.elem_count()))
     }
@@ -257,7 +275,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         // Longer than what a thread reads at a time, and no multiple of it.
         let n = (FILES + 2) * BLOCK / 4 + 77;
-        let kept = Filed::zeros(folder.path(), &[(n, DType::F32), (5, DType::BF16), (0, DType::F32)]).unwrap();
+        let kept =
+            Filed::zeros(folder.path(), &[(n, DType::F32), (5, DType::BF16), (0, DType::F32)])
+                .unwrap();
         let read = |kept: &Filed| {
             let to = Tensor::ones(kept.len(), kept.dtype(), &Device::Cpu).unwrap();
             kept.read(&to).unwrap();
@@ -268,7 +288,10 @@ mod tests {
         kept[1].write(&values(5, 3.).to_dtype(DType::BF16).unwrap()).unwrap();
         assert_eq!(read(&kept[0]), values(n, 1.).to_vec1::<f32>().unwrap());
         assert_eq!(read(&kept[1]), [3., 4., 5., 6., 7.]);
-        assert_eq!(read(&kept[0].narrow(&(n - 3..n)).unwrap()), [n as f32 - 2., n as f32 - 1., n as f32]);
+        assert_eq!(
+            read(&kept[0].narrow(&(n - 3..n)).unwrap()),
+            [n as f32 - 2., n as f32 - 1., n as f32]
+        );
         kept[0].narrow(&(7..9)).unwrap().write(&values(2, -2.)).unwrap();
         kept[0].write_bytes(10, &5f32.to_ne_bytes()).unwrap();
         assert_eq!(read(&kept[0])[6..12], [7., -2., -1., 10., 5., 12.]);
@@ -292,7 +315,8 @@ mod tests {
     #[test]
     fn room_that_is_not_there_is_missed_at_once() {
         let folder = tempfile::tempdir().unwrap();
-        let refused = Filed::zeros(folder.path(), &[(1 << 50, DType::F32)]).unwrap_err().to_string();
+        let refused =
+            Filed::zeros(folder.path(), &[(1 << 50, DType::F32)]).unwrap_err().to_string();
         assert!(refused.contains("no room for 4194304.00 GiB of optimizer state"), "{refused}");
     }
 }

@@ -49,7 +49,9 @@ impl GradientBuffer {
             }
             end = next.end;
         }
-        let there = computes_ahead(device).then(|| zeros("main gradients", len, dtype, device)).transpose()?;
+        let there = computes_ahead(device)
+            .then(|| zeros("main gradients", len, dtype, device))
+            .transpose()?;
         Ok(Self { len, dtype, device: device.clone(), gaps, memory: Mutex::new(there) })
     }
 
@@ -150,7 +152,8 @@ impl ParamStore {
             }
         }
         for bucket in self.buckets() {
-            let large = bucket.params.iter().map(|id| self.param(*id)).filter(|param| param.stale.is());
+            let large =
+                bucket.params.iter().map(|id| self.param(*id)).filter(|param| param.stale.is());
             let mut end = 0;
             for next in large.map(Param::range).chain(std::iter::once(bucket.len..bucket.len)) {
                 if next.start > end {
@@ -187,7 +190,10 @@ impl ParamStore {
         let param = self.param(id);
         match &param.second_use {
             Some(grad) => Ok(grad.clone()),
-            None => Ok(self.buckets()[param.bucket].grads.narrow(&param.range())?.reshape(param.weight.shape())?),
+            None => Ok(self.buckets()[param.bucket]
+                .grads
+                .narrow(&param.range())?
+                .reshape(param.weight.shape())?),
         }
     }
 
@@ -206,7 +212,11 @@ impl ParamStore {
     pub fn add_weight_grad(&self, id: ParamId, dy: &Tensor, x: &Tensor) -> Result<()> {
         let grad = self.place_of_grad(id)?;
         let is_first = self.param(id).stale.end();
-        let add = if is_first { kernels::ops::linear::linear_wgrad_into } else { kernels::ops::linear::linear_wgrad };
+        let add = if is_first {
+            kernels::ops::linear::linear_wgrad_into
+        } else {
+            kernels::ops::linear::linear_wgrad
+        };
         Ok(add(dy, x, &grad)?)
     }
 
@@ -215,7 +225,13 @@ impl ParamStore {
     ///
     /// # Errors
     /// As there.
-    pub fn add_embedding_grad(&self, id: ParamId, dy: &Tensor, ids: &Tensor, first_row: usize) -> Result<()> {
+    pub fn add_embedding_grad(
+        &self,
+        id: ParamId,
+        dy: &Tensor,
+        ids: &Tensor,
+        first_row: usize,
+    ) -> Result<()> {
         match &self.param(id).first_use {
             Some(sums) => lock(sums).add(dy, ids, first_row, &self.place_of_grad(id)?),
             None => Ok(embedding_backward(dy, ids, first_row, &self.grad(id)?)?),
@@ -255,7 +271,8 @@ mod tests {
     #[test]
     fn what_lies_between_parameters_is_zero_in_any_memory() {
         let (held, len) = ([0..100, 128..200, 256..(1 << 16)], (1 << 16) + 64);
-        let buffer = GradientBuffer::new(len, held.clone().into_iter(), DType::F32, &Device::Cpu).unwrap();
+        let buffer =
+            GradientBuffer::new(len, held.clone().into_iter(), DType::F32, &Device::Cpu).unwrap();
         for _ in 0..3 {
             drop(Tensor::full(f32::NAN, len, &Device::Cpu).unwrap());
             let all = buffer.all().unwrap();

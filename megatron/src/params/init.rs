@@ -33,7 +33,12 @@ pub fn initial_values_of(spec: &ParamSpec, pieces: &[Piece], numel: usize, seed:
 }
 
 /// Calls `f(global index, index in the box, length)` for every run of a box that is contiguous in the global tensor.
-fn for_each_run(global: &[usize], offset: &[usize], extent: &[usize], mut f: impl FnMut(u64, usize, usize)) {
+fn for_each_run(
+    global: &[usize],
+    offset: &[usize],
+    extent: &[usize],
+    mut f: impl FnMut(u64, usize, usize),
+) {
     let rank = global.len();
     // Trailing dimensions that the box covers whole join one run; `axis` is the first dimension that belongs to the run.
     let mut axis = rank.saturating_sub(1);
@@ -86,7 +91,8 @@ mod tests {
             for piece in spec.pieces(rank, tp) {
                 for_each_run(&spec.shape, &piece.offset, &piece.shape, |global, local, len| {
                     let at = piece.local + local;
-                    out[global as usize..global as usize + len].copy_from_slice(&values[at..at + len]);
+                    out[global as usize..global as usize + len]
+                        .copy_from_slice(&values[at..at + len]);
                 });
             }
         }

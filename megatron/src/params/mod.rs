@@ -20,5 +20,6 @@ pub use snapshot::snapshot;
 pub use spec::{Init, ParamSpec, Partition};
 pub(crate) use store::overlap;
 pub use store::{
-    Bucket, Master, Param, ParamId, ParamStore, ParamsBuilder, PlacedBucket, PlacedParam, Placement, Role, StoreOptions,
+    Bucket, Master, Param, ParamId, ParamStore, ParamsBuilder, PlacedBucket, PlacedParam,
+    Placement, Role, StoreOptions,
 };

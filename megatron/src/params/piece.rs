@@ -42,7 +42,11 @@ pub fn clip_pieces(pieces: &[Piece], local: Range<usize>) -> Vec<Piece> {
         let end = held.end.min(local.end);
         (start < end).then(|| {
             let first = piece.flat.start + (start - held.start);
-            Piece { flat: first..first + (end - start), local: start - local.start, ..piece.clone() }
+            Piece {
+                flat: first..first + (end - start),
+                local: start - local.start,
+                ..piece.clone()
+            }
         })
     };
     pieces.iter().filter_map(clip).collect()

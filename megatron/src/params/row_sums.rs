@@ -44,7 +44,13 @@ impl RowSums {
     ///
     /// # Errors
     /// As there.
-    pub fn add(&mut self, dy: &Tensor, ids: &Tensor, first_row: usize, like: &Tensor) -> Result<()> {
+    pub fn add(
+        &mut self,
+        dy: &Tensor,
+        ids: &Tensor,
+        first_row: usize,
+        like: &Tensor,
+    ) -> Result<()> {
         let (rows, columns) = like.dims2()?;
         self.places.resize(rows, NONE);
         let places = with_slice::<u32, _>(ids, "embedding_backward", |ids| {
@@ -66,7 +72,9 @@ impl RowSums {
 
     /// The place of the sum of an id's row, if the matrix has it.
     fn place(&mut self, id: u32, first_row: usize) -> u32 {
-        let Some(place) = (id as usize).checked_sub(first_row).and_then(|row| self.places.get_mut(row)) else {
+        let Some(place) =
+            (id as usize).checked_sub(first_row).and_then(|row| self.places.get_mut(row))
+        else {
             return NONE;
         };
         if *place == NONE {
@@ -122,7 +130,13 @@ mod tests {
             let got = zero();
             sums.add_to(&got).unwrap();
             let bits = |t: &Tensor| -> Vec<u32> {
-                t.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+                t.flatten_all()
+                    .unwrap()
+                    .to_vec1::<f32>()
+                    .unwrap()
+                    .into_iter()
+                    .map(f32::to_bits)
+                    .collect()
             };
             assert_eq!(bits(&got), bits(&whole));
         }

@@ -18,16 +18,23 @@ const PART: usize = if cfg!(any(test, feature = "emulated")) { 1 << 10 } else { 
 /// # Errors
 /// If there is no memory for them, they cannot be copied, or one is kept in a file.
 pub fn snapshot(shards: &[ShardRef]) -> Result<Vec<ShardRef>> {
-    shards.iter().map(|shard| Ok(ShardRef { data: shard.data.snapshot()?, ..shard.clone() })).collect()
+    shards
+        .iter()
+        .map(|shard| Ok(ShardRef { data: shard.data.snapshot()?, ..shard.clone() }))
+        .collect()
 }
 
 impl Elements {
     fn snapshot(&self) -> Result<Self> {
         Ok(match self {
             Self::Tensor(tensor) => Self::Tensor(copy(tensor)?),
-            Self::Halves { high, low } => Self::Halves { high: copy(high)?, low: low.as_ref().map(copy).transpose()? },
+            Self::Halves { high, low } => {
+                Self::Halves { high: copy(high)?, low: low.as_ref().map(copy).transpose()? }
+            }
             Self::Filed(_) => {
-                return Err(Error::config("internal error: a copy in memory of optimizer state that is kept in files"));
+                return Err(Error::config(
+                    "internal error: a copy in memory of optimizer state that is kept in files",
+                ));
             }
         })
     }
@@ -40,7 +47,9 @@ fn copy(tensor: &Tensor) -> Result<Tensor> {
         None => copy_on_host(tensor, &copy)?,
         Some(mark) => {
             let len = tensor.elem_count();
-            (0..len).step_by(PART).try_for_each(|at| copy_from_gpu(tensor, &copy, at..len.min(at + PART), &mark))?;
+            (0..len)
+                .step_by(PART)
+                .try_for_each(|at| copy_from_gpu(tensor, &copy, at..len.min(at + PART), &mark))?;
         }
     }
     Ok(copy)
@@ -74,8 +83,10 @@ mod tests {
     fn what_is_trained_on_later_does_not_change_it() {
         let values = |len: usize| Tensor::arange(0f32, len as f32, &Device::Cpu).unwrap();
         let buffer = values(200_000);
-        let (high, low) =
-            (values(8).to_dtype(candle_core::DType::BF16).unwrap(), Tensor::new(&[7i16; 8], &Device::Cpu).unwrap());
+        let (high, low) = (
+            values(8).to_dtype(candle_core::DType::BF16).unwrap(),
+            Tensor::new(&[7i16; 8], &Device::Cpu).unwrap(),
+        );
         let shard = |data: Elements| ShardRef {
             name: "w".into(),
             kind: StateKind::Param,

@@ -196,9 +196,14 @@ mod tests {
         {
             let spec = spec(shape, Partition::Split { dim, parts }, padded);
             for tp in [1, 2, 4] {
-                let mut all: Vec<_> = (0..tp).flat_map(|rank| share(&spec, rank, tp)).flatten().collect();
+                let mut all: Vec<_> =
+                    (0..tp).flat_map(|rank| share(&spec, rank, tp)).flatten().collect();
                 all.sort_unstable();
-                assert_eq!(all, (0..shape[0] * shape[1]).collect::<Vec<_>>(), "{shape:?} over {tp}");
+                assert_eq!(
+                    all,
+                    (0..shape[0] * shape[1]).collect::<Vec<_>>(),
+                    "{shape:?} over {tp}"
+                );
             }
         }
     }

@@ -97,7 +97,8 @@ impl Master {
     /// The elements `whole` of the bucket in order, as parts that are in its range (true) or not; none of them empty.
     pub fn parts(&self, whole: Range<usize>) -> impl Iterator<Item = (Range<usize>, bool)> {
         let kept = overlap(whole.clone(), &self.range);
-        let parts = [(whole.start..kept.start, false), (kept.clone(), true), (kept.end..whole.end, false)];
+        let parts =
+            [(whole.start..kept.start, false), (kept.clone(), true), (kept.end..whole.end, false)];
         parts.into_iter().filter(|(part, _)| !part.is_empty())
     }
 }
@@ -174,7 +175,10 @@ impl ParamsBuilder {
     /// Declares a further use of a tied weight. If its first use is on this rank they share the storage, otherwise this rank
     /// keeps a copy.
     pub fn declare_tied(&mut self, spec: ParamSpec) -> ParamId {
-        let primary = self.declared.iter().position(|(s, role, _)| s.name == spec.name && *role == Role::Primary);
+        let primary = self
+            .declared
+            .iter()
+            .position(|(s, role, _)| s.name == spec.name && *role == Role::Primary);
         let role = primary.map_or(Role::TiedCopy, |at| Role::TiedUse(ParamId(at)));
         self.push(spec, role)
     }
@@ -186,7 +190,10 @@ impl ParamsBuilder {
 
     /// The parameters declared so far, in forward order, without further uses of tied weights.
     pub fn specs(&self) -> impl Iterator<Item = &ParamSpec> {
-        self.declared.iter().filter(|(_, role, _)| !matches!(role, Role::TiedUse(_))).map(|(spec, ..)| spec)
+        self.declared
+            .iter()
+            .filter(|(_, role, _)| !matches!(role, Role::TiedUse(_)))
+            .map(|(spec, ..)| spec)
     }
 
     /// Places the parameters declared so far in buckets of at least `bucket_size` elements, cut over `tp`, each divisible
@@ -203,7 +210,9 @@ impl ParamsBuilder {
             }
             let tied = spec.tie_group.is_some();
             let open = chunk_of_last == Some(*chunk)
-                && buckets.last().is_some_and(|bucket| bucket.len < bucket_size && !bucket.tied && !tied);
+                && buckets
+                    .last()
+                    .is_some_and(|bucket| bucket.len < bucket_size && !bucket.tied && !tied);
             if !open {
                 buckets.push(PlacedBucket { params: vec![], len: 0, tied });
                 chunk_of_last = Some(*chunk);
@@ -218,8 +227,11 @@ impl ParamsBuilder {
             bucket.len = pad(bucket.len, dp * ALIGN);
         }
         let params = self.declared.iter().enumerate().map(|(at, (spec, role, _))| {
-            let (bucket, offset) =
-                if let Role::TiedUse(ParamId(primary)) = role { places[*primary] } else { places[at] };
+            let (bucket, offset) = if let Role::TiedUse(ParamId(primary)) = role {
+                places[*primary]
+            } else {
+                places[at]
+            };
             PlacedParam { spec: spec.clone(), role: *role, bucket, offset, numel: numel(spec) }
         });
         Placement { params: params.collect(), buckets }
@@ -234,7 +246,10 @@ impl ParamsBuilder {
         let grad_dtype = options.main_grad_dtype();
         let mut buckets = Vec::new();
         for PlacedBucket { params, len, tied } in placement.buckets {
-            let held = params.iter().map(|id| &placement.params[id.0]).map(|p| p.offset..p.offset + p.numel);
+            let held = params
+                .iter()
+                .map(|id| &placement.params[id.0])
+                .map(|p| p.offset..p.offset + p.numel);
             let grads = GradientBuffer::new(len, held, grad_dtype, &options.device)?;
             let weights = zeros("weights", len, options.dtype, &options.device)?;
             buckets.push(Bucket { params, len, weights, grads, master: None, tied });
@@ -242,7 +257,8 @@ impl ParamsBuilder {
         let mut params: Vec<Param> = Vec::new();
         for PlacedParam { spec, role, bucket, offset, numel } in placement.params {
             let shape = spec.local_shape(options.tp);
-            let weight = buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
+            let weight =
+                buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
             let (mut stale, mut second_use) = (Arc::new(Stale::new()), None);
             match role {
                 Role::TiedUse(ParamId(first)) if !computes_ahead(&options.device) => {
@@ -251,13 +267,29 @@ impl ParamsBuilder {
                     stale = first.stale.clone();
                 }
                 Role::TiedUse(_) => {
-                    second_use = Some(zeros("main gradients", shape.as_slice(), grad_dtype, &options.device)?);
+                    second_use = Some(zeros(
+                        "main gradients",
+                        shape.as_slice(),
+                        grad_dtype,
+                        &options.device,
+                    )?);
                 }
                 Role::Primary | Role::TiedCopy => {}
             }
             let pieces = spec.pieces(options.tp_rank, options.tp);
             let first_use = None;
-            params.push(Param { spec, role, pieces, bucket, offset, numel, weight, stale, first_use, second_use });
+            params.push(Param {
+                spec,
+                role,
+                pieces,
+                bucket,
+                offset,
+                numel,
+                weight,
+                stale,
+                first_use,
+                second_use,
+            });
         }
         Ok(ParamStore { params, buckets, options: options.clone(), clears_all_grads: false })
     }
@@ -373,10 +405,17 @@ impl ParamStore {
     /// Bytes of weights, of main gradients, and of the masters of weights.
     pub fn bytes_by_kind(&self) -> [(&'static str, usize); 3] {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-        let sum = |of: fn(&Bucket) -> Option<&Tensor>| self.buckets.iter().filter_map(of).map(size).sum::<usize>();
-        let grads = self.buckets.iter().map(|b| b.grads.bytes()).sum::<usize>() + self.bytes_of_other_uses();
+        let sum = |of: fn(&Bucket) -> Option<&Tensor>| {
+            self.buckets.iter().filter_map(of).map(size).sum::<usize>()
+        };
+        let grads = self.buckets.iter().map(|b| b.grads.bytes()).sum::<usize>()
+            + self.bytes_of_other_uses();
         let masters = sum(|b| b.master.as_ref().map(|master| &master.values));
-        [("weights", sum(|b| Some(&b.weights))), ("main gradients", grads), ("master weights", masters)]
+        [
+            ("weights", sum(|b| Some(&b.weights))),
+            ("main gradients", grads),
+            ("master weights", masters),
+        ]
     }
 }
 

@@ -58,7 +58,9 @@ impl Chunk {
 
     /// What backward of a segment of layers needs, from its input. Its output is not made again.
     fn recompute(&self, layers: Range<usize>, x: Stream, ctx: &Ctx) -> Result<Vec<Saved>> {
-        let Some((last, before)) = self.layers[layers.clone()].split_last() else { return Ok(Vec::new()) };
+        let Some((last, before)) = self.layers[layers.clone()].split_last() else {
+            return Ok(Vec::new());
+        };
         let (x, mut all) = self.run(layers.start..layers.start + before.len(), x, ctx)?;
         all.push(last.recompute(x, ctx)?);
         Ok(all)
@@ -94,7 +96,10 @@ impl Chunk {
         match &self.head {
             Some(head) => {
                 let saved = head.forward(x, ctx)?;
-                Ok((ChunkOutput::Loss(saved.loss_sum().clone()), SavedChunk { embedding, segments, head: Some(saved) }))
+                Ok((
+                    ChunkOutput::Loss(saved.loss_sum().clone()),
+                    SavedChunk { embedding, segments, head: Some(saved) },
+                ))
             }
             None => Ok((ChunkOutput::Stream(x.0), SavedChunk { embedding, segments, head: None })),
         }
@@ -113,11 +118,21 @@ impl Chunk {
     ///
     /// # Errors
     /// If a kernel or a collective fails.
-    pub fn decode(&self, input: Option<Tensor>, caches: &[Tensor], starts: &[usize], ctx: &Ctx) -> Result<Stream> {
+    pub fn decode(
+        &self,
+        input: Option<Tensor>,
+        caches: &[Tensor],
+        starts: &[usize],
+        ctx: &Ctx,
+    ) -> Result<Stream> {
         let mut x = match (&self.embedding, input) {
             (Some(embedding), None) => embedding.decode(starts, ctx)?,
             (None, Some(x)) => Stream(x),
-            _ => return Err(Error::config("internal error: a chunk has either an embedding or an input")),
+            _ => {
+                return Err(Error::config(
+                    "internal error: a chunk has either an embedding or an input",
+                ));
+            }
         };
         for (layer, cache) in self.layers.iter().zip(caches) {
             x = layer.decode(x, cache, starts, ctx)?;
@@ -145,7 +160,11 @@ impl Chunk {
                 dx
             }
             (None, None, Some(dy)) => Stream(dy),
-            _ => return Err(Error::config("internal error: a chunk has either a head or an output gradient")),
+            _ => {
+                return Err(Error::config(
+                    "internal error: a chunk has either a head or an output gradient",
+                ));
+            }
         };
         for (layers, segment) in saved.segments.into_iter().rev() {
             let saved = match segment {

@@ -20,8 +20,14 @@ enum Policy {
     InGaps(u64),
 }
 
-const POLICIES: [Policy; 6] =
-    [Policy::InGaps(4), Policy::InGaps(3), Policy::InGaps(2), Policy::InGaps(1), Policy::InGaps(0), Policy::AtOnce];
+const POLICIES: [Policy; 6] = [
+    Policy::InGaps(4),
+    Policy::InGaps(3),
+    Policy::InGaps(2),
+    Policy::InGaps(1),
+    Policy::InGaps(0),
+    Policy::AtOnce,
+];
 
 /// `schedule` with every backward that may gain by it cut in two: gradients of inputs where the backward was, gradients of weights
 /// where the stage would wait for its next message, where its memory is used up, and at the end.
@@ -40,12 +46,21 @@ pub fn delay_weight_gradients(schedule: &Schedule, costs: &Costs) -> Result<Sche
     simulate(schedule, costs)?;
     let orders = schedule.orders();
     if !schedule.has_backward
-        || orders.iter().flatten().any(|c| matches!(c.pass, Pass::InputGradients | Pass::WeightGradients))
+        || orders
+            .iter()
+            .flatten()
+            .any(|c| matches!(c.pass, Pass::InputGradients | Pass::WeightGradients))
     {
-        return Err(Error::config("internal error: only schedules with whole backwards can be delayed"));
+        return Err(Error::config(
+            "internal error: only schedules with whole backwards can be delayed",
+        ));
     }
-    let limit =
-        orders.iter().enumerate().map(|(stage, order)| most_activations(stage, order, costs)).max().unwrap_or(0);
+    let limit = orders
+        .iter()
+        .enumerate()
+        .map(|(stage, order)| most_activations(stage, order, costs))
+        .max()
+        .unwrap_or(0);
     let mut best: Option<Placed> = None;
     for policy in POLICIES {
         let placed = place(&orders, schedule.num_chunks, costs, limit, policy);
@@ -91,8 +106,8 @@ fn place(orders: &[Vec<Compute>], v: usize, costs: &Costs, limit: u64, policy: P
         for (p, stage) in stages.iter_mut().enumerate() {
             while let Some(&c) = orders[p].get(next[p]) {
                 let Some(what) = c.pass.payload() else { break };
-                let sent =
-                    producer(pp, v, what, p, c.chunk).map(|_| arrivals.remove(&(what, c.microbatch, p, c.chunk)));
+                let sent = producer(pp, v, what, p, c.chunk)
+                    .map(|_| arrivals.remove(&(what, c.microbatch, p, c.chunk)));
                 let Some(arrival) = sent.unwrap_or(Some(0)) else { break };
                 stage.make_ready(p, c, arrival, limit, policy, costs);
                 stage.run(p, c, arrival, costs);
@@ -142,7 +157,15 @@ impl Stage {
     }
 
     /// Computes gradients of weights until the next pass, whose message is there at `arrival`, should begin.
-    fn make_ready(&mut self, stage: usize, next: Compute, arrival: u64, limit: u64, policy: Policy, costs: &Costs) {
+    fn make_ready(
+        &mut self,
+        stage: usize,
+        next: Compute,
+        arrival: u64,
+        limit: u64,
+        policy: Policy,
+        costs: &Costs,
+    ) {
         let of_next = costs.of(stage, next.chunk);
         let (more, less) = match next.pass {
             Pass::Forward => (of_next.activations, 0),
@@ -206,7 +229,14 @@ mod tests {
     use super::*;
 
     fn chunk(forward: u64, input_gradients: u64, weight_gradients: u64) -> ChunkCosts {
-        ChunkCosts { forward, input_gradients, weight_gradients, activations: 1, operands: 1, recompute: forward }
+        ChunkCosts {
+            forward,
+            input_gradients,
+            weight_gradients,
+            activations: 1,
+            operands: 1,
+            recompute: forward,
+        }
     }
 
     fn even(schedule: &Schedule, each: ChunkCosts) -> Costs {
@@ -220,10 +250,17 @@ mod tests {
             for m in [1, 2, 3, 4, 6, 8, 12] {
                 all.push((format!("gpipe {pp} {m}"), gpipe(pp, m).unwrap()));
                 for extra in [0, 1, pp - 1, pp + 3] {
-                    all.push((format!("1f1b {pp} {m} +{extra}"), one_f_one_b(pp, m, extra).unwrap()));
+                    all.push((
+                        format!("1f1b {pp} {m} +{extra}"),
+                        one_f_one_b(pp, m, extra).unwrap(),
+                    ));
                 }
                 for v in 2..=3 {
-                    all.extend(interleaved(pp, v, m).ok().map(|s| (format!("interleaved {pp} {v} {m}"), s)));
+                    all.extend(
+                        interleaved(pp, v, m)
+                            .ok()
+                            .map(|s| (format!("interleaved {pp} {v} {m}"), s)),
+                    );
                 }
             }
         }
@@ -232,8 +269,10 @@ mod tests {
 
     /// Even costs of several kinds, and uneven ones with chunks that have no layers.
     fn some_costs(schedule: &Schedule) -> Vec<Costs> {
-        let mut all: Vec<Costs> =
-            [chunk(1, 1, 1), chunk(2, 3, 2), chunk(3, 4, 1)].into_iter().map(|each| even(schedule, each)).collect();
+        let mut all: Vec<Costs> = [chunk(1, 1, 1), chunk(2, 3, 2), chunk(3, 4, 1)]
+            .into_iter()
+            .map(|each| even(schedule, each))
+            .collect();
         let mut state = 88172645463325252u64;
         for _ in 0..3 {
             let uneven = (0..schedule.pp() * schedule.num_chunks).map(|_| {
@@ -262,7 +301,10 @@ mod tests {
         let mut orders = schedule.orders();
         for order in &mut orders {
             order.retain(|c| c.pass != Pass::WeightGradients);
-            order.iter_mut().filter(|c| c.pass == Pass::InputGradients).for_each(|c| c.pass = Pass::Backward);
+            order
+                .iter_mut()
+                .filter(|c| c.pass == Pass::InputGradients)
+                .for_each(|c| c.pass = Pass::Backward);
         }
         orders
     }
@@ -289,9 +331,20 @@ mod tests {
                 let makespan = |schedule: &Schedule| simulate(schedule, &costs).unwrap().makespan;
                 let before = makespan(&schedule);
                 let after = makespan(&delay_weight_gradients(&schedule, &costs).unwrap());
-                let at_once = place(&schedule.orders(), schedule.num_chunks, &costs, u64::MAX, Policy::AtOnce).makespan;
-                assert!(after <= at_once && at_once <= before, "{name} {costs:?}: {after}, {at_once}, {before}");
-                (shorter, all) = (shorter + usize::from(after < before), all + usize::from(schedule.pp() > 1));
+                let at_once = place(
+                    &schedule.orders(),
+                    schedule.num_chunks,
+                    &costs,
+                    u64::MAX,
+                    Policy::AtOnce,
+                )
+                .makespan;
+                assert!(
+                    after <= at_once && at_once <= before,
+                    "{name} {costs:?}: {after}, {at_once}, {before}"
+                );
+                (shorter, all) =
+                    (shorter + usize::from(after < before), all + usize::from(schedule.pp() > 1));
             }
         }
         assert!(shorter > all * 2 / 3, "{shorter} of {all}");
@@ -319,7 +372,12 @@ mod tests {
             for costs in some_costs(&schedule) {
                 let most = |schedule: &Schedule| {
                     let orders = schedule.orders();
-                    orders.iter().enumerate().map(|(stage, order)| most_held(stage, order, &costs)).max().unwrap()
+                    orders
+                        .iter()
+                        .enumerate()
+                        .map(|(stage, order)| most_held(stage, order, &costs))
+                        .max()
+                        .unwrap()
                 };
                 let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
                 assert!(most(&delayed) <= most(&schedule), "{name} {costs:?}");
@@ -331,9 +389,15 @@ mod tests {
     fn under_full_recompute_a_stage_owes_one_pass_at_most() {
         for (name, schedule) in all_small() {
             // Next to nothing is kept for backward, and everything for the weights.
-            let costs = even(&schedule, ChunkCosts { activations: 0, operands: 16, ..chunk(2, 5, 2) });
-            let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
-            assert!(report.peak_owed.iter().all(|owed| *owed <= 1), "{name}: {:?}", report.peak_owed);
+            let costs =
+                even(&schedule, ChunkCosts { activations: 0, operands: 16, ..chunk(2, 5, 2) });
+            let report =
+                simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
+            assert!(
+                report.peak_owed.iter().all(|owed| *owed <= 1),
+                "{name}: {:?}",
+                report.peak_owed
+            );
         }
     }
 
@@ -343,10 +407,15 @@ mod tests {
             for (f, b, w) in [(1, 1, 1), (5, 6, 4), (10, 11, 10)] {
                 let schedule = one_f_one_b(pp, m, 0).unwrap();
                 let costs = even(&schedule, chunk(f, b, w));
-                let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
+                let report =
+                    simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
                 // Qi et al. 2023, table 1: 1F1B waits for (pp − 1)(F + B + W), ZB-H1 for (pp − 1)(F + B − W).
                 let bubble = (pp as u64 - 1) * (f + b - w);
-                assert_eq!(report.makespan, m as u64 * (f + b + w) + bubble, "pp {pp} m {m} f {f} b {b} w {w}");
+                assert_eq!(
+                    report.makespan,
+                    m as u64 * (f + b + w) + bubble,
+                    "pp {pp} m {m} f {f} b {b} w {w}"
+                );
                 // §2.3: no more than the first stage of 1F1B has in flight.
                 let held = (0..pp).map(|p| report.peak_in_flight[p].max(report.peak_owed[p]));
                 assert!(held.max().unwrap() <= pp, "{report:?}");
@@ -359,7 +428,8 @@ mod tests {
         for (pp, m) in [(2, 4), (4, 8), (5, 12), (8, 32)] {
             let schedule = one_f_one_b(pp, m, pp - 1).unwrap();
             let costs = even(&schedule, chunk(1, 1, 1));
-            let report = simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
+            let report =
+                simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
             for (stage, slots) in report.timeline.iter().enumerate() {
                 // Qi et al. 2023, §2.2: no stage waits between its first pass and its last.
                 assert!(
@@ -385,7 +455,8 @@ mod tests {
         };
         let costs = Costs::new(2, vec![costs(4, 0), costs(2, 182)]).unwrap();
         let wait = |extra| {
-            let schedule = delay_weight_gradients(&one_f_one_b(2, 8, extra).unwrap(), &costs).unwrap();
+            let schedule =
+                delay_weight_gradients(&one_f_one_b(2, 8, extra).unwrap(), &costs).unwrap();
             simulate(&schedule, &costs).unwrap().makespan - 8 * 408
         };
         assert!(wait(0) > wait(1) && wait(1) > 0);
@@ -410,7 +481,9 @@ mod tests {
         let head = ChunkCosts { forward: 5, ..ChunkCosts::default() };
         let costs = Costs::new(2, vec![chunk(2, 2, 2), head]).unwrap();
         let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
-        assert!(delayed.orders()[1].iter().all(|c| matches!(c.pass, Pass::Forward | Pass::Backward)));
+        assert!(
+            delayed.orders()[1].iter().all(|c| matches!(c.pass, Pass::Forward | Pass::Backward))
+        );
     }
 
     #[test]
@@ -420,11 +493,13 @@ mod tests {
         let costs = even(&schedule, chunk(1, 1, 1));
         let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
         for schedule in [forward_only, delayed] {
-            let text = delay_weight_gradients(&schedule, &costs).expect_err("must be refused").to_string();
+            let text =
+                delay_weight_gradients(&schedule, &costs).expect_err("must be refused").to_string();
             assert!(text.contains("only schedules with whole backwards"), "{text}");
         }
-        let text =
-            delay_weight_gradients(&one_f_one_b(3, 2, 0).unwrap(), &costs).expect_err("must be refused").to_string();
+        let text = delay_weight_gradients(&one_f_one_b(3, 2, 0).unwrap(), &costs)
+            .expect_err("must be refused")
+            .to_string();
         assert!(text.contains("costs of 2 stages"), "{text}");
     }
 }

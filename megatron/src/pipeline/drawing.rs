@@ -9,12 +9,15 @@ use super::simulator::{Report, Slot};
 pub fn render(report: &Report) -> String {
     let several = report.timeline.iter().flatten().any(|slot| slot.chunk > 0);
     let slots = || report.timeline.iter().flatten();
-    let unit = slots().fold(report.makespan, |unit, slot| gcd(gcd(unit, slot.start), slot.end)).max(1);
+    let unit =
+        slots().fold(report.makespan, |unit, slot| gcd(gcd(unit, slot.start), slot.end)).max(1);
     let label = |slot: &Slot| {
         let letter = char::from(b'a' + (slot.chunk % 26) as u8);
         match slot.pass {
             Pass::Forward => format!("{letter}{}", slot.microbatch),
-            Pass::Backward | Pass::InputGradients => format!("{}{}", letter.to_ascii_uppercase(), slot.microbatch),
+            Pass::Backward | Pass::InputGradients => {
+                format!("{}{}", letter.to_ascii_uppercase(), slot.microbatch)
+            }
             Pass::WeightGradients if several => format!("w{letter}{}", slot.microbatch),
             Pass::WeightGradients => format!("w{}", slot.microbatch),
         }
@@ -94,9 +97,11 @@ mod tests {
             },
         );
         let costs = costs.unwrap();
-        for (name, m, extra_warmup, delayed) in
-            [("whole backwards", 6, 0, false), ("delayed weight gradients", 6, 0, true), ("extra warm-up", 8, 3, true)]
-        {
+        for (name, m, extra_warmup, delayed) in [
+            ("whole backwards", 6, 0, false),
+            ("delayed weight gradients", 6, 0, true),
+            ("extra warm-up", 8, 3, true),
+        ] {
             let mut schedule = one_f_one_b(4, m, extra_warmup).unwrap();
             if delayed {
                 schedule = delay_weight_gradients(&schedule, &costs).unwrap();

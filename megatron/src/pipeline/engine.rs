@@ -46,7 +46,12 @@ struct Owed {
 
 impl Stage {
     /// The surroundings of one microbatch.
-    pub fn ctx<'a>(&'a self, batch: &'a MicroBatch, phase: Phase, loss_weights: Option<&'a Tensor>) -> Ctx<'a> {
+    pub fn ctx<'a>(
+        &'a self,
+        batch: &'a MicroBatch,
+        phase: Phase,
+        loss_weights: Option<&'a Tensor>,
+    ) -> Ctx<'a> {
         Ctx {
             params: &self.params,
             tp: &self.tp,
@@ -121,7 +126,8 @@ impl Stage {
                     received.insert((payload, (microbatch, chunk)), (buffer, work));
                 }
                 Action::Send { what: payload, microbatch, chunk, to: peer } => {
-                    let tensor = take(&mut outgoing, (payload, (microbatch, chunk)), "a tensor to send")?;
+                    let tensor =
+                        take(&mut outgoing, (payload, (microbatch, chunk)), "a tensor to send")?;
                     let _span = span("send", Kind::Communication).at(microbatch, chunk);
                     sends.push(self.pp.send(&tensor, peer, payload.tag())?);
                 }
@@ -143,7 +149,8 @@ impl Stage {
                         saved.insert((microbatch, chunk), kept);
                     }
                 }
-                Action::Backward { microbatch, chunk } | Action::InputGradients { microbatch, chunk } => {
+                Action::Backward { microbatch, chunk }
+                | Action::InputGradients { microbatch, chunk } => {
                     let whole = matches!(action, Action::Backward { .. });
                     let products = WeightGradients::default();
                     let later = (!whole).then_some(&products);
@@ -158,7 +165,8 @@ impl Stage {
                         if microbatch != last {
                             return Ok(());
                         }
-                        let (owing, complete): (Vec<_>, Vec<_>) = params.iter().partition(|id| products.owes(**id));
+                        let (owing, complete): (Vec<_>, Vec<_>) =
+                            params.iter().partition(|id| products.owes(**id));
                         completes.extend(owing);
                         gradients.ready(&complete, &self.params)
                     };
@@ -170,7 +178,8 @@ impl Stage {
                     }
                 }
                 Action::WeightGradients { microbatch, chunk } => {
-                    let Owed { products, completes } = take(&mut owed, (microbatch, chunk), "weight gradients")?;
+                    let Owed { products, completes } =
+                        take(&mut owed, (microbatch, chunk), "weight gradients")?;
                     let _span = span("weight gradients", Kind::Phase).at(microbatch, chunk);
                     products.compute(&self.params)?;
                     gradients.ready(&completes, &self.params)?;
@@ -234,9 +243,15 @@ impl Results {
     }
 }
 
-fn take<K: std::hash::Hash + Eq + std::fmt::Debug, V>(map: &mut HashMap<K, V>, key: K, what: &str) -> Result<V> {
+fn take<K: std::hash::Hash + Eq + std::fmt::Debug, V>(
+    map: &mut HashMap<K, V>,
+    key: K,
+    what: &str,
+) -> Result<V> {
     map.remove(&key).ok_or_else(|| {
-        Error::config(format!("internal error: the schedule asks for {what} that is not there: {key:?}"))
+        Error::config(format!(
+            "internal error: the schedule asks for {what} that is not there: {key:?}"
+        ))
     })
 }
 

@@ -11,7 +11,13 @@ use crate::{Error, Result};
 ///
 /// # Errors
 /// If the schedule cannot be made for these sizes.
-pub fn generate(kind: ScheduleKind, pp: usize, v: usize, m: usize, extra_warmup: usize) -> Result<Schedule> {
+pub fn generate(
+    kind: ScheduleKind,
+    pp: usize,
+    v: usize,
+    m: usize,
+    extra_warmup: usize,
+) -> Result<Schedule> {
     if v != 1 && kind != ScheduleKind::Interleaved {
         return Err(Error::config(format!(
             "v = {v} virtual stages per stage need the interleaved schedule; choose it or leave \
@@ -49,7 +55,9 @@ pub fn gpipe(pp: usize, m: usize) -> Result<Schedule> {
 /// # Errors
 /// If a number of stages or microbatches is 0.
 pub fn one_f_one_b(pp: usize, m: usize, extra_warmup: usize) -> Result<Schedule> {
-    let extra = |behind: usize| if behind == 0 { 0 } else { extra_warmup.saturating_mul(behind).div_ceil(pp - 1) };
+    let extra = |behind: usize| {
+        if behind == 0 { 0 } else { extra_warmup.saturating_mul(behind).div_ceil(pp - 1) }
+    };
     warm_up_then_alternate(pp, 1, m, |stage| (pp - stage - 1).saturating_add(extra(pp - stage - 1)))
 }
 
@@ -87,7 +95,12 @@ pub fn forward_only(pp: usize, v: usize, m: usize) -> Result<Schedule> {
 }
 
 /// Stage p runs `warm_up(p)` forwards (at most all), then one forward and one backward in turn, then what is left.
-fn warm_up_then_alternate(pp: usize, v: usize, m: usize, warm_up: impl Fn(usize) -> usize) -> Result<Schedule> {
+fn warm_up_then_alternate(
+    pp: usize,
+    v: usize,
+    m: usize,
+    warm_up: impl Fn(usize) -> usize,
+) -> Result<Schedule> {
     check_sizes(pp, v, m)?;
     let total = m * v;
     let order = |stage: usize| {
@@ -128,7 +141,9 @@ fn check_sizes(pp: usize, v: usize, m: usize) -> Result<()> {
         )));
     }
     if pp == 1 && v > 1 {
-        return Err(Error::config(format!("v = {v} virtual stages need pp ≥ 2, but pp = 1; set v to 1")));
+        return Err(Error::config(format!(
+            "v = {v} virtual stages need pp ≥ 2, but pp = 1; set v to 1"
+        )));
     }
     Ok(())
 }
@@ -142,8 +157,12 @@ mod tests {
     fn passes(schedule: &Schedule, stage: usize) -> String {
         let letter = |chunk: usize| char::from(b'a' + chunk as u8);
         let words = schedule.stages[stage].iter().filter_map(|action| match action {
-            Action::Forward { microbatch, chunk } => Some(format!("F{microbatch}{}", letter(*chunk))),
-            Action::Backward { microbatch, chunk } => Some(format!("B{microbatch}{}", letter(*chunk))),
+            Action::Forward { microbatch, chunk } => {
+                Some(format!("F{microbatch}{}", letter(*chunk)))
+            }
+            Action::Backward { microbatch, chunk } => {
+                Some(format!("B{microbatch}{}", letter(*chunk)))
+            }
             _ => None,
         });
         words.collect::<Vec<_>>().join(" ")
@@ -168,7 +187,11 @@ mod tests {
     fn one_f_one_b_warms_up_with_at_most_all_microbatches() {
         assert_eq!(passes(&one_f_one_b(4, 2, 0).unwrap(), 0), "F0a F1a B0a B1a");
         for extra in [2, usize::MAX / 2 + 1, usize::MAX] {
-            assert_eq!(passes(&one_f_one_b(3, 4, extra).unwrap(), 0), "F0a F1a F2a F3a B0a B1a B2a B3a", "{extra}");
+            assert_eq!(
+                passes(&one_f_one_b(3, 4, extra).unwrap(), 0),
+                "F0a F1a F2a F3a B0a B1a B2a B3a",
+                "{extra}"
+            );
         }
     }
 
@@ -186,8 +209,14 @@ mod tests {
     fn interleaved_is_in_the_order_of_megatron() {
         let schedule = interleaved(2, 2, 4).unwrap();
         // Warm-up of stage 0: 2·1 + 1·2 = 4; of stage 1: 2.
-        assert_eq!(passes(&schedule, 0), "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a");
-        assert_eq!(passes(&schedule, 1), "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a");
+        assert_eq!(
+            passes(&schedule, 0),
+            "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a"
+        );
+        assert_eq!(
+            passes(&schedule, 1),
+            "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"
+        );
     }
 
     #[test]
@@ -236,7 +265,10 @@ mod tests {
         assert!(message(gpipe(0, 4)).contains("pp = 0"));
         assert!(message(one_f_one_b(4, 0, 0)).contains("= 0"));
         assert!(message(forward_only(1, 2, 4)).contains("set v to 1"));
-        assert!(message(generate(ScheduleKind::OneFOneB, 2, 2, 4, 0)).contains("need the interleaved schedule"));
+        assert!(
+            message(generate(ScheduleKind::OneFOneB, 2, 2, 4, 0))
+                .contains("need the interleaved schedule")
+        );
         for (kind, v) in [(ScheduleKind::Gpipe, 1), (ScheduleKind::Interleaved, 2)] {
             assert!(message(generate(kind, 2, v, 4, 1)).contains("need the 1f1b schedule"));
         }

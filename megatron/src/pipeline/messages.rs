@@ -8,7 +8,11 @@ use super::schedule::{Action, Compute, Payload, Schedule, consumer, producer};
 impl Schedule {
     /// The schedule whose stages run `orders`, with receives right before their use. Where a stage uses the messages of a lane in another
     /// order than they are sent, the receive that has to come earlier does.
-    pub(super) fn with_messages(orders: &[Vec<Compute>], num_microbatches: usize, num_chunks: usize) -> Self {
+    pub(super) fn with_messages(
+        orders: &[Vec<Compute>],
+        num_microbatches: usize,
+        num_chunks: usize,
+    ) -> Self {
         let none_early = |_: usize, _: usize| false;
         Self::with_receives(orders, num_microbatches, num_chunks, none_early)
     }
@@ -56,13 +60,22 @@ impl Schedule {
                     }
                 }
                 actions.push(c.action());
-                let to = c.pass.payload().and_then(|what| Some((what, consumer(pp, v, what, stage, c.chunk)?.0)));
+                let to = c
+                    .pass
+                    .payload()
+                    .and_then(|what| Some((what, consumer(pp, v, what, stage, c.chunk)?.0)));
                 if let Some((what, to)) = to {
-                    actions.push(Action::Send { what, microbatch: c.microbatch, chunk: c.chunk, to });
+                    actions.push(Action::Send {
+                        what,
+                        microbatch: c.microbatch,
+                        chunk: c.chunk,
+                        to,
+                    });
                 }
             }
         }
-        let has_backward = orders.iter().flatten().any(|c| c.pass.payload() == Some(Payload::Gradient));
+        let has_backward =
+            orders.iter().flatten().any(|c| c.pass.payload() == Some(Payload::Gradient));
         Self { stages, num_microbatches, num_chunks, has_backward }
     }
 }
@@ -90,7 +103,8 @@ fn post(
 /// stages; 0 where nothing is received. All passes where the orders never get there.
 fn own_passes_needed(orders: &[Vec<Compute>], v: usize) -> Vec<Vec<usize>> {
     let pp = orders.len();
-    let mut needed: Vec<Vec<usize>> = orders.iter().map(|order| vec![order.len(); order.len()]).collect();
+    let mut needed: Vec<Vec<usize>> =
+        orders.iter().map(|order| vec![order.len(); order.len()]).collect();
     // Passes of each stage that are made, and how many of each stage (its first ones) the last of them depends on.
     let mut made = vec![0; pp];
     let mut past = vec![vec![0; pp]; pp];
@@ -101,16 +115,27 @@ fn own_passes_needed(orders: &[Vec<Compute>], v: usize) -> Vec<Vec<usize>> {
         for (stage, order) in orders.iter().enumerate() {
             while let Some(c) = order.get(made[stage]) {
                 let mut own = 0;
-                let taken = c.pass.payload().filter(|what| producer(pp, v, *what, stage, c.chunk).is_some());
+                let taken = c
+                    .pass
+                    .payload()
+                    .filter(|what| producer(pp, v, *what, stage, c.chunk).is_some());
                 if let Some(what) = taken {
-                    let Some(input) = sent.remove(&(what, c.microbatch, stage, c.chunk)) else { break };
+                    let Some(input) = sent.remove(&(what, c.microbatch, stage, c.chunk)) else {
+                        break;
+                    };
                     own = input[stage];
-                    past[stage].iter_mut().zip(input).for_each(|(past, input)| *past = input.max(*past));
+                    past[stage]
+                        .iter_mut()
+                        .zip(input)
+                        .for_each(|(past, input)| *past = input.max(*past));
                 }
                 needed[stage][made[stage]] = own;
                 made[stage] += 1;
                 past[stage][stage] = made[stage];
-                let result = c.pass.payload().and_then(|what| Some((what, consumer(pp, v, what, stage, c.chunk)?)));
+                let result = c
+                    .pass
+                    .payload()
+                    .and_then(|what| Some((what, consumer(pp, v, what, stage, c.chunk)?)));
                 if let Some((what, (to, chunk))) = result {
                     sent.insert((what, c.microbatch, to, chunk), past[stage].clone());
                 }
@@ -134,7 +159,9 @@ mod tests {
 
     /// Actions of a stage: `a0` receives an activation and `g0` a gradient, `F0` and `B0` are passes, `>` sends.
     fn words(schedule: &Schedule, stage: usize) -> String {
-        let letter = |chunk: usize| if schedule.num_chunks == 1 { String::new() } else { ["a", "b"][chunk].into() };
+        let letter = |chunk: usize| {
+            if schedule.num_chunks == 1 { String::new() } else { ["a", "b"][chunk].into() }
+        };
         let word = |action: &Action| match action {
             Action::Recv { what: Payload::Activation, microbatch, chunk, .. } => {
                 format!("a{microbatch}{}", letter(*chunk))
@@ -144,8 +171,12 @@ mod tests {
             }
             Action::Forward { microbatch, chunk } => format!("F{microbatch}{}", letter(*chunk)),
             Action::Backward { microbatch, chunk } => format!("B{microbatch}{}", letter(*chunk)),
-            Action::InputGradients { microbatch, chunk } => format!("I{microbatch}{}", letter(*chunk)),
-            Action::WeightGradients { microbatch, chunk } => format!("W{microbatch}{}", letter(*chunk)),
+            Action::InputGradients { microbatch, chunk } => {
+                format!("I{microbatch}{}", letter(*chunk))
+            }
+            Action::WeightGradients { microbatch, chunk } => {
+                format!("W{microbatch}{}", letter(*chunk))
+            }
             Action::Send { .. } => String::from(">"),
         };
         schedule.stages[stage].iter().map(word).collect::<Vec<_>>().join(" ")
@@ -156,7 +187,10 @@ mod tests {
         let schedule = one_f_one_b(3, 4, 0).unwrap().receiving_early();
         // The first gradient does not depend on the third forward, so it may come while that is computed.
         assert_eq!(words(&schedule, 0), "F0 > F1 > g0 F2 > B0 g1 F3 > g2 B1 g3 B2 B3");
-        assert_eq!(words(&schedule, 1), "a0 a1 F0 > g0 F1 > a2 B0 > g1 F2 > a3 B1 > g2 F3 > g3 B2 > B3 >");
+        assert_eq!(
+            words(&schedule, 1),
+            "a0 a1 F0 > g0 F1 > a2 B0 > g1 F2 > a3 B1 > g2 F3 > g3 B2 > B3 >"
+        );
         assert_eq!(words(&schedule, 2), "a0 F0 a1 B0 > F1 a2 B1 > F2 a3 B2 > F3 B3 >");
     }
 
@@ -168,12 +202,19 @@ mod tests {
         assert_eq!(words(&schedule, 1), "a0 a1 F0 F1 B0 > B1 >");
         // Round the ring each input comes back from what was sent two passes ago.
         let schedule = interleaved(2, 2, 2).unwrap().receiving_early();
-        assert_eq!(words(&schedule, 0), "F0a > a0b F1a > a1b F0b > g0b F1b > g1b B0b > g0a B1b > g1a B0a B1a");
+        assert_eq!(
+            words(&schedule, 0),
+            "F0a > a0b F1a > a1b F0b > g0b F1b > g1b B0b > g0a B1b > g1a B0a B1a"
+        );
     }
 
     #[test]
     fn receives_follow_the_order_of_the_sender_where_the_receiver_uses_another() {
-        let schedule = Schedule::with_messages(&[vec![forward(0), forward(1)], vec![forward(1), forward(0)]], 2, 1);
+        let schedule = Schedule::with_messages(
+            &[vec![forward(0), forward(1)], vec![forward(1), forward(0)]],
+            2,
+            1,
+        );
         assert_eq!(words(&schedule, 1), "a0 a1 F1 F0");
     }
 
@@ -182,6 +223,9 @@ mod tests {
         let backward = |microbatch| Compute { pass: Pass::Backward, microbatch, chunk: 0 };
         // Stage 0 asks for the gradient before it sends the activation that the gradient depends on.
         let orders = [vec![backward(0), forward(0)], vec![forward(0), backward(0)]];
-        assert_eq!(words(&Schedule::with_messages(&orders, 1, 1).receiving_early(), 0), "g0 B0 F0 >");
+        assert_eq!(
+            words(&Schedule::with_messages(&orders, 1, 1).receiving_early(), 0),
+            "g0 B0 F0 >"
+        );
     }
 }

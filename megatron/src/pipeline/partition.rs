@@ -25,7 +25,9 @@ pub fn partition(
 ) -> Result<Vec<Range<usize>>> {
     let (n, p) = (layer_weights.len(), num_virtual_stages);
     if p == 0 {
-        return Err(Error::config("layers cannot be dealt to 0 virtual stages; pp·v must be at least 1"));
+        return Err(Error::config(
+            "layers cannot be dealt to 0 virtual stages; pp·v must be at least 1",
+        ));
     }
     if let PartitionMethod::Explicit(counts) = method {
         return explicit(counts, n, p);
@@ -37,7 +39,9 @@ pub fn partition(
         )));
     }
     match method {
-        PartitionMethod::Parameters | PartitionMethod::Flops => Ok(balanced(layer_weights, first_extra, last_extra, p)),
+        PartitionMethod::Parameters | PartitionMethod::Flops => {
+            Ok(balanced(layer_weights, first_extra, last_extra, p))
+        }
         _ => Ok(ranges((0..p).map(|stage| n / p + usize::from(stage < n % p)))),
     }
 }
@@ -70,7 +74,12 @@ fn ranges(counts: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
 }
 
 /// At least one layer each; smallest largest stage, then least sum of squares, then the latest split.
-fn balanced(layer_weights: &[u64], first_extra: u64, last_extra: u64, p: usize) -> Vec<Range<usize>> {
+fn balanced(
+    layer_weights: &[u64],
+    first_extra: u64,
+    last_extra: u64,
+    p: usize,
+) -> Vec<Range<usize>> {
     let n = layer_weights.len();
     let mut before = vec![0u128; n + 1]; // parameters of the layers before i
     for (i, &params) in layer_weights.iter().enumerate() {
@@ -99,7 +108,8 @@ fn best_splits(
     combine: impl Fn(u128, u128) -> u128,
 ) -> (u128, Vec<usize>) {
     // best[i]: least value of the runs so far over the first i layers; cuts[stage - 1][i]: where the last of them begins.
-    let mut best: Vec<u128> = (0..=n).map(|i| if i == 0 { u128::MAX } else { cost(0, 0..i) }).collect();
+    let mut best: Vec<u128> =
+        (0..=n).map(|i| if i == 0 { u128::MAX } else { cost(0, 0..i) }).collect();
     let mut cuts = Vec::with_capacity(p);
     for stage in 1..p {
         let mut next = vec![u128::MAX; n + 1];
@@ -128,7 +138,13 @@ fn best_splits(
 mod tests {
     use super::*;
 
-    fn counts(method: PartitionMethod, layers: &[u64], first: u64, last: u64, p: usize) -> Vec<usize> {
+    fn counts(
+        method: PartitionMethod,
+        layers: &[u64],
+        first: u64,
+        last: u64,
+        p: usize,
+    ) -> Vec<usize> {
         let parts = partition(&method, layers, first, last, p).unwrap();
         assert_eq!((parts[0].start, parts[p - 1].end), (0, layers.len()));
         assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start), "{parts:?}");
@@ -189,7 +205,11 @@ mod tests {
             // Every way to choose p − 1 of the 7 inner boundaries.
             let least = (0u32..1 << 7)
                 .filter(|bits| bits.count_ones() as usize == p - 1)
-                .map(|bits| [0].into_iter().chain((1..8).filter(|i| bits >> (i - 1) & 1 == 1)).collect::<Vec<_>>())
+                .map(|bits| {
+                    [0].into_iter()
+                        .chain((1..8).filter(|i| bits >> (i - 1) & 1 == 1))
+                        .collect::<Vec<_>>()
+                })
                 .map(|starts| heaviest(&starts))
                 .min();
             let parts = partition(&PartitionMethod::Parameters, &layers, first, last, p).unwrap();
@@ -214,7 +234,9 @@ mod tests {
     #[test]
     fn fewer_layers_than_stages_are_refused() {
         assert!(refused(PartitionMethod::Uniform, 3, 4).contains("3 layers are fewer than the 4"));
-        assert!(refused(PartitionMethod::Parameters, 3, 4).contains("3 layers are fewer than the 4"));
+        assert!(
+            refused(PartitionMethod::Parameters, 3, 4).contains("3 layers are fewer than the 4")
+        );
         assert!(refused(PartitionMethod::Uniform, 3, 0).contains("0 virtual stages"));
     }
 }

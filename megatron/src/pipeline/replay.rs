@@ -125,7 +125,12 @@ fn one_shape(batches: &[MicroBatch]) -> Result<Option<(usize, usize)>> {
 
 impl Recorded {
     /// Records forward and backward of a microbatch like this one.
-    fn new(stage: &Stage, like: &MicroBatch, phase: Phase, step_and_samples: Option<Tensor>) -> Result<Self> {
+    fn new(
+        stage: &Stage,
+        like: &MicroBatch,
+        phase: Phase,
+        step_and_samples: Option<Tensor>,
+    ) -> Result<Self> {
         let room = |t: &Tensor| -> Result<Tensor> { Ok(empty(t.shape(), t.dtype(), t.device())?) };
         let input = MicroBatch {
             tokens: room(&like.tokens)?,
@@ -140,8 +145,13 @@ impl Recorded {
         let schedule = one_f_one_b(1, 1, 0)?;
         let graph = record(&stage.device, || {
             let weigh = |_: &MicroBatch| Ok(weights.clone());
-            let losses =
-                stage.run_weighted(&schedule, std::slice::from_ref(&input), phase, &weigh, &mut NothingEarly)?;
+            let losses = stage.run_weighted(
+                &schedule,
+                std::slice::from_ref(&input),
+                phase,
+                &weigh,
+                &mut NothingEarly,
+            )?;
             match losses.0.as_slice() {
                 [Some(sum)] => Ok(copy(&loss, sum)?),
                 _ => Err(Error::config("internal error: a graph of a stage without the head")),
@@ -151,7 +161,12 @@ impl Recorded {
     }
 
     /// Queues forward and backward of a microbatch; Σ of its losses.
-    fn launch(&self, batch: &MicroBatch, weights: &Tensor, step_and_samples: Option<&Tensor>) -> Result<Tensor> {
+    fn launch(
+        &self,
+        batch: &MicroBatch,
+        weights: &Tensor,
+        step_and_samples: Option<&Tensor>,
+    ) -> Result<Tensor> {
         let inputs = [
             (&self.input.tokens, &batch.tokens),
             (&self.input.labels, &batch.labels),

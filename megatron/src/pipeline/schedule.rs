@@ -89,8 +89,12 @@ impl fmt::Display for Action {
             Payload::Gradient => "gradient",
         };
         match self {
-            Self::Forward { microbatch, chunk } => write!(f, "forward of microbatch {microbatch}, chunk {chunk}"),
-            Self::Backward { microbatch, chunk } => write!(f, "backward of microbatch {microbatch}, chunk {chunk}"),
+            Self::Forward { microbatch, chunk } => {
+                write!(f, "forward of microbatch {microbatch}, chunk {chunk}")
+            }
+            Self::Backward { microbatch, chunk } => {
+                write!(f, "backward of microbatch {microbatch}, chunk {chunk}")
+            }
             Self::InputGradients { microbatch, chunk } => {
                 write!(f, "input gradients of microbatch {microbatch}, chunk {chunk}")
             }
@@ -98,10 +102,18 @@ impl fmt::Display for Action {
                 write!(f, "weight gradients of microbatch {microbatch}, chunk {chunk}")
             }
             Self::Send { what, microbatch, chunk, to } => {
-                write!(f, "send of the {} of microbatch {microbatch}, chunk {chunk} to stage {to}", kind(what))
+                write!(
+                    f,
+                    "send of the {} of microbatch {microbatch}, chunk {chunk} to stage {to}",
+                    kind(what)
+                )
             }
             Self::Recv { what, microbatch, chunk, from } => {
-                write!(f, "receive of the {} of microbatch {microbatch}, chunk {chunk} from stage {from}", kind(what))
+                write!(
+                    f,
+                    "receive of the {} of microbatch {microbatch}, chunk {chunk} from stage {from}",
+                    kind(what)
+                )
             }
         }
     }
@@ -159,7 +171,9 @@ impl Action {
             Self::Forward { microbatch, chunk } => (Pass::Forward, microbatch, chunk),
             Self::Backward { microbatch, chunk } => (Pass::Backward, microbatch, chunk),
             Self::InputGradients { microbatch, chunk } => (Pass::InputGradients, microbatch, chunk),
-            Self::WeightGradients { microbatch, chunk } => (Pass::WeightGradients, microbatch, chunk),
+            Self::WeightGradients { microbatch, chunk } => {
+                (Pass::WeightGradients, microbatch, chunk)
+            }
             Self::Send { .. } | Self::Recv { .. } => return None,
         };
         Some(Compute { pass, microbatch, chunk })
@@ -167,7 +181,13 @@ impl Action {
 }
 
 /// Where what (stage, chunk) makes goes: the (stage, chunk) that takes it; `None` at the pipeline's end.
-pub(super) fn consumer(pp: usize, v: usize, what: Payload, stage: usize, chunk: usize) -> Option<(usize, usize)> {
+pub(super) fn consumer(
+    pp: usize,
+    v: usize,
+    what: Payload,
+    stage: usize,
+    chunk: usize,
+) -> Option<(usize, usize)> {
     let virtual_stage = chunk * pp + stage;
     let next = match what {
         Payload::Activation => (virtual_stage + 1 < pp * v).then_some(virtual_stage + 1),
@@ -177,7 +197,13 @@ pub(super) fn consumer(pp: usize, v: usize, what: Payload, stage: usize, chunk: 
 }
 
 /// Where what (stage, chunk) takes comes from; `None` where it is the data or the loss.
-pub(super) fn producer(pp: usize, v: usize, what: Payload, stage: usize, chunk: usize) -> Option<(usize, usize)> {
+pub(super) fn producer(
+    pp: usize,
+    v: usize,
+    what: Payload,
+    stage: usize,
+    chunk: usize,
+) -> Option<(usize, usize)> {
     let opposite = match what {
         Payload::Activation => Payload::Gradient,
         Payload::Gradient => Payload::Activation,
@@ -193,7 +219,10 @@ impl Schedule {
 
     /// The passes of each stage, in order.
     pub(super) fn orders(&self) -> Vec<Vec<Compute>> {
-        self.stages.iter().map(|actions| actions.iter().filter_map(|action| action.compute()).collect()).collect()
+        self.stages
+            .iter()
+            .map(|actions| actions.iter().filter_map(|action| action.compute()).collect())
+            .collect()
     }
 
     /// Whether (stage, chunk) is the first virtual stage, which takes the data and receives no activation.
@@ -230,7 +259,10 @@ mod tests {
         assert_eq!(crate::pipeline::one_f_one_b(1, 4, 0).unwrap().lanes(0), [vec![], vec![]]);
         let ring = crate::pipeline::interleaved(2, 2, 2).unwrap();
         for (stage, other) in [(0, 1), (1, 0)] {
-            assert_eq!(ring.lanes(stage), [vec![(other, 0), (other, 1)], vec![(other, 0), (other, 1)]]);
+            assert_eq!(
+                ring.lanes(stage),
+                [vec![(other, 0), (other, 1)], vec![(other, 0), (other, 1)]]
+            );
         }
     }
 }

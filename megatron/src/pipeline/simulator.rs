@@ -58,7 +58,9 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
         for p in 0..pp {
             while let Some(action) = schedule.stages[p].get(next[p]) {
                 let done = stages[p].run(*action, p, schedule, costs, &mut lanes);
-                match done.map_err(|why| Error::config(format!("stage {p}, action {}: {action} {why}", next[p])))? {
+                match done.map_err(|why| {
+                    Error::config(format!("stage {p}, action {}: {action} {why}", next[p]))
+                })? {
                     Outcome::Done => (next[p], progress) = (next[p] + 1, true),
                     Outcome::Waits => break,
                 }
@@ -70,18 +72,24 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
     }
     let stuck: Vec<_> = (0..pp)
         .filter_map(|p| {
-            schedule.stages[p].get(next[p]).map(|action| format!("stage {p} at action {} ({action})", next[p]))
+            schedule.stages[p]
+                .get(next[p])
+                .map(|action| format!("stage {p} at action {} ({action})", next[p]))
         })
         .collect();
     if !stuck.is_empty() {
-        return Err(Error::config(format!("the schedule deadlocks: {} wait for ever", stuck.join(", "))));
+        return Err(Error::config(format!(
+            "the schedule deadlocks: {} wait for ever",
+            stuck.join(", ")
+        )));
     }
     // Every pass took its input, each output was sent once, and no receive is left over, so no lane holds a message now.
     for (p, stage) in stages.iter().enumerate() {
         stage.check_complete(schedule).map_err(|why| Error::config(format!("stage {p} {why}")))?;
     }
     let makespan = stages.iter().map(|stage| stage.now).max().unwrap_or(0);
-    let busy: u64 = stages.iter().flat_map(|stage| &stage.slots).map(|slot| slot.end - slot.start).sum();
+    let busy: u64 =
+        stages.iter().flat_map(|stage| &stage.slots).map(|slot| slot.end - slot.start).sum();
     let whole = makespan * pp as u64;
     Ok(Report {
         makespan,
@@ -133,11 +141,21 @@ struct Stage {
 
 impl Stage {
     /// Runs one action, or says what is wrong with it.
-    fn run(&mut self, action: Action, p: usize, s: &Schedule, costs: &Costs, lanes: &mut Lanes) -> Checked<Outcome> {
+    fn run(
+        &mut self,
+        action: Action,
+        p: usize,
+        s: &Schedule,
+        costs: &Costs,
+        lanes: &mut Lanes,
+    ) -> Checked<Outcome> {
         let (pp, v) = (s.pp(), s.num_chunks);
         let (microbatch, chunk) = action.key();
         if microbatch >= s.num_microbatches || chunk >= v {
-            return Err(format!("lies outside of {} microbatches and {v} chunks", s.num_microbatches));
+            return Err(format!(
+                "lies outside of {} microbatches and {v} chunks",
+                s.num_microbatches
+            ));
         }
         let key = (microbatch, chunk);
         if let Some(c) = action.compute() {
@@ -145,11 +163,15 @@ impl Stage {
         }
         match action {
             Action::Send { what, to, .. } => {
-                let Some((stage, chunk)) = consumer(pp, v, what, p, chunk).filter(|(stage, _)| *stage == to) else {
+                let Some((stage, chunk)) =
+                    consumer(pp, v, what, p, chunk).filter(|(stage, _)| *stage == to)
+                else {
                     return Err(String::from("goes to a stage that does not need it"));
                 };
                 if !self.unsent.remove(&(what, key)) {
-                    return Err(String::from("has nothing to send: it is not computed yet or already sent"));
+                    return Err(String::from(
+                        "has nothing to send: it is not computed yet or already sent",
+                    ));
                 }
                 let message = Message { key: (microbatch, chunk), time: self.now };
                 lanes.entry((p, stage, what)).or_default().push(message);
@@ -171,7 +193,14 @@ impl Stage {
     }
 
     /// Runs one pass, once the message that it takes is there.
-    fn compute(&mut self, c: Compute, p: usize, s: &Schedule, costs: &Costs, lanes: &Lanes) -> Checked<Outcome> {
+    fn compute(
+        &mut self,
+        c: Compute,
+        p: usize,
+        s: &Schedule,
+        costs: &Costs,
+        lanes: &Lanes,
+    ) -> Checked<Outcome> {
         let (pp, v) = (s.pp(), s.num_chunks);
         let Compute { pass, microbatch, chunk } = c;
         let key = (microbatch, chunk);
@@ -257,14 +286,17 @@ impl Stage {
             _ => &[&self.weights],
         };
         if microbatch > 0 && sums.iter().any(|done| !done.contains(&(microbatch - 1, chunk))) {
-            return Err(format!("comes before that of microbatch {}; gradients sum in one order", microbatch - 1));
+            return Err(format!(
+                "comes before that of microbatch {}; gradients sum in one order",
+                microbatch - 1
+            ));
         }
         Ok(())
     }
 
     fn check_complete(&self, s: &Schedule) -> Checked<()> {
-        for key in
-            (0..s.num_microbatches).flat_map(|microbatch| (0..s.num_chunks).map(move |chunk| (microbatch, chunk)))
+        for key in (0..s.num_microbatches)
+            .flat_map(|microbatch| (0..s.num_chunks).map(move |chunk| (microbatch, chunk)))
         {
             let missing = if !self.forwards.contains(&key) {
                 "forward"
@@ -275,13 +307,20 @@ impl Stage {
             } else {
                 continue;
             };
-            return Err(format!("never runs the {missing} of microbatch {}, chunk {}", key.0, key.1));
+            return Err(format!(
+                "never runs the {missing} of microbatch {}, chunk {}",
+                key.0, key.1
+            ));
         }
         if let Some((what, (microbatch, chunk))) = self.unsent.iter().min_by_key(|(_, key)| *key) {
-            return Err(format!("never sends the {what:?} of microbatch {microbatch}, chunk {chunk}"));
+            return Err(format!(
+                "never sends the {what:?} of microbatch {microbatch}, chunk {chunk}"
+            ));
         }
         if let Some((what, (microbatch, chunk))) = self.posted.keys().min_by_key(|(_, key)| *key) {
-            return Err(format!("never uses the {what:?} that it receives for microbatch {microbatch}, chunk {chunk}"));
+            return Err(format!(
+                "never uses the {what:?} that it receives for microbatch {microbatch}, chunk {chunk}"
+            ));
         }
         Ok(())
     }
@@ -300,12 +339,19 @@ mod tests {
                 all.push(("gpipe", pp, 1, m, gpipe(pp, m).unwrap()));
                 all.push(("1f1b", pp, 1, m, one_f_one_b(pp, m, 0).unwrap()));
                 for v in 2..=4 {
-                    all.extend(interleaved(pp, v, m).ok().map(|schedule| ("interleaved", pp, v, m, schedule)));
+                    all.extend(
+                        interleaved(pp, v, m)
+                            .ok()
+                            .map(|schedule| ("interleaved", pp, v, m, schedule)),
+                    );
                 }
             }
         }
         assert!(all.iter().filter(|(kind, ..)| *kind == "interleaved").count() > 50);
-        let early: Vec<_> = all.iter().map(|(kind, pp, v, m, s)| (*kind, *pp, *v, *m, s.receiving_early())).collect();
+        let early: Vec<_> = all
+            .iter()
+            .map(|(kind, pp, v, m, s)| (*kind, *pp, *v, *m, s.receiving_early()))
+            .collect();
         all.extend(early);
         all
     }
@@ -324,8 +370,8 @@ mod tests {
     fn every_small_schedule_is_complete_and_has_the_bubble_of_the_literature() {
         for (kind, pp, v, m, schedule) in all_small() {
             for (f, b) in [(1, 1), (1, 2), (2, 3)] {
-                let report =
-                    simulate(&schedule, &even(&schedule, f, b)).unwrap_or_else(|e| panic!("{kind} {pp} {v} {m}: {e}"));
+                let report = simulate(&schedule, &even(&schedule, f, b))
+                    .unwrap_or_else(|e| panic!("{kind} {pp} {v} {m}: {e}"));
                 let bubble = (pp - 1) as f64 / (v * m + pp - 1) as f64;
                 assert!(
                     (report.bubble - bubble).abs() < 1e-12,
@@ -346,7 +392,10 @@ mod tests {
                     "1f1b" => (pp - stage).min(m),
                     _ => (2 * (pp - stage - 1) + (v - 1) * pp + 1).min(v * m),
                 };
-                assert_eq!(report.peak_in_flight[stage], peak, "{kind} pp {pp} v {v} m {m} stage {stage}");
+                assert_eq!(
+                    report.peak_in_flight[stage], peak,
+                    "{kind} pp {pp} v {v} m {m} stage {stage}"
+                );
             }
         }
     }
@@ -358,9 +407,16 @@ mod tests {
             let late = simulate(&schedule, &costs).unwrap().peak_receives;
             let early = simulate(&schedule.receiving_early(), &costs).unwrap().peak_receives;
             for stage in 0..pp {
-                assert!(late[stage] <= 2 && early[stage] <= 2, "{kind} pp {pp} v {v} m {m} stage {stage}");
+                assert!(
+                    late[stage] <= 2 && early[stage] <= 2,
+                    "{kind} pp {pp} v {v} m {m} stage {stage}"
+                );
                 // Interleaved receives keep to the order in which another stage sends, which may be one ahead of their use.
-                assert!(kind == "interleaved" || schedule == schedule.receiving_early() || late[stage] <= 1);
+                assert!(
+                    kind == "interleaved"
+                        || schedule == schedule.receiving_early()
+                        || late[stage] <= 1
+                );
             }
         }
     }
@@ -380,7 +436,8 @@ mod tests {
     }
 
     fn samples() -> Vec<Schedule> {
-        let late = [gpipe(3, 3).unwrap(), one_f_one_b(3, 4, 0).unwrap(), interleaved(2, 2, 4).unwrap()];
+        let late =
+            [gpipe(3, 3).unwrap(), one_f_one_b(3, 4, 0).unwrap(), interleaved(2, 2, 4).unwrap()];
         late.into_iter().flat_map(|schedule| [schedule.receiving_early(), schedule]).collect()
     }
 
@@ -391,7 +448,10 @@ mod tests {
                 for i in 0..schedule.stages[p].len() {
                     let mut mutated = schedule.clone();
                     let removed = mutated.stages[p].remove(i);
-                    assert!(simulate(&mutated, &even(&mutated, 1, 2)).is_err(), "stage {p} without {removed}");
+                    assert!(
+                        simulate(&mutated, &even(&mutated, 1, 2)).is_err(),
+                        "stage {p} without {removed}"
+                    );
                 }
             }
         }
@@ -405,7 +465,10 @@ mod tests {
                     let mut mutated = schedule.clone();
                     let action = mutated.stages[p][i];
                     mutated.stages[p].insert(i, action);
-                    assert!(simulate(&mutated, &even(&mutated, 1, 2)).is_err(), "stage {p} with {action} twice");
+                    assert!(
+                        simulate(&mutated, &even(&mutated, 1, 2)).is_err(),
+                        "stage {p} with {action} twice"
+                    );
                 }
             }
         }
@@ -429,7 +492,10 @@ mod tests {
         let mut schedule = gpipe(2, 2).unwrap().receiving_early();
         schedule.stages[1].swap(0, 1);
         let text = refusal(&schedule);
-        assert!(text.contains("forward of microbatch 0, chunk 0 gets the message for microbatch 1"), "{text}");
+        assert!(
+            text.contains("forward of microbatch 0, chunk 0 gets the message for microbatch 1"),
+            "{text}"
+        );
     }
 
     #[test]
@@ -485,11 +551,15 @@ mod tests {
     #[test]
     fn messages_to_and_from_the_wrong_stage_are_rejected() {
         let mut schedule = gpipe(3, 1).unwrap();
-        schedule.stages[0][1] = Action::Send { what: Payload::Activation, microbatch: 0, chunk: 0, to: 2 };
+        schedule.stages[0][1] =
+            Action::Send { what: Payload::Activation, microbatch: 0, chunk: 0, to: 2 };
         assert!(refusal(&schedule).contains("goes to a stage that does not need it"));
         for p in [0, 1] {
             let mut schedule = gpipe(3, 1).unwrap();
-            schedule.stages[p].insert(0, Action::Recv { what: Payload::Activation, microbatch: 0, chunk: 0, from: 2 });
+            schedule.stages[p].insert(
+                0,
+                Action::Recv { what: Payload::Activation, microbatch: 0, chunk: 0, from: 2 },
+            );
             assert!(refusal(&schedule).contains("comes from a stage that does not make it"));
         }
     }

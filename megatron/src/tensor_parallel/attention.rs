@@ -60,7 +60,12 @@ pub struct SavedAttention {
 }
 
 impl SelfAttention {
-    pub fn declare(name: &str, layer: usize, spec: &AttentionSpec, params: &mut ParamsBuilder) -> Self {
+    pub fn declare(
+        name: &str,
+        layer: usize,
+        spec: &AttentionSpec,
+        params: &mut ParamsBuilder,
+    ) -> Self {
         let qkv = LinearSpec {
             name: format!("{name}.linear_qkv"),
             in_features: spec.hidden,
@@ -93,7 +98,12 @@ impl SelfAttention {
     fn scores<'a>(&'a self, heads: Range<usize>, ctx: &Ctx<'a>) -> Scores<'a> {
         let alibi = self.spec.alibi.as_ref().map(|slopes| &slopes[heads]);
         let first_keys = ctx.documents.first_keys.as_ref();
-        Scores { scale: 1.0 / (self.spec.head_dim as f64).sqrt(), alibi, window: self.spec.window, first_keys }
+        Scores {
+            scale: 1.0 / (self.spec.head_dim as f64).sqrt(),
+            alibi,
+            window: self.spec.window,
+            first_keys,
+        }
     }
 
     fn dropout<'a>(&self, ctx: &'a Ctx) -> Option<AttentionDropout<'a>> {
@@ -121,7 +131,10 @@ impl SelfAttention {
     }
 
     fn rotation<'a>(&'a self, ctx: &'a Ctx) -> Option<Rotation<'a>> {
-        self.spec.rope.as_ref().map(|table| Rotation { table, positions: ctx.documents.positions.as_ref() })
+        self.spec
+            .rope
+            .as_ref()
+            .map(|table| Rotation { table, positions: ctx.documents.positions.as_ref() })
     }
 
     /// The bias of the output projection, whose gradient the caller makes.
@@ -130,7 +143,12 @@ impl SelfAttention {
     }
 
     /// From the normalized stream to the residual stream that the output joins.
-    pub fn forward(&self, input: Stream, join: &Join, ctx: &Ctx) -> Result<(Stream, SavedAttention)> {
+    pub fn forward(
+        &self,
+        input: Stream,
+        join: &Join,
+        ctx: &Ctx,
+    ) -> Result<(Stream, SavedAttention)> {
         let x = ctx.tp.enter(&input)?;
         let qkv = self.qkv.forward(&x, ctx)?.0;
         drop(x);
@@ -154,7 +172,14 @@ impl SelfAttention {
 
     /// As [`forward`](Self::forward), for the next tokens of each sample, which see those in the cache before them. Every cp rank has all tokens
     /// and computes the same.
-    pub fn decode(&self, input: &Stream, cache: &Tensor, starts: &[usize], join: &Join, ctx: &Ctx) -> Result<Stream> {
+    pub fn decode(
+        &self,
+        input: &Stream,
+        cache: &Tensor,
+        starts: &[usize],
+        join: &Join,
+        ctx: &Ctx,
+    ) -> Result<Stream> {
         let qkv = self.qkv.forward(&ctx.tp.enter(input)?, ctx)?.0;
         let (shape, heads) = (self.shape(self.spec.tp), self.spec.heads / self.spec.tp);
         let first = ctx.tp.rank() * heads;
@@ -186,9 +211,13 @@ impl SelfAttention {
         let dqkv = match self.rotation(ctx) {
             Some(rotation) => {
                 let tensors = [&dout, &qkv, &out, &lse];
-                kernels::ops::attention::attention_backward_rotated(tensors, shape, scores, dropout, &rotation)?
+                kernels::ops::attention::attention_backward_rotated(
+                    tensors, shape, scores, dropout, &rotation,
+                )?
             }
-            None => kernels::ops::attention::attention_backward(&dout, &qkv, &out, &lse, shape, scores, dropout)?,
+            None => kernels::ops::attention::attention_backward(
+                &dout, &qkv, &out, &lse, shape, scores, dropout,
+            )?,
         };
         drop((qkv, out, dout));
         self.qkv.backward(&FeatureSharded(ctx.cp.to_tokens(dqkv)?), &input, ctx)

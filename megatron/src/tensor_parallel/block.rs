@@ -54,7 +54,12 @@ impl TransformerLayer {
         let name = format!("decoder.layers.{layer}");
         Self {
             input_norm: Norm::declare(&format!("{name}.input_layernorm"), &spec.norm, params),
-            attention: SelfAttention::declare(&format!("{name}.self_attention"), layer, &spec.attention, params),
+            attention: SelfAttention::declare(
+                &format!("{name}.self_attention"),
+                layer,
+                &spec.attention,
+                params,
+            ),
             mlp_norm: Norm::declare(&format!("{name}.pre_mlp_layernorm"), &spec.norm, params),
             mlp: Mlp::declare(&format!("{name}.mlp"), &spec.mlp, params),
             hidden_dropout: spec.hidden_dropout,
@@ -77,7 +82,13 @@ impl TransformerLayer {
     }
 
     /// Gradient of what [`join`](Self::join)s (that of the residual is `dy` itself); accumulates the bias's.
-    fn join_backward(&self, dy: &Stream, bias: Option<ParamId>, site: DropoutSite, ctx: &Ctx) -> Result<Stream> {
+    fn join_backward(
+        &self,
+        dy: &Stream,
+        bias: Option<ParamId>,
+        site: DropoutSite,
+        ctx: &Ctx,
+    ) -> Result<Stream> {
         let branch = match ctx.stream_dropout(self.hidden_dropout, self.layer, site)? {
             Some(dropout) => Stream(dropout_backward(&dy.0, &dropout)?),
             None => dy.clone(),
@@ -90,7 +101,11 @@ impl TransformerLayer {
 impl Layer for TransformerLayer {
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)> {
         let (normed, first) = self.first_half(x, ctx)?;
-        let (out, mlp) = self.mlp.forward(normed, &self.join(&first.middle, DropoutSite::MlpOutput, ctx)?, ctx)?;
+        let (out, mlp) = self.mlp.forward(
+            normed,
+            &self.join(&first.middle, DropoutSite::MlpOutput, ctx)?,
+            ctx,
+        )?;
         Ok((out, Saved::new(SavedBlock { first, mlp })))
     }
 
@@ -103,12 +118,18 @@ impl Layer for TransformerLayer {
     fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream> {
         let SavedBlock { first, mlp } = saved.take()?;
         let FirstHalf { x, input_stats, attention, middle, mlp_stats } = first;
-        let branch = self.join_backward(&dy, self.mlp.output_bias(), DropoutSite::MlpOutput, ctx)?;
+        let branch =
+            self.join_backward(&dy, self.mlp.output_bias(), DropoutSite::MlpOutput, ctx)?;
         let dnormed = self.mlp.backward(&branch, mlp, ctx)?;
         drop(branch);
         let dmiddle = self.mlp_norm.backward_add(&dnormed, &middle, &mlp_stats, &dy, ctx)?;
         drop((dy, middle));
-        let branch = self.join_backward(&dmiddle, self.attention.output_bias(), DropoutSite::AttentionOutput, ctx)?;
+        let branch = self.join_backward(
+            &dmiddle,
+            self.attention.output_bias(),
+            DropoutSite::AttentionOutput,
+            ctx,
+        )?;
         let dnormed = self.attention.backward(&branch, attention, ctx)?;
         drop(branch);
         self.input_norm.backward_add(&dnormed, &x, &input_stats, &dmiddle, ctx)

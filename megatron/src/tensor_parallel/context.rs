@@ -112,11 +112,21 @@ impl Ctx<'_> {
     }
 
     /// Dropout of the residual stream.
-    pub fn stream_dropout(&self, p: f64, layer: usize, site: DropoutSite) -> Result<Option<Dropout<'_>>> {
+    pub fn stream_dropout(
+        &self,
+        p: f64,
+        layer: usize,
+        site: DropoutSite,
+    ) -> Result<Option<Dropout<'_>>> {
         let Some(key) = self.dropout_key(p, layer, site) else { return Ok(None) };
         let seq_len = self.cp.whole_length(self.tokens.dim(0)?);
         let seq_offset = self.stream_positions()?.start;
-        let tokens = Tokens { samples: self.samples, seq_offset, seq_len, step_and_samples: self.step_and_samples };
+        let tokens = Tokens {
+            samples: self.samples,
+            seq_offset,
+            seq_len,
+            step_and_samples: self.step_and_samples,
+        };
         Ok(Some(Dropout { p, key, tokens }))
     }
 

@@ -6,7 +6,8 @@
 
 use candle_core::Tensor;
 use kernels::ops::cross_entropy::{
-    add_losses, cross_entropy_backward, cross_entropy_backward_into, cross_entropy_fused, rebase, row_statistics,
+    add_losses, cross_entropy_backward, cross_entropy_backward_into, cross_entropy_fused, rebase,
+    row_statistics,
 };
 
 use super::context::Ctx;
@@ -84,10 +85,13 @@ impl VocabParallelCrossEntropy {
     ) -> Result<()> {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
-        let (RowStats { max, sum_exp }, labels, weights) = (stats, &targets.labels, targets.weights()?);
+        let (RowStats { max, sum_exp }, labels, weights) =
+            (stats, &targets.labels, targets.weights()?);
         match rounded {
             None => cross_entropy_backward(&logits.0, max, sum_exp, labels, weights, first, valid)?,
-            Some(to) => cross_entropy_backward_into(&to.0, &logits.0, max, sum_exp, labels, weights, first, valid)?,
+            Some(to) => cross_entropy_backward_into(
+                &to.0, &logits.0, max, sum_exp, labels, weights, first, valid,
+            )?,
         }
         Ok(())
     }
@@ -110,7 +114,8 @@ impl VocabParallelCrossEntropy {
         }
         let (rounded, labels) = (rounded.map(|to| &to.0), &targets.labels);
         let (first, valid) = (self.spec.first_row(0), self.spec.valid_rows(0));
-        let parts = cross_entropy_fused(&logits.0, rounded, labels, targets.weights()?, first, valid)?;
+        let parts =
+            cross_entropy_fused(&logits.0, rounded, labels, targets.weights()?, first, valid)?;
         Ok(add_losses(loss_sum, &parts, &targets.mask)?)
     }
 }

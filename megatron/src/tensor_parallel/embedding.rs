@@ -111,7 +111,8 @@ impl Embedding {
     /// As [`forward`](Self::forward), where sample i's first token has position `starts[i]`. Without sequence parallelism.
     pub fn decode(&self, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
         let (seq, batch) = ctx.tokens.dims2()?;
-        let ids: Vec<u32> = (0..seq).flat_map(|i| starts.iter().map(move |start| (start + i) as u32)).collect();
+        let ids: Vec<u32> =
+            (0..seq).flat_map(|i| starts.iter().map(move |start| (start + i) as u32)).collect();
         let positions = upload(ids, (seq, batch), ctx.tokens.device())?;
         Ok(self.embed(&positions, ctx)?.0)
     }
@@ -149,7 +150,12 @@ impl Embedding {
             _ => dy,
         };
         if let Some(position) = self.position {
-            kernels::ops::embedding::embedding_backward(&dx.0, &self.positions(ctx)?, 0, &ctx.params.grad(position)?)?;
+            kernels::ops::embedding::embedding_backward(
+                &dx.0,
+                &self.positions(ctx)?,
+                0,
+                &ctx.params.grad(position)?,
+            )?;
         }
         let whole = ctx.tp.exit_backward(&dx)?;
         let first = self.spec.first_row(ctx.tp.rank());

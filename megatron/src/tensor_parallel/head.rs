@@ -84,7 +84,8 @@ impl Head {
         let (xs, dxs) = (flat(&input.0)?, dinput.map(|dinput| flat(&dinput.0)).transpose()?);
         let (labels, mask) = (ctx.labels.flatten_all()?, ctx.loss_mask.flatten_all()?);
         let weights = ctx.loss_weights.map(Tensor::flatten_all).transpose()?;
-        let (weight, columns, device) = (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
+        let (weight, columns, device) =
+            (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
         // The same memory for all chunks: their logits, and the gradient of these where it is rounded.
         let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let (step, width) = logits_room(columns, wide, device);
@@ -108,7 +109,8 @@ impl Head {
                 self.loss.forward(&logits, &targets, &loss_sum, ctx)?;
                 continue;
             };
-            let rounded = rounded.as_ref().map(|t| t.narrow(0, 0, count)).transpose()?.map(FeatureSharded);
+            let rounded =
+                rounded.as_ref().map(|t| t.narrow(0, 0, count)).transpose()?.map(FeatureSharded);
             self.loss.forward_and_backward(&logits, rounded.as_ref(), &targets, &loss_sum, ctx)?;
             let dlogits = rounded.unwrap_or(logits).0.narrow(1, 0, columns)?;
             // The next rows take the memory of these.
@@ -131,7 +133,8 @@ impl Head {
         let (normed, _) = self.norm.forward(x, ctx)?;
         let whole = ctx.tp.enter(&normed)?;
         let (seq, batch, hidden) = whole.0.dims3()?;
-        let wanted: Vec<u32> = rows.iter().enumerate().map(|(sample, row)| (row * batch + sample) as u32).collect();
+        let wanted: Vec<u32> =
+            rows.iter().enumerate().map(|(sample, row)| (row * batch + sample) as u32).collect();
         let wanted = upload(wanted, rows.len(), whole.0.device())?;
         let picked = whole.0.reshape((seq * batch, hidden))?.index_select(&wanted, 0)?;
         let local = linear_to_f32(&picked, ctx.weight(self.output), None)?.to_dtype(DType::F32)?;

@@ -24,7 +24,9 @@ impl Saved {
     pub fn take<T: 'static>(self) -> Result<T> {
         match self.0.downcast() {
             Ok(value) => Ok(*value),
-            Err(_) => Err(Error::config("internal error: a layer was given another layer's activations")),
+            Err(_) => {
+                Err(Error::config("internal error: a layer was given another layer's activations"))
+            }
         }
     }
 }

@@ -74,7 +74,11 @@ impl ColumnParallelLinear {
     }
 
     /// As [`forward`](Self::forward), and GELU of it.
-    pub fn forward_gelu(&self, x: &Replicated, ctx: &Ctx) -> Result<(FeatureSharded, FeatureSharded)> {
+    pub fn forward_gelu(
+        &self,
+        x: &Replicated,
+        ctx: &Ctx,
+    ) -> Result<(FeatureSharded, FeatureSharded)> {
         let bias = self.bias.map(|id| ctx.weight(id));
         let (h, y) = kernels::ops::linear::linear_gelu(&x.0, ctx.weight(self.weight), bias)?;
         Ok((FeatureSharded(h), FeatureSharded(y)))
@@ -136,7 +140,8 @@ impl RowParallelLinear {
     /// `sequence_parallel`: the bias acts on one rank's tokens only, so its gradient is partial over tp.
     pub fn declare(spec: &LinearSpec, sequence_parallel: bool, params: &mut ParamsBuilder) -> Self {
         let weight = params.declare(spec.weight(Partition::Split { dim: 1, parts: 1 }));
-        let bias = spec.bias.then(|| params.declare(spec.bias(Partition::Replicated, sequence_parallel)));
+        let bias =
+            spec.bias.then(|| params.declare(spec.bias(Partition::Replicated, sequence_parallel)));
         Self { weight, bias }
     }
 
@@ -162,13 +167,28 @@ impl RowParallelLinear {
     }
 
     /// Gradient of `h` where the input is GELU of it.
-    pub fn backward_input_gelu(&self, dy: &Replicated, h: &Tensor, ctx: &Ctx) -> Result<FeatureSharded> {
-        Ok(FeatureSharded(kernels::ops::linear::linear_dgrad_gelu(&dy.0, ctx.weight(self.weight), h)?))
+    pub fn backward_input_gelu(
+        &self,
+        dy: &Replicated,
+        h: &Tensor,
+        ctx: &Ctx,
+    ) -> Result<FeatureSharded> {
+        Ok(FeatureSharded(kernels::ops::linear::linear_dgrad_gelu(
+            &dy.0,
+            ctx.weight(self.weight),
+            h,
+        )?))
     }
 
     /// As [`backward_input_gelu`](Self::backward_input_gelu), and the input again.
-    pub fn backward_input_gelu_again(&self, dy: &Replicated, h: &Tensor, ctx: &Ctx) -> Result<[FeatureSharded; 2]> {
-        Ok(kernels::ops::linear::linear_dgrad_gelu_recompute(&dy.0, ctx.weight(self.weight), h)?.map(FeatureSharded))
+    pub fn backward_input_gelu_again(
+        &self,
+        dy: &Replicated,
+        h: &Tensor,
+        ctx: &Ctx,
+    ) -> Result<[FeatureSharded; 2]> {
+        Ok(kernels::ops::linear::linear_dgrad_gelu_recompute(&dy.0, ctx.weight(self.weight), h)?
+            .map(FeatureSharded))
     }
 
     /// Gradient of the weight.

@@ -65,7 +65,11 @@ impl Mlp {
     }
 
     fn activate(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(if self.swiglu { kernels::ops::activation::swiglu(x)? } else { kernels::ops::activation::gelu(x)? })
+        Ok(if self.swiglu {
+            kernels::ops::activation::swiglu(x)?
+        } else {
+            kernels::ops::activation::gelu(x)?
+        })
     }
 
     /// The bias of the output projection, whose gradient the caller makes.
@@ -92,7 +96,12 @@ impl Mlp {
     }
 
     /// Both sides of the activation function, of which the second may not be kept: the place of what is made of it comes first.
-    fn hidden(&self, input: &Stream, join: Option<&Join>, ctx: &Ctx) -> Result<(Tensor, FeatureSharded)> {
+    fn hidden(
+        &self,
+        input: &Stream,
+        join: Option<&Join>,
+        ctx: &Ctx,
+    ) -> Result<(Tensor, FeatureSharded)> {
         let x = ctx.tp.enter(input)?;
         // What is computed again must be what forward had, and GELU beside the product sees sums that `hidden` has rounded.
         if self.swiglu || self.recompute_activation {
@@ -132,7 +141,12 @@ impl Mlp {
     }
 
     /// Gradient of the activation function's argument.
-    fn backward_activation(&self, dy: &Replicated, hidden: &Tensor, ctx: &Ctx) -> Result<FeatureSharded> {
+    fn backward_activation(
+        &self,
+        dy: &Replicated,
+        hidden: &Tensor,
+        ctx: &Ctx,
+    ) -> Result<FeatureSharded> {
         if !self.swiglu {
             return self.fc2.backward_input_gelu(dy, hidden, ctx);
         }
@@ -141,12 +155,18 @@ impl Mlp {
     }
 
     /// As [`backward_activation`](Self::backward_activation), and the activation function's result, made in the same pass.
-    fn backward_activation_again(&self, dy: &Replicated, hidden: &Tensor, ctx: &Ctx) -> Result<[FeatureSharded; 2]> {
+    fn backward_activation_again(
+        &self,
+        dy: &Replicated,
+        hidden: &Tensor,
+        ctx: &Ctx,
+    ) -> Result<[FeatureSharded; 2]> {
         if !self.swiglu {
             return self.fc2.backward_input_gelu_again(dy, hidden, ctx);
         }
         let dactivated = self.fc2.backward_input(dy, ctx)?.0;
-        Ok(kernels::ops::activation::swiglu_backward_recompute(&dactivated, hidden)?.map(FeatureSharded))
+        Ok(kernels::ops::activation::swiglu_backward_recompute(&dactivated, hidden)?
+            .map(FeatureSharded))
     }
 
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {

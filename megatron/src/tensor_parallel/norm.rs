@@ -42,7 +42,8 @@ impl Norm {
             grad_partial_over_tp: norm.sequence_parallel,
         };
         let weight = params.declare(spec("weight", Init::Ones));
-        let bias = (norm.kind == Normalization::LayerNorm).then(|| params.declare(spec("bias", Init::Zeros)));
+        let bias = (norm.kind == Normalization::LayerNorm)
+            .then(|| params.declare(spec("bias", Init::Zeros)));
         Self { weight, bias, eps: norm.eps }
     }
 
@@ -56,7 +57,13 @@ impl Norm {
     }
 
     /// Gradient of the input; accumulates those of weight and bias.
-    pub fn backward(&self, dy: &Stream, x: &Stream, stats: &NormStats, ctx: &Ctx) -> Result<Stream> {
+    pub fn backward(
+        &self,
+        dy: &Stream,
+        x: &Stream,
+        stats: &NormStats,
+        ctx: &Ctx,
+    ) -> Result<Stream> {
         self.gradient(dy, x, stats, None, ctx)
     }
 
@@ -84,9 +91,13 @@ impl Norm {
         let dx = match self.bias {
             Some(bias) => {
                 let dbias = ctx.params.grad(bias)?;
-                kernels::ops::norm::layer_norm_backward(&dy.0, &x.0, stats, weight, &dweight, &dbias, around)?
+                kernels::ops::norm::layer_norm_backward(
+                    &dy.0, &x.0, stats, weight, &dweight, &dbias, around,
+                )?
             }
-            None => kernels::ops::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, &dweight, around)?,
+            None => {
+                kernels::ops::norm::rms_norm_backward(&dy.0, &x.0, stats, weight, &dweight, around)?
+            }
         };
         Ok(Stream(dx))
     }

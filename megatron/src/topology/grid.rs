@@ -135,15 +135,24 @@ impl RankGrid {
         Self::checked(tp, cp, ep, &dp, pp)
     }
 
-    fn checked(tp: &Sourced, cp: &Sourced, ep: &Sourced, dp: &Sourced, pp: &Sourced) -> Result<Self> {
+    fn checked(
+        tp: &Sourced,
+        cp: &Sourced,
+        ep: &Sourced,
+        dp: &Sourced,
+        pp: &Sourced,
+    ) -> Result<Self> {
         for (name, size) in [("tp", tp), ("cp", cp), ("ep", ep), ("dp", dp), ("pp", pp)] {
             if size.value == 0 {
                 return Err(Error::config(format!("{name} = {size} must be at least 1")));
             }
         }
-        let world = [cp, dp, pp].iter().try_fold(tp.value, |product, size| product.checked_mul(size.value));
+        let world =
+            [cp, dp, pp].iter().try_fold(tp.value, |product, size| product.checked_mul(size.value));
         if world.is_none() {
-            return Err(Error::config(format!("tp·cp·dp·pp = {tp} · {cp} · {dp} · {pp} is larger than any world")));
+            return Err(Error::config(format!(
+                "tp·cp·dp·pp = {tp} · {cp} · {dp} · {pp} is larger than any world"
+            )));
         }
         let replicas = cp.value * dp.value;
         if !replicas.is_multiple_of(ep.value) {
@@ -177,13 +186,20 @@ impl RankGrid {
 
     /// Which rank sits there.
     pub fn rank_of(&self, c: Coords) -> usize {
-        assert!(c.tp < self.tp && c.cp < self.cp && c.dp < self.dp && c.pp < self.pp, "{c:?} lies outside of {self:?}");
+        assert!(
+            c.tp < self.tp && c.cp < self.cp && c.dp < self.dp && c.pp < self.pp,
+            "{c:?} lies outside of {self:?}"
+        );
         c.tp + self.tp * (c.cp + self.cp * (c.dp + self.dp * c.pp))
     }
 
     /// A rank's index along one axis, which is its rank within that axis' group.
     pub fn index(&self, axis: Axis, rank: usize) -> usize {
-        assert!(rank < self.world(), "rank {rank} lies outside of a world of {} ranks", self.world());
+        assert!(
+            rank < self.world(),
+            "rank {rank} lies outside of a world of {} ranks",
+            self.world()
+        );
         let (stride, size) = self.stride_and_size(axis);
         rank / stride % size
     }
@@ -195,7 +211,10 @@ impl RankGrid {
 
     /// Every group of an axis, ordered by its lowest rank. Each rank of the world is in exactly one.
     pub fn groups(&self, axis: Axis) -> Vec<Vec<usize>> {
-        (0..self.world()).filter(|&rank| self.index(axis, rank) == 0).map(|rank| self.group(axis, rank)).collect()
+        (0..self.world())
+            .filter(|&rank| self.index(axis, rank) == 0)
+            .map(|rank| self.group(axis, rank))
+            .collect()
     }
 
     /// tp × pp: the ranks that together hold one copy of the model, in order of rank.
@@ -260,7 +279,9 @@ impl RankGrid {
     /// Ranks that differ from `rank` along `axes` only. The axes are given fastest first and do not overlap (ep and
     /// expert dp are made of cp and dp), so the result is in order of rank.
     fn group_over(&self, axes: &[Axis], rank: usize) -> Vec<usize> {
-        let origin = axes.iter().fold(rank, |r, &axis| r - self.index(axis, rank) * self.stride_and_size(axis).0);
+        let origin = axes
+            .iter()
+            .fold(rank, |r, &axis| r - self.index(axis, rank) * self.stride_and_size(axis).0);
         let mut ranks = vec![origin];
         for &axis in axes {
             let (stride, size) = self.stride_and_size(axis);
@@ -345,7 +366,11 @@ mod tests {
         for grid in all_small_grids() {
             for group in grid.groups(Axis::Ep).into_iter().chain(grid.groups(Axis::ExpertDp)) {
                 let first = grid.coords(group[0]);
-                assert!(group.iter().all(|&r| (grid.coords(r).tp, grid.coords(r).pp) == (first.tp, first.pp)));
+                assert!(
+                    group
+                        .iter()
+                        .all(|&r| (grid.coords(r).tp, grid.coords(r).pp) == (first.tp, first.pp))
+                );
             }
         }
     }
@@ -357,7 +382,10 @@ mod tests {
                 let (model, replicas) = (grid.model_group(rank), grid.replica_group(rank));
                 assert!(model.is_sorted() && replicas.is_sorted());
                 assert_eq!(model.len() * replicas.len(), grid.world());
-                assert_eq!(model.iter().filter(|r| replicas.contains(r)).collect::<Vec<_>>(), [&rank]);
+                assert_eq!(
+                    model.iter().filter(|r| replicas.contains(r)).collect::<Vec<_>>(),
+                    [&rank]
+                );
             }
         }
     }
@@ -390,7 +418,8 @@ mod tests {
         };
         let text = message(RankGrid::for_world(&Sourced::new(8, "WORLD_SIZE"), &sizes));
         assert!(
-            text.contains("8 (WORLD_SIZE)") && text.contains("2 (--tensor-model-parallel-size) · 1 · 3 (run.toml) = 6"),
+            text.contains("8 (WORLD_SIZE)")
+                && text.contains("2 (--tensor-model-parallel-size) · 1 · 3 (run.toml) = 6"),
             "{text}"
         );
         let sizes = GridSizes { pp: 1.into(), dp: Some(3.into()), ..sizes };

@@ -48,11 +48,14 @@ impl ProcessGroups {
         let cp = required(axis("cp", Axis::Cp)?, "cp")?;
         // Apart from cp even where dp is 1, so that gradients on their way hold up no exchange of attention.
         let name = if grid.size(Axis::Cp) == 1 { "dp" } else { "dp-cp" };
-        let replicas = required(split(world.as_ref(), name, Some(grid.replica_group(rank)))?, name)?;
+        let replicas =
+            required(split(world.as_ref(), name, Some(grid.replica_group(rank)))?, name)?;
         let pp = required(axis("pp", Axis::Pp)?, "pp")?;
         let embedding = match grid.embedding_group(rank) {
             None => None,
-            Some(ranks) => split(world.as_ref(), "embedding", ranks.contains(&rank).then_some(ranks))?,
+            Some(ranks) => {
+                split(world.as_ref(), "embedding", ranks.contains(&rank).then_some(ranks))?
+            }
         };
         Ok(Self { grid, rank, world, tp, cp, replicas, pp, embedding })
     }
@@ -114,27 +117,52 @@ mod tests {
 
     #[test]
     fn communicators_have_the_members_and_order_of_the_grid() {
-        for (tp, cp, dp, pp) in
-            [(1, 1, 1, 1), (2, 1, 2, 2), (2, 1, 1, 3), (1, 1, 3, 1), (2, 2, 2, 1), (1, 3, 1, 2), (1, 2, 3, 1)]
-        {
+        for (tp, cp, dp, pp) in [
+            (1, 1, 1, 1),
+            (2, 1, 2, 2),
+            (2, 1, 1, 3),
+            (1, 1, 3, 1),
+            (2, 2, 2, 1),
+            (1, 3, 1, 2),
+            (1, 2, 3, 1),
+        ] {
             let grid = RankGrid::new(tp, cp, 1, dp, pp).unwrap();
             for (rank, groups) in all_groups(grid).iter().enumerate() {
                 let expected = [
                     ("tp", &groups.tp, grid.group(Axis::Tp, rank)),
                     ("cp", &groups.cp, grid.group(Axis::Cp, rank)),
-                    (if cp == 1 { "dp" } else { "dp-cp" }, &groups.replicas, grid.replica_group(rank)),
+                    (
+                        if cp == 1 { "dp" } else { "dp-cp" },
+                        &groups.replicas,
+                        grid.replica_group(rank),
+                    ),
                     ("pp", &groups.pp, grid.group(Axis::Pp, rank)),
                 ];
                 for (name, group, ranks) in expected {
-                    assert_eq!((group.name(), group.ranks()), (name, ranks.as_slice()), "rank {rank} of {grid:?}");
+                    assert_eq!(
+                        (group.name(), group.ranks()),
+                        (name, ranks.as_slice()),
+                        "rank {rank} of {grid:?}"
+                    );
                     assert_eq!(group.ranks()[group.rank()], rank, "{name} of {grid:?}");
                 }
                 assert_eq!((groups.rank, groups.world.rank()), (rank, rank));
-                assert_eq!((groups.replicas.rank(), groups.replicas.size()), (grid.replica(rank), grid.num_replicas()));
+                assert_eq!(
+                    (groups.replicas.rank(), groups.replicas.size()),
+                    (grid.replica(rank), grid.num_replicas())
+                );
                 assert_eq!((groups.dp_rank(), groups.dp_size()), (grid.index(Axis::Dp, rank), dp));
                 let all = [&groups.world, &groups.tp, &groups.cp, &groups.replicas, &groups.pp];
-                let shared = all.into_iter().chain(&groups.embedding).filter(|group| group.size() > 1).count();
-                assert_eq!(ProcessGroups::num_shared(&grid, rank), shared, "rank {rank} of {grid:?}");
+                let shared = all
+                    .into_iter()
+                    .chain(&groups.embedding)
+                    .filter(|group| group.size() > 1)
+                    .count();
+                assert_eq!(
+                    ProcessGroups::num_shared(&grid, rank),
+                    shared,
+                    "rank {rank} of {grid:?}"
+                );
             }
         }
     }
@@ -142,11 +170,16 @@ mod tests {
     #[test]
     fn only_first_and_last_stages_share_an_embedding() {
         let grid = RankGrid::new(2, 1, 1, 1, 3).unwrap();
-        let embedding = |groups: &ProcessGroups| groups.embedding.as_ref().map(|group| group.ranks().to_vec());
+        let embedding =
+            |groups: &ProcessGroups| groups.embedding.as_ref().map(|group| group.ranks().to_vec());
         let all: Vec<_> = all_groups(grid).iter().map(embedding).collect();
         let (even, odd) = (Some(vec![0, 4]), Some(vec![1, 5]));
         assert_eq!(all, [even.clone(), odd.clone(), None, None, even, odd]);
-        assert!(all_groups(RankGrid::new(2, 1, 1, 1, 1).unwrap()).iter().all(|groups| groups.embedding.is_none()));
+        assert!(
+            all_groups(RankGrid::new(2, 1, 1, 1, 1).unwrap())
+                .iter()
+                .all(|groups| groups.embedding.is_none())
+        );
     }
 
     #[test]

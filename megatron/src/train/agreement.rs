@@ -28,15 +28,20 @@ pub fn require(world: &Group, config: &RunConfig, fingerprint: &str) -> Result<(
     if world.size() == 1 {
         return Ok(());
     }
-    let unreadable = |e: serde_json::Error| Error::comm(format!("cannot compare the settings of the ranks: {e}"));
+    let unreadable = |e: serde_json::Error| {
+        Error::comm(format!("cannot compare the settings of the ranks: {e}"))
+    };
     let mut mine = Map::new();
     flatten("", &serde_json::to_value(config).map_err(unreadable)?, &mut mine);
     mine.retain(|key, _| !LOCAL.contains(&key.as_str()));
     mine.insert("the fingerprint of the data".into(), fingerprint.into());
     mine.insert("the program's version".into(), env!("CARGO_PKG_VERSION").into());
     let all = world.all_gather_bytes(&serde_json::to_vec(&mine).map_err(unreadable)?)?;
-    let all: Vec<Map<String, Value>> =
-        all.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<serde_json::Result<_>>().map_err(unreadable)?;
+    let all: Vec<Map<String, Value>> = all
+        .iter()
+        .map(|bytes| serde_json::from_slice(bytes))
+        .collect::<serde_json::Result<_>>()
+        .map_err(unreadable)?;
     let differences = differences(&all);
     if differences.is_empty() {
         return Ok(());
@@ -52,7 +57,11 @@ fn flatten(name: &str, value: &Value, leaves: &mut Map<String, Value>) {
     match value {
         Value::Object(fields) => {
             for (key, value) in fields {
-                flatten(&if name.is_empty() { key.clone() } else { format!("{name}.{key}") }, value, leaves);
+                flatten(
+                    &if name.is_empty() { key.clone() } else { format!("{name}.{key}") },
+                    value,
+                    leaves,
+                );
             }
         }
         leaf => {
@@ -78,7 +87,11 @@ fn differences(ranks: &[Map<String, Value>]) -> Vec<String> {
         }
         if values.len() > 1 {
             let stands = |(value, ranks): &(&Value, Vec<String>)| {
-                format!("{value} on rank{} {}", if ranks.len() > 1 { "s" } else { "" }, ranks.join(", "))
+                format!(
+                    "{value} on rank{} {}",
+                    if ranks.len() > 1 { "s" } else { "" },
+                    ranks.join(", ")
+                )
             };
             let stands: Vec<String> = values.iter().map(stands).collect();
             differences.push(format!("{key} is {}", stands.join(" and ")));
@@ -147,7 +160,9 @@ mod tests {
         agree([nvme("/disk0"), nvme("/disk1")]).unwrap();
         let refused = agree([nvme("/disk0"), OptimizerOffload::None]).unwrap_err().to_string();
         assert!(
-            refused.contains("not started alike: optimizer.offload is null on rank 0 and \"none\" on rank 1"),
+            refused.contains(
+                "not started alike: optimizer.offload is null on rank 0 and \"none\" on rank 1"
+            ),
             "{refused}"
         );
     }

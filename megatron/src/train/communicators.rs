@@ -44,13 +44,21 @@ mod tests {
         use ScheduleKind::{Interleaved, OneFOneB};
         let count = |tp, dp, pp, schedule| count_of(tp, 1, dp, pp, schedule);
         assert_eq!(count_of(1, 2, 1, 1, OneFOneB), 3, "world, cp, and its ranks as replicas");
-        assert_eq!(count_of(2, 2, 2, 4, OneFOneB), 5 + 4, "world, tp, cp, replicas, pp, and messages both ways");
+        assert_eq!(
+            count_of(2, 2, 2, 4, OneFOneB),
+            5 + 4,
+            "world, tp, cp, replicas, pp, and messages both ways"
+        );
         assert_eq!(count(1, 1, 1, OneFOneB), 0);
         assert_eq!(count(1, 2, 1, OneFOneB), 2, "world, dp");
         assert_eq!(count(2, 1, 1, OneFOneB), 2, "world, tp");
         assert_eq!(count(1, 1, 2, OneFOneB), 3 + 2, "world, pp, embedding");
         assert_eq!(count(2, 2, 2, OneFOneB), 5 + 2, "all");
-        assert_eq!(count(2, 2, 4, OneFOneB), 4 + 4, "a stage amid others has no embedding, but messages both ways");
+        assert_eq!(
+            count(2, 2, 4, OneFOneB),
+            4 + 4,
+            "a stage amid others has no embedding, but messages both ways"
+        );
         assert_eq!(count(2, 2, 2, Interleaved), 5 + 4);
     }
 }

@@ -52,13 +52,19 @@ impl Trainer {
     fn what_to_try(&self, first: u64) -> String {
         let config = &self.config.checkpoint;
         // Of weights alone the run has begun.
-        let loaded = checkpoint::to_load(config).ok().flatten().filter(|_| config.takes != Takes::Weights);
+        let loaded =
+            checkpoint::to_load(config).ok().flatten().filter(|_| config.takes != Takes::Weights);
         let around = loaded.and_then(|folder| checkpoint::beside(&folder).ok());
         let saved = config.save.clone().into_iter().chain(around).find_map(|dir| {
-            let is_good =
-                |iteration: &u64| *iteration < first && state::is_healthy(&checkpoint::iteration_dir(&dir, *iteration));
+            let is_good = |iteration: &u64| {
+                *iteration < first
+                    && state::is_healthy(&checkpoint::iteration_dir(&dir, *iteration))
+            };
             let before = checkpoint::iterations(&dir).ok()?.into_iter().rfind(is_good)?;
-            Some(format!("Go on from a checkpoint before it (--load {} --ckpt-step {before})", dir.display()))
+            Some(format!(
+                "Go on from a checkpoint before it (--load {} --ckpt-step {before})",
+                dir.display()
+            ))
         });
         let scale = match self.config.training.precision {
             Precision::Fp16(LossScaling::Static(_)) => ", a smaller --loss-scale",
@@ -86,7 +92,10 @@ impl Trainer {
             Ok(Some(latest)) => format!("the latest is still that of step {}", latest.iteration),
             _ => "there is none yet".into(),
         };
-        format!("step {}: no checkpoint is saved while steps are not finite; {latest}", self.progress.iteration)
+        format!(
+            "step {}: no checkpoint is saved while steps are not finite; {latest}",
+            self.progress.iteration
+        )
     }
 
     /// Asserts that a checkpoint of `shards`, to be written to `dir`, would hold finite parameters
@@ -116,7 +125,8 @@ impl Trainer {
 /// bf16 weights with a low half the high one tells.
 fn nonfinite(shards: &[ShardRef]) -> Result<Option<&str>> {
     let mut alike: BTreeMap<&str, (Vec<usize>, Vec<Tensor>)> = BTreeMap::new();
-    for (at, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.kind == StateKind::Param) {
+    for (at, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.kind == StateKind::Param)
+    {
         let values = match &shard.data {
             Elements::Tensor(values) | Elements::Halves { high: values, .. } => values.clone(),
             Elements::Filed(filed) => {
@@ -156,8 +166,10 @@ mod tests {
 
     #[test]
     fn the_first_parameter_that_is_not_finite_is_found_whatever_it_is_kept_in() {
-        let halves =
-            |high: bf16| Elements::Halves { high: Tensor::new(&[bf16::ONE, high], &Device::Cpu).unwrap(), low: None };
+        let halves = |high: bf16| Elements::Halves {
+            high: Tensor::new(&[bf16::ONE, high], &Device::Cpu).unwrap(),
+            low: None,
+        };
         let fine = || {
             vec![
                 shard("largest", StateKind::Param, of([f32::MAX, f32::MIN])),

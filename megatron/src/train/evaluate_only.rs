@@ -11,7 +11,11 @@ use crate::{Error, Result};
 impl Trainer {
     /// Evaluates what was loaded on the validation and the test data, as is done behind the last
     /// step. Nothing is saved. Collective over the world.
-    pub(super) fn evaluate_only(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
+    pub(super) fn evaluate_only(
+        &mut self,
+        reporter: &mut dyn Reporter,
+        stop: &AtomicBool,
+    ) -> Result<Outcome> {
         if self.valid.is_none() && self.test.is_none() {
             return Err(Error::config(
                 "--skip-train leaves the evaluation, and there are neither validation nor test data; give more data, or another --split",
@@ -21,7 +25,13 @@ impl Trainer {
         let mut records = if is_lead { Records::append(&self.config)? } else { Records::default() };
         reporter.message(&format!("evaluating step {}, without training", self.progress.iteration));
         let is_done = self.validate(stop, reporter, &mut records)?
-            && self.report_evaluation(self.test.as_ref(), ("test", 0), stop, reporter, &mut records)?;
+            && self.report_evaluation(
+                self.test.as_ref(),
+                ("test", 0),
+                stop,
+                reporter,
+                &mut records,
+            )?;
         Ok(if is_done { Outcome::Finished } else { Outcome::Interrupted })
     }
 }

@@ -10,7 +10,8 @@ use crate::config::ModelConfig;
 /// Operations of one step over `samples` sequences; `padded_vocab` is V_padded.
 pub fn step_flops(model: &ModelConfig, samples: usize, padded_vocab: usize) -> f64 {
     let [b, s, l, h, f] =
-        [samples, model.seq_length, model.num_layers, model.hidden_size, model.ffn_hidden_size].map(|n| n as f64);
+        [samples, model.seq_length, model.num_layers, model.hidden_size, model.ffn_hidden_size]
+            .map(|n| n as f64);
     let q = (model.num_attention_heads * model.head_dim) as f64;
     let kv = (model.num_query_groups * model.head_dim) as f64;
     let mlp = if model.swiglu { 3.0 } else { 2.0 };

@@ -49,7 +49,9 @@ impl Footprint {
             let stepped = if p.use_distributed_optimizer { elements / replicas } else { elements };
             let mut footprint = Self::of_parameters(config, elements as f64, stepped as f64);
             let chunks = layers.iter().skip(stage).step_by(pp);
-            let kept = chunks.map(|layers| kept_of_microbatch(config, model.kept(), layers.len())).collect::<Vec<_>>();
+            let kept = chunks
+                .map(|layers| kept_of_microbatch(config, model.kept(), layers.len()))
+                .collect::<Vec<_>>();
             footprint.activations = activations(config, stage, &kept, footprint.gradients)?;
             Ok(footprint)
         };
@@ -60,15 +62,18 @@ impl Footprint {
     /// wrong by typing, which overflow integers.
     pub(super) fn rough(config: &RunConfig) -> Self {
         let (m, p) = (&config.model, &config.parallel);
-        let [layers, hidden, ffn] = [m.num_layers, m.hidden_size, m.ffn_hidden_size].map(|size| size as f64);
-        let [heads, groups, head_dim] = [m.num_attention_heads, m.num_query_groups, m.head_dim].map(|size| size as f64);
+        let [layers, hidden, ffn] =
+            [m.num_layers, m.hidden_size, m.ffn_hidden_size].map(|size| size as f64);
+        let [heads, groups, head_dim] =
+            [m.num_attention_heads, m.num_query_groups, m.head_dim].map(|size| size as f64);
         let positions = match m.position_embedding {
             PositionEmbedding::LearnedAbsolute => m.max_position_embeddings as f64,
             _ => 0.0,
         };
         let attention = 2.0 * (heads + groups) * head_dim * hidden;
         let [tp, pp, cp] =
-            [p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size].map(|n| n as f64);
+            [p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size]
+                .map(|n| n as f64);
         let parameters = layers * (2.0 * hidden * ffn + attention) + m.vocab_size as f64 * hidden;
         // Positions are on every rank of a stage.
         let elements = parameters / (tp * pp) + positions * hidden / pp;
@@ -92,7 +97,9 @@ impl Footprint {
         };
         let moments = match (&o.offload, o.kind) {
             (OptimizerOffload::Nvme(_), _) => 0.0,
-            (_, OptimizerKind::Adam) => size_of(o.exp_avg_dtype.dtype(main)) + size_of(o.exp_avg_sq_dtype.dtype(main)),
+            (_, OptimizerKind::Adam) => {
+                size_of(o.exp_avg_dtype.dtype(main)) + size_of(o.exp_avg_sq_dtype.dtype(main))
+            }
             (_, OptimizerKind::Sgd) => size_of(main),
         };
         Self {
@@ -137,7 +144,11 @@ impl std::ops::Add for Footprint {
 }
 
 /// The footprints of the ranks `ranks`, given those of each stage.
-pub(super) fn of_ranks(config: &RunConfig, stages: &[Footprint], ranks: Range<usize>) -> Result<Vec<Footprint>> {
+pub(super) fn of_ranks(
+    config: &RunConfig,
+    stages: &[Footprint],
+    ranks: Range<usize>,
+) -> Result<Vec<Footprint>> {
     let grid = RankGrid::from_config(&config.parallel)?;
     Ok(ranks.filter(|&rank| rank < grid.world()).map(|rank| stages[grid.coords(rank).pp]).collect())
 }
@@ -155,7 +166,8 @@ fn tokens(config: &RunConfig) -> f64 {
 /// Bytes that the `layers` layers of a chunk keep of a microbatch between forward and backward.
 fn kept_of_microbatch(config: &RunConfig, kept: LayerKept, layers: usize) -> f64 {
     let segments = config.training.recompute.segments(layers).into_iter();
-    let elements = segments.map(|(segment, again)| if again { kept.input } else { kept.all * segment.len() as u64 });
+    let elements = segments
+        .map(|(segment, again)| if again { kept.input } else { kept.all * segment.len() as u64 });
     elements.sum::<u64>() as f64 * tokens(config) * size_of(config.training.precision.dtype())
 }
 
@@ -164,8 +176,10 @@ fn kept_of_microbatch(config: &RunConfig, kept: LayerKept, layers: usize) -> f64
 fn activations(config: &RunConfig, stage: usize, kept: &[f64], gradients: f64) -> Result<f64> {
     let (p, t) = (&config.parallel, &config.training);
     let (pp, v) = (p.pipeline_model_parallel_size, p.virtual_pipeline_size);
-    let microbatches = t.global_batch_size_at(0) / (t.micro_batch_size * p.data_parallel_size).max(1);
-    let schedule = generate(p.schedule, pp, v, microbatches.clamp(1, MOST_MICROBATCHES * pp), p.extra_warmup)?;
+    let microbatches =
+        t.global_batch_size_at(0) / (t.micro_batch_size * p.data_parallel_size).max(1);
+    let schedule =
+        generate(p.schedule, pp, v, microbatches.clamp(1, MOST_MICROBATCHES * pp), p.extra_warmup)?;
     let (mut in_flight, mut most) = (0.0, 0f64);
     let mut has_gradients = vec![false; v];
     for action in &schedule.stages[stage] {
@@ -190,10 +204,14 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     let (dp, replicas) = (p.data_parallel_size, p.data_parallel_size * p.context_parallel_size);
     let mut flags = Vec::new();
     if replicas > 1 && !p.use_distributed_optimizer {
-        flags.push(format!("--use-distributed-optimizer (cuts masters and moments over {replicas} replicas)"));
+        flags.push(format!(
+            "--use-distributed-optimizer (cuts masters and moments over {replicas} replicas)"
+        ));
     }
     if dp > 1 {
-        flags.push(format!("a smaller --data-parallel-size (each of {dp} replicas has all weights and gradients)"));
+        flags.push(format!(
+            "a smaller --data-parallel-size (each of {dp} replicas has all weights and gradients)"
+        ));
     }
     if matches!(t.precision, crate::config::Precision::Fp32) {
         flags.push("--bf16".into());
@@ -201,7 +219,10 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     if !matches!(o.offload, OptimizerOffload::Nvme(_)) {
         flags.push("--offload-optimizer-nvme-path DIR (moments in files)".into());
     }
-    if all.moments > 0.0 && o.kind == OptimizerKind::Adam && size_of(o.exp_avg_sq_dtype.dtype(DType::F32)) > 2.0 {
+    if all.moments > 0.0
+        && o.kind == OptimizerKind::Adam
+        && size_of(o.exp_avg_sq_dtype.dtype(DType::F32)) > 2.0
+    {
         flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
     }
     if all.activations > 0.1 * all.total() {
@@ -231,7 +252,9 @@ mod tests {
     #[test]
     fn a_parameter_takes_what_its_dtypes_take() {
         let mut config = config();
-        let of = |config: &RunConfig| Footprint::of_parameters(config, 100.0, 50.0).parts().map(|(_, bytes)| bytes);
+        let of = |config: &RunConfig| {
+            Footprint::of_parameters(config, 100.0, 50.0).parts().map(|(_, bytes)| bytes)
+        };
         assert_eq!(of(&config), [400.0, 400.0, 0.0, 400.0, 0.0]);
         config.training.precision = Precision::Bf16;
         config.optimizer.exp_avg_sq_dtype = MomentDtype::Bf16;
@@ -246,7 +269,8 @@ mod tests {
     fn activations_are_those_in_flight_beside_the_gradients_that_are_there_then() {
         let mut config = config();
         let p = &mut config.parallel;
-        (p.schedule, p.virtual_pipeline_size, p.pipeline_model_parallel_size) = (ScheduleKind::OneFOneB, 1, 2);
+        (p.schedule, p.virtual_pipeline_size, p.pipeline_model_parallel_size) =
+            (ScheduleKind::OneFOneB, 1, 2);
         (p.data_parallel_size, config.training.micro_batch_size) = (1, 1);
         let mut of = |batch: usize, stage: usize, gradients: f64| {
             config.training.global_batch_size = batch;
@@ -257,7 +281,11 @@ mod tests {
         // The first stage runs a forward ahead; the last one has its gradients when the second
         // microbatch comes.
         assert_eq!([of(8, 0, 30.0), of(8, 1, 30.0)], [20.0, 10.0]);
-        assert_eq!(of(2, 0, 30.0), 10.0, "the second microbatch's, while the first one has made gradients");
+        assert_eq!(
+            of(2, 0, 30.0),
+            10.0,
+            "the second microbatch's, while the first one has made gradients"
+        );
     }
 
     #[test]
@@ -272,6 +300,9 @@ mod tests {
         let full = |method, num_layers| Recompute::Full { method, num_layers };
         use crate::config::RecomputeMethod::{Block, Uniform};
         assert_eq!(of(Recompute::None), 500.0);
-        assert_eq!([of(full(Uniform, 1)), of(full(Uniform, 2)), of(full(Block, 2))], [35.0, 21.0, 314.0]);
+        assert_eq!(
+            [of(full(Uniform, 1)), of(full(Uniform, 2)), of(full(Block, 2))],
+            [35.0, 21.0, 314.0]
+        );
     }
 }

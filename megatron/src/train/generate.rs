@@ -63,7 +63,8 @@ const LIKELIEST: usize = 256;
 
 /// The index drawn from `logits` (one row over the vocabulary) for position `position` of sample `sample`.
 fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> usize {
-    let likeliest = (0..logits.len()).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap_or(0);
+    let likeliest =
+        (0..logits.len()).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap_or(0);
     if sampling.temperature <= 0.0 {
         return likeliest;
     }
@@ -84,7 +85,11 @@ fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> 
 }
 
 /// Those among which is drawn, with their weights, and the sum of these.
-fn likely(logits: &[f32], sampling: &Sampling, weight: impl Fn(usize) -> f64) -> (Vec<(usize, f64)>, f64) {
+fn likely(
+    logits: &[f32],
+    sampling: &Sampling,
+    weight: impl Fn(usize) -> f64,
+) -> (Vec<(usize, f64)>, f64) {
     if sampling.top_k == 0 && sampling.top_p >= 1.0 {
         let all = (0..logits.len()).filter(|&i| logits[i] > f32::NEG_INFINITY);
         let all: Vec<(usize, f64)> = all.map(|i| (i, weight(i))).collect();
@@ -148,7 +153,13 @@ const UNDRAWN: u32 = u32::MAX;
 
 /// The token drawn from `logits`, none of those that are `absent`, or [`UNDRAWN`] where they are
 /// not finite: no order of these means anything.
-fn draw_finite(logits: &[f32], absent: &[Range<usize>], sampling: &Sampling, sample: usize, position: usize) -> u32 {
+fn draw_finite(
+    logits: &[f32],
+    absent: &[Range<usize>],
+    sampling: &Sampling,
+    sample: usize,
+    position: usize,
+) -> u32 {
     match logits.iter().all(|logit| logit.is_finite()) {
         true => draw(&without(logits, absent), sampling, sample, position) as u32,
         false => UNDRAWN,
@@ -168,10 +179,15 @@ struct Session<'a> {
 impl<'a> Session<'a> {
     fn new(stage: &'a Stage, batch: usize, positions: usize) -> Result<Self> {
         let tp = TensorParallel::new(stage.tp.group().clone(), false);
-        let mut session = Self { stage, tp, caches: Vec::new(), samples: (0..batch as u64).collect() };
+        let mut session =
+            Self { stage, tp, caches: Vec::new(), samples: (0..batch as u64).collect() };
         let batch_of = session.microbatch(&vec![0; batch], 1)?;
         let ctx = session.ctx(&batch_of);
-        let caches = stage.chunks.iter().map(|chunk| chunk.caches(positions, batch, &ctx)).collect::<Result<_>>()?;
+        let caches = stage
+            .chunks
+            .iter()
+            .map(|chunk| chunk.caches(positions, batch, &ctx))
+            .collect::<Result<_>>()?;
         session.caches = caches;
         Ok(session)
     }
@@ -195,7 +211,13 @@ impl<'a> Session<'a> {
 
     /// Feeds `tokens` (`length` rows, one column a sample) from positions `starts` on; the logits at row `rows[i]` of each sample,
     /// f32 `[b, vocab]` on the CPU, on ranks with the head.
-    fn feed(&self, tokens: &[u32], length: usize, starts: &[usize], rows: &[usize]) -> Result<Option<Tensor>> {
+    fn feed(
+        &self,
+        tokens: &[u32],
+        length: usize,
+        starts: &[usize],
+        rows: &[usize],
+    ) -> Result<Option<Tensor>> {
         let stage = self.stage;
         let batch = self.microbatch(tokens, length)?;
         let ctx = self.ctx(&batch);
@@ -211,7 +233,9 @@ impl<'a> Session<'a> {
             };
             let x = chunk.decode(input, caches, starts, &ctx)?;
             match &chunk.head {
-                Some(head) => return Ok(Some(head.logits_at(&x, rows, &ctx)?.to_device(&Device::Cpu)?)),
+                Some(head) => {
+                    return Ok(Some(head.logits_at(&x, rows, &ctx)?.to_device(&Device::Cpu)?));
+                }
                 None => stage.pp.send(&x.0, (rank + 1) % pp, Payload::Activation.tag())?.wait()?,
             }
         }
@@ -244,8 +268,9 @@ impl Stage {
         }
         let session = Session::new(self, batch, positions)?;
         // Prompts are fed together, padded behind: what the padding leaves in the cache is overwritten before anyone sees it.
-        let padded: Vec<u32> =
-            (0..longest).flat_map(|i| prompts.iter().map(move |p| p.get(i).copied().unwrap_or(0))).collect();
+        let padded: Vec<u32> = (0..longest)
+            .flat_map(|i| prompts.iter().map(move |p| p.get(i).copied().unwrap_or(0)))
+            .collect();
         let rows: Vec<usize> = prompts.iter().map(|p| p.len() - 1).collect();
         let mut logits = session.feed(&padded, longest, &vec![0; batch], &rows)?;
         let mut lengths: Vec<usize> = prompts.iter().map(Vec::len).collect();
@@ -254,7 +279,9 @@ impl Stage {
             let drawn = match &logits {
                 Some(logits) => with_slice(logits, "draw", |all: &[f32]| {
                     let rows = all.chunks_exact(all.len() / batch).enumerate();
-                    Ok(rows.map(|(i, row)| draw_finite(row, &length.absent, sampling, i, lengths[i])).collect())
+                    Ok(rows
+                        .map(|(i, row)| draw_finite(row, &length.absent, sampling, i, lengths[i]))
+                        .collect())
                 })?,
                 None => vec![0u32; batch],
             };
@@ -288,9 +315,13 @@ impl Stage {
                 return Ok(new);
             }
             // Finished samples keep their place; what is fed for them is ignored, but has to be a token.
-            let next: Vec<u32> =
-                next.into_iter().zip(&open).map(|(token, open)| if *open { token } else { 0 }).collect();
-            let starts: Vec<usize> = starts.iter().map(|start| (*start).min(positions - 1)).collect();
+            let next: Vec<u32> = next
+                .into_iter()
+                .zip(&open)
+                .map(|(token, open)| if *open { token } else { 0 })
+                .collect();
+            let starts: Vec<usize> =
+                starts.iter().map(|start| (*start).min(positions - 1)).collect();
             logits = session.feed(&next, 1, &starts, &vec![0; batch])?;
         }
     }
@@ -323,8 +354,10 @@ mod tests {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
         order.truncate(if sampling.top_k > 0 { sampling.top_k } else { usize::MAX });
-        let weights: Vec<f64> =
-            order.iter().map(|&i| (f64::from(logits[i] - logits[order[0]]) / sampling.temperature).exp()).collect();
+        let weights: Vec<f64> = order
+            .iter()
+            .map(|&i| (f64::from(logits[i] - logits[order[0]]) / sampling.temperature).exp())
+            .collect();
         let (all, mut total) = (weights.iter().sum::<f64>(), 0.0);
         let kept = weights.iter().take_while(|&&weight| {
             let is_kept = total == 0.0 || total < sampling.top_p * all || sampling.top_p >= 1.0;
@@ -341,14 +374,28 @@ mod tests {
         let random = |i: usize| philox4x32([i as u32, 0, 0, 0], [7, 7])[0];
         // With many that are alike.
         let logits: Vec<f32> = (0..5000).map(|i| (random(i) % 512) as f32 / -64.0 + 3.0).collect();
-        let cases =
-            [(0, 0.1), (0, 0.5), (0, 0.95), (0, 0.999), (1, 1.0), (40, 1.0), (300, 0.9), (4999, 0.99), (9000, 0.7)];
-        for (temperature, (top_k, top_p)) in [0.3, 1.0, 3.0].into_iter().flat_map(|t| cases.map(|case| (t, case))) {
+        let cases = [
+            (0, 0.1),
+            (0, 0.5),
+            (0, 0.95),
+            (0, 0.999),
+            (1, 1.0),
+            (40, 1.0),
+            (300, 0.9),
+            (4999, 0.99),
+            (9000, 0.7),
+        ];
+        for (temperature, (top_k, top_p)) in
+            [0.3, 1.0, 3.0].into_iter().flat_map(|t| cases.map(|case| (t, case)))
+        {
             let sampling = Sampling { temperature, top_k, top_p, seed: 0 };
-            let (kept, total) = likely(&logits, &sampling, |i| (f64::from(logits[i] - 3.0) / temperature).exp());
+            let (kept, total) =
+                likely(&logits, &sampling, |i| (f64::from(logits[i] - 3.0) / temperature).exp());
             let kept_ones: Vec<usize> = kept.iter().map(|(i, _)| *i).collect();
             assert_eq!(kept_ones, by_sorting(&logits, &sampling), "{sampling:?}");
-            assert!((kept.iter().map(|(_, weight)| weight).sum::<f64>() / total - 1.0).abs() < 1e-12);
+            assert!(
+                (kept.iter().map(|(_, weight)| weight).sum::<f64>() / total - 1.0).abs() < 1e-12
+            );
         }
         let greedy = Sampling { temperature: 0.0, ..PLAIN };
         assert_eq!(draw(&logits, &greedy, 0, 0), by_sorting(&logits, &PLAIN)[0]);
@@ -373,20 +420,25 @@ mod tests {
         let limits = [(1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 6, 0.999), (4.0, 0, 0.9), (0.0, 0, 1.0)];
         for (temperature, top_k, top_p) in limits {
             let sampling = Sampling { temperature, top_k, top_p, seed: 3 };
-            let drawn = (0..500).map(|position| draw_finite(&logits, &absent, &sampling, 0, position));
+            let drawn =
+                (0..500).map(|position| draw_finite(&logits, &absent, &sampling, 0, position));
             let drawn: std::collections::BTreeSet<u32> = drawn.collect();
             let expected: &[u32] = if temperature == 0.0 { &[3] } else { &[1, 3, 4] };
             assert_eq!(drawn.into_iter().collect::<Vec<_>>(), expected, "{sampling:?}");
         }
         // What they say is of no interest, as long as it is finite.
-        assert_eq!(draw_finite(&[f32::NAN, 0.0], std::slice::from_ref(&(0..1)), &PLAIN, 0, 0), UNDRAWN);
+        assert_eq!(
+            draw_finite(&[f32::NAN, 0.0], std::slice::from_ref(&(0..1)), &PLAIN, 0, 0),
+            UNDRAWN
+        );
     }
 
     #[test]
     fn limits_keep_the_likeliest_tokens() {
         let logits = [0.0f32, 1.0, 2.0, -1.0];
         let among = |sampling: Sampling| {
-            let drawn: std::collections::BTreeSet<usize> = (0..2000).map(|p| draw(&logits, &sampling, 0, p)).collect();
+            let drawn: std::collections::BTreeSet<usize> =
+                (0..2000).map(|p| draw(&logits, &sampling, 0, p)).collect();
             drawn.into_iter().collect::<Vec<_>>()
         };
         assert_eq!(among(Sampling { temperature: 0.0, ..PLAIN }), [2]);

@@ -78,7 +78,12 @@ impl Inference {
     /// # Errors
     /// If the checkpoint is damaged or of another model.
     pub fn load(&self, path: &Path) -> Result<()> {
-        let stored = self.stage.params.iter().map(|(_, param)| param).filter(|p| !matches!(p.role, Role::TiedUse(_)));
+        let stored = self
+            .stage
+            .params
+            .iter()
+            .map(|(_, param)| param)
+            .filter(|p| !matches!(p.role, Role::TiedUse(_)));
         let shards = stored.map(|param| {
             Ok(ShardRef {
                 name: param.spec.name.clone(),
@@ -113,7 +118,10 @@ impl Inference {
             if count > 0 {
                 let batch = loader.read(start, (0..count).collect())?;
                 tokens += batch.counted;
-                loss += self.stage.run(&schedule, &[batch], Phase::Evaluate, 0.0, &mut NoGradients)?.sum()?;
+                loss += self
+                    .stage
+                    .run(&schedule, &[batch], Phase::Evaluate, 0.0, &mut NoGradients)?
+                    .sum()?;
             }
             progress((first + micro_batch_size * dp).min(samples));
         }

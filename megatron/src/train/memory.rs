@@ -74,7 +74,9 @@ pub fn require_memory<M: ModelBuilder>(
     model: impl FnOnce() -> Result<M>,
 ) -> Result<()> {
     let limit = match memory_limit() {
-        _ if here.on_gpus => MemoryLimit { bytes: LARGEST_ON_GPU as u64, by: "more than a GPU's memory" },
+        _ if here.on_gpus => {
+            MemoryLimit { bytes: LARGEST_ON_GPU as u64, by: "more than a GPU's memory" }
+        }
         Some(limit) => limit,
         None => return Ok(()),
     };
@@ -87,18 +89,28 @@ pub fn require_memory<M: ModelBuilder>(
     if here.on_gpus {
         // Of a GPU's memory whoever allocates it tells; of the host's there is what was moved
         // there.
-        let Some(limit) = memory_limit().filter(|_| config.optimizer.offload == OptimizerOffload::Cpu) else {
+        let Some(limit) =
+            memory_limit().filter(|_| config.optimizer.offload == OptimizerOffload::Cpu)
+        else {
             return Ok(());
         };
-        stages.iter_mut().for_each(|stage| *stage = Footprint { moments: stage.moments, ..Footprint::default() });
+        stages.iter_mut().for_each(|stage| {
+            *stage = Footprint { moments: stage.moments, ..Footprint::default() }
+        });
         return require(config, here, &stages, limit);
     }
     require(config, here, &stages, limit)
 }
 
-fn require(config: &RunConfig, here: &RanksHere, stages: &[Footprint], limit: MemoryLimit) -> Result<()> {
+fn require(
+    config: &RunConfig,
+    here: &RanksHere,
+    stages: &[Footprint],
+    limit: MemoryLimit,
+) -> Result<()> {
     let mut ranks = of_ranks(config, stages, here.ranks.clone())?;
-    let least = stages.iter().copied().min_by(|a, b| a.total().total_cmp(&b.total())).unwrap_or_default();
+    let least =
+        stages.iter().copied().min_by(|a, b| a.total().total_cmp(&b.total())).unwrap_or_default();
     ranks.extend(std::iter::repeat_n(least, here.others));
     let needed: f64 = ranks.iter().map(Footprint::total).sum();
     if needed > limit.bytes as f64 { Err(too_little(config, &ranks, limit)) } else { Ok(()) }
@@ -109,8 +121,10 @@ fn too_little(config: &RunConfig, ranks: &[Footprint], limit: MemoryLimit) -> Er
     let (m, p) = (&config.model, &config.parallel);
     let gib = |bytes: f64| format!("{:.2}", bytes / f64::from(1 << 30));
     let all = ranks.iter().fold(Footprint::default(), |sum, rank| sum + *rank);
-    let largest = ranks.iter().copied().max_by(|a, b| a.total().total_cmp(&b.total())).unwrap_or_default();
-    let who = if ranks.len() == 1 { "one rank".to_string() } else { format!("{} ranks", ranks.len()) };
+    let largest =
+        ranks.iter().copied().max_by(|a, b| a.total().total_cmp(&b.total())).unwrap_or_default();
+    let who =
+        if ranks.len() == 1 { "one rank".to_string() } else { format!("{} ranks", ranks.len()) };
     let mut table = format!("  {:<12}{:>16}{:>16}\n", "GiB", "largest rank", who);
     let lines = largest.parts().into_iter().zip(all.parts());
     let lines = lines.map(|((what, largest), (_, all))| (what, largest, all));
@@ -154,10 +168,18 @@ mod tests {
         let (config, stages) = (valid(), [of(1.0), of(2.0)]);
         let fits = |ranks: Range<usize>, others: usize, limit: u64| {
             let here = RanksHere { ranks, others, on_gpus: false };
-            require(&config, &here, &stages, MemoryLimit { bytes: limit << 30, by: "physical memory" }).is_ok()
+            require(
+                &config,
+                &here,
+                &stages,
+                MemoryLimit { bytes: limit << 30, by: "physical memory" },
+            )
+            .is_ok()
         };
         // Ranks 0 to 3 are of the first stage, ranks 4 to 7 of the second.
-        for (ranks, others, needed) in [(0..8, 0, 12), (0..4, 0, 4), (4..8, 0, 8), (3..5, 0, 3), (5..6, 3, 5)] {
+        for (ranks, others, needed) in
+            [(0..8, 0, 12), (0..4, 0, 4), (4..8, 0, 8), (3..5, 0, 3), (5..6, 3, 5)]
+        {
             assert!(fits(ranks.clone(), others, needed), "{ranks:?}");
             assert!(!fits(ranks.clone(), others, needed - 1), "{ranks:?}");
         }
@@ -174,8 +196,11 @@ mod tests {
         let mut config = valid();
         config.parallel.use_distributed_optimizer = false;
         let text = too_little(&config, &[small, large], limit).to_string();
-        let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        for line in [["moments", "2.50", "3.50"], ["weights", "1.00", "1.00"], ["masters", "0.00", "0.00"]] {
+        let words: Vec<Vec<&str>> =
+            text.lines().map(|line| line.split_whitespace().collect()).collect();
+        for line in
+            [["moments", "2.50", "3.50"], ["weights", "1.00", "1.00"], ["masters", "0.00", "0.00"]]
+        {
             assert!(words.iter().any(|words| *words == line), "{line:?} is not in {text}");
         }
         for part in [

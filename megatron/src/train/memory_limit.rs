@@ -18,8 +18,11 @@ pub fn memory_limit() -> Option<MemoryLimit> {
 /// As [`memory_limit`], of a system whose files lie under `root`.
 fn limit_under(root: &Path) -> Option<MemoryLimit> {
     let meminfo = fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
-    let physical = kib(&meminfo, "MemTotal:").map(|bytes| MemoryLimit { bytes, by: "physical memory" });
-    let group = group_limits(root).min().map(|bytes| MemoryLimit { bytes, by: "the limit of the control group" });
+    let physical =
+        kib(&meminfo, "MemTotal:").map(|bytes| MemoryLimit { bytes, by: "physical memory" });
+    let group = group_limits(root)
+        .min()
+        .map(|bytes| MemoryLimit { bytes, by: "the limit of the control group" });
     physical.into_iter().chain(group).min_by_key(|limit| limit.bytes)
 }
 
@@ -41,7 +44,9 @@ fn group_limits(root: &Path) -> impl Iterator<Item = u64> {
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
         let (name, file) = match controllers {
             "" => ("cgroup2", "memory.max"),
-            list if list.split(',').any(|controller| controller == "memory") => ("cgroup", "memory.limit_in_bytes"),
+            list if list.split(',').any(|controller| controller == "memory") => {
+                ("cgroup", "memory.limit_in_bytes")
+            }
             _ => continue,
         };
         for mount in mounts.lines().filter_map(|line| Mount::of(line, name)) {
@@ -68,7 +73,8 @@ impl Mount {
         let (before, after) = line.split_once(" - ")?;
         let mut after = after.split(' ');
         let is_kind = after.next()? == kind;
-        let has_memory = kind == "cgroup2" || after.nth(1)?.split(',').any(|option| option == "memory");
+        let has_memory =
+            kind == "cgroup2" || after.nth(1)?.split(',').any(|option| option == "memory");
         let mut places = before.split(' ').skip(3);
         let (root, at) = (places.next()?.into(), places.next()?.into());
         (is_kind && has_memory).then_some(Self { root, at })
@@ -84,7 +90,9 @@ mod tests {
     /// A system with 16 GiB and these files.
     fn limit(files: &[(&str, &str)]) -> Option<MemoryLimit> {
         let folder = tempfile::tempdir().unwrap();
-        for (name, text) in [("proc/meminfo", "MemFree: 1 kB\nMemTotal:       16777216 kB\n")].iter().chain(files) {
+        for (name, text) in
+            [("proc/meminfo", "MemFree: 1 kB\nMemTotal:       16777216 kB\n")].iter().chain(files)
+        {
             let path = folder.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
@@ -99,8 +107,11 @@ mod tests {
     fn without_control_groups_it_is_the_machines_memory() {
         let physical = Some(MemoryLimit { bytes: 16 * GIB, by: "physical memory" });
         assert_eq!(limit(&[]), physical);
-        let unlimited =
-            [("proc/self/cgroup", "0::/job"), ("proc/self/mountinfo", V2), ("sys/fs/cgroup/job/memory.max", "max\n")];
+        let unlimited = [
+            ("proc/self/cgroup", "0::/job"),
+            ("proc/self/mountinfo", V2),
+            ("sys/fs/cgroup/job/memory.max", "max\n"),
+        ];
         assert_eq!(limit(&unlimited), physical);
         let unlimited = [
             ("proc/self/cgroup", "4:memory:/job"),
@@ -113,7 +124,8 @@ mod tests {
 
     #[test]
     fn the_smallest_limit_of_a_group_and_those_around_it_counts() {
-        let by_group = |gib: u64| Some(MemoryLimit { bytes: gib * GIB, by: "the limit of the control group" });
+        let by_group =
+            |gib: u64| Some(MemoryLimit { bytes: gib * GIB, by: "the limit of the control group" });
         let of_v2 = |own: &str, around: &str| {
             limit(&[
                 ("proc/self/cgroup", "0::/slurm/job/step"),

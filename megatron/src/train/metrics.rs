@@ -141,7 +141,8 @@ impl MetricsWriter {
         if file.metadata().is_ok_and(|there| there.is_file() && there.len() > 0) {
             expect_metrics(path)?;
             if resumed_iteration > 0 {
-                keep = kept_length(&file, resumed_iteration).map_err(|e| Error::io("read", path, e))?;
+                keep = kept_length(&file, resumed_iteration)
+                    .map_err(|e| Error::io("read", path, e))?;
             }
             if keep == 0 {
                 aside = Some(move_aside(path)?);
@@ -162,7 +163,8 @@ impl MetricsWriter {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn keep_whole(path: &Path, resumed_iteration: u64) -> Result<Option<PathBuf>> {
-        let Some(there) = path.metadata().ok().filter(|there| there.is_file() && there.len() > 0) else {
+        let Some(there) = path.metadata().ok().filter(|there| there.is_file() && there.len() > 0)
+        else {
             return Ok(None);
         };
         expect_metrics(path)?;
@@ -207,7 +209,9 @@ impl MetricsWriter {
     }
 
     fn line(&mut self, value: &Value) -> Result<()> {
-        writeln!(self.file, "{value}").and_then(|()| self.file.flush()).map_err(|e| Error::io("write", &self.path, e))
+        writeln!(self.file, "{value}")
+            .and_then(|()| self.file.flush())
+            .map_err(|e| Error::io("write", &self.path, e))
     }
 }
 
@@ -216,7 +220,8 @@ impl MetricsWriter {
 fn open_own(path: &Path) -> Result<File> {
     let mut options = OpenOptions::new();
     // Not a pipe: a full one would hold the run up, also where it is told to stop.
-    let file = files::open_to_write(path, options.read(true).write(true).create(true).truncate(false));
+    let file =
+        files::open_to_write(path, options.read(true).write(true).create(true).truncate(false));
     let file = file.map_err(|e| Error::io("open", path, e))?;
     if file.metadata().is_ok_and(|there| there.is_file())
         && let Err(TryLockError::WouldBlock) = file.try_lock()
@@ -239,7 +244,9 @@ fn expect_metrics(path: &Path) -> Result<()> {
     // Lines of other files may be long.
     let read = BufReader::new(file).take(LONGEST).read_until(b'\n', &mut line);
     let read = read.map_err(|e| Error::io("read", path, e))? as u64;
-    let is_cut_short = !line.ends_with(b"\n") && read < LONGEST && STARTS.iter().any(|start| line.starts_with(start));
+    let is_cut_short = !line.ends_with(b"\n")
+        && read < LONGEST
+        && STARTS.iter().any(|start| line.starts_with(start));
     let object = serde_json::from_slice::<Map<String, Value>>(&line);
     if object.is_ok_and(|object| object.contains_key("iteration")) || is_cut_short {
         return Ok(());
@@ -319,7 +326,9 @@ mod tests {
 
     fn iterations(path: &Path) -> Vec<u64> {
         let text = std::fs::read_to_string(path).unwrap();
-        text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["iteration"].as_u64().unwrap()).collect()
+        text.lines()
+            .map(|l| serde_json::from_str::<Value>(l).unwrap()["iteration"].as_u64().unwrap())
+            .collect()
     }
 
     #[test]
@@ -335,9 +344,15 @@ mod tests {
     #[test]
     fn the_memory_of_a_gpu_is_what_tensors_held_and_what_was_taken_for_them() {
         let mut m = StepMetrics::example(1);
-        assert_eq!((&m.to_json()["memory"], m.to_json().get("memory_reserved")), (&json!(1 << 20), None));
+        assert_eq!(
+            (&m.to_json()["memory"], m.to_json().get("memory_reserved")),
+            (&json!(1 << 20), None)
+        );
         m.memory = Peak { allocated: 5, reserved: Some(8) };
-        assert_eq!((&m.to_json()["memory"], &m.to_json()["memory_reserved"]), (&json!(5), &json!(8)));
+        assert_eq!(
+            (&m.to_json()["memory"], &m.to_json()["memory_reserved"]),
+            (&json!(5), &json!(8))
+        );
     }
 
     #[test]
@@ -402,7 +417,9 @@ mod tests {
     fn a_resumed_run_that_finds_nothing_of_its_own_moves_the_file_aside() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        for (number, text) in [(1, "{\"iteration\":7}\n{\"iteration\":8}\n"), (2, "{\"consumed_samples\":3")] {
+        for (number, text) in
+            [(1, "{\"iteration\":7}\n{\"iteration\":8}\n"), (2, "{\"consumed_samples\":3")]
+        {
             std::fs::write(&path, text).unwrap();
             let (_, aside) = MetricsWriter::open(&path, 4).unwrap();
             assert_eq!(aside, Some(folder.path().join(format!("metrics.jsonl.{number}"))));
@@ -418,7 +435,10 @@ mod tests {
         for steps in 0..2 {
             for resumed in [0, 1] {
                 let error = MetricsWriter::open(&path, resumed).unwrap_err().to_string();
-                assert!(error.contains("metrics.jsonl is what another run writes at this moment"), "{error}");
+                assert!(
+                    error.contains("metrics.jsonl is what another run writes at this moment"),
+                    "{error}"
+                );
             }
             theirs.step(&StepMetrics::example(steps + 1)).unwrap();
         }
@@ -432,7 +452,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("corpus.txt");
         let long = format!("{{\"text\": \"{}\"}}\n", "a long document ".repeat(5000));
-        for text in ["A text.\n", "A text", "{\"text\": \"a document\"}\n", "{\"text\": \"a document\"}", "\n", &long] {
+        for text in [
+            "A text.\n",
+            "A text",
+            "{\"text\": \"a document\"}\n",
+            "{\"text\": \"a document\"}",
+            "\n",
+            &long,
+        ] {
             std::fs::write(&path, text).unwrap();
             for resumed in [0, 4] {
                 let error = MetricsWriter::open(&path, resumed).unwrap_err().to_string();

@@ -72,7 +72,10 @@ pub(super) fn declare_stage(
 }
 
 /// The layers of each virtual stage.
-pub(super) fn layers_of_chunks(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Vec<Range<usize>>> {
+pub(super) fn layers_of_chunks(
+    parallel: &ParallelConfig,
+    model: &dyn ModelBuilder,
+) -> Result<Vec<Range<usize>>> {
     let (layer_weights, (first_extra, last_extra)) = match parallel.partition {
         PartitionMethod::Flops => {
             let (layers, head) = model.flops();
@@ -88,7 +91,11 @@ pub(super) fn layers_of_chunks(parallel: &ParallelConfig, model: &dyn ModelBuild
 ///
 /// # Errors
 /// If the layers cannot be dealt to the stages.
-pub(super) fn costs(parallel: &ParallelConfig, model: &dyn ModelBuilder, recompute: Recompute) -> Result<Costs> {
+pub(super) fn costs(
+    parallel: &ParallelConfig,
+    model: &dyn ModelBuilder,
+    recompute: Recompute,
+) -> Result<Costs> {
     let (layers, head) = model.costs();
     let dealt = layers_of_chunks(parallel, model)?;
     let last = dealt.len() - 1;
@@ -100,7 +107,8 @@ pub(super) fn costs(parallel: &ParallelConfig, model: &dyn ModelBuilder, recompu
                 let mut layer = layers[range.start + i];
                 if again {
                     // The output of a segment's last layer is not made again.
-                    layer.input_gradients += if i + 1 == end { layer.recompute } else { layer.forward };
+                    layer.input_gradients +=
+                        if i + 1 == end { layer.recompute } else { layer.forward };
                     // Of a whole segment its input is all that is kept, next to nothing beside what its products need.
                     layer.activations = 0;
                 }
@@ -127,8 +135,11 @@ impl Layout {
     pub fn new(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Self> {
         let grid = RankGrid::from_config(parallel)?;
         let (replicas, tp) = (grid.num_replicas(), parallel.tensor_model_parallel_size);
-        let place = |stage| Ok(declare_stage(parallel, model, stage)?.1.place(parallel.bucket_size, replicas, tp));
-        let stages = (0..parallel.pipeline_model_parallel_size).map(place).collect::<Result<_>>()?;
+        let place = |stage| {
+            Ok(declare_stage(parallel, model, stage)?.1.place(parallel.bucket_size, replicas, tp))
+        };
+        let stages =
+            (0..parallel.pipeline_model_parallel_size).map(place).collect::<Result<_>>()?;
         Ok(Self { grid, stages })
     }
 
@@ -175,7 +186,10 @@ mod tests {
                 activations: 5 * times,
                 operands: 6 * times,
             };
-            (vec![layer(1), layer(10), layer(100), layer(1000), layer(10_000)], ChunkCosts::default())
+            (
+                vec![layer(1), layer(10), layer(100), layer(1000), layer(10_000)],
+                ChunkCosts::default(),
+            )
         }
 
         fn kept(&self) -> LayerKept {
@@ -192,7 +206,8 @@ mod tests {
     }
 
     #[test]
-    fn computing_segments_again_costs_their_forward_without_the_output_and_saves_their_activations() {
+    fn computing_segments_again_costs_their_forward_without_the_output_and_saves_their_activations()
+    {
         let mut parallel = valid().parallel;
         (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size) = (2, 1);
         parallel.partition = PartitionMethod::Uniform;
@@ -212,7 +227,11 @@ mod tests {
             let costs = costs(&parallel, &Layers, recompute).unwrap();
             for (stage, expected) in [first, second].into_iter().enumerate() {
                 let of = costs.of(stage, 0);
-                assert_eq!((of.input_gradients, of.activations), expected, "{recompute:?} on stage {stage}");
+                assert_eq!(
+                    (of.input_gradients, of.activations),
+                    expected,
+                    "{recompute:?} on stage {stage}"
+                );
                 assert_eq!((of.forward, of.operands), [(333, 666), (33_000, 66_000)][stage]);
             }
         }

@@ -4,7 +4,9 @@ use candle_core::Device;
 use kernels::tensor::device::{Memory, memory};
 
 use crate::Error;
-use crate::config::{MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute, RunConfig};
+use crate::config::{
+    MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute, RunConfig,
+};
 
 /// What a rank keeps from step to step: what it is, and its bytes.
 pub(super) type Kept = Vec<(&'static str, usize)>;
@@ -36,8 +38,11 @@ fn gib(bytes: usize) -> String {
 
 /// What holds a rank's memory.
 fn holders(kept: &Kept, memory: Option<Memory>) -> String {
-    let mut parts: Vec<String> =
-        kept.iter().filter(|(_, bytes)| *bytes > 0).map(|(what, bytes)| format!("{what} {}", gib(*bytes))).collect();
+    let mut parts: Vec<String> = kept
+        .iter()
+        .filter(|(_, bytes)| *bytes > 0)
+        .map(|(what, bytes)| format!("{what} {}", gib(*bytes)))
+        .collect();
     if let Some(memory) = memory {
         let rest = (memory.used as usize).saturating_sub(kept.iter().map(|(_, bytes)| bytes).sum());
         parts.push(format!("activations and results of operations {}", gib(rest)));
@@ -57,28 +62,36 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     if !states {
         if p.tensor_model_parallel_size > 1 && !p.sequence_parallel {
             let tp = p.tensor_model_parallel_size;
-            flags.push(format!("--sequence-parallel (cuts the activations between layers over tp = {tp})"));
+            flags.push(format!(
+                "--sequence-parallel (cuts the activations between layers over tp = {tp})"
+            ));
         }
         if t.micro_batch_size > 1 {
             flags.push(format!("a smaller --micro-batch-size (now {})", t.micro_batch_size));
         }
         match t.recompute {
             Recompute::None => flags.push("--recompute-granularity selective or full".into()),
-            Recompute::Selective => flags.push("--recompute-granularity full (now selective)".into()),
+            Recompute::Selective => {
+                flags.push("--recompute-granularity full (now selective)".into())
+            }
             Recompute::Full { .. } => {}
         }
         let heads = config.model.num_query_groups / p.tensor_model_parallel_size.max(1);
         // As the next layout that can be cut so: twice as many ranks.
         let divide = heads.is_multiple_of(2 * cp) && config.model.seq_length.is_multiple_of(2 * cp);
         if divide && !t.enable_cuda_graph {
-            flags.push(format!("a larger --context-parallel-size (now {cp}; cuts sequences over more GPUs)"));
+            flags.push(format!(
+                "a larger --context-parallel-size (now {cp}; cuts sequences over more GPUs)"
+            ));
         }
     }
     if matches!(t.precision, Precision::Fp32) {
         flags.push("--bf16".into());
     }
     let o = &config.optimizer;
-    if o.kind == OptimizerKind::Adam && [o.exp_avg_dtype, o.exp_avg_sq_dtype].contains(&MomentDtype::Fp32) {
+    if o.kind == OptimizerKind::Adam
+        && [o.exp_avg_dtype, o.exp_avg_sq_dtype].contains(&MomentDtype::Fp32)
+    {
         flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
     }
     if o.offload == OptimizerOffload::None {
@@ -97,7 +110,13 @@ mod tests {
     use crate::config::valid;
 
     fn exhausted() -> Error {
-        let memory = Memory { used: 5 << 30, reserved: 6 << 30, free: 1 << 29, total: 8 << 30, ..Memory::default() };
+        let memory = Memory {
+            used: 5 << 30,
+            reserved: 6 << 30,
+            free: 1 << 29,
+            total: 8 << 30,
+            ..Memory::default()
+        };
         Error::Kernel(kernels::Error::OutOfMemory {
             op: "linear",
             bytes: 1 << 30,
@@ -137,7 +156,8 @@ mod tests {
         config.training.micro_batch_size = 1;
         config.training.recompute = Recompute::Selective;
         config.training.precision = Precision::Bf16;
-        (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype) = (MomentDtype::Bf16, MomentDtype::Bf16);
+        (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype) =
+            (MomentDtype::Bf16, MomentDtype::Bf16);
         config.optimizer.offload = OptimizerOffload::Cpu;
         let flags = advice(&config, false);
         assert_eq!(flags.len(), 3, "{flags:?}");

@@ -8,7 +8,8 @@ use serde_json::Value;
 use super::state::saved_run;
 use crate::Result;
 use crate::config::{
-    CheckpointConfig, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig,
+    CheckpointConfig, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig,
+    TrainingConfig,
 };
 
 /// Settings by section, as far as the checkpoint has them: one that was imported has its model

@@ -22,7 +22,12 @@ impl Records {
     ///
     /// # Errors
     /// If one cannot be written to, or the file of metrics is one of something else.
-    pub fn open(run: &RunConfig, done: &Progress, goes_back: bool, reporter: &mut dyn Reporter) -> Result<Self> {
+    pub fn open(
+        run: &RunConfig,
+        done: &Progress,
+        goes_back: bool,
+        reporter: &mut dyn Reporter,
+    ) -> Result<Self> {
         let mut records = Self::default();
         if let Some(path) = &run.logging.metrics {
             if goes_back && let Some(copy) = MetricsWriter::keep_whole(path, done.iteration)? {
@@ -35,7 +40,11 @@ impl Records {
             }
             let (writer, aside) = MetricsWriter::open(path, done.iteration)?;
             if let Some(aside) = aside {
-                reporter.message(&format!("{} is another run's and is {} now", path.display(), aside.display()));
+                reporter.message(&format!(
+                    "{} is another run's and is {} now",
+                    path.display(),
+                    aside.display()
+                ));
             }
             records.metrics = Some(writer);
         }
@@ -58,7 +67,8 @@ impl Records {
     /// As [`Records::open`].
     pub fn append(run: &RunConfig) -> Result<Self> {
         let all = u64::MAX;
-        let metrics = run.logging.metrics.as_ref().map(|path| MetricsWriter::open(path, all)).transpose()?;
+        let metrics =
+            run.logging.metrics.as_ref().map(|path| MetricsWriter::open(path, all)).transpose()?;
         Ok(Self { metrics: metrics.map(|(writer, _)| writer), ..Self::default() })
     }
 
@@ -68,7 +78,12 @@ impl Records {
     }
 
     /// Writes down an evaluation that was made after `consumed_samples`.
-    pub fn eval(&mut self, result: &EvalMetrics, consumed_samples: u64, reporter: &mut dyn Reporter) {
+    pub fn eval(
+        &mut self,
+        result: &EvalMetrics,
+        consumed_samples: u64,
+        reporter: &mut dyn Reporter,
+    ) {
         let of_events = |events: &mut TensorboardWriter| events.eval(result, consumed_samples);
         self.each(reporter, result.iteration, |file| file.eval(result), of_events);
     }
@@ -82,7 +97,12 @@ impl Records {
     /// Writes down the end of the run, and the largest memory of each rank in bytes; tells again of
     /// what could not be written.
     pub fn finish(&mut self, iteration: u64, memory_by_rank: &[u64], reporter: &mut dyn Reporter) {
-        self.each(reporter, iteration, |file| file.memory(iteration, memory_by_rank), TensorboardWriter::flush);
+        self.each(
+            reporter,
+            iteration,
+            |file| file.memory(iteration, memory_by_rank),
+            TensorboardWriter::flush,
+        );
         for lost in &self.lost {
             reporter.message(&format!("note: {lost}"));
         }
@@ -146,8 +166,16 @@ mod tests {
         }
         records.flush(3, &mut told);
         assert_eq!(told.0.len(), 1);
-        assert!(told.0[0].starts_with("note: cannot write /dev/full: No space left on device"), "{:?}", told.0);
+        assert!(
+            told.0[0].starts_with("note: cannot write /dev/full: No space left on device"),
+            "{:?}",
+            told.0
+        );
         records.finish(3, &[1], &mut told);
-        assert!(told.0.len() == 2 && told.0[1].contains("metrics end before step 1"), "{:?}", told.0);
+        assert!(
+            told.0.len() == 2 && told.0[1].contains("metrics end before step 1"),
+            "{:?}",
+            told.0
+        );
     }
 }

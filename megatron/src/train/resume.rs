@@ -15,12 +15,14 @@ use crate::{Error, Result};
 /// If the checkpoint it goes on from cannot be read.
 pub fn samples_to_read(config: &RunConfig) -> Result<u64> {
     let samples = config.training.samples();
-    let Some(path) = checkpoint::to_load(&config.checkpoint)?.filter(|_| config.checkpoint.takes != Takes::Weights)
+    let Some(path) = checkpoint::to_load(&config.checkpoint)?
+        .filter(|_| config.checkpoint.takes != Takes::Weights)
     else {
         return Ok(samples);
     };
     let progress = state::saved_run(&path, &checkpoint::Manifest::read(&path)?.state)?.progress;
-    let moved = progress.data_position(config.model.seq_length).saturating_sub(progress.consumed_samples);
+    let moved =
+        progress.data_position(config.model.seq_length).saturating_sub(progress.consumed_samples);
     Ok(samples.saturating_add(moved))
 }
 
@@ -32,7 +34,10 @@ impl Trainer {
         preflight(&self.config)?;
         let Some(path) = checkpoint::to_load(&self.config.checkpoint)? else {
             if let Some(dir) = &self.config.checkpoint.load {
-                reporter.message(&format!("no checkpoint in {}: starting from initial weights", dir.display()));
+                reporter.message(&format!(
+                    "no checkpoint in {}: starting from initial weights",
+                    dir.display()
+                ));
             }
             return Ok(false);
         };
@@ -48,26 +53,34 @@ impl Trainer {
         reporter.message(&match takes {
             Takes::All => format!("resumed from {} ({consumed} samples consumed)", path.display()),
             Takes::WithoutOptimizer => {
-                format!("resumed from {} ({consumed} samples consumed), with a fresh optimizer", path.display())
+                format!(
+                    "resumed from {} ({consumed} samples consumed), with a fresh optimizer",
+                    path.display()
+                )
             }
             Takes::Weights => format!("starting from the weights in {}", path.display()),
         });
         let manifest = checkpoint::Manifest::read(&path)?;
         let precision = self.config.training.precision;
-        if let Some(theirs) = state::precision(&manifest.state).filter(|theirs| theirs.dtype() != precision.dtype()) {
+        if let Some(theirs) =
+            state::precision(&manifest.state).filter(|theirs| theirs.dtype() != precision.dtype())
+        {
             reporter.message(&format!(
                 "note: the checkpoint was trained in {theirs}; this run goes on in {precision} from the same fp32 values"
             ));
         }
         if takes != Takes::Weights {
-            let other_data = state::data_fingerprint(&manifest.state).is_some_and(|theirs| theirs != self.fingerprint);
+            let other_data = state::data_fingerprint(&manifest.state)
+                .is_some_and(|theirs| theirs != self.fingerprint);
             if other_data {
                 reporter.message(
                     "note: the data or the tokenizer are not those that the checkpoint was trained on; the loss may jump",
                 );
             }
-            let changed = resume_notes::changed(&manifest.state, &given, &self.progress)
-                .map_err(|e| Error::config(format!("cannot compare this run with the checkpoint: {e}")))?;
+            let changed =
+                resume_notes::changed(&manifest.state, &given, &self.progress).map_err(|e| {
+                    Error::config(format!("cannot compare this run with the checkpoint: {e}"))
+                })?;
             changed.iter().for_each(|note| reporter.message(note));
         }
         if let Some(note) = self.early_end_of_decay() {
@@ -85,21 +98,30 @@ impl Trainer {
         let RunConfig { training, checkpoint, .. } = &self.config;
         let now = self.progress.iteration;
         let dir = checkpoint.save.as_ref()?;
-        let next = |interval: Option<u64>| interval.filter(|n| *n > 0).map(|n| (now / n + 1).saturating_mul(n));
-        let end = next(training.exit_interval).map_or(training.train_iters, |exit| exit.min(training.train_iters));
+        let next = |interval: Option<u64>| {
+            interval.filter(|n| *n > 0).map(|n| (now / n + 1).saturating_mul(n))
+        };
+        let end = next(training.exit_interval)
+            .map_or(training.train_iters, |exit| exit.min(training.train_iters));
         if end <= now {
             return None;
         }
         let first = next(checkpoint.save_interval).map_or(end, |save| save.min(end));
-        let saves = |step: &u64| *step == end || *step < end && is_due(*step, checkpoint.save_interval);
-        let (replaced, kept): (Vec<u64>, Vec<u64>) = later.iterations.iter().copied().partition(saves);
+        let saves =
+            |step: &u64| *step == end || *step < end && is_due(*step, checkpoint.save_interval);
+        let (replaced, kept): (Vec<u64>, Vec<u64>) =
+            later.iterations.iter().copied().partition(saves);
         let mut text = format!(
             "note: {} has checkpoints of later steps than {now}, from which this run goes on: {}.",
             dir.display(),
             listed(&later.iterations)
         );
         if !replaced.is_empty() {
-            text += &format!(" It replaces {} when it saves the same {}.", listed(&replaced), steps(replaced.len()));
+            text += &format!(
+                " It replaces {} when it saves the same {}.",
+                listed(&replaced),
+                steps(replaced.len())
+            );
         }
         // Beside the newest, which this run saves at its end, retention looks at all that are older.
         let saved_after = |step: u64| match checkpoint.save_interval {
@@ -112,15 +134,28 @@ impl Trainer {
         };
         let (left, removed): (Vec<u64>, Vec<u64>) = kept.iter().copied().partition(stays);
         if !left.is_empty() {
-            text += &format!(" It leaves {} as {}.", listed(&left), if left.len() == 1 { "it is" } else { "they are" });
+            text += &format!(
+                " It leaves {} as {}.",
+                listed(&left),
+                if left.len() == 1 { "it is" } else { "they are" }
+            );
         }
         if !removed.is_empty() {
-            let flag =
-                if checkpoint.retention.most_recent.is_some() { "--most-recent-k" } else { "--save-retain-interval" };
-            text += &format!(" As older ones, {flag} removes {} once later steps are saved.", listed(&removed));
+            let flag = if checkpoint.retention.most_recent.is_some() {
+                "--most-recent-k"
+            } else {
+                "--save-retain-interval"
+            };
+            text += &format!(
+                " As older ones, {flag} removes {} once later steps are saved.",
+                listed(&removed)
+            );
         }
         if later.latest > now {
-            text += &format!(" {} is the latest until this run first saves, at step {first}.", later.latest);
+            text += &format!(
+                " {} is the latest until this run first saves, at step {first}.",
+                later.latest
+            );
         }
         Some(text)
     }
@@ -135,7 +170,8 @@ impl Trainer {
         if consumed_samples == iteration.saturating_mul(batch) || training.rampup.is_some() {
             return None;
         }
-        let total = applied_samples + training.train_iters.saturating_sub(iteration).saturating_mul(batch);
+        let total =
+            applied_samples + training.train_iters.saturating_sub(iteration).saturating_mul(batch);
         let end = self.lr.end().filter(|end| *end < total)?;
         let when = if applied_samples < end { "ends before this run does" } else { "is over" };
         Some(format!(
@@ -155,7 +191,9 @@ fn listed(iterations: &[u64]) -> String {
     const MOST: usize = 10;
     let shown: Vec<String> = iterations.iter().take(MOST).map(u64::to_string).collect();
     match shown.split_last() {
-        _ if iterations.len() > MOST => format!("{}, … (up to {})", shown.join(", "), iterations[iterations.len() - 1]),
+        _ if iterations.len() > MOST => {
+            format!("{}, … (up to {})", shown.join(", "), iterations[iterations.len() - 1])
+        }
         Some((last, before @ [_, ..])) => format!("{} and {last}", before.join(", ")),
         _ => shown.join(", "),
     }

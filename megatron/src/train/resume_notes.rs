@@ -18,7 +18,11 @@ use crate::optim::LrSchedule;
 ///
 /// # Errors
 /// If the settings cannot be expressed in JSON.
-pub fn changed(state: &Value, ours: &RunConfig, progress: &Progress) -> serde_json::Result<Vec<String>> {
+pub fn changed(
+    state: &Value,
+    ours: &RunConfig,
+    progress: &Progress,
+) -> serde_json::Result<Vec<String>> {
     let Some(theirs) = state.get("config") else { return Ok(Vec::new()) };
     let pair = Pair { theirs, ours: &serde_json::to_value(ours)? };
     let (mut notes, schedule) = match ours.checkpoint.scheduler {
@@ -52,7 +56,11 @@ impl Pair<'_> {
 
     fn note(&self, pointer: &str, key: &str, consequence: &str) -> Option<String> {
         let (theirs, ours) = self.at(pointer)?;
-        Some(format!("note: {key} is {} here and {} in the checkpoint{consequence}", show(ours), show(theirs)))
+        Some(format!(
+            "note: {key} is {} here and {} in the checkpoint{consequence}",
+            show(ours),
+            show(theirs)
+        ))
     }
 
     fn number(&self, of: &Value, pointer: &str) -> Option<u64> {
@@ -66,19 +74,24 @@ impl Pair<'_> {
 
     /// The settings of the schedule that differ and count, with the names of their flags.
     fn schedule(&self) -> Vec<(&str, &Value, &Value)> {
-        let keys = self.ours.get("optimizer").and_then(Value::as_object).into_iter().flat_map(Map::keys);
+        let keys =
+            self.ours.get("optimizer").and_then(Value::as_object).into_iter().flat_map(Map::keys);
         let differing = keys.filter(|key| is_of_schedule(key) && self.counts(key));
-        differing.filter_map(|key| self.at(&format!("/optimizer/{key}")).map(|(a, b)| (flag(key), a, b))).collect()
+        differing
+            .filter_map(|key| self.at(&format!("/optimizer/{key}")).map(|(a, b)| (flag(key), a, b)))
+            .collect()
     }
 
     /// Whether a setting of the schedule changes anything.
     fn counts(&self, key: &str) -> bool {
         let style = |style: DecayStyle| json!(style);
         match key {
-            "min_lr" | "decay_samples" => [self.theirs, self.ours]
-                .iter()
-                .any(|run| run.pointer("/optimizer/decay_style") != Some(&style(DecayStyle::Constant))),
-            key if key.starts_with("wsd") => self.either("/optimizer/decay_style", &style(DecayStyle::Wsd)),
+            "min_lr" | "decay_samples" => [self.theirs, self.ours].iter().any(|run| {
+                run.pointer("/optimizer/decay_style") != Some(&style(DecayStyle::Constant))
+            }),
+            key if key.starts_with("wsd") => {
+                self.either("/optimizer/decay_style", &style(DecayStyle::Wsd))
+            }
             _ => true,
         }
     }
@@ -103,9 +116,11 @@ fn show(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Null => "none".into(),
-        Value::Object(fields) => {
-            fields.iter().map(|(key, value)| format!("{key} {}", show(value))).collect::<Vec<_>>().join(", ")
-        }
+        Value::Object(fields) => fields
+            .iter()
+            .map(|(key, value)| format!("{key} {}", show(value)))
+            .collect::<Vec<_>>()
+            .join(", "),
         other => other.to_string(),
     }
 }
@@ -137,7 +152,8 @@ fn length_and_batch(pair: &Pair<'_>, ours: &RunConfig) -> Vec<String> {
         lengths.clear();
     }
     for (pointer, key) in BATCH {
-        let consequence = if lengths.is_empty() { String::new() } else { format!(": {}", lengths.join(", ")) };
+        let consequence =
+            if lengths.is_empty() { String::new() } else { format!(": {}", lengths.join(", ")) };
         if let Some(note) = pair.note(pointer, key, &consequence) {
             notes.push(note);
             lengths.clear();
@@ -148,8 +164,10 @@ fn length_and_batch(pair: &Pair<'_>, ours: &RunConfig) -> Vec<String> {
     notes
 }
 
-const BATCH: [(&str, &str); 2] =
-    [("/training/global_batch_size", "global_batch_size"), ("/training/rampup", "rampup_batch_size")];
+const BATCH: [(&str, &str); 2] = [
+    ("/training/global_batch_size", "global_batch_size"),
+    ("/training/rampup", "rampup_batch_size"),
+];
 
 fn batch(pair: &Pair<'_>) -> Vec<String> {
     BATCH.into_iter().filter_map(|(pointer, key)| pair.note(pointer, key, "")).collect()
@@ -159,7 +177,11 @@ fn batch(pair: &Pair<'_>) -> Vec<String> {
 fn schedule_notes(pair: &Pair<'_>) -> Vec<String> {
     let lengths = LENGTHS.map(|(key, _)| flag(key));
     let others = pair.schedule().into_iter().filter(|(key, ..)| !lengths.contains(key));
-    others.map(|(key, a, b)| format!("note: {key} is {} here and {} in the checkpoint", show(b), show(a))).collect()
+    others
+        .map(|(key, a, b)| {
+            format!("note: {key} is {} here and {} in the checkpoint", show(b), show(a))
+        })
+        .collect()
 }
 
 /// As Megatron-LM says it under `--override-opt-param-scheduler`.
@@ -173,7 +195,11 @@ fn overriding_lines(pair: &Pair<'_>) -> Vec<String> {
 /// As Megatron-LM says it under `--use-checkpoint-opt-param-scheduler`.
 fn taken_lines(pair: &Pair<'_>) -> Vec<String> {
     let line = |(key, theirs, ours): (&str, &Value, &Value)| {
-        format!("the checkpoint's {key}, {}, is used instead of this run's, {}", show(theirs), show(ours))
+        format!(
+            "the checkpoint's {key}, {}, is used instead of this run's, {}",
+            show(theirs),
+            show(ours)
+        )
     };
     pair.schedule().into_iter().map(line).collect()
 }
@@ -188,7 +214,9 @@ fn next_rate(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Option<S
     let rates = if ours == theirs {
         String::new()
     } else {
-        format!("the next step's learning rate is {ours:.3e}; by the checkpoint's schedule it would be {theirs:.3e}. ")
+        format!(
+            "the next step's learning rate is {ours:.3e}; by the checkpoint's schedule it would be {theirs:.3e}. "
+        )
     };
     Some(format!(
         "{rates}--use-checkpoint-opt-param-scheduler keeps the checkpoint's schedule, --override-opt-param-scheduler confirms this run's"
@@ -199,13 +227,15 @@ fn next_rate(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Option<S
 fn order_of_samples(pair: &Pair<'_>, ours: &RunConfig) -> Option<String> {
     let samples = |run: &Value| {
         let by_steps = || {
-            let [steps, batch] = ["/training/train_iters", "/training/global_batch_size"].map(|p| pair.number(run, p));
+            let [steps, batch] = ["/training/train_iters", "/training/global_batch_size"]
+                .map(|p| pair.number(run, p));
             Some(steps?.saturating_mul(batch?))
         };
         pair.number(run, "/training/train_samples").or_else(by_steps)
     };
-    let is_drawn = matches!(ours.data.dataloader_type, DataloaderType::Single | DataloaderType::Cyclic)
-        || ours.data.data_path.first().is_some_and(|first| first.parse::<f64>().is_ok());
+    let is_drawn =
+        matches!(ours.data.dataloader_type, DataloaderType::Single | DataloaderType::Cyclic)
+            || ours.data.data_path.first().is_some_and(|first| first.parse::<f64>().is_ok());
     let (theirs, ours) = (samples(pair.theirs)?, samples(pair.ours)?);
     (is_drawn && theirs != ours).then(|| {
         format!(
@@ -234,13 +264,17 @@ fn data_and_model(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Vec
         ": dropout is drawn anew"
     };
     let mut notes = Vec::new();
-    let has_other_split = pair.at("/data/split").is_some_and(|(theirs, ours)| match (theirs.as_str(), ours.as_str()) {
-        (Some(theirs), Some(ours)) => match (parse_split(theirs), parse_split(ours)) {
-            // 969,30,1 is 0.969,0.03,0.001.
-            (Ok(theirs), Ok(ours)) => theirs.iter().zip(ours).any(|(theirs, ours)| (theirs - ours).abs() > 1e-9),
+    let has_other_split = pair.at("/data/split").is_some_and(|(theirs, ours)| {
+        match (theirs.as_str(), ours.as_str()) {
+            (Some(theirs), Some(ours)) => match (parse_split(theirs), parse_split(ours)) {
+                // 969,30,1 is 0.969,0.03,0.001.
+                (Ok(theirs), Ok(ours)) => {
+                    theirs.iter().zip(ours).any(|(theirs, ours)| (theirs - ours).abs() > 1e-9)
+                }
+                _ => true,
+            },
             _ => true,
-        },
-        _ => true,
+        }
     });
     if has_other_split {
         let mixed = ": text that was trained on may now be evaluated on, and the other way round";
@@ -249,7 +283,11 @@ fn data_and_model(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Vec
     for (pointer, key, consequence) in [
         ("/model/seq_length", "seq_length", position.as_str()),
         ("/training/seed", "seed", seed),
-        ("/data/dataloader_type", "dataloader_type", ": samples come in another order, some of this epoch twice"),
+        (
+            "/data/dataloader_type",
+            "dataloader_type",
+            ": samples come in another order, some of this epoch twice",
+        ),
         ("/data/eod_mask_loss", "eod_mask_loss", ""),
         ("/data/reset_position_ids", "reset_position_ids", ""),
         ("/data/reset_attention_mask", "reset_attention_mask", ""),
@@ -263,7 +301,9 @@ fn data_and_model(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Vec
 
 fn update_rule(pair: &Pair<'_>, kind: OptimizerKind) -> Vec<String> {
     let of_kind: &[&str] = match kind {
-        OptimizerKind::Adam => &["adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype"],
+        OptimizerKind::Adam => {
+            &["adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype"]
+        }
         OptimizerKind::Sgd => &["sgd_momentum"],
     };
     let keys = ["clip_grad"].iter().chain(of_kind);

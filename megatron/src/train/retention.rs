@@ -13,7 +13,10 @@ impl Trainer {
     /// of before.
     pub(super) fn remove_old_checkpoints(&self, newest: u64, reporter: &mut dyn Reporter) {
         let config = &self.config.checkpoint;
-        let Some(dir) = config.save.as_ref().filter(|_| config.retention != Retention::default()) else { return };
+        let Some(dir) = config.save.as_ref().filter(|_| config.retention != Retention::default())
+        else {
+            return;
+        };
         if self.groups.world.rank() != 0 || self.is_amid_nonfinite_steps() {
             return;
         }
@@ -22,14 +25,23 @@ impl Trainer {
             Some(step) => checkpoint::iteration_dir(load, step),
             None => load.clone(),
         });
-        match checkpoint::remove_old(dir, newest, &config.retention, loaded.as_deref(), state::is_healthy) {
+        match checkpoint::remove_old(
+            dir,
+            newest,
+            &config.retention,
+            loaded.as_deref(),
+            state::is_healthy,
+        ) {
             Ok(removed) if removed.is_empty() => {}
             Ok(removed) => {
                 let steps: Vec<String> = removed.iter().map(u64::to_string).collect();
                 let s = if steps.len() > 1 { "s" } else { "" };
-                reporter.message(&format!("removed the checkpoint{s} of step{s} {}", steps.join(", ")));
+                reporter
+                    .message(&format!("removed the checkpoint{s} of step{s} {}", steps.join(", ")));
             }
-            Err(error) => reporter.message(&format!("note: an old checkpoint could not be removed: {error}")),
+            Err(error) => {
+                reporter.message(&format!("note: an old checkpoint could not be removed: {error}"))
+            }
         }
     }
 }

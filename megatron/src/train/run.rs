@@ -40,7 +40,9 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
     let CheckpointConfig { save, load, takes, .. } = &config.checkpoint;
     let found = checkpoint::to_load(&config.checkpoint)?;
     if *takes != Takes::All && found.is_none() {
-        let place = load.as_ref().map_or("--load is not given".into(), |dir| format!("{} holds none", dir.display()));
+        let place = load
+            .as_ref()
+            .map_or("--load is not given".into(), |dir| format!("{} holds none", dir.display()));
         return Err(Error::config(format!(
             "--finetune and --no-load-optim start from a checkpoint, and {place}; name one with --load, or leave them out"
         )));
@@ -77,7 +79,10 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
         let others = if lies_there {
             String::new()
         } else {
-            format!("; continue it with --load {0}, or remove the iter_… folders in {0}", dir.display())
+            format!(
+                "; continue it with --load {0}, or remove the iter_… folders in {0}",
+                dir.display()
+            )
         };
         return Err(Error::checkpoint(
             path,
@@ -129,8 +134,8 @@ impl Trainer {
             let due = |interval| is_due(iteration, interval);
             profiler.before(self)?;
             // A profile shows steps one by one.
-            let reads_at_once =
-                self.reads_at_once(iteration) || [0, 1].map(|n| profiler.records(iteration + n)).contains(&true);
+            let reads_at_once = self.reads_at_once(iteration)
+                || [0, 1].map(|n| profiler.records(iteration + n)).contains(&true);
             let skips = self.skips_next();
             let steps = if skips { self.skip()? } else { self.advance(reads_at_once)? };
             profiler.after();
@@ -141,7 +146,8 @@ impl Trainer {
                 self.finish_profile(&mut profiler, reporter)?;
             }
             if skips {
-                reporter.message(&format!("step {iteration} is skipped, as --iterations-to-skip asks"));
+                reporter
+                    .message(&format!("step {iteration} is skipped, as --iterations-to-skip asks"));
             }
             if let Some(operations) = self.take_recorded() {
                 let what = "forward and backward of a microbatch are a CUDA graph from here on";
@@ -161,17 +167,26 @@ impl Trainer {
             }
             let exit = overdue || due(self.config.training.exit_interval);
             let ends = interrupted || exit || iteration == train_iters;
-            let saves = due(self.config.checkpoint.save_interval) && self.config.checkpoint.save.is_some();
+            let saves =
+                due(self.config.checkpoint.save_interval) && self.config.checkpoint.save.is_some();
             let withholds = saves && !ends && self.is_amid_nonfinite_steps();
             if withholds && !withheld {
                 self.finish_and_report(reporter)?;
-                self.config.checkpoint.save.iter().for_each(|dir| reporter.message(&self.not_saved(dir)));
+                self.config
+                    .checkpoint
+                    .save
+                    .iter()
+                    .for_each(|dir| reporter.message(&self.not_saved(dir)));
             }
             // One line for all steps in a row.
             withheld = self.is_amid_nonfinite_steps() && (withheld || withholds);
             if (saves && !withholds) || exit || interrupted {
                 // Behind the last step there is nothing to go on with, so that none is left to be waited for.
-                saved_at = self.save_and_report(self.config.checkpoint.async_save && !ends, reporter, &mut records)?;
+                saved_at = self.save_and_report(
+                    self.config.checkpoint.async_save && !ends,
+                    reporter,
+                    &mut records,
+                )?;
             }
             if interrupted || exit {
                 outcome = match (interrupted, overdue) {
@@ -190,7 +205,13 @@ impl Trainer {
             let is_validated = is_due(train_iters, self.config.logging.eval_interval)
                 || self.validate(stop, reporter, &mut records)?;
             if !is_validated
-                || !self.report_evaluation(self.test.as_ref(), ("test", 0), stop, reporter, &mut records)?
+                || !self.report_evaluation(
+                    self.test.as_ref(),
+                    ("test", 0),
+                    stop,
+                    reporter,
+                    &mut records,
+                )?
             {
                 outcome = Outcome::Interrupted;
             }
@@ -219,7 +240,9 @@ impl Trainer {
         let RunConfig { training, checkpoint, logging, .. } = &self.config;
         let due = |interval| is_due(iteration, interval);
         iteration == training.train_iters
-            || [logging.eval_interval, checkpoint.save_interval, training.exit_interval].into_iter().any(due)
+            || [logging.eval_interval, checkpoint.save_interval, training.exit_interval]
+                .into_iter()
+                .any(due)
     }
 
     /// Reports a step; `memory` is the largest of a rank when that was asked last, if it was. Collective over the world.
@@ -235,7 +258,11 @@ impl Trainer {
         records: &mut Records,
     ) -> Result<()> {
         step.memory = match *memory {
-            Some(known) if !step.iteration.is_multiple_of(self.config.logging.log_interval.max(1)) => known,
+            Some(known)
+                if !step.iteration.is_multiple_of(self.config.logging.log_interval.max(1)) =>
+            {
+                known
+            }
             _ => self.largest_memory(step.memory)?,
         };
         *memory = Some(step.memory);
@@ -251,7 +278,12 @@ impl Trainer {
     }
 
     /// Saves, or begins to, once an earlier checkpoint is written; the iteration that is saved.
-    fn save_and_report(&mut self, meanwhile: bool, reporter: &mut dyn Reporter, records: &mut Records) -> Result<u64> {
+    fn save_and_report(
+        &mut self,
+        meanwhile: bool,
+        reporter: &mut dyn Reporter,
+        records: &mut Records,
+    ) -> Result<u64> {
         self.finish_and_report(reporter)?;
         if let Some(dir) = self.config.checkpoint.save.clone() {
             records.flush(self.progress.iteration, reporter);
@@ -298,7 +330,13 @@ impl Trainer {
         reporter: &mut dyn Reporter,
         records: &mut Records,
     ) -> Result<bool> {
-        self.report_evaluation(self.valid.as_ref(), ("validation", self.validated()), stop, reporter, records)
+        self.report_evaluation(
+            self.valid.as_ref(),
+            ("validation", self.validated()),
+            stop,
+            reporter,
+            records,
+        )
     }
 
     /// The sample of the validation data with which this step's evaluation begins. Megatron's orders go on where the last evaluation ended
@@ -308,7 +346,9 @@ impl Trainer {
         match (data.dataloader_type, logging.eval_interval) {
             (DataloaderType::Single | DataloaderType::Cyclic, Some(interval @ 1..)) => {
                 let before = self.progress.iteration.saturating_sub(1) / interval;
-                before.saturating_mul(logging.eval_iters).saturating_mul(training.global_batch_size as u64)
+                before
+                    .saturating_mul(logging.eval_iters)
+                    .saturating_mul(training.global_batch_size as u64)
             }
             _ => 0,
         }
@@ -323,10 +363,15 @@ impl Trainer {
         reporter: &mut dyn Reporter,
         records: &mut Records,
     ) -> Result<bool> {
-        let (Some(loader), iters @ 1..) = (loader, self.config.logging.eval_iters) else { return Ok(true) };
+        let (Some(loader), iters @ 1..) = (loader, self.config.logging.eval_iters) else {
+            return Ok(true);
+        };
         records.flush(self.progress.iteration, reporter);
-        let Some(lm_loss) = self.evaluate_until(loader, first, iters, stop)? else { return Ok(false) };
-        let result = EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
+        let Some(lm_loss) = self.evaluate_until(loader, first, iters, stop)? else {
+            return Ok(false);
+        };
+        let result =
+            EvalMetrics { iteration: self.progress.iteration, split: split.into(), lm_loss };
         reporter.eval(&result);
         records.eval(&result, self.progress.consumed_samples, reporter);
         Ok(true)
@@ -339,7 +384,8 @@ impl Trainer {
         let mut memory = vec![0.0; 2 * world.size()];
         memory[world.rank()] = mine.allocated as f64;
         memory[world.size() + world.rank()] = mine.reserved.unwrap_or(0) as f64;
-        let mut memory: Vec<u64> = self.sum_over_world(memory)?.into_iter().map(|bytes| bytes as u64).collect();
+        let mut memory: Vec<u64> =
+            self.sum_over_world(memory)?.into_iter().map(|bytes| bytes as u64).collect();
         let reserved = memory.split_off(world.size());
         Ok((memory, mine.reserved.map(|_| reserved)))
     }
@@ -349,6 +395,9 @@ impl Trainer {
         let memory = Tensor::new(&memory, &Device::Cpu)?;
         self.groups.world.all_reduce(&memory, ReduceOp::Max)?.wait()?;
         let largest = memory.to_vec1::<f64>()?;
-        Ok(Peak { allocated: largest[0] as u64, reserved: mine.reserved.map(|_| largest[1] as u64) })
+        Ok(Peak {
+            allocated: largest[0] as u64,
+            reserved: mine.reserved.map(|_| largest[1] as u64),
+        })
     }
 }

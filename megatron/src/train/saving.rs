@@ -42,7 +42,8 @@ impl Trainer {
         self.require_folder(dir)?;
         let (shards, state) = self.to_save(dir)?;
         let _span = span("copy the state", Kind::Phase);
-        let saving = checkpoint::begin(dir, self.progress.iteration, &shards, state, &self.groups.world)?;
+        let saving =
+            checkpoint::begin(dir, self.progress.iteration, &shards, state, &self.groups.world)?;
         self.saving = Some(saving);
         Ok(())
     }
@@ -79,13 +80,18 @@ impl Trainer {
     /// What a checkpoint of the present state in `dir` is to hold. Collective over the world.
     fn to_save(&self, dir: &Path) -> Result<(Vec<ShardRef>, serde_json::Value)> {
         if self.in_flight.is_some() {
-            return Err(Error::config("internal error: a checkpoint of a step whose results were not read"));
+            return Err(Error::config(
+                "internal error: a checkpoint of a step whose results were not read",
+            ));
         }
         if self.saving.is_some() {
-            return Err(Error::config("internal error: a checkpoint while another one is being written"));
+            return Err(Error::config(
+                "internal error: a checkpoint while another one is being written",
+            ));
         }
         let scaler = self.loss_scaler.state();
-        let state = state::to_json(&self.progress, &self.config, scaler.as_ref(), &self.fingerprint)?;
+        let state =
+            state::to_json(&self.progress, &self.config, scaler.as_ref(), &self.fingerprint)?;
         let shards = self.owned_shards()?;
         self.require_finite(&shards, dir)?;
         Ok((shards, state))
@@ -107,9 +113,11 @@ impl Trainer {
             && self.config.checkpoint.takes != Takes::Weights
             && let Some(theirs) = state::optimizer_settings(&manifest.state)
         {
-            let damaged =
-                |e: serde_json::Error| Error::checkpoint(path, format!("its learning-rate schedule is unusable: {e}"));
-            self.config.optimizer = state::with_schedule(&self.config.optimizer, theirs).map_err(damaged)?;
+            let damaged = |e: serde_json::Error| {
+                Error::checkpoint(path, format!("its learning-rate schedule is unusable: {e}"))
+            };
+            self.config.optimizer =
+                state::with_schedule(&self.config.optimizer, theirs).map_err(damaged)?;
             self.lr = LrSchedule::new(&self.config.optimizer)?;
             self.optimizer.set_weight_decay(self.config.optimizer.weight_decay);
         }
@@ -117,7 +125,9 @@ impl Trainer {
         if takes_all {
             state::require_optimizer(&manifest, self.config.optimizer.kind)?;
             if let Some(scaler) = state::loss_scaler(path, &manifest.state)? {
-                self.loss_scaler.restore(&scaler).map_err(|e| Error::checkpoint(path, e.to_string()))?;
+                self.loss_scaler
+                    .restore(&scaler)
+                    .map_err(|e| Error::checkpoint(path, e.to_string()))?;
             }
         }
         let mut shards = self.optimizer.shards(&self.stage.params, false)?;

@@ -27,7 +27,11 @@ impl Schedules {
         early: bool,
         m: usize,
     ) -> Result<Self> {
-        let costs = if parallel.delay_wgrad_compute { Some(costs(parallel, model, recompute)?) } else { None };
+        let costs = if parallel.delay_wgrad_compute {
+            Some(costs(parallel, model, recompute)?)
+        } else {
+            None
+        };
         let last = make(parallel, costs.as_ref(), early, m)?;
         Ok(Self { parallel: parallel.clone(), costs, early, last })
     }
@@ -48,7 +52,12 @@ impl Schedules {
     }
 }
 
-fn make(parallel: &ParallelConfig, costs: Option<&Costs>, early: bool, m: usize) -> Result<Schedule> {
+fn make(
+    parallel: &ParallelConfig,
+    costs: Option<&Costs>,
+    early: bool,
+    m: usize,
+) -> Result<Schedule> {
     let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
     let mut schedule = generate(parallel.schedule, pp, v, m, parallel.extra_warmup)?;
     if let Some(costs) = costs {

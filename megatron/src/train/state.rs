@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 use super::trainer::Progress;
 use crate::checkpoint::Manifest;
 use crate::config::{
-    ModelConfig, OptimizerConfig, OptimizerKind, OptimizerOffload, ParallelConfig, Precision, RunConfig,
+    ModelConfig, OptimizerConfig, OptimizerKind, OptimizerOffload, ParallelConfig, Precision,
+    RunConfig,
 };
 use crate::optim::LossScalerState;
 use crate::params::StateKind;
@@ -18,7 +19,8 @@ use crate::{Error, Result};
 /// Whether the checkpoint in `folder` can be read and was not saved amid steps that were not finite.
 pub fn is_healthy(folder: &Path) -> bool {
     Manifest::read(folder).is_ok_and(|manifest| {
-        manifest.state.pointer("/progress/nonfinite_in_a_row").and_then(Value::as_u64).unwrap_or(0) == 0
+        manifest.state.pointer("/progress/nonfinite_in_a_row").and_then(Value::as_u64).unwrap_or(0)
+            == 0
     })
 }
 
@@ -32,7 +34,9 @@ pub fn to_json(
     loss_scaler: Option<&LossScalerState>,
     data_fingerprint: &str,
 ) -> Result<Value> {
-    let value = |v: serde_json::Result<Value>| v.map_err(|e| Error::config(format!("cannot describe the run: {e}")));
+    let value = |v: serde_json::Result<Value>| {
+        v.map_err(|e| Error::config(format!("cannot describe the run: {e}")))
+    };
     let mut state = Map::new();
     state.insert("progress".into(), value(serde_json::to_value(progress))?);
     state.insert("model".into(), value(serde_json::to_value(&config.model))?);
@@ -92,9 +96,14 @@ pub fn is_of_schedule(key: &str) -> bool {
 ///
 /// # Errors
 /// If they are none.
-pub fn with_schedule(ours: &OptimizerConfig, theirs: &Map<String, Value>) -> serde_json::Result<OptimizerConfig> {
+pub fn with_schedule(
+    ours: &OptimizerConfig,
+    theirs: &Map<String, Value>,
+) -> serde_json::Result<OptimizerConfig> {
     let mut settings = serde_json::to_value(ours)?;
-    for (key, setting) in settings.as_object_mut().into_iter().flatten().filter(|(key, _)| is_of_schedule(key)) {
+    for (key, setting) in
+        settings.as_object_mut().into_iter().flatten().filter(|(key, _)| is_of_schedule(key))
+    {
         // Equal values stay as they are, to the bit.
         if let Some(theirs) = theirs.get(key).filter(|theirs| !same(theirs, setting)) {
             *setting = theirs.clone();
@@ -108,7 +117,8 @@ pub fn with_schedule(ours: &OptimizerConfig, theirs: &Map<String, Value>) -> ser
 /// # Errors
 /// If the configuration cannot be expressed in JSON.
 pub fn weights_only_state(model: &ModelConfig) -> Result<Value> {
-    let model = serde_json::to_value(model).map_err(|e| Error::config(format!("cannot describe the model: {e}")))?;
+    let model = serde_json::to_value(model)
+        .map_err(|e| Error::config(format!("cannot describe the model: {e}")))?;
     Ok(serde_json::json!({ "progress": Progress::default(), "model": model }))
 }
 
@@ -128,7 +138,8 @@ pub struct SavedRun {
 pub fn saved_run(path: &Path, state: &Value) -> Result<SavedRun> {
     let model: ModelConfig = part(path, state, "model")?;
     let progress = progress(path, state, &model)?;
-    let parallel = state.pointer(PARALLEL).and_then(|value| serde_json::from_value(value.clone()).ok());
+    let parallel =
+        state.pointer(PARALLEL).and_then(|value| serde_json::from_value(value.clone()).ok());
     Ok(SavedRun { progress, model, parallel })
 }
 
@@ -139,8 +150,8 @@ pub fn saved_run(path: &Path, state: &Value) -> Result<SavedRun> {
 pub fn with_parallel(state: &Value, parallel: &ParallelConfig) -> Result<Value> {
     let mut state = state.clone();
     if let Some(there) = state.pointer_mut(PARALLEL) {
-        *there =
-            serde_json::to_value(parallel).map_err(|e| Error::config(format!("cannot describe the layout: {e}")))?;
+        *there = serde_json::to_value(parallel)
+            .map_err(|e| Error::config(format!("cannot describe the layout: {e}")))?;
     }
     Ok(state)
 }
@@ -156,24 +167,29 @@ fn part<T: DeserializeOwned>(path: &Path, state: &Value, key: &str) -> Result<T>
 }
 
 /// Settings of a model that may change between runs without changing what its parameters mean.
-const FREE: [&str; 4] = ["attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "init_method_std"];
+const FREE: [&str; 4] =
+    ["attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "init_method_std"];
 
 /// Reads the progress of the checkpoint at `path` and checks that its model is this run's.
 ///
 /// # Errors
 /// If the state is damaged, or the architecture is another; the message names every setting that differs.
 pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progress> {
-    let damaged = |what: &str| Error::checkpoint(path, format!("its manifest's state has no valid {what}"));
+    let damaged =
+        |what: &str| Error::checkpoint(path, format!("its manifest's state has no valid {what}"));
     let theirs: ModelConfig = part(path, state, "model")?;
     let progress = progress(path, state, &theirs)?;
     let theirs = serde_json::to_value(&theirs).map_err(|_| damaged("model"))?;
     let theirs = theirs.as_object().ok_or_else(|| damaged("model"))?;
     let ours = serde_json::to_value(&config.model).map_err(|_| damaged("model"))?;
     let mut differences = Vec::new();
-    for (key, value) in ours.as_object().into_iter().flatten().filter(|(key, _)| !FREE.contains(&key.as_str())) {
+    for (key, value) in
+        ours.as_object().into_iter().flatten().filter(|(key, _)| !FREE.contains(&key.as_str()))
+    {
         let other = theirs.get(key).unwrap_or(&Value::Null);
         // A run may use shorter or longer sequences where positions are not learned.
-        let relative = key == "seq_length" || (key == "max_position_embeddings" && !learned(theirs));
+        let relative =
+            key == "seq_length" || (key == "max_position_embeddings" && !learned(theirs));
         if !same(other, value) && !relative {
             differences.push(format!("{key} is {other} there and {value} here"));
         }
@@ -194,7 +210,8 @@ pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progr
 fn progress(path: &Path, state: &Value, model: &ModelConfig) -> Result<Progress> {
     let mut progress: Progress = part(path, state, "progress")?;
     if state.pointer("/progress/consumed_tokens").is_none() {
-        progress.consumed_tokens = progress.consumed_samples.saturating_mul(model.seq_length as u64);
+        progress.consumed_tokens =
+            progress.consumed_samples.saturating_mul(model.seq_length as u64);
     }
     Ok(progress)
 }
@@ -239,7 +256,10 @@ pub fn require_utf8(config: &RunConfig) -> Result<()> {
         ("--load", checkpoint.load.as_deref()),
         ("--init-from-hf", checkpoint.init_from_hf.as_deref()),
         ("--metrics", logging.metrics.as_deref()),
-        ("--tensorboard-dir", logging.tensorboard.as_ref().map(|tensorboard| tensorboard.dir.as_path())),
+        (
+            "--tensorboard-dir",
+            logging.tensorboard.as_ref().map(|tensorboard| tensorboard.dir.as_path()),
+        ),
         ("--profile-dir", logging.profile.as_ref().map(|profile| profile.dir.as_path())),
         ("--cache-dir", Some(data.cache_dir.as_path())),
         ("--offload-optimizer-nvme-path", offload),

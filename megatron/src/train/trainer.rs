@@ -180,10 +180,13 @@ impl Trainer {
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
         let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
         let (seed, dtype) = (config.training.seed, config.training.precision.dtype());
-        let mut stage = build_stage(parallel, model, &groups, config.model.hidden_size, seed, dtype, device)?;
+        let mut stage =
+            build_stage(parallel, model, &groups, config.model.hidden_size, seed, dtype, device)?;
         let (replica, replicas) = (groups.replicas.rank(), groups.replicas.size());
         let sharded = parallel.use_distributed_optimizer;
-        stage.params.keep_masters(|len| if sharded { shard(len, replica, replicas) } else { 0..len })?;
+        stage
+            .params
+            .keep_masters(|len| if sharded { shard(len, replica, replicas) } else { 0..len })?;
         stage.params.initialize(seed)?;
 
         let optimizer = Optimizer::new(
@@ -288,15 +291,18 @@ impl Trainer {
 
     /// The microbatches of the step that follows what was consumed.
     fn read(&self) -> Result<Vec<MicroBatch>> {
-        let global_batch_size = self.config.training.global_batch_size_at(self.progress.consumed_samples);
+        let global_batch_size =
+            self.config.training.global_batch_size_at(self.progress.consumed_samples);
         let batch = self.train.batch().resized(global_batch_size)?;
-        self.train.microbatches_of(&batch, self.progress.data_position(self.config.model.seq_length))
+        self.train
+            .microbatches_of(&batch, self.progress.data_position(self.config.model.seq_length))
     }
 
     /// Reads what the next step needs while a GPU computes this one; what keeps it from being read is the next step's error.
     fn read_ahead(&mut self) {
         let training = &self.config.training;
-        if kernels::tensor::device::computes_ahead(&self.stage.device) && self.progress.iteration < training.train_iters
+        if kernels::tensor::device::computes_ahead(&self.stage.device)
+            && self.progress.iteration < training.train_iters
         {
             let _span = span("read data", Kind::Phase);
             self.ahead = Some((self.progress.consumed_samples, self.read()));
@@ -331,7 +337,9 @@ impl Trainer {
     /// If data cannot be read or a peer fails, gradients overflow at the least loss scale, or memory is used up.
     pub fn step(&mut self) -> Result<StepMetrics> {
         let last = self.advance(true)?.pop();
-        last.ok_or_else(|| Error::config("internal error: a step that was to be read at once was not"))
+        last.ok_or_else(|| {
+            Error::config("internal error: a step that was to be read at once was not")
+        })
     }
 
     /// Queues the next step, and returns the metrics of those steps whose results were read meanwhile, in order. Collective over the world.
@@ -343,12 +351,18 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::step`].
     pub fn advance(&mut self, at_once: bool) -> Result<Vec<StepMetrics>> {
-        self.try_advance(at_once).map_err(|error| explain(error, &self.config, &self.stage.device, &self.kept()))
+        self.try_advance(at_once)
+            .map_err(|error| explain(error, &self.config, &self.stage.device, &self.kept()))
     }
 
     /// Bytes that this rank keeps from step to step, by what they are.
     pub fn kept(&self) -> Kept {
-        self.stage.params.bytes_by_kind().into_iter().chain([("optimizer state", self.optimizer.bytes())]).collect()
+        self.stage
+            .params
+            .bytes_by_kind()
+            .into_iter()
+            .chain([("optimizer state", self.optimizer.bytes())])
+            .collect()
     }
 
     fn try_advance(&mut self, at_once: bool) -> Result<Vec<StepMetrics>> {
@@ -365,7 +379,9 @@ impl Trainer {
         let loss_scale = self.loss_scaler.scale();
         let (stage, schedule, weight) = (&self.stage, self.schedules.last(), factor * loss_scale);
         let losses = match &mut self.replay {
-            Some(replay) => replay.run(stage, schedule, &batches, phase, weight, &mut self.reducer)?,
+            Some(replay) => {
+                replay.run(stage, schedule, &batches, phase, weight, &mut self.reducer)?
+            }
             None => stage.run(schedule, &batches, phase, weight, &mut self.reducer)?,
         };
         {
@@ -378,12 +394,17 @@ impl Trainer {
         let weight_decay = weight_decay_at(&self.config.optimizer, self.progress.applied_samples);
         let update = {
             let _span = span("optimizer", Kind::Phase);
-            self.optimizer.step(&self.stage.params, Rates { learning_rate, weight_decay }, loss_scale)?
+            self.optimizer.step(
+                &self.stage.params,
+                Rates { learning_rate, weight_decay },
+                loss_scale,
+            )?
         };
         let (squared_params, zeros_in_grad) = self.statistics(self.progress.iteration + 1)?;
         self.stage.params.release_grads();
         let results = losses.read_with(vec![update.verdict().clone()])?;
-        let global_batch_size = self.config.training.global_batch_size_at(self.progress.consumed_samples);
+        let global_batch_size =
+            self.config.training.global_batch_size_at(self.progress.consumed_samples);
         self.progress.iteration += 1;
         self.progress.consumed_samples += global_batch_size as u64;
         self.progress.consumed_tokens += (global_batch_size * self.config.model.seq_length) as u64;
@@ -403,7 +424,8 @@ impl Trainer {
             results,
         });
         self.read_ahead();
-        let may_wait = kernels::tensor::device::computes_ahead(&self.stage.device) && !self.loss_scaler.adapts();
+        let may_wait = kernels::tensor::device::computes_ahead(&self.stage.device)
+            && !self.loss_scaler.adapts();
         if at_once || !may_wait {
             known.extend(self.settle()?);
         }
@@ -414,13 +436,22 @@ impl Trainer {
     /// made or queued.
     fn statistics(&self, iteration: u64) -> Result<(Option<f64>, Option<u64>)> {
         let (logging, params) = (&self.config.logging, &self.stage.params);
-        let intervals = [logging.log_interval, logging.tensorboard.as_ref().map_or(0, |board| board.log_interval)];
+        let intervals = [
+            logging.log_interval,
+            logging.tensorboard.as_ref().map_or(0, |board| board.log_interval),
+        ];
         let mut intervals = intervals.into_iter().filter(|interval| *interval > 0);
-        if !intervals.any(|n| iteration.is_multiple_of(n)) && iteration != self.config.training.train_iters {
+        if !intervals.any(|n| iteration.is_multiple_of(n))
+            && iteration != self.config.training.train_iters
+        {
             return Ok((None, None));
         }
-        let squares = logging.log_params_norm.then(|| self.optimizer.squared_params(params)).transpose()?;
-        let zeros = logging.log_num_zeros_in_grad.then(|| self.optimizer.zeros_in_grad(params)).transpose()?;
+        let squares =
+            logging.log_params_norm.then(|| self.optimizer.squared_params(params)).transpose()?;
+        let zeros = logging
+            .log_num_zeros_in_grad
+            .then(|| self.optimizer.zeros_in_grad(params))
+            .transpose()?;
         Ok((squares, zeros))
     }
 
@@ -435,7 +466,11 @@ impl Trainer {
         let is_answered = !result.applied && self.loss_scaler.may_fall();
         self.loss_scaler.update(!result.applied).map_err(|error| at_step(step.iteration, error))?;
         // All ranks or none have the others.
-        let shares = [Some(self.loss_share(loss)), step.squared_params, step.zeros_in_grad.map(|zeros| zeros as f64)];
+        let shares = [
+            Some(self.loss_share(loss)),
+            step.squared_params,
+            step.zeros_in_grad.map(|zeros| zeros as f64),
+        ];
         let mut sums = self.sum_over_world(shares.into_iter().flatten().collect())?.into_iter();
         let lm_loss = sums.next().unwrap_or(f64::NAN) * step.factor;
         let params_norm = step.squared_params.and_then(|_| sums.next()).map(f64::sqrt);
@@ -492,7 +527,9 @@ impl Trainer {
     /// If data cannot be read or a peer fails.
     pub fn evaluate(&self, loader: &Loader, first: u64, iters: u64) -> Result<f64> {
         let loss = self.evaluate_until(loader, first, iters, &AtomicBool::new(false))?;
-        loss.ok_or_else(|| Error::config("internal error: an evaluation that nobody asked to stop stopped"))
+        loss.ok_or_else(|| {
+            Error::config("internal error: an evaluation that nobody asked to stop stopped")
+        })
     }
 
     /// As [`Trainer::evaluate`]; none if `stop` was set meanwhile, on any rank.
@@ -508,10 +545,14 @@ impl Trainer {
             if self.is_told_to_stop(stop)? {
                 return Ok(None);
             }
-            let batches =
-                loader.microbatches(first.saturating_add(iter * self.config.training.global_batch_size as u64))?;
+            let batches = loader.microbatches(
+                first.saturating_add(iter * self.config.training.global_batch_size as u64),
+            )?;
             tokens += self.count_tokens(&batches)?;
-            loss += self.stage.run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?.sum()?;
+            loss += self
+                .stage
+                .run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?
+                .sum()?;
         }
         Ok(Some(self.sum_over_world(vec![self.loss_share(loss)])?[0] / tokens.max(1.0)))
     }
@@ -524,9 +565,15 @@ impl Trainer {
     /// What the ranks know together: see [`Met`]. Collective over the world.
     pub(super) fn meet(&self, stop: &AtomicBool) -> Result<Met> {
         let limit = self.config.training.exit_duration_in_mins;
-        let overdue = limit.is_some_and(|minutes| self.started.elapsed().as_secs_f64() > minutes * 60.0);
-        let mine = [stop.load(Ordering::SeqCst), self.is_saving(), overdue].map(|is| f64::from(u8::from(is)));
+        let overdue =
+            limit.is_some_and(|minutes| self.started.elapsed().as_secs_f64() > minutes * 60.0);
+        let mine = [stop.load(Ordering::SeqCst), self.is_saving(), overdue]
+            .map(|is| f64::from(u8::from(is)));
         let ranks = self.sum_over_world(mine.to_vec())?;
-        Ok(Met { stop: ranks[0] > 0.0, written: self.saving.is_some() && ranks[1] == 0.0, overdue: ranks[2] > 0.0 })
+        Ok(Met {
+            stop: ranks[0] > 0.0,
+            written: self.saving.is_some() && ranks[1] == 0.0,
+            overdue: ranks[2] > 0.0,
+        })
     }
 }

@@ -63,7 +63,10 @@ fn check(
             for (rank, results) in all.into_iter().enumerate() {
                 for (count, dtype, got) in results {
                     let expected = expected(rank, size, count, dtype);
-                    assert!(got == expected, "{backend}: rank {rank} of {size}, {count} elements of {dtype:?}");
+                    assert!(
+                        got == expected,
+                        "{backend}: rank {rank} of {size}, {count} elements of {dtype:?}"
+                    );
                 }
             }
         }
@@ -101,7 +104,8 @@ fn a_sum_does_not_depend_on_how_the_tensor_is_sliced() {
     let count = 60_001;
     for backend in BACKENDS {
         let all = ranks(backend, 3, |g| {
-            let (whole, pieces) = (tensor(g.rank(), count, DType::F32), tensor(g.rank(), count, DType::F32));
+            let (whole, pieces) =
+                (tensor(g.rank(), count, DType::F32), tensor(g.rank(), count, DType::F32));
             g.all_reduce(&whole, ReduceOp::Sum)?.wait()?;
             for start in (0..count).step_by(777) {
                 let piece = pieces.narrow(0, start, 777.min(count - start))?;
@@ -109,7 +113,10 @@ fn a_sum_does_not_depend_on_how_the_tensor_is_sliced() {
             }
             Ok((bytes(&whole), bytes(&pieces)))
         });
-        assert!(all.iter().all(|(whole, pieces)| whole == pieces && *whole == all[0].0), "{backend}");
+        assert!(
+            all.iter().all(|(whole, pieces)| whole == pieces && *whole == all[0].0),
+            "{backend}"
+        );
     }
 }
 
@@ -150,10 +157,13 @@ fn reduce_scatter_leaves_each_rank_its_part_of_the_sum() {
     check(
         |g, count, dtype| {
             let out = zeros(count, dtype);
-            g.reduce_scatter(&tensor(g.rank(), count * g.size(), dtype), &out, ReduceOp::Sum)?.wait()?;
+            g.reduce_scatter(&tensor(g.rank(), count * g.size(), dtype), &out, ReduceOp::Sum)?
+                .wait()?;
             Ok(out)
         },
-        |rank, size, count, dtype| part(combined(size, count * size, dtype, ReduceOp::Sum), rank, size),
+        |rank, size, count, dtype| {
+            part(combined(size, count * size, dtype, ReduceOp::Sum), rank, size)
+        },
     );
 }
 
@@ -166,7 +176,9 @@ fn reduce_scatter_works_in_place() {
             g.reduce_scatter(&input, &out, ReduceOp::Max)?.wait()?;
             Ok(out)
         },
-        |rank, size, count, dtype| part(combined(size, count * size, dtype, ReduceOp::Max), rank, size),
+        |rank, size, count, dtype| {
+            part(combined(size, count * size, dtype, ReduceOp::Max), rank, size)
+        },
     );
 }
 
@@ -235,7 +247,9 @@ fn all_to_all_transposes_the_parts() {
             Ok(out)
         },
         |rank, size, count, dtype| {
-            (0..size).flat_map(|src| part(bytes(&tensor(src, count * size, dtype)), rank, size)).collect()
+            (0..size)
+                .flat_map(|src| part(bytes(&tensor(src, count * size, dtype)), rank, size))
+                .collect()
         },
     );
 }
@@ -316,7 +330,8 @@ fn both_ranks_may_send_large_messages_before_either_receives() {
 fn operations_in_flight_complete_in_order_whoever_waits() {
     for backend in BACKENDS {
         let all = ranks(backend, 3, |g| {
-            let tensors: Vec<Tensor> = (0..20).map(|i| tensor(g.rank() + i, 5000 * i, DType::F32)).collect();
+            let tensors: Vec<Tensor> =
+                (0..20).map(|i| tensor(g.rank() + i, 5000 * i, DType::F32)).collect();
             let mut works: Vec<Work> =
                 tensors.iter().map(|t| g.all_reduce(t, ReduceOp::Sum)).collect::<Result<_, _>>()?;
             // The last first: it cannot be complete before the others.
@@ -375,7 +390,13 @@ fn split_makes_groups_by_color_in_order_of_key() {
             let t = Tensor::new(&[g.rank() as u32], &Device::Cpu)?;
             pair.broadcast(&t, 0)?.wait()?;
             let members = trio.map(|trio| trio.ranks().to_vec());
-            Ok((pair.name().to_owned(), pair.ranks().to_vec(), pair.rank(), t.to_vec1::<u32>()?[0], members))
+            Ok((
+                pair.name().to_owned(),
+                pair.ranks().to_vec(),
+                pair.rank(),
+                t.to_vec1::<u32>()?[0],
+                members,
+            ))
         });
         let trio = Some(vec![0, 1, 2]);
         assert_eq!(all[0], ("pair".into(), vec![2, 0], 1, 2, trio.clone()), "{backend}");
@@ -389,8 +410,10 @@ fn split_makes_groups_by_color_in_order_of_key() {
 fn groups_of_one_world_do_not_disturb_each_other() {
     for backend in BACKENDS {
         let all = ranks(backend, 2, |g| {
-            let (a, b) = (g.split("a", Some(0), 0)?.expect("a"), g.split("b", Some(0), 0)?.expect("b"));
-            let (x, y) = (tensor(g.rank(), 50_000, DType::F32), tensor(g.rank() + 5, 70, DType::F32));
+            let (a, b) =
+                (g.split("a", Some(0), 0)?.expect("a"), g.split("b", Some(0), 0)?.expect("b"));
+            let (x, y) =
+                (tensor(g.rank(), 50_000, DType::F32), tensor(g.rank() + 5, 70, DType::F32));
             // Issued in opposite orders: only within a group must the order agree.
             let works = match g.rank() {
                 0 => [a.all_reduce(&x, ReduceOp::Sum)?, b.all_reduce(&y, ReduceOp::Sum)?],

@@ -26,12 +26,24 @@ fn counts(dtype: DType, ranks: usize) -> [usize; 5] {
 const WHO: [fn(usize) -> bool; 3] = [|_| true, |rank| rank != 1, |_| false];
 
 /// What every rank gets of `f`, which must not depend on who may reach memory.
-fn check<R: Send + PartialEq>(size: usize, f: impl Fn(&Group) -> Result<R> + Sync, expected: impl Fn(usize) -> R) {
+fn check<R: Send + PartialEq>(
+    size: usize,
+    f: impl Fn(&Group) -> Result<R> + Sync,
+    expected: impl Fn(usize) -> R,
+) {
     for (i, may) in WHO.into_iter().enumerate() {
-        let options = |rank| CommOptions { remote_memory_access: may(rank), ..options(Duration::from_secs(30)) };
+        let options = |rank| CommOptions {
+            remote_memory_access: may(rank),
+            ..options(Duration::from_secs(30))
+        };
         for backend in ["threads", "local"] {
-            for (rank, got) in try_ranks_with(backend, size, options, |g| f(&g)).into_iter().enumerate() {
-                assert!(got.unwrap() == expected(rank), "{backend}: rank {rank} of {size}, choice {i}");
+            for (rank, got) in
+                try_ranks_with(backend, size, options, |g| f(&g)).into_iter().enumerate()
+            {
+                assert!(
+                    got.unwrap() == expected(rank),
+                    "{backend}: rank {rank} of {size}, choice {i}"
+                );
             }
         }
     }
@@ -48,7 +60,8 @@ fn all_reduce_gives_the_bits_of_a_serial_sum() {
             };
             counts(dtype, size).into_iter().map(sum).collect::<Result<Vec<_>>>()
         };
-        let expected: Vec<_> = counts(dtype, size).map(|count| combined(size, count, dtype, ReduceOp::Sum)).into();
+        let expected: Vec<_> =
+            counts(dtype, size).map(|count| combined(size, count, dtype, ReduceOp::Sum)).into();
         check(size, sums, |_| expected.clone());
     }
 }
@@ -85,7 +98,8 @@ fn the_memory_of_a_tensor_whose_sum_failed_is_not_used_again() {
             g.all_reduce(&t, ReduceOp::Sum)?.wait().expect_err("rank 1 left");
             drop((t, g));
             let others: Vec<_> = (0..8).map(|_| zeros(count, DType::F32)).collect();
-            let apart = |other: &Tensor| place(other).end <= was.start || was.end <= place(other).start;
+            let apart =
+                |other: &Tensor| place(other).end <= was.start || was.end <= place(other).start;
             assert!(others.iter().all(apart), "the memory was handed out again");
         }
         Ok(())
@@ -108,9 +122,12 @@ fn reduce_scatter_leaves_each_rank_its_part_in_place_or_elsewhere() {
             };
             counts(dtype, size).into_iter().map(part).collect::<Result<Vec<_>>>()
         };
-        let sums = counts(dtype, size).map(|whole| combined(size, count(whole), dtype, ReduceOp::Sum));
+        let sums =
+            counts(dtype, size).map(|whole| combined(size, count(whole), dtype, ReduceOp::Sum));
         check(size, parts, |rank| {
-            sums.iter().map(|sum| sum.chunks(sum.len() / size).nth(rank).unwrap().to_vec()).collect()
+            sums.iter()
+                .map(|sum| sum.chunks(sum.len() / size).nth(rank).unwrap().to_vec())
+                .collect()
         });
     }
 }
@@ -129,9 +146,13 @@ fn all_gather_is_whole_in_place_or_elsewhere() {
                 assert!(bytes(&inside) == bytes(&apart), "{count} elements");
                 Ok(bytes(&apart))
             };
-            counts(dtype, size).into_iter().map(|all| gather(all / size)).collect::<Result<Vec<_>>>()
+            counts(dtype, size)
+                .into_iter()
+                .map(|all| gather(all / size))
+                .collect::<Result<Vec<_>>>()
         };
-        let expected: Vec<_> = counts(dtype, size).map(|all| concatenated(size, all / size, dtype)).into();
+        let expected: Vec<_> =
+            counts(dtype, size).map(|all| concatenated(size, all / size, dtype)).into();
         check(size, all, |_| expected.clone());
     }
 }
@@ -156,7 +177,9 @@ fn all_to_all_transposes_the_parts_in_place_or_elsewhere() {
                 let whole = whole(peer, all);
                 whole.chunks(whole.len() / size).nth(rank).unwrap().to_vec()
             };
-            counts(dtype, size).map(|all| (0..size).flat_map(|peer| of(all, peer)).collect::<Vec<u8>>()).into()
+            counts(dtype, size)
+                .map(|all| (0..size).flat_map(|peer| of(all, peer)).collect::<Vec<u8>>())
+                .into()
         });
     }
 }

@@ -38,11 +38,21 @@ fn a_disagreement_about_anything_of_a_call_is_noticed() {
             let all = try_ranks(backend, 2, 10 * SECOND, |g| {
                 let odd = g.rank() == 1;
                 let result = match case {
-                    0 => g.all_reduce(&tensor(0, if odd { 7 } else { 8 }, DType::F32), ReduceOp::Sum)?.wait(),
-                    1 => g.all_reduce(&tensor(0, 8, if odd { DType::F16 } else { DType::BF16 }), ReduceOp::Sum)?.wait(),
-                    2 => {
-                        g.all_reduce(&tensor(0, 8, DType::F32), if odd { ReduceOp::Max } else { ReduceOp::Sum })?.wait()
-                    }
+                    0 => g
+                        .all_reduce(&tensor(0, if odd { 7 } else { 8 }, DType::F32), ReduceOp::Sum)?
+                        .wait(),
+                    1 => g
+                        .all_reduce(
+                            &tensor(0, 8, if odd { DType::F16 } else { DType::BF16 }),
+                            ReduceOp::Sum,
+                        )?
+                        .wait(),
+                    2 => g
+                        .all_reduce(
+                            &tensor(0, 8, DType::F32),
+                            if odd { ReduceOp::Max } else { ReduceOp::Sum },
+                        )?
+                        .wait(),
                     _ => g.broadcast(&tensor(0, 8, DType::F32), usize::from(odd))?.wait(),
                 };
                 if result.is_ok() {
@@ -51,7 +61,10 @@ fn a_disagreement_about_anything_of_a_call_is_noticed() {
                 }
                 result
             });
-            assert!(all.iter().any(|r| matches!(r, Err(Error::Comm(_)))), "{backend} case {case}: {all:?}");
+            assert!(
+                all.iter().any(|r| matches!(r, Err(Error::Comm(_)))),
+                "{backend} case {case}: {all:?}"
+            );
         }
     }
 }
@@ -67,7 +80,9 @@ fn ranks_that_name_different_roots_are_told_both_at_once() {
                 let t = tensor(0, 8, DType::F32);
                 let result = match name {
                     "reduce" => g.reduce(&t, root, ReduceOp::Sum)?.wait(),
-                    "gather" => g.gather(&t, (g.rank() == root).then_some(&zeros(24, DType::F32)), root)?.wait(),
+                    "gather" => g
+                        .gather(&t, (g.rank() == root).then_some(&zeros(24, DType::F32)), root)?
+                        .wait(),
                     _ => g.broadcast(&t, root)?.wait(),
                 };
                 // Roots of a broadcast by messages only send; they meet the disagreement in their next operation.
@@ -127,8 +142,13 @@ fn a_rank_that_leaves_is_named_to_those_who_need_it() {
             if g.rank() == 2 { Ok(()) } else { dp.barrier() }
         });
         for result in &all[..2] {
-            let Err(Error::PeerLost { rank: 2, how, operation }) = result else { panic!("{backend}: {result:?}") };
-            assert_eq!((how.as_str(), operation.as_str()), ("left the run", "barrier #0 on group dp (ranks 0,1,2)"));
+            let Err(Error::PeerLost { rank: 2, how, operation }) = result else {
+                panic!("{backend}: {result:?}")
+            };
+            assert_eq!(
+                (how.as_str(), operation.as_str()),
+                ("left the run", "barrier #0 on group dp (ranks 0,1,2)")
+            );
         }
         assert!(start.elapsed() < 10 * SECOND, "{backend}");
     }
@@ -190,7 +210,9 @@ fn an_abort_reaches_every_rank_in_every_group() {
             }
         });
         for result in all {
-            let Err(Error::PeerLost { rank: 0, how, .. }) = &result else { panic!("{backend}: {result:?}") };
+            let Err(Error::PeerLost { rank: 0, how, .. }) = &result else {
+                panic!("{backend}: {result:?}")
+            };
             assert_eq!(how, "failed: disk full", "{backend}");
         }
         assert!(start.elapsed() < 10 * SECOND, "{backend}");
@@ -209,7 +231,10 @@ fn a_rank_that_panics_does_not_hang_the_others() {
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
     assert!(second.join().is_err());
     let error = first.join().unwrap().unwrap_err();
-    assert!(matches!(&error, Error::PeerLost { rank: 1, how, .. } if how.contains("panicked")), "{error}");
+    assert!(
+        matches!(&error, Error::PeerLost { rank: 1, how, .. } if how.contains("panicked")),
+        "{error}"
+    );
 }
 
 #[test]
@@ -225,7 +250,9 @@ fn a_timeout_names_the_operation_and_every_missing_rank() {
             late.wait();
             result
         });
-        let Err(Error::Timeout { operation, missing, seconds }) = &all[0] else { panic!("{backend}: {all:?}") };
+        let Err(Error::Timeout { operation, missing, seconds }) = &all[0] else {
+            panic!("{backend}: {all:?}")
+        };
         assert_eq!(operation, "all_reduce #0 of f32×10 on group dp (ranks 0,1,2,3)", "{backend}");
         assert_eq!(*missing, [1, 3], "{backend}");
         assert!((0.4..5.0).contains(seconds), "{backend}: {seconds}");
@@ -273,7 +300,9 @@ fn unusable_arguments_are_refused_before_anything_is_sent() {
         g.all_reduce(&Tensor::zeros(1, DType::I16, &Device::Cpu).unwrap(), ReduceOp::Sum),
     ];
     for refusal in refusals {
-        let Err(Error::Comm(message)) = refusal.and_then(|work| work.wait()) else { panic!("accepted") };
+        let Err(Error::Comm(message)) = refusal.and_then(|work| work.wait()) else {
+            panic!("accepted")
+        };
         assert!(message.contains("group world"), "{message}");
     }
 }

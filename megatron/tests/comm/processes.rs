@@ -18,7 +18,12 @@ const COUNTS: [usize; 3] = [1000, 300_000, 1_000_001];
 /// Starts rank `rank` of `size` to run `task` (see [`a_rank_of_another_test`]).
 fn spawn(task: &str, backend: &str, rank: usize, size: usize, dir: &Path) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "processes::a_rank_of_another_test", "--nocapture", "--include-ignored"]);
+    command.args([
+        "--exact",
+        "processes::a_rank_of_another_test",
+        "--nocapture",
+        "--include-ignored",
+    ]);
     command.env("COMM_TEST_RANK", format!("{task} {backend} {rank} {size} {}", dir.display()));
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
@@ -67,7 +72,13 @@ fn a_rank_of_another_test() {
     let [task, backend, rank, size, dir] = words[..] else { panic!("{words:?}") };
     let (rank, size) = (rank.parse().unwrap(), size.parse().unwrap());
     let backend = if backend == "local" { Backend::Local } else { Backend::Tcp };
-    let world = init(&info(rank, size), &Rendezvous::File { dir: dir.into() }, backend, options(20 * SECOND)).unwrap();
+    let world = init(
+        &info(rank, size),
+        &Rendezvous::File { dir: dir.into() },
+        backend,
+        options(20 * SECOND),
+    )
+    .unwrap();
     println!("READY");
     match run_task(task, &world.group) {
         Ok(()) => {}
@@ -92,7 +103,8 @@ fn processes_get_the_bits_that_threads_get() {
     });
     for backend in ["local", "tcp"] {
         let dir = tempfile::tempdir().unwrap();
-        let children: Vec<Child> = (0..3).map(|rank| spawn("sums", backend, rank, 3, dir.path())).collect();
+        let children: Vec<Child> =
+            (0..3).map(|rank| spawn("sums", backend, rank, 3, dir.path())).collect();
         for child in children {
             assert_eq!(lines(&finish(child), "RESULT"), expected[0], "{backend}");
         }
@@ -102,7 +114,8 @@ fn processes_get_the_bits_that_threads_get() {
 /// Names in the places where shared memory could stay behind.
 fn leftovers() -> Vec<String> {
     let shared = std::fs::read_dir("/dev/shm").into_iter().flatten();
-    let names = shared.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
+    let names =
+        shared.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
     names.filter(|name| name.contains("megatron")).collect()
 }
 
@@ -111,13 +124,17 @@ fn a_rank_that_is_killed_is_named_to_the_others_and_leaves_nothing_behind() {
     // Sums over windows, out of each other's memory, and over messages.
     for (backend, count) in [("local", "100000"), ("local", "2000000"), ("tcp", "100000")] {
         let dir = tempfile::tempdir().unwrap();
-        let mut children: Vec<Child> = (0..3).map(|rank| spawn(count, backend, rank, 3, dir.path())).collect();
+        let mut children: Vec<Child> =
+            (0..3).map(|rank| spawn(count, backend, rank, 3, dir.path())).collect();
         // Rank 0's output begins once all have met.
         let mut output = std::io::BufReader::new(children[1].stdout.take().unwrap());
         let mut line = String::new();
         while !line.contains("READY") {
             line.clear();
-            assert!(std::io::BufRead::read_line(&mut output, &mut line).unwrap() > 0, "{backend}: rank 1 ended");
+            assert!(
+                std::io::BufRead::read_line(&mut output, &mut line).unwrap() > 0,
+                "{backend}: rank 1 ended"
+            );
         }
         std::thread::sleep(SECOND / 5);
         let start = Instant::now();

@@ -61,7 +61,12 @@ fn a_store_over_tcp_keeps_values_and_counts() {
 
 /// A store for two ranks of this machine.
 fn serve(secret: Secret) -> StoreServer {
-    StoreServer::bind("127.0.0.1", 0, Clients { ranks: 2, one_host: true, secret, ..Clients::default() }).unwrap()
+    StoreServer::bind(
+        "127.0.0.1",
+        0,
+        Clients { ranks: 2, one_host: true, secret, ..Clients::default() },
+    )
+    .unwrap()
 }
 
 /// A client that has no secret.
@@ -96,7 +101,9 @@ fn a_port_in_use_is_reported_at_once_with_advice() {
     let port = holder.local_addr().unwrap().port();
     let start = Instant::now();
     let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: true };
-    let Err(Error::Config(message)) = init(&info(0, 2), &rendezvous, Backend::Auto, options(SECOND)).map(drop) else {
+    let Err(Error::Config(message)) =
+        init(&info(0, 2), &rendezvous, Backend::Auto, options(SECOND)).map(drop)
+    else {
         panic!()
     };
     assert!(message.contains(&format!("port {port} of 127.0.0.1 is in use")), "{message}");
@@ -108,9 +115,12 @@ fn a_port_in_use_is_reported_at_once_with_advice() {
 fn another_program_on_the_port_is_recognized() {
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = other.local_addr().unwrap().port();
-    let answer = std::thread::spawn(move || other.accept().unwrap().0.write_all(b"SSH-2.0-OpenSSH_9.6\r\n"));
+    let answer =
+        std::thread::spawn(move || other.accept().unwrap().0.write_all(b"SSH-2.0-OpenSSH_9.6\r\n"));
     let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
-    let Err(Error::Config(message)) = init(&info(1, 2), &rendezvous, Backend::Auto, options(SECOND)).map(drop) else {
+    let Err(Error::Config(message)) =
+        init(&info(1, 2), &rendezvous, Backend::Auto, options(SECOND)).map(drop)
+    else {
         panic!()
     };
     assert!(message.contains("another program"), "{message}");
@@ -119,21 +129,34 @@ fn another_program_on_the_port_is_recognized() {
 
 #[test]
 fn a_store_that_never_comes_up_is_named() {
-    let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port: free_port(), is_host: false };
+    let rendezvous =
+        Rendezvous::Tcp { host: "127.0.0.1".into(), port: free_port(), is_host: false };
     // Not a mistake in what was typed, as far as this rank knows.
-    let Err(Error::Comm(message)) = init(&info(1, 2), &rendezvous, Backend::Auto, impatient()).map(drop) else {
+    let Err(Error::Comm(message)) =
+        init(&info(1, 2), &rendezvous, Backend::Auto, impatient()).map(drop)
+    else {
         panic!()
     };
-    assert!(message.contains("cannot reach 127.0.0.1:") && message.contains("MASTER_ADDR"), "{message}");
+    assert!(
+        message.contains("cannot reach 127.0.0.1:") && message.contains("MASTER_ADDR"),
+        "{message}"
+    );
 }
 
 /// What ranks `present` of a world of `size` are told.
-fn meet(present: &[usize], size: usize, rendezvous: impl Fn(usize) -> Rendezvous + Sync) -> Vec<Result<Vec<usize>>> {
+fn meet(
+    present: &[usize],
+    size: usize,
+    rendezvous: impl Fn(usize) -> Rendezvous + Sync,
+) -> Vec<Result<Vec<usize>>> {
     std::thread::scope(|scope| {
         let join = |rank: usize| {
             let rendezvous = rendezvous(rank);
             scope.spawn(move || {
-                Ok(init(&info(rank, size), &rendezvous, Backend::Auto, impatient())?.group.ranks().to_vec())
+                Ok(init(&info(rank, size), &rendezvous, Backend::Auto, impatient())?
+                    .group
+                    .ranks()
+                    .to_vec())
             })
         };
         let ranks: Vec<_> = present.iter().map(|rank| join(*rank)).collect();
@@ -148,7 +171,9 @@ fn ranks_that_do_not_appear_are_named_to_all() {
     let tcp = |rank| Rendezvous::Tcp { host: "localhost".into(), port, is_host: rank == 0 };
     for told in [meet(&[0, 2], 4, file), meet(&[0, 2], 4, tcp)] {
         for result in told {
-            let Err(Error::Timeout { operation, missing, .. }) = &result else { panic!("{result:?}") };
+            let Err(Error::Timeout { operation, missing, .. }) = &result else {
+                panic!("{result:?}")
+            };
             assert_eq!((operation.as_str(), missing.as_slice()), ("rendezvous", &[1, 3][..]));
         }
     }
@@ -157,7 +182,11 @@ fn ranks_that_do_not_appear_are_named_to_all() {
 #[test]
 fn rank_0_may_serve_the_store_itself() {
     let port = free_port();
-    for result in meet(&[0, 1, 2], 3, |rank| Rendezvous::Tcp { host: "localhost".into(), port, is_host: rank == 0 }) {
+    for result in meet(&[0, 1, 2], 3, |rank| Rendezvous::Tcp {
+        host: "localhost".into(),
+        port,
+        is_host: rank == 0,
+    }) {
         assert_eq!(result.unwrap(), [0, 1, 2]);
     }
 }
@@ -173,12 +202,18 @@ fn own_ip() -> Option<IpAddr> {
 fn rank_0_may_be_told_localhost_where_others_are_told_its_address() {
     let Some(ip) = own_ip() else { return eprintln!("skipped: no network") };
     // As Kubeflow's PyTorchJob has it. Ranks 0 and 1 share a machine, which neither can name; rank 2 is on another, where loopback leads nowhere.
-    let (port, places) = (free_port(), [("localhost", "a.invalid"), ("127.0.0.1", "a.invalid"), ("", "b.invalid")]);
+    let (port, places) =
+        (free_port(), [("localhost", "a.invalid"), ("127.0.0.1", "a.invalid"), ("", "b.invalid")]);
     let join = |rank: usize| {
         let (master, host) = places[rank];
         let master = if master.is_empty() { ip.to_string() } else { master.into() };
-        let info =
-            RankInfo { host: host.into(), local_rank: None, local_world_size: None, in_pod: true, ..info(rank, 3) };
+        let info = RankInfo {
+            host: host.into(),
+            local_rank: None,
+            local_world_size: None,
+            in_pod: true,
+            ..info(rank, 3)
+        };
         let rendezvous = Rendezvous::Tcp { host: master, port, is_host: rank == 0 };
         let world = init(&info, &rendezvous, Backend::Auto, options(10 * SECOND))?;
         Ok((world.group.ranks().to_vec(), world.local_rank, world.local_world_size))
@@ -211,14 +246,18 @@ fn a_folder_may_hold_the_files_of_earlier_runs() {
 fn ranks_that_disagree_about_the_size_of_the_world_are_told_both() {
     let dir = tempfile::tempdir().unwrap();
     let rendezvous = Rendezvous::File { dir: dir.path().into() };
-    let join = |rank, size| init(&info(rank, size), &rendezvous, Backend::Auto, options(SECOND)).map(drop);
+    let join =
+        |rank, size| init(&info(rank, size), &rendezvous, Backend::Auto, options(SECOND)).map(drop);
     let told = std::thread::scope(|scope| {
         let ranks = [scope.spawn(|| join(0, 2)), scope.spawn(|| join(1, 3))];
         ranks.map(|rank| rank.join().unwrap())
     });
     for result in told {
         let message = result.unwrap_err().to_string();
-        assert!(message.contains("WORLD_SIZE=2") && message.contains("rank 1 with WORLD_SIZE=3"), "{message}");
+        assert!(
+            message.contains("WORLD_SIZE=2") && message.contains("rank 1 with WORLD_SIZE=3"),
+            "{message}"
+        );
     }
 }
 
@@ -226,9 +265,11 @@ fn ranks_that_disagree_about_the_size_of_the_world_are_told_both() {
 fn ranks_with_different_backends_are_told_both_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let rendezvous = Rendezvous::File { dir: dir.path().into() };
-    let join = |rank, backend| init(&info(rank, 2), &rendezvous, backend, options(30 * SECOND)).map(drop);
+    let join =
+        |rank, backend| init(&info(rank, 2), &rendezvous, backend, options(30 * SECOND)).map(drop);
     let told = std::thread::scope(|scope| {
-        let ranks = [scope.spawn(|| join(0, Backend::Tcp)), scope.spawn(|| join(1, Backend::Local))];
+        let ranks =
+            [scope.spawn(|| join(0, Backend::Tcp)), scope.spawn(|| join(1, Backend::Local))];
         ranks.map(|rank| rank.join().unwrap())
     });
     for result in told {
@@ -242,7 +283,10 @@ fn a_program_that_is_silent_where_the_store_should_be_is_told_as_that() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let rendezvous = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
-    let message = init(&info(1, 2), &rendezvous, Backend::Auto, options(SECOND)).map(drop).unwrap_err().to_string();
+    let message = init(&info(1, 2), &rendezvous, Backend::Auto, options(SECOND))
+        .map(drop)
+        .unwrap_err()
+        .to_string();
     assert!(message.contains("accepts connections, but says nothing for 5 s"), "{message}");
     assert!(message.contains("choose a MASTER_PORT that no other program uses"), "{message}");
 }
@@ -251,8 +295,7 @@ fn a_program_that_is_silent_where_the_store_should_be_is_told_as_that() {
 fn two_processes_with_one_rank_are_noticed() {
     let dir = tempfile::tempdir().unwrap();
     let told = meet(&[1, 1], 2, |_| Rendezvous::File { dir: dir.path().into() });
-    let joined_twice =
-        |r: &Result<_>| matches!(r, Err(Error::Config(m)) if m.contains("RANK=1") || m.contains("as rank 1"));
+    let joined_twice = |r: &Result<_>| matches!(r, Err(Error::Config(m)) if m.contains("RANK=1") || m.contains("as rank 1"));
     assert!(told.iter().any(joined_twice), "{told:?}");
 }
 
@@ -302,7 +345,9 @@ fn ranks_with_one_secret_meet_wherever_it_is() {
     let rendezvous: [&(dyn Fn(usize) -> Rendezvous + Sync); 2] = [&file, &tcp];
     for place in rendezvous {
         std::thread::scope(|scope| {
-            let ranks = [0, 1].map(|rank| scope.spawn(move || join_with(secret("a"), rank, place(rank), 10 * SECOND)));
+            let ranks = [0, 1].map(|rank| {
+                scope.spawn(move || join_with(secret("a"), rank, place(rank), 10 * SECOND))
+            });
             ranks.into_iter().for_each(|rank| rank.join().unwrap().unwrap());
         });
     }
@@ -330,7 +375,10 @@ fn a_rank_of_another_secret_is_told_and_takes_no_place_of_those_that_have_one() 
                 // Told at once, and not when its patience ends.
                 let refused = join(&stranger, 1).join().unwrap();
                 let Err(Error::Config(message)) = refused else { panic!("{refused:?}") };
-                assert!(message.contains(told) && message.contains("give all ranks the same"), "{message}");
+                assert!(
+                    message.contains(told) && message.contains("give all ranks the same"),
+                    "{message}"
+                );
                 // The run waits for its own rank 1.
                 join(&run, 1).join().unwrap().unwrap();
                 first.join().unwrap().unwrap();
@@ -338,12 +386,19 @@ fn a_rank_of_another_secret_is_told_and_takes_no_place_of_those_that_have_one() 
         }
         let reversed = match told {
             told if told.contains("another") => told.to_string(),
-            told if told.contains(" no ") => "it has a MEGATRON_RUN_SECRET, and this process has none".into(),
+            told if told.contains(" no ") => {
+                "it has a MEGATRON_RUN_SECRET, and this process has none".into()
+            }
             _ => "it has no MEGATRON_RUN_SECRET, and this process has one".into(),
         };
         let heard = HEARD.lock().unwrap();
-        let of = |how: &str| heard.iter().filter(|line| line.contains(how) && line.contains(&reversed)).count();
-        assert!(of("to join was refused") >= 1 && of("to join as rank 1 was refused") >= 1, "{heard:?}");
+        let of = |how: &str| {
+            heard.iter().filter(|line| line.contains(how) && line.contains(&reversed)).count()
+        };
+        assert!(
+            of("to join was refused") >= 1 && of("to join as rank 1 was refused") >= 1,
+            "{heard:?}"
+        );
     }
 }
 
@@ -352,7 +407,8 @@ fn idle_connections_in_any_number_keep_no_rank_from_the_store() {
     let server = serve(secret("a"));
     let port = server.address().port();
     // More than there is room for; some have begun to introduce themselves.
-    let mut idle: Vec<TcpStream> = (0..300).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
+    let mut idle: Vec<TcpStream> =
+        (0..300).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
     idle.iter_mut().step_by(2).for_each(|stream| drop(stream.write_all(b"MGTS")));
     let tcp = Rendezvous::Tcp { host: "127.0.0.1".into(), port, is_host: false };
     std::thread::scope(|scope| {
@@ -372,7 +428,8 @@ fn idle_connections_in_any_number_keep_no_rank_from_the_store() {
         stream.set_read_timeout(Some(10 * SECOND)).unwrap();
         let closed = stream.read(&mut [0; 8]);
         assert!(
-            matches!(closed, Ok(0)) || closed.as_ref().is_err_and(|e| e.kind() != std::io::ErrorKind::WouldBlock),
+            matches!(closed, Ok(0))
+                || closed.as_ref().is_err_and(|e| e.kind() != std::io::ErrorKind::WouldBlock),
             "{closed:?}"
         );
     }
@@ -391,8 +448,13 @@ fn strangers_that_connect_all_the_time_keep_no_rank_from_the_store() {
                     held.drain(..held.len().saturating_sub(200));
                 }
             });
-            let tcp = || Rendezvous::Tcp { host: "127.0.0.1".into(), port: address.port(), is_host: false };
-            let ranks = [0, 1].map(|rank| scope.spawn(move || join_with(secret("a"), rank, tcp(), 20 * SECOND)));
+            let tcp = || Rendezvous::Tcp {
+                host: "127.0.0.1".into(),
+                port: address.port(),
+                is_host: false,
+            };
+            let ranks = [0, 1]
+                .map(|rank| scope.spawn(move || join_with(secret("a"), rank, tcp(), 20 * SECOND)));
             let results = ranks.map(|rank| rank.join().unwrap());
             done.store(true, std::sync::atomic::Ordering::Relaxed);
             assert!(results.iter().all(Result::is_ok), "{results:?}");
@@ -422,5 +484,8 @@ fn a_folder_that_others_can_write_into_is_no_place_to_meet() {
     }
     std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o777)).unwrap();
     let Err(Error::Config(message)) = FileStore::open(&dir).map(drop) else { panic!() };
-    assert!(message.contains("can be written into by every user") && message.contains("another folder"), "{message}");
+    assert!(
+        message.contains("can be written into by every user") && message.contains("another folder"),
+        "{message}"
+    );
 }

@@ -19,7 +19,13 @@ pub fn options(timeout: Duration) -> CommOptions {
 /// Rank `rank` of `size`, all on this host.
 pub fn info(rank: usize, size: usize) -> RankInfo {
     let here = RankInfo { host: "this-host".into(), ..RankInfo::alone() };
-    RankInfo { rank, world_size: size, local_rank: Some(rank), local_world_size: Some(size), ..here }
+    RankInfo {
+        rank,
+        world_size: size,
+        local_rank: Some(rank),
+        local_world_size: Some(size),
+        ..here
+    }
 }
 
 /// Runs `f` on one thread per rank and returns what each rank got. `local` ranks meet in a folder, `tcp` ones at a server.
@@ -40,8 +46,12 @@ pub fn try_ranks_with<R: Send>(
     f: impl Fn(Group) -> Result<R> + Sync,
 ) -> Vec<Result<R>> {
     let dir = tempfile::tempdir().expect("a folder");
-    let server = StoreServer::bind("127.0.0.1", 0, Clients { ranks: size, one_host: true, ..Clients::default() })
-        .expect("a server");
+    let server = StoreServer::bind(
+        "127.0.0.1",
+        0,
+        Clients { ranks: size, one_host: true, ..Clients::default() },
+    )
+    .expect("a server");
     let (f, options, dir) = (&f, &options, dir.path().to_path_buf());
     let join = |rank: usize| -> Result<Group> {
         let (rendezvous, backend) = match backend {
@@ -53,7 +63,8 @@ pub fn try_ranks_with<R: Send>(
         };
         Ok(init(&info(rank, size), &rendezvous, backend, options(rank))?.group)
     };
-    let mut threads = (backend == "threads").then(|| threads::world_with(size, options(0)).into_iter());
+    let mut threads =
+        (backend == "threads").then(|| threads::world_with(size, options(0)).into_iter());
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..size)
             .map(|rank| {
@@ -67,11 +78,15 @@ pub fn try_ranks_with<R: Send>(
 
 /// As [`try_ranks`], where every rank must succeed.
 pub fn ranks<R: Send>(backend: &str, size: usize, f: impl Fn(Group) -> Result<R> + Sync) -> Vec<R> {
-    try_ranks(backend, size, Duration::from_secs(30), f).into_iter().map(|rank| rank.expect("a rank failed")).collect()
+    try_ranks(backend, size, Duration::from_secs(30), f)
+        .into_iter()
+        .map(|rank| rank.expect("a rank failed"))
+        .collect()
 }
 
 /// Every dtype that can be sent.
-pub const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+pub const DTYPES: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
 /// Rank `rank`'s tensor of `count` elements: small numbers of varying size and, where the dtype allows, sign.
 pub fn tensor(rank: usize, count: usize, dtype: DType) -> Tensor {
@@ -81,7 +96,9 @@ pub fn tensor(rank: usize, count: usize, dtype: DType) -> Tensor {
         if integer { x } else { (x - 30.0) * 10f64.powi((i + rank) as i32 % 5 - 2) }
     };
     let values: Vec<f64> = (0..count).map(value).collect();
-    Tensor::from_vec(values, count, &Device::Cpu).and_then(|t| t.to_dtype(dtype)).expect("a CPU tensor")
+    Tensor::from_vec(values, count, &Device::Cpu)
+        .and_then(|t| t.to_dtype(dtype))
+        .expect("a CPU tensor")
 }
 
 /// The bytes of a tensor.

@@ -26,15 +26,24 @@ fn check(
     for dtype in [DType::F32, DType::BF16, DType::U8] {
         for size in [1, 2, 3, 5] {
             let expected: Vec<Vec<Vec<u8>>> = (0..size)
-                .map(|rank| borders(dtype).into_iter().map(|count| expected(rank, size, count, dtype)).collect())
+                .map(|rank| {
+                    borders(dtype)
+                        .into_iter()
+                        .map(|count| expected(rank, size, count, dtype))
+                        .collect()
+                })
                 .collect();
             for backend in BACKENDS {
                 // Else tensors so large are read where they are.
-                let options = |_| CommOptions { remote_memory_access: false, ..options(Duration::from_secs(30)) };
+                let options = |_| CommOptions {
+                    remote_memory_access: false,
+                    ..options(Duration::from_secs(30))
+                };
                 let all = try_ranks_with(backend, size, options, |g| {
                     borders(dtype).into_iter().map(|count| f(&g, count, dtype)).collect()
                 });
-                let all: Vec<Vec<Vec<u8>>> = all.into_iter().map(|rank| rank.expect("a rank failed")).collect();
+                let all: Vec<Vec<Vec<u8>>> =
+                    all.into_iter().map(|rank| rank.expect("a rank failed")).collect();
                 assert!(all == expected, "{backend}: {size} ranks, {dtype:?}");
             }
         }
@@ -103,13 +112,17 @@ fn messages_in_flight_keep_their_bytes_apart() {
         ranks(backend, 2, |g| {
             for round in 0..3 {
                 for (i, count) in counts.into_iter().enumerate() {
-                    g.send(&tensor(10 * g.rank() + i + round, count, DType::F32), 1 - g.rank(), 0)?.wait()?;
+                    g.send(&tensor(10 * g.rank() + i + round, count, DType::F32), 1 - g.rank(), 0)?
+                        .wait()?;
                 }
                 for (i, count) in counts.into_iter().enumerate() {
                     let t = zeros(count, DType::F32);
                     g.recv(&t, 1 - g.rank(), 0)?.wait()?;
                     let expected = tensor(10 * (1 - g.rank()) + i + round, count, DType::F32);
-                    assert!(bytes(&t) == bytes(&expected), "{backend}: message {i} of round {round}");
+                    assert!(
+                        bytes(&t) == bytes(&expected),
+                        "{backend}: message {i} of round {round}"
+                    );
                 }
             }
             Ok(())
@@ -157,16 +170,21 @@ fn many_groups_work_at_once() {
         ranks(backend, 4, |g| {
             // Halves in every combination, each with its own thread.
             let half = |i: usize| g.split(&format!("half{i}"), Some((g.rank() >> (i % 2)) & 1), 0);
-            let groups: Vec<Group> = (0..6).map(|i| Ok(half(i)?.expect("a group"))).collect::<Result<_>>()?;
+            let groups: Vec<Group> =
+                (0..6).map(|i| Ok(half(i)?.expect("a group"))).collect::<Result<_>>()?;
             std::thread::scope(|scope| {
                 let run = |group: &Group| {
                     (0..20).try_for_each(|i| {
                         let count = 1 + i * 7001;
-                        assert!(sum(group, count)? == combined(2, count, DType::F32, ReduceOp::Sum), "{backend}");
+                        assert!(
+                            sum(group, count)? == combined(2, count, DType::F32, ReduceOp::Sum),
+                            "{backend}"
+                        );
                         Ok::<_, Error>(())
                     })
                 };
-                let threads: Vec<_> = groups.iter().map(|group| scope.spawn(move || run(group))).collect();
+                let threads: Vec<_> =
+                    groups.iter().map(|group| scope.spawn(move || run(group))).collect();
                 threads.into_iter().try_for_each(|thread| thread.join().unwrap())
             })
         });
@@ -194,10 +212,14 @@ fn windows_of_dropped_groups_serve_new_ones() {
         let expected = combined(3, 70_000, DType::F32, ReduceOp::Sum);
         ranks(backend, 3, |g| {
             for i in 0..150 {
-                let group = g.split(&format!("group{i}"), Some(0), g.rank() * i % 3)?.expect("a group");
+                let group =
+                    g.split(&format!("group{i}"), Some(0), g.rank() * i % 3)?.expect("a group");
                 let t = tensor(group.ranks()[group.rank()], 70_000, DType::F32);
                 group.broadcast(&t, 1)?.wait()?;
-                assert!(bytes(&t) == bytes(&tensor(group.ranks()[1], 70_000, DType::F32)), "{backend}");
+                assert!(
+                    bytes(&t) == bytes(&tensor(group.ranks()[1], 70_000, DType::F32)),
+                    "{backend}"
+                );
                 if g.rank() == i % 3 {
                     // Late to read and to leave.
                     std::thread::sleep(std::time::Duration::from_micros(300));

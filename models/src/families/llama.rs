@@ -8,7 +8,11 @@ pub(super) static MAP: WeightMap = WeightMap {
     prefix: "model.",
     rules: &[
         rule("embedding.word_embeddings.weight", &["embed_tokens.weight"], Copy),
-        rule("decoder.layers.{}.input_layernorm.weight", &["layers.{}.input_layernorm.weight"], Copy),
+        rule(
+            "decoder.layers.{}.input_layernorm.weight",
+            &["layers.{}.input_layernorm.weight"],
+            Copy,
+        ),
         rule(
             "decoder.layers.{}.self_attention.linear_qkv.weight",
             &[
@@ -20,12 +24,28 @@ pub(super) static MAP: WeightMap = WeightMap {
         ),
         rule(
             "decoder.layers.{}.self_attention.linear_qkv.bias",
-            &["layers.{}.self_attn.q_proj.bias", "layers.{}.self_attn.k_proj.bias", "layers.{}.self_attn.v_proj.bias"],
+            &[
+                "layers.{}.self_attn.q_proj.bias",
+                "layers.{}.self_attn.k_proj.bias",
+                "layers.{}.self_attn.v_proj.bias",
+            ],
             QkvFromParts,
         ),
-        rule("decoder.layers.{}.self_attention.linear_proj.weight", &["layers.{}.self_attn.o_proj.weight"], Copy),
-        rule("decoder.layers.{}.self_attention.linear_proj.bias", &["layers.{}.self_attn.o_proj.bias"], Copy),
-        rule("decoder.layers.{}.pre_mlp_layernorm.weight", &["layers.{}.post_attention_layernorm.weight"], Copy),
+        rule(
+            "decoder.layers.{}.self_attention.linear_proj.weight",
+            &["layers.{}.self_attn.o_proj.weight"],
+            Copy,
+        ),
+        rule(
+            "decoder.layers.{}.self_attention.linear_proj.bias",
+            &["layers.{}.self_attn.o_proj.bias"],
+            Copy,
+        ),
+        rule(
+            "decoder.layers.{}.pre_mlp_layernorm.weight",
+            &["layers.{}.post_attention_layernorm.weight"],
+            Copy,
+        ),
         rule(
             "decoder.layers.{}.mlp.linear_fc1.weight",
             &["layers.{}.mlp.gate_proj.weight", "layers.{}.mlp.up_proj.weight"],

@@ -128,12 +128,21 @@ impl Family {
             None => ("", spec.name.clone()),
         };
         if spec.name == OUTPUT_LAYER {
-            return Ok(Planned { spec: spec.clone(), theirs: vec![LM_HEAD.into()], transform: Transform::Copy });
+            return Ok(Planned {
+                spec: spec.clone(),
+                theirs: vec![LM_HEAD.into()],
+                transform: Transform::Copy,
+            });
         }
         let rule = map.rules.iter().find(|rule| rule.ours == pattern);
-        let rule = rule.ok_or_else(|| format!("{self} models have nothing for the parameter {}", spec.name))?;
+        let rule = rule
+            .ok_or_else(|| format!("{self} models have nothing for the parameter {}", spec.name))?;
         let prefix = if prefixed { map.prefix } else { "" };
-        let theirs = rule.theirs.iter().map(|name| format!("{prefix}{}", name.replacen("{}", layer, 1))).collect();
+        let theirs = rule
+            .theirs
+            .iter()
+            .map(|name| format!("{prefix}{}", name.replacen("{}", layer, 1)))
+            .collect();
         Ok(Planned { spec: spec.clone(), theirs, transform: rule.transform })
     }
 
@@ -141,7 +150,12 @@ impl Family {
     ///
     /// # Errors
     /// A sentence naming what is missing, left over, or of another shape.
-    pub fn plan_file(self, specs: &[ParamSpec], qkv: &QkvShape, tensors: &Tensors) -> Result<Plan, String> {
+    pub fn plan_file(
+        self,
+        specs: &[ParamSpec],
+        qkv: &QkvShape,
+        tensors: &Tensors,
+    ) -> Result<Plan, String> {
         let prefix = self.map().prefix;
         let prefixed = tensors.keys().any(|name| name.starts_with(prefix));
         let parameters: Vec<Planned> =
@@ -154,25 +168,34 @@ impl Family {
             for (name, shape) in parameter.theirs.iter().zip(shapes) {
                 used.insert(name.as_str());
                 match tensors.get(name) {
-                    None => problems.push(format!("{name} is missing (for {})", parameter.spec.name)),
-                    Some((_, theirs)) if *theirs != shape => {
-                        problems.push(format!("{name} has shape {theirs:?}, config.json makes it {shape:?}"));
+                    None => {
+                        problems.push(format!("{name} is missing (for {})", parameter.spec.name))
                     }
-                    Some((None, _)) => problems.push(format!("{name} is of a dtype other than f32, bf16, f16, f64")),
+                    Some((_, theirs)) if *theirs != shape => {
+                        problems.push(format!(
+                            "{name} has shape {theirs:?}, config.json makes it {shape:?}"
+                        ));
+                    }
+                    Some((None, _)) => problems
+                        .push(format!("{name} is of a dtype other than f32, bf16, f16, f64")),
                     Some((Some(dtype), _)) => {
                         dtypes.insert(dtype.to_string());
                     }
                 }
             }
             if dtypes.len() > 1 {
-                problems
-                    .push(format!("{} have different dtypes and make up one parameter", parameter.theirs.join(", ")));
+                problems.push(format!(
+                    "{} have different dtypes and make up one parameter",
+                    parameter.theirs.join(", ")
+                ));
             }
         }
         let tied = !specs.iter().any(|spec| spec.name == OUTPUT_LAYER);
         let head = tensors.contains_key(LM_HEAD) && tied;
         for name in tensors.keys().filter(|name| !used.contains(name.as_str())) {
-            if !(head && name == LM_HEAD || self.ignorable(name.strip_prefix(prefix).unwrap_or(name))) {
+            if !(head && name == LM_HEAD
+                || self.ignorable(name.strip_prefix(prefix).unwrap_or(name)))
+            {
                 problems.push(format!("{name} belongs to no parameter"));
             }
         }
@@ -192,10 +215,11 @@ impl Family {
 
     fn ignorable(self, name: &str) -> bool {
         self.map().ignorable.iter().any(|pattern| match pattern.split_once("{}") {
-            Some((before, after)) => name
-                .strip_prefix(before)
-                .and_then(|rest| rest.strip_suffix(after))
-                .is_some_and(|layer| !layer.is_empty() && layer.bytes().all(|b| b.is_ascii_digit())),
+            Some((before, after)) => {
+                name.strip_prefix(before).and_then(|rest| rest.strip_suffix(after)).is_some_and(
+                    |layer| !layer.is_empty() && layer.bytes().all(|b| b.is_ascii_digit()),
+                )
+            }
             None => name == *pattern,
         })
     }

@@ -35,7 +35,11 @@ pub struct QkvShape {
 impl QkvShape {
     pub fn of(model: &ModelConfig) -> Self {
         let heads_per_group = model.num_attention_heads / model.num_query_groups.max(1);
-        Self { groups: model.num_query_groups, query_rows: heads_per_group * model.head_dim, head_dim: model.head_dim }
+        Self {
+            groups: model.num_query_groups,
+            query_rows: heads_per_group * model.head_dim,
+            head_dim: model.head_dim,
+        }
     }
 
     /// Rows of q, k and v in a group.
@@ -50,7 +54,9 @@ impl Transform {
         let with_rows = |rows: usize| [&[rows], &ours[1..]].concat();
         match self {
             Self::Copy | Self::QkvFused => vec![ours.to_vec()],
-            Self::Transpose | Self::QkvFusedTransposed => vec![ours.iter().rev().copied().collect()],
+            Self::Transpose | Self::QkvFusedTransposed => {
+                vec![ours.iter().rev().copied().collect()]
+            }
             Self::GateUp => vec![with_rows(ours[0] / 2); 2],
             Self::QkvFromParts => qkv.rows().map(|rows| with_rows(qkv.groups * rows)).to_vec(),
         }
@@ -58,7 +64,13 @@ impl Transform {
 
     /// The bytes of a parameter of shape `ours` and elements of `size` bytes, from those of its tensors, whose shapes are
     /// [`their_shapes`](Self::their_shapes).
-    pub fn to_ours(self, mut theirs: Vec<Vec<u8>>, ours: &[usize], size: usize, qkv: &QkvShape) -> Vec<u8> {
+    pub fn to_ours(
+        self,
+        mut theirs: Vec<Vec<u8>>,
+        ours: &[usize],
+        size: usize,
+        qkv: &QkvShape,
+    ) -> Vec<u8> {
         let transposed = |bytes: Vec<u8>| transpose(&bytes, ours[1], ours[0], size);
         match self {
             Self::Copy => theirs.swap_remove(0),
@@ -68,7 +80,9 @@ impl Transform {
                 let parts: Vec<&[u8]> = theirs.iter().map(Vec::as_slice).collect();
                 group(&parts, qkv, row_bytes(ours, size))
             }
-            Self::QkvFused => group(&sections(&theirs[0], qkv, row_bytes(ours, size)), qkv, row_bytes(ours, size)),
+            Self::QkvFused => {
+                group(&sections(&theirs[0], qkv, row_bytes(ours, size)), qkv, row_bytes(ours, size))
+            }
             Self::QkvFusedTransposed => {
                 let rows = transposed(theirs.swap_remove(0));
                 group(&sections(&rows, qkv, row_bytes(ours, size)), qkv, row_bytes(ours, size))
@@ -77,7 +91,13 @@ impl Transform {
     }
 
     /// The inverse of [`to_ours`](Self::to_ours).
-    pub fn to_theirs(self, bytes: Vec<u8>, ours: &[usize], size: usize, qkv: &QkvShape) -> Vec<Vec<u8>> {
+    pub fn to_theirs(
+        self,
+        bytes: Vec<u8>,
+        ours: &[usize],
+        size: usize,
+        qkv: &QkvShape,
+    ) -> Vec<Vec<u8>> {
         match self {
             Self::Copy => vec![bytes],
             Self::Transpose => vec![transpose(&bytes, ours[0], ours[1], size)],
@@ -85,7 +105,12 @@ impl Transform {
             Self::QkvFromParts => ungroup(&bytes, qkv, row_bytes(ours, size)).to_vec(),
             Self::QkvFused => vec![ungroup(&bytes, qkv, row_bytes(ours, size)).concat()],
             Self::QkvFusedTransposed => {
-                vec![transpose(&ungroup(&bytes, qkv, row_bytes(ours, size)).concat(), ours[0], ours[1], size)]
+                vec![transpose(
+                    &ungroup(&bytes, qkv, row_bytes(ours, size)).concat(),
+                    ours[0],
+                    ours[1],
+                    size,
+                )]
             }
         }
     }
@@ -103,7 +128,8 @@ fn transpose(bytes: &[u8], rows: usize, columns: usize, size: usize) -> Vec<u8> 
         for first_column in (0..columns).step_by(TILE) {
             for row in first_row..rows.min(first_row + TILE) {
                 for column in first_column..columns.min(first_column + TILE) {
-                    let (from, to) = ((row * columns + column) * size, (column * rows + row) * size);
+                    let (from, to) =
+                        ((row * columns + column) * size, (column * rows + row) * size);
                     out[to..to + size].copy_from_slice(&bytes[from..from + size]);
                 }
             }
@@ -154,7 +180,8 @@ mod tests {
         let parts = vec![vec![0, 1, 2, 3], vec![10, 11], vec![20, 21]];
         let ours = Transform::QkvFromParts.to_ours(parts, &[8], 1, &QKV);
         assert_eq!(ours, [0, 1, 10, 20, 2, 3, 11, 21]);
-        let fused = Transform::QkvFused.to_ours(vec![vec![0, 1, 2, 3, 10, 11, 20, 21]], &[8], 1, &QKV);
+        let fused =
+            Transform::QkvFused.to_ours(vec![vec![0, 1, 2, 3, 10, 11, 20, 21]], &[8], 1, &QKV);
         assert_eq!(fused, ours);
     }
 
@@ -175,7 +202,10 @@ mod tests {
                 let theirs = transform.to_theirs(bytes.clone(), &ours, size, &QKV);
                 let lengths: Vec<usize> = theirs.iter().map(Vec::len).collect();
                 let shapes = transform.their_shapes(&ours, &QKV);
-                assert_eq!(lengths, shapes.iter().map(|s| s.iter().product::<usize>() * size).collect::<Vec<_>>());
+                assert_eq!(
+                    lengths,
+                    shapes.iter().map(|s| s.iter().product::<usize>() * size).collect::<Vec<_>>()
+                );
                 assert!(transform == Copy || theirs.concat() != bytes || transform == GateUp);
                 assert_eq!(transform.to_ours(theirs, &ours, size, &QKV), bytes, "{transform:?}");
             }

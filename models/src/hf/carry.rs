@@ -15,7 +15,8 @@ pub(super) fn companions(
     to: &Path,
     with_tokenizer: bool,
 ) -> impl Iterator<Item = (PathBuf, PathBuf)> {
-    let names = COMPANIONS.into_iter().filter(move |name| with_tokenizer || *name == GENERATION_CONFIG);
+    let names =
+        COMPANIONS.into_iter().filter(move |name| with_tokenizer || *name == GENERATION_CONFIG);
     let pairs = names.map(|name| (name, name)).chain([(config, ORIGIN_CONFIG)]);
     pairs.map(|(name, there)| (from.join(name), to.join(there)))
 }

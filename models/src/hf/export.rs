@@ -61,7 +61,11 @@ struct Leaving<'a> {
 /// refuses. `out` appears whole or not at all.
 pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
     // A link to an empty folder stays one, to the model.
-    let link = out.is_symlink().then(|| fs::canonicalize(out)).transpose().map_err(|e| Error::io("follow", out, e))?;
+    let link = out
+        .is_symlink()
+        .then(|| fs::canonicalize(out))
+        .transpose()
+        .map_err(|e| Error::io("follow", out, e))?;
     let out = link.as_deref().unwrap_or(out);
     let manifest = Manifest::read(&checkpoint::locate(path, None)?)?;
     let beside = checkpoint::beside(manifest.folder())?;
@@ -69,12 +73,17 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
     let model = run.model;
     let origin = origin(&beside, &model)?;
     let family = origin.as_ref().map_or_else(|| family_of(&model), |origin| Ok(origin.family))?;
-    let plan = family.plan(&Gpt::specs(&model)?).map_err(|why| Error::checkpoint(manifest.folder(), why))?;
+    let plan = family
+        .plan(&Gpt::specs(&model)?)
+        .map_err(|why| Error::checkpoint(manifest.folder(), why))?;
 
     let leaving: Vec<Leaving> = plan
         .iter()
         .map(|planned| {
-            let entry = manifest.tensors.iter().find(|t| t.name == planned.spec.name && t.kind == StateKind::Param);
+            let entry = manifest
+                .tensors
+                .iter()
+                .find(|t| t.name == planned.spec.name && t.kind == StateKind::Param);
             let dtype = options.dtype.or(entry.map(|entry| entry.dtype)).unwrap_or(Float::F32);
             let bytes = (planned.spec.shape.iter().product::<usize>() * dtype.size()) as u64;
             Leaving { planned, dtype, bytes }
@@ -85,8 +94,12 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
     let (temp, _lock) = temporary(out)?;
     let result: Result<Option<String>> = (|| {
         write_weights(&manifest, &model, &shards, &temp)?;
-        let dtype = leaving.iter().max_by_key(|leaving| leaving.bytes).map_or(Float::F32, |leaving| leaving.dtype);
-        let note = write_descriptions(&manifest.state, &beside, &model, family, origin, dtype, &temp)?;
+        let dtype = leaving
+            .iter()
+            .max_by_key(|leaving| leaving.bytes)
+            .map_or(Float::F32, |leaving| leaving.dtype);
+        let note =
+            write_descriptions(&manifest.state, &beside, &model, family, origin, dtype, &temp)?;
         // An empty folder may stand in the place of the new one.
         let _ = fs::remove_dir(out);
         fs::rename(&temp, out).map_err(|e| Error::io("create", out, e))?;
@@ -126,10 +139,15 @@ fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
 /// A new hidden folder beside `out`, which must not hold anything yet, with a lock that tells others that somebody writes there.
 fn temporary(out: &Path) -> Result<(PathBuf, Option<File>)> {
     if fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
-        return Err(Error::checkpoint(out, "is there already and not empty; export to another folder"));
+        return Err(Error::checkpoint(
+            out,
+            "is there already and not empty; export to another folder",
+        ));
     }
-    let name = out.file_name().ok_or_else(|| Error::checkpoint(out, "is no name for a new folder"))?;
-    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let name =
+        out.file_name().ok_or_else(|| Error::checkpoint(out, "is no name for a new folder"))?;
+    let parent =
+        out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
     let (name, pid) = (name.to_string_lossy(), std::process::id());
     remove_leftovers(parent, &name);
@@ -184,7 +202,12 @@ fn shards<'a, 'b>(leaving: &'b [Leaving<'a>], limit: u64) -> Vec<Vec<&'b Leaving
     shards
 }
 
-fn write_weights(manifest: &Manifest, model: &ModelConfig, shards: &[Vec<&Leaving>], folder: &Path) -> Result<()> {
+fn write_weights(
+    manifest: &Manifest,
+    model: &ModelConfig,
+    shards: &[Vec<&Leaving>],
+    folder: &Path,
+) -> Result<()> {
     let qkv = QkvShape::of(model);
     let mut weight_map = Map::new();
     let mut total = 0;
@@ -196,15 +219,19 @@ fn write_weights(manifest: &Manifest, model: &ModelConfig, shards: &[Vec<&Leavin
         let mut tensors = Vec::new();
         for Leaving { planned, dtype, .. } in shard {
             let shapes = planned.transform.their_shapes(&planned.spec.shape, &qkv);
-            tensors.extend(planned.theirs.iter().zip(shapes).map(|(name, shape)| (name, *dtype, shape)));
+            tensors.extend(
+                planned.theirs.iter().zip(shapes).map(|(name, shape)| (name, *dtype, shape)),
+            );
         }
         weight_map.extend(tensors.iter().map(|(tensor, ..)| (tensor.to_string(), json!(name))));
-        let stored = tensors.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice()));
+        let stored =
+            tensors.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice()));
         let mut out = SafetensorsWriter::create(&folder.join(&name), stored)?;
         for Leaving { planned, dtype, bytes } in shard {
             let value = read(manifest, planned, *dtype)?;
             refuse_overflow(&value, *dtype, &planned.theirs.join(", "))?;
-            for part in planned.transform.to_theirs(value, &planned.spec.shape, dtype.size(), &qkv) {
+            for part in planned.transform.to_theirs(value, &planned.spec.shape, dtype.size(), &qkv)
+            {
                 out.write(&part)?;
             }
             total += bytes;
@@ -212,7 +239,10 @@ fn write_weights(manifest: &Manifest, model: &ModelConfig, shards: &[Vec<&Leavin
         out.finish()?;
     }
     if shards.len() > 1 {
-        write_json(&folder.join(INDEX), &json!({"metadata": {"total_size": total}, "weight_map": weight_map}))?;
+        write_json(
+            &folder.join(INDEX),
+            &json!({"metadata": {"total_size": total}, "weight_map": weight_map}),
+        )?;
     }
     Ok(())
 }
@@ -233,7 +263,8 @@ fn read(manifest: &Manifest, planned: &Planned, dtype: Float) -> Result<Vec<u8>>
     let shape = &planned.spec.shape;
     let numel = shape.iter().product();
     let data = Tensor::zeros(numel, candle_dtype(dtype), &Device::Cpu)?;
-    let piece = Piece { offset: vec![0; shape.len()], shape: shape.clone(), flat: 0..numel, local: 0 };
+    let piece =
+        Piece { offset: vec![0; shape.len()], shape: shape.clone(), flat: 0..numel, local: 0 };
     manifest.load(&[ShardRef {
         name: planned.spec.name.clone(),
         kind: StateKind::Param,
@@ -258,7 +289,8 @@ fn write_descriptions(
         Some(HfConfig { model: original, mut json, .. }) => {
             // A context that was extended in training.
             if model.max_position_embeddings > original.max_position_embeddings {
-                let name = if family == Family::Bloom { "seq_length" } else { "max_position_embeddings" };
+                let name =
+                    if family == Family::Bloom { "seq_length" } else { "max_position_embeddings" };
                 json.insert(name.into(), model.max_position_embeddings.into());
             }
             json.insert("vocab_size".into(), model.vocab_size.into());
@@ -266,7 +298,9 @@ fn write_descriptions(
                 json.insert("rope_theta".into(), model.rotary_base.into());
                 for name in ["rope_parameters", "rope_scaling"] {
                     // Where it is there, it counts rather than the other.
-                    if let Some(theta) = json.get_mut(name).and_then(|rope| rope.get_mut("rope_theta")) {
+                    if let Some(theta) =
+                        json.get_mut(name).and_then(|rope| rope.get_mut("rope_theta"))
+                    {
                         *theta = model.rotary_base.into();
                     }
                 }
@@ -298,8 +332,9 @@ fn write_descriptions(
     let came = if taken.bytes { None } else { generation_config(beside)? };
     let mut generation = came.unwrap_or_else(|| {
         let names = ["bos_token_id", "eos_token_id", "pad_token_id"].into_iter();
-        let ids =
-            names.filter_map(|name| Some((name.to_string(), config.get(name).filter(|id| !id.is_null())?.clone())));
+        let ids = names.filter_map(|name| {
+            Some((name.to_string(), config.get(name).filter(|id| !id.is_null())?.clone()))
+        });
         ids.chain([("_from_model_config".to_string(), true.into())]).collect()
     });
     tokens.name_in(&mut generation);
@@ -312,16 +347,17 @@ fn write_descriptions(
 fn generation_config(beside: &Path) -> Result<Option<Map<String, Value>>> {
     let path = beside.join(GENERATION_CONFIG);
     match files::read(&path, MAX_GENERATION_CONFIG) {
-        Ok(bytes) => serde_json::from_slice(&bytes)
-            .map(Some)
-            .map_err(|e| Error::checkpoint(&path, format!("is no JSON object: {e}; copy it again, or remove it"))),
+        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|e| {
+            Error::checkpoint(&path, format!("is no JSON object: {e}; copy it again, or remove it"))
+        }),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Error::io("read", &path, error)),
     }
 }
 
 pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
-    let mut text = serde_json::to_string_pretty(value).map_err(|e| Error::checkpoint(path, e.to_string()))?;
+    let mut text =
+        serde_json::to_string_pretty(value).map_err(|e| Error::checkpoint(path, e.to_string()))?;
     text.push('\n');
     fs::write(path, text).map_err(|e| Error::io("write", path, e))
 }

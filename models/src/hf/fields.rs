@@ -159,7 +159,8 @@ impl<'a> Fields<'a> {
         let Some(value) = self.take(name) else { return Ok(None) };
         // Larger numbers are no sizes of a model and would only overflow.
         let int = value.as_u64().and_then(|v| u32::try_from(v).ok()).filter(|v| *v < 1 << 31);
-        int.map(|v| Some(v as usize)).ok_or_else(|| format!("{name} is {value}, not a whole number of a model's size"))
+        int.map(|v| Some(v as usize))
+            .ok_or_else(|| format!("{name} is {value}, not a whole number of a model's size"))
     }
 
     /// A number that goes by any of `names` and must be there.
@@ -201,7 +202,10 @@ impl<'a> Fields<'a> {
         let value = self.take(name).unwrap_or(&default);
         match value.as_str() {
             Some(text) if allowed.contains(&text) => Ok(()),
-            _ => Err(format!("{name} {value} is not available; available are {}", allowed.join(", "))),
+            _ => Err(format!(
+                "{name} {value} is not available; available are {}",
+                allowed.join(", ")
+            )),
         }
     }
 
@@ -216,7 +220,9 @@ impl<'a> Fields<'a> {
     pub fn divided(&self, hidden: usize, heads: usize) -> Read<usize> {
         match heads {
             0 => Err("describes attention without heads".into()),
-            _ if !hidden.is_multiple_of(heads) => Err(format!("hidden size {hidden} is no multiple of {heads} heads")),
+            _ if !hidden.is_multiple_of(heads) => {
+                Err(format!("hidden size {hidden} is no multiple of {heads} heads"))
+            }
             _ => Ok(hidden / heads),
         }
     }
@@ -249,12 +255,15 @@ impl<'a> Fields<'a> {
             Value::Array(list) => list.is_empty(),
             value => is_absent(value),
         };
-        let unread = self.map.iter().filter(|(name, value)| !self.seen.contains(*name) && !silent(value));
-        let (inert, unknown): (Vec<_>, Vec<_>) = unread.partition(|(name, value)| is_inert(name, value));
+        let unread =
+            self.map.iter().filter(|(name, value)| !self.seen.contains(*name) && !silent(value));
+        let (inert, unknown): (Vec<_>, Vec<_>) =
+            unread.partition(|(name, value)| is_inert(name, value));
         if unknown.is_empty() {
             return Ok(inert.into_iter().map(|(name, _)| name.clone()).collect());
         }
-        let unknown: Vec<String> = unknown.into_iter().map(|(name, value)| format!("{name} = {value}")).collect();
+        let unknown: Vec<String> =
+            unknown.into_iter().map(|(name, value)| format!("{name} = {value}")).collect();
         Err(format!(
             "sets what is not known here and could change the result: {}; remove fields that no result depends on",
             unknown.join(", ")
@@ -271,5 +280,7 @@ fn is_inert(name: &str, value: &Value) -> bool {
     INERT.contains(&name)
         || INERT_STARTS.iter().any(|start| name.starts_with(start))
         || INERT_ENDS.iter().any(|end| name.ends_with(end))
-        || NEUTRAL.iter().any(|(neutral, number)| *neutral == name && value.as_f64() == Some(*number))
+        || NEUTRAL
+            .iter()
+            .any(|(neutral, number)| *neutral == name && value.as_f64() == Some(*number))
 }

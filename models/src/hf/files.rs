@@ -18,14 +18,21 @@ const MAX_INDEX_BYTES: u64 = 256 << 20;
 
 /// What a folder has in the place of safetensors.
 fn no_weights(folder: &Path) -> String {
-    if let Some(found @ (Found::DeepSpeed | Found::Adapter | Found::MegatronLm | Found::Missing)) = Found::at(folder) {
+    if let Some(found @ (Found::DeepSpeed | Found::Adapter | Found::MegatronLm | Found::Missing)) =
+        Found::at(folder)
+    {
         return found.advice(folder);
     }
-    let names =
-        std::fs::read_dir(folder).into_iter().flatten().flatten().filter_map(|e| e.file_name().into_string().ok());
+    let names = std::fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|e| e.file_name().into_string().ok());
     let mut names: Vec<String> = names.collect();
     names.sort();
-    let with = |start: &str, end: &str| names.iter().find(|name| name.starts_with(start) && name.ends_with(end));
+    let with = |start: &str, end: &str| {
+        names.iter().find(|name| name.starts_with(start) && name.ends_with(end))
+    };
     if let Some(name) = with("pytorch_model", ".bin").or(with("pytorch_model", ".json")) {
         return format!(
             "has its weights in PyTorch's own format ({name}), a program that is not run here; write them as safetensors with \
@@ -80,26 +87,38 @@ impl HfFiles {
 
     fn sharded(folder: &Path, path: &Path) -> Result<Self> {
         let bytes = files::read(path, MAX_INDEX_BYTES).map_err(|e| Error::io("read", path, e))?;
-        let index: Index =
-            serde_json::from_slice(&bytes).map_err(|e| Error::checkpoint(path, format!("is no index: {e}")))?;
+        let index: Index = serde_json::from_slice(&bytes)
+            .map_err(|e| Error::checkpoint(path, format!("is no index: {e}")))?;
         let mut names: Vec<&String> = index.weight_map.values().collect();
         names.sort_unstable();
         names.dedup();
         for name in &names {
             let mut parts = Path::new(name).components();
-            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name.as_str()) {
-                return Err(Error::checkpoint(path, format!("names {name:?}, which is not a file in its own folder")));
+            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name.as_str())
+            {
+                return Err(Error::checkpoint(
+                    path,
+                    format!("names {name:?}, which is not a file in its own folder"),
+                ));
             }
         }
-        let files = names.iter().map(|name| ShardFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
+        let files = names
+            .iter()
+            .map(|name| ShardFile::open(&folder.join(name)))
+            .collect::<Result<Vec<_>>>()?;
         let opened = Self::of(folder, files)?;
         for (tensor, file) in &index.weight_map {
             if opened.homes.get(tensor).is_none_or(|&home| names[home] != file) {
-                return Err(Error::checkpoint(path, format!("places {tensor} in {file}, which does not hold it")));
+                return Err(Error::checkpoint(
+                    path,
+                    format!("places {tensor} in {file}, which does not hold it"),
+                ));
             }
         }
         match opened.tensors.keys().find(|tensor| !index.weight_map.contains_key(*tensor)) {
-            Some(tensor) => Err(Error::checkpoint(path, format!("does not list {tensor}, which a file holds"))),
+            Some(tensor) => {
+                Err(Error::checkpoint(path, format!("does not list {tensor}, which a file holds")))
+            }
             None => Ok(opened),
         }
     }
@@ -109,7 +128,10 @@ impl HfFiles {
         for (home, file) in files.iter().enumerate() {
             for (name, info) in file.tensors() {
                 if homes.insert(name.clone(), home).is_some() {
-                    return Err(Error::checkpoint(file.path(), format!("holds {name}, as another file does")));
+                    return Err(Error::checkpoint(
+                        file.path(),
+                        format!("holds {name}, as another file does"),
+                    ));
                 }
                 tensors.insert(name, info);
             }
@@ -131,8 +153,13 @@ impl HfFiles {
     /// # Errors
     /// If there is none of this name, or it is not of a floating-point dtype, or reading fails.
     pub fn read(&self, name: &str) -> Result<Stored> {
-        let (Some((Some(dtype), shape)), Some(&home)) = (self.tensors.get(name), self.homes.get(name)) else {
-            return Err(Error::checkpoint(&self.folder, format!("has no floating-point tensor {name}")));
+        let (Some((Some(dtype), shape)), Some(&home)) =
+            (self.tensors.get(name), self.homes.get(name))
+        else {
+            return Err(Error::checkpoint(
+                &self.folder,
+                format!("has no floating-point tensor {name}"),
+            ));
         };
         let bytes = self.files[home].read(name, *dtype, 0..shape.iter().product())?;
         Ok(Stored { dtype: *dtype, shape: shape.clone(), bytes })

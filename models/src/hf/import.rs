@@ -30,11 +30,18 @@ pub struct Imported {
 /// # Errors
 /// If `checkpoints` holds a checkpoint or a Hugging Face model, a run saves there, another file is where one about tokens goes,
 /// [`HfModel::open`] refuses the folder, or a file cannot be read or written. `checkpoints` is as it was then.
-pub fn import(folder: &Path, checkpoints: &Path, mut progress: impl FnMut(u64, u64)) -> Result<Imported> {
+pub fn import(
+    folder: &Path,
+    checkpoints: &Path,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<Imported> {
     refuse_model_folder(checkpoints)?;
     let model = HfModel::open(folder)?;
-    let tensors = model.parameters().map(|(name, shape, dtype)| (name.into(), StateKind::Param, shape.to_vec(), dtype));
-    let total = model.parameters().map(|(_, shape, _)| shape.iter().product::<usize>() as u64).sum();
+    let tensors = model
+        .parameters()
+        .map(|(name, shape, dtype)| (name.into(), StateKind::Param, shape.to_vec(), dtype));
+    let total =
+        model.parameters().map(|(_, shape, _)| shape.iter().product::<usize>() as u64).sum();
     let mut writer = StreamWriter::create(checkpoints, 0, tensors.collect::<Vec<_>>())?;
     let companions = Companions::read(companions((folder, CONFIG), checkpoints, true))?;
     companions.refuse_to_replace()?;
@@ -57,7 +64,8 @@ pub fn refuse_model_folder(checkpoints: &Path) -> Result<()> {
     if !checkpoints.join(CONFIG).exists() {
         return Ok(());
     }
-    let message =
-        format!("is the folder of a Hugging Face model, as it has a {CONFIG}; name another one for checkpoints");
+    let message = format!(
+        "is the folder of a Hugging Face model, as it has a {CONFIG}; name another one for checkpoints"
+    );
     Err(Error::checkpoint(checkpoints, message))
 }

@@ -84,7 +84,11 @@ impl HfModel {
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &[usize], Float)> {
         self.parameters.iter().map(|parameter| {
             let dtype = parameter.theirs.first().and_then(|name| self.files.tensors().get(name)?.0);
-            (parameter.spec.name.as_str(), parameter.spec.shape.as_slice(), dtype.unwrap_or(Float::F32))
+            (
+                parameter.spec.name.as_str(),
+                parameter.spec.shape.as_slice(),
+                dtype.unwrap_or(Float::F32),
+            )
         })
     }
 
@@ -133,20 +137,29 @@ impl HfModel {
     }
 
     fn fill(&self, store: &ParamStore, resized: Option<u64>) -> Result<()> {
-        let index: HashMap<&str, usize> = self.parameters().enumerate().map(|(at, (name, ..))| (name, at)).collect();
+        let index: HashMap<&str, usize> =
+            self.parameters().enumerate().map(|(at, (name, ..))| (name, at)).collect();
         for (_, param) in store.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_))) {
             let spec = &param.spec;
             let refuse = |message: String| Error::checkpoint(self.files.folder(), message);
-            let at = *index.get(spec.name.as_str()).ok_or_else(|| refuse(format!("has nothing for {}", spec.name)))?;
+            let at = *index
+                .get(spec.name.as_str())
+                .ok_or_else(|| refuse(format!("has nothing for {}", spec.name)))?;
             let Raw { dtype, shape, bytes } = self.read(at)?;
-            let resized = resized.filter(|_| [WORD_EMBEDDINGS, OUTPUT_LAYER].contains(&spec.name.as_str()));
+            let resized =
+                resized.filter(|_| [WORD_EMBEDDINGS, OUTPUT_LAYER].contains(&spec.name.as_str()));
             if shape != spec.shape && (resized.is_none() || shape[1..] != spec.shape[1..]) {
-                return Err(refuse(format!("{} has shape {shape:?} there and {:?} here", spec.name, spec.shape)));
+                return Err(refuse(format!(
+                    "{} has shape {shape:?} there and {:?} here",
+                    spec.name, spec.shape
+                )));
             }
             let value = Tensor::from_raw_buffer(&bytes, candle_dtype(dtype), &shape, &Device::Cpu)?;
             drop(bytes);
             let mut local = match resized {
-                Some(seed) if shape[0] < spec.shape[0] => initial_values_of(spec, &param.pieces, param.numel, seed),
+                Some(seed) if shape[0] < spec.shape[0] => {
+                    initial_values_of(spec, &param.pieces, param.numel, seed)
+                }
                 _ => vec![0f32; param.numel],
             };
             for piece in param.pieces.iter().filter(|piece| piece.offset[0] < shape[0]) {
@@ -174,10 +187,12 @@ impl HfModel {
 fn plan(config: &HfConfig, files: &HfFiles) -> Result<Plan> {
     let (model, held) = (&config.model, files.tensors());
     let refuse = |why: String| Error::checkpoint(files.folder(), why);
-    let largest = held.values().filter(|(_, shape)| !shape.contains(&0)).flat_map(|(_, shape)| shape).max();
+    let largest =
+        held.values().filter(|(_, shape)| !shape.contains(&0)).flat_map(|(_, shape)| shape).max();
     let largest = largest.map_or(SMALL_EXTENT, |&extent| extent.max(SMALL_EXTENT));
-    bounded(model, largest, held.len())
-        .map_err(|why| refuse(format!("config.json describes a model that is not in the files: {why}")))?;
+    bounded(model, largest, held.len()).map_err(|why| {
+        refuse(format!("config.json describes a model that is not in the files: {why}"))
+    })?;
     let plan = config.family.plan_file(&Gpt::specs(model)?, &QkvShape::of(model), held);
     plan.map_err(refuse)
 }

@@ -30,8 +30,7 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 const WELL_KNOWN_BEGINNINGS: [&str; 3] = ["<|begin_of_text|>", "<s>", "<bos>"];
 const WELL_KNOWN_PADDINGS: [&str; 4] = ["<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"];
 /// How `Qwen2Tokenizer` cuts words.
-const QWEN2_WORDS: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// What the files say of tokens.
 #[derive(Debug, Default)]
@@ -56,8 +55,9 @@ pub(super) struct Taken {
 
 impl Taken {
     pub fn of(state: &Value) -> Self {
-        let is =
-            |option: &str| state.pointer(&format!("/config/data/tokenizer_options/{option}")) == Some(&true.into());
+        let is = |option: &str| {
+            state.pointer(&format!("/config/data/tokenizer_options/{option}")) == Some(&true.into())
+        };
         let bytes = state.pointer("/config/data/tokenizer").is_some_and(|spec| spec == "byte");
         Self { bytes, literal: bytes || is("split_special_tokens"), bare: is("no_special_tokens") }
     }
@@ -67,7 +67,13 @@ impl Taken {
 ///
 /// # Errors
 /// If one cannot be read or written, or is no JSON.
-pub(super) fn write(taken: Taken, beside: &Path, folder: &Path, family: Family, model: &ModelConfig) -> Result<Tokens> {
+pub(super) fn write(
+    taken: Taken,
+    beside: &Path,
+    folder: &Path,
+    family: Family,
+    model: &ModelConfig,
+) -> Result<Tokens> {
     if taken.bytes {
         // Files beside it are of another tokenizer.
         write_json(&folder.join(TOKENIZER_FILE), &bytes_json())?;
@@ -124,7 +130,11 @@ fn without_tokens(processor: &Value) -> Value {
             if kept.len() == steps.len() {
                 return processor.clone();
             }
-            if kept.is_empty() { Value::Null } else { json!({"type": "Sequence", "processors": kept}) }
+            if kept.is_empty() {
+                Value::Null
+            } else {
+                json!({"type": "Sequence", "processors": kept})
+            }
         }
         None if keeps(processor) => processor.clone(),
         None => Value::Null,
@@ -140,7 +150,9 @@ fn complete(
     model: &ModelConfig,
 ) {
     let bare = config.get("tokenizer_class").is_none();
-    let says = |config: &Map<String, Value>, name: &str| config.contains_key(name) || map.contains_key(name);
+    let says = |config: &Map<String, Value>, name: &str| {
+        config.contains_key(name) || map.contains_key(name)
+    };
     let end = eod.and_then(|id| vocabulary.spelling(id));
     if let Some(end) = &end
         && !says(config, "eos_token")
@@ -150,9 +162,11 @@ fn complete(
     if !bare {
         return;
     }
-    let known =
-        |names: &[&str]| names.iter().find(|name| vocabulary.id(name).is_some()).map(|name| (*name).to_string());
-    let others = [("bos_token", known(&WELL_KNOWN_BEGINNINGS)), ("pad_token", known(&WELL_KNOWN_PADDINGS))];
+    let known = |names: &[&str]| {
+        names.iter().find(|name| vocabulary.id(name).is_some()).map(|name| (*name).to_string())
+    };
+    let others =
+        [("bos_token", known(&WELL_KNOWN_BEGINNINGS)), ("pad_token", known(&WELL_KNOWN_PADDINGS))];
     for (name, token) in others {
         // What ends a document stands before the next one, too.
         if let Some(token) = token.or(end.clone())
@@ -161,7 +175,12 @@ fn complete(
             config.insert(name.into(), token.into());
         }
     }
-    let unknown = vocabulary.0.get("model").and_then(|model| model.get("unk_token")).cloned().unwrap_or_default();
+    let unknown = vocabulary
+        .0
+        .get("model")
+        .and_then(|model| model.get("unk_token"))
+        .cloned()
+        .unwrap_or_default();
     for (name, value) in [
         ("unk_token", unknown),
         ("model_max_length", model.max_position_embeddings.into()),
@@ -175,9 +194,15 @@ fn complete(
 
 /// Has `AutoTokenizer` take the `tokenizer.json` as it is where a class of the model's type, or the
 /// one named, would build another pipeline; says so where none can be named.
-fn choose_class(config: &mut Map<String, Value>, family: Family, json: &Map<String, Value>) -> Option<String> {
-    let named =
-        config.get("tokenizer_class").and_then(Value::as_str).map(|class| class.trim_end_matches("Fast").to_owned());
+fn choose_class(
+    config: &mut Map<String, Value>,
+    family: Family,
+    json: &Map<String, Value>,
+) -> Option<String> {
+    let named = config
+        .get("tokenizer_class")
+        .and_then(Value::as_str)
+        .map(|class| class.trim_end_matches("Fast").to_owned());
     if named.is_none_or(|class| !builds(&class, json)) {
         config.insert("tokenizer_class".into(), AS_IT_IS.into());
     }
@@ -196,13 +221,20 @@ fn builds(class: &str, json: &Map<String, Value>) -> bool {
     let normalizer = part("normalizer").get("type").and_then(Value::as_str);
     let words = part("pre_tokenizer");
     let model = part("model");
-    let plain = |name: &str| model.get(name).is_none_or(|value| [Value::Null, json!(false), json!("")].contains(value));
+    let plain = |name: &str| {
+        model.get(name).is_none_or(|value| [Value::Null, json!(false), json!("")].contains(value))
+    };
     let is_bpe = model.get("type").and_then(Value::as_str) == Some("BPE");
     let byte_level = is_bpe
-        && ["byte_fallback", "ignore_merges", "fuse_unk", "continuing_subword_prefix"].iter().all(|name| plain(name));
+        && ["byte_fallback", "ignore_merges", "fuse_unk", "continuing_subword_prefix"]
+            .iter()
+            .all(|name| plain(name));
     let cuts = |words: &Value, by_regex: bool| {
-        let is = |name: &str, default: bool| words.get(name).and_then(Value::as_bool).unwrap_or(default);
-        words["type"] == "ByteLevel" && is("use_regex", true) == by_regex && !is("add_prefix_space", true)
+        let is =
+            |name: &str, default: bool| words.get(name).and_then(Value::as_bool).unwrap_or(default);
+        words["type"] == "ByteLevel"
+            && is("use_regex", true) == by_regex
+            && !is("add_prefix_space", true)
     };
     match class {
         "GPT2Tokenizer" => byte_level && normalizer.is_none() && cuts(words, true),
@@ -220,7 +252,9 @@ fn builds(class: &str, json: &Map<String, Value>) -> bool {
         }
         // With ▁ for spaces, in whichever of the two ways.
         "LlamaTokenizer" => {
-            is_bpe && (words["type"] == "Metaspace" || words.is_null() && normalizer == Some("Sequence"))
+            is_bpe
+                && (words["type"] == "Metaspace"
+                    || words.is_null() && normalizer == Some("Sequence"))
         }
         _ => true,
     }
@@ -232,7 +266,9 @@ struct Vocabulary<'a>(&'a Map<String, Value>);
 impl Vocabulary<'_> {
     fn added(&self) -> impl Iterator<Item = (u32, &str)> {
         let added = self.0.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
-        added.filter_map(|token| Some((u32::try_from(token["id"].as_u64()?).ok()?, token["content"].as_str()?)))
+        added.filter_map(|token| {
+            Some((u32::try_from(token["id"].as_u64()?).ok()?, token["content"].as_str()?))
+        })
     }
 
     fn id(&self, spelling: &str) -> Option<u32> {
@@ -240,17 +276,21 @@ impl Vocabulary<'_> {
         added.or_else(|| match self.0.get("model")?.get("vocab")? {
             Value::Object(ids) => u32::try_from(ids.get(spelling)?.as_u64()?).ok(),
             // Unigram's.
-            Value::Array(pieces) => pieces.iter().position(|piece| piece[0] == spelling).map(|id| id as u32),
+            Value::Array(pieces) => {
+                pieces.iter().position(|piece| piece[0] == spelling).map(|id| id as u32)
+            }
             _ => None,
         })
     }
 
     fn spelling(&self, id: u32) -> Option<String> {
-        let added = self.added().find(|(added, _)| *added == id).map(|(_, content)| content.to_owned());
+        let added =
+            self.added().find(|(added, _)| *added == id).map(|(_, content)| content.to_owned());
         added.or_else(|| match self.0.get("model")?.get("vocab")? {
-            Value::Object(ids) => {
-                ids.iter().find(|(_, value)| value.as_u64() == Some(id.into())).map(|(token, _)| token.clone())
-            }
+            Value::Object(ids) => ids
+                .iter()
+                .find(|(_, value)| value.as_u64() == Some(id.into()))
+                .map(|(token, _)| token.clone()),
             Value::Array(pieces) => pieces.get(id as usize)?[0].as_str().map(str::to_owned),
             _ => None,
         })
@@ -265,8 +305,9 @@ fn spelling(token: &Value) -> Option<String> {
 /// The object in a file; an empty one where there is no file.
 fn object(path: &Path) -> Result<Map<String, Value>> {
     match files::read(path, MAX_BYTES) {
-        Ok(bytes) => serde_json::from_slice(&bytes)
-            .map_err(|error| Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it"))),
+        Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
+            Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it"))
+        }),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Map::new()),
         Err(error) => Err(Error::io("read", path, error)),
     }
@@ -279,9 +320,12 @@ fn bytes_json() -> Value {
     // others from 256 on.
     let seen = |byte: &u32| matches!(*byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut unseen = 256..;
-    let written = (0u32..256).map(|byte| if seen(&byte) { byte } else { unseen.next().unwrap_or(byte) });
-    let vocab: Map<String, Value> =
-        written.enumerate().filter_map(|(id, code)| Some((char::from_u32(code)?.to_string(), id.into()))).collect();
+    let written =
+        (0u32..256).map(|byte| if seen(&byte) { byte } else { unseen.next().unwrap_or(byte) });
+    let vocab: Map<String, Value> = written
+        .enumerate()
+        .filter_map(|(id, code)| Some((char::from_u32(code)?.to_string(), id.into())))
+        .collect();
     let words = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
     json!({
         "version": "1.0",
@@ -315,12 +359,15 @@ impl Tokens {
     /// Puts the ids into a `config.json` or `generation_config.json` that knows none, or those of
     /// another tokenizer.
     pub fn name_in(&self, config: &mut Map<String, Value>) {
-        let is_anothers = self.eos.is_some_and(|eos| !ids(config, "eos_token_id").contains(&eos.into()));
+        let is_anothers =
+            self.eos.is_some_and(|eos| !ids(config, "eos_token_id").contains(&eos.into()));
         if let (true, Some(eos)) = (is_anothers, self.eos) {
             config.insert("eos_token_id".into(), eos.into());
         }
-        for (name, id) in [("bos_token_id", self.bos), ("pad_token_id", self.pad.filter(|pad| Some(*pad) != self.eos))]
-        {
+        for (name, id) in [
+            ("bos_token_id", self.bos),
+            ("pad_token_id", self.pad.filter(|pad| Some(*pad) != self.eos)),
+        ] {
             if let Some(id) = id
                 && (is_anothers || ids(config, name).is_empty())
             {
@@ -335,15 +382,23 @@ mod tests {
     use super::*;
 
     /// The files of an export of a model with `files` beside its checkpoint.
-    fn exported(family: Family, state: Value, given: &[(&str, &Value)]) -> (tempfile::TempDir, Tokens) {
+    fn exported(
+        family: Family,
+        state: Value,
+        given: &[(&str, &Value)],
+    ) -> (tempfile::TempDir, Tokens) {
         let (beside, folder) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         for (name, value) in given {
             write_json(&beside.path().join(name), value).unwrap();
         }
         let json = json!({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 300});
-        let config =
-            super::super::HfConfig::from_json(Path::new("config.json"), json.as_object().unwrap().clone()).unwrap();
-        let tokens = write(Taken::of(&state), beside.path(), folder.path(), family, &config.model).unwrap();
+        let config = super::super::HfConfig::from_json(
+            Path::new("config.json"),
+            json.as_object().unwrap().clone(),
+        )
+        .unwrap();
+        let tokens =
+            write(Taken::of(&state), beside.path(), folder.path(), family, &config.model).unwrap();
         (folder, tokens)
     }
 
@@ -359,13 +414,20 @@ mod tests {
             &[("chat_template.jinja", &json!("x")), (TOKENIZER_FILE, &json!({}))],
         );
         assert_eq!((tokens.eos, tokens.bos, tokens.pad), (Some(256), Some(256), Some(256)));
-        let tokenizer = Tokenizer::open(folder.path().to_str().unwrap(), None, Path::new("")).unwrap();
+        let tokenizer =
+            Tokenizer::open(folder.path().to_str().unwrap(), None, Path::new("")).unwrap();
         let text = "Bytes\n\n of é, 漢 \u{0}\u{1f600}\tand  spaces.";
         assert_eq!(tokenizer.encode(text).unwrap(), Tokenizer::byte().encode(text).unwrap());
         let config = config(&folder);
-        assert_eq!((&config["tokenizer_class"], &config["eos_token"]), (&json!(AS_IT_IS), &json!(END_OF_TEXT)));
+        assert_eq!(
+            (&config["tokenizer_class"], &config["eos_token"]),
+            (&json!(AS_IT_IS), &json!(END_OF_TEXT))
+        );
         // No spelling in a text is a token.
-        assert_eq!((&config["split_special_tokens"], &config["model_max_length"]), (&json!(true), &json!(32)));
+        assert_eq!(
+            (&config["split_special_tokens"], &config["model_max_length"]),
+            (&json!(true), &json!(32))
+        );
         assert!(!folder.path().join("chat_template.jinja").exists());
     }
 
@@ -376,9 +438,15 @@ mod tests {
             "id": 257, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true
         }));
         let (folder, tokens) = exported(Family::Gpt2, json!({}), &[(TOKENIZER_FILE, &json)]);
-        assert_eq!((tokens.eos, tokens.bos, tokens.pad, tokens.note), (Some(256), Some(257), Some(256), None));
+        assert_eq!(
+            (tokens.eos, tokens.bos, tokens.pad, tokens.note),
+            (Some(256), Some(257), Some(256), None)
+        );
         let config = config(&folder);
-        assert_eq!((&config["tokenizer_class"], &config["bos_token"]), (&json!(AS_IT_IS), &json!("<s>")));
+        assert_eq!(
+            (&config["tokenizer_class"], &config["bos_token"]),
+            (&json!(AS_IT_IS), &json!("<s>"))
+        );
         // It builds another pipeline, and takes no advice.
         let (_, tokens) = exported(Family::Qwen2, json!({}), &[(TOKENIZER_FILE, &json)]);
         assert!(tokens.note.unwrap().contains("PreTrainedTokenizerFast.from_pretrained"));
@@ -392,14 +460,19 @@ mod tests {
         assert_eq!((config(&folder), tokens.eos, tokens.bos), (whole.clone(), Some(256), None));
         let mut other = bytes_json();
         other["pre_tokenizer"]["use_regex"] = false.into();
-        let (folder, _) = exported(Family::Gpt2, json!({}), &[(TOKENIZER_FILE, &other), (TOKENIZER_CONFIG, &whole)]);
+        let (folder, _) = exported(
+            Family::Gpt2,
+            json!({}),
+            &[(TOKENIZER_FILE, &other), (TOKENIZER_CONFIG, &whole)],
+        );
         assert_eq!(
             (&config(&folder)["tokenizer_class"], &config(&folder)["chat_template"]),
             (&json!(AS_IT_IS), &json!("{{ x }}"))
         );
         // What ends a document may be said elsewhere.
         let map = json!({"eos_token": "a"});
-        let (folder, tokens) = exported(Family::Gpt2, json!({}), &[(TOKENIZER_FILE, &other), (SPECIAL_TOKENS, &map)]);
+        let (folder, tokens) =
+            exported(Family::Gpt2, json!({}), &[(TOKENIZER_FILE, &other), (SPECIAL_TOKENS, &map)]);
         assert_eq!(config(&folder).get("eos_token"), None);
         assert!(tokens.eos.is_some());
     }
@@ -417,20 +490,28 @@ mod tests {
         let all = json!({"type": "Sequence", "processors": [offsets, template]});
         let mut of = |options: Value, processor: &Value| {
             json["post_processor"] = processor.clone();
-            let state = json!({"config": {"data": {"tokenizer": "x", "tokenizer_options": options}}});
+            let state =
+                json!({"config": {"data": {"tokenizer": "x", "tokenizer_options": options}}});
             let (folder, tokens) = exported(Family::Gpt2, state, &[(TOKENIZER_FILE, &json)]);
-            let tokenizer = Tokenizer::open(folder.path().to_str().unwrap(), None, Path::new("")).unwrap();
+            let tokenizer =
+                Tokenizer::open(folder.path().to_str().unwrap(), None, Path::new("")).unwrap();
             (config(&folder), tokens.note, tokenizer.encode_prompt("a<|endoftext|>").unwrap())
         };
         let literal: Vec<u32> = b"a<|endoftext|>".iter().map(|&byte| byte.into()).collect();
         for processor in [&template, &all] {
             let (config, note, tokens) =
                 of(json!({"split_special_tokens": true, "no_special_tokens": true}), processor);
-            assert_eq!((&config["split_special_tokens"], &config["add_bos_token"]), (&json!(true), &json!(false)));
+            assert_eq!(
+                (&config["split_special_tokens"], &config["add_bos_token"]),
+                (&json!(true), &json!(false))
+            );
             assert!(note.unwrap().contains("without the template"));
             assert_eq!(tokens, literal, "as in training");
             let (config, note, tokens) = of(json!({}), processor);
-            assert_eq!((config.get("add_bos_token"), note, tokens), (None, None, vec![256, 97, 256]));
+            assert_eq!(
+                (config.get("add_bos_token"), note, tokens),
+                (None, None, vec![256, 97, 256])
+            );
         }
         // There is nothing to leave out.
         let (config, note, tokens) = of(json!({"no_special_tokens": true}), &offsets);
@@ -456,9 +537,15 @@ mod tests {
             tokens.name_in(&mut config);
             Value::from(config)
         };
-        assert_eq!(named(json!({"eos_token_id": null})), json!({"eos_token_id": 7, "bos_token_id": 1}));
+        assert_eq!(
+            named(json!({"eos_token_id": null})),
+            json!({"eos_token_id": 7, "bos_token_id": 1})
+        );
         let several = json!({"eos_token_id": [5, 7], "bos_token_id": 2, "pad_token_id": 0});
         assert_eq!(named(several.clone()), several);
-        assert_eq!(named(json!({"eos_token_id": 9, "bos_token_id": 2})), json!({"eos_token_id": 7, "bos_token_id": 1}));
+        assert_eq!(
+            named(json!({"eos_token_id": 9, "bos_token_id": 2})),
+            json!({"eos_token_id": 7, "bos_token_id": 1})
+        );
     }
 }

@@ -65,7 +65,8 @@ impl Archive {
     pub fn open(mut file: File, start: u64, length: u64) -> Found<Self> {
         file.seek(SeekFrom::Start(start)).map_err(|e| e.to_string())?;
         let window = BufReader::new(Window { file, start, length, at: 0 });
-        let zip = ZipArchive::new(window).map_err(|e| format!("is no archive of torch.save: {e}"))?;
+        let zip =
+            ZipArchive::new(window).map_err(|e| format!("is no archive of torch.save: {e}"))?;
         let root = zip.file_names_raw().find_map(|name| name.strip_suffix(b"data.pkl"));
         let root = root.filter(|root| root.is_empty() || root.ends_with(b"/"));
         let root = root.and_then(|root| String::from_utf8(root.to_vec()).ok());
@@ -91,7 +92,10 @@ impl Archive {
         let path = format!("{}{name}", self.root);
         let entry = self.zip.by_name(&path).map_err(|e| format!("its {path}: {e}"))?;
         if entry.size() > most {
-            return Err(format!("its {path} has {} bytes, and {most} at most are sensible", entry.size()));
+            return Err(format!(
+                "its {path} has {} bytes, and {most} at most are sensible",
+                entry.size()
+            ));
         }
         let mut bytes = Vec::new();
         // The end of an entry is where its checksum is compared.
@@ -106,17 +110,27 @@ impl Archive {
     pub fn tensor(&mut self, dtype: Float, shape: &[usize]) -> Found<Strided> {
         let bytes = self.pickle(MAX_TENSOR_PICKLE)?;
         let pickle = Pickle::parse(&bytes)?;
-        let described = Described::read(pickle.root()).ok_or("does not hold a tensor as torch.save writes one")?;
+        let described = Described::read(pickle.root())
+            .ok_or("does not hold a tensor as torch.save writes one")?;
         if described.dtype != dtype {
-            return Err(format!("holds a tensor of {}, where .metadata says {dtype}", described.dtype));
+            return Err(format!(
+                "holds a tensor of {}, where .metadata says {dtype}",
+                described.dtype
+            ));
         }
         let missing = shape.len().checked_sub(described.shape.len());
-        let leading = missing.filter(|&n| shape[..n].iter().all(|&len| len == 1) && shape[n..] == described.shape);
+        let leading = missing
+            .filter(|&n| shape[..n].iter().all(|&len| len == 1) && shape[n..] == described.shape);
         let Some(leading) = leading else {
-            return Err(format!("holds a tensor of shape {:?}, where .metadata says {shape:?}", described.shape));
+            return Err(format!(
+                "holds a tensor of shape {:?}, where .metadata says {shape:?}",
+                described.shape
+            ));
         };
         let bytes = self.entry(&format!("data/{}", described.key), described.bytes()?)?;
-        if bytes.len() as u64 != described.bytes()? || described.end().is_none_or(|end| end > described.numel) {
+        if bytes.len() as u64 != described.bytes()?
+            || described.end().is_none_or(|end| end > described.numel)
+        {
             return Err(format!("has {} bytes, which are not those of its tensor", bytes.len()));
         }
         let strides = vec![0; leading].into_iter().chain(described.strides).collect();
@@ -165,7 +179,9 @@ impl<'p> Described<'p> {
     }
 
     fn bytes(&self) -> Found<u64> {
-        let bytes = (self.numel as u64).checked_mul(self.dtype.size() as u64).filter(|&bytes| bytes < 1 << 48);
+        let bytes = (self.numel as u64)
+            .checked_mul(self.dtype.size() as u64)
+            .filter(|&bytes| bytes < 1 << 48);
         bytes.ok_or_else(|| format!("holds a tensor of {} elements, which none has", self.numel))
     }
 
@@ -198,16 +214,24 @@ mod tests {
     /// What asking for an f32 of `shape` says, of an archive with a 2 × 3 tensor of `class` with `strides`, in 6 elements.
     fn ask(class: &str, strides: [u8; 2], bytes: usize, shape: &[usize]) -> Found<Strided> {
         let [rows, columns] = strides;
-        let storage =
-            [&b"(X\x07\0\0\0storagectorch\n"[..], class.as_bytes(), b"\nX\x01\0\0\x007X\x03\0\0\0cpuK\x06tQ"].concat();
+        let storage = [
+            &b"(X\x07\0\0\0storagectorch\n"[..],
+            class.as_bytes(),
+            b"\nX\x01\0\0\x007X\x03\0\0\0cpuK\x06tQ",
+        ]
+        .concat();
         let sizes = [&b"K\0K\x02K\x03\x86K"[..], &[rows], b"K", &[columns], b"\x86\x89N"].concat();
-        let pickle = [&b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("[..], &storage, &sizes, b"tR."].concat();
+        let pickle =
+            [&b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("[..], &storage, &sizes, b"tR."]
+                .concat();
         let mut file = tempfile::tempfile().unwrap();
         // Not at the beginning, as in a distributed checkpoint.
         file.write_all(b"another").unwrap();
         let mut zip = Vec::new();
         let mut writer = zip::ZipWriter::new(io::Cursor::new(&mut zip));
-        for (name, content) in [("archive/data.pkl", &pickle[..]), ("archive/data/7", &vec![1; bytes])] {
+        for (name, content) in
+            [("archive/data.pkl", &pickle[..]), ("archive/data/7", &vec![1; bytes])]
+        {
             writer.start_file(name, zip::write::SimpleFileOptions::default()).unwrap();
             writer.write_all(content).unwrap();
         }

@@ -3,7 +3,9 @@
 //!
 //! `megatron/training/arguments.py` (`core_transformer_config_from_args`, `validate_args`), `megatron/core/transformer/mlp.py`.
 
-use megatron::config::{ModelConfig, Normalization, ParallelConfig, PositionEmbedding, RopeScaling, Sources};
+use megatron::config::{
+    ModelConfig, Normalization, ParallelConfig, PositionEmbedding, RopeScaling, Sources,
+};
 
 use super::pickle::Value;
 
@@ -79,7 +81,9 @@ impl<'p> Args<'p> {
              export the model to Hugging Face's format with the tool that trained it, and import that",
         )?;
         match args.class() {
-            Some(("argparse", "Namespace")) if args.state().and_then(Value::entries).is_some() => Ok(Self(args)),
+            Some(("argparse", "Namespace")) if args.state().and_then(Value::entries).is_some() => {
+                Ok(Self(args))
+            }
             _ => Err(format!("its args are {}, not an argparse.Namespace", args.shown())),
         }
     }
@@ -88,14 +92,21 @@ impl<'p> Args<'p> {
         self.0.attribute(name).filter(|value| !value.is_none())
     }
 
-    fn read<T>(self, name: &str, kind: &str, read: impl Fn(Value<'p>) -> Option<T>) -> Read<Option<T>> {
+    fn read<T>(
+        self,
+        name: &str,
+        kind: &str,
+        read: impl Fn(Value<'p>) -> Option<T>,
+    ) -> Read<Option<T>> {
         let Some(value) = self.get(name) else { return Ok(None) };
         read(value).map(Some).ok_or_else(|| format!("{name} is {}, not {kind}", value.shown()))
     }
 
     pub fn optional_int(self, name: &str) -> Read<Option<usize>> {
         // Larger numbers are no sizes of a model and would only overflow.
-        self.read(name, "a whole number of a model's size", |value| value.size().filter(|&size| size < 1 << 31))
+        self.read(name, "a whole number of a model's size", |value| {
+            value.size().filter(|&size| size < 1 << 31)
+        })
     }
 
     fn int(self, name: &str) -> Read<usize> {
@@ -121,10 +132,16 @@ impl<'p> Args<'p> {
                 || value.str() == Some("")
                 || value.items().is_some_and(|i| i.len() == 0)
         };
-        let set =
-            UNAVAILABLE.into_iter().filter_map(|name| Some((name, self.get(name).filter(|value| !silent(*value))?)));
-        let set: Vec<String> = set.map(|(name, value)| format!("{name} = {}", value.shown())).collect();
-        if set.is_empty() { Ok(()) } else { Err(format!("sets what is not available here: {}", set.join(", "))) }
+        let set = UNAVAILABLE
+            .into_iter()
+            .filter_map(|name| Some((name, self.get(name).filter(|value| !silent(*value))?)));
+        let set: Vec<String> =
+            set.map(|(name, value)| format!("{name} = {}", value.shown())).collect();
+        if set.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("sets what is not available here: {}", set.join(", ")))
+        }
     }
 
     /// Which of `padded` rows are tokens.
@@ -132,17 +149,27 @@ impl<'p> Args<'p> {
         if let Some(size) = given {
             return match size {
                 0 => Err("a vocabulary has at least one token: --vocab-size 0".into()),
-                _ if size > padded => {
-                    Err(format!("--vocab-size {size} is more than the {padded} rows of its word embeddings"))
-                }
+                _ if size > padded => Err(format!(
+                    "--vocab-size {size} is more than the {padded} rows of its word embeddings"
+                )),
                 _ => Ok(Vocabulary::Given(size)),
             };
         }
-        let Some(recorded) = self.optional_int("vocab_size")? else { return Ok(Vocabulary::Padded(padded)) };
+        let Some(recorded) = self.optional_int("vocab_size")? else {
+            return Ok(Vocabulary::Padded(padded));
+        };
         // NullTokenizer counts its end of a document besides.
-        let size = if self.name("tokenizer_type")? == Some("NullTokenizer") { recorded + 1 } else { recorded };
+        let size = if self.name("tokenizer_type")? == Some("NullTokenizer") {
+            recorded + 1
+        } else {
+            recorded
+        };
         let tp = self.optional_int("tensor_model_parallel_size")?.unwrap_or(1);
-        let multiple = self.optional_int("make_vocab_size_divisible_by")?.unwrap_or(128).saturating_mul(tp).max(1);
+        let multiple = self
+            .optional_int("make_vocab_size_divisible_by")?
+            .unwrap_or(128)
+            .saturating_mul(tp)
+            .max(1);
         // The tokenizer has the last word in Megatron-LM, too: a size that is padded to another one is not the model's.
         let same = size > 0 && size.checked_next_multiple_of(multiple) == Some(padded);
         Ok(if same { Vocabulary::Recorded(size) } else { Vocabulary::Padded(padded) })
@@ -157,7 +184,9 @@ impl<'p> Args<'p> {
         if let Some(recorded) = self.optional_int("padded_vocab_size")?
             && recorded != padded
         {
-            return Err(format!("padded_vocab_size is {recorded}, and its word embeddings have {padded} rows"));
+            return Err(format!(
+                "padded_vocab_size is {recorded}, and its word embeddings have {padded} rows"
+            ));
         }
         if let Some(kind) = self.name("softmax_type")?.filter(|kind| *kind != "vanilla") {
             return Err(format!("softmax_type {kind:?} is not available; only \"vanilla\" is"));
@@ -166,22 +195,32 @@ impl<'p> Args<'p> {
         let (layers, hidden, heads) =
             (self.int("num_layers")?, self.int("hidden_size")?, self.int("num_attention_heads")?);
         if layers > MOST_LAYERS {
-            return Err(format!("num_layers is {layers}; more than {MOST_LAYERS} are taken for a mistake"));
+            return Err(format!(
+                "num_layers is {layers}; more than {MOST_LAYERS} are taken for a mistake"
+            ));
         }
         // Without it num_query_groups has no meaning.
-        let groups = if self.bool("group_query_attention", false)? { self.int("num_query_groups")? } else { heads };
+        let groups = if self.bool("group_query_attention", false)? {
+            self.int("num_query_groups")?
+        } else {
+            heads
+        };
         if heads == 0 || groups == 0 || !heads.is_multiple_of(groups) {
-            return Err(format!("num_attention_heads {heads} is no multiple of {groups} query groups"));
+            return Err(format!(
+                "num_attention_heads {heads} is no multiple of {groups} query groups"
+            ));
         }
         let bias_linear = self.bool("add_bias_linear", true)?;
         let positions = self.int("max_position_embeddings")?;
         let (position_embedding, rotary_base, rope_scaling) = self.positions()?;
-        let epsilon = match (self.optional_float("norm_epsilon")?, self.optional_float("layernorm_epsilon")?) {
-            (Some(one), Some(other)) if one != other => {
-                return Err(format!("norm_epsilon {one} and layernorm_epsilon {other} differ"));
-            }
-            (one, other) => one.or(other).ok_or("has no norm_epsilon")?,
-        };
+        let epsilon =
+            match (self.optional_float("norm_epsilon")?, self.optional_float("layernorm_epsilon")?)
+            {
+                (Some(one), Some(other)) if one != other => {
+                    return Err(format!("norm_epsilon {one} and layernorm_epsilon {other} differ"));
+                }
+                (one, other) => one.or(other).ok_or("has no norm_epsilon")?,
+            };
         let model = ModelConfig {
             num_layers: layers,
             hidden_size: hidden,
@@ -199,15 +238,22 @@ impl<'p> Args<'p> {
             normalization: match self.name("normalization")?.unwrap_or("LayerNorm") {
                 "LayerNorm" => Normalization::LayerNorm,
                 "RMSNorm" => Normalization::RMSNorm,
-                other => return Err(format!("normalization {other:?} is not available; LayerNorm and RMSNorm are")),
+                other => {
+                    return Err(format!(
+                        "normalization {other:?} is not available; LayerNorm and RMSNorm are"
+                    ));
+                }
             },
             norm_epsilon: epsilon,
             swiglu: self.swiglu(bias_linear)?,
             bias_linear,
             qkv_bias: !bias_linear && self.bool("add_qkv_bias", false)?,
-            untie_embeddings_and_output_weights: self.bool("untie_embeddings_and_output_weights", false)?,
+            untie_embeddings_and_output_weights: self
+                .bool("untie_embeddings_and_output_weights", false)?,
             vocab_size: vocabulary.size(),
-            make_vocab_size_divisible_by: self.optional_int("make_vocab_size_divisible_by")?.unwrap_or(128),
+            make_vocab_size_divisible_by: self
+                .optional_int("make_vocab_size_divisible_by")?
+                .unwrap_or(128),
             attention_dropout: self.optional_float("attention_dropout")?.unwrap_or(0.1),
             hidden_dropout: self.optional_float("hidden_dropout")?.unwrap_or(0.1),
             init_method_std: self.optional_float("init_method_std")?.unwrap_or(0.02),
@@ -240,11 +286,17 @@ impl<'p> Args<'p> {
                     "use_rope_scaling with rotary_seq_len_interpolation_factor {factor} is not available"
                 ));
             }
-            (true, None) => RopeScaling::llama3(self.optional_float("rope_scaling_factor")?.unwrap_or(8.0)),
+            (true, None) => {
+                RopeScaling::llama3(self.optional_float("rope_scaling_factor")?.unwrap_or(8.0))
+            }
             (false, Some(factor)) => RopeScaling::Linear { factor },
             (false, None) => RopeScaling::None,
         };
-        Ok((PositionEmbedding::Rope, self.optional_float("rotary_base")?.unwrap_or(10_000.0), scaling))
+        Ok((
+            PositionEmbedding::Rope,
+            self.optional_float("rotary_base")?.unwrap_or(10_000.0),
+            scaling,
+        ))
     }
 
     /// Whether the MLP is SwiGLU's. Megatron's GELU is exact (by erf), but for its kernel that adds biases, too, which has the approximation

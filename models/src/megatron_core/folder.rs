@@ -15,8 +15,7 @@ const LEGACY: &str = "mp_rank_";
 /// Of a program's own checkpoints.
 const MANIFEST: &str = "manifest.json";
 const MAX_SMALL_BYTES: u64 = 1 << 16;
-const CONVERT: &str =
-    "convert it with Megatron-LM: --load it there with --ckpt-convert-format torch_dist --ckpt-convert-save DIR";
+const CONVERT: &str = "convert it with Megatron-LM: --load it there with --ckpt-convert-format torch_dist --ckpt-convert-save DIR";
 
 /// Whether `folder` looks like a checkpoint of Megatron-LM, or a folder of them, of whichever format.
 pub fn is_megatron(folder: &Path) -> bool {
@@ -34,7 +33,9 @@ pub(super) fn checkpoint_folder(folder: &Path) -> Result<PathBuf> {
         let name = match text.trim().parse::<u64>() {
             Ok(iteration) => format!("iter_{iteration:07}"),
             Err(_) if text.trim() == "release" => "release".into(),
-            Err(_) => return Err(Error::checkpoint(&pointer, "names neither an iteration nor release")),
+            Err(_) => {
+                return Err(Error::checkpoint(&pointer, "names neither an iteration nor release"));
+            }
         };
         folder.join(name)
     } else {
@@ -50,11 +51,20 @@ pub(super) fn checkpoint_folder(folder: &Path) -> Result<PathBuf> {
         ));
     }
     if !path.join(FORMAT).exists() {
-        let what = if path.join(METADATA).exists() { "torch_dcp or fsdp_dtensor" } else { "no format known here" };
-        return refuse(format!("has no {FORMAT}: it is of {what}, and torch_dist is read; {CONVERT}"));
+        let what = if path.join(METADATA).exists() {
+            "torch_dcp or fsdp_dtensor"
+        } else {
+            "no format known here"
+        };
+        return refuse(format!(
+            "has no {FORMAT}: it is of {what}, and torch_dist is read; {CONVERT}"
+        ));
     }
     let format: Format = serde_json::from_str(&small_file(&path.join(FORMAT))?).map_err(|e| {
-        Error::checkpoint(path.join(FORMAT), format!("does not say which format the checkpoint has: {e}"))
+        Error::checkpoint(
+            path.join(FORMAT),
+            format!("does not say which format the checkpoint has: {e}"),
+        )
     })?;
     match format.sharded_backend.as_str() {
         "torch_dist" => Ok(path),

@@ -40,12 +40,16 @@ pub fn import(
 ) -> Result<Imported> {
     refuse_model_folder(checkpoints)?;
     if is_megatron(checkpoints) && !holds_any(checkpoints)? {
-        let message = "holds what Megatron-LM wrote; name another folder for this program's checkpoints";
+        let message =
+            "holds what Megatron-LM wrote; name another folder for this program's checkpoints";
         return Err(Error::checkpoint(checkpoints, message));
     }
     let model = MegatronModel::open(folder, vocab_size)?;
-    let tensors = model.parameters().map(|(name, shape, dtype)| (name.into(), StateKind::Param, shape.to_vec(), dtype));
-    let total = model.parameters().map(|(_, shape, _)| shape.iter().product::<usize>() as u64).sum();
+    let tensors = model
+        .parameters()
+        .map(|(name, shape, dtype)| (name.into(), StateKind::Param, shape.to_vec(), dtype));
+    let total =
+        model.parameters().map(|(_, shape, _)| shape.iter().product::<usize>() as u64).sum();
     let mut writer = StreamWriter::create(checkpoints, 0, tensors.collect::<Vec<_>>())?;
     let mut done = 0;
     for (at, (_, shape, _)) in model.parameters().enumerate() {
@@ -54,6 +58,7 @@ pub fn import(
         progress(done, total);
     }
     let path = writer.finish(&weights_only_state(model.model())?)?;
-    let (vocabulary, iteration, had_optimizer) = (model.vocabulary(), model.iteration(), model.has_optimizer());
+    let (vocabulary, iteration, had_optimizer) =
+        (model.vocabulary(), model.iteration(), model.has_optimizer());
     Ok(Imported { path, elements: total, vocabulary, iteration, had_optimizer })
 }

@@ -59,22 +59,27 @@ impl MegatronModel {
         let refuse = |why: String| Error::checkpoint(&path, why);
         let file = files::open_binary(&path).map_err(|e| Error::io("open", &path, e))?;
         let size = file.metadata().map_err(|e| Error::io("find", &path, e))?.len();
-        let bytes =
-            Archive::open(file, 0, size).and_then(|mut common| common.pickle(MAX_COMMON_BYTES)).map_err(refuse)?;
+        let bytes = Archive::open(file, 0, size)
+            .and_then(|mut common| common.pickle(MAX_COMMON_BYTES))
+            .map_err(refuse)?;
         let common = Pickle::parse(&bytes).map_err(refuse)?;
         let args = Args::of(common.root()).map_err(refuse)?;
         let storage = Storage::open(&folder)?;
         let words = storage.tensors().get(WORD_EMBEDDINGS).and_then(|words| words.shape.first());
-        let padded = *words.ok_or_else(|| Error::checkpoint(&folder, format!("{WORD_EMBEDDINGS} is missing")))?;
+        let padded = *words
+            .ok_or_else(|| Error::checkpoint(&folder, format!("{WORD_EMBEDDINGS} is missing")))?;
         let (model, vocabulary) = args.model(padded, vocab_size).map_err(refuse)?;
         let iteration = args.optional_int("iteration").map_err(refuse)?;
-        let parameters = plan(&model, padded, &storage).map_err(|why| Error::checkpoint(&folder, why))?;
+        let parameters =
+            plan(&model, padded, &storage).map_err(|why| Error::checkpoint(&folder, why))?;
         Ok(Self { storage, model, vocabulary, iteration, parameters })
     }
 
     /// Names, shapes and dtypes of the parameters, in forward order.
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &[usize], Float)> {
-        self.parameters.iter().map(|Planned { spec, dtype, .. }| (spec.name.as_str(), spec.shape.as_slice(), *dtype))
+        self.parameters
+            .iter()
+            .map(|Planned { spec, dtype, .. }| (spec.name.as_str(), spec.shape.as_slice(), *dtype))
     }
 
     /// Reads the parameter at `index` of [`MegatronModel::parameters`]: global, unpadded, row-major, little-endian.
@@ -120,18 +125,24 @@ impl MegatronModel {
 }
 
 /// Which tensor, or which layer of one, is which parameter.
-fn plan(model: &ModelConfig, padded: usize, storage: &Storage) -> std::result::Result<Vec<Planned>, String> {
+fn plan(
+    model: &ModelConfig,
+    padded: usize,
+    storage: &Storage,
+) -> std::result::Result<Vec<Planned>, String> {
     let tensors = storage.tensors();
     let largest = tensors.values().flat_map(|tensor| &tensor.shape).copied().max().unwrap_or(0);
     // All layers may be in one tensor.
-    bounded(model, largest, largest.max(tensors.len()))
-        .map_err(|why| format!("its args describe a model that its tensors are too small for: {why}"))?;
+    bounded(model, largest, largest.max(tensors.len())).map_err(|why| {
+        format!("its args describe a model that its tensors are too small for: {why}")
+    })?;
     let specs = Gpt::specs(model).map_err(|e| e.to_string())?;
     let (mut parameters, mut used, mut problems) = (Vec::new(), BTreeSet::new(), Vec::new());
     for spec in specs {
         let (layer, stacked, own) = keys(&spec.name);
         // All layers in one tensor, or a tensor of each.
-        let (key, layer) = if tensors.contains_key(&stacked) { (stacked, layer) } else { (own, None) };
+        let (key, layer) =
+            if tensors.contains_key(&stacked) { (stacked, layer) } else { (own, None) };
         let mut shape = spec.shape.clone();
         if [WORD_EMBEDDINGS, OUTPUT_LAYER].contains(&key.as_str()) {
             shape[0] = padded;
@@ -142,10 +153,14 @@ fn plan(model: &ModelConfig, padded: usize, storage: &Storage) -> std::result::R
         match tensors.get(&key) {
             None => problems.push(format!("{key} is missing (for {})", spec.name)),
             Some(stored) if stored.shape != shape => {
-                problems.push(format!("{key} has shape {:?}, its args make it {shape:?}", stored.shape));
+                problems.push(format!(
+                    "{key} has shape {:?}, its args make it {shape:?}",
+                    stored.shape
+                ));
             }
             Some(stored) => match stored.dtype {
-                None => problems.push(format!("{key} is of a dtype other than float32, bfloat16, float16")),
+                None => problems
+                    .push(format!("{key} is of a dtype other than float32, bfloat16, float16")),
                 Some(dtype) => parameters.push(Planned { spec, dtype, key: key.clone(), layer }),
             },
         }
@@ -160,16 +175,22 @@ fn plan(model: &ModelConfig, padded: usize, storage: &Storage) -> std::result::R
     let more = problems.len().saturating_sub(SHOWN);
     problems.truncate(SHOWN);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-    Err(format!("its tensors are not those of the model that its args describe: {}{more}", problems.join("; ")))
+    Err(format!(
+        "its tensors are not those of the model that its args describe: {}{more}",
+        problems.join("; ")
+    ))
 }
 
 /// A parameter's layer, and what its tensor is called if it holds all layers, and if it is of this one alone.
 fn keys(ours: &str) -> (Option<usize>, String, String) {
     let split = ours.strip_prefix(LAYERS).and_then(|rest| rest.split_once('.'));
-    let Some((layer, part)) = split.and_then(|(layer, part)| Some((layer.parse().ok()?, part))) else {
+    let Some((layer, part)) = split.and_then(|(layer, part)| Some((layer.parse().ok()?, part)))
+    else {
         return (None, ours.into(), ours.into());
     };
-    let norm = NORMS.iter().find_map(|(theirs, ours)| Some(format!("{theirs}{}", part.strip_prefix(ours)?)));
+    let norm = NORMS
+        .iter()
+        .find_map(|(theirs, ours)| Some(format!("{theirs}{}", part.strip_prefix(ours)?)));
     let part = norm.unwrap_or_else(|| part.into());
     (Some(layer), format!("{LAYERS}{part}"), format!("{LAYERS}{layer}.{part}"))
 }

@@ -55,10 +55,18 @@ impl<'a> Pickle<'a> {
     /// # Errors
     /// If the bytes are none, with the place of what is wrong.
     pub fn parse(bytes: &'a [u8]) -> Read<Self> {
-        let shared = vec![Node::None, Node::Bool(true), Node::Bool(false), Node::Sequence(Vec::new())];
-        let mut reader =
-            Reader { bytes, at: 0, nodes: shared, stack: Vec::new(), marks: Vec::new(), memo: HashMap::new() };
-        let root = reader.run().map_err(|why| format!("is no pickle: {why} at byte {}", reader.at))?;
+        let shared =
+            vec![Node::None, Node::Bool(true), Node::Bool(false), Node::Sequence(Vec::new())];
+        let mut reader = Reader {
+            bytes,
+            at: 0,
+            nodes: shared,
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: HashMap::new(),
+        };
+        let root =
+            reader.run().map_err(|why| format!("is no pickle: {why} at byte {}", reader.at))?;
         Ok(Self { nodes: reader.nodes, root })
     }
 
@@ -171,7 +179,8 @@ impl<'a> Reader<'a> {
             }
             0x93 => {
                 let (name, module) = (self.pop()?, self.pop()?);
-                let (&Node::Str(module), &Node::Str(name)) = (&self.nodes[module as usize], &self.nodes[name as usize])
+                let (&Node::Str(module), &Node::Str(name)) =
+                    (&self.nodes[module as usize], &self.nodes[name as usize])
                 else {
                     return Err("a class has no name".into());
                 };
@@ -219,7 +228,8 @@ impl<'a> Reader<'a> {
     }
 
     fn take(&mut self, length: usize) -> Read<&'a [u8]> {
-        let taken = self.bytes.get(self.at..).and_then(|rest| rest.get(..length)).ok_or("it ends early")?;
+        let taken =
+            self.bytes.get(self.at..).and_then(|rest| rest.get(..length)).ok_or("it ends early")?;
         self.at += length;
         Ok(taken)
     }
@@ -263,7 +273,12 @@ impl<'a> Reader<'a> {
     }
 
     fn object(&mut self, class: Id, arguments: Id) -> Read<()> {
-        self.push(Node::Object(Box::new(Object { class, arguments, state: None, items: Vec::new() })))
+        self.push(Node::Object(Box::new(Object {
+            class,
+            arguments,
+            state: None,
+            items: Vec::new(),
+        })))
     }
 
     fn top(&self) -> Read<Id> {
@@ -305,7 +320,8 @@ impl<'a> Reader<'a> {
     }
 
     fn recall(&mut self, index: u32) -> Read<()> {
-        let id = self.memo.get(&index).ok_or_else(|| format!("value {index} was not remembered"))?;
+        let id =
+            self.memo.get(&index).ok_or_else(|| format!("value {index} was not remembered"))?;
         self.stack.push(*id);
         Ok(())
     }
@@ -376,12 +392,20 @@ impl<'p> Value<'p> {
 
     /// The items of a list, a tuple or a set.
     pub fn items(self) -> Option<impl ExactSizeIterator<Item = Value<'p>>> {
-        if let Node::Sequence(items) = self.node() { Some(items.iter().map(move |&id| self.at(id))) } else { None }
+        if let Node::Sequence(items) = self.node() {
+            Some(items.iter().map(move |&id| self.at(id)))
+        } else {
+            None
+        }
     }
 
     /// The item at `index` of a list or a tuple.
     pub fn item(self, index: usize) -> Option<Self> {
-        if let Node::Sequence(items) = self.node() { items.get(index).map(|&id| self.at(id)) } else { None }
+        if let Node::Sequence(items) = self.node() {
+            items.get(index).map(|&id| self.at(id))
+        } else {
+            None
+        }
     }
 
     /// Keys and values of a dictionary.
@@ -403,7 +427,11 @@ impl<'p> Value<'p> {
     }
 
     pub fn state(self) -> Option<Self> {
-        if let Node::Object(object) = self.node() { object.state.map(|id| self.at(id)) } else { None }
+        if let Node::Object(object) = self.node() {
+            object.state.map(|id| self.at(id))
+        } else {
+            None
+        }
     }
 
     /// Module and name of a class or a function.

@@ -60,10 +60,15 @@ impl Storage {
     /// If it is missing or damaged, a file is missing or too short, or pieces do not cover their tensor exactly.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join(METADATA);
-        let bytes = files::read(&path, MAX_METADATA_BYTES).map_err(|e| Error::io("read", &path, e))?;
+        let bytes =
+            files::read(&path, MAX_METADATA_BYTES).map_err(|e| Error::io("read", &path, e))?;
         let pickle = Pickle::parse(&bytes).map_err(|why| Error::checkpoint(&path, why))?;
-        let mut storage =
-            Self { folder: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new(), has_optimizer: false };
+        let mut storage = Self {
+            folder: folder.to_path_buf(),
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            has_optimizer: false,
+        };
         storage.read_metadata(pickle.root()).map_err(|why| Error::checkpoint(&path, why))?;
         storage.check_files()?;
         Ok(storage)
@@ -79,7 +84,10 @@ impl Storage {
 
     fn read_metadata(&mut self, metadata: Value) -> Found<()> {
         if metadata.class() != Some(("torch.distributed.checkpoint.metadata", "Metadata")) {
-            return Err(format!("holds {} and not the Metadata of a distributed checkpoint", metadata.shown()));
+            return Err(format!(
+                "holds {} and not the Metadata of a distributed checkpoint",
+                metadata.shown()
+            ));
         }
         let part = |name: &str| {
             let entries = metadata.attribute(name).and_then(Value::entries);
@@ -94,7 +102,8 @@ impl Storage {
             }
             match tensor.class() {
                 Some((_, "TensorStorageMetadata")) => {
-                    let stored = stored(key, tensor, &mut items).map_err(|why| format!("{key}: {why}"))?;
+                    let stored =
+                        stored(key, tensor, &mut items).map_err(|why| format!("{key}: {why}"))?;
                     self.tensors.insert(key.into(), stored);
                 }
                 // Objects: states of Transformer Engine and of random numbers.
@@ -106,27 +115,44 @@ impl Storage {
     }
 
     /// Where each piece of the tensors lies, by its tensor's name and its place there.
-    fn items<'p>(&mut self, entries: impl Iterator<Item = (Value<'p>, Value<'p>)>) -> Found<Items<'p>> {
+    fn items<'p>(
+        &mut self,
+        entries: impl Iterator<Item = (Value<'p>, Value<'p>)>,
+    ) -> Found<Items<'p>> {
         let mut files = HashMap::new();
         let mut items = Items::new();
         for (index, info) in entries {
-            let name = index.attribute("fqn").and_then(Value::str).ok_or("has data without a name")?;
+            let name =
+                index.attribute("fqn").and_then(Value::str).ok_or("has data without a name")?;
             // Objects have no place in anything.
-            let Some(offset) = index.attribute("offset").filter(|offset| !offset.is_none()) else { continue };
+            let Some(offset) = index.attribute("offset").filter(|offset| !offset.is_none()) else {
+                continue;
+            };
             if of_optimizer(name) {
                 continue;
             }
             let read = || {
                 let size = |key| u64::try_from(info.attribute(key)?.int()?).ok();
-                Some((extents(offset)?, info.attribute("relative_path")?.str()?, size("offset")?, size("length")?))
+                Some((
+                    extents(offset)?,
+                    info.attribute("relative_path")?.str()?,
+                    size("offset")?,
+                    size("length")?,
+                ))
             };
-            let (offset, path, start, length) = read().ok_or_else(|| format!("does not say where {name} lies"))?;
+            let (offset, path, start, length) =
+                read().ok_or_else(|| format!("does not say where {name} lies"))?;
             let transforms = info.attribute("transform_descriptors");
-            if transforms.is_some_and(|list| !list.is_none() && list.items().is_none_or(|list| list.len() > 0)) {
-                return Err(format!("{name} is stored compressed, or otherwise transformed, which is not available"));
+            if transforms.is_some_and(|list| {
+                !list.is_none() && list.items().is_none_or(|list| list.len() > 0)
+            }) {
+                return Err(format!(
+                    "{name} is stored compressed, or otherwise transformed, which is not available"
+                ));
             }
             let mut parts = Path::new(path).components();
-            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == path) {
+            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == path)
+            {
                 return Err(format!("names {path:?}, which is not a file in its own folder"));
             }
             let file = *files.entry(path).or_insert_with(|| {
@@ -140,24 +166,34 @@ impl Storage {
 
     /// Compares sizes, so that what is read has the order of what is there.
     fn check_files(&self) -> Result<()> {
-        let size = |path: &PathBuf| Ok(std::fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len());
+        let size = |path: &PathBuf| {
+            Ok(std::fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len())
+        };
         let sizes = self.files.iter().map(size).collect::<Result<Vec<u64>>>()?;
         let mut used = vec![0u64; sizes.len()];
         for (name, stored) in &self.tensors {
             for Piece { shape, item, .. } in &stored.pieces {
                 let (path, held) = (&self.files[item.file], sizes[item.file]);
                 if item.start.checked_add(item.length).is_none_or(|end| end > held) {
-                    let message =
-                        format!("has {held} bytes, and {name} lies behind them; it was cut off or is another's");
+                    let message = format!(
+                        "has {held} bytes, and {name} lies behind them; it was cut off or is another's"
+                    );
                     return Err(Error::checkpoint(path, message));
                 }
-                let least = (shape.iter().product::<usize>() as u64).checked_mul(stored.element_size() as u64);
+                let least = (shape.iter().product::<usize>() as u64)
+                    .checked_mul(stored.element_size() as u64);
                 if least.is_none_or(|least| least > item.length) {
-                    return Err(Error::checkpoint(path, format!("has {} bytes for {shape:?} of {name}", item.length)));
+                    return Err(Error::checkpoint(
+                        path,
+                        format!("has {} bytes for {shape:?} of {name}", item.length),
+                    ));
                 }
                 used[item.file] = used[item.file].saturating_add(item.length);
                 if used[item.file] > held {
-                    return Err(Error::checkpoint(path, format!("has {held} bytes, and {METADATA} places more in it")));
+                    return Err(Error::checkpoint(
+                        path,
+                        format!("has {held} bytes, and {METADATA} places more in it"),
+                    ));
                 }
             }
         }
@@ -168,11 +204,23 @@ impl Storage {
     ///
     /// # Errors
     /// If there is no such box, or a file is damaged.
-    pub fn read(&self, name: &str, dtype: Float, start: &[usize], shape: &[usize]) -> Result<Vec<u8>> {
-        let missing = || Error::checkpoint(&self.folder, format!("has no {shape:?} of {name} at {start:?}"));
+    pub fn read(
+        &self,
+        name: &str,
+        dtype: Float,
+        start: &[usize],
+        shape: &[usize],
+    ) -> Result<Vec<u8>> {
+        let missing =
+            || Error::checkpoint(&self.folder, format!("has no {shape:?} of {name} at {start:?}"));
         let stored = self.tensors.get(name).ok_or_else(missing)?;
-        let inside = |dim: usize| start[dim].checked_add(shape[dim]).is_some_and(|end| end <= stored.shape[dim]);
-        if stored.shape.len() != shape.len() || start.len() != shape.len() || !(0..shape.len()).all(inside) {
+        let inside = |dim: usize| {
+            start[dim].checked_add(shape[dim]).is_some_and(|end| end <= stored.shape[dim])
+        };
+        if stored.shape.len() != shape.len()
+            || start.len() != shape.len()
+            || !(0..shape.len()).all(inside)
+        {
             return Err(missing());
         }
         let mut out = vec![0; shape.iter().product::<usize>() * dtype.size()];
@@ -183,9 +231,19 @@ impl Storage {
             let tensor = Archive::open(file, piece.item.start, piece.item.length)
                 .and_then(|mut archive| archive.tensor(dtype, &piece.shape));
             let tensor = tensor.map_err(|why| {
-                Error::checkpoint(path, format!("what it has of {name} at byte {} {why}", piece.item.start))
+                Error::checkpoint(
+                    path,
+                    format!("what it has of {name} at byte {} {why}", piece.item.start),
+                )
             })?;
-            common.copy(&tensor.bytes, tensor.offset, &tensor.strides, &mut out, shape, dtype.size());
+            common.copy(
+                &tensor.bytes,
+                tensor.offset,
+                &tensor.strides,
+                &mut out,
+                shape,
+                dtype.size(),
+            );
         }
         Ok(out)
     }
@@ -207,9 +265,14 @@ impl Stored {
         let mut sorted: Vec<&Piece> = self.pieces.iter().collect();
         sorted.sort_unstable_by(|a, b| a.offset.cmp(&b.offset));
         for piece in &sorted {
-            let ends = piece.offset.iter().zip(&piece.shape).map(|(from, len)| from.checked_add(*len));
-            let inside = ends.zip(&self.shape).all(|(end, whole)| end.is_some_and(|end| end <= *whole));
-            if piece.offset.len() != self.shape.len() || piece.shape.len() != self.shape.len() || !inside {
+            let ends =
+                piece.offset.iter().zip(&piece.shape).map(|(from, len)| from.checked_add(*len));
+            let inside =
+                ends.zip(&self.shape).all(|(end, whole)| end.is_some_and(|end| end <= *whole));
+            if piece.offset.len() != self.shape.len()
+                || piece.shape.len() != self.shape.len()
+                || !inside
+            {
                 return Err(format!(
                     "a piece of {:?} at {:?} is not within {:?}",
                     piece.shape, piece.offset, self.shape
@@ -220,7 +283,8 @@ impl Stored {
         for (at, piece) in sorted.iter().enumerate() {
             covered = covered.saturating_add(piece.shape.iter().product());
             for other in &sorted[at + 1..] {
-                if piece.offset.first().is_none_or(|from| other.offset[0] >= from + piece.shape[0]) {
+                if piece.offset.first().is_none_or(|from| other.offset[0] >= from + piece.shape[0])
+                {
                     break;
                 }
                 comparisons += 1;
@@ -228,20 +292,28 @@ impl Stored {
                     return Err("has more pieces than any layout writes".into());
                 }
                 if Common::of(other, &piece.offset, &piece.shape).is_some() {
-                    return Err(format!("its pieces at {:?} and {:?} overlap", piece.offset, other.offset));
+                    return Err(format!(
+                        "its pieces at {:?} and {:?} overlap",
+                        piece.offset, other.offset
+                    ));
                 }
             }
         }
         let numel: usize = self.shape.iter().product();
         if covered != numel {
-            return Err(format!("its pieces have {covered} of its {numel} elements; the checkpoint is not whole"));
+            return Err(format!(
+                "its pieces have {covered} of its {numel} elements; the checkpoint is not whole"
+            ));
         }
         Ok(())
     }
 }
 
 fn stored<'p>(key: &'p str, tensor: Value, items: &mut Items<'p>) -> Found<Stored> {
-    let dtype = tensor.attribute("properties").and_then(Value::state).and_then(|properties| properties.item(0));
+    let dtype = tensor
+        .attribute("properties")
+        .and_then(Value::state)
+        .and_then(|properties| properties.item(0));
     let dtype = match dtype.and_then(Value::global).ok_or("has no dtype")? {
         ("torch", "float32") => Some(Float::F32),
         ("torch", "bfloat16") => Some(Float::Bf16),
@@ -249,7 +321,11 @@ fn stored<'p>(key: &'p str, tensor: Value, items: &mut Items<'p>) -> Found<Store
         _ => None,
     };
     let shape = tensor.attribute("size").and_then(extents).ok_or("has no shape")?;
-    if shape.contains(&0) || shape.iter().try_fold(1usize, |all, &len| all.checked_mul(len)).is_none_or(|n| n >> 48 > 0)
+    if shape.contains(&0)
+        || shape
+            .iter()
+            .try_fold(1usize, |all, &len| all.checked_mul(len))
+            .is_none_or(|n| n >> 48 > 0)
     {
         return Err(format!("has shape {shape:?}, which no tensor has"));
     }
@@ -257,10 +333,13 @@ fn stored<'p>(key: &'p str, tensor: Value, items: &mut Items<'p>) -> Found<Store
     let mut pieces = Vec::new();
     for chunk in chunks {
         let of = |name| chunk.attribute(name).and_then(extents);
-        let (offset, shape) = of("offsets").zip(of("sizes")).ok_or("has a piece without a place")?;
+        let (offset, shape) =
+            of("offsets").zip(of("sizes")).ok_or("has a piece without a place")?;
         // Taken out, so that a list of pieces costs no more than the data there are.
         let item = items.remove(&(key, offset.clone()));
-        let item = item.ok_or_else(|| format!("there are no data, or data for two, of its piece at {offset:?}"))?;
+        let item = item.ok_or_else(|| {
+            format!("there are no data, or data for two, of its piece at {offset:?}")
+        })?;
         pieces.push(Piece { offset, shape, item });
     }
     let stored = Stored { dtype, shape, pieces };
@@ -280,7 +359,9 @@ impl Common {
     /// `None` if it is nothing. Both lie within the tensor.
     fn of(piece: &Piece, start: &[usize], shape: &[usize]) -> Option<Self> {
         let mut common = Self { in_piece: Vec::new(), in_box: Vec::new(), shape: Vec::new() };
-        for (((&a, &a_len), &b), &b_len) in piece.offset.iter().zip(&piece.shape).zip(start).zip(shape) {
+        for (((&a, &a_len), &b), &b_len) in
+            piece.offset.iter().zip(&piece.shape).zip(start).zip(shape)
+        {
             let (from, to) = (a.max(b), a.saturating_add(a_len).min(b.saturating_add(b_len)));
             if from >= to {
                 return None;
@@ -293,11 +374,20 @@ impl Common {
     }
 
     /// Copies elements of `size` bytes from a piece, laid out by `offset` and `strides`, into a row-major box.
-    fn copy(&self, piece: &[u8], offset: usize, strides: &[usize], out: &mut [u8], shape: &[usize], size: usize) {
+    fn copy(
+        &self,
+        piece: &[u8],
+        offset: usize,
+        strides: &[usize],
+        out: &mut [u8],
+        shape: &[usize],
+        size: usize,
+    ) {
         let Some((&columns, outer)) = self.shape.split_last() else { return };
         let (last, row_major) = (outer.len(), row_major(shape));
         for row in 0..outer.iter().product::<usize>() {
-            let (mut from, mut to) = (offset + self.in_piece[last] * strides[last], self.in_box[last]);
+            let (mut from, mut to) =
+                (offset + self.in_piece[last] * strides[last], self.in_box[last]);
             let mut rest = row;
             for dim in (0..last).rev() {
                 let index = rest % outer[dim];
@@ -306,12 +396,14 @@ impl Common {
                 to += (self.in_box[dim] + index) * row_major[dim];
             }
             if strides[last] == 1 {
-                out[to * size..(to + columns) * size].copy_from_slice(&piece[from * size..(from + columns) * size]);
+                out[to * size..(to + columns) * size]
+                    .copy_from_slice(&piece[from * size..(from + columns) * size]);
                 continue;
             }
             for column in 0..columns {
                 let (from, to) = (from + column * strides[last], to + column);
-                out[to * size..(to + 1) * size].copy_from_slice(&piece[from * size..(from + 1) * size]);
+                out[to * size..(to + 1) * size]
+                    .copy_from_slice(&piece[from * size..(from + 1) * size]);
             }
         }
     }
@@ -330,11 +422,19 @@ mod tests {
     use super::*;
 
     /// A tensor of these pieces: places and shapes.
-    fn check<const N: usize>(shape: [usize; N], pieces: &[([usize; N], [usize; N])]) -> Option<String> {
+    fn check<const N: usize>(
+        shape: [usize; N],
+        pieces: &[([usize; N], [usize; N])],
+    ) -> Option<String> {
         let item = Item { file: 0, start: 0, length: 0 };
-        let pieces =
-            pieces.iter().map(|(offset, shape)| Piece { offset: offset.to_vec(), shape: shape.to_vec(), item });
-        Stored { dtype: Some(Float::F32), shape: shape.to_vec(), pieces: pieces.collect() }.check_cover().err()
+        let pieces = pieces.iter().map(|(offset, shape)| Piece {
+            offset: offset.to_vec(),
+            shape: shape.to_vec(),
+            item,
+        });
+        Stored { dtype: Some(Float::F32), shape: shape.to_vec(), pieces: pieces.collect() }
+            .check_cover()
+            .err()
     }
 
     #[test]
@@ -358,12 +458,28 @@ mod tests {
         let left = Piece { offset: vec![0, 0], shape: vec![4, 2], item };
         let right = Piece { offset: vec![0, 2], shape: vec![4, 4], item };
         let left_bytes: Vec<u8> = whole.chunks(6).flat_map(|row| row[..2].to_vec()).collect();
-        let right_bytes: Vec<u8> =
-            vec![99; 3].into_iter().chain((0..16).map(|i| whole[(i % 4) * 6 + 2 + i / 4])).collect();
+        let right_bytes: Vec<u8> = vec![99; 3]
+            .into_iter()
+            .chain((0..16).map(|i| whole[(i % 4) * 6 + 2 + i / 4]))
+            .collect();
         let (start, shape) = ([1, 1], [2, 4]);
         let mut out = vec![0; 8];
-        Common::of(&left, &start, &shape).unwrap().copy(&left_bytes, 0, &[2, 1], &mut out, &shape, 1);
-        Common::of(&right, &start, &shape).unwrap().copy(&right_bytes, 3, &[1, 4], &mut out, &shape, 1);
+        Common::of(&left, &start, &shape).unwrap().copy(
+            &left_bytes,
+            0,
+            &[2, 1],
+            &mut out,
+            &shape,
+            1,
+        );
+        Common::of(&right, &start, &shape).unwrap().copy(
+            &right_bytes,
+            3,
+            &[1, 4],
+            &mut out,
+            &shape,
+            1,
+        );
         assert_eq!(out, [7, 8, 9, 10, 13, 14, 15, 16]);
         assert!(Common::of(&left, &[0, 2], &[4, 4]).is_none());
     }

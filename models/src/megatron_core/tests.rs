@@ -35,7 +35,8 @@ fn pickled(value: Py) -> Vec<u8> {
 
 /// The pickle of `{"args": argparse.Namespace(…)}`.
 fn common(args: &[(&str, Py)]) -> Vec<u8> {
-    let fields: Vec<u8> = args.iter().flat_map(|(name, value)| [text(name), pickled(*value)].concat()).collect();
+    let fields: Vec<u8> =
+        args.iter().flat_map(|(name, value)| [text(name), pickled(*value)].concat()).collect();
     [b"\x80\x02}", &text("args")[..], b"cargparse\nNamespace\n)\x81}(", &fields, b"ubs."].concat()
 }
 
@@ -74,17 +75,31 @@ fn model(changes: &[(&'static str, Py)]) -> Result<(ModelConfig, Vocabulary), St
 fn arguments_become_the_model_they_describe() {
     let (llama, vocabulary) = model(&[]).unwrap();
     assert_eq!((llama.num_query_groups, llama.head_dim, llama.norm_epsilon), (2, 8, 1e-6));
-    assert_eq!((llama.position_embedding, llama.rope_scaling), (PositionEmbedding::Rope, RopeScaling::None));
-    assert_eq!((llama.normalization, llama.swiglu, llama.qkv_bias), (Normalization::RMSNorm, true, false));
+    assert_eq!(
+        (llama.position_embedding, llama.rope_scaling),
+        (PositionEmbedding::Rope, RopeScaling::None)
+    );
+    assert_eq!(
+        (llama.normalization, llama.swiglu, llama.qkv_bias),
+        (Normalization::RMSNorm, true, false)
+    );
     assert_eq!(vocabulary, Vocabulary::Padded(128));
-    let scaled = model(&[("use_rope_scaling", Py::Bool(true)), ("rope_scaling_factor", Py::Float(32.0))]).unwrap().0;
+    let scaled =
+        model(&[("use_rope_scaling", Py::Bool(true)), ("rope_scaling_factor", Py::Float(32.0))])
+            .unwrap()
+            .0;
     assert_eq!(scaled.rope_scaling, RopeScaling::llama3(32.0));
     // Without group_query_attention the number of groups is one that nobody uses.
-    let heads = model(&[("group_query_attention", Py::Bool(false)), ("num_query_groups", Py::Int(1))]).unwrap().0;
+    let heads =
+        model(&[("group_query_attention", Py::Bool(false)), ("num_query_groups", Py::Int(1))])
+            .unwrap()
+            .0;
     assert_eq!(heads.num_query_groups, 4);
-    let biased = model(&[("add_bias_linear", Py::Bool(true)), ("add_qkv_bias", Py::Bool(true))]).unwrap().0;
+    let biased =
+        model(&[("add_bias_linear", Py::Bool(true)), ("add_qkv_bias", Py::Bool(true))]).unwrap().0;
     assert_eq!((biased.bias_linear, biased.qkv_bias), (true, false));
-    let older = model(&[("norm_epsilon", Py::None), ("layernorm_epsilon", Py::Float(1e-5))]).unwrap().0;
+    let older =
+        model(&[("norm_epsilon", Py::None), ("layernorm_epsilon", Py::Float(1e-5))]).unwrap().0;
     assert_eq!(older.norm_epsilon, 1e-5);
 }
 
@@ -94,7 +109,10 @@ fn what_the_model_here_has_not_is_refused_by_name() {
     for (changes, why) in [
         (&[("rotary_percent", Py::Float(0.5))][..], "rotary_percent 0.5"),
         (&[("rotary_interleaved", Py::Bool(true))], "rotary_interleaved = True"),
-        (&[("qk_layernorm", Py::Bool(true)), ("num_experts", Py::Int(8))], "num_experts = 8, qk_layernorm = True"),
+        (
+            &[("qk_layernorm", Py::Bool(true)), ("num_experts", Py::Int(8))],
+            "num_experts = 8, qk_layernorm = True",
+        ),
         (&[("multi_latent_attention", Py::Bool(true))], "multi_latent_attention"),
         (&[("apply_layernorm_1p", Py::Bool(true))], "apply_layernorm_1p"),
         (&[("squared_relu", Py::Bool(true))], "squared_relu"),
@@ -117,7 +135,12 @@ fn what_the_model_here_has_not_is_refused_by_name() {
         (&gelu, "GELU exactly"),
         (&[gelu[0], ("bias_gelu_fusion", Py::Bool(true))], "GELU exactly"),
         (
-            &[gelu[0], gelu[1], ("bias_gelu_fusion", Py::Bool(true)), ("use_te_activation_func", Py::Bool(true))],
+            &[
+                gelu[0],
+                gelu[1],
+                ("bias_gelu_fusion", Py::Bool(true)),
+                ("use_te_activation_func", Py::Bool(true)),
+            ],
             "GELU exactly",
         ),
     ] {
@@ -126,17 +149,24 @@ fn what_the_model_here_has_not_is_refused_by_name() {
     }
     model(&[gelu[0], gelu[1], ("bias_gelu_fusion", Py::Bool(true))]).unwrap();
     // What says nothing may be there.
-    let silent =
-        [("num_experts", Py::None), ("qk_layernorm", Py::Bool(false)), ("hybrid_attention_ratio", Py::Float(0.0))];
+    let silent = [
+        ("num_experts", Py::None),
+        ("qk_layernorm", Py::Bool(false)),
+        ("hybrid_attention_ratio", Py::Float(0.0)),
+    ];
     model(&[silent[0], silent[1], silent[2], ("spec", Py::List(0))]).unwrap();
 }
 
 #[test]
 fn a_vocabulary_is_taken_from_who_knows_it() {
-    let sized =
-        |size, more: &[(&'static str, Py)]| model(&[&[("vocab_size", Py::Int(size))], more].concat()).unwrap().1;
+    let sized = |size, more: &[(&'static str, Py)]| {
+        model(&[&[("vocab_size", Py::Int(size))], more].concat()).unwrap().1
+    };
     assert_eq!(sized(100, &[]), Vocabulary::Recorded(100));
-    assert_eq!(sized(99, &[("tokenizer_type", Py::Str("NullTokenizer"))]), Vocabulary::Recorded(100));
+    assert_eq!(
+        sized(99, &[("tokenizer_type", Py::Str("NullTokenizer"))]),
+        Vocabulary::Recorded(100)
+    );
     // Of another tokenizer than the one whose tokens were padded.
     assert_eq!(sized(30, &[]), Vocabulary::Padded(128));
     assert_eq!(sized(30, &[("tensor_model_parallel_size", Py::Int(2))]), Vocabulary::Recorded(30));
@@ -147,7 +177,9 @@ fn a_vocabulary_is_taken_from_who_knows_it() {
 fn a_checkpoint_without_arguments_is_refused() {
     let refusal = |bytes: &[u8]| Args::of(Pickle::parse(bytes).unwrap().root()).err().unwrap();
     assert!(refusal(b"\x80\x02}.").contains("NeMo"));
-    assert!(refusal(&[b"\x80\x02}", &text("args")[..], b"K\x01s."].concat()).contains("its args are 1"));
+    assert!(
+        refusal(&[b"\x80\x02}", &text("args")[..], b"K\x01s."].concat()).contains("its args are 1")
+    );
 }
 
 #[test]
@@ -211,8 +243,8 @@ fn what_is_no_pickle_is_refused_with_the_place() {
 
 #[test]
 fn a_pickle_that_was_cut_off_or_has_a_flipped_bit_does_no_harm() {
-    let folder: PathBuf =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/megatron-core/llama-tp2-pp2/iter_0000005");
+    let folder: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/fixtures/megatron-core/llama-tp2-pp2/iter_0000005");
     let whole = std::fs::read(folder.join(".metadata")).unwrap();
     Pickle::parse(&whole).unwrap();
     for length in (0..whole.len()).step_by(3) {
@@ -222,7 +254,10 @@ fn a_pickle_that_was_cut_off_or_has_a_flipped_bit_does_no_harm() {
     for at in 0..whole.len() {
         damaged[at] ^= 1 << (at % 8);
         if let Ok(pickle) = Pickle::parse(&damaged) {
-            let _ = (pickle.root().shown(), pickle.root().attribute("storage_data").map(|value| value.shown()));
+            let _ = (
+                pickle.root().shown(),
+                pickle.root().attribute("storage_data").map(|value| value.shown()),
+            );
         }
         damaged[at] = whole[at];
     }

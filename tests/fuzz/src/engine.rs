@@ -26,15 +26,22 @@ pub struct Report {
 ///
 /// # Errors
 /// The input that broke the rule, and how.
-pub fn fuzz(target: &Target, time: Duration, seed: u64, current: &Path) -> Result<Report, (Vec<u8>, String)> {
-    let folder = tempfile::tempdir_in(scratch()).map_err(|error| (Vec::new(), format!("no folder: {error}")))?;
+pub fn fuzz(
+    target: &Target,
+    time: Duration,
+    seed: u64,
+    current: &Path,
+) -> Result<Report, (Vec<u8>, String)> {
+    let folder = tempfile::tempdir_in(scratch())
+        .map_err(|error| (Vec::new(), format!("no folder: {error}")))?;
     let (mut coverage, mut random) = (Coverage::default(), Random::new(seed));
     let mut inputs: Vec<Vec<u8>> = (target.seeds)();
     inputs.extend(found(target.name));
     let mut runs = 0;
     let mut run = |input: &[u8], coverage: &mut Coverage| {
         runs += 1;
-        attempt(target, folder.path(), input, coverage, current).map_err(|why| (input.to_vec(), why))
+        attempt(target, folder.path(), input, coverage, current)
+            .map_err(|why| (input.to_vec(), why))
     };
     for input in &inputs {
         run(input, &mut coverage)?;
@@ -99,7 +106,13 @@ mod tests {
 
     fn broken(run: fn(&Path, &[u8])) -> String {
         let current = tempfile::NamedTempFile::new().unwrap();
-        let target = Target { name: "broken", seeds: || vec![b"harmless".to_vec()], words: &[], run, memory: 1 << 20 };
+        let target = Target {
+            name: "broken",
+            seeds: || vec![b"harmless".to_vec()],
+            words: &[],
+            run,
+            memory: 1 << 20,
+        };
         let (input, why) = fuzz(&target, Duration::from_secs(60), 1, current.path()).err().unwrap();
         assert_eq!(fs::read(current.path()).unwrap(), input);
         why
@@ -109,7 +122,9 @@ mod tests {
     #[test]
     fn what_breaks_the_rule_is_noticed_and_seeds_do_not() {
         assert!(broken(|_, input| assert!(!input.contains(&0xff))).contains("panicked"));
-        let hungry = |_: &Path, input: &[u8]| drop(vec![0u8; if input.contains(&0xff) { 1 << 30 } else { 0 }]);
+        let hungry = |_: &Path, input: &[u8]| {
+            drop(vec![0u8; if input.contains(&0xff) { 1 << 30 } else { 0 }])
+        };
         assert!(broken(hungry).contains("MB for"));
         let current = tempfile::NamedTempFile::new().unwrap();
         for target in targets::all() {

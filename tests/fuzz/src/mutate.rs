@@ -85,7 +85,9 @@ pub fn mutate(random: &mut Random, bytes: &mut Vec<u8>, other: &[u8], words: &[&
                 insert(bytes, random, &other[from.min(to)..to]);
             }
             6 | 7 => {
-                let number = NUMBERS[random.below(NUMBERS.len())].wrapping_add(random.below(3) as u64).wrapping_sub(1);
+                let number = NUMBERS[random.below(NUMBERS.len())]
+                    .wrapping_add(random.below(3) as u64)
+                    .wrapping_sub(1);
                 let number = number.to_le_bytes();
                 let width = [1, 2, 4, 8][random.below(4)].min(bytes.len() - at.min(bytes.len()));
                 bytes[at..at + width].copy_from_slice(&number[..width]);
@@ -114,7 +116,12 @@ fn insert(bytes: &mut Vec<u8>, random: &mut Random, part: &[u8]) {
 /// Replaces the next number or word that is spelled out.
 fn digits(bytes: &mut Vec<u8>, at: usize, random: &mut Random) {
     let is_part = |b: &u8| b.is_ascii_alphanumeric() || *b == b'.' || *b == b'-';
-    let Some(start) = bytes[at.min(bytes.len())..].iter().position(u8::is_ascii_digit).map(|i| at + i) else { return };
-    let end = bytes[start..].iter().position(|b| !is_part(b)).map_or(bytes.len(), |len| start + len);
+    let Some(start) =
+        bytes[at.min(bytes.len())..].iter().position(u8::is_ascii_digit).map(|i| at + i)
+    else {
+        return;
+    };
+    let end =
+        bytes[start..].iter().position(|b| !is_part(b)).map_or(bytes.len(), |len| start + len);
     bytes.splice(start..end, TEXTS[random.below(TEXTS.len())].bytes());
 }

@@ -27,13 +27,11 @@ const MEMORY: usize = 96 << 20;
 const MEMORY_OF_PAGES: usize = 800 << 20;
 
 pub fn all() -> Vec<Target> {
-    let of = |name, seeds: fn() -> Vec<Vec<u8>>, words: &'static [&'static str], run: fn(&Path, &[u8])| Target {
-        name,
-        seeds,
-        words,
-        run,
-        memory: MEMORY,
-    };
+    let of =
+        |name,
+         seeds: fn() -> Vec<Vec<u8>>,
+         words: &'static [&'static str],
+         run: fn(&Path, &[u8])| Target { name, seeds, words, run, memory: MEMORY };
     vec![
         of("indexed-dataset", indices, &["MMIDIDX\0\0"], indexed_dataset),
         of("index-cache", || vec![index_cache_file()], &["MGTNIDX1"], index_cache),
@@ -41,7 +39,12 @@ pub fn all() -> Vec<Target> {
         of("safetensors", safetensors, SAFETENSORS, shard),
         of("hf-config", configs, CONFIG, hf_config),
         of("hf-index", hf_indices, &["weight_map", "../", "model.safetensors"], hf_index),
-        of("hf-weights", || vec![fixture("families/bloom/model.safetensors")], SAFETENSORS, hf_weights),
+        of(
+            "hf-weights",
+            || vec![fixture("families/bloom/model.safetensors")],
+            SAFETENSORS,
+            hf_weights,
+        ),
         of(
             "megatron-metadata",
             || megatron_files(".metadata"),
@@ -78,13 +81,22 @@ pub fn all() -> Vec<Target> {
             &["\n\n", "\r"],
             |folder, input| documents(folder, "a.txt", input),
         ),
-        of("gzip", || vec![gzip()], &["\u{1f}"], |folder, input| documents(folder, "a.jsonl.gz", input)),
+        of(
+            "gzip",
+            || vec![gzip()],
+            &["\u{1f}"],
+            |folder, input| documents(folder, "a.jsonl.gz", input),
+        ),
         of("zstd", || vec![zstd()], &[], |folder, input| documents(folder, "a.jsonl.zst", input)),
         Target {
             memory: MEMORY_OF_PAGES,
-            ..of("parquet", parquets, &["PAR1", "text"], |folder, input| documents(folder, "a.parquet", input))
+            ..of("parquet", parquets, &["PAR1", "text"], |folder, input| {
+                documents(folder, "a.parquet", input)
+            })
         },
-        of("store-messages", store_messages, &["MGTSTOR2"], |_, input| megatron::comm::fuzz::store_messages(input)),
+        of("store-messages", store_messages, &["MGTSTOR2"], |_, input| {
+            megatron::comm::fuzz::store_messages(input)
+        }),
         of(
             "rank-messages",
             || vec![megatron::comm::fuzz::header()],
@@ -94,11 +106,20 @@ pub fn all() -> Vec<Target> {
     ]
 }
 
-const METADATA: &[&str] = &["decoder.layers.", "offsets", "sizes", "chunks", "../", "float32", "\u{5d}", "."];
+const METADATA: &[&str] =
+    &["decoder.layers.", "offsets", "sizes", "chunks", "../", "float32", "\u{5d}", "."];
 const ARGS: &[&str] = &["num_layers", "padded_vocab_size", "qk_layernorm", "rope", "none", "."];
-const MANIFEST: &[&str] =
-    &["\"chunks\":[", "\"offset\":[", "\"shape\":[", "\"flat\":{", "\"start\":", "rank_00000.safetensors", "../"];
-const SAFETENSORS: &[&str] = &["\"data_offsets\":[", "\"shape\":[", "\"dtype\":\"F32\"", "\"BF16\"", "__metadata__"];
+const MANIFEST: &[&str] = &[
+    "\"chunks\":[",
+    "\"offset\":[",
+    "\"shape\":[",
+    "\"flat\":{",
+    "\"start\":",
+    "rank_00000.safetensors",
+    "../",
+];
+const SAFETENSORS: &[&str] =
+    &["\"data_offsets\":[", "\"shape\":[", "\"dtype\":\"F32\"", "\"BF16\"", "__metadata__"];
 const CONFIG: &[&str] = &[
     "\"model_type\":",
     "\"llama\"",
@@ -108,10 +129,15 @@ const CONFIG: &[&str] = &[
     "\"num_key_value_heads\":",
     "\"hidden_size\":",
 ];
-const TOKENIZER: &[&str] =
-    &["\"type\":\"BPE\"", "\"merges\":[", "\"vocab\":{", "\"added_tokens\":[", "\"ByteLevel\"", "\"Regex\":"];
-const LINES: &str =
-    "{\"text\": \"a\\u00e9\\n\", \"meta\": {\"n\": [1, 2.5e3, null]}}\n\n{\"text\": [\"b\", \"\"]}\n{\"text\": null}\n";
+const TOKENIZER: &[&str] = &[
+    "\"type\":\"BPE\"",
+    "\"merges\":[",
+    "\"vocab\":{",
+    "\"added_tokens\":[",
+    "\"ByteLevel\"",
+    "\"Regex\":",
+];
+const LINES: &str = "{\"text\": \"a\\u00e9\\n\", \"meta\": {\"n\": [1, 2.5e3, null]}}\n\n{\"text\": [\"b\", \"\"]}\n{\"text\": null}\n";
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -176,7 +202,8 @@ fn index_cache(folder: &Path, input: &[u8]) {
 fn checkpoint(file: &str) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let tensors = [("a", vec![2, 3], Float::F32), ("b", vec![4], Float::Bf16)];
-    let entries = tensors.map(|(name, shape, dtype)| (name.to_string(), StateKind::Param, shape, dtype));
+    let entries =
+        tensors.map(|(name, shape, dtype)| (name.to_string(), StateKind::Param, shape, dtype));
     let mut writer = StreamWriter::create(folder.path(), 7, entries).unwrap();
     writer.write(&[1; 24]).unwrap();
     writer.write(&[2; 8]).unwrap();
@@ -197,7 +224,10 @@ fn manifest(folder: &Path, input: &[u8]) {
 }
 
 fn safetensors() -> Vec<Vec<u8>> {
-    vec![checkpoint("rank_00000.safetensors"), fixture("families/mistral-sharded/model-00005-of-00005.safetensors")]
+    vec![
+        checkpoint("rank_00000.safetensors"),
+        fixture("families/mistral-sharded/model-00005-of-00005.safetensors"),
+    ]
 }
 
 fn shard(folder: &Path, input: &[u8]) {
@@ -229,7 +259,10 @@ fn hf_indices() -> Vec<Vec<u8>> {
     let index = serde_json::json!({"metadata": {}, "weight_map": {
         "param/a/0": "a.safetensors", "param/b/0": "a.safetensors"
     }});
-    vec![index.to_string().into_bytes(), fixture("families/mistral-sharded/model.safetensors.index.json")]
+    vec![
+        index.to_string().into_bytes(),
+        fixture("families/mistral-sharded/model.safetensors.index.json"),
+    ]
 }
 
 fn hf_index(folder: &Path, input: &[u8]) {
@@ -292,7 +325,8 @@ fn tokenizer(folder: &Path, input: &[u8]) {
     let path = folder.join("tokenizer.json");
     write(&path, input);
     if let Ok(tokenizer) = Tokenizer::open(&path.display().to_string(), None, folder) {
-        let _ = tokenizer.encode("the cat, sät\n<|endoftext|>").map(|tokens| tokenizer.decode(&tokens));
+        let _ =
+            tokenizer.encode("the cat, sät\n<|endoftext|>").map(|tokens| tokenizer.decode(&tokens));
     }
 }
 
@@ -308,7 +342,9 @@ fn zstd() -> Vec<u8> {
 
 fn parquets() -> Vec<Vec<u8>> {
     ["plain", "snappy", "snappy-v2", "zstd-delta", "lz4-delta-length", "gzip-large"]
-        .map(|name| fs::read(root().join(format!("tools/tests/fixtures/parquet/{name}.parquet"))).unwrap())
+        .map(|name| {
+            fs::read(root().join(format!("tools/tests/fixtures/parquet/{name}.parquet"))).unwrap()
+        })
         .into()
 }
 
@@ -320,5 +356,8 @@ fn documents(folder: &Path, name: &str, input: &[u8]) {
 
 /// A request and a reply of the store.
 fn store_messages() -> Vec<Vec<u8>> {
-    vec![b"MGTSTOR2\x01\x03\x00key\x02\x00\x00\x00ab".to_vec(), b"MGTSTOR2\x00\x02\x00\x00\x00ab".to_vec()]
+    vec![
+        b"MGTSTOR2\x01\x03\x00key\x02\x00\x00\x00ab".to_vec(),
+        b"MGTSTOR2\x00\x02\x00\x00\x00ab".to_vec(),
+    ]
 }

@@ -39,8 +39,11 @@ impl Recorded {
         if !is_given("sliding_window") {
             model.sliding_window.clone_from(&theirs.sliding_window);
         }
-        let of_scaling = ["rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"];
-        if matches!(theirs.rope_scaling, RopeScaling::Llama3 { .. }) && !of_scaling.into_iter().any(is_given) {
+        let of_scaling =
+            ["rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"];
+        if matches!(theirs.rope_scaling, RopeScaling::Llama3 { .. })
+            && !of_scaling.into_iter().any(is_given)
+        {
             model.rope_scaling = theirs.rope_scaling;
         }
     }
@@ -79,8 +82,13 @@ const LAYOUT: [&str; 16] = [
 ];
 
 /// Settings of a loss scale that adapts itself.
-const DYNAMIC: [&str; 5] =
-    ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "consecutive_hysteresis"];
+const DYNAMIC: [&str; 5] = [
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+];
 
 /// Where one of the first settings is given, the second ones are not the checkpoint's either.
 const TOGETHER: [(&[&str], &[&str]); 11] = [
@@ -94,7 +102,10 @@ const TOGETHER: [(&[&str], &[&str]); 11] = [
         &["rotary_seq_len_interpolation_factor", "use_rope_scaling"],
         &["rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"],
     ),
-    (&["check_for_nan_in_loss_and_grad", "no_check_for_nan_in_loss_and_grad"], &["max_nonfinite_steps"]),
+    (
+        &["check_for_nan_in_loss_and_grad", "no_check_for_nan_in_loss_and_grad"],
+        &["max_nonfinite_steps"],
+    ),
     (
         &["tokenizer", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"],
         &["tokenizer", "vocab_file", "merge_file"],
@@ -109,7 +120,11 @@ const TOGETHER: [(&[&str], &[&str]); 11] = [
 ///
 /// # Errors
 /// If there is a checkpoint and it cannot be read.
-pub fn beneath(gathered: &Gathered, has_run_file: bool, has_world: bool) -> Result<Option<(Recorded, Vec<Setting>)>> {
+pub fn beneath(
+    gathered: &Gathered,
+    has_run_file: bool,
+    has_world: bool,
+) -> Result<Option<(Recorded, Vec<Setting>)>> {
     let flags = &gathered.flags.checkpoint;
     let given = |key: &str| gathered.origins.contains_key(key);
     let is_missing = REQUIRED.iter().any(|keys| !keys.iter().any(|key| given(key)));
@@ -123,7 +138,11 @@ pub fn beneath(gathered: &Gathered, has_run_file: bool, has_world: bool) -> Resu
     let Some(load) = flags.load.as_deref().filter(|_| flags.use_checkpoint_args || restarts) else {
         return Ok(None);
     };
-    let source = CheckpointConfig { load: flags.load.clone(), ckpt_step: flags.ckpt_step, ..Default::default() };
+    let source = CheckpointConfig {
+        load: flags.load.clone(),
+        ckpt_step: flags.ckpt_step,
+        ..Default::default()
+    };
     let Some(path) = checkpoint::to_load(&source)? else { return Ok(None) };
     let run = RecordedRun::read(&path, &SavedGpt::open(&path)?.manifest.state)?;
     let save = save_folder(gathered, load, &path);
@@ -132,7 +151,10 @@ pub fn beneath(gathered: &Gathered, has_run_file: bool, has_world: bool) -> Resu
     let tokenizer = Some(tokenizer.as_path()).filter(|file| file.exists());
     let places = Places { save, saves, continues: !flags.finetune, tokenizer };
     let unusable = |(_, message): run_file::Problem| {
-        megatron::Error::checkpoint(&path, format!("what it records of its run cannot be used: {message}"))
+        megatron::Error::checkpoint(
+            &path,
+            format!("what it records of its run cannot be used: {message}"),
+        )
     };
     let file = run_file::parse(&text_of(&run, &places)?).map_err(unusable)?;
     if let Some(problem) = file.problems.into_iter().next() {
@@ -142,9 +164,11 @@ pub fn beneath(gathered: &Gathered, has_run_file: bool, has_world: bool) -> Resu
     settings.retain(|setting| {
         let key = setting.key.as_str();
         let is_said = ways_to_say(key).iter().any(|other| given(other)) || given(key);
-        let goes_with =
-            TOGETHER.iter().any(|(those, these)| these.contains(&key) && those.iter().any(|key| given(key)));
-        let of_hf = flags.init_from_hf.is_some() && setting.section == "model" && key != "seq_length";
+        let goes_with = TOGETHER
+            .iter()
+            .any(|(those, these)| these.contains(&key) && those.iter().any(|key| given(key)));
+        let of_hf =
+            flags.init_from_hf.is_some() && setting.section == "model" && key != "seq_length";
         let is_of_world = has_world && key == "data_parallel_size";
         !(is_said || goes_with || is_other_source(key, &gathered.flags) || of_hf || is_of_world)
     });

@@ -59,7 +59,11 @@ pub(super) fn is_other_source(key: &str, flags: &Flags) -> bool {
 
 /// Puts the run file's settings under those of the command line, whose words `before` name the
 /// command, and a checkpoint's under both.
-pub fn gather(command: &clap::Command, before: &[OsString], sorted: Words) -> std::result::Result<Gathered, Stop> {
+pub fn gather(
+    command: &clap::Command,
+    before: &[OsString],
+    sorted: Words,
+) -> std::result::Result<Gathered, Stop> {
     let Words { own, others, mut line, mut problems } = sorted;
     let mut words = [before, &own].concat();
     asks_for_help(command, &words)?;
@@ -69,7 +73,8 @@ pub fn gather(command: &clap::Command, before: &[OsString], sorted: Words) -> st
         Err(_) => None,
     };
     let file = path.as_deref().map_or_else(|| Ok(RunFile::default()), run_file::read)?;
-    let place = |at: usize| format!("{}:{at}", path.as_deref().unwrap_or(Path::new("run file")).display());
+    let place =
+        |at: usize| format!("{}:{at}", path.as_deref().unwrap_or(Path::new("run file")).display());
     file.line.put_under(&mut line);
 
     let (mut passed_over, mut settings) = (Vec::new(), file.settings);
@@ -83,8 +88,12 @@ pub fn gather(command: &clap::Command, before: &[OsString], sorted: Words) -> st
     for other in &file.others {
         match other.entry.judge(&other.values, &line) {
             Verdict::PassedOver => passed_over.push(other.key.clone()),
-            Verdict::Refused(why) => problems.key_of_others(&place(other.line), &format!("`{}`: {why}", other.key)),
-            Verdict::Words(instead) => settings.extend(instead.into_iter().map(|word| Setting::of(word, other.line))),
+            Verdict::Refused(why) => {
+                problems.key_of_others(&place(other.line), &format!("`{}`: {why}", other.key))
+            }
+            Verdict::Words(instead) => {
+                settings.extend(instead.into_iter().map(|word| Setting::of(word, other.line)))
+            }
         }
     }
     file.problems.iter().for_each(|(at, message)| problems.key(&place(*at), message));
@@ -96,15 +105,25 @@ pub fn gather(command: &clap::Command, before: &[OsString], sorted: Words) -> st
 
     let typed = typed_origins(&typed, |_| true);
     let is_overridden = |key: &str| {
-        let is_said = typed.contains_key(key) || ways_to_say(key).iter().any(|other| typed.contains_key(*other));
+        let is_said = typed.contains_key(key)
+            || ways_to_say(key).iter().any(|other| typed.contains_key(*other));
         is_said || is_other_source(key, &args.flags)
     };
     let kept = settings.into_iter().filter(|setting| !is_overridden(&setting.key));
     let file: Vec<_> = kept.map(|setting| (place(setting.line), setting)).collect();
-    let mut layers = Layers { command, before, words: &words[before.len()..], typed, file, checkpoint: Vec::new() };
+    let mut layers = Layers {
+        command,
+        before,
+        words: &words[before.len()..],
+        typed,
+        file,
+        checkpoint: Vec::new(),
+    };
     let gathered = Gathered { passed_over, ..layers.merged()? };
     let has_world = crate::ranks::is_in_world()?;
-    let Some((recorded, settings)) = from_checkpoint::beneath(&gathered, path.is_some(), has_world)? else {
+    let Some((recorded, settings)) =
+        from_checkpoint::beneath(&gathered, path.is_some(), has_world)?
+    else {
         return Ok(gathered);
     };
     let origin = recorded.origin();
@@ -157,7 +176,8 @@ mod tests {
     use crate::commands::{Request, parse};
 
     fn gathered(words: &[&str]) -> Gathered {
-        let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
+        let words: Vec<OsString> =
+            ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
         match parse(&words).unwrap() {
             Request::Pretrain(gathered) => *gathered,
             _ => unreachable!(),
@@ -177,7 +197,10 @@ mod tests {
         let (_folder, path) = run_file("[optimizer]\nlr = 0.5\nadam_beta1 = 0.7\n");
         let gathered = gathered(&[&path, "--lr", "0.25"]);
         let optimizer = &gathered.flags.optimizer;
-        assert_eq!((optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2), (Some(0.25), 0.7, 0.999));
+        assert_eq!(
+            (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2),
+            (Some(0.25), 0.7, 0.999)
+        );
         assert_eq!(gathered.origins["lr"], "--lr");
         assert_eq!(gathered.origins["adam_beta1"], format!("{path}:3"));
         assert!(!gathered.origins.contains_key("adam_beta2"));
@@ -185,8 +208,9 @@ mod tests {
 
     #[test]
     fn a_flag_overrides_what_the_run_file_says_in_another_unit() {
-        let (_folder, path) =
-            run_file("[training]\ntrain_iters = 5\n[optimizer]\nlr_warmup_iters = 2\nlr_decay_iters = 4\n");
+        let (_folder, path) = run_file(
+            "[training]\ntrain_iters = 5\n[optimizer]\nlr_warmup_iters = 2\nlr_decay_iters = 4\n",
+        );
         let gathered = gathered(&[&path, "--train-samples", "80", "--lr-warmup-fraction=0.1"]);
         let (training, optimizer) = (&gathered.flags.training, &gathered.flags.optimizer);
         assert_eq!((training.train_iters, training.train_samples), (None, Some(80)));
@@ -207,28 +231,53 @@ mod tests {
     fn lists_of_a_flag_replace_those_of_the_run_file() {
         let (_folder, path) = run_file("[data]\ndata_path = [\"a\", \"b\"]\n");
         assert_eq!(gathered(&["--config", &path]).flags.data.data_path, ["a", "b"]);
-        assert_eq!(gathered(&["--config", &path, "--data-path", "c", "d"]).flags.data.data_path, ["c", "d"]);
+        assert_eq!(
+            gathered(&["--config", &path, "--data-path", "c", "d"]).flags.data.data_path,
+            ["c", "d"]
+        );
     }
 
     #[test]
     fn the_last_of_a_repeated_flag_counts() {
         let flags = gathered(&["--lr=1", "--bf16", "--lr", "2", "--bf16=false"]).flags;
         assert_eq!((flags.optimizer.lr, flags.training.precision.bf16), (Some(2.0), false));
-        let words =
-            ["--data-path", "a", "b", "--profile-ranks=1", "--lr=1", "--data-path", "c", "d", "--profile-ranks", "2"];
+        let words = [
+            "--data-path",
+            "a",
+            "b",
+            "--profile-ranks=1",
+            "--lr=1",
+            "--data-path",
+            "c",
+            "d",
+            "--profile-ranks",
+            "2",
+        ];
         let flags = gathered(&words).flags;
-        assert_eq!((flags.data.data_path, flags.logging.profile_ranks), (vec!["c".into(), "d".into()], vec![2]));
-        let flags = gathered(&["--rampup-batch-size", "1", "2", "3", "--rampup-batch-size", "4", "5", "6"]).flags;
+        assert_eq!(
+            (flags.data.data_path, flags.logging.profile_ranks),
+            (vec!["c".into(), "d".into()], vec![2])
+        );
+        let flags =
+            gathered(&["--rampup-batch-size", "1", "2", "3", "--rampup-batch-size", "4", "5", "6"])
+                .flags;
         assert_eq!(flags.training.rampup_batch_size, [4, 5, 6]);
     }
 
     #[test]
     fn underscores_in_flags_are_dashes_in_every_command() {
-        assert_eq!(gathered(&["--num_layers=3", "--adam_beta1", "0.5"]).flags.model.num_layers, Some(3));
-        let words = ["megatron", "launch", "--nproc_per_node", "3", "--", "x", "--flag_of_another"].map(OsString::from);
+        assert_eq!(
+            gathered(&["--num_layers=3", "--adam_beta1", "0.5"]).flags.model.num_layers,
+            Some(3)
+        );
+        let words = ["megatron", "launch", "--nproc_per_node", "3", "--", "x", "--flag_of_another"]
+            .map(OsString::from);
         match parse(&words).unwrap() {
             Request::Launch(launch) => {
-                assert_eq!((launch.nproc_per_node, launch.command), (3, vec!["x".into(), "--flag_of_another".into()]));
+                assert_eq!(
+                    (launch.nproc_per_node, launch.command),
+                    (3, vec!["x".into(), "--flag_of_another".into()])
+                );
             }
             _ => unreachable!(),
         }
@@ -244,14 +293,25 @@ mod tests {
     }
 
     fn refused(words: &[&str]) -> String {
-        let words: Vec<OsString> = ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
+        let words: Vec<OsString> =
+            ["megatron", "pretrain"].iter().chain(words).map(OsString::from).collect();
         message(&words)
     }
 
     #[test]
     fn all_names_that_cannot_be_used_are_told_at_once() {
-        let (_folder, path) = run_file("[model]\nnum_layer = 4\nnum_experts = 8\n[training]\ntrain_batch_size = 8\n");
-        let text = refused(&[&path, "--hiden-size", "4", "--banana", "--moe-router-topk", "2", "--optimizer", "muon"]);
+        let (_folder, path) =
+            run_file("[model]\nnum_layer = 4\nnum_experts = 8\n[training]\ntrain_batch_size = 8\n");
+        let text = refused(&[
+            &path,
+            "--hiden-size",
+            "4",
+            "--banana",
+            "--moe-router-topk",
+            "2",
+            "--optimizer",
+            "muon",
+        ]);
         let parts = [
             "--hiden-size: no such flag; did you mean --hidden-size?",
             "--banana: no such flag; --help lists",
@@ -268,38 +328,66 @@ mod tests {
             refused(&["--lr-wramup-iters=3"]),
             "--lr-wramup-iters: no such flag; did you mean --lr-warmup-iters?"
         );
-        for (flag, instead) in [("--tp-size", "--tensor-model-parallel-size"), ("--num-train-epochs", "--train-iters")]
+        for (flag, instead) in
+            [("--tp-size", "--tensor-model-parallel-size"), ("--num-train-epochs", "--train-iters")]
         {
-            assert!(refused(&[flag, "2"]).starts_with(&format!("{flag} 2: use {instead}")), "{flag}");
+            assert!(
+                refused(&[flag, "2"]).starts_with(&format!("{flag} 2: use {instead}")),
+                "{flag}"
+            );
         }
     }
 
     #[test]
     fn what_changes_nothing_is_passed_over_with_its_values() {
         let (_folder, path) = run_file("[model]\ntransformer_impl = \"local\"\nswiglu = true\n");
-        let words =
-            ["--use-mcore-models", &path, "--cp-comm-type", "a2a", "p2p", "--timing-log-level=0", "--num_workers", "6"];
+        let words = [
+            "--use-mcore-models",
+            &path,
+            "--cp-comm-type",
+            "a2a",
+            "p2p",
+            "--timing-log-level=0",
+            "--num_workers",
+            "6",
+        ];
         let gathered = gathered(&[&words[..], &["--no-bias-gelu-fusion", "--lr", "0.5"]].concat());
         assert_eq!(gathered.flags.optimizer.lr, Some(0.5));
         let names = ["--use-mcore-models", "--cp-comm-type", "--timing-log-level", "--num_workers"];
-        assert_eq!(gathered.passed_over, [&names[..], &["--no-bias-gelu-fusion", "transformer_impl"]].concat());
+        assert_eq!(
+            gathered.passed_over,
+            [&names[..], &["--no-bias-gelu-fusion", "transformer_impl"]].concat()
+        );
     }
 
     #[test]
     fn flags_of_other_names_say_the_same_and_override_the_run_file() {
-        let (_folder, path) =
-            run_file("[data]\ndata_cache_path = \"a\"\n[training]\nrecompute_granularity = \"full\"\n");
-        let flags =
-            gathered(&[&path, "--recompute-activations", "--window-size", "15,0", "--layernorm_epsilon=1"]).flags;
+        let (_folder, path) = run_file(
+            "[data]\ndata_cache_path = \"a\"\n[training]\nrecompute_granularity = \"full\"\n",
+        );
+        let flags = gathered(&[
+            &path,
+            "--recompute-activations",
+            "--window-size",
+            "15,0",
+            "--layernorm_epsilon=1",
+        ])
+        .flags;
         assert_eq!(flags.data.cache_dir, Some("a".into()));
-        assert_eq!(flags.training.recompute.recompute_granularity, Some(crate::cli::flags::Granularity::Selective));
+        assert_eq!(
+            flags.training.recompute.recompute_granularity,
+            Some(crate::cli::flags::Granularity::Selective)
+        );
         assert_eq!((flags.model.sliding_window, flags.model.norm_epsilon), (Some(16), 1.0));
     }
 
     #[test]
     fn a_switch_with_a_word_behind_it_says_what_was_meant() {
-        let text = refused(&["--no-load-optim", "true", "--bf16", "False", "--use-flash-attn", "true"]);
-        for part in ["write --no-load-optim=true", "write --bf16=false", "write --use-flash-attn alone"] {
+        let text =
+            refused(&["--no-load-optim", "true", "--bf16", "False", "--use-flash-attn", "true"]);
+        for part in
+            ["write --no-load-optim=true", "write --bf16=false", "write --use-flash-attn alone"]
+        {
             assert!(text.contains(part), "no {part:?} in {text}");
         }
     }

@@ -32,13 +32,21 @@ struct LayoutResolver<'a> {
 }
 
 impl LayoutResolver<'_> {
-    fn parallel(&mut self, launcher: Option<&RankInfo>, num_layers: usize) -> Result<ParallelConfig> {
+    fn parallel(
+        &mut self,
+        launcher: Option<&RankInfo>,
+        num_layers: usize,
+    ) -> Result<ParallelConfig> {
         let p = self.flags;
         let data_parallel_size = self.data_parallel_size(launcher)?;
         let split = Split::of(p, self.sources)?;
         let (virtual_pipeline_size, asked) = self.virtual_pipeline_size(num_layers, &split)?;
-        let partition =
-            split.partition(num_layers, p.pipeline_model_parallel_size, virtual_pipeline_size, self.sources)?;
+        let partition = split.partition(
+            num_layers,
+            p.pipeline_model_parallel_size,
+            virtual_pipeline_size,
+            self.sources,
+        )?;
         let schedule = match (p.pipeline_schedule, asked) {
             (None, _) if virtual_pipeline_size == 1 => ScheduleKind::OneFOneB,
             (None, _) => ScheduleKind::Interleaved,
@@ -62,7 +70,10 @@ impl LayoutResolver<'_> {
             let (from, size) = match self.on_gpus {
                 true => {
                     let replicas = data_parallel_size.saturating_mul(p.context_parallel_size);
-                    ("max(40,000,000, 1,000,000 · dp · cp)", replicas.saturating_mul(1_000_000).max(40_000_000))
+                    (
+                        "max(40,000,000, 1,000,000 · dp · cp)",
+                        replicas.saturating_mul(1_000_000).max(40_000_000),
+                    )
                 }
                 false => ("on CPUs", BUCKET_ON_CPUS),
             };
@@ -102,8 +113,11 @@ impl LayoutResolver<'_> {
         let replica = sizes.iter().fold(1usize, |product, (_, size)| product.saturating_mul(*size));
         let (name, world) = (launcher.variables.world_size, launcher.world_size);
         if replica == 0 || world % replica != 0 {
-            let reason =
-                if replica == 0 { String::new() } else { format!(": {world} mod {replica} = {}", world % replica) };
+            let reason = if replica == 0 {
+                String::new()
+            } else {
+                format!(": {world} mod {replica} = {}", world % replica)
+            };
             return Err(Error::usage(format!(
                 "{name} = {world} (environment) must be a multiple of {cited} = {replica}{reason}; start another \
                  number of ranks or change the layout"
@@ -119,7 +133,10 @@ impl LayoutResolver<'_> {
             ))),
             Some(given) => Ok(given),
             None => {
-                self.sources.record("data_parallel_size", format!("{name} = {world} (environment) / {replica}"));
+                self.sources.record(
+                    "data_parallel_size",
+                    format!("{name} = {world} (environment) / {replica}"),
+                );
                 Ok(derived)
             }
         }
@@ -127,7 +144,11 @@ impl LayoutResolver<'_> {
 
     /// v, and the setting that asks for virtual stages: their number on each stage, or the layers of one, of which v = num_layers / (pp · layers per virtual stage)
     /// follows.
-    fn virtual_pipeline_size(&self, num_layers: usize, split: &Split) -> Result<(usize, Option<String>)> {
+    fn virtual_pipeline_size(
+        &self,
+        num_layers: usize,
+        split: &Split,
+    ) -> Result<(usize, Option<String>)> {
         let p = self.flags;
         if let Some(found) = split.virtual_stages(p.pipeline_model_parallel_size, self.sources)? {
             let given = [
@@ -147,19 +168,23 @@ impl LayoutResolver<'_> {
                 None => Ok((found.0, (found.0 > 1).then_some(found.1))),
             };
         }
-        let layers = p
-            .num_layers_per_virtual_pipeline_stage
-            .map(|layers| (layers, self.sources.cite("num_layers_per_virtual_pipeline_stage", layers)));
+        let layers = p.num_layers_per_virtual_pipeline_stage.map(|layers| {
+            (layers, self.sources.cite("num_layers_per_virtual_pipeline_stage", layers))
+        });
         let number = p
             .num_virtual_stages_per_pipeline_rank
             .map(|v| (v, self.sources.cite("num_virtual_stages_per_pipeline_rank", v)));
         let (per_stage, cited) = match (layers, number) {
             (None, None) => return Ok((1, None)),
-            (None, Some((0, cited))) => return Err(Error::usage(format!("{cited} must be at least 1"))),
+            (None, Some((0, cited))) => {
+                return Err(Error::usage(format!("{cited} must be at least 1")));
+            }
             (None, Some((v, cited))) => return Ok((v, (v > 1).then_some(cited))),
             (Some(layers), None) => layers,
             (Some((_, layers)), Some((_, number))) => {
-                return Err(Error::usage(format!("{layers} and {number} set the same thing; drop one of them")));
+                return Err(Error::usage(format!(
+                    "{layers} and {number} set the same thing; drop one of them"
+                )));
             }
         };
         let per_round = per_stage.saturating_mul(p.pipeline_model_parallel_size);

@@ -78,11 +78,15 @@ impl From<Error> for Stop {
 
 fn is_typed(matches: &ArgMatches, key: &str) -> bool {
     // A command may have only some of the settings.
-    matches.try_contains_id(key).is_ok() && matches.value_source(key) == Some(ValueSource::CommandLine)
+    matches.try_contains_id(key).is_ok()
+        && matches.value_source(key) == Some(ValueSource::CommandLine)
 }
 
 /// The flags of the sections asked for that were typed, by key.
-pub fn typed_origins(matches: &ArgMatches, of_section: impl Fn(&str) -> bool) -> BTreeMap<String, String> {
+pub fn typed_origins(
+    matches: &ArgMatches,
+    of_section: impl Fn(&str) -> bool,
+) -> BTreeMap<String, String> {
     let sections = flags::sections().into_iter().filter(|(name, _)| of_section(name));
     origins_of(matches, &sections.flat_map(|(_, args)| args).collect::<Vec<_>>())
 }
@@ -90,17 +94,26 @@ pub fn typed_origins(matches: &ArgMatches, of_section: impl Fn(&str) -> bool) ->
 /// Those of `args` that were typed, by key.
 pub fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String> {
     let typed = args.iter().filter(|arg| is_typed(matches, arg.get_id().as_str()));
-    typed.map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default()))).collect()
+    typed
+        .map(|arg| (arg.get_id().to_string(), format!("--{}", arg.get_long().unwrap_or_default())))
+        .collect()
 }
 
 /// What clap has to print, where help or the version is asked for: that comes before anything that
 /// is wrong.
 pub fn asks_for_help(command: &clap::Command, words: &[OsString]) -> std::result::Result<(), Stop> {
-    if !words.iter().any(|word| ["--help", "-h", "--version", "-V"].iter().any(|known| word == known)) {
+    if !words
+        .iter()
+        .any(|word| ["--help", "-h", "--version", "-V"].iter().any(|known| word == known))
+    {
         return Ok(());
     }
     match command.clone().try_get_matches_from(words) {
-        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => Err(error.into()),
+        Err(error)
+            if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) =>
+        {
+            Err(error.into())
+        }
         _ => Ok(()),
     }
 }

@@ -24,7 +24,9 @@ mod tests {
     #[test]
     fn something_else_finds_nothing() {
         let known = ["hidden_size", "num_layers", "vocab_size", "rotary_base", "exit_interval"];
-        for typed in ["banana", "tp_size", "rotary_percent", "exit_signal_handler", "num_gpu_layers", ""] {
+        for typed in
+            ["banana", "tp_size", "rotary_percent", "exit_signal_handler", "num_gpu_layers", ""]
+        {
             assert_eq!(nearest(typed, known), None, "{typed}");
         }
     }

@@ -28,14 +28,19 @@ impl Split {
     /// If it says several things, or a layout that cannot be read.
     pub fn of(p: &LayoutFlags, sources: &Sources) -> Result<Self> {
         let mut given = Vec::new();
-        let (first, last) = (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers);
-        let (embedding, loss) = (p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split);
+        let (first, last) =
+            (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers);
+        let (embedding, loss) =
+            (p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split);
         if p.pipeline_partition.0 != PartitionMethod::Uniform {
             given.push(("pipeline_partition", Self::Method(p.pipeline_partition.0.clone())));
         }
         if first.or(last).is_some() {
-            let key =
-                if first.is_some() { "decoder_first_pipeline_num_layers" } else { "decoder_last_pipeline_num_layers" };
+            let key = if first.is_some() {
+                "decoder_first_pipeline_num_layers"
+            } else {
+                "decoder_last_pipeline_num_layers"
+            };
             given.push((key, Self::Ends { first, last }));
         }
         if embedding || loss {
@@ -89,7 +94,13 @@ impl Split {
     ///
     /// # Errors
     /// If they cannot be shared evenly.
-    pub fn partition(self, layers: usize, pp: usize, v: usize, sources: &Sources) -> Result<PartitionMethod> {
+    pub fn partition(
+        self,
+        layers: usize,
+        pp: usize,
+        v: usize,
+        sources: &Sources,
+    ) -> Result<PartitionMethod> {
         let stages = pp.saturating_mul(v);
         let sizes = match self {
             Self::Method(method) => return Ok(method),
@@ -127,8 +138,10 @@ fn ends(
     v: usize,
     sources: &Sources,
 ) -> Result<Vec<usize>> {
-    let keys = [("decoder_first_pipeline_num_layers", first), ("decoder_last_pipeline_num_layers", last)];
-    let cited: Vec<String> = keys.iter().filter_map(|(key, size)| Some(sources.cite(key, (*size)?))).collect();
+    let keys =
+        [("decoder_first_pipeline_num_layers", first), ("decoder_last_pipeline_num_layers", last)];
+    let cited: Vec<String> =
+        keys.iter().filter_map(|(key, size)| Some(sources.cite(key, (*size)?))).collect();
     let wrong = |what: String| {
         Error::usage(format!(
             "{}: {what} ({}, {}, {v} virtual stages each)",
@@ -139,17 +152,25 @@ fn ends(
     };
     let others = pp.saturating_sub(cited.len());
     let named = first.unwrap_or(0).saturating_add(last.unwrap_or(0));
-    let rest = layers.checked_sub(named).ok_or_else(|| wrong(format!("{named} layers are more than there are")))?;
+    let rest = layers
+        .checked_sub(named)
+        .ok_or_else(|| wrong(format!("{named} layers are more than there are")))?;
     let each = match (others, rest) {
         (0, 0) => 0,
         (others, rest) if others > 0 && rest.is_multiple_of(others) => rest / others,
-        _ => return Err(wrong(format!("{rest} layers are left, which {others} other stages do not share evenly"))),
+        _ => {
+            return Err(wrong(format!(
+                "{rest} layers are left, which {others} other stages do not share evenly"
+            )));
+        }
     };
     let mut of_stages = vec![each; pp];
     of_stages[0] = first.unwrap_or(each);
     of_stages[pp - 1] = last.unwrap_or(each);
     if let Some(odd) = of_stages.iter().find(|size| !size.is_multiple_of(v)) {
-        return Err(wrong(format!("the {odd} layers of a stage are not shared evenly by its virtual stages")));
+        return Err(wrong(format!(
+            "the {odd} layers of a stage are not shared evenly by its virtual stages"
+        )));
     }
     Ok((0..pp * v).map(|stage| of_stages[stage % pp] / v).collect())
 }
@@ -170,7 +191,9 @@ fn layout(text: &str) -> std::result::Result<Vec<usize>, String> {
         return Err("prediction of several tokens (m) is not there".to_string());
     }
     if (count('E'), count('L')) != (1, 1) || !flat.starts_with('E') || !flat.ends_with('L') {
-        return Err("it must begin with the one embedding, E, and end with the one loss, L".to_string());
+        return Err(
+            "it must begin with the one embedding, E, and end with the one loss, L".to_string()
+        );
     }
     Ok(stages.iter().map(|stage| stage.matches('t').count()).collect())
 }
@@ -250,7 +273,12 @@ mod tests {
         }
     }
 
-    fn sizes(split: Split, layers: usize, pp: usize, v: usize) -> std::result::Result<Vec<usize>, String> {
+    fn sizes(
+        split: Split,
+        layers: usize,
+        pp: usize,
+        v: usize,
+    ) -> std::result::Result<Vec<usize>, String> {
         match split.partition(layers, pp, v, &Sources::default()) {
             Ok(PartitionMethod::Explicit(sizes)) => Ok(sizes),
             Ok(_) => Ok(Vec::new()),
@@ -265,9 +293,13 @@ mod tests {
         assert_eq!(sizes(ends(Some(2), None), 8, 3, 1).unwrap(), [2, 3, 3]);
         assert_eq!(sizes(ends(None, Some(2)), 10, 3, 2).unwrap(), [2, 2, 1, 2, 2, 1]);
         assert!(sizes(ends(Some(2), Some(2)), 2, 1, 1).unwrap().is_empty());
-        assert!(sizes(ends(Some(2), Some(2)), 3, 2, 1).unwrap_err().contains("more than there are"));
+        assert!(
+            sizes(ends(Some(2), Some(2)), 3, 2, 1).unwrap_err().contains("more than there are")
+        );
         assert!(sizes(ends(Some(2), Some(2)), 11, 4, 1).unwrap_err().contains("7 layers are left"));
-        assert!(sizes(ends(Some(3), None), 7, 2, 2).unwrap_err().contains("the 3 layers of a stage"));
+        assert!(
+            sizes(ends(Some(3), None), 7, 2, 2).unwrap_err().contains("the 3 layers of a stage")
+        );
     }
 
     #[test]

@@ -68,9 +68,15 @@ pub struct RunFile {
 /// the command line.
 pub fn read(path: &Path) -> Result<RunFile> {
     // A pipe is refused: every rank reads it, and only one could.
-    let text = files::read_text(path, MAX_BYTES)
-        .map_err(|source| Error::Io { action: format!("read the run file {}", path.display()), source })?;
-    parse(&text).map_err(|(line, message)| Error::RunFile { path: path.to_path_buf(), line, message })
+    let text = files::read_text(path, MAX_BYTES).map_err(|source| Error::Io {
+        action: format!("read the run file {}", path.display()),
+        source,
+    })?;
+    parse(&text).map_err(|(line, message)| Error::RunFile {
+        path: path.to_path_buf(),
+        line,
+        message,
+    })
 }
 
 /// A line and what is wrong there.
@@ -78,14 +84,19 @@ pub type Problem = (usize, String);
 
 /// Reads the text of a run file.
 pub(super) fn parse(text: &str) -> std::result::Result<RunFile, Problem> {
-    let line_of = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1;
-    let document = DeTable::parse(text)
-        .map_err(|e| (line_of(e.span().map_or(0, |s| s.start)), format!("not valid TOML: {}", e.message())))?;
+    let line_of = |at: usize| {
+        text.as_bytes()[..at.min(text.len())].iter().filter(|&&b| b == b'\n').count() + 1
+    };
+    let document = DeTable::parse(text).map_err(|e| {
+        (line_of(e.span().map_or(0, |s| s.start)), format!("not valid TOML: {}", e.message()))
+    })?;
     let sections = sections();
     let mut file = RunFile::default();
     for (name, value) in document.get_ref() {
         let line = line_of(name.span().start);
-        let found = find_section(&sections, name.get_ref(), value).and_then(|section| match value.get_ref() {
+        let found = find_section(&sections, name.get_ref(), value).and_then(|section| match value
+            .get_ref()
+        {
             DeValue::Table(table) => Ok((section, table)),
             _ => Err(format!("`{}` must be a section: [{}]", name.get_ref(), name.get_ref())),
         });
@@ -124,7 +135,9 @@ impl RunFile {
         }
         match setting(sections, section, key, value) {
             Ok((id, words)) => match self.settings.iter().find(|s| s.key == id) {
-                Some(twice) => self.problems.push((line, format!("`{id}` was already set in line {}", twice.line))),
+                Some(twice) => self
+                    .problems
+                    .push((line, format!("`{id}` was already set in line {}", twice.line))),
                 None => {
                     self.line.add(&id.replace('_', "-"), &texts(value.get_ref()));
                     self.settings.push(Setting { key: id, section: section.0, line, words });
@@ -160,13 +173,19 @@ fn find_section<'a>(
     }
     if !value.get_ref().is_table() {
         if let Some((owner, _)) = owner_of(sections, name) {
-            return Err(format!("`{name}` stands outside of a section; it belongs under [{owner}]"));
+            return Err(format!(
+                "`{name}` stands outside of a section; it belongs under [{owner}]"
+            ));
         }
         if let Some(why) = refused(name) {
             return Err(format!("`{name}`: {why}"));
         }
-        let hint = nearest_key(sections, name).map(|(key, owner)| format!("; did you mean `{key}` under [{owner}]?"));
-        return Err(format!("unknown key `{name}` outside of a section{}", hint.unwrap_or_default()));
+        let hint = nearest_key(sections, name)
+            .map(|(key, owner)| format!("; did you mean `{key}` under [{owner}]?"));
+        return Err(format!(
+            "unknown key `{name}` outside of a section{}",
+            hint.unwrap_or_default()
+        ));
     }
     if let Some(why) = refused(name) {
         return Err(format!("unknown section [{name}]; {why}"));
@@ -188,11 +207,19 @@ fn refused(name: &str) -> Option<&'static str> {
 
 fn owner_of<'a>(sections: &'a Sections, key: &str) -> Option<(&'static str, &'a Arg)> {
     let name = other_names::with_dashes(key);
-    sections.iter().find_map(|(owner, args)| args.iter().find(|arg| is_named(arg, &name)).map(|arg| (*owner, arg)))
+    sections.iter().find_map(|(owner, args)| {
+        args.iter().find(|arg| is_named(arg, &name)).map(|arg| (*owner, arg))
+    })
 }
 
 fn nearest_key(sections: &Sections, key: &str) -> Option<(String, &'static str)> {
-    let ids = || sections.iter().flat_map(|(_, args)| args).filter(|a| !a.is_hide_set()).map(|a| a.get_id().as_str());
+    let ids = || {
+        sections
+            .iter()
+            .flat_map(|(_, args)| args)
+            .filter(|a| !a.is_hide_set())
+            .map(|a| a.get_id().as_str())
+    };
     let key = nearest(&key.replace('-', "_"), ids())?.to_string();
     let (owner, _) = owner_of(sections, &key)?;
     Some((key, owner))
@@ -218,8 +245,9 @@ fn setting(
         return Err(format!("unknown key `{key}` under [{section}]{hint}"));
     };
     let (id, flag) = (arg.get_id().to_string(), arg.get_long().unwrap_or_default());
-    let values = values(arg, value.get_ref())
-        .map_err(|expected| format!("`{key}` under [{section}] expects {expected}, not {}", show(value.get_ref())))?;
+    let values = values(arg, value.get_ref()).map_err(|expected| {
+        format!("`{key}` under [{section}] expects {expected}, not {}", show(value.get_ref()))
+    })?;
     let all_at_once = arg.get_num_args().is_some_and(|number| number.min_values() > 1);
     let words: Vec<String> = match all_at_once {
         true => std::iter::once(format!("--{flag}")).chain(values).collect(),
@@ -228,7 +256,11 @@ fn setting(
     let mut line = vec!["file".to_string()];
     line.extend(words.iter().cloned());
     if let Err(refused) = Command::new("file").arg(arg.clone()).try_get_matches_from(line) {
-        return Err(format!("`{key}` under [{section}] cannot be {}: {}", show(value.get_ref()), reason(&refused)));
+        return Err(format!(
+            "`{key}` under [{section}] cannot be {}: {}",
+            show(value.get_ref()),
+            reason(&refused)
+        ));
     }
     Ok((id, words))
 }
@@ -250,14 +282,20 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
                 false => ("a list of texts", |item| item.as_str().map(str::to_string)),
             };
             let text = |item: &Spanned<DeValue<'_>>| {
-                text(item.get_ref()).ok_or_else(|| format!("{kind}, without {}", show(item.get_ref())))
+                text(item.get_ref())
+                    .ok_or_else(|| format!("{kind}, without {}", show(item.get_ref())))
             };
             items.iter().map(text).collect()
         }
         // Lists of numbers to a reader.
-        DeValue::Array(items) if ["split", "pipeline_partition"].contains(&arg.get_id().as_str()) => {
-            let parts: Option<Vec<String>> = items.iter().map(|item| number(item.get_ref())).collect();
-            parts.map(|p| vec![p.join(",")]).ok_or_else(|| "a text or a list of numbers".to_string())
+        DeValue::Array(items)
+            if ["split", "pipeline_partition"].contains(&arg.get_id().as_str()) =>
+        {
+            let parts: Option<Vec<String>> =
+                items.iter().map(|item| number(item.get_ref())).collect();
+            parts
+                .map(|p| vec![p.join(",")])
+                .ok_or_else(|| "a text or a list of numbers".to_string())
         }
         _ if is_bool => Err("true or false".to_string()),
         _ if is_integer && is_list => Err("a whole number or a list of them".to_string()),
@@ -274,7 +312,11 @@ fn arg_has_choices(arg: &Arg) -> bool {
 }
 
 fn choices(arg: &Arg) -> String {
-    arg.get_possible_values().iter().map(|v| v.get_name().to_string()).collect::<Vec<_>>().join(", ")
+    arg.get_possible_values()
+        .iter()
+        .map(|v| v.get_name().to_string())
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 fn number(value: &DeValue<'_>) -> Option<String> {
@@ -287,7 +329,8 @@ fn number(value: &DeValue<'_>) -> Option<String> {
 
 /// TOML's integers may be written in other bases.
 fn decimal(x: &toml::de::DeInteger<'_>) -> String {
-    i128::from_str_radix(x.as_str(), x.radix()).map_or_else(|_| x.as_str().to_string(), |n| n.to_string())
+    i128::from_str_radix(x.as_str(), x.radix())
+        .map_or_else(|_| x.as_str().to_string(), |n| n.to_string())
 }
 
 fn show(value: &DeValue<'_>) -> String {
@@ -309,7 +352,13 @@ fn reason(error: &clap::Error) -> String {
     }
     match std::error::Error::source(error) {
         Some(source) => source.to_string(),
-        None => error.to_string().lines().next().unwrap_or_default().trim_start_matches("error: ").to_string(),
+        None => error
+            .to_string()
+            .lines()
+            .next()
+            .unwrap_or_default()
+            .trim_start_matches("error: ")
+            .to_string(),
     }
 }
 
@@ -332,9 +381,14 @@ mod tests {
 
     #[test]
     fn keys_become_the_words_of_their_flags() {
-        let text =
-            "[model]\nnum_layers = 0x10\nswiglu = true\nnorm_epsilon = 1e-6\n[data]\ndata-path = [\"a b\", \"-c\"]\n";
-        let expected = ["--num-layers=16", "--swiglu=true", "--norm-epsilon=1e-6", "--data-path=a b", "--data-path=-c"];
+        let text = "[model]\nnum_layers = 0x10\nswiglu = true\nnorm_epsilon = 1e-6\n[data]\ndata-path = [\"a b\", \"-c\"]\n";
+        let expected = [
+            "--num-layers=16",
+            "--swiglu=true",
+            "--norm-epsilon=1e-6",
+            "--data-path=a b",
+            "--data-path=-c",
+        ];
         assert_eq!(words(text), expected);
     }
 
@@ -351,32 +405,53 @@ mod tests {
         let (line, message) = problem("[logging]\nprofile_ranks = [0, \"1\"]");
         let expected = "`profile_ranks` under [logging] expects a list of whole numbers, without the text \"1\"";
         assert!(line == 2 && message.starts_with(expected), "{message}");
-        assert_eq!(problem("[checkpoint]\nsave = [1, 2]").1, "`save` under [checkpoint] expects a text, not a list");
+        assert_eq!(
+            problem("[checkpoint]\nsave = [1, 2]").1,
+            "`save` under [checkpoint] expects a text, not a list"
+        );
     }
 
     #[test]
     fn an_unknown_key_names_its_line_and_the_nearest_key() {
         let (line, message) = problem("[model]\n\nnum_layer = 4\n");
-        assert_eq!((line, message.as_str()), (3, "unknown key `num_layer` under [model]; did you mean `num_layers`?"));
+        assert_eq!(
+            (line, message.as_str()),
+            (3, "unknown key `num_layer` under [model]; did you mean `num_layers`?")
+        );
     }
 
     #[test]
     fn a_key_in_the_wrong_section_names_the_right_one() {
-        assert_eq!(problem("[model]\nlr = 1").1, "`lr` belongs under [optimizer], not under [model]");
-        assert_eq!(problem("lr = 1").1, "`lr` stands outside of a section; it belongs under [optimizer]");
+        assert_eq!(
+            problem("[model]\nlr = 1").1,
+            "`lr` belongs under [optimizer], not under [model]"
+        );
+        assert_eq!(
+            problem("lr = 1").1,
+            "`lr` stands outside of a section; it belongs under [optimizer]"
+        );
     }
 
     #[test]
     fn an_unknown_section_names_the_nearest() {
-        assert_eq!(problem("[optimiser]\nlr = 1").1, "unknown section [optimiser]; did you mean [optimizer]?");
+        assert_eq!(
+            problem("[optimiser]\nlr = 1").1,
+            "unknown section [optimiser]; did you mean [optimizer]?"
+        );
     }
 
     #[test]
     fn a_value_of_the_wrong_type_names_the_expected_one() {
         let (line, message) = problem("[model]\nnum_layers = \"four\"");
         assert_eq!(line, 2);
-        assert_eq!(message, "`num_layers` under [model] expects a whole number, not the text \"four\"");
-        assert_eq!(problem("[model]\nswiglu = 1").1, "`swiglu` under [model] expects true or false, not 1");
+        assert_eq!(
+            message,
+            "`num_layers` under [model] expects a whole number, not the text \"four\""
+        );
+        assert_eq!(
+            problem("[model]\nswiglu = 1").1,
+            "`swiglu` under [model] expects true or false, not 1"
+        );
         assert_eq!(
             problem("[model]\nnum_layers = 4.5").1,
             "`num_layers` under [model] expects a whole number, not 4.5"
@@ -395,7 +470,9 @@ mod tests {
 
     #[test]
     fn a_key_spelled_two_ways_is_set_twice() {
-        assert!(problem("[model]\nnum_layers = 4\nnum-layers = 5").1.contains("already set in line"));
+        assert!(
+            problem("[model]\nnum_layers = 4\nnum-layers = 5").1.contains("already set in line")
+        );
     }
 
     #[test]

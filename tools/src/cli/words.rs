@@ -57,7 +57,8 @@ impl Other {
 
 /// Sorts the words that follow the name of `command`.
 pub fn sort(command: &Command, words: &[OsString], others: Others) -> Words {
-    let mut sorter = Sorter { command, others, rest: words, sorted: Words::default(), lists: Vec::new() };
+    let mut sorter =
+        Sorter { command, others, rest: words, sorted: Words::default(), lists: Vec::new() };
     sorter.sort();
     sorter.sorted
 }
@@ -131,8 +132,11 @@ impl<'a> Sorter<'a> {
             Others::None => {}
         }
         self.take(if self.others == Others::Launchers { Takes::One } else { Takes::Several });
-        let known = self.command.get_arguments().filter(|arg| !arg.is_hide_set()).filter_map(Arg::get_long);
-        self.sorted.problems.unknown(&shown, nearest(&name, known).map(|known| format!("--{known}")));
+        let known =
+            self.command.get_arguments().filter(|arg| !arg.is_hide_set()).filter_map(Arg::get_long);
+        self.sorted
+            .problems
+            .unknown(&shown, nearest(&name, known).map(|known| format!("--{known}")));
     }
 
     /// A flag of the command's.
@@ -143,11 +147,13 @@ impl<'a> Sorter<'a> {
             None => self.following(),
         };
         let is_switch = !arg.get_action().takes_values() || arg.is_require_equals_set();
-        let values = if is_switch { attached.map(str::to_string).into_iter().collect() } else { values };
+        let values =
+            if is_switch { attached.map(str::to_string).into_iter().collect() } else { values };
         if is_switch && attached.is_none() {
             self.refuse_stray_value(long, arg.is_require_equals_set());
         }
-        if let Some(because) = values.first().and_then(|value| other_names::refused_value(long, value))
+        if let Some(because) =
+            values.first().and_then(|value| other_names::refused_value(long, value))
             && self.others == Others::Trainers
         {
             self.sorted.problems.of_others(&format!("--{long} {}", values[0]), because);
@@ -162,8 +168,9 @@ impl<'a> Sorter<'a> {
             Some(value) => format!("--{long}={value}").into(),
             None => format!("--{long}").into(),
         });
-        let takes_word =
-            self.others == Others::Launchers && !is_switch && self.rest.first().is_some_and(|w| !is_flag(w));
+        let takes_word = self.others == Others::Launchers
+            && !is_switch
+            && self.rest.first().is_some_and(|w| !is_flag(w));
         if attached.is_none() && (arg.is_allow_hyphen_values_set() || takes_word) {
             self.keep(1);
         } else if attached.is_none() && is_list(arg) {
@@ -192,9 +199,11 @@ impl<'a> Sorter<'a> {
             let (_, range) = self.lists.remove(at);
             let length = range.len();
             self.sorted.own.drain(range.clone());
-            self.lists.iter_mut().filter(|(_, later)| later.start >= range.end).for_each(|(_, later)| {
-                *later = later.start - length..later.end - length;
-            });
+            self.lists.iter_mut().filter(|(_, later)| later.start >= range.end).for_each(
+                |(_, later)| {
+                    *later = later.start - length..later.end - length;
+                },
+            );
             let end = self.sorted.own.len();
             self.lists.push((long.to_string(), start - length..end));
             return;
@@ -221,7 +230,8 @@ impl<'a> Sorter<'a> {
             Takes::One => 1,
             Takes::Several => usize::MAX,
         };
-        let is_value = |word: &&OsString| !is_flag(word) && !word.to_string_lossy().ends_with(".toml");
+        let is_value =
+            |word: &&OsString| !is_flag(word) && !word.to_string_lossy().ends_with(".toml");
         let number = self.rest.iter().take(most).take_while(is_value).count();
         let (values, rest) = self.rest.split_at(number);
         self.rest = rest;
@@ -231,7 +241,10 @@ impl<'a> Sorter<'a> {
     /// `--switch true`, which argparse does not take either.
     fn refuse_stray_value(&mut self, flag: &str, takes_equals: bool) {
         let Some(next) = self.rest.first().and_then(|word| word.to_str()) else { return };
-        if !["true", "false", "1", "0", "yes", "no", "on", "off"].iter().any(|word| next.eq_ignore_ascii_case(word)) {
+        if !["true", "false", "1", "0", "yes", "no", "on", "off"]
+            .iter()
+            .any(|word| next.eq_ignore_ascii_case(word))
+        {
             return;
         }
         let flag = format!("--{}", flag.trim_start_matches('-'));
@@ -241,7 +254,9 @@ impl<'a> Sorter<'a> {
             false if on => format!("write {flag} alone"),
             false => format!("leave {flag} out"),
         };
-        self.sorted.problems.add(&format!("{flag} {next}"), &format!("a switch takes no word behind it; {what}"));
+        self.sorted
+            .problems
+            .add(&format!("{flag} {next}"), &format!("a switch takes no word behind it; {what}"));
         self.rest = &self.rest[1..];
     }
 }
@@ -257,10 +272,14 @@ fn is_flag(word: &OsStr) -> bool {
 /// Whether the flag, or one of its other names, is `name`.
 pub fn is_named(arg: &Arg, name: &str) -> bool {
     let others = arg.get_all_aliases().unwrap_or_default();
-    arg.get_long().into_iter().chain(others).any(|known| known == name || known.replace('_', "-") == name)
+    arg.get_long()
+        .into_iter()
+        .chain(others)
+        .any(|known| known == name || known.replace('_', "-") == name)
 }
 
 /// Whether all values of the flag stand behind one occurrence of it.
 fn is_list(arg: &Arg) -> bool {
-    matches!(arg.get_action(), ArgAction::Append) && arg.get_num_args().is_some_and(|number| number.max_values() > 1)
+    matches!(arg.get_action(), ArgAction::Append)
+        && arg.get_num_args().is_some_and(|number| number.max_values() > 1)
 }

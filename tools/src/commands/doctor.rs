@@ -41,8 +41,11 @@ impl Report {
     fn cpu(&mut self, args: &DoctorArgs) -> Result<()> {
         let threads = crate::ranks::use_threads(None, 1)?;
         let (used, all) = (Isa::detected(), Isa::supported());
-        let lowered =
-            if used == all { String::new() } else { format!(" (MEGATRON_SIMD; the machine has {})", all.name()) };
+        let lowered = if used == all {
+            String::new()
+        } else {
+            format!(" (MEGATRON_SIMD; the machine has {})", all.name())
+        };
         let parts = if used == Isa::Amx { " (fp32 and fp16 as sums of bf16)" } else { "" };
         self.line("cpu kernels", format!("{}{parts}{lowered}, {threads} threads", used.name()));
         let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -57,7 +60,10 @@ impl Report {
         if !args.quick {
             let (product, copy) = ceilings()?;
             let (product, copy) = (significant(product), significant(copy));
-            self.line("cpu measured", format!("f32 product {product} GFLOP/s, copy {copy} GB/s read + written"));
+            self.line(
+                "cpu measured",
+                format!("f32 product {product} GFLOP/s, copy {copy} GB/s read + written"),
+            );
         }
         Ok(())
     }
@@ -76,7 +82,11 @@ impl Report {
         let bytes: usize = compiled().iter().map(|(_, bytes)| bytes).sum();
         self.line(
             "gpu kernels",
-            format!("{} ({:.1} MB for sm_80, sm_90a and as PTX)", files.join(", "), bytes as f64 / 1e6),
+            format!(
+                "{} ({:.1} MB for sm_80, sm_90a and as PTX)",
+                files.join(", "),
+                bytes as f64 / 1e6
+            ),
         );
         self.nccl();
         let survey = match survey() {
@@ -84,7 +94,10 @@ impl Report {
             Err(error) => return self.line("gpus", error.to_string()),
         };
         let version = |v: i32| format!("{}.{}", v / 1000, v % 1000 / 10);
-        self.line("driver", format!("for CUDA {}, cuBLASLt {}", version(survey.driver), survey.cublas_lt));
+        self.line(
+            "driver",
+            format!("for CUDA {}, cuBLASLt {}", version(survey.driver), survey.cublas_lt),
+        );
         if survey.gpus.is_empty() {
             self.line("gpus", "the driver is there, but it shows no GPU (CUDA_VISIBLE_DEVICES?)");
         }
@@ -100,13 +113,18 @@ impl Report {
                 ),
             );
             self.line("  kernels", kernels_for(gpu.capability));
-            let peers = gpu.peers.iter().enumerate().filter(|(other, reads)| *other != i && **reads);
+            let peers =
+                gpu.peers.iter().enumerate().filter(|(other, reads)| *other != i && **reads);
             let peers: Vec<String> = peers.map(|(other, _)| format!("cuda:{other}")).collect();
             if survey.gpus.len() > 1 {
-                self.line("  reads directly", if peers.is_empty() { "no other".to_string() } else { peers.join(", ") });
+                self.line(
+                    "  reads directly",
+                    if peers.is_empty() { "no other".to_string() } else { peers.join(", ") },
+                );
             }
             if !args.quick {
-                let speeds = kernels::tensor::gpu::open(i).and_then(|device| kernels::ops::survey::measure(&device));
+                let speeds = kernels::tensor::gpu::open(i)
+                    .and_then(|device| kernels::ops::survey::measure(&device));
                 self.line(
                     "  measured",
                     match speeds {

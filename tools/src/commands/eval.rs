@@ -80,7 +80,10 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
         given => given.to_vec(),
     };
     if world.rank() == 0 && args.data_path.is_empty() {
-        tell(&format!("note: no --data-path is given: that of training is taken, {}", data_path.join(" ")));
+        tell(&format!(
+            "note: no --data-path is given: that of training is taken, {}",
+            data_path.join(" ")
+        ));
     }
     let (tokenizer, tokenizer_options) = args.load.tokenizer_name(found)?;
     let config = DataConfig {
@@ -100,15 +103,18 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     notes.into_iter().filter(|_| lead).for_each(|note| tell(&note));
     let inference = load(found, world, seq_length)?;
     let samples = source.num_samples();
-    let loader = Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, found.device.clone())
-        .with_part_of_sequences(inference.groups.cp.rank(), cp);
+    let loader =
+        Loader::new(source, GlobalBatch::new(1, 1, 0, 1)?, model.vocab_size, found.device.clone())
+            .with_part_of_sequences(inference.groups.cp.rank(), cp);
     let bar = if lead { ProgressBar::new(samples) } else { ProgressBar::hidden() };
     bar.set_style(
         ProgressStyle::with_template("{wide_bar:.cyan/blue} {pos}/{len} samples, {eta} left")
             .unwrap_or_else(|_| ProgressStyle::default_bar()),
     );
     let (loss, tokens) =
-        inference.evaluate(&loader, samples, args.micro_batch_size, &mut |done| bar.set_position(done))?;
+        inference.evaluate(&loader, samples, args.micro_batch_size, &mut |done| {
+            bar.set_position(done)
+        })?;
     bar.finish_and_clear();
     if lead {
         let result = EvalMetrics { iteration: 0, split: args.part.clone(), lm_loss: loss };
@@ -135,7 +141,9 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
 /// The data path that a checkpoint's run had.
 fn recorded_data(found: &Found) -> Result<Vec<String>> {
     let recorded = match found.weights {
-        Weights::Checkpoint => Manifest::read(&found.path)?.state.pointer("/config/data/data_path").cloned(),
+        Weights::Checkpoint => {
+            Manifest::read(&found.path)?.state.pointer("/config/data/data_path").cloned()
+        }
         Weights::HuggingFace(_) => None,
     };
     let recorded = recorded.and_then(|paths| serde_json::from_value(paths).ok());

@@ -71,7 +71,11 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
             found.model.vocab_size
         )));
     }
-    let prompts = args.prompt.iter().map(|text| tokenizer.encode_prompt(text)).collect::<megatron::Result<Vec<_>>>()?;
+    let prompts = args
+        .prompt
+        .iter()
+        .map(|text| tokenizer.encode_prompt(text))
+        .collect::<megatron::Result<Vec<_>>>()?;
     let lead = world.rank() == 0;
     tokenizer.notes().iter().filter(|_| lead).for_each(|note| tell(note));
     let length = Length {
@@ -85,12 +89,20 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let inference = load(found, world, longest.saturating_add(length.tokens).min(length.window))?;
     if lead && args.temperature == 0.0 && (args.top_k > 0 || args.top_p < 1.0) {
-        tell("note: --top-k and --top-p change nothing at --temperature 0, which takes the likeliest token");
+        tell(
+            "note: --top-k and --top-p change nothing at --temperature 0, which takes the likeliest token",
+        );
     }
-    let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
+    let sampling = Sampling {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        seed: args.seed,
+    };
     let mut speed = Speed::start(&prompts);
     if !lead || prompts.len() > 1 {
-        let new = inference.stage.generate(&prompts, &length, &sampling, &mut |_, _| speed.token())?;
+        let new =
+            inference.stage.generate(&prompts, &length, &sampling, &mut |_, _| speed.token())?;
         for ((text, prompt), new) in args.prompt.iter().zip(&prompts).zip(new).filter(|_| lead) {
             crate::print_line(&format!("{text}{}\n", continued(&tokenizer, prompt, &new)?));
             cut_short(prompt.len(), new.len(), &length).iter().for_each(|note| tell(note));
@@ -144,7 +156,11 @@ impl Speed {
         let mut text = format!("{of_prompts} of prompts in {}", duration(prompts));
         let new = self.new.saturating_sub(self.prompts.0);
         if new > 0 && others > 0.0 {
-            text += &format!(", {new} more in {}: {:.1} a second", duration(others), new as f64 / others);
+            text += &format!(
+                ", {new} more in {}: {:.1} a second",
+                duration(others),
+                new as f64 / others
+            );
         }
         tell(&text);
     }

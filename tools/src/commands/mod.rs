@@ -28,7 +28,9 @@ use self::launch::LaunchArgs;
 use self::preprocess::{PreprocessArgs, TokenizerArgs};
 use self::reshard::ReshardArgs;
 use crate::cli::words::{self, Others};
-use crate::cli::{Gathered, PretrainArgs, Stop, asks_for_help, flags, gather, origins_of, typed_origins};
+use crate::cli::{
+    Gathered, PretrainArgs, Stop, asks_for_help, flags, gather, origins_of, typed_origins,
+};
 use crate::error::Error;
 
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
@@ -81,17 +83,25 @@ pub enum Request {
 
 /// The whole command line, as it is parsed and explained.
 pub fn command() -> clap::Command {
-    let command = ["preprocess", "generate", "eval"].into_iter().fold(Cli::command(), |command, name| {
-        // Their own switches take no value.
-        let shared =
-            |arg: Arg| if matches!(arg.get_action(), ArgAction::Set) { flags::with_switches(arg) } else { arg };
-        command.mut_subcommand(name, |subcommand| subcommand.mut_args(shared))
-    });
+    let command =
+        ["preprocess", "generate", "eval"].into_iter().fold(Cli::command(), |command, name| {
+            // Their own switches take no value.
+            let shared = |arg: Arg| {
+                if matches!(arg.get_action(), ArgAction::Set) {
+                    flags::with_switches(arg)
+                } else {
+                    arg
+                }
+            };
+            command.mut_subcommand(name, |subcommand| subcommand.mut_args(shared))
+        });
     command
         .mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
         .mut_subcommand("reshard", |reshard| reshard.mut_args(flags::with_switches))
         .mut_subcommand("inspect", |inspect| inspect.mut_args(flags::with_switches))
-        .mut_subcommand("bench", |bench| bench.mut_subcommand("step", |step| step.mut_args(flags::with_switches)))
+        .mut_subcommand("bench", |bench| {
+            bench.mut_subcommand("step", |step| step.mut_args(flags::with_switches))
+        })
 }
 
 /// Reads the command line `words` (the program's name first) and the run file it names.
@@ -101,14 +111,17 @@ pub fn command() -> clap::Command {
 pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     let (command, mut names) = (command(), Vec::new());
     let mut innermost = &command;
-    while let Some(next) = words.get(1 + names.len()).and_then(|word| innermost.find_subcommand(word)) {
+    while let Some(next) =
+        words.get(1 + names.len()).and_then(|word| innermost.find_subcommand(word))
+    {
         innermost = next;
         names.push(next.get_name());
     }
     let (before, rest) = words.split_at((1 + names.len()).min(words.len()));
     if names == ["pretrain"] {
         let words = words::sort(innermost, rest, Others::Trainers);
-        return gather(&command, before, words).map(|settings| Request::Pretrain(Box::new(settings)));
+        return gather(&command, before, words)
+            .map(|settings| Request::Pretrain(Box::new(settings)));
     }
     let mut known = before.to_vec();
     if names.is_empty() {
@@ -129,7 +142,8 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     match cli.command {
         Command::Reshard(args) => {
             let typed = matches.subcommand_matches("reshard");
-            let origins = typed.map_or_else(BTreeMap::new, |typed| origins_of(typed, &flags::layout_args()));
+            let origins =
+                typed.map_or_else(BTreeMap::new, |typed| origins_of(typed, &flags::layout_args()));
             Ok(Request::Reshard(args, origins))
         }
         Command::Doctor(args) => Ok(Request::Doctor(args)),
@@ -146,9 +160,13 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         Command::Tokenizer(args) => Ok(Request::Tokenizer(args)),
         Command::Completions(args) => Ok(Request::Completions(args)),
         Command::Man(args) => Ok(Request::Man(args)),
-        Command::Pretrain(_) => Err(Error::usage("internal error: `pretrain` is read elsewhere").into()),
+        Command::Pretrain(_) => {
+            Err(Error::usage("internal error: `pretrain` is read elsewhere").into())
+        }
         Command::Bench(args) => {
-            let step = matches.subcommand_matches("bench").and_then(|bench| bench.subcommand_matches("step"));
+            let step = matches
+                .subcommand_matches("bench")
+                .and_then(|bench| bench.subcommand_matches("step"));
             Ok(Request::Bench(
                 args.what,
                 step.map_or_else(BTreeMap::new, |step| {
@@ -166,7 +184,9 @@ mod tests {
     #[test]
     fn every_command_is_known_by_its_name() {
         let command = command();
-        assert!(command.get_subcommands().map(|command| command.get_name()).eq(crate::launch::COMMANDS));
+        assert!(
+            command.get_subcommands().map(|command| command.get_name()).eq(crate::launch::COMMANDS)
+        );
     }
 
     #[test]

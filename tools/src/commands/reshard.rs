@@ -57,7 +57,8 @@ pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8>
         args.iter().for_each(|arg| sources.record(arg.get_id().as_str(), origin));
     }
     origins.iter().for_each(|(key, origin)| sources.record(key, origin));
-    let parallel = resolve_layout(&args.layout, &mut sources, None, saved.run.model.num_layers, false)?;
+    let parallel =
+        resolve_layout(&args.layout, &mut sources, None, saved.run.model.num_layers, false)?;
     saved.fits(&parallel, &sources)?;
 
     let stop = StopSignal::listen(None)?;
@@ -89,7 +90,10 @@ pub fn describe_layout(p: &ParallelConfig) -> String {
     if p.context_parallel_size > 1 {
         text.push_str(&format!(" · cp {}", p.context_parallel_size));
     }
-    text.push_str(&format!(" · pp {} · dp {}", p.pipeline_model_parallel_size, p.data_parallel_size));
+    text.push_str(&format!(
+        " · pp {} · dp {}",
+        p.pipeline_model_parallel_size, p.data_parallel_size
+    ));
     if p.virtual_pipeline_size > 1 {
         text.push_str(&format!(" · {} virtual stages each", p.virtual_pipeline_size));
     }

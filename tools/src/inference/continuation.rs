@@ -34,7 +34,11 @@ impl<'a> Continuation<'a> {
     pub fn add(&mut self, token: u32) -> Result<String> {
         self.tokens.push(token);
         let text = self.tokenizer.decode(&self.tokens)?;
-        Ok(if text.ends_with(char::REPLACEMENT_CHARACTER) { String::new() } else { self.tell(text) })
+        Ok(if text.ends_with(char::REPLACEMENT_CHARACTER) {
+            String::new()
+        } else {
+            self.tell(text)
+        })
     }
 
     /// The text that was held back.
@@ -48,7 +52,12 @@ impl<'a> Continuation<'a> {
 
     /// The end of `text` from where it differs from what was told; a prompt's last character may have been incomplete.
     fn tell(&mut self, text: String) -> String {
-        let same = text.chars().zip(self.told.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
+        let same = text
+            .chars()
+            .zip(self.told.chars())
+            .take_while(|(a, b)| a == b)
+            .map(|(a, _)| a.len_utf8())
+            .sum();
         let new = text[same..].to_string();
         self.told = text;
         new
@@ -86,7 +95,8 @@ mod tests {
 
     /// A vocabulary as Llama 2's: words begin with ▁, other characters are bytes, and the first space is no text.
     fn sentencepiece(folder: &Path) -> Tokenizer {
-        let vocab = r#"{"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "▁once": 3, "▁upon": 4, "▁a": 5, ",": 6}"#;
+        let vocab =
+            r#"{"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "▁once": 3, "▁upon": 4, "▁a": 5, ",": 6}"#;
         let json = format!(
             r#"{{"version": "1.0", "added_tokens": [],
                 "normalizer": {{"type": "Sequence", "normalizers": [
@@ -119,7 +129,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let tokenizer = sentencepiece(folder.path());
         let mut streamed = Continuation::of(&tokenizer, &[3, 99]).unwrap();
-        assert_eq!([4, 7, 1 << 30, 5].map(|token| streamed.add(token).unwrap()), [" upon", "", "", " a"]);
+        assert_eq!(
+            [4, 7, 1 << 30, 5].map(|token| streamed.add(token).unwrap()),
+            [" upon", "", "", " a"]
+        );
         assert_eq!(continued(&tokenizer, &[3], &[100, 4]).unwrap(), " upon");
     }
 

@@ -21,9 +21,11 @@ pub fn ends(tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Vec<u32>> {
     let mut ends: Vec<u32> = tokenizer.eod().into_iter().collect();
     let files = FILES.iter().filter_map(|name| Some(folder?.join(name)));
     let Some(file) = files.into_iter().find(|file| file.exists()) else { return Ok(ends) };
-    let bytes = megatron::files::read(&file, MAX_BYTES).map_err(|error| megatron::Error::io("read", &file, error))?;
-    let config: Value = serde_json::from_slice(&bytes)
-        .map_err(|error| megatron::Error::data(&file, format!("is no JSON: {error}; copy it again, or remove it")))?;
+    let bytes = megatron::files::read(&file, MAX_BYTES)
+        .map_err(|error| megatron::Error::io("read", &file, error))?;
+    let config: Value = serde_json::from_slice(&bytes).map_err(|error| {
+        megatron::Error::data(&file, format!("is no JSON: {error}; copy it again, or remove it"))
+    })?;
     let named = match &config["eos_token_id"] {
         Value::Null => &[][..],
         Value::Array(several) => several,
@@ -31,7 +33,10 @@ pub fn ends(tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Vec<u32>> {
     };
     for id in named {
         let id = id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
-            megatron::Error::data(&file, format!("eos_token_id: {id} is no token; copy the file again"))
+            megatron::Error::data(
+                &file,
+                format!("eos_token_id: {id} is no token; copy the file again"),
+            )
         })?;
         if !ends.contains(&id) {
             ends.push(id);
@@ -47,8 +52,10 @@ mod tests {
     #[test]
     fn a_continuation_ends_at_each_token_that_a_models_files_name() {
         let folder = tempfile::tempdir().unwrap();
-        let found = || ends(&Tokenizer::byte(), Some(folder.path())).map_err(|error| error.to_string());
-        let write = |name: &str, content: &str| std::fs::write(folder.path().join(name), content).unwrap();
+        let found =
+            || ends(&Tokenizer::byte(), Some(folder.path())).map_err(|error| error.to_string());
+        let write =
+            |name: &str, content: &str| std::fs::write(folder.path().join(name), content).unwrap();
         assert_eq!(found().unwrap(), [256]);
         write("config.json", r#"{"eos_token_id": 7}"#);
         assert_eq!(found().unwrap(), [256, 7]);
@@ -56,7 +63,9 @@ mod tests {
         assert_eq!(found().unwrap(), [256, 9, 8]);
         write("generation_config.json", r#"{"eos_token_id": null}"#);
         assert_eq!(found().unwrap(), [256]);
-        for (damaged, part) in [("{", "is no JSON"), (r#"{"eos_token_id": [-1]}"#, "-1 is no token")] {
+        for (damaged, part) in
+            [("{", "is no JSON"), (r#"{"eos_token_id": [-1]}"#, "-1 is no token")]
+        {
             write("generation_config.json", damaged);
             assert!(found().unwrap_err().contains(part));
         }

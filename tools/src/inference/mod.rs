@@ -72,16 +72,18 @@ impl LoadArgs {
     /// Looks at the checkpoint and checks that its model can be cut as asked for.
     fn find(&self, cp: usize, dp: usize) -> Result<Found> {
         // What was trained in the folder of a Hugging Face model is meant, not what it started from.
-        let (path, weights) = if self.load.join("config.json").exists() && !checkpoint::holds_any(&self.load)? {
-            (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
-        } else {
-            (checkpoint::locate(&self.load, None)?, Weights::Checkpoint)
-        };
+        let (path, weights) =
+            if self.load.join("config.json").exists() && !checkpoint::holds_any(&self.load)? {
+                (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
+            } else {
+                (checkpoint::locate(&self.load, None)?, Weights::Checkpoint)
+            };
         let model = match &weights {
             Weights::Checkpoint => SavedGpt::open(&path)?.run.model,
             Weights::HuggingFace(folder) => folder.model().clone(),
         };
-        let (tp, pp) = (self.tensor_model_parallel_size as usize, self.pipeline_model_parallel_size as usize);
+        let (tp, pp) =
+            (self.tensor_model_parallel_size as usize, self.pipeline_model_parallel_size as usize);
         for (what, value) in [
             ("query heads", model.num_attention_heads),
             ("query groups", model.num_query_groups),
@@ -145,7 +147,9 @@ impl LoadArgs {
 fn trained_with(found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
     match found.weights {
         Weights::Checkpoint => tokenizer_of(&found.path),
-        Weights::HuggingFace(_) => Ok((tokenizer_in([found.path.clone()]), TokenizerOptions::default())),
+        Weights::HuggingFace(_) => {
+            Ok((tokenizer_in([found.path.clone()]), TokenizerOptions::default()))
+        }
     }
 }
 
@@ -169,7 +173,8 @@ pub fn tokenizer_of(path: &Path) -> Result<(Option<String>, TokenizerOptions)> {
 
 /// The `tokenizer.json` in the first of the folders that has one.
 fn tokenizer_in(folders: impl IntoIterator<Item = PathBuf>) -> Option<String> {
-    let file = folders.into_iter().map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.exists());
+    let file =
+        folders.into_iter().map(|folder| folder.join(TOKENIZER_FILE)).find(|file| file.exists());
     file.map(|file| file.display().to_string())
 }
 
@@ -184,7 +189,12 @@ impl Found {
 }
 
 /// Runs `body` on every rank of the layout: starts them, or joins as one of them.
-pub fn on_ranks(args: &LoadArgs, cp: usize, dp: usize, body: impl FnOnce(Found, Group) -> Result<()>) -> Result<u8> {
+pub fn on_ranks(
+    args: &LoadArgs,
+    cp: usize,
+    dp: usize,
+    body: impl FnOnce(Found, Group) -> Result<()>,
+) -> Result<u8> {
     let mut found = args.find(cp, dp)?;
     let world_size = found.parallel.world_size();
     let timeout = CommOptions::default().timeout;
@@ -207,7 +217,13 @@ pub fn on_ranks(args: &LoadArgs, cp: usize, dp: usize, body: impl FnOnce(Found, 
         None if world_size == 1 => RankInfo::alone(),
         None => {
             ranks::check_device(args.device)?;
-            return ranks::start(world_size, &distributed, Some(Duration::from_secs(5)), None, vec![]);
+            return ranks::start(
+                world_size,
+                &distributed,
+                Some(Duration::from_secs(5)),
+                None,
+                vec![],
+            );
         }
     };
     let communicators = train::most_communicators(&found.parallel)?;

@@ -61,7 +61,9 @@ impl Failure {
     /// Whether one of our ranks says that it would end so again. What it says of settings may only hold until a GPU or a port is free where ranks with
     /// the same settings ran before, so it counts of the `first` alone.
     pub fn comes_again(&self, first: bool) -> bool {
-        self.fault.as_ref().is_some_and(|fault| fault.comes_again || first && self.exit == Exit::Code(2))
+        self.fault
+            .as_ref()
+            .is_some_and(|fault| fault.comes_again || first && self.exit == Exit::Code(2))
     }
 
     pub fn blames_a_peer(&self) -> bool {
@@ -95,7 +97,8 @@ pub fn describe(failures: &[Failure], started: usize, advice: Option<&str>) -> S
         }
     };
     let died = cause.fault.is_none() && started > 1;
-    let stopped = if died { format!("; the other {}s were stopped", who.kind()) } else { String::new() };
+    let stopped =
+        if died { format!("; the other {}s were stopped", who.kind()) } else { String::new() };
     let advice = advice.filter(|_| died).map_or(String::new(), |advice| format!(". {advice}"));
     format!("{message}{stopped}{advice}")
 }
@@ -122,9 +125,13 @@ fn with_ranks(fault: &Fault, cause: &Failure, failures: &[Failure], started: usi
 fn hint(signal: i32) -> &'static str {
     match signal {
         libc::SIGKILL => " (by someone, or by the kernel because memory ran out: see `dmesg`)",
-        libc::SIGBUS => " (a file was cut short while it was read, or no memory was left for what ranks share)",
+        libc::SIGBUS => {
+            " (a file was cut short while it was read, or no memory was left for what ranks share)"
+        }
         libc::SIGILL => " (the program was built for another processor)",
-        libc::SIGSEGV | libc::SIGABRT => " (a bug; please report it with the command and the run file)",
+        libc::SIGSEGV | libc::SIGABRT => {
+            " (a bug; please report it with the command and the run file)"
+        }
         _ => "",
     }
 }
@@ -160,10 +167,23 @@ mod tests {
 
     #[test]
     fn hosts_are_called_by_their_names() {
-        let host = |name: &str, message: &str| Failure { who: Who::Host(name.to_string()), ..said(0, message, false) };
-        assert_eq!(describe(&[host("b", "rank 2: disk full")], 2, None), "host b: rank 2: disk full");
-        let unreachable = Failure { explanation: Some("ssh to host a failed".into()), fault: None, ..host("a", "") };
-        assert_eq!(describe(&[unreachable], 2, None), "ssh to host a failed; the other hosts were stopped");
+        let host = |name: &str, message: &str| Failure {
+            who: Who::Host(name.to_string()),
+            ..said(0, message, false)
+        };
+        assert_eq!(
+            describe(&[host("b", "rank 2: disk full")], 2, None),
+            "host b: rank 2: disk full"
+        );
+        let unreachable = Failure {
+            explanation: Some("ssh to host a failed".into()),
+            fault: None,
+            ..host("a", "")
+        };
+        assert_eq!(
+            describe(&[unreachable], 2, None),
+            "ssh to host a failed; the other hosts were stopped"
+        );
         assert_eq!(listed(&[Who::Rank(1), Who::Rank(3)]), "rank 1, 3");
     }
 

@@ -41,12 +41,18 @@ impl Host {
 /// # Errors
 /// If the file cannot be read or used, a filter names what is not in it, or hosts have different numbers of slots.
 pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result<Vec<Host>> {
-    let text = megatron::files::read_text(path, MAX_BYTES)
-        .map_err(|source| Error::Io { action: format!("read the hostfile {}", path.display()), source })?;
+    let text = megatron::files::read_text(path, MAX_BYTES).map_err(|source| Error::Io {
+        action: format!("read the hostfile {}", path.display()),
+        source,
+    })?;
     let hosts = parse(&text).map_err(|why| Error::usage(format!("{}{why}", path.display())))?;
     let hosts = match (include, exclude) {
-        (Some(filter), _) => select(&hosts, filter, true).map_err(|why| format!("--include {filter}: {why}")),
-        (None, Some(filter)) => select(&hosts, filter, false).map_err(|why| format!("--exclude {filter}: {why}")),
+        (Some(filter), _) => {
+            select(&hosts, filter, true).map_err(|why| format!("--include {filter}: {why}"))
+        }
+        (None, Some(filter)) => {
+            select(&hosts, filter, false).map_err(|why| format!("--exclude {filter}: {why}"))
+        }
         (None, None) => Ok(hosts),
     };
     let hosts = hosts.map_err(|why| Error::usage(format!("{why} ({})", path.display())))?;
@@ -67,31 +73,47 @@ fn parse(text: &str) -> std::result::Result<Vec<Host>, String> {
         let wrong = |why: String| format!(":{}: {why}", number + 1);
         let host = parse_line(line).map_err(wrong)?;
         if hosts.iter().any(|other| other.name == host.name) {
-            return Err(wrong(format!("{} is there twice; give all of its slots in one line", host.name)));
+            return Err(wrong(format!(
+                "{} is there twice; give all of its slots in one line",
+                host.name
+            )));
         }
         hosts.push(host);
     }
-    if hosts.is_empty() { Err(" names no host; a line is `HOST slots=N`".to_string()) } else { Ok(hosts) }
+    if hosts.is_empty() {
+        Err(" names no host; a line is `HOST slots=N`".to_string())
+    } else {
+        Ok(hosts)
+    }
 }
 
 fn parse_line(line: &str) -> std::result::Result<Host, String> {
     let words: Vec<&str> = line.split_whitespace().collect();
     let parsed = match words[..] {
-        [host, slots] => slots.strip_prefix("slots=").and_then(|slots| Some((host, slots.parse::<usize>().ok()?))),
+        [host, slots] => slots
+            .strip_prefix("slots=")
+            .and_then(|slots| Some((host, slots.parse::<usize>().ok()?))),
         _ => None,
     };
-    let Some((written, all)) = parsed else { return Err(format!("`{line}` is not of the form `HOST slots=N`")) };
-    let (user, host) = written.rsplit_once('@').map_or((None, written), |(user, host)| (Some(user), host));
+    let Some((written, all)) = parsed else {
+        return Err(format!("`{line}` is not of the form `HOST slots=N`"));
+    };
+    let (user, host) =
+        written.rsplit_once('@').map_or((None, written), |(user, host)| (Some(user), host));
     let name = bare(host);
     // ssh would take it for an option.
     if name.is_empty() || written.starts_with('-') {
         return Err(format!("`{written}` is no name of a host"));
     }
     if name.contains([':', '[', ']']) && !is_ipv6(name) {
-        return Err(format!("`{written}` is no name of a host, nor an IPv6 address; a port is for --ssh-port"));
+        return Err(format!(
+            "`{written}` is no name of a host, nor an IPv6 address; a port is for --ssh-port"
+        ));
     }
     if !(1..=4096).contains(&all) {
-        return Err(format!("slots={all} must be 1 to 4096; to leave {name} out, put # before its line"));
+        return Err(format!(
+            "slots={all} must be 1 to 4096; to leave {name} out, put # before its line"
+        ));
     }
     let destination = user.map_or_else(|| name.to_string(), |user| format!("{user}@{name}"));
     Ok(Host { destination, name: name.to_string(), slots: (0..all).collect(), all })
@@ -116,7 +138,9 @@ fn parts(hosts: &[Host], filter: &str) -> Vec<String> {
         let name = split_slots(hosts, part).0;
         match user.take() {
             Some(user)
-                if hosts.iter().any(|host| host.name == name && host.destination == format!("{user}@{name}")) => {}
+                if hosts.iter().any(|host| {
+                    host.name == name && host.destination == format!("{user}@{name}")
+                }) => {}
             Some(other) => parts.push(other.to_string()),
             None => {}
         }
@@ -141,7 +165,9 @@ fn split_slots<'a>(hosts: &[Host], part: &'a str) -> (&'a str, Option<&'a str>) 
         return (bare(part), None);
     }
     let after_brackets = part.strip_prefix('[').and_then(|rest| rest.split_once("]:"));
-    after_brackets.or_else(|| part.split_once(':')).map_or((part, None), |(name, list)| (name, Some(list)))
+    after_brackets
+        .or_else(|| part.split_once(':'))
+        .map_or((part, None), |(name, list)| (name, Some(list)))
 }
 
 /// Those of `hosts` that `filter` names, or all others.
@@ -159,8 +185,9 @@ fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Ve
         let mut slots = vec![];
         for slot in list.map(|list| list.split(',')).into_iter().flatten() {
             let number = slot.trim().parse().ok().filter(|number| *number < host.all);
-            let number =
-                number.ok_or_else(|| format!("{name} has no slot `{slot}`; its slots are 0 to {}", host.all - 1))?;
+            let number = number.ok_or_else(|| {
+                format!("{name} has no slot `{slot}`; its slots are 0 to {}", host.all - 1)
+            })?;
             if slots.contains(&number) {
                 return Err(format!("slot {number} of {name} is named twice"));
             }
@@ -173,9 +200,12 @@ fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Ve
         let slots: Vec<usize> = match (named, include) {
             (Some(slots), true) => slots.clone(),
             (None, true) => vec![],
-            (named, false) => {
-                host.slots.iter().copied().filter(|slot| !named.is_some_and(|named| named.contains(slot))).collect()
-            }
+            (named, false) => host
+                .slots
+                .iter()
+                .copied()
+                .filter(|slot| !named.is_some_and(|named| named.contains(slot)))
+                .collect(),
         };
         (!slots.is_empty()).then(|| Host { slots, ..host.clone() })
     });
@@ -189,10 +219,15 @@ fn refuse_uneven(hosts: &[Host]) -> std::result::Result<(), String> {
     if hosts.iter().all(|host| host.slots.len() == most) {
         return Ok(());
     }
-    let counts: Vec<String> = hosts.iter().map(|host| format!("{} {}", host.name, host.slots.len())).collect();
-    let slots = |host: &Host| host.slots[..most].iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-    let name = |host: &Host| if is_ipv6(&host.name) { format!("[{}]", host.name) } else { host.name.clone() };
-    let even: Vec<String> = hosts.iter().map(|host| format!("{}:{}", name(host), slots(host))).collect();
+    let counts: Vec<String> =
+        hosts.iter().map(|host| format!("{} {}", host.name, host.slots.len())).collect();
+    let slots =
+        |host: &Host| host.slots[..most].iter().map(usize::to_string).collect::<Vec<_>>().join(",");
+    let name = |host: &Host| {
+        if is_ipv6(&host.name) { format!("[{}]", host.name) } else { host.name.clone() }
+    };
+    let even: Vec<String> =
+        hosts.iter().map(|host| format!("{}:{}", name(host), slots(host))).collect();
     Err(format!(
         "every host must have as many ranks as the others, but slots are: {}; take as many of each, as by --include {}",
         counts.join(", "),
@@ -206,7 +241,10 @@ mod tests {
 
     const FILE: &str = "# two machines\nh0 slots=4\n\n  me@h1   slots=4  # spare: slot 3\n";
 
-    fn selected(filter: &str, include: bool) -> std::result::Result<Vec<(String, Vec<usize>)>, String> {
+    fn selected(
+        filter: &str,
+        include: bool,
+    ) -> std::result::Result<Vec<(String, Vec<usize>)>, String> {
         let hosts = select(&parse(FILE).unwrap(), filter, include)?;
         Ok(hosts.into_iter().map(|host| (host.name, host.slots)).collect())
     }
@@ -214,8 +252,10 @@ mod tests {
     #[test]
     fn lines_name_hosts_and_slots() {
         let hosts = parse(FILE).unwrap();
-        let told: Vec<_> =
-            hosts.iter().map(|h| (h.destination.as_str(), h.name.as_str(), h.slots.as_slice())).collect();
+        let told: Vec<_> = hosts
+            .iter()
+            .map(|h| (h.destination.as_str(), h.name.as_str(), h.slots.as_slice()))
+            .collect();
         assert_eq!(told, [("h0", "h0", &[0, 1, 2, 3][..]), ("me@h1", "h1", &[0, 1, 2, 3])]);
         assert_eq!(hosts[0].visible_devices(), None);
     }
@@ -228,7 +268,8 @@ mod tests {
 
     #[test]
     fn addresses_of_ipv6_may_have_brackets() {
-        let hosts = parse("[fd00::1] slots=2\nme@[fd00::2] slots=2\nfe80::1%eth0 slots=2\n").unwrap();
+        let hosts =
+            parse("[fd00::1] slots=2\nme@[fd00::2] slots=2\nfe80::1%eth0 slots=2\n").unwrap();
         let destinations: Vec<_> = hosts.iter().map(|host| host.destination.as_str()).collect();
         assert_eq!(destinations, ["fd00::1", "me@fd00::2", "fe80::1%eth0"]);
         for (filter, expected) in [
@@ -237,7 +278,8 @@ mod tests {
             ("fd00::1@me@[fd00::2]:0", &[("fd00::1", &[0, 1]), ("fd00::2", &[0])]),
         ] {
             let chosen = select(&hosts, filter, true).unwrap();
-            let chosen: Vec<_> = chosen.iter().map(|host| (host.name.as_str(), host.slots.as_slice())).collect();
+            let chosen: Vec<_> =
+                chosen.iter().map(|host| (host.name.as_str(), host.slots.as_slice())).collect();
             assert_eq!(chosen, expected, "{filter}");
         }
         let uneven = refuse_uneven(&select(&hosts, "[fd00::1]:1", false).unwrap()).unwrap_err();
@@ -256,7 +298,10 @@ mod tests {
             ("h0 slots=1\na@h0 slots=2", ":2: h0 is there twice"),
             ("-oProxyCommand=x slots=1", ":1: `-oProxyCommand=x` is no name"),
             ("a@ slots=1", ":1: `a@` is no name"),
-            ("h0:2222 slots=1", ":1: `h0:2222` is no name of a host, nor an IPv6 address; a port is for --ssh-port"),
+            (
+                "h0:2222 slots=1",
+                ":1: `h0:2222` is no name of a host, nor an IPv6 address; a port is for --ssh-port",
+            ),
             ("[fd00::1]:2222 slots=1", ":1: `[fd00::1]:2222` is no name of a host, nor an IPv6"),
         ] {
             let why = parse(text).unwrap_err();
@@ -267,13 +312,22 @@ mod tests {
     #[test]
     fn filters_take_hosts_and_slots_in_or_leave_them_out() {
         let host = |name: &str, slots: &[usize]| (name.to_string(), slots.to_vec());
-        assert_eq!(selected("h1@h0:2,0", true).unwrap(), [host("h0", &[2, 0]), host("h1", &[0, 1, 2, 3])]);
+        assert_eq!(
+            selected("h1@h0:2,0", true).unwrap(),
+            [host("h0", &[2, 0]), host("h1", &[0, 1, 2, 3])]
+        );
         assert_eq!(selected("h1", true).unwrap(), [host("h1", &[0, 1, 2, 3])]);
-        assert_eq!(selected("h1:3", false).unwrap(), [host("h0", &[0, 1, 2, 3]), host("h1", &[0, 1, 2])]);
+        assert_eq!(
+            selected("h1:3", false).unwrap(),
+            [host("h0", &[0, 1, 2, 3]), host("h1", &[0, 1, 2])]
+        );
         assert_eq!(selected("h0", false).unwrap(), [host("h1", &[0, 1, 2, 3])]);
         // With the user that the file has.
         assert_eq!(selected("me@h1:0,1", true).unwrap(), [host("h1", &[0, 1])]);
-        assert_eq!(selected("h0:0@me@h1", true).unwrap(), [host("h0", &[0]), host("h1", &[0, 1, 2, 3])]);
+        assert_eq!(
+            selected("h0:0@me@h1", true).unwrap(),
+            [host("h0", &[0]), host("h1", &[0, 1, 2, 3])]
+        );
         assert_eq!(selected("me@h1:0@h0", false).unwrap(), [host("h1", &[1, 2, 3])]);
         let hosts = select(&parse(FILE).unwrap(), "h0:2,0", true).unwrap();
         assert_eq!(hosts[0].visible_devices().unwrap().1, "2,0");

@@ -10,7 +10,8 @@ pub fn is_ignored(signal: i32) -> bool {
     // SAFETY: an all-zero sigaction is valid; without a new action the call only fills it in.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
-        libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
+        libc::sigaction(signal, std::ptr::null(), &mut action) == 0
+            && action.sa_sigaction == libc::SIG_IGN
     }
 }
 
@@ -24,7 +25,8 @@ pub fn adjust() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: both calls touch nothing but `limit`. Where they are refused everything stays as it is.
     unsafe {
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max
+        {
             let wide = libc::rlimit { rlim_cur: limit.rlim_max, ..limit };
             if libc::setrlimit(libc::RLIMIT_NOFILE, &wide) == 0 {
                 let _ = OPEN_FILES.set(limit);

@@ -96,8 +96,10 @@ impl Ranks {
     /// # Errors
     /// If there is none.
     pub fn command(&self, index: usize, restarts: u32, max_restarts: u32) -> Result<Command> {
-        let (program, arguments) =
-            self.command.split_first().ok_or_else(|| Error::usage("no command to start; put it after `--`"))?;
+        let (program, arguments) = self
+            .command
+            .split_first()
+            .ok_or_else(|| Error::usage("no command to start; put it after `--`"))?;
         let mut command = Command::new(meant(program));
         let numbers = [
             ("RANK", self.rank(index)),
@@ -111,8 +113,13 @@ impl Ranks {
             ("MASTER_PORT", usize::from(self.master.1)),
         ];
         command.args(arguments).envs(numbers.map(|(name, number)| (name, number.to_string())));
-        command.env(MAX_RESTARTS, max_restarts.to_string()).env(RESTART_COUNT, restarts.to_string());
-        command.env("MASTER_ADDR", &self.master.0).env("ROLE_NAME", "default").env(SUPERVISED, watch::supervisor());
+        command
+            .env(MAX_RESTARTS, max_restarts.to_string())
+            .env(RESTART_COUNT, restarts.to_string());
+        command
+            .env("MASTER_ADDR", &self.master.0)
+            .env("ROLE_NAME", "default")
+            .env(SUPERVISED, watch::supervisor());
         command.env(started::STARTED_AT, started::for_ranks());
         // Said of the port of whoever started this process; ranks use the one given here.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
@@ -137,7 +144,8 @@ impl Ranks {
         if self.serves_store {
             command.env(STORE_SERVED, "1");
         }
-        let threads = (std::thread::available_parallelism().map_or(1, usize::from) / self.local_ranks).max(1);
+        let threads =
+            (std::thread::available_parallelism().map_or(1, usize::from) / self.local_ranks).max(1);
         for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
             if std::env::var_os(name).is_none() {
                 command.env(name, threads.to_string());
@@ -169,7 +177,8 @@ fn meant(word: &OsStr) -> OsString {
 }
 
 fn is_on_path(name: &OsStr) -> bool {
-    std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(name).is_file()))
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(name).is_file()))
 }
 
 /// The error of a program that could not be started.

@@ -44,7 +44,8 @@ pub fn forward(
             match source.by_ref().take(LONGEST).read_until(b'\n', &mut bytes) {
                 Ok(0) | Err(_) => break,
                 Ok(_) => {
-                    let line = String::from_utf8_lossy(&bytes).trim_end_matches(['\n', '\r']).to_string();
+                    let line =
+                        String::from_utf8_lossy(&bytes).trim_end_matches(['\n', '\r']).to_string();
                     if events.send(Event::Line { index, stream, line }).is_err() {
                         return;
                     }
@@ -102,7 +103,9 @@ impl Printer {
     fn hand_over(&mut self) {
         let Some(sender) = &self.sender else { return };
         while let Some(line) = self.waiting.pop_front() {
-            if let Err(TrySendError::Full(line) | TrySendError::Disconnected(line)) = sender.try_send(line) {
+            if let Err(TrySendError::Full(line) | TrySendError::Disconnected(line)) =
+                sender.try_send(line)
+            {
                 self.waiting.push_front(line);
                 return;
             }

@@ -105,5 +105,6 @@ fn how_ended(child: &Child) -> io::Result<Option<i32>> {
 
 /// The name of a signal, as `kill -l` lists it.
 pub fn signal_name(signal: i32) -> String {
-    signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_string)
+    signal_hook::low_level::signal_name(signal)
+        .map_or_else(|| format!("signal {signal}"), str::to_string)
 }

@@ -22,8 +22,14 @@ const NAMES: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RAYON_N
 const PREFIXES: [&str; 7] = ["NCCL_", "UCX_", "MEGATRON_", "CUDA_", "RUST_", "PYTHON", "TORCH_"];
 /// Variables of this machine or of who started this process, and the secret, which a command line
 /// would show to everybody.
-const OWN: [&str; 6] =
-    ["CUDA_VISIBLE_DEVICES", SUPERVISED, super::OWN_RANKS, super::STORE_SERVED, super::started::STARTED_AT, RUN_SECRET];
+const OWN: [&str; 6] = [
+    "CUDA_VISIBLE_DEVICES",
+    SUPERVISED,
+    super::OWN_RANKS,
+    super::STORE_SERVED,
+    super::started::STARTED_AT,
+    RUN_SECRET,
+];
 
 /// Exit codes of the line that ssh is given: our own for a folder that is not there, and those of `env`.
 const NO_FOLDER: i32 = 124;
@@ -54,10 +60,15 @@ pub struct Hosts {
 }
 
 /// Those of `variables` that ranks on other machines get.
-pub fn exported(variables: impl Iterator<Item = (OsString, OsString)>) -> Vec<(OsString, OsString)> {
-    let goes_along = |name: &str| NAMES.contains(&name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix));
-    let chosen =
-        variables.filter(|(name, _)| name.to_str().is_some_and(|name| goes_along(name) && !OWN.contains(&name)));
+pub fn exported(
+    variables: impl Iterator<Item = (OsString, OsString)>,
+) -> Vec<(OsString, OsString)> {
+    let goes_along = |name: &str| {
+        NAMES.contains(&name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+    };
+    let chosen = variables.filter(|(name, _)| {
+        name.to_str().is_some_and(|name| goes_along(name) && !OWN.contains(&name))
+    });
     chosen.collect()
 }
 
@@ -69,8 +80,10 @@ pub fn is_loopback(name: &str) -> bool {
 /// Whether `host` is this machine and its user this process's.
 pub fn is_here(host: &Host) -> bool {
     let here = this_host();
-    let is_short_for = |short: &str, long: &str| long.split_once('.').is_some_and(|(first, _)| first == short);
-    let same = host.name == here || is_short_for(&host.name, &here) || is_short_for(&here, &host.name);
+    let is_short_for =
+        |short: &str, long: &str| long.split_once('.').is_some_and(|(first, _)| first == short);
+    let same =
+        host.name == here || is_short_for(&host.name, &here) || is_short_for(&here, &host.name);
     host.destination == host.name && (is_loopback(&host.name) || same)
 }
 
@@ -100,7 +113,9 @@ impl Hosts {
             ("--nproc-per-node", self.hosts[index].slots.len()),
         ];
         let mut words = vec![OsString::from("launch")];
-        words.extend(numbers.into_iter().flat_map(|(name, number)| [name.into(), number.to_string().into()]));
+        words.extend(
+            numbers.into_iter().flat_map(|(name, number)| [name.into(), number.to_string().into()]),
+        );
         words.extend_from_slice(&self.options);
         words.push("--".into());
         words.extend_from_slice(&self.command);
@@ -135,7 +150,8 @@ impl Hosts {
     pub fn explain(&self, index: usize, exit: Exit, last_line: Option<&str>) -> Option<String> {
         let Host { name, destination, .. } = &self.hosts[index];
         let (ssh, program) = (self.ssh.to_string_lossy(), self.program.to_string_lossy());
-        let said = last_line.map_or(String::new(), |line| format!(": {}", line.trim_end_matches('.')));
+        let said =
+            last_line.map_or(String::new(), |line| format!(": {}", line.trim_end_matches('.')));
         let why = match exit {
             Exit::Code(NO_FOLDER) => format!(
                 "host {name} has no folder {}{said}; this command has to be given in a folder that all hosts have",
@@ -147,7 +163,9 @@ impl Hosts {
             Exit::Code(SSH_FAILED) => format!(
                 "{ssh} to host {name} failed or lost its connection{said}; `{ssh} {destination} true` has to work without a password from here"
             ),
-            Exit::Signal(signal) => format!("{ssh} to host {name} was killed by {}{said}", signal_name(signal)),
+            Exit::Signal(signal) => {
+                format!("{ssh} to host {name} was killed by {}{said}", signal_name(signal))
+            }
             Exit::Code(_) => return None,
         };
         Some(why)
@@ -205,14 +223,37 @@ mod tests {
         let [ssh, program] = ["ssh", "/bin/true"].map(OsString::from);
         let (ssh_args, exports, options, command) = (vec![], vec![], vec![], vec!["x".into()]);
         let (folder, secret) = ("/no such".into(), Secret::default());
-        let mut hosts = Hosts { hosts: vec![host], ssh, ssh_args, program, folder, exports, secret, options, command };
+        let mut hosts = Hosts {
+            hosts: vec![host],
+            ssh,
+            ssh_args,
+            program,
+            folder,
+            exports,
+            secret,
+            options,
+            command,
+        };
         let run = |hosts: &Hosts| {
-            let words: Vec<OsString> = hosts.command(0).get_args().map(OsStr::to_os_string).collect();
+            let words: Vec<OsString> =
+                hosts.command(0).get_args().map(OsStr::to_os_string).collect();
             assert_eq!(words[0], "me@h");
-            Exit::Code(Command::new("sh").arg("-c").arg(&words[1]).output().unwrap().status.code().unwrap())
+            Exit::Code(
+                Command::new("sh")
+                    .arg("-c")
+                    .arg(&words[1])
+                    .output()
+                    .unwrap()
+                    .status
+                    .code()
+                    .unwrap(),
+            )
         };
         let why = hosts.explain(0, run(&hosts), Some("sh: cannot cd")).unwrap();
-        assert!(why.starts_with("host h has no folder /no such: sh: cannot cd; this command"), "{why}");
+        assert!(
+            why.starts_with("host h has no folder /no such: sh: cannot cd; this command"),
+            "{why}"
+        );
         hosts.folder = "/".into();
         assert_eq!(run(&hosts), Exit::Code(0));
     }
@@ -241,7 +282,13 @@ mod tests {
             let name = destination.rsplit('@').next().unwrap().to_string();
             Host { destination: destination.to_string(), name, slots: vec![0], all: 1 }
         };
-        assert!(is_here(&host(&this_host())) && is_here(&host("localhost")) && is_here(&host("127.0.0.1")));
-        assert!(!is_here(&host(&format!("someone@{}", this_host()))) && !is_here(&host("no-such-host")));
+        assert!(
+            is_here(&host(&this_host()))
+                && is_here(&host("localhost"))
+                && is_here(&host("127.0.0.1"))
+        );
+        assert!(
+            !is_here(&host(&format!("someone@{}", this_host()))) && !is_here(&host("no-such-host"))
+        );
     }
 }

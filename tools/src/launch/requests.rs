@@ -47,7 +47,8 @@ enum Word {
 impl Word {
     fn parse(line: &str) -> Option<Self> {
         let secret = || Some(Self::Secret(line.strip_prefix(SECRET)?.to_string()));
-        let signal = WORDS.iter().find(|(word, _)| *word == line).map(|(_, signal)| Self::Signal(*signal));
+        let signal =
+            WORDS.iter().find(|(word, _)| *word == line).map(|(_, signal)| Self::Signal(*signal));
         signal.or_else(secret)
     }
 }
@@ -75,10 +76,11 @@ impl Requests {
 
     /// What was asked for since the last look.
     pub fn pending(&mut self) -> impl Iterator<Item = i32> {
-        let signals = self.words.iter().flat_map(Receiver::try_iter).filter_map(|word| match word {
-            Word::Signal(signal) => Some(signal),
-            Word::Secret(_) => None,
-        });
+        let signals =
+            self.words.iter().flat_map(Receiver::try_iter).filter_map(|word| match word {
+                Word::Signal(signal) => Some(signal),
+                Word::Secret(_) => None,
+            });
         self.signals.pending().chain(signals)
     }
 

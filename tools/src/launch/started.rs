@@ -13,7 +13,10 @@ static STARTED: OnceLock<Instant> = OnceLock::new();
 pub fn started() -> Instant {
     *STARTED.get_or_init(|| {
         let now = Instant::now();
-        let at = std::env::var(STARTED_AT).ok().and_then(|at| at.parse().ok()).map(Duration::from_millis);
+        let at = std::env::var(STARTED_AT)
+            .ok()
+            .and_then(|at| at.parse().ok())
+            .map(Duration::from_millis);
         at.and_then(|at| now.checked_sub(since_1970().checked_sub(at)?)).unwrap_or(now)
     })
 }

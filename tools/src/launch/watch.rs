@@ -19,7 +19,9 @@ pub fn supervisor() -> String {
 }
 
 fn pid_namespace() -> String {
-    std::fs::read_link("/proc/self/ns/pid").map(|link| link.display().to_string()).unwrap_or_default()
+    std::fs::read_link("/proc/self/ns/pid")
+        .map(|link| link.display().to_string())
+        .unwrap_or_default()
 }
 
 /// The supervisor in the value of [`SUPERVISED`], if this process can tell whether it runs.
@@ -32,7 +34,9 @@ fn parse(value: &str) -> Option<Process> {
 
 /// Ends this process, if it is a rank, soon after its supervisor has died.
 pub fn watch_supervisor() {
-    let Some(supervisor) = std::env::var(SUPERVISED).ok().and_then(|value| parse(&value)) else { return };
+    let Some(supervisor) = std::env::var(SUPERVISED).ok().and_then(|value| parse(&value)) else {
+        return;
+    };
     // Without the thread the rank is as it would be under another launcher.
     let _ = std::thread::Builder::new().name("watch-supervisor".into()).spawn(move || {
         while supervisor.is_alive() {

@@ -8,7 +8,9 @@ use std::time::Duration;
 use candle_core::Device;
 use kernels::tensor::device::Choice;
 use megatron::comm::rendezvous::ignored_world;
-use megatron::comm::{self, Backend, CommOptions, Group, RUN_SECRET, RankInfo, Rendezvous, Secret, World};
+use megatron::comm::{
+    self, Backend, CommOptions, Group, RUN_SECRET, RankInfo, Rendezvous, Secret, World,
+};
 use megatron::config::{OptimizerOffload, ParallelConfig, RunConfig};
 use megatron::text::printable;
 
@@ -101,8 +103,10 @@ pub fn start(
     advice: Option<String>,
     variables: Vec<(OsString, OsString)>,
 ) -> Result<u8> {
-    let program = std::env::current_exe()
-        .map_err(|source| Error::Io { action: "find the program that is running".to_string(), source })?;
+    let program = std::env::current_exe().map_err(|source| Error::Io {
+        action: "find the program that is running".to_string(),
+        source,
+    })?;
     let mut command = vec![program.into_os_string()];
     command.extend(std::env::args_os().skip(1));
     supervise(&Plan {
@@ -134,7 +138,9 @@ pub fn share_gpus(ranks: usize, device: Choice) -> bool {
     match device {
         Choice::Cpu => false,
         Choice::Cuda(Some(_)) => ranks > 1,
-        Choice::Auto | Choice::Cuda(None) => kernels::tensor::device::gpus().is_ok_and(|gpus| gpus > 0 && ranks > gpus),
+        Choice::Auto | Choice::Cuda(None) => {
+            kernels::tensor::device::gpus().is_ok_and(|gpus| gpus > 0 && ranks > gpus)
+        }
     }
 }
 
@@ -158,7 +164,10 @@ fn no_threads(threads: usize) -> impl FnOnce(rayon::ThreadPoolBuildError) -> Err
 ///
 /// # Errors
 /// Those of `work`; if threads cannot be started.
-pub fn before_meeting<T: Send>(place: &RankInfo, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+pub fn before_meeting<T: Send>(
+    place: &RankInfo,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> Result<T> {
     with_threads(place.local_world_size.unwrap_or(1), work)
 }
 
@@ -168,7 +177,10 @@ pub fn before_meeting<T: Send>(place: &RankInfo, work: impl FnOnce() -> Result<T
 /// Those of `work`; if threads cannot be started.
 pub fn with_threads<T: Send>(ranks: usize, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     let threads = share_of_cores(ranks);
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(no_threads(threads))?;
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .map_err(no_threads(threads))?;
     pool.install(work)
 }
 
@@ -195,7 +207,8 @@ pub fn use_threads(threads: Option<usize>, ranks: usize) -> Result<usize> {
 /// If there is none.
 pub fn check_device(choice: Choice) -> Result<()> {
     if matches!(choice, Choice::Cuda(_)) {
-        kernels::tensor::device::gpus().map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
+        kernels::tensor::device::gpus()
+            .map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
     }
     Ok(())
 }
@@ -249,10 +262,12 @@ pub fn join(
 ) -> Result<Joined> {
     let World { group, local_rank, local_world_size } = meet(place, distributed, communicators)?;
     let choice = distributed.device;
-    let sharers = sharers(&group.all_gather_bytes(own_cores().as_bytes())?, group.rank(), local_world_size);
+    let sharers =
+        sharers(&group.all_gather_bytes(own_cores().as_bytes())?, group.rank(), local_world_size);
     let open = || {
         let threads = use_threads(threads, sharers)?;
-        let device = choice.open(local_rank).map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
+        let device =
+            choice.open(local_rank).map_err(|e| Error::usage(format!("--device {choice}: {e}")))?;
         Ok((threads, device))
     };
     let (threads, device) = open().map_err(|error| failed(error, &group, &Device::Cpu))?;
@@ -265,7 +280,8 @@ pub fn join(
 /// The cores that this process may run on, of this machine.
 fn own_cores() -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let cores = status.lines().find(|line| line.starts_with("Cpus_allowed_list")).unwrap_or_default();
+    let cores =
+        status.lines().find(|line| line.starts_with("Cpus_allowed_list")).unwrap_or_default();
     format!("{} {cores}", megatron::comm::rendezvous::this_host())
 }
 
@@ -282,7 +298,9 @@ const ON_CPU: &str = "the CPU";
 /// Refuses ranks that compute on different devices, as where one of several machines has no driver: they would wait for each other in different
 /// transports. All find the same.
 fn check_alike(devices: &[Vec<u8>]) -> Result<()> {
-    let Some(other) = devices.iter().position(|device| *device != devices[0]) else { return Ok(()) };
+    let Some(other) = devices.iter().position(|device| *device != devices[0]) else {
+        return Ok(());
+    };
     let [first, here] = [0, other].map(|rank| printable(&devices[rank]));
     let without = if here == ON_CPU { other } else { 0 };
     Err(Error::usage(format!(
@@ -293,7 +311,11 @@ fn check_alike(devices: &[Vec<u8>]) -> Result<()> {
 /// The ranks, connected for what is on their CPUs.
 fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Result<World> {
     if place.world_size == 1 {
-        return Ok(World { group: comm::solo(), local_rank: place.local_rank.unwrap_or(0), local_world_size: 1 });
+        return Ok(World {
+            group: comm::solo(),
+            local_rank: place.local_rank.unwrap_or(0),
+            local_world_size: 1,
+        });
     }
     let rendezvous = match (&distributed.rendezvous, Rendezvous::from_env(place, environment)) {
         (Some(url), _) => Rendezvous::from_url(place.rank, url)?,
@@ -304,7 +326,8 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
     };
     let timeout = distributed.timeout;
     let queues = Queues::found(environment(GPU_QUEUES), communicators);
-    let overlap = overlaps(distributed.overlap, over_nccl(distributed, on_gpus(distributed.device)), queues)?;
+    let overlap =
+        overlaps(distributed.overlap, over_nccl(distributed, on_gpus(distributed.device)), queues)?;
     let connect_timeout = patience(place, timeout);
     let secret = secret()?;
     if secret.is_none() && place.rank == 0 {
@@ -315,7 +338,14 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
     }
     // Each process has a log of its own, or a supervisor that says which rank a line is of.
     let on_wait: Option<fn(&str)> = Some(tell);
-    let options = CommOptions { timeout, connect_timeout, overlap, on_wait, secret, ..CommOptions::default() };
+    let options = CommOptions {
+        timeout,
+        connect_timeout,
+        overlap,
+        on_wait,
+        secret,
+        ..CommOptions::default()
+    };
     // NCCL joins once all have told their devices, so that ranks without a GPU are named by those.
     let backend = match distributed.backend {
         Backend::Nccl => Backend::Auto,
@@ -338,7 +368,12 @@ pub fn failed(error: Error, world: &Group, device: &Device) -> Error {
 }
 
 /// As [`failed`]; the reader alone gets `advice` besides.
-pub fn failed_with_advice(error: Error, advice: Option<String>, world: &Group, device: &Device) -> Error {
+pub fn failed_with_advice(
+    error: Error,
+    advice: Option<String>,
+    world: &Group,
+    device: &Device,
+) -> Error {
     let reason = error.to_string();
     let error = match advice {
         Some(advice) => Error::Launch(format!("{error}. {advice}")),
@@ -364,24 +399,34 @@ pub fn leave_others(error: &Error, world: &Group, device: &Device) {
 }
 
 fn over_nccl(distributed: &Distributed, on_gpus: bool) -> bool {
-    on_gpus && matches!(distributed.backend, Backend::Auto | Backend::Nccl) && cfg!(feature = "nccl")
+    on_gpus
+        && matches!(distributed.backend, Backend::Auto | Backend::Nccl)
+        && cfg!(feature = "nccl")
 }
 
 /// Why operations are issued no earlier than they are needed, if they would be with more of the GPU's queues.
-pub fn issued_late(distributed: &Distributed, device: &Device, communicators: usize) -> Option<String> {
+pub fn issued_late(
+    distributed: &Distributed,
+    device: &Device,
+    communicators: usize,
+) -> Option<String> {
     let queues = Queues::found(environment(GPU_QUEUES), communicators);
     let late = communicators > 0
         && distributed.overlap.is_none()
         && over_nccl(distributed, device.is_cuda())
         && !queues.suffice();
-    late.then(|| format!("communication is issued when it is needed, not before: {}", queues.missing()))
+    late.then(|| {
+        format!("communication is issued when it is needed, not before: {}", queues.missing())
+    })
 }
 
 /// The world with NCCL for what is on GPUs, unless another transport was asked for.
 #[cfg(feature = "nccl")]
 fn over_gpus(world: Group, distributed: &Distributed, device: &Device) -> Result<Group> {
     match (distributed.backend, device.is_cuda()) {
-        (Backend::Auto | Backend::Nccl, true) => Ok(comm::nccl::world(world, device, distributed.timeout)?),
+        (Backend::Auto | Backend::Nccl, true) => {
+            Ok(comm::nccl::world(world, device, distributed.timeout)?)
+        }
         (Backend::Nccl, false) => Err(nccl_without_gpu("this run computes on the CPU")),
         _ => Ok(world),
     }
@@ -391,9 +436,9 @@ fn over_gpus(world: Group, distributed: &Distributed, device: &Device) -> Result
 #[cfg(not(feature = "nccl"))]
 fn over_gpus(world: Group, distributed: &Distributed, _device: &Device) -> Result<Group> {
     match distributed.backend {
-        Backend::Nccl => {
-            Err(nccl_without_gpu("this program was built without it (cargo build --release --features cuda)"))
-        }
+        Backend::Nccl => Err(nccl_without_gpu(
+            "this program was built without it (cargo build --release --features cuda)",
+        )),
         _ => Ok(world),
     }
 }
@@ -417,7 +462,9 @@ mod tests {
     #[test]
     fn ranks_that_are_bound_to_cores_of_their_own_share_them_with_nobody() {
         assert!(own_cores().contains("Cpus_allowed_list"));
-        let told = |cores: [&str; 4], rank, local| sharers(&cores.map(|cores| cores.as_bytes().to_vec()), rank, local);
+        let told = |cores: [&str; 4], rank, local| {
+            sharers(&cores.map(|cores| cores.as_bytes().to_vec()), rank, local)
+        };
         assert_eq!(told(["a 0-7"; 4], 1, 4), 4);
         assert_eq!(told(["a 0-7"; 4], 1, 2), 2, "of machines called alike");
         assert_eq!(told(["a 0-3", "a 4-7", "a 0-3", "a 4-7"], 2, 4), 2);
@@ -427,8 +474,11 @@ mod tests {
     #[test]
     fn ranks_of_several_machines_wait_for_each_other_as_long_as_in_the_run() {
         let [minute, longer] = [60, 1200].map(Duration::from_secs);
-        let place =
-            |one_host: bool| RankInfo { world_size: 4, local_world_size: one_host.then_some(4), ..RankInfo::alone() };
+        let place = |one_host: bool| RankInfo {
+            world_size: 4,
+            local_world_size: one_host.then_some(4),
+            ..RankInfo::alone()
+        };
         assert_eq!(patience(&place(false), longer), longer);
         assert_eq!(patience(&place(true), longer), minute);
         for one_host in [false, true] {
@@ -460,12 +510,17 @@ mod tests {
             assert_eq!(rayon::current_thread_index(), (threads > 1).then_some(0));
             return;
         }
-        let name = "ranks::tests::whoever_hands_out_work_is_one_of_the_threads_unless_it_is_the_only_one";
+        let name =
+            "ranks::tests::whoever_hands_out_work_is_one_of_the_threads_unless_it_is_the_only_one";
         for threads in ["1", "2", "3"] {
             let mut test = std::process::Command::new(std::env::current_exe().unwrap());
-            let output = test.args([name, "--exact", "--nocapture"]).env(CHILD, threads).output().unwrap();
+            let output =
+                test.args([name, "--exact", "--nocapture"]).env(CHILD, threads).output().unwrap();
             let stdout = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && stdout.contains("1 passed"), "{threads} threads: {stdout}");
+            assert!(
+                output.status.success() && stdout.contains("1 passed"),
+                "{threads} threads: {stdout}"
+            );
         }
     }
 }

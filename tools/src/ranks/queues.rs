@@ -21,7 +21,10 @@ impl Queues {
     /// As many as `setting` says.
     pub fn found(setting: Option<String>, communicators: usize) -> Self {
         let there = setting.and_then(|queues| queues.parse().ok()).unwrap_or(DEFAULT_GPU_QUEUES);
-        Self { there: there.min(MOST_GPU_QUEUES), needed: COMMUNICATOR_STREAMS * communicators + OTHER_STREAMS }
+        Self {
+            there: there.min(MOST_GPU_QUEUES),
+            needed: COMMUNICATOR_STREAMS * communicators + OTHER_STREAMS,
+        }
     }
 
     pub fn suffice(self) -> bool {
@@ -36,7 +39,9 @@ impl Queues {
             "CUDA has no more than 32"
         };
         let (there, needed) = (self.there, self.needed);
-        format!("the streams of this layout need {needed} queues of the GPU, but {GPU_QUEUES} gives {there}: {remedy}")
+        format!(
+            "the streams of this layout need {needed} queues of the GPU, but {GPU_QUEUES} gives {there}: {remedy}"
+        )
     }
 }
 
@@ -69,12 +74,17 @@ mod tests {
         assert!(!overlaps(None, true, queues("9", 2)).unwrap());
         assert!(!overlaps(None, true, queues("1", 2)).unwrap(), "Megatron-LM's advice is 1");
         assert!(!overlaps(None, true, Queues::found(None, 2)).unwrap(), "CUDA's default is 8");
-        assert!(!overlaps(None, false, queues("32", 2)).unwrap(), "a CPU's ranks have no time to spare");
+        assert!(
+            !overlaps(None, false, queues("32", 2)).unwrap(),
+            "a CPU's ranks have no time to spare"
+        );
         assert!(!overlaps(Some(false), true, queues("32", 2)).unwrap());
         assert!(overlaps(Some(true), false, Queues::found(None, 2)).unwrap());
-        let refusal = overlaps(Some(true), true, queues("1", 2)).expect_err("could hang").to_string();
+        let refusal =
+            overlaps(Some(true), true, queues("1", 2)).expect_err("could hang").to_string();
         assert!(
-            refusal.contains("need 10 queues") && refusal.contains("CUDA_DEVICE_MAX_CONNECTIONS gives 1"),
+            refusal.contains("need 10 queues")
+                && refusal.contains("CUDA_DEVICE_MAX_CONNECTIONS gives 1"),
             "{refusal}"
         );
         assert!(refusal.contains("set it to 32"), "{refusal}");
@@ -83,9 +93,15 @@ mod tests {
     #[test]
     fn a_layout_of_more_streams_than_cuda_has_queues_issues_nothing_early() {
         let queues = |communicators| Queues::found(Some("64".to_string()), communicators);
-        assert!(overlaps(None, true, queues(9)).unwrap(), "tp 2 · dp 2 · pp 4, interleaved, takes 31");
+        assert!(
+            overlaps(None, true, queues(9)).unwrap(),
+            "tp 2 · dp 2 · pp 4, interleaved, takes 31"
+        );
         assert!(!overlaps(None, true, queues(10)).unwrap(), "another group would take 34");
         let refusal = overlaps(Some(true), true, queues(10)).expect_err("could hang").to_string();
-        assert!(refusal.contains("need 34 queues") && refusal.contains("no more than 32"), "{refusal}");
+        assert!(
+            refusal.contains("need 34 queues") && refusal.contains("no more than 32"),
+            "{refusal}"
+        );
     }
 }

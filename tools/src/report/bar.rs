@@ -103,7 +103,10 @@ impl Reporter for Bar {
 
     fn eval(&mut self, metrics: &EvalMetrics) {
         let (loss, ppl) = (metrics.lm_loss, metrics.perplexity());
-        self.message(&format!("step {}: {} loss {loss:.4}, perplexity {ppl:.2}", metrics.iteration, metrics.split));
+        self.message(&format!(
+            "step {}: {} loss {loss:.4}, perplexity {ppl:.2}",
+            metrics.iteration, metrics.split
+        ));
     }
 
     fn checkpoint(&mut self, iteration: u64, path: &Path) {
@@ -133,6 +136,9 @@ mod tests {
 
     #[test]
     fn rates_are_short() {
-        assert_eq!([12.4, 1234.0, 99_949.0, 123_456.0].map(thousands), ["12", "1.2k", "99.9k", "123k"]);
+        assert_eq!(
+            [12.4, 1234.0, 99_949.0, 123_456.0].map(thousands),
+            ["12", "1.2k", "99.9k", "123k"]
+        );
     }
 }

@@ -11,9 +11,10 @@ impl ByteBar {
     /// A bar of `total` bytes that says what is done to them.
     pub fn new(what: &'static str, total: u64) -> Self {
         let bar = ProgressBar::new(total).with_message(what);
-        let template =
-            "{msg} {wide_bar:.cyan/blue} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} ETA {eta}";
-        bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+        let template = "{msg} {wide_bar:.cyan/blue} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} ETA {eta}";
+        bar.set_style(
+            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
+        );
         bar.enable_steady_tick(Duration::from_millis(200));
         Self(bar)
     }

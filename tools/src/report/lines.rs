@@ -41,7 +41,8 @@ impl<W: Write + Send> Reporter for Lines<W> {
     }
 
     fn eval(&mut self, m: &EvalMetrics) {
-        let on = if m.split == "validation" { String::new() } else { format!(" on {} set", m.split) };
+        let on =
+            if m.split == "validation" { String::new() } else { format!(" on {} set", m.split) };
         let line = format!(
             " validation loss at iteration {}{on} | lm loss value: {} | lm loss PPL: {} | ",
             m.iteration,
@@ -53,7 +54,10 @@ impl<W: Write + Send> Reporter for Lines<W> {
     }
 
     fn checkpoint(&mut self, iteration: u64, path: &Path) {
-        self.print(&format!("  successfully saved checkpoint from iteration {iteration:7} to {}", path.display()));
+        self.print(&format!(
+            "  successfully saved checkpoint from iteration {iteration:7} to {}",
+            path.display()
+        ));
     }
 
     fn profile(&mut self, profile: &Profile) {
@@ -66,8 +70,10 @@ impl<W: Write + Send> Reporter for Lines<W> {
 }
 
 fn step_line(date: &str, m: &StepMetrics, w: &Window) -> String {
-    let zeros = m.num_zeros_in_grad.map(|zeros| format!(" num zeros: {zeros:.1} |")).unwrap_or_default();
-    let norm = m.params_norm.map(|norm| format!(" params norm: {} |", fixed(norm))).unwrap_or_default();
+    let zeros =
+        m.num_zeros_in_grad.map(|zeros| format!(" num zeros: {zeros:.1} |")).unwrap_or_default();
+    let norm =
+        m.params_norm.map(|norm| format!(" params norm: {} |", fixed(norm))).unwrap_or_default();
     format!(
         " [{date}] iteration {:8}/{:8} | consumed samples: {:12} | elapsed time per iteration (ms): {:.1} | throughput per GPU \
          (TFLOP/s/GPU): {} | learning rate: {} | global batch size: {:5} | lm loss: {} | loss scale: {:.1} | grad \
@@ -142,13 +148,19 @@ fn now() -> String {
 fn date(seconds: u64, micros: u32) -> String {
     let (days, time) = (seconds / 86_400 + 719_468, seconds % 86_400);
     let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let shifted_month = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
     let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
     let year = year_of_era + era * 400 + u64::from(month <= 2);
-    format!("{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02}.{micros:06}", time / 3600, time / 60 % 60, time % 60)
+    format!(
+        "{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02}.{micros:06}",
+        time / 3600,
+        time / 60 % 60,
+        time % 60
+    )
 }
 
 #[cfg(test)]
@@ -210,7 +222,11 @@ mod tests {
 
     #[test]
     fn statistics_that_were_asked_for_stand_where_megatron_has_them() {
-        let m = StepMetrics { params_norm: Some(12.3456), num_zeros_in_grad: Some(77.0), ..metrics(1, 1.0) };
+        let m = StepMetrics {
+            params_norm: Some(12.3456),
+            num_zeros_in_grad: Some(77.0),
+            ..metrics(1, 1.0)
+        };
         let line = lines(1, &[m]);
         let middle = "| grad norm: 1.500 | num zeros: 77.0 | params norm: 12.346 | number of skipped iterations:   0 |";
         assert!(line.contains(middle), "{line}");
@@ -232,13 +248,19 @@ mod tests {
     #[test]
     fn a_loss_that_is_not_a_number_is_printed_and_counted() {
         let text = lines(2, &[metrics(1, f64::NAN), metrics(2, 2.0)]);
-        assert!(text.contains("lm loss: NAN |") && text.contains("number of nan iterations:   1 |"), "{text}");
+        assert!(
+            text.contains("lm loss: NAN |") && text.contains("number of nan iterations:   1 |"),
+            "{text}"
+        );
     }
 
     #[test]
     fn numbers_are_formatted_as_c_does() {
         let texts = [0.0, 1.0, -1.5e-7, 6.02e123, f64::INFINITY].map(scientific);
-        assert_eq!(texts, ["0.000000E+00", "1.000000E+00", "-1.500000E-07", "6.020000E+123", "INF"]);
+        assert_eq!(
+            texts,
+            ["0.000000E+00", "1.000000E+00", "-1.500000E-07", "6.020000E+123", "INF"]
+        );
         assert_eq!(fixed(f64::NAN), "nan");
     }
 

@@ -8,7 +8,8 @@ use super::table::{Table, significant};
 use super::words::count;
 
 /// Kernels that are matrix products or attention; the rest is overhead to be kept small.
-const PRODUCTS: [&str; 5] = ["linear", "linear_dgrad", "linear_wgrad", "attention", "attention_backward"];
+const PRODUCTS: [&str; 5] =
+    ["linear", "linear_dgrad", "linear_wgrad", "attention", "attention_backward"];
 /// Rows of less than this share of a step are summed into one.
 const LEAST_SHARE: f64 = 0.002;
 
@@ -32,7 +33,8 @@ pub fn render(profile: &Profile) -> String {
         significant(profile.ceilings.bytes / 1e9),
     );
     let _ = write!(text, "\n{}", by_operation(profile, &mean));
-    let products: f64 = mean.main.iter().filter(|(_, name, _)| is_product(name)).map(|(_, _, t)| t.seconds).sum();
+    let products: f64 =
+        mean.main.iter().filter(|(_, name, _)| is_product(name)).map(|(_, _, t)| t.seconds).sum();
     let _ = write!(
         text,
         "\nmatrix products and attention: {}; everything else: {}\n",
@@ -59,11 +61,22 @@ fn percent(share: f64) -> String {
 /// Rows of the main thread, longest first, then what went on beside it.
 fn by_operation(profile: &Profile, mean: &Summary) -> Table {
     let steps = mean.steps.max(1) as f64;
-    let mut table =
-        Table::new(["operation", "calls", "ms a step", "share", "GFLOP/s", "of ceiling", "GB/s", "of ceiling"]);
+    let mut table = Table::new([
+        "operation",
+        "calls",
+        "ms a step",
+        "share",
+        "GFLOP/s",
+        "of ceiling",
+        "GB/s",
+        "of ceiling",
+    ]);
     let mut row = |name: String, total: &Total, share: String| {
         let rate = |amount: f64, ceiling: f64| match amount > 0.0 && total.seconds > 0.0 {
-            true => (significant(amount / total.seconds / 1e9), percent(amount / total.seconds / ceiling)),
+            true => (
+                significant(amount / total.seconds / 1e9),
+                percent(amount / total.seconds / ceiling),
+            ),
             false => (String::new(), String::new()),
         };
         let (flops, of_flops) = rate(total.flops, profile.ceilings.flops);
@@ -85,9 +98,17 @@ fn by_operation(profile: &Profile, mean: &Summary) -> Table {
     }
     if !small.is_empty() {
         let sum = |f: fn(&Total) -> f64| small.iter().map(|(_, _, total)| f(total)).sum::<f64>();
-        let total = Total { calls: sum(|t| t.calls as f64) as u64, seconds: sum(|t| t.seconds), ..Total::default() };
+        let total = Total {
+            calls: sum(|t| t.calls as f64) as u64,
+            seconds: sum(|t| t.seconds),
+            ..Total::default()
+        };
         row(
-            format!("({} of less than {} each)", count(small.len() as u64, "other"), percent(LEAST_SHARE)),
+            format!(
+                "({} of less than {} each)",
+                count(small.len() as u64, "other"),
+                percent(LEAST_SHARE)
+            ),
             &total,
             percent(total.seconds / mean.seconds),
         );
@@ -100,7 +121,8 @@ fn by_operation(profile: &Profile, mean: &Summary) -> Table {
 
 /// What each rank's main thread did.
 fn by_rank(profile: &Profile) -> Table {
-    let mut table = Table::new(["rank", "ms a step", "kernels", "communication", "waiting", "between"]);
+    let mut table =
+        Table::new(["rank", "ms a step", "kernels", "communication", "waiting", "between"]);
     for (rank, summary) in &profile.ranks {
         let share = |group| percent(summary.seconds_in(group) / summary.seconds);
         table.row([
@@ -160,7 +182,10 @@ mod tests {
 
     #[test]
     fn traces_that_could_not_be_written_are_told() {
-        let profile = Profile { failures: vec!["cannot write profile/trace: No space left".into()], ..profile(1) };
+        let profile = Profile {
+            failures: vec!["cannot write profile/trace: No space left".into()],
+            ..profile(1)
+        };
         assert!(render(&profile).ends_with("\nnote: cannot write profile/trace: No space left"));
     }
 
@@ -169,6 +194,10 @@ mod tests {
         let text = render(&profile(2));
         assert!(text.contains("| rank | ms a step |"), "{text}");
         let ranks = text.lines().skip_while(|line| !line.starts_with("| rank")).skip(2);
-        assert_eq!(ranks.filter(|line| line.contains("100.00") && line.contains("10.0%")).count(), 2, "{text}");
+        assert_eq!(
+            ranks.filter(|line| line.contains("100.00") && line.contains("10.0%")).count(),
+            2,
+            "{text}"
+        );
     }
 }

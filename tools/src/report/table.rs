@@ -74,11 +74,17 @@ mod tests {
         let mut table = Table::new(["kernel", "ms"]);
         table.row(["linear".to_string(), "12.5".to_string()]);
         table.row(["fill".to_string(), "3".to_string()]);
-        assert_eq!(table.to_string(), "| kernel |   ms |\n| ------ | ---: |\n| linear | 12.5 |\n| fill   |    3 |\n");
+        assert_eq!(
+            table.to_string(),
+            "| kernel |   ms |\n| ------ | ---: |\n| linear | 12.5 |\n| fill   |    3 |\n"
+        );
     }
 
     #[test]
     fn numbers_keep_about_three_digits() {
-        assert_eq!([1234.5, 12.345, 1.2345, 0.12345].map(significant), ["1234", "12.3", "1.23", "0.123"]);
+        assert_eq!(
+            [1234.5, 12.345, 1.2345, 0.12345].map(significant),
+            ["1234", "12.3", "1.23", "0.123"]
+        );
     }
 }

@@ -26,7 +26,8 @@ impl Window {
         self.work += m.tflops * m.elapsed_ms;
         self.skipped += u64::from(m.skipped);
         self.nan += u64::from(!m.lm_loss.is_finite());
-        let is_due = m.iteration.is_multiple_of(log_interval.max(1)) || m.iteration == m.train_iters;
+        let is_due =
+            m.iteration.is_multiple_of(log_interval.max(1)) || m.iteration == m.train_iters;
         is_due.then(|| std::mem::take(self))
     }
 

@@ -35,6 +35,9 @@ mod tests {
     #[test]
     fn no_time_is_rounded_to_nothing() {
         let times = [3e-5, 0.0042, 0.85, 1.0, 99.99, 200.0, 7500.0].map(duration);
-        assert_eq!(times, ["30 µs", "4.2 ms", "850.0 ms", "1.00 s", "99.99 s", "3 min 20 s", "2 h 5 min"]);
+        assert_eq!(
+            times,
+            ["30 µs", "4.2 ms", "850.0 ms", "1.00 s", "99.99 s", "3 min 20 s", "2 h 5 min"]
+        );
     }
 }

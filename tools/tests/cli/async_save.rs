@@ -10,7 +10,9 @@ const SAVE: [&str; 3] = ["--save=saved", "--load=saved", "--async-save"];
 
 /// The shards of every checkpoint in `folder`.
 fn shards(site: &Site, folder: &str) -> BTreeMap<String, Vec<u8>> {
-    let files = |folder: &str| fs::read_dir(site.path(folder)).unwrap().map(|entry| entry.unwrap()).collect::<Vec<_>>();
+    let files = |folder: &str| {
+        fs::read_dir(site.path(folder)).unwrap().map(|entry| entry.unwrap()).collect::<Vec<_>>()
+    };
     let mut shards = BTreeMap::new();
     for iteration in files(folder).iter().filter(|entry| entry.path().is_dir()) {
         let iteration = iteration.file_name().into_string().unwrap();
@@ -26,7 +28,9 @@ fn shards(site: &Site, folder: &str) -> BTreeMap<String, Vec<u8>> {
 
 /// The iterations that a log says were saved, in order.
 fn saved(log: &str) -> Vec<u64> {
-    let lines = log.lines().filter_map(|line| line.split_once("successfully saved checkpoint from iteration"));
+    let lines = log
+        .lines()
+        .filter_map(|line| line.split_once("successfully saved checkpoint from iteration"));
     lines.map(|(_, rest)| rest.split_whitespace().next().unwrap().parse().unwrap()).collect()
 }
 
@@ -65,15 +69,23 @@ fn a_run_that_is_stopped_or_killed_goes_on_from_what_was_complete() {
         }
         let output = ended(vec![child], SOON).remove(0);
         let last = *saved(&stdout(&output)).last().unwrap();
-        let pointer = fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap();
+        let pointer =
+            fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap();
         let there: u64 = pointer.trim().parse().unwrap();
         if signal == "TERM" {
             // All that was made is saved.
-            assert_eq!((output.status.code(), there), (Some(143), site.last_step()), "{}", stderr(&output));
+            assert_eq!(
+                (output.status.code(), there),
+                (Some(143), site.last_step()),
+                "{}",
+                stderr(&output)
+            );
         }
         assert!(there == last || there == last + 1, "{there}, {last}");
         if there < 40 {
-            site.succeed(&[&SAVE[..], &["--save-interval=7", "--train-iters=40", constant]].concat());
+            site.succeed(
+                &[&SAVE[..], &["--save-interval=7", "--train-iters=40", constant]].concat(),
+            );
             assert_eq!(site.losses(), uninterrupted.losses(), "{signal}");
         }
         site.assert_nothing_left();
@@ -85,7 +97,10 @@ fn it_is_refused_where_it_changes_nothing_or_takes_the_memory_that_is_to_be_save
     let site = Site::new();
     let before = site.files();
     for (flags, parts) in [
-        (&["--save=saved"][..], &["async_save = true (--async-save) changes nothing", "set save_interval"][..]),
+        (
+            &["--save=saved"][..],
+            &["async_save = true (--async-save) changes nothing", "set save_interval"][..],
+        ),
         (
             &["--save=saved", "--save-interval=1", "--offload-optimizer-nvme-path=offload"],
             &["async_save = true", "offload_optimizer_nvme_path = offload", "leave one out"],

@@ -21,14 +21,26 @@ fn both_refuse(site: &Site, flags: &[&str], parts: &[&str]) {
 fn sizes_that_do_not_divide() {
     let site = Site::new();
     let cases: [(&[&str], &[&str]); 8] = [
-        (&["--num-attention-heads=5"], &["num_attention_heads = 5 (--num-attention-heads)", "32 mod 5 = 2"]),
-        (&["--num-query-groups=1"], &["num_query_groups = 1", "tensor_model_parallel_size = 2 (run.toml:"]),
+        (
+            &["--num-attention-heads=5"],
+            &["num_attention_heads = 5 (--num-attention-heads)", "32 mod 5 = 2"],
+        ),
+        (
+            &["--num-query-groups=1"],
+            &["num_query_groups = 1", "tensor_model_parallel_size = 2 (run.toml:"],
+        ),
         (&["--global-batch-size=7"], &["global_batch_size = 7", "7 mod 2 = 1"]),
         (&["--num-layers=1"], &["num_layers = 1 (--num-layers)"]),
-        (&["--num-layers-per-virtual-pipeline-stage=3"], &["num_layers_per_virtual_pipeline_stage = 3"]),
+        (
+            &["--num-layers-per-virtual-pipeline-stage=3"],
+            &["num_layers_per_virtual_pipeline_stage = 3"],
+        ),
         (&["--pipeline-partition=1,2"], &["pipeline_partition = 1,2", "num_layers = 4"]),
         (&["--ffn-hidden-size=33"], &["ffn_hidden_size = 33", "33 mod 2 = 1"]),
-        (&["--make-vocab-size-divisible-by=0"], &["make_vocab_size_divisible_by = 0", "at least 1"]),
+        (
+            &["--make-vocab-size-divisible-by=0"],
+            &["make_vocab_size_divisible_by = 0", "at least 1"],
+        ),
     ];
     for (flags, parts) in cases {
         both_refuse(&site, flags, parts);
@@ -39,7 +51,10 @@ fn sizes_that_do_not_divide() {
 fn flags_and_keys_that_are_unknown_wrong_or_contradict_each_other() {
     let site = Site::new();
     let cases: [(&[&str], &[&str]); 6] = [
-        (&["--num-layer=2", "--banana=1"], &["--num-layer: no such flag; did you mean --num-layers?", "--banana"]),
+        (
+            &["--num-layer=2", "--banana=1"],
+            &["--num-layer: no such flag; did you mean --num-layers?", "--banana"],
+        ),
         (&["--num-layers=four"], &["'four'", "--num-layers"]),
         (
             &["--train-iters=9", "--train-samples=80"],
@@ -65,10 +80,22 @@ fn flags_and_keys_that_are_unknown_wrong_or_contradict_each_other() {
 fn a_prompt_that_cannot_be_continued() {
     let site = Site::new();
     both_refuse(&site, &["--prompt="], &["--prompt \"\"", "has 0 tokens"]);
-    both_refuse(&site, &["--prompt=this prompt fills the window"], &["--prompt \"this", "16 positions"]);
+    both_refuse(
+        &site,
+        &["--prompt=this prompt fills the window"],
+        &["--prompt \"this", "16 positions"],
+    );
     // Tokens alone do not say what a text is in them.
     let mut command = site.mark(megatron());
-    command.args(["preprocess", "--input", "text.txt", "--tokenizer", "byte", "--output-prefix", "x"]);
+    command.args([
+        "preprocess",
+        "--input",
+        "text.txt",
+        "--tokenizer",
+        "byte",
+        "--output-prefix",
+        "x",
+    ]);
     assert!(command.output().unwrap().status.success());
     site.edit("tokenizer = \"byte\"", "");
     let flags = ["--data-path=x_text_document", "--vocab-size=257", "--prompt=the"];
@@ -131,7 +158,8 @@ fn indexed(site: &Site) {
 fn an_indexed_dataset_that_is_damaged() {
     let site = Site::new();
     indexed(&site);
-    let (bin, idx) = (fs::read(site.path("data.bin")).unwrap(), fs::read(site.path("data.idx")).unwrap());
+    let (bin, idx) =
+        (fs::read(site.path("data.bin")).unwrap(), fs::read(site.path("data.idx")).unwrap());
     let flags = ["--data-path=data"];
     let put = |name: &str, bytes: &[u8]| fs::write(site.path(name), bytes).unwrap();
 
@@ -175,7 +203,11 @@ fn a_tokenizer_that_is_broken_or_does_not_fit_the_data() {
     let flags = ["--data-path=data", "--train-iters=2000"];
     // One after the other: both write the same file of metrics.
     for by_launcher in [false, true] {
-        let children = if by_launcher { site.ranks(&flags) } else { vec![site.pretrain(&flags).spawn().unwrap()] };
+        let children = if by_launcher {
+            site.ranks(&flags)
+        } else {
+            vec![site.pretrain(&flags).spawn().unwrap()]
+        };
         for output in ended(children, SOON) {
             refused(&output, &["data.bin", "600"]);
         }
@@ -186,7 +218,11 @@ fn a_tokenizer_that_is_broken_or_does_not_fit_the_data() {
 #[test]
 fn optimizer_state_that_cannot_be_elsewhere() {
     let site = Site::new();
-    both_refuse(&site, &["--optimizer-cpu-offload", "--device=cpu"], &["this run computes on ", "leave it out"]);
+    both_refuse(
+        &site,
+        &["--optimizer-cpu-offload", "--device=cpu"],
+        &["this run computes on ", "leave it out"],
+    );
     let both = ["--optimizer-cpu-offload", "--offload-optimizer-nvme-path=state"];
     both_refuse(
         &site,
@@ -208,8 +244,13 @@ fn flags_of_other_programs_are_told_what_to_use_instead() {
         assert!(text.contains(instead) && text.contains("docs/migrating.md"), "{flag}: {text}");
     }
     for name in ["--max-new-tokens", "--num-tokens-to-generate", "--max-length", "--max_tokens"] {
-        let output = megatron().args(["generate", "--load=x", "--prompt=a", name, "5"]).output().unwrap();
-        assert_eq!((output.status.code(), stderr(&output).contains("use --num-tokens")), (Some(2), true), "{name}");
+        let output =
+            megatron().args(["generate", "--load=x", "--prompt=a", name, "5"]).output().unwrap();
+        assert_eq!(
+            (output.status.code(), stderr(&output).contains("use --num-tokens")),
+            (Some(2), true),
+            "{name}"
+        );
     }
 }
 
@@ -234,7 +275,11 @@ fn outputs_that_cannot_be_written() {
     ] {
         both_refuse(&site, &[flag], &["cannot ", name]);
     }
-    both_refuse(&site, &["--profile", "--profile-dir=text.txt"], &["cannot write to the folder text.txt"]);
+    both_refuse(
+        &site,
+        &["--profile", "--profile-dir=text.txt"],
+        &["cannot write to the folder text.txt"],
+    );
 }
 
 #[test]
@@ -243,7 +288,11 @@ fn a_model_that_cannot_fit_into_memory() {
     both_refuse(&site, &["--hidden-size=400000000"], &["hidden_size = 400000000", "GiB of memory"]);
     both_refuse(&site, &["--num-layers=2000000000"], &["num_layers = 2000000000", "GiB of memory"]);
     for vocabulary in ["2000000000", "18446744073709551615"] {
-        both_refuse(&site, &[&format!("--vocab-size={vocabulary}")], &["a vocabulary of ", "GiB of memory"]);
+        both_refuse(
+            &site,
+            &[&format!("--vocab-size={vocabulary}")],
+            &["a vocabulary of ", "GiB of memory"],
+        );
     }
 }
 
@@ -256,9 +305,18 @@ fn a_run_whose_ranks_cannot_fit_together() {
     let bytes = total.trim().trim_end_matches(" kB").parse::<f64>().unwrap() * 1024.0;
     // 4 · 11 · hidden² parameters, of 16 bytes each with gradients and moments.
     let hidden = (0.4 * bytes / 16.0 / 44.0).sqrt() as usize / 8 * 8;
-    let flags = [&format!("--hidden-size={hidden}")[..], "--pipeline-model-parallel-size=1", "--data-parallel-size=4"];
-    let flags = [&flags[..], &["--tensor-model-parallel-size=1", "--max-position-embeddings=16"]].concat();
-    let parts = ["4 ranks on this machine (tp 1 · cp 1 · pp 1 · dp 4) need at least", "physical memory", "moments"];
+    let flags = [
+        &format!("--hidden-size={hidden}")[..],
+        "--pipeline-model-parallel-size=1",
+        "--data-parallel-size=4",
+    ];
+    let flags =
+        [&flags[..], &["--tensor-model-parallel-size=1", "--max-position-embeddings=16"]].concat();
+    let parts = [
+        "4 ranks on this machine (tp 1 · cp 1 · pp 1 · dp 4) need at least",
+        "physical memory",
+        "moments",
+    ];
     both_refuse(
         &site,
         &flags,
@@ -271,9 +329,18 @@ fn ranks_that_were_started_differently() {
     let site = Site::new();
     let port = crate::site::free_port();
     let flags = |rank| if rank == 2 { vec!["--lr=2e-3", "--seed=7"] } else { vec!["--lr=1e-3"] };
-    let children = (0..crate::site::RANKS).map(|rank| site.rank(rank, port, &flags(rank)).spawn().unwrap()).collect();
+    let children = (0..crate::site::RANKS)
+        .map(|rank| site.rank(rank, port, &flags(rank)).spawn().unwrap())
+        .collect();
     for output in ended(children, SOON) {
-        refused(&output, &["0.002 on rank 2", "seed is 1234 on ranks 0, 1, 3 and 7 on rank 2", "start every rank"]);
+        refused(
+            &output,
+            &[
+                "0.002 on rank 2",
+                "seed is 1234 on ranks 0, 1, 3 and 7 on rank 2",
+                "start every rank",
+            ],
+        );
     }
     assert!(!site.path("metrics.jsonl").exists());
     site.assert_nothing_left();
@@ -284,7 +351,8 @@ fn a_port_that_another_program_uses() {
     let site = Site::new();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let children = (0..crate::site::RANKS).map(|rank| site.rank(rank, port, &[]).spawn().unwrap()).collect();
+    let children =
+        (0..crate::site::RANKS).map(|rank| site.rank(rank, port, &[]).spawn().unwrap()).collect();
     for output in ended(children, SOON) {
         refused(&output, &[&port.to_string(), "MASTER_PORT"]);
     }
@@ -307,7 +375,10 @@ fn a_rank_that_never_comes_is_named_in_the_time_that_was_set() {
 #[test]
 fn a_rank_that_cannot_reach_rank_0_has_failed_but_was_not_started_wrongly() {
     let site = Site::new();
-    let rank = site.rank(1, crate::site::free_port(), &["--distributed-timeout-minutes=0.03"]).spawn().unwrap();
+    let rank = site
+        .rank(1, crate::site::free_port(), &["--distributed-timeout-minutes=0.03"])
+        .spawn()
+        .unwrap();
     let output = ended(vec![rank], SOON).remove(0);
     refused(&output, &["cannot reach", "within 2 s", "MASTER_ADDR"]);
     assert_eq!(output.status.code(), Some(1));
@@ -318,7 +389,14 @@ fn a_rank_that_cannot_reach_rank_0_has_failed_but_was_not_started_wrongly() {
 fn a_limit_of_file_sizes_that_is_too_low_is_named() {
     let site = Site::new();
     let mut command = site.mark(std::process::Command::new("sh"));
-    command.args(["-c", "ulimit -f 1000; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_megatron"), "pretrain", "run.toml"]);
+    command.args([
+        "-c",
+        "ulimit -f 1000; exec \"$@\"",
+        "sh",
+        env!("CARGO_BIN_EXE_megatron"),
+        "pretrain",
+        "run.toml",
+    ]);
     refused(&ended(vec![command.spawn().unwrap()], SOON)[0], &["shared memory", "ulimit -f"]);
     site.assert_nothing_left();
 }
@@ -326,14 +404,20 @@ fn a_limit_of_file_sizes_that_is_too_low_is_named() {
 #[test]
 fn a_world_size_of_no_rank_is_told_and_with_an_address_refused() {
     let site = Site::new();
-    let alone = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--train-iters=1"];
+    let alone =
+        ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--train-iters=1"];
     let output = site.pretrain(&alone).env("WORLD_SIZE", "8").output().unwrap();
     let text = stderr(&output);
     assert!(
-        output.status.success() && text.matches("note: WORLD_SIZE=8 is ignored: RANK is not set").count() == 1,
+        output.status.success()
+            && text.matches("note: WORLD_SIZE=8 is ignored: RANK is not set").count() == 1,
         "{text}"
     );
-    let output = site.pretrain(&alone).env("WORLD_SIZE", "8").env("MASTER_ADDR", "head").output().unwrap();
+    let output =
+        site.pretrain(&alone).env("WORLD_SIZE", "8").env("MASTER_ADDR", "head").output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    refused(&output, &["WORLD_SIZE=8 and MASTER_ADDR=head are set but RANK is not", "unset WORLD_SIZE"]);
+    refused(
+        &output,
+        &["WORLD_SIZE=8 and MASTER_ADDR=head are set but RANK is not", "unset WORLD_SIZE"],
+    );
 }

@@ -56,8 +56,10 @@ fn a_shard_that_is_missing_truncated_or_flipped() {
 #[test]
 fn a_manifest_or_pointer_that_is_damaged() {
     let site = saved();
-    let (manifest, pointer) =
-        (checkpoint(&site).join("manifest.json"), site.path("saved/latest_checkpointed_iteration.txt"));
+    let (manifest, pointer) = (
+        checkpoint(&site).join("manifest.json"),
+        site.path("saved/latest_checkpointed_iteration.txt"),
+    );
     let whole = fs::read(&manifest).unwrap();
     fs::write(&manifest, &whole[..whole.len() / 2]).unwrap();
     both_refuse(&site, &[], &["manifest.json"]);
@@ -74,14 +76,20 @@ fn a_manifest_or_pointer_that_is_damaged() {
 fn a_checkpoint_of_another_architecture() {
     let site = saved();
     both_refuse(&site, &["--num-layers=6"], &["num_layers is 4 there and 6 here"]);
-    both_refuse(&site, &["--swiglu", "--tokenizer=train:300"], &["another architecture", "vocab_size is 257 there"]);
+    both_refuse(
+        &site,
+        &["--swiglu", "--tokenizer=train:300"],
+        &["another architecture", "vocab_size is 257 there"],
+    );
 }
 
 #[test]
 fn a_checkpoint_that_the_run_does_not_continue_is_not_overwritten() {
     let site = saved();
     let before = site.files();
-    for children in [vec![site.pretrain(&["--save=saved"]).spawn().unwrap()], site.ranks(&["--save=saved"])] {
+    for children in
+        [vec![site.pretrain(&["--save=saved"]).spawn().unwrap()], site.ranks(&["--save=saved"])]
+    {
         for output in ended(children, SOON) {
             refused(&output, &["iter_0000002", "would overwrite", "--load saved"]);
         }
@@ -96,7 +104,9 @@ fn a_folder_into_which_another_run_saves_is_refused_until_that_ends() {
     let flags = ["--save=saved", "--load=saved", "--save-interval=5", "--train-iters=100000"];
     let first = site.pretrain(&flags).spawn().unwrap();
     site.wait_for_step(6);
-    for start in [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks] {
+    for start in
+        [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks]
+    {
         for output in ended(start(&site, &flags), SOON) {
             refused(&output, &["saved", "another run saves", "save elsewhere"]);
         }
@@ -114,11 +124,14 @@ fn a_folder_into_which_another_run_saves_is_refused_until_that_ends() {
 #[test]
 fn a_run_that_is_refused_leaves_the_other_ones_tokenizer_alone() {
     let site = Site::new();
-    let flags = |tokenizer| ["--save=new", "--save-interval=100000", "--train-iters=100000", tokenizer];
+    let flags =
+        |tokenizer| ["--save=new", "--save-interval=100000", "--train-iters=100000", tokenizer];
     let first = site.pretrain(&flags("--tokenizer=train:300")).spawn().unwrap();
     site.wait_for_step(1);
     let tokenizer = fs::read(site.path("new/tokenizer.json")).unwrap();
-    for start in [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks] {
+    for start in
+        [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks]
+    {
         for output in ended(start(&site, &flags("--tokenizer=train:257")), SOON) {
             refused(&output, &["new", "another run saves"]);
         }
@@ -156,7 +169,8 @@ fn a_checkpoint_that_does_not_fit_leaves_the_last_one_as_it_was() {
     let meanwhile = vec![site.pretrain(&[&flags[..], &["--async-save"]].concat())];
     let joined = (0..crate::site::RANKS).map(|rank| site.rank(rank, port, &flags)).collect();
     for commands in [supervised, meanwhile, joined] {
-        let children = commands.iter().map(|command| limited(&site, command, 64).spawn().unwrap()).collect();
+        let children =
+            commands.iter().map(|command| limited(&site, command, 64).spawn().unwrap()).collect();
         for output in ended(children, SOON) {
             refused(&output, &["saved/", "File too large"]);
         }
@@ -168,7 +182,8 @@ fn a_checkpoint_that_does_not_fit_leaves_the_last_one_as_it_was() {
 #[test]
 fn a_disk_that_is_full_from_the_start_leaves_nothing() {
     let site = Site::new();
-    let output = ended(vec![limited(&site, &site.pretrain(&[]), 1).spawn().unwrap()], SOON).remove(0);
+    let output =
+        ended(vec![limited(&site, &site.pretrain(&[]), 1).spawn().unwrap()], SOON).remove(0);
     refused(&output, &["cannot write", "File too large"]);
     assert!(stderr(&output).contains("cache"), "{}", stderr(&output));
     site.assert_nothing_left();
@@ -178,7 +193,8 @@ fn a_disk_that_is_full_from_the_start_leaves_nothing() {
 fn a_folder_that_becomes_unwritable_ends_the_run_at_the_next_checkpoint() {
     let site = saved();
     // Root may write everywhere, so a file takes the folder's place.
-    let mut child = site.pretrain(&["--save=other", "--save-interval=1000", "--train-iters=100000"]);
+    let mut child =
+        site.pretrain(&["--save=other", "--save-interval=1000", "--train-iters=100000"]);
     let child = child.spawn().unwrap();
     site.wait_for_step(5);
     fs::remove_dir(site.path("other")).unwrap();
@@ -202,19 +218,36 @@ fn another_run_starts_from_the_weights_alone_and_saves_elsewhere() {
         &site.pretrain(&["--load=none", "--finetune"]).output().unwrap(),
         &["--finetune and --no-load-optim start from a checkpoint, and none holds none"],
     );
-    refused(&site.pretrain(&["--finetune"]).output().unwrap(), &["= true (--finetune)", "has no effect without load"]);
+    refused(
+        &site.pretrain(&["--finetune"]).output().unwrap(),
+        &["= true (--finetune)", "has no effect without load"],
+    );
     for flag in ["--finetune", "--no-load-optim"] {
         refused(
-            &site.pretrain(&[flag, "--load=saved", "--save=saved", "--max-restarts=1"]).output().unwrap(),
+            &site
+                .pretrain(&[flag, "--load=saved", "--save=saved", "--max-restarts=1"])
+                .output()
+                .unwrap(),
             &[flag, "max_restarts = 1 (--max-restarts)"],
         );
     }
     site.assert_unchanged(&before);
-    let output = site.succeed(&[&finetune[..], &["--save=tuned", "--train-iters=3", "--no-load-optim"]].concat());
-    assert!(stdout(&output).contains("starting from the weights in saved/iter_0000002"), "{}", stdout(&output));
+    let output = site.succeed(
+        &[&finetune[..], &["--save=tuned", "--train-iters=3", "--no-load-optim"]].concat(),
+    );
+    assert!(
+        stdout(&output).contains("starting from the weights in saved/iter_0000002"),
+        "{}",
+        stdout(&output)
+    );
     let steps: Vec<u64> = site.losses().into_iter().map(|(step, _)| step).collect();
     assert_eq!(steps, [1, 2, 3]);
-    let output = site.succeed(&["--load=saved", "--no-load-optim", "--train-iters=3", "--optimizer=sgd"]);
-    assert!(stdout(&output).contains("(16 samples consumed), with a fresh optimizer"), "{}", stdout(&output));
+    let output =
+        site.succeed(&["--load=saved", "--no-load-optim", "--train-iters=3", "--optimizer=sgd"]);
+    assert!(
+        stdout(&output).contains("(16 samples consumed), with a fresh optimizer"),
+        "{}",
+        stdout(&output)
+    );
     assert_eq!(site.last_step(), 3);
 }

@@ -24,8 +24,13 @@ fn srun(rank: usize) -> Variables {
         ("SLURM_NTASKS", "2"),
         ("SLURM_NODEID", "0"),
     ];
-    let mut variables: Variables = words.into_iter().map(|(name, word)| (name, word.to_string())).collect();
-    variables.extend([("SLURM_JOB_ID", job), ("SLURM_PROCID", rank.to_string()), ("SLURM_LOCALID", rank.to_string())]);
+    let mut variables: Variables =
+        words.into_iter().map(|(name, word)| (name, word.to_string())).collect();
+    variables.extend([
+        ("SLURM_JOB_ID", job),
+        ("SLURM_PROCID", rank.to_string()),
+        ("SLURM_LOCALID", rank.to_string()),
+    ]);
     variables
 }
 
@@ -67,16 +72,27 @@ fn tasks_of_srun_train_together() {
 #[test]
 fn ranks_of_mpirun_train_together() {
     let port = crate::site::free_port().to_string();
-    train_together(|rank| open_mpi(rank).into_iter().chain([("MASTER_PORT", port.clone())]).collect());
+    train_together(|rank| {
+        open_mpi(rank).into_iter().chain([("MASTER_PORT", port.clone())]).collect()
+    });
 }
 
 #[test]
 fn a_shell_in_an_allocation_starts_its_own_ranks() {
-    let step = ["SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"];
+    let step = [
+        "SLURM_STEP_ID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_STEP_NODELIST",
+    ];
     let mut script_of_sbatch = srun(0);
     script_of_sbatch.retain(|name, _| !step.contains(name));
     let mut interactive_step_of_salloc = srun(0);
-    let one_task = [("SLURM_STEP_ID", "4294967290"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_STEP_TASKS_PER_NODE", "1")];
+    let one_task = [
+        ("SLURM_STEP_ID", "4294967290"),
+        ("SLURM_STEP_NUM_TASKS", "1"),
+        ("SLURM_STEP_TASKS_PER_NODE", "1"),
+    ];
     interactive_step_of_salloc.extend(one_task.map(|(name, value)| (name, value.to_string())));
     for mut variables in [script_of_sbatch, interactive_step_of_salloc] {
         let site = Site::new();
@@ -95,7 +111,10 @@ fn what_cannot_be_used_is_named_as_its_launcher_calls_it() {
         told(&site, variables).output().unwrap()
     };
     let cases = [
-        (with(srun(1), "SLURM_STEP_NUM_TASKS", "3"), "SLURM_STEP_NUM_TASKS = 3 (environment) must be a multiple of"),
+        (
+            with(srun(1), "SLURM_STEP_NUM_TASKS", "3"),
+            "SLURM_STEP_NUM_TASKS = 3 (environment) must be a multiple of",
+        ),
         (with(srun(1), "SLURM_PROCID", "2"), "SLURM_PROCID=2 must be below SLURM_STEP_NUM_TASKS=2"),
         (
             with(open_mpi(1), "OMPI_COMM_WORLD_SIZE", "3"),
@@ -108,8 +127,16 @@ fn what_cannot_be_used_is_named_as_its_launcher_calls_it() {
     }
     // Of two machines, nobody tells where the first is.
     let mut variables = open_mpi(1);
-    variables.extend([("OMPI_COMM_WORLD_LOCAL_RANK", "0".into()), ("OMPI_COMM_WORLD_LOCAL_SIZE", "1".into())]);
-    let message = ["MASTER_ADDR is not set", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "mpirun -x MASTER_ADDR=HOST", "--rdzv"];
+    variables.extend([
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "0".into()),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "1".into()),
+    ]);
+    let message = [
+        "MASTER_ADDR is not set",
+        "OMPI_COMM_WORLD_LOCAL_SIZE=1",
+        "mpirun -x MASTER_ADDR=HOST",
+        "--rdzv",
+    ];
     refused(&told(&site, variables).output().unwrap(), &message);
 }
 
@@ -118,7 +145,8 @@ fn a_port_that_another_program_has_is_named() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let site = Site::new();
-    let variables: Variables = open_mpi(0).into_iter().chain([("MASTER_PORT", port.to_string())]).collect();
+    let variables: Variables =
+        open_mpi(0).into_iter().chain([("MASTER_PORT", port.to_string())]).collect();
     refused(
         &told(&site, variables).output().unwrap(),
         &[&format!("port {port} of 127.0.0.1 is in use"), "MASTER_PORT"],

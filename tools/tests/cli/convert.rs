@@ -23,9 +23,16 @@ fn pretrain_from(model: &Path, folder: &Path, name: &str, more: &[&str]) -> std:
     command.current_dir(folder).arg("pretrain");
     command.arg("--data-path").arg(fixture.join("data_text_document"));
     command.arg("--init-from-hf").arg(model);
-    command.args("--seq-length 64 --split 1,0,0 --dataloader-type sequential --train-iters 20".split(' '));
-    command.args("--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant".split(' '));
-    command.args("--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0".split(' '));
+    command.args(
+        "--seq-length 64 --split 1,0,0 --dataloader-type sequential --train-iters 20".split(' '),
+    );
+    command.args(
+        "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant".split(' '),
+    );
+    command.args(
+        "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0"
+            .split(' '),
+    );
     command.args("--eval-iters 0 --metrics metrics.jsonl --save saved".split(' ')).args(more);
     command.output().unwrap()
 }
@@ -37,7 +44,8 @@ fn follows_pytorch(name: &str, layout: &str) {
     let expected = std::fs::read(fixtures().join(name).join("expected.json")).unwrap();
     let expected: Value = serde_json::from_slice(&expected).unwrap();
     let metrics = std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
-    let mut ours: Vec<Value> = metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let mut ours: Vec<Value> =
+        metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let end = ours.pop().unwrap();
     let ranks = end["peak_memory"].as_array().unwrap();
     assert!(!ranks.is_empty() && ranks.iter().all(|bytes| bytes.as_u64() > Some(1 << 20)), "{end}");
@@ -46,10 +54,15 @@ fn follows_pytorch(name: &str, layout: &str) {
     for (ours, theirs) in ours.iter().zip(steps) {
         for key in ["lm_loss", "grad_norm"] {
             let (a, b) = (ours[key].as_f64().unwrap(), theirs[key].as_f64().unwrap());
-            assert!(((a - b) / b).abs() < 1e-4, "{name} step {}: {key} {a} here, {b} there", theirs["iteration"]);
+            assert!(
+                ((a - b) / b).abs() < 1e-4,
+                "{name} step {}: {key} {a} here, {b} there",
+                theirs["iteration"]
+            );
         }
     }
-    let output = megatron().current_dir(dir.path()).args(["export", "saved", "hf"]).output().unwrap();
+    let output =
+        megatron().current_dir(dir.path()).args(["export", "saved", "hf"]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu).unwrap();
     let ours = load(dir.path().join("hf/model.safetensors"));
@@ -66,13 +79,20 @@ fn follows_pytorch(name: &str, layout: &str) {
 #[test]
 fn twenty_steps_from_a_hugging_face_model_follow_pytorch_and_end_at_its_weights() {
     follows_pytorch("gpt2-tiny", "--data-parallel-size 1 --attention-dropout 0");
-    follows_pytorch("llama-tiny", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2");
+    follows_pytorch(
+        "llama-tiny",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    );
 }
 
 #[test]
 fn settings_that_contradict_the_model_are_refused_and_others_may_repeat_it() {
     let dir = tempfile::tempdir().unwrap();
-    let output = pretrain(dir.path(), "llama-tiny", &["--num-layers", "6", "--hidden-size", "64", "--swiglu=false"]);
+    let output = pretrain(
+        dir.path(),
+        "llama-tiny",
+        &["--num-layers", "6", "--hidden-size", "64", "--swiglu=false"],
+    );
     let message = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{message}");
     for part in ["num_layers", "--num-layers", "where it has 4", "swiglu", "config.json"] {
@@ -87,7 +107,8 @@ fn weights_beyond_fp16_are_not_exported_as_infinities() {
     let (fixture, name) = (fixtures().join("llama-tiny"), "model.norm.weight");
     std::fs::create_dir(dir.path().join("hf")).unwrap();
     std::fs::copy(fixture.join("config.json"), dir.path().join("hf/config.json")).unwrap();
-    let mut tensors = candle_core::safetensors::load(fixture.join("model.safetensors"), &Device::Cpu).unwrap();
+    let mut tensors =
+        candle_core::safetensors::load(fixture.join("model.safetensors"), &Device::Cpu).unwrap();
     tensors.insert(name.into(), (&tensors[name] * 1e6).unwrap());
     candle_core::safetensors::save(&tensors, dir.path().join("hf/model.safetensors")).unwrap();
     let run = |words: &[&str]| megatron().current_dir(dir.path()).args(words).output().unwrap();
@@ -112,15 +133,21 @@ fn a_models_folder_is_no_place_for_checkpoints() {
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(fixture.join(file), folder.join(file)).unwrap();
     }
-    let import = megatron().current_dir(dir.path()).args(["import", "saved", "saved"]).output().unwrap();
+    let import =
+        megatron().current_dir(dir.path()).args(["import", "saved", "saved"]).output().unwrap();
     let train = pretrain(dir.path(), "llama-tiny", &[]);
     for output in [import, train] {
         let message = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{message}");
-        assert!(message.contains("folder of a Hugging Face model") && message.contains("name another"), "{message}");
+        assert!(
+            message.contains("folder of a Hugging Face model") && message.contains("name another"),
+            "{message}"
+        );
     }
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 2);
-    let same = |file: &str| std::fs::read(folder.join(file)).unwrap() == std::fs::read(fixture.join(file)).unwrap();
+    let same = |file: &str| {
+        std::fs::read(folder.join(file)).unwrap() == std::fs::read(fixture.join(file)).unwrap()
+    };
     assert!(same("config.json") && same("model.safetensors"));
 }
 
@@ -138,13 +165,18 @@ fn a_run_replaces_no_file_of_another_model_and_brings_none_of_another_tokenizer(
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(fixtures().join("llama-tiny").join(file), model.join(file)).unwrap();
     }
-    for (file, text) in [("tokenizer.json", WORDS), ("chat_template.jinja", "hello"), ("generation_config.json", "{}")]
-    {
+    for (file, text) in [
+        ("tokenizer.json", WORDS),
+        ("chat_template.jinja", "hello"),
+        ("generation_config.json", "{}"),
+    ] {
         std::fs::write(model.join(file), text).unwrap();
     }
     let train = |more: &[&str]| pretrain_from(&model, dir.path(), "llama-tiny", more);
     let names = || {
-        let entries = std::fs::read_dir(&saved).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let entries = std::fs::read_dir(&saved)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut names: Vec<String> = entries.filter(|name| !name.contains("iter")).collect();
         names.sort();
         names
@@ -159,8 +191,14 @@ fn a_run_replaces_no_file_of_another_model_and_brings_none_of_another_tokenizer(
         let output = train(more);
         let message = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{message}");
-        assert!(message.contains(&format!("saved/{file}")) && message.contains("away"), "{message}");
-        assert_eq!((names(), std::fs::read(saved.join(file)).unwrap()), (vec![file.to_string()], b"mine".to_vec()));
+        assert!(
+            message.contains(&format!("saved/{file}")) && message.contains("away"),
+            "{message}"
+        );
+        assert_eq!(
+            (names(), std::fs::read(saved.join(file)).unwrap()),
+            (vec![file.to_string()], b"mine".to_vec())
+        );
         std::fs::remove_file(saved.join(file)).unwrap();
     }
     let output = train(&["--exit-interval=1", "--tokenizer=byte"]);
@@ -171,7 +209,10 @@ fn a_run_replaces_no_file_of_another_model_and_brings_none_of_another_tokenizer(
     let output = train(&["--load=saved", "--exit-interval=2"]);
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(std::fs::read(saved.join("generation_config.json")).unwrap(), b"mine");
-    assert_eq!(names(), ["chat_template.jinja", "generation_config.json", "hf_config.json", "tokenizer.json"]);
+    assert_eq!(
+        names(),
+        ["chat_template.jinja", "generation_config.json", "hf_config.json", "tokenizer.json"]
+    );
 }
 
 #[test]
@@ -181,7 +222,8 @@ fn import_and_export_go_there_and_back() {
     let fixture = fixtures().join("families/mistral-sharded");
     let output = run(&["import", &fixture.display().to_string(), "checkpoint"]);
     assert!(output.status.success() && stdout(&output).contains("mistral"), "{}", stderr(&output));
-    let output = run(&["export", "checkpoint", "hf", "--max-shard-size", "20KB", "--dtype", "bf16"]);
+    let output =
+        run(&["export", "checkpoint", "hf", "--max-shard-size", "20KB", "--dtype", "bf16"]);
     assert!(output.status.success() && stdout(&output).contains("files"), "{}", stderr(&output));
     for file in ["config.json", "generation_config.json", "model.safetensors.index.json"] {
         assert!(dir.path().join("hf").join(file).is_file(), "{file}");
@@ -189,19 +231,25 @@ fn import_and_export_go_there_and_back() {
     let again = run(&["export", "checkpoint", "hf"]);
     assert!(!again.status.success() && stderr(&again).contains("not empty"), "{}", stderr(&again));
     let missing = run(&["import", "nowhere", "other"]);
-    assert!(!missing.status.success() && stderr(&missing).contains("nowhere"), "{}", stderr(&missing));
+    assert!(
+        !missing.status.success() && stderr(&missing).contains("nowhere"),
+        "{}",
+        stderr(&missing)
+    );
 }
 
 #[test]
 fn training_goes_on_from_a_checkpoint_of_megatron_lm_with_megatrons_loss() {
     let dir = tempfile::tempdir().unwrap();
     let fixture = fixtures().join("megatron-core/gpt2-tp2");
-    let expected = candle_core::safetensors::load(fixture.join("expected.safetensors"), &Device::Cpu).unwrap();
+    let expected =
+        candle_core::safetensors::load(fixture.join("expected.safetensors"), &Device::Cpu).unwrap();
     let tokens: Vec<i64> = expected["tokens"].to_vec1().unwrap();
     let logits: Vec<Vec<f32>> = expected["logits"].to_vec2().unwrap();
     let vocabulary = logits[0].len();
     // A text of the tokens that Megatron's logits are of.
-    let words: serde_json::Map<_, _> = (0..vocabulary).map(|word| (format!("w{word}"), word.into())).collect();
+    let words: serde_json::Map<_, _> =
+        (0..vocabulary).map(|word| (format!("w{word}"), word.into())).collect();
     let mut tokenizer: Value = serde_json::from_str(WORDS).unwrap();
     (tokenizer["model"]["vocab"], tokenizer["model"]["unk_token"]) = (words.into(), "w0".into());
     std::fs::write(dir.path().join("words.json"), tokenizer.to_string()).unwrap();
@@ -212,9 +260,12 @@ fn training_goes_on_from_a_checkpoint_of_megatron_lm_with_megatrons_loss() {
     let output = run(&["import", &fixture.display().to_string(), "imported"]);
     let message = stdout(&output);
     assert!(output.status.success(), "{}", stderr(&output));
-    for part in
-        ["Megatron-LM, of iteration 5,", "imported/iter_0000000", "101 tokens, as the checkpoint records", "optimizer"]
-    {
+    for part in [
+        "Megatron-LM, of iteration 5,",
+        "imported/iter_0000000",
+        "101 tokens, as the checkpoint records",
+        "optimizer",
+    ] {
         assert!(message.contains(part), "{part}: {message}");
     }
     let flags = "pretrain --load imported --save saved --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 \
@@ -247,10 +298,18 @@ fn a_folder_that_is_no_model_is_told_what_was_looked_for_and_a_vocabulary_is_meg
     }
     let model = fixtures().join("llama-tiny").display().to_string();
     let output = run(&["import", &model, "to", "--vocab-size", "400"]);
-    assert!(output.status.code() == Some(2) && stderr(&output).contains("--vocab-size is for"), "{}", stderr(&output));
+    assert!(
+        output.status.code() == Some(2) && stderr(&output).contains("--vocab-size is for"),
+        "{}",
+        stderr(&output)
+    );
     let checkpoint = fixtures().join("megatron-core/llama-tp2-pp2").display().to_string();
     let output = run(&["import", &checkpoint, "to", "--vocab-size", "105"]);
-    assert!(output.status.code() == Some(1) && stderr(&output).contains("104 rows"), "{}", stderr(&output));
+    assert!(
+        output.status.code() == Some(1) && stderr(&output).contains("104 rows"),
+        "{}",
+        stderr(&output)
+    );
     assert!(!dir.path().join("to").exists());
     let output = run(&["import", &checkpoint, "to"]);
     assert!(
@@ -274,23 +333,40 @@ fn copied(name: &str, to: &Path) {
 fn a_hugging_face_model_begins_with_another_vocabulary_base_and_context() {
     let dir = tempfile::tempdir().unwrap();
     let run = |words: &[&str]| megatron().current_dir(dir.path()).args(words).output().unwrap();
-    let overrides = ["--vocab-size=600", "--rotary-base=500000", "--max-position-embeddings=4096", "--exit-interval=1"];
+    let overrides = [
+        "--vocab-size=600",
+        "--rotary-base=500000",
+        "--max-position-embeddings=4096",
+        "--exit-interval=1",
+    ];
     let output = pretrain(dir.path(), "llama-tiny", &overrides);
     assert!(output.status.success(), "{}", stderr(&output));
     let said = stdout(&output) + &stderr(&output);
-    assert!(said.contains("vocabulary 600") && said.contains("up to 600 begin with random weights"), "{said}");
+    assert!(
+        said.contains("vocabulary 600") && said.contains("up to 600 begin with random weights"),
+        "{said}"
+    );
     assert!(run(&["export", "saved", "hf"]).status.success());
-    let config: Value = serde_json::from_slice(&std::fs::read(dir.path().join("hf/config.json")).unwrap()).unwrap();
-    let shown =
-        [&config["vocab_size"], &config["rope_theta"], &config["max_position_embeddings"]].map(Value::to_string);
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(dir.path().join("hf/config.json")).unwrap()).unwrap();
+    let shown = [&config["vocab_size"], &config["rope_theta"], &config["max_position_embeddings"]]
+        .map(Value::to_string);
     assert_eq!(shown, ["600", "500000.0", "4096"]);
     // The same line goes on.
     let more = [&overrides[..3], &["--load=saved", "--exit-interval=2"]].concat();
     let output = pretrain(dir.path(), "llama-tiny", &more);
-    assert!(output.status.success() && !stdout(&output).contains("random weights"), "{}", stderr(&output));
+    assert!(
+        output.status.success() && !stdout(&output).contains("random weights"),
+        "{}",
+        stderr(&output)
+    );
     // Notes of settings without effect are about those that were given.
     let output = pretrain(dir.path(), "gpt2-tiny", &["--train-iters=1", "--save=other"]);
-    assert!(output.status.success() && !stdout(&output).contains("without effect"), "{}", stdout(&output));
+    assert!(
+        output.status.success() && !stdout(&output).contains("without effect"),
+        "{}",
+        stdout(&output)
+    );
     for (name, flags, why) in [
         ("gpt2-tiny", &["--max-position-embeddings=4096"][..], "which it has learned"),
         ("gpt2-tiny", &["--rotary-base=500000"], "rotary_base"),
@@ -311,7 +387,8 @@ fn what_is_given_in_a_models_place_is_named_with_the_command_that_helps() {
         std::fs::write(at(name), text).unwrap();
     };
     copied("llama-tiny", &at("hf"));
-    let run = |words: &str| megatron().current_dir(dir.path()).args(words.split(' ')).output().unwrap();
+    let run =
+        |words: &str| megatron().current_dir(dir.path()).args(words.split(' ')).output().unwrap();
     assert!(run("import hf ours").status.success());
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 548105171\n";
     copied("llama-tiny", &at("lfs"));
@@ -338,7 +415,10 @@ fn what_is_given_in_a_models_place_is_named_with_the_command_that_helps() {
         ("generate --load gpt2 --prompt a", &["hf download gpt2"]),
         ("import lfs new", &["model.safetensors", "git lfs pull"]),
         ("import lfs-config new", &["config.json", "git lfs pull"]),
-        ("generate --load ours --prompt a --tokenizer lfs-tokenizer", &["tokenizer.json", "git lfs pull"]),
+        (
+            "generate --load ours --prompt a --tokenizer lfs-tokenizer",
+            &["tokenizer.json", "git lfs pull"],
+        ),
         ("import pickle new", &["pytorch_model.bin", "save_pretrained"]),
         (&format!("{train} --init-from-hf pickle"), &["pytorch_model.bin", "save_pretrained"]),
         ("import deepspeed new", &["DeepSpeed", "zero_to_fp32.py"]),
@@ -360,7 +440,10 @@ fn what_is_given_in_a_models_place_is_named_with_the_command_that_helps() {
         for part in parts {
             assert!(message.contains(part), "{words}: {part}: {message}");
         }
-        assert!(!at("new").exists() || std::fs::read_dir(at("new")).unwrap().next().is_none(), "{words}");
+        assert!(
+            !at("new").exists() || std::fs::read_dir(at("new")).unwrap().next().is_none(),
+            "{words}"
+        );
     }
 }
 
@@ -375,10 +458,15 @@ fn an_evaluation_that_gives_no_number_ends_badly() {
     *norm = (&*norm * 1e38).unwrap();
     candle_core::safetensors::save(&tensors, &path).unwrap();
     std::fs::write(dir.path().join("text.txt"), "text ".repeat(2000)).unwrap();
-    let words = "eval --load hf --tokenizer byte --data-path text.txt --cache-dir cache --seq-length 32";
+    let words =
+        "eval --load hf --tokenizer byte --data-path text.txt --cache-dir cache --seq-length 32";
     let output = megatron().current_dir(dir.path()).args(words.split(' ')).output().unwrap();
     let message = stderr(&output);
-    assert!(output.status.code() == Some(1) && message.contains("the loss is"), "{}{message}", stdout(&output));
+    assert!(
+        output.status.code() == Some(1) && message.contains("the loss is"),
+        "{}{message}",
+        stdout(&output)
+    );
 }
 
 /// What `--tokenizer FOLDER` brings.
@@ -386,7 +474,8 @@ fn an_evaluation_that_gives_no_number_ends_badly() {
 fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
-    let run = |words: &str| megatron().current_dir(dir.path()).args(words.split(' ')).output().unwrap();
+    let run =
+        |words: &str| megatron().current_dir(dir.path()).args(words.split(' ')).output().unwrap();
     std::fs::create_dir(at("tokens")).unwrap();
     let tokenizer = WORDS.replace(
         "\"added_tokens\": []",
@@ -410,10 +499,16 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     assert!(output.status.success(), "{}", stderr(&output));
     let output = run("export saved hf");
     assert!(output.status.success() && !stdout(&output).contains("note"), "{}", stderr(&output));
-    let json = |path: &str| -> Value { serde_json::from_slice(&std::fs::read(at(path)).unwrap()).unwrap() };
+    let json = |path: &str| -> Value {
+        serde_json::from_slice(&std::fs::read(at(path)).unwrap()).unwrap()
+    };
     for folder in ["saved", "hf"] {
         for (name, text) in &given[..5] {
-            assert_eq!(std::fs::read_to_string(at(folder).join(name)).unwrap(), *text, "{folder}/{name}");
+            assert_eq!(
+                std::fs::read_to_string(at(folder).join(name)).unwrap(),
+                *text,
+                "{folder}/{name}"
+            );
         }
     }
     assert_eq!(json("hf/generation_config.json")["eos_token_id"], serde_json::json!([2, 3]));
@@ -447,18 +542,33 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     // What import puts beside its checkpoint is the tokenizer, and is asked how it takes text.
     assert!(run("import hf-literal imported").status.success());
     let flags = "--finetune --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --save tuned";
-    let output = run(&format!("pretrain --load imported {flags} --data-path special.txt --cache-dir cache"));
+    let output =
+        run(&format!("pretrain --load imported {flags} --data-path special.txt --cache-dir cache"));
     let said = stdout(&output);
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(said.contains("note: no --tokenizer is given: imported/tokenizer.json is taken"), "{said}");
+    assert!(
+        said.contains("note: no --tokenizer is given: imported/tokenizer.json is taken"),
+        "{said}"
+    );
     assert_eq!(evaluated("tuned"), evaluated("literal"));
     // Without data the run's.
     let output = run("eval --load tuned --cache-dir cache");
-    assert!(output.status.success() && stderr(&output).contains("that of training is taken, special.txt"));
+    assert!(
+        output.status.success()
+            && stderr(&output).contains("that of training is taken, special.txt")
+    );
     let output = run("eval --load hf-literal --cache-dir cache");
-    assert!(!output.status.success() && stderr(&output).contains("give --data-path"), "{}", stderr(&output));
+    assert!(
+        !output.status.success() && stderr(&output).contains("give --data-path"),
+        "{}",
+        stderr(&output)
+    );
     for file in ["config.json", "generation_config.json"] {
         let ids = json(&format!("hf-bytes/{file}"));
-        assert_eq!((&ids["eos_token_id"], &ids["bos_token_id"]), (&256.into(), &256.into()), "{file}");
+        assert_eq!(
+            (&ids["eos_token_id"], &ids["bos_token_id"]),
+            (&256.into(), &256.into()),
+            "{file}"
+        );
     }
 }

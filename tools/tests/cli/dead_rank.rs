@@ -76,14 +76,18 @@ fn a_killed_rank_ends_the_ranks_of_a_launcher_which_resume_bitwise() {
         let folder = format!("saved{rank}");
         let flags = saving(&folder, 40);
         let _ = fs::remove_file(site.path("metrics.jsonl"));
-        let children = site.ranks(&[words(&flags), vec!["--distributed-backend", backend]].concat());
+        let children =
+            site.ranks(&[words(&flags), vec!["--distributed-backend", backend]].concat());
         wait_for_checkpoint(&site, &folder);
         let pid = children[rank].id();
         kill(pid, "KILL");
         // Only ranks of one host see each other's processes.
-        let how = if backend == "local" { format!("pid {pid}") } else { "its connection ".to_string() };
+        let how =
+            if backend == "local" { format!("pid {pid}") } else { "its connection ".to_string() };
         let named = format!("rank {rank} died ({how}");
-        for (_, output) in ended(children, SOON).iter().enumerate().filter(|(other, _)| *other != rank) {
+        for (_, output) in
+            ended(children, SOON).iter().enumerate().filter(|(other, _)| *other != rank)
+        {
             refused(output, &[&named, "The same command goes on from the last checkpoint in"]);
         }
         site.assert_nothing_left();
@@ -101,10 +105,18 @@ fn a_rank_killed_while_it_saves_leaves_the_last_checkpoint_intact() {
         let supervisor = start(&site, &words(&flags));
         wait_for_checkpoint(&site, &folder);
         let pid = site.supervised_ranks()[rank];
-        let saving = || fs::read_dir(site.path(&folder)).unwrap().flatten().any(|e| is_temporary(&e.file_name()));
+        let saving = || {
+            fs::read_dir(site.path(&folder))
+                .unwrap()
+                .flatten()
+                .any(|e| is_temporary(&e.file_name()))
+        };
         wait_for("a save", || saving().then_some(()));
         kill(pid, "KILL");
-        refused(&ended(vec![supervisor], SOON)[0], &[&format!("rank {rank} (pid {pid}) was killed by SIGKILL")]);
+        refused(
+            &ended(vec![supervisor], SOON)[0],
+            &[&format!("rank {rank} (pid {pid}) was killed by SIGKILL")],
+        );
         // What the killed rank was writing is removed by the next save.
         resumes_bitwise(&site, &folder, &losses);
     }
@@ -193,7 +205,14 @@ fn a_run_says_what_a_signal_does_and_where_it_stopped() {
     let launched = |site: &Site, flags: &[&str]| {
         let program = env!("CARGO_BIN_EXE_megatron");
         let mut command = site.mark(megatron());
-        command.args(["launch", &format!("--nproc-per-node={RANKS}"), "--", program, "pretrain", "run.toml"]);
+        command.args([
+            "launch",
+            &format!("--nproc-per-node={RANKS}"),
+            "--",
+            program,
+            "pretrain",
+            "run.toml",
+        ]);
         command.args(flags);
         command
     };
@@ -253,7 +272,8 @@ fn a_setting_of_some_ranks_alone_is_named_though_they_do_more_together() {
     for saves in 0..2 {
         let port = free_port();
         let flags = |rank| if (rank == 0) == (saves == 0) { &["--save=saved"][..] } else { &[] };
-        let ranks = (0..RANKS).map(|rank| site.rank(rank, port, flags(rank)).spawn().unwrap()).collect();
+        let ranks =
+            (0..RANKS).map(|rank| site.rank(rank, port, flags(rank)).spawn().unwrap()).collect();
         for output in ended(ranks, SOON) {
             refused(&output, &["not started alike", "checkpoint.save"]);
         }
@@ -270,7 +290,10 @@ fn a_run_that_is_told_to_stop_does_not_finish_its_evaluation() {
     kill(supervisor.id(), "TERM");
     let output = ended(vec![supervisor], SOON).remove(0);
     assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
-    assert_eq!(fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap().trim(), "5");
+    assert_eq!(
+        fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap().trim(),
+        "5"
+    );
 }
 
 #[test]

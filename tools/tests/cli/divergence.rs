@@ -10,7 +10,10 @@ use crate::support::{stderr, stdout};
 const DIVERGING: [&str; 2] = ["--lr=1e30", "--save=saved"];
 
 fn latest(site: &Site) -> String {
-    fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap_or_default().trim().to_string()
+    fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt"))
+        .unwrap_or_default()
+        .trim()
+        .to_string()
 }
 
 #[test]
@@ -18,7 +21,11 @@ fn it_ends_after_ten_steps_in_a_row_on_any_layout_and_is_not_started_again() {
     let layouts: [&[&str]; 3] = [
         &[],
         &["--bf16", "--num-layers-per-virtual-pipeline-stage=1", "--async-save"],
-        &["--pipeline-model-parallel-size=1", "--data-parallel-size=2", "--use-distributed-optimizer"],
+        &[
+            "--pipeline-model-parallel-size=1",
+            "--data-parallel-size=2",
+            "--use-distributed-optimizer",
+        ],
     ];
     for layout in layouts {
         let site = Site::new();
@@ -37,22 +44,32 @@ fn it_ends_after_ten_steps_in_a_row_on_any_layout_and_is_not_started_again() {
         assert_eq!((site.last_step(), latest(&site).as_str()), (11, "1"));
         let log = stdout(&output);
         let line = "step 2: no checkpoint is saved while steps are not finite; the latest is still that of step 1";
-        assert_eq!((log.matches(line).count(), log.matches("no checkpoint is saved").count()), (1, 1), "{log}");
+        assert_eq!(
+            (log.matches(line).count(), log.matches("no checkpoint is saved").count()),
+            (1, 1),
+            "{log}"
+        );
         site.assert_nothing_left();
     }
 }
 
 #[test]
 fn good_checkpoints_stay_while_a_run_diverges() {
-    for retention in
-        [&["--most-recent-k=1"][..], &["--save-retain-interval=100"], &["--most-recent-k=2", "--async-save"]]
-    {
+    for retention in [
+        &["--most-recent-k=1"][..],
+        &["--save-retain-interval=100"],
+        &["--most-recent-k=2", "--async-save"],
+    ] {
         let site = Site::new();
         site.succeed(&["--save=saved", "--save-interval=1", "--train-iters=3"]);
-        let flags = ["--lr=1e30", "--save=saved", "--load=saved", "--save-interval=1", "--clip-grad=0"];
+        let flags =
+            ["--lr=1e30", "--save=saved", "--load=saved", "--save-interval=1", "--clip-grad=0"];
         // Ends amid the steps that are not finite, and is saved.
         site.succeed(&[&flags[..], retention, &["--exit-interval=8"]].concat());
-        let output = site.pretrain(&[&flags[..], retention, &["--max-nonfinite-steps=6"]].concat()).output().unwrap();
+        let output = site
+            .pretrain(&[&flags[..], retention, &["--max-nonfinite-steps=6"]].concat())
+            .output()
+            .unwrap();
         refused(&output, &["--load saved --ckpt-step 4", "clipped gradients (--clip-grad 1)"]);
         assert!(site.path("saved/iter_0000004/manifest.json").exists(), "{retention:?}");
         assert_eq!(latest(&site), "8", "{retention:?}");
@@ -76,7 +93,8 @@ fn ranks_of_a_launcher_agree_on_the_step() {
 
 #[test]
 fn how_many_steps_it_takes_is_a_setting_under_megatrons_names_too() {
-    let (check, no_check) = ("--check-for-nan-in-loss-and-grad", "--no-check-for-nan-in-loss-and-grad");
+    let (check, no_check) =
+        ("--check-for-nan-in-loss-and-grad", "--no-check-for-nan-in-loss-and-grad");
     for (flags, ends) in [
         (&[check][..], Some(2)),
         (&["--max-nonfinite-steps=3"], Some(4)),
@@ -93,12 +111,22 @@ fn how_many_steps_it_takes_is_a_setting_under_megatrons_names_too() {
         assert_eq!(site.last_step(), ends.unwrap_or(20), "{flags:?}");
     }
     let site = Site::new();
-    site.edit("train_iters = 20", &format!("train_iters = 20\n{} = true", check[2..].replace('-', "_")));
+    site.edit(
+        "train_iters = 20",
+        &format!("train_iters = 20\n{} = true", check[2..].replace('-', "_")),
+    );
     refused(&site.pretrain(&DIVERGING).output().unwrap(), &["step 2 is not finite"]);
-    assert!(site.pretrain(&[&DIVERGING[..], &[no_check]].concat()).output().is_ok_and(|o| o.status.code() == Some(1)));
+    assert!(
+        site.pretrain(&[&DIVERGING[..], &[no_check]].concat())
+            .output()
+            .is_ok_and(|o| o.status.code() == Some(1))
+    );
     assert_eq!(site.last_step(), 11);
     let both = site.pretrain(&["--max-nonfinite-steps=4"]).output().unwrap();
-    refused(&both, &["run.toml:", "max_nonfinite_steps = 4 (--max-nonfinite-steps)", "give one of them"]);
+    refused(
+        &both,
+        &["run.toml:", "max_nonfinite_steps = 4 (--max-nonfinite-steps)", "give one of them"],
+    );
 }
 
 #[test]
@@ -106,7 +134,10 @@ fn a_row_goes_on_where_the_run_does() {
     let site = Site::new();
     let flags = [&DIVERGING[..], &["--load=saved"]].concat();
     site.succeed(&[&flags[..], &["--exit-interval=6"]].concat());
-    refused(&site.pretrain(&flags).output().unwrap(), &["10 steps in a row", "the first of them step 2"]);
+    refused(
+        &site.pretrain(&flags).output().unwrap(),
+        &["10 steps in a row", "the first of them step 2"],
+    );
     assert_eq!(site.last_step(), 11);
 }
 
@@ -114,11 +145,15 @@ fn a_row_goes_on_where_the_run_does() {
 fn overflows_count_once_the_loss_scale_cannot_fall() {
     let site = Site::new();
     let first = "--check-for-nan-in-loss-and-grad";
-    let falling = ["--fp16", "--initial-loss-scale=1099511627776", "--hysteresis=1", "--train-iters=40"];
+    let falling =
+        ["--fp16", "--initial-loss-scale=1099511627776", "--hysteresis=1", "--train-iters=40"];
     let log = stdout(&site.succeed(&[&falling[..], &[first]].concat()));
     assert!(log.matches("number of skipped iterations:   1").count() > 10, "{log}");
     for (flags, parts) in [
-        (&["--loss-scale=1099511627776", "--max-nonfinite-steps=4"][..], ["first of them step 1", "--loss-scale"]),
+        (
+            &["--loss-scale=1099511627776", "--max-nonfinite-steps=4"][..],
+            ["first of them step 1", "--loss-scale"],
+        ),
         (
             // The first overflow uses up hysteresis, which is all that it can do.
             &["--initial-loss-scale=1099511627776", "--min-loss-scale=1099511627776", first],

@@ -43,7 +43,15 @@ fn schedulers_warnings_save_and_end_a_run_whoever_they_come_to() {
     }
     let site = Site::new();
     let mut launch = site.mark(megatron());
-    launch.args(["launch", "--nproc-per-node", "4", "--", env!("CARGO_BIN_EXE_megatron"), "pretrain", "run.toml"]);
+    launch.args([
+        "launch",
+        "--nproc-per-node",
+        "4",
+        "--",
+        env!("CARGO_BIN_EXE_megatron"),
+        "pretrain",
+        "run.toml",
+    ]);
     let child = launch.args(ENDLESS).spawn().unwrap();
     site.wait_for_step(2);
     kill(child.id(), "USR2");
@@ -61,9 +69,11 @@ fn ranks_without_a_supervisor_end_with_the_code_of_the_one_that_was_told() {
 
 #[test]
 fn a_run_whose_time_is_over_saves_and_ends_well_after_a_step() {
-    for flags in
-        [&["--exit-interval=5"][..], &["--async-save", "--save-interval=1"], &["--split=80,20,0", "--eval-interval=1"]]
-    {
+    for flags in [
+        &["--exit-interval=5"][..],
+        &["--async-save", "--save-interval=1"],
+        &["--split=80,20,0", "--eval-interval=1"],
+    ] {
         let site = Site::new();
         site.edit("eval_iters = 0", "eval_iters = 1");
         // Less than it takes to start.
@@ -82,8 +92,13 @@ fn a_run_whose_time_is_over_saves_and_ends_well_after_a_step() {
 fn old_checkpoints_are_removed_once_a_newer_one_is_complete() {
     for at_once in [&[][..], &["--async-save"]] {
         let site = Site::new();
-        let retain =
-            ["--save-interval=2", "--save-retain-interval=6", "--most-recent-k=2", "--save=saved", "--load=saved"];
+        let retain = [
+            "--save-interval=2",
+            "--save-retain-interval=6",
+            "--most-recent-k=2",
+            "--save=saved",
+            "--load=saved",
+        ];
         let flags = [&retain[..], at_once].concat();
         let log = stdout(&site.succeed(&[&flags[..], &["--train-iters=11"]].concat()));
         assert!(log.contains("removed the checkpoint of step 2\n"), "{log}");
@@ -95,15 +110,26 @@ fn old_checkpoints_are_removed_once_a_newer_one_is_complete() {
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         names.sort();
-        let expected =
-            ["iter_0000006", "iter_0000012", "iter_0000014", "iter_0000015", "latest_checkpointed_iteration.txt"];
+        let expected = [
+            "iter_0000006",
+            "iter_0000012",
+            "iter_0000014",
+            "iter_0000015",
+            "latest_checkpointed_iteration.txt",
+        ];
         assert_eq!(names, expected, "{at_once:?}");
         site.assert_nothing_left();
     }
     let site = Site::new();
     for (flags, part) in [
-        (&["--most-recent-k=2"][..], "most_recent_k = 2 (--most-recent-k) keeps checkpoints, and none are saved"),
-        (&["--most-recent-k=-2", "--save=saved"], "most_recent_k = -2 (--most-recent-k) must be the number"),
+        (
+            &["--most-recent-k=2"][..],
+            "most_recent_k = 2 (--most-recent-k) keeps checkpoints, and none are saved",
+        ),
+        (
+            &["--most-recent-k=-2", "--save=saved"],
+            "most_recent_k = -2 (--most-recent-k) must be the number",
+        ),
         (
             &["--save-retain-interval=3", "--save-interval=2", "--save=saved"],
             "save_retain_interval = 3 (--save-retain-interval) must be a multiple of save_interval = 2",

@@ -46,7 +46,11 @@ fn a_run_resumes_from_one_checkpoints_folder() {
     assert!(log.contains("resumed from saved/iter_0000001 (8 samples"), "{log}");
     // The metrics of the step before stay, too.
     assert_eq!(site.losses().iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3]);
-    pretrain_refused(&site, &["--load=saved/iter_0000009", "--save=new"], &["iter_0000009", "holds no checkpoint"]);
+    pretrain_refused(
+        &site,
+        &["--load=saved/iter_0000009", "--save=new"],
+        &["iter_0000009", "holds no checkpoint"],
+    );
     let own = ["--load=saved/iter_0000001", "--save=saved/iter_0000001"];
     pretrain_refused(&site, &own, &["one checkpoint's own folder"]);
 }
@@ -60,9 +64,13 @@ fn a_decay_that_smaller_batches_would_shorten_is_told() {
     assert!(log.contains("this run ends at 40"), "{log}");
     fs::remove_dir_all(site.path("other")).unwrap();
     let log = pretrain(&site, &[&smaller[..], &["--lr-decay-samples=40"]].concat());
-    assert!(log.contains("resumed from") && !log.contains("the decay of the learning rate"), "{log}");
+    assert!(
+        log.contains("resumed from") && !log.contains("the decay of the learning rate"),
+        "{log}"
+    );
     fs::remove_dir_all(site.path("other")).unwrap();
-    let log = pretrain(&site, &["--load=saved", "--save=other", "--train-iters=3", "--lr-decay-iters=1"]);
+    let log =
+        pretrain(&site, &["--load=saved", "--save=other", "--train-iters=3", "--lr-decay-iters=1"]);
     assert!(
         log.contains("resumed from") && !log.contains("the decay of the learning rate"),
         "as it was asked for: {log}"
@@ -79,7 +87,10 @@ fn checkpoints_without_a_pointer_are_not_taken_for_none() {
     pretrain_refused(&site, &["--save=saved"], &["saved/iter_", "would overwrite"]);
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/llama-tiny");
     let before = site.files();
-    refused(&site.mark(megatron()).args(["import", model, "saved"]).output().unwrap(), &["iter_", "is there already"]);
+    refused(
+        &site.mark(megatron()).args(["import", model, "saved"]).output().unwrap(),
+        &["iter_", "is there already"],
+    );
     site.assert_unchanged(&before);
     // Where only one can be meant, it is.
     fs::remove_dir_all(site.path("saved/iter_0000002")).unwrap();
@@ -102,7 +113,13 @@ fn a_folder_is_the_same_however_it_is_written() {
 fn what_keeps_a_run_from_resuming_or_saving_is_said_before_it_trains() {
     let site = saved();
     let resume = ["--load=saved", "--save=saved", "--train-iters=4"];
-    let advice = ["of the optimizer adam", "this run's is sgd", "--optimizer adam", "--no-load-optim", "--finetune"];
+    let advice = [
+        "of the optimizer adam",
+        "this run's is sgd",
+        "--optimizer adam",
+        "--no-load-optim",
+        "--finetune",
+    ];
     pretrain_refused(&site, &[&resume[..], &["--optimizer=sgd"]].concat(), &advice);
     pretrain(&site, &["--save=momentum", "--train-iters=1", "--optimizer=sgd"]);
     pretrain_refused(&site, &["--load=momentum"], &["of the optimizer sgd", "this run's is adam"]);
@@ -146,7 +163,10 @@ fn a_folder_that_was_moved_under_a_run_is_saved_into_no_more_and_no_other_in_its
         fs::rename(site.path("saved"), site.path("moved")).unwrap();
         fs::create_dir(site.path("saved")).unwrap();
         let output = ended(vec![run], SOON).remove(0);
-        refused(&output, &["saved: is another folder now", "put it back", "--load and --save where it is now"]);
+        refused(
+            &output,
+            &["saved: is another folder now", "put it back", "--load and --save where it is now"],
+        );
         assert_eq!(fs::read_dir(site.path("saved")).unwrap().count(), 0);
         assert!(site.path("moved/iter_0000040").exists());
         fs::remove_dir(site.path("saved")).unwrap();
@@ -173,7 +193,11 @@ fn metrics_of_a_run_that_goes_on_are_not_taken() {
 fn a_run_whose_metrics_cannot_be_written_trains_and_saves_and_says_so() {
     let site = Site::new();
     let log = pretrain(&site, &["--save=saved", "--train-iters=3", "--metrics=/dev/full"]);
-    assert_eq!(log.matches("note: cannot write /dev/full: No space left on device").count(), 1, "{log}");
+    assert_eq!(
+        log.matches("note: cannot write /dev/full: No space left on device").count(),
+        1,
+        "{log}"
+    );
     assert!(log.contains("note: metrics end before step 1: cannot write /dev/full"), "{log}");
     assert_eq!(fs::read_to_string(site.path("saved").join(POINTER)).unwrap().trim(), "3");
 }
@@ -185,7 +209,10 @@ fn a_pipe_in_the_place_of_metrics_is_refused() {
     pipe(&site.path("pipe"));
     for flags in [&["--metrics=pipe"][..], &["--metrics=pipe", ALONE[0], ALONE[1]]] {
         let run = site.pretrain(flags).spawn().unwrap();
-        refused(&ended(vec![run], SOON).remove(0), &["write metrics to pipe (--metrics)", "it is a pipe"]);
+        refused(
+            &ended(vec![run], SOON).remove(0),
+            &["write metrics to pipe (--metrics)", "it is a pipe"],
+        );
     }
 }
 
@@ -245,14 +272,18 @@ fn the_tokenizer_of_checkpoints_is_not_replaced_by_a_run_that_goes_on_with_anoth
     pretrain(&site, &["--save=saved", "--train-iters=1", "--tokenizer=train:270"]);
     let theirs = fs::read_to_string(site.path("saved/tokenizer.json")).unwrap();
     site.write("words.txt", &"other words than those ".repeat(200));
-    let train = ["tokenizer", "train", "--vocab-size=270", "--input=words.txt", "--output=other.json"];
+    let train =
+        ["tokenizer", "train", "--vocab-size=270", "--input=words.txt", "--output=other.json"];
     let output = site.mark(megatron()).args(train).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     let flags = ["--save=saved", "--load=saved", "--train-iters=2", "--tokenizer=other.json"];
     let run = site.pretrain(&[&ALONE[..], &flags].concat()).output().unwrap();
     refused(&run, &["saved/tokenizer.json", "another tokenizer", "save elsewhere"]);
     assert_eq!(fs::read_to_string(site.path("saved/tokenizer.json")).unwrap(), theirs);
-    let log = pretrain(&site, &["--save=elsewhere", "--load=saved", "--train-iters=2", "--tokenizer=other.json"]);
+    let log = pretrain(
+        &site,
+        &["--save=elsewhere", "--load=saved", "--train-iters=2", "--tokenizer=other.json"],
+    );
     assert!(log.contains("the tokenizer are not those"), "{log}");
 }
 
@@ -286,7 +317,10 @@ fn a_models_tokenizer_lies_in_its_own_folder() {
     }
     site.write("tokenizer.json", FOREIGN);
     let generate = ["generate", "--load=model", "--prompt=a", "--num-tokens=0"];
-    refused(&site.mark(megatron()).args(generate).output().unwrap(), &["no tokenizer", "--tokenizer FILE"]);
+    refused(
+        &site.mark(megatron()).args(generate).output().unwrap(),
+        &["no tokenizer", "--tokenizer FILE"],
+    );
     site.write("model/tokenizer.json", FOREIGN);
     run(&site, &generate);
 }
@@ -306,7 +340,10 @@ fn what_lies_beside_checkpoints_goes_along_to_another_folder() {
     // What lies beside is not what lies around a link.
     symlink("saved/iter_0000002", site.path("best")).unwrap();
     run(&site, &["reshard", "best", "resharded", "--tensor-model-parallel-size=2"]);
-    assert!(site.path("resharded/hf_config.json").is_file() && site.path("resharded/chat_template.jinja").is_file());
+    assert!(
+        site.path("resharded/hf_config.json").is_file()
+            && site.path("resharded/chat_template.jinja").is_file()
+    );
     site.assert_nothing_left();
 }
 
@@ -314,9 +351,11 @@ fn what_lies_beside_checkpoints_goes_along_to_another_folder() {
 fn a_model_whose_numbers_overflow_is_told_as_such() {
     let site = Site::new();
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/llama-tiny");
-    let mut tensors = candle_core::safetensors::load(fixture.join("model.safetensors"), &Device::Cpu).unwrap();
+    let mut tensors =
+        candle_core::safetensors::load(fixture.join("model.safetensors"), &Device::Cpu).unwrap();
     let norm = tensors.get_mut("model.norm.weight").unwrap();
-    *norm = Tensor::full(f32::MAX, norm.shape(), &Device::Cpu).unwrap().to_dtype(norm.dtype()).unwrap();
+    *norm =
+        Tensor::full(f32::MAX, norm.shape(), &Device::Cpu).unwrap().to_dtype(norm.dtype()).unwrap();
     fs::create_dir(site.path("model")).unwrap();
     fs::copy(fixture.join("config.json"), site.path("model/config.json")).unwrap();
     candle_core::safetensors::save(&tensors, site.path("model/model.safetensors")).unwrap();
@@ -342,12 +381,21 @@ fn without_a_home_the_cache_is_in_a_folder_of_this_user_alone() {
     };
     let output = run();
     assert!(output.status.success(), "{}", stderr(&output));
-    let [cache] = &fs::read_dir(site.path("tmp")).unwrap().map(|e| e.unwrap().path()).collect::<Vec<_>>()[..] else {
+    let [cache] =
+        &fs::read_dir(site.path("tmp")).unwrap().map(|e| e.unwrap().path()).collect::<Vec<_>>()[..]
+    else {
         panic!()
     };
-    assert!(cache.file_name().unwrap().to_str().unwrap().starts_with("megatron-"), "{}", cache.display());
+    assert!(
+        cache.file_name().unwrap().to_str().unwrap().starts_with("megatron-"),
+        "{}",
+        cache.display()
+    );
     assert_eq!(fs::metadata(cache).unwrap().permissions().mode() & 0o777, 0o700);
     // As somebody else could have prepared it.
     fs::set_permissions(cache, fs::Permissions::from_mode(0o777)).unwrap();
-    refused(&run(), &["cannot be the cache's folder", "can be written into by every user", "cache_dir"]);
+    refused(
+        &run(),
+        &["cannot be the cache's folder", "can be written into by every user", "cache_dir"],
+    );
 }

@@ -25,18 +25,26 @@ fn succeed(site: &Site, flags: &[&str]) -> String {
 fn half() -> Site {
     let site = Site::new();
     // What makes another run of the same data.
-    site.succeed(&[&HALF[..], &["--seed=5", "--tokenizer=train:300", "--bf16", "--lr-warmup-iters=3"]].concat());
+    site.succeed(
+        &[&HALF[..], &["--seed=5", "--tokenizer=train:300", "--bf16", "--lr-warmup-iters=3"]]
+            .concat(),
+    );
     site
 }
 
 #[test]
 fn a_run_goes_on_as_its_run_file_would_have_it() {
     let (site, whole) = (half(), half());
-    whole.succeed(&[&HALF[..], &["--seed=5", "--tokenizer=train:300", "--bf16", "--lr-warmup-iters=3"]].concat());
+    whole.succeed(
+        &[&HALF[..], &["--seed=5", "--tokenizer=train:300", "--bf16", "--lr-warmup-iters=3"]]
+            .concat(),
+    );
     fs::remove_file(site.path("run.toml")).unwrap();
     let log = succeed(&site, &["--load=saved"]);
     assert!(
-        log.contains("settings that are not given are those of saved/iter_0000002; checkpoints go to saved"),
+        log.contains(
+            "settings that are not given are those of saved/iter_0000002; checkpoints go to saved"
+        ),
         "{log}"
     );
     assert!(log.contains("tp 2 · pp 2 · dp 1"), "{log}");
@@ -48,7 +56,14 @@ fn a_run_goes_on_as_its_run_file_would_have_it() {
     fs::rename(site.path("saved"), site.path("moved")).unwrap();
     let ranks = RANKS.to_string();
     let mut launch = site.mark(megatron());
-    launch.args(["launch", "--nproc-per-node", &ranks, "--", env!("CARGO_BIN_EXE_megatron"), "pretrain"]);
+    launch.args([
+        "launch",
+        "--nproc-per-node",
+        &ranks,
+        "--",
+        env!("CARGO_BIN_EXE_megatron"),
+        "pretrain",
+    ]);
     let output = launch.args(["--load=moved", "--train-iters=5"]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(site.path("moved/iter_0000005").is_dir());
@@ -62,8 +77,12 @@ fn what_is_given_comes_first_and_a_layout_is_given_as_a_whole() {
     assert!(log.contains("learning rate: 5.0"), "{log}");
     // The run file comes before the checkpoint: 0.25 falls to 0 from sample 24 to 64, and 32 are
     // read.
-    fs::write(site.path("part.toml"), "[optimizer]\nlr = 0.25\n[training]\ntrain_iters = 8\n").unwrap();
-    let log = succeed(&site, &["part.toml", "--load=saved", "--use-checkpoint-args", "--exit-interval=6"]);
+    fs::write(site.path("part.toml"), "[optimizer]\nlr = 0.25\n[training]\ntrain_iters = 8\n")
+        .unwrap();
+    let log = succeed(
+        &site,
+        &["part.toml", "--load=saved", "--use-checkpoint-args", "--exit-interval=6"],
+    );
     assert!(log.contains("| bf16 on ") || log.contains("| fp16 on "), "{log}");
     assert!(log.contains("learning rate: 2.000000E-01"), "{log}");
 }
@@ -75,10 +94,23 @@ fn one_checkpoint_and_one_whose_weights_are_taken_say_that_nothing_is_saved() {
     let log = succeed(&site, &["--load=saved/iter_0000002", "--metrics=/dev/null"]);
     assert!(log.contains("nothing is saved without --save"), "{log}");
     let log = succeed(&site, &["--load=saved", "--finetune", "--exit-interval=1"]);
-    assert!(log.contains("nothing is saved without --save") && log.contains("starting from the weights"), "{log}");
-    let evaluated = ["--load=saved", "--save=elsewhere", "--skip-train", "--eval-iters=1", "--metrics=/dev/null"];
+    assert!(
+        log.contains("nothing is saved without --save")
+            && log.contains("starting from the weights"),
+        "{log}"
+    );
+    let evaluated = [
+        "--load=saved",
+        "--save=elsewhere",
+        "--skip-train",
+        "--eval-iters=1",
+        "--metrics=/dev/null",
+    ];
     let log = succeed(&site, &evaluated);
-    assert!(log.contains("nothing is saved under --skip-train") && !log.contains("without --save"), "{log}");
+    assert!(
+        log.contains("nothing is saved under --skip-train") && !log.contains("without --save"),
+        "{log}"
+    );
     site.assert_unchanged(&before);
     succeed(&site, &["--load=saved", "--finetune", "--exit-interval=1", "--save=tuned"]);
     assert!(site.path("tuned/iter_0000001").is_dir());
@@ -89,7 +121,8 @@ fn what_is_missing_is_named() {
     let site = half();
     let text = fs::read(site.path("text.txt")).unwrap();
     fs::remove_file(site.path("text.txt")).unwrap();
-    let parts = ["text.txt: does not exist", "That is what saved/iter_0000002 records", "--data-path"];
+    let parts =
+        ["text.txt: does not exist", "That is what saved/iter_0000002 records", "--data-path"];
     refused(&pretrain(&site, &["--load=saved"]).output().unwrap(), &parts);
     fs::write(site.path("text.txt"), text).unwrap();
     // A tokenizer that is given, in whatever words, comes before the one that is recorded.

@@ -53,7 +53,12 @@ impl Machines {
     fn launch_as_told(&self, flags: &[&str], command: &[&str]) -> Command {
         let mut launch = self.site.mark(megatron());
         launch.args(["launch", "--hostfile"]).arg(self.path().join("hosts"));
-        launch.arg("--ssh-program").arg(self.path().join("ssh")).args(flags).arg("--").args(command);
+        launch
+            .arg("--ssh-program")
+            .arg(self.path().join("ssh"))
+            .args(flags)
+            .arg("--")
+            .args(command);
         launch
     }
 
@@ -88,7 +93,9 @@ fn every_slot_of_every_host_is_a_rank() {
     let output = machines.launch_as_told(&flags, &["sh", "-c", script]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     let folder = machines.path().display().to_string();
-    let line = |host, rank| format!("h{host}: [{rank}]: {rank}/4 {}/2 {host} h0:29500 all {folder}", rank % 2);
+    let line = |host, rank| {
+        format!("h{host}: [{rank}]: {rank}/4 {}/2 {host} h0:29500 all {folder}", rank % 2)
+    };
     assert_eq!(sorted_lines(&output), [line(0, 0), line(0, 1), line(1, 2), line(1, 3)]);
     let asked = fs::read_to_string(machines.path().join("ssh.asked")).unwrap();
     let options = "-p 2222 -A -o User=me -o BatchMode=yes -o ServerAliveInterval=30";
@@ -101,10 +108,17 @@ fn every_slot_of_every_host_is_a_rank() {
 fn included_slots_are_the_gpus_that_ranks_see() {
     let machines = Machines::new("h0 slots=4\nh1 slots=4\nh2 slots=4\n");
     let script = "echo $RANK/$WORLD_SIZE $CUDA_VISIBLE_DEVICES $MASTER_ADDR:$MASTER_PORT";
-    let output = machines.run(&["--include=h2:3,1@h1:0,2", "--master-addr=ib1", "--master-port=7000"], script);
+    let output = machines
+        .run(&["--include=h2:3,1@h1:0,2", "--master-addr=ib1", "--master-port=7000"], script);
     let lines = ["h1: [0]: 0/4 0,2", "h1: [1]: 1/4 0,2", "h2: [2]: 2/4 3,1", "h2: [3]: 3/4 3,1"];
-    assert_eq!(sorted_lines(&output), lines.map(|line| format!("{line} ib1:7000")), "{}", stderr(&output));
-    let output = machines.run(&["--exclude=h0@h1:0,2,3@h2:1,2,3"], "echo $RANK/$WORLD_SIZE $CUDA_VISIBLE_DEVICES");
+    assert_eq!(
+        sorted_lines(&output),
+        lines.map(|line| format!("{line} ib1:7000")),
+        "{}",
+        stderr(&output)
+    );
+    let output = machines
+        .run(&["--exclude=h0@h1:0,2,3@h2:1,2,3"], "echo $RANK/$WORLD_SIZE $CUDA_VISIBLE_DEVICES");
     assert_eq!(sorted_lines(&output), ["h1: [0]: 0/2 1", "h2: [1]: 1/2 0"], "{}", stderr(&output));
 }
 
@@ -124,11 +138,24 @@ fn variables_that_matter_go_along() {
     let script = "echo $NCCL_DEBUG,$RAYON_NUM_THREADS,$OTHER,${SECRET-unset},$TOLD,${PATH%%:*}";
     let flags = ["--export=OTHER", "--export=TOLD=it's $5"];
     let mut launch = machines.launch(&flags, &["sh", "-c", script]);
-    launch.envs([("NCCL_DEBUG", "INFO"), ("RAYON_NUM_THREADS", "3"), ("OTHER", "a b"), ("SECRET", "x")]);
+    launch.envs([
+        ("NCCL_DEBUG", "INFO"),
+        ("RAYON_NUM_THREADS", "3"),
+        ("OTHER", "a b"),
+        ("SECRET", "x"),
+    ]);
     let path = format!("/of/the/user:{}", std::env::var("PATH").unwrap());
     let output = launch.env("PATH", path).output().unwrap();
-    assert_eq!(stdout(&output), "h0: [0]: INFO,3,a b,unset,it's $5,/of/the/user\n", "{}", stderr(&output));
-    refused(&machines.run(&["--export=NO_SUCH"], "true"), &["NO_SUCH is not set here", "--export NO_SUCH=VALUE"]);
+    assert_eq!(
+        stdout(&output),
+        "h0: [0]: INFO,3,a b,unset,it's $5,/of/the/user\n",
+        "{}",
+        stderr(&output)
+    );
+    refused(
+        &machines.run(&["--export=NO_SUCH"], "true"),
+        &["NO_SUCH is not set here", "--export NO_SUCH=VALUE"],
+    );
     refused(&machines.run(&["--export=a b=c"], "true"), &["must be NAME or NAME=VALUE"]);
 }
 
@@ -142,9 +169,12 @@ fn the_runs_secret_reaches_all_hosts_and_no_command_line() {
         launch.envs(given.map(|secret| ("MEGATRON_RUN_SECRET", secret)));
         let output = launch.output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
-        let secrets: Vec<String> = sorted_lines(&output).iter().map(|l| l.rsplit(' ').next().unwrap().into()).collect();
+        let secrets: Vec<String> =
+            sorted_lines(&output).iter().map(|l| l.rsplit(' ').next().unwrap().into()).collect();
         assert!(
-            secrets.len() == 4 && secrets[0].len() >= 32 && secrets.iter().all(|s| *s == secrets[0]),
+            secrets.len() == 4
+                && secrets[0].len() >= 32
+                && secrets.iter().all(|s| *s == secrets[0]),
             "{secrets:?}"
         );
         assert_eq!(given.unwrap_or(&secrets[0]), secrets[0]);
@@ -162,12 +192,17 @@ fn the_runs_secret_reaches_all_hosts_and_no_command_line() {
 #[test]
 fn a_rank_that_fails_ends_those_of_all_hosts_and_is_named_with_its_host() {
     let machines = Machines::new(TWO);
-    let (launcher, pids) =
-        machines.waiting(4, &[], "[ $RANK = 3 ] || exec sleep 60; sleep 1; echo no such thing >&2; exit 7");
+    let (launcher, pids) = machines.waiting(
+        4,
+        &[],
+        "[ $RANK = 3 ] || exec sleep 60; sleep 1; echo no such thing >&2; exit 7",
+    );
     let output = ended(vec![launcher], 2 * SOON).remove(0);
     assert_eq!(output.status.code(), Some(7), "{}", stderr(&output));
-    let named =
-        format!("error: host h1: rank 3 (pid {}) exited with code 7; its last line was: no such thing", pids[3]);
+    let named = format!(
+        "error: host h1: rank 3 (pid {}) exited with code 7; its last line was: no such thing",
+        pids[3]
+    );
     refused(&output, &[&named, "h1: [3]: no such thing"]);
     wait_for_the_end_of(&pids);
 }
@@ -175,7 +210,8 @@ fn a_rank_that_fails_ends_those_of_all_hosts_and_is_named_with_its_host() {
 #[test]
 fn a_launcher_that_is_asked_to_stop_has_ranks_save() {
     let machines = Machines::new(TWO);
-    let (launcher, pids) = machines.waiting(4, &[], "trap 'echo saved; exit 143' TERM; while :; do sleep 0.05; done");
+    let (launcher, pids) =
+        machines.waiting(4, &[], "trap 'echo saved; exit 143' TERM; while :; do sleep 0.05; done");
     kill(launcher.id(), "TERM");
     let output = ended(vec![launcher], SOON).remove(0);
     assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
@@ -192,7 +228,10 @@ fn ranks_that_do_not_stop_are_killed_and_named_with_their_host() {
     kill(launcher.id(), "TERM");
     let output = ended(vec![launcher], SOON).remove(0);
     assert_eq!(output.status.code(), Some(137));
-    refused(&output, &["host h1: rank 2 did not stop within 1 s of being asked to, and was killed"]);
+    refused(
+        &output,
+        &["host h1: rank 2 did not stop within 1 s of being asked to, and was killed"],
+    );
     wait_for_the_end_of(&pids);
 }
 
@@ -211,7 +250,8 @@ fn a_second_ctrl_c_kills_the_ranks_of_all_hosts() {
 #[test]
 fn no_rank_outlives_a_launcher_that_is_killed() {
     let machines = Machines::new(TWO);
-    let (mut launcher, pids) = machines.waiting(4, &["--grace-period=1"], "trap '' TERM; while :; do sleep 0.05; done");
+    let (mut launcher, pids) =
+        machines.waiting(4, &["--grace-period=1"], "trap '' TERM; while :; do sleep 0.05; done");
     launcher.kill().unwrap();
     launcher.wait().unwrap();
     wait_for_the_end_of(&pids);
@@ -220,8 +260,10 @@ fn no_rank_outlives_a_launcher_that_is_killed() {
 #[test]
 fn no_rank_outlives_its_connection() {
     let machines = Machines::new(TWO);
-    let (launcher, pids) = machines.waiting(4, &["--grace-period=1"], "while :; do sleep 0.05; done");
-    let ssh: u32 = fs::read_to_string(machines.path().join("ssh.h1")).unwrap().trim().parse().unwrap();
+    let (launcher, pids) =
+        machines.waiting(4, &["--grace-period=1"], "while :; do sleep 0.05; done");
+    let ssh: u32 =
+        fs::read_to_string(machines.path().join("ssh.h1")).unwrap().trim().parse().unwrap();
     kill(ssh, "KILL");
     // At once, and not only when the launcher is done with the other host.
     wait_for_the_end_of(&pids[2..]);
@@ -236,7 +278,15 @@ fn no_rank_outlives_its_connection() {
 fn a_host_that_cannot_start_its_ranks_is_named_with_what_to_do() {
     let machines = Machines::new(TWO);
     let output = machines.run(&["--remote-program=/no/such/megatron"], "true");
-    refused(&output, &["host h", " cannot run /no/such/megatron: ", "install this program there", "--remote-program"]);
+    refused(
+        &output,
+        &[
+            "host h",
+            " cannot run /no/such/megatron: ",
+            "install this program there",
+            "--remote-program",
+        ],
+    );
     let output = machines.launch(&[], &["/no/such/command"]).output().unwrap();
     refused(&output, &["host h", "cannot start rank ", "(/no/such/command)"]);
     let machines = Machines::new("h0 slots=1\ndown slots=1\n");
@@ -256,15 +306,25 @@ fn a_host_that_cannot_start_its_ranks_is_named_with_what_to_do() {
 #[test]
 fn a_host_starts_its_ranks_again_by_itself() {
     let machines = Machines::new("h0 slots=2\n");
-    let output = machines
-        .run(&["--max-restarts=1"], "echo $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exit 5");
+    let output = machines.run(
+        &["--max-restarts=1"],
+        "echo $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exit 5",
+    );
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(sorted_lines(&output), ["h0: [0]: 0", "h0: [0]: 1", "h0: [1]: 0", "h0: [1]: 1"]);
     let text = stderr(&output);
-    assert!(text.contains("h0: error: rank ") && text.contains("h0: starting all ranks again (restart 1"), "{text}");
+    assert!(
+        text.contains("h0: error: rank ")
+            && text.contains("h0: starting all ranks again (restart 1"),
+        "{text}"
+    );
     let output = machines.run(&["--max-restarts=1"], "exit 5");
     assert_eq!(output.status.code(), Some(5));
-    assert!(stderr(&output).lines().last().unwrap().starts_with("error: rank "), "{}", stderr(&output));
+    assert!(
+        stderr(&output).lines().last().unwrap().starts_with("error: rank "),
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[test]
@@ -272,15 +332,22 @@ fn this_machine_alone_needs_no_ssh() {
     let machines = Machines::new("localhost slots=4\n");
     fs::remove_file(machines.path().join("ssh")).unwrap();
     let flags = ["--include=localhost:1,3", "--export=TOLD=x"];
-    let output = machines.run(&flags, "echo $RANK/$WORLD_SIZE $MASTER_ADDR $CUDA_VISIBLE_DEVICES $TOLD");
-    assert_eq!(sorted_lines(&output), ["[0]: 0/2 127.0.0.1 1,3 x", "[1]: 1/2 127.0.0.1 1,3 x"], "{}", stderr(&output));
+    let output =
+        machines.run(&flags, "echo $RANK/$WORLD_SIZE $MASTER_ADDR $CUDA_VISIBLE_DEVICES $TOLD");
+    assert_eq!(
+        sorted_lines(&output),
+        ["[0]: 0/2 127.0.0.1 1,3 x", "[1]: 1/2 127.0.0.1 1,3 x"],
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[test]
 fn this_machine_among_others_needs_no_ssh_either() {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
     let machines = Machines::new(&format!("{} slots=1\nh1 slots=1\n", name.trim()));
-    let (launcher, pids) = machines.waiting(2, &[], "trap 'exit 143' TERM; while :; do sleep 0.05; done");
+    let (launcher, pids) =
+        machines.waiting(2, &[], "trap 'exit 143' TERM; while :; do sleep 0.05; done");
     assert!(!fs::read_to_string(machines.path().join("ssh.asked")).unwrap().contains(name.trim()));
     kill(launcher.id(), "TERM");
     let output = ended(vec![launcher], SOON).remove(0);
@@ -316,7 +383,8 @@ fn a_run_over_two_hosts_comes_to_the_losses_of_one() {
     let expected = site.losses();
     fs::remove_file(site.path("metrics.jsonl")).unwrap();
     let machines = Machines::new(TWO);
-    let (program, port) = (env!("CARGO_BIN_EXE_megatron"), format!("--master-port={}", free_port()));
+    let (program, port) =
+        (env!("CARGO_BIN_EXE_megatron"), format!("--master-port={}", free_port()));
     let command = [program, "pretrain", "run.toml", "--distributed-timeout-minutes=0.5"];
     let mut launch = site.mark(machines.launch(&["--master-addr=127.0.0.1", &port], &command));
     let output = launch.output().unwrap();
@@ -326,13 +394,17 @@ fn a_run_over_two_hosts_comes_to_the_losses_of_one() {
     // A rank of one host that is killed ends those of the other.
     fs::remove_file(site.path("metrics.jsonl")).unwrap();
     let command = [&command[..], &["--train-iters=1000000", "--log-interval=1000000"]].concat();
-    let launcher = site.mark(machines.launch(&["--master-addr=127.0.0.1", &port], &command)).spawn().unwrap();
+    let launcher =
+        site.mark(machines.launch(&["--master-addr=127.0.0.1", &port], &command)).spawn().unwrap();
     site.wait_for_step(3);
     let ranks = site.supervised_ranks();
     assert_eq!(ranks.len(), RANKS);
     kill(ranks[3], "KILL");
     let output = ended(vec![launcher], 2 * SOON).remove(0);
     assert_eq!(output.status.code(), Some(137));
-    refused(&output, &[&format!("error: host h1: rank 3 (pid {}) was killed by SIGKILL", ranks[3])]);
+    refused(
+        &output,
+        &[&format!("error: host h1: rank 3 (pid {}) was killed by SIGKILL", ranks[3])],
+    );
     site.assert_nothing_left();
 }

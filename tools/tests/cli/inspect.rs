@@ -43,9 +43,15 @@ fn a_checkpoint_is_described_and_one_that_is_damaged_is_named() {
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, &bytes).unwrap();
-    assert!(inspected(folder.path(), &["saved", "--verify=false"]).contains("checksums were not looked at"));
+    assert!(
+        inspected(folder.path(), &["saved", "--verify=false"])
+            .contains("checksums were not looked at")
+    );
     let text = refused(folder.path(), &["saved"]);
-    assert!(text.contains("rank_00001.safetensors: tensor") && text.contains("is damaged"), "{text}");
+    assert!(
+        text.contains("rank_00001.safetensors: tensor") && text.contains("is damaged"),
+        "{text}"
+    );
     bytes.pop();
     fs::write(&file, &bytes).unwrap();
     let text = refused(folder.path(), &["saved", "--verify=false"]);
@@ -107,14 +113,17 @@ fn hugging_face() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let write = |file: &str, name: &str, shape: &[usize]| {
         let tensor = Tensor::zeros(shape, DType::BF16, &Device::Cpu).unwrap();
-        candle_core::safetensors::save(&HashMap::from([(name, tensor)]), folder.path().join(file)).unwrap();
+        candle_core::safetensors::save(&HashMap::from([(name, tensor)]), folder.path().join(file))
+            .unwrap();
     };
     write("a.safetensors", "model.embed_tokens.weight", &[10, 4]);
     write("b.safetensors", "model.norm.weight", &[4]);
-    let config =
-        r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4}"#;
+    let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4}"#;
     fs::write(folder.path().join("config.json"), config).unwrap();
-    index(folder.path(), &[("model.embed_tokens.weight", "a.safetensors"), ("model.norm.weight", "b.safetensors")]);
+    index(
+        folder.path(),
+        &[("model.embed_tokens.weight", "a.safetensors"), ("model.norm.weight", "b.safetensors")],
+    );
     folder
 }
 
@@ -151,22 +160,35 @@ fn a_hugging_face_folder_that_import_refuses_is_not_called_whole() {
     let folder = tempfile::tempdir().unwrap();
     let weights = folder.path().join("model.safetensors");
     let put = |family: &str, change: &dyn Fn(&mut HashMap<String, Tensor>)| {
-        fs::copy(families.join(family).join("config.json"), folder.path().join("config.json")).unwrap();
+        fs::copy(families.join(family).join("config.json"), folder.path().join("config.json"))
+            .unwrap();
         let whole = families.join(family).join("model.safetensors");
         let mut all = candle_core::safetensors::load(whole, &Device::Cpu).unwrap();
         change(&mut all);
         candle_core::safetensors::save(&all, &weights).unwrap();
     };
     let inspect = |args: &[&str]| {
-        let output = megatron().current_dir(folder.path()).args(["inspect", "."]).args(args).output().unwrap();
+        let output = megatron()
+            .current_dir(folder.path())
+            .args(["inspect", "."])
+            .args(args)
+            .output()
+            .unwrap();
         (output.status.code(), stdout(&output) + &stderr(&output))
     };
     put("llama2", &|all| drop(all.remove("model.norm.weight")));
     for args in [&[][..], &["--verify=false"]] {
         let (code, text) = inspect(args);
         assert_eq!(code, Some(1), "{text}");
-        assert!(text.contains("import      not possible: ") && text.contains("model.norm.weight is missing"), "{text}");
-        assert!(text.contains("tensors     ") && text.contains("does not hold the model"), "{text}");
+        assert!(
+            text.contains("import      not possible: ")
+                && text.contains("model.norm.weight is missing"),
+            "{text}"
+        );
+        assert!(
+            text.contains("tensors     ") && text.contains("does not hold the model"),
+            "{text}"
+        );
         assert!(!text.contains("whole"), "{text}");
     }
     // A matrix that should repeat another, which is seen only in the data.
@@ -206,10 +228,16 @@ fn a_hugging_face_folder_with_files_that_cannot_be_read_is_not_called_whole() {
 fn hostile_hugging_face_files_are_refused_by_name() {
     let (embedding, norm) = ("model.embed_tokens.weight", "model.norm.weight");
     for (files, why) in [
-        (&[(embedding, "../a.safetensors"), (norm, "b.safetensors")][..], "not a file in its own folder"),
+        (
+            &[(embedding, "../a.safetensors"), (norm, "b.safetensors")][..],
+            "not a file in its own folder",
+        ),
         (&[(embedding, "/etc/passwd"), (norm, "b.safetensors")], "not a file in its own folder"),
         (&[(embedding, "b.safetensors"), (norm, "a.safetensors")], "which does not hold it"),
-        (&[(embedding, "a.safetensors"), (norm, "a.safetensors")], "in a.safetensors, which does not hold it"),
+        (
+            &[(embedding, "a.safetensors"), (norm, "a.safetensors")],
+            "in a.safetensors, which does not hold it",
+        ),
         (&[(embedding, "a.safetensors"), (norm, "c.safetensors")], "c.safetensors"),
     ] {
         let folder = hugging_face();
@@ -232,6 +260,9 @@ fn hostile_hugging_face_files_are_refused_by_name() {
 fn a_path_that_is_nothing_known_says_what_was_looked_for() {
     let folder = tempfile::tempdir().unwrap();
     let text = refused(folder.path(), &["."]);
-    assert!(text.contains("neither a checkpoint") && text.contains("nor a Hugging Face model"), "{text}");
+    assert!(
+        text.contains("neither a checkpoint") && text.contains("nor a Hugging Face model"),
+        "{text}"
+    );
     assert!(refused(folder.path(), &["missing"]).contains("missing does not exist"));
 }

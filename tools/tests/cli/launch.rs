@@ -7,7 +7,10 @@ use crate::support::{is_alive, kill, megatron, pids, shells, stderr, stdout, wai
 
 /// A shell that writes its process id to pid.RANK and sleeps.
 fn sleepers(folder: &std::path::Path, ranks: usize) -> std::process::Command {
-    let script = format!("echo $$ > {0}/tmp.$RANK && mv {0}/tmp.$RANK {0}/pid.$RANK; sleep 60", folder.display());
+    let script = format!(
+        "echo $$ > {0}/tmp.$RANK && mv {0}/tmp.$RANK {0}/pid.$RANK; sleep 60",
+        folder.display()
+    );
     let mut command = shells(ranks, &script);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -49,22 +52,34 @@ fn ranks_of_one_run_get_one_secret_that_no_other_run_has() {
     let own = "0123456789abcdef0123456789abcdef";
     assert_eq!(secrets(shells(2, script).env("MEGATRON_RUN_SECRET", own)), [own, own]);
     // Of supervisors that were started one by one, whoever started them makes it.
-    let words = ["launch", "--nnodes=2", "--node-rank=1", "--master-addr=head", "--", "sh", "-c", script];
+    let words =
+        ["launch", "--nnodes=2", "--node-rank=1", "--master-addr=head", "--", "sh", "-c", script];
     assert_eq!(secrets(megatron().args(words)), [""]);
     let output = shells(2, script).env("MEGATRON_RUN_SECRET", "short").output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("MEGATRON_RUN_SECRET has 5 characters"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("MEGATRON_RUN_SECRET has 5 characters"),
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[test]
 fn the_command_begins_at_the_first_word_that_is_no_flag_of_the_launchers() {
     let script = "echo $RANK $*";
-    for flags in
-        [&["--nproc-per-node", "1", "--max-restarts=0"][..], &["--nproc_per_node=1", "--grace-period", "9"], &[]]
-    {
+    for flags in [
+        &["--nproc-per-node", "1", "--max-restarts=0"][..],
+        &["--nproc_per_node=1", "--grace-period", "9"],
+        &[],
+    ] {
         let command = ["sh", "-c", script, "x", "--num-layers", "2", "--", "--nproc-per-node", "3"];
         let output = megatron().arg("launch").args(flags).args(command).output().unwrap();
-        assert_eq!(stdout(&output), "[0]: 0 --num-layers 2 -- --nproc-per-node 3\n", "{}", stderr(&output));
+        assert_eq!(
+            stdout(&output),
+            "[0]: 0 --num-layers 2 -- --nproc-per-node 3\n",
+            "{}",
+            stderr(&output)
+        );
     }
     // What is wrong before it is told alone.
     let words = ["launch", "--standalone", "--nprocs", "2", "sh", "--num-layers", "2"];
@@ -76,13 +91,21 @@ fn the_command_begins_at_the_first_word_that_is_no_flag_of_the_launchers() {
 #[test]
 fn this_program_is_found_where_it_is_not_on_the_path() {
     let of = |command: &[&str]| {
-        let output = megatron().env("PATH", "/nowhere").args(["launch", "--"]).args(command).output().unwrap();
+        let output = megatron()
+            .env("PATH", "/nowhere")
+            .args(["launch", "--"])
+            .args(command)
+            .output()
+            .unwrap();
         (output.status.success(), stdout(&output) + &stderr(&output))
     };
     let (ok, said) = of(&["megatron", "--version"]);
     assert!(ok && said.starts_with("[0]: megatron "), "{said}");
     for (command, advice) in [
-        ("pretrain", "there is no program pretrain on the PATH; a command of this program is `megatron pretrain …`"),
+        (
+            "pretrain",
+            "there is no program pretrain on the PATH; a command of this program is `megatron pretrain …`",
+        ),
         ("python3", "there is no program python3 on the PATH; give its path"),
     ] {
         let (ok, said) = of(&[command, "x.toml"]);
@@ -99,7 +122,8 @@ fn several_machines_need_to_know_where_they_meet() {
 
 #[test]
 fn threads_of_the_user_are_kept() {
-    let output = shells(1, "echo $RAYON_NUM_THREADS").env("RAYON_NUM_THREADS", "17").output().unwrap();
+    let output =
+        shells(1, "echo $RAYON_NUM_THREADS").env("RAYON_NUM_THREADS", "17").output().unwrap();
     assert_eq!(stdout(&output), "[0]: 17\n");
 }
 
@@ -121,7 +145,9 @@ fn success_of_all_ranks_is_success() {
 
 #[test]
 fn the_exit_code_and_last_words_of_the_failing_rank_are_reported() {
-    let output = shells(3, "[ $RANK = 1 ] || exec sleep 60; echo no such thing >&2; exit 7").output().unwrap();
+    let output = shells(3, "[ $RANK = 1 ] || exec sleep 60; echo no such thing >&2; exit 7")
+        .output()
+        .unwrap();
     assert_eq!(output.status.code(), Some(7));
     let text = stderr(&output);
     assert!(text.contains("error: rank 1 (pid ") && text.contains("exited with code 7"), "{text}");
@@ -139,13 +165,19 @@ fn a_killed_rank_ends_the_others_within_ten_seconds_and_is_named() {
     assert!(start.elapsed() < Duration::from_secs(10));
     assert_eq!(output.status.code(), Some(137));
     let text = stderr(&output);
-    assert!(text.contains(&format!("error: rank 2 (pid {}) was killed by SIGKILL", pids[2])), "{text}");
+    assert!(
+        text.contains(&format!("error: rank 2 (pid {}) was killed by SIGKILL", pids[2])),
+        "{text}"
+    );
     assert!(!pids.iter().any(|&pid| is_alive(pid)));
 }
 
 #[test]
 fn a_rank_that_ignores_sigterm_is_killed_when_another_fails() {
-    let mut command = shells(2, "[ $RANK = 0 ] && { sleep 0.2; exit 3; }; trap '' TERM; while :; do sleep 1; done");
+    let mut command = shells(
+        2,
+        "[ $RANK = 0 ] && { sleep 0.2; exit 3; }; trap '' TERM; while :; do sleep 1; done",
+    );
     let start = Instant::now();
     let output = command.output().unwrap();
     assert_eq!(output.status.code(), Some(3));
@@ -155,8 +187,10 @@ fn a_rank_that_ignores_sigterm_is_killed_when_another_fails() {
 #[test]
 fn no_rank_outlives_a_supervisor_that_is_killed() {
     let folder = tempfile::tempdir().unwrap();
-    let script =
-        format!("echo $$ > {0}/tmp.$RANK && mv {0}/tmp.$RANK {0}/pid.$RANK; exec sleep 60", folder.path().display());
+    let script = format!(
+        "echo $$ > {0}/tmp.$RANK && mv {0}/tmp.$RANK {0}/pid.$RANK; exec sleep 60",
+        folder.path().display()
+    );
     let mut child = shells(2, &script).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let pids = pids(folder.path(), 2);
     child.kill().unwrap();
@@ -177,9 +211,12 @@ fn nothing_that_a_rank_started_is_left() {
 /// Ranks that do with SIGTERM what `trap` says, once all of them do.
 fn trapping(ranks: usize, trap: &str) -> Child {
     let folder = tempfile::tempdir().unwrap();
-    let script =
-        format!("trap '{trap}' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done", folder.path().display());
-    let child = shells(ranks, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let script = format!(
+        "trap '{trap}' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+        folder.path().display()
+    );
+    let child =
+        shells(ranks, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     pids(folder.path(), ranks);
     child
 }
@@ -215,7 +252,9 @@ fn a_second_signal_stops_at_once() {
 #[test]
 fn signals_that_schedulers_repeat_leave_ranks_the_time_to_save() {
     // A scheduler repeats SIGTERM, systemd sends SIGHUP after it.
-    for (first, more) in [("TERM", ["TERM", "HUP"]), ("HUP", ["TERM", "HUP"]), ("INT", ["TERM", "TERM"])] {
+    for (first, more) in
+        [("TERM", ["TERM", "HUP"]), ("HUP", ["TERM", "HUP"]), ("INT", ["TERM", "TERM"])]
+    {
         let child = trapping(1, "sleep 1; echo saved; exit 143");
         kill(child.id(), first);
         for signal in more {
@@ -260,7 +299,8 @@ fn ranks_save_and_stop_though_nobody_reads_what_they_print() {
         "trap 'echo saving; echo > {0}/saved.$RANK; exit 143' TERM; echo $$ > {0}/pid.$RANK; while :; do echo 123456789; done",
         folder.path().display()
     );
-    let mut child = shells(2, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child =
+        shells(2, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     pids(folder.path(), 2);
     std::thread::sleep(Duration::from_millis(500)); // the pipes are full
     kill(child.id(), "TERM");
@@ -274,7 +314,8 @@ fn ranks_save_and_stop_though_nobody_reads_what_they_print() {
 fn nothing_is_lost_on_someone_who_reads_late() {
     for (ranks, lines) in [(2, 200000), (1, 18000)] {
         let script = format!("seq {lines}");
-        let child = shells(ranks, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let child =
+            shells(ranks, &script).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         std::thread::sleep(Duration::from_secs(2));
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -297,7 +338,11 @@ fn ranks_that_do_not_stop_in_time_are_killed_and_named() {
     kill(child.id(), "TERM");
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(137));
-    assert!(stderr(&output).contains("error: rank 1 did not stop within 2 s"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("error: rank 1 did not stop within 2 s"),
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[test]
@@ -312,8 +357,10 @@ fn ctrl_c_stops_a_run_at_once_that_sigterm_is_stopping() {
 #[test]
 fn signals_that_are_ignored_at_the_start_have_no_effect() {
     let folder = tempfile::tempdir().unwrap();
-    let script =
-        format!("trap 'exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done", folder.path().display());
+    let script = format!(
+        "trap 'exit 143' TERM; echo $$ > {}/pid.$RANK; while :; do sleep 0.05; done",
+        folder.path().display()
+    );
     let mut command = std::process::Command::new("sh");
     // As `nohup megatron … &` in a script does.
     command.args(["-c", "trap '' HUP INT; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_megatron")]);
@@ -330,7 +377,8 @@ fn signals_that_are_ignored_at_the_start_have_no_effect() {
 }
 
 /// A line by which a rank of this program tells its supervisor that it misses another.
-const MISSES_A_PEER: &str = r#"printf '\036{"message":"rank 1 died","blames_a_peer":true}\n' >&2; exit 1"#;
+const MISSES_A_PEER: &str =
+    r#"printf '\036{"message":"rank 1 died","blames_a_peer":true}\n' >&2; exit 1"#;
 
 /// Stops a run whose rank 1 does with SIGTERM what `rank_1` says, while rank 0 then misses it.
 fn stopped_early(rank_1: &str) -> Output {
@@ -364,7 +412,8 @@ fn a_rank_that_hangs_when_it_shall_stop_is_a_failure() {
 #[test]
 fn ranks_that_somebody_else_asked_to_stop_have_not_failed() {
     for code in [129, 130, 143] {
-        let output = shells(2, &format!("[ $RANK = 0 ] && exit {code} || exit 0")).output().unwrap();
+        let output =
+            shells(2, &format!("[ $RANK = 0 ] && exit {code} || exit 0")).output().unwrap();
         assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(code), ""));
     }
     // A rank that did not stop by itself may have lost its work.
@@ -378,7 +427,8 @@ fn ranks_may_print_to_a_terminal_that_stops_background_processes() {
     const SIGTTOU: u32 = 22;
     let output = shells(1, "grep SigIgn /proc/self/status").output().unwrap();
     let text = stdout(&output);
-    let ignored = u64::from_str_radix(text.trim().rsplit(char::is_whitespace).next().unwrap(), 16).unwrap();
+    let ignored =
+        u64::from_str_radix(text.trim().rsplit(char::is_whitespace).next().unwrap(), 16).unwrap();
     assert!(ignored >> (SIGTTOU - 1) & 1 == 1, "{text}");
 }
 
@@ -395,16 +445,25 @@ fn the_port_of_torchruns_agent_is_no_business_of_the_ranks() {
 fn a_command_that_does_not_exist_is_named() {
     let output = megatron().args(["launch", "--", "/no/such/program"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("cannot start rank 0 (/no/such/program)"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("cannot start rank 0 (/no/such/program)"),
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[test]
 fn a_port_in_use_is_named() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    let output = megatron().args(["launch", "--master-port", &port, "--", "true"]).output().unwrap();
+    let output =
+        megatron().args(["launch", "--master-port", &port, "--", "true"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains(&format!("port {port} (--master-port) cannot be used")), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains(&format!("port {port} (--master-port) cannot be used")),
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[test]
@@ -416,5 +475,9 @@ fn errors_of_all_ranks_become_one_message() {
         .unwrap();
     let text = stderr(&output);
     assert_eq!(text.lines().count(), 1, "{text}");
-    assert!(text.contains("cannot read the run file /no/run.toml") && text.ends_with("(on all ranks)\n"), "{text}");
+    assert!(
+        text.contains("cannot read the run file /no/run.toml")
+            && text.ends_with("(on all ranks)\n"),
+        "{text}"
+    );
 }

@@ -46,7 +46,8 @@ fn two_thousand_steps_need_what_three_hundred_do() {
     let site = Site::new();
     site.edit("hidden_size = 32", "hidden_size = 16");
     site.edit("global_batch_size = 8", "global_batch_size = 4");
-    let flags = ["--train-iters=1000000", "--log-interval=100", "--save=saved", "--save-interval=500"];
+    let flags =
+        ["--train-iters=1000000", "--log-interval=100", "--save=saved", "--save-interval=500"];
     let mut supervisor = site.pretrain(&flags).spawn().unwrap();
     let pids = site.supervised_ranks();
     let look = |step: u64| {

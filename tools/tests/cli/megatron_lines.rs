@@ -19,7 +19,10 @@ const SIZES: &str = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --
 
 /// Lines that start, each with more sizes.
 const START: [(&str, &str); 10] = [
-    ("gpt/gpt3_mcore_reruns_disable", "--num-layers 2 --num-query-groups 2 --ffn-hidden-size 64 --kv-channels 8"),
+    (
+        "gpt/gpt3_mcore_reruns_disable",
+        "--num-layers 2 --num-query-groups 2 --ffn-hidden-size 64 --kv-channels 8",
+    ),
     ("gpt/gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer", "--num-layers 2"),
     ("gpt/gpt3_mcore_te_tp1_pp1_uniform_full_recompute", "--num-layers 2"),
     ("gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap", "--num-layers 8"),
@@ -53,7 +56,10 @@ const REFUSED: [(&str, &[&str]); 10] = [
         "gpt/gpt3_mcore_te_tp2_pp2_mla_1node",
         &["--multi-latent-attention, --q-lora-rank", "latent attention is not there"],
     ),
-    ("gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume", &["--export-kd-cfg", "--rotary-percent 0.5"]),
+    (
+        "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume",
+        &["--export-kd-cfg", "--rotary-percent 0.5"],
+    ),
     (
         "gpt/gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8_tp_pp_sp_tp_overlap",
         &["--fp8-format", "FP8 and FP4 are not there"],
@@ -62,7 +68,10 @@ const REFUSED: [(&str, &[&str]); 10] = [
         "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_selective_recompute_experimental",
         &["--num-experts 32", "mixtures of experts are not there", "--recompute-modules"],
     ),
-    ("moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon", &["--optimizer muon", "--num-experts 8"]),
+    (
+        "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon",
+        &["--optimizer muon", "--num-experts 8"],
+    ),
     ("bert/bert_release", &["--bert-no-binary-head", "encoders (BERT, T5) are not there"]),
 ];
 
@@ -85,7 +94,11 @@ fn words(name: &str) -> Vec<String> {
 
 fn pretrain(site: &Site, name: &str, sizes: &str) -> Output {
     let mut command = site.mark(megatron());
-    command.arg("pretrain").args(words(name)).args(SIZES.split_whitespace()).args(sizes.split_whitespace());
+    command
+        .arg("pretrain")
+        .args(words(name))
+        .args(SIZES.split_whitespace())
+        .args(sizes.split_whitespace());
     command.output().unwrap()
 }
 
@@ -119,14 +132,21 @@ fn lines_train_and_say_once_what_they_pass_over() {
     let lines = [START[0], START[8]];
     for (name, sizes) in lines {
         let site = Site::new();
-        let output = pretrain(&site, name, &format!("{sizes} --train-iters 2 --data-path text.txt"));
+        let output =
+            pretrain(&site, name, &format!("{sizes} --train-iters 2 --data-path text.txt"));
         assert!(output.status.success(), "{name}: {}", stderr(&output));
         let text = stdout(&output);
-        let saved = std::fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap();
+        let saved =
+            std::fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap();
         assert_eq!(saved.trim(), "2", "{name}: {text}");
-        let notes: Vec<&str> = text.lines().filter(|line| line.contains("have no meaning here: ")).collect();
-        assert!(matches!(notes.as_slice(), [note] if note.contains("--use-mcore-models")), "{name}: {text}");
-        let backend = "distributed_backend = nccl (--distributed-backend): this run computes on CPUs";
+        let notes: Vec<&str> =
+            text.lines().filter(|line| line.contains("have no meaning here: ")).collect();
+        assert!(
+            matches!(notes.as_slice(), [note] if note.contains("--use-mcore-models")),
+            "{name}: {text}"
+        );
+        let backend =
+            "distributed_backend = nccl (--distributed-backend): this run computes on CPUs";
         assert_eq!(text.matches(backend).count(), 1, "{name}: {text}");
     }
 }

@@ -16,7 +16,8 @@ const IDX: &[u8] = &[
     5, 0, 0, 0, 0, 0, 0, 0, // document entries
     3, 0, 0, 0, 1, 0, 0, 0, 4, 0, 0, 0, // lengths
     0, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, // byte offsets
-    0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, // document boundaries
+    0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0,
+    0, // document boundaries
     3, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0,
 ];
 
@@ -26,8 +27,10 @@ fn run(folder: &Path, words: &[&str]) -> (bool, String) {
 }
 
 fn names(folder: &Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -36,7 +39,16 @@ fn names(folder: &Path) -> Vec<String> {
 fn the_files_are_megatrons_byte_for_byte() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("a.jsonl"), LINES).unwrap();
-    let words = ["preprocess", "--input", "a.jsonl", "--tokenizer", "byte", "--append-eod", "--output-prefix", "out/x"];
+    let words = [
+        "preprocess",
+        "--input",
+        "a.jsonl",
+        "--tokenizer",
+        "byte",
+        "--append-eod",
+        "--output-prefix",
+        "out/x",
+    ];
     let (ok, said) = run(folder.path(), &words);
     assert!(ok && said.contains("4 documents, 8 tokens"), "{said}");
     assert_eq!(names(&folder.path().join("out")), ["x_text_document.bin", "x_text_document.idx"]);
@@ -45,26 +57,46 @@ fn the_files_are_megatrons_byte_for_byte() {
     // As some editors begin files.
     fs::write(folder.path().join("a.jsonl"), [b"\xef\xbb\xbf", LINES.as_bytes()].concat()).unwrap();
     let (ok, said) = run(folder.path(), &[&words[..], &["--overwrite"]].concat());
-    assert!(ok && fs::read(folder.path().join("out/x_text_document.bin")).unwrap() == BIN, "{said}");
+    assert!(
+        ok && fs::read(folder.path().join("out/x_text_document.bin")).unwrap() == BIN,
+        "{said}"
+    );
 }
 
 #[test]
 fn workers_files_and_keys_change_no_token() {
     let folder = tempfile::tempdir().unwrap();
-    let line = |i: usize| format!("{{\"title\": \"t{i}\", \"text\": \"{}\"}}\n", "some words ".repeat(i % 50));
+    let line = |i: usize| {
+        format!("{{\"title\": \"t{i}\", \"text\": \"{}\"}}\n", "some words ".repeat(i % 50))
+    };
     // More than a batch.
     let lines: Vec<String> = (0..30_000).map(line).collect();
     fs::write(folder.path().join("all.jsonl"), lines.concat()).unwrap();
     fs::write(folder.path().join("1.jsonl"), lines[..20_000].concat()).unwrap();
     fs::write(folder.path().join("2.jsonl"), lines[20_000..].concat()).unwrap();
     let common = ["--tokenizer", "byte", "--append-eod", "--output-prefix"];
-    let (ok, said) = run(folder.path(), &[&["preprocess", "--input", "all.jsonl"], &common[..], &["a"]].concat());
+    let (ok, said) = run(
+        folder.path(),
+        &[&["preprocess", "--input", "all.jsonl"], &common[..], &["a"]].concat(),
+    );
     assert!(ok, "{said}");
-    let input = ["preprocess", "--workers", "3", "--json-keys", "title", "text", "--input", "1.jsonl", "2.jsonl"];
+    let input = [
+        "preprocess",
+        "--workers",
+        "3",
+        "--json-keys",
+        "title",
+        "text",
+        "--input",
+        "1.jsonl",
+        "2.jsonl",
+    ];
     let (ok, said) = run(folder.path(), &[&input[..], &common[..], &["b"]].concat());
     assert!(ok && said.contains("b_title_document: 30000 documents"), "{said}");
     for ending in ["bin", "idx"] {
-        let read = |name: &str| fs::read(folder.path().join(format!("{name}_text_document.{ending}"))).unwrap();
+        let read = |name: &str| {
+            fs::read(folder.path().join(format!("{name}_text_document.{ending}"))).unwrap()
+        };
         assert_eq!(read("a"), read("b"));
     }
 }
@@ -73,7 +105,8 @@ fn workers_files_and_keys_change_no_token() {
 fn a_key_may_have_a_slash() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("a.jsonl"), "{\"meta/text\": \"some words\"}\n").unwrap();
-    let input = ["preprocess", "--input", "a.jsonl", "--json-keys", "meta/text", "--tokenizer", "byte"];
+    let input =
+        ["preprocess", "--input", "a.jsonl", "--json-keys", "meta/text", "--tokenizer", "byte"];
     let (ok, said) = run(folder.path(), &[&input[..], &["--output-prefix", "new/x"]].concat());
     assert!(ok && folder.path().join("new/x_meta/text_document.bin").is_file(), "{said}");
 }
@@ -83,22 +116,39 @@ fn a_vocabulary_is_trained_used_and_trained_with() {
     let folder = tempfile::tempdir().unwrap();
     let text = "the cat sat on the mat, and the dog sat on the cat.\n\n".repeat(200);
     fs::write(folder.path().join("a.txt"), text).unwrap();
-    let (ok, said) = run(folder.path(), &["tokenizer", "train", "--vocab-size", "300", "--input", "a.txt"]);
+    let (ok, said) =
+        run(folder.path(), &["tokenizer", "train", "--vocab-size", "300", "--input", "a.txt"]);
     assert!(ok && said.contains("tokenizer.json: 2"), "{said}");
     let words = ["preprocess", "--input", "a.txt", "--tokenizer", "tokenizer.json", "--append-eod"];
     let (ok, said) = run(folder.path(), &[&words[..], &["--output-prefix", "x"]].concat());
     assert!(ok && said.contains("1 documents"), "{said}");
-    let model = ["pretrain", "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"];
-    let sizes = ["--seq-length", "16", "--micro-batch-size", "1", "--train-iters", "2", "--lr", "1e-3"];
+    let model =
+        ["pretrain", "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"];
+    let sizes =
+        ["--seq-length", "16", "--micro-batch-size", "1", "--train-iters", "2", "--lr", "1e-3"];
     let data = ["--dataloader-type", "single", "--tokenizer", "tokenizer.json", "--cache-dir", "c"];
-    let ends = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask", "--sliding-window", "8"];
-    let blend = ["--eval-iters", "0", "--data-path", "0.5", "x_text_document", "0.5", "x_text_document"];
-    let (ok, said) = run(folder.path(), &[&model[..], &sizes[..], &data[..], &ends[..], &blend[..]].concat());
+    let ends = [
+        "--eod-mask-loss",
+        "--reset-position-ids",
+        "--reset-attention-mask",
+        "--sliding-window",
+        "8",
+    ];
+    let blend =
+        ["--eval-iters", "0", "--data-path", "0.5", "x_text_document", "0.5", "x_text_document"];
+    let (ok, said) =
+        run(folder.path(), &[&model[..], &sizes[..], &data[..], &ends[..], &blend[..]].concat());
     assert!(ok && said.contains("lm loss"), "{said}");
     // Of which nothing is left to evaluate.
     let evaluated = [&["--split", "9999,1,0", "--eval-iters", "1"], &blend[2..]].concat();
-    let (ok, said) = run(folder.path(), &[&model[..], &sizes[..], &data[..], &ends[..], &evaluated[..]].concat());
-    assert!(ok && said.contains("nothing is evaluated on valid data: there x_text_document"), "{said}");
+    let (ok, said) = run(
+        folder.path(),
+        &[&model[..], &sizes[..], &data[..], &ends[..], &evaluated[..]].concat(),
+    );
+    assert!(
+        ok && said.contains("nothing is evaluated on valid data: there x_text_document"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -113,18 +163,32 @@ fn text_of_any_name_and_folders_are_read_as_training_reads_them() {
         let output = ["--output-prefix", input, "--tokenizer", "byte"];
         let (ok, said) = run(root, &[&["preprocess", "--input", input], &output[..]].concat());
         assert!(ok && said.contains(documents), "{said}");
-        let vocabulary = ["tokenizer", "train", "--vocab-size", "300", "--overwrite", "--input", input];
+        let vocabulary =
+            ["tokenizer", "train", "--vocab-size", "300", "--overwrite", "--input", input];
         let (ok, said) = run(root, &vocabulary);
         assert!(ok, "{said}");
     }
-    let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "300", "--input", "none.md"]);
+    let (ok, said) =
+        run(root, &["tokenizer", "train", "--vocab-size", "300", "--input", "none.md"]);
     assert!(!ok && said.contains("none.md: does not exist"), "{said}");
     // The token that ends documents is named, but is none.
     fs::write(root.join("tokenizer_config.json"), r#"{"eos_token": "<|new|>"}"#).unwrap();
-    let words =
-        ["preprocess", "--input", "docs", "--append-eod", "--tokenizer", "tokenizer.json", "--output-prefix", "x"];
+    let words = [
+        "preprocess",
+        "--input",
+        "docs",
+        "--append-eod",
+        "--tokenizer",
+        "tokenizer.json",
+        "--output-prefix",
+        "x",
+    ];
     let (ok, said) = run(root, &words);
-    assert!(!ok && said.contains("tokenizer.json has no \"<|new|>\", which is named beside it as eos_token"), "{said}");
+    assert!(
+        !ok && said
+            .contains("tokenizer.json has no \"<|new|>\", which is named beside it as eos_token"),
+        "{said}"
+    );
     assert!(said.contains("note: tokenizer.json has not the special tokens \"<|new|>\""), "{said}");
 }
 
@@ -140,32 +204,67 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
     fs::write(root.join("surrogate.jsonl"), "{\"text\": \"\\ud800\"}\n").unwrap();
     fs::write(root.join("half.jsonl"), "{\"text\": \"a\", \"b\": \"\"}\n").unwrap();
     fs::write(root.join("none"), "").unwrap();
-    assert!(std::process::Command::new("mkfifo").arg(root.join("pipe.jsonl")).status().unwrap().success());
+    assert!(
+        std::process::Command::new("mkfifo")
+            .arg(root.join("pipe.jsonl"))
+            .status()
+            .unwrap()
+            .success()
+    );
     let before = names(root);
-    let preprocess = |words: &[&str]| run(root, &[&["preprocess", "--output-prefix", "x"], words].concat());
+    let preprocess =
+        |words: &[&str]| run(root, &[&["preprocess", "--output-prefix", "x"], words].concat());
     for (words, parts) in [
-        (&["--tokenizer", "byte", "--input", "a.jsonl"][..], &["a.jsonl: line 2", "no key \"text\"", "body"][..]),
-        (&["--tokenizer", "byte", "--input", "p.parquet"], &["p.parquet", "not a whole Parquet file"]),
+        (
+            &["--tokenizer", "byte", "--input", "a.jsonl"][..],
+            &["a.jsonl: line 2", "no key \"text\"", "body"][..],
+        ),
+        (
+            &["--tokenizer", "byte", "--input", "p.parquet"],
+            &["p.parquet", "not a whole Parquet file"],
+        ),
         (&["--tokenizer", "byte", "--input", "none.txt"], &["none.txt: does not exist"]),
         (&["--tokenizer", "byte", "--input", "empty.jsonl"], &["x_text_document", "no text"]),
         (&["--tokenizer", "train:300", "--input", "t.txt"], &["megatron tokenizer train"]),
-        (&["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "b"], &["t.txt", "without keys"]),
-        (&["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "a"], &["names \"a\" twice"]),
-        (&["--tokenizer", "byte", "--input", "nan.jsonl"], &["line 1, column 1", "NaN is no JSON", "null"]),
-        (&["--tokenizer", "byte", "--input", "surrogate.jsonl"], &["line 1", "half of a surrogate pair"]),
+        (
+            &["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "b"],
+            &["t.txt", "without keys"],
+        ),
+        (
+            &["--tokenizer", "byte", "--input", "t.txt", "--json-keys", "a", "a"],
+            &["names \"a\" twice"],
+        ),
+        (
+            &["--tokenizer", "byte", "--input", "nan.jsonl"],
+            &["line 1, column 1", "NaN is no JSON", "null"],
+        ),
+        (
+            &["--tokenizer", "byte", "--input", "surrogate.jsonl"],
+            &["line 1", "half of a surrogate pair"],
+        ),
         (&["--tokenizer", "byte", "--input", "pipe.jsonl"], &["pipe.jsonl", "a pipe or a device"]),
         // The dataset of the one key is not left without the other's.
-        (&["--tokenizer", "byte", "--input", "half.jsonl", "--json-keys", "text", "b"], &["x_b_document", "no text"]),
+        (
+            &["--tokenizer", "byte", "--input", "half.jsonl", "--json-keys", "text", "b"],
+            &["x_b_document", "no text"],
+        ),
     ] {
         let (ok, said) = preprocess(words);
-        assert!(!ok && parts.iter().all(|part| said.contains(part)), "{said} lacks one of {parts:?}");
+        assert!(
+            !ok && parts.iter().all(|part| said.contains(part)),
+            "{said} lacks one of {parts:?}"
+        );
         assert_eq!(names(root), before, "{words:?}");
     }
     let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "200", "--input", "t.txt"]);
     assert!(!ok && said.contains("200 tokens is too small") && names(root) == before, "{said}");
-    let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "18446744073709551615", "--input", "t.txt"]);
+    let (ok, said) = run(
+        root,
+        &["tokenizer", "train", "--vocab-size", "18446744073709551615", "--input", "t.txt"],
+    );
     assert!(!ok && said.contains("larger than any") && names(root) == before, "{said}");
-    let (ok, said) = run(root, &["tokenizer", "train", "--vocab-size", "300", "--input", "empty.jsonl"]);
+    let (ok, said) =
+        run(root, &["tokenizer", "train", "--vocab-size", "300", "--input", "empty.jsonl"]);
     assert!(!ok && said.contains("no text") && names(root) == before, "{said}");
 }
 
@@ -174,8 +273,10 @@ fn nothing_is_replaced_unless_asked_for_and_no_input_at_all() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     fs::write(root.join("t.txt"), "text\n\ntext").unwrap();
-    let preprocess = ["preprocess", "--tokenizer", "byte", "--input", "t.txt", "--output-prefix", "x"];
-    let train = ["tokenizer", "train", "--vocab-size", "300", "--input", "t.txt", "--output", "v.json"];
+    let preprocess =
+        ["preprocess", "--tokenizer", "byte", "--input", "t.txt", "--output-prefix", "x"];
+    let train =
+        ["tokenizer", "train", "--vocab-size", "300", "--input", "t.txt", "--output", "v.json"];
     for (words, file) in [(&preprocess[..], "x_text_document.idx"), (&train, "v.json")] {
         fs::write(root.join(file), "precious").unwrap();
         let (ok, said) = run(root, words);
@@ -184,10 +285,20 @@ fn nothing_is_replaced_unless_asked_for_and_no_input_at_all() {
         let (ok, said) = run(root, &[words, &["--overwrite"]].concat());
         assert!(ok && fs::read(root.join(file)).unwrap() != b"precious", "{said}");
     }
-    let (ok, said) =
-        run(root, &["tokenizer", "train", "--vocab-size=300", "--input=t.txt", "--output=t.txt", "--overwrite"]);
+    let (ok, said) = run(
+        root,
+        &[
+            "tokenizer",
+            "train",
+            "--vocab-size=300",
+            "--input=t.txt",
+            "--output=t.txt",
+            "--overwrite",
+        ],
+    );
     assert!(
-        !ok && said.contains("is an input") && fs::read(root.join("t.txt")).unwrap().starts_with(b"text"),
+        !ok && said.contains("is an input")
+            && fs::read(root.join("t.txt")).unwrap().starts_with(b"text"),
         "{said}"
     );
 }
@@ -206,17 +317,25 @@ fn tokenizer(name: &str) -> String {
 fn a_text_has_the_same_tokens_in_a_text_file_and_in_json_lines() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let text = "Hello there.\n\nGeneral Kenobi.\n\n\n  the cat sat on the mat\r\n\r\nthen <s> they'll".repeat(50);
+    let text =
+        "Hello there.\n\nGeneral Kenobi.\n\n\n  the cat sat on the mat\r\n\r\nthen <s> they'll"
+            .repeat(50);
     fs::write(root.join("two.txt"), &text).unwrap();
     fs::write(root.join("two.jsonl"), serde_json::json!({"text": text}).to_string()).unwrap();
     for name in ["gpt2", "llama3", "qwen2", "llama2", "mistral", "unigram", "t5", "bert"] {
         let flags = ["--tokenizer", &tokenizer(name), "--overwrite", "--output-prefix"];
         for file in ["two.txt", "two.jsonl"] {
-            let (ok, said) = run(root, &[&["preprocess", "--input", file], &flags[..], &[file]].concat());
+            let (ok, said) =
+                run(root, &[&["preprocess", "--input", file], &flags[..], &[file]].concat());
             assert!(ok, "{said}");
         }
         let (ids, expected) = (tokens(root, "two.txt"), tokens(root, "two.jsonl"));
-        assert!(!ids.is_empty() && ids == expected, "{name}: {} and {} tokens", ids.len(), expected.len());
+        assert!(
+            !ids.is_empty() && ids == expected,
+            "{name}: {} and {} tokens",
+            ids.len(),
+            expected.len()
+        );
     }
 }
 
@@ -226,8 +345,14 @@ fn a_document_has_what_its_tokenizer_puts_around_it_and_ends_once() {
     let root = folder.path();
     fs::write(root.join("a.jsonl"), "{\"text\": \"the </s> cat\"}\n{\"text\": \"\"}\n").unwrap();
     let of = |name: &str, flags: &[&str]| {
-        let words =
-            ["preprocess", "--input=a.jsonl", "--overwrite", "--output-prefix=x", "--tokenizer", &tokenizer(name)];
+        let words = [
+            "preprocess",
+            "--input=a.jsonl",
+            "--overwrite",
+            "--output-prefix=x",
+            "--tokenizer",
+            &tokenizer(name),
+        ];
         let (ok, said) = run(root, &[&words[..], flags].concat());
         assert!(ok, "{said}");
         tokens(root, "x")
@@ -241,22 +366,28 @@ fn a_document_has_what_its_tokenizer_puts_around_it_and_ends_once() {
     let literal = of("llama2", &["--split-special-tokens"]);
     assert!(literal[0] == 1 && !literal.contains(&2) && literal.len() > llama.len(), "{literal:?}");
     let unigram = of("unigram", &[]);
-    assert!(unigram.ends_with(&[1, 1]) && unigram == of("unigram", &["--append-eod"]), "{unigram:?}");
+    assert!(
+        unigram.ends_with(&[1, 1]) && unigram == of("unigram", &["--append-eod"]),
+        "{unigram:?}"
+    );
 }
 
 #[test]
 fn gpt2s_vocabulary_and_merges_are_a_tokenizer() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let json: serde_json::Value = serde_json::from_slice(&fs::read(tokenizer("gpt2")).unwrap()).unwrap();
+    let json: serde_json::Value =
+        serde_json::from_slice(&fs::read(tokenizer("gpt2")).unwrap()).unwrap();
     fs::write(root.join("vocab.json"), json["model"]["vocab"].to_string()).unwrap();
     let merges = json["model"]["merges"].as_array().unwrap().iter();
-    let merges: String =
-        merges.map(|pair| format!("{} {}\n", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())).collect();
+    let merges: String = merges
+        .map(|pair| format!("{} {}\n", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()))
+        .collect();
     fs::write(root.join("merges.txt"), format!("#version: 0.2\n{merges}")).unwrap();
     fs::write(root.join("a.jsonl"), "{\"text\": \"Hello there.\\n\\nGeneral Kenobi\"}\n").unwrap();
     let of = |flags: &[&str]| {
-        let words = ["preprocess", "--input=a.jsonl", "--append-eod", "--overwrite", "--output-prefix=x"];
+        let words =
+            ["preprocess", "--input=a.jsonl", "--append-eod", "--overwrite", "--output-prefix=x"];
         let (ok, said) = run(root, &[&words[..], flags].concat());
         assert!(ok, "{said}");
         tokens(root, "x")
@@ -265,17 +396,40 @@ fn gpt2s_vocabulary_and_merges_are_a_tokenizer() {
     let expected = of(&["--tokenizer", &tokenizer("gpt2")]);
     assert_eq!(of(&files), expected);
     assert_eq!(of(&[&files[..], &["--tokenizer-type=GPT2BPETokenizer"]].concat()), expected);
-    assert_eq!(of(&["--tokenizer-type=HuggingFaceTokenizer", "--tokenizer-model", &tokenizer("gpt2")]), expected);
+    assert_eq!(
+        of(&["--tokenizer-type=HuggingFaceTokenizer", "--tokenizer-model", &tokenizer("gpt2")]),
+        expected
+    );
     // A model trained with them, and what it writes.
     fs::write(root.join("t.txt"), "Hello there.\n\nGeneral Kenobi.\n\n".repeat(50)).unwrap();
-    let model = ["pretrain", "--num-layers=1", "--hidden-size=16", "--num-attention-heads=2", "--seq-length=16"];
-    let rest =
-        ["--micro-batch-size=1", "--train-iters=1", "--lr=1e-3", "--data-path=t.txt", "--cache-dir=c", "--save=s"];
+    let model = [
+        "pretrain",
+        "--num-layers=1",
+        "--hidden-size=16",
+        "--num-attention-heads=2",
+        "--seq-length=16",
+    ];
+    let rest = [
+        "--micro-batch-size=1",
+        "--train-iters=1",
+        "--lr=1e-3",
+        "--data-path=t.txt",
+        "--cache-dir=c",
+        "--save=s",
+    ];
     let (ok, said) = run(root, &[&model[..], &rest, &files, &["--eval-iters=0"]].concat());
     assert!(ok, "{said}");
     let (ok, said) = run(root, &["generate", "--load=s", "--prompt=Hello", "--num-tokens=4"]);
     assert!(ok && said.starts_with("Hello"), "{said}");
-    let numbers = ["--tokenizer-type=NullTokenizer", "--vocab-size=400", "--data-path=x_text_document", "--save=n"];
-    let (ok, said) = run(root, &[&model[..], &rest[..3], &numbers, &["--split=100,0,0", "--seq-length=8"]].concat());
+    let numbers = [
+        "--tokenizer-type=NullTokenizer",
+        "--vocab-size=400",
+        "--data-path=x_text_document",
+        "--save=n",
+    ];
+    let (ok, said) = run(
+        root,
+        &[&model[..], &rest[..3], &numbers, &["--split=100,0,0", "--seq-length=8"]].concat(),
+    );
     assert!(ok && said.contains("vocabulary 401"), "{said}");
 }

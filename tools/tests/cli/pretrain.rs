@@ -41,8 +41,11 @@ eval_iters = 1
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("run.toml"), RUN).unwrap();
-    std::fs::write(folder.path().join("text.txt"), "A text that says little, again and again.\n\n".repeat(100))
-        .unwrap();
+    std::fs::write(
+        folder.path().join("text.txt"),
+        "A text that says little, again and again.\n\n".repeat(100),
+    )
+    .unwrap();
     folder
 }
 
@@ -69,7 +72,8 @@ fn saved_iteration(folder: &Path) -> String {
 
 /// The processes that `parent` started.
 fn children(parent: u32) -> Vec<u32> {
-    let list = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).unwrap_or_default();
+    let list = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"))
+        .unwrap_or_default();
     list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
 }
 
@@ -80,7 +84,10 @@ fn a_run_prints_megatrons_lines_writes_metrics_and_saves() {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
     assert_eq!(text.matches("| consumed samples:").count(), 4, "{text}");
-    assert!(text.contains("] iteration        4/       4 | consumed samples:            4 |"), "{text}");
+    assert!(
+        text.contains("] iteration        4/       4 | consumed samples:            4 |"),
+        "{text}"
+    );
     assert_eq!(metrics(folder.path()).len(), 4);
     assert_eq!(saved_iteration(folder.path()), "4");
 }
@@ -91,7 +98,17 @@ fn a_launcher_can_start_the_ranks_of_a_run() {
     let program = env!("CARGO_BIN_EXE_megatron");
     let output = megatron()
         .current_dir(folder.path())
-        .args(["launch", "--nproc-per-node", "4", "--", program, "pretrain", "run.toml", "--global-batch-size", "4"])
+        .args([
+            "launch",
+            "--nproc-per-node",
+            "4",
+            "--",
+            program,
+            "pretrain",
+            "run.toml",
+            "--global-batch-size",
+            "4",
+        ])
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -102,7 +119,9 @@ fn a_launcher_can_start_the_ranks_of_a_run() {
 #[test]
 fn signals_save_and_stop_and_the_same_command_goes_on() {
     let single = &["--tensor-model-parallel-size=1"][..];
-    for (signal, code, layout) in [("INT", 130, &[][..]), ("TERM", 143, single), ("HUP", 129, single)] {
+    for (signal, code, layout) in
+        [("INT", 130, &[][..]), ("TERM", 143, single), ("HUP", 129, single)]
+    {
         let folder = folder();
         let endless = [&["--train-iters=1000000"], layout].concat();
         let child = pretrain(folder.path(), &endless).stdout(Stdio::null()).spawn().unwrap();
@@ -129,7 +148,9 @@ fn a_hangup_is_nothing_to_a_run_that_nohup_started() {
     let run = "trap '' HUP; exec \"$0\" pretrain run.toml --train-iters=1000000 --tensor-model-parallel-size=1";
     command.current_dir(folder.path()).args(["-c", run, env!("CARGO_BIN_EXE_megatron")]);
     let mut child = command.stdout(Stdio::null()).spawn().unwrap();
-    let step_after = |step| wait_for("a step", || Some(metrics(folder.path()).len()).filter(|&steps| steps > step));
+    let step_after = |step| {
+        wait_for("a step", || Some(metrics(folder.path()).len()).filter(|&steps| steps > step))
+    };
     step_after(2);
     kill(child.id(), "HUP");
     // Longer than it would take to save and stop.
@@ -142,7 +163,8 @@ fn a_hangup_is_nothing_to_a_run_that_nohup_started() {
 
 /// `key` of each step in the metrics.
 fn steps(folder: &Path, key: &str) -> Vec<u64> {
-    let number = |line: &String| serde_json::from_str::<serde_json::Value>(line).unwrap()[key].as_u64();
+    let number =
+        |line: &String| serde_json::from_str::<serde_json::Value>(line).unwrap()[key].as_u64();
     metrics(folder).iter().filter_map(number).collect()
 }
 
@@ -170,7 +192,8 @@ fn samples_of_the_whole_run_and_tokens_are_counted_through_changes_of_batch_and_
 #[test]
 fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() {
     let folder = folder();
-    let growing = ["--train-samples=60", "--global-batch-size=8", "--rampup-batch-size", "2", "2", "30"];
+    let growing =
+        ["--train-samples=60", "--global-batch-size=8", "--rampup-batch-size", "2", "2", "30"];
     let run = [&growing[..], &["--lr-decay-style=linear", "--lr-decay-samples=50"]].concat();
     let train = |flags: &[&str]| {
         let output = pretrain(folder.path(), &[&run[..], flags].concat()).output().unwrap();
@@ -183,14 +206,22 @@ fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() 
     let second = train(&["--data-parallel-size=2"]);
     assert!(!second.contains("note:"), "{second}");
     assert_eq!(steps(folder.path(), "global_batch_size"), [2, 2, 2, 2, 2, 4, 4, 4, 6, 6, 8, 8, 8]);
-    assert_eq!(steps(folder.path(), "consumed_samples"), [2, 4, 6, 8, 10, 14, 18, 22, 28, 34, 42, 50, 58]);
+    assert_eq!(
+        steps(folder.path(), "consumed_samples"),
+        [2, 4, 6, 8, 10, 14, 18, 22, 28, 34, 42, 50, 58]
+    );
     assert!(train(&[]).contains("nothing is left to train"));
 
-    let refused = pretrain(folder.path(), &[&run[..], &["--lr-warmup-iters=2"]].concat()).output().unwrap();
+    let refused =
+        pretrain(folder.path(), &[&run[..], &["--lr-warmup-iters=2"]].concat()).output().unwrap();
     let message = stderr(&refused);
-    assert!(refused.status.code() == Some(2) && message.contains("--lr-warmup-samples instead of"), "{message}");
+    assert!(
+        refused.status.code() == Some(2) && message.contains("--lr-warmup-samples instead of"),
+        "{message}"
+    );
     // All at once, and with the flags that are to be changed.
-    let in_steps = ["--train-iters=20", "--lr-decay-iters=20", "--lr-warmup-iters=0", "--global-batch-size=8"];
+    let in_steps =
+        ["--train-iters=20", "--lr-decay-iters=20", "--lr-warmup-iters=0", "--global-batch-size=8"];
     let flags = [&in_steps[..], &["--rampup-batch-size", "2", "2", "40"]].concat();
     let message = stderr(&pretrain(folder.path(), &flags).output().unwrap());
     for part in [
@@ -208,24 +239,38 @@ fn validation_goes_on_through_the_data_in_megatrons_orders_and_begins_anew_in_ou
     let losses = |order: &str, flags: &[&str]| {
         let folder = folder();
         // Every sentence is another one.
-        let text: String = (0..400).map(|i| format!("The number {} is {}.\n\n", i, i * i * 7 % 1000)).collect();
+        let text: String =
+            (0..400).map(|i| format!("The number {} is {}.\n\n", i, i * i * 7 % 1000)).collect();
         std::fs::write(folder.path().join("text.txt"), text).unwrap();
         let order = format!("--dataloader-type={order}");
-        let common =
-            [&order, "--lr=1e-30", "--weight-decay=0", "--split=50,50,0", "--eval-interval=1", "--train-iters=3"];
+        let common = [
+            &order,
+            "--lr=1e-30",
+            "--weight-decay=0",
+            "--split=50,50,0",
+            "--eval-interval=1",
+            "--train-iters=3",
+        ];
         for more in flags.iter().map(|flag| Some(*flag)).chain([None]) {
-            let output = pretrain(folder.path(), &[&common[..], more.as_slice()].concat()).output().unwrap();
+            let output =
+                pretrain(folder.path(), &[&common[..], more.as_slice()].concat()).output().unwrap();
             assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         }
         let lines = std::fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap();
-        let values = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-        let losses = values.filter(|value| value["eval"] == "validation").map(|value| value["lm_loss"].to_string());
+        let values =
+            lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let losses = values
+            .filter(|value| value["eval"] == "validation")
+            .map(|value| value["lm_loss"].to_string());
         losses.collect::<Vec<_>>()
     };
     let ours = losses("shuffled", &[]);
     assert_eq!((ours.len(), &ours[0], &ours[1]), (3, &ours[1], &ours[2]));
     let megatrons = losses("single", &[]);
-    assert!(megatrons.len() == 3 && megatrons[0] != megatrons[1] && megatrons[1] != megatrons[2], "{megatrons:?}");
+    assert!(
+        megatrons.len() == 3 && megatrons[0] != megatrons[1] && megatrons[1] != megatrons[2],
+        "{megatrons:?}"
+    );
     // The step tells where, also to a run that goes on.
     assert_eq!(losses("single", &["--exit-interval=2"]), megatrons);
 }
@@ -233,17 +278,31 @@ fn validation_goes_on_through_the_data_in_megatrons_orders_and_begins_anew_in_ou
 #[test]
 fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
     for (flags, note) in [
-        (&["--eval-interval=2", "--eval-iters=0"][..], Some("--eval-interval 2 evaluates nothing: --eval-iters is 0")),
-        (&["--eval-interval=2", "--split=1,0,0"], Some("evaluates nothing: --split 1,0,0 leaves less than a sample")),
+        (
+            &["--eval-interval=2", "--eval-iters=0"][..],
+            Some("--eval-interval 2 evaluates nothing: --eval-iters is 0"),
+        ),
+        (
+            &["--eval-interval=2", "--split=1,0,0"],
+            Some("evaluates nothing: --split 1,0,0 leaves less than a sample"),
+        ),
         (&["--eval-interval=2"], None),
         (
-            &["--sgd-momentum=0.5", "--prompt-tokens=9", "--lr-decay-style=constant", "--min-lr=1e-5"],
+            &[
+                "--sgd-momentum=0.5",
+                "--prompt-tokens=9",
+                "--lr-decay-style=constant",
+                "--min-lr=1e-5",
+            ],
             Some(
                 "note: without effect here: sgd_momentum (the optimizer is Adam); min_lr (lr_decay_style is constant); \
                  prompt_tokens (there is no prompt)",
             ),
         ),
-        (&["--tensor-model-parallel-size=1", "--sequence-parallel"], Some("without effect here: sequence_parallel (")),
+        (
+            &["--tensor-model-parallel-size=1", "--sequence-parallel"],
+            Some("without effect here: sequence_parallel ("),
+        ),
         (
             &["--iterations-to-skip", "2", "99", "101"],
             Some("without effect here: iterations_to_skip 99 101 (the run ends after step "),
@@ -253,7 +312,11 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
         let output = pretrain(folder.path(), flags).output().unwrap();
         let text = stdout(&output);
         assert!(output.status.success(), "{}", stderr(&output));
-        assert_eq!(text.matches("note: ").count(), usize::from(note.is_some()), "{flags:?}: {text}");
+        assert_eq!(
+            text.matches("note: ").count(),
+            usize::from(note.is_some()),
+            "{flags:?}: {text}"
+        );
         assert!(text.contains(note.unwrap_or_default()), "{flags:?}: {text}");
     }
 }
@@ -261,7 +324,12 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
 #[test]
 fn statistics_of_parameters_and_gradients_are_told_beside_log_lines() {
     let folder = folder();
-    let flags = ["--log-params-norm", "--log-num-zeros-in-grad", "--log-interval=3", "--tensorboard-dir=board"];
+    let flags = [
+        "--log-params-norm",
+        "--log-num-zeros-in-grad",
+        "--log-interval=3",
+        "--tensorboard-dir=board",
+    ];
     let flags = [&flags[..], &["--tensorboard-log-interval=3"]].concat();
     let output = pretrain(folder.path(), &flags).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -272,9 +340,13 @@ fn statistics_of_parameters_and_gradients_are_told_beside_log_lines() {
     let told = |line: &String| serde_json::from_str::<serde_json::Value>(line).unwrap();
     let told = metrics(folder.path()).iter().map(told).collect::<Vec<_>>();
     for key in ["params_norm", "num_zeros_in_grad"] {
-        assert_eq!(told.iter().map(|step| step[key].is_number()).collect::<Vec<_>>(), [false, false, true, true]);
+        assert_eq!(
+            told.iter().map(|step| step[key].is_number()).collect::<Vec<_>>(),
+            [false, false, true, true]
+        );
     }
-    let events = std::fs::read_dir(folder.path().join("board")).unwrap().map(|entry| entry.unwrap().path());
+    let events =
+        std::fs::read_dir(folder.path().join("board")).unwrap().map(|entry| entry.unwrap().path());
     let events = std::fs::read(events.into_iter().find(|path| path.is_file()).unwrap()).unwrap();
     for tag in ["params-norm", "num-zeros"] {
         assert!(events.windows(tag.len()).any(|part| part == tag.as_bytes()), "{tag}");
@@ -284,7 +356,8 @@ fn statistics_of_parameters_and_gradients_are_told_beside_log_lines() {
 #[test]
 fn a_killed_rank_is_named_and_ends_the_run() {
     let folder = folder();
-    let child = pretrain(folder.path(), &["--train-iters=1000000"]).stdout(Stdio::null()).spawn().unwrap();
+    let child =
+        pretrain(folder.path(), &["--train-iters=1000000"]).stdout(Stdio::null()).spawn().unwrap();
     wait_for("some steps", || (metrics(folder.path()).len() > 2).then_some(()));
     let ranks = children(child.id());
     assert_eq!(ranks.len(), 2);
@@ -295,7 +368,10 @@ fn a_killed_rank_is_named_and_ends_the_run() {
     assert_eq!(output.status.code(), Some(137));
     let text = stderr(&output);
     assert_eq!(text.lines().count(), 1, "{text}");
-    assert!(text.starts_with(&format!("error: rank 1 (pid {}) was killed by SIGKILL", ranks[1])), "{text}");
+    assert!(
+        text.starts_with(&format!("error: rank 1 (pid {}) was killed by SIGKILL", ranks[1])),
+        "{text}"
+    );
     assert!(text.contains("goes on from the last checkpoint in saved"), "{text}");
     assert!(!ranks.iter().any(|&pid| is_alive(pid)));
 }
@@ -304,12 +380,21 @@ fn a_killed_rank_is_named_and_ends_the_run() {
 #[test]
 fn a_prompt_that_cannot_be_continued_does_not_fail_a_run_that_is_finished() {
     let folder = folder();
-    let flags =
-        ["--lr=1e30", "--train-iters=1", "--prompt=A text", "--max-restarts=2", "--prompt-tokens=1", "--eval-iters=0"];
+    let flags = [
+        "--lr=1e30",
+        "--train-iters=1",
+        "--prompt=A text",
+        "--max-restarts=2",
+        "--prompt-tokens=1",
+        "--eval-iters=0",
+    ];
     let output = pretrain(folder.path(), &flags).output().unwrap();
     let (log, said) = (stdout(&output), stderr(&output));
     assert!(output.status.success(), "{log}{said}");
-    assert!(log.contains("the run is finished, but its prompt could not be continued"), "{log}{said}");
+    assert!(
+        log.contains("the run is finished, but its prompt could not be continued"),
+        "{log}{said}"
+    );
     assert!(folder.path().join("saved/iter_0000001").is_dir() && !said.contains("start"), "{said}");
 }
 
@@ -318,7 +403,14 @@ fn steps_that_are_skipped_pass_their_samples_over_and_update_nothing() {
     let folder = folder();
     let train = |flags: &[&str]| {
         let flags = [
-            &["--train-iters=6", "--lr-warmup-iters=5", "--lr-decay-iters=6", "--iterations-to-skip", "3", "4"],
+            &[
+                "--train-iters=6",
+                "--lr-warmup-iters=5",
+                "--lr-decay-iters=6",
+                "--iterations-to-skip",
+                "3",
+                "4",
+            ],
             flags,
         ]
         .concat();
@@ -336,11 +428,18 @@ fn steps_that_are_skipped_pass_their_samples_over_and_update_nothing() {
     assert_eq!(steps(folder.path(), "skipped_iterations"), [0, 0, 2, 2]);
     let rates: Vec<f64> = metrics(folder.path())
         .iter()
-        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["learning_rate"].as_f64().unwrap())
+        .map(|line| {
+            serde_json::from_str::<serde_json::Value>(line).unwrap()["learning_rate"]
+                .as_f64()
+                .unwrap()
+        })
         .collect();
     // The warm-up is over steps that are made.
     assert!(
-        rates.iter().zip([0.0, 0.2, 0.4, 0.6]).all(|(rate, share)| (rate - share * 1e-3).abs() < 1e-12),
+        rates
+            .iter()
+            .zip([0.0, 0.2, 0.4, 0.6])
+            .all(|(rate, share)| (rate - share * 1e-3).abs() < 1e-12),
         "{rates:?}"
     );
 }
@@ -349,18 +448,24 @@ fn steps_that_are_skipped_pass_their_samples_over_and_update_nothing() {
 fn made_up_data_are_the_same_on_every_layout() {
     let losses = |flags: &[&str]| {
         let folder = folder();
-        let flags = [&["--mock-data", "--global-batch-size=4", "--data-parallel-size=2"], flags].concat();
+        let flags =
+            [&["--mock-data", "--global-batch-size=4", "--data-parallel-size=2"], flags].concat();
         let output = pretrain(folder.path(), &flags).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         let lines = metrics(folder.path());
         lines
             .iter()
-            .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["lm_loss"].to_string())
+            .map(|line| {
+                serde_json::from_str::<serde_json::Value>(line).unwrap()["lm_loss"].to_string()
+            })
             .collect::<Vec<_>>()
     };
     let (tp, order) = ("--tensor-model-parallel-size=1", "--dataloader-type=single");
     let expected = losses(&[tp, order]);
-    assert_eq!((expected.len(), &losses(&[tp, order, "--pipeline-model-parallel-size=2"])), (4, &expected));
+    assert_eq!(
+        (expected.len(), &losses(&[tp, order, "--pipeline-model-parallel-size=2"])),
+        (4, &expected)
+    );
     let folder = folder();
     let both = pretrain(folder.path(), &["--mock-data", "--data-path=text.txt"]).output().unwrap();
     assert!(both.status.success(), "{}", stderr(&both));

@@ -35,7 +35,11 @@ eval_iters = 0
 pub fn trained(flags: &[&str]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("run.toml"), RUN).unwrap();
-    fs::write(folder.path().join("text.txt"), "A text that says little, again and again.\n\n".repeat(100)).unwrap();
+    fs::write(
+        folder.path().join("text.txt"),
+        "A text that says little, again and again.\n\n".repeat(100),
+    )
+    .unwrap();
     let args = [&["pretrain", "run.toml", "--save", "saved"], flags].concat();
     succeed(megatron().current_dir(folder.path()).args(args));
     folder
@@ -57,7 +61,11 @@ fn reshard(folder: &Path, args: &[&str]) -> Command {
 fn losses(folder: &Path) -> Vec<f64> {
     let text = fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
     let steps = text.lines().filter(|line| line.contains("\"grad_norm\""));
-    steps.map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["lm_loss"].as_f64().unwrap()).collect()
+    steps
+        .map(|line| {
+            serde_json::from_str::<serde_json::Value>(line).unwrap()["lm_loss"].as_f64().unwrap()
+        })
+        .collect()
 }
 
 #[test]
@@ -67,7 +75,11 @@ fn a_resharded_checkpoint_resumes_under_its_layout_as_the_first_does_under_its_o
     for companion in ["tokenizer.json", "hf_config.json"] {
         fs::write(dir.join("saved").join(companion), companion).unwrap();
     }
-    let layout = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--use-distributed-optimizer"];
+    let layout = [
+        "--tensor-model-parallel-size=2",
+        "--pipeline-model-parallel-size=2",
+        "--use-distributed-optimizer",
+    ];
     let output = succeed(&mut reshard(dir, &[&["saved", "cut"], &layout[..]].concat()));
     let text = stdout(&output);
     assert!(
@@ -79,7 +91,9 @@ fn a_resharded_checkpoint_resumes_under_its_layout_as_the_first_does_under_its_o
         assert_eq!(fs::read_to_string(dir.join("cut").join(companion)).unwrap(), companion);
     }
     let go_on = |from: &str, flags: &[&str]| {
-        succeed(megatron().current_dir(dir).args(["pretrain", "run.toml", "--load", from]).args(flags));
+        succeed(
+            megatron().current_dir(dir).args(["pretrain", "run.toml", "--load", from]).args(flags),
+        );
         losses(dir)
     };
     let own = go_on("saved", &[]);
@@ -91,7 +105,9 @@ fn a_resharded_checkpoint_resumes_under_its_layout_as_the_first_does_under_its_o
 #[test]
 fn one_iteration_is_chosen_by_its_number_or_its_folder() {
     let folder = trained(&["--save-interval=1"]);
-    for (i, args) in [&["saved", "--iteration=2"][..], &["saved/iter_0000002"]].into_iter().enumerate() {
+    for (i, args) in
+        [&["saved", "--iteration=2"][..], &["saved/iter_0000002"]].into_iter().enumerate()
+    {
         let to = format!("to{i}");
         let output = succeed(&mut reshard(folder.path(), &[args, &[&to]].concat()));
         assert!(stdout(&output).contains(&format!("{to}/iter_0000002")), "{}", stdout(&output));
@@ -113,10 +129,22 @@ fn what_does_not_fit_is_refused_with_the_equation_and_where_its_numbers_come_fro
                 "multiple of tensor_model_parallel_size = 3 (--tensor-model-parallel-size)",
             ][..],
         ),
-        (&["--pipeline-model-parallel-size=5"], 2, &["num_layers = 4 (the checkpoint) cannot fill 5 stages"]),
-        (&["--num-layers-per-virtual-pipeline-stage=3"], 2, &["num_layers = 4 (the checkpoint) must be a multiple"]),
+        (
+            &["--pipeline-model-parallel-size=5"],
+            2,
+            &["num_layers = 4 (the checkpoint) cannot fill 5 stages"],
+        ),
+        (
+            &["--num-layers-per-virtual-pipeline-stage=3"],
+            2,
+            &["num_layers = 4 (the checkpoint) must be a multiple"],
+        ),
         (&["--data-parallel-size=1000000"], 2, &["1000000 ranks are more than"]),
-        (&["--data-parallel-size=0"], 2, &["data_parallel_size = 0 (--data-parallel-size) must be at least 1"]),
+        (
+            &["--data-parallel-size=0"],
+            2,
+            &["data_parallel_size = 0 (--data-parallel-size) must be at least 1"],
+        ),
     ] {
         let output = reshard(folder.path(), &[&["saved", "to"], flags].concat()).output().unwrap();
         let text = stderr(&output);
@@ -137,11 +165,15 @@ fn an_interrupted_run_leaves_nothing_that_looks_finished() {
     let to = folder.path().join("cut");
     let mut interrupted = false;
     for signal in ["INT", "TERM", "INT", "TERM", "INT", "TERM"] {
-        let mut command = reshard(folder.path(), &["saved", "cut", "--tensor-model-parallel-size=4"]);
+        let mut command =
+            reshard(folder.path(), &["saved", "cut", "--tensor-model-parallel-size=4"]);
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         // Its first file appears after it listens to signals.
-        let begun =
-            || [".iter_0000001.tmp/rank_00000.safetensors", "iter_0000001"].iter().any(|name| to.join(name).exists());
+        let begun = || {
+            [".iter_0000001.tmp/rank_00000.safetensors", "iter_0000001"]
+                .iter()
+                .any(|name| to.join(name).exists())
+        };
         wait_for("resharding to begin", || begun().then_some(()));
         kill(child.id(), signal);
         let status = child.wait().unwrap();
@@ -150,7 +182,8 @@ fn an_interrupted_run_leaves_nothing_that_looks_finished() {
             continue;
         }
         assert_eq!(status.code(), Some(if signal == "INT" { 130 } else { 143 }));
-        let left: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        let left: Vec<_> =
+            fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert!(left.is_empty(), "{left:?}");
         interrupted = true;
     }
@@ -173,7 +206,10 @@ fn memory_is_bounded_by_chunks_and_not_by_the_model() {
         let script = format!("ulimit -d {kilobytes} && exec \"$@\"");
         let flags = ["--tensor-model-parallel-size=4", "--data-parallel-size=2"];
         let program = env!("CARGO_BIN_EXE_megatron");
-        command.current_dir(folder.path()).args(["-c", &script, "sh", program, "reshard", "saved", to]).args(flags);
+        command
+            .current_dir(folder.path())
+            .args(["-c", &script, "sh", program, "reshard", "saved", to])
+            .args(flags);
         command.output().unwrap()
     };
     let output = run(48_000, "cut");

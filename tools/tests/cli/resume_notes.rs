@@ -23,8 +23,12 @@ fn resume(site: &Site, file: &str, flags: &[&str]) -> String {
     let metrics = format!("--metrics={file}");
     // A flag that is given twice has two values, so what `flags` set is left out.
     let name = |flag: &str| flag.split('=').next().unwrap_or_default().to_string();
-    let run: Vec<&str> = RUN.into_iter().filter(|word| flags.iter().all(|flag| name(flag) != name(word))).collect();
-    stdout(&site.succeed(&[&run[..], &["--load=saved", "--exit-interval=3", &metrics], flags].concat()))
+    let run: Vec<&str> =
+        RUN.into_iter().filter(|word| flags.iter().all(|flag| name(flag) != name(word))).collect();
+    stdout(
+        &site
+            .succeed(&[&run[..], &["--load=saved", "--exit-interval=3", &metrics], flags].concat()),
+    )
 }
 
 /// `key` of a step in FILE.
@@ -39,7 +43,10 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
     let site = half_way();
     let cases: [(&[&str], &[&str]); 20] = [
         (&[], &[]),
-        (&["--lr=0.001", "--split=0.969,0.03,0.001", "--micro-batch-size=1", "--log-interval=2"], &[]),
+        (
+            &["--lr=0.001", "--split=0.969,0.03,0.001", "--micro-batch-size=1", "--log-interval=2"],
+            &[],
+        ),
         (&["--data-parallel-size=2", "--use-distributed-optimizer"], &[]),
         (
             &["--train-iters=40"],
@@ -51,12 +58,27 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
         (&["--train-iters=40", "--lr-decay-iters=4"], &[]),
         (&["--lr=2e-3"], &["lr is 0.002 here and 0.001 in the checkpoint"]),
         (&["--min-lr=1e-4"], &["min_lr is 0.0001 here and 0.0 in the checkpoint"]),
-        (&["--lr-decay-style=linear"], &["lr_decay_style is linear here and cosine in the checkpoint"]),
-        (&["--lr-warmup-iters=1"], &["the learning rate's warm-up ends after 8 samples, not 0 as in the checkpoint"]),
-        (&["--lr-decay-iters=9"], &["the learning rate's decay ends after 72 samples, not 32 as in the checkpoint"]),
+        (
+            &["--lr-decay-style=linear"],
+            &["lr_decay_style is linear here and cosine in the checkpoint"],
+        ),
+        (
+            &["--lr-warmup-iters=1"],
+            &["the learning rate's warm-up ends after 8 samples, not 0 as in the checkpoint"],
+        ),
+        (
+            &["--lr-decay-iters=9"],
+            &["the learning rate's decay ends after 72 samples, not 32 as in the checkpoint"],
+        ),
         (&["--weight-decay=0.5"], &["weight_decay is 0.5 here and 0.01 in the checkpoint"]),
-        (&["--split=50,50,0"], &["split is 50,50,0 here and 969,30,1 in the checkpoint: text that was trained on"]),
-        (&["--seed=7"], &["seed is 7 here and 1234 in the checkpoint: samples come in another order"]),
+        (
+            &["--split=50,50,0"],
+            &["split is 50,50,0 here and 969,30,1 in the checkpoint: text that was trained on"],
+        ),
+        (
+            &["--seed=7"],
+            &["seed is 7 here and 1234 in the checkpoint: samples come in another order"],
+        ),
         (
             &["--seq-length=8", "--max-position-embeddings=16", "--dataloader-type=sequential"],
             &[
@@ -64,7 +86,10 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
                 "dataloader_type is sequential here and shuffled in the checkpoint",
             ],
         ),
-        (&["--global-batch-size=4", "--lr-decay-samples=32"], &["global_batch_size is 4 here and 8 in the checkpoint"]),
+        (
+            &["--global-batch-size=4", "--lr-decay-samples=32"],
+            &["global_batch_size is 4 here and 8 in the checkpoint"],
+        ),
         (
             &["--global-batch-size=4"],
             &[
@@ -86,7 +111,10 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
         let notes: Vec<&str> = log.lines().filter(|line| line.starts_with("note: ")).collect();
         assert_eq!(notes.len(), expected.len(), "{flags:?}: {log}");
         for part in expected {
-            assert!(notes.iter().any(|note| note.contains(part)), "{flags:?}: no {part:?} in {log}");
+            assert!(
+                notes.iter().any(|note| note.contains(part)),
+                "{flags:?}: no {part:?} in {log}"
+            );
         }
         if expected.is_empty() {
             assert!(!log.contains("checkpoint's"), "{flags:?}: {log}");
@@ -105,13 +133,17 @@ fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
     assert_eq!(log.matches("note: ").count(), 3, "{log}");
     assert!(log.contains("--use-checkpoint-opt-param-scheduler keeps"), "as --help has it: {log}");
     let rate = |value: serde_json::Value| format!("{:.3e}", value.as_f64().unwrap());
-    let (ours, theirs) = (rate(of_step(3, &site, "noted.jsonl", "learning_rate")), rate(of_saved("learning_rate")));
+    let (ours, theirs) =
+        (rate(of_step(3, &site, "noted.jsonl", "learning_rate")), rate(of_saved("learning_rate")));
     assert!(
-        log.contains(&format!("learning rate is {ours}; by the checkpoint's schedule it would be {theirs}")),
+        log.contains(&format!(
+            "learning rate is {ours}; by the checkpoint's schedule it would be {theirs}"
+        )),
         "{log}"
     );
 
-    let log = resume(&site, "ours.jsonl", &[&other[..], &["--override-opt_param-scheduler"]].concat());
+    let log =
+        resume(&site, "ours.jsonl", &[&other[..], &["--override-opt_param-scheduler"]].concat());
     assert!(!log.contains("note: "), "{log}");
     assert!(log.contains("this run's lr, 0.002, overrides the checkpoint's, 0.001"), "{log}");
     assert_eq!(rate(of_step(3, &site, "ours.jsonl", "learning_rate")), ours);
@@ -119,7 +151,10 @@ fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
     let flags = [&other[..], &["--use-checkpoint-opt_param-scheduler", "--save=kept"]].concat();
     let log = resume(&site, "theirs.jsonl", &flags);
     assert!(!log.contains("note: "), "{log}");
-    assert!(log.contains("the checkpoint's weight_decay, 0.01, is used instead of this run's, 0.5"), "{log}");
+    assert!(
+        log.contains("the checkpoint's weight_decay, 0.01, is used instead of this run's, 0.5"),
+        "{log}"
+    );
     for key in ["learning_rate", "lm_loss", "grad_norm"] {
         assert_eq!(of_step(3, &site, "theirs.jsonl", key), of_saved(key), "{key}");
     }
@@ -128,8 +163,14 @@ fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
     let log = stdout(&site.succeed(&[&RUN[..], &next].concat()));
     assert!(!log.contains("note: "), "{log}");
     site.succeed(&[&RUN[..], &["--load=saved", "--metrics=whole.jsonl"]].concat());
-    assert_eq!(of_step(4, &site, "next.jsonl", "lm_loss"), of_step(4, &site, "whole.jsonl", "lm_loss"));
+    assert_eq!(
+        of_step(4, &site, "next.jsonl", "lm_loss"),
+        of_step(4, &site, "whole.jsonl", "lm_loss")
+    );
 
     let both = ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"];
-    refused(&site.pretrain(&both).output().unwrap(), &["give one of them", "(--use-checkpoint-opt-param-scheduler)"]);
+    refused(
+        &site.pretrain(&both).output().unwrap(),
+        &["give one of them", "(--use-checkpoint-opt-param-scheduler)"],
+    );
 }

@@ -30,12 +30,22 @@ lr = 1e-3
 fn pretrain(from: &str, to: &str, flags: &[&str]) -> Output {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
-    std::fs::write(folder.path().join("text.txt"), "All work and no play makes a dull corpus.\n\n".repeat(200))
-        .unwrap();
+    std::fs::write(
+        folder.path().join("text.txt"),
+        "All work and no play makes a dull corpus.\n\n".repeat(200),
+    )
+    .unwrap();
     assert!(GOOD.contains(from));
-    let text = GOOD.replace(from, to).replace("TEXT", &path("text.txt")).replace("CACHE", &path("cache"));
+    let text =
+        GOOD.replace(from, to).replace("TEXT", &path("text.txt")).replace("CACHE", &path("cache"));
     std::fs::write(folder.path().join("run.toml"), text).unwrap();
-    megatron().current_dir(folder.path()).arg("pretrain").arg("run.toml").args(flags).output().unwrap()
+    megatron()
+        .current_dir(folder.path())
+        .arg("pretrain")
+        .arg("run.toml")
+        .args(flags)
+        .output()
+        .unwrap()
 }
 
 /// Asserts that a run ends with code 2 and one message that holds all of `parts`.
@@ -72,7 +82,9 @@ fn shells_complete_commands_and_flags() {
         let output = megatron().args(["completions", shell]).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{shell}");
         let text = stdout(&output);
-        let known = ["pretrain", "tensor-model-parallel-size", "reshard"].iter().all(|word| text.contains(word));
+        let known = ["pretrain", "tensor-model-parallel-size", "reshard"]
+            .iter()
+            .all(|word| text.contains(word));
         assert!(known && !text.contains("use-mcore-models"), "{shell}: {text}");
     }
 }
@@ -83,7 +95,8 @@ fn every_command_has_a_man_page() {
     let folder = tempfile::tempdir().unwrap();
     let output = megatron().current_dir(folder.path()).args(["man", "pages"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    let page = |name: &str| std::fs::read_to_string(folder.path().join("pages").join(name)).unwrap();
+    let page =
+        |name: &str| std::fs::read_to_string(folder.path().join("pages").join(name)).unwrap();
     assert!(page("megatron.1").contains("megatron\\-pretrain(1)"));
     assert!(page("megatron-bench-step.1").contains("micro\\-batch\\-size"));
     let pretrain = page("megatron-pretrain.1");
@@ -94,7 +107,15 @@ fn every_command_has_a_man_page() {
 fn help_shows_sections_and_defaults() {
     let output = megatron().args(["pretrain", "--help"]).output().unwrap();
     let text = stdout(&output);
-    for section in ["[model]", "[parallel]", "[data]", "[training]", "[optimizer]", "[checkpoint]", "[logging]"] {
+    for section in [
+        "[model]",
+        "[parallel]",
+        "[data]",
+        "[training]",
+        "[optimizer]",
+        "[checkpoint]",
+        "[logging]",
+    ] {
         assert!(text.contains(&format!("{section}:")), "{section}");
     }
     assert!(text.contains("[default: 969,30,1]") && text.contains("[default: 1234]"));
@@ -102,12 +123,18 @@ fn help_shows_sections_and_defaults() {
 
 #[test]
 fn an_unknown_flag_names_the_nearest() {
-    refused(&pretrain("", "", &["--hiden-size", "4"]), &["--hiden-size: no such flag; did you mean --hidden-size?"]);
+    refused(
+        &pretrain("", "", &["--hiden-size", "4"]),
+        &["--hiden-size: no such flag; did you mean --hidden-size?"],
+    );
 }
 
 #[test]
 fn an_unknown_key_names_its_line_and_the_nearest() {
-    refused(&pretrain("num_layers", "num_layer", &[]), &["run.toml:2: ", "`num_layer`", "did you mean `num_layers`?"]);
+    refused(
+        &pretrain("num_layers", "num_layer", &[]),
+        &["run.toml:2: ", "`num_layer`", "did you mean `num_layers`?"],
+    );
 }
 
 #[test]
@@ -127,8 +154,15 @@ fn missing_settings_are_listed() {
 
 #[test]
 fn group_query_attention_alone_shares_one_key_value_head_among_all() {
-    let output = pretrain("num_query_groups = 4", "group_query_attention = true", &["--tensor-model-parallel-size=2"]);
-    refused(&output, &["num_query_groups = 1 (default: 1 with group_query_attention)", "1 mod 2 = 1"]);
+    let output = pretrain(
+        "num_query_groups = 4",
+        "group_query_attention = true",
+        &["--tensor-model-parallel-size=2"],
+    );
+    refused(
+        &output,
+        &["num_query_groups = 1 (default: 1 with group_query_attention)", "1 mod 2 = 1"],
+    );
     let output = pretrain("", "", &["--group-query-attention", "--tensor-model-parallel-size=3"]);
     refused(&output, &["num_query_groups = 4 (run.toml:5)"]);
 }
@@ -148,7 +182,10 @@ fn sizes_that_do_not_divide_are_cited_with_their_origins() {
         &pretrain("global_batch_size = 8", "global_batch_size = 7", &[]),
         &["7 mod 2 = 1", "data_parallel_size = 1 (default)"],
     );
-    refused(&pretrain("hidden_size = 64", "hidden_size = 65", &[]), &["65 mod 8 = 1", "kv_channels"]);
+    refused(
+        &pretrain("hidden_size = 64", "hidden_size = 65", &[]),
+        &["65 mod 8 = 1", "kv_channels"],
+    );
     refused(
         &pretrain("num_layers = 4", "num_layers = 1", &["--pipeline-model-parallel-size=2"]),
         &["num_layers = 1", "2 stages"],
@@ -173,7 +210,10 @@ fn a_world_that_does_not_fit_the_layout_is_refused() {
 #[test]
 fn contradictions_are_refused() {
     let contradictions: [(&[&str], &str); 12] = [
-        (&["--delay-wgrad-compute"], "delay_wgrad_compute = true (--delay-wgrad-compute) changes nothing"),
+        (
+            &["--delay-wgrad-compute"],
+            "delay_wgrad_compute = true (--delay-wgrad-compute) changes nothing",
+        ),
         (&["--pipeline-schedule=interleaved"], "num_layers_per_virtual_pipeline_stage"),
         (
             &[
@@ -199,9 +239,16 @@ fn contradictions_are_refused() {
             ],
             "num_virtual_stages_per_pipeline_rank = 2 (--num-virtual-stages-per-pipeline-rank) needs the interleaved",
         ),
-        (&["--num-virtual-stages-per-pipeline-rank=0"], "(--num-virtual-stages-per-pipeline-rank) must be at least 1"),
         (
-            &["--pipeline-extra-warmup=2", "--pipeline-schedule=gpipe", "--pipeline-model-parallel-size=2"],
+            &["--num-virtual-stages-per-pipeline-rank=0"],
+            "(--num-virtual-stages-per-pipeline-rank) must be at least 1",
+        ),
+        (
+            &[
+                "--pipeline-extra-warmup=2",
+                "--pipeline-schedule=gpipe",
+                "--pipeline-model-parallel-size=2",
+            ],
             "pipeline_extra_warmup = 2 (--pipeline-extra-warmup) is for the 1f1b schedule",
         ),
         (
@@ -222,20 +269,37 @@ fn contradictions_are_refused() {
 fn settings_of_another_precision_are_refused() {
     let contradictions: [(&[&str], &[&str]); 9] = [
         (&["--bf16", "--fp16"], &["bf16 (--bf16) and fp16 (--fp16) set the same thing"]),
-        (&["--loss-scale=128"], &["loss_scale (--loss-scale) is a setting of fp16", "the run is in fp32"]),
-        (&["--hysteresis=2"], &["hysteresis (--hysteresis) is a setting of fp16", "the run is in fp32"]),
+        (
+            &["--loss-scale=128"],
+            &["loss_scale (--loss-scale) is a setting of fp16", "the run is in fp32"],
+        ),
+        (
+            &["--hysteresis=2"],
+            &["hysteresis (--hysteresis) is a setting of fp16", "the run is in fp32"],
+        ),
         (
             &["--fp16", "--loss-scale=128", "--loss-scale-window=5"],
-            &["loss_scale_window (--loss-scale-window)", "loss_scale = 128 (--loss-scale) is fixed"],
+            &[
+                "loss_scale_window (--loss-scale-window)",
+                "loss_scale = 128 (--loss-scale) is fixed",
+            ],
         ),
         (&["--fp16", "--loss-scale=1e39"], &["(--loss-scale)", "the largest of f32"]),
-        (&["--fp16", "--loss-scale=-1"], &["loss_scale = -1 (--loss-scale) must be a finite number above 0"]),
+        (
+            &["--fp16", "--loss-scale=-1"],
+            &["loss_scale = -1 (--loss-scale) must be a finite number above 0"],
+        ),
         (
             &["--fp16", "--initial-loss-scale=4", "--min-loss-scale=8"],
-            &["min_loss_scale = 8 (--min-loss-scale) exceeds initial_loss_scale = 4 (--initial-loss-scale)"],
+            &[
+                "min_loss_scale = 8 (--min-loss-scale) exceeds initial_loss_scale = 4 (--initial-loss-scale)",
+            ],
         ),
         (&["--fp16", "--hysteresis=0"], &["hysteresis = 0 (--hysteresis) must be at least 1"]),
-        (&["--grad-reduce-in-bf16"], &["grad_reduce_in_bf16 = true (--grad-reduce-in-bf16)", "the run is in fp32"]),
+        (
+            &["--grad-reduce-in-bf16"],
+            &["grad_reduce_in_bf16 = true (--grad-reduce-in-bf16)", "the run is in fp32"],
+        ),
     ];
     for (flags, expected) in contradictions {
         refused(&pretrain("", "", flags), expected);
@@ -245,12 +309,30 @@ fn settings_of_another_precision_are_refused() {
 #[test]
 fn context_parallelism_needs_heads_and_tokens_that_it_can_deal() {
     refused(
-        &pretrain("", "", &["--context-parallel-size=3", "--tensor-model-parallel-size=2", "--num-attention-heads=4"]),
-        &["num_query_groups = 4", "must be a multiple of 6", "context_parallel_size = 3 (--context-parallel-size)"],
+        &pretrain(
+            "",
+            "",
+            &[
+                "--context-parallel-size=3",
+                "--tensor-model-parallel-size=2",
+                "--num-attention-heads=4",
+            ],
+        ),
+        &[
+            "num_query_groups = 4",
+            "must be a multiple of 6",
+            "context_parallel_size = 3 (--context-parallel-size)",
+        ],
     );
     refused(
-        &pretrain("", "", &["--context-parallel-size=2", "--num-attention-heads=4", "--seq-length=15"]),
-        &["seq_length = 15 (--seq-length) must be a multiple of context_parallel_size = 2 (--context-parallel-size)"],
+        &pretrain(
+            "",
+            "",
+            &["--context-parallel-size=2", "--num-attention-heads=4", "--seq-length=15"],
+        ),
+        &[
+            "seq_length = 15 (--seq-length) must be a multiple of context_parallel_size = 2 (--context-parallel-size)",
+        ],
     );
 }
 
@@ -259,7 +341,10 @@ fn cuda_graphs_are_refused_on_a_cpu_and_beside_what_they_cannot_repeat() {
     let graph = &["--enable-cuda-graph", "--device=cpu"][..];
     for ranks in ["--data-parallel-size=1", "--data-parallel-size=2"] {
         let output = pretrain("", "", &[graph, &[ranks, "--global-batch-size=8"]].concat());
-        refused(&output, &["--enable-cuda-graph records the work of a GPU, and this run computes on the CPU"]);
+        refused(
+            &output,
+            &["--enable-cuda-graph records the work of a GPU, and this run computes on the CPU"],
+        );
     }
     refused(
         &pretrain("", "", &["--enable-cuda-graph", "--tensor-model-parallel-size=2"]),
@@ -271,11 +356,19 @@ fn cuda_graphs_are_refused_on_a_cpu_and_beside_what_they_cannot_repeat() {
 
 #[test]
 fn numbers_out_of_range_are_refused() {
-    for flag in
-        ["--hidden-dropout=1", "--lr=nan", "--adam-beta2=1.5", "--train-iters=0", "--seq-length=0", "--split=a,b"]
-    {
+    for flag in [
+        "--hidden-dropout=1",
+        "--lr=nan",
+        "--adam-beta2=1.5",
+        "--train-iters=0",
+        "--seq-length=0",
+        "--split=a,b",
+    ] {
         let key = flag.trim_start_matches("--").split('=').next().unwrap().replace('-', "_");
-        refused(&pretrain("", "", &[flag]), &[&format!("{key} = "), &format!("({})", flag.split('=').next().unwrap())]);
+        refused(
+            &pretrain("", "", &[flag]),
+            &[&format!("{key} = "), &format!("({})", flag.split('=').next().unwrap())],
+        );
     }
 }
 
@@ -296,11 +389,17 @@ fn sizes_that_are_wrong_by_typing_are_refused() {
     for size in sizes {
         for number in [u64::MAX - 7, 1 << 32] {
             let said = pretrain("", "", &[&format!("--{size}={number}")]);
-            refused(&said, &[&format!("{} = {number}", size.replace('-', "_")), "must be at most 2147483647"]);
+            refused(
+                &said,
+                &[&format!("{} = {number}", size.replace('-', "_")), "must be at most 2147483647"],
+            );
         }
         // Where that is a number, there is too little memory for it, or it does not go with the others.
         let said = stderr(&pretrain("", "", &[&format!("--{size}=2147483640")]));
-        assert!(said.contains("error: ") && !said.contains("bug") && !said.contains("allocation"), "{size}: {said}");
+        assert!(
+            said.contains("error: ") && !said.contains("bug") && !said.contains("allocation"),
+            "{size}: {said}"
+        );
     }
 }
 
@@ -316,7 +415,11 @@ fn missing_data_are_named_once_before_ranks_start() {
 fn a_folder_that_cannot_be_written_is_named() {
     let output = pretrain("", "", &["--save=/dev/null/checkpoints"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("cannot write to the folder /dev/null/checkpoints"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("cannot write to the folder /dev/null/checkpoints"),
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[test]
@@ -327,7 +430,10 @@ fn checkpoints_of_another_run_are_not_overwritten() {
     let output = pretrain("", "", &[&format!("--save={}", folder.path().display())]);
     assert!(!output.status.success());
     let text = stderr(&output);
-    assert!(text.contains("iter_0000007") && text.contains("overwrite") && text.contains("--load"), "{text}");
+    assert!(
+        text.contains("iter_0000007") && text.contains("overwrite") && text.contains("--load"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -335,7 +441,11 @@ fn a_damaged_checkpoint_is_named_once_before_ranks_start() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("latest_checkpointed_iteration.txt"), "7").unwrap();
     std::fs::create_dir(folder.path().join("iter_0000007")).unwrap();
-    let output = pretrain("", "", &[&format!("--load={}", folder.path().display()), "--tensor-model-parallel-size=2"]);
+    let output = pretrain(
+        "",
+        "",
+        &[&format!("--load={}", folder.path().display()), "--tensor-model-parallel-size=2"],
+    );
     assert_eq!(output.status.code(), Some(1));
     let text = stderr(&output);
     assert!(text.contains("iter_0000007/manifest.json") && !text.contains("rank"), "{text}");
@@ -345,7 +455,8 @@ fn a_damaged_checkpoint_is_named_once_before_ranks_start() {
 /// Megatron-LM's users write them.
 #[test]
 fn values_of_megatron_lm_are_understood() {
-    let flags = ["--train-iters=1", "--fp16", "--loss-scale=0", "--initial-loss-scale=8", "--device=cpu"];
+    let flags =
+        ["--train-iters=1", "--fp16", "--loss-scale=0", "--initial-loss-scale=8", "--device=cpu"];
     let notes = |backend: &str| {
         let output = pretrain("", "", &[&flags[..], &["--distributed-backend", backend]].concat());
         assert_eq!(output.status.code(), Some(0), "{backend}: {}", stderr(&output));
@@ -358,26 +469,51 @@ fn values_of_megatron_lm_are_understood() {
 fn layouts_in_megatrons_words_are_those_of_the_partition() {
     let refuses = |flags: &[&str], parts: &[&str]| refused(&pretrain("", "", flags), parts);
     let stages = "--pipeline-model-parallel-size=2";
-    refuses(&[stages, "--pipeline-model-parallel-layout=Ett|t|tL"], &["has 3 stages", "a multiple of pipeline_model"]);
-    refuses(&[stages, "--pipeline-model-parallel-layout=Et|tL"], &["pipeline_partition = 1,1", "num_layers = 4"]);
+    refuses(
+        &[stages, "--pipeline-model-parallel-layout=Ett|t|tL"],
+        &["has 3 stages", "a multiple of pipeline_model"],
+    );
+    refuses(
+        &[stages, "--pipeline-model-parallel-layout=Et|tL"],
+        &["pipeline_partition = 1,1", "num_layers = 4"],
+    );
     refuses(&[stages, "--pipeline-model-parallel-layout=Et|mtL"], &["several tokens (m)"]);
     refuses(
         &[stages, "--pipeline-partition=2,2", "--decoder-first-pipeline-num-layers=1"],
-        &["pipeline_partition (--pipeline-partition)", "decoder_first_pipeline_num_layers", "give one of them"],
+        &[
+            "pipeline_partition (--pipeline-partition)",
+            "decoder_first_pipeline_num_layers",
+            "give one of them",
+        ],
     );
 }
 
 /// Megatron-LM's scripts leave on the line what is read with another flag alone.
 #[test]
 fn settings_that_nothing_reads_are_passed_over_in_one_line() {
-    let flags = ["--bf16", "--initial-loss-scale=65536", "--hysteresis=2", "--no-load-optim", "--profile-step-start=4"];
-    let more = ["--log-timers-to-tensorboard", "--lr-warmup-samples=0", "--lr-warmup-fraction=0.5", "--train-iters=2"];
-    let output = pretrain("", "", &[&flags[..], &more, &["--use-flash-attn", "--log-interval=1"]].concat());
+    let flags = [
+        "--bf16",
+        "--initial-loss-scale=65536",
+        "--hysteresis=2",
+        "--no-load-optim",
+        "--profile-step-start=4",
+    ];
+    let more = [
+        "--log-timers-to-tensorboard",
+        "--lr-warmup-samples=0",
+        "--lr-warmup-fraction=0.5",
+        "--train-iters=2",
+    ];
+    let output =
+        pretrain("", "", &[&flags[..], &more, &["--use-flash-attn", "--log-interval=1"]].concat());
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
     let names = "--use-flash-attn, --initial-loss-scale, --hysteresis, --no-load-optim, --profile-step-start, \
                  --log-timers-to-tensorboard";
-    assert!(text.contains(&format!("6 flags of Megatron-LM have no meaning here: {names}\n")), "{text}");
+    assert!(
+        text.contains(&format!("6 flags of Megatron-LM have no meaning here: {names}\n")),
+        "{text}"
+    );
     // The fraction counts: the first step is half of the way up.
     assert!(text.contains("learning rate: 1.000000E-03"), "{text}");
 }

@@ -83,7 +83,10 @@ impl Site {
 
     /// `command` in this folder and under this site's mark, its output piped.
     pub fn mark(&self, mut command: Command) -> Command {
-        command.current_dir(self.folder.path()).env(MARK, &self.mark).env("TMPDIR", self.path("tmp"));
+        command
+            .current_dir(self.folder.path())
+            .env(MARK, &self.mark)
+            .env("TMPDIR", self.path("tmp"));
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
@@ -98,7 +101,12 @@ impl Site {
     /// The same as rank `rank` of a world that a launcher started.
     pub fn rank(&self, rank: usize, port: u16, flags: &[&str]) -> Command {
         let mut command = self.pretrain(flags);
-        let numbers = [("RANK", rank), ("WORLD_SIZE", RANKS), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", RANKS)];
+        let numbers = [
+            ("RANK", rank),
+            ("WORLD_SIZE", RANKS),
+            ("LOCAL_RANK", rank),
+            ("LOCAL_WORLD_SIZE", RANKS),
+        ];
         command.envs(numbers.map(|(name, value)| (name, value.to_string())));
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
         command
@@ -133,7 +141,9 @@ impl Site {
     pub fn supervised_ranks(&self) -> Vec<u32> {
         let rank_of = |pid: u32| {
             let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-            let rank = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(b"RANK="))?;
+            let rank = environment
+                .split(|byte| *byte == 0)
+                .find_map(|entry| entry.strip_prefix(b"RANK="))?;
             String::from_utf8_lossy(rank).parse::<usize>().ok()
         };
         wait_for("the ranks to start", || {
@@ -194,10 +204,18 @@ impl Site {
             let kind = fs::symlink_metadata(&path).unwrap().file_type();
             assert!(!kind.is_socket() && !kind.is_fifo(), "{}", path.display());
             assert!(!name.ends_with(".tmp") && !name.ends_with(".old"), "{}", path.display());
-            assert!(!path.starts_with(self.path("tmp")) || path == self.path("tmp"), "{}", path.display());
+            assert!(
+                !path.starts_with(self.path("tmp")) || path == self.path("tmp"),
+                "{}",
+                path.display()
+            );
         }
         for entry in fs::read_dir("/dev/shm").into_iter().flatten().flatten() {
-            assert!(!entry.file_name().to_string_lossy().contains("megatron"), "{:?}", entry.file_name());
+            assert!(
+                !entry.file_name().to_string_lossy().contains("megatron"),
+                "{:?}",
+                entry.file_name()
+            );
         }
     }
 }
@@ -230,16 +248,22 @@ pub fn free_port() -> u16 {
 /// Waits at most `limit` for each process; those that did not end are killed and the test fails.
 pub fn ended(children: Vec<Child>, limit: Duration) -> Vec<Output> {
     let (start, pids) = (Instant::now(), children.iter().map(Child::id).collect::<Vec<_>>());
-    let waiting: Vec<_> =
-        children.into_iter().map(|child| std::thread::spawn(|| child.wait_with_output().unwrap())).collect();
+    let waiting: Vec<_> = children
+        .into_iter()
+        .map(|child| std::thread::spawn(|| child.wait_with_output().unwrap()))
+        .collect();
     while !waiting.iter().all(std::thread::JoinHandle::is_finished) && start.elapsed() < limit {
         std::thread::sleep(Duration::from_millis(10));
     }
-    let late: Vec<u32> = pids.iter().zip(&waiting).filter(|(_, w)| !w.is_finished()).map(|(pid, _)| *pid).collect();
+    let late: Vec<u32> =
+        pids.iter().zip(&waiting).filter(|(_, w)| !w.is_finished()).map(|(pid, _)| *pid).collect();
     late.iter().for_each(|&pid| kill(pid, "KILL"));
     let outputs: Vec<Output> = waiting.into_iter().map(|thread| thread.join().unwrap()).collect();
     let said: Vec<String> = outputs.iter().map(stderr).collect();
-    assert!(late.is_empty(), "processes {late:?} of {pids:?} did not end within {limit:?}: {said:?}");
+    assert!(
+        late.is_empty(),
+        "processes {late:?} of {pids:?} did not end within {limit:?}: {said:?}"
+    );
     outputs
 }
 

@@ -40,7 +40,12 @@ const TEXT: &str = "--data-path text.txt --split 1,0,0 --cache-dir cache";
 #[test]
 fn a_pipe_in_the_place_of_any_file_is_refused_at_once() {
     let site = Site::new();
-    site.succeed(&["--save=saved", "--train-iters=1", "--tokenizer=train:300", "--num-query-groups=4"]);
+    site.succeed(&[
+        "--save=saved",
+        "--train-iters=1",
+        "--tokenizer=train:300",
+        "--num-query-groups=4",
+    ]);
     copy(&fixture("families/mistral-sharded"), &site.path("sharded"));
     copy(&fixture("llama-tiny"), &site.path("whole"));
     copy(&fixture("megatron-core/gpt2-tp2"), &site.path("megatron"));
@@ -50,22 +55,36 @@ fn a_pipe_in_the_place_of_any_file_is_refused_at_once() {
     site.write("documents.jsonl", "{\"text\": \"a\"}\n");
     site.write("hosts", "localhost slots=1\n");
     let evaluate = format!("eval --load saved {TEXT}");
-    let latest =
-        ["generate --load saved --prompt a", &evaluate, "export saved out", "inspect saved", "reshard saved new"];
-    let data = "pretrain run.toml --tokenizer=byte --data-path=whole/data_text_document --split=1,0,0";
-    let tokenized = "preprocess --input documents.jsonl --output-prefix new --tokenizer saved/tokenizer.json";
+    let latest = [
+        "generate --load saved --prompt a",
+        &evaluate,
+        "export saved out",
+        "inspect saved",
+        "reshard saved new",
+    ];
+    let data =
+        "pretrain run.toml --tokenizer=byte --data-path=whole/data_text_document --split=1,0,0";
+    let tokenized =
+        "preprocess --input documents.jsonl --output-prefix new --tokenizer saved/tokenizer.json";
     let cases: &[(&str, &[&str])] = &[
         ("saved/latest_checkpointed_iteration.txt", &latest),
         ("saved/iter_0000001/manifest.json", &latest),
         ("saved/iter_0000001/rank_00000.safetensors", &latest[..1]),
-        ("saved/tokenizer.json", &["generate --load saved --prompt a", "export saved out", tokenized]),
+        (
+            "saved/tokenizer.json",
+            &["generate --load saved --prompt a", "export saved out", tokenized],
+        ),
         ("saved/tokenizer_config.json", &["generate --load saved --prompt a", "export saved out"]),
         ("saved/special_tokens_map.json", &["export saved out"]),
         ("saved/generation_config.json", &["export saved out"]),
         ("saved/hf_config.json", &["export saved out"]),
         (
             "whole/config.json",
-            &["import whole new", "generate --load whole --prompt a --tokenizer byte", "inspect whole"],
+            &[
+                "import whole new",
+                "generate --load whole --prompt a --tokenizer byte",
+                "inspect whole",
+            ],
         ),
         ("whole/model.safetensors", &["import whole new", "inspect whole"]),
         ("sharded/model.safetensors.index.json", &["import sharded new", "inspect sharded"]),

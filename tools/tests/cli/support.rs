@@ -23,7 +23,8 @@ pub fn megatron() -> Command {
     hear_signals();
     let mut command = Command::new(env!("CARGO_BIN_EXE_megatron"));
     let own = ["RAYON_NUM_THREADS", "MEGATRON_RUN_SECRET"];
-    let of_torchrun = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+    let of_torchrun =
+        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
     let of_launchers = std::env::vars_os().map(|(name, _)| name).filter(|name| {
         let name = name.to_string_lossy();
         ["SLURM_", "OMPI_", "PMI_", "MPI_LOCAL"].iter().any(|prefix| name.starts_with(prefix))
@@ -63,14 +64,18 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
 
 /// The process ids that `ranks` ranks wrote to the files pid.RANK in `folder`.
 pub fn pids(folder: &Path, ranks: usize) -> Vec<u32> {
-    let pid = |rank: usize| std::fs::read_to_string(folder.join(format!("pid.{rank}"))).ok()?.trim().parse().ok();
+    let pid = |rank: usize| {
+        std::fs::read_to_string(folder.join(format!("pid.{rank}"))).ok()?.trim().parse().ok()
+    };
     (0..ranks).map(|rank| wait_for("a rank to start", || pid(rank))).collect()
 }
 
 /// Whether the process runs. One that ended and was not waited for does not.
 pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with('Z'))
+    stat.rsplit(')')
+        .next()
+        .is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with('Z'))
 }
 
 /// Makes a named pipe.
@@ -80,6 +85,7 @@ pub fn pipe(path: &Path) {
 
 /// Sends `signal` to `pid`.
 pub fn kill(pid: u32, signal: &str) {
-    let status = Command::new("kill").args([format!("-{signal}"), pid.to_string()]).status().unwrap();
+    let status =
+        Command::new("kill").args([format!("-{signal}"), pid.to_string()]).status().unwrap();
     assert!(status.success());
 }

@@ -109,7 +109,10 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut files: Vec<PathBuf> = paths.filter(|path| path.is_file()).collect();
     files.sort();
-    assert!(files.iter().all(|path| path.to_string_lossy().contains("/events.out.tfevents.1")), "{files:?}");
+    assert!(
+        files.iter().all(|path| path.to_string_lossy().contains("/events.out.tfevents.1")),
+        "{files:?}"
+    );
     files
 }
 
@@ -123,7 +126,9 @@ fn curves(folder: &Path) -> BTreeMap<String, Vec<(u64, f32)>> {
                 Event::SessionStart(first) => {
                     curves.values_mut().for_each(|curve| curve.retain(|(step, _)| *step < first));
                 }
-                Event::Scalar { step, tag, value } => curves.entry(tag).or_default().push((step, value)),
+                Event::Scalar { step, tag, value } => {
+                    curves.entry(tag).or_default().push((step, value))
+                }
             }
         }
     }
@@ -147,18 +152,30 @@ fn curve(objects: &[Value], x: &str, value: impl Fn(&Value) -> f64) -> Vec<(u64,
 }
 
 const ONE_STAGE: [&str; 2] = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"];
-const ALL: [&str; 3] =
-    ["--log-validation-ppl-to-tensorboard", "--log-timers-to-tensorboard", "--log-memory-to-tensorboard"];
+const ALL: [&str; 3] = [
+    "--log-validation-ppl-to-tensorboard",
+    "--log-timers-to-tensorboard",
+    "--log-memory-to-tensorboard",
+];
 
 #[test]
 fn curves_have_megatrons_names_and_the_values_of_the_metrics_and_one_rank_writes_them() {
     let site = Site::new();
-    let run =
-        ["--data-parallel-size=2", "--train-iters=5", "--fp16", "--initial-loss-scale=64", "--tensorboard-dir=a/board"];
+    let run = [
+        "--data-parallel-size=2",
+        "--train-iters=5",
+        "--fp16",
+        "--initial-loss-scale=64",
+        "--tensorboard-dir=a/board",
+    ];
     let eval = ["--eval-interval=2", "--eval-iters=1", "--split=80,10,10"];
     site.succeed(&[&ONE_STAGE[..], &run, &eval, &ALL].concat());
-    let (over_steps, over_samples) = (curves(&site.path("a/board")), curves(&site.path("a/board/vs-samples")));
-    assert_eq!((files(&site.path("a/board")).len(), files(&site.path("a/board/vs-samples")).len()), (1, 1));
+    let (over_steps, over_samples) =
+        (curves(&site.path("a/board")), curves(&site.path("a/board/vs-samples")));
+    assert_eq!(
+        (files(&site.path("a/board")).len(), files(&site.path("a/board/vs-samples")).len()),
+        (1, 1)
+    );
 
     let steps = metrics(&site, "grad_norm");
     assert_eq!(steps.len(), 5);
@@ -177,9 +194,13 @@ fn curves_have_megatrons_names_and_the_values_of_the_metrics_and_one_rank_writes
     }
     let seconds = curve(&steps, "iteration", |step| number(step, "elapsed_ms") / 1e3);
     expected.insert("iteration-time".into(), seconds);
-    expected.insert("mem-max-allocated-bytes".into(), curve(&steps, "iteration", |step| number(step, "memory")));
+    expected.insert(
+        "mem-max-allocated-bytes".into(),
+        curve(&steps, "iteration", |step| number(step, "memory")),
+    );
     for (split, tag) in [("validation", "lm loss validation"), ("test", "lm loss test")] {
-        let evals: Vec<Value> = metrics(&site, "eval").into_iter().filter(|eval| eval["eval"] == split).collect();
+        let evals: Vec<Value> =
+            metrics(&site, "eval").into_iter().filter(|eval| eval["eval"] == split).collect();
         for (tag, key) in [(tag.to_string(), "lm_loss"), (format!("{tag} ppl"), "ppl")] {
             let curve = curve(&evals, "iteration", |eval| number(eval, key));
             let over_samples = curve.iter().map(|(step, value)| (8 * step, *value)).collect();
@@ -187,12 +208,19 @@ fn curves_have_megatrons_names_and_the_values_of_the_metrics_and_one_rank_writes
             expected.insert(tag, curve);
         }
     }
-    assert_eq!(expected["lm loss validation"].iter().map(|(step, _)| *step).collect::<Vec<_>>(), [2, 4, 5]);
+    assert_eq!(
+        expected["lm loss validation"].iter().map(|(step, _)| *step).collect::<Vec<_>>(),
+        [2, 4, 5]
+    );
 
     // A quotient of what is rounded in another place.
-    let (mut over_steps, throughput) = (over_steps, curve(&steps, "iteration", |step| number(step, "tflops")));
+    let (mut over_steps, throughput) =
+        (over_steps, curve(&steps, "iteration", |step| number(step, "tflops")));
     for (shown, computed) in over_steps.remove("throughput").unwrap().iter().zip(&throughput) {
-        assert!(shown.0 == computed.0 && (shown.1 - computed.1).abs() <= 1e-6 * computed.1, "{shown:?}, {computed:?}");
+        assert!(
+            shown.0 == computed.0 && (shown.1 - computed.1).abs() <= 1e-6 * computed.1,
+            "{shown:?}, {computed:?}"
+        );
     }
     assert_eq!(over_steps, expected);
     assert_eq!(over_samples, expected_over_samples);
@@ -201,7 +229,12 @@ fn curves_have_megatrons_names_and_the_values_of_the_metrics_and_one_rank_writes
 #[test]
 fn what_was_not_asked_for_is_not_there() {
     let site = Site::new();
-    let interval = ["--tensorboard-dir=board", "--tensorboard-log-interval=3", "--train-iters=7", "--eval-iters=1"];
+    let interval = [
+        "--tensorboard-dir=board",
+        "--tensorboard-log-interval=3",
+        "--train-iters=7",
+        "--eval-iters=1",
+    ];
     site.succeed(&[&ONE_STAGE[..], &interval].concat());
     let curves = curves(&site.path("board"));
     let expected = ["batch-size", "grad-norm", "learning-rate", "lm loss", "lm loss validation"];
@@ -216,27 +249,45 @@ fn a_run_that_goes_on_starts_a_second_file_at_its_first_step() {
     let common = [&ONE_STAGE[..], &["--tensorboard-dir=board", "--save-interval=3"]].concat();
     site.succeed(&[&common[..], &["--save=saved", "--exit-interval=7"]].concat());
     // Of seven steps four were in vain.
-    let output =
-        site.succeed(&[&common[..], &["--load=saved/iter_0000003", "--save=again", "--exit-interval=9"]].concat());
+    let output = site.succeed(
+        &[&common[..], &["--load=saved/iter_0000003", "--save=again", "--exit-interval=9"]]
+            .concat(),
+    );
     assert!(!stdout(&output).contains("an earlier run"), "{}", stdout(&output));
-    for (folder, x, first) in [("board", "iteration", 4), ("board/vs-samples", "consumed_samples", 25)] {
+    for (folder, x, first) in
+        [("board", "iteration", 4), ("board/vs-samples", "consumed_samples", 25)]
+    {
         let files = files(&site.path(folder));
         let starts = files.iter().map(|file| events(file)[1].clone());
-        assert_eq!(starts.collect::<Vec<_>>(), [Event::SessionStart(1), Event::SessionStart(first)]);
+        assert_eq!(
+            starts.collect::<Vec<_>>(),
+            [Event::SessionStart(1), Event::SessionStart(first)]
+        );
         let losses = curve(&metrics(&site, "grad_norm"), x, |step| number(step, "lm_loss"));
         assert_eq!(losses.len(), 9);
         let tag = if x == "iteration" { "lm loss" } else { "lm loss vs samples" };
         assert_eq!(curves(&site.path(folder))[tag], losses);
     }
     // A run of its own in the same folder.
-    let output = site.succeed(&[&ONE_STAGE[..], &["--tensorboard-dir=board", "--train-iters=1"]].concat());
-    assert!(stdout(&output).contains("note: board has the events of an earlier run"), "{}", stdout(&output));
+    let output =
+        site.succeed(&[&ONE_STAGE[..], &["--tensorboard-dir=board", "--train-iters=1"]].concat());
+    assert!(
+        stdout(&output).contains("note: board has the events of an earlier run"),
+        "{}",
+        stdout(&output)
+    );
 }
 
 #[test]
 fn intervals_of_tensorboard_are_at_least_a_step() {
     let site = Site::new();
-    site.edit("metrics = \"metrics.jsonl\"", "tensorboard_dir = \"board\"\ntensorboard_log_interval = 0");
-    refused(&site.pretrain(&[]).output().unwrap(), &["tensorboard_log_interval = 0 (run.toml:", "at least 1"]);
+    site.edit(
+        "metrics = \"metrics.jsonl\"",
+        "tensorboard_dir = \"board\"\ntensorboard_log_interval = 0",
+    );
+    refused(
+        &site.pretrain(&[]).output().unwrap(),
+        &["tensorboard_log_interval = 0 (run.toml:", "at least 1"],
+    );
     assert!(!site.path("board").exists());
 }

@@ -32,7 +32,8 @@ fn terminal() -> (File, File) {
 /// told to stop.
 fn shown(site: &Site, flags: &[&str], stops: bool) -> String {
     let (mut keys, screen) = terminal();
-    let flags = [&["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"], flags].concat();
+    let flags =
+        [&["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"], flags].concat();
     let mut command = site.pretrain(&flags);
     let run = command.stdout(Stdio::from(screen)).spawn().unwrap();
     // The other end closes with the program's.
@@ -57,12 +58,20 @@ fn lines_of_losses_stay_above_the_bar_which_ends_without_a_time_that_is_left() {
         let site = Site::new();
         let text = shown(&site, &[flags, &["--log-interval=3"]].concat(), stops);
         let lines: Vec<&str> = text.lines().filter(|line| line.contains("step 3: loss ")).collect();
-        assert!(lines.len() == 1 && lines[0].contains(" tokens/s") && lines[0].contains("grad norm"), "{text:?}");
+        assert!(
+            lines.len() == 1 && lines[0].contains(" tokens/s") && lines[0].contains("grad norm"),
+            "{text:?}"
+        );
         assert!(!text.contains("step 4: loss"), "{text:?}");
         assert_eq!(text.contains("step 7: loss"), !stops, "{text:?}");
         assert!(text.contains(" · ETA "), "{text:?}");
         assert!(!text.contains("  · ETA"), "nothing is known before the first step: {text:?}");
-        let last = text.trim_end().rsplit(['\r', '\n']).find(|part| part.contains("tokens/s")).unwrap();
-        assert!(last.contains(if stops { "/1000000 loss" } else { "7/7 loss" }) && !last.contains("ETA"), "{text:?}");
+        let last =
+            text.trim_end().rsplit(['\r', '\n']).find(|part| part.contains("tokens/s")).unwrap();
+        assert!(
+            last.contains(if stops { "/1000000 loss" } else { "7/7 loss" })
+                && !last.contains("ETA"),
+            "{text:?}"
+        );
     }
 }

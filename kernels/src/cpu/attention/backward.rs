@@ -18,8 +18,10 @@ use crate::tensor::view::{View, tensor};
 
 /// Keys per tile; a multiple of 4, as masks want it. Fewer than forward's: two tiles of scores and all operands are to stay in L2.
 const TILE_K: usize = 64;
-const _: () =
-    assert!(TILE_K.is_multiple_of(TILE_Q), "the first tile of queries that sees keys begins no later than they do");
+const _: () = assert!(
+    TILE_K.is_multiple_of(TILE_Q),
+    "the first tile of queries that sees keys begins no later than they do"
+);
 
 pub(super) fn run<E: Elem>(
     op: &'static str,
@@ -84,7 +86,9 @@ impl<E: Elem> Pass<'_, E> {
             }
         }
         let groups = self.geometry.shape.groups;
-        parallel::for_each(self.geometry.b * groups, |task| self.group(task / groups, task % groups, target));
+        parallel::for_each(self.geometry.b * groups, |task| {
+            self.group(task / groups, task % groups, target)
+        });
     }
 
     /// Writes the columns of one group in `dqkv`, which no other task touches.
@@ -93,44 +97,57 @@ impl<E: Elem> Pass<'_, E> {
         let (d, of_group) = (shape.head_dim, shape.heads_per_group);
         let part = |part| self.geometry.qkv_rows(self.packed, batch, group, part);
         let (rows, tiles) = (s * d, s.next_multiple_of(TILE_K) * d);
-        let lengths = [rows, tiles, tiles, rows, rows, rows, rows, rows, TILE_Q * TILE_K, TILE_Q * TILE_K, s];
-        with_buffers::<E::Acc, 11, _>(lengths, |[keys, keys_t, values_t, dk, dv, queries, dout, dq, p, ds, delta]| {
-            vectorize(
-                #[inline(always)]
-                || {
-                    // The values themselves are not needed: their buffer then takes the queries.
-                    part(of_group + 1).copy(0..s, E::Acc::ONE, queries);
-                    transpose::<_, TILE_K>(queries, d, values_t);
-                    part(of_group).copy(0..s, E::Acc::ONE, keys);
-                    transpose::<_, TILE_K>(keys, d, keys_t);
-                },
-            );
-            dk.fill(E::Acc::ZERO);
-            dv.fill(E::Acc::ZERO);
-            let mut of_keys = Group { keys, keys_t, values_t, dk, dv };
-            for j in 0..of_group {
-                let head = group * of_group + j;
-                let scale = E::Acc::of(self.scores.scale);
+        let lengths =
+            [rows, tiles, tiles, rows, rows, rows, rows, rows, TILE_Q * TILE_K, TILE_Q * TILE_K, s];
+        with_buffers::<E::Acc, 11, _>(
+            lengths,
+            |[keys, keys_t, values_t, dk, dv, queries, dout, dq, p, ds, delta]| {
                 vectorize(
                     #[inline(always)]
                     || {
-                        part(j).copy(0..s, scale, queries);
-                        let rows = |of| self.geometry.out_rows(of, batch, head);
-                        let (dout_rows, out_rows) = (rows(self.dout), rows(self.out));
-                        dout_rows.copy(0..s, E::Acc::ONE, dout);
-                        for (position, delta) in delta.iter_mut().enumerate() {
-                            *delta = sum2(dout_rows.row(position), out_rows.row(position), |a, b| a * b);
-                        }
+                        // The values themselves are not needed: their buffer then takes the queries.
+                        part(of_group + 1).copy(0..s, E::Acc::ONE, queries);
+                        transpose::<_, TILE_K>(queries, d, values_t);
+                        part(of_group).copy(0..s, E::Acc::ONE, keys);
+                        transpose::<_, TILE_K>(keys, d, keys_t);
                     },
                 );
-                dq.fill(E::Acc::ZERO);
-                let lse = &self.lse[(batch * shape.heads() + head) * s..][..s];
-                self.head(&mut of_keys, Head { batch, head, queries, dout, dq, lse, delta }, p, ds);
-                self.store(part(j), dq, scale, target);
-            }
-            self.store(part(of_group), of_keys.dk, E::Acc::ONE, target);
-            self.store(part(of_group + 1), of_keys.dv, E::Acc::ONE, target);
-        });
+                dk.fill(E::Acc::ZERO);
+                dv.fill(E::Acc::ZERO);
+                let mut of_keys = Group { keys, keys_t, values_t, dk, dv };
+                for j in 0..of_group {
+                    let head = group * of_group + j;
+                    let scale = E::Acc::of(self.scores.scale);
+                    vectorize(
+                        #[inline(always)]
+                        || {
+                            part(j).copy(0..s, scale, queries);
+                            let rows = |of| self.geometry.out_rows(of, batch, head);
+                            let (dout_rows, out_rows) = (rows(self.dout), rows(self.out));
+                            dout_rows.copy(0..s, E::Acc::ONE, dout);
+                            for (position, delta) in delta.iter_mut().enumerate() {
+                                *delta = sum2(
+                                    dout_rows.row(position),
+                                    out_rows.row(position),
+                                    |a, b| a * b,
+                                );
+                            }
+                        },
+                    );
+                    dq.fill(E::Acc::ZERO);
+                    let lse = &self.lse[(batch * shape.heads() + head) * s..][..s];
+                    self.head(
+                        &mut of_keys,
+                        Head { batch, head, queries, dout, dq, lse, delta },
+                        p,
+                        ds,
+                    );
+                    self.store(part(j), dq, scale, target);
+                }
+                self.store(part(of_group), of_keys.dk, E::Acc::ONE, target);
+                self.store(part(of_group + 1), of_keys.dv, E::Acc::ONE, target);
+            },
+        );
     }
 
     /// Writes scale · `from [s, d]` to where `to` lies in dqkv.
@@ -140,15 +157,25 @@ impl<E: Elem> Pass<'_, E> {
             || {
                 for (position, from) in from.chunks_exact(to.width).enumerate() {
                     // SAFETY: dqkv has qkv's shape; only this task writes its group's columns.
-                    let to =
-                        unsafe { std::slice::from_raw_parts_mut(target.at(to.at + position * to.stride), to.width) };
+                    let to = unsafe {
+                        std::slice::from_raw_parts_mut(
+                            target.at(to.at + position * to.stride),
+                            to.width,
+                        )
+                    };
                     to.iter_mut().zip(from).for_each(|(to, &from)| *to = E::store(from * scale));
                 }
             },
         );
     }
 
-    fn head(&self, group: &mut Group<E::Acc>, mut head: Head<E::Acc>, p: &mut [E::Acc], ds: &mut [E::Acc]) {
+    fn head(
+        &self,
+        group: &mut Group<E::Acc>,
+        mut head: Head<E::Acc>,
+        p: &mut [E::Acc],
+        ds: &mut [E::Acc],
+    ) {
         let s = self.geometry.s;
         for first_key in (0..s).step_by(TILE_K) {
             let keys = first_key..s.min(first_key + TILE_K);
@@ -157,7 +184,14 @@ impl<E: Elem> Pass<'_, E> {
                 if self.scores.first_key(s, head.batch, first_query) >= keys.end {
                     break;
                 }
-                self.tile(group, &mut head, first_query..s.min(first_query + TILE_Q), keys.clone(), p, ds);
+                self.tile(
+                    group,
+                    &mut head,
+                    first_query..s.min(first_query + TILE_Q),
+                    keys.clone(),
+                    p,
+                    ds,
+                );
             }
         }
     }
@@ -174,15 +208,25 @@ impl<E: Elem> Pass<'_, E> {
         let d = self.geometry.shape.head_dim;
         let mask = self.mask.map(|m| m.head(head.batch, head.head));
         // Keys behind the last query are hidden from all of them; before the first one there are so many.
-        let (m, seen, before) = (queries.len(), (queries.end - keys.start).min(keys.len()), queries.start - keys.start);
+        let (m, seen, before) =
+            (queries.len(), (queries.end - keys.start).min(keys.len()), queries.start - keys.start);
         let row = queries.start * d;
         let operand = |of: &[E::Acc]| Mat(of[row..].as_ptr(), d, 1);
         let transposed = |of: &[E::Acc]| (of[keys.start * d..].as_ptr(), TILE_K);
         // SAFETY: a tile has m rows of the head's [s, d] and of p and ds; `seen` ≤ TILE_K keys are of a tile.
         unsafe {
-            for (to, rows, turned) in [(&mut *p, head.queries, group.keys_t), (&mut *ds, head.dout, group.values_t)] {
+            for (to, rows, turned) in
+                [(&mut *p, head.queries, group.keys_t), (&mut *ds, head.dout, group.values_t)]
+            {
                 let to = (to.as_mut_ptr(), TILE_K);
-                product((m, seen, d), CausalPart::Columns(before), to, false, operand(rows), transposed(turned));
+                product(
+                    (m, seen, d),
+                    CausalPart::Columns(before),
+                    to,
+                    false,
+                    operand(rows),
+                    transposed(turned),
+                );
             }
         }
         vectorize(
@@ -190,7 +234,13 @@ impl<E: Elem> Pass<'_, E> {
             || {
                 for r in 0..m {
                     let at = r * TILE_K..r * TILE_K + keys.len();
-                    self.row(head, queries.start + r, keys.start, (&mut p[at.clone()], &mut ds[at]), mask.as_ref());
+                    self.row(
+                        head,
+                        queries.start + r,
+                        keys.start,
+                        (&mut p[at.clone()], &mut ds[at]),
+                        mask.as_ref(),
+                    );
                 }
             },
         );
@@ -202,7 +252,8 @@ impl<E: Elem> Pass<'_, E> {
             let keys = (group.keys[to..].as_ptr(), d);
             product((m, d, seen), CausalPart::First(before), (to_queries, d), true, weights, keys);
             let (dk, dv) = (group.dk[to..].as_mut_ptr(), group.dv[to..].as_mut_ptr());
-            let (dout, queries) = ((head.dout[row..].as_ptr(), d), (head.queries[row..].as_ptr(), d));
+            let (dout, queries) =
+                ((head.dout[row..].as_ptr(), d), (head.queries[row..].as_ptr(), d));
             product(by_keys, CausalPart::From(before), (dv, d), true, across(p), dout);
             product(by_keys, CausalPart::From(before), (dk, d), true, across(ds), queries);
         }
@@ -220,7 +271,11 @@ impl<E: Elem> Pass<'_, E> {
         mask: Option<&HeadMask>,
     ) {
         let visible = (query + 1).saturating_sub(first_key).min(p.len());
-        let hidden = self.scores.first_key(self.geometry.s, head.batch, query).saturating_sub(first_key).min(visible);
+        let hidden = self
+            .scores
+            .first_key(self.geometry.s, head.batch, query)
+            .saturating_sub(first_key)
+            .min(visible);
         p[visible..].fill(E::Acc::ZERO);
         ds[visible..].fill(E::Acc::ZERO);
         if let Some(slope) = self.scores.slope(head.head) {

@@ -19,7 +19,10 @@ thread_local! {
 }
 
 /// Calls `f` with buffers of these lengths, whose contents are arbitrary numbers. Their memory is kept for the thread's next call.
-pub fn with_buffers<T: HostElem, const N: usize, R>(lengths: [usize; N], f: impl FnOnce([&mut [T]; N]) -> R) -> R {
+pub fn with_buffers<T: HostElem, const N: usize, R>(
+    lengths: [usize; N],
+    f: impl FnOnce([&mut [T]; N]) -> R,
+) -> R {
     with_two_buffers::<T, T, N, 0, R>(lengths, [], |buffers, _| f(buffers))
 }
 
@@ -93,7 +96,8 @@ pub fn transpose<T: Float, const TILE: usize>(rows: &[T], width: usize, to: &mut
             let block = BLOCK.min(n - first_row);
             if block == BLOCK {
                 for c in 0..width {
-                    let line: [T; BLOCK] = std::array::from_fn(|r| rows[(first_row + r) * width + c]);
+                    let line: [T; BLOCK] =
+                        std::array::from_fn(|r| rows[(first_row + r) * width + c]);
                     to[c * TILE + first_row..][..BLOCK].copy_from_slice(&line);
                 }
             } else {

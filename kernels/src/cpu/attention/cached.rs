@@ -43,7 +43,11 @@ pub fn cached<E: Elem>(
         if let Some(scores) = from_the_start {
             return super::forward::<E>(qkv, geometry, scores, None, op).map(|(out, _)| out);
         }
-        tensor(attend(&packed, cache, starts, geometry, scores), (s, b, shape.heads() * shape.head_dim), qkv)
+        tensor(
+            attend(&packed, cache, starts, geometry, scores),
+            (s, b, shape.heads() * shape.head_dim),
+            qkv,
+        )
     })
 }
 
@@ -60,7 +64,8 @@ fn append<E: Elem>(packed: &[E], cache: &mut [E], starts: &[usize], geometry: Ge
         for i in 0..s {
             for group in 0..shape.groups {
                 // Key and value follow each other in both.
-                let from = geometry.qkv_at(batch, group, shape.heads_per_group) + i * geometry.qkv_stride();
+                let from = geometry.qkv_at(batch, group, shape.heads_per_group)
+                    + i * geometry.qkv_stride();
                 let to = key_at(geometry, start + i, batch, group);
                 cache[to..to + pair].copy_from_slice(&packed[from..from + pair]);
             }
@@ -75,7 +80,13 @@ const TOGETHER: usize = 4;
 /// How many positions before its use memory is asked for.
 const AHEAD: usize = 16;
 
-fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geometry, scores: HostScores) -> Vec<E> {
+fn attend<E: Elem>(
+    packed: &[E],
+    cache: &[E],
+    starts: &[usize],
+    geometry: Geometry,
+    scores: HostScores,
+) -> Vec<E> {
     let Geometry { s, b, shape } = geometry;
     let (d, of_group) = (shape.head_dim, shape.heads_per_group);
     let mut out = vec![E::store(E::Acc::ZERO); s * b * shape.heads() * d];
@@ -110,7 +121,9 @@ fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geomet
                                     prefetch_l2(ahead.as_ptr().wrapping_byte_add(line));
                                 });
                             }
-                            heads.iter_mut().for_each(|head| head.weights[n] = dot(&head.query, row(key).0));
+                            heads
+                                .iter_mut()
+                                .for_each(|head| head.weights[n] = dot(&head.query, row(key).0));
                         }
                         for (j, head) in in_group.clone().zip(&mut heads) {
                             let slope = scores.slope(group * of_group + j);
@@ -127,7 +140,9 @@ fn attend<E: Elem>(packed: &[E], cache: &[E], starts: &[usize], geometry: Geomet
                                 heads.iter_mut().for_each(|head| head.add(n, values));
                             } else {
                                 (at..keys.end).for_each(|key| {
-                                    heads.iter_mut().for_each(|head| head.add(key - keys.start, [row(key).1]));
+                                    heads
+                                        .iter_mut()
+                                        .for_each(|head| head.add(key - keys.start, [row(key).1]));
                                 });
                             }
                         }
@@ -198,11 +213,16 @@ impl<E: Elem> Gathered<E> {
         let d = self.sums.len();
         let values = values.map(|value| &value[..d]);
         #[cfg(target_arch = "x86_64")]
-        if E::DTYPE == DType::F16 && crate::tensor::simd::Isa::detected() >= crate::tensor::simd::Isa::Avx512 {
+        if E::DTYPE == DType::F16
+            && crate::tensor::simd::Isa::detected() >= crate::tensor::simd::Isa::Avx512
+        {
             // LLVM makes no vectors of these conversions: five times as long.
-            let (values, weights) = (values.map(|value| value.as_ptr().cast()), weights.map(|w| w.f64() as f32));
+            let (values, weights) =
+                (values.map(|value| value.as_ptr().cast()), weights.map(|w| w.f64() as f32));
             // SAFETY: the machine has AVX-512, E is f16, which is computed in f32, and every row has d elements.
-            return unsafe { add_rows::<f16, N>(self.sums.as_mut_ptr().cast(), d, weights, values) };
+            return unsafe {
+                add_rows::<f16, N>(self.sums.as_mut_ptr().cast(), d, weights, values)
+            };
         }
         for (c, sum) in self.sums.iter_mut().enumerate() {
             for i in 0..N {
@@ -221,7 +241,9 @@ impl<E: Elem> Gathered<E> {
 #[inline(always)]
 fn dot<E: Elem>(a: &[E], b: &[E]) -> E::Acc {
     #[cfg(target_arch = "x86_64")]
-    if size_of::<E>() == 2 && crate::tensor::simd::Isa::detected() >= crate::tensor::simd::Isa::Avx512 {
+    if size_of::<E>() == 2
+        && crate::tensor::simd::Isa::detected() >= crate::tensor::simd::Isa::Avx512
+    {
         // LLVM's own vectors of bf16 take twice as long; of f16 it makes none.
         let (rows, n) = ([a.as_ptr(), b.as_ptr()], a.len().min(b.len()));
         // SAFETY: the machine has AVX-512, and E is the type that its name says.

@@ -21,7 +21,8 @@ pub(super) fn run<E: Elem>(op: &'static str, qkv: &Tensor, call: Call) -> Result
     let heads = shape.heads();
     let packed = View::<E>::new(qkv, op, "qkv")?;
     let packed: &[E] = &packed;
-    let (mut out, mut lse) = (Vec::with_capacity(s * b * heads * shape.head_dim), Vec::with_capacity(b * heads * s));
+    let (mut out, mut lse) =
+        (Vec::with_capacity(s * b * heads * shape.head_dim), Vec::with_capacity(b * heads * s));
     fill(packed, call, Shared(out.as_mut_ptr()), Shared(lse.as_mut_ptr()));
     // SAFETY: there is room for that many elements, and all were written.
     unsafe {
@@ -45,14 +46,17 @@ fn fill<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) 
     let parts = (2 * parallel::threads()).div_ceil((b * heads).max(1)).clamp(1, tiles.max(1));
     parallel::for_each(b * heads * parts, |task| {
         let (batch_head, part) = (task / parts, task % parts);
-        let head = Head { geometry, batch: batch_head / heads, head: batch_head % heads, scores, mask };
+        let head =
+            Head { geometry, batch: batch_head / heads, head: batch_head % heads, scores, mask };
         // Every parts-th tile, from the last one back: short and long rows alike for each.
         head.forward(packed, (0..tiles).rev().skip(part).step_by(parts), out, lse);
     });
 }
 
-const _: () =
-    assert!(TILE_K.is_multiple_of(TILE_Q), "no tile of queries begins before the last tile of keys that it sees");
+const _: () = assert!(
+    TILE_K.is_multiple_of(TILE_Q),
+    "no tile of queries begins before the last tile of keys that it sees"
+);
 
 /// One head of one sample.
 struct Head<'a> {
@@ -84,16 +88,31 @@ struct Gathered<'a, T> {
 
 impl Head<'_> {
     /// Writes the rows of these tiles of queries, latest first, in `out` and `lse`, which no other task writes.
-    fn forward<E: Elem>(&self, packed: &[E], tiles: impl Iterator<Item = usize>, out: Shared<E>, lse: Shared<E::Acc>) {
+    fn forward<E: Elem>(
+        &self,
+        packed: &[E],
+        tiles: impl Iterator<Item = usize>,
+        out: Shared<E>,
+        lse: Shared<E::Acc>,
+    ) {
         let Geometry { s, shape, .. } = self.geometry;
         let d = shape.head_dim;
-        let (group, in_group) = (self.head / shape.heads_per_group, self.head % shape.heads_per_group);
+        let (group, in_group) =
+            (self.head / shape.heads_per_group, self.head % shape.heads_per_group);
         let part = |part| self.geometry.qkv_rows(packed, self.batch, group, part);
-        let (q, k, v) = (part(in_group), part(shape.heads_per_group), part(shape.heads_per_group + 1));
+        let (q, k, v) =
+            (part(in_group), part(shape.heads_per_group), part(shape.heads_per_group + 1));
         let mut tiles = tiles.peekable();
         let Some(&last) = tiles.peek() else { return };
         let end = s.min((last + 1) * TILE_Q);
-        let lengths = [end * d, end * d, end.next_multiple_of(TILE_K) * d, TILE_Q * d, TILE_Q * TILE_K, TILE_Q * d];
+        let lengths = [
+            end * d,
+            end * d,
+            end.next_multiple_of(TILE_K) * d,
+            TILE_Q * d,
+            TILE_Q * TILE_K,
+            TILE_Q * d,
+        ];
         with_buffers::<E::Acc, 6, _>(lengths, |[keys, values, keys_t, queries, p, acc]| {
             vectorize(
                 #[inline(always)]
@@ -110,7 +129,11 @@ impl Head<'_> {
                     || q.copy(rows.clone(), E::Acc::of(self.scores.scale), queries),
                 );
                 acc.fill(E::Acc::ZERO);
-                let gathered = Gathered { acc, maxima: [E::Acc::NEG_INFINITY; TILE_Q], sums: [E::Acc::ZERO; TILE_Q] };
+                let gathered = Gathered {
+                    acc,
+                    maxima: [E::Acc::NEG_INFINITY; TILE_Q],
+                    sums: [E::Acc::ZERO; TILE_Q],
+                };
                 self.tile::<E>(rows, Operands { queries, keys_t, values }, p, gathered, out, lse);
             }
         });
@@ -132,7 +155,8 @@ impl Head<'_> {
         // Tiles that all queries see nothing of are left out: the first query sees furthest back.
         let seen = self.scores.first_key(s, self.batch, rows.start) / TILE_K * TILE_K;
         for first_key in (seen..rows.end).step_by(TILE_K) {
-            let (keys_t, values) = (&operands.keys_t[first_key * d..], &operands.values[first_key * d..]);
+            let (keys_t, values) =
+                (&operands.keys_t[first_key * d..], &operands.values[first_key * d..]);
             // Keys behind the last query are hidden from all of them.
             let keys = (rows.end - first_key).min(TILE_K);
             let (m, p_at) = (rows.len(), p.as_mut_ptr());
@@ -142,20 +166,42 @@ impl Head<'_> {
             // sequence's end, as are as many rows of values.
             unsafe {
                 let q = Mat(operands.queries.as_ptr(), d, 1);
-                product((m, keys, d), CausalPart::Columns(before), (p_at, TILE_K), false, q, (keys_t.as_ptr(), TILE_K));
+                product(
+                    (m, keys, d),
+                    CausalPart::Columns(before),
+                    (p_at, TILE_K),
+                    false,
+                    q,
+                    (keys_t.as_ptr(), TILE_K),
+                );
             }
             vectorize(
                 #[inline(always)]
                 || {
                     for r in 0..m {
-                        self.soften::<E>(rows.start + r, r, first_key, keys, p, &mut gathered, mask.as_ref());
+                        self.soften::<E>(
+                            rows.start + r,
+                            r,
+                            first_key,
+                            keys,
+                            p,
+                            &mut gathered,
+                            mask.as_ref(),
+                        );
                     }
                 },
             );
             // SAFETY: as above.
             unsafe {
                 let (p, acc) = (Mat(p.as_ptr(), TILE_K, 1), (gathered.acc.as_mut_ptr(), d));
-                product((m, d, keys), CausalPart::First(before), acc, true, p, (values.as_ptr(), d));
+                product(
+                    (m, d, keys),
+                    CausalPart::First(before),
+                    acc,
+                    true,
+                    p,
+                    (values.as_ptr(), d),
+                );
             }
         }
         let kept = E::Acc::of(self.mask.map_or(1.0, |m| m.scale));
@@ -172,7 +218,9 @@ impl Head<'_> {
                     };
                     *lse = gathered.maxima[r] + gathered.sums[r].ln();
                     let norm = kept / gathered.sums[r];
-                    out.iter_mut().zip(&gathered.acc[r * d..]).for_each(|(out, &acc)| *out = E::store(acc * norm));
+                    out.iter_mut()
+                        .zip(&gathered.acc[r * d..])
+                        .for_each(|(out, &acc)| *out = E::store(acc * norm));
                 }
             },
         );

@@ -43,15 +43,26 @@ struct HostScores<'a> {
 
 impl<'a> HostScores<'a> {
     /// `first_keys`: those of `scores`, `[b][s]`.
-    fn new(scores: Scores<'a>, first_keys: Option<&'a [u32]>, s: usize, op: &'static str) -> Result<Self> {
+    fn new(
+        scores: Scores<'a>,
+        first_keys: Option<&'a [u32]>,
+        s: usize,
+        op: &'static str,
+    ) -> Result<Self> {
         for (sample, row) in first_keys.unwrap_or_default().chunks_exact(s.max(1)).enumerate() {
             let sees_nothing = |&(query, &first): &(usize, &u32)| first as usize > query;
             if let Some((query, first)) = row.iter().enumerate().find(sees_nothing) {
-                let message = format!("query {query} of sample {sample} sees nothing: its first key is {first}");
+                let message = format!(
+                    "query {query} of sample {sample} sees nothing: its first key is {first}"
+                );
                 return Err(Error::shape(op, message));
             }
             if let Some(at) = row.windows(2).position(|pair| pair[1] < pair[0]) {
-                let message = format!("the first keys of sample {sample} fall from {} to {}", row[at], row[at + 1]);
+                let message = format!(
+                    "the first keys of sample {sample} fall from {} to {}",
+                    row[at],
+                    row[at + 1]
+                );
                 return Err(Error::shape(op, message));
             }
         }
@@ -102,14 +113,25 @@ struct Call<'a> {
 
 impl Geometry {
     /// Part `part` of a group in `packed`.
-    fn qkv_rows<'a, E>(&self, packed: &'a [E], batch: usize, group: usize, part: usize) -> Rows<'a, E> {
+    fn qkv_rows<'a, E>(
+        &self,
+        packed: &'a [E],
+        batch: usize,
+        group: usize,
+        part: usize,
+    ) -> Rows<'a, E> {
         let at = self.qkv_at(batch, group, part);
         Rows { elements: packed, at, stride: self.qkv_stride(), width: self.shape.head_dim }
     }
 
     /// A head of the output.
     fn out_rows<'a, E>(&self, out: &'a [E], batch: usize, head: usize) -> Rows<'a, E> {
-        Rows { elements: out, at: self.out_at(batch, head), stride: self.out_stride(), width: self.shape.head_dim }
+        Rows {
+            elements: out,
+            at: self.out_at(batch, head),
+            stride: self.out_stride(),
+            width: self.shape.head_dim,
+        }
     }
 }
 

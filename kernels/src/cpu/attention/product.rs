@@ -22,7 +22,14 @@ pub unsafe fn product<T: Float>(
     // SAFETY: the caller's promise; T is the type that its name says.
     unsafe {
         if T::DTYPE == DType::F32 {
-            unpacked::product((m, n, k), seen, (dst.0.cast(), dst.1), accumulate, a.cast(), (b.0.cast(), b.1));
+            unpacked::product(
+                (m, n, k),
+                seen,
+                (dst.0.cast(), dst.1),
+                accumulate,
+                a.cast(),
+                (b.0.cast(), b.1),
+            );
         } else {
             let (dst, b) = (Mat(dst.0, dst.1, 1), Mat(b.0, b.1, 1));
             gemm::<T, T>((m, n, k), dst, accumulate, a, b, T::ONE, Parallelism::None);

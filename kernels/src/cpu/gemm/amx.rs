@@ -56,7 +56,10 @@ impl Kernel<bf16> for Amx {
     // Rows that begin within a line cost a second line each. Rows that lie a multiple of 2 KiB apart fall into so few sets of the
     // L1 cache that a strip does not stay there.
     fn reads_rows(Mat(at, row, column): Mat<*const bf16>) -> bool {
-        column == 1 && at.addr().is_multiple_of(64) && row.is_multiple_of(STEP) && !row.is_multiple_of(1024)
+        column == 1
+            && at.addr().is_multiple_of(64)
+            && row.is_multiple_of(STEP)
+            && !row.is_multiple_of(1024)
     }
 
     unsafe fn tile(
@@ -91,7 +94,11 @@ impl Kernel<bf16> for Amx {
     }
 }
 
-pub(super) unsafe fn copy(rows: usize, (from, from_stride): (*const f32, usize), (to, to_stride): (*mut f32, usize)) {
+pub(super) unsafe fn copy(
+    rows: usize,
+    (from, from_stride): (*const f32, usize),
+    (to, to_stride): (*mut f32, usize),
+) {
     for r in 0..rows {
         // SAFETY: the caller's promise.
         unsafe {
@@ -115,12 +122,18 @@ struct Tiles {
 impl Tiles {
     fn of(strip: Strip<bf16, bf16>) -> Self {
         match strip {
-            Strip::Packed(at) => {
-                Self { upper: at, lower: at.wrapping_add(16 * STEP), row_bytes: 2 * STEP, step_bytes: 2 * MR * STEP }
-            }
-            Strip::Rows(at, row) => {
-                Self { upper: at, lower: at.wrapping_add(16 * row), row_bytes: 2 * row, step_bytes: 2 * STEP }
-            }
+            Strip::Packed(at) => Self {
+                upper: at,
+                lower: at.wrapping_add(16 * STEP),
+                row_bytes: 2 * STEP,
+                step_bytes: 2 * MR * STEP,
+            },
+            Strip::Rows(at, row) => Self {
+                upper: at,
+                lower: at.wrapping_add(16 * row),
+                row_bytes: 2 * row,
+                step_bytes: 2 * STEP,
+            },
         }
     }
 }
@@ -344,7 +357,8 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
                 let mut lines = [_mm512_setzero_si512(); 16];
                 for (i, line) in lines.iter_mut().enumerate().take(k.div_ceil(2)) {
                     let even = from.wrapping_add(2 * i * column + r);
-                    *line = pairs_of(even, (2 * i + 1 < k).then(|| even.wrapping_add(column)), mask);
+                    *line =
+                        pairs_of(even, (2 * i + 1 < k).then(|| even.wrapping_add(column)), mask);
                 }
                 let lines = transpose(lines);
                 for (l, &line) in lines.iter().enumerate() {
@@ -377,7 +391,10 @@ unsafe fn transposed_words(from: *const u8, row: usize) -> [__m512i; 8] {
     }
     // Within quarters: words of two rows, then of four, then of eight.
     let twos: [_; 4] = std::array::from_fn(|i| {
-        [_mm512_unpacklo_epi16(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_epi16(x[2 * i], x[2 * i + 1])]
+        [
+            _mm512_unpacklo_epi16(x[2 * i], x[2 * i + 1]),
+            _mm512_unpackhi_epi16(x[2 * i], x[2 * i + 1]),
+        ]
     });
     let mut out = x;
     for half in 0..2 {

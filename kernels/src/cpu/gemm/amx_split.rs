@@ -175,7 +175,13 @@ unsafe fn whole<E: SplitBf16, W: Work>(
     // SAFETY: the caller's promise; fetching ahead is no access.
     unsafe {
         if from.is_null() {
-            asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                options(nostack, nomem)
+            );
         } else {
             asm!(
                 "tileloadd tmm0, [{upper} + {row}]",
@@ -197,7 +203,8 @@ unsafe fn whole<E: SplitBf16, W: Work>(
                 2 => from_memory!(all_of_two!(both 3, 3), strip, panel),
                 _ => from_memory!(six!(both 5, 3), strip, panel),
             }
-            (strip, panel) = (strip.wrapping_add(E::PARTS * PART), panel.wrapping_add(E::PARTS * PART));
+            (strip, panel) =
+                (strip.wrapping_add(E::PARTS * PART), panel.wrapping_add(E::PARTS * PART));
             if step <= FETCHING {
                 for _ in 0..4 {
                     next.lines().into_iter().for_each(crate::tensor::simd::prefetch_l2);
@@ -279,7 +286,8 @@ unsafe fn upper_half<E: SplitBf16>(
                     panel
                 ),
             }
-            (strip, panel) = (strip.wrapping_add(E::PARTS * PART), panel.wrapping_add(E::PARTS * PART));
+            (strip, panel) =
+                (strip.wrapping_add(E::PARTS * PART), panel.wrapping_add(E::PARTS * PART));
         }
         asm!(
             "tilestored [{to} + {row}], tmm0",
@@ -307,7 +315,16 @@ impl<E: SplitBf16> PackByShares<E> {
     fn new(pack: Pack<E, E::Packed>, shares: usize) -> Self {
         let Pack { from, width, k, following, to, is_panel } = pack;
         let units = k / STEP * UNITS;
-        Self { from, width, following, to: to.cast(), is_panel, unit: 0, units, share: units.div_ceil(shares) }
+        Self {
+            from,
+            width,
+            following,
+            to: to.cast(),
+            is_panel,
+            unit: 0,
+            units,
+            share: units.div_ceil(shares),
+        }
     }
 }
 
@@ -320,7 +337,8 @@ impl<E: SplitBf16> Work for PackByShares<E> {
             let units = unit..UNITS.min(unit + end - self.unit);
             let is_last = (piece + 1) * UNITS == self.units;
             self.unit += units.len();
-            let (from, to) = (self.from.at(0, piece * STEP), self.to.wrapping_add(piece * E::PARTS * PART));
+            let (from, to) =
+                (self.from.at(0, piece * STEP), self.to.wrapping_add(piece * E::PARTS * PART));
             let next = if is_last { self.following } else { from.at(0, STEP).0 };
             // SAFETY: the caller's promise.
             unsafe {

@@ -29,7 +29,9 @@ macro_rules! of_tiles {
             add: (*const C, usize),
         ) {
             // SAFETY: the caller's promise.
-            unsafe { $crate::cpu::gemm::avx512bf16::finish_tile(sums, rows, columns, to, scale, add) }
+            unsafe {
+                $crate::cpu::gemm::avx512bf16::finish_tile(sums, rows, columns, to, scale, add)
+            }
         }
 
         unsafe fn enter() {

@@ -69,13 +69,25 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
                     let strip = Rows(at.cast(), 4 * row);
                     match interleaved {
                         Some(Interleaved::Fetch(next, rows)) => {
-                            tile::<MR, Rows, _>(k, strip, panel, from, to, Asking(ahead, Fetch(next, rows)));
+                            tile::<MR, Rows, _>(
+                                k,
+                                strip,
+                                panel,
+                                from,
+                                to,
+                                Asking(ahead, Fetch(next, rows)),
+                            );
                         }
                         _ => tile::<MR, Rows, _>(k, strip, panel, from, to, Asking(ahead, Idle)),
                     }
                 }
                 Strip::Packed(at) => {
-                    of_six!(rows, tile, (Packed<MR>, _), (k, Packed(at), panel, from, to, Asking(ahead, Idle)))
+                    of_six!(
+                        rows,
+                        tile,
+                        (Packed<MR>, _),
+                        (k, Packed(at), panel, from, to, Asking(ahead, Idle))
+                    )
                 }
             }
         }
@@ -133,7 +145,14 @@ impl Unpacked for Avx2 {
     const MR: usize = MR;
     const NR: usize = NR;
 
-    unsafe fn near(rows: usize, k: usize, a: Mat<*const f32>, b: (*const f32, usize), c: (*mut f32, usize), add: bool) {
+    unsafe fn near(
+        rows: usize,
+        k: usize,
+        a: Mat<*const f32>,
+        b: (*const f32, usize),
+        c: (*mut f32, usize),
+        add: bool,
+    ) {
         let from = if add { c.0.cast_const() } else { std::ptr::null() };
         // SAFETY: the caller's promise.
         unsafe { of_six!(rows, tile, (Mat<*const f32>, _), (k, a, b, (from, c.1), c, Idle)) }
@@ -182,7 +201,10 @@ unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
                 let b = [_mm256_loadu_ps(panel), _mm256_loadu_ps(panel.add(8))];
                 for r in 0..ROWS {
                     let a = _mm256_broadcast_ss(&*strip.row(r));
-                    sums[r] = [_mm256_fmadd_ps(a, b[0], sums[r][0]), _mm256_fmadd_ps(a, b[1], sums[r][1])];
+                    sums[r] = [
+                        _mm256_fmadd_ps(a, b[0], sums[r][0]),
+                        _mm256_fmadd_ps(a, b[1], sums[r][1]),
+                    ];
                 }
                 (strip, panel) = (strip.next(), panel.wrapping_add(panel_row));
             }
@@ -253,7 +275,12 @@ unsafe fn load<E: Elem<Acc = f32>>(from: *const E) -> __m256 {
 /// result holds the i-th of every line, and 0 for missing lines and behind the last element.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn along<E: Elem<Acc = f32>>(from: *const E, line: usize, lines: usize, elements: usize) -> [__m256; LANES] {
+unsafe fn along<E: Elem<Acc = f32>>(
+    from: *const E,
+    line: usize,
+    lines: usize,
+    elements: usize,
+) -> [__m256; LANES] {
     let mut x = [_mm256_setzero_ps(); LANES];
     for (l, x) in x.iter_mut().enumerate().take(lines) {
         let from = from.wrapping_add(l * line);
@@ -272,7 +299,8 @@ unsafe fn along<E: Elem<Acc = f32>>(from: *const E, line: usize, lines: usize, e
     // instructions.)
     let mut pairs = x;
     for i in (0..LANES).step_by(2) {
-        (pairs[i], pairs[i + 1]) = (_mm256_unpacklo_ps(x[i], x[i + 1]), _mm256_unpackhi_ps(x[i], x[i + 1]));
+        (pairs[i], pairs[i + 1]) =
+            (_mm256_unpacklo_ps(x[i], x[i + 1]), _mm256_unpackhi_ps(x[i], x[i + 1]));
     }
     let mut fours = pairs;
     for i in (0..LANES).step_by(4) {
@@ -292,7 +320,12 @@ unsafe fn along<E: Elem<Acc = f32>>(from: *const E, line: usize, lines: usize, e
 
 /// As [`pack::pack`]; what lies along the inner dimension in memory is transposed in registers.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn vector_pack<E: Elem<Acc = f32>, const R: usize>(m: Mat<*const E>, width: usize, k: usize, to: *mut f32) {
+unsafe fn vector_pack<E: Elem<Acc = f32>, const R: usize>(
+    m: Mat<*const E>,
+    width: usize,
+    k: usize,
+    to: *mut f32,
+) {
     let Mat(from, row, column) = m;
     // SAFETY: the caller's promise.
     unsafe {
@@ -301,7 +334,8 @@ unsafe fn vector_pack<E: Elem<Acc = f32>, const R: usize>(m: Mat<*const E>, widt
         }
         for r in (0..R).step_by(LANES) {
             for i in (0..k).step_by(LANES) {
-                let lines = along(from.wrapping_add(r * row + i), row, width.saturating_sub(r), k - i);
+                let lines =
+                    along(from.wrapping_add(r * row + i), row, width.saturating_sub(r), k - i);
                 for (l, &line) in lines.iter().enumerate().take(k - i) {
                     let to = to.add((i + l) * R + r);
                     if R - r >= LANES {

@@ -124,9 +124,30 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         // SAFETY: the caller's promise, and C is the type that its name says.
         unsafe {
             match C::DTYPE {
-                DType::F32 => finish::<f32>(sums, rows, columns, (to.0.cast(), to.1), scale, (add.0.cast(), add.1)),
-                DType::BF16 => finish::<bf16>(sums, rows, columns, (to.0.cast(), to.1), scale, (add.0.cast(), add.1)),
-                _ => finish::<f16>(sums, rows, columns, (to.0.cast(), to.1), scale, (add.0.cast(), add.1)),
+                DType::F32 => finish::<f32>(
+                    sums,
+                    rows,
+                    columns,
+                    (to.0.cast(), to.1),
+                    scale,
+                    (add.0.cast(), add.1),
+                ),
+                DType::BF16 => finish::<bf16>(
+                    sums,
+                    rows,
+                    columns,
+                    (to.0.cast(), to.1),
+                    scale,
+                    (add.0.cast(), add.1),
+                ),
+                _ => finish::<f16>(
+                    sums,
+                    rows,
+                    columns,
+                    (to.0.cast(), to.1),
+                    scale,
+                    (add.0.cast(), add.1),
+                ),
             }
         }
     }
@@ -175,10 +196,18 @@ unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usiz
         if column == 1 {
             for r in (0..R).step_by(16) {
                 for i in (0..k).step_by(16) {
-                    let lines =
-                        <Line as Word<E>>::along(from.wrapping_add(r * row + i), row, width.saturating_sub(r), k - i);
+                    let lines = <Line as Word<E>>::along(
+                        from.wrapping_add(r * row + i),
+                        row,
+                        width.saturating_sub(r),
+                        k - i,
+                    );
                     for (l, &line) in lines.iter().enumerate().take(k - i) {
-                        _mm512_mask_storeu_epi32(to.add((i + l) * R + r).cast(), first(R - r), line);
+                        _mm512_mask_storeu_epi32(
+                            to.add((i + l) * R + r).cast(),
+                            first(R - r),
+                            line,
+                        );
                     }
                 }
             }
@@ -190,7 +219,13 @@ unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usiz
 
 /// As [`Kernel::pack_strips`]. Rows of memory in which strips lie side by side are read row by row, and those of the next piece asked for.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn pack_all<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usize, to: *mut f32, stride: usize) {
+unsafe fn pack_all<E: Lanes, const R: usize>(
+    m: Mat<*const E>,
+    width: usize,
+    k: usize,
+    to: *mut f32,
+    stride: usize,
+) {
     let Mat(from, row, column) = m;
     // SAFETY: the caller's promise; fetching ahead is no access.
     unsafe {

@@ -135,7 +135,9 @@ macro_rules! tiles {
             ahead: Ahead,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { tile::<ROWS, E, M, _, _>(words, Packed::<MR>(strip), panel, from, to, ahead, Idle) }
+            unsafe {
+                tile::<ROWS, E, M, _, _>(words, Packed::<MR>(strip), panel, from, to, ahead, Idle)
+            }
         }
 
         #[target_feature(enable = $features)]
@@ -170,7 +172,9 @@ macro_rules! tiles {
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
                     // What was asked for two tiles ago has left L1 since, and stores wait for each other.
                     if 2 * r >= ROWS {
-                        [2 * r - ROWS, 2 * r + 1 - ROWS].into_iter().for_each(|near| to.ask_for_row(near, NR));
+                        [2 * r - ROWS, 2 * r + 1 - ROWS]
+                            .into_iter()
+                            .for_each(|near| to.ask_for_row(near, NR));
                     }
                     work.share();
                     let now = if r + 1 < ROWS { share } else { left };
@@ -180,7 +184,10 @@ macro_rules! tiles {
                         for r in 0..ROWS {
                             // Rows of pairs may begin between words.
                             let a = _mm512_set1_ps(strip.row(r).read_unaligned());
-                            sums[r] = [M::multiply(sums[r][0], a, b[0]), M::multiply(sums[r][1], a, b[1])];
+                            sums[r] = [
+                                M::multiply(sums[r][0], a, b[0]),
+                                M::multiply(sums[r][1], a, b[1]),
+                            ];
                         }
                         (strip, panel) = (strip.next(), panel.add(NR));
                         work.step();
@@ -202,7 +209,10 @@ macro_rules! tiles {
                             _mm512_storeu_ps(rows[r].as_mut_ptr().add(16), sums[r][1]);
                         }
                         for (r, row) in rows.iter().enumerate() {
-                            let mut row = [_mm512_loadu_ps(row.as_ptr()), _mm512_loadu_ps(row.as_ptr().add(16))];
+                            let mut row = [
+                                _mm512_loadu_ps(row.as_ptr()),
+                                _mm512_loadu_ps(row.as_ptr().add(16)),
+                            ];
                             if !add.is_null() {
                                 let add = add.add(r * add_stride);
                                 row[0] = _mm512_add_ps(E::load16(add, u16::MAX), row[0]);
@@ -262,7 +272,8 @@ macro_rules! skinny {
             let mut following = b.wrapping_add(16 * column).cast::<i8>();
             // SAFETY: the caller's promise; fetching ahead is no access.
             unsafe {
-                let mut sums: [__m512; ROWS] = std::array::from_fn(|r| _mm512_loadu_ps(to.add(r * NR)));
+                let mut sums: [__m512; ROWS] =
+                    std::array::from_fn(|r| _mm512_loadu_ps(to.add(r * NR)));
                 for i in (0..k).step_by(step) {
                     for _ in 0..16 * step * size_of::<E>() / LINE {
                         crate::tensor::simd::prefetch_l2(following);

@@ -50,12 +50,24 @@ impl Kernel<bf16> for Avx512Bf16 {
         unsafe { pack_pairs::<NR>(b.t(), columns, k, to) }
     }
 
-    unsafe fn pack_strips(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16, stride: usize) {
+    unsafe fn pack_strips(
+        a: Mat<*const bf16>,
+        rows: usize,
+        k: usize,
+        to: *mut bf16,
+        stride: usize,
+    ) {
         // SAFETY: the caller's promise.
         unsafe { pack_all::<MR>(a, rows, k, to, stride) }
     }
 
-    unsafe fn pack_panels(b: Mat<*const bf16>, columns: usize, k: usize, to: *mut bf16, stride: usize) {
+    unsafe fn pack_panels(
+        b: Mat<*const bf16>,
+        columns: usize,
+        k: usize,
+        to: *mut bf16,
+        stride: usize,
+    ) {
         // SAFETY: the caller's promise.
         unsafe { pack_all::<NR>(b.t(), columns, k, to, stride) }
     }
@@ -83,7 +95,9 @@ impl Kernel<bf16> for Avx512Bf16 {
         interleaved: Option<Interleaved<bf16, bf16>>,
     ) {
         // SAFETY: the caller's promise.
-        unsafe { any_tile!(rows, strip, interleaved, bf16, Pair, (k / 2, panel.cast(), from, to, ahead)) }
+        unsafe {
+            any_tile!(rows, strip, interleaved, bf16, Pair, (k / 2, panel.cast(), from, to, ahead))
+        }
     }
 
     fn leaves_other_rows(_: usize) -> bool {
@@ -135,7 +149,12 @@ impl Word<bf16> for Pair {
     }
 
     #[inline(always)]
-    unsafe fn along(from: *const bf16, line: usize, lines: usize, elements: usize) -> [__m512i; 16] {
+    unsafe fn along(
+        from: *const bf16,
+        line: usize,
+        lines: usize,
+        elements: usize,
+    ) -> [__m512i; 16] {
         // SAFETY: the caller's promise.
         unsafe {
             if elements >= 32 {
@@ -196,14 +215,20 @@ pub(super) unsafe fn pairs_of(even: *const bf16, odd: Option<*const bf16>, mask:
 /// # Safety
 /// The machine has AVX-512; `m` can be read, `to` has R · (k rounded up to 2) elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) unsafe fn pack_pairs<const R: usize>(m: Mat<*const bf16>, width: usize, k: usize, to: *mut bf16) {
+pub(super) unsafe fn pack_pairs<const R: usize>(
+    m: Mat<*const bf16>,
+    width: usize,
+    k: usize,
+    to: *mut bf16,
+) {
     let Mat(from, row, column) = m;
     let pairs = k.div_ceil(2);
     // SAFETY: the caller's promise.
     unsafe {
         if column == 1 {
             for r in (0..R).step_by(16) {
-                let lines = Pair::along(from.wrapping_add(r * row), row, width.saturating_sub(r), k);
+                let lines =
+                    Pair::along(from.wrapping_add(r * row), row, width.saturating_sub(r), k);
                 for (l, &line) in lines.iter().enumerate().take(pairs) {
                     _mm512_mask_storeu_epi32(to.cast::<i32>().add(l * R + r), first(R - r), line);
                 }
@@ -223,7 +248,13 @@ pub(super) unsafe fn pack_pairs<const R: usize>(m: Mat<*const bf16>, width: usiz
 
 /// As [`Kernel::pack_strips`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn pack_all<const R: usize>(m: Mat<*const bf16>, width: usize, k: usize, to: *mut bf16, stride: usize) {
+unsafe fn pack_all<const R: usize>(
+    m: Mat<*const bf16>,
+    width: usize,
+    k: usize,
+    to: *mut bf16,
+    stride: usize,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         if m.1 == 1 && m.2 != 1 {
@@ -249,16 +280,27 @@ unsafe fn pack_rows<const R: usize>(
         for i in 0..k.div_ceil(2) {
             let even = from.wrapping_add(2 * i * column);
             let odd = (2 * i + 1 < k).then(|| even.wrapping_add(column));
-            let ahead = [even, even.wrapping_add(column)].map(|row| row.wrapping_add(PIECE * column).cast::<i8>());
+            let ahead = [even, even.wrapping_add(column)]
+                .map(|row| row.wrapping_add(PIECE * column).cast::<i8>());
             for line in (0..width * size_of::<bf16>()).step_by(64) {
-                ahead.into_iter().for_each(|ahead| _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line)));
+                ahead
+                    .into_iter()
+                    .for_each(|ahead| _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line)));
             }
             let strip = |s: usize, l: usize, mask: u16| {
                 let line = match odd {
-                    Some(odd) => pairs_of(even.wrapping_add(s * R + l), Some(odd.wrapping_add(s * R + l)), mask),
+                    Some(odd) => pairs_of(
+                        even.wrapping_add(s * R + l),
+                        Some(odd.wrapping_add(s * R + l)),
+                        mask,
+                    ),
                     None => pairs_of(even.wrapping_add(s * R + l), None, mask),
                 };
-                _mm512_mask_storeu_epi32(to.add(s * stride).cast::<i32>().add(i * R + l), first(R - l), line);
+                _mm512_mask_storeu_epi32(
+                    to.add(s * stride).cast::<i32>().add(i * R + l),
+                    first(R - l),
+                    line,
+                );
             };
             let whole = width / R;
             for s in 0..whole {
@@ -287,7 +329,9 @@ pub(super) unsafe fn finish_tile<C: Elem<Acc = f32>>(
 ) {
     if C::DTYPE != candle_core::DType::BF16 {
         // SAFETY: the caller's promise.
-        return unsafe { <avx512::Avx512 as Kernel<f32>>::finish(sums, rows, columns, (to, stride), scale, add) };
+        return unsafe {
+            <avx512::Avx512 as Kernel<f32>>::finish(sums, rows, columns, (to, stride), scale, add)
+        };
     }
     let add = (!add.0.is_null()).then_some((add.0.cast::<bf16>(), add.1));
     // Multiplications would keep the products' units busy.
@@ -299,7 +343,9 @@ pub(super) unsafe fn finish_tile<C: Elem<Acc = f32>>(
             let sum = |c: usize, mask: u16| {
                 let sum = _mm512_maskz_loadu_ps(mask, sums.add(c));
                 let sum = factor.map_or(sum, |factor| _mm512_mul_ps(factor, sum));
-                add.map_or(sum, |(add, stride)| _mm512_add_ps(bf16::load16(add.add(r * stride + c), mask), sum))
+                add.map_or(sum, |(add, stride)| {
+                    _mm512_add_ps(bf16::load16(add.add(r * stride + c), mask), sum)
+                })
             };
             if columns == NR {
                 Pair::store(to, [sum(0, u16::MAX), sum(16, u16::MAX)]);
@@ -307,7 +353,8 @@ pub(super) unsafe fn finish_tile<C: Elem<Acc = f32>>(
             }
             for c in (0..columns).step_by(16) {
                 let mask = first(columns - c);
-                let narrow = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(sum(c, mask)));
+                let narrow =
+                    std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(sum(c, mask)));
                 _mm256_mask_storeu_epi16(to.add(c).cast(), mask, narrow);
             }
         }

@@ -82,7 +82,10 @@ unsafe fn store<E: SplitBf16>(numbers: [__m512; 2], to: *mut bf16) {
     unsafe {
         let high_halves = _mm512_loadu_epi16(HIGH_HALVES.as_ptr());
         for (p, &[first, second]) in parts.iter().enumerate().take(E::PARTS) {
-            _mm512_store_si512(to.add(p * PART).cast(), _mm512_permutex2var_epi16(first, high_halves, second));
+            _mm512_store_si512(
+                to.add(p * PART).cast(),
+                _mm512_permutex2var_epi16(first, high_halves, second),
+            );
         }
     }
 }
@@ -125,7 +128,10 @@ pub unsafe fn pack_rows<E: SplitBf16>(
             Mat(_, row, 1) => {
                 for r in units.start * EACH..units.end * EACH {
                     let halves = if r < rows {
-                        [part_of_row(a.0, r * row, 0, k, ahead), part_of_row(a.0, r * row, 16, k, ahead)]
+                        [
+                            part_of_row(a.0, r * row, 0, k, ahead),
+                            part_of_row(a.0, r * row, 16, k, ahead),
+                        ]
                     } else {
                         [_mm512_setzero_ps(); 2]
                     };
@@ -135,17 +141,26 @@ pub unsafe fn pack_rows<E: SplitBf16>(
             Mat(_, 1, _) => {
                 for unit in units.filter(|unit| unit % TURNED == 0) {
                     let r = unit * EACH;
-                    let [first, second] = columns(a.at(r, 0), k, first(rows.saturating_sub(r)), ahead);
+                    let [first, second] =
+                        columns(a.at(r, 0), k, first(rows.saturating_sub(r)), ahead);
                     let (first, second) = (transpose(first), transpose(second));
                     for l in 0..16 {
-                        let halves = [_mm512_castsi512_ps(first[l]), _mm512_castsi512_ps(second[l])];
+                        let halves =
+                            [_mm512_castsi512_ps(first[l]), _mm512_castsi512_ps(second[l])];
                         store::<E>(halves, to.add((r + l) * STEP));
                     }
                 }
             }
             _ => {
                 let copy = gathered(a, rows, k);
-                pack_rows(Mat(copy.as_ptr().cast::<E>(), STEP, 1), rows, k, to, units, copy.as_ptr().cast());
+                pack_rows(
+                    Mat(copy.as_ptr().cast::<E>(), STEP, 1),
+                    rows,
+                    k,
+                    to,
+                    units,
+                    copy.as_ptr().cast(),
+                );
             }
         }
     }
@@ -177,13 +192,18 @@ pub unsafe fn pack_pairs<E: SplitBf16>(
                     for i in [0, 16] {
                         let mut lines = [_mm512_setzero_si512(); 16];
                         for l in 0..16.min(width.saturating_sub(c)) {
-                            lines[l] = _mm512_castps_si512(part_of_row(m.0, (c + l) * row, i, k, ahead));
+                            lines[l] =
+                                _mm512_castps_si512(part_of_row(m.0, (c + l) * row, i, k, ahead));
                         }
                         let lines = transpose(lines);
                         for l in 0..8 {
                             let (even, odd) = (lines[2 * l], lines[2 * l + 1]);
                             let to = place(i / 2 + l, c);
-                            store_pairs::<E>(_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd), to);
+                            store_pairs::<E>(
+                                _mm512_castsi512_ps(even),
+                                _mm512_castsi512_ps(odd),
+                                to,
+                            );
                         }
                     }
                 }
@@ -193,13 +213,24 @@ pub unsafe fn pack_pairs<E: SplitBf16>(
                     for c in [0, 16] {
                         let (m, mask) = (m.at(c, 0), first(width.saturating_sub(c)));
                         let even = part_of_column(m, 2 * pair, k, mask, ahead);
-                        store_pairs::<E>(even, part_of_column(m, 2 * pair + 1, k, mask, ahead), place(pair, c));
+                        store_pairs::<E>(
+                            even,
+                            part_of_column(m, 2 * pair + 1, k, mask, ahead),
+                            place(pair, c),
+                        );
                     }
                 }
             }
             _ => {
                 let copy = gathered(m, width, k);
-                pack_pairs(Mat(copy.as_ptr().cast::<E>(), STEP, 1), width, k, to, units, copy.as_ptr().cast());
+                pack_pairs(
+                    Mat(copy.as_ptr().cast::<E>(), STEP, 1),
+                    width,
+                    k,
+                    to,
+                    units,
+                    copy.as_ptr().cast(),
+                );
             }
         }
     }
@@ -213,7 +244,13 @@ fn distance<E>(from: *const E, to: *const E) -> usize {
 /// Sixteen elements of a row of `k` that begins at `row`, from `i` on, with zeros beyond. Asks for those `ahead` bytes behind.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn part_of_row<E: Lanes>(from: *const E, row: usize, i: usize, k: usize, ahead: usize) -> __m512 {
+unsafe fn part_of_row<E: Lanes>(
+    from: *const E,
+    row: usize,
+    i: usize,
+    k: usize,
+    ahead: usize,
+) -> __m512 {
     let at = from.wrapping_add(row + i);
     // SAFETY: the caller's promise; what a mask does not select is not read.
     unsafe {
@@ -243,7 +280,12 @@ unsafe fn part_of_column<E: Lanes>(
 /// The columns of a piece of sixteen rows that lie side by side.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn columns<E: Lanes>(m: Mat<*const E>, k: usize, mask: u16, ahead: usize) -> [[__m512i; 16]; 2] {
+unsafe fn columns<E: Lanes>(
+    m: Mat<*const E>,
+    k: usize,
+    mask: u16,
+    ahead: usize,
+) -> [[__m512i; 16]; 2] {
     let mut all = [[_mm512_setzero_si512(); 16]; 2];
     for i in 0..STEP {
         // SAFETY: the caller's promise.
@@ -253,7 +295,11 @@ unsafe fn columns<E: Lanes>(m: Mat<*const E>, k: usize, mask: u16, ahead: usize)
 }
 
 /// Elements that are apart in both directions, side by side.
-unsafe fn gathered<E: Lanes>(Mat(from, row, column): Mat<*const E>, rows: usize, k: usize) -> [[E; STEP]; WIDTH] {
+unsafe fn gathered<E: Lanes>(
+    Mat(from, row, column): Mat<*const E>,
+    rows: usize,
+    k: usize,
+) -> [[E; STEP]; WIDTH] {
     let mut all = [[E::store(f32::of(0.0)); STEP]; WIDTH];
     for (r, line) in all.iter_mut().enumerate().take(rows) {
         for (i, e) in line.iter_mut().enumerate().take(k) {
@@ -275,7 +321,9 @@ mod tests {
         struct Piece([bf16; 3 * PART]);
         let mut piece = Piece([bf16::ZERO; 3 * PART]);
         // SAFETY: one element, and room for a piece.
-        unsafe { pack_rows(Mat(&raw const x, 1, 1), 1, 1, piece.0.as_mut_ptr(), 0..UNITS, &raw const x) };
+        unsafe {
+            pack_rows(Mat(&raw const x, 1, 1), 1, 1, piece.0.as_mut_ptr(), 0..UNITS, &raw const x)
+        };
         (0..E::PARTS).map(|p| piece.0[p * PART].to_f32()).collect()
     }
 
@@ -293,7 +341,10 @@ mod tests {
         for x in some().chain([0.0, 1.0, -1.0, 1.0 + f32::EPSILON, 3.38e38, f32::MIN_POSITIVE]) {
             let [high, middle, low] = parts(x)[..] else { panic!() };
             assert_eq!(f64::from(high) + f64::from(middle) + f64::from(low), f64::from(x), "{x:e}");
-            assert!(middle.abs() <= x.abs() / 256.0 && low.abs() <= x.abs() / 131_072.0, "{x:e}: {middle:e}, {low:e}");
+            assert!(
+                middle.abs() <= x.abs() / 256.0 && low.abs() <= x.abs() / 131_072.0,
+                "{x:e}: {middle:e}, {low:e}"
+            );
         }
     }
 

@@ -75,7 +75,10 @@ thread_local! {
 }
 
 /// A call within `f` gets a value of its own.
-fn lend<T: Default, R>(kept: &'static LocalKey<Cell<Option<Box<T>>>>, f: impl FnOnce(&mut T) -> R) -> R {
+fn lend<T: Default, R>(
+    kept: &'static LocalKey<Cell<Option<Box<T>>>>,
+    f: impl FnOnce(&mut T) -> R,
+) -> R {
     let mut value = kept.take().unwrap_or_default();
     let result = f(&mut value);
     kept.set(Some(value));

@@ -36,7 +36,10 @@ pub unsafe fn with_kernel<E: Elem, C: Elem, W: WithKernel>(isa: Isa, what: W) {
 }
 
 #[cfg(target_arch = "x86_64")]
-unsafe fn through_f32<E: super::lanes::Lanes, C: Elem<Acc = f32>, W: WithKernel>(isa: Isa, what: W) {
+unsafe fn through_f32<E: super::lanes::Lanes, C: Elem<Acc = f32>, W: WithKernel>(
+    isa: Isa,
+    what: W,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         match isa {
@@ -49,7 +52,10 @@ unsafe fn through_f32<E: super::lanes::Lanes, C: Elem<Acc = f32>, W: WithKernel>
 
 /// f32 and f16: as they are, or as sums of bf16.
 #[cfg(target_arch = "x86_64")]
-unsafe fn of_parts<E: super::bf16_split::SplitBf16, C: Elem<Acc = f32>, W: WithKernel>(isa: Isa, what: W) {
+unsafe fn of_parts<E: super::bf16_split::SplitBf16, C: Elem<Acc = f32>, W: WithKernel>(
+    isa: Isa,
+    what: W,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         match isa {

@@ -27,7 +27,12 @@ pub enum First {
 
 impl First {
     /// With the bias of `n` elements widened into `memory`.
-    pub fn new<E: Elem<Acc = f32>>(start: Start<'_, E>, n: usize, nr: usize, memory: &mut Buffer) -> Self {
+    pub fn new<E: Elem<Acc = f32>>(
+        start: Start<'_, E>,
+        n: usize,
+        nr: usize,
+        memory: &mut Buffer,
+    ) -> Self {
         match start {
             Start::Zero => Self::Zero,
             Start::Old => Self::Old,
@@ -154,7 +159,8 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
         following: *const E,
     ) -> Self {
         let in_place = k.is_multiple_of(K::KQ) && K::reads_rows(a);
-        let (whole, turns) = if in_place { (rows / K::MR * K::MR, Turns::of(1)) } else { (0, Turns::ALL) };
+        let (whole, turns) =
+            if in_place { (rows / K::MR * K::MR, Turns::of(1)) } else { (0, Turns::ALL) };
         // SAFETY: the caller's promise.
         unsafe { pack_strips::<E, K>(a.at(whole, 0), rows - whole, k, to) };
         Self { rows: in_place.then_some((a.0, a.1)), packed: to, turns, following }
@@ -183,7 +189,14 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
 
     /// What of the strip after `strip` is fetched while panel `p` is used.
     #[inline(always)]
-    fn ahead(&self, strip: Strip<E, P>, is_last: bool, mr: usize, (lines, each): (usize, usize), p: usize) -> Next {
+    fn ahead(
+        &self,
+        strip: Strip<E, P>,
+        is_last: bool,
+        mr: usize,
+        (lines, each): (usize, usize),
+        p: usize,
+    ) -> Next {
         let Strip::Rows(at, row) = strip else { return Next::nothing(self.packed.cast()) };
         let next = if is_last { self.following } else { at.wrapping_add(mr * row) };
         let at = next.cast::<u8>().wrapping_add((p * each).min(lines - each) * LINE);
@@ -212,7 +225,8 @@ pub unsafe fn pack_panels<E: Elem<Acc = f32>, K: Kernel<E>>(
                     .for_each(|line| prefetch(b.at(i, next).0.wrapping_byte_add(line)));
             }
         }
-        let (b, columns, to) = (b.at(i, c), step.min(columns - c), to.wrapping_add(c * padded + i * K::NR));
+        let (b, columns, to) =
+            (b.at(i, c), step.min(columns - c), to.wrapping_add(c * padded + i * K::NR));
         // SAFETY: the caller's promise.
         unsafe { K::pack_panels(b, columns, PIECE.min(k - i), to, padded * K::NR) };
     };
@@ -232,7 +246,8 @@ pub unsafe fn pack_strips<E: Elem<Acc = f32>, K: Kernel<E>>(
     let padded = k.next_multiple_of(K::KQ);
     let step = K::MR * if a.1 == 1 { TOGETHER } else { 1 };
     let piece = |i: usize, r: usize| {
-        let (a, rows, to) = (a.at(r, i), step.min(rows - r), to.wrapping_add(r * padded + i * K::MR));
+        let (a, rows, to) =
+            (a.at(r, i), step.min(rows - r), to.wrapping_add(r * padded + i * K::MR));
         // SAFETY: the caller's promise.
         unsafe { K::pack_strips(a, rows, PIECE.min(k - i), to, padded * K::MR) };
     };
@@ -241,7 +256,12 @@ pub unsafe fn pack_strips<E: Elem<Acc = f32>, K: Kernel<E>>(
 
 /// Calls `piece` for all pieces, in the order in which memory is read along its lines.
 #[inline(always)]
-fn pieces((width, step): (usize, usize), k: usize, across_first: bool, piece: impl Fn(usize, usize)) {
+fn pieces(
+    (width, step): (usize, usize),
+    k: usize,
+    across_first: bool,
+    piece: impl Fn(usize, usize),
+) {
     if across_first {
         for i in (0..k).step_by(PIECE) {
             (0..width).step_by(step).for_each(|r| piece(i, r));
@@ -275,7 +295,8 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
     let touches_dst = region.is_last || region.is_first && matches!(first, First::Old);
     let second = if K::NR * size_of::<C>() > LINE { LINE } else { 0 };
     let order = packing.order();
-    let (mut down, mut across) = (region.rows.len().div_ceil(K::MR), region.columns.len().div_ceil(K::NR));
+    let (mut down, mut across) =
+        (region.rows.len().div_ceil(K::MR), region.columns.len().div_ceil(K::NR));
     let inner = match order {
         Order::ByStrips => across,
         Order::ByPanels => down,
@@ -307,7 +328,8 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                 down
             }
             Order::ByPanels => {
-                all_columns.end = keep((all_columns.start + o * K::NR).min(all_columns.end)..all_columns.end);
+                all_columns.end =
+                    keep((all_columns.start + o * K::NR).min(all_columns.end)..all_columns.end);
                 across = all_columns.len().div_ceil(K::NR);
                 across
             }
@@ -322,7 +344,8 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
             let strip = strips.strip(s, rows, K::MR, region.k);
             let panel = panels.at.wrapping_add(panels.turns.place(p) * panels.len);
             let later = i + TILES_AHEAD;
-            let (s_ahead, p_ahead) = if later < inner { place(o, later) } else { place(o + 1, later - inner) };
+            let (s_ahead, p_ahead) =
+                if later < inner { place(o, later) } else { place(o + 1, later - inner) };
             let written = if touches_dst {
                 let at = dst_tile(s_ahead, p_ahead).cast_const().cast();
                 Next { at, row: row_stride * size_of::<C>(), second }
@@ -372,7 +395,9 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
                     let old = matches!(first, First::Old) && !unscaled;
                     let add = match plus_tile(s, p) {
                         Some((at, stride)) => Mat(at, stride, 1),
-                        None => Mat(if old { to.0.cast_const() } else { std::ptr::null() }, to.1, to.2),
+                        None => {
+                            Mat(if old { to.0.cast_const() } else { std::ptr::null() }, to.1, to.2)
+                        }
                     };
                     if column_stride == 1 {
                         K::finish(sums.0, rows, columns, (to.0, to.1), scale, (add.0, add.1));
@@ -386,7 +411,12 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
 }
 
 /// Old values of an edge of dst as the start of sums.
-unsafe fn load<C: Elem<Acc = f32>>(from: Mat<*mut C>, rows: usize, columns: usize, (to, stride): (*mut f32, usize)) {
+unsafe fn load<C: Elem<Acc = f32>>(
+    from: Mat<*mut C>,
+    rows: usize,
+    columns: usize,
+    (to, stride): (*mut f32, usize),
+) {
     for r in 0..rows {
         for c in 0..columns {
             // SAFETY: the caller's promise.
@@ -409,7 +439,8 @@ unsafe fn scatter<C: Elem<Acc = f32>>(
             // SAFETY: the caller's promise.
             unsafe {
                 let to = to.0.add(r * to.1 + c * to.2);
-                let old = if add.0.is_null() { 0.0 } else { (*add.0.add(r * add.1 + c * add.2)).load() };
+                let old =
+                    if add.0.is_null() { 0.0 } else { (*add.0.add(r * add.1 + c * add.2)).load() };
                 *to = C::store(old + scale * *sums.add(r * stride + c));
             }
         }

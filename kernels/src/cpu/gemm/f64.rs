@@ -55,7 +55,11 @@ pub unsafe fn gemm(
 ///
 /// # Safety
 /// As [`super::gemm_plus`].
-pub unsafe fn add((m, n, _): (usize, usize, usize), dst: Mat<*mut f64>, (plus, stride): (*const f64, usize)) {
+pub unsafe fn add(
+    (m, n, _): (usize, usize, usize),
+    dst: Mat<*mut f64>,
+    (plus, stride): (*const f64, usize),
+) {
     for r in 0..m {
         for c in 0..n {
             // SAFETY: the caller's promise.

@@ -75,13 +75,19 @@ impl<E> To<E> {
     #[inline(always)]
     pub fn ask_for_row(self, r: usize, columns: usize) {
         let (at, bytes) = match self {
-            Self::Sums(to, stride) => (to.wrapping_add(r * stride).cast::<u8>(), columns * size_of::<f32>()),
-            Self::Rounded { to, stride, .. } => (to.wrapping_add(r * stride).cast::<u8>(), columns * size_of::<E>()),
+            Self::Sums(to, stride) => {
+                (to.wrapping_add(r * stride).cast::<u8>(), columns * size_of::<f32>())
+            }
+            Self::Rounded { to, stride, .. } => {
+                (to.wrapping_add(r * stride).cast::<u8>(), columns * size_of::<E>())
+            }
         };
         // `_mm_prefetch` asks to write only where the compiler is told that every machine can.
         let ask = |line: *mut u8| {
             // SAFETY: it is no access, and machines that cannot ask to write, none of which has AVX-512, do nothing.
-            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly)) };
+            unsafe {
+                std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly))
+            };
         };
         ask(at);
         if bytes > LINE {
@@ -208,7 +214,13 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     ///
     /// # Safety
     /// As [`Kernel::pack_a`], for every strip.
-    unsafe fn pack_strips(a: Mat<*const E>, rows: usize, k: usize, to: *mut Self::Packed, stride: usize) {
+    unsafe fn pack_strips(
+        a: Mat<*const E>,
+        rows: usize,
+        k: usize,
+        to: *mut Self::Packed,
+        stride: usize,
+    ) {
         for (s, r) in (0..rows).step_by(Self::MR).enumerate() {
             // SAFETY: the caller's promise.
             unsafe { Self::pack_a(a.at(r, 0), Self::MR.min(rows - r), k, to.add(s * stride)) };
@@ -219,7 +231,13 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     ///
     /// # Safety
     /// As [`Kernel::pack_b`], for every panel.
-    unsafe fn pack_panels(b: Mat<*const E>, columns: usize, k: usize, to: *mut Self::Packed, stride: usize) {
+    unsafe fn pack_panels(
+        b: Mat<*const E>,
+        columns: usize,
+        k: usize,
+        to: *mut Self::Packed,
+        stride: usize,
+    ) {
         for (p, c) in (0..columns).step_by(Self::NR).enumerate() {
             // SAFETY: the caller's promise.
             unsafe { Self::pack_b(b.at(0, c), Self::NR.min(columns - c), k, to.add(p * stride)) };

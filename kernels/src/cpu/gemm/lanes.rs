@@ -53,9 +53,16 @@ impl Lanes for bf16 {
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
         let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
-        let result = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), rounded, quiet);
+        let result =
+            _mm512_mask_blend_epi32(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), rounded, quiet);
         // SAFETY: the caller's promise.
-        unsafe { _mm256_mask_storeu_epi16(to.cast(), mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(result))) }
+        unsafe {
+            _mm256_mask_storeu_epi16(
+                to.cast(),
+                mask,
+                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(result)),
+            )
+        }
     }
 }
 
@@ -71,7 +78,13 @@ impl Lanes for f16 {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn store16(to: *mut Self, mask: u16, v: __m512) {
         // SAFETY: the caller's promise.
-        unsafe { _mm256_mask_storeu_epi16(to.cast(), mask, _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+        unsafe {
+            _mm256_mask_storeu_epi16(
+                to.cast(),
+                mask,
+                _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v),
+            )
+        }
     }
 }
 
@@ -101,8 +114,14 @@ pub fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
     // u[4i + j] holds, in quarter q, lane 4q + j of registers 4i .. 4i + 4.
     let mut out = u;
     for j in 0..4 {
-        let low = [_mm512_shuffle_i32x4::<0x88>(u[j], u[4 + j]), _mm512_shuffle_i32x4::<0x88>(u[8 + j], u[12 + j])];
-        let high = [_mm512_shuffle_i32x4::<0xdd>(u[j], u[4 + j]), _mm512_shuffle_i32x4::<0xdd>(u[8 + j], u[12 + j])];
+        let low = [
+            _mm512_shuffle_i32x4::<0x88>(u[j], u[4 + j]),
+            _mm512_shuffle_i32x4::<0x88>(u[8 + j], u[12 + j]),
+        ];
+        let high = [
+            _mm512_shuffle_i32x4::<0xdd>(u[j], u[4 + j]),
+            _mm512_shuffle_i32x4::<0xdd>(u[8 + j], u[12 + j]),
+        ];
         out[j] = _mm512_shuffle_i32x4::<0x88>(low[0], low[1]);
         out[8 + j] = _mm512_shuffle_i32x4::<0xdd>(low[0], low[1]);
         out[4 + j] = _mm512_shuffle_i32x4::<0x88>(high[0], high[1]);

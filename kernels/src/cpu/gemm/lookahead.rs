@@ -20,7 +20,11 @@ const FAR: usize = 4 << 20;
 const FEW_ROWS: usize = 512;
 
 /// Whether panels of B, of so many elements, are better packed ahead than before their task, in a product of so many rows.
-pub fn pays<E: Elem<Acc = f32>, K: Kernel<E>>(b: Mat<*const E>, elements: usize, rows: usize) -> bool {
+pub fn pays<E: Elem<Acc = f32>, K: Kernel<E>>(
+    b: Mat<*const E>,
+    elements: usize,
+    rows: usize,
+) -> bool {
     let pays_in_16_bits = || elements * size_of::<E>() >= FAR || (K::MR..=FEW_ROWS).contains(&rows);
     K::DOES_CHORES && b.2 != 1 && (size_of::<E>() == size_of::<f32>() || pays_in_16_bits())
 }
@@ -39,7 +43,8 @@ pub fn steps(columns: &Range<usize>, nr: usize, group: usize, blocks: Blocks) ->
     let rest = (columns.len() - first).div_ceil(nr);
     let each = rest.div_ceil(rest.div_ceil(group).max(1)).max(1) * nr;
     let begins = std::iter::once(0).chain((first..columns.len()).step_by(each));
-    let groups = begins.map(|begin| begin..(begin + if begin == 0 { first } else { each }).min(columns.len()));
+    let groups = begins
+        .map(|begin| begin..(begin + if begin == 0 { first } else { each }).min(columns.len()));
     groups
         .flat_map(|group| {
             let columns = columns.start + group.start..columns.start + group.end;
@@ -69,7 +74,13 @@ where
 
 impl<E: Elem<Acc = f32>, K: Kernel<E>> NextPanels<E, K> {
     /// `columns` columns of `k` rows of `b`, while `tiles` tiles are computed.
-    pub fn new(b: Mat<*const E>, columns: usize, k: usize, to: *mut K::Packed, tiles: usize) -> Self {
+    pub fn new(
+        b: Mat<*const E>,
+        columns: usize,
+        k: usize,
+        to: *mut K::Packed,
+        tiles: usize,
+    ) -> Self {
         let pieces = columns.div_ceil(K::NR) * k.div_ceil(PIECE);
         Self { b, columns, k, to, packed: 0, pieces, since: 0, computed: 0, tiles }
     }
@@ -110,7 +121,11 @@ impl<E: Elem<Acc = f32>, K: Kernel<E>> NextPanels<E, K> {
         if first >= K::NR {
             return None;
         }
-        let next = Next { at: at.wrapping_add(first * column).cast(), row: column * size_of::<E>(), second };
+        let next = Next {
+            at: at.wrapping_add(first * column).cast(),
+            row: column * size_of::<E>(),
+            second,
+        };
         Some(Interleaved::Fetch(next, share))
     }
 }
@@ -139,7 +154,9 @@ mod tests {
 
     #[test]
     fn steps_cover_columns_and_blocks_once_and_begin_with_one_panel() {
-        for (n, k, group) in [(1, 1, 1), (32, 400, 4), (33, 400, 4), (1152, 384, 4), (8192, 384, 6), (390, 3000, 5)] {
+        for (n, k, group) in
+            [(1, 1, 1), (32, 400, 4), (33, 400, 4), (1152, 384, 4), (8192, 384, 6), (390, 3000, 5)]
+        {
             let (columns, blocks) = (7..7 + n, Blocks::new(k, 384, 384));
             let steps = steps(&columns, 32, group, blocks);
             assert_eq!(steps[0].columns, 7..7 + n.min(32));

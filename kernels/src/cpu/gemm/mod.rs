@@ -96,7 +96,9 @@ impl<'a, E> Start<'a, E> {
             Self::Zero => Start::Zero,
             Self::Old => Start::Old,
             // SAFETY: callers name the elements' own type again before they read them.
-            Self::Bias(bias) => Start::Bias(unsafe { std::slice::from_raw_parts(bias.as_ptr().cast(), bias.len()) }),
+            Self::Bias(bias) => {
+                Start::Bias(unsafe { std::slice::from_raw_parts(bias.as_ptr().cast(), bias.len()) })
+            }
         }
     }
 }
@@ -148,7 +150,9 @@ pub unsafe fn gemm_plus<'a, E: Elem, C: Elem<Acc = E::Acc>>(
     threads: Parallelism,
 ) {
     // SAFETY: the caller's promise; the machine has what was detected.
-    unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), Some(plus), a, b, E::Acc::ONE, threads) }
+    unsafe {
+        gemm_on(Isa::detected(), shape, dst, start.into(), Some(plus), a, b, E::Acc::ONE, threads)
+    }
 }
 
 /// # Safety

@@ -12,7 +12,11 @@ use crate::tensor::element::Elem;
 const SLOTS: usize = 2;
 
 /// Whether the kernel packs these operands beside its products.
-pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(a: Mat<*const E>, b: Mat<*const E>, k: usize) -> bool {
+pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(
+    a: Mat<*const E>,
+    b: Mat<*const E>,
+    k: usize,
+) -> bool {
     K::DOES_CHORES && K::packs_beside(a) && K::packs_beside(b.t()) && k.is_multiple_of(K::KQ)
 }
 
@@ -23,7 +27,12 @@ pub fn order(rows: usize, columns: usize) -> Order {
 }
 
 /// Elements of the memory for strips, and for panels, of tasks of `rows` × `columns` and blocks of `k`, computed in an order.
-pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(rows: usize, columns: usize, k: usize, order: Order) -> [usize; 2] {
+pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(
+    rows: usize,
+    columns: usize,
+    k: usize,
+    order: Order,
+) -> [usize; 2] {
     let (strips, panels) = (rows.div_ceil(K::MR), columns.div_ceil(K::NR));
     let (strips, panels) = match order {
         Order::ByStrips => (SLOTS, panels),
@@ -53,7 +62,8 @@ impl<E, P> Side<E, P> {
 
     /// Packing of the part `inner` of strip or panel `i`, if there is one, into slot `slot` of `k` elements a row.
     fn part(&self, i: usize, slot: usize, k: usize, inner: Range<usize>) -> Option<Pack<E, P>> {
-        let (row, column) = if inner.end == k { ((i + 1) * self.unit, 0) } else { (i * self.unit, inner.end) };
+        let (row, column) =
+            if inner.end == k { ((i + 1) * self.unit, 0) } else { (i * self.unit, inner.end) };
         (i < self.units() && !inner.is_empty()).then(|| Pack {
             from: self.from.at(i * self.unit, inner.start),
             following: self.from.at(row, column).0,
@@ -147,7 +157,10 @@ impl<E: Elem<Acc = f32>, P: Copy> OverlapBoth<E, P> {
             Order::ByStrips => [some, all],
             Order::ByPanels => [all, some],
         };
-        (Strips::packed(strips.packed, strip_turns), Panels { at: panels.packed, len: K::NR * k, turns: panel_turns })
+        (
+            Strips::packed(strips.packed, strip_turns),
+            Panels { at: panels.packed, len: K::NR * k, turns: panel_turns },
+        )
     }
 }
 
@@ -156,7 +169,11 @@ impl<E, P> Overlap<E, P> for OverlapBoth<E, P> {
         self.order
     }
 
-    unsafe fn tile(&mut self, outer: usize, (inner, tiles): (usize, usize)) -> Option<Interleaved<E, P>> {
+    unsafe fn tile(
+        &mut self,
+        outer: usize,
+        (inner, tiles): (usize, usize),
+    ) -> Option<Interleaved<E, P>> {
         self.pack(outer, (inner, tiles)).map(Interleaved::Pack)
     }
 }

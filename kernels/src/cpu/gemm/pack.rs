@@ -9,7 +9,12 @@ use crate::tensor::element::Elem;
 /// # Safety
 /// `m` can be read, `to` has R · k elements.
 #[inline(always)]
-pub unsafe fn pack<E: Elem<Acc = f32>, const R: usize>(m: Mat<*const E>, width: usize, k: usize, to: *mut f32) {
+pub unsafe fn pack<E: Elem<Acc = f32>, const R: usize>(
+    m: Mat<*const E>,
+    width: usize,
+    k: usize,
+    to: *mut f32,
+) {
     let Mat(from, row, column) = m;
     // SAFETY: the caller's promise, for all of this function.
     unsafe {
@@ -57,7 +62,9 @@ pub unsafe fn finish<C: Elem<Acc = f32>, const NR: usize>(
     for r in 0..rows {
         // SAFETY: the caller's promise.
         unsafe {
-            let sums = std::slice::from_raw_parts(sums.add(r * NR), columns).iter().map(|&sum| scale * sum);
+            let sums = std::slice::from_raw_parts(sums.add(r * NR), columns)
+                .iter()
+                .map(|&sum| scale * sum);
             let (row, add_row) = (to.add(r * stride), add.0.wrapping_add(r * add.1));
             let row = std::slice::from_raw_parts_mut(row, columns);
             if add.0.is_null() {
@@ -66,7 +73,10 @@ pub unsafe fn finish<C: Elem<Acc = f32>, const NR: usize>(
                 row.iter_mut().zip(sums).for_each(|(to, sum)| *to = C::store(to.load() + sum));
             } else {
                 let add = std::slice::from_raw_parts(add_row, columns);
-                row.iter_mut().zip(sums).zip(add).for_each(|((to, sum), add)| *to = C::store(add.load() + sum));
+                row.iter_mut()
+                    .zip(sums)
+                    .zip(add)
+                    .for_each(|((to, sum), add)| *to = C::store(add.load() + sum));
             }
         }
     }

@@ -31,8 +31,9 @@ impl Instruction {
     pub fn all() -> impl Iterator<Item = (DType, Self)> {
         let own = |isa: Isa| if isa > Isa::Avx512 { DType::BF16 } else { DType::F32 };
         let each = Isa::ALL.into_iter().map(move |isa| (own(isa), Self { isa, each: 1 }));
-        let of_parts =
-            [DType::F32, DType::F16].into_iter().filter_map(|dtype| Some((dtype, Self::of(dtype, Isa::Amx)?)));
+        let of_parts = [DType::F32, DType::F16]
+            .into_iter()
+            .filter_map(|dtype| Some((dtype, Self::of(dtype, Isa::Amx)?)));
         each.chain(of_parts).filter(|(_, instruction)| instruction.isa <= Isa::supported())
     }
 

@@ -143,7 +143,9 @@ impl Plan {
             let shared = SHARED_COST * n as f64
                 + strip * (m * tasks_across * n.div_ceil(columns)) as f64
                 + if packs_a { 0.0 } else { READER_COST * m as f64 };
-            if let Some(plan) = Self::alone((m, n), (mr, nr), blocks, blocking, threads, packing, (strip, shared)) {
+            if let Some(plan) =
+                Self::alone((m, n), (mr, nr), blocks, blocking, threads, packing, (strip, shared))
+            {
                 return plan;
             }
         }
@@ -155,8 +157,14 @@ impl Plan {
                 let columns = first..(first + columns).min(n);
                 let blocks = block..(block + together).min(blocks.count);
                 let packed = item + columns.len().div_ceil(nr * TOGETHER) * blocks.len();
-                let computed = packed + m.div_ceil(task_rows) * columns.len().div_ceil(task_columns);
-                phases.push(Phase { columns, blocks, packing: item..packed, computing: packed..computed });
+                let computed =
+                    packed + m.div_ceil(task_rows) * columns.len().div_ceil(task_columns);
+                phases.push(Phase {
+                    columns,
+                    blocks,
+                    packing: item..packed,
+                    computing: packed..computed,
+                });
                 item = computed;
             }
         }
@@ -209,14 +217,19 @@ impl Plan {
                     _ => (columns, panels + strips),
                 };
                 // More tasks down cost more, but for an operand that is no longer the one that is kept, or threads that no longer share rows.
-                let least = if packing == Packing::Overlap { BESIDE_COST * panels } else { panels + strips };
+                let least = if packing == Packing::Overlap {
+                    BESIDE_COST * panels
+                } else {
+                    panels + strips
+                };
                 if least >= best.0 {
                     break;
                 }
                 if kept > blocking.nc_alone.max(nr) || cost >= best.0 {
                     continue;
                 }
-                if is_even(down * across, threads) && (blocks.count == 1 || rows * columns <= sums) {
+                if is_even(down * across, threads) && (blocks.count == 1 || rows * columns <= sums)
+                {
                     best = (cost, Some((rows, columns)));
                 }
             }
@@ -235,7 +248,8 @@ impl Plan {
     ) -> Self {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
         let group = (STEP_BYTES / (nr * blocks.len * size)).clamp(1, panels);
-        let least_down = if blocks.count == 1 { 1 } else { strips.div_ceil((sums / (group * nr * mr)).max(1)) };
+        let least_down =
+            if blocks.count == 1 { 1 } else { strips.div_ceil((sums / (group * nr * mr)).max(1)) };
         let (mut least, mut tasks) = (f64::INFINITY, (mr, nr));
         for across in 1..=panels.min(MANY_TASKS * threads) {
             for down in least_down..=strips.min(least_down * MANY_TASKS * threads) {
@@ -262,7 +276,12 @@ impl Plan {
         let tasks = down * n.div_ceil(columns);
         Self {
             blocks,
-            phases: vec![Phase { columns: 0..n, blocks: 0..blocks.count, packing: 0..0, computing: 0..tasks }],
+            phases: vec![Phase {
+                columns: 0..n,
+                blocks: 0..blocks.count,
+                packing: 0..0,
+                computing: 0..tasks,
+            }],
             // Equal to a row: an edge of a few rows in each costs less than a strip more in some.
             task_rows: m.div_ceil(down),
             task_columns: columns,
@@ -316,7 +335,10 @@ mod tests {
     fn blocks_cover_the_inner_dimension_and_none_is_longer_than_asked() {
         for k in 0..3000 {
             let blocks = Blocks::new(k, 512, 704);
-            assert!(blocks.len.is_multiple_of(PIECE) && if k <= 704 { blocks.count == 1 } else { blocks.len <= 512 });
+            assert!(
+                blocks.len.is_multiple_of(PIECE)
+                    && if k <= 704 { blocks.count == 1 } else { blocks.len <= 512 }
+            );
             let mut next = 0;
             for block in 0..blocks.count {
                 let range = blocks.range(block);
@@ -329,7 +351,9 @@ mod tests {
 
     #[test]
     fn phases_cover_all_columns_and_blocks_and_keep_to_the_panels_memory() {
-        for shape in [(1, 1, 1), (2048, 384, 1152), (1024, 50304, 768), (1024, 768, 50304), (7, 3000, 9000)] {
+        for shape in
+            [(1, 1, 1), (2048, 384, 1152), (1024, 50304, 768), (1024, 768, 50304), (7, 3000, 9000)]
+        {
             for threads in [1, 2, 3, 7, 64] {
                 let plan = Plan::new(shape, (14, 32), 4, SHARED, Packing::Panels, threads);
                 let mut cells = 0;
@@ -343,7 +367,11 @@ mod tests {
                     item = phase.computing.end;
                 }
                 assert_eq!(cells, shape.1 * plan.blocks.count);
-                assert!(plan.panel_elements * 4 <= 2 * PANEL_BYTES, "{shape:?}: {}", plan.panel_elements);
+                assert!(
+                    plan.panel_elements * 4 <= 2 * PANEL_BYTES,
+                    "{shape:?}: {}",
+                    plan.panel_elements
+                );
             }
         }
     }
@@ -359,27 +387,42 @@ mod tests {
 
     #[test]
     fn tasks_that_pack_beside_and_ahead_cover_the_product_evenly_and_keep_their_sums_in_cache() {
-        for shape in [(1152, 384, 2048), (384, 1536, 2048), (8192, 384, 512), (3072, 768, 1024), (2048, 1152, 384)] {
+        for shape in [
+            (1152, 384, 2048),
+            (384, 1536, 2048),
+            (8192, 384, 512),
+            (3072, 768, 1024),
+            (2048, 1152, 384),
+        ] {
             for threads in [1, 2, 3, 7] {
                 for packing in [Packing::Overlap, Packing::Ahead] {
                     let plan = Plan::new(shape, (14, 32), 4, ALONE, packing, threads);
                     let (rows, columns) = (plan.task_rows, plan.task_columns);
                     let tasks = shape.0.div_ceil(rows) * shape.1.div_ceil(columns);
                     assert_eq!(plan.items(), tasks, "{shape:?}");
-                    assert!(tasks.is_multiple_of(threads) || tasks >= 8 * threads, "{shape:?}: {tasks}");
+                    assert!(
+                        tasks.is_multiple_of(threads) || tasks >= 8 * threads,
+                        "{shape:?}: {tasks}"
+                    );
                     assert!(
                         rows == shape.0.div_ceil(shape.0.div_ceil(rows)),
                         "{shape:?}: {rows} rows are no equal part"
                     );
                     assert!(columns.is_multiple_of(32));
                     let (kept, sums) = match plan.way {
-                        Strategy::Overlap => (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE),
-                        Strategy::Ahead { group } => {
-                            (group * 32 * plan.blocks.len * 4 <= STEP_BYTES, rows * group * 32 <= ALONE.in_place.sums)
+                        Strategy::Overlap => {
+                            (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE)
                         }
+                        Strategy::Ahead { group } => (
+                            group * 32 * plan.blocks.len * 4 <= STEP_BYTES,
+                            rows * group * 32 <= ALONE.in_place.sums,
+                        ),
                         way => panic!("{way:?}"),
                     };
-                    assert!(kept && (sums || plan.blocks.count == 1), "{shape:?}, {threads} threads: {plan:?}");
+                    assert!(
+                        kept && (sums || plan.blocks.count == 1),
+                        "{shape:?}, {threads} threads: {plan:?}"
+                    );
                 }
             }
         }
@@ -411,8 +454,16 @@ mod tests {
 
     #[test]
     fn a_threads_rows_are_one_task_where_as_many_sums_may_be_unfinished() {
-        let plan =
-            |in_place| Plan::new((2048, 384, 1536), (14, 32), 4, Blocking { in_place, ..ALONE }, Packing::Panels, 2);
+        let plan = |in_place| {
+            Plan::new(
+                (2048, 384, 1536),
+                (14, 32),
+                4,
+                Blocking { in_place, ..ALONE },
+                Packing::Panels,
+                2,
+            )
+        };
         let (few, many) = (plan(InPlace::AHEAD), plan(InPlace::ALONE));
         assert_eq!((many.way, many.task_rows, many.task_columns), (Strategy::Alone, 1024, 384));
         assert_eq!(few.way, Strategy::Shared);
@@ -442,15 +493,24 @@ mod tests {
                 );
                 if plan.way == Strategy::Shared {
                     let once = plan.blocks.count == 1;
-                    assert!(!once || threads > 2, "{shape:?}: panels of one block are packed by those who use them");
+                    assert!(
+                        !once || threads > 2,
+                        "{shape:?}: panels of one block are packed by those who use them"
+                    );
                     continue;
                 }
                 alone += 1;
                 let tasks = shape.0.div_ceil(plan.task_rows) * shape.1.div_ceil(plan.task_columns);
                 assert_eq!(plan.items(), tasks, "{shape:?}");
-                assert!(tasks.is_multiple_of(threads) || tasks >= 8 * threads, "{shape:?}: {tasks}");
+                assert!(
+                    tasks.is_multiple_of(threads) || tasks >= 8 * threads,
+                    "{shape:?}: {tasks}"
+                );
                 let keeps_sums = plan.blocks.count > 1;
-                assert!(!keeps_sums || plan.task_rows * plan.task_columns <= SUMS_ALONE, "{shape:?}");
+                assert!(
+                    !keeps_sums || plan.task_rows * plan.task_columns <= SUMS_ALONE,
+                    "{shape:?}"
+                );
                 assert!(plan.task_columns <= ALONE.nc_alone);
                 assert!(plan.task_columns.is_multiple_of(32));
             }

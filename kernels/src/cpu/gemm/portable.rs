@@ -15,7 +15,11 @@ pub struct Portable;
 /// `a·b + c`, in one rounding where that is an instruction of the compiler's target.
 #[inline(always)]
 pub(super) fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
-    if cfg!(any(target_arch = "aarch64", target_feature = "fma")) { a.mul_add(b, c) } else { a * b + c }
+    if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+        a.mul_add(b, c)
+    } else {
+        a * b + c
+    }
 }
 
 impl<E: Elem<Acc = f32>> Kernel<E> for Portable {
@@ -86,7 +90,14 @@ impl Unpacked for Portable {
     const MR: usize = MR;
     const NR: usize = NR;
 
-    unsafe fn near(rows: usize, k: usize, a: Mat<*const f32>, b: (*const f32, usize), c: (*mut f32, usize), add: bool) {
+    unsafe fn near(
+        rows: usize,
+        k: usize,
+        a: Mat<*const f32>,
+        b: (*const f32, usize),
+        c: (*mut f32, usize),
+        add: bool,
+    ) {
         let from = if add { c.0.cast_const() } else { std::ptr::null() };
         // SAFETY: the caller's promise.
         unsafe { of_six!(rows, tile, (Mat<*const f32>), (k, a, b, (from, c.1), c)) }

@@ -50,10 +50,17 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
             m,
             k,
             b: (b.0, b.2),
-            target: Target { dst, first: First::new(start, n, K::NR, &mut common.bias), plus, scale },
+            target: Target {
+                dst,
+                first: First::new(start, n, K::NR, &mut common.bias),
+                plus,
+                scale,
+            },
         };
         let bytes = k * size_of::<E>();
-        let columns = (TASK_BYTES / bytes.max(1)).next_multiple_of(K::NR).clamp(K::NR, n.next_multiple_of(K::NR));
+        let columns = (TASK_BYTES / bytes.max(1))
+            .next_multiple_of(K::NR)
+            .clamp(K::NR, n.next_multiple_of(K::NR));
         // SAFETY: the caller's promise; tasks are disjoint.
         let task = |i: usize| unsafe { product.columns(i * columns..((i + 1) * columns).min(n)) };
         if threads == 1 || n * bytes < ALONE {
@@ -76,7 +83,10 @@ unsafe fn rows_of<E: Elem<Acc = f32>, K: Kernel<E>>(
     memory: &mut Buffer,
 ) -> (*const K::Packed, usize) {
     let Mat(at, row, column) = a;
-    if K::THIN == Skinny::InPlace && column == 1 && k.is_multiple_of(K::KQ) && size_of::<E>() == size_of::<K::Packed>()
+    if K::THIN == Skinny::InPlace
+        && column == 1
+        && k.is_multiple_of(K::KQ)
+        && size_of::<E>() == size_of::<K::Packed>()
     {
         return (at.cast(), row);
     }
@@ -128,22 +138,34 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
                 for sums in sums.chunks_exact_mut(K::NR).take(rows) {
                     match first {
                         // SAFETY: the bias has zeros up to a multiple of NR.
-                        First::Bias(bias) => {
-                            sums.copy_from_slice(unsafe { std::slice::from_raw_parts(bias.add(c), K::NR) })
-                        }
+                        First::Bias(bias) => sums.copy_from_slice(unsafe {
+                            std::slice::from_raw_parts(bias.add(c), K::NR)
+                        }),
                         First::Zero | First::Old => sums.fill(0.0),
                     }
                 }
                 // SAFETY: the caller's promise.
                 unsafe {
                     let (a, a_row) = self.a;
-                    let (a, b) = ((a.add(r * a_row), a_row), (self.b.0.add(c * self.b.1), self.b.1));
+                    let (a, b) =
+                        ((a.add(r * a_row), a_row), (self.b.0.add(c * self.b.1), self.b.1));
                     match K::THIN {
-                        Skinny::ByPieces => by_pieces::<E, K>(rows, columns, self.k, a.0, b, sums.as_mut_ptr()),
+                        Skinny::ByPieces => {
+                            by_pieces::<E, K>(rows, columns, self.k, a.0, b, sums.as_mut_ptr())
+                        }
                         _ => K::skinny(rows, columns, self.k, a, b, sums.as_mut_ptr()),
                     }
-                    let add = plus.map_or((std::ptr::null(), 0), |(at, stride)| (at.add(r * stride + c), stride));
-                    K::finish(sums.as_ptr(), rows, columns, (dst.add(r * row + c), row), scale, add);
+                    let add = plus.map_or((std::ptr::null(), 0), |(at, stride)| {
+                        (at.add(r * stride + c), stride)
+                    });
+                    K::finish(
+                        sums.as_ptr(),
+                        rows,
+                        columns,
+                        (dst.add(r * row + c), row),
+                        scale,
+                        add,
+                    );
                 }
             }
         }

@@ -29,7 +29,12 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
     }
 
     /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there, before the products or beside them.
-    unsafe fn block_by_block(&self, mut part: Part<K::Packed>, overlaps: bool, own: &mut ThreadBuffers) {
+    unsafe fn block_by_block(
+        &self,
+        mut part: Part<K::Packed>,
+        overlaps: bool,
+        own: &mut ThreadBuffers,
+    ) {
         let blocks = self.plan.blocks;
         let panels_across = part.columns.len().div_ceil(K::NR);
         // One tile's place, or a place for every tile.
@@ -73,7 +78,13 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                 let rows = first..(first + together).min(part.rows.end);
                 let a = self.a.at(first, inner.start);
                 let columns = part.columns.clone();
-                let region = Region { rows: rows.clone(), columns: columns.clone(), k, is_first: block == 0, is_last };
+                let region = Region {
+                    rows: rows.clone(),
+                    columns: columns.clone(),
+                    k,
+                    is_first: block == 0,
+                    is_last,
+                };
                 let sums = all_sums.from((first - begin, 0), (K::MR, K::NR));
                 let packed = match order {
                     Order::ByStrips => panels,
@@ -95,7 +106,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                     if !may_give(left.start) {
                         return left.end;
                     }
-                    let end = self.halve_rest(&part, (order, all), (block, all_sums), Some(packed), lent);
+                    let end =
+                        self.halve_rest(&part, (order, all), (block, all_sums), Some(packed), lent);
                     match order {
                         Order::ByStrips => part.rows.end = end,
                         Order::ByPanels => part.columns.end = end,
@@ -109,13 +121,30 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                         let (a, b, to) = ((a, rows.len()), (b, columns.len()), (strips, panels));
                         let mut both = OverlapBoth::new::<K>(a, b, k, to, order, is_packed);
                         let (strips, panels) = both.begin::<K>();
-                        compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut both, &mut keep);
+                        compute_region::<E, C, K>(
+                            &self.target,
+                            &region,
+                            &strips,
+                            &panels,
+                            sums,
+                            &mut both,
+                            &mut keep,
+                        );
                     } else {
                         let following = self.a.at(rows.end, inner.start);
-                        let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), strips, following.0);
+                        let strips =
+                            Strips::prepare::<K>(a, rows.len(), inner.len(), strips, following.0);
                         let panels = Panels::whole(panels, K::NR * k);
                         let packing = &mut NoOverlap;
-                        compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, packing, &mut keep);
+                        compute_region::<E, C, K>(
+                            &self.target,
+                            &region,
+                            &strips,
+                            &panels,
+                            sums,
+                            packing,
+                            &mut keep,
+                        );
                     }
                 }
                 first = next;
@@ -139,7 +168,13 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
     }
 
     /// Step by step: panels of the next step are packed while those of the present one are used.
-    unsafe fn step_by_step(&self, phase: &Phase, mut part: Part<K::Packed>, group: usize, own: &mut ThreadBuffers) {
+    unsafe fn step_by_step(
+        &self,
+        phase: &Phase,
+        mut part: Part<K::Packed>,
+        group: usize,
+        own: &mut ThreadBuffers,
+    ) {
         let blocks = self.plan.blocks;
         let (columns, _) = self.columns_of(phase, part.task);
         let steps = lookahead::steps(&columns, K::NR, group, blocks);
@@ -189,27 +224,48 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
             let whole = Part { columns: step.columns.clone(), ..part.clone() };
             let lent = &mut own.lent;
             let mut keep = |left: Range<usize>| match is_last {
-                true => self.halve_rest(&whole, (Order::ByStrips, left), (i, sums), Some(packed[i % 2]), lent),
+                true => self.halve_rest(
+                    &whole,
+                    (Order::ByStrips, left),
+                    (i, sums),
+                    Some(packed[i % 2]),
+                    lent,
+                ),
                 false => left.end,
             };
             // SAFETY: the caller's promise.
             unsafe {
-                let strips = Strips::prepare::<K>(a, part.rows.len(), inner.len(), edge, following.0);
+                let strips =
+                    Strips::prepare::<K>(a, part.rows.len(), inner.len(), edge, following.0);
                 let mut nothing = NoOverlap;
                 let packing: &mut dyn Overlap<E, K::Packed> = match &mut next {
                     Some(next) => next,
                     None => &mut nothing,
                 };
-                compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, packing, &mut keep);
+                compute_region::<E, C, K>(
+                    &self.target,
+                    &region,
+                    &strips,
+                    &panels,
+                    sums,
+                    packing,
+                    &mut keep,
+                );
             }
         }
     }
 
     /// Of the blocks of the phase, whose panels are packed.
-    unsafe fn compute_packed(&self, phase: &Phase, mut part: Part<K::Packed>, own: &mut ThreadBuffers) {
+    unsafe fn compute_packed(
+        &self,
+        phase: &Phase,
+        mut part: Part<K::Packed>,
+        own: &mut ThreadBuffers,
+    ) {
         let Plan { blocks, task_columns, .. } = self.plan;
         let (columns, across) = self.columns_of(phase, part.task);
-        let (panels_across, panels_in_phase) = (columns.len().div_ceil(K::NR), phase.columns.len().div_ceil(K::NR));
+        let (panels_across, panels_in_phase) =
+            (columns.len().div_ceil(K::NR), phase.columns.len().div_ceil(K::NR));
         // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay there too. Columns of A are packed
         // for many strips at a time.
         let by_strips = self.sums.is_none() && self.plan.is_short && self.a.2 == 1;
@@ -218,7 +274,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
             if by_strips {
                 self.halve(&mut part, phase.blocks.start, Sums::of_a_tile(std::ptr::null_mut()));
             }
-            let end = if by_strips { (first_row + K::MR).min(part.rows.end) } else { part.rows.end };
+            let end =
+                if by_strips { (first_row + K::MR).min(part.rows.end) } else { part.rows.end };
             let mut some = Part { rows: first_row..end, ..part.clone() };
             let strips = some.rows.len().next_multiple_of(K::MR);
             let to = own.strips.room(strips * blocks.len);
@@ -255,14 +312,24 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                 // Panels are everybody's, and stay.
                 let (may_give, lent) = (!by_strips && block + 1 == phase.blocks.end, &mut own.lent);
                 let mut keep = |left: Range<usize>| match may_give {
-                    true => self.halve_rest(&some, (Order::ByStrips, left), (block, sums), None, lent),
+                    true => {
+                        self.halve_rest(&some, (Order::ByStrips, left), (block, sums), None, lent)
+                    }
                     false => left.end,
                 };
                 // SAFETY: the caller's promise.
                 unsafe {
                     let strips = Strips::prepare::<K>(a, rows.len(), inner.len(), to, following.0);
                     let panels = Panels::whole(panels, K::NR * k);
-                    compute_region::<E, C, K>(&self.target, &region, &strips, &panels, sums, &mut NoOverlap, &mut keep);
+                    compute_region::<E, C, K>(
+                        &self.target,
+                        &region,
+                        &strips,
+                        &panels,
+                        sums,
+                        &mut NoOverlap,
+                        &mut keep,
+                    );
                 }
             }
             part.rows.start = end;

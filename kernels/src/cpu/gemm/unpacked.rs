@@ -21,7 +21,14 @@ pub trait Unpacked {
     ///
     /// # Safety
     /// The machine has the instruction set; the matrices can be read, and `c` written.
-    unsafe fn near(rows: usize, k: usize, a: Mat<*const f32>, b: (*const f32, usize), c: (*mut f32, usize), add: bool);
+    unsafe fn near(
+        rows: usize,
+        k: usize,
+        a: Mat<*const f32>,
+        b: (*const f32, usize),
+        c: (*mut f32, usize),
+        add: bool,
+    );
 }
 
 const COLUMNS: usize = 16;
@@ -101,7 +108,8 @@ unsafe fn by_tiles<K: Unpacked>(
             let (rows, k, a) = (rows.len(), inner.len(), a.at(row, inner.start));
             // SAFETY: the caller's promise.
             unsafe {
-                let (dst, b) = (dst.add(row * stride + column), b.wrapping_add(inner.start * b_row + column));
+                let (dst, b) =
+                    (dst.add(row * stride + column), b.wrapping_add(inner.start * b_row + column));
                 if count == K::NR {
                     K::near(rows, k, a, (b, b_row), (dst, stride), accumulate);
                 } else {
@@ -137,7 +145,14 @@ unsafe fn narrow<K: Unpacked>(
                 let line = b.add((first + i) * b_row);
                 (0..columns).for_each(|column| copy[i * K::NR + column] = *line.add(column));
             }
-            K::near(rows, inner, a.at(0, first), (copy.as_ptr(), K::NR), (sums.as_mut_ptr(), K::NR), true);
+            K::near(
+                rows,
+                inner,
+                a.at(0, first),
+                (copy.as_ptr(), K::NR),
+                (sums.as_mut_ptr(), K::NR),
+                true,
+            );
         }
         for r in 0..rows {
             sums.as_ptr().add(r * K::NR).copy_to_nonoverlapping(c.add(r * c_row), columns);
@@ -155,8 +170,15 @@ mod tests {
     }
 
     fn check<K: Unpacked>() {
-        for (m, n, k) in [(1, 1, 1), (6, 16, 64), (64, 128, 64), (64, 122, 80), (13, 7, 200), (61, 33, 61), (5, 24, 0)]
-        {
+        for (m, n, k) in [
+            (1, 1, 1),
+            (6, 16, 64),
+            (64, 128, 64),
+            (64, 122, 80),
+            (13, 7, 200),
+            (61, 33, 61),
+            (5, 24, 0),
+        ] {
             for seen in [
                 CausalPart::Columns(3),
                 CausalPart::Columns(0),
@@ -165,7 +187,9 @@ mod tests {
                 CausalPart::From(0),
                 CausalPart::From(9),
             ] {
-                for (accumulate, across) in [(false, false), (true, false), (false, true), (true, true)] {
+                for (accumulate, across) in
+                    [(false, false), (true, false), (false, true), (true, true)]
+                {
                     let counts = |r: usize, i: usize| match seen {
                         CausalPart::Columns(_) => true,
                         CausalPart::First(before) => i <= before + r,
@@ -173,9 +197,12 @@ mod tests {
                     };
                     // Rows, or columns, a little further apart than they are long.
                     let (row, column) = if across { (1, m + 2) } else { (k + 3, 1) };
-                    let (mut a, b, old) = (numbers(m * k + 3 * (m + k)), numbers(k * (n + 1)), numbers(m * (n + 5)));
+                    let (mut a, b, old) =
+                        (numbers(m * k + 3 * (m + k)), numbers(k * (n + 1)), numbers(m * (n + 5)));
                     let places = || (0..m).flat_map(|r| (0..k).map(move |i| (r, i)));
-                    places().filter(|&(r, i)| !counts(r, i)).for_each(|(r, i)| a[r * row + i * column] = 0.0);
+                    places()
+                        .filter(|&(r, i)| !counts(r, i))
+                        .for_each(|(r, i)| a[r * row + i * column] = 0.0);
                     let mut c = old.clone();
                     // SAFETY: the callers have looked at the machine; the matrices are as long as said.
                     unsafe {
@@ -186,10 +213,14 @@ mod tests {
                         let (r, j) = (at / (n + 5), at % (n + 5));
                         let product = |i: usize| a[r * row + i * column] * b[i * (n + 1) + j];
                         let want = match j < n {
-                            true => (0..k).map(product).sum::<f32>() + if accumulate { old[at] } else { 0.0 },
+                            true => {
+                                (0..k).map(product).sum::<f32>()
+                                    + if accumulate { old[at] } else { 0.0 }
+                            }
                             false => old[at],
                         };
-                        let left_out = matches!(seen, CausalPart::Columns(before) if j < n && j > before + r);
+                        let left_out =
+                            matches!(seen, CausalPart::Columns(before) if j < n && j > before + r);
                         assert!(
                             left_out || c[at] == want,
                             "{m} × {n} × {k}, {seen:?}, {accumulate}: ({r}, {j}) is {} not {want}",

@@ -28,7 +28,9 @@ pub fn or_end_process(work: impl FnOnce()) {
     struct End;
     impl Drop for End {
         fn drop(&mut self) {
-            eprintln!("a thread of a matrix product panicked, so the process ends; please report this defect");
+            eprintln!(
+                "a thread of a matrix product panicked, so the process ends; please report this defect"
+            );
             std::process::abort();
         }
     }
@@ -75,7 +77,9 @@ impl<P> WorkSharing<P> {
     /// Gives a part to a thread that waits, if one does; only a thread that computes gives.
     pub fn give(&self, part: impl FnOnce() -> P) -> bool {
         let claim = |waiting: usize| waiting.checked_sub(1);
-        if !self.is_wanted() || self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).is_err() {
+        if !self.is_wanted()
+            || self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).is_err()
+        {
             return false;
         }
         self.unfinished.fetch_add(1, Ordering::Relaxed);
@@ -148,7 +152,11 @@ mod tests {
                             compute(part);
                             sharing.finished();
                         }
-                        assert_eq!(count.load(Ordering::Relaxed), 19_999 * 10_000, "{threads} threads");
+                        assert_eq!(
+                            count.load(Ordering::Relaxed),
+                            19_999 * 10_000,
+                            "{threads} threads"
+                        );
                     });
                 }
             });

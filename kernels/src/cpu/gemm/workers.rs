@@ -33,7 +33,9 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
     let packing = match packs_a {
         true if overlap::is_possible::<E, K>(a, b, k) => Packing::Overlap,
         true => Packing::OverlapBoth,
-        false if blocking.in_place.packs_ahead && lookahead::pays::<E, K>(b, n * k, m) => Packing::Ahead,
+        false if blocking.in_place.packs_ahead && lookahead::pays::<E, K>(b, n * k, m) => {
+            Packing::Ahead
+        }
         false => Packing::Panels,
     };
     let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), blocking, packing, threads);
@@ -44,11 +46,16 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
             b,
             target: Target { dst, first: First::new(start, n, K::NR, bias), plus, scale },
             panels: panels.room(plan.panel_elements),
-            sums: plan.sums_outlast_phases().then(|| sums.room(m.next_multiple_of(K::MR) * plan.phase_columns)),
+            sums: plan
+                .sums_outlast_phases()
+                .then(|| sums.room(m.next_multiple_of(K::MR) * plan.phase_columns)),
             stages: plan
                 .phases
                 .iter()
-                .map(|phase| [&phase.packing, &phase.computing].map(|items| WorkQueue::new(items.len(), threads)))
+                .map(|phase| {
+                    [&phase.packing, &phase.computing]
+                        .map(|items| WorkQueue::new(items.len(), threads))
+                })
                 .collect(),
             plan,
             done: AtomicUsize::new(0),
@@ -192,14 +199,30 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
             };
             let (down, right) = (rows.start - part.rows.start, columns.start - part.columns.start);
             let sums = sums.of_all().then(|| sums.from((down, right), (K::MR, K::NR)));
-            Part { task: part.task, rows, columns, block, sums, packed: packed.map(|packed| (order, packed)) }
+            Part {
+                task: part.task,
+                rows,
+                columns,
+                block,
+                sums,
+                packed: packed.map(|packed| (order, packed)),
+            }
         })
     }
 
     /// The end of what is kept of `all`, of which the second half, in whole units, is given to a thread that waits, if one does, as `part` says.
-    fn keep(&self, all: Range<usize>, unit: usize, part: impl FnOnce(Range<usize>) -> Part<K::Packed>) -> usize {
+    fn keep(
+        &self,
+        all: Range<usize>,
+        unit: usize,
+        part: impl FnOnce(Range<usize>) -> Part<K::Packed>,
+    ) -> usize {
         let middle = all.start + all.len().div_ceil(unit).div_ceil(2) * unit;
-        if self.is_empty() && self.sharing.give(|| part(middle..all.end)) { middle } else { all.end }
+        if self.is_empty() && self.sharing.give(|| part(middle..all.end)) {
+            middle
+        } else {
+            all.end
+        }
     }
 
     /// Where the panels of a block of the phase begin; each is `k · NR` elements.

@@ -151,8 +151,12 @@ mod tests {
     fn random_rounding_takes_one_of_two_neighbours_as_often_as_it_is_near() {
         for bits in [0x3f80_4000u32, 0x3f80_c000, 0xbf80_4000, 0x0000_4000, 0x3f80_0000] {
             let value = f32::from_bits(bits);
-            let up = (0..1 << 16).filter(|&word| round_by(value, word).to_bits() == (bits >> 16) as u16 + 1).count();
-            let down = (0..1 << 16).filter(|&word| round_by(value, word).to_bits() == (bits >> 16) as u16).count();
+            let up = (0..1 << 16)
+                .filter(|&word| round_by(value, word).to_bits() == (bits >> 16) as u16 + 1)
+                .count();
+            let down = (0..1 << 16)
+                .filter(|&word| round_by(value, word).to_bits() == (bits >> 16) as u16)
+                .count();
             assert_eq!((up, up + down), ((bits & 0xffff) as usize, 1 << 16), "{value}");
         }
     }

@@ -26,7 +26,12 @@ pub(super) trait Rule<T>: Sync {
 }
 
 /// Steps f32 operands, which are one segment, in parallel.
-pub(super) fn step_f32(op: &'static str, of: &Operands, segment: &Segment, rule: &impl Rule<f32>) -> Result<()> {
+pub(super) fn step_f32(
+    op: &'static str,
+    of: &Operands,
+    segment: &Segment,
+    rule: &impl Rule<f32>,
+) -> Result<()> {
     let narrow = |state: Maybe| state.is_some_and(|t| t.dtype() == DType::BF16);
     let step = match (narrow(Some(of.first)), narrow(of.second), of.in_halves()) {
         (false, false, false) => step_whole::<f32, f32, f32, _>,
@@ -42,7 +47,12 @@ pub(super) fn step_f32(op: &'static str, of: &Operands, segment: &Segment, rule:
 }
 
 /// As [`step_f32`], of f64 operands.
-pub(super) fn step_f64(op: &'static str, of: &Operands, segment: &Segment, rule: &impl Rule<f64>) -> Result<()> {
+pub(super) fn step_f64(
+    op: &'static str,
+    of: &Operands,
+    segment: &Segment,
+    rule: &impl Rule<f64>,
+) -> Result<()> {
     step_whole::<f64, f64, f64, _>(op, of, segment, rule)
 }
 
@@ -57,15 +67,21 @@ fn step_whole<T: Float, A: State<T> + HostElem, B: State<T> + HostElem, R: Rule<
     with_slice_mut::<T, _>(p, op, |p| {
         with_slice_mut::<A, _>(first, op, |first| {
             lend::<B>(second, op, |second| match weight {
-                None => run((p, &mut [] as &mut [T], &g, first, second), segment, |at, p, _, g, first, second| {
-                    step_block(rule, at, p, g, first, second);
-                }),
-                Some(weight) => by_elem!(weight, op, W => with_slice_mut::<W, _>(weight, op, |weight| {
-                    run((p, weight, &g, first, second), segment, |at, p, weight, g, first, second| {
-                        step_block(rule, at, &mut *p, g, first, second);
-                        T::narrow_all(p, Uninit::over(weight));
-                    })
-                })),
+                None => run(
+                    (p, &mut [] as &mut [T], &g, first, second),
+                    segment,
+                    |at, p, _, g, first, second| {
+                        step_block(rule, at, p, g, first, second);
+                    },
+                ),
+                Some(weight) => {
+                    by_elem!(weight, op, W => with_slice_mut::<W, _>(weight, op, |weight| {
+                        run((p, weight, &g, first, second), segment, |at, p, weight, g, first, second| {
+                            step_block(rule, at, &mut *p, g, first, second);
+                            T::narrow_all(p, Uninit::over(weight));
+                        })
+                    }))
+                }
             })
         })
     })
@@ -83,9 +99,13 @@ fn step_halves<A: State<f32> + HostElem, B: State<f32> + HostElem, R: Rule<f32>>
         with_slice_mut::<A, _>(first, op, |first| {
             lend::<B>(second, op, |second| {
                 lend::<bf16>(high, op, |high| {
-                    run((low, high, &g, first, second), segment, |at, low, high, g, first, second| {
-                        step_block(rule, at, (high, low), g, first, second);
-                    })
+                    run(
+                        (low, high, &g, first, second),
+                        segment,
+                        |at, low, high, g, first, second| {
+                            step_block(rule, at, (high, low), g, first, second);
+                        },
+                    )
                 })
             })
         })
@@ -93,7 +113,11 @@ fn step_halves<A: State<f32> + HostElem, B: State<f32> + HostElem, R: Rule<f32>>
 }
 
 /// Calls `f` with the elements of `t`, or with none.
-fn lend<T: HostElem>(t: Maybe, op: &'static str, f: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+fn lend<T: HostElem>(
+    t: Maybe,
+    op: &'static str,
+    f: impl FnOnce(&mut [T]) -> Result<()>,
+) -> Result<()> {
     match t {
         Some(t) => with_slice_mut(t, op, f),
         None => f(&mut []),
@@ -120,7 +144,10 @@ fn step_block<T, A: State<T>, B: State<T>>(
             while start < g.len() {
                 let (n, words) = dither.words(g.len() - start);
                 let row = start..start + n;
-                let (first, second) = (A::nearest(&mut first[row.clone()]), B::random(&mut second[row.clone()], words));
+                let (first, second) = (
+                    A::nearest(&mut first[row.clone()]),
+                    B::random(&mut second[row.clone()], words),
+                );
                 rule.step(p.places(row.clone()), &g[row], first, second);
                 dither = dither.skip(n);
                 start += n;
@@ -138,7 +165,8 @@ fn run<P: Send, W: Send, T: Float, A: Send, B: Send>(
     step: impl Fn(StochasticRounding, &mut [P], &mut [W], &[T], &mut [A], &mut [B]) + Sync,
 ) -> Result<()> {
     let inputs = p.chunks_mut(parallel::GRAIN).zip(g.chunks(parallel::GRAIN));
-    let mut blocks: Vec<_> = inputs.zip(parts(weight)).zip(parts(first).zip(parts(second))).collect();
+    let mut blocks: Vec<_> =
+        inputs.zip(parts(weight)).zip(parts(first).zip(parts(second))).collect();
     parallel::blocks(&mut blocks, 1, |start, blocks| {
         for (i, (((p, g), weight), (first, second))) in blocks.iter_mut().enumerate() {
             step(segment.dither.skip((start + i) * parallel::GRAIN), p, weight, g, first, second);

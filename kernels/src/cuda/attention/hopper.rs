@@ -74,7 +74,13 @@ impl ForwardBlock {
 }
 
 /// A packed tensor `[s, b, parts · d]` in boxes of `rows` positions.
-fn boxes(base: DevicePointer, dtype: DType, Geometry { s, b, shape }: Geometry, parts: usize, rows: usize) -> Boxes {
+fn boxes(
+    base: DevicePointer,
+    dtype: DType,
+    Geometry { s, b, shape }: Geometry,
+    parts: usize,
+    rows: usize,
+) -> Boxes {
     let (d, element) = (shape.head_dim, dtype.size_in_bytes());
     let strides = [1, parts, b * parts].map(|columns| columns * d * element);
     Boxes { base, dtype, dims: [d, parts, b, s], strides, rows: rows as u32 }
@@ -104,12 +110,24 @@ pub(super) struct TurnBack {
 
 impl TurnBack {
     /// Of what fits; none if the tables do not lie where pairs of their elements can be read.
-    pub fn new(op: &'static str, gpu: &Gpu, Rotation { table, positions }: &Rotation) -> Result<Option<Self>> {
-        let positions = positions.map(|positions| gpu.input(positions, DType::U32, op, "positions")).transpose()?;
+    pub fn new(
+        op: &'static str,
+        gpu: &Gpu,
+        Rotation { table, positions }: &Rotation,
+    ) -> Result<Option<Self>> {
+        let positions = positions
+            .map(|positions| gpu.input(positions, DType::U32, op, "positions"))
+            .transpose()?;
         let cosines = gpu.input(&table.cos, DType::F32, op, "table")?.address();
         let sines = gpu.input(&table.sin, DType::F32, op, "table")?.address();
         let last = items(op, table.cos.dim(0)?.saturating_sub(1))?;
-        let turn_back = Self { cosines, sines, positions: positions.map_or(0, |at| at.address()), last, unused: 0 };
+        let turn_back = Self {
+            cosines,
+            sines,
+            positions: positions.map_or(0, |at| at.address()),
+            last,
+            unused: 0,
+        };
         Ok((cosines % 8 == 0 && sines % 8 == 0).then_some(turn_back))
     }
 }
@@ -128,23 +146,44 @@ struct Pass {
 
 impl Pass {
     /// `cuda/attention_dkdv_sm90a.cu` and `cuda/attention_dq_sm90a.cu`.
-    fn two(op: &'static str, gpu: &Gpu, Geometry { s, b, shape }: Geometry, element: usize) -> Result<Vec<Self>> {
+    fn two(
+        op: &'static str,
+        gpu: &Gpu,
+        Geometry { s, b, shape }: Geometry,
+        element: usize,
+    ) -> Result<Vec<Self>> {
         let d = shape.head_dim;
         let of_head = 2 * s * d * element;
         // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles of queries over the group's keys and values.
         let kernels = [
             ("attention_dkdv_sm90a", 2, shape.groups, of_head * shape.heads_per_group),
-            ("attention_dq_sm90a", if d == 64 { 3 } else { 2 }, shape.heads(), of_head / shape.heads_per_group),
+            (
+                "attention_dq_sm90a",
+                if d == 64 { 3 } else { 2 },
+                shape.heads(),
+                of_head / shape.heads_per_group,
+            ),
         ];
         let pass = |(file, consumers, heads, bytes)| {
             let order = Order::new(op, gpu, s.div_ceil(consumers * ROWS), heads * b, bytes, 4)?;
-            Ok(Self { file, consumers, order, shared: backward_shared(consumers, d, element), sums: None })
+            Ok(Self {
+                file,
+                consumers,
+                order,
+                shared: backward_shared(consumers, d, element),
+                sums: None,
+            })
         };
         kernels.into_iter().map(pass).collect()
     }
 
     /// `cuda/attention_backward_sm90a.cu`, with its sums.
-    fn one(op: &'static str, gpu: &Gpu, geometry: Geometry, element: usize) -> Result<(Self, Tensor)> {
+    fn one(
+        op: &'static str,
+        gpu: &Gpu,
+        geometry: Geometry,
+        element: usize,
+    ) -> Result<(Self, Tensor)> {
         const SLANTS: usize = 4;
         const TURNS: usize = 4;
         // Warpgroups that make slants; another one multiplies them.
@@ -158,7 +197,13 @@ impl Pass {
         // Besides what the kernel for keys alone has: slants, rows on their way to memory, and barriers.
         let more = (2 * SLANTS + 1) * tile * element + (2 * SLANTS + 3 * TURNS) * 8;
         let shared = backward_shared(OF_KEYS, d, element) + more as u32;
-        let pass = Self { file: "attention_backward_sm90a", consumers: OF_KEYS + 1, order, shared, sums: Some(at) };
+        let pass = Self {
+            file: "attention_backward_sm90a",
+            consumers: OF_KEYS + 1,
+            order,
+            shared,
+            sums: Some(at),
+        };
         Ok((pass, sums))
     }
 }
@@ -178,7 +223,8 @@ pub(super) fn backward(
     let turn_back = turn_back.unwrap_or_default();
     let shape = geometry.shape;
     let element = dtype.size_in_bytes();
-    let qkv = boxes(packed, dtype, geometry, shape.groups * (shape.heads_per_group + 2), ROWS).map(op)?;
+    let qkv =
+        boxes(packed, dtype, geometry, shape.groups * (shape.heads_per_group + 2), ROWS).map(op)?;
     let dout = boxes(douts, dtype, geometry, shape.heads(), ROWS).map(op)?;
     let (passes, _sums) = if one_pass {
         let (pass, sums) = Pass::one(op, gpu, geometry, element)?;
@@ -215,7 +261,14 @@ struct Order {
 impl Order {
     /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common; a section has at least `pieces` of them for each multiprocessor, where
     /// there are so many.
-    fn new(op: &'static str, gpu: &Gpu, tiles: usize, all: usize, bytes: usize, pieces: usize) -> Result<Self> {
+    fn new(
+        op: &'static str,
+        gpu: &Gpu,
+        tiles: usize,
+        all: usize,
+        bytes: usize,
+        pieces: usize,
+    ) -> Result<Self> {
         let properties = gpu.properties()?;
         let blocks = blocks(op, tiles * all, 1)?.min(properties.multiprocessors);
         // What a section reads is to fill half of the second-level cache, and its short tiles are to fill the time of its long ones on all
@@ -242,8 +295,14 @@ pub(super) fn forward(
     let block = ForwardBlock::new(d);
     let map = boxes(packed, dtype, geometry, parts, block.boxes).map(op)?;
     let queries = block.consumers * ROWS;
-    let order =
-        Order::new(op, gpu, s.div_ceil(queries), b * shape.heads(), 2 * s * d * element / shape.heads_per_group, 4)?;
+    let order = Order::new(
+        op,
+        gpu,
+        s.div_ceil(queries),
+        b * shape.heads(),
+        2 * s * d * element / shape.heads_per_group,
+        4,
+    )?;
     // Tiles of queries and outputs, some of keys and of values, two barriers of the queries and four of each stage, and the number of the piece of work.
     let rows = 2 * queries + 2 * block.stages * KEYS;
     let shared = rows * d * element + (2 + 4 * block.stages) * 8 + 4;
@@ -251,8 +310,19 @@ pub(super) fn forward(
     let (counter, next) = gpu.output(1, DType::U32, op)?;
     zero(&counter, op)?;
     let name = format!("attention_forward_sm90a_{suffix}_{d}");
-    gpu.launch("attention_forward_sm90a", &name, order.grid, threads_of(block.consumers), shared as u32, |args| {
-        // SAFETY: the kernel's structures have these fields and no padding.
-        unsafe { args.structure(&map).structure(&prepared.call) }.ptr(outs).ptr(lses).ptr(next).u32(order.section);
-    })
+    gpu.launch(
+        "attention_forward_sm90a",
+        &name,
+        order.grid,
+        threads_of(block.consumers),
+        shared as u32,
+        |args| {
+            // SAFETY: the kernel's structures have these fields and no padding.
+            unsafe { args.structure(&map).structure(&prepared.call) }
+                .ptr(outs)
+                .ptr(lses)
+                .ptr(next)
+                .u32(order.section);
+        },
+    )
 }

@@ -49,12 +49,15 @@ impl Kernels {
     /// A message for the user if it names no kernels.
     pub fn chosen() -> std::result::Result<Self, String> {
         static CHOSEN: OnceLock<std::result::Result<Kernels, String>> = OnceLock::new();
-        let choose = || match std::env::var_os(VARIABLE).unwrap_or_default().to_string_lossy().as_ref() {
-            "mma" => Ok(Self::Mma),
-            "" | "hopper" => Ok(Self::Hopper),
-            "one-pass" => Ok(Self::OnePass),
-            other => Err(format!("{VARIABLE}={other} names no kernels; there are mma, hopper and one-pass")),
-        };
+        let choose =
+            || match std::env::var_os(VARIABLE).unwrap_or_default().to_string_lossy().as_ref() {
+                "mma" => Ok(Self::Mma),
+                "" | "hopper" => Ok(Self::Hopper),
+                "one-pass" => Ok(Self::OnePass),
+                other => Err(format!(
+                    "{VARIABLE}={other} names no kernels; there are mma, hopper and one-pass"
+                )),
+            };
         CHOSEN.get_or_init(choose).clone()
     }
 }
@@ -102,12 +105,16 @@ impl Prepared {
     ) -> Result<(Gpu, Self)> {
         let gpu = Gpu::of(like, op)?;
         if shape.head_dim > WIDEST {
-            let message =
-                format!("head dimension {} is more than the {WIDEST} that GPUs have kernels for", shape.head_dim);
+            let message = format!(
+                "head dimension {} is more than the {WIDEST} that GPUs have kernels for",
+                shape.head_dim
+            );
             return Err(Error::shape(op, message));
         }
         let number = |what: &str, n: usize| {
-            u32::try_from(n).map_err(|_| Error::shape(op, format!("{what} = {n} is too large for a GPU's kernel")))
+            u32::try_from(n).map_err(|_| {
+                Error::shape(op, format!("{what} = {n} is too large for a GPU's kernel"))
+            })
         };
         // Lists of their own: under a graph samples are on the device, and the slopes have to be found as they were before.
         let list = |words: Vec<u32>| {
@@ -117,15 +124,20 @@ impl Prepared {
             Ok::<_, Error>((list, at))
         };
         let on_device = mask.and_then(|mask| mask.step_and_samples);
-        let on_device = on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
+        let on_device =
+            on_device.map(|t| gpu.input(t, DType::U32, op, "step and samples")).transpose()?;
         let from_host = mask.filter(|_| on_device.is_none());
-        let samples =
-            from_host.map(|mask| list(mask.samples.iter().flat_map(|&s| crate::tensor::philox::words(s)).collect()));
+        let samples = from_host.map(|mask| {
+            list(mask.samples.iter().flat_map(|&s| crate::tensor::philox::words(s)).collect())
+        });
         let slope = |&slope: &f64| ((slope * std::f64::consts::LOG2_E) as f32).to_bits();
         let slopes = scores.alibi.map(|slopes| list(slopes.iter().map(slope).collect()));
         let (samples, slopes) = (samples.transpose()?, slopes.transpose()?);
-        let first_keys = scores.first_keys.map(|t| gpu.input(t, DType::U32, op, "first keys")).transpose()?;
-        let at = |list: &Option<(Tensor, DevicePointer)>| list.as_ref().map_or(0, |(_, at)| at.address());
+        let first_keys =
+            scores.first_keys.map(|t| gpu.input(t, DType::U32, op, "first keys")).transpose()?;
+        let at = |list: &Option<(Tensor, DevicePointer)>| {
+            list.as_ref().map_or(0, |(_, at)| at.address())
+        };
         let element = like.dtype().size_in_bytes();
         let of_16_bytes = |bytes: u64| bytes.is_multiple_of(16);
         let aligned = of_16_bytes((shape.head_dim * element) as u64)
@@ -141,12 +153,17 @@ impl Prepared {
             heads_per_group: number("heads per group", shape.heads_per_group)?,
             head_dim: number("head dimension", shape.head_dim)?,
             // A window that hides nothing is none.
-            window: scores.window.filter(|&window| window < s).map_or(Ok(0), |window| number("window", window))?,
+            window: scores
+                .window
+                .filter(|&window| window < s)
+                .map_or(Ok(0), |window| number("window", window))?,
             scale_log2: (scores.scale * std::f64::consts::LOG2_E) as f32,
             scale: scores.scale as f32,
             tilted: u32::from(scores.alibi.is_some() || scores.scale <= 0.0),
             aligned: u32::from(aligned),
-            key: mask.map_or([0; 4], |mask| if on_device.is_some() { mask.without_step } else { mask.key }),
+            key: mask.map_or([0; 4], |mask| {
+                if on_device.is_some() { mask.without_step } else { mask.key }
+            }),
             threshold: mask.map_or(0, |mask| mask.threshold),
             first_head: number("first head", mask.map_or(0, |mask| mask.first_head))?,
             kept: mask.map_or(1.0, |mask| mask.scale as f32),
@@ -173,7 +190,8 @@ struct Width {
 
 impl Width {
     fn new(head_dim: usize, dtype: DType) -> Self {
-        let dims: &[usize] = if dtype == DType::F32 { &[64, 128, 256] } else { &[64, 96, 128, 256] };
+        let dims: &[usize] =
+            if dtype == DType::F32 { &[64, 128, 256] } else { &[64, 96, 128, 256] };
         let dim = dims.iter().copied().find(|&dim| head_dim <= dim).unwrap_or(WIDEST);
         // 16 bytes of padding: cuda/include/tiles.cuh and cuda/attention_f32.cu.
         Self { dim, row: dim * dtype.size_in_bytes() + 16 }
@@ -219,13 +237,23 @@ pub(crate) fn forward(
         DType::F32 => {
             let square = width.square();
             let tile = Tile { threads: THREADS, queries: square, keys: square, rows: 3 * square };
-            ("attention_f32", format!("attention_forward_f32_{}", width.dim), tile, weights(square, 1))
+            (
+                "attention_f32",
+                format!("attention_forward_f32_{}", width.dim),
+                tile,
+                weights(square, 1),
+            )
         }
         _ => {
             let keys = if width.dim == 256 || mask.is_some() { 32 } else { 64 };
             let threads = if width.dim == 256 { 256 } else { 128 };
             let tile = Tile { threads, queries: 128, keys, rows: 128 + 2 * keys };
-            ("attention_forward", format!("attention_forward_{dropout}{suffix}_{}", width.dim), tile, 0)
+            (
+                "attention_forward",
+                format!("attention_forward_{dropout}{suffix}_{}", width.dim),
+                tile,
+                0,
+            )
         }
     };
     let grid = [blocks(op, s, tile.queries)?, blocks_y(op, shape.heads(), 1)?, blocks_y(op, b, 1)?];
@@ -253,7 +281,8 @@ pub(crate) fn backward(
     let lses = gpu.input(lse, DType::F32, op, "lse")?;
     let (dqkv, dpacked) = gpu.output(qkv.dims(), dtype, op)?;
     let (_delta, deltas) = gpu.output((b, shape.heads(), s), DType::F32, op)?;
-    let (gpu, prepared) = Prepared::new(op, qkv, geometry, scores, mask, &[packed, douts, dpacked])?;
+    let (gpu, prepared) =
+        Prepared::new(op, qkv, geometry, scores, mask, &[packed, douts, dpacked])?;
 
     // Numbers of pieces of work, which the first kernel clears and those for Hopper count, and of turns.
     let on_hopper = hopper::takes(op, &gpu, &prepared, geometry, dtype)?;
@@ -264,29 +293,49 @@ pub(crate) fn backward(
     let rows = s * b * shape.heads();
     let lanes = shape.head_dim.div_ceil(16 / dtype.size_in_bytes()).next_power_of_two().min(32);
     let grid = [blocks(op, rows, THREADS as usize / lanes)?, 1, 1];
-    gpu.launch("attention_delta", &format!("attention_delta_{suffix}"), grid, THREADS, 0, |args| {
-        // SAFETY: the kernel's structure has these fields and no padding.
-        unsafe { args.structure(&prepared.call) }
-            .ptr(douts)
-            .ptr(outs)
-            .ptr(deltas)
-            .ptr(next)
-            .u32(cleared)
-            .u32(lanes as u32);
-    })?;
+    gpu.launch(
+        "attention_delta",
+        &format!("attention_delta_{suffix}"),
+        grid,
+        THREADS,
+        0,
+        |args| {
+            // SAFETY: the kernel's structure has these fields and no padding.
+            unsafe { args.structure(&prepared.call) }
+                .ptr(douts)
+                .ptr(outs)
+                .ptr(deltas)
+                .ptr(next)
+                .u32(cleared)
+                .u32(lanes as u32);
+        },
+    )?;
 
     if on_hopper {
         let pointers = [douts, packed, lses, deltas, dpacked, next];
         let rotation = rotation.filter(|rotation| rotation.fits(s, b, shape));
-        let turn_back = rotation.map(|rotation| hopper::TurnBack::new(op, &gpu, rotation)).transpose()?.flatten();
-        hopper::backward(op, &gpu, &prepared, geometry, (dtype, suffix), pointers, turn_back, one_pass)?;
+        let turn_back = rotation
+            .map(|rotation| hopper::TurnBack::new(op, &gpu, rotation))
+            .transpose()?
+            .flatten();
+        hopper::backward(
+            op,
+            &gpu,
+            &prepared,
+            geometry,
+            (dtype, suffix),
+            pointers,
+            turn_back,
+            one_pass,
+        )?;
         return Ok((dqkv, turn_back.is_some()));
     }
     let width = Width::new(shape.head_dim, dtype);
     let square = width.square();
     let (file, more, of_keys, of_queries) = match (dtype, width.dim) {
         (DType::F32, _) => {
-            let tile = || Tile { threads: THREADS, queries: square, keys: square, rows: 4 * square };
+            let tile =
+                || Tile { threads: THREADS, queries: square, keys: square, rows: 4 * square };
             ("attention_f32", weights(square, 2), tile(), tile())
         }
         (_, dim) => {
@@ -314,15 +363,32 @@ pub(crate) fn backward(
         (
             "dkdv",
             &of_keys,
-            [blocks(op, s, of_keys.keys)?, blocks_y(op, shape.groups, 1)?, blocks_y(op, halves * b, 1)?],
+            [
+                blocks(op, s, of_keys.keys)?,
+                blocks_y(op, shape.groups, 1)?,
+                blocks_y(op, halves * b, 1)?,
+            ],
         ),
-        ("dq", &of_queries, [blocks(op, s, of_queries.queries)?, blocks_y(op, shape.heads(), 1)?, blocks_y(op, b, 1)?]),
+        (
+            "dq",
+            &of_queries,
+            [
+                blocks(op, s, of_queries.queries)?,
+                blocks_y(op, shape.heads(), 1)?,
+                blocks_y(op, b, 1)?,
+            ],
+        ),
     ];
     for (of, tile, grid) in grids {
         let name = format!("attention_{of}_{dropout}{suffix}_{}", width.dim);
         gpu.launch(file, &name, grid, tile.threads, width.shared(tile.rows) + more, |args| {
             // SAFETY: as above.
-            unsafe { args.structure(&prepared.call) }.ptr(douts).ptr(packed).ptr(lses).ptr(deltas).ptr(dpacked);
+            unsafe { args.structure(&prepared.call) }
+                .ptr(douts)
+                .ptr(packed)
+                .ptr(lses)
+                .ptr(deltas)
+                .ptr(dpacked);
         })?;
     }
     Ok((dqkv, false))
@@ -345,18 +411,31 @@ pub(crate) fn cached(
     let from_the_start = starts.iter().all(|&start| start == 0);
     // A window is one of all positions, not of the new ones.
     let window = scores.window.filter(|&window| starts.iter().any(|start| start + n > window));
-    let (gpu, mut prepared) =
-        Prepared::new(op, qkv, geometry, Scores { window: None, ..scores }, None, &[packed, cached])?;
+    let (gpu, mut prepared) = Prepared::new(
+        op,
+        qkv,
+        geometry,
+        Scores { window: None, ..scores },
+        None,
+        &[packed, cached],
+    )?;
     prepared.call.window = window.unwrap_or(0) as u32;
     let first: Vec<u32> = starts.iter().map(|&start| start as u32).collect();
     // The same for every layer.
     let first = constant(first, b, qkv.device())?;
     let starts_at = gpu.input(&first, DType::U32, op, "starts")?;
     let grid = [blocks(op, n, 1)?, blocks_y(op, b, 1)?, 1];
-    gpu.launch("attention_cached", &format!("attention_append_{suffix}"), grid, THREADS, 0, |args| {
-        // SAFETY: the kernel's structure has these fields and no padding.
-        unsafe { args.structure(&prepared.call) }.ptr(packed).ptr(cached).ptr(starts_at);
-    })?;
+    gpu.launch(
+        "attention_cached",
+        &format!("attention_append_{suffix}"),
+        grid,
+        THREADS,
+        0,
+        |args| {
+            // SAFETY: the kernel's structure has these fields and no padding.
+            unsafe { args.structure(&prepared.call) }.ptr(packed).ptr(cached).ptr(starts_at);
+        },
+    )?;
     if from_the_start {
         // A prompt: what the new tokens see is what there is.
         return forward(op, qkv, geometry, scores, None).map(|(out, _)| out);
@@ -367,15 +446,25 @@ pub(crate) fn cached(
     let (_sums, sums) = gpu.output((b, heads, n, pieces, shape.head_dim), DType::F32, op)?;
     let (out, outs) = gpu.output((n, b, heads * shape.head_dim), dtype, op)?;
     let batches = shape.heads_per_group.div_ceil(HEADS);
-    let grid = [blocks(op, pieces, 1)?, blocks_y(op, n, 1)?, blocks_y(op, b * shape.groups * batches, 1)?];
+    let grid =
+        [blocks(op, pieces, 1)?, blocks_y(op, n, 1)?, blocks_y(op, b * shape.groups * batches, 1)?];
     gpu.launch("attention_cached", &format!("attention_attend_{suffix}"), grid, 128, 0, |args| {
         // SAFETY: as above.
-        unsafe { args.structure(&prepared.call) }.ptr(packed).ptr(cached).ptr(starts_at).ptr(statistics).ptr(sums);
+        unsafe { args.structure(&prepared.call) }
+            .ptr(packed)
+            .ptr(cached)
+            .ptr(starts_at)
+            .ptr(statistics)
+            .ptr(sums);
     })?;
     let grid = [blocks(op, n, 1)?, blocks_y(op, heads, 1)?, blocks_y(op, b, 1)?];
     gpu.launch("attention_cached", &format!("attention_join_{suffix}"), grid, 128, 0, |args| {
         // SAFETY: as above.
-        unsafe { args.structure(&prepared.call) }.ptr(statistics).ptr(sums).ptr(outs).u32(pieces as u32);
+        unsafe { args.structure(&prepared.call) }
+            .ptr(statistics)
+            .ptr(sums)
+            .ptr(outs)
+            .u32(pieces as u32);
     })?;
     Ok(out)
 }

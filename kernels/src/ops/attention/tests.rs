@@ -19,18 +19,25 @@ fn difference(a: &Tensor, b: &Tensor) -> f64 {
 fn tokens_fed_in_any_portions_give_what_the_whole_sequence_gives() {
     let slopes = [0.5, 0.25, 0.125, 0.06, 0.03, 0.015];
     // Of less and of more positions than are computed at a time.
-    let lengths: [(usize, usize, &[&[usize]]); 2] =
-        [(5, 11, &[&[11], &[4, 7], &[1; 11]]), (40, 71, &[&[71], &[34, 37], &[64, 1, 1, 1, 4], &[1; 71]])];
+    let lengths: [(usize, usize, &[&[usize]]); 2] = [
+        (5, 11, &[&[11], &[4, 7], &[1; 11]]),
+        (40, 71, &[&[71], &[34, 37], &[64, 1, 1, 1, 4], &[1; 71]]),
+    ];
     let b = 2;
-    let dtypes = [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 1.6e-2), (DType::F16, 2e-3)];
+    let dtypes =
+        [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 1.6e-2), (DType::F16, 2e-3)];
     for ((head_dim, s, portions), (dtype, tolerance)) in
         lengths.into_iter().flat_map(|length| dtypes.into_iter().map(move |dtype| (length, dtype)))
     {
         let shape = HeadShape { groups: 2, heads_per_group: 3, head_dim };
         let qkv = values(&[s, b, shape.width()], dtype);
-        for (alibi, window) in
-            [(None, None), (Some(&slopes[..]), None), (None, Some(3)), (Some(&slopes), Some(1)), (None, Some(35))]
-        {
+        for (alibi, window) in [
+            (None, None),
+            (Some(&slopes[..]), None),
+            (None, Some(3)),
+            (Some(&slopes), Some(1)),
+            (None, Some(35)),
+        ] {
             let scores = Scores { alibi, window, ..Scores::from(0.4) };
             let (whole, _) = attention(&qkv, shape, scores, None).unwrap();
             for &portions in portions {
@@ -73,7 +80,8 @@ fn keys_of_endless_distance_weigh_nothing_wherever_they_are() {
     let (far, near) = (40, 30);
     let others = values(&[near, 1, 8], DType::F32);
     let attend = |far: usize| {
-        let cache = [(far, -f32::MAX), (1, 0.0)].map(|(n, of)| Tensor::full(of, (n, 1, 8), &Device::Cpu).unwrap());
+        let cache = [(far, -f32::MAX), (1, 0.0)]
+            .map(|(n, of)| Tensor::full(of, (n, 1, 8), &Device::Cpu).unwrap());
         let cache = Tensor::cat(&[&cache[0], &others, &cache[1]], 0).unwrap();
         attention_cached(&qkv, &cache, &[far + near], shape, 1.0).unwrap()
     };
@@ -87,15 +95,28 @@ fn samples_may_be_at_different_positions() {
     let (whole, _) = attention(&qkv, shape, 0.5, None).unwrap();
     let cache = Tensor::zeros((6, 2, 8), DType::F64, &Device::Cpu).unwrap();
     // Both prompts are fed padded to 4 tokens; the second sample's real prompt has 2.
-    attention_cached(&qkv.narrow(0, 0, 4).unwrap().contiguous().unwrap(), &cache, &[0, 0], shape, 0.5).unwrap();
-    let next = |sample: usize, position: usize| qkv.narrow(0, position, 1).unwrap().narrow(1, sample, 1).unwrap();
+    attention_cached(
+        &qkv.narrow(0, 0, 4).unwrap().contiguous().unwrap(),
+        &cache,
+        &[0, 0],
+        shape,
+        0.5,
+    )
+    .unwrap();
+    let next = |sample: usize, position: usize| {
+        qkv.narrow(0, position, 1).unwrap().narrow(1, sample, 1).unwrap()
+    };
     let new = Tensor::cat(&[next(0, 4), next(1, 2)], 1).unwrap().contiguous().unwrap();
     let out = attention_cached(&new, &cache, &[4, 2], shape, 0.5).unwrap();
     let expected = |sample: usize, position: usize| {
         whole.narrow(0, position, 1).unwrap().narrow(1, sample, 1).unwrap().contiguous().unwrap()
     };
-    assert!(difference(&out.narrow(1, 0, 1).unwrap().contiguous().unwrap(), &expected(0, 4)) < 1e-12);
-    assert!(difference(&out.narrow(1, 1, 1).unwrap().contiguous().unwrap(), &expected(1, 2)) < 1e-12);
+    assert!(
+        difference(&out.narrow(1, 0, 1).unwrap().contiguous().unwrap(), &expected(0, 4)) < 1e-12
+    );
+    assert!(
+        difference(&out.narrow(1, 1, 1).unwrap().contiguous().unwrap(), &expected(1, 2)) < 1e-12
+    );
 }
 
 #[test]
@@ -104,9 +125,12 @@ fn a_full_cache_is_refused() {
     let cache = Tensor::zeros((3, 1, 8), DType::F32, &Device::Cpu).unwrap();
     let beyond = [usize::MAX, usize::MAX - 1];
     for start in beyond {
-        let error = attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[start], shape, 0.5).unwrap_err();
+        let error =
+            attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[start], shape, 0.5)
+                .unwrap_err();
         assert!(error.to_string().contains("2 tokens from positions"), "{error}");
     }
-    let error = attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[2], shape, 0.5).unwrap_err();
+    let error =
+        attention_cached(&values(&[2, 1, 12], DType::F32), &cache, &[2], shape, 0.5).unwrap_err();
     assert!(error.to_string().contains("cache of 3 positions"), "{error}");
 }

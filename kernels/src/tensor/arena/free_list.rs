@@ -94,7 +94,8 @@ mod tests {
     /// Blocks of 100, 10, 50, 10, 70, 10, of which the first, third and fifth were given back.
     fn with_holes() -> FreeList {
         let mut holes = free_list(1000);
-        let blocks = [100, 10, 50, 10, 70, 10].map(|len| (holes.take_first(len).unwrap().begin, len));
+        let blocks =
+            [100, 10, 50, 10, 70, 10].map(|len| (holes.take_first(len).unwrap().begin, len));
         for (begin, len) in [blocks[0], blocks[2], blocks[4]] {
             holes.give(begin, len);
         }

@@ -76,12 +76,15 @@ pub fn open() {
         return;
     }
     // SAFETY: asks for two numbers.
-    let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    let (pages, page) =
+        unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
     let (Ok(pages), Ok(page)) = (usize::try_from(pages), usize::try_from(page)) else { return };
     let len = pages.saturating_mul(page);
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: a mapping wherever the system has room for it.
-    let begin = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    let begin = unsafe {
+        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+    };
     if begin == libc::MAP_FAILED {
         return;
     }
@@ -100,7 +103,9 @@ fn address_space_is_limited() -> bool {
     [libc::RLIMIT_AS, libc::RLIMIT_DATA].into_iter().any(|resource| {
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         // SAFETY: writes the limits.
-        unsafe { libc::getrlimit(resource, &raw mut limit) != 0 || limit.rlim_cur != libc::RLIM_INFINITY }
+        unsafe {
+            libc::getrlimit(resource, &raw mut limit) != 0 || limit.rlim_cur != libc::RLIM_INFINITY
+        }
     })
 }
 
@@ -111,7 +116,10 @@ fn room(size: usize) -> Option<usize> {
 
 /// Whether a block for `layout` lies here, as long as there is room.
 pub fn is_for(layout: Layout) -> bool {
-    layout.size() >= LARGE && layout.align() <= LINE && LEN.load(Ordering::Acquire) != 0 && AT.get() != At::Outside
+    layout.size() >= LARGE
+        && layout.align() <= LINE
+        && LEN.load(Ordering::Acquire) != 0
+        && AT.get() != At::Outside
 }
 
 /// A block for `layout`, and how much of its beginning may hold something else than zeros; none if it is not for the arena, or has no place there.
@@ -120,8 +128,11 @@ pub fn take(layout: Layout) -> Option<(*mut u8, usize)> {
         return None;
     }
     let room = room(layout.size())?;
-    let Place { begin, used } =
-        if AT.get() == At::End { free_list().take_last(room) } else { free_list().take_first(room) }?;
+    let Place { begin, used } = if AT.get() == At::End {
+        free_list().take_last(room)
+    } else {
+        free_list().take_first(room)
+    }?;
     // SAFETY: the place lies within the arena.
     Some((unsafe { BEGIN.load(Ordering::Relaxed).add(begin) }, used.min(layout.size())))
 }
@@ -156,7 +167,9 @@ pub unsafe fn give(block: *mut u8, size: usize) -> bool {
 /// # Safety
 /// As [`give`], but for the last: what the block holds, up to `new`, it holds afterwards.
 pub unsafe fn resize(block: *mut u8, old: usize, new: usize) -> bool {
-    let (Some(begin), Some(old), Some(room)) = (offset(block), room(old), room(new)) else { return false };
+    let (Some(begin), Some(old), Some(room)) = (offset(block), room(old), room(new)) else {
+        return false;
+    };
     if new < LARGE {
         return false;
     }

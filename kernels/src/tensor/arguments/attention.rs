@@ -66,9 +66,18 @@ impl From<f64> for Scores<'_> {
 }
 
 impl Scores<'_> {
-    pub(crate) fn check(&self, s: usize, b: usize, shape: HeadShape, op: &'static str) -> Result<()> {
+    pub(crate) fn check(
+        &self,
+        s: usize,
+        b: usize,
+        shape: HeadShape,
+        op: &'static str,
+    ) -> Result<()> {
         if let Some(slopes) = self.alibi.filter(|slopes| slopes.len() != shape.heads()) {
-            return Err(Error::shape(op, format!("{} slopes for {} query heads", slopes.len(), shape.heads())));
+            return Err(Error::shape(
+                op,
+                format!("{} slopes for {} query heads", slopes.len(), shape.heads()),
+            ));
         }
         if self.window == Some(0) {
             return Err(Error::shape(op, "a window of 0 keys hides even a query's own"));
@@ -114,7 +123,8 @@ impl Geometry {
 
     /// Offset in qkv of part `part` (query heads, then key, then value) of a group at position 0.
     pub fn qkv_at(&self, batch: usize, group: usize, part: usize) -> usize {
-        batch * self.shape.width() + (group * (self.shape.heads_per_group + 2) + part) * self.shape.head_dim
+        batch * self.shape.width()
+            + (group * (self.shape.heads_per_group + 2) + part) * self.shape.head_dim
     }
 
     /// Offset in the output of a head at position 0.
@@ -139,12 +149,20 @@ pub(crate) struct Mask<'a> {
 }
 
 impl<'a> Mask<'a> {
-    pub fn new(dropout: Option<&AttentionDropout<'a>>, batch: usize, op: &'static str) -> Result<Option<Self>> {
-        let Some(&AttentionDropout { p, key, samples, first_head, step_and_samples }) = dropout else {
+    pub fn new(
+        dropout: Option<&AttentionDropout<'a>>,
+        batch: usize,
+        op: &'static str,
+    ) -> Result<Option<Self>> {
+        let Some(&AttentionDropout { p, key, samples, first_head, step_and_samples }) = dropout
+        else {
             return Ok(None);
         };
         if samples.len() != batch {
-            return Err(Error::shape(op, format!("{} samples for a batch of {batch}", samples.len())));
+            return Err(Error::shape(
+                op,
+                format!("{} samples for a batch of {batch}", samples.len()),
+            ));
         }
         let threshold = threshold(p, op)?;
         expect_step_and_samples(op, step_and_samples, batch)?;

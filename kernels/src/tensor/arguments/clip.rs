@@ -33,7 +33,10 @@ impl Verdict {
     pub fn read(values: &Tensor) -> Result<Decided> {
         match *values.to_vec1::<f32>()? {
             [norm, factor, applied] => Ok(Decided { norm, factor, applied: applied != 0.0 }),
-            _ => Err(Error::shape("verdict", format!("{} values are no verdict", values.elem_count()))),
+            _ => Err(Error::shape(
+                "verdict",
+                format!("{} values are no verdict", values.elem_count()),
+            )),
         }
     }
 

@@ -50,7 +50,11 @@ pub fn step_and_samples(step: u64, samples: &[u64], device: &Device) -> Result<T
 
 /// # Errors
 /// If there is a tensor that is not of the form that [`step_and_samples`] gives.
-pub(crate) fn expect_step_and_samples(op: &'static str, t: Option<&Tensor>, batch: usize) -> Result<()> {
+pub(crate) fn expect_step_and_samples(
+    op: &'static str,
+    t: Option<&Tensor>,
+    batch: usize,
+) -> Result<()> {
     let Some(t) = t else { return Ok(()) };
     expect_shape(op, "step and samples", t, &[2 + 2 * batch])?;
     expect_dtype(op, t, DType::U32)
@@ -105,7 +109,9 @@ impl<'a> Mask<'a> {
         match x.dims() {
             [_, b, _] if *b == batch => {}
             dims => {
-                let message = format!("x has shape {dims:?} where [s, b, h] with b = {batch} samples is needed");
+                let message = format!(
+                    "x has shape {dims:?} where [s, b, h] with b = {batch} samples is needed"
+                );
                 return Err(Error::shape(op, message));
             }
         }
@@ -125,7 +131,8 @@ impl<'a> Mask<'a> {
     pub fn fill(&self, row: usize, out: &mut [u32]) {
         let (s, b) = (row / self.tokens.samples.len(), row % self.tokens.samples.len());
         let position = (self.tokens.seq_offset + s) as u64;
-        let token = self.tokens.samples[b].wrapping_mul(self.tokens.seq_len as u64).wrapping_add(position);
+        let token =
+            self.tokens.samples[b].wrapping_mul(self.tokens.seq_len as u64).wrapping_add(position);
         let ([a, b], [k0, k1, d, _]) = (words(token), self.key);
         WordRow { a, b, d, key: [k0, k1] }.fill(0, out);
     }

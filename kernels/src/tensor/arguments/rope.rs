@@ -21,7 +21,13 @@ impl RopeTable {
     ///
     /// # Errors
     /// If `head_dim` is odd or the dtype is no float.
-    pub fn new(positions: usize, head_dim: usize, base: f64, dtype: DType, device: &Device) -> Result<Self> {
+    pub fn new(
+        positions: usize,
+        head_dim: usize,
+        base: f64,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         if !head_dim.is_multiple_of(2) {
             let message = format!("head_dim {head_dim} is odd; rotation needs pairs");
             return Err(Error::shape("rope_table", message));
@@ -33,7 +39,12 @@ impl RopeTable {
     ///
     /// # Errors
     /// If the dtype is no float.
-    pub fn with_frequencies(positions: usize, frequencies: &[f64], dtype: DType, device: &Device) -> Result<Self> {
+    pub fn with_frequencies(
+        positions: usize,
+        frequencies: &[f64],
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         const OP: &str = "rope_table";
         type Narrow = fn(f64) -> f64;
         let (narrow, dtype): (Narrow, _) = match dtype {
@@ -44,9 +55,12 @@ impl RopeTable {
         let half = frequencies.len();
         let frequencies: Vec<f64> = frequencies.iter().map(|&f| narrow(f)).collect();
         let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |f| (p, f)));
-        let (sin, cos): (Vec<f64>, Vec<f64>) = angles.map(|(p, f)| narrow(p as f64 * f).sin_cos()).unzip();
+        let (sin, cos): (Vec<f64>, Vec<f64>) =
+            angles.map(|(p, f)| narrow(p as f64 * f).sin_cos()).unzip();
         let table = |values: Vec<f64>| -> Result<Tensor> {
-            Ok(Tensor::from_vec(values, (positions, half), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+            Ok(Tensor::from_vec(values, (positions, half), &Device::Cpu)?
+                .to_dtype(dtype)?
+                .to_device(device)?)
         };
         Ok(Self { cos: table(cos)?, sin: table(sin)? })
     }
@@ -57,7 +71,9 @@ impl RopeTable {
         match (self.cos.dims(), self.sin.dims()) {
             ([rows, h], [rows2, h2]) if rows == rows2 && h == h2 && 2 * h == head_dim => Ok(*rows),
             (cos, sin) => {
-                let message = format!("the table has shapes {cos:?} and {sin:?} where [positions, {half}] is needed");
+                let message = format!(
+                    "the table has shapes {cos:?} and {sin:?} where [positions, {half}] is needed"
+                );
                 Err(Error::shape("rope_inplace", message))
             }
         }
@@ -83,7 +99,9 @@ impl Rotation<'_> {
     pub(crate) fn fits(&self, s: usize, b: usize, shape: HeadShape) -> bool {
         let Ok(rows) = self.table.rows(shape.head_dim) else { return false };
         match self.positions {
-            Some(positions) => rows > 0 && positions.dims() == [s, b] && positions.dtype() == DType::U32,
+            Some(positions) => {
+                rows > 0 && positions.dims() == [s, b] && positions.dtype() == DType::U32
+            }
             None => rows >= s,
         }
     }
@@ -100,9 +118,13 @@ pub enum Positions<'a> {
 
 /// From the first to the last of some positions, which have to be in a table of `rows`.
 pub(crate) fn range_of(positions: &[usize], rows: usize, op: &'static str) -> Result<Range<usize>> {
-    let (first, last) = positions.iter().fold((usize::MAX, 0), |(first, last), &p| (first.min(p), last.max(p)));
+    let (first, last) =
+        positions.iter().fold((usize::MAX, 0), |(first, last), &p| (first.min(p), last.max(p)));
     if last >= rows {
-        return Err(Error::shape(op, format!("positions {first} to {last} exceed the table's {rows}")));
+        return Err(Error::shape(
+            op,
+            format!("positions {first} to {last} exceed the table's {rows}"),
+        ));
     }
     Ok(first..last + 1)
 }

@@ -43,7 +43,11 @@ impl StochasticRounding {
     /// Of the same range without its first `n` elements.
     pub(crate) fn skip(self, n: usize) -> Self {
         let column = self.column + n as u64;
-        Self { row: self.row + column / self.width * self.pitch, column: column % self.width, ..self }
+        Self {
+            row: self.row + column / self.width * self.pitch,
+            column: column % self.width,
+            ..self
+        }
     }
 
     /// The words of the first elements, and of how many, at most `len`, and at least one if it is not 0.
@@ -61,7 +65,10 @@ impl StochasticRounding {
     pub(crate) fn check(&self, op: &'static str) -> Result<()> {
         let Self { column, width, .. } = self;
         if column >= width {
-            return Err(Error::shape(op, format!("a range that begins at element {column} of a row of {width}")));
+            return Err(Error::shape(
+                op,
+                format!("a range that begins at element {column} of a row of {width}"),
+            ));
         }
         Ok(())
     }
@@ -113,7 +120,8 @@ mod tests {
         let key = StochasticRounding::key(1, "weight", 5);
         let whole = all_words(StochasticRounding::whole(key), 70);
         for begin in 0..21 {
-            let cut = StochasticRounding { key, row: 4, column: 0, width: 3, pitch: 10 }.skip(begin);
+            let cut =
+                StochasticRounding { key, row: 4, column: 0, width: 3, pitch: 10 }.skip(begin);
             let want: Vec<u32> = (begin..21).map(|i| whole[i / 3 * 10 + 4 + i % 3]).collect();
             assert_eq!(all_words(cut, 21 - begin), want, "from {begin}");
         }
@@ -133,7 +141,8 @@ mod tests {
     fn words_look_random() {
         const N: usize = 1 << 16;
         let uniform = |step| -> Vec<f64> {
-            let words = all_words(StochasticRounding::whole(StochasticRounding::key(3, "w", step)), N);
+            let words =
+                all_words(StochasticRounding::whole(StochasticRounding::key(3, "w", step)), N);
             words.iter().map(|word| f64::from(word & 0xFFFF) / 65536.0 - 0.5).collect()
         };
         let (now, next) = (uniform(1), uniform(2));
@@ -143,7 +152,10 @@ mod tests {
         assert!((mean(&mut now.iter().map(|u| u * u)) - 1.0 / 12.0).abs() < 0.002);
         assert!(mean(&mut now.iter().zip(&next).map(|(a, b)| a * b)).abs() < 0.0015);
         for apart in [1, 2, 16, 768] {
-            assert!(mean(&mut now.iter().zip(&now[apart..]).map(|(a, b)| a * b)).abs() < 0.0015, "{apart}");
+            assert!(
+                mean(&mut now.iter().zip(&now[apart..]).map(|(a, b)| a * b)).abs() < 0.0015,
+                "{apart}"
+            );
         }
     }
 }

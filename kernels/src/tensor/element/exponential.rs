@@ -33,7 +33,9 @@ pub fn exp2(x: f32) -> f32 {
     let t = x + ROUND;
     let r = x - (t - ROUND);
     let mut y = 1.535_336_2e-4f32;
-    for coefficient in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 0.240_226_48, std::f32::consts::LN_2, 1.0] {
+    for coefficient in
+        [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 0.240_226_48, std::f32::consts::LN_2, 1.0]
+    {
         y = y.mul_add(r, coefficient);
     }
     f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23))
@@ -48,7 +50,8 @@ mod tests {
         for i in 0..2_000_000 {
             let x = first + i as f32 * (last - first) / 2e6;
             let (got, want) = (f(x), exact(f64::from(x)));
-            let ulp = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
+            let ulp =
+                f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
             assert!((f64::from(got) - want).abs() <= 2.0 * ulp, "of {x}: {got}, want {want}");
         }
     }

@@ -329,7 +329,8 @@ impl Elem for f16 {
         let magnitude = bits & 0x7fff_ffff;
         let odd = (magnitude >> 13) & 1;
         let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0xfff + odd) >> 13;
-        let subnormal = (f32::from_bits(magnitude) + f32::from_bits(HALF)).to_bits().wrapping_sub(HALF);
+        let subnormal =
+            (f32::from_bits(magnitude) + f32::from_bits(HALF)).to_bits().wrapping_sub(HALF);
         let quiet = 0x7e00 | (magnitude >> 13) & 0x1ff;
         let value = if magnitude < SMALLEST { subnormal } else { normal };
         let value = if magnitude >= OVERFLOW { 0x7c00 } else { value };

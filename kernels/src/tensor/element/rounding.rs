@@ -13,7 +13,11 @@ use crate::tensor::simd::vectorize;
 pub fn store_bf16<'a>(wide: &[f32], out: Uninit<'a, bf16>) -> &'a mut [bf16] {
     #[cfg(target_arch = "x86_64")]
     if Isa::detected() >= Isa::Avx512Bf16 {
-        assert_eq!(wide.len(), out.len(), "a kernel rounds another number of values than its result has");
+        assert_eq!(
+            wide.len(),
+            out.len(),
+            "a kernel rounds another number of values than its result has"
+        );
         // SAFETY: the features were detected, and there is room for `wide`.
         return unsafe { out.by(|out| x86::store_bf16(wide, out)) };
     }
@@ -27,7 +31,11 @@ pub fn store_bf16<'a>(wide: &[f32], out: Uninit<'a, bf16>) -> &'a mut [bf16] {
 pub fn store_f16<'a>(wide: &[f32], out: Uninit<'a, f16>) -> &'a mut [f16] {
     #[cfg(target_arch = "x86_64")]
     {
-        assert_eq!(wide.len(), out.len(), "a kernel rounds another number of values than its result has");
+        assert_eq!(
+            wide.len(),
+            out.len(),
+            "a kernel rounds another number of values than its result has"
+        );
         let isa = Isa::detected();
         // SAFETY: the features were detected, and there is room for `wide`.
         unsafe {
@@ -61,12 +69,16 @@ mod x86 {
         // SAFETY: each vector, what is left, and as many elements of `out`.
         unsafe {
             for (i, vector) in vectors.iter().enumerate() {
-                let half = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(vector.as_ptr()));
+                let half =
+                    _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(vector.as_ptr()));
                 _mm256_storeu_si256(out.add(i * LANES).cast(), half);
             }
             if !rest.is_empty() {
                 let mask = (1 << rest.len()) - 1;
-                let half = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_maskz_loadu_ps(mask, rest.as_ptr()));
+                let half = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_maskz_loadu_ps(
+                    mask,
+                    rest.as_ptr(),
+                ));
                 _mm256_mask_storeu_epi16(out.add(vectors.len() * LANES).cast(), mask, half);
             }
         }
@@ -83,7 +95,8 @@ mod x86 {
         // SAFETY: each vector, what is left, and as many elements of `out`.
         unsafe {
             for (i, vector) in vectors.iter().enumerate() {
-                let half = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(vector.as_ptr()));
+                let half =
+                    _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(vector.as_ptr()));
                 _mm_storeu_si128(out.add(i * LANES).cast(), half);
             }
             let left = out.add(vectors.len() * LANES);
@@ -104,8 +117,12 @@ mod x86 {
             // SAFETY: both halves of the pair, and as many elements of `out`.
             unsafe {
                 let out = out.add(i * PAIR);
-                let (low, high) = (_mm512_loadu_ps(pair.as_ptr()), _mm512_loadu_ps(pair.as_ptr().add(PAIR / 2)));
-                let subnormal = [_mm512_fpclass_ps_mask::<SUBNORMAL>(low), _mm512_fpclass_ps_mask::<SUBNORMAL>(high)];
+                let (low, high) =
+                    (_mm512_loadu_ps(pair.as_ptr()), _mm512_loadu_ps(pair.as_ptr().add(PAIR / 2)));
+                let subnormal = [
+                    _mm512_fpclass_ps_mask::<SUBNORMAL>(low),
+                    _mm512_fpclass_ps_mask::<SUBNORMAL>(high),
+                ];
                 if _kortestz_mask16_u8(subnormal[0], subnormal[1]) == 1 {
                     _mm512_storeu_si512(
                         out.cast(),
@@ -155,7 +172,9 @@ mod tests {
     /// Every sign, exponent and fraction of bf16, with what decides about rounding behind it.
     fn all_bf16() -> Vec<f32> {
         let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
-        (0..1 << 16).flat_map(|high: u32| lows.map(|low| f32::from_bits(high << 16 | low))).collect()
+        (0..1 << 16)
+            .flat_map(|high: u32| lows.map(|low| f32::from_bits(high << 16 | low)))
+            .collect()
     }
 
     #[test]
@@ -200,7 +219,8 @@ mod tests {
     fn many_values_are_rounded_to_f16_as_each_by_itself() {
         let lows = [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff];
         let near = (0..1 << 19).flat_map(|high: u32| lows.map(|low| high << 13 | low));
-        let values: Vec<f32> = near.chain((0..=u32::MAX).step_by(4093)).map(f32::from_bits).collect();
+        let values: Vec<f32> =
+            near.chain((0..=u32::MAX).step_by(4093)).map(f32::from_bits).collect();
         assert!(bits_f16(&values) == want_f16(&values));
     }
 

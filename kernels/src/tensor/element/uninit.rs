@@ -58,7 +58,11 @@ impl<'a, T: Copy> Uninit<'a, T> {
 
     /// Has every part of `width` elements (of fewer the last) written by `f`, which also gets the number of its first element.
     #[inline(always)]
-    pub fn parts(self, width: usize, mut f: impl for<'r> FnMut(usize, Uninit<'r, T>) -> &'r mut [T]) -> &'a mut [T] {
+    pub fn parts(
+        self,
+        width: usize,
+        mut f: impl for<'r> FnMut(usize, Uninit<'r, T>) -> &'r mut [T],
+    ) -> &'a mut [T] {
         let width = width.clamp(1, self.0.len().max(1));
         for (i, part) in self.0.chunks_mut(width).enumerate() {
             check(part, |out| f(i * width, out));
@@ -78,7 +82,11 @@ impl<'a, T: Copy> Uninit<'a, T> {
             let (left, right) = self.0.split_at_mut(middle);
             let places = [place(left), place(right)];
             let (left, right) = f(Uninit(left), Uninit(right));
-            assert_eq!([place(left), place(right)], places, "a kernel left a part of its result unwritten");
+            assert_eq!(
+                [place(left), place(right)],
+                places,
+                "a kernel left a part of its result unwritten"
+            );
         }
         // SAFETY: both halves were handed back written.
         unsafe { self.0.assume_init_mut() }
@@ -109,7 +117,10 @@ impl<'a, E: Elem> Uninit<'a, E> {
         f: impl Fn([E::Acc; N]) -> [E::Acc; K],
     ) -> [&'a mut [E]; K] {
         let n = results[0].len();
-        assert!(results.iter().all(|result| result.len() == n), "results of one kernel differ in length");
+        assert!(
+            results.iter().all(|result| result.len() == n),
+            "results of one kernel differ in length"
+        );
         each_of(results, stored, [], |s, []| f(s))
     }
 
@@ -142,19 +153,27 @@ fn each_of<'a, E: Elem, const K: usize, const N: usize, const M: usize>(
         #[inline(always)]
         |first, mut outs| {
             let n = outs[0].len();
-            let (stored, wide) = (stored.map(|s| &s[first..first + n]), wide.map(|w| &w[first..first + n]));
+            let (stored, wide) =
+                (stored.map(|s| &s[first..first + n]), wide.map(|w| &w[first..first + n]));
             let whole = n - n % LANES;
             let mut at = 0;
             while at < whole {
-                stored.iter().for_each(|s| prefetch(s.as_ptr().wrapping_add(at).wrapping_byte_add(AHEAD)));
-                let values = of_block::<E, K, N, M>(stored.map(|s| block(s, at)), wide.map(|w| block(w, at)), &f);
+                stored
+                    .iter()
+                    .for_each(|s| prefetch(s.as_ptr().wrapping_add(at).wrapping_byte_add(AHEAD)));
+                let values = of_block::<E, K, N, M>(
+                    stored.map(|s| block(s, at)),
+                    wide.map(|w| block(w, at)),
+                    &f,
+                );
                 for (out, values) in outs.iter_mut().zip(&values) {
                     out.0[at..at + LANES].write_copy_of_slice(values);
                 }
                 at += LANES;
             }
             if whole < n {
-                let (s, w) = (stored.map(|s| padded(&s[whole..])), wide.map(|w| padded(&w[whole..])));
+                let (s, w) =
+                    (stored.map(|s| padded(&s[whole..])), wide.map(|w| padded(&w[whole..])));
                 for (out, values) in outs.iter_mut().zip(of_block::<E, K, N, M>(s, w, &f)) {
                     out.0[whole..].write_copy_of_slice(&values[..n - whole]);
                 }
@@ -174,7 +193,8 @@ fn of_block<E: Elem, const K: usize, const N: usize, const M: usize>(
 ) -> [[E::Acc; LANES]; K] {
     let mut values = [[E::Acc::ZERO; LANES]; K];
     for l in 0..LANES {
-        let of_place = f(std::array::from_fn(|i| stored[i][l].load()), std::array::from_fn(|i| wide[i][l]));
+        let of_place =
+            f(std::array::from_fn(|i| stored[i][l].load()), std::array::from_fn(|i| wide[i][l]));
         for (values, value) in values.iter_mut().zip(of_place) {
             values[l] = value;
         }
@@ -235,7 +255,10 @@ pub(in crate::tensor) fn place<T>(slice: &[T]) -> (usize, usize) {
 
 /// Has `out` written by `f`.
 #[inline(always)]
-pub(in crate::tensor) fn check<T>(out: &mut [MaybeUninit<T>], f: impl for<'r> FnOnce(Uninit<'r, T>) -> &'r mut [T]) {
+pub(in crate::tensor) fn check<T>(
+    out: &mut [MaybeUninit<T>],
+    f: impl for<'r> FnOnce(Uninit<'r, T>) -> &'r mut [T],
+) {
     let want = place(out);
     let written = f(Uninit(out));
     // A plain slice of this very memory can only have come from a method that wrote it.

@@ -65,20 +65,24 @@ pub fn count() -> Result<usize> {
     let unavailable = |message: String| Error::NoGpu { message };
     use super::missing_libraries;
     if !missing_libraries(&["cuda"]).is_empty() {
-        let message =
-            "this machine has no NVIDIA driver (libcuda.so.1 not found); use --device cpu, or install the driver";
+        let message = "this machine has no NVIDIA driver (libcuda.so.1 not found); use --device cpu, or install the driver";
         return Err(unavailable(message.into()));
     }
     let count = match CudaContext::device_count() {
         Ok(count) => count.max(0) as usize,
         Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => 0,
-        Err(error) => return Err(unavailable(format!("the driver says: {error}; use --device cpu, or mend it"))),
+        Err(error) => {
+            return Err(unavailable(format!(
+                "the driver says: {error}; use --device cpu, or mend it"
+            )));
+        }
     };
     let missing = missing_libraries(&["cublas", "cublasLt", "curand", "nvrtc", "cudart"]);
     if count > 0 && !missing.is_empty() {
         let list = missing.join(", ");
-        let message =
-            format!("CUDA's {list} not found; set CUDA_HOME or LD_LIBRARY_PATH to a toolkit's, or use --device cpu");
+        let message = format!(
+            "CUDA's {list} not found; set CUDA_HOME or LD_LIBRARY_PATH to a toolkit's, or use --device cpu"
+        );
         return Err(unavailable(message));
     }
     Ok(count)
@@ -88,7 +92,11 @@ pub fn count() -> Result<usize> {
 pub fn to_host(t: &Tensor) -> Result<Tensor> {
     const OP: &str = "to_host";
     /// A copy of the elements from `at` on.
-    fn copied<T: candle_core::WithDType>(gpu: &Gpu, at: DevicePointer, shape: &Shape) -> Result<Tensor> {
+    fn copied<T: candle_core::WithDType>(
+        gpu: &Gpu,
+        at: DevicePointer,
+        shape: &Shape,
+    ) -> Result<Tensor> {
         let failed = |e: DriverError| Error::gpu(OP, e.to_string());
         let n = shape.elem_count();
         let mut values: Vec<T> = Vec::with_capacity(n);
@@ -97,7 +105,10 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
             // SAFETY: as many elements are there on both sides. The values are read only after the stream was waited for, and T is a plain
             // number, of which any bits are a value.
             unsafe {
-                let bytes = std::slice::from_raw_parts_mut(values.as_mut_ptr().cast::<u8>(), n * size_of::<T>());
+                let bytes = std::slice::from_raw_parts_mut(
+                    values.as_mut_ptr().cast::<u8>(),
+                    n * size_of::<T>(),
+                );
                 result::memcpy_dtoh_async(bytes, at.0, gpu.stream.cu_stream()).map_err(failed)?;
                 gpu.stream.synchronize().map_err(failed)?;
                 values.set_len(n);
@@ -148,7 +159,8 @@ impl Timestamp {
     /// # Errors
     /// What the driver says.
     pub fn since(&self, earlier: &Self) -> Result<Duration> {
-        let ms = earlier.0.elapsed_ms(&self.0).map_err(|e| Error::gpu("timestamp", e.to_string()))?;
+        let ms =
+            earlier.0.elapsed_ms(&self.0).map_err(|e| Error::gpu("timestamp", e.to_string()))?;
         Ok(Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3))
     }
 }
@@ -184,7 +196,9 @@ impl Gpu {
     /// If it is no GPU.
     pub fn on(device: &Device, op: &'static str) -> Result<Self> {
         match device {
-            Device::Cuda(device) => Ok(Self { device: device.clone(), stream: device.cuda_stream() }),
+            Device::Cuda(device) => {
+                Ok(Self { device: device.clone(), stream: device.cuda_stream() })
+            }
             other => Err(Error::Device { op, device: format!("{:?}", other.location()) }),
         }
     }
@@ -245,9 +259,13 @@ impl Gpu {
         let skip = first.next_multiple_of(PAGE) - first;
         // Elements are aligned to their size, so whole elements are skipped.
         let elements = all.narrow(0, skip / size, n)?;
-        self.stream.context().bind_to_thread().map_err(|e| Error::gpu("lock_memory", e.to_string()))?;
+        self.stream
+            .context()
+            .bind_to_thread()
+            .map_err(|e| Error::gpu("lock_memory", e.to_string()))?;
         // SAFETY: whole pages of the tensor, whose memory neither moves nor goes before `Locked` does.
-        let locked = unsafe { sys::cuMemHostRegister_v2((first + skip) as *mut c_void, bytes, PORTABLE) };
+        let locked =
+            unsafe { sys::cuMemHostRegister_v2((first + skip) as *mut c_void, bytes, PORTABLE) };
         Ok((elements, locked.result().is_ok().then_some(Locked(first + skip))))
     }
 
@@ -272,7 +290,12 @@ impl Gpu {
 
     /// Copies elements from the host: after `after`, on the stream for that, with what is queued on the device's stream from now on behind
     /// it; or on the device's stream. The result is reached when the bytes may change.
-    pub(super) fn put(&self, to: DevicePointer, from: &[u8], after: Option<&Event>) -> Result<Event> {
+    pub(super) fn put(
+        &self,
+        to: DevicePointer,
+        from: &[u8],
+        after: Option<&Event>,
+    ) -> Result<Event> {
         const OP: &str = "put";
         let failed = |e: DriverError| Error::gpu(OP, e.to_string());
         let [_, up] = self.copies(OP)?;
@@ -301,10 +324,14 @@ impl Gpu {
         shared: u32,
         mut args: Args,
     ) -> Result<()> {
-        let function = with_loaded(self.stream.context(), name, |loaded| loaded.function(file, name))?;
+        let function =
+            with_loaded(self.stream.context(), name, |loaded| loaded.function(file, name))?;
         args.check(name, &function.sizes)?;
         let failed = |e: DriverError| {
-            Error::gpu(name, format!("{e} (grid {grid:?}, {threads} threads, {shared} bytes of shared memory)"))
+            Error::gpu(
+                name,
+                format!("{e} (grid {grid:?}, {threads} threads, {shared} bytes of shared memory)"),
+            )
         };
         function.allow(shared).map_err(failed)?;
         let mut addresses: Vec<*mut c_void> = args.addresses();
@@ -325,13 +352,19 @@ impl Gpu {
     }
 
     /// Where the storage of `t` begins.
-    pub(super) fn storage(&self, t: &Tensor, op: &'static str, _write: bool) -> Result<DevicePointer> {
+    pub(super) fn storage(
+        &self,
+        t: &Tensor,
+        op: &'static str,
+        _write: bool,
+    ) -> Result<DevicePointer> {
         let (storage, _) = t.storage_and_layout();
         let Storage::Cuda(cuda) = &*storage else {
             return Err(Error::Device { op, device: format!("{:?}", t.device().location()) });
         };
         if !cuda.device.same_device(&self.device) {
-            let device = "another GPU, or another stream of it, than its other operands".to_string();
+            let device =
+                "another GPU, or another stream of it, than its other operands".to_string();
             return Err(Error::Device { op, device });
         }
         /// The address; uses are not tracked (see [`open`]), so there is nothing to hold while it is used.
@@ -358,13 +391,21 @@ impl Gpu {
         let room = if shape.elem_count() == 0 { Shape::from(1) } else { shape.clone() };
         // SAFETY: whoever asks for a result has its kernels write all of it.
         match unsafe { self.device.alloc_uninit(&room, dtype) } {
-            Ok(storage) => Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)),
+            Ok(storage) => {
+                Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
+            }
             Err(error) => Err(self.describe(error, shape, dtype, op)),
         }
     }
 
     /// The error of an allocation, with what holds the memory if there was too little.
-    fn describe(&self, error: candle_core::Error, shape: Shape, dtype: DType, op: &'static str) -> Error {
+    fn describe(
+        &self,
+        error: candle_core::Error,
+        shape: Shape,
+        dtype: DType,
+        op: &'static str,
+    ) -> Error {
         if !crate::tensor::error::names_out_of_memory(&error) {
             return error.into();
         }
@@ -382,7 +423,8 @@ impl Gpu {
         let get = |attribute| unsafe {
             let pool = result::device::get_default_mem_pool(context.cu_device())?;
             let mut value = 0_u64;
-            result::mem_pool::get_attribute(pool, attribute, std::ptr::from_mut(&mut value).cast()).map(|()| value)
+            result::mem_pool::get_attribute(pool, attribute, std::ptr::from_mut(&mut value).cast())
+                .map(|()| value)
         };
         let get = |attribute| get(attribute).map_err(|_: DriverError| ()).ok();
         // Graphs have memory beside the pool; a driver that does not know of it has none.
@@ -396,10 +438,14 @@ impl Gpu {
             value
         };
         Some(Memory {
-            used: get(A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)? + graphs(G::CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT),
-            reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)? + graphs(G::CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT),
-            peak_used: get(A::CU_MEMPOOL_ATTR_USED_MEM_HIGH)? + graphs(G::CU_GRAPH_MEM_ATTR_USED_MEM_HIGH),
-            peak_reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)? + graphs(G::CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH),
+            used: get(A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?
+                + graphs(G::CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT),
+            reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?
+                + graphs(G::CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT),
+            peak_used: get(A::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?
+                + graphs(G::CU_GRAPH_MEM_ATTR_USED_MEM_HIGH),
+            peak_reserved: get(A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?
+                + graphs(G::CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH),
             free: free as u64,
             total: total as u64,
         })

@@ -115,7 +115,8 @@ impl Launch {
         if ended {
             return Ok(());
         }
-        Err(CStr::from_bytes_until_nul(&error).map_or_else(|_| "?".into(), |e| e.to_string_lossy().into_owned()))
+        Err(CStr::from_bytes_until_nul(&error)
+            .map_or_else(|_| "?".into(), |e| e.to_string_lossy().into_owned()))
     }
 }
 
@@ -200,12 +201,19 @@ impl Gpu {
         shared: u32,
         mut args: Args,
     ) -> Result<()> {
-        let most_shared = if file.ends_with("_sm90a") { PROPERTIES.shared_per_block } else { SHARED_OF_ALL };
+        let most_shared =
+            if file.ends_with("_sm90a") { PROPERTIES.shared_per_block } else { SHARED_OF_ALL };
         if threads == 0 || threads > 1024 || shared > most_shared {
-            return Err(Error::gpu(name, format!("{threads} threads, {shared} bytes of shared memory are no launch")));
+            return Err(Error::gpu(
+                name,
+                format!("{threads} threads, {shared} bytes of shared memory are no launch"),
+            ));
         }
         let c_name = CString::new(name).map_err(|e| Error::gpu(name, e.to_string()))?;
-        let list = MODULES.iter().find(|(stem, _)| *stem == file).map_or(std::ptr::null(), |(_, list)| list.0);
+        let list = MODULES
+            .iter()
+            .find(|(stem, _)| *stem == file)
+            .map_or(std::ptr::null(), |(_, list)| list.0);
         // SAFETY: a list of kernels, which may be empty, and a C string.
         let kernel = unsafe { emulator_find(list, c_name.as_ptr()) };
         if kernel.is_null() {
@@ -213,7 +221,8 @@ impl Gpu {
         }
         let mut sizes = [0_u32; 64];
         // SAFETY: `sizes` has the room it is said to have.
-        let num_args = unsafe { emulator_arguments(kernel, sizes.as_mut_ptr(), sizes.len() as u32) } as usize;
+        let num_args =
+            unsafe { emulator_arguments(kernel, sizes.as_mut_ptr(), sizes.len() as u32) } as usize;
         let sizes: Vec<usize> = sizes.iter().take(num_args).map(|&size| size as usize).collect();
         args.check(name, &sizes)?;
         COUNTS.with_borrow_mut(|counts| counts.launches += 1);
@@ -231,7 +240,12 @@ impl Gpu {
     }
 
     /// Where the storage of `t` begins.
-    pub(super) fn storage(&self, t: &Tensor, op: &'static str, write: bool) -> Result<DevicePointer> {
+    pub(super) fn storage(
+        &self,
+        t: &Tensor,
+        op: &'static str,
+        write: bool,
+    ) -> Result<DevicePointer> {
         if !t.device().is_cpu() {
             return Err(Error::Device { op, device: format!("{:?}", t.device().location()) });
         }
@@ -270,7 +284,12 @@ impl Gpu {
         Ok(())
     }
 
-    pub(super) fn put(&self, to: DevicePointer, from: &[u8], _after: Option<&Event>) -> Result<Event> {
+    pub(super) fn put(
+        &self,
+        to: DevicePointer,
+        from: &[u8],
+        _after: Option<&Event>,
+    ) -> Result<Event> {
         // SAFETY: as above, the other way round.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), address(to), from.len()) };
         Ok(Event)
@@ -289,7 +308,13 @@ impl Gpu {
         let n = shape.elem_count();
         let bytes = n * dtype.size_in_bytes();
         if let Some(memory) = self.memory().filter(|memory| memory.free < bytes as u64) {
-            return Err(Error::OutOfMemory { op, bytes, shape: shape.into_dims(), dtype, memory: Some(memory) });
+            return Err(Error::OutOfMemory {
+                op,
+                bytes,
+                shape: shape.into_dims(),
+                dtype,
+                memory: Some(memory),
+            });
         }
         let cpu = &candle_core::Device::Cpu;
         Ok(match dtype {

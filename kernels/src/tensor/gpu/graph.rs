@@ -120,17 +120,24 @@ fn check(graph: &CudaGraph) -> Result<usize> {
     use sys::CUgraphNodeType as T;
     let mut count = 0;
     // SAFETY: the graph exists; without room, its number of nodes is all that is told.
-    unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut count) }.result().map_err(failed)?;
+    unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut count) }
+        .result()
+        .map_err(failed)?;
     let mut nodes = vec![std::ptr::null_mut(); count];
     // SAFETY: there is room for as many.
-    unsafe { sys::cuGraphGetNodes(graph.cu_graph(), nodes.as_mut_ptr(), &mut count) }.result().map_err(failed)?;
+    unsafe { sys::cuGraphGetNodes(graph.cu_graph(), nodes.as_mut_ptr(), &mut count) }
+        .result()
+        .map_err(failed)?;
     for node in nodes {
         let mut kind = T::CU_GRAPH_NODE_TYPE_EMPTY;
         // SAFETY: a node of the graph.
         unsafe { sys::cuGraphNodeGetType(node, &mut kind) }.result().map_err(failed)?;
         match kind {
             T::CU_GRAPH_NODE_TYPE_HOST => {
-                return Err(Error::gpu(OP, "a function of the host was recorded, which cannot be repeated"));
+                return Err(Error::gpu(
+                    OP,
+                    "a function of the host was recorded, which cannot be repeated",
+                ));
             }
             T::CU_GRAPH_NODE_TYPE_MEMCPY => {
                 let mut copy = MaybeUninit::<sys::CUDA_MEMCPY3D>::zeroed();
@@ -138,10 +145,14 @@ fn check(graph: &CudaGraph) -> Result<usize> {
                 // SAFETY: the node is a copy. Its ends are read as the numbers that they are to C: zeroed, they are none of the enumeration's.
                 let ends = unsafe {
                     sys::cuGraphMemcpyNodeGetParams(node, at).result().map_err(failed)?;
-                    [&raw const (*at).srcMemoryType, &raw const (*at).dstMemoryType].map(|end| end.cast::<u32>().read())
+                    [&raw const (*at).srcMemoryType, &raw const (*at).dstMemoryType]
+                        .map(|end| end.cast::<u32>().read())
                 };
                 if ends.contains(&(sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32)) {
-                    return Err(Error::gpu(OP, "a copy of the host's memory was recorded, which cannot be repeated"));
+                    return Err(Error::gpu(
+                        OP,
+                        "a copy of the host's memory was recorded, which cannot be repeated",
+                    ));
                 }
             }
             _ => {}
@@ -170,9 +181,15 @@ impl Gpu {
             let pool = result::device::get_default_mem_pool(context.cu_device()).map_err(failed)?;
             sys::cuMemPoolTrimTo(pool, 0).result().map_err(failed)?;
             use sys::CUmemPool_attribute as A;
-            for largest in [A::CU_MEMPOOL_ATTR_USED_MEM_HIGH, A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH] {
+            for largest in [A::CU_MEMPOOL_ATTR_USED_MEM_HIGH, A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH]
+            {
                 let mut zero = 0_u64;
-                result::mem_pool::set_attribute(pool, largest, std::ptr::from_mut(&mut zero).cast()).map_err(failed)?;
+                result::mem_pool::set_attribute(
+                    pool,
+                    largest,
+                    std::ptr::from_mut(&mut zero).cast(),
+                )
+                .map_err(failed)?;
             }
         }
         Ok(())

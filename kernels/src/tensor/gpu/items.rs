@@ -19,7 +19,10 @@ impl Divider {
     /// If the divisor is not in 1 ..= 2³¹.
     pub fn new(op: &'static str, divisor: usize) -> Result<Self> {
         if !(1..=1 << 31).contains(&divisor) {
-            return Err(Error::shape(op, format!("rows of {divisor} items are nothing a GPU's kernel can have")));
+            return Err(Error::shape(
+                op,
+                format!("rows of {divisor} items are nothing a GPU's kernel can have"),
+            ));
         }
         let divisor = divisor as u64;
         let shift = divisor.next_power_of_two().trailing_zeros();
@@ -46,7 +49,8 @@ pub fn vector(dtype: DType) -> usize {
 
 /// Whether kernels may load vectors of 16 bytes from rows of `width` elements that begin at these addresses.
 pub fn in_vectors(width: usize, dtype: DType, pointers: &[Option<DevicePointer>]) -> bool {
-    width.is_multiple_of(vector(dtype)) && pointers.iter().flatten().all(|p| p.address().is_multiple_of(16))
+    width.is_multiple_of(vector(dtype))
+        && pointers.iter().flatten().all(|p| p.address().is_multiple_of(16))
 }
 
 /// The end of names of kernels that load vectors, or that take any width and address.
@@ -64,8 +68,17 @@ mod tests {
             let high = (u64::from(n) * u64::from(d.factor)) >> 32;
             (high as u32 + n) >> d.shift
         };
-        let divisors =
-            (1..300).chain([1000, 4096, 50_257, 65_535, 65_536, 65_537, (1 << 30) + 1, (1 << 31) - 1, 1 << 31]);
+        let divisors = (1..300).chain([
+            1000,
+            4096,
+            50_257,
+            65_535,
+            65_536,
+            65_537,
+            (1 << 30) + 1,
+            (1 << 31) - 1,
+            1 << 31,
+        ]);
         for d in divisors {
             let divider = Divider::new("test", d).unwrap();
             let near = (1..=40u64).flat_map(|k| [k * d as u64 - 1, k * d as u64, k * d as u64 + 1]);

@@ -75,7 +75,9 @@ impl Args {
     /// `T` is laid out as in C (`repr(C)`), as the kernel's structure is, and has no padding.
     pub unsafe fn structure<T: Copy>(&mut self, value: &T) -> &mut Self {
         // SAFETY: a value of T is that many bytes, none of them padding by the caller's promise.
-        self.push(unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast(), size_of::<T>()) });
+        self.push(unsafe {
+            std::slice::from_raw_parts(std::ptr::from_ref(value).cast(), size_of::<T>())
+        });
         self
     }
 
@@ -92,7 +94,10 @@ impl Args {
         if own == sizes {
             return Ok(());
         }
-        Err(Error::gpu(name, format!("launched with arguments of {own:?} bytes, its parameters have {sizes:?}")))
+        Err(Error::gpu(
+            name,
+            format!("launched with arguments of {own:?} bytes, its parameters have {sizes:?}"),
+        ))
     }
 }
 
@@ -126,10 +131,9 @@ impl Gpu {
 /// If they are more than a grid can have.
 pub fn blocks(op: &'static str, n: usize, per_block: usize) -> Result<u32> {
     let blocks = n.div_ceil(per_block.max(1));
-    u32::try_from(blocks)
-        .ok()
-        .filter(|&blocks| blocks <= i32::MAX as u32)
-        .ok_or_else(|| Error::shape(op, format!("{n} elements are too many for one launch on a GPU")))
+    u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32).ok_or_else(|| {
+        Error::shape(op, format!("{n} elements are too many for one launch on a GPU"))
+    })
 }
 
 /// As [`blocks`], for the second and third dimension of a grid, which are smaller.
@@ -139,6 +143,9 @@ pub fn blocks(op: &'static str, n: usize, per_block: usize) -> Result<u32> {
 pub fn blocks_y(op: &'static str, n: usize, per_block: usize) -> Result<u32> {
     match blocks(op, n, per_block)? {
         blocks @ 0..=65535 => Ok(blocks),
-        _ => Err(Error::shape(op, format!("{n} elements are too many for a row of a launch on a GPU"))),
+        _ => Err(Error::shape(
+            op,
+            format!("{n} elements are too many for a row of a launch on a GPU"),
+        )),
     }
 }

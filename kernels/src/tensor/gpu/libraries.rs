@@ -28,7 +28,13 @@ pub struct Library {
 
 impl Library {
     const fn new(name: &'static str, soname: &'static CStr, status: c_int) -> Self {
-        Self { name, soname, status, handle: AtomicPtr::new(std::ptr::null_mut()), state: AtomicU8::new(0) }
+        Self {
+            name,
+            soname,
+            status,
+            handle: AtomicPtr::new(std::ptr::null_mut()),
+            state: AtomicU8::new(0),
+        }
     }
 
     /// Its handle; null if there is no such library.
@@ -36,7 +42,10 @@ impl Library {
         if self.state.load(Ordering::Acquire) == 0 {
             // cuBLAS wants cuBLASLt by a name that the loader may not find where cuBLAS itself was found.
             if self.name == "cublas" {
-                LIBRARIES.iter().filter(|library| library.name == "cublasLt").for_each(|library| _ = library.open());
+                LIBRARIES
+                    .iter()
+                    .filter(|library| library.name == "cublasLt")
+                    .for_each(|library| _ = library.open());
             }
             // Two threads that look at once find the same.
             let handle = self.search();
@@ -80,7 +89,10 @@ impl Library {
 /// The names of those libraries of `wanted` that are not on this machine, as files.
 pub fn missing(wanted: &[&str]) -> Vec<String> {
     let wanted = LIBRARIES.iter().filter(|library| wanted.contains(&library.name));
-    wanted.filter(|library| library.open().is_null()).map(|l| l.soname.to_string_lossy().into_owned()).collect()
+    wanted
+        .filter(|library| library.open().is_null())
+        .map(|l| l.soname.to_string_lossy().into_owned())
+        .collect()
 }
 
 /// Finds function `index` and fills its entry; what to jump to.
@@ -105,7 +117,8 @@ extern "C" fn kernels_gpu_library_resolve(index: usize) -> *mut c_void {
     }
     // SAFETY: `index` is that of an entry; the assembly counted them off the same list.
     unsafe {
-        (*(&raw const gpu_library_entries).cast::<AtomicPtr<c_void>>().add(index)).store(function, Ordering::Release)
+        (*(&raw const gpu_library_entries).cast::<AtomicPtr<c_void>>().add(index))
+            .store(function, Ordering::Release)
     };
     function
 }

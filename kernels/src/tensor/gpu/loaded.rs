@@ -35,9 +35,12 @@ impl Function {
         }
         let mut allowed = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
         if shared > *allowed {
-            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let attribute =
+                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function exists.
-            unsafe { result::function::set_function_attribute(self.handle, attribute, shared as i32) }?;
+            unsafe {
+                result::function::set_function_attribute(self.handle, attribute, shared as i32)
+            }?;
             *allowed = shared;
         }
         Ok(())
@@ -85,11 +88,13 @@ impl Loaded {
             return Ok(module as sys::CUmodule);
         }
         let image = modules::MODULES.iter().find(|(stem, _)| *stem == file);
-        let (_, image) = image.ok_or_else(|| Error::gpu(name, format!("there is no cuda/{file}.cu")))?;
+        let (_, image) =
+            image.ok_or_else(|| Error::gpu(name, format!("there is no cuda/{file}.cu")))?;
         // SAFETY: a fatbin that nvcc wrote; it is static.
         let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
         let capability = self.properties.capability;
-        let module = module.map_err(|e| failed_to_load(name, &format!("loading cuda/{file}.cu"), capability, e))?;
+        let module = module
+            .map_err(|e| failed_to_load(name, &format!("loading cuda/{file}.cu"), capability, e))?;
         self.modules.insert(file, module as usize);
         Ok(module)
     }
@@ -101,10 +106,14 @@ impl Loaded {
         let for_this = |file: &&str| !file.ends_with("_sm90a") || capability == (9, 0);
         for file in modules::MODULES.iter().map(|(file, _)| *file).filter(for_this) {
             let module = self.module(file, ALL)?;
-            let failed = |e| failed_to_load(ALL, &format!("loading kernels of cuda/{file}.cu"), capability, e);
+            let failed = |e| {
+                failed_to_load(ALL, &format!("loading kernels of cuda/{file}.cu"), capability, e)
+            };
             let mut count = 0;
             // SAFETY: a loaded module; one number.
-            unsafe { sys::cuModuleGetFunctionCount(&mut count, module) }.result().map_err(failed)?;
+            unsafe { sys::cuModuleGetFunctionCount(&mut count, module) }
+                .result()
+                .map_err(failed)?;
             let mut functions = vec![std::ptr::null_mut(); count as usize];
             // SAFETY: room for so many.
             unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module) }
@@ -133,10 +142,14 @@ impl Loaded {
         let mut sizes = Vec::new();
         let (mut offset, mut size) = (0, 0);
         // SAFETY: the function exists; two results. The first index that is too large is an error.
-        while unsafe { sys::cuFuncGetParamInfo(handle, sizes.len(), &mut offset, &mut size) }.result().is_ok() {
+        while unsafe { sys::cuFuncGetParamInfo(handle, sizes.len(), &mut offset, &mut size) }
+            .result()
+            .is_ok()
+        {
             sizes.push(size);
         }
-        let function = Arc::new(Function { handle, sizes, shared: Mutex::new(SHARED_WITHOUT_ASKING) });
+        let function =
+            Arc::new(Function { handle, sizes, shared: Mutex::new(SHARED_WITHOUT_ASKING) });
         self.functions.insert(key, function.clone());
         Ok(function)
     }
@@ -147,7 +160,11 @@ fn failed_to_load(name: &str, what: &str, (major, minor): (u32, u32), e: DriverE
 }
 
 /// Calls `f` with what is loaded in this context, which is made the thread's.
-pub fn with_loaded<R>(context: &Arc<CudaContext>, op: &str, f: impl FnOnce(&mut Loaded) -> Result<R>) -> Result<R> {
+pub fn with_loaded<R>(
+    context: &Arc<CudaContext>,
+    op: &str,
+    f: impl FnOnce(&mut Loaded) -> Result<R>,
+) -> Result<R> {
     let failed = |e: DriverError| Error::gpu(op, e.to_string());
     context.bind_to_thread().map_err(failed)?;
     let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);

@@ -46,7 +46,13 @@ impl Gpu {
     ///
     /// # Errors
     /// If `t`, named `what` in messages of `op`, is not contiguous, not of `dtype`, or not on this device.
-    pub fn input(&self, t: &Tensor, dtype: DType, op: &'static str, what: &'static str) -> Result<DevicePointer> {
+    pub fn input(
+        &self,
+        t: &Tensor,
+        dtype: DType,
+        op: &'static str,
+        what: &'static str,
+    ) -> Result<DevicePointer> {
         self.elements(t, dtype, op, what, false)
     }
 
@@ -54,7 +60,13 @@ impl Gpu {
     ///
     /// # Errors
     /// As [`Gpu::input`].
-    pub fn inplace(&self, t: &Tensor, dtype: DType, op: &'static str, what: &'static str) -> Result<DevicePointer> {
+    pub fn inplace(
+        &self,
+        t: &Tensor,
+        dtype: DType,
+        op: &'static str,
+        what: &'static str,
+    ) -> Result<DevicePointer> {
         self.elements(t, dtype, op, what, true)
     }
 
@@ -80,7 +92,12 @@ impl Gpu {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn output(&self, shape: impl Into<Shape>, dtype: DType, op: &'static str) -> Result<(Tensor, DevicePointer)> {
+    pub fn output(
+        &self,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        op: &'static str,
+    ) -> Result<(Tensor, DevicePointer)> {
         let tensor = self.allocate(shape.into(), dtype, op)?;
         let pointer = self.storage(&tensor, op, true)?;
         Ok((tensor, pointer))

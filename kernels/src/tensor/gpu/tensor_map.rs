@@ -35,8 +35,9 @@ impl Boxes {
             && (1..=256).contains(&self.rows);
         if !fits {
             let Self { base, dims, strides, rows, .. } = self;
-            let message =
-                format!("no boxes of {COLUMNS} × {rows} of {dims:?} with strides of {strides:?} bytes at {base:?}");
+            let message = format!(
+                "no boxes of {COLUMNS} × {rows} of {dims:?} with strides of {strides:?} bytes at {base:?}"
+            );
             return Err(Error::gpu(op, message));
         }
         self.encode(op)
@@ -46,7 +47,8 @@ impl Boxes {
     fn encode(&self, op: &'static str) -> Result<TensorMap> {
         use candle_core::cuda_backend::cudarc::driver::sys;
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        let (dims, strides) = (self.dims.map(|dim| dim as u64), self.strides.map(|stride| stride as u64));
+        let (dims, strides) =
+            (self.dims.map(|dim| dim as u64), self.strides.map(|stride| stride as u64));
         let dtype = match self.dtype {
             DType::BF16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

@@ -33,7 +33,8 @@ static FREE: Mutex<Vec<Block>> = Mutex::new(Vec::new());
 impl Block {
     /// One for `n` elements: the smallest that is free and not much too large, else a new one.
     fn take(gpu: &Gpu, n: usize, dtype: DType) -> Result<Self> {
-        let room = (n * dtype.size_in_bytes()).next_power_of_two().max(LEAST) / dtype.size_in_bytes();
+        let room =
+            (n * dtype.size_in_bytes()).next_power_of_two().max(LEAST) / dtype.size_in_bytes();
         {
             let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
             let fits = |block: &Block| {
@@ -49,7 +50,8 @@ impl Block {
             }
         }
         let size = room * dtype.size_in_bytes();
-        let spare = (1..AT_ONCE / size).map(|_| Self::new(gpu, room, dtype)).collect::<Result<Vec<_>>>()?;
+        let spare =
+            (1..AT_ONCE / size).map(|_| Self::new(gpu, room, dtype)).collect::<Result<Vec<_>>>()?;
         FREE.lock().unwrap_or_else(PoisonError::into_inner).extend(spare);
         Self::new(gpu, room, dtype)
     }

@@ -23,7 +23,9 @@ pub fn threads() -> usize {
 pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
     match rayon::current_thread_index() {
         Some(caller) => on_those_of(caller, threads, &f),
-        None => rayon::scope(|_| on_those_of(rayon::current_thread_index().unwrap_or(0), threads, &f)),
+        None => {
+            rayon::scope(|_| on_those_of(rayon::current_thread_index().unwrap_or(0), threads, &f))
+        }
     }
 }
 
@@ -92,7 +94,13 @@ struct Blocks<'a, T> {
 impl<'a, T> Blocks<'a, T> {
     fn of(slice: &'a mut [T], block: usize) -> Self {
         let (len, block) = (slice.len(), block.max(1));
-        Self { slice: Shared(slice.as_mut_ptr()), len, block, count: len.div_ceil(block), life: PhantomData }
+        Self {
+            slice: Shared(slice.as_mut_ptr()),
+            len,
+            block,
+            count: len.div_ceil(block),
+            life: PhantomData,
+        }
     }
 
     /// # Safety
@@ -101,7 +109,12 @@ impl<'a, T> Blocks<'a, T> {
     unsafe fn get(&self, i: usize) -> &mut [T] {
         let start = i * self.block;
         // SAFETY: elements of the slice, which is borrowed for as long as this lives; the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.slice.0.add(start), self.block.min(self.len - start)) }
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.slice.0.add(start),
+                self.block.min(self.len - start),
+            )
+        }
     }
 }
 

@@ -45,7 +45,8 @@ impl WorkQueue {
 
     /// Whether every number was drawn.
     pub fn is_empty(&self) -> bool {
-        (0..self.drawn.len()).all(|part| self.drawn[part].0.load(Ordering::Relaxed) >= self.part(part).len())
+        (0..self.drawn.len())
+            .all(|part| self.drawn[part].0.load(Ordering::Relaxed) >= self.part(part).len())
     }
 
     fn part(&self, part: usize) -> Range<usize> {
@@ -61,7 +62,10 @@ mod tests {
     #[test]
     fn every_number_is_drawn_once_whoever_draws() {
         for (n, threads) in [(0, 1), (1, 4), (7, 2), (64, 3), (1000, 7)] {
-            let (queue, counts) = (WorkQueue::new(n, threads), (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>());
+            let (queue, counts) = (
+                WorkQueue::new(n, threads),
+                (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>(),
+            );
             std::thread::scope(|scope| {
                 for thread in 0..threads {
                     let (queue, counts) = (&queue, &counts);

@@ -116,7 +116,17 @@ mod tests {
     fn operations_end_though_threads_linger_without_end() {
         const CASES: [(usize, Option<usize>); 9] = {
             let (one, four) = (Some(1), Some(4));
-            [(2, None), (2, one), (2, four), (3, None), (3, one), (3, four), (5, None), (5, one), (5, four)]
+            [
+                (2, None),
+                (2, one),
+                (2, four),
+                (3, None),
+                (3, one),
+                (3, four),
+                (5, None),
+                (5, one),
+                (5, four),
+            ]
         };
         let (done, ended) = mpsc::channel();
         std::thread::spawn(move || {

@@ -22,7 +22,10 @@ fn wait_until_written(saving: &Saving) {
 
 /// Every name under a folder, and what the file holds.
 fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
-    names(folder).into_iter().map(|name| (name.clone(), fs::read(folder.join(name)).unwrap())).collect()
+    names(folder)
+        .into_iter()
+        .map(|name| (name.clone(), fs::read(folder.join(name)).unwrap()))
+        .collect()
 }
 
 #[test]
@@ -39,7 +42,8 @@ fn what_appears_is_the_state_as_it_was_and_not_before_all_have_finished() {
             let saving = begin(dir.path(), iteration, &shards, state(), world).unwrap();
             assert_eq!(saving.iteration(), iteration);
             for shard in &shards {
-                let (Elements::Tensor(data) | Elements::Halves { high: data, .. }) = &shard.data else {
+                let (Elements::Tensor(data) | Elements::Halves { high: data, .. }) = &shard.data
+                else {
                     unreachable!()
                 };
                 data.slice_set(&data.zeros_like().unwrap(), 0, 0).unwrap();
@@ -50,7 +54,10 @@ fn what_appears_is_the_state_as_it_was_and_not_before_all_have_finished() {
             saving.finish(world).unwrap();
         });
         let folder = format!("iter_{iteration:07}");
-        assert!(contents(&dir.path().join(&folder)) == contents(&at_once.path().join(&folder)), "{layout:?}");
+        assert!(
+            contents(&dir.path().join(&folder)) == contents(&at_once.path().join(&folder)),
+            "{layout:?}"
+        );
         assert_eq!(names(dir.path()), ["iter_0000010", &folder, POINTER]);
         assert_eq!(latest_iteration(dir.path()), Some(iteration));
     }
@@ -103,7 +110,9 @@ fn what_is_not_finished_does_not_appear_and_is_cleaned_up_by_the_next_save() {
     let dir = tempfile::tempdir().unwrap();
     let model = save_small(dir.path(), 10);
     let layout = Layout::single(model.len());
-    on_ranks(1, |world| drop(begin(dir.path(), 20, &layout.owned(&model, 0), state(), world).unwrap()));
+    on_ranks(1, |world| {
+        drop(begin(dir.path(), 20, &layout.owned(&model, 0), state(), world).unwrap())
+    });
     // Whoever drops it knows that nothing is written to the folder any more.
     assert!(dir.path().join(".iter_0000020.tmp/rank_00000.safetensors").exists());
     assert_eq!(latest_iteration(dir.path()), Some(10));

@@ -31,7 +31,10 @@ impl Saved {
 
     /// The messages of everything that reads the checkpoint; all must fail.
     fn refusals(&self) -> [String; 2] {
-        [message(load_small(&self.path, &self.model).unwrap_err()), message(verify(&self.path).unwrap_err())]
+        [
+            message(load_small(&self.path, &self.model).unwrap_err()),
+            message(verify(&self.path).unwrap_err()),
+        ]
     }
 
     fn check_refused(&self, parts: &[&str]) {
@@ -137,13 +140,17 @@ fn no_flipped_bit_of_a_manifest_goes_unnoticed() {
         damaged[at] ^= bit;
         fs::write(saved.manifest(), &damaged).unwrap();
         let same_digit = bit == 0x20 && at < 30; // A hexadecimal digit of the checksum in the other case.
-        assert!(same_digit || Manifest::read(&saved.path).is_err(), "a flip of {bit:#x} in byte {at}");
+        assert!(
+            same_digit || Manifest::read(&saved.path).is_err(),
+            "a flip of {bit:#x} in byte {at}"
+        );
     }
 }
 
 #[test]
 fn files_outside_the_checkpoints_folder_are_refused() {
-    for name in ["../rank_00000.safetensors", "/etc/passwd", "sub/file", "..", ".", "", "./x", "x/"] {
+    for name in ["../rank_00000.safetensors", "/etc/passwd", "sub/file", "..", ".", "", "./x", "x/"]
+    {
         let saved = Saved::new();
         saved.edit(|json| json["files"][name] = 1.into());
         saved.check_refused(&[&format!("{name:?}"), "not a file in the checkpoint's own folder"]);

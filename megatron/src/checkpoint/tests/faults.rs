@@ -21,7 +21,10 @@ fn a_pointer_that_is_no_iteration_is_refused_with_its_content() {
     for garbage in ["release", "", "-3", "12 13", "\u{0}\u{1}", "99999999999999999999999"] {
         fs::write(dir.path().join(POINTER), garbage).unwrap();
         let message = message(latest(dir.path()).unwrap_err());
-        assert!(message.contains(POINTER) && message.contains(&format!("{:?}", garbage.trim())), "{message}");
+        assert!(
+            message.contains(POINTER) && message.contains(&format!("{:?}", garbage.trim())),
+            "{message}"
+        );
     }
 }
 
@@ -109,7 +112,8 @@ fn check_refused(dir: &Path, results: Vec<Result<()>>, why: &str) {
 fn shards_that_leave_a_hole_are_refused_on_every_rank() {
     let dir = tempfile::tempdir().unwrap();
     save_small(dir.path(), 10);
-    let results = save_halves(dir.path(), Piece { offset: vec![5], shape: vec![3], flat: 0..3, local: 0 });
+    let results =
+        save_halves(dir.path(), Piece { offset: vec![5], shape: vec![3], flat: 0..3, local: 0 });
     check_refused(dir.path(), results, "w (param): nothing holds 1 of its 8 elements");
 }
 
@@ -117,7 +121,8 @@ fn shards_that_leave_a_hole_are_refused_on_every_rank() {
 fn shards_that_overlap_are_refused_on_every_rank() {
     let dir = tempfile::tempdir().unwrap();
     save_small(dir.path(), 10);
-    let results = save_halves(dir.path(), Piece { offset: vec![3], shape: vec![4], flat: 0..4, local: 0 });
+    let results =
+        save_halves(dir.path(), Piece { offset: vec![3], shape: vec![4], flat: 0..4, local: 0 });
     check_refused(dir.path(), results, "rank_00001.safetensors");
 }
 
@@ -125,7 +130,8 @@ fn shards_that_overlap_are_refused_on_every_rank() {
 fn a_piece_outside_its_data_is_refused_on_every_rank() {
     let dir = tempfile::tempdir().unwrap();
     save_small(dir.path(), 10);
-    let results = save_halves(dir.path(), Piece { offset: vec![4], shape: vec![4], flat: 0..4, local: 1 });
+    let results =
+        save_halves(dir.path(), Piece { offset: vec![4], shape: vec![4], flat: 0..4, local: 1 });
     check_refused(dir.path(), results, "4 elements from 1 on are not in data of 4");
 }
 
@@ -169,7 +175,8 @@ fn a_pointer_that_cannot_move_takes_the_new_checkpoint_back() {
     fs::remove_file(&pointer).unwrap();
     fs::create_dir_all(pointer.join("in the way")).unwrap();
     let model = model(7, 1);
-    for result in save_as(dir.path(), 10, &model, &Layout { tp: 2, ..Layout::single(model.len()) }) {
+    for result in save_as(dir.path(), 10, &model, &Layout { tp: 2, ..Layout::single(model.len()) })
+    {
         assert!(message(result.unwrap_err()).contains("cannot update"));
     }
     assert!(marker.exists());
@@ -221,7 +228,8 @@ fn a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let model = save_small(dir.path(), 10);
     // The limit is a process's, so the save runs in one of its own, with the signal that announces it ignored.
-    let name = "checkpoint::tests::faults::a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing";
+    let name =
+        "checkpoint::tests::faults::a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing";
     let output = Command::new("sh")
         .args(["-c", "trap '' XFSZ; ulimit -f 64; exec \"$0\" --exact \"$1\""])
         .arg(std::env::current_exe().unwrap())
@@ -243,7 +251,9 @@ fn a_checkpoint_of_another_architecture_is_refused_with_the_first_differences() 
     other.remove(1);
     let manifest = Manifest::read(&dir.path().join("iter_0000010")).unwrap();
     let expected = |model: &[ParamSpec]| -> Result<()> {
-        manifest.check_matches(model.iter().map(|spec| (spec.name.as_str(), StateKind::Param, spec.shape.as_slice())))
+        manifest.check_matches(
+            model.iter().map(|spec| (spec.name.as_str(), StateKind::Param, spec.shape.as_slice())),
+        )
     };
     expected(&model).unwrap(); // although the checkpoint also holds moments
     let message = message(expected(&other).unwrap_err());

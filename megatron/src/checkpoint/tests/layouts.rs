@@ -9,7 +9,13 @@ pub(super) fn check_loads(path: &Path, model: &[ParamSpec], layout: &Layout, con
         let shards = layout.empty(model, rank);
         manifest.load(&shards).unwrap();
         for (got, expected) in shards.iter().zip(layout.full(model, rank)) {
-            assert_eq!(elements(got), elements(&expected), "{context}, rank {rank}: {} {}", got.name, got.kind);
+            assert_eq!(
+                elements(got),
+                elements(&expected),
+                "{context}, rank {rank}: {} {}",
+                got.name,
+                got.kind
+            );
         }
     }
 }
@@ -51,7 +57,10 @@ fn the_trainers_state_comes_back_as_it_was_given() {
     let dir = tempfile::tempdir().unwrap();
     save_small(dir.path(), 12);
     let manifest = Manifest::read(&latest(dir.path()).unwrap().unwrap().path).unwrap();
-    assert_eq!((manifest.iteration, manifest.state), (12, serde_json::json!({ "consumed_samples": 96 })));
+    assert_eq!(
+        (manifest.iteration, manifest.state),
+        (12, serde_json::json!({ "consumed_samples": 96 }))
+    );
 }
 
 #[test]
@@ -73,13 +82,25 @@ fn tensors_of_several_dtypes_share_a_checkpoint() {
         name: name.into(),
         kind: StateKind::Param,
         global_shape: vec![values.len()],
-        pieces: vec![Piece { offset: vec![0], shape: vec![values.len()], flat: 0..values.len(), local: 0 }],
+        pieces: vec![Piece {
+            offset: vec![0],
+            shape: vec![values.len()],
+            flat: 0..values.len(),
+            local: 0,
+        }],
         data: Tensor::new(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().into(),
     };
-    let saved =
-        [shard("a", DType::BF16, &[1.0, 2.0, 3.0]), shard("b", DType::F64, &[4.0]), shard("c", DType::F32, &[])];
+    let saved = [
+        shard("a", DType::BF16, &[1.0, 2.0, 3.0]),
+        shard("b", DType::F64, &[4.0]),
+        shard("c", DType::F32, &[]),
+    ];
     save(dir.path(), 1, &saved, &serde_json::Value::Null, &threads::solo()).unwrap();
-    let loaded = [shard("a", DType::BF16, &[0.0; 3]), shard("b", DType::F64, &[0.0]), shard("c", DType::F32, &[])];
+    let loaded = [
+        shard("a", DType::BF16, &[0.0; 3]),
+        shard("b", DType::F64, &[0.0]),
+        shard("c", DType::F32, &[]),
+    ];
     load(&dir.path().join("iter_0000001"), &loaded).unwrap();
     assert_eq!(loaded.each_ref().map(elements), saved.each_ref().map(elements));
 }
@@ -88,24 +109,32 @@ fn tensors_of_several_dtypes_share_a_checkpoint() {
 fn halves_keep_every_bit_and_ranks_that_keep_the_high_ones_alone_round_alike() {
     let dir = tempfile::tempdir().unwrap();
     // Two ties, of which nearest-even rounds one down; the largest number; a subnormal one; one that bf16 holds; and zeros.
-    let bits = [0x3f80_8000, 0x3f81_8000, 0x7f7f_ffff, 0x8000_0001, 0x4040_0000, 0, 0x8000_0000_u32];
+    let bits =
+        [0x3f80_8000, 0x3f81_8000, 0x7f7f_ffff, 0x8000_0001, 0x4040_0000, 0, 0x8000_0000_u32];
     let values = Tensor::new(bits.map(f32::from_bits).as_slice(), &Device::Cpu).unwrap();
     let shard = |data: Elements| ShardRef {
         name: "w".into(),
         kind: StateKind::Param,
         global_shape: vec![bits.len()],
-        pieces: vec![Piece { offset: vec![0], shape: vec![bits.len()], flat: 0..bits.len(), local: 0 }],
+        pieces: vec![Piece {
+            offset: vec![0],
+            shape: vec![bits.len()],
+            flat: 0..bits.len(),
+            local: 0,
+        }],
         data,
     };
     let kept = halves(&values);
-    save(dir.path(), 1, &[shard(kept.clone())], &serde_json::Value::Null, &threads::solo()).unwrap();
+    save(dir.path(), 1, &[shard(kept.clone())], &serde_json::Value::Null, &threads::solo())
+        .unwrap();
     let empty = || halves(&values.zeros_like().unwrap());
     let (whole, plain) = (empty(), Elements::from(values.zeros_like().unwrap()));
     let Elements::Halves { high, .. } = empty() else { unreachable!() };
     let rounded = Elements::Halves { high, low: None };
     let loaded = [&whole, &plain, &rounded].map(|data| shard(data.clone()));
     load(&dir.path().join("iter_0000001"), &loaded).unwrap();
-    let stored = |data: &Elements| data.to_f32().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    let stored =
+        |data: &Elements| data.to_f32().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
     assert_eq!([stored(&whole), stored(&plain)], [bits.to_vec(), bits.to_vec()]);
     let Elements::Halves { high, .. } = kept else { unreachable!() };
     assert_eq!(stored(&rounded), stored(&Elements::from(high)));

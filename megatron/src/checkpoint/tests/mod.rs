@@ -15,7 +15,9 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Latest, latest, load, save};
 use crate::comm::{Group, threads};
-use crate::params::{Elements, Init, ParamSpec, Partition, Piece, ShardRef, StateKind, clip_pieces};
+use crate::params::{
+    Elements, Init, ParamSpec, Partition, Piece, ShardRef, StateKind, clip_pieces,
+};
 use crate::{Error, Result};
 
 /// SplitMix64 (Steele et al. 2014): enough randomness for tests, the same on every machine.
@@ -70,7 +72,8 @@ fn spec(name: &str, shape: &[usize], partition: Partition, padded_dim0: usize) -
 /// A model with every kind of cut: a padded vocabulary, replicated, by row, by column, fused by row and by column.
 fn model(vocab: usize, num_layers: usize) -> Vec<ParamSpec> {
     let split = |dim, parts| Partition::Split { dim, parts };
-    let mut specs = vec![spec("embedding.weight", &[vocab, 6], split(0, 1), vocab.next_multiple_of(4))];
+    let mut specs =
+        vec![spec("embedding.weight", &[vocab, 6], split(0, 1), vocab.next_multiple_of(4))];
     for layer in 0..num_layers {
         let name = |what: &str| format!("layers.{layer}.{what}");
         specs.push(spec(&name("norm.weight"), &[6], Partition::Replicated, 6));
@@ -116,7 +119,8 @@ impl Layout {
         ends.push(1024);
         ends.sort_unstable();
         let stages = (0..num_params).map(|_| random.below(pp)).collect();
-        let (zero, dtype) = ((random.below(2) == 1).then_some(ends), random.pick(&[DType::F32, DType::I16]));
+        let (zero, dtype) =
+            ((random.below(2) == 1).then_some(ends), random.pick(&[DType::F32, DType::I16]));
         Self { tp, dp, pp, stages, zero, dtype }
     }
 
@@ -133,9 +137,16 @@ impl Layout {
         owned: bool,
         fill: impl Fn(&str, StateKind, &[usize], &[Piece], &mut [f32]),
     ) -> Vec<ShardRef> {
-        let (tp_rank, dp_rank, stage) = (rank % self.tp, rank / self.tp % self.dp, rank / self.tp / self.dp);
-        let mine: Vec<_> = model.iter().zip(&self.stages).filter(|&(_, &s)| s == stage).map(|(spec, _)| spec).collect();
-        let sizes: Vec<usize> = mine.iter().map(|spec| spec.local_shape(self.tp).iter().product()).collect();
+        let (tp_rank, dp_rank, stage) =
+            (rank % self.tp, rank / self.tp % self.dp, rank / self.tp / self.dp);
+        let mine: Vec<_> = model
+            .iter()
+            .zip(&self.stages)
+            .filter(|&(_, &s)| s == stage)
+            .map(|(spec, _)| spec)
+            .collect();
+        let sizes: Vec<usize> =
+            mine.iter().map(|spec| spec.local_shape(self.tp).iter().product()).collect();
         let len: usize = sizes.iter().sum();
         let range = match &self.zero {
             Some(ends) => {
@@ -155,14 +166,18 @@ impl Layout {
                 let pieces = clip_pieces(&pieces, range.clone());
                 fill(&spec.name, kind, &spec.shape, &pieces, &mut values);
                 at += size;
-                let copy =
-                    (self.zero.is_none() && dp_rank > 0) || (spec.partition == Partition::Replicated && tp_rank > 0);
+                let copy = (self.zero.is_none() && dp_rank > 0)
+                    || (spec.partition == Partition::Replicated && tp_rank > 0);
                 if !(owned && copy) {
                     shares.push((spec, pieces));
                 }
             }
             let data = Tensor::from_vec(values, range.len(), &Device::Cpu).unwrap();
-            let data = if self.dtype == DType::I16 { halves(&data) } else { data.to_dtype(self.dtype).unwrap().into() };
+            let data = if self.dtype == DType::I16 {
+                halves(&data)
+            } else {
+                data.to_dtype(self.dtype).unwrap().into()
+            };
             shards.extend(shares.into_iter().map(|(spec, pieces)| ShardRef {
                 name: spec.name.clone(),
                 kind,
@@ -213,7 +228,8 @@ fn elements(shard: &ShardRef) -> Vec<f32> {
 fn on_ranks<T: Send>(size: usize, f: impl Fn(&Group) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let f = &f;
-        let ranks: Vec<_> = threads::world(size).into_iter().map(|world| scope.spawn(move || f(&world))).collect();
+        let ranks: Vec<_> =
+            threads::world(size).into_iter().map(|world| scope.spawn(move || f(&world))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -239,13 +255,17 @@ fn load_small(path: &Path, model: &[ParamSpec]) -> Result<bool> {
     let layout = Layout::single(model.len());
     let shards = layout.empty(model, 0);
     load(path, &shards)?;
-    Ok(shards.iter().zip(layout.full(model, 0)).all(|(got, expected)| elements(got) == elements(&expected)))
+    Ok(shards
+        .iter()
+        .zip(layout.full(model, 0))
+        .all(|(got, expected)| elements(got) == elements(&expected)))
 }
 
 /// The names in a folder, sorted.
 fn names(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
 }

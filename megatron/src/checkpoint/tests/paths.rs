@@ -5,7 +5,9 @@ use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 
 use super::*;
-use crate::checkpoint::{Later, Manifest, beside, existing, last_save, later, resumable, same_folder, to_load};
+use crate::checkpoint::{
+    Later, Manifest, beside, existing, last_save, later, resumable, same_folder, to_load,
+};
 use crate::config::CheckpointConfig;
 
 const POINTER: &str = "latest_checkpointed_iteration.txt";
@@ -41,14 +43,18 @@ fn models_of_others_are_not_taken_for_no_checkpoint() {
     for file in ["config.json", "model-00001-of-00002.safetensors"] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join(file), "{}").unwrap();
-        assert!(message(resumable(dir.path()).unwrap_err()).contains("start from it by --init-from-hf"));
+        assert!(
+            message(resumable(dir.path()).unwrap_err()).contains("start from it by --init-from-hf")
+        );
     }
     for file in ["mp_rank_00", ".metadata", "common.pt"] {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("iter_0000100").join(file)).unwrap();
         fs::write(dir.path().join(POINTER), "100").unwrap();
         let path = resumable(dir.path()).unwrap().unwrap();
-        assert!(message(Manifest::read(&path).unwrap_err()).contains("is a checkpoint of Megatron-LM"));
+        assert!(
+            message(Manifest::read(&path).unwrap_err()).contains("is a checkpoint of Megatron-LM")
+        );
     }
 }
 
@@ -109,10 +115,14 @@ fn a_step_that_is_asked_for_is_found_and_what_lies_beyond_it() {
     assert_eq!(to_load(&whole(Some(20))).unwrap(), Some(at(20)));
     let refusal = message(to_load(&whole(Some(25))).unwrap_err());
     assert!(
-        refusal.contains("iter_0000025: is not there; there are checkpoints of the iterations 30, 20, 10"),
+        refusal.contains(
+            "iter_0000025: is not there; there are checkpoints of the iterations 30, 20, 10"
+        ),
         "{refusal}"
     );
-    assert!(message(to_load(&config(at(10), Some(10))).unwrap_err()).contains("one iteration's folder"));
+    assert!(
+        message(to_load(&config(at(10), Some(10))).unwrap_err()).contains("one iteration's folder")
+    );
 
     let beyond = Some(Later { latest: 30, iterations: vec![20, 30] });
     assert_eq!(later(&config(at(10), None), &at(10), 10).unwrap(), beyond);

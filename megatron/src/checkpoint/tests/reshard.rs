@@ -12,7 +12,8 @@ use crate::params::ParamShare;
 /// What each rank of a layout writes.
 fn plan(model: &[ParamSpec], layout: &Layout) -> Vec<Vec<ParamShare>> {
     let of_rank = |rank| {
-        let shards = layout.owned(model, rank).into_iter().filter(|shard| shard.kind == StateKind::Param);
+        let shards =
+            layout.owned(model, rank).into_iter().filter(|shard| shard.kind == StateKind::Param);
         let share = |shard: ShardRef| {
             let ShardRef { name, global_shape, pieces, .. } = shard;
             ParamShare { name, global_shape, pieces }
@@ -35,7 +36,10 @@ fn run(source: &Path, dir: &Path, model: &[ParamSpec], layout: &Layout) -> Resul
 }
 
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    names(folder).into_iter().map(|name| (name.clone(), fs::read(folder.join(name)).unwrap())).collect()
+    names(folder)
+        .into_iter()
+        .map(|name| (name.clone(), fs::read(folder.join(name)).unwrap()))
+        .collect()
 }
 
 fn saved(dir: &Path, model: &[ParamSpec], layout: &Layout) -> PathBuf {
@@ -49,7 +53,8 @@ fn what_a_random_layout_saved_any_other_random_layout_has_after_resharding() {
         let mut random = Random::new(seed);
         let model = model(1 + random.below(12), 1 + random.below(2));
         let dir = tempfile::tempdir().unwrap();
-        let (from, to) = (Layout::random(&mut random, model.len()), Layout::random(&mut random, model.len()));
+        let (from, to) =
+            (Layout::random(&mut random, model.len()), Layout::random(&mut random, model.len()));
         let source = saved(&dir.path().join("a"), &model, &from);
         let before = contents(&source);
         let path = run(&source, &dir.path().join("b"), &model, &to).unwrap();
@@ -69,8 +74,15 @@ fn there_and_back_again_gives_the_same_files() {
         let mut random = Random::new(seed);
         let model = model(7, 2);
         let dir = tempfile::tempdir().unwrap();
-        let (here, there) = (Layout::random(&mut random, model.len()), Layout::random(&mut random, model.len()));
-        let first = run(&saved(&dir.path().join("0"), &model, &there), &dir.path().join("1"), &model, &here).unwrap();
+        let (here, there) =
+            (Layout::random(&mut random, model.len()), Layout::random(&mut random, model.len()));
+        let first = run(
+            &saved(&dir.path().join("0"), &model, &there),
+            &dir.path().join("1"),
+            &model,
+            &here,
+        )
+        .unwrap();
         let second = run(&first, &dir.path().join("2"), &model, &there).unwrap();
         let third = run(&second, &dir.path().join("3"), &model, &here).unwrap();
         assert_eq!(contents(&first), contents(&third), "seed {seed}, {here:?} → {there:?}");
@@ -114,7 +126,10 @@ fn a_damaged_source_is_named_and_leaves_nothing() {
     bytes[last] ^= 0x10;
     fs::write(&file, bytes).unwrap();
     let message = message(case.run().unwrap_err());
-    assert!(message.contains("from/iter_0000010/rank_00000.safetensors") && message.contains("damaged"), "{message}");
+    assert!(
+        message.contains("from/iter_0000010/rank_00000.safetensors") && message.contains("damaged"),
+        "{message}"
+    );
     assert!(names(&case.to()).is_empty());
     assert_eq!(latest(&case.to()).unwrap(), None);
 }
@@ -124,10 +139,11 @@ fn a_wish_to_stop_leaves_nothing() {
     let case = Case::new();
     let source = Manifest::read(&case.from()).unwrap();
     let mut left = 5;
-    let done = reshard(&source, &case.to(), &source.state, plan(&case.model, &case.two), &[], &mut |_| {
-        left -= 1;
-        left > 0
-    });
+    let done =
+        reshard(&source, &case.to(), &source.state, plan(&case.model, &case.two), &[], &mut |_| {
+            left -= 1;
+            left > 0
+        });
     assert!(!done.unwrap());
     assert_eq!(left, 0);
     assert!(names(&case.to()).is_empty());
@@ -157,7 +173,8 @@ fn a_folder_that_holds_a_checkpoint_is_left_alone() {
         fs::remove_dir(whole(there)).unwrap();
     }
     let source = Manifest::read(&case.from()).unwrap();
-    let onto_itself = reshard(&source, &case.dir.path().join("from"), &source.state, vec![], &[], &mut |_| true);
+    let onto_itself =
+        reshard(&source, &case.dir.path().join("from"), &source.state, vec![], &[], &mut |_| true);
     assert!(message(onto_itself.unwrap_err()).contains("is there already"));
     verify(&case.from()).unwrap();
 }
@@ -168,14 +185,25 @@ fn companions_are_copied_and_never_replace_other_files() {
     let source = Manifest::read(&case.from()).unwrap();
     let run = || {
         let ranks = plan(&case.model, &case.two);
-        reshard(&source, &case.to(), &source.state, ranks, &["tokenizer.json", "merges.txt"], &mut |_| true)
+        reshard(
+            &source,
+            &case.to(),
+            &source.state,
+            ranks,
+            &["tokenizer.json", "merges.txt"],
+            &mut |_| true,
+        )
     };
-    let (beside, there) = (case.dir.path().join("from/tokenizer.json"), case.to().join("tokenizer.json"));
+    let (beside, there) =
+        (case.dir.path().join("from/tokenizer.json"), case.to().join("tokenizer.json"));
     fs::write(&beside, "the model's").unwrap();
     fs::create_dir(case.to()).unwrap();
     fs::write(&there, "another").unwrap();
     let message = message(run().unwrap_err());
-    assert!(message.contains("to/tokenizer.json") && message.contains("from/tokenizer.json"), "{message}");
+    assert!(
+        message.contains("to/tokenizer.json") && message.contains("from/tokenizer.json"),
+        "{message}"
+    );
     assert!(message.contains("move this file away"), "{message}");
     assert_eq!(names(&case.to()), ["tokenizer.json"]);
     assert_eq!(fs::read_to_string(&there).unwrap(), "another");
@@ -189,7 +217,10 @@ fn companions_are_copied_and_never_replace_other_files() {
         assert!(run().unwrap());
         assert_eq!(there.is_symlink(), link);
         assert_eq!(fs::read_to_string(&there).unwrap(), "the model's");
-        assert_eq!(names(&case.to()), ["iter_0000010", "latest_checkpointed_iteration.txt", "tokenizer.json"]);
+        assert_eq!(
+            names(&case.to()),
+            ["iter_0000010", "latest_checkpointed_iteration.txt", "tokenizer.json"]
+        );
         assert_eq!(fs::read_to_string(&beside).unwrap(), "the model's");
     }
 }
@@ -202,7 +233,9 @@ fn a_folder_into_which_a_run_saves_is_left_alone() {
     let dir = case.to();
     let run = || claim(&dir, &threads::world(1)[0]);
     let held = run().unwrap();
-    let streamed = || StreamWriter::create(&dir, 0, [("a".to_string(), StateKind::Param, vec![2], Float::F32)]);
+    let streamed = || {
+        StreamWriter::create(&dir, 0, [("a".to_string(), StateKind::Param, vec![2], Float::F32)])
+    };
     for refused in [case.run().map(drop), streamed().map(drop)] {
         let message = message(refused.unwrap_err());
         assert!(message.contains("another run saves at this moment"), "{message}");
@@ -221,7 +254,9 @@ fn a_folder_into_which_a_run_saves_is_left_alone() {
 #[test]
 fn a_plan_that_is_not_the_checkpoints_is_refused_and_leaves_nothing() {
     let case = Case::new();
-    for (model, why) in [(model(8, 1), "has shape [7, 6] in it and [8, 6]"), (model(7, 2), "it lacks layers.1.")] {
+    for (model, why) in
+        [(model(8, 1), "has shape [7, 6] in it and [8, 6]"), (model(7, 2), "it lacks layers.1.")]
+    {
         let layout = Layout { tp: 2, ..Layout::single(model.len()) };
         let message = message(run(&case.from(), &case.to(), &model, &layout).unwrap_err());
         assert!(message.contains(why), "{message}");
@@ -229,7 +264,9 @@ fn a_plan_that_is_not_the_checkpoints_is_refused_and_leaves_nothing() {
     let source = Manifest::read(&case.from()).unwrap();
     let mut ranks = plan(&case.model, &case.two);
     ranks[1].pop();
-    let message = message(reshard(&source, &case.to(), &source.state, ranks, &[], &mut |_| true).unwrap_err());
+    let message = message(
+        reshard(&source, &case.to(), &source.state, ranks, &[], &mut |_| true).unwrap_err(),
+    );
     assert!(message.contains("do not make a whole: layers.0.fused.weight"), "{message}");
     assert!(names(&case.to()).is_empty());
 }
@@ -243,6 +280,8 @@ fn a_checkpoint_is_found_by_its_own_folder_by_iteration_and_by_the_pointer() {
     assert_eq!(locate(dir.path(), None).unwrap(), twenty);
     assert_eq!(locate(dir.path(), Some(10)).unwrap(), ten);
     assert_eq!(locate(&ten, None).unwrap(), ten);
-    assert!(message(locate(dir.path(), Some(30)).unwrap_err()).contains("iter_0000030: is not there"));
+    assert!(
+        message(locate(dir.path(), Some(30)).unwrap_err()).contains("iter_0000030: is not there")
+    );
     assert!(message(locate(&ten, Some(20)).unwrap_err()).contains("one iteration's folder"));
 }

@@ -13,7 +13,8 @@ fn retention(interval: Option<u64>, most_recent: Option<u64>) -> Retention {
 /// The steps whose checkpoints are in `dir`. Nothing else is, but for the pointer.
 fn steps(dir: &Path) -> Vec<u64> {
     let names = names(dir);
-    let steps: Vec<u64> = names.iter().filter_map(|name| name.strip_prefix("iter_")?.parse().ok()).collect();
+    let steps: Vec<u64> =
+        names.iter().filter_map(|name| name.strip_prefix("iter_")?.parse().ok()).collect();
     assert_eq!(names.len(), steps.len() + 1, "{names:?}");
     steps
 }
@@ -31,7 +32,8 @@ fn multiples_and_the_latest_stay() {
         let dir = tempfile::tempdir().unwrap();
         for step in [2, 4, 6, 8, 10] {
             save_small(dir.path(), step);
-            remove_old(dir.path(), step, &retention(interval, most_recent), None, |_| true).unwrap();
+            remove_old(dir.path(), step, &retention(interval, most_recent), None, |_| true)
+                .unwrap();
         }
         assert_eq!(steps(dir.path()), expected, "{interval:?} {most_recent:?}");
         assert_eq!(latest_iteration(dir.path()), Some(10));
@@ -54,7 +56,9 @@ fn what_a_run_saved_while_it_went_wrong_takes_no_good_checkpoints_place() {
 fn nothing_goes_before_the_newest_is_what_the_pointer_names() {
     let dir = tempfile::tempdir().unwrap();
     [2, 4].into_iter().for_each(|step| drop(save_small(dir.path(), step)));
-    assert!(remove_old(dir.path(), 6, &retention(None, Some(1)), None, |_| true).unwrap().is_empty());
+    assert!(
+        remove_old(dir.path(), 6, &retention(None, Some(1)), None, |_| true).unwrap().is_empty()
+    );
     assert_eq!(steps(dir.path()), [2, 4]);
 }
 
@@ -63,17 +67,27 @@ fn later_steps_and_the_checkpoint_that_is_named_to_be_loaded_stay() {
     let dir = tempfile::tempdir().unwrap();
     [1, 2, 6, 4].into_iter().for_each(|step| drop(save_small(dir.path(), step)));
     let loaded = dir.path().join("iter_0000002");
-    assert_eq!(remove_old(dir.path(), 4, &retention(None, Some(1)), Some(&loaded), |_| true).unwrap(), [1]);
+    assert_eq!(
+        remove_old(dir.path(), 4, &retention(None, Some(1)), Some(&loaded), |_| true).unwrap(),
+        [1]
+    );
     assert_eq!(steps(dir.path()), [2, 4, 6]);
     // The folder around them says nothing of the one.
-    assert_eq!(remove_old(dir.path(), 4, &retention(None, Some(1)), Some(dir.path()), |_| true).unwrap(), [2]);
+    assert_eq!(
+        remove_old(dir.path(), 4, &retention(None, Some(1)), Some(dir.path()), |_| true).unwrap(),
+        [2]
+    );
 }
 
 #[test]
 fn a_link_goes_and_what_it_leads_to_stays() {
     let (dir, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     save_small(elsewhere.path(), 2);
-    std::os::unix::fs::symlink(elsewhere.path().join("iter_0000002"), dir.path().join("iter_0000002")).unwrap();
+    std::os::unix::fs::symlink(
+        elsewhere.path().join("iter_0000002"),
+        dir.path().join("iter_0000002"),
+    )
+    .unwrap();
     save_small(dir.path(), 4);
     assert_eq!(remove_old(dir.path(), 4, &retention(None, Some(1)), None, |_| true).unwrap(), [2]);
     assert_eq!((steps(dir.path()), steps(elsewhere.path())), (vec![4], vec![2]));

@@ -79,8 +79,11 @@ impl<'r, 'a> Direct<'r, 'a> {
             Ok(())
         })?;
         rounds.read(|blocks| {
-            addresses
-                .extend(blocks.iter().map(|block| block.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))));
+            addresses.extend(
+                blocks
+                    .iter()
+                    .map(|block| block.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))),
+            );
             Ok(())
         })?;
         Ok(Some(Self { rounds, pids, addresses }))
@@ -113,7 +116,8 @@ impl<'r, 'a> Direct<'r, 'a> {
     unsafe fn write_to_all(&self, at: usize, bytes: &[u8]) -> Result<()> {
         self.peers().try_for_each(|peer| {
             // SAFETY: the caller's promise.
-            let done = unsafe { write_memory(self.pids[peer], self.addresses[peer] + at as u64, bytes) };
+            let done =
+                unsafe { write_memory(self.pids[peer], self.addresses[peer] + at as u64, bytes) };
             done.or_else(|error| Err(self.out_of_reach("write", peer, bytes.len(), &error)?))
         })
     }
@@ -122,7 +126,13 @@ impl<'r, 'a> Direct<'r, 'a> {
     ///
     /// # Errors
     /// If the peer is gone, what says so.
-    fn out_of_reach(&self, what: &str, peer: usize, len: usize, error: &io::Error) -> Result<Error> {
+    fn out_of_reach(
+        &self,
+        what: &str,
+        peer: usize,
+        len: usize,
+        error: &io::Error,
+    ) -> Result<Error> {
         // It may have died after it told where its tensor is.
         if error.raw_os_error() == Some(libc::ESRCH) {
             self.rounds.await_loss(peer)?;
@@ -160,7 +170,8 @@ impl<'r, 'a> Direct<'r, 'a> {
             self.take_own(input, start, t, place, len)?;
             with_bytes_mut(t, "reduce", |all| {
                 let out = &mut all[place..place + len];
-                Ok(reduce_in_place(parts, out, &mut [], t.dtype(), op).and_then(|()| then(self, start, out)))
+                Ok(reduce_in_place(parts, out, &mut [], t.dtype(), op)
+                    .and_then(|()| then(self, start, out)))
             })??;
         }
         *self.rounds.scratch() = scratch;
@@ -172,13 +183,22 @@ impl<'r, 'a> Direct<'r, 'a> {
     fn copy(&self, peer: usize, at: usize, len: usize, t: &Tensor, to: usize) -> Result<()> {
         for piece in pieces(len, PIECES) {
             let place = to + piece.start..to + piece.end;
-            with_bytes_mut(t, "receive", |all| Ok(self.read(peer, at + piece.start, &mut all[place])))??;
+            with_bytes_mut(t, "receive", |all| {
+                Ok(self.read(peer, at + piece.start, &mut all[place]))
+            })??;
         }
         Ok(())
     }
 
     /// Copies `len` bytes from byte `at` of `input`, this rank's tensor, to byte `place` of `t`, unless that is where they are.
-    fn take_own(&self, input: &Tensor, at: usize, t: &Tensor, place: usize, len: usize) -> Result<()> {
+    fn take_own(
+        &self,
+        input: &Tensor,
+        at: usize,
+        t: &Tensor,
+        place: usize,
+        len: usize,
+    ) -> Result<()> {
         let me = self.rounds.core.rank;
         if !share_storage(input, t) {
             with_bytes(input, "send", |from| {
@@ -224,7 +244,8 @@ pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool>
 }
 
 fn reduce_for_all(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool> {
-    let (n, me, width, len) = (rounds.core.size(), rounds.core.rank, rounds.width(), rounds.bytes());
+    let (n, me, width, len) =
+        (rounds.core.size(), rounds.core.rank, rounds.width(), rounds.bytes());
     let Some(mut direct) = Direct::begin(rounds, t)? else { return Ok(false) };
     let own = slice(len, width, me, n);
     // What this rank writes, apart from what the others do.
@@ -251,13 +272,19 @@ pub fn all_gather(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Resul
     direct.meet(copied).map(|()| true)
 }
 
-pub fn reduce_scatter(rounds: &mut Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<bool> {
+pub fn reduce_scatter(
+    rounds: &mut Rounds,
+    input: &Tensor,
+    output: &Tensor,
+    op: ReduceOp,
+) -> Result<bool> {
     let (me, part) = (rounds.core.rank, rounds.bytes());
     if part < FROM_OF_MANY {
         return Ok(false);
     }
     let Some(mut direct) = Direct::begin(rounds, input)? else { return Ok(false) };
-    let combined = direct.combine(input, me * part..(me + 1) * part, (output, 0), op, |_, _, _| Ok(()));
+    let combined =
+        direct.combine(input, me * part..(me + 1) * part, (output, 0), op, |_, _, _| Ok(()));
     direct.meet(combined).map(|()| true)
 }
 
@@ -271,7 +298,8 @@ pub fn all_to_all(rounds: &mut Rounds, input: &Tensor, output: &Tensor) -> Resul
     let input = apart.as_ref().unwrap_or(input);
     let Some(direct) = Direct::begin(rounds, input)? else { return Ok(false) };
     let me = direct.rounds.core.rank;
-    let copied = direct.peers().try_for_each(|peer| direct.copy(peer, me * part, part, output, peer * part));
+    let copied =
+        direct.peers().try_for_each(|peer| direct.copy(peer, me * part, part, output, peer * part));
     let copied = copied.and_then(|()| direct.take_own(input, me * part, output, me * part, part));
     direct.meet(copied).map(|()| true)
 }

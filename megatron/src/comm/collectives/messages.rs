@@ -34,7 +34,12 @@ fn read(t: &Tensor) -> Result<Payload> {
 }
 
 /// One message from every peer; `None` at this rank's own place.
-fn recv_all(core: &Core, phase: u8, call: Call, len: impl Fn(usize) -> Option<usize>) -> Result<Vec<Option<Payload>>> {
+fn recv_all(
+    core: &Core,
+    phase: u8,
+    call: Call,
+    len: impl Fn(usize) -> Option<usize>,
+) -> Result<Vec<Option<Payload>>> {
     let peers: Vec<usize> = core.peers().collect();
     let mut received = vec![None; core.size()];
     for (i, &peer) in peers.iter().enumerate() {
@@ -44,7 +49,12 @@ fn recv_all(core: &Core, phase: u8, call: Call, len: impl Fn(usize) -> Option<us
 }
 
 /// Combines the peers' `received` parts with the same `range` of this rank's `t`, in rank order.
-fn combine(t: &Tensor, range: Range<usize>, received: &[Option<Payload>], op: ReduceOp) -> Result<Vec<u8>> {
+fn combine(
+    t: &Tensor,
+    range: Range<usize>,
+    received: &[Option<Payload>],
+    op: ReduceOp,
+) -> Result<Vec<u8>> {
     let mut out = vec![0; range.len()];
     let mut combined = Ok(());
     with_bytes(t, "reduce", |all| {
@@ -85,7 +95,11 @@ pub fn all_reduce(core: &Core, call: Call, t: &Tensor, op: ReduceOp) -> Result<(
     write_all(t, &received, |peer| slice(call, peer, n).start)
 }
 
-fn write_all(t: &Tensor, received: &[Option<Payload>], offset: impl Fn(usize) -> usize) -> Result<()> {
+fn write_all(
+    t: &Tensor,
+    received: &[Option<Payload>],
+    offset: impl Fn(usize) -> usize,
+) -> Result<()> {
     for (peer, part) in received.iter().enumerate() {
         if let Some(part) = part {
             write(t, offset(peer), part)?;
@@ -108,7 +122,13 @@ fn part(call: Call, i: usize) -> Range<usize> {
     i * len..(i + 1) * len
 }
 
-pub fn reduce_scatter(core: &Core, call: Call, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<()> {
+pub fn reduce_scatter(
+    core: &Core,
+    call: Call,
+    input: &Tensor,
+    output: &Tensor,
+    op: ReduceOp,
+) -> Result<()> {
     let parts = read_ranges(input, core.peers().map(|peer| part(call, peer)))?;
     core.peers().zip(parts).for_each(|(peer, part)| core.send(peer, 0, call, part));
     let own = part(call, core.rank);
@@ -146,7 +166,13 @@ pub fn reduce(core: &Core, call: Call, t: &Tensor, root: usize, op: ReduceOp) ->
     write(t, 0, &combine(t, whole, &received, op)?)
 }
 
-pub fn gather(core: &Core, call: Call, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<()> {
+pub fn gather(
+    core: &Core,
+    call: Call,
+    input: &Tensor,
+    output: Option<&Tensor>,
+    root: usize,
+) -> Result<()> {
     let mine = read(input)?;
     let Some(output) = output else {
         core.send(root, 0, call, mine);
@@ -158,7 +184,13 @@ pub fn gather(core: &Core, call: Call, input: &Tensor, output: Option<&Tensor>, 
     write_all(output, &received, |peer| peer * mine.len())
 }
 
-pub fn scatter(core: &Core, call: Call, input: Option<&Tensor>, output: &Tensor, root: usize) -> Result<()> {
+pub fn scatter(
+    core: &Core,
+    call: Call,
+    input: Option<&Tensor>,
+    output: &Tensor,
+    root: usize,
+) -> Result<()> {
     let mine = match input {
         Some(input) => {
             let parts = read_ranges(input, (0..core.size()).map(|rank| part(call, rank)))?;
@@ -189,5 +221,8 @@ pub fn barrier(core: &Core, call: Call) -> Result<()> {
 pub fn all_gather_bytes(core: &Core, call: Call, mine: Payload) -> Result<Vec<Vec<u8>>> {
     core.peers().for_each(|peer| core.send(peer, 0, call, mine.clone()));
     let received = recv_all(core, 0, call, |_| None)?;
-    Ok(received.into_iter().map(|part| part.map_or_else(|| mine.to_vec(), |bytes| bytes.to_vec())).collect())
+    Ok(received
+        .into_iter()
+        .map(|part| part.map_or_else(|| mine.to_vec(), |bytes| bytes.to_vec()))
+        .collect())
 }

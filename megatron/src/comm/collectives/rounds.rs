@@ -57,7 +57,9 @@ impl<'a> Rounds<'a> {
     fn wait_for_room(&self) -> Result<()> {
         let windows = &*self.windows;
         let has_room = |peer| windows.has_room(peer);
-        self.core.peers().try_for_each(|peer| self.core.await_peer(peer, windows.taken_by(peer), has_room, &self.call))
+        self.core.peers().try_for_each(|peer| {
+            self.core.await_peer(peer, windows.taken_by(peer), has_room, &self.call)
+        })
     }
 
     /// Waits for the next block of every member.
@@ -72,8 +74,14 @@ impl<'a> Rounds<'a> {
             let theirs = windows.header(peer);
             let ([.., len], [expected @ .., _]) = (theirs, &self.header);
             let len = u64::from_le(len);
-            if expected.iter().zip(&theirs).any(|(ours, theirs)| ours != theirs) || len > BLOCK as u64 {
-                return Err(self.core.disagreement(peer, Header::from_words(&theirs)?.call, self.call));
+            if expected.iter().zip(&theirs).any(|(ours, theirs)| ours != theirs)
+                || len > BLOCK as u64
+            {
+                return Err(self.core.disagreement(
+                    peer,
+                    Header::from_words(&theirs)?.call,
+                    self.call,
+                ));
             }
             self.windows.set_len(peer, len as usize);
         }
@@ -96,7 +104,12 @@ impl<'a> Rounds<'a> {
 
     /// As [`Rounds::fill`], from the bytes of `t`. The block is posted before the storage is let go, which would wait until what was written
     /// has left the core.
-    pub fn fill_from(&mut self, t: &Tensor, len: usize, f: impl FnOnce(&[u8], &mut [u8])) -> Result<()> {
+    pub fn fill_from(
+        &mut self,
+        t: &Tensor,
+        len: usize,
+        f: impl FnOnce(&[u8], &mut [u8]),
+    ) -> Result<()> {
         self.wait_for_room()?;
         with_bytes(t, "send", |all| {
             f(all, self.windows.slot(len));
@@ -125,7 +138,11 @@ impl<'a> Rounds<'a> {
     }
 
     /// As [`Rounds::read`], filling this rank's next block with `len` bytes meanwhile.
-    pub fn read_and_fill(&mut self, len: usize, f: impl FnOnce(Blocks, &mut [u8]) -> Result<()>) -> Result<()> {
+    pub fn read_and_fill(
+        &mut self,
+        len: usize,
+        f: impl FnOnce(Blocks, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
         self.wait_for_blocks()?;
         self.wait_for_room()?;
         let (blocks, slot) = self.windows.blocks_and_slot(len);

@@ -52,8 +52,10 @@ fn fill_parts(rounds: &mut Rounds, t: &Tensor, part: usize, piece: Range<usize>)
     let (n, me, len) = (rounds.core.size(), rounds.core.rank, piece.len());
     rounds.fill_from(t, n * len, |all, slot| {
         for rank in 0..n {
-            let (place, bytes) =
-                (&mut slot[rank * len..(rank + 1) * len], &all[rank * part..(rank + 1) * part][piece.clone()]);
+            let (place, bytes) = (
+                &mut slot[rank * len..(rank + 1) * len],
+                &all[rank * part..(rank + 1) * part][piece.clone()],
+            );
             if rank == me {
                 place.copy_from_slice(bytes);
             } else {
@@ -75,7 +77,9 @@ fn combine<'a>(
     parts: impl Iterator<Item = Option<&'a [u8]>>,
     op: ReduceOp,
 ) -> Result<()> {
-    with_bytes_mut(t, "reduce", |all| Ok(reduce_in_place(parts, &mut all[range], &mut [], t.dtype(), op)))?
+    with_bytes_mut(t, "reduce", |all| {
+        Ok(reduce_in_place(parts, &mut all[range], &mut [], t.dtype(), op))
+    })?
 }
 
 /// Copies `bytes` to where `t` has `range`.
@@ -135,7 +139,13 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
         rounds.read_and_fill(own.len(), |blocks, slot| {
             let parts = (0..n).map(|rank| (rank != me).then(|| &blocks.of(rank)[own.clone()]));
             with_bytes_mut(t, "reduce", |all| {
-                Ok(reduce_in_place(parts, &mut all[piece.clone()][own.clone()], slot, t.dtype(), op))
+                Ok(reduce_in_place(
+                    parts,
+                    &mut all[piece.clone()][own.clone()],
+                    slot,
+                    t.dtype(),
+                    op,
+                ))
             })?
         })?;
         // One piece later, so that nobody waits for the sums of others.
@@ -193,7 +203,12 @@ pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
     )
 }
 
-pub fn reduce_scatter(mut rounds: Rounds, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<()> {
+pub fn reduce_scatter(
+    mut rounds: Rounds,
+    input: &Tensor,
+    output: &Tensor,
+    op: ReduceOp,
+) -> Result<()> {
     if direct::reduce_scatter(&mut rounds, input, output, op)? {
         return Ok(());
     }
@@ -205,7 +220,12 @@ pub fn reduce_scatter(mut rounds: Rounds, input: &Tensor, output: &Tensor, op: R
         |rounds, piece| {
             rounds.read(|blocks| {
                 let len = piece.len();
-                combine(output, piece, blocks.iter().map(|block| Some(&block[me * len..][..len])), op)
+                combine(
+                    output,
+                    piece,
+                    blocks.iter().map(|block| Some(&block[me * len..][..len])),
+                    op,
+                )
             })
         },
     )
@@ -217,7 +237,11 @@ pub fn broadcast(rounds: Rounds, t: &Tensor, root: usize) -> Result<()> {
         rounds,
         pieces(len, BLOCK),
         |rounds, piece| if me == root { fill_from(rounds, t, piece) } else { rounds.pass() },
-        |rounds, piece| rounds.read(|blocks| if me == root { Ok(()) } else { write(t, piece.start, blocks.of(root)) }),
+        |rounds, piece| {
+            rounds.read(
+                |blocks| if me == root { Ok(()) } else { write(t, piece.start, blocks.of(root)) },
+            )
+        },
     )
 }
 
@@ -227,7 +251,11 @@ pub fn reduce(rounds: Rounds, t: &Tensor, root: usize, op: ReduceOp) -> Result<(
         rounds,
         pieces(len, BLOCK),
         |rounds, piece| if me == root { rounds.pass() } else { fill_from(rounds, t, piece) },
-        |rounds, piece| rounds.read(|blocks| if me == root { combine(t, piece, blocks.but(me), op) } else { Ok(()) }),
+        |rounds, piece| {
+            rounds.read(
+                |blocks| if me == root { combine(t, piece, blocks.but(me), op) } else { Ok(()) },
+            )
+        },
     )
 }
 
@@ -257,7 +285,9 @@ pub fn scatter(rounds: Rounds, input: Option<&Tensor>, output: &Tensor, root: us
             None => rounds.pass(),
         },
         |rounds, piece| {
-            rounds.read(|blocks| write(output, piece.start, &blocks.of(root)[me * piece.len()..][..piece.len()]))
+            rounds.read(|blocks| {
+                write(output, piece.start, &blocks.of(root)[me * piece.len()..][..piece.len()])
+            })
         },
     )
 }
@@ -274,7 +304,10 @@ pub fn all_to_all(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
         |rounds, piece| fill_parts(rounds, input, part, piece),
         |rounds, piece| {
             rounds.read(|blocks| {
-                let mut parts = blocks.iter().map(|block| &block[me * piece.len()..][..piece.len()]).enumerate();
+                let mut parts = blocks
+                    .iter()
+                    .map(|block| &block[me * piece.len()..][..piece.len()])
+                    .enumerate();
                 parts.try_for_each(|(peer, block)| write(output, peer * part + piece.start, block))
             })
         },
@@ -298,10 +331,14 @@ pub fn all_gather_bytes(mut rounds: Rounds, mine: Payload) -> Result<Vec<Vec<u8>
             Ok(())
         })?;
         rounds.read(|theirs| {
-            gathered.iter_mut().zip(theirs.iter()).for_each(|(all, bytes)| all.extend_from_slice(bytes));
+            gathered
+                .iter_mut()
+                .zip(theirs.iter())
+                .for_each(|(all, bytes)| all.extend_from_slice(bytes));
             Ok(())
         })?;
-        let longest = gathered.iter().filter_map(|all| Some(u64::from_le_bytes(*all.first_chunk()?))).max();
+        let longest =
+            gathered.iter().filter_map(|all| Some(u64::from_le_bytes(*all.first_chunk()?))).max();
         blocks = (8 + longest.unwrap_or(0) as usize).div_ceil(BLOCK);
         block += 1;
     }

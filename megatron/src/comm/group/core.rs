@@ -83,7 +83,14 @@ impl Core {
 
     /// The next message of `peer`, which must belong to `call` and hold `len` bytes. `others` are those whose messages
     /// the caller waits for next; they are named, too, if the time runs out.
-    pub fn recv(&self, peer: usize, phase: u8, call: Call, len: Option<usize>, others: &[usize]) -> Result<Payload> {
+    pub fn recv(
+        &self,
+        peer: usize,
+        phase: u8,
+        call: Call,
+        len: Option<usize>,
+        others: &[usize],
+    ) -> Result<Payload> {
         let key = Key::Collective { group: self.id };
         let Message { header, payload, .. } = self.wait(peer, key, &call, others)?;
         if header.call != call || header.phase != phase {
@@ -104,20 +111,36 @@ impl Core {
     pub fn wait(&self, peer: usize, key: Key, call: &Call, others: &[usize]) -> Result<Message> {
         let start = Instant::now();
         self.endpoint.recv(self.ranks[peer], key, || self.deadline(start)).map_err(|failure| {
-            let late =
-                || others.iter().copied().filter(|other| !self.endpoint.holds(self.ranks[*other], key)).collect();
+            let late = || {
+                others
+                    .iter()
+                    .copied()
+                    .filter(|other| !self.endpoint.holds(self.ranks[*other], key))
+                    .collect()
+            };
             self.failed(failure, peer, late, call, start)
         })
     }
 
     /// Waits until `peer` has brought about `ready` by moving `side` on. Later peers that are not ready are named, too, if the time
     /// runs out.
-    pub fn await_peer(&self, peer: usize, side: &Side, ready: impl Fn(usize) -> bool, call: &Call) -> Result<()> {
+    pub fn await_peer(
+        &self,
+        peer: usize,
+        side: &Side,
+        ready: impl Fn(usize) -> bool,
+        call: &Call,
+    ) -> Result<()> {
         if ready(peer) || self.endpoint.look(|| ready(peer)) {
             return Ok(());
         }
         let start = Instant::now();
-        let waited = self.endpoint.wait_until(self.ranks[peer], side, || ready(peer), || self.deadline(start));
+        let waited = self.endpoint.wait_until(
+            self.ranks[peer],
+            side,
+            || ready(peer),
+            || self.deadline(start),
+        );
         waited.map_err(|failure| {
             let late = || self.peers().filter(|other| *other > peer && !ready(*other)).collect();
             self.failed(failure, peer, late, call, start)
@@ -136,10 +159,15 @@ impl Core {
         match failure {
             Failure::Lost(loss) => self.lost(loss, call),
             Failure::TimedOut => {
-                let missing = std::iter::once(peer).chain(late()).map(|late| self.ranks[late]).collect();
+                let missing =
+                    std::iter::once(peer).chain(late()).map(|late| self.ranks[late]).collect();
                 let mut missing = self.endpoint.culprits(missing);
                 missing.sort_unstable();
-                Error::Timeout { operation: self.operation(call), missing, seconds: start.elapsed().as_secs_f64() }
+                Error::Timeout {
+                    operation: self.operation(call),
+                    missing,
+                    seconds: start.elapsed().as_secs_f64(),
+                }
             }
         }
     }
@@ -154,7 +182,10 @@ impl Core {
             return Err(self.lost(loss, &call));
         }
         if let Some(why) = self.broken.get() {
-            return Err(Error::comm(format!("{} cannot run after an earlier failure: {why}", self.operation(&call))));
+            return Err(Error::comm(format!(
+                "{} cannot run after an earlier failure: {why}",
+                self.operation(&call)
+            )));
         }
         operation(self).inspect_err(|error| {
             self.broken.get_or_init(|| error.to_string());

@@ -45,7 +45,8 @@ impl EndpointGroup {
     pub fn world(endpoint: Arc<Endpoint>, size: usize) -> Group {
         let rank = endpoint.rank;
         let shared = endpoint.arena().filter(|_| size > 1).cloned();
-        let windows = shared.and_then(|arena| Windows::new(arena, rank, (0..size).map(|rank| (rank, 0))));
+        let windows =
+            shared.and_then(|arena| Windows::new(arena, rank, (0..size).map(|rank| (rank, 0))));
         Self::group("world", FNV_OFFSET, rank, (0..size).collect(), endpoint, windows)
     }
 
@@ -77,7 +78,11 @@ impl EndpointGroup {
     }
 
     /// Issues a collective: gives it its number and its place in the queue.
-    fn issue(&self, call: Call, operation: impl FnOnce(&Core, Call) -> Result<()> + Send + 'static) -> Result<Work> {
+    fn issue(
+        &self,
+        call: Call,
+        operation: impl FnOnce(&Core, Call) -> Result<()> + Send + 'static,
+    ) -> Result<Work> {
         let core = self.core.clone();
         let recorder = Recorder::current();
         let job = move |seq| {
@@ -144,7 +149,12 @@ impl EndpointGroup {
     }
 
     /// The tensor that only the root passes.
-    fn at_root<'a>(&self, op: Op, t: Option<&'a Tensor>, root: usize) -> Result<Option<&'a Tensor>> {
+    fn at_root<'a>(
+        &self,
+        op: Op,
+        t: Option<&'a Tensor>,
+        root: usize,
+    ) -> Result<Option<&'a Tensor>> {
         self.check_rank(op, root)?;
         match (t, root == self.core.rank) {
             (Some(t), true) => Ok(Some(t)),
@@ -290,8 +300,12 @@ impl Communicator for EndpointGroup {
             return Err(self.core.lost(loss, &call));
         }
         let len = t.elem_count() * width(t.dtype());
-        let heap =
-            self.core.endpoint.arena().map(|arena| arena.heap()).filter(|_| len >= HEAP_FROM && dst != self.core.rank);
+        let heap = self
+            .core
+            .endpoint
+            .arena()
+            .map(|arena| arena.heap())
+            .filter(|_| len >= HEAP_FROM && dst != self.core.rank);
         staging::read(&staging::issued(t)?, |t| {
             if let Some(block) = heap.and_then(|heap| heap.allocate(len)) {
                 // Told first, so that the receiver copies along.
@@ -302,7 +316,12 @@ impl Communicator for EndpointGroup {
                     Ok(())
                 })?;
             } else {
-                self.core.send(dst, 0, call, Arc::new(with_bytes(t, "send", |bytes| Ok(bytes.to_vec()))?));
+                self.core.send(
+                    dst,
+                    0,
+                    call,
+                    Arc::new(with_bytes(t, "send", |bytes| Ok(bytes.to_vec()))?),
+                );
             }
             Ok(())
         })?;
@@ -311,7 +330,8 @@ impl Communicator for EndpointGroup {
 
     fn recv(&self, t: &Tensor, src: usize, tag: u32) -> Result<Work> {
         self.check_rank(Op::SendRecv, src)?;
-        let call = Call { tag, seq: next(&self.received, (src, tag)), ..self.call(Op::SendRecv, t)? };
+        let call =
+            Call { tag, seq: next(&self.received, (src, tag)), ..self.call(Op::SendRecv, t)? };
         Ok(Work::pending(Receive { core: self.core.clone(), t: staging::issued(t)?, src, call }))
     }
 
@@ -327,7 +347,9 @@ impl Communicator for EndpointGroup {
         for (rank, bytes) in self.gather_bytes(Op::Split, mine.as_bytes())?.iter().enumerate() {
             type Said = (String, Option<usize>, usize, Option<usize>);
             let (its_name, its_color, its_key, its_window): Said = serde_json::from_slice(bytes)
-                .map_err(|e| Error::comm(format!("split on {}: rank {rank}: {e}", self.core.label())))?;
+                .map_err(|e| {
+                    Error::comm(format!("split on {}: rank {rank}: {e}", self.core.label()))
+                })?;
             if its_name != name {
                 return Err(Error::comm(format!(
                     "{}: rank {} splits off group {name} but rank {} splits off group {its_name}; all ranks must split \
@@ -348,14 +370,25 @@ impl Communicator for EndpointGroup {
         let ranks: Vec<usize> = members.iter().map(|(_, rank, _)| self.core.ranks[*rank]).collect();
         let windows = arena.zip(window).and_then(|(arena, mine)| {
             let theirs: Option<Vec<usize>> = members.iter().map(|(_, _, window)| *window).collect();
-            let windows = theirs.filter(|theirs| theirs.len() > 1).map(|theirs| ranks.iter().copied().zip(theirs));
+            let windows = theirs
+                .filter(|theirs| theirs.len() > 1)
+                .map(|theirs| ranks.iter().copied().zip(theirs));
             if windows.is_none() {
                 arena.give_back(mine, 0);
             }
             Windows::new(arena.clone(), rank, windows?)
         });
-        let id = [number, color as u64].iter().fold(self.core.id, |id, word| fnv(id, &word.to_le_bytes()));
-        Ok(Some(Self::group(name, fnv(id, name.as_bytes()), rank, ranks, self.core.endpoint.clone(), windows)))
+        let id = [number, color as u64]
+            .iter()
+            .fold(self.core.id, |id, word| fnv(id, &word.to_le_bytes()));
+        Ok(Some(Self::group(
+            name,
+            fnv(id, name.as_bytes()),
+            rank,
+            ranks,
+            self.core.endpoint.clone(),
+            windows,
+        )))
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -397,5 +430,7 @@ const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 
 /// FNV-1a, continued from `hash`.
 fn fnv(hash: u64, bytes: &[u8]) -> u64 {
-    bytes.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
+    bytes
+        .iter()
+        .fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }

@@ -59,7 +59,10 @@ impl Memory {
     /// # Panics
     /// If it is not within this one.
     pub fn part(&self, start: usize, len: usize) -> Self {
-        assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "beyond the shared memory");
+        assert!(
+            start.checked_add(len).is_some_and(|end| end <= self.len),
+            "beyond the shared memory"
+        );
         Self { map: self.map.clone(), start: self.start + start, len }
     }
 
@@ -78,7 +81,10 @@ impl Memory {
 
     /// The first of `len` bytes from `offset` on. Whoever reads or writes through it sees to it that nobody else writes.
     pub fn bytes(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "beyond the shared memory");
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "beyond the shared memory"
+        );
         // SAFETY: this range lies within the mapping, and `offset` within this range.
         unsafe { self.map.as_mut_ptr().add(self.start + offset) }
     }
@@ -136,7 +142,11 @@ impl Arena {
     /// Window `index` of `rank`; `None` if no rank can have such a window.
     pub fn window(&self, rank: usize, index: usize) -> Option<Window> {
         let exists = rank < self.size && index < WINDOWS;
-        exists.then(|| Window::new(self.memory.part(rank * rank_bytes(self.size) + index * WINDOW_BYTES, WINDOW_BYTES)))
+        exists.then(|| {
+            Window::new(
+                self.memory.part(rank * rank_bytes(self.size) + index * WINDOW_BYTES, WINDOW_BYTES),
+            )
+        })
     }
 
     /// Takes a window of this rank into use; `None` if all are.
@@ -144,9 +154,9 @@ impl Arena {
         let mut uses = lock(&self.uses);
         let is_free = |(index, of): (usize, &Use)| match of {
             Use::InUse => false,
-            Use::Left(others) => self
-                .window(self.rank, index)
-                .is_some_and(|window| window.departed().load(Ordering::Acquire) as usize == *others),
+            Use::Left(others) => self.window(self.rank, index).is_some_and(|window| {
+                window.departed().load(Ordering::Acquire) as usize == *others
+            }),
         };
         let index = match uses.iter().enumerate().position(is_free) {
             Some(index) => index,

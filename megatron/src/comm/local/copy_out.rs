@@ -34,7 +34,8 @@ impl Ways {
 
     /// Whether the next copy is to be stored past the caches.
     fn next(&self) -> bool {
-        let [usual, past] = [&self.usual, &self.past_caches].map(|way| f32::from_bits(way.load(Ordering::Relaxed)));
+        let [usual, past] =
+            [&self.usual, &self.past_caches].map(|way| f32::from_bits(way.load(Ordering::Relaxed)));
         let is_better = usual > PATIENCE * past;
         let probes = self.copies.fetch_add(1, Ordering::Relaxed) % PROBE == PROBE - 1;
         if past == 0. { usual > 0. } else { is_better != probes }

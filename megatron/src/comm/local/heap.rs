@@ -59,7 +59,9 @@ impl Heap {
     pub fn allocate(&self, len: usize) -> Option<Draft> {
         let bytes = len.checked_add(DATA)?.next_multiple_of(DATA);
         let mut live = lock(&self.live);
-        let is_read = |block: &Range<usize>| self.memory.at::<Control>(block.start).done.load(Ordering::Acquire) != 0;
+        let is_read = |block: &Range<usize>| {
+            self.memory.at::<Control>(block.start).done.load(Ordering::Acquire) != 0
+        };
         live.retain(|(block, writing)| Arc::strong_count(writing) > 1 || !is_read(block));
         let mut offset = 0;
         let place = live.iter().position(|(block, _)| {
@@ -101,7 +103,8 @@ impl Block {
     /// The block of `len` bytes at `offset` of `heap`; `None` if none can be there.
     pub fn open(heap: &Memory, offset: usize, len: usize) -> Option<Self> {
         let bytes = len.checked_add(DATA)?;
-        let fits = offset.is_multiple_of(DATA) && offset.checked_add(bytes).is_some_and(|end| end <= heap.len());
+        let fits = offset.is_multiple_of(DATA)
+            && offset.checked_add(bytes).is_some_and(|end| end <= heap.len());
         fits.then(|| Self { memory: heap.part(offset, bytes) })
     }
 
@@ -158,7 +161,9 @@ mod tests {
     fn blocks_hold_messages_apart_and_are_given_again_once_read() {
         let arenas = Arena::of_threads(2).unwrap();
         let (heap, seen) = (arenas[0].heap(), arenas[1].heap_memory(0));
-        let message = |seed: usize, len: usize| (0..len).map(|i| ((i * seed) >> 3) as u8).collect::<Vec<u8>>();
+        let message = |seed: usize, len: usize| {
+            (0..len).map(|i| ((i * seed) >> 3) as u8).collect::<Vec<u8>>()
+        };
         let sizes = [1, PIECE, 3 * PIECE + 5, 77_777];
         let blocks: Vec<Block> = (1..)
             .zip(sizes)

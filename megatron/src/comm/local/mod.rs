@@ -130,7 +130,10 @@ impl Sender {
             queue.busy = true;
             drop(queue);
             while !message.is_done() {
-                if !message.advance(&self.ring) && !self.ring.wait_writable(TICK) && self.is_pointless() {
+                if !message.advance(&self.ring)
+                    && !self.ring.wait_writable(TICK)
+                    && self.is_pointless()
+                {
                     break;
                 }
             }
@@ -170,7 +173,9 @@ impl LocalLink {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             senders: (0..size).map(sender).collect(),
-            receivers: (0..size).map(|src| (Ring::new(segment.clone(), src, rank), Mutex::default())).collect(),
+            receivers: (0..size)
+                .map(|src| (Ring::new(segment.clone(), src, rank), Mutex::default()))
+                .collect(),
             arena: segment.arena(),
             last_check: Mutex::new(Instant::now()),
             timeout,
@@ -205,7 +210,8 @@ impl Incoming {
     }
 
     fn finished(&mut self) -> Option<(Header, Payload)> {
-        let (header, payload) = self.body.take_if(|(header, payload)| payload.len() == header.len as usize)?;
+        let (header, payload) =
+            self.body.take_if(|(header, payload)| payload.len() == header.len as usize)?;
         Some((header, Arc::new(payload)))
     }
 }
@@ -227,7 +233,9 @@ impl Link for LocalLink {
             let any = incoming.advance(ring).map_err(lost)?;
             if let Some((header, payload)) = incoming.finished() {
                 self.segment.awaits_nobody();
-                return Message::new(header, payload, &self.arena, src).map(Some).map_err(|e| lost(e.to_string()));
+                return Message::new(header, payload, &self.arena, src)
+                    .map(Some)
+                    .map_err(|e| lost(e.to_string()));
             }
             if !patience.is_zero() {
                 self.segment.awaits(src);
@@ -257,7 +265,8 @@ impl Link for LocalLink {
         }
         *last = Instant::now();
         // Ranks that left in peace are the business of those who still need them.
-        (0..self.segment.size()).find_map(|rank| self.segment.died(rank).map(|how| Loss { rank, how }))
+        (0..self.segment.size())
+            .find_map(|rank| self.segment.died(rank).map(|how| Loss { rank, how }))
     }
 
     fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
@@ -267,8 +276,11 @@ impl Link for LocalLink {
             self.segment.beat();
             std::thread::sleep(TICK);
         }
-        let waits: Vec<bool> = self.segment.beats().iter().zip(&before).map(|(now, before)| now != before).collect();
-        ends_of_chains(missing, waits.len(), |rank| self.segment.awaited_by(rank).filter(|_| waits[rank]))
+        let waits: Vec<bool> =
+            self.segment.beats().iter().zip(&before).map(|(now, before)| now != before).collect();
+        ends_of_chains(missing, waits.len(), |rank| {
+            self.segment.awaited_by(rank).filter(|_| waits[rank])
+        })
     }
 
     fn spread(&self, loss: &Loss) {

@@ -46,7 +46,9 @@ impl Process {
     pub fn is_alive(self) -> bool {
         match std::fs::read_to_string(format!("/proc/{}/stat", self.pid)) {
             Ok(stat) => parse(&stat).is_none_or(|stat| !stat.is_over() && stat.start == self.start),
-            Err(e) => e.kind() != std::io::ErrorKind::NotFound && e.raw_os_error() != Some(libc::ESRCH),
+            Err(e) => {
+                e.kind() != std::io::ErrorKind::NotFound && e.raw_os_error() != Some(libc::ESRCH)
+            }
         }
     }
 }
@@ -91,7 +93,10 @@ mod tests {
     #[test]
     fn a_process_that_exits_is_over_before_it_is_a_zombie() {
         // As a rank's that was killed while it gives back its GPU, asleep in the driver.
-        let stat = |flags| parse(&format!("7 (a) D 1 7 7 0 -1 {flags} 1 0 0 0 0 0 0 0 20 0 1 0 4242 1000 1")).unwrap();
+        let stat = |flags| {
+            parse(&format!("7 (a) D 1 7 7 0 -1 {flags} 1 0 0 0 0 0 0 0 20 0 1 0 4242 1000 1"))
+                .unwrap()
+        };
         assert!(stat(0x0040_0044).is_over());
         assert!(!stat(0x0040_0040).is_over());
     }

@@ -42,7 +42,8 @@ impl Mark {
         unsafe {
             libc::prctl(libc::PR_SET_PTRACER, libc::PR_SET_PTRACER_ANY, 0, 0, 0);
         }
-        let secret = SECRET.get_or_init(|| AtomicU64::new(RandomState::new().build_hasher().finish()));
+        let secret =
+            SECRET.get_or_init(|| AtomicU64::new(RandomState::new().build_hasher().finish()));
         let address = secret.as_ptr().addr() as u64;
         Self { pid: std::process::id(), address, secret: secret.load(Ordering::Relaxed) }
     }
@@ -103,7 +104,13 @@ enum Direction {
 /// # Safety
 /// The bytes at `here` must be the caller's to read, or to write where they are copied here; those of the other process are as much its own.
 #[cfg(target_os = "linux")]
-unsafe fn transfer(direction: Direction, pid: u32, there: u64, here: *mut u8, len: usize) -> Result<()> {
+unsafe fn transfer(
+    direction: Direction,
+    pid: u32,
+    there: u64,
+    here: *mut u8,
+    len: usize,
+) -> Result<()> {
     let call = match direction {
         Direction::Here => libc::process_vm_readv,
         Direction::There => libc::process_vm_writev,
@@ -137,7 +144,13 @@ unsafe fn transfer(direction: Direction, pid: u32, there: u64, here: *mut u8, le
 /// # Safety
 /// As there.
 #[cfg(not(target_os = "linux"))]
-unsafe fn transfer(_: Direction, _pid: u32, _there: u64, _here: *mut u8, _len: usize) -> Result<()> {
+unsafe fn transfer(
+    _: Direction,
+    _pid: u32,
+    _there: u64,
+    _here: *mut u8,
+    _len: usize,
+) -> Result<()> {
     Err(ErrorKind::Unsupported.into())
 }
 

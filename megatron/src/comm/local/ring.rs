@@ -30,7 +30,10 @@ impl Ring {
     /// Bytes that are in the ring.
     fn used(&self) -> usize {
         let (writer, reader) = self.sides();
-        let used = writer.position.load(Ordering::Acquire).wrapping_sub(reader.position.load(Ordering::Acquire));
+        let used = writer
+            .position
+            .load(Ordering::Acquire)
+            .wrapping_sub(reader.position.load(Ordering::Acquire));
         (used as usize).min(self.segment.ring_bytes())
     }
 
@@ -40,7 +43,8 @@ impl Ring {
 
     /// The at most two runs of memory that `len` bytes from `position` on occupy.
     fn runs(&self, position: u32, len: usize) -> [(*mut u8, usize); 2] {
-        let (data, capacity) = (self.segment.ring_data(self.src, self.dst), self.segment.ring_bytes());
+        let (data, capacity) =
+            (self.segment.ring_data(self.src, self.dst), self.segment.ring_bytes());
         let start = position as usize & (capacity - 1);
         let first = len.min(capacity - start);
         // SAFETY: `start` < capacity, so the pointer stays within the ring's data.
@@ -144,7 +148,8 @@ mod tests {
     #[test]
     fn memory_of_another_run_is_refused() {
         let first = Segment::create(2, 7).unwrap();
-        let join = |size, nonce| Segment::join(std::process::id(), first.fd().unwrap(), 1, size, nonce);
+        let join =
+            |size, nonce| Segment::join(std::process::id(), first.fd().unwrap(), 1, size, nonce);
         assert!(join(2, 8).err().unwrap().to_string().contains("another run"));
         assert!(join(3, 7).err().unwrap().to_string().contains("world of 3"));
     }

@@ -93,7 +93,10 @@ impl Segment {
             } else {
                 ""
             };
-            Error::comm(format!("cannot create {} B of shared memory: {e}{advice}", total_bytes(size)))
+            Error::comm(format!(
+                "cannot create {} B of shared memory: {e}{advice}",
+                total_bytes(size)
+            ))
         };
         let (file, map) = unnamed(total_bytes(size)).map_err(refused)?;
         let mut segment = Self::over(map, 0, size);
@@ -125,16 +128,26 @@ impl Segment {
                  need the tcp backend"
             ))
         };
-        let file = File::options().read(true).write(true).open(&path).map_err(|e| refused(e.to_string()))?;
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(|e| refused(e.to_string()))?;
         let there = file.metadata().map_err(|e| refused(e.to_string()))?;
         if there.uid() != crate::private::user() {
             return Err(refused(format!("it belongs to another user ({})", there.uid())));
         }
         let len = there.len();
         if len != total_bytes(size) as u64 {
-            return Err(refused(format!("it has {len} bytes, not the {} of a world of {size}", total_bytes(size))));
+            return Err(refused(format!(
+                "it has {len} bytes, not the {} of a world of {size}",
+                total_bytes(size)
+            )));
         }
-        let map = MmapOptions::new().len(total_bytes(size)).map_raw(&file).map_err(|e| refused(e.to_string()))?;
+        let map = MmapOptions::new()
+            .len(total_bytes(size))
+            .map_raw(&file)
+            .map_err(|e| refused(e.to_string()))?;
         let segment = Self::over(map, rank, size);
         if segment.facts().nonce.load(Ordering::Acquire) != nonce {
             return Err(refused("it belongs to another run".into()));
@@ -166,7 +179,9 @@ impl Segment {
 
     /// The `T` at `offset`.
     fn at<T>(&self, offset: usize) -> &T {
-        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.map.len());
+        assert!(
+            offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.map.len()
+        );
         // SAFETY: in bounds and aligned (checked above; the mapping starts on a page). Every `T` used here consists of
         // atomics, for which any bytes are a value and which other processes may change at any time.
         unsafe { &*self.map.as_mut_ptr().add(offset).cast::<T>() }
@@ -251,7 +266,9 @@ impl Segment {
 
     /// Ranks that have not joined.
     pub fn absent(&self) -> Vec<usize> {
-        (0..self.size).filter(|rank| self.slot(*rank).state.load(Ordering::Acquire) == ABSENT).collect()
+        (0..self.size)
+            .filter(|rank| self.slot(*rank).state.load(Ordering::Acquire) == ABSENT)
+            .collect()
     }
 
     /// How `rank` died, if it did not leave in peace.
@@ -261,7 +278,10 @@ impl Segment {
         if !takes_part() {
             return None;
         }
-        let process = Process { pid: slot.pid.load(Ordering::Relaxed), start: slot.start.load(Ordering::Relaxed) };
+        let process = Process {
+            pid: slot.pid.load(Ordering::Relaxed),
+            start: slot.start.load(Ordering::Relaxed),
+        };
         // It may have left between the two looks.
         let dead = !process.is_alive() && takes_part();
         dead.then(|| format!("died (pid {})", process.pid))
@@ -269,7 +289,8 @@ impl Segment {
 
     /// Whether `rank` will read what is sent to it.
     pub fn reads(&self, rank: usize) -> bool {
-        matches!(self.slot(rank).state.load(Ordering::Acquire), ABSENT | PRESENT) && self.died(rank).is_none()
+        matches!(self.slot(rank).state.load(Ordering::Acquire), ABSENT | PRESENT)
+            && self.died(rank).is_none()
     }
 
     /// Why no more will come from `rank`, if so.
@@ -300,7 +321,8 @@ impl Segment {
             return None;
         }
         let len = (facts.reason_len.load(Ordering::Relaxed) as usize).min(REASON);
-        let reason: Vec<u8> = facts.reason[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
+        let reason: Vec<u8> =
+            facts.reason[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
         let rank = facts.verdict_rank.load(Ordering::Relaxed) as usize;
         Some(Loss { rank, how: printable(&reason) })
     }
@@ -316,6 +338,9 @@ mod tests {
         let join = || Segment::join(std::process::id(), segment.fd().unwrap(), 1, 2, 7);
         let _joined = join().unwrap();
         let message = join().err().unwrap().to_string();
-        assert!(message.contains(&format!("pid {}", std::process::id())) && message.contains("rank 1"), "{message}");
+        assert!(
+            message.contains(&format!("pid {}", std::process::id())) && message.contains("rank 1"),
+            "{message}"
+        );
     }
 }

@@ -112,10 +112,17 @@ pub struct Windows {
 
 impl Windows {
     /// `members` are the ranks of the world and the indices of their windows; this rank is the `me`-th. `None` if there is no such window.
-    pub fn new(arena: Arc<Arena>, me: usize, members: impl IntoIterator<Item = (usize, usize)>) -> Option<Self> {
+    pub fn new(
+        arena: Arc<Arena>,
+        me: usize,
+        members: impl IntoIterator<Item = (usize, usize)>,
+    ) -> Option<Self> {
         let members: Vec<_> = members.into_iter().collect();
         let index = members.get(me)?.1;
-        let all = members.into_iter().map(|(rank, index)| arena.window(rank, index)).collect::<Option<Vec<_>>>()?;
+        let all = members
+            .into_iter()
+            .map(|(rank, index)| arena.window(rank, index))
+            .collect::<Option<Vec<_>>>()?;
         let n = all.len();
         Some(Self {
             arena,
@@ -193,7 +200,11 @@ impl Windows {
 
     /// As [`Windows::blocks`], together with the next slot to fill; call only once all have room.
     pub fn blocks_and_slot(&mut self, len: usize) -> (Blocks<'_>, &mut [u8]) {
-        assert!(self.posted != self.taken && self.posted.wrapping_sub(self.taken) < SLOTS && len <= BLOCK);
+        assert!(
+            self.posted != self.taken
+                && self.posted.wrapping_sub(self.taken) < SLOTS
+                && len <= BLOCK
+        );
         let slot = self.all[self.me].block(self.posted);
         // SAFETY: as in `slot`. The slot is another than those of the blocks, which lie less than `SLOTS` rounds behind.
         let slot = unsafe { std::slice::from_raw_parts_mut(slot, len) };
@@ -205,7 +216,10 @@ impl Windows {
         let window = &self.all[self.me];
         let note = window.note(self.posted);
         self.posted = self.posted.wrapping_add(1);
-        note.header.iter().zip(header).for_each(|(word, value)| word.store(*value, Ordering::Relaxed));
+        note.header
+            .iter()
+            .zip(header)
+            .for_each(|(word, value)| word.store(*value, Ordering::Relaxed));
         note.taken.store(self.taken, Ordering::Relaxed);
         note.posted.store(self.posted, Ordering::Release);
         window.control().posted.publish(self.posted);
@@ -215,7 +229,9 @@ impl Windows {
     pub fn last_posted(&self, len: usize) -> &[u8] {
         assert!(self.posted != self.taken && len <= BLOCK);
         // SAFETY: within this rank's own window; only this rank writes there, for which `self` must be borrowed mutably.
-        unsafe { std::slice::from_raw_parts(self.all[self.me].block(self.posted.wrapping_sub(1)), len) }
+        unsafe {
+            std::slice::from_raw_parts(self.all[self.me].block(self.posted.wrapping_sub(1)), len)
+        }
     }
 
     /// Lets the others fill the slots of the blocks that were read.
@@ -308,8 +324,9 @@ mod tests {
         let mut indices = Vec::new();
         for _ in 0..2 {
             let taken = [0, 1].map(|rank| arenas[rank].take_window().unwrap());
-            let [mut a, mut b] =
-                [0, 1].map(|me| Windows::new(arenas[me].clone(), me, [0, 1].into_iter().zip(taken)).unwrap());
+            let [mut a, mut b] = [0, 1].map(|me| {
+                Windows::new(arenas[me].clone(), me, [0, 1].into_iter().zip(taken)).unwrap()
+            });
             assert!(!a.has_block(1) && !b.has_block(0));
             let _numbers = [&mut a, &mut b].map(|windows| windows.post(&Words::default()));
             assert!(a.has_block(1) && b.has_block(0));

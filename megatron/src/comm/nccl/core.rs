@@ -39,7 +39,12 @@ pub fn driver(e: DriverError) -> Error {
 }
 
 impl Core {
-    fn new(host: Group, comm: Comm, context: &Arc<CudaContext>, watchdog: &Arc<Watchdog>) -> Result<Arc<Self>> {
+    fn new(
+        host: Group,
+        comm: Comm,
+        context: &Arc<CudaContext>,
+        watchdog: &Arc<Watchdog>,
+    ) -> Result<Arc<Self>> {
         let core = Arc::new(Self {
             host,
             comm,
@@ -63,9 +68,12 @@ impl Core {
         let core = Self::new(host, comm, context, watchdog)?;
         let zero = core.stream.alloc_zeros::<f32>(1).map_err(driver)?;
         let at = DevicePointer::new(zero.device_ptr(&core.stream).0);
-        core.comm.queue(&core.stream, &[first(at)]).map_err(|failed| core.cause("the first operation", failed))?;
+        core.comm
+            .queue(&core.stream, &[first(at)])
+            .map_err(|failed| core.cause("the first operation", failed))?;
         core.settle("the first operation")?;
-        let done = core.stream.record_event(None).map_err(|e| core.driver("the first operation", e))?;
+        let done =
+            core.stream.record_event(None).map_err(|e| core.driver("the first operation", e))?;
         core.wait_until("the first operation", || match done.try_is_complete() {
             Ok(ended) => Ok(ended),
             Err(e) => Err(core.driver("the first operation", e)),
@@ -102,7 +110,11 @@ impl Core {
     pub fn cause(&self, what: &str, failed: Failed) -> Error {
         let start = Instant::now();
         // Longer than the watchdog waits: where it meets the same failure, both say the same.
-        let patience = if matches!(failed, Failed::Remote(_)) { VERDICT + VERDICT / 4 } else { Duration::ZERO };
+        let patience = if matches!(failed, Failed::Remote(_)) {
+            VERDICT + VERDICT / 4
+        } else {
+            Duration::ZERO
+        };
         loop {
             if let Err(cause) = self.check(what) {
                 return cause;
@@ -146,8 +158,14 @@ impl Core {
         self.settle(what)?;
         let done = Arc::new(self.stream.record_event(None).map_err(|e| self.driver(what, e))?);
         let mut in_flight = lock(&self.in_flight);
-        let ended: Vec<_> = in_flight.extract_if(.., |earlier| earlier.done.is_complete()).collect();
-        in_flight.push(InFlight { what, since: Instant::now(), done: done.clone(), _tensors: tensors });
+        let ended: Vec<_> =
+            in_flight.extract_if(.., |earlier| earlier.done.is_complete()).collect();
+        in_flight.push(InFlight {
+            what,
+            since: Instant::now(),
+            done: done.clone(),
+            _tensors: tensors,
+        });
         // Giving memory back waits while the GPU's queue is full, which the watchdog must not: it may be what empties it.
         drop(in_flight);
         drop(ended);

@@ -120,7 +120,13 @@ impl Lane {
         let thread = builder
             .spawn(move || worker.work(&receiver, &met))
             .map_err(|e| Error::comm(format!("cannot start a thread for messages: {e}")))?;
-        Ok(Self { messages: Mutex::new(Some(sender)), core: core.clone(), direction, meeting, thread: Some(thread) })
+        Ok(Self {
+            messages: Mutex::new(Some(sender)),
+            core: core.clone(),
+            direction,
+            meeting,
+            thread: Some(thread),
+        })
     }
 
     /// Waits until its ranks have met.
@@ -134,7 +140,12 @@ impl Lane {
                 return outcome.clone().map_err(Error::comm);
             }
             self.core.check(self.direction.what())?;
-            outcome = self.meeting.changed.wait_timeout(outcome, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
+            outcome = self
+                .meeting
+                .changed
+                .wait_timeout(outcome, PATIENCE)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -148,7 +159,8 @@ impl Lane {
         let before = compute.record_event(None).map_err(driver)?;
         let queued = Arc::new(Queued::default());
         let message = Message { t: t.clone(), used, before, queued: queued.clone() };
-        let sent = lock(&self.messages).as_ref().is_some_and(|messages| messages.send(message).is_ok());
+        let sent =
+            lock(&self.messages).as_ref().is_some_and(|messages| messages.send(message).is_ok());
         if !sent {
             return Err(Error::comm("the thread of these messages has ended"));
         }
@@ -169,7 +181,8 @@ impl Worker {
         *lock(&meeting.outcome) = Some(own.as_ref().map(|_| ()).map_err(String::clone));
         meeting.changed.notify_all();
         while let Ok(message) = messages.recv() {
-            let result = own.as_ref().map_err(Error::comm).and_then(|own| self.queue(own, &message));
+            let result =
+                own.as_ref().map_err(Error::comm).and_then(|own| self.queue(own, &message));
             if let Err(error) = &result {
                 // A sender does not wait for its message, so this is where a failure is told.
                 self.host.abort(&error.to_string());
@@ -189,7 +202,12 @@ impl Worker {
 
     fn queue(&self, own: &Core, message: &Message) -> Result<Arc<CudaEvent>> {
         let operation = self.operation(message.used.at, message.t.elem_count(), message.t.dtype());
-        own.queue_behind(self.direction.what(), &message.before, vec![message.t.clone()], &[operation])
+        own.queue_behind(
+            self.direction.what(),
+            &message.before,
+            vec![message.t.clone()],
+            &[operation],
+        )
     }
 
     /// Meets the peer: the sender is rank 0 of the lane's communicator and makes its identity.
@@ -207,7 +225,11 @@ impl Worker {
                 let message = Tensor::zeros(ID_BYTES, DType::U8, &Device::Cpu)?;
                 self.host.recv(&message, self.peer, tag)?.wait()?;
                 let id = message.to_vec1::<u8>()?;
-                (1, id.try_into().map_err(|_| Error::comm("a lane's identity has the wrong length"))?)
+                (
+                    1,
+                    id.try_into()
+                        .map_err(|_| Error::comm("a lane's identity has the wrong length"))?,
+                )
             }
         };
         let comm = Comm::join(&self.context, &id, 2, rank)?;
@@ -235,7 +257,12 @@ impl Receive {
                 return self.core.check("recv");
             }
             self.core.check("recv")?;
-            done = self.queued.changed.wait_timeout(done, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
+            done = self
+                .queued
+                .changed
+                .wait_timeout(done, PATIENCE)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 }

@@ -87,7 +87,9 @@ fn text(result: sys::ncclResult_t) -> String {
 /// If there is no NCCL on this machine.
 pub fn version() -> Result<i32> {
     if !kernels::tensor::gpu::missing_libraries(&["nccl"]).is_empty() {
-        return Err(Failed::Here("NCCL (libnccl.so.2) not found; set LD_LIBRARY_PATH to where it is".to_string()));
+        return Err(Failed::Here(
+            "NCCL (libnccl.so.2) not found; set LD_LIBRARY_PATH to where it is".to_string(),
+        ));
     }
     let mut version = 0;
     // SAFETY: one result.
@@ -135,7 +137,8 @@ impl Splitting {
     pub fn part(self, parent: &Comm) -> Option<Comm> {
         // SAFETY: leaked by `split`; NCCL is done with it.
         let comm = *unsafe { Box::from_raw(self.place) };
-        (self.joins && !comm.is_null()).then(|| Comm { raw: Mutex::new(Some(comm)), context: parent.context.clone() })
+        (self.joins && !comm.is_null())
+            .then(|| Comm { raw: Mutex::new(Some(comm)), context: parent.context.clone() })
     }
 }
 
@@ -144,7 +147,12 @@ impl Comm {
     ///
     /// # Errors
     /// What NCCL says at once.
-    pub fn join(context: &Arc<CudaContext>, id: &[u8; ID_BYTES], size: usize, rank: usize) -> Result<Self> {
+    pub fn join(
+        context: &Arc<CudaContext>,
+        id: &[u8; ID_BYTES],
+        size: usize,
+        rank: usize,
+    ) -> Result<Self> {
         bind(context)?;
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
         let mut config = Config::non_blocking();
@@ -238,12 +246,17 @@ impl Comm {
 
     /// The handle, which nobody else finds any more, unless a call does not return before `deadline`. The lock is not held any longer: ending
     /// a communicator may take long, and others want to know that it is over.
-    fn take_until(&self, deadline: Instant) -> std::result::Result<Option<sys::ncclComm_t>, StillCalled> {
+    fn take_until(
+        &self,
+        deadline: Instant,
+    ) -> std::result::Result<Option<sys::ncclComm_t>, StillCalled> {
         loop {
             match self.raw.try_lock() {
                 Ok(mut raw) => return Ok(raw.take()),
                 Err(TryLockError::Poisoned(raw)) => return Ok(raw.into_inner().take()),
-                Err(TryLockError::WouldBlock) if Instant::now() > deadline => return Err(StillCalled),
+                Err(TryLockError::WouldBlock) if Instant::now() > deadline => {
+                    return Err(StillCalled);
+                }
                 Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(100)),
             }
         }
@@ -320,8 +333,11 @@ fn abort_together(condemned: Vec<Condemned>) {
         return;
     }
     let together = version().is_ok_and(|version| version >= ABORTS_GROUPS);
-    let parts: Vec<Vec<Condemned>> =
-        if together { vec![condemned] } else { condemned.into_iter().map(|one| vec![one]).collect() };
+    let parts: Vec<Vec<Condemned>> = if together {
+        vec![condemned]
+    } else {
+        condemned.into_iter().map(|one| vec![one]).collect()
+    };
     let (ended, wait) = channel::<()>();
     for part in parts {
         let ended = ended.clone();
@@ -384,7 +400,11 @@ fn explained(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Failed {
     // SAFETY: takes any communicator, null too; the text is copied before the next call.
     let detail = unsafe {
         let last = sys::ncclGetLastError(comm);
-        if last.is_null() { String::new() } else { CStr::from_ptr(last).to_string_lossy().trim().to_string() }
+        if last.is_null() {
+            String::new()
+        } else {
+            CStr::from_ptr(last).to_string_lossy().trim().to_string()
+        }
     };
     let detail = if detail.is_empty() { detail } else { format!(" ({detail})") };
     let said = format!("{}{detail}", text(result));
@@ -400,13 +420,50 @@ fn explained(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Failed {
 /// Something to queue. Counts are of elements.
 #[derive(Clone, Copy)]
 pub enum Operation {
-    AllReduce { at: DevicePointer, count: usize, dtype: DType, op: ReduceOp },
-    AllGather { from: DevicePointer, to: DevicePointer, count: usize, dtype: DType },
-    ReduceScatter { from: DevicePointer, to: DevicePointer, count: usize, dtype: DType, op: ReduceOp },
-    Broadcast { at: DevicePointer, count: usize, dtype: DType, root: usize },
-    Reduce { at: DevicePointer, count: usize, dtype: DType, op: ReduceOp, root: usize },
-    Send { from: DevicePointer, count: usize, dtype: DType, peer: usize },
-    Recv { to: DevicePointer, count: usize, dtype: DType, peer: usize },
+    AllReduce {
+        at: DevicePointer,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+    },
+    AllGather {
+        from: DevicePointer,
+        to: DevicePointer,
+        count: usize,
+        dtype: DType,
+    },
+    ReduceScatter {
+        from: DevicePointer,
+        to: DevicePointer,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+    },
+    Broadcast {
+        at: DevicePointer,
+        count: usize,
+        dtype: DType,
+        root: usize,
+    },
+    Reduce {
+        at: DevicePointer,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        root: usize,
+    },
+    Send {
+        from: DevicePointer,
+        count: usize,
+        dtype: DType,
+        peer: usize,
+    },
+    Recv {
+        to: DevicePointer,
+        count: usize,
+        dtype: DType,
+        peer: usize,
+    },
 }
 
 fn data_type(dtype: DType) -> sys::ncclDataType_t {
@@ -441,21 +498,48 @@ impl Operation {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Self::AllReduce { at, count, dtype, op } => {
-                    sys::ncclAllReduce(read(at), write(at), count, data_type(dtype), reduction(op), comm, stream)
-                }
+                Self::AllReduce { at, count, dtype, op } => sys::ncclAllReduce(
+                    read(at),
+                    write(at),
+                    count,
+                    data_type(dtype),
+                    reduction(op),
+                    comm,
+                    stream,
+                ),
                 Self::AllGather { from, to, count, dtype } => {
                     sys::ncclAllGather(read(from), write(to), count, data_type(dtype), comm, stream)
                 }
-                Self::ReduceScatter { from, to, count, dtype, op } => {
-                    sys::ncclReduceScatter(read(from), write(to), count, data_type(dtype), reduction(op), comm, stream)
-                }
-                Self::Broadcast { at, count, dtype, root } => {
-                    sys::ncclBroadcast(read(at), write(at), count, data_type(dtype), root as c_int, comm, stream)
-                }
+                Self::ReduceScatter { from, to, count, dtype, op } => sys::ncclReduceScatter(
+                    read(from),
+                    write(to),
+                    count,
+                    data_type(dtype),
+                    reduction(op),
+                    comm,
+                    stream,
+                ),
+                Self::Broadcast { at, count, dtype, root } => sys::ncclBroadcast(
+                    read(at),
+                    write(at),
+                    count,
+                    data_type(dtype),
+                    root as c_int,
+                    comm,
+                    stream,
+                ),
                 Self::Reduce { at, count, dtype, op, root } => {
                     let (root, op) = (root as c_int, reduction(op));
-                    sys::ncclReduce(read(at), write(at), count, data_type(dtype), op, root, comm, stream)
+                    sys::ncclReduce(
+                        read(at),
+                        write(at),
+                        count,
+                        data_type(dtype),
+                        op,
+                        root,
+                        comm,
+                        stream,
+                    )
                 }
                 Self::Send { from, count, dtype, peer } => {
                     sys::ncclSend(read(from), count, data_type(dtype), peer as c_int, comm, stream)

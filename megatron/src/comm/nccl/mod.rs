@@ -67,7 +67,10 @@ fn joined(comm: &Comm, host: &Group, timeout: Duration) -> Result<()> {
         host.health()?;
         if start.elapsed() > timeout {
             comm.abort();
-            return Err(Error::comm(format!("NCCL did not connect group {} within {timeout:?}", host.name())));
+            return Err(Error::comm(format!(
+                "NCCL did not connect group {} within {timeout:?}",
+                host.name()
+            )));
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -80,10 +83,9 @@ fn join(host: &Group, context: &Arc<CudaContext>, timeout: Duration) -> Result<C
     // One that has none says so by sending nothing, so that nobody waits for it.
     let ids = host.all_gather_bytes(mine.as_deref().unwrap_or_default())?;
     mine?;
-    let id: [u8; ID_BYTES] = ids[0]
-        .as_slice()
-        .try_into()
-        .map_err(|_| Error::comm(format!("NCCL could not be started by rank {}", host.ranks()[0])))?;
+    let id: [u8; ID_BYTES] = ids[0].as_slice().try_into().map_err(|_| {
+        Error::comm(format!("NCCL could not be started by rank {}", host.ranks()[0]))
+    })?;
     let comm = Comm::join(context, &id, host.size(), host.rank())?;
     joined(&comm, host, timeout)?;
     Ok(comm)
@@ -97,7 +99,9 @@ pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
     let cuda = device.as_cuda_device()?;
     let context = cuda.cuda_stream().context().clone();
     let ready = version().map(|_| ()).map_err(|e| e.to_string());
-    for (rank, said) in host.all_gather_bytes(ready.err().unwrap_or_default().as_bytes())?.iter().enumerate() {
+    for (rank, said) in
+        host.all_gather_bytes(ready.err().unwrap_or_default().as_bytes())?.iter().enumerate()
+    {
         if !said.is_empty() {
             return Err(Error::comm(format!("rank {rank}: {}", crate::text::printable(said))));
         }
@@ -123,7 +127,11 @@ struct Used {
 impl NcclGroup {
     fn used(&self, t: &Tensor, what: &'static str) -> Result<Used> {
         if !is_sendable(t.dtype()) {
-            return Err(Error::comm(format!("{}: dtype {} cannot be sent", self.on(what), t.dtype().as_str())));
+            return Err(Error::comm(format!(
+                "{}: dtype {} cannot be sent",
+                self.on(what),
+                t.dtype().as_str()
+            )));
         }
         let gpu = Gpu::of(t, what)?;
         let at = gpu.inplace(t, t.dtype(), what, "tensor")?;
@@ -134,7 +142,10 @@ impl NcclGroup {
     fn on_gpu(&self, what: &str, tensors: &[&Tensor]) -> Result<bool> {
         let on_gpu = tensors.iter().filter(|t| t.device().is_cuda()).count();
         if on_gpu != 0 && on_gpu != tensors.len() {
-            return Err(Error::comm(format!("{}: one tensor is on a GPU, one on the CPU", self.on(what))));
+            return Err(Error::comm(format!(
+                "{}: one tensor is on a GPU, one on the CPU",
+                self.on(what)
+            )));
         }
         Ok(on_gpu > 0)
     }
@@ -179,7 +190,12 @@ impl NcclGroup {
             }
             return Ok(Work::done());
         };
-        core.queue(what, &from.compute, vec![input.clone(), output.clone()], &operations(from.at, to.at))
+        core.queue(
+            what,
+            &from.compute,
+            vec![input.clone(), output.clone()],
+            &operations(from.at, to.at),
+        )
     }
 
     fn lane(&self, direction: lane::Direction, peer: usize, tag: u32) -> Result<Option<Arc<Lane>>> {
@@ -233,7 +249,9 @@ impl Communicator for NcclGroup {
         }
         self.check_parts("all_gather", input, output)?;
         let (count, dtype) = (input.elem_count(), input.dtype());
-        self.between("all_gather", input, output, |from, to| vec![Operation::AllGather { from, to, count, dtype }])
+        self.between("all_gather", input, output, |from, to| {
+            vec![Operation::AllGather { from, to, count, dtype }]
+        })
     }
 
     fn reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Work> {
@@ -280,11 +298,15 @@ impl Communicator for NcclGroup {
                 let bytes = count * dtype.size_in_bytes();
                 self.between("gather", input, output, |from, to| {
                     let parts = (0..self.size()).map(|peer| (peer, to.offset(peer * bytes)));
-                    let receives = parts.map(|(peer, to)| Operation::Recv { to, count, dtype, peer });
+                    let receives =
+                        parts.map(|(peer, to)| Operation::Recv { to, count, dtype, peer });
                     std::iter::once(send(from)).chain(receives).collect()
                 })
             }
-            _ => Err(Error::comm(format!("{}: only the root, {root}, passes the whole", self.on("gather")))),
+            _ => Err(Error::comm(format!(
+                "{}: only the root, {root}, passes the whole",
+                self.on("gather")
+            ))),
         }
     }
 
@@ -303,11 +325,15 @@ impl Communicator for NcclGroup {
                 let bytes = count * dtype.size_in_bytes();
                 self.between("scatter", input, output, |from, to| {
                     let parts = (0..self.size()).map(|peer| (peer, from.offset(peer * bytes)));
-                    let sends = parts.map(|(peer, from)| Operation::Send { from, count, dtype, peer });
+                    let sends =
+                        parts.map(|(peer, from)| Operation::Send { from, count, dtype, peer });
                     std::iter::once(receive(to)).chain(sends).collect()
                 })
             }
-            _ => Err(Error::comm(format!("{}: only the root, {root}, passes the whole", self.on("scatter")))),
+            _ => Err(Error::comm(format!(
+                "{}: only the root, {root}, passes the whole",
+                self.on("scatter")
+            ))),
         }
     }
 
@@ -321,7 +347,10 @@ impl Communicator for NcclGroup {
         self.between("all_to_all", input, output, |from, to| {
             let both = |peer: usize| {
                 let (from, to) = (from.offset(peer * bytes), to.offset(peer * bytes));
-                [Operation::Send { from, count, dtype, peer }, Operation::Recv { to, count, dtype, peer }]
+                [
+                    Operation::Send { from, count, dtype, peer },
+                    Operation::Recv { to, count, dtype, peer },
+                ]
             };
             (0..size).flat_map(both).collect()
         })
@@ -354,7 +383,8 @@ impl Communicator for NcclGroup {
             let others = peers.iter().filter(|(peer, _)| *peer != self.rank());
             others.map(|&(peer, tag)| self.lane(direction, peer, tag)).collect()
         };
-        let (to, from) = (lanes(lane::Direction::To, sends)?, lanes(lane::Direction::From, receives)?);
+        let (to, from) =
+            (lanes(lane::Direction::To, sends)?, lanes(lane::Direction::From, receives)?);
         // Each connects on a thread of its own, so no rank's order matters to another.
         to.iter().chain(&from).flatten().try_for_each(|lane| lane.connected())
     }
@@ -367,11 +397,14 @@ impl Communicator for NcclGroup {
         let host = self.host.split(name, color, key)?;
         let Some(core) = &self.core else {
             let (context, lanes) = (self.context.clone(), Mutex::default());
-            return Ok(host.map(|host| -> Group { Arc::new(Self { host, core: None, context, lanes }) }));
+            return Ok(
+                host.map(|host| -> Group { Arc::new(Self { host, core: None, context, lanes }) })
+            );
         };
         core.check("split")?;
         // All ranks of the parent take part, those without a color too. Ranks of a part are in the same order on both sides.
-        let splitting = core.comm.split(color, key).map_err(|failed| core.cause("split", failed))?;
+        let splitting =
+            core.comm.split(color, key).map_err(|failed| core.cause("split", failed))?;
         core.settle("split")?;
         let comm = splitting.part(&core.comm);
         let (Some(host), Some(comm)) = (host, comm) else { return Ok(None) };
@@ -381,7 +414,12 @@ impl Communicator for NcclGroup {
         } else {
             None
         };
-        Ok(Some(Arc::new(Self { host, core: part, context: self.context.clone(), lanes: Mutex::default() })))
+        Ok(Some(Arc::new(Self {
+            host,
+            core: part,
+            context: self.context.clone(),
+            lanes: Mutex::default(),
+        })))
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -66,7 +66,9 @@ impl Watchdog {
             }
         };
         let builder = std::thread::Builder::new().name("nccl-watchdog".to_string());
-        builder.spawn(thread).map_err(|e| Error::comm(format!("cannot start NCCL's watchdog: {e}")))?;
+        builder
+            .spawn(thread)
+            .map_err(|e| Error::comm(format!("cannot start NCCL's watchdog: {e}")))?;
         Ok(watchdog)
     }
 
@@ -149,11 +151,15 @@ impl Watchdog {
         // What is done is let go by the thread that issues operations: it alone knows whether its stream is being recorded, when no memory
         // may be given back to it.
         let is_late = |operation: &&InFlight| {
-            operation.since.elapsed() > self.timeout && operation.done.try_is_complete() == Ok(false)
+            operation.since.elapsed() > self.timeout
+                && operation.done.try_is_complete() == Ok(false)
         };
         let late = lock(&core.in_flight).iter().find(is_late).map(|operation| operation.what)?;
         let seconds = self.timeout.as_secs_f64();
-        Some(format!("{late} on {} was not done within {seconds:.0} s: a peer hangs or is elsewhere", core.label()))
+        Some(format!(
+            "{late} on {} was not done within {seconds:.0} s: a peer hangs or is elsewhere",
+            core.label()
+        ))
     }
 
     /// Aborts all communicators of this rank, unless that is under way, and waits for it as [`Watchdog::wait_for_end`] does. Why, others find

@@ -63,7 +63,8 @@ impl Store for FileStore {
         let host = super::host::name();
         let (temporary, mut file) = loop {
             let number = self.written.fetch_add(1, Ordering::Relaxed);
-            let temporary = self.dir.join(format!(".new-{host}-{}-{:p}-{number}", std::process::id(), self));
+            let temporary =
+                self.dir.join(format!(".new-{host}-{}-{:p}-{number}", std::process::id(), self));
             match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary) {
                 Ok(file) => break (temporary, file),
                 // Of a process that had this name and was killed.
@@ -79,7 +80,9 @@ impl Store for FileStore {
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         let path = self.path(key);
         let mut value = Vec::new();
-        match open_file(&path).and_then(|file| file.take(wire::MAX_VALUE as u64).read_to_end(&mut value)) {
+        match open_file(&path)
+            .and_then(|file| file.take(wire::MAX_VALUE as u64).read_to_end(&mut value))
+        {
             Ok(_) => Ok(Some(value)),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(Error::io("read", path, e)),

@@ -4,7 +4,8 @@ use std::fs;
 use std::net::{IpAddr, UdpSocket};
 
 fn first_line(path: &str) -> Option<String> {
-    Some(fs::read_to_string(path).ok()?.lines().next()?.trim().to_owned()).filter(|line| !line.is_empty())
+    Some(fs::read_to_string(path).ok()?.lines().next()?.trim().to_owned())
+        .filter(|line| !line.is_empty())
 }
 
 /// The machine's name.
@@ -15,7 +16,9 @@ pub fn name() -> String {
 /// Equal for two processes that can see each other in `/proc`: one kernel, one pid namespace.
 pub(crate) fn identity() -> String {
     let boot = first_line("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let pids = fs::read_link("/proc/self/ns/pid").map(|link| link.display().to_string()).unwrap_or_default();
+    let pids = fs::read_link("/proc/self/ns/pid")
+        .map(|link| link.display().to_string())
+        .unwrap_or_default();
     format!("{boot} {pids}")
 }
 

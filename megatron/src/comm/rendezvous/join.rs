@@ -109,7 +109,8 @@ fn part(nonce: u64, index: usize) -> String {
 }
 
 fn put(store: &dyn Store, key: &str, value: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_vec(value).map_err(|e| Error::comm(format!("rendezvous key {key}: {e}")))?;
+    let text =
+        serde_json::to_vec(value).map_err(|e| Error::comm(format!("rendezvous key {key}: {e}")))?;
     store.set(key, &text)
 }
 
@@ -119,7 +120,10 @@ fn read<T: DeserializeOwned>(store: &dyn Store, key: &str) -> Result<Option<T>> 
 }
 
 fn put_members(store: &dyn Store, nonce: u64, members: &[Member]) -> Result<()> {
-    members.chunks(PART).enumerate().try_for_each(|(index, members)| put(store, &part(nonce, index), &members))
+    members
+        .chunks(PART)
+        .enumerate()
+        .try_for_each(|(index, members)| put(store, &part(nonce, index), &members))
 }
 
 /// The members of a world of `size`, in order of rank.
@@ -135,7 +139,10 @@ fn read_members(store: &dyn Store, nonce: u64, size: usize) -> Result<Vec<Member
     if members.len() == size {
         return Ok(members);
     }
-    Err(Error::comm(format!("rendezvous: rank 0 told of {} members where the world has {size}", members.len())))
+    Err(Error::comm(format!(
+        "rendezvous: rank 0 told of {} members where the world has {size}",
+        members.len()
+    )))
 }
 
 /// A rank that meets the others.
@@ -179,7 +186,9 @@ pub(crate) fn join(
 
 fn twice(info: &RankInfo, rank: usize) -> String {
     let name = info.variables.rank;
-    format!("rendezvous: another process also joined as {name}={rank}; give every process a {name} of its own")
+    format!(
+        "rendezvous: another process also joined as {name}={rank}; give every process a {name} of its own"
+    )
 }
 
 fn lead(joining: Joining) -> Result<(u64, Verdict)> {
@@ -196,7 +205,9 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
             let rank = key.strip_prefix("join/").and_then(|rank| rank.parse::<usize>().ok());
             let Some(rank) = rank else { continue };
             match store.look(&key)? {
-                Found::Ours(card) => cards.extend(serde_json::from_slice(&card).ok().map(|member| (rank, member))),
+                Found::Ours(card) => {
+                    cards.extend(serde_json::from_slice(&card).ok().map(|member| (rank, member)))
+                }
                 Found::Strange(mismatch, card) => strangers.refuse(store, rank, mismatch, &card)?,
                 Found::Nothing => {}
             }
@@ -208,7 +219,9 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
             }
         }
         // Said after the welcome, through which the second process hears of it, too.
-        let replaced = answered.iter().find(|(rank, token)| welcomed.get(*rank).is_some_and(|there| there != *token));
+        let replaced = answered
+            .iter()
+            .find(|(rank, token)| welcomed.get(*rank).is_some_and(|there| there != *token));
         if let Some((rank, _)) = replaced {
             return Ok(Some(Verdict::Refused(twice(info, *rank))));
         }
@@ -239,8 +252,14 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
         }
         if members.len() != info.world_size {
             waiting.tell(|| {
-                let missing: Vec<usize> = (0..info.world_size).filter(|rank| !members.contains_key(rank)).collect();
-                format!("rank 0 is waiting for {} of {} ranks: {}", missing.len(), info.world_size, in_words(&missing))
+                let missing: Vec<usize> =
+                    (0..info.world_size).filter(|rank| !members.contains_key(rank)).collect();
+                format!(
+                    "rank 0 is waiting for {} of {} ranks: {}",
+                    missing.len(),
+                    info.world_size,
+                    in_words(&missing)
+                )
             });
             return Ok(None);
         }
@@ -279,7 +298,8 @@ impl Strangers {
         if self.refused.insert(rank, (token, how)) == Some((token, how)) {
             return Ok(());
         }
-        let why = format!("rendezvous: rank 0 refuses rank {rank}: {}; {ONE_SECRET}", how.reversed());
+        let why =
+            format!("rendezvous: rank 0 refuses rank {rank}: {}; {ONE_SECRET}", how.reversed());
         put(store.open(), &refusal(rank), &Refusal { token, why })
     }
 
@@ -288,7 +308,9 @@ impl Strangers {
         for (&rank, &(token, how)) in self.refused.iter().filter(|_| !self.told) {
             if read::<u64>(store.open(), &heard(rank))? == Some(token) {
                 self.told = true;
-                waiting.say(&format!("a process that wanted to join as rank {rank} was refused: {how}; {ONE_SECRET}"));
+                waiting.say(&format!(
+                    "a process that wanted to join as rank {rank} was refused: {how}; {ONE_SECRET}"
+                ));
                 break;
             }
         }
@@ -332,7 +354,8 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
         return Ok(ruling);
     }
     let present = store.list("join/")?;
-    let mut ranks: Vec<usize> = (0..info.world_size).filter(|rank| !present.contains(&card(*rank))).collect();
+    let mut ranks: Vec<usize> =
+        (0..info.world_size).filter(|rank| !present.contains(&card(*rank))).collect();
     if ranks.is_empty() {
         // All have left a card, but rank 0 has not answered this one.
         ranks.push(0);
@@ -352,7 +375,15 @@ mod tests {
 
     fn member(token: u64) -> Member {
         let (host, identity) = ("here".into(), "here".into());
-        Member { token, world_size: 2, backend: Backend::Auto, host, identity, pid: 1, addresses: vec![] }
+        Member {
+            token,
+            world_size: 2,
+            backend: Backend::Auto,
+            host,
+            identity,
+            pid: 1,
+            addresses: vec![],
+        }
     }
 
     #[test]
@@ -364,7 +395,9 @@ mod tests {
         put(&store, &welcome(1), &Welcome { nonce: 7, token: 11 }).unwrap();
         put_members(&store, 7, &[member(10), member(12)]).unwrap();
         put(&store, &verdict(7), &Verdict::Complete).unwrap();
-        let Err(Error::Config(message)) = join(&store, &info, member(11), Duration::from_secs(5), None) else {
+        let Err(Error::Config(message)) =
+            join(&store, &info, member(11), Duration::from_secs(5), None)
+        else {
             panic!()
         };
         assert!(message.contains("another process also joined as RANK=1"), "{message}");
@@ -375,7 +408,12 @@ mod tests {
         const SIZE: usize = 6000;
         let server = StoreServer::bind("127.0.0.1", 0, Clients::default()).unwrap();
         let (port, secret) = (server.address().port(), Secret::default());
-        let connect = || sealed(TcpStore::connect("127.0.0.1", port, Duration::from_secs(5), &secret, None).unwrap());
+        let connect = || {
+            sealed(
+                TcpStore::connect("127.0.0.1", port, Duration::from_secs(5), &secret, None)
+                    .unwrap(),
+            )
+        };
         let card_of = |rank: usize| Member {
             world_size: SIZE,
             host: format!("worker-{rank}.training.svc.cluster.local"),

@@ -79,7 +79,10 @@ impl RankInfo {
         let most = local_world_size.unwrap_or(*world_size);
         if let Some(local) = local_rank.filter(|local| *local >= most) {
             let most = local_world.unwrap_or(world);
-            return Err(Error::config(format!("{}={local} must be below {most}", names.local_rank)));
+            return Err(Error::config(format!(
+                "{}={local} must be below {most}",
+                names.local_rank
+            )));
         }
         Ok(())
     }
@@ -91,7 +94,8 @@ impl RankInfo {
 
     /// Index among the ranks of this host and their number: as the launcher told, and else as `members`, of which this is one, are near each other.
     fn local(&self, members: &[Member]) -> (usize, usize) {
-        let near = |of: &[Member]| of.iter().filter(|member| member.is_near(&members[self.rank])).count();
+        let near =
+            |of: &[Member]| of.iter().filter(|member| member.is_near(&members[self.rank])).count();
         let index = self.local_rank.unwrap_or_else(|| near(&members[..self.rank]));
         let size = self.local_world_size.unwrap_or_else(|| near(members));
         (index, size.max(index + 1))
@@ -149,7 +153,9 @@ impl fmt::Display for Backend {
 fn number(key: &str, value: Option<&[u8]>) -> Result<i64> {
     let Some(value) = value else { return Ok(0) };
     let text = printable(value);
-    text.parse().map_err(|_| Error::comm(format!("rendezvous key {} holds no number but {text:.40}", printable(key))))
+    text.parse().map_err(|_| {
+        Error::comm(format!("rendezvous key {} holds no number but {text:.40}", printable(key)))
+    })
 }
 
 /// Whether `host` means every machine to itself: a literal, since names of a machine may resolve to a loopback address.
@@ -167,7 +173,12 @@ struct Meeting {
     found_at: Option<IpAddr>,
 }
 
-fn meet(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: &CommOptions) -> Result<Meeting> {
+fn meet(
+    info: &RankInfo,
+    rendezvous: &Rendezvous,
+    backend: Backend,
+    options: &CommOptions,
+) -> Result<Meeting> {
     let mut hosts = vec![info.host.clone()];
     // Nobody on another machine need reach this rank.
     let mut loopback = info.one_host();
@@ -176,7 +187,13 @@ fn meet(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: &Co
         Rendezvous::Tcp { host, port, is_host } => {
             let serve = || StoreServer::bind(host, *port, Clients::of(info, options));
             let server = if *is_host { Some(serve()?) } else { None };
-            let store = TcpStore::connect(host, *port, options.connect_timeout, &options.secret, options.on_wait)?;
+            let store = TcpStore::connect(
+                host,
+                *port,
+                options.connect_timeout,
+                &options.secret,
+                options.on_wait,
+            )?;
             loopback |= is_loopback(host) && !info.in_pod;
             found_at = store.peer_ip().filter(|ip| !loopback && !ip.is_loopback());
             if *is_host && info.rank == 0 {
@@ -224,14 +241,20 @@ fn add_address(members: &mut [Member], found_at: IpAddr) {
 /// # Errors
 /// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named), or cannot connect within a minute from
 /// then; if the rendezvous port is in use.
-pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options: CommOptions) -> Result<World> {
+pub fn init(
+    info: &RankInfo,
+    rendezvous: &Rendezvous,
+    backend: Backend,
+    options: CommOptions,
+) -> Result<World> {
     info.validate()?;
     if info.world_size == 1 {
         return Ok(World { group: super::threads::solo(), local_rank: 0, local_world_size: 1 });
     }
     let deadline = Instant::now() + options.connect_timeout;
     // `_server` comes first and so is dropped last: it waits a moment for its clients to leave.
-    let Meeting { _server, store, listener, addresses, found_at } = meet(info, rendezvous, backend, &options)?;
+    let Meeting { _server, store, listener, addresses, found_at } =
+        meet(info, rendezvous, backend, &options)?;
     let me = Member {
         token: join::fresh(),
         world_size: info.world_size,
@@ -246,7 +269,8 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
     let deadline = Instant::now() + options.connect_timeout.min(CONNECTING);
     found_at.into_iter().for_each(|ip| add_address(&mut members, ip));
     let own = &members[info.rank];
-    let elsewhere = members.iter().enumerate().find(|(_, m)| m.host != own.host || m.identity != own.identity);
+    let elsewhere =
+        members.iter().enumerate().find(|(_, m)| m.host != own.host || m.identity != own.identity);
     let inbox = Arc::new(Inbox::new(info.world_size));
     let link: Box<dyn Link> = match (backend, elsewhere, listener) {
         (Backend::Local, Some((rank, member)), _) => {
@@ -259,10 +283,20 @@ pub fn init(info: &RankInfo, rendezvous: &Rendezvous, backend: Backend, options:
                 info.rank, info.host
             )));
         }
-        (Backend::Tcp, _, Some(listener)) | (Backend::Auto | Backend::Nccl, Some(_), Some(listener)) => {
-            Box::new(TcpLink::connect(info.rank, &members, nonce, listener, inbox.clone(), deadline, &options)?)
-        }
-        _ => Box::new(LocalLink::new(Arc::new(share(&store, info, nonce, deadline)?), options.timeout)),
+        (Backend::Tcp, _, Some(listener))
+        | (Backend::Auto | Backend::Nccl, Some(_), Some(listener)) => Box::new(TcpLink::connect(
+            info.rank,
+            &members,
+            nonce,
+            listener,
+            inbox.clone(),
+            deadline,
+            &options,
+        )?),
+        _ => Box::new(LocalLink::new(
+            Arc::new(share(&store, info, nonce, deadline)?),
+            options.timeout,
+        )),
     };
     let endpoint = Endpoint::new(info.rank, options, inbox, link);
     let group = EndpointGroup::world(Arc::new(endpoint), info.world_size);
@@ -294,7 +328,10 @@ fn share(store: &dyn Store, info: &RankInfo, nonce: u64, deadline: Instant) -> R
         let missing = segment.absent();
         if let (None, Some(&rank)) = (all, missing.first()) {
             // The others are to name it, too, and not this rank, which ends because of it.
-            let how = format!("did not join the shared memory within {:.0} s", start.elapsed().as_secs_f64());
+            let how = format!(
+                "did not join the shared memory within {:.0} s",
+                start.elapsed().as_secs_f64()
+            );
             segment.condemn(&Loss { rank, how });
             return Err(late(missing));
         }
@@ -302,8 +339,10 @@ fn share(store: &dyn Store, info: &RankInfo, nonce: u64, deadline: Instant) -> R
     }
     let place = store.wait(&key, left())?.ok_or_else(|| late(vec![0]))?;
     let place = printable(&place);
-    let parsed = place.split_once(' ').and_then(|(pid, fd)| Some((pid.parse().ok()?, fd.parse().ok()?)));
-    let (pid, fd) = parsed.ok_or_else(|| Error::comm(format!("rendezvous key {key} holds {place:.40}")))?;
+    let parsed =
+        place.split_once(' ').and_then(|(pid, fd)| Some((pid.parse().ok()?, fd.parse().ok()?)));
+    let (pid, fd) =
+        parsed.ok_or_else(|| Error::comm(format!("rendezvous key {key} holds {place:.40}")))?;
     Segment::join(pid, fd, info.rank, info.world_size, nonce)
 }
 
@@ -326,11 +365,17 @@ mod tests {
 
     #[test]
     fn ranks_on_rank_0s_machine_are_looked_for_where_its_store_was_found() {
-        let mut members =
-            [member("a", &["127.0.0.1 7"]), member("b", &["192.0.2.2 8"]), member("a", &["a 9", "192.0.2.1 9"])];
+        let mut members = [
+            member("a", &["127.0.0.1 7"]),
+            member("b", &["192.0.2.2 8"]),
+            member("a", &["a 9", "192.0.2.1 9"]),
+        ];
         add_address(&mut members, "192.0.2.1".parse().unwrap());
         let addresses = members.map(|member| member.addresses);
-        assert_eq!(addresses, [vec!["192.0.2.1 7", "127.0.0.1 7"], vec!["192.0.2.2 8"], vec!["192.0.2.1 9", "a 9"]]);
+        assert_eq!(
+            addresses,
+            [vec!["192.0.2.1 7", "127.0.0.1 7"], vec!["192.0.2.2 8"], vec!["192.0.2.1 9", "a 9"]]
+        );
     }
 
     #[test]
@@ -340,7 +385,8 @@ mod tests {
         let found = |rank| {
             told.map(|(local_rank, local_world_size)| {
                 let here = RankInfo { host: "a".into(), ..RankInfo::alone() };
-                RankInfo { rank, world_size: 5, local_rank, local_world_size, ..here }.local(&members)
+                RankInfo { rank, world_size: 5, local_rank, local_world_size, ..here }
+                    .local(&members)
             })
         };
         assert_eq!(found(2), [(1, 3), (1, 2), (3, 4), (1, 4)]);
@@ -356,11 +402,24 @@ mod tests {
             let local_world_size = one_host.then_some(2);
             let info = RankInfo { world_size: 2, local_world_size, in_pod, ..RankInfo::alone() };
             let meeting = meet(&info, &rendezvous, Backend::Auto, &CommOptions::default()).unwrap();
-            let told = |ip: &String| meeting.addresses.iter().any(|address| address.starts_with(&format!("{ip} ")));
+            let told = |ip: &String| {
+                meeting.addresses.iter().any(|address| address.starts_with(&format!("{ip} ")))
+            };
             let is_private = one_host || !in_pod;
-            assert!(own.iter().all(|ip| told(ip) != is_private), "{own:?}, {:?}", meeting.addresses);
-            let addresses = [meeting._server.as_ref().unwrap().address(), meeting.listener.as_ref().unwrap().address()];
-            assert_eq!(addresses.map(|address| address.ip().is_loopback()), [is_private; 2], "{addresses:?}");
+            assert!(
+                own.iter().all(|ip| told(ip) != is_private),
+                "{own:?}, {:?}",
+                meeting.addresses
+            );
+            let addresses = [
+                meeting._server.as_ref().unwrap().address(),
+                meeting.listener.as_ref().unwrap().address(),
+            ];
+            assert_eq!(
+                addresses.map(|address| address.ip().is_loopback()),
+                [is_private; 2],
+                "{addresses:?}"
+            );
         }
     }
 
@@ -369,7 +428,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = FileStore::open(dir.path()).unwrap();
         let deadline = Instant::now() + Duration::from_millis(500);
-        let share = |rank| share(&store, &RankInfo { rank, world_size: 3, ..RankInfo::alone() }, 7, deadline);
+        let share = |rank| {
+            share(&store, &RankInfo { rank, world_size: 3, ..RankInfo::alone() }, 7, deadline)
+        };
         let (first, joined) = std::thread::scope(|scope| {
             let first = scope.spawn(|| share(0));
             let joined = share(1).unwrap();

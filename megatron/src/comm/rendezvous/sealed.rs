@@ -43,7 +43,9 @@ impl Sealed {
             (None, true) => Found::Ours(value),
             (None, false) => Found::Strange(Mismatch::Lacking, value),
             (Some((_, inside)), true) => Found::Strange(Mismatch::Unexpected, inside.to_vec()),
-            (Some((proof, inside)), false) if self.secret.verify(PURPOSE, &[key.as_bytes(), inside], proof) => {
+            (Some((proof, inside)), false)
+                if self.secret.verify(PURPOSE, &[key.as_bytes(), inside], proof) =>
+            {
                 Found::Ours(inside.to_vec())
             }
             (Some((_, inside)), false) => Found::Strange(Mismatch::Different, inside.to_vec()),
@@ -95,16 +97,26 @@ mod tests {
     fn values_of_other_secrets_and_of_other_keys_are_as_if_they_were_not_there() {
         let dir = tempfile::tempdir().unwrap();
         let store = |secret: Option<&str>| {
-            let secret = secret.map_or_else(Secret::default, |text| Secret::parse(&text.repeat(32)).unwrap());
+            let secret = secret
+                .map_or_else(Secret::default, |text| Secret::parse(&text.repeat(32)).unwrap());
             Sealed::new(Box::new(FileStore::open(dir.path()).unwrap()), secret)
         };
         let (a, b, none) = (store(Some("a")), store(Some("b")), store(None));
         a.set("k", b"v").unwrap();
-        assert_eq!([&a, &b, &none].map(|store| store.get("k").unwrap()), [Some(b"v".to_vec()), None, None]);
-        assert!(matches!(b.look("k").unwrap(), Found::Strange(Mismatch::Different, value) if value == b"v"));
-        assert!(matches!(none.look("k").unwrap(), Found::Strange(Mismatch::Unexpected, value) if value == b"v"));
+        assert_eq!(
+            [&a, &b, &none].map(|store| store.get("k").unwrap()),
+            [Some(b"v".to_vec()), None, None]
+        );
+        assert!(
+            matches!(b.look("k").unwrap(), Found::Strange(Mismatch::Different, value) if value == b"v")
+        );
+        assert!(
+            matches!(none.look("k").unwrap(), Found::Strange(Mismatch::Unexpected, value) if value == b"v")
+        );
         none.set("plain", b"v").unwrap();
-        assert!(matches!(a.look("plain").unwrap(), Found::Strange(Mismatch::Lacking, value) if value == b"v"));
+        assert!(
+            matches!(a.look("plain").unwrap(), Found::Strange(Mismatch::Lacking, value) if value == b"v")
+        );
         // Taken from one key to another.
         a.open().set("l", &a.open().get("k").unwrap().unwrap()).unwrap();
         assert_eq!(a.get("l").unwrap(), None);

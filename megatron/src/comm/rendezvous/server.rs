@@ -118,13 +118,17 @@ fn listen(host: &str, port: u16, clients: &Clients) -> Result<TcpListener> {
                 "rendezvous: port {port} of {host} is in use; stop the program that listens there, or set MASTER_PORT \
                  to a free port"
             ),
-            _ => format!("rendezvous: cannot listen on {host}:{port}: {e}; check MASTER_ADDR and MASTER_PORT"),
+            _ => format!(
+                "rendezvous: cannot listen on {host}:{port}: {e}; check MASTER_ADDR and MASTER_PORT"
+            ),
         })
     };
     let addresses = reachable(host, port, clients).map_err(refuse)?;
     match TcpListener::bind(&addresses[..]) {
         // The address leads to this machine through a translated address: listen on all of its own.
-        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(&all(port)[..]).map_err(refuse),
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => {
+            TcpListener::bind(&all(port)[..]).map_err(refuse)
+        }
         result => result.map_err(refuse),
     }
 }
@@ -176,7 +180,9 @@ fn turn_away(mut stream: TcpStream) {
     let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(wire::FULL));
     // Closing with its greeting unread would reset the connection, and the answer with it.
     let _ = stream.shutdown(Shutdown::Write);
-    let _ = stream.set_nonblocking(false).and_then(|()| stream.set_read_timeout(Some(Duration::from_millis(100))));
+    let _ = stream
+        .set_nonblocking(false)
+        .and_then(|()| stream.set_read_timeout(Some(Duration::from_millis(100))));
     let _ = io::copy(&mut stream.take(64), &mut io::sink());
 }
 
@@ -206,14 +212,15 @@ impl Shared {
                 continue;
             };
             let shared = self.clone();
-            let serving = std::thread::Builder::new().name("store-client".into()).spawn(move || {
-                // Ends with the connection; a client that misbehaves is dropped and learns it from that.
-                let is_last = shared.serve(stream, number).unwrap_or(false);
-                shared.lobby.leave(number);
-                if is_last {
-                    shared.stop();
-                }
-            });
+            let serving =
+                std::thread::Builder::new().name("store-client".into()).spawn(move || {
+                    // Ends with the connection; a client that misbehaves is dropped and learns it from that.
+                    let is_last = shared.serve(stream, number).unwrap_or(false);
+                    shared.lobby.leave(number);
+                    if is_last {
+                        shared.stop();
+                    }
+                });
             if serving.is_err() {
                 self.lobby.leave(number);
             }
@@ -226,7 +233,11 @@ impl Shared {
         self.lobby.clear();
         let mut wake = self.address;
         if wake.ip().is_unspecified() {
-            wake.set_ip(if wake.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
+            wake.set_ip(if wake.is_ipv4() {
+                Ipv4Addr::LOCALHOST.into()
+            } else {
+                Ipv6Addr::LOCALHOST.into()
+            });
         }
         // Wakes the acceptor, which then sees `stop`.
         was_stopped || TcpStream::connect_timeout(&wake, LINGER).is_ok()
@@ -239,12 +250,14 @@ impl Shared {
         let mut timed = Timed::new(&stream, GREETING_TIMEOUT);
         let secret = &self.clients.secret;
         let greeting = || wire::GREETING.to_vec();
-        secret::answer(&mut timed, secret, |stream| wire::read_greeting(stream).map(|()| (greeting(), greeting())))
-            .and_then(|answered| {
-                self.lobby.heard(number, Standing::Introduced);
-                answered.recognize(&mut timed, secret)
-            })
-            .inspect_err(|e| self.tell_of(&stream, e))?;
+        secret::answer(&mut timed, secret, |stream| {
+            wire::read_greeting(stream).map(|()| (greeting(), greeting()))
+        })
+        .and_then(|answered| {
+            self.lobby.heard(number, Standing::Introduced);
+            answered.recognize(&mut timed, secret)
+        })
+        .inspect_err(|e| self.tell_of(&stream, e))?;
         self.lobby.heard(number, Standing::Known);
         stream.write_all(&[wire::WELCOME])?;
         stream.set_read_timeout(None)?;
@@ -267,7 +280,9 @@ impl Shared {
         let mut told = lock(&self.told);
         if !told.contains(&mismatch) {
             told.push(mismatch);
-            let who = stream.peer_addr().map_or_else(|_| "somewhere".into(), |address| address.ip().to_string());
+            let who = stream
+                .peer_addr()
+                .map_or_else(|_| "somewhere".into(), |address| address.ip().to_string());
             tell(&format!(
                 "a process at {who} that wanted to join was refused: {mismatch}; if it is a rank, {ONE_SECRET}"
             ));
@@ -277,7 +292,9 @@ impl Shared {
     fn answer(&self, request: Request) -> (u8, Vec<u8>) {
         let Request { operation, key, value } = request;
         let refuse = |why: &str| (wire::REFUSED, why.as_bytes().to_vec());
-        let found = |value: Option<&Vec<u8>>| value.map_or((wire::NONE, vec![]), |value| (wire::OK, value.clone()));
+        let found = |value: Option<&Vec<u8>>| {
+            value.map_or((wire::NONE, vec![]), |value| (wire::OK, value.clone()))
+        };
         let mut entries = lock(&self.entries);
         match operation {
             wire::SET => match entries.set(key, value) {
@@ -286,7 +303,9 @@ impl Shared {
             },
             wire::GET => return found(entries.values.get(&key)),
             wire::ADD => {
-                let Ok(amount) = value.try_into().map(i64::from_le_bytes) else { return refuse("not a number") };
+                let Ok(amount) = value.try_into().map(i64::from_le_bytes) else {
+                    return refuse("not a number");
+                };
                 let sum = match number(&key, entries.values.get(&key).map(Vec::as_slice)) {
                     Ok(sum) => sum.wrapping_add(amount).to_string().into_bytes(),
                     Err(e) => return refuse(&e.to_string()),
@@ -299,18 +318,25 @@ impl Shared {
             }
             wire::LIST => {
                 let keys = entries.values.range(key.clone()..).map(|(key, _)| key.as_str());
-                let keys: Vec<&str> = keys.take_while(|candidate| candidate.starts_with(&key)).collect();
+                let keys: Vec<&str> =
+                    keys.take_while(|candidate| candidate.starts_with(&key)).collect();
                 return (wire::OK, keys.join("\0").into_bytes());
             }
             wire::WAIT => {
-                let Ok(wait) = value.try_into().map(u32::from_le_bytes) else { return refuse("not a duration") };
+                let Ok(wait) = value.try_into().map(u32::from_le_bytes) else {
+                    return refuse("not a duration");
+                };
                 let deadline = Instant::now() + Duration::from_millis(wait.into()).min(MAX_WAIT);
                 loop {
                     let left = deadline.saturating_duration_since(Instant::now());
                     if left.is_zero() || entries.values.contains_key(&key) {
                         return found(entries.values.get(&key));
                     }
-                    entries = self.changed.wait_timeout(entries, left).unwrap_or_else(PoisonError::into_inner).0;
+                    entries = self
+                        .changed
+                        .wait_timeout(entries, left)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0;
                 }
             }
             wire::CLOSE => {}
@@ -351,7 +377,8 @@ mod tests {
         let here = super::super::this_host();
         assert_eq!(reachable(&here, 7, &clients(false, true)).unwrap(), all(7), "in a pod");
         let found = resolve(&here, 7).unwrap_or_default();
-        let lead_here = !found.is_empty() && found.iter().all(|address| !address.ip().is_loopback());
+        let lead_here =
+            !found.is_empty() && found.iter().all(|address| !address.ip().is_loopback());
         let expected = if lead_here { found } else { all(7).to_vec() };
         assert_eq!(reachable(&here, 7, &clients(false, false)).unwrap(), expected);
     }
@@ -359,17 +386,22 @@ mod tests {
     #[test]
     fn an_address_is_served_alone() {
         for in_pod in [false, true] {
-            assert_eq!(reachable("192.0.2.1", 7, &clients(false, in_pod)).unwrap(), [at("192.0.2.1")]);
+            assert_eq!(
+                reachable("192.0.2.1", 7, &clients(false, in_pod)).unwrap(),
+                [at("192.0.2.1")]
+            );
         }
     }
 
     #[test]
-    fn a_loopback_address_is_served_alone_but_in_a_pod_whose_operator_may_have_told_others_another() {
+    fn a_loopback_address_is_served_alone_but_in_a_pod_whose_operator_may_have_told_others_another()
+    {
         for (host, ip) in [("localhost", "127.0.0.1"), ("127.0.1.1", "127.0.1.1"), ("::1", "::1")] {
             for (one_host, in_pod) in [(true, false), (false, false), (true, true)] {
                 let private = reachable(host, 7, &clients(one_host, in_pod)).unwrap();
                 assert!(
-                    private.contains(&at(ip)) && private.iter().all(|address| address.ip().is_loopback()),
+                    private.contains(&at(ip))
+                        && private.iter().all(|address| address.ip().is_loopback()),
                     "{host}: {private:?}"
                 );
             }
@@ -382,8 +414,13 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let serving = std::thread::spawn(move || turn_away(listener.accept().unwrap().0));
-        let refused =
-            super::super::TcpStore::connect("127.0.0.1", port, Duration::from_secs(5), &Secret::default(), None);
+        let refused = super::super::TcpStore::connect(
+            "127.0.0.1",
+            port,
+            Duration::from_secs(5),
+            &Secret::default(),
+            None,
+        );
         let refused = refused.err().unwrap();
         serving.join().unwrap();
         let message = refused.to_string();

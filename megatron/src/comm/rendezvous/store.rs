@@ -50,13 +50,21 @@ pub trait Store: Send + Sync {
     ///
     /// # Errors
     /// As [`Store::set`].
-    fn wait_for(&self, prefix: &str, count: usize, timeout: Duration) -> Result<Option<Vec<String>>> {
+    fn wait_for(
+        &self,
+        prefix: &str,
+        count: usize,
+        timeout: Duration,
+    ) -> Result<Option<Vec<String>>> {
         poll(timeout, || Ok(Some(self.list(prefix)?).filter(|keys| keys.len() >= count)))
     }
 }
 
 /// Asks until there is an answer or `timeout` is over; the first questions come quickly, later ones 20 a second.
-pub(crate) fn poll<T>(timeout: Duration, mut ask: impl FnMut() -> Result<Option<T>>) -> Result<Option<T>> {
+pub(crate) fn poll<T>(
+    timeout: Duration,
+    mut ask: impl FnMut() -> Result<Option<T>>,
+) -> Result<Option<T>> {
     let deadline = Instant::now() + timeout;
     let mut pause = Duration::from_millis(1);
     loop {

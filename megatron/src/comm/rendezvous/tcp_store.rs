@@ -62,7 +62,13 @@ impl TcpStore {
     ///
     /// # Errors
     /// If nothing listens there in time, or something else than a store, or one of another secret.
-    pub fn connect(host: &str, port: u16, timeout: Duration, secret: &Secret, tell: Option<Tell>) -> Result<Self> {
+    pub fn connect(
+        host: &str,
+        port: u16,
+        timeout: Duration,
+        secret: &Secret,
+        tell: Option<Tell>,
+    ) -> Result<Self> {
         let mut waiting = Waiting::new(tell);
         let address = format!("{host}:{port}");
         let deadline = Instant::now() + timeout;
@@ -74,7 +80,11 @@ impl TcpStore {
             match connect_once(host, port, left.min(Duration::from_secs(5))) {
                 Ok(stream) => match Self::greet(&stream, secret) {
                     Ok(()) => return Ok(Self { address, stream: Mutex::new(stream) }),
-                    Err(e) if was_closed(&e) && Instant::now() < *busy.get_or_insert_with(|| Instant::now() + BUSY) => {
+                    Err(e)
+                        if was_closed(&e)
+                            && Instant::now()
+                                < *busy.get_or_insert_with(|| Instant::now() + BUSY) =>
+                    {
                         std::thread::sleep(pause.min(left));
                     }
                     Err(e) => return Err(Self::refused(&address, &e)),
@@ -87,7 +97,9 @@ impl TcpStore {
                     )));
                 }
                 Err(e) => {
-                    waiting.tell(|| format!("waiting for rank 0, which is to be found at {address}: {e}"));
+                    waiting.tell(|| {
+                        format!("waiting for rank 0, which is to be found at {address}: {e}")
+                    });
                     std::thread::sleep(pause);
                 }
             }
@@ -97,9 +109,9 @@ impl TcpStore {
 
     fn refused(address: &str, e: &io::Error) -> Error {
         match e.kind() {
-            io::ErrorKind::PermissionDenied => {
-                Error::config(format!("rendezvous: the store at {address} refuses this rank: {e}; {ONE_SECRET}"))
-            }
+            io::ErrorKind::PermissionDenied => Error::config(format!(
+                "rendezvous: the store at {address} refuses this rank: {e}; {ONE_SECRET}"
+            )),
             io::ErrorKind::QuotaExceeded => Error::comm(format!(
                 "rendezvous: the store at {address} turned this rank away: {e}; raise the limit of open files \
                  (`ulimit -n`) where rank 0 or the launcher starts"
@@ -113,8 +125,10 @@ impl TcpStore {
 
     fn greet(stream: &TcpStream, secret: &Secret) -> io::Result<()> {
         let mut timed = Timed::new(stream, GREETING_TIMEOUT);
-        let hear = |stream: &mut Timed| wire::read_greeting(stream).map(|()| wire::GREETING.to_vec());
-        let greeted = introduce(&mut timed, secret, wire::GREETING, hear).and_then(|()| timed.read_exact(&mut [0]));
+        let hear =
+            |stream: &mut Timed| wire::read_greeting(stream).map(|()| wire::GREETING.to_vec());
+        let greeted = introduce(&mut timed, secret, wire::GREETING, hear)
+            .and_then(|()| timed.read_exact(&mut [0]));
         greeted.and_then(|()| stream.set_read_timeout(None)).map_err(|e| match e.kind() {
             // The system calls it a resource that is temporarily unavailable.
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
@@ -138,7 +152,13 @@ impl TcpStore {
         lock(&self.stream).peer_addr().ok().map(|address| address.ip())
     }
 
-    fn ask(&self, operation: u8, key: &str, value: &[u8], wait: Duration) -> Result<Option<Vec<u8>>> {
+    fn ask(
+        &self,
+        operation: u8,
+        key: &str,
+        value: &[u8],
+        wait: Duration,
+    ) -> Result<Option<Vec<u8>>> {
         let request = Request { operation, key: key.into(), value: value.into() };
         let exchange = || {
             let stream = &mut *lock(&self.stream);
@@ -149,9 +169,11 @@ impl TcpStore {
         match exchange() {
             Ok((wire::OK, value)) => Ok(Some(value)),
             Ok((wire::NONE, _)) => Ok(None),
-            Ok((_, why)) => {
-                Err(Error::comm(format!("rendezvous store {}: key {key}: {}", self.address, printable(&why))))
-            }
+            Ok((_, why)) => Err(Error::comm(format!(
+                "rendezvous store {}: key {key}: {}",
+                self.address,
+                printable(&why)
+            ))),
             Err(e) => Err(Error::comm(format!(
                 "rendezvous store {}: {e}; the process that serves it (rank 0 or the launcher) may have ended",
                 self.address
@@ -188,7 +210,8 @@ impl Store for TcpStore {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let step = left.min(WAIT_STEP);
-            let found = self.ask(wire::WAIT, key, &(step.as_millis() as u32).to_le_bytes(), step)?;
+            let found =
+                self.ask(wire::WAIT, key, &(step.as_millis() as u32).to_le_bytes(), step)?;
             if found.is_some() || left <= step {
                 return Ok(found);
             }

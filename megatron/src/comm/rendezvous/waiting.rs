@@ -65,8 +65,11 @@ mod tests {
     fn who_waits_says_so_after_ten_seconds_and_every_minute() {
         static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
         let begun = Instant::now() - Duration::from_secs(75);
-        let mut waiting =
-            Waiting { tell: Some(|line| TOLD.lock().unwrap().push(line.into())), begun, next: Duration::from_secs(70) };
+        let mut waiting = Waiting {
+            tell: Some(|line| TOLD.lock().unwrap().push(line.into())),
+            begun,
+            next: Duration::from_secs(70),
+        };
         (0..3).for_each(|_| waiting.tell(|| "rank 1".into()));
         assert_eq!(*TOLD.lock().unwrap(), ["rank 1 (75 s so far)"]);
         assert!(waiting.next >= Duration::from_secs(135), "{:?}", waiting.next);

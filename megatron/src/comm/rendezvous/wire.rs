@@ -59,7 +59,10 @@ fn read_bytes(from: &mut impl Read, len: usize, most: usize) -> io::Result<Vec<u
 pub(in crate::comm) fn read_greeting(from: &mut impl Read) -> io::Result<()> {
     match &read_array::<8>(from)? {
         GREETING => Ok(()),
-        FULL => Err(io::Error::new(io::ErrorKind::QuotaExceeded, "it has no room for one more connection")),
+        FULL => Err(io::Error::new(
+            io::ErrorKind::QuotaExceeded,
+            "it has no room for one more connection",
+        )),
         _ => Err(invalid("it is another program")),
     }
 }
@@ -67,7 +70,11 @@ pub(in crate::comm) fn read_greeting(from: &mut impl Read) -> io::Result<()> {
 pub(in crate::comm) fn write_request(to: &mut impl Write, request: &Request) -> io::Result<()> {
     let Request { operation, key, value } = request;
     if key.len() > MAX_KEY || value.len() > MAX_VALUE {
-        return Err(invalid(format!("key of {} or value of {} bytes is too long", key.len(), value.len())));
+        return Err(invalid(format!(
+            "key of {} or value of {} bytes is too long",
+            key.len(),
+            value.len()
+        )));
     }
     let mut bytes = vec![*operation];
     bytes.extend_from_slice(&(key.len() as u16).to_le_bytes());
@@ -80,12 +87,17 @@ pub(in crate::comm) fn write_request(to: &mut impl Write, request: &Request) -> 
 pub(in crate::comm) fn read_request(from: &mut impl Read) -> io::Result<Request> {
     let [operation] = read_array(from)?;
     let len = usize::from(u16::from_le_bytes(read_array(from)?));
-    let key = String::from_utf8(read_bytes(from, len, MAX_KEY)?).map_err(|e| invalid(e.to_string()))?;
+    let key =
+        String::from_utf8(read_bytes(from, len, MAX_KEY)?).map_err(|e| invalid(e.to_string()))?;
     let len = u32::from_le_bytes(read_array(from)?) as usize;
     Ok(Request { operation, key, value: read_bytes(from, len, MAX_VALUE)? })
 }
 
-pub(in crate::comm) fn write_reply(to: &mut impl Write, status: u8, value: &[u8]) -> io::Result<()> {
+pub(in crate::comm) fn write_reply(
+    to: &mut impl Write,
+    status: u8,
+    value: &[u8],
+) -> io::Result<()> {
     let mut bytes = vec![status];
     bytes.extend_from_slice(&(value.len() as u32).to_le_bytes());
     bytes.extend_from_slice(value);

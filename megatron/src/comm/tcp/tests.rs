@@ -5,17 +5,27 @@ use crate::comm::Backend;
 
 fn member(addresses: Vec<String>) -> Member {
     let here = || "here".to_string();
-    Member { token: 0, world_size: 2, backend: Backend::Tcp, host: here(), identity: here(), pid: 1, addresses }
+    Member {
+        token: 0,
+        world_size: 2,
+        backend: Backend::Tcp,
+        host: here(),
+        identity: here(),
+        pid: 1,
+        addresses,
+    }
 }
 
 /// Two ranks that are connected, and what arrives at each.
 fn pair() -> [(TcpLink, Arc<Inbox>); 2] {
     let listeners = [0, 1].map(|_| Listener::bind(true).unwrap());
-    let members: Vec<Member> = listeners.iter().map(|listener| member(vec![listener.at("127.0.0.1")])).collect();
+    let members: Vec<Member> =
+        listeners.iter().map(|listener| member(vec![listener.at("127.0.0.1")])).collect();
     let deadline = Instant::now() + Duration::from_secs(10);
     let connect = |(rank, listener)| {
         let (inbox, options) = (Arc::new(Inbox::new(2)), CommOptions::default());
-        let link = TcpLink::connect(rank, &members, 7, listener, inbox.clone(), deadline, &options).unwrap();
+        let link = TcpLink::connect(rank, &members, 7, listener, inbox.clone(), deadline, &options)
+            .unwrap();
         (link, inbox)
     };
     let [zero, one] = listeners;
@@ -117,11 +127,18 @@ fn idle_connections_in_any_number_keep_no_rank_out() {
         let (connected, idle) = std::sync::mpsc::channel();
         let caller = scope.spawn(move || {
             // As many of them as four times the room for strangers, all before the rank.
-            (0..4 * super::super::lobby::RESERVE).for_each(|_| connected.send(connect(port)).unwrap());
+            (0..4 * super::super::lobby::RESERVE)
+                .for_each(|_| connected.send(connect(port)).unwrap());
             let stream = connect(port);
             me(1).greet(&stream, 0).map(|()| stream).unwrap()
         });
-        answer(&me(0), &mut streams, || accept(&listener), Instant::now() + Duration::from_secs(20)).unwrap();
+        answer(
+            &me(0),
+            &mut streams,
+            || accept(&listener),
+            Instant::now() + Duration::from_secs(20),
+        )
+        .unwrap();
         drop((caller.join().unwrap(), idle));
     });
     assert!(streams[1].is_some());
@@ -134,12 +151,17 @@ fn connections_are_accepted_again_once_the_system_has_what_it_takes() {
     let caller = connect(listener.address.port());
     let caller = std::thread::spawn(move || me(1).greet(&caller, 0).map(|()| caller));
     let mut errors = vec![libc::EMFILE, libc::EINTR, libc::ECONNABORTED];
-    let mut calls = || errors.pop().map_or_else(|| accept(&listener), |code| Err(io::Error::from_raw_os_error(code)));
+    let mut calls = || {
+        errors
+            .pop()
+            .map_or_else(|| accept(&listener), |code| Err(io::Error::from_raw_os_error(code)))
+    };
     answer(&me(0), &mut streams, &mut calls, Instant::now() + Duration::from_secs(10)).unwrap();
     assert!(streams[1].is_some() && caller.join().unwrap().is_ok());
     // If it never has, no other rank is to blame.
     let refuse = || Err(io::Error::from_raw_os_error(libc::EMFILE));
-    let result = answer(&me(0), &mut [None, None], refuse, Instant::now() + Duration::from_millis(50));
+    let result =
+        answer(&me(0), &mut [None, None], refuse, Instant::now() + Duration::from_millis(50));
     let message = result.unwrap_err().to_string();
     assert!(message.contains("ulimit -n"), "{message}");
 }

@@ -6,13 +6,19 @@ use crate::config::{CheckpointConfig, RunConfig};
 impl Check<'_> {
     pub(super) fn retention(&mut self, checkpoint: &CheckpointConfig) {
         let retention = &checkpoint.retention;
-        for (key, value) in [("save_retain_interval", retention.interval), ("most_recent_k", retention.most_recent)] {
+        for (key, value) in
+            [("save_retain_interval", retention.interval), ("most_recent_k", retention.most_recent)]
+        {
             self.positive_steps(key, value);
             self.require(value.is_none() || checkpoint.save.is_some(), |c| {
-                format!("{} keeps checkpoints, and none are saved; set save", c.cite(key, value.unwrap_or(0)))
+                format!(
+                    "{} keeps checkpoints, and none are saved; set save",
+                    c.cite(key, value.unwrap_or(0))
+                )
             });
         }
-        if let (Some(retained), Some(saved @ 1..)) = (retention.interval, checkpoint.save_interval) {
+        if let (Some(retained), Some(saved @ 1..)) = (retention.interval, checkpoint.save_interval)
+        {
             self.require(retained.is_multiple_of(saved), |c| {
                 format!(
                     "{} must be a multiple of {}: {retained} mod {saved} = {}; other steps have no checkpoint that could stay",

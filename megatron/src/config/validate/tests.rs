@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::config::{
-    CheckpointConfig, DataConfig, DataloaderType, DynamicLossScale, IncreaseStyle, LoggingConfig, Normalization,
-    Retention, SlidingWindow, TensorboardConfig, WeightDecayIncrease, WsdDecayStyle,
+    CheckpointConfig, DataConfig, DataloaderType, DynamicLossScale, IncreaseStyle, LoggingConfig,
+    Normalization, Retention, SlidingWindow, TensorboardConfig, WeightDecayIncrease, WsdDecayStyle,
 };
 
 fn increase(config: &mut RunConfig, start: f64, end: f64) {
     let style = IncreaseStyle::Linear;
-    config.optimizer.weight_decay_increase = Some(WeightDecayIncrease { start, end, style, samples: 160 });
+    config.optimizer.weight_decay_increase =
+        Some(WeightDecayIncrease { start, end, style, samples: 160 });
 }
 
 fn retain(config: &mut RunConfig, interval: u64) {
@@ -146,8 +147,14 @@ fn every_broken_equation_is_named_with_its_numbers() {
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
         ),
-        (|c| c.model.num_attention_heads = 12, "must be a multiple of tensor_model_parallel_size = 8"),
-        (|c| c.model.num_query_groups = 1, "num_query_groups = 1 must be a multiple of tensor_model_parallel_size = 2"),
+        (
+            |c| c.model.num_attention_heads = 12,
+            "must be a multiple of tensor_model_parallel_size = 8",
+        ),
+        (
+            |c| c.model.num_query_groups = 1,
+            "num_query_groups = 1 must be a multiple of tensor_model_parallel_size = 2",
+        ),
         (|c| c.model.ffn_hidden_size = 255, "ffn_hidden_size = 255 must be a multiple of"),
         (|c| c.model.seq_length = 31, "seq_length = 31 must be a multiple of"),
         (|c| c.model.seq_length = 34, "seq_length = 34 exceeds max_position_embeddings = 32"),
@@ -157,20 +164,35 @@ fn every_broken_equation_is_named_with_its_numbers() {
             "sliding_window = 0 must be at least 1",
         ),
         (
-            |c| (c.model.position_embedding, c.data.reset_position_ids) = (PositionEmbedding::Alibi, true),
+            |c| {
+                (c.model.position_embedding, c.data.reset_position_ids) =
+                    (PositionEmbedding::Alibi, true)
+            },
             "reset_position_ids = true changes nothing",
         ),
         (|c| c.model.attention_dropout = 1.0, "attention_dropout = 1 must lie in [0, 1)"),
         (|c| c.model.norm_epsilon = f64::NAN, "norm_epsilon = NaN must be a finite number above 0"),
         (|c| c.model.num_layers = 3, "num_layers = 3 cannot fill 4 stages"),
-        (|c| c.parallel.partition = PartitionMethod::Explicit(vec![4, 4]), "names 2 stages, and there are 4"),
-        (|c| c.parallel.partition = PartitionMethod::Explicit(vec![2, 2, 2, 1]), "deals 7 layers, and num_layers = 8"),
+        (
+            |c| c.parallel.partition = PartitionMethod::Explicit(vec![4, 4]),
+            "names 2 stages, and there are 4",
+        ),
+        (
+            |c| c.parallel.partition = PartitionMethod::Explicit(vec![2, 2, 2, 1]),
+            "deals 7 layers, and num_layers = 8",
+        ),
         (
             |c| c.parallel.context_parallel_size = 5,
             "num_query_groups = 4 must be a multiple of 10 (the product of tensor_model_parallel_size = 2, context_parallel_size = 5)",
         ),
         (
-            |c| (c.parallel.context_parallel_size, c.model.seq_length, c.model.max_position_embeddings) = (4, 20, 20),
+            |c| {
+                (
+                    c.parallel.context_parallel_size,
+                    c.model.seq_length,
+                    c.model.max_position_embeddings,
+                ) = (4, 20, 20)
+            },
             "seq_length = 20 must be a multiple of 8 (the product of tensor_model_parallel_size = 2, context_parallel_size = 4)",
         ),
         (
@@ -193,18 +215,33 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.optimizer.warmup_samples = 161, "the warm-up of 161 samples"),
         (|c| c.optimizer.warmup_init = 1.0, "lr_warmup_init = 1 exceeds lr = 0.001"),
         (|c| increase(c, 0.2, 0.1), "start_weight_decay = 0.2 exceeds end_weight_decay = 0.1"),
-        (|c| increase(c, -0.1, 0.1), "start_weight_decay = -0.1 must be a finite number that is not negative"),
+        (
+            |c| increase(c, -0.1, 0.1),
+            "start_weight_decay = -0.1 must be a finite number that is not negative",
+        ),
         (|c| c.data.mock = true, "mock_data = true and data_path = text are two sources of data"),
         (|c| c.data.data_path.clear(), "data_path names no data"),
-        (|c| c.training.exit_duration_in_mins = Some(0.0), "exit_duration_in_mins = 0 must be a finite number above 0"),
-        (|c| c.training.iterations_to_skip = vec![3, 0], "iterations_to_skip = 0: steps are counted from 1"),
+        (
+            |c| c.training.exit_duration_in_mins = Some(0.0),
+            "exit_duration_in_mins = 0 must be a finite number above 0",
+        ),
+        (
+            |c| c.training.iterations_to_skip = vec![3, 0],
+            "iterations_to_skip = 0: steps are counted from 1",
+        ),
         (
             |c| (c.training.skip_train, c.logging.eval_iters) = (true, 0),
             "skip_train = true leaves the evaluation, and eval_iters = 0 turns that off",
         ),
-        (|c| c.checkpoint.retention.most_recent = Some(2), "most_recent_k = 2 keeps checkpoints, and none are saved"),
+        (
+            |c| c.checkpoint.retention.most_recent = Some(2),
+            "most_recent_k = 2 keeps checkpoints, and none are saved",
+        ),
         (|c| retain(c, 0), "save_retain_interval = 0 must be at least 1"),
-        (|c| retain(c, 9), "save_retain_interval = 9 must be a multiple of save_interval = 6: 9 mod 6 = 3"),
+        (
+            |c| retain(c, 9),
+            "save_retain_interval = 9 must be a multiple of save_interval = 6: 9 mod 6 = 3",
+        ),
         (|c| c.data.split = "0,0,0".into(), "split = \"0,0,0\""),
         (|c| c.checkpoint.save_interval = Some(5), "save_interval = 5 has no folder"),
         (|c| c.logging.log_interval = 0, "log_interval = 0 must be at least 1"),
@@ -223,14 +260,17 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.training.train_iters = 0, "train_iters = 0 leaves nothing to train"),
         (
             |c| {
-                (c.parallel.pipeline_model_parallel_size, c.parallel.virtual_pipeline_size) = (1, 1);
-                (c.parallel.schedule, c.parallel.delay_wgrad_compute) = (ScheduleKind::OneFOneB, true);
+                (c.parallel.pipeline_model_parallel_size, c.parallel.virtual_pipeline_size) =
+                    (1, 1);
+                (c.parallel.schedule, c.parallel.delay_wgrad_compute) =
+                    (ScheduleKind::OneFOneB, true);
             },
             "delay_wgrad_compute = true changes nothing",
         ),
         (
             |c| {
-                (c.parallel.pipeline_model_parallel_size, c.parallel.virtual_pipeline_size) = (1, 1);
+                (c.parallel.pipeline_model_parallel_size, c.parallel.virtual_pipeline_size) =
+                    (1, 1);
                 (c.parallel.schedule, c.parallel.extra_warmup) = (ScheduleKind::OneFOneB, 1);
             },
             "pipeline_extra_warmup = 1 changes nothing",
@@ -243,7 +283,10 @@ fn every_broken_equation_is_named_with_its_numbers() {
             },
             "exp_avg_sq_dtype = bf16 is of Adam's moments, and the optimizer is SGD",
         ),
-        (|c| c.training.grad_reduce_in_bf16 = true, "grad_reduce_in_bf16 = true is a setting of bf16"),
+        (
+            |c| c.training.grad_reduce_in_bf16 = true,
+            "grad_reduce_in_bf16 = true is a setting of bf16",
+        ),
         (
             |c| c.training.precision = Precision::Fp16(LossScaling::Static(0.0)),
             "loss_scale = 0 must be a finite number",
@@ -253,7 +296,9 @@ fn every_broken_equation_is_named_with_its_numbers() {
             "min_loss_scale = 1000000 exceeds",
         ),
         (
-            |c| c.training.precision = dynamic(DynamicLossScale { window: 0, ..Default::default() }),
+            |c| {
+                c.training.precision = dynamic(DynamicLossScale { window: 0, ..Default::default() })
+            },
             "loss_scale_window = 0",
         ),
     ];
@@ -311,7 +356,9 @@ fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
     in_steps.training.train_samples = None;
     let message = in_steps.validate().unwrap_err().to_string();
     assert!(
-        message.contains("give the run's length in samples, train_samples instead of train_iters = 10"),
+        message.contains(
+            "give the run's length in samples, train_samples instead of train_iters = 10"
+        ),
         "{message}"
     );
     // Without an interleaved schedule any number of microbatches will do.

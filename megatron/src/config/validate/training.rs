@@ -1,8 +1,8 @@
 //! Batch, length and precision.
 
 use super::{
-    BatchSizeRampup, Check, LossScaling, MOST_MICROBATCHES, ModelConfig, ParallelConfig, Precision, Recompute,
-    RecomputeMethod, ScheduleKind, TrainingConfig,
+    BatchSizeRampup, Check, LossScaling, MOST_MICROBATCHES, ModelConfig, ParallelConfig, Precision,
+    Recompute, RecomputeMethod, ScheduleKind, TrainingConfig,
 };
 
 impl Check<'_> {
@@ -29,7 +29,10 @@ impl Check<'_> {
                 gbs / per_microbatch
             )
         });
-        if per_microbatch > 0 && gbs.is_multiple_of(per_microbatch) && p.schedule == ScheduleKind::Interleaved {
+        if per_microbatch > 0
+            && gbs.is_multiple_of(per_microbatch)
+            && p.schedule == ScheduleKind::Interleaved
+        {
             let (num_microbatches, pp) = (gbs / per_microbatch, p.pipeline_model_parallel_size);
             self.require(pp == 0 || num_microbatches.is_multiple_of(pp), |c| {
                 format!(
@@ -48,7 +51,11 @@ impl Check<'_> {
         if let Recompute::Full { num_layers, method } = t.recompute {
             self.positive("recompute_num_layers", num_layers);
             self.require(num_layers <= m.num_layers || method == RecomputeMethod::Block, |c| {
-                format!("{} exceeds {}", c.cite("recompute_num_layers", num_layers), c.cite("num_layers", m.num_layers))
+                format!(
+                    "{} exceeds {}",
+                    c.cite("recompute_num_layers", num_layers),
+                    c.cite("num_layers", m.num_layers)
+                )
             });
         }
     }
@@ -82,7 +89,10 @@ impl Check<'_> {
             )
         });
         let interleaved = p.schedule == ScheduleKind::Interleaved;
-        let mut factors = vec![("micro_batch_size", t.micro_batch_size), ("data_parallel_size", p.data_parallel_size)];
+        let mut factors = vec![
+            ("micro_batch_size", t.micro_batch_size),
+            ("data_parallel_size", p.data_parallel_size),
+        ];
         if interleaved {
             factors.push(("pipeline_model_parallel_size", p.pipeline_model_parallel_size));
         }
@@ -102,7 +112,11 @@ impl Check<'_> {
 
     pub(super) fn precision(&mut self, t: &TrainingConfig) {
         self.require(!t.grad_reduce_in_bf16 || t.precision == Precision::Bf16, |c| {
-            format!("{} is a setting of bf16, and the run is in {}", c.cite("grad_reduce_in_bf16", true), t.precision)
+            format!(
+                "{} is a setting of bf16, and the run is in {}",
+                c.cite("grad_reduce_in_bf16", true),
+                t.precision
+            )
         });
         match t.precision {
             Precision::Fp16(LossScaling::Static(scale)) => self.a_loss_scale("loss_scale", scale),
@@ -110,9 +124,15 @@ impl Check<'_> {
                 self.a_loss_scale("initial_loss_scale", d.initial);
                 self.a_loss_scale("min_loss_scale", d.min);
                 self.require(d.min <= d.initial || d.min.is_nan() || d.initial.is_nan(), |c| {
-                    format!("{} exceeds {}", c.cite("min_loss_scale", d.min), c.cite("initial_loss_scale", d.initial))
+                    format!(
+                        "{} exceeds {}",
+                        c.cite("min_loss_scale", d.min),
+                        c.cite("initial_loss_scale", d.initial)
+                    )
                 });
-                self.require(d.window > 0, |c| format!("{} must be at least 1", c.cite("loss_scale_window", d.window)));
+                self.require(d.window > 0, |c| {
+                    format!("{} must be at least 1", c.cite("loss_scale_window", d.window))
+                });
                 self.require(d.hysteresis > 0, |c| {
                     format!("{} must be at least 1", c.cite("hysteresis", d.hysteresis))
                 });

@@ -9,12 +9,15 @@ impl Check<'_> {
         self.non_negative("start_weight_decay", increase.start);
         self.non_negative("end_weight_decay", increase.end);
         // As in Megatron-LM: it is an increase.
-        self.require(increase.start <= increase.end || increase.start.is_nan() || increase.end.is_nan(), |c| {
-            format!(
-                "{} exceeds {}, and the weight decay grows from the one to the other",
-                c.cite("start_weight_decay", increase.start),
-                c.cite("end_weight_decay", increase.end)
-            )
-        });
+        self.require(
+            increase.start <= increase.end || increase.start.is_nan() || increase.end.is_nan(),
+            |c| {
+                format!(
+                    "{} exceeds {}, and the weight decay grows from the one to the other",
+                    c.cite("start_weight_decay", increase.start),
+                    c.cite("end_weight_decay", increase.end)
+                )
+            },
+        );
     }
 }

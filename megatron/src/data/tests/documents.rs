@@ -87,7 +87,8 @@ fn fixture(name: &str) -> PathBuf {
 }
 
 fn opened(name: &str, options: &TokenizerOptions) -> Tokenizer {
-    Tokenizer::open_with(&fixture(name).display().to_string(), options, None, Path::new("no-cache")).unwrap()
+    Tokenizer::open_with(&fixture(name).display().to_string(), options, None, Path::new("no-cache"))
+        .unwrap()
 }
 
 fn parts(text: &str, cuts: &Arc<Cuts>) -> Vec<Part> {
@@ -152,8 +153,14 @@ fn the_parts_of_a_document_have_the_ids_of_one_call_on_the_whole() {
                     .map(|f| parts.iter().filter(|part| f(part)).count());
                 assert_eq!((begins, ends), (1, 1), "{name}: {text:?}");
             }
-            assert!(is_cut == (parts_of_all > 2 * texts), "{name}: {parts_of_all} parts of {texts} texts");
-            assert!(sequences_of_all > 2 * texts, "{name}: {sequences_of_all} sequences of {texts} texts");
+            assert!(
+                is_cut == (parts_of_all > 2 * texts),
+                "{name}: {parts_of_all} parts of {texts} texts"
+            );
+            assert!(
+                sequences_of_all > 2 * texts,
+                "{name}: {sequences_of_all} sequences of {texts} texts"
+            );
         }
     }
 }
@@ -167,16 +174,21 @@ fn wherever_a_text_may_be_cut_its_ids_stay_the_same() {
         let mut random = Random(11);
         let mut allowed = 0;
         for _ in 0..200 {
-            let text: String = (0..1 + random.below(12)).map(|_| PIECES[random.below(PIECES.len())]).collect();
+            let text: String =
+                (0..1 + random.below(12)).map(|_| PIECES[random.below(PIECES.len())]).collect();
             let whole = tokenizer.encode(&text).unwrap();
             for at in (1..text.len()).filter(|&at| text.is_char_boundary(at)) {
                 if !cuts.allow(&text, at, true) {
                     // Nor is it before all of the text is there.
                     let mut ends = (at + 1..text.len()).filter(|&end| text.is_char_boundary(end));
-                    assert!(!ends.any(|end| cuts.allow(&text[..end], at, false)), "{name}: {text:?}");
+                    assert!(
+                        !ends.any(|end| cuts.allow(&text[..end], at, false)),
+                        "{name}: {text:?}"
+                    );
                     continue;
                 }
-                let part = |text: &str, before| Part { text: text.into(), before, ..Part::default() };
+                let part =
+                    |text: &str, before| Part { text: text.into(), before, ..Part::default() };
                 let before = text[..at].chars().next_back().filter(|_| cuts.overlap());
                 let two = [part(&text[..at], None), part(&text[at..], before)];
                 let ids = sequences(&tokenizer, &two).concat();
@@ -190,7 +202,8 @@ fn wherever_a_text_may_be_cut_its_ids_stay_the_same() {
 
 #[test]
 fn what_transformers_makes_of_texts_is_what_is_made_of_them_here() {
-    let expected: Vec<Value> = serde_json::from_slice(&std::fs::read(fixture("expected.json")).unwrap()).unwrap();
+    let expected: Vec<Value> =
+        serde_json::from_slice(&std::fs::read(fixture("expected.json")).unwrap()).unwrap();
     assert_eq!(expected.len(), 6);
     for case in expected {
         let folder = tempfile::tempdir().unwrap();
@@ -200,12 +213,22 @@ fn what_transformers_makes_of_texts_is_what_is_made_of_them_here() {
         }
         let open = |folder: &Path, literal| {
             let options = TokenizerOptions { split_special_tokens: literal, ..Default::default() };
-            Tokenizer::open_with(&folder.display().to_string(), &options, None, Path::new("no-cache")).unwrap()
+            Tokenizer::open_with(
+                &folder.display().to_string(),
+                &options,
+                None,
+                Path::new("no-cache"),
+            )
+            .unwrap()
         };
         let name = &case["name"];
         let eos = open(folder.path(), false).eod().map(u64::from);
         assert_eq!(eos, case["eos"].as_u64(), "{name}");
-        assert_eq!(open(folder.path(), false).vocab_size() as u64, case["size"].as_u64().unwrap(), "{name}");
+        assert_eq!(
+            open(folder.path(), false).vocab_size() as u64,
+            case["size"].as_u64().unwrap(),
+            "{name}"
+        );
         // A copy beside checkpoints is the same, with nothing but what is written there.
         let saved = tempfile::tempdir().unwrap();
         open(folder.path(), false).save_into(saved.path()).unwrap();
@@ -213,7 +236,8 @@ fn what_transformers_makes_of_texts_is_what_is_made_of_them_here() {
             for text in case["texts"].as_array().unwrap() {
                 let [spelled, ids, literal] = [0, 1, 2].map(|i| &text[i]);
                 for (ids, is_literal) in [(ids, false), (literal, true)] {
-                    let tokens = open(folder, is_literal).encode_part(&Part::whole(spelled.as_str().unwrap().into()));
+                    let tokens = open(folder, is_literal)
+                        .encode_part(&Part::whole(spelled.as_str().unwrap().into()));
                     let ids: Vec<u32> = serde_json::from_value(ids.clone()).unwrap();
                     assert_eq!(tokens.unwrap().concat(), ids, "{name}, {spelled}, {is_literal}");
                 }
@@ -239,7 +263,11 @@ fn a_text_file_has_the_tokens_of_the_same_text_anywhere_else() {
             expected.extend(tokenizer.eod());
         }
         assert_eq!(ids, expected, "{name}");
-        assert_eq!(tokenizer.ends_documents(), ["roberta", "unigram", "t5"].contains(&name), "{name}");
+        assert_eq!(
+            tokenizer.ends_documents(),
+            ["roberta", "unigram", "t5"].contains(&name),
+            "{name}"
+        );
         // What goes on is the same but for what ends it.
         assert!(expected.starts_with(&tokenizer.encode_prompt(text).unwrap()), "{name}");
     }
@@ -248,10 +276,15 @@ fn a_text_file_has_the_tokens_of_the_same_text_anywhere_else() {
 #[test]
 fn nothing_is_put_around_a_text_where_that_is_asked_for() {
     let options = TokenizerOptions { no_special_tokens: true, ..Default::default() };
-    for (name, before, behind) in [("llama3", 1, 0), ("bert", 1, 1), ("gpt2", 0, 0), ("unigram", 0, 1)] {
+    for (name, before, behind) in
+        [("llama3", 1, 0), ("bert", 1, 1), ("gpt2", 0, 0), ("unigram", 0, 1)]
+    {
         let file = format!("{name}.json");
-        let of = |tokenizer: Tokenizer| tokenizer.encode_part(&Part::whole("the cat".into())).unwrap().concat();
-        let (with, without) = (of(opened(&file, &TokenizerOptions::default())), of(opened(&file, &options)));
+        let of = |tokenizer: Tokenizer| {
+            tokenizer.encode_part(&Part::whole("the cat".into())).unwrap().concat()
+        };
+        let (with, without) =
+            (of(opened(&file, &TokenizerOptions::default())), of(opened(&file, &options)));
         assert_eq!(with[before..with.len() - behind], without, "{name}");
     }
 }
@@ -263,6 +296,10 @@ fn a_vocabulary_trained_on_text_sees_the_words_that_texts_are_cut_into() {
     let corpus = Corpus::scan(&[write(folder.path(), "t.txt", content)], folder.path()).unwrap();
     let tokenizer = Tokenizer::open("train:300", Some(&corpus), folder.path()).unwrap();
     let (whole, line) = (tokenizer.encode("\n\nthree").unwrap(), tokenizer.encode("\n").unwrap());
-    assert_eq!(whole[..2], [line[0], line[0]], "no token has two ends of lines, as none is ever met");
+    assert_eq!(
+        whole[..2],
+        [line[0], line[0]],
+        "no token has two ends of lines, as none is ever met"
+    );
     assert_eq!(tokenizer.encode("\n\n").unwrap(), line.repeat(2));
 }

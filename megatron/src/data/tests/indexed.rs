@@ -16,7 +16,8 @@ const IDX: &[u8] = &[
     3, 0, 0, 0, 0, 0, 0, 0, // document entries
     3, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, // lengths
     0, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, // byte offsets
-    0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, // document boundaries
+    0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0,
+    0, // document boundaries
 ];
 const BIN: &[u8] = &[1, 0, 2, 0, 3, 0, 4, 0, 44, 1];
 
@@ -66,7 +67,14 @@ fn a_dataset_of_megatrons_is_read() {
 #[test]
 fn every_type_gives_its_tokens_back() {
     let folder = tempfile::tempdir().unwrap();
-    for token_type in [TokenType::U8, TokenType::I8, TokenType::I16, TokenType::I32, TokenType::I64, TokenType::U16] {
+    for token_type in [
+        TokenType::U8,
+        TokenType::I8,
+        TokenType::I16,
+        TokenType::I32,
+        TokenType::I64,
+        TokenType::U16,
+    ] {
         let tokens = vec![0, 1, 127, token_type.max()];
         let dataset = dataset(&folder.path().join("x"), token_type, &[vec![tokens.clone()]]);
         assert_eq!((dataset.token_type(), dataset.read_sequence(0).unwrap()), (token_type, tokens));
@@ -110,7 +118,9 @@ fn half_a_pair_is_an_error_that_names_the_other_half() {
     let folder = tempfile::tempdir().unwrap();
     let prefix = pair(folder.path(), BIN, IDX);
     fs::remove_file(folder.path().join("x.bin")).unwrap();
-    assert!(message(&prefix).contains("x.bin: does not exist") && message(&prefix).contains("x.idx"));
+    assert!(
+        message(&prefix).contains("x.bin: does not exist") && message(&prefix).contains("x.idx")
+    );
     fs::rename(folder.path().join("x.idx"), folder.path().join("x.bin")).unwrap();
     assert!(message(&prefix).contains("x.idx: does not exist"));
 }
@@ -120,7 +130,11 @@ fn an_index_cut_anywhere_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     for length in 0..IDX.len() {
         let message = message(&pair(folder.path(), BIN, &IDX[..length]));
-        assert!(message.contains("x.idx") && (message.contains("truncated") || message.contains("empty")), "{message}");
+        assert!(
+            message.contains("x.idx")
+                && (message.contains("truncated") || message.contains("empty")),
+            "{message}"
+        );
     }
 }
 
@@ -129,7 +143,11 @@ fn tokens_cut_anywhere_are_an_error() {
     let folder = tempfile::tempdir().unwrap();
     for length in 0..BIN.len() {
         let message = message(&pair(folder.path(), &BIN[..length], IDX));
-        assert!(message.contains("x.bin") && (message.contains("truncated") || message.contains("empty")), "{message}");
+        assert!(
+            message.contains("x.bin")
+                && (message.contains("truncated") || message.contains("empty")),
+            "{message}"
+        );
     }
 }
 
@@ -169,7 +187,9 @@ fn a_dataset_without_tokens_is_an_error() {
 fn a_negative_token_is_an_error_that_says_where() {
     let folder = tempfile::tempdir().unwrap();
     let idx = with(17, &[3]);
-    let dataset = IndexedDataset::open(pair(folder.path(), &[1, 0, 2, 0, 254, 255, 4, 0, 5, 0], &idx)).unwrap();
+    let dataset =
+        IndexedDataset::open(pair(folder.path(), &[1, 0, 2, 0, 254, 255, 4, 0, 5, 0], &idx))
+            .unwrap();
     let message = dataset.read_sequence(0).unwrap_err().to_string();
     assert!(message.contains("holds -2 at byte 4"), "{message}");
 }
@@ -178,7 +198,12 @@ fn a_negative_token_is_an_error_that_says_where() {
 fn a_file_truncated_after_opening_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let dataset = IndexedDataset::open(pair(folder.path(), BIN, IDX)).unwrap();
-    fs::OpenOptions::new().write(true).open(folder.path().join("x.bin")).unwrap().set_len(4).unwrap();
+    fs::OpenOptions::new()
+        .write(true)
+        .open(folder.path().join("x.bin"))
+        .unwrap()
+        .set_len(4)
+        .unwrap();
     let message = dataset.read_sequence(0).unwrap_err().to_string();
     assert!(message.contains("truncated"), "{message}");
 }
@@ -194,8 +219,13 @@ fn random_damage_never_panics() {
         let (mut idx, mut bin) = (IDX.to_vec(), BIN.to_vec());
         for _ in 0..1 + random.below(3) {
             // The header is where damage is most telling.
-            let at = if random.below(2) == 0 { 9 + random.below(25) } else { random.below(idx.len()) };
-            idx[at] = if random.below(2) == 0 { random.below(256) as u8 } else { idx[at] ^ (1 << random.below(8)) };
+            let at =
+                if random.below(2) == 0 { 9 + random.below(25) } else { random.below(idx.len()) };
+            idx[at] = if random.below(2) == 0 {
+                random.below(256) as u8
+            } else {
+                idx[at] ^ (1 << random.below(8))
+            };
         }
         if random.below(4) == 0 {
             bin.truncate(random.below(bin.len()));

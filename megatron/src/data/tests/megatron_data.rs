@@ -98,7 +98,8 @@ impl Fixture {
             _ => split.test,
         };
         let requested = Some(self.samples[name]);
-        GptDataset::open(&dataset, range, self.seq_length, requested, self.seed, folder, name).unwrap()
+        GptDataset::open(&dataset, range, self.seq_length, requested, self.seed, folder, name)
+            .unwrap()
     }
 }
 
@@ -152,27 +153,47 @@ fn blends_are_megatrons() {
             cache_dir: folder.path(),
         };
         let found = opener.source(TRAIN, fixture.samples["train"]).unwrap();
-        assert_eq!(samples(&*found, expected.tokens.len()), expected.tokens, "weights {:?}", expected.weights);
-        assert!(opener.source(VALID, fixture.samples["valid"]).is_ok() && opener.source(TEST, 1).is_ok());
+        assert_eq!(
+            samples(&*found, expected.tokens.len()),
+            expected.tokens,
+            "weights {:?}",
+            expected.weights
+        );
+        assert!(
+            opener.source(VALID, fixture.samples["valid"]).is_ok()
+                && opener.source(TEST, 1).is_ok()
+        );
         // The order of a blend depends on weights and size alone.
-        let sizes: Vec<f64> = datasets.iter().map(|dataset| one_epoch(&fixture, dataset, folder.path())).collect();
+        let sizes: Vec<f64> =
+            datasets.iter().map(|dataset| one_epoch(&fixture, dataset, folder.path())).collect();
         let weights = expected.weights.clone().unwrap_or(sizes);
         let sources = vec![found.clone(), found.clone()];
-        let blend = Blend::open(sources, &weights, expected.dataset_index.length as u64, folder.path()).unwrap();
+        let blend =
+            Blend::open(sources, &weights, expected.dataset_index.length as u64, folder.path())
+                .unwrap();
         assert_eq!(found.num_samples(), blend.num_samples());
-        let origins: Vec<(usize, u64)> = (0..blend.num_samples()).map(|i| blend.origin(i).unwrap()).collect();
+        let origins: Vec<(usize, u64)> =
+            (0..blend.num_samples()).map(|i| blend.origin(i).unwrap()).collect();
         let parts: Vec<u32> = origins.iter().map(|&(part, _)| part as u32).collect();
         let numbers: Vec<u32> = origins.iter().map(|&(_, number)| number as u32).collect();
         assert_eq!(Summary::of(&parts), expected.dataset_index, "weights {:?}", expected.weights);
-        assert_eq!(Summary::of(&numbers), expected.dataset_sample_index, "weights {:?}", expected.weights);
+        assert_eq!(
+            Summary::of(&numbers),
+            expected.dataset_sample_index,
+            "weights {:?}",
+            expected.weights
+        );
     }
     assert_eq!(fixture.blends.len(), 3);
 }
 
 /// Samples of one epoch of the train split.
 fn one_epoch(fixture: &Fixture, dataset: &Arc<IndexedDataset>, folder: &Path) -> f64 {
-    let train = split_sequences(parse_split(&fixture.split).unwrap(), dataset.num_sequences()).train;
-    let source = GptDataset::open(dataset, train, fixture.seq_length, None, fixture.seed, folder, "train").unwrap();
+    let train =
+        split_sequences(parse_split(&fixture.split).unwrap(), dataset.num_sequences()).train;
+    let source =
+        GptDataset::open(dataset, train, fixture.seq_length, None, fixture.seed, folder, "train")
+            .unwrap();
     source.num_samples() as f64
 }
 

@@ -17,7 +17,11 @@ use std::sync::Arc;
 use super::{IndexedDataset, IndexedWriter, TokenType};
 
 /// Writes a dataset of documents, each a list of sequences, and opens it.
-fn dataset(prefix: &Path, token_type: TokenType, documents: &[Vec<Vec<u32>>]) -> Arc<IndexedDataset> {
+fn dataset(
+    prefix: &Path,
+    token_type: TokenType,
+    documents: &[Vec<Vec<u32>>],
+) -> Arc<IndexedDataset> {
     let mut writer = IndexedWriter::create(prefix, token_type).unwrap();
     for document in documents {
         for sequence in document {
@@ -32,7 +36,8 @@ fn dataset(prefix: &Path, token_type: TokenType, documents: &[Vec<Vec<u32>>]) ->
 /// A dataset of `lengths.len()` one-sequence documents that counts 0, 1, 2, …
 fn counting(prefix: &Path, lengths: &[usize]) -> Arc<IndexedDataset> {
     let mut next = 0u32..;
-    let documents: Vec<_> = lengths.iter().map(|&length| vec![next.by_ref().take(length).collect()]).collect();
+    let documents: Vec<_> =
+        lengths.iter().map(|&length| vec![next.by_ref().take(length).collect()]).collect();
     dataset(prefix, TokenType::I32, &documents)
 }
 
@@ -46,8 +51,10 @@ fn write(folder: &Path, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
 
 /// Names in a folder, in order.
 pub(super) fn names(folder: &Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
     names.sort();
     names
 }

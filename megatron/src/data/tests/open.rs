@@ -35,7 +35,8 @@ fn refusal(cfg: &DataConfig, seq_length: usize, vocab_size: Option<usize>) -> St
 }
 
 fn open_bytes(folder: &Path) -> Datasets {
-    open(&config(&[folder.join("text")], Some("byte"), &folder.join("cache")), 3, 1, None, COUNTS).unwrap()
+    open(&config(&[folder.join("text")], Some("byte"), &folder.join("cache")), 3, 1, None, COUNTS)
+        .unwrap()
 }
 
 #[test]
@@ -56,7 +57,10 @@ fn tokenized_text_is_reused_and_made_anew_when_the_text_changes() {
     let path = write(folder.path(), "text/a.txt", "abcdef");
     let first = open_bytes(folder.path());
     let cached = names(&folder.path().join("cache"));
-    let idx = folder.path().join("cache").join(cached.iter().find(|name| name.ends_with(".idx")).unwrap());
+    let idx = folder
+        .path()
+        .join("cache")
+        .join(cached.iter().find(|name| name.ends_with(".idx")).unwrap());
     let written = fs::metadata(&idx).unwrap().modified().unwrap();
     assert_eq!(open_bytes(folder.path()).fingerprint, first.fingerprint);
     assert_eq!(fs::metadata(&idx).unwrap().modified().unwrap(), written);
@@ -94,12 +98,18 @@ fn ranks_that_start_at_once_all_get_the_same_and_leave_no_halves() {
     let cache = folder.path().join("cache");
     let cfg = config(&[text], Some("train:400"), &cache);
     let prints: Vec<String> = std::thread::scope(|scope| {
-        let ranks: Vec<_> =
-            (0..6).map(|_| scope.spawn(|| open(&cfg, 8, 1, None, COUNTS).unwrap().fingerprint)).collect();
+        let ranks: Vec<_> = (0..6)
+            .map(|_| scope.spawn(|| open(&cfg, 8, 1, None, COUNTS).unwrap().fingerprint))
+            .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     assert!(prints.iter().all(|print| print == &prints[0]));
-    assert_eq!(names(&cache).len(), 6, "lock, tokenizer, bin and idx, and two files of checksums: {:?}", names(&cache));
+    assert_eq!(
+        names(&cache).len(),
+        6,
+        "lock, tokenizer, bin and idx, and two files of checksums: {:?}",
+        names(&cache)
+    );
 }
 
 #[test]
@@ -111,7 +121,10 @@ fn splits_do_not_overlap_and_cover_everything() {
     let data = open(&cfg, 4, 1, Some(100), COUNTS).unwrap();
     let (valid, test) = (data.valid.unwrap(), data.test.unwrap());
     assert_eq!((data.train.num_samples(), valid.num_samples(), test.num_samples()), (19, 2, 2));
-    assert_eq!((sample(&*data.train, 18)[4], sample(&*valid, 0)[0], sample(&*test, 0)[0]), (76, 80, 90));
+    assert_eq!(
+        (sample(&*data.train, 18)[4], sample(&*valid, 0)[0], sample(&*test, 0)[0]),
+        (76, 80, 90)
+    );
 }
 
 #[test]
@@ -119,7 +132,9 @@ fn either_file_of_a_pair_names_the_dataset() {
     let folder = tempfile::tempdir().unwrap();
     counting(&folder.path().join("x.y"), &[10]);
     for name in ["x.y", "x.y.idx", "x.y.bin"] {
-        let data = open(&config(&[folder.path().join(name)], None, folder.path()), 4, 1, Some(10), COUNTS).unwrap();
+        let data =
+            open(&config(&[folder.path().join(name)], None, folder.path()), 4, 1, Some(10), COUNTS)
+                .unwrap();
         assert_eq!(data.train.num_samples(), 2);
     }
 }
@@ -149,8 +164,12 @@ fn data_and_settings_that_do_not_fit_are_refused_with_advice() {
     let prefix = root.join("x");
     let case = |paths: &[&PathBuf], tokenizer, seq_length, vocab_size, parts: &[&str]| {
         let paths: Vec<PathBuf> = paths.iter().map(|&path| path.clone()).collect();
-        let message = refusal(&config(&paths, tokenizer, &root.join("cache")), seq_length, vocab_size);
-        assert!(parts.iter().all(|part| message.contains(part)), "{message} lacks one of {parts:?}");
+        let message =
+            refusal(&config(&paths, tokenizer, &root.join("cache")), seq_length, vocab_size);
+        assert!(
+            parts.iter().all(|part| message.contains(part)),
+            "{message} lacks one of {parts:?}"
+        );
     };
     case(&[], None, 4, None, &["--data-path"]);
     case(&[&root.join("none")], None, 4, None, &["none: does not exist", "none.idx"]);
@@ -193,7 +212,10 @@ fn a_part_that_gets_too_little_is_told_with_why() {
             (&cut, "2,1", "(split 2,1)", false),
         ] {
             let found = of(path, split).unwrap();
-            assert!(found.contains(told) && found.contains("note: ") == is_note, "{order:?} {split}: {found}");
+            assert!(
+                found.contains(told) && found.contains("note: ") == is_note,
+                "{order:?} {split}: {found}"
+            );
         }
         // What the user named, rather than what was made of it.
         let message = of(&whole, "0,1").err().unwrap().to_string();
@@ -218,10 +240,12 @@ fn a_run_prepared_finds_its_caches() {
 #[test]
 fn the_same_text_with_other_ids_has_another_fingerprint() {
     let folder = tempfile::tempdir().unwrap();
-    let text = write(folder.path(), "t.txt", "Hello <|endoftext|> there.\n\nGeneral Kenobi.".repeat(20));
+    let text =
+        write(folder.path(), "t.txt", "Hello <|endoftext|> there.\n\nGeneral Kenobi.".repeat(20));
     let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tokenizers/gpt2.json");
     let fingerprint = |literal: bool| {
-        let mut cfg = config(std::slice::from_ref(&text), Some(tokenizer), &folder.path().join("cache"));
+        let mut cfg =
+            config(std::slice::from_ref(&text), Some(tokenizer), &folder.path().join("cache"));
         cfg.tokenizer_options.split_special_tokens = literal;
         prepare(&cfg).unwrap().fingerprint
     };
@@ -233,10 +257,12 @@ fn the_same_text_with_other_ids_has_another_fingerprint() {
 fn made_up_data_are_the_same_everywhere_and_documents_of_any_vocabulary() {
     let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let mock = |folder: &Path, tokenizer: Option<&str>, vocab_size: Option<usize>| {
-        let cfg = DataConfig { mock: true, split: "90,5,5".into(), ..config(&[], tokenizer, folder) };
+        let cfg =
+            DataConfig { mock: true, split: "90,5,5".into(), ..config(&[], tokenizer, folder) };
         open(&cfg, 64, 1, vocab_size, COUNTS)
     };
-    let (first, second) = (mock(here.path(), None, Some(50)).unwrap(), mock(there.path(), None, Some(50)).unwrap());
+    let (first, second) =
+        (mock(here.path(), None, Some(50)).unwrap(), mock(there.path(), None, Some(50)).unwrap());
     assert_eq!((first.vocab_size, &first.fingerprint), (50, &second.fingerprint));
     for (a, b) in [(&first.train, &second.train), (&first.valid.unwrap(), &second.valid.unwrap())] {
         for index in 0..20 {
@@ -244,8 +270,9 @@ fn made_up_data_are_the_same_everywhere_and_documents_of_any_vocabulary() {
             assert_eq!(tokens, sample(&**b, index));
             // They count up, around the end of the vocabulary, and begin anew where a document has
             // ended.
-            let steps =
-                tokens.windows(2).all(|two| two[1] == (two[0] + 1) % 50 || two[0] == 49 && two[1] == 1 || two[1] == 49);
+            let steps = tokens.windows(2).all(|two| {
+                two[1] == (two[0] + 1) % 50 || two[0] == 49 && two[1] == 1 || two[1] == 49
+            });
             assert!(steps, "{tokens:?}");
         }
     }

@@ -95,7 +95,12 @@ fn every_order_is_a_function_of_the_position() {
     let folder = tempfile::tempdir().unwrap();
     counting(&folder.path().join("x"), &[10; 40]);
     counting(&folder.path().join("y"), &[9; 40]);
-    let orders = [DataloaderType::Sequential, DataloaderType::Shuffled, DataloaderType::Single, DataloaderType::Cyclic];
+    let orders = [
+        DataloaderType::Sequential,
+        DataloaderType::Shuffled,
+        DataloaderType::Single,
+        DataloaderType::Cyclic,
+    ];
     for order in orders {
         for entries in [&["x"][..], &["x", "y"], &["0.7", "x", "0.3", "y"]] {
             let cfg = config(folder.path(), entries, order);
@@ -117,8 +122,12 @@ fn a_blend_takes_from_each_dataset_by_its_weight() {
     counting(&folder.path().join("x"), &[10; 40]);
     let high: Vec<_> = (0..40).map(|_| vec![vec![500; 10]]).collect();
     super::dataset(&folder.path().join("y"), crate::data::TokenType::U16, &high);
-    for order in [DataloaderType::Sequential, DataloaderType::Shuffled, DataloaderType::Single, DataloaderType::Cyclic]
-    {
+    for order in [
+        DataloaderType::Sequential,
+        DataloaderType::Shuffled,
+        DataloaderType::Single,
+        DataloaderType::Cyclic,
+    ] {
         let data = opened(&config(folder.path(), &["3", "x", "1", "y"], order), 1);
         assert_eq!(data.train.num_samples(), 100);
         let from_y = firsts(&*data.train, 100).iter().filter(|&&token| token == 500).count();
@@ -131,7 +140,9 @@ fn weights_belong_to_the_fingerprint() {
     let folder = tempfile::tempdir().unwrap();
     counting(&folder.path().join("x"), &[10; 40]);
     counting(&folder.path().join("y"), &[9; 40]);
-    let print = |entries: &[&str]| opened(&config(folder.path(), entries, DataloaderType::Single), 1).fingerprint;
+    let print = |entries: &[&str]| {
+        opened(&config(folder.path(), entries, DataloaderType::Single), 1).fingerprint
+    };
     let prints = [print(&["x", "y"]), print(&["1", "x", "1", "y"]), print(&["1", "x", "2", "y"])];
     assert_eq!(prints.iter().collect::<BTreeSet<_>>().len(), 3);
 }
@@ -141,7 +152,8 @@ fn texts_blend_too_under_one_tokenizer() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "a.txt", "a a a a\n\n".repeat(50));
     write(folder.path(), "b.txt", "b b b b\n\n".repeat(50));
-    let mut cfg = config(folder.path(), &["0.8", "a.txt", "0.2", "b.txt"], DataloaderType::Sequential);
+    let mut cfg =
+        config(folder.path(), &["0.8", "a.txt", "0.2", "b.txt"], DataloaderType::Sequential);
     cfg.tokenizer = Some("byte".into());
     let data = opened(&cfg, 1);
     let mut sample = vec![0; 5];
@@ -160,14 +172,19 @@ fn ranks_that_build_an_order_at_once_build_it_once() {
     let cfg = config(folder.path(), &["2", "x", "1", "x"], DataloaderType::Single);
     let orders: BTreeSet<Vec<u32>> = std::thread::scope(|scope| {
         let open = || open(&cfg, 4, 1, Some(40_000), COUNTS).unwrap();
-        let ranks: Vec<_> = (0..6).map(|_| scope.spawn(move || firsts(&*open().train, 100))).collect();
+        let ranks: Vec<_> =
+            (0..6).map(|_| scope.spawn(move || firsts(&*open().train, 100))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     assert_eq!(orders.len(), 1);
     let cached = names(&folder.path().join("cache"));
     // Three splits of two shares that happen to be of one epoch each, and the orders of three blends, of which two are equal.
     let is_index = |name: &&String| name.ends_with(".index");
-    assert_eq!((cached.iter().filter(is_index).count(), cached.len()), (3 + 2, 1 + 2 * (3 + 2)), "{cached:?}");
+    assert_eq!(
+        (cached.iter().filter(is_index).count(), cached.len()),
+        (3 + 2, 1 + 2 * (3 + 2)),
+        "{cached:?}"
+    );
 }
 
 #[test]
@@ -201,7 +218,9 @@ fn what_megatrons_order_cannot_do_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     counting(&folder.path().join("x"), &[10; 40]);
     let cfg = config(folder.path(), &["x"], DataloaderType::Single);
-    let message = |seed, seq_length| open(&cfg, seq_length, seed, Some(1000), COUNTS).err().unwrap().to_string();
+    let message = |seed, seq_length| {
+        open(&cfg, seq_length, seed, Some(1000), COUNTS).err().unwrap().to_string()
+    };
     assert!(message(1 << 32, 4).contains("below 2^32"));
     assert!(message(1, 0).contains("seq_length 0"));
 }
@@ -227,7 +246,10 @@ fn the_end_of_a_document_matters_only_if_something_ends_documents() {
     assert_eq!(opened(&cfg, 1).document_ends, ends(false, false, true));
     cfg.tokenizer = None;
     let message = open(&cfg, 4, 1, Some(1000), COUNTS).err().unwrap().to_string();
-    assert!(message.contains("reset_attention_mask") && message.contains("--tokenizer"), "{message}");
+    assert!(
+        message.contains("reset_attention_mask") && message.contains("--tokenizer"),
+        "{message}"
+    );
 }
 
 #[test]

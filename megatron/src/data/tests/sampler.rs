@@ -5,16 +5,24 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::counting;
-use crate::data::{DocumentEnds, Documents, GlobalBatch, Loader, MicroBatch, Sequential, TokenStream};
+use crate::data::{
+    DocumentEnds, Documents, GlobalBatch, Loader, MicroBatch, Sequential, TokenStream,
+};
 
 const S: usize = 4;
-const PLAIN: DocumentEnds = DocumentEnds { token: 0, mask_loss: false, reset_positions: false, reset_attention: false };
+const PLAIN: DocumentEnds =
+    DocumentEnds { token: 0, mask_loss: false, reset_positions: false, reset_attention: false };
 
 fn loader(mbs: usize, gbs: usize, dp_rank: usize, dp_size: usize, vocab_size: usize) -> Loader {
     let folder = tempfile::tempdir().unwrap();
     let stream = TokenStream::new(&[counting(&folder.path().join("x"), &[401])], 0..1).unwrap();
     let source = Arc::new(Sequential::new(stream, S, "train").unwrap());
-    Loader::new(source, GlobalBatch::new(mbs, gbs, dp_rank, dp_size).unwrap(), vocab_size, Device::Cpu)
+    Loader::new(
+        source,
+        GlobalBatch::new(mbs, gbs, dp_rank, dp_size).unwrap(),
+        vocab_size,
+        Device::Cpu,
+    )
 }
 
 /// First token of every sample of a microbatch: sample i begins with 4·i.
@@ -28,7 +36,10 @@ fn microbatches_follow_megatrons_order() {
     let batches = loader(2, 8, 1, 2, 1000).microbatches(40).unwrap();
     let samples: Vec<_> = batches.iter().map(|batch| batch.samples.clone()).collect();
     assert_eq!(samples, [[2, 3], [6, 7]]);
-    assert_eq!(batches.iter().map(firsts).collect::<Vec<_>>(), [[4 * 42, 4 * 43], [4 * 46, 4 * 47]]);
+    assert_eq!(
+        batches.iter().map(firsts).collect::<Vec<_>>(),
+        [[4 * 42, 4 * 43], [4 * 46, 4 * 47]]
+    );
 }
 
 #[test]
@@ -36,7 +47,9 @@ fn the_cut_changes_neither_set_nor_order_of_a_steps_samples() {
     for (mbs, dp) in [(1, 1), (2, 1), (12, 1), (1, 2), (3, 2), (1, 3), (2, 6), (1, 12), (4, 3)] {
         let mut step: Vec<(usize, usize, u64, u32)> = Vec::new();
         for rank in 0..dp {
-            for (m, batch) in loader(mbs, 12, rank, dp, 1000).microbatches(24).unwrap().iter().enumerate() {
+            for (m, batch) in
+                loader(mbs, 12, rank, dp, 1000).microbatches(24).unwrap().iter().enumerate()
+            {
                 let rows = batch.samples.iter().copied().zip(firsts(batch));
                 step.extend(rows.map(|(sample, first)| (m, rank, sample, first)));
             }
@@ -70,16 +83,23 @@ fn a_token_beyond_the_vocabulary_is_an_error_that_says_where() {
     // Sample 2 is tokens 8 to 12; 12 is only a label.
     assert!(loader(1, 1, 0, 1, 13).microbatches(2).is_ok());
     let message = loader(1, 1, 0, 1, 12).microbatches(2).err().unwrap().to_string();
-    for part in ["x.bin", "token id 12 at position 4 of sample 2", "vocabulary has 12", "another tokenizer"] {
+    for part in
+        ["x.bin", "token id 12 at position 4 of sample 2", "vocabulary has 12", "another tokenizer"]
+    {
         assert!(message.contains(part), "{message} lacks {part}");
     }
 }
 
 #[test]
 fn a_batch_that_does_not_divide_is_refused_with_its_numbers() {
-    for (mbs, gbs, rank, dp) in
-        [(3, 8, 0, 1), (2, 8, 0, 3), (1, 0, 0, 1), (0, 8, 0, 1), (1, 8, 0, 0), (usize::MAX, 8, 0, 2)]
-    {
+    for (mbs, gbs, rank, dp) in [
+        (3, 8, 0, 1),
+        (2, 8, 0, 3),
+        (1, 0, 0, 1),
+        (0, 8, 0, 1),
+        (1, 8, 0, 0),
+        (usize::MAX, 8, 0, 2),
+    ] {
         let message = GlobalBatch::new(mbs, gbs, rank, dp).unwrap_err().to_string();
         assert!(message.contains(&format!("global_batch_size {gbs}")), "{message}");
     }
@@ -90,7 +110,8 @@ fn a_batch_that_does_not_divide_is_refused_with_its_numbers() {
 fn the_loss_at_a_masked_token_does_not_count() {
     let mask = |token: Option<u32>| {
         let ends = token.map(|token| DocumentEnds { token, mask_loss: true, ..PLAIN });
-        let batch = loader(2, 2, 0, 1, 1000).with_documents(ends).microbatches(0).unwrap().remove(0);
+        let batch =
+            loader(2, 2, 0, 1, 1000).with_documents(ends).microbatches(0).unwrap().remove(0);
         batch.loss_mask.to_vec2::<f32>().unwrap()
     };
     // Samples 0 and 1 are tokens 0 to 3 and 4 to 7. Token 4 is also the last label of sample 0, which counts.
@@ -102,7 +123,8 @@ fn the_loss_at_a_masked_token_does_not_count() {
 fn positions_and_sight_begin_anew_behind_the_token_that_ends_a_document() {
     let documents = |token, reset_positions, reset_attention| {
         let ends = DocumentEnds { token, reset_positions, reset_attention, ..PLAIN };
-        let batch = loader(2, 2, 0, 1, 1000).with_documents(Some(ends)).microbatches(0).unwrap().remove(0);
+        let batch =
+            loader(2, 2, 0, 1, 1000).with_documents(Some(ends)).microbatches(0).unwrap().remove(0);
         assert_eq!(batch.loss_mask.to_vec2::<f32>().unwrap(), [[1.0; 2]; 4]);
         let Documents { positions, first_keys } = batch.documents;
         let table = |table: Option<Tensor>| table.map(|table| table.to_vec2::<u32>().unwrap());

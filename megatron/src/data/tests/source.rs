@@ -16,7 +16,8 @@ fn sample(source: &impl SampleSource, index: u64) -> Vec<u32> {
 #[test]
 fn a_sample_is_s_tokens_and_the_first_of_the_next() {
     let folder = tempfile::tempdir().unwrap();
-    let stream = TokenStream::new(&[counting(&folder.path().join("x"), &[5, 3, 9, 4])], 0..4).unwrap();
+    let stream =
+        TokenStream::new(&[counting(&folder.path().join("x"), &[5, 3, 9, 4])], 0..4).unwrap();
     let source = Sequential::new(stream, 4, "train").unwrap();
     assert_eq!(source.num_samples(), 5);
     assert_eq!(sample(&source, 0), [0, 1, 2, 3, 4]);
@@ -35,7 +36,8 @@ fn epochs_follow_without_end() {
 #[test]
 fn a_split_begins_and_ends_with_its_sequences() {
     let folder = tempfile::tempdir().unwrap();
-    let stream = TokenStream::new(&[counting(&folder.path().join("x"), &[5, 3, 9, 4])], 1..3).unwrap();
+    let stream =
+        TokenStream::new(&[counting(&folder.path().join("x"), &[5, 3, 9, 4])], 1..3).unwrap();
     assert_eq!(stream.num_tokens(), 12);
     let mut out = [0; 12];
     stream.read(0, &mut out).unwrap();
@@ -46,7 +48,8 @@ fn a_split_begins_and_ends_with_its_sequences() {
 #[test]
 fn datasets_are_laid_end_to_end() {
     let folder = tempfile::tempdir().unwrap();
-    let datasets = [counting(&folder.path().join("x"), &[3, 2]), counting(&folder.path().join("y"), &[1, 4])];
+    let datasets =
+        [counting(&folder.path().join("x"), &[3, 2]), counting(&folder.path().join("y"), &[1, 4])];
     let stream = TokenStream::new(&datasets, 1..4).unwrap();
     let mut out = [0; 7];
     stream.read(0, &mut out).unwrap();
@@ -79,9 +82,13 @@ fn scattered_sequences_are_read_in_the_order_of_the_index() {
 #[test]
 fn too_little_data_for_one_sample_is_an_error_with_the_numbers() {
     let folder = tempfile::tempdir().unwrap();
-    let stream = |tokens| TokenStream::new(&[counting(&folder.path().join("x"), &[tokens])], 0..1).unwrap();
+    let stream =
+        |tokens| TokenStream::new(&[counting(&folder.path().join("x"), &[tokens])], 0..1).unwrap();
     let message = Sequential::new(stream(4), 4, "train").unwrap_err().to_string();
-    assert!(message.contains("train split has 4 tokens") && message.contains("takes 5"), "{message}");
+    assert!(
+        message.contains("train split has 4 tokens") && message.contains("takes 5"),
+        "{message}"
+    );
     assert_eq!(Sequential::new(stream(5), 4, "train").unwrap().num_samples(), 1);
 }
 
@@ -90,7 +97,10 @@ fn shuffling_is_a_permutation_of_every_epoch() {
     for n in (1..70).chain([255, 256, 257, 1000, 4097]) {
         for (seed, epoch) in [(0, 0), (1234, 0), (1234, 1), (u64::MAX, u64::MAX)] {
             let images: BTreeSet<u64> = (0..n).map(|i| permute(i, n, seed, epoch)).collect();
-            assert!(images.len() as u64 == n && images.iter().all(|&i| i < n), "n {n}, seed {seed}, epoch {epoch}");
+            assert!(
+                images.len() as u64 == n && images.iter().all(|&i| i < n),
+                "n {n}, seed {seed}, epoch {epoch}"
+            );
         }
     }
 }

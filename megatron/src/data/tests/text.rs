@@ -47,17 +47,25 @@ fn paragraphs_end_after_blank_lines() {
 #[test]
 fn paragraphs_laid_end_to_end_are_the_file() {
     let long = "a line of a paragraph that never ends\n".repeat(10_000);
-    for content in ["x", "x\n", "\n", "a\n\n\nb\n\nc", "ü\r\n\r\nß\r\n", "\n\n\n a \n\n \n\nb", &long] {
+    for content in
+        ["x", "x\n", "\n", "a\n\n\nb\n\nc", "ü\r\n\r\nß\r\n", "\n\n\n a \n\n \n\nb", &long]
+    {
         assert_eq!(texts(content).concat(), content);
-        let last: Vec<bool> = paragraphs(content).iter().rev().map(|paragraph| paragraph.last).collect();
-        assert!(last[0] && !last[1..].contains(&true), "only the last one is the last: {content:?}");
+        let last: Vec<bool> =
+            paragraphs(content).iter().rev().map(|paragraph| paragraph.last).collect();
+        assert!(
+            last[0] && !last[1..].contains(&true),
+            "only the last one is the last: {content:?}"
+        );
     }
 }
 
 #[test]
 fn text_without_blank_lines_is_cut_at_ends_of_lines() {
     let parts = texts(&"a line of a paragraph that never ends\n".repeat(10_000));
-    assert!(parts.len() > 3 && parts.iter().all(|part| part.ends_with('\n') && part.len() < 70_000));
+    assert!(
+        parts.len() > 3 && parts.iter().all(|part| part.ends_with('\n') && part.len() < 70_000)
+    );
 }
 
 #[test]
@@ -67,7 +75,16 @@ fn folders_are_read_in_the_order_of_names_without_what_is_no_text() {
     for name in ["b/z.md", "b/a.rs", "a.txt", "c/d/e.TOML", "b.txt"] {
         write(root, name, "text");
     }
-    for name in [".hidden.txt", ".git/x.txt", "target/x.rs", "c/target/x.rs", "x.json", "x", "x.png", "cache/x.txt"] {
+    for name in [
+        ".hidden.txt",
+        ".git/x.txt",
+        "target/x.rs",
+        "c/target/x.rs",
+        "x.json",
+        "x",
+        "x.png",
+        "cache/x.txt",
+    ] {
         write(root, name, "no text");
     }
     write(root, "nul.txt", b"a\0b");
@@ -106,7 +123,10 @@ fn a_file_named_by_itself_may_have_any_extension() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(scan(write(folder.path(), "x.json", "{}")).unwrap().files().len(), 1);
     // But for one that is sure to hold something else.
-    let message = scan(write(folder.path(), "x.jsonl", "{\"text\": \"words\"}\n")).map(drop).unwrap_err().to_string();
+    let message = scan(write(folder.path(), "x.jsonl", "{\"text\": \"words\"}\n"))
+        .map(drop)
+        .unwrap_err()
+        .to_string();
     assert!(message.contains("x.jsonl") && message.contains("megatron preprocess"), "{message}");
 }
 
@@ -120,7 +140,10 @@ fn what_is_no_text_is_an_error_with_its_path() {
     assert!(file("c.txt", b"ab\xc3").contains("byte 2 is not UTF-8"));
     let empty = tempfile::tempdir().unwrap();
     let told = message(empty.path());
-    assert!(told.contains(&empty.path().display().to_string()) && told.contains("holds no text"), "{told}");
+    assert!(
+        told.contains(&empty.path().display().to_string()) && told.contains("holds no text"),
+        "{told}"
+    );
     assert!(matches!(scan("no/such/file"), Err(Error::Io { .. })));
 }
 
@@ -132,7 +155,10 @@ fn text_that_changes_while_it_is_read_is_an_error() {
     for content in ["one\n\nTWO", "one", ""] {
         std::fs::write(&path, content).unwrap();
         let last = corpus.parts(bytes()).last().unwrap();
-        assert!(last.unwrap_err().to_string().contains("x.txt: changed while it was read"), "{content:?}");
+        assert!(
+            last.unwrap_err().to_string().contains("x.txt: changed while it was read"),
+            "{content:?}"
+        );
     }
     std::fs::write(&path, "one\n\ntwo").unwrap();
     assert!(corpus.parts(bytes()).all(|paragraph| paragraph.is_ok()));

@@ -7,8 +7,7 @@ use super::{Random, names, write};
 use crate::config::TokenizerOptions;
 use crate::data::{Corpus, Tokenizer};
 
-const TEXT: &str =
-    "fn main() { println!(\"hello\"); }\n\nfn hello() -> String { \"hello\".into() }\n\nÜber allen Gipfeln 𝄞\n";
+const TEXT: &str = "fn main() { println!(\"hello\"); }\n\nfn hello() -> String { \"hello\".into() }\n\nÜber allen Gipfeln 𝄞\n";
 
 fn corpus(folder: &Path, content: &str) -> Corpus {
     Corpus::scan(&[write(folder, "corpus.txt", content)], Path::new("no-cache")).unwrap()
@@ -16,12 +15,15 @@ fn corpus(folder: &Path, content: &str) -> Corpus {
 
 fn trained(vocab_size: usize, cache: &Path, content: &str) -> Tokenizer {
     let folder = tempfile::tempdir().unwrap();
-    Tokenizer::open(&format!("train:{vocab_size}"), Some(&corpus(folder.path(), content)), cache).unwrap()
+    Tokenizer::open(&format!("train:{vocab_size}"), Some(&corpus(folder.path(), content)), cache)
+        .unwrap()
 }
 
 fn refusal(spec: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
-    Tokenizer::open(spec, Some(&corpus(folder.path(), TEXT)), folder.path()).unwrap_err().to_string()
+    Tokenizer::open(spec, Some(&corpus(folder.path(), TEXT)), folder.path())
+        .unwrap_err()
+        .to_string()
 }
 
 #[test]
@@ -37,10 +39,16 @@ fn a_trained_vocabulary_gives_every_text_back() {
     let cache = tempfile::tempdir().unwrap();
     let tokenizer = trained(300, cache.path(), TEXT);
     // Text it never saw, too: all bytes are tokens.
-    for text in [TEXT, "", " ", "\n\n", "漢字 <|endofText|> \u{0} emoji 🦀", "  leading and trailing  "] {
+    for text in
+        [TEXT, "", " ", "\n\n", "漢字 <|endofText|> \u{0} emoji 🦀", "  leading and trailing  "]
+    {
         assert_eq!(tokenizer.decode(&tokenizer.encode(text).unwrap()).unwrap(), text);
     }
-    assert!(tokenizer.vocab_size() > 257 && tokenizer.vocab_size() <= 300, "{}", tokenizer.vocab_size());
+    assert!(
+        tokenizer.vocab_size() > 257 && tokenizer.vocab_size() <= 300,
+        "{}",
+        tokenizer.vocab_size()
+    );
     assert!(tokenizer.encode("hello").unwrap().len() < 5);
 }
 
@@ -53,21 +61,30 @@ fn the_end_of_a_document_spelled_out_is_one_unless_text_is_taken_literally() {
     assert_eq!(tokenizer.decode(&[eod]).unwrap(), "");
     tokenizer.save_into(cache.path()).unwrap();
     let options = TokenizerOptions { split_special_tokens: true, ..Default::default() };
-    let literal = Tokenizer::open_with(&cache.path().display().to_string(), &options, None, Path::new("")).unwrap();
+    let literal =
+        Tokenizer::open_with(&cache.path().display().to_string(), &options, None, Path::new(""))
+            .unwrap();
     let tokens = literal.encode("a<|endoftext|>b").unwrap();
-    assert!(!tokens.contains(&eod) && literal.decode(&tokens).unwrap() == "a<|endoftext|>b", "{tokens:?}");
+    assert!(
+        !tokens.contains(&eod) && literal.decode(&tokens).unwrap() == "a<|endoftext|>b",
+        "{tokens:?}"
+    );
     assert_ne!(literal.key(), tokenizer.key(), "what one made of a text is not the other's");
 }
 
 #[test]
 fn training_is_deterministic() {
     // Many equal counts, so that ties would show.
-    let content: String = (0..3000).map(|i| format!("w{} x{} {}\n\n", i % 97, i * 7 % 89, i * i % 1013)).collect();
+    let content: String =
+        (0..3000).map(|i| format!("w{} x{} {}\n\n", i % 97, i * 7 % 89, i * i % 1013)).collect();
     let files: Vec<String> = (0..4)
         .map(|_| {
             let cache = tempfile::tempdir().unwrap();
             trained(1000, cache.path(), &content);
-            let name = names(cache.path()).into_iter().find(|name| name.starts_with("tokenizer-")).unwrap();
+            let name = names(cache.path())
+                .into_iter()
+                .find(|name| name.starts_with("tokenizer-"))
+                .unwrap();
             fs::read_to_string(cache.path().join(name)).unwrap()
         })
         .collect();
@@ -78,7 +95,9 @@ fn training_is_deterministic() {
 fn a_cached_vocabulary_that_was_changed_is_trained_anew() {
     let cache = tempfile::tempdir().unwrap();
     trained(300, cache.path(), TEXT);
-    let path = cache.path().join(names(cache.path()).into_iter().find(|name| name.ends_with(".json")).unwrap());
+    let path = cache
+        .path()
+        .join(names(cache.path()).into_iter().find(|name| name.ends_with(".json")).unwrap());
     let whole = fs::read_to_string(&path).unwrap();
     // Still a tokenizer, of other bytes.
     let changed = whole.replacen("<|endoftext|>", "<|endofsong|>", 1);
@@ -105,10 +124,15 @@ fn a_trained_vocabulary_is_cached_by_size_and_content() {
 fn a_damaged_cached_vocabulary_is_trained_anew() {
     let cache = tempfile::tempdir().unwrap();
     let before = trained(300, cache.path(), TEXT);
-    let path = cache.path().join(names(cache.path()).into_iter().find(|name| name.ends_with(".json")).unwrap());
+    let path = cache
+        .path()
+        .join(names(cache.path()).into_iter().find(|name| name.ends_with(".json")).unwrap());
     let content = fs::read(&path).unwrap();
     fs::write(&path, &content[..content.len() / 2]).unwrap();
-    assert_eq!(trained(300, cache.path(), TEXT).encode(TEXT).unwrap(), before.encode(TEXT).unwrap());
+    assert_eq!(
+        trained(300, cache.path(), TEXT).encode(TEXT).unwrap(),
+        before.encode(TEXT).unwrap()
+    );
     assert_eq!(fs::read(&path).unwrap(), content);
 }
 
@@ -131,7 +155,11 @@ fn a_file_that_is_no_tokenizer_is_refused_by_name() {
         assert!(message.contains("tokenizer.json: is no usable"), "{message}");
     }
     let message = refusal("no/such/tokenizer.json");
-    assert!(message.contains("no/such/tokenizer.json: does not exist") && message.contains("train:VOCAB"), "{message}");
+    assert!(
+        message.contains("no/such/tokenizer.json: does not exist")
+            && message.contains("train:VOCAB"),
+        "{message}"
+    );
 }
 
 /// Whatever the bytes of a tokenizer.json, opening it and encoding with it ends in tokens or in an error.
@@ -170,13 +198,18 @@ fn a_tokenizer_json_is_read_with_its_end_of_text_and_without_its_truncation() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "tokenizer.json", WORDS);
     // The folder will do.
-    let tokenizer = Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache")).unwrap();
+    let tokenizer =
+        Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache")).unwrap();
     // Token 5 exists, so the vocabulary has six, whatever lies between.
     assert_eq!((tokenizer.vocab_size(), tokenizer.eod()), (6, Some(3)));
     assert_eq!(tokenizer.encode("a b c a").unwrap(), [0, 5, 2, 0]);
     // Which has three holes.
     assert_eq!(tokenizer.absent(9), [1..2, 4..5, 6..9]);
-    assert_eq!(tokenizer.decode(&[1, 0, 4, 6, u32::MAX]).unwrap(), "a", "ids that are no tokens have no text");
+    assert_eq!(
+        tokenizer.decode(&[1, 0, 4, 6, u32::MAX]).unwrap(),
+        "a",
+        "ids that are no tokens have no text"
+    );
 }
 
 #[test]
@@ -185,7 +218,12 @@ fn the_configuration_beside_it_says_which_token_ends_a_document() {
         let folder = tempfile::tempdir().unwrap();
         let path = write(folder.path(), "tokenizer.json", WORDS);
         write(folder.path(), "tokenizer_config.json", config);
-        assert_eq!(Tokenizer::open(&path.display().to_string(), None, Path::new("no-cache")).unwrap().eod(), Some(5));
+        assert_eq!(
+            Tokenizer::open(&path.display().to_string(), None, Path::new("no-cache"))
+                .unwrap()
+                .eod(),
+            Some(5)
+        );
     }
 }
 
@@ -195,7 +233,8 @@ fn the_configuration_beside_it_says_whether_text_is_taken_literally() {
     let path = write(folder.path(), "tokenizer.json", WORDS);
     let open = |path: &Path, literal: bool| {
         let options = TokenizerOptions { split_special_tokens: literal, ..Default::default() };
-        Tokenizer::open_with(&path.display().to_string(), &options, None, Path::new("no-cache")).unwrap()
+        Tokenizer::open_with(&path.display().to_string(), &options, None, Path::new("no-cache"))
+            .unwrap()
     };
     let by_flag = open(&path, true);
     write(folder.path(), "tokenizer_config.json", r#"{"split_special_tokens": true}"#);
@@ -226,10 +265,16 @@ fn what_is_said_beside_it_and_is_not_so_is_told() {
             "strip_accents": null, "lowercase": true}"#,
     );
     for (config, told) in [
-        (r#"{"eos_token": "</s>", "add_prefix_space": false, "do_lower_case": true, "strip_accents": true}"#, None),
+        (
+            r#"{"eos_token": "</s>", "add_prefix_space": false, "do_lower_case": true, "strip_accents": true}"#,
+            None,
+        ),
         (r#"{"do_lower_case": null, "tokenize_chinese_chars": true, "pad_token": null}"#, None),
         (r#"{"eos_token": "<|new|>"}"#, Some("has not the special tokens \"<|new|>\"")),
-        (r#"{"pad_token": "<p>", "additional_special_tokens": ["<q>", "b"]}"#, Some("tokens \"<p>\", \"<q>\" that")),
+        (
+            r#"{"pad_token": "<p>", "additional_special_tokens": ["<q>", "b"]}"#,
+            Some("tokens \"<p>\", \"<q>\" that"),
+        ),
         (r#"{"add_prefix_space": true}"#, Some("add_prefix_space true and")),
         (r#"{"do_lower_case": false}"#, Some("do_lower_case false and")),
         (r#"{"strip_accents": false}"#, Some("strip_accents false and")),
@@ -238,11 +283,19 @@ fn what_is_said_beside_it_and_is_not_so_is_told() {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), "tokenizer.json", &words);
         write(folder.path(), "tokenizer_config.json", config);
-        let tokenizer = Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache")).unwrap();
+        let tokenizer =
+            Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache"))
+                .unwrap();
         let notes = tokenizer.notes();
         assert_eq!(notes.len(), usize::from(told.is_some()), "{config}: {notes:?}");
-        assert!(notes.iter().zip(told).all(|(note, part)| note.contains(part)), "{config}: {notes:?}");
-        assert_eq!(tokenizer.lacks_eod().contains("no \"<|new|>\", which is named"), config.contains("<|new|>"));
+        assert!(
+            notes.iter().zip(told).all(|(note, part)| note.contains(part)),
+            "{config}: {notes:?}"
+        );
+        assert_eq!(
+            tokenizer.lacks_eod().contains("no \"<|new|>\", which is named"),
+            config.contains("<|new|>")
+        );
     }
 }
 
@@ -250,7 +303,9 @@ fn what_is_said_beside_it_and_is_not_so_is_told() {
 #[test]
 fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
     let chat = |eos: &str| format!(r#"{{"eos_token": {eos}, "chat_template": "hello"}}"#);
-    let open = |folder: &Path| Tokenizer::open(&folder.display().to_string(), None, Path::new("no-cache")).unwrap();
+    let open = |folder: &Path| {
+        Tokenizer::open(&folder.display().to_string(), None, Path::new("no-cache")).unwrap()
+    };
     let none = WORDS.replace("</s>", "[SEP]");
     for (words, declared) in [
         (WORDS, None),
@@ -260,7 +315,13 @@ fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
         (WORDS, Some(r#"{"eos_token": "<|im_end|>"}"#)),
         (&none, None),
     ] {
-        for there in [None, Some(chat("\"b\"")), Some(chat("\"</s>\"")), Some(chat("null")), Some("not json".into())] {
+        for there in [
+            None,
+            Some(chat("\"b\"")),
+            Some(chat("\"</s>\"")),
+            Some(chat("null")),
+            Some("not json".into()),
+        ] {
             let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
             write(from.path(), "tokenizer.json", words);
             if let Some(config) = declared {
@@ -274,11 +335,19 @@ fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
             let again = open(to.path());
             let case = format!("{declared:?} where {there:?} was");
             assert_eq!((again.key(), again.eod()), (tokenizer.key(), tokenizer.eod()), "{case}");
-            let config = fs::read_to_string(to.path().join("tokenizer_config.json")).unwrap_or_default();
+            let config =
+                fs::read_to_string(to.path().join("tokenizer_config.json")).unwrap_or_default();
             // What is said there of other things stays.
-            assert_eq!(config.contains("hello"), there.is_some_and(|there| there.contains("hello")), "{case}");
+            assert_eq!(
+                config.contains("hello"),
+                there.is_some_and(|there| there.contains("hello")),
+                "{case}"
+            );
             tokenizer.save_into(to.path()).unwrap();
-            assert_eq!(fs::read_to_string(to.path().join("tokenizer_config.json")).unwrap_or_default(), config);
+            assert_eq!(
+                fs::read_to_string(to.path().join("tokenizer_config.json")).unwrap_or_default(),
+                config
+            );
         }
     }
 }
@@ -287,7 +356,8 @@ fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
 fn gpt2s_two_files_are_its_tokenizer() {
     let folder = tempfile::tempdir().unwrap();
     let json: serde_json::Value = serde_json::from_slice(
-        &fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tokenizers/gpt2.json")).unwrap(),
+        &fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tokenizers/gpt2.json"))
+            .unwrap(),
     )
     .unwrap();
     let model = &json["model"];
@@ -297,10 +367,12 @@ fn gpt2s_two_files_are_its_tokenizer() {
         .unwrap()
         .iter()
         .map(|pair| format!("{} {}\n", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()));
-    let merges = write(folder.path(), "merges.txt", format!("#version: 0.2\n{}", pairs.collect::<String>()));
+    let merges =
+        write(folder.path(), "merges.txt", format!("#version: 0.2\n{}", pairs.collect::<String>()));
     let whole = write(folder.path(), "tokenizer.json", json.to_string());
     let open = |spec: &Path, merges: Option<&Path>| {
-        let options = TokenizerOptions { merge_file: merges.map(Path::to_path_buf), ..Default::default() };
+        let options =
+            TokenizerOptions { merge_file: merges.map(Path::to_path_buf), ..Default::default() };
         Tokenizer::open_with(&spec.display().to_string(), &options, None, Path::new("no-cache"))
     };
     let (two, one) = (open(&vocab, Some(&merges)).unwrap(), open(&whole, None).unwrap());
@@ -316,7 +388,11 @@ fn gpt2s_two_files_are_its_tokenizer() {
         (&vocab, Some(&bad), "bad.txt: line 2 is no pair"),
         (&merges, Some(&merges), "merges.txt: is no JSON object"),
         (&whole, Some(&merges), "tokenizer.json: is no vocabulary"),
-        (&folder.path().join("none.json"), Some(&merges), "none.json: does not exist; name GPT-2's vocab.json"),
+        (
+            &folder.path().join("none.json"),
+            Some(&merges),
+            "none.json: does not exist; name GPT-2's vocab.json",
+        ),
         (&vocab, Some(&folder.path().join("none.txt")), "none.txt: does not exist"),
         (&vocab, None, "is a vocabulary without its merges"),
     ] {
@@ -363,7 +439,11 @@ fn files_beside_a_tokenizer_that_cannot_be_right_are_refused_by_name() {
             "the id 9, but the next one behind the vocabulary of tokenizer.json is 4",
         ),
         ("added_tokens.json", r#"{"<new>": "x"}"#, "is no token with its id"),
-        ("tokenizer_config.json", r#"{"added_tokens_decoder": {"x": {"content": "<new>"}}}"#, "added_tokens_decoder.x"),
+        (
+            "tokenizer_config.json",
+            r#"{"added_tokens_decoder": {"x": {"content": "<new>"}}}"#,
+            "added_tokens_decoder.x",
+        ),
         ("special_tokens_map.json", "[1", "is no JSON object"),
         ("special_tokens_map.json", "[1]", "is no JSON object"),
     ] {
@@ -383,12 +463,19 @@ fn a_template_of_tokens_that_are_not_there_is_refused() {
                 "special_tokens": {{"</s>": {{"id": "</s>", "ids": [3], "tokens": ["</s>"]}}}}}}"#
         );
         let folder = tempfile::tempdir().unwrap();
-        write(folder.path(), "tokenizer.json", WORDS.replace(r#""post_processor": null"#, &processor));
-        let opened = Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache"));
+        write(
+            folder.path(),
+            "tokenizer.json",
+            WORDS.replace(r#""post_processor": null"#, &processor),
+        );
+        let opened =
+            Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache"));
         opened.and_then(|tokenizer| tokenizer.encode_prompt("a")).map_err(|error| error.to_string())
     };
-    let (text, token) =
-        (r#"{"Sequence": {"id": "A", "type_id": 0}}"#, r#"{"SpecialToken": {"id": "</s>", "type_id": 0}}"#);
+    let (text, token) = (
+        r#"{"Sequence": {"id": "A", "type_id": 0}}"#,
+        r#"{"SpecialToken": {"id": "</s>", "type_id": 0}}"#,
+    );
     assert_eq!(template(&format!("{token}, {text}")).unwrap(), [3, 0]);
     for (single, part) in [
         (format!("{}, {text}", token.replace("</s>", "<x>")), "<x>"),

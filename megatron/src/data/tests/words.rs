@@ -55,7 +55,8 @@ const PIECES: [&str; 40] = [
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 fn trained() -> serde_json::Value {
-    let text = PIECES.concat().repeat(3) + "the then them 1234 12 under über und   there's they'll\n\n\n";
+    let text =
+        PIECES.concat().repeat(3) + "the then them 1234 12 under über und   there's they'll\n\n\n";
     serde_json::from_str(&train_bpe(330, std::iter::repeat_n(text, 3).map(Ok)).unwrap()).unwrap()
 }
 
@@ -86,7 +87,8 @@ fn compare_with(tokenizer: &Tokenizer, all: bool) {
     let mut random = Random(7);
     let mut taken = 0;
     for _ in 0..2000 {
-        let text: String = (0..random.below(24)).map(|_| PIECES[random.below(PIECES.len())]).collect();
+        let text: String =
+            (0..random.below(24)).map(|_| PIECES[random.below(PIECES.len())]).collect();
         let expected = tokenizer.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
         if let Some(tokens) = words.encode(tokenizer, &text).unwrap() {
             assert_eq!(tokens, expected, "{text:?}");
@@ -143,8 +145,7 @@ fn tokenizers_that_do_more_are_left_to_the_library() {
         *json.pointer_mut(pointer).unwrap_or_else(|| panic!("{pointer}")) = value;
         opened(&json)
     };
-    let space =
-        serde_json::json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+    let space = serde_json::json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
     let others = [
         changed("/normalizer", serde_json::json!({"type": "NFC"})),
         changed("/pre_tokenizer", space),

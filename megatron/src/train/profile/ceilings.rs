@@ -38,7 +38,10 @@ impl Ceilings {
         let from = Tensor::ones(elements, DType::F32, device)?;
         let to = from.copy()?;
         let copied = fastest(device, || Ok(copy(&to, &from)?))?;
-        Ok(Self { flops: 2.0 * (edge as f64).powi(3) / product, bytes: 2.0 * 4.0 * elements as f64 / copied })
+        Ok(Self {
+            flops: 2.0 * (edge as f64).powi(3) / product,
+            bytes: 2.0 * 4.0 * elements as f64 / copied,
+        })
     }
 }
 

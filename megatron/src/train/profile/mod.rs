@@ -67,7 +67,9 @@ impl Profiler {
         let rank = trainer.groups.world.rank();
         let mine = |c: &ProfileConfig| c.ranks.is_empty() || c.ranks.contains(&rank);
         if self.records(trainer.progress.iteration + 1) && self.config.as_ref().is_some_and(mine) {
-            self.entered = Some(self.recorder.get_or_insert_default().enter_on(MAIN, &trainer.stage().device)?);
+            self.entered = Some(
+                self.recorder.get_or_insert_default().enter_on(MAIN, &trainer.stage().device)?,
+            );
             self.steps += 1;
         }
         Ok(())
@@ -101,7 +103,13 @@ impl Profiler {
             ranks.push((rank, summary));
             failures.extend(failure);
         }
-        Ok((rank == 0).then_some(Profile { dir: config.dir, ranks, ceilings, dtype: stage.dtype, failures }))
+        Ok((rank == 0).then_some(Profile {
+            dir: config.dir,
+            ranks,
+            ceilings,
+            dtype: stage.dtype,
+            failures,
+        }))
     }
 }
 
@@ -111,7 +119,8 @@ const MAIN: &str = "main";
 /// Where a rank lies, for readers of traces.
 fn label(groups: &ProcessGroups) -> String {
     let (tp, pp, dp) = (groups.tp.rank(), groups.pp.rank(), groups.dp_rank());
-    let cp = if groups.cp.size() > 1 { format!(" · cp {}", groups.cp.rank()) } else { String::new() };
+    let cp =
+        if groups.cp.size() > 1 { format!(" · cp {}", groups.cp.rank()) } else { String::new() };
     format!("rank {} (tp {tp}{cp} · pp {pp} · dp {dp})", groups.world.rank())
 }
 
@@ -120,11 +129,13 @@ type Told = (Summary, Option<String>);
 
 /// What the ranks tell that recorded something.
 fn gather(world: &Group, mine: &Option<Told>) -> Result<Vec<(usize, Told)>> {
-    let bytes = serde_json::to_vec(mine).map_err(|e| Error::config(format!("cannot describe a profile: {e}")))?;
+    let bytes = serde_json::to_vec(mine)
+        .map_err(|e| Error::config(format!("cannot describe a profile: {e}")))?;
     let mut all = Vec::new();
     for (rank, bytes) in world.all_gather_bytes(&bytes)?.iter().enumerate() {
-        let theirs: Option<Told> = serde_json::from_slice(bytes)
-            .map_err(|e| Error::comm(format!("rank {rank} sent a profile that cannot be read: {e}")))?;
+        let theirs: Option<Told> = serde_json::from_slice(bytes).map_err(|e| {
+            Error::comm(format!("rank {rank} sent a profile that cannot be read: {e}"))
+        })?;
         all.extend(theirs.map(|told| (rank, told)));
     }
     Ok(all)
@@ -135,6 +146,7 @@ fn write_file(path: &Path, text: &[u8]) -> Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
     }
-    let file = files::open_to_write(path, OpenOptions::new().write(true).create(true).truncate(true));
+    let file =
+        files::open_to_write(path, OpenOptions::new().write(true).create(true).truncate(true));
     file.and_then(|mut file| file.write_all(text)).map_err(|e| Error::io("write", path, e))
 }

@@ -60,7 +60,10 @@ impl Summary {
         Self {
             steps,
             seconds,
-            main: main.into_iter().map(|((group, name), total)| (group, name.to_string(), total)).collect(),
+            main: main
+                .into_iter()
+                .map(|((group, name), total)| (group, name.to_string(), total))
+                .collect(),
             beside: beside.into_iter().map(|(name, total)| (name.to_string(), total)).collect(),
         }
     }
@@ -91,7 +94,8 @@ impl Summary {
             flops: total.flops / ranks,
             bytes: total.bytes / ranks,
         };
-        mean.main = main.into_iter().map(|((group, name), total)| (group, name, scaled(total))).collect();
+        mean.main =
+            main.into_iter().map(|((group, name), total)| (group, name, scaled(total))).collect();
         mean.beside = beside.into_iter().map(|(name, total)| (name, scaled(total))).collect();
         mean
     }
@@ -118,8 +122,9 @@ fn own_seconds(events: &[Event]) -> Vec<f64> {
     let mut own: Vec<f64> = events.iter().map(|e| e.length.as_secs_f64()).collect();
     let mut open: Vec<usize> = Vec::new();
     for (at, event) in events.iter().enumerate() {
-        let holds =
-            |outer: &Event| outer.thread == event.thread && event.start + event.length <= outer.start + outer.length;
+        let holds = |outer: &Event| {
+            outer.thread == event.thread && event.start + event.length <= outer.start + outer.length
+        };
         while open.last().is_some_and(|&outer| !holds(&events[outer])) {
             open.pop();
         }
@@ -139,7 +144,16 @@ mod tests {
 
     fn event(name: &'static str, kind: Kind, thread: usize, start: u64, length: u64) -> Event {
         let ms = Duration::from_millis;
-        Event { name, kind, thread, start: ms(start), length: ms(length), flops: 100, bytes: 10, place: None }
+        Event {
+            name,
+            kind,
+            thread,
+            start: ms(start),
+            length: ms(length),
+            flops: 100,
+            bytes: 10,
+            place: None,
+        }
     }
 
     #[test]

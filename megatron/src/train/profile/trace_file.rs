@@ -11,7 +11,13 @@ use super::write_file;
 use crate::{Error, Result};
 
 /// Writes one rank's trace. Times count from the Unix epoch, so that the traces of all ranks can be laid over each other.
-pub fn write(path: &Path, rank: usize, label: &str, recorder: &Recorder, events: &[Event]) -> Result<()> {
+pub fn write(
+    path: &Path,
+    rank: usize,
+    label: &str,
+    recorder: &Recorder,
+    events: &[Event],
+) -> Result<()> {
     let mut entries = vec![metadata("process_name", rank, 0, json!({ "name": label }))];
     entries.push(metadata("process_sort_index", rank, 0, json!({ "sort_index": rank })));
     for (thread, name) in recorder.threads().iter().enumerate() {
@@ -21,7 +27,8 @@ pub fn write(path: &Path, rank: usize, label: &str, recorder: &Recorder, events:
     let zero = recorder.begin_unix().as_secs_f64() * 1e6;
     entries.extend(events.iter().map(|event| entry(event, rank, zero)));
     let trace = json!({ "displayTimeUnit": "ms", "traceEvents": entries });
-    let text = serde_json::to_vec(&trace).map_err(|e| Error::config(format!("cannot write a trace: {e}")))?;
+    let text = serde_json::to_vec(&trace)
+        .map_err(|e| Error::config(format!("cannot write a trace: {e}")))?;
     write_file(path, &text)
 }
 

@@ -140,11 +140,15 @@ mod tests {
 
     #[test]
     fn records_are_those_of_tensorboard_byte_for_byte() {
-        let cases: Vec<Case> = serde_json::from_str(include_str!("../../../tests/fixtures/tensorboard.json")).unwrap();
+        let cases: Vec<Case> =
+            serde_json::from_str(include_str!("../../../tests/fixtures/tensorboard.json")).unwrap();
         assert!(cases.len() > 5);
         for case in cases {
-            let scalars: Vec<(&str, f64)> =
-                case.scalars.iter().map(|(tag, value)| (tag.as_str(), value.parse().unwrap())).collect();
+            let scalars: Vec<(&str, f64)> = case
+                .scalars
+                .iter()
+                .map(|(tag, value)| (tag.as_str(), value.parse().unwrap()))
+                .collect();
             let what = match case.what.as_str() {
                 "file_version" => What::FileVersion,
                 "session_start" => What::SessionStart,
@@ -163,6 +167,9 @@ mod tests {
         for value in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 1e300] {
             assert!(simple_value(value).is_nan(), "{value}");
         }
-        assert_eq!([simple_value(0.1), simple_value(-3e38), simple_value(1e-300)], [0.1, -3e38, 0.0]);
+        assert_eq!(
+            [simple_value(0.1), simple_value(-3e38), simple_value(1e-300)],
+            [0.1, -3e38, 0.0]
+        );
     }
 }

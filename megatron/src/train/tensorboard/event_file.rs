@@ -32,7 +32,11 @@ impl EventFile {
             Some(last) => (now() as u64).max(last.saturating_add(1)),
             None => now() as u64,
         };
-        let path = folder.join(format!("{NAME}{second:010}.{}.{}.{number}", this_host(), std::process::id()));
+        let path = folder.join(format!(
+            "{NAME}{second:010}.{}.{}.{number}",
+            this_host(),
+            std::process::id()
+        ));
         let file = OpenOptions::new().write(true).create_new(true).open(&path);
         let file = file.map_err(|e| Error::io("create", &path, e))?;
         let mut events = Self { path, file: BufWriter::new(file) };
@@ -82,7 +86,8 @@ fn last_second(folder: &Path) -> Result<Option<u64>> {
     };
     for entry in entries {
         let name = entry.map_err(unreadable)?.file_name();
-        let second = name.to_str().and_then(|name| name.strip_prefix(NAME)?.split('.').next()?.parse().ok());
+        let second =
+            name.to_str().and_then(|name| name.strip_prefix(NAME)?.split('.').next()?.parse().ok());
         last = last.max(second);
     }
     Ok(last)
@@ -102,7 +107,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("new/board");
         assert!(!has_events(&dir).unwrap());
-        let paths: Vec<PathBuf> = (0..3).map(|_| EventFile::create(&dir, 0, 1).unwrap().path).collect();
+        let paths: Vec<PathBuf> =
+            (0..3).map(|_| EventFile::create(&dir, 0, 1).unwrap().path).collect();
         assert!(has_events(&dir).unwrap() && paths.is_sorted(), "{paths:?}");
         std::fs::write(dir.join(format!("{NAME}9000000000.far.1.0")), "").unwrap();
         let after = EventFile::create(&dir, 0, 1).unwrap().path;

@@ -65,8 +65,11 @@ impl TensorboardWriter {
     pub fn step(&mut self, m: &StepMetrics) -> Result<()> {
         if m.iteration.is_multiple_of(self.settings.log_interval) {
             let batch_size = m.global_batch_size as f64;
-            let mut curves =
-                vec![("learning-rate", m.learning_rate), ("batch-size", batch_size), ("lm loss", m.lm_loss)];
+            let mut curves = vec![
+                ("learning-rate", m.learning_rate),
+                ("batch-size", batch_size),
+                ("lm loss", m.lm_loss),
+            ];
             if self.has_loss_scale {
                 curves.push(("loss-scale", m.loss_scale));
             }
@@ -75,7 +78,10 @@ impl TensorboardWriter {
             curves.extend(m.params_norm.map(|norm| ("params-norm", norm)));
             self.on_both_axes((m.iteration, m.consumed_samples), &curves)?;
             if self.settings.log_memory {
-                self.steps.scalars(m.iteration, &[("mem-max-allocated-bytes", m.memory.allocated as f64)])?;
+                self.steps.scalars(
+                    m.iteration,
+                    &[("mem-max-allocated-bytes", m.memory.allocated as f64)],
+                )?;
             }
         }
         let window = &mut self.window;
@@ -87,7 +93,8 @@ impl TensorboardWriter {
             if self.settings.log_timers {
                 let seconds = elapsed_ms / 1e3 / steps as f64;
                 let tflops = if elapsed_ms > 0.0 { work / elapsed_ms } else { 0.0 };
-                self.steps.scalars(m.iteration, &[("iteration-time", seconds), ("throughput", tflops)])?;
+                self.steps
+                    .scalars(m.iteration, &[("iteration-time", seconds), ("throughput", tflops)])?;
             }
         }
         if self.flushed.elapsed() < DELAY { Ok(()) } else { self.flush() }
@@ -109,7 +116,11 @@ impl TensorboardWriter {
         self.flush()
     }
 
-    fn on_both_axes(&mut self, (iteration, samples): (u64, u64), curves: &[(&str, f64)]) -> Result<()> {
+    fn on_both_axes(
+        &mut self,
+        (iteration, samples): (u64, u64),
+        curves: &[(&str, f64)],
+    ) -> Result<()> {
         self.steps.scalars(iteration, curves)?;
         let tags: Vec<String> = curves.iter().map(|(tag, _)| format!("{tag} vs samples")).collect();
         let curves: Vec<(&str, f64)> =

@@ -24,7 +24,10 @@ fn writer(dir: &Path, log_timers: bool, log_interval: u64) -> TensorboardWriter 
 
 /// The content of the only event file of `dir`.
 fn content(dir: &Path) -> Vec<u8> {
-    let mut files = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.is_file());
+    let mut files = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_file());
     let content = std::fs::read(files.next().unwrap()).unwrap();
     assert!(files.next().is_none());
     content
@@ -50,7 +53,9 @@ fn values_are_shown_once_a_second_and_after_evaluations() {
     assert_eq!(shown(), 2);
     writer.step(&step(3)).unwrap();
     assert_eq!(shown(), 2);
-    writer.eval(&EvalMetrics { iteration: 3, split: "validation".into(), lm_loss: 2.0 }, 24).unwrap();
+    writer
+        .eval(&EvalMetrics { iteration: 3, split: "validation".into(), lm_loss: 2.0 }, 24)
+        .unwrap();
     assert_eq!(shown(), 3);
     writer.step(&step(4)).unwrap();
     drop(writer);

@@ -55,7 +55,8 @@ impl HfConfig {
     /// As [`HfConfig::read`].
     pub fn read_file(path: &Path) -> Result<Self> {
         let bytes = files::read(path, MAX_CONFIG_BYTES).map_err(|e| Error::io("read", path, e))?;
-        let json = serde_json::from_slice(&bytes).map_err(|e| Error::checkpoint(path, format!("is no config: {e}")))?;
+        let json = serde_json::from_slice(&bytes)
+            .map_err(|e| Error::checkpoint(path, format!("is no config: {e}")))?;
         Self::from_json(path, json)
     }
 
@@ -64,7 +65,8 @@ impl HfConfig {
     /// # Errors
     /// As [`HfConfig::read`].
     pub fn from_json(path: &Path, json: Map<String, Value>) -> Result<Self> {
-        let (family, model, passed_over) = understand(&json).map_err(|why| Error::checkpoint(path, why))?;
+        let (family, model, passed_over) =
+            understand(&json).map_err(|why| Error::checkpoint(path, why))?;
         ParallelConfig::default()
             .validate_with(&model, &names(family))
             .map_err(|e| Error::checkpoint(path, format!("describes an impossible model: {e}")))?;
@@ -78,8 +80,9 @@ impl HfConfig {
     /// A line on the fields that were passed over, if there were any.
     pub fn note(&self) -> Option<String> {
         let passed_over = self.passed_over.join(", ");
-        (!passed_over.is_empty())
-            .then(|| format!("{} sets what changes no result here: {passed_over}", self.path.display()))
+        (!passed_over.is_empty()).then(|| {
+            format!("{} sets what changes no result here: {passed_over}", self.path.display())
+        })
     }
 }
 
@@ -113,14 +116,20 @@ fn names(family: Family) -> Sources {
 }
 
 /// The family, the model, and the fields that were passed over.
-fn understand(json: &Map<String, Value>) -> std::result::Result<(Family, ModelConfig, Vec<String>), String> {
+fn understand(
+    json: &Map<String, Value>,
+) -> std::result::Result<(Family, ModelConfig, Vec<String>), String> {
     let known = || Family::ALL.map(Family::architecture).join(", ");
     let model_type = json.get("model_type").and_then(Value::as_str).ok_or("names no model_type")?;
     let family = Family::ALL.into_iter().find(|family| family.model_type() == model_type);
-    let family = family.ok_or_else(|| format!("model_type {model_type:?} is not known; known are {}", known()))?;
+    let family = family
+        .ok_or_else(|| format!("model_type {model_type:?} is not known; known are {}", known()))?;
     if let Some(Value::Array(names)) = json.get("architectures") {
-        let bare = family.architecture().replace("LMHeadModel", "Model").replace("ForCausalLM", "Model");
-        if let Some(other) = names.iter().find(|name| **name != family.architecture() && **name != bare.as_str()) {
+        let bare =
+            family.architecture().replace("LMHeadModel", "Model").replace("ForCausalLM", "Model");
+        if let Some(other) =
+            names.iter().find(|name| **name != family.architecture() && **name != bare.as_str())
+        {
             return Err(format!("architecture {other} is not known; known are {}", known()));
         }
     }

@@ -26,7 +26,9 @@ pub(super) fn gpt2(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
     f.must_be("scale_attn_by_inverse_layer_idx", false, false)?;
     let (embedding, residual) = (f.float("embd_pdrop", 0.1)?, f.float("resid_pdrop", 0.1)?);
     if embedding != residual {
-        return Err(format!("embd_pdrop {embedding} and resid_pdrop {residual} differ; one dropout serves both here"));
+        return Err(format!(
+            "embd_pdrop {embedding} and resid_pdrop {residual} differ; one dropout serves both here"
+        ));
     }
     f.ignore(&["n_ctx", "reorder_and_upcast_attn"]);
     Ok(ModelConfig {
@@ -112,12 +114,19 @@ pub(super) fn llama(f: &mut Fields, family: Family) -> std::result::Result<Model
 fn num_layers(f: &mut Fields, names: &[&str]) -> std::result::Result<usize, String> {
     match f.int(names)? {
         layers @ ..=MOST_LAYERS => Ok(layers),
-        layers => Err(format!("{} is {layers}; more than {MOST_LAYERS} are taken for a mistake", names.join(" or "))),
+        layers => Err(format!(
+            "{} is {layers}; more than {MOST_LAYERS} are taken for a mistake",
+            names.join(" or ")
+        )),
     }
 }
 
 /// The attention's window and the layers that have none.
-fn sliding_window(f: &mut Fields, family: Family, layers: usize) -> std::result::Result<Option<SlidingWindow>, String> {
+fn sliding_window(
+    f: &mut Fields,
+    family: Family,
+    layers: usize,
+) -> std::result::Result<Option<SlidingWindow>, String> {
     let mut size = match family {
         // What `MistralConfig` and `Qwen2Config` assume where the field is absent; null is none to
         // them.
@@ -144,7 +153,10 @@ fn sliding_window(f: &mut Fields, family: Family, layers: usize) -> std::result:
                 return Err(format!("layer_types holds {SLIDING:?} without a sliding_window"));
             }
             if types.len() != layers {
-                return Err(format!("layer_types names {} layers, and num_hidden_layers is {layers}", types.len()));
+                return Err(format!(
+                    "layer_types names {} layers, and num_hidden_layers is {layers}",
+                    types.len()
+                ));
             }
             let listed: Vec<usize> = (0..layers).filter(|&layer| types[layer] == FULL).collect();
             // Mistral's layers are alike whatever is listed.
@@ -182,13 +194,19 @@ fn rope(f: &mut Fields) -> std::result::Result<(f64, RopeScaling), String> {
     Ok(found.unwrap_or((outer, RopeScaling::None)))
 }
 
-fn rope_of(name: &str, map: &Map<String, Value>, outer: f64) -> std::result::Result<(f64, RopeScaling), String> {
+fn rope_of(
+    name: &str,
+    map: &Map<String, Value>,
+    outer: f64,
+) -> std::result::Result<(f64, RopeScaling), String> {
     let mut inner = Fields::new(map);
     let base = inner.float("rope_theta", outer)?;
     inner.must_number("partial_rotary_factor", 1.0)?;
     let kind = match inner.take("rope_type").or_else(|| inner.take("type")) {
         None => "default",
-        Some(kind) => kind.as_str().ok_or_else(|| format!("{name}: rope_type is {kind}, not a name"))?,
+        Some(kind) => {
+            kind.as_str().ok_or_else(|| format!("{name}: rope_type is {kind}, not a name"))?
+        }
     };
     inner.ignore(&["type"]); // an older name of rope_type
     let need = |inner: &mut Fields, key: &str| {
@@ -199,14 +217,26 @@ fn rope_of(name: &str, map: &Map<String, Value>, outer: f64) -> std::result::Res
         "linear" => RopeScaling::Linear { factor: need(&mut inner, "factor")? },
         "llama3" => {
             let factor = need(&mut inner, "factor")?;
-            let (low, high) = (need(&mut inner, "low_freq_factor")?, need(&mut inner, "high_freq_factor")?);
+            let (low, high) =
+                (need(&mut inner, "low_freq_factor")?, need(&mut inner, "high_freq_factor")?);
             if low >= high {
-                return Err(format!("{name}: low_freq_factor {low} must be below high_freq_factor {high}"));
+                return Err(format!(
+                    "{name}: low_freq_factor {low} must be below high_freq_factor {high}"
+                ));
             }
             let original_max_position = inner.int(&["original_max_position_embeddings"])?;
-            RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_max_position }
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position,
+            }
         }
-        other => return Err(format!("{name} of type {other:?} is not known; known are default, linear, llama3")),
+        other => {
+            return Err(format!(
+                "{name} of type {other:?} is not known; known are default, linear, llama3"
+            ));
+        }
     };
     inner.ignore(&["original_max_position_embeddings"]); // of other types, a note
     inner.finish().map_err(|why| format!("{name}: {why}"))?;

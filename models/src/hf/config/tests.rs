@@ -28,7 +28,11 @@ fn a_written_config_reads_as_the_same_model() {
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64});
     bases.push(with(llama(), "rope_scaling", llama3));
-    bases.push(with(llama(), "rope_parameters", json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})));
+    bases.push(with(
+        llama(),
+        "rope_parameters",
+        json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}),
+    ));
     bases.push(with(with(llama(), "attention_bias", json!(true)), "mlp_bias", json!(true)));
     bases.push(json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64,
         "intermediate_size": 96, "max_position_embeddings": 128, "num_attention_heads": 8, "num_hidden_layers": 2,
@@ -40,8 +44,10 @@ fn a_written_config_reads_as_the_same_model() {
         sliding.as_object().unwrap().iter().for_each(|(key, value)| qwen2[key] = value.clone());
         bases.push(qwen2);
     }
-    bases.push(json!({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32,
-        "vocab_size": 100}));
+    bases.push(
+        json!({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32,
+        "vocab_size": 100}),
+    );
     bases.push(json!({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
         "seq_length": 64}));
     for json in bases {
@@ -56,12 +62,18 @@ fn a_written_config_reads_as_the_same_model() {
 fn what_would_change_the_result_is_refused_by_name() {
     let refusals = [
         (with(llama(), "model_type", json!("mamba")), "mamba"),
-        (with(llama(), "architectures", json!(["LlamaForSequenceClassification"])), "LlamaForSequenceClassification"),
+        (
+            with(llama(), "architectures", json!(["LlamaForSequenceClassification"])),
+            "LlamaForSequenceClassification",
+        ),
         (with(llama(), "hidden_act", json!("relu")), "hidden_act"),
         (with(llama(), "attention_bias", json!(true)), "attention_bias"),
         (with(llama(), "rope_scaling", json!({"type": "dynamic", "factor": 2.0})), "dynamic"),
         (with(llama(), "rope_scaling", json!({"rope_type": "linear"})), "factor"),
-        (with(llama(), "rope_scaling", json!({"rope_type": "linear", "factor": 2, "beta": 3})), "beta"),
+        (
+            with(llama(), "rope_scaling", json!({"rope_type": "linear", "factor": 2, "beta": 3})),
+            "beta",
+        ),
         (
             with(llama(), "quantization_config", json!({"quant_method": "gptq", "bits": 4})),
             "method gptq): its weights are",
@@ -78,7 +90,10 @@ fn what_would_change_the_result_is_refused_by_name() {
         ),
         (with(llama(), "num_key_value_heads", json!(3)), "num_key_value_heads"),
         (with(llama(), "hidden_size", json!("64")), "hidden_size"),
-        (with(llama(), "layer_types", json!(["linear_attention", "full_attention"])), "linear_attention"),
+        (
+            with(llama(), "layer_types", json!(["linear_attention", "full_attention"])),
+            "linear_attention",
+        ),
     ];
     for (json, name) in refusals {
         let why = read(json).unwrap_err();
@@ -101,7 +116,10 @@ fn what_would_change_the_result_is_refused_by_name() {
 /// The refusal of a file with this content.
 fn refusal(json: Value) -> String {
     let json = json.as_object().unwrap().clone();
-    HfConfig::from_json(Path::new("config.json"), json).map(|config| format!("{config:?}")).unwrap_err().to_string()
+    HfConfig::from_json(Path::new("config.json"), json)
+        .map(|config| format!("{config:?}"))
+        .unwrap_err()
+        .to_string()
 }
 
 #[test]
@@ -111,15 +129,27 @@ fn impossible_models_are_refused_by_the_files_own_names() {
         "original_max_position_embeddings": 64});
     let bloom = json!({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100});
     for (json, name) in [
-        (with(llama(), "rms_norm_eps", json!(-1)), "(rms_norm_eps) must be a finite number above 0"),
+        (
+            with(llama(), "rms_norm_eps", json!(-1)),
+            "(rms_norm_eps) must be a finite number above 0",
+        ),
         (with(llama(), "rope_theta", json!(0)), "(rope_theta) must be a finite number above 0"),
-        (scaling(json!({"rope_type": "linear", "factor": 0})), "(factor in rope_scaling) must be a finite"),
+        (
+            scaling(json!({"rope_type": "linear", "factor": 0})),
+            "(factor in rope_scaling) must be a finite",
+        ),
         (scaling(llama3), "low_freq_factor 4 must be below high_freq_factor 4"),
         (with(mistral(), "sliding_window", json!(0)), "sliding_window = 0 must be at least 1"),
         (with(llama(), "attention_dropout", json!(5)), "attention_dropout = 5 must lie in [0, 1)"),
-        (with(llama(), "max_position_embeddings", json!(0)), "(max_position_embeddings) must be at least 1"),
+        (
+            with(llama(), "max_position_embeddings", json!(0)),
+            "(max_position_embeddings) must be at least 1",
+        ),
         (with(llama(), "num_hidden_layers", json!(0)), "(num_hidden_layers) must be at least 1"),
-        (with(llama(), "num_hidden_layers", json!(2_000_000_000)), "num_hidden_layers is 2000000000"),
+        (
+            with(llama(), "num_hidden_layers", json!(2_000_000_000)),
+            "num_hidden_layers is 2000000000",
+        ),
         (with(llama(), "vocab_size", json!(0)), "vocabulary without tokens"),
         (with(bloom.clone(), "n_layer", json!(2_000_000_000)), "num_hidden_layers is 2000000000"),
         (with(bloom, "layer_norm_epsilon", json!(0)), "(layer_norm_epsilon) must be a finite"),
@@ -150,7 +180,11 @@ fn layers_have_the_windows_that_the_family_gives_them() {
     let mixed = json!(["sliding_attention", "full_attention"]);
     let why = read(with(mistral(), "layer_types", mixed.clone())).unwrap_err();
     assert!(why.contains("layer_types"), "{why}");
-    let qwen = with(with(llama(), "model_type", json!("qwen2")), "architectures", json!(["Qwen2ForCausalLM"]));
+    let qwen = with(
+        with(llama(), "model_type", json!("qwen2")),
+        "architectures",
+        json!(["Qwen2ForCausalLM"]),
+    );
     let qwen = with(qwen, "sliding_window", json!(16));
     assert_eq!(windows(qwen.clone()), [None; 2]);
     let on = with(qwen, "use_sliding_window", json!(true));
@@ -172,8 +206,7 @@ fn null_and_an_empty_object_count_as_absent_for_every_field() {
     full["rope_theta"] = json!(5e5);
     let qwen2 = json!({"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128,
         "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 100});
-    let gpt2 =
-        json!({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100});
+    let gpt2 = json!({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100});
     let bloom = json!({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100});
     let fields = [
         "rope_scaling",
@@ -208,24 +241,43 @@ fn null_and_an_empty_object_count_as_absent_for_every_field() {
             without.as_object_mut().unwrap().remove(field);
             let expected = read(without).unwrap();
             for nothing in [Value::Null, json!({})] {
-                assert_eq!(read(with(base.clone(), field, nothing.clone())).unwrap(), expected, "{field} {nothing}");
+                assert_eq!(
+                    read(with(base.clone(), field, nothing.clone())).unwrap(),
+                    expected,
+                    "{field} {nothing}"
+                );
             }
         }
     }
     // Beside the other spelling, which holds.
-    let both =
-        with(with(llama(), "rope_parameters", json!({"rope_theta": 5e5, "type": null})), "rope_scaling", json!({}));
+    let both = with(
+        with(llama(), "rope_parameters", json!({"rope_theta": 5e5, "type": null})),
+        "rope_scaling",
+        json!({}),
+    );
     assert_eq!(read(both).unwrap().1.rotary_base, 5e5);
-    assert_eq!(read(with(full, "rope_scaling", json!({"rope_type": {}}))).unwrap().1.rotary_base, 5e5);
+    assert_eq!(
+        read(with(full, "rope_scaling", json!({"rope_type": {}}))).unwrap().1.rotary_base,
+        5e5
+    );
 }
 
 #[test]
 fn fields_that_change_no_result_are_passed_over_and_those_of_other_programs_are_named() {
-    let noted =
-        |json: Value| HfConfig::from_json(Path::new("config.json"), json.as_object().unwrap().clone()).unwrap().note();
+    let noted = |json: Value| {
+        HfConfig::from_json(Path::new("config.json"), json.as_object().unwrap().clone())
+            .unwrap()
+            .note()
+    };
     let mut plain = llama();
-    for field in ["_name_or_path", "transformers_version", "dtype", "task_specific_params", "auto_map", "eos_token_id"]
-    {
+    for field in [
+        "_name_or_path",
+        "transformers_version",
+        "dtype",
+        "task_specific_params",
+        "auto_map",
+        "eos_token_id",
+    ] {
         plain[field] = json!("any");
     }
     assert_eq!(noted(plain.clone()), None);
@@ -242,6 +294,7 @@ fn fields_that_change_no_result_are_passed_over_and_those_of_other_programs_are_
         let note = noted(with(plain.clone(), field, value)).unwrap();
         assert_eq!(note, format!("config.json sets what changes no result here: {field}"));
     }
-    let idle = json!({"quant_method": "bitsandbytes", "load_in_4bit": false, "load_in_8bit": false});
+    let idle =
+        json!({"quant_method": "bitsandbytes", "load_in_4bit": false, "load_in_8bit": false});
     assert_eq!(noted(with(plain, "quantization_config", idle)), None);
 }

@@ -13,11 +13,15 @@ use crate::families::Family;
 /// If none has all of its settings; the message says what each lacks.
 pub fn family_of(m: &ModelConfig) -> Result<Family> {
     let layer_norm = m.normalization == Normalization::LayerNorm;
-    let plain = layer_norm && !m.swiglu && m.bias_linear && m.num_query_groups == m.num_attention_heads;
+    let plain =
+        layer_norm && !m.swiglu && m.bias_linear && m.num_query_groups == m.num_attention_heads;
     let square = m.num_attention_heads * m.head_dim == m.hidden_size;
     let qwen2 = m.qkv_bias && !m.bias_linear;
     if let Some(window) = &m.sliding_window {
-        let llama = m.position_embedding == PositionEmbedding::Rope && !layer_norm && m.swiglu && !m.embed_layernorm;
+        let llama = m.position_embedding == PositionEmbedding::Rope
+            && !layer_norm
+            && m.swiglu
+            && !m.embed_layernorm;
         return match llama {
             true if qwen2 => Ok(Family::Qwen2),
             true if !m.bias_linear && window.full_layers.is_empty() => Ok(Family::Mistral),
@@ -28,8 +32,12 @@ pub fn family_of(m: &ModelConfig) -> Result<Family> {
         };
     }
     match m.position_embedding {
-        PositionEmbedding::LearnedAbsolute if plain && square && !m.embed_layernorm => Ok(Family::Gpt2),
-        PositionEmbedding::Alibi if plain && square && m.embed_layernorm && m.ffn_hidden_size == 4 * m.hidden_size => {
+        PositionEmbedding::LearnedAbsolute if plain && square && !m.embed_layernorm => {
+            Ok(Family::Gpt2)
+        }
+        PositionEmbedding::Alibi
+            if plain && square && m.embed_layernorm && m.ffn_hidden_size == 4 * m.hidden_size =>
+        {
             Ok(Family::Bloom)
         }
         PositionEmbedding::Rope if !layer_norm && m.swiglu && !m.embed_layernorm => {
@@ -95,12 +103,16 @@ pub fn to_json(m: &ModelConfig, family: Family) -> Map<String, Value> {
             json["attention_bias"] = json!(m.bias_linear);
             json["mlp_bias"] = json!(m.bias_linear);
         }
-        Family::Mistral => json["sliding_window"] = json!(m.sliding_window.as_ref().map(|window| window.size)),
+        Family::Mistral => {
+            json["sliding_window"] = json!(m.sliding_window.as_ref().map(|window| window.size))
+        }
         Family::Qwen2 => {
             json["use_sliding_window"] = json!(m.sliding_window.is_some());
             if let Some(window) = &m.sliding_window {
                 let full = |layer: &usize| window.full_layers.contains(layer);
-                let types: Vec<_> = (0..m.num_layers).map(|layer| if full(&layer) { FULL } else { SLIDING }).collect();
+                let types: Vec<_> = (0..m.num_layers)
+                    .map(|layer| if full(&layer) { FULL } else { SLIDING })
+                    .collect();
                 json["sliding_window"] = json!(window.size);
                 json["max_window_layers"] = json!((0..m.num_layers).take_while(full).count());
                 json["layer_types"] = json!(types);
@@ -118,7 +130,12 @@ fn rope_json(scaling: RopeScaling) -> Value {
     match scaling {
         RopeScaling::None => Value::Null,
         RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position } => json!({
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position,
+        } => json!({
             "rope_type": "llama3",
             "factor": factor,
             "low_freq_factor": low_freq_factor,

@@ -110,10 +110,11 @@ impl FromStr for Partition {
             "parameters" => PartitionMethod::Parameters,
             "flops" => PartitionMethod::Flops,
             list => {
-                let sizes: Result<Vec<usize>, _> = list.split(',').map(|n| n.trim().parse()).collect();
-                PartitionMethod::Explicit(
-                    sizes.map_err(|_| "expected uniform, parameters, flops, or layers per stage such as 3,4,4,3")?,
-                )
+                let sizes: Result<Vec<usize>, _> =
+                    list.split(',').map(|n| n.trim().parse()).collect();
+                PartitionMethod::Explicit(sizes.map_err(
+                    |_| "expected uniform, parameters, flops, or layers per stage such as 3,4,4,3",
+                )?)
             }
         };
         Ok(Self(method))

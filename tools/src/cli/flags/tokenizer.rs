@@ -71,9 +71,13 @@ impl TokenizerFlags {
             ("--vocab-file", self.vocab_file.is_some()),
             ("--merge-file", self.merge_file.is_some()),
         ];
-        let others: Vec<&str> = others.into_iter().filter_map(|(name, given)| given.then_some(name)).collect();
+        let others: Vec<&str> =
+            others.into_iter().filter_map(|(name, given)| given.then_some(name)).collect();
         if let Some(name) = &self.tokenizer {
-            let note = format!("note: --tokenizer {name} says which tokenizer; passed over: {}", others.join(", "));
+            let note = format!(
+                "note: --tokenizer {name} says which tokenizer; passed over: {}",
+                others.join(", ")
+            );
             let note = (!others.is_empty()).then_some(note);
             return Ok(ChosenTokenizer { name: Some(name.clone()), options, note });
         }
@@ -82,16 +86,21 @@ impl TokenizerFlags {
             options: options.clone(),
             note: None,
         };
-        let kind = match (&self.tokenizer_type, &self.vocab_file, &self.merge_file, &self.tokenizer_model) {
-            (Some(kind), ..) => kind.as_str(),
-            (None, None, None, None) => return Ok(ChosenTokenizer { options, ..Default::default() }),
-            (None, None, None, Some(_)) => "HuggingFaceTokenizer",
-            _ => "GPT2BPETokenizer",
-        };
+        let kind =
+            match (&self.tokenizer_type, &self.vocab_file, &self.merge_file, &self.tokenizer_model)
+            {
+                (Some(kind), ..) => kind.as_str(),
+                (None, None, None, None) => {
+                    return Ok(ChosenTokenizer { options, ..Default::default() });
+                }
+                (None, None, None, Some(_)) => "HuggingFaceTokenizer",
+                _ => "GPT2BPETokenizer",
+            };
         match kind {
             "GPT2BPETokenizer" => match (&self.vocab_file, &self.merge_file) {
                 (Some(vocab), Some(merges)) => {
-                    let options = TokenizerOptions { merge_file: Some(merges.clone()), ..options.clone() };
+                    let options =
+                        TokenizerOptions { merge_file: Some(merges.clone()), ..options.clone() };
                     Ok(ChosenTokenizer { options, ..of(vocab) })
                 }
                 (vocab, merges) => {
@@ -122,7 +131,10 @@ impl TokenizerFlags {
                     "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, a tokenizer.json or its folder",
                 )),
             },
-            "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer" | "TikTokenizer" => {
+            "SentencePieceTokenizer"
+            | "GPTSentencePieceTokenizer"
+            | "Llama2Tokenizer"
+            | "TikTokenizer" => {
                 let served = self.tokenizer_model.as_deref().and_then(served_by).ok_or_else(|| {
                     let model =
                         self.tokenizer_model.as_ref().map_or(String::new(), |model| format!(" of {}", model.display()));
@@ -130,14 +142,19 @@ impl TokenizerFlags {
                         "--tokenizer-type {kind}: the files{model} of this kind are not read; {CONVERT}"
                     ))
                 })?;
-                let note = format!("note: --tokenizer-type {kind}: {} is read, which lies with it", served.display());
+                let note = format!(
+                    "note: --tokenizer-type {kind}: {} is read, which lies with it",
+                    served.display()
+                );
                 Ok(ChosenTokenizer { note: Some(note), ..of(&served) })
             }
             "BertWordPieceLowerCase"
             | "BertWordPieceCase"
             | "MultimodalTokenizer"
             | "NullMultimodalTokenizer"
-            | "SFTTokenizer" => Err(Error::usage(format!("--tokenizer-type {kind} is not there; {CONVERT}"))),
+            | "SFTTokenizer" => {
+                Err(Error::usage(format!("--tokenizer-type {kind} is not there; {CONVERT}")))
+            }
             _ => Err(Error::usage(format!(
                 "--tokenizer-type {kind}: there is no such kind; the kinds are GPT2BPETokenizer, HuggingFaceTokenizer and NullTokenizer, \
                  and --tokenizer needs none"
@@ -160,7 +177,10 @@ fn served_by(model: &Path) -> Option<PathBuf> {
 mod tests {
     use super::*;
 
-    fn chosen(flags: TokenizerFlags, vocab_size: Option<usize>) -> std::result::Result<ChosenTokenizer, String> {
+    fn chosen(
+        flags: TokenizerFlags,
+        vocab_size: Option<usize>,
+    ) -> std::result::Result<ChosenTokenizer, String> {
         flags.choose(vocab_size).map_err(|error| error.to_string())
     }
 
@@ -168,13 +188,17 @@ mod tests {
     fn megatrons_flags_name_the_tokenizers_that_are_there() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(TOKENIZER_FILE), "{}").unwrap();
-        let (path, file) = (|name: &str| Some(PathBuf::from(name)), Some(folder.path().join("tokenizer.model")));
+        let (path, file) =
+            (|name: &str| Some(PathBuf::from(name)), Some(folder.path().join("tokenizer.model")));
         let kind = |kind: &str| Some(kind.to_string());
         let json = folder.path().join(TOKENIZER_FILE).display().to_string();
         let base = TokenizerFlags::default;
         // With --vocab-size 50 each.
         let cases: [(TokenizerFlags, &str); 8] = [
-            (TokenizerFlags { vocab_file: path("v.json"), merge_file: path("m.txt"), ..base() }, "v.json"),
+            (
+                TokenizerFlags { vocab_file: path("v.json"), merge_file: path("m.txt"), ..base() },
+                "v.json",
+            ),
             (
                 TokenizerFlags {
                     vocab_file: path("v.json"),
@@ -185,9 +209,16 @@ mod tests {
                 "v.json",
             ),
             (TokenizerFlags { tokenizer_type: kind("NullTokenizer"), ..base() }, "null:50"),
-            (TokenizerFlags { tokenizer_model: Some(folder.path().into()), ..base() }, folder.path().to_str().unwrap()),
             (
-                TokenizerFlags { tokenizer_model: file.clone(), tokenizer_type: kind("Llama2Tokenizer"), ..base() },
+                TokenizerFlags { tokenizer_model: Some(folder.path().into()), ..base() },
+                folder.path().to_str().unwrap(),
+            ),
+            (
+                TokenizerFlags {
+                    tokenizer_model: file.clone(),
+                    tokenizer_type: kind("Llama2Tokenizer"),
+                    ..base()
+                },
                 &json,
             ),
             (
@@ -198,15 +229,25 @@ mod tests {
                 },
                 &json,
             ),
-            (TokenizerFlags { tokenizer: kind("byte"), vocab_file: path("v.json"), ..base() }, "byte"),
-            (TokenizerFlags { tokenizer: kind("byte"), split_special_tokens: true, ..base() }, "byte"),
+            (
+                TokenizerFlags { tokenizer: kind("byte"), vocab_file: path("v.json"), ..base() },
+                "byte",
+            ),
+            (
+                TokenizerFlags { tokenizer: kind("byte"), split_special_tokens: true, ..base() },
+                "byte",
+            ),
         ];
         for (flags, name) in cases {
             let merges = flags.merge_file.clone();
             let literal = flags.split_special_tokens;
             let found = chosen(flags, Some(50)).unwrap();
             assert_eq!(found.name.as_deref(), Some(name));
-            assert_eq!((found.options.merge_file, found.options.split_special_tokens), (merges, literal), "{name}");
+            assert_eq!(
+                (found.options.merge_file, found.options.split_special_tokens),
+                (merges, literal),
+                "{name}"
+            );
         }
         assert_eq!(chosen(base(), Some(50)), Ok(ChosenTokenizer::default()));
     }
@@ -218,7 +259,8 @@ mod tests {
             tokenizer_model: model.map(PathBuf::from),
             ..Default::default()
         };
-        let only = |name: &str| TokenizerFlags { vocab_file: Some(name.into()), ..Default::default() };
+        let only =
+            |name: &str| TokenizerFlags { vocab_file: Some(name.into()), ..Default::default() };
         for (flags, parts) in [
             (
                 of("GPTSentencePieceTokenizer", Some("no/such.model")),
@@ -228,12 +270,18 @@ mod tests {
             (of("BertWordPieceCase", None), ["BertWordPieceCase is not there", "tokenizer.json"]),
             (of("MyTokenizer", None), ["MyTokenizer: there is no such kind", "GPT2BPETokenizer"]),
             (of("HuggingFaceTokenizer", None), ["HuggingFaceTokenizer needs", "--tokenizer-model"]),
-            (of("HuggingFaceTokenizer", Some("gpt2")), ["--tokenizer-model gpt2", "hf download gpt2"]),
+            (
+                of("HuggingFaceTokenizer", Some("gpt2")),
+                ["--tokenizer-model gpt2", "hf download gpt2"],
+            ),
             (of("NullTokenizer", None), ["NullTokenizer", "--vocab-size"]),
             (only("vocab.txt"), ["--vocab-file vocab.txt alone: GPT-2's BPE", "--merge-file"]),
         ] {
             let message = chosen(flags, None).unwrap_err();
-            assert!(parts.iter().all(|part| message.contains(part)), "{message} lacks one of {parts:?}");
+            assert!(
+                parts.iter().all(|part| message.contains(part)),
+                "{message} lacks one of {parts:?}"
+            );
         }
     }
 }

@@ -9,12 +9,14 @@ use crate::cli::resolve;
 use crate::commands::{Request, parse};
 
 /// What a run needs, in words of a command line.
-const LEAST: &str =
-    "--num-layers=8 --hidden-size=64 --num-attention-heads=8 --seq-length=32 --micro-batch-size=2 --lr=0.001";
+const LEAST: &str = "--num-layers=8 --hidden-size=64 --num-attention-heads=8 --seq-length=32 --micro-batch-size=2 --lr=0.001";
 
 fn resolved(words: &[String]) -> RunConfig {
-    let words: Vec<OsString> =
-        ["megatron", "pretrain"].iter().map(OsString::from).chain(words.iter().map(OsString::from)).collect();
+    let words: Vec<OsString> = ["megatron", "pretrain"]
+        .iter()
+        .map(OsString::from)
+        .chain(words.iter().map(OsString::from))
+        .collect();
     let Ok(Request::Pretrain(gathered)) = parse(&words) else { panic!("{words:?}") };
     resolve(&gathered, None).unwrap().run
 }
@@ -34,7 +36,8 @@ fn said(words: &str) -> (RunConfig, Vec<Setting>) {
         checkpoint: Some(checkpoint),
         logging: Some(logging),
     };
-    let places = Places { save: save.as_deref(), saves: save.is_some(), continues: true, tokenizer: None };
+    let places =
+        Places { save: save.as_deref(), saves: save.is_some(), continues: true, tokenizer: None };
     (run, run_file::parse(&text_of(&recorded, &places).unwrap()).unwrap().settings)
 }
 
@@ -68,8 +71,12 @@ const RUNS: [&str; 7] = [
 
 /// The words of a setting as a user types them: a list once, since the last one counts.
 fn as_typed(words: Vec<String>) -> Vec<String> {
-    let Some((flag, _)) = words[0].split_once('=').filter(|_| words.len() > 1) else { return words };
-    let value = |word: &String| word.split_once('=').map_or_else(|| word.clone(), |(_, value)| value.to_string());
+    let Some((flag, _)) = words[0].split_once('=').filter(|_| words.len() > 1) else {
+        return words;
+    };
+    let value = |word: &String| {
+        word.split_once('=').map_or_else(|| word.clone(), |(_, value)| value.to_string())
+    };
     std::iter::once(flag.to_string()).chain(words.iter().map(value)).collect()
 }
 
@@ -77,7 +84,8 @@ fn as_typed(words: Vec<String>) -> Vec<String> {
 fn what_a_checkpoint_says_makes_the_run_that_wrote_it() {
     for words in RUNS {
         let (run, settings) = said(words);
-        let again: Vec<String> = settings.into_iter().flat_map(|setting| as_typed(setting.words)).collect();
+        let again: Vec<String> =
+            settings.into_iter().flat_map(|setting| as_typed(setting.words)).collect();
         let [first, second] = [run, resolved(&again)].map(|run| serde_json::to_value(run).unwrap());
         assert_eq!(first, second, "{words}");
     }
@@ -86,7 +94,8 @@ fn what_a_checkpoint_says_makes_the_run_that_wrote_it() {
 /// A setting that is new is to be written by `text_of`, or to be named here.
 #[test]
 fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
-    let said: BTreeSet<String> = RUNS.into_iter().flat_map(|words| said(words).1).map(|setting| setting.key).collect();
+    let said: BTreeSet<String> =
+        RUNS.into_iter().flat_map(|words| said(words).1).map(|setting| setting.key).collect();
     let in_other_words = [
         "group_query_attention",
         "tokenizer_type",
@@ -142,8 +151,11 @@ fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
 
 #[test]
 fn every_key_that_is_named_is_a_setting() {
-    let keys: BTreeSet<String> =
-        sections().into_iter().flat_map(|(_, args)| args).map(|arg| arg.get_id().to_string()).collect();
+    let keys: BTreeSet<String> = sections()
+        .into_iter()
+        .flat_map(|(_, args)| args)
+        .map(|arg| arg.get_id().to_string())
+        .collect();
     let together = TOGETHER.iter().flat_map(|(those, these)| [*those, *these]);
     for key in REQUIRED.into_iter().chain(together).flatten() {
         assert!(keys.contains(*key), "{key}");

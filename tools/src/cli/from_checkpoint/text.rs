@@ -4,8 +4,9 @@ use std::fmt::{Debug, Display};
 use std::path::Path;
 
 use megatron::config::{
-    CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, LossScaling, ModelConfig, OptimizerConfig,
-    OptimizerOffload, ParallelConfig, PartitionMethod, Precision, Recompute, RopeScaling, TrainingConfig,
+    CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, LossScaling, ModelConfig,
+    OptimizerConfig, OptimizerOffload, ParallelConfig, PartitionMethod, Precision, Recompute,
+    RopeScaling, TrainingConfig,
 };
 use megatron::train::RecordedRun;
 use serde::Serialize;
@@ -123,7 +124,9 @@ impl Text {
         self.float("rotary_base", m.rotary_base);
         match m.rope_scaling {
             RopeScaling::None => {}
-            RopeScaling::Linear { factor } => self.float("rotary_seq_len_interpolation_factor", factor),
+            RopeScaling::Linear { factor } => {
+                self.float("rotary_seq_len_interpolation_factor", factor)
+            }
             RopeScaling::Llama3 { factor, .. } => {
                 self.put("use_rope_scaling", true);
                 self.float("rope_scaling_factor", factor);
@@ -210,7 +213,9 @@ impl Text {
             None => self.put("train_iters", t.train_iters),
         }
         self.put_some("exit_interval", t.exit_interval);
-        t.exit_duration_in_mins.into_iter().for_each(|minutes| self.float("exit_duration_in_mins", minutes));
+        t.exit_duration_in_mins
+            .into_iter()
+            .for_each(|minutes| self.float("exit_duration_in_mins", minutes));
         self.put("max_nonfinite_steps", t.max_nonfinite_steps);
         self.list("iterations_to_skip", &t.iterations_to_skip);
         self.put("seed", t.seed);

@@ -7,7 +7,8 @@ use super::{Entry, leave_out, refuse, unless, with};
 const EXPERTS: &str = "mixtures of experts are not there";
 const MLA: &str = "multi-latent attention is not there";
 const FP8: &str = "FP8 and FP4 are not there: use --bf16";
-const OFFLOAD: &str = "activations are not moved to the host's memory: --recompute-granularity saves memory";
+const OFFLOAD: &str =
+    "activations are not moved to the host's memory: --recompute-granularity saves memory";
 const MTP: &str = "prediction of several tokens is not there";
 const HYBRID: &str = "state-space layers (Mamba) are not there";
 const VARIANTS: &str = "attention other than softmax over queries and keys is not there";
@@ -18,7 +19,8 @@ const TEACHERS: &str = "training on the output of another model is not there";
 const IMAGES: &str = "models of images are not there";
 const RETRIEVAL: &str = "retrieval is not there";
 const ENCODERS: &str = "encoders (BERT, T5) are not there, decoders (GPT, Llama) are";
-const SERVING: &str = "it is read by Megatron-LM's servers alone; `megatron generate` continues text";
+const SERVING: &str =
+    "it is read by Megatron-LM's servers alone; `megatron generate` continues text";
 
 pub const TABLE: &[Entry] = &[
     refuse(EXPERTS, "num-experts num-moe-experts moe-use-upcycling"),
@@ -88,7 +90,12 @@ pub const TABLE: &[Entry] = &[
          fine-grained-offloading-max-inflight-offloads",
     ),
     unless(&["0"], MTP, "mtp-num-layers"),
-    with("mtp-num-layers", Nothing, MTP, "mtp-detach-heads mtp-hsm mtp-standalone mtp-use-repeated-layer"),
+    with(
+        "mtp-num-layers",
+        Nothing,
+        MTP,
+        "mtp-detach-heads mtp-hsm mtp-standalone mtp-use-repeated-layer",
+    ),
     with("mtp-num-layers", One, MTP, "mtp-*"),
     refuse(HYBRID, "is-hybrid-model hybrid-layer-pattern hybrid-override-pattern"),
     unless(&["0"], HYBRID, "hybrid-attention-ratio hybrid-mlp-ratio"),

@@ -24,12 +24,18 @@ pub const TABLE: &[Entry] = &[
         "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path \
          per-dataset-sequences-path",
     ),
-    refuse("use --reset-attention-mask and --reset-position-ids", "dataloader-inter-document-masking"),
+    refuse(
+        "use --reset-attention-mask and --reset-position-ids",
+        "dataloader-inter-document-masking",
+    ),
     leave_out(Nothing, "no token of the data is padding", "allow-ambiguous-pad-tokens"),
     refuse("fill-in-the-middle is not there", "fim-data"),
     with("fim-data", Nothing, "fill-in-the-middle is not there", "fim-no-prefix"),
     with("fim-data", One, "fill-in-the-middle is not there", "fim-*"),
-    refuse("fine-tuning on conversations (SFT) is not there: --finetune goes on with other data", "sft"),
+    refuse(
+        "fine-tuning on conversations (SFT) is not there: --finetune goes on with other data",
+        "sft",
+    ),
     with(
         "sft",
         One,
@@ -56,7 +62,11 @@ pub const TABLE: &[Entry] = &[
         "tiktoken-special-tokens special-tokens",
     ),
     unless(&["0"], "tokens that stand for gaps (T5) are not there", "vocab-extra-ids"),
-    leave_out(One, "padding of the vocabulary changes no result", "padded-vocab-size pad-vocab-size"),
+    leave_out(
+        One,
+        "padding of the vocabulary changes no result",
+        "padded-vocab-size pad-vocab-size",
+    ),
     // Checkpoints.
     leave_out(
         Nothing,
@@ -74,7 +84,11 @@ pub const TABLE: &[Entry] = &[
          ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-path",
     ),
     leave_out(Nothing, "--async-save says it", "use-persistent-ckpt-worker async-ckpt-use-cpu-shm"),
-    leave_out(One, "--async-save says it", "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority"),
+    leave_out(
+        One,
+        "--async-save says it",
+        "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority",
+    ),
     leave_out(
         Nothing,
         "random numbers are made of the seed and the step, and have no state",
@@ -90,7 +104,10 @@ pub const TABLE: &[Entry] = &[
         "`megatron import` and `megatron reshard` rewrite checkpoints",
         "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format",
     ),
-    refuse("give the layout as it is to be; a checkpoint is read under every one", "use-mp-args-from-checkpoint-args"),
+    refuse(
+        "give the layout as it is to be; a checkpoint is read under every one",
+        "use-mp-args-from-checkpoint-args",
+    ),
     refuse(
         "checkpoints that are kept for a while are not there: --save-interval says how often --save is written",
         "non-persistent-save-interval non-persistent-ckpt-type replication",

@@ -9,18 +9,27 @@ pub(super) const OTHER_LAUNCHERS: [(&[&str], &str); 10] = [
         "leave it out: a --hostfile's ranks are started over ssh. Slurm and MPI start `megatron pretrain` itself: `srun megatron pretrain …`",
     ),
     (&["launcher-args"], "use --ssh-args"),
-    (&["no-ssh"], "start `megatron launch --nnodes N --node-rank I --master-addr HOST` on every machine"),
+    (
+        &["no-ssh"],
+        "start `megatron launch --nnodes N --node-rank I --master-addr HOST` on every machine",
+    ),
     (
         &["no-ssh-check", "force-multi", "no-python", "no-local-rank"],
         "leave it out: it is so here, or there is no choice",
     ),
     (&["module"], "put the whole command after `--`: -- python -m MODULE"),
-    (&["rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone"], "use --master-addr and --master-port"),
+    (
+        &["rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone"],
+        "use --master-addr and --master-port",
+    ),
     (
         &["elastic-training", "min-elastic-nodes", "max-elastic-nodes"],
         "the number of machines is fixed; --max-restarts starts ranks again",
     ),
-    (&["bind-cores-to-rank", "bind-core-list", "enable-each-rank-log", "save-pid", "autotuning"], "this is not there"),
+    (
+        &["bind-cores-to-rank", "bind-core-list", "enable-each-rank-log", "save-pid", "autotuning"],
+        "this is not there",
+    ),
 ];
 
 /// What to do instead of a flag of another launcher; by its name with dashes.

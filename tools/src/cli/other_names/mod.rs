@@ -121,11 +121,20 @@ const fn refuse(because: &'static str, names: &'static str) -> Entry {
     Entry { names, takes: Takes::Several, what: What::Refuse, because }
 }
 
-const fn unless(values: &'static [&'static str], because: &'static str, names: &'static str) -> Entry {
+const fn unless(
+    values: &'static [&'static str],
+    because: &'static str,
+    names: &'static str,
+) -> Entry {
     Entry { names, takes: Takes::Several, what: What::Unless(values), because }
 }
 
-const fn with(flags: &'static str, takes: Takes, because: &'static str, names: &'static str) -> Entry {
+const fn with(
+    flags: &'static str,
+    takes: Takes,
+    because: &'static str,
+    names: &'static str,
+) -> Entry {
     Entry { names, takes, what: What::With(flags), because }
 }
 
@@ -133,20 +142,29 @@ const fn on(because: &'static str, names: &'static str) -> Entry {
     Entry { names, takes: Takes::Nothing, what: What::On, because }
 }
 
-const fn judged(takes: Takes, judge: fn(&Given<'_>) -> Verdict, because: &'static str, names: &'static str) -> Entry {
+const fn judged(
+    takes: Takes,
+    judge: fn(&Given<'_>) -> Verdict,
+    because: &'static str,
+    names: &'static str,
+) -> Entry {
     Entry { names, takes, what: What::Judged(judge), because }
 }
 
 impl Entry {
     pub fn judge(&self, values: &[String], line: &Line) -> Verdict {
-        let refused_if = |refused: bool| if refused { Verdict::Refused(self.because) } else { Verdict::PassedOver };
+        let refused_if = |refused: bool| {
+            if refused { Verdict::Refused(self.because) } else { Verdict::PassedOver }
+        };
         match self.what {
             What::On => refused_if(values.first().is_some_and(|value| is_off(value))),
             // `--switch=false`, or a run file's `switch = false`.
             _ if matches!(values, [value] if is_off(value)) => Verdict::PassedOver,
             What::LeaveOut => Verdict::PassedOver,
             What::Refuse => Verdict::Refused(self.because),
-            What::Unless(known) => refused_if(!values.iter().all(|value| known.iter().any(|k| same_value(k, value)))),
+            What::Unless(known) => {
+                refused_if(!values.iter().all(|value| known.iter().any(|k| same_value(k, value))))
+            }
             What::With(flags) => refused_if(flags.split(' ').any(|flag| line.has(flag))),
             What::Judged(judge) => judge(&Given { values, line, because: self.because }),
         }
@@ -178,7 +196,8 @@ pub fn find(name: &str) -> Option<&'static Entry> {
     let exact = entries().find(|entry| entry.names.split_whitespace().any(|known| known == name));
     exact.or_else(|| {
         entries().find(|entry| {
-            let mut beginnings = entry.names.split_whitespace().filter_map(|known| known.strip_suffix('*'));
+            let mut beginnings =
+                entry.names.split_whitespace().filter_map(|known| known.strip_suffix('*'));
             beginnings.any(|beginning| name.starts_with(beginning))
         })
     })

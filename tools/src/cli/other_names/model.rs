@@ -69,9 +69,24 @@ pub const TABLE: &[Entry] = &[
         "it is --position-embedding-type rope",
         "use-rotary-position-embeddings",
     ),
-    judged(Nothing, no_position_embedding, "use --position-embedding-type none", "no-position-embedding"),
-    judged(One, whole_heads, "rotary positions of a part of each head are not there", "rotary-percent"),
-    judged(Nothing, of_rope, "rotary positions of neighbouring elements are not there", "rotary-interleaved"),
+    judged(
+        Nothing,
+        no_position_embedding,
+        "use --position-embedding-type none",
+        "no-position-embedding",
+    ),
+    judged(
+        One,
+        whole_heads,
+        "rotary positions of a part of each head are not there",
+        "rotary-percent",
+    ),
+    judged(
+        Nothing,
+        of_rope,
+        "rotary positions of neighbouring elements are not there",
+        "rotary-interleaved",
+    ),
     judged(One, of_rope, "layers with and without rotary positions are not there", "no-rope-freq"),
     unless(&["rope"], "YaRN is not there", "rope-type"),
     leave_out(
@@ -79,7 +94,11 @@ pub const TABLE: &[Entry] = &[
         "it belongs to --position-embedding-type relative, which is not there",
         "relative-attention-num-buckets relative-attention-max-distance",
     ),
-    leave_out(Several, "it belongs to --position-embedding-type mrope, which is not there", "mrope-section"),
+    leave_out(
+        Several,
+        "it belongs to --position-embedding-type mrope, which is not there",
+        "mrope-section",
+    ),
     // Attention.
     judged(
         Several,
@@ -87,7 +106,12 @@ pub const TABLE: &[Entry] = &[
         "only windows of a query and the tokens before it are there: --window-size N,0, which is --sliding-window N + 1",
         "window-size",
     ),
-    with("window-size", One, "windows in some of the layers are not there", "window-attn-skip-freq"),
+    with(
+        "window-size",
+        One,
+        "windows in some of the layers are not there",
+        "window-attn-skip-freq",
+    ),
     unless(&["vanilla"], "softmax with an offset is not there", "softmax-type"),
     refuse("a scale of attention other than 1/√(width of a head) is not there", "softmax-scale"),
     refuse("gates on the output of attention are not there", "attention-output-gate"),
@@ -120,7 +144,8 @@ fn exact_gelu(given: &Given<'_>) -> Verdict {
 }
 
 fn is_rope(given: &Given<'_>) -> bool {
-    given.line.value("position-embedding-type") == Some("rope") || given.line.has("use-rotary-position-embeddings")
+    given.line.value("position-embedding-type") == Some("rope")
+        || given.line.has("use-rotary-position-embeddings")
 }
 
 /// Read with rotary positions alone.
@@ -129,7 +154,11 @@ fn of_rope(given: &Given<'_>) -> Verdict {
 }
 
 fn whole_heads(given: &Given<'_>) -> Verdict {
-    if given.values.iter().all(|value| same_value(value, "1")) { Verdict::PassedOver } else { of_rope(given) }
+    if given.values.iter().all(|value| same_value(value, "1")) {
+        Verdict::PassedOver
+    } else {
+        of_rope(given)
+    }
 }
 
 /// Megatron-LM takes it beside rotary positions alone, from the time when these were added to
@@ -145,13 +174,16 @@ fn no_position_embedding(given: &Given<'_>) -> Verdict {
 /// `(128,0)`, `128,0` or `128 0`: 128 tokens before a query, itself not counted.
 fn window(given: &Given<'_>) -> Verdict {
     let text = given.values.join(" ");
-    let numbers: Vec<&str> = text.split(['(', ')', '[', ']', ',', ' ']).filter(|number| !number.is_empty()).collect();
+    let numbers: Vec<&str> =
+        text.split(['(', ')', '[', ']', ',', ' ']).filter(|number| !number.is_empty()).collect();
     match numbers.as_slice() {
         ["-1", "0" | "-1"] => Verdict::PassedOver,
-        [before, "0"] => match before.parse::<usize>().ok().and_then(|before| before.checked_add(1)) {
-            Some(size) => Verdict::Words(vec![format!("--sliding-window={size}")]),
-            None => given.refused(),
-        },
+        [before, "0"] => {
+            match before.parse::<usize>().ok().and_then(|before| before.checked_add(1)) {
+                Some(size) => Verdict::Words(vec![format!("--sliding-window={size}")]),
+                None => given.refused(),
+            }
+        }
         _ => given.refused(),
     }
 }

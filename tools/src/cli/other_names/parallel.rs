@@ -55,18 +55,29 @@ pub const TABLE: &[Entry] = &[
         "nccl-ub use-nccl-ub disable-symmetric-registration use-sharp high-priority-a2a-comm-stream \
          use-gloo-process-groups disable-gloo-process-groups",
     ),
-    leave_out(One, "NCCL's variables (NCCL_…) say how it works", "sharp-enabled-group nccl-communicator-config-path"),
+    leave_out(
+        One,
+        "NCCL's variables (NCCL_…) say how it works",
+        "sharp-enabled-group nccl-communicator-config-path",
+    ),
     leave_out(Several, "NCCL's variables (NCCL_…) say how it works", "high-priority-stream-groups"),
     leave_out(
         Several,
         "context parallelism exchanges tokens for heads by all-to-all, which is Megatron's a2a",
         "cp-comm-type hierarchical-context-parallel-sizes",
     ),
-    refuse("context parallelism of differing sizes is not there", "hybrid-context-parallel max-seqlen-per-dp-cp-rank"),
+    refuse(
+        "context parallelism of differing sizes is not there",
+        "hybrid-context-parallel max-seqlen-per-dp-cp-rank",
+    ),
     leave_out(Nothing, "the order of ranks changes no result", "use-tp-pp-dp-mapping"),
     leave_out(One, "the launcher's LOCAL_RANK says it", "local-rank"),
     leave_out(One, "ranks meet before the model is made", "lazy-mpu-init"),
-    leave_out(One, "--distributed-timeout-minutes holds all the time", "distributed-timeout-seconds-after-init"),
+    leave_out(
+        One,
+        "--distributed-timeout-minutes holds all the time",
+        "distributed-timeout-seconds-after-init",
+    ),
     refuse("start the ranks that there are", "fake-process-group"),
     unless(
         &["1"],
@@ -74,7 +85,11 @@ pub const TABLE: &[Entry] = &[
         "gtp-weight-remat-size expert-gtp-weight-remat-size tensor-parallel-num-weight-shards \
          expert-tensor-parallel-num-weight-shards",
     ),
-    leave_out(Several, "it is read with --gtp-weight-remat-size alone, which is not there", "gtp-*"),
+    leave_out(
+        Several,
+        "it is read with --gtp-weight-remat-size alone, which is not there",
+        "gtp-*",
+    ),
     // FSDP.
     refuse(
         "weights and gradients cut over replicas (FSDP, ZeRO-2 and 3) are not there: --use-distributed-optimizer is ZeRO-1",

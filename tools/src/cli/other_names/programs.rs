@@ -13,7 +13,10 @@ pub const TABLE: &[Entry] = &[
         "use --use-distributed-optimizer, which is ZeRO-1; ZeRO-2 and 3 are not there",
         "zero-stage zero-optimization stage",
     ),
-    refuse("use --optimizer-cpu-offload or --offload-optimizer-nvme-path", "offload-optimizer cpu-optimizer"),
+    refuse(
+        "use --optimizer-cpu-offload or --offload-optimizer-nvme-path",
+        "offload-optimizer cpu-optimizer",
+    ),
     refuse(
         "weights are not moved away (ZeRO-3): --optimizer-cpu-offload and --offload-optimizer-nvme-path move the \
          optimizer's state",
@@ -46,12 +49,21 @@ pub const TABLE: &[Entry] = &[
     refuse("use --context-parallel-size", "cp-size cp context-parallel-degree"),
     refuse("use --data-parallel-size", "dp-size dp data-parallel-degree"),
     // Hugging Face's Trainer and its example scripts.
-    refuse("use --train-iters or --train-samples", "num-train-epochs max-steps num-epochs epochs training-steps"),
+    refuse(
+        "use --train-iters or --train-samples",
+        "num-train-epochs max-steps num-epochs epochs training-steps",
+    ),
     refuse("use --micro-batch-size", "per-device-train-batch-size"),
-    refuse("evaluation has the batches of training: --micro-batch-size and --eval-iters", "per-device-eval-batch-size"),
+    refuse(
+        "evaluation has the batches of training: --micro-batch-size and --eval-iters",
+        "per-device-eval-batch-size",
+    ),
     refuse("use --lr", "learning-rate"),
     refuse("use --lr-decay-style", "lr-scheduler-type"),
-    refuse("use --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction", "warmup-steps warmup-ratio"),
+    refuse(
+        "use --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
+        "warmup-steps warmup-ratio",
+    ),
     refuse("use --adam-eps", "adam-epsilon"),
     refuse("use --optimizer", "optim"),
     refuse("use --save", "output-dir save-dir"),
@@ -65,8 +77,14 @@ pub const TABLE: &[Entry] = &[
     refuse("use --seq-length", "block-size max-seq-length max-length sequence-length seq-len"),
     refuse("use --bf16 or --fp16", "torch-dtype dtype mixed-precision"),
     refuse("use --tensorboard-dir or --metrics", "report-to logging-dir"),
-    refuse("use --rdzv, or the launcher's MASTER_ADDR and MASTER_PORT", "master-addr master-port dist-url"),
-    refuse("`megatron launch` has it, or `--data-parallel-size` starts replicas", "nproc-per-node nnodes node-rank"),
+    refuse(
+        "use --rdzv, or the launcher's MASTER_ADDR and MASTER_PORT",
+        "master-addr master-port dist-url",
+    ),
+    refuse(
+        "`megatron launch` has it, or `--data-parallel-size` starts replicas",
+        "nproc-per-node nnodes node-rank",
+    ),
 ];
 
 /// Flags of programs that continue texts, for `megatron generate`: Megatron-LM's, Hugging Face's, vLLM's and
@@ -87,7 +105,10 @@ const GENERATORS: [(&[&str], &str); 6] = [
     ),
     (&["prompts", "text", "input-text"], "use --prompt, once for each text"),
     (&["model", "model-name-or-path", "model-path", "checkpoint", "ckpt"], "use --load"),
-    (&["greedy", "do-sample", "no-sample"], "--temperature 0 takes the likeliest token, above 0 it is drawn"),
+    (
+        &["greedy", "do-sample", "no-sample"],
+        "--temperature 0 takes the likeliest token, above 0 it is drawn",
+    ),
     (&["tp-size", "tp", "tensor-parallel-size"], "use --tensor-model-parallel-size"),
     (&["random-seed"], "use --seed"),
 ];

@@ -27,9 +27,11 @@ fn judge(name: &str, values: &[&str], line: &[(&str, &[&str])]) -> Verdict {
 
 #[test]
 fn every_name_of_megatron_lm_is_known() {
-    let names: Vec<String> = NAMES.lines().filter(|line| line.starts_with("--")).map(with_dashes).collect();
+    let names: Vec<String> =
+        NAMES.lines().filter(|line| line.starts_with("--")).map(with_dashes).collect();
     assert_eq!(names.len(), 991);
-    let unknown: Vec<_> = names.iter().filter(|name| !is_ours(name) && find(name).is_none()).collect();
+    let unknown: Vec<_> =
+        names.iter().filter(|name| !is_ours(name) && find(name).is_none()).collect();
     assert!(unknown.is_empty(), "{unknown:?}");
 }
 
@@ -37,10 +39,12 @@ fn every_name_of_megatron_lm_is_known() {
 fn no_flag_of_ours_is_among_them() {
     for (_, args) in sections() {
         for arg in args {
-            for name in arg.get_long().into_iter().chain(arg.get_all_aliases().unwrap_or_default()) {
+            for name in arg.get_long().into_iter().chain(arg.get_all_aliases().unwrap_or_default())
+            {
                 let name = with_dashes(name);
                 // What begins with it may be.
-                let exact = entries().any(|entry| entry.names.split_whitespace().any(|known| known == name));
+                let exact = entries()
+                    .any(|entry| entry.names.split_whitespace().any(|known| known == name));
                 assert!(!exact, "{name} is a flag of this program: take it out of the table");
             }
         }
@@ -114,7 +118,11 @@ fn a_value_decides_where_only_some_change_nothing() {
         ("checkpoint-activations", &[], "--recompute-granularity=selective"),
     ];
     for (name, values, expected) in words {
-        assert_eq!(judge(name, values, &[]), Verdict::Words(vec![expected.to_string()]), "{name} {values:?}");
+        assert_eq!(
+            judge(name, values, &[]),
+            Verdict::Words(vec![expected.to_string()]),
+            "{name} {values:?}"
+        );
     }
 }
 
@@ -126,12 +134,21 @@ fn documented(title: &str) -> Vec<(String, String)> {
     let part = text.split("## ").find(|part| part.starts_with(title)).unwrap();
     let mut heading = String::new();
     let mut flags = Vec::new();
-    for cells in part.lines().filter(|line| line.starts_with('|')).map(|line| line.split('|').collect::<Vec<_>>()) {
+    for cells in part
+        .lines()
+        .filter(|line| line.starts_with('|'))
+        .map(|line| line.split('|').collect::<Vec<_>>())
+    {
         if !cells[1].contains(['`', '-']) || cells[1].contains("Megatron-LM") {
             heading = cells[2].trim().to_string();
         }
-        let names = cells[1].split('`').skip(1).step_by(2).filter_map(|name| name.split(' ').next());
-        flags.extend(names.filter(|name| name.starts_with("--")).map(|name| (heading.clone(), with_dashes(name))));
+        let names =
+            cells[1].split('`').skip(1).step_by(2).filter_map(|name| name.split(' ').next());
+        flags.extend(
+            names
+                .filter(|name| name.starts_with("--"))
+                .map(|name| (heading.clone(), with_dashes(name))),
+        );
     }
     flags
 }
@@ -139,8 +156,9 @@ fn documented(title: &str) -> Vec<(String, String)> {
 #[test]
 fn the_documentation_says_the_same() {
     let flags = documented("Flags of other names");
-    let of =
-        |heading: &'static str| flags.iter().filter(move |(known, _)| known.starts_with(heading)).map(|(_, name)| name);
+    let of = |heading: &'static str| {
+        flags.iter().filter(move |(known, _)| known.starts_with(heading)).map(|(_, name)| name)
+    };
     assert!(of("passed over").count() > 20 && of("refused").count() > 15, "{flags:?}");
     for name in of("here") {
         assert!(is_ours(name) || find(name).is_some(), "{name}");
@@ -148,9 +166,9 @@ fn the_documentation_says_the_same() {
     for name in of("passed over").filter(|name| !is_ours(name)) {
         let passed_over = |entry: &Entry| !matches!(entry.what, What::Refuse);
         let told = match name.strip_suffix('*') {
-            Some(start) => {
-                entries().any(|e| passed_over(e) && e.names.split_whitespace().any(|known| known.starts_with(start)))
-            }
+            Some(start) => entries().any(|e| {
+                passed_over(e) && e.names.split_whitespace().any(|known| known.starts_with(start))
+            }),
             None => find(name).is_some_and(passed_over),
         };
         assert!(told, "{name}");

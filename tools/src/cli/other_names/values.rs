@@ -20,7 +20,9 @@ const VALUES: [(&str, &str, &str); 5] = [
 /// Why `value` of a flag of this program is refused, if Megatron-LM has it; by the flag's name with
 /// dashes.
 pub fn refused_value(flag: &str, value: &str) -> Option<&'static str> {
-    let known = VALUES.iter().find(|(name, values, _)| *name == flag && values.split(' ').any(|known| known == value));
+    let known = VALUES
+        .iter()
+        .find(|(name, values, _)| *name == flag && values.split(' ').any(|known| known == value));
     known.map(|(_, _, because)| *because)
 }
 
@@ -35,7 +37,10 @@ mod tests {
         for (flag, values, _) in VALUES {
             let arg = args.iter().find(|arg| arg.get_long() == Some(flag)).unwrap();
             for value in values.split(' ') {
-                assert!(arg.get_possible_values().iter().all(|ours| !ours.matches(value, false)), "{flag} {value}");
+                assert!(
+                    arg.get_possible_values().iter().all(|ours| !ours.matches(value, false)),
+                    "{flag} {value}"
+                );
             }
         }
     }

@@ -25,14 +25,19 @@ impl Resolver<'_> {
             -1 => None,
             number => Some(u64::try_from(number).map_err(|_| {
                 let cited = self.sources.cite("most_recent_k", number);
-                Error::usage(format!("{cited} must be the number of checkpoints to keep, or -1 for all"))
+                Error::usage(format!(
+                    "{cited} must be the number of checkpoints to keep, or -1 for all"
+                ))
             })?),
         };
         Ok(Retention { interval: c.save_retain_interval, most_recent })
     }
 
     /// The weight decay that grows over `samples` samples, if it does.
-    pub(super) fn weight_decay_increase(&self, samples: u64) -> Result<Option<WeightDecayIncrease>> {
+    pub(super) fn weight_decay_increase(
+        &self,
+        samples: u64,
+    ) -> Result<Option<WeightDecayIncrease>> {
         let o = &self.flags.optimizer;
         let (start, end) = (o.start_weight_decay, o.end_weight_decay);
         let style = match o.weight_decay_incr_style {
@@ -50,11 +55,15 @@ impl Resolver<'_> {
             flags::IncreaseStyle::Cosine => IncreaseStyle::Cosine,
         };
         match (start, end) {
-            (Some(start), Some(end)) => Ok(Some(WeightDecayIncrease { start, end, style, samples })),
+            (Some(start), Some(end)) => {
+                Ok(Some(WeightDecayIncrease { start, end, style, samples }))
+            }
             _ => Err(Error::usage(format!(
                 "{} needs both ends of the increase; set start_weight_decay and end_weight_decay",
-                self.sources
-                    .cite("weight_decay_incr_style", if style == IncreaseStyle::Linear { "linear" } else { "cosine" })
+                self.sources.cite(
+                    "weight_decay_incr_style",
+                    if style == IncreaseStyle::Linear { "linear" } else { "cosine" }
+                )
             ))),
         }
     }

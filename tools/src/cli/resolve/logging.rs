@@ -57,10 +57,12 @@ impl Resolver<'_> {
         let (dir, ranks) = (l.profile_dir.clone(), l.profile_ranks.clone());
         let (start, end) = (l.profile_step_start, l.profile_step_end);
         // Megatron-LM's steps, where the run has as many.
-        let step_start = self.derived("profile_step_start", start, "10, or the last but one", || {
-            10.min(train_iters.saturating_sub(1)).max(1)
-        });
-        let step_end = self.derived("profile_step_end", end, "two steps on", || step_start.saturating_add(2));
+        let step_start =
+            self.derived("profile_step_start", start, "10, or the last but one", || {
+                10.min(train_iters.saturating_sub(1)).max(1)
+            });
+        let step_end =
+            self.derived("profile_step_end", end, "two steps on", || step_start.saturating_add(2));
         Some(ProfileConfig { dir, step_start, step_end, ranks })
     }
 }

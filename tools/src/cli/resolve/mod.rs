@@ -11,9 +11,9 @@ use std::time::Duration;
 use megatron::checkpoint::{resumable, same_folder};
 use megatron::comm::{Backend, RankInfo, Rendezvous};
 use megatron::config::{
-    BatchSizeRampup, CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LossScaling, OptimizerConfig,
-    OptimizerOffload, ParallelConfig, Precision, Recompute, RecomputeMethod, Retention, RunConfig, SchedulerOf,
-    Sources, Takes, TrainingConfig,
+    BatchSizeRampup, CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LossScaling,
+    OptimizerConfig, OptimizerOffload, ParallelConfig, Precision, Recompute, RecomputeMethod,
+    Retention, RunConfig, SchedulerOf, Sources, Takes, TrainingConfig,
 };
 
 use megatron::private::user;
@@ -61,12 +61,14 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         None => r.model(&required)?,
     };
     if let (Some(recorded), None) = (&gathered.recorded, &r.hf) {
-        recorded
-            .complete(&mut model, |key| gathered.origins.get(key).is_some_and(|origin| *origin != recorded.origin()));
+        recorded.complete(&mut model, |key| {
+            gathered.origins.get(key).is_some_and(|origin| *origin != recorded.origin())
+        });
     }
     let flags = &gathered.flags.parallel;
     let on_gpus = crate::ranks::on_gpus(flags.device);
-    let parallel = resolve_layout(&flags.layout, &mut r.sources, launcher, model.num_layers, on_gpus)?;
+    let parallel =
+        resolve_layout(&flags.layout, &mut r.sources, launcher, model.num_layers, on_gpus)?;
     let training = r.training(&required, &parallel)?;
     let optimizer = r.optimizer(&required, &training)?;
     let training_iters = training.train_iters;
@@ -98,9 +100,12 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         distributed.backend = Backend::Auto;
     }
     // Of Megatron-LM's NullTokenizer it is the tokens without the one that ends documents.
-    let vocab_size = r.flags.model.vocab_size.filter(|_| !is_null).or(r.hf.map(|hf| hf.model.vocab_size));
+    let vocab_size =
+        r.flags.model.vocab_size.filter(|_| !is_null).or(r.hf.map(|hf| hf.model.vocab_size));
     let data_of = gathered.recorded.as_ref().filter(|recorded| {
-        ["data_path", "tokenizer"].iter().any(|key| gathered.origins.get(*key) == Some(&recorded.origin()))
+        ["data_path", "tokenizer"]
+            .iter()
+            .any(|key| gathered.origins.get(*key) == Some(&recorded.origin()))
     });
     let data_of = data_of.map(|recorded| recorded.path.clone());
     Ok(Resolved { run, vocab_size, distributed, notes, data_of })
@@ -146,7 +151,13 @@ impl Resolver<'_> {
         }
     }
 
-    fn derived<T>(&mut self, key: &str, given: Option<T>, from: &str, value: impl FnOnce() -> T) -> T {
+    fn derived<T>(
+        &mut self,
+        key: &str,
+        given: Option<T>,
+        from: &str,
+        value: impl FnOnce() -> T,
+    ) -> T {
         given.unwrap_or_else(|| {
             self.sources.record(key, format!("default: {from}"));
             value()
@@ -155,7 +166,8 @@ impl Resolver<'_> {
 
     /// An error if more than one of the settings that say the same thing is given.
     fn at_most_one(&self, settings: &[(&str, bool)]) -> Result<()> {
-        let given: Vec<&str> = settings.iter().filter(|(_, given)| *given).map(|(key, _)| *key).collect();
+        let given: Vec<&str> =
+            settings.iter().filter(|(_, given)| *given).map(|(key, _)| *key).collect();
         match given.as_slice() {
             [first, second, ..] => Err(Error::usage(format!(
                 "{first} ({}) and {second} ({}) set the same thing; give one of them",
@@ -174,19 +186,24 @@ impl Resolver<'_> {
             "lr_warmup_samples" => o.lr_warmup_samples == Some(0),
             _ => false,
         };
-        let given = |key: &&'static str| (*key, gathered.origins.contains_key(*key) && !no_warmup(key));
-        SAME_THING.iter().try_for_each(|keys| self.at_most_one(&keys.iter().map(given).collect::<Vec<_>>()))
+        let given =
+            |key: &&'static str| (*key, gathered.origins.contains_key(*key) && !no_warmup(key));
+        SAME_THING
+            .iter()
+            .try_for_each(|keys| self.at_most_one(&keys.iter().map(given).collect::<Vec<_>>()))
     }
 
     fn required(&self, gathered: &Gathered) -> Result<Required> {
         let (m, t, o) = (&self.flags.model, &self.flags.training, &self.flags.optimizer);
         let steps = t.train_iters.or(t.train_samples);
-        let data = (!self.flags.data.data_path.is_empty() || self.flags.data.mock_data).then_some(());
+        let data =
+            (!self.flags.data.data_path.is_empty() || self.flags.data.mock_data).then_some(());
         let hf = self.hf.as_ref().map(|hf| &hf.model);
         let num_layers = m.num_layers.or(hf.map(|hf| hf.num_layers));
         let hidden_size = m.hidden_size.or(hf.map(|hf| hf.hidden_size));
         let heads = m.num_attention_heads.or(hf.map(|hf| hf.num_attention_heads));
-        let all = (num_layers, hidden_size, heads, m.seq_length, t.micro_batch_size, o.lr, steps, data);
+        let all =
+            (num_layers, hidden_size, heads, m.seq_length, t.micro_batch_size, o.lr, steps, data);
         if let (
             Some(num_layers),
             Some(hidden_size),
@@ -198,7 +215,14 @@ impl Resolver<'_> {
             Some(()),
         ) = all
         {
-            return Ok(Required { num_layers, hidden_size, num_attention_heads, seq_length, micro_batch_size, lr });
+            return Ok(Required {
+                num_layers,
+                hidden_size,
+                num_attention_heads,
+                seq_length,
+                micro_batch_size,
+                lr,
+            });
         }
         let missing: Vec<&str> = [
             ("num_layers under [model]", num_layers.is_none()),
@@ -224,9 +248,14 @@ impl Resolver<'_> {
                 recorded.lacks.join(" ")
             ),
             (None, Some(load)) if resumable(load)?.is_some() => {
-                format!("; with --use-checkpoint-args the checkpoint in {} tells them", load.display())
+                format!(
+                    "; with --use-checkpoint-args the checkpoint in {} tells them",
+                    load.display()
+                )
             }
-            (None, Some(load)) => format!("; {} holds no checkpoint that would tell them", load.display()),
+            (None, Some(load)) => {
+                format!("; {} holds no checkpoint that would tell them", load.display())
+            }
             (None, None) => String::new(),
         };
         Err(Error::usage(format!(
@@ -235,14 +264,20 @@ impl Resolver<'_> {
         )))
     }
 
-    fn training(&mut self, required: &Required, parallel: &ParallelConfig) -> Result<TrainingConfig> {
+    fn training(
+        &mut self,
+        required: &Required,
+        parallel: &ParallelConfig,
+    ) -> Result<TrainingConfig> {
         self.exit_signal()?;
         let t = &self.flags.training;
         let mbs = required.micro_batch_size;
-        let global_batch_size =
-            self.derived("global_batch_size", t.global_batch_size, "micro_batch_size · data_parallel_size", || {
-                mbs.saturating_mul(parallel.data_parallel_size)
-            });
+        let global_batch_size = self.derived(
+            "global_batch_size",
+            t.global_batch_size,
+            "micro_batch_size · data_parallel_size",
+            || mbs.saturating_mul(parallel.data_parallel_size),
+        );
         let mut training = TrainingConfig {
             micro_batch_size: mbs,
             global_batch_size,
@@ -296,8 +331,10 @@ impl Resolver<'_> {
         }
         let shown = given.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
         let cited = self.sources.cite("rampup_batch_size", shown);
-        let sizes = given.iter().map(|&n| usize::try_from(n)).collect::<std::result::Result<Vec<_>, _>>();
-        let (Ok([start, increment, _]), [_, _, samples]) = (sizes.as_deref(), given.as_slice()) else {
+        let sizes =
+            given.iter().map(|&n| usize::try_from(n)).collect::<std::result::Result<Vec<_>, _>>();
+        let (Ok([start, increment, _]), [_, _, samples]) = (sizes.as_deref(), given.as_slice())
+        else {
             return Err(Error::usage(format!(
                 "{cited} must be three numbers: samples of the first steps, by how many they grow at a time, and samples after which they are whole"
             )));
@@ -313,7 +350,10 @@ impl Resolver<'_> {
             .into_iter()
             .filter_map(|(name, steps)| {
                 let flag = format!("--{}-samples", name.replace('_', "-"));
-                Some(format!("{flag} instead of {}", self.sources.cite(&format!("{name}_iters"), steps?)))
+                Some(format!(
+                    "{flag} instead of {}",
+                    self.sources.cite(&format!("{name}_iters"), steps?)
+                ))
             })
             .collect();
         if !in_steps.is_empty() {
@@ -347,7 +387,9 @@ impl Resolver<'_> {
                 self.sources.of(key).unwrap_or("?")
             )));
         }
-        if let (true, Some(scale), Some((key, _))) = (p.fp16, loss_scale, of_dynamic.iter().find(|(_, given)| *given)) {
+        if let (true, Some(scale), Some((key, _))) =
+            (p.fp16, loss_scale, of_dynamic.iter().find(|(_, given)| *given))
+        {
             return Err(Error::usage(format!(
                 "{key} ({}) is a setting of a loss scale that adapts itself, and {} is fixed; give one of them",
                 self.sources.of(key).unwrap_or("?"),
@@ -391,13 +433,19 @@ impl Resolver<'_> {
         }
     }
 
-    fn optimizer(&mut self, required: &Required, training: &TrainingConfig) -> Result<OptimizerConfig> {
+    fn optimizer(
+        &mut self,
+        required: &Required,
+        training: &TrainingConfig,
+    ) -> Result<OptimizerConfig> {
         let o = &self.flags.optimizer;
         let gbs = training.global_batch_size as u64;
-        let decay = self.samples("lr_decay", o.lr_decay_iters, o.lr_decay_samples, gbs).unwrap_or_else(|| {
-            self.sources.record("lr_decay", "default: the whole run");
-            training.samples()
-        });
+        let decay = self
+            .samples("lr_decay", o.lr_decay_iters, o.lr_decay_samples, gbs)
+            .unwrap_or_else(|| {
+                self.sources.record("lr_decay", "default: the whole run");
+                training.samples()
+            });
         let warmup = |length: Option<u64>| length.filter(|length| *length > 0);
         let warmup = match (
             self.samples("lr_warmup", warmup(o.lr_warmup_iters), warmup(o.lr_warmup_samples), gbs),
@@ -459,7 +507,13 @@ impl Resolver<'_> {
     }
 
     /// A length given as `NAME_iters` or `NAME_samples`, in samples; its origin is recorded as NAME's.
-    fn samples(&mut self, name: &str, iters: Option<u64>, samples: Option<u64>, gbs: u64) -> Option<u64> {
+    fn samples(
+        &mut self,
+        name: &str,
+        iters: Option<u64>,
+        samples: Option<u64>,
+        gbs: u64,
+    ) -> Option<u64> {
         let (key, value, length) = match (iters, samples) {
             (Some(iters), _) => (format!("{name}_iters"), iters, iters.saturating_mul(gbs)),
             (None, Some(samples)) => (format!("{name}_samples"), samples, samples),
@@ -557,17 +611,22 @@ impl Resolver<'_> {
         let minutes = p.distributed_timeout_minutes;
         // Longer than any run, and short enough for deadlines to be reckoned with.
         let seconds = if minutes.is_nan() { 0.0 } else { (minutes * 60.0).min(LONGEST_TIMEOUT) };
-        let timeout = Duration::try_from_secs_f64(seconds).ok().filter(|t| !t.is_zero()).ok_or_else(|| {
-            let cited = self.sources.cite("distributed_timeout_minutes", minutes);
-            Error::usage(format!("{cited} must be a number of minutes above 0"))
-        })?;
+        let timeout = Duration::try_from_secs_f64(seconds)
+            .ok()
+            .filter(|t| !t.is_zero())
+            .ok_or_else(|| {
+                let cited = self.sources.cite("distributed_timeout_minutes", minutes);
+                Error::usage(format!("{cited} must be a number of minutes above 0"))
+            })?;
         if let Some(url) = &p.rdzv {
             let cited = self.sources.cite("rdzv", url);
-            Rendezvous::from_url(0, url)
-                .map_err(|_| Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR")))?;
+            Rendezvous::from_url(0, url).map_err(|_| {
+                Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR"))
+            })?;
         }
         let c = &self.flags.checkpoint;
-        let goes_on = matches!((&c.save, &c.load), (Some(save), Some(load)) if same_folder(save, load));
+        let goes_on =
+            matches!((&c.save, &c.load), (Some(save), Some(load)) if same_folder(save, load));
         if c.max_restarts > 0 && !goes_on {
             return Err(Error::usage(format!(
                 "{} starts a run that failed again from its last checkpoint, which needs --save, and --load with the same folder",
@@ -589,8 +648,10 @@ impl Resolver<'_> {
 /// one in that of temporary files, which has the user's number in its name; whether it is the
 /// user's own is found out where it is used, as of every cache.
 pub fn default_cache() -> PathBuf {
-    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    folder("XDG_CACHE_HOME")
-        .or_else(|| folder("HOME").map(|home| home.join(".cache")))
-        .map_or_else(|| std::env::temp_dir().join(format!("megatron-{}", user())), |folder| folder.join("megatron"))
+    let folder =
+        |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache"))).map_or_else(
+        || std::env::temp_dir().join(format!("megatron-{}", user())),
+        |folder| folder.join("megatron"),
+    )
 }

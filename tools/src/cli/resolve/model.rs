@@ -11,8 +11,14 @@ impl Resolver<'_> {
     /// what is training's (the length of samples, dropout, padding) and what weights are made to
     /// fit: the vocabulary's size, the base of rotary frequencies, and, where positions are
     /// relative, the longest sequence.
-    pub(super) fn model_from_hf(&mut self, gathered: &Gathered, seq_length: usize) -> Result<ModelConfig> {
-        let Some(hf) = self.hf.clone() else { return Err(Error::usage("internal error: no init_from_hf")) };
+    pub(super) fn model_from_hf(
+        &mut self,
+        gathered: &Gathered,
+        seq_length: usize,
+    ) -> Result<ModelConfig> {
+        let Some(hf) = self.hf.clone() else {
+            return Err(Error::usage("internal error: no init_from_hf"));
+        };
         let (m, origin) = (&self.flags.model, hf.path().display().to_string());
         let mut model = hf.model.clone();
         self.override_hf(&mut model, gathered)?;
@@ -28,7 +34,11 @@ impl Resolver<'_> {
             ("num_layers", text(m.num_layers), model.num_layers.to_string()),
             ("hidden_size", text(m.hidden_size), model.hidden_size.to_string()),
             ("ffn_hidden_size", text(m.ffn_hidden_size), model.ffn_hidden_size.to_string()),
-            ("num_attention_heads", text(m.num_attention_heads), model.num_attention_heads.to_string()),
+            (
+                "num_attention_heads",
+                text(m.num_attention_heads),
+                model.num_attention_heads.to_string(),
+            ),
             ("num_query_groups", text(m.num_query_groups), model.num_query_groups.to_string()),
             (
                 "group_query_attention",
@@ -36,7 +46,11 @@ impl Resolver<'_> {
                 (model.num_query_groups < model.num_attention_heads).to_string(),
             ),
             ("kv_channels", text(m.kv_channels), model.head_dim.to_string()),
-            ("max_position_embeddings", text(m.max_position_embeddings), model.max_position_embeddings.to_string()),
+            (
+                "max_position_embeddings",
+                text(m.max_position_embeddings),
+                model.max_position_embeddings.to_string(),
+            ),
             (
                 "position_embedding_type",
                 here("position_embedding_type", format!("{:?}", m.position_embedding_type)),
@@ -45,10 +59,21 @@ impl Resolver<'_> {
             (
                 "sliding_window",
                 text(m.sliding_window),
-                model.sliding_window.as_ref().map_or("none".into(), |window| window.size.to_string()),
+                model
+                    .sliding_window
+                    .as_ref()
+                    .map_or("none".into(), |window| window.size.to_string()),
             ),
-            ("rotary_base", here("rotary_base", m.rotary_base.to_string()), model.rotary_base.to_string()),
-            ("use_rope_scaling", scaling.map(|s| format!("{s:?}")), format!("{:?}", model.rope_scaling)),
+            (
+                "rotary_base",
+                here("rotary_base", m.rotary_base.to_string()),
+                model.rotary_base.to_string(),
+            ),
+            (
+                "use_rope_scaling",
+                scaling.map(|s| format!("{s:?}")),
+                format!("{:?}", model.rope_scaling),
+            ),
             (
                 "embed_layernorm",
                 here("embed_layernorm", m.embed_layernorm.to_string()),
@@ -59,17 +84,28 @@ impl Resolver<'_> {
                 here("normalization", format!("{:?}", m.normalization)),
                 format!("{:?}", model.normalization),
             ),
-            ("norm_epsilon", here("norm_epsilon", m.norm_epsilon.to_string()), model.norm_epsilon.to_string()),
+            (
+                "norm_epsilon",
+                here("norm_epsilon", m.norm_epsilon.to_string()),
+                model.norm_epsilon.to_string(),
+            ),
             ("swiglu", here("swiglu", m.swiglu.to_string()), model.swiglu.to_string()),
             (
                 "disable_bias_linear",
                 here("disable_bias_linear", m.disable_bias_linear.to_string()),
                 (!model.bias_linear).to_string(),
             ),
-            ("add_qkv_bias", here("add_qkv_bias", m.add_qkv_bias.to_string()), model.qkv_bias.to_string()),
+            (
+                "add_qkv_bias",
+                here("add_qkv_bias", m.add_qkv_bias.to_string()),
+                model.qkv_bias.to_string(),
+            ),
             (
                 "untie_embeddings_and_output_weights",
-                here("untie_embeddings_and_output_weights", m.untie_embeddings_and_output_weights.to_string()),
+                here(
+                    "untie_embeddings_and_output_weights",
+                    m.untie_embeddings_and_output_weights.to_string(),
+                ),
                 model.untie_embeddings_and_output_weights.to_string(),
             ),
         ];
@@ -77,7 +113,8 @@ impl Resolver<'_> {
         for (key, given, theirs) in settings {
             match given {
                 Some(ours) if ours != theirs => {
-                    contradictions.push(format!("{} where it has {theirs}", self.sources.cite(key, ours)));
+                    contradictions
+                        .push(format!("{} where it has {theirs}", self.sources.cite(key, ours)));
                 }
                 Some(_) => {}
                 None => self.sources.record(key, &origin),
@@ -105,7 +142,9 @@ impl Resolver<'_> {
     /// Changes a Hugging Face model as far as its weights serve for another one.
     fn override_hf(&self, model: &mut ModelConfig, gathered: &Gathered) -> Result<()> {
         let m = &self.flags.model;
-        if model.position_embedding == PositionEmbedding::Rope && gathered.origins.contains_key("rotary_base") {
+        if model.position_embedding == PositionEmbedding::Rope
+            && gathered.origins.contains_key("rotary_base")
+        {
             model.rotary_base = m.rotary_base;
         }
         if let Some(positions) = m.max_position_embeddings {
@@ -143,19 +182,30 @@ impl Resolver<'_> {
             }
         };
         let (ffn, rule) = match m.swiglu {
-            true => (hidden.saturating_mul(8) / 3 / 64 * 64, "hidden_size · 8/3, rounded down to a multiple of 64"),
+            true => (
+                hidden.saturating_mul(8) / 3 / 64 * 64,
+                "hidden_size · 8/3, rounded down to a multiple of 64",
+            ),
             false => (hidden.saturating_mul(4), "4 · hidden_size"),
         };
         // As in Megatron-LM, where the switch alone shares one among all.
-        let groups =
-            if m.group_query_attention { ("1 with group_query_attention", 1) } else { ("num_attention_heads", heads) };
+        let groups = if m.group_query_attention {
+            ("1 with group_query_attention", 1)
+        } else {
+            ("num_attention_heads", heads)
+        };
         let rope_scaling = self.rope_scaling()?;
         Ok(ModelConfig {
             num_layers: required.num_layers,
             hidden_size: hidden,
             ffn_hidden_size: self.derived("ffn_hidden_size", m.ffn_hidden_size, rule, || ffn),
             num_attention_heads: heads,
-            num_query_groups: self.derived("num_query_groups", m.num_query_groups, groups.0, || groups.1),
+            num_query_groups: self.derived(
+                "num_query_groups",
+                m.num_query_groups,
+                groups.0,
+                || groups.1,
+            ),
             head_dim,
             seq_length: required.seq_length,
             max_position_embeddings: self.derived(
@@ -167,7 +217,9 @@ impl Resolver<'_> {
             position_embedding: m.position_embedding_type,
             rotary_base: m.rotary_base,
             rope_scaling,
-            sliding_window: m.sliding_window.map(|size| SlidingWindow { size, full_layers: Vec::new() }),
+            sliding_window: m
+                .sliding_window
+                .map(|size| SlidingWindow { size, full_layers: Vec::new() }),
             embed_layernorm: m.embed_layernorm,
             normalization: m.normalization,
             norm_epsilon: m.norm_epsilon,

@@ -16,17 +16,35 @@ impl Resolver<'_> {
         let replicas = p.data_parallel_size * p.context_parallel_size;
         let (sgd, wsd) = (o.kind == OptimizerKind::Sgd, o.decay_style == DecayStyle::Wsd);
         let cases: [(bool, &str, &[&str]); 9] = [
-            (p.tensor_model_parallel_size == 1, "tensor_model_parallel_size is 1", &["sequence_parallel"]),
-            (replicas == 1, "there is one replica", &["use_distributed_optimizer", "overlap_grad_reduce"]),
-            (model.position_embedding != PositionEmbedding::Rope, "positions are not rotary", &["rotary_base"]),
+            (
+                p.tensor_model_parallel_size == 1,
+                "tensor_model_parallel_size is 1",
+                &["sequence_parallel"],
+            ),
+            (
+                replicas == 1,
+                "there is one replica",
+                &["use_distributed_optimizer", "overlap_grad_reduce"],
+            ),
+            (
+                model.position_embedding != PositionEmbedding::Rope,
+                "positions are not rotary",
+                &["rotary_base"],
+            ),
             (sgd, "the optimizer is SGD", &["adam_beta1", "adam_beta2", "adam_eps"]),
             (!sgd, "the optimizer is Adam", &["sgd_momentum"]),
             (o.decay_style == DecayStyle::Constant, "lr_decay_style is constant", &["min_lr"]),
-            (!wsd, "lr_decay_style is not WSD", &["lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"]),
+            (
+                !wsd,
+                "lr_decay_style is not WSD",
+                &["lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"],
+            ),
             (logging.prompt.is_none(), "there is no prompt", &["prompt_tokens"]),
             (logging.profile.is_none(), "profile is off", &["profile_dir"]),
         ];
-        let is_given = |key: &str| gathered.origins.get(key).is_some_and(|origin| recorded.as_ref() != Some(origin));
+        let is_given = |key: &str| {
+            gathered.origins.get(key).is_some_and(|origin| recorded.as_ref() != Some(origin))
+        };
         let given = |key: &&&str| is_given(key);
         let mut idle: Vec<String> = cases
             .iter()
@@ -40,7 +58,10 @@ impl Resolver<'_> {
         let beyond = run.training.iterations_to_skip.iter().filter(|step| **step > end);
         let beyond: Vec<String> = beyond.map(u64::to_string).collect();
         if is_given("iterations_to_skip") && !beyond.is_empty() {
-            idle.push(format!("iterations_to_skip {} (the run ends after step {end})", beyond.join(" ")));
+            idle.push(format!(
+                "iterations_to_skip {} (the run ends after step {end})",
+                beyond.join(" ")
+            ));
         }
         (!idle.is_empty()).then(|| format!("note: without effect here: {}", idle.join("; ")))
     }

@@ -22,7 +22,8 @@ use crate::ranks::{self, Joined};
 use crate::report::table::{Table, significant};
 
 /// What is timed.
-const OPERATIONS: [&str; 5] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send/recv"];
+const OPERATIONS: [&str; 5] =
+    ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send/recv"];
 /// Calls of the first batch that is not timed.
 const FIRST_BATCH: u64 = 3;
 /// How many times as many calls a batch may have as the one before, by whose time it is chosen.
@@ -109,25 +110,30 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let (digits, unit) = match text.char_indices().last().map(|(at, c)| (at, c.to_ascii_uppercase())) {
-            Some((at, 'K')) => (&text[..at], 1 << 10),
-            Some((at, 'M')) => (&text[..at], 1 << 20),
-            Some((at, 'G')) => (&text[..at], 1 << 30),
-            _ => (text, 1),
-        };
+        let (digits, unit) =
+            match text.char_indices().last().map(|(at, c)| (at, c.to_ascii_uppercase())) {
+                Some((at, 'K')) => (&text[..at], 1 << 10),
+                Some((at, 'M')) => (&text[..at], 1 << 20),
+                Some((at, 'G')) => (&text[..at], 1 << 30),
+                _ => (text, 1),
+            };
         let bytes = digits
             .parse::<usize>()
             .ok()
             .and_then(|n| n.checked_mul(unit))
             .filter(|bytes| (4..=64 << 30).contains(bytes));
-        let bytes =
-            bytes.ok_or("expected a number of bytes such as 4096, 4K or 16M, at least one f32 and at most 64G")?;
+        let bytes = bytes.ok_or(
+            "expected a number of bytes such as 4096, 4K or 16M, at least one f32 and at most 64G",
+        )?;
         Ok(Self { text: text.to_string(), bytes })
     }
 }
 
 fn number_of_ranks(text: &str) -> std::result::Result<usize, String> {
-    text.parse().ok().filter(|ranks| (2..=1024).contains(ranks)).ok_or_else(|| "expected 2 to 1024".to_string())
+    text.parse()
+        .ok()
+        .filter(|ranks| (2..=1024).contains(ranks))
+        .ok_or_else(|| "expected 2 to 1024".to_string())
 }
 
 /// Runs the benchmark and returns the exit code to end with.
@@ -147,11 +153,15 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     let place = ranks::place()?;
     let (backend, ranks) = match (args.backend, &place) {
         (Backend::Threads, Some(_)) => {
-            return Err(CliError::usage("--backend threads has its ranks in one process; start it without a launcher"));
+            return Err(CliError::usage(
+                "--backend threads has its ranks in one process; start it without a launcher",
+            ));
         }
         (Backend::Threads, None) => {
             if args.device != Choice::Cpu {
-                return Err(CliError::usage("--backend threads measures the CPU's memory; leave out --device"));
+                return Err(CliError::usage(
+                    "--backend threads measures the CPU's memory; leave out --device",
+                ));
             }
             report(args, &on_threads(args)?);
             return Ok(0);
@@ -161,8 +171,14 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
         (Backend::Nccl, _) => (comm::Backend::Nccl, args.ranks),
     };
     let timeout = Duration::from_secs(600);
-    let distributed =
-        Distributed { device: args.device, backend, overlap: None, timeout, rendezvous: None, max_restarts: 0 };
+    let distributed = Distributed {
+        device: args.device,
+        backend,
+        overlap: None,
+        timeout,
+        rendezvous: None,
+        max_restarts: 0,
+    };
     if args.backend == Backend::Nccl && args.device == Choice::Cpu {
         return Err(CliError::usage("--backend nccl is for tensors of GPUs: add --device cuda"));
     }
@@ -178,7 +194,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     }
     // The world, and messages both ways.
     let Joined { world, device, .. } = ranks::join(&place, &distributed, None, 3)?;
-    let figures = measure(args, &world, &device).map_err(|error| ranks::failed(error.into(), &world, &device))?;
+    let figures = measure(args, &world, &device)
+        .map_err(|error| ranks::failed(error.into(), &world, &device))?;
     if place.rank == 0 {
         report(args, &figures);
     }
@@ -189,8 +206,10 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
 fn on_threads(args: &CollectivesArgs) -> Result<Vec<Figure>> {
     std::thread::scope(|scope| {
         let world = threads::world(args.ranks.unwrap_or(2));
-        let ranks: Vec<_> =
-            world.into_iter().map(|rank| scope.spawn(move || measure(args, &rank, &Device::Cpu))).collect();
+        let ranks: Vec<_> = world
+            .into_iter()
+            .map(|rank| scope.spawn(move || measure(args, &rank, &Device::Cpu)))
+            .collect();
         let mut figures = Vec::new();
         for (index, rank) in ranks.into_iter().enumerate() {
             let of_rank = rank.join().map_err(|_| Error::comm("a rank's thread panicked"))??;
@@ -226,15 +245,25 @@ fn measure(args: &CollectivesArgs, world: &Group, device: &Device) -> Result<Vec
             if !operation.contains(&args.only) {
                 return Ok(());
             }
-            let timing = time(world.as_ref(), device, Duration::from_millis(args.milliseconds), scale, call)?;
+            let timing = time(
+                world.as_ref(),
+                device,
+                Duration::from_millis(args.milliseconds),
+                scale,
+                call,
+            )?;
             let bytes = width * part * ranks;
             figures.push(Figure { operation, ranks, size: size.text.clone(), bytes, bus, timing });
             Ok::<_, Error>(())
         };
         let [all_reduce, all_gather, reduce_scatter, all_to_all, send_recv] = OPERATIONS;
-        figure(all_reduce, 2.0 * (n - 1.0) / n, 1.0, &|| world.all_reduce(&whole, ReduceOp::Sum)?.wait())?;
+        figure(all_reduce, 2.0 * (n - 1.0) / n, 1.0, &|| {
+            world.all_reduce(&whole, ReduceOp::Sum)?.wait()
+        })?;
         figure(all_gather, (n - 1.0) / n, 1.0, &|| world.all_gather(&share, &whole)?.wait())?;
-        figure(reduce_scatter, (n - 1.0) / n, 1.0, &|| world.reduce_scatter(&whole, &share, ReduceOp::Sum)?.wait())?;
+        figure(reduce_scatter, (n - 1.0) / n, 1.0, &|| {
+            world.reduce_scatter(&whole, &share, ReduceOp::Sum)?.wait()
+        })?;
         figure(all_to_all, (n - 1.0) / n, 1.0, &|| world.all_to_all(&whole, &other)?.wait())?;
         // There and back again between the first two ranks; one way is half of it.
         figure(send_recv, 1.0, 0.5, &|| match world.rank() {
@@ -289,14 +318,20 @@ fn time(
 
 /// How many calls fill `budget` on rank 0; `batch` tells the seconds of one of so many. The first calls are far slower than later ones, so
 /// batches grow until one is nearly long enough.
-fn calls_of_a_batch(world: &dyn Communicator, budget: Duration, batch: impl Fn(u64) -> Result<f64>) -> Result<u64> {
+fn calls_of_a_batch(
+    world: &dyn Communicator,
+    budget: Duration,
+    batch: impl Fn(u64) -> Result<f64>,
+) -> Result<u64> {
     let mut calls = FIRST_BATCH;
     loop {
         let wanted = (budget.as_secs_f64() / batch(calls)?.max(1e-9)) as u64;
         // Rank 0 decides for all.
         let of_all = world.all_gather_bytes(&wanted.to_le_bytes())?;
         let bytes = of_all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
-        let wanted = u64::from_le_bytes(bytes.ok_or_else(|| Error::comm("rank 0 did not say how many calls to time"))?);
+        let wanted = u64::from_le_bytes(
+            bytes.ok_or_else(|| Error::comm("rank 0 did not say how many calls to time"))?,
+        );
         if wanted <= calls * GROWTH {
             return Ok(wanted.max(1));
         }
@@ -308,7 +343,8 @@ fn report(args: &CollectivesArgs, figures: &[Figure]) {
     let (backend, dtype) = (name(args.backend), name(args.dtype));
     let ranks = figures.first().map_or(0, |figure| figure.ranks);
     crate::print_line(&machine_line());
-    let place = if args.device == Choice::Cpu { String::new() } else { format!(" on {}", args.device) };
+    let place =
+        if args.device == Choice::Cpu { String::new() } else { format!(" on {}", args.device) };
     crate::print_line(&format!(
         "{backend} backend, {ranks} ranks{place}, {dtype}; medians of {BATCHES} batches on rank 0"
     ));

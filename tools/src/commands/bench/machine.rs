@@ -50,16 +50,28 @@ pub fn run(args: &MachineArgs) -> Result<()> {
     for n in EDGES {
         let rates = [alone.install(|| gemm(n, budget))?, gemm(n, budget)?];
         best = [best[0].max(rates[0]), best[1].max(rates[1])];
-        table.row([format!("f32 product {n}×{n}×{n}, GFLOP/s"), significant(rates[0]), significant(rates[1])]);
+        table.row([
+            format!("f32 product {n}×{n}×{n}, GFLOP/s"),
+            significant(rates[0]),
+            significant(rates[1]),
+        ]);
     }
-    table.row(["f32 product, best, GFLOP/s".to_string(), significant(best[0]), significant(best[1])]);
+    table.row([
+        "f32 product, best, GFLOP/s".to_string(),
+        significant(best[0]),
+        significant(best[1]),
+    ]);
     for (dtype, instruction) in Instruction::all() {
         let rates = [alone.install(|| peak(instruction, budget)), peak(instruction, budget)];
         let name = format!("{} instructions of {}, GFLOP/s", dtype.as_str(), instruction.name());
         table.row([name, significant(rates[0]), significant(rates[1])]);
     }
     let copies = [alone.install(|| copy(budget))?, copy(budget)?];
-    table.row(["copy of 256 MiB, GB/s read + written".to_string(), significant(copies[0]), significant(copies[1])]);
+    table.row([
+        "copy of 256 MiB, GB/s read + written".to_string(),
+        significant(copies[0]),
+        significant(copies[1]),
+    ]);
     crate::print_line(&machine_line());
     crate::print_line(&format!("\n{table}"));
     Ok(())
@@ -92,7 +104,9 @@ fn copy(budget: Duration) -> megatron::Result<f64> {
     let (from, mut to) = (vec![1f32; COPY], vec![0f32; COPY]);
     let part = COPY.div_ceil(rayon::current_num_threads());
     let timing = repeat(budget, || {
-        to.par_chunks_mut(part).zip(from.par_chunks(part)).for_each(|(to, from)| to.copy_from_slice(from));
+        to.par_chunks_mut(part)
+            .zip(from.par_chunks(part))
+            .for_each(|(to, from)| to.copy_from_slice(from));
         std::hint::black_box(&to);
         Ok(())
     })?;

@@ -109,27 +109,45 @@ impl Preset {
             ("vocab-size", s.vocab),
             ("micro-batch-size", s.micro_batch),
         ];
-        let mut words: Vec<String> = sizes.iter().map(|(flag, size)| format!("--{flag}={size}")).collect();
+        let mut words: Vec<String> =
+            sizes.iter().map(|(flag, size)| format!("--{flag}={size}")).collect();
         words.push(format!("--train-iters={steps}"));
-        let common =
-            ["attention-dropout=0", "hidden-dropout=0", "lr=3e-4", "lr-decay-style=constant", "data-path=random"];
-        let llama =
-            ["position-embedding-type=rope", "normalization=RMSNorm", "swiglu=true", "disable-bias-linear=true"];
+        let common = [
+            "attention-dropout=0",
+            "hidden-dropout=0",
+            "lr=3e-4",
+            "lr-decay-style=constant",
+            "data-path=random",
+        ];
+        let llama = [
+            "position-embedding-type=rope",
+            "normalization=RMSNorm",
+            "swiglu=true",
+            "disable-bias-linear=true",
+        ];
         let style = if s.llama { &llama[..] } else { &[] };
         words.extend(common.iter().chain(style).map(|setting| format!("--{setting}")));
-        let command = <Flags as clap::Args>::augment_args(Command::new("preset").no_binary_name(true));
+        let command =
+            <Flags as clap::Args>::augment_args(Command::new("preset").no_binary_name(true));
         command
             .mut_args(flags::with_switches)
             .try_get_matches_from(words)
             .and_then(|matches| Flags::from_arg_matches(&matches))
-            .map_err(|error| Error::Launch(format!("the preset {} does not fit `pretrain`: {error}", self.name())))
+            .map_err(|error| {
+                Error::Launch(format!(
+                    "the preset {} does not fit `pretrain`: {error}",
+                    self.name()
+                ))
+            })
     }
 }
 
 /// N: the parameters that a token is multiplied with; position embeddings are looked up, a tied matrix counts once.
 pub fn matrix_params(model: &ModelConfig) -> u64 {
     let positions = match model.position_embedding {
-        PositionEmbedding::LearnedAbsolute => (model.max_position_embeddings * model.hidden_size) as u64,
+        PositionEmbedding::LearnedAbsolute => {
+            (model.max_position_embeddings * model.hidden_size) as u64
+        }
         PositionEmbedding::Rope | PositionEmbedding::Alibi | PositionEmbedding::None => 0,
     };
     model.num_params() - positions
@@ -164,7 +182,10 @@ mod tests {
     fn presets_have_the_parameters_that_the_peer_script_counts() {
         let counted = Preset::value_variants().iter().map(|preset| matrix_params(&model(*preset)));
         // `num_params` of tools/bench/torch_gpt.py.
-        assert_eq!(counted.collect::<Vec<_>>(), [13_793_280, 12_587_904, 123_689_472, 123_689_472, 1_040_254_976]);
+        assert_eq!(
+            counted.collect::<Vec<_>>(),
+            [13_793_280, 12_587_904, 123_689_472, 123_689_472, 1_040_254_976]
+        );
     }
 
     #[test]

@@ -115,9 +115,14 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
     flags.training.micro_batch_size = args.micro_batch_size.or(flags.training.micro_batch_size);
     flags.training.global_batch_size = args.global_batch_size;
     let preset = format!("--preset {}", args.preset.name());
-    for key in
-        ["num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length", "micro_batch_size"]
-    {
+    for key in [
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "seq_length",
+        "micro_batch_size",
+    ] {
         origins.entry(key.to_string()).or_insert_with(|| preset.clone());
     }
     Ok(Gathered { flags, origins, passed_over: Vec::new(), recorded: None })
@@ -129,8 +134,11 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let Resolved { mut run, vocab_size, distributed, .. } = resolved;
     run.model.vocab_size = vocab_size.unwrap_or(args.preset.shape().vocab);
     let communicators = train::most_communicators(&run.parallel)?;
-    let Joined { world, device, threads } = ranks::join(place, &distributed, args.threads, communicators)?;
-    if let Some(why) = ranks::issued_late(&distributed, &device, communicators).filter(|_| place.rank == 0) {
+    let Joined { world, device, threads } =
+        ranks::join(place, &distributed, args.threads, communicators)?;
+    if let Some(why) =
+        ranks::issued_late(&distributed, &device, communicators).filter(|_| place.rank == 0)
+    {
         crate::print_line(&why);
     }
     let measured = measure(&run, (WARM_UP + args.steps) as u64, world.clone(), &device)
@@ -155,7 +163,12 @@ struct Measured {
 }
 
 /// Trains for the warm-up and the timed steps, `timed` together, then for those that the run's settings record.
-fn measure(run: &RunConfig, timed: u64, world: Group, device: &Device) -> megatron::Result<Measured> {
+fn measure(
+    run: &RunConfig,
+    timed: u64,
+    world: Group,
+    device: &Device,
+) -> megatron::Result<Measured> {
     let p = &run.parallel;
     let model = Gpt::new(
         &run.model,
@@ -165,7 +178,8 @@ fn measure(run: &RunConfig, timed: u64, world: Group, device: &Device) -> megatr
         run.training.precision.dtype(),
         device,
     )?;
-    let tokens = RandomTokens { vocab: run.model.vocab_size as u32, seq_length: run.model.seq_length };
+    let tokens =
+        RandomTokens { vocab: run.model.vocab_size as u32, seq_length: run.model.seq_length };
     let sources = Sources {
         train: Arc::new(tokens),
         valid: None,
@@ -193,7 +207,12 @@ fn measure(run: &RunConfig, timed: u64, world: Group, device: &Device) -> megatr
         profiler.after();
     }
     let profile = profiler.finish(&trainer)?;
-    Ok(Measured { steps: Timing::new(seconds), peak_memory: memory.to_vec1::<f64>()?[0], loss, profile })
+    Ok(Measured {
+        steps: Timing::new(seconds),
+        peak_memory: memory.to_vec1::<f64>()?[0],
+        loss,
+        profile,
+    })
 }
 
 fn report(preset: Preset, run: &RunConfig, threads: usize, device: &Device, measured: &Measured) {
@@ -202,8 +221,10 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, device: &Device, meas
     let rate = tokens / measured.steps.median();
     let tflops = rate * flops_per_token(&run.model) / 1e12;
     let gib = measured.peak_memory / f64::from(1 << 30);
-    let mut layout =
-        format!("tp{}·pp{}·dp{}", p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size);
+    let mut layout = format!(
+        "tp{}·pp{}·dp{}",
+        p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
+    );
     if p.context_parallel_size > 1 {
         layout.push_str(&format!("·cp{}", p.context_parallel_size));
     }
@@ -281,7 +302,8 @@ impl SampleSource for RandomTokens {
 
     fn sample(&self, index: u64, out: &mut [u32]) -> megatron::Result<()> {
         for (block, tokens) in out.chunks_mut(4).enumerate() {
-            let random = philox4x32([block as u32, 0, index as u32, (index >> 32) as u32], [1234, 0]);
+            let random =
+                philox4x32([block as u32, 0, index as u32, (index >> 32) as u32], [1234, 0]);
             for (token, random) in tokens.iter_mut().zip(random) {
                 // The high half of a product maps the random number to 0 … V − 1.
                 *token = ((u64::from(random) * u64::from(self.vocab)) >> 32) as u32;

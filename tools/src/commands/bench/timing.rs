@@ -52,7 +52,10 @@ pub fn repeat<R>(budget: Duration, mut operation: impl FnMut() -> Result<R>) -> 
     for _ in 0..WARM_UP {
         last = time(&mut operation)?;
     }
-    (0..calls_within(budget, last)).map(|_| time(&mut operation)).collect::<Result<_>>().map(Timing::new)
+    (0..calls_within(budget, last))
+        .map(|_| time(&mut operation))
+        .collect::<Result<_>>()
+        .map(Timing::new)
 }
 
 /// Calls `operation` for about `budget` after a warm-up, and runs `instruction` on all threads before and after every call, as long as

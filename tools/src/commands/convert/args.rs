@@ -73,7 +73,8 @@ fn byte_size(text: &str) -> std::result::Result<u64, String> {
 fn dtypes() -> impl TypedValueParser<Value = Float> {
     let known: [(&str, &[&str]); 3] =
         [("fp32", &["float32", "f32"]), ("bf16", &["bfloat16"]), ("fp16", &["float16", "f16"])];
-    let known = known.map(|(name, others)| PossibleValue::new(name).aliases(others.iter().copied()));
+    let known =
+        known.map(|(name, others)| PossibleValue::new(name).aliases(others.iter().copied()));
     PossibleValuesParser::new(known).map(|name| match name.as_str() {
         "fp32" | "float32" | "f32" => Float::F32,
         "bf16" | "bfloat16" => Float::Bf16,
@@ -87,12 +88,16 @@ mod tests {
 
     #[test]
     fn shells_complete_dtypes() {
-        let known: Vec<_> = dtypes().possible_values().unwrap().map(|value| value.get_name().to_string()).collect();
+        let known: Vec<_> =
+            dtypes().possible_values().unwrap().map(|value| value.get_name().to_string()).collect();
         assert_eq!(known, ["fp32", "bf16", "fp16"]);
         let command = clap::Command::new("x").arg(clap::Arg::new("y").value_parser(dtypes()));
-        for (word, dtype) in
-            [("float32", Float::F32), ("bfloat16", Float::Bf16), ("bf16", Float::Bf16), ("f16", Float::F16)]
-        {
+        for (word, dtype) in [
+            ("float32", Float::F32),
+            ("bfloat16", Float::Bf16),
+            ("bf16", Float::Bf16),
+            ("f16", Float::F16),
+        ] {
             let matches = command.clone().try_get_matches_from(["x", word]).unwrap();
             assert!(matches.get_one::<Float>("y") == Some(&dtype), "{word}");
         }

@@ -17,7 +17,8 @@ use crate::error::{Error, Result};
 /// # Errors
 /// If the model is not known or damaged, or the checkpoint cannot be written.
 pub fn import(args: &ImportArgs) -> Result<u8> {
-    let bar = if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
+    let bar =
+        if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
     if let Ok(style) = ProgressStyle::with_template("{wide_bar} {percent}% {eta}") {
         bar.set_style(style);
     }
@@ -59,13 +60,21 @@ fn from_hugging_face(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Resul
 }
 
 fn from_megatron(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Vec<String>> {
-    let done = megatron_core::import(&args.from, &args.to, args.vocab_size.map(|size| size as usize), progress)?;
-    let at = done.iteration.map_or(String::new(), |iteration| format!(", of iteration {iteration},"));
+    let done = megatron_core::import(
+        &args.from,
+        &args.to,
+        args.vocab_size.map(|size| size as usize),
+        progress,
+    )?;
+    let at =
+        done.iteration.map_or(String::new(), |iteration| format!(", of iteration {iteration},"));
     let (millions, path) = (done.elements as f64 / 1e6, done.path.display());
     let vocabulary = match done.vocabulary {
         Vocabulary::Given(size) => format!("its vocabulary: {size} tokens (--vocab-size)"),
         Vocabulary::Recorded(size) => {
-            format!("its vocabulary: {size} tokens, as the checkpoint records; --vocab-size names another number")
+            format!(
+                "its vocabulary: {size} tokens, as the checkpoint records; --vocab-size names another number"
+            )
         }
         Vocabulary::Padded(size) => format!(
             "its vocabulary: all {size} rows of the padded one, as the checkpoint does not know the tokenizer's tokens; --vocab-size names them"
@@ -75,7 +84,8 @@ fn from_megatron(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Ve
         true => "its optimizer's state was left out: training starts with a fresh one, at step 0",
         false => "training starts with a fresh optimizer, at step 0",
     };
-    let imported = format!("imported a model of Megatron-LM{at} of {millions:.1} M parameters as {path}");
+    let imported =
+        format!("imported a model of Megatron-LM{at} of {millions:.1} M parameters as {path}");
     Ok(vec![imported, vocabulary, optimizer.into()])
 }
 
@@ -86,7 +96,8 @@ fn from_megatron(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Ve
 pub fn export(args: &ExportArgs) -> Result<u8> {
     let options = ExportOptions { max_shard_size: args.max_shard_size, dtype: args.dtype };
     let done = hf::export(&args.from, &args.to, &options)?;
-    let files = if done.files == 1 { "one file".to_string() } else { format!("{} files", done.files) };
+    let files =
+        if done.files == 1 { "one file".to_string() } else { format!("{} files", done.files) };
     crate::print_line(&format!(
         "exported a {} model to {}: {:.1} MB of weights in {files}",
         done.family,

@@ -24,7 +24,10 @@ pub fn inspect(prefix: &Path, verify: bool) -> Result<()> {
     fact("documents", HumanCount(dataset.num_documents()));
     fact("tokens", format!("{} ({})", HumanCount(tokens), short(tokens)));
     let mean = tokens as f64 / sequences.max(1) as f64;
-    fact("lengths", format!("{shortest} to {longest} tokens a sequence, {mean:.1} in the mean, {empty} empty"));
+    fact(
+        "lengths",
+        format!("{shortest} to {longest} tokens a sequence, {mean:.1} in the mean, {empty} empty"),
+    );
     let token_type = format!("{:?}", dataset.token_type()).to_lowercase();
     fact("stored as", format!("{token_type}, {}", DecimalBytes(tokens.saturating_mul(size))));
     let places = if dataset.is_contiguous() {
@@ -37,7 +40,10 @@ pub fn inspect(prefix: &Path, verify: bool) -> Result<()> {
         let bar = ByteBar::new("reading", tokens.saturating_mul(size));
         let largest = dataset.largest_token(&mut |count| bar.add(count * size))?;
         bar.finish();
-        fact("largest id", format!("{largest}: fits vocabularies of {} tokens and more", u64::from(largest) + 1));
+        fact(
+            "largest id",
+            format!("{largest}: fits vocabularies of {} tokens and more", u64::from(largest) + 1),
+        );
         fact("whole", format!("yes: {places}, and every token is an id"));
     } else {
         fact("whole", format!("{places}; tokens were not looked at (--verify=false)"));

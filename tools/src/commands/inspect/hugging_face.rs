@@ -74,7 +74,10 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         }
     }
     tensors(&held);
-    fact("whole", "headers describe every byte of the files, and an index, if there is one, every tensor");
+    fact(
+        "whole",
+        "headers describe every byte of the files, and an index, if there is one, every tensor",
+    );
     Ok(())
 }
 
@@ -100,13 +103,17 @@ pub fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
 /// The family and the settings; returns those of a model that this program can import.
 fn describe(path: &Path) -> Result<Option<HfConfig>> {
     let text = files::read(path, MAX_CONFIG_BYTES).map_err(|e| Error::io("read", path, e))?;
-    let refuse = |e: serde_json::Error| Error::checkpoint(path, format!("is not a configuration: {e}"));
+    let refuse =
+        |e: serde_json::Error| Error::checkpoint(path, format!("is not a configuration: {e}"));
     let config: serde_json::Map<String, Value> = serde_json::from_slice(&text).map_err(refuse)?;
-    let setting = |key: &str| config.get(key).filter(|value| !value.is_null()).map(Value::to_string);
-    let architecture = config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
+    let setting =
+        |key: &str| config.get(key).filter(|value| !value.is_null()).map(Value::to_string);
+    let architecture =
+        config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
     let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or("no model_type");
     fact("family", format!("{} ({model_type})", architecture.unwrap_or("not named")));
-    let settings: Vec<String> = SETTINGS.iter().filter_map(|key| Some(format!("{key} {}", setting(key)?))).collect();
+    let settings: Vec<String> =
+        SETTINGS.iter().filter_map(|key| Some(format!("{key} {}", setting(key)?))).collect();
     fact("settings", settings.join(", "));
     match HfConfig::from_json(path, config) {
         Ok(config) => Ok(Some(config)),
@@ -120,10 +127,14 @@ fn describe(path: &Path) -> Result<Option<HfConfig>> {
 fn tensors(held: &Tensors) {
     let numel = |shape: &[usize]| shape.iter().map(|&extent| extent as u64).product::<u64>();
     let parameters: u64 = held.values().map(|(_, shape)| numel(shape)).sum();
-    fact("tensors", format!("{} with {} parameters", HumanCount(held.len() as u64), short(parameters)));
+    fact(
+        "tensors",
+        format!("{} with {} parameters", HumanCount(held.len() as u64), short(parameters)),
+    );
     let mut dtypes: BTreeMap<String, (usize, u64)> = BTreeMap::new();
     for (dtype, shape) in held.values() {
-        let (name, size) = dtype.map_or(("no floats".to_string(), 0), |dtype| (dtype.to_string(), dtype.size()));
+        let (name, size) =
+            dtype.map_or(("no floats".to_string(), 0), |dtype| (dtype.to_string(), dtype.size()));
         let (count, bytes) = dtypes.entry(name).or_default();
         *count += 1;
         *bytes += numel(shape) * size as u64;

@@ -52,10 +52,15 @@ enum Kind {
 pub fn run(args: &InspectArgs) -> Result<u8> {
     let kind = kind(&args.path)?;
     if args.iteration.is_some() && kind != Kind::Checkpoint {
-        return Err(Error::usage(format!("--iteration is for checkpoints, and {} is none", args.path.display())));
+        return Err(Error::usage(format!(
+            "--iteration is for checkpoints, and {} is none",
+            args.path.display()
+        )));
     }
     match kind {
-        Kind::Checkpoint => saved::inspect(&checkpoint::locate(&args.path, args.iteration)?, args.verify)?,
+        Kind::Checkpoint => {
+            saved::inspect(&checkpoint::locate(&args.path, args.iteration)?, args.verify)?
+        }
         Kind::Dataset(prefix) => dataset::inspect(&prefix, args.verify)?,
         Kind::HuggingFace => hugging_face::inspect(&args.path, args.verify)?,
     }
@@ -115,10 +120,13 @@ fn kind(path: &Path) -> Result<Kind> {
 /// The prefixes of the indexed datasets in a folder, at most as many as a message has room for.
 fn datasets_in(folder: &Path) -> Vec<String> {
     const MOST: usize = 10;
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    let indices = entries.filter(|path| path.extension().is_some_and(|extension| extension == "idx"));
+    let entries =
+        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let indices =
+        entries.filter(|path| path.extension().is_some_and(|extension| extension == "idx"));
     let pairs = indices.filter(|index| index.with_extension("bin").exists());
-    let mut prefixes: Vec<String> = pairs.map(|index| index.with_extension("").display().to_string()).collect();
+    let mut prefixes: Vec<String> =
+        pairs.map(|index| index.with_extension("").display().to_string()).collect();
     prefixes.sort();
     if prefixes.len() > MOST {
         prefixes.truncate(MOST);
@@ -150,9 +158,11 @@ mod tests {
     fn kinds_are_told_by_what_is_there() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        for (name, file) in
-            [("ckpt", "latest_checkpointed_iteration.txt"), ("iter", "manifest.json"), ("hf", "config.json")]
-        {
+        for (name, file) in [
+            ("ckpt", "latest_checkpointed_iteration.txt"),
+            ("iter", "manifest.json"),
+            ("hf", "config.json"),
+        ] {
             std::fs::create_dir(at(name)).unwrap();
             std::fs::write(at(name).join(file), "").unwrap();
         }
@@ -180,6 +190,9 @@ mod tests {
 
     #[test]
     fn counts_are_short() {
-        assert_eq!([9_999, 12_345, 1_500_000, 8_030_000_000].map(short), ["9999", "12.3 K", "1.5 M", "8.03 B"]);
+        assert_eq!(
+            [9_999, 12_345, 1_500_000, 8_030_000_000].map(short),
+            ["9999", "12.3 K", "1.5 M", "8.03 B"]
+        );
     }
 }

@@ -23,10 +23,14 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     fact("files", format!("{} with {}", manifest.files.len(), DecimalBytes(on_disk)));
     parameters(&manifest);
     for (kind, tensors) in by(&manifest.tensors, |tensor| tensor.kind) {
-        let dtypes: BTreeSet<String> = tensors.iter().map(|tensor| tensor.dtype.to_string()).collect();
+        let dtypes: BTreeSet<String> =
+            tensors.iter().map(|tensor| tensor.dtype.to_string()).collect();
         let bytes = tensors.iter().map(|tensor| tensor.bytes()).sum();
         let dtypes = Vec::from_iter(dtypes).join(", ");
-        fact("state", format!("{kind:<12}{dtypes}, {} tensors, {}", tensors.len(), DecimalBytes(bytes)));
+        fact(
+            "state",
+            format!("{kind:<12}{dtypes}, {} tensors, {}", tensors.len(), DecimalBytes(bytes)),
+        );
     }
     let saved = SavedGpt::new(manifest)?;
     let progress = saved.run.progress;
@@ -45,15 +49,24 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
     let layers = saved.run.model.num_layers;
     let groups = saved.run.model.num_query_groups;
-    let cp = if groups > 1 { format!(" · cp where tp · cp divides {groups}") } else { String::new() };
-    fact("fits", format!("tp {}{cp} · pp 1 to {layers} · any dp, with ZeRO-1 or without", sizes.join(", ")));
+    let cp =
+        if groups > 1 { format!(" · cp where tp · cp divides {groups}") } else { String::new() };
+    fact(
+        "fits",
+        format!("tp {}{cp} · pp 1 to {layers} · any dp, with ZeRO-1 or without", sizes.join(", ")),
+    );
     let chunks: usize = saved.manifest.tensors.iter().map(|tensor| tensor.chunks.len()).sum();
     if verify {
         let bar = ByteBar::new("checking", saved.manifest.data_bytes());
         saved.manifest.verify(&mut |bytes| bar.add(bytes))?;
         bar.finish();
         let chunks = HumanCount(chunks as u64);
-        fact("whole", format!("yes: every element is there once, and the checksums of all {chunks} chunks agree"));
+        fact(
+            "whole",
+            format!(
+                "yes: every element is there once, and the checksums of all {chunks} chunks agree"
+            ),
+        );
     } else {
         fact("whole", "every element is there once; checksums were not looked at (--verify=false)");
     }
@@ -61,7 +74,10 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
 }
 
 /// Tensors by a property.
-fn by<K: Ord>(tensors: &[TensorEntry], key: impl Fn(&TensorEntry) -> K) -> BTreeMap<K, Vec<&TensorEntry>> {
+fn by<K: Ord>(
+    tensors: &[TensorEntry],
+    key: impl Fn(&TensorEntry) -> K,
+) -> BTreeMap<K, Vec<&TensorEntry>> {
     let mut groups: BTreeMap<K, Vec<&TensorEntry>> = BTreeMap::new();
     tensors.iter().for_each(|tensor| groups.entry(key(tensor)).or_default().push(tensor));
     groups
@@ -74,7 +90,10 @@ fn parameters(manifest: &Manifest) {
     let all: Vec<&TensorEntry> = params.iter().collect();
     fact("parameters", format!("{} in {} tensors", short(count(&all)), all.len()));
     for (group, tensors) in by(&params, |tensor| group(&tensor.name)) {
-        fact("", format!("{:<12}{:>9} in {} tensors", group.1, short(count(&tensors)), tensors.len()));
+        fact(
+            "",
+            format!("{:<12}{:>9} in {} tensors", group.1, short(count(&tensors)), tensors.len()),
+        );
     }
 }
 

@@ -13,7 +13,8 @@ pub use self::args::LaunchArgs;
 use crate::error::{Error, Result};
 use crate::fault::{OVER_STDIN, SUPERVISED};
 use crate::launch::{
-    Host, Hosts, Plan, Ranks, Style, Work, exported, free_port, is_here, is_loopback, read_hostfile, supervise,
+    Host, Hosts, Plan, Ranks, Style, Work, exported, free_port, is_here, is_loopback,
+    read_hostfile, supervise,
 };
 use crate::ranks::{secret, secret_or_new};
 
@@ -127,7 +128,12 @@ fn elsewhere(launch: &LaunchArgs, path: &Path, hosts: Vec<Host>) -> Result<u8> {
 fn ssh_args(launch: &LaunchArgs) -> Vec<OsString> {
     let port = launch.ssh_port.map(|port| ["-p".to_string(), port.to_string()]);
     let own = launch.ssh_args.iter().flat_map(|words| words.split_whitespace()).map(OsString::from);
-    port.into_iter().flatten().map(OsString::from).chain(own).chain(SSH_ARGS.map(OsString::from)).collect()
+    port.into_iter()
+        .flatten()
+        .map(OsString::from)
+        .chain(own)
+        .chain(SSH_ARGS.map(OsString::from))
+        .collect()
 }
 
 /// Options of `megatron launch` that are the same on all hosts.
@@ -140,7 +146,8 @@ fn options(launch: &LaunchArgs, hosts: &[Host]) -> Vec<OsString> {
         ("--grace-period", Some(launch.grace_period)),
         ("--max-restarts", Some(launch.max_restarts)),
     ];
-    let numbers = numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string())));
+    let numbers =
+        numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string())));
     let given = address.map(|address| ("--master-addr", address)).into_iter().chain(numbers);
     given.flat_map(|(name, value)| [OsString::from(name), OsString::from(value)]).collect()
 }
@@ -148,8 +155,11 @@ fn options(launch: &LaunchArgs, hosts: &[Host]) -> Vec<OsString> {
 /// The variables that `--export` names.
 fn named(exports: &[String]) -> Result<Vec<(OsString, OsString)>> {
     let pair = |export: &String| {
-        let (name, value) = export.split_once('=').map_or((export.as_str(), None), |(name, value)| (name, Some(value)));
-        if name.is_empty() || !name.bytes().all(|byte| byte == b'_' || byte.is_ascii_alphanumeric()) {
+        let (name, value) = export
+            .split_once('=')
+            .map_or((export.as_str(), None), |(name, value)| (name, Some(value)));
+        if name.is_empty() || !name.bytes().all(|byte| byte == b'_' || byte.is_ascii_alphanumeric())
+        {
             return Err(Error::usage(format!("--export {export}: must be NAME or NAME=VALUE")));
         }
         if name == RUN_SECRET {
@@ -158,7 +168,11 @@ fn named(exports: &[String]) -> Result<Vec<(OsString, OsString)>> {
             )));
         }
         let value = value.map(OsString::from).or_else(|| std::env::var_os(name));
-        let unset = || Error::usage(format!("--export {export}: {name} is not set here; give --export {name}=VALUE"));
+        let unset = || {
+            Error::usage(format!(
+                "--export {export}: {name} is not set here; give --export {name}=VALUE"
+            ))
+        };
         Ok((OsString::from(name), value.ok_or_else(unset)?))
     };
     exports.iter().map(pair).collect()

@@ -56,7 +56,11 @@ impl Piece {
     pub fn parts(self, keys: &[String]) -> megatron::Result<Vec<Vec<Part>>> {
         match self.content {
             Content::Part(part) => Ok(vec![vec![part]; keys.len()]),
-            _ => Ok(self.texts(keys)?.into_iter().map(|texts| texts.into_iter().map(Part::whole).collect()).collect()),
+            _ => Ok(self
+                .texts(keys)?
+                .into_iter()
+                .map(|texts| texts.into_iter().map(Part::whole).collect())
+                .collect()),
         }
     }
 
@@ -71,7 +75,11 @@ impl Piece {
             Content::Row(texts) => Ok(texts),
             Content::Line(number, bytes) => {
                 // The mark that some editors begin files with.
-                let bytes = if number == 1 { bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes) } else { &bytes };
+                let bytes = if number == 1 {
+                    bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes)
+                } else {
+                    &bytes
+                };
                 let mut deserializer = serde_json::Deserializer::from_slice(bytes);
                 let parsed = Fields(keys).deserialize(&mut deserializer).and_then(|texts| {
                     deserializer.end()?;
@@ -103,7 +111,8 @@ fn not_json(line: &[u8], column: usize) -> Option<&'static str> {
     let near = |name: &&str| {
         let start = column.saturating_sub(name.len() + 1);
         let end = line.len().min(column + name.len());
-        line.get(start..end).is_some_and(|part| part.windows(name.len()).any(|part| part == name.as_bytes()))
+        line.get(start..end)
+            .is_some_and(|part| part.windows(name.len()).any(|part| part == name.as_bytes()))
     };
     ["NaN", "Infinity"].into_iter().find(near)
 }
@@ -125,7 +134,12 @@ enum Reader {
 impl Pieces {
     /// Those of `inputs`, for `keys`; text files are cut where `cuts` allow it.
     pub fn new(inputs: impl IntoIterator<Item = Input>, keys: &[String], cuts: Cuts) -> Self {
-        Self { inputs: inputs.into_iter().collect(), keys: keys.to_vec(), cuts: Arc::new(cuts), current: None }
+        Self {
+            inputs: inputs.into_iter().collect(),
+            keys: keys.to_vec(),
+            cuts: Arc::new(cuts),
+            current: None,
+        }
     }
 
     fn read(&mut self) -> megatron::Result<Option<Piece>> {
@@ -143,7 +157,9 @@ impl Pieces {
             let Some(input) = self.inputs.pop_front() else { return Ok(None) };
             let reader = match input.format {
                 Format::JsonLines => Reader::Lines(input.open()?, 0),
-                Format::Text => Reader::Parts(Parts::new(&input.path, input.open()?, self.cuts.clone())),
+                Format::Text => {
+                    Reader::Parts(Parts::new(&input.path, input.open()?, self.cuts.clone()))
+                }
                 Format::Parquet => Reader::Rows(Rows::open(&input.path, &self.keys)?),
             };
             self.current = Some((input.path.into(), reader));
@@ -160,15 +176,26 @@ impl Iterator for Pieces {
 }
 
 /// The next line that is not blank.
-fn next_line(lines: &mut dyn BufRead, number: &mut u64, path: &Path) -> megatron::Result<Option<Content>> {
+fn next_line(
+    lines: &mut dyn BufRead,
+    number: &mut u64,
+    path: &Path,
+) -> megatron::Result<Option<Content>> {
     loop {
         *number += 1;
         let mut bytes = Vec::new();
-        let read = lines.take(LONGEST_LINE + 1).read_until(b'\n', &mut bytes).map_err(|error| match error.kind() {
-            std::io::ErrorKind::InvalidData | std::io::ErrorKind::InvalidInput | std::io::ErrorKind::UnexpectedEof => {
-                Error::data(path, format!("line {number} cannot be decompressed: {error}; copy or make the file again"))
+        let read = lines.take(LONGEST_LINE + 1).read_until(b'\n', &mut bytes).map_err(|error| {
+            match error.kind() {
+                std::io::ErrorKind::InvalidData
+                | std::io::ErrorKind::InvalidInput
+                | std::io::ErrorKind::UnexpectedEof => Error::data(
+                    path,
+                    format!(
+                        "line {number} cannot be decompressed: {error}; copy or make the file again"
+                    ),
+                ),
+                _ => Error::io("read", path, error),
             }
-            _ => Error::io("read", path, error),
         })?;
         if read == 0 {
             return Ok(None);
@@ -194,7 +221,10 @@ struct Fields<'a>(&'a [String]);
 impl<'de> DeserializeSeed<'de> for Fields<'_> {
     type Value = Vec<Vec<String>>;
 
-    fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+    fn deserialize<D: serde::Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> Result<Self::Value, D::Error> {
         deserializer.deserialize_map(self)
     }
 }
@@ -240,7 +270,10 @@ struct Text<'a>(&'a str);
 impl<'de> DeserializeSeed<'de> for Text<'_> {
     type Value = Vec<String>;
 
-    fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+    fn deserialize<D: serde::Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> Result<Self::Value, D::Error> {
         deserializer.deserialize_any(self)
     }
 }
@@ -279,18 +312,21 @@ mod tests {
 
     fn texts(line: &str, keys: &[&str]) -> Result<Vec<Vec<String>>, String> {
         let keys: Vec<String> = keys.iter().map(|key| key.to_string()).collect();
-        let piece = Piece { path: Path::new("a.jsonl").into(), content: Content::Line(7, line.into()) };
+        let piece =
+            Piece { path: Path::new("a.jsonl").into(), content: Content::Line(7, line.into()) };
         piece.texts(&keys).map_err(|error| error.to_string())
     }
 
     #[test]
     fn keys_are_found_wherever_they_are_and_others_passed_over() {
-        let line =
-            r#"{"meta": {"text": "no", "n": [1, 2.5e3, null]}, "text": "a\n\u00e9\ud83d\ude00", "title": ["b", "c"]}"#;
+        let line = r#"{"meta": {"text": "no", "n": [1, 2.5e3, null]}, "text": "a\n\u00e9\ud83d\ude00", "title": ["b", "c"]}"#;
         assert_eq!(texts(line, &["title", "text"]).unwrap(), [vec!["b", "c"], vec!["a\né😀"]]);
         assert_eq!(texts(r#"{"text": "a", "text": "b"}"#, &["text"]).unwrap(), [["b"]]);
         for nothing in ["[]", "null"] {
-            assert_eq!(texts(&format!("{{\"text\": {nothing}}}"), &["text"]).unwrap(), [Vec::<String>::new()]);
+            assert_eq!(
+                texts(&format!("{{\"text\": {nothing}}}"), &["text"]).unwrap(),
+                [Vec::<String>::new()]
+            );
         }
     }
 
@@ -306,9 +342,15 @@ mod tests {
             (&format!("{{\"x\": {}", "[".repeat(1 << 20)), &["line 7", "EOF"]),
         ] {
             let message = texts(line, &["text"]).unwrap_err();
-            assert!(parts.iter().all(|part| message.contains(part)), "{message} lacks one of {parts:?}");
+            assert!(
+                parts.iter().all(|part| message.contains(part)),
+                "{message} lacks one of {parts:?}"
+            );
         }
-        let piece = Piece { path: Path::new("a").into(), content: Content::Line(1, b"{\"text\": \"\xff\"}".to_vec()) };
+        let piece = Piece {
+            path: Path::new("a").into(),
+            content: Content::Line(1, b"{\"text\": \"\xff\"}".to_vec()),
+        };
         assert!(piece.texts(&["text".into()]).unwrap_err().to_string().contains("unicode"));
     }
 
@@ -322,10 +364,15 @@ mod tests {
     #[test]
     fn blank_lines_are_counted_but_are_no_documents() {
         let found = pieces("a.jsonl", "\n{\"a\": 1}\r\n  \n{\"text\": \"b\"}");
-        let messages: Vec<_> =
-            found.into_iter().map(|piece| piece.unwrap().texts(&["text".into()]).map_err(|e| e.to_string())).collect();
+        let messages: Vec<_> = found
+            .into_iter()
+            .map(|piece| piece.unwrap().texts(&["text".into()]).map_err(|e| e.to_string()))
+            .collect();
         assert_eq!(messages.len(), 2);
-        assert!(messages[0].as_ref().unwrap_err().contains("line 2") && messages[1].as_ref().unwrap() == &[["b"]]);
+        assert!(
+            messages[0].as_ref().unwrap_err().contains("line 2")
+                && messages[1].as_ref().unwrap() == &[["b"]]
+        );
     }
 
     #[test]
@@ -337,7 +384,9 @@ mod tests {
         std::io::copy(&mut std::io::repeat(b'a').take(LONGEST_LINE + 5), &mut encoder).unwrap();
         encoder.finish().unwrap();
         let found: Vec<_> =
-            Pieces::new([Input::new(&path).unwrap()], &["text".into()], Cuts::anywhere()).take(2).collect();
+            Pieces::new([Input::new(&path).unwrap()], &["text".into()], Cuts::anywhere())
+                .take(2)
+                .collect();
         let message = found[0].as_ref().unwrap_err().to_string();
         assert!(message.contains("line 1 has more than 64 MiB"), "{message}");
     }
@@ -348,11 +397,17 @@ mod tests {
         let text = "wörd ".repeat(900_000);
         let found: Vec<Piece> = pieces("a.txt", &text).into_iter().map(Result::unwrap).collect();
         assert!(found.len() >= 5 && found.iter().all(|piece| piece.len() < 2 << 20));
-        assert!(found[..found.len() - 1].iter().all(|piece| !piece.is_last()) && found[found.len() - 1].is_last());
-        let whole: String =
-            found.into_iter().flat_map(|piece| piece.texts(&["text".into()]).unwrap().remove(0)).collect();
+        assert!(
+            found[..found.len() - 1].iter().all(|piece| !piece.is_last())
+                && found[found.len() - 1].is_last()
+        );
+        let whole: String = found
+            .into_iter()
+            .flat_map(|piece| piece.texts(&["text".into()]).unwrap().remove(0))
+            .collect();
         assert_eq!(whole, text);
-        let dense: Vec<Piece> = pieces("a.txt", "é".repeat(2_000_001)).into_iter().map(Result::unwrap).collect();
+        let dense: Vec<Piece> =
+            pieces("a.txt", "é".repeat(2_000_001)).into_iter().map(Result::unwrap).collect();
         assert!(dense.len() >= 3 && dense.iter().map(Piece::len).sum::<usize>() == 4_000_002);
     }
 

@@ -36,7 +36,10 @@ const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 const REFUSED: &[(&[u8], &str)] = &[
     (MAGIC, "is Parquet; call it .parquet"),
     (b"BZh", "is compressed with bzip2, which is not read; recompress it with gzip or zstd"),
-    (&[0xfd, b'7', b'z', b'X', b'Z', 0], "is compressed with xz, which is not read; recompress it with gzip or zstd"),
+    (
+        &[0xfd, b'7', b'z', b'X', b'Z', 0],
+        "is compressed with xz, which is not read; recompress it with gzip or zstd",
+    ),
     (b"PK\x03\x04", "is a zip archive, which is not read; unpack it"),
 ];
 
@@ -59,7 +62,11 @@ impl Input {
             return Ok(vec![Self::new(path)?]);
         }
         let text = Corpus::scan(&[path.to_path_buf()], Path::new(""))?;
-        Ok(text.files().iter().map(|file| Self { path: file.clone(), format: Format::Text }).collect())
+        Ok(text
+            .files()
+            .iter()
+            .map(|file| Self { path: file.clone(), format: Format::Text })
+            .collect())
     }
 
     /// Tells the format of a file that must exist.
@@ -74,9 +81,10 @@ impl Input {
         if input.format == Format::Parquet {
             return match start.starts_with(MAGIC) {
                 true => Ok(input),
-                false => {
-                    Err(Error::data(path, "is not Parquet: it does not begin with PAR1; copy, unpack or rename it"))
-                }
+                false => Err(Error::data(
+                    path,
+                    "is not Parquet: it does not begin with PAR1; copy, unpack or rename it",
+                )),
             };
         }
         match REFUSED.iter().find(|(magic, _)| start.starts_with(magic)) {
@@ -105,7 +113,8 @@ impl Input {
     pub fn open(&self) -> megatron::Result<Box<dyn BufRead + Send>> {
         let mut file = self.buffered()?;
         let start = file.fill_buf().map_err(|error| Error::io("read", &self.path, error))?;
-        let is_skippable = start.len() >= 4 && start[0] & 0xf0 == 0x50 && start[1..4] == ZSTD_SKIPPABLE;
+        let is_skippable =
+            start.len() >= 4 && start[0] & 0xf0 == 0x50 && start[1..4] == ZSTD_SKIPPABLE;
         Ok(if start.starts_with(GZIP) {
             Box::new(BufReader::with_capacity(BUFFER, MultiGzDecoder::new(file)))
         } else if start.starts_with(ZSTD) || is_skippable {
@@ -141,13 +150,16 @@ impl Input {
 pub fn records_in(folder: &Path) -> Option<PathBuf> {
     // What cannot be listed is an error of whoever reads the text.
     for entry in std::fs::read_dir(folder).ok()?.flatten() {
-        let (path, is_hidden) = (entry.path(), entry.file_name().as_encoded_bytes().starts_with(b"."));
+        let (path, is_hidden) =
+            (entry.path(), entry.file_name().as_encoded_bytes().starts_with(b"."));
         let found = match format(&path) {
             _ if is_hidden => None,
             // Links are not followed, which may be loops.
             _ if entry.file_type().is_ok_and(|kind| kind.is_dir()) => records_in(&path),
             // JSON is mostly settings.
-            (Format::JsonLines | Format::Parquet, _) if !bare_name(&path).ends_with(".json") => Some(path),
+            (Format::JsonLines | Format::Parquet, _) if !bare_name(&path).ends_with(".json") => {
+                Some(path)
+            }
             _ => None,
         };
         if found.is_some() {
@@ -160,7 +172,10 @@ pub fn records_in(folder: &Path) -> Option<PathBuf> {
 /// A file's name in lower case, without the ending of its compression.
 fn bare_name(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-    let bare = [".gz", ".zst", ".zstd"].iter().find_map(|ending| name.strip_suffix(ending)).map(str::to_string);
+    let bare = [".gz", ".zst", ".zstd"]
+        .iter()
+        .find_map(|ending| name.strip_suffix(ending))
+        .map(str::to_string);
     bare.unwrap_or(name)
 }
 
@@ -194,8 +209,12 @@ impl<R: BufRead> ZstdFrames<R> {
                     self.in_frame = true;
                     return Ok(true);
                 }
-                Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame { length, .. })) => {
-                    let skipped = io::copy(&mut (&mut self.source).take(length.into()), &mut io::sink())?;
+                Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
+                    length,
+                    ..
+                })) => {
+                    let skipped =
+                        io::copy(&mut (&mut self.source).take(length.into()), &mut io::sink())?;
                     if skipped < length.into() {
                         return Err(io::ErrorKind::UnexpectedEof.into());
                     }
@@ -264,8 +283,8 @@ mod tests {
 
     /// `printf 'hello zstd\n' | zstd -c`: a frame with a checksum.
     const FRAME: &[u8] = &[
-        0x28, 0xb5, 0x2f, 0xfd, 0x04, 0x58, 0x59, 0x00, 0x00, 0x68, 0x65, 0x6c, 0x6c, 0x6f, 0x20, 0x7a, 0x73, 0x74,
-        0x64, 0x0a, 0x6c, 0x57, 0xf9, 0x51,
+        0x28, 0xb5, 0x2f, 0xfd, 0x04, 0x58, 0x59, 0x00, 0x00, 0x68, 0x65, 0x6c, 0x6c, 0x6f, 0x20,
+        0x7a, 0x73, 0x74, 0x64, 0x0a, 0x6c, 0x57, 0xf9, 0x51,
     ];
 
     fn text(lines: usize) -> Vec<u8> {
@@ -279,14 +298,20 @@ mod tests {
         assert_eq!(read("a.txt.gz", &gzip(&plain)).unwrap(), plain);
         assert_eq!(read("a.txt", &gzip(&plain)).unwrap(), plain);
         assert_eq!(read("a.txt.gz", &plain).unwrap(), plain);
-        let zstd = ruzstd::encoding::compress_to_vec(&plain[..], ruzstd::encoding::CompressionLevel::Fastest);
+        let zstd = ruzstd::encoding::compress_to_vec(
+            &plain[..],
+            ruzstd::encoding::CompressionLevel::Fastest,
+        );
         assert_eq!(read("a.jsonl.zst", &zstd).unwrap(), plain);
     }
 
     #[test]
     fn frames_and_members_follow_one_another_and_what_is_to_be_skipped_is() {
         let skippable = [0x5a, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3];
-        assert_eq!(read("a.txt.zst", &[FRAME, &skippable, FRAME].concat()).unwrap(), b"hello zstd\nhello zstd\n");
+        assert_eq!(
+            read("a.txt.zst", &[FRAME, &skippable, FRAME].concat()).unwrap(),
+            b"hello zstd\nhello zstd\n"
+        );
         assert_eq!(read("a.txt.zst", &[&skippable, FRAME].concat()).unwrap(), b"hello zstd\n");
         assert_eq!(read("a.txt.gz", &[gzip(b"a"), gzip(b"b")].concat()).unwrap(), b"ab");
     }
@@ -296,7 +321,10 @@ mod tests {
         for at in 4..FRAME.len() {
             let mut frame = FRAME.to_vec();
             frame[at] ^= 0x10;
-            assert!(read("a.txt.zst", &frame).map_or(true, |content| content == b"hello zstd\n"), "byte {at}");
+            assert!(
+                read("a.txt.zst", &frame).map_or(true, |content| content == b"hello zstd\n"),
+                "byte {at}"
+            );
         }
         let last = FRAME.len() - 1;
         assert!(read("a.txt.zst", &[&FRAME[..last], &[FRAME[last] ^ 1]].concat()).is_err());
@@ -312,7 +340,8 @@ mod tests {
     /// A frame that asks for a window of 2^41 bytes.
     #[test]
     fn a_window_beyond_reason_is_refused_before_it_is_made() {
-        let message = read("a.txt.zst", &[0x28, 0xb5, 0x2f, 0xfd, 0, 0xf8, 1, 0, 0]).unwrap_err().to_string();
+        let message =
+            read("a.txt.zst", &[0x28, 0xb5, 0x2f, 0xfd, 0, 0xf8, 1, 0, 0]).unwrap_err().to_string();
         assert!(message.contains("a.txt.zst"), "{message}");
     }
 
@@ -343,14 +372,17 @@ mod tests {
             assert_eq!(read(name, b"{text}").unwrap(), b"{text}");
         }
         let folder = tempfile::tempdir().unwrap();
-        let write = |name: &str, content: &str| std::fs::write(folder.path().join(name), content).unwrap();
+        let write =
+            |name: &str, content: &str| std::fs::write(folder.path().join(name), content).unwrap();
         std::fs::create_dir(folder.path().join("c")).unwrap();
         for name in ["b.txt", "a.md", "c/d.rs", "settings.json", ".hidden.txt"] {
             write(name, "x");
         }
         write("empty.md", "");
         let names = |inputs: Vec<Input>| -> Vec<String> {
-            let bare = |input: Input| input.path.strip_prefix(folder.path()).unwrap().display().to_string();
+            let bare = |input: Input| {
+                input.path.strip_prefix(folder.path()).unwrap().display().to_string()
+            };
             inputs.into_iter().map(bare).collect()
         };
         assert_eq!(names(Input::of(folder.path()).unwrap()), ["a.md", "b.txt", "c/d.rs"]);

@@ -113,8 +113,9 @@ const AHEAD: usize = 1;
 pub fn run(args: &PreprocessArgs) -> Result<u8> {
     let inputs = open_inputs(&args.input, &args.json_keys)?;
     let ChosenTokenizer { name, options, note } = args.tokenizer.choose(args.vocab_size)?;
-    let name =
-        name.ok_or_else(|| Error::usage("no tokenizer: give --tokenizer a tokenizer.json or its folder, or `byte`"))?;
+    let name = name.ok_or_else(|| {
+        Error::usage("no tokenizer: give --tokenizer a tokenizer.json or its folder, or `byte`")
+    })?;
     if name.starts_with("train:") {
         return Err(Error::usage(format!(
             "--tokenizer {name}: train the vocabulary first, with `megatron tokenizer train`, and give its tokenizer.json",
@@ -190,12 +191,13 @@ pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
     expect_free(&args.output, &inputs, args.overwrite)?;
     create_folder(&args.output)?;
     let keys = args.json_keys.clone();
-    let texts = Pieces::new(inputs, &keys.clone(), Cuts::between_words()).flat_map(move |piece| {
-        match piece.and_then(|piece| piece.texts(&keys)) {
-            Ok(texts) => texts.into_iter().flatten().map(Ok).collect(),
-            Err(error) => vec![Err(error)],
-        }
-    });
+    let texts =
+        Pieces::new(inputs, &keys.clone(), Cuts::between_words()).flat_map(
+            move |piece| match piece.and_then(|piece| piece.texts(&keys)) {
+                Ok(texts) => texts.into_iter().flatten().map(Ok).collect(),
+                Err(error) => vec![Err(error)],
+            },
+        );
     let tokenizer = Tokenizer::train_on(texts, args.vocab_size, &args.output)?;
     print_line(&format!("{}: {} tokens", args.output.display(), tokenizer.vocab_size()));
     Ok(0)
@@ -208,9 +210,13 @@ fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
             records.display()
         ));
     }
-    let inputs = paths.iter().map(|path| Input::of(path)).collect::<megatron::Result<Vec<_>>>()?.concat();
+    let inputs =
+        paths.iter().map(|path| Input::of(path)).collect::<megatron::Result<Vec<_>>>()?.concat();
     if let Some((i, key)) = keys.iter().enumerate().find(|(i, key)| keys[..*i].contains(key)) {
-        return Err(Error::usage(format!("--json-keys names \"{key}\" twice, the second time as key {}", i + 1)));
+        return Err(Error::usage(format!(
+            "--json-keys names \"{key}\" twice, the second time as key {}",
+            i + 1
+        )));
     }
     match inputs.iter().find(|input| input.format == Format::Text) {
         Some(input) if keys.len() > 1 => Err(Error::usage(format!(
@@ -241,7 +247,10 @@ fn dataset_files(prefix: &Path) -> [PathBuf; 2] {
 /// Asserts that an output replaces nothing that was not to be replaced, and no input at all.
 fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
     let Ok(there) = std::fs::canonicalize(output) else { return Ok(()) };
-    if inputs.iter().any(|input| std::fs::canonicalize(&input.path).is_ok_and(|input| input == there)) {
+    if inputs
+        .iter()
+        .any(|input| std::fs::canonicalize(&input.path).is_ok_and(|input| input == there))
+    {
         return Err(Error::usage(format!(
             "{} is an input and cannot be the output, too; name another",
             output.display()
@@ -250,13 +259,18 @@ fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
     if overwrite {
         return Ok(());
     }
-    Err(Error::usage(format!("{} is there already; write elsewhere, or replace it with --overwrite", output.display())))
+    Err(Error::usage(format!(
+        "{} is there already; write elsewhere, or replace it with --overwrite",
+        output.display()
+    )))
 }
 
 fn create_folder(output: &Path) -> Result<()> {
     match output.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        Some(folder) => std::fs::create_dir_all(folder)
-            .map_err(|source| Error::Io { action: format!("create the folder {}", folder.display()), source }),
+        Some(folder) => std::fs::create_dir_all(folder).map_err(|source| Error::Io {
+            action: format!("create the folder {}", folder.display()),
+            source,
+        }),
         None => Ok(()),
     }
 }
@@ -295,7 +309,10 @@ struct Encoded {
 fn encode(piece: Piece, keys: &[String], tokenizer: &Tokenizer) -> megatron::Result<Encoded> {
     let last = piece.is_last();
     let sequences = |parts: Vec<Part>| {
-        let encoded = parts.iter().map(|part| tokenizer.encode_part(part)).collect::<megatron::Result<Vec<_>>>();
+        let encoded = parts
+            .iter()
+            .map(|part| tokenizer.encode_part(part))
+            .collect::<megatron::Result<Vec<_>>>();
         encoded.map(|sequences| sequences.concat())
     };
     let keys = piece.parts(keys)?.into_iter().map(sequences).collect::<megatron::Result<_>>()?;

@@ -35,7 +35,9 @@ pub fn run(settings: &Gathered) -> Result<u8> {
     let mut resolved = resolve(settings, place.as_ref())?;
     rollback::go_on_after_restart(&mut resolved.run)?;
     if let Some(recorded) = &settings.recorded
-        && place.as_ref().is_none_or(|place| place.rank == 0 && std::env::var_os(OWN_RANKS).is_none())
+        && place
+            .as_ref()
+            .is_none_or(|place| place.rank == 0 && std::env::var_os(OWN_RANKS).is_none())
     {
         crate::print_line(&describe_recorded(&recorded.origin(), &resolved.run));
     }
@@ -81,7 +83,8 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
 
 /// What to say where whoever started the ranks does not start them again as often as the run's settings ask for.
 fn not_started_again(max_restarts: u32, rank: usize) -> Option<String> {
-    let granted = std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
+    let granted =
+        std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
     (rank == 0 && granted < max_restarts).then(|| {
         format!(
             "--max-restarts {max_restarts} is for ranks that `pretrain` starts; those of a launcher it starts again itself: `megatron launch` and torchrun have a --max-restarts of their own (here: {granted})"
@@ -94,10 +97,13 @@ fn advice(run: &RunConfig) -> Option<String> {
     let save = run.checkpoint.save.as_ref()?;
     Some(match &run.checkpoint.load {
         Some(load) if checkpoint::same_folder(load, save) => {
-            let command = if run.checkpoint.ckpt_step.is_some() { "Without --ckpt-step the" } else { "The" };
+            let command =
+                if run.checkpoint.ckpt_step.is_some() { "Without --ckpt-step the" } else { "The" };
             format!("{command} same command goes on from the last checkpoint in {}", save.display())
         }
-        _ => format!("With --load {} the run goes on from the last checkpoint there", save.display()),
+        _ => {
+            format!("With --load {} the run goes on from the last checkpoint there", save.display())
+        }
     })
 }
 
@@ -112,23 +118,30 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
         files::check_to_write(path).map_err(|source| Error::Io { action: action(), source })?;
     }
     // A device is written into, not beside.
-    let is_special = |path: &Path| path.metadata().is_ok_and(|there| !there.is_file() && !there.is_dir());
+    let is_special =
+        |path: &Path| path.metadata().is_ok_and(|there| !there.is_file() && !there.is_dir());
     let metrics = metrics.filter(|path| !is_special(path)).and_then(Path::parent);
     let metrics = metrics.filter(|folder| !folder.as_os_str().is_empty());
     let tensorboard = run.logging.tensorboard.as_ref().filter(|_| rank == 0);
     let samples = tensorboard.map(TensorboardConfig::samples_dir);
     let tensorboard = tensorboard.map(|tensorboard| tensorboard.dir.as_path());
     let profile = run.logging.profile.as_ref();
-    let profile = profile.filter(|profile| profile.ranks.is_empty() || profile.ranks.contains(&rank));
+    let profile =
+        profile.filter(|profile| profile.ranks.is_empty() || profile.ranks.contains(&rank));
     let profile = profile.map(|profile| profile.dir.as_path());
     for folder in
-        [run.checkpoint.save.as_deref(), metrics, tensorboard, samples.as_deref(), profile].into_iter().flatten()
+        [run.checkpoint.save.as_deref(), metrics, tensorboard, samples.as_deref(), profile]
+            .into_iter()
+            .flatten()
     {
         std::fs::create_dir_all(folder)
             .and_then(|()| tempfile::tempfile_in(folder))
             // On a full disk files can be made, but not filled.
             .and_then(|mut file| file.write_all(&[0; 4096]).and_then(|()| file.sync_data()))
-            .map_err(|source| Error::Io { action: format!("write to the folder {}", folder.display()), source })?;
+            .map_err(|source| Error::Io {
+                action: format!("write to the folder {}", folder.display()),
+                source,
+            })?;
     }
     Ok(())
 }
@@ -169,7 +182,13 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
         run.data.tokenizer = Some(name);
     }
     let requested = SampleCounts { train: train::samples_to_read(run)?, ..SampleCounts::of(run) };
-    let datasets = data::open(&run.data, run.model.seq_length, run.training.seed, resolved.vocab_size, requested);
+    let datasets = data::open(
+        &run.data,
+        run.model.seq_length,
+        run.training.seed,
+        resolved.vocab_size,
+        requested,
+    );
     let datasets = datasets.map_err(|error| explain_missing(error, resolved.data_of.as_deref()))?;
     run.model.vocab_size = datasets.vocab_size;
     // Before hours of training rather than after.
@@ -182,7 +201,9 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
 /// Refuses a run whose ranks on this machine need more memory than it has.
 fn require_memory(resolved: &Resolved, here: RanksHere) -> Result<()> {
     let on_gpus = ranks::on_gpus(resolved.distributed.device);
-    Ok(train::require_memory(&resolved.run, &RanksHere { on_gpus, ..here }, || Ok(Gpt::outline_of(&resolved.run)))?)
+    Ok(train::require_memory(&resolved.run, &RanksHere { on_gpus, ..here }, || {
+        Ok(Gpt::outline_of(&resolved.run))
+    })?)
 }
 
 /// The ranks of the machine that the rank at `place` is on, as far as a launcher told.
@@ -192,20 +213,26 @@ fn ranks_here(place: &RankInfo) -> RanksHere {
     // As nearly all launchers deal them: in blocks.
     match first.filter(|first| first.is_multiple_of(count.max(1))) {
         Some(first) => RanksHere { ranks: first..first + count, others: 0, on_gpus: false },
-        None => RanksHere { ranks: place.rank..place.rank + 1, others: count.saturating_sub(1), on_gpus: false },
+        None => RanksHere {
+            ranks: place.rank..place.rank + 1,
+            others: count.saturating_sub(1),
+            on_gpus: false,
+        },
     }
 }
 
 /// `error` with what to do where `checkpoint` named data or a tokenizer that are not there.
 fn explain_missing(error: megatron::Error, checkpoint: Option<&Path>) -> megatron::Error {
     match (error, checkpoint) {
-        (megatron::Error::Data { path, message }, Some(checkpoint)) if !path.exists() => megatron::Error::data(
-            path,
-            format!(
-                "{message}. That is what {} records: start in the folder in which that run was started, or give --data-path (--tokenizer) anew",
-                checkpoint.display()
-            ),
-        ),
+        (megatron::Error::Data { path, message }, Some(checkpoint)) if !path.exists() => {
+            megatron::Error::data(
+                path,
+                format!(
+                    "{message}. That is what {} records: start in the folder in which that run was started, or give --data-path (--tokenizer) anew",
+                    checkpoint.display()
+                ),
+            )
+        }
         (error, _) => error,
     }
 }
@@ -217,9 +244,11 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     require_memory(&resolved, ranks_here(place))?;
     train::preflight(&resolved.run)?;
     let communicators = train::most_communicators(&resolved.run.parallel)?;
-    let Joined { world, device, .. } = ranks::join(place, &resolved.distributed, None, communicators)?;
+    let Joined { world, device, .. } =
+        ranks::join(place, &resolved.distributed, None, communicators)?;
     // Until here there is nothing to save, and a signal just ends the process.
-    let does = if resolved.run.checkpoint.save.is_some() { "saving and stopping" } else { "stopping" };
+    let does =
+        if resolved.run.checkpoint.save.is_some() { "saving and stopping" } else { "stopping" };
     // A supervisor has said it already.
     let says = place.rank == 0 && std::env::var_os(fault::SUPERVISED).is_none();
     let stop = StopSignal::listen(says.then_some(does))?;
@@ -238,8 +267,15 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     }
     // Here, so that a rank that fails aborts before its groups are dropped, which waits for what is under way in them.
     let mut trainer = None;
-    let outcome =
-        run_rank(&resolved.run, world.clone(), &device, datasets, reporter.as_mut(), &stop.flag, &mut trainer);
+    let outcome = run_rank(
+        &resolved.run,
+        world.clone(),
+        &device,
+        datasets,
+        reporter.as_mut(),
+        &stop.flag,
+        &mut trainer,
+    );
     let failed = |error: Error| {
         // A supervisor looks for the cause itself, and advises on that.
         let advises = error.blames_a_peer() && std::env::var_os(fault::SUPERVISED).is_none();
@@ -270,7 +306,8 @@ fn run_rank(
     // Ranks of a launcher have no supervisor that looked before.
     check_outputs(run, world.rank())?;
     // Before anything is written there.
-    let claim = run.checkpoint.save.as_ref().map(|save| checkpoint::claim(save, &world)).transpose()?;
+    let claim =
+        run.checkpoint.save.as_ref().map(|save| checkpoint::claim(save, &world)).transpose()?;
     if let (0, Some(save)) = (world.rank(), &run.checkpoint.save) {
         place_companions(run, save, &datasets)?;
     }
@@ -308,7 +345,9 @@ fn run_rank(
             }
             // Training is done, and what it made is saved.
             Err(error) => {
-                let note = format!("note: the run is finished, but its prompt could not be continued: {error}");
+                let note = format!(
+                    "note: the run is finished, but its prompt could not be continued: {error}"
+                );
                 reporter.message(&note);
                 ranks::leave_others(&error, &world, device);
             }
@@ -333,9 +372,13 @@ fn stopped(run: &RunConfig, step: u64) -> String {
 fn resized(model: &ModelConfig, origin: &ModelConfig) -> String {
     match (model.vocab_size, origin.vocab_size) {
         (here, there) if here > there => {
-            format!("; its vocabulary has {there} tokens, and those up to {here} begin with random weights")
+            format!(
+                "; its vocabulary has {there} tokens, and those up to {here} begin with random weights"
+            )
         }
-        (here, there) if here < there => format!("; of its vocabulary of {there} tokens the first {here} are kept"),
+        (here, there) if here < there => {
+            format!("; of its vocabulary of {there} tokens the first {here} are kept")
+        }
         _ => String::new(),
     }
 }
@@ -349,7 +392,8 @@ fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result
     let same_tokens = |folder: &Path| tokenizer.is_none_or(|tokenizer| tokenizer.lies_in(folder));
     // What the tokenizer was opened with holds, rather than what another folder has of the same
     // tokens.
-    let own = tokenizer.and_then(|tokenizer| Some((tokenizer, Path::new(tokenizer.name()).parent()?)));
+    let own =
+        tokenizer.and_then(|tokenizer| Some((tokenizer, Path::new(tokenizer.name()).parent()?)));
     let own = own.filter(|(tokenizer, folder)| tokenizer.lies_in(folder)).map(|(_, folder)| folder);
     let model = run.checkpoint.init_from_hf.as_deref();
     let apart = own.filter(|own| model.is_none_or(|model| !checkpoint::same_folder(own, model)));
@@ -388,10 +432,18 @@ fn describe(run: &RunConfig, device: &Device) -> String {
         t.precision,
         kernels::tensor::device::name(device),
         p.tensor_model_parallel_size,
-        if p.context_parallel_size > 1 { format!(" · cp {}", p.context_parallel_size) } else { String::new() },
+        if p.context_parallel_size > 1 {
+            format!(" · cp {}", p.context_parallel_size)
+        } else {
+            String::new()
+        },
         p.pipeline_model_parallel_size,
         p.data_parallel_size,
-        if p.sequence_parallel && p.tensor_model_parallel_size > 1 { " · sequence parallel" } else { "" },
+        if p.sequence_parallel && p.tensor_model_parallel_size > 1 {
+            " · sequence parallel"
+        } else {
+            ""
+        },
         t.rampup.map_or(String::new(), |rampup| format!("{} to ", of(rampup.start))),
         count(of(t.global_batch_size), "microbatch"),
         t.micro_batch_size,
@@ -419,10 +471,15 @@ fn encode_prompt<'a>(
     let length = Length {
         tokens: run.logging.prompt_tokens,
         window: run.model.seq_length,
-        ends: ends(tokenizer, run.checkpoint.save.as_deref().or(run.checkpoint.init_from_hf.as_deref()))?,
+        ends: ends(
+            tokenizer,
+            run.checkpoint.save.as_deref().or(run.checkpoint.init_from_hf.as_deref()),
+        )?,
         absent: tokenizer.absent(run.model.vocab_size),
     };
-    length.check_prompt(&tokens).map_err(|error| Error::usage(format!("--prompt {prompt:?}: {error}")))?;
+    length
+        .check_prompt(&tokens)
+        .map_err(|error| Error::usage(format!("--prompt {prompt:?}: {error}")))?;
     Ok((tokens, tokenizer, length))
 }
 
@@ -434,8 +491,14 @@ fn continue_prompt(
     prompt: &str,
 ) -> Result<(String, Option<String>)> {
     let (tokens, tokenizer, length) = encode_prompt(run, tokenizer, prompt)?;
-    let sampling = Sampling { temperature: TEMPERATURE, top_k: TOP_K, top_p: 1.0, seed: run.training.seed };
-    let new = trainer.stage().generate(std::slice::from_ref(&tokens), &length, &sampling, &mut |_, _| {})?;
+    let sampling =
+        Sampling { temperature: TEMPERATURE, top_k: TOP_K, top_p: 1.0, seed: run.training.seed };
+    let new = trainer.stage().generate(
+        std::slice::from_ref(&tokens),
+        &length,
+        &sampling,
+        &mut |_, _| {},
+    )?;
     let new = new.concat();
     Ok((continued(tokenizer, &tokens, &new)?, cut_short(tokens.len(), new.len(), &length)))
 }

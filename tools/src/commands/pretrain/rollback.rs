@@ -29,7 +29,8 @@ pub fn variables(resolved: &Resolved) -> Vec<(OsString, OsString)> {
 /// If a launcher may start the ranks again: they would go back each time.
 pub fn go_on_after_restart(run: &mut RunConfig) -> Result<()> {
     let settings = &mut run.checkpoint;
-    let (Some(step), Some(save), Some(load)) = (settings.ckpt_step, &settings.save, &settings.load) else {
+    let (Some(step), Some(save), Some(load)) = (settings.ckpt_step, &settings.save, &settings.load)
+    else {
         return Ok(());
     };
     if !checkpoint::same_folder(load, save) {
@@ -41,7 +42,8 @@ pub fn go_on_after_restart(run: &mut RunConfig) -> Result<()> {
         }
         return Ok(());
     }
-    let restarts = std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
+    let restarts =
+        std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
     if restarts > 0 && std::env::var_os(OWN_RANKS).is_none() {
         return Err(Error::usage(format!(
             "--ckpt-step {step}: this launcher may start ranks again ({MAX_RESTARTS} = {restarts}), and each time they would go back to step \

@@ -46,7 +46,14 @@ impl Supervisor<'_> {
                 let rank = &self.ranks[index];
                 let (fault, last_line) = (rank.fault.clone(), rank.last_line.clone());
                 let explanation = self.plan.work.explain(index, exit, last_line.as_deref());
-                Failure { who: self.plan.work.who(index), pid: rank.pid, exit, fault, last_line, explanation }
+                Failure {
+                    who: self.plan.work.who(index),
+                    pid: rank.pid,
+                    exit,
+                    fault,
+                    last_line,
+                    explanation,
+                }
             })
             .collect();
         if let Some(code) = self.stopped(&failures) {
@@ -59,11 +66,15 @@ impl Supervisor<'_> {
         let message = describe(&failures, self.ranks.len(), advice);
         let code = cause.exit.code().max(1);
         if !again {
-            let (blames_a_peer, comes_again) = (cause.blames_a_peer(), cause.comes_again(self.restarts == 0));
+            let (blames_a_peer, comes_again) =
+                (cause.blames_a_peer(), cause.comes_again(self.restarts == 0));
             self.tell_why(Fault { message, blames_a_peer, comes_again });
         } else {
             self.printer.print(Stream::Stderr, "error: ", &message);
-            let note = format!("starting all ranks again (restart {} of at most {most})", self.restarts + 1);
+            let note = format!(
+                "starting all ranks again (restart {} of at most {most})",
+                self.restarts + 1
+            );
             self.printer.print(Stream::Stderr, "", &note);
         }
         End { code, again }
@@ -72,7 +83,9 @@ impl Supervisor<'_> {
     /// The code of a run that was stopped on request and did not fail.
     fn stopped(&self, failures: &[Failure]) -> Option<u8> {
         // A rank that was asked before it could listen died of it, and others miss it.
-        if let Some(signal) = self.stop.filter(|_| self.cut_short && failures.iter().all(Failure::blames_a_peer)) {
+        if let Some(signal) =
+            self.stop.filter(|_| self.cut_short && failures.iter().all(Failure::blames_a_peer))
+        {
             return Some(Exit::Signal(signal).code());
         }
         // Somebody else may have asked one of the ranks, here or on another machine: they saved, and say so by their codes.

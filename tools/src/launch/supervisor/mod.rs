@@ -105,8 +105,10 @@ struct Supervisor<'a> {
 impl<'a> Supervisor<'a> {
     fn start(plan: &'a Plan, restarts: u32) -> Result<Self> {
         let (sender, events) = sync_channel(1024);
-        let printer = Printer::start()
-            .map_err(|source| Error::Io { action: format!("start a thread that prints ({MORE_PROCESSES})"), source })?;
+        let printer = Printer::start().map_err(|source| Error::Io {
+            action: format!("start a thread that prints ({MORE_PROCESSES})"),
+            source,
+        })?;
         let mut started = Self {
             plan,
             restarts,
@@ -124,10 +126,14 @@ impl<'a> Supervisor<'a> {
         for index in 0..plan.work.len() {
             let mut command = plan.command(index, restarts)?;
             // On an error `started` is dropped, which kills the ranks before this one.
-            let mut child = spawn(&mut command)
-                .map_err(|source| not_started(&plan.work.who(index), command.get_program(), source))?;
+            let mut child = spawn(&mut command).map_err(|source| {
+                not_started(&plan.work.who(index), command.get_program(), source)
+            })?;
             let unread = |source| Error::Io {
-                action: format!("start a thread that reads what {} prints ({MORE_PROCESSES})", plan.work.who(index)),
+                action: format!(
+                    "start a thread that reads what {} prints ({MORE_PROCESSES})",
+                    plan.work.who(index)
+                ),
                 source,
             };
             let mut open_streams = 0;
@@ -234,7 +240,9 @@ impl<'a> Supervisor<'a> {
                 self.stop = Some(signal);
                 self.phase = Phase::Stopping { since: Instant::now() };
             }
-            Phase::Stopping { .. } | Phase::Failing { .. } if matches!(signal, SIGINT | SIGKILL) => {
+            Phase::Stopping { .. } | Phase::Failing { .. }
+                if matches!(signal, SIGINT | SIGKILL) =>
+            {
                 self.signal_all(libc::SIGKILL);
             }
             Phase::Stopping { .. } | Phase::Failing { .. } => {}
@@ -277,7 +285,8 @@ impl<'a> Supervisor<'a> {
                 Exit::Code(code) => rank.told.is_some() && is_stopped(code),
             };
             // One that is killed because others failed may have hung instead.
-            let killed = exit == Exit::Signal(libc::SIGKILL) && matches!(self.phase, Phase::Failing { .. });
+            let killed =
+                exit == Exit::Signal(libc::SIGKILL) && matches!(self.phase, Phase::Failing { .. });
             self.cut_short |= as_told && !killed;
             if exit == Exit::Code(0) || as_told {
                 continue;
@@ -335,7 +344,10 @@ impl<'a> Supervisor<'a> {
     /// Waits until all is printed, but not for someone who does not read where somebody else wants the run to end: whether a signal asked for that.
     fn finish_printing(&mut self, requests: &mut Requests) -> bool {
         if self.unread > 0 {
-            let note = format!("{} lines of ranks are not shown: nobody read what was printed", self.unread);
+            let note = format!(
+                "{} lines of ranks are not shown: nobody read what was printed",
+                self.unread
+            );
             self.printer.print(Stream::Stderr, "", &note);
         }
         let since = Instant::now();

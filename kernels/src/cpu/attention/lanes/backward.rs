@@ -135,7 +135,9 @@ impl<E: Lanes> Pass<'_, E> {
     /// The rows of a query head of this group: queries, output, the output's gradient.
     fn of_head(&self, task: usize, j: usize) -> [Rows<'_, E>; 3] {
         let HeadShape { groups, heads_per_group, .. } = self.call.geometry.shape;
-        let rows = |of| self.call.geometry.out_rows(of, task / groups, task % groups * heads_per_group + j);
+        let rows = |of| {
+            self.call.geometry.out_rows(of, task / groups, task % groups * heads_per_group + j)
+        };
         [self.part(task, j), rows(self.out), rows(self.dout)]
     }
 
@@ -150,7 +152,8 @@ impl<E: Lanes> Pass<'_, E> {
         Copies { queries, dout, delta }: &mut Copies<K::Operand>,
         ahead: &mut Prefetcher<K>,
     ) {
-        let (s, of_group, width) = (self.call.geometry.s, self.call.geometry.shape.heads_per_group, self.call.width());
+        let (s, of_group, width) =
+            (self.call.geometry.s, self.call.geometry.shape.heads_per_group, self.call.width());
         let [rows, out, rows_of_dout] = self.of_head(task, j);
         // SAFETY: the caller's promise.
         unsafe {
@@ -168,13 +171,19 @@ impl<E: Lanes> Pass<'_, E> {
     /// # Safety
     /// As [`Engine`]'s functions; no other task writes these columns.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn groups<K: Engine<Elem = E>>(&self, draw: impl Fn() -> Option<usize>, target: Shared<E>) {
+    unsafe fn groups<K: Engine<Elem = E>>(
+        &self,
+        draw: impl Fn() -> Option<usize>,
+        target: Shared<E>,
+    ) {
         let Some(first) = draw() else { return };
         let Geometry { s, shape, .. } = self.call.geometry;
-        let (width, of_group, scale) = (self.call.width(), shape.heads_per_group, self.call.scores.scale as f32);
+        let (width, of_group, scale) =
+            (self.call.width(), shape.heads_per_group, self.call.scores.scale as f32);
         let n = s.next_multiple_of(BLOCK);
         let (all, copy, tile) = (n * width, if_pairs::<K>(n * width), KEYS * QUERIES);
-        let operands = [all, all, all, all, all, all, all, all, copy, all, all, copy, copy, tile, tile, tile];
+        let operands =
+            [all, all, all, all, all, all, all, all, copy, all, all, copy, copy, tile, tile, tile];
         let numbers = [n, n, n, all, all, all, BLOCK * BLOCK, BLOCK * BLOCK];
         with_two_buffers::<K::Operand, f32, 16, 8, _>(
             operands,
@@ -200,7 +209,8 @@ impl<E: Lanes> Pass<'_, E> {
              [delta, next_delta, lse, dk, dv, dq, scores, dp]| {
                 let mut weights = Weights { scores, dp, p, ds, ds_right };
                 let mut copies = Copies { queries, dout, delta };
-                let mut next_copies = Copies { queries: next_queries, dout: next_dout, delta: next_delta };
+                let mut next_copies =
+                    Copies { queries: next_queries, dout: next_dout, delta: next_delta };
                 let mut ahead = Prefetcher::<K>::new();
                 // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
                 unsafe {
@@ -229,13 +239,20 @@ impl<E: Lanes> Pass<'_, E> {
                                 following = draw();
                             }
                             ahead.clear();
-                            let next = if is_last { following.map(|task| (task, 0)) } else { Some((task, j + 1)) };
+                            let next = if is_last {
+                                following.map(|task| (task, 0))
+                            } else {
+                                Some((task, j + 1))
+                            };
                             if let Some(next) = next {
                                 let of_group = [&mut *next_keys, &mut *next_values];
                                 self.expect(next, of_group, &mut next_copies, &mut ahead);
                             }
-                            let written = std::iter::once(j).chain((of_group..of_group + 2).filter(|_| is_last));
-                            written.for_each(|part| ahead.write(target.0, self.part(task, part), 0..s));
+                            let written = std::iter::once(j)
+                                .chain((of_group..of_group + 2).filter(|_| is_last));
+                            written.for_each(|part| {
+                                ahead.write(target.0, self.part(task, part), 0..s)
+                            });
                             // No more products than follow: those of dq and of dk and dv are as many where all of a tile is seen, else more.
                             ahead.spread((2 + width / BLOCK) * blocks_seen(&first_keys) * K::ASKS);
                             turned::<K>(copies.queries, n, width, q_turned);
@@ -308,7 +325,9 @@ impl<E: Lanes> Pass<'_, E> {
     ) {
         let (width, first_keys) = (self.call.width(), head.first_keys);
         // Whether some query of a block of queries sees some key of a block of keys.
-        let meet = |key: usize, query: usize| key < query + BLOCK && (first_keys[query] as usize) < key + BLOCK;
+        let meet = |key: usize, query: usize| {
+            key < query + BLOCK && (first_keys[query] as usize) < key + BLOCK
+        };
         let blocks = |of: &Range<usize>| of.clone().step_by(BLOCK);
         // SAFETY: the caller's promise.
         unsafe {
@@ -319,12 +338,30 @@ impl<E: Lanes> Pass<'_, E> {
                 }
                 head.tile.turn_to(query);
                 for key in blocks(&seen) {
-                    let right = |of: &[K::Operand]| (of[query * width..].as_ptr(), BLOCK * K::GROUP);
+                    let right =
+                        |of: &[K::Operand]| (of[query * width..].as_ptr(), BLOCK * K::GROUP);
                     let (scores, dp) = (weights.scores.as_mut_ptr(), weights.dp.as_mut_ptr());
-                    let (keys_at, values_at) = (group.keys.from::<K>(key, 0), group.values.from::<K>(key, 0));
+                    let (keys_at, values_at) =
+                        (group.keys.from::<K>(key, 0), group.values.from::<K>(key, 0));
                     let corner = (key == query).then_some(Corner::Result);
-                    K::block(width, corner, keys_at, right(head.queries_turned), (scores, BLOCK), false, ahead);
-                    K::block(width, corner, values_at, right(head.dout_turned), (dp, BLOCK), false, ahead);
+                    K::block(
+                        width,
+                        corner,
+                        keys_at,
+                        right(head.queries_turned),
+                        (scores, BLOCK),
+                        false,
+                        ahead,
+                    );
+                    K::block(
+                        width,
+                        corner,
+                        values_at,
+                        right(head.dout_turned),
+                        (dp, BLOCK),
+                        false,
+                        ahead,
+                    );
                     let scale = head.tile.tilt(key, weights.scores);
                     let harden = match (head.tile.is_edge(key, BLOCK), head.tile.drops()) {
                         (false, false) => harden::<K, false, false>,
@@ -340,12 +377,21 @@ impl<E: Lanes> Pass<'_, E> {
                 // Tiles of keys come in order: the first one that these queries see holds the first key that the first of them sees.
                 let first = first_keys[query] as usize >= keys.start;
                 let corner = (seen.end > query).then_some(Corner::Right);
-                let ds =
-                    weights.ds_right[(query - queries.start) * KEYS + (seen.start - keys.start) * BLOCK..].as_ptr();
+                let ds = weights.ds_right
+                    [(query - queries.start) * KEYS + (seen.start - keys.start) * BLOCK..]
+                    .as_ptr();
                 for row in (0..width).step_by(BLOCK) {
                     let to = (head.dq[query * width + row * BLOCK..].as_mut_ptr(), BLOCK);
                     let keys_at = group.keys_turned.from::<K>(row, seen.start);
-                    K::block(seen.len(), corner, keys_at, (ds, BLOCK * K::GROUP), to, !first, ahead);
+                    K::block(
+                        seen.len(),
+                        corner,
+                        keys_at,
+                        (ds, BLOCK * K::GROUP),
+                        to,
+                        !first,
+                        ahead,
+                    );
                 }
             }
             // A tile's first queries are those that see its last key first.
@@ -357,15 +403,33 @@ impl<E: Lanes> Pass<'_, E> {
                 }
                 let corner = (seen.start == key).then_some(Corner::Left);
                 let left = |of: &[K::Operand]| {
-                    Left::plain::<K>(of, QUERIES).from::<K>(key - keys.start, seen.start - queries.start)
+                    Left::plain::<K>(of, QUERIES)
+                        .from::<K>(key - keys.start, seen.start - queries.start)
                 };
                 for column in (0..width).step_by(BLOCK) {
-                    let right =
-                        |of: &[K::Operand]| (of[seen.start * width + column * K::GROUP..].as_ptr(), width * K::GROUP);
+                    let right = |of: &[K::Operand]| {
+                        (of[seen.start * width + column * K::GROUP..].as_ptr(), width * K::GROUP)
+                    };
                     let to = key * width + column;
                     let (dv, dk) = (group.dv[to..].as_mut_ptr(), group.dk[to..].as_mut_ptr());
-                    K::block(seen.len(), corner, left(weights.p), right(head.dout), (dv, width), !first, ahead);
-                    K::block(seen.len(), corner, left(weights.ds), right(head.queries), (dk, width), !first, ahead);
+                    K::block(
+                        seen.len(),
+                        corner,
+                        left(weights.p),
+                        right(head.dout),
+                        (dv, width),
+                        !first,
+                        ahead,
+                    );
+                    K::block(
+                        seen.len(),
+                        corner,
+                        left(weights.ds),
+                        right(head.queries),
+                        (dk, width),
+                        !first,
+                        ahead,
+                    );
                 }
             }
         }
@@ -398,7 +462,10 @@ impl<E: Lanes> Pass<'_, E> {
                 unsafe {
                     let at = from.as_ptr().add(tile + column * BLOCK);
                     let lines = std::array::from_fn(|l| {
-                        _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(at.add(l * BLOCK)), scale))
+                        _mm512_castps_si512(_mm512_mul_ps(
+                            _mm512_loadu_ps(at.add(l * BLOCK)),
+                            scale,
+                        ))
                     });
                     let mask = first(to.width - column);
                     for (l, line) in transpose(lines).into_iter().enumerate().take(s - position) {

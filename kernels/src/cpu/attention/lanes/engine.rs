@@ -142,7 +142,9 @@ mod tests {
     {
         for corner in [Corner::Result, Corner::Right, Corner::Left] {
             // a [32, INNER], b [INNER / GROUP, 32, GROUP]
-            let a = operand(BLOCK * INNER, |i| corner == Corner::Left && i / INNER >= LANES && i % INNER < LANES);
+            let a = operand(BLOCK * INNER, |i| {
+                corner == Corner::Left && i / INNER >= LANES && i % INNER < LANES
+            });
             let b = operand(INNER * BLOCK, |i| {
                 let (row, column) = (i / (BLOCK * K::GROUP) * K::GROUP, i / K::GROUP % BLOCK);
                 corner == Corner::Right && row >= INNER - LANES && column < LANES
@@ -167,7 +169,8 @@ mod tests {
                 };
                 let (got, want) = (product(Some(corner)), product(None));
                 for i in 0..BLOCK * BLOCK {
-                    let wanted = corner != Corner::Result || i / BLOCK < LANES || i % BLOCK >= LANES;
+                    let wanted =
+                        corner != Corner::Result || i / BLOCK < LANES || i % BLOCK >= LANES;
                     assert!(
                         !wanted || got[i].to_bits() == want[i].to_bits(),
                         "{corner:?}, {add}: {got:?} not {want:?}"

@@ -21,7 +21,12 @@ const KEYS: usize = 128;
 
 /// Writes all of `out` and `lse`, as [`crate::cpu::attention::attention`] says; false where there is no engine.
 pub fn forward<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) -> bool {
-    with_engine::<E>(Forward { call, packed: packed.as_ptr().cast(), out: out.0.cast(), lse: lse.0.cast() })
+    with_engine::<E>(Forward {
+        call,
+        packed: packed.as_ptr().cast(),
+        out: out.0.cast(),
+        lse: lse.0.cast(),
+    })
 }
 
 struct Forward<'a> {
@@ -36,14 +41,21 @@ impl WithEngine for Forward<'_> {
         let Self { call, packed, out, lse } = self;
         let Geometry { s, b, shape } = call.geometry;
         // SAFETY: the caller's promise; a packed tensor has that many elements.
-        let packed = unsafe { std::slice::from_raw_parts(packed.cast::<K::Elem>(), s * b * shape.width()) };
+        let packed =
+            unsafe { std::slice::from_raw_parts(packed.cast::<K::Elem>(), s * b * shape.width()) };
         let (out, lse, tiles) = (Shared(out.cast::<K::Elem>()), Shared(lse), s.div_ceil(BLOCK));
         // No tile depends on how they are dealt. Two tasks a thread even out what the last ones leave idle.
-        let parts = (2 * parallel::threads()).div_ceil((b * shape.groups).max(1)).clamp(1, tiles.max(1));
+        let parts =
+            (2 * parallel::threads()).div_ceil((b * shape.groups).max(1)).clamp(1, tiles.max(1));
         let tasks = if tiles > 0 { b * shape.groups * parts } else { 0 };
         let of_task = |task: usize| {
             let (batch_group, part) = (task / parts, task % parts);
-            let group = Group { call, packed, batch: batch_group / shape.groups, group: batch_group % shape.groups };
+            let group = Group {
+                call,
+                packed,
+                batch: batch_group / shape.groups,
+                group: batch_group % shape.groups,
+            };
             // Every parts-th tile, up to the last one: short and long rows alike for each.
             (group, ((tiles - 1 - part) % parts..tiles - part).step_by(parts))
         };
@@ -109,12 +121,22 @@ impl<E: Lanes> Group<'_, E> {
     }
 
     /// Has the rows asked for that a tile of queries needs, once there are the keys and values before `copied`.
-    fn expect<K: Engine<Elem = E>>(&self, tile: usize, copied: usize, out: Shared<E>, ahead: &mut Prefetcher<K>) {
+    fn expect<K: Engine<Elem = E>>(
+        &self,
+        tile: usize,
+        copied: usize,
+        out: Shared<E>,
+        ahead: &mut Prefetcher<K>,
+    ) {
         let Geometry { s, shape, .. } = self.call.geometry;
         let (query, keys) = (tile * BLOCK, copied.max(self.seen(tile)));
         let end = s.min(query + BLOCK);
         for (j, head) in self.heads().enumerate() {
-            ahead.write(out.0, self.call.geometry.out_rows(self.packed, self.batch, head), query..end);
+            ahead.write(
+                out.0,
+                self.call.geometry.out_rows(self.packed, self.batch, head),
+                query..end,
+            );
             ahead.read(self.part(j), query..end);
         }
         for part in [shape.heads_per_group, shape.heads_per_group + 1] {
@@ -156,7 +178,8 @@ impl<E: Lanes> Group<'_, E> {
                         (None, None) => (),
                     }
                     // At every product of [`Group::tile`].
-                    let products = (end - seen) / BLOCK + (end - seen).div_ceil(KEYS) * (width / BLOCK);
+                    let products =
+                        (end - seen) / BLOCK + (end - seen).div_ceil(KEYS) * (width / BLOCK);
                     ahead.spread(of_group * products * K::ASKS);
                     let from = copied.max(seen);
                     let (n, at) = (end - from, from * width);
@@ -167,8 +190,10 @@ impl<E: Lanes> Group<'_, E> {
                         plain::<K>(self.part(of_group + 1), s, from, n, &mut values[at..], width);
                         let pairs = paired::<K>(&values[at..], n, width, pairs);
                         flip::<K>(pairs, n, width, flipped.get_mut(at..).unwrap_or_default());
-                        let (keys, values) =
-                            (Left::plain::<K>(keys, width), Left::flipped::<K>(values, flipped, width));
+                        let (keys, values) = (
+                            Left::plain::<K>(keys, width),
+                            Left::flipped::<K>(values, flipped, width),
+                        );
                         for (j, head) in self.heads().enumerate() {
                             plain::<K>(self.part(j), s, query, BLOCK, rows, width);
                             turned::<K>(rows, BLOCK, width, queries);
@@ -180,7 +205,15 @@ impl<E: Lanes> Group<'_, E> {
                             };
                             let operands = Operands { keys, values, queries };
                             let scratch = (&mut *scores, &mut *p);
-                            self.tile::<K>(head, query, &first_keys, operands, scratch, &mut gathered, &mut ahead);
+                            self.tile::<K>(
+                                head,
+                                query,
+                                &first_keys,
+                                operands,
+                                scratch,
+                                &mut gathered,
+                                &mut ahead,
+                            );
                             self.store(head, query, gathered, out, lse);
                         }
                     }
@@ -212,7 +245,15 @@ impl<E: Lanes> Group<'_, E> {
                     let to = (scores.as_mut_ptr().add(k * BLOCK), BLOCK);
                     let queries = (operands.queries.as_ptr(), BLOCK * K::GROUP);
                     let corner = (key + k == query).then_some(Corner::Result);
-                    K::block(width, corner, operands.keys.from::<K>(key + k, 0), queries, to, false, ahead);
+                    K::block(
+                        width,
+                        corner,
+                        operands.keys.from::<K>(key + k, 0),
+                        queries,
+                        to,
+                        false,
+                        ahead,
+                    );
                 }
                 let scores = &mut scores[..keys * BLOCK];
                 let scale = tile.tilt(key, scores);
@@ -227,7 +268,15 @@ impl<E: Lanes> Group<'_, E> {
                 for row in (0..width).step_by(BLOCK) {
                     let to = (gathered.acc.as_mut_ptr().add(row * BLOCK), BLOCK);
                     let p = (p.as_ptr(), BLOCK * K::GROUP);
-                    K::block(keys, corner, operands.values.from::<K>(row, key), p, to, !gathered.fresh, ahead);
+                    K::block(
+                        keys,
+                        corner,
+                        operands.values.from::<K>(row, key),
+                        p,
+                        to,
+                        !gathered.fresh,
+                        ahead,
+                    );
                 }
             }
             gathered.fresh = false;
@@ -236,7 +285,14 @@ impl<E: Lanes> Group<'_, E> {
 
     /// Writes the outputs and log-sum-exps of a tile of queries.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn store(&self, head: usize, query: usize, gathered: Gathered, out: Shared<E>, lse: Shared<f32>) {
+    unsafe fn store(
+        &self,
+        head: usize,
+        query: usize,
+        gathered: Gathered,
+        out: Shared<E>,
+        lse: Shared<f32>,
+    ) {
         let Call { geometry, mask, .. } = self.call;
         let Geometry { s, shape, .. } = geometry;
         let kept = _mm512_set1_ps(mask.map_or(1.0, |m| m.scale as f32));
@@ -249,7 +305,11 @@ impl<E: Lanes> Group<'_, E> {
                 break;
             }
             let norm = _mm512_div_ps(kept, gathered.sums[half]);
-            let of_head = _mm512_fmadd_ps(gathered.maxima[half], _mm512_set1_ps(LN_2), ln(gathered.sums[half]));
+            let of_head = _mm512_fmadd_ps(
+                gathered.maxima[half],
+                _mm512_set1_ps(LN_2),
+                ln(gathered.sums[half]),
+            );
             // SAFETY: the caller's promise: this head's columns at its positions.
             unsafe {
                 _mm512_mask_storeu_ps(lse.at(lse_at + query), first(count), of_head);
@@ -295,7 +355,8 @@ unsafe fn soften<K: Engine, const EDGE: bool, const DROP: bool>(
                 for i in 0..4 {
                     let mut score = _mm512_mul_ps(_mm512_loadu_ps(at(key + i, half)), scale);
                     if EDGE {
-                        score = _mm512_mask_mov_ps(lowest, tile.seen(half, first_key + key + i), score);
+                        score =
+                            _mm512_mask_mov_ps(lowest, tile.seen(half, first_key + key + i), score);
                     }
                     // Of operands one of which is NaN, MAXPS gives the second: NaNs are passed over.
                     tops[half][i] = _mm512_max_ps(score, tops[half][i]);
@@ -309,7 +370,8 @@ unsafe fn soften<K: Engine, const EDGE: bool, const DROP: bool>(
             let old = gathered.maxima[half];
             let top = _mm512_max_ps(_mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d)), old);
             let higher = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(top, old);
-            corrections[half] = _mm512_mask_mov_ps(corrections[half], higher, exp2(_mm512_sub_ps(old, top)));
+            corrections[half] =
+                _mm512_mask_mov_ps(corrections[half], higher, exp2(_mm512_sub_ps(old, top)));
             gathered.sums[half] = _mm512_mul_ps(gathered.sums[half], corrections[half]);
             gathered.maxima[half] = top;
             changed |= higher != 0;
@@ -327,9 +389,14 @@ unsafe fn soften<K: Engine, const EDGE: bool, const DROP: bool>(
                 let mut row: [__m512; 4] = std::array::from_fn(|i| {
                     let score = _mm512_loadu_ps(at(key + i, half));
                     let power = exp2(_mm512_fmsub_ps(score, scale, gathered.maxima[half]));
-                    if EDGE { _mm512_maskz_mov_ps(tile.seen(half, first_key + key + i), power) } else { power }
+                    if EDGE {
+                        _mm512_maskz_mov_ps(tile.seen(half, first_key + key + i), power)
+                    } else {
+                        power
+                    }
                 });
-                let sum = _mm512_add_ps(_mm512_add_ps(row[0], row[1]), _mm512_add_ps(row[2], row[3]));
+                let sum =
+                    _mm512_add_ps(_mm512_add_ps(row[0], row[1]), _mm512_add_ps(row[2], row[3]));
                 gathered.sums[half] = _mm512_add_ps(gathered.sums[half], sum);
                 if DROP {
                     let kept = tile.kept(half, first_key + key);

@@ -19,7 +19,8 @@ pub fn exp2(x: __m512) -> __m512 {
     _mm512_scalef_ps(y, n)
 }
 
-const EXP2: [f32; 7] = [1.534_581_2e-4, 1.339_993_1e-3, 9.618_489e-3, 5.550_328_6e-2, 0.240_226_46, LN_2, 1.0];
+const EXP2: [f32; 7] =
+    [1.534_581_2e-4, 1.339_993_1e-3, 9.618_489e-3, 5.550_328_6e-2, 0.240_226_46, LN_2, 1.0];
 
 /// ln x to about 1e-7 relative to the larger of 1 and the result: 2·artanh((m − 1)/(m + 1)) + e·ln 2 for x = m·2ᵉ.
 #[inline]
@@ -61,9 +62,15 @@ mod tests {
         for i in 0..500_000 {
             let x = -126.0 + i as f32 * (128.0 + 126.0 - 1e-4) / 5e5;
             let (got, want) = (one(exp2, x), f64::from(x).exp2());
-            assert!((f64::from(got) / want - 1.0).abs() <= 2.0 * f64::from(f32::EPSILON), "2^{x} = {got}, want {want}");
+            assert!(
+                (f64::from(got) / want - 1.0).abs() <= 2.0 * f64::from(f32::EPSILON),
+                "2^{x} = {got}, want {want}"
+            );
         }
-        assert_eq!([one(exp2, 0.0), one(exp2, -3.0), one(exp2, 200.0)], [1.0, 0.125, f32::INFINITY]);
+        assert_eq!(
+            [one(exp2, 0.0), one(exp2, -3.0), one(exp2, 200.0)],
+            [1.0, 0.125, f32::INFINITY]
+        );
         assert_eq!([one(exp2, f32::NEG_INFINITY), one(exp2, -1e30)], [f32::MIN_POSITIVE; 2]);
         assert!(one(exp2, f32::NAN).is_nan());
     }
@@ -77,7 +84,10 @@ mod tests {
             let x = f32::from_bits(bits);
             let (got, want) = (one(ln, x), f64::from(x).ln());
             let error = (f64::from(got) - want).abs();
-            assert!(error <= 2.0 * f64::from(f32::EPSILON) * want.abs().max(0.5), "ln {x} = {got}, want {want}");
+            assert!(
+                error <= 2.0 * f64::from(f32::EPSILON) * want.abs().max(0.5),
+                "ln {x} = {got}, want {want}"
+            );
         }
         assert_eq!([one(ln, 1.0), one(ln, 0.0)], [0.0, f32::NEG_INFINITY]);
         assert!(one(ln, f32::INFINITY).is_infinite() && one(ln, f32::NAN).is_nan());

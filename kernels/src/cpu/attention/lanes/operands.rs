@@ -46,7 +46,9 @@ unsafe fn transpose_words(
         for c in (0..columns).step_by(16) {
             // SAFETY: the caller's promise.
             unsafe {
-                let lines = std::array::from_fn(|l| _mm512_loadu_epi32(from.add((r + l) * from_stride + c)));
+                let lines = std::array::from_fn(|l| {
+                    _mm512_loadu_epi32(from.add((r + l) * from_stride + c))
+                });
                 for (l, line) in transpose(lines).into_iter().enumerate() {
                     _mm512_storeu_epi32(to.add((c + l) * to_stride + r), line);
                 }
@@ -61,7 +63,12 @@ unsafe fn transpose_words(
 /// # Safety
 /// As [`Engine`]'s functions.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn turned<K: Engine>(rows: &[K::Operand], n: usize, width: usize, to: &mut [K::Operand]) {
+pub unsafe fn turned<K: Engine>(
+    rows: &[K::Operand],
+    n: usize,
+    width: usize,
+    to: &mut [K::Operand],
+) {
     let words = width / K::GROUP;
     assert!(rows.len() >= n * width && to.len() >= n * width);
     for block in 0..n / BLOCK {
@@ -111,7 +118,12 @@ pub unsafe fn paired<'a, K: Engine>(
 /// # Safety
 /// As [`Engine`]'s functions.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn flip<K: Engine>(paired: &[K::Operand], n: usize, width: usize, to: &mut [K::Operand]) {
+pub unsafe fn flip<K: Engine>(
+    paired: &[K::Operand],
+    n: usize,
+    width: usize,
+    to: &mut [K::Operand],
+) {
     if K::GROUP == 1 {
         return;
     }

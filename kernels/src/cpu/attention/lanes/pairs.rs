@@ -221,7 +221,9 @@ unsafe fn strip<const ROWS: usize>(
                 sums[r] = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(LANES))];
             }
         }
-        let b = |i: usize, half: usize| pairs(_mm512_loadu_epi32(b.add(i * b_stride).cast::<i32>().add(half * LANES)));
+        let b = |i: usize, half: usize| {
+            pairs(_mm512_loadu_epi32(b.add(i * b_stride).cast::<i32>().add(half * LANES)))
+        };
         let a = |i: usize, r: usize| {
             let a = a.add(i / 16 * step + 2 * (i % 16) + r * row);
             pairs(_mm512_set1_epi32(a.cast::<i32>().read_unaligned()))
@@ -230,7 +232,10 @@ unsafe fn strip<const ROWS: usize>(
             let lanes = [b(i, 0), b(i, 1)];
             for r in 0..ROWS {
                 let a = a(i, r);
-                sums[r] = [_mm512_dpbf16_ps(sums[r][0], a, lanes[0]), _mm512_dpbf16_ps(sums[r][1], a, lanes[1])];
+                sums[r] = [
+                    _mm512_dpbf16_ps(sums[r][0], a, lanes[0]),
+                    _mm512_dpbf16_ps(sums[r][1], a, lanes[1]),
+                ];
             }
         }
         for i in both / 2..end / 2 {

@@ -52,7 +52,13 @@ enum Then<K: Engine> {
 
 impl<K: Engine> Prefetcher<K> {
     pub fn new() -> Self {
-        Self { pieces: Vec::new(), share: 1, asked: Cursor::default(), copied: Cursor::default(), ready: 0 }
+        Self {
+            pieces: Vec::new(),
+            share: 1,
+            asked: Cursor::default(),
+            copied: Cursor::default(),
+            ready: 0,
+        }
     }
 
     /// Forgets all rows.
@@ -75,7 +81,13 @@ impl<K: Engine> Prefetcher<K> {
     ///
     /// # Safety
     /// Until they are copied, or forgotten, nobody else uses `to`, and the tensor stays as it is.
-    pub unsafe fn copy(&mut self, rows: Rows<K::Elem>, s: usize, to: &mut [K::Operand], width: usize) {
+    pub unsafe fn copy(
+        &mut self,
+        rows: Rows<K::Elem>,
+        s: usize,
+        to: &mut [K::Operand],
+        width: usize,
+    ) {
         let to = room::<K>(s, to, width);
         self.add(rows.elements.as_ptr(), rows, 0..s, Then::Copied { to, width });
     }
@@ -168,7 +180,9 @@ impl<K: Engine> Piece<K> {
     fn ask(&self, row: usize) {
         let lines = |at: *const K::Elem| {
             let at = at.wrapping_add(row * self.stride).cast::<i8>();
-            (0..self.columns * size_of::<K::Elem>()).step_by(LINE).map(move |line| at.wrapping_add(line))
+            (0..self.columns * size_of::<K::Elem>())
+                .step_by(LINE)
+                .map(move |line| at.wrapping_add(line))
         };
         // SAFETY: fetching ahead is no access.
         unsafe {
@@ -176,7 +190,9 @@ impl<K: Engine> Piece<K> {
                 Then::Nothing => lines(self.at).for_each(prefetch),
                 Then::Written => lines(self.at).for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line)),
                 Then::Copied { .. } => lines(self.at).for_each(prefetch),
-                Then::Multiplied { with, .. } => lines(self.at).chain(lines(with)).for_each(prefetch),
+                Then::Multiplied { with, .. } => {
+                    lines(self.at).chain(lines(with)).for_each(prefetch)
+                }
             }
         }
     }
@@ -191,7 +207,9 @@ impl<K: Engine> Piece<K> {
         unsafe {
             match self.then {
                 Then::Nothing | Then::Written => (),
-                Then::Copied { to, width } => K::row(from, self.columns, to.add(row * width), width),
+                Then::Copied { to, width } => {
+                    K::row(from, self.columns, to.add(row * width), width)
+                }
                 Then::Multiplied { to, width, with, product } => {
                     K::row(from, self.columns, to.add(row * width), width);
                     let with = with.add(row * self.stride);
@@ -248,14 +266,31 @@ mod tests {
                 for (got, of) in [(&copied, b), (&multiplied, a)] {
                     for (i, got) in got.iter().enumerate() {
                         let (row, column) = (i / width, i % width);
-                        let want = if row < s && column < columns { of.row(row)[column].load() } else { 0.0 };
-                        assert_eq!(got.load(), want, "{calls} calls, {asked} made: row {row}, column {column}");
+                        let want = if row < s && column < columns {
+                            of.row(row)[column].load()
+                        } else {
+                            0.0
+                        };
+                        assert_eq!(
+                            got.load(),
+                            want,
+                            "{calls} calls, {asked} made: row {row}, column {column}"
+                        );
                     }
                 }
                 for (row, &got) in products.iter().enumerate() {
-                    let product =
-                        |row| a.row(row).iter().zip(b.row(row)).map(|(a, b)| a.load() * b.load()).sum::<f32>();
-                    assert_eq!(got, if row < s { product(row) } else { 0.0 }, "{calls} calls, {asked} made: row {row}");
+                    let product = |row| {
+                        a.row(row)
+                            .iter()
+                            .zip(b.row(row))
+                            .map(|(a, b)| a.load() * b.load())
+                            .sum::<f32>()
+                    };
+                    assert_eq!(
+                        got,
+                        if row < s { product(row) } else { 0.0 },
+                        "{calls} calls, {asked} made: row {row}"
+                    );
                 }
             }
         }

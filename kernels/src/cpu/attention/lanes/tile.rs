@@ -43,7 +43,8 @@ impl<'a> Tile<'a> {
             // SAFETY: sixteen words are a vector's bits.
             unsafe {
                 self.queries[half] = _mm512_add_epi32(first, _mm512_loadu_epi32(STEPS.as_ptr()));
-                self.first_of[half] = _mm512_loadu_epi32(first_of.as_ptr().add(half * LANES).cast());
+                self.first_of[half] =
+                    _mm512_loadu_epi32(first_of.as_ptr().add(half * LANES).cast());
             }
         }
     }
@@ -63,7 +64,11 @@ impl<'a> Tile<'a> {
     #[target_feature(enable = "avx512f")]
     pub fn seen(&self, half: usize, key: usize) -> __mmask16 {
         let key = _mm512_set1_epi32(key as i32);
-        _mm512_mask_cmple_epi32_mask(_mm512_cmple_epi32_mask(key, self.queries[half]), self.first_of[half], key)
+        _mm512_mask_cmple_epi32_mask(
+            _mm512_cmple_epi32_mask(key, self.queries[half]),
+            self.first_of[half],
+            key,
+        )
     }
 
     /// What the scores `[keys, 32]` of the keys from `key` on are still to be multiplied with: where there is a slope, they are, and its
@@ -74,7 +79,8 @@ impl<'a> Tile<'a> {
         let (scale, slope) = (_mm512_set1_ps(self.scale), _mm512_set1_ps(slope));
         for (i, row) in scores.chunks_exact_mut(BLOCK).enumerate() {
             for half in 0..2 {
-                let distance = _mm512_sub_epi32(_mm512_set1_epi32((key + i) as i32), self.queries[half]);
+                let distance =
+                    _mm512_sub_epi32(_mm512_set1_epi32((key + i) as i32), self.queries[half]);
                 let term = _mm512_mul_ps(slope, _mm512_cvtepi32_ps(distance));
                 // SAFETY: a row has 32 elements.
                 unsafe {
@@ -98,8 +104,9 @@ impl<'a> Tile<'a> {
         let [m0, m1] = MULTIPLIERS.map(wide);
         let queries = self.queries[half];
         let queries = [_mm512_castsi512_si256(queries), _mm512_extracti64x4_epi64::<1>(queries)];
-        let mut counters =
-            queries.map(|queries| [_mm512_cvtepu32_epi64(queries), wide(b), wide((key / 4) as u32), wide(d)]);
+        let mut counters = queries.map(|queries| {
+            [_mm512_cvtepu32_epi64(queries), wide(b), wide((key / 4) as u32), wide(d)]
+        });
         for _ in 0..ROUNDS {
             for [c0, c1, c2, c3] in &mut counters {
                 let (p0, p1) = (_mm512_mul_epu32(m0, *c0), _mm512_mul_epu32(m1, *c2));
@@ -114,7 +121,9 @@ impl<'a> Tile<'a> {
         let threshold = _mm512_set1_epi32(mask.threshold.cast_signed());
         // SAFETY: sixteen words are a vector's bits.
         let low = unsafe { _mm512_loadu_epi32(LOW_HALVES.as_ptr()) };
-        std::array::from_fn(|i| _mm512_cmpge_epu32_mask(_mm512_permutex2var_epi32(first[i], low, second[i]), threshold))
+        std::array::from_fn(|i| {
+            _mm512_cmpge_epu32_mask(_mm512_permutex2var_epi32(first[i], low, second[i]), threshold)
+        })
     }
 }
 

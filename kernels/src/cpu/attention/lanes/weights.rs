@@ -50,7 +50,12 @@ pub unsafe fn inner_product<E: Lanes>([a, b]: [*const E; 2], n: usize) -> f32 {
 /// The machine has AVX-512; the elements can be read, and the sums written.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn add_rows<E: Lanes, const N: usize>(sums: *mut f32, n: usize, weights: [f32; N], rows: [*const E; N]) {
+pub unsafe fn add_rows<E: Lanes, const N: usize>(
+    sums: *mut f32,
+    n: usize,
+    weights: [f32; N],
+    rows: [*const E; N],
+) {
     for column in (0..n).step_by(LANES) {
         let mask = first(n - column);
         // SAFETY: masked elements are neither read nor written.
@@ -58,7 +63,8 @@ pub unsafe fn add_rows<E: Lanes, const N: usize>(sums: *mut f32, n: usize, weigh
             let to = sums.add(column);
             let mut sum = _mm512_maskz_loadu_ps(mask, to);
             for i in 0..N {
-                let product = _mm512_mul_ps(_mm512_set1_ps(weights[i]), E::load16(rows[i].add(column), mask));
+                let product =
+                    _mm512_mul_ps(_mm512_set1_ps(weights[i]), E::load16(rows[i].add(column), mask));
                 sum = _mm512_add_ps(sum, product);
             }
             _mm512_mask_storeu_ps(to, mask, sum);
@@ -83,7 +89,12 @@ pub unsafe fn harden<K: Engine, const EDGE: bool, const DROP: bool>(
 ) {
     let (scale, factor) = (_mm512_set1_ps(scale), _mm512_set1_ps(kept));
     let Weights { scores, dp, p, ds, ds_right } = weights;
-    assert!(scores.len() == BLOCK * BLOCK && dp.len() == BLOCK * BLOCK && lse.len() == BLOCK && delta.len() == BLOCK);
+    assert!(
+        scores.len() == BLOCK * BLOCK
+            && dp.len() == BLOCK * BLOCK
+            && lse.len() == BLOCK
+            && delta.len() == BLOCK
+    );
     assert!([&p, &ds, &ds_right].iter().all(|of| of.len() == KEYS * QUERIES));
     assert!(key_at + BLOCK <= KEYS && query_at + BLOCK <= QUERIES);
     // SAFETY: the lengths and places are as asserted.

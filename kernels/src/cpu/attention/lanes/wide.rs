@@ -22,7 +22,12 @@ impl<E: Lanes> Engine for Wide<E> {
     unsafe fn row(from: *const E, n: usize, to: *mut f32, width: usize) {
         for c in (0..width).step_by(16) {
             // SAFETY: the caller's promise; masked elements are not touched.
-            unsafe { _mm512_storeu_ps(to.add(c), E::load16(from.wrapping_add(c), first(n.saturating_sub(c)))) };
+            unsafe {
+                _mm512_storeu_ps(
+                    to.add(c),
+                    E::load16(from.wrapping_add(c), first(n.saturating_sub(c))),
+                )
+            };
         }
     }
 
@@ -38,7 +43,9 @@ impl<E: Lanes> Engine for Wide<E> {
     ) {
         // SAFETY: the caller's promise.
         unsafe {
-            let down = |r: usize| (Span::new(inner, corner, r), a.from::<Self>(r, 0), (c.0.add(r * c.1), c.1));
+            let down = |r: usize| {
+                (Span::new(inner, corner, r), a.from::<Self>(r, 0), (c.0.add(r * c.1), c.1))
+            };
             // Rows of both halves have one span.
             if matches!(corner, None | Some(Corner::Right)) {
                 for r in [0, 11] {
@@ -117,7 +124,10 @@ unsafe fn strip<const ROWS: usize>(
             let lanes = [_mm512_loadu_ps(b), _mm512_loadu_ps(b.add(16))];
             for r in 0..ROWS {
                 let a = _mm512_set1_ps(*a.add(r * row));
-                sums[r] = [_mm512_fmadd_ps(a, lanes[0], sums[r][0]), _mm512_fmadd_ps(a, lanes[1], sums[r][1])];
+                sums[r] = [
+                    _mm512_fmadd_ps(a, lanes[0], sums[r][0]),
+                    _mm512_fmadd_ps(a, lanes[1], sums[r][1]),
+                ];
             }
             (a, b) = (a.wrapping_add(step), b.wrapping_add(b_stride));
         }

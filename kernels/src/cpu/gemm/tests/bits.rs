@@ -100,7 +100,19 @@ fn an_element_is_the_same<E: Elem<Acc = f32>>() {
             let dst = Mat(c.as_mut_ptr(), columns.len(), 1);
             let shape = (rows.len(), columns.len(), k);
             // SAFETY: the part lies in the whole.
-            unsafe { gemm_on::<E, f32>(isa, shape, dst, Start::Zero, None, at.0, at.1, 1.0, Parallelism::None) };
+            unsafe {
+                gemm_on::<E, f32>(
+                    isa,
+                    shape,
+                    dst,
+                    Start::Zero,
+                    None,
+                    at.0,
+                    at.1,
+                    1.0,
+                    Parallelism::None,
+                )
+            };
             c
         };
         let whole = part(0..m, 0..n);
@@ -151,7 +163,11 @@ fn few_rows<E: Elem<Acc = f32>>() {
                 for threads in [Parallelism::None, Parallelism::Rayon(2)] {
                     let first = m - rows;
                     let few = product(first, rows, starts, threads);
-                    assert!(few == whole[first * n..], "{isa:?}, {rows} rows, k {k}, {:?}", E::DTYPE);
+                    assert!(
+                        few == whole[first * n..],
+                        "{isa:?}, {rows} rows, k {k}, {:?}",
+                        E::DTYPE
+                    );
                 }
             }
         }

@@ -28,13 +28,18 @@ fn check<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, lies: &[bool]) {
 fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &[bool]) {
     let size = K::MR.max(K::NR) * tile;
     let [mut want, mut got, mut nothing, mut sums] = [(); 4].map(|()| Buffer::default());
-    let (nothing, sums) = (zeros::<K::Packed>(&mut nothing, size), zeros::<f32>(&mut sums, K::MR * K::NR));
+    let (nothing, sums) =
+        (zeros::<K::Packed>(&mut nothing, size), zeros::<f32>(&mut sums, K::MR * K::NR));
     for (is_panel, unit) in [(false, K::MR), (true, K::NR)] {
         for width in [1, unit / 2 + 2, unit] {
             for &contiguous in lies {
                 let row = if contiguous { k } else { width } + 3;
                 let from = numbers::<E>((k + 3) * (width + 3), 5);
-                let m = if contiguous { Mat(from.as_ptr(), row, 1) } else { Mat(from.as_ptr(), 1, row) };
+                let m = if contiguous {
+                    Mat(from.as_ptr(), row, 1)
+                } else {
+                    Mat(from.as_ptr(), 1, row)
+                };
                 let want = zeros::<K::Packed>(&mut want, size);
                 // SAFETY: the memory has the sizes that are named.
                 unsafe {
@@ -54,13 +59,27 @@ fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &
                         let ahead = Ahead { written: next, added: next, read: next };
                         let strip = Strip::Packed(nothing.cast_const());
                         K::enter();
-                        K::tile(rows, tile, strip, nothing, from, to, ahead, Some(Interleaved::Pack(pack)));
+                        K::tile(
+                            rows,
+                            tile,
+                            strip,
+                            nothing,
+                            from,
+                            to,
+                            ahead,
+                            Some(Interleaved::Pack(pack)),
+                        );
                         K::leave();
                         let bytes = size * size_of::<K::Packed>();
-                        [got, want].map(|p| std::slice::from_raw_parts(p.cast_const().cast::<u8>(), bytes))
+                        [got, want]
+                            .map(|p| std::slice::from_raw_parts(p.cast_const().cast::<u8>(), bytes))
                     };
                     let what = if is_panel { "panel" } else { "strip" };
-                    assert!(got == want, "{:?} {what}, {width} × {k}, {contiguous}, beside {rows} rows", E::DTYPE);
+                    assert!(
+                        got == want,
+                        "{:?} {what}, {width} × {k}, {contiguous}, beside {rows} rows",
+                        E::DTYPE
+                    );
                 }
             }
         }

@@ -92,7 +92,8 @@ const GAP: usize = 3;
 impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
     fn new(shape: (usize, usize, usize), case: Case) -> Self {
         let (m, n, k) = shape;
-        let [a, b] = [(m * k, 1), (k * n, 2)].map(|(len, seed)| numbers::<E>(ROOM * len + 64, seed));
+        let [a, b] =
+            [(m * k, 1), (k * n, 2)].map(|(len, seed)| numbers::<E>(ROOM * len + 64, seed));
         Self {
             shape,
             case,
@@ -120,7 +121,19 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
             _ => Start::Bias(&self.bias),
         };
         // SAFETY: the vectors have room for every lie, and the machine has the instruction set.
-        unsafe { gemm_on(isa, self.shape, Mat(c.as_mut_ptr(), row, column), start, plus, a, b, scale, threads) };
+        unsafe {
+            gemm_on(
+                isa,
+                self.shape,
+                Mat(c.as_mut_ptr(), row, column),
+                start,
+                plus,
+                a,
+                b,
+                scale,
+                threads,
+            )
+        };
         c
     }
 
@@ -132,7 +145,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
             for j in 0..n {
                 // SAFETY: both matrices have these elements.
                 let term = |i: usize| unsafe {
-                    (*a.0.add(r * a.1 + i * a.2)).load().f64() * (*b.0.add(i * b.1 + j * b.2)).load().f64()
+                    (*a.0.add(r * a.1 + i * a.2)).load().f64()
+                        * (*b.0.add(i * b.1 + j * b.2)).load().f64()
                 };
                 let first = match start {
                     "zero" => 0.0,
@@ -140,7 +154,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
                     "plus" => self.bias[j].load().f64() + self.plus[r * (n + GAP) + j].load().f64(),
                     _ => self.bias[j].load().f64(),
                 };
-                want[r * row + j * column] = first + f64::from(scale) * (0..k).map(term).sum::<f64>();
+                want[r * row + j * column] =
+                    first + f64::from(scale) * (0..k).map(term).sum::<f64>();
             }
         }
         want
@@ -176,7 +191,9 @@ fn check<E: Elem<Acc = f32>, C: Elem<Acc = f32>>() {
             let example = Example::<E, C>::new(shape, case);
             let want = example.exact();
             for isa in available() {
-                for (i, (got, want)) in example.by(isa, Parallelism::None).iter().zip(&want).enumerate() {
+                for (i, (got, want)) in
+                    example.by(isa, Parallelism::None).iter().zip(&want).enumerate()
+                {
                     let error = (got.load().f64() - want).abs();
                     assert!(
                         error <= allowed::<C>(shape.2, *want) * f64::from(case.2.abs().max(1.0)),
@@ -217,7 +234,8 @@ fn guarded<E: Elem>(values: &[E]) -> &'static [E] {
     let room = bytes.next_multiple_of(page);
     // SAFETY: new memory, of which the last page is taken back and the values end where it begins. It is never given back.
     unsafe {
-        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let (access, kind) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let memory = libc::mmap(std::ptr::null_mut(), room + page, access, kind, -1, 0);
         assert_ne!(memory, libc::MAP_FAILED);
         assert_eq!(libc::mprotect(memory.byte_add(room), page, libc::PROT_NONE), 0);
@@ -235,11 +253,26 @@ fn nothing_behind_an_operand_is_read() {
         for (m, n, k) in [(47, 37, 70), (37, 70, 450), (19, 45, 1100), (3, 5, 33)] {
             let (a, b) = (guarded(&numbers::<E>(m * k, 1)), guarded(&numbers::<E>(k * n, 2)));
             for isa in available() {
-                for (lie_a, lie_b) in [(Lie::Rows, Lie::Rows), (Lie::Rows, Lie::Columns), (Lie::Columns, Lie::Rows)] {
+                for (lie_a, lie_b) in
+                    [(Lie::Rows, Lie::Rows), (Lie::Rows, Lie::Columns), (Lie::Columns, Lie::Rows)]
+                {
                     let mut c = vec![0f32; m * n];
-                    let (a, b, dst) = (mat(a, (m, k), lie_a), mat(b, (k, n), lie_b), Mat(c.as_mut_ptr(), n, 1));
+                    let (a, b, dst) =
+                        (mat(a, (m, k), lie_a), mat(b, (k, n), lie_b), Mat(c.as_mut_ptr(), n, 1));
                     // SAFETY: the vectors have the shapes.
-                    unsafe { gemm_on::<E, f32>(isa, (m, n, k), dst, Start::Zero, None, a, b, 1.0, Parallelism::None) };
+                    unsafe {
+                        gemm_on::<E, f32>(
+                            isa,
+                            (m, n, k),
+                            dst,
+                            Start::Zero,
+                            None,
+                            a,
+                            b,
+                            1.0,
+                            Parallelism::None,
+                        )
+                    };
                 }
             }
         }
@@ -253,12 +286,16 @@ fn nothing_behind_an_operand_is_read() {
 #[test]
 fn large_panels_packed_ahead_are_exact_but_for_rounding() {
     let shape = (520, 2100, 1000);
-    let example = Example::<bf16, f32>::new(shape, ([Lie::Rows, Lie::Columns, Lie::Rows], "old", 1.0));
+    let example =
+        Example::<bf16, f32>::new(shape, ([Lie::Rows, Lie::Columns, Lie::Rows], "old", 1.0));
     let want = example.exact();
     for isa in available() {
         for (i, (&got, &want)) in example.by(isa, Parallelism::None).iter().zip(&want).enumerate() {
             let error = (f64::from(got) - want).abs();
-            assert!(error <= allowed::<f32>(shape.2, want), "{isa:?}, element {i}: {got}, want {want}");
+            assert!(
+                error <= allowed::<f32>(shape.2, want),
+                "{isa:?}, element {i}: {got}, want {want}"
+            );
         }
     }
 }

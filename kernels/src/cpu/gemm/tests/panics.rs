@@ -72,7 +72,8 @@ fn a_thread_that_panics_leaves_nobody_waiting() {
     if std::env::var_os(CHILD).is_some() {
         let two = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
         return two.install(|| {
-            let (a, b, mut dst) = (numbers::<f32>(300 * 40, 1), numbers::<f32>(40 * 300, 2), vec![0f32; 300 * 300]);
+            let (a, b, mut dst) =
+                (numbers::<f32>(300 * 40, 1), numbers::<f32>(40 * 300, 2), vec![0f32; 300 * 300]);
             let (a, b) = (Mat(a.as_ptr(), 40, 1), Mat(b.as_ptr(), 300, 1));
             let dst = Mat(dst.as_mut_ptr(), 300, 1);
             let (shape, start, plus) = ((300, 300, 40), Start::Zero, None);
@@ -83,7 +84,9 @@ fn a_thread_that_panics_leaves_nobody_waiting() {
     }
     let name = "gemm::tests::panics::a_thread_that_panics_leaves_nobody_waiting";
     let mut test = std::process::Command::new(std::env::current_exe().unwrap());
-    test.args([name, "--exact", "--nocapture"]).env(CHILD, "1").stderr(std::process::Stdio::piped());
+    test.args([name, "--exact", "--nocapture"])
+        .env(CHILD, "1")
+        .stderr(std::process::Stdio::piped());
     let mut child = test.spawn().unwrap();
     let start = Instant::now();
     while child.try_wait().unwrap().is_none() {
@@ -94,5 +97,9 @@ fn a_thread_that_panics_leaves_nobody_waiting() {
     }
     let output = child.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
-    assert!(text.contains("on purpose") && text.contains("the process ends"), "{:?}: {text}", output.status);
+    assert!(
+        text.contains("on purpose") && text.contains("the process ends"),
+        "{:?}: {text}",
+        output.status
+    );
 }

@@ -29,8 +29,12 @@ pub struct Variables {
 
 impl Variables {
     /// torchrun's.
-    pub const TORCHRUN: Self =
-        Self { rank: "RANK", world_size: "WORLD_SIZE", local_rank: "LOCAL_RANK", local_world_size: "LOCAL_WORLD_SIZE" };
+    pub const TORCHRUN: Self = Self {
+        rank: "RANK",
+        world_size: "WORLD_SIZE",
+        local_rank: "LOCAL_RANK",
+        local_world_size: "LOCAL_WORLD_SIZE",
+    };
     const OPEN_MPI: Self = Self {
         rank: "OMPI_COMM_WORLD_RANK",
         world_size: "OMPI_COMM_WORLD_SIZE",
@@ -142,7 +146,8 @@ impl RankInfo {
         let Some(launcher) = Launcher::found(&lookup) else { return Ok(None) };
         let variables = launcher.variables(&lookup);
         let rank = number(variables.rank, &required(&lookup, launcher, variables.rank)?)?;
-        let world_size = number(variables.world_size, &required(&lookup, launcher, variables.world_size)?)?;
+        let world_size =
+            number(variables.world_size, &required(&lookup, launcher, variables.world_size)?)?;
         let optional = |name| lookup(name).map(|value| number(name, &value)).transpose();
         let local_world_size = match launcher {
             Launcher::Slurm => slurm::tasks_here(&lookup)?,
@@ -177,8 +182,14 @@ fn bare(host: &str) -> String {
 
 fn no_address(info: &RankInfo, launcher: Launcher) -> Error {
     let Variables { world_size: size, local_world_size: local, .. } = info.variables;
-    let here = info.local_world_size.map_or(format!("{local} is not set"), |here| format!("{local}={here}"));
-    let option = if launcher == Launcher::OpenMpi { "-x MASTER_ADDR=HOST" } else { "-genv MASTER_ADDR HOST" };
+    let here = info
+        .local_world_size
+        .map_or(format!("{local} is not set"), |here| format!("{local}={here}"));
+    let option = if launcher == Launcher::OpenMpi {
+        "-x MASTER_ADDR=HOST"
+    } else {
+        "-genv MASTER_ADDR HOST"
+    };
     Error::config(format!(
         "MASTER_ADDR is not set, and ranks are on several machines ({size}={}, {here}); give all of them the machine of rank 0, \
          by a name or address at which the others reach it: mpirun {option}, or --rdzv tcp://HOST:PORT",
@@ -205,14 +216,21 @@ impl Rendezvous {
         let host = bare(&host);
         let port = match (lookup("MASTER_PORT"), launcher) {
             (Some(port), _) => number("MASTER_PORT", &port)?,
-            (None, Launcher::Torchrun) => number("MASTER_PORT", &required(&lookup, launcher, "MASTER_PORT")?)?,
+            (None, Launcher::Torchrun) => {
+                number("MASTER_PORT", &required(&lookup, launcher, "MASTER_PORT")?)?
+            }
             (None, Launcher::Slurm) => slurm::port(&lookup)?.unwrap_or(DEFAULT_PORT),
             (None, Launcher::OpenMpi | Launcher::Hydra) => DEFAULT_PORT,
         };
-        let agent = lookup("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        let agent = lookup("TORCHELASTIC_USE_AGENT_STORE")
+            .is_some_and(|value| value.eq_ignore_ascii_case("true"));
         let usable = port.checked_add(usize::from(agent)).and_then(|port| u16::try_from(port).ok());
         let port = usable.filter(|port| *port > 0).ok_or_else(|| {
-            let why = if agent { " (the port after it is used, since torchrun's agent has taken it)" } else { "" };
+            let why = if agent {
+                " (the port after it is used, since torchrun's agent has taken it)"
+            } else {
+                ""
+            };
             Error::config(format!("MASTER_PORT={port} is not a port{why}"))
         })?;
         Ok(Self::Tcp { host, port, is_host: info.rank == 0 })
@@ -228,12 +246,16 @@ impl Rendezvous {
             return Ok(Self::File { dir: dir.into() });
         }
         let address = url.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
-        let parsed = address.and_then(|(host, port)| Some((host, port.parse::<u16>().ok().filter(|port| *port > 0)?)));
+        let parsed = address.and_then(|(host, port)| {
+            Some((host, port.parse::<u16>().ok().filter(|port| *port > 0)?))
+        });
         match parsed {
             Some((host, port)) if !bare(host).is_empty() => {
                 Ok(Self::Tcp { host: bare(host), port, is_host: rank == 0 })
             }
-            _ => Err(Error::config(format!("rendezvous {url} must be tcp://HOST:PORT or file:///DIR"))),
+            _ => Err(Error::config(format!(
+                "rendezvous {url} must be tcp://HOST:PORT or file:///DIR"
+            ))),
         }
     }
 }

@@ -17,7 +17,8 @@ const FIRST_RESERVED_STEP: u32 = 0xffff_fff0;
 
 /// Whether this process is one of several tasks of a step.
 pub fn is_task(lookup: &impl Lookup) -> bool {
-    let step = first(lookup, &["SLURM_STEP_ID", "SLURM_STEPID"]).and_then(|(_, id)| id.trim().parse::<u32>().ok());
+    let step = first(lookup, &["SLURM_STEP_ID", "SLURM_STEPID"])
+        .and_then(|(_, id)| id.trim().parse::<u32>().ok());
     step.is_some_and(|id| id < FIRST_RESERVED_STEP)
         && lookup("SLURM_PROCID").is_some()
         && lookup(tasks_variable(lookup)).is_none_or(|tasks| tasks.trim() != "1")
@@ -42,7 +43,9 @@ pub fn tasks_here(lookup: &impl Lookup) -> Result<Option<usize>> {
     let (Some(list), Some(node)) = (lookup(name), lookup("SLURM_NODEID")) else { return Ok(None) };
     let node = number("SLURM_NODEID", &node)?;
     let runs = parse_tasks(&list).ok_or_else(|| {
-        Error::config(format!("{name}={list} is no list of tasks on each node, such as 4(x2),3 for 4, 4 and 3"))
+        Error::config(format!(
+            "{name}={list} is no list of tasks on each node, such as 4(x2),3 for 4, 4 and 3"
+        ))
     })?;
     let mut before = 0usize;
     for (tasks, nodes) in runs {
@@ -51,7 +54,9 @@ pub fn tasks_here(lookup: &impl Lookup) -> Result<Option<usize>> {
             return Ok(Some(tasks));
         }
     }
-    Err(Error::config(format!("SLURM_NODEID={node} must be below {before}, the nodes of {name}={list}")))
+    Err(Error::config(format!(
+        "SLURM_NODEID={node} must be below {before}, the nodes of {name}={list}"
+    )))
 }
 
 /// `4(x2),3` as [(4, 2), (3, 1)]: tasks, and nodes with as many.

@@ -23,7 +23,10 @@ fn place(lookup: impl Fn(&str) -> Option<String> + Copy) -> Result<Option<(RankI
 }
 
 /// `variables` with `changes`; an empty value unsets one.
-fn of(variables: &[(&str, &str)], changes: &[(&str, &str)]) -> Result<Option<(RankInfo, Rendezvous)>> {
+fn of(
+    variables: &[(&str, &str)],
+    changes: &[(&str, &str)],
+) -> Result<Option<(RankInfo, Rendezvous)>> {
     place(|name: &str| {
         let entry = changes.iter().chain(variables).find(|(key, _)| *key == name)?;
         Some(entry.1.to_owned()).filter(|value| !value.is_empty())
@@ -57,14 +60,25 @@ const HYDRA: [(&str, &str); 4] =
 #[test]
 fn tasks_of_a_slurm_step_are_ranks() {
     let (info, rendezvous) = of(&SLURM, &[("SLURM_NODEID", "2")]).unwrap().unwrap();
-    assert_eq!((info.rank, info.world_size, info.local_rank, info.local_world_size), (5, 7, Some(1), Some(3)));
+    assert_eq!(
+        (info.rank, info.world_size, info.local_rank, info.local_world_size),
+        (5, 7, Some(1), Some(3))
+    );
     // The job's last four digits.
     assert_eq!(rendezvous, Rendezvous::Tcp { host: "node01".into(), port: 19567, is_host: false });
     let told = [("SLURM_NODEID", "1"), ("MASTER_ADDR", "ib-node01"), ("MASTER_PORT", "7000")];
     let (info, rendezvous) = of(&SLURM, &told).unwrap().unwrap();
     assert_eq!(info.local_world_size, Some(2));
-    assert_eq!(rendezvous, Rendezvous::Tcp { host: "ib-node01".into(), port: 7000, is_host: false });
-    let older = [("SLURM_STEP_ID", ""), ("SLURM_STEPID", "3"), ("SLURM_STEP_NUM_TASKS", ""), ("SLURM_NODEID", "")];
+    assert_eq!(
+        rendezvous,
+        Rendezvous::Tcp { host: "ib-node01".into(), port: 7000, is_host: false }
+    );
+    let older = [
+        ("SLURM_STEP_ID", ""),
+        ("SLURM_STEPID", "3"),
+        ("SLURM_STEP_NUM_TASKS", ""),
+        ("SLURM_NODEID", ""),
+    ];
     let (info, _) = of(&SLURM, &older).unwrap().unwrap();
     assert_eq!((info.world_size, info.local_world_size), (9, None));
 }
@@ -73,7 +87,10 @@ fn tasks_of_a_slurm_step_are_ranks() {
 fn all_tasks_of_a_step_on_one_machine_meet_there() {
     let one = [("SLURM_STEP_TASKS_PER_NODE", "7"), ("SLURM_NODEID", "0")];
     let (info, rendezvous) = of(&SLURM, &one).unwrap().unwrap();
-    assert!(info.one_host() && matches!(rendezvous, Rendezvous::Tcp { host, .. } if host == "127.0.0.1"));
+    assert!(
+        info.one_host()
+            && matches!(rendezvous, Rendezvous::Tcp { host, .. } if host == "127.0.0.1")
+    );
 }
 
 #[test]
@@ -86,7 +103,8 @@ fn a_process_in_an_allocation_that_is_no_task_starts_its_own_ranks() {
         (&[("SLURM_PROCID", "")], "a shell by ssh"),
     ] {
         assert!(of(&SLURM, changes).unwrap().is_none(), "{why}");
-        let pmi2: Vec<_> = [("PMI_RANK", "0"), ("PMI_SIZE", "1")].into_iter().chain(SLURM).collect();
+        let pmi2: Vec<_> =
+            [("PMI_RANK", "0"), ("PMI_SIZE", "1")].into_iter().chain(SLURM).collect();
         assert!(of(&pmi2, changes).unwrap().is_none(), "{why}, with MpiDefault=pmi2");
     }
 }
@@ -105,7 +123,8 @@ fn ranks_of_mpirun_are_told_apart_from_the_helpers_that_slurm_started_for_it() {
 
 #[test]
 fn torchruns_variables_come_before_all_others() {
-    let all: Vec<_> = OPEN_MPI.iter().chain(&HYDRA).chain(&SLURM).chain(&TORCHRUN).copied().collect();
+    let all: Vec<_> =
+        OPEN_MPI.iter().chain(&HYDRA).chain(&SLURM).chain(&TORCHRUN).copied().collect();
     let (info, rendezvous) = of(&all, &[]).unwrap().unwrap();
     assert_eq!((info.rank, info.variables), (5, Variables::TORCHRUN));
     assert!(matches!(rendezvous, Rendezvous::Tcp { host, .. } if host == "node0"));
@@ -114,33 +133,70 @@ fn torchruns_variables_come_before_all_others() {
 #[test]
 fn ranks_of_mpi_meet_on_their_machine_or_where_they_are_told() {
     let (info, rendezvous) = of(&HYDRA, &[]).unwrap().unwrap();
-    assert_eq!((info.rank, info.world_size, info.local_rank, info.local_world_size), (3, 4, Some(3), Some(4)));
-    assert_eq!(rendezvous, Rendezvous::Tcp { host: "127.0.0.1".into(), port: 29500, is_host: false });
+    assert_eq!(
+        (info.rank, info.world_size, info.local_rank, info.local_world_size),
+        (3, 4, Some(3), Some(4))
+    );
+    assert_eq!(
+        rendezvous,
+        Rendezvous::Tcp { host: "127.0.0.1".into(), port: 29500, is_host: false }
+    );
     let told = [("MASTER_ADDR", "node0"), ("MASTER_PORT", "7000")];
     let (info, rendezvous) = of(&OPEN_MPI, &told).unwrap().unwrap();
-    assert_eq!((info.rank, info.world_size, info.local_rank, info.local_world_size), (3, 4, Some(1), Some(2)));
+    assert_eq!(
+        (info.rank, info.world_size, info.local_rank, info.local_world_size),
+        (3, 4, Some(1), Some(2))
+    );
     assert_eq!(rendezvous, Rendezvous::Tcp { host: "node0".into(), port: 7000, is_host: false });
 }
 
 #[test]
 fn a_bad_variable_of_another_launcher_is_named_as_it_is_called_there() {
     for (variables, changes, expected) in [
-        (&SLURM[..], &[("SLURM_PROCID", "7")][..], "SLURM_PROCID=7 must be below SLURM_STEP_NUM_TASKS=7"),
+        (
+            &SLURM[..],
+            &[("SLURM_PROCID", "7")][..],
+            "SLURM_PROCID=7 must be below SLURM_STEP_NUM_TASKS=7",
+        ),
         (&SLURM, &[("SLURM_PROCID", "x")], "SLURM_PROCID=x"),
         (&SLURM, &[("SLURM_STEP_NUM_TASKS", ""), ("SLURM_NTASKS", "-")], "SLURM_NTASKS=-"),
-        (&SLURM, &[("SLURM_STEP_NUM_TASKS", ""), ("SLURM_NTASKS", "")], "Unset SLURM_STEP_ID to start"),
+        (
+            &SLURM,
+            &[("SLURM_STEP_NUM_TASKS", ""), ("SLURM_NTASKS", "")],
+            "Unset SLURM_STEP_ID to start",
+        ),
         (&SLURM, &[("SLURM_NODEID", "3")], "SLURM_NODEID=3 must be below 3"),
-        (&SLURM, &[("SLURM_NODEID", "0"), ("SLURM_LOCALID", "2")], "SLURM_LOCALID=2 must be below SLURM_STEP_TASKS"),
-        (&SLURM, &[("SLURM_NODEID", "0"), ("SLURM_STEP_TASKS_PER_NODE", "4(2)")], "SLURM_STEP_TASKS_PER_NODE=4(2)"),
+        (
+            &SLURM,
+            &[("SLURM_NODEID", "0"), ("SLURM_LOCALID", "2")],
+            "SLURM_LOCALID=2 must be below SLURM_STEP_TASKS",
+        ),
+        (
+            &SLURM,
+            &[("SLURM_NODEID", "0"), ("SLURM_STEP_TASKS_PER_NODE", "4(2)")],
+            "SLURM_STEP_TASKS_PER_NODE=4(2)",
+        ),
         (&SLURM, &[("SLURM_STEP_NODELIST", "node[1")], "SLURM_STEP_NODELIST=node[1"),
-        (&SLURM, &[("SLURM_STEP_NODELIST", ""), ("SLURM_JOB_NODELIST", "")], "MASTER_ADDR is not set"),
+        (
+            &SLURM,
+            &[("SLURM_STEP_NODELIST", ""), ("SLURM_JOB_NODELIST", "")],
+            "MASTER_ADDR is not set",
+        ),
         (&SLURM, &[("SLURM_JOB_ID", "a")], "SLURM_JOB_ID=a"),
         (&SLURM, &[("MASTER_PORT", "0")], "MASTER_PORT=0"),
-        (&OPEN_MPI, &[("OMPI_COMM_WORLD_RANK", "4")], "OMPI_COMM_WORLD_RANK=4 must be below OMPI_COMM_WORLD_SIZE=4"),
+        (
+            &OPEN_MPI,
+            &[("OMPI_COMM_WORLD_RANK", "4")],
+            "OMPI_COMM_WORLD_RANK=4 must be below OMPI_COMM_WORLD_SIZE=4",
+        ),
         (&OPEN_MPI, &[("OMPI_COMM_WORLD_SIZE", "")], "Unset OMPI_COMM_WORLD_RANK to start"),
         (&OPEN_MPI, &[], "mpirun -x MASTER_ADDR=HOST, or --rdzv"),
         (&HYDRA, &[("PMI_SIZE", "")], "PMI_RANK is set but PMI_SIZE is not"),
-        (&HYDRA, &[("MPI_LOCALNRANKS", "2"), ("MPI_LOCALRANKID", "1")], "mpirun -genv MASTER_ADDR HOST"),
+        (
+            &HYDRA,
+            &[("MPI_LOCALNRANKS", "2"), ("MPI_LOCALRANKID", "1")],
+            "mpirun -genv MASTER_ADDR HOST",
+        ),
     ] {
         let message = of(variables, changes).unwrap_err().to_string();
         assert!(message.contains(expected), "{changes:?}: {message}");
@@ -150,7 +206,10 @@ fn a_bad_variable_of_another_launcher_is_named_as_it_is_called_there() {
 #[test]
 fn the_variables_of_torchrun_are_understood() {
     let (info, rendezvous) = parse(&[]).unwrap().unwrap();
-    assert_eq!((info.rank, info.world_size, info.local_rank, info.local_world_size), (5, 8, Some(1), Some(4)));
+    assert_eq!(
+        (info.rank, info.world_size, info.local_rank, info.local_world_size),
+        (5, 8, Some(1), Some(4))
+    );
     assert_eq!(rendezvous, Rendezvous::Tcp { host: "node0".into(), port: 29500, is_host: false });
     let (_, rendezvous) = parse(&[("RANK", "0"), ("LOCAL_RANK", "0")]).unwrap().unwrap();
     assert!(matches!(rendezvous, Rendezvous::Tcp { is_host: true, .. }));
@@ -180,18 +239,24 @@ fn without_a_launcher_there_is_no_rank() {
 #[test]
 fn a_world_size_without_a_rank_is_told_or_refused_where_others_may_be_told_the_same() {
     let told = |changes: &[(&str, &str)]| {
-        let lookup = |name: &str| changes.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+        let lookup = |name: &str| {
+            changes.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
+        };
         RankInfo::from_env(lookup).map(|place| (place.is_some(), ignored_world(lookup)))
     };
     let (is_rank, note) = told(&[("WORLD_SIZE", "8"), ("MASTER_PORT", "1")]).unwrap();
     assert!(!is_rank && note.unwrap().contains("WORLD_SIZE=8 is ignored: RANK is not set"));
     let refusal = told(&[("WORLD_SIZE", "8"), ("MASTER_ADDR", "a")]).unwrap_err().to_string();
-    assert!(refusal.contains("WORLD_SIZE=8 and MASTER_ADDR=a are set but RANK is not"), "{refusal}");
+    assert!(
+        refusal.contains("WORLD_SIZE=8 and MASTER_ADDR=a are set but RANK is not"),
+        "{refusal}"
+    );
     // A world of one is what this is; MPI's and Slurm's ranks, and torchrun's, have their numbers.
     assert_eq!(told(&[("WORLD_SIZE", "1"), ("MASTER_ADDR", "a")]).unwrap(), (false, None));
     assert_eq!(told(&[]).unwrap(), (false, None));
     for variables in [&TORCHRUN[..], &HYDRA] {
-        let both: Vec<_> = variables.iter().copied().chain([("WORLD_SIZE", "8"), ("MASTER_ADDR", "a")]).collect();
+        let both: Vec<_> =
+            variables.iter().copied().chain([("WORLD_SIZE", "8"), ("MASTER_ADDR", "a")]).collect();
         assert_eq!(told(&both).unwrap(), (true, None));
     }
 }
@@ -200,10 +265,19 @@ fn a_world_size_without_a_rank_is_told_or_refused_where_others_may_be_told_the_s
 fn urls_name_a_port_or_a_folder() {
     let tcp = Rendezvous::Tcp { host: "node0".into(), port: 1234, is_host: true };
     assert_eq!(Rendezvous::from_url(0, "tcp://node0:1234").unwrap(), tcp);
-    assert_eq!(Rendezvous::from_url(1, "file:///a/b").unwrap(), Rendezvous::File { dir: "/a/b".into() });
-    for bad in
-        ["node0:1234", "tcp://node0", "tcp://:1", "tcp://node0:0", "tcp://node0:70000", "file://", "file://runs/meet"]
-    {
+    assert_eq!(
+        Rendezvous::from_url(1, "file:///a/b").unwrap(),
+        Rendezvous::File { dir: "/a/b".into() }
+    );
+    for bad in [
+        "node0:1234",
+        "tcp://node0",
+        "tcp://:1",
+        "tcp://node0:0",
+        "tcp://node0:70000",
+        "file://",
+        "file://runs/meet",
+    ] {
         assert!(Rendezvous::from_url(0, bad).unwrap_err().to_string().contains(bad), "{bad}");
     }
 }
@@ -229,7 +303,10 @@ fn a_bad_variable_is_named_with_its_value() {
         (&[("LOCAL_WORLD_SIZE", "-1")], "LOCAL_WORLD_SIZE=-1"),
         (&[("MASTER_ADDR", "")], "MASTER_ADDR is not"),
         (&[("MASTER_PORT", "70000")], "MASTER_PORT=70000"),
-        (&[("MASTER_PORT", "65535"), ("TORCHELASTIC_USE_AGENT_STORE", "True")], "MASTER_PORT=65535"),
+        (
+            &[("MASTER_PORT", "65535"), ("TORCHELASTIC_USE_AGENT_STORE", "True")],
+            "MASTER_PORT=65535",
+        ),
     ] {
         let message = parse(changes).unwrap_err().to_string();
         assert!(message.contains(expected), "{changes:?}: {message}");

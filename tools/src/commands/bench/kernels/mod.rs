@@ -96,7 +96,8 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     kernels::tensor::allocator::keep_freed();
     let threads = ranks::use_threads(args.threads, 1)?;
     let dtype = args.dtype.dtype();
-    let device = args.device.open(0).map_err(|e| Error::usage(format!("--device {}: {e}", args.device)))?;
+    let device =
+        args.device.open(0).map_err(|e| Error::usage(format!("--device {}: {e}", args.device)))?;
     let instruction = if device.is_cpu() { Instruction::of(dtype, Isa::detected()) } else { None };
     let mut bench = KernelBench {
         shape,
@@ -135,13 +136,20 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
             args.preset.name()
         )));
     }
-    bench.table.row(["all of the above", "", "", "", "", "", "", "", &significant(bench.total_ms)].map(str::to_string));
+    bench.table.row(
+        ["all of the above", "", "", "", "", "", "", "", &significant(bench.total_ms)]
+            .map(str::to_string),
+    );
     crate::print_line(&machine_line());
     let Shape { seq, micro_batch, .. } = shape;
     crate::print_line(&format!(
         "{}, {seq} tokens × {micro_batch} samples, {}, {}",
         args.preset.name(),
-        if bench.device.is_cpu() { format!("{threads} threads") } else { device::name(&bench.device) },
+        if bench.device.is_cpu() {
+            format!("{threads} threads")
+        } else {
+            device::name(&bench.device)
+        },
         args.dtype.name()
     ));
     if let Some(instruction) = instruction {
@@ -153,10 +161,15 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
         ));
     } else if !bench.device.is_cpu() {
         let peak = significant(bench.peak);
-        crate::print_line(&format!("peak: {peak} GFLOP/s, a product of {PEAK_SIZE}³ in {}", args.dtype.name()));
+        crate::print_line(&format!(
+            "peak: {peak} GFLOP/s, a product of {PEAK_SIZE}³ in {}",
+            args.dtype.name()
+        ));
     }
     let (copy, mib) = (significant(bench.copy), (4 * bench.copy_elements()) >> 20);
-    crate::print_line(&format!("copy: {copy} GB/s, of {mib} MiB, each byte counted when read and when written"));
+    crate::print_line(&format!(
+        "copy: {copy} GB/s, of {mib} MiB, each byte counted when read and when written"
+    ));
     crate::print_line(&format!("\n{}", bench.table));
     Ok(())
 }
@@ -196,7 +209,9 @@ impl KernelBench {
         self.copy = (8 * n) as f64 / self.seconds(|| reduce::copy(&to, &from))? / 1e9;
         if !self.device.is_cpu() {
             let (x, w) = (self.randn(&[PEAK_SIZE; 2])?, self.randn(&[PEAK_SIZE; 2])?);
-            self.peak = 2.0 * (PEAK_SIZE as f64).powi(3) / self.seconds(|| linear::linear(&x, &w, None))? / 1e9;
+            self.peak = 2.0 * (PEAK_SIZE as f64).powi(3)
+                / self.seconds(|| linear::linear(&x, &w, None))?
+                / 1e9;
         }
         Ok(())
     }
@@ -244,7 +259,8 @@ impl KernelBench {
         };
         let (seconds, of_peak) = match (work, self.instruction) {
             (Work::Flops(n), Some(instruction)) => {
-                let (seconds, share) = repeat_beside(self.budget, instruction, n, || Ok(kernel()?))?;
+                let (seconds, share) =
+                    repeat_beside(self.budget, instruction, n, || Ok(kernel()?))?;
                 (seconds.median(), format!("{:.0}%", 100.0 * share.median()))
             }
             (Work::Flops(n), None) => {
@@ -289,7 +305,11 @@ impl KernelBench {
 
     /// As activation functions make them, with rows that do not crowd a CPU's caches.
     fn activated(&self, width: usize) -> Result<Tensor> {
-        let apart = if self.device.is_cpu() { rows_apart(width, self.dtype.size_in_bytes()) } else { width };
+        let apart = if self.device.is_cpu() {
+            rows_apart(width, self.dtype.size_in_bytes())
+        } else {
+            width
+        };
         Ok(self.activation(apart)?.narrow(2, 0, width)?)
     }
 
@@ -322,6 +342,10 @@ impl KernelBench {
 
     fn heads(&self) -> HeadShape {
         let s = &self.shape;
-        HeadShape { groups: s.groups, heads_per_group: s.heads / s.groups, head_dim: s.hidden / s.heads }
+        HeadShape {
+            groups: s.groups,
+            heads_per_group: s.heads / s.groups,
+            head_dim: s.hidden / s.heads,
+        }
     }
 }

@@ -81,14 +81,22 @@ impl Hybrid {
     fn begin(&mut self, page: &[u8]) -> Read<()> {
         let head = unsigned(page, &mut self.at)?;
         let count = head >> 1;
-        let bytes = if head & 1 == 0 { self.width.div_ceil(8).into() } else { count.saturating_mul(self.width.into()) };
+        let bytes = if head & 1 == 0 {
+            self.width.div_ceil(8).into()
+        } else {
+            count.saturating_mul(self.width.into())
+        };
         let from = self.at;
-        self.at = usize::try_from(bytes).ok().and_then(|bytes| from.checked_add(bytes)).ok_or(ENDS)?;
+        self.at =
+            usize::try_from(bytes).ok().and_then(|bytes| from.checked_add(bytes)).ok_or(ENDS)?;
         if self.at > page.len() {
             return Err(ENDS.into());
         }
         self.run = if head & 1 == 0 {
-            Run::Repeated { value: bits(page, from * 8, self.width.div_ceil(8) * 8)? as u32, left: count }
+            Run::Repeated {
+                value: bits(page, from * 8, self.width.div_ceil(8) * 8)? as u32,
+                left: count,
+            }
         } else {
             Run::Packed { bit: from * 8, left: count.saturating_mul(8) }
         };
@@ -121,13 +129,25 @@ impl Deltas {
         let parts = unsigned(page, &mut at)?;
         let left = unsigned(page, &mut at)?;
         let value = signed(page, &mut at)?;
-        let fits = (1..=1 << 20).contains(&per_block) && parts > 0 && per_block.is_multiple_of(parts);
+        let fits =
+            (1..=1 << 20).contains(&per_block) && parts > 0 && per_block.is_multiple_of(parts);
         let per_part = if fits { (per_block / parts) as usize } else { 0 };
         if per_part == 0 || !per_part.is_multiple_of(8) {
             return Err(format!("a page has blocks of {per_block} differences in {parts} parts"));
         }
         let parts = parts as usize;
-        Ok(Self { at, per_part, parts, left, value, first: true, least: 0, widths: 0, part: parts, within: per_part })
+        Ok(Self {
+            at,
+            per_part,
+            parts,
+            left,
+            value,
+            first: true,
+            least: 0,
+            widths: 0,
+            part: parts,
+            within: per_part,
+        })
     }
 
     fn width(&self, page: &[u8]) -> Read<u32> {
@@ -243,7 +263,9 @@ impl Strings {
             // All values are null.
             _ if at >= page.len() => Encoding::Plain { at },
             0 => Encoding::Plain { at },
-            2 | 8 if has_dictionary => Encoding::Indices(Hybrid::new(at + 1, page.len(), u32::from(page[at]))?),
+            2 | 8 if has_dictionary => {
+                Encoding::Indices(Hybrid::new(at + 1, page.len(), u32::from(page[at]))?)
+            }
             2 | 8 => return Err("a page refers to a dictionary that is not there".into()),
             6 => {
                 let lengths = Deltas::new(page, at)?;
@@ -256,7 +278,9 @@ impl Strings {
                 let at = suffixes.end(page)?;
                 Encoding::Prefixes { prefixes, suffixes, at, last: Vec::new() }
             }
-            _ => return Err(format!("a page has the encoding {encoding}, which texts do not have")),
+            _ => {
+                return Err(format!("a page has the encoding {encoding}, which texts do not have"));
+            }
         }))
     }
 
@@ -266,8 +290,9 @@ impl Strings {
             Encoding::Indices(indices) => {
                 let index = indices.next(page)?;
                 let place = dictionary.places.get(index as usize);
-                let &(start, end) =
-                    place.ok_or_else(|| format!("a page refers to word {index} of a shorter dictionary"))?;
+                let &(start, end) = place.ok_or_else(|| {
+                    format!("a page refers to word {index} of a shorter dictionary")
+                })?;
                 Ok(&dictionary.page[start as usize..end as usize])
             }
             Encoding::Lengths { lengths, at } => part(page, at, size(lengths.next(page)?)?),
@@ -275,7 +300,10 @@ impl Strings {
                 let prefix = size(prefixes.next(page)?)?;
                 let suffix = part(page, at, size(suffixes.next(page)?)?)?;
                 if prefix > last.len() {
-                    return Err(format!("a text begins with {prefix} bytes of one that has {}", last.len()));
+                    return Err(format!(
+                        "a text begins with {prefix} bytes of one that has {}",
+                        last.len()
+                    ));
                 }
                 last.truncate(prefix);
                 last.extend_from_slice(suffix);
@@ -297,7 +325,9 @@ mod tests {
         let values: Vec<u32> = (0..12).map(|_| levels.next(&page).unwrap()).collect();
         assert_eq!(values, [0, 1, 2, 3, 4, 5, 6, 7, 5, 5, 5, 5]);
         assert!(levels.next(&page).is_err());
-        assert!(Hybrid::new(0, 6, 33).is_err() && Hybrid::new(0, 9, 3).unwrap().next(&page).is_err());
+        assert!(
+            Hybrid::new(0, 6, 33).is_err() && Hybrid::new(0, 9, 3).unwrap().next(&page).is_err()
+        );
     }
 
     /// The examples of the format's description: 1 2 3 4 5 and 7 5 3 1 2 3 4 5, here in blocks of 128 in 4 parts.
@@ -306,17 +336,25 @@ mod tests {
         let page = [0x80, 1, 4, 5, 2, 2, 0, 0, 0, 0, 99];
         let mut deltas = Deltas::new(&page, 0).unwrap();
         assert_eq!(deltas.end(&page).unwrap(), 10);
-        assert_eq!((0..5).map(|_| deltas.next(&page).unwrap()).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+        assert_eq!(
+            (0..5).map(|_| deltas.next(&page).unwrap()).collect::<Vec<_>>(),
+            [1, 2, 3, 4, 5]
+        );
         assert!(deltas.next(&page).is_err());
         let page = [0x80, 1, 4, 8, 14, 3, 2, 0, 0, 0, 0xc0, 0x3f, 0, 0, 0, 0, 0, 0];
         let mut deltas = Deltas::new(&page, 0).unwrap();
         assert_eq!(deltas.end(&page).unwrap(), 18);
-        assert_eq!((0..8).map(|_| deltas.next(&page).unwrap()).collect::<Vec<_>>(), [7, 5, 3, 1, 2, 3, 4, 5]);
+        assert_eq!(
+            (0..8).map(|_| deltas.next(&page).unwrap()).collect::<Vec<_>>(),
+            [7, 5, 3, 1, 2, 3, 4, 5]
+        );
     }
 
     #[test]
     fn shapes_of_blocks_that_cannot_be_are_refused() {
-        for page in [&[0, 4, 1, 0][..], &[0x80, 1, 0, 1, 0], &[0x80, 1, 3, 1, 0], &[8, 2, 1, 0], &[0x80]] {
+        for page in
+            [&[0, 4, 1, 0][..], &[0x80, 1, 0, 1, 0], &[0x80, 1, 3, 1, 0], &[8, 2, 1, 0], &[0x80]]
+        {
             assert!(Deltas::new(page, 0).is_err(), "{page:?}");
         }
     }

@@ -50,8 +50,16 @@ struct SchemaElement {
 const OPTIONAL: i64 = 1;
 const REPEATED: i64 = 2;
 const BYTE_ARRAY: i64 = 6;
-const PHYSICAL: [&str; 8] =
-    ["truth values", "i32", "i64", "i96", "f32", "f64", "byte strings", "byte strings of one length"];
+const PHYSICAL: [&str; 8] = [
+    "truth values",
+    "i32",
+    "i64",
+    "i96",
+    "f32",
+    "f64",
+    "byte strings",
+    "byte strings of one length",
+];
 /// Byte strings that are no text, by their converted type.
 const NO_TEXT: [(i64, &str); 3] = [(5, "decimals"), (12, "BSON"), (21, "intervals")];
 /// Columns that are named where the wanted one is missing.
@@ -66,11 +74,14 @@ impl Metadata {
             match (id, kind) {
                 (2, Kind::List) => {
                     each(thrift, |thrift| element(thrift).map(|element| schema.push(element)))?;
-                    columns = Some(keys.iter().map(|key| find(&schema, key)).collect::<Read<Vec<_>>>()?);
+                    columns =
+                        Some(keys.iter().map(|key| find(&schema, key)).collect::<Read<Vec<_>>>()?);
                 }
                 (4, Kind::List) => {
                     let columns = columns.as_ref().ok_or("its rows come before its columns")?;
-                    each(thrift, |thrift| row_group(thrift, columns, data_end).map(|group| groups.extend(group)))?;
+                    each(thrift, |thrift| {
+                        row_group(thrift, columns, data_end).map(|group| groups.extend(group))
+                    })?;
                 }
                 (8, _) => return Err("it is encrypted; decrypt it first".into()),
                 _ => return Ok(false),
@@ -130,13 +141,18 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
             continue;
         }
         let refuse = |what: &str| {
-            Err(format!("column {key:?} holds {what}, not one text in each row; give --json-keys another"))
+            Err(format!(
+                "column {key:?} holds {what}, not one text in each row; give --json-keys another"
+            ))
         };
         if top.children > 0 || top.repetition == REPEATED {
             return refuse("lists or structures");
         }
         return match (top.physical, top.converted) {
-            (Some(BYTE_ARRAY), converted) => match NO_TEXT.iter().find(|(number, _)| Some(*number) == converted) {
+            (Some(BYTE_ARRAY), converted) => match NO_TEXT
+                .iter()
+                .find(|(number, _)| Some(*number) == converted)
+            {
                 Some((_, what)) => refuse(what),
                 None => Ok(ColumnInfo { leaf: first_leaf, optional: top.repetition == OPTIONAL }),
             },
@@ -146,8 +162,11 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
             }
         };
     }
-    let found = if names.is_empty() { "none".into() } else { names[..names.len().min(NAMED)].join(", ") };
-    Err(format!("there is no column {key:?}; give --json-keys one of those that are there: {found}"))
+    let found =
+        if names.is_empty() { "none".into() } else { names[..names.len().min(NAMED)].join(", ") };
+    Err(format!(
+        "there is no column {key:?}; give --json-keys one of those that are there: {found}"
+    ))
 }
 
 /// A group of rows, if it has any: writers give those without data no place in the file.
@@ -166,9 +185,15 @@ fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read
                     }
                     Ok(())
                 })?;
-                group.chunks = found.into_iter().collect::<Option<_>>().ok_or("a group of rows lacks a column")?;
+                group.chunks = found
+                    .into_iter()
+                    .collect::<Option<_>>()
+                    .ok_or("a group of rows lacks a column")?;
             }
-            (3, Kind::Int) => group.rows = thrift.int()?.try_into().map_err(|_| "a group has less than no rows")?,
+            (3, Kind::Int) => {
+                group.rows =
+                    thrift.int()?.try_into().map_err(|_| "a group has less than no rows")?
+            }
             _ => return Ok(false),
         }
         Ok(true)
@@ -193,7 +218,8 @@ fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
         }
         Ok(true)
     })?;
-    let [codec, bytes, data, dictionary, values] = described.ok_or("a column's data is not described")?;
+    let [codec, bytes, data, dictionary, values] =
+        described.ok_or("a column's data is not described")?;
     if values == 0 {
         return Ok(ChunkInfo { codec, start: 0, end: 0 });
     }

@@ -52,11 +52,13 @@ impl Rows {
     /// # Errors
     /// `Error::Data` where it is no whole Parquet file, or a column is missing or no text.
     pub fn open(path: &Path, keys: &[String]) -> megatron::Result<Self> {
-        let file = megatron::files::open_binary(path).map_err(|error| Error::io("open", path, error))?;
+        let file =
+            megatron::files::open_binary(path).map_err(|error| Error::io("open", path, error))?;
         let read = |error| Error::io("read", path, error);
         let size = file.metadata().map_err(|error| Error::io("inspect", path, error))?.len();
-        let damaged =
-            |what: &str| Error::data(path, format!("is not a whole Parquet file: {what}; copy or make it again"));
+        let damaged = |what: &str| {
+            Error::data(path, format!("is not a whole Parquet file: {what}; copy or make it again"))
+        };
         let mut tail = [0; TAIL as usize];
         if size < TAIL + 4 {
             return Err(damaged(&format!("it has {size} bytes")));
@@ -75,8 +77,8 @@ impl Rows {
         let data_end = size - TAIL - footer;
         let mut bytes = vec![0; footer as usize];
         file.read_exact_at(&mut bytes, data_end).map_err(read)?;
-        let Metadata { columns, groups } =
-            Metadata::read(&bytes, keys, data_end).map_err(|what| Error::data(path, format!("as Parquet: {what}")))?;
+        let Metadata { columns, groups } = Metadata::read(&bytes, keys, data_end)
+            .map_err(|what| Error::data(path, format!("as Parquet: {what}")))?;
         Ok(Self {
             path: path.to_path_buf(),
             file,
@@ -97,8 +99,11 @@ impl Rows {
         while self.left == 0 {
             let Some(RowGroup { rows, chunks }) = self.groups.next() else { return Ok(None) };
             self.left = rows;
-            self.readers =
-                chunks.into_iter().zip(&self.columns).map(|(chunk, info)| Column::new(chunk, info.optional)).collect();
+            self.readers = chunks
+                .into_iter()
+                .zip(&self.columns)
+                .map(|(chunk, info)| Column::new(chunk, info.optional))
+                .collect();
         }
         self.left -= 1;
         self.row += 1;
@@ -156,9 +161,13 @@ impl Column {
         let none = Dictionary::default();
         let text = page.strings.next(&page.bytes, self.dictionary.as_ref().unwrap_or(&none))?;
         if text.len() as u64 > LONGEST_LINE {
-            return Err(format!("a text has more than {} MiB; cut it into several", LONGEST_LINE >> 20));
+            return Err(format!(
+                "a text has more than {} MiB; cut it into several",
+                LONGEST_LINE >> 20
+            ));
         }
-        let text = std::str::from_utf8(text).map_err(|error| format!("it is not UTF-8: {error}"))?;
+        let text =
+            std::str::from_utf8(text).map_err(|error| format!("it is not UTF-8: {error}"))?;
         Ok(Some(text.to_owned()))
     }
 
@@ -167,7 +176,8 @@ impl Column {
             return Err(format!("a page of {len} bytes does not fit into its column"));
         }
         let mut bytes = vec![0; len as usize];
-        file.read_exact_at(&mut bytes, from).map_err(|error| format!("it cannot be read: {error}"))?;
+        file.read_exact_at(&mut bytes, from)
+            .map_err(|error| format!("it cannot be read: {error}"))?;
         Ok(bytes)
     }
 
@@ -209,10 +219,16 @@ impl Column {
         let (mut levels, mut at) = (None, 0);
         if self.optional {
             if header.level_encoding != RLE {
-                return Err(format!("levels have the encoding {}, which is not read", header.level_encoding));
+                return Err(format!(
+                    "levels have the encoding {}, which is not read",
+                    header.level_encoding
+                ));
             }
             let len = bytes.first_chunk().map_or(u32::MAX, |len| u32::from_le_bytes(*len)) as usize;
-            at = len.checked_add(4).filter(|&end| end <= bytes.len()).ok_or("levels end after their page")?;
+            at = len
+                .checked_add(4)
+                .filter(|&end| end <= bytes.len())
+                .ok_or("levels end after their page")?;
             let held = bytes[4..at].to_vec();
             let runs = Hybrid::new(0, held.len(), 1)?;
             levels = Some((held, runs));

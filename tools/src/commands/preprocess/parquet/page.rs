@@ -68,7 +68,8 @@ impl PageHeader {
             match (of, id, kind) {
                 (_, 1, Kind::Int) => {
                     let values = thrift.int()?;
-                    self.values = values.try_into().map_err(|_| format!("a page has {values} values"))?;
+                    self.values =
+                        values.try_into().map_err(|_| format!("a page has {values} values"))?;
                 }
                 (5 | 7, 2, Kind::Int) | (8, 4, Kind::Int) => self.encoding = thrift.int()?,
                 (5, 3, Kind::Int) => self.level_encoding = thrift.int()?,
@@ -86,22 +87,28 @@ impl PageHeader {
         let Some(crc) = self.crc else { return Ok(()) };
         let mut actual = Crc::new();
         actual.update(stored);
-        if actual.sum() == crc { Ok(()) } else { Err("a page has another checksum than it says".into()) }
+        if actual.sum() == crc {
+            Ok(())
+        } else {
+            Err("a page has another checksum than it says".into())
+        }
     }
 }
 
 fn page_size(bytes: i64) -> Read<u64> {
     match u64::try_from(bytes) {
         Ok(size @ 0..=LARGEST_PAGE) => Ok(size),
-        Ok(_) => {
-            Err(format!("a page has {bytes} bytes, more than {} MiB; write it with smaller pages", LARGEST_PAGE >> 20))
-        }
+        Ok(_) => Err(format!(
+            "a page has {bytes} bytes, more than {} MiB; write it with smaller pages",
+            LARGEST_PAGE >> 20
+        )),
         Err(_) => Err(format!("a page has {bytes} bytes")),
     }
 }
 
 /// The names of codecs, by number.
-const CODECS: [&str; 8] = ["none", "Snappy", "gzip", "LZO", "Brotli", "LZ4 of Hadoop", "zstd", "LZ4"];
+const CODECS: [&str; 8] =
+    ["none", "Snappy", "gzip", "LZO", "Brotli", "LZ4 of Hadoop", "zstd", "LZ4"];
 
 /// Decompresses `stored` to `size` bytes. What would be more is noticed before it is made.
 pub fn decompress(codec: i64, stored: Vec<u8>, size: u64) -> Read<Vec<u8>> {
@@ -113,8 +120,9 @@ pub fn decompress(codec: i64, stored: Vec<u8>, size: u64) -> Read<Vec<u8>> {
         Ok::<_, String>(bytes)
     };
     // What these codecs make of a byte at most.
-    let most =
-        |factor: usize| if expected / factor > stored.len() { Err(broken(&"its size is wrong")) } else { Ok(()) };
+    let most = |factor: usize| {
+        if expected / factor > stored.len() { Err(broken(&"its size is wrong")) } else { Ok(()) }
+    };
     let bytes = match codec {
         // Of pages whose values are all null, writers compress nothing.
         _ if stored.is_empty() => stored,
@@ -134,7 +142,10 @@ pub fn decompress(codec: i64, stored: Vec<u8>, size: u64) -> Read<Vec<u8>> {
             lz4_flex::block::decompress(&stored, expected).map_err(|error| broken(&error))?
         }
         _ => {
-            let name = usize::try_from(codec).ok().and_then(|codec| CODECS.get(codec)).unwrap_or(&"an unknown codec");
+            let name = usize::try_from(codec)
+                .ok()
+                .and_then(|codec| CODECS.get(codec))
+                .unwrap_or(&"an unknown codec");
             return Err(format!(
                 "it is compressed with {name}, which is not read; write it with Snappy, gzip, zstd or LZ4_RAW"
             ));

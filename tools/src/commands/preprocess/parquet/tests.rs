@@ -3,26 +3,36 @@
 use super::*;
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parquet").join(format!("{name}.parquet"))
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/parquet")
+        .join(format!("{name}.parquet"))
 }
 
 /// Rows of `text` and `title`, as in `make.py`.
 fn expected(n: usize) -> Vec<Vec<Vec<String>>> {
     let text = |i: usize| (i % 11 != 5).then(|| format!("row {i} {}", "wörd ".repeat(i % 7)));
-    (0..n).map(|i| vec![Vec::from_iter(text(i)), vec![["a", "bb", ""][i % 3].to_string()]]).collect()
+    (0..n)
+        .map(|i| vec![Vec::from_iter(text(i)), vec![["a", "bb", ""][i % 3].to_string()]])
+        .collect()
 }
 
 fn read(path: &Path, keys: &[&str]) -> Result<Vec<Vec<Vec<String>>>, String> {
     let keys: Vec<String> = keys.iter().map(|key| key.to_string()).collect();
     let mut rows = Rows::open(path, &keys).map_err(|error| error.to_string())?;
     // Damaged files may claim any number of rows.
-    std::iter::from_fn(|| rows.read().transpose()).take(5000).collect::<Result<_, _>>().map_err(|e| e.to_string())
+    std::iter::from_fn(|| rows.read().transpose())
+        .take(5000)
+        .collect::<Result<_, _>>()
+        .map_err(|e| e.to_string())
 }
 
 #[test]
 fn codecs_encodings_and_kinds_of_pages_give_the_same_rows() {
-    for name in ["snappy", "snappy-v2", "gzip-large", "zstd-binary", "lz4-delta-length", "zstd-delta"] {
-        let found = read(&fixture(name), &["text", "title"]).unwrap_or_else(|error| panic!("{error}"));
+    for name in
+        ["snappy", "snappy-v2", "gzip-large", "zstd-binary", "lz4-delta-length", "zstd-delta"]
+    {
+        let found =
+            read(&fixture(name), &["text", "title"]).unwrap_or_else(|error| panic!("{error}"));
         assert!(found == expected(300), "{name}");
     }
     assert_eq!(read(&fixture("plain"), &["text", "title"]).unwrap(), expected(7));
@@ -39,13 +49,20 @@ fn groups_without_rows_are_passed_over() {
 #[test]
 fn what_is_no_text_is_refused_by_name() {
     for (name, key, parts) in [
-        ("plain", "meta", &["plain.parquet", "column \"meta\" holds lists or structures", "--json-keys"][..]),
+        (
+            "plain",
+            "meta",
+            &["plain.parquet", "column \"meta\" holds lists or structures", "--json-keys"][..],
+        ),
         ("plain", "id", &["column \"id\" holds i64"]),
         ("plain", "url", &["no column \"url\"", "id, meta, title, text"]),
         ("brotli", "text", &["column \"text\", row 1", "Brotli", "zstd"]),
     ] {
         let message = read(&fixture(name), &[key]).unwrap_err();
-        assert!(parts.iter().all(|part| message.contains(part)), "{message} lacks one of {parts:?}");
+        assert!(
+            parts.iter().all(|part| message.contains(part)),
+            "{message} lacks one of {parts:?}"
+        );
     }
 }
 

@@ -79,7 +79,11 @@ impl<'a> Thrift<'a> {
         self.fields(0, f)
     }
 
-    fn fields(&mut self, depth: u32, f: &mut dyn FnMut(i64, Kind, &mut Self) -> Read<bool>) -> Read<()> {
+    fn fields(
+        &mut self,
+        depth: u32,
+        f: &mut dyn FnMut(i64, Kind, &mut Self) -> Read<bool>,
+    ) -> Read<()> {
         let mut id = 0i64;
         loop {
             let head = self.byte()?;
@@ -168,7 +172,10 @@ mod tests {
     #[test]
     fn fields_are_handed_out_and_others_passed_over() {
         // 1: int −3; 2: list of two truth values; 4: binary "ab"; 40: struct { 1: map {1: 2} }; 41: true
-        let bytes = [0x15, 5, 0x19, 0x21, 1, 2, 0x28, 2, b'a', b'b', 0x0c, 80, 0x1b, 1, 0x55, 2, 4, 0, 0x11, 0, 9, 9];
+        let bytes = [
+            0x15, 5, 0x19, 0x21, 1, 2, 0x28, 2, b'a', b'b', 0x0c, 80, 0x1b, 1, 0x55, 2, 4, 0, 0x11,
+            0, 9, 9,
+        ];
         let (mut seen, mut number, mut text) = (Vec::new(), 0, &b""[..]);
         let mut thrift = Thrift::new(&bytes);
         thrift
@@ -194,7 +201,9 @@ mod tests {
             assert_eq!(skip(&bytes[..len]).unwrap_err(), ENDS, "{len}");
         }
         assert!(skip(&[0x1c; 1000]).unwrap_err().contains("deeply"));
-        assert!(skip(&[0x15, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]).is_err());
+        assert!(
+            skip(&[0x15, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]).is_err()
+        );
         assert!(skip(&[0x1d]).unwrap_err().contains("unknown type 13"));
     }
 }
